@@ -4,12 +4,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
+use moh_checkpoint::Growth;
 use moh_kernels::MemoryInfo;
 use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_recipe::{Recipe, Stage};
 use moh_run_log::{Evaluation, EvaluationPoint, Skipped, Speed, StepMetrics};
 use moh_train::rewinds::Rewind;
-use moh_train::{Event, Growth, SourceEpochs};
+use moh_train::{Event, SourceEpochs};
 
 use crate::exit::stderr_line;
 use crate::progress::draws_bars;

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
+use moh_checkpoint::{StoredCheckpoint, alone, newest_good, of_step, require};
 use moh_hf::ConfigFile;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_kernels::Backend;
@@ -11,7 +12,6 @@ use moh_recipe::{Model, Recipe};
 use moh_step::Ranks;
 use serde_json::Value;
 
-use crate::checkpoint::{StoredCheckpoint, alone, newest_good, of_step, require};
 use crate::run::finished_before;
 use crate::{Error, RunDirectory};
 
@@ -44,7 +44,7 @@ impl CheckpointName {
     pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64, Error> {
         let run = &self.run;
         if let Some(step) = self.step {
-            ranks.first_does(|| require(run, step))?;
+            ranks.first_does(|| require(&run.checkpoint_directory(), step))?;
             return Ok(step);
         }
         // 0 where the newest good checkpoint is wanted.
@@ -54,8 +54,8 @@ impl CheckpointName {
             Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)
         })?;
         let found = match last > 0.0 {
-            true => Some(of_step(run, ranks, last as u64)?),
-            false => newest_good(run, ranks)?,
+            true => Some(of_step(&run.checkpoint_directory(), ranks, last as u64)?),
+            false => newest_good(&run.checkpoint_directory(), ranks)?,
         };
         match found {
             Some(stored) => Ok(stored.manifest().state.step),
@@ -72,8 +72,11 @@ impl CheckpointName {
             Some(step) => step,
             None => self.run.checkpoint_steps()?.last().copied().unwrap_or(0),
         };
-        require(&self.run, step)?;
-        config_file(&StoredCheckpoint::of_step(&self.run, step)?, &self.run.checkpoint(step))
+        require(&self.run.checkpoint_directory(), step)?;
+        config_file(
+            &StoredCheckpoint::of_step(&self.run.checkpoint_directory(), step)?,
+            &self.run.checkpoint(step),
+        )
     }
 
     /// As [`CheckpointName::resolve`], for a program of a single process.

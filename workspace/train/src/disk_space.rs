@@ -4,11 +4,11 @@
 use std::io;
 use std::path::Path;
 
+use moh_checkpoint::Condition;
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
 use moh_recipe::Recipe;
 
-use crate::checkpoint::{self, Condition};
 use crate::plan::DiskBytes;
 use crate::plan::units::bytes;
 use crate::source::ModelSource;
@@ -116,7 +116,7 @@ pub(crate) fn check(
     let needs = Needs::new(recipe, source.config(), ranks, copied);
     // Later checkpoints are moved aside and stay.
     let goes = |step: u64| resume_step.is_none_or(|resumed| step <= resumed);
-    let existing = checkpoint::list(run)?
+    let existing = moh_checkpoint::list(&run.checkpoint_directory())?
         .iter()
         .filter(|found| found.condition == Condition::Complete && goes(found.step))
         .map(|found| found.bytes)

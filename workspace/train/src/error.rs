@@ -258,32 +258,13 @@ pub enum Error {
         /// Seconds until the file no longer counts.
         wait: u64,
     },
-    /// A checkpoint, or a file of a finished run, is damaged.
+    /// A file of the run is damaged.
     #[error("{}: {reason}", path.display())]
-    Checkpoint {
+    File {
         /// The file.
         path: PathBuf,
         /// The problem.
         reason: String,
-    },
-    /// A file of a checkpoint is missing on some ranks and not on others.
-    #[error(
-        "{source}, but other ranks see the checkpoint: put the run directory on a file system that all \
-         ranks share"
-    )]
-    NotShared {
-        /// The missing file.
-        source: Box<Error>,
-    },
-    /// The run has no checkpoint of the requested step.
-    #[error("{}: the run has no checkpoint of step {step}: {}", path.display(), listed(found))]
-    NoCheckpoint {
-        /// The run directory.
-        path: PathBuf,
-        /// The requested step.
-        step: u64,
-        /// The steps of its checkpoints, ascending.
-        found: Vec<u64>,
     },
     /// A run has no checkpoint whose bytes are good.
     #[error(
@@ -406,6 +387,9 @@ pub enum Error {
         /// The number of ranks.
         ranks: usize,
     },
+    /// A checkpoint is missing or damaged, or cannot be written.
+    #[error(transparent)]
+    Checkpoint(moh_checkpoint::Error),
     /// A file of the run's logs cannot be read or written.
     #[error(transparent)]
     RunLog(#[from] moh_run_log::Error),
@@ -441,6 +425,16 @@ impl Error {
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
         let path = path.to_path_buf();
         move |source| Error::Io { path, source }
+    }
+}
+
+/// An error of another rank is [`Error::Step`], wherever it was met.
+impl From<moh_checkpoint::Error> for Error {
+    fn from(error: moh_checkpoint::Error) -> Self {
+        match error {
+            moh_checkpoint::Error::Step(error) => Error::Step(error),
+            error => Error::Checkpoint(error),
+        }
     }
 }
 
@@ -492,15 +486,6 @@ fn other_run(command: Option<&str>) -> String {
 /// A clause that says which step was saved.
 fn saved(step: Option<u64>) -> String {
     step.map_or_else(String::new, |step| format!(", with a checkpoint of step {step} there"))
-}
-
-/// The steps of checkpoints, for messages.
-fn listed(steps: &[u64]) -> String {
-    let texts: Vec<String> = steps.iter().map(u64::to_string).collect();
-    match texts.is_empty() {
-        true => "it has none".to_owned(),
-        false => format!("name one of {}", texts.join(", ")),
-    }
 }
 
 fn lines<T: fmt::Display>(items: &[T]) -> String {

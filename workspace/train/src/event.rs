@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
+use moh_checkpoint::Growth;
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_recipe::Stage;
 use moh_run_log::{Evaluation, Skipped, StepMetrics, Summary};
 
-use crate::growth::Growth;
+use crate::SourceEpochs;
 use crate::rewinds::Rewind;
-use crate::{Error, SourceEpochs};
 
 /// An event of a run.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub enum Event<'a> {
         /// Its new path.
         path: &'a Path,
         /// The damage.
-        error: &'a Error,
+        error: &'a moh_checkpoint::Error,
     },
     /// The run resumes from an earlier checkpoint than the newest, and what was written after it has
     /// been moved.

@@ -1,7 +1,6 @@
 //! Recipes, optimiser, checkpoints and the training loop.
 
 mod branch;
-pub mod checkpoint;
 mod checkpoint_name;
 pub mod comparison;
 mod disk_space;
@@ -19,7 +18,6 @@ mod on_ranks;
 mod open_device;
 pub mod plan;
 mod preflight;
-mod progress;
 #[cfg(test)]
 #[path = "../../step/src/ranks_on_threads.rs"]
 mod ranks_on_threads;
@@ -34,9 +32,6 @@ mod run_lock;
 mod set_aside;
 mod source;
 mod time_limit;
-#[cfg(test)]
-#[path = "../../step/src/tiny_model.rs"]
-mod tiny_model;
 mod trainer;
 
 pub use checkpoint_name::{CheckpointName, local_model_config};
@@ -45,7 +40,6 @@ pub use disk_space::{FreeSpace, free_space};
 pub use epochs::SourceEpochs;
 pub use error::{Error, KeyChange};
 pub use event::{Event, Outcome};
-pub use growth::Growth;
 pub use moh_device::OpenDevice;
 pub use open_device::{connect, open_device, share_text};
 pub use plan::Plan;

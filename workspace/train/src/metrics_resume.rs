@@ -3,11 +3,11 @@
 
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::RunState;
 use moh_files::first_free_suffixed;
 use moh_recipe::Recipe;
 use moh_run_log::{metrics, routing_log};
 
-use crate::checkpoint::RunState;
 use crate::rewinds::Rewind;
 use crate::{Error, RunDirectory};
 

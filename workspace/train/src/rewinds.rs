@@ -8,12 +8,12 @@
 use std::io::Write as _;
 use std::path::Path;
 
+use moh_checkpoint::{RunState, StoredCheckpoint};
 use moh_kernels::Backend;
 use moh_recipe::Recipe;
 use moh_step::Ranks;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{RunState, StoredCheckpoint};
 use crate::error::unless_missing;
 use crate::{Error, RunDirectory};
 
@@ -65,6 +65,14 @@ pub struct Rewinds {
 }
 
 impl Rewinds {
+    /// Passes over the samples of a rewind, if its step is the last one done.
+    pub(crate) fn pass_over_samples(&self, state: &mut RunState) {
+        if let Some(rewind) = self.due(state.step, state.guard.rewinds) {
+            state.sample = rewind.samples[1] + 1;
+            state.guard.rewinds = rewind.number;
+        }
+    }
+
     /// Reads the file of `run`; a missing file has none.
     ///
     /// # Errors
@@ -236,7 +244,7 @@ pub(crate) fn leave_path(run: &RunDirectory, rewinds: &Rewinds) -> Result<(), Er
     let steps = run.checkpoint_steps()?;
     // What cannot be opened is found again, and reported, where the newest checkpoint is opened.
     let is_left = |&step: &u64| {
-        StoredCheckpoint::of_step(run, step)
+        StoredCheckpoint::of_step(&run.checkpoint_directory(), step)
             .is_ok_and(|stored| stored.manifest().state.guard.rewinds < rewinds.taken_before(step))
     };
     let left: Vec<u64> = steps.iter().copied().filter(is_left).collect();
@@ -248,7 +256,7 @@ pub(crate) fn leave_path(run: &RunDirectory, rewinds: &Rewinds) -> Result<(), Er
         run.unmark()?;
     }
     for step in left {
-        let aside = run.rewound_checkpoint(step);
+        let aside = run.checkpoint_directory().rewound_checkpoint(step);
         moh_files::remove_directory(&aside).map_err(Error::io(&aside))?;
         std::fs::rename(run.checkpoint(step), &aside).map_err(Error::io(&aside))?;
     }

@@ -21,7 +21,7 @@ use crate::run_data::RunData;
 use crate::run_inputs::{RunInputs, Settled};
 use crate::source::ModelSource;
 use crate::trainer::{Inputs, train};
-use crate::{CheckpointName, Error, RunDirectory, RunLock, TimeLimit, branch, checkpoint};
+use crate::{CheckpointName, Error, RunDirectory, RunLock, TimeLimit, branch};
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 
@@ -311,7 +311,7 @@ impl Job<'_> {
             check_resumable(run)?;
         }
         if let Some(step) = resume_step {
-            checkpoint::require(run, step)?;
+            moh_checkpoint::require(&run.checkpoint_directory(), step)?;
         }
         let resumes = run.has_completed_work()?;
         Ok(Held { lock: Some(lock), finished, resumes, grows })

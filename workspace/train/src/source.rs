@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::{StoredCheckpoint, Wanted};
 use moh_data::TextTokenizer;
 use moh_hf::model_directory::companion_files;
 use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
@@ -12,7 +13,6 @@ use moh_model::{ModelConfig, initial};
 use moh_recipe::{Recipe, read_shape};
 use moh_step::TensorKind;
 
-use crate::checkpoint::{StoredCheckpoint, Wanted};
 use crate::run_inputs::model_files::TOKENIZER;
 use crate::{CheckpointName, Error, checkpoint_name, model_card};
 
@@ -339,7 +339,7 @@ impl ModelSource {
                     return Ok(());
                 }
                 let wanted = Wanted { name: &segment.name, slice: &segment.slice, range };
-                stored.read_part(kind, &wanted, values)
+                Ok(stored.read_part(kind, &wanted, values)?)
             }
             _ => {
                 let mut whole = vec![0.0; segment.shape().iter().product()];
@@ -358,7 +358,7 @@ impl ModelSource {
     fn read(&self, kind: TensorKind, segment: &Segment, out: &mut [f32]) -> Result<(), Error> {
         match &self.weights {
             Weights::Files(files) => Ok(files.read_f32(&segment.name, out)?),
-            Weights::Checkpoint { stored, .. } => stored.read_f32(kind, &segment.name, out),
+            Weights::Checkpoint { stored, .. } => Ok(stored.read_f32(kind, &segment.name, out)?),
             Weights::Fresh { seed } => {
                 let deviation = self.config.initializer_range;
                 initial::initialize(*seed, deviation, &segment.name, segment.shape(), out);
@@ -381,7 +381,7 @@ fn open_checkpoint(
         return refuse("is the run directory of this recipe: choose another run.dir");
     }
     let Some(step) = name.step else { return refuse("names no step") };
-    let stored = StoredCheckpoint::of_step(&name.run, step)?;
+    let stored = StoredCheckpoint::of_step(&name.run.checkpoint_directory(), step)?;
     let file = checkpoint_name::config_file(&stored, &name.run.checkpoint(step))?;
     Ok((file, Weights::Checkpoint { stored: Box::new(stored), moments: recipe.model.moments }))
 }

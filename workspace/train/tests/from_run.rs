@@ -7,11 +7,11 @@ mod support;
 
 use std::fs;
 
+use moh_checkpoint::StoredCheckpoint;
 use moh_hf::ConfigFile;
 use moh_model::HeadCounts;
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
-use moh_train::checkpoint::StoredCheckpoint;
 use moh_train::{Outcome, RunDirectory};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
@@ -37,7 +37,10 @@ fn with_moments(mut recipe: Recipe) -> Recipe {
 
 fn values(run: &RunDirectory, step: u64, kind: TensorKind, name: &str, len: usize) -> Vec<f32> {
     let mut values = vec![0.0; len];
-    StoredCheckpoint::of_step(run, step).unwrap().read_f32(kind, name, &mut values).unwrap();
+    StoredCheckpoint::of_step(&run.checkpoint_directory(), step)
+        .unwrap()
+        .read_f32(kind, name, &mut values)
+        .unwrap();
     values
 }
 
@@ -89,7 +92,11 @@ fn moments_are_taken_over_with_the_steps_that_they_contain() {
     let moments = |recipe: &Recipe| {
         stop_at(recipe, 1);
         let own = RunDirectory::new(&recipe.run.dir);
-        let state = StoredCheckpoint::of_step(&own, 1).unwrap().manifest().state.clone();
+        let state = StoredCheckpoint::of_step(&own.checkpoint_directory(), 1)
+            .unwrap()
+            .manifest()
+            .state
+            .clone();
         let found = values(&own, 1, TensorKind::FirstMoment, EMBEDDING, 64 * 16);
         fs::remove_dir_all(own.root()).unwrap();
         (state.moment_steps, found)

@@ -350,9 +350,10 @@ fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
     on_ranks(2, |world| {
         let run = if world.rank() == 0 { &shared } else { &other };
         let mut ranks = moh_step::Ranks::new(moh_kernels::Cpu, world.group().clone()).unwrap();
-        let mut ignore = |_: &Path, _: &Error| {};
-        let error = moh_train::checkpoint::newest(run, &mut ranks, &mut ignore).unwrap_err();
-        let is_told = matches!(error, Error::NotShared { .. });
+        let mut ignore = |_: &Path, _: &moh_checkpoint::Error| {};
+        let error = moh_checkpoint::newest(&run.checkpoint_directory(), &mut ranks, &mut ignore)
+            .unwrap_err();
+        let is_told = matches!(error, moh_checkpoint::Error::NotShared { .. });
         assert_eq!(is_told, world.rank() == 1, "{error}");
     });
     assert!(shared.checkpoint(step).is_dir());

@@ -15,10 +15,10 @@ use std::time::SystemTime;
 
 use anyhow::{Context as _, bail};
 pub use lines::LeftOut;
+use moh_checkpoint::StoredCheckpoint;
 use moh_recipe::Recipe;
 use moh_run_log::{Evaluation, EvaluationPoint, Machine, StepMetrics, Summary};
 use moh_train::RunDirectory;
-use moh_train::checkpoint::StoredCheckpoint;
 use moh_train::rewinds::{Rewind, Rewinds};
 pub use routing::RoutingEvaluation;
 pub use routing_history::{LayerLoads, Loads, RoutingHistory, Spread, load};
@@ -238,8 +238,9 @@ fn read_recipe(run: &RunDirectory) -> anyhow::Result<(Option<Recipe>, Result<Str
 /// replaced at any time, and a damaged one is the concern of the run.
 fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
     let steps = run.checkpoint_steps()?;
+    let directory = run.checkpoint_directory();
     let mut opened =
-        steps.iter().rev().filter_map(|&step| StoredCheckpoint::of_step(run, step).ok());
+        steps.iter().rev().filter_map(|&step| StoredCheckpoint::of_step(&directory, step).ok());
     Ok(opened.next().map_or_else(
         || Summary { steps: 0, tokens: 0, heads: 0, evaluations: Vec::new() },
         |stored| {

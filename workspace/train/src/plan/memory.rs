@@ -15,7 +15,7 @@ use moh_step::{OptimizerState, StepBuffers, StepPlan, StepSizes, pipeline_schedu
 
 use super::steps::step_plan;
 use super::work::{Layout, Work};
-use crate::{Error, checkpoint};
+use crate::Error;
 
 /// GPU memory of a process before its first buffer: the driver's context and the kernels.
 const CONTEXT: u64 = 512 << 20;
@@ -268,7 +268,7 @@ impl InTrainingElements for Buffers<'_> {
         if !recipe.data.validation.is_empty() {
             Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
         }
-        let staging = checkpoint::staging_bytes::<T, M>(layout, shard);
+        let staging = moh_checkpoint::staging_bytes::<T, M>(layout, shard);
         Ok((passes.message_bytes::<T>(), staging))
     }
 }

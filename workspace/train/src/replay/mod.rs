@@ -5,6 +5,7 @@ mod samples;
 
 use std::path::Path;
 
+use moh_checkpoint::{Growth, RunState, StoredCheckpoint, steps_at};
 use moh_comm::World;
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
@@ -18,14 +19,12 @@ use moh_step::guard::Limits;
 use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient};
 pub use samples::SampleSource;
 
-use crate::checkpoint::{self, RunState, StoredCheckpoint};
-use crate::growth::{self, Growth, steps_at};
 use crate::plan::step_plan;
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::trainer::attention_before;
-use crate::{Error, RunDirectory};
+use crate::{Error, RunDirectory, growth};
 
 /// A replayed step.
 #[derive(Debug, Clone, PartialEq)]
@@ -113,7 +112,7 @@ fn newest_before(
 ) -> Result<Option<StoredCheckpoint>, Error> {
     let steps = run.checkpoint_steps()?;
     for &found in steps.iter().rev().filter(|&&found| found < step) {
-        let stored = StoredCheckpoint::of_step(run, found)?;
+        let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), found)?;
         if stored.manifest().state.guard.rewinds >= rewinds.taken_before(found) {
             return Ok(Some(stored));
         }
@@ -189,7 +188,8 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             let whole = ModelParallel::whole(&config);
             model = Model::<B, T>::zeros_of_part(backend, config, length, whole, 1)?;
             optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
-            checkpoint::load(stored, &mut model, &mut optimizer).map_err(Error::from)?;
+            moh_checkpoint::load(stored, &mut model, &mut optimizer)
+                .map_err(moh_checkpoint::Error::from)?;
         } else {
             let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
             model = Model::new(backend, config, length, fill)?;
@@ -222,7 +222,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, groups)?;
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {
-            self.state.pass_over_samples(&self.job.rewinds);
+            self.job.rewinds.pass_over_samples(&mut self.state);
             if self.state.step + 1 == self.job.step {
                 return self.measure(stage, &mut stepper).map(Some);
             }

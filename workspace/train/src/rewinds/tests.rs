@@ -1,7 +1,7 @@
+use moh_checkpoint::RunState;
 use moh_step::guard::GuardState;
 
 use super::*;
-use crate::checkpoint::RunState;
 use crate::ranks_on_threads::ranks_on_threads;
 
 const SMALL: &str = include_str!("../../../recipe/src/tests/small.toml");

@@ -77,7 +77,7 @@ impl RunDirectory {
                 "is not the mark of a run: restore it, or remove it to go by recipe.toml".to_owned()
             }
         };
-        Err(Error::Checkpoint { path, reason })
+        Err(Error::File { path, reason })
     }
 
     /// Writes the mark, with the text of a recipe.

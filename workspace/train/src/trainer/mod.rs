@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use evaluation::Evaluated;
+use moh_checkpoint::RunState;
 use moh_files::HeldDirectory;
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
@@ -28,7 +29,6 @@ use moh_step::{OptimizerState, Ranks, StepGroups};
 use saving::Saving;
 pub(crate) use start::attention_before;
 
-use crate::checkpoint::RunState;
 use crate::event::{Event, Outcome};
 use crate::export::{self, Exported};
 use crate::rewinds::Rewinds;

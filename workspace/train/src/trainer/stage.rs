@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use moh_checkpoint::steps_at;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
 use moh_recipe::Stage;
@@ -12,7 +13,6 @@ use super::evaluation::{Evaluated, Losses};
 use super::{Progress, Trainer};
 use crate::Error;
 use crate::event::Event;
-use crate::growth::steps_at;
 use crate::plan::step_plan;
 use crate::rates::Rates;
 
@@ -78,7 +78,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Takes the next step, and ends it.
     fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress, Error> {
         let _step = span::enter_numbered("step", self.state.step + 1);
-        self.state.pass_over_samples(&self.rewinds);
+        self.rewinds.pass_over_samples(&mut self.state);
         let stage = work.stage;
         self.saving.step_begins();
         let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;

@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
+use moh_checkpoint::RunState;
 use moh_comm::Layout;
 use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
@@ -16,7 +17,6 @@ use moh_step::{OptimizerState, Ranks, StepGroups};
 
 use super::saving::Saving;
 use super::{Inputs, Trainer};
-use crate::checkpoint::{self, RunState};
 use crate::event::Event;
 use crate::growth::{self, Resumed};
 use crate::rewinds::{Rewinds, leave_path};
@@ -101,12 +101,13 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Option<Loaded<B, T, M>>, Error> {
     let Inputs { recipe, source, run, .. } = *inputs;
-    let mut damaged = |path: &Path, error: &Error| {
+    let mut damaged = |path: &Path, error: &moh_checkpoint::Error| {
         events(Event::DamagedCheckpoint { path, error });
     };
+    let checkpoints = run.checkpoint_directory();
     let stored = match inputs.resume_step {
-        Some(step) => Some(checkpoint::of_step(run, ranks, step)?),
-        None => checkpoint::newest(run, ranks, &mut damaged)?,
+        Some(step) => Some(moh_checkpoint::of_step(&checkpoints, ranks, step)?),
+        None => moh_checkpoint::newest(&checkpoints, ranks, &mut damaged)?,
     };
     // After damage to the last one there may be none.
     ranks.first_does(|| check_resumable(run))?;
@@ -118,7 +119,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     }
     let resumed = plan_growth(inputs, &mut state, ranks)?;
     if state.stage > recipe.stages.len() {
-        return Err(Error::Checkpoint {
+        return Err(Error::File {
             path: run.checkpoint(state.step),
             reason: format!("is of stage {}, which the recipe does not have", state.stage),
         });
@@ -144,16 +145,16 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
             source.fill_part(kind, segment, range, values)
         });
         ranks.agree(filled)?;
-        checkpoint::gather_weights(&mut model, &groups.data)?;
+        moh_checkpoint::gather_weights(&mut model, &groups.data)?;
         state.moment_steps = source.moment_steps();
         return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
     };
     let stored = stored.read_by(Shard::of(ranks.group()));
-    let read = checkpoint::load(&stored, &mut model, &mut optimizer);
-    if checkpoint::undamaged(run, ranks, state.step, read, &mut damaged)?.is_none() {
+    let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer);
+    if moh_checkpoint::undamaged(&checkpoints, ranks, state.step, read, &mut damaged)?.is_none() {
         return Ok(None);
     }
-    checkpoint::gather_weights(&mut model, &groups.data)?;
+    moh_checkpoint::gather_weights(&mut model, &groups.data)?;
     events(Event::Resumed { step: state.step });
     Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }))
 }

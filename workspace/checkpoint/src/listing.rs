@@ -10,8 +10,7 @@ use super::MANIFEST_HASH;
 use super::manifest::RunState;
 use super::stored::read_state;
 use crate::error::unless_missing;
-use crate::run_directory::AFTER;
-use crate::{Error, RunDirectory};
+use crate::{AFTER, CheckpointDirectory, Error};
 
 /// A directory with a checkpoint, or what is left of one.
 #[derive(Debug)]
@@ -47,7 +46,7 @@ pub enum Condition {
 ///
 /// # Errors
 /// Fails if the directory is not a run's, or a directory cannot be listed.
-pub fn list(run: &RunDirectory) -> Result<Vec<ListedCheckpoint>, Error> {
+pub fn list(run: &CheckpointDirectory) -> Result<Vec<ListedCheckpoint>, Error> {
     let mut found = in_directory(&run.checkpoints(), condition)?;
     for entry in entries(run.root())? {
         if entry.file_name().is_some_and(|name| name.to_string_lossy().starts_with(AFTER)) {
@@ -55,7 +54,7 @@ pub fn list(run: &RunDirectory) -> Result<Vec<ListedCheckpoint>, Error> {
                 let (_, step) = condition(name)?;
                 Some((Condition::MovedAside, step))
             };
-            let checkpoints = RunDirectory::new(&entry).checkpoints();
+            let checkpoints = CheckpointDirectory::new(&entry).checkpoints();
             found.extend(in_directory(&checkpoints, aside)?);
         }
     }
@@ -139,7 +138,7 @@ mod tests {
     #[test]
     fn everything_is_listed_and_what_cannot_be_read_has_its_reason() {
         let temporary = tempfile::tempdir().unwrap();
-        let run = RunDirectory::new(temporary.path());
+        let run = CheckpointDirectory::new(temporary.path());
         assert!(list(&run).unwrap().is_empty());
         for name in ["step-9", "step-10", "damaged-step-4", ".tmp-step-11"] {
             let path = run.checkpoints().join(name);

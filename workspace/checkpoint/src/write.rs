@@ -15,7 +15,7 @@ use super::manifest::{Manifest, RunState, tensor_file};
 use super::part::{Part, TensorEntry, TensorFile};
 use super::snapshot::{ShardTensor, Snapshot};
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES, shard_file};
-use crate::{Error, RunDirectory};
+use crate::{CheckpointDirectory, Error};
 
 /// Maximum threads of a rank that convert and hash a checkpoint's bytes.
 const MAX_THREADS: usize = 4;
@@ -25,13 +25,14 @@ const MAX_THREADS: usize = 4;
 ///
 /// # Errors
 /// Fails if the directory cannot be created.
-pub(crate) fn begin(run: &RunDirectory, step: u64) -> Result<PendingDirectory, Error> {
-    run.create_folder(&run.checkpoints())?;
+pub fn begin(run: &CheckpointDirectory, step: u64) -> Result<PendingDirectory, Error> {
+    let all = run.checkpoints();
+    moh_files::create_directory(&all).map_err(Error::io(&all))?;
     PendingDirectory::create_shared(&run.checkpoint(step)).map_err(Error::io(&folder(run, step)))
 }
 
 /// The directory of an incomplete checkpoint.
-fn folder(run: &RunDirectory, step: u64) -> PathBuf {
+fn folder(run: &CheckpointDirectory, step: u64) -> PathBuf {
     PendingDirectory::shared_path(&run.checkpoint(step))
 }
 
@@ -43,8 +44,8 @@ type WrittenPart = (String, String, Vec<String>);
 ///
 /// # Errors
 /// Fails if a file cannot be written.
-pub(crate) fn write_part<T: Element, M: Element>(
-    run: &RunDirectory,
+pub fn write_part<T: Element, M: Element>(
+    run: &CheckpointDirectory,
     step: u64,
     (rank, size): (usize, usize),
     snapshot: &Snapshot<T, M>,
@@ -98,8 +99,8 @@ fn bounds(ranges: &[Range<usize>]) -> Vec<[usize; 2]> {
 ///
 /// # Errors
 /// Fails if a file cannot be written or the directory cannot be renamed.
-pub(crate) fn publish(
-    run: &RunDirectory,
+pub fn publish(
+    run: &CheckpointDirectory,
     pending: PendingDirectory,
     state: RunState,
     config: Map<String, Value>,
@@ -136,7 +137,7 @@ fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash, Error
     };
     if text.len() as u64 > MAX_TEXT_BYTES {
         let reason = format!("{} bytes, but a manifest has at most {MAX_TEXT_BYTES}", text.len());
-        return Err(Error::Checkpoint { path: path.to_owned(), reason });
+        return Err(Error::File { path: path.to_owned(), reason });
     }
     write_synced(path, &text).map_err(io)?;
     Ok(blake3::hash(&text))

@@ -17,9 +17,11 @@ use crate::Error;
 /// A rank's part of a checkpoint: its manifest entries, as text.
 type EncodedPart = Vec<u8>;
 /// Writes a rank's part.
-pub(crate) type WritePart = Box<dyn FnOnce() -> Result<EncodedPart, Error> + Send>;
+pub type WritePart = Box<dyn FnOnce() -> Result<EncodedPart, Error> + Send>;
 /// Completes a checkpoint of these parts; returns sentences about what failed afterwards.
-pub(crate) type Complete = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Error> + Send>;
+pub type Complete = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Cause> + Send>;
+/// Why a checkpoint could not be written or completed.
+type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// What a rank's thread has done.
 #[derive(Debug)]
@@ -32,13 +34,13 @@ enum Done {
 /// The state of a rank's thread.
 #[derive(Debug)]
 enum Work {
-    Running(Background<Result<Done, Error>>),
-    Ended(Result<Done, Error>),
+    Running(Background<Result<Done, Cause>>),
+    Ended(Result<Done, Cause>),
 }
 
 /// A rank's flags for the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct ThreadFlags {
+pub struct ThreadFlags {
     /// The rank's thread is at work.
     pub running: bool,
     /// The rank's thread has failed.
@@ -47,7 +49,7 @@ pub(crate) struct ThreadFlags {
 
 /// The end of a checkpoint in flight, the same on all ranks.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum End {
+pub enum End {
     /// It is complete; on the first rank with sentences about what failed afterwards.
     Complete(Vec<String>),
     /// It has failed; on the first rank with the cause.
@@ -55,7 +57,7 @@ pub(crate) enum End {
 }
 
 /// A checkpoint in flight; dropping it waits for this rank's thread.
-pub(crate) struct Flight {
+pub struct Flight {
     /// The directory, for messages.
     path: PathBuf,
     work: Work,
@@ -66,7 +68,7 @@ pub(crate) struct Flight {
 impl Flight {
     /// Starts to write this rank's part of the checkpoint at `path`. `complete` is `Some` on the first
     /// of `size` ranks, and completes the checkpoint when all parts are written.
-    pub(crate) fn start(
+    pub fn start(
         path: PathBuf,
         size: usize,
         write_part: WritePart,
@@ -84,13 +86,13 @@ impl Flight {
     }
 
     /// Waits at most `limit` for this rank's thread, and returns this rank's flags.
-    pub(crate) fn wait(&mut self, limit: Duration) -> ThreadFlags {
+    pub fn wait(&mut self, limit: Duration) -> ThreadFlags {
         if let Work::Running(background) = &mut self.work
             && let Some(result) = background.wait(limit)
         {
             self.work = Work::Ended(result.unwrap_or_else(|_| {
                 let reason = "the thread that wrote it panicked".to_owned();
-                Err(Error::Checkpoint { path: self.path.clone(), reason })
+                Err(Error::File { path: self.path.clone(), reason }.into())
             }));
         }
         ThreadFlags {
@@ -104,7 +106,7 @@ impl Flight {
     ///
     /// # Errors
     /// Fails if another rank has failed otherwise than with its checkpoint.
-    pub(crate) fn advance<B: Backend>(
+    pub fn advance<B: Backend>(
         &mut self,
         any: ThreadFlags,
         ranks: &mut Ranks<B>,
@@ -144,11 +146,11 @@ impl Flight {
 /// Starts a thread of a rank; a thread that cannot be started has failed.
 fn start(
     path: &std::path::Path,
-    work: impl FnOnce() -> Result<Done, Error> + Send + 'static,
+    work: impl FnOnce() -> Result<Done, Cause> + Send + 'static,
 ) -> Work {
     match Background::start("checkpoint", work) {
         Ok(background) => Work::Running(background),
-        Err(error) => Work::Ended(Err(Error::io(path)(error))),
+        Err(error) => Work::Ended(Err(Error::io(path)(error).into())),
     }
 }
 
@@ -192,7 +194,7 @@ mod tests {
     }
 
     fn failure(text: &str) -> Error {
-        Error::Checkpoint { path: "disk".into(), reason: text.into() }
+        Error::File { path: "disk".into(), reason: text.into() }
     }
 
     /// A flight on rank `rank` of `size`, and what the first rank's completion was given.
@@ -204,7 +206,7 @@ mod tests {
         let (given, received) = mpsc::channel();
         let complete: Complete = Box::new(move |parts| {
             given.send(parts.to_vec()).unwrap();
-            complete
+            complete.map_err(Cause::from)
         });
         let complete = (rank == 0).then_some(complete);
         (Flight::start("step-1".into(), size, Box::new(move || part), complete), received)

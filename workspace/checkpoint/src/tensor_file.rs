@@ -44,9 +44,8 @@ impl OpenFiles {
         blake3: &str,
     ) -> Result<Vec<f32>, ReadError> {
         let (dtype, bytes) = self.open(path)?.bytes(described, entry, blake3)?;
-        let refuse = |reason: String| {
-            ReadError::Unusable(Error::Checkpoint { path: path.to_owned(), reason })
-        };
+        let refuse =
+            |reason: String| ReadError::Unusable(Error::File { path: path.to_owned(), reason });
         let values = to_f32(dtype, &bytes)
             .ok_or_else(|| refuse(format!("{} is {dtype:?}, expected F32 or BF16", entry.name)))?;
         // `bytes` has checked the file's shape, but not its length.
@@ -85,9 +84,8 @@ impl OpenFiles {
 impl OpenFile {
     fn open(path: &Path) -> Result<Self, ReadError> {
         let io = ReadError::io(path);
-        let refuse = |reason: String| {
-            ReadError::Damaged(Error::Checkpoint { path: path.to_owned(), reason })
-        };
+        let refuse =
+            |reason: String| ReadError::Damaged(Error::File { path: path.to_owned(), reason });
         let mut file = File::open(path).map_err(&io)?;
         let length = file.metadata().map_err(&io)?.len();
         let mut head = [0u8; 8];
@@ -113,9 +111,8 @@ impl OpenFile {
         entry: &TensorEntry,
         blake3: &str,
     ) -> Result<(Dtype, Vec<u8>), ReadError> {
-        let refuse = |reason: String| {
-            ReadError::Damaged(Error::Checkpoint { path: self.path.clone(), reason })
-        };
+        let refuse =
+            |reason: String| ReadError::Damaged(Error::File { path: self.path.clone(), reason });
         let Some(info) = self.metadata.info(&entry.name) else {
             return Err(refuse(format!("contains no {}", entry.name)));
         };

@@ -8,7 +8,7 @@ use crate::Error;
 /// A reason not to use a checkpoint. Only damage on the disk is a reason to use an older one: after a
 /// failure of any other kind the checkpoint may be good, and the run must not lose it.
 #[derive(Debug)]
-pub(crate) enum ReadError {
+pub enum ReadError {
     /// A hash, a length or a content is wrong.
     Damaged(Error),
     /// A file is missing here. It is damage if all ranks miss it.

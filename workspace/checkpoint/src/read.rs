@@ -12,7 +12,7 @@ use moh_step::Ranks;
 use super::MANIFEST;
 use super::read_error::ReadError;
 use super::stored::StoredCheckpoint;
-use crate::{Error, RunDirectory};
+use crate::{CheckpointDirectory, Error};
 
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
 pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);
@@ -25,7 +25,7 @@ pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);
 /// format, if only some ranks see its files, or if another rank has failed. The checkpoints are then
 /// unchanged.
 pub fn newest<B: Backend>(
-    run: &RunDirectory,
+    run: &CheckpointDirectory,
     ranks: &mut Ranks<B>,
     damaged: OnDamage<'_>,
 ) -> Result<Option<StoredCheckpoint>, Error> {
@@ -48,8 +48,8 @@ pub fn newest<B: Backend>(
 ///
 /// # Errors
 /// As [`newest`].
-pub(crate) fn newest_good<B: Backend>(
-    run: &RunDirectory,
+pub fn newest_good<B: Backend>(
+    run: &CheckpointDirectory,
     ranks: &mut Ranks<B>,
 ) -> Result<Option<StoredCheckpoint>, Error> {
     let mut below = f64::INFINITY;
@@ -73,8 +73,8 @@ pub(crate) fn newest_good<B: Backend>(
 ///
 /// # Errors
 /// Fails if there is none, if it is damaged, and otherwise as [`newest`]. Nothing is changed.
-pub(crate) fn of_step<B: Backend>(
-    run: &RunDirectory,
+pub fn of_step<B: Backend>(
+    run: &CheckpointDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
 ) -> Result<StoredCheckpoint, Error> {
@@ -87,13 +87,16 @@ pub(crate) fn of_step<B: Backend>(
 ///
 /// # Errors
 /// Fails if there is no such checkpoint, or if it cannot be read or has another format.
-pub fn verify(run: &RunDirectory, step: u64) -> Result<Result<StoredCheckpoint, Error>, Error> {
+pub fn verify(
+    run: &CheckpointDirectory,
+    step: u64,
+) -> Result<Result<StoredCheckpoint, Error>, Error> {
     require(run, step)?;
     examine(run, &mut alone()?, step)
 }
 
 /// Fails, with the steps that there are, if the run has no checkpoint of `step`.
-pub(crate) fn require(run: &RunDirectory, step: u64) -> Result<(), Error> {
+pub fn require(run: &CheckpointDirectory, step: u64) -> Result<(), Error> {
     let found = run.checkpoint_steps()?;
     match found.contains(&step) {
         true => Ok(()),
@@ -102,7 +105,7 @@ pub(crate) fn require(run: &RunDirectory, step: u64) -> Result<(), Error> {
 }
 
 /// The only rank of a program that does not train.
-pub(crate) fn alone() -> Result<Ranks<Cpu>, Error> {
+pub fn alone() -> Result<Ranks<Cpu>, Error> {
     Ok(Ranks::new(Cpu, World::single().group().clone())?)
 }
 
@@ -110,7 +113,7 @@ pub(crate) fn alone() -> Result<Ranks<Cpu>, Error> {
 /// the inner error says that bytes are wrong, and is [`Error::OtherRank`] where only another rank has
 /// found it.
 fn examine<B: Backend>(
-    run: &RunDirectory,
+    run: &CheckpointDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
 ) -> Result<Result<StoredCheckpoint, Error>, Error> {
@@ -121,7 +124,7 @@ fn examine<B: Backend>(
     });
     let opened = proven(ranks, &directory, opened)?.map_err(Error::from);
     Ok(match ranks.any(opened.is_err())? {
-        true => Err(opened.err().unwrap_or_else(|| Error::Checkpoint {
+        true => Err(opened.err().unwrap_or_else(|| Error::File {
             path: directory.join(MANIFEST),
             reason: "another rank found a damaged file".into(),
         })),
@@ -134,8 +137,8 @@ fn examine<B: Backend>(
 ///
 /// # Errors
 /// As [`newest`].
-pub(crate) fn undamaged<B: Backend, R>(
-    run: &RunDirectory,
+pub fn undamaged<B: Backend, R>(
+    run: &CheckpointDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
     read: Result<R, ReadError>,
@@ -150,7 +153,7 @@ pub(crate) fn undamaged<B: Backend, R>(
     ranks.first_does(|| set_aside(run, &directory, &aside))?;
     if ranks.is_first() {
         // The first rank reports, even if another rank has found the damage.
-        let error = read.err().unwrap_or_else(|| Error::Checkpoint {
+        let error = read.err().unwrap_or_else(|| Error::File {
             path: aside.join(MANIFEST),
             reason: "another rank found a damaged file".into(),
         });
@@ -187,11 +190,11 @@ fn proven<B: Backend, R>(
 }
 
 /// A free name for a damaged checkpoint, which earlier ones keep.
-fn aside(run: &RunDirectory, step: u64) -> PathBuf {
+fn aside(run: &CheckpointDirectory, step: u64) -> PathBuf {
     first_free_suffixed(|suffix| run.checkpoints().join(format!("damaged-step-{step}{suffix}")))
 }
 
-fn set_aside(run: &RunDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
+fn set_aside(run: &CheckpointDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
     fs::rename(directory, aside).map_err(Error::io(aside))?;
     moh_files::sync_directory(&run.checkpoints()).map_err(Error::io(&run.checkpoints()))
 }

@@ -5,25 +5,14 @@ use moh_recipe::{Guard, Schedule, Stage};
 use moh_run_log::Skipped;
 use moh_step::{OptimizerState, StepResult, Update};
 
-use crate::Error;
-use crate::checkpoint::RunState;
-use crate::growth::steps_at;
-use crate::rewinds::Rewinds;
+use crate::{Error, RunState, steps_at};
 
 impl RunState {
-    /// Passes over the samples of a rewind, if its step is the last one done.
-    pub(crate) fn pass_over_samples(&mut self, rewinds: &Rewinds) {
-        if let Some(rewind) = rewinds.due(self.step, self.guard.rewinds) {
-            self.sample = rewind.samples[1] + 1;
-            self.guard.rewinds = rewind.number;
-        }
-    }
-
     /// Begins a stage with fresh moments, and the first one with those of the model's run, if it has them.
     ///
     /// # Errors
     /// Fails if the device fails.
-    pub(crate) fn begin_stage<B: Backend, M: Element>(
+    pub fn begin_stage<B: Backend, M: Element>(
         &mut self,
         optimizer: &mut OptimizerState<B, M>,
         backend: &B,
@@ -36,7 +25,7 @@ impl RunState {
     }
 
     /// How the next step, of `stage`, updates the weights.
-    pub(crate) fn next_update(&self, stage: &Stage, guard: &Guard) -> Update {
+    pub fn next_update(&self, stage: &Stage, guard: &Guard) -> Update {
         let steps = steps_at(stage, &self.growth, self.step);
         let schedule = Schedule::new(stage.learning_rate, steps);
         Update {
@@ -47,7 +36,7 @@ impl RunState {
     }
 
     /// Counts a step of `sequences` samples, applied or not.
-    pub(crate) fn count(
+    pub fn count(
         &mut self,
         (stage, guard): (&Stage, &Guard),
         result: &StepResult,
@@ -64,7 +53,7 @@ impl RunState {
     }
 
     /// Continues with the next stage.
-    pub(crate) fn end_stage(&mut self) {
+    pub fn end_stage(&mut self) {
         self.stage += 1;
         self.stage_step = 0;
         self.guard.end_stage();

@@ -76,7 +76,7 @@ impl ShardTensors {
 
 /// The bytes of the host's memory that a [`Snapshot`] of a rank takes, and the writer beside it, with
 /// weights of type `T` and moments of type `M`.
-pub(crate) fn staging_bytes<T: Element, M: Element>(layout: &ModelLayout, shard: Shard) -> u64 {
+pub fn staging_bytes<T: Element, M: Element>(layout: &ModelLayout, shard: Shard) -> u64 {
     let remainder = if T::DTYPE == bf16::DTYPE { size_of::<i16>() } else { 0 };
     let element = size_of::<T>() + remainder + 2 * size_of::<M>();
     let elements = ShardTensors::new(layout, shard).len as u64;
@@ -85,7 +85,7 @@ pub(crate) fn staging_bytes<T: Element, M: Element>(layout: &ModelLayout, shard:
 }
 
 /// A rank's weights and moments in the host's memory.
-pub(crate) struct Snapshot<T: Element, M: Element> {
+pub struct Snapshot<T: Element, M: Element> {
     pub(super) shard: ShardTensors,
     pub(super) weights: Vec<T>,
     /// The rounding errors of bf16 weights.
@@ -100,7 +100,7 @@ impl<T: Element, M: Element> Snapshot<T, M> {
     ///
     /// # Errors
     /// Fails if the host is out of memory.
-    pub(crate) fn new(layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
+    pub fn new(layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
         let shard = ShardTensors::new(layout, shard);
         let len = shard.len;
         let has_remainder = T::DTYPE == bf16::DTYPE;
@@ -118,7 +118,7 @@ impl<T: Element, M: Element> Snapshot<T, M> {
     ///
     /// # Errors
     /// Fails if the device fails.
-    pub(crate) fn copy<B: Backend>(
+    pub fn copy<B: Backend>(
         &mut self,
         model: &Model<B, T>,
         optimizer: &OptimizerState<B, M>,

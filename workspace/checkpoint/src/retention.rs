@@ -6,15 +6,15 @@ use moh_files::TEMPORARY;
 use moh_recipe::Checkpoint;
 
 use super::read::{alone, newest_good};
-use crate::run_directory::{REWOUND, is_unfinished_checkpoint};
-use crate::{Error, RunDirectory};
+use crate::checkpoint_directory::REWOUND;
+use crate::{CheckpointDirectory, Error, is_unfinished_checkpoint};
 
 /// Removes the checkpoints that `retention` does not keep, those that a rewind has left, and leftovers of
 /// earlier processes.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed or removed.
-pub fn prune(run: &RunDirectory, retention: &Checkpoint) -> Result<(), Error> {
+pub fn prune(run: &CheckpointDirectory, retention: &Checkpoint) -> Result<(), Error> {
     remove(run, &superseded(run, retention)?)
 }
 
@@ -22,7 +22,7 @@ pub fn prune(run: &RunDirectory, retention: &Checkpoint) -> Result<(), Error> {
 ///
 /// # Errors
 /// Fails if the directory of checkpoints cannot be listed.
-pub fn superseded(run: &RunDirectory, retention: &Checkpoint) -> Result<Vec<u64>, Error> {
+pub fn superseded(run: &CheckpointDirectory, retention: &Checkpoint) -> Result<Vec<u64>, Error> {
     let mut steps = run.checkpoint_steps()?;
     let keep = usize::try_from(retention.keep.max(1)).unwrap_or(usize::MAX);
     steps.truncate(steps.len().saturating_sub(keep));
@@ -35,7 +35,10 @@ pub fn superseded(run: &RunDirectory, retention: &Checkpoint) -> Result<Vec<u64>
 ///
 /// # Errors
 /// As [`superseded`], and if a checkpoint cannot be read or has another format.
-pub fn superseded_by_good(run: &RunDirectory, retention: &Checkpoint) -> Result<Vec<u64>, Error> {
+pub fn superseded_by_good(
+    run: &CheckpointDirectory,
+    retention: &Checkpoint,
+) -> Result<Vec<u64>, Error> {
     let mut steps = superseded(run, retention)?;
     if !steps.is_empty() {
         let good = newest_good(run, &mut alone()?)?.map(|stored| stored.manifest().state.step);
@@ -49,7 +52,7 @@ pub fn superseded_by_good(run: &RunDirectory, retention: &Checkpoint) -> Result<
 ///
 /// # Errors
 /// Fails if a directory cannot be listed or removed.
-pub fn remove(run: &RunDirectory, steps: &[u64]) -> Result<(), Error> {
+pub fn remove(run: &CheckpointDirectory, steps: &[u64]) -> Result<(), Error> {
     let all = run.checkpoints();
     for &step in steps {
         // Renamed first, so that a partially removed checkpoint never looks complete.
@@ -73,7 +76,7 @@ mod tests {
     #[test]
     fn the_newest_and_every_mth_checkpoint_are_kept() {
         let temporary = tempfile::tempdir().unwrap();
-        let run = RunDirectory::new(temporary.path());
+        let run = CheckpointDirectory::new(temporary.path());
         for step in [2, 4, 5, 6, 8] {
             fs::create_dir_all(run.checkpoint(step)).unwrap();
         }
@@ -94,7 +97,7 @@ mod tests {
     #[test]
     fn nothing_is_superseded_where_no_checkpoint_is_good() {
         let temporary = tempfile::tempdir().unwrap();
-        let run = RunDirectory::new(temporary.path());
+        let run = CheckpointDirectory::new(temporary.path());
         for step in [2, 4] {
             fs::create_dir_all(run.checkpoint(step)).unwrap();
         }

@@ -15,7 +15,7 @@ use super::part::{Part, TensorEntry};
 use super::read_error::ReadError;
 use super::tensor_file::OpenFiles;
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
-use crate::{Error, RunDirectory};
+use crate::{CheckpointDirectory, Error};
 
 /// A checkpoint whose manifest is valid.
 #[derive(Debug)]
@@ -31,9 +31,12 @@ pub struct StoredCheckpoint {
 
 /// Elements of a tensor: a range of those of a slice.
 #[derive(Debug, Clone)]
-pub(crate) struct Wanted<'a> {
+pub struct Wanted<'a> {
+    /// The tensor's name.
     pub name: &'a str,
+    /// The slice of the tensor.
     pub slice: &'a Slice,
+    /// The elements within the slice, in row-major order.
     pub range: Range<usize>,
 }
 
@@ -42,7 +45,7 @@ impl StoredCheckpoint {
     ///
     /// # Errors
     /// Fails if there is none, or its manifest is damaged.
-    pub fn of_step(run: &RunDirectory, step: u64) -> Result<Self, Error> {
+    pub fn of_step(run: &CheckpointDirectory, step: u64) -> Result<Self, Error> {
         Ok(Self::open(&run.checkpoint(step), step)?)
     }
 
@@ -55,7 +58,7 @@ impl StoredCheckpoint {
     }
 
     /// Reads the parts at `reader`'s relative position first; with the same layout these are its own.
-    pub(crate) fn read_by(mut self, reader: Shard) -> Self {
+    pub fn read_by(mut self, reader: Shard) -> Self {
         self.nearest = reader.rank * self.parts.len() / reader.size;
         self
     }
@@ -108,7 +111,7 @@ impl StoredCheckpoint {
     }
 
     /// As [`StoredCheckpoint::read_f32`], for a part of a tensor.
-    pub(crate) fn read_part(
+    pub fn read_part(
         &self,
         kind: TensorKind,
         wanted: &Wanted<'_>,
@@ -203,7 +206,7 @@ impl StoredCheckpoint {
     }
 
     fn refuse(&self, reason: String) -> Error {
-        Error::Checkpoint { path: self.directory.join(MANIFEST), reason }
+        Error::File { path: self.directory.join(MANIFEST), reason }
     }
 }
 
@@ -220,7 +223,7 @@ pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState, Error>
 
 fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
     let path = directory.join(MANIFEST);
-    let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
+    let refuse = |reason: String| Error::File { path: path.clone(), reason };
     let text = read_text(&path)?;
     let hash_path = directory.join(MANIFEST_HASH);
     let hash = fs::read(&hash_path).map_err(ReadError::io(&hash_path))?;
@@ -249,7 +252,7 @@ fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
 fn read_part(directory: &Path, described: &PartFile) -> Result<Part, ReadError> {
     let path = directory.join(&described.file);
     let text = read_text(&path)?;
-    let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
+    let refuse = |reason: String| Error::File { path: path.clone(), reason };
     if blake3::hash(&text).to_hex().as_str() != described.blake3 {
         let reason = format!("does not match its hash in {MANIFEST}: it is damaged");
         return Err(ReadError::Damaged(refuse(reason)));
@@ -264,7 +267,7 @@ fn read_text(path: &Path) -> Result<Vec<u8>, ReadError> {
     let length = fs::metadata(path).map_err(ReadError::io(path))?.len();
     if length > MAX_TEXT_BYTES {
         let reason = format!("{length} bytes: a manifest has at most {MAX_TEXT_BYTES}");
-        return Err(ReadError::Unusable(Error::Checkpoint { path: path.to_owned(), reason }));
+        return Err(ReadError::Unusable(Error::File { path: path.to_owned(), reason }));
     }
     fs::read(path).map_err(ReadError::io(path))
 }
@@ -274,7 +277,7 @@ fn check_names<'a>(path: &Path, names: impl Iterator<Item = &'a String>) -> Resu
     for name in names {
         if Path::new(name).file_name() != Some(name.as_ref()) {
             let reason = format!("{name:?} is not the name of a file");
-            return Err(ReadError::Damaged(Error::Checkpoint { path: path.to_owned(), reason }));
+            return Err(ReadError::Damaged(Error::File { path: path.to_owned(), reason }));
         }
     }
     Ok(())

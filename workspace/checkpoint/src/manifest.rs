@@ -9,7 +9,7 @@ use moh_step::guard::GuardState;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::growth::Growth;
+use crate::Growth;
 
 /// The format version that this program writes and reads.
 pub(super) const FORMAT: u32 = 4;
@@ -112,7 +112,7 @@ pub struct RunState {
 
 impl RunState {
     /// The steps whose lines of metrics are written.
-    pub(crate) fn recorded_steps(&self) -> u64 {
+    pub fn recorded_steps(&self) -> u64 {
         self.step - u64::from(self.unevaluated.is_some() && self.step > 0)
     }
 }

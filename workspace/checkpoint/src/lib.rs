@@ -10,11 +10,21 @@
 //! and changes nothing.
 
 mod background;
+mod checkpoint_directory;
+mod error;
 mod flight;
+mod growth;
 mod listing;
 mod load;
 mod manifest;
+#[cfg(test)]
+#[path = "../../step/src/on_ranks.rs"]
+mod on_ranks;
 mod part;
+mod progress;
+#[cfg(test)]
+#[path = "../../step/src/ranks_on_threads.rs"]
+mod ranks_on_threads;
 mod read;
 mod read_error;
 mod retention;
@@ -22,20 +32,25 @@ mod shard_file;
 mod snapshot;
 mod stored;
 mod tensor_file;
+#[cfg(test)]
+#[path = "../../step/src/tiny_model.rs"]
+mod tiny_model;
 mod write;
 
-pub(crate) use flight::{Complete, End, Flight, ThreadFlags, WritePart};
+pub use checkpoint_directory::{AFTER, CheckpointDirectory, is_unfinished_checkpoint};
+pub use error::Error;
+pub use flight::{Complete, End, Flight, ThreadFlags, WritePart};
+pub use growth::{Growth, steps_at};
 pub use listing::{Condition, ListedCheckpoint, list};
-pub(crate) use load::{gather_weights, load};
+pub use load::{gather_weights, load};
 pub use manifest::{Manifest, PartFile, RunState};
 pub use part::{Part, TensorEntry, TensorFile};
-pub use read::{OnDamage, newest, verify};
-pub(crate) use read::{alone, newest_good, of_step, require, undamaged};
+pub use read::{OnDamage, alone, newest, newest_good, of_step, require, undamaged, verify};
+pub use read_error::ReadError;
 pub use retention::{prune, remove, superseded, superseded_by_good};
-pub(crate) use snapshot::{Snapshot, staging_bytes};
-pub use stored::StoredCheckpoint;
-pub(crate) use stored::Wanted;
-pub(crate) use write::{begin, publish, write_part};
+pub use snapshot::{Snapshot, staging_bytes};
+pub use stored::{StoredCheckpoint, Wanted};
+pub use write::{begin, publish, write_part};
 
 /// Name of the manifest in a checkpoint's directory.
 const MANIFEST: &str = "manifest.json";
