@@ -7,10 +7,11 @@ use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 use moh_checkpoint::Growth;
 use moh_kernels::MemoryInfo;
 use moh_model::{AuxiliaryLosses, ModelConfig};
+use moh_plan::SourceEpochs;
 use moh_recipe::{Recipe, Stage};
 use moh_run_log::{Evaluation, EvaluationPoint, Skipped, Speed, StepMetrics};
+use moh_train::Event;
 use moh_train::rewinds::Rewind;
-use moh_train::{Event, SourceEpochs};
 
 use crate::exit::stderr_line;
 use crate::progress::draws_bars;

@@ -7,10 +7,10 @@ use std::path::Path;
 use moh_checkpoint::Condition;
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
+use moh_plan::DiskBytes;
+use moh_plan::units::bytes;
 use moh_recipe::Recipe;
 
-use crate::plan::DiskBytes;
-use crate::plan::units::bytes;
 use crate::source::ModelSource;
 use crate::{Error, RunDirectory};
 

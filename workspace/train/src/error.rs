@@ -3,10 +3,9 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use moh_recipe::Fault;
+use moh_plan::units::{bytes, ranks as counted};
 use moh_recipe::shell::shell_word;
 
-use crate::plan::units::{bytes, ranks as counted};
 use crate::rewinds::MAX_ATTEMPTS;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
@@ -19,32 +18,6 @@ pub enum Error {
         path: PathBuf,
         /// The system's error.
         source: std::io::Error,
-    },
-    /// A hardware profile is invalid: one line for each fault.
-    #[error("{}", lines(faults))]
-    Hardware {
-        /// All faults; never empty.
-        faults: Vec<Fault>,
-    },
-    /// The number of ranks of a plan is not a multiple of a stage's tensor x pipeline.
-    #[error(
-        "{}: stage.{stage}.parallel: --ranks {ranks} is not a multiple of tensor x pipeline = {tensor} x \
-         {pipeline}: use --ranks {nearest}, or --suggest for layouts of {}",
-        path.display(), counted(*ranks)
-    )]
-    PlanRanks {
-        /// The recipe.
-        path: PathBuf,
-        /// The stage.
-        stage: String,
-        /// Tensor-parallel ranks.
-        tensor: usize,
-        /// Pipeline stages.
-        pipeline: usize,
-        /// The requested number of ranks.
-        ranks: usize,
-        /// The nearest valid number of ranks.
-        nearest: usize,
     },
     /// The recipe differs from the one the run directory was started with.
     #[error(
@@ -393,6 +366,9 @@ pub enum Error {
     /// A file of the run's logs cannot be read or written.
     #[error(transparent)]
     RunLog(#[from] moh_run_log::Error),
+    /// The training data cannot be opened.
+    #[error(transparent)]
+    Plan(#[from] moh_plan::Error),
     /// A step failed, or another rank.
     #[error(transparent)]
     Step(#[from] moh_step::Error),

@@ -5,10 +5,10 @@ use std::path::Path;
 use moh_checkpoint::Growth;
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
+use moh_plan::SourceEpochs;
 use moh_recipe::Stage;
 use moh_run_log::{Evaluation, Skipped, StepMetrics, Summary};
 
-use crate::SourceEpochs;
 use crate::rewinds::Rewind;
 
 /// An event of a run.

@@ -4,7 +4,6 @@ mod branch;
 mod checkpoint_name;
 pub mod comparison;
 mod disk_space;
-mod epochs;
 mod error;
 mod event;
 mod export;
@@ -16,7 +15,6 @@ pub mod model_card;
 #[path = "../../step/src/on_ranks.rs"]
 mod on_ranks;
 mod open_device;
-pub mod plan;
 mod preflight;
 #[cfg(test)]
 #[path = "../../step/src/ranks_on_threads.rs"]
@@ -37,12 +35,10 @@ mod trainer;
 pub use checkpoint_name::{CheckpointName, local_model_config};
 pub use comparison::{Comparison, Variant};
 pub use disk_space::{FreeSpace, free_space};
-pub use epochs::SourceEpochs;
 pub use error::{Error, KeyChange};
 pub use event::{Event, Outcome};
 pub use moh_device::OpenDevice;
 pub use open_device::{connect, open_device, share_text};
-pub use plan::Plan;
 pub use preflight::{Preflight, RankSpeed, preflight};
 pub use replay::{Replay, SampleSource, replay, replay_from};
 pub use run::{RunOptions, first_that_keeps_model, run};

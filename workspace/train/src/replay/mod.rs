@@ -14,12 +14,12 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
+use moh_plan::step_plan;
 use moh_recipe::{Parallel, Recipe, Recompute, Stage};
 use moh_step::guard::Limits;
 use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient};
 pub use samples::SampleSource;
 
-use crate::plan::step_plan;
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::source::ModelSource;

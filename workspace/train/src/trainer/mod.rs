@@ -20,6 +20,7 @@ use moh_files::HeldDirectory;
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
+use moh_plan::SourceEpochs;
 use moh_recipe::{Parallel, Recipe};
 use moh_run_log::{
     EvaluationPoint, MetricsWriter, PartTimes, RoutingMoment, RoutingWriter, Summary, TensorBoard,
@@ -34,7 +35,7 @@ use crate::export::{self, Exported};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::{Error, RunDirectory, SourceEpochs, TimeLimit, growth};
+use crate::{Error, RunDirectory, TimeLimit, growth};
 
 /// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]

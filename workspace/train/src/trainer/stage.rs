@@ -5,6 +5,7 @@ use std::time::Instant;
 use moh_checkpoint::steps_at;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
+use moh_plan::step_plan;
 use moh_recipe::Stage;
 use moh_run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
 use moh_step::{StepResult, Stepper};
@@ -13,7 +14,6 @@ use super::evaluation::{Evaluated, Losses};
 use super::{Progress, Trainer};
 use crate::Error;
 use crate::event::Event;
-use crate::plan::step_plan;
 use crate::rates::Rates;
 
 /// The buffers of a stage's steps.

@@ -11,10 +11,10 @@ use moh_kernels::ElementType;
 use moh_model::{
     Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
 };
+use moh_plan::{Plan, hyperparameters, step_plan};
 use moh_recipe::{MohOptions, Optimizer, Precision, Recipe};
 use moh_step::StepPlan;
-use moh_train::plan::{hyperparameters, step_plan};
-use moh_train::{Plan, local_model_config};
+use moh_train::local_model_config;
 
 use crate::device::DeviceArguments;
 

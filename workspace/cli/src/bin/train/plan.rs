@@ -10,9 +10,9 @@ use indicatif::{HumanCount, HumanDuration};
 use moh_cli::exit;
 use moh_hf::ConfigFile;
 use moh_model::ModelConfig;
+use moh_plan::{Hardware, Plan, StagePlan, Suggestions};
 use moh_recipe::Recipe;
-use moh_train::plan::{Hardware, StagePlan, Suggestions};
-use moh_train::{Comparison, Plan, local_model_config};
+use moh_train::{Comparison, local_model_config};
 
 use crate::Arguments;
 use crate::comparison::table::aligned;

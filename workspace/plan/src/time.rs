@@ -203,8 +203,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::plan::Layout;
-    use crate::plan::tests::{llama3_8b, small};
+    use crate::Layout;
+    use crate::tests::{llama3_8b, small};
 
     /// 100 TFLOP/s in bf16, attention at half of that, 1 TB/s of memory, 8 ranks a node with 100 GB/s
     /// between them and 10 GB/s to others, no latency, no overlap.

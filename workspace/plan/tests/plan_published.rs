@@ -5,9 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
+use moh_plan::{Hardware, Plan};
 use moh_recipe::Recipe;
-use moh_train::Plan;
-use moh_train::plan::Hardware;
 
 /// Largest accepted difference of a prediction from the published rate.
 const TOLERANCE: f64 = 0.15;

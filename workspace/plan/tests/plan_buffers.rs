@@ -13,11 +13,10 @@ use moh_kernels::{Cpu, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
+use moh_plan::{Layout, Plan, RankMemory, step_plan};
 use moh_recipe::Recipe;
 use moh_step::guard::Limits;
 use moh_step::{OptimizerState, Ranks, StepGroups, Stepper, Update};
-use moh_train::Plan;
-use moh_train::plan::{Layout, RankMemory, step_plan};
 
 /// Columns of the MLP and rows of the vocabulary do not divide; 7 micro-batches.
 const RECIPE: &str = r#"

@@ -6,7 +6,7 @@ use moh_comm::Coordinates;
 
 use super::*;
 
-const SMALL: &str = include_str!("../../../recipe/src/tests/small.toml");
+const SMALL: &str = include_str!("../../recipe/src/tests/small.toml");
 
 fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
     let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
@@ -28,7 +28,7 @@ pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let config = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/llama3-8b/config.json");
     let config = format!("model.config={config}");
     let overrides: Vec<&str> = [config.as_str()].into_iter().chain(overrides.to_vec()).collect();
-    let text = include_str!("../../../../recipes/moh-llama3-8b.toml");
+    let text = include_str!("../../../recipes/moh-llama3-8b.toml");
     let (recipe, model) = read(text, &overrides);
     let grown = grown(&recipe, &model);
     (recipe, grown)

@@ -11,6 +11,8 @@
 
 mod cluster;
 mod communication;
+mod epochs;
+mod error;
 mod hardware;
 mod layouts;
 mod memory;
@@ -18,13 +20,16 @@ mod rate;
 mod steps;
 mod table;
 mod time;
-pub(crate) mod units;
+mod training_data;
+pub mod units;
 mod work;
 
 use std::path::Path;
 
 pub use cluster::{Cluster, ClusterStage, Speed};
 pub use communication::{Traffic, Volume};
+pub use epochs::SourceEpochs;
+pub use error::Error;
 pub use hardware::{DeviceRates, Hardware, Network, Node};
 pub use layouts::{StageSuggestions, Suggestion, Suggestions};
 pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
@@ -34,11 +39,9 @@ use moh_recipe::{Parallel, Recipe, Recompute, Source, Stage};
 pub use rate::{Basis, Rate};
 pub use steps::{hyperparameters, step_plan};
 pub use time::StepTime;
+pub use training_data::open_training;
 pub use work::Layout;
 use work::Work;
-
-use crate::run_data::open_training;
-use crate::{Error, SourceEpochs};
 
 /// The cost of a recipe.
 #[derive(Debug, Clone, PartialEq)]
@@ -166,7 +169,7 @@ impl Plan {
 
 impl DiskBytes {
     /// The disk space of `recipe` on a model with its grown vocabulary.
-    pub(crate) fn new(recipe: &Recipe, model: &ModelConfig) -> DiskBytes {
+    pub fn new(recipe: &Recipe, model: &ModelConfig) -> DiskBytes {
         let of = |bytes: usize| model.num_parameters().saturating_mul(bytes as u64);
         let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);
         DiskBytes {
@@ -208,4 +211,4 @@ fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<Sta
 }
 
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use moh_plan::Plan;
 use moh_recipe::Recipe;
-use moh_train::Plan;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")

@@ -205,7 +205,7 @@ mod tests {
     use moh_model::Architecture;
 
     use super::*;
-    use crate::plan::tests::{llama3_8b, small};
+    use crate::tests::{llama3_8b, small};
 
     #[test]
     fn ranks_are_a_multiple_of_the_split() {

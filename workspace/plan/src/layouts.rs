@@ -163,10 +163,10 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::plan::tests::{llama3_8b, small};
+    use crate::tests::{llama3_8b, small};
 
     fn h100() -> Hardware {
-        let text = include_str!("../../../../recipes/hardware/h100-sxm.toml");
+        let text = include_str!("../../../recipes/hardware/h100-sxm.toml");
         Hardware::parse(text, Path::new("h100-sxm.toml")).unwrap()
     }
 

@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     fn profile() -> String {
-        include_str!("../../../../recipes/hardware/h100-sxm.toml").to_string()
+        include_str!("../../../recipes/hardware/h100-sxm.toml").to_string()
     }
 
     /// The message of a profile in which `old` is `new`.

@@ -11,10 +11,9 @@ use moh_eval::Evaluator;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
+use moh_plan::{Plan, step_plan};
 use moh_recipe::Recipe;
 use moh_step::{OptimizerState, StepGroups, Stepper};
-use moh_train::Plan;
-use moh_train::plan::step_plan;
 
 const RECIPE: &str = r#"
 run = { dir = "runs/none", seed = 1, device = "cpu", dtype = "f32" }

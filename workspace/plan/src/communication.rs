@@ -182,8 +182,8 @@ fn activation_bytes(work: &Work) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::Layout;
-    use crate::plan::tests::{llama3_8b, small};
+    use crate::Layout;
+    use crate::tests::{llama3_8b, small};
 
     /// A micro-batch of 8192 tokens of 4096 elements in bf16.
     const STREAM: f64 = 67_108_864.0;

@@ -35,7 +35,7 @@ impl SourceEpochs {
 
     /// The sources of all stages of `recipe`, whose training data is `data`. Samples that the run has
     /// passed over count as drawn.
-    pub(crate) fn of_run(recipe: &Recipe, data: &TrainingData, passed_over: u64) -> Vec<Self> {
+    pub fn of_run(recipe: &Recipe, data: &TrainingData, passed_over: u64) -> Vec<Self> {
         let length = data.sequence_length();
         let samples = recipe
             .stages

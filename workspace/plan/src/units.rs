@@ -3,7 +3,7 @@
 pub(super) use moh_hf::model_card::grouped;
 
 /// A number of ranks, with its noun.
-pub(crate) fn ranks(count: usize) -> String {
+pub fn ranks(count: usize) -> String {
     if count == 1 { "1 rank".to_string() } else { format!("{} ranks", grouped(count as u64)) }
 }
 
@@ -21,7 +21,8 @@ fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
     }
 }
 
-pub(crate) fn bytes(count: u64) -> String {
+/// A number of bytes.
+pub fn bytes(count: u64) -> String {
     scaled(count as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
 }
 
