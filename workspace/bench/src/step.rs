@@ -8,9 +8,8 @@ use moh_kernels::{Backend, Element, span};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, initial};
-use moh_train::guard::Limits;
-use moh_train::optimizer::OptimizerState;
-use moh_train::step::{StepGroups, StepResult, Stepper, Update};
+use moh_step::guard::Limits;
+use moh_step::{OptimizerState, StepGroups, StepResult, Stepper, Update};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, Measurement};
@@ -146,7 +145,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
 /// The GPU's time in one more step.
 fn kernel_times<B: Backend>(
     backend: &B,
-    step: &mut impl FnMut() -> Result<StepResult, moh_train::Error>,
+    step: &mut impl FnMut() -> Result<StepResult, moh_step::Error>,
 ) -> anyhow::Result<KernelTimes> {
     // The update of the step before is not part of this one.
     backend.synchronize()?;

@@ -8,12 +8,13 @@ use moh_kernels::ElementType;
 use moh_model::{
     Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
 };
+use moh_plan::{Plan, hyperparameters, step_plan};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
 use moh_program::models;
-use moh_train::recipe::{MohOptions, Optimizer, Precision};
-use moh_train::step::StepPlan;
-use moh_train::{Plan, Recipe};
+use moh_recipe::{MohOptions, Optimizer, Precision, Recipe};
+use moh_step::StepPlan;
+use moh_train::local_model_config;
 
 use crate::device::DeviceArguments;
 
@@ -137,7 +138,7 @@ impl StepJob {
 
 fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> {
     let mut recipe = Recipe::load(path, &arguments.overrides)?;
-    let mut config = recipe.local_model_config(path)?.with_context(|| {
+    let mut config = local_model_config(&recipe, path)?.with_context(|| {
         format!(
             "{}: model.config: the step needs the model's shape, but model.from is not on this \
              machine: name its config.json",
@@ -159,7 +160,7 @@ fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
     config.moh = moh;
     Ok(StepJob {
         config,
-        plan: StepPlan::new(&recipe, stage),
+        plan: step_plan(&recipe, stage),
         dtype: recipe.run.dtype,
         precision: recipe.precision,
         learning_rate: stage.learning_rate.max,
@@ -179,7 +180,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
                 AuxiliaryLoss::Balance => MohOptions::default().balance_loss_weight,
             }),
-            optimizer: Optimizer::default(),
+            optimizer: hyperparameters(Optimizer::default()),
             reduce: ElementType::F32,
         },
         dtype: ElementType::F32,

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::path::Path;
 
-use moh_train::shell::shell_word;
+use moh_recipe::shell::shell_word;
 
 /// A command of one of the programs.
 #[derive(Debug, Clone)]

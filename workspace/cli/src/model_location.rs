@@ -6,9 +6,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use moh_comm::World;
-use moh_train::{
-    CheckpointName, OpenDevice, Recipe, RunDirectory, first_that_keeps_model, share_text,
-};
+use moh_recipe::Recipe;
+use moh_train::{CheckpointName, OpenDevice, RunDirectory, first_that_keeps_model, share_text};
 
 use moh_program::models;
 

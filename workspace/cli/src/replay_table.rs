@@ -126,9 +126,9 @@ fn samples(out: &mut String, samples: &[SampleSource]) -> fmt::Result {
 mod tests {
     use moh_model::router::{LayerRouting, RoutingStatistics};
     use moh_model::{BlockMagnitudes, Magnitude};
-    use moh_train::guard::{Limits, SkipReason};
-    use moh_train::step::StepResult;
-    use moh_train::{Replay, TensorGradient};
+    use moh_step::guard::{Limits, SkipReason};
+    use moh_step::{StepResult, TensorGradient};
+    use moh_train::Replay;
 
     use super::*;
 

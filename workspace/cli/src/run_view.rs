@@ -4,11 +4,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
+use moh_checkpoint::Growth;
 use moh_kernels::MemoryInfo;
 use moh_model::{AuxiliaryLosses, ModelConfig};
-use moh_train::checkpoint::{Evaluation, EvaluationPoint};
+use moh_plan::SourceEpochs;
+use moh_recipe::{Recipe, Stage};
+use moh_run_log::{Evaluation, EvaluationPoint, Skipped, Speed, StepMetrics};
+use moh_train::Event;
 use moh_train::rewinds::Rewind;
-use moh_train::{Event, Growth, Recipe, Skipped, SourceEpochs, Speed, Stage, StepMetrics};
 
 use moh_program::exit::stderr_line;
 use moh_program::progress::draws_bars;
@@ -285,7 +288,7 @@ fn describe_rate(speed: &Speed) -> String {
 mod tests {
     use std::path::Path;
 
-    use moh_train::Validation;
+    use moh_run_log::Validation;
 
     use super::*;
 
@@ -347,7 +350,7 @@ mod tests {
             parallel = { tensor = 2, pipeline = 2 }\n";
         let path = Path::new("recipe.toml");
         let recipe = Recipe::parse(text, path, &[]).unwrap();
-        let model = recipe.local_model_config(path).unwrap().unwrap();
+        let model = recipe.model_config(path).unwrap().unwrap();
         let shown = |ranks| describe_stage(&recipe.stages[0], &model, ranks);
         assert_eq!(shown(1), "stage one: dense attention, 8 heads, 1 step");
         let layout = "stage one: dense attention, 8 heads, 1 step, 12 ranks: 2 tensor x 3 data x 2 \

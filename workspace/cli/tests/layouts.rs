@@ -6,7 +6,7 @@
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 use job::{PROGRAM, can_start, mpirun};
-use moh_train::Recipe;
+use moh_recipe::Recipe;
 use stories::{Layout, Stories};
 use support::stderr;
 

@@ -25,6 +25,9 @@ pub enum Error {
     /// A checkpoint of a run could not be read, or is damaged.
     #[error(transparent)]
     Train(#[from] moh_train::Error),
+    /// A checkpoint is missing or damaged.
+    #[error(transparent)]
+    Checkpoint(#[from] moh_checkpoint::Error),
     /// The model is invalid, or the head counts do not fit it.
     #[error(transparent)]
     Model(#[from] moh_model::Error),

@@ -5,10 +5,11 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::StoredCheckpoint;
 use moh_hf::{ConfigFile, StoredModel, TensorBytes, WeightFiles};
 use moh_kernels::DType;
 use moh_model::tensors::tensor_shapes;
-use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
+use moh_step::TensorKind;
 use moh_train::{CheckpointName, RunDirectory};
 use serde_json::Value;
 
@@ -79,7 +80,8 @@ impl Source {
             let StoredModel { file, weights, warning } = StoredModel::open(directory)?;
             return Ok(Source { file, weights: Weights::Files(weights), warning });
         };
-        let stored = StoredCheckpoint::of_step(&checkpoint.run, checkpoint.step)?;
+        let stored =
+            StoredCheckpoint::of_step(&checkpoint.run.checkpoint_directory(), checkpoint.step)?;
         let directory = checkpoint.run.checkpoint(checkpoint.step);
         let fields = Value::Object(stored.manifest().config.clone());
         let file = ConfigFile::from_value(fields, &directory)?;

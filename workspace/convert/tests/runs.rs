@@ -12,7 +12,8 @@ use moh_comm::World;
 use moh_data::{Provenance, TokenFileWriter};
 use moh_hf::ConfigFile;
 use moh_kernels::DType;
-use moh_train::{OpenDevice, Recipe, RunOptions};
+use moh_recipe::Recipe;
+use moh_train::{OpenDevice, RunOptions};
 use serde_json::{Value, json};
 use support::{VOCABULARY, names, workplace};
 

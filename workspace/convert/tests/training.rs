@@ -14,7 +14,8 @@ use moh_data::{
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_kernels::DType;
 use moh_model::layout::ModelLayout;
-use moh_train::{ModelSource, OpenDevice, Outcome, Recipe, RunOptions};
+use moh_recipe::Recipe;
+use moh_train::{ModelSource, OpenDevice, Outcome, RunOptions};
 use serde_json::{Value, json};
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";

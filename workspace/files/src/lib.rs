@@ -6,6 +6,8 @@
 mod directory;
 mod disk;
 mod file;
+mod free_name;
+mod held_directory;
 mod temporary;
 
 use std::fs::{self, File};
@@ -15,6 +17,8 @@ use std::path::Path;
 pub use directory::PendingDirectory;
 pub use disk::DiskReader;
 pub use file::{PendingFile, write};
+pub use free_name::{first_free, first_free_suffixed};
+pub use held_directory::HeldDirectory;
 pub use temporary::{Publication, exit_without_temporaries};
 
 /// Prefix of the names of incomplete and replaced files.
@@ -34,6 +38,28 @@ pub fn parent(path: &Path) -> &Path {
 /// Fails if one cannot be created.
 pub fn create_parents(path: &Path) -> io::Result<()> {
     fs::create_dir_all(parent(path))
+}
+
+/// Creates a directory in one that exists, unless it is there.
+///
+/// # Errors
+/// Fails if the directory around it is missing, or it cannot be created.
+pub fn create_directory(path: &Path) -> io::Result<()> {
+    match fs::create_dir(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// The value of an operation on a path; `None` if there is nothing at the path.
+///
+/// # Errors
+/// Every other error of the operation.
+pub fn unless_missing<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        result => result.map(Some),
+    }
 }
 
 /// Syncs the entries of a directory, new ones and renamed ones, to disk; a no-op except on Unix.

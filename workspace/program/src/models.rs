@@ -11,8 +11,8 @@ use moh_hf::{ConfigFile, StoredModel};
 use moh_hub::{Progress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
+use moh_recipe::shell::shell_word;
 use moh_train::CheckpointName;
-use moh_train::shell::shell_word;
 
 use crate::progress::Bar;
 

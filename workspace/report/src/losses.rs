@@ -1,7 +1,7 @@
 //! The table of losses at the moments of the runs, side by side.
 
 use maud::{Markup, html};
-use moh_train::checkpoint::Evaluation;
+use moh_run_log::Evaluation;
 
 use crate::run_log::RunLog;
 use crate::summary_table::label;

@@ -4,8 +4,8 @@ use std::time::{Duration, SystemTime};
 
 use indicatif::{HumanCount, HumanDuration};
 use maud::{Markup, html};
-use moh_train::recipe::Device;
-use moh_train::{Machine, Recipe};
+use moh_recipe::{Device, Recipe};
+use moh_run_log::Machine;
 
 use super::curves::each;
 use super::figure;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use maud::{Markup, html};
-use moh_train::routing_log::{RoutingLine, RoutingMoment};
+use moh_run_log::{RoutingLine, RoutingMoment};
 
 use super::curves::{each, label};
 use super::{figure, routing_history};

@@ -2,7 +2,7 @@
 
 use indicatif::HumanBytes;
 use maud::{Markup, html};
-use moh_train::Speed;
+use moh_run_log::Speed;
 
 use crate::chart::COLORS;
 use crate::chart::scale::short;

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
-use moh_train::checkpoint::{Evaluation, EvaluationPoint};
-use moh_train::{RunDirectory, Summary};
+use moh_run_log::{Evaluation, EvaluationPoint, Summary};
+use moh_train::RunDirectory;
 
 use crate::loss_chart::to_svg;
 use crate::run_log::RunLog;
@@ -78,7 +78,7 @@ pub fn draw(run: &RunDirectory) -> anyhow::Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use moh_train::Validation;
+    use moh_run_log::Validation;
 
     use super::*;
 

@@ -8,9 +8,10 @@ use std::fs;
 use std::path::Path;
 
 use moh_files::PendingDirectory;
+use moh_recipe::Recipe;
 
 use crate::error::unless_missing;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Whether the directory of `run` is absent or empty.
 pub(crate) fn is_free(run: &RunDirectory) -> Result<bool, Error> {

@@ -3,14 +3,17 @@
 use std::fmt;
 use std::path::Path;
 
+use moh_checkpoint::{StoredCheckpoint, alone, newest_good, of_step, require};
 use moh_hf::ConfigFile;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_kernels::Backend;
+use moh_model::ModelConfig;
+use moh_recipe::{Model, Recipe};
+use moh_step::Ranks;
 use serde_json::Value;
 
-use crate::checkpoint::{StoredCheckpoint, alone, newest_good, of_step, require};
 use crate::run::finished_before;
-use crate::{Error, Ranks, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// The name of a checkpoint: a run directory and, after `@`, a step over all of its stages.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,18 +44,18 @@ impl CheckpointName {
     pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64, Error> {
         let run = &self.run;
         if let Some(step) = self.step {
-            ranks.first_does(|| require(run, step))?;
+            ranks.first_does(|| require(&run.checkpoint_directory(), step))?;
             return Ok(step);
         }
         // 0 where the newest good checkpoint is wanted.
-        let last = ranks.first(|| {
+        let last = ranks.first::<Error>(|| {
             let finished = finished_before(run)?;
             let steps = run.checkpoint_steps()?;
             Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)
         })?;
         let found = match last > 0.0 {
-            true => Some(of_step(run, ranks, last as u64)?),
-            false => newest_good(run, ranks)?,
+            true => Some(of_step(&run.checkpoint_directory(), ranks, last as u64)?),
+            false => newest_good(&run.checkpoint_directory(), ranks)?,
         };
         match found {
             Some(stored) => Ok(stored.manifest().state.step),
@@ -69,8 +72,11 @@ impl CheckpointName {
             Some(step) => step,
             None => self.run.checkpoint_steps()?.last().copied().unwrap_or(0),
         };
-        require(&self.run, step)?;
-        config_file(&StoredCheckpoint::of_step(&self.run, step)?, &self.run.checkpoint(step))
+        require(&self.run.checkpoint_directory(), step)?;
+        config_file(
+            &StoredCheckpoint::of_step(&self.run.checkpoint_directory(), step)?,
+            &self.run.checkpoint(step),
+        )
     }
 
     /// As [`CheckpointName::resolve`], for a program of a single process.
@@ -96,6 +102,20 @@ pub(crate) fn config_file(
 ) -> Result<ConfigFile, Error> {
     let fields = Value::Object(stored.manifest().config.clone());
     Ok(ConfigFile::from_value(fields, directory)?)
+}
+
+/// The shape of a recipe's initial model, before its vocabulary grows, from the run in `model.from` or as
+/// [`Recipe::model_config`]; `None` for a repository of the hub. Messages name the recipe `path`.
+///
+/// # Errors
+/// Fails if the configuration cannot be read or is invalid.
+pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelConfig>, Error> {
+    let Model { new, config, from, .. } = &recipe.model;
+    if let (None, None, Some(name)) = (new, config, from.as_deref().and_then(CheckpointName::parse))
+    {
+        return Ok(Some(name.config_file()?.config));
+    }
+    Ok(recipe.model_config(path)?)
 }
 
 /// Whether `name` is `run` with a step.

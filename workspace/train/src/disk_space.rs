@@ -4,14 +4,15 @@
 use std::io;
 use std::path::Path;
 
+use moh_checkpoint::Condition;
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
+use moh_plan::DiskBytes;
+use moh_plan::units::bytes;
+use moh_recipe::Recipe;
 
-use crate::checkpoint::{self, Condition};
-use crate::plan::DiskBytes;
-use crate::plan::units::bytes;
 use crate::source::ModelSource;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// The bytes that can be written on the file system of a path; `None` where it does not say so.
 pub type FreeSpace = fn(&Path) -> io::Result<Option<u64>>;
@@ -83,8 +84,7 @@ impl Needs {
 
 /// The most checkpoints that exist at one time.
 fn most_checkpoints(recipe: &Recipe) -> u64 {
-    let crate::recipe::Checkpoint { every_steps, every_minutes, keep, keep_every } =
-        recipe.checkpoint;
+    let moh_recipe::Checkpoint { every_steps, every_minutes, keep, keep_every } = recipe.checkpoint;
     let steps = recipe.num_steps();
     let for_good = steps.checked_div(keep_every).unwrap_or(0);
     let kept = keep.saturating_add(for_good).saturating_add(1);
@@ -116,7 +116,7 @@ pub(crate) fn check(
     let needs = Needs::new(recipe, source.config(), ranks, copied);
     // Later checkpoints are moved aside and stay.
     let goes = |step: u64| resume_step.is_none_or(|resumed| step <= resumed);
-    let existing = checkpoint::list(run)?
+    let existing = moh_checkpoint::list(&run.checkpoint_directory())?
         .iter()
         .filter(|found| found.condition == Condition::Complete && goes(found.step))
         .map(|found| found.bytes)
@@ -145,12 +145,14 @@ pub(crate) fn check(
 
 #[cfg(test)]
 mod tests {
+
     use super::*;
-    use crate::recipe::tests::small;
+
+    const SMALL: &str = include_str!("../../recipe/src/tests/small.toml");
 
     fn recipe(changes: &[&str]) -> Recipe {
         let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
-        Recipe::parse(small(), Path::new("small.toml"), &changes).unwrap()
+        Recipe::parse(SMALL, Path::new("small.toml"), &changes).unwrap()
     }
 
     #[test]
@@ -164,7 +166,7 @@ mod tests {
         // Of 50 steps, with stages that end after 25 and 50.
         let mut most = |every_steps, every_minutes, keep, keep_every| {
             recipe.checkpoint =
-                crate::recipe::Checkpoint { every_steps, every_minutes, keep, keep_every };
+                moh_recipe::Checkpoint { every_steps, every_minutes, keep, keep_every };
             most_checkpoints(&recipe)
         };
         assert_eq!(most(10, 0.0, 2, 0), 3);

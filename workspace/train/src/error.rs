@@ -3,10 +3,10 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use crate::plan::units::{bytes, ranks as counted};
-use crate::recipe::Fault;
+use moh_plan::units::{bytes, ranks as counted};
+use moh_recipe::shell::shell_word;
+
 use crate::rewinds::MAX_ATTEMPTS;
-use crate::shell::shell_word;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -18,38 +18,6 @@ pub enum Error {
         path: PathBuf,
         /// The system's error.
         source: std::io::Error,
-    },
-    /// A recipe or an override is invalid: one line for each fault.
-    #[error("{}", lines(faults))]
-    Recipe {
-        /// All faults; never empty.
-        faults: Vec<Fault>,
-    },
-    /// A hardware profile is invalid: one line for each fault.
-    #[error("{}", lines(faults))]
-    Hardware {
-        /// All faults; never empty.
-        faults: Vec<Fault>,
-    },
-    /// The number of ranks of a plan is not a multiple of a stage's tensor x pipeline.
-    #[error(
-        "{}: stage.{stage}.parallel: --ranks {ranks} is not a multiple of tensor x pipeline = {tensor} x \
-         {pipeline}: use --ranks {nearest}, or --suggest for layouts of {}",
-        path.display(), counted(*ranks)
-    )]
-    PlanRanks {
-        /// The recipe.
-        path: PathBuf,
-        /// The stage.
-        stage: String,
-        /// Tensor-parallel ranks.
-        tensor: usize,
-        /// Pipeline stages.
-        pipeline: usize,
-        /// The requested number of ranks.
-        ranks: usize,
-        /// The nearest valid number of ranks.
-        nearest: usize,
     },
     /// The recipe differs from the one the run directory was started with.
     #[error(
@@ -263,74 +231,13 @@ pub enum Error {
         /// Seconds until the file no longer counts.
         wait: u64,
     },
-    /// The list of steps to trace is invalid.
-    #[error("{text:?}: {reason}")]
-    TraceSteps {
-        /// The invalid part of the list.
-        text: String,
-        /// The problem.
-        reason: &'static str,
-    },
-    /// A run's description of its machine is invalid.
-    #[error(
-        "{}: is not a description of a machine: {reason}: remove the file, which the run writes again when it \
-         resumes", path.display()
-    )]
-    Machine {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        reason: String,
-    },
-    /// A line of a `.jsonl` file is invalid.
-    #[error("{}:{line}: {reason}", path.display())]
-    JsonLine {
-        /// The file.
-        path: PathBuf,
-        /// Line number, from 1.
-        line: u64,
-        /// The problem.
-        reason: String,
-    },
-    /// A metrics file has fewer steps than its checkpoint.
-    #[error(
-        "{}: has {found} complete lines, but the checkpoint is of step {expected}: \
-         restore the file, or resume from an earlier checkpoint", path.display()
-    )]
-    MetricsShort {
-        /// The file.
-        path: PathBuf,
-        /// Complete lines in the file.
-        found: u64,
-        /// The checkpoint's step.
-        expected: u64,
-    },
-    /// A checkpoint, or a file of a finished run, is damaged.
+    /// A file of the run is damaged.
     #[error("{}: {reason}", path.display())]
-    Checkpoint {
+    File {
         /// The file.
         path: PathBuf,
         /// The problem.
         reason: String,
-    },
-    /// A file of a checkpoint is missing on some ranks and not on others.
-    #[error(
-        "{source}, but other ranks see the checkpoint: put the run directory on a file system that all \
-         ranks share"
-    )]
-    NotShared {
-        /// The missing file.
-        source: Box<Error>,
-    },
-    /// The run has no checkpoint of the requested step.
-    #[error("{}: the run has no checkpoint of step {step}: {}", path.display(), listed(found))]
-    NoCheckpoint {
-        /// The run directory.
-        path: PathBuf,
-        /// The requested step.
-        step: u64,
-        /// The steps of its checkpoints, ascending.
-        found: Vec<u64>,
     },
     /// A run has no checkpoint whose bytes are good.
     #[error(
@@ -417,16 +324,6 @@ pub enum Error {
         /// The recipe.
         path: PathBuf,
     },
-    /// The model differs from the recipe.
-    #[error("{}: {key}: {reason}", path.display())]
-    ModelDiffers {
-        /// The recipe.
-        path: PathBuf,
-        /// The key that differs from the model.
-        key: String,
-        /// The difference.
-        reason: String,
-    },
     /// The recipe's device is missing or unsuitable, or this program was built without support for
     /// it.
     #[error("{}: run.device = \"cuda\": {source}, or use --set run.device=cpu", path.display())]
@@ -463,12 +360,21 @@ pub enum Error {
         /// The number of ranks.
         ranks: usize,
     },
-    /// Another rank failed, which ends the run on this rank too.
-    #[error("rank {rank} failed; see its output")]
-    OtherRank {
-        /// The rank that failed.
-        rank: usize,
-    },
+    /// A checkpoint is missing or damaged, or cannot be written.
+    #[error(transparent)]
+    Checkpoint(moh_checkpoint::Error),
+    /// A file of the run's logs cannot be read or written.
+    #[error(transparent)]
+    RunLog(#[from] moh_run_log::Error),
+    /// The training data cannot be opened.
+    #[error(transparent)]
+    Plan(#[from] moh_plan::Error),
+    /// A step failed, or another rank.
+    #[error(transparent)]
+    Step(#[from] moh_step::Error),
+    /// A recipe is invalid, or its model differs from it.
+    #[error(transparent)]
+    Recipe(#[from] moh_recipe::Error),
     /// Communication with another rank failed.
     #[error(transparent)]
     Comm(#[from] moh_comm::Error),
@@ -498,15 +404,22 @@ impl Error {
     }
 }
 
+/// An error of another rank is [`Error::Step`], wherever it was met.
+impl From<moh_checkpoint::Error> for Error {
+    fn from(error: moh_checkpoint::Error) -> Self {
+        match error {
+            moh_checkpoint::Error::Step(error) => Error::Step(error),
+            error => Error::Checkpoint(error),
+        }
+    }
+}
+
 /// The value of an I/O operation on `path`; `None` if there is nothing at `path`.
 pub(crate) fn unless_missing<T>(
     path: &Path,
     result: std::io::Result<T>,
 ) -> Result<Option<T>, Error> {
-    match result {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        result => result.map(Some).map_err(Error::io(path)),
-    }
+    moh_files::unless_missing(result).map_err(Error::io(path))
 }
 
 /// A key whose value differs between two recipes; `None` where a recipe lacks it.
@@ -549,15 +462,6 @@ fn other_run(command: Option<&str>) -> String {
 /// A clause that says which step was saved.
 fn saved(step: Option<u64>) -> String {
     step.map_or_else(String::new, |step| format!(", with a checkpoint of step {step} there"))
-}
-
-/// The steps of checkpoints, for messages.
-fn listed(steps: &[u64]) -> String {
-    let texts: Vec<String> = steps.iter().map(u64::to_string).collect();
-    match texts.is_empty() {
-        true => "it has none".to_owned(),
-        false => format!("name one of {}", texts.join(", ")),
-    }
 }
 
 fn lines<T: fmt::Display>(items: &[T]) -> String {

@@ -2,17 +2,14 @@
 
 use std::path::Path;
 
+use moh_checkpoint::Growth;
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
+use moh_plan::SourceEpochs;
+use moh_recipe::Stage;
+use moh_run_log::{Evaluation, Skipped, StepMetrics, Summary};
 
-use crate::Error;
-use crate::SourceEpochs;
-use crate::checkpoint::Evaluation;
-use crate::growth::Growth;
-use crate::metrics::{Skipped, StepMetrics};
-use crate::recipe::Stage;
 use crate::rewinds::Rewind;
-use crate::summary::Summary;
 
 /// An event of a run.
 #[derive(Debug)]
@@ -22,7 +19,7 @@ pub enum Event<'a> {
         /// Its new path.
         path: &'a Path,
         /// The damage.
-        error: &'a Error,
+        error: &'a moh_checkpoint::Error,
     },
     /// The run resumes from an earlier checkpoint than the newest, and what was written after it has
     /// been moved.

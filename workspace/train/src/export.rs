@@ -3,17 +3,18 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::{RunState, StoredCheckpoint};
 use moh_hf::PendingModel;
 use moh_hf::model_directory::{self, Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec};
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::ModelLayout;
+use moh_recipe::Recipe;
+use moh_step::TensorKind;
 
-use crate::checkpoint::{RunState, StoredCheckpoint, TensorKind};
 use crate::export_record::{self, ExportRecord};
-use crate::model_card;
 use crate::source::ModelSource;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory, model_card};
 
 /// Whether an export is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +50,7 @@ pub(crate) fn write<B: Backend, T: Element>(
     let config = source.config_file().to_json(model.config(), Some(dtype));
     let stored = match model.is_whole() {
         true => None,
-        false => Some(StoredCheckpoint::of_step(run, step)?),
+        false => Some(StoredCheckpoint::of_step(&run.checkpoint_directory(), step)?),
     };
     let tensors: Vec<TensorSpec> = (ModelLayout::new(model.config()).segments())
         .map(|(_, segment)| TensorSpec {
@@ -123,7 +124,7 @@ fn stored_values(
 ) -> Result<Vec<f32>, Error> {
     let mut values = vec![0f32; spec.shape.iter().product()];
     let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
-    read.map_err(|error| Error::Checkpoint { path: path.to_owned(), reason: error.to_string() })?;
+    read.map_err(|error| Error::File { path: path.to_owned(), reason: error.to_string() })?;
     Ok(values)
 }
 

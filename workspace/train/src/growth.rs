@@ -8,37 +8,14 @@
 
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use moh_checkpoint::{Growth, RunState, steps_at};
+use moh_recipe::{Recipe, Stage};
 
-use crate::checkpoint::RunState;
 use crate::error::unless_missing;
-use crate::recipe::Stage;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-
-/// A stage's new length, and the step from which it applies.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Growth {
-    /// The stage's name.
-    pub stage: String,
-    /// Steps over all stages that were done when the stage grew.
-    pub step: u64,
-    /// The stage's `tokens` until then.
-    pub before: u64,
-    /// Its `tokens` from then on.
-    pub tokens: u64,
-}
-
-/// Steps of `stage`, as known after `step` steps over all stages.
-pub(crate) fn steps_at(stage: &Stage, growth: &[Growth], step: u64) -> u64 {
-    let own = || growth.iter().filter(|growth| growth.stage == stage.name);
-    let first = own().map(|growth| growth.before).min().unwrap_or(stage.tokens);
-    let grown = own().filter(|growth| growth.step <= step).map(|growth| growth.tokens);
-    stage.steps_of(grown.fold(first, u64::max))
-}
 
 /// Puts the state of a run between two stages, or at its end, back into the stage that was over, if that has grown
 /// there: it was the last one then, whatever was appended since.
@@ -159,7 +136,7 @@ fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
 
 /// The records of a file; none if it is missing.
 fn read(path: &Path) -> Result<Vec<Growth>, Error> {
-    let refuse = |reason: String| Error::Checkpoint { path: path.to_owned(), reason };
+    let refuse = |reason: String| Error::File { path: path.to_owned(), reason };
     let Some(file) = unless_missing(path, std::fs::metadata(path))? else { return Ok(Vec::new()) };
     if file.len() > MAX_FILE_BYTES {
         let reason = format!("{} bytes: at most {MAX_FILE_BYTES} are read", file.len());
@@ -182,11 +159,13 @@ fn read(path: &Path) -> Result<Vec<Growth>, Error> {
 
 #[cfg(test)]
 mod tests {
+
     use super::*;
-    use crate::recipe::tests::small;
+
+    const SMALL: &str = include_str!("../../recipe/src/tests/small.toml");
 
     fn recipe() -> Recipe {
-        Recipe::parse(small(), Path::new("small.toml"), &[]).unwrap()
+        Recipe::parse(SMALL, Path::new("small.toml"), &[]).unwrap()
     }
 
     fn grown(step: u64, before: u64, tokens: u64) -> Growth {

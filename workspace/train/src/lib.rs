@@ -1,84 +1,48 @@
 //! Recipes, optimiser, checkpoints and the training loop.
 
-mod block_norms;
 mod branch;
-pub mod checkpoint;
 mod checkpoint_name;
 pub mod comparison;
-mod data_parallel;
 mod disk_space;
-mod epochs;
 mod error;
 mod event;
 mod export;
 mod export_record;
 mod growth;
-pub mod guard;
-mod held_directory;
-mod json_lines;
-mod machine;
-pub mod metrics;
 mod metrics_resume;
 pub mod model_card;
 #[cfg(test)]
-#[path = "../tests/support/on_ranks.rs"]
+#[path = "../../step/src/on_ranks.rs"]
 mod on_ranks;
 mod open_device;
-pub mod optimizer;
-mod part_times;
-mod pipeline_schedule;
-pub mod plan;
 mod preflight;
-mod progress;
-pub mod ranks;
-pub mod recipe;
+#[cfg(test)]
+#[path = "../../step/src/ranks_on_threads.rs"]
+mod ranks_on_threads;
+mod rates;
 mod replay;
 pub mod rewinds;
-pub mod routing_log;
 mod run;
 mod run_data;
 pub mod run_directory;
 mod run_inputs;
 mod run_lock;
-pub mod schedule;
 mod set_aside;
-pub mod shell;
 mod source;
-mod speed;
-pub mod step;
-mod step_buffers;
-mod summary;
-pub mod tensorboard;
 mod time_limit;
-#[cfg(test)]
-mod tiny_model;
-pub mod trace;
 mod trainer;
 
-pub use block_norms::{BlockNorms, Norms};
-pub use checkpoint_name::CheckpointName;
+pub use checkpoint_name::{CheckpointName, local_model_config};
 pub use comparison::{Comparison, Variant};
 pub use disk_space::{FreeSpace, free_space};
-pub use epochs::SourceEpochs;
 pub use error::{Error, KeyChange};
 pub use event::{Event, Outcome};
-pub use growth::Growth;
-pub use machine::Machine;
-pub use metrics::{MetricsWriter, Skipped, StepMetrics, Validation};
 pub use moh_device::OpenDevice;
 pub use open_device::{connect, open_device, share_text};
-pub use plan::Plan;
 pub use preflight::{Preflight, RankSpeed, preflight};
-pub use ranks::Ranks;
-pub use recipe::{Fault, Recipe, Stage};
-pub use replay::{Replay, SampleSource, TensorGradient, replay, replay_from};
+pub use replay::{Replay, SampleSource, replay, replay_from};
 pub use run::{RunOptions, first_that_keeps_model, run};
 pub use run_directory::RunDirectory;
 pub use run_lock::RunLock;
-pub use schedule::Schedule;
 pub use source::ModelSource;
-pub use speed::Speed;
-pub use summary::Summary;
-pub use tensorboard::TensorBoard;
 pub use time_limit::TimeLimit;
-pub use trace::TraceSteps;

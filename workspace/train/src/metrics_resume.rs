@@ -3,10 +3,13 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::RunState;
+use moh_checkpoint::RunState;
+use moh_files::first_free_suffixed;
+use moh_recipe::Recipe;
+use moh_run_log::{metrics, routing_log};
+
 use crate::rewinds::Rewind;
-use crate::run_directory::first_free_suffixed;
-use crate::{Error, Recipe, RunDirectory, metrics, routing_log};
+use crate::{Error, RunDirectory};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
 /// A file that lacks some is renamed, not removed.
@@ -23,8 +26,8 @@ pub(crate) fn resume(
     let first = metrics::first(&path)?.and_then(|line| recipe.steps_before(&line.stage, line.step));
     if let Some(start) = first.or((step == 0).then_some(0)) {
         match metrics::cut_back(&path, step.saturating_sub(start)) {
-            Err(Error::MetricsShort { .. } | Error::JsonLine { .. }) => {}
-            done => return done.map(|()| None),
+            Err(moh_run_log::Error::MetricsShort { .. } | moh_run_log::Error::JsonLine { .. }) => {}
+            done => return Ok(done.map(|()| None)?),
         }
     }
     let shown = path.display();
@@ -47,12 +50,12 @@ pub(crate) fn resume_routing(
 ) -> Result<Option<String>, Error> {
     let (path, step) = (run.routing(), state.step);
     match routing_log::cut_back(&path, step, state.unevaluated.is_some()) {
-        Err(error @ Error::JsonLine { .. }) => {
+        Err(error @ moh_run_log::Error::JsonLine { .. }) => {
             let aside = set_aside(&path, run.root(), ("routing", step))?;
             let aside = aside.display();
             Ok(Some(format!("{error}: begun again after step {step}, the old file is {aside}")))
         }
-        done => done.map(|()| None),
+        done => Ok(done.map(|()| None)?),
     }
 }
 
@@ -79,7 +82,9 @@ pub(crate) fn keep_before_rewind(
     let Some(start) = recipe.steps_before(&line.stage, line.step) else { return Ok(()) };
     let kept = rewind.step.saturating_sub(start);
     match metrics::copy_after(&path, kept, &run.metrics_before_rewind(rewind.number)) {
-        Err(Error::MetricsShort { .. } | Error::JsonLine { .. }) => Ok(()),
-        done => done,
+        Err(moh_run_log::Error::MetricsShort { .. } | moh_run_log::Error::JsonLine { .. }) => {
+            Ok(())
+        }
+        done => Ok(done?),
     }
 }

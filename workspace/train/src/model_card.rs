@@ -3,13 +3,13 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use moh_checkpoint::{RunState, StoredCheckpoint, steps_at};
 use moh_hf::model_card::grouped;
 use moh_hf::{Base, Origin};
+use moh_recipe::{Attention, Recipe, Stage};
+use moh_run_log::{Evaluation, EvaluationPoint};
 
-use crate::checkpoint::{Evaluation, EvaluationPoint, RunState, StoredCheckpoint};
-use crate::growth::steps_at;
-use crate::recipe::{Attention, Stage};
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Where the model of a run comes from after `step` steps.
 ///
@@ -17,7 +17,7 @@ use crate::{Error, Recipe, RunDirectory};
 /// Fails if the run has no such checkpoint, or if its recipe cannot be read.
 pub fn of_run(run: &RunDirectory, step: u64) -> Result<Origin, Error> {
     let recipe = run.stored_recipe()?;
-    let stored = StoredCheckpoint::of_step(run, step)?;
+    let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step)?;
     let kept = run.model();
     let origin = of_directory(recipe.model.from.as_deref(), kept.is_dir().then_some(&kept))?;
     Ok(trained(&origin, &recipe, &stored.manifest().state))

@@ -6,9 +6,10 @@ use std::path::Path;
 use moh_comm::{Buffers, Launch, Options, World};
 use moh_device::{OnDevice, OpenDevice};
 use moh_kernels::Backend;
+use moh_recipe::{Device, Recipe};
+use moh_step::Ranks;
 
-use crate::recipe::{Device, Recipe};
-use crate::{Error, Ranks};
+use crate::Error;
 
 /// Opens the device of `recipe`; on a machine with several GPUs, the one with this process's local
 /// rank.
@@ -69,7 +70,7 @@ pub fn share_text(
         type Output = Result<Option<Vec<u8>>, Error>;
 
         fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
-            Ranks::new(backend, self.0.group().clone())?.first_that_has(self.1)
+            Ok(Ranks::new(backend, self.0.group().clone())?.first_that_has(self.1)?)
         }
     }
 

@@ -7,9 +7,10 @@ use moh_comm::{Group, Reduce, World, host_name};
 use moh_device::Compute;
 use moh_kernels::linear::LinearForward;
 use moh_kernels::{Backend, Element, ElementType};
+use moh_step::Ranks;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, OpenDevice, Ranks};
+use crate::{Error, OpenDevice};
 
 /// Seconds of measurement of the matmuls, after one to warm up.
 const SECONDS: f64 = 1.0;

@@ -8,12 +8,14 @@
 use std::io::Write as _;
 use std::path::Path;
 
+use moh_checkpoint::{RunState, StoredCheckpoint};
 use moh_kernels::Backend;
+use moh_recipe::Recipe;
+use moh_step::Ranks;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{RunState, StoredCheckpoint};
 use crate::error::unless_missing;
-use crate::{Error, Ranks, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Returns from one place of a run, after which it ends: other samples have not helped.
 pub const MAX_ATTEMPTS: u64 = 3;
@@ -63,6 +65,14 @@ pub struct Rewinds {
 }
 
 impl Rewinds {
+    /// Passes over the samples of a rewind, if its step is the last one done.
+    pub(crate) fn pass_over_samples(&self, state: &mut RunState) {
+        if let Some(rewind) = self.due(state.step, state.guard.rewinds) {
+            state.sample = rewind.samples[1] + 1;
+            state.guard.rewinds = rewind.number;
+        }
+    }
+
     /// Reads the file of `run`; a missing file has none.
     ///
     /// # Errors
@@ -74,7 +84,7 @@ impl Rewinds {
         };
         if file.len() > MAX_FILE_BYTES {
             let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", file.len());
-            return Err(Error::JsonLine { path, line: 1, reason });
+            return Err(moh_run_log::Error::JsonLine { path, line: 1, reason }.into());
         }
         let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
         Self::parse(&bytes, &path)
@@ -83,7 +93,7 @@ impl Rewinds {
     fn parse(bytes: &[u8], path: &Path) -> Result<Self, Error> {
         let refuse = |line: usize, reason: String| {
             let path = path.to_owned();
-            Error::JsonLine { path, line: line as u64 + 1, reason }
+            Error::from(moh_run_log::Error::JsonLine { path, line: line as u64 + 1, reason })
         };
         let mut list = Vec::<Rewind>::new();
         let lines = bytes.split_inclusive(|&byte| byte == b'\n');
@@ -109,7 +119,7 @@ impl Rewinds {
     ) -> Result<Self, Error> {
         let json = |error: serde_json::Error| Error::io(&run.rewinds())(error.into());
         let mut text = None;
-        ranks.first_does(|| {
+        ranks.first_does::<Error>(|| {
             text = Some(serde_json::to_vec(&Self::read(run)?.list).map_err(json)?);
             Ok(())
         })?;
@@ -234,7 +244,7 @@ pub(crate) fn leave_path(run: &RunDirectory, rewinds: &Rewinds) -> Result<(), Er
     let steps = run.checkpoint_steps()?;
     // What cannot be opened is found again, and reported, where the newest checkpoint is opened.
     let is_left = |&step: &u64| {
-        StoredCheckpoint::of_step(run, step)
+        StoredCheckpoint::of_step(&run.checkpoint_directory(), step)
             .is_ok_and(|stored| stored.manifest().state.guard.rewinds < rewinds.taken_before(step))
     };
     let left: Vec<u64> = steps.iter().copied().filter(is_left).collect();
@@ -246,7 +256,7 @@ pub(crate) fn leave_path(run: &RunDirectory, rewinds: &Rewinds) -> Result<(), Er
         run.unmark()?;
     }
     for step in left {
-        let aside = run.rewound_checkpoint(step);
+        let aside = run.checkpoint_directory().rewound_checkpoint(step);
         moh_files::remove_directory(&aside).map_err(Error::io(&aside))?;
         std::fs::rename(run.checkpoint(step), &aside).map_err(Error::io(&aside))?;
     }

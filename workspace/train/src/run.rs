@@ -7,25 +7,21 @@ use std::sync::atomic::AtomicBool;
 
 use moh_comm::{Group, World};
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
+use moh_files::HeldDirectory;
 use moh_kernels::{Backend, Element};
+use moh_recipe::{Parallel, Recipe, Stage, shell};
+use moh_run_log::{Machine, Summary, TraceSteps};
+use moh_step::Ranks;
 
-use crate::branch;
-use crate::checkpoint;
 use crate::checkpoint_name::is_step_of;
 use crate::disk_space::{self, FreeSpace, free_space};
 use crate::event::{Event, Outcome};
-use crate::held_directory::HeldDirectory;
-use crate::machine::Machine;
-use crate::recipe::{Parallel, Stage};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::run_inputs::{RunInputs, Settled};
-use crate::shell;
 use crate::source::ModelSource;
-use crate::summary::Summary;
-use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
-use crate::{CheckpointName, Error, Ranks, Recipe, RunDirectory, RunLock, TimeLimit};
+use crate::{CheckpointName, Error, RunDirectory, RunLock, TimeLimit, branch};
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 
@@ -155,7 +151,7 @@ impl Job<'_> {
         let mut ranks = Ranks::new(backend.clone(), self.group.clone())?;
         let run = RunDirectory::new(&recipe.run.dir);
         let begin_anew = self.options.begin_anew;
-        let resumes = ranks.first_holds(|| {
+        let resumes = ranks.first_holds::<Error>(|| {
             run.check()?;
             let resumes = !begin_anew && run.has_completed_work()?;
             if !resumes {
@@ -172,7 +168,8 @@ impl Job<'_> {
         let opened = self.open(recipe, parent, resumed.is_some());
         let (source, data) = ranks.agree(opened)?;
         // Steps count from 1; the first rank's option counts.
-        let resume_step = ranks.first(|| Ok(self.options.resume_step.unwrap_or(0) as f64))?;
+        let resume_step =
+            ranks.first::<Error>(|| Ok(self.options.resume_step.unwrap_or(0) as f64))?;
         let resume_step = Some(resume_step as u64).filter(|&step| step > 0);
         // A finished run does not need its data, and invalid data must not create a run directory.
         let data = match ranks.any(data.is_err() && !run.root().exists())? {
@@ -180,7 +177,7 @@ impl Job<'_> {
             false => data,
         };
         let mut held = Held::default();
-        let finished = ranks.first_holds(|| {
+        let finished = ranks.first_holds::<Error>(|| {
             if let Some(parent) = parent {
                 branch::begin(&run, parent, recipe)?;
             }
@@ -212,7 +209,7 @@ impl Job<'_> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Settled, Error> {
         let Prepared { run, recipe, .. } = prepared;
-        let names_others = ranks.first_holds(|| {
+        let names_others = ranks.first_holds::<Error>(|| {
             let stored = run.stored_recipe()?;
             Ok(stored.data != recipe.data || stored.model != recipe.model)
         })?;
@@ -223,7 +220,7 @@ impl Job<'_> {
                 return Ok(compared);
             }
         }
-        ranks.first_does(|| {
+        ranks.first_does::<Error>(|| {
             warn_of_edited(run, run.write_recipe(recipe)?.as_deref(), events);
             Ok(())
         })?;
@@ -253,7 +250,7 @@ impl Job<'_> {
     ) -> Result<Outcome, Error> {
         let Prepared { run, recipe, source, held, resume_step } = prepared;
         let mut data = ranks.agree(data)?;
-        ranks.first_does(|| {
+        ranks.first_does::<Error>(|| {
             let (of_run, model) = ((run, resume_step), (recipe, source));
             let (size, free_space) = (self.group.size(), self.options.free_space);
             if let Some(text) = disk_space::check(of_run, model, size, free_space)? {
@@ -265,7 +262,7 @@ impl Job<'_> {
         let Some(contents) = settled else { return Ok(Outcome::StoppedBeforeTraining) };
         data.set_contents(contents);
         let mut edited = None;
-        ranks.first_does(|| {
+        ranks.first_does::<Error>(|| {
             edited = self.prepare_directory(run, recipe, held.grows, backend.name())?;
             Ok(())
         })?;
@@ -314,7 +311,7 @@ impl Job<'_> {
             check_resumable(run)?;
         }
         if let Some(step) = resume_step {
-            checkpoint::require(run, step)?;
+            moh_checkpoint::require(&run.checkpoint_directory(), step)?;
         }
         let resumes = run.has_completed_work()?;
         Ok(Held { lock: Some(lock), finished, resumes, grows })

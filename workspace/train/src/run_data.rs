@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TokenizerMatch, TrainingData, Windows};
+use moh_plan::open_training;
+use moh_recipe::{Recipe, ValidationSet, validation_key};
+use moh_run_log::EvaluatedText;
+use moh_step::ReadSample;
 
 use crate::Error;
-use crate::checkpoint::EvaluatedText;
-use crate::recipe::{Order, Recipe, ValidationSet, validation_key};
 use crate::source::ModelSource;
-use crate::step::ReadSample;
 
 /// The key of the windows' length.
 const LENGTH: &str = "data.sequence_length";
@@ -79,7 +80,8 @@ impl RunData {
     /// Reads the samples of training.
     pub(crate) fn sample_reader(&self) -> impl ReadSample + Send {
         |number: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
-            Ok(self.training.sample(number, window, document_start)?)
+            let read = self.training.sample(number, window, document_start);
+            read.map_err(moh_step::Error::samples)
         }
     }
 
@@ -108,19 +110,6 @@ impl RunData {
         };
         files.filter(has_none).map(TokenFile::prefix).collect()
     }
-}
-
-pub(crate) fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<TrainingData, Error> {
-    let sources: Vec<_> = (recipe.data.sources.iter())
-        .map(|source| moh_data::Source { path: source.path.clone(), weight: source.weight })
-        .collect();
-    let order = match recipe.data.order {
-        Order::Shuffled => moh_data::Order::Shuffled,
-        Order::Sequential => moh_data::Order::Sequential,
-    };
-    let length = recipe.data.sequence_length;
-    let opened = TrainingData::open(&sources, length, order, recipe.run.seed, vocab_size);
-    Ok(opened.map_err(|error| error.with_length(LENGTH))?)
 }
 
 fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationText>, Error> {

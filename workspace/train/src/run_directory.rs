@@ -4,22 +4,18 @@
 mod own_files;
 mod stored_recipe;
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-pub(crate) use own_files::{is_unfinished_checkpoint, named};
+use moh_checkpoint::CheckpointDirectory;
+use moh_files::first_free_suffixed;
+use moh_recipe::Recipe;
+pub(crate) use own_files::named;
 pub(crate) use stored_recipe::changes;
 pub use stored_recipe::leaves;
 
 use crate::error::unless_missing;
 use crate::run_inputs::model_files::TOKENIZER;
-use crate::{Error, Recipe, RunLock};
-
-/// Prefix of the names of checkpoints that the run has left with a rewind.
-pub(crate) const REWOUND: &str = "rewound-step-";
-
-/// Begins the names of directories with what a run left after the step from which it resumed.
-pub(crate) const AFTER: &str = "after-step-";
+use crate::{Error, RunLock};
 
 /// Begins the names of exports that a user has changed, before which a run has written another one.
 const EXPORT_BEFORE: &str = "export-before-step-";
@@ -94,14 +90,19 @@ impl RunDirectory {
         self.root.join("routing.jsonl")
     }
 
+    /// The run's checkpoints.
+    pub fn checkpoint_directory(&self) -> CheckpointDirectory {
+        CheckpointDirectory::new(&self.root)
+    }
+
     /// The directory of all checkpoints.
     pub fn checkpoints(&self) -> PathBuf {
-        self.root.join("checkpoints")
+        self.checkpoint_directory().checkpoints()
     }
 
     /// The checkpoint after `step` steps over all stages.
     pub fn checkpoint(&self, step: u64) -> PathBuf {
-        self.checkpoints().join(format!("step-{step}"))
+        self.checkpoint_directory().checkpoint(step)
     }
 
     /// The picture of the losses, written when the run ends.
@@ -133,11 +134,6 @@ impl RunDirectory {
     /// The metrics of the steps that the run has left with a rewind.
     pub fn metrics_before_rewind(&self, number: u64) -> PathBuf {
         self.root.join(format!("metrics-before-rewind-{number}.jsonl"))
-    }
-
-    /// A checkpoint of the steps that the run has left with a rewind; removed after the next checkpoint.
-    pub(crate) fn rewound_checkpoint(&self, step: u64) -> PathBuf {
-        self.checkpoints().join(format!("{REWOUND}{step}"))
     }
 
     /// The model in Hugging Face layout after the last stage.
@@ -191,10 +187,7 @@ impl RunDirectory {
     /// # Errors
     /// Fails if this directory is missing, or the other one cannot be created.
     pub(crate) fn create_folder(&self, path: &Path) -> Result<(), Error> {
-        match std::fs::create_dir(path) {
-            Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(Error::io(path)(error)),
-            _ => Ok(()),
-        }
+        moh_files::create_directory(path).map_err(Error::io(path))
     }
 
     /// Steps of the complete checkpoints, ascending.
@@ -202,17 +195,7 @@ impl RunDirectory {
     /// # Errors
     /// Fails if the directory exists and cannot be listed.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
-        let directory = self.checkpoints();
-        let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
-        let mut steps = Vec::new();
-        for entry in entries.into_iter().flatten() {
-            let name = entry.map_err(Error::io(&directory))?.file_name();
-            let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
-            // Only the spelling of `checkpoint`: no sign, no leading zero.
-            steps.extend(step.filter(|&step: &u64| name == *format!("step-{step}")));
-        }
-        steps.sort_unstable();
-        Ok(steps)
+        Ok(self.checkpoint_directory().checkpoint_steps()?)
     }
 
     /// Whether the run has ever completed a checkpoint, finished or returned to an earlier step: its marker,
@@ -225,18 +208,7 @@ impl RunDirectory {
         if [self.marker(), self.summary(), self.rewinds()].into_iter().any(exists) {
             return Ok(true);
         }
-        self.has_checkpoint_names()
-    }
-
-    /// Whether there is a checkpoint, good or damaged, by its name.
-    fn has_checkpoint_names(&self) -> Result<bool, Error> {
-        let directory = self.checkpoints();
-        let is_one = |name: &str| name.starts_with("step-") || name.starts_with("damaged-step-");
-        let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
-        Ok(entries
-            .into_iter()
-            .flatten()
-            .any(|entry| entry.is_ok_and(|entry| entry.file_name().to_str().is_some_and(is_one))))
+        Ok(self.checkpoint_directory().has_names()?)
     }
 
     /// Writes the marker, if it is missing.
@@ -262,26 +234,6 @@ impl RunDirectory {
         let path = self.summary();
         unless_missing(&path, std::fs::remove_file(&path))?;
         Ok(())
-    }
-}
-
-/// The first of the names with the suffixes "", "-2", "-3", ... that does not exist.
-pub(crate) fn first_free_suffixed(name: impl Fn(&str) -> PathBuf) -> PathBuf {
-    first_free(|n| match n {
-        1 => name(""),
-        _ => name(&format!("-{n}")),
-    })
-}
-
-/// The first of the names for 1, 2, ... that does not exist.
-fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
-    let mut number = 1;
-    loop {
-        let path = name(number);
-        if path.symlink_metadata().is_err() {
-            return path;
-        }
-        number += 1;
     }
 }
 

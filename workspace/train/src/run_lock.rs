@@ -10,10 +10,10 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use moh_comm::host_name;
+use moh_files::HeldDirectory;
 
 use crate::Error;
 use crate::error::unless_missing;
-use crate::held_directory::HeldDirectory;
 
 /// The file that is locked; it stays.
 pub(crate) const LOCK: &str = ".lock";

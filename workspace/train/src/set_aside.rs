@@ -4,8 +4,10 @@
 use std::fs;
 use std::path::PathBuf;
 
+use moh_checkpoint::AFTER;
+use moh_files::first_free_suffixed;
+
 use crate::error::unless_missing;
-use crate::run_directory::{AFTER, first_free_suffixed};
 use crate::{Error, RunDirectory};
 
 /// Moves the checkpoints after `step`, the summary and the export with its record aside, with a copy of the metrics;

@@ -3,17 +3,18 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::{StoredCheckpoint, Wanted};
 use moh_data::TextTokenizer;
 use moh_hf::model_directory::companion_files;
 use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
 use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
+use moh_recipe::{Recipe, read_shape};
+use moh_step::TensorKind;
 
-use crate::checkpoint::{StoredCheckpoint, TensorKind, Wanted};
-use crate::recipe::read_shape;
 use crate::run_inputs::model_files::TOKENIZER;
-use crate::{CheckpointName, Error, Recipe, checkpoint_name, model_card};
+use crate::{CheckpointName, Error, checkpoint_name, model_card};
 
 /// The initial model of a run.
 pub struct ModelSource {
@@ -338,7 +339,7 @@ impl ModelSource {
                     return Ok(());
                 }
                 let wanted = Wanted { name: &segment.name, slice: &segment.slice, range };
-                stored.read_part(kind, &wanted, values)
+                Ok(stored.read_part(kind, &wanted, values)?)
             }
             _ => {
                 let mut whole = vec![0.0; segment.shape().iter().product()];
@@ -357,7 +358,7 @@ impl ModelSource {
     fn read(&self, kind: TensorKind, segment: &Segment, out: &mut [f32]) -> Result<(), Error> {
         match &self.weights {
             Weights::Files(files) => Ok(files.read_f32(&segment.name, out)?),
-            Weights::Checkpoint { stored, .. } => stored.read_f32(kind, &segment.name, out),
+            Weights::Checkpoint { stored, .. } => Ok(stored.read_f32(kind, &segment.name, out)?),
             Weights::Fresh { seed } => {
                 let deviation = self.config.initializer_range;
                 initial::initialize(*seed, deviation, &segment.name, segment.shape(), out);
@@ -380,7 +381,7 @@ fn open_checkpoint(
         return refuse("is the run directory of this recipe: choose another run.dir");
     }
     let Some(step) = name.step else { return refuse("names no step") };
-    let stored = StoredCheckpoint::of_step(&name.run, step)?;
+    let stored = StoredCheckpoint::of_step(&name.run.checkpoint_directory(), step)?;
     let file = checkpoint_name::config_file(&stored, &name.run.checkpoint(step))?;
     Ok((file, Weights::Checkpoint { stored: Box::new(stored), moments: recipe.model.moments }))
 }
@@ -405,7 +406,7 @@ fn with_tokenizer(directory: &Path) -> Option<PathBuf> {
 }
 
 fn differs(path: &Path, key: &str, reason: String) -> Error {
-    Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason }
+    moh_recipe::Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason }.into()
 }
 
 /// Gives a new model the special tokens of its tokenizer that its recipe leaves out, so that generation

@@ -7,10 +7,12 @@ mod support;
 
 use std::fs;
 
+use moh_checkpoint::StoredCheckpoint;
 use moh_hf::ConfigFile;
 use moh_model::HeadCounts;
-use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
-use moh_train::{Outcome, Recipe, RunDirectory};
+use moh_recipe::Recipe;
+use moh_step::TensorKind;
+use moh_train::{Outcome, RunDirectory};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
 use support::{Workplace, files};
@@ -35,7 +37,10 @@ fn with_moments(mut recipe: Recipe) -> Recipe {
 
 fn values(run: &RunDirectory, step: u64, kind: TensorKind, name: &str, len: usize) -> Vec<f32> {
     let mut values = vec![0.0; len];
-    StoredCheckpoint::of_step(run, step).unwrap().read_f32(kind, name, &mut values).unwrap();
+    StoredCheckpoint::of_step(&run.checkpoint_directory(), step)
+        .unwrap()
+        .read_f32(kind, name, &mut values)
+        .unwrap();
     values
 }
 
@@ -87,7 +92,11 @@ fn moments_are_taken_over_with_the_steps_that_they_contain() {
     let moments = |recipe: &Recipe| {
         stop_at(recipe, 1);
         let own = RunDirectory::new(&recipe.run.dir);
-        let state = StoredCheckpoint::of_step(&own, 1).unwrap().manifest().state.clone();
+        let state = StoredCheckpoint::of_step(&own.checkpoint_directory(), 1)
+            .unwrap()
+            .manifest()
+            .state
+            .clone();
         let found = values(&own, 1, TensorKind::FirstMoment, EMBEDDING, 64 * 16);
         fs::remove_dir_all(own.root()).unwrap();
         (state.moment_steps, found)
@@ -113,7 +122,7 @@ fn the_first_stage_keeps_the_attention_of_the_step_unless_it_has_another() {
         let mut recipe = next(&place, from, &[]);
         recipe.stages.remove(0);
         recipe.stages[0].moh = None;
-        let moh = moh_train::recipe::MohOptions::default();
+        let moh = moh_recipe::MohOptions::default();
         recipe.stages[0].moh = Some(moh);
         stop_at(&recipe, 1);
         let own = RunDirectory::new(&recipe.run.dir);

@@ -4,7 +4,8 @@
 
 mod support;
 
-use moh_train::{Event, Outcome, Recipe};
+use moh_recipe::Recipe;
+use moh_train::{Event, Outcome};
 use serde_json::{Value, json};
 use support::Workplace;
 use support::faulty::{SEQUENCES, finish, finish_on, nan_at, run_on, stop_at};

@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
 use moh_data::{Provenance, TokenFileWriter};
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, Summary};
+use moh_recipe::Recipe;
+use moh_run_log::Summary;
+use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
 use serde_json::Value;
 use support::results::Results;
 use support::{Workplace, files, write_tokens};

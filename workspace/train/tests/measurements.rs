@@ -10,10 +10,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
-use moh_train::routing_log::{self, RoutingLine, RoutingMoment};
-use moh_train::{
-    Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, StepMetrics, Summary, metrics,
-};
+use moh_recipe::Recipe;
+use moh_run_log::{RoutingLine, RoutingMoment, StepMetrics, Summary, metrics, routing_log};
+use moh_train::{Event, OpenDevice, Outcome, RunDirectory, RunOptions};
 use support::on_ranks::on_ranks;
 use support::results::Results;
 use support::{Workplace, write_tokens};
@@ -264,8 +263,8 @@ fn every_layout_of_ranks_measures_the_same() {
                     assert_eq!(step.block_norms.is_some(), expected.block_norms.is_some());
                     continue;
                 };
-                let all = |norms: &moh_train::BlockNorms| {
-                    let of = |norms: &moh_train::Norms| {
+                let all = |norms: &moh_step::BlockNorms| {
+                    let of = |norms: &moh_step::Norms| {
                         let ends = [norms.embedding, norms.final_norm];
                         let ends = ends.into_iter().chain(norms.head);
                         ends.chain(norms.blocks.iter().copied()).collect::<Vec<f64>>()

@@ -9,7 +9,8 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions};
+use moh_recipe::Recipe;
+use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
 use support::Workplace;
 use support::on_ranks::on_ranks;
 use support::results::{Results, assert_alike};
@@ -250,7 +251,7 @@ fn pipelines_that_ranks_cannot_form_are_refused_before_the_run_begins() {
     let changes = pipelines(2, 1);
     let recipe = place.recipe(&changes.iter().map(String::as_str).collect::<Vec<_>>());
     let outcomes = train_on(3, &recipe, None, None);
-    let told = |error: &Error| !matches!(error, Error::OtherRank { .. });
+    let told = |error: &Error| !matches!(error, Error::Step(moh_step::Error::OtherRank { .. }));
     let error = outcomes.into_iter().map(Result::unwrap_err).find(told).unwrap().to_string();
     let parallel = "stage.adapt.parallel = { tensor = 1, pipeline = 2 }: 3 ranks were started";
     assert!(error.contains(parallel), "{error}");
@@ -348,10 +349,11 @@ fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
     std::fs::remove_dir_all(other.checkpoint(step)).unwrap();
     on_ranks(2, |world| {
         let run = if world.rank() == 0 { &shared } else { &other };
-        let mut ranks = moh_train::Ranks::new(moh_kernels::Cpu, world.group().clone()).unwrap();
-        let mut ignore = |_: &Path, _: &Error| {};
-        let error = moh_train::checkpoint::newest(run, &mut ranks, &mut ignore).unwrap_err();
-        let is_told = matches!(error, Error::NotShared { .. });
+        let mut ranks = moh_step::Ranks::new(moh_kernels::Cpu, world.group().clone()).unwrap();
+        let mut ignore = |_: &Path, _: &moh_checkpoint::Error| {};
+        let error = moh_checkpoint::newest(&run.checkpoint_directory(), &mut ranks, &mut ignore)
+            .unwrap_err();
+        let is_told = matches!(error, moh_checkpoint::Error::NotShared { .. });
         assert_eq!(is_told, world.rank() == 1, "{error}");
     });
     assert!(shared.checkpoint(step).is_dir());
@@ -399,7 +401,9 @@ fn an_error_of_one_rank_is_told_once() {
     let place = Workplace::new();
     let recipe = place.recipe(&["data.validation.path=nowhere"]);
     let outcomes = train_on(3, &recipe, None, None);
-    let told = outcomes.iter().filter(|outcome| !matches!(outcome, Err(Error::OtherRank { .. })));
+    let told = outcomes
+        .iter()
+        .filter(|outcome| !matches!(outcome, Err(Error::Step(moh_step::Error::OtherRank { .. }))));
     assert_eq!(told.count(), 1, "{outcomes:?}");
     assert!(outcomes.iter().all(Result::is_err));
 }
@@ -421,7 +425,10 @@ fn ranks_agree_on_a_checkpoint_that_cannot_be_written() {
     });
     let Err(Error::NotSaved { last_good: None, .. }) = &outcomes[0] else { panic!("{outcomes:?}") };
     for outcome in &outcomes[1..] {
-        assert!(matches!(outcome, Err(Error::OtherRank { rank: 0 })), "{outcomes:?}");
+        assert!(
+            matches!(outcome, Err(Error::Step(moh_step::Error::OtherRank { rank: 0 }))),
+            "{outcomes:?}"
+        );
     }
     std::fs::remove_file(&checkpoints).unwrap();
     assert_alike(&finish_on(2, &recipe), &reference, "after a checkpoint that failed");

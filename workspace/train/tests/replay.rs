@@ -7,7 +7,8 @@ mod support;
 
 use std::path::Path;
 
-use moh_train::{Error, OpenDevice, Recipe, Replay, RunDirectory};
+use moh_recipe::Recipe;
+use moh_train::{Error, OpenDevice, Replay, RunDirectory};
 use support::faulty::{finish, finish_on, nan_at, stop_at};
 use support::{Workplace, files};
 

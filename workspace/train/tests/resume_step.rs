@@ -8,8 +8,10 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use moh_train::recipe::ValidationSet;
-use moh_train::{Error, Event, Outcome, Recipe, RunDirectory, checkpoint, metrics};
+use moh_checkpoint::{Condition, ListedCheckpoint};
+use moh_recipe::{Recipe, ValidationSet};
+use moh_run_log::metrics;
+use moh_train::{Error, Event, Outcome, RunDirectory};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
 use support::{Workplace, files, write_tokens};
@@ -53,9 +55,8 @@ fn a_run_resumes_from_an_earlier_checkpoint_to_the_same_end() {
         assert!(aside.root().join("exported-files.json").is_file());
         assert_eq!(metrics::read(&aside.metrics()).unwrap().len() as u64, STEPS);
     }
-    let listed = checkpoint::list(&run).unwrap();
-    let aside =
-        |one: &&checkpoint::ListedCheckpoint| one.condition == checkpoint::Condition::MovedAside;
+    let listed = moh_checkpoint::list(&run.checkpoint_directory()).unwrap();
+    let aside = |one: &&ListedCheckpoint| one.condition == Condition::MovedAside;
     assert_eq!(listed.iter().filter(aside).count(), 1 + 3 + 3);
     assert!(listed.iter().all(|one| one.state.as_ref().is_ok_and(|state| state.step == one.step)));
 }
@@ -84,7 +85,15 @@ fn a_step_without_a_good_checkpoint_is_refused_and_nothing_moves() {
     let error = train_from(&recipe, 7).unwrap_err();
     assert!(error.to_string().ends_with("no checkpoint of step 7: name one of 8, 10"), "{error}");
     let error = train_from(&recipe, 8).unwrap_err();
-    assert!(matches!(error, Error::Checkpoint { .. } | Error::Io { .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            Error::Checkpoint(
+                moh_checkpoint::Error::File { .. } | moh_checkpoint::Error::Io { .. }
+            )
+        ),
+        "{error}"
+    );
     assert!(files(run.root()) == before);
 }
 

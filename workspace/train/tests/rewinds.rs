@@ -9,8 +9,10 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
+use moh_recipe::Recipe;
+use moh_run_log::metrics;
 use moh_train::rewinds::{Rewind, Rewinds};
-use moh_train::{Error, Event, Outcome, Recipe, RunDirectory, metrics};
+use moh_train::{Error, Event, Outcome, RunDirectory};
 use support::faulty::{Faults, finish, finish_on, nan_at, run_on, stop_at};
 use support::results::{Results, assert_alike};
 use support::{Workplace, copy_all, copy_running};
@@ -261,7 +263,10 @@ fn a_run_that_no_samples_help_ends_and_keeps_its_record() {
     for outcome in run_on(2, &recipe, &[], (None, &|_| {})) {
         let error = outcome.unwrap_err();
         let is_told = matches!(error, Error::RewoundTooOften { first: 7, last: 8, .. });
-        assert!(is_told || matches!(error, Error::OtherRank { rank: 0 }), "{error}");
+        assert!(
+            is_told || matches!(error, Error::Step(moh_step::Error::OtherRank { rank: 0 })),
+            "{error}"
+        );
     }
     let steps: Vec<u64> = rewinds(&recipe).iter().map(|rewind| rewind.step).collect();
     assert_eq!(steps, [6, 5, 4]);

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions};
+use moh_recipe::Recipe;
+use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
 use support::driver::{Start, finish, stop_at};
 use support::on_ranks::on_ranks;
 use support::results::Results;
@@ -281,7 +282,11 @@ fn ranks_stop_together_when_their_directory_is_moved() {
         })
     });
     assert!(matches!(&ended[0], Err(Error::RunMoved { step: Some(3), .. })), "{:?}", ended[0]);
-    assert!(matches!(&ended[1], Err(Error::OtherRank { rank: 0 })), "{:?}", ended[1]);
+    assert!(
+        matches!(&ended[1], Err(Error::Step(moh_step::Error::OtherRank { rank: 0 }))),
+        "{:?}",
+        ended[1]
+    );
     assert!(!recipe.run.dir.exists());
     assert!(archive.join("checkpoints/step-3/manifest.json").is_file());
 }

@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use moh_comm::World;
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, TimeLimit};
+use moh_recipe::Recipe;
+use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions, TimeLimit};
 use support::Workplace;
 use support::results::Results;
 

@@ -9,7 +9,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use moh_train::{OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, TraceSteps};
+use moh_recipe::Recipe;
+use moh_run_log::TraceSteps;
+use moh_train::{OpenDevice, Outcome, RunDirectory, RunOptions};
 use serde_json::Value;
 use support::Workplace;
 use support::on_ranks::on_ranks;

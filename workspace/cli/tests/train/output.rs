@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use moh_train::Recipe;
+use moh_recipe::Recipe;
 use serde_json::Value;
 
 use super::{PROGRAM, RECIPE, moh_train, prepared};

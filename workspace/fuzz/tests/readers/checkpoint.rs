@@ -6,11 +6,13 @@ use std::path::Path;
 use std::sync::LazyLock;
 use std::sync::atomic::AtomicBool;
 
+use moh_checkpoint::StoredCheckpoint;
 use moh_comm::World;
 use moh_data::{Provenance, TokenFileWriter};
 use moh_fuzz::Target;
-use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
-use moh_train::{OpenDevice, Recipe, RunDirectory, RunOptions};
+use moh_recipe::Recipe;
+use moh_step::TensorKind;
+use moh_train::{OpenDevice, RunDirectory, RunOptions};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -74,7 +76,8 @@ fn write_manifest(run: &RunDirectory, text: &[u8]) {
 }
 
 fn read(run: &RunDirectory) -> Result<(), String> {
-    let stored = StoredCheckpoint::of_step(run, STEP).map_err(|error| error.to_string())?;
+    let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), STEP)
+        .map_err(|error| error.to_string())?;
     let mut values = [0f32; 32 * 8];
     let name = "model.embed_tokens.weight";
     let read = stored.read_f32(TensorKind::Weight, name, &mut values);

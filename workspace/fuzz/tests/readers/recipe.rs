@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use moh_fuzz::Target;
-use moh_train::Recipe;
+use moh_recipe::Recipe;
 
 use crate::{ALLOCATOR, outcome, repository};
 

@@ -1,5 +1,5 @@
 //! Lines of JSON for a page: a line that cannot be read is left out with a remark, so that one broken line costs
-//! neither the other lines nor the page. Training and `moh-train` are strict instead (`moh_train::metrics`).
+//! neither the other lines nor the page. Training and `moh-train` are strict instead (`moh_run_log::metrics`).
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read as _};

@@ -14,15 +14,17 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::{Context as _, bail};
-use moh_train::checkpoint::{Evaluation, EvaluationPoint, StoredCheckpoint};
-use moh_train::rewinds::{Rewind, Rewinds};
-use moh_train::{Machine, Recipe, RunDirectory, StepMetrics, Summary};
-
-use crate::chart::printable;
 pub use lines::LeftOut;
+use moh_checkpoint::StoredCheckpoint;
+use moh_recipe::Recipe;
+use moh_run_log::{Evaluation, EvaluationPoint, Machine, StepMetrics, Summary};
+use moh_train::RunDirectory;
+use moh_train::rewinds::{Rewind, Rewinds};
 pub use routing::RoutingEvaluation;
 pub use routing_history::{LayerLoads, Loads, RoutingHistory, Spread, load};
 pub use steps::{SkippedStep, StageSteps, Step, StepValue, Steps};
+
+use crate::chart::printable;
 
 /// The name of a validation set that has none of its own.
 const ONLY_SET: &str = "validation";
@@ -236,8 +238,9 @@ fn read_recipe(run: &RunDirectory) -> anyhow::Result<(Option<Recipe>, Result<Str
 /// replaced at any time, and a damaged one is the concern of the run.
 fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
     let steps = run.checkpoint_steps()?;
+    let directory = run.checkpoint_directory();
     let mut opened =
-        steps.iter().rev().filter_map(|&step| StoredCheckpoint::of_step(run, step).ok());
+        steps.iter().rev().filter_map(|&step| StoredCheckpoint::of_step(&directory, step).ok());
     Ok(opened.next().map_or_else(
         || Summary { steps: 0, tokens: 0, heads: 0, evaluations: Vec::new() },
         |stored| {

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use moh_train::routing_log::{RoutingLine, RoutingMoment};
+use moh_run_log::{RoutingLine, RoutingMoment};
 
 use super::routing::RoutingEvaluation;
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use moh_model::AuxiliaryLosses;
-use moh_train::guard::SkipReason;
-use moh_train::{Speed, StepMetrics, Validation};
+use moh_run_log::{Speed, StepMetrics, Validation};
+use moh_step::guard::SkipReason;
 
 use crate::chart::printable;
 

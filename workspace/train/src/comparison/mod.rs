@@ -15,17 +15,17 @@ mod variant;
 use std::path::{Path, PathBuf};
 
 use moh_files::TEMPORARY;
+use moh_recipe::Recipe;
+use moh_recipe::shell::command;
 pub(crate) use record::RECORD;
 pub use record::{Results, results};
 use variant::SHARED;
 pub use variant::Variant;
 
-use crate::branch;
 use crate::run::adopt_origin;
 use crate::run_directory::{changes, named};
-use crate::shell::command;
 use crate::source::ModelSource;
-use crate::{Error, KeyChange, Recipe, RunDirectory, RunLock};
+use crate::{Error, KeyChange, RunDirectory, RunLock, branch};
 
 /// The runs of a comparison.
 #[derive(Debug)]

@@ -5,12 +5,12 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
+use moh_run_log::{Evaluation, Summary, metrics};
 use serde::{Deserialize, Serialize};
 
 use super::PlannedRun;
-use crate::checkpoint::Evaluation;
 use crate::error::unless_missing;
-use crate::{Error, RunDirectory, Summary, metrics};
+use crate::{Error, RunDirectory};
 
 /// The name of the file in the directory of a comparison.
 pub(crate) const RECORD: &str = "comparison.json";
@@ -131,7 +131,7 @@ struct KnownVariant {
 /// The names of a record's variants; `None` if there is no record.
 pub(super) fn names(path: &Path) -> Result<Option<Vec<String>>, Error> {
     let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
-    let refuse = |reason: String| Error::Checkpoint { path: path.to_owned(), reason };
+    let refuse = |reason: String| Error::File { path: path.to_owned(), reason };
     let mut bytes = Vec::new();
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(Error::io(path))?;
     if bytes.len() as u64 > MAX_BYTES {

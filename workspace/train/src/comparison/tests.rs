@@ -1,14 +1,15 @@
 use super::*;
-use crate::recipe::tests::small;
+
+const SMALL: &str = include_str!("../../../recipe/src/tests/small.toml");
 
 /// A recipe of three stages, as a file.
 fn three_stages(directory: &Path) -> PathBuf {
     let path = directory.join("recipe.toml");
-    let mut recipe = Recipe::parse(small(), &path, &[]).unwrap();
+    let mut recipe = Recipe::parse(SMALL, &path, &[]).unwrap();
     recipe.run.dir = directory.join("compared");
     let stage = recipe.stages[0].clone();
     recipe.stages = ["one", "two", "three"]
-        .map(|name| crate::Stage { name: name.to_owned(), ..stage.clone() })
+        .map(|name| moh_recipe::Stage { name: name.to_owned(), ..stage.clone() })
         .to_vec();
     std::fs::write(&path, recipe.to_toml().unwrap()).unwrap();
     path

@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::str::FromStr;
 
-use crate::recipe::fine_name;
-use crate::{Error, Recipe};
+use moh_recipe::{Recipe, fine_name};
+
+use crate::Error;
 
 /// Begins the names of the directories of shared stages.
 pub(super) const SHARED: &str = "shared-";
@@ -58,18 +59,19 @@ impl Variant {
     /// As [`Recipe::load`]; faults name the variant.
     pub(super) fn load(&self, path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
         let overrides: Vec<String> = overrides.iter().chain(&self.overrides).cloned().collect();
-        Recipe::load(path, &overrides).map_err(|error| match error {
-            Error::Recipe { mut faults } => {
+        let loaded = Recipe::load(path, &overrides).map_err(|error| match error {
+            moh_recipe::Error::Recipe { mut faults } => {
                 for fault in &mut faults {
                     fault.origin = match fault.origin.as_str() {
                         "--set" => format!("--variant {}", self.name),
                         origin => format!("--variant {}: {origin}", self.name),
                     };
                 }
-                Error::Recipe { faults }
+                moh_recipe::Error::Recipe { faults }
             }
             error => error,
-        })
+        });
+        Ok(loaded?)
     }
 }
 

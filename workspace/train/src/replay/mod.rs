@@ -5,29 +5,26 @@ mod samples;
 
 use std::path::Path;
 
+use moh_checkpoint::{Growth, RunState, StoredCheckpoint, steps_at};
 use moh_comm::World;
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
-use moh_model::BlockMagnitudes;
 use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
-use moh_model::{Activations, Model, PassSlot};
-
+use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
+use moh_plan::step_plan;
+use moh_recipe::{Parallel, Recipe, Recompute, Stage};
+use moh_step::guard::Limits;
+use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient};
 pub use samples::SampleSource;
 
-use crate::checkpoint::{self, RunState, StoredCheckpoint};
-use crate::growth::{self, Growth, steps_at};
-use crate::guard::Limits;
-use crate::optimizer::OptimizerState;
-use crate::recipe::{Parallel, Recompute, Stage};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::step::{Observer, StepGroups, StepPlan, StepResult, Stepper};
 use crate::trainer::attention_before;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory, growth};
 
 /// A replayed step.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,17 +51,6 @@ pub struct Replay {
     pub routing: RoutingStatistics,
     /// Its samples, in order.
     pub samples: Vec<SampleSource>,
-}
-
-/// The gradient of a tensor.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TensorGradient {
-    /// The tensor.
-    pub name: String,
-    /// The block that it belongs to; `None` outside blocks.
-    pub block: Option<usize>,
-    /// Norm of its gradient before clipping.
-    pub norm: f64,
 }
 
 /// Replays step `step` of the run in `run`, whose recipe is `recipe`; messages name it `path`. `directory`
@@ -126,7 +112,7 @@ fn newest_before(
 ) -> Result<Option<StoredCheckpoint>, Error> {
     let steps = run.checkpoint_steps()?;
     for &found in steps.iter().rev().filter(|&&found| found < step) {
-        let stored = StoredCheckpoint::of_step(run, found)?;
+        let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), found)?;
         if stored.manifest().state.guard.rewinds >= rewinds.taken_before(found) {
             return Ok(Some(stored));
         }
@@ -202,7 +188,8 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             let whole = ModelParallel::whole(&config);
             model = Model::<B, T>::zeros_of_part(backend, config, length, whole, 1)?;
             optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
-            checkpoint::load(stored, &mut model, &mut optimizer).map_err(Error::from)?;
+            moh_checkpoint::load(stored, &mut model, &mut optimizer)
+                .map_err(moh_checkpoint::Error::from)?;
         } else {
             let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
             model = Model::new(backend, config, length, fill)?;
@@ -231,11 +218,11 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         }
         let group = World::single().group().clone();
         let groups = StepGroups { all: group.clone(), data: group };
-        let plan = StepPlan::new(recipe, stage);
+        let plan = step_plan(recipe, stage);
         let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, groups)?;
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {
-            self.state.pass_over_samples(&self.job.rewinds);
+            self.job.rewinds.pass_over_samples(&mut self.state);
             if self.state.step + 1 == self.job.step {
                 return self.measure(stage, &mut stepper).map(Some);
             }
@@ -305,7 +292,7 @@ impl<B: Backend, T: Element> Observer<B, T> for Seen {
         model: &Model<B, T>,
         activations: &Activations<B, T>,
         slot: PassSlot,
-    ) -> Result<(), Error> {
+    ) -> Result<(), moh_step::Error> {
         model.add_magnitudes(activations, slot, &mut self.blocks)?;
         Ok(model.add_routings(activations, slot, &mut self.routing)?)
     }

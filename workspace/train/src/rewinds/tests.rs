@@ -1,8 +1,10 @@
+use moh_checkpoint::RunState;
+use moh_step::guard::GuardState;
+
 use super::*;
-use crate::checkpoint::RunState;
-use crate::guard::GuardState;
-use crate::ranks::tests::on_ranks;
-use crate::recipe::tests::small;
+use crate::ranks_on_threads::ranks_on_threads;
+
+const SMALL: &str = include_str!("../../../recipe/src/tests/small.toml");
 
 fn rewind(number: u64, step: u64, samples: [u64; 2]) -> Rewind {
     let skipped_steps = [step + 5, step + 6];
@@ -16,7 +18,7 @@ fn list(rewinds: &[Rewind]) -> Rewinds {
 /// The small recipe: 8 steps of 4 sequences in each of two stages.
 fn recipe(distance: u64) -> Recipe {
     let overrides = [format!("guard.rewind={distance}")];
-    Recipe::parse(small(), Path::new("recipe.toml"), &overrides).unwrap()
+    Recipe::parse(SMALL, Path::new("recipe.toml"), &overrides).unwrap()
 }
 
 fn state(step: u64, in_a_row: u64, sample: u64) -> RunState {
@@ -85,7 +87,7 @@ fn the_same_place_is_left_further_back_and_then_given_up() {
 
 #[test]
 fn all_ranks_have_what_the_first_one_reads() {
-    let found = on_ranks(3, |ranks| {
+    let found = ranks_on_threads(3, |ranks| {
         let directory = tempfile::tempdir().unwrap();
         let run = RunDirectory::new(directory.path());
         if ranks.is_first() {
@@ -137,7 +139,10 @@ fn hostile_files_are_refused_by_line() {
     ] {
         std::fs::write(run.rewinds(), [&good, second.as_bytes()].concat()).unwrap();
         let error = Rewinds::read(&run).unwrap_err();
-        assert!(matches!(error, Error::JsonLine { line: 2, .. }), "{second:?}: {error}");
+        assert!(
+            matches!(error, Error::RunLog(moh_run_log::Error::JsonLine { line: 2, .. })),
+            "{second:?}: {error}"
+        );
     }
     std::fs::write(run.rewinds(), huge + "]").unwrap();
     assert!(Rewinds::read(&run).unwrap_err().to_string().contains("at most"), "too long");

@@ -7,12 +7,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use moh_files::TEMPORARY;
+use moh_checkpoint::{AFTER, is_unfinished_checkpoint};
+use moh_files::{TEMPORARY, first_free, first_free_suffixed};
+use moh_recipe::Recipe;
 
-use super::{AFTER, EXPORT_BEFORE, RunDirectory, first_free, first_free_suffixed};
+use super::{EXPORT_BEFORE, RunDirectory};
+use crate::Error;
 use crate::error::unless_missing;
 use crate::run_lock::{CLOCK, HOLDER, LOCK};
-use crate::{Error, Recipe};
 
 /// The file that makes a directory a run's: it has the run's recipe.
 pub(super) const MARK: &str = ".moh-run";
@@ -93,12 +95,6 @@ fn precedes_mark(name: &str) -> bool {
     is_remain || [LOCK, HOLDER, OF_FILE_SYSTEM].contains(&name)
 }
 
-/// Whether a name among the checkpoints is that of one that was being written or removed.
-pub(crate) fn is_unfinished_checkpoint(name: &str) -> bool {
-    let rest = name.strip_prefix(TEMPORARY);
-    rest.is_some_and(|rest| rest.starts_with("step-") || rest.starts_with("removed-step-"))
-}
-
 /// The names in a directory, sorted; none if it does not exist.
 fn names(directory: &Path) -> Result<Vec<String>, Error> {
     let entries = unless_missing(directory, fs::read_dir(directory))?;
@@ -159,7 +155,7 @@ impl RunDirectory {
         // Earlier versions have left a lock or, where it was not copied, what follows a checkpoint.
         let is_locked = self.root.join(LOCK).is_file();
         Ok(self.marker().is_file()
-            || self.has_checkpoint_names()?
+            || self.checkpoint_directory().has_names()?
             || (is_locked && self.has_completed_work()?))
     }
 

@@ -15,14 +15,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
 
+use moh_files::first_free_suffixed;
+use moh_recipe::shell::shell_word;
+use moh_recipe::{Recipe, Stage, is_below};
 use toml::Value;
 
+use super::RunDirectory;
 use super::own_files::EDITED;
-use super::{RunDirectory, first_free_suffixed};
 use crate::error::unless_missing;
-use crate::recipe::{Stage, is_below};
-use crate::shell::shell_word;
-use crate::{Error, KeyChange, Recipe};
+use crate::{Error, KeyChange};
 
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
 const MAY_CHANGE: [&str; 9] = [
@@ -48,11 +49,11 @@ impl RunDirectory {
     /// # Errors
     /// Fails if it is missing or cannot be read.
     pub fn stored_recipe(&self) -> Result<Recipe, Error> {
-        match self.marked_recipe()? {
-            Some(text) => Recipe::parse(&text, &self.mark_path(), &[]),
+        Ok(match self.marked_recipe()? {
+            Some(text) => Recipe::parse(&text, &self.mark_path(), &[])?,
             // Versions without marks kept it there alone.
-            None => Recipe::load(&self.recipe(), &[]),
-        }
+            None => Recipe::load(&self.recipe(), &[])?,
+        })
     }
 
     /// The text of the recipe in the mark; `None` without a mark.
@@ -76,7 +77,7 @@ impl RunDirectory {
                 "is not the mark of a run: restore it, or remove it to go by recipe.toml".to_owned()
             }
         };
-        Err(Error::Checkpoint { path, reason })
+        Err(Error::File { path, reason })
     }
 
     /// Writes the mark, with the text of a recipe.
@@ -248,7 +249,7 @@ fn collect(key: &str, value: &Value, leaves: &mut BTreeMap<String, String>) {
         }
         Value::Array(elements) if elements.iter().all(Value::is_table) => {
             for (index, element) in elements.iter().enumerate() {
-                let part = crate::recipe::element_name(element, index);
+                let part = moh_recipe::element_name(element, index);
                 collect(&join(&part), element, leaves);
             }
         }

@@ -1,9 +1,11 @@
 //! Tests of the run directory and of the recipe that it accepts.
 
+use moh_recipe::Recipe;
+
 use super::stored_recipe::may_change;
 use super::*;
-use crate::Recipe;
-use crate::recipe::tests::small;
+
+const SMALL: &str = include_str!("../../../recipe/src/tests/small.toml");
 
 /// What a run does at its start.
 fn store(run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
@@ -13,7 +15,7 @@ fn store(run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
 
 fn recipe(overrides: &[&str]) -> Recipe {
     let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
-    Recipe::parse(small(), Path::new("small.toml"), &overrides).unwrap()
+    Recipe::parse(SMALL, Path::new("small.toml"), &overrides).unwrap()
 }
 
 #[test]

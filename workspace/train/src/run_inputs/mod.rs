@@ -13,13 +13,15 @@ use std::sync::atomic::AtomicBool;
 
 use moh_data::TokenFile;
 use moh_kernels::Backend;
+use moh_recipe::Recipe;
+use moh_step::Ranks;
 
 use self::model_files::ModelFiles;
 use self::record::{FileRecord, Record, check_mixture};
 use self::token_files::Found;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::{Error, Event, Ranks, Recipe, RunDirectory};
+use crate::{Error, Event, RunDirectory};
 
 /// A run whose inputs are compared with its record.
 pub(crate) struct RunInputs<'a> {
@@ -57,7 +59,7 @@ impl RunInputs<'_> {
         let found = token_files::find(ranks, &files, self.stop)?;
         let Some(found) = found else { return Ok(None) };
         let mut record = None;
-        ranks.first_does(|| {
+        ranks.first_does::<Error>(|| {
             record = Some(self.record(&files, &found, events)?);
             Ok(())
         })?;
@@ -78,7 +80,7 @@ impl RunInputs<'_> {
         ranks: &mut Ranks<B>,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Settled, Error> {
-        if !ranks.first_holds(|| Ok(self.path().is_file()))? {
+        if !ranks.first_holds::<Error>(|| Ok(self.path().is_file()))? {
             return Ok(Settled::Yes);
         }
         let files = self.data.token_files();
@@ -160,7 +162,7 @@ impl RunInputs<'_> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Settled, Error> {
         for (key, file) in files {
-            let are_valid = ranks.first_holds(|| {
+            let are_valid = ranks.first_holds::<Error>(|| {
                 let known = record.as_ref().and_then(|record| record.token_file(key)?.ids_below);
                 Ok(known.is_some_and(|ids| ids <= self.vocab_size()))
             })?;
@@ -178,7 +180,7 @@ impl RunInputs<'_> {
                 return Ok(Settled::Stopped);
             };
             progress(total);
-            ranks.first_does(|| {
+            ranks.first_does::<Error>(|| {
                 let Some(record) = &mut record else { return Ok(()) };
                 record.set_ids_below(key, ids_below);
                 record.write(&self.path())

@@ -6,12 +6,12 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use moh_data::{TokenFile, TokenFileContent, TrainingData};
+use moh_recipe::{Recipe, is_below};
 use serde::{Deserialize, Serialize};
 
 use super::token_files::Found;
 use crate::error::unless_missing;
-use crate::recipe::is_below;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Begins the keys of the validation sets' files.
 const VALIDATION: &str = "data.validation";
@@ -71,7 +71,7 @@ impl Record {
         let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(Error::io(path))?;
-        let unreadable = |reason: String| Error::Checkpoint {
+        let unreadable = |reason: String| Error::File {
             path: path.to_owned(),
             reason: format!(
                 "{reason}: restore the file, or remove it to resume without comparing the run's inputs"
@@ -84,7 +84,7 @@ impl Record {
             .map_err(|error| unreadable(format!("not a record of inputs: {error}")))?;
         match record.format {
             FORMAT => Ok(Some(record)),
-            other => Err(Error::Checkpoint {
+            other => Err(Error::File {
                 path: path.to_owned(),
                 reason: format!(
                     "format {other}, but this version reads {FORMAT}: use the version that wrote it"

@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_data::{TokenFile, TokenFileContent};
 use moh_kernels::Backend;
+use moh_step::Ranks;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Ranks};
+use crate::Error;
 
 /// A token file as it is now.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -85,7 +86,7 @@ mod tests {
     use moh_data::{Provenance, TokenFileWriter};
 
     use super::*;
-    use crate::ranks::tests::on_ranks;
+    use crate::ranks_on_threads::ranks_on_threads;
 
     #[test]
     fn the_first_rank_learns_all_files_in_order() {
@@ -99,7 +100,7 @@ mod tests {
                 prefix
             })
             .collect();
-        let ranks = on_ranks(3, |ranks| {
+        let ranks = ranks_on_threads(3, |ranks| {
             let opened = prefixes.iter().map(|prefix| TokenFile::open(prefix).unwrap());
             let opened: Vec<TokenFile> = opened.collect();
             let files: Vec<_> = opened.iter().map(|file| (String::new(), file)).collect();

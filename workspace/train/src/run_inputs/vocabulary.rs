@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_data::TokenFile;
 use moh_kernels::Backend;
+use moh_step::Ranks;
 
-use crate::{Error, Ranks};
+use crate::Error;
 
 /// Tokens that a rank reads in a round: a fraction of a second at a disk's speed, seconds at a slow network's.
 const ROUND_TOKENS: u64 = 1 << 24;

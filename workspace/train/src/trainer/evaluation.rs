@@ -6,15 +6,13 @@ use moh_eval::{EvaluationText, Evaluator, Loss, Sums};
 use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
+use moh_recipe::{Recipe, ValidationSet};
+use moh_run_log::{Evaluation, EvaluationPoint, RoutingLine, RoutingMoment, RoutingOf, Validation};
 
 use super::Trainer;
 use super::stop_checks::StopChecks;
-use crate::checkpoint::{Evaluation, EvaluationPoint};
+use crate::Error;
 use crate::event::Event;
-use crate::metrics::Validation;
-use crate::recipe::ValidationSet;
-use crate::routing_log::{RoutingLine, RoutingMoment, RoutingOf};
-use crate::{Error, Recipe};
 
 /// The losses of the validation sets that were evaluated, by name.
 pub(super) type Losses = BTreeMap<String, Validation>;
@@ -166,7 +164,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Ends TensorBoard's curves after a failure to write them: a log does not end a run.
-    pub(super) fn give_up_board(&mut self, error: &Error) {
+    pub(super) fn give_up_board(&mut self, error: &moh_run_log::Error) {
         // A record may be torn: the file ends here, and a resumed run begins another one.
         self.board = None;
         let text = format!("{error}: TensorBoard's curves go on when the run is resumed");

@@ -11,7 +11,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Whether the run directory is not at its path any more, as the first rank sees it.
     pub(super) fn is_lost(&mut self) -> Result<bool, Error> {
         let has_left = self.has_left();
-        self.ranks.any(has_left)
+        Ok(self.ranks.any(has_left)?)
     }
 
     /// Whether this rank holds the run directory, and it is not at its path.
@@ -23,7 +23,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Writes the state where the run directory is now, and ends the run.
     ///
     /// # Errors
-    /// [`Error::RunMoved`] or [`Error::RunRemoved`]; on other ranks than the first [`Error::OtherRank`].
+    /// [`Error::RunMoved`] or [`Error::RunRemoved`]; on other ranks than the first [`moh_step::Error::OtherRank`].
     pub(super) fn leave(mut self) -> Result<Outcome, Error> {
         let place = self.inputs.held.and_then(|held| held.place());
         let text =
@@ -38,7 +38,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             None => None,
         };
         Err(match moved {
-            _ if !is_first => Error::OtherRank { rank: 0 },
+            _ if !is_first => moh_step::Error::OtherRank { rank: 0 }.into(),
             Some(moved) => Error::RunMoved { path, place: moved.root().to_owned(), step },
             None => Error::RunRemoved { path },
         })

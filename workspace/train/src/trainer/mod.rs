@@ -10,36 +10,32 @@ mod stage;
 mod start;
 mod stop_checks;
 
-pub(crate) use start::attention_before;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use evaluation::Evaluated;
+use moh_checkpoint::RunState;
+use moh_files::HeldDirectory;
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
+use moh_plan::SourceEpochs;
+use moh_recipe::{Parallel, Recipe};
+use moh_run_log::{
+    EvaluationPoint, MetricsWriter, PartTimes, RoutingMoment, RoutingWriter, Summary, TensorBoard,
+    TraceSteps,
+};
+use moh_step::{OptimizerState, Ranks, StepGroups};
+use saving::Saving;
+pub(crate) use start::attention_before;
 
-use crate::checkpoint::{EvaluationPoint, RunState};
 use crate::event::{Event, Outcome};
 use crate::export::{self, Exported};
-use crate::growth;
-use crate::held_directory::HeldDirectory;
-use crate::metrics::MetricsWriter;
-use crate::optimizer::OptimizerState;
-use crate::part_times::PartTimes;
-use crate::recipe::Parallel;
 use crate::rewinds::Rewinds;
-use crate::routing_log::{RoutingMoment, RoutingWriter};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::step::StepGroups;
-use crate::summary::Summary;
-use crate::trace::TraceSteps;
-use crate::{Error, Ranks, Recipe, RunDirectory, SourceEpochs, TensorBoard, TimeLimit};
-
-use evaluation::Evaluated;
-use saving::Saving;
+use crate::{Error, RunDirectory, TimeLimit, growth};
 
 /// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]
@@ -187,9 +183,14 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if self.export()? == Exported::Stopped {
             return Ok(self.stopped());
         }
-        let summary = Summary::new(&self.state, self.model.config());
+        let summary = Summary {
+            steps: self.state.step,
+            tokens: self.state.tokens,
+            heads: self.model.config().num_attention_heads,
+            evaluations: self.state.evaluations.clone(),
+        };
         let path = self.inputs.run.summary();
-        self.ranks.first_does(|| summary.write(&path))?;
+        self.ranks.first_does(|| Ok::<_, Error>(summary.write(&path)?))?;
         Ok(Outcome::Finished(summary))
     }
 

@@ -1,13 +1,12 @@
 //! The return to an earlier step after steps that were not applied (`rewinds.rs`).
 
 use moh_kernels::{Backend, Element};
+use moh_recipe::{Recipe, Stage};
 
 use super::Trainer;
 use crate::event::Event;
-use crate::metrics_resume;
-use crate::recipe::{Recipe, Stage};
 use crate::rewinds::Rewind;
-use crate::{Error, RunDirectory};
+use crate::{Error, RunDirectory, metrics_resume};
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Whether the last steps were not applied, as many as the recipe's patience.

@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::recipe::Checkpoint;
+use moh_recipe::Checkpoint;
+
 use crate::time_limit::TimeLimit;
 
 /// The time after which a checkpoint that has failed is tried again.

@@ -5,16 +5,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use moh_checkpoint::{Complete, End, Flight, Snapshot, ThreadFlags, WritePart};
 use moh_kernels::{Backend, Element, span};
 use moh_model::Model;
+use moh_run_log::MetricsWriter;
+use moh_step::OptimizerState;
 
 use super::save_clock::{Due, SaveClock};
 use super::{Inputs, Progress, Trainer};
-use crate::checkpoint::{self, Complete, End, Flight, Snapshot, ThreadFlags, WritePart};
 use crate::error::last_good_checkpoint;
 use crate::event::Event;
-use crate::optimizer::OptimizerState;
-use crate::{Error, MetricsWriter, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
 /// the time limit of an operation, however long the checkpoint takes.
@@ -149,7 +150,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if has_left() {
             return Err(gone(&run));
         }
-        let pending = checkpoint::begin(&run, state.step)?;
+        let pending = moh_checkpoint::begin(&run.checkpoint_directory(), state.step)?;
         // A rewind may need the older ones while steps are not applied.
         let prunes = self.state.guard.in_a_row == 0;
         let background = Arc::clone(&self.background);
@@ -159,11 +160,13 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             // Resuming from the checkpoint of step n requires n lines of metrics.
             sync_metrics.map_or(Ok(()), |sync| sync())?;
             if has_left() {
-                return Err(gone(&run));
+                return Err(gone(&run).into());
             }
-            checkpoint::publish(&run, pending, state, config, parts)?;
-            let pruned = if prunes { checkpoint::prune(&run, &retention) } else { Ok(()) };
-            let afterwards = [run.mark(), pruned];
+            let directory = run.checkpoint_directory();
+            moh_checkpoint::publish(&directory, pending, state, config, parts)?;
+            let pruned =
+                if prunes { moh_checkpoint::prune(&directory, &retention) } else { Ok(()) };
+            let afterwards = [run.mark(), pruned.map_err(Error::from)];
             let failed = afterwards.into_iter().filter_map(Result::err);
             Ok(failed.map(|error| error.to_string()).collect())
         }))
@@ -175,7 +178,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         // A thread that had the snapshot has ended with its flight.
         let snapshot = Arc::get_mut(&mut self.saving.snapshot).expect("no checkpoint is in flight");
         snapshot.copy(&self.model, &self.optimizer)?;
-        let (run, step) = (self.inputs.run.clone(), self.state.step);
+        let (run, step) = (self.inputs.run.checkpoint_directory(), self.state.step);
         let group = self.ranks.group();
         let rank = (group.rank(), group.size());
         let snapshot = Arc::clone(&self.saving.snapshot);
@@ -183,7 +186,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(Box::new(move || {
             let _listening = span::listen(background);
             let _span = span::enter("write checkpoint");
-            checkpoint::write_part(&run, step, rank, &snapshot)
+            moh_checkpoint::write_part(&run, step, rank, &snapshot)
         }))
     }
 
@@ -207,7 +210,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                 cause,
                 last_good: self.saving.last_good,
             }),
-            Some(_) => Err(Error::OtherRank { rank: 0 }),
+            Some(_) => Err(moh_step::Error::OtherRank { rank: 0 }.into()),
             None => Ok(then),
         }
     }

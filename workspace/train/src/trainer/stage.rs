@@ -2,21 +2,19 @@
 
 use std::time::Instant;
 
+use moh_checkpoint::steps_at;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
+use moh_plan::step_plan;
+use moh_recipe::Stage;
+use moh_run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
+use moh_step::{StepResult, Stepper};
 
 use super::evaluation::{Evaluated, Losses};
 use super::{Progress, Trainer};
 use crate::Error;
-use crate::checkpoint::EvaluationPoint;
 use crate::event::Event;
-use crate::growth::steps_at;
-use crate::metrics::StepMetrics;
-use crate::recipe::Stage;
-use crate::routing_log::RoutingMoment;
-use crate::speed::{Rates, Speed};
-use crate::step::{StepPlan, StepResult, Stepper};
-use crate::trace::StepTrace;
+use crate::rates::Rates;
 
 /// The buffers of a stage's steps.
 struct Work<'a, B: Backend, T: Element, G: Element> {
@@ -33,7 +31,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if self.state.stage_step == 0 && self.begin_stage(stage)? == Evaluated::Stopped {
             return Ok(Progress::Stopped);
         }
-        let plan = StepPlan::new(self.inputs.recipe, stage);
+        let plan = step_plan(self.inputs.recipe, stage);
         let mut stepper = Stepper::new(&self.model, plan, self.groups.clone())?;
         stepper.set_gradient_faults(self.inputs.gradient_faults);
         let evaluator = self.evaluator(stage.micro_batch)?;
@@ -67,7 +65,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             let trace = self.trace_next();
             let progress = self.step(&mut work)?;
             if let Some(trace) = trace {
-                trace.write(self.inputs.run, self.ranks.group())?;
+                let run = self.inputs.run;
+                trace.write(|step, rank| run.trace(step, rank), self.ranks.group())?;
             }
             if progress != Progress::Done {
                 return Ok(progress);
@@ -79,7 +78,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Takes the next step, and ends it.
     fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress, Error> {
         let _step = span::enter_numbered("step", self.state.step + 1);
-        self.state.pass_over_samples(&self.rewinds);
+        self.rewinds.pass_over_samples(&mut self.state);
         let stage = work.stage;
         self.saving.step_begins();
         let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;
@@ -176,7 +175,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
         work.stepper.measure_block_norms(is_due);
         let (read, first) = (self.data.sample_reader(), self.state.sample);
-        work.stepper.step(&mut self.model, &mut self.optimizer, read, first, update)
+        let stepper = &mut work.stepper;
+        Ok(stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?)
     }
 
     /// The losses of the validation sets that are due after the step; `None` if a rank was asked to stop.

@@ -4,30 +4,27 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
+use moh_checkpoint::RunState;
 use moh_comm::Layout;
 use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
+use moh_recipe::{Parallel, Recipe};
+use moh_run_log::{MetricsWriter, RoutingWriter, TensorBoard};
+use moh_step::{OptimizerState, Ranks, StepGroups};
 
 use super::saving::Saving;
 use super::{Inputs, Trainer};
-use crate::checkpoint::{self, RunState};
 use crate::event::Event;
 use crate::growth::{self, Resumed};
-use crate::metrics::MetricsWriter;
-use crate::metrics_resume;
-use crate::optimizer::OptimizerState;
-use crate::recipe::Parallel;
 use crate::rewinds::{Rewinds, leave_path};
-use crate::routing_log::RoutingWriter;
 use crate::run::{check_resumable, warn_of_edited};
 use crate::run_data::RunData;
 use crate::set_aside::set_later_aside;
 use crate::source::ModelSource;
-use crate::step::StepGroups;
-use crate::{Error, Ranks, Recipe, RunDirectory, TensorBoard};
+use crate::{Error, RunDirectory, metrics_resume};
 
 impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
     /// Loads the requested or the newest valid checkpoint, or else the recipe's initial model.
@@ -104,12 +101,13 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Option<Loaded<B, T, M>>, Error> {
     let Inputs { recipe, source, run, .. } = *inputs;
-    let mut damaged = |path: &Path, error: &Error| {
+    let mut damaged = |path: &Path, error: &moh_checkpoint::Error| {
         events(Event::DamagedCheckpoint { path, error });
     };
+    let checkpoints = run.checkpoint_directory();
     let stored = match inputs.resume_step {
-        Some(step) => Some(checkpoint::of_step(run, ranks, step)?),
-        None => checkpoint::newest(run, ranks, &mut damaged)?,
+        Some(step) => Some(moh_checkpoint::of_step(&checkpoints, ranks, step)?),
+        None => moh_checkpoint::newest(&checkpoints, ranks, &mut damaged)?,
     };
     // After damage to the last one there may be none.
     ranks.first_does(|| check_resumable(run))?;
@@ -121,7 +119,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     }
     let resumed = plan_growth(inputs, &mut state, ranks)?;
     if state.stage > recipe.stages.len() {
-        return Err(Error::Checkpoint {
+        return Err(Error::File {
             path: run.checkpoint(state.step),
             reason: format!("is of stage {}, which the recipe does not have", state.stage),
         });
@@ -147,16 +145,16 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
             source.fill_part(kind, segment, range, values)
         });
         ranks.agree(filled)?;
-        checkpoint::gather_weights(&mut model, &groups.data)?;
+        moh_checkpoint::gather_weights(&mut model, &groups.data)?;
         state.moment_steps = source.moment_steps();
         return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
     };
     let stored = stored.read_by(Shard::of(ranks.group()));
-    let read = checkpoint::load(&stored, &mut model, &mut optimizer);
-    if checkpoint::undamaged(run, ranks, state.step, read, &mut damaged)?.is_none() {
+    let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer);
+    if moh_checkpoint::undamaged(&checkpoints, ranks, state.step, read, &mut damaged)?.is_none() {
         return Ok(None);
     }
-    checkpoint::gather_weights(&mut model, &groups.data)?;
+    moh_checkpoint::gather_weights(&mut model, &groups.data)?;
     events(Event::Resumed { step: state.step });
     Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }))
 }
@@ -170,7 +168,7 @@ fn plan_growth<B: Backend>(
     let mut resumed = Resumed::default();
     let json = |error: serde_json::Error| Error::io(inputs.run.root())(error.into());
     let mut text = None;
-    ranks.first_does(|| {
+    ranks.first_does::<Error>(|| {
         resumed = Resumed::plan(inputs.run, inputs.recipe, state)?;
         text = Some(serde_json::to_vec(&resumed.growth).map_err(json)?);
         Ok(())
@@ -191,7 +189,7 @@ fn settle<B: Backend>(
 ) -> Result<(), Error> {
     let Inputs { run, recipe, resume_step, .. } = *inputs;
     let (mut aside, mut edited) = (None, None);
-    ranks.first_does(|| {
+    ranks.first_does::<Error>(|| {
         if let Some(step) = resume_step {
             aside = set_later_aside(run, step)?;
         }

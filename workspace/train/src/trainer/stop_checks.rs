@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use moh_kernels::Backend;
+use moh_step::Ranks;
 
-use crate::{Error, Ranks};
+use crate::Error;
 
 /// The time between two exchanges, which take well below a thousandth of it.
 const EVERY: Duration = Duration::from_millis(500);
@@ -66,8 +67,9 @@ fn next(rounds: u64, fewest: u64, seconds: f64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+
     use super::*;
-    use crate::ranks::tests::on_ranks;
+    use crate::ranks_on_threads::ranks_on_threads;
 
     #[test]
     fn exchanges_are_half_a_second_apart_and_a_pipeline_is_seldom_emptied() {
@@ -88,7 +90,7 @@ mod tests {
 
     #[test]
     fn all_ranks_stop_in_the_same_round() {
-        let found = on_ranks(3, |ranks| {
+        let found = ranks_on_threads(3, |ranks| {
             let stop = AtomicBool::new(false);
             let mut checks = StopChecks::new(2);
             let mut rounds = 0;
@@ -107,7 +109,7 @@ mod tests {
 
     #[test]
     fn one_rank_stops_before_the_next_round() {
-        let found = on_ranks(1, |ranks| {
+        let found = ranks_on_threads(1, |ranks| {
             let stop = AtomicBool::new(false);
             let mut checks = StopChecks::new(1);
             assert!((0..9).all(|_| checks.go_on(ranks, &stop).unwrap().is_continue()));

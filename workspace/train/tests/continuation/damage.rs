@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use moh_train::checkpoint;
-use moh_train::{Error, Event, Outcome, Recipe, RunDirectory};
+use moh_recipe::Recipe;
+use moh_train::{Error, Event, Outcome, RunDirectory};
 
 use super::{alone, killed_at, reference, stop_at, train, train_and_hear, watch, watch_from};
 use crate::support::results::Results;
@@ -164,14 +164,16 @@ fn no_flipped_byte_of_a_checkpoint_goes_unseen() {
     let run = RunDirectory::new(&recipe.run.dir);
     let (good, aside) = (run.checkpoint(3), run.checkpoints().join("damaged-step-3"));
     fs::remove_dir_all(run.checkpoint(2)).unwrap();
-    let mut ignore = |_: &Path, _: &Error| {};
+    let mut ignore = |_: &Path, _: &moh_checkpoint::Error| {};
     for file in FILES {
         let length = fs::read(good.join(file)).unwrap().len();
         // Every byte of what is text, and some of the numbers.
         let text = length.min(if file.ends_with(".json") { 600 } else { 300 });
         for position in (0..text).step_by(3).chain((text..length).step_by(length / 50 + 1)) {
             flip(&good.join(file), position);
-            let found = checkpoint::newest(&run, &mut alone(), &mut ignore).unwrap();
+            let found =
+                moh_checkpoint::newest(&run.checkpoint_directory(), &mut alone(), &mut ignore)
+                    .unwrap();
             match found {
                 Some(found) => {
                     found.verify().expect_err(&format!("{file}, byte {position} of {length}"));
@@ -181,7 +183,8 @@ fn no_flipped_byte_of_a_checkpoint_goes_unseen() {
             flip(&good.join(file), position);
         }
     }
-    let found = checkpoint::newest(&run, &mut alone(), &mut ignore).unwrap();
+    let found =
+        moh_checkpoint::newest(&run.checkpoint_directory(), &mut alone(), &mut ignore).unwrap();
     found.unwrap().verify().unwrap();
 }
 

@@ -4,7 +4,8 @@ use std::fs;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 
-use moh_train::{Event, Outcome, Recipe, RunDirectory};
+use moh_recipe::Recipe;
+use moh_train::{Event, Outcome, RunDirectory};
 
 use super::{STEPS, reference, remains, stop_at, train, watch};
 use crate::support::Workplace;

@@ -17,8 +17,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
 use moh_kernels::Cpu;
-use moh_train::{Error, Event, OpenDevice, Outcome, Ranks, Recipe, RunDirectory, RunOptions};
-
+use moh_recipe::Recipe;
+use moh_step::Ranks;
+use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
 use support::results::Results;
 use support::{Workplace, copy_running, files};
 

@@ -3,7 +3,9 @@
 use std::fs;
 use std::sync::atomic::Ordering;
 
-use moh_train::{Error, Event, Outcome, RunDirectory, Schedule, metrics};
+use moh_recipe::Schedule;
+use moh_run_log::metrics;
+use moh_train::{Error, Event, Outcome, RunDirectory};
 use serde_json::Value;
 
 use super::{STEPS, reference, train, uninterrupted, watch_from};

@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunOptions};
+use moh_recipe::Recipe;
+use moh_train::{Error, Event, OpenDevice, Outcome, RunOptions};
 
 use super::copy_running;
 

@@ -3,7 +3,8 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunOptions};
+use moh_recipe::Recipe;
+use moh_train::{Error, Event, OpenDevice, Outcome, RunOptions};
 
 use super::on_ranks::on_ranks;
 use super::results::Results;

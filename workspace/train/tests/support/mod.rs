@@ -5,6 +5,7 @@
 
 pub mod driver;
 pub mod faulty;
+#[path = "../../../step/src/on_ranks.rs"]
 pub mod on_ranks;
 pub mod results;
 pub mod stories;
@@ -14,7 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_data::{Provenance, TokenFileWriter};
-use moh_train::Recipe;
+use moh_recipe::Recipe;
 use tempfile::TempDir;
 
 /// Two stages of 5 steps of 8 sequences of 8 tokens; checkpoints after steps 2, 4, 5, 6, 8 and 10.

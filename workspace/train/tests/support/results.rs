@@ -2,7 +2,8 @@
 
 use std::fs;
 
-use moh_train::{Recipe, RunDirectory};
+use moh_recipe::Recipe;
+use moh_train::RunDirectory;
 use safetensors::SafeTensors;
 use serde_json::Value;
 

@@ -7,8 +7,8 @@ use moh_data::{AppendEos, Prepare, TextTokenizer, prepare};
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
-use moh_train::recipe::Parallel;
-use moh_train::{Recipe, RunDirectory};
+use moh_recipe::{Parallel, Recipe};
+use moh_train::RunDirectory;
 
 use super::results::{Results, assert_alike};
 

@@ -3,13 +3,14 @@
 
 use std::path::PathBuf;
 
+use moh_checkpoint::StoredCheckpoint;
 use moh_data::TextTokenizer;
 use moh_hf::ConfigFile;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
 use moh_program::models;
+use moh_step::TensorKind;
 use moh_train::CheckpointName;
-use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
 
 /// A model before its weights are read.
 pub(crate) struct NamedModel {
@@ -50,7 +51,7 @@ impl NamedModel {
         let step = checkpoint.resolve_alone()?;
         let tokenizer = run.tokenizer().map(|path| TextTokenizer::load(&path)).transpose()?;
         let dtype = run.stored_recipe()?.run.dtype.dtype();
-        let stored = StoredCheckpoint::of_step(&run, step)?;
+        let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step)?;
         let config = CheckpointName { run, step: Some(step) }.config_file()?.config;
         let weights = Weights::Checkpoint(Box::new(stored), dtype);
         Ok(NamedModel { name: name.to_owned(), config, tokenizer, weights })
@@ -72,15 +73,16 @@ impl NamedModel {
         };
         let mut bytes = Vec::new();
         let config = self.config.clone();
-        let read = Model::new::<moh_train::Error>(backend, config, positions, |segment, values| {
-            stored.read_f32(TensorKind::Weight, &segment.name, values)?;
-            if dtype != DType::F32 {
-                bytes.resize(values.len() * dtype.bytes(), 0);
-                dtype.write(values, &mut bytes);
-                dtype.read(&bytes, values);
-            }
-            Ok(())
-        });
+        let read =
+            Model::new::<moh_checkpoint::Error>(backend, config, positions, |segment, values| {
+                stored.read_f32(TensorKind::Weight, &segment.name, values)?;
+                if dtype != DType::F32 {
+                    bytes.resize(values.len() * dtype.bytes(), 0);
+                    dtype.write(values, &mut bytes);
+                    dtype.read(&bytes, values);
+                }
+                Ok(())
+            });
         Ok(read?)
     }
 }

@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use anyhow::bail;
 use clap::{Args, Subcommand};
 use indicatif::{HumanBytes, HumanCount};
+use moh_checkpoint::{Condition, ListedCheckpoint, RunState};
 use moh_program::arguments::at_least;
 use moh_program::{counted, utc};
-use moh_train::checkpoint::{self, Condition, ListedCheckpoint, RunState};
-use moh_train::recipe::Checkpoint;
-use moh_train::{Recipe, RunDirectory};
+use moh_recipe::{Checkpoint, Recipe};
+use moh_train::RunDirectory;
 
 /// List, verify or remove the checkpoints of a run
 ///
@@ -72,7 +72,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Prints a table of all checkpoints.
 fn list(run: &RunDirectory) -> anyhow::Result<()> {
-    let found = checkpoint::list(run)?;
+    let found = moh_checkpoint::list(&run.checkpoint_directory())?;
     let mut out = stdout();
     if found.is_empty() {
         writeln!(out, "{}: no checkpoints", run.root().display())?;
@@ -137,10 +137,10 @@ fn verify(run: &RunDirectory, steps: &[u64]) -> anyhow::Result<()> {
     let mut faults = 0;
     let mut out = stdout();
     for &step in &steps {
-        let (is_good, verdict) = match checkpoint::verify(run, step) {
+        let (is_good, verdict) = match moh_checkpoint::verify(&run.checkpoint_directory(), step) {
             Ok(Ok(_)) => (true, "complete, all hashes match".to_owned()),
             Ok(Err(error)) => (false, format!("damaged: {error}")),
-            Err(error @ moh_train::Error::NoCheckpoint { .. }) => return Err(error.into()),
+            Err(error @ moh_checkpoint::Error::NoCheckpoint { .. }) => return Err(error.into()),
             Err(error) => (false, format!("cannot be read: {error}")),
         };
         faults += u64::from(!is_good);
@@ -159,9 +159,9 @@ fn verify(run: &RunDirectory, steps: &[u64]) -> anyhow::Result<()> {
 /// Removes the checkpoints that `retention` does not keep.
 fn prune(run: &RunDirectory, retention: &Checkpoint, dry_run: bool) -> anyhow::Result<()> {
     let _lock = run.lock()?;
-    let steps = checkpoint::superseded_by_good(run, retention)?;
+    let steps = moh_checkpoint::superseded_by_good(&run.checkpoint_directory(), retention)?;
     if !dry_run {
-        checkpoint::remove(run, &steps)?;
+        moh_checkpoint::remove(&run.checkpoint_directory(), &steps)?;
     }
     let what = if dry_run { "would remove" } else { "removed" };
     let mut out = stdout();

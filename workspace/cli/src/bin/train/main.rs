@@ -18,7 +18,9 @@ use moh_cli::time_limit::parse_time_limit;
 use moh_comm::{OPERATION_LIMIT, RENDEZVOUS_LIMIT};
 use moh_program::arguments::{at_least, between};
 use moh_program::exit;
-use moh_train::{Comparison, Recipe, TraceSteps, Variant};
+use moh_recipe::Recipe;
+use moh_run_log::TraceSteps;
+use moh_train::{Comparison, Variant};
 
 /// Train a recipe's stages in order, or resume an interrupted run.
 ///

@@ -9,9 +9,10 @@ use anyhow::Context as _;
 use indicatif::{HumanCount, HumanDuration};
 use moh_hf::ConfigFile;
 use moh_model::ModelConfig;
+use moh_plan::{Hardware, Plan, StagePlan, Suggestions};
 use moh_program::exit;
-use moh_train::plan::{Hardware, StagePlan, Suggestions};
-use moh_train::{Comparison, Plan, Recipe};
+use moh_recipe::Recipe;
+use moh_train::{Comparison, local_model_config};
 
 use crate::Arguments;
 use crate::comparison::table::aligned;
@@ -96,7 +97,7 @@ fn resolve(recipe: &mut Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
 
 /// The shape of the recipe's model, of a hub id by its `config.json` alone.
 fn model_config(recipe: &Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
-    if let Some(config) = recipe.local_model_config(path)? {
+    if let Some(config) = local_model_config(recipe, path)? {
         return Ok(config);
     }
     let remedy = || {

@@ -7,9 +7,10 @@ use moh_cli::command_line::CommandLine;
 use moh_data::TokenFile;
 use moh_model::HeadCounts;
 use moh_program::exit;
+use moh_recipe::{Device, MohOptions, Recipe};
 use moh_report::summary_table::{draw, table};
-use moh_train::recipe::{Device, MohOptions};
-use moh_train::{Recipe, RunDirectory, Summary};
+use moh_run_log::Summary;
+use moh_train::RunDirectory;
 
 /// Prints the end of a run: losses, output files and next commands.
 pub(crate) fn report(recipe: &Recipe, run: &RunDirectory, summary: &Summary) -> anyhow::Result<()> {

@@ -15,10 +15,11 @@ use moh_comm::{Fault, Launch, Launcher, Options, World};
 use moh_kernels::span;
 use moh_program::exit::{self, StoppedEarly};
 use moh_program::processor::Processor;
-use moh_train::shell::command;
+use moh_recipe::Recipe;
+use moh_recipe::shell::command;
+use moh_run_log::{Summary, TraceSteps};
 use moh_train::{
-    Comparison, OpenDevice, Outcome, RankSpeed, Recipe, RunDirectory, RunOptions, Summary,
-    TimeLimit, TraceSteps, open_device,
+    Comparison, OpenDevice, Outcome, RankSpeed, RunDirectory, RunOptions, TimeLimit, open_device,
 };
 
 use crate::report::report;
@@ -77,7 +78,10 @@ pub(crate) fn train(
             Err(error)
         }
         Err(error) if world.size() > 1 => {
-            if !matches!(error.downcast_ref(), Some(moh_train::Error::OtherRank { .. })) {
+            if !matches!(
+                error.downcast_ref(),
+                Some(moh_train::Error::Step(moh_step::Error::OtherRank { .. }))
+            ) {
                 exit::stderr_line(format_args!("error: rank {rank}: {error:#}"));
             }
             world.abort(&format!("{error:#}"), exit::ERROR.into())

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
+use moh_run_log::{Evaluation, EvaluationPoint};
 use moh_train::KeyChange;
-use moh_train::checkpoint::{Evaluation, EvaluationPoint};
 use moh_train::comparison::Results;
 
 /// A variant that has finished.
@@ -143,8 +143,7 @@ fn loss(loss: f64, is_other: bool) -> String {
 
 #[cfg(test)]
 mod tests {
-    use moh_train::Validation;
-    use moh_train::checkpoint::EvaluatedText;
+    use moh_run_log::{EvaluatedText, Validation};
 
     use super::*;
 

@@ -1,0 +1,60 @@
+//! Checkpoints: directories that are complete or absent.
+//!
+//! A checkpoint contains the exact f32 weights and both moments as safetensors under Hugging Face's
+//! names, with each rank's shard in its own files. Each rank lists its shards of tensors, with their
+//! position and hash, in a part; a manifest records the state of the run and the parts, so that other
+//! layouts of ranks can read the checkpoint, each rank only what it needs. The manifest's own hash is
+//! stored beside it. Each rank copies its state to the host's memory and writes it on a background thread
+//! to a temporary name; the first rank renames what is complete and synced. A checkpoint whose bytes are
+//! wrong is moved aside, and the one before it is used; any other failure to open one ends the program
+//! and changes nothing.
+
+mod background;
+mod checkpoint_directory;
+mod error;
+mod flight;
+mod growth;
+mod listing;
+mod load;
+mod manifest;
+#[cfg(test)]
+#[path = "../../step/src/on_ranks.rs"]
+mod on_ranks;
+mod part;
+mod progress;
+#[cfg(test)]
+#[path = "../../step/src/ranks_on_threads.rs"]
+mod ranks_on_threads;
+mod read;
+mod read_error;
+mod retention;
+mod shard_file;
+mod snapshot;
+mod stored;
+mod tensor_file;
+#[cfg(test)]
+#[path = "../../step/src/tiny_model.rs"]
+mod tiny_model;
+mod write;
+
+pub use checkpoint_directory::{AFTER, CheckpointDirectory, is_unfinished_checkpoint};
+pub use error::Error;
+pub use flight::{Complete, End, Flight, ThreadFlags, WritePart};
+pub use growth::{Growth, steps_at};
+pub use listing::{Condition, ListedCheckpoint, list};
+pub use load::{gather_weights, load};
+pub use manifest::{Manifest, PartFile, RunState};
+pub use part::{Part, TensorEntry, TensorFile};
+pub use read::{OnDamage, alone, newest, newest_good, of_step, require, undamaged, verify};
+pub use read_error::ReadError;
+pub use retention::{prune, remove, superseded, superseded_by_good};
+pub use snapshot::{Snapshot, staging_bytes};
+pub use stored::{StoredCheckpoint, Wanted};
+pub use write::{begin, publish, write_part};
+
+/// Name of the manifest in a checkpoint's directory.
+const MANIFEST: &str = "manifest.json";
+/// Name of the file with the manifest's own hash, in the format of `b3sum --check`.
+const MANIFEST_HASH: &str = "manifest.json.b3";
+/// Maximum bytes of a manifest, a part or a safetensors header, for readers and writers.
+const MAX_TEXT_BYTES: u64 = 100_000_000;

@@ -1,0 +1,162 @@
+//! The checkpoints of a run directory, with those that were moved aside and those that are incomplete.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use moh_files::TEMPORARY;
+
+use super::MANIFEST_HASH;
+use super::manifest::RunState;
+use super::stored::read_state;
+use crate::error::unless_missing;
+use crate::{AFTER, CheckpointDirectory, Error};
+
+/// A directory with a checkpoint, or what is left of one.
+#[derive(Debug)]
+pub struct ListedCheckpoint {
+    /// The directory.
+    pub path: PathBuf,
+    /// The step in its name, counted over all stages.
+    pub step: u64,
+    /// Whether the run can resume from it.
+    pub condition: Condition,
+    /// The state of the run at its step, or why its manifest does not say. The tensors are not read.
+    pub state: Result<RunState, Error>,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// When it was completed, if the file system knows.
+    pub written: Option<SystemTime>,
+}
+
+/// Whether a run can resume from a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Condition {
+    /// It has its final name; its bytes are checked when it is used.
+    Complete,
+    /// Its bytes were found to be wrong, and it was renamed.
+    Damaged,
+    /// It was moved aside when the run resumed from an earlier one.
+    MovedAside,
+    /// It was being written or removed when its process ended, or is so now.
+    Unfinished,
+}
+
+/// Every checkpoint of `run`, by condition and step; changes nothing.
+///
+/// # Errors
+/// Fails if the directory is not a run's, or a directory cannot be listed.
+pub fn list(run: &CheckpointDirectory) -> Result<Vec<ListedCheckpoint>, Error> {
+    let mut found = in_directory(&run.checkpoints(), condition)?;
+    for entry in entries(run.root())? {
+        if entry.file_name().is_some_and(|name| name.to_string_lossy().starts_with(AFTER)) {
+            let aside = |name: &str| {
+                let (_, step) = condition(name)?;
+                Some((Condition::MovedAside, step))
+            };
+            let checkpoints = CheckpointDirectory::new(&entry).checkpoints();
+            found.extend(in_directory(&checkpoints, aside)?);
+        }
+    }
+    found.sort_by(|a, b| (a.condition, a.step, &a.path).cmp(&(b.condition, b.step, &b.path)));
+    Ok(found)
+}
+
+/// What a name in the directory of checkpoints says.
+fn condition(name: &str) -> Option<(Condition, u64)> {
+    let step = |text: &str| {
+        let digits = text.split('-').next()?;
+        digits.parse::<u64>().ok().filter(|step| step.to_string() == digits)
+    };
+    if let Some(rest) = name.strip_prefix("step-") {
+        return Some((Condition::Complete, step(rest).filter(|step| rest == step.to_string())?));
+    }
+    if let Some(rest) = name.strip_prefix("damaged-step-") {
+        return Some((Condition::Damaged, step(rest)?));
+    }
+    let (_, rest) = name.strip_prefix(TEMPORARY)?.split_once("step-")?;
+    Some((Condition::Unfinished, step(rest)?))
+}
+
+fn in_directory(
+    directory: &Path,
+    condition: impl Fn(&str) -> Option<(Condition, u64)>,
+) -> Result<Vec<ListedCheckpoint>, Error> {
+    let mut found = Vec::new();
+    for path in entries(directory)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let Some((condition, step)) = condition(&name) else { continue };
+        let hash = path.join(MANIFEST_HASH);
+        found.push(ListedCheckpoint {
+            step,
+            condition,
+            state: read_state(&path, step),
+            bytes: entries(&path)?
+                .iter()
+                .filter_map(|file| Some(file.metadata().ok()?.len()))
+                .sum(),
+            written: hash.metadata().and_then(|file| file.modified()).ok(),
+            path,
+        });
+    }
+    Ok(found)
+}
+
+/// The paths in a directory; none if it is missing.
+fn entries(directory: &Path) -> Result<Vec<PathBuf>, Error> {
+    let entries = unless_missing(directory, fs::read_dir(directory))?;
+    entries
+        .into_iter()
+        .flatten()
+        .map(|entry| Ok(entry.map_err(Error::io(directory))?.path()))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_say_what_a_checkpoint_is() {
+        for (name, expected) in [
+            ("step-12", Some((Condition::Complete, 12))),
+            ("step-012", None),
+            ("step-12-2", None),
+            ("damaged-step-8", Some((Condition::Damaged, 8))),
+            ("damaged-step-8-2", Some((Condition::Damaged, 8))),
+            (".tmp-step-9", Some((Condition::Unfinished, 9))),
+            (".tmp-removed-step-9", Some((Condition::Unfinished, 9))),
+            (".tmp-", None),
+            ("step-", None),
+            ("damaged-step-x", None),
+            ("notes", None),
+        ] {
+            assert_eq!(condition(name), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn everything_is_listed_and_what_cannot_be_read_has_its_reason() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = CheckpointDirectory::new(temporary.path());
+        assert!(list(&run).unwrap().is_empty());
+        for name in ["step-9", "step-10", "damaged-step-4", ".tmp-step-11"] {
+            let path = run.checkpoints().join(name);
+            fs::create_dir_all(&path).unwrap();
+            fs::write(path.join("manifest.json"), "{").unwrap();
+        }
+        let aside = run.root().join("after-step-8/checkpoints/step-12");
+        fs::create_dir_all(&aside).unwrap();
+        let found = list(&run).unwrap();
+        let seen: Vec<_> = found.iter().map(|one| (one.condition, one.step, one.bytes)).collect();
+        let expected = [
+            (Condition::Complete, 9, 1),
+            (Condition::Complete, 10, 1),
+            (Condition::Damaged, 4, 1),
+            (Condition::MovedAside, 12, 0),
+            (Condition::Unfinished, 11, 1),
+        ];
+        assert_eq!(seen, expected);
+        assert!(found.iter().all(|one| one.state.is_err()));
+    }
+}

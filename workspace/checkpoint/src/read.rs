@@ -1,0 +1,200 @@
+//! Finding the newest valid checkpoint, which the ranks judge together.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use moh_comm::World;
+use moh_files::first_free_suffixed;
+use moh_kernels::{Backend, Cpu};
+use moh_model::parameters::Shard;
+use moh_step::Ranks;
+
+use super::MANIFEST;
+use super::read_error::ReadError;
+use super::stored::StoredCheckpoint;
+use crate::{CheckpointDirectory, Error};
+
+/// Receives the new path of a damaged checkpoint and the damage, on the first rank.
+pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);
+
+/// The newest checkpoint with a valid manifest, the same on all ranks; its tensors are checked when they
+/// are read. Damaged ones are renamed to `damaged-step-N` and passed to `damaged`.
+///
+/// # Errors
+/// Fails if a directory cannot be listed or renamed, if a checkpoint cannot be read or has another
+/// format, if only some ranks see its files, or if another rank has failed. The checkpoints are then
+/// unchanged.
+pub fn newest<B: Backend>(
+    run: &CheckpointDirectory,
+    ranks: &mut Ranks<B>,
+    damaged: OnDamage<'_>,
+) -> Result<Option<StoredCheckpoint>, Error> {
+    loop {
+        // Steps count from 1, so 0 means none; f64 represents them exactly.
+        let listed = || Ok(run.checkpoint_steps()?.last().copied().unwrap_or(0) as f64);
+        let step = ranks.first::<Error>(listed)? as u64;
+        if step == 0 {
+            return Ok(None);
+        }
+        let opened = StoredCheckpoint::open(&run.checkpoint(step), step);
+        if let Some(stored) = undamaged(run, ranks, step, opened, damaged)? {
+            return Ok(Some(stored));
+        }
+    }
+}
+
+/// The newest checkpoint whose bytes are good, the same on all ranks, which share the check of its
+/// hashes; `None` if no checkpoint is good. Changes nothing.
+///
+/// # Errors
+/// As [`newest`].
+pub fn newest_good<B: Backend>(
+    run: &CheckpointDirectory,
+    ranks: &mut Ranks<B>,
+) -> Result<Option<StoredCheckpoint>, Error> {
+    let mut below = f64::INFINITY;
+    loop {
+        let listed = || {
+            let steps = run.checkpoint_steps()?;
+            Ok(steps.into_iter().rfind(|&step| (step as f64) < below).unwrap_or(0) as f64)
+        };
+        let step = ranks.first::<Error>(listed)?;
+        if step == 0.0 {
+            return Ok(None);
+        }
+        if let Ok(stored) = examine(run, ranks, step as u64)? {
+            return Ok(Some(stored));
+        }
+        below = step;
+    }
+}
+
+/// The checkpoint of `step`, whose hashes the ranks check together.
+///
+/// # Errors
+/// Fails if there is none, if it is damaged, and otherwise as [`newest`]. Nothing is changed.
+pub fn of_step<B: Backend>(
+    run: &CheckpointDirectory,
+    ranks: &mut Ranks<B>,
+    step: u64,
+) -> Result<StoredCheckpoint, Error> {
+    ranks.first_does(|| require(run, step))?;
+    let found = examine(run, ranks, step)?;
+    ranks.agree(found)
+}
+
+/// Checks every byte of the checkpoint of `step`: the inner error is its damage. Changes nothing.
+///
+/// # Errors
+/// Fails if there is no such checkpoint, or if it cannot be read or has another format.
+pub fn verify(
+    run: &CheckpointDirectory,
+    step: u64,
+) -> Result<Result<StoredCheckpoint, Error>, Error> {
+    require(run, step)?;
+    examine(run, &mut alone()?, step)
+}
+
+/// Fails, with the steps that there are, if the run has no checkpoint of `step`.
+pub fn require(run: &CheckpointDirectory, step: u64) -> Result<(), Error> {
+    let found = run.checkpoint_steps()?;
+    match found.contains(&step) {
+        true => Ok(()),
+        false => Err(Error::NoCheckpoint { path: run.root().to_owned(), step, found }),
+    }
+}
+
+/// The only rank of a program that does not train.
+pub fn alone() -> Result<Ranks<Cpu>, Error> {
+    Ok(Ranks::new(Cpu, World::single().group().clone())?)
+}
+
+/// Opens a checkpoint and checks its hashes, which the ranks share. All ranks return the same verdict:
+/// the inner error says that bytes are wrong, and is [`Error::OtherRank`] where only another rank has
+/// found it.
+fn examine<B: Backend>(
+    run: &CheckpointDirectory,
+    ranks: &mut Ranks<B>,
+    step: u64,
+) -> Result<Result<StoredCheckpoint, Error>, Error> {
+    let directory = run.checkpoint(step);
+    let opened = StoredCheckpoint::open(&directory, step).and_then(|stored| {
+        stored.check_share(Shard::of(ranks.group()))?;
+        Ok(stored)
+    });
+    let opened = proven(ranks, &directory, opened)?.map_err(Error::from);
+    Ok(match ranks.any(opened.is_err())? {
+        true => Err(opened.err().unwrap_or_else(|| Error::File {
+            path: directory.join(MANIFEST),
+            reason: "another rank found a damaged file".into(),
+        })),
+        false => opened,
+    })
+}
+
+/// What this rank has read of the checkpoint of `step`; `None` on all ranks if one of them has found its
+/// bytes wrong, and the checkpoint is then renamed.
+///
+/// # Errors
+/// As [`newest`].
+pub fn undamaged<B: Backend, R>(
+    run: &CheckpointDirectory,
+    ranks: &mut Ranks<B>,
+    step: u64,
+    read: Result<R, ReadError>,
+    damaged: OnDamage<'_>,
+) -> Result<Option<R>, Error> {
+    let directory = run.checkpoint(step);
+    let read = proven(ranks, &directory, read)?.map_err(Error::from);
+    if !ranks.any(read.is_err())? {
+        return read.map(Some);
+    }
+    let aside = aside(run, step);
+    ranks.first_does(|| set_aside(run, &directory, &aside))?;
+    if ranks.is_first() {
+        // The first rank reports, even if another rank has found the damage.
+        let error = read.err().unwrap_or_else(|| Error::File {
+            path: aside.join(MANIFEST),
+            reason: "another rank found a damaged file".into(),
+        });
+        damaged(&aside, &error);
+    }
+    Ok(None)
+}
+
+/// Returns what this rank has found, if the ranks together can tell whether the bytes are good.
+fn proven<B: Backend, R>(
+    ranks: &mut Ranks<B>,
+    directory: &Path,
+    read: Result<R, ReadError>,
+) -> Result<Result<R, ReadError>, Error> {
+    let read = ranks.agree(match read {
+        Err(ReadError::Unusable(error)) => Err(error),
+        read => Ok(read),
+    })?;
+    let missing = match &read {
+        Err(ReadError::Missing(Error::Io { path, .. })) => path.file_name(),
+        _ => None,
+    };
+    let missing = missing.map(|name| name.as_encoded_bytes().to_vec());
+    let Some(name) = ranks.first_that_has(missing)? else { return Ok(read) };
+    // Not every rank needs the file, but all can look for it.
+    let path = directory.join(String::from_utf8_lossy(&name).as_ref());
+    let is_seen = ranks.any(path.exists())?;
+    ranks.agree(match read {
+        Err(ReadError::Missing(error)) if is_seen => {
+            Err(Error::NotShared { source: Box::new(error) })
+        }
+        read => Ok(read),
+    })
+}
+
+/// A free name for a damaged checkpoint, which earlier ones keep.
+fn aside(run: &CheckpointDirectory, step: u64) -> PathBuf {
+    first_free_suffixed(|suffix| run.checkpoints().join(format!("damaged-step-{step}{suffix}")))
+}
+
+fn set_aside(run: &CheckpointDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
+    fs::rename(directory, aside).map_err(Error::io(aside))?;
+    moh_files::sync_directory(&run.checkpoints()).map_err(Error::io(&run.checkpoints()))
+}

@@ -1,0 +1,107 @@
+//! Which checkpoints of a run are kept, and the removal of the others.
+
+use std::fs;
+
+use moh_files::TEMPORARY;
+use moh_recipe::Checkpoint;
+
+use super::read::{alone, newest_good};
+use crate::checkpoint_directory::REWOUND;
+use crate::{CheckpointDirectory, Error, is_unfinished_checkpoint};
+
+/// Removes the checkpoints that `retention` does not keep, those that a rewind has left, and leftovers of
+/// earlier processes.
+///
+/// # Errors
+/// Fails if a directory cannot be listed or removed.
+pub fn prune(run: &CheckpointDirectory, retention: &Checkpoint) -> Result<(), Error> {
+    remove(run, &superseded(run, retention)?)
+}
+
+/// The steps of the checkpoints that `retention` does not keep, ascending.
+///
+/// # Errors
+/// Fails if the directory of checkpoints cannot be listed.
+pub fn superseded(run: &CheckpointDirectory, retention: &Checkpoint) -> Result<Vec<u64>, Error> {
+    let mut steps = run.checkpoint_steps()?;
+    let keep = usize::try_from(retention.keep.max(1)).unwrap_or(usize::MAX);
+    steps.truncate(steps.len().saturating_sub(keep));
+    steps.retain(|step| retention.keep_every == 0 || !step.is_multiple_of(retention.keep_every));
+    Ok(steps)
+}
+
+/// As [`superseded`], without the newest checkpoint whose bytes are good, which is searched by reading
+/// from the newest on. Empty if no checkpoint is good.
+///
+/// # Errors
+/// As [`superseded`], and if a checkpoint cannot be read or has another format.
+pub fn superseded_by_good(
+    run: &CheckpointDirectory,
+    retention: &Checkpoint,
+) -> Result<Vec<u64>, Error> {
+    let mut steps = superseded(run, retention)?;
+    if !steps.is_empty() {
+        let good = newest_good(run, &mut alone()?)?.map(|stored| stored.manifest().state.step);
+        steps.retain(|&step| good.is_some_and(|good| good != step));
+    }
+    Ok(steps)
+}
+
+/// Removes the checkpoints of `steps`, those that a rewind has left, and leftovers of earlier processes.
+/// The caller has locked the run directory.
+///
+/// # Errors
+/// Fails if a directory cannot be listed or removed.
+pub fn remove(run: &CheckpointDirectory, steps: &[u64]) -> Result<(), Error> {
+    let all = run.checkpoints();
+    for &step in steps {
+        // Renamed first, so that a partially removed checkpoint never looks complete.
+        let doomed = all.join(format!("{TEMPORARY}removed-step-{step}"));
+        fs::rename(run.checkpoint(step), &doomed).map_err(Error::io(&doomed))?;
+    }
+    for entry in fs::read_dir(&all).map_err(Error::io(&all))? {
+        let path = entry.map_err(Error::io(&all))?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if is_unfinished_checkpoint(&name) || name.starts_with(REWOUND) {
+            fs::remove_dir_all(&path).map_err(Error::io(&path))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_and_every_mth_checkpoint_are_kept() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = CheckpointDirectory::new(temporary.path());
+        for step in [2, 4, 5, 6, 8] {
+            fs::create_dir_all(run.checkpoint(step)).unwrap();
+        }
+        let superseded = |keep, keep_every| {
+            let retention = Checkpoint { keep, keep_every, ..Checkpoint::default() };
+            superseded(&run, &retention).unwrap()
+        };
+        assert_eq!(superseded(2, 0), [2, 4, 5]);
+        assert_eq!(superseded(1, 4), [2, 5, 6]);
+        assert_eq!(superseded(0, 0), [2, 4, 5, 6]);
+        assert!(superseded(9, 0).is_empty());
+        fs::create_dir(run.checkpoints().join(".tmp-step-9")).unwrap();
+        remove(&run, &[2, 5]).unwrap();
+        assert_eq!(run.checkpoint_steps().unwrap(), [4, 6, 8]);
+        assert_eq!(fs::read_dir(run.checkpoints()).unwrap().count(), 3);
+    }
+
+    #[test]
+    fn nothing_is_superseded_where_no_checkpoint_is_good() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = CheckpointDirectory::new(temporary.path());
+        for step in [2, 4] {
+            fs::create_dir_all(run.checkpoint(step)).unwrap();
+        }
+        let retention = Checkpoint { keep: 1, ..Checkpoint::default() };
+        assert!(superseded_by_good(&run, &retention).unwrap().is_empty());
+    }
+}

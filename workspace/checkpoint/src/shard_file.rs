@@ -1,0 +1,237 @@
+//! A safetensors file of a rank's shards, written and hashed chunk by chunk from a [`Snapshot`].
+//!
+//! The bytes are those of crate `safetensors`: tensors of one type in the order of their names.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::ops::Range;
+use std::path::Path;
+
+use half::bf16;
+use moh_hf::weight_files::header_type;
+use moh_kernels::adamw::remainder::join;
+use moh_kernels::{DType, Element, Scalar};
+use moh_step::TensorKind;
+use rayon::prelude::*;
+use safetensors::tensor::{Metadata, TensorInfo};
+
+use super::snapshot::{ShardTensor, Snapshot};
+
+/// Bytes that are converted, hashed and written at a time: enough for several threads to share.
+pub(super) const CHUNK_BYTES: usize = 8 << 20;
+/// Bytes below which one thread hashes faster than several.
+const SHARED_BYTES: usize = 128 << 10;
+/// Alignment of a header's length.
+const HEADER_ALIGNMENT: usize = 8;
+
+// The snapshot's bytes are written as they are in memory.
+const _: () = assert!(cfg!(target_endian = "little"), "safetensors files are little-endian");
+
+/// The elements of one kind, as they are stored in a file.
+enum Elements<'a> {
+    /// As they are in memory.
+    Stored { bytes: &'a [u8], dtype: DType },
+    /// f32 weights, joined from bf16 weights and remainders into `joined`, chunk by chunk.
+    Split { weights: &'a [bf16], remainder: &'a [i16], joined: Vec<f32> },
+}
+
+impl<'a> Elements<'a> {
+    fn of<T: Element, M: Element>(snapshot: &'a Snapshot<T, M>, kind: TensorKind) -> Self {
+        let stored = |values: &'a [M]| Elements::Stored {
+            bytes: bytemuck::cast_slice(values),
+            dtype: M::DTYPE,
+        };
+        match (kind, &snapshot.remainder) {
+            (TensorKind::FirstMoment, _) => stored(&snapshot.first_moment),
+            (TensorKind::SecondMoment, _) => stored(&snapshot.second_moment),
+            (TensorKind::Weight, None) => {
+                Elements::Stored { bytes: bytemuck::cast_slice(&snapshot.weights), dtype: T::DTYPE }
+            }
+            // Weights have remainders only if they are bf16.
+            (TensorKind::Weight, Some(remainder)) => Elements::Split {
+                weights: bytemuck::cast_slice(&snapshot.weights),
+                remainder,
+                joined: Vec::new(),
+            },
+        }
+    }
+
+    fn dtype(&self) -> DType {
+        match self {
+            Elements::Stored { dtype, .. } => *dtype,
+            Elements::Split { .. } => f32::DTYPE,
+        }
+    }
+
+    /// The file's bytes of a range of elements.
+    fn bytes(&mut self, range: Range<usize>) -> &[u8] {
+        match self {
+            Elements::Stored { bytes, dtype } => {
+                &bytes[range.start * dtype.bytes()..range.end * dtype.bytes()]
+            }
+            Elements::Split { weights, remainder, joined } => {
+                let pairs = weights[range.clone()].par_iter().zip(&remainder[range]);
+                pairs.map(|(&weight, &left)| join(weight, left)).collect_into_vec(joined);
+                bytemuck::cast_slice(joined)
+            }
+        }
+    }
+}
+
+/// A file that has been written: the type of its elements and the hash of each tensor's bytes, in the
+/// order of the snapshot's tensors.
+pub(super) struct WrittenFile {
+    pub dtype: DType,
+    pub hashes: Vec<blake3::Hash>,
+}
+
+/// Writes and syncs the file at `path`, which must not exist, with the snapshot's tensors of one kind.
+/// Conversion and hashing use the threads of rayon's current pool.
+///
+/// # Errors
+/// Fails if the file cannot be written.
+pub(super) fn write<T: Element, M: Element>(
+    path: &Path,
+    snapshot: &Snapshot<T, M>,
+    kind: TensorKind,
+) -> io::Result<WrittenFile> {
+    let mut elements = Elements::of(snapshot, kind);
+    let dtype = elements.dtype();
+    let tensors = &snapshot.shard.tensors;
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    order.sort_by(|&a, &b| tensors[a].segment.name.cmp(&tensors[b].segment.name));
+    let mut file = File::create_new(path)?;
+    file.write_all(&header(order.iter().map(|&index| &tensors[index]), dtype)?)?;
+    let mut hashes = vec![blake3::Hash::from_bytes([0; blake3::OUT_LEN]); tensors.len()];
+    for index in order {
+        let mut hasher = blake3::Hasher::new();
+        for range in chunks(&tensors[index].host, CHUNK_BYTES / dtype.bytes().max(4)) {
+            let bytes = elements.bytes(range);
+            match bytes.len() < SHARED_BYTES {
+                true => hasher.update(bytes),
+                false => hasher.update_rayon(bytes),
+            };
+            file.write_all(bytes)?;
+        }
+        hashes[index] = hasher.finalize();
+    }
+    file.sync_all()?;
+    Ok(WrittenFile { dtype, hashes })
+}
+
+/// The length of the header and the header of a file with these tensors.
+fn header<'a>(tensors: impl Iterator<Item = &'a ShardTensor>, dtype: DType) -> io::Result<Vec<u8>> {
+    let mut end = 0;
+    let infos = tensors.map(|tensor| {
+        let start = end;
+        end += tensor.host.len() * dtype.bytes();
+        let info = TensorInfo {
+            dtype: header_type(dtype),
+            shape: tensor.stored_shape(),
+            data_offsets: (start, end),
+        };
+        (tensor.segment.name.clone(), info)
+    });
+    let metadata = Metadata::new(None, infos.collect()).map_err(io::Error::other)?;
+    let mut text = serde_json::to_vec(&metadata)?;
+    text.resize(text.len().next_multiple_of(HEADER_ALIGNMENT), b' ');
+    Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
+}
+
+/// Consecutive ranges of at most `len` elements.
+fn chunks(range: &Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    let end = range.end;
+    range.clone().step_by(len).map(move |start| start..(start + len).min(end))
+}
+
+impl ShardTensor {
+    /// The shape in a file: the slice's if the elements are the whole slice, and that of a list
+    /// otherwise.
+    pub(super) fn stored_shape(&self) -> Vec<usize> {
+        match self.range {
+            [0, end] if end == self.segment.slice.len() => self.segment.slice.extents(),
+            [from, to] => vec![to - from],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_model::layout::ModelLayout;
+    use moh_model::model_parallel::Part;
+    use moh_model::parameters::Shard;
+    use safetensors::tensor::TensorView;
+
+    use super::super::manifest::tensor_file;
+    use super::*;
+    use crate::tiny_model::tiny_model;
+
+    /// A model whose embedding fills more than a chunk.
+    fn layout(ranks: usize) -> ModelLayout {
+        let config = tiny_model(1, 300_000, true);
+        ModelLayout::of_part(&config, ranks, &Part::whole(&config))
+    }
+
+    /// The file that crate `safetensors` writes, from the snapshot's values as f32.
+    fn expected<T: Element, M: Element>(
+        snapshot: &Snapshot<T, M>,
+        dtype: DType,
+        values: &[f32],
+    ) -> (Vec<u8>, Vec<blake3::Hash>) {
+        let mut bytes = vec![0; values.len() * dtype.bytes()];
+        dtype.write(values, &mut bytes);
+        let part = |tensor: &ShardTensor| {
+            &bytes[tensor.host.start * dtype.bytes()..tensor.host.end * dtype.bytes()]
+        };
+        let tensors = &snapshot.shard.tensors;
+        let views = tensors.iter().map(|tensor| {
+            let view = TensorView::new(header_type(dtype), tensor.stored_shape(), part(tensor));
+            (tensor.segment.name.clone(), view.unwrap())
+        });
+        let hashes = tensors.iter().map(|tensor| blake3::hash(part(tensor)));
+        (safetensors::serialize(views, None).unwrap(), hashes.collect())
+    }
+
+    fn check<T: Element, M: Element>(shard: Shard) {
+        let dir = tempfile::tempdir().unwrap();
+        let mut snapshot = Snapshot::<T, M>::new(&layout(shard.size), shard).unwrap();
+        let value = |index: usize| (index as f32).sin();
+        for (index, weight) in snapshot.weights.iter_mut().enumerate() {
+            *weight = T::from_f32(value(index));
+        }
+        for (index, left) in snapshot.remainder.iter_mut().flatten().enumerate() {
+            *left = (index * 7919) as i16;
+        }
+        for (index, moment) in snapshot.second_moment.iter_mut().enumerate() {
+            *moment = M::from_f32(value(index + 1));
+        }
+        let weights: Vec<f32> = match &snapshot.remainder {
+            None => snapshot.weights.iter().map(|weight| weight.to_f32()).collect(),
+            Some(left) => {
+                let weights: &[bf16] = bytemuck::cast_slice(&snapshot.weights);
+                weights.iter().zip(left).map(|(&weight, &left)| join(weight, left)).collect()
+            }
+        };
+        let moments: Vec<f32> =
+            snapshot.second_moment.iter().map(|moment| moment.to_f32()).collect();
+        for (kind, dtype, values) in [
+            (TensorKind::Weight, DType::F32, weights),
+            (TensorKind::SecondMoment, M::DTYPE, moments),
+        ] {
+            let path = dir.path().join(tensor_file(kind, 0, 1));
+            let written = write(&path, &snapshot, kind).unwrap();
+            let (file, hashes) = expected(&snapshot, dtype, &values);
+            assert!(std::fs::read(&path).unwrap() == file, "{kind:?}");
+            assert_eq!((written.dtype, written.hashes), (dtype, hashes), "{kind:?}");
+            // A file that exists is not overwritten.
+            assert!(write(&path, &snapshot, kind).is_err());
+        }
+    }
+
+    #[test]
+    fn files_and_hashes_are_those_of_whole_tensors() {
+        check::<f32, f32>(Shard::WHOLE);
+        check::<bf16, f32>(Shard::WHOLE);
+        check::<bf16, bf16>(Shard { rank: 1, size: 3 });
+    }
+}

@@ -1,0 +1,284 @@
+//! A checkpoint on disk. A reader opens the parts and the files that have what it asks for, and no
+//! others, so that what all ranks read together grows with the checkpoint and not with their number.
+
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use moh_model::parameters::Shard;
+use moh_model::slice::{Slice, common};
+use moh_step::TensorKind;
+
+use super::manifest::{FORMAT, Manifest, PartFile, RunState};
+use super::part::{Part, TensorEntry};
+use super::read_error::ReadError;
+use super::tensor_file::OpenFiles;
+use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
+use crate::{CheckpointDirectory, Error};
+
+/// A checkpoint whose manifest is valid.
+#[derive(Debug)]
+pub struct StoredCheckpoint {
+    directory: PathBuf,
+    manifest: Manifest,
+    /// The parts of the manifest that have been read.
+    parts: Vec<OnceLock<Part>>,
+    files: OpenFiles,
+    /// The part that is looked into first.
+    nearest: usize,
+}
+
+/// Elements of a tensor: a range of those of a slice.
+#[derive(Debug, Clone)]
+pub struct Wanted<'a> {
+    /// The tensor's name.
+    pub name: &'a str,
+    /// The slice of the tensor.
+    pub slice: &'a Slice,
+    /// The elements within the slice, in row-major order.
+    pub range: Range<usize>,
+}
+
+impl StoredCheckpoint {
+    /// Opens the run's checkpoint after `step` steps; its tensors are checked when they are read.
+    ///
+    /// # Errors
+    /// Fails if there is none, or its manifest is damaged.
+    pub fn of_step(run: &CheckpointDirectory, step: u64) -> Result<Self, Error> {
+        Ok(Self::open(&run.checkpoint(step), step)?)
+    }
+
+    /// Opens the checkpoint in `directory` without checking its tensors.
+    pub(super) fn open(directory: &Path, step: u64) -> Result<Self, ReadError> {
+        let manifest = read_manifest(directory, step)?;
+        let parts = manifest.parts.iter().map(|_| OnceLock::new()).collect();
+        let directory = directory.to_owned();
+        Ok(StoredCheckpoint { directory, manifest, parts, files: OpenFiles::default(), nearest: 0 })
+    }
+
+    /// Reads the parts at `reader`'s relative position first; with the same layout these are its own.
+    pub fn read_by(mut self, reader: Shard) -> Self {
+        self.nearest = reader.rank * self.parts.len() / reader.size;
+        self
+    }
+
+    /// Its manifest.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Reads a tensor as f32, from any number of shards.
+    ///
+    /// # Errors
+    /// Fails if the checkpoint lacks elements of it, has another length, or cannot be read.
+    pub fn read_f32(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<(), Error> {
+        let shape = self.shape(name)?;
+        let slice = Slice::whole(shape);
+        if slice.len() != out.len() {
+            let reason = format!(
+                "{name} has the shape {:?}, expected {} elements",
+                slice.shape(),
+                out.len()
+            );
+            return Err(self.refuse(reason));
+        }
+        let wanted = Wanted { name, slice: &slice, range: 0..out.len() };
+        Ok(self.read(kind, &wanted, out)?)
+    }
+
+    /// Reads and checks every byte.
+    ///
+    /// # Errors
+    /// Fails if a file is damaged or cannot be read.
+    pub fn verify(&self) -> Result<(), Error> {
+        Ok(self.check_share(Shard { rank: 0, size: 1 })?)
+    }
+
+    /// As [`StoredCheckpoint::verify`], a share of every part's tensors.
+    pub(super) fn check_share(&self, share: Shard) -> Result<(), ReadError> {
+        for index in 0..self.parts.len() {
+            let part = self.part(index)?;
+            for entry in part.tensors.iter().skip(share.rank).step_by(share.size) {
+                for kind in TensorKind::ALL {
+                    let file = part.file(kind);
+                    let path = self.directory.join(&file.file);
+                    self.files.check(&path, file, entry, &entry.blake3[kind as usize])?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`StoredCheckpoint::read_f32`], for a part of a tensor.
+    pub fn read_part(
+        &self,
+        kind: TensorKind,
+        wanted: &Wanted<'_>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        Ok(self.read(kind, wanted, out)?)
+    }
+
+    /// Reads elements of a tensor as f32 into `out`, which has their number.
+    pub(super) fn read(
+        &self,
+        kind: TensorKind,
+        wanted: &Wanted<'_>,
+        out: &mut [f32],
+    ) -> Result<(), ReadError> {
+        let Wanted { name, slice, ref range } = *wanted;
+        let runs = slice.runs(range.clone());
+        let mut found = 0;
+        for index in self.parts_with(name) {
+            if found == out.len() {
+                break;
+            }
+            let part = self.part(index)?;
+            for entry in part.tensors.iter().filter(|entry| entry.name == name) {
+                let shard = self.slice(entry)?;
+                if shard.shape() != slice.shape() {
+                    let (theirs, ours) = (shard.shape(), slice.shape());
+                    let reason = format!("{name} has the shape {theirs:?}, expected {ours:?}");
+                    return Err(ReadError::Unusable(self.refuse(reason)));
+                }
+                let [start, end] = entry.range;
+                let common = common(&runs, &shard.runs(start..end));
+                if common.is_empty() {
+                    continue;
+                }
+                let file = part.file(kind);
+                let path = self.directory.join(&file.file);
+                let values = self.files.read(&path, file, entry, &entry.blake3[kind as usize])?;
+                for elements in common {
+                    let from = &values[elements.theirs - start..][..elements.len];
+                    out[elements.ours - range.start..][..elements.len].copy_from_slice(from);
+                    found += elements.len;
+                }
+            }
+        }
+        match found == out.len() {
+            true => Ok(()),
+            false => Err(ReadError::Unusable(self.refuse(match found {
+                0 => format!("contains no {name}"),
+                _ => format!("contains {found} of the {} elements of {name}", out.len()),
+            }))),
+        }
+    }
+
+    /// The parts that have shards of a tensor, the nearest first.
+    fn parts_with(&self, name: &str) -> impl Iterator<Item = usize> {
+        let Manifest { tensors, parts, .. } = &self.manifest;
+        let found = tensors.binary_search_by(|known| known.as_str().cmp(name)).ok();
+        let has_it = move |part: &PartFile| found.is_some_and(|index| part.has_tensor(index));
+        let all = (self.nearest..parts.len()).chain(0..self.nearest);
+        all.filter(move |&index| has_it(&parts[index]))
+    }
+
+    /// The shape of a whole tensor.
+    fn shape(&self, name: &str) -> Result<Vec<usize>, Error> {
+        for index in self.parts_with(name) {
+            let part = self.part(index)?;
+            if let Some(entry) = part.tensors.iter().find(|entry| entry.name == name) {
+                return Ok(self.slice(entry)?.shape().to_vec());
+            }
+        }
+        Err(self.refuse(format!("contains no {name}")))
+    }
+
+    /// The slice of a shard's tensor, whose range lies in it.
+    fn slice(&self, entry: &TensorEntry) -> Result<Slice, ReadError> {
+        let slice = entry.stored_shape().and_then(|_| entry.slice_of_tensor());
+        slice.ok_or_else(|| {
+            let reason = format!("the shard of {} does not lie within the tensor", entry.name);
+            ReadError::Damaged(self.refuse(reason))
+        })
+    }
+
+    /// One part, read when it is first asked for.
+    fn part(&self, index: usize) -> Result<&Part, ReadError> {
+        let known = &self.parts[index];
+        if let Some(part) = known.get() {
+            return Ok(part);
+        }
+        let part = read_part(&self.directory, &self.manifest.parts[index])?;
+        Ok(known.get_or_init(|| part))
+    }
+
+    fn refuse(&self, reason: String) -> Error {
+        Error::File { path: self.directory.join(MANIFEST), reason }
+    }
+}
+
+/// The format version of a manifest, whatever else it contains.
+#[derive(serde::Deserialize)]
+struct Version {
+    format: u32,
+}
+
+/// The state of the run in the manifest of a checkpoint's directory.
+pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState, Error> {
+    Ok(read_manifest(directory, step)?.state)
+}
+
+fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
+    let path = directory.join(MANIFEST);
+    let refuse = |reason: String| Error::File { path: path.clone(), reason };
+    let text = read_text(&path)?;
+    let hash_path = directory.join(MANIFEST_HASH);
+    let hash = fs::read(&hash_path).map_err(ReadError::io(&hash_path))?;
+    if hash != format!("{}  {MANIFEST}\n", blake3::hash(&text)).as_bytes() {
+        let reason = format!("does not match the hash in {MANIFEST_HASH}: it is damaged");
+        return Err(ReadError::Damaged(refuse(reason)));
+    }
+    // The bytes are as they were written: what this program cannot read, another one can.
+    if let Ok(Version { format }) = serde_json::from_slice(&text)
+        && format != FORMAT
+    {
+        let reason = format!("format {format}: this program reads format {FORMAT}");
+        return Err(ReadError::Unusable(refuse(reason)));
+    }
+    let manifest: Manifest = serde_json::from_slice(&text)
+        .map_err(|error| ReadError::Unusable(refuse(format!("not a manifest: {error}"))))?;
+    if manifest.state.step != step {
+        let reason = format!("is of step {}, not {step}", manifest.state.step);
+        return Err(ReadError::Damaged(refuse(reason)));
+    }
+    let files = manifest.parts.iter().map(|part| &part.file);
+    check_names(&path, files)?;
+    Ok(manifest)
+}
+
+fn read_part(directory: &Path, described: &PartFile) -> Result<Part, ReadError> {
+    let path = directory.join(&described.file);
+    let text = read_text(&path)?;
+    let refuse = |reason: String| Error::File { path: path.clone(), reason };
+    if blake3::hash(&text).to_hex().as_str() != described.blake3 {
+        let reason = format!("does not match its hash in {MANIFEST}: it is damaged");
+        return Err(ReadError::Damaged(refuse(reason)));
+    }
+    let part: Part = serde_json::from_slice(&text)
+        .map_err(|error| ReadError::Unusable(refuse(format!("not a list of tensors: {error}"))))?;
+    check_names(&path, part.files.iter().map(|file| &file.file))?;
+    Ok(part)
+}
+
+fn read_text(path: &Path) -> Result<Vec<u8>, ReadError> {
+    let length = fs::metadata(path).map_err(ReadError::io(path))?.len();
+    if length > MAX_TEXT_BYTES {
+        let reason = format!("{length} bytes: a manifest has at most {MAX_TEXT_BYTES}");
+        return Err(ReadError::Unusable(Error::File { path: path.to_owned(), reason }));
+    }
+    fs::read(path).map_err(ReadError::io(path))
+}
+
+/// Refuses names with a directory in them, which would leave the checkpoint.
+fn check_names<'a>(path: &Path, names: impl Iterator<Item = &'a String>) -> Result<(), ReadError> {
+    for name in names {
+        if Path::new(name).file_name() != Some(name.as_ref()) {
+            let reason = format!("{name:?} is not the name of a file");
+            return Err(ReadError::Damaged(Error::File { path: path.to_owned(), reason }));
+        }
+    }
+    Ok(())
+}

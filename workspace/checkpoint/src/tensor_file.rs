@@ -1,0 +1,153 @@
+//! The safetensors files of a checkpoint, opened when a tensor of theirs is read.
+
+use std::fs::File;
+use std::io::{Read as _, Seek as _, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use half::bf16;
+use safetensors::tensor::{Dtype, Metadata};
+
+use super::MAX_TEXT_BYTES;
+use super::part::{TensorEntry, TensorFile};
+use super::read_error::ReadError;
+use crate::Error;
+
+/// Files that are open at a time: those of a few ranks.
+const MAX_OPEN: usize = 48;
+
+/// The files that were read last.
+#[derive(Debug, Default)]
+pub(super) struct OpenFiles {
+    /// The one that was used last at the end.
+    open: Mutex<Vec<Arc<OpenFile>>>,
+}
+
+/// A safetensors file and its header.
+#[derive(Debug)]
+struct OpenFile {
+    path: PathBuf,
+    file: File,
+    metadata: Metadata,
+    /// Offset of the data.
+    start: u64,
+    data_len: u64,
+}
+
+impl OpenFiles {
+    /// Reads a shard in the file `path` as f32 and checks its hash, which is `blake3`.
+    pub(super) fn read(
+        &self,
+        path: &Path,
+        described: &TensorFile,
+        entry: &TensorEntry,
+        blake3: &str,
+    ) -> Result<Vec<f32>, ReadError> {
+        let (dtype, bytes) = self.open(path)?.bytes(described, entry, blake3)?;
+        let refuse =
+            |reason: String| ReadError::Unusable(Error::File { path: path.to_owned(), reason });
+        let values = to_f32(dtype, &bytes)
+            .ok_or_else(|| refuse(format!("{} is {dtype:?}, expected F32 or BF16", entry.name)))?;
+        // `bytes` has checked the file's shape, but not its length.
+        match values.len() == entry.range[1] - entry.range[0] {
+            true => Ok(values),
+            false => Err(refuse(format!("ends inside {}", entry.name))),
+        }
+    }
+
+    /// Reads a shard and checks its hash.
+    pub(super) fn check(
+        &self,
+        path: &Path,
+        described: &TensorFile,
+        entry: &TensorEntry,
+        blake3: &str,
+    ) -> Result<(), ReadError> {
+        self.open(path)?.bytes(described, entry, blake3).map(|_| ())
+    }
+
+    fn open(&self, path: &Path) -> Result<Arc<OpenFile>, ReadError> {
+        // A list of whole elements, whatever panicked.
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = match open.iter().position(|file| file.path == path) {
+            Some(index) => open.remove(index),
+            None => Arc::new(OpenFile::open(path)?),
+        };
+        if open.len() >= MAX_OPEN {
+            open.remove(0);
+        }
+        open.push(file.clone());
+        Ok(file)
+    }
+}
+
+impl OpenFile {
+    fn open(path: &Path) -> Result<Self, ReadError> {
+        let io = ReadError::io(path);
+        let refuse =
+            |reason: String| ReadError::Damaged(Error::File { path: path.to_owned(), reason });
+        let mut file = File::open(path).map_err(&io)?;
+        let length = file.metadata().map_err(&io)?.len();
+        let mut head = [0u8; 8];
+        file.read_exact(&mut head).map_err(&io)?;
+        let text = u64::from_le_bytes(head);
+        if text > MAX_TEXT_BYTES || text > length.saturating_sub(8) {
+            return Err(refuse(format!("a header of {text} bytes is not a safetensors file's")));
+        }
+        // Below 100 MB by the check above.
+        let mut header = vec![0; text as usize];
+        file.read_exact(&mut header).map_err(&io)?;
+        // `SafeTensors::read_metadata` would require the whole file in memory.
+        let metadata = serde_json::from_slice(&header)
+            .map_err(|error| refuse(format!("not a safetensors file: {error}")))?;
+        let start = 8 + text;
+        Ok(OpenFile { path: path.to_owned(), file, metadata, start, data_len: length - start })
+    }
+
+    /// A shard's dtype and bytes, which have the hash `blake3`.
+    fn bytes(
+        &self,
+        described: &TensorFile,
+        entry: &TensorEntry,
+        blake3: &str,
+    ) -> Result<(Dtype, Vec<u8>), ReadError> {
+        let refuse =
+            |reason: String| ReadError::Damaged(Error::File { path: self.path.clone(), reason });
+        let Some(info) = self.metadata.info(&entry.name) else {
+            return Err(refuse(format!("contains no {}", entry.name)));
+        };
+        let dtype = format!("{:?}", info.dtype);
+        let shape = entry.stored_shape();
+        if dtype != described.dtype || shape.as_ref() != Some(&info.shape) {
+            return Err(refuse(format!(
+                "{} is {dtype} {:?}, but the manifest says {} {shape:?}",
+                entry.name, info.shape, described.dtype
+            )));
+        }
+        let (from, to) = info.data_offsets;
+        if from > to || to as u64 > self.data_len {
+            return Err(refuse(format!("ends inside {}", entry.name)));
+        }
+        let mut bytes = vec![0; to - from];
+        let (io, mut file) = (ReadError::io(&self.path), &self.file);
+        file.seek(SeekFrom::Start(self.start + from as u64)).map_err(&io)?;
+        file.read_exact(&mut bytes).map_err(&io)?;
+        if blake3::hash(&bytes).to_hex().as_str() != blake3 {
+            return Err(refuse(format!("{} does not match its hash: it is damaged", entry.name)));
+        }
+        Ok((info.dtype, bytes))
+    }
+}
+
+/// Elements of the two types that checkpoints contain.
+fn to_f32(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
+    match dtype {
+        Dtype::BF16 => Some(
+            bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+        ),
+        Dtype::F32 => Some(
+            (bytes.chunks_exact(4)).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        ),
+        _ => None,
+    }
+}

@@ -1,0 +1,214 @@
+//! The cost of a recipe, computed from the model's shape before anything is loaded: steps, memory,
+//! floating-point operations, time and disk; on many ranks also traffic and suggested layouts. The
+//! formulas of traffic and time and their sources are in `docs/plan.md`.
+//!
+//! **Floating-point operations** follow [`moh_model::flops`]: a multiply-add counts as two, only
+//! the causal half of attention counts, training is forward and backward, and recomputation
+//! (`memory.recompute`) does not count.
+//!
+//! **Disk**: a checkpoint holds the parameters in f32 and both moments; the export holds the
+//! parameters in `run.dtype`.
+
+mod cluster;
+mod communication;
+mod epochs;
+mod error;
+mod hardware;
+mod layouts;
+mod memory;
+mod rate;
+mod steps;
+mod table;
+mod time;
+mod training_data;
+pub mod units;
+mod work;
+
+use std::path::Path;
+
+pub use cluster::{Cluster, ClusterStage, Speed};
+pub use communication::{Traffic, Volume};
+pub use epochs::SourceEpochs;
+pub use error::Error;
+pub use hardware::{DeviceRates, Hardware, Network, Node};
+pub use layouts::{StageSuggestions, Suggestion, Suggestions};
+pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
+use moh_kernels::ElementType;
+use moh_model::{HeadCounts, ModelConfig, MohConfig};
+use moh_recipe::{Parallel, Recipe, Recompute, Source, Stage};
+pub use rate::{Basis, Rate};
+pub use steps::{hyperparameters, step_plan};
+pub use time::StepTime;
+pub use training_data::open_training;
+pub use work::Layout;
+use work::Work;
+
+/// The cost of a recipe.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// Rows of the embedding before and after the vocabulary grows.
+    pub vocabulary: (usize, usize),
+    /// Parameters before and after the vocabulary grows.
+    pub parameters: (u64, u64),
+    /// The stages, in order.
+    pub stages: Vec<StagePlan>,
+    /// The token files, if [`Plan::with_sources`] found all of them.
+    pub sources: Option<Vec<SourceEpochs>>,
+    /// Bytes on disk.
+    pub disk: DiskBytes,
+    /// TFLOP/s that one device achieves, if the time was requested.
+    pub device_tflops: Option<f64>,
+    /// The stages on many ranks, if requested.
+    pub cluster: Option<Cluster>,
+    /// `run.dtype`.
+    pub dtype: ElementType,
+    /// `precision.gradients` and `precision.moments`.
+    pub state_dtypes: (ElementType, ElementType),
+    /// `memory.recompute`.
+    pub recompute: Recompute,
+}
+
+/// Bytes on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DiskBytes {
+    /// One checkpoint.
+    pub checkpoint: u64,
+    /// Checkpoints at the end of the run: the newest, and those that are never removed.
+    pub num_checkpoints: u64,
+    /// The exported model.
+    pub export: u64,
+}
+
+/// One stage of a plan.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StagePlan {
+    /// The stage's name.
+    pub name: String,
+    /// Routing; `None` for dense attention.
+    pub moh: Option<MohConfig>,
+    /// Active query heads of each layer.
+    pub active_heads: HeadCounts,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Optimiser steps.
+    pub steps: u64,
+    /// Tokens per step.
+    pub batch_tokens: u64,
+    /// Tokens of the stage, in whole batches.
+    pub tokens: u64,
+    /// Sequences of the stage.
+    pub samples: u64,
+    /// Micro-batches of a step, over all processes.
+    pub micro_batches: u64,
+    /// The recipe's parallelism.
+    pub parallel: Parallel,
+    /// Memory of one process with the whole model.
+    pub memory: RankMemory,
+    /// Forward FLOPs per token.
+    pub forward_flops: f64,
+    /// Training FLOPs per token.
+    pub training_flops: f64,
+    /// Training FLOPs per token if all heads were active.
+    pub dense_training_flops: f64,
+}
+
+impl StagePlan {
+    /// Training FLOPs of the stage.
+    pub fn total_flops(&self) -> f64 {
+        self.training_flops * self.tokens as f64
+    }
+}
+
+impl Plan {
+    /// The plan of `recipe` on `model`, given before its vocabulary grows. Without
+    /// `model.vocab_size`, the vocabulary is the model's, padded: the tokenizer is not read.
+    ///
+    /// # Errors
+    /// Fails if the heads cannot be routed.
+    pub fn new(recipe: &Recipe, model: &ModelConfig) -> Result<Plan, Error> {
+        let grown = grown(recipe, model);
+        let stages = recipe.stages.iter().map(|stage| plan_stage(recipe, stage, &grown));
+        Ok(Plan {
+            vocabulary: (model.vocab_size, grown.vocab_size),
+            parameters: (model.num_parameters(), grown.num_parameters()),
+            stages: stages.collect::<Result<_, _>>()?,
+            sources: None,
+            disk: DiskBytes::new(recipe, &grown),
+            device_tflops: None,
+            cluster: None,
+            dtype: recipe.run.dtype,
+            state_dtypes: (recipe.precision.gradients, recipe.precision.moments),
+            recompute: recipe.memory.recompute,
+        })
+    }
+
+    /// Adds how often `recipe` reads each of its token files, if all of them are on this machine.
+    ///
+    /// # Errors
+    /// Fails if a token file is invalid or shorter than one sequence.
+    pub fn with_sources(self, recipe: &Recipe) -> Result<Plan, Error> {
+        let exists = |source: &Source| {
+            [".bin", ".idx"].iter().all(|ending| {
+                let mut path = source.path.clone().into_os_string();
+                path.push(ending);
+                Path::new(&path).is_file()
+            })
+        };
+        if !recipe.data.sources.iter().all(exists) {
+            return Ok(Plan { sources: None, ..self });
+        }
+        let training = open_training(recipe, self.vocabulary.1)?;
+        Ok(Plan { sources: Some(SourceEpochs::of_run(recipe, &training, 0)), ..self })
+    }
+
+    /// Adds times to the plan, for a device that achieves `tflops` TFLOP/s (not its peak).
+    pub fn with_device_tflops(self, tflops: f64) -> Plan {
+        Plan { device_tflops: Some(tflops), ..self }
+    }
+}
+
+impl DiskBytes {
+    /// The disk space of `recipe` on a model with its grown vocabulary.
+    pub fn new(recipe: &Recipe, model: &ModelConfig) -> DiskBytes {
+        let of = |bytes: usize| model.num_parameters().saturating_mul(bytes as u64);
+        let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);
+        DiskBytes {
+            checkpoint: of(4).saturating_add(of(2 * recipe.precision.moments.bytes())),
+            num_checkpoints: for_good.saturating_add(recipe.checkpoint.keep),
+            export: of(recipe.run.dtype.bytes()),
+        }
+    }
+}
+
+/// The model after its vocabulary has grown.
+fn grown(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
+    let padded = || recipe.model.padded_vocabulary(model.vocab_size);
+    ModelConfig { vocab_size: recipe.model.vocab_size.unwrap_or_else(padded), ..model.clone() }
+}
+
+fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<StagePlan, Error> {
+    let length = recipe.data.sequence_length;
+    let dense = ModelConfig { moh: None, ..model.clone() };
+    let work = Work::alone(recipe, stage, model)?;
+    let flops = work.model.flops_per_token(length);
+    let steps = stage.num_steps();
+    Ok(StagePlan {
+        name: stage.name.clone(),
+        moh: work.model.moh.clone(),
+        active_heads: work.model.active_heads(),
+        num_heads: model.num_attention_heads,
+        steps,
+        batch_tokens: stage.batch_tokens,
+        tokens: steps.saturating_mul(stage.batch_tokens),
+        samples: steps.saturating_mul(stage.batch_sequences(length)),
+        micro_batches: work.micro_batches(),
+        parallel: stage.parallel,
+        memory: RankMemory::fullest(&work)?,
+        forward_flops: flops.forward(),
+        training_flops: flops.training(),
+        dense_training_flops: dense.flops_per_token(length).training(),
+    })
+}
+
+#[cfg(test)]
+mod tests;

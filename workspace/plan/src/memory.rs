@@ -1,0 +1,320 @@
+//! Memory of one rank, in bytes, by purpose: runs the constructors of a run's buffers on a memory
+//! that counts, and adds what is not a buffer.
+
+use moh_comm::Coordinates;
+use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
+use moh_eval::Evaluator;
+use moh_kernels::ranks::share;
+use moh_kernels::{CountedDevice, CountingMemory, Element, Purpose};
+use moh_model::layout::ModelLayout;
+use moh_model::model_parallel::{Part, TensorShare};
+use moh_model::parameters::Shard;
+use moh_model::{ModelBuffers, ModelConfig, PassSizes, Slots};
+use moh_recipe::{Device, Recipe, Stage};
+use moh_step::{OptimizerState, StepBuffers, StepPlan, StepSizes, pipeline_schedule, ranks};
+
+use super::steps::step_plan;
+use super::work::{Layout, Work};
+use crate::Error;
+
+/// GPU memory of a process before its first buffer: the driver's context and the kernels.
+const CONTEXT: u64 = 512 << 20;
+/// GPU memory of NCCL's channels.
+const NCCL: u64 = 1 << 30;
+
+/// Memory of weights and optimiser state, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StateBytes {
+    /// Weights in the compute dtype.
+    pub weights: u64,
+    /// The 16 bits by which bf16 weights differ from the optimiser's f32 weights.
+    pub remainder: u64,
+    /// Gradients.
+    pub gradients: u64,
+    /// Gradients rounded for the reduce-scatter, if `precision.reduce` is bf16.
+    pub rounded: u64,
+    /// Both moments.
+    pub moments: u64,
+}
+
+/// Memory that depends on the micro-batch, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ActivationBytes {
+    /// Saved activations of all micro-batches in flight.
+    pub saved: u64,
+    /// Gradients of one block's activations.
+    pub block_gradients: u64,
+    /// All-gathered activations of the tensor ranks.
+    pub gathered: u64,
+    /// One chunk of logits.
+    pub logits: u64,
+    /// The buffers of the validation loss.
+    pub evaluation: u64,
+}
+
+/// Memory that no other line counts, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OtherBytes {
+    /// Scratch of operators on a GPU.
+    pub scratch: u64,
+    /// Tables of rotary position embedding, and sums of losses and norms.
+    pub tables: u64,
+    /// Copies of messages that other pipeline stages have not received yet.
+    pub messages: u64,
+    /// Scratch of the CPU's threads.
+    pub thread_scratch: u64,
+    /// The GPU's driver and libraries.
+    pub libraries: u64,
+    /// Host memory for the copy of the state that a checkpoint is written from.
+    pub staging: u64,
+}
+
+/// Memory of one rank, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RankMemory {
+    /// The rank in its pipeline, from 0.
+    pub pipeline_rank: usize,
+    /// Passes in flight, each of one micro-batch through one chunk.
+    pub in_flight: u64,
+    /// Weights and optimiser state.
+    pub state: StateBytes,
+    /// Memory that depends on the micro-batch.
+    pub activations: ActivationBytes,
+    /// Other memory.
+    pub other: OtherBytes,
+    /// The device.
+    pub device: Device,
+}
+
+impl StateBytes {
+    /// What `memory` has counted.
+    fn of(memory: &CountingMemory) -> Self {
+        StateBytes {
+            weights: memory.bytes(Purpose::Weights),
+            remainder: memory.bytes(Purpose::Remainders),
+            gradients: memory.bytes(Purpose::Gradients),
+            rounded: memory.bytes(Purpose::RoundedGradients),
+            moments: memory.bytes(Purpose::Moments),
+        }
+    }
+
+    /// The total.
+    pub fn total(&self) -> u64 {
+        let StateBytes { weights, remainder, gradients, rounded, moments } = *self;
+        sum([weights, remainder, gradients, rounded, moments])
+    }
+}
+
+impl ActivationBytes {
+    /// What `memory` has counted.
+    fn of(memory: &CountingMemory) -> Self {
+        ActivationBytes {
+            saved: memory.bytes(Purpose::Activations),
+            block_gradients: memory.bytes(Purpose::ActivationGradients),
+            gathered: memory.bytes(Purpose::Gathered),
+            logits: memory.bytes(Purpose::Logits),
+            evaluation: memory.bytes(Purpose::Evaluation),
+        }
+    }
+
+    /// The total.
+    pub fn total(&self) -> u64 {
+        let ActivationBytes { saved, block_gradients, gathered, logits, evaluation } = *self;
+        sum([saved, block_gradients, gathered, logits, evaluation])
+    }
+}
+
+impl OtherBytes {
+    /// The total in the memory of `device`.
+    pub fn total(&self, device: Device) -> u64 {
+        let OtherBytes { scratch, tables, messages, thread_scratch, libraries, staging } = *self;
+        let on_host = match device {
+            Device::Cpu => [thread_scratch, staging],
+            Device::Cuda => [0; 2],
+        };
+        sum([scratch, tables, messages, libraries, sum(on_host)])
+    }
+}
+
+impl RankMemory {
+    /// The total in the device's memory.
+    pub fn total(&self) -> u64 {
+        sum([self.state.total(), self.activations.total(), self.other.total(self.device)])
+    }
+
+    /// Memory of the rank at `place` in `layout` in a stage of `recipe`, on a model with its grown
+    /// vocabulary.
+    ///
+    /// # Errors
+    /// Fails if the layout does not divide the model, or if the heads cannot be routed.
+    pub fn of_rank(
+        recipe: &Recipe,
+        stage: &Stage,
+        model: &ModelConfig,
+        layout: Layout,
+        place: Coordinates,
+    ) -> Result<RankMemory, Error> {
+        let work = Work::new(recipe, stage, model, layout)?;
+        let micro_batches = usize::try_from(work.micro_batches()).unwrap_or(usize::MAX);
+        let own = share(micro_batches, place.data, layout.data).len();
+        Self::at(&work, &parts(&work)?[place.pipeline], place, own)
+    }
+
+    /// Memory of the rank of `work` that needs most.
+    pub(super) fn fullest(work: &Work) -> Result<RankMemory, Error> {
+        let (parts, data) = (parts(work)?, work.layout.data as u64);
+        let count = |count| usize::try_from(count).unwrap_or(usize::MAX);
+        // Data ranks differ by at most one micro-batch.
+        let most = count(work.micro_batches().div_ceil(data.max(1)));
+        let fewest = count(work.micro_batches() / data.max(1));
+        let counts = if most == fewest { vec![most] } else { vec![most, fewest] };
+        let mut fullest: Option<RankMemory> = None;
+        for (pipeline, part) in parts.iter().enumerate() {
+            for tensor in distinct_tensor_ranks(work) {
+                for &micro_batches in &counts {
+                    let place = Coordinates { tensor, data: 0, pipeline };
+                    let found = Self::at(work, part, place, micro_batches)?;
+                    // The first of equal ranks.
+                    fullest = match fullest {
+                        Some(most) if most.total() >= found.total() => Some(most),
+                        _ => Some(found),
+                    };
+                }
+            }
+        }
+        let none = moh_model::Error::Pipeline { stages: 0, layers: work.model.num_hidden_layers };
+        Ok(fullest.ok_or(none)?)
+    }
+
+    /// Memory of a rank with this many micro-batches in a step, and with its shard of a part of the
+    /// model.
+    fn at(
+        work: &Work,
+        part: &Part,
+        place: Coordinates,
+        micro_batches: usize,
+    ) -> Result<RankMemory, Error> {
+        let stage = pipeline_schedule::Stage {
+            number: place.pipeline,
+            stages: work.layout.pipeline.max(1),
+            chunks: part.chunks.len(),
+        };
+        let tensor = TensorShare { rank: place.tensor, ranks: work.layout.tensor.max(1) };
+        tensor.check(&work.model)?;
+        let part = &Part { tensor, ..part.clone() };
+        let device = work.recipe.run.device;
+        let slots = stage.slots(micro_batches);
+        let (pipeline_rank, in_flight) = (place.pipeline, slots.passes as u64);
+        if !fits_address_space(work) {
+            let activations = ActivationBytes { saved: u64::MAX, ..ActivationBytes::default() };
+            let (state, other) = (StateBytes::default(), OtherBytes::default());
+            return Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device });
+        }
+        let memory = CountingMemory::new(match device {
+            Device::Cpu => CountedDevice::Cpu,
+            Device::Cuda => CountedDevice::Gpu,
+        });
+        let data = work.layout.data.max(1);
+        let layout = ModelLayout::of_part(&work.model, data, part);
+        let (recipe, precision) = (work.recipe, &work.recipe.precision);
+        let types = TrainingTypes {
+            weights: recipe.run.dtype,
+            gradients: precision.gradients,
+            moments: precision.moments,
+        };
+        let buffers = Buffers { work, part, layout: &layout, slots, memory: &memory };
+        let (message, staging) = in_training_elements(types, buffers)?;
+        let messages = stage.messages(micro_batches) as u64;
+        let other = OtherBytes {
+            scratch: memory.bytes(Purpose::Scratch),
+            tables: memory.bytes(Purpose::Other),
+            messages: messages.saturating_mul(message as u64),
+            thread_scratch: memory.thread_scratch(),
+            libraries: libraries(&memory, device, work.layout.ranks()),
+            staging,
+        };
+        let (state, activations) = (StateBytes::of(&memory), ActivationBytes::of(&memory));
+        Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device })
+    }
+}
+
+/// All buffers of a rank in a stage.
+struct Buffers<'a> {
+    work: &'a Work<'a>,
+    part: &'a Part,
+    layout: &'a ModelLayout,
+    slots: Slots,
+    memory: &'a CountingMemory,
+}
+
+impl InTrainingElements for Buffers<'_> {
+    type Output = Result<(usize, u64), Error>;
+
+    /// Runs a run's constructors in the same order; returns the bytes of a message to another
+    /// stage, and of the host's copy for checkpoints.
+    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
+        let Buffers { work, part, layout, slots, memory } = self;
+        let (recipe, config) = (work.recipe, &work.model);
+        let (batch, length) = (work.micro_batch, recipe.data.sequence_length);
+        let plan = StepPlan { micro_batch: batch, ..step_plan(recipe, work.stage) };
+        let data_ranks = work.layout.data.max(1);
+        ranks::values(memory)?;
+        ModelBuffers::<_, T>::zeros(memory, config, layout, length)?;
+        let shard = Shard { rank: 0, size: data_ranks };
+        OptimizerState::<_, M>::zeros::<T>(memory, layout, shard)?;
+        let passes = PassSizes::new(config, layout, part, plan.pass_shape())?;
+        let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: plan.reduce };
+        StepBuffers::<_, T, G>::new(memory, &sizes)?;
+        if !recipe.data.validation.is_empty() {
+            Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
+        }
+        let staging = moh_checkpoint::staging_bytes::<T, M>(layout, shard);
+        Ok((passes.message_bytes::<T>(), staging))
+    }
+}
+
+/// GPU memory of the driver and libraries.
+fn libraries(memory: &CountingMemory, device: Device, ranks: usize) -> u64 {
+    match device {
+        Device::Cpu => 0,
+        Device::Cuda => sum([CONTEXT, memory.matmul_workspace(), if ranks > 1 { NCCL } else { 0 }]),
+    }
+}
+
+/// The parts of all ranks of a pipeline.
+fn parts(work: &Work) -> Result<Vec<Part>, Error> {
+    let Layout { pipeline, virtual_stages, .. } = work.layout;
+    Ok(Part::divide(&work.model, pipeline.max(1), virtual_stages.max(1))?)
+}
+
+/// The tensor ranks with different sizes.
+fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
+    let (model, ranks) = (&work.model, work.layout.tensor.max(1));
+    let mut seen = Vec::new();
+    let is_new = |rank: &usize| {
+        let share = TensorShare { rank: *rank, ranks };
+        let least_shared = model.moh.as_ref().map(|moh| moh.shared_heads.least());
+        let shared = least_shared.map(|count| share.heads(model).local_below(count));
+        let sizes = (share.mlp_width(model), share.vocabulary(model).count, shared);
+        let is_new = !seen.contains(&sizes);
+        seen.push(sizes);
+        is_new
+    };
+    (0..ranks).filter(is_new).collect()
+}
+
+/// Whether every buffer's length fits a `usize`.
+fn fits_address_space(work: &Work) -> bool {
+    let model = &work.model;
+    let [hidden, mlp, heads] =
+        [model.hidden_size, model.intermediate_size, model.num_attention_heads];
+    let row = model.query_width().saturating_add(2 * model.key_value_width());
+    let widths = [hidden, 2 * mlp, row, 16 * heads].map(|width| width as u128);
+    let of_tokens = work.tokens().saturating_mul(widths.iter().sum());
+    let of_rows = model.vocab_size as u128 * (hidden as u128 + work.tokens().min(1024));
+    of_tokens.max(of_rows) < usize::MAX as u128 / 16
+}
+
+fn sum<const N: usize>(bytes: [u64; N]) -> u64 {
+    bytes.into_iter().fold(0, u64::saturating_add)
+}

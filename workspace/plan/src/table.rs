@@ -1,0 +1,424 @@
+//! A plan as text: tables with a label, then a column for each stage.
+
+use std::fmt;
+
+use moh_kernels::ElementType;
+use moh_recipe::{Device, Recompute};
+
+use super::cluster::{Cluster, ClusterStage, Speed};
+use super::hardware::Hardware;
+use super::layouts::{StageSuggestions, Suggestions};
+use super::memory::{ActivationBytes, OtherBytes, RankMemory};
+use super::rate::{Basis, Rate};
+use super::units::{bytes, duration, flops, grouped, moment, percent, ranks, traffic};
+use super::{DiskBytes, Plan, StagePlan};
+use crate::SourceEpochs;
+
+/// Width of a row's label.
+const LABEL: usize = 40;
+/// Minimum width of a column.
+const COLUMN: usize = 18;
+
+/// Writes a table: a label, then a column for each stage.
+struct Table<'a, 'f> {
+    f: &'a mut fmt::Formatter<'f>,
+    /// Widths of the columns.
+    columns: Vec<usize>,
+}
+
+impl Table<'_, '_> {
+    fn title(&mut self, title: &str) -> fmt::Result {
+        writeln!(self.f, "\n{title}")
+    }
+
+    /// A row of one value.
+    fn one(&mut self, label: &str, value: &str) -> fmt::Result {
+        writeln!(self.f, "  {label:<LABEL$}{value:>COLUMN$}")
+    }
+
+    /// A row with one value per stage, and how the rates that it rests on are known.
+    fn each_with_basis<T>(
+        &mut self,
+        label: &str,
+        basis: Basis,
+        stages: impl IntoIterator<Item = T>,
+        value: impl Fn(T) -> String,
+    ) -> fmt::Result {
+        self.cells(label, stages, value)?;
+        writeln!(self.f, "  {}", basis.name())
+    }
+
+    /// A row with one value per stage.
+    fn each<T>(
+        &mut self,
+        label: &str,
+        stages: impl IntoIterator<Item = T>,
+        value: impl Fn(T) -> String,
+    ) -> fmt::Result {
+        self.cells(label, stages, value)?;
+        writeln!(self.f)
+    }
+
+    fn cells<T>(
+        &mut self,
+        label: &str,
+        stages: impl IntoIterator<Item = T>,
+        value: impl Fn(T) -> String,
+    ) -> fmt::Result {
+        write!(self.f, "  {label:<LABEL$}")?;
+        for (stage, width) in stages.into_iter().zip(&self.columns) {
+            write!(self.f, "{:>width$}", value(stage))?;
+        }
+        Ok(())
+    }
+
+    /// A row of bytes, if any stage has some.
+    fn bytes(
+        &mut self,
+        label: &str,
+        stages: &[RankMemory],
+        value: impl Fn(&RankMemory) -> u64,
+    ) -> fmt::Result {
+        match stages.iter().any(|stage| value(stage) > 0) {
+            true => self.each(label, stages, |stage| bytes(value(stage))),
+            false => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let columns = self.stages.iter().map(|stage| COLUMN.max(stage.name.len() + 2)).collect();
+        let mut table = Table { f, columns };
+        self.write_model(&mut table)?;
+        self.write_stages(&mut table)?;
+        self.write_sources(&mut table)?;
+        self.write_operations(&mut table)?;
+        match &self.cluster {
+            None => {
+                table.title("Memory of one process that holds the whole model")?;
+                let memory: Vec<_> = self.stages.iter().map(|stage| stage.memory).collect();
+                self.write_memory(&mut table, &memory)?;
+            }
+            Some(cluster) => self.write_cluster(&mut table, cluster)?,
+        }
+        self.write_disk(&mut table)
+    }
+}
+
+impl Plan {
+    fn write_model(&self, table: &mut Table) -> fmt::Result {
+        writeln!(table.f, "Model")?;
+        table.one("parameters", &grouped(self.parameters.0))?;
+        let (before, after) = self.vocabulary;
+        if before == after {
+            return table.one("vocabulary", &grouped(before as u64));
+        }
+        let growth = format!("{} -> {}", grouped(before as u64), grouped(after as u64));
+        table.one("vocabulary", &growth)?;
+        table.one("parameters after its growth", &grouped(self.parameters.1))
+    }
+
+    fn write_stages(&self, table: &mut Table) -> fmt::Result {
+        let stages = &self.stages;
+        table.title("Stages")?;
+        table.each("", stages, |stage| stage.name.clone())?;
+        table.each("attention", stages, |stage| match stage.moh {
+            Some(_) => format!("{} of {} heads", stage.active_heads, stage.num_heads),
+            None => "dense".to_string(),
+        })?;
+        table.each("steps", stages, |stage| grouped(stage.steps))?;
+        table.each("tokens per step", stages, |stage| grouped(stage.batch_tokens))?;
+        table.each("tokens", stages, |stage| grouped(stage.tokens))?;
+        table.each("sequences", stages, |stage| grouped(stage.samples))?;
+        table.each("micro-batches per step", stages, |stage| grouped(stage.micro_batches))?;
+        table.each("tensor x pipeline parallel", stages, |stage| {
+            format!("{} x {}", stage.parallel.tensor, stage.parallel.pipeline)
+        })
+    }
+
+    fn write_sources(&self, table: &mut Table) -> fmt::Result {
+        table.title("Token files, read by all stages")?;
+        let Some(sources) = &self.sources else {
+            return writeln!(
+                table.f,
+                "  epochs: not known, not all files of data.sources are on this machine"
+            );
+        };
+        for source in sources {
+            let SourceEpochs { path, tokens_drawn, tokens, epochs } = source;
+            table.one(&path.display().to_string(), &format!("{epochs:.2} epochs"))?;
+            let drawn = format!("{} of {}", grouped(*tokens_drawn), grouped(*tokens));
+            table.one("  tokens drawn, of the file's", &drawn)?;
+            if source.repeats() {
+                writeln!(table.f, "  warning: {}", source.warning())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_operations(&self, table: &mut Table) -> fmt::Result {
+        let stages = &self.stages;
+        table.title(
+            "Operations (a multiply-add is 2; causal half of attention; training is forward and \
+             backward)",
+        )?;
+        table.each("forward, per token", stages, |s| flops(s.forward_flops))?;
+        table.each("training, per token", stages, |s| flops(s.training_flops))?;
+        table.each("training, per token, if dense", stages, |s| flops(s.dense_training_flops))?;
+        table.each("training, whole stage", stages, |s| flops(s.total_flops()))?;
+        let Some(tflops) = self.device_tflops else { return Ok(()) };
+        let rate = tflops * 1e12;
+        table.title(&format!("Time on one device that achieves {tflops} TFLOP/s, assumed"))?;
+        table.each("tokens/s", stages, |stage| grouped((rate / stage.training_flops) as u64))?;
+        table.each("time", stages, |stage| duration(stage.total_flops() / rate))?;
+        let all: f64 = stages.iter().map(StagePlan::total_flops).sum();
+        table.one("all stages", &duration(all / rate))
+    }
+
+    fn write_memory(&self, table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
+        let (gradients, moments) = self.state_dtypes;
+        let of = |what: &str, dtype: ElementType| format!("{what}, {}", dtype.name());
+        table.bytes(&of("weights", self.dtype), stages, |rank| rank.state.weights)?;
+        table.bytes("remainders, 16 bits", stages, |rank| rank.state.remainder)?;
+        table.bytes(&of("gradients", gradients), stages, |rank| rank.state.gradients)?;
+        table.bytes("rounded gradients, bf16", stages, |rank| rank.state.rounded)?;
+        table.bytes(&of("moments", moments), stages, |rank| rank.state.moments)?;
+        let recompute = match self.recompute {
+            Recompute::None => "none",
+            Recompute::Cheap => "cheap",
+            Recompute::Block => "block",
+        };
+        let part =
+            |part: fn(&ActivationBytes) -> u64| move |rank: &RankMemory| part(&rank.activations);
+        let label = format!("activations, recompute {recompute}");
+        table.bytes(&label, stages, part(|of| of.saved))?;
+        table.bytes(
+            "gradients of one block's activations",
+            stages,
+            part(|of| of.block_gradients),
+        )?;
+        table.bytes("gathered activations", stages, part(|of| of.gathered))?;
+        table.bytes("logits, one chunk", stages, part(|of| of.logits))?;
+        table.bytes("validation loss", stages, part(|of| of.evaluation))?;
+        write_other(table, stages)
+    }
+
+    fn write_cluster(&self, table: &mut Table, cluster: &Cluster) -> fmt::Result {
+        let stages = &cluster.stages;
+        write_layouts(table, cluster)?;
+        table.title("Memory of the rank that has most to hold")?;
+        table.each("rank of the pipeline, from 0", stages, |stage| {
+            stage.memory.pipeline_rank.to_string()
+        })?;
+        table.each("passes in flight", stages, |stage| grouped(stage.memory.in_flight))?;
+        let memory: Vec<_> = stages.iter().map(|stage| stage.memory).collect();
+        self.write_memory(table, &memory)?;
+        if let Some(hardware) = &cluster.hardware {
+            self.write_fit(table, &memory, hardware)?;
+        }
+        write_traffic(table, stages)?;
+        if let Some(hardware) = &cluster.hardware {
+            let speeds: Vec<Speed> = stages.iter().filter_map(|stage| stage.speed).collect();
+            self.write_times(table, &speeds, hardware, cluster.ranks)?;
+            write_checkpoint(table, cluster.checkpoint_seconds, hardware)?;
+            table.title("Rates of the profile")?;
+            write_rates(table.f, hardware)?;
+        }
+        Ok(())
+    }
+
+    fn write_times(
+        &self,
+        table: &mut Table,
+        stages: &[Speed],
+        hardware: &Hardware,
+        ranks: usize,
+    ) -> fmt::Result {
+        let (compute, network) =
+            (hardware.compute_basis(self.dtype), hardware.network_basis(ranks));
+        let (data, all) = (network.max(hardware.network.data_overlap.basis), compute.max(network));
+        let memory = hardware.device.memory_gb_per_s.basis;
+        table
+            .title(&format!("Predicted time on {}, and how its rates are known", hardware.name))?;
+        table.each_with_basis("compute", compute, stages, |s| moment(s.step.compute))?;
+        table.each_with_basis("tensor ranks' exchange", network, stages, |s| {
+            moment(s.step.tensor)
+        })?;
+        table
+            .each_with_basis("sends in the pipeline", network, stages, |s| moment(s.step.sends))?;
+        table.each_with_basis("pipeline bubble", all, stages, |s| moment(s.step.bubble))?;
+        let label = "data ranks' exchange, as far as exposed";
+        table.each_with_basis(label, data, stages, |s| moment(s.step.data))?;
+        table.each_with_basis("optimiser", memory, stages, |s| moment(s.step.optimizer))?;
+        let all = all.max(data);
+        table.each_with_basis("step", all, stages, |s| moment(s.step.total()))?;
+        let bubble = |s: &Speed| percent(s.step.bubble / s.step.total());
+        table.each_with_basis("bubble's share of the step", all, stages, bubble)?;
+        let tokens = |s: &Speed| grouped(s.tokens_per_second as u64);
+        table.each_with_basis("tokens/s", all, stages, tokens)?;
+        let share = |s: &Speed| percent(s.matmul_share);
+        table.each_with_basis("share of the matrix products' rate", all, stages, share)?;
+        let (label, all) = match hardware.checkpoint_basis() {
+            Some(checkpoint) => ("stage, with its checkpoints", all.max(checkpoint)),
+            None => ("stage, without its checkpoints", all),
+        };
+        table.each_with_basis(label, all, stages, |s| duration(s.stage))?;
+        let run = [stages.iter().map(|s| s.stage).sum()];
+        table.each_with_basis("all stages", all, run, duration)
+    }
+
+    fn write_fit(
+        &self,
+        table: &mut Table,
+        memory: &[RankMemory],
+        hardware: &Hardware,
+    ) -> fmt::Result {
+        let usable = hardware.usable_bytes();
+        let label = format!("share of the {} that a rank has", bytes(usable));
+        table.each(&label, memory, |rank| percent(rank.total() as f64 / usable as f64))?;
+        for (stage, rank) in self.stages.iter().zip(memory) {
+            let total = rank.total();
+            if total > usable {
+                writeln!(
+                    table.f,
+                    "  stage {} DOES NOT FIT: {} are missing; --suggest shows layouts that fit, \
+                     memory.recompute=block and bf16 gradients need less",
+                    stage.name,
+                    bytes(total - usable)
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_disk(&self, table: &mut Table) -> fmt::Result {
+        table.title("Disk")?;
+        let DiskBytes { checkpoint, num_checkpoints, export } = self.disk;
+        table.one("one checkpoint", &bytes(checkpoint))?;
+        let kept = format!("checkpoints kept, at most {}", grouped(num_checkpoints));
+        table.one(&kept, &bytes(checkpoint.saturating_mul(num_checkpoints)))?;
+        table.one("exported model", &bytes(export))
+    }
+}
+
+/// The remaining memory, and the sum.
+fn write_other(table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
+    let part = |part: fn(&OtherBytes) -> u64| move |rank: &RankMemory| part(&rank.other);
+    let on_gpu = stages.iter().any(|rank| rank.device == Device::Cuda);
+    table.bytes("scratch of attention and others", stages, part(|of| of.scratch))?;
+    table.bytes("tables and sums", stages, part(|of| of.tables))?;
+    table.bytes("messages between stages", stages, part(|of| of.messages))?;
+    table.bytes("scratch of threads", stages, part(|of| of.thread_scratch))?;
+    table.bytes("driver and libraries, estimated", stages, part(|of| of.libraries))?;
+    if on_gpu {
+        table.bytes("sum", stages, RankMemory::total)?;
+        return table.bytes("of the host: copy for checkpoints", stages, part(|of| of.staging));
+    }
+    table.bytes("copy for checkpoints", stages, part(|of| of.staging))?;
+    table.bytes("sum", stages, RankMemory::total)
+}
+
+fn write_layouts(table: &mut Table, cluster: &Cluster) -> fmt::Result {
+    let stages = &cluster.stages;
+    table.title(&format!("Layout of {}", ranks(cluster.ranks)))?;
+    table.each("tensor x data x pipeline", stages, |ClusterStage { layout, .. }| {
+        format!("{} x {} x {}", layout.tensor, layout.data, layout.pipeline)
+    })?;
+    table.each("virtual stages of each rank", stages, |stage| {
+        stage.layout.virtual_stages.to_string()
+    })?;
+    table.each("micro-batches per step and data rank", stages, |stage| {
+        grouped(stage.micro_batches)
+    })?;
+    if stages.iter().any(|stage| stage.idle_data_ranks > 0) {
+        table.each("data ranks WITHOUT WORK", stages, |stage| grouped(stage.idle_data_ranks))?;
+    }
+    Ok(())
+}
+
+fn write_traffic(table: &mut Table, stages: &[ClusterStage]) -> fmt::Result {
+    table.title("Sent by one rank in a step, which receives as much")?;
+    table.each("data: gradients and weights", stages, |stage| traffic(stage.traffic.data.bytes))?;
+    table.each("tensor: activations", stages, |stage| traffic(stage.traffic.tensor.bytes))?;
+    table.each("pipeline: activations", stages, |stage| traffic(stage.traffic.pipeline.bytes))?;
+    table.each("sum", stages, |stage| traffic(stage.traffic.bytes()))
+}
+
+fn write_checkpoint(table: &mut Table, seconds: Option<f64>, hardware: &Hardware) -> fmt::Result {
+    let label = "hashing and writing one checkpoint";
+    match (seconds, hardware.checkpoint_basis()) {
+        (Some(seconds), Some(basis)) => table.each_with_basis(label, basis, [seconds], duration),
+        _ => writeln!(
+            table.f,
+            "  {label}: not known; set node.filesystem_write_gb_per_s and node.hash_gb_per_s in the \
+             profile"
+        ),
+    }
+}
+
+fn write_rates(f: &mut fmt::Formatter<'_>, hardware: &Hardware) -> fmt::Result {
+    for (name, Rate { value, basis }, unit) in hardware.rates() {
+        writeln!(f, "  {name:<LABEL$}{:>COLUMN$}  {}", format!("{value} {unit}"), basis.name())?;
+    }
+    Ok(())
+}
+
+impl fmt::Display for Suggestions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "Layouts of {} on {}, fastest first", ranks(self.ranks), self.hardware.name)?;
+        for stage in &self.stages {
+            writeln!(f)?;
+            write_suggestions(f, stage, &self.hardware)?;
+        }
+        writeln!(f, "\nRates of the profile")?;
+        write_rates(f, &self.hardware)
+    }
+}
+
+fn write_suggestions(
+    f: &mut fmt::Formatter<'_>,
+    stage: &StageSuggestions,
+    hardware: &Hardware,
+) -> fmt::Result {
+    let StageSuggestions { stage: name, considered, fitting, least_bytes, best } = stage;
+    writeln!(f, "Stage {name}: {fitting} of {considered} layouts fit in memory and leave 8% free")?;
+    if best.is_empty() {
+        let least = match least_bytes {
+            Some(least) => format!("the smallest needs {} a rank", bytes(*least)),
+            None => "no layout gives every rank work".to_string(),
+        };
+        return writeln!(
+            f,
+            "  {least}, and a rank may use {}: use another number of ranks, memory.recompute=block or \
+             bf16 gradients",
+            bytes(hardware.suggested_bytes())
+        );
+    }
+    writeln!(
+        f,
+        "     tensor x data x pipeline  virtual  micro_batch        step      tokens/s    bubble  \
+         matmul      memory"
+    )?;
+    for (index, one) in best.iter().enumerate() {
+        let layout = one.layout;
+        let divided = format!("{} x {} x {}", layout.tensor, layout.data, layout.pipeline);
+        let Speed { step, tokens_per_second, matmul_share, .. } = one.speed;
+        writeln!(
+            f,
+            "  {}. {divided:>24}  {:>7}  {:>11}  {:>10}  {:>12}  {:>8}  {:>6}  {:>10}",
+            index + 1,
+            layout.virtual_stages,
+            one.micro_batch,
+            moment(step.total()),
+            grouped(tokens_per_second as u64),
+            percent(step.bubble / step.total()),
+            percent(matmul_share),
+            bytes(one.bytes),
+        )?;
+    }
+    for (index, one) in best.iter().enumerate() {
+        writeln!(f, "  {}. {}", index + 1, one.overrides(name))?;
+    }
+    Ok(())
+}

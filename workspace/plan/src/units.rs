@@ -1,0 +1,82 @@
+//! Formats quantities: grouped thousands, and units that keep numbers short.
+
+pub(super) use moh_hf::model_card::grouped;
+
+/// A number of ranks, with its noun.
+pub fn ranks(count: usize) -> String {
+    if count == 1 { "1 rank".to_string() } else { format!("{} ranks", grouped(count as u64)) }
+}
+
+/// A value in the largest of `units` (each `base` times the previous one) that it reaches.
+fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
+    let mut index = 0;
+    while value >= base && index + 1 < units.len() {
+        value /= base;
+        index += 1;
+    }
+    let unit = units.get(index).copied().unwrap_or_default();
+    match index {
+        0 => format!("{value:.0} {unit}"),
+        _ => format!("{value:.2} {unit}"),
+    }
+}
+
+/// A number of bytes.
+pub fn bytes(count: u64) -> String {
+    scaled(count as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
+}
+
+/// Bytes of traffic, in the powers of ten of network links.
+pub(super) fn traffic(count: f64) -> String {
+    scaled(count, 1000.0, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
+}
+
+pub(super) fn flops(count: f64) -> String {
+    let units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP"];
+    scaled(count, 1000.0, &units)
+}
+
+pub(super) fn percent(share: f64) -> String {
+    format!("{:.1}%", 100.0 * share)
+}
+
+pub(super) fn duration(seconds: f64) -> String {
+    let (minute, hour, day) = (60.0, 3600.0, 86_400.0);
+    match seconds {
+        s if s >= 2.0 * day => format!("{:.1} days", s / day),
+        s if s >= 2.0 * hour => format!("{:.1} hours", s / hour),
+        s if s >= 2.0 * minute => format!("{:.1} minutes", s / minute),
+        s => format!("{s:.1} seconds"),
+    }
+}
+
+/// A time within a step, which may be much shorter than a second.
+pub(super) fn moment(seconds: f64) -> String {
+    match seconds {
+        s if s >= 10.0 => format!("{s:.1} s"),
+        s if s >= 1.0 => format!("{s:.2} s"),
+        s => format!("{:.1} ms", 1e3 * s),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_print_in_readable_units() {
+        assert_eq!(grouped(0), "0");
+        assert_eq!(grouped(999), "999");
+        assert_eq!(grouped(1_234_567), "1,234,567");
+        assert_eq!((ranks(1), ranks(1024)), ("1 rank".to_string(), "1,024 ranks".to_string()));
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(3 << 29), "1.50 GiB");
+        assert_eq!(traffic(2.5e9), "2.50 GB");
+        assert_eq!(flops(5.334e10), "53.34 GFLOP");
+        assert_eq!(percent(0.1234), "12.3%");
+        assert_eq!(duration(90.0), "90.0 seconds");
+        assert_eq!(duration(86_400.0 * 3.5), "3.5 days");
+        assert_eq!(moment(12.34), "12.3 s");
+        assert_eq!(moment(0.0123), "12.3 ms");
+    }
+}

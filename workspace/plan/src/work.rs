@@ -1,0 +1,252 @@
+//! The work of one rank in a stage: its parts of the model, their sizes and its micro-batches.
+//! Traffic and time are computed from this alone.
+//!
+//! Sizes are per rank: heads are sharded by key/value groups, the MLP by columns and the vocabulary
+//! by rows; norms are replicated.
+
+use moh_model::ModelConfig;
+use moh_model::layout::ModelLayout;
+use moh_model::model_parallel::{Part, TensorShare};
+use moh_recipe::{Parallel, Recipe, Stage};
+
+/// The layout of a stage's ranks: tensor fastest, then data, pipeline slowest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    /// Tensor-parallel ranks.
+    pub tensor: usize,
+    /// Data-parallel ranks.
+    pub data: usize,
+    /// Pipeline stages.
+    pub pipeline: usize,
+    /// Chunks of the model on each pipeline stage.
+    pub virtual_stages: usize,
+}
+
+impl Layout {
+    /// A single rank.
+    pub const ALONE: Layout = Layout { tensor: 1, data: 1, pipeline: 1, virtual_stages: 1 };
+
+    /// A recipe's parallelism on `ranks` ranks; `None` if `ranks` is not a multiple of it.
+    pub fn new(parallel: Parallel, ranks: usize) -> Option<Layout> {
+        let Parallel { tensor, pipeline, virtual_stages } = parallel;
+        let data = parallel.data_ranks(ranks)?;
+        Some(Layout { tensor, data, pipeline, virtual_stages })
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.tensor.saturating_mul(self.data).saturating_mul(self.pipeline)
+    }
+}
+
+/// A stage of a recipe with its layout.
+pub(super) struct Work<'a> {
+    pub recipe: &'a Recipe,
+    pub stage: &'a Stage,
+    /// The configuration with the stage's routing and the grown vocabulary.
+    pub model: ModelConfig,
+    pub layout: Layout,
+    /// Sequences per micro-batch.
+    pub micro_batch: usize,
+    /// Elements of the tensors, each on the rank with most of it.
+    pub elements: Elements,
+    /// The chunks of the model, in order: rank s of the pipeline has chunks s, s + pipeline, and so
+    /// on.
+    parts: Vec<Part>,
+}
+
+/// Elements of the tensors of a model, or of one tensor rank's share of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Elements {
+    /// Of each block.
+    pub blocks: Vec<BlockElements>,
+    /// The embedding, and also the output head.
+    pub vocabulary: u128,
+}
+
+/// Elements of the tensors of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct BlockElements {
+    /// Its matrices.
+    pub matrices: u128,
+    /// Its norms.
+    pub norms: u128,
+}
+
+impl Elements {
+    /// Elements of the tensors of a model that `ranks` tensor ranks share, on the first rank, which has
+    /// most of each.
+    fn new(model: &ModelConfig, ranks: usize) -> Self {
+        let tensor = TensorShare { rank: 0, ranks: ranks.max(1) };
+        let layout = ModelLayout::of_part(model, 1, &Part { tensor, ..Part::whole(model) });
+        let elements = |flat: usize, decays: bool| -> u128 {
+            let segments = layout.flats[flat].segments.iter();
+            let elements = segments.filter(|segment| segment.decays == decays);
+            elements.map(|segment| segment.range.len() as u128).sum()
+        };
+        let block = |layer| {
+            let flat = layout.block_index(layer);
+            BlockElements { matrices: elements(flat, true), norms: elements(flat, false) }
+        };
+        Elements {
+            blocks: (0..model.num_hidden_layers).map(block).collect(),
+            vocabulary: elements(ModelLayout::EMBEDDING, true),
+        }
+    }
+}
+
+impl<'a> Work<'a> {
+    /// The work of `stage` on a model with its grown vocabulary.
+    ///
+    /// # Errors
+    /// Fails if the layout has more chunks than the model has blocks.
+    pub fn new(
+        recipe: &'a Recipe,
+        stage: &'a Stage,
+        grown: &ModelConfig,
+        layout: Layout,
+    ) -> Result<Self, moh_model::Error> {
+        let parts = layout.pipeline.saturating_mul(layout.virtual_stages);
+        let parts = Part::divide(grown, parts, 1)?;
+        let elements = Elements::new(grown, layout.tensor);
+        Ok(Work { layout, parts, elements, ..Work::alone(recipe, stage, grown)? })
+    }
+
+    /// The same work on a single rank.
+    ///
+    /// # Errors
+    /// Fails if the stage's head counts do not fit the model.
+    pub fn alone(
+        recipe: &'a Recipe,
+        stage: &'a Stage,
+        grown: &ModelConfig,
+    ) -> Result<Self, moh_model::Error> {
+        let model = ModelConfig { moh: stage.moh_config(grown)?, ..grown.clone() };
+        let parts = vec![Part::whole(&model)];
+        let (micro_batch, elements) = (stage.micro_batch, Elements::new(grown, 1));
+        Ok(Work { recipe, stage, model, layout: Layout::ALONE, micro_batch, elements, parts })
+    }
+
+    /// The chunks of rank `rank` of the pipeline.
+    pub fn parts(&self, rank: usize) -> impl Iterator<Item = &Part> {
+        self.parts.iter().skip(rank).step_by(self.layout.pipeline.max(1))
+    }
+
+    /// Tokens of a micro-batch.
+    pub fn tokens(&self) -> u128 {
+        (self.recipe.data.sequence_length as u128).saturating_mul(self.micro_batch as u128)
+    }
+
+    /// Micro-batches of a step, over all ranks.
+    pub fn micro_batches(&self) -> u64 {
+        let sequences = self.stage.batch_sequences(self.recipe.data.sequence_length);
+        sequences / (self.micro_batch as u64).max(1)
+    }
+
+    /// Maximum micro-batches of any data rank.
+    pub fn own_micro_batches(&self) -> u64 {
+        self.micro_batches().div_ceil(self.layout.data as u64)
+    }
+
+    fn tensor(&self) -> u128 {
+        self.layout.tensor.max(1) as u128
+    }
+
+    /// Width of a rank's query heads.
+    pub fn query_width(&self) -> u128 {
+        (self.model.query_width() as u128).div_ceil(self.tensor())
+    }
+
+    /// Width of a rank's key (or value) heads.
+    pub fn key_value_width(&self) -> u128 {
+        (self.model.key_value_width() as u128).div_ceil(self.tensor())
+    }
+
+    /// A rank's columns of the MLP.
+    pub fn mlp_width(&self) -> u128 {
+        (self.model.intermediate_size as u128).div_ceil(self.tensor())
+    }
+
+    /// A rank's rows of the vocabulary.
+    pub fn vocabulary(&self) -> u128 {
+        (self.model.vocab_size as u128).div_ceil(self.tensor())
+    }
+
+    /// Elements of all tensors of rank `rank` of the pipeline, with each flat buffer padded to a
+    /// multiple of the data ranks.
+    pub fn rank_elements(&self, rank: usize) -> u128 {
+        self.parts(rank).map(|part| self.part_numbers(part)).sum()
+    }
+
+    fn part_numbers(&self, part: &Part) -> u128 {
+        let Elements { blocks, vocabulary } = &self.elements;
+        let padded = |count: u128| count.next_multiple_of(self.layout.data.max(1) as u128);
+        let tied = self.model.tie_word_embeddings;
+        let embedding = part.first || part.last && tied;
+        let head = part.last && !tied;
+        let block = |layer: usize| padded(blocks[layer].matrices + blocks[layer].norms);
+        part.layers().map(block).sum::<u128>()
+            + (u128::from(embedding) + u128::from(head)) * padded(*vocabulary)
+            + u128::from(part.last) * padded(self.model.hidden_size as u128)
+    }
+
+    /// Flat buffers of rank `rank` of the pipeline: blocks, embedding, final norm and head.
+    pub fn flat_buffers(&self, rank: usize) -> u64 {
+        let flats = |part: &Part| {
+            let ends = u64::from(part.first) + 2 * u64::from(part.last);
+            part.num_blocks() as u64 + ends
+        };
+        self.parts(rank).map(flats).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_model::Architecture;
+
+    use super::*;
+    use crate::tests::{llama3_8b, small};
+
+    #[test]
+    fn ranks_are_a_multiple_of_the_split() {
+        let parallel = Parallel { tensor: 2, pipeline: 4, virtual_stages: 1 };
+        let layout = Layout::new(parallel, 64).unwrap();
+        assert_eq!((layout.data, layout.ranks()), (8, 64));
+        assert_eq!(Layout::new(parallel, 12), None);
+        assert_eq!(Layout::new(parallel, 0), None);
+        let huge = Parallel { tensor: usize::MAX, pipeline: 2, virtual_stages: 1 };
+        assert_eq!(Layout::new(huge, 8), None);
+    }
+
+    #[test]
+    fn the_numbers_of_a_rank_are_those_that_a_model_allocates() {
+        let (recipe, llama) = small(&[]);
+        let sizes = [(1, 1), (3, 1), (2, 2), (7, 5)];
+        let all = Architecture::ALL.into_iter().flat_map(|of| sizes.map(|sizes| (of, sizes)));
+        for (architecture, (data, pipeline)) in all {
+            let model = ModelConfig { architecture, ..llama.clone() };
+            let layout = Layout { data, pipeline, ..Layout::ALONE };
+            let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
+            for (rank, part) in Part::divide(&model, pipeline, 1).unwrap().iter().enumerate() {
+                let allocated = ModelLayout::of_part(&model, data, part);
+                assert_eq!(work.rank_elements(rank), allocated.len() as u128);
+                let flats = allocated.flats.iter().filter(|flat| flat.len > 0).count();
+                assert_eq!(work.flat_buffers(rank), flats as u64);
+            }
+        }
+    }
+
+    #[test]
+    fn tensor_ranks_have_their_share_of_everything_but_the_norms() {
+        let (recipe, model) = llama3_8b(&[]);
+        let layout = Layout { tensor: 4, ..Layout::ALONE };
+        let work = Work::new(&recipe, &recipe.stages[0], &model, layout).unwrap();
+        // A block of LLaMA-3-8B has 4096 x (4096 + 2 x 1024 + 4096 + 3 x 14336) = 218,103,808 elements in
+        // matrices and 8192 in norms; 160,896 rows of 4096 are 659,030,016.
+        let block = BlockElements { matrices: 54_525_952, norms: 8192 };
+        let expected = Elements { blocks: vec![block; 32], vocabulary: 164_757_504 };
+        assert_eq!(work.elements, expected);
+        let all = 32 * (54_525_952 + 8192) + 2 * 164_757_504 + 4096;
+        assert_eq!(work.rank_elements(0), all);
+    }
+}

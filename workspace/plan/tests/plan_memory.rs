@@ -1,0 +1,96 @@
+//! The planned memory against what a stage's buffers really take from the system.
+
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+use std::path::Path;
+
+use half::bf16;
+use moh_comm::World;
+use moh_eval::Evaluator;
+use moh_kernels::{Cpu, Element};
+use moh_model::parameters::Shard;
+use moh_model::{Model, ModelConfig};
+use moh_plan::{Plan, step_plan};
+use moh_recipe::Recipe;
+use moh_step::{OptimizerState, StepGroups, Stepper};
+
+const RECIPE: &str = r#"
+run = { dir = "runs/none", seed = 1, device = "cpu", dtype = "f32" }
+[model.new]
+vocab_size = 2048
+hidden_size = 256
+intermediate_size = 688
+num_hidden_layers = 4
+num_attention_heads = 8
+num_key_value_heads = 4
+[data]
+sequence_length = 512
+sources = [{ path = "none" }]
+validation = { path = "none", batches = 1 }
+[[stage]]
+name = "moh"
+attention = "moh"
+tokens = 4096
+batch_tokens = 4096
+micro_batch = 4
+learning_rate = { max = 1e-3, min = 1e-4, warmup_steps = 1 }
+"#;
+
+/// Bytes of this process that are its own to write, mapped or not yet.
+fn taken() -> u64 {
+    /// In which unit the kernel counts here.
+    const PAGE: u64 = 4096;
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+    text.split(' ').nth(5).unwrap().parse::<u64>().unwrap() * PAGE
+}
+
+/// Bytes that everything of a stage takes: weights, optimiser, gradients, activations, evaluation.
+fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelConfig) -> u64 {
+    // Threads have stacks of their own: not before they are there.
+    rayon::broadcast(|_| ());
+    let before = taken();
+    let plan = step_plan(recipe, &recipe.stages[0]);
+    let (length, batch) = (plan.sequence_length, plan.micro_batch);
+    let model =
+        Model::<Cpu, T>::new::<moh_model::Error>(Cpu, config, length, |_, _| Ok(())).unwrap();
+    let optimizer = OptimizerState::<Cpu, M>::new(&model, Shard::WHOLE).unwrap();
+    let group = World::single().group().clone();
+    let groups = StepGroups { all: group.clone(), data: group };
+    let stepper = Stepper::<Cpu, T, G>::new(&model, plan, groups).unwrap();
+    let evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
+    let taken = taken() - before;
+    // The next case must not find this one's memory free.
+    std::mem::forget((model, optimizer, stepper, evaluator));
+    taken
+}
+
+// One test: the bytes are those of the whole process.
+#[test]
+fn the_plan_counts_what_a_stage_allocates() {
+    let cases = [("none", "f32"), ("cheap", "bf16"), ("block", "f32")];
+    // Threads keep their scratch: it is allocated here, and not counted afterwards.
+    cases.into_iter().for_each(|(recompute, dtype)| _ = planned_and_allocated(recompute, dtype));
+    for (recompute, dtype) in cases {
+        let (planned, allocated) = planned_and_allocated(recompute, dtype);
+        let ratio = planned as f64 / allocated as f64;
+        assert!((0.985..=1.005).contains(&ratio), "{recompute} {dtype}: {planned} of {allocated}");
+    }
+}
+
+/// Bytes of a stage with this recomputation and element type.
+fn planned_and_allocated(recompute: &str, dtype: &str) -> (u64, u64) {
+    let overrides = [format!("memory.recompute={recompute}"), format!("run.dtype={dtype}")];
+    let path = Path::new("recipe.toml");
+    let recipe = Recipe::parse(RECIPE, path, &overrides).unwrap();
+    let config = recipe.model_config(path).unwrap().unwrap();
+    let memory = Plan::new(&recipe, &config).unwrap().stages[0].memory;
+    // No checkpoint is written here.
+    let planned = memory.total() - memory.other.staging - memory.other.thread_scratch;
+    let config = ModelConfig { moh: recipe.stages[0].moh_config(&config).unwrap(), ..config };
+    let allocated = match dtype {
+        "bf16" => allocated::<bf16, f32, f32>(&recipe, config),
+        _ => allocated::<f32, f32, f32>(&recipe, config),
+    };
+    (planned, allocated)
+}

@@ -1,0 +1,77 @@
+//! The recipes of the repository load, and their plans give the documented numbers.
+
+use std::path::{Path, PathBuf};
+
+use moh_plan::Plan;
+use moh_recipe::Recipe;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+#[test]
+fn the_papers_recipe_has_the_papers_plan() {
+    let path = root().join("recipes/moh-llama3-8b.toml");
+    // Paths in a recipe are relative to the current directory, which is the crate's in a test.
+    let config = root().join("recipes/llama3-8b/config.json");
+    let overrides = [format!("model.config={}", config.display())];
+    let mut recipe = Recipe::load(&path, &overrides).unwrap();
+    let model = recipe.model_config(&path).unwrap().unwrap();
+    recipe.resolve(&path, &model).unwrap();
+    let plan = Plan::new(&recipe, &model).unwrap().with_device_tflops(600.0);
+    assert_eq!(plan.vocabulary, (128_256, 160_896));
+    assert_eq!(plan.parameters, (8_030_261_248, 8_297_648_128));
+
+    let [adapt, moh] = plan.stages.as_slice() else {
+        panic!("{} stages", plan.stages.len());
+    };
+    assert_eq!((adapt.steps, moh.steps), (17_882, 5_961));
+    assert_eq!(adapt.tokens, 17_882 * 16_777_216);
+    assert_eq!(adapt.samples, 17_882 * 2048);
+    assert_eq!(adapt.micro_batches, 2048);
+    assert_eq!(adapt.moh, None);
+    assert_eq!((moh.moh.is_some(), moh.active_heads.clone()), (true, 24.into()));
+    assert_eq!(recipe.num_steps(), 23_843);
+
+    // Attention is 14.1% of a dense step at 8192 tokens, and MoH saves a quarter of it.
+    assert_eq!(adapt.training_flops, adapt.dense_training_flops);
+    let saved = 1.0 - moh.training_flops / moh.dense_training_flops;
+    assert!((0.034..0.036).contains(&saved), "{saved}");
+
+    // bf16 weights, their remainders, f32 gradients, bf16 moments: 12 bytes a parameter.
+    assert_eq!(adapt.memory.state.total(), 12 * 8_297_648_128);
+    // 94,336 bytes saved per token and block, 61,460 once: 23.4 GiB.
+    let saved = 8192 * (32 * 94_336 + 61_460);
+    assert_eq!(adapt.memory.activations.saved, saved);
+    // Of each routed head what a token has, and how many tokens selected it.
+    let routings = 32 * (8192 * (16 * (8 + 4 + 1) + 8) + 16 * 4);
+    assert_eq!(moh.memory.activations.saved, saved + routings);
+    assert_eq!(adapt.memory.activations.logits, 1024 * 160_896 * 4);
+
+    let schedule = recipe.stages[0].schedule();
+    assert_eq!(schedule.learning_rate(50), 6e-5);
+    assert_eq!(schedule.learning_rate(17_882), 6e-6);
+    let text = plan.to_string();
+    for expected in [
+        "8,030,261,248",
+        "128,256 -> 160,896",
+        "8,297,648,128",
+        "24 of 32 heads",
+        "17,882",
+        "5,961",
+        "53.3",
+        "121.53 GiB",
+    ] {
+        assert!(text.contains(expected), "{expected}\n{text}");
+    }
+}
+
+#[test]
+fn every_recipe_of_the_repository_loads() {
+    for entry in std::fs::read_dir(root().join("recipes")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "toml") {
+            Recipe::load(&path, &[]).unwrap_or_else(|error| panic!("{error}"));
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! The errors of this crate.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use crate::Fault;
+
+/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file could not be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// A recipe or an override is invalid: one line for each fault.
+    #[error("{}", lines(faults))]
+    Recipe {
+        /// All faults; never empty.
+        faults: Vec<Fault>,
+    },
+    /// The model differs from the recipe.
+    #[error("{}: {key}: {reason}", path.display())]
+    ModelDiffers {
+        /// The recipe.
+        path: PathBuf,
+        /// The key that differs from the model.
+        key: String,
+        /// The difference.
+        reason: String,
+    },
+    /// The shape of the model is invalid.
+    #[error(transparent)]
+    Hf(#[from] moh_hf::Error),
+}
+
+impl Error {
+    /// For `map_err`: adds the path to an I/O error.
+    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
+        let path = path.to_path_buf();
+        move |source| Error::Io { path, source }
+    }
+}
+
+fn lines<T: fmt::Display>(items: &[T]) -> String {
+    let lines: Vec<String> = items.iter().map(T::to_string).collect();
+    lines.join("\n")
+}

@@ -1,0 +1,436 @@
+//! Recipes: TOML files that describe a training run.
+//!
+//! [`Recipe::load`] reads a file, applies `--set` overrides, fills in defaults and validates
+//! everything that does not depend on the model; [`Recipe::resolve`] does the rest once the model's
+//! shape is known. Relative paths are relative to the current directory.
+
+mod element_type;
+mod error;
+pub mod lines;
+mod model;
+mod name;
+mod nearest;
+mod overrides;
+pub mod reader;
+mod schedule;
+pub mod shell;
+mod stage;
+mod stand_in;
+#[cfg(test)]
+mod tests;
+mod validate;
+mod validation_sets;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use moh_kernels::ElementType;
+use moh_model::ModelConfig;
+use serde::{Deserialize, Serialize};
+use toml::Value;
+
+pub use error::Error;
+pub use model::{Model, NewModel, RopeScaling, TokenIds, read_shape};
+pub use overrides::is_below;
+pub use reader::element_name;
+pub use schedule::Schedule;
+pub use stage::{Attention, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage};
+pub use validate::fine_name;
+pub use validation_sets::{ValidationSet, key as validation_key};
+
+use lines::Lines;
+use overrides::Origins;
+use stand_in::known_keys;
+
+/// Maximum bytes of a recipe.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// A training run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    /// Directory, seed and device of the run.
+    pub run: Run,
+    /// The initial model.
+    pub model: Model,
+    /// The training and validation data.
+    pub data: Data,
+    /// The stages, in order.
+    #[serde(rename = "stage")]
+    pub stages: Vec<Stage>,
+    /// Element types of the training state.
+    #[serde(default)]
+    pub precision: Precision,
+    /// Memory settings.
+    #[serde(default)]
+    pub memory: Memory,
+    /// When checkpoints are written, and how many are kept.
+    #[serde(default)]
+    pub checkpoint: Checkpoint,
+    /// Logging.
+    #[serde(default)]
+    pub log: Log,
+    /// Which steps are not applied, and when the run returns to a checkpoint.
+    #[serde(default)]
+    pub guard: Guard,
+}
+
+/// `[run]`: the directory, the seed and the device.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Run {
+    /// The run directory, which contains all output of the run.
+    pub dir: PathBuf,
+    /// Seed of the data order and of initial weights.
+    pub seed: u64,
+    /// The device.
+    pub device: Device,
+    /// Element type of weights and activations.
+    #[serde(with = "element_type")]
+    pub dtype: ElementType,
+    /// Whether a GPU's results are bitwise reproducible, which is slower; a CPU's always are.
+    #[serde(default)]
+    pub deterministic: bool,
+    /// Threads of each rank; default: `RAYON_NUM_THREADS`, or else one for each core that the rank may use.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
+}
+
+/// The device of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    /// The CPU's cores.
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+/// `[data]`: the token files and their order.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Data {
+    /// Tokens of one training sequence.
+    pub sequence_length: usize,
+    /// Order of the sequences; default: shuffled.
+    #[serde(default)]
+    pub order: Order,
+    /// Whether attention is limited to the token's own document.
+    #[serde(default)]
+    pub document_mask: bool,
+    /// The token files and their weights in the mixture.
+    pub sources: Vec<Source>,
+    /// Held-out texts for validation losses, the most important first; default: none.
+    #[serde(default, with = "validation_sets", skip_serializing_if = "Vec::is_empty")]
+    pub validation: Vec<ValidationSet>,
+}
+
+/// Order of the training sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Order {
+    /// A keyed permutation of all sequences, mixed by weight.
+    #[default]
+    Shuffled,
+    /// Sequential, with documents concatenated, for comparisons with other trainers.
+    Sequential,
+}
+
+/// One token file of the mixture.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Source {
+    /// The path without `.bin` and `.idx`.
+    pub path: PathBuf,
+    /// Weight of the file's tokens, relative to the other sources; default: 1.
+    #[serde(default = "one")]
+    pub weight: f64,
+}
+
+/// `[precision]`: element types of the training state; default: f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Precision {
+    /// Gradients.
+    #[serde(with = "element_type")]
+    pub gradients: ElementType,
+    /// Both moments of AdamW.
+    #[serde(with = "element_type")]
+    pub moments: ElementType,
+    /// Gradients in the reduce-scatter between data ranks.
+    #[serde(with = "element_type")]
+    pub reduce: ElementType,
+}
+
+impl Default for Precision {
+    fn default() -> Self {
+        let f32 = ElementType::F32;
+        Precision { gradients: f32, moments: f32, reduce: f32 }
+    }
+}
+
+/// `[memory]`: which activations are saved for the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Memory {
+    /// The activations that the backward pass recomputes; default: the norms.
+    pub recompute: Recompute,
+}
+
+/// The activations that the backward pass recomputes; `docs/plan.md` lists the bytes of each
+/// setting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// Nothing.
+    None,
+    /// The norms: a sixth of the activations, at a cost in time below the measurement noise.
+    #[default]
+    Cheap,
+    /// Whole blocks, from their inputs: one more forward pass.
+    Block,
+}
+
+/// `[checkpoint]`: when checkpoints are written, and which are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Checkpoint {
+    /// Steps, over all stages, between checkpoints; default: 100. With 0, checkpoints are written
+    /// at the ends of stages only; these are always written.
+    pub every_steps: u64,
+    /// Minutes after which the next checkpoint follows, by the first rank's clock; 0, the default, for
+    /// none by time.
+    pub every_minutes: f64,
+    /// Number of the newest checkpoints to keep, at least 1; default: 2.
+    pub keep: u64,
+    /// Checkpoints whose step is a multiple of this are never removed; 0, the default, keeps the
+    /// newest ones only.
+    pub keep_every: u64,
+}
+
+impl Default for Checkpoint {
+    fn default() -> Self {
+        Checkpoint { every_steps: 100, every_minutes: 0.0, keep: 2, keep_every: 0 }
+    }
+}
+
+/// `[log]`: logging. `metrics.jsonl` has every step regardless of these settings.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Log {
+    /// Steps between lines on the terminal and points in TensorBoard; default: 1.
+    pub every_steps: u64,
+    /// Whether TensorBoard's event files are written; default: true.
+    pub tensorboard: bool,
+    /// Steps, over all stages, between norms of gradients and weights by block; 0, the default,
+    /// computes none.
+    pub norms_every_steps: u64,
+    /// Peak rate of a rank's device in TFLOP/s, for the model FLOPs utilization; default: that of
+    /// the GPU by its name, if it is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_tflops: Option<f64>,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Log { every_steps: 1, tensorboard: true, norms_every_steps: 0, peak_tflops: None }
+    }
+}
+
+/// `[guard]`: which steps are not applied, and when the run returns to a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Guard {
+    /// A step whose loss or gradient norm is above this factor times its running median is not applied;
+    /// 0, the default: only steps whose values are not finite.
+    pub factor: f64,
+    /// Steps in a row that are not applied, after which the run returns to a checkpoint; default: 10.
+    pub patience: u64,
+    /// Steps before the first of them to which the run returns; default: 100.
+    pub rewind: u64,
+}
+
+impl Default for Guard {
+    fn default() -> Self {
+        Guard { factor: 0.0, patience: 10, rewind: 100 }
+    }
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// A fault in a recipe.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// The source of the key: the recipe's path, with the line if it is known, or `--set`.
+    pub origin: String,
+    /// The full key, stages by name; empty for a fault of the whole file.
+    pub key: String,
+    /// The value, if it helps to explain the fault.
+    pub value: Option<String>,
+    /// The problem, what was expected, and what to do.
+    pub reason: String,
+}
+
+impl From<reader::Problem> for Fault {
+    fn from(problem: reader::Problem) -> Self {
+        Fault { origin: String::new(), key: problem.key, value: None, reason: problem.reason }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.origin)?;
+        if !self.key.is_empty() {
+            f.write_str(&self.key)?;
+            if let Some(value) = &self.value {
+                write!(f, " = {value}")?;
+            }
+            f.write_str(": ")?;
+        }
+        f.write_str(&self.reason)
+    }
+}
+
+impl Recipe {
+    /// Reads the recipe at `path` with `key=value` overrides (stages by name, as in
+    /// `stage.moh.tokens=1e9`), fills in the defaults that do not depend on the model, and
+    /// validates it.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be read or is not TOML. Reports all faults at once: unknown and
+    /// missing keys, wrong types, overrides that do not apply, and all that [`Recipe::validate`]
+    /// finds in the rest.
+    pub fn load(path: &Path, overrides: &[String]) -> Result<Self, Error> {
+        let length = std::fs::metadata(path).map_err(Error::io(path))?.len();
+        if length > MAX_FILE_BYTES {
+            let reason = format!("{length} bytes: a recipe has at most {MAX_FILE_BYTES}");
+            return Err(file_fault(path, reason));
+        }
+        let bytes = std::fs::read(path).map_err(Error::io(path))?;
+        let text = String::from_utf8(bytes)
+            .map_err(|error| file_fault(path, format!("not text in UTF-8: {error}")))?;
+        Self::parse(&text, path, overrides)
+    }
+
+    /// Loads a recipe from `text`; messages name it `path`.
+    ///
+    /// # Errors
+    /// As [`Recipe::load`], except for I/O errors.
+    pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
+        let table = reader::parse_table(text).map_err(|reason| file_fault(path, reason))?;
+        let mut value = Value::Table(table);
+        let mut origins = Origins::new(path, Lines::of(text));
+        let refused = match overrides {
+            [] => Vec::new(),
+            overrides => origins.override_with(&mut value, overrides, &known_keys::<Recipe>()),
+        };
+        let reading = reader::read::<Recipe>(&value);
+        let mut faults: Vec<Fault> = reading.problems.into_iter().map(Fault::from).collect();
+        let recipe = reading.value.map(|mut recipe| {
+            recipe.fill_in();
+            faults.extend(validate::faults(&recipe, &reading.stand_ins));
+            recipe
+        });
+        let mut faults = origins.name(faults);
+        faults.extend(refused);
+        match recipe {
+            Some(recipe) if faults.is_empty() => Ok(recipe),
+            _ => Err(Error::Recipe { faults }),
+        }
+    }
+
+    /// Fills in the defaults that depend on other keys.
+    fn fill_in(&mut self) {
+        self.model.fill_in(self.data.sequence_length);
+        for stage in &mut self.stages {
+            match stage.attention {
+                Attention::Dense => stage.moh = None,
+                Attention::Moh => {
+                    stage.moh.get_or_insert_default();
+                }
+            }
+        }
+    }
+
+    /// Checks everything that does not depend on the model; messages name the recipe `path`.
+    ///
+    /// # Errors
+    /// Reports all faults at once.
+    pub fn validate(&self, path: &Path) -> Result<(), Error> {
+        refuse(validate::faults(self, &BTreeSet::new()), path)
+    }
+
+    /// Fills in the defaults that depend on the model's shape (before its vocabulary grows), and
+    /// checks the recipe against the model; messages name the recipe `path`.
+    ///
+    /// # Errors
+    /// Reports every key that does not fit the model.
+    pub fn resolve(&mut self, path: &Path, model: &ModelConfig) -> Result<(), Error> {
+        for stage in &mut self.stages {
+            // Counts that do not fit are faults below.
+            let resolved = stage.moh_config(model).ok().flatten();
+            if let (Some(options), Some(resolved)) = (&mut stage.moh, resolved) {
+                options.shared_heads = Some(resolved.shared_heads);
+                options.routed_top_k = Some(resolved.routed_top_k);
+            }
+        }
+        refuse(validate::model_faults(self, model), path)
+    }
+
+    /// The recipe as a TOML table.
+    ///
+    /// # Errors
+    /// As [`Recipe::to_toml`].
+    pub fn to_value(&self) -> Result<Value, Error> {
+        Value::try_from(self).map_err(|error| unwritable(&error))
+    }
+
+    /// The recipe as TOML, with all known defaults filled in; [`Recipe::load`] reads it back
+    /// unchanged.
+    ///
+    /// # Errors
+    /// Fails if a path is not UTF-8 or TOML cannot represent a number, neither of which a loaded
+    /// recipe contains.
+    pub fn to_toml(&self) -> Result<String, Error> {
+        toml::to_string(self).map_err(|error| unwritable(&error))
+    }
+
+    /// Total steps of all stages.
+    pub fn num_steps(&self) -> u64 {
+        self.stages.iter().map(Stage::num_steps).sum()
+    }
+
+    /// Steps of the run before step `step` of a stage; `None` if there is no such stage or step.
+    pub fn steps_before(&self, stage: &str, step: u64) -> Option<u64> {
+        let index = self.stages.iter().position(|known| known.name == stage)?;
+        let before = self.stages[..index].iter().map(Stage::num_steps).fold(0, u64::saturating_add);
+        step.checked_sub(1)?.checked_add(before)
+    }
+}
+
+/// The error for these faults of the recipe at `path`, if there are any.
+fn refuse(faults: Vec<Fault>, path: &Path) -> Result<(), Error> {
+    match faults.is_empty() {
+        true => Ok(()),
+        false => Err(Error::Recipe { faults: Origins::new(path, Lines::default()).name(faults) }),
+    }
+}
+
+fn unwritable(error: &toml::ser::Error) -> Error {
+    file_fault(Path::new("recipe"), format!("cannot be written: {error}"))
+}
+
+/// A fault of the whole file.
+fn file_fault(path: &Path, reason: String) -> Error {
+    Error::Recipe {
+        faults: vec![Fault {
+            origin: path.display().to_string(),
+            key: String::new(),
+            value: None,
+            reason,
+        }],
+    }
+}

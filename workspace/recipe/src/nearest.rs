@@ -1,0 +1,123 @@
+//! Suggestions for misspelt keys: the nearest path in the tree of known keys.
+
+/// Maximum cost of a useful suggestion.
+const MAX_COST: f64 = 0.6;
+/// Cost of a component that only one of two paths has.
+const MISSING_COMPONENT: f64 = 0.3;
+/// Maximum cost of a name that is part of the other one.
+const PART: f64 = 0.3;
+/// Longest name that is compared.
+const MAX_NAME: usize = 64;
+
+/// The component of a known path that stands for any element of a list.
+pub(super) const ANY: &str = "*";
+
+/// The known path nearest to the unknown path `found`, if any is near enough. An element of a list
+/// is named as in `found`.
+pub(super) fn nearest_path(found: &str, known: &[String]) -> Option<String> {
+    let found: Vec<&str> = found.split('.').collect();
+    let paths = known.iter().map(|path| path.split('.').collect::<Vec<_>>());
+    let (_, path) = cheapest(paths.map(|path| (path_cost(&found, &path), path)))?;
+    let named = path.iter().enumerate().map(|(index, &part)| match (part, found.get(index)) {
+        (ANY, Some(&name)) if path.get(..index) == found.get(..index) => name,
+        (ANY, _) => "NAME",
+        (part, _) => part,
+    });
+    Some(named.collect::<Vec<_>>().join("."))
+}
+
+/// The name most similar to `found`, if any is similar enough.
+pub(super) fn nearest_name<'a>(
+    found: &str,
+    names: impl IntoIterator<Item = &'a str>,
+) -> Option<&'a str> {
+    cheapest(names.into_iter().map(|name| (name_cost(found, name), name))).map(|(_, name)| name)
+}
+
+/// The candidate of the smallest cost, the first of equal ones.
+fn cheapest<T>(candidates: impl Iterator<Item = (f64, T)>) -> Option<(f64, T)> {
+    let useful = candidates.filter(|(cost, _)| *cost <= MAX_COST);
+    useful.min_by(|a, b| a.0.total_cmp(&b.0))
+}
+
+/// The cost of two paths: that of their last components, and the edits of the tables around them.
+fn path_cost(found: &[&str], known: &[&str]) -> f64 {
+    match (found.split_last(), known.split_last()) {
+        (Some((name, found)), Some((key, known))) => {
+            name_cost(name, key) + tables_cost(found, known)
+        }
+        _ => f64::INFINITY,
+    }
+}
+
+/// The edit distance of two paths, whose unit is the component.
+fn tables_cost(found: &[&str], known: &[&str]) -> f64 {
+    let mut row: Vec<f64> = (0..=known.len()).map(|n| n as f64 * MISSING_COMPONENT).collect();
+    for name in found {
+        let mut left = row.first().map_or(0.0, |above| above + MISSING_COMPONENT);
+        let mut next = vec![left];
+        for (pair, component) in row.windows(2).zip(known) {
+            let &[diagonal, above] = pair else { continue };
+            let same = if *component == ANY { 0.0 } else { name_cost(name, component) };
+            left = (diagonal + same).min(above + MISSING_COMPONENT).min(left + MISSING_COMPONENT);
+            next.push(left);
+        }
+        row = next;
+    }
+    row.last().copied().unwrap_or(f64::INFINITY)
+}
+
+/// The edits from one name to the other, as a fraction of the longer one's length.
+fn name_cost(found: &str, known: &str) -> f64 {
+    if found == known {
+        return 0.0;
+    }
+    if found.len() > MAX_NAME {
+        return f64::INFINITY;
+    }
+    let found = found.to_lowercase();
+    let length = found.chars().count().max(known.chars().count()).max(1);
+    let edits = strsim::damerau_levenshtein(&found, known);
+    let cost = edits as f64 / length as f64;
+    let part = found.len() > 2 && (known.contains(&found) || found.contains(known));
+    if part { cost.min(PART) } else { cost }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Recipe;
+    use crate::stand_in::known_keys;
+
+    #[test]
+    fn the_nearest_path_may_be_anywhere_in_the_tree() {
+        let known = known_keys::<Recipe>().all;
+        let nearest = |found| nearest_path(found, &known);
+        for (found, expected) in [
+            ("run.dri", "run.dir"),
+            ("seed", "run.seed"),
+            ("run.run.seed", "run.seed"),
+            ("tokens", "stage.NAME.tokens"),
+            ("checkpoints", "checkpoint"),
+            ("checkpoint.kep", "checkpoint.keep"),
+            ("log.steps", "log.every_steps"),
+            ("data.seq_len", "data.sequence_length"),
+            ("data.sources.0.pth", "data.sources.0.path"),
+            ("stage.moh.shared_heads", "stage.moh.moh.shared_heads"),
+            ("stage.moh.top_k", "stage.moh.moh.routed_top_k"),
+            ("stage.tune.max", "stage.tune.learning_rate.max"),
+            ("stage.tune.moh.tokens", "stage.tune.tokens"),
+        ] {
+            assert_eq!(nearest(found).as_deref(), Some(expected), "{found}");
+        }
+        for found in ["zzz", "run.xyz", "", &"x".repeat(1000)] {
+            assert_eq!(nearest(found), None, "{found}");
+        }
+    }
+
+    #[test]
+    fn a_slip_in_a_short_name_is_near() {
+        assert_eq!(nearest_name("mho", ["adapt", "moh"]), Some("moh"));
+        assert_eq!(nearest_name("xyz", ["adapt", "moh"]), None);
+    }
+}

@@ -1,0 +1,200 @@
+//! `[[stage]]`: attention, schedule, optimiser and parallelism of a training stage.
+
+use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, MohConfig, RouterKind};
+use serde::{Deserialize, Serialize};
+
+/// `[[stage]]`: a training stage with its own schedule.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Stage {
+    /// Letters, digits, `-` and `_`; unique among the stages.
+    pub name: String,
+    /// Tokens of the stage, rounded up to whole batches.
+    pub tokens: u64,
+    /// Tokens per optimiser step.
+    pub batch_tokens: u64,
+    /// Sequences per micro-batch.
+    pub micro_batch: usize,
+    /// The stage's attention.
+    pub attention: Attention,
+    /// The heads' routing; default: the model's, or else the defaults below. Ignored if `attention`
+    /// is dense, so that one override gives the dense baseline.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moh: Option<MohOptions>,
+    /// The learning-rate schedule.
+    pub learning_rate: LearningRate,
+    /// AdamW.
+    #[serde(default)]
+    pub optimizer: Optimizer,
+    /// The parallelism of the model.
+    #[serde(default)]
+    pub parallel: Parallel,
+}
+
+/// The attention of a stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Attention {
+    /// All heads active for every token.
+    Dense,
+    /// Mixture-of-Head.
+    Moh,
+}
+
+/// `moh = { .. }` of a stage.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MohOptions {
+    /// The router: `"query-norm"`.
+    #[serde(with = "router_name")]
+    pub router: RouterKind,
+    /// Shared heads: one count for all layers, or a list with one for each layer. Default: the
+    /// model's, if it is already a Mixture-of-Head model; otherwise half of the heads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shared_heads: Option<HeadCounts>,
+    /// Active routed heads per token: one count for all layers, or a list with one for each layer.
+    /// Default: the model's, as above; otherwise as many as make 75% of a layer's heads active.
+    /// 0 leaves the routed heads inactive.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub routed_top_k: Option<HeadCounts>,
+    /// Weight of the balance loss relative to the cross-entropy; default: 0.01.
+    pub balance_loss_weight: f64,
+}
+
+impl Default for MohOptions {
+    fn default() -> Self {
+        MohOptions {
+            router: RouterKind::QueryNorm,
+            shared_heads: None,
+            routed_top_k: None,
+            balance_loss_weight: 0.01,
+        }
+    }
+}
+
+/// The learning rate of a stage; see [`crate::schedule`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LearningRate {
+    /// The learning rate after the warm-up.
+    pub max: f64,
+    /// The learning rate of the last step.
+    pub min: f64,
+    /// Steps of the linear warm-up.
+    pub warmup_steps: u64,
+    /// The decay from `max` to `min`; default: cosine.
+    #[serde(default)]
+    pub decay: Decay,
+}
+
+/// The decay of the learning rate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Decay {
+    /// Half a cosine.
+    #[default]
+    Cosine,
+}
+
+/// AdamW with decoupled weight decay; each key has a default.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Optimizer {
+    /// Decay of the first moment; default: 0.9.
+    pub beta1: f64,
+    /// Decay of the second moment; default: 0.95.
+    pub beta2: f64,
+    /// Added to the root of the second moment; default: 1e-8.
+    pub eps: f64,
+    /// Weight decay of matrices, multiplied by the learning rate; default: 0.1.
+    pub weight_decay: f64,
+    /// Maximum global gradient norm, above 0; default: 1.0. A very large value disables clipping.
+    pub clip_norm: f64,
+}
+
+impl Default for Optimizer {
+    fn default() -> Self {
+        Optimizer { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0 }
+    }
+}
+
+/// Processes that share one copy of the model; default: 1 of each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Parallel {
+    /// Tensor-parallel ranks, which shard each block.
+    pub tensor: usize,
+    /// Pipeline stages, which divide the blocks.
+    pub pipeline: usize,
+    /// Chunks of the model on each pipeline stage, assigned round-robin (interleaved one forward,
+    /// one backward, arXiv 2104.04473).
+    pub virtual_stages: usize,
+}
+
+impl Default for Parallel {
+    fn default() -> Self {
+        Parallel { tensor: 1, pipeline: 1, virtual_stages: 1 }
+    }
+}
+
+impl Parallel {
+    /// Data ranks of `ranks` ranks; `None` if `ranks` is not a multiple of tensor x pipeline.
+    pub fn data_ranks(&self, ranks: usize) -> Option<usize> {
+        let model = self.tensor.checked_mul(self.pipeline).filter(|&model| model > 0)?;
+        (ranks > 0 && ranks.is_multiple_of(model)).then_some(ranks / model)
+    }
+}
+
+impl Stage {
+    /// Optimiser steps: tokens over tokens per batch, rounded up.
+    pub fn num_steps(&self) -> u64 {
+        self.steps_of(self.tokens)
+    }
+
+    /// Optimiser steps of that many tokens in this stage's batches.
+    pub fn steps_of(&self, tokens: u64) -> u64 {
+        tokens.div_ceil(self.batch_tokens.max(1))
+    }
+
+    /// Sequences per optimiser step.
+    pub fn batch_sequences(&self, sequence_length: usize) -> u64 {
+        self.batch_tokens / (sequence_length as u64).max(1)
+    }
+
+    /// The learning rates of the stage's steps.
+    pub fn schedule(&self) -> crate::Schedule {
+        crate::Schedule::new(self.learning_rate, self.num_steps())
+    }
+
+    /// Routing of a stage on `model`, with defaults filled in; `None` for dense attention.
+    ///
+    /// # Errors
+    /// Fails if the counts do not fit the model.
+    pub fn moh_config(&self, model: &ModelConfig) -> Result<Option<MohConfig>, moh_model::Error> {
+        if self.attention == Attention::Dense {
+            return Ok(None);
+        }
+        let MohOptions { router, shared_heads, routed_top_k, .. } =
+            self.moh.clone().unwrap_or_default();
+        let request = HeadRequest { shared_heads, active: routed_top_k.map(Active::RoutedTopK) };
+        Ok(Some(MohConfig { router, ..request.for_model(model)? }))
+    }
+}
+
+/// Deserializes a router from its name in `config.json`.
+mod router_name {
+    use moh_model::RouterKind;
+    use serde::{Deserializer, Serializer};
+
+    use crate::name::from_name;
+
+    const NAMES: &[&str] = &[RouterKind::QueryNorm.name()];
+
+    pub fn serialize<S: Serializer>(router: &RouterKind, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(router.name())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<RouterKind, D::Error> {
+        from_name(from, NAMES, RouterKind::from_name)
+    }
+}

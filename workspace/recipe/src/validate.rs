@@ -1,0 +1,507 @@
+//! The limits of a recipe's values, and the dependencies between its keys.
+
+use std::collections::BTreeSet;
+use std::fmt::Display;
+use std::path::Path;
+
+use moh_kernels::ElementType;
+use moh_model::ModelConfig;
+
+use super::overrides::is_below;
+use super::{
+    Checkpoint, Device, Fault, Guard, LearningRate, Log, Model, NewModel, Optimizer, Order,
+    Parallel, Recipe, Stage, ValidationSet, validation_key,
+};
+
+/// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
+const MAX_TOKENS: u64 = 1 << 53;
+/// Maximum number of stages.
+const MAX_STAGES: usize = 1000;
+/// Longest interval between checkpoints, in minutes: a year.
+const MAX_MINUTES: f64 = 525_600.0;
+/// Maximum sequence length; its square fits 64 bits.
+const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
+/// Maximum length of the name of a stage or a validation set.
+const MAX_NAME: usize = 64;
+/// Maximum threads of a rank: twice the hardware threads of the largest machines.
+const MAX_THREADS: usize = 4096;
+/// TOML's integers are signed.
+const MAX_SEED: u64 = i64::MAX as u64;
+
+/// Collects the faults of a recipe.
+#[derive(Default)]
+struct Faults<'a> {
+    list: Vec<Fault>,
+    /// Keys that could not be read, whose values say nothing.
+    stand_ins: Option<&'a BTreeSet<String>>,
+}
+
+impl Faults<'_> {
+    /// Adds a fault unless `fine`.
+    fn check(&mut self, fine: bool, key: &str, value: impl Display, reason: impl Display) {
+        if !fine {
+            self.push(key, Some(value.to_string()), reason);
+        }
+    }
+
+    /// Adds a fault without a value.
+    fn add(&mut self, key: &str, reason: impl Display) {
+        self.push(key, None, reason);
+    }
+
+    fn push(&mut self, key: &str, value: Option<String>, reason: impl Display) {
+        if self.is_known(key) {
+            let reason = reason.to_string();
+            self.list.push(Fault { origin: String::new(), key: key.to_string(), value, reason });
+        }
+    }
+
+    /// Whether the value of `key` was read. A check of two keys asks for the other one.
+    fn is_known(&self, key: &str) -> bool {
+        let mut stand_ins = self.stand_ins.into_iter().flatten();
+        !stand_ins.any(|stand_in| is_below(key, stand_in))
+    }
+
+    /// Whether a table was read in full.
+    fn is_complete(&self, table: &str) -> bool {
+        let mut stand_ins = self.stand_ins.into_iter().flatten();
+        self.is_known(table) && !stand_ins.any(|stand_in| is_below(stand_in, table))
+    }
+
+    fn at_least_one(&mut self, key: &str, value: u64) {
+        self.check(value > 0, key, value, "must be at least 1");
+    }
+
+    fn path(&mut self, key: &str, path: &Path) {
+        let text = path.to_str();
+        if text.is_none_or(|text| text.is_empty() || text.contains('\0')) {
+            self.add(key, "must be a path in UTF-8, and not empty");
+        }
+    }
+}
+
+/// Every fault that depends neither on the model nor on the values of `stand_ins`.
+pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<Fault> {
+    let mut faults = Faults { stand_ins: Some(stand_ins), ..Faults::default() };
+    faults.path("run.dir", &recipe.run.dir);
+    let seed = recipe.run.seed;
+    let reason = format!("must be at most {MAX_SEED}");
+    faults.check(seed <= MAX_SEED, "run.seed", seed, reason);
+    if let Some(threads) = recipe.run.threads {
+        let reason = format!("must be from 1 to {MAX_THREADS}");
+        faults.check((1..=MAX_THREADS).contains(&threads), "run.threads", threads, reason);
+    }
+    check_precision(&mut faults, recipe);
+    check_data(&mut faults, recipe);
+    check_stages(&mut faults, recipe);
+    check_checkpoint(&mut faults, &recipe.checkpoint);
+    check_guard(&mut faults, &recipe.guard);
+    check_log(&mut faults, &recipe.log);
+    if let Some(config) = check_model(&mut faults, &recipe.model) {
+        // The shape is part of the recipe.
+        check_fit(&mut faults, recipe, &config);
+    }
+    faults.list
+}
+
+/// On a GPU, matmuls accumulate into the type of their inputs or a wider one.
+fn check_precision(faults: &mut Faults, recipe: &Recipe) {
+    let narrow =
+        recipe.run.dtype == ElementType::F32 && recipe.precision.gradients == ElementType::BF16;
+    let fine = recipe.run.device != Device::Cuda || !narrow;
+    let reason = "must be f32 with run.device = \"cuda\" and run.dtype = \"f32\"";
+    if faults.is_known("run.device") && faults.is_known("run.dtype") {
+        faults.check(fine, "precision.gradients", "bf16", reason);
+    }
+}
+
+/// Checks `[model]`; returns the shape of a new model if it is valid.
+fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
+    check_source(faults, model);
+    for (key, path) in [("model.config", &model.config), ("model.tokenizer", &model.tokenizer)] {
+        if let Some(path) = path {
+            faults.path(key, path);
+        }
+    }
+    if model.revision.as_ref().is_some_and(|name| name.is_empty()) {
+        faults.add("model.revision", "must not be empty: leave it out");
+    }
+    check_vocabulary(faults, model);
+    check_new(faults, model.new.as_ref()?)
+}
+
+/// Checks that a model is either `from` somewhere or new.
+fn check_source(faults: &mut Faults, model: &Model) {
+    let source_is_known = faults.is_known("model.from") && faults.is_known("model.new");
+    match (&model.from, &model.new) {
+        _ if !source_is_known => {}
+        (None, None) => faults
+            .add("model", "needs from = a directory or a hub repository, or a table [model.new]"),
+        (Some(_), Some(_)) => faults.add(
+            "model",
+            "has both from and [model.new]: a fresh model has no weights to start from",
+        ),
+        (Some(from), None) => faults.path("model.from", Path::new(from)),
+        (None, Some(_)) => {
+            for (key, given) in [
+                ("model.revision", model.revision.is_some()),
+                ("model.config", model.config.is_some()),
+                ("model.moments", model.moments),
+            ] {
+                if given {
+                    faults.add(key, "belongs to from, but [model.new] is given");
+                }
+            }
+        }
+    }
+}
+
+fn check_vocabulary(faults: &mut Faults, model: &Model) {
+    if let Some(multiple) = model.pad_vocab_to {
+        faults.at_least_one("model.pad_vocab_to", multiple as u64);
+    }
+    if let Some(size) = model.vocab_size {
+        let padded = model.padded_vocabulary(size);
+        faults.at_least_one("model.vocab_size", size as u64);
+        let reason = format!(
+            "must be a multiple of pad_vocab_to = {}, such as {padded}",
+            model.pad_vocab_to.unwrap_or(1)
+        );
+        if faults.is_known("model.pad_vocab_to") {
+            faults.check(padded == size, "model.vocab_size", size, reason);
+        }
+    }
+}
+
+/// Checks `[model.new]`; returns the shape if it is valid.
+fn check_new(faults: &mut Faults, new: &NewModel) -> Option<ModelConfig> {
+    // JSON cannot represent these values: they would silently become defaults.
+    let mut finite = true;
+    for (key, value) in [
+        ("model.new.rms_norm_eps", new.rms_norm_eps),
+        ("model.new.rope_theta", new.rope_theta),
+        ("model.new.initializer_range", new.initializer_range),
+    ] {
+        finite &= value.is_finite();
+        faults.check(value.is_finite(), key, value, "must be a finite number");
+    }
+    // Without a maximum the model supports the sequence length.
+    if !finite || !faults.is_complete("model.new") || !faults.is_known("data.sequence_length") {
+        return None;
+    }
+    // The configuration's own messages begin with their path.
+    match new.config(Path::new("model.new")) {
+        Ok(config) => Some(config),
+        Err(error) => {
+            let text = error.to_string();
+            let reason = text.strip_prefix("model.new: ").unwrap_or(&text);
+            faults.add("model.new", reason);
+            None
+        }
+    }
+}
+
+fn check_data(faults: &mut Faults, recipe: &Recipe) {
+    let data = &recipe.data;
+    let length = data.sequence_length;
+    faults.check(
+        (2..=MAX_SEQUENCE_LENGTH).contains(&length),
+        "data.sequence_length",
+        length,
+        format!("must be from 2 to {MAX_SEQUENCE_LENGTH} tokens"),
+    );
+    if data.sources.is_empty() {
+        faults.add("data.sources", "must name at least one token file");
+    }
+    for (index, source) in data.sources.iter().enumerate() {
+        faults.path(&format!("data.sources.{index}.path"), &source.path);
+        let key = format!("data.sources.{index}.weight");
+        let weight = source.weight;
+        let fine = weight.is_finite() && weight > 0.0;
+        faults.check(fine, &key, weight, "must be a finite number above 0");
+        if fine && data.order == Order::Sequential && faults.is_known("data.order") {
+            let reason = "must be 1 with order = \"sequential\", which reads each file once";
+            faults.check(weight == 1.0, &key, weight, reason);
+        }
+    }
+    let weights: f64 = data.sources.iter().map(|source| source.weight).sum();
+    if weights == f64::INFINITY && data.sources.iter().all(|source| source.weight.is_finite()) {
+        faults.add("data.sources", "weights must have a finite sum");
+    }
+    check_validation(faults, &data.validation);
+}
+
+fn check_validation(faults: &mut Faults, sets: &[ValidationSet]) {
+    let mut names = BTreeSet::new();
+    for set in sets {
+        let key = |rest: &str| format!("{}.{rest}", validation_key(sets, set));
+        faults.path(&key("path"), &set.path);
+        faults.at_least_one(&key("batches"), set.batches as u64);
+        check_name(faults, &key("name"), &set.name, names.insert(&set.name), "set");
+    }
+}
+
+/// Checks the name of a `what`, which must be `new` among those before it.
+fn check_name(faults: &mut Faults, key: &str, name: &str, new: bool, what: &str) {
+    if let Err(reason) = fine_name(name) {
+        faults.check(false, key, format!("{name:?}"), reason);
+    }
+    faults.check(new, key, format!("{name:?}"), format!("is the name of an earlier {what}"));
+}
+
+/// Refuses names that could not be the part of a key, or a file's name.
+///
+/// # Errors
+/// Says which names are allowed.
+pub fn fine_name(name: &str) -> Result<(), String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    let begins_well = name.starts_with(|c: char| c.is_ascii_alphanumeric());
+    match begins_well && name.len() <= MAX_NAME && name.chars().all(allowed) {
+        true => Ok(()),
+        false => Err(format!(
+            "must be 1 to {MAX_NAME} letters, digits, - and _, the first a letter or digit"
+        )),
+    }
+}
+
+fn check_log(faults: &mut Faults, log: &Log) {
+    faults.at_least_one("log.every_steps", log.every_steps);
+    if let Some(peak) = log.peak_tflops {
+        let fine = peak.is_finite() && peak > 0.0;
+        faults.check(fine, "log.peak_tflops", peak, "must be a finite number above 0");
+    }
+}
+
+fn check_checkpoint(faults: &mut Faults, checkpoint: &Checkpoint) {
+    let Checkpoint { every_steps, every_minutes, keep, keep_every } = *checkpoint;
+    faults.at_least_one("checkpoint.keep", keep);
+    faults.check(
+        (0.0..=MAX_MINUTES).contains(&every_minutes),
+        "checkpoint.every_minutes",
+        every_minutes,
+        format!("must be from 0 to {MAX_MINUTES}, a year; 0 for no checkpoints by time"),
+    );
+    if every_steps > 0 && faults.is_known("checkpoint.every_steps") {
+        faults.check(
+            keep_every.is_multiple_of(every_steps),
+            "checkpoint.keep_every",
+            keep_every,
+            format!("must be a multiple of checkpoint.every_steps = {every_steps}, or 0"),
+        );
+    }
+}
+
+fn check_guard(faults: &mut Faults, guard: &Guard) {
+    let Guard { factor, patience, rewind } = *guard;
+    let fine = factor == 0.0 || (factor > 1.0 && factor.is_finite());
+    faults.check(fine, "guard.factor", factor, "must be a finite number above 1, or 0");
+    faults.at_least_one("guard.patience", patience);
+    faults.at_least_one("guard.rewind", rewind);
+}
+
+fn check_stages(faults: &mut Faults, recipe: &Recipe) {
+    let count = recipe.stages.len();
+    if count == 0 || count > MAX_STAGES {
+        faults.add(
+            "stage",
+            format!("must have from 1 to {MAX_STAGES} tables [[stage]], not {count}"),
+        );
+    }
+    let mut names = BTreeSet::new();
+    for (index, stage) in recipe.stages.iter().enumerate() {
+        if !faults.is_known(&format!("stage.{index}.name")) {
+            continue;
+        }
+        let name = stage.name.as_str();
+        check_name(faults, &format!("stage.{index}.name"), name, names.insert(name), "stage");
+        check_stage(faults, stage);
+        check_moments(faults, stage, recipe.precision.moments);
+        if faults.is_known("data.sequence_length") {
+            check_batch(faults, stage, recipe.data.sequence_length);
+        }
+    }
+}
+
+/// The full key of a stage's key.
+fn stage_key(stage: &Stage, key: &str) -> String {
+    let name = if stage.name.is_empty() { "?" } else { &stage.name };
+    format!("stage.{name}.{key}")
+}
+
+/// Rejects second moments that rounding would freeze. A step decays one by at most the fraction 1 - beta2, and
+/// neighbouring bf16 values differ by at least 1/256: above 0.99 most of the decay is rounded away.
+fn check_moments(faults: &mut Faults, stage: &Stage, moments: ElementType) {
+    const MAX_BETA2: f64 = 0.99;
+    let key = stage_key(stage, "optimizer.beta2");
+    let beta2 = stage.optimizer.beta2;
+    let rounds = moments == ElementType::BF16 && faults.is_known("precision.moments");
+    if rounds && beta2 > MAX_BETA2 && beta2 < 1.0 {
+        let reason = format!(
+            "must be at most {MAX_BETA2} with precision.moments = \"bf16\", whose rounding keeps second \
+             moments from following smaller gradients: use \"f32\" or a lower beta2"
+        );
+        faults.check(false, &key, beta2, reason);
+    }
+}
+
+fn check_stage(faults: &mut Faults, stage: &Stage) {
+    let key = |rest: &str| stage_key(stage, rest);
+    for (rest, value) in [("tokens", stage.tokens), ("batch_tokens", stage.batch_tokens)] {
+        let reason = format!("must be from 1 to {MAX_TOKENS}");
+        let fine = (1..=MAX_TOKENS).contains(&value);
+        faults.check(fine, &key(rest), value, reason);
+    }
+    faults.at_least_one(&key("micro_batch"), stage.micro_batch as u64);
+
+    let LearningRate { max, min, warmup_steps, .. } = stage.learning_rate;
+    let positive = max.is_finite() && max > 0.0;
+    let reason = "must be a finite number above 0";
+    faults.check(positive, &key("learning_rate.max"), max, reason);
+    let reason = format!("must be a number from 0 to max = {max}");
+    let bounded = positive && faults.is_known(&key("learning_rate.max"));
+    let fine = min >= 0.0 && (min <= max || !bounded) && min.is_finite();
+    faults.check(fine, &key("learning_rate.min"), min, reason);
+    let steps = stage.num_steps();
+    // A stage without tokens or batches is refused above.
+    if steps > 0 && faults.is_known(&key("tokens")) && faults.is_known(&key("batch_tokens")) {
+        faults.check(
+            warmup_steps <= steps,
+            &key("learning_rate.warmup_steps"),
+            warmup_steps,
+            format!(
+                "must be at most the stage's {steps} steps (tokens / batch_tokens, rounded up)"
+            ),
+        );
+    }
+
+    let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = stage.optimizer;
+    for (rest, beta) in [("beta1", beta1), ("beta2", beta2)] {
+        let reason = "must be a number from 0 to below 1";
+        let fine = (0.0..1.0).contains(&beta);
+        faults.check(fine, &key(&format!("optimizer.{rest}")), beta, reason);
+    }
+    for (rest, value) in [("eps", eps), ("clip_norm", clip_norm)] {
+        let reason = "must be a finite number above 0";
+        let fine = value.is_finite() && value > 0.0;
+        faults.check(fine, &key(&format!("optimizer.{rest}")), value, reason);
+    }
+    let fine = weight_decay.is_finite() && weight_decay >= 0.0;
+    let reason = "must be a finite number from 0";
+    faults.check(fine, &key("optimizer.weight_decay"), weight_decay, reason);
+
+    check_parallel(faults, stage.parallel, &key("parallel"));
+    if let Some(moh) = &stage.moh {
+        let weight = moh.balance_loss_weight;
+        let fine = weight.is_finite() && weight >= 0.0;
+        let reason = "must be a finite number from 0";
+        faults.check(fine, &key("moh.balance_loss_weight"), weight, reason);
+    }
+}
+
+/// Checks the numbers of ranks; virtual stages require a pipeline.
+fn check_parallel(faults: &mut Faults, parallel: Parallel, key: &str) {
+    let Parallel { tensor, pipeline, virtual_stages } = parallel;
+    for (rest, value) in
+        [("tensor", tensor), ("pipeline", pipeline), ("virtual_stages", virtual_stages)]
+    {
+        faults.at_least_one(&format!("{key}.{rest}"), value as u64);
+    }
+    faults.check(
+        virtual_stages <= 1 || pipeline != 1 || !faults.is_known(&format!("{key}.pipeline")),
+        &format!("{key}.virtual_stages"),
+        virtual_stages,
+        "needs a pipeline: set parallel.pipeline to 2 or more, or leave it out",
+    );
+}
+
+/// A batch consists of whole micro-batches.
+fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
+    let Stage { batch_tokens, micro_batch, .. } = *stage;
+    if !faults.is_known(&stage_key(stage, "micro_batch")) {
+        return;
+    }
+    let unit = (sequence_length as u64).checked_mul(micro_batch as u64);
+    let described = format!(
+        "sequence_length x micro_batch = {sequence_length} x {micro_batch} = {}",
+        unit.map_or("too large".to_string(), |unit| unit.to_string())
+    );
+    let reason = match unit {
+        Some(0) => return,
+        Some(unit) if batch_tokens.is_multiple_of(unit) => return,
+        Some(unit) if unit <= MAX_TOKENS && batch_tokens <= MAX_TOKENS => {
+            let below = batch_tokens / unit * unit;
+            let above = below + unit;
+            let nearest = match below {
+                0 => above.to_string(),
+                below => format!("{below} and {above}"),
+            };
+            format!("must be a multiple of {described}: nearest {nearest}")
+        }
+        _ => format!("must be a multiple of {described}"),
+    };
+    faults.check(false, &stage_key(stage, "batch_tokens"), batch_tokens, reason);
+}
+
+/// Every key that does not fit the model, given before its vocabulary grows.
+pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
+    let mut faults = Faults::default();
+    check_fit(&mut faults, recipe, model);
+    faults.list
+}
+
+/// Checks the keys that depend on the model.
+fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
+    let length = recipe.data.sequence_length;
+    let longest = model.max_position_embeddings;
+    faults.check(
+        length <= longest,
+        "data.sequence_length",
+        length,
+        format!("the model supports {longest} tokens (max_position_embeddings)"),
+    );
+    if let Some(size) = recipe.model.vocab_size {
+        faults.check(
+            size >= model.vocab_size,
+            "model.vocab_size",
+            size,
+            format!("the model already has {}", model.vocab_size),
+        );
+    }
+    for (index, stage) in recipe.stages.iter().enumerate() {
+        if !faults.is_known(&format!("stage.{index}.name")) {
+            continue;
+        }
+        let key = |rest: &str| stage_key(stage, rest);
+        let routing_is_known =
+            faults.is_complete(&key("moh")) && faults.is_known(&key("attention"));
+        if routing_is_known && let Err(error) = stage.moh_config(model) {
+            faults.add(&key("moh"), error);
+        }
+        let Parallel { tensor, pipeline, virtual_stages } = stage.parallel;
+        let groups = model.num_key_value_heads;
+        faults.check(
+            tensor == 0 || groups.is_multiple_of(tensor),
+            &key("parallel.tensor"),
+            tensor,
+            format!("must divide the {groups} key/value heads"),
+        );
+        let layers = model.num_hidden_layers;
+        faults.check(
+            pipeline <= layers,
+            &key("parallel.pipeline"),
+            pipeline,
+            format!("must be at most the {layers} blocks"),
+        );
+        let most = layers / pipeline.max(1);
+        let bounded = pipeline <= layers && faults.is_known(&key("parallel.pipeline"));
+        faults.check(
+            virtual_stages <= most || !bounded,
+            &key("parallel.virtual_stages"),
+            virtual_stages,
+            format!(
+                "must be at most {most}: the {layers} blocks make no more parts for pipeline = \
+                 {pipeline}"
+            ),
+        );
+    }
+}

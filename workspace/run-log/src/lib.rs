@@ -1,0 +1,25 @@
+//! What a run records of itself: `metrics.jsonl` and `routing.jsonl`, TensorBoard's event files, timelines of steps,
+//! `machine.json` and `summary.json`. Writers and readers take paths; where a run keeps its files is decided above.
+
+mod error;
+mod evaluation;
+mod json_lines;
+mod machine;
+pub mod metrics;
+mod part_times;
+pub mod routing_log;
+mod speed;
+mod summary;
+mod tensorboard;
+mod trace;
+
+pub use error::Error;
+pub use evaluation::{EvaluatedText, Evaluation, EvaluationPoint};
+pub use machine::Machine;
+pub use metrics::{MetricsWriter, Skipped, StepMetrics, Validation};
+pub use part_times::PartTimes;
+pub use routing_log::{RoutingLine, RoutingMoment, RoutingOf, RoutingWriter};
+pub use speed::Speed;
+pub use summary::Summary;
+pub use tensorboard::TensorBoard;
+pub use trace::{StepTrace, TraceSteps};

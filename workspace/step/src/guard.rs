@@ -1,0 +1,230 @@
+//! Which steps are applied: not those whose loss or gradient norm is not finite, or far above its
+//! running median. A pure function of the recipe and the steps before, so that all ranks and a resumed
+//! run come to the same decision.
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Applied steps whose median is compared with. A spike of some steps does not move the median of so
+/// many, and the loss of a warm-up has left them when it matters.
+pub const WINDOW: usize = 128;
+
+/// Applied steps from which on there is a median. The first steps of a stage vary the most: until there are
+/// so many, only values that are not finite are refused.
+pub const MINIMUM: usize = 32;
+
+/// Why a step was not applied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SkipReason {
+    /// The loss is NaN or infinite.
+    #[serde(rename = "loss is not finite")]
+    LossNotFinite,
+    /// The gradient norm is NaN or infinite.
+    #[serde(rename = "gradient norm is not finite")]
+    GradNormNotFinite,
+    /// The loss is above its limit.
+    #[serde(rename = "loss is above guard.factor times its median")]
+    LossTooLarge,
+    /// The gradient norm is above its limit.
+    #[serde(rename = "gradient norm is above guard.factor times its median")]
+    GradNormTooLarge,
+}
+
+impl fmt::Display for SkipReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SkipReason::LossNotFinite => "loss is not finite",
+            SkipReason::GradNormNotFinite => "gradient norm is not finite",
+            SkipReason::LossTooLarge => "loss is above guard.factor times its median",
+            SkipReason::GradNormTooLarge => "gradient norm is above guard.factor times its median",
+        })
+    }
+}
+
+/// The largest loss and gradient norm of a step that is applied.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Limits {
+    /// Of the mean cross-entropy, in nats.
+    pub loss: f64,
+    /// Of the global gradient norm before clipping.
+    pub grad_norm: f64,
+}
+
+impl Limits {
+    /// Applies every step with finite values.
+    pub const FINITE: Limits = Limits { loss: f64::INFINITY, grad_norm: f64::INFINITY };
+
+    /// Why a step with these values is not applied; `None` if it is.
+    pub fn check(&self, loss: f64, grad_norm: f64) -> Option<SkipReason> {
+        if !loss.is_finite() {
+            Some(SkipReason::LossNotFinite)
+        } else if !grad_norm.is_finite() {
+            Some(SkipReason::GradNormNotFinite)
+        } else if loss > self.loss {
+            Some(SkipReason::LossTooLarge)
+        } else if grad_norm > self.grad_norm {
+            Some(SkipReason::GradNormTooLarge)
+        } else {
+            None
+        }
+    }
+}
+
+/// What a run remembers of its steps to decide about the next one.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GuardState {
+    /// Steps of the current stage that were not applied.
+    pub skipped: u64,
+    /// Steps up to the last one, in a row, that were not applied.
+    pub in_a_row: u64,
+    /// Number of the last rewind whose samples the run has passed over; 0 for none.
+    pub rewinds: u64,
+    /// Losses of the last applied steps of the stage, oldest first; at most [`WINDOW`]. Empty without a
+    /// factor.
+    pub losses: VecDeque<f64>,
+    /// Gradient norms of the same steps.
+    pub grad_norms: VecDeque<f64>,
+}
+
+impl GuardState {
+    /// The limits of the next step, at `factor` times the medians. Without limits while there are fewer
+    /// than [`MINIMUM`] steps, and with a factor of 0.
+    pub fn limits(&self, factor: f64) -> Limits {
+        let limit = |values: &VecDeque<f64>| match median(values) {
+            Some(median) if factor > 0.0 && values.len() >= MINIMUM => factor * median,
+            _ => f64::INFINITY,
+        };
+        Limits { loss: limit(&self.losses), grad_norm: limit(&self.grad_norms) }
+    }
+
+    /// Counts a step. The medians need its values only with a `factor` above 0.
+    pub fn count(&mut self, skipped: bool, (loss, grad_norm): (f64, f64), factor: f64) {
+        if skipped {
+            self.skipped += 1;
+            self.in_a_row += 1;
+            return;
+        }
+        self.in_a_row = 0;
+        if factor > 0.0 {
+            push(&mut self.losses, loss);
+            push(&mut self.grad_norms, grad_norm);
+        }
+    }
+
+    /// Forgets the steps of a stage that has ended. Steps that were not applied in a row are counted on.
+    pub fn end_stage(&mut self) {
+        let GuardState { in_a_row, rewinds, .. } = *self;
+        *self = GuardState { in_a_row, rewinds, ..GuardState::default() };
+    }
+}
+
+/// Adds the newest value, and drops the oldest beyond the window.
+fn push(values: &mut VecDeque<f64>, value: f64) {
+    values.push_back(value);
+    while values.len() > WINDOW {
+        values.pop_front();
+    }
+}
+
+/// The middle value, or the mean of the two in the middle.
+fn median(values: &VecDeque<f64>) -> Option<f64> {
+    let mut sorted: Vec<f64> = values.iter().copied().collect();
+    sorted.sort_by(f64::total_cmp);
+    let upper = *sorted.get(sorted.len() / 2)?;
+    let lower = sorted[(sorted.len() - 1) / 2];
+    Some(lower + (upper - lower) / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn after(values: &[f64]) -> GuardState {
+        let mut state = GuardState::default();
+        values.iter().for_each(|&value| state.count(false, (value, 2.0 * value), 3.0));
+        state
+    }
+
+    proptest! {
+        #[test]
+        fn the_median_has_as_many_values_above_as_below(
+            values in prop::collection::vec(0.0..1e6f64, 1..300),
+        ) {
+            let state = after(&values);
+            let window = &values[values.len().saturating_sub(WINDOW)..];
+            prop_assert_eq!(&state.losses, &window.to_vec());
+            let found = median(&state.losses).unwrap();
+            let below = window.iter().filter(|&&value| value < found).count();
+            let above = window.iter().filter(|&&value| value > found).count();
+            prop_assert!(2 * below <= window.len() && 2 * above <= window.len());
+            let (least, most) = window.iter().fold((f64::MAX, f64::MIN), |(least, most), &value| {
+                (least.min(value), most.max(value))
+            });
+            prop_assert!((least..=most).contains(&found));
+            // The order of the steps within the window does not matter.
+            let mut reversed = window.to_vec();
+            reversed.reverse();
+            prop_assert_eq!(median(&reversed.into()), Some(found));
+        }
+
+        #[test]
+        fn a_state_reads_back_exactly(values in prop::collection::vec(0.0..1e6f64, 0..200)) {
+            let state = after(&values);
+            let text = serde_json::to_string(&state).unwrap();
+            prop_assert_eq!(serde_json::from_str::<GuardState>(&text).unwrap(), state);
+        }
+    }
+
+    #[test]
+    fn limits_begin_with_the_minimum_of_steps() {
+        let few = after(&[1.0; MINIMUM - 1]);
+        assert_eq!(few.limits(3.0), Limits::FINITE);
+        let enough = after(&[1.0; MINIMUM]);
+        assert_eq!(enough.limits(3.0), Limits { loss: 3.0, grad_norm: 6.0 });
+        assert_eq!(enough.limits(0.0), Limits::FINITE);
+    }
+
+    #[test]
+    fn every_reason_is_found() {
+        let limits = Limits { loss: 3.0, grad_norm: 6.0 };
+        assert_eq!(limits.check(3.0, 6.0), None);
+        assert_eq!(limits.check(f64::NAN, 1.0), Some(SkipReason::LossNotFinite));
+        assert_eq!(limits.check(f64::INFINITY, 1.0), Some(SkipReason::LossNotFinite));
+        assert_eq!(limits.check(1.0, f64::NAN), Some(SkipReason::GradNormNotFinite));
+        assert_eq!(limits.check(3.5, 1.0), Some(SkipReason::LossTooLarge));
+        assert_eq!(limits.check(1.0, 6.5), Some(SkipReason::GradNormTooLarge));
+        assert_eq!(Limits::FINITE.check(f64::MAX, f64::MAX), None);
+    }
+
+    #[test]
+    fn a_reason_is_written_as_it_is_shown() {
+        for reason in [
+            SkipReason::LossNotFinite,
+            SkipReason::GradNormNotFinite,
+            SkipReason::LossTooLarge,
+            SkipReason::GradNormTooLarge,
+        ] {
+            assert_eq!(serde_json::to_value(reason).unwrap(), reason.to_string());
+        }
+    }
+
+    #[test]
+    fn skipped_steps_are_counted_and_leave_the_medians() {
+        let mut state = after(&[1.0; MINIMUM]);
+        let before = state.limits(3.0);
+        state.count(true, (f64::NAN, f64::NAN), 3.0);
+        state.count(true, (1e9, 1e9), 3.0);
+        assert_eq!((state.skipped, state.in_a_row, state.limits(3.0)), (2, 2, before));
+        state.rewinds = 4;
+        state.end_stage();
+        assert_eq!((state.skipped, state.in_a_row, state.rewinds), (0, 2, 4));
+        assert_eq!(state.limits(3.0), Limits::FINITE);
+        state.count(false, (1.0, 1.0), 0.0);
+        assert_eq!(state, GuardState { rewinds: 4, ..GuardState::default() });
+    }
+}

@@ -1,0 +1,35 @@
+//! One optimisation step: the passes of its micro-batches, the exchange between data ranks, the gradient norm, and
+//! AdamW's update if the step is applied. What the step of a recipe is, and where its tokens come from, is decided above.
+
+mod block_norms;
+mod data_parallel;
+mod error;
+pub mod guard;
+mod not_finite;
+#[cfg(test)]
+mod on_ranks;
+mod optimizer;
+pub mod pipeline_schedule;
+pub mod ranks;
+#[cfg(test)]
+mod ranks_on_threads;
+mod step_buffers;
+mod stepper;
+mod tensor_kind;
+#[cfg(test)]
+mod tiny_model;
+
+pub use block_norms::{BlockNorms, Norms};
+pub use error::Error;
+pub use not_finite::finite_or_nan;
+pub use optimizer::{Hyperparameters, OptimizerState};
+pub use ranks::Ranks;
+pub use step_buffers::{StepBuffers, StepSizes};
+pub use stepper::{
+    Observer, ReadSample, StepGroups, StepPlan, StepResult, Stepper, TensorGradient, Update,
+};
+pub use tensor_kind::TensorKind;
+
+// The ranks of unit tests are in a file that other crates compile too.
+#[cfg(test)]
+extern crate self as moh_step;

@@ -1,0 +1,213 @@
+//! AdamW over a model's flat buffers, with clipping by the global gradient norm: over whole
+//! buffers, or over a rank's local shard (`data_parallel.rs`).
+
+use std::ops::Range;
+
+use half::bf16;
+use moh_kernels::adamw::remainder::{join, split};
+use moh_kernels::adamw::{AdamW, AdamWUpdate};
+use moh_kernels::{Backend, Element, Memory, Purpose, Scalar};
+use moh_model::layout::{ModelLayout, Segment};
+use moh_model::parameters::{FlatBuffers, OnBuffer, Shard, overlap};
+use moh_model::{Model, StepSums};
+
+use crate::{Error, TensorKind};
+
+/// The constants of AdamW with decoupled weight decay, and the limit of the gradient norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Hyperparameters {
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Weight decay of matrices, multiplied by the learning rate.
+    pub weight_decay: f64,
+    /// Maximum global gradient norm, above 0.
+    pub clip_norm: f64,
+}
+
+/// The optimiser's state or a shard of it: the moments and, for bf16 weights, the 16 bits that
+/// rounding removed from the f32 weights.
+pub struct OptimizerState<B: Memory, M: Element> {
+    /// The 16 bits by which bf16 weights differ from the f32 weights; `None` for f32 weights.
+    pub remainder: Option<FlatBuffers<B, i16>>,
+    /// Running mean of the gradients.
+    pub first_moment: FlatBuffers<B, M>,
+    /// Running mean of their squares.
+    pub second_moment: FlatBuffers<B, M>,
+    shard: Shard,
+}
+
+impl<B: Memory, M: Element> OptimizerState<B, M> {
+    /// Creates zero moments of `shard`, for weights of type `T` that have no rounding error yet.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
+    pub fn zeros<T: Element>(
+        memory: &B,
+        layout: &ModelLayout,
+        shard: Shard,
+    ) -> Result<Self, Error> {
+        let remainder = || FlatBuffers::zeros_of(memory, layout, shard);
+        let remainder = || memory.for_purpose(Purpose::Remainders, remainder);
+        let moment = || FlatBuffers::zeros_of(memory, layout, shard);
+        Ok(OptimizerState {
+            remainder: (T::DTYPE == bf16::DTYPE).then(remainder).transpose()?,
+            first_moment: memory.for_purpose(Purpose::Moments, moment)?,
+            second_moment: memory.for_purpose(Purpose::Moments, moment)?,
+            shard,
+        })
+    }
+}
+
+impl<B: Backend, M: Element> OptimizerState<B, M> {
+    /// Creates zero moments of `shard` for the given weights.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
+    pub fn new<T: Element>(model: &Model<B, T>, shard: Shard) -> Result<Self, Error> {
+        Self::zeros::<T>(model.backend(), model.layout(), shard)
+    }
+
+    /// The local shard of every flat buffer, which this rank updates.
+    pub fn shard(&self) -> Shard {
+        self.shard
+    }
+
+    /// Adds the squares of the shard's gradients to `sums`; each tensor counts once over all ranks.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn add_squared_norm<G: Element>(
+        &self,
+        backend: &B,
+        layout: &ModelLayout,
+        gradients: &FlatBuffers<B, G>,
+        sums: &mut StepSums<B>,
+    ) -> Result<(), Error> {
+        let counted = layout.segments().filter(|(_, segment)| segment.counted);
+        let parts = counted.filter_map(|(flat, segment)| {
+            let part = overlap(&segment.range, &self.first_moment.local_range(flat));
+            (!part.is_empty()).then(|| gradients.view(flat, part))
+        });
+        Ok(backend.squared_norms(&parts.collect::<Vec<_>>(), sums.squared_norm_mut())?)
+    }
+
+    /// Updates the shard of the model's weights by one step.
+    /// `step.weight_decay` applies to matrices only. `updated` is called with the weights as soon
+    /// as the shard of a buffer is updated.
+    ///
+    /// # Errors
+    /// Fails if the device or `updated` fails.
+    pub fn update<T: Element, G: Element>(
+        &mut self,
+        model: &mut Model<B, T>,
+        gradients: &FlatBuffers<B, G>,
+        step: &AdamW,
+        updated: OnBuffer<'_, B, T>,
+    ) -> Result<(), Error>
+    where
+        B: Clone,
+    {
+        let backend = model.backend().clone();
+        let runs: Vec<_> = model.layout().flats.iter().map(|flat| flat.decay_runs()).collect();
+        for (flat, runs) in runs.into_iter().enumerate() {
+            let local = self.first_moment.local_range(flat);
+            for (range, decays) in runs {
+                let range = overlap(&range, &local);
+                if range.is_empty() {
+                    continue;
+                }
+                let weight_decay = if decays { step.weight_decay } else { 0.0 };
+                backend.adamw(AdamWUpdate {
+                    step: &AdamW { weight_decay, ..*step },
+                    gradients: gradients.view(flat, range.clone()),
+                    weights: model.weights_mut().view_mut(flat, range.clone()),
+                    remainder: self
+                        .remainder
+                        .as_mut()
+                        .map(|left| left.view_mut(flat, range.clone())),
+                    first_moment: self.first_moment.view_mut(flat, range.clone()),
+                    second_moment: self.second_moment.view_mut(flat, range),
+                })?;
+            }
+            updated(model.weights_mut(), flat)?;
+        }
+        Ok(())
+    }
+
+    /// The f32 weights of a part of a buffer, within the local shard.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn exact_weights<T: Element>(
+        &self,
+        model: &Model<B, T>,
+        flat: usize,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, Error> {
+        let backend = model.backend();
+        let mut weights = model.weights().read_range(backend, flat, range.clone())?;
+        let Some(remainder) = &self.remainder else { return Ok(weights) };
+        let mut left = vec![0; weights.len()];
+        backend.download(remainder.view(flat, range), &mut left)?;
+        for (weight, left) in weights.iter_mut().zip(left) {
+            *weight = join(bf16::from_f32(*weight), left);
+        }
+        Ok(weights)
+    }
+
+    /// Fills the shard of the model's weights and of the state with the values that `read` writes: a
+    /// range of the elements of a tensor's local slice, of each kind.
+    ///
+    /// # Errors
+    /// Fails if `read` or the device fails.
+    pub fn fill<T: Element, E: From<moh_model::Error>>(
+        &mut self,
+        model: &mut Model<B, T>,
+        read: impl Fn(TensorKind, &Segment, Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E>
+    where
+        B: Clone,
+    {
+        let (backend, layout) = (model.backend().clone(), model.layout().clone());
+        let shard = self.shard;
+        let remainder = &mut self.remainder;
+        model.weights_mut().fill_shard(
+            &backend,
+            &layout,
+            shard,
+            T::from_f32,
+            |(flat, segment), part, exact| -> Result<(), E> {
+                read(TensorKind::Weight, segment, part.clone(), exact)?;
+                let Some(remainder) = &mut *remainder else { return Ok(()) };
+                let left: Vec<i16> = exact.iter().map(|&exact| split(exact).1).collect();
+                let start = segment.range.start;
+                let into = remainder.view_mut(flat, start + part.start..start + part.end);
+                Ok(backend.upload(&left, into).map_err(moh_model::Error::from)?)
+            },
+        )?;
+        for (kind, moment) in [
+            (TensorKind::FirstMoment, &mut self.first_moment),
+            (TensorKind::SecondMoment, &mut self.second_moment),
+        ] {
+            let read = |(_, segment): (usize, &Segment), part, values: &mut [f32]| {
+                read(kind, segment, part, values)
+            };
+            moment.fill_shard(&backend, &layout, shard, M::from_f32, read)?;
+        }
+        Ok(())
+    }
+
+    /// Resets the moments; called at the start of each stage.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn reset(&mut self, backend: &B) -> Result<(), Error> {
+        self.first_moment.zero(backend)?;
+        self.second_moment.zero(backend)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,282 @@
+//! Small exchanges between the ranks of a run: a few values, text, and whether all succeeded.
+
+use moh_comm::{Group, Reduce};
+use moh_kernels::{Backend, Memory, Scalar};
+
+use crate::Error;
+
+/// Maximum values of one message.
+const MAX_VALUES: usize = 5;
+/// Tag of text messages.
+const TEXT: u32 = 1;
+
+/// The ranks of a run.
+pub struct Ranks<B: Backend> {
+    backend: B,
+    group: Group,
+    values: B::Buffer<f64>,
+}
+
+/// The buffer of the exchanged values: f64, as many as one message holds.
+///
+/// # Errors
+/// Fails if the device is out of memory.
+pub fn values<M: Memory>(memory: &M) -> Result<M::Buffer<f64>, Error> {
+    Ok(memory.allocate(MAX_VALUES)?)
+}
+
+impl<B: Backend> Ranks<B> {
+    /// The ranks of `group`, with buffers on `backend`.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
+    pub fn new(backend: B, group: Group) -> Result<Self, Error> {
+        let values = values(&backend)?;
+        Ok(Ranks { backend, group, values })
+    }
+
+    /// The group of all ranks.
+    pub fn group(&self) -> &Group {
+        &self.group
+    }
+
+    /// Whether this rank writes the files that exist once per run.
+    pub fn is_first(&self) -> bool {
+        self.group.rank() == 0
+    }
+
+    /// The sums of the values over the ranks.
+    ///
+    /// # Errors
+    /// Fails if another rank has failed.
+    pub fn sum<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N], Error> {
+        self.reduce(values, Reduce::Sum)
+    }
+
+    /// Replaces the values, equally many on each rank, by their sums over the ranks.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory or another rank has failed.
+    pub fn sum_all(&mut self, values: &mut [f64]) -> Result<(), Error> {
+        if self.group.size() > 1 && !values.is_empty() {
+            let mut buffer = self.backend.allocate::<f64>(values.len())?;
+            self.backend.upload(values, B::whole_mut(&mut buffer))?;
+            self.group.all_reduce::<B, f64>(B::whole_mut(&mut buffer), Reduce::Sum)?;
+            self.backend.download(B::whole(&buffer), values)?;
+        }
+        Ok(())
+    }
+
+    /// The elementwise maximum of the values over the ranks.
+    ///
+    /// # Errors
+    /// Fails if another rank has failed.
+    pub fn largest<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N], Error> {
+        self.reduce(values, Reduce::Max)
+    }
+
+    fn reduce<const N: usize>(
+        &mut self,
+        mut values: [f64; N],
+        reduce: Reduce,
+    ) -> Result<[f64; N], Error> {
+        const { assert!(N <= MAX_VALUES, "more values than one message holds") };
+        if self.group.size() > 1 {
+            let view = B::view_mut(&mut self.values, 0..N);
+            self.backend.upload(&values, view)?;
+            self.group.all_reduce::<B, f64>(B::view_mut(&mut self.values, 0..N), reduce)?;
+            self.backend.download(B::view(&self.values, 0..N), &mut values)?;
+        }
+        Ok(values)
+    }
+
+    /// Which of the flags are set on any rank.
+    ///
+    /// # Errors
+    /// Fails if another rank has failed.
+    pub fn any_of<const N: usize>(&mut self, flags: [bool; N]) -> Result<[bool; N], Error> {
+        Ok(self.largest(flags.map(f64::from))?.map(|flag| flag > 0.0))
+    }
+
+    /// Whether the flag is set on any rank.
+    ///
+    /// # Errors
+    /// Fails if another rank has failed.
+    pub fn any(&mut self, flag: bool) -> Result<bool, Error> {
+        let [any] = self.any_of([flag])?;
+        Ok(any)
+    }
+
+    /// Returns this rank's result if all ranks succeed. Otherwise the first failed rank returns its
+    /// error, and the others return [`Error::OtherRank`], so that all end together and one reports
+    /// the cause.
+    ///
+    /// # Errors
+    /// The error of this rank or [`Error::OtherRank`], as above.
+    pub fn agree<R, E: From<Error>>(&mut self, result: Result<R, E>) -> Result<R, E> {
+        let rank = self.group.rank() as f64;
+        // The maximum of -rank over the failed ranks is the rank nearest to 0.
+        let mine = if result.is_ok() { f64::NEG_INFINITY } else { -rank };
+        let [first] = self.largest([mine])?;
+        if first == f64::NEG_INFINITY {
+            return result;
+        }
+        match result {
+            Err(error) if -first == rank => Err(error),
+            _ => Err(Error::OtherRank { rank: -first as usize }.into()),
+        }
+    }
+
+    /// Runs `work` on the first rank alone and returns its result, a number, on all ranks.
+    ///
+    /// # Errors
+    /// The error of `work`; on the other ranks [`Error::OtherRank`].
+    pub fn first<E: From<Error>>(
+        &mut self,
+        work: impl FnOnce() -> Result<f64, E>,
+    ) -> Result<f64, E> {
+        let mut values = [0.0];
+        self.first_does::<E>(|| {
+            values = [work()?];
+            Ok(())
+        })?;
+        if self.group.size() > 1 {
+            self.broadcast(&mut values, 0)?;
+        }
+        Ok(values[0])
+    }
+
+    /// As [`Self::first`], for a condition.
+    ///
+    /// # Errors
+    /// See [`Self::first`].
+    pub fn first_holds<E: From<Error>>(
+        &mut self,
+        condition: impl FnOnce() -> Result<bool, E>,
+    ) -> Result<bool, E> {
+        Ok(self.first(|| condition().map(f64::from))? > 0.0)
+    }
+
+    /// Runs `work` on the first rank alone; the others wait for it.
+    ///
+    /// # Errors
+    /// See [`Self::first`].
+    pub fn first_does<E: From<Error>>(
+        &mut self,
+        work: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
+        let done = if self.is_first() { work() } else { Ok(()) };
+        self.agree(done)
+    }
+
+    /// Every rank's text in rank order, on the first rank; empty on the others.
+    ///
+    /// # Errors
+    /// Fails if another rank has failed.
+    pub fn gather(&mut self, text: Vec<u8>) -> Result<Vec<Vec<u8>>, Error> {
+        let mut texts = Vec::new();
+        if self.is_first() {
+            texts.push(text);
+            for rank in 1..self.group.size() {
+                let mut length = [0f64];
+                self.receive(rank, &mut length)?;
+                // The length of this rank's own text, which f64 represents exactly.
+                let mut text = vec![0; length[0] as usize];
+                self.receive(rank, &mut text)?;
+                texts.push(text);
+            }
+        } else {
+            self.send(&[text.len() as f64])?;
+            self.send(&text)?;
+        }
+        Ok(texts)
+    }
+
+    /// The text of the first rank that has one, on all ranks.
+    ///
+    /// # Errors
+    /// Fails if another rank has failed.
+    pub fn first_that_has(&mut self, text: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, Error> {
+        let rank = self.group.rank() as f64;
+        let [first] = self.largest([if text.is_some() { -rank } else { f64::NEG_INFINITY }])?;
+        if first == f64::NEG_INFINITY || self.group.size() == 1 {
+            return Ok(text);
+        }
+        let (root, mut text) = (-first as usize, text.unwrap_or_default());
+        let mut length = [text.len() as f64];
+        self.broadcast(&mut length, root)?;
+        // The length of the root's own text, which f64 represents exactly.
+        text.resize(length[0] as usize, 0);
+        self.broadcast(&mut text, root)?;
+        Ok(Some(text))
+    }
+
+    fn broadcast<S: Scalar>(&self, values: &mut [S], root: usize) -> Result<(), Error> {
+        let mut buffer = self.backend.allocate(values.len())?;
+        let whole = 0..values.len();
+        self.backend.upload(values, B::view_mut(&mut buffer, whole.clone()))?;
+        self.group.broadcast::<B, S>(B::view_mut(&mut buffer, whole.clone()), root)?;
+        Ok(self.backend.download(B::view(&buffer, whole), values)?)
+    }
+
+    fn send<S: Scalar>(&self, values: &[S]) -> Result<(), Error> {
+        let mut buffer = self.backend.allocate(values.len())?;
+        let whole = 0..values.len();
+        self.backend.upload(values, B::view_mut(&mut buffer, whole.clone()))?;
+        Ok(self.group.send::<B, S>(B::view(&buffer, whole), 0, TEXT)?)
+    }
+
+    fn receive<S: Scalar>(&self, from: usize, values: &mut [S]) -> Result<(), Error> {
+        let mut buffer = self.backend.allocate(values.len())?;
+        let whole = 0..values.len();
+        self.group.recv::<B, S>(B::view_mut(&mut buffer, whole.clone()), from, TEXT)?;
+        Ok(self.backend.download(B::view(&buffer, whole), values)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ranks_on_threads::ranks_on_threads as on_ranks;
+
+    #[test]
+    fn the_first_rank_that_fails_tells_why() {
+        let found = on_ranks(4, |ranks| {
+            let rank = ranks.group().rank();
+            let result = if rank == 1 || rank == 3 {
+                Err(Error::samples(rank.to_string()))
+            } else {
+                Ok(rank)
+            };
+            match ranks.agree(result) {
+                Err(Error::Samples(error)) => format!("failed {error}"),
+                Err(Error::OtherRank { rank }) => format!("because of {rank}"),
+                other => format!("{other:?}"),
+            }
+        });
+        assert_eq!(found, ["because of 1", "failed 1", "because of 1", "because of 1"]);
+        assert_eq!(on_ranks(3, |ranks| ranks.agree::<_, Error>(Ok(7)).unwrap()), [7; 3]);
+    }
+
+    #[test]
+    fn numbers_and_texts_are_exchanged() {
+        let found = on_ranks(3, |ranks| {
+            let rank = ranks.group().rank();
+            let sum = ranks.sum([rank as f64, 1.0]).unwrap();
+            let texts = ranks.gather(vec![b'a' + rank as u8; rank]).unwrap();
+            let first = ranks.first::<Error>(|| Ok(5.5)).unwrap();
+            let text = |has: bool| has.then(|| vec![b'x'; rank]);
+            assert_eq!(ranks.first_that_has(text(rank > 0)).unwrap(), Some(vec![b'x']));
+            assert_eq!(ranks.first_that_has(text(false)).unwrap(), None);
+            assert_eq!(ranks.any_of([rank == 1, false, true]).unwrap(), [true, false, true]);
+            assert!(ranks.first_holds::<Error>(|| Ok(rank == 0)).unwrap());
+            assert!(!ranks.first_holds::<Error>(|| Ok(rank > 0)).unwrap());
+            (sum, texts, first, ranks.any(rank == 2).unwrap(), ranks.any(false).unwrap())
+        });
+        let gathered = vec![b"".to_vec(), b"b".to_vec(), b"cc".to_vec()];
+        for (rank, (sum, texts, first, any, none)) in found.into_iter().enumerate() {
+            assert_eq!((sum, first, any, none), ([3.0, 3.0], 5.5, true, false));
+            assert_eq!(texts, if rank == 0 { gathered.clone() } else { Vec::new() });
+        }
+    }
+}

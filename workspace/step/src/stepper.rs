@@ -1,0 +1,510 @@
+//! One optimisation step: micro-batches, accumulated gradients, clipping and the update.
+//!
+//! A [`Stepper`] depends on neither recipes nor token files: a [`StepPlan`] gives the sizes, and
+//! the caller, the trainer or a benchmark, gives the tokens.
+
+use std::ops::Range;
+
+use moh_comm::Group;
+use moh_kernels::adamw::AdamW;
+use moh_kernels::ranks::share;
+use moh_kernels::{Backend, Element, ElementType, span};
+use moh_model::parameters::FlatBuffers;
+use moh_model::{
+    Activations, AuxiliaryLosses, LossScale, Model, PassShape, PassSlot, Recompute, StepSums, Sums,
+};
+
+use crate::Error;
+use crate::block_norms::{BlockNorms, SquaredBlockNorms};
+use crate::data_parallel::DataParallel;
+use crate::guard::{Limits, SkipReason};
+use crate::optimizer::{Hyperparameters, OptimizerState};
+use crate::pipeline_schedule::{self, Pass};
+use crate::step_buffers::{StepBuffers, StepSizes};
+
+/// The settings of all steps of a stage.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepPlan {
+    /// The stage's name, for messages.
+    pub stage: String,
+    /// Tokens of a sequence.
+    pub sequence_length: usize,
+    /// Sequences of a micro-batch.
+    pub micro_batch: usize,
+    /// Micro-batches of a step.
+    pub micro_batches: u64,
+    /// Whether attention is limited to the token's own document.
+    pub document_mask: bool,
+    /// The activations that the backward pass recomputes.
+    pub recompute: Recompute,
+    /// Weight of each auxiliary loss; unused by a dense model.
+    pub auxiliary_weights: AuxiliaryLosses<f64>,
+    /// Hyperparameters of AdamW.
+    pub optimizer: Hyperparameters,
+    /// Element type in which ranks exchange f32 gradients.
+    pub reduce: ElementType,
+}
+
+/// The groups of ranks that compute a step together.
+#[derive(Debug, Clone)]
+pub struct StepGroups {
+    /// All ranks.
+    pub all: Group,
+    /// The data-parallel ranks: those with the same part of the model, which share a step's
+    /// micro-batches.
+    pub data: Group,
+}
+
+/// The buffers of a stage's steps, and the settings that do not change between steps.
+pub struct Stepper<B: Backend, T: Element, G: Element> {
+    activations: Activations<B, T>,
+    /// The rank's pipeline schedule of a step; its micro-batches are counted from 0.
+    passes: Vec<Pass>,
+    /// This rank's micro-batches of a step: a consecutive range.
+    own: Range<usize>,
+    gradients: FlatBuffers<B, G>,
+    data_parallel: DataParallel<B, T, G>,
+    sums: StepSums<B>,
+    plan: StepPlan,
+    host: HostBatch,
+    all_ranks: Group,
+    gradient_faults: Vec<(u64, f32)>,
+    /// Whether the next step measures its norms by block.
+    measures_norms: bool,
+    squared_block_norms: SquaredBlockNorms<B>,
+    block_norms: Option<BlockNorms>,
+}
+
+/// A micro-batch on the host.
+struct HostBatch {
+    window: Vec<u32>,
+    ids: Vec<u32>,
+    targets: Vec<u32>,
+    document_start: Vec<u32>,
+}
+
+/// How a step updates the weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// The number of the update since the moments were zero, from 1, for AdamW's bias correction: steps
+    /// that were not applied do not count.
+    pub number: u64,
+    /// The learning rate.
+    pub learning_rate: f64,
+    /// The step is not applied if it exceeds them.
+    pub limits: Limits,
+}
+
+/// Reads the samples of a step. Closures implement it.
+pub trait ReadSample {
+    /// Writes sample `number`: to `window` a sequence and the token after it and, with a document mask,
+    /// to `document_start` the position in the window at which each token's document starts.
+    ///
+    /// # Errors
+    /// Ends the step.
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        document_start: Option<&mut [u32]>,
+    ) -> Result<(), Error>;
+}
+
+impl<F> ReadSample for F
+where
+    F: Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+{
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        document_start: Option<&mut [u32]>,
+    ) -> Result<(), Error> {
+        self(number, window, document_start)
+    }
+}
+
+/// Sees the activations of a step's passes.
+pub trait Observer<B: Backend, T: Element> {
+    /// Called after the forward pass of a micro-batch through a chunk, with its activations at `slot`.
+    ///
+    /// # Errors
+    /// Ends the step.
+    fn forward_done(
+        &mut self,
+        model: &Model<B, T>,
+        activations: &Activations<B, T>,
+        slot: PassSlot,
+    ) -> Result<(), Error>;
+}
+
+/// Sees nothing.
+struct Unobserved;
+
+impl<B: Backend, T: Element> Observer<B, T> for Unobserved {
+    fn forward_done(
+        &mut self,
+        _: &Model<B, T>,
+        _: &Activations<B, T>,
+        _: PassSlot,
+    ) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+/// The measurements of a step, and whether it was applied.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepResult {
+    /// Mean cross-entropy of the step's targets, before the update.
+    pub loss: f64,
+    /// Means of the auxiliary losses over the step's micro-batches, unweighted; `None` where the
+    /// model has no such loss.
+    pub auxiliary: AuxiliaryLosses<Option<f64>>,
+    /// Global norm of the gradients before clipping.
+    pub grad_norm: f64,
+    /// Why the step was not applied; `None` if it was.
+    pub skipped: Option<SkipReason>,
+}
+
+/// The gradient of a tensor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TensorGradient {
+    /// The tensor.
+    pub name: String,
+    /// The block that it belongs to; `None` outside blocks.
+    pub block: Option<usize>,
+    /// Norm of its gradient before clipping.
+    pub norm: f64,
+}
+
+impl StepPlan {
+    /// The shape of a pass over one micro-batch.
+    pub fn pass_shape(&self) -> PassShape {
+        PassShape {
+            batch: self.micro_batch,
+            length: self.sequence_length,
+            recompute: self.recompute,
+            training: true,
+            document_mask: self.document_mask,
+        }
+    }
+
+    /// Sequences of one step.
+    pub fn batch_sequences(&self) -> u64 {
+        self.micro_batches * self.micro_batch as u64
+    }
+}
+
+impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
+    /// Allocates the buffers of `plan`'s steps on `model`, shared by the ranks of `groups`.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
+    pub fn new(model: &Model<B, T>, plan: StepPlan, groups: StepGroups) -> Result<Self, Error> {
+        let length = plan.sequence_length;
+        let tokens = plan.micro_batch * length;
+        // The step's schedule is in memory, so its length fits a `usize`.
+        let micro_batches = usize::try_from(plan.micro_batches).unwrap_or(usize::MAX);
+        let own = share(micro_batches, groups.data.rank(), groups.data.size());
+        let stage = stage_of(model);
+        let sizes = StepSizes {
+            layout: model.layout(),
+            passes: model.pass_sizes(plan.pass_shape())?,
+            slots: stage.slots(own.len()),
+            data_ranks: groups.data.size(),
+            reduce: plan.reduce,
+        };
+        let message = sizes.passes.message_bytes::<T>();
+        model.parallel().reserve_sends(stage.messages(own.len()), message)?;
+        let buffers = StepBuffers::new(model.backend(), &sizes)?;
+        let StepBuffers { activations, gradients, rounded, sums, block_norms } = buffers;
+        Ok(Stepper {
+            activations,
+            passes: stage.passes(own.len()),
+            own,
+            gradients,
+            data_parallel: DataParallel::new(model, &groups.data, rounded),
+            sums,
+            host: HostBatch {
+                window: vec![0; length + 1],
+                ids: vec![0; tokens],
+                targets: vec![0; tokens],
+                document_start: vec![0; if plan.document_mask { tokens } else { 0 }],
+            },
+            plan,
+            all_ranks: groups.all,
+            gradient_faults: Vec::new(),
+            measures_norms: false,
+            squared_block_norms: block_norms,
+            block_norms: None,
+        })
+    }
+
+    /// Multiplies the gradients of the micro-batches that contain these samples by the given factors: for
+    /// tests of steps that are not applied.
+    pub fn set_gradient_faults(&mut self, faults: &[(u64, f32)]) {
+        self.gradient_faults = faults.to_vec();
+    }
+
+    /// The settings of all steps.
+    pub fn plan(&self) -> &StepPlan {
+        &self.plan
+    }
+
+    /// Sets whether the next steps measure norms by block, for [`Self::take_block_norms`]; the same
+    /// on all ranks.
+    pub fn measure_block_norms(&mut self, measure: bool) {
+        self.measures_norms = measure;
+    }
+
+    /// The norms by block of the last step, if it has measured them.
+    pub fn take_block_norms(&mut self) -> Option<BlockNorms> {
+        self.block_norms.take()
+    }
+
+    /// Waits for the updated weights of the last step; required before any use of them other than
+    /// the next step.
+    ///
+    /// # Errors
+    /// Fails if another rank has failed.
+    pub fn wait_for_weights(&mut self, model: &mut Model<B, T>) -> Result<(), Error> {
+        Ok(self.data_parallel.wait_for_all_weights(model.weights_mut())?)
+    }
+
+    /// Computes a step on the samples from `first` on, and applies it within the limits of `update`; the
+    /// weights and the state of the optimiser are unchanged otherwise. With several data ranks, the
+    /// weights are complete only after [`Self::wait_for_weights`].
+    ///
+    /// # Errors
+    /// Fails if `read`, the device or another rank fails.
+    pub fn step<M: Element>(
+        &mut self,
+        model: &mut Model<B, T>,
+        optimizer: &mut OptimizerState<B, M>,
+        read: impl ReadSample + Send,
+        first: u64,
+        update: Update,
+    ) -> Result<StepResult, Error> {
+        let backend = model.backend().clone();
+        backend.install(|| self.compute_and_apply(&backend, model, optimizer, read, first, update))
+    }
+
+    fn compute_and_apply<M: Element>(
+        &mut self,
+        backend: &B,
+        model: &mut Model<B, T>,
+        optimizer: &mut OptimizerState<B, M>,
+        read: impl ReadSample,
+        first: u64,
+        update: Update,
+    ) -> Result<StepResult, Error> {
+        let result = self.compute(backend, model, optimizer, (read, first), &mut Unobserved)?;
+        if self.measures_norms {
+            let _norms = span::enter("block norms");
+            let (layout, buffers) = (model.layout(), (model.weights(), &self.gradients));
+            let (shard, ranks) = (optimizer.shard(), &self.all_ranks);
+            let norms = self.squared_block_norms.measure(backend, layout, buffers, shard, ranks)?;
+            self.block_norms = Some(norms);
+        }
+        // All ranks have the same sums, and decide the same.
+        let skipped = update.limits.check(result.loss, result.grad_norm);
+        let result = StepResult { skipped, ..result };
+        if skipped.is_some() {
+            // The next step overwrites the gradients, and no all-gather of weights has begun.
+            return Ok(result);
+        }
+        let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
+        let Update { number, learning_rate, .. } = update;
+        let grad_norm = result.grad_norm;
+        let constants = AdamW {
+            learning_rate,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            clip_norm,
+            grad_norm,
+            step: number,
+        };
+        let _optimizer = span::enter("optimizer");
+        let data_parallel = &mut self.data_parallel;
+        optimizer.update(model, &self.gradients, &constants, &mut |weights, flat| {
+            data_parallel.start_weights(weights, flat)
+        })?;
+        Ok(result)
+    }
+
+    /// Computes a step and its gradients without an update, and shows its passes to `observer`.
+    ///
+    /// # Errors
+    /// As [`Self::step`]; fails if `observer` fails.
+    pub fn measure<M: Element>(
+        &mut self,
+        model: &mut Model<B, T>,
+        optimizer: &OptimizerState<B, M>,
+        (read, first): (impl ReadSample + Send, u64),
+        observer: &mut (dyn Observer<B, T> + Send),
+    ) -> Result<StepResult, Error> {
+        let backend = model.backend().clone();
+        backend.install(|| self.compute(&backend, model, optimizer, (read, first), observer))
+    }
+
+    /// The norm of each tensor's gradient of the last step, before clipping, in the order of the
+    /// model; of the local shards.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn gradient_norms(&self, model: &Model<B, T>) -> Result<Vec<TensorGradient>, Error> {
+        let (backend, layout) = (model.backend(), model.layout());
+        let layers = model.config().num_hidden_layers;
+        let mut norms = Vec::new();
+        let mut sums = StepSums::new(backend)?;
+        for (flat, segment) in layout.segments().filter(|(_, segment)| segment.counted) {
+            sums.zero(backend)?;
+            let gradient = self.gradients.view(flat, segment.range.clone());
+            backend.squared_norms(&[gradient], sums.squared_norm_mut())?;
+            let squares = sums.read(backend)?.squared_norm;
+            let block = (0..layers).find(|&layer| layout.block_index(layer) == flat);
+            let name = segment.name.clone();
+            norms.push(TensorGradient { name, block, norm: squares.sqrt() });
+        }
+        Ok(norms)
+    }
+
+    /// Computes the passes of a step and the sums over all ranks.
+    fn compute<M: Element>(
+        &mut self,
+        backend: &B,
+        model: &mut Model<B, T>,
+        optimizer: &OptimizerState<B, M>,
+        (read, first): (impl ReadSample, u64),
+        observer: &mut dyn Observer<B, T>,
+    ) -> Result<StepResult, Error> {
+        let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
+        self.passes(backend, model, (read, first), targets, observer)?;
+        let _norm = span::enter("gradient norm");
+        optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
+        self.sums.all_reduce(&self.all_ranks)?;
+        let Sums { cross_entropy, auxiliary, squared_norm } = self.sums.read(backend)?;
+        let (routes, count) = (model.config().moh.is_some(), self.plan.micro_batches as f64);
+        Ok(StepResult {
+            loss: cross_entropy / targets,
+            auxiliary: auxiliary.map(|sum| routes.then_some(sum / count)),
+            grad_norm: squared_norm.sqrt(),
+            skipped: None,
+        })
+    }
+
+    /// Computes this rank's micro-batches; its shard of the gradients then holds the sums over all
+    /// ranks.
+    fn passes(
+        &mut self,
+        backend: &B,
+        model: &mut Model<B, T>,
+        (read, first): (impl ReadSample, u64),
+        targets: f64,
+        observer: &mut dyn Observer<B, T>,
+    ) -> Result<(), Error> {
+        let scale = LossScale {
+            cross_entropy: (1.0 / targets) as f32,
+            auxiliary: (self.plan.auxiliary_weights)
+                .map(|weight| (weight / self.plan.micro_batches as f64) as f32),
+            straight_through: true,
+        };
+        self.sums.zero(backend)?;
+        self.gradients.mark_stale();
+        for at in 0..self.passes.len() {
+            let pass = self.passes[at];
+            let pass_slot =
+                PassSlot { chunk: pass.chunk, micro_batch: pass.tokens, slot: pass.slot };
+            let number = (self.own.start + pass.micro_batch) as u64;
+            if pass.forward {
+                if pass.chunk == 0 && self.activations.read_tokens() {
+                    let first = first + number * self.plan.micro_batch as u64;
+                    self.upload(backend, &read, first, pass.tokens)?;
+                }
+                let _forward = span::enter_numbered("forward", number);
+                let data_parallel = &mut self.data_parallel;
+                let mut wait = |weights: &mut FlatBuffers<B, T>, flat| {
+                    data_parallel.wait_for_weights(weights, flat)
+                };
+                model.forward_chunk(&mut self.activations, pass_slot, &mut self.sums, &mut wait)?;
+                observer.forward_done(model, &self.activations, pass_slot)?;
+            } else {
+                let _backward = span::enter_numbered("backward", number);
+                let last = pass.micro_batch + 1 == self.own.len();
+                let scale = self.faulty(scale, first + number * self.plan.micro_batch as u64);
+                let data_parallel = &mut self.data_parallel;
+                let mut complete = |gradients: &mut FlatBuffers<B, G>, flat| {
+                    data_parallel.start_gradients(gradients, flat)
+                };
+                model.backward_chunk(
+                    &mut self.activations,
+                    pass_slot,
+                    &mut self.gradients,
+                    scale,
+                    &mut self.sums,
+                    last.then_some(&mut complete),
+                )?;
+            }
+        }
+        if self.own.is_empty() {
+            // The other ranks wait for this rank's zeros, and this rank for their weights.
+            self.data_parallel.wait_for_all_weights(model.weights_mut())?;
+            self.data_parallel.start_zero_gradients(&mut self.gradients, model.layout())?;
+        }
+        Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
+    }
+
+    /// The scale of the micro-batch that starts at sample `first`.
+    fn faulty(&self, mut scale: LossScale, first: u64) -> LossScale {
+        let samples = first..first + self.plan.micro_batch as u64;
+        for (_, factor) in self.gradient_faults.iter().filter(|(at, _)| samples.contains(at)) {
+            scale.cross_entropy *= factor;
+        }
+        scale
+    }
+
+    /// Reads the micro-batch that starts at sample `first` and copies it to the device.
+    fn upload(
+        &mut self,
+        backend: &B,
+        read: &impl ReadSample,
+        first: u64,
+        slot: usize,
+    ) -> Result<(), Error> {
+        let _data = span::enter("data");
+        self.host.read(self.plan.sequence_length, read, first)?;
+        let HostBatch { ids, targets, document_start, .. } = &self.host;
+        Ok(self.activations.upload_to(slot, backend, ids, targets, document_start)?)
+    }
+}
+
+/// The position of this rank's part of the model in its pipeline.
+fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::Stage {
+    let parallel = model.parallel();
+    pipeline_schedule::Stage {
+        number: parallel.stage(),
+        stages: parallel.stages(),
+        chunks: parallel.part().chunks.len(),
+    }
+}
+
+impl HostBatch {
+    /// Reads the samples from `first` on, one for each sequence.
+    fn read(&mut self, length: usize, read: &impl ReadSample, first: u64) -> Result<(), Error> {
+        let sequences =
+            self.ids.chunks_exact_mut(length).zip(self.targets.chunks_exact_mut(length));
+        for (index, (ids, targets)) in sequences.enumerate() {
+            // Empty without a document mask.
+            let document_start = self.document_start.get_mut(index * length..(index + 1) * length);
+            read.read_sample(first + index as u64, &mut self.window, document_start)?;
+            ids.copy_from_slice(&self.window[..length]);
+            targets.copy_from_slice(&self.window[1..]);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

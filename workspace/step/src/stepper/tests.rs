@@ -1,0 +1,168 @@
+//! A step that is not applied leaves nothing behind, on every layout of ranks.
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use moh_comm::{Layout, World};
+use moh_hf::ConfigFile;
+use moh_kernels::Cpu;
+use moh_model::model_parallel::ModelParallel;
+use moh_model::parameters::Shard;
+use moh_model::{AuxiliaryLoss, HeadCounts, ModelConfig, MohConfig, RouterKind};
+
+use super::*;
+use crate::on_ranks::on_ranks;
+
+/// Sequences of a step, each a micro-batch.
+const SEQUENCES: u64 = 4;
+/// Tokens of a sequence.
+const LENGTH: usize = 8;
+
+fn config(tied: bool) -> ModelConfig {
+    let fields = serde_json::json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
+        "max_position_embeddings": LENGTH, "tie_word_embeddings": tied,
+    });
+    let mut config = ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config;
+    config.moh = Some(MohConfig {
+        router: RouterKind::QueryNorm,
+        shared_heads: HeadCounts::from(1),
+        routed_top_k: HeadCounts::from(2),
+    });
+    config
+}
+
+fn plan(reduce: ElementType) -> StepPlan {
+    StepPlan {
+        stage: "test".into(),
+        sequence_length: LENGTH,
+        micro_batch: 1,
+        micro_batches: SEQUENCES,
+        document_mask: false,
+        recompute: Recompute::None,
+        auxiliary_weights: AuxiliaryLosses::all(0.01),
+        optimizer: Hyperparameters {
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            clip_norm: 1.0,
+        },
+        reduce,
+    }
+}
+
+/// The arrangement of a rank's job.
+#[derive(Debug, Clone, Copy)]
+struct Ranks {
+    data: usize,
+    tensor: usize,
+    pipeline: usize,
+    tied: bool,
+    reduce: ElementType,
+}
+
+/// A rank, and the steps that it has taken.
+struct Rank<T: Element> {
+    model: Model<Cpu, T>,
+    optimizer: OptimizerState<Cpu, f32>,
+    stepper: Stepper<Cpu, T, f32>,
+}
+
+impl<T: Element> Rank<T> {
+    fn new(world: &World, ranks: Ranks) -> Self {
+        let count = |count| NonZeroUsize::new(count).unwrap();
+        let all = world.group().clone();
+        let layout = Layout::new(all.size(), count(ranks.tensor), count(ranks.pipeline)).unwrap();
+        let groups = layout.groups(&all).unwrap();
+        let config = config(ranks.tied);
+        let part = ModelParallel::new(&config, groups.pipeline, 1, groups.tensor).unwrap();
+        let fill = |segment: &moh_model::layout::Segment, values: &mut [f32]| {
+            moh_model::initial::initialize(7, 0.1, &segment.name, segment.shape(), values);
+            Ok::<_, moh_model::Error>(())
+        };
+        let data = groups.data.clone();
+        let model = Model::of_part(Cpu, config, LENGTH, part, data.size(), fill).unwrap();
+        let optimizer = OptimizerState::new(&model, Shard::of(&data)).unwrap();
+        let stepper = Stepper::new(&model, plan(ranks.reduce), StepGroups { all, data }).unwrap();
+        Rank { model, optimizer, stepper }
+    }
+
+    /// Takes a step from sample `first` on, as the `number`th update.
+    fn step(&mut self, first: u64, number: u64, limits: Limits) -> StepResult {
+        let read = |sample: u64, window: &mut [u32], _: Option<&mut [u32]>| {
+            for (at, id) in window.iter_mut().enumerate() {
+                *id = ((sample * 31 + at as u64 * 7) % 32) as u32;
+            }
+            Ok(())
+        };
+        let update = Update { number, learning_rate: 1e-2, limits };
+        self.stepper.step(&mut self.model, &mut self.optimizer, read, first, update).unwrap()
+    }
+
+    /// The bits of the exact weights and of both moments.
+    fn state(&mut self) -> Vec<u32> {
+        self.stepper.wait_for_weights(&mut self.model).unwrap();
+        let mut bits = Vec::new();
+        for flat in 0..self.model.layout().flats.len() {
+            let range = self.optimizer.first_moment.local_range(flat);
+            let exact = self.optimizer.exact_weights(&self.model, flat, range.clone()).unwrap();
+            let whole = 0..self.model.layout().flats[flat].len;
+            let stored = self.model.weights().read_range(&Cpu, flat, whole).unwrap();
+            let first = self.optimizer.first_moment.read_range(&Cpu, flat, range.clone()).unwrap();
+            let second = self.optimizer.second_moment.read_range(&Cpu, flat, range).unwrap();
+            for values in [exact, stored, first, second] {
+                bits.extend(values.iter().map(|value| value.to_bits()));
+            }
+        }
+        bits
+    }
+}
+
+/// Compares a run with steps that are not applied with one that never had them.
+fn leaves_nothing_behind<T: Element>(world: &World, ranks: Ranks) {
+    let (mut guarded, mut control) = (Rank::<T>::new(world, ranks), Rank::<T>::new(world, ranks));
+    // The last sample of the second step, and the first of the fourth.
+    guarded.stepper.set_gradient_faults(&[(2 * SEQUENCES - 1, f32::NAN), (12, f32::INFINITY)]);
+    let free = Limits::FINITE;
+    assert_eq!(guarded.step(0, 1, free), control.step(0, 1, free));
+    let before = guarded.state();
+    assert!(before == control.state());
+    let result = guarded.step(SEQUENCES, 2, free);
+    assert_eq!(result.skipped, Some(SkipReason::GradNormNotFinite), "{ranks:?}");
+    assert!(
+        result.loss.is_finite()
+            && result.auxiliary[AuxiliaryLoss::Balance].is_some_and(f64::is_finite)
+    );
+    assert!(guarded.state() == before, "{ranks:?}: a step with NaN changed the state");
+    let loss_limit = Limits { loss: 0.1, ..free };
+    let result = guarded.step(2 * SEQUENCES, 2, loss_limit);
+    assert_eq!(result.skipped, Some(SkipReason::LossTooLarge));
+    assert!(guarded.step(3 * SEQUENCES, 2, free).skipped.is_some());
+    assert!(guarded.state() == before, "{ranks:?}");
+    for (sample, number) in [(16, 2), (20, 3)] {
+        let (found, expected) =
+            (guarded.step(sample, number, free), control.step(sample, number, free));
+        assert_eq!(found, expected, "{ranks:?}");
+        assert_eq!(found.skipped, None);
+        assert!(guarded.state() == control.state(), "{ranks:?}: update {number}");
+    }
+    assert!(guarded.state() != before);
+}
+
+#[test]
+fn a_step_that_is_not_applied_leaves_nothing_behind() {
+    for (data, tensor, pipeline) in
+        [(1, 1, 1), (2, 1, 1), (6, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)]
+    {
+        for (tied, reduce) in [(true, ElementType::F32), (false, ElementType::BF16)] {
+            let ranks = Ranks { data, tensor, pipeline, tied, reduce };
+            on_ranks(ranks.data * ranks.tensor * ranks.pipeline, |world| {
+                leaves_nothing_behind::<f32>(world, ranks);
+                leaves_nothing_behind::<half::bf16>(world, ranks);
+            });
+        }
+    }
+}
