@@ -1,0 +1,118 @@
+//! The second phase of a run: the first rank locks its directory and compares the recipe with that of an
+//! earlier run in it.
+
+use moh_kernels::Backend;
+use moh_recipe::{Recipe, shell};
+use moh_run_log::Summary;
+
+use super::Job;
+use super::resolve::Resolved;
+use crate::event::Event;
+use crate::rewinds::Rewinds;
+use crate::{Error, RunDirectory, RunLock, branch};
+
+/// A run whose directory the first rank has locked.
+pub(super) struct Locked<'a, B: Backend> {
+    pub resolved: Resolved<'a, B>,
+    pub held: Held,
+}
+
+/// What is left to do in a locked run.
+pub(super) enum Work<'a, B: Backend> {
+    /// Nothing: an earlier run has finished with this summary.
+    Finished(Locked<'a, B>, Summary),
+    /// Steps of training, or the export.
+    Unfinished(Locked<'a, B>),
+}
+
+/// The run directory, as the first rank has locked and found it; the default on other ranks.
+#[derive(Default)]
+pub(super) struct Held {
+    /// Held until the run ends.
+    pub lock: Option<RunLock>,
+    /// Whether there is nothing left to do.
+    finished: bool,
+    /// Whether a checkpoint has been completed.
+    pub resumes: bool,
+    /// Whether a stage is longer than in the run's recipe.
+    pub grows: bool,
+}
+
+impl<'a, B: Backend> Resolved<'a, B> {
+    /// Locks the run directory, and begins a run that continues another one.
+    pub fn lock(mut self, events: &mut dyn FnMut(Event<'_>)) -> Result<Work<'a, B>, Error> {
+        let Resolved { job, ranks, run, recipe, parent, resume_step, .. } = &mut self;
+        let mut held = Held::default();
+        let finished = ranks.first_holds::<Error>(|| {
+            if let Some(parent) = parent {
+                branch::begin(run, parent, recipe)?;
+            }
+            held = job.lock_and_check(run, recipe, *resume_step, events)?;
+            Ok(held.finished)
+        })?;
+        let summary = if finished { Summary::read(&run.summary())? } else { None };
+        let locked = Locked { resolved: self, held };
+        Ok(match summary {
+            Some(summary) => Work::Finished(locked, summary),
+            None => Work::Unfinished(locked),
+        })
+    }
+}
+
+impl Job<'_> {
+    /// Locks the run directory, and compares the recipe with that of an earlier run in it. On the first
+    /// rank.
+    fn lock_and_check(
+        &self,
+        run: &RunDirectory,
+        recipe: &Recipe,
+        resume_step: Option<u64>,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Held, Error> {
+        let lock = run.lock_or_break(self.options.break_lock)?;
+        if let Some(text) = lock.warning() {
+            events(Event::Warning { text: &text });
+        }
+        run.claim(recipe)?;
+        if self.options.begin_anew {
+            run.begin_anew(recipe)?;
+        }
+        let grows = run.check_recipe(recipe, &self.command())?;
+        let finished = !grows && resume_step.is_none() && finished_before(run)?;
+        if !finished {
+            check_resumable(run)?;
+        }
+        if let Some(step) = resume_step {
+            moh_checkpoint::require(&run.checkpoint_directory(), step)?;
+        }
+        let resumes = run.has_completed_work()?;
+        Ok(Held { lock: Some(lock), finished, resumes, grows })
+    }
+
+    /// The command that started the program.
+    fn command(&self) -> String {
+        match self.options.command {
+            "" => shell::command(self.path, []),
+            command => command.to_owned(),
+        }
+    }
+}
+
+/// Whether the run has finished: it has a summary and an export.
+pub(crate) fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
+    Ok(Summary::read(&run.summary())?.is_some() && run.export().join("config.json").is_file())
+}
+
+/// Refuses a run that has completed checkpoints and has none left.
+pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
+    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() && !begins_again(run)? {
+        return Err(Error::NoneLeft { path: run.root().to_owned() });
+    }
+    Ok(())
+}
+
+/// Whether the run has returned to its initial model and has not completed a checkpoint since.
+fn begins_again(run: &RunDirectory) -> Result<bool, Error> {
+    let initial = Rewinds::read(run)?.last().is_some_and(|rewind| rewind.initial);
+    Ok(initial && !run.marker().exists())
+}

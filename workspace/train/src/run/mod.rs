@@ -1,0 +1,152 @@
+//! Starts a run, in three phases: its recipe is resolved (`resolve.rs`), its directory is locked and checked
+//! (`lock.rs`), and what is left of it is trained (`train.rs`). Each phase takes what the one before it
+//! has returned.
+
+mod lock;
+mod resolve;
+mod train;
+
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use moh_comm::{Group, World};
+use moh_device::{OnDevice, OpenDevice};
+use moh_kernels::Backend;
+use moh_recipe::Recipe;
+use moh_run_log::TraceSteps;
+use moh_step::Ranks;
+
+use self::lock::Work;
+use self::resolve::Resolved;
+use crate::disk_space::{FreeSpace, free_space};
+use crate::event::{Event, Outcome};
+use crate::run_inputs::Settled;
+use crate::{Error, RunDirectory, TimeLimit};
+
+pub(crate) use self::lock::{check_resumable, finished_before};
+pub(crate) use self::resolve::adopt_origin;
+pub use self::resolve::first_that_keeps_model;
+pub(crate) use self::train::warn_of_edited;
+
+static NO_STEPS: TraceSteps = TraceSteps::NONE;
+
+/// How a run is started and stopped.
+#[derive(Debug, Clone, Copy)]
+pub struct RunOptions<'a> {
+    /// Setting it on any rank ends the run after the current step, or within the evaluation, the check of
+    /// its inputs or the export that it is at, with a checkpoint if it has taken a step.
+    pub stop: &'a AtomicBool,
+    /// The steps of which each rank writes a timeline.
+    pub trace: &'a TraceSteps,
+    /// Moves the files of an earlier run in the run directory aside, and begins again.
+    pub begin_anew: bool,
+    /// Where the file system has no locks: takes the run directory from a process that may be alive.
+    pub break_lock: bool,
+    /// Resumes from the checkpoint of this step, counted over all stages, and moves what the run has
+    /// written after it aside.
+    pub resume_step: Option<u64>,
+    /// Samples, each with a factor on the gradients of its micro-batch: for tests of steps that are not
+    /// applied.
+    #[doc(hidden)]
+    pub gradient_faults: &'a [(u64, f32)],
+    /// The run stops with a checkpoint before this limit ends, by the first rank's clock.
+    pub time_limit: Option<TimeLimit>,
+    /// Accepts a tokenizer of the model that is not the one of a token file, if it gives the same ids on a
+    /// sample of the file. A run that resumes has been accepted before.
+    pub allow_other_tokenizer: bool,
+    /// Tells the free bytes of a file system: for tests.
+    #[doc(hidden)]
+    pub free_space: FreeSpace,
+    /// The run that has trained the recipe's first stages: a run whose directory is absent or empty continues
+    /// it, with its checkpoints and logs as its own.
+    pub parent: Option<&'a RunDirectory>,
+    /// The name of the first rank's processor, for `machine.json`; empty if it is not known.
+    pub processor: &'a str,
+    /// The command that started the program, for errors that name another one; if it is empty, that of the recipe
+    /// alone.
+    pub command: &'a str,
+}
+
+impl<'a> RunOptions<'a> {
+    /// Resumes an earlier run from its newest checkpoint, traces no steps, and has no time limit.
+    pub fn new(stop: &'a AtomicBool) -> Self {
+        RunOptions {
+            stop,
+            trace: &NO_STEPS,
+            begin_anew: false,
+            break_lock: false,
+            resume_step: None,
+            gradient_faults: &[],
+            time_limit: None,
+            allow_other_tokenizer: false,
+            free_space,
+            parent: None,
+            processor: "",
+            command: "",
+        }
+    }
+}
+
+/// Runs `recipe`, or resumes it if its run directory has checkpoints. Errors name the recipe
+/// `path`; `directory` is the local directory of its `[model] from`, which a run that
+/// [keeps its model](RunDirectory::keeps_model) does not need. All ranks of `world` call this
+/// function with the same recipe and share each step's micro-batches; the first rank writes the run
+/// directory and receives the events.
+///
+/// # Errors
+/// Fails if the recipe, the model, the data or the run directory is invalid, if the run directory has files that
+/// no run has written or is moved or removed while the run trains, if the device or another rank fails, if a run
+/// that has completed checkpoints has none left, if it has none of the step to resume from, or if the last
+/// checkpoint cannot be written.
+pub fn run(
+    recipe: &mut Recipe,
+    path: &Path,
+    directory: Option<&Path>,
+    (device, world): (OpenDevice, &World),
+    options: RunOptions<'_>,
+    events: &mut dyn FnMut(Event<'_>),
+) -> Result<Outcome, Error> {
+    let job = Job { path, directory, group: world.group(), options };
+    device.run(Start { job: &job, recipe, events })
+}
+
+/// A run before its device is known.
+struct Start<'a> {
+    job: &'a Job<'a>,
+    recipe: &'a mut Recipe,
+    events: &'a mut dyn FnMut(Event<'_>),
+}
+
+impl OnDevice for Start<'_> {
+    type Output = Result<Outcome, Error>;
+
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+        self.job.run(backend, self.recipe, self.events)
+    }
+}
+
+/// The inputs of a run beside its recipe.
+struct Job<'a> {
+    path: &'a Path,
+    directory: Option<&'a Path>,
+    group: &'a Group,
+    options: RunOptions<'a>,
+}
+
+impl Job<'_> {
+    fn run<B: Backend + Clone>(
+        &self,
+        backend: B,
+        recipe: &mut Recipe,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, Error> {
+        let ranks = Ranks::new(backend.clone(), self.group.clone())?;
+        match Resolved::new(self, ranks, recipe)?.lock(events)? {
+            Work::Unfinished(run) => run.train(backend, events),
+            Work::Finished(run, summary) => Ok(match run.check_finished(events)? {
+                Settled::Yes => Outcome::AlreadyFinished(summary),
+                Settled::Stopped => Outcome::StoppedBeforeTraining,
+            }),
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! The first phase of a run: its recipe is resolved, and its model and data are opened.
+
+use moh_kernels::Backend;
+use moh_recipe::{Parallel, Recipe, Stage};
+use moh_step::Ranks;
+
+use super::Job;
+use crate::checkpoint_name::is_step_of;
+use crate::run_data::RunData;
+use crate::source::ModelSource;
+use crate::{CheckpointName, Error, RunDirectory, branch};
+
+/// A run whose recipe is resolved, and whose directory nobody holds yet.
+pub(super) struct Resolved<'a, B: Backend> {
+    pub job: &'a Job<'a>,
+    pub ranks: Ranks<B>,
+    pub run: RunDirectory,
+    pub recipe: &'a Recipe,
+    pub source: ModelSource,
+    /// A finished run does not need its data.
+    pub data: Result<RunData, Error>,
+    /// The run that this one continues.
+    pub parent: Option<&'a RunDirectory>,
+    /// The step of the checkpoint to resume from, if not the newest.
+    pub resume_step: Option<u64>,
+}
+
+impl<'a, B: Backend> Resolved<'a, B> {
+    /// Resolves the recipe, the same on every rank.
+    pub fn new(
+        job: &'a Job<'a>,
+        mut ranks: Ranks<B>,
+        recipe: &'a mut Recipe,
+    ) -> Result<Self, Error> {
+        let run = RunDirectory::new(&recipe.run.dir);
+        let begin_anew = job.options.begin_anew;
+        let resumes = ranks.first_holds::<Error>(|| {
+            run.check()?;
+            let resumes = !begin_anew && run.has_completed_work()?;
+            if !resumes {
+                job.check_inputs(&run, recipe)?;
+            }
+            Ok(resumes)
+        })?;
+        let parent = match job.options.parent {
+            Some(parent) if ranks.first_holds(|| branch::is_free(&run))? => Some(parent),
+            _ => None,
+        };
+        let resumed = resumes.then_some(&run).or(parent);
+        resolve_origin(recipe, resumed, &mut ranks)?;
+        let opened = job.open(recipe, parent, resumed.is_some());
+        let (source, data) = ranks.agree(opened)?;
+        // Steps count from 1; the first rank's option counts.
+        let resume_step =
+            ranks.first::<Error>(|| Ok(job.options.resume_step.unwrap_or(0) as f64))?;
+        let resume_step = Some(resume_step as u64).filter(|&step| step > 0);
+        // Invalid data must not create a run directory.
+        let data = match ranks.any(data.is_err() && !run.root().exists())? {
+            true => Ok(ranks.agree(data)?),
+            false => data,
+        };
+        Ok(Resolved { job, ranks, run, recipe, source, data, parent, resume_step })
+    }
+}
+
+impl Job<'_> {
+    /// Fails if the directory of a new run has what the run reads, or lies in a model that it reads.
+    fn check_inputs(&self, run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
+        let model = &recipe.model;
+        let origin = model.from.as_deref().and_then(CheckpointName::parse);
+        let directories = [
+            ("model.from", self.directory),
+            ("model.from", origin.as_ref().map(|origin| origin.run.root())),
+            ("model.tokenizer", model.tokenizer.as_deref()),
+        ];
+        let directories =
+            directories.into_iter().filter_map(|(key, path)| Some((key, path?, true)));
+        let sources = recipe.data.sources.iter().map(|source| ("data.sources", &*source.path));
+        let sets = recipe.data.validation.iter().map(|set| ("data.validation", &*set.path));
+        // The run's own recipe is one of its files.
+        let own = run.recipe().canonicalize().ok();
+        let is_own = own.is_some_and(|own| self.path.canonicalize().is_ok_and(|path| path == own));
+        let recipe = (!is_own).then_some(("--recipe", self.path));
+        let files = sources.chain(sets).chain(recipe).map(|(key, path)| (key, path, false));
+        run.check_inputs(directories.chain(files))
+    }
+
+    /// Fails if the number of ranks is not a multiple of a stage's tensor x pipeline.
+    fn check_parallel(&self, stage: &Stage) -> Result<(), Error> {
+        let ranks = self.group.size();
+        if stage.parallel.data_ranks(ranks).is_some() {
+            return Ok(());
+        }
+        let Parallel { tensor, pipeline, .. } = stage.parallel;
+        let (path, stage) = (self.path.to_owned(), stage.name.clone());
+        Err(Error::Parallel { path, stage, tensor, pipeline, ranks })
+    }
+
+    /// Opens the model, of a run that begins where its `parent` ends as that keeps it, and the data; errors of
+    /// the data are reported later. A run that `continues` itself or its parent has its tokenizer accepted.
+    fn open(
+        &self,
+        recipe: &mut Recipe,
+        parent: Option<&RunDirectory>,
+        continues: bool,
+    ) -> Result<(ModelSource, Result<RunData, Error>), Error> {
+        for stage in &recipe.stages {
+            self.check_parallel(stage)?;
+        }
+        let run = RunDirectory::new(&recipe.run.dir);
+        let keeper = match self.options.begin_anew {
+            true => None,
+            false => first_that_keeps_model(recipe, [&run].into_iter().chain(parent))?,
+        };
+        let source = match keeper {
+            Some(keeper) => ModelSource::kept(recipe, self.path, &keeper.model())?,
+            None => ModelSource::open(recipe, self.path, self.directory)?,
+        };
+        recipe.resolve(self.path, source.original_config())?;
+        let data = RunData::open(recipe, &source, continues || self.options.allow_other_tokenizer);
+        Ok((source, data))
+    }
+}
+
+/// Adds the step to a `model.from` that is a run without one: that of the newest good checkpoint, or, in a
+/// resumed run, the step with which it began.
+fn resolve_origin<B: Backend>(
+    recipe: &mut Recipe,
+    resumed: Option<&RunDirectory>,
+    ranks: &mut Ranks<B>,
+) -> Result<(), Error> {
+    let Some(from) = recipe.model.from.clone() else { return Ok(()) };
+    if let Some(run) = resumed {
+        ranks.agree(adopt_origin(recipe, run))?;
+    } else if let Some(mut name) = CheckpointName::parse(&from) {
+        name.step = Some(name.resolve(ranks)?);
+        recipe.model.from = Some(name.to_string());
+    }
+    Ok(())
+}
+
+/// Adds the step with which `run` began to a `model.from` that is a run without one.
+pub(crate) fn adopt_origin(recipe: &mut Recipe, run: &RunDirectory) -> Result<(), Error> {
+    let stored = run.stored_recipe()?.model.from;
+    let is_its_step =
+        |stored: &String| recipe.model.from.as_ref().is_some_and(|from| is_step_of(stored, from));
+    if stored.as_ref().is_some_and(is_its_step) {
+        recipe.model.from = stored;
+    }
+    Ok(())
+}
+
+/// The first of the runs that [keeps](RunDirectory::keeps_model) the model of `recipe`.
+///
+/// # Errors
+/// Fails if a stored recipe cannot be read.
+pub fn first_that_keeps_model<'a>(
+    recipe: &Recipe,
+    runs: impl IntoIterator<Item = &'a RunDirectory>,
+) -> Result<Option<&'a RunDirectory>, Error> {
+    for run in runs {
+        if run.keeps_model(recipe)? {
+            return Ok(Some(run));
+        }
+    }
+    Ok(None)
+}

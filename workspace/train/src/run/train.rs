@@ -1,0 +1,183 @@
+//! The third phase of a run: its inputs are compared with those that it was started with, and what is left
+//! of it is trained with the recipe's element types.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
+use moh_files::HeldDirectory;
+use moh_kernels::{Backend, Element};
+use moh_recipe::Recipe;
+use moh_run_log::Machine;
+use moh_step::Ranks;
+
+use super::Job;
+use super::lock::Locked;
+use super::resolve::Resolved;
+use crate::disk_space;
+use crate::event::{Event, Outcome};
+use crate::run_data::RunData;
+use crate::run_inputs::{RunInputs, Settled};
+use crate::trainer::{Inputs, train};
+use crate::{Error, RunDirectory, RunLock};
+
+impl<B: Backend + Clone> Locked<'_, B> {
+    /// Compares the inputs of a finished run with those that it was started with, and stores its recipe. While the
+    /// recipe names the same ones, the data may be gone.
+    pub fn check_finished(self, events: &mut dyn FnMut(Event<'_>)) -> Result<Settled, Error> {
+        let Locked { resolved, held } = self;
+        let Resolved { job, mut ranks, run, recipe, source, data, .. } = resolved;
+        let names_others = ranks.first_holds::<Error>(|| {
+            let stored = run.stored_recipe()?;
+            Ok(stored.data != recipe.data || stored.model != recipe.model)
+        })?;
+        if names_others || !ranks.any(data.is_err())? {
+            let (data, resumes, stop) = (&ranks.agree(data)?, held.resumes, job.options.stop);
+            let inputs = RunInputs { run: &run, recipe, source: &source, data, resumes, stop };
+            let compared = inputs.compare(&mut ranks, events)?;
+            if compared == Settled::Stopped {
+                return Ok(compared);
+            }
+        }
+        ranks.first_does::<Error>(|| {
+            warn_of_edited(&run, run.write_recipe(recipe)?.as_deref(), events);
+            Ok(())
+        })?;
+        Ok(Settled::Yes)
+    }
+
+    /// Trains, and explains an error of a run whose directory has been moved or removed.
+    pub fn train(self, backend: B, events: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Error> {
+        let run = RunDirectory::new(self.resolved.run.root());
+        let directory = self.held.lock.as_ref().map(|lock| Arc::clone(lock.directory()));
+        match (self.settle_and_train(backend, events), directory) {
+            (Err(error), Some(directory)) => Err(explained(error, &run, &directory)),
+            (outcome, _) => outcome,
+        }
+    }
+
+    fn settle_and_train(
+        self,
+        backend: B,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, Error> {
+        let Locked { resolved, held } = self;
+        let Resolved { job, mut ranks, run, recipe, source, data, resume_step, .. } = resolved;
+        let (options, size) = (&job.options, job.group.size());
+        let mut data = ranks.agree(data)?;
+        ranks.first_does::<Error>(|| {
+            let (of_run, model) = ((&run, resume_step), (recipe, &source));
+            if let Some(text) = disk_space::check(of_run, model, size, options.free_space)? {
+                events(Event::Warning { text: &text });
+            }
+            Ok(())
+        })?;
+        let inputs = RunInputs {
+            run: &run,
+            recipe,
+            source: &source,
+            data: &data,
+            resumes: held.resumes,
+            stop: options.stop,
+        };
+        let settled = inputs.settle(&mut ranks, events)?;
+        let Some(contents) = settled else { return Ok(Outcome::StoppedBeforeTraining) };
+        data.set_contents(contents);
+        let mut edited = None;
+        ranks.first_does::<Error>(|| {
+            edited = job.prepare_directory(&run, recipe, held.grows, backend.name())?;
+            Ok(())
+        })?;
+        warn_of_edited(&run, edited.as_deref(), events);
+        let inputs = Inputs {
+            recipe,
+            source: &source,
+            run: &run,
+            held: held.lock.as_ref().map(RunLock::directory),
+            stop: options.stop,
+            trace: options.trace,
+            gradient_faults: options.gradient_faults,
+            time_limit: options.time_limit,
+            resume_step,
+            left: None,
+        };
+        let types = TrainingTypes {
+            weights: recipe.run.dtype,
+            gradients: recipe.precision.gradients,
+            moments: recipe.precision.moments,
+        };
+        in_training_elements(types, Training { backend, ranks, inputs, data, events })
+    }
+}
+
+impl Job<'_> {
+    /// Writes what a run directory has before the first step; returns where a recipe is that a user has edited. On
+    /// the first rank.
+    fn prepare_directory(
+        &self,
+        run: &RunDirectory,
+        recipe: &Recipe,
+        grows: bool,
+        device: String,
+    ) -> Result<Option<PathBuf>, Error> {
+        // The step from which a stage is longer is known once a checkpoint is open.
+        let edited = if grows { None } else { run.write_recipe(recipe)? };
+        let ranks = self.group.size();
+        Machine::new(self.options.processor, device, ranks).write(&run.machine())?;
+        run.clear_remains()?;
+        Ok(edited)
+    }
+}
+
+/// The cause of an error of a run whose directory may have been moved or removed.
+fn explained(error: Error, run: &RunDirectory, directory: &HeldDirectory) -> Error {
+    let is_explained = matches!(error, Error::RunMoved { .. } | Error::RunRemoved { .. });
+    if is_explained || !directory.has_left(run.root()) {
+        return error;
+    }
+    let path = run.root().to_owned();
+    match directory.place() {
+        Some(place) => Error::RunMoved { path, place, step: None },
+        None => Error::RunRemoved { path },
+    }
+}
+
+/// Says where a recipe of the run is that a user has edited.
+pub(crate) fn warn_of_edited(
+    run: &RunDirectory,
+    aside: Option<&Path>,
+    events: &mut dyn FnMut(Event<'_>),
+) {
+    if let Some(aside) = aside {
+        let text = format!(
+            "{} was edited, and is kept as {}: in its place is the resolved recipe",
+            run.recipe().display(),
+            aside.display()
+        );
+        events(Event::Warning { text: &text });
+    }
+}
+
+/// A run on its device, before its element types are known.
+struct Training<'a, B: Backend> {
+    backend: B,
+    ranks: Ranks<B>,
+    inputs: Inputs<'a>,
+    data: RunData,
+    events: &'a mut dyn FnMut(Event<'_>),
+}
+
+impl<B: Backend + Clone> InTrainingElements for Training<'_, B> {
+    type Output = Result<Outcome, Error>;
+
+    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
+        let Training { backend, ranks, inputs, data, events } = self;
+        if let Some(text) = inputs.source.warning() {
+            events(Event::Warning { text });
+        }
+        for text in &data.tokenizer_remarks {
+            events(Event::Warning { text });
+        }
+        train::<B, T, G, M>(backend, ranks, inputs, data, events)
+    }
+}
