@@ -10,18 +10,17 @@ use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_tra
 use moh_files::HeldDirectory;
 use moh_kernels::{Backend, Element};
 use moh_recipe::{Parallel, Recipe, Stage, shell};
+use moh_run_directory::{CheckpointName, Rewinds, RunDirectory, RunLock, branch, is_step_of};
 use moh_run_log::{Machine, Summary, TraceSteps};
 use moh_step::Ranks;
 
-use crate::checkpoint_name::is_step_of;
 use crate::disk_space::{self, FreeSpace, free_space};
 use crate::event::{Event, Outcome};
-use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::run_inputs::{RunInputs, Settled};
 use crate::source::ModelSource;
 use crate::trainer::{Inputs, train};
-use crate::{CheckpointName, Error, RunDirectory, RunLock, TimeLimit, branch};
+use crate::{Error, TimeLimit};
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 
@@ -306,7 +305,7 @@ impl Job<'_> {
             run.begin_anew(recipe)?;
         }
         let grows = run.check_recipe(recipe, &self.command())?;
-        let finished = !grows && resume_step.is_none() && finished_before(run)?;
+        let finished = !grows && resume_step.is_none() && run.is_finished()?;
         if !finished {
             check_resumable(run)?;
         }
@@ -343,7 +342,7 @@ impl Job<'_> {
         let is_own = own.is_some_and(|own| self.path.canonicalize().is_ok_and(|path| path == own));
         let recipe = (!is_own).then_some(("--recipe", self.path));
         let files = sources.chain(sets).chain(recipe).map(|(key, path)| (key, path, false));
-        run.check_inputs(directories.chain(files))
+        Ok(run.check_inputs(directories.chain(files))?)
     }
 
     /// Writes what a run directory has before the first step; returns where a recipe is that a user has edited. On
@@ -480,11 +479,6 @@ pub fn first_that_keeps_model<'a>(
         }
     }
     Ok(None)
-}
-
-/// Whether the run has finished: it has a summary and an export.
-pub(crate) fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
-    Ok(Summary::read(&run.summary())?.is_some() && run.export().join("config.json").is_file())
 }
 
 /// Refuses a run that has completed checkpoints and has none left.

@@ -10,7 +10,7 @@ use moh_checkpoint::{Condition, ListedCheckpoint, RunState};
 use moh_cli::arguments::at_least;
 use moh_cli::{counted, utc};
 use moh_recipe::{Checkpoint, Recipe};
-use moh_train::RunDirectory;
+use moh_run_directory::RunDirectory;
 
 /// List, verify or remove the checkpoints of a run
 ///

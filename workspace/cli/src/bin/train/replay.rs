@@ -8,7 +8,8 @@ use moh_cli::exit::stderr_line;
 use moh_cli::models;
 use moh_cli::replay_table::tables;
 use moh_recipe::Recipe;
-use moh_train::{CheckpointName, RunDirectory, open_device};
+use moh_run_directory::{CheckpointName, RunDirectory};
+use moh_train::open_device;
 
 /// Repeat one step of a run, and print where its numbers come from.
 ///

@@ -44,7 +44,7 @@ impl RunLock {
     ///
     /// # Errors
     /// Fails if another process holds the lock, or the file system reports an error.
-    pub(crate) fn acquire(root: &Path, break_lock: bool) -> Result<Self, Error> {
+    pub fn acquire(root: &Path, break_lock: bool) -> Result<Self, Error> {
         Self::acquire_by(File::try_lock, root, break_lock)
     }
 
@@ -74,7 +74,7 @@ impl RunLock {
     }
 
     /// The directory that is locked, wherever it is now.
-    pub(crate) fn directory(&self) -> &Arc<HeldDirectory> {
+    pub fn directory(&self) -> &Arc<HeldDirectory> {
         &self.directory
     }
 
