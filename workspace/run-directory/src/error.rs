@@ -3,8 +3,6 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use crate::rewinds::MAX_ATTEMPTS;
-
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -135,7 +133,7 @@ pub enum Error {
     /// Steps were not applied, although the run has passed over their samples several times.
     #[error(
         "{}: the steps {first} to {last} were not applied, after the run has returned from here \
-         {MAX_ATTEMPTS} times and passed over other samples: use a lower learning_rate.max or a longer \
+         {attempts} times and passed over other samples: use a lower learning_rate.max or a longer \
          warm-up, in another run.dir",
         path.display()
     )]
@@ -146,6 +144,8 @@ pub enum Error {
         first: u64,
         /// The last one.
         last: u64,
+        /// Returns from this place.
+        attempts: u64,
     },
     /// A recipe is invalid.
     #[error(transparent)]

@@ -198,7 +198,8 @@ impl Rewinds {
         let attempt = before.map_or(1, |before| before.attempt + 1);
         if attempt > MAX_ATTEMPTS {
             let path = run.rewinds();
-            return Err(Error::RewoundTooOften { path, first, last });
+            let attempts = MAX_ATTEMPTS;
+            return Err(Error::RewoundTooOften { path, first, last, attempts });
         }
         let step = before.map_or(first, |before| before.step.min(first)).saturating_sub(distance);
         let passed = sum(self.effective().into_iter().filter(|rewind| rewind.step < step));

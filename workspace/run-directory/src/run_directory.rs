@@ -188,7 +188,7 @@ impl RunDirectory {
     ///
     /// # Errors
     /// Fails if this directory is missing, or the other one cannot be created.
-    pub fn create_folder(&self, path: &Path) -> Result<(), Error> {
+    pub(crate) fn create_folder(&self, path: &Path) -> Result<(), Error> {
         moh_files::create_directory(path).map_err(Error::io(path))
     }
 
@@ -225,7 +225,7 @@ impl RunDirectory {
     }
 
     /// Removes the marker of a run that begins again from its initial model.
-    pub fn unmark(&self) -> Result<(), Error> {
+    pub(crate) fn unmark(&self) -> Result<(), Error> {
         let path = self.marker();
         unless_missing(&path, std::fs::remove_file(&path))?;
         moh_files::sync_directory(&self.root).map_err(Error::io(&self.root))

@@ -44,7 +44,7 @@ impl RunLock {
     ///
     /// # Errors
     /// Fails if another process holds the lock, or the file system reports an error.
-    pub fn acquire(root: &Path, break_lock: bool) -> Result<Self, Error> {
+    pub(crate) fn acquire(root: &Path, break_lock: bool) -> Result<Self, Error> {
         Self::acquire_by(File::try_lock, root, break_lock)
     }
 

@@ -16,6 +16,7 @@ mod preflight;
 mod ranks_on_threads;
 mod rates;
 mod replay;
+mod resumption;
 mod run;
 mod run_data;
 mod run_inputs;

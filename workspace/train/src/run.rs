@@ -10,12 +10,13 @@ use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_tra
 use moh_files::HeldDirectory;
 use moh_kernels::{Backend, Element};
 use moh_recipe::{Parallel, Recipe, Stage, shell};
-use moh_run_directory::{CheckpointName, Rewinds, RunDirectory, RunLock, branch, is_step_of};
+use moh_run_directory::{CheckpointName, RunDirectory, RunLock, branch, is_step_of};
 use moh_run_log::{Machine, Summary, TraceSteps};
 use moh_step::Ranks;
 
 use crate::disk_space::{self, FreeSpace, free_space};
 use crate::event::{Event, Outcome};
+use crate::resumption::{check_resumable, warn_of_edited};
 use crate::run_data::RunData;
 use crate::run_inputs::{RunInputs, Settled};
 use crate::source::ModelSource;
@@ -421,22 +422,6 @@ fn explained(error: Error, run: &RunDirectory, directory: &HeldDirectory) -> Err
     }
 }
 
-/// Says where a recipe of the run is that a user has edited.
-pub(crate) fn warn_of_edited(
-    run: &RunDirectory,
-    aside: Option<&Path>,
-    events: &mut dyn FnMut(Event<'_>),
-) {
-    if let Some(aside) = aside {
-        let text = format!(
-            "{} was edited, and is kept as {}: in its place is the resolved recipe",
-            run.recipe().display(),
-            aside.display()
-        );
-        events(Event::Warning { text: &text });
-    }
-}
-
 /// Adds the step to a `model.from` that is a run without one: that of the newest good checkpoint, or, in a
 /// resumed run, the step with which it began.
 fn resolve_origin<B: Backend>(
@@ -479,20 +464,6 @@ pub fn first_that_keeps_model<'a>(
         }
     }
     Ok(None)
-}
-
-/// Refuses a run that has completed checkpoints and has none left.
-pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
-    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() && !begins_again(run)? {
-        return Err(Error::NoneLeft { path: run.root().to_owned() });
-    }
-    Ok(())
-}
-
-/// Whether the run has returned to its initial model and has not completed a checkpoint since.
-fn begins_again(run: &RunDirectory) -> Result<bool, Error> {
-    let initial = Rewinds::read(run)?.last().is_some_and(|rewind| rewind.initial);
-    Ok(initial && !run.marker().exists())
 }
 
 /// A run on its device, before its element types are known.

@@ -21,7 +21,7 @@ use super::saving::Saving;
 use super::{Inputs, Trainer};
 use crate::Error;
 use crate::event::Event;
-use crate::run::{check_resumable, warn_of_edited};
+use crate::resumption::{check_resumable, warn_of_edited};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 
