@@ -1,4 +1,4 @@
-//! Recipes, optimiser, checkpoints and the training loop.
+//! The training loop: the inputs of a run, starting and resuming it, saving, export, comparisons and replays.
 
 pub mod comparison;
 mod disk_space;
