@@ -13,8 +13,8 @@ use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
 use moh_program::models;
 use moh_recipe::{MohOptions, Optimizer, Precision, Recipe};
+use moh_run_directory::local_model_config;
 use moh_step::StepPlan;
-use moh_train::local_model_config;
 
 use crate::device::DeviceArguments;
 

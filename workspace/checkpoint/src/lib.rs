@@ -56,5 +56,7 @@ pub use write::{begin, publish, write_part};
 const MANIFEST: &str = "manifest.json";
 /// Name of the file with the manifest's own hash, in the format of `b3sum --check`.
 const MANIFEST_HASH: &str = "manifest.json.b3";
+/// Bytes that are converted, hashed and written at a time: enough for several threads to share.
+const CHUNK_BYTES: usize = 8 << 20;
 /// Maximum bytes of a manifest, a part or a safetensors header, for readers and writers.
 const MAX_TEXT_BYTES: u64 = 100_000_000;

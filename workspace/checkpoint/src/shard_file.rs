@@ -15,10 +15,9 @@ use moh_step::TensorKind;
 use rayon::prelude::*;
 use safetensors::tensor::{Metadata, TensorInfo};
 
+use super::CHUNK_BYTES;
 use super::snapshot::{ShardTensor, Snapshot};
 
-/// Bytes that are converted, hashed and written at a time: enough for several threads to share.
-pub(super) const CHUNK_BYTES: usize = 8 << 20;
 /// Bytes below which one thread hashes faster than several.
 const SHARED_BYTES: usize = 128 << 10;
 /// Alignment of a header's length.

@@ -80,7 +80,7 @@ pub fn staging_bytes<T: Element, M: Element>(layout: &ModelLayout, shard: Shard)
     let remainder = if T::DTYPE == bf16::DTYPE { size_of::<i16>() } else { 0 };
     let element = size_of::<T>() + remainder + 2 * size_of::<M>();
     let elements = ShardTensors::new(layout, shard).len as u64;
-    let joined = if remainder > 0 { super::shard_file::CHUNK_BYTES as u64 } else { 0 };
+    let joined = if remainder > 0 { super::CHUNK_BYTES as u64 } else { 0 };
     elements.saturating_mul(element as u64).saturating_add(joined)
 }
 
@@ -208,9 +208,8 @@ mod tests {
             let Snapshot { weights, remainder, first_moment, second_moment, .. } =
                 Snapshot::<T, M>::new(&layout, shard).unwrap();
             let moments = size_of_val(&first_moment[..]) + size_of_val(&second_moment[..]);
-            let joined = remainder
-                .as_deref()
-                .map_or(0, |left| size_of_val(left) + super::super::shard_file::CHUNK_BYTES);
+            let joined =
+                remainder.as_deref().map_or(0, |left| size_of_val(left) + crate::CHUNK_BYTES);
             let held = size_of_val(&weights[..]) + moments + joined;
             (held as u64, staging_bytes::<T, M>(&layout, shard))
         }

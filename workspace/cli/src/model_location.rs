@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use moh_comm::World;
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{CheckpointName, OpenDevice, RunDirectory, first_that_keeps_model, share_text};
+use moh_run_directory::{CheckpointName, RunDirectory};
+use moh_train::{first_that_keeps_model, share_text};
 
 use moh_program::models;
 

@@ -9,9 +9,9 @@ use moh_kernels::MemoryInfo;
 use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_plan::SourceEpochs;
 use moh_recipe::{Recipe, Stage};
+use moh_run_directory::Rewind;
 use moh_run_log::{Evaluation, EvaluationPoint, Skipped, Speed, StepMetrics};
 use moh_train::Event;
-use moh_train::rewinds::Rewind;
 
 use moh_program::exit::stderr_line;
 use moh_program::progress::draws_bars;

@@ -22,10 +22,13 @@ pub enum Error {
     /// A model could not be read or written.
     #[error(transparent)]
     Hf(#[from] moh_hf::Error),
-    /// A checkpoint of a run could not be read, or is damaged.
+    /// The card of a run could not be made.
     #[error(transparent)]
     Train(#[from] moh_train::Error),
-    /// A checkpoint is missing or damaged.
+    /// A run has no such checkpoint.
+    #[error(transparent)]
+    RunDirectory(#[from] moh_run_directory::Error),
+    /// A checkpoint of a run could not be read, or is damaged.
     #[error(transparent)]
     Checkpoint(#[from] moh_checkpoint::Error),
     /// The model is invalid, or the head counts do not fit it.

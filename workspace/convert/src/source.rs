@@ -9,8 +9,8 @@ use moh_checkpoint::StoredCheckpoint;
 use moh_hf::{ConfigFile, StoredModel, TensorBytes, WeightFiles};
 use moh_kernels::DType;
 use moh_model::tensors::tensor_shapes;
+use moh_run_directory::{CheckpointName, RunDirectory};
 use moh_step::TensorKind;
-use moh_train::{CheckpointName, RunDirectory};
 use serde_json::Value;
 
 use crate::Error;

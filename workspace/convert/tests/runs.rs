@@ -10,10 +10,11 @@ use std::sync::atomic::AtomicBool;
 use assert_cmd::Command;
 use moh_comm::World;
 use moh_data::{Provenance, TokenFileWriter};
+use moh_device::OpenDevice;
 use moh_hf::ConfigFile;
 use moh_kernels::DType;
 use moh_recipe::Recipe;
-use moh_train::{OpenDevice, RunOptions};
+use moh_train::RunOptions;
 use serde_json::{Value, json};
 use support::{VOCABULARY, names, workplace};
 

@@ -11,11 +11,12 @@ use moh_convert::{Attention, Options, convert};
 use moh_data::{
     AppendEos, END_OF_TEXT, Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer,
 };
+use moh_device::OpenDevice;
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_kernels::DType;
 use moh_model::layout::ModelLayout;
 use moh_recipe::Recipe;
-use moh_train::{ModelSource, OpenDevice, Outcome, RunOptions};
+use moh_train::{ModelSource, Outcome, RunOptions};
 use serde_json::{Value, json};
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";

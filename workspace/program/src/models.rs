@@ -12,7 +12,7 @@ use moh_hub::{Progress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
 use moh_recipe::shell::shell_word;
-use moh_train::CheckpointName;
+use moh_run_directory::CheckpointName;
 
 use crate::progress::Bar;
 

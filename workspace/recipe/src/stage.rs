@@ -72,7 +72,7 @@ impl Default for MohOptions {
     }
 }
 
-/// The learning rate of a stage; see [`crate::schedule`].
+/// The learning rate of a stage; see [`crate::Schedule`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LearningRate {

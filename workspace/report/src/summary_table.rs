@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
+use moh_run_directory::RunDirectory;
 use moh_run_log::{Evaluation, EvaluationPoint, Summary};
-use moh_train::RunDirectory;
 
 use crate::loss_chart::to_svg;
 use crate::run_log::RunLog;

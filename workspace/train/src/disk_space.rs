@@ -10,9 +10,10 @@ use moh_model::layout::ModelLayout;
 use moh_plan::DiskBytes;
 use moh_plan::units::bytes;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 
+use crate::Error;
 use crate::source::ModelSource;
-use crate::{Error, RunDirectory};
 
 /// The bytes that can be written on the file system of a path; `None` where it does not say so.
 pub type FreeSpace = fn(&Path) -> io::Result<Option<u64>>;

@@ -7,9 +7,8 @@ use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_plan::SourceEpochs;
 use moh_recipe::Stage;
+use moh_run_directory::Rewind;
 use moh_run_log::{Evaluation, Skipped, StepMetrics, Summary};
-
-use crate::rewinds::Rewind;
 
 /// An event of a run.
 #[derive(Debug)]

@@ -10,11 +10,12 @@ use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::ModelLayout;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
+use moh_run_directory::export_record::{self, ExportRecord};
 use moh_step::TensorKind;
 
-use crate::export_record::{self, ExportRecord};
 use crate::source::ModelSource;
-use crate::{Error, RunDirectory, model_card};
+use crate::{Error, model_card};
 
 /// Whether an export is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,9 +7,10 @@ use moh_checkpoint::{RunState, StoredCheckpoint, steps_at};
 use moh_hf::model_card::grouped;
 use moh_hf::{Base, Origin};
 use moh_recipe::{Attention, Recipe, Stage};
+use moh_run_directory::RunDirectory;
 use moh_run_log::{Evaluation, EvaluationPoint};
 
-use crate::{Error, RunDirectory};
+use crate::Error;
 
 /// Where the model of a run comes from after `step` steps.
 ///

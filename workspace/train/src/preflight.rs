@@ -4,13 +4,13 @@
 use std::time::Instant;
 
 use moh_comm::{Group, Reduce, World, host_name};
-use moh_device::Compute;
+use moh_device::{Compute, OpenDevice};
 use moh_kernels::linear::LinearForward;
 use moh_kernels::{Backend, Element, ElementType};
 use moh_step::Ranks;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, OpenDevice};
+use crate::Error;
 
 /// Seconds of measurement of the matmuls, after one to warm up.
 const SECONDS: f64 = 1.0;

@@ -11,10 +11,10 @@ use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
 use moh_recipe::{Recipe, read_shape};
+use moh_run_directory::{CheckpointName, TOKENIZER};
 use moh_step::TensorKind;
 
-use crate::run_inputs::model_files::TOKENIZER;
-use crate::{CheckpointName, Error, checkpoint_name, model_card};
+use crate::{Error, model_card};
 
 /// The initial model of a run.
 pub struct ModelSource {
@@ -382,7 +382,7 @@ fn open_checkpoint(
     }
     let Some(step) = name.step else { return refuse("names no step") };
     let stored = StoredCheckpoint::of_step(&name.run.checkpoint_directory(), step)?;
-    let file = checkpoint_name::config_file(&stored, &name.run.checkpoint(step))?;
+    let file = moh_run_directory::config_file(&stored, &name.run.checkpoint(step))?;
     Ok((file, Weights::Checkpoint { stored: Box::new(stored), moments: recipe.model.moments }))
 }
 

@@ -8,8 +8,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, FreeSpace, OpenDevice, Outcome, RunDirectory, RunOptions};
+use moh_run_directory::RunDirectory;
+use moh_train::{Error, Event, FreeSpace, Outcome, RunOptions};
 use support::{Workplace, files};
 
 /// Runs a recipe on a file system with so much room, until `stop_at`, and returns its warnings.

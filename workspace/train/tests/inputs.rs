@@ -11,9 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
 use moh_data::{Provenance, TokenFileWriter};
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
-use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
+use moh_train::{Error, Event, Outcome, RunOptions};
 use serde_json::Value;
 use support::results::Results;
 use support::{Workplace, files, write_tokens};
@@ -142,7 +144,10 @@ fn without_a_record_the_paths_must_stay_and_a_warning_is_given() {
     move_files(&place.dir.path().join("text"), &moved);
     let elsewhere = place.recipe(&[&format!("data.sources.0.path={}", moved.display())]);
     let error = train(&elsewhere).unwrap_err();
-    assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+    assert!(
+        matches!(error, Error::RunDirectory(moh_run_directory::Error::RecipeChanged { .. })),
+        "{error}"
+    );
     move_files(&moved, &place.dir.path().join("text"));
     let mut warnings = Vec::new();
     watch(&recipe, |event, _| {

@@ -10,9 +10,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 use moh_run_log::{RoutingLine, RoutingMoment, StepMetrics, Summary, metrics, routing_log};
-use moh_train::{Event, OpenDevice, Outcome, RunDirectory, RunOptions};
+use moh_train::{Event, Outcome, RunOptions};
 use support::on_ranks::on_ranks;
 use support::results::Results;
 use support::{Workplace, write_tokens};

@@ -9,8 +9,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
+use moh_run_directory::RunDirectory;
+use moh_train::{Error, Event, Outcome, RunOptions};
 use support::Workplace;
 use support::on_ranks::on_ranks;
 use support::results::{Results, assert_alike};

@@ -7,8 +7,10 @@ mod support;
 
 use std::path::Path;
 
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{Error, OpenDevice, Replay, RunDirectory};
+use moh_run_directory::RunDirectory;
+use moh_train::{Error, Replay};
 use support::faulty::{finish, finish_on, nan_at, stop_at};
 use support::{Workplace, files};
 

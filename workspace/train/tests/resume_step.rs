@@ -10,8 +10,9 @@ use std::path::Path;
 
 use moh_checkpoint::{Condition, ListedCheckpoint};
 use moh_recipe::{Recipe, ValidationSet};
+use moh_run_directory::RunDirectory;
 use moh_run_log::metrics;
-use moh_train::{Error, Event, Outcome, RunDirectory};
+use moh_train::{Error, Event, Outcome};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
 use support::{Workplace, files, write_tokens};
@@ -227,10 +228,16 @@ fn a_stage_that_is_over_and_a_shorter_one_are_refused() {
         Start::default().run(&place.recipe(&["checkpoint.keep=9", change])).unwrap_err()
     };
     let error = refused(LONGER[0]);
-    assert!(matches!(error, Error::StageOver { step: 6, .. }), "{error}");
+    assert!(
+        matches!(error, Error::RunDirectory(moh_run_directory::Error::StageOver { step: 6, .. })),
+        "{error}"
+    );
     assert!(error.to_string().contains("stage.adapt.tokens: was 320, now 512"), "{error}");
     let error = refused("stage.moh.tokens=256");
-    assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+    assert!(
+        matches!(error, Error::RunDirectory(moh_run_directory::Error::RecipeChanged { .. })),
+        "{error}"
+    );
     assert!(files(run.root()) == before);
     // At a step before its end the same stage grows.
     let longer = place.recipe(&["checkpoint.keep=9", LONGER[0]]);

@@ -10,9 +10,9 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 
 use moh_recipe::Recipe;
+use moh_run_directory::{Rewind, Rewinds, RunDirectory};
 use moh_run_log::metrics;
-use moh_train::rewinds::{Rewind, Rewinds};
-use moh_train::{Error, Event, Outcome, RunDirectory};
+use moh_train::{Error, Event, Outcome};
 use support::faulty::{Faults, finish, finish_on, nan_at, run_on, stop_at};
 use support::results::{Results, assert_alike};
 use support::{Workplace, copy_all, copy_running};
@@ -195,7 +195,10 @@ fn a_run_that_began_again_is_not_taken_for_one_that_lost_its_checkpoints() {
     let another =
         recipe_in(&place, &[changes, &["run.seed=7"]].concat(), run.root().to_str().unwrap());
     let error = run_on(1, &another, &faults, (None, &|_| {})).pop().unwrap().unwrap_err();
-    assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+    assert!(
+        matches!(error, Error::RunDirectory(moh_run_directory::Error::RecipeChanged { .. })),
+        "{error}"
+    );
     let killed = recipe_in(&place, changes, run.root().to_str().unwrap());
     assert!(finish(&killed, &faults) == reference);
     // Checkpoints that are lost later are missed.
@@ -262,7 +265,14 @@ fn a_run_that_no_samples_help_ends_and_keeps_its_record() {
     let recipe = place.recipe(&[rates, "guard.patience=2", "guard.rewind=1", "checkpoint.keep=9"]);
     for outcome in run_on(2, &recipe, &[], (None, &|_| {})) {
         let error = outcome.unwrap_err();
-        let is_told = matches!(error, Error::RewoundTooOften { first: 7, last: 8, .. });
+        let is_told = matches!(
+            error,
+            Error::RunDirectory(moh_run_directory::Error::RewoundTooOften {
+                first: 7,
+                last: 8,
+                ..
+            })
+        );
         assert!(
             is_told || matches!(error, Error::Step(moh_step::Error::OtherRank { rank: 0 })),
             "{error}"

@@ -11,8 +11,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
+use moh_run_directory::RunDirectory;
+use moh_train::{Error, Event, Outcome, RunOptions};
 use support::driver::{Start, finish, stop_at};
 use support::on_ranks::on_ranks;
 use support::results::Results;
@@ -77,7 +79,10 @@ fn a_directory_with_files_of_a_user_is_refused_and_unchanged() {
         let before = files(root);
         for begin_anew in [false, true] {
             let error = train_at(&recipe, Path::new("recipe.toml"), None, begin_anew).unwrap_err();
-            assert!(matches!(error, Error::NotARun { .. }), "{error}");
+            assert!(
+                matches!(error, Error::RunDirectory(moh_run_directory::Error::NotARun { .. })),
+                "{error}"
+            );
             let error = error.to_string();
             assert!(error.contains(holds) && error.contains("/run-2"), "{error}");
             assert_eq!(files(root), before);

@@ -12,8 +12,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use moh_comm::World;
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions, TimeLimit};
+use moh_run_directory::RunDirectory;
+use moh_train::{Error, Event, Outcome, RunOptions, TimeLimit};
 use support::Workplace;
 use support::results::Results;
 

@@ -9,9 +9,11 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 use moh_run_log::TraceSteps;
-use moh_train::{OpenDevice, Outcome, RunDirectory, RunOptions};
+use moh_train::{Outcome, RunOptions};
 use serde_json::Value;
 use support::Workplace;
 use support::on_ranks::on_ranks;

@@ -9,10 +9,12 @@ use std::sync::atomic::AtomicBool;
 use moh_checkpoint::StoredCheckpoint;
 use moh_comm::World;
 use moh_data::{Provenance, TokenFileWriter};
+use moh_device::OpenDevice;
 use moh_fuzz::Target;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 use moh_step::TensorKind;
-use moh_train::{OpenDevice, RunDirectory, RunOptions};
+use moh_train::RunOptions;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

@@ -1,8 +1,7 @@
 //! The record of a run's returns to earlier steps.
 
 use moh_fuzz::Target;
-use moh_train::RunDirectory;
-use moh_train::rewinds::Rewinds;
+use moh_run_directory::{Rewinds, RunDirectory};
 
 use crate::{ALLOCATOR, outcome};
 

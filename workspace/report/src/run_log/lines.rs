@@ -9,7 +9,7 @@ use anyhow::Context as _;
 
 use crate::chart::shorten;
 
-/// Maximum bytes of a line, as in `moh_train`.
+/// Maximum bytes of a line, as in `moh_run_log`.
 const MAX_LINE_BYTES: u64 = 64 << 10;
 
 /// Lines of a file that are named; the others are only counted.

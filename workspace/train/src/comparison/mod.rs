@@ -17,15 +17,15 @@ use std::path::{Path, PathBuf};
 use moh_files::TEMPORARY;
 use moh_recipe::Recipe;
 use moh_recipe::shell::command;
+use moh_run_directory::{KeyChange, RunDirectory, RunLock, branch, changes, named};
 pub(crate) use record::RECORD;
 pub use record::{Results, results};
 use variant::SHARED;
 pub use variant::Variant;
 
+use crate::Error;
 use crate::run::adopt_origin;
-use crate::run_directory::{changes, named};
 use crate::source::ModelSource;
-use crate::{Error, KeyChange, RunDirectory, RunLock, branch};
 
 /// The runs of a comparison.
 #[derive(Debug)]
@@ -301,7 +301,10 @@ fn check_begun(run: &PlannedRun, path: &Path) -> Result<(), Error> {
         .collect();
     match changes.is_empty() {
         true => Ok(()),
-        false => Err(Error::RecipeChanged { path: directory.recipe(), changes, another: None }),
+        false => {
+            let (path, another) = (directory.recipe(), None);
+            Err(moh_run_directory::Error::RecipeChanged { path, changes, another }.into())
+        }
     }
 }
 

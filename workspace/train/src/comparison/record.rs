@@ -5,12 +5,13 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
+use moh_run_directory::RunDirectory;
 use moh_run_log::{Evaluation, Summary, metrics};
 use serde::{Deserialize, Serialize};
 
 use super::PlannedRun;
+use crate::Error;
 use crate::error::unless_missing;
-use crate::{Error, RunDirectory};
 
 /// The name of the file in the directory of a comparison.
 pub(crate) const RECORD: &str = "comparison.json";
@@ -110,7 +111,7 @@ pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<(
 }
 
 impl<'a> Change<'a> {
-    fn of(change: &'a crate::KeyChange) -> Self {
+    fn of(change: &'a moh_run_directory::KeyChange) -> Self {
         let (recipe, variant) = (change.before.as_deref(), change.now.as_deref());
         Change { key: &change.key, recipe, variant }
     }

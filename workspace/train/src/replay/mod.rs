@@ -16,15 +16,15 @@ use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
 use moh_plan::step_plan;
 use moh_recipe::{Parallel, Recipe, Recompute, Stage};
+use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_step::guard::Limits;
 use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient};
 pub use samples::SampleSource;
 
-use crate::rewinds::Rewinds;
+use crate::Error;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::trainer::attention_before;
-use crate::{Error, RunDirectory, growth};
 
 /// A replayed step.
 #[derive(Debug, Clone, PartialEq)]

@@ -3,13 +3,14 @@
 
 use moh_kernels::Backend;
 use moh_recipe::{Recipe, shell};
+use moh_run_directory::{RunDirectory, RunLock, branch};
 use moh_run_log::Summary;
 
 use super::Job;
 use super::resolve::Resolved;
+use crate::Error;
 use crate::event::Event;
-use crate::rewinds::Rewinds;
-use crate::{Error, RunDirectory, RunLock, branch};
+use crate::resumption::check_resumable;
 
 /// A run whose directory the first rank has locked.
 pub(super) struct Locked<'a, B: Backend> {
@@ -78,7 +79,7 @@ impl Job<'_> {
             run.begin_anew(recipe)?;
         }
         let grows = run.check_recipe(recipe, &self.command())?;
-        let finished = !grows && resume_step.is_none() && finished_before(run)?;
+        let finished = !grows && resume_step.is_none() && run.is_finished()?;
         if !finished {
             check_resumable(run)?;
         }
@@ -96,23 +97,4 @@ impl Job<'_> {
             command => command.to_owned(),
         }
     }
-}
-
-/// Whether the run has finished: it has a summary and an export.
-pub(crate) fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
-    Ok(Summary::read(&run.summary())?.is_some() && run.export().join("config.json").is_file())
-}
-
-/// Refuses a run that has completed checkpoints and has none left.
-pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
-    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() && !begins_again(run)? {
-        return Err(Error::NoneLeft { path: run.root().to_owned() });
-    }
-    Ok(())
-}
-
-/// Whether the run has returned to its initial model and has not completed a checkpoint since.
-fn begins_again(run: &RunDirectory) -> Result<bool, Error> {
-    let initial = Rewinds::read(run)?.last().is_some_and(|rewind| rewind.initial);
-    Ok(initial && !run.marker().exists())
 }

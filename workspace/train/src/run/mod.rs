@@ -13,6 +13,7 @@ use moh_comm::{Group, World};
 use moh_device::{OnDevice, OpenDevice};
 use moh_kernels::Backend;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 use moh_run_log::TraceSteps;
 use moh_step::Ranks;
 
@@ -21,12 +22,10 @@ use self::resolve::Resolved;
 use crate::disk_space::{FreeSpace, free_space};
 use crate::event::{Event, Outcome};
 use crate::run_inputs::Settled;
-use crate::{Error, RunDirectory, TimeLimit};
+use crate::{Error, TimeLimit};
 
-pub(crate) use self::lock::{check_resumable, finished_before};
 pub(crate) use self::resolve::adopt_origin;
 pub use self::resolve::first_that_keeps_model;
-pub(crate) use self::train::warn_of_edited;
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 

@@ -2,13 +2,13 @@
 
 use moh_kernels::Backend;
 use moh_recipe::{Parallel, Recipe, Stage};
+use moh_run_directory::{CheckpointName, RunDirectory, branch, is_step_of};
 use moh_step::Ranks;
 
 use super::Job;
-use crate::checkpoint_name::is_step_of;
+use crate::Error;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::{CheckpointName, Error, RunDirectory, branch};
 
 /// A run whose recipe is resolved, and whose directory nobody holds yet.
 pub(super) struct Resolved<'a, B: Backend> {
@@ -82,7 +82,7 @@ impl Job<'_> {
         let is_own = own.is_some_and(|own| self.path.canonicalize().is_ok_and(|path| path == own));
         let recipe = (!is_own).then_some(("--recipe", self.path));
         let files = sources.chain(sets).chain(recipe).map(|(key, path)| (key, path, false));
-        run.check_inputs(directories.chain(files))
+        Ok(run.check_inputs(directories.chain(files))?)
     }
 
     /// Fails if the number of ranks is not a multiple of a stage's tensor x pipeline.

@@ -1,25 +1,27 @@
 //! The third phase of a run: its inputs are compared with those that it was started with, and what is left
 //! of it is trained with the recipe's element types.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
 use moh_files::HeldDirectory;
 use moh_kernels::{Backend, Element};
 use moh_recipe::Recipe;
+use moh_run_directory::{RunDirectory, RunLock};
 use moh_run_log::Machine;
 use moh_step::Ranks;
 
 use super::Job;
 use super::lock::Locked;
 use super::resolve::Resolved;
+use crate::Error;
 use crate::disk_space;
 use crate::event::{Event, Outcome};
+use crate::resumption::warn_of_edited;
 use crate::run_data::RunData;
 use crate::run_inputs::{RunInputs, Settled};
 use crate::trainer::{Inputs, train};
-use crate::{Error, RunDirectory, RunLock};
 
 impl<B: Backend + Clone> Locked<'_, B> {
     /// Compares the inputs of a finished run with those that it was started with, and stores its recipe. While the
@@ -139,22 +141,6 @@ fn explained(error: Error, run: &RunDirectory, directory: &HeldDirectory) -> Err
     match directory.place() {
         Some(place) => Error::RunMoved { path, place, step: None },
         None => Error::RunRemoved { path },
-    }
-}
-
-/// Says where a recipe of the run is that a user has edited.
-pub(crate) fn warn_of_edited(
-    run: &RunDirectory,
-    aside: Option<&Path>,
-    events: &mut dyn FnMut(Event<'_>),
-) {
-    if let Some(aside) = aside {
-        let text = format!(
-            "{} was edited, and is kept as {}: in its place is the resolved recipe",
-            run.recipe().display(),
-            aside.display()
-        );
-        events(Event::Warning { text: &text });
     }
 }
 

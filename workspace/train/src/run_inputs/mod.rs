@@ -14,6 +14,7 @@ use std::sync::atomic::AtomicBool;
 use moh_data::TokenFile;
 use moh_kernels::Backend;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 use moh_step::Ranks;
 
 use self::model_files::ModelFiles;
@@ -21,7 +22,7 @@ use self::record::{FileRecord, Record, check_mixture};
 use self::token_files::Found;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::{Error, Event, RunDirectory};
+use crate::{Error, Event};
 
 /// A run whose inputs are compared with its record.
 pub(crate) struct RunInputs<'a> {

@@ -13,14 +13,11 @@ use moh_hf::model_card::{self, CARD_FILE};
 use moh_hf::model_directory::{GENERATION_FILE, companion_files, is_tokenizer_file};
 use moh_hf::vocabulary::TOKENIZER_FILE;
 use moh_recipe::Recipe;
+use moh_run_directory::{TOKENIZER, named};
 
 use crate::Error;
 use crate::error::unless_missing;
-use crate::run_directory::named;
 use crate::source::ModelSource;
-
-/// The folder of `model.tokenizer` in `model/`.
-pub(crate) const TOKENIZER: &str = "tokenizer";
 
 /// The files by their names in `model/`.
 pub(super) struct ModelFiles {

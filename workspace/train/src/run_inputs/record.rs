@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 
 use moh_data::{TokenFile, TokenFileContent, TrainingData};
 use moh_recipe::{Recipe, is_below};
+use moh_run_directory::RunDirectory;
 use serde::{Deserialize, Serialize};
 
 use super::token_files::Found;
+use crate::Error;
 use crate::error::unless_missing;
-use crate::{Error, RunDirectory};
 
 /// Begins the keys of the validation sets' files.
 const VALIDATION: &str = "data.validation";

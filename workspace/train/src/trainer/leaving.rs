@@ -2,10 +2,11 @@
 //! state is written where the directory is now, if that is known, and the run ends with an error that says so.
 
 use moh_kernels::{Backend, Element};
+use moh_run_directory::RunDirectory;
 
 use super::{Inputs, Progress, Trainer};
+use crate::Error;
 use crate::event::Outcome;
-use crate::{Error, RunDirectory};
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Whether the run directory is not at its path any more, as the first rank sees it.

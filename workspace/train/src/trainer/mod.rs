@@ -22,6 +22,7 @@ use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_plan::SourceEpochs;
 use moh_recipe::{Parallel, Recipe};
+use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_run_log::{
     EvaluationPoint, MetricsWriter, PartTimes, RoutingMoment, RoutingWriter, Summary, TensorBoard,
     TraceSteps,
@@ -32,10 +33,9 @@ pub(crate) use start::attention_before;
 
 use crate::event::{Event, Outcome};
 use crate::export::{self, Exported};
-use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::{Error, RunDirectory, TimeLimit, growth};
+use crate::{Error, TimeLimit};
 
 /// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]

@@ -2,11 +2,11 @@
 
 use moh_kernels::{Backend, Element};
 use moh_recipe::{Recipe, Stage};
+use moh_run_directory::{Rewind, RunDirectory, metrics_resume};
 
 use super::Trainer;
+use crate::Error;
 use crate::event::Event;
-use crate::rewinds::Rewind;
-use crate::{Error, RunDirectory, metrics_resume};
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Whether the last steps were not applied, as many as the recipe's patience.
@@ -27,10 +27,10 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let next = self.rewinds.next(recipe, run, &self.state);
         let mut next = self.ranks.agree(next)?;
         let rewinds = &self.rewinds;
-        self.ranks.first_does(|| {
+        self.ranks.first_does::<Error>(|| {
             next.initial = begins_again(run, recipe, &next)?;
             metrics_resume::keep_before_rewind(run, recipe, &next)?;
-            rewinds.append(next, run)
+            Ok(rewinds.append(next, run)?)
         })?;
         (self.events)(Event::Rewound(&next));
         Ok(())

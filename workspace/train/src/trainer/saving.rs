@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 use moh_checkpoint::{Complete, End, Flight, Snapshot, ThreadFlags, WritePart};
 use moh_kernels::{Backend, Element, span};
 use moh_model::Model;
+use moh_run_directory::RunDirectory;
 use moh_run_log::MetricsWriter;
 use moh_step::OptimizerState;
 
 use super::save_clock::{Due, SaveClock};
 use super::{Inputs, Progress, Trainer};
+use crate::Error;
 use crate::error::last_good_checkpoint;
 use crate::event::Event;
-use crate::{Error, RunDirectory};
 
 /// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
 /// the time limit of an operation, however long the checkpoint takes.
@@ -166,7 +167,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             moh_checkpoint::publish(&directory, pending, state, config, parts)?;
             let pruned =
                 if prunes { moh_checkpoint::prune(&directory, &retention) } else { Ok(()) };
-            let afterwards = [run.mark(), pruned.map_err(Error::from)];
+            let afterwards = [run.mark().map_err(Error::from), pruned.map_err(Error::from)];
             let failed = afterwards.into_iter().filter_map(Result::err);
             Ok(failed.map(|error| error.to_string()).collect())
         }))

@@ -12,19 +12,18 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 use moh_recipe::{Parallel, Recipe};
+use moh_run_directory::growth::{self, Resumed};
+use moh_run_directory::{Rewinds, RunDirectory, leave_path, metrics_resume, set_later_aside};
 use moh_run_log::{MetricsWriter, RoutingWriter, TensorBoard};
 use moh_step::{OptimizerState, Ranks, StepGroups};
 
 use super::saving::Saving;
 use super::{Inputs, Trainer};
+use crate::Error;
 use crate::event::Event;
-use crate::growth::{self, Resumed};
-use crate::rewinds::{Rewinds, leave_path};
-use crate::run::{check_resumable, warn_of_edited};
+use crate::resumption::{check_resumable, warn_of_edited};
 use crate::run_data::RunData;
-use crate::set_aside::set_later_aside;
 use crate::source::ModelSource;
-use crate::{Error, RunDirectory, metrics_resume};
 
 impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
     /// Loads the requested or the newest valid checkpoint, or else the recipe's initial model.

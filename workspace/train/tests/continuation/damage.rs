@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, Outcome, RunDirectory};
+use moh_run_directory::RunDirectory;
+use moh_train::{Error, Event, Outcome};
 
 use super::{alone, killed_at, reference, stop_at, train, train_and_hear, watch, watch_from};
 use crate::support::results::Results;

@@ -5,7 +5,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 
 use moh_recipe::Recipe;
-use moh_train::{Event, Outcome, RunDirectory};
+use moh_run_directory::RunDirectory;
+use moh_train::{Event, Outcome};
 
 use super::{STEPS, reference, remains, stop_at, train, watch};
 use crate::support::Workplace;

@@ -2,7 +2,8 @@
 
 use std::fs;
 
-use moh_train::{Error, Event, Outcome, RunDirectory};
+use moh_run_directory::RunDirectory;
+use moh_train::{Error, Event, Outcome};
 use serde_json::Value;
 
 use super::{STEPS, killed_at, reference, remains, stop_at, train, uninterrupted, watch};
@@ -119,7 +120,10 @@ fn another_recipe_is_refused_and_a_harmless_change_is_not() {
     stop_at(&place.recipe(&[]), 3);
     for change in ["run.seed=2", "stage.moh.tokens=256", "stage.adapt.learning_rate.max=1e-1"] {
         let error = train(&place.recipe(&[change])).unwrap_err();
-        assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+        assert!(
+            matches!(error, Error::RunDirectory(moh_run_directory::Error::RecipeChanged { .. })),
+            "{error}"
+        );
         let (key, _) = change.split_once('=').unwrap();
         assert!(error.to_string().contains(key), "{error}");
     }

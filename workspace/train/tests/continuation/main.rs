@@ -16,10 +16,12 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
+use moh_device::OpenDevice;
 use moh_kernels::Cpu;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 use moh_step::Ranks;
-use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
+use moh_train::{Error, Event, Outcome, RunOptions};
 use support::results::Results;
 use support::{Workplace, copy_running, files};
 

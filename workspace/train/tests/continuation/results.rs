@@ -4,8 +4,9 @@ use std::fs;
 use std::sync::atomic::Ordering;
 
 use moh_recipe::Schedule;
+use moh_run_directory::RunDirectory;
 use moh_run_log::metrics;
-use moh_train::{Error, Event, Outcome, RunDirectory};
+use moh_train::{Error, Event, Outcome};
 use serde_json::Value;
 
 use super::{STEPS, reference, train, uninterrupted, watch_from};
@@ -23,7 +24,10 @@ fn a_finished_run_stays_finished_without_its_checkpoints() {
     assert_eq!(train(&recipe).unwrap(), Outcome::AlreadyFinished(summary));
     assert!(files(&recipe.run.dir) == before);
     let error = train(&place.recipe(&["run.seed=77"])).unwrap_err();
-    assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+    assert!(
+        matches!(error, Error::RunDirectory(moh_run_directory::Error::RecipeChanged { .. })),
+        "{error}"
+    );
     // Nothing is left to export it again from.
     fs::remove_dir_all(run.export()).unwrap();
     let before = files(&recipe.run.dir);
@@ -65,7 +69,10 @@ fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
     train(&place.recipe(&[])).unwrap();
     let recipe = place.recipe(&["run.seed=2"]);
     fs::remove_dir_all(recipe.run.dir.join("checkpoints")).unwrap();
-    assert!(matches!(train(&recipe).unwrap_err(), Error::RecipeChanged { .. }));
+    assert!(matches!(
+        train(&recipe).unwrap_err(),
+        Error::RunDirectory(moh_run_directory::Error::RecipeChanged { .. })
+    ));
     let stopped = watch_from(&recipe, true, |event, stop| {
         stop.fetch_or(matches!(event, Event::Step { step: 3, .. }), Ordering::Relaxed);
     });

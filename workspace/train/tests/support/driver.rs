@@ -4,8 +4,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, OpenDevice, Outcome, RunOptions};
+use moh_train::{Error, Event, Outcome, RunOptions};
 
 use super::copy_running;
 

@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use moh_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, OpenDevice, Outcome, RunOptions};
+use moh_train::{Error, Event, Outcome, RunOptions};
 
 use super::on_ranks::on_ranks;
 use super::results::Results;

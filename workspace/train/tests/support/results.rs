@@ -3,7 +3,7 @@
 use std::fs;
 
 use moh_recipe::Recipe;
-use moh_train::RunDirectory;
+use moh_run_directory::RunDirectory;
 use safetensors::SafeTensors;
 use serde_json::Value;
 

@@ -8,7 +8,7 @@ use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
 use moh_recipe::{Parallel, Recipe};
-use moh_train::RunDirectory;
+use moh_run_directory::RunDirectory;
 
 use super::results::{Results, assert_alike};
 

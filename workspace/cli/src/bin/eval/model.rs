@@ -9,8 +9,8 @@ use moh_hf::ConfigFile;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
 use moh_program::models;
+use moh_run_directory::CheckpointName;
 use moh_step::TensorKind;
-use moh_train::CheckpointName;
 
 /// A model before its weights are read.
 pub(crate) struct NamedModel {

@@ -10,7 +10,7 @@ use moh_checkpoint::{Condition, ListedCheckpoint, RunState};
 use moh_program::arguments::at_least;
 use moh_program::{counted, utc};
 use moh_recipe::{Checkpoint, Recipe};
-use moh_train::RunDirectory;
+use moh_run_directory::RunDirectory;
 
 /// List, verify or remove the checkpoints of a run
 ///

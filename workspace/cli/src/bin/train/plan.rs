@@ -12,7 +12,8 @@ use moh_model::ModelConfig;
 use moh_plan::{Hardware, Plan, StagePlan, Suggestions};
 use moh_program::exit;
 use moh_recipe::Recipe;
-use moh_train::{Comparison, local_model_config};
+use moh_run_directory::local_model_config;
+use moh_train::Comparison;
 
 use crate::Arguments;
 use crate::comparison::table::aligned;

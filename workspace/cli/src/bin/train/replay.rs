@@ -8,7 +8,8 @@ use moh_program::arguments::at_least;
 use moh_program::exit::stderr_line;
 use moh_program::models;
 use moh_recipe::Recipe;
-use moh_train::{CheckpointName, RunDirectory, open_device};
+use moh_run_directory::{CheckpointName, RunDirectory};
+use moh_train::open_device;
 
 /// Repeat one step of a run, and print where its numbers come from.
 ///

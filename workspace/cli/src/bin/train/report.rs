@@ -9,8 +9,8 @@ use moh_model::HeadCounts;
 use moh_program::exit;
 use moh_recipe::{Device, MohOptions, Recipe};
 use moh_report::summary_table::{draw, table};
+use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
-use moh_train::RunDirectory;
 
 /// Prints the end of a run: losses, output files and next commands.
 pub(crate) fn report(recipe: &Recipe, run: &RunDirectory, summary: &Summary) -> anyhow::Result<()> {

@@ -12,15 +12,15 @@ use moh_cli::run_view::RunView;
 use moh_cli::signals::{Say, stop_on_signals};
 use moh_cli::time_limit::time_limit;
 use moh_comm::{Fault, Launch, Launcher, Options, World};
+use moh_device::OpenDevice;
 use moh_kernels::span;
 use moh_program::exit::{self, StoppedEarly};
 use moh_program::processor::Processor;
 use moh_recipe::Recipe;
 use moh_recipe::shell::command;
+use moh_run_directory::RunDirectory;
 use moh_run_log::{Summary, TraceSteps};
-use moh_train::{
-    Comparison, OpenDevice, Outcome, RankSpeed, RunDirectory, RunOptions, TimeLimit, open_device,
-};
+use moh_train::{Comparison, Outcome, RankSpeed, RunOptions, TimeLimit, open_device};
 
 use crate::report::report;
 use crate::{Arguments, comparison};

@@ -12,9 +12,9 @@ use moh_program::exit::{self, StoppedEarly};
 use moh_report::summary_table::draw;
 use moh_train::comparison::{PlannedRun, results};
 use moh_train::{Comparison, TimeLimit, share_text};
+use table::Row;
 
 use crate::training::Session;
-use table::Row;
 
 /// Trains or continues every run of the comparison, as one rank.
 pub(crate) fn train(session: &Session<'_>, comparison: &Comparison) -> anyhow::Result<()> {
@@ -22,7 +22,7 @@ pub(crate) fn train(session: &Session<'_>, comparison: &Comparison) -> anyhow::R
         true => Some(comparison.claim(session.arguments.break_lock)?),
         false => None,
     };
-    if let Some(text) = lock.as_ref().and_then(moh_train::RunLock::warning) {
+    if let Some(text) = lock.as_ref().and_then(moh_run_directory::RunLock::warning) {
         exit::stderr_line(format_args!("warning: {text}"));
     }
     let mut has_trained = false;

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
+use moh_run_directory::KeyChange;
 use moh_run_log::{Evaluation, EvaluationPoint};
-use moh_train::KeyChange;
 use moh_train::comparison::Results;
 
 /// A variant that has finished.

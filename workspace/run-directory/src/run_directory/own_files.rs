@@ -108,7 +108,7 @@ fn names(directory: &Path) -> Result<Vec<String>, Error> {
 }
 
 /// Names for a message: the first ones, and how many more there are.
-pub(crate) fn named(names: &[String]) -> String {
+pub fn named(names: &[String]) -> String {
     let shown = names[..names.len().min(MAX_NAMED)].join(", ");
     match names.len().checked_sub(MAX_NAMED) {
         Some(more @ 1..) => format!("{shown} and {more} more"),
@@ -188,14 +188,14 @@ impl RunDirectory {
     }
 
     /// The names in the directory, but for those that a process leaves before it has marked its directory.
-    pub(crate) fn occupants(&self) -> Result<Vec<String>, Error> {
+    pub fn occupants(&self) -> Result<Vec<String>, Error> {
         let mut found = names(&self.root)?;
         found.retain(|name| !precedes_mark(name));
         Ok(found)
     }
 
     /// A free name beside the directory, or in it where it has no name of its own, as `.` has none.
-    pub(crate) fn free_sibling(&self) -> PathBuf {
+    pub fn free_sibling(&self) -> PathBuf {
         let name = self.root.file_name();
         let Some(name) = name.map(|name| name.to_string_lossy()) else {
             return first_free_suffixed(|suffix| self.root.join(format!("run{suffix}")));
@@ -209,7 +209,7 @@ impl RunDirectory {
     ///
     /// # Errors
     /// [`Error::HoldsInput`] with the first such input.
-    pub(crate) fn check_inputs<'a>(
+    pub fn check_inputs<'a>(
         &self,
         inputs: impl Iterator<Item = (&'static str, &'a Path, bool)>,
     ) -> Result<(), Error> {
@@ -236,7 +236,7 @@ impl RunDirectory {
     ///
     /// # Errors
     /// As [`Self::check`], and if the mark cannot be written.
-    pub(crate) fn claim(&self, recipe: &Recipe) -> Result<(), Error> {
+    pub fn claim(&self, recipe: &Recipe) -> Result<(), Error> {
         self.check()?;
         match self.is_run()? {
             true => Ok(()),
@@ -249,7 +249,7 @@ impl RunDirectory {
     ///
     /// # Errors
     /// Fails if a file cannot be moved or written. The directory is then still the earlier run's.
-    pub(crate) fn begin_anew(&self, recipe: &Recipe) -> Result<(), Error> {
+    pub fn begin_anew(&self, recipe: &Recipe) -> Result<(), Error> {
         let mut moved = names(&self.root)?;
         moved.retain(|name| is_own(name));
         if moved.is_empty() {
@@ -274,7 +274,7 @@ impl RunDirectory {
 
     /// Removes the leftovers of earlier processes beside and among the checkpoints, and gives an export that one of
     /// them was replacing its name back. The caller has locked the directory.
-    pub(crate) fn clear_remains(&self) -> Result<(), Error> {
+    pub fn clear_remains(&self) -> Result<(), Error> {
         for place in [self.export(), self.model()] {
             moh_files::PendingDirectory::recover(&place).map_err(Error::io(&place))?;
         }

@@ -74,7 +74,7 @@ impl RunLock {
     }
 
     /// The directory that is locked, wherever it is now.
-    pub(crate) fn directory(&self) -> &Arc<HeldDirectory> {
+    pub fn directory(&self) -> &Arc<HeldDirectory> {
         &self.directory
     }
 

@@ -16,13 +16,14 @@ const MAX_BYTES: u64 = 64 << 20;
 
 /// The files of an export.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct ExportRecord {
+pub struct ExportRecord {
     format: u32,
     files: Vec<FileContent>,
 }
 
 impl ExportRecord {
-    pub(crate) fn new(files: Vec<FileContent>) -> Self {
+    /// A record of these files.
+    pub fn new(files: Vec<FileContent>) -> Self {
         ExportRecord { format: FORMAT, files }
     }
 
@@ -39,7 +40,7 @@ impl ExportRecord {
     ///
     /// # Errors
     /// Fails if the file cannot be written.
-    pub(crate) fn write(&self, run: &RunDirectory) -> Result<(), Error> {
+    pub fn write(&self, run: &RunDirectory) -> Result<(), Error> {
         let path = run.export_record();
         let text = serde_json::to_vec(self).map_err(|error| Error::io(&path)(error.into()))?;
         moh_files::write(&path, &text).map_err(Error::io(&path))
@@ -51,7 +52,7 @@ impl ExportRecord {
 ///
 /// # Errors
 /// Fails if the export cannot be read.
-pub(crate) fn is_unchanged(run: &RunDirectory) -> Result<bool, Error> {
+pub fn is_unchanged(run: &RunDirectory) -> Result<bool, Error> {
     match ExportRecord::read(run) {
         Some(record) => Ok(moh_hf::holds_exactly(&run.export(), &record.files)?),
         None => Ok(false),

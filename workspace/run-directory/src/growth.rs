@@ -19,7 +19,7 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Puts the state of a run between two stages, or at its end, back into the stage that was over, if that has grown
 /// there: it was the last one then, whatever was appended since.
-pub(crate) fn reopen(state: &mut RunState, recipe: &Recipe) {
+pub fn reopen(state: &mut RunState, recipe: &Recipe) {
     let Some(index) = state.stage.checked_sub(1).filter(|_| state.stage_step == 0) else { return };
     let Some((stage, earlier)) = recipe.stages.get(..=index).and_then(|stages| stages.split_last())
     else {
@@ -35,7 +35,7 @@ pub(crate) fn reopen(state: &mut RunState, recipe: &Recipe) {
 
 /// The growth of a run that resumes.
 #[derive(Debug, Default)]
-pub(crate) struct Resumed {
+pub struct Resumed {
     /// Every record that counts, in the order of the steps.
     pub growth: Vec<Growth>,
     /// Those that the recipe requests, which apply from here on.
@@ -50,11 +50,7 @@ impl Resumed {
     ///
     /// # Errors
     /// Fails if a stage is longer that is over, or if a file cannot be read.
-    pub(crate) fn plan(
-        run: &RunDirectory,
-        recipe: &Recipe,
-        state: &RunState,
-    ) -> Result<Self, Error> {
+    pub fn plan(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Self, Error> {
         if state.step == 0 {
             return Ok(Resumed::default());
         }
@@ -103,11 +99,7 @@ impl Resumed {
     ///
     /// # Errors
     /// Fails if a file cannot be written.
-    pub(crate) fn store(
-        &self,
-        run: &RunDirectory,
-        recipe: &Recipe,
-    ) -> Result<Option<PathBuf>, Error> {
+    pub fn store(&self, run: &RunDirectory, recipe: &Recipe) -> Result<Option<PathBuf>, Error> {
         if self.is_new {
             let path = run.growth();
             let mut text = Vec::new();
@@ -126,7 +118,7 @@ impl Resumed {
 ///
 /// # Errors
 /// Fails if the file cannot be read.
-pub(crate) fn recorded(run: &RunDirectory) -> Result<Vec<Growth>, Error> {
+pub fn recorded(run: &RunDirectory) -> Result<Vec<Growth>, Error> {
     read(&run.growth())
 }
 

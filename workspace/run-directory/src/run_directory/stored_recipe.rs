@@ -209,7 +209,7 @@ fn names_input(key: &str) -> bool {
 }
 
 /// The keys whose values differ between two recipes, in order.
-pub(crate) fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
+pub fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
     let (before, now) = (leaves(before)?, leaves(now)?);
     let keys: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
     let change = |key: &String| KeyChange {

@@ -14,7 +14,7 @@ use crate::error::unless_missing;
 use crate::{Error, RunDirectory};
 
 /// Whether the directory of `run` is absent or empty.
-pub(crate) fn is_free(run: &RunDirectory) -> Result<bool, Error> {
+pub fn is_free(run: &RunDirectory) -> Result<bool, Error> {
     let root = run.root();
     let entries = unless_missing(root, fs::read_dir(root))?;
     Ok(entries.is_none_or(|mut entries| entries.next().is_none()))
@@ -25,11 +25,7 @@ pub(crate) fn is_free(run: &RunDirectory) -> Result<bool, Error> {
 ///
 /// # Errors
 /// Fails if the parent has no checkpoint, or a file cannot be copied.
-pub(crate) fn begin(
-    run: &RunDirectory,
-    parent: &RunDirectory,
-    recipe: &Recipe,
-) -> Result<(), Error> {
+pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
     let steps = parent.checkpoint_steps()?;
     if steps.is_empty() {
         return Err(Error::NoGoodCheckpoint { path: parent.checkpoints() });

@@ -9,16 +9,18 @@ use std::path::{Path, PathBuf};
 use moh_checkpoint::CheckpointDirectory;
 use moh_files::first_free_suffixed;
 use moh_recipe::Recipe;
-pub(crate) use own_files::named;
-pub(crate) use stored_recipe::changes;
-pub use stored_recipe::leaves;
+use moh_run_log::Summary;
+pub use own_files::named;
+pub use stored_recipe::{changes, leaves};
 
 use crate::error::unless_missing;
-use crate::run_inputs::model_files::TOKENIZER;
 use crate::{Error, RunLock};
 
 /// Begins the names of exports that a user has changed, before which a run has written another one.
 const EXPORT_BEFORE: &str = "export-before-step-";
+
+/// The directory of the tokenizer among the files that a run keeps of its model.
+pub const TOKENIZER: &str = "tokenizer";
 
 /// The paths of a run directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -142,12 +144,12 @@ impl RunDirectory {
     }
 
     /// The content of the files of the export.
-    pub(crate) fn export_record(&self) -> PathBuf {
+    pub fn export_record(&self) -> PathBuf {
         self.root.join("exported-files.json")
     }
 
     /// A free name for an export that a user has changed, before the export of `step` is written.
-    pub(crate) fn export_aside(&self, step: u64) -> PathBuf {
+    pub fn export_aside(&self, step: u64) -> PathBuf {
         first_free_suffixed(|suffix| self.root.join(format!("{EXPORT_BEFORE}{step}{suffix}")))
     }
 
@@ -176,7 +178,7 @@ impl RunDirectory {
     ///
     /// # Errors
     /// As [`Self::lock`].
-    pub(crate) fn lock_or_break(&self, break_lock: bool) -> Result<RunLock, Error> {
+    pub fn lock_or_break(&self, break_lock: bool) -> Result<RunLock, Error> {
         std::fs::create_dir_all(&self.root).map_err(Error::io(&self.root))?;
         RunLock::acquire(&self.root, break_lock)
     }
@@ -212,7 +214,7 @@ impl RunDirectory {
     }
 
     /// Writes the marker, if it is missing.
-    pub(crate) fn mark(&self) -> Result<(), Error> {
+    pub fn mark(&self) -> Result<(), Error> {
         const TEXT: &str = "This run has completed a checkpoint. Where all of its checkpoints are gone, \
                             it begins anew only with --begin-anew.\n";
         let path = self.marker();
@@ -229,8 +231,17 @@ impl RunDirectory {
         moh_files::sync_directory(&self.root).map_err(Error::io(&self.root))
     }
 
+    /// Whether the run has finished: it has a summary and an export.
+    ///
+    /// # Errors
+    /// Fails if the summary cannot be read.
+    pub fn is_finished(&self) -> Result<bool, Error> {
+        let has_summary = Summary::read(&self.summary())?.is_some();
+        Ok(has_summary && self.export().join("config.json").is_file())
+    }
+
     /// Removes the summary of a run that continues, which would call it finished.
-    pub(crate) fn remove_summary(&self) -> Result<(), Error> {
+    pub fn remove_summary(&self) -> Result<(), Error> {
         let path = self.summary();
         unless_missing(&path, std::fs::remove_file(&path))?;
         Ok(())

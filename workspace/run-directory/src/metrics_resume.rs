@@ -16,11 +16,7 @@ use crate::{Error, RunDirectory};
 ///
 /// # Errors
 /// Fails if the file cannot be read, replaced or renamed.
-pub(crate) fn resume(
-    run: &RunDirectory,
-    recipe: &Recipe,
-    step: u64,
-) -> Result<Option<String>, Error> {
+pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<String>, Error> {
     let path = run.metrics();
     // The lines of a file that was begun again start after a later step than 0.
     let first = metrics::first(&path)?.and_then(|line| recipe.steps_before(&line.stage, line.step));
@@ -44,10 +40,7 @@ pub(crate) fn resume(
 ///
 /// # Errors
 /// Fails if the file cannot be read, replaced or renamed.
-pub(crate) fn resume_routing(
-    run: &RunDirectory,
-    state: &RunState,
-) -> Result<Option<String>, Error> {
+pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<String>, Error> {
     let (path, step) = (run.routing(), state.step);
     match routing_log::cut_back(&path, step, state.unevaluated.is_some()) {
         Err(error @ moh_run_log::Error::JsonLine { .. }) => {
@@ -72,7 +65,7 @@ fn set_aside(path: &Path, root: &Path, (name, step): (&str, u64)) -> Result<Path
 ///
 /// # Errors
 /// Fails if the file cannot be read or the copy cannot be written.
-pub(crate) fn keep_before_rewind(
+pub fn keep_before_rewind(
     run: &RunDirectory,
     recipe: &Recipe,
     rewind: &Rewind,

@@ -66,7 +66,7 @@ pub struct Rewinds {
 
 impl Rewinds {
     /// Passes over the samples of a rewind, if its step is the last one done.
-    pub(crate) fn pass_over_samples(&self, state: &mut RunState) {
+    pub fn pass_over_samples(&self, state: &mut RunState) {
         if let Some(rewind) = self.due(state.step, state.guard.rewinds) {
             state.sample = rewind.samples[1] + 1;
             state.guard.rewinds = rewind.number;
@@ -113,10 +113,7 @@ impl Rewinds {
     ///
     /// # Errors
     /// As [`Rewinds::read`]; fails if another rank has failed.
-    pub(crate) fn shared<B: Backend>(
-        run: &RunDirectory,
-        ranks: &mut Ranks<B>,
-    ) -> Result<Self, Error> {
+    pub fn shared<B: Backend>(run: &RunDirectory, ranks: &mut Ranks<B>) -> Result<Self, Error> {
         let json = |error: serde_json::Error| Error::io(&run.rewinds())(error.into());
         let mut text = None;
         ranks.first_does::<Error>(|| {
@@ -131,7 +128,7 @@ impl Rewinds {
     ///
     /// # Errors
     /// Fails if the file cannot be written; it is then unchanged.
-    pub(crate) fn append(&self, rewind: Rewind, run: &RunDirectory) -> Result<(), Error> {
+    pub fn append(&self, rewind: Rewind, run: &RunDirectory) -> Result<(), Error> {
         let path = run.rewinds();
         let mut text = Vec::new();
         for rewind in self.list.iter().chain([&rewind]) {
@@ -187,7 +184,7 @@ impl Rewinds {
     ///
     /// # Errors
     /// Fails after [`MAX_ATTEMPTS`] from the same place.
-    pub(crate) fn next(
+    pub fn next(
         &self,
         recipe: &Recipe,
         run: &RunDirectory,
@@ -201,7 +198,8 @@ impl Rewinds {
         let attempt = before.map_or(1, |before| before.attempt + 1);
         if attempt > MAX_ATTEMPTS {
             let path = run.rewinds();
-            return Err(Error::RewoundTooOften { path, first, last });
+            let attempts = MAX_ATTEMPTS;
+            return Err(Error::RewoundTooOften { path, first, last, attempts });
         }
         let step = before.map_or(first, |before| before.step.min(first)).saturating_sub(distance);
         let passed = sum(self.effective().into_iter().filter(|rewind| rewind.step < step));
@@ -239,7 +237,7 @@ fn samples_of(recipe: &Recipe, mut steps: u64) -> u64 {
 ///
 /// # Errors
 /// Fails if a directory cannot be listed or renamed.
-pub(crate) fn leave_path(run: &RunDirectory, rewinds: &Rewinds) -> Result<(), Error> {
+pub fn leave_path(run: &RunDirectory, rewinds: &Rewinds) -> Result<(), Error> {
     let Some(last) = rewinds.last() else { return Ok(()) };
     let steps = run.checkpoint_steps()?;
     // What cannot be opened is found again, and reported, where the newest checkpoint is opened.

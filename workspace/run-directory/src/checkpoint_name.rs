@@ -12,7 +12,6 @@ use moh_recipe::{Model, Recipe};
 use moh_step::Ranks;
 use serde_json::Value;
 
-use crate::run::finished_before;
 use crate::{Error, RunDirectory};
 
 /// The name of a checkpoint: a run directory and, after `@`, a step over all of its stages.
@@ -49,7 +48,7 @@ impl CheckpointName {
         }
         // 0 where the newest good checkpoint is wanted.
         let last = ranks.first::<Error>(|| {
-            let finished = finished_before(run)?;
+            let finished = run.is_finished()?;
             let steps = run.checkpoint_steps()?;
             Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)
         })?;
@@ -96,10 +95,7 @@ impl fmt::Display for CheckpointName {
 }
 
 /// The model's configuration in a checkpoint; messages name its `directory`.
-pub(crate) fn config_file(
-    stored: &StoredCheckpoint,
-    directory: &Path,
-) -> Result<ConfigFile, Error> {
+pub fn config_file(stored: &StoredCheckpoint, directory: &Path) -> Result<ConfigFile, Error> {
     let fields = Value::Object(stored.manifest().config.clone());
     Ok(ConfigFile::from_value(fields, directory)?)
 }
@@ -119,7 +115,7 @@ pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelCo
 }
 
 /// Whether `name` is `run` with a step.
-pub(crate) fn is_step_of(name: &str, run: &str) -> bool {
+pub fn is_step_of(name: &str, run: &str) -> bool {
     split(name).is_some_and(|(path, _)| path == run)
 }
 

@@ -1,0 +1,38 @@
+//! Whether a run can be resumed, and what its user should know of its recipe.
+
+use std::path::Path;
+
+use moh_run_directory::{Rewinds, RunDirectory};
+
+use crate::Error;
+use crate::event::Event;
+
+/// Refuses a run that has completed checkpoints and has none left.
+pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
+    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() && !begins_again(run)? {
+        return Err(Error::NoneLeft { path: run.root().to_owned() });
+    }
+    Ok(())
+}
+
+/// Whether the run has returned to its initial model and has not completed a checkpoint since.
+fn begins_again(run: &RunDirectory) -> Result<bool, Error> {
+    let initial = Rewinds::read(run)?.last().is_some_and(|rewind| rewind.initial);
+    Ok(initial && !run.marker().exists())
+}
+
+/// Says where a recipe of the run is that a user has edited.
+pub(crate) fn warn_of_edited(
+    run: &RunDirectory,
+    aside: Option<&Path>,
+    events: &mut dyn FnMut(Event<'_>),
+) {
+    if let Some(aside) = aside {
+        let text = format!(
+            "{} was edited, and is kept as {}: in its place is the resolved recipe",
+            run.recipe().display(),
+            aside.display()
+        );
+        events(Event::Warning { text: &text });
+    }
+}
