@@ -225,7 +225,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let of_layer = |(layer, router): (usize, &Option<Arc<dyn Router<B, T>>>)| {
             let shape = router.as_ref()?.routing_shape(1, heads);
             let of = |shape: RoutingShape| {
-                LayerRouting::new(layer, shape.shared_heads, heads.count - shape.shared_heads)
+                LayerRouting::new(layer, heads.count - shape.columns, shape.columns)
             };
             Some(shape.map(of))
         };
@@ -320,7 +320,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let table = |routing: Option<&Routing<B>>| {
             // A layer without a router never begins its routing, which then has no tokens.
             let Some(routing) = routing else { return Ok(Vec::new()) };
-            let mut table = vec![S::default(); routing.tokens() * routing.routed()];
+            let mut table = vec![S::default(); routing.tokens() * routing.columns()];
             read(routing, &mut table)?;
             Ok(table)
         };

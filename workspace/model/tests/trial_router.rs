@@ -10,8 +10,8 @@ use std::sync::Arc;
 use half::bf16;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::Heads;
-use moh_kernels::router::RoutingShape;
 use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormForward};
+use moh_kernels::router::{RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Cpu, Element, Result};
 use moh_model::parameters::FlatBuffers;
 use moh_model::router::Router;
@@ -36,14 +36,14 @@ impl Fixed {
 
 impl<B: Backend, T: Element> Router<B, T> for Fixed {
     fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
-        let shared_heads = self.shared_heads;
-        Ok(RoutingShape { tokens, heads, shared_heads, saved_per_token: 0, weighted: true })
+        let columns = heads.count - self.shared_heads;
+        Ok(RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: true })
     }
 
     fn forward(&self, backend: &B, args: QueryNormForward<'_, B, T>) -> Result<()> {
         let QueryNormForward { shape, routing, .. } = args;
         let (tokens, routed) = (shape.tokens(), shape.heads - self.shared_heads);
-        routing.begin(tokens, self.shared_heads)?;
+        routing.begin(tokens, SharedHeads::first(self.shared_heads))?;
         let pairs = |heads| (0..tokens).flat_map(move |t| (0..heads).map(move |head| (t, head)));
         let selected: Vec<u8> = pairs(routed)
             .map(|(token, head)| u8::from(self.draw(token, head) < self.percent_selected))

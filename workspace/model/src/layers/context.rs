@@ -109,7 +109,7 @@ impl<M: Memory, T: Element> ActivationGradients<M, T> {
         let heads = share.heads(config);
         let normed = sizes.token_share().padded() * config.hidden_size;
         let routing = sizes.routing.filter(|_| share.ranks > 1);
-        let deltas = routing.map_or(0, |shape| tokens * (heads.count - shape.shared_heads));
+        let deltas = routing.map_or(0, |shape| tokens * shape.columns);
         Ok(ActivationGradients {
             residual: memory.allocate(sizes.stream())?,
             hidden: memory.allocate(normed.max(tokens * share.query_width(config)))?,

@@ -173,7 +173,7 @@ fn router_gradient<'v, B: Backend, T: Element, G: Element>(
     d: &'v mut ActivationGradients<B, T>,
     all_reduce: AllReduce<'v, B>,
 ) -> RouterGradient<'v, B> {
-    let table = 0..cx.num_tokens() * routing.routed();
+    let table = 0..cx.num_tokens() * routing.columns();
     RouterGradient {
         routing,
         delta: cx.straight_through.then(|| B::whole(&d.delta)),

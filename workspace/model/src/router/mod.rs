@@ -117,7 +117,7 @@ fn largest(layers: impl Iterator<Item = Result<RoutingShape>>) -> Result<Option<
     for layer in layers {
         let layer = layer?;
         shape = Some(shape.map_or(layer, |shape| RoutingShape {
-            shared_heads: shape.shared_heads.min(layer.shared_heads),
+            columns: shape.columns.max(layer.columns),
             saved_per_token: shape.saved_per_token.max(layer.saved_per_token),
             weighted: shape.weighted || layer.weighted,
             ..shape

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use moh_kernels::ranks::Heads;
-use moh_kernels::router::RoutingShape;
 use moh_kernels::router::query_norm::{
     QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
     QueryNormRouter,
 };
+use moh_kernels::router::{RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Element, Result};
 
 use super::Router;
@@ -24,8 +24,9 @@ pub(super) fn router<B: Backend, T: Element>(
 
 /// As [`router`], whatever the device and the elements.
 pub(super) fn of_layer(config: &ModelConfig, layer: usize) -> Option<QueryNormRouter> {
-    let LayerHeads { shared: shared_heads, top_k } = config.layer_heads(layer);
-    (config.routed_heads(layer) > 0).then_some(QueryNormRouter { shared_heads, top_k })
+    let LayerHeads { shared, top_k } = config.layer_heads(layer);
+    let shared = SharedHeads::first(shared);
+    (config.routed_heads(layer) > 0).then_some(QueryNormRouter { shared, top_k })
 }
 
 impl<B: Backend, T: Element> Router<B, T> for QueryNormRouter {
