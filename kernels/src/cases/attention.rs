@@ -10,7 +10,7 @@ use crate::qk_norm::{QkNormBackward, QkNormForward};
 use crate::ranks::Heads;
 use crate::rope::{QkvShape, RopeArgs, RopeTable};
 use crate::router::query_norm::{QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter};
-use crate::router::{RouterGradient, Routing};
+use crate::router::{RouterGradient, Routing, SharedHeads};
 use crate::scalar::Element;
 
 /// Causal attention over random queries, keys and values, of all heads or of the heads that the
@@ -64,7 +64,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     /// the causal half of the (query, key) pairs.
     pub fn forward_operations(&self) -> u64 {
         let active_heads = match &self.router {
-            Some((router, _)) => router.shared_heads + router.top_k,
+            Some((router, _)) => router.shared.len() + router.top_k,
             None => self.shape.heads,
         };
         forward_operations(self.shape, active_heads)
@@ -173,8 +173,8 @@ const LARGE: QkvShape = QkvShape { batch: 1, length: 512, heads: 32, kv_heads: 8
 
 /// A quarter of the heads shared, `active` percent of them active.
 fn router(shape: QkvShape, active: usize) -> QueryNormRouter {
-    let shared_heads = shape.heads / 4;
-    QueryNormRouter { shared_heads, top_k: shape.heads * active / 100 - shared_heads }
+    let shared = SharedHeads::first(shape.heads / 4);
+    QueryNormRouter { shared, top_k: shape.heads * active / 100 - shared.len() }
 }
 
 /// Query and key norms, forward and backward.
@@ -226,7 +226,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
             let QkvShape { heads, head_dim, .. } = shape;
             let router = router(shape, active);
             let heads_of = format!("{heads}_heads_of_{head_dim}");
-            let forward = forward_operations(shape, router.shared_heads + router.top_k);
+            let forward = forward_operations(shape, router.shared.len() + router.top_k);
             let name = |pass: &str| format!("attention_{pass} {heads_of}, {active}% active");
             cases.push(Case::new(name("forward"), Work::Operations(forward), move |b: &B| {
                 let mut case = AttentionCase::<B, T>::new(b, shape, Some(router))?;
@@ -263,7 +263,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
             Ok(move |backend: &B| case.route_backward(backend))
         },
     ));
-    let gates = own.tokens() * (own.heads - router(own, 75).shared_heads);
+    let gates = own.tokens() * (own.heads - router(own, 75).shared.leading());
     cases.push(Case::new("balance_loss", Work::moved::<f32>(gates), move |b: &B| {
         let case = routed(b)?;
         let mut out = b.allocate::<f64>(1)?;

@@ -3,7 +3,9 @@
 
 use crate::reference::attention::{Case, Inputs, agrees, cached, documents, run};
 use crate::reference::operators::{self, Packed};
-use crate::reference::{F32_TOLERANCE, Random, assert_close, cases, flat, tensor};
+use crate::reference::{
+    F32_TOLERANCE, Random, assert_close, cases, first_shared, flat, routers_of_sets, shared, tensor,
+};
 use candle_core::Tensor;
 use half::bf16;
 use moh_kernels::attention::{
@@ -11,7 +13,7 @@ use moh_kernels::attention::{
     Selection,
 };
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::SharedHeads;
 use moh_kernels::{Backend, Cpu, Element};
 use proptest::prelude::*;
 
@@ -75,6 +77,19 @@ fn a_whole_moh_attention_agrees_with_the_straight_through_gradient() {
         let case = Case { whole: true, ..Case::routed(SHAPE, shared_heads, top_k) };
         on_each_device!(device => agrees::<_, f32>(device, &case, 4));
         on_each_device!(device => agrees::<_, bf16>(device, &case, 4));
+    }
+}
+
+/// Attention computes shared heads for every token, wherever they are.
+#[test]
+fn attention_of_any_set_of_shared_heads_agrees() {
+    for (set, top_k) in [(&[0, 1, 4, 11][..], 3), (&[11], 2), (&[1, 3, 5, 7, 9, 11], 0)] {
+        for (weighted, whole) in [(false, false), (true, false), (false, true)] {
+            let router = Some(shared(set.iter().copied(), top_k));
+            let case = Case { router, weighted, whole, ..Case::dense(SHAPE) };
+            on_each_device!(device => agrees::<_, f32>(device, &case, 6));
+            on_each_device!(device => agrees::<_, bf16>(device, &case, 6));
+        }
     }
 }
 
@@ -260,10 +275,8 @@ fn any_case() -> impl Strategy<Value = Case> {
         |(shape, [routed, weighted, causal, masked], mean_length, [first, second])| {
             let heads = shape.heads;
             let routed_heads = if routed && heads > 1 { 2 + first.index(heads - 1) } else { 0 };
-            let router = (routed_heads > 0).then(|| QueryNormRouter {
-                shared_heads: heads - routed_heads,
-                top_k: second.index(routed_heads + 1),
-            });
+            let router = (routed_heads > 0)
+                .then(|| first_shared(heads - routed_heads, second.index(routed_heads + 1)));
             let mut random = Random(mean_length as u64);
             let document_start = masked.then(|| documents(&shape, &mut random, mean_length));
             Case { shape, router, weighted, causal, document_start, whole: false }
@@ -280,6 +293,18 @@ proptest! {
     }
 
     #[test]
+    fn any_set_of_shared_heads_agrees(
+        (shape, router) in shapes()
+            .prop_filter("heads to route", |shape| shape.heads > 1)
+            .prop_flat_map(|shape| (Just(shape), routers_of_sets(shape.heads))),
+        weighted: bool,
+        seed: u64,
+    ) {
+        let case = Case { router: Some(router), weighted, ..Case::dense(shape) };
+        on_each_device!(device => agrees::<_, f32>(device, &case, seed));
+    }
+
+    #[test]
     fn packed_rows_equal_a_mask_on_dense_attention(
         shape in shapes().prop_filter("heads to route", |shape| shape.heads > 1),
         choice: [prop::sample::Index; 2],
@@ -291,7 +316,7 @@ proptest! {
         let inputs = Inputs::<f32>::new(&dense, seed);
         let packed = Packed::new(&shape);
         let queries = packed.queries(&tensor(&inputs.qkv, packed.dims())).unwrap();
-        let mask = flat(&operators::selection(&queries, shared_heads, top_k).unwrap());
+        let mask = flat(&operators::selection(&queries, SharedHeads::first(shared_heads), top_k).unwrap());
         on_each_device!(device => {
             let (dense, routed) = (run(device, &dense, &inputs), run(device, &routed, &inputs));
             let masked: Vec<f64> = (dense.out.iter().enumerate())

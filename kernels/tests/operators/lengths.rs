@@ -3,7 +3,7 @@
 
 mod calls;
 
-use crate::reference::{cases, table};
+use crate::reference::{cases, first_shared, shared, table};
 use calls::{call, routing, zeros};
 use moh_kernels::Backend;
 use moh_kernels::adamw::AdamW;
@@ -56,7 +56,7 @@ const WIDTH: usize = 5;
 const ROW: usize = 16;
 const QUERIES: usize = 8;
 const KEYS: usize = 4;
-const ROUTER: QueryNormRouter = QueryNormRouter { shared_heads: 1, top_k: 2 };
+const ROUTER: QueryNormRouter = first_shared(1, 2);
 const HEAD: HeadShape = HeadShape::whole(TOKENS, WIDTH, 7);
 const STEP: AdamW = AdamW {
     learning_rate: 0.1,
@@ -328,7 +328,7 @@ fn lengths_and_heads_are_checked_where_all_heads_are_shared() {
 }
 
 fn refuses_of_shared_heads<B: Backend>(device: &B) {
-    let router = QueryNormRouter { shared_heads: SHAPE.heads, top_k: 0 };
+    let router = first_shared(SHAPE.heads, 0);
     let shape = router.routing_shape(TOKENS, Heads::all(SHAPE.heads)).unwrap();
     let mut routing = Routing::new(device, shape).unwrap();
     let other = &QkvShape { heads: 2, ..SHAPE };
@@ -359,6 +359,33 @@ fn refuses_of_shared_heads<B: Backend>(device: &B) {
         let backward = QueryNormBackward { shape, qkv: B::whole(&qkv), d_qkv, gradient };
         assert_eq!(device.query_norm_backward::<f32>(backward).is_ok(), fits);
     }
+}
+
+/// Heads 0 and 2 of four are shared: three columns, two routed heads.
+#[test]
+fn the_lengths_of_a_set_of_shared_heads_are_those_of_its_columns() {
+    fn check<B: Backend>(device: &B) {
+        let router = shared([0, 2], 1);
+        let right = router.routing_shape(TOKENS, Heads::all(SHAPE.heads)).unwrap();
+        let qkv = zeros::<B, f32>(device, TOKENS * ROW);
+        for (columns, saved_per_token, fits) in
+            [(3, 4, true), (4, 4, true), (2, 4, false), (3, 3, false)]
+        {
+            let rooms = RoutingShape { columns, saved_per_token, ..right };
+            let mut routing = Routing::new(device, rooms).unwrap();
+            let (qkv, routing_mut) = (B::whole::<f32>(&qkv), &mut routing);
+            let forward =
+                QueryNormForward { shape: &SHAPE, qkv, routing: routing_mut, all_reduce: None };
+            assert_eq!(device.query_norm_forward(router, forward).is_ok(), fits);
+            for len in [2 * TOKENS, 3 * TOKENS, 4 * TOKENS].into_iter().filter(|_| fits) {
+                let gates = device.download(routing.gates(), &mut vec![0.0; len]);
+                let selected = device.download(routing.selected(), &mut vec![0; len]);
+                assert_eq!((gates.is_ok(), selected.is_ok()), (len == 9, len == 9));
+            }
+        }
+        assert!(Routing::new(device, RoutingShape { columns: 5, ..right }).is_err());
+    }
+    on_each_device!(device => check(device));
 }
 
 #[test]

@@ -2,10 +2,12 @@
 //! gates, balance loss, and the gradient that it adds to the queries, checked by autograd and by
 //! central differences.
 
+mod shared_sets;
+
 use crate::reference::operators::{self, Packed};
 use crate::reference::{
-    F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, gradient, no_rotation,
-    rope_tables, selection_and_gates, table, tensor, tolerance, upload, var, wide,
+    F32_TOLERANCE, Random, assert_close, cases, columns, download, first_shared, flat, gradient,
+    no_rotation, rope_tables, selection_and_gates, table, tensor, tolerance, upload, var, wide,
 };
 use candle_core::Tensor;
 use half::bf16;
@@ -171,12 +173,12 @@ fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNorm
     let actual = route(device, &case);
 
     let packed = Packed::new(&shape);
-    let QueryNormRouter { shared_heads, top_k } = router;
+    let QueryNormRouter { shared, top_k } = router;
     let qkv = var(qkv, packed.dims());
     let rotated = packed.rotate(&qkv, &packed.table(&tables.0, &tables.1, 0)).unwrap();
     let queries = packed.queries(&qkv).unwrap();
-    let mask = operators::selection(&queries, shared_heads, top_k).unwrap();
-    let gates = operators::gates(&queries, shared_heads).unwrap();
+    let mask = operators::selection(&queries, shared, top_k).unwrap();
+    let gates = operators::gates(&queries, shared).unwrap();
     let weights = operators::straight_through(&mask, &gates).unwrap();
     let balance_loss = operators::balance_loss(&mask, &gates).unwrap();
     let attended = (weights * tensor(delta, mask.dims())).unwrap().sum_all().unwrap();
@@ -185,9 +187,10 @@ fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNorm
     let total = ((attended + arriving).unwrap() + balanced).unwrap();
     let expected = gradient(&total.backward().unwrap(), &qkv);
 
-    let expected_mask = columns(&flat(&mask), shape.heads, shared_heads..shape.heads);
+    let with_column = |table| columns(&flat(table), shape.heads, shared.leading()..shape.heads);
+    let expected_mask = with_column(&mask);
     assert!(actual.mask.iter().map(|&mark| f64::from(mark)).eq(expected_mask), "another selection");
-    assert_close("gates", &actual.gates, &flat(&gates), F32_TOLERANCE);
+    assert_close("gates", &actual.gates, &with_column(&gates), F32_TOLERANCE);
     let error = actual.balance_loss / balance_loss.to_scalar::<f64>().unwrap() - 1.0;
     assert!(top_k == 0 || error.abs() < F32_TOLERANCE, "the balance loss is off by {error:e}");
     assert_close("d_qkv", &actual.d_qkv, &expected, tolerance::<T>());
@@ -197,7 +200,7 @@ fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNorm
 fn selection_gates_losses_and_gradients_agree_over_more_than_one_task() {
     let shape = QkvShape { batch: 2, length: 75, heads: 12, kv_heads: 4, head_dim: 16 };
     for (shared_heads, top_k) in [(4, 5), (0, 3), (2, 10), (4, 0), (10, 1)] {
-        let router = QueryNormRouter { shared_heads, top_k };
+        let router = first_shared(shared_heads, top_k);
         for seed in [1, 2] {
             on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
             on_each_device!(device => agrees::<_, bf16>(device, shape, router, seed));
@@ -214,7 +217,7 @@ fn many_heads_and_wide_heads_agree() {
     let shapes = [(many, 5, 30), (many, 0, 33), (many, 48, 32), (wide, 2, 2)];
     let others = [48, 528].map(|head_dim| (QkvShape { head_dim, ..wide }, 1, 3));
     for (shape, shared_heads, top_k) in shapes.into_iter().chain(others) {
-        let router = QueryNormRouter { shared_heads, top_k };
+        let router = first_shared(shared_heads, top_k);
         for seed in [1, 2] {
             on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
             on_each_device!(device => agrees::<_, bf16>(device, shape, router, seed));
@@ -228,7 +231,7 @@ fn many_heads_and_wide_heads_agree() {
 fn equal_norms_of_many_heads_select_the_lower_ones() {
     let shape = QkvShape { batch: 1, length: 5, heads: 80, kv_heads: 8, head_dim: 16 };
     for (shared_heads, top_k) in [(3, 40), (40, 7), (48, 0)] {
-        let router = QueryNormRouter { shared_heads, top_k };
+        let router = first_shared(shared_heads, top_k);
         on_each_device!(device => equal_norms_pass_nothing(device, shape, router, 5));
     }
 }
@@ -239,7 +242,7 @@ fn backward_agrees_with_central_differences() {
     /// The differences' own error: NUDGE^2 and rounding over NUDGE, about 1e-10, below f32's.
     const TOLERANCE: f64 = F32_TOLERANCE;
     let shape = QkvShape { batch: 1, length: 3, heads: 5, kv_heads: 5, head_dim: 4 };
-    let router = QueryNormRouter { shared_heads: 1, top_k: 2 };
+    let router = first_shared(1, 2);
     let mut random = Random(8);
     let qkv: Vec<f32> = random.elements(shape.tokens() * shape.row());
     let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
@@ -252,15 +255,14 @@ fn backward_agrees_with_central_differences() {
     // The gradient treats the selection as a constant: the selection before the nudge.
     let packed = Packed::new(&shape);
     let queries = packed.queries(&tensor(&qkv, packed.dims())).unwrap();
-    let mask = operators::selection(&queries, 1, 2).unwrap();
+    let mask = operators::selection(&queries, router.shared, 2).unwrap();
     let loss = |qkv: Vec<f64>| {
         let qkv = Tensor::from_vec(qkv, packed.dims(), &candle_core::Device::Cpu).unwrap();
-        let gates = operators::gates(&packed.queries(&qkv).unwrap(), 1).unwrap();
+        let gates = operators::gates(&packed.queries(&qkv).unwrap(), router.shared).unwrap();
         let balance = operators::balance_loss(&mask, &gates).unwrap().to_scalar::<f64>().unwrap();
-        let routed = columns(&flat(&mask), 5, 1..5);
-        let delta = columns(&wide(&delta), 5, 1..5);
+        let (gates, mask, delta) = (flat(&gates), flat(&mask), wide(&delta));
         let weighed: f64 =
-            flat(&gates).iter().zip(routed).zip(delta).map(|((gate, m), d)| gate * m * d).sum();
+            gates.iter().zip(mask).zip(delta).map(|((gate, m), d)| gate * m * d).sum();
         weighed + f64::from(BALANCE) * balance
     };
     let nudged = |at: usize, by: f64| {
@@ -303,20 +305,27 @@ fn equal_norms_pass_nothing<B: Backend>(
     let (delta, tables) = (Some(&delta[..]), &no_rotation(shape.length, shape.head_dim));
     let (qkv, d_qkv) = (&qkv[..], &d_qkv[..]);
     let case = Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables };
-    let routed = shape.heads - router.shared_heads;
     let actual = route(device, &case);
-    for (at, &mark) in actual.mask.iter().enumerate() {
-        assert_eq!(mark, u8::from(at % routed < router.top_k));
+    let columns = router.shared.leading()..shape.heads;
+    let (shared, routed): (Vec<usize>, Vec<usize>) =
+        columns.clone().partition(|&head| router.shared.contains(head));
+    for token in 0..shape.tokens() {
+        let at = |head: usize| token * columns.len() + head - columns.start;
+        for &head in &shared {
+            assert_eq!((actual.mask[at(head)], actual.gates[at(head)]), (1, 0.0));
+        }
+        for (rank, &head) in routed.iter().enumerate() {
+            assert_eq!(actual.mask[at(head)], u8::from(rank < router.top_k));
+            assert!((actual.gates[at(head)] - 1.0 / routed.len() as f32).abs() < 1e-7);
+        }
     }
-    let uniform = 1.0 / routed as f32;
-    assert!(actual.gates.iter().all(|gate| (gate - uniform).abs() < 1e-7));
     assert!(actual.d_qkv == d_qkv, "a gradient of the router");
 }
 
 #[test]
 fn a_query_of_norm_zero_gets_no_gradient_of_the_router() {
     let shape = QkvShape { batch: 1, length: 1, heads: 3, kv_heads: 1, head_dim: 2 };
-    let router = QueryNormRouter { shared_heads: 0, top_k: 2 };
+    let router = first_shared(0, 2);
     let qkv = [0f32, 0.0, 1.0, 0.0, 0.0, 2.0, 1.0, 1.0, 1.0, 1.0];
     let (delta, tables) = ([1f32, 2.0, 3.0], &no_rotation(1, 2));
     let (qkv, d_qkv, delta) = (&qkv[..], &[0f32; 10][..], Some(&delta[..]));
@@ -330,7 +339,7 @@ fn a_query_of_norm_zero_gets_no_gradient_of_the_router() {
 #[test]
 fn routers_that_cannot_work_are_refused() {
     for (shared_heads, top_k) in [(5, 0), (3, 1), (3, 0), (0, 5), (2, 3)] {
-        let router = QueryNormRouter { shared_heads, top_k };
+        let router = first_shared(shared_heads, top_k);
         assert!(router.routing_shape(1, Heads::all(4)).is_err(), "{router:?} of 4 heads");
         on_each_device!(device => refuses(device, router));
     }
@@ -340,7 +349,7 @@ fn routers_that_cannot_work_are_refused() {
         let shape = QkvShape { batch: 1, length: 1, heads: 4, kv_heads: 1, head_dim: 2 };
         let (qkv, tables) = (&[1f32; 12][..], &no_rotation(1, 2));
         let case = Case { shape, router, qkv, d_qkv: qkv, delta: None, balance: 0.0, tables };
-        let right = QueryNormRouter { shared_heads: 0, top_k: 1 };
+        let right = first_shared(0, 1);
         let mut routing = routing(device, &Case { router: right, ..case });
         let mut prepared = Prepared::new(device, case);
         assert!(prepared.forward_alone(&mut routing).is_err(), "{router:?} of 4 heads");
@@ -351,7 +360,7 @@ fn routers_that_cannot_work_are_refused() {
 #[test]
 fn all_heads_shared_is_dense() {
     let shape = QkvShape { batch: 1, length: 2, heads: 2, kv_heads: 1, head_dim: 2 };
-    let router = QueryNormRouter { shared_heads: 2, top_k: 0 };
+    let router = first_shared(2, 0);
     let (qkv, tables): (Vec<f32>, _) = (Random(1).elements(16), &no_rotation(2, 2));
     let (qkv, delta) = (&qkv[..], Some(&[1f32; 4][..]));
     let case = Case { shape, router, qkv, d_qkv: qkv, delta, balance: 1.0, tables };
@@ -372,8 +381,7 @@ fn a_routing_serves_layers_of_more_shared_heads_and_fewer_tokens() {
         let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
         let tables = &rope_tables(shape.length, shape.head_dim);
         let of = |shared_heads, top_k, length: usize| {
-            let (shape, router) =
-                (QkvShape { length, ..shape }, QueryNormRouter { shared_heads, top_k });
+            let (shape, router) = (QkvShape { length, ..shape }, first_shared(shared_heads, top_k));
             let qkv = &qkv[..length * shape.row()];
             let delta = Some(&delta[..length * shape.heads]);
             Case { shape, router, qkv, d_qkv: qkv, delta, balance: BALANCE, tables }
@@ -446,7 +454,7 @@ fn routed_shapes() -> impl Strategy<Value = (QkvShape, QueryNormRouter)> {
             (Just(shape), 2..=heads)
         })
         .prop_flat_map(|(shape, routed)| {
-            let router = move |top_k| QueryNormRouter { shared_heads: shape.heads - routed, top_k };
+            let router = move |top_k| first_shared(shape.heads - routed, top_k);
             (Just(shape), (0..=routed).prop_map(router))
         })
 }
@@ -476,7 +484,7 @@ proptest! {
         let qkv: Vec<bf16> = Random(seed).elements(shape.tokens() * shape.row());
         let (qkv, tables) = (&qkv[..], &no_rotation(shape.length, shape.head_dim));
         let case = Case { shape, router, qkv, d_qkv: qkv, delta: None, balance: 0.0, tables };
-        let routed = shape.heads - router.shared_heads;
+        let routed = shape.heads - router.shared.len();
         on_each_device!(device => {
             let actual = route(device, &case);
             for (gates, mask) in actual.gates.chunks(routed).zip(actual.mask.chunks(routed)) {

@@ -4,8 +4,8 @@
 use std::sync::{Barrier, Mutex};
 
 use crate::reference::{
-    Another, F32_TOLERANCE, Random, assert_close, cases, download, garbage, rope_tables,
-    selection_and_gates, table, tolerance, upload, wide,
+    Another, F32_TOLERANCE, Random, assert_close, cases, download, first_shared, garbage,
+    rope_tables, routers_of_sets, selection_and_gates, shared, table, tolerance, upload, wide,
 };
 use half::bf16;
 use moh_kernels::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
@@ -137,7 +137,7 @@ fn attend<B: Backend, T: Element>(
         .unwrap();
 
     let (mut d_qkv, delta) = (upload(device, d_qkv), upload(device, delta));
-    let mut deltas = upload(device, &vec![7f64; tokens * routing.routed()]);
+    let mut deltas = upload(device, &vec![7f64; tokens * routing.columns()]);
     let gradient = RouterGradient {
         routing: &routing,
         delta: Some(B::whole(&delta)),
@@ -212,7 +212,7 @@ fn ranks_select_the_same_heads_as_one_and_their_gradients_have_the_same_bits() {
     let shape = QkvShape { batch: 2, length: 70, heads: 12, kv_heads: 4, head_dim: 16 };
     // Equal and unequal shares of shared heads, no shared heads, and ranks without routed heads.
     for (shared_heads, top_k) in [(6, 3), (4, 5), (0, 3), (9, 2), (2, 10), (12, 0)] {
-        let router = QueryNormRouter { shared_heads, top_k };
+        let router = first_shared(shared_heads, top_k);
         for ranks in [2, 4] {
             on_each_device!(device => routing_agrees::<_, f32>(device, shape, router, ranks, 1));
             on_each_device!(device => routing_agrees::<_, bf16>(device, shape, router, ranks, 2));
@@ -220,9 +220,24 @@ fn ranks_select_the_same_heads_as_one_and_their_gradients_have_the_same_bits() {
     }
 }
 
+/// Sets with heads of every rank, of one of them, and without heads before the first routed one.
+#[test]
+fn ranks_with_any_set_of_shared_heads_select_the_same_heads_as_one() {
+    let shape = QkvShape { batch: 2, length: 70, heads: 12, kv_heads: 4, head_dim: 16 };
+    for (set, top_k) in
+        [(&[0, 1, 5, 8, 10][..], 3), (&[11], 5), (&[1, 3, 5, 7, 9, 11], 0), (&[0, 3, 4, 5], 8)]
+    {
+        let router = shared(set.iter().copied(), top_k);
+        for ranks in [2, 4] {
+            on_each_device!(device => routing_agrees::<_, f32>(device, shape, router, ranks, 3));
+            on_each_device!(device => routing_agrees::<_, bf16>(device, shape, router, ranks, 4));
+        }
+    }
+}
+
 #[test]
 fn divided_heads_that_exchange_nothing_are_refused() {
-    let router = QueryNormRouter { shared_heads: 2, top_k: 1 };
+    let router = first_shared(2, 1);
     let shape = QkvShape { batch: 1, length: 1, heads: 2, kv_heads: 1, head_dim: 2 };
     let heads = Heads { count: 4, group_size: 2, rank: 0, ranks: 2 };
     let mut routing = Routing::new(&Cpu, router.routing_shape(1, heads).unwrap()).unwrap();
@@ -384,7 +399,23 @@ proptest! {
         let shape = QkvShape { batch: 1, length, heads, kv_heads, head_dim: 2 * half };
         // Any but one routed head.
         let routed = match shared % (heads + 1) { 1 => 2, routed => routed };
-        let router = QueryNormRouter { shared_heads: heads - routed, top_k: top_k % (routed + 1) };
+        let router = first_shared(heads - routed, top_k % (routed + 1));
+        on_each_device!(device => routing_agrees::<_, f32>(device, shape, router, ranks, seed));
+    }
+
+    #[test]
+    fn any_division_routes_alike_with_any_set_of_shared_heads(
+        (length, half) in (1usize..40, 1usize..20),
+        (group, ranks, kv_heads, router) in (1usize..4, 1usize..3, 2usize..4).prop_flat_map(
+            |(group, groups, ranks)| {
+                let kv_heads = groups * ranks;
+                (Just(group), Just(ranks), Just(kv_heads), routers_of_sets(kv_heads * group))
+            },
+        ),
+        seed: u64,
+    ) {
+        let heads = kv_heads * group;
+        let shape = QkvShape { batch: 1, length, heads, kv_heads, head_dim: 2 * half };
         on_each_device!(device => routing_agrees::<_, f32>(device, shape, router, ranks, seed));
     }
 

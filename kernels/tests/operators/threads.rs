@@ -1,6 +1,6 @@
 //! Results have the same bits for any number of rayon's threads.
 
-use crate::reference::{Random, cases, rope_tables, table, wide};
+use crate::reference::{Random, cases, first_shared, rope_tables, shared, table, wide};
 use half::bf16;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_kernels::attention::{
@@ -267,9 +267,10 @@ fn large_shapes_have_the_same_bits_with_any_number_of_threads() {
         same_bits(|| rows::<bf16>(tokens, 300, outputs, 1));
     }
     let shape = QkvShape { batch: 2, length: 100, heads: 8, kv_heads: 4, head_dim: 64 };
-    let router = QueryNormRouter { shared_heads: 2, top_k: 3 };
+    let router = first_shared(2, 3);
     same_bits(|| attention::<f32>(shape, router, 1));
     same_bits(|| attention::<bf16>(shape, router, 1));
+    same_bits(|| attention::<f32>(shape, shared([0, 3, 6], 2), 1));
     same_bits(|| qk_norm::<f32>(shape, 1));
     same_bits(|| qk_norm::<bf16>(shape, 1));
 }
@@ -298,7 +299,7 @@ proptest! {
     ) {
         let heads = kv_heads * group;
         let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
-        let router = QueryNormRouter { shared_heads: heads - 2, top_k: 1 };
+        let router = first_shared(heads - 2, 1);
         same_bits(|| attention::<f32>(shape, router, seed));
     }
 }

@@ -5,6 +5,7 @@
 use moh_device::{InElements, in_elements};
 use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
+use moh_kernels::router::SharedHeads;
 use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{Active, HeadCounts, HeadRequest, LayerHeads};
@@ -153,8 +154,8 @@ fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNor
         let given = shared_heads.get(index.min(shared_heads.len().saturating_sub(1)));
         let request = request(share, given.copied());
         let moh = request.resolve(*heads, 1, None).map_err(|error| Usage(error.to_string()))?;
-        let LayerHeads { shared: shared_heads, top_k } = moh.layer(0);
-        routers.push(Some(QueryNormRouter { shared_heads, top_k }));
+        let LayerHeads { shared, top_k } = moh.layer(0);
+        routers.push(Some(QueryNormRouter { shared: SharedHeads::first(shared), top_k }));
     }
     Ok(routers)
 }
@@ -216,7 +217,7 @@ impl Job<'_> {
             rows.push(Row {
                 router,
                 active_heads: router
-                    .map_or(self.shape.heads, |router| router.shared_heads + router.top_k),
+                    .map_or(self.shape.heads, |router| router.shared.len() + router.top_k),
                 path,
                 forward: Times::default(),
                 backward: Times::default(),
@@ -249,7 +250,7 @@ fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> V
             "attention": if row.router.is_none() { "dense" } else { "moh" },
             "path": row.path,
             "active": row.active_heads as f64 / *heads as f64,
-            "shared_heads": row.router.map(|router| router.shared_heads),
+            "shared_heads": row.router.map(|router| router.shared.len()),
             "routed_top_k": row.router.map(|router| router.top_k),
             "runs": row.forward.len(),
             "forward": {
@@ -289,8 +290,8 @@ fn as_text(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> S
             let (f, b) = row.operations;
             let heads = match row.router {
                 None => "dense".to_owned(),
-                Some(QueryNormRouter { shared_heads, top_k }) => {
-                    format!("{shared_heads} shared + {top_k} routed")
+                Some(QueryNormRouter { shared, top_k }) => {
+                    format!("{} shared + {top_k} routed", shared.len())
                 }
             };
             let active = 100.0 * row.active_heads as f64 / arguments.heads as f64;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use moh_kernels::linear::{Linear, LinearBackwardInput, LinearForward};
 use moh_kernels::ranks::Heads;
-use moh_kernels::router::{Routers, RoutingShape};
+use moh_kernels::router::{Routers, RoutingShape, SharedHeads};
 use moh_kernels::{Accumulation, Cpu, Result};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::FlatBuffers;
@@ -49,7 +49,8 @@ impl LinearRouter {
 
 impl Router<Cpu, f32> for LinearRouter {
     fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
-        Ok(RoutingShape { tokens, heads, shared_heads: 0, saved_per_token: 0, weighted: true })
+        let columns = self.heads;
+        Ok(RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: true })
     }
 
     fn parameters(&self, hidden_size: usize) -> Vec<RouterParameter> {
@@ -59,7 +60,7 @@ impl Router<Cpu, f32> for LinearRouter {
 
     fn forward(&self, cpu: &Cpu, args: RouterForward<'_, Cpu, f32>) -> Result<()> {
         let RouterForward { shape, x, parameters, routing, .. } = args;
-        routing.begin(shape.tokens(), 0)?;
+        routing.begin(shape.tokens(), SharedHeads::default())?;
         let gates = self.gates(x, parameters.get(0)?)?;
         let rows = gates.chunks(self.heads).zip(routing.selected_mut().chunks_mut(self.heads));
         for (gates, selected) in rows {

@@ -259,7 +259,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let heads = self.parallel.part().tensor.heads(&self.config);
         let of_layer = |(layer, router): (usize, &RouterLayer)| {
             let shape = router.routing_shape(&self.routers, 1, heads)?;
-            Ok(LayerRouting::new(layer, shape.shared_heads, heads.count - shape.shared_heads))
+            Ok(LayerRouting::new(layer, heads.count - shape.columns, shape.columns))
         };
         let layers = self.layer_routers().map(of_layer).collect::<Result<_, Error>>()?;
         Ok(RoutingStatistics { layers })
@@ -354,7 +354,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let table = |routing: Option<&Routing<B>>| {
             // A layer without a router never begins its routing, which then has no tokens.
             let Some(routing) = routing else { return Ok(Vec::new()) };
-            let mut table = vec![S::default(); routing.tokens() * routing.routed()];
+            let mut table = vec![S::default(); routing.tokens() * routing.columns()];
             read(routing, &mut table)?;
             Ok(table)
         };

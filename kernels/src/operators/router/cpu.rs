@@ -6,20 +6,21 @@ use crate::error::{Result, check_len};
 
 impl Routers for Cpu {
     fn complete_routing(&self, routing: &mut Routing<Self>) -> Result<()> {
-        let (tokens, routed, local) = (routing.tokens(), routing.routed(), routing.local_routed());
-        if routed == 0 {
+        let (tokens, columns) = (routing.tokens(), routing.columns());
+        let local = routing.local_columns();
+        if columns == 0 {
             return Ok(());
         }
-        let selected = &routing.selected[..tokens * routed];
+        let selected = &routing.selected[..tokens * columns];
         routing.counts.fill(0);
-        for row in selected.chunks_exact(routed) {
+        for row in selected.chunks_exact(columns) {
             for (count, &selected) in routing.counts.iter_mut().zip(row) {
                 *count += u32::from(selected);
             }
         }
         if routing.shape.heads.ranks > 1 && !local.is_empty() {
             let rows = routing.local_selected.chunks_exact_mut(local.len());
-            for (to, from) in rows.zip(selected.chunks_exact(routed)) {
+            for (to, from) in rows.zip(selected.chunks_exact(columns)) {
                 for (to, &index) in to.iter_mut().zip(&local) {
                     *to = from[index];
                 }
@@ -30,9 +31,9 @@ impl Routers for Cpu {
 
     fn balance_loss(&self, routing: &Routing<Self>, scale: f64, out: &mut [f64]) -> Result<()> {
         check_len("balance_loss", "out", out.len(), 1)?;
-        let (tokens, routed) = (routing.tokens().max(1) as f64, routing.routed());
-        let mut mean_gate = vec![0f64; routed];
-        for row in routing.gates().chunks_exact(routed.max(1)) {
+        let (tokens, columns) = (routing.tokens().max(1) as f64, routing.columns());
+        let mut mean_gate = vec![0f64; columns];
+        for row in routing.gates().chunks_exact(columns.max(1)) {
             for (sum, &gate) in mean_gate.iter_mut().zip(row) {
                 *sum += f64::from(gate);
             }
@@ -43,8 +44,8 @@ impl Routers for Cpu {
     }
 }
 
-/// The share of tokens that selected each routed head.
+/// The share of tokens that selected each column's head.
 pub(crate) fn load(routing: &Routing<Cpu>) -> impl Iterator<Item = f64> {
     let tokens = routing.tokens().max(1) as f64;
-    routing.counts[..routing.routed()].iter().map(move |&count| f64::from(count) / tokens)
+    routing.counts[..routing.columns()].iter().map(move |&count| f64::from(count) / tokens)
 }

@@ -17,20 +17,20 @@ pub(crate) struct Tables {
     counts: u64,
     local_selected: u64,
     tokens: u64,
-    shared_heads: u32,
-    routed: u32,
+    leading: u32,
+    columns: u32,
     local_heads: u32,
-    local_shared: u32,
+    local_leading: u32,
     group_size: u32,
     rank: u32,
     ranks: u32,
-    padding: u32,
+    routed: u32,
 }
 
 mirrored!(
     Tables, 72,
-    gates 0, selected 8, counts 16, local_selected 24, tokens 32, shared_heads 40, routed 44,
-    local_heads 48, local_shared 52, group_size 56, rank 60, ranks 64, padding 68,
+    gates 0, selected 8, counts 16, local_selected 24, tokens 32, leading 40, columns 44,
+    local_heads 48, local_leading 52, group_size 56, rank 60, ranks 64, routed 68,
 );
 
 /// `Balance` of router.cu.
@@ -53,14 +53,14 @@ impl Tables {
             counts: routing.counts.address(),
             local_selected: routing.local_selected.address(),
             tokens: routing.tokens() as u64,
-            shared_heads: routing.shared_heads() as u32,
-            routed: routing.routed() as u32,
+            leading: routing.shared().leading() as u32,
+            columns: routing.columns() as u32,
             local_heads: heads.local() as u32,
-            local_shared: routing.local_shared() as u32,
+            local_leading: routing.local_leading() as u32,
             group_size: heads.group_size as u32,
             rank: heads.rank as u32,
             ranks: heads.ranks as u32,
-            padding: 0,
+            routed: routing.routed() as u32,
         }
     }
 }
@@ -68,8 +68,8 @@ impl Tables {
 impl Routers for Cuda {
     fn complete_routing(&self, routing: &mut Routing<Self>) -> Result<()> {
         let tables = Tables::new(routing);
-        self.launch("router_count_selected", [routing.routed(), 1], 0, &tables)?;
-        if routing.heads().ranks > 1 && routing.routed() > 0 {
+        self.launch("router_count_selected", [routing.columns(), 1], 0, &tables)?;
+        if routing.heads().ranks > 1 && routing.columns() > 0 {
             self.launch("router_select_local", [routing.tokens(), 1], 0, &tables)?;
         }
         Ok(())
@@ -82,13 +82,13 @@ impl Routers for Cuda {
         out: CudaViewMut<'_, f64>,
     ) -> Result<()> {
         check_len("balance_loss", "out", out.len, 1)?;
-        let routed = routing.routed();
-        if routed == 0 || routing.tokens() == 0 {
+        let columns = routing.columns();
+        if columns == 0 || routing.tokens() == 0 {
             return Ok(());
         }
-        let products = self.scratch(balance_loss_bytes(routed))?;
+        let products = self.scratch(balance_loss_bytes(columns))?;
         let parameters = Balance { products, tables: Tables::new(routing) };
-        self.launch("router_balance", [routed, 1], 0, &parameters)?;
-        adamw::cuda::sum(self, products, routed, scale, out)
+        self.launch("router_balance", [columns, 1], 0, &parameters)?;
+        adamw::cuda::sum(self, products, columns, scale, out)
     }
 }

@@ -5,16 +5,25 @@
 //! weight for every (token, head). Attention's argument is the [`Selection`] of a routing, which
 //! does not depend on the router. All routers share the operations on the tables alone: the balance
 //! loss and the columns of the heads that are local to a rank.
+//!
+//! The shared heads are a set ([`SharedHeads`]). The tables have a column for each head from the
+//! first one on that is not shared. A shared head among these is one that every token selects with
+//! a gate of 0: attention computes it, and it adds nothing to the balance loss.
 
 mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 pub mod query_norm;
+mod shared_heads;
 
 use crate::attention::Selection;
 use crate::error::{Error, Result, ensure};
 use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::{AllReduce, Heads};
+
+pub use shared_heads::SharedHeads;
+#[cfg(gpu)]
+pub(crate) use shared_heads::WORDS;
 
 /// Sizes of a [`Routing`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,8 +32,8 @@ pub struct RoutingShape {
     pub tokens: usize,
     /// The layer's heads.
     pub heads: Heads,
-    /// Minimum shared heads; all others are routed.
-    pub shared_heads: usize,
+    /// Maximum columns: the layer's heads minus the first ones that are shared.
+    pub columns: usize,
     /// f64 elements that the router saves for each token.
     pub saved_per_token: usize,
     /// Whether the router scales heads' outputs.
@@ -32,11 +41,13 @@ pub struct RoutingShape {
 }
 
 /// The decisions of a router for the tokens of one micro-batch in one layer, and the values that
-/// its backward pass needs. R is the number of routed heads of all ranks.
+/// its backward pass needs. R is the number of columns: the heads of all ranks from the first one on
+/// that is not shared. The router marks a shared head among them as selected by every token, with a
+/// gate of 0.
 pub struct Routing<M: Memory> {
     shape: RoutingShape,
     /// Shared heads of the last layer that was routed.
-    shared_heads: usize,
+    shared: SharedHeads,
     /// Tokens of the last micro-batch that was routed.
     tokens: usize,
     /// Whether its heads' outputs are scaled.
@@ -47,7 +58,7 @@ pub struct Routing<M: Memory> {
     pub(crate) local_selected: M::Buffer<u8>,
     /// `[tokens, R]`.
     pub(crate) gates: M::Buffer<f32>,
-    /// Tokens that selected each routed head; `[R]`.
+    /// Tokens that selected each column's head; `[R]`.
     pub(crate) counts: M::Buffer<u32>,
     /// Saved by the router, `saved_per_token` elements per token.
     pub(crate) saved: M::Buffer<f64>,
@@ -62,45 +73,48 @@ impl<M: Memory> Routing<M> {
     /// Fails if the heads do not divide among the ranks, or if the device is out of memory.
     pub fn new(memory: &M, shape: RoutingShape) -> Result<Self> {
         const OPERATOR: &str = "routing";
-        let RoutingShape { tokens, heads, shared_heads, saved_per_token, weighted } = shape;
+        let RoutingShape { tokens, heads, columns, saved_per_token, weighted } = shape;
         ensure(OPERATOR, heads.are_sound(), || {
             let Heads { count, group_size, ranks, .. } = heads;
             format!("{count} heads in groups of {group_size} cannot be divided among {ranks} ranks")
         })?;
-        ensure(OPERATOR, shared_heads <= heads.count, || {
-            format!("{shared_heads} shared heads of {} heads", heads.count)
+        ensure(OPERATOR, columns <= heads.count, || {
+            format!("{columns} columns of {} heads", heads.count)
         })?;
-        let routed = heads.count - shared_heads;
-        let local_routed = heads.local() - heads.local_below(shared_heads);
+        let leading = heads.count - columns;
+        let local_columns = heads.local() - heads.local_below(leading);
         let when = |needed: bool, len: usize| if needed { len } else { 0 };
         Ok(Routing {
             shape,
-            shared_heads,
+            shared: SharedHeads::first(leading),
             tokens: 0,
             weighted: false,
-            selected: memory.allocate(tokens * routed)?,
-            local_selected: memory.allocate(when(heads.ranks > 1, tokens * local_routed))?,
-            gates: memory.allocate(tokens * routed)?,
-            counts: memory.allocate(routed)?,
+            selected: memory.allocate(tokens * columns)?,
+            local_selected: memory.allocate(when(heads.ranks > 1, tokens * local_columns))?,
+            gates: memory.allocate(tokens * columns)?,
+            counts: memory.allocate(columns)?,
             saved: memory.allocate(tokens * saved_per_token)?,
             weights: memory.allocate(when(weighted, tokens * heads.local()))?,
         })
     }
 
-    /// Starts to route `tokens` tokens in a layer with `shared_heads` shared heads.
+    /// Starts to route `tokens` tokens in a layer with these shared heads.
     ///
     /// # Errors
-    /// If there are more tokens or routed heads than in the routing's shape.
-    pub fn begin(&mut self, tokens: usize, shared_heads: usize) -> Result<()> {
+    /// If there are more tokens or columns than in the routing's shape, or if a shared head is none
+    /// of the layer's.
+    pub fn begin(&mut self, tokens: usize, shared: SharedHeads) -> Result<()> {
         const OPERATOR: &str = "routing";
-        let RoutingShape { tokens: most, heads, shared_heads: fewest, .. } = self.shape;
+        let RoutingShape { tokens: most, heads, columns: most_columns, .. } = self.shape;
         ensure(OPERATOR, tokens <= most, || {
             format!("the routing has room for {most} tokens, not {tokens}")
         })?;
-        ensure(OPERATOR, (fewest..=heads.count).contains(&shared_heads), || {
-            format!("{shared_heads} shared heads of {}, at least {fewest} expected", heads.count)
+        shared.check(OPERATOR, heads.count)?;
+        let columns = heads.count - shared.leading();
+        ensure(OPERATOR, columns <= most_columns, || {
+            format!("the routing has room for {most_columns} columns, not {columns}")
         })?;
-        (self.tokens, self.shared_heads, self.weighted) = (tokens, shared_heads, false);
+        (self.tokens, self.shared, self.weighted) = (tokens, shared, false);
         Ok(())
     }
 
@@ -127,19 +141,24 @@ impl<M: Memory> Routing<M> {
         self.tokens
     }
 
-    /// Routed heads, R, of all ranks.
+    /// Columns of the tables, R: column i is that of head `shared().leading() + i`.
+    pub fn columns(&self) -> usize {
+        self.heads().count - self.shared.leading()
+    }
+
+    /// Routed heads of all ranks: the columns without those of shared heads.
     pub fn routed(&self) -> usize {
-        self.heads().count - self.shared_heads
+        self.heads().count - self.shared.len()
     }
 
     /// Shared heads of all ranks.
-    pub fn shared_heads(&self) -> usize {
-        self.shared_heads
+    pub fn shared(&self) -> SharedHeads {
+        self.shared
     }
 
-    /// Shared heads that are local.
-    pub fn local_shared(&self) -> usize {
-        self.heads().local_below(self.shared_heads)
+    /// Local heads without a column, which are the first ones and shared.
+    pub fn local_leading(&self) -> usize {
+        self.heads().local_below(self.shared.leading())
     }
 
     /// Whether the router scales heads' outputs.
@@ -147,31 +166,32 @@ impl<M: Memory> Routing<M> {
         self.weighted
     }
 
-    /// The indices of the local routed heads among all routed heads.
-    pub(crate) fn local_routed(&self) -> Vec<usize> {
-        let heads = self.heads();
-        (self.local_shared()..heads.local()).map(|at| heads.index(at) - self.shared_heads).collect()
+    /// The columns of the local heads.
+    pub(crate) fn local_columns(&self) -> Vec<usize> {
+        let (heads, leading) = (self.heads(), self.shared.leading());
+        (self.local_leading()..heads.local()).map(|at| heads.index(at) - leading).collect()
     }
 
-    /// 1 where a token selected a routed head; `[tokens, R]`, of all ranks' heads.
+    /// 1 where a token selected a column's head, and in the columns of shared heads; `[tokens, R]`,
+    /// of all ranks' heads.
     pub fn selected(&self) -> View<'_, M, u8> {
-        M::view(&self.selected, 0..self.tokens * self.routed())
+        M::view(&self.selected, 0..self.tokens * self.columns())
     }
 
     /// Write access to [`Routing::selected`], for the router.
     pub fn selected_mut(&mut self) -> ViewMut<'_, M, u8> {
-        let len = self.tokens * self.routed();
+        let len = self.tokens * self.columns();
         M::view_mut(&mut self.selected, 0..len)
     }
 
-    /// The gates, `[tokens, R]`, of all ranks' heads.
+    /// The gates, `[tokens, R]`, of all ranks' heads; 0 in the columns of shared heads.
     pub fn gates(&self) -> View<'_, M, f32> {
-        M::view(&self.gates, 0..self.tokens * self.routed())
+        M::view(&self.gates, 0..self.tokens * self.columns())
     }
 
     /// Write access to [`Routing::gates`], for the router.
     pub fn gates_mut(&mut self) -> ViewMut<'_, M, f32> {
-        let len = self.tokens * self.routed();
+        let len = self.tokens * self.columns();
         M::view_mut(&mut self.gates, 0..len)
     }
 
@@ -201,24 +221,24 @@ impl<M: Memory> Routing<M> {
         let routed = match heads.ranks {
             1 => self.selected(),
             _ => {
-                let local = heads.local() - self.local_shared();
+                let local = heads.local() - self.local_leading();
                 M::view(&self.local_selected, 0..self.tokens * local)
             }
         };
         let weights =
             (self.weighted).then(|| M::view(&self.weights, 0..self.tokens * self.heads().local()));
-        Selection { shared_heads: self.local_shared(), routed, weights }
+        Selection { shared_heads: self.local_leading(), routed, weights }
     }
 }
 
 /// The operators that all routers share.
 pub trait Routers: Memory {
     /// Completes the tables after `selected` has been written: the number of tokens that selected
-    /// each routed head, and the columns of local heads.
+    /// each column's head, and the columns of local heads.
     fn complete_routing(&self, routing: &mut Routing<Self>) -> Result<()>;
 
     /// `out[0] += scale * sum_i f_i P_i`, the balance loss of one layer and micro-batch: f_i is the share
-    /// of tokens that selected routed head i, P_i its mean gate.
+    /// of tokens that selected the head of column i, P_i its mean gate.
     fn balance_loss(
         &self,
         routing: &Routing<Self>,
@@ -241,7 +261,7 @@ pub struct RouterGradient<'a, M: Memory> {
 
 /// Arguments of a router's backward pass if ranks share the heads.
 pub struct RouterRanks<'a, M: Memory> {
-    /// Scratch with one element per token and routed head of the layer.
+    /// Scratch with one element per token and column of the routing.
     pub table: ViewMut<'a, M, f64>,
     /// The sum over the ranks, called once.
     pub all_reduce: AllReduce<'a, M>,

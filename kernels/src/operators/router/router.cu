@@ -3,11 +3,11 @@
 
 namespace router {
 
-// Block i counts the tokens that selected routed head i.
+// Block i counts the tokens that selected the head of column i.
 __device__ __forceinline__ void count_selected(const Routing& r) {
     int count = 0;
     for (uint64_t token = threadIdx.x; token < r.tokens; token += THREADS) {
-        count += r.selected[token * r.routed + blockIdx.x];
+        count += r.selected[token * r.columns + blockIdx.x];
     }
     count = block_sum(count);
     if (threadIdx.x == 0) {
@@ -18,15 +18,15 @@ __device__ __forceinline__ void count_selected(const Routing& r) {
 // Copies the columns of the local heads of a token's row of `selected`.
 __device__ __forceinline__ void select_local(const Routing& r) {
     const uint64_t token = blockIdx.x;
-    const uint32_t count = r.local_heads - r.local_shared;
+    const uint32_t count = r.local_heads - r.local_leading;
     for (uint32_t i = threadIdx.x; i < count; i += THREADS) {
-        const uint32_t index = r.index(r.local_shared + i);
-        r.local_selected[token * count + i] = r.selected[token * r.routed + index];
+        const uint32_t column = r.column(r.local_leading + i);
+        r.local_selected[token * count + i] = r.selected[token * r.columns + column];
     }
 }
 
 struct Balance {
-    // f_i P_i, one for each routed head.
+    // f_i P_i, one for each column.
     double* products;
     Routing routing;
 };
@@ -34,12 +34,12 @@ static_assert(sizeof(Balance) == 80 && offsetof(Balance, products) == 0 &&
               offsetof(Balance, routing) == 8,
               "as in router/cuda.rs");
 
-// Block i: the share of tokens that selected routed head i, times its mean gate.
+// Block i: the share of tokens that selected the head of column i, times its mean gate.
 __device__ __forceinline__ void balance(const Balance& p) {
     const Routing& r = p.routing;
     double sum = 0.0;
     for (uint64_t token = threadIdx.x; token < r.tokens; token += THREADS) {
-        sum += r.gates[token * r.routed + blockIdx.x];
+        sum += r.gates[token * r.columns + blockIdx.x];
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) {

@@ -278,7 +278,7 @@ fn attention_forward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
     let routed = zeros::<B, u8>(device, lengths[4]);
     let [queries, keys, values, _, _, weights, mut out, mut sums] = floats(device, lengths);
     let (routed, weights) = (B::whole(&routed), Some(B::whole(&weights)));
-    let selection = Selection { shared_heads: ROUTER.shared_heads, routed, weights };
+    let selection = Selection { shared_heads: ROUTER.shared.len(), routed, weights };
     device.attention_forward(AttentionForward {
         args: attention_args(B::whole(&document_start), selection),
         queries: B::whole(&queries),
@@ -330,7 +330,7 @@ fn attention_backward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
     let routed = zeros::<B, u8>(device, lengths[2]);
     let [qkv, _, _, weights, out, sums, d_out, mut d_qkv, mut delta] = floats(device, lengths);
     let (routed, weights) = (B::whole(&routed), Some(B::whole(&weights)));
-    let selection = Selection { shared_heads: ROUTER.shared_heads, routed, weights };
+    let selection = Selection { shared_heads: ROUTER.shared.len(), routed, weights };
     device.attention_backward::<f32>(AttentionBackward {
         args: attention_args(B::whole(&document_start), selection),
         qkv: B::whole(&qkv),

@@ -13,8 +13,8 @@ use moh_kernels::{Backend, Element};
 
 use super::operators::{self, Packed};
 use super::{
-    F32_TOLERANCE, Random, assert_close, columns, download, flat, garbage, gradient, no_rotation,
-    rope_tables, table, tensor, tolerance, upload, var,
+    F32_TOLERANCE, Random, assert_close, columns, download, first_shared, flat, garbage, gradient,
+    no_rotation, rope_tables, table, tensor, tolerance, upload, var,
 };
 
 /// An attention of a training step.
@@ -36,7 +36,7 @@ impl Case {
     }
 
     pub fn routed(shape: QkvShape, shared_heads: usize, top_k: usize) -> Self {
-        Case { router: Some(QueryNormRouter { shared_heads, top_k }), ..Case::dense(shape) }
+        Case { router: Some(first_shared(shared_heads, top_k)), ..Case::dense(shape) }
     }
 
     pub fn attention_shape(&self) -> AttentionShape {
@@ -315,12 +315,12 @@ fn expected<T: Element>(case: &Case, inputs: &Inputs<T>) -> Expected {
     let weights = var(if case.weighted { &inputs.weights } else { &ones }, rows);
     let (mut mask, mut balance) = (tensor(&ones, rows), tensor(&[0f32], ()));
     let mut through = mask.clone();
-    if let Some(QueryNormRouter { shared_heads, top_k }) = case.router {
+    if let Some(QueryNormRouter { shared, top_k }) = case.router {
         let queries = packed.queries(&qkv).unwrap();
-        mask = operators::selection(&queries, shared_heads, top_k).unwrap();
+        mask = operators::selection(&queries, shared, top_k).unwrap();
         through = mask.clone();
         if case.whole {
-            let gates = operators::gates(&queries, shared_heads).unwrap();
+            let gates = operators::gates(&queries, shared).unwrap();
             through = operators::straight_through(&mask, &gates).unwrap();
             balance = operators::balance_loss(&mask, &gates).unwrap();
         }

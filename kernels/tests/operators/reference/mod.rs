@@ -16,8 +16,10 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType as CandleType, Device, Shape, Tensor, Var};
 use half::bf16;
 use moh_kernels::rope::RopeTable;
-use moh_kernels::router::Routing;
+use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::{Routing, SharedHeads};
 use moh_kernels::{Backend, DType, Element, Scalar};
+use proptest::prelude::*;
 use proptest::test_runner::Config;
 
 /// Relative L2 error of results that are computed and stored in f32: some tens of roundings of
@@ -149,6 +151,42 @@ pub fn no_rotation(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
     (vec![1.0; positions * head_dim / 2], vec![0.0; positions * head_dim / 2])
 }
 
+// ---- routers ----
+
+/// A router with the first `shared_heads` heads shared.
+pub const fn first_shared(shared_heads: usize, top_k: usize) -> QueryNormRouter {
+    QueryNormRouter { shared: SharedHeads::first(shared_heads), top_k }
+}
+
+/// A router with these heads shared.
+pub fn shared(heads: impl IntoIterator<Item = usize>, top_k: usize) -> QueryNormRouter {
+    QueryNormRouter { shared: SharedHeads::from_heads(heads).unwrap(), top_k }
+}
+
+/// Routers of at least two heads with any of them shared: none, all, the first, the last, every
+/// second, or a random set.
+pub fn routers_of_sets(heads: usize) -> impl Strategy<Value = QueryNormRouter> {
+    let random = prop::collection::vec(any::<bool>(), heads)
+        .prop_map(move |marks| (0..heads).filter(|&head| marks[head]).collect());
+    let sets = prop_oneof![
+        Just(Vec::new()),
+        Just((0..heads).collect()),
+        (0..=heads).prop_map(|count| (0..count).collect()),
+        Just(vec![heads - 1]),
+        Just((1..heads).step_by(2).collect()),
+        Just((0..heads).step_by(2).collect()),
+        random,
+    ];
+    (sets, any::<prop::sample::Index>()).prop_map(move |(mut set, top_k): (Vec<usize>, _)| {
+        // One routed head has no standard deviation.
+        if heads - set.len() == 1 {
+            set.pop();
+        }
+        let routed = heads - set.len();
+        shared(set, top_k.index(routed + 1))
+    })
+}
+
 // ---- buffers on a device ----
 
 /// The table of these cosines and sines, for positions from 0 on.
@@ -175,9 +213,9 @@ pub fn download<B: Backend, S: Scalar>(device: &B, buffer: &B::Buffer<S>) -> Vec
     elements
 }
 
-/// The mask of the selected routed heads, and the gates.
+/// The mask of the selected heads that have a column, and the gates.
 pub fn selection_and_gates<B: Backend>(device: &B, routing: &Routing<B>) -> (Vec<u8>, Vec<f32>) {
-    let len = routing.tokens() * routing.routed();
+    let len = routing.tokens() * routing.columns();
     let (mut selected, mut gates) = (vec![9; len], vec![9.0; len]);
     device.download(routing.selected(), &mut selected).unwrap();
     device.download(routing.gates(), &mut gates).unwrap();

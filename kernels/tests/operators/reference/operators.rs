@@ -5,6 +5,7 @@ use candle_core::{D, Device, Result, Tensor};
 use moh_kernels::adamw::AdamW;
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::rope::QkvShape;
+use moh_kernels::router::SharedHeads;
 
 /// Rows of a table `[V, C]`.
 pub fn embedding(table: &Tensor, ids: &[u32]) -> Result<Tensor> {
@@ -119,49 +120,50 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[low_out, high_out], 3)
 }
 
-/// Gates `[N, R]` of the queries `[N, H, D]` before RoPE.
-pub fn gates(queries: &Tensor, shared_heads: usize) -> Result<Tensor> {
-    let routed = queries.dim(1)? - shared_heads;
-    let norms = queries.narrow(1, shared_heads, routed)?.sqr()?.sum(2)?.sqrt()?;
+/// Gates `[N, H]` of the queries `[N, H, D]` before RoPE, 0 for shared heads.
+pub fn gates(queries: &Tensor, shared: SharedHeads) -> Result<Tensor> {
+    let heads = queries.dim(1)?;
+    let of_routed: Vec<usize> = (0..heads).filter(|&head| !shared.contains(head)).collect();
+    let routed = of_routed.len();
+    let indices: Vec<u32> = of_routed.iter().map(|&head| head as u32).collect();
+    let indices = Tensor::from_vec(indices, routed, &Device::Cpu)?;
+    let norms = queries.index_select(&indices, 1)?.sqr()?.sum(2)?.sqrt()?;
     let deviations = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
     let variance = (deviations.sqr()?.sum_keepdim(1)? / (routed as f64 - 1.0))?;
     let scores = norms.broadcast_div(&variance.sqrt()?)?;
     let exponentials = scores.broadcast_sub(&scores.max_keepdim(1)?.detach())?.exp()?;
-    exponentials.broadcast_div(&exponentials.sum_keepdim(1)?)
+    let gates = exponentials.broadcast_div(&exponentials.sum_keepdim(1)?)?;
+    // Row i has its 1 in the column of the routed head i.
+    let places = of_routed.iter().flat_map(|&of| (0..heads).map(move |head| f64::from(head == of)));
+    gates.matmul(&Tensor::from_vec(places.collect::<Vec<_>>(), (routed, heads), &Device::Cpu)?)
 }
 
 /// 1 for shared heads and for the `top_k` routed heads with the largest norms, among equals the
 /// lower ones; `[N, H]`.
-pub fn selection(queries: &Tensor, shared_heads: usize, top_k: usize) -> Result<Tensor> {
+pub fn selection(queries: &Tensor, shared: SharedHeads, top_k: usize) -> Result<Tensor> {
     let squares = queries.sqr()?.sum(2)?.to_vec2::<f64>()?;
     let heads = queries.dim(1)?;
     let mut mask = Vec::with_capacity(squares.len() * heads);
     for squares in &squares {
-        let mut ranked: Vec<usize> = (shared_heads..heads).collect();
+        let mut ranked: Vec<usize> = (0..heads).filter(|&head| !shared.contains(head)).collect();
         ranked.sort_by(|&a, &b| squares[b].total_cmp(&squares[a]).then(a.cmp(&b)));
         let chosen = &ranked[..top_k];
         mask.extend(
-            (0..heads).map(|h| f64::from(u8::from(h < shared_heads || chosen.contains(&h)))),
+            (0..heads).map(|h| f64::from(u8::from(shared.contains(h) || chosen.contains(&h)))),
         );
     }
     Tensor::from_vec(mask, (squares.len(), heads), &Device::Cpu)
 }
 
-/// Weights `[N, H]` whose value is the mask and whose gradient is added to the gates `[N, R]` of
+/// Weights `[N, H]` whose value is the mask and whose gradient is added to the gates `[N, H]` of
 /// the selected heads: mask * (1 + gate - detach(gate)).
 pub fn straight_through(mask: &Tensor, gates: &Tensor) -> Result<Tensor> {
-    let (tokens, heads) = mask.dims2()?;
-    let shared = heads - gates.dim(1)?;
-    let none = Tensor::zeros((tokens, shared), gates.dtype(), &Device::Cpu)?;
-    let through = Tensor::cat(&[none, (gates - gates.detach())?], 1)?;
-    mask * (through + 1.0)?
+    mask * ((gates - gates.detach())? + 1.0)?
 }
 
-/// `sum_i f_i P_i` of the gates `[N, R]` and the selection `[N, H]`.
+/// `sum_i f_i P_i` of the gates `[N, H]` and the selection `[N, H]`.
 pub fn balance_loss(mask: &Tensor, gates: &Tensor) -> Result<Tensor> {
-    let routed = gates.dim(1)?;
-    let share = mask.narrow(1, mask.dim(1)? - routed, routed)?.mean(0)?;
-    (share * gates.mean(0)?)?.sum_all()
+    (mask.mean(0)? * gates.mean(0)?)?.sum_all()
 }
 
 /// 0 where a query sees a key and minus infinity elsewhere, `[B, T, keys]`.

@@ -112,7 +112,7 @@ impl<M: Memory, T: Element> ActivationGradients<M, T> {
         let routing = sizes.routing.filter(|_| share.ranks > 1);
         let deltas = routing.map_or(0, |shape| match shape.weighted {
             true => heads.count,
-            false => heads.count - shape.shared_heads,
+            false => shape.columns,
         });
         Ok(ActivationGradients {
             residual: memory.allocate(sizes.stream())?,

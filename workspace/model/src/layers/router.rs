@@ -163,7 +163,7 @@ impl RouterLayer {
             RouterLayer::QueryNorm(_) => {
                 let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
                 let (qkv, d_qkv) = (B::reborrow(qkv), B::reborrow_mut(&mut d_qkv));
-                let columns = routing.routed();
+                let columns = routing.columns();
                 let gradient = gradient(cx, routing, columns, &d.delta, &mut d.deltas, &sum);
                 let args = QueryNormBackward { shape, qkv, d_qkv, gradient };
                 Ok(cx.backend.query_norm_backward(args)?)
@@ -185,7 +185,7 @@ impl RouterLayer {
         match self {
             RouterLayer::QueryNorm(_) => {
                 let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut d_qkv)));
-                let columns = routing.routed();
+                let columns = routing.columns();
                 let gradient = gradient(cx, routing, columns, &d.delta, &mut d.deltas, &sum);
                 let args = QueryNormRopeBackward { qkv: B::reborrow(qkv), rope, gradient };
                 Ok(cx.backend.query_norm_rope_backward(args)?)
@@ -226,7 +226,7 @@ impl CustomRouter {
             cx.gradients.clear_stale(cx.forward.backend, parameter)?;
         }
         cx.backend.zero(B::view_mut(&mut d.hidden, 0..cx.num_tokens() * width))?;
-        let columns = if routing.is_weighted() { routing.heads().count } else { routing.routed() };
+        let columns = if routing.is_weighted() { routing.heads().count } else { routing.columns() };
         let gradient = gradient(cx, routing, columns, &d.delta, &mut d.deltas, &sum);
         let (cx, gradients) = (&cx.forward, &mut *cx.gradients);
         let mut d_parameters =

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::QueryNormRouter;
-use moh_kernels::router::{RouterGradient, Routing, RoutingShape};
+use moh_kernels::router::{RouterGradient, Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Element, Result, View, ViewMut};
 
 pub(crate) use parameters::LayerGradients;
@@ -134,8 +134,9 @@ pub(crate) fn of_config(config: &ModelConfig) -> Vec<Option<RouterSpec>> {
 
 /// The router of one layer of a configuration.
 pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<QueryNormRouter> {
-    let LayerHeads { shared: shared_heads, top_k } = config.layer_heads(layer);
-    (config.routed_heads(layer) > 0).then_some(QueryNormRouter { shared_heads, top_k })
+    let LayerHeads { shared, top_k } = config.layer_heads(layer);
+    let shared = SharedHeads::first(shared);
+    (config.routed_heads(layer) > 0).then_some(QueryNormRouter { shared, top_k })
 }
 
 /// Sizes of a routing that fits every layer of a configuration; `None` if all layers are dense.
@@ -159,7 +160,7 @@ pub(crate) fn largest(
     for layer in layers {
         let layer = layer?;
         shape = Some(shape.map_or(layer, |shape| RoutingShape {
-            shared_heads: shape.shared_heads.min(layer.shared_heads),
+            columns: shape.columns.max(layer.columns),
             saved_per_token: shape.saved_per_token.max(layer.saved_per_token),
             weighted: shape.weighted || layer.weighted,
             ..shape

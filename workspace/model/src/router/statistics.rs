@@ -91,11 +91,11 @@ impl LayerRouting {
         routing: &Routing<M>,
         tokens: usize,
     ) -> Result<(), Error> {
-        let len = routing.tokens() * routing.routed();
+        let len = routing.tokens() * routing.columns();
         let (mut selected, mut gates) = (vec![0u8; len], vec![0f32; len]);
         memory.download(routing.selected(), &mut selected)?;
         memory.download(routing.gates(), &mut gates)?;
-        self.add_rows(routing.routed(), &selected, &gates, tokens.min(routing.tokens()));
+        self.add_rows(routing.columns(), &selected, &gates, tokens.min(routing.tokens()));
         Ok(())
     }
 

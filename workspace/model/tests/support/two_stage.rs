@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use moh_kernels::linear::{LinearBackwardInput, LinearForward};
 use moh_kernels::ranks::Heads;
-use moh_kernels::router::{RouterRanks, RoutingShape};
+use moh_kernels::router::{RouterRanks, RoutingShape, SharedHeads};
 use moh_kernels::{Accumulation, Backend, Element, Result, View};
 use moh_model::router::{Router, RouterBackward, RouterForward, RouterParameter};
 
@@ -192,8 +192,8 @@ impl TwoStage {
 
 impl<B: Backend, T: Element> Router<B, T> for TwoStage {
     fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
-        let shared_heads = self.shared_heads;
-        Ok(RoutingShape { tokens, heads, shared_heads, saved_per_token: 0, weighted: true })
+        let columns = self.routed();
+        Ok(RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: true })
     }
 
     fn parameters(&self, hidden_size: usize) -> Vec<RouterParameter> {
@@ -207,7 +207,7 @@ impl<B: Backend, T: Element> Router<B, T> for TwoStage {
         let RouterForward { shape, x, parameters, routing, .. } = args;
         let tokens = shape.tokens();
         let all = self.gates(backend, tokens, x, parameters)?;
-        routing.begin(tokens, self.shared_heads)?;
+        routing.begin(tokens, SharedHeads::first(self.shared_heads))?;
         let heads = routing.heads();
         let local: Vec<usize> = (0..heads.local()).map(|head| heads.index(head)).collect();
         let selected: Vec<u8> =

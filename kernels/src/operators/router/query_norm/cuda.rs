@@ -13,7 +13,7 @@ use crate::memory::Memory;
 use crate::ranks::AllReduce;
 use crate::rope::{self, QkvShape};
 use crate::router::cuda::Tables;
-use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
+use crate::router::{RouterGradient, RouterRanks, Routers, Routing, WORDS, exchange};
 use crate::scalar::Element;
 
 /// Tokens of a block, as in query_norm.cu.
@@ -36,18 +36,19 @@ struct Parameters {
     balance_weight: f32,
     padding: u32,
     tables: Tables,
+    shared: [u64; WORDS],
     rope: rope::cuda::Parameters,
 }
 
 mirrored!(
-    Parameters, 200,
+    Parameters, 232,
     qkv 0, d_qkv 8, delta 16, deltas 24, norms 32, inv_std 40, heads 48, kv_heads 52, head_dim 56,
-    top_k 60, balance_weight 64, padding 68, tables 72, rope 144,
+    top_k 60, balance_weight 64, padding 68, tables 72, shared 144, rope 176,
 );
 
 impl Parameters {
     fn new(shape: &QkvShape, routing: &Routing<Cuda>) -> Self {
-        let pairs = routing.tokens() * routing.routed();
+        let pairs = routing.tokens() * routing.columns();
         let norms = routing.saved.address();
         Parameters {
             norms,
@@ -56,13 +57,14 @@ impl Parameters {
             kv_heads: shape.kv_heads as u32,
             head_dim: shape.head_dim as u32,
             tables: Tables::new(routing),
+            shared: routing.shared().column_bits(),
             ..Self::zeroed()
         }
     }
 
-    /// Shared memory of a block: an f64 per token and routed head.
+    /// Shared memory of a block: an f64 per token and column.
     fn shared_bytes(routing: &Routing<Cuda>) -> usize {
-        TOKENS * routing.routed() * size_of::<f64>()
+        TOKENS * routing.columns() * size_of::<f64>()
     }
 }
 
@@ -86,13 +88,13 @@ impl Forward<'_> {
         let &Forward { router, shape, .. } = self;
         let (tokens, heads) = (shape.tokens(), routing.heads());
         let blocks = [tokens.div_ceil(TOKENS), 1];
-        let routed = begin(OPERATOR, router, shape, self.qkv_len, routing)?;
+        let columns = begin(OPERATOR, router, shape, self.qkv_len, routing)?;
         let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
         let mut parameters = Parameters::new(shape, routing);
         (parameters.qkv, parameters.rope) = (self.qkv, self.rope);
         parameters.top_k = router.top_k as u32;
-        if let Some(all_reduce) = all_reduce.filter(|_| routed > 0) {
-            let squares = 0..tokens * routed;
+        if let Some(all_reduce) = all_reduce.filter(|_| columns > 0) {
+            let squares = 0..tokens * columns;
             cuda.zero(routing.saved.view_mut(squares.clone()))?;
             cuda.launch(&name::<T>("query_norm_squares"), blocks, 0, &parameters)?;
             all_reduce(routing.saved.view_mut(squares))?;
@@ -170,9 +172,9 @@ impl<T: Element> Backward<'_, T> {
         parameters.balance_weight = balance_weight;
         parameters.delta = address_or_null(delta);
         let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;
-        if let Some(RouterRanks { mut table, all_reduce }) = ranks.filter(|_| routing.routed() > 0)
+        if let Some(RouterRanks { mut table, all_reduce }) = ranks.filter(|_| routing.columns() > 0)
         {
-            check_len(OPERATOR, "table", table.len, tokens * routing.routed())?;
+            check_len(OPERATOR, "table", table.len, tokens * routing.columns())?;
             parameters.deltas = table.address;
             cuda.zero(table.first(table.len))?;
             cuda.launch("query_norm_spread", [tokens, 1], 0, &parameters)?;

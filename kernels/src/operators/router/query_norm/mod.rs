@@ -16,6 +16,9 @@
 //! therefore the same on every rank, and the gradients of the weights before the gradients of the
 //! norms.
 //!
+//! Shared heads have no norm, whatever their place: -1 stands in for their squares and norms, which
+//! are skipped. A rank writes it for its own heads, so the sum over the ranks keeps it.
+//!
 //! RoPE preserves norms, so a GPU routes and rotates in one pass over the queries
 //! ([`QueryNorm::query_norm_rope_forward`]) if no other operator is between the two, as in a Llama.
 
@@ -23,18 +26,18 @@ mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use super::{RouterGradient, Routers, Routing, RoutingShape};
+use super::{RouterGradient, Routers, Routing, RoutingShape, SharedHeads};
 use crate::error::{Result, check_len, ensure};
 use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::{AllReduce, Heads};
 use crate::rope::{QkvShape, Rope, RopeArgs};
 use crate::scalar::Element;
 
-/// The number of shared heads, and of routed heads that a token selects.
+/// The shared heads, and the number of routed heads that a token selects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryNormRouter {
-    /// The first heads, which every token computes.
-    pub shared_heads: usize,
+    /// Heads that every token computes.
+    pub shared: SharedHeads,
     /// Routed heads that a token selects.
     pub top_k: usize,
 }
@@ -43,26 +46,23 @@ impl QueryNormRouter {
     /// Sizes of the routing of `tokens` tokens in a layer of `heads`: norms and 1 / std are saved.
     ///
     /// # Errors
-    /// If the counts do not fit the heads.
+    /// If the router does not fit the heads.
     pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
-        let routed = self.check("routing", heads.count)?;
-        let shared_heads = self.shared_heads;
-        let saved_per_token = routed + 1;
-        Ok(RoutingShape { tokens, heads, shared_heads, saved_per_token, weighted: false })
+        self.check("routing", heads.count)?;
+        let columns = heads.count - self.shared.leading();
+        let saved_per_token = columns + 1;
+        Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted: false })
     }
 
-    /// Refuses counts that do not fit a layer's query heads; returns the number of routed heads.
-    fn check(&self, operator: &'static str, heads: usize) -> Result<usize> {
-        let &QueryNormRouter { shared_heads, top_k } = self;
-        ensure(operator, shared_heads <= heads, || {
-            format!("{shared_heads} shared heads of {heads} heads")
-        })?;
-        let routed = heads - shared_heads;
+    /// Refuses heads that do not fit a layer's query heads.
+    fn check(&self, operator: &'static str, heads: usize) -> Result<()> {
+        let &QueryNormRouter { shared, top_k } = self;
+        shared.check(operator, heads)?;
+        let routed = heads - shared.len();
         ensure(operator, routed != 1, || {
             "one routed head has no standard deviation: route none or at least two".into()
         })?;
-        ensure(operator, top_k <= routed, || format!("top {top_k} of {routed} routed heads"))?;
-        Ok(routed)
+        ensure(operator, top_k <= routed, || format!("top {top_k} of {routed} routed heads"))
     }
 }
 
@@ -140,8 +140,7 @@ pub trait QueryNorm: Routers + Rope {
     ) -> Result<()>;
 }
 
-/// Checks a forward pass over `qkv` elements and begins its routing; returns the number of routed
-/// heads.
+/// Checks a forward pass over `qkv` elements and begins its routing; returns the number of columns.
 fn begin<M: Memory>(
     operator: &'static str,
     router: QueryNormRouter,
@@ -149,12 +148,12 @@ fn begin<M: Memory>(
     qkv: usize,
     routing: &mut Routing<M>,
 ) -> Result<usize> {
-    let routed = router.check(operator, routing.heads().count)?;
+    router.check(operator, routing.heads().count)?;
     check_shape(operator, shape, "qkv", qkv)?;
-    routing.begin(shape.tokens(), router.shared_heads)?;
+    routing.begin(shape.tokens(), router.shared)?;
     routing.check_heads(operator, shape.heads)?;
     check_saved(operator, routing)?;
-    Ok(routed)
+    Ok(routing.columns())
 }
 
 /// Lengths of a backward pass.
@@ -191,7 +190,7 @@ fn check_shape(
 
 /// Refuses a routing without room for norms and 1 / std.
 fn check_saved<M: Memory>(operator: &'static str, routing: &Routing<M>) -> Result<()> {
-    let (saved, least) = (M::len(&routing.saved), routing.tokens() * (routing.routed() + 1));
+    let (saved, least) = (M::len(&routing.saved), routing.tokens() * (routing.columns() + 1));
     ensure(operator, saved >= least, || {
         format!("the routing saves {saved} elements, expected {least}")
     })

@@ -13,6 +13,8 @@ using router::Routing;
 // Tokens of a block, as in router/query_norm/cuda.rs.
 constexpr uint32_t TOKENS = 2;
 constexpr uint32_t WARPS = THREADS / 32;
+// The square and the norm of a shared head; those of others are not negative.
+constexpr double SHARED = -1.0;
 
 struct Parameters {
     // Forward: rotated in place if there is a rotation. Backward: the output of forward.
@@ -21,10 +23,11 @@ struct Parameters {
     void* d_qkv;
     // Backward only: <dO, O>, [tokens, heads], or null.
     const float* delta;
-    // The same for all routed heads, [tokens, routed], if ranks share the heads; null otherwise.
+    // The same for all heads with a column, [tokens, columns], if ranks share the heads; null
+    // otherwise.
     double* deltas;
-    // Norms of all routed queries, [tokens, routed]; their squares until the ranks have summed
-    // them.
+    // Norms of the queries, [tokens, columns]; their squares until the ranks have summed them; SHARED
+    // for shared heads.
     double* norms;
     // 1 / std of a token's norms, 0 if they are all equal; [tokens].
     double* inv_std;
@@ -35,21 +38,27 @@ struct Parameters {
     float balance_weight;
     uint32_t padding;
     Routing routing;
+    // Bit i % 64 of word i / 64 is 1 if the head of column i is shared.
+    uint64_t shared[4];
     // The rotation of qkv or d_qkv; its `qkv` is null if there is none.
     rope::Parameters rope;
+
+    __device__ __forceinline__ bool is_shared(uint32_t column) const {
+        return column < 256 && (shared[column / 64] >> column % 64 & 1);
+    }
 
     __device__ __forceinline__ uint64_t row_length() const {
         return uint64_t(heads + 2 * kv_heads) * head_dim;
     }
 };
-static_assert(sizeof(Parameters) == 200 && offsetof(Parameters, qkv) == 0 &&
+static_assert(sizeof(Parameters) == 232 && offsetof(Parameters, qkv) == 0 &&
               offsetof(Parameters, d_qkv) == 8 && offsetof(Parameters, delta) == 16 &&
               offsetof(Parameters, deltas) == 24 && offsetof(Parameters, norms) == 32 &&
               offsetof(Parameters, inv_std) == 40 && offsetof(Parameters, heads) == 48 &&
               offsetof(Parameters, kv_heads) == 52 && offsetof(Parameters, head_dim) == 56 &&
               offsetof(Parameters, top_k) == 60 && offsetof(Parameters, balance_weight) == 64 &&
               offsetof(Parameters, padding) == 68 && offsetof(Parameters, routing) == 72 &&
-              offsetof(Parameters, rope) == 144,
+              offsetof(Parameters, shared) == 144 && offsetof(Parameters, rope) == 176,
               "as in router/query_norm/cuda.rs");
 
 // The block's tokens.
@@ -152,15 +161,15 @@ __device__ __forceinline__ void rotate(const Angles<N>& by, Pack<T, N>& low, Pac
     }
 }
 
-// Rotates the heads of `elements` but the queries from `first_routed` on, by the warps from
+// Rotates the heads of `elements` but the queries from `first_column` on, by the warps from
 // `first_warp` on.
 template <int DIRECTION, class T, int N>
 __device__ void rotate_others(const Parameters& p, const Tokens& tokens, T* elements,
-                              uint32_t first_routed, uint32_t first_warp) {
+                              uint32_t first_column, uint32_t first_warp) {
     const Teams teams(p.head_dim / 2 / N, first_warp);
-    const uint32_t heads = first_routed + p.kv_heads;
+    const uint32_t heads = first_column + p.kv_heads;
     for (uint32_t i = teams.first + teams.in_warp; i < heads * tokens.count; i += teams.count) {
-        const Head<N> head(p, tokens, i, heads, first_routed, p.heads - first_routed);
+        const Head<N> head(p, tokens, i, heads, first_column, p.heads - first_column);
         Pack<T, N>* lows = packs<N>(elements + head.start);
         Pack<T, N>* highs = lows + head.packs_of_half;
         for (uint32_t at = teams.thread; at < head.packs_of_half; at += teams.size) {
@@ -172,17 +181,17 @@ __device__ void rotate_others(const Parameters& p, const Tokens& tokens, T* elem
     }
 }
 
-// Writes the squared norms of the local routed queries to their indices among all routed heads, and
-// rotates the queries if `rotates`. The products are exact in f64; sums of those of bf16 elements
-// are exact too unless the elements differ much, so that equal norms have equal squares.
+// Writes the squared norms of the local queries that have a column, and rotates the queries if
+// `rotates`. The products are exact in f64; sums of those of bf16 elements are exact too unless the
+// elements differ much, so that equal norms have equal squares.
 template <class T, int N>
 __device__ void measure(const Parameters& p, const Tokens& tokens, double* squares, bool rotates) {
     const Routing& r = p.routing;
     const Teams teams(p.head_dim / 2 / N, 0);
-    const uint32_t heads = p.heads - r.local_shared, count = heads * tokens.count;
+    const uint32_t heads = p.heads - r.local_leading, count = heads * tokens.count;
     for (uint32_t first = teams.first; first < count; first += teams.count) {
         const uint32_t i = first + teams.in_warp;
-        const Head<N> head(p, tokens, i, heads, 0, r.local_shared);
+        const Head<N> head(p, tokens, i, heads, 0, r.local_leading);
         double sum = 0.0;
         if (i < count) {
             Pack<T, N>* lows = packs<N>(static_cast<T*>(p.qkv) + head.start);
@@ -207,7 +216,8 @@ __device__ void measure(const Parameters& p, const Tokens& tokens, double* squar
         }
         sum = teams.sum(sum);
         if (i < count && teams.thread == 0) {
-            squares[head.token * r.routed + r.index(head.number)] = sum;
+            const uint32_t column = r.column(head.number);
+            squares[head.token * r.columns + column] = p.is_shared(column) ? SHARED : sum;
         }
     }
 }
@@ -223,7 +233,7 @@ __device__ __forceinline__ bool reads_wide(const Parameters& p) {
 template <class T>
 __device__ void squares(const Parameters& p) {
     const Tokens tokens(p);
-    double* squares = p.norms + tokens.first * p.routing.routed;
+    double* squares = p.norms + tokens.first * p.routing.columns;
     if (reads_wide<T>(p)) {
         measure<T, WIDE<T>>(p, tokens, squares, false);
     } else {
@@ -231,37 +241,38 @@ __device__ void squares(const Parameters& p) {
     }
 }
 
-// Routes the token by a warp: norms, selection, gates. `values` are the squares of the routed heads;
-// each thread replaces its own by what it needs next.
+// Routes the token by a warp: norms, selection, gates. `values` are the squares of its columns; each
+// thread replaces its own by what it needs next.
 __device__ __forceinline__ void route(const Parameters& p, uint64_t token, double* values) {
     const Routing& r = p.routing;
     const uint32_t lane = threadIdx.x % 32;
-    const uint64_t table = token * r.routed;
+    const uint64_t table = token * r.columns;
     if (r.ranks > 1) {
-        for (uint32_t head = lane; head < r.routed; head += 32) {
+        for (uint32_t head = lane; head < r.columns; head += 32) {
             values[head] = p.norms[table + head];
         }
         __syncwarp();
     }
     // The largest squares; among equals, lower heads first.
-    for (uint32_t head = lane; head < r.routed; head += 32) {
+    for (uint32_t head = lane; head < r.columns; head += 32) {
         const double square = values[head];
         uint32_t ahead = 0;
 #pragma unroll 4
-        for (uint32_t other = 0; other < r.routed; other++) {
+        for (uint32_t other = 0; other < r.columns; other++) {
             const double rival = values[other];
             ahead += rival > square || (rival == square && other < head);
         }
-        r.selected[table + head] = ahead < p.top_k;
+        r.selected[table + head] = square < 0.0 || ahead < p.top_k;
     }
     __syncwarp();  // The squares have been compared.
     double sum = 0.0, smallest = INFINITY, largest = 0.0;
-    for (uint32_t head = lane; head < r.routed; head += 32) {
-        const double norm = sqrt(values[head]);
+    for (uint32_t head = lane; head < r.columns; head += 32) {
+        const bool shared = values[head] < 0.0;
+        const double norm = shared ? SHARED : sqrt(values[head]);
         values[head] = norm;
         p.norms[table + head] = norm;
-        sum += norm;
-        smallest = norm < smallest ? norm : smallest;
+        sum += shared ? 0.0 : norm;
+        smallest = !shared && norm < smallest ? norm : smallest;
         largest = norm > largest ? norm : largest;
     }
     sum = warp_sum(sum);
@@ -273,19 +284,20 @@ __device__ __forceinline__ void route(const Parameters& p, uint64_t token, doubl
     }
     const double mean = sum / r.routed;
     double squares = 0.0;
-    for (uint32_t head = lane; head < r.routed; head += 32) {
-        squares += (values[head] - mean) * (values[head] - mean);
+    for (uint32_t head = lane; head < r.columns; head += 32) {
+        const double deviation = values[head] < 0.0 ? 0.0 : values[head] - mean;
+        squares += deviation * deviation;
     }
     squares = warp_sum(squares);
     // The mean of equal norms may differ from them by a rounding.
     const double inv_std = smallest >= largest ? 0.0 : 1.0 / sqrt(squares / (r.routed - 1.0));
     double exponentials = 0.0;
-    for (uint32_t head = lane; head < r.routed; head += 32) {
-        values[head] = exp((values[head] - largest) * inv_std);
+    for (uint32_t head = lane; head < r.columns; head += 32) {
+        values[head] = values[head] < 0.0 ? 0.0 : exp((values[head] - largest) * inv_std);
         exponentials += values[head];
     }
     exponentials = warp_sum(exponentials);
-    for (uint32_t head = lane; head < r.routed; head += 32) {
+    for (uint32_t head = lane; head < r.columns; head += 32) {
         r.gates[table + head] = float(values[head] / exponentials);
     }
     if (lane == 0) {
@@ -293,7 +305,7 @@ __device__ __forceinline__ void route(const Parameters& p, uint64_t token, doubl
     }
 }
 
-// `values` has room for one element per token and routed head, here and in `backward_packs`.
+// `values` has room for one element per token and column, here and in `backward_packs`.
 template <class T, int N>
 __device__ void forward_packs(const Parameters& p, double* values) {
     const Tokens tokens(p);
@@ -304,10 +316,10 @@ __device__ void forward_packs(const Parameters& p, double* values) {
         __syncthreads();
     }
     if (warp < tokens.count) {
-        route(p, tokens.first + warp, values + warp * p.routing.routed);
+        route(p, tokens.first + warp, values + warp * p.routing.columns);
     } else if (warp >= TOKENS && rotates) {
-        const uint32_t first_routed = measures ? p.routing.local_shared : p.heads;
-        rotate_others<1, T, N>(p, tokens, static_cast<T*>(p.qkv), first_routed, TOKENS);
+        const uint32_t first_column = measures ? p.routing.local_leading : p.heads;
+        rotate_others<1, T, N>(p, tokens, static_cast<T*>(p.qkv), first_column, TOKENS);
     }
 }
 
@@ -323,22 +335,26 @@ __device__ void forward(const Parameters& p) {
 }
 
 // Writes the gradient of each of the token's norms, divided by the norm, to `factors`: the factor
-// of a query in its own gradient. The formulas are those of `gates_to_norms` in cpu.rs. One warp
-// computes them, each thread those of its own heads.
+// of a query in its own gradient, 0 for a shared head. The formulas are those of `gates_to_norms` in
+// cpu.rs. One warp computes them, each thread those of its own heads.
 __device__ __forceinline__ void norm_factors(const Parameters& p, uint64_t token, double* factors) {
     const Routing& r = p.routing;
     const uint32_t lane = threadIdx.x % 32;
-    const uint64_t table = token * r.routed;
+    const uint64_t table = token * r.columns;
     const double* norms = p.norms + table;
     const float* gates = r.gates + table;
     const double inv_std = p.inv_std[token], weight = double(p.balance_weight) / double(r.tokens);
     double inner = 0.0, gate_sum = 0.0, norm_sum = 0.0, along = 0.0;
-    for (uint32_t i = lane; i < r.routed; i += 32) {
+    for (uint32_t i = lane; i < r.columns; i += 32) {
+        if (norms[i] < 0.0) {
+            factors[i] = 0.0;
+            continue;
+        }
         double delta = 0.0;
         if (p.deltas) {
             delta = p.deltas[table + i];
         } else if (p.delta && r.selected[table + i]) {
-            delta = p.delta[token * p.heads + r.shared_heads + i];
+            delta = p.delta[token * p.heads + r.leading + i];
         }
         // Fused explicitly, so that both sources of delta give the same bits.
         const double gradient = fma(weight, double(r.counts[i]) / double(r.tokens), delta);
@@ -349,28 +365,28 @@ __device__ __forceinline__ void norm_factors(const Parameters& p, uint64_t token
     }
     inner = warp_sum(inner) / warp_sum(gate_sum);
     const double mean = warp_sum(norm_sum) / r.routed;
-    for (uint32_t i = lane; i < r.routed; i += 32) {
+    for (uint32_t i = lane; i < r.columns; i += 32) {
         along += double(gates[i]) * (factors[i] - inner) * (norms[i] - mean) * inv_std;
     }
     const double pull = warp_sum(along) / (r.routed - 1.0);
-    for (uint32_t i = lane; i < r.routed; i += 32) {
+    for (uint32_t i = lane; i < r.columns; i += 32) {
         const double d_score = double(gates[i]) * (factors[i] - inner);
         const double d_norm = (d_score - pull * (norms[i] - mean) * inv_std) * inv_std;
-        factors[i] = norms[i] == 0.0 ? 0.0 : d_norm / norms[i];
+        factors[i] = norms[i] <= 0.0 ? 0.0 : d_norm / norms[i];
     }
 }
 
-// Adds each routed query times its factor to its gradient, then rotates the gradient back if there
-// is a rotation. It preserves norms, so the factor is the same for the rotated and the unrotated
-// query.
+// Adds each query that has a column times its factor to its gradient, then rotates the gradient back
+// if there is a rotation. It preserves norms, so the factor is the same for the rotated and the
+// unrotated query.
 template <class T, int N>
 __device__ void add_queries(const Parameters& p, const Tokens& tokens, const double* factors) {
     const Routing& r = p.routing;
     const Teams teams(p.head_dim / 2 / N, 0);
-    const uint32_t heads = p.heads - r.local_shared;
+    const uint32_t heads = p.heads - r.local_leading;
     for (uint32_t i = teams.first + teams.in_warp; i < heads * tokens.count; i += teams.count) {
-        const Head<N> head(p, tokens, i, heads, 0, r.local_shared);
-        const float factor = float(factors[head.token * r.routed + r.index(head.number)]);
+        const Head<N> head(p, tokens, i, heads, 0, r.local_leading);
+        const float factor = float(factors[head.token * r.columns + r.column(head.number)]);
         const Pack<T, N>* queries = packs<N>(static_cast<const T*>(p.qkv) + head.start);
         Pack<T, N>* lows = packs<N>(static_cast<T*>(p.d_qkv) + head.start);
         Pack<T, N>* highs = lows + head.packs_of_half;
@@ -400,9 +416,9 @@ __device__ void backward_packs(const Parameters& p, double* factors) {
     const Tokens tokens(p);
     const uint32_t warp = threadIdx.x / 32;
     if (warp < tokens.count) {
-        norm_factors(p, tokens.first + warp, factors + warp * p.routing.routed);
+        norm_factors(p, tokens.first + warp, factors + warp * p.routing.columns);
     } else if (warp >= TOKENS && p.rope.qkv) {
-        rotate_others<-1, T, N>(p, tokens, static_cast<T*>(p.d_qkv), p.routing.local_shared,
+        rotate_others<-1, T, N>(p, tokens, static_cast<T*>(p.d_qkv), p.routing.local_leading,
                                 TOKENS);
     }
     __syncthreads();
@@ -420,14 +436,14 @@ __device__ void backward(const Parameters& p) {
     }
 }
 
-// Writes the gradients of the local heads' weights to their indices among all routed heads.
+// Writes the gradients of the local heads' weights to their columns.
 __device__ __forceinline__ void spread(const Parameters& p) {
     const Routing& r = p.routing;
-    const uint64_t token = blockIdx.x, table = token * r.routed;
-    for (uint32_t head = r.local_shared + threadIdx.x; head < p.heads; head += THREADS) {
-        const uint32_t index = r.index(head);
-        if (r.selected[table + index]) {
-            p.deltas[table + index] = p.delta[token * p.heads + head];
+    const uint64_t token = blockIdx.x, table = token * r.columns;
+    for (uint32_t head = r.local_leading + threadIdx.x; head < p.heads; head += THREADS) {
+        const uint32_t column = r.column(head);
+        if (r.selected[table + column]) {
+            p.deltas[table + column] = p.delta[token * p.heads + head];
         }
     }
 }
