@@ -26,7 +26,7 @@ fn stderr(done: &assert_cmd::assert::Assert) -> String {
 /// Documents of many words, as JSON lines.
 fn documents(count: usize) -> String {
     let starts = ["ka", "lo", "mi", "ne", "pu", "ra", "si", "to", "ve", "zu"];
-    let ends = ["bel", "dar", "fin", "gos", "hul", "jim", "kan", "lut", "mor", "nep"];
+    let ends = ["bel", "dar", "fin", "gos", "hul", "jim", "kan", "lut", "mok", "nep"];
     let word = |n: usize| format!("{}{} ", starts[n % 10], ends[n / 10 % 10]);
     let text = |document: usize| (0..20 + document).map(move |n| word(n * document + n * n));
     let line = |document| format!("{{\"text\": \"{}\"}}\n", text(document).collect::<String>());
