@@ -79,7 +79,7 @@ impl Router<Cpu, f32> for LinearRouter {
     fn backward(&self, cpu: &Cpu, args: RouterBackward<'_, Cpu, f32>) -> Result<()> {
         let (inputs, weight, routing) =
             (self.width, args.parameters.get(0)?, args.gradient.routing);
-        let mut d_scores = self.gates(args.x, weight)?;
+        let mut d_scores = routing.gates().to_vec();
         let Some(delta) = args.gradient.delta else { return Ok(()) };
         // The gradient of a selected head's weight is delta; that of the balance loss is left out.
         let rows = d_scores.chunks_mut(self.heads).zip(delta.chunks(self.heads));

@@ -14,7 +14,7 @@ use crate::layout::{ModelLayout, Segment};
 use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
 use crate::pass_sizes::PassSizes;
-use crate::router::{self, LayerRouting, Router, Routers, RoutingStatistics};
+use crate::router::{self, CustomRouters, LayerRouting, Router, RoutingStatistics};
 use crate::{AuxiliaryLosses, Error, ModelConfig};
 
 /// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the
@@ -27,7 +27,7 @@ pub struct Model<B: Backend, T: Element> {
     pub(crate) weights: FlatBuffers<B, T>,
     pub(crate) layers: Layers,
     pub(crate) rope: RopeTables<B>,
-    pub(crate) routers: Routers<B, T>,
+    pub(crate) routers: CustomRouters<B, T>,
 }
 
 /// The buffers of a model, or of a part of one: its weights, and the tables of rotary position
@@ -202,7 +202,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.config.moh = moh;
         for (layer, block) in self.layers.blocks.iter_mut().enumerate() {
             let router = router::of_layer(&self.config, layer);
-            block.attention.set_router(router.map(RouterLayer::QueryNorm));
+            block.attention.router = router.map(RouterLayer::QueryNorm);
         }
         Ok(())
     }
@@ -248,7 +248,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Each layer that routes, with its router.
     fn layer_routers(&self) -> impl Iterator<Item = (usize, &RouterLayer)> {
         let blocks = self.layers.blocks.iter().enumerate();
-        blocks.filter_map(|(layer, block)| Some((layer, block.attention.router()?)))
+        blocks.filter_map(|(layer, block)| Some((layer, block.attention.router.as_ref()?)))
     }
 
     /// Empty statistics of every layer that routes.

@@ -93,7 +93,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             let (cx, buffers) = (self.context(tokens), blocks.of(at, scratch));
             self.layers.blocks[layer].forward(&cx, &before[at], buffers, None, &mut after[0])?;
             // All tensor-parallel ranks have the loss and the routing.
-            let router = self.layers.blocks[layer].attention.router();
+            let router = self.layers.blocks[layer].attention.router.as_ref();
             let routing = router.zip(blocks.routing(at));
             if let (Some((router, routing)), 0) = (routing, parallel.part().tensor.rank) {
                 router.loss(&cx, routing, share, sums.auxiliary(AuxiliaryLoss::Balance))?;

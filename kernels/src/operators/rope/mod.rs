@@ -80,15 +80,6 @@ pub struct RopeArgs<'a, M: Memory, T: Element> {
     pub qkv: ViewMut<'a, M, T>,
 }
 
-impl<M: Memory, T: Element> RopeArgs<'_, M, T> {
-    /// The same with a shorter lifetime.
-    pub fn reborrow(&mut self) -> RopeArgs<'_, M, T> {
-        let RopeTable { cos, sin, first_position } = self.table;
-        let table = RopeTable { cos: M::reborrow(cos), sin: M::reborrow(sin), first_position };
-        RopeArgs { shape: self.shape, table, qkv: M::reborrow_mut(&mut self.qkv) }
-    }
-}
-
 /// Rotary position embedding as an operator of a device.
 pub trait Rope: Memory {
     /// Rotates queries and keys in place. Token t of a sequence is at position `first_position + t`.

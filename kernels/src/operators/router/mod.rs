@@ -195,17 +195,6 @@ impl<M: Memory> Routing<M> {
         M::view_mut(&mut self.gates, 0..len)
     }
 
-    /// What the router saved for its backward pass, `saved_per_token` elements for each token.
-    pub fn saved(&self) -> View<'_, M, f64> {
-        M::view(&self.saved, 0..self.tokens * self.shape.saved_per_token)
-    }
-
-    /// Write access to [`Routing::saved`], for the router.
-    pub fn saved_mut(&mut self) -> ViewMut<'_, M, f64> {
-        let len = self.tokens * self.shape.saved_per_token;
-        M::view_mut(&mut self.saved, 0..len)
-    }
-
     /// Write access to the factors of the outputs, `[tokens, local heads]`, for a router that
     /// scales them: attention applies them from now on, until the next [`Routing::begin`]. Empty if
     /// the routing's shape is not weighted.
@@ -265,21 +254,6 @@ pub struct RouterRanks<'a, M: Memory> {
     pub table: ViewMut<'a, M, f64>,
     /// The sum over the ranks, called once.
     pub all_reduce: AllReduce<'a, M>,
-}
-
-impl<M: Memory> RouterGradient<'_, M> {
-    /// The same with a shorter lifetime.
-    pub fn reborrow(&mut self) -> RouterGradient<'_, M> {
-        RouterGradient {
-            routing: self.routing,
-            delta: self.delta.map(|delta| M::reborrow(delta)),
-            balance_weight: self.balance_weight,
-            ranks: self.ranks.as_mut().map(|ranks| RouterRanks {
-                table: M::reborrow_mut(&mut ranks.table),
-                all_reduce: ranks.all_reduce,
-            }),
-        }
-    }
 }
 
 /// The exchange between ranks for a routing of `heads`; `None` if all of them are local.

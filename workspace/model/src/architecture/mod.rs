@@ -31,8 +31,8 @@ impl Architecture {
         }
     }
 
-    /// Lists the tensors of a block, in the architecture's order, and returns its layers, all of
-    /// them but the router.
+    /// Lists the tensors of a block, in the architecture's order, and returns its layers
+    /// without a router.
     fn block(self, list: &mut TensorList<'_>, config: &ModelConfig) -> Block {
         match self {
             Architecture::Llama => llama::block(list, config),
@@ -51,8 +51,8 @@ pub(crate) struct Layers {
 
 impl Layers {
     /// The layers of a model with these routers, and the flat buffers of the parameters of `part`:
-    /// embedding, blocks, final norm, untied head. The length of every buffer is a multiple of `ranks`, and buffers of
-    /// other parts are empty.
+    /// embedding, blocks, final norm, untied head. The length of every buffer is a multiple of
+    /// `ranks`, and buffers of other parts are empty.
     pub fn new(
         config: &ModelConfig,
         routers: &[Option<RouterSpec>],
@@ -110,7 +110,7 @@ impl Buffers<'_> {
 /// Lists the tensors of a block, those of its router last, and returns its layers.
 fn block(list: &mut TensorList<'_>, config: &ModelConfig, router: Option<&RouterSpec>) -> Block {
     let mut block = config.architecture.block(list, config);
-    block.attention.set_router(router.map(|spec| RouterLayer::new(list, config.hidden_size, spec)));
+    block.attention.router = router.map(|spec| RouterLayer::new(list, config.hidden_size, spec));
     block
 }
 

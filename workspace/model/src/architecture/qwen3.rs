@@ -7,13 +7,12 @@ use crate::tensors::TensorList;
 /// The layers of a block, in the order of its tensors.
 pub(super) fn block(list: &mut TensorList<'_>, config: &ModelConfig) -> Block {
     let (width, eps) = (config.hidden_size, config.rms_norm_eps);
+    let attention_norm = RmsNorm::new(list, "input_layernorm.weight", width, eps);
+    let attention = Attention::new(list, config);
+    let norm = QkNorm::new(list, config.head_dim, eps);
     Block {
-        attention_norm: RmsNorm::new(list, "input_layernorm.weight", width, eps),
-        attention: Attention::new(list, config).with_rotation(Rotation::NormedRope(QkNorm::new(
-            list,
-            config.head_dim,
-            eps,
-        ))),
+        attention_norm,
+        attention: attention.with_rotation(Rotation::NormedRope(norm)),
         mlp_norm: RmsNorm::new(list, "post_attention_layernorm.weight", width, eps),
         mlp: Mlp::new(list, config),
     }

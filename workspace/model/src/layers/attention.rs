@@ -27,7 +27,7 @@ pub(crate) struct Attention {
     output: RowParallelLinear,
     rotation: Rotation,
     /// In a layer with routed heads.
-    router: Option<RouterLayer>,
+    pub router: Option<RouterLayer>,
 }
 
 /// What the backward pass reads and is not cheap to recompute. With tensor parallelism H and G are
@@ -100,16 +100,6 @@ impl Attention {
         Attention { rotation, ..self }
     }
 
-    /// The router, in a layer with routed heads.
-    pub fn router(&self) -> Option<&RouterLayer> {
-        self.router.as_ref()
-    }
-
-    /// Routes the heads by another router, or computes all of them.
-    pub fn set_router(&mut self, router: Option<RouterLayer>) {
-        self.router = router;
-    }
-
     /// Adds attention of `x`, `[M, C]`, to the residual stream.
     pub fn forward<B: Backend, T: Element>(
         &self,
@@ -123,7 +113,7 @@ impl Attention {
         let (n, shape) = (cx.num_tokens(), &cx.tokens.shape);
         let x = self.qkv.gather_input(cx, x, gathered)?;
         self.qkv.forward(cx, x, &mut buffers.saved.qkv)?;
-        self.rotation.forward(cx, self.router(), x, &mut buffers)?;
+        self.rotation.forward(cx, self.router.as_ref(), x, &mut buffers)?;
         let AttentionBuffers { saved, rotated, cache } = buffers;
         let SavedAttention { qkv, attended, log_sum_exp, routing } = saved;
         let qkv = self.rotation.rotated(qkv, rotated);
@@ -169,8 +159,8 @@ impl Attention {
             d_qkv: B::view_mut(d_qkv, all.clone()),
             delta: routing.is_some().then(|| B::whole_mut(&mut d.delta)),
         })?;
-        self.rotation.backward(cx, self.router(), x, saved, d, d_qkv)?;
-        let accumulation = match self.router().is_some_and(RouterLayer::reads_input) {
+        self.rotation.backward(cx, self.router.as_ref(), x, saved, d, d_qkv)?;
+        let accumulation = match self.router.as_ref().is_some_and(RouterLayer::reads_input) {
             true => Accumulation::Add,
             false => Accumulation::Overwrite,
         };

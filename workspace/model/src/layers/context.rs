@@ -15,7 +15,7 @@ use crate::Error;
 use crate::model_parallel::{ModelParallel, TensorShare, TokenShare};
 use crate::parameters::FlatBuffers;
 use crate::pass_sizes::PassSizes;
-use crate::router::Routers;
+use crate::router::CustomRouters;
 
 /// The tokens that a pass computes; they may be fewer than the buffers' capacity.
 pub(crate) struct Tokens<'a, B: Backend> {
@@ -43,7 +43,7 @@ pub(crate) struct Context<'a, B: Backend, T: Element> {
     pub parallel: &'a ModelParallel,
     pub rope: &'a RopeTables<B>,
     /// The routers that the configuration does not have.
-    pub routers: &'a Routers<B, T>,
+    pub routers: &'a CustomRouters<B, T>,
     pub tokens: Tokens<'a, B>,
 }
 

@@ -17,7 +17,8 @@ use super::{ActivationGradients, BackwardContext, Context};
 use crate::Error;
 use crate::parameters::ParameterRange;
 use crate::router::{
-    LayerGradients, Parameters, Router, RouterBackward, RouterForward, RouterParameter, Routers,
+    CustomRouters, LayerGradients, Parameters, Router, RouterBackward, RouterForward,
+    RouterParameter,
 };
 use crate::tensors::{Division, TensorList};
 
@@ -26,7 +27,7 @@ use crate::tensors::{Division, TensorList};
 pub(crate) enum RouterSpec {
     /// The router of a configuration.
     QueryNorm(QueryNormRouter),
-    /// The router of this index among the model's [`Routers`].
+    /// The router of this index among the model's [`CustomRouters`].
     Custom { index: usize, parameters: Vec<RouterParameter> },
 }
 
@@ -37,7 +38,7 @@ pub(crate) enum RouterLayer {
     Custom(CustomRouter),
 }
 
-/// One of the model's [`Routers`] as a layer.
+/// One of the model's [`CustomRouters`] as a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct CustomRouter {
     index: usize,
@@ -73,7 +74,7 @@ impl RouterLayer {
     /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`.
     pub fn routing_shape<B: Backend, T: Element>(
         &self,
-        routers: &Routers<B, T>,
+        routers: &CustomRouters<B, T>,
         tokens: usize,
         heads: Heads,
     ) -> moh_kernels::Result<RoutingShape> {
@@ -163,8 +164,7 @@ impl RouterLayer {
             RouterLayer::QueryNorm(_) => {
                 let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
                 let (qkv, d_qkv) = (B::reborrow(qkv), B::reborrow_mut(&mut d_qkv));
-                let columns = routing.columns();
-                let gradient = gradient(cx, routing, columns, &d.delta, &mut d.deltas, &sum);
+                let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
                 let args = QueryNormBackward { shape, qkv, d_qkv, gradient };
                 Ok(cx.backend.query_norm_backward(args)?)
             }
@@ -185,8 +185,7 @@ impl RouterLayer {
         match self {
             RouterLayer::QueryNorm(_) => {
                 let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut d_qkv)));
-                let columns = routing.columns();
-                let gradient = gradient(cx, routing, columns, &d.delta, &mut d.deltas, &sum);
+                let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
                 let args = QueryNormRopeBackward { qkv: B::reborrow(qkv), rope, gradient };
                 Ok(cx.backend.query_norm_rope_backward(args)?)
             }
@@ -226,8 +225,7 @@ impl CustomRouter {
             cx.gradients.clear_stale(cx.forward.backend, parameter)?;
         }
         cx.backend.zero(B::view_mut(&mut d.hidden, 0..cx.num_tokens() * width))?;
-        let columns = if routing.is_weighted() { routing.heads().count } else { routing.columns() };
-        let gradient = gradient(cx, routing, columns, &d.delta, &mut d.deltas, &sum);
+        let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
         let (cx, gradients) = (&cx.forward, &mut *cx.gradients);
         let mut d_parameters =
             LayerGradients { backend: cx.backend, gradients, ranges: &self.parameters };
@@ -249,16 +247,16 @@ impl CustomRouter {
     }
 }
 
-/// The gradients that reach a layer's router. Ranks that share the heads exchange `columns` elements
-/// for each token.
+/// The gradients that reach a layer's router. Ranks that share the heads exchange the deltas of all
+/// heads if the router weights them, else those of the columns.
 fn gradient<'v, B: Backend, T: Element, G: Element>(
     cx: &BackwardContext<'_, B, T, G>,
     routing: &'v Routing<B>,
-    columns: usize,
     delta: &'v B::Buffer<f32>,
     deltas: &'v mut B::Buffer<f64>,
     all_reduce: AllReduce<'v, B>,
 ) -> RouterGradient<'v, B> {
+    let columns = if routing.is_weighted() { routing.heads().count } else { routing.columns() };
     let table = 0..cx.num_tokens() * columns;
     RouterGradient {
         routing,

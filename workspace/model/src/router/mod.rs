@@ -123,7 +123,7 @@ pub struct RouterBackward<'a, B: Backend, T: Element> {
 }
 
 /// The routers of a model that its configuration does not have.
-pub(crate) type Routers<B, T> = Vec<Arc<dyn Router<B, T>>>;
+pub(crate) type CustomRouters<B, T> = Vec<Arc<dyn Router<B, T>>>;
 
 /// The routers of a configuration's layers; `None` for a dense layer, including a layer without
 /// routed heads.
