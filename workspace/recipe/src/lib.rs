@@ -11,6 +11,7 @@ mod model;
 mod name;
 mod nearest;
 mod overrides;
+mod problem;
 pub mod reader;
 mod schedule;
 pub mod shell;
@@ -33,6 +34,7 @@ use toml::Value;
 pub use error::Error;
 pub use model::{Model, NewModel, RopeScaling, TokenIds, read_shape};
 pub use overrides::is_below;
+pub use problem::Problem;
 pub use reader::element_name;
 pub use schedule::Schedule;
 pub use stage::{Attention, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage};
@@ -274,8 +276,8 @@ pub struct Fault {
     pub reason: String,
 }
 
-impl From<reader::Problem> for Fault {
-    fn from(problem: reader::Problem) -> Self {
+impl From<Problem> for Fault {
+    fn from(problem: Problem) -> Self {
         Fault { origin: String::new(), key: problem.key, value: None, reason: problem.reason }
     }
 }

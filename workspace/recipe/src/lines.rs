@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::reader::join;
+use super::problem::join;
 
 /// Depth of the deepest key that is looked up; keys of recipes are shallower.
 const MAX_DEPTH: usize = 16;

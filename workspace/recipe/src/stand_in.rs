@@ -13,7 +13,7 @@ use serde::de::{
 use serde::forward_to_deserialize_any;
 
 use super::nearest::ANY;
-use super::reader::{Problem, TABLE_OR_LIST, join};
+use super::problem::{Problem, TABLE_OR_LIST, join};
 
 /// The keys that a type can have; elements of lists are [`ANY`].
 #[derive(Default)]

@@ -8,7 +8,7 @@ use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::ser::{Error as _, SerializeStruct as _, Serializer};
 use serde::{Deserialize, Serialize};
 
-use super::reader::TABLE_OR_LIST;
+use super::problem::TABLE_OR_LIST;
 
 /// The name of a set that has none of its own.
 const DEFAULT_NAME: &str = "validation";
