@@ -68,6 +68,20 @@ impl StoredCheckpoint {
         &self.manifest
     }
 
+    /// The shape of a whole tensor.
+    ///
+    /// # Errors
+    /// Fails if the checkpoint lacks the tensor, or a list of its tensors cannot be read.
+    pub fn shape(&self, name: &str) -> Result<Vec<usize>, Error> {
+        for index in self.parts_with(name) {
+            let part = self.part(index)?;
+            if let Some(entry) = part.tensors.iter().find(|entry| entry.name == name) {
+                return Ok(self.slice(entry)?.shape().to_vec());
+            }
+        }
+        Err(self.refuse(format!("contains no {name}")))
+    }
+
     /// Reads a tensor as f32, from any number of shards.
     ///
     /// # Errors
@@ -173,17 +187,6 @@ impl StoredCheckpoint {
         let has_it = move |part: &PartFile| found.is_some_and(|index| part.has_tensor(index));
         let all = (self.nearest..parts.len()).chain(0..self.nearest);
         all.filter(move |&index| has_it(&parts[index]))
-    }
-
-    /// The shape of a whole tensor.
-    fn shape(&self, name: &str) -> Result<Vec<usize>, Error> {
-        for index in self.parts_with(name) {
-            let part = self.part(index)?;
-            if let Some(entry) = part.tensors.iter().find(|entry| entry.name == name) {
-                return Ok(self.slice(entry)?.shape().to_vec());
-            }
-        }
-        Err(self.refuse(format!("contains no {name}")))
     }
 
     /// The slice of a shard's tensor, whose range lies in it.
