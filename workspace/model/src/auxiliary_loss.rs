@@ -26,6 +26,17 @@ impl AuxiliaryLoss {
 }
 
 /// A value for each auxiliary loss.
+///
+/// ```
+/// use moh_model::{AuxiliaryLoss, AuxiliaryLosses};
+///
+/// let mut weights = AuxiliaryLosses::all(0.0);
+/// weights[AuxiliaryLoss::Balance] = 0.01;
+/// for (loss, weight) in weights.iter() {
+///     println!("{}: {weight}", loss.name());
+/// }
+/// # assert_eq!(weights.map(|weight| weight * 2.0)[AuxiliaryLoss::Balance], 0.02);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct AuxiliaryLosses<V>([V; COUNT]);
 

@@ -14,6 +14,15 @@ const MAX_WHOLE_FLOAT: f64 = (1u64 << 53) as f64;
 
 /// A head count for every layer. A list of equal counts equals that count, and is written as an
 /// integer.
+///
+/// ```
+/// use moh_model::HeadCounts;
+///
+/// let counts = HeadCounts::Each(vec![8, 16, 16]);
+/// assert_eq!(counts.of_layer(1), 16);
+/// assert_eq!(counts.uniform(), None);
+/// assert_eq!(HeadCounts::Each(vec![4, 4]), HeadCounts::All(4));
+/// ```
 #[derive(Debug, Clone)]
 pub enum HeadCounts {
     /// The same count in all layers.

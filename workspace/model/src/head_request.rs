@@ -24,6 +24,16 @@ pub enum Active {
 
 /// The head counts that a user asks for. A count that is left out is that of the source, if it is a
 /// Mixture-of-Head model and no share is given; otherwise it follows from the share.
+///
+/// ```
+/// use moh_model::{Active, HeadRequest};
+///
+/// // 75% of the 32 heads of each of 32 layers: 16 shared heads, and 8 of the other 16.
+/// let request = HeadRequest { active: Some(Active::Share(0.75)), shared_heads: None };
+/// let moh = request.resolve(32, 32, None)?;
+/// assert_eq!((moh.shared_heads.uniform(), moh.routed_top_k.uniform()), (Some(16), Some(8)));
+/// # Ok::<_, moh_model::Error>(())
+/// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct HeadRequest {
     /// Heads that are active for every token.

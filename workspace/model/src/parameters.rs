@@ -13,6 +13,13 @@ use crate::layout::{ModelLayout, Segment};
 use crate::slice::Run;
 
 /// One of the equal shards of every flat buffer.
+///
+/// ```
+/// use moh_model::parameters::Shard;
+///
+/// // The second of four data ranks updates the second quarter of a buffer.
+/// assert_eq!(Shard { rank: 1, size: 4 }.range(1024), 256..512);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
     /// Its index.

@@ -13,6 +13,20 @@ use rand::rngs::StdRng;
 use crate::Error;
 
 /// Selects tokens from logits.
+///
+/// ```
+/// use moh_model::{Sampler, Sampling};
+///
+/// let logits = [0.5, 3.0, 2.0, 9.0];
+/// // The last row pads the vocabulary: the tokenizer has three ids.
+/// let mut greedy = Sampler::new(1, Sampling::default(), 3);
+/// assert_eq!(greedy.sample(&logits)?, 1);
+///
+/// let sampling = Sampling { temperature: 0.8, top_k: Some(2), ..Sampling::default() };
+/// let mut sampler = Sampler::new(1, sampling, 3);
+/// assert_ne!(sampler.sample(&logits)?, 0);
+/// # Ok::<_, moh_model::Error>(())
+/// ```
 pub struct Sampler {
     random: StdRng,
     sampling: Sampling,

@@ -73,6 +73,17 @@ impl Limits {
 }
 
 /// What a run remembers of its steps to decide about the next one.
+///
+/// ```
+/// use moh_step::guard::{GuardState, SkipReason};
+///
+/// let mut guard = GuardState::default();
+/// (0..100).for_each(|_| guard.count(false, (2.0, 0.5), 3.0));
+/// // Three times the medians of loss and gradient norm.
+/// let limits = guard.limits(3.0);
+/// assert_eq!(limits.check(2.1, 0.6), None);
+/// assert_eq!(limits.check(2.1, 1.7), Some(SkipReason::GradNormTooLarge));
+/// ```
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GuardState {

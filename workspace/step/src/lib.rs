@@ -1,5 +1,6 @@
 //! One optimisation step: the passes of its micro-batches, the exchange between data ranks, the gradient norm, and
-//! AdamW's update if the step is applied. What the step of a recipe is, and where its tokens come from, is decided above.
+//! AdamW's update if the step is applied. The crates above decide what a recipe's step is and where its tokens come
+//! from. `examples/train_tiny.rs` trains a model with this crate.
 
 mod block_norms;
 mod data_parallel;

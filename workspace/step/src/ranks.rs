@@ -11,6 +11,25 @@ const MAX_VALUES: usize = 5;
 const TEXT: u32 = 1;
 
 /// The ranks of a run.
+///
+/// ```
+/// use moh_comm::World;
+/// use moh_kernels::Cpu;
+/// use moh_step::{Error, Ranks};
+///
+/// // Two ranks as threads: one of them has failed, and both end with an error.
+/// let ranks = World::threads(2).into_iter().map(|world| {
+///     std::thread::spawn(move || {
+///         let mut ranks = Ranks::new(Cpu, world.group().clone())?;
+///         assert_eq!(ranks.sum([1.0, world.rank() as f64])?, [2.0, 1.0]);
+///         ranks.agree(if ranks.is_first() { Err(Error::samples("no such file")) } else { Ok(7) })
+///     })
+/// });
+/// let ranks: Vec<_> = ranks.collect();
+/// for rank in ranks {
+///     assert!(rank.join().unwrap().is_err());
+/// }
+/// ```
 pub struct Ranks<B: Backend> {
     backend: B,
     group: Group,
