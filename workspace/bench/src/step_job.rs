@@ -176,7 +176,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             micro_batch: arguments.batch,
             micro_batches: 1,
             document_mask: false,
-            recompute: Recompute::Cheap,
+            recompute: Recompute::Norms,
             auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
                 AuxiliaryLoss::Balance => MohOptions::default().balance_loss_weight,
             }),

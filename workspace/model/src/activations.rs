@@ -11,6 +11,7 @@ use std::ops::Range;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
+use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::layers::{
@@ -19,14 +20,18 @@ use crate::layers::{
 use crate::model::Model;
 use crate::pass_sizes::PassSizes;
 
-/// The activations that the backward pass recomputes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The activations that the backward pass recomputes, as a recipe names them; `docs/plan.md` lists the
+/// bytes of each setting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Recompute {
     /// Nothing.
     None,
-    /// Norms.
-    Cheap,
-    /// All activations except the input of each block.
+    /// Norms: a sixth of the activations, at a cost in time below the measurement noise.
+    #[default]
+    #[serde(rename = "cheap")]
+    Norms,
+    /// All activations except the input of each block: one more forward pass.
     Block,
 }
 

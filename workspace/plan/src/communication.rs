@@ -8,8 +8,8 @@ use std::iter::Sum;
 use std::ops::{Add, Mul};
 
 use moh_kernels::ElementType;
+use moh_model::Recompute;
 use moh_model::model_parallel::Part;
-use moh_recipe::Recompute;
 
 use super::work::Work;
 
@@ -120,7 +120,7 @@ fn tensor_of_part(work: &Work, part: &Part) -> Volume {
     // Two all-gathers and two reduce-scatters forward, four and two backward; recomputing a block
     // repeats the forward ones except the last reduce-scatter.
     let of_block = match work.recipe.memory.recompute {
-        Recompute::None | Recompute::Cheap => 4.0 + 6.0,
+        Recompute::None | Recompute::Norms => 4.0 + 6.0,
         Recompute::Block => 4.0 + 6.0 + 3.0,
     };
     let blocks = part.num_blocks() as f64;

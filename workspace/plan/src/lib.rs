@@ -35,7 +35,7 @@ pub use layouts::{StageSuggestions, Suggestion, Suggestions};
 pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
 use moh_kernels::ElementType;
 use moh_model::{HeadCounts, ModelConfig, MohConfig};
-use moh_recipe::{Parallel, Recipe, Recompute, Source, Stage};
+use moh_recipe::{Parallel, Recipe, Source, Stage};
 pub use rate::{Basis, Rate};
 pub use steps::{hyperparameters, step_plan};
 pub use time::StepTime;

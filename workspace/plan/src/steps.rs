@@ -1,7 +1,7 @@
 //! What the stepper makes of a recipe.
 
 use moh_model::{AuxiliaryLoss, AuxiliaryLosses};
-use moh_recipe::{Optimizer, Recipe, Recompute, Stage};
+use moh_recipe::{Optimizer, Recipe, Stage};
 use moh_step::{Hyperparameters, StepPlan};
 
 /// The settings of the steps of `stage` of `recipe`.
@@ -13,11 +13,7 @@ pub fn step_plan(recipe: &Recipe, stage: &Stage) -> StepPlan {
         micro_batch: stage.micro_batch,
         micro_batches: stage.batch_tokens / tokens as u64,
         document_mask: recipe.data.document_mask,
-        recompute: match recipe.memory.recompute {
-            Recompute::None => moh_model::Recompute::None,
-            Recompute::Cheap => moh_model::Recompute::Cheap,
-            Recompute::Block => moh_model::Recompute::Block,
-        },
+        recompute: recipe.memory.recompute,
         auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
             AuxiliaryLoss::Balance => stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight),
         }),

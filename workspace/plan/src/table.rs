@@ -3,7 +3,8 @@
 use std::fmt;
 
 use moh_kernels::ElementType;
-use moh_recipe::{Device, Recompute};
+use moh_model::Recompute;
+use moh_recipe::Device;
 
 use super::cluster::{Cluster, ClusterStage, Speed};
 use super::hardware::Hardware;
@@ -186,7 +187,7 @@ impl Plan {
         table.bytes(&of("moments", moments), stages, |rank| rank.state.moments)?;
         let recompute = match self.recompute {
             Recompute::None => "none",
-            Recompute::Cheap => "cheap",
+            Recompute::Norms => "cheap",
             Recompute::Block => "block",
         };
         let part =

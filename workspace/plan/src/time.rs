@@ -5,8 +5,8 @@
 //! stages is exposed; communication of data ranks is exposed only where it does not overlap with
 //! the passes.
 
+use moh_model::Recompute;
 use moh_model::model_parallel::Part;
-use moh_recipe::Recompute;
 
 use super::communication::{self, Volume};
 use super::hardware::Hardware;
@@ -105,7 +105,7 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     // Recomputes the blocks' forward pass.
     let again = match work.recipe.memory.recompute {
         Recompute::Block => 1.0,
-        Recompute::None | Recompute::Cheap => 0.0,
+        Recompute::None | Recompute::Norms => 0.0,
     };
     let per_token = PerToken::new(work, rank);
     let block = per_token.linear * (3.0 + again) / matmul
@@ -164,7 +164,7 @@ fn moved(work: &Work) -> f64 {
     let backward = 2.0 * norms + 2.0 * (q + kv) + 2.0 * q + 6.0 * i;
     let again = match work.recipe.memory.recompute {
         Recompute::None => 0.0,
-        Recompute::Cheap => norms,
+        Recompute::Norms => norms,
         Recompute::Block => forward,
     };
     (forward + backward + again) * work.recipe.run.dtype.bytes() as f64

@@ -26,7 +26,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use moh_kernels::ElementType;
-use moh_model::ModelConfig;
+use moh_model::{ModelConfig, Recompute};
 use serde::{Deserialize, Serialize};
 use toml::Value;
 
@@ -176,20 +176,6 @@ impl Default for Precision {
 pub struct Memory {
     /// The activations that the backward pass recomputes; default: the norms.
     pub recompute: Recompute,
-}
-
-/// The activations that the backward pass recomputes; `docs/plan.md` lists the bytes of each
-/// setting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Recompute {
-    /// Nothing.
-    None,
-    /// The norms: a sixth of the activations, at a cost in time below the measurement noise.
-    #[default]
-    Cheap,
-    /// Whole blocks, from their inputs: one more forward pass.
-    Block,
 }
 
 /// `[checkpoint]`: when checkpoints are written, and which are kept.

@@ -15,7 +15,7 @@ use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
 use moh_plan::step_plan;
-use moh_recipe::{Parallel, Recipe, Recompute, Stage};
+use moh_recipe::{Parallel, Recipe, Stage};
 use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_step::guard::Limits;
 use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient};
@@ -78,7 +78,7 @@ pub fn replay(
         stage.parallel = Parallel::default();
     }
     if recipe.memory.recompute == Recompute::Block {
-        recipe.memory.recompute = Recompute::Cheap;
+        recipe.memory.recompute = Recompute::Norms;
     }
     let rewinds = Rewinds::read(run)?;
     let stored = newest_before(run, &rewinds, step)?;
