@@ -8,13 +8,13 @@ use moh_kernels::ElementType;
 use moh_model::{
     Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
 };
-use moh_plan::{Plan, hyperparameters, step_plan};
+use moh_plan::{Plan, step_plan};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
 use moh_program::models;
-use moh_recipe::{MohOptions, Optimizer, Precision, Recipe};
+use moh_recipe::{MohOptions, Precision, Recipe};
 use moh_run_directory::local_model_config;
-use moh_step::StepPlan;
+use moh_step::{Hyperparameters, StepPlan};
 
 use crate::device::DeviceArguments;
 
@@ -180,7 +180,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
                 AuxiliaryLoss::Balance => MohOptions::default().balance_loss_weight,
             }),
-            optimizer: hyperparameters(Optimizer::default()),
+            optimizer: Hyperparameters::default(),
             reduce: ElementType::F32,
         },
         dtype: ElementType::F32,

@@ -1,8 +1,8 @@
 //! What the stepper makes of a recipe.
 
 use moh_model::{AuxiliaryLoss, AuxiliaryLosses};
-use moh_recipe::{Optimizer, Recipe, Stage};
-use moh_step::{Hyperparameters, StepPlan};
+use moh_recipe::{Recipe, Stage};
+use moh_step::StepPlan;
 
 /// The settings of the steps of `stage` of `recipe`.
 pub fn step_plan(recipe: &Recipe, stage: &Stage) -> StepPlan {
@@ -17,13 +17,7 @@ pub fn step_plan(recipe: &Recipe, stage: &Stage) -> StepPlan {
         auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
             AuxiliaryLoss::Balance => stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight),
         }),
-        optimizer: hyperparameters(stage.optimizer),
+        optimizer: stage.optimizer,
         reduce: recipe.precision.reduce,
     }
-}
-
-/// The constants of AdamW in a stage.
-pub fn hyperparameters(optimizer: Optimizer) -> Hyperparameters {
-    let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = optimizer;
-    Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm }
 }

@@ -25,6 +25,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use moh_data::{Order, Source};
 use moh_kernels::ElementType;
 use moh_model::{ModelConfig, Recompute};
 use serde::{Deserialize, Serialize};
@@ -35,7 +36,7 @@ pub use model::{Model, NewModel, RopeScaling, TokenIds, read_shape};
 pub use overrides::is_below;
 pub use reader::element_name;
 pub use schedule::Schedule;
-pub use stage::{Attention, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage};
+pub use stage::{Attention, Decay, LearningRate, MohOptions, Parallel, Stage};
 pub use validate::fine_name;
 pub use validation_sets::{ValidationSet, key as validation_key};
 
@@ -124,28 +125,6 @@ pub struct Data {
     /// Held-out texts for validation losses, the most important first; default: none.
     #[serde(default, with = "validation_sets", skip_serializing_if = "Vec::is_empty")]
     pub validation: Vec<ValidationSet>,
-}
-
-/// Order of the training sequences.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Order {
-    /// A keyed permutation of all sequences, mixed by weight.
-    #[default]
-    Shuffled,
-    /// Sequential, with documents concatenated, for comparisons with other trainers.
-    Sequential,
-}
-
-/// One token file of the mixture.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Source {
-    /// The path without `.bin` and `.idx`.
-    pub path: PathBuf,
-    /// Weight of the file's tokens, relative to the other sources; default: 1.
-    #[serde(default = "one")]
-    pub weight: f64,
 }
 
 /// `[precision]`: element types of the training state; default: f32.
@@ -241,10 +220,6 @@ impl Default for Guard {
     fn default() -> Self {
         Guard { factor: 0.0, patience: 10, rewind: 100 }
     }
-}
-
-fn one() -> f64 {
-    1.0
 }
 
 /// A fault in a recipe.

@@ -1,6 +1,7 @@
 //! `[[stage]]`: attention, schedule, optimiser and parallelism of a training stage.
 
 use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, MohConfig, RouterKind};
+use moh_step::Hyperparameters;
 use serde::{Deserialize, Serialize};
 
 /// `[[stage]]`: a training stage with its own schedule.
@@ -25,7 +26,7 @@ pub struct Stage {
     pub learning_rate: LearningRate,
     /// AdamW.
     #[serde(default)]
-    pub optimizer: Optimizer,
+    pub optimizer: Hyperparameters,
     /// The parallelism of the model.
     #[serde(default)]
     pub parallel: Parallel,
@@ -94,28 +95,6 @@ pub enum Decay {
     /// Half a cosine.
     #[default]
     Cosine,
-}
-
-/// AdamW with decoupled weight decay; each key has a default.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Optimizer {
-    /// Decay of the first moment; default: 0.9.
-    pub beta1: f64,
-    /// Decay of the second moment; default: 0.95.
-    pub beta2: f64,
-    /// Added to the root of the second moment; default: 1e-8.
-    pub eps: f64,
-    /// Weight decay of matrices, multiplied by the learning rate; default: 0.1.
-    pub weight_decay: f64,
-    /// Maximum global gradient norm, above 0; default: 1.0. A very large value disables clipping.
-    pub clip_norm: f64,
-}
-
-impl Default for Optimizer {
-    fn default() -> Self {
-        Optimizer { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0 }
-    }
 }
 
 /// Processes that share one copy of the model; default: 1 of each.

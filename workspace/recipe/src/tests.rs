@@ -5,6 +5,7 @@ mod faults;
 use std::path::{Path, PathBuf};
 
 use moh_model::{HeadCounts, MohConfig, RouterKind};
+use moh_step::Hyperparameters;
 use proptest::prelude::*;
 
 use super::*;
@@ -47,7 +48,7 @@ fn defaults_are_filled_in() {
     assert_eq!(recipe.num_steps(), 16);
     assert_eq!(recipe.stages[0].moh, None);
     assert_eq!(recipe.stages[1].moh, Some(MohOptions::default()));
-    assert_eq!(recipe.stages[0].optimizer, Optimizer::default());
+    assert_eq!(recipe.stages[0].optimizer, Hyperparameters::default());
     assert_eq!(recipe.log, Log::default());
     let new = recipe.model.new.unwrap();
     assert_eq!(new.max_position_embeddings, Some(32));

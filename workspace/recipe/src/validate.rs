@@ -4,13 +4,15 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::path::Path;
 
+use moh_data::Order;
 use moh_kernels::ElementType;
 use moh_model::ModelConfig;
+use moh_step::Hyperparameters;
 
 use super::overrides::is_below;
 use super::{
-    Checkpoint, Device, Fault, Guard, LearningRate, Log, Model, NewModel, Optimizer, Order,
-    Parallel, Recipe, Stage, ValidationSet, validation_key,
+    Checkpoint, Device, Fault, Guard, LearningRate, Log, Model, NewModel, Parallel, Recipe, Stage,
+    ValidationSet, validation_key,
 };
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
@@ -374,7 +376,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
         );
     }
 
-    let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = stage.optimizer;
+    let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm } = stage.optimizer;
     for (rest, beta) in [("beta1", beta1), ("beta2", beta2)] {
         let reason = "must be a number from 0 to below 1";
         let fine = (0.0..1.0).contains(&beta);
