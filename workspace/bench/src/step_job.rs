@@ -12,7 +12,7 @@ use moh_plan::{Plan, step_plan};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
 use moh_program::models;
-use moh_recipe::{MohOptions, Precision, Recipe};
+use moh_recipe::{MohOptions, PrecisionOptions, Recipe};
 use moh_run_directory::local_model_config;
 use moh_step::{Hyperparameters, StepPlan};
 
@@ -82,7 +82,7 @@ pub struct StepJob {
     pub config: ModelConfig,
     pub plan: StepPlan,
     pub dtype: ElementType,
-    pub precision: Precision,
+    pub precision: PrecisionOptions,
     pub learning_rate: f64,
 }
 
@@ -184,7 +184,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             reduce: ElementType::F32,
         },
         dtype: ElementType::F32,
-        precision: Precision::default(),
+        precision: PrecisionOptions::default(),
         learning_rate: LEARNING_RATE,
     })
 }

@@ -50,7 +50,7 @@ mod tests {
     use moh_model::ModelConfig;
     use moh_model::model_parallel::ModelParallel;
     use moh_model::parameters::Shard;
-    use moh_recipe::Checkpoint;
+    use moh_recipe::CheckpointOptions;
     use moh_step::TensorKind;
     use serde_json::Map;
 
@@ -130,7 +130,7 @@ mod tests {
             for ranks in [1, 2, 3, RANKS, 7] {
                 (0..ranks).for_each(|rank| check(&run, rank, ranks));
             }
-            prune(&run, &Checkpoint::default()).unwrap();
+            prune(&run, &CheckpointOptions::default()).unwrap();
             assert_eq!(run.checkpoint_steps().unwrap(), [5]);
         }
     }

@@ -36,7 +36,7 @@ pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
 use moh_data::Source;
 use moh_kernels::ElementType;
 use moh_model::{HeadCounts, ModelConfig, MohConfig};
-use moh_recipe::{Parallel, Recipe, Stage};
+use moh_recipe::{ParallelOptions, Recipe, Stage};
 pub use rate::{Basis, Rate};
 pub use steps::step_plan;
 pub use time::StepTime;
@@ -102,7 +102,7 @@ pub struct StagePlan {
     /// Micro-batches of a step, over all processes.
     pub micro_batches: u64,
     /// The recipe's parallelism.
-    pub parallel: Parallel,
+    pub parallel: ParallelOptions,
     /// Memory of one process with the whole model.
     pub memory: RankMemory,
     /// Forward FLOPs per token.

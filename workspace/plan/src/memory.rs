@@ -10,7 +10,7 @@ use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::{Part, TensorShare};
 use moh_model::parameters::Shard;
 use moh_model::{ModelBuffers, ModelConfig, PassSizes, Slots};
-use moh_recipe::{Device, Recipe, Stage};
+use moh_recipe::{DeviceKind, Recipe, Stage};
 use moh_step::{OptimizerState, StepBuffers, StepPlan, StepSizes, pipeline_schedule, ranks};
 
 use super::steps::step_plan;
@@ -83,7 +83,7 @@ pub struct RankMemory {
     /// Other memory.
     pub other: OtherBytes,
     /// The device.
-    pub device: Device,
+    pub device: DeviceKind,
 }
 
 impl StateBytes {
@@ -126,11 +126,11 @@ impl ActivationBytes {
 
 impl OtherBytes {
     /// The total in the memory of `device`.
-    pub fn total(&self, device: Device) -> u64 {
+    pub fn total(&self, device: DeviceKind) -> u64 {
         let OtherBytes { scratch, tables, messages, thread_scratch, libraries, staging } = *self;
         let on_host = match device {
-            Device::Cpu => [thread_scratch, staging],
-            Device::Cuda => [0; 2],
+            DeviceKind::Cpu => [thread_scratch, staging],
+            DeviceKind::Cuda => [0; 2],
         };
         sum([scratch, tables, messages, libraries, sum(on_host)])
     }
@@ -211,8 +211,8 @@ impl RankMemory {
             return Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device });
         }
         let memory = CountingMemory::new(match device {
-            Device::Cpu => CountedDevice::Cpu,
-            Device::Cuda => CountedDevice::Gpu,
+            DeviceKind::Cpu => CountedDevice::Cpu,
+            DeviceKind::Cuda => CountedDevice::Gpu,
         });
         let data = work.layout.data.max(1);
         let layout = ModelLayout::of_part(&work.model, data, part);
@@ -274,10 +274,12 @@ impl InTrainingElements for Buffers<'_> {
 }
 
 /// GPU memory of the driver and libraries.
-fn libraries(memory: &CountingMemory, device: Device, ranks: usize) -> u64 {
+fn libraries(memory: &CountingMemory, device: DeviceKind, ranks: usize) -> u64 {
     match device {
-        Device::Cpu => 0,
-        Device::Cuda => sum([CONTEXT, memory.matmul_workspace(), if ranks > 1 { NCCL } else { 0 }]),
+        DeviceKind::Cpu => 0,
+        DeviceKind::Cuda => {
+            sum([CONTEXT, memory.matmul_workspace(), if ranks > 1 { NCCL } else { 0 }])
+        }
     }
 }
 

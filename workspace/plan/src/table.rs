@@ -4,7 +4,7 @@ use std::fmt;
 
 use moh_kernels::ElementType;
 use moh_model::Recompute;
-use moh_recipe::Device;
+use moh_recipe::DeviceKind;
 
 use super::cluster::{Cluster, ClusterStage, Speed};
 use super::hardware::Hardware;
@@ -306,7 +306,7 @@ impl Plan {
 /// The remaining memory, and the sum.
 fn write_other(table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
     let part = |part: fn(&OtherBytes) -> u64| move |rank: &RankMemory| part(&rank.other);
-    let on_gpu = stages.iter().any(|rank| rank.device == Device::Cuda);
+    let on_gpu = stages.iter().any(|rank| rank.device == DeviceKind::Cuda);
     table.bytes("scratch of attention and others", stages, part(|of| of.scratch))?;
     table.bytes("tables and sums", stages, part(|of| of.tables))?;
     table.bytes("messages between stages", stages, part(|of| of.messages))?;

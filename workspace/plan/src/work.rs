@@ -7,7 +7,7 @@
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::{Part, TensorShare};
-use moh_recipe::{Parallel, Recipe, Stage};
+use moh_recipe::{ParallelOptions, Recipe, Stage};
 
 /// The layout of a stage's ranks: tensor fastest, then data, pipeline slowest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,8 +27,8 @@ impl Layout {
     pub const ALONE: Layout = Layout { tensor: 1, data: 1, pipeline: 1, virtual_stages: 1 };
 
     /// A recipe's parallelism on `ranks` ranks; `None` if `ranks` is not a multiple of it.
-    pub fn new(parallel: Parallel, ranks: usize) -> Option<Layout> {
-        let Parallel { tensor, pipeline, virtual_stages } = parallel;
+    pub fn new(parallel: ParallelOptions, ranks: usize) -> Option<Layout> {
+        let ParallelOptions { tensor, pipeline, virtual_stages } = parallel;
         let data = parallel.data_ranks(ranks)?;
         Some(Layout { tensor, data, pipeline, virtual_stages })
     }
@@ -209,12 +209,12 @@ mod tests {
 
     #[test]
     fn ranks_are_a_multiple_of_the_split() {
-        let parallel = Parallel { tensor: 2, pipeline: 4, virtual_stages: 1 };
+        let parallel = ParallelOptions { tensor: 2, pipeline: 4, virtual_stages: 1 };
         let layout = Layout::new(parallel, 64).unwrap();
         assert_eq!((layout.data, layout.ranks()), (8, 64));
         assert_eq!(Layout::new(parallel, 12), None);
         assert_eq!(Layout::new(parallel, 0), None);
-        let huge = Parallel { tensor: usize::MAX, pipeline: 2, virtual_stages: 1 };
+        let huge = ParallelOptions { tensor: usize::MAX, pipeline: 2, virtual_stages: 1 };
         assert_eq!(Layout::new(huge, 8), None);
     }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use indicatif::{HumanCount, HumanDuration};
 use maud::{Markup, html};
-use moh_recipe::{Device, Recipe};
+use moh_recipe::{DeviceKind, Recipe};
 use moh_run_log::Machine;
 
 use super::curves::each;
@@ -95,8 +95,8 @@ fn machine(machine: &Machine) -> String {
 
 fn device(recipe: &Recipe) -> String {
     let device = match recipe.run.device {
-        Device::Cpu => "CPU",
-        Device::Cuda => "GPU",
+        DeviceKind::Cpu => "CPU",
+        DeviceKind::Cuda => "GPU",
     };
     format!("{device}, {:?}", recipe.run.dtype)
 }

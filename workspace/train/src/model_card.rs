@@ -6,7 +6,7 @@ use std::path::Path;
 use moh_checkpoint::{RunState, StoredCheckpoint, steps_at};
 use moh_hf::model_card::grouped;
 use moh_hf::{Base, Origin};
-use moh_recipe::{Attention, Recipe, Stage};
+use moh_recipe::{AttentionKind, Recipe, Stage};
 use moh_run_directory::RunDirectory;
 use moh_run_log::{Evaluation, EvaluationPoint};
 
@@ -68,8 +68,8 @@ fn stages(recipe: &Recipe, state: &RunState) -> String {
         }
         let Stage { name, batch_tokens, learning_rate, .. } = stage;
         let attention = match stage.attention {
-            Attention::Dense => "dense",
-            Attention::Moh => "Mixture-of-Head",
+            AttentionKind::Dense => "dense",
+            AttentionKind::Moh => "Mixture-of-Head",
         };
         // Writing to a string cannot fail.
         let _ = write!(

@@ -6,7 +6,7 @@ use std::path::Path;
 use moh_comm::{Buffers, Launch, Options, World};
 use moh_device::{OnDevice, OpenDevice};
 use moh_kernels::Backend;
-use moh_recipe::{Device, Recipe};
+use moh_recipe::{DeviceKind, Recipe};
 use moh_step::Ranks;
 
 use crate::Error;
@@ -18,8 +18,8 @@ use crate::Error;
 /// Fails if this build or this machine has no such device; the message names the recipe `path`.
 pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<OpenDevice, Error> {
     match recipe.run.device {
-        Device::Cpu => Ok(OpenDevice::Cpu),
-        Device::Cuda => OpenDevice::open_local(local_rank, recipe.run.deterministic)
+        DeviceKind::Cpu => Ok(OpenDevice::Cpu),
+        DeviceKind::Cuda => OpenDevice::open_local(local_rank, recipe.run.deterministic)
             .map_err(|source| Error::Device { path: path.to_owned(), source }),
     }
 }

@@ -15,7 +15,7 @@ use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
 use moh_plan::step_plan;
-use moh_recipe::{Parallel, Recipe, Stage};
+use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_step::guard::Limits;
 use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient};
@@ -75,7 +75,7 @@ pub fn replay(
         return Err(Error::NoSuchStep { path: run.root().to_owned(), step, steps });
     }
     for stage in &mut recipe.stages {
-        stage.parallel = Parallel::default();
+        stage.parallel = ParallelOptions::default();
     }
     if recipe.memory.recompute == Recompute::Block {
         recipe.memory.recompute = Recompute::Norms;

@@ -1,7 +1,7 @@
 //! The first phase of a run: its recipe is resolved, and its model and data are opened.
 
 use moh_kernels::Backend;
-use moh_recipe::{Parallel, Recipe, Stage};
+use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_run_directory::{CheckpointName, RunDirectory, branch, is_step_of};
 use moh_step::Ranks;
 
@@ -91,7 +91,7 @@ impl Job<'_> {
         if stage.parallel.data_ranks(ranks).is_some() {
             return Ok(());
         }
-        let Parallel { tensor, pipeline, .. } = stage.parallel;
+        let ParallelOptions { tensor, pipeline, .. } = stage.parallel;
         let (path, stage) = (self.path.to_owned(), stage.name.clone());
         Err(Error::Parallel { path, stage, tensor, pipeline, ranks })
     }

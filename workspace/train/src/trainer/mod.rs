@@ -21,7 +21,7 @@ use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_plan::SourceEpochs;
-use moh_recipe::{Parallel, Recipe};
+use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_run_log::{
     EvaluationPoint, MetricsWriter, PartTimes, RoutingMoment, RoutingWriter, Summary, TensorBoard,
@@ -64,7 +64,7 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     /// The groups of ranks in the current stage.
     groups: StepGroups,
     /// The parallelism that the groups were created for.
-    parallel: Parallel,
+    parallel: ParallelOptions,
     events: &'e mut dyn FnMut(Event<'_>),
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,

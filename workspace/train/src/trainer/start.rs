@@ -11,7 +11,7 @@ use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
-use moh_recipe::{Parallel, Recipe};
+use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::growth::{self, Resumed};
 use moh_run_directory::{Rewinds, RunDirectory, leave_path, metrics_resume, set_later_aside};
 use moh_run_log::{MetricsWriter, RoutingWriter, TensorBoard};
@@ -85,7 +85,7 @@ struct Loaded<B: Backend, T: Element, M: Element> {
     state: RunState,
     /// The first rank's growth, which is not recorded yet.
     resumed: Resumed,
-    parallel: Parallel,
+    parallel: ParallelOptions,
     groups: StepGroups,
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
@@ -207,15 +207,15 @@ fn settle<B: Backend>(
 }
 
 /// The parallelism of the recipe's stage `index`, or of the last stage if there is no such stage.
-fn parallel_at(recipe: &Recipe, index: usize) -> Parallel {
+fn parallel_at(recipe: &Recipe, index: usize) -> ParallelOptions {
     let last = recipe.stages.len().saturating_sub(1);
-    recipe.stages.get(index.min(last)).map_or_else(Parallel::default, |stage| stage.parallel)
+    recipe.stages.get(index.min(last)).map_or_else(ParallelOptions::default, |stage| stage.parallel)
 }
 
 /// This rank's groups and part of the model.
 fn divide<B: Backend>(
     ranks: &Ranks<B>,
-    parallel: Parallel,
+    parallel: ParallelOptions,
     config: &ModelConfig,
 ) -> Result<(StepGroups, ModelParallel), Error> {
     let all = ranks.group().clone();

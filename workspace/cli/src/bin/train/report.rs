@@ -7,7 +7,7 @@ use moh_cli::command_line::CommandLine;
 use moh_data::TokenFile;
 use moh_model::HeadCounts;
 use moh_program::exit;
-use moh_recipe::{Device, MohOptions, Recipe};
+use moh_recipe::{DeviceKind, MohOptions, Recipe};
 use moh_report::summary_table::{draw, table};
 use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
@@ -60,8 +60,8 @@ fn next_commands(recipe: &Recipe, run: &RunDirectory, summary: &Summary) -> Vec<
         let dtype = recipe.run.dtype.name();
         let command = if dtype == "f32" { command } else { command.option("--dtype", dtype) };
         match recipe.run.device {
-            Device::Cpu => command,
-            Device::Cuda => command.option("--device", "cuda"),
+            DeviceKind::Cpu => command,
+            DeviceKind::Cuda => command.option("--device", "cuda"),
         }
     };
     let mut commands = Vec::new();
