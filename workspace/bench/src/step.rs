@@ -87,20 +87,20 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     arguments: &StepArguments,
 ) -> anyhow::Result<Measured> {
     let before = limits::memory(backend);
-    let (config, plan) = (job.config.clone(), job.plan.clone());
+    let (config, step) = (job.config.clone(), job.step.clone());
     let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
     let mut model = Model::<B, T>::new::<moh_model::Error>(
         backend.clone(),
         config,
-        plan.sequence_length,
+        step.sequence_length,
         |segment, values| {
             fresh(segment, deviation, values);
             Ok(())
         },
     )?;
     let mut optimizer = OptimizerState::<B, M>::new(&model, Shard::WHOLE)?;
-    let mut stepper = Stepper::<B, T, G>::new(&model, plan, alone())?;
-    let sequences = job.plan.batch_sequences();
+    let mut stepper = Stepper::<B, T, G>::new(&model, step, alone())?;
+    let sequences = job.step.batch_sequences();
     let mut number = 0;
     let mut step = || {
         number += 1;
@@ -186,17 +186,17 @@ fn synthetic(sample: u64, vocabulary: u64, window: &mut [u32]) {
 impl StepJob {
     /// Tokens per step.
     fn tokens(&self) -> f64 {
-        self.plan.batch_sequences() as f64 * self.plan.sequence_length as f64
+        self.step.batch_sequences() as f64 * self.step.sequence_length as f64
     }
 
     /// FLOPs per step, by the convention of [`moh_model::flops`].
     fn flops(&self) -> f64 {
-        self.config.flops_per_token(self.plan.sequence_length).training() * self.tokens()
+        self.config.flops_per_token(self.step.sequence_length).training() * self.tokens()
     }
 }
 
 fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -> Value {
-    let StepJob { config, plan, .. } = job;
+    let StepJob { config, step, .. } = job;
     let Measured { times, first, last, memory, kernels } = measured;
     let flops = times.rates(job.flops());
     json!({
@@ -214,14 +214,14 @@ fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -
             "vocab_size": config.vocab_size,
         },
         "step": {
-            "sequence_length": plan.sequence_length,
-            "micro_batch": plan.micro_batch,
-            "micro_batches": plan.micro_batches,
+            "sequence_length": step.sequence_length,
+            "micro_batch": step.micro_batch,
+            "micro_batches": step.micro_batches,
             "tokens": job.tokens(),
             "dtype": job.dtype.name(),
             "gradients": job.precision.gradients.name(),
             "moments": job.precision.moments.name(),
-            "recompute": format!("{:?}", plan.recompute).to_lowercase(),
+            "recompute": step.recompute,
         },
         "steps": times.len(),
         "warmup": warmup,
@@ -242,7 +242,7 @@ fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -
 fn as_text(job: &StepJob, measured: &Measured, machine: &Machine) -> String {
     let Measured { times, first, last, memory, kernels } = measured;
     let (tokens, flops) = (times.rates(job.tokens()), times.rates(job.flops()));
-    let plan = &job.plan;
+    let step = &job.step;
     let memory = memory.map_or("-".to_owned(), |(before, peak)| {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         format!("{:.0} MiB at most, {:.0} MiB before the model", mib(peak), mib(before))
@@ -253,9 +253,9 @@ fn as_text(job: &StepJob, measured: &Measured, machine: &Machine) -> String {
             "step",
             format!(
                 "{} x {} sequences of {} tokens, {}, gradients {}, moments {}",
-                plan.micro_batches,
-                plan.micro_batch,
-                plan.sequence_length,
+                step.micro_batches,
+                step.micro_batch,
+                step.sequence_length,
                 job.dtype.name(),
                 job.precision.gradients.name(),
                 job.precision.moments.name()

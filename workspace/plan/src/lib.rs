@@ -38,7 +38,7 @@ use moh_kernels::ElementType;
 use moh_model::{HeadCounts, ModelConfig, MohConfig};
 use moh_recipe::{ParallelOptions, Recipe, Stage};
 pub use rate::{Basis, Rate};
-pub use steps::step_plan;
+pub use steps::step_config;
 pub use time::StepTime;
 pub use training_data::open_training;
 pub use work::Layout;

@@ -11,9 +11,9 @@ use moh_model::model_parallel::{Part, TensorShare};
 use moh_model::parameters::Shard;
 use moh_model::{ModelBuffers, ModelConfig, PassSizes, Slots};
 use moh_recipe::{DeviceKind, Recipe, Stage};
-use moh_step::{OptimizerState, StepBuffers, StepPlan, StepSizes, pipeline_schedule, ranks};
+use moh_step::{OptimizerState, StepBuffers, StepConfig, StepSizes, pipeline_schedule, ranks};
 
-use super::steps::step_plan;
+use super::steps::step_config;
 use super::work::{Layout, Work};
 use crate::Error;
 
@@ -256,14 +256,14 @@ impl InTrainingElements for Buffers<'_> {
         let Buffers { work, part, layout, slots, memory } = self;
         let (recipe, config) = (work.recipe, &work.model);
         let (batch, length) = (work.micro_batch, recipe.data.sequence_length);
-        let plan = StepPlan { micro_batch: batch, ..step_plan(recipe, work.stage) };
+        let step = StepConfig { micro_batch: batch, ..step_config(recipe, work.stage) };
         let data_ranks = work.layout.data.max(1);
         ranks::values(memory)?;
         ModelBuffers::<_, T>::zeros(memory, config, layout, length)?;
         let shard = Shard { rank: 0, size: data_ranks };
         OptimizerState::<_, M>::zeros::<T>(memory, layout, shard)?;
-        let passes = PassSizes::new(config, layout, part, plan.pass_shape())?;
-        let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: plan.reduce };
+        let passes = PassSizes::new(config, layout, part, step.pass_shape())?;
+        let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: step.reduce };
         StepBuffers::<_, T, G>::new(memory, &sizes)?;
         if !recipe.data.validation.is_empty() {
             Evaluator::<_, T>::of_part(memory, passes, batch, length)?;

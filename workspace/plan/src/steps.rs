@@ -2,12 +2,12 @@
 
 use moh_model::{AuxiliaryLoss, AuxiliaryLosses};
 use moh_recipe::{Recipe, Stage};
-use moh_step::StepPlan;
+use moh_step::StepConfig;
 
 /// The settings of the steps of `stage` of `recipe`.
-pub fn step_plan(recipe: &Recipe, stage: &Stage) -> StepPlan {
+pub fn step_config(recipe: &Recipe, stage: &Stage) -> StepConfig {
     let tokens = stage.micro_batch * recipe.data.sequence_length;
-    StepPlan {
+    StepConfig {
         stage: stage.name.clone(),
         sequence_length: recipe.data.sequence_length,
         micro_batch: stage.micro_batch,

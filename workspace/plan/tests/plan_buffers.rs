@@ -13,7 +13,7 @@ use moh_kernels::{Cpu, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
-use moh_plan::{Layout, Plan, RankMemory, step_plan};
+use moh_plan::{Layout, Plan, RankMemory, step_config};
 use moh_recipe::Recipe;
 use moh_step::guard::Limits;
 use moh_step::{OptimizerState, Ranks, StepGroups, Stepper, Update};
@@ -104,9 +104,9 @@ fn allocated<T: Element, G: Element, M: Element>(
     let shard = Shard::of(&groups.data);
     let mut optimizer = OptimizerState::<Cpu, M>::new(&model, shard).unwrap();
     let groups = StepGroups { all, data: groups.data };
-    let plan = step_plan(recipe, stage);
-    let batch = plan.micro_batch;
-    let mut stepper = Stepper::<Cpu, T, G>::new(&model, plan, groups).unwrap();
+    let step = step_config(recipe, stage);
+    let batch = step.micro_batch;
+    let mut stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
     let _evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
     let found =
         Found { buffers: Cpu.allocated() - before, scratch: Cpu.thread_scratch()[0] as u64 };

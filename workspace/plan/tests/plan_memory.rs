@@ -11,7 +11,7 @@ use moh_eval::Evaluator;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
-use moh_plan::{Plan, step_plan};
+use moh_plan::{Plan, step_config};
 use moh_recipe::Recipe;
 use moh_step::{OptimizerState, StepGroups, Stepper};
 
@@ -50,14 +50,14 @@ fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelC
     // Threads have stacks of their own: not before they are there.
     rayon::broadcast(|_| ());
     let before = taken();
-    let plan = step_plan(recipe, &recipe.stages[0]);
-    let (length, batch) = (plan.sequence_length, plan.micro_batch);
+    let step = step_config(recipe, &recipe.stages[0]);
+    let (length, batch) = (step.sequence_length, step.micro_batch);
     let model =
         Model::<Cpu, T>::new::<moh_model::Error>(Cpu, config, length, |_, _| Ok(())).unwrap();
     let optimizer = OptimizerState::<Cpu, M>::new(&model, Shard::WHOLE).unwrap();
     let group = World::single().group().clone();
     let groups = StepGroups { all: group.clone(), data: group };
-    let stepper = Stepper::<Cpu, T, G>::new(&model, plan, groups).unwrap();
+    let stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
     let evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
     let taken = taken() - before;
     // The next case must not find this one's memory free.

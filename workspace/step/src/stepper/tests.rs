@@ -34,8 +34,8 @@ fn config(tied: bool) -> ModelConfig {
     config
 }
 
-fn plan(reduce: ElementType) -> StepPlan {
-    StepPlan {
+fn config(reduce: ElementType) -> StepConfig {
+    StepConfig {
         stage: "test".into(),
         sequence_length: LENGTH,
         micro_batch: 1,
@@ -86,7 +86,7 @@ impl<T: Element> Rank<T> {
         let data = groups.data.clone();
         let model = Model::of_part(Cpu, config, LENGTH, part, data.size(), fill).unwrap();
         let optimizer = OptimizerState::new(&model, Shard::of(&data)).unwrap();
-        let stepper = Stepper::new(&model, plan(ranks.reduce), StepGroups { all, data }).unwrap();
+        let stepper = Stepper::new(&model, config(ranks.reduce), StepGroups { all, data }).unwrap();
         Rank { model, optimizer, stepper }
     }
 

@@ -14,7 +14,7 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
-use moh_plan::step_plan;
+use moh_plan::step_config;
 use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_step::guard::Limits;
@@ -218,8 +218,8 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         }
         let group = World::single().group().clone();
         let groups = StepGroups { all: group.clone(), data: group };
-        let plan = step_plan(recipe, stage);
-        let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, groups)?;
+        let config = step_config(recipe, stage);
+        let mut stepper = Stepper::<B, T, G>::new(&self.model, config, groups)?;
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {
             self.job.rewinds.pass_over_samples(&mut self.state);
@@ -242,7 +242,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let update = self.state.next_update(stage, guard);
         let (read, first) = (self.job.data.sample_reader(), self.state.sample);
         let result = stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?;
-        self.state.count((stage, guard), &result, stepper.plan().batch_sequences());
+        self.state.count((stage, guard), &result, stepper.config().batch_sequences());
         Ok(())
     }
 
@@ -260,7 +260,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         };
         let result = stepper.measure(&mut self.model, &self.optimizer, (read, first), &mut seen)?;
         let gradients = stepper.gradient_norms(&self.model)?;
-        let samples = first..first + stepper.plan().batch_sequences();
+        let samples = first..first + stepper.config().batch_sequences();
         Ok(Replay {
             from: self.job.stored.as_ref().map_or(0, |stored| stored.manifest().state.step),
             step: self.job.step,

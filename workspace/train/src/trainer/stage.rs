@@ -5,7 +5,7 @@ use std::time::Instant;
 use moh_checkpoint::steps_at;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
-use moh_plan::step_plan;
+use moh_plan::step_config;
 use moh_recipe::Stage;
 use moh_run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
 use moh_step::{StepResult, Stepper};
@@ -31,8 +31,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if self.state.stage_step == 0 && self.begin_stage(stage)? == Evaluated::Stopped {
             return Ok(Progress::Stopped);
         }
-        let plan = step_plan(self.inputs.recipe, stage);
-        let mut stepper = Stepper::new(&self.model, plan, self.groups.clone())?;
+        let config = step_config(self.inputs.recipe, stage);
+        let mut stepper = Stepper::new(&self.model, config, self.groups.clone())?;
         stepper.set_gradient_faults(self.inputs.gradient_faults);
         let evaluator = self.evaluator(stage.micro_batch)?;
         let mut work = Work {
@@ -83,7 +83,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.saving.step_begins();
         let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;
         let (result, times) = self.compute_timed(work)?;
-        let sequences = work.stepper.plan().batch_sequences();
+        let sequences = work.stepper.config().batch_sequences();
         let guard = &self.inputs.recipe.guard;
         let skipped = self.state.count((stage, guard), &result, sequences);
         let metrics = StepMetrics {
