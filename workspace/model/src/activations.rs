@@ -49,7 +49,7 @@ pub struct Activations<B: Memory, T: Element> {
     /// A slot for each micro-batch in flight.
     pub(crate) micro_batches: Vec<MicroBatch<B>>,
     /// A slot for each pass in flight.
-    pub(crate) passes: Vec<Pass<B, T>>,
+    pub(crate) passes: Vec<PassActivations<B, T>>,
     pub(crate) scratch: Scratch<B, T>,
     pub(crate) head: HeadBuffers<B, T>,
     /// In training.
@@ -78,7 +78,7 @@ pub(crate) struct MicroBatch<B: Memory> {
 }
 
 /// The saved activations of a micro-batch's pass through a chunk, sized for the largest chunk.
-pub(crate) struct Pass<B: Memory, T: Element> {
+pub(crate) struct PassActivations<B: Memory, T: Element> {
     /// The residual stream before each block of the chunk and after its last block, `[M, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
@@ -141,7 +141,7 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         let saved = || {
             let micro_batches = (0..slots.micro_batches).map(|_| MicroBatch::new(memory, sizes));
             let micro_batches = micro_batches.collect::<Result<_, Error>>()?;
-            let passes = (0..slots.passes).map(|_| Pass::new(memory, sizes));
+            let passes = (0..slots.passes).map(|_| PassActivations::new(memory, sizes));
             Ok::<_, Error>((micro_batches, passes.collect::<Result<_, Error>>()?))
         };
         let (micro_batches, passes) = memory.for_purpose(Purpose::Activations, saved)?;
@@ -225,11 +225,11 @@ impl<M: Memory> MicroBatch<M> {
     }
 }
 
-impl<M: Memory, T: Element> Pass<M, T> {
+impl<M: Memory, T: Element> PassActivations<M, T> {
     fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let layers = sizes.part.chunks.iter().map(Range::len).max().unwrap_or(0);
         let stream = (0..=layers).map(|_| memory.allocate(sizes.stream()));
-        Ok(Pass {
+        Ok(PassActivations {
             stream: stream.collect::<Result<_, _>>()?,
             blocks: Blocks::new(memory, sizes, layers)?,
         })

@@ -4,7 +4,7 @@ use moh_comm::Reduce;
 use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, span};
 
-use crate::activations::{Activations, MicroBatch, Pass, PassSlot, Recompute};
+use crate::activations::{Activations, MicroBatch, PassActivations, PassSlot, Recompute};
 use crate::layers::{ActivationGradients, BackwardContext, HeadPass, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossScale, Model};
@@ -71,7 +71,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         let Activations { shape, micro_batches, passes, scratch, head, .. } = activations;
         let MicroBatch { ids, document_start, .. } = &micro_batches[slot.micro_batch];
-        let Pass { stream, blocks } = &mut passes[slot.slot];
+        let PassActivations { stream, blocks } = &mut passes[slot.slot];
         let document_start = document_start.as_ref();
         let tokens = Tokens { shape: *shape, first_position: 0, document_start };
         let parallel = self.parallel.clone();
@@ -202,7 +202,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             activations;
         let Some(d) = d else { return Err(Error::NotPlannedForTraining) };
         let MicroBatch { ids, targets, document_start } = &micro_batches[slot.micro_batch];
-        let Pass { stream, blocks } = &mut passes[slot.slot];
+        let PassActivations { stream, blocks } = &mut passes[slot.slot];
         let (parallel, layout, layers) = (&self.parallel, &self.layout, &self.layers);
         let document_start = document_start.as_ref();
         let mut cx = BackwardContext {

@@ -194,7 +194,7 @@ impl RankMemory {
         place: Coordinates,
         micro_batches: usize,
     ) -> Result<RankMemory, Error> {
-        let stage = pipeline_schedule::Stage {
+        let stage = pipeline_schedule::PipelineStage {
             number: place.pipeline,
             stages: work.layout.pipeline.max(1),
             chunks: part.chunks.len(),

@@ -31,7 +31,7 @@ pub struct StepTime {
 
 /// Seconds of one micro-batch on one rank, forward and backward, over all its chunks.
 #[derive(Debug, Clone, Copy, Default)]
-struct Pass {
+struct PassTime {
     compute: f64,
     tensor: f64,
     sends: f64,
@@ -50,15 +50,16 @@ impl StepTime {
 
     pub(super) fn new(work: &Work, hardware: &Hardware) -> StepTime {
         let ranks = 0..work.layout.pipeline;
-        let passes: Vec<Pass> = ranks.clone().map(|rank| Pass::new(work, hardware, rank)).collect();
-        let mut busiest = Pass::default();
+        let passes: Vec<PassTime> =
+            ranks.clone().map(|rank| PassTime::new(work, hardware, rank)).collect();
+        let mut busiest = PassTime::default();
         for pass in &passes {
             if pass.total() > busiest.total() {
                 busiest = *pass;
             }
         }
-        let all: f64 = passes.iter().map(Pass::total).sum();
-        let largest = |seconds: &dyn Fn(usize, &Pass) -> f64| {
+        let all: f64 = passes.iter().map(PassTime::total).sum();
+        let largest = |seconds: &dyn Fn(usize, &PassTime) -> f64| {
             let each = ranks.clone().zip(&passes).map(|(rank, pass)| seconds(rank, pass));
             each.fold(0.0, f64::max)
         };
@@ -74,16 +75,16 @@ impl StepTime {
     }
 }
 
-impl Pass {
+impl PassTime {
     fn total(&self) -> f64 {
         self.compute + self.tensor + self.sends
     }
 
-    fn new(work: &Work, hardware: &Hardware, rank: usize) -> Pass {
+    fn new(work: &Work, hardware: &Hardware, rank: usize) -> PassTime {
         let layout = work.layout;
         let ring = hardware.ring(layout.tensor, 1);
         let neighbour = hardware.to_neighbour(layout.ranks());
-        Pass {
+        PassTime {
             compute: compute(work, hardware, rank),
             tensor: seconds(communication::tensor(work, rank), ring, hardware),
             sends: seconds(communication::sends(work, rank), neighbour, hardware),
@@ -172,7 +173,7 @@ fn moved(work: &Work) -> f64 {
 
 /// Seconds of exposed data-parallel communication: gradients overlap with the last backward pass,
 /// weights with the first forward pass.
-fn data(work: &Work, hardware: &Hardware, rank: usize, pass: &Pass) -> f64 {
+fn data(work: &Work, hardware: &Hardware, rank: usize, pass: &PassTime) -> f64 {
     let ring = hardware.ring(work.layout.data, work.layout.tensor);
     let neighbour = hardware.to_neighbour(work.layout.ranks());
     let exposed = |volume: Volume, beside: f64| {

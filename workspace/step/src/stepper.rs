@@ -19,7 +19,7 @@ use crate::block_norms::{BlockNorms, SquaredBlockNorms};
 use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
 use crate::optimizer::{Hyperparameters, OptimizerState};
-use crate::pipeline_schedule::{self, Pass};
+use crate::pipeline_schedule::{self, ChunkPass};
 use crate::step_buffers::{StepBuffers, StepSizes};
 
 /// The settings of all steps of a stage.
@@ -59,7 +59,7 @@ pub struct StepGroups {
 pub struct Stepper<B: Backend, T: Element, G: Element> {
     activations: Activations<B, T>,
     /// The rank's pipeline schedule of a step; its micro-batches are counted from 0.
-    passes: Vec<Pass>,
+    passes: Vec<ChunkPass>,
     /// This rank's micro-batches of a step: a consecutive range.
     own: Range<usize>,
     gradients: FlatBuffers<B, G>,
@@ -481,9 +481,9 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
 }
 
 /// The position of this rank's part of the model in its pipeline.
-fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::Stage {
+fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::PipelineStage {
     let parallel = model.parallel();
-    pipeline_schedule::Stage {
+    pipeline_schedule::PipelineStage {
         number: parallel.stage(),
         stages: parallel.stages(),
         chunks: parallel.part().chunks.len(),
