@@ -213,7 +213,7 @@ mod tests {
     use std::num::NonZeroUsize;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
-    use moh_comm::Layout;
+    use moh_comm::RankLayout;
     use moh_kernels::{Cpu, ElementType};
     use moh_model::ModelConfig;
     use moh_model::model_parallel::ModelParallel;
@@ -253,7 +253,7 @@ mod tests {
         on_ranks::on_ranks(tensor * data * stages, |world| {
             let (all, one) = (world.group().clone(), NonZeroUsize::MIN);
             let count = |count: usize| one.saturating_add(count - 1);
-            let layout = Layout::new(all.size(), count(tensor), count(stages)).unwrap();
+            let layout = RankLayout::new(all.size(), count(tensor), count(stages)).unwrap();
             let groups = layout.groups(&all).unwrap();
             let parallel =
                 ModelParallel::new(&config(), groups.pipeline, 1, groups.tensor).unwrap();

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use moh_comm::{Layout, World};
+use moh_comm::{RankLayout, World};
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_model::model_parallel::ModelParallel;
@@ -75,7 +75,8 @@ impl<T: Element> Rank<T> {
     fn new(world: &World, ranks: Ranks) -> Self {
         let count = |count| NonZeroUsize::new(count).unwrap();
         let all = world.group().clone();
-        let layout = Layout::new(all.size(), count(ranks.tensor), count(ranks.pipeline)).unwrap();
+        let layout =
+            RankLayout::new(all.size(), count(ranks.tensor), count(ranks.pipeline)).unwrap();
         let groups = layout.groups(&all).unwrap();
         let config = config(ranks.tied);
         let part = ModelParallel::new(&config, groups.pipeline, 1, groups.tensor).unwrap();

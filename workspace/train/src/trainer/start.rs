@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use moh_checkpoint::RunState;
-use moh_comm::Layout;
+use moh_comm::RankLayout;
 use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
@@ -221,7 +221,7 @@ fn divide<B: Backend>(
     let all = ranks.group().clone();
     // Validated with the recipe; the model's own check would reject 1.
     let count = |count: usize| NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN);
-    let layout = Layout::new(all.size(), count(parallel.tensor), count(parallel.pipeline))?;
+    let layout = RankLayout::new(all.size(), count(parallel.tensor), count(parallel.pipeline))?;
     let groups = layout.groups(&all)?;
     let virtual_stages = parallel.virtual_stages;
     let parallel = ModelParallel::new(config, groups.pipeline, virtual_stages, groups.tensor)?;
