@@ -44,7 +44,7 @@ pub use growth::{Growth, steps_at};
 pub use listing::{Condition, ListedCheckpoint, list};
 pub use load::{gather_weights, load};
 pub use manifest::{Manifest, PartFile, RunState};
-pub use part::{Part, TensorEntry, TensorFile};
+pub use part::{RankPart, TensorEntry, TensorFile};
 pub use read::{OnDamage, alone, newest, newest_good, of_step, require, undamaged, verify};
 pub use read_error::ReadError;
 pub use retention::{prune, remove, superseded, superseded_by_good};

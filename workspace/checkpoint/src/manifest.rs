@@ -30,7 +30,7 @@ pub struct Manifest {
     pub parts: Vec<PartFile>,
 }
 
-/// The file that lists a rank's shards of tensors ([`Part`](super::Part)).
+/// The file that lists a rank's shards of tensors ([`RankPart`](super::RankPart)).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartFile {

@@ -9,7 +9,7 @@ use super::manifest::numbered;
 /// The shards that a rank has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Part {
+pub struct RankPart {
     /// The file and the dtype of the weights, and of the first and the second moments.
     pub files: [TensorFile; 3],
     /// The rank's shard of every tensor of which it has one.
@@ -45,7 +45,7 @@ pub struct TensorEntry {
     pub blake3: [String; 3],
 }
 
-impl Part {
+impl RankPart {
     /// The name of rank `rank`'s part of `size` in a checkpoint's directory.
     pub(super) fn file_name(rank: usize, size: usize) -> String {
         numbered("tensors", "json", rank, size)

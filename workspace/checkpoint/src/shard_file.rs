@@ -157,7 +157,7 @@ impl ShardTensor {
 #[cfg(test)]
 mod tests {
     use moh_model::layout::ModelLayout;
-    use moh_model::model_parallel::Part;
+    use moh_model::model_parallel::ModelPart;
     use moh_model::parameters::Shard;
     use safetensors::tensor::TensorView;
 
@@ -168,7 +168,7 @@ mod tests {
     /// A model whose embedding fills more than a chunk.
     fn layout(ranks: usize) -> ModelLayout {
         let config = tiny_model(1, 300_000, true);
-        ModelLayout::of_part(&config, ranks, &Part::whole(&config))
+        ModelLayout::of_part(&config, ranks, &ModelPart::whole(&config))
     }
 
     /// The file that crate `safetensors` writes, from the snapshot's values as f32.

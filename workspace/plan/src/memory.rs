@@ -7,7 +7,7 @@ use moh_eval::Evaluator;
 use moh_kernels::ranks::share;
 use moh_kernels::{CountedDevice, CountingMemory, Element, Purpose};
 use moh_model::layout::ModelLayout;
-use moh_model::model_parallel::{Part, TensorShare};
+use moh_model::model_parallel::{ModelPart, TensorShare};
 use moh_model::parameters::Shard;
 use moh_model::{ModelBuffers, ModelConfig, PassSizes, Slots};
 use moh_recipe::{DeviceKind, Recipe, Stage};
@@ -190,7 +190,7 @@ impl RankMemory {
     /// model.
     fn at(
         work: &Work,
-        part: &Part,
+        part: &ModelPart,
         place: Coordinates,
         micro_batches: usize,
     ) -> Result<RankMemory, Error> {
@@ -201,7 +201,7 @@ impl RankMemory {
         };
         let tensor = TensorShare { rank: place.tensor, ranks: work.layout.tensor.max(1) };
         tensor.check(&work.model)?;
-        let part = &Part { tensor, ..part.clone() };
+        let part = &ModelPart { tensor, ..part.clone() };
         let device = work.recipe.run.device;
         let slots = stage.slots(micro_batches);
         let (pipeline_rank, in_flight) = (place.pipeline, slots.passes as u64);
@@ -241,7 +241,7 @@ impl RankMemory {
 /// All buffers of a rank in a stage.
 struct Buffers<'a> {
     work: &'a Work<'a>,
-    part: &'a Part,
+    part: &'a ModelPart,
     layout: &'a ModelLayout,
     slots: Slots,
     memory: &'a CountingMemory,
@@ -284,9 +284,9 @@ fn libraries(memory: &CountingMemory, device: DeviceKind, ranks: usize) -> u64 {
 }
 
 /// The parts of all ranks of a pipeline.
-fn parts(work: &Work) -> Result<Vec<Part>, Error> {
+fn parts(work: &Work) -> Result<Vec<ModelPart>, Error> {
     let Layout { pipeline, virtual_stages, .. } = work.layout;
-    Ok(Part::divide(&work.model, pipeline.max(1), virtual_stages.max(1))?)
+    Ok(ModelPart::divide(&work.model, pipeline.max(1), virtual_stages.max(1))?)
 }
 
 /// The tensor ranks with different sizes.

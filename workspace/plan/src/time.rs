@@ -6,7 +6,7 @@
 //! the passes.
 
 use moh_model::Recompute;
-use moh_model::model_parallel::Part;
+use moh_model::model_parallel::ModelPart;
 
 use super::communication::{self, Volume};
 use super::hardware::Hardware;
@@ -150,7 +150,7 @@ impl PerToken {
 
 /// The mean of a value of each layer over a rank's blocks.
 fn mean(work: &Work, rank: usize, of_layer: impl Fn(usize) -> f64) -> f64 {
-    let layers = || work.parts(rank).flat_map(Part::layers);
+    let layers = || work.parts(rank).flat_map(ModelPart::layers);
     layers().map(of_layer).sum::<f64>() / layers().count().max(1) as f64
 }
 
