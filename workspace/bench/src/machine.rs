@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use crate::device::Bench;
-use crate::limits::{self, Machine, gflops};
+use crate::limits::{self, MachineLimits, gflops};
 use crate::report;
 use crate::timing::Rates;
 use moh_program::arguments::{between, not_negative};
@@ -245,8 +245,8 @@ impl Found {
         row.map_or(f64::NAN, |row| row.rates.best)
     }
 
-    fn machine(&self) -> Machine {
-        Machine {
+    fn machine(&self) -> MachineLimits {
+        MachineLimits {
             device: self.bench.backend.name(),
             threads: rayon::current_num_threads(),
             f32_matmul: self.best(Limit::F32),
@@ -257,7 +257,7 @@ impl Found {
 
     /// The line that names the machine beside a figure.
     fn line(&self) -> String {
-        let Machine { threads, f32_matmul, bf16_matmul, copy, .. } = self.machine();
+        let MachineLimits { threads, f32_matmul, bf16_matmul, copy, .. } = self.machine();
         format!(
             "{}, {}: f32 {:.0}, bf16 {:.0} GFLOP/s, copy {:.0} GB/s",
             self.processor.label(),

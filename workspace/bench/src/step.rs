@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::device::{Bench, Measurement};
 use crate::kernels::KernelTimes;
-use crate::limits::{self, Machine, gflops};
+use crate::limits::{self, MachineLimits, gflops};
 use crate::report;
 use crate::step_job::{StepArguments, StepJob};
 use crate::timing::Times;
@@ -50,7 +50,7 @@ pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
 }
 
 impl Measurement for (&StepJob, &StepArguments) {
-    type Found = (Measured, Machine);
+    type Found = (Measured, MachineLimits);
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
         let (job, arguments) = self;
@@ -62,7 +62,7 @@ impl Measurement for (&StepJob, &StepArguments) {
         };
         let measured = in_training_elements(types, Steps { backend, job, arguments })?;
         // Measured last: its matrices and copies must not count as memory of the step.
-        Ok((measured, Machine::measure(bench)?))
+        Ok((measured, MachineLimits::measure(bench)?))
     }
 }
 
@@ -195,7 +195,7 @@ impl StepJob {
     }
 }
 
-fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -> Value {
+fn as_json(job: &StepJob, measured: &Measured, machine: &MachineLimits, warmup: u32) -> Value {
     let StepJob { config, step, .. } = job;
     let Measured { times, first, last, memory, kernels } = measured;
     let flops = times.rates(job.flops());
@@ -239,7 +239,7 @@ fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -
     })
 }
 
-fn as_text(job: &StepJob, measured: &Measured, machine: &Machine) -> String {
+fn as_text(job: &StepJob, measured: &Measured, machine: &MachineLimits) -> String {
     let Measured { times, first, last, memory, kernels } = measured;
     let (tokens, flops) = (times.rates(job.tokens()), times.rates(job.flops()));
     let step = &job.step;

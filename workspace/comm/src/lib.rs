@@ -65,4 +65,4 @@ pub use reduce::Reduce;
 pub use rendezvous::host_name;
 #[doc(hidden)]
 pub use wire::check_messages;
-pub use world::{Buffers, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};
+pub use world::{Buffers, OPERATION_LIMIT, RENDEZVOUS_LIMIT, World, WorldOptions};

@@ -32,7 +32,7 @@ const MAX_TRIES: usize = 3;
 
 /// The progress of a download, over all of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Progress<'a> {
+pub struct DownloadProgress<'a> {
     /// The current file.
     pub file: &'a str,
     /// Downloaded bytes, including earlier runs.
@@ -63,7 +63,7 @@ pub struct Hub {
 pub fn resolve(
     from: &str,
     revision: Option<&str>,
-    progress: &mut dyn FnMut(&Progress<'_>),
+    progress: &mut dyn FnMut(&DownloadProgress<'_>),
 ) -> Result<PathBuf, Error> {
     let offline = environment::is_offline();
     Hub { offline, ..Hub::default() }.resolve(from, revision, progress)
@@ -77,7 +77,7 @@ pub fn resolve(
 pub fn resolve_tokenizer(
     from: &str,
     revision: Option<&str>,
-    progress: &mut dyn FnMut(&Progress<'_>),
+    progress: &mut dyn FnMut(&DownloadProgress<'_>),
 ) -> Result<PathBuf, Error> {
     let offline = environment::is_offline();
     Hub { offline, ..Hub::default() }.resolve_tokenizer(from, revision, progress)
@@ -187,7 +187,7 @@ impl Hub {
         &self,
         from: &str,
         revision: Option<&str>,
-        progress: &mut dyn FnMut(&Progress<'_>),
+        progress: &mut dyn FnMut(&DownloadProgress<'_>),
     ) -> Result<PathBuf, Error> {
         self.find(Wanted::Model, from, revision, progress)
     }
@@ -200,7 +200,7 @@ impl Hub {
         &self,
         from: &str,
         revision: Option<&str>,
-        progress: &mut dyn FnMut(&Progress<'_>),
+        progress: &mut dyn FnMut(&DownloadProgress<'_>),
     ) -> Result<PathBuf, Error> {
         self.find(Wanted::Tokenizer, from, revision, progress)
     }
@@ -230,7 +230,7 @@ impl Hub {
         wanted: Wanted,
         from: &str,
         revision: Option<&str>,
-        progress: &mut dyn FnMut(&Progress<'_>),
+        progress: &mut dyn FnMut(&DownloadProgress<'_>),
     ) -> Result<PathBuf, Error> {
         let path = Path::new(from);
         match fs::metadata(path) {
@@ -310,7 +310,7 @@ struct Download<'a> {
 }
 
 impl Download<'_> {
-    fn run(&self, progress: &mut dyn FnMut(&Progress<'_>)) -> Result<PathBuf, Failure> {
+    fn run(&self, progress: &mut dyn FnMut(&DownloadProgress<'_>)) -> Result<PathBuf, Failure> {
         let commit = self.client.commit(self.revision)?;
         if !is_content_address(&commit) {
             return Err(Error::hub(self.id, "the hub names no commit for the revision").into());
@@ -322,7 +322,7 @@ impl Download<'_> {
         let mut before = 0;
         for file in &files {
             let mut report = |bytes| {
-                progress(&Progress { file: &file.name, bytes: before + bytes, total });
+                progress(&DownloadProgress { file: &file.name, bytes: before + bytes, total });
             };
             self.fetch(&commit, file, &snapshot.join(&file.name), &mut report)?;
             before += file.size;

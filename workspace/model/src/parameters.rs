@@ -10,7 +10,7 @@ use moh_kernels::{Accumulation, Element, Memory, Scalar, View, ViewMut};
 
 use crate::Error;
 use crate::layout::{ModelLayout, Segment};
-use crate::slice::Run;
+use crate::slice::SliceRun;
 
 /// One of the equal shards of every flat buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -249,7 +249,7 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
             whole.resize(segment.whole_len(), 0f32);
             source(segment, &mut whole)?;
             let start = part.start;
-            for Run { local, whole: at, len } in segment.slice.runs(part) {
+            for SliceRun { local, whole: at, len } in segment.slice.runs(part) {
                 values[local - start..][..len].copy_from_slice(&whole[at..at + len]);
             }
             Ok(())

@@ -4,7 +4,7 @@
 use moh_model::ModelConfig;
 use moh_recipe::{Recipe, Stage};
 
-use super::cluster::{ClusterStage, Speed};
+use super::cluster::{ClusterStage, PredictedSpeed};
 use super::hardware::Hardware;
 use super::work::{Layout, Work};
 use super::{DiskBytes, grown};
@@ -52,7 +52,7 @@ pub struct Suggestion {
     /// Memory of the rank that needs most, in bytes.
     pub bytes: u64,
     /// The predicted speed.
-    pub speed: Speed,
+    pub speed: PredictedSpeed,
 }
 
 impl Suggestion {

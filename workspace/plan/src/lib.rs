@@ -26,7 +26,7 @@ mod work;
 
 use std::path::Path;
 
-pub use cluster::{Cluster, ClusterStage, Speed};
+pub use cluster::{Cluster, ClusterStage, PredictedSpeed};
 pub use communication::{Traffic, Volume};
 pub use epochs::SourceEpochs;
 pub use error::Error;

@@ -6,7 +6,7 @@ use moh_kernels::ElementType;
 use moh_model::Recompute;
 use moh_recipe::DeviceKind;
 
-use super::cluster::{Cluster, ClusterStage, Speed};
+use super::cluster::{Cluster, ClusterStage, PredictedSpeed};
 use super::hardware::Hardware;
 use super::layouts::{StageSuggestions, Suggestions};
 use super::memory::{ActivationBytes, OtherBytes, RankMemory};
@@ -220,7 +220,8 @@ impl Plan {
         }
         write_traffic(table, stages)?;
         if let Some(hardware) = &cluster.hardware {
-            let speeds: Vec<Speed> = stages.iter().filter_map(|stage| stage.speed).collect();
+            let speeds: Vec<PredictedSpeed> =
+                stages.iter().filter_map(|stage| stage.speed).collect();
             self.write_times(table, &speeds, hardware, cluster.ranks)?;
             write_checkpoint(table, cluster.checkpoint_seconds, hardware)?;
             table.title("Rates of the profile")?;
@@ -232,7 +233,7 @@ impl Plan {
     fn write_times(
         &self,
         table: &mut Table,
-        stages: &[Speed],
+        stages: &[PredictedSpeed],
         hardware: &Hardware,
         ranks: usize,
     ) -> fmt::Result {
@@ -254,11 +255,11 @@ impl Plan {
         table.each_with_basis("optimiser", memory, stages, |s| moment(s.step.optimizer))?;
         let all = all.max(data);
         table.each_with_basis("step", all, stages, |s| moment(s.step.total()))?;
-        let bubble = |s: &Speed| percent(s.step.bubble / s.step.total());
+        let bubble = |s: &PredictedSpeed| percent(s.step.bubble / s.step.total());
         table.each_with_basis("bubble's share of the step", all, stages, bubble)?;
-        let tokens = |s: &Speed| grouped(s.tokens_per_second as u64);
+        let tokens = |s: &PredictedSpeed| grouped(s.tokens_per_second as u64);
         table.each_with_basis("tokens/s", all, stages, tokens)?;
-        let share = |s: &Speed| percent(s.matmul_share);
+        let share = |s: &PredictedSpeed| percent(s.matmul_share);
         table.each_with_basis("share of the matrix products' rate", all, stages, share)?;
         let (label, all) = match hardware.checkpoint_basis() {
             Some(checkpoint) => ("stage, with its checkpoints", all.max(checkpoint)),
@@ -404,7 +405,7 @@ fn write_suggestions(
     for (index, one) in best.iter().enumerate() {
         let layout = one.layout;
         let divided = format!("{} x {} x {}", layout.tensor, layout.data, layout.pipeline);
-        let Speed { step, tokens_per_second, matmul_share, .. } = one.speed;
+        let PredictedSpeed { step, tokens_per_second, matmul_share, .. } = one.speed;
         writeln!(
             f,
             "  {}. {divided:>24}  {:>7}  {:>11}  {:>10}  {:>12}  {:>8}  {:>6}  {:>10}",

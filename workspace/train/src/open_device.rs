@@ -3,7 +3,7 @@
 use std::env::consts::ARCH;
 use std::path::Path;
 
-use moh_comm::{Buffers, Launch, Options, World};
+use moh_comm::{Buffers, Launch, World, WorldOptions};
 use moh_device::{OnDevice, OpenDevice};
 use moh_kernels::Backend;
 use moh_recipe::{DeviceKind, Recipe};
@@ -45,13 +45,13 @@ pub fn connect(
     launch: &Launch,
     device: &OpenDevice,
     recipes: &[&Recipe],
-    options: Options,
+    options: WorldOptions,
 ) -> Result<World, Error> {
     if launch.size == 1 {
         return Ok(World::single());
     }
     let (buffers, fingerprint) = (buffers(device)?, fingerprint(recipes)?);
-    Ok(World::connect(launch, buffers, Options { fingerprint, ..options })?)
+    Ok(World::connect(launch, buffers, WorldOptions { fingerprint, ..options })?)
 }
 
 /// The text of the first rank that has one, on all ranks of `world`, which call this together; empty if

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use moh_eval::{EvaluationText, Evaluator, Loss, Sums};
+use moh_eval::{EvaluationText, Evaluator, Loss, LossSums};
 use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
@@ -125,7 +125,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             routing.set_sums(sums.into_iter().map(|sum| sum as u64));
         }
         self.data.validation[index].evaluated.targets = tokens as u64;
-        let found = Sums { cross_entropy, tokens: tokens as u64, bytes: bytes as u64 }.loss();
+        let found = LossSums { cross_entropy, tokens: tokens as u64, bytes: bytes as u64 }.loss();
         if !found.loss.is_finite() {
             let text = format!(
                 "the loss on validation set {:?} after step {} is {}, and is recorded as null",

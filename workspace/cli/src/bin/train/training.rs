@@ -11,7 +11,7 @@ use moh_cli::model_location;
 use moh_cli::run_view::RunView;
 use moh_cli::signals::{Say, stop_on_signals};
 use moh_cli::time_limit::time_limit;
-use moh_comm::{Fault, Launch, Launcher, Options, World};
+use moh_comm::{Fault, Launch, Launcher, World, WorldOptions};
 use moh_device::OpenDevice;
 use moh_kernels::span;
 use moh_program::exit::{self, StoppedEarly};
@@ -46,7 +46,7 @@ pub(crate) fn train(
     // Opened first: a missing device then leaves no run directory, and makes no other rank wait.
     let device = open_device(&recipe, path, launch.local_rank)?;
     let rank = launch.rank;
-    let options = Options {
+    let options = WorldOptions {
         rendezvous_limit: Duration::from_secs(arguments.rendezvous_timeout),
         operation_limit: Duration::from_secs(arguments.operation_timeout),
         on_fault: Arc::new(move |fault| {
@@ -56,7 +56,7 @@ pub(crate) fn train(
             }
             std::process::exit(exit::ERROR.into());
         }),
-        ..Options::default()
+        ..WorldOptions::default()
     };
     let recipes: Vec<&Recipe> = match comparison {
         Some(comparison) => comparison.runs().iter().map(|run| &run.recipe).collect(),
