@@ -32,7 +32,7 @@ pub fn newest<B: Backend>(
     loop {
         // Steps count from 1, so 0 means none; f64 represents them exactly.
         let listed = || Ok(run.checkpoint_steps()?.last().copied().unwrap_or(0) as f64);
-        let step = ranks.first::<Error>(listed)? as u64;
+        let step = ranks.from_rank0::<Error>(listed)? as u64;
         if step == 0 {
             return Ok(None);
         }
@@ -58,7 +58,7 @@ pub fn newest_good<B: Backend>(
             let steps = run.checkpoint_steps()?;
             Ok(steps.into_iter().rfind(|&step| (step as f64) < below).unwrap_or(0) as f64)
         };
-        let step = ranks.first::<Error>(listed)?;
+        let step = ranks.from_rank0::<Error>(listed)?;
         if step == 0.0 {
             return Ok(None);
         }
@@ -78,7 +78,7 @@ pub fn of_step<B: Backend>(
     ranks: &mut Ranks<B>,
     step: u64,
 ) -> Result<StoredCheckpoint, Error> {
-    ranks.first_does(|| require(run, step))?;
+    ranks.on_rank0(|| require(run, step))?;
     let found = examine(run, ranks, step)?;
     ranks.agree(found)
 }
@@ -150,7 +150,7 @@ pub fn undamaged<B: Backend, R>(
         return read.map(Some);
     }
     let aside = aside(run, step);
-    ranks.first_does(|| set_aside(run, &directory, &aside))?;
+    ranks.on_rank0(|| set_aside(run, &directory, &aside))?;
     if ranks.is_first() {
         // The first rank reports, even if another rank has found the damage.
         let error = read.err().unwrap_or_else(|| Error::File {

@@ -43,11 +43,11 @@ impl CheckpointName {
     pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64, Error> {
         let run = &self.run;
         if let Some(step) = self.step {
-            ranks.first_does(|| require(&run.checkpoint_directory(), step))?;
+            ranks.on_rank0(|| require(&run.checkpoint_directory(), step))?;
             return Ok(step);
         }
         // 0 where the newest good checkpoint is wanted.
-        let last = ranks.first::<Error>(|| {
+        let last = ranks.from_rank0::<Error>(|| {
             let finished = run.is_finished()?;
             let steps = run.checkpoint_steps()?;
             Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)

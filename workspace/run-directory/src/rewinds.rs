@@ -116,7 +116,7 @@ impl Rewinds {
     pub fn shared<B: Backend>(run: &RunDirectory, ranks: &mut Ranks<B>) -> Result<Self, Error> {
         let json = |error: serde_json::Error| Error::io(&run.rewinds())(error.into());
         let mut text = None;
-        ranks.first_does::<Error>(|| {
+        ranks.on_rank0::<Error>(|| {
             text = Some(serde_json::to_vec(&Self::read(run)?.list).map_err(json)?);
             Ok(())
         })?;

@@ -44,7 +44,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
     pub fn lock(mut self, events: &mut dyn FnMut(Event<'_>)) -> Result<Work<'a, B>, Error> {
         let Resolved { job, ranks, run, recipe, parent, resume_step, .. } = &mut self;
         let mut held = Held::default();
-        let finished = ranks.first_holds::<Error>(|| {
+        let finished = ranks.rank0_decides::<Error>(|| {
             if let Some(parent) = parent {
                 branch::begin(run, parent, recipe)?;
             }

@@ -29,7 +29,7 @@ impl<B: Backend + Clone> Locked<'_, B> {
     pub fn check_finished(self, events: &mut dyn FnMut(Event<'_>)) -> Result<Settled, Error> {
         let Locked { resolved, held } = self;
         let Resolved { job, mut ranks, run, recipe, source, data, .. } = resolved;
-        let names_others = ranks.first_holds::<Error>(|| {
+        let names_others = ranks.rank0_decides::<Error>(|| {
             let stored = run.stored_recipe()?;
             Ok(stored.data != recipe.data || stored.model != recipe.model)
         })?;
@@ -41,7 +41,7 @@ impl<B: Backend + Clone> Locked<'_, B> {
                 return Ok(compared);
             }
         }
-        ranks.first_does::<Error>(|| {
+        ranks.on_rank0::<Error>(|| {
             warn_of_edited(&run, run.write_recipe(recipe)?.as_deref(), events);
             Ok(())
         })?;
@@ -67,7 +67,7 @@ impl<B: Backend + Clone> Locked<'_, B> {
         let Resolved { job, mut ranks, run, recipe, source, data, resume_step, .. } = resolved;
         let (options, size) = (&job.options, job.group.size());
         let mut data = ranks.agree(data)?;
-        ranks.first_does::<Error>(|| {
+        ranks.on_rank0::<Error>(|| {
             let (of_run, model) = ((&run, resume_step), (recipe, &source));
             if let Some(text) = disk_space::check(of_run, model, size, options.free_space)? {
                 events(Event::Warning { text: &text });
@@ -86,7 +86,7 @@ impl<B: Backend + Clone> Locked<'_, B> {
         let Some(contents) = settled else { return Ok(Outcome::StoppedBeforeTraining) };
         data.set_contents(contents);
         let mut edited = None;
-        ranks.first_does::<Error>(|| {
+        ranks.on_rank0::<Error>(|| {
             edited = job.prepare_directory(&run, recipe, held.grows, backend.name())?;
             Ok(())
         })?;

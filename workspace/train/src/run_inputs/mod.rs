@@ -60,7 +60,7 @@ impl RunInputs<'_> {
         let found = token_files::find(ranks, &files, self.stop)?;
         let Some(found) = found else { return Ok(None) };
         let mut record = None;
-        ranks.first_does::<Error>(|| {
+        ranks.on_rank0::<Error>(|| {
             record = Some(self.record(&files, &found, events)?);
             Ok(())
         })?;
@@ -81,13 +81,13 @@ impl RunInputs<'_> {
         ranks: &mut Ranks<B>,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Settled, Error> {
-        if !ranks.first_holds::<Error>(|| Ok(self.path().is_file()))? {
+        if !ranks.rank0_decides::<Error>(|| Ok(self.path().is_file()))? {
             return Ok(Settled::Yes);
         }
         let files = self.data.token_files();
         let found = token_files::find(ranks, &files, self.stop)?;
         let Some(found) = found else { return Ok(Settled::Stopped) };
-        ranks.first_does(|| self.record(&files, &found, events).map(drop))?;
+        ranks.on_rank0(|| self.record(&files, &found, events).map(drop))?;
         Ok(Settled::Yes)
     }
 
@@ -163,7 +163,7 @@ impl RunInputs<'_> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Settled, Error> {
         for (key, file) in files {
-            let are_valid = ranks.first_holds::<Error>(|| {
+            let are_valid = ranks.rank0_decides::<Error>(|| {
                 let known = record.as_ref().and_then(|record| record.token_file(key)?.ids_below);
                 Ok(known.is_some_and(|ids| ids <= self.vocab_size()))
             })?;
@@ -181,7 +181,7 @@ impl RunInputs<'_> {
                 return Ok(Settled::Stopped);
             };
             progress(total);
-            ranks.first_does::<Error>(|| {
+            ranks.on_rank0::<Error>(|| {
                 let Some(record) = &mut record else { return Ok(()) };
                 record.set_ids_below(key, ids_below);
                 record.write(&self.path())

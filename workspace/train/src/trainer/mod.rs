@@ -190,7 +190,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             evaluations: self.state.evaluations.clone(),
         };
         let path = self.inputs.run.summary();
-        self.ranks.first_does(|| Ok::<_, Error>(summary.write(&path)?))?;
+        self.ranks.on_rank0(|| Ok::<_, Error>(summary.write(&path)?))?;
         Ok(Outcome::Finished(summary))
     }
 

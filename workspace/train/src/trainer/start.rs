@@ -36,7 +36,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     ) -> Result<Self, Error> {
         let Inputs { recipe, run, .. } = inputs;
         let rewinds = Rewinds::shared(run, &mut ranks)?;
-        ranks.first_does(|| leave_path(run, &rewinds))?;
+        ranks.on_rank0(|| leave_path(run, &rewinds))?;
         let Loaded { state, resumed, parallel, groups, model, optimizer } = loop {
             if let Some(loaded) = load(&backend, &mut ranks, &inputs, events)? {
                 break loaded;
@@ -109,7 +109,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         None => moh_checkpoint::newest(&checkpoints, ranks, &mut damaged)?,
     };
     // After damage to the last one there may be none.
-    ranks.first_does(|| check_resumable(run))?;
+    ranks.on_rank0(|| check_resumable(run))?;
     let mut state =
         (stored.as_ref()).map_or_else(RunState::default, |stored| stored.manifest().state.clone());
     // Of the same step, the state in memory may have the evaluation that the checkpoint's lacks.
@@ -167,7 +167,7 @@ fn plan_growth<B: Backend>(
     let mut resumed = Resumed::default();
     let json = |error: serde_json::Error| Error::io(inputs.run.root())(error.into());
     let mut text = None;
-    ranks.first_does::<Error>(|| {
+    ranks.on_rank0::<Error>(|| {
         resumed = Resumed::plan(inputs.run, inputs.recipe, state)?;
         text = Some(serde_json::to_vec(&resumed.growth).map_err(json)?);
         Ok(())
@@ -188,7 +188,7 @@ fn settle<B: Backend>(
 ) -> Result<(), Error> {
     let Inputs { run, recipe, resume_step, .. } = *inputs;
     let (mut aside, mut edited) = (None, None);
-    ranks.first_does::<Error>(|| {
+    ranks.on_rank0::<Error>(|| {
         if let Some(step) = resume_step {
             aside = set_later_aside(run, step)?;
         }
