@@ -152,7 +152,7 @@ fn kernel_times<B: Backend>(
     let recording = Recording::start().context("--kernels")?;
     step()?;
     backend.synchronize()?;
-    Ok(KernelTimes::of(&recording.finish().context("--kernels")?))
+    Ok(KernelTimes::new(&recording.finish().context("--kernels")?))
 }
 
 /// The groups of a single rank.

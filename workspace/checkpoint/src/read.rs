@@ -119,7 +119,7 @@ fn examine<B: Backend>(
 ) -> Result<Result<StoredCheckpoint, Error>, Error> {
     let directory = run.checkpoint(step);
     let opened = StoredCheckpoint::open(&directory, step).and_then(|stored| {
-        stored.check_share(Shard::of(ranks.group()))?;
+        stored.check_share(Shard::from_group(ranks.group()))?;
         Ok(stored)
     });
     let opened = proven(ranks, &directory, opened)?.map_err(Error::from);

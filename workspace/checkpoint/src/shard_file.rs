@@ -35,7 +35,7 @@ enum Elements<'a> {
 }
 
 impl<'a> Elements<'a> {
-    fn of<T: Element, M: Element>(snapshot: &'a Snapshot<T, M>, kind: TensorKind) -> Self {
+    fn new<T: Element, M: Element>(snapshot: &'a Snapshot<T, M>, kind: TensorKind) -> Self {
         let stored = |values: &'a [M]| Elements::Stored {
             bytes: bytemuck::cast_slice(values),
             dtype: M::DTYPE,
@@ -94,7 +94,7 @@ pub(super) fn write<T: Element, M: Element>(
     snapshot: &Snapshot<T, M>,
     kind: TensorKind,
 ) -> io::Result<WrittenFile> {
-    let mut elements = Elements::of(snapshot, kind);
+    let mut elements = Elements::new(snapshot, kind);
     let dtype = elements.dtype();
     let tensors = &snapshot.shard.tensors;
     let mut order: Vec<usize> = (0..tensors.len()).collect();

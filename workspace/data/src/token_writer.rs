@@ -157,7 +157,7 @@ impl TokenFileWriter {
         let [bin_path, idx_path] = [&self.bin, &self.idx].map(|file| file.path().to_path_buf());
         let idx = map_file(self.idx.flushed()?, &idx_path)?;
         let bin = map_file(self.bin.flushed()?, &bin_path)?;
-        Ok(TokenFileContent::of(&idx, &bin))
+        Ok(TokenFileContent::from_bytes(&idx, &bin))
     }
 
     /// Appends offsets and document bounds after the lengths, then writes the header.

@@ -255,7 +255,7 @@ impl<M: Memory, T: Element> Blocks<M, T> {
     }
 
     /// The buffers of the block at index `slot` of its chunk: its own or shared.
-    pub(crate) fn of<'a>(
+    pub(crate) fn buffers<'a>(
         &'a mut self,
         slot: usize,
         scratch: &'a mut Scratch<M, T>,

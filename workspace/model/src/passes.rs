@@ -90,7 +90,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             let (before, after) = stream.split_at_mut(at + 1);
             let _block = span::enter_numbered("block", layer as u64);
             before_use(&mut self.weights, self.layout.block_index(layer))?;
-            let (cx, buffers) = (self.context(tokens), blocks.of(at, scratch));
+            let (cx, buffers) = (self.context(tokens), blocks.buffers(at, scratch));
             self.layers.blocks[layer].forward(&cx, &before[at], buffers, None, &mut after[0])?;
             // All tensor-parallel ranks have the loss and the routing.
             let router = self.layers.blocks[layer].attention.router.as_ref();
@@ -225,7 +225,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         for (at, layer) in parallel.part().chunks[slot.chunk].clone().enumerate().rev() {
             let (block, input, mut buffers) =
-                (&layers.blocks[layer], &stream[at], blocks.of(at, scratch));
+                (&layers.blocks[layer], &stream[at], blocks.buffers(at, scratch));
             let _block = span::enter_numbered("block", layer as u64);
             let recomputing = (*recompute != Recompute::None).then(|| span::enter("recompute"));
             block.recompute(*recompute, &cx, input, &mut buffers)?;

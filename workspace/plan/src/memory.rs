@@ -88,7 +88,7 @@ pub struct RankMemory {
 
 impl StateBytes {
     /// What `memory` has counted.
-    fn of(memory: &CountingMemory) -> Self {
+    fn new(memory: &CountingMemory) -> Self {
         StateBytes {
             weights: memory.bytes(Purpose::Weights),
             remainder: memory.bytes(Purpose::Remainders),
@@ -107,7 +107,7 @@ impl StateBytes {
 
 impl ActivationBytes {
     /// What `memory` has counted.
-    fn of(memory: &CountingMemory) -> Self {
+    fn new(memory: &CountingMemory) -> Self {
         ActivationBytes {
             saved: memory.bytes(Purpose::Activations),
             block_gradients: memory.bytes(Purpose::ActivationGradients),
@@ -233,7 +233,7 @@ impl RankMemory {
             libraries: libraries(&memory, device, work.layout.ranks()),
             staging,
         };
-        let (state, activations) = (StateBytes::of(&memory), ActivationBytes::of(&memory));
+        let (state, activations) = (StateBytes::new(&memory), ActivationBytes::new(&memory));
         Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device })
     }
 }

@@ -101,7 +101,7 @@ fn allocated<T: Element, G: Element, M: Element>(
         },
     )
     .unwrap();
-    let shard = Shard::of(&groups.data);
+    let shard = Shard::from_group(&groups.data);
     let mut optimizer = OptimizerState::<Cpu, M>::new(&model, shard).unwrap();
     let groups = StepGroups { all, data: groups.data };
     let step = step_config(recipe, stage);

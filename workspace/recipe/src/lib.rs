@@ -283,7 +283,7 @@ impl Recipe {
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let table = reader::parse_table(text).map_err(|reason| file_fault(path, reason))?;
         let mut value = Value::Table(table);
-        let mut origins = Origins::new(path, Lines::of(text));
+        let mut origins = Origins::new(path, Lines::new(text));
         let refused = match overrides {
             [] => Vec::new(),
             overrides => origins.override_with(&mut value, overrides, &known_keys::<Recipe>()),

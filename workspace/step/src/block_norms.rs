@@ -84,13 +84,16 @@ impl<B: Backend> SquaredBlockNorms<B> {
         backend.download(B::whole(squares), &mut norms)?;
         norms.iter_mut().for_each(|norm| *norm = norm.sqrt());
         let (gradient, weight) = norms.split_at(flats);
-        Ok(BlockNorms { gradient: Norms::of(layout, gradient), weight: Norms::of(layout, weight) })
+        Ok(BlockNorms {
+            gradient: Norms::new(layout, gradient),
+            weight: Norms::new(layout, weight),
+        })
     }
 }
 
 impl Norms {
     /// The norms of the flat buffers.
-    fn of(layout: &ModelLayout, flats: &[f64]) -> Self {
+    fn new(layout: &ModelLayout, flats: &[f64]) -> Self {
         let last = layout.final_norm_index();
         Norms {
             embedding: flats[ModelLayout::EMBEDDING],

@@ -152,7 +152,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
             Some(InFlight::Exact(pending)) => pending.wait()?,
             Some(InFlight::Rounded(mut exact, pending)) => {
                 let copy = pending.wait()?;
-                let shard = Shard::of(&self.group).range(B::len(&exact));
+                let shard = Shard::from_group(&self.group).range(B::len(&exact));
                 let into = B::view_mut(&mut exact, shard.clone());
                 self.backend.convert(B::view(&copy, shard), into)?;
                 self.copies[flat] = Some(copy);
@@ -288,7 +288,7 @@ mod tests {
         /// The gradients of the local shard of a buffer, each with its place in the buffer.
         fn local_gradients(&self, flat: usize) -> impl Iterator<Item = (usize, f32)> {
             let buffer = self.gradients.flat(flat);
-            let shard = Shard::of(&self.exchange.group).range(buffer.len());
+            let shard = Shard::from_group(&self.exchange.group).range(buffer.len());
             shard.map(|at| (at, buffer[at]))
         }
     }
@@ -374,7 +374,7 @@ mod tests {
             for flat in 0..flats {
                 let weights = model.weights_mut();
                 let buffer = weights.flat_mut(flat);
-                let shard = Shard::of(&exchange.group).range(buffer.len());
+                let shard = Shard::from_group(&exchange.group).range(buffer.len());
                 buffer[shard].fill(*number as f32);
                 exchange.start_weights(weights, flat).unwrap();
             }
@@ -400,7 +400,7 @@ mod tests {
             for flat in 0..model.layout().flats.len() {
                 let weights = model.weights_mut();
                 let buffer = weights.flat_mut(flat);
-                let shard = Shard::of(&exchange.group).range(buffer.len());
+                let shard = Shard::from_group(&exchange.group).range(buffer.len());
                 buffer[shard].fill(*number as f32);
                 exchange.start_weights(weights, flat).unwrap();
             }

@@ -151,7 +151,7 @@ pub struct Scores(pub Vec<(&'static str, Estimate)>);
 
 impl Scores {
     /// The metrics of the outcomes of a file.
-    pub fn of(outcomes: &[ExampleOutcome]) -> Self {
+    pub fn new(outcomes: &[ExampleOutcome]) -> Self {
         let share = |right: fn(&ExampleOutcome) -> bool| {
             let values: Vec<f64> = outcomes.iter().map(|o| f64::from(u8::from(right(o)))).collect();
             Estimate::mean(&values)
@@ -249,7 +249,7 @@ mod tests {
         };
         assert_eq!((predicted, predicted_norm, predicted_bytes), (0, 2, 0));
         assert!(!outcome.is_right());
-        let scores = Scores::of(&[outcome, choices(&["a", "b"], &[-1.0, -1.0], 0)]);
+        let scores = Scores::new(&[outcome, choices(&["a", "b"], &[-1.0, -1.0], 0)]);
         let names: Vec<_> = scores.0.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, ["acc", "acc_norm", "acc_bytes"]);
         assert_eq!(value(&scores, "acc").value, 0.5);
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn perplexities_are_by_answer_by_word_and_by_byte() {
-        let scores = Scores::of(&[cloze("ab cd", -3.0, true), cloze("efg", -1.0, false)]);
+        let scores = Scores::new(&[cloze("ab cd", -3.0, true), cloze("efg", -1.0, false)]);
         assert_eq!(value(&scores, "acc").value, 0.5);
         let perplexity = value(&scores, "perplexity");
         assert!((perplexity.value - 2f64.exp()).abs() < 1e-12);
@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn one_example_has_no_standard_error() {
-        let scores = Scores::of(&[cloze("a", -1.0, true)]);
+        let scores = Scores::new(&[cloze("a", -1.0, true)]);
         assert_eq!(value(&scores, "acc"), Estimate { value: 1.0, stderr: None });
         assert_eq!(value(&scores, "perplexity").stderr, None);
     }

@@ -21,7 +21,7 @@ enum Color {
 
 impl Color {
     /// `None` of a cell without a head.
-    fn of(cell: Cell) -> Option<Self> {
+    fn from_cell(cell: Cell) -> Option<Self> {
         match cell {
             Cell::Absent => None,
             Cell::Shared => Some(Color::Shared),
@@ -56,8 +56,8 @@ fn paths(rows: &[HeatRow]) -> BTreeMap<Color, String> {
     let mut paths = BTreeMap::<Color, String>::new();
     for (number, row) in rows.iter().enumerate() {
         let mut column = 0;
-        for same in row.cells.chunk_by(|a, b| Color::of(*a) == Color::of(*b)) {
-            if let Some(color) = same.first().and_then(|cell| Color::of(*cell)) {
+        for same in row.cells.chunk_by(|a, b| Color::from_cell(*a) == Color::from_cell(*b)) {
+            if let Some(color) = same.first().and_then(|cell| Color::from_cell(*cell)) {
                 // Writing to a text does not fail.
                 let _ =
                     write!(paths.entry(color).or_default(), "M{column} {number}.5h{}", same.len());

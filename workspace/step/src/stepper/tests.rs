@@ -86,7 +86,7 @@ impl<T: Element> Rank<T> {
         };
         let data = groups.data.clone();
         let model = Model::of_part(Cpu, config, LENGTH, part, data.size(), fill).unwrap();
-        let optimizer = OptimizerState::new(&model, Shard::of(&data)).unwrap();
+        let optimizer = OptimizerState::new(&model, Shard::from_group(&data)).unwrap();
         let stepper = Stepper::new(&model, config(ranks.reduce), StepGroups { all, data }).unwrap();
         Rank { model, optimizer, stepper }
     }

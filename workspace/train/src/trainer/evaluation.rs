@@ -109,7 +109,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             events(Event::Evaluating { done, total });
             checks.go_on(ranks, stop)
         };
-        let shard = Shard::of(&self.groups.data);
+        let shard = Shard::from_group(&self.groups.data);
         let mut routing = self.model.routing_statistics()?;
         let counted = (!routing.layers.is_empty()).then_some(&mut routing);
         let model = &mut self.model;

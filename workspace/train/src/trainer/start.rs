@@ -133,12 +133,12 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     if stored.is_none() && !source.is_checkpoint() {
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
         let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
-        let optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+        let optimizer = OptimizerState::new(&model, Shard::from_group(&groups.data))?;
         return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
     }
     // Each data rank reads its shard, of this run's checkpoint or of another's.
     let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
-    let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+    let mut optimizer = OptimizerState::new(&model, Shard::from_group(&groups.data))?;
     let Some(stored) = stored else {
         let filled = optimizer.fill(&mut model, |kind, segment, range, values| {
             source.fill_part(kind, segment, range, values)
@@ -148,7 +148,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         state.moment_steps = source.moment_steps();
         return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
     };
-    let stored = stored.read_by(Shard::of(ranks.group()));
+    let stored = stored.read_by(Shard::from_group(ranks.group()));
     let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer);
     if moh_checkpoint::undamaged(&checkpoints, ranks, state.step, read, &mut damaged)?.is_none() {
         return Ok(None);

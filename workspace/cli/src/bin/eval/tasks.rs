@@ -179,7 +179,7 @@ fn print(
     writeln!(out, "{:<width$}  {:<15} {:>10} {:>9}", "task", "metric", "value", "stderr")?;
     for ((_, outcomes), name) in outcomes.iter().zip(&names) {
         let mut shown = name.as_str();
-        for (metric, estimate) in Scores::of(outcomes).0 {
+        for (metric, estimate) in Scores::new(outcomes).0 {
             let stderr = estimate.stderr.map_or("-".to_owned(), |stderr| format!("{stderr:.4}"));
             let value = estimate.value;
             writeln!(out, "{shown:<width$}  {metric:<15} {value:>10.4} {stderr:>9}")?;
@@ -196,6 +196,6 @@ fn to_json(file: &TaskFile, outcomes: &[ExampleOutcome]) -> Value {
     fields.insert("task".to_owned(), name(file).into());
     fields.insert("kind".to_owned(), file.kind.name().into());
     fields.insert("examples".to_owned(), outcomes.len().into());
-    fields.extend(Scores::of(outcomes).to_json());
+    fields.extend(Scores::new(outcomes).to_json());
     Value::Object(fields)
 }
