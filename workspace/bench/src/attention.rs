@@ -175,9 +175,9 @@ struct Job<'a> {
 }
 
 impl Measurement for Job<'_> {
-    type Found = (Vec<Row>, MachineLimits);
+    type Output = (Vec<Row>, MachineLimits);
 
-    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let rows = in_elements(self.arguments.dtype, Placed { bench, job: self })?;
         Ok((rows, MachineLimits::measure(bench)?))
     }

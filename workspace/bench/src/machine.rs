@@ -70,7 +70,7 @@ struct Row {
 }
 
 /// The processor and its limits.
-struct Found {
+struct MachineReport {
     processor: Processor,
     /// Programs that ran or waited to, before the measurements.
     load: Option<f64>,
@@ -96,7 +96,7 @@ pub fn run(arguments: &MachineArguments) -> anyhow::Result<()> {
     }
     let load = std::fs::read_to_string("/proc/loadavg").ok().and_then(|averages| load(&averages));
     let rows = measure(&bench, arguments)?;
-    let found = Found { processor, load, bench, rows };
+    let found = MachineReport { processor, load, bench, rows };
     report::print(arguments.json, &found.json(), &found.text())
 }
 
@@ -237,7 +237,7 @@ impl Row {
     }
 }
 
-impl Found {
+impl MachineReport {
     /// The best rate on all threads.
     fn best(&self, limit: Limit) -> f64 {
         // The row of all threads follows that of one.

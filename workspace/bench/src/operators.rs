@@ -59,9 +59,9 @@ pub fn run(arguments: &OperatorsArguments) -> anyhow::Result<()> {
 }
 
 impl Measurement for &OperatorsArguments {
-    type Found = (Vec<Row>, MachineLimits);
+    type Output = (Vec<Row>, MachineLimits);
 
-    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let mut rows = Vec::new();
         for dtype in ElementType::ALL {
             if self.dtype.is_none_or(|only| only == dtype) {

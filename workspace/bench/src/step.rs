@@ -27,7 +27,7 @@ const MIN_STEPS: usize = 3;
 const SEED: u64 = 0;
 
 /// The measurements of a job's steps.
-pub struct Measured {
+pub struct StepMeasurement {
     times: Times,
     first: StepResult,
     last: StepResult,
@@ -50,9 +50,9 @@ pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
 }
 
 impl Measurement for (&StepJob, &StepArguments) {
-    type Found = (Measured, MachineLimits);
+    type Output = (StepMeasurement, MachineLimits);
 
-    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let (job, arguments) = self;
         let backend = &bench.backend;
         let types = TrainingTypes {
@@ -74,7 +74,7 @@ struct Steps<'a, B> {
 }
 
 impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
-    type Output = anyhow::Result<Measured>;
+    type Output = anyhow::Result<StepMeasurement>;
 
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         measure::<B, T, G, M>(self.backend, self.job, self.arguments)
@@ -85,7 +85,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     backend: &B,
     job: &StepJob,
     arguments: &StepArguments,
-) -> anyhow::Result<Measured> {
+) -> anyhow::Result<StepMeasurement> {
     let before = limits::memory(backend);
     let (config, step) = (job.config.clone(), job.step.clone());
     let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
@@ -139,7 +139,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     }
     let memory = before.zip(limits::memory(backend)).map(|((now, _), (_, most))| (now, most));
     let kernels = arguments.kernels.then(|| kernel_times(backend, &mut step)).transpose()?;
-    Ok(Measured { times, first, last, memory, kernels })
+    Ok(StepMeasurement { times, first, last, memory, kernels })
 }
 
 /// The GPU's time in one more step.
@@ -195,9 +195,14 @@ impl StepJob {
     }
 }
 
-fn as_json(job: &StepJob, measured: &Measured, machine: &MachineLimits, warmup: u32) -> Value {
+fn as_json(
+    job: &StepJob,
+    measured: &StepMeasurement,
+    machine: &MachineLimits,
+    warmup: u32,
+) -> Value {
     let StepJob { config, step, .. } = job;
-    let Measured { times, first, last, memory, kernels } = measured;
+    let StepMeasurement { times, first, last, memory, kernels } = measured;
     let flops = times.rates(job.flops());
     json!({
         "machine": machine.json(),
@@ -239,8 +244,8 @@ fn as_json(job: &StepJob, measured: &Measured, machine: &MachineLimits, warmup: 
     })
 }
 
-fn as_text(job: &StepJob, measured: &Measured, machine: &MachineLimits) -> String {
-    let Measured { times, first, last, memory, kernels } = measured;
+fn as_text(job: &StepJob, measured: &StepMeasurement, machine: &MachineLimits) -> String {
+    let StepMeasurement { times, first, last, memory, kernels } = measured;
     let (tokens, flops) = (times.rates(job.tokens()), times.rates(job.flops()));
     let step = &job.step;
     let memory = memory.map_or("-".to_owned(), |(before, peak)| {

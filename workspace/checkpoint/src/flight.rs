@@ -19,7 +19,7 @@ type EncodedPart = Vec<u8>;
 /// Writes a rank's part.
 pub type WritePart = Box<dyn FnOnce() -> Result<EncodedPart, Error> + Send>;
 /// Completes a checkpoint of these parts; returns sentences about what failed afterwards.
-pub type Complete = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Cause> + Send>;
+pub type CompleteCheckpoint = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Cause> + Send>;
 /// Why a checkpoint could not be written or completed.
 type Cause = Box<dyn std::error::Error + Send + Sync>;
 
@@ -62,7 +62,7 @@ pub struct Flight {
     path: PathBuf,
     work: Work,
     /// Dropped after the thread has ended: it owns the incomplete directory.
-    complete: Option<Complete>,
+    complete: Option<CompleteCheckpoint>,
 }
 
 impl Flight {
@@ -72,7 +72,7 @@ impl Flight {
         path: PathBuf,
         size: usize,
         write_part: WritePart,
-        mut complete: Option<Complete>,
+        mut complete: Option<CompleteCheckpoint>,
     ) -> Self {
         let alone = complete.take_if(|_| size == 1);
         let work = start(&path, move || {
@@ -204,7 +204,7 @@ mod tests {
         complete: Result<Vec<String>, Error>,
     ) -> (Flight, mpsc::Receiver<Vec<EncodedPart>>) {
         let (given, received) = mpsc::channel();
-        let complete: Complete = Box::new(move |parts| {
+        let complete: CompleteCheckpoint = Box::new(move |parts| {
             given.send(parts.to_vec()).unwrap();
             complete.map_err(Cause::from)
         });
@@ -270,7 +270,7 @@ mod tests {
             gate.recv().unwrap();
             Ok(Vec::new())
         });
-        let complete: Complete = Box::new(|_| Ok(Vec::new()));
+        let complete: CompleteCheckpoint = Box::new(|_| Ok(Vec::new()));
         let mut flight = Flight::start("step-1".into(), 1, write, Some(complete));
         let flags = flight.wait(Duration::ZERO);
         assert_eq!(flags, ThreadFlags { running: true, failed: false });

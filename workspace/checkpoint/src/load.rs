@@ -8,7 +8,7 @@ use moh_model::layout::Segment;
 use moh_step::OptimizerState;
 
 use super::read_error::ReadError;
-use super::stored::{StoredCheckpoint, Wanted};
+use super::stored::{StoredCheckpoint, TensorRequest};
 use crate::Error;
 
 /// Fills this rank's shard of the model's weights and the optimiser's state.
@@ -18,7 +18,7 @@ pub fn load<B: Backend + Clone, T: Element, M: Element>(
     optimizer: &mut OptimizerState<B, M>,
 ) -> Result<(), ReadError> {
     optimizer.fill(model, |kind, segment: &Segment, range, values: &mut [f32]| {
-        let wanted = Wanted { name: &segment.name, slice: &segment.slice, range };
+        let wanted = TensorRequest { name: &segment.name, slice: &segment.slice, range };
         stored.read(kind, &wanted, values)
     })
 }

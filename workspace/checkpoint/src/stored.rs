@@ -31,7 +31,7 @@ pub struct StoredCheckpoint {
 
 /// Elements of a tensor: a range of those of a slice.
 #[derive(Debug, Clone)]
-pub struct Wanted<'a> {
+pub struct TensorRequest<'a> {
     /// The tensor's name.
     pub name: &'a str,
     /// The slice of the tensor.
@@ -83,7 +83,7 @@ impl StoredCheckpoint {
             );
             return Err(self.refuse(reason));
         }
-        let wanted = Wanted { name, slice: &slice, range: 0..out.len() };
+        let wanted = TensorRequest { name, slice: &slice, range: 0..out.len() };
         Ok(self.read(kind, &wanted, out)?)
     }
 
@@ -114,7 +114,7 @@ impl StoredCheckpoint {
     pub fn read_part(
         &self,
         kind: TensorKind,
-        wanted: &Wanted<'_>,
+        wanted: &TensorRequest<'_>,
         out: &mut [f32],
     ) -> Result<(), Error> {
         Ok(self.read(kind, wanted, out)?)
@@ -124,10 +124,10 @@ impl StoredCheckpoint {
     pub(super) fn read(
         &self,
         kind: TensorKind,
-        wanted: &Wanted<'_>,
+        wanted: &TensorRequest<'_>,
         out: &mut [f32],
     ) -> Result<(), ReadError> {
-        let Wanted { name, slice, ref range } = *wanted;
+        let TensorRequest { name, slice, ref range } = *wanted;
         let runs = slice.runs(range.clone());
         let mut found = 0;
         for index in self.parts_with(name) {

@@ -107,27 +107,27 @@ pub fn commit_of(snapshot: &Path) -> Option<&str> {
 
 /// The files of a repository that are downloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Wanted {
+enum FileSet {
     Model,
     Tokenizer,
     Config,
 }
 
-impl Wanted {
+impl FileSet {
     /// Whether the file `name` is one of them.
     fn has(self, name: &str) -> bool {
         match self {
-            Wanted::Model => is_wanted(name),
-            Wanted::Tokenizer => TOKENIZER_FILES.contains(&name),
-            Wanted::Config => name == CONFIG_FILE,
+            FileSet::Model => is_wanted(name),
+            FileSet::Tokenizer => TOKENIZER_FILES.contains(&name),
+            FileSet::Config => name == CONFIG_FILE,
         }
     }
 
     /// The file without which the others are useless.
     fn main_file(self) -> &'static str {
         match self {
-            Wanted::Model | Wanted::Config => CONFIG_FILE,
-            Wanted::Tokenizer => TOKENIZER_FILES[0],
+            FileSet::Model | FileSet::Config => CONFIG_FILE,
+            FileSet::Tokenizer => TOKENIZER_FILES[0],
         }
     }
 }
@@ -189,7 +189,7 @@ impl Hub {
         revision: Option<&str>,
         progress: &mut dyn FnMut(&DownloadProgress<'_>),
     ) -> Result<PathBuf, Error> {
-        self.find(Wanted::Model, from, revision, progress)
+        self.find(FileSet::Model, from, revision, progress)
     }
 
     /// Resolves a tokenizer; see [`resolve_tokenizer`].
@@ -202,7 +202,7 @@ impl Hub {
         revision: Option<&str>,
         progress: &mut dyn FnMut(&DownloadProgress<'_>),
     ) -> Result<PathBuf, Error> {
-        self.find(Wanted::Tokenizer, from, revision, progress)
+        self.find(FileSet::Tokenizer, from, revision, progress)
     }
 
     /// Finds a model's `config.json`; see [`resolve_config`].
@@ -210,7 +210,7 @@ impl Hub {
     /// # Errors
     /// See [`resolve`].
     pub fn resolve_config(&self, from: &str, revision: Option<&str>) -> Result<PathBuf, Error> {
-        self.find(Wanted::Config, from, revision, &mut |_| ())
+        self.find(FileSet::Config, from, revision, &mut |_| ())
     }
 
     /// See [`cached`].
@@ -227,7 +227,7 @@ impl Hub {
 
     fn find(
         &self,
-        wanted: Wanted,
+        wanted: FileSet,
         from: &str,
         revision: Option<&str>,
         progress: &mut dyn FnMut(&DownloadProgress<'_>),
@@ -287,7 +287,7 @@ impl Folder {
     }
 
     /// The snapshot of a revision, if it is cached.
-    fn cached(&self, revision: &str, wanted: Wanted) -> Option<PathBuf> {
+    fn cached(&self, revision: &str, wanted: FileSet) -> Option<PathBuf> {
         let reference = fs::read_to_string(self.root.join("refs").join(revision));
         let commit =
             reference.map_or_else(|_| revision.to_string(), |text| text.trim().to_string());
@@ -295,7 +295,7 @@ impl Folder {
         let is_there = is_contained(&commit)
             && snapshot.join(wanted.main_file()).is_file()
             // A configuration alone may have been fetched for a plan.
-            && (wanted != Wanted::Model || has_weights(&snapshot));
+            && (wanted != FileSet::Model || has_weights(&snapshot));
         is_there.then_some(snapshot)
     }
 }
@@ -304,7 +304,7 @@ impl Folder {
 struct Download<'a> {
     id: &'a str,
     revision: &'a str,
-    wanted: Wanted,
+    wanted: FileSet,
     folder: Folder,
     client: Client,
 }
@@ -353,7 +353,7 @@ impl Download<'_> {
         if !files.iter().any(|file| file.name == main) {
             return Err(Error::hub(self.id, format!("the model has no {main}")).into());
         }
-        if self.wanted == Wanted::Model
+        if self.wanted == FileSet::Model
             && !files.iter().any(|file| file.name.ends_with(".safetensors"))
         {
             let reason = "the model has no weights in safetensors format: name a --revision that has \

@@ -35,7 +35,7 @@ pub use layouts::{StageSuggestions, Suggestion, Suggestions};
 pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
 use moh_data::Source;
 use moh_kernels::ElementType;
-use moh_model::{HeadCounts, ModelConfig, MohConfig};
+use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute};
 use moh_recipe::{ParallelOptions, Recipe, Stage};
 pub use rate::{Basis, Rate};
 pub use steps::step_config;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::{StoredCheckpoint, Wanted};
+use moh_checkpoint::{StoredCheckpoint, TensorRequest};
 use moh_data::TextTokenizer;
 use moh_hf::model_directory::companion_files;
 use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
@@ -338,7 +338,7 @@ impl ModelSource {
                     values.fill(0.0);
                     return Ok(());
                 }
-                let wanted = Wanted { name: &segment.name, slice: &segment.slice, range };
+                let wanted = TensorRequest { name: &segment.name, slice: &segment.slice, range };
                 Ok(stored.read_part(kind, &wanted, values)?)
             }
             _ => {

@@ -10,7 +10,7 @@ use moh_recipe::{Recipe, is_below};
 use moh_run_directory::RunDirectory;
 use serde::{Deserialize, Serialize};
 
-use super::token_files::Found;
+use super::token_files::TokenFileState;
 use crate::Error;
 use crate::error::unless_missing;
 
@@ -118,9 +118,9 @@ impl Record {
     pub(super) fn changed_sets<'a>(
         &self,
         files: &'a [(String, &TokenFile)],
-        found: &[Found],
+        found: &[TokenFileState],
     ) -> Vec<&'a str> {
-        let is_changed = |key: &str, found: &Found| {
+        let is_changed = |key: &str, found: &TokenFileState| {
             is_below(key, VALIDATION)
                 && self.token_files.get(key).is_some_and(|known| known.content != found.content)
         };
@@ -162,7 +162,7 @@ impl Record {
         &self,
         path: &Path,
         files: &[(String, &TokenFile)],
-        found: &[Found],
+        found: &[TokenFileState],
     ) -> Result<(), Error> {
         for ((key, file), found) in files.iter().zip(found) {
             // The recipe's other keys are compared before: the sources are as many as they were.

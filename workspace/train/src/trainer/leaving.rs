@@ -26,7 +26,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// # Errors
     /// [`Error::RunMoved`] or [`Error::RunRemoved`]; on other ranks than the first [`moh_step::Error::OtherRank`].
     pub(super) fn leave(mut self) -> Result<Outcome, Error> {
-        let place = self.inputs.held.and_then(|held| held.place());
+        let place = self.inputs.directory.and_then(|directory| directory.place());
         let text =
             place.as_ref().and_then(|place| place.to_str()).map(|place| place.as_bytes().to_vec());
         let moved = self.ranks.first_that_has(text)?;

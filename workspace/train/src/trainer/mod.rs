@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use evaluation::Evaluated;
 use moh_checkpoint::RunState;
-use moh_files::HeldDirectory;
+use moh_files::OpenDirectory;
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
@@ -44,7 +44,7 @@ pub(crate) struct Inputs<'a> {
     pub source: &'a ModelSource,
     pub run: &'a RunDirectory,
     /// The run directory itself, on the first rank.
-    pub held: Option<&'a Arc<HeldDirectory>>,
+    pub directory: Option<&'a Arc<OpenDirectory>>,
     pub stop: &'a AtomicBool,
     pub trace: &'a TraceSteps,
     /// See [`crate::RunOptions`].
@@ -54,7 +54,7 @@ pub(crate) struct Inputs<'a> {
     pub resume_step: Option<u64>,
     /// The state in which another layout of ranks left the run, as its last checkpoint has it but for an
     /// evaluation.
-    pub left: Option<RunState>,
+    pub resume_state: Option<RunState>,
 }
 
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
@@ -104,10 +104,10 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         events(Event::Warning { text: &text });
     }
     let (mut ranks, mut data, mut is_first_start) = (ranks, data, true);
-    let (mut resume_step, mut left) = (inputs.resume_step, None);
+    let (mut resume_step, mut resume_state) = (inputs.resume_step, None);
     loop {
-        let (resume_step, left_in) = (resume_step.take(), left.take());
-        let inputs = Inputs { resume_step, left: left_in, ..inputs.clone() };
+        let (step, state) = (resume_step.take(), resume_state.take());
+        let inputs = Inputs { resume_step: step, resume_state: state, ..inputs.clone() };
         let backend = backend.clone();
         let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
         if std::mem::take(&mut is_first_start) {
@@ -120,7 +120,7 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
             // Another layout of ranks starts from the last checkpoint, and after a rewind the run starts
             // from an earlier one.
             Progress::LayoutChanged => {
-                (ranks, data, left) = (trainer.ranks, trainer.data, Some(trainer.state));
+                (ranks, data, resume_state) = (trainer.ranks, trainer.data, Some(trainer.state));
             }
             Progress::Rewound => (ranks, data) = (trainer.ranks, trainer.data),
         }

@@ -113,8 +113,8 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let mut state =
         (stored.as_ref()).map_or_else(RunState::default, |stored| stored.manifest().state.clone());
     // Of the same step, the state in memory may have the evaluation that the checkpoint's lacks.
-    if let Some(left) = inputs.left.as_ref().filter(|left| left.step == state.step) {
-        state.clone_from(left);
+    if let Some(found) = inputs.resume_state.as_ref().filter(|found| found.step == state.step) {
+        state.clone_from(found);
     }
     let resumed = plan_growth(inputs, &mut state, ranks)?;
     if state.stage > recipe.stages.len() {
