@@ -40,7 +40,7 @@ mod write;
 pub use checkpoint_directory::{AFTER, CheckpointDirectory, is_unfinished_checkpoint};
 pub use error::Error;
 pub use flight::{CompleteCheckpoint, End, Flight, ThreadFlags, WritePart};
-pub use growth::{Growth, steps_at};
+pub use growth::{StageExtension, steps_at};
 pub use listing::{Condition, ListedCheckpoint, list};
 pub use load::{gather_weights, load};
 pub use manifest::{Manifest, PartFile, RunState};

@@ -9,7 +9,7 @@ use moh_step::guard::GuardState;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::Growth;
+use crate::StageExtension;
 
 /// The format version that this program writes and reads.
 pub(super) const FORMAT: u32 = 4;
@@ -103,7 +103,7 @@ pub struct RunState {
     /// Optimiser steps that the moments contain: those since they were zero.
     pub moment_steps: u64,
     /// The stages that have become longer, in the order of the steps.
-    pub growth: Vec<Growth>,
+    pub growth: Vec<StageExtension>,
     /// The measurements of the last step, if the run was stopped in the evaluation after it: neither it
     /// nor its line of metrics is there yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
-use moh_checkpoint::Growth;
+use moh_checkpoint::StageExtension;
 use moh_kernels::MemoryInfo;
 use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_plan::SourceEpochs;
@@ -55,7 +55,7 @@ impl RunView {
                 "moved what the run wrote after step {step} to {}",
                 path.display()
             )),
-            Event::StageGrown { growth: Growth { stage, step, before, tokens } } => {
+            Event::StageExtended { extension: StageExtension { stage, step, before, tokens } } => {
                 let (before, tokens) = (HumanCount(*before), HumanCount(*tokens));
                 self.line(&format!(
                     "stage {stage} has {tokens} tokens instead of {before} from step {step} on"

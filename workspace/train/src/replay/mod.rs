@@ -5,7 +5,7 @@ mod samples;
 
 use std::path::Path;
 
-use moh_checkpoint::{Growth, RunState, StoredCheckpoint, steps_at};
+use moh_checkpoint::{RunState, StageExtension, StoredCheckpoint, steps_at};
 use moh_comm::World;
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
@@ -126,7 +126,7 @@ struct Job<'a> {
     source: &'a ModelSource,
     data: RunData,
     rewinds: Rewinds,
-    growth: Vec<Growth>,
+    growth: Vec<StageExtension>,
     stored: Option<StoredCheckpoint>,
     step: u64,
 }

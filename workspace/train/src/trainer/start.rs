@@ -200,8 +200,8 @@ fn settle<B: Backend>(
     if let Some(path) = aside {
         events(Event::SetAside { step: state.step, path: &path });
     }
-    for growth in &resumed.requested {
-        events(Event::StageGrown { growth });
+    for extension in &resumed.requested {
+        events(Event::StageExtended { extension });
     }
     Ok(())
 }
