@@ -150,7 +150,7 @@ pub fn undamaged<B: Backend, R>(
         return read.map(Some);
     }
     let aside = aside(run, step);
-    ranks.on_rank0(|| set_aside(run, &directory, &aside))?;
+    ranks.on_rank0(|| quarantine(run, &directory, &aside))?;
     if ranks.is_first() {
         // The first rank reports, even if another rank has found the damage.
         let error = read.err().unwrap_or_else(|| Error::File {
@@ -194,7 +194,7 @@ fn aside(run: &CheckpointDirectory, step: u64) -> PathBuf {
     first_free_suffixed(|suffix| run.checkpoints().join(format!("damaged-step-{step}{suffix}")))
 }
 
-fn set_aside(run: &CheckpointDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
+fn quarantine(run: &CheckpointDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
     fs::rename(directory, aside).map_err(Error::io(aside))?;
     moh_files::sync_directory(&run.checkpoints()).map_err(Error::io(&run.checkpoints()))
 }

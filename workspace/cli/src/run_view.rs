@@ -51,7 +51,7 @@ impl RunView {
             Event::DamagedCheckpoint { path, error } => {
                 self.line(&format!("moved a damaged checkpoint to {}: {error}", path.display()));
             }
-            Event::SetAside { step, path } => self.line(&format!(
+            Event::Archived { step, path } => self.line(&format!(
                 "moved what the run wrote after step {step} to {}",
                 path.display()
             )),

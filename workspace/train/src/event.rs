@@ -22,7 +22,7 @@ pub enum Event<'a> {
     },
     /// The run resumes from an earlier checkpoint than the newest, and what was written after it has
     /// been moved.
-    SetAside {
+    Archived {
         /// The step from which the run resumes, over all stages.
         step: u64,
         /// The directory with the later checkpoints.

@@ -13,7 +13,7 @@ use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::growth::{self, Resumed};
-use moh_run_directory::{Rewinds, RunDirectory, leave_path, metrics_resume, set_later_aside};
+use moh_run_directory::{Rewinds, RunDirectory, archive_later, leave_path, metrics_resume};
 use moh_run_log::{MetricsWriter, RoutingWriter, TensorBoard};
 use moh_step::{OptimizerState, Ranks, StepGroups};
 
@@ -190,7 +190,7 @@ fn settle<B: Backend>(
     let (mut aside, mut edited) = (None, None);
     ranks.on_rank0::<Error>(|| {
         if let Some(step) = resume_step {
-            aside = set_later_aside(run, step)?;
+            aside = archive_later(run, step)?;
         }
         run.remove_summary()?;
         edited = resumed.store(run, recipe)?;
@@ -198,7 +198,7 @@ fn settle<B: Backend>(
     })?;
     warn_of_edited(run, edited.as_deref(), events);
     if let Some(path) = aside {
-        events(Event::SetAside { step: state.step, path: &path });
+        events(Event::Archived { step: state.step, path: &path });
     }
     for extension in &resumed.requested {
         events(Event::StageExtended { extension });
