@@ -83,7 +83,8 @@ fn allocated<T: Element, G: Element, M: Element>(
     let _ranks = Ranks::new(Cpu, all.clone()).unwrap();
     let [tensor, pipeline] =
         [layout.tensor, layout.pipeline].map(|n| NonZeroUsize::new(n).unwrap());
-    let groups = moh_comm::Layout::new(all.size(), tensor, pipeline).unwrap().groups(&all).unwrap();
+    let groups =
+        moh_comm::RankLayout::new(all.size(), tensor, pipeline).unwrap().groups(&all).unwrap();
     let virtual_stages = layout.virtual_stages;
     let parallel =
         ModelParallel::new(&config, groups.pipeline, virtual_stages, groups.tensor).unwrap();
@@ -139,7 +140,7 @@ fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str
         std::thread::spawn(move || {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
             pool.install(|| {
-                let arranged = moh_comm::Layout::new(
+                let arranged = moh_comm::RankLayout::new(
                     layout.ranks(),
                     NonZeroUsize::new(layout.tensor).unwrap(),
                     NonZeroUsize::new(layout.pipeline).unwrap(),

@@ -13,7 +13,7 @@ use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
-use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
+use moh_model::{Activations, BlockMagnitudes, Model, PassSlot, Recompute};
 use moh_plan::step_config;
 use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_run_directory::{Rewinds, RunDirectory, growth};

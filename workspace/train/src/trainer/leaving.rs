@@ -17,8 +17,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Whether this rank holds the run directory, and it is not at its path.
     pub(super) fn has_left(&self) -> bool {
-        let Inputs { run, held, .. } = self.inputs;
-        held.is_some_and(|held| held.has_left(run.root()))
+        let Inputs { run, directory, .. } = self.inputs;
+        directory.is_some_and(|directory| directory.has_left(run.root()))
     }
 
     /// Writes the state where the run directory is now, and ends the run.
