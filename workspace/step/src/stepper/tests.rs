@@ -34,7 +34,7 @@ fn config(tied: bool) -> ModelConfig {
     config
 }
 
-fn config(reduce: ElementType) -> StepConfig {
+fn step_config(reduce: ElementType) -> StepConfig {
     StepConfig {
         stage: "test".into(),
         sequence_length: LENGTH,
@@ -87,7 +87,8 @@ impl<T: Element> Rank<T> {
         let data = groups.data.clone();
         let model = Model::of_part(Cpu, config, LENGTH, part, data.size(), fill).unwrap();
         let optimizer = OptimizerState::new(&model, Shard::from_group(&data)).unwrap();
-        let stepper = Stepper::new(&model, config(ranks.reduce), StepGroups { all, data }).unwrap();
+        let stepper =
+            Stepper::new(&model, step_config(ranks.reduce), StepGroups { all, data }).unwrap();
         Rank { model, optimizer, stepper }
     }
 
