@@ -93,7 +93,7 @@ mod tests {
                 .unwrap();
             let mut snapshot = Snapshot::new(model.layout(), optimizer.shard()).unwrap();
             snapshot.copy(&model, &optimizer).unwrap();
-            write_part(run, 5, (rank, ranks), &snapshot).unwrap()
+            write_part(run, 5, rank, ranks, &snapshot).unwrap()
         });
         let parts: Vec<_> = parts.collect();
         let state = RunState { step: 5, ..RunState::default() };

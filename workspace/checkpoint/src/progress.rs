@@ -38,7 +38,8 @@ impl RunState {
     /// Counts a step of `sequences` samples, applied or not.
     pub fn count(
         &mut self,
-        (stage, guard): (&Stage, &GuardOptions),
+        stage: &Stage,
+        guard: &GuardOptions,
         result: &StepResult,
         sequences: u64,
     ) -> Option<Skipped> {
@@ -48,7 +49,7 @@ impl RunState {
         self.moment_steps += u64::from(result.skipped.is_none());
         self.tokens += stage.batch_tokens;
         self.sample += sequences;
-        self.guard.count(result.skipped.is_some(), (result.loss, result.grad_norm), guard.factor);
+        self.guard.count(result.skipped.is_some(), result.loss, result.grad_norm, guard.factor);
         result.skipped.map(|reason| Skipped { reason, samples })
     }
 

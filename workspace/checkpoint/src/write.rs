@@ -47,7 +47,8 @@ type WrittenPart = (String, String, Vec<String>);
 pub fn write_part<T: Element, M: Element>(
     run: &CheckpointDirectory,
     step: u64,
-    (rank, size): (usize, usize),
+    rank: usize,
+    size: usize,
     snapshot: &Snapshot<T, M>,
 ) -> Result<Vec<u8>, Error> {
     let folder = folder(run, step);

@@ -111,7 +111,8 @@ impl Plan {
     pub fn on_ranks(
         self,
         recipe: &Recipe,
-        (model, path): (&ModelConfig, &Path),
+        path: &Path,
+        model: &ModelConfig,
         ranks: usize,
         hardware: Option<Hardware>,
     ) -> Result<Plan, Error> {

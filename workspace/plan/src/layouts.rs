@@ -76,7 +76,7 @@ impl Suggestions {
         let model = grown(recipe, model);
         let checkpoint = DiskBytes::new(recipe, &model).checkpoint;
         let checkpoint = hardware.checkpoint_seconds(checkpoint, ranks);
-        let of_stage = |stage| suggest(recipe, stage, &model, ranks, (&hardware, checkpoint));
+        let of_stage = |stage| suggest(recipe, stage, &model, ranks, &hardware, checkpoint);
         let stages = recipe.stages.iter().map(of_stage).collect();
         Suggestions { ranks, stages, hardware }
     }
@@ -87,7 +87,8 @@ fn suggest(
     stage: &Stage,
     model: &ModelConfig,
     ranks: usize,
-    (hardware, checkpoint): (&Hardware, Option<f64>),
+    hardware: &Hardware,
+    checkpoint: Option<f64>,
 ) -> StageSuggestions {
     let mut found = Vec::new();
     let (mut considered, mut least_bytes) = (0, None::<u64>);

@@ -44,7 +44,7 @@ fn on_ranks(overrides: &[&str], ranks: usize) -> Vec<RankMemory> {
     let (recipe, model) = llama3_8b(overrides);
     let path = Path::new("recipe.toml");
     let plan = Plan::new(&recipe, &model).unwrap();
-    let plan = plan.on_ranks(&recipe, (&model, path), ranks, None).unwrap();
+    let plan = plan.on_ranks(&recipe, path, &model, ranks, None).unwrap();
     plan.cluster.unwrap().stages.into_iter().map(|stage| stage.memory).collect()
 }
 
@@ -199,7 +199,7 @@ fn ranks_that_make_no_whole_models_are_refused() {
     let refused = |ranks| {
         let plan = Plan::new(&recipe, &model).unwrap();
         let path = Path::new("x.toml");
-        plan.on_ranks(&recipe, (&model, path), ranks, None).unwrap_err().to_string()
+        plan.on_ranks(&recipe, path, &model, ranks, None).unwrap_err().to_string()
     };
     let message = refused(63);
     assert!(
@@ -240,7 +240,7 @@ fn huge_numbers_saturate_and_print() {
     let path = Path::new("recipe.toml");
     for ranks in [1, usize::MAX] {
         let plan = Plan::new(&recipe, &model).unwrap();
-        let plan = plan.on_ranks(&recipe, (&model, path), ranks, Some(slow.clone())).unwrap();
+        let plan = plan.on_ranks(&recipe, path, &model, ranks, Some(slow.clone())).unwrap();
         assert!(!plan.to_string().contains("NaN"));
         Suggestions::new(&recipe, &model, ranks, slow.clone()).to_string();
     }

@@ -162,7 +162,7 @@ fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str
     let plan = pool.install(|| {
         let plan = Plan::new(&recipe, &config).unwrap();
         let path = Path::new("recipe.toml");
-        plan.on_ranks(&recipe, (&config, path), layout.ranks(), None).unwrap()
+        plan.on_ranks(&recipe, path, &config, layout.ranks(), None).unwrap()
     });
     assert_eq!(plan.cluster.unwrap().stages[0].memory.total(), fullest, "{layout:?}");
 }

@@ -236,17 +236,15 @@ mod tests {
     }
 
     /// Runs `work` on `data` data ranks of `stages` pipeline stages each, as threads.
-    fn on_ranks(
-        (data, stages): (usize, usize),
-        reduce: ElementType,
-        work: impl Fn(&mut Rank) + Sync,
-    ) {
-        on_layout((1, data, stages), reduce, work);
+    fn on_ranks(data: usize, stages: usize, reduce: ElementType, work: impl Fn(&mut Rank) + Sync) {
+        on_layout(1, data, stages, reduce, work);
     }
 
     /// As [`on_ranks`], with `tensor` tensor-parallel ranks for each.
     fn on_layout(
-        (tensor, data, stages): (usize, usize, usize),
+        tensor: usize,
+        data: usize,
+        stages: usize,
         reduce: ElementType,
         work: impl Fn(&mut Rank) + Sync,
     ) {
@@ -296,7 +294,7 @@ mod tests {
     #[test]
     fn gradients_are_summed_for_the_local_shard_exactly_or_rounded_once() {
         for reduce in [ElementType::F32, ElementType::BF16] {
-            on_ranks((3, 1), reduce, move |rank| {
+            on_ranks(3, 1, reduce, move |rank| {
                 for _step in 0..2 {
                     rank.fill_gradients();
                     rank.start_gradients();
@@ -323,7 +321,7 @@ mod tests {
 
     #[test]
     fn a_rank_without_micro_batches_adds_zeros() {
-        on_ranks((2, 1), ElementType::F32, |rank| {
+        on_ranks(2, 1, ElementType::F32, |rank| {
             rank.fill_gradients();
             if rank.number == 1 {
                 rank.gradients.mark_stale();
@@ -345,7 +343,7 @@ mod tests {
     #[test]
     fn a_tied_head_is_summed_over_both_stages_after_the_last_pass() {
         // Ranks 0 and 1 are the first stage, ranks 2 and 3 the last.
-        on_ranks((2, 2), ElementType::F32, |rank| {
+        on_ranks(2, 2, ElementType::F32, |rank| {
             rank.fill_gradients();
             rank.start_gradients();
             // At hand until both stages are done.
@@ -368,7 +366,7 @@ mod tests {
     #[test]
     fn copies_of_norms_become_those_of_the_first_tensor_parallel_rank() {
         // Ranks 2 d and 2 d + 1 are the tensor-parallel ranks of data rank d.
-        on_layout((2, 3, 1), ElementType::F32, |rank| {
+        on_layout(2, 3, 1, ElementType::F32, |rank| {
             let Rank { number, model, exchange, .. } = rank;
             let flats = model.layout().flats.len();
             for flat in 0..flats {
@@ -395,7 +393,7 @@ mod tests {
 
     #[test]
     fn weights_are_gathered_from_all_shards() {
-        on_ranks((3, 1), ElementType::F32, |rank| {
+        on_ranks(3, 1, ElementType::F32, |rank| {
             let Rank { number, model, exchange, .. } = rank;
             for flat in 0..model.layout().flats.len() {
                 let weights = model.weights_mut();

@@ -298,13 +298,17 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         first: u64,
         update: Update,
     ) -> Result<StepResult, Error> {
-        let result = self.compute(backend, model, optimizer, (read, first), &mut Unobserved)?;
+        let result = self.compute(backend, model, optimizer, read, first, &mut Unobserved)?;
         if self.measures_norms {
             let _norms = span::enter("block norms");
-            let (layout, buffers) = (model.layout(), (model.weights(), &self.gradients));
-            let (shard, ranks) = (optimizer.shard(), &self.all_ranks);
-            let norms = self.squared_block_norms.measure(backend, layout, buffers, shard, ranks)?;
-            self.block_norms = Some(norms);
+            self.block_norms = Some(self.squared_block_norms.measure(
+                backend,
+                model.layout(),
+                model.weights(),
+                &self.gradients,
+                optimizer.shard(),
+                &self.all_ranks,
+            )?);
         }
         // All ranks have the same sums, and decide the same.
         let skipped = update.limits.check(result.loss, result.grad_norm);
@@ -342,11 +346,12 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         &mut self,
         model: &mut Model<B, T>,
         optimizer: &OptimizerState<B, M>,
-        (read, first): (impl ReadSample + Send, u64),
+        read: impl ReadSample + Send,
+        first: u64,
         observer: &mut (dyn Observer<B, T> + Send),
     ) -> Result<StepResult, Error> {
         let backend = model.backend().clone();
-        backend.install(|| self.compute(&backend, model, optimizer, (read, first), observer))
+        backend.install(|| self.compute(&backend, model, optimizer, read, first, observer))
     }
 
     /// The norm of each tensor's gradient of the last step, before clipping, in the order of the
@@ -377,11 +382,12 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         backend: &B,
         model: &mut Model<B, T>,
         optimizer: &OptimizerState<B, M>,
-        (read, first): (impl ReadSample, u64),
+        read: impl ReadSample,
+        first: u64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<StepResult, Error> {
         let targets = self.config.micro_batches as f64 * self.host.ids.len() as f64;
-        self.passes(backend, model, (read, first), targets, observer)?;
+        self.passes(backend, model, read, first, targets, observer)?;
         let _norm = span::enter("gradient norm");
         optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
         self.sums.all_reduce(&self.all_ranks)?;
@@ -401,7 +407,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         &mut self,
         backend: &B,
         model: &mut Model<B, T>,
-        (read, first): (impl ReadSample, u64),
+        read: impl ReadSample,
+        first: u64,
         targets: f64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<(), Error> {

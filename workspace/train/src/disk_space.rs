@@ -108,8 +108,10 @@ fn most_checkpoints(recipe: &Recipe) -> u64 {
 /// # Errors
 /// [`Error::NoRoom`]; fails also if the run's files cannot be listed.
 pub(crate) fn check(
-    (run, resume_step): (&RunDirectory, Option<u64>),
-    (recipe, source): (&Recipe, &ModelSource),
+    run: &RunDirectory,
+    resume_step: Option<u64>,
+    recipe: &Recipe,
+    source: &ModelSource,
     ranks: usize,
     free_space: FreeSpace,
 ) -> Result<Option<String>, Error> {

@@ -42,7 +42,9 @@ impl<E: Into<Error>> From<E> for Ended {
 /// one is complete. Tensors of other ranks are read from the last checkpoint. `go_on` is asked before each
 /// tensor.
 pub(crate) fn write<B: Backend, T: Element>(
-    (run, source, recipe): (&RunDirectory, &ModelSource, &Recipe),
+    run: &RunDirectory,
+    source: &ModelSource,
+    recipe: &Recipe,
     model: &Model<B, T>,
     state: &RunState,
     go_on: &mut dyn FnMut() -> Result<bool, Error>,

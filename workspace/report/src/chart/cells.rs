@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use maud::{Markup, html};
 
 use super::at;
-use super::heat::{Cell, HeatRow, viridis};
+use super::heat::{Cell, HeatRow, Rectangle, viridis};
 
 /// Colours of the shares from 0 to 1.
 const LEVELS: usize = 41;
@@ -34,10 +34,10 @@ impl Color {
 }
 
 /// Draws the cells of `rows` into a rectangle.
-pub(super) fn draw(rows: &[HeatRow], (x, y): (f64, f64), (wide, high): (f64, f64)) -> Markup {
+pub(super) fn draw(rows: &[HeatRow], Rectangle { x, y, width, height }: Rectangle) -> Markup {
     let columns = rows.iter().map(|row| row.cells.len()).max().unwrap_or(0).max(1);
     html! {
-        svg class="cells" x=(at(x)) y=(at(y)) width=(at(wide)) height=(at(high))
+        svg class="cells" x=(at(x)) y=(at(y)) width=(at(width)) height=(at(height))
             viewBox={ "0 0 " (columns) " " (rows.len().max(1)) } preserveAspectRatio="none" {
             @for (color, path) in paths(rows) {
                 @match color {
@@ -81,7 +81,8 @@ mod tests {
             vec![Cell::Absent, high, Cell::Share(7.0), high],
         ];
         let rows = rows.map(|cells| HeatRow { number: 0, cells });
-        let shown = draw(&rows, (0.0, 0.0), (40.0, 30.0)).into_string();
+        let shown =
+            draw(&rows, Rectangle { x: 0.0, y: 0.0, width: 40.0, height: 30.0 }).into_string();
         for path in [
             "<path class=\"shared\" d=\"M0 0.5h4\">",
             "<path stroke=\"#440154\" d=\"M0 1.5h2M3 1.5h1\">",
@@ -89,6 +90,10 @@ mod tests {
         ] {
             assert!(shown.contains(path), "{path}: {shown}");
         }
-        assert!(draw(&[], (0.0, 0.0), (1.0, 1.0)).into_string().ends_with("</svg>"));
+        assert!(
+            draw(&[], Rectangle { x: 0.0, y: 0.0, width: 1.0, height: 1.0 })
+                .into_string()
+                .ends_with("</svg>")
+        );
     }
 }

@@ -61,7 +61,8 @@ pub(super) fn shown(marks: &[Mark]) -> Vec<&Mark> {
 /// the chart.
 pub(super) fn placed(
     labels: impl IntoIterator<Item = (f64, String)>,
-    (left, right): (f64, f64),
+    left: f64,
+    right: f64,
 ) -> Vec<Placed> {
     let mut rows: [Vec<(f64, f64)>; MAX_ROWS] = Default::default();
     let most = ((right - left) * 0.7 / width("m")) as usize;
@@ -118,13 +119,13 @@ mod tests {
     #[test]
     fn labels_cover_neither_each_other_nor_the_axis() {
         let labels = [(50.0, "adapt"), (55.0, "moh: 6 of 8 heads"), (545.0, "longer")];
-        let found = placed(labels.map(|(x, label)| (x, label.to_owned())), (50.0, 560.0));
+        let found = placed(labels.map(|(x, label)| (x, label.to_owned())), 50.0, 560.0);
         let rows: Vec<usize> = found.iter().map(|mark| mark.row).collect();
         assert_eq!(rows, [0, 1, 0]);
         assert_eq!(found[0].start, 55.0);
         assert!(found[2].start + width("longer") < found[2].x, "left of a line at the right edge");
         assert_eq!(height(&found), 2.0 * ROW);
-        assert_eq!(height(&placed([], (0.0, 1.0))), 0.0);
+        assert_eq!(height(&placed([], 0.0, 1.0)), 0.0);
     }
 
     #[test]
@@ -134,7 +135,7 @@ mod tests {
         marks.push(mark(499, MarkKind::Stage));
         let shown = shown(&marks);
         assert_eq!(shown.len(), MAX_MARKS);
-        let found = placed(shown.iter().map(|mark| (mark.at, mark.label.clone())), (0.0, 500.0));
+        let found = placed(shown.iter().map(|mark| (mark.at, mark.label.clone())), 0.0, 500.0);
         assert_eq!((found[0].x, found[0].row), (499.0, 0), "the stage has its label");
         assert_eq!(height(&found), MAX_ROWS as f64 * ROW);
         assert_eq!(

@@ -242,7 +242,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let update = self.state.next_update(stage, guard);
         let (read, first) = (self.job.data.sample_reader(), self.state.sample);
         let result = stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?;
-        self.state.count((stage, guard), &result, stepper.config().batch_sequences());
+        self.state.count(stage, guard, &result, stepper.config().batch_sequences());
         Ok(())
     }
 
@@ -258,7 +258,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             blocks: vec![BlockMagnitudes::default(); self.model.config().num_hidden_layers],
             routing: self.model.routing_statistics()?,
         };
-        let result = stepper.measure(&mut self.model, &self.optimizer, (read, first), &mut seen)?;
+        let result = stepper.measure(&mut self.model, &self.optimizer, read, first, &mut seen)?;
         let gradients = stepper.gradient_norms(&self.model)?;
         let samples = first..first + stepper.config().batch_sequences();
         Ok(Replay {

@@ -68,8 +68,9 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
         let (options, size) = (&job.options, job.group.size());
         let mut data = ranks.agree(data)?;
         ranks.on_rank0::<Error>(|| {
-            let (of_run, model) = ((&run, resume_step), (recipe, &source));
-            if let Some(text) = disk_space::check(of_run, model, size, options.free_space)? {
+            let free_space = options.free_space;
+            let warning = disk_space::check(&run, resume_step, recipe, &source, size, free_space)?;
+            if let Some(text) = warning {
                 events(Event::Warning { text: &text });
             }
             Ok(())

@@ -143,7 +143,7 @@ impl RunInputs<'_> {
             None if self.resumes => (model.hashes(), None),
             _ => (model.hashes(), weights),
         };
-        let record = Record::new(token_files.collect(), (model_files, weights));
+        let record = Record::new(token_files.collect(), model_files, weights);
         for text in trained_and_validated(files, found) {
             events(Event::Warning { text: &text });
         }

@@ -50,15 +50,15 @@ impl ModelFiles {
             // A run that was the origin may have kept no files.
             if directory.is_dir() {
                 let tokenizer = source.first_tokenizer().unwrap_or(directory);
-                add_companions(&mut files, (directory, tokenizer), ("", key))?;
+                add_companions(&mut files, directory, tokenizer, "", key)?;
             }
             add_origin(&mut files, source, directory)?;
         }
         if recipe.model.tokenizer.is_some()
             && let Some(directory) = source.tokenizer_directory()
         {
-            let from = (directory, directory);
-            add_companions(&mut files, from, ("tokenizer/", "model.tokenizer"))?;
+            let (prefix, key) = ("tokenizer/", "model.tokenizer");
+            add_companions(&mut files, directory, directory, prefix, key)?;
         }
         Ok(ModelFiles { files })
     }
@@ -214,8 +214,10 @@ fn add_origin(
 /// `prefix`.
 fn add_companions(
     files: &mut BTreeMap<String, ModelFile>,
-    (directory, tokenizer): (&Path, &Path),
-    (prefix, key): (&str, &'static str),
+    directory: &Path,
+    tokenizer: &Path,
+    prefix: &str,
+    key: &'static str,
 ) -> Result<(), Error> {
     for path in companion_files(directory, tokenizer)? {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };

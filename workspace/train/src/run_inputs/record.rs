@@ -52,7 +52,8 @@ impl Record {
     /// The record of these token files, of the model's files with these hashes, and of its weights.
     pub(crate) fn new(
         token_files: BTreeMap<String, FileRecord>,
-        (model_files, weights): (BTreeMap<String, String>, Option<String>),
+        model_files: BTreeMap<String, String>,
+        weights: Option<String>,
     ) -> Self {
         Record { format: FORMAT, token_files, model_files, weights }
     }
@@ -219,7 +220,7 @@ mod tests {
         let file = FileRecord { path: "data/text".into(), content, ids_below: Some(9) };
         let model = BTreeMap::from([("config.json".to_owned(), "ef".to_owned())]);
         let token_files = BTreeMap::from([("data.sources.0".to_owned(), file)]);
-        Record::new(token_files, (model, Some("01".to_owned())))
+        Record::new(token_files, model, Some("01".to_owned()))
     }
 
     #[test]

@@ -24,8 +24,7 @@ use moh_plan::SourceEpochs;
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_run_log::{
-    EvaluationPoint, MetricsWriter, PartTimes, RoutingMoment, RoutingWriter, Summary, TensorBoard,
-    TraceSteps,
+    EvaluationPoint, MetricsWriter, PartTimes, RoutingWriter, Summary, TensorBoard, TraceSteps,
 };
 use moh_step::{OptimizerState, Ranks, StepGroups};
 use saving::Saving;
@@ -148,8 +147,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn run(&mut self) -> Result<Progress, Error> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
             let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
-            let following = (RoutingMoment::Loaded, None);
-            if self.evaluate_at(EvaluationPoint::Loaded, batch, following)? == Evaluated::Stopped {
+            if self.evaluate_at(EvaluationPoint::Loaded, batch)? == Evaluated::Stopped {
                 return Ok(Progress::Stopped);
             }
         }
@@ -207,7 +205,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                 if let Some(aside) = kept {
                     tell_kept(run, &aside, &mut **events);
                 }
-                export::write((run, source, recipe), model, state, &mut go_on)
+                export::write(run, source, recipe, model, state, &mut go_on)
             });
             if matches!(written, Ok(Exported::Stopped)) {
                 return Ok(Exported::Stopped);

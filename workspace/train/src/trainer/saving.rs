@@ -180,14 +180,13 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let snapshot = Arc::get_mut(&mut self.saving.snapshot).expect("no checkpoint is in flight");
         snapshot.copy(&self.model, &self.optimizer)?;
         let (run, step) = (self.inputs.run.checkpoint_directory(), self.state.step);
-        let group = self.ranks.group();
-        let rank = (group.rank(), group.size());
+        let (rank, size) = (self.ranks.group().rank(), self.ranks.group().size());
         let snapshot = Arc::clone(&self.saving.snapshot);
         let background = Arc::clone(&self.background);
         Ok(Box::new(move || {
             let _listening = span::listen(background);
             let _span = span::enter("write checkpoint");
-            moh_checkpoint::write_part(&run, step, rank, &snapshot)
+            moh_checkpoint::write_part(&run, step, rank, size, &snapshot)
         }))
     }
 

@@ -63,7 +63,7 @@ pub(crate) fn train(
         None => vec![&recipe],
     };
     let world = moh_train::connect(&launch, &device, &recipes, options)?;
-    let session = || Session::new(arguments, path, (&device, &world, launch.launcher), limit);
+    let session = || Session::new(arguments, path, &device, &world, launch.launcher, limit);
     let done = if arguments.preflight {
         preflight(&recipe, device.clone(), &world)
     } else if let Some(comparison) = comparison {
@@ -167,7 +167,9 @@ impl<'a> Session<'a> {
     fn new(
         arguments: &'a Arguments,
         path: &'a Path,
-        (device, world, launcher): (&'a OpenDevice, &'a World, Launcher),
+        device: &'a OpenDevice,
+        world: &'a World,
+        launcher: Launcher,
         time_limit: Option<TimeLimit>,
     ) -> Self {
         let processor = match world.rank() {
