@@ -32,7 +32,7 @@ pub fn newest<B: Backend>(
     loop {
         // Steps count from 1, so 0 means none; f64 represents them exactly.
         let listed = || Ok(run.checkpoint_steps()?.last().copied().unwrap_or(0) as f64);
-        let step = ranks.from_rank0::<Error>(listed)? as u64;
+        let step = ranks.rank0_computes::<Error>(listed)? as u64;
         if step == 0 {
             return Ok(None);
         }
@@ -58,7 +58,7 @@ pub fn newest_good<B: Backend>(
             let steps = run.checkpoint_steps()?;
             Ok(steps.into_iter().rfind(|&step| (step as f64) < below).unwrap_or(0) as f64)
         };
-        let step = ranks.from_rank0::<Error>(listed)?;
+        let step = ranks.rank0_computes::<Error>(listed)?;
         if step == 0.0 {
             return Ok(None);
         }

@@ -47,7 +47,7 @@ impl CheckpointName {
             return Ok(step);
         }
         // 0 where the newest good checkpoint is wanted.
-        let last = ranks.from_rank0::<Error>(|| {
+        let last = ranks.rank0_computes::<Error>(|| {
             let finished = run.is_finished()?;
             let steps = run.checkpoint_steps()?;
             Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)

@@ -131,7 +131,7 @@ impl<B: Backend> Ranks<B> {
     ///
     /// # Errors
     /// The error of `work`; on the other ranks [`Error::OtherRank`].
-    pub fn from_rank0<E: From<Error>>(
+    pub fn rank0_computes<E: From<Error>>(
         &mut self,
         work: impl FnOnce() -> Result<f64, E>,
     ) -> Result<f64, E> {
@@ -146,21 +146,21 @@ impl<B: Backend> Ranks<B> {
         Ok(values[0])
     }
 
-    /// As [`Self::from_rank0`], for a condition.
+    /// As [`Self::rank0_computes`], for a condition.
     ///
     /// # Errors
-    /// See [`Self::from_rank0`].
+    /// See [`Self::rank0_computes`].
     pub fn rank0_decides<E: From<Error>>(
         &mut self,
         condition: impl FnOnce() -> Result<bool, E>,
     ) -> Result<bool, E> {
-        Ok(self.from_rank0(|| condition().map(f64::from))? > 0.0)
+        Ok(self.rank0_computes(|| condition().map(f64::from))? > 0.0)
     }
 
     /// Runs `work` on the first rank alone; the others wait for it.
     ///
     /// # Errors
-    /// See [`Self::from_rank0`].
+    /// See [`Self::rank0_computes`].
     pub fn on_rank0<E: From<Error>>(
         &mut self,
         work: impl FnOnce() -> Result<(), E>,
@@ -264,7 +264,7 @@ mod tests {
             let rank = ranks.group().rank();
             let sum = ranks.sum([rank as f64, 1.0]).unwrap();
             let texts = ranks.gather(vec![b'a' + rank as u8; rank]).unwrap();
-            let first = ranks.from_rank0::<Error>(|| Ok(5.5)).unwrap();
+            let first = ranks.rank0_computes::<Error>(|| Ok(5.5)).unwrap();
             let text = |has: bool| has.then(|| vec![b'x'; rank]);
             assert_eq!(ranks.first_that_has(text(rank > 0)).unwrap(), Some(vec![b'x']));
             assert_eq!(ranks.first_that_has(text(false)).unwrap(), None);

@@ -52,7 +52,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
         let (source, data) = ranks.agree(opened)?;
         // Steps count from 1; the first rank's option counts.
         let resume_step =
-            ranks.from_rank0::<Error>(|| Ok(job.options.resume_step.unwrap_or(0) as f64))?;
+            ranks.rank0_computes::<Error>(|| Ok(job.options.resume_step.unwrap_or(0) as f64))?;
         let resume_step = Some(resume_step as u64).filter(|&step| step > 0);
         // Invalid data must not create a run directory.
         let data = match ranks.any(data.is_err() && !run.root().exists())? {
