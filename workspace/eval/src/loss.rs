@@ -170,7 +170,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
             if start < count {
                 let windows = start..count.min(start + batch);
                 let routing = routing.as_deref_mut();
-                self.add_batch(model, text, windows, (&mut tokens, &mut sums), routing)?;
+                self.add_batch(model, text, windows, &mut tokens, &mut sums, routing)?;
             }
             round += batch * shard.size as u64;
         }
@@ -183,7 +183,8 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         model: &mut Model<B, T>,
         EvaluationText { windows, tokenizer, .. }: EvaluationText<'_>,
         batch: Range<u64>,
-        (Tokens { ids, targets }, sums): (&mut Tokens, &mut LossSums),
+        Tokens { ids, targets }: &mut Tokens,
+        sums: &mut LossSums,
         routing: Option<&mut RoutingStatistics>,
     ) -> Result<(), Error> {
         let shape = self.activations.shape();

@@ -65,7 +65,8 @@ pub struct Replay {
 /// when the model does not fit its memory.
 pub fn replay(
     run: &RunDirectory,
-    (mut recipe, path): (Recipe, &Path),
+    mut recipe: Recipe,
+    path: &Path,
     directory: Option<&Path>,
     device: OpenDevice,
     step: u64,

@@ -29,7 +29,8 @@ use crate::{Arguments, comparison};
 pub(crate) fn train(
     arguments: &Arguments,
     path: &Path,
-    (mut recipe, comparison): (Recipe, Option<&Comparison>),
+    mut recipe: Recipe,
+    comparison: Option<&Comparison>,
     start: Instant,
 ) -> anyhow::Result<()> {
     let limit = time_limit(start, arguments.time_limit);
