@@ -85,8 +85,8 @@ mod tests {
             let (mut model, mut optimizer) = part(rank, ranks);
             optimizer
                 .fill(&mut model, |kind, segment, range, values| {
-                    for (at, out) in range.zip(values) {
-                        *out = value(kind, &segment.name, at);
+                    for (i, out) in range.zip(values) {
+                        *out = value(kind, &segment.name, i);
                     }
                     Ok::<(), moh_model::Error>(())
                 })
@@ -109,14 +109,14 @@ mod tests {
         for (flat, segment) in model.layout().segments() {
             let range = Shard { rank, size: ranks }.range(model.layout().flats[flat].len);
             let local = moh_model::parameters::overlap(&segment.range, &range);
-            for at in local {
-                let expect = |kind| value(kind, &segment.name, at - segment.range.start);
-                let moment = at - range.start;
-                assert_eq!(model.weights().flat(flat)[at], expect(TensorKind::Weight));
+            for i in local {
+                let expect = |kind| value(kind, &segment.name, i - segment.range.start);
+                let moment = i - range.start;
+                assert_eq!(model.weights().flat(flat)[i], expect(TensorKind::Weight));
                 let first = optimizer.first_moment.flat(flat)[moment];
-                assert_eq!(first, expect(TensorKind::FirstMoment), "{} {at}", segment.name);
+                assert_eq!(first, expect(TensorKind::FirstMoment), "{} {i}", segment.name);
                 let second = optimizer.second_moment.flat(flat)[moment];
-                assert_eq!(second, expect(TensorKind::SecondMoment), "{} {at}", segment.name);
+                assert_eq!(second, expect(TensorKind::SecondMoment), "{} {i}", segment.name);
             }
         }
     }

@@ -81,11 +81,11 @@ impl TokenFileWriter {
             reason: format!("the format stores at most {}: split the document", i32::MAX),
         })?;
         self.bytes.clear();
-        for (at, &id) in tokens.iter().enumerate() {
+        for (i, &id) in tokens.iter().enumerate() {
             if id as usize >= self.vocab_size {
                 return Err(Error::Vocabulary {
                     path: self.bin.path().to_path_buf(),
-                    position: self.tokens + at as u64,
+                    position: self.tokens + i as u64,
                     id: i64::from(id),
                     vocabulary: self.vocab_size as u64,
                 });

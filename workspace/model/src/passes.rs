@@ -86,15 +86,15 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         let share = 1.0 / self.routed_layers() as f64;
         let end = layers.len();
-        for (at, layer) in layers.enumerate() {
-            let (before, after) = stream.split_at_mut(at + 1);
+        for (i, layer) in layers.enumerate() {
+            let (before, after) = stream.split_at_mut(i + 1);
             let _block = span::enter_numbered("block", layer as u64);
             before_use(&mut self.weights, self.layout.block_index(layer))?;
-            let (cx, buffers) = (self.context(tokens), blocks.buffers(at, scratch));
-            self.layers.blocks[layer].forward(&cx, &before[at], buffers, None, &mut after[0])?;
+            let (cx, buffers) = (self.context(tokens), blocks.buffers(i, scratch));
+            self.layers.blocks[layer].forward(&cx, &before[i], buffers, None, &mut after[0])?;
             // All tensor-parallel ranks have the loss and the routing.
             let router = self.layers.blocks[layer].attention.router.as_ref();
-            let routing = router.zip(blocks.routing(at));
+            let routing = router.zip(blocks.routing(i));
             if let (Some((router, routing)), 0) = (routing, parallel.part().tensor.rank) {
                 router.loss(&cx, routing, share, sums.auxiliary(AuxiliaryLoss::Balance))?;
                 routed(&self.backend, layer, routing)?;
@@ -223,9 +223,9 @@ impl<B: Backend, T: Element> Model<B, T> {
             let d_output = B::whole_mut(&mut d.residual);
             parallel.backward().recv::<B, T>(d_output, parallel.next(), BACKWARD)?;
         }
-        for (at, layer) in parallel.part().chunks[slot.chunk].clone().enumerate().rev() {
+        for (i, layer) in parallel.part().chunks[slot.chunk].clone().enumerate().rev() {
             let (block, input, mut buffers) =
-                (&layers.blocks[layer], &stream[at], blocks.buffers(at, scratch));
+                (&layers.blocks[layer], &stream[i], blocks.buffers(i, scratch));
             let _block = span::enter_numbered("block", layer as u64);
             let recomputing = (*recompute != Recompute::None).then(|| span::enter("recompute"));
             block.recompute(*recompute, &cx, input, &mut buffers)?;

@@ -253,11 +253,11 @@ mod tests {
                 let runs = (ours.runs(our_range.clone()), theirs.runs(their_range.clone()));
                 let mut found = Vec::new();
                 for Common { ours, theirs, len } in common(&runs.0, &runs.1) {
-                    for at in 0..len {
-                        assert_eq!(ours_at[ours + at], theirs_at[theirs + at]);
-                        assert!(our_range.contains(&(ours + at)));
-                        assert!(their_range.contains(&(theirs + at)));
-                        found.push(ours_at[ours + at]);
+                    for i in 0..len {
+                        assert_eq!(ours_at[ours + i], theirs_at[theirs + i]);
+                        assert!(our_range.contains(&(ours + i)));
+                        assert!(their_range.contains(&(theirs + i)));
+                        found.push(ours_at[ours + i]);
                     }
                 }
                 let their_positions = &theirs_at[their_range];

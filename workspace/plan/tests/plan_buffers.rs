@@ -95,8 +95,8 @@ fn allocated<T: Element, G: Element, M: Element>(
         parallel,
         layout.data,
         |_, values| {
-            for (at, value) in values.iter_mut().enumerate() {
-                *value = (at % 7) as f32 / 7.0 - 0.4;
+            for (i, value) in values.iter_mut().enumerate() {
+                *value = (i % 7) as f32 / 7.0 - 0.4;
             }
             Ok(())
         },
@@ -113,8 +113,8 @@ fn allocated<T: Element, G: Element, M: Element>(
         Found { buffers: Cpu.allocated() - before, scratch: Cpu.thread_scratch()[0] as u64 };
     for number in 1..=2 {
         let read = |sample: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
-            for (at, id) in window.iter_mut().enumerate() {
-                *id = ((sample as usize * 31 + at * 7) % 101) as u32;
+            for (i, id) in window.iter_mut().enumerate() {
+                *id = ((sample as usize * 31 + i * 7) % 101) as u32;
             }
             if let Some(document_start) = document_start {
                 document_start.fill(0);

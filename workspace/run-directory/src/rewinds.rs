@@ -97,12 +97,12 @@ impl Rewinds {
         };
         let mut list = Vec::<Rewind>::new();
         let lines = bytes.split_inclusive(|&byte| byte == b'\n');
-        for (at, line) in lines.enumerate() {
+        for (i, line) in lines.enumerate() {
             let rewind: Rewind = serde_json::from_slice(line)
-                .map_err(|error| refuse(at, format!("not a rewind: {error}")))?;
+                .map_err(|error| refuse(i, format!("not a rewind: {error}")))?;
             let before = list.last().map_or(0, |rewind| rewind.number);
             if rewind.number <= before || !rewind.is_valid() || line.last() != Some(&b'\n') {
-                return Err(refuse(at, "not a rewind, or not in order".into()));
+                return Err(refuse(i, "not a rewind, or not in order".into()));
             }
             list.push(rewind);
         }

@@ -302,8 +302,8 @@ mod tests {
                     assert!(catch_unwind(AssertUnwindSafe(unused)).is_err());
                     rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
                     for flat in rank.model.layout().backward_order() {
-                        for (at, found) in rank.local_gradients(flat) {
-                            let of = |rank| gradient(rank, at);
+                        for (i, found) in rank.local_gradients(flat) {
+                            let of = |rank| gradient(rank, i);
                             let round = |value: f32| bf16::from_f32(value).to_f32();
                             let expected = match reduce {
                                 ElementType::F32 => of(0) + of(1) + of(2),
@@ -311,7 +311,7 @@ mod tests {
                                     round(round(of(0)) + round(of(1)) + round(of(2)))
                                 }
                             };
-                            assert_eq!(found, expected, "{at} of buffer {flat}");
+                            assert_eq!(found, expected, "{i} of buffer {flat}");
                         }
                     }
                 }
@@ -333,8 +333,8 @@ mod tests {
             rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
             for flat in rank.model.layout().backward_order() {
                 let used = rank.model.layout().flats[flat].used();
-                for (at, found) in rank.local_gradients(flat).filter(|(at, _)| used.contains(at)) {
-                    assert_eq!(found, gradient(0, at), "{at} of buffer {flat}");
+                for (i, found) in rank.local_gradients(flat).filter(|(i, _)| used.contains(i)) {
+                    assert_eq!(found, gradient(0, i), "{i} of buffer {flat}");
                 }
             }
         });
@@ -350,14 +350,14 @@ mod tests {
             assert!(!rank.gradients.flat(ModelLayout::EMBEDDING).is_empty());
             rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
             for flat in rank.model.layout().backward_order() {
-                for (at, found) in rank.local_gradients(flat) {
-                    let of = |rank| gradient(rank, at);
+                for (i, found) in rank.local_gradients(flat) {
+                    let of = |rank| gradient(rank, i);
                     let stage = rank.number / 2;
                     let expected = match flat {
                         ModelLayout::EMBEDDING => of(0) + of(1) + of(2) + of(3),
                         _ => of(2 * stage) + of(2 * stage + 1),
                     };
-                    assert_eq!(found, expected, "{at} of buffer {flat}");
+                    assert_eq!(found, expected, "{i} of buffer {flat}");
                 }
             }
         });

@@ -57,8 +57,8 @@ impl PipelineStage {
         let backward = self.passes_in_direction(micro_batches, false);
         let ahead = self.ahead(micro_batches).min(forward.len());
         let mut passes: Vec<ChunkPass> = forward[..ahead].to_vec();
-        for (at, backward) in backward.into_iter().enumerate() {
-            passes.extend(forward.get(ahead + at));
+        for (i, backward) in backward.into_iter().enumerate() {
+            passes.extend(forward.get(ahead + i));
             passes.push(backward);
         }
         self.assign_slots(&mut passes);
@@ -317,14 +317,14 @@ mod tests {
                 let passes = stage.passes(micro_batches);
                 assert_eq!(passes.len(), 2 * chunks * micro_batches);
                 assert_eq!(slots(&passes), stage.in_flight(micro_batches));
-                for (at, pass) in passes.iter().enumerate() {
+                for (i, pass) in passes.iter().enumerate() {
                     assert_eq!(passes.iter().filter(|other| *other == pass).count(), 1);
                     let forward = ChunkPass { forward: true, ..*pass };
                     let start = passes.iter().position(|other| *other == forward).unwrap();
-                    assert!(start <= at);
+                    assert!(start <= i);
                     // Until its backward pass no other pass has its slot, and no other micro-batch
                     // its tokens' slot.
-                    let others = &passes[start + usize::from(start < at)..at];
+                    let others = &passes[start + usize::from(start < i)..i];
                     assert!(pass.forward || others.iter().all(|other| { other.slot != pass.slot }));
                     assert!(others.iter().all(|other| {
                         (other.tokens == pass.tokens) == (other.micro_batch == pass.micro_batch)

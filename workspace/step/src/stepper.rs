@@ -420,8 +420,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         };
         self.sums.zero(backend)?;
         self.gradients.mark_stale();
-        for at in 0..self.passes.len() {
-            let pass = self.passes[at];
+        for i in 0..self.passes.len() {
+            let pass = self.passes[i];
             let pass_slot =
                 PassSlot { chunk: pass.chunk, micro_batch: pass.tokens, slot: pass.slot };
             let number = (self.own.start + pass.micro_batch) as u64;

@@ -95,8 +95,8 @@ impl<T: Element> Rank<T> {
     /// Takes a step from sample `first` on, as the `number`th update.
     fn step(&mut self, first: u64, number: u64, limits: Limits) -> StepResult {
         let read = |sample: u64, window: &mut [u32], _: Option<&mut [u32]>| {
-            for (at, id) in window.iter_mut().enumerate() {
-                *id = ((sample * 31 + at as u64 * 7) % 32) as u32;
+            for (i, id) in window.iter_mut().enumerate() {
+                *id = ((sample * 31 + i as u64 * 7) % 32) as u32;
             }
             Ok(())
         };
