@@ -45,7 +45,9 @@ pub use listing::{Condition, ListedCheckpoint, list};
 pub use load::{gather_weights, load};
 pub use manifest::{Manifest, PartFile, RunState};
 pub use part::{RankPart, TensorEntry, TensorFile};
-pub use read::{OnDamage, alone, newest, newest_good, of_step, require, undamaged, verify};
+pub use read::{
+    OnDamage, alone, newest, newest_good, of_step, quarantine_if_damaged, require, verify,
+};
 pub use read_error::ReadError;
 pub use retention::{prune, remove, superseded, superseded_by_good};
 pub use snapshot::{Snapshot, staging_bytes};

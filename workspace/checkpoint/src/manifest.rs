@@ -124,11 +124,11 @@ pub(super) fn tensor_file(kind: TensorKind, rank: usize, size: usize) -> String 
         TensorKind::FirstMoment => "first_moment",
         TensorKind::SecondMoment => "second_moment",
     };
-    numbered(name, "safetensors", rank, size)
+    rank_file_name(name, "safetensors", rank, size)
 }
 
 /// The name of a file that each of `size` ranks has.
-pub(super) fn numbered(name: &str, extension: &str, rank: usize, size: usize) -> String {
+pub(super) fn rank_file_name(name: &str, extension: &str, rank: usize, size: usize) -> String {
     match size {
         1 => format!("{name}.{extension}"),
         _ => format!("{name}-{:05}-of-{size:05}.{extension}", rank + 1),

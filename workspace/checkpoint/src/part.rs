@@ -4,7 +4,7 @@ use moh_model::slice::Slice;
 use moh_step::TensorKind;
 use serde::{Deserialize, Serialize};
 
-use super::manifest::numbered;
+use super::manifest::rank_file_name;
 
 /// The shards that a rank has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,7 +48,7 @@ pub struct TensorEntry {
 impl RankPart {
     /// The name of rank `rank`'s part of `size` in a checkpoint's directory.
     pub(super) fn file_name(rank: usize, size: usize) -> String {
-        numbered("tensors", "json", rank, size)
+        rank_file_name("tensors", "json", rank, size)
     }
 
     /// The file with the part's tensors of a kind.

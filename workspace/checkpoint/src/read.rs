@@ -37,7 +37,7 @@ pub fn newest<B: Backend>(
             return Ok(None);
         }
         let opened = StoredCheckpoint::open(&run.checkpoint(step), step);
-        if let Some(stored) = undamaged(run, ranks, step, opened, damaged)? {
+        if let Some(stored) = quarantine_if_damaged(run, ranks, step, opened, damaged)? {
             return Ok(Some(stored));
         }
     }
@@ -122,7 +122,7 @@ fn examine<B: Backend>(
         stored.check_share(Shard::from_group(ranks.group()))?;
         Ok(stored)
     });
-    let opened = proven(ranks, &directory, opened)?.map_err(Error::from);
+    let opened = agree_on_damage(ranks, &directory, opened)?.map_err(Error::from);
     Ok(match ranks.any(opened.is_err())? {
         true => Err(opened.err().unwrap_or_else(|| Error::File {
             path: directory.join(MANIFEST),
@@ -137,7 +137,7 @@ fn examine<B: Backend>(
 ///
 /// # Errors
 /// As [`newest`].
-pub fn undamaged<B: Backend, R>(
+pub fn quarantine_if_damaged<B: Backend, R>(
     run: &CheckpointDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
@@ -145,7 +145,7 @@ pub fn undamaged<B: Backend, R>(
     damaged: OnDamage<'_>,
 ) -> Result<Option<R>, Error> {
     let directory = run.checkpoint(step);
-    let read = proven(ranks, &directory, read)?.map_err(Error::from);
+    let read = agree_on_damage(ranks, &directory, read)?.map_err(Error::from);
     if !ranks.any(read.is_err())? {
         return read.map(Some);
     }
@@ -163,7 +163,7 @@ pub fn undamaged<B: Backend, R>(
 }
 
 /// Returns what this rank has found, if the ranks together can tell whether the bytes are good.
-fn proven<B: Backend, R>(
+fn agree_on_damage<B: Backend, R>(
     ranks: &mut Ranks<B>,
     directory: &Path,
     read: Result<R, ReadError>,

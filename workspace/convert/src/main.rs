@@ -201,7 +201,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(path) = &arguments.receipt {
         check_receipt(path, arguments.force)?;
     }
-    let checkpoint = SourceCheckpoint::named(&arguments.from)?;
+    let checkpoint = SourceCheckpoint::from_name(&arguments.from)?;
     let source = match &checkpoint {
         Some(_) if arguments.revision.is_some() => {
             bail!("{}: is a run: only hub ids have a --revision", arguments.from)

@@ -30,7 +30,7 @@ impl SourceCheckpoint {
     ///
     /// # Errors
     /// Fails if the run has no such checkpoint, or if one cannot be read.
-    pub fn named(name: &str) -> Result<Option<Self>, Error> {
+    pub fn from_name(name: &str) -> Result<Option<Self>, Error> {
         let Some(name) = CheckpointName::parse(name) else { return Ok(None) };
         let step = name.resolve_alone()?;
         Ok(Some(SourceCheckpoint { run: name.run, step }))

@@ -122,7 +122,7 @@ impl TensorShare {
 
     /// The tokens of a micro-batch whose residual stream is local.
     pub(crate) fn tokens(&self, tokens: usize) -> TokenShare {
-        TokenShare { share: *self, tokens, part: tokens.div_ceil(self.ranks) }
+        TokenShare { share: *self, tokens, per_rank: tokens.div_ceil(self.ranks) }
     }
 
     /// Shared heads of each rank in the first layer where ranks have different counts, because the
@@ -145,23 +145,23 @@ pub(crate) struct TokenShare {
     share: TensorShare,
     tokens: usize,
     /// Maximum tokens of a share.
-    pub part: usize,
+    pub per_rank: usize,
 }
 
 impl TokenShare {
     /// Tokens of this rank.
     pub fn local(&self) -> usize {
-        self.part.min(self.tokens.saturating_sub(self.start()))
+        self.per_rank.min(self.tokens.saturating_sub(self.start()))
     }
 
-    /// The first token of this share, in multiples of `part`; past the end for an empty share.
+    /// The first token of this share, in multiples of `per_rank`; past the end for an empty share.
     pub fn start(&self) -> usize {
-        self.share.rank * self.part
+        self.share.rank * self.per_rank
     }
 
     /// Tokens of all shares, including padding at the end.
     pub fn padded(&self) -> usize {
-        self.share.ranks * self.part
+        self.share.ranks * self.per_rank
     }
 }
 
@@ -431,7 +431,7 @@ mod tests {
             for tokens in [1, 5, 8] {
                 let local: Vec<_> = shares.iter().map(|share| share.tokens(tokens)).collect();
                 assert_eq!(local.iter().map(TokenShare::local).sum::<usize>(), tokens);
-                assert!(local.iter().all(|share| share.local() <= share.part));
+                assert!(local.iter().all(|share| share.local() <= share.per_rank));
                 assert!(local[0].padded() >= tokens);
             }
             let columns: Vec<_> = shares.iter().map(|share| share.mlp_columns(&config)).collect();

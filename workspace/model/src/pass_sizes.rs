@@ -69,7 +69,7 @@ impl<'a> PassSizes<'a> {
 
     /// Elements of the residual stream in one rank's share of the tokens.
     pub(crate) fn stream(&self) -> usize {
-        self.token_share().part * self.config.hidden_size
+        self.token_share().per_rank * self.config.hidden_size
     }
 
     pub(crate) fn qkv(&self) -> QkvShape {

@@ -11,7 +11,7 @@ use super::hardware::Hardware;
 use super::memory::RankMemory;
 use super::time::StepTime;
 use super::work::{Layout, Work};
-use super::{Plan, grown};
+use super::{Plan, grow_vocabulary};
 use crate::Error;
 
 /// The stages of a plan on a number of ranks.
@@ -116,7 +116,7 @@ impl Plan {
         ranks: usize,
         hardware: Option<Hardware>,
     ) -> Result<Plan, Error> {
-        let model = grown(recipe, model);
+        let model = grow_vocabulary(recipe, model);
         let bytes = self.disk.checkpoint;
         let checkpoint_seconds =
             hardware.as_ref().and_then(|hardware| hardware.checkpoint_seconds(bytes, ranks));

@@ -7,7 +7,7 @@ use moh_recipe::{Recipe, Stage};
 use super::cluster::{ClusterStage, PredictedSpeed};
 use super::hardware::Hardware;
 use super::work::{Layout, Work};
-use super::{DiskBytes, grown};
+use super::{DiskBytes, grow_vocabulary};
 
 /// Number of layouts shown for each stage.
 const SHOWN: usize = 5;
@@ -73,7 +73,7 @@ impl Suggestions {
     /// Finds the fastest layouts of `ranks` ranks of a machine for each stage of `recipe` on
     /// `model`, given before its vocabulary grows.
     pub fn new(recipe: &Recipe, model: &ModelConfig, ranks: usize, hardware: Hardware) -> Self {
-        let model = grown(recipe, model);
+        let model = grow_vocabulary(recipe, model);
         let checkpoint = DiskBytes::new(recipe, &model).checkpoint;
         let checkpoint = hardware.checkpoint_seconds(checkpoint, ranks);
         let of_stage = |stage| suggest(recipe, stage, &model, ranks, &hardware, checkpoint);

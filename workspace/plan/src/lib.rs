@@ -127,7 +127,7 @@ impl Plan {
     /// # Errors
     /// Fails if the heads cannot be routed.
     pub fn new(recipe: &Recipe, model: &ModelConfig) -> Result<Plan, Error> {
-        let grown = grown(recipe, model);
+        let grown = grow_vocabulary(recipe, model);
         let stages = recipe.stages.iter().map(|stage| plan_stage(recipe, stage, &grown));
         Ok(Plan {
             vocabulary: (model.vocab_size, grown.vocab_size),
@@ -182,7 +182,7 @@ impl DiskBytes {
 }
 
 /// The model after its vocabulary has grown.
-fn grown(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
+fn grow_vocabulary(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
     let padded = || recipe.model.padded_vocabulary(model.vocab_size);
     ModelConfig { vocab_size: recipe.model.vocab_size.unwrap_or_else(padded), ..model.clone() }
 }

@@ -11,7 +11,7 @@ use super::hardware::Hardware;
 use super::layouts::{StageSuggestions, Suggestions};
 use super::memory::{ActivationBytes, OtherBytes, RankMemory};
 use super::rate::{Basis, Rate};
-use super::units::{bytes, duration, flops, grouped, moment, percent, ranks, traffic};
+use super::units::{bytes, duration, flops, group_digits, moment, percent, ranks, traffic};
 use super::{DiskBytes, Plan, StagePlan};
 use crate::SourceEpochs;
 
@@ -110,14 +110,14 @@ impl fmt::Display for Plan {
 impl Plan {
     fn write_model(&self, table: &mut Table) -> fmt::Result {
         writeln!(table.f, "Model")?;
-        table.one("parameters", &grouped(self.parameters.0))?;
+        table.one("parameters", &group_digits(self.parameters.0))?;
         let (before, after) = self.vocabulary;
         if before == after {
-            return table.one("vocabulary", &grouped(before as u64));
+            return table.one("vocabulary", &group_digits(before as u64));
         }
-        let growth = format!("{} -> {}", grouped(before as u64), grouped(after as u64));
+        let growth = format!("{} -> {}", group_digits(before as u64), group_digits(after as u64));
         table.one("vocabulary", &growth)?;
-        table.one("parameters after its growth", &grouped(self.parameters.1))
+        table.one("parameters after its growth", &group_digits(self.parameters.1))
     }
 
     fn write_stages(&self, table: &mut Table) -> fmt::Result {
@@ -128,11 +128,11 @@ impl Plan {
             Some(_) => format!("{} of {} heads", stage.active_heads, stage.num_heads),
             None => "dense".to_string(),
         })?;
-        table.each("steps", stages, |stage| grouped(stage.steps))?;
-        table.each("tokens per step", stages, |stage| grouped(stage.batch_tokens))?;
-        table.each("tokens", stages, |stage| grouped(stage.tokens))?;
-        table.each("sequences", stages, |stage| grouped(stage.samples))?;
-        table.each("micro-batches per step", stages, |stage| grouped(stage.micro_batches))?;
+        table.each("steps", stages, |stage| group_digits(stage.steps))?;
+        table.each("tokens per step", stages, |stage| group_digits(stage.batch_tokens))?;
+        table.each("tokens", stages, |stage| group_digits(stage.tokens))?;
+        table.each("sequences", stages, |stage| group_digits(stage.samples))?;
+        table.each("micro-batches per step", stages, |stage| group_digits(stage.micro_batches))?;
         table.each("tensor x pipeline parallel", stages, |stage| {
             format!("{} x {}", stage.parallel.tensor, stage.parallel.pipeline)
         })
@@ -149,7 +149,7 @@ impl Plan {
         for source in sources {
             let SourceEpochs { path, tokens_drawn, tokens, epochs } = source;
             table.one(&path.display().to_string(), &format!("{epochs:.2} epochs"))?;
-            let drawn = format!("{} of {}", grouped(*tokens_drawn), grouped(*tokens));
+            let drawn = format!("{} of {}", group_digits(*tokens_drawn), group_digits(*tokens));
             table.one("  tokens drawn, of the file's", &drawn)?;
             if source.repeats() {
                 writeln!(table.f, "  warning: {}", source.warning())?;
@@ -171,7 +171,8 @@ impl Plan {
         let Some(tflops) = self.device_tflops else { return Ok(()) };
         let rate = tflops * 1e12;
         table.title(&format!("Time on one device that achieves {tflops} TFLOP/s, assumed"))?;
-        table.each("tokens/s", stages, |stage| grouped((rate / stage.training_flops) as u64))?;
+        table
+            .each("tokens/s", stages, |stage| group_digits((rate / stage.training_flops) as u64))?;
         table.each("time", stages, |stage| duration(stage.total_flops() / rate))?;
         let all: f64 = stages.iter().map(StagePlan::total_flops).sum();
         table.one("all stages", &duration(all / rate))
@@ -212,7 +213,7 @@ impl Plan {
         table.each("rank of the pipeline, from 0", stages, |stage| {
             stage.memory.pipeline_rank.to_string()
         })?;
-        table.each("passes in flight", stages, |stage| grouped(stage.memory.in_flight))?;
+        table.each("passes in flight", stages, |stage| group_digits(stage.memory.in_flight))?;
         let memory: Vec<_> = stages.iter().map(|stage| stage.memory).collect();
         self.write_memory(table, &memory)?;
         if let Some(hardware) = &cluster.hardware {
@@ -257,7 +258,7 @@ impl Plan {
         table.each_with_basis("step", all, stages, |s| moment(s.step.total()))?;
         let bubble = |s: &PredictedSpeed| percent(s.step.bubble / s.step.total());
         table.each_with_basis("bubble's share of the step", all, stages, bubble)?;
-        let tokens = |s: &PredictedSpeed| grouped(s.tokens_per_second as u64);
+        let tokens = |s: &PredictedSpeed| group_digits(s.tokens_per_second as u64);
         table.each_with_basis("tokens/s", all, stages, tokens)?;
         let share = |s: &PredictedSpeed| percent(s.matmul_share);
         table.each_with_basis("share of the matrix products' rate", all, stages, share)?;
@@ -298,7 +299,7 @@ impl Plan {
         table.title("Disk")?;
         let DiskBytes { checkpoint, num_checkpoints, export } = self.disk;
         table.one("one checkpoint", &bytes(checkpoint))?;
-        let kept = format!("checkpoints kept, at most {}", grouped(num_checkpoints));
+        let kept = format!("checkpoints kept, at most {}", group_digits(num_checkpoints));
         table.one(&kept, &bytes(checkpoint.saturating_mul(num_checkpoints)))?;
         table.one("exported model", &bytes(export))
     }
@@ -331,10 +332,11 @@ fn write_layouts(table: &mut Table, cluster: &Cluster) -> fmt::Result {
         stage.layout.virtual_stages.to_string()
     })?;
     table.each("micro-batches per step and data rank", stages, |stage| {
-        grouped(stage.micro_batches)
+        group_digits(stage.micro_batches)
     })?;
     if stages.iter().any(|stage| stage.idle_data_ranks > 0) {
-        table.each("data ranks WITHOUT WORK", stages, |stage| grouped(stage.idle_data_ranks))?;
+        table
+            .each("data ranks WITHOUT WORK", stages, |stage| group_digits(stage.idle_data_ranks))?;
     }
     Ok(())
 }
@@ -413,7 +415,7 @@ fn write_suggestions(
             layout.virtual_stages,
             one.micro_batch,
             moment(step.total()),
-            grouped(tokens_per_second as u64),
+            group_digits(tokens_per_second as u64),
             percent(step.bubble / step.total()),
             percent(matmul_share),
             bytes(one.bytes),

@@ -19,7 +19,7 @@ fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
 /// The small recipe and its model.
 pub(crate) fn small(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let (recipe, model) = read(SMALL, overrides);
-    let grown = grown(&recipe, &model);
+    let grown = grow_vocabulary(&recipe, &model);
     (recipe, grown)
 }
 
@@ -30,7 +30,7 @@ pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let overrides: Vec<&str> = [config.as_str()].into_iter().chain(overrides.to_vec()).collect();
     let text = include_str!("../../../recipes/moh-llama3-8b.toml");
     let (recipe, model) = read(text, &overrides);
-    let grown = grown(&recipe, &model);
+    let grown = grow_vocabulary(&recipe, &model);
     (recipe, grown)
 }
 

@@ -38,7 +38,7 @@ learning_rate = { max = 1e-3, min = 1e-4, warmup_steps = 1 }
 "#;
 
 /// Bytes of this process that are its own to write, mapped or not yet.
-fn taken() -> u64 {
+fn own_bytes() -> u64 {
     /// In which unit the kernel counts here.
     const PAGE: u64 = 4096;
     let text = std::fs::read_to_string("/proc/self/statm").unwrap();
@@ -49,7 +49,7 @@ fn taken() -> u64 {
 fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelConfig) -> u64 {
     // Threads have stacks of their own: not before they are there.
     rayon::broadcast(|_| ());
-    let before = taken();
+    let before = own_bytes();
     let step = step_config(recipe, &recipe.stages[0]);
     let (length, batch) = (step.sequence_length, step.micro_batch);
     let model =
@@ -59,7 +59,7 @@ fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelC
     let groups = StepGroups { all: group.clone(), data: group };
     let stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
     let evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
-    let taken = taken() - before;
+    let taken = own_bytes() - before;
     // The next case must not find this one's memory free.
     std::mem::forget((model, optimizer, stepper, evaluator));
     taken

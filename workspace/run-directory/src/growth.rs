@@ -118,7 +118,7 @@ impl Resumed {
 ///
 /// # Errors
 /// Fails if the file cannot be read.
-pub fn recorded(run: &RunDirectory) -> Result<Vec<StageExtension>, Error> {
+pub fn read_recorded(run: &RunDirectory) -> Result<Vec<StageExtension>, Error> {
     read(&run.growth())
 }
 

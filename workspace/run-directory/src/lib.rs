@@ -22,5 +22,5 @@ pub use archive::archive_later;
 pub use checkpoint_name::{CheckpointName, config_file, is_step_of, local_model_config};
 pub use error::{Error, KeyChange};
 pub use rewinds::{MAX_ATTEMPTS, Rewind, Rewinds, leave_path};
-pub use run_directory::{RunDirectory, TOKENIZER, changes, leaves, named};
+pub use run_directory::{RunDirectory, TOKENIZER, changes, join_names, leaves};
 pub use run_lock::RunLock;

@@ -64,7 +64,7 @@ pub(crate) fn write<B: Backend, T: Element>(
         .collect();
     let mut companions = source.companions()?;
     let card = model.config().moh.is_some().then(|| {
-        let origin = model_card::trained(source.origin(), recipe, state);
+        let origin = model_card::trained_origin(source.origin(), recipe, state);
         companions.extend_from_slice(&origin.terms);
         moh_hf::model_card::text(&origin, model.config())
     });

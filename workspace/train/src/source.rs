@@ -79,7 +79,7 @@ impl ModelSource {
     ///
     /// # Errors
     /// As [`ModelSource::open`].
-    pub(crate) fn kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self, Error> {
+    pub(crate) fn open_kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self, Error> {
         let directory = recipe.model.from.is_some().then_some(kept);
         let tokenizer = recipe.model.tokenizer.as_ref().map(|_| kept.join(TOKENIZER));
         Self::from_parts(recipe, path, directory, tokenizer.as_deref(), WeightsFrom::Kept)

@@ -42,7 +42,7 @@ impl<M: Workspace, T: Element> HeadBuffers<M, T> {
             ranks => memory.cross_entropy_sums(&shape, ranks),
         };
         let here = |len: usize| if sizes.part.last { len } else { 0 };
-        let (stream, local) = (here(sizes.stream()), here(sizes.token_share().part));
+        let (stream, local) = (here(sizes.stream()), here(sizes.token_share().per_rank));
         let (scratch, sums) = (here(memory.cross_entropy_scratch(&shape)), here(sums));
         let normed = || {
             Ok::<_, Error>(Normed { y: memory.allocate(stream)?, inv_rms: memory.allocate(local)? })

@@ -31,7 +31,7 @@ impl<M: Memory, T: Element> Normed<M, T> {
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         Ok(Normed {
             y: memory.allocate(sizes.stream())?,
-            inv_rms: memory.allocate(sizes.token_share().part)?,
+            inv_rms: memory.allocate(sizes.token_share().per_rank)?,
         })
     }
 }

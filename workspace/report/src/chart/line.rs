@@ -186,14 +186,14 @@ impl LineChart {
         let left = up.iter().map(|tick| super::width(&tick.label)).fold(20.0, f64::max) + 14.0;
         let right = width - self.label_room(size);
         let place = |value| left + across.place(value) * (right - left);
-        let shown = marks::shown(&self.marks);
+        let shown = marks::visible(&self.marks);
         let labels_of_marks = shown.iter().map(|mark| (place(mark.at), mark.label.clone()));
-        let mark_labels = marks::placed(labels_of_marks, left, width);
+        let mark_labels = marks::place_labels(labels_of_marks, left, width);
         let above_values = self.above(values);
         let labels_above = above_values
             .iter()
             .map(|(_, (x, value))| (place(*x) + ARROW, format!("up to {}", short(*value))));
-        let above_labels = marks::placed(labels_above, left, width);
+        let above_labels = marks::place_labels(labels_above, left, width);
         let marks_end = above + 10.0 + marks::height(&mark_labels);
         let top = marks_end + marks::height(&above_labels);
         let plot = Plot { left, top, right, bottom: height - BELOW, across, values };

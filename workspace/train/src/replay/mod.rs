@@ -84,13 +84,13 @@ pub fn replay(
     let rewinds = Rewinds::read(run)?;
     let stored = newest_before(run, &rewinds, step)?;
     let source = match stored.is_some() && run.keeps_model(&recipe)? {
-        true => ModelSource::kept(&recipe, path, &run.model())?,
+        true => ModelSource::open_kept(&recipe, path, &run.model())?,
         false => ModelSource::open(&recipe, path, directory)?,
     };
     recipe.resolve(path, source.original_config())?;
     // The run has accepted the tokenizer.
     let data = RunData::open(&recipe, &source, true)?;
-    let growth = growth::recorded(run)?;
+    let growth = growth::read_recorded(run)?;
     let job = Job { recipe: &recipe, source: &source, data, rewinds, growth, stored, step };
     device.run(job)
 }

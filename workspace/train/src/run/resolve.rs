@@ -113,7 +113,7 @@ impl Job<'_> {
             false => first_that_keeps_model(recipe, [&run].into_iter().chain(parent))?,
         };
         let source = match keeper {
-            Some(keeper) => ModelSource::kept(recipe, self.path, &keeper.model())?,
+            Some(keeper) => ModelSource::open_kept(recipe, self.path, &keeper.model())?,
             None => ModelSource::open(recipe, self.path, self.directory)?,
         };
         recipe.resolve(self.path, source.original_config())?;

@@ -13,7 +13,7 @@ use moh_hf::model_card::{self, CARD_FILE};
 use moh_hf::model_directory::{GENERATION_FILE, companion_files, is_tokenizer_file};
 use moh_hf::vocabulary::TOKENIZER_FILE;
 use moh_recipe::Recipe;
-use moh_run_directory::{TOKENIZER, named};
+use moh_run_directory::{TOKENIZER, join_names};
 
 use crate::Error;
 use crate::error::unless_missing;
@@ -186,7 +186,7 @@ fn check_replaceable(place: &Path) -> Result<(), Error> {
         if !found.is_empty() {
             found.sort();
             let path = directory.to_owned();
-            return Err(Error::ForeignFiles { path, found: named(&found) });
+            return Err(Error::ForeignFiles { path, found: join_names(&found) });
         }
     }
     Ok(())

@@ -150,7 +150,9 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     };
     let stored = stored.read_by(Shard::from_group(ranks.group()));
     let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer);
-    if moh_checkpoint::undamaged(&checkpoints, ranks, state.step, read, &mut damaged)?.is_none() {
+    if moh_checkpoint::quarantine_if_damaged(&checkpoints, ranks, state.step, read, &mut damaged)?
+        .is_none()
+    {
         return Ok(None);
     }
     moh_checkpoint::gather_weights(&mut model, &groups.data)?;

@@ -16,7 +16,7 @@ use moh_run_directory::local_model_config;
 use moh_train::Comparison;
 
 use crate::Arguments;
-use crate::comparison::table::aligned;
+use crate::comparison::table::align;
 
 /// Prints the plan of `recipe`, which is the file `path`.
 pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> anyhow::Result<()> {
@@ -75,7 +75,7 @@ pub(crate) fn plan_comparison(
     }
     lines.push(row("all runs", "", sum));
     lines.push(row("without sharing", "", alone));
-    write!(stdout(), "{}", aligned(&lines))?;
+    write!(stdout(), "{}", align(&lines))?;
     Ok(())
 }
 
