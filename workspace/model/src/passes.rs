@@ -7,7 +7,7 @@ use moh_kernels::{Backend, Element, span};
 use crate::activations::{Activations, MicroBatch, PassActivations, PassSlot, Recompute};
 use crate::layers::{ActivationGradients, BackwardContext, HeadPass, Tokens};
 use crate::layout::ModelLayout;
-use crate::model::{LossScale, Model};
+use crate::model::{LossConfig, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::router::RoutingStatistics;
 use crate::{AuxiliaryLoss, Error, StepSums};
@@ -169,13 +169,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         &mut self,
         activations: &mut Activations<B, T>,
         gradients: &mut FlatBuffers<B, G>,
-        scale: LossScale,
+        losses: LossConfig,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         (0..self.parallel.part().chunks.len()).rev().try_for_each(|chunk| {
             let slot = PassSlot { chunk, ..PassSlot::default() };
-            self.backward_chunk(activations, slot, gradients, scale, sums, None)
+            self.backward_chunk(activations, slot, gradients, losses, sums, None)
         })
     }
 
@@ -194,7 +194,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &mut Activations<B, T>,
         slot: PassSlot,
         gradients: &mut FlatBuffers<B, G>,
-        scale: LossScale,
+        losses: LossConfig,
         sums: &mut StepSums<B>,
         mut complete: Option<OnBuffer<'_, B, G>>,
     ) -> Result<(), Error> {
@@ -208,13 +208,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         let mut cx = BackwardContext {
             forward: self.context(Tokens { shape: *shape, first_position: 0, document_start }),
             gradients,
-            balance_weight: scale.auxiliary[AuxiliaryLoss::Balance] / self.routed_layers() as f32,
-            straight_through: scale.straight_through,
+            balance_weight: losses.auxiliary[AuxiliaryLoss::Balance] / self.routed_layers() as f32,
+            straight_through: losses.straight_through,
         };
         if parallel.ends_with(slot.chunk) {
             let output = &stream[parallel.part().chunks[slot.chunk].len()];
             let pass = HeadPass { targets, buffers: &mut *head, scratch: &mut *scratch, sums };
-            self.head_backward(&mut cx, output, pass, scale.cross_entropy, d)?;
+            self.head_backward(&mut cx, output, pass, losses.cross_entropy, d)?;
             if layout.head_index() != ModelLayout::EMBEDDING || parallel.tied_head().is_some() {
                 self.complete(cx.gradients, layout.head_index(), &mut complete)?;
             }

@@ -9,7 +9,7 @@ use half::bf16;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, AuxiliaryLosses, Error, HeadCounts, LossScale, MohConfig, PassShape, Recompute,
+    Activations, AuxiliaryLosses, Error, HeadCounts, LossConfig, MohConfig, PassShape, Recompute,
     RouterKind, StepSums,
 };
 use support::{VOCABULARY, config, model};
@@ -42,7 +42,7 @@ fn of_two_passes<T: Element, G: Element>(
     if stale {
         gradients.mark_stale();
     }
-    let scale = LossScale {
+    let scale = LossConfig {
         cross_entropy: 1.0 / 80.0,
         auxiliary: AuxiliaryLosses::all(0.1),
         straight_through: true,

@@ -11,7 +11,7 @@ use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, AuxiliaryLosses, LossScale, Model, PassShape, PassSlot, Recompute, StepSums, Sums,
+    Activations, AuxiliaryLosses, LossConfig, Model, PassShape, PassSlot, Recompute, StepSums, Sums,
 };
 
 use crate::Error;
@@ -412,7 +412,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         targets: f64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<(), Error> {
-        let scale = LossScale {
+        let scale = LossConfig {
             cross_entropy: (1.0 / targets) as f32,
             auxiliary: (self.config.auxiliary_weights)
                 .map(|weight| (weight / self.config.micro_batches as f64) as f32),
@@ -464,7 +464,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 
     /// The scale of the micro-batch that starts at sample `first`.
-    fn faulty(&self, mut scale: LossScale, first: u64) -> LossScale {
+    fn faulty(&self, mut scale: LossConfig, first: u64) -> LossConfig {
         let samples = first..first + self.config.micro_batch as u64;
         for (_, factor) in self.gradient_faults.iter().filter(|(at, _)| samples.contains(at)) {
             scale.cross_entropy *= factor;
