@@ -15,7 +15,7 @@ use moh_program::models;
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
-use crate::limits::Machine;
+use crate::limits::MachineLimits;
 use crate::report;
 use crate::timing::Times;
 
@@ -175,11 +175,11 @@ struct Job<'a> {
 }
 
 impl Measurement for Job<'_> {
-    type Found = (Vec<Row>, Machine);
+    type Output = (Vec<Row>, MachineLimits);
 
-    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let rows = in_elements(self.arguments.dtype, Placed { bench, job: self })?;
-        Ok((rows, Machine::measure(bench)?))
+        Ok((rows, MachineLimits::measure(bench)?))
     }
 }
 
@@ -240,7 +240,7 @@ impl Job<'_> {
     }
 }
 
-fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> Value {
+fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &MachineLimits) -> Value {
     let AttentionArguments { heads, kv_heads, head_dim, length, batch, .. } = arguments;
     let dense = rows.first().map_or([0.0; 3], Row::seconds);
     let cases = rows.iter().map(|row| {
@@ -281,7 +281,7 @@ fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> V
     })
 }
 
-fn as_text(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> String {
+fn as_text(arguments: &AttentionArguments, rows: &[Row], machine: &MachineLimits) -> String {
     let dense = rows.first().map_or([0.0; 3], Row::seconds);
     let table_rows: Vec<[String; 8]> = rows
         .iter()

@@ -21,29 +21,29 @@ pub struct DeviceArguments {
 /// A measurement that is generic over the device.
 pub trait Measurement {
     /// The result.
-    type Found;
+    type Output;
 
     /// Runs the measurement; every [`Bench::time`] synchronises with the device.
-    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found>;
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output>;
 }
 
 impl DeviceArguments {
     /// Runs the measurement on the device.
-    pub fn measure<M: Measurement>(&self, measurement: M) -> anyhow::Result<M::Found> {
+    pub fn measure<M: Measurement>(&self, measurement: M) -> anyhow::Result<M::Output> {
         let device = OpenDevice::open(self.device, self.deterministic)
             .with_context(|| format!("--device {}", self.device))?;
-        device.run(Measured { device: self.device, measurement })
+        device.run(DeviceMeasurement { device: self.device, measurement })
     }
 }
 
 /// A measurement and the device that it is for.
-struct Measured<M> {
+struct DeviceMeasurement<M> {
     device: DeviceName,
     measurement: M,
 }
 
-impl<M: Measurement> OnDevice for Measured<M> {
-    type Output = anyhow::Result<M::Found>;
+impl<M: Measurement> OnDevice for DeviceMeasurement<M> {
+    type Output = anyhow::Result<M::Output>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
         let bench = match self.device {

@@ -32,7 +32,7 @@ struct Kernel {
 
 impl KernelTimes {
     /// Sums up activities, which are in the order of their starts.
-    pub fn of(activities: &[Activity]) -> Self {
+    pub fn new(activities: &[Activity]) -> Self {
         let start = activities.first().map_or(0, |first| first.start);
         let (mut until, mut busy) = (start, 0);
         let mut kernels: HashMap<&str, (usize, u64)> = HashMap::new();
@@ -115,7 +115,7 @@ mod tests {
             activity("adamw", 280, 340),
             activity("matmul", 400, 500),
         ];
-        let times = KernelTimes::of(&activities);
+        let times = KernelTimes::new(&activities);
         assert_eq!((times.elapsed, times.busy, times.launches()), (400, 340, 4));
         let kernels: Vec<_> = times
             .kernels
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn no_work_takes_no_time() {
-        let times = KernelTimes::of(&[]);
+        let times = KernelTimes::new(&[]);
         assert_eq!((times.elapsed, times.busy, times.launches()), (0, 0, 0));
     }
 }

@@ -15,7 +15,7 @@ const SECONDS: f64 = 0.3;
 
 /// The machine's limits.
 #[derive(Debug, Clone)]
-pub struct Machine {
+pub struct MachineLimits {
     /// The device.
     pub device: String,
     /// Threads of the CPU's operators.
@@ -28,10 +28,10 @@ pub struct Machine {
     pub copy: f64,
 }
 
-impl Machine {
+impl MachineLimits {
     /// Measures the limits, in a second or two.
     pub fn measure<B: Backend>(bench: &Bench<B>) -> anyhow::Result<Self> {
-        Ok(Machine {
+        Ok(MachineLimits {
             device: bench.backend.name(),
             threads: rayon::current_num_threads(),
             f32_matmul: matmul::<B, f32>(bench, SECONDS)?.best,

@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use crate::device::Bench;
-use crate::limits::{self, Machine, gflops};
+use crate::limits::{self, MachineLimits, gflops};
 use crate::report;
 use crate::timing::Rates;
 use moh_program::arguments::{between, not_negative};
@@ -70,7 +70,7 @@ struct Row {
 }
 
 /// The processor and its limits.
-struct Found {
+struct MachineReport {
     processor: Processor,
     /// Programs that ran or waited to, before the measurements.
     load: Option<f64>,
@@ -96,7 +96,7 @@ pub fn run(arguments: &MachineArguments) -> anyhow::Result<()> {
     }
     let load = std::fs::read_to_string("/proc/loadavg").ok().and_then(|averages| load(&averages));
     let rows = measure(&bench, arguments)?;
-    let found = Found { processor, load, bench, rows };
+    let found = MachineReport { processor, load, bench, rows };
     report::print(arguments.json, &found.json(), &found.text())
 }
 
@@ -237,7 +237,7 @@ impl Row {
     }
 }
 
-impl Found {
+impl MachineReport {
     /// The best rate on all threads.
     fn best(&self, limit: Limit) -> f64 {
         // The row of all threads follows that of one.
@@ -245,8 +245,8 @@ impl Found {
         row.map_or(f64::NAN, |row| row.rates.best)
     }
 
-    fn machine(&self) -> Machine {
-        Machine {
+    fn machine(&self) -> MachineLimits {
+        MachineLimits {
             device: self.bench.backend.name(),
             threads: rayon::current_num_threads(),
             f32_matmul: self.best(Limit::F32),
@@ -257,7 +257,7 @@ impl Found {
 
     /// The line that names the machine beside a figure.
     fn line(&self) -> String {
-        let Machine { threads, f32_matmul, bf16_matmul, copy, .. } = self.machine();
+        let MachineLimits { threads, f32_matmul, bf16_matmul, copy, .. } = self.machine();
         format!(
             "{}, {}: f32 {:.0}, bf16 {:.0} GFLOP/s, copy {:.0} GB/s",
             self.processor.label(),

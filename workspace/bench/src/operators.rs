@@ -8,7 +8,7 @@ use moh_program::models;
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
-use crate::limits::Machine;
+use crate::limits::MachineLimits;
 use crate::report;
 use crate::timing::Times;
 
@@ -42,7 +42,7 @@ pub struct Row {
 
 impl Row {
     /// The median rate, and the limit that it is compared with.
-    fn rate_and_limit(&self, machine: &Machine) -> (f64, f64) {
+    fn rate_and_limit(&self, machine: &MachineLimits) -> (f64, f64) {
         let (work, limit) = match (self.work, self.dtype) {
             (Work::Operations(count), ElementType::F32) => (count, machine.f32_matmul),
             (Work::Operations(count), ElementType::BF16) => (count, machine.bf16_matmul),
@@ -59,9 +59,9 @@ pub fn run(arguments: &OperatorsArguments) -> anyhow::Result<()> {
 }
 
 impl Measurement for &OperatorsArguments {
-    type Found = (Vec<Row>, Machine);
+    type Output = (Vec<Row>, MachineLimits);
 
-    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let mut rows = Vec::new();
         for dtype in ElementType::ALL {
             if self.dtype.is_none_or(|only| only == dtype) {
@@ -72,7 +72,7 @@ impl Measurement for &OperatorsArguments {
             let filter = self.filter.as_deref().unwrap_or_default();
             return Err(Usage(format!("{filter}: no operator's name contains it")).into());
         }
-        Ok((rows, Machine::measure(bench)?))
+        Ok((rows, MachineLimits::measure(bench)?))
     }
 }
 
@@ -98,7 +98,7 @@ impl<B: Backend> InElements for Cases<'_, B> {
     }
 }
 
-fn as_json(rows: &[Row], machine: &Machine) -> Value {
+fn as_json(rows: &[Row], machine: &MachineLimits) -> Value {
     let operators = rows.iter().map(|row| {
         let (rate, limit) = row.rate_and_limit(machine);
         let (work, unit) = match row.work {
@@ -119,7 +119,7 @@ fn as_json(rows: &[Row], machine: &Machine) -> Value {
     json!({"machine": machine.json(), "operators": operators.collect::<Vec<_>>()})
 }
 
-fn as_text(rows: &[Row], machine: &Machine) -> String {
+fn as_text(rows: &[Row], machine: &MachineLimits) -> String {
     let table_rows: Vec<[String; 5]> = rows
         .iter()
         .map(|row| {

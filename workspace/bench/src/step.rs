@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::device::{Bench, Measurement};
 use crate::kernels::KernelTimes;
-use crate::limits::{self, Machine, gflops};
+use crate::limits::{self, MachineLimits, gflops};
 use crate::report;
 use crate::step_job::{StepArguments, StepJob};
 use crate::timing::Times;
@@ -27,7 +27,7 @@ const MIN_STEPS: usize = 3;
 const SEED: u64 = 0;
 
 /// The measurements of a job's steps.
-pub struct Measured {
+pub struct StepMeasurement {
     times: Times,
     first: StepResult,
     last: StepResult,
@@ -50,9 +50,9 @@ pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
 }
 
 impl Measurement for (&StepJob, &StepArguments) {
-    type Found = (Measured, Machine);
+    type Output = (StepMeasurement, MachineLimits);
 
-    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let (job, arguments) = self;
         let backend = &bench.backend;
         let types = TrainingTypes {
@@ -62,7 +62,7 @@ impl Measurement for (&StepJob, &StepArguments) {
         };
         let measured = in_training_elements(types, Steps { backend, job, arguments })?;
         // Measured last: its matrices and copies must not count as memory of the step.
-        Ok((measured, Machine::measure(bench)?))
+        Ok((measured, MachineLimits::measure(bench)?))
     }
 }
 
@@ -74,7 +74,7 @@ struct Steps<'a, B> {
 }
 
 impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
-    type Output = anyhow::Result<Measured>;
+    type Output = anyhow::Result<StepMeasurement>;
 
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         measure::<B, T, G, M>(self.backend, self.job, self.arguments)
@@ -85,22 +85,22 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     backend: &B,
     job: &StepJob,
     arguments: &StepArguments,
-) -> anyhow::Result<Measured> {
+) -> anyhow::Result<StepMeasurement> {
     let before = limits::memory(backend);
-    let (config, plan) = (job.config.clone(), job.plan.clone());
+    let (config, step) = (job.config.clone(), job.step.clone());
     let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
     let mut model = Model::<B, T>::new::<moh_model::Error>(
         backend.clone(),
         config,
-        plan.sequence_length,
+        step.sequence_length,
         |segment, values| {
             fresh(segment, deviation, values);
             Ok(())
         },
     )?;
     let mut optimizer = OptimizerState::<B, M>::new(&model, Shard::WHOLE)?;
-    let mut stepper = Stepper::<B, T, G>::new(&model, plan, alone())?;
-    let sequences = job.plan.batch_sequences();
+    let mut stepper = Stepper::<B, T, G>::new(&model, step, alone())?;
+    let sequences = job.step.batch_sequences();
     let mut number = 0;
     let mut step = || {
         number += 1;
@@ -139,7 +139,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     }
     let memory = before.zip(limits::memory(backend)).map(|((now, _), (_, most))| (now, most));
     let kernels = arguments.kernels.then(|| kernel_times(backend, &mut step)).transpose()?;
-    Ok(Measured { times, first, last, memory, kernels })
+    Ok(StepMeasurement { times, first, last, memory, kernels })
 }
 
 /// The GPU's time in one more step.
@@ -152,7 +152,7 @@ fn kernel_times<B: Backend>(
     let recording = Recording::start().context("--kernels")?;
     step()?;
     backend.synchronize()?;
-    Ok(KernelTimes::of(&recording.finish().context("--kernels")?))
+    Ok(KernelTimes::new(&recording.finish().context("--kernels")?))
 }
 
 /// The groups of a single rank.
@@ -186,18 +186,23 @@ fn synthetic(sample: u64, vocabulary: u64, window: &mut [u32]) {
 impl StepJob {
     /// Tokens per step.
     fn tokens(&self) -> f64 {
-        self.plan.batch_sequences() as f64 * self.plan.sequence_length as f64
+        self.step.batch_sequences() as f64 * self.step.sequence_length as f64
     }
 
     /// FLOPs per step, by the convention of [`moh_model::flops`].
     fn flops(&self) -> f64 {
-        self.config.flops_per_token(self.plan.sequence_length).training() * self.tokens()
+        self.config.flops_per_token(self.step.sequence_length).training() * self.tokens()
     }
 }
 
-fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -> Value {
-    let StepJob { config, plan, .. } = job;
-    let Measured { times, first, last, memory, kernels } = measured;
+fn as_json(
+    job: &StepJob,
+    measured: &StepMeasurement,
+    machine: &MachineLimits,
+    warmup: u32,
+) -> Value {
+    let StepJob { config, step, .. } = job;
+    let StepMeasurement { times, first, last, memory, kernels } = measured;
     let flops = times.rates(job.flops());
     json!({
         "machine": machine.json(),
@@ -214,14 +219,14 @@ fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -
             "vocab_size": config.vocab_size,
         },
         "step": {
-            "sequence_length": plan.sequence_length,
-            "micro_batch": plan.micro_batch,
-            "micro_batches": plan.micro_batches,
+            "sequence_length": step.sequence_length,
+            "micro_batch": step.micro_batch,
+            "micro_batches": step.micro_batches,
             "tokens": job.tokens(),
             "dtype": job.dtype.name(),
             "gradients": job.precision.gradients.name(),
             "moments": job.precision.moments.name(),
-            "recompute": format!("{:?}", plan.recompute).to_lowercase(),
+            "recompute": step.recompute,
         },
         "steps": times.len(),
         "warmup": warmup,
@@ -239,10 +244,10 @@ fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -
     })
 }
 
-fn as_text(job: &StepJob, measured: &Measured, machine: &Machine) -> String {
-    let Measured { times, first, last, memory, kernels } = measured;
+fn as_text(job: &StepJob, measured: &StepMeasurement, machine: &MachineLimits) -> String {
+    let StepMeasurement { times, first, last, memory, kernels } = measured;
     let (tokens, flops) = (times.rates(job.tokens()), times.rates(job.flops()));
-    let plan = &job.plan;
+    let step = &job.step;
     let memory = memory.map_or("-".to_owned(), |(before, peak)| {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         format!("{:.0} MiB at most, {:.0} MiB before the model", mib(peak), mib(before))
@@ -253,9 +258,9 @@ fn as_text(job: &StepJob, measured: &Measured, machine: &Machine) -> String {
             "step",
             format!(
                 "{} x {} sequences of {} tokens, {}, gradients {}, moments {}",
-                plan.micro_batches,
-                plan.micro_batch,
-                plan.sequence_length,
+                step.micro_batches,
+                step.micro_batch,
+                step.sequence_length,
                 job.dtype.name(),
                 job.precision.gradients.name(),
                 job.precision.moments.name()

@@ -8,13 +8,13 @@ use moh_kernels::ElementType;
 use moh_model::{
     Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
 };
-use moh_plan::{Plan, hyperparameters, step_plan};
+use moh_plan::{Plan, step_config};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
 use moh_program::models;
-use moh_recipe::{MohOptions, Optimizer, Precision, Recipe};
+use moh_recipe::{MohOptions, PrecisionOptions, Recipe};
 use moh_run_directory::local_model_config;
-use moh_step::StepPlan;
+use moh_step::{Hyperparameters, StepConfig};
 
 use crate::device::DeviceArguments;
 
@@ -80,9 +80,9 @@ pub struct StepArguments {
 /// A training step to measure.
 pub struct StepJob {
     pub config: ModelConfig,
-    pub plan: StepPlan,
+    pub step: StepConfig,
     pub dtype: ElementType,
-    pub precision: Precision,
+    pub precision: PrecisionOptions,
     pub learning_rate: f64,
 }
 
@@ -119,7 +119,7 @@ impl StepJob {
         if let Err(limit) = job.config.check_limits() {
             anyhow::bail!("the model has {}: at most {}", limit.what, limit.limit);
         }
-        let StepPlan { micro_batch, sequence_length, .. } = job.plan;
+        let StepConfig { micro_batch, sequence_length, .. } = job.step;
         match micro_batch.checked_mul(sequence_length) {
             Some(1..=MAX_TOKENS) => {
                 if let Some(rounding) = rounding {
@@ -160,7 +160,7 @@ fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
     config.moh = moh;
     Ok(StepJob {
         config,
-        plan: step_plan(&recipe, stage),
+        step: step_config(&recipe, stage),
         dtype: recipe.run.dtype,
         precision: recipe.precision,
         learning_rate: stage.learning_rate.max,
@@ -170,21 +170,21 @@ fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
 fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> {
     Ok(StepJob {
         config: ConfigFile::read(path)?.config,
-        plan: StepPlan {
+        step: StepConfig {
             stage: "bench".into(),
             sequence_length: arguments.length,
             micro_batch: arguments.batch,
             micro_batches: 1,
             document_mask: false,
-            recompute: Recompute::Cheap,
+            recompute: Recompute::Norms,
             auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
                 AuxiliaryLoss::Balance => MohOptions::default().balance_loss_weight,
             }),
-            optimizer: hyperparameters(Optimizer::default()),
+            optimizer: Hyperparameters::default(),
             reduce: ElementType::F32,
         },
         dtype: ElementType::F32,
-        precision: Precision::default(),
+        precision: PrecisionOptions::default(),
         learning_rate: LEARNING_RATE,
     })
 }

@@ -19,7 +19,7 @@ type EncodedPart = Vec<u8>;
 /// Writes a rank's part.
 pub type WritePart = Box<dyn FnOnce() -> Result<EncodedPart, Error> + Send>;
 /// Completes a checkpoint of these parts; returns sentences about what failed afterwards.
-pub type Complete = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Cause> + Send>;
+pub type CompleteCheckpoint = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Cause> + Send>;
 /// Why a checkpoint could not be written or completed.
 type Cause = Box<dyn std::error::Error + Send + Sync>;
 
@@ -62,7 +62,7 @@ pub struct Flight {
     path: PathBuf,
     work: Work,
     /// Dropped after the thread has ended: it owns the incomplete directory.
-    complete: Option<Complete>,
+    complete: Option<CompleteCheckpoint>,
 }
 
 impl Flight {
@@ -72,7 +72,7 @@ impl Flight {
         path: PathBuf,
         size: usize,
         write_part: WritePart,
-        mut complete: Option<Complete>,
+        mut complete: Option<CompleteCheckpoint>,
     ) -> Self {
         let alone = complete.take_if(|_| size == 1);
         let work = start(&path, move || {
@@ -199,12 +199,13 @@ mod tests {
 
     /// A flight on rank `rank` of `size`, and what the first rank's completion was given.
     fn flight(
-        (rank, size): (usize, usize),
+        rank: usize,
+        size: usize,
         part: Result<EncodedPart, Error>,
         complete: Result<Vec<String>, Error>,
     ) -> (Flight, mpsc::Receiver<Vec<EncodedPart>>) {
         let (given, received) = mpsc::channel();
-        let complete: Complete = Box::new(move |parts| {
+        let complete: CompleteCheckpoint = Box::new(move |parts| {
             given.send(parts.to_vec()).unwrap();
             complete.map_err(Cause::from)
         });
@@ -216,7 +217,7 @@ mod tests {
     fn the_first_rank_completes_what_all_have_written() {
         for size in [1, 3] {
             let ended = on_ranks(size, move |rank| {
-                flight((rank, size), Ok(vec![rank as u8]), Ok(vec!["old ones stay".into()]))
+                flight(rank, size, Ok(vec![rank as u8]), Ok(vec!["old ones stay".into()]))
             });
             let parts: Vec<EncodedPart> = (0..size).map(|rank| vec![rank as u8]).collect();
             assert_eq!(ended[0].1.try_recv().unwrap(), parts);
@@ -229,12 +230,12 @@ mod tests {
     fn a_part_that_fails_fails_the_checkpoint_on_all_ranks() {
         let ended = on_ranks(3, |rank| {
             let part = if rank == 2 { Err(failure("full")) } else { Ok(Vec::new()) };
-            flight((rank, 3), part, Ok(Vec::new()))
+            flight(rank, 3, part, Ok(Vec::new()))
         });
         assert!(ended[0].1.try_recv().is_err(), "completed without a part");
         assert_eq!(ended[0].0, End::Failed("rank 2: disk: full".into()));
         assert!(ended.iter().all(|(end, _)| matches!(end, End::Failed(_))));
-        let alone = on_ranks(1, |_| flight((0, 1), Err(failure("full")), Ok(Vec::new())));
+        let alone = on_ranks(1, |_| flight(0, 1, Err(failure("full")), Ok(Vec::new())));
         assert_eq!(alone[0].0, End::Failed("disk: full".into()));
     }
 
@@ -242,7 +243,7 @@ mod tests {
     fn a_completion_that_fails_fails_the_checkpoint_on_all_ranks() {
         for size in [1, 2] {
             let ended = on_ranks(size, move |rank| {
-                flight((rank, size), Ok(Vec::new()), Err(failure("lost")))
+                flight(rank, size, Ok(Vec::new()), Err(failure("lost")))
             });
             assert!(matches!(&ended[0].0, End::Failed(cause) if cause.ends_with("disk: lost")));
             assert!(ended.iter().all(|(end, _)| matches!(end, End::Failed(_))));
@@ -270,7 +271,7 @@ mod tests {
             gate.recv().unwrap();
             Ok(Vec::new())
         });
-        let complete: Complete = Box::new(|_| Ok(Vec::new()));
+        let complete: CompleteCheckpoint = Box::new(|_| Ok(Vec::new()));
         let mut flight = Flight::start("step-1".into(), 1, write, Some(complete));
         let flags = flight.wait(Duration::ZERO);
         assert_eq!(flags, ThreadFlags { running: true, failed: false });

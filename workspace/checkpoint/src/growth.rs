@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// A stage's new length, and the step from which it applies.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Growth {
+pub struct StageExtension {
     /// The stage's name.
     pub stage: String,
     /// Steps over all stages that were done when the stage grew.
@@ -18,7 +18,7 @@ pub struct Growth {
 }
 
 /// Steps of `stage`, as known after `step` steps over all stages.
-pub fn steps_at(stage: &Stage, growth: &[Growth], step: u64) -> u64 {
+pub fn steps_at(stage: &Stage, growth: &[StageExtension], step: u64) -> u64 {
     let own = || growth.iter().filter(|growth| growth.stage == stage.name);
     let first = own().map(|growth| growth.before).min().unwrap_or(stage.tokens);
     let grown = own().filter(|growth| growth.step <= step).map(|growth| growth.tokens);

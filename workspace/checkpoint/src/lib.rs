@@ -39,17 +39,19 @@ mod write;
 
 pub use checkpoint_directory::{AFTER, CheckpointDirectory, is_unfinished_checkpoint};
 pub use error::Error;
-pub use flight::{Complete, End, Flight, ThreadFlags, WritePart};
-pub use growth::{Growth, steps_at};
+pub use flight::{CompleteCheckpoint, End, Flight, ThreadFlags, WritePart};
+pub use growth::{StageExtension, steps_at};
 pub use listing::{Condition, ListedCheckpoint, list};
 pub use load::{gather_weights, load};
 pub use manifest::{Manifest, PartFile, RunState};
-pub use part::{Part, TensorEntry, TensorFile};
-pub use read::{OnDamage, alone, newest, newest_good, of_step, require, undamaged, verify};
+pub use part::{RankPart, TensorEntry, TensorFile};
+pub use read::{
+    OnDamage, alone, newest, newest_good, of_step, quarantine_if_damaged, require, verify,
+};
 pub use read_error::ReadError;
 pub use retention::{prune, remove, superseded, superseded_by_good};
 pub use snapshot::{Snapshot, staging_bytes};
-pub use stored::{StoredCheckpoint, Wanted};
+pub use stored::{StoredCheckpoint, TensorRequest};
 pub use write::{begin, publish, write_part};
 
 /// Name of the manifest in a checkpoint's directory.

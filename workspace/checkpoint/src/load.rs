@@ -8,7 +8,7 @@ use moh_model::layout::Segment;
 use moh_step::OptimizerState;
 
 use super::read_error::ReadError;
-use super::stored::{StoredCheckpoint, Wanted};
+use super::stored::{StoredCheckpoint, TensorRequest};
 use crate::Error;
 
 /// Fills this rank's shard of the model's weights and the optimiser's state.
@@ -18,7 +18,7 @@ pub fn load<B: Backend + Clone, T: Element, M: Element>(
     optimizer: &mut OptimizerState<B, M>,
 ) -> Result<(), ReadError> {
     optimizer.fill(model, |kind, segment: &Segment, range, values: &mut [f32]| {
-        let wanted = Wanted { name: &segment.name, slice: &segment.slice, range };
+        let wanted = TensorRequest { name: &segment.name, slice: &segment.slice, range };
         stored.read(kind, &wanted, values)
     })
 }
@@ -50,7 +50,7 @@ mod tests {
     use moh_model::ModelConfig;
     use moh_model::model_parallel::ModelParallel;
     use moh_model::parameters::Shard;
-    use moh_recipe::Checkpoint;
+    use moh_recipe::CheckpointOptions;
     use moh_step::TensorKind;
     use serde_json::Map;
 
@@ -85,15 +85,15 @@ mod tests {
             let (mut model, mut optimizer) = part(rank, ranks);
             optimizer
                 .fill(&mut model, |kind, segment, range, values| {
-                    for (at, out) in range.zip(values) {
-                        *out = value(kind, &segment.name, at);
+                    for (i, out) in range.zip(values) {
+                        *out = value(kind, &segment.name, i);
                     }
                     Ok::<(), moh_model::Error>(())
                 })
                 .unwrap();
             let mut snapshot = Snapshot::new(model.layout(), optimizer.shard()).unwrap();
             snapshot.copy(&model, &optimizer).unwrap();
-            write_part(run, 5, (rank, ranks), &snapshot).unwrap()
+            write_part(run, 5, rank, ranks, &snapshot).unwrap()
         });
         let parts: Vec<_> = parts.collect();
         let state = RunState { step: 5, ..RunState::default() };
@@ -109,14 +109,14 @@ mod tests {
         for (flat, segment) in model.layout().segments() {
             let range = Shard { rank, size: ranks }.range(model.layout().flats[flat].len);
             let local = moh_model::parameters::overlap(&segment.range, &range);
-            for at in local {
-                let expect = |kind| value(kind, &segment.name, at - segment.range.start);
-                let moment = at - range.start;
-                assert_eq!(model.weights().flat(flat)[at], expect(TensorKind::Weight));
+            for i in local {
+                let expect = |kind| value(kind, &segment.name, i - segment.range.start);
+                let moment = i - range.start;
+                assert_eq!(model.weights().flat(flat)[i], expect(TensorKind::Weight));
                 let first = optimizer.first_moment.flat(flat)[moment];
-                assert_eq!(first, expect(TensorKind::FirstMoment), "{} {at}", segment.name);
+                assert_eq!(first, expect(TensorKind::FirstMoment), "{} {i}", segment.name);
                 let second = optimizer.second_moment.flat(flat)[moment];
-                assert_eq!(second, expect(TensorKind::SecondMoment), "{} {at}", segment.name);
+                assert_eq!(second, expect(TensorKind::SecondMoment), "{} {i}", segment.name);
             }
         }
     }
@@ -130,7 +130,7 @@ mod tests {
             for ranks in [1, 2, 3, RANKS, 7] {
                 (0..ranks).for_each(|rank| check(&run, rank, ranks));
             }
-            prune(&run, &Checkpoint::default()).unwrap();
+            prune(&run, &CheckpointOptions::default()).unwrap();
             assert_eq!(run.checkpoint_steps().unwrap(), [5]);
         }
     }

@@ -9,7 +9,7 @@ use moh_step::guard::GuardState;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::Growth;
+use crate::StageExtension;
 
 /// The format version that this program writes and reads.
 pub(super) const FORMAT: u32 = 4;
@@ -30,7 +30,7 @@ pub struct Manifest {
     pub parts: Vec<PartFile>,
 }
 
-/// The file that lists a rank's shards of tensors ([`Part`](super::Part)).
+/// The file that lists a rank's shards of tensors ([`RankPart`](super::RankPart)).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartFile {
@@ -103,7 +103,7 @@ pub struct RunState {
     /// Optimiser steps that the moments contain: those since they were zero.
     pub moment_steps: u64,
     /// The stages that have become longer, in the order of the steps.
-    pub growth: Vec<Growth>,
+    pub growth: Vec<StageExtension>,
     /// The measurements of the last step, if the run was stopped in the evaluation after it: neither it
     /// nor its line of metrics is there yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -124,11 +124,11 @@ pub(super) fn tensor_file(kind: TensorKind, rank: usize, size: usize) -> String 
         TensorKind::FirstMoment => "first_moment",
         TensorKind::SecondMoment => "second_moment",
     };
-    numbered(name, "safetensors", rank, size)
+    rank_file_name(name, "safetensors", rank, size)
 }
 
 /// The name of a file that each of `size` ranks has.
-pub(super) fn numbered(name: &str, extension: &str, rank: usize, size: usize) -> String {
+pub(super) fn rank_file_name(name: &str, extension: &str, rank: usize, size: usize) -> String {
     match size {
         1 => format!("{name}.{extension}"),
         _ => format!("{name}-{:05}-of-{size:05}.{extension}", rank + 1),

@@ -4,12 +4,12 @@ use moh_model::slice::Slice;
 use moh_step::TensorKind;
 use serde::{Deserialize, Serialize};
 
-use super::manifest::numbered;
+use super::manifest::rank_file_name;
 
 /// The shards that a rank has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Part {
+pub struct RankPart {
     /// The file and the dtype of the weights, and of the first and the second moments.
     pub files: [TensorFile; 3],
     /// The rank's shard of every tensor of which it has one.
@@ -45,10 +45,10 @@ pub struct TensorEntry {
     pub blake3: [String; 3],
 }
 
-impl Part {
+impl RankPart {
     /// The name of rank `rank`'s part of `size` in a checkpoint's directory.
     pub(super) fn file_name(rank: usize, size: usize) -> String {
-        numbered("tensors", "json", rank, size)
+        rank_file_name("tensors", "json", rank, size)
     }
 
     /// The file with the part's tensors of a kind.

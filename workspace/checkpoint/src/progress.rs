@@ -1,7 +1,7 @@
 //! How steps change the state of a run: shared by training and by the replay of a step.
 
 use moh_kernels::{Backend, Element};
-use moh_recipe::{Guard, Schedule, Stage};
+use moh_recipe::{GuardOptions, Schedule, Stage};
 use moh_run_log::Skipped;
 use moh_step::{OptimizerState, StepResult, Update};
 
@@ -25,7 +25,7 @@ impl RunState {
     }
 
     /// How the next step, of `stage`, updates the weights.
-    pub fn next_update(&self, stage: &Stage, guard: &Guard) -> Update {
+    pub fn next_update(&self, stage: &Stage, guard: &GuardOptions) -> Update {
         let steps = steps_at(stage, &self.growth, self.step);
         let schedule = Schedule::new(stage.learning_rate, steps);
         Update {
@@ -38,7 +38,8 @@ impl RunState {
     /// Counts a step of `sequences` samples, applied or not.
     pub fn count(
         &mut self,
-        (stage, guard): (&Stage, &Guard),
+        stage: &Stage,
+        guard: &GuardOptions,
         result: &StepResult,
         sequences: u64,
     ) -> Option<Skipped> {
@@ -48,7 +49,7 @@ impl RunState {
         self.moment_steps += u64::from(result.skipped.is_none());
         self.tokens += stage.batch_tokens;
         self.sample += sequences;
-        self.guard.count(result.skipped.is_some(), (result.loss, result.grad_norm), guard.factor);
+        self.guard.count(result.skipped.is_some(), result.loss, result.grad_norm, guard.factor);
         result.skipped.map(|reason| Skipped { reason, samples })
     }
 

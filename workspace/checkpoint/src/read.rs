@@ -32,12 +32,12 @@ pub fn newest<B: Backend>(
     loop {
         // Steps count from 1, so 0 means none; f64 represents them exactly.
         let listed = || Ok(run.checkpoint_steps()?.last().copied().unwrap_or(0) as f64);
-        let step = ranks.first::<Error>(listed)? as u64;
+        let step = ranks.rank0_computes::<Error>(listed)? as u64;
         if step == 0 {
             return Ok(None);
         }
         let opened = StoredCheckpoint::open(&run.checkpoint(step), step);
-        if let Some(stored) = undamaged(run, ranks, step, opened, damaged)? {
+        if let Some(stored) = quarantine_if_damaged(run, ranks, step, opened, damaged)? {
             return Ok(Some(stored));
         }
     }
@@ -58,7 +58,7 @@ pub fn newest_good<B: Backend>(
             let steps = run.checkpoint_steps()?;
             Ok(steps.into_iter().rfind(|&step| (step as f64) < below).unwrap_or(0) as f64)
         };
-        let step = ranks.first::<Error>(listed)?;
+        let step = ranks.rank0_computes::<Error>(listed)?;
         if step == 0.0 {
             return Ok(None);
         }
@@ -78,7 +78,7 @@ pub fn of_step<B: Backend>(
     ranks: &mut Ranks<B>,
     step: u64,
 ) -> Result<StoredCheckpoint, Error> {
-    ranks.first_does(|| require(run, step))?;
+    ranks.on_rank0(|| require(run, step))?;
     let found = examine(run, ranks, step)?;
     ranks.agree(found)
 }
@@ -119,10 +119,10 @@ fn examine<B: Backend>(
 ) -> Result<Result<StoredCheckpoint, Error>, Error> {
     let directory = run.checkpoint(step);
     let opened = StoredCheckpoint::open(&directory, step).and_then(|stored| {
-        stored.check_share(Shard::of(ranks.group()))?;
+        stored.check_share(Shard::from_group(ranks.group()))?;
         Ok(stored)
     });
-    let opened = proven(ranks, &directory, opened)?.map_err(Error::from);
+    let opened = agree_on_damage(ranks, &directory, opened)?.map_err(Error::from);
     Ok(match ranks.any(opened.is_err())? {
         true => Err(opened.err().unwrap_or_else(|| Error::File {
             path: directory.join(MANIFEST),
@@ -137,7 +137,7 @@ fn examine<B: Backend>(
 ///
 /// # Errors
 /// As [`newest`].
-pub fn undamaged<B: Backend, R>(
+pub fn quarantine_if_damaged<B: Backend, R>(
     run: &CheckpointDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
@@ -145,12 +145,12 @@ pub fn undamaged<B: Backend, R>(
     damaged: OnDamage<'_>,
 ) -> Result<Option<R>, Error> {
     let directory = run.checkpoint(step);
-    let read = proven(ranks, &directory, read)?.map_err(Error::from);
+    let read = agree_on_damage(ranks, &directory, read)?.map_err(Error::from);
     if !ranks.any(read.is_err())? {
         return read.map(Some);
     }
     let aside = aside(run, step);
-    ranks.first_does(|| set_aside(run, &directory, &aside))?;
+    ranks.on_rank0(|| quarantine(run, &directory, &aside))?;
     if ranks.is_first() {
         // The first rank reports, even if another rank has found the damage.
         let error = read.err().unwrap_or_else(|| Error::File {
@@ -163,7 +163,7 @@ pub fn undamaged<B: Backend, R>(
 }
 
 /// Returns what this rank has found, if the ranks together can tell whether the bytes are good.
-fn proven<B: Backend, R>(
+fn agree_on_damage<B: Backend, R>(
     ranks: &mut Ranks<B>,
     directory: &Path,
     read: Result<R, ReadError>,
@@ -194,7 +194,7 @@ fn aside(run: &CheckpointDirectory, step: u64) -> PathBuf {
     first_free_suffixed(|suffix| run.checkpoints().join(format!("damaged-step-{step}{suffix}")))
 }
 
-fn set_aside(run: &CheckpointDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
+fn quarantine(run: &CheckpointDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
     fs::rename(directory, aside).map_err(Error::io(aside))?;
     moh_files::sync_directory(&run.checkpoints()).map_err(Error::io(&run.checkpoints()))
 }

@@ -3,7 +3,7 @@
 use std::fs;
 
 use moh_files::TEMPORARY;
-use moh_recipe::Checkpoint;
+use moh_recipe::CheckpointOptions;
 
 use super::read::{alone, newest_good};
 use crate::checkpoint_directory::REWOUND;
@@ -14,7 +14,7 @@ use crate::{CheckpointDirectory, Error, is_unfinished_checkpoint};
 ///
 /// # Errors
 /// Fails if a directory cannot be listed or removed.
-pub fn prune(run: &CheckpointDirectory, retention: &Checkpoint) -> Result<(), Error> {
+pub fn prune(run: &CheckpointDirectory, retention: &CheckpointOptions) -> Result<(), Error> {
     remove(run, &superseded(run, retention)?)
 }
 
@@ -22,7 +22,10 @@ pub fn prune(run: &CheckpointDirectory, retention: &Checkpoint) -> Result<(), Er
 ///
 /// # Errors
 /// Fails if the directory of checkpoints cannot be listed.
-pub fn superseded(run: &CheckpointDirectory, retention: &Checkpoint) -> Result<Vec<u64>, Error> {
+pub fn superseded(
+    run: &CheckpointDirectory,
+    retention: &CheckpointOptions,
+) -> Result<Vec<u64>, Error> {
     let mut steps = run.checkpoint_steps()?;
     let keep = usize::try_from(retention.keep.max(1)).unwrap_or(usize::MAX);
     steps.truncate(steps.len().saturating_sub(keep));
@@ -37,7 +40,7 @@ pub fn superseded(run: &CheckpointDirectory, retention: &Checkpoint) -> Result<V
 /// As [`superseded`], and if a checkpoint cannot be read or has another format.
 pub fn superseded_by_good(
     run: &CheckpointDirectory,
-    retention: &Checkpoint,
+    retention: &CheckpointOptions,
 ) -> Result<Vec<u64>, Error> {
     let mut steps = superseded(run, retention)?;
     if !steps.is_empty() {
@@ -81,7 +84,7 @@ mod tests {
             fs::create_dir_all(run.checkpoint(step)).unwrap();
         }
         let superseded = |keep, keep_every| {
-            let retention = Checkpoint { keep, keep_every, ..Checkpoint::default() };
+            let retention = CheckpointOptions { keep, keep_every, ..CheckpointOptions::default() };
             superseded(&run, &retention).unwrap()
         };
         assert_eq!(superseded(2, 0), [2, 4, 5]);
@@ -101,7 +104,7 @@ mod tests {
         for step in [2, 4] {
             fs::create_dir_all(run.checkpoint(step)).unwrap();
         }
-        let retention = Checkpoint { keep: 1, ..Checkpoint::default() };
+        let retention = CheckpointOptions { keep: 1, ..CheckpointOptions::default() };
         assert!(superseded_by_good(&run, &retention).unwrap().is_empty());
     }
 }

@@ -35,7 +35,7 @@ enum Elements<'a> {
 }
 
 impl<'a> Elements<'a> {
-    fn of<T: Element, M: Element>(snapshot: &'a Snapshot<T, M>, kind: TensorKind) -> Self {
+    fn new<T: Element, M: Element>(snapshot: &'a Snapshot<T, M>, kind: TensorKind) -> Self {
         let stored = |values: &'a [M]| Elements::Stored {
             bytes: bytemuck::cast_slice(values),
             dtype: M::DTYPE,
@@ -94,7 +94,7 @@ pub(super) fn write<T: Element, M: Element>(
     snapshot: &Snapshot<T, M>,
     kind: TensorKind,
 ) -> io::Result<WrittenFile> {
-    let mut elements = Elements::of(snapshot, kind);
+    let mut elements = Elements::new(snapshot, kind);
     let dtype = elements.dtype();
     let tensors = &snapshot.shard.tensors;
     let mut order: Vec<usize> = (0..tensors.len()).collect();
@@ -157,7 +157,7 @@ impl ShardTensor {
 #[cfg(test)]
 mod tests {
     use moh_model::layout::ModelLayout;
-    use moh_model::model_parallel::Part;
+    use moh_model::model_parallel::ModelPart;
     use moh_model::parameters::Shard;
     use safetensors::tensor::TensorView;
 
@@ -168,7 +168,7 @@ mod tests {
     /// A model whose embedding fills more than a chunk.
     fn layout(ranks: usize) -> ModelLayout {
         let config = tiny_model(1, 300_000, true);
-        ModelLayout::of_part(&config, ranks, &Part::whole(&config))
+        ModelLayout::of_part(&config, ranks, &ModelPart::whole(&config))
     }
 
     /// The file that crate `safetensors` writes, from the snapshot's values as f32.

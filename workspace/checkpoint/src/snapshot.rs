@@ -166,7 +166,7 @@ mod tests {
     }
 
     fn layout(ranks: usize) -> ModelLayout {
-        let part = moh_model::model_parallel::Part::whole(&config());
+        let part = moh_model::model_parallel::ModelPart::whole(&config());
         ModelLayout::of_part(&config(), ranks, &part)
     }
 

@@ -11,7 +11,7 @@ use moh_model::slice::{Slice, common};
 use moh_step::TensorKind;
 
 use super::manifest::{FORMAT, Manifest, PartFile, RunState};
-use super::part::{Part, TensorEntry};
+use super::part::{RankPart, TensorEntry};
 use super::read_error::ReadError;
 use super::tensor_file::OpenFiles;
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
@@ -23,7 +23,7 @@ pub struct StoredCheckpoint {
     directory: PathBuf,
     manifest: Manifest,
     /// The parts of the manifest that have been read.
-    parts: Vec<OnceLock<Part>>,
+    parts: Vec<OnceLock<RankPart>>,
     files: OpenFiles,
     /// The part that is looked into first.
     nearest: usize,
@@ -31,7 +31,7 @@ pub struct StoredCheckpoint {
 
 /// Elements of a tensor: a range of those of a slice.
 #[derive(Debug, Clone)]
-pub struct Wanted<'a> {
+pub struct TensorRequest<'a> {
     /// The tensor's name.
     pub name: &'a str,
     /// The slice of the tensor.
@@ -97,7 +97,7 @@ impl StoredCheckpoint {
             );
             return Err(self.refuse(reason));
         }
-        let wanted = Wanted { name, slice: &slice, range: 0..out.len() };
+        let wanted = TensorRequest { name, slice: &slice, range: 0..out.len() };
         Ok(self.read(kind, &wanted, out)?)
     }
 
@@ -128,7 +128,7 @@ impl StoredCheckpoint {
     pub fn read_part(
         &self,
         kind: TensorKind,
-        wanted: &Wanted<'_>,
+        wanted: &TensorRequest<'_>,
         out: &mut [f32],
     ) -> Result<(), Error> {
         Ok(self.read(kind, wanted, out)?)
@@ -138,10 +138,10 @@ impl StoredCheckpoint {
     pub(super) fn read(
         &self,
         kind: TensorKind,
-        wanted: &Wanted<'_>,
+        wanted: &TensorRequest<'_>,
         out: &mut [f32],
     ) -> Result<(), ReadError> {
-        let Wanted { name, slice, ref range } = *wanted;
+        let TensorRequest { name, slice, ref range } = *wanted;
         let runs = slice.runs(range.clone());
         let mut found = 0;
         for index in self.parts_with(name) {
@@ -199,7 +199,7 @@ impl StoredCheckpoint {
     }
 
     /// One part, read when it is first asked for.
-    fn part(&self, index: usize) -> Result<&Part, ReadError> {
+    fn part(&self, index: usize) -> Result<&RankPart, ReadError> {
         let known = &self.parts[index];
         if let Some(part) = known.get() {
             return Ok(part);
@@ -252,7 +252,7 @@ fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
     Ok(manifest)
 }
 
-fn read_part(directory: &Path, described: &PartFile) -> Result<Part, ReadError> {
+fn read_part(directory: &Path, described: &PartFile) -> Result<RankPart, ReadError> {
     let path = directory.join(&described.file);
     let text = read_text(&path)?;
     let refuse = |reason: String| Error::File { path: path.clone(), reason };
@@ -260,7 +260,7 @@ fn read_part(directory: &Path, described: &PartFile) -> Result<Part, ReadError> 
         let reason = format!("does not match its hash in {MANIFEST}: it is damaged");
         return Err(ReadError::Damaged(refuse(reason)));
     }
-    let part: Part = serde_json::from_slice(&text)
+    let part: RankPart = serde_json::from_slice(&text)
         .map_err(|error| ReadError::Unusable(refuse(format!("not a list of tensors: {error}"))))?;
     check_names(&path, part.files.iter().map(|file| &file.file))?;
     Ok(part)

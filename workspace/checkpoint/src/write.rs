@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::manifest::{Manifest, RunState, tensor_file};
-use super::part::{Part, TensorEntry, TensorFile};
+use super::part::{RankPart, TensorEntry, TensorFile};
 use super::snapshot::{ShardTensor, Snapshot};
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES, shard_file};
 use crate::{CheckpointDirectory, Error};
@@ -47,7 +47,8 @@ type WrittenPart = (String, String, Vec<String>);
 pub fn write_part<T: Element, M: Element>(
     run: &CheckpointDirectory,
     step: u64,
-    (rank, size): (usize, usize),
+    rank: usize,
+    size: usize,
     snapshot: &Snapshot<T, M>,
 ) -> Result<Vec<u8>, Error> {
     let folder = folder(run, step);
@@ -68,8 +69,8 @@ pub fn write_part<T: Element, M: Element>(
         file.dtype = format!("{:?}", written.dtype);
     }
     let names = tensors.iter().map(|entry| entry.name.clone()).collect();
-    let file = Part::file_name(rank, size);
-    let hash = write_text(&folder.join(&file), &Part { files, tensors })?;
+    let file = RankPart::file_name(rank, size);
+    let hash = write_text(&folder.join(&file), &RankPart { files, tensors })?;
     let written: WrittenPart = (file, hash.to_hex().to_string(), names);
     // Plain text always serialises.
     serde_json::to_vec(&written).map_err(|error| Error::io(&folder)(error.into()))
@@ -147,7 +148,7 @@ fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash, Error
 mod tests {
     use moh_hf::ConfigFile;
     use moh_model::layout::ModelLayout;
-    use moh_model::model_parallel::Part as ModelPart;
+    use moh_model::model_parallel::ModelPart;
     use moh_model::parameters::Shard;
 
     use super::super::snapshot::ShardTensors;
@@ -175,7 +176,7 @@ mod tests {
             let tensors: Vec<TensorEntry> = hashed.collect();
             longest = longest.max(serde_json::to_vec(&tensors).unwrap().len());
             let names = tensors.into_iter().map(|entry| entry.name).collect();
-            (Part::file_name(rank, size), "0".repeat(64), names)
+            (RankPart::file_name(rank, size), "0".repeat(64), names)
         });
         let manifest = Manifest::new(RunState::default(), Map::new(), parts.collect());
         let whole = serde_json::to_vec(&manifest).unwrap().len();

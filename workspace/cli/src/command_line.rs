@@ -15,7 +15,7 @@ pub struct CommandLine {
 impl CommandLine {
     /// The command `program` without arguments: through cargo if this program was started so, or else by
     /// name.
-    pub fn of(program: &str) -> Self {
+    pub fn new(program: &str) -> Self {
         let from_cargo = std::env::var_os("CARGO").is_some() && Path::new("Cargo.toml").is_file();
         if !from_cargo {
             return CommandLine { text: program.to_owned() };

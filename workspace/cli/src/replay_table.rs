@@ -86,8 +86,8 @@ fn loads(out: &mut String, replay: &Replay) -> fmt::Result {
     writeln!(out, "\n{:<7}loads of the routed heads", "block")?;
     for layer in &replay.routing.layers {
         write!(out, "{:<7}", layer.layer)?;
-        for (at, load) in layer.loads().enumerate() {
-            write!(out, "{}{load:.3}", if at == 0 { "" } else { " " })?;
+        for (i, load) in layer.loads().enumerate() {
+            write!(out, "{}{load:.3}", if i == 0 { "" } else { " " })?;
         }
         writeln!(out)?;
     }

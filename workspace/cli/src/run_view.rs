@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
-use moh_checkpoint::Growth;
+use moh_checkpoint::StageExtension;
 use moh_kernels::MemoryInfo;
 use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_plan::SourceEpochs;
@@ -51,11 +51,11 @@ impl RunView {
             Event::DamagedCheckpoint { path, error } => {
                 self.line(&format!("moved a damaged checkpoint to {}: {error}", path.display()));
             }
-            Event::SetAside { step, path } => self.line(&format!(
+            Event::Archived { step, path } => self.line(&format!(
                 "moved what the run wrote after step {step} to {}",
                 path.display()
             )),
-            Event::StageGrown { growth: Growth { stage, step, before, tokens } } => {
+            Event::StageExtended { extension: StageExtension { stage, step, before, tokens } } => {
                 let (before, tokens) = (HumanCount(*before), HumanCount(*tokens));
                 self.line(&format!(
                     "stage {stage} has {tokens} tokens instead of {before} from step {step} on"

@@ -8,7 +8,7 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use moh_comm::{Buffers, Group, Launch, Options, Reduce, Result, World};
+use moh_comm::{Buffers, Group, Launch, Reduce, Result, World, WorldOptions};
 use moh_kernels::Cpu;
 
 const BYTES: usize = 16_000_000;
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     let launch = Launch::from_environment(std::env::args().nth(1).as_deref())?;
-    let world = World::connect(&launch, Buffers::Host, Options::default())?;
+    let world = World::connect(&launch, Buffers::Host, WorldOptions::default())?;
     let group = world.group();
     let len = (BYTES / size_of::<f32>()).next_multiple_of(group.size());
     let mut numbers = vec![1.0f32; len];

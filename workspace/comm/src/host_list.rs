@@ -26,14 +26,14 @@ fn too_many() -> String {
 /// The entries between commas outside brackets.
 fn entries(list: &str) -> Result<Vec<&str>, String> {
     let (mut parts, mut start, mut inside) = (Vec::new(), 0, false);
-    for (at, byte) in list.bytes().enumerate() {
+    for (i, byte) in list.bytes().enumerate() {
         match byte {
             b'[' if inside => return Err("a bracket within brackets".into()),
             b']' if !inside => return Err("a closing bracket without an opening one".into()),
             b'[' | b']' => inside = !inside,
             b',' if !inside => {
-                parts.push(&list[start..at]);
-                start = at + 1;
+                parts.push(&list[start..i]);
+                start = i + 1;
             }
             _ => {}
         }

@@ -11,7 +11,7 @@ use crate::group::Group;
 
 /// The sizes of the three parallel dimensions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Layout {
+pub struct RankLayout {
     tensor: usize,
     data: usize,
     pipeline: usize,
@@ -39,7 +39,7 @@ pub struct Groups {
     pub pipeline: Group,
 }
 
-impl Layout {
+impl RankLayout {
     /// Arranges `size` ranks; the data dimension is `size / (tensor * pipeline)`.
     ///
     /// # Errors
@@ -48,7 +48,7 @@ impl Layout {
         let (tensor, pipeline) = (tensor.get(), pipeline.get());
         match tensor.checked_mul(pipeline) {
             Some(model) if size > 0 && size.is_multiple_of(model) => {
-                Ok(Layout { tensor, data: size / model, pipeline })
+                Ok(RankLayout { tensor, data: size / model, pipeline })
             }
             _ => Err(Error::Layout(format!(
                 "{size} ranks cannot be arranged as tensor = {tensor} x pipeline = {pipeline}: \
@@ -123,9 +123,9 @@ impl Layout {
 mod tests {
     use super::*;
 
-    fn layout(size: usize, tensor: usize, pipeline: usize) -> Result<Layout> {
+    fn layout(size: usize, tensor: usize, pipeline: usize) -> Result<RankLayout> {
         let size_of = |n| NonZeroUsize::new(n).unwrap();
-        Layout::new(size, size_of(tensor), size_of(pipeline))
+        RankLayout::new(size, size_of(tensor), size_of(pipeline))
     }
 
     #[test]

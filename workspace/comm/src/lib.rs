@@ -3,7 +3,7 @@
 //! [`Launch`] reads this process's rank from the environment. [`World::connect`] connects to the
 //! other processes, refuses those that were started differently, and monitors all of them: a rank
 //! that dies, fails or hangs ends the job with an error that names it. The [`Group`] of all ranks,
-//! and the groups of [`Layout::groups`], transfer elements between ranks, by NCCL between GPUs
+//! and the groups of [`RankLayout::groups`], transfer elements between ranks, by NCCL between GPUs
 //! (feature `nccl`) and by MPI between CPUs (feature `mpi`). This crate never sends tensors over
 //! sockets.
 //!
@@ -59,10 +59,10 @@ mod world;
 pub use error::{Error, Fault, Result};
 pub use group::Group;
 pub use launch::{Address, Launch, Launcher};
-pub use layout::{Coordinates, Groups, Layout};
+pub use layout::{Coordinates, Groups, RankLayout};
 pub use pending::Pending;
 pub use reduce::Reduce;
 pub use rendezvous::host_name;
 #[doc(hidden)]
 pub use wire::check_messages;
-pub use world::{Buffers, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};
+pub use world::{Buffers, OPERATION_LIMIT, RENDEZVOUS_LIMIT, World, WorldOptions};

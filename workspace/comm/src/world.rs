@@ -14,9 +14,9 @@ use crate::watchdog::Health;
 /// How long the other processes may take to report the fault before the engine ends the job.
 const ABORT_GRACE: Duration = Duration::from_millis(500);
 
-/// Default of [`Options::rendezvous_limit`].
+/// Default of [`WorldOptions::rendezvous_limit`].
 pub const RENDEZVOUS_LIMIT: Duration = Duration::from_secs(300);
-/// Default of [`Options::operation_limit`].
+/// Default of [`WorldOptions::operation_limit`].
 pub const OPERATION_LIMIT: Duration = Duration::from_secs(600);
 
 /// The memory of the exchanged buffers, which selects the engine.
@@ -32,7 +32,7 @@ pub enum Buffers {
 
 /// Options of [`World::connect`].
 #[derive(Clone)]
-pub struct Options {
+pub struct WorldOptions {
     /// Text that must be the same on all ranks, such as the program's version and the recipe; a
     /// mismatch shows the first line that differs.
     pub fingerprint: String,
@@ -48,9 +48,9 @@ pub struct Options {
     pub on_fault: Arc<dyn Fn(&Fault) + Send + Sync>,
 }
 
-impl Default for Options {
+impl Default for WorldOptions {
     fn default() -> Self {
-        Options {
+        WorldOptions {
             fingerprint: String::new(),
             rendezvous_limit: RENDEZVOUS_LIMIT,
             operation_limit: OPERATION_LIMIT,
@@ -75,7 +75,7 @@ pub struct World {
 impl World {
     /// A world of one process.
     pub fn single() -> Self {
-        let health = Arc::new(Health::new(Options::default().on_fault));
+        let health = Arc::new(Health::new(WorldOptions::default().on_fault));
         World { group: Group::single("world", health), link: None, local_rank: 0, closed: false }
     }
 
@@ -86,7 +86,7 @@ impl World {
     /// If `size` is 0.
     pub fn threads(size: usize) -> Vec<Self> {
         assert!(size > 0, "a world has at least one rank");
-        let health = |_| Arc::new(Health::new(Options::default().on_fault));
+        let health = |_| Arc::new(Health::new(WorldOptions::default().on_fault));
         let healths: Vec<Arc<Health>> = (0..size).map(health).collect();
         let members = threads::group(healths.iter().cloned());
         let worlds = members.into_iter().zip(healths).enumerate();
@@ -106,7 +106,7 @@ impl World {
     /// [`Error::Fault`] if ranks do not arrive in time, or one has another fingerprint;
     /// [`Error::Rendezvous`] if rank 0 is not found, or its port is taken; [`Error::NoEngine`] in a
     /// build without the engine; any error of the engine.
-    pub fn connect(launch: &Launch, buffers: Buffers, options: Options) -> Result<Self> {
+    pub fn connect(launch: &Launch, buffers: Buffers, options: WorldOptions) -> Result<Self> {
         match buffers {
             #[cfg(feature = "mpi")]
             Buffers::Host => Self::connect_with(
@@ -133,7 +133,7 @@ impl World {
     #[cfg(any(not(feature = "mpi"), all(feature = "cuda", not(feature = "nccl"))))]
     fn without_engine(
         launch: &Launch,
-        options: Options,
+        options: WorldOptions,
         engine: &str,
         feature: &str,
     ) -> Result<Self> {
@@ -155,12 +155,17 @@ impl World {
     /// `engine`.
     pub(crate) fn connect_with(
         launch: &Launch,
-        options: Options,
+        options: WorldOptions,
         payload: impl FnOnce() -> Result<Vec<u8>>,
         engine: impl FnOnce(&Launch, &[u8], Arc<Health>) -> Result<Arc<dyn Engine>>,
     ) -> Result<Self> {
-        let Options { fingerprint, rendezvous_limit, operation_limit, silence_limit, on_fault } =
-            options;
+        let WorldOptions {
+            fingerprint,
+            rendezvous_limit,
+            operation_limit,
+            silence_limit,
+            on_fault,
+        } = options;
         let health = Arc::new(Health::new(on_fault));
         let Launch { rank, size, local_rank, .. } = *launch;
         if size == 1 {

@@ -94,7 +94,7 @@ fn arguments_that_do_not_fit_are_refused_on_the_spot() {
 
 #[test]
 fn a_world_of_one_does_nothing() {
-    let options = Options::default();
+    let options = WorldOptions::default();
     let world = World::connect(&Launch::single(), Buffers::Host, options).unwrap();
     let mut elements = vec![1.5f32; 3];
     let group = world.group();
@@ -112,14 +112,14 @@ fn a_world_of_one_does_nothing() {
 #[test]
 fn several_processes_need_an_engine() {
     let launch = launch(0, 2, &free_address());
-    let error = World::connect(&launch, Buffers::Host, Options::default()).unwrap_err();
+    let error = World::connect(&launch, Buffers::Host, WorldOptions::default()).unwrap_err();
     assert!(error.to_string().contains("built without MPI"), "{error}");
 }
 
 /// The ranks of a job connected by sockets; the elements pass through memory.
 fn connected(
     size: usize,
-    options: Options,
+    options: WorldOptions,
     body: impl Fn(Result<World>) + Clone + Send + 'static,
 ) -> Vec<std::thread::Result<()>> {
     let (address, shared) = (free_address(), SharedState::new(size));
@@ -142,7 +142,7 @@ fn connected(
 
 #[test]
 fn a_job_starts_works_and_ends() {
-    let results = connected(4, Options::default(), |world| {
+    let results = connected(4, WorldOptions::default(), |world| {
         let world = world.unwrap();
         let mut elements = vec![world.rank() as f32];
         world.group().all_reduce::<Cpu, f32>(&mut elements, Reduce::Sum).unwrap();
@@ -155,7 +155,7 @@ fn a_job_starts_works_and_ends() {
 #[test]
 fn a_world_that_is_dropped_early_ends_the_job_and_is_named() {
     for panics in [false, true] {
-        let results = connected(3, Options::default(), move |world| {
+        let results = connected(3, WorldOptions::default(), move |world| {
             let world = world.unwrap();
             if world.rank() == 2 {
                 assert!(!panics, "rank 2 panics here");
@@ -184,10 +184,10 @@ fn a_world_that_is_dropped_early_ends_the_job_and_is_named() {
 fn a_hang_in_a_collective_ends_the_job_with_a_report() {
     let (sender, faults) = channel();
     let sender = std::sync::Mutex::new(sender);
-    let options = Options {
+    let options = WorldOptions {
         operation_limit: Duration::from_millis(300),
         on_fault: Arc::new(move |fault| sender.lock().unwrap().send(fault.clone()).unwrap()),
-        ..Options::default()
+        ..WorldOptions::default()
     };
     // A rank that drops its world after the fault must not be the first one that the others notice.
     let kept = Arc::new(std::sync::Mutex::new(Vec::new()));
@@ -263,13 +263,13 @@ fn child_process() {
     let [rank, size, port, role] = child.split(' ').collect::<Vec<_>>()[..] else { panic!() };
     let address = Address { host: "127.0.0.1".into(), port: port.parse().unwrap() };
     let launch = launch(rank.parse().unwrap(), size.parse().unwrap(), &address);
-    let options = Options {
+    let options = WorldOptions {
         fingerprint: if role == "different" { "recipe B" } else { "recipe A" }.into(),
         on_fault: Arc::new(|fault| {
             println!("on_fault: {fault}");
             std::process::exit(3);
         }),
-        ..Options::default()
+        ..WorldOptions::default()
     };
     let engine = |_: &Launch, _: &[u8], health| Ok(Arc::new(Waiting(health)) as Arc<dyn Engine>);
     match World::connect_with(&launch, options, || Ok(Vec::new()), engine) {

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use half::bf16;
-use moh_comm::{Buffers, Group, Launch, Options, Reduce, World};
+use moh_comm::{Buffers, Group, Launch, Reduce, World, WorldOptions};
 use moh_kernels::{Cuda, Memory, Scalar};
 
 const ROLE: &str = "MOH_COMM_TEST_ROLE";
@@ -94,12 +94,12 @@ fn rank_on_a_gpu() {
     }
     let launch = Launch::from_environment(None).unwrap();
     let cuda = Cuda::new(launch.local_rank).unwrap();
-    let options = Options {
+    let options = WorldOptions {
         on_fault: Arc::new(|fault| {
             eprintln!("{fault}");
             std::process::exit(3);
         }),
-        ..Options::default()
+        ..WorldOptions::default()
     };
     let world = World::connect(&launch, Buffers::Gpu(cuda.clone()), options).unwrap();
     let reversed = world.group().split("reversed", Some(0), world.size() - world.rank());

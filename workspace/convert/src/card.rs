@@ -7,11 +7,11 @@ use moh_model::ModelConfig;
 use moh_train::model_card;
 
 use crate::Error;
-use crate::convert::Options;
+use crate::convert::ConversionOptions;
 
 /// Where the output of a conversion comes from.
 pub(crate) fn origin(
-    options: &Options,
+    options: &ConversionOptions,
     source: &ModelConfig,
     output: &ModelConfig,
 ) -> Result<Origin, Error> {

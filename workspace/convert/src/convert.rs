@@ -23,35 +23,35 @@ use moh_model::{HeadRequest, ModelConfig, MohConfig};
 use rayon::prelude::*;
 
 use crate::read_ahead::ReadAhead;
-use crate::source::{Checkpoint, Source, Weights};
+use crate::source::{Source, SourceCheckpoint, Weights};
 use crate::{Error, Receipt, Verification, card, verify};
 
 /// The attention of the converted model.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Attention {
+pub enum TargetAttention {
     /// All heads active for every token: a dense model of the architecture.
     Dense,
     /// Mixture-of-Head.
     Moh(HeadRequest),
 }
 
-impl Attention {
+impl TargetAttention {
     /// The Mixture-of-Head configuration for `model`.
     ///
     /// # Errors
     /// Fails if the counts do not fit the model.
     pub fn configure(&self, model: &ModelConfig) -> Result<Option<MohConfig>, Error> {
         match self {
-            Attention::Dense => Ok(None),
-            Attention::Moh(request) => Ok(Some(request.for_model(model)?)),
+            TargetAttention::Dense => Ok(None),
+            TargetAttention::Moh(request) => Ok(Some(request.for_model(model)?)),
         }
     }
 
     /// What a share of active heads became for `model`, if it could not be met exactly.
     pub fn rounding(&self, model: &ModelConfig) -> Option<String> {
         match self {
-            Attention::Dense => None,
-            Attention::Moh(request) => {
+            TargetAttention::Dense => None,
+            TargetAttention::Moh(request) => {
                 request.rounding(model.num_attention_heads, model.moh.as_ref())
             }
         }
@@ -60,8 +60,8 @@ impl Attention {
     /// What is weak about the counts that a share of active heads became for `model`.
     pub fn weakness(&self, model: &ModelConfig) -> Option<String> {
         match self {
-            Attention::Dense => None,
-            Attention::Moh(request) => {
+            TargetAttention::Dense => None,
+            TargetAttention::Moh(request) => {
                 request.weakness(model.num_attention_heads, model.moh.as_ref())
             }
         }
@@ -70,11 +70,11 @@ impl Attention {
 
 /// The input, output and settings of a conversion.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct ConversionOptions {
     /// The model directory to read; of a run, its `model/`.
     pub source: PathBuf,
     /// The checkpoint of a run to convert, instead of the weights in `source`.
-    pub checkpoint: Option<Checkpoint>,
+    pub checkpoint: Option<SourceCheckpoint>,
     /// What the user calls the source, if that is not its directory: its id on the hub.
     pub name: Option<String>,
     /// The base models that the card names, instead of what the source says.
@@ -84,7 +84,7 @@ pub struct Options {
     /// The model directory to write.
     pub out: PathBuf,
     /// The output's attention.
-    pub attention: Attention,
+    pub attention: TargetAttention,
     /// The output's element type; each source tensor's own if `None`.
     pub dtype: Option<DType>,
     /// Maximum bytes of a weight file.
@@ -98,17 +98,17 @@ pub struct Options {
     pub pad_vocab_to: Option<usize>,
 }
 
-impl Options {
+impl ConversionOptions {
     /// Mixture-of-Head with the defaults of the command line.
     pub fn new(source: impl Into<PathBuf>, out: impl Into<PathBuf>) -> Self {
-        Options {
+        ConversionOptions {
             source: source.into(),
             checkpoint: None,
             name: None,
             base_models: Vec::new(),
             license: None,
             out: out.into(),
-            attention: Attention::Moh(HeadRequest::default()),
+            attention: TargetAttention::Moh(HeadRequest::default()),
             dtype: None,
             max_shard_bytes: DEFAULT_SHARD_BYTES,
             force: false,
@@ -120,7 +120,7 @@ impl Options {
 
 /// The progress of a conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
+pub struct ConversionProgress {
     /// Bytes written.
     pub bytes: u64,
     /// Bytes to write.
@@ -172,8 +172,8 @@ impl Conversion {
 /// Fails if the source is not a complete model with finite weights, if the options do not fit it,
 /// or if the output cannot be written; nothing is left behind.
 pub fn convert(
-    options: &Options,
-    progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+    options: &ConversionOptions,
+    progress: &mut dyn FnMut(ConversionProgress) -> ControlFlow<()>,
 ) -> Result<Conversion, Error> {
     let start = Instant::now();
     refuse_overlap(&options.source, &options.out)?;
@@ -189,7 +189,7 @@ pub fn convert(
 
 /// What a conversion writes.
 pub(crate) struct Plan<'a> {
-    pub options: &'a Options,
+    pub options: &'a ConversionOptions,
     pub source: &'a Source,
     /// The output's configuration.
     pub config: ModelConfig,
@@ -200,7 +200,7 @@ pub(crate) struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    fn new(options: &'a Options, source: &'a Source) -> Result<Self, Error> {
+    fn new(options: &'a ConversionOptions, source: &'a Source) -> Result<Self, Error> {
         let original = &source.file.config;
         let mut config =
             ModelConfig { moh: options.attention.configure(original)?, ..original.clone() };
@@ -231,7 +231,7 @@ impl<'a> Plan<'a> {
     /// Writes the model directory.
     fn write(
         &self,
-        progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+        progress: &mut dyn FnMut(ConversionProgress) -> ControlFlow<()>,
     ) -> Result<PendingModel, Error> {
         let Plan { options, source: Source { file, weights, .. }, config, tensors, .. } = self;
         // The configuration names one type: that of the widest part of the model, its embedding.
@@ -251,7 +251,7 @@ impl<'a> Plan<'a> {
             let mut counted = |bytes: &[u8]| {
                 sink(bytes)?;
                 done += bytes.len() as u64;
-                match progress(Progress { bytes: done, total }) {
+                match progress(ConversionProgress { bytes: done, total }) {
                     ControlFlow::Continue(()) => Ok(()),
                     ControlFlow::Break(()) => Err(Error::Interrupted),
                 }
@@ -279,7 +279,7 @@ impl<'a> Plan<'a> {
 }
 
 /// The directory of the source's tokenizer; `None` for a run that has none.
-fn first_tokenizer(options: &Options) -> Option<PathBuf> {
+fn first_tokenizer(options: &ConversionOptions) -> Option<PathBuf> {
     match &options.checkpoint {
         Some(checkpoint) => checkpoint.run.tokenizer(),
         None => Some(options.source.clone()),
@@ -296,7 +296,7 @@ fn refuse_overlap(source: &Path, out: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-fn plan_expansion(options: &Options, rows: usize) -> Result<Option<Expansion>, Error> {
+fn plan_expansion(options: &ConversionOptions, rows: usize) -> Result<Option<Expansion>, Error> {
     let expansion = match (&options.tokenizer, options.pad_vocab_to) {
         (None, None) => return Ok(None),
         (None, Some(multiple)) => Expansion::padding(rows, multiple)?,

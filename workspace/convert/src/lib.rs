@@ -10,9 +10,9 @@ mod source;
 pub mod verify;
 mod weights;
 
-pub use convert::{Attention, Conversion, Options, convert};
+pub use convert::{Conversion, ConversionOptions, TargetAttention, convert};
 pub use error::Error;
 pub use receipt::{Receipt, TensorReceipt};
-pub use source::Checkpoint;
+pub use source::SourceCheckpoint;
 pub use verify::{Independent, Verification};
 pub use weights::Rounding;

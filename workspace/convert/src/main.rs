@@ -12,7 +12,8 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
 use moh_convert::{
-    Attention, Checkpoint, Conversion, Independent, Options, Receipt, Verification, convert,
+    Conversion, ConversionOptions, Independent, Receipt, SourceCheckpoint, TargetAttention,
+    Verification, convert,
 };
 use moh_device::{DeviceName, OpenDevice};
 use moh_files::PendingFile;
@@ -167,7 +168,7 @@ fn main() -> ExitCode {
 }
 
 /// The requested attention; `None` if nothing is said about it.
-fn attention(arguments: &Arguments) -> Option<Attention> {
+fn attention(arguments: &Arguments) -> Option<TargetAttention> {
     let Arguments { attention, shared_heads, active, routed_top_k, .. } = arguments.clone();
     let has_heads = shared_heads.is_some() || active.is_some() || routed_top_k.is_some();
     if attention.is_none() && !has_heads {
@@ -178,18 +179,18 @@ fn attention(arguments: &Arguments) -> Option<Attention> {
             let message = "--attention dense cannot be combined with --shared-heads, --active or --routed-top-k";
             Arguments::command().error(clap::error::ErrorKind::ArgumentConflict, message).exit();
         }
-        return Some(Attention::Dense);
+        return Some(TargetAttention::Dense);
     }
     let active = routed_top_k.map(Active::RoutedTopK).or(active.map(Active::Share));
-    Some(Attention::Moh(HeadRequest { shared_heads, active }))
+    Some(TargetAttention::Moh(HeadRequest { shared_heads, active }))
 }
 
 /// The attention that a checkpoint was trained with.
-fn trained_attention(checkpoint: &Checkpoint) -> anyhow::Result<Attention> {
+fn trained_attention(checkpoint: &SourceCheckpoint) -> anyhow::Result<TargetAttention> {
     Ok(match checkpoint.config_file()?.config.moh {
         // A Mixture-of-Head model keeps its own heads.
-        Some(_) => Attention::Moh(HeadRequest::default()),
-        None => Attention::Dense,
+        Some(_) => TargetAttention::Moh(HeadRequest::default()),
+        None => TargetAttention::Dense,
     })
 }
 
@@ -200,7 +201,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(path) = &arguments.receipt {
         check_receipt(path, arguments.force)?;
     }
-    let checkpoint = Checkpoint::named(&arguments.from)?;
+    let checkpoint = SourceCheckpoint::from_name(&arguments.from)?;
     let source = match &checkpoint {
         Some(_) if arguments.revision.is_some() => {
             bail!("{}: is a run: only hub ids have a --revision", arguments.from)
@@ -215,7 +216,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let attention = match (attention, &checkpoint) {
         (Some(attention), _) => attention,
         (None, Some(checkpoint)) => trained_attention(checkpoint)?,
-        (None, None) => Attention::Moh(HeadRequest::default()),
+        (None, None) => TargetAttention::Moh(HeadRequest::default()),
     };
     let dtype = match (arguments.dtype, &checkpoint) {
         (None, Some(checkpoint)) => Some(checkpoint.export_type()?),
@@ -224,11 +225,11 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let is_run = checkpoint.is_some();
 
     let out = arguments.out.clone().unwrap_or_else(|| {
-        let suffix = if attention == Attention::Dense { "Dense" } else { "MoH" };
+        let suffix = if attention == TargetAttention::Dense { "Dense" } else { "MoH" };
         PathBuf::from(format!("./{}-{suffix}", model_name(&arguments.from)))
     });
     let is_hub_id = !is_run && !Path::new(&arguments.from).is_dir();
-    let options = Options {
+    let options = ConversionOptions {
         name: is_hub_id.then(|| arguments.from.clone()),
         base_models: arguments.base_model.clone(),
         license: arguments.license.clone(),
@@ -239,7 +240,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         force: arguments.force,
         tokenizer: arguments.tokenizer.clone(),
         pad_vocab_to: arguments.pad_vocab_to,
-        ..Options::new(source, out)
+        ..ConversionOptions::new(source, out)
     };
     let stop = stop_on_signals().context("signals")?;
     let mut bar = Bar::bytes("converting", 0);

@@ -17,23 +17,23 @@ use crate::Error;
 
 /// A checkpoint of a run.
 #[derive(Debug, Clone)]
-pub struct Checkpoint {
+pub struct SourceCheckpoint {
     /// The run.
     pub run: RunDirectory,
     /// Steps over all stages.
     pub step: u64,
 }
 
-impl Checkpoint {
+impl SourceCheckpoint {
     /// The checkpoint that `name` names as `RUN` or `RUN@STEP`; `None` if it names no run. Without a step
     /// it is the run's newest good one, which is read for that.
     ///
     /// # Errors
     /// Fails if the run has no such checkpoint, or if one cannot be read.
-    pub fn named(name: &str) -> Result<Option<Self>, Error> {
+    pub fn from_name(name: &str) -> Result<Option<Self>, Error> {
         let Some(name) = CheckpointName::parse(name) else { return Ok(None) };
         let step = name.resolve_alone()?;
-        Ok(Some(Checkpoint { run: name.run, step }))
+        Ok(Some(SourceCheckpoint { run: name.run, step }))
     }
 
     /// The element type of the run's own export.
@@ -75,7 +75,10 @@ pub(crate) enum Weights {
 
 impl Source {
     /// Opens the model in `directory`, or that of a checkpoint.
-    pub(crate) fn open(directory: &Path, checkpoint: Option<&Checkpoint>) -> Result<Self, Error> {
+    pub(crate) fn open(
+        directory: &Path,
+        checkpoint: Option<&SourceCheckpoint>,
+    ) -> Result<Self, Error> {
         let Some(checkpoint) = checkpoint else {
             let StoredModel { file, weights, warning } = StoredModel::open(directory)?;
             return Ok(Source { file, weights: Weights::Files(weights), warning });

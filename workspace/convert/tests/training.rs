@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
-use moh_convert::{Attention, Options, convert};
+use moh_convert::{ConversionOptions, TargetAttention, convert};
 use moh_data::{
     AppendEos, END_OF_TEXT, Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer,
 };
@@ -108,11 +108,11 @@ fn recipe(dir: &Path) -> Recipe {
 fn a_run_starts_from_the_rows_that_conversion_writes() {
     let dir = tempfile::tempdir().unwrap();
     prepare_files(dir.path());
-    let options = Options {
-        attention: Attention::Dense,
+    let options = ConversionOptions {
+        attention: TargetAttention::Dense,
         tokenizer: Some(dir.path().join("larger")),
         pad_vocab_to: Some(32),
-        ..Options::new(dir.path().join("model"), dir.path().join("expanded"))
+        ..ConversionOptions::new(dir.path().join("model"), dir.path().join("expanded"))
     };
     let conversion = convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
     conversion.publish().unwrap();
@@ -188,9 +188,9 @@ fn a_run_keeps_the_head_of_a_model_that_is_not_really_tied() {
 fn another_vocabulary_is_padded_as_in_training() {
     let dir = tempfile::tempdir().unwrap();
     prepare_files(dir.path());
-    let options = Options {
+    let options = ConversionOptions {
         tokenizer: Some(dir.path().join("larger")),
-        ..Options::new(dir.path().join("model"), dir.path().join("expanded"))
+        ..ConversionOptions::new(dir.path().join("model"), dir.path().join("expanded"))
     };
     let conversion = convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
     conversion.verify(OpenDevice::Cpu).unwrap();
@@ -234,7 +234,7 @@ fn a_qwen3_is_converted_trained_and_exported() {
     let dir = tempfile::tempdir().unwrap();
     prepare_model(dir.path(), "qwen3");
     let (source, converted) = (dir.path().join("model"), dir.path().join("converted"));
-    let options = Options::new(source.clone(), converted.clone());
+    let options = ConversionOptions::new(source.clone(), converted.clone());
     let conversion = convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
     conversion.verify(OpenDevice::Cpu).unwrap();
     conversion.publish().unwrap();

@@ -27,7 +27,7 @@ pub struct TokenFileContent {
 
 impl TokenFileContent {
     /// The content of these files.
-    pub(crate) fn of(idx: &[u8], bin: &[u8]) -> Self {
+    pub(crate) fn from_bytes(idx: &[u8], bin: &[u8]) -> Self {
         Self {
             idx_bytes: idx.len() as u64,
             idx_blake3: blake3::Hasher::new().update_rayon(idx).finalize().to_hex().to_string(),
@@ -74,7 +74,7 @@ mod tests {
             changed[at] = 8;
             assert_ne!(sample(&changed), sample(&bytes), "byte {at}");
         }
-        let longer = TokenFileContent::of(&[], &vec![7; 3_000_002]);
-        assert_ne!(longer, TokenFileContent::of(&[], &bytes));
+        let longer = TokenFileContent::from_bytes(&[], &vec![7; 3_000_002]);
+        assert_ne!(longer, TokenFileContent::from_bytes(&[], &bytes));
     }
 }

@@ -8,7 +8,7 @@ use crate::documents::{Document, Documents};
 use crate::end_of_text::Ending;
 use crate::input::{check, is_standard_input};
 use crate::pending::with_ending;
-use crate::split::Part;
+use crate::split::SplitPart;
 use crate::token_writer::publish;
 use crate::tokenizer::EncodedDocument;
 use crate::tokenizer_match::{BEGINNING_TOKENS, beginning_blake3};
@@ -130,7 +130,7 @@ impl Outputs {
         let Prepare { tokenizer, inputs, split, prefix, overwrite, .. } = options;
         let prefixes = match split {
             None => vec![prefix.to_path_buf()],
-            // In the order of `Part`.
+            // In the order of `SplitPart`.
             Some(_) => vec![with_ending(prefix, "-train"), with_ending(prefix, "-validation")],
         };
         let mut parts = Vec::with_capacity(prefixes.len());
@@ -147,8 +147,8 @@ impl Outputs {
     /// Appends a document to its part.
     fn push(&mut self, encoded: &EncodedDocument, text_bytes: usize) -> Result<()> {
         let part = match self.split.map(|split| split.part(self.documents)) {
-            None | Some(Part::Training) => 0,
-            Some(Part::Validation) => 1,
+            None | Some(SplitPart::Training) => 0,
+            Some(SplitPart::Validation) => 1,
         };
         self.documents += 1;
         let output = &mut self.parts[part];

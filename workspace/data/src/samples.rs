@@ -6,26 +6,35 @@
 
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
+
 use crate::mixture::Mixture;
 use crate::permutation::{Permutation, key_of};
 use crate::{Error, Result, TokenFile};
 
 /// One token file of a mixture.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Source {
-    /// The token file's path without its endings.
+    /// The token file's path without `.bin` and `.idx`.
     pub path: PathBuf,
-    /// Its weight relative to the other sources.
+    /// Weight of the file's tokens, relative to the other sources; default: 1.
+    #[serde(default = "one")]
     pub weight: f64,
 }
 
+fn one() -> f64 {
+    1.0
+}
+
 /// The order in which windows are visited.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Order {
-    /// A new permutation of each source's windows in every epoch.
+    /// A new permutation of each source's windows in every epoch, mixed by weight.
     #[default]
     Shuffled,
-    /// Front to back, restarting at the end.
+    /// Front to back, restarting at the end: documents are concatenated, as other trainers do.
     Sequential,
 }
 

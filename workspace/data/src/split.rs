@@ -25,7 +25,7 @@ pub struct Split {
 
 /// A part of a [`Split`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Part {
+pub(crate) enum SplitPart {
     /// For training.
     Training,
     /// For validation.
@@ -34,7 +34,7 @@ pub(crate) enum Part {
 
 impl Split {
     /// The part of document `number`, counted from 0.
-    pub(crate) fn part(&self, number: u64) -> Part {
+    pub(crate) fn part(&self, number: u64) -> SplitPart {
         let (units, smaller) = (u128::from(UNITS), u128::from(self.smaller));
         let number = u128::from(number);
         let stratum = number * smaller / units;
@@ -44,8 +44,8 @@ impl Split {
         let hash = key_of(&[SEED, stratum as u64]);
         let is_smaller = number == start + u128::from(hash) % (end - start);
         match is_smaller == self.smaller_is_training {
-            true => Part::Training,
-            false => Part::Validation,
+            true => SplitPart::Training,
+            false => SplitPart::Validation,
         }
     }
 }
@@ -87,7 +87,7 @@ mod tests {
 
     fn validation(text: &str, documents: u64) -> Vec<u64> {
         let split = split(text);
-        (0..documents).filter(|&number| split.part(number) == Part::Validation).collect()
+        (0..documents).filter(|&number| split.part(number) == SplitPart::Validation).collect()
     }
 
     #[test]
@@ -141,7 +141,7 @@ mod tests {
             documents in 0u64..400,
         ) {
             let split = Split { smaller, smaller_is_training: false };
-            let is_smaller = |number: &u64| split.part(*number) == Part::Validation;
+            let is_smaller = |number: &u64| split.part(*number) == SplitPart::Validation;
             let count = (0..documents).filter(is_smaller).count() as f64;
             let share = smaller as f64 / UNITS as f64;
             prop_assert!((count - documents as f64 * share).abs() < 1.0);

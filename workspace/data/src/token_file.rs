@@ -113,7 +113,7 @@ impl TokenFile {
     /// Identifies the content of the file. Reads all of the index, and at most a megabyte of the
     /// tokens.
     pub fn content(&self) -> TokenFileContent {
-        TokenFileContent::of(self.index.bytes(), &self.bin)
+        TokenFileContent::from_bytes(self.index.bytes(), &self.bin)
     }
 
     /// An exclusive upper bound of the ids, known without reading them: the size of the vocabulary

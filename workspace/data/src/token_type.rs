@@ -115,11 +115,11 @@ fn widen<const N: usize>(
     id_of: impl Fn([u8; N]) -> i64,
 ) -> Result<(), (usize, i64)> {
     let (items, _) = bytes.as_chunks::<N>();
-    for (at, (item, slot)) in items.iter().zip(out).enumerate() {
+    for (i, (item, slot)) in items.iter().zip(out).enumerate() {
         let id = id_of(*item);
         match u64::try_from(id).ok().filter(|&id| id < limit).and_then(|id| id.try_into().ok()) {
             Some(id) => *slot = id,
-            None => return Err((at, id)),
+            None => return Err((i, id)),
         }
     }
     Ok(())

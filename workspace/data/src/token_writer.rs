@@ -81,11 +81,11 @@ impl TokenFileWriter {
             reason: format!("the format stores at most {}: split the document", i32::MAX),
         })?;
         self.bytes.clear();
-        for (at, &id) in tokens.iter().enumerate() {
+        for (i, &id) in tokens.iter().enumerate() {
             if id as usize >= self.vocab_size {
                 return Err(Error::Vocabulary {
                     path: self.bin.path().to_path_buf(),
-                    position: self.tokens + at as u64,
+                    position: self.tokens + i as u64,
                     id: i64::from(id),
                     vocabulary: self.vocab_size as u64,
                 });
@@ -124,7 +124,7 @@ impl TokenFileWriter {
     ///
     /// # Errors
     /// Fails if the disk is full.
-    pub(crate) fn complete(mut self, provenance: Provenance) -> Result<Complete> {
+    pub(crate) fn complete(mut self, provenance: Provenance) -> Result<CompleteTokenFile> {
         self.write_tables()?;
         let content = self.content()?;
         let info = TokenFileInfo {
@@ -149,7 +149,7 @@ impl TokenFileWriter {
         for file in [&mut bin, &mut idx, &mut json] {
             file.sync()?;
         }
-        Ok(Complete { bin, json, idx, info })
+        Ok(CompleteTokenFile { bin, json, idx, info })
     }
 
     /// The content of the two files, which are complete.
@@ -157,7 +157,7 @@ impl TokenFileWriter {
         let [bin_path, idx_path] = [&self.bin, &self.idx].map(|file| file.path().to_path_buf());
         let idx = map_file(self.idx.flushed()?, &idx_path)?;
         let bin = map_file(self.bin.flushed()?, &bin_path)?;
-        Ok(TokenFileContent::of(&idx, &bin))
+        Ok(TokenFileContent::from_bytes(&idx, &bin))
     }
 
     /// Appends offsets and document bounds after the lengths, then writes the header.
@@ -199,7 +199,7 @@ impl TokenFileWriter {
 }
 
 /// A token file that lacks only its names.
-pub(crate) struct Complete {
+pub(crate) struct CompleteTokenFile {
     bin: Pending,
     json: Pending,
     idx: Pending,
@@ -210,10 +210,13 @@ pub(crate) struct Complete {
 ///
 /// # Errors
 /// Fails if a name was taken meanwhile; no files are left then.
-pub(crate) fn publish(files: Vec<Complete>, overwrite: bool) -> Result<Vec<TokenFileInfo>> {
+pub(crate) fn publish(
+    files: Vec<CompleteTokenFile>,
+    overwrite: bool,
+) -> Result<Vec<TokenFileInfo>> {
     let _publication = Publication::start();
     if overwrite {
-        for Complete { idx, .. } in &files {
+        for CompleteTokenFile { idx, .. } in &files {
             // An old index must never exist beside a new .bin.
             match std::fs::remove_file(idx.path()) {
                 Err(error) if error.kind() != ErrorKind::NotFound => {
@@ -224,7 +227,7 @@ pub(crate) fn publish(files: Vec<Complete>, overwrite: bool) -> Result<Vec<Token
         }
     }
     let (mut published, mut infos) = (Vec::new(), Vec::new());
-    for Complete { bin, json, idx, info } in files {
+    for CompleteTokenFile { bin, json, idx, info } in files {
         for file in [bin, json, idx] {
             let path = file.path().to_path_buf();
             if let Err(error) = file.publish(overwrite) {

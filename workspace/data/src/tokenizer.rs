@@ -142,7 +142,7 @@ impl TextTokenizer {
     }
 
     fn parts(&self) -> Result<Parts> {
-        Parts::of(&self.inner).map_err(|error| self.failure(&error))
+        Parts::new(&self.inner).map_err(|error| self.failure(&error))
     }
 
     /// Whether an id is one of the special tokens.

@@ -41,7 +41,7 @@ impl Parts {
     ///
     /// # Errors
     /// Fails if the library cannot write the tokenizer.
-    pub(crate) fn of(tokenizer: &Tokenizer) -> Result<Self, serde_json::Error> {
+    pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Self, serde_json::Error> {
         let mut parts = BTreeMap::new();
         if let Value::Object(fields) = serde_json::to_value(tokenizer)? {
             parts.extend(fields);

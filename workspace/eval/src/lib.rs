@@ -33,4 +33,4 @@ pub mod tasks;
 
 pub use error::Error;
 pub use logits::{read_ids, write_logits};
-pub use loss::{EvaluationText, Evaluator, GoOn, Loss, Sums};
+pub use loss::{EvaluationText, Evaluator, GoOn, Loss, LossSums};

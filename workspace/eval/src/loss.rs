@@ -43,7 +43,7 @@ pub struct EvaluationText<'a> {
 
 /// Sums over batches of windows.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Sums {
+pub struct LossSums {
     /// Cross-entropy summed over the targets, in nats.
     pub cross_entropy: f64,
     /// Number of targets.
@@ -52,10 +52,10 @@ pub struct Sums {
     pub bytes: u64,
 }
 
-impl Sums {
+impl LossSums {
     /// Divides the sums into means.
     pub fn loss(&self) -> Loss {
-        let Sums { cross_entropy, tokens, bytes } = *self;
+        let LossSums { cross_entropy, tokens, bytes } = *self;
         let bits_per_byte = (bytes > 0).then(|| cross_entropy / LN_2 / bytes as f64);
         Loss { loss: cross_entropy / tokens.max(1) as f64, tokens, bits_per_byte }
     }
@@ -156,12 +156,12 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         shard: Shard,
         mut routing: Option<&mut RoutingStatistics>,
         go_on: &mut GoOn<'_, E>,
-    ) -> Result<Option<Sums>, E> {
+    ) -> Result<Option<LossSums>, E> {
         let shape = self.activations.shape();
         let (count, batch) = (text.count.min(text.windows.len()), shape.batch as u64);
         let mut tokens =
             Tokens { ids: vec![0u32; shape.tokens()], targets: vec![IGNORED; shape.tokens()] };
-        let (mut sums, mut round) = (Sums::default(), 0u64);
+        let (mut sums, mut round) = (LossSums::default(), 0u64);
         while round < count {
             if go_on(round, count)?.is_break() {
                 return Ok(None);
@@ -170,7 +170,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
             if start < count {
                 let windows = start..count.min(start + batch);
                 let routing = routing.as_deref_mut();
-                self.add_batch(model, text, windows, (&mut tokens, &mut sums), routing)?;
+                self.add_batch(model, text, windows, &mut tokens, &mut sums, routing)?;
             }
             round += batch * shard.size as u64;
         }
@@ -183,7 +183,8 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         model: &mut Model<B, T>,
         EvaluationText { windows, tokenizer, .. }: EvaluationText<'_>,
         batch: Range<u64>,
-        (Tokens { ids, targets }, sums): (&mut Tokens, &mut Sums),
+        Tokens { ids, targets }: &mut Tokens,
+        sums: &mut LossSums,
         routing: Option<&mut RoutingStatistics>,
     ) -> Result<(), Error> {
         let shape = self.activations.shape();

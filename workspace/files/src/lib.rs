@@ -7,7 +7,7 @@ mod directory;
 mod disk;
 mod file;
 mod free_name;
-mod held_directory;
+mod open_directory;
 mod temporary;
 
 use std::fs::{self, File};
@@ -18,7 +18,7 @@ pub use directory::PendingDirectory;
 pub use disk::DiskReader;
 pub use file::{PendingFile, write};
 pub use free_name::{first_free, first_free_suffixed};
-pub use held_directory::HeldDirectory;
+pub use open_directory::OpenDirectory;
 pub use temporary::{Publication, exit_without_temporaries};
 
 /// Prefix of the names of incomplete and replaced files.

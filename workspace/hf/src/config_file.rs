@@ -22,7 +22,7 @@ use fields::{Fields, kind};
 
 /// The `model_type` of a configuration.
 pub(crate) fn model_type(config: &ModelConfig) -> &'static str {
-    Kind::of(config).model_type()
+    Kind::new(config).model_type()
 }
 
 /// Name of the file in a model directory.
@@ -66,7 +66,7 @@ impl ConfigFile {
     /// The file of a model that has none yet: the fields that transformers writes for its
     /// architecture.
     pub fn new(config: &ModelConfig) -> Self {
-        let kind = Kind { is_moh: false, ..Kind::of(config) };
+        let kind = Kind { is_moh: false, ..Kind::new(config) };
         let names = [
             ("architectures".to_string(), json!([kind.class()])),
             ("model_type".to_string(), json!(kind.model_type())),
@@ -89,7 +89,7 @@ impl ConfigFile {
         let mut fields = self.fields.clone();
         let mut put = |key: &str, value: Value| fields.insert(key.to_string(), value);
         put("vocab_size", json!(config.vocab_size));
-        let kind = Kind::of(config);
+        let kind = Kind::new(config);
         put("architectures", json!([kind.class()]));
         put("model_type", json!(kind.model_type()));
         match &config.moh {

@@ -42,7 +42,7 @@ impl FileContent {
     }
 
     /// A file of one part.
-    pub(crate) fn of(name: &str, bytes: &[u8]) -> Self {
+    pub(crate) fn from_bytes(name: &str, bytes: &[u8]) -> Self {
         FileContent::new(name, [(bytes.len() as u64, blake3::hash(bytes))])
     }
 
@@ -116,7 +116,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         let halves = [&b"he"[..], b"ad", b""].map(|part| (part.len() as u64, blake3::hash(part)));
-        let files = [FileContent::new("weights", halves), FileContent::of("card", b"mine")];
+        let files = [FileContent::new("weights", halves), FileContent::from_bytes("card", b"mine")];
         assert!(!holds_exactly(dir.path(), &files).unwrap());
         assert!(!holds_exactly(&path("missing"), &files).unwrap());
         let restore = || {

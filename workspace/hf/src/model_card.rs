@@ -148,7 +148,7 @@ fn heads(config: &ModelConfig) -> String {
          heads serve\nall tokens, and each token selects a few of the others by the norms of its queries. The \
          weights have the names and\nshapes of a {architecture}'s; {} parameters.\n\n\
          | layers | heads | shared | selected by each token | active |\n|---|---|---|---|---|\n",
-        grouped(config.num_parameters())
+        group_digits(config.num_parameters())
     );
     let heads = config.num_attention_heads;
     let mut first = 0;
@@ -236,7 +236,7 @@ fn licence(origin: &Origin) -> String {
 }
 
 /// A number with commas between thousands.
-pub fn grouped(number: u64) -> String {
+pub fn group_digits(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {
@@ -352,6 +352,9 @@ mod tests {
 
     #[test]
     fn thousands_are_grouped() {
-        assert_eq!([0, 999, 1_000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
+        assert_eq!(
+            [0, 999, 1_000, 1_234_567].map(group_digits),
+            ["0", "999", "1,000", "1,234,567"]
+        );
     }
 }

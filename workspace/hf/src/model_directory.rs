@@ -209,7 +209,7 @@ fn write_description(
 ) -> Result<(), Error> {
     let mut put = |name: &OsStr, bytes: &[u8]| {
         let path = dir.join(name);
-        files.push(FileContent::of(&name.to_string_lossy(), bytes));
+        files.push(FileContent::from_bytes(&name.to_string_lossy(), bytes));
         write_synced(&path, bytes).map_err(Error::io(&path))
     };
     let mut config = serde_json::to_string_pretty(model.config).map_err(|error| {
@@ -299,7 +299,7 @@ fn write_tensors<E: From<Error>>(
         let index = json!({"metadata": {"total_size": bytes}, "weight_map": weight_map});
         let path = dir.join(INDEX_FILE);
         let text = format!("{index:#}\n");
-        written.files.push(FileContent::of(INDEX_FILE, text.as_bytes()));
+        written.files.push(FileContent::from_bytes(INDEX_FILE, text.as_bytes()));
         write_synced(&path, text.as_bytes()).map_err(Error::io(&path))?;
     }
     written.hashes = hashes.into_iter().flatten().collect();

@@ -35,7 +35,7 @@ impl Base {
     }
 
     /// The model that a user calls `name`, which may be a directory, perhaps of the hub's cache.
-    pub fn named(name: &str) -> Self {
+    pub fn from_name(name: &str) -> Self {
         let path = Path::new(name);
         // A directory that is gone is no id, but for names that could be either.
         if let Some(base) = Base::on_hub(name).filter(|_| !path.is_dir()) {
@@ -80,7 +80,7 @@ impl Origin {
         if let Some(Card { bases, made, .. }) = Card::parse(&readme) {
             return Ok(Origin { bases, licence, terms, made });
         }
-        let own: Vec<Base> = name.map(Base::named).into_iter().collect();
+        let own: Vec<Base> = name.map(Base::from_name).into_iter().collect();
         let is_on_hub = own.iter().any(|base| base.is_hub_id) && !was_card(&readme);
         let stated = if is_on_hub { Vec::new() } else { front_matter::base_models(&readme) };
         let bases = if stated.is_empty() { own } else { stated };
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn a_directory_has_its_own_name_and_a_snapshot_its_id() {
         let dir = tempfile::tempdir().unwrap();
-        let named = |path: &Path| Base::named(path.to_str().unwrap());
+        let named = |path: &Path| Base::from_name(path.to_str().unwrap());
         let own = dir.path().join("a b");
         let snapshot = dir.path().join("models--org--name/snapshots/0123");
         for path in [&own, &snapshot] {
@@ -257,10 +257,10 @@ mod tests {
         }
         assert_eq!(named(&own), Base { name: "a_b".into(), is_hub_id: false });
         assert_eq!(named(&snapshot), Base { name: "org/name".into(), is_hub_id: true });
-        assert_eq!(Base::named("org/x"), Base { name: "org/x".into(), is_hub_id: true });
-        assert_eq!(Base::named("runs/x@200"), Base { name: "x_200".into(), is_hub_id: false });
-        assert_eq!(Base::named("/gone/x"), Base { name: "x".into(), is_hub_id: false });
-        assert_eq!(Base::named("\n---").name, "model_---");
+        assert_eq!(Base::from_name("org/x"), Base { name: "org/x".into(), is_hub_id: true });
+        assert_eq!(Base::from_name("runs/x@200"), Base { name: "x_200".into(), is_hub_id: false });
+        assert_eq!(Base::from_name("/gone/x"), Base { name: "x".into(), is_hub_id: false });
+        assert_eq!(Base::from_name("\n---").name, "model_---");
     }
 
     #[test]

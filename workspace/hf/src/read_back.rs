@@ -24,14 +24,14 @@ const WRITES_AHEAD: usize = 64;
 
 /// What a file's thread has found.
 #[derive(Debug)]
-pub(crate) struct Found {
+pub(crate) struct ReadBack {
     /// The hash of each part.
     pub hashes: Vec<Hash>,
     /// Whether all bytes came from the disk; otherwise they may have come from the system's memory.
     pub is_direct: bool,
 }
 
-type Thread<'scope> = ScopedJoinHandle<'scope, io::Result<Found>>;
+type Thread<'scope> = ScopedJoinHandle<'scope, io::Result<ReadBack>>;
 
 /// A new file of consecutive parts, each of which is hashed when it is written and when it is read
 /// back.
@@ -120,7 +120,7 @@ impl WrittenFile<'_> {
     ///
     /// # Errors
     /// Fails if the file cannot be synced or read.
-    pub fn wait(self) -> io::Result<(Vec<Hash>, Found)> {
+    pub fn wait(self) -> io::Result<(Vec<Hash>, ReadBack)> {
         match self.thread.join() {
             Ok(found) => Ok((self.hashes, found?)),
             Err(panic) => resume_unwind(panic),
@@ -134,7 +134,7 @@ fn follow(
     file: File,
     parts: Vec<u64>,
     written: Receiver<u64>,
-) -> io::Result<Found> {
+) -> io::Result<ReadBack> {
     let total = parts.iter().sum();
     let mut synced = Synced { file, written, total, length: 0 };
     let mut hashes = PartHashes::new(parts);
@@ -142,7 +142,7 @@ fn follow(
     while start < total {
         let end = total.min(start + PIECE_BYTES as u64);
         if !synced.reach(end)? {
-            return Ok(Found { hashes: Vec::new(), is_direct: reader.is_direct() });
+            return Ok(ReadBack { hashes: Vec::new(), is_direct: reader.is_direct() });
         }
         // At most the bytes of a piece.
         let bytes = reader.read(start, (end - start) as usize)?;
@@ -157,7 +157,7 @@ fn follow(
         start = end;
     }
     synced.file.sync_all()?;
-    Ok(Found { hashes: hashes.finish().unwrap_or_default(), is_direct: reader.is_direct() })
+    Ok(ReadBack { hashes: hashes.finish().unwrap_or_default(), is_direct: reader.is_direct() })
 }
 
 /// How much of a growing file is on the disk.

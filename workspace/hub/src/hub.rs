@@ -32,7 +32,7 @@ const MAX_TRIES: usize = 3;
 
 /// The progress of a download, over all of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Progress<'a> {
+pub struct DownloadProgress<'a> {
     /// The current file.
     pub file: &'a str,
     /// Downloaded bytes, including earlier runs.
@@ -63,7 +63,7 @@ pub struct Hub {
 pub fn resolve(
     from: &str,
     revision: Option<&str>,
-    progress: &mut dyn FnMut(&Progress<'_>),
+    progress: &mut dyn FnMut(&DownloadProgress<'_>),
 ) -> Result<PathBuf, Error> {
     let offline = environment::is_offline();
     Hub { offline, ..Hub::default() }.resolve(from, revision, progress)
@@ -77,7 +77,7 @@ pub fn resolve(
 pub fn resolve_tokenizer(
     from: &str,
     revision: Option<&str>,
-    progress: &mut dyn FnMut(&Progress<'_>),
+    progress: &mut dyn FnMut(&DownloadProgress<'_>),
 ) -> Result<PathBuf, Error> {
     let offline = environment::is_offline();
     Hub { offline, ..Hub::default() }.resolve_tokenizer(from, revision, progress)
@@ -107,27 +107,27 @@ pub fn commit_of(snapshot: &Path) -> Option<&str> {
 
 /// The files of a repository that are downloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Wanted {
+enum FileSet {
     Model,
     Tokenizer,
     Config,
 }
 
-impl Wanted {
+impl FileSet {
     /// Whether the file `name` is one of them.
     fn has(self, name: &str) -> bool {
         match self {
-            Wanted::Model => is_wanted(name),
-            Wanted::Tokenizer => TOKENIZER_FILES.contains(&name),
-            Wanted::Config => name == CONFIG_FILE,
+            FileSet::Model => is_wanted(name),
+            FileSet::Tokenizer => TOKENIZER_FILES.contains(&name),
+            FileSet::Config => name == CONFIG_FILE,
         }
     }
 
     /// The file without which the others are useless.
     fn main_file(self) -> &'static str {
         match self {
-            Wanted::Model | Wanted::Config => CONFIG_FILE,
-            Wanted::Tokenizer => TOKENIZER_FILES[0],
+            FileSet::Model | FileSet::Config => CONFIG_FILE,
+            FileSet::Tokenizer => TOKENIZER_FILES[0],
         }
     }
 }
@@ -187,9 +187,9 @@ impl Hub {
         &self,
         from: &str,
         revision: Option<&str>,
-        progress: &mut dyn FnMut(&Progress<'_>),
+        progress: &mut dyn FnMut(&DownloadProgress<'_>),
     ) -> Result<PathBuf, Error> {
-        self.find(Wanted::Model, from, revision, progress)
+        self.find(FileSet::Model, from, revision, progress)
     }
 
     /// Resolves a tokenizer; see [`resolve_tokenizer`].
@@ -200,9 +200,9 @@ impl Hub {
         &self,
         from: &str,
         revision: Option<&str>,
-        progress: &mut dyn FnMut(&Progress<'_>),
+        progress: &mut dyn FnMut(&DownloadProgress<'_>),
     ) -> Result<PathBuf, Error> {
-        self.find(Wanted::Tokenizer, from, revision, progress)
+        self.find(FileSet::Tokenizer, from, revision, progress)
     }
 
     /// Finds a model's `config.json`; see [`resolve_config`].
@@ -210,7 +210,7 @@ impl Hub {
     /// # Errors
     /// See [`resolve`].
     pub fn resolve_config(&self, from: &str, revision: Option<&str>) -> Result<PathBuf, Error> {
-        self.find(Wanted::Config, from, revision, &mut |_| ())
+        self.find(FileSet::Config, from, revision, &mut |_| ())
     }
 
     /// See [`cached`].
@@ -227,10 +227,10 @@ impl Hub {
 
     fn find(
         &self,
-        wanted: Wanted,
+        wanted: FileSet,
         from: &str,
         revision: Option<&str>,
-        progress: &mut dyn FnMut(&Progress<'_>),
+        progress: &mut dyn FnMut(&DownloadProgress<'_>),
     ) -> Result<PathBuf, Error> {
         let path = Path::new(from);
         match fs::metadata(path) {
@@ -287,7 +287,7 @@ impl Folder {
     }
 
     /// The snapshot of a revision, if it is cached.
-    fn cached(&self, revision: &str, wanted: Wanted) -> Option<PathBuf> {
+    fn cached(&self, revision: &str, wanted: FileSet) -> Option<PathBuf> {
         let reference = fs::read_to_string(self.root.join("refs").join(revision));
         let commit =
             reference.map_or_else(|_| revision.to_string(), |text| text.trim().to_string());
@@ -295,7 +295,7 @@ impl Folder {
         let is_there = is_contained(&commit)
             && snapshot.join(wanted.main_file()).is_file()
             // A configuration alone may have been fetched for a plan.
-            && (wanted != Wanted::Model || has_weights(&snapshot));
+            && (wanted != FileSet::Model || has_weights(&snapshot));
         is_there.then_some(snapshot)
     }
 }
@@ -304,13 +304,13 @@ impl Folder {
 struct Download<'a> {
     id: &'a str,
     revision: &'a str,
-    wanted: Wanted,
+    wanted: FileSet,
     folder: Folder,
     client: Client,
 }
 
 impl Download<'_> {
-    fn run(&self, progress: &mut dyn FnMut(&Progress<'_>)) -> Result<PathBuf, Failure> {
+    fn run(&self, progress: &mut dyn FnMut(&DownloadProgress<'_>)) -> Result<PathBuf, Failure> {
         let commit = self.client.commit(self.revision)?;
         if !is_content_address(&commit) {
             return Err(Error::hub(self.id, "the hub names no commit for the revision").into());
@@ -322,7 +322,7 @@ impl Download<'_> {
         let mut before = 0;
         for file in &files {
             let mut report = |bytes| {
-                progress(&Progress { file: &file.name, bytes: before + bytes, total });
+                progress(&DownloadProgress { file: &file.name, bytes: before + bytes, total });
             };
             self.fetch(&commit, file, &snapshot.join(&file.name), &mut report)?;
             before += file.size;
@@ -353,7 +353,7 @@ impl Download<'_> {
         if !files.iter().any(|file| file.name == main) {
             return Err(Error::hub(self.id, format!("the model has no {main}")).into());
         }
-        if self.wanted == Wanted::Model
+        if self.wanted == FileSet::Model
             && !files.iter().any(|file| file.name.ends_with(".safetensors"))
         {
             let reason = "the model has no weights in safetensors format: name a --revision that has \

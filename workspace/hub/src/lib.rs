@@ -7,4 +7,6 @@ mod error;
 mod hub;
 
 pub use error::Error;
-pub use hub::{Hub, Progress, cached, commit_of, resolve, resolve_config, resolve_tokenizer};
+pub use hub::{
+    DownloadProgress, Hub, cached, commit_of, resolve, resolve_config, resolve_tokenizer,
+};

@@ -13,7 +13,7 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::FlatBuffers;
 use moh_model::router::{Router, RouterBackward, RouterForward, RouterParameter};
 use moh_model::{
-    Activations, Architecture, AuxiliaryLosses, Error, LossScale, Model, ModelConfig, PassShape,
+    Activations, Architecture, AuxiliaryLosses, Error, LossConfig, Model, ModelConfig, PassShape,
     Recompute, RopeConfig, StepSums, initial,
 };
 
@@ -150,7 +150,7 @@ fn main() -> std::result::Result<(), Error> {
     activations.upload(&Cpu, &ids[..32], &ids[1..], &[])?;
     let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout())?;
     let mut sums = StepSums::new(&Cpu)?;
-    let scale = LossScale {
+    let scale = LossConfig {
         cross_entropy: 1.0 / 32.0,
         auxiliary: AuxiliaryLosses::all(0.0),
         straight_through: true,

@@ -11,6 +11,7 @@ use std::ops::Range;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
+use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::layers::{
@@ -19,14 +20,18 @@ use crate::layers::{
 use crate::model::Model;
 use crate::pass_sizes::PassSizes;
 
-/// The activations that the backward pass recomputes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The activations that the backward pass recomputes, as a recipe names them; `docs/plan.md` lists the
+/// bytes of each setting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Recompute {
     /// Nothing.
     None,
-    /// Norms.
-    Cheap,
-    /// All activations except the input of each block.
+    /// Norms: a sixth of the activations, at a cost in time below the measurement noise.
+    #[default]
+    #[serde(rename = "cheap")]
+    Norms,
+    /// All activations except the input of each block: one more forward pass.
     Block,
 }
 
@@ -44,7 +49,7 @@ pub struct Activations<B: Memory, T: Element> {
     /// A slot for each micro-batch in flight.
     pub(crate) micro_batches: Vec<MicroBatch<B>>,
     /// A slot for each pass in flight.
-    pub(crate) passes: Vec<Pass<B, T>>,
+    pub(crate) passes: Vec<PassActivations<B, T>>,
     pub(crate) scratch: Scratch<B, T>,
     pub(crate) head: HeadBuffers<B, T>,
     /// In training.
@@ -73,7 +78,7 @@ pub(crate) struct MicroBatch<B: Memory> {
 }
 
 /// The saved activations of a micro-batch's pass through a chunk, sized for the largest chunk.
-pub(crate) struct Pass<B: Memory, T: Element> {
+pub(crate) struct PassActivations<B: Memory, T: Element> {
     /// The residual stream before each block of the chunk and after its last block, `[M, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
@@ -136,7 +141,7 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         let saved = || {
             let micro_batches = (0..slots.micro_batches).map(|_| MicroBatch::new(memory, sizes));
             let micro_batches = micro_batches.collect::<Result<_, Error>>()?;
-            let passes = (0..slots.passes).map(|_| Pass::new(memory, sizes));
+            let passes = (0..slots.passes).map(|_| PassActivations::new(memory, sizes));
             Ok::<_, Error>((micro_batches, passes.collect::<Result<_, Error>>()?))
         };
         let (micro_batches, passes) = memory.for_purpose(Purpose::Activations, saved)?;
@@ -220,11 +225,11 @@ impl<M: Memory> MicroBatch<M> {
     }
 }
 
-impl<M: Memory, T: Element> Pass<M, T> {
+impl<M: Memory, T: Element> PassActivations<M, T> {
     fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let layers = sizes.part.chunks.iter().map(Range::len).max().unwrap_or(0);
         let stream = (0..=layers).map(|_| memory.allocate(sizes.stream()));
-        Ok(Pass {
+        Ok(PassActivations {
             stream: stream.collect::<Result<_, _>>()?,
             blocks: Blocks::new(memory, sizes, layers)?,
         })
@@ -250,7 +255,7 @@ impl<M: Memory, T: Element> Blocks<M, T> {
     }
 
     /// The buffers of the block at index `slot` of its chunk: its own or shared.
-    pub(crate) fn of<'a>(
+    pub(crate) fn buffers<'a>(
         &'a mut self,
         slot: usize,
         scratch: &'a mut Scratch<M, T>,

@@ -105,7 +105,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         for (block, cache) in layers.blocks.iter().zip(&mut self.cache) {
             let [input, output] = &mut self.stream;
             // Nothing is saved for a backward pass: the blocks share their buffers.
-            let buffers = self.blocks.of(0, &mut self.scratch);
+            let buffers = self.blocks.buffers(0, &mut self.scratch);
             block.forward(&cx, input, buffers, Some(cache), output)?;
             self.stream.swap(0, 1);
         }

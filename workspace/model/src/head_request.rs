@@ -102,7 +102,7 @@ impl HeadRequest {
         }
         let met = format!("{:.3}", active as f64 / heads as f64);
         let met = met.trim_end_matches('0').trim_end_matches('.');
-        Some(format!("{}: {active} of {heads}, {met}", share.of(heads)))
+        Some(format!("{}: {active} of {heads}, {met}", share.describe(heads)))
     }
 
     /// What is weak about the numbers that the share became, and others with as many active heads, if
@@ -118,7 +118,7 @@ impl HeadRequest {
         Some(format!(
             "{}: {shared} shared {} and 1 of {} routed ones: a token selects a single head; \
              --shared-heads {fewer} --routed-top-k {} has as many active heads and more to select",
-            share.of(heads),
+            share.describe(heads),
             if shared == 1 { "head" } else { "heads" },
             heads - shared,
             active - fewer
@@ -137,7 +137,7 @@ impl HeadRequest {
 
 impl Share {
     /// How messages name it.
-    fn of(self, heads: usize) -> String {
+    fn describe(self, heads: usize) -> String {
         let Share { share, is_default } = self;
         match is_default {
             true => format!("the default share of {share} of {heads} heads"),
@@ -171,7 +171,7 @@ impl Share {
         if !(0.0..=1.0).contains(&share) {
             return refuse(format!("--active {share}: must be a share of the heads, 0 to 1"));
         }
-        let (named, active) = (self.of(heads), self.active(heads));
+        let (named, active) = (self.describe(heads), self.active(heads));
         if active == 0 {
             return refuse(format!("{named} leaves no head active: use a larger share"));
         }
@@ -207,7 +207,7 @@ impl Share {
         if shared < active || (dense_layer && (self.is_default || active == heads)) {
             return Ok(active.saturating_sub(shared));
         }
-        let named = self.of(heads);
+        let named = self.describe(heads);
         let reason = match self.is_default {
             true => format!(
                 "shared_heads{place} = {shared}: {named} is {active}, which leaves no active routed \

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::architecture::Layers;
-use crate::model_parallel::{Part, TensorShare};
+use crate::model_parallel::{ModelPart, TensorShare};
 use crate::slice::Slice;
 use crate::tensors::{Division, Tensor};
 use crate::{ModelConfig, router};
@@ -107,12 +107,12 @@ pub struct ModelLayout {
 impl ModelLayout {
     /// The layout of a model on one rank.
     pub fn new(config: &ModelConfig) -> Self {
-        Self::of_part(config, 1, &Part::whole(config))
+        Self::of_part(config, 1, &ModelPart::whole(config))
     }
 
     /// The layout of a part of a model whose optimiser state is sharded over up to `ranks` ranks:
     /// the length of every buffer is a multiple of `ranks`, and buffers of other parts are empty.
-    pub fn of_part(config: &ModelConfig, ranks: usize, part: &Part) -> Self {
+    pub fn of_part(config: &ModelConfig, ranks: usize, part: &ModelPart) -> Self {
         let (_, flats) = Layers::new(config, &router::of_config(config), ranks, part);
         ModelLayout { flats, num_blocks: config.num_hidden_layers }
     }

@@ -84,7 +84,7 @@ pub use generation::Generator;
 pub use head_counts::HeadCounts;
 pub use head_request::{Active, DEFAULT_ACTIVE_SHARE, HeadRequest};
 pub use inspection::{BlockMagnitudes, Magnitude};
-pub use model::{LossScale, Model, ModelBuffers};
+pub use model::{LossConfig, Model, ModelBuffers};
 pub use output::ModelOutput;
 pub use pass_sizes::PassSizes;
 pub use sampler::{Sampler, Sampling};

@@ -56,9 +56,9 @@ impl<M: Memory, T: Element> ModelBuffers<M, T> {
     }
 }
 
-/// Scale factors of a training pass.
+/// How a training pass computes its losses.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LossScale {
+pub struct LossConfig {
     /// 1 / (targets of the whole step).
     pub cross_entropy: f32,
     /// Weight of each auxiliary loss over the micro-batches of the step: that of the balance loss

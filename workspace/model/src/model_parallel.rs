@@ -122,7 +122,7 @@ impl TensorShare {
 
     /// The tokens of a micro-batch whose residual stream is local.
     pub(crate) fn tokens(&self, tokens: usize) -> TokenShare {
-        TokenShare { share: *self, tokens, part: tokens.div_ceil(self.ranks) }
+        TokenShare { share: *self, tokens, per_rank: tokens.div_ceil(self.ranks) }
     }
 
     /// Shared heads of each rank in the first layer where ranks have different counts, because the
@@ -145,29 +145,29 @@ pub(crate) struct TokenShare {
     share: TensorShare,
     tokens: usize,
     /// Maximum tokens of a share.
-    pub part: usize,
+    pub per_rank: usize,
 }
 
 impl TokenShare {
     /// Tokens of this rank.
     pub fn local(&self) -> usize {
-        self.part.min(self.tokens.saturating_sub(self.start()))
+        self.per_rank.min(self.tokens.saturating_sub(self.start()))
     }
 
-    /// The first token of this share, in multiples of `part`; past the end for an empty share.
+    /// The first token of this share, in multiples of `per_rank`; past the end for an empty share.
     pub fn start(&self) -> usize {
-        self.share.rank * self.part
+        self.share.rank * self.per_rank
     }
 
     /// Tokens of all shares, including padding at the end.
     pub fn padded(&self) -> usize {
-        self.share.ranks * self.part
+        self.share.ranks * self.per_rank
     }
 }
 
 /// A rank's part of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct ModelPart {
     /// Its blocks: one consecutive range, or one for each virtual stage, in ascending order.
     pub chunks: Vec<Range<usize>>,
     /// Whether this is the first stage, whose first chunk has the embedding.
@@ -178,7 +178,7 @@ pub struct Part {
     pub tensor: TensorShare,
 }
 
-impl Part {
+impl ModelPart {
     /// Its blocks, in ascending order.
     pub fn layers(&self) -> impl Iterator<Item = usize> {
         self.chunks.iter().cloned().flatten()
@@ -187,7 +187,7 @@ impl Part {
     /// The whole model.
     pub fn whole(config: &ModelConfig) -> Self {
         let chunks = std::iter::once(0..config.num_hidden_layers).collect();
-        Part { chunks, first: true, last: true, tensor: TensorShare::WHOLE }
+        ModelPart { chunks, first: true, last: true, tensor: TensorShare::WHOLE }
     }
 
     /// The parts of `stages` stages of `virtual_stages` chunks each, with whole tensors: chunk c of
@@ -201,7 +201,7 @@ impl Part {
         virtual_stages: usize,
     ) -> Result<Vec<Self>, Error> {
         let chunks = Self::chunks(config, stages.saturating_mul(virtual_stages))?;
-        let part = |stage: usize| Part {
+        let part = |stage: usize| ModelPart {
             chunks: chunks.iter().skip(stage).step_by(stages).cloned().collect(),
             first: stage == 0,
             last: stage + 1 == stages,
@@ -252,7 +252,7 @@ impl Part {
 /// A rank's part of a model, and its process groups.
 #[derive(Debug, Clone)]
 pub struct ModelParallel {
-    part: Part,
+    part: ModelPart,
     /// The pipeline stages of this rank's tokens.
     pipeline: Group,
     /// The tensor-parallel ranks.
@@ -270,7 +270,13 @@ impl ModelParallel {
         let alone = World::single().group().clone();
         let (pipeline, tensor) = (alone.clone(), alone);
         let backward = pipeline.clone();
-        ModelParallel { part: Part::whole(config), pipeline, tensor, tied_head: None, backward }
+        ModelParallel {
+            part: ModelPart::whole(config),
+            pipeline,
+            tensor,
+            tied_head: None,
+            backward,
+        }
     }
 
     /// Builds this rank's stage of `pipeline`, of `virtual_stages` chunks, sharded across `tensor`.
@@ -289,8 +295,8 @@ impl ModelParallel {
         let share = TensorShare { rank: tensor.rank(), ranks: tensor.size() };
         share.check(config)?;
         let (rank, stages) = (pipeline.rank(), pipeline.size());
-        let part = Part::divide(config, stages, virtual_stages)?.swap_remove(rank);
-        let part = Part { tensor: share, ..part };
+        let part = ModelPart::divide(config, stages, virtual_stages)?.swap_remove(rank);
+        let part = ModelPart { tensor: share, ..part };
         let shares = stages > 1 && config.tie_word_embeddings;
         let is_end = part.first || part.last;
         let tied_head = match shares {
@@ -306,7 +312,7 @@ impl ModelParallel {
     }
 
     /// This rank's part of the model.
-    pub fn part(&self) -> &Part {
+    pub fn part(&self) -> &ModelPart {
         &self.part
     }
 
@@ -403,7 +409,7 @@ mod tests {
     #[test]
     fn the_busiest_stage_has_the_least_to_do() {
         let counts = |layers, vocabulary, stages| -> Vec<usize> {
-            let parts = Part::divide(&config(layers, vocabulary), stages, 1).unwrap();
+            let parts = ModelPart::divide(&config(layers, vocabulary), stages, 1).unwrap();
             assert!(parts[0].first && parts[stages - 1].last);
             let chunks: Vec<_> = parts.iter().map(|part| part.chunks[0].clone()).collect();
             assert_eq!(chunks[stages - 1].end, layers);
@@ -425,7 +431,7 @@ mod tests {
             for tokens in [1, 5, 8] {
                 let local: Vec<_> = shares.iter().map(|share| share.tokens(tokens)).collect();
                 assert_eq!(local.iter().map(TokenShare::local).sum::<usize>(), tokens);
-                assert!(local.iter().all(|share| share.local() <= share.part));
+                assert!(local.iter().all(|share| share.local() <= share.per_rank));
                 assert!(local[0].padded() >= tokens);
             }
             let columns: Vec<_> = shares.iter().map(|share| share.mlp_columns(&config)).collect();
@@ -451,18 +457,18 @@ mod tests {
 
     #[test]
     fn virtual_stages_take_turns() {
-        let parts = Part::divide(&config(8, 1), 2, 2).unwrap();
+        let parts = ModelPart::divide(&config(8, 1), 2, 2).unwrap();
         assert_eq!(parts[0].chunks, [0..2, 4..6]);
         assert_eq!(parts[1].chunks, [2..4, 6..8]);
         assert!(parts[0].first && !parts[0].last && parts[1].last);
         assert!(parts[1].holds(7) && !parts[1].holds(4));
-        assert!(Part::divide(&config(5, 1), 2, 3).is_err());
+        assert!(ModelPart::divide(&config(5, 1), 2, 3).is_err());
     }
 
     #[test]
     fn more_stages_than_blocks_are_refused() {
         for stages in [0, 6] {
-            let error = Part::divide(&config(5, 10), stages, 1).unwrap_err().to_string();
+            let error = ModelPart::divide(&config(5, 10), stages, 1).unwrap_err().to_string();
             assert!(
                 error.contains(&format!("5 layers cannot be divided into {stages}")),
                 "{error}"

@@ -76,7 +76,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             PassShape {
                 batch,
                 length,
-                recompute: Recompute::Cheap,
+                recompute: Recompute::Norms,
                 training: false,
                 document_mask: false,
             },

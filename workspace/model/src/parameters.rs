@@ -10,7 +10,7 @@ use moh_kernels::{Accumulation, Element, Memory, Scalar, View, ViewMut};
 
 use crate::Error;
 use crate::layout::{ModelLayout, Segment};
-use crate::slice::Run;
+use crate::slice::SliceRun;
 
 /// One of the equal shards of every flat buffer.
 ///
@@ -33,7 +33,7 @@ impl Shard {
     pub const WHOLE: Shard = Shard { rank: 0, size: 1 };
 
     /// The shard of this rank of `group`.
-    pub fn of(group: &Group) -> Self {
+    pub fn from_group(group: &Group) -> Self {
         Shard { rank: group.rank(), size: group.size() }
     }
 
@@ -112,12 +112,12 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     }
 
     /// The parameters of a layer.
-    pub fn of(&self, parameters: &ParameterRange) -> View<'_, B, S> {
+    pub fn get(&self, parameters: &ParameterRange) -> View<'_, B, S> {
         self.view(parameters.buffer, parameters.range.clone())
     }
 
     /// The mutable parameters of a layer.
-    pub fn of_mut(&mut self, parameters: &ParameterRange) -> ViewMut<'_, B, S> {
+    pub fn get_mut(&mut self, parameters: &ParameterRange) -> ViewMut<'_, B, S> {
         self.view_mut(parameters.buffer, parameters.range.clone())
     }
 
@@ -232,7 +232,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// Fails if the device fails.
     pub fn clear_stale(&mut self, backend: &B, parameters: &ParameterRange) -> Result<(), Error> {
         match self.accumulation(parameters.buffer) {
-            Accumulation::Overwrite => Ok(backend.zero(self.of_mut(parameters))?),
+            Accumulation::Overwrite => Ok(backend.zero(self.get_mut(parameters))?),
             Accumulation::Add => Ok(()),
         }
     }
@@ -256,7 +256,7 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
             whole.resize(segment.whole_len(), 0f32);
             source(segment, &mut whole)?;
             let start = part.start;
-            for Run { local, whole: at, len } in segment.slice.runs(part) {
+            for SliceRun { local, whole: at, len } in segment.slice.runs(part) {
                 values[local - start..][..len].copy_from_slice(&whole[at..at + len]);
             }
             Ok(())

@@ -9,14 +9,14 @@ use moh_kernels::{Element, WorkingSet};
 
 use crate::activations::PassShape;
 use crate::layout::ModelLayout;
-use crate::model_parallel::{Part, TensorShare, TokenShare};
+use crate::model_parallel::{ModelPart, TensorShare, TokenShare};
 use crate::{Error, ModelConfig, router};
 
 /// Sizes of the passes over micro-batches of a part of a model.
 #[derive(Debug, Clone, Copy)]
 pub struct PassSizes<'a> {
     pub(crate) config: &'a ModelConfig,
-    pub(crate) part: &'a Part,
+    pub(crate) part: &'a ModelPart,
     pub(crate) pass: PassShape,
     /// Sizes of a routing that fits every layer; `None` if all layers are dense.
     pub(crate) routing: Option<RoutingShape>,
@@ -33,7 +33,7 @@ impl<'a> PassSizes<'a> {
     pub fn new(
         config: &'a ModelConfig,
         layout: &ModelLayout,
-        part: &'a Part,
+        part: &'a ModelPart,
         pass: PassShape,
     ) -> Result<Self, Error> {
         let heads = part.tensor.heads(config);
@@ -69,7 +69,7 @@ impl<'a> PassSizes<'a> {
 
     /// Elements of the residual stream in one rank's share of the tokens.
     pub(crate) fn stream(&self) -> usize {
-        self.token_share().part * self.config.hidden_size
+        self.token_share().per_rank * self.config.hidden_size
     }
 
     pub(crate) fn qkv(&self) -> QkvShape {

@@ -4,10 +4,10 @@ use moh_comm::Reduce;
 use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, span};
 
-use crate::activations::{Activations, MicroBatch, Pass, PassSlot, Recompute};
+use crate::activations::{Activations, MicroBatch, PassActivations, PassSlot, Recompute};
 use crate::layers::{ActivationGradients, BackwardContext, HeadPass, Tokens};
 use crate::layout::ModelLayout;
-use crate::model::{LossScale, Model};
+use crate::model::{LossConfig, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::router::RoutingStatistics;
 use crate::{AuxiliaryLoss, Error, StepSums};
@@ -71,7 +71,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         let Activations { shape, micro_batches, passes, scratch, head, .. } = activations;
         let MicroBatch { ids, document_start, .. } = &micro_batches[slot.micro_batch];
-        let Pass { stream, blocks } = &mut passes[slot.slot];
+        let PassActivations { stream, blocks } = &mut passes[slot.slot];
         let document_start = document_start.as_ref();
         let tokens = Tokens { shape: *shape, first_position: 0, document_start };
         let parallel = self.parallel.clone();
@@ -86,15 +86,15 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         let share = 1.0 / self.routed_layers() as f64;
         let end = layers.len();
-        for (at, layer) in layers.enumerate() {
-            let (before, after) = stream.split_at_mut(at + 1);
+        for (i, layer) in layers.enumerate() {
+            let (before, after) = stream.split_at_mut(i + 1);
             let _block = span::enter_numbered("block", layer as u64);
             before_use(&mut self.weights, self.layout.block_index(layer))?;
-            let (cx, buffers) = (self.context(tokens), blocks.of(at, scratch));
-            self.layers.blocks[layer].forward(&cx, &before[at], buffers, None, &mut after[0])?;
+            let (cx, buffers) = (self.context(tokens), blocks.buffers(i, scratch));
+            self.layers.blocks[layer].forward(&cx, &before[i], buffers, None, &mut after[0])?;
             // All tensor-parallel ranks have the loss and the routing.
             let router = self.layers.blocks[layer].attention.router.as_ref();
-            let routing = router.zip(blocks.routing(at));
+            let routing = router.zip(blocks.routing(i));
             if let (Some((router, routing)), 0) = (routing, parallel.part().tensor.rank) {
                 router.loss(&cx, routing, share, sums.auxiliary(AuxiliaryLoss::Balance))?;
                 routed(&self.backend, layer, routing)?;
@@ -169,13 +169,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         &mut self,
         activations: &mut Activations<B, T>,
         gradients: &mut FlatBuffers<B, G>,
-        scale: LossScale,
+        losses: LossConfig,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         (0..self.parallel.part().chunks.len()).rev().try_for_each(|chunk| {
             let slot = PassSlot { chunk, ..PassSlot::default() };
-            self.backward_chunk(activations, slot, gradients, scale, sums, None)
+            self.backward_chunk(activations, slot, gradients, losses, sums, None)
         })
     }
 
@@ -194,7 +194,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &mut Activations<B, T>,
         slot: PassSlot,
         gradients: &mut FlatBuffers<B, G>,
-        scale: LossScale,
+        losses: LossConfig,
         sums: &mut StepSums<B>,
         mut complete: Option<OnBuffer<'_, B, G>>,
     ) -> Result<(), Error> {
@@ -202,19 +202,19 @@ impl<B: Backend, T: Element> Model<B, T> {
             activations;
         let Some(d) = d else { return Err(Error::NotPlannedForTraining) };
         let MicroBatch { ids, targets, document_start } = &micro_batches[slot.micro_batch];
-        let Pass { stream, blocks } = &mut passes[slot.slot];
+        let PassActivations { stream, blocks } = &mut passes[slot.slot];
         let (parallel, layout, layers) = (&self.parallel, &self.layout, &self.layers);
         let document_start = document_start.as_ref();
         let mut cx = BackwardContext {
             forward: self.context(Tokens { shape: *shape, first_position: 0, document_start }),
             gradients,
-            balance_weight: scale.auxiliary[AuxiliaryLoss::Balance] / self.routed_layers() as f32,
-            straight_through: scale.straight_through,
+            balance_weight: losses.auxiliary[AuxiliaryLoss::Balance] / self.routed_layers() as f32,
+            straight_through: losses.straight_through,
         };
         if parallel.ends_with(slot.chunk) {
             let output = &stream[parallel.part().chunks[slot.chunk].len()];
             let pass = HeadPass { targets, buffers: &mut *head, scratch: &mut *scratch, sums };
-            self.head_backward(&mut cx, output, pass, scale.cross_entropy, d)?;
+            self.head_backward(&mut cx, output, pass, losses.cross_entropy, d)?;
             if layout.head_index() != ModelLayout::EMBEDDING || parallel.tied_head().is_some() {
                 self.complete(cx.gradients, layout.head_index(), &mut complete)?;
             }
@@ -223,9 +223,9 @@ impl<B: Backend, T: Element> Model<B, T> {
             let d_output = B::whole_mut(&mut d.residual);
             parallel.backward().recv::<B, T>(d_output, parallel.next(), BACKWARD)?;
         }
-        for (at, layer) in parallel.part().chunks[slot.chunk].clone().enumerate().rev() {
+        for (i, layer) in parallel.part().chunks[slot.chunk].clone().enumerate().rev() {
             let (block, input, mut buffers) =
-                (&layers.blocks[layer], &stream[at], blocks.of(at, scratch));
+                (&layers.blocks[layer], &stream[i], blocks.buffers(i, scratch));
             let _block = span::enter_numbered("block", layer as u64);
             let recomputing = (*recompute != Recompute::None).then(|| span::enter("recompute"));
             block.recompute(*recompute, &cx, input, &mut buffers)?;

@@ -23,7 +23,7 @@ pub struct Slice {
 
 /// Elements that are contiguous in both the slice and the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
+pub struct SliceRun {
     /// Offset of the first element in the slice.
     pub local: usize,
     /// Offset of the first element in the tensor.
@@ -92,7 +92,7 @@ impl Slice {
     }
 
     /// The runs of the slice's elements `range`, in order.
-    pub fn runs(&self, range: Range<usize>) -> Vec<Run> {
+    pub fn runs(&self, range: Range<usize>) -> Vec<SliceRun> {
         let (rows, columns) = match self.indices.split_last() {
             Some((columns, rows)) => (rows, columns),
             None => return Vec::new(),
@@ -108,7 +108,10 @@ impl Slice {
                 skipped -= from;
                 let len = (columns.len() - from).min(range.end - local);
                 if len > 0 {
-                    push(&mut runs, Run { local, whole: row * extent + columns.start + from, len });
+                    push(
+                        &mut runs,
+                        SliceRun { local, whole: row * extent + columns.start + from, len },
+                    );
                     local += len;
                 }
             }
@@ -129,7 +132,7 @@ pub struct Common {
 }
 
 /// The elements that are in both of these runs of slices of one tensor, in order.
-pub fn common(ours: &[Run], theirs: &[Run]) -> Vec<Common> {
+pub fn common(ours: &[SliceRun], theirs: &[SliceRun]) -> Vec<Common> {
     let (mut ours, mut theirs) = (ours.iter().peekable(), theirs.iter().peekable());
     let mut found = Vec::new();
     while let (Some(a), Some(b)) = (ours.peek(), theirs.peek()) {
@@ -150,7 +153,7 @@ pub fn common(ours: &[Run], theirs: &[Run]) -> Vec<Common> {
 }
 
 /// Appends a run, merging it with the last one if they are contiguous.
-fn push(runs: &mut Vec<Run>, run: Run) {
+fn push(runs: &mut Vec<SliceRun>, run: SliceRun) {
     match runs.last_mut() {
         Some(last) if last.whole + last.len == run.whole => last.len += run.len,
         _ => runs.push(run),
@@ -202,7 +205,7 @@ mod tests {
         assert_eq!(rows.extents(), [3, 6]);
         assert_eq!(
             rows.runs(0..18),
-            [Run { local: 0, whole: 0, len: 6 }, Run { local: 6, whole: 12, len: 12 }]
+            [SliceRun { local: 0, whole: 0, len: 6 }, SliceRun { local: 6, whole: 12, len: 12 }]
         );
         let columns = Slice::along(vec![4, 6], 1, vec![1..2, 4..6]);
         assert_eq!(extract(&columns, 0..12, &whole), [1, 4, 5, 7, 10, 11, 13, 16, 17, 19, 22, 23]);
@@ -213,7 +216,7 @@ mod tests {
     fn the_whole_tensor_is_one_run() {
         let slice = Slice::whole(vec![2, 3, 4]);
         assert!(slice.is_whole());
-        assert_eq!(slice.runs(5..17), [Run { local: 5, whole: 5, len: 12 }]);
+        assert_eq!(slice.runs(5..17), [SliceRun { local: 5, whole: 5, len: 12 }]);
         assert_eq!(extract(&Slice::whole(vec![3]), 1..3, &[7, 8, 9]), [8, 9]);
     }
 
@@ -260,11 +263,11 @@ mod tests {
                 let runs = (ours.runs(our_range.clone()), theirs.runs(their_range.clone()));
                 let mut found = Vec::new();
                 for Common { ours, theirs, len } in common(&runs.0, &runs.1) {
-                    for at in 0..len {
-                        assert_eq!(ours_at[ours + at], theirs_at[theirs + at]);
-                        assert!(our_range.contains(&(ours + at)));
-                        assert!(their_range.contains(&(theirs + at)));
-                        found.push(ours_at[ours + at]);
+                    for i in 0..len {
+                        assert_eq!(ours_at[ours + i], theirs_at[theirs + i]);
+                        assert!(our_range.contains(&(ours + i)));
+                        assert!(their_range.contains(&(theirs + i)));
+                        found.push(ours_at[ours + i]);
                     }
                 }
                 let their_positions = &theirs_at[their_range];

@@ -15,7 +15,7 @@ use moh_kernels::cross_entropy::IGNORED;
 use moh_model::layout::ModelLayout;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, AuxiliaryLoss, AuxiliaryLosses, Error, LossScale, Model,
+    Activations, Architecture, AuxiliaryLoss, AuxiliaryLosses, Error, LossConfig, Model,
     ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums, initial,
 };
 use serde_json::{Value, json};
@@ -144,7 +144,7 @@ fn gradients_are_differences_of_the_loss() {
         let mut activations = activations(&ours, 2, 11, true);
         activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
         let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, ours.layout()).unwrap();
-        let scale = LossScale {
+        let scale = LossConfig {
             cross_entropy: 1.0 / 21.0,
             auxiliary: AuxiliaryLosses::all(0.1),
             straight_through: false,

@@ -48,7 +48,7 @@ fn passes_are_those_of_the_formulas() {
         let router = RouterKind::QueryNorm;
         let (shared_heads, routed_top_k) = (counts(shared), counts(top_k));
         let moh = MohConfig { router, shared_heads, routed_top_k };
-        for recompute in [Recompute::None, Recompute::Cheap, Recompute::Block] {
+        for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
             for architecture in Architecture::ALL {
                 is_the_reference(architecture, moh.clone(), recompute);
             }

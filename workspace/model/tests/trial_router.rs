@@ -109,7 +109,7 @@ fn route(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed
 #[test]
 fn losses_and_gradients_are_those_of_an_f64_model() {
     for architecture in Architecture::ALL {
-        for recompute in [Recompute::None, Recompute::Cheap, Recompute::Block] {
+        for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
             let mut model = whole::<Cpu, f32>(Cpu, architecture);
             let reference = Reference::of(&model, route);
             let (gradients, sums, activations) = pass(&mut model, recompute);
@@ -129,12 +129,12 @@ fn losses_and_gradients_are_those_of_an_f64_model() {
 fn ranks_that_share_the_heads_have_the_gradients_of_the_whole() {
     for architecture in Architecture::ALL {
         let mut whole = whole::<Cpu, f32>(Cpu, architecture);
-        let (expected, sums, _) = pass(&mut whole, Recompute::Cheap);
+        let (expected, sums, _) = pass(&mut whole, Recompute::Norms);
         let on_rank = |world: World| {
             let (alone, tensor) = (World::single().group().clone(), world.group().clone());
             let parallel = ModelParallel::new(&config(architecture), alone, 1, tensor).unwrap();
             let mut model = model::<Cpu, f32>(Cpu, architecture, parallel);
-            let (gradients, found, _) = pass(&mut model, Recompute::Cheap);
+            let (gradients, found, _) = pass(&mut model, Recompute::Norms);
             if world.group().rank() == 0 {
                 let difference = found.auxiliary.iter().zip(sums.auxiliary.iter());
                 assert!(difference.into_iter().all(|((_, a), (_, b))| (a - b).abs() < 1e-6 * b));
@@ -191,10 +191,10 @@ fn learns(losses: &[f64]) {
 fn a_model_with_a_trial_router_learns() {
     let losses = train::<Cpu, f32>(&Cpu, Recompute::None);
     learns(&losses);
-    for recompute in [Recompute::Cheap, Recompute::Block] {
+    for recompute in [Recompute::Norms, Recompute::Block] {
         assert_eq!(train::<Cpu, f32>(&Cpu, recompute), losses, "{recompute:?}");
     }
-    learns(&train::<Cpu, bf16>(&Cpu, Recompute::Cheap));
+    learns(&train::<Cpu, bf16>(&Cpu, Recompute::Norms));
 }
 
 /// Over several steps a learned selection turns differences of rounding into other heads, so that only one
@@ -205,9 +205,9 @@ fn a_pass_on_a_gpu_is_that_on_the_cpu_and_the_model_learns() {
     let cuda = moh_kernels::Cuda::emulated();
     for architecture in Architecture::ALL {
         let mut on_cpu = whole::<Cpu, f32>(Cpu, architecture);
-        let (expected, expected_sums, _) = pass(&mut on_cpu, Recompute::Cheap);
+        let (expected, expected_sums, _) = pass(&mut on_cpu, Recompute::Norms);
         let mut on_gpu = whole::<_, f32>(cuda.clone(), architecture);
-        let (found, found_sums, _) = pass(&mut on_gpu, Recompute::Cheap);
+        let (found, found_sums, _) = pass(&mut on_gpu, Recompute::Norms);
         let (a, b) = (found_sums.cross_entropy, expected_sums.cross_entropy);
         assert!((a - b).abs() < 1e-6 * b, "loss {a}, expected {b}");
         let (mut difference, mut square) = (0f64, 0f64);
@@ -221,7 +221,7 @@ fn a_pass_on_a_gpu_is_that_on_the_cpu_and_the_model_learns() {
         let error = (difference / square).sqrt();
         assert!(error < 1e-5, "gradients: relative error {error}");
     }
-    learns(&train::<_, f32>(&cuda, Recompute::Cheap));
+    learns(&train::<_, f32>(&cuda, Recompute::Norms));
 }
 
 #[test]

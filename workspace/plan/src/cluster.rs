@@ -11,7 +11,7 @@ use super::hardware::Hardware;
 use super::memory::RankMemory;
 use super::time::StepTime;
 use super::work::{Layout, Work};
-use super::{Plan, grown};
+use super::{Plan, grow_vocabulary};
 use crate::Error;
 
 /// The stages of a plan on a number of ranks.
@@ -41,12 +41,12 @@ pub struct ClusterStage {
     /// Traffic of a step on the rank that sends most.
     pub traffic: Traffic,
     /// The time of a step, if the hardware is known.
-    pub speed: Option<Speed>,
+    pub speed: Option<PredictedSpeed>,
 }
 
 /// The predicted speed of a stage.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Speed {
+pub struct PredictedSpeed {
     /// Seconds of a step, by activity.
     pub step: StepTime,
     /// Tokens per second over all ranks.
@@ -74,13 +74,13 @@ impl ClusterStage {
             idle_data_ranks: (work.layout.data as u64).saturating_sub(work.micro_batches()),
             memory: RankMemory::fullest(work)?,
             traffic: sent.fold(Traffic::default(), more),
-            speed: hardware.map(|hardware| Speed::new(work, hardware, checkpoint)),
+            speed: hardware.map(|hardware| PredictedSpeed::new(work, hardware, checkpoint)),
         })
     }
 }
 
-impl Speed {
-    fn new(work: &Work, hardware: &Hardware, checkpoint: Option<f64>) -> Speed {
+impl PredictedSpeed {
+    fn new(work: &Work, hardware: &Hardware, checkpoint: Option<f64>) -> PredictedSpeed {
         let step = StepTime::new(work, hardware);
         let tokens_per_second = work.stage.batch_tokens as f64 / step.total();
         let flops = work.model.flops_per_token(work.recipe.data.sequence_length).training();
@@ -92,7 +92,7 @@ impl Speed {
         let checkpoint = checkpoint.unwrap_or(0.0);
         let exposed = (checkpoint - every as f64 * step.total()).max(0.0);
         let waits = steps.checked_div(every).unwrap_or(0) as f64 * exposed + checkpoint;
-        Speed {
+        PredictedSpeed {
             step,
             tokens_per_second,
             matmul_share: flops * tokens_per_second / rate,
@@ -111,11 +111,12 @@ impl Plan {
     pub fn on_ranks(
         self,
         recipe: &Recipe,
-        (model, path): (&ModelConfig, &Path),
+        path: &Path,
+        model: &ModelConfig,
         ranks: usize,
         hardware: Option<Hardware>,
     ) -> Result<Plan, Error> {
-        let model = grown(recipe, model);
+        let model = grow_vocabulary(recipe, model);
         let bytes = self.disk.checkpoint;
         let checkpoint_seconds =
             hardware.as_ref().and_then(|hardware| hardware.checkpoint_seconds(bytes, ranks));

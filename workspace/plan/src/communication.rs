@@ -8,8 +8,8 @@ use std::iter::Sum;
 use std::ops::{Add, Mul};
 
 use moh_kernels::ElementType;
-use moh_model::model_parallel::Part;
-use moh_recipe::Recompute;
+use moh_model::Recompute;
+use moh_model::model_parallel::ModelPart;
 
 use super::work::Work;
 
@@ -113,14 +113,14 @@ pub(super) fn tensor(work: &Work, rank: usize) -> Volume {
     work.parts(rank).map(|part| tensor_of_part(work, part)).sum()
 }
 
-fn tensor_of_part(work: &Work, part: &Part) -> Volume {
+fn tensor_of_part(work: &Work, part: &ModelPart) -> Volume {
     let ranks = work.layout.tensor;
     let tokens = work.tokens() as f64;
     let activation = Volume::ring(ranks, activation_bytes(work));
     // Two all-gathers and two reduce-scatters forward, four and two backward; recomputing a block
     // repeats the forward ones except the last reduce-scatter.
     let of_block = match work.recipe.memory.recompute {
-        Recompute::None | Recompute::Cheap => 4.0 + 6.0,
+        Recompute::None | Recompute::Norms => 4.0 + 6.0,
         Recompute::Block => 4.0 + 6.0 + 3.0,
     };
     let blocks = part.num_blocks() as f64;
@@ -139,7 +139,7 @@ fn tensor_of_part(work: &Work, part: &Part) -> Volume {
 
 /// Tensor-parallel traffic of the router for one micro-batch, forward and backward, averaged over a
 /// chunk's blocks.
-fn router(work: &Work, part: &Part, blocks: f64) -> Volume {
+fn router(work: &Work, part: &ModelPart, blocks: f64) -> Volume {
     let routed = part.layers().map(|layer| work.model.routed_heads(layer));
     let (routing, heads) =
         routed.filter(|&heads| heads > 0).fold((0, 0), |sum, heads| (sum.0 + 1, sum.1 + heads));
@@ -160,7 +160,7 @@ pub(super) fn sends(work: &Work, rank: usize) -> Volume {
         bytes: activation_bytes(work) / work.layout.tensor.max(1) as f64,
     };
     // A chunk sends forward unless it is the last, and backward unless it is the first.
-    let count = |part: &Part| f64::from(!part.last) + f64::from(!part.first);
+    let count = |part: &ModelPart| f64::from(!part.last) + f64::from(!part.first);
     send * work.parts(rank).map(count).sum::<f64>()
 }
 

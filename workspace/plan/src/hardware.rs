@@ -316,7 +316,7 @@ fn refuse(fine: bool, key: &str, value: impl Display, reason: String) -> Option<
 
 /// The error for these (key, reason) pairs in the profile `text` at `path`.
 fn faults(path: &Path, text: &str, mut problems: Vec<Problem>) -> Error {
-    let lines = Lines::of(text);
+    let lines = Lines::new(text);
     problems.sort_by_key(|(key, _)| lines.line(key));
     let fault = |(key, reason): Problem| {
         let path = path.display();

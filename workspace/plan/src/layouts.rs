@@ -4,10 +4,10 @@
 use moh_model::ModelConfig;
 use moh_recipe::{Recipe, Stage};
 
-use super::cluster::{ClusterStage, Speed};
+use super::cluster::{ClusterStage, PredictedSpeed};
 use super::hardware::Hardware;
 use super::work::{Layout, Work};
-use super::{DiskBytes, grown};
+use super::{DiskBytes, grow_vocabulary};
 
 /// Number of layouts shown for each stage.
 const SHOWN: usize = 5;
@@ -52,7 +52,7 @@ pub struct Suggestion {
     /// Memory of the rank that needs most, in bytes.
     pub bytes: u64,
     /// The predicted speed.
-    pub speed: Speed,
+    pub speed: PredictedSpeed,
 }
 
 impl Suggestion {
@@ -73,10 +73,10 @@ impl Suggestions {
     /// Finds the fastest layouts of `ranks` ranks of a machine for each stage of `recipe` on
     /// `model`, given before its vocabulary grows.
     pub fn new(recipe: &Recipe, model: &ModelConfig, ranks: usize, hardware: Hardware) -> Self {
-        let model = grown(recipe, model);
+        let model = grow_vocabulary(recipe, model);
         let checkpoint = DiskBytes::new(recipe, &model).checkpoint;
         let checkpoint = hardware.checkpoint_seconds(checkpoint, ranks);
-        let of_stage = |stage| suggest(recipe, stage, &model, ranks, (&hardware, checkpoint));
+        let of_stage = |stage| suggest(recipe, stage, &model, ranks, &hardware, checkpoint);
         let stages = recipe.stages.iter().map(of_stage).collect();
         Suggestions { ranks, stages, hardware }
     }
@@ -87,7 +87,8 @@ fn suggest(
     stage: &Stage,
     model: &ModelConfig,
     ranks: usize,
-    (hardware, checkpoint): (&Hardware, Option<f64>),
+    hardware: &Hardware,
+    checkpoint: Option<f64>,
 ) -> StageSuggestions {
     let mut found = Vec::new();
     let (mut considered, mut least_bytes) = (0, None::<u64>);

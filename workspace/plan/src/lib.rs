@@ -26,18 +26,19 @@ mod work;
 
 use std::path::Path;
 
-pub use cluster::{Cluster, ClusterStage, Speed};
+pub use cluster::{Cluster, ClusterStage, PredictedSpeed};
 pub use communication::{Traffic, Volume};
 pub use epochs::SourceEpochs;
 pub use error::Error;
 pub use hardware::{DeviceRates, Hardware, Network, Node};
 pub use layouts::{StageSuggestions, Suggestion, Suggestions};
 pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
+use moh_data::Source;
 use moh_kernels::ElementType;
-use moh_model::{HeadCounts, ModelConfig, MohConfig};
-use moh_recipe::{Parallel, Recipe, Recompute, Source, Stage};
+use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute};
+use moh_recipe::{ParallelOptions, Recipe, Stage};
 pub use rate::{Basis, Rate};
-pub use steps::{hyperparameters, step_plan};
+pub use steps::step_config;
 pub use time::StepTime;
 pub use training_data::open_training;
 pub use work::Layout;
@@ -101,7 +102,7 @@ pub struct StagePlan {
     /// Micro-batches of a step, over all processes.
     pub micro_batches: u64,
     /// The recipe's parallelism.
-    pub parallel: Parallel,
+    pub parallel: ParallelOptions,
     /// Memory of one process with the whole model.
     pub memory: RankMemory,
     /// Forward FLOPs per token.
@@ -126,7 +127,7 @@ impl Plan {
     /// # Errors
     /// Fails if the heads cannot be routed.
     pub fn new(recipe: &Recipe, model: &ModelConfig) -> Result<Plan, Error> {
-        let grown = grown(recipe, model);
+        let grown = grow_vocabulary(recipe, model);
         let stages = recipe.stages.iter().map(|stage| plan_stage(recipe, stage, &grown));
         Ok(Plan {
             vocabulary: (model.vocab_size, grown.vocab_size),
@@ -181,7 +182,7 @@ impl DiskBytes {
 }
 
 /// The model after its vocabulary has grown.
-fn grown(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
+fn grow_vocabulary(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
     let padded = || recipe.model.padded_vocabulary(model.vocab_size);
     ModelConfig { vocab_size: recipe.model.vocab_size.unwrap_or_else(padded), ..model.clone() }
 }

@@ -7,13 +7,13 @@ use moh_eval::Evaluator;
 use moh_kernels::ranks::share;
 use moh_kernels::{CountedDevice, CountingMemory, Element, Purpose};
 use moh_model::layout::ModelLayout;
-use moh_model::model_parallel::{Part, TensorShare};
+use moh_model::model_parallel::{ModelPart, TensorShare};
 use moh_model::parameters::Shard;
 use moh_model::{ModelBuffers, ModelConfig, PassSizes, Slots};
-use moh_recipe::{Device, Recipe, Stage};
-use moh_step::{OptimizerState, StepBuffers, StepPlan, StepSizes, pipeline_schedule, ranks};
+use moh_recipe::{DeviceKind, Recipe, Stage};
+use moh_step::{OptimizerState, StepBuffers, StepConfig, StepSizes, pipeline_schedule, ranks};
 
-use super::steps::step_plan;
+use super::steps::step_config;
 use super::work::{Layout, Work};
 use crate::Error;
 
@@ -83,12 +83,12 @@ pub struct RankMemory {
     /// Other memory.
     pub other: OtherBytes,
     /// The device.
-    pub device: Device,
+    pub device: DeviceKind,
 }
 
 impl StateBytes {
     /// What `memory` has counted.
-    fn of(memory: &CountingMemory) -> Self {
+    fn new(memory: &CountingMemory) -> Self {
         StateBytes {
             weights: memory.bytes(Purpose::Weights),
             remainder: memory.bytes(Purpose::Remainders),
@@ -107,7 +107,7 @@ impl StateBytes {
 
 impl ActivationBytes {
     /// What `memory` has counted.
-    fn of(memory: &CountingMemory) -> Self {
+    fn new(memory: &CountingMemory) -> Self {
         ActivationBytes {
             saved: memory.bytes(Purpose::Activations),
             block_gradients: memory.bytes(Purpose::ActivationGradients),
@@ -126,11 +126,11 @@ impl ActivationBytes {
 
 impl OtherBytes {
     /// The total in the memory of `device`.
-    pub fn total(&self, device: Device) -> u64 {
+    pub fn total(&self, device: DeviceKind) -> u64 {
         let OtherBytes { scratch, tables, messages, thread_scratch, libraries, staging } = *self;
         let on_host = match device {
-            Device::Cpu => [thread_scratch, staging],
-            Device::Cuda => [0; 2],
+            DeviceKind::Cpu => [thread_scratch, staging],
+            DeviceKind::Cuda => [0; 2],
         };
         sum([scratch, tables, messages, libraries, sum(on_host)])
     }
@@ -190,18 +190,18 @@ impl RankMemory {
     /// model.
     fn at(
         work: &Work,
-        part: &Part,
+        part: &ModelPart,
         place: Coordinates,
         micro_batches: usize,
     ) -> Result<RankMemory, Error> {
-        let stage = pipeline_schedule::Stage {
+        let stage = pipeline_schedule::PipelineStage {
             number: place.pipeline,
             stages: work.layout.pipeline.max(1),
             chunks: part.chunks.len(),
         };
         let tensor = TensorShare { rank: place.tensor, ranks: work.layout.tensor.max(1) };
         tensor.check(&work.model)?;
-        let part = &Part { tensor, ..part.clone() };
+        let part = &ModelPart { tensor, ..part.clone() };
         let device = work.recipe.run.device;
         let slots = stage.slots(micro_batches);
         let (pipeline_rank, in_flight) = (place.pipeline, slots.passes as u64);
@@ -211,8 +211,8 @@ impl RankMemory {
             return Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device });
         }
         let memory = CountingMemory::new(match device {
-            Device::Cpu => CountedDevice::Cpu,
-            Device::Cuda => CountedDevice::Gpu,
+            DeviceKind::Cpu => CountedDevice::Cpu,
+            DeviceKind::Cuda => CountedDevice::Gpu,
         });
         let data = work.layout.data.max(1);
         let layout = ModelLayout::of_part(&work.model, data, part);
@@ -233,7 +233,7 @@ impl RankMemory {
             libraries: libraries(&memory, device, work.layout.ranks()),
             staging,
         };
-        let (state, activations) = (StateBytes::of(&memory), ActivationBytes::of(&memory));
+        let (state, activations) = (StateBytes::new(&memory), ActivationBytes::new(&memory));
         Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device })
     }
 }
@@ -241,7 +241,7 @@ impl RankMemory {
 /// All buffers of a rank in a stage.
 struct Buffers<'a> {
     work: &'a Work<'a>,
-    part: &'a Part,
+    part: &'a ModelPart,
     layout: &'a ModelLayout,
     slots: Slots,
     memory: &'a CountingMemory,
@@ -256,14 +256,14 @@ impl InTrainingElements for Buffers<'_> {
         let Buffers { work, part, layout, slots, memory } = self;
         let (recipe, config) = (work.recipe, &work.model);
         let (batch, length) = (work.micro_batch, recipe.data.sequence_length);
-        let plan = StepPlan { micro_batch: batch, ..step_plan(recipe, work.stage) };
+        let step = StepConfig { micro_batch: batch, ..step_config(recipe, work.stage) };
         let data_ranks = work.layout.data.max(1);
         ranks::values(memory)?;
         ModelBuffers::<_, T>::zeros(memory, config, layout, length)?;
         let shard = Shard { rank: 0, size: data_ranks };
         OptimizerState::<_, M>::zeros::<T>(memory, layout, shard)?;
-        let passes = PassSizes::new(config, layout, part, plan.pass_shape())?;
-        let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: plan.reduce };
+        let passes = PassSizes::new(config, layout, part, step.pass_shape())?;
+        let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: step.reduce };
         StepBuffers::<_, T, G>::new(memory, &sizes)?;
         if !recipe.data.validation.is_empty() {
             Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
@@ -274,17 +274,19 @@ impl InTrainingElements for Buffers<'_> {
 }
 
 /// GPU memory of the driver and libraries.
-fn libraries(memory: &CountingMemory, device: Device, ranks: usize) -> u64 {
+fn libraries(memory: &CountingMemory, device: DeviceKind, ranks: usize) -> u64 {
     match device {
-        Device::Cpu => 0,
-        Device::Cuda => sum([CONTEXT, memory.matmul_workspace(), if ranks > 1 { NCCL } else { 0 }]),
+        DeviceKind::Cpu => 0,
+        DeviceKind::Cuda => {
+            sum([CONTEXT, memory.matmul_workspace(), if ranks > 1 { NCCL } else { 0 }])
+        }
     }
 }
 
 /// The parts of all ranks of a pipeline.
-fn parts(work: &Work) -> Result<Vec<Part>, Error> {
+fn parts(work: &Work) -> Result<Vec<ModelPart>, Error> {
     let Layout { pipeline, virtual_stages, .. } = work.layout;
-    Ok(Part::divide(&work.model, pipeline.max(1), virtual_stages.max(1))?)
+    Ok(ModelPart::divide(&work.model, pipeline.max(1), virtual_stages.max(1))?)
 }
 
 /// The tensor ranks with different sizes.

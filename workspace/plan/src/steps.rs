@@ -1,33 +1,23 @@
 //! What the stepper makes of a recipe.
 
 use moh_model::{AuxiliaryLoss, AuxiliaryLosses};
-use moh_recipe::{Optimizer, Recipe, Recompute, Stage};
-use moh_step::{Hyperparameters, StepPlan};
+use moh_recipe::{Recipe, Stage};
+use moh_step::StepConfig;
 
 /// The settings of the steps of `stage` of `recipe`.
-pub fn step_plan(recipe: &Recipe, stage: &Stage) -> StepPlan {
+pub fn step_config(recipe: &Recipe, stage: &Stage) -> StepConfig {
     let tokens = stage.micro_batch * recipe.data.sequence_length;
-    StepPlan {
+    StepConfig {
         stage: stage.name.clone(),
         sequence_length: recipe.data.sequence_length,
         micro_batch: stage.micro_batch,
         micro_batches: stage.batch_tokens / tokens as u64,
         document_mask: recipe.data.document_mask,
-        recompute: match recipe.memory.recompute {
-            Recompute::None => moh_model::Recompute::None,
-            Recompute::Cheap => moh_model::Recompute::Cheap,
-            Recompute::Block => moh_model::Recompute::Block,
-        },
+        recompute: recipe.memory.recompute,
         auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
             AuxiliaryLoss::Balance => stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight),
         }),
-        optimizer: hyperparameters(stage.optimizer),
+        optimizer: stage.optimizer,
         reduce: recipe.precision.reduce,
     }
-}
-
-/// The constants of AdamW in a stage.
-pub fn hyperparameters(optimizer: Optimizer) -> Hyperparameters {
-    let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = optimizer;
-    Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm }
 }

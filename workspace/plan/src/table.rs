@@ -3,14 +3,15 @@
 use std::fmt;
 
 use moh_kernels::ElementType;
-use moh_recipe::{Device, Recompute};
+use moh_model::Recompute;
+use moh_recipe::DeviceKind;
 
-use super::cluster::{Cluster, ClusterStage, Speed};
+use super::cluster::{Cluster, ClusterStage, PredictedSpeed};
 use super::hardware::Hardware;
 use super::layouts::{StageSuggestions, Suggestions};
 use super::memory::{ActivationBytes, OtherBytes, RankMemory};
 use super::rate::{Basis, Rate};
-use super::units::{bytes, duration, flops, grouped, moment, percent, ranks, traffic};
+use super::units::{bytes, duration, flops, group_digits, moment, percent, ranks, traffic};
 use super::{DiskBytes, Plan, StagePlan};
 use crate::SourceEpochs;
 
@@ -109,14 +110,14 @@ impl fmt::Display for Plan {
 impl Plan {
     fn write_model(&self, table: &mut Table) -> fmt::Result {
         writeln!(table.f, "Model")?;
-        table.one("parameters", &grouped(self.parameters.0))?;
+        table.one("parameters", &group_digits(self.parameters.0))?;
         let (before, after) = self.vocabulary;
         if before == after {
-            return table.one("vocabulary", &grouped(before as u64));
+            return table.one("vocabulary", &group_digits(before as u64));
         }
-        let growth = format!("{} -> {}", grouped(before as u64), grouped(after as u64));
+        let growth = format!("{} -> {}", group_digits(before as u64), group_digits(after as u64));
         table.one("vocabulary", &growth)?;
-        table.one("parameters after its growth", &grouped(self.parameters.1))
+        table.one("parameters after its growth", &group_digits(self.parameters.1))
     }
 
     fn write_stages(&self, table: &mut Table) -> fmt::Result {
@@ -127,11 +128,11 @@ impl Plan {
             Some(_) => format!("{} of {} heads", stage.active_heads, stage.num_heads),
             None => "dense".to_string(),
         })?;
-        table.each("steps", stages, |stage| grouped(stage.steps))?;
-        table.each("tokens per step", stages, |stage| grouped(stage.batch_tokens))?;
-        table.each("tokens", stages, |stage| grouped(stage.tokens))?;
-        table.each("sequences", stages, |stage| grouped(stage.samples))?;
-        table.each("micro-batches per step", stages, |stage| grouped(stage.micro_batches))?;
+        table.each("steps", stages, |stage| group_digits(stage.steps))?;
+        table.each("tokens per step", stages, |stage| group_digits(stage.batch_tokens))?;
+        table.each("tokens", stages, |stage| group_digits(stage.tokens))?;
+        table.each("sequences", stages, |stage| group_digits(stage.samples))?;
+        table.each("micro-batches per step", stages, |stage| group_digits(stage.micro_batches))?;
         table.each("tensor x pipeline parallel", stages, |stage| {
             format!("{} x {}", stage.parallel.tensor, stage.parallel.pipeline)
         })
@@ -148,7 +149,7 @@ impl Plan {
         for source in sources {
             let SourceEpochs { path, tokens_drawn, tokens, epochs } = source;
             table.one(&path.display().to_string(), &format!("{epochs:.2} epochs"))?;
-            let drawn = format!("{} of {}", grouped(*tokens_drawn), grouped(*tokens));
+            let drawn = format!("{} of {}", group_digits(*tokens_drawn), group_digits(*tokens));
             table.one("  tokens drawn, of the file's", &drawn)?;
             if source.repeats() {
                 writeln!(table.f, "  warning: {}", source.warning())?;
@@ -170,7 +171,8 @@ impl Plan {
         let Some(tflops) = self.device_tflops else { return Ok(()) };
         let rate = tflops * 1e12;
         table.title(&format!("Time on one device that achieves {tflops} TFLOP/s, assumed"))?;
-        table.each("tokens/s", stages, |stage| grouped((rate / stage.training_flops) as u64))?;
+        table
+            .each("tokens/s", stages, |stage| group_digits((rate / stage.training_flops) as u64))?;
         table.each("time", stages, |stage| duration(stage.total_flops() / rate))?;
         let all: f64 = stages.iter().map(StagePlan::total_flops).sum();
         table.one("all stages", &duration(all / rate))
@@ -186,7 +188,7 @@ impl Plan {
         table.bytes(&of("moments", moments), stages, |rank| rank.state.moments)?;
         let recompute = match self.recompute {
             Recompute::None => "none",
-            Recompute::Cheap => "cheap",
+            Recompute::Norms => "cheap",
             Recompute::Block => "block",
         };
         let part =
@@ -211,7 +213,7 @@ impl Plan {
         table.each("rank of the pipeline, from 0", stages, |stage| {
             stage.memory.pipeline_rank.to_string()
         })?;
-        table.each("passes in flight", stages, |stage| grouped(stage.memory.in_flight))?;
+        table.each("passes in flight", stages, |stage| group_digits(stage.memory.in_flight))?;
         let memory: Vec<_> = stages.iter().map(|stage| stage.memory).collect();
         self.write_memory(table, &memory)?;
         if let Some(hardware) = &cluster.hardware {
@@ -219,7 +221,8 @@ impl Plan {
         }
         write_traffic(table, stages)?;
         if let Some(hardware) = &cluster.hardware {
-            let speeds: Vec<Speed> = stages.iter().filter_map(|stage| stage.speed).collect();
+            let speeds: Vec<PredictedSpeed> =
+                stages.iter().filter_map(|stage| stage.speed).collect();
             self.write_times(table, &speeds, hardware, cluster.ranks)?;
             write_checkpoint(table, cluster.checkpoint_seconds, hardware)?;
             table.title("Rates of the profile")?;
@@ -231,7 +234,7 @@ impl Plan {
     fn write_times(
         &self,
         table: &mut Table,
-        stages: &[Speed],
+        stages: &[PredictedSpeed],
         hardware: &Hardware,
         ranks: usize,
     ) -> fmt::Result {
@@ -253,11 +256,11 @@ impl Plan {
         table.each_with_basis("optimiser", memory, stages, |s| moment(s.step.optimizer))?;
         let all = all.max(data);
         table.each_with_basis("step", all, stages, |s| moment(s.step.total()))?;
-        let bubble = |s: &Speed| percent(s.step.bubble / s.step.total());
+        let bubble = |s: &PredictedSpeed| percent(s.step.bubble / s.step.total());
         table.each_with_basis("bubble's share of the step", all, stages, bubble)?;
-        let tokens = |s: &Speed| grouped(s.tokens_per_second as u64);
+        let tokens = |s: &PredictedSpeed| group_digits(s.tokens_per_second as u64);
         table.each_with_basis("tokens/s", all, stages, tokens)?;
-        let share = |s: &Speed| percent(s.matmul_share);
+        let share = |s: &PredictedSpeed| percent(s.matmul_share);
         table.each_with_basis("share of the matrix products' rate", all, stages, share)?;
         let (label, all) = match hardware.checkpoint_basis() {
             Some(checkpoint) => ("stage, with its checkpoints", all.max(checkpoint)),
@@ -296,7 +299,7 @@ impl Plan {
         table.title("Disk")?;
         let DiskBytes { checkpoint, num_checkpoints, export } = self.disk;
         table.one("one checkpoint", &bytes(checkpoint))?;
-        let kept = format!("checkpoints kept, at most {}", grouped(num_checkpoints));
+        let kept = format!("checkpoints kept, at most {}", group_digits(num_checkpoints));
         table.one(&kept, &bytes(checkpoint.saturating_mul(num_checkpoints)))?;
         table.one("exported model", &bytes(export))
     }
@@ -305,7 +308,7 @@ impl Plan {
 /// The remaining memory, and the sum.
 fn write_other(table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
     let part = |part: fn(&OtherBytes) -> u64| move |rank: &RankMemory| part(&rank.other);
-    let on_gpu = stages.iter().any(|rank| rank.device == Device::Cuda);
+    let on_gpu = stages.iter().any(|rank| rank.device == DeviceKind::Cuda);
     table.bytes("scratch of attention and others", stages, part(|of| of.scratch))?;
     table.bytes("tables and sums", stages, part(|of| of.tables))?;
     table.bytes("messages between stages", stages, part(|of| of.messages))?;
@@ -329,10 +332,11 @@ fn write_layouts(table: &mut Table, cluster: &Cluster) -> fmt::Result {
         stage.layout.virtual_stages.to_string()
     })?;
     table.each("micro-batches per step and data rank", stages, |stage| {
-        grouped(stage.micro_batches)
+        group_digits(stage.micro_batches)
     })?;
     if stages.iter().any(|stage| stage.idle_data_ranks > 0) {
-        table.each("data ranks WITHOUT WORK", stages, |stage| grouped(stage.idle_data_ranks))?;
+        table
+            .each("data ranks WITHOUT WORK", stages, |stage| group_digits(stage.idle_data_ranks))?;
     }
     Ok(())
 }
@@ -403,7 +407,7 @@ fn write_suggestions(
     for (index, one) in best.iter().enumerate() {
         let layout = one.layout;
         let divided = format!("{} x {} x {}", layout.tensor, layout.data, layout.pipeline);
-        let Speed { step, tokens_per_second, matmul_share, .. } = one.speed;
+        let PredictedSpeed { step, tokens_per_second, matmul_share, .. } = one.speed;
         writeln!(
             f,
             "  {}. {divided:>24}  {:>7}  {:>11}  {:>10}  {:>12}  {:>8}  {:>6}  {:>10}",
@@ -411,7 +415,7 @@ fn write_suggestions(
             layout.virtual_stages,
             one.micro_batch,
             moment(step.total()),
-            grouped(tokens_per_second as u64),
+            group_digits(tokens_per_second as u64),
             percent(step.bubble / step.total()),
             percent(matmul_share),
             bytes(one.bytes),

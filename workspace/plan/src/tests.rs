@@ -19,7 +19,7 @@ fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
 /// The small recipe and its model.
 pub(crate) fn small(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let (recipe, model) = read(SMALL, overrides);
-    let grown = grown(&recipe, &model);
+    let grown = grow_vocabulary(&recipe, &model);
     (recipe, grown)
 }
 
@@ -30,7 +30,7 @@ pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let overrides: Vec<&str> = [config.as_str()].into_iter().chain(overrides.to_vec()).collect();
     let text = include_str!("../../../recipes/moh-llama3-8b.toml");
     let (recipe, model) = read(text, &overrides);
-    let grown = grown(&recipe, &model);
+    let grown = grow_vocabulary(&recipe, &model);
     (recipe, grown)
 }
 
@@ -44,7 +44,7 @@ fn on_ranks(overrides: &[&str], ranks: usize) -> Vec<RankMemory> {
     let (recipe, model) = llama3_8b(overrides);
     let path = Path::new("recipe.toml");
     let plan = Plan::new(&recipe, &model).unwrap();
-    let plan = plan.on_ranks(&recipe, (&model, path), ranks, None).unwrap();
+    let plan = plan.on_ranks(&recipe, path, &model, ranks, None).unwrap();
     plan.cluster.unwrap().stages.into_iter().map(|stage| stage.memory).collect()
 }
 
@@ -199,7 +199,7 @@ fn ranks_that_make_no_whole_models_are_refused() {
     let refused = |ranks| {
         let plan = Plan::new(&recipe, &model).unwrap();
         let path = Path::new("x.toml");
-        plan.on_ranks(&recipe, (&model, path), ranks, None).unwrap_err().to_string()
+        plan.on_ranks(&recipe, path, &model, ranks, None).unwrap_err().to_string()
     };
     let message = refused(63);
     assert!(
@@ -240,7 +240,7 @@ fn huge_numbers_saturate_and_print() {
     let path = Path::new("recipe.toml");
     for ranks in [1, usize::MAX] {
         let plan = Plan::new(&recipe, &model).unwrap();
-        let plan = plan.on_ranks(&recipe, (&model, path), ranks, Some(slow.clone())).unwrap();
+        let plan = plan.on_ranks(&recipe, path, &model, ranks, Some(slow.clone())).unwrap();
         assert!(!plan.to_string().contains("NaN"));
         Suggestions::new(&recipe, &model, ranks, slow.clone()).to_string();
     }

@@ -5,8 +5,8 @@
 //! stages is exposed; communication of data ranks is exposed only where it does not overlap with
 //! the passes.
 
-use moh_model::model_parallel::Part;
-use moh_recipe::Recompute;
+use moh_model::Recompute;
+use moh_model::model_parallel::ModelPart;
 
 use super::communication::{self, Volume};
 use super::hardware::Hardware;
@@ -31,7 +31,7 @@ pub struct StepTime {
 
 /// Seconds of one micro-batch on one rank, forward and backward, over all its chunks.
 #[derive(Debug, Clone, Copy, Default)]
-struct Pass {
+struct PassTime {
     compute: f64,
     tensor: f64,
     sends: f64,
@@ -50,15 +50,16 @@ impl StepTime {
 
     pub(super) fn new(work: &Work, hardware: &Hardware) -> StepTime {
         let ranks = 0..work.layout.pipeline;
-        let passes: Vec<Pass> = ranks.clone().map(|rank| Pass::new(work, hardware, rank)).collect();
-        let mut busiest = Pass::default();
+        let passes: Vec<PassTime> =
+            ranks.clone().map(|rank| PassTime::new(work, hardware, rank)).collect();
+        let mut busiest = PassTime::default();
         for pass in &passes {
             if pass.total() > busiest.total() {
                 busiest = *pass;
             }
         }
-        let all: f64 = passes.iter().map(Pass::total).sum();
-        let largest = |seconds: &dyn Fn(usize, &Pass) -> f64| {
+        let all: f64 = passes.iter().map(PassTime::total).sum();
+        let largest = |seconds: &dyn Fn(usize, &PassTime) -> f64| {
             let each = ranks.clone().zip(&passes).map(|(rank, pass)| seconds(rank, pass));
             each.fold(0.0, f64::max)
         };
@@ -74,16 +75,16 @@ impl StepTime {
     }
 }
 
-impl Pass {
+impl PassTime {
     fn total(&self) -> f64 {
         self.compute + self.tensor + self.sends
     }
 
-    fn new(work: &Work, hardware: &Hardware, rank: usize) -> Pass {
+    fn new(work: &Work, hardware: &Hardware, rank: usize) -> PassTime {
         let layout = work.layout;
         let ring = hardware.ring(layout.tensor, 1);
         let neighbour = hardware.to_neighbour(layout.ranks());
-        Pass {
+        PassTime {
             compute: compute(work, hardware, rank),
             tensor: seconds(communication::tensor(work, rank), ring, hardware),
             sends: seconds(communication::sends(work, rank), neighbour, hardware),
@@ -105,7 +106,7 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     // Recomputes the blocks' forward pass.
     let again = match work.recipe.memory.recompute {
         Recompute::Block => 1.0,
-        Recompute::None | Recompute::Cheap => 0.0,
+        Recompute::None | Recompute::Norms => 0.0,
     };
     let per_token = PerToken::new(work, rank);
     let block = per_token.linear * (3.0 + again) / matmul
@@ -149,7 +150,7 @@ impl PerToken {
 
 /// The mean of a value of each layer over a rank's blocks.
 fn mean(work: &Work, rank: usize, of_layer: impl Fn(usize) -> f64) -> f64 {
-    let layers = || work.parts(rank).flat_map(Part::layers);
+    let layers = || work.parts(rank).flat_map(ModelPart::layers);
     layers().map(of_layer).sum::<f64>() / layers().count().max(1) as f64
 }
 
@@ -164,7 +165,7 @@ fn moved(work: &Work) -> f64 {
     let backward = 2.0 * norms + 2.0 * (q + kv) + 2.0 * q + 6.0 * i;
     let again = match work.recipe.memory.recompute {
         Recompute::None => 0.0,
-        Recompute::Cheap => norms,
+        Recompute::Norms => norms,
         Recompute::Block => forward,
     };
     (forward + backward + again) * work.recipe.run.dtype.bytes() as f64
@@ -172,7 +173,7 @@ fn moved(work: &Work) -> f64 {
 
 /// Seconds of exposed data-parallel communication: gradients overlap with the last backward pass,
 /// weights with the first forward pass.
-fn data(work: &Work, hardware: &Hardware, rank: usize, pass: &Pass) -> f64 {
+fn data(work: &Work, hardware: &Hardware, rank: usize, pass: &PassTime) -> f64 {
     let ring = hardware.ring(work.layout.data, work.layout.tensor);
     let neighbour = hardware.to_neighbour(work.layout.ranks());
     let exposed = |volume: Volume, beside: f64| {

@@ -1,7 +1,7 @@
 //! The training data that a recipe names.
 
 use moh_data::TrainingData;
-use moh_recipe::{Order, Recipe};
+use moh_recipe::Recipe;
 
 use crate::Error;
 
@@ -10,14 +10,8 @@ use crate::Error;
 /// # Errors
 /// Fails if a file is missing or invalid, or shorter than one window.
 pub fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<TrainingData, Error> {
-    let sources: Vec<_> = (recipe.data.sources.iter())
-        .map(|source| moh_data::Source { path: source.path.clone(), weight: source.weight })
-        .collect();
-    let order = match recipe.data.order {
-        Order::Shuffled => moh_data::Order::Shuffled,
-        Order::Sequential => moh_data::Order::Sequential,
-    };
-    let length = recipe.data.sequence_length;
-    let opened = TrainingData::open(&sources, length, order, recipe.run.seed, vocab_size);
+    let data = &recipe.data;
+    let (length, seed) = (data.sequence_length, recipe.run.seed);
+    let opened = TrainingData::open(&data.sources, length, data.order, seed, vocab_size);
     Ok(opened.map_err(|error| error.with_length("data.sequence_length"))?)
 }

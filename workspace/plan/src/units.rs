@@ -1,10 +1,10 @@
 //! Formats quantities: grouped thousands, and units that keep numbers short.
 
-pub(super) use moh_hf::model_card::grouped;
+pub(super) use moh_hf::model_card::group_digits;
 
 /// A number of ranks, with its noun.
 pub fn ranks(count: usize) -> String {
-    if count == 1 { "1 rank".to_string() } else { format!("{} ranks", grouped(count as u64)) }
+    if count == 1 { "1 rank".to_string() } else { format!("{} ranks", group_digits(count as u64)) }
 }
 
 /// A value in the largest of `units` (each `base` times the previous one) that it reaches.
@@ -65,9 +65,9 @@ mod tests {
 
     #[test]
     fn numbers_print_in_readable_units() {
-        assert_eq!(grouped(0), "0");
-        assert_eq!(grouped(999), "999");
-        assert_eq!(grouped(1_234_567), "1,234,567");
+        assert_eq!(group_digits(0), "0");
+        assert_eq!(group_digits(999), "999");
+        assert_eq!(group_digits(1_234_567), "1,234,567");
         assert_eq!((ranks(1), ranks(1024)), ("1 rank".to_string(), "1,024 ranks".to_string()));
         assert_eq!(bytes(1023), "1023 B");
         assert_eq!(bytes(3 << 29), "1.50 GiB");

@@ -6,8 +6,8 @@
 
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
-use moh_model::model_parallel::{Part, TensorShare};
-use moh_recipe::{Parallel, Recipe, Stage};
+use moh_model::model_parallel::{ModelPart, TensorShare};
+use moh_recipe::{ParallelOptions, Recipe, Stage};
 
 /// The layout of a stage's ranks: tensor fastest, then data, pipeline slowest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,8 +27,8 @@ impl Layout {
     pub const ALONE: Layout = Layout { tensor: 1, data: 1, pipeline: 1, virtual_stages: 1 };
 
     /// A recipe's parallelism on `ranks` ranks; `None` if `ranks` is not a multiple of it.
-    pub fn new(parallel: Parallel, ranks: usize) -> Option<Layout> {
-        let Parallel { tensor, pipeline, virtual_stages } = parallel;
+    pub fn new(parallel: ParallelOptions, ranks: usize) -> Option<Layout> {
+        let ParallelOptions { tensor, pipeline, virtual_stages } = parallel;
         let data = parallel.data_ranks(ranks)?;
         Some(Layout { tensor, data, pipeline, virtual_stages })
     }
@@ -52,7 +52,7 @@ pub(super) struct Work<'a> {
     pub elements: Elements,
     /// The chunks of the model, in order: rank s of the pipeline has chunks s, s + pipeline, and so
     /// on.
-    parts: Vec<Part>,
+    parts: Vec<ModelPart>,
 }
 
 /// Elements of the tensors of a model, or of one tensor rank's share of them.
@@ -78,7 +78,8 @@ impl Elements {
     /// most of each.
     fn new(model: &ModelConfig, ranks: usize) -> Self {
         let tensor = TensorShare { rank: 0, ranks: ranks.max(1) };
-        let layout = ModelLayout::of_part(model, 1, &Part { tensor, ..Part::whole(model) });
+        let layout =
+            ModelLayout::of_part(model, 1, &ModelPart { tensor, ..ModelPart::whole(model) });
         let elements = |flat: usize, decays: bool| -> u128 {
             let segments = layout.flats[flat].segments.iter();
             let elements = segments.filter(|segment| segment.decays == decays);
@@ -107,7 +108,7 @@ impl<'a> Work<'a> {
         layout: Layout,
     ) -> Result<Self, moh_model::Error> {
         let parts = layout.pipeline.saturating_mul(layout.virtual_stages);
-        let parts = Part::divide(grown, parts, 1)?;
+        let parts = ModelPart::divide(grown, parts, 1)?;
         let elements = Elements::new(grown, layout.tensor);
         Ok(Work { layout, parts, elements, ..Work::alone(recipe, stage, grown)? })
     }
@@ -122,13 +123,13 @@ impl<'a> Work<'a> {
         grown: &ModelConfig,
     ) -> Result<Self, moh_model::Error> {
         let model = ModelConfig { moh: stage.moh_config(grown)?, ..grown.clone() };
-        let parts = vec![Part::whole(&model)];
+        let parts = vec![ModelPart::whole(&model)];
         let (micro_batch, elements) = (stage.micro_batch, Elements::new(grown, 1));
         Ok(Work { recipe, stage, model, layout: Layout::ALONE, micro_batch, elements, parts })
     }
 
     /// The chunks of rank `rank` of the pipeline.
-    pub fn parts(&self, rank: usize) -> impl Iterator<Item = &Part> {
+    pub fn parts(&self, rank: usize) -> impl Iterator<Item = &ModelPart> {
         self.parts.iter().skip(rank).step_by(self.layout.pipeline.max(1))
     }
 
@@ -178,7 +179,7 @@ impl<'a> Work<'a> {
         self.parts(rank).map(|part| self.part_numbers(part)).sum()
     }
 
-    fn part_numbers(&self, part: &Part) -> u128 {
+    fn part_numbers(&self, part: &ModelPart) -> u128 {
         let Elements { blocks, vocabulary } = &self.elements;
         let padded = |count: u128| count.next_multiple_of(self.layout.data.max(1) as u128);
         let tied = self.model.tie_word_embeddings;
@@ -192,7 +193,7 @@ impl<'a> Work<'a> {
 
     /// Flat buffers of rank `rank` of the pipeline: blocks, embedding, final norm and head.
     pub fn flat_buffers(&self, rank: usize) -> u64 {
-        let flats = |part: &Part| {
+        let flats = |part: &ModelPart| {
             let ends = u64::from(part.first) + 2 * u64::from(part.last);
             part.num_blocks() as u64 + ends
         };
@@ -209,12 +210,12 @@ mod tests {
 
     #[test]
     fn ranks_are_a_multiple_of_the_split() {
-        let parallel = Parallel { tensor: 2, pipeline: 4, virtual_stages: 1 };
+        let parallel = ParallelOptions { tensor: 2, pipeline: 4, virtual_stages: 1 };
         let layout = Layout::new(parallel, 64).unwrap();
         assert_eq!((layout.data, layout.ranks()), (8, 64));
         assert_eq!(Layout::new(parallel, 12), None);
         assert_eq!(Layout::new(parallel, 0), None);
-        let huge = Parallel { tensor: usize::MAX, pipeline: 2, virtual_stages: 1 };
+        let huge = ParallelOptions { tensor: usize::MAX, pipeline: 2, virtual_stages: 1 };
         assert_eq!(Layout::new(huge, 8), None);
     }
 
@@ -227,7 +228,7 @@ mod tests {
             let model = ModelConfig { architecture, ..llama.clone() };
             let layout = Layout { data, pipeline, ..Layout::ALONE };
             let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
-            for (rank, part) in Part::divide(&model, pipeline, 1).unwrap().iter().enumerate() {
+            for (rank, part) in ModelPart::divide(&model, pipeline, 1).unwrap().iter().enumerate() {
                 let allocated = ModelLayout::of_part(&model, data, part);
                 assert_eq!(work.rank_elements(rank), allocated.len() as u128);
                 let flats = allocated.flats.iter().filter(|flat| flat.len > 0).count();

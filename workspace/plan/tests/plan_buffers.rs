@@ -13,7 +13,7 @@ use moh_kernels::{Cpu, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
-use moh_plan::{Layout, Plan, RankMemory, step_plan};
+use moh_plan::{Layout, Plan, RankMemory, step_config};
 use moh_recipe::Recipe;
 use moh_step::guard::Limits;
 use moh_step::{OptimizerState, Ranks, StepGroups, Stepper, Update};
@@ -83,7 +83,8 @@ fn allocated<T: Element, G: Element, M: Element>(
     let _ranks = Ranks::new(Cpu, all.clone()).unwrap();
     let [tensor, pipeline] =
         [layout.tensor, layout.pipeline].map(|n| NonZeroUsize::new(n).unwrap());
-    let groups = moh_comm::Layout::new(all.size(), tensor, pipeline).unwrap().groups(&all).unwrap();
+    let groups =
+        moh_comm::RankLayout::new(all.size(), tensor, pipeline).unwrap().groups(&all).unwrap();
     let virtual_stages = layout.virtual_stages;
     let parallel =
         ModelParallel::new(&config, groups.pipeline, virtual_stages, groups.tensor).unwrap();
@@ -94,26 +95,26 @@ fn allocated<T: Element, G: Element, M: Element>(
         parallel,
         layout.data,
         |_, values| {
-            for (at, value) in values.iter_mut().enumerate() {
-                *value = (at % 7) as f32 / 7.0 - 0.4;
+            for (i, value) in values.iter_mut().enumerate() {
+                *value = (i % 7) as f32 / 7.0 - 0.4;
             }
             Ok(())
         },
     )
     .unwrap();
-    let shard = Shard::of(&groups.data);
+    let shard = Shard::from_group(&groups.data);
     let mut optimizer = OptimizerState::<Cpu, M>::new(&model, shard).unwrap();
     let groups = StepGroups { all, data: groups.data };
-    let plan = step_plan(recipe, stage);
-    let batch = plan.micro_batch;
-    let mut stepper = Stepper::<Cpu, T, G>::new(&model, plan, groups).unwrap();
+    let step = step_config(recipe, stage);
+    let batch = step.micro_batch;
+    let mut stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
     let _evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
     let found =
         Found { buffers: Cpu.allocated() - before, scratch: Cpu.thread_scratch()[0] as u64 };
     for number in 1..=2 {
         let read = |sample: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
-            for (at, id) in window.iter_mut().enumerate() {
-                *id = ((sample as usize * 31 + at * 7) % 101) as u32;
+            for (i, id) in window.iter_mut().enumerate() {
+                *id = ((sample as usize * 31 + i * 7) % 101) as u32;
             }
             if let Some(document_start) = document_start {
                 document_start.fill(0);
@@ -139,7 +140,7 @@ fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str
         std::thread::spawn(move || {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
             pool.install(|| {
-                let arranged = moh_comm::Layout::new(
+                let arranged = moh_comm::RankLayout::new(
                     layout.ranks(),
                     NonZeroUsize::new(layout.tensor).unwrap(),
                     NonZeroUsize::new(layout.pipeline).unwrap(),
@@ -161,7 +162,7 @@ fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str
     let plan = pool.install(|| {
         let plan = Plan::new(&recipe, &config).unwrap();
         let path = Path::new("recipe.toml");
-        plan.on_ranks(&recipe, (&config, path), layout.ranks(), None).unwrap()
+        plan.on_ranks(&recipe, path, &config, layout.ranks(), None).unwrap()
     });
     assert_eq!(plan.cluster.unwrap().stages[0].memory.total(), fullest, "{layout:?}");
 }

@@ -11,7 +11,7 @@ use moh_eval::Evaluator;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
-use moh_plan::{Plan, step_plan};
+use moh_plan::{Plan, step_config};
 use moh_recipe::Recipe;
 use moh_step::{OptimizerState, StepGroups, Stepper};
 
@@ -38,7 +38,7 @@ learning_rate = { max = 1e-3, min = 1e-4, warmup_steps = 1 }
 "#;
 
 /// Bytes of this process that are its own to write, mapped or not yet.
-fn taken() -> u64 {
+fn own_bytes() -> u64 {
     /// In which unit the kernel counts here.
     const PAGE: u64 = 4096;
     let text = std::fs::read_to_string("/proc/self/statm").unwrap();
@@ -49,17 +49,17 @@ fn taken() -> u64 {
 fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelConfig) -> u64 {
     // Threads have stacks of their own: not before they are there.
     rayon::broadcast(|_| ());
-    let before = taken();
-    let plan = step_plan(recipe, &recipe.stages[0]);
-    let (length, batch) = (plan.sequence_length, plan.micro_batch);
+    let before = own_bytes();
+    let step = step_config(recipe, &recipe.stages[0]);
+    let (length, batch) = (step.sequence_length, step.micro_batch);
     let model =
         Model::<Cpu, T>::new::<moh_model::Error>(Cpu, config, length, |_, _| Ok(())).unwrap();
     let optimizer = OptimizerState::<Cpu, M>::new(&model, Shard::WHOLE).unwrap();
     let group = World::single().group().clone();
     let groups = StepGroups { all: group.clone(), data: group };
-    let stepper = Stepper::<Cpu, T, G>::new(&model, plan, groups).unwrap();
+    let stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
     let evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
-    let taken = taken() - before;
+    let taken = own_bytes() - before;
     // The next case must not find this one's memory free.
     std::mem::forget((model, optimizer, stepper, evaluator));
     taken

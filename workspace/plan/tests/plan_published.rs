@@ -33,7 +33,7 @@ fn predicted(profile: &str, gpus: usize, sequences: usize, micro_batch: usize) -
     recipe.resolve(path, &model).unwrap();
     let hardware = Hardware::load(&root().join("recipes/hardware").join(profile)).unwrap();
     let plan = Plan::new(&recipe, &model).unwrap();
-    let plan = plan.on_ranks(&recipe, (&model, path), gpus, Some(hardware)).unwrap();
+    let plan = plan.on_ranks(&recipe, path, &model, gpus, Some(hardware)).unwrap();
     plan.cluster.unwrap().stages[0].speed.unwrap().tokens_per_second / gpus as f64
 }
 

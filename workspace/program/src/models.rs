@@ -8,7 +8,7 @@ use moh_data::TextTokenizer;
 use moh_device::{DeviceName, OpenDevice};
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::{ConfigFile, StoredModel};
-use moh_hub::{Progress, resolve, resolve_tokenizer};
+use moh_hub::{DownloadProgress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
 use moh_recipe::shell::shell_word;
@@ -85,7 +85,7 @@ pub fn named_tokenizer(name: &str, revision: Option<&str>) -> anyhow::Result<Tex
 struct ShowDownload(Option<Bar>);
 
 impl ShowDownload {
-    fn update(&mut self, download: &Progress<'_>) {
+    fn update(&mut self, download: &DownloadProgress<'_>) {
         let total = download.total;
         let bar = self.0.get_or_insert_with(|| Bar::bytes("downloading", total));
         bar.update(download.bytes, total);

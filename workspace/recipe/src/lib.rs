@@ -26,18 +26,19 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use moh_data::{Order, Source};
 use moh_kernels::ElementType;
-use moh_model::ModelConfig;
+use moh_model::{ModelConfig, Recompute};
 use serde::{Deserialize, Serialize};
 use toml::Value;
 
 pub use error::Error;
-pub use model::{Model, NewModel, RopeScaling, TokenIds, read_shape};
+pub use model::{ModelOptions, NewModel, RopeScaling, TokenIds, read_shape};
 pub use overrides::is_below;
 pub use problem::Problem;
 pub use reader::element_name;
 pub use schedule::Schedule;
-pub use stage::{Attention, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage};
+pub use stage::{AttentionKind, Decay, LearningRateOptions, MohOptions, ParallelOptions, Stage};
 pub use validate::fine_name;
 pub use validation_sets::{ValidationSet, key as validation_key};
 
@@ -55,27 +56,27 @@ pub struct Recipe {
     /// Directory, seed and device of the run.
     pub run: Run,
     /// The initial model.
-    pub model: Model,
+    pub model: ModelOptions,
     /// The training and validation data.
-    pub data: Data,
+    pub data: DataOptions,
     /// The stages, in order.
     #[serde(rename = "stage")]
     pub stages: Vec<Stage>,
     /// Element types of the training state.
     #[serde(default)]
-    pub precision: Precision,
+    pub precision: PrecisionOptions,
     /// Memory settings.
     #[serde(default)]
-    pub memory: Memory,
+    pub memory: MemoryOptions,
     /// When checkpoints are written, and how many are kept.
     #[serde(default)]
-    pub checkpoint: Checkpoint,
+    pub checkpoint: CheckpointOptions,
     /// Logging.
     #[serde(default)]
-    pub log: Log,
+    pub log: LogOptions,
     /// Which steps are not applied, and when the run returns to a checkpoint.
     #[serde(default)]
-    pub guard: Guard,
+    pub guard: GuardOptions,
 }
 
 /// `[run]`: the directory, the seed and the device.
@@ -87,7 +88,7 @@ pub struct Run {
     /// Seed of the data order and of initial weights.
     pub seed: u64,
     /// The device.
-    pub device: Device,
+    pub device: DeviceKind,
     /// Element type of weights and activations.
     #[serde(with = "element_type")]
     pub dtype: ElementType,
@@ -102,7 +103,7 @@ pub struct Run {
 /// The device of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Device {
+pub enum DeviceKind {
     /// The CPU's cores.
     Cpu,
     /// An NVIDIA GPU.
@@ -112,7 +113,7 @@ pub enum Device {
 /// `[data]`: the token files and their order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Data {
+pub struct DataOptions {
     /// Tokens of one training sequence.
     pub sequence_length: usize,
     /// Order of the sequences; default: shuffled.
@@ -128,32 +129,10 @@ pub struct Data {
     pub validation: Vec<ValidationSet>,
 }
 
-/// Order of the training sequences.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Order {
-    /// A keyed permutation of all sequences, mixed by weight.
-    #[default]
-    Shuffled,
-    /// Sequential, with documents concatenated, for comparisons with other trainers.
-    Sequential,
-}
-
-/// One token file of the mixture.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Source {
-    /// The path without `.bin` and `.idx`.
-    pub path: PathBuf,
-    /// Weight of the file's tokens, relative to the other sources; default: 1.
-    #[serde(default = "one")]
-    pub weight: f64,
-}
-
 /// `[precision]`: element types of the training state; default: f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Precision {
+pub struct PrecisionOptions {
     /// Gradients.
     #[serde(with = "element_type")]
     pub gradients: ElementType,
@@ -165,39 +144,25 @@ pub struct Precision {
     pub reduce: ElementType,
 }
 
-impl Default for Precision {
+impl Default for PrecisionOptions {
     fn default() -> Self {
         let f32 = ElementType::F32;
-        Precision { gradients: f32, moments: f32, reduce: f32 }
+        PrecisionOptions { gradients: f32, moments: f32, reduce: f32 }
     }
 }
 
 /// `[memory]`: which activations are saved for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Memory {
+pub struct MemoryOptions {
     /// The activations that the backward pass recomputes; default: the norms.
     pub recompute: Recompute,
-}
-
-/// The activations that the backward pass recomputes; `docs/plan.md` lists the bytes of each
-/// setting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Recompute {
-    /// Nothing.
-    None,
-    /// The norms: a sixth of the activations, at a cost in time below the measurement noise.
-    #[default]
-    Cheap,
-    /// Whole blocks, from their inputs: one more forward pass.
-    Block,
 }
 
 /// `[checkpoint]`: when checkpoints are written, and which are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Checkpoint {
+pub struct CheckpointOptions {
     /// Steps, over all stages, between checkpoints; default: 100. With 0, checkpoints are written
     /// at the ends of stages only; these are always written.
     pub every_steps: u64,
@@ -211,16 +176,16 @@ pub struct Checkpoint {
     pub keep_every: u64,
 }
 
-impl Default for Checkpoint {
+impl Default for CheckpointOptions {
     fn default() -> Self {
-        Checkpoint { every_steps: 100, every_minutes: 0.0, keep: 2, keep_every: 0 }
+        CheckpointOptions { every_steps: 100, every_minutes: 0.0, keep: 2, keep_every: 0 }
     }
 }
 
 /// `[log]`: logging. `metrics.jsonl` has every step regardless of these settings.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Log {
+pub struct LogOptions {
     /// Steps between lines on the terminal and points in TensorBoard; default: 1.
     pub every_steps: u64,
     /// Whether TensorBoard's event files are written; default: true.
@@ -234,16 +199,16 @@ pub struct Log {
     pub peak_tflops: Option<f64>,
 }
 
-impl Default for Log {
+impl Default for LogOptions {
     fn default() -> Self {
-        Log { every_steps: 1, tensorboard: true, norms_every_steps: 0, peak_tflops: None }
+        LogOptions { every_steps: 1, tensorboard: true, norms_every_steps: 0, peak_tflops: None }
     }
 }
 
 /// `[guard]`: which steps are not applied, and when the run returns to a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Guard {
+pub struct GuardOptions {
     /// A step whose loss or gradient norm is above this factor times its running median is not applied;
     /// 0, the default: only steps whose values are not finite.
     pub factor: f64,
@@ -253,14 +218,10 @@ pub struct Guard {
     pub rewind: u64,
 }
 
-impl Default for Guard {
+impl Default for GuardOptions {
     fn default() -> Self {
-        Guard { factor: 0.0, patience: 10, rewind: 100 }
+        GuardOptions { factor: 0.0, patience: 10, rewind: 100 }
     }
-}
-
-fn one() -> f64 {
-    1.0
 }
 
 /// A fault in a recipe.
@@ -324,7 +285,7 @@ impl Recipe {
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let table = reader::parse_table(text).map_err(|reason| file_fault(path, reason))?;
         let mut value = Value::Table(table);
-        let mut origins = Origins::new(path, Lines::of(text));
+        let mut origins = Origins::new(path, Lines::new(text));
         let refused = match overrides {
             [] => Vec::new(),
             overrides => origins.override_with(&mut value, overrides, &known_keys::<Recipe>()),
@@ -349,8 +310,8 @@ impl Recipe {
         self.model.fill_in(self.data.sequence_length);
         for stage in &mut self.stages {
             match stage.attention {
-                Attention::Dense => stage.moh = None,
-                Attention::Moh => {
+                AttentionKind::Dense => stage.moh = None,
+                AttentionKind::Moh => {
                     stage.moh.get_or_insert_default();
                 }
             }

@@ -17,7 +17,7 @@ pub struct Lines(BTreeMap<String, usize>);
 
 impl Lines {
     /// The lines of `text`; none if it is not TOML.
-    pub fn of(text: &str) -> Self {
+    pub fn new(text: &str) -> Self {
         let mut lines = Lines::default();
         if let Ok(table) = DeTable::parse(text) {
             let ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
@@ -100,7 +100,7 @@ mod tests {
     fn keys_are_found_in_tables_lists_and_inline_tables() {
         let text = "a.b = 1\n[run]\n  dir = \"x\" # y\n\n[[stage]]\nname = \"one\"\nmoh = { k = 1 }\n\
                     [[stage]]\nrate = { max = 1 }\n[list]\nitems = [\n  { path = \"p\" },\n  3,\n]\n";
-        let lines = Lines::of(text);
+        let lines = Lines::new(text);
         for (key, line) in [
             ("a.b", 1),
             ("run", 2),
@@ -118,7 +118,7 @@ mod tests {
             assert_eq!(lines.line(key), Some(line), "{key}");
         }
         assert_eq!(lines.line("model"), None);
-        assert_eq!(Lines::of("a = = 1").line("a"), None);
-        Lines::of(&format!("{}b = 1", "a.".repeat(70))).line("a");
+        assert_eq!(Lines::new("a = = 1").line("a"), None);
+        Lines::new(&format!("{}b = 1", "a.".repeat(70))).line("a");
     }
 }

@@ -14,7 +14,7 @@ use crate::Error;
 /// `[model]`: either `from` or `new`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Model {
+pub struct ModelOptions {
     /// A model directory, a repository of the hub, or a run: its directory, and `@STEP` for another
     /// checkpoint than the newest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -162,7 +162,7 @@ fn default_initializer_range() -> f64 {
     0.02
 }
 
-impl Model {
+impl ModelOptions {
     /// Fills in the defaults that depend on other keys.
     pub(super) fn fill_in(&mut self, sequence_length: usize) {
         if self.tokenizer.is_some() {
@@ -208,7 +208,7 @@ impl Recipe {
     /// # Errors
     /// Fails if the configuration cannot be read or is invalid.
     pub fn model_config(&self, path: &Path) -> Result<Option<ModelConfig>, Error> {
-        let Model { new, config, from, .. } = &self.model;
+        let ModelOptions { new, config, from, .. } = &self.model;
         if let Some(new) = new {
             return new.config(path).map(Some);
         }

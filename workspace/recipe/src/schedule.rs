@@ -6,25 +6,25 @@
 
 use std::f64::consts::PI;
 
-use crate::{Decay, LearningRate};
+use crate::{Decay, LearningRateOptions};
 
 /// The learning-rate schedule of one stage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Schedule {
-    rates: LearningRate,
+    rates: LearningRateOptions,
     steps: u64,
 }
 
 impl Schedule {
     /// Creates the schedule of a stage of `steps` steps.
-    pub fn new(rates: LearningRate, steps: u64) -> Self {
+    pub fn new(rates: LearningRateOptions, steps: u64) -> Self {
         Schedule { rates, steps }
     }
 
     /// The learning rate of `step`, counted from 1 within the stage; later steps have the last
     /// step's rate.
     pub fn learning_rate(&self, step: u64) -> f64 {
-        let LearningRate { max, min, warmup_steps, decay } = self.rates;
+        let LearningRateOptions { max, min, warmup_steps, decay } = self.rates;
         let step = step.min(self.steps);
         if step <= warmup_steps {
             // A stage without steps and warm-up has no last step; its rate is max.
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     fn schedule(max: f64, min: f64, warmup_steps: u64, steps: u64) -> Schedule {
-        let rates = LearningRate { max, min, warmup_steps, decay: Decay::Cosine };
+        let rates = LearningRateOptions { max, min, warmup_steps, decay: Decay::Cosine };
         Schedule::new(rates, steps)
     }
 

@@ -1,6 +1,7 @@
 //! `[[stage]]`: attention, schedule, optimiser and parallelism of a training stage.
 
 use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, MohConfig, RouterKind};
+use moh_step::Hyperparameters;
 use serde::{Deserialize, Serialize};
 
 /// `[[stage]]`: a training stage with its own schedule.
@@ -16,25 +17,25 @@ pub struct Stage {
     /// Sequences per micro-batch.
     pub micro_batch: usize,
     /// The stage's attention.
-    pub attention: Attention,
+    pub attention: AttentionKind,
     /// The heads' routing; default: the model's, or else the defaults below. Ignored if `attention`
     /// is dense, so that one override gives the dense baseline.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moh: Option<MohOptions>,
     /// The learning-rate schedule.
-    pub learning_rate: LearningRate,
+    pub learning_rate: LearningRateOptions,
     /// AdamW.
     #[serde(default)]
-    pub optimizer: Optimizer,
+    pub optimizer: Hyperparameters,
     /// The parallelism of the model.
     #[serde(default)]
-    pub parallel: Parallel,
+    pub parallel: ParallelOptions,
 }
 
 /// The attention of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Attention {
+pub enum AttentionKind {
     /// All heads active for every token.
     Dense,
     /// Mixture-of-Head.
@@ -75,7 +76,7 @@ impl Default for MohOptions {
 /// The learning rate of a stage; see [`crate::Schedule`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct LearningRate {
+pub struct LearningRateOptions {
     /// The learning rate after the warm-up.
     pub max: f64,
     /// The learning rate of the last step.
@@ -96,32 +97,10 @@ pub enum Decay {
     Cosine,
 }
 
-/// AdamW with decoupled weight decay; each key has a default.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Optimizer {
-    /// Decay of the first moment; default: 0.9.
-    pub beta1: f64,
-    /// Decay of the second moment; default: 0.95.
-    pub beta2: f64,
-    /// Added to the root of the second moment; default: 1e-8.
-    pub eps: f64,
-    /// Weight decay of matrices, multiplied by the learning rate; default: 0.1.
-    pub weight_decay: f64,
-    /// Maximum global gradient norm, above 0; default: 1.0. A very large value disables clipping.
-    pub clip_norm: f64,
-}
-
-impl Default for Optimizer {
-    fn default() -> Self {
-        Optimizer { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0 }
-    }
-}
-
 /// Processes that share one copy of the model; default: 1 of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Parallel {
+pub struct ParallelOptions {
     /// Tensor-parallel ranks, which shard each block.
     pub tensor: usize,
     /// Pipeline stages, which divide the blocks.
@@ -131,13 +110,13 @@ pub struct Parallel {
     pub virtual_stages: usize,
 }
 
-impl Default for Parallel {
+impl Default for ParallelOptions {
     fn default() -> Self {
-        Parallel { tensor: 1, pipeline: 1, virtual_stages: 1 }
+        ParallelOptions { tensor: 1, pipeline: 1, virtual_stages: 1 }
     }
 }
 
-impl Parallel {
+impl ParallelOptions {
     /// Data ranks of `ranks` ranks; `None` if `ranks` is not a multiple of tensor x pipeline.
     pub fn data_ranks(&self, ranks: usize) -> Option<usize> {
         let model = self.tensor.checked_mul(self.pipeline).filter(|&model| model > 0)?;
@@ -171,7 +150,7 @@ impl Stage {
     /// # Errors
     /// Fails if the counts do not fit the model.
     pub fn moh_config(&self, model: &ModelConfig) -> Result<Option<MohConfig>, moh_model::Error> {
-        if self.attention == Attention::Dense {
+        if self.attention == AttentionKind::Dense {
             return Ok(None);
         }
         let MohOptions { router, shared_heads, routed_top_k, .. } =

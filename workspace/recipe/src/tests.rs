@@ -5,6 +5,7 @@ mod faults;
 use std::path::{Path, PathBuf};
 
 use moh_model::{HeadCounts, MohConfig, RouterKind};
+use moh_step::Hyperparameters;
 use proptest::prelude::*;
 
 use super::*;
@@ -47,8 +48,8 @@ fn defaults_are_filled_in() {
     assert_eq!(recipe.num_steps(), 16);
     assert_eq!(recipe.stages[0].moh, None);
     assert_eq!(recipe.stages[1].moh, Some(MohOptions::default()));
-    assert_eq!(recipe.stages[0].optimizer, Optimizer::default());
-    assert_eq!(recipe.log, Log::default());
+    assert_eq!(recipe.stages[0].optimizer, Hyperparameters::default());
+    assert_eq!(recipe.log, LogOptions::default());
     let new = recipe.model.new.unwrap();
     assert_eq!(new.max_position_embeddings, Some(32));
     assert_eq!(new.head_dim, Some(8));
@@ -296,8 +297,8 @@ fn wrong_overrides_are_named() {
 fn parallel_splits_are_read_and_left_to_the_trainer() {
     let recipe = with(&["stage.adapt.parallel.tensor=2", "stage.moh.parallel={pipeline=5}"]);
     let (adapt, moh) = (recipe.stages[0].parallel, recipe.stages[1].parallel);
-    assert_eq!(adapt, Parallel { tensor: 2, pipeline: 1, virtual_stages: 1 });
-    assert_eq!(moh, Parallel { tensor: 1, pipeline: 5, virtual_stages: 1 });
+    assert_eq!(adapt, ParallelOptions { tensor: 2, pipeline: 1, virtual_stages: 1 });
+    assert_eq!(moh, ParallelOptions { tensor: 1, pipeline: 5, virtual_stages: 1 });
     let recipe = with(&["stage.moh.parallel={pipeline = 2, virtual_stages = 2}"]);
     assert_eq!(recipe.stages[1].parallel.virtual_stages, 2);
     let text = recipe.to_toml().unwrap();

@@ -4,13 +4,15 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::path::Path;
 
+use moh_data::Order;
 use moh_kernels::ElementType;
 use moh_model::ModelConfig;
+use moh_step::Hyperparameters;
 
 use super::overrides::is_below;
 use super::{
-    Checkpoint, Device, Fault, Guard, LearningRate, Log, Model, NewModel, Optimizer, Order,
-    Parallel, Recipe, Stage, ValidationSet, validation_key,
+    CheckpointOptions, DeviceKind, Fault, GuardOptions, LearningRateOptions, LogOptions,
+    ModelOptions, NewModel, ParallelOptions, Recipe, Stage, ValidationSet, validation_key,
 };
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
@@ -108,7 +110,7 @@ pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<Fault
 fn check_precision(faults: &mut Faults, recipe: &Recipe) {
     let narrow =
         recipe.run.dtype == ElementType::F32 && recipe.precision.gradients == ElementType::BF16;
-    let fine = recipe.run.device != Device::Cuda || !narrow;
+    let fine = recipe.run.device != DeviceKind::Cuda || !narrow;
     let reason = "must be f32 with run.device = \"cuda\" and run.dtype = \"f32\"";
     if faults.is_known("run.device") && faults.is_known("run.dtype") {
         faults.check(fine, "precision.gradients", "bf16", reason);
@@ -116,7 +118,7 @@ fn check_precision(faults: &mut Faults, recipe: &Recipe) {
 }
 
 /// Checks `[model]`; returns the shape of a new model if it is valid.
-fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
+fn check_model(faults: &mut Faults, model: &ModelOptions) -> Option<ModelConfig> {
     check_source(faults, model);
     for (key, path) in [("model.config", &model.config), ("model.tokenizer", &model.tokenizer)] {
         if let Some(path) = path {
@@ -131,7 +133,7 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
 }
 
 /// Checks that a model is either `from` somewhere or new.
-fn check_source(faults: &mut Faults, model: &Model) {
+fn check_source(faults: &mut Faults, model: &ModelOptions) {
     let source_is_known = faults.is_known("model.from") && faults.is_known("model.new");
     match (&model.from, &model.new) {
         _ if !source_is_known => {}
@@ -156,7 +158,7 @@ fn check_source(faults: &mut Faults, model: &Model) {
     }
 }
 
-fn check_vocabulary(faults: &mut Faults, model: &Model) {
+fn check_vocabulary(faults: &mut Faults, model: &ModelOptions) {
     if let Some(multiple) = model.pad_vocab_to {
         faults.at_least_one("model.pad_vocab_to", multiple as u64);
     }
@@ -264,7 +266,7 @@ pub fn fine_name(name: &str) -> Result<(), String> {
     }
 }
 
-fn check_log(faults: &mut Faults, log: &Log) {
+fn check_log(faults: &mut Faults, log: &LogOptions) {
     faults.at_least_one("log.every_steps", log.every_steps);
     if let Some(peak) = log.peak_tflops {
         let fine = peak.is_finite() && peak > 0.0;
@@ -272,8 +274,8 @@ fn check_log(faults: &mut Faults, log: &Log) {
     }
 }
 
-fn check_checkpoint(faults: &mut Faults, checkpoint: &Checkpoint) {
-    let Checkpoint { every_steps, every_minutes, keep, keep_every } = *checkpoint;
+fn check_checkpoint(faults: &mut Faults, checkpoint: &CheckpointOptions) {
+    let CheckpointOptions { every_steps, every_minutes, keep, keep_every } = *checkpoint;
     faults.at_least_one("checkpoint.keep", keep);
     faults.check(
         (0.0..=MAX_MINUTES).contains(&every_minutes),
@@ -291,8 +293,8 @@ fn check_checkpoint(faults: &mut Faults, checkpoint: &Checkpoint) {
     }
 }
 
-fn check_guard(faults: &mut Faults, guard: &Guard) {
-    let Guard { factor, patience, rewind } = *guard;
+fn check_guard(faults: &mut Faults, guard: &GuardOptions) {
+    let GuardOptions { factor, patience, rewind } = *guard;
     let fine = factor == 0.0 || (factor > 1.0 && factor.is_finite());
     faults.check(fine, "guard.factor", factor, "must be a finite number above 1, or 0");
     faults.at_least_one("guard.patience", patience);
@@ -353,7 +355,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
     }
     faults.at_least_one(&key("micro_batch"), stage.micro_batch as u64);
 
-    let LearningRate { max, min, warmup_steps, .. } = stage.learning_rate;
+    let LearningRateOptions { max, min, warmup_steps, .. } = stage.learning_rate;
     let positive = max.is_finite() && max > 0.0;
     let reason = "must be a finite number above 0";
     faults.check(positive, &key("learning_rate.max"), max, reason);
@@ -374,7 +376,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
         );
     }
 
-    let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = stage.optimizer;
+    let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm } = stage.optimizer;
     for (rest, beta) in [("beta1", beta1), ("beta2", beta2)] {
         let reason = "must be a number from 0 to below 1";
         let fine = (0.0..1.0).contains(&beta);
@@ -399,8 +401,8 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
 }
 
 /// Checks the numbers of ranks; virtual stages require a pipeline.
-fn check_parallel(faults: &mut Faults, parallel: Parallel, key: &str) {
-    let Parallel { tensor, pipeline, virtual_stages } = parallel;
+fn check_parallel(faults: &mut Faults, parallel: ParallelOptions, key: &str) {
+    let ParallelOptions { tensor, pipeline, virtual_stages } = parallel;
     for (rest, value) in
         [("tensor", tensor), ("pipeline", pipeline), ("virtual_stages", virtual_stages)]
     {
@@ -477,7 +479,7 @@ fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
         if routing_is_known && let Err(error) = stage.moh_config(model) {
             faults.add(&key("moh"), error);
         }
-        let Parallel { tensor, pipeline, virtual_stages } = stage.parallel;
+        let ParallelOptions { tensor, pipeline, virtual_stages } = stage.parallel;
         let groups = model.num_key_value_heads;
         faults.check(
             tensor == 0 || groups.is_multiple_of(tensor),

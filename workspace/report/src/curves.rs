@@ -93,7 +93,7 @@ impl Quantity {
         let lines = each(logs)
             .filter(|(_, log)| has(log))
             .flat_map(|(look, log)| self.lines(look, log, logs.len() > 1));
-        let chart = over_tokens(logs, (&self.title, self.unit), lines.collect(), self.from_zero);
+        let chart = over_tokens(logs, &self.title, self.unit, lines.collect(), self.from_zero);
         LineChart { all_seen: self.is_planned, ..chart }
     }
 
@@ -112,7 +112,7 @@ impl Quantity {
 fn training_losses(logs: &[RunLog]) -> LineChart {
     let lines =
         each(logs).map(|(look, log)| smooth(log, label(&log.name), look, &|step| step.loss));
-    over_tokens(logs, ("Training loss", "cross-entropy, nats per token"), lines.collect(), false)
+    over_tokens(logs, "Training loss", "cross-entropy, nats per token", lines.collect(), false)
 }
 
 /// A quantity of a run without its noise.
@@ -137,7 +137,7 @@ fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
         };
         let unit = "cross-entropy, nats per token";
         let seen = logs.iter().flat_map(|log| converted(log, name)).collect();
-        LineChart { seen, ..over_tokens(logs, (&title, unit), lines.collect(), false) }
+        LineChart { seen, ..over_tokens(logs, &title, unit, lines.collect(), false) }
     };
     names.into_iter().map(chart).collect()
 }
@@ -150,7 +150,8 @@ pub(super) fn each(logs: &[RunLog]) -> impl Iterator<Item = (Look, &RunLog)> {
 /// A chart of `lines` over the tokens of runs, with a title and a unit.
 pub(super) fn over_tokens(
     logs: &[RunLog],
-    (title, unit): (&str, &str),
+    title: &str,
+    unit: &str,
     lines: Vec<Line>,
     from_zero: bool,
 ) -> LineChart {

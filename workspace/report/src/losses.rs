@@ -109,7 +109,7 @@ fn rows(logs: &[RunLog]) -> Vec<Row> {
 fn lines(log: &RunLog, evaluation: &Evaluation) -> Vec<(String, bool, Cell)> {
     let first = (evaluation.loss, evaluation.bits_per_byte);
     let others = evaluation.other_sets.iter();
-    let name = |name: &str| evaluation.numbered(name, &log.summary.evaluations);
+    let name = |name: &str| evaluation.numbered_name(name, &log.summary.evaluations);
     let others = others.map(|(set, loss)| (name(set), true, (loss.loss, loss.bits_per_byte)));
     std::iter::once((label(&log.summary, evaluation), false, first)).chain(others).collect()
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use indicatif::{HumanCount, HumanDuration};
 use maud::{Markup, html};
-use moh_recipe::{Device, Recipe};
+use moh_recipe::{DeviceKind, Recipe};
 use moh_run_log::Machine;
 
 use super::curves::each;
@@ -64,7 +64,7 @@ fn facts(log: &RunLog, now: SystemTime) -> Facts {
     let recipe = log.recipe.as_ref();
     vec![
         ("state", state(log)),
-        ("steps", of(log.steps_done(), recipe.map(|recipe| recipe.num_steps()))),
+        ("steps", progress(log.steps_done(), recipe.map(|recipe| recipe.num_steps()))),
         ("tokens", of_tokens(log)),
         ("time left", time_left(log).unwrap_or_else(|| "-".to_owned())),
         ("training loss", number(last.map(|step| step.loss))),
@@ -95,8 +95,8 @@ fn machine(machine: &Machine) -> String {
 
 fn device(recipe: &Recipe) -> String {
     let device = match recipe.run.device {
-        Device::Cpu => "CPU",
-        Device::Cuda => "GPU",
+        DeviceKind::Cpu => "CPU",
+        DeviceKind::Cuda => "GPU",
     };
     format!("{device}, {:?}", recipe.run.dtype)
 }
@@ -110,7 +110,7 @@ fn state(log: &RunLog) -> String {
     }
 }
 
-fn of(done: u64, all: Option<u64>) -> String {
+fn progress(done: u64, all: Option<u64>) -> String {
     match all {
         Some(all) if all != done => format!("{} of {}", HumanCount(done), HumanCount(all)),
         _ => HumanCount(done).to_string(),

@@ -77,7 +77,7 @@ fn charts(logs: &[RunLog]) -> Vec<LineChart> {
                 Line { label, points, look: Look { dots: true, ..look } }
             })
         });
-        over_tokens(logs, (title, unit), lines.collect(), true)
+        over_tokens(logs, title, unit, lines.collect(), true)
     };
     MEASURES.into_iter().map(chart).filter(|chart| !chart.is_empty()).collect()
 }

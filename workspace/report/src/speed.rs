@@ -12,13 +12,13 @@ use crate::run_log::{RunLog, StageSteps};
 const BAR: f64 = 400.0;
 
 /// A part of a step: its name, and its seconds.
-type Part = (&'static str, fn(&Speed) -> f64);
+type StepPart = (&'static str, fn(&Speed) -> f64);
 
 /// A row of the table: its name, and its text for a stage.
 type Row = (&'static str, fn(&StageSteps) -> String);
 
 /// The parts of a step.
-const PARTS: [Part; 6] = [
+const PARTS: [StepPart; 6] = [
     ("data", |speed| speed.data),
     ("forward", |speed| speed.forward),
     ("backward", |speed| speed.backward),

@@ -24,7 +24,7 @@ pub fn table(summary: &Summary) -> String {
     for evaluation in &summary.evaluations {
         rows.push((label(summary, evaluation), evaluation.loss, evaluation.bits_per_byte));
         for (name, set) in &evaluation.other_sets {
-            let name = evaluation.numbered(name, &summary.evaluations);
+            let name = evaluation.numbered_name(name, &summary.evaluations);
             rows.push((format!("  {name}"), set.loss, set.bits_per_byte));
         }
     }

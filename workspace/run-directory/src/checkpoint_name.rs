@@ -8,7 +8,7 @@ use moh_hf::ConfigFile;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_kernels::Backend;
 use moh_model::ModelConfig;
-use moh_recipe::{Model, Recipe};
+use moh_recipe::{ModelOptions, Recipe};
 use moh_step::Ranks;
 use serde_json::Value;
 
@@ -43,11 +43,11 @@ impl CheckpointName {
     pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64, Error> {
         let run = &self.run;
         if let Some(step) = self.step {
-            ranks.first_does(|| require(&run.checkpoint_directory(), step))?;
+            ranks.on_rank0(|| require(&run.checkpoint_directory(), step))?;
             return Ok(step);
         }
         // 0 where the newest good checkpoint is wanted.
-        let last = ranks.first::<Error>(|| {
+        let last = ranks.rank0_computes::<Error>(|| {
             let finished = run.is_finished()?;
             let steps = run.checkpoint_steps()?;
             Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)
@@ -106,7 +106,7 @@ pub fn config_file(stored: &StoredCheckpoint, directory: &Path) -> Result<Config
 /// # Errors
 /// Fails if the configuration cannot be read or is invalid.
 pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelConfig>, Error> {
-    let Model { new, config, from, .. } = &recipe.model;
+    let ModelOptions { new, config, from, .. } = &recipe.model;
     if let (None, None, Some(name)) = (new, config, from.as_deref().and_then(CheckpointName::parse))
     {
         return Ok(Some(name.config_file()?.config));

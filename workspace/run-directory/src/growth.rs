@@ -8,7 +8,7 @@
 
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::{Growth, RunState, steps_at};
+use moh_checkpoint::{RunState, StageExtension, steps_at};
 use moh_recipe::{Recipe, Stage};
 
 use crate::error::unless_missing;
@@ -37,9 +37,9 @@ pub fn reopen(state: &mut RunState, recipe: &Recipe) {
 #[derive(Debug, Default)]
 pub struct Resumed {
     /// Every record that counts, in the order of the steps.
-    pub growth: Vec<Growth>,
+    pub growth: Vec<StageExtension>,
     /// Those that the recipe requests, which apply from here on.
-    pub requested: Vec<Growth>,
+    pub requested: Vec<StageExtension>,
     /// Whether the file lacks some of them.
     is_new: bool,
 }
@@ -81,7 +81,7 @@ impl Resumed {
                     step: state.step,
                 });
             }
-            requested.push(Growth {
+            requested.push(StageExtension {
                 stage: stage.name.clone(),
                 step: state.step,
                 before,
@@ -118,7 +118,7 @@ impl Resumed {
 ///
 /// # Errors
 /// Fails if the file cannot be read.
-pub fn recorded(run: &RunDirectory) -> Result<Vec<Growth>, Error> {
+pub fn read_recorded(run: &RunDirectory) -> Result<Vec<StageExtension>, Error> {
     read(&run.growth())
 }
 
@@ -127,7 +127,7 @@ fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
 }
 
 /// The records of a file; none if it is missing.
-fn read(path: &Path) -> Result<Vec<Growth>, Error> {
+fn read(path: &Path) -> Result<Vec<StageExtension>, Error> {
     let refuse = |reason: String| Error::File { path: path.to_owned(), reason };
     let Some(file) = unless_missing(path, std::fs::metadata(path))? else { return Ok(Vec::new()) };
     if file.len() > MAX_FILE_BYTES {
@@ -138,7 +138,7 @@ fn read(path: &Path) -> Result<Vec<Growth>, Error> {
     let lines = text.strip_suffix(b"\n").unwrap_or(&text).split(|&byte| byte == b'\n');
     let mut growth = Vec::new();
     for (index, line) in lines.enumerate().filter(|_| !text.is_empty()) {
-        let record: Growth = serde_json::from_slice(line)
+        let record: StageExtension = serde_json::from_slice(line)
             .map_err(|error| refuse(format!("line {}: {error}", index + 1)))?;
         if record.before >= record.tokens {
             let reason = format!("line {}: tokens must be more than before", index + 1);
@@ -160,8 +160,8 @@ mod tests {
         Recipe::parse(SMALL, Path::new("small.toml"), &[]).unwrap()
     }
 
-    fn grown(step: u64, before: u64, tokens: u64) -> Growth {
-        Growth { stage: recipe().stages[0].name.clone(), step, before, tokens }
+    fn grown(step: u64, before: u64, tokens: u64) -> StageExtension {
+        StageExtension { stage: recipe().stages[0].name.clone(), step, before, tokens }
     }
 
     #[test]

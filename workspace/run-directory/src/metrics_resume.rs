@@ -31,7 +31,7 @@ pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<S
     if path.symlink_metadata().is_err() {
         return Ok(Some(format!("{lost} after step {step}")));
     }
-    let aside = set_aside(&path, run.root(), ("metrics", step))?;
+    let aside = archive_log(&path, run.root(), "metrics", step)?;
     Ok(Some(format!("{lost} after step {step}, the old file is {}", aside.display())))
 }
 
@@ -44,7 +44,7 @@ pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<Str
     let (path, step) = (run.routing(), state.step);
     match routing_log::cut_back(&path, step, state.unevaluated.is_some()) {
         Err(error @ moh_run_log::Error::JsonLine { .. }) => {
-            let aside = set_aside(&path, run.root(), ("routing", step))?;
+            let aside = archive_log(&path, run.root(), "routing", step)?;
             let aside = aside.display();
             Ok(Some(format!("{error}: begun again after step {step}, the old file is {aside}")))
         }
@@ -53,7 +53,7 @@ pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<Str
 }
 
 /// Renames a log that is begun again after a step; returns its new path.
-fn set_aside(path: &Path, root: &Path, (name, step): (&str, u64)) -> Result<PathBuf, Error> {
+fn archive_log(path: &Path, root: &Path, name: &str, step: u64) -> Result<PathBuf, Error> {
     let aside =
         first_free_suffixed(|suffix| root.join(format!("{name}-before-step-{step}{suffix}.jsonl")));
     std::fs::rename(path, &aside).map_err(Error::io(path))?;

@@ -97,12 +97,12 @@ impl Rewinds {
         };
         let mut list = Vec::<Rewind>::new();
         let lines = bytes.split_inclusive(|&byte| byte == b'\n');
-        for (at, line) in lines.enumerate() {
+        for (i, line) in lines.enumerate() {
             let rewind: Rewind = serde_json::from_slice(line)
-                .map_err(|error| refuse(at, format!("not a rewind: {error}")))?;
+                .map_err(|error| refuse(i, format!("not a rewind: {error}")))?;
             let before = list.last().map_or(0, |rewind| rewind.number);
             if rewind.number <= before || !rewind.is_valid() || line.last() != Some(&b'\n') {
-                return Err(refuse(at, "not a rewind, or not in order".into()));
+                return Err(refuse(i, "not a rewind, or not in order".into()));
             }
             list.push(rewind);
         }
@@ -116,7 +116,7 @@ impl Rewinds {
     pub fn shared<B: Backend>(run: &RunDirectory, ranks: &mut Ranks<B>) -> Result<Self, Error> {
         let json = |error: serde_json::Error| Error::io(&run.rewinds())(error.into());
         let mut text = None;
-        ranks.first_does::<Error>(|| {
+        ranks.on_rank0::<Error>(|| {
             text = Some(serde_json::to_vec(&Self::read(run)?.list).map_err(json)?);
             Ok(())
         })?;

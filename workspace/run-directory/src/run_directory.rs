@@ -10,7 +10,7 @@ use moh_checkpoint::CheckpointDirectory;
 use moh_files::first_free_suffixed;
 use moh_recipe::Recipe;
 use moh_run_log::Summary;
-pub use own_files::named;
+pub use own_files::join_names;
 pub use stored_recipe::{changes, leaves};
 
 use crate::error::unless_missing;

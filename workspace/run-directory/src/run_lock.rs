@@ -10,7 +10,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use moh_comm::host_name;
-use moh_files::HeldDirectory;
+use moh_files::OpenDirectory;
 
 use crate::Error;
 use crate::error::unless_missing;
@@ -35,7 +35,7 @@ const ENOLCK: i32 = 37;
 pub struct RunLock {
     _file: File,
     holder: Option<Holder>,
-    directory: Arc<HeldDirectory>,
+    directory: Arc<OpenDirectory>,
 }
 
 impl RunLock {
@@ -55,7 +55,7 @@ impl RunLock {
         break_lock: bool,
     ) -> Result<Self, Error> {
         let path = root.join(LOCK);
-        let directory = Arc::new(HeldDirectory::open(root).map_err(Error::io(root))?);
+        let directory = Arc::new(OpenDirectory::open(root).map_err(Error::io(root))?);
         let file = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -74,7 +74,7 @@ impl RunLock {
     }
 
     /// The directory that is locked, wherever it is now.
-    pub fn directory(&self) -> &Arc<HeldDirectory> {
+    pub fn directory(&self) -> &Arc<OpenDirectory> {
         &self.directory
     }
 

@@ -60,11 +60,11 @@ impl Evaluation {
     /// The set's name, if another one of `all` is of another set.
     pub fn set_among(&self, all: &[Evaluation]) -> Option<String> {
         let is_needed = all.iter().any(|other| !other.is_comparable(self));
-        self.set.as_deref().filter(|_| is_needed).map(|set| self.numbered(set, all))
+        self.set.as_deref().filter(|_| is_needed).map(|set| self.numbered_name(set, all))
     }
 
     /// The name of a set; with a number from 2 on if sets of other texts had it before, among `all`.
-    pub fn numbered(&self, set: &str, all: &[Evaluation]) -> String {
+    pub fn numbered_name(&self, set: &str, all: &[Evaluation]) -> String {
         let mut texts: Vec<&EvaluatedText> = Vec::new();
         for text in all.iter().filter_map(|evaluation| evaluation.texts.get(set)) {
             if !texts.contains(&text) {

@@ -13,7 +13,7 @@ use crate::speed::Speed;
 
 /// A part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum StepPart {
     Data,
     Forward,
     Backward,
@@ -24,25 +24,25 @@ enum Part {
     Checkpoint,
 }
 
-const PARTS: usize = Part::Checkpoint as usize + 1;
+const PARTS: usize = StepPart::Checkpoint as usize + 1;
 
-impl Part {
+impl StepPart {
     /// The part that a span begins within another one.
-    fn within(outer: Option<Part>, name: &str) -> Option<Part> {
-        if matches!(outer, Some(Part::Evaluation | Part::Checkpoint)) {
+    fn within(outer: Option<StepPart>, name: &str) -> Option<StepPart> {
+        if matches!(outer, Some(StepPart::Evaluation | StepPart::Checkpoint)) {
             return outer;
         }
         match name {
-            "data" => Some(Part::Data),
-            "forward" => Some(Part::Forward),
-            "backward" => Some(Part::Backward),
+            "data" => Some(StepPart::Data),
+            "forward" => Some(StepPart::Forward),
+            "backward" => Some(StepPart::Backward),
             "all_reduce" | "reduce_scatter" | "all_gather" | "broadcast" | "send" | "recv" => {
-                Some(Part::Exchange)
+                Some(StepPart::Exchange)
             }
-            "gradient norm" | "block norms" => Some(Part::GradientNorm),
-            "optimizer" => Some(Part::Optimizer),
-            "evaluation" => Some(Part::Evaluation),
-            "checkpoint" => Some(Part::Checkpoint),
+            "gradient norm" | "block norms" => Some(StepPart::GradientNorm),
+            "optimizer" => Some(StepPart::Optimizer),
+            "evaluation" => Some(StepPart::Evaluation),
+            "checkpoint" => Some(StepPart::Checkpoint),
             _ => outer,
         }
     }
@@ -55,7 +55,7 @@ pub struct PartTimes(Mutex<State>);
 #[derive(Debug)]
 struct State {
     /// The part of each open span, innermost last.
-    open: Vec<Option<Part>>,
+    open: Vec<Option<StepPart>>,
     /// Up to when the times are complete.
     until: Instant,
     times: [Duration; PARTS],
@@ -68,12 +68,12 @@ impl Default for State {
 }
 
 impl State {
-    fn part(&self) -> Option<Part> {
+    fn part(&self) -> Option<StepPart> {
         self.open.last().copied().flatten()
     }
 
     /// Counts the time since the last change for the part `before`.
-    fn count(&mut self, before: Option<Part>) {
+    fn count(&mut self, before: Option<StepPart>) {
         let now = Instant::now();
         if let Some(part) = before {
             self.times[part as usize] += now.saturating_duration_since(self.until);
@@ -94,16 +94,16 @@ impl PartTimes {
         let part = state.part();
         state.count(part);
         let times = std::mem::replace(&mut state.times, [Duration::ZERO; PARTS]);
-        let seconds = |part: Part| times[part as usize].as_secs_f64();
+        let seconds = |part: StepPart| times[part as usize].as_secs_f64();
         Speed {
-            data: seconds(Part::Data),
-            forward: seconds(Part::Forward),
-            backward: seconds(Part::Backward),
-            exchange: seconds(Part::Exchange),
-            gradient_norm: seconds(Part::GradientNorm),
-            optimizer: seconds(Part::Optimizer),
-            evaluation: seconds(Part::Evaluation),
-            checkpoint: seconds(Part::Checkpoint),
+            data: seconds(StepPart::Data),
+            forward: seconds(StepPart::Forward),
+            backward: seconds(StepPart::Backward),
+            exchange: seconds(StepPart::Exchange),
+            gradient_norm: seconds(StepPart::GradientNorm),
+            optimizer: seconds(StepPart::Optimizer),
+            evaluation: seconds(StepPart::Evaluation),
+            checkpoint: seconds(StepPart::Checkpoint),
             ..Speed::default()
         }
     }
@@ -113,7 +113,7 @@ impl Sink for PartTimes {
     fn enter(&self, label: Label) {
         let mut state = self.locked();
         let outer = state.part();
-        let part = Part::within(outer, label.name);
+        let part = StepPart::within(outer, label.name);
         // Most spans are within a part, and take no time of the clock.
         if part != outer {
             state.count(outer);

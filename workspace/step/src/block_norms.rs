@@ -68,29 +68,33 @@ impl<B: Backend> SquaredBlockNorms<B> {
         &mut self,
         backend: &B,
         layout: &ModelLayout,
-        (weights, gradients): (&FlatBuffers<B, T>, &FlatBuffers<B, G>),
+        weights: &FlatBuffers<B, T>,
+        gradients: &FlatBuffers<B, G>,
         shard: Shard,
         group: &Group,
     ) -> Result<BlockNorms, Error> {
         let (flats, squares) = (layout.flats.len(), &mut self.squares);
         backend.zero(B::whole_mut(squares))?;
         for flat in 0..flats {
-            add(backend, layout, (gradients, shard), flat, B::view_mut(squares, flat..flat + 1))?;
+            add(backend, layout, gradients, shard, flat, B::view_mut(squares, flat..flat + 1))?;
             let at = flats + flat;
-            add(backend, layout, (weights, shard), flat, B::view_mut(squares, at..at + 1))?;
+            add(backend, layout, weights, shard, flat, B::view_mut(squares, at..at + 1))?;
         }
         group.all_reduce::<B, f64>(B::whole_mut(squares), Reduce::Sum)?;
         let mut norms = vec![0f64; 2 * flats];
         backend.download(B::whole(squares), &mut norms)?;
         norms.iter_mut().for_each(|norm| *norm = norm.sqrt());
         let (gradient, weight) = norms.split_at(flats);
-        Ok(BlockNorms { gradient: Norms::of(layout, gradient), weight: Norms::of(layout, weight) })
+        Ok(BlockNorms {
+            gradient: Norms::new(layout, gradient),
+            weight: Norms::new(layout, weight),
+        })
     }
 }
 
 impl Norms {
     /// The norms of the flat buffers.
-    fn of(layout: &ModelLayout, flats: &[f64]) -> Self {
+    fn new(layout: &ModelLayout, flats: &[f64]) -> Self {
         let last = layout.final_norm_index();
         Norms {
             embedding: flats[ModelLayout::EMBEDDING],
@@ -105,7 +109,8 @@ impl Norms {
 fn add<B: Backend, E: Element>(
     backend: &B,
     layout: &ModelLayout,
-    (values, shard): (&FlatBuffers<B, E>, Shard),
+    values: &FlatBuffers<B, E>,
+    shard: Shard,
     flat: usize,
     out: B::ViewMut<'_, f64>,
 ) -> Result<(), Error> {

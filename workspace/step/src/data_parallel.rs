@@ -152,7 +152,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
             Some(InFlight::Exact(pending)) => pending.wait()?,
             Some(InFlight::Rounded(mut exact, pending)) => {
                 let copy = pending.wait()?;
-                let shard = Shard::of(&self.group).range(B::len(&exact));
+                let shard = Shard::from_group(&self.group).range(B::len(&exact));
                 let into = B::view_mut(&mut exact, shard.clone());
                 self.backend.convert(B::view(&copy, shard), into)?;
                 self.copies[flat] = Some(copy);
@@ -213,7 +213,7 @@ mod tests {
     use std::num::NonZeroUsize;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
-    use moh_comm::Layout;
+    use moh_comm::RankLayout;
     use moh_kernels::{Cpu, ElementType};
     use moh_model::ModelConfig;
     use moh_model::model_parallel::ModelParallel;
@@ -236,24 +236,22 @@ mod tests {
     }
 
     /// Runs `work` on `data` data ranks of `stages` pipeline stages each, as threads.
-    fn on_ranks(
-        (data, stages): (usize, usize),
-        reduce: ElementType,
-        work: impl Fn(&mut Rank) + Sync,
-    ) {
-        on_layout((1, data, stages), reduce, work);
+    fn on_ranks(data: usize, stages: usize, reduce: ElementType, work: impl Fn(&mut Rank) + Sync) {
+        on_layout(1, data, stages, reduce, work);
     }
 
     /// As [`on_ranks`], with `tensor` tensor-parallel ranks for each.
     fn on_layout(
-        (tensor, data, stages): (usize, usize, usize),
+        tensor: usize,
+        data: usize,
+        stages: usize,
         reduce: ElementType,
         work: impl Fn(&mut Rank) + Sync,
     ) {
         on_ranks::on_ranks(tensor * data * stages, |world| {
             let (all, one) = (world.group().clone(), NonZeroUsize::MIN);
             let count = |count: usize| one.saturating_add(count - 1);
-            let layout = Layout::new(all.size(), count(tensor), count(stages)).unwrap();
+            let layout = RankLayout::new(all.size(), count(tensor), count(stages)).unwrap();
             let groups = layout.groups(&all).unwrap();
             let parallel =
                 ModelParallel::new(&config(), groups.pipeline, 1, groups.tensor).unwrap();
@@ -288,7 +286,7 @@ mod tests {
         /// The gradients of the local shard of a buffer, each with its place in the buffer.
         fn local_gradients(&self, flat: usize) -> impl Iterator<Item = (usize, f32)> {
             let buffer = self.gradients.flat(flat);
-            let shard = Shard::of(&self.exchange.group).range(buffer.len());
+            let shard = Shard::from_group(&self.exchange.group).range(buffer.len());
             shard.map(|at| (at, buffer[at]))
         }
     }
@@ -296,7 +294,7 @@ mod tests {
     #[test]
     fn gradients_are_summed_for_the_local_shard_exactly_or_rounded_once() {
         for reduce in [ElementType::F32, ElementType::BF16] {
-            on_ranks((3, 1), reduce, move |rank| {
+            on_ranks(3, 1, reduce, move |rank| {
                 for _step in 0..2 {
                     rank.fill_gradients();
                     rank.start_gradients();
@@ -304,8 +302,8 @@ mod tests {
                     assert!(catch_unwind(AssertUnwindSafe(unused)).is_err());
                     rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
                     for flat in rank.model.layout().backward_order() {
-                        for (at, found) in rank.local_gradients(flat) {
-                            let of = |rank| gradient(rank, at);
+                        for (i, found) in rank.local_gradients(flat) {
+                            let of = |rank| gradient(rank, i);
                             let round = |value: f32| bf16::from_f32(value).to_f32();
                             let expected = match reduce {
                                 ElementType::F32 => of(0) + of(1) + of(2),
@@ -313,7 +311,7 @@ mod tests {
                                     round(round(of(0)) + round(of(1)) + round(of(2)))
                                 }
                             };
-                            assert_eq!(found, expected, "{at} of buffer {flat}");
+                            assert_eq!(found, expected, "{i} of buffer {flat}");
                         }
                     }
                 }
@@ -323,7 +321,7 @@ mod tests {
 
     #[test]
     fn a_rank_without_micro_batches_adds_zeros() {
-        on_ranks((2, 1), ElementType::F32, |rank| {
+        on_ranks(2, 1, ElementType::F32, |rank| {
             rank.fill_gradients();
             if rank.number == 1 {
                 rank.gradients.mark_stale();
@@ -335,8 +333,8 @@ mod tests {
             rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
             for flat in rank.model.layout().backward_order() {
                 let used = rank.model.layout().flats[flat].used();
-                for (at, found) in rank.local_gradients(flat).filter(|(at, _)| used.contains(at)) {
-                    assert_eq!(found, gradient(0, at), "{at} of buffer {flat}");
+                for (i, found) in rank.local_gradients(flat).filter(|(i, _)| used.contains(i)) {
+                    assert_eq!(found, gradient(0, i), "{i} of buffer {flat}");
                 }
             }
         });
@@ -345,21 +343,21 @@ mod tests {
     #[test]
     fn a_tied_head_is_summed_over_both_stages_after_the_last_pass() {
         // Ranks 0 and 1 are the first stage, ranks 2 and 3 the last.
-        on_ranks((2, 2), ElementType::F32, |rank| {
+        on_ranks(2, 2, ElementType::F32, |rank| {
             rank.fill_gradients();
             rank.start_gradients();
             // At hand until both stages are done.
             assert!(!rank.gradients.flat(ModelLayout::EMBEDDING).is_empty());
             rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
             for flat in rank.model.layout().backward_order() {
-                for (at, found) in rank.local_gradients(flat) {
-                    let of = |rank| gradient(rank, at);
+                for (i, found) in rank.local_gradients(flat) {
+                    let of = |rank| gradient(rank, i);
                     let stage = rank.number / 2;
                     let expected = match flat {
                         ModelLayout::EMBEDDING => of(0) + of(1) + of(2) + of(3),
                         _ => of(2 * stage) + of(2 * stage + 1),
                     };
-                    assert_eq!(found, expected, "{at} of buffer {flat}");
+                    assert_eq!(found, expected, "{i} of buffer {flat}");
                 }
             }
         });
@@ -368,13 +366,13 @@ mod tests {
     #[test]
     fn copies_of_norms_become_those_of_the_first_tensor_parallel_rank() {
         // Ranks 2 d and 2 d + 1 are the tensor-parallel ranks of data rank d.
-        on_layout((2, 3, 1), ElementType::F32, |rank| {
+        on_layout(2, 3, 1, ElementType::F32, |rank| {
             let Rank { number, model, exchange, .. } = rank;
             let flats = model.layout().flats.len();
             for flat in 0..flats {
                 let weights = model.weights_mut();
                 let buffer = weights.flat_mut(flat);
-                let shard = Shard::of(&exchange.group).range(buffer.len());
+                let shard = Shard::from_group(&exchange.group).range(buffer.len());
                 buffer[shard].fill(*number as f32);
                 exchange.start_weights(weights, flat).unwrap();
             }
@@ -395,12 +393,12 @@ mod tests {
 
     #[test]
     fn weights_are_gathered_from_all_shards() {
-        on_ranks((3, 1), ElementType::F32, |rank| {
+        on_ranks(3, 1, ElementType::F32, |rank| {
             let Rank { number, model, exchange, .. } = rank;
             for flat in 0..model.layout().flats.len() {
                 let weights = model.weights_mut();
                 let buffer = weights.flat_mut(flat);
-                let shard = Shard::of(&exchange.group).range(buffer.len());
+                let shard = Shard::from_group(&exchange.group).range(buffer.len());
                 buffer[shard].fill(*number as f32);
                 exchange.start_weights(weights, flat).unwrap();
             }

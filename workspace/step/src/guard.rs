@@ -112,7 +112,7 @@ impl GuardState {
     }
 
     /// Counts a step. The medians need its values only with a `factor` above 0.
-    pub fn count(&mut self, skipped: bool, (loss, grad_norm): (f64, f64), factor: f64) {
+    pub fn count(&mut self, skipped: bool, loss: f64, grad_norm: f64, factor: f64) {
         if skipped {
             self.skipped += 1;
             self.in_a_row += 1;
@@ -157,7 +157,7 @@ mod tests {
 
     fn after(values: &[f64]) -> GuardState {
         let mut state = GuardState::default();
-        values.iter().for_each(|&value| state.count(false, (value, 2.0 * value), 3.0));
+        values.iter().for_each(|&value| state.count(false, value, 2.0 * value, 3.0));
         state
     }
 
@@ -228,14 +228,14 @@ mod tests {
     fn skipped_steps_are_counted_and_leave_the_medians() {
         let mut state = after(&[1.0; MINIMUM]);
         let before = state.limits(3.0);
-        state.count(true, (f64::NAN, f64::NAN), 3.0);
-        state.count(true, (1e9, 1e9), 3.0);
+        state.count(true, f64::NAN, f64::NAN, 3.0);
+        state.count(true, 1e9, 1e9, 3.0);
         assert_eq!((state.skipped, state.in_a_row, state.limits(3.0)), (2, 2, before));
         state.rewinds = 4;
         state.end_stage();
         assert_eq!((state.skipped, state.in_a_row, state.rewinds), (0, 2, 4));
         assert_eq!(state.limits(3.0), Limits::FINITE);
-        state.count(false, (1.0, 1.0), 0.0);
+        state.count(false, 1.0, 1.0, 0.0);
         assert_eq!(state, GuardState { rewinds: 4, ..GuardState::default() });
     }
 }

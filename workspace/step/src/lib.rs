@@ -27,7 +27,7 @@ pub use optimizer::{Hyperparameters, OptimizerState};
 pub use ranks::Ranks;
 pub use step_buffers::{StepBuffers, StepSizes};
 pub use stepper::{
-    Observer, ReadSample, StepGroups, StepPlan, StepResult, Stepper, TensorGradient, Update,
+    Observer, ReadSample, StepConfig, StepGroups, StepResult, Stepper, TensorGradient, Update,
 };
 pub use tensor_kind::TensorKind;
 

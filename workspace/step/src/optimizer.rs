@@ -10,22 +10,30 @@ use moh_kernels::{Backend, Element, Memory, Purpose, Scalar};
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, OnBuffer, Shard, overlap};
 use moh_model::{Model, StepSums};
+use serde::{Deserialize, Serialize};
 
 use crate::{Error, TensorKind};
 
-/// The constants of AdamW with decoupled weight decay, and the limit of the gradient norm.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// AdamW with decoupled weight decay, and the limit of the gradient norm; each key of a recipe has a default.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Hyperparameters {
-    /// Decay of the first moment.
+    /// Decay of the first moment; default: 0.9.
     pub beta1: f64,
-    /// Decay of the second moment.
+    /// Decay of the second moment; default: 0.95.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the root of the second moment; default: 1e-8.
     pub eps: f64,
-    /// Weight decay of matrices, multiplied by the learning rate.
+    /// Weight decay of matrices, multiplied by the learning rate; default: 0.1.
     pub weight_decay: f64,
-    /// Maximum global gradient norm, above 0.
+    /// Maximum global gradient norm, above 0; default: 1.0. A very large value disables clipping.
     pub clip_norm: f64,
+}
+
+impl Default for Hyperparameters {
+    fn default() -> Self {
+        Hyperparameters { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0 }
+    }
 }
 
 /// The optimiser's state or a shard of it: the moments and, for bf16 weights, the 16 bits that

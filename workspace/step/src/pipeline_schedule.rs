@@ -13,7 +13,7 @@ use moh_model::Slots;
 
 /// A pass of one micro-batch through one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pass {
+pub struct ChunkPass {
     /// Whether it is a forward pass.
     pub forward: bool,
     /// The chunk of the stage's layers.
@@ -52,7 +52,7 @@ fn assign<K: PartialEq>(taken: &mut Vec<Option<K>>, key: K, forward: bool) -> us
 /// assert_eq!(stage.in_flight(3), 2);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stage {
+pub struct PipelineStage {
     /// Its number.
     pub number: usize,
     /// Stages of the pipeline.
@@ -61,22 +61,22 @@ pub struct Stage {
     pub chunks: usize,
 }
 
-impl Stage {
+impl PipelineStage {
     /// The passes of a step of `micro_batches` micro-batches, in order.
-    pub fn passes(&self, micro_batches: usize) -> Vec<Pass> {
+    pub fn passes(&self, micro_batches: usize) -> Vec<ChunkPass> {
         let forward = self.passes_in_direction(micro_batches, true);
         let backward = self.passes_in_direction(micro_batches, false);
         let ahead = self.ahead(micro_batches).min(forward.len());
-        let mut passes: Vec<Pass> = forward[..ahead].to_vec();
-        for (at, backward) in backward.into_iter().enumerate() {
-            passes.extend(forward.get(ahead + at));
+        let mut passes: Vec<ChunkPass> = forward[..ahead].to_vec();
+        for (i, backward) in backward.into_iter().enumerate() {
+            passes.extend(forward.get(ahead + i));
             passes.push(backward);
         }
         self.assign_slots(&mut passes);
         passes
     }
 
-    fn assign_slots(&self, passes: &mut [Pass]) {
+    fn assign_slots(&self, passes: &mut [ChunkPass]) {
         let (mut activations, mut tokens) = (Vec::new(), Vec::new());
         for pass in passes {
             pass.slot = assign(&mut activations, (pass.chunk, pass.micro_batch), pass.forward);
@@ -126,7 +126,7 @@ impl Stage {
     /// flight on this stage, and each gradient in flight to a pass in flight on the stage before.
     pub fn messages(&self, micro_batches: usize) -> usize {
         let before = (self.number + self.stages - 1) % self.stages;
-        let there = Stage { number: before, ..*self }.in_flight(micro_batches);
+        let there = PipelineStage { number: before, ..*self }.in_flight(micro_batches);
         match (self.stages, self.chunks) {
             (1, _) => 0,
             // A micro-batch whose output is in flight is in flight on the stage before as well, which has not
@@ -144,7 +144,7 @@ impl Stage {
     }
 
     /// All passes in one direction.
-    fn passes_in_direction(&self, micro_batches: usize, forward: bool) -> Vec<Pass> {
+    fn passes_in_direction(&self, micro_batches: usize, forward: bool) -> Vec<ChunkPass> {
         let count = self.rounds(micro_batches);
         let start = |round: usize| round * micro_batches / count;
         let rounds = (0..count).map(|round| start(round)..start(round + 1));
@@ -152,11 +152,11 @@ impl Stage {
     }
 
     /// The passes of one round, chunk by chunk.
-    fn round_passes(&self, round: Range<usize>, forward: bool) -> impl Iterator<Item = Pass> {
+    fn round_passes(&self, round: Range<usize>, forward: bool) -> impl Iterator<Item = ChunkPass> {
         let last = self.chunks - 1;
         (0..self.chunks).flat_map(move |index| {
             let chunk = if forward { index } else { last - index };
-            round.clone().map(move |micro_batch| Pass {
+            round.clone().map(move |micro_batch| ChunkPass {
                 forward,
                 chunk,
                 micro_batch,
@@ -171,23 +171,23 @@ impl Stage {
 mod tests {
     use super::*;
 
-    fn stage(number: usize, stages: usize, chunks: usize) -> Stage {
-        Stage { number, stages, chunks }
+    fn stage(number: usize, stages: usize, chunks: usize) -> PipelineStage {
+        PipelineStage { number, stages, chunks }
     }
 
     /// Slots that the passes of a step take.
-    fn slots(passes: &[Pass]) -> usize {
+    fn slots(passes: &[ChunkPass]) -> usize {
         passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(0)
     }
 
     /// Slots that the tokens of a step's micro-batches take.
-    fn token_slots(passes: &[Pass]) -> usize {
+    fn token_slots(passes: &[ChunkPass]) -> usize {
         passes.iter().map(|pass| pass.tokens + 1).max().unwrap_or(0)
     }
 
     /// Passes as letters and micro-batches, with a prime per chunk.
-    fn text(passes: &[Pass]) -> String {
-        let letter = |pass: &Pass| {
+    fn text(passes: &[ChunkPass]) -> String {
+        let letter = |pass: &ChunkPass| {
             let name = if pass.forward { "F" } else { "B" };
             format!("{name}{}{}", pass.micro_batch, "'".repeat(pass.chunk))
         };
@@ -220,9 +220,9 @@ mod tests {
     /// The duration of a step in passes of equal length; `None` if stages wait for each other
     /// forever.
     fn time(stages: usize, chunks: usize, micro_batches: usize) -> Option<usize> {
-        let orders: Vec<Vec<Pass>> =
+        let orders: Vec<Vec<ChunkPass>> =
             (0..stages).map(|number| stage(number, stages, chunks).passes(micro_batches)).collect();
-        let mut done: Vec<(usize, Pass)> = Vec::new();
+        let mut done: Vec<(usize, ChunkPass)> = Vec::new();
         let mut next = vec![0; stages];
         for now in 0.. {
             let mut started = Vec::new();
@@ -233,7 +233,7 @@ mod tests {
                     true => position.checked_sub(1),
                     false => Some(position + 1).filter(|&position| position < chunks * stages),
                 };
-                let own = |(by, done): &(usize, Pass)| {
+                let own = |(by, done): &(usize, ChunkPass)| {
                     *by == number && {
                         done.forward
                             && (done.chunk, done.micro_batch) == (pass.chunk, pass.micro_batch)
@@ -242,7 +242,7 @@ mod tests {
                 let has_activations = pass.forward || done.iter().any(own);
                 let ready = has_activations
                     && needs.is_none_or(|position| {
-                        let from = |(number, done): &(usize, Pass)| {
+                        let from = |(number, done): &(usize, ChunkPass)| {
                             (*number, done.chunk) == (position % stages, position / stages)
                                 && (done.forward, done.micro_batch)
                                     == (pass.forward, pass.micro_batch)
@@ -328,14 +328,14 @@ mod tests {
                 let passes = stage.passes(micro_batches);
                 assert_eq!(passes.len(), 2 * chunks * micro_batches);
                 assert_eq!(slots(&passes), stage.in_flight(micro_batches));
-                for (at, pass) in passes.iter().enumerate() {
+                for (i, pass) in passes.iter().enumerate() {
                     assert_eq!(passes.iter().filter(|other| *other == pass).count(), 1);
-                    let forward = Pass { forward: true, ..*pass };
+                    let forward = ChunkPass { forward: true, ..*pass };
                     let start = passes.iter().position(|other| *other == forward).unwrap();
-                    assert!(start <= at);
+                    assert!(start <= i);
                     // Until its backward pass no other pass has its slot, and no other micro-batch
                     // its tokens' slot.
-                    let others = &passes[start + usize::from(start < at)..at];
+                    let others = &passes[start + usize::from(start < i)..i];
                     assert!(pass.forward || others.iter().all(|other| { other.slot != pass.slot }));
                     assert!(others.iter().all(|other| {
                         (other.tokens == pass.tokens) == (other.micro_batch == pass.micro_batch)

@@ -150,12 +150,12 @@ impl<B: Backend> Ranks<B> {
     ///
     /// # Errors
     /// The error of `work`; on the other ranks [`Error::OtherRank`].
-    pub fn first<E: From<Error>>(
+    pub fn rank0_computes<E: From<Error>>(
         &mut self,
         work: impl FnOnce() -> Result<f64, E>,
     ) -> Result<f64, E> {
         let mut values = [0.0];
-        self.first_does::<E>(|| {
+        self.on_rank0::<E>(|| {
             values = [work()?];
             Ok(())
         })?;
@@ -165,22 +165,22 @@ impl<B: Backend> Ranks<B> {
         Ok(values[0])
     }
 
-    /// As [`Self::first`], for a condition.
+    /// As [`Self::rank0_computes`], for a condition.
     ///
     /// # Errors
-    /// See [`Self::first`].
-    pub fn first_holds<E: From<Error>>(
+    /// See [`Self::rank0_computes`].
+    pub fn rank0_decides<E: From<Error>>(
         &mut self,
         condition: impl FnOnce() -> Result<bool, E>,
     ) -> Result<bool, E> {
-        Ok(self.first(|| condition().map(f64::from))? > 0.0)
+        Ok(self.rank0_computes(|| condition().map(f64::from))? > 0.0)
     }
 
     /// Runs `work` on the first rank alone; the others wait for it.
     ///
     /// # Errors
-    /// See [`Self::first`].
-    pub fn first_does<E: From<Error>>(
+    /// See [`Self::rank0_computes`].
+    pub fn on_rank0<E: From<Error>>(
         &mut self,
         work: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
@@ -283,13 +283,13 @@ mod tests {
             let rank = ranks.group().rank();
             let sum = ranks.sum([rank as f64, 1.0]).unwrap();
             let texts = ranks.gather(vec![b'a' + rank as u8; rank]).unwrap();
-            let first = ranks.first::<Error>(|| Ok(5.5)).unwrap();
+            let first = ranks.rank0_computes::<Error>(|| Ok(5.5)).unwrap();
             let text = |has: bool| has.then(|| vec![b'x'; rank]);
             assert_eq!(ranks.first_that_has(text(rank > 0)).unwrap(), Some(vec![b'x']));
             assert_eq!(ranks.first_that_has(text(false)).unwrap(), None);
             assert_eq!(ranks.any_of([rank == 1, false, true]).unwrap(), [true, false, true]);
-            assert!(ranks.first_holds::<Error>(|| Ok(rank == 0)).unwrap());
-            assert!(!ranks.first_holds::<Error>(|| Ok(rank > 0)).unwrap());
+            assert!(ranks.rank0_decides::<Error>(|| Ok(rank == 0)).unwrap());
+            assert!(!ranks.rank0_decides::<Error>(|| Ok(rank > 0)).unwrap());
             (sum, texts, first, ranks.any(rank == 2).unwrap(), ranks.any(false).unwrap())
         });
         let gathered = vec![b"".to_vec(), b"b".to_vec(), b"cc".to_vec()];

@@ -1,6 +1,6 @@
 //! One optimisation step: micro-batches, accumulated gradients, clipping and the update.
 //!
-//! A [`Stepper`] depends on neither recipes nor token files: a [`StepPlan`] gives the sizes, and
+//! A [`Stepper`] depends on neither recipes nor token files: a [`StepConfig`] gives the sizes, and
 //! the caller, the trainer or a benchmark, gives the tokens.
 
 use std::ops::Range;
@@ -11,7 +11,7 @@ use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, AuxiliaryLosses, LossScale, Model, PassShape, PassSlot, Recompute, StepSums, Sums,
+    Activations, AuxiliaryLosses, LossConfig, Model, PassShape, PassSlot, Recompute, StepSums, Sums,
 };
 
 use crate::Error;
@@ -19,12 +19,12 @@ use crate::block_norms::{BlockNorms, SquaredBlockNorms};
 use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
 use crate::optimizer::{Hyperparameters, OptimizerState};
-use crate::pipeline_schedule::{self, Pass};
+use crate::pipeline_schedule::{self, ChunkPass};
 use crate::step_buffers::{StepBuffers, StepSizes};
 
 /// The settings of all steps of a stage.
 #[derive(Debug, Clone, PartialEq)]
-pub struct StepPlan {
+pub struct StepConfig {
     /// The stage's name, for messages.
     pub stage: String,
     /// Tokens of a sequence.
@@ -59,13 +59,13 @@ pub struct StepGroups {
 pub struct Stepper<B: Backend, T: Element, G: Element> {
     activations: Activations<B, T>,
     /// The rank's pipeline schedule of a step; its micro-batches are counted from 0.
-    passes: Vec<Pass>,
+    passes: Vec<ChunkPass>,
     /// This rank's micro-batches of a step: a consecutive range.
     own: Range<usize>,
     gradients: FlatBuffers<B, G>,
     data_parallel: DataParallel<B, T, G>,
     sums: StepSums<B>,
-    plan: StepPlan,
+    config: StepConfig,
     host: HostBatch,
     all_ranks: Group,
     gradient_faults: Vec<(u64, f32)>,
@@ -177,7 +177,7 @@ pub struct TensorGradient {
     pub norm: f64,
 }
 
-impl StepPlan {
+impl StepConfig {
     /// The shape of a pass over one micro-batch.
     pub fn pass_shape(&self) -> PassShape {
         PassShape {
@@ -196,23 +196,23 @@ impl StepPlan {
 }
 
 impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
-    /// Allocates the buffers of `plan`'s steps on `model`, shared by the ranks of `groups`.
+    /// Allocates the buffers of `config`'s steps on `model`, shared by the ranks of `groups`.
     ///
     /// # Errors
     /// Fails if the device is out of memory.
-    pub fn new(model: &Model<B, T>, plan: StepPlan, groups: StepGroups) -> Result<Self, Error> {
-        let length = plan.sequence_length;
-        let tokens = plan.micro_batch * length;
+    pub fn new(model: &Model<B, T>, config: StepConfig, groups: StepGroups) -> Result<Self, Error> {
+        let length = config.sequence_length;
+        let tokens = config.micro_batch * length;
         // The step's schedule is in memory, so its length fits a `usize`.
-        let micro_batches = usize::try_from(plan.micro_batches).unwrap_or(usize::MAX);
+        let micro_batches = usize::try_from(config.micro_batches).unwrap_or(usize::MAX);
         let own = share(micro_batches, groups.data.rank(), groups.data.size());
         let stage = stage_of(model);
         let sizes = StepSizes {
             layout: model.layout(),
-            passes: model.pass_sizes(plan.pass_shape())?,
+            passes: model.pass_sizes(config.pass_shape())?,
             slots: stage.slots(own.len()),
             data_ranks: groups.data.size(),
-            reduce: plan.reduce,
+            reduce: config.reduce,
         };
         let message = sizes.passes.message_bytes::<T>();
         model.parallel().reserve_sends(stage.messages(own.len()), message)?;
@@ -229,9 +229,9 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 window: vec![0; length + 1],
                 ids: vec![0; tokens],
                 targets: vec![0; tokens],
-                document_start: vec![0; if plan.document_mask { tokens } else { 0 }],
+                document_start: vec![0; if config.document_mask { tokens } else { 0 }],
             },
-            plan,
+            config,
             all_ranks: groups.all,
             gradient_faults: Vec::new(),
             measures_norms: false,
@@ -247,8 +247,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 
     /// The settings of all steps.
-    pub fn plan(&self) -> &StepPlan {
-        &self.plan
+    pub fn config(&self) -> &StepConfig {
+        &self.config
     }
 
     /// Sets whether the next steps measure norms by block, for [`Self::take_block_norms`]; the same
@@ -298,13 +298,17 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         first: u64,
         update: Update,
     ) -> Result<StepResult, Error> {
-        let result = self.compute(backend, model, optimizer, (read, first), &mut Unobserved)?;
+        let result = self.compute(backend, model, optimizer, read, first, &mut Unobserved)?;
         if self.measures_norms {
             let _norms = span::enter("block norms");
-            let (layout, buffers) = (model.layout(), (model.weights(), &self.gradients));
-            let (shard, ranks) = (optimizer.shard(), &self.all_ranks);
-            let norms = self.squared_block_norms.measure(backend, layout, buffers, shard, ranks)?;
-            self.block_norms = Some(norms);
+            self.block_norms = Some(self.squared_block_norms.measure(
+                backend,
+                model.layout(),
+                model.weights(),
+                &self.gradients,
+                optimizer.shard(),
+                &self.all_ranks,
+            )?);
         }
         // All ranks have the same sums, and decide the same.
         let skipped = update.limits.check(result.loss, result.grad_norm);
@@ -313,7 +317,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             // The next step overwrites the gradients, and no all-gather of weights has begun.
             return Ok(result);
         }
-        let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
+        let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm } = self.config.optimizer;
         let Update { number, learning_rate, .. } = update;
         let grad_norm = result.grad_norm;
         let constants = AdamW {
@@ -342,11 +346,12 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         &mut self,
         model: &mut Model<B, T>,
         optimizer: &OptimizerState<B, M>,
-        (read, first): (impl ReadSample + Send, u64),
+        read: impl ReadSample + Send,
+        first: u64,
         observer: &mut (dyn Observer<B, T> + Send),
     ) -> Result<StepResult, Error> {
         let backend = model.backend().clone();
-        backend.install(|| self.compute(&backend, model, optimizer, (read, first), observer))
+        backend.install(|| self.compute(&backend, model, optimizer, read, first, observer))
     }
 
     /// The norm of each tensor's gradient of the last step, before clipping, in the order of the
@@ -377,16 +382,17 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         backend: &B,
         model: &mut Model<B, T>,
         optimizer: &OptimizerState<B, M>,
-        (read, first): (impl ReadSample, u64),
+        read: impl ReadSample,
+        first: u64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<StepResult, Error> {
-        let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
-        self.passes(backend, model, (read, first), targets, observer)?;
+        let targets = self.config.micro_batches as f64 * self.host.ids.len() as f64;
+        self.passes(backend, model, read, first, targets, observer)?;
         let _norm = span::enter("gradient norm");
         optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
         self.sums.all_reduce(&self.all_ranks)?;
         let Sums { cross_entropy, auxiliary, squared_norm } = self.sums.read(backend)?;
-        let (routes, count) = (model.config().moh.is_some(), self.plan.micro_batches as f64);
+        let (routes, count) = (model.config().moh.is_some(), self.config.micro_batches as f64);
         Ok(StepResult {
             loss: cross_entropy / targets,
             auxiliary: auxiliary.map(|sum| routes.then_some(sum / count)),
@@ -401,26 +407,27 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         &mut self,
         backend: &B,
         model: &mut Model<B, T>,
-        (read, first): (impl ReadSample, u64),
+        read: impl ReadSample,
+        first: u64,
         targets: f64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<(), Error> {
-        let scale = LossScale {
+        let scale = LossConfig {
             cross_entropy: (1.0 / targets) as f32,
-            auxiliary: (self.plan.auxiliary_weights)
-                .map(|weight| (weight / self.plan.micro_batches as f64) as f32),
+            auxiliary: (self.config.auxiliary_weights)
+                .map(|weight| (weight / self.config.micro_batches as f64) as f32),
             straight_through: true,
         };
         self.sums.zero(backend)?;
         self.gradients.mark_stale();
-        for at in 0..self.passes.len() {
-            let pass = self.passes[at];
+        for i in 0..self.passes.len() {
+            let pass = self.passes[i];
             let pass_slot =
                 PassSlot { chunk: pass.chunk, micro_batch: pass.tokens, slot: pass.slot };
             let number = (self.own.start + pass.micro_batch) as u64;
             if pass.forward {
                 if pass.chunk == 0 && self.activations.read_tokens() {
-                    let first = first + number * self.plan.micro_batch as u64;
+                    let first = first + number * self.config.micro_batch as u64;
                     self.upload(backend, &read, first, pass.tokens)?;
                 }
                 let _forward = span::enter_numbered("forward", number);
@@ -433,7 +440,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             } else {
                 let _backward = span::enter_numbered("backward", number);
                 let last = pass.micro_batch + 1 == self.own.len();
-                let scale = self.faulty(scale, first + number * self.plan.micro_batch as u64);
+                let scale = self.faulty(scale, first + number * self.config.micro_batch as u64);
                 let data_parallel = &mut self.data_parallel;
                 let mut complete = |gradients: &mut FlatBuffers<B, G>, flat| {
                     data_parallel.start_gradients(gradients, flat)
@@ -457,8 +464,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 
     /// The scale of the micro-batch that starts at sample `first`.
-    fn faulty(&self, mut scale: LossScale, first: u64) -> LossScale {
-        let samples = first..first + self.plan.micro_batch as u64;
+    fn faulty(&self, mut scale: LossConfig, first: u64) -> LossConfig {
+        let samples = first..first + self.config.micro_batch as u64;
         for (_, factor) in self.gradient_faults.iter().filter(|(at, _)| samples.contains(at)) {
             scale.cross_entropy *= factor;
         }
@@ -474,16 +481,16 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         slot: usize,
     ) -> Result<(), Error> {
         let _data = span::enter("data");
-        self.host.read(self.plan.sequence_length, read, first)?;
+        self.host.read(self.config.sequence_length, read, first)?;
         let HostBatch { ids, targets, document_start, .. } = &self.host;
         Ok(self.activations.upload_to(slot, backend, ids, targets, document_start)?)
     }
 }
 
 /// The position of this rank's part of the model in its pipeline.
-fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::Stage {
+fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::PipelineStage {
     let parallel = model.parallel();
-    pipeline_schedule::Stage {
+    pipeline_schedule::PipelineStage {
         number: parallel.stage(),
         stages: parallel.stages(),
         chunks: parallel.part().chunks.len(),

@@ -9,8 +9,8 @@ use moh_kernels::Cpu;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_model::parameters::{FlatBuffers, Shard};
 use moh_model::{
-    Activations, AuxiliaryLoss, AuxiliaryLosses, LossScale, Model, MohConfig, PassShape, Recompute,
-    RouterKind, StepSums, Sums,
+    Activations, AuxiliaryLoss, AuxiliaryLosses, LossConfig, Model, MohConfig, PassShape,
+    Recompute, RouterKind, StepSums, Sums,
 };
 use moh_step::OptimizerState;
 use safetensors::SafeTensors;
@@ -78,7 +78,7 @@ fn ten_steps(vectors: &Path, entry: &Value) {
     let mut second_moment = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout()).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
     let count = (batch * (length - 1)) as f64;
-    let scale = LossScale {
+    let scale = LossConfig {
         cross_entropy: (1.0 / count) as f32,
         auxiliary: AuxiliaryLosses::all(0.01),
         straight_through: true,

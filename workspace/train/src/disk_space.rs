@@ -85,7 +85,8 @@ impl Needs {
 
 /// The most checkpoints that exist at one time.
 fn most_checkpoints(recipe: &Recipe) -> u64 {
-    let moh_recipe::Checkpoint { every_steps, every_minutes, keep, keep_every } = recipe.checkpoint;
+    let moh_recipe::CheckpointOptions { every_steps, every_minutes, keep, keep_every } =
+        recipe.checkpoint;
     let steps = recipe.num_steps();
     let for_good = steps.checked_div(keep_every).unwrap_or(0);
     let kept = keep.saturating_add(for_good).saturating_add(1);
@@ -107,8 +108,10 @@ fn most_checkpoints(recipe: &Recipe) -> u64 {
 /// # Errors
 /// [`Error::NoRoom`]; fails also if the run's files cannot be listed.
 pub(crate) fn check(
-    (run, resume_step): (&RunDirectory, Option<u64>),
-    (recipe, source): (&Recipe, &ModelSource),
+    run: &RunDirectory,
+    resume_step: Option<u64>,
+    recipe: &Recipe,
+    source: &ModelSource,
     ranks: usize,
     free_space: FreeSpace,
 ) -> Result<Option<String>, Error> {
@@ -167,7 +170,7 @@ mod tests {
         // Of 50 steps, with stages that end after 25 and 50.
         let mut most = |every_steps, every_minutes, keep, keep_every| {
             recipe.checkpoint =
-                moh_recipe::Checkpoint { every_steps, every_minutes, keep, keep_every };
+                moh_recipe::CheckpointOptions { every_steps, every_minutes, keep, keep_every };
             most_checkpoints(&recipe)
         };
         assert_eq!(most(10, 0.0, 2, 0), 3);

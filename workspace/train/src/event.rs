@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use moh_checkpoint::Growth;
+use moh_checkpoint::StageExtension;
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_plan::SourceEpochs;
@@ -22,16 +22,16 @@ pub enum Event<'a> {
     },
     /// The run resumes from an earlier checkpoint than the newest, and what was written after it has
     /// been moved.
-    SetAside {
+    Archived {
         /// The step from which the run resumes, over all stages.
         step: u64,
         /// The directory with the later checkpoints.
         path: &'a Path,
     },
     /// A stage is longer than before from here on.
-    StageGrown {
+    StageExtended {
         /// The step from which it is, and its tokens before and after.
-        growth: &'a Growth,
+        extension: &'a StageExtension,
     },
     /// A fact about the run that its user should know, such as a checkpoint that could not be written.
     Warning {

@@ -42,7 +42,9 @@ impl<E: Into<Error>> From<E> for Ended {
 /// one is complete. Tensors of other ranks are read from the last checkpoint. `go_on` is asked before each
 /// tensor.
 pub(crate) fn write<B: Backend, T: Element>(
-    (run, source, recipe): (&RunDirectory, &ModelSource, &Recipe),
+    run: &RunDirectory,
+    source: &ModelSource,
+    recipe: &Recipe,
     model: &Model<B, T>,
     state: &RunState,
     go_on: &mut dyn FnMut() -> Result<bool, Error>,
@@ -62,7 +64,7 @@ pub(crate) fn write<B: Backend, T: Element>(
         .collect();
     let mut companions = source.companions()?;
     let card = model.config().moh.is_some().then(|| {
-        let origin = model_card::trained(source.origin(), recipe, state);
+        let origin = model_card::trained_origin(source.origin(), recipe, state);
         companions.extend_from_slice(&origin.terms);
         moh_hf::model_card::text(&origin, model.config())
     });

@@ -4,9 +4,9 @@ use std::fmt::Write;
 use std::path::Path;
 
 use moh_checkpoint::{RunState, StoredCheckpoint, steps_at};
-use moh_hf::model_card::grouped;
+use moh_hf::model_card::group_digits;
 use moh_hf::{Base, Origin};
-use moh_recipe::{Attention, Recipe, Stage};
+use moh_recipe::{AttentionKind, Recipe, Stage};
 use moh_run_directory::RunDirectory;
 use moh_run_log::{Evaluation, EvaluationPoint};
 
@@ -21,26 +21,28 @@ pub fn of_run(run: &RunDirectory, step: u64) -> Result<Origin, Error> {
     let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step)?;
     let kept = run.model();
     let origin = of_directory(recipe.model.from.as_deref(), kept.is_dir().then_some(&kept))?;
-    Ok(trained(&origin, &recipe, &stored.manifest().state))
+    Ok(trained_origin(&origin, &recipe, &stored.manifest().state))
 }
 
 /// Where the model in `directory` comes from, which a recipe calls `name`.
 pub(crate) fn of_directory(name: Option<&str>, directory: Option<&Path>) -> Result<Origin, Error> {
     Ok(match directory {
         Some(directory) => Origin::read(name, directory)?,
-        None => Origin { bases: name.map(Base::named).into_iter().collect(), ..Origin::default() },
+        None => {
+            Origin { bases: name.map(Base::from_name).into_iter().collect(), ..Origin::default() }
+        }
     })
 }
 
 /// `origin` and the training of a run in this state.
-pub(crate) fn trained(origin: &Origin, recipe: &Recipe, state: &RunState) -> Origin {
+pub(crate) fn trained_origin(origin: &Origin, recipe: &Recipe, state: &RunState) -> Origin {
     let mut origin = origin.clone();
     if state.step > 0 {
         origin.made.push(format!(
             "`moh-train` trained it on {} tokens in {} steps, on sequences of {} tokens:",
-            grouped(state.tokens),
-            grouped(state.step),
-            grouped(recipe.data.sequence_length as u64)
+            group_digits(state.tokens),
+            group_digits(state.step),
+            group_digits(recipe.data.sequence_length as u64)
         ));
         origin.made.push(stages(recipe, state));
     }
@@ -68,15 +70,15 @@ fn stages(recipe: &Recipe, state: &RunState) -> String {
         }
         let Stage { name, batch_tokens, learning_rate, .. } = stage;
         let attention = match stage.attention {
-            Attention::Dense => "dense",
-            Attention::Moh => "Mixture-of-Head",
+            AttentionKind::Dense => "dense",
+            AttentionKind::Moh => "Mixture-of-Head",
         };
         // Writing to a string cannot fail.
         let _ = write!(
             table,
             "\n| {name} | {attention} | {} | {} | {:e} to {:e} |",
-            grouped(steps.saturating_mul(*batch_tokens)),
-            grouped(*batch_tokens),
+            group_digits(steps.saturating_mul(*batch_tokens)),
+            group_digits(*batch_tokens),
             learning_rate.max,
             learning_rate.min
         );

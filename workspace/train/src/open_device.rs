@@ -3,10 +3,10 @@
 use std::env::consts::ARCH;
 use std::path::Path;
 
-use moh_comm::{Buffers, Launch, Options, World};
+use moh_comm::{Buffers, Launch, World, WorldOptions};
 use moh_device::{OnDevice, OpenDevice};
 use moh_kernels::Backend;
-use moh_recipe::{Device, Recipe};
+use moh_recipe::{DeviceKind, Recipe};
 use moh_step::Ranks;
 
 use crate::Error;
@@ -18,8 +18,8 @@ use crate::Error;
 /// Fails if this build or this machine has no such device; the message names the recipe `path`.
 pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<OpenDevice, Error> {
     match recipe.run.device {
-        Device::Cpu => Ok(OpenDevice::Cpu),
-        Device::Cuda => OpenDevice::open_local(local_rank, recipe.run.deterministic)
+        DeviceKind::Cpu => Ok(OpenDevice::Cpu),
+        DeviceKind::Cuda => OpenDevice::open_local(local_rank, recipe.run.deterministic)
             .map_err(|source| Error::Device { path: path.to_owned(), source }),
     }
 }
@@ -45,13 +45,13 @@ pub fn connect(
     launch: &Launch,
     device: &OpenDevice,
     recipes: &[&Recipe],
-    options: Options,
+    options: WorldOptions,
 ) -> Result<World, Error> {
     if launch.size == 1 {
         return Ok(World::single());
     }
     let (buffers, fingerprint) = (buffers(device)?, fingerprint(recipes)?);
-    Ok(World::connect(launch, buffers, Options { fingerprint, ..options })?)
+    Ok(World::connect(launch, buffers, WorldOptions { fingerprint, ..options })?)
 }
 
 /// The text of the first rank that has one, on all ranks of `world`, which call this together; empty if

@@ -34,7 +34,8 @@ impl Rates {
         recipe: &Recipe,
         stage: &Stage,
         model: &ModelConfig,
-        (backend, ranks): (&B, usize),
+        backend: &B,
+        ranks: usize,
     ) -> Self {
         let per_token = model.flops_per_token(recipe.data.sequence_length).training();
         let device = || peak_tflops(&backend.name(), recipe.run.dtype);

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::{StoredCheckpoint, Wanted};
+use moh_checkpoint::{StoredCheckpoint, TensorRequest};
 use moh_data::TextTokenizer;
 use moh_hf::model_directory::companion_files;
 use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
@@ -69,26 +69,28 @@ impl ModelSource {
         let name = model.from.as_deref().and_then(CheckpointName::parse);
         check_run_keys(recipe, path, name.is_some())?;
         let Some(name) = name else {
-            return Self::of((recipe, path), (directory, tokenizer), WeightsFrom::Files);
+            return Self::from_parts(recipe, path, directory, tokenizer, WeightsFrom::Files);
         };
         let kept = name.run.model();
-        Self::of((recipe, path), (Some(&kept), tokenizer), WeightsFrom::Checkpoint(name))
+        Self::from_parts(recipe, path, Some(&kept), tokenizer, WeightsFrom::Checkpoint(name))
     }
 
     /// Opens what a run keeps of the model of `recipe` in the directory `kept`, without its weights.
     ///
     /// # Errors
     /// As [`ModelSource::open`].
-    pub(crate) fn kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self, Error> {
+    pub(crate) fn open_kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self, Error> {
         let directory = recipe.model.from.is_some().then_some(kept);
         let tokenizer = recipe.model.tokenizer.as_ref().map(|_| kept.join(TOKENIZER));
-        Self::of((recipe, path), (directory, tokenizer.as_deref()), WeightsFrom::Kept)
+        Self::from_parts(recipe, path, directory, tokenizer.as_deref(), WeightsFrom::Kept)
     }
 
     /// Opens the model in `directory` and the recipe's `tokenizer`.
-    fn of(
-        (recipe, path): (&Recipe, &Path),
-        (directory, tokenizer): (Option<&Path>, Option<&Path>),
+    fn from_parts(
+        recipe: &Recipe,
+        path: &Path,
+        directory: Option<&Path>,
+        tokenizer: Option<&Path>,
         weights_from: WeightsFrom,
     ) -> Result<Self, Error> {
         let mut warning = None;
@@ -338,7 +340,7 @@ impl ModelSource {
                     values.fill(0.0);
                     return Ok(());
                 }
-                let wanted = Wanted { name: &segment.name, slice: &segment.slice, range };
+                let wanted = TensorRequest { name: &segment.name, slice: &segment.slice, range };
                 Ok(stored.read_part(kind, &wanted, values)?)
             }
             _ => {

@@ -19,7 +19,7 @@ fn replay(recipe: &Recipe, step: u64) -> Result<Replay, Error> {
     let path = run.recipe();
     // As the program reads it.
     let stored = Recipe::load(&path, &[])?;
-    moh_train::replay(&run, (stored, &path), None, OpenDevice::Cpu, step)
+    moh_train::replay(&run, stored, &path, None, OpenDevice::Cpu, step)
 }
 
 #[test]

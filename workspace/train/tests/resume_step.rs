@@ -125,8 +125,8 @@ fn a_longer_stage_has_the_new_schedule_from_the_step_on_at_which_it_grew() {
     let recipe = place.recipe(&LONGER[..1]);
     let mut heard = Vec::new();
     let done = Start::default().run_and_hear(&recipe, &mut |event| {
-        if let Event::StageGrown { growth } = event {
-            heard.push((growth.step, growth.before, growth.tokens));
+        if let Event::StageExtended { extension } = event {
+            heard.push((extension.step, extension.before, extension.tokens));
         }
     });
     assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");

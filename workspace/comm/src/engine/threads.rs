@@ -132,7 +132,7 @@ struct Gathered<'a> {
 }
 
 impl Gathered<'_> {
-    fn of(&self, rank: usize) -> &[u8] {
+    fn contribution(&self, rank: usize) -> &[u8] {
         self.slots[rank].bytes.bytes()
     }
 }
@@ -215,7 +215,7 @@ impl Engine for Threads {
         };
         let call = Call { operation: "all_reduce", dtype, len, reduce: Some(how), root: None };
         let gathered = self.exchange(call, out)?;
-        reduce(dtype, how, out, self.shared.size, |rank| Some(gathered.of(rank)));
+        reduce(dtype, how, out, self.shared.size, |rank| Some(gathered.contribution(rank)));
         Ok(None)
     }
 
@@ -228,7 +228,7 @@ impl Engine for Threads {
         let own = out.len() / size * self.rank..out.len() / size * (self.rank + 1);
         let gathered = self.exchange(call, out)?;
         reduce(dtype, how, &mut out[own.clone()], size, |rank| {
-            Some(&gathered.of(rank)[own.clone()])
+            Some(&gathered.contribution(rank)[own.clone()])
         });
         Ok(None)
     }
@@ -241,7 +241,7 @@ impl Engine for Threads {
         let chunk = out.len() / self.shared.size;
         let gathered = self.exchange(call, &out[chunk * self.rank..chunk * (self.rank + 1)])?;
         for rank in 0..self.shared.size {
-            out[chunk * rank..chunk * (rank + 1)].copy_from_slice(gathered.of(rank));
+            out[chunk * rank..chunk * (rank + 1)].copy_from_slice(gathered.contribution(rank));
         }
         Ok(None)
     }
@@ -253,7 +253,7 @@ impl Engine for Threads {
         let call = Call { operation: "broadcast", dtype, len, reduce: None, root: Some(root) };
         let contribution: &[u8] = if root == self.rank { out } else { &[] };
         let gathered = self.exchange(call, contribution)?;
-        out.copy_from_slice(gathered.of(root));
+        out.copy_from_slice(gathered.contribution(root));
         Ok(None)
     }
 
@@ -309,7 +309,7 @@ impl Engine for Threads {
         let call = Call { operation: "split", dtype: DType::U32, len: 3, reduce: None, root: None };
         let contribution = [u32::from(color.is_some()), color.unwrap_or(0), key];
         let gathered = self.exchange(call, bytemuck::bytes_of(&contribution))?;
-        let of = |rank| bytemuck::pod_read_unaligned(gathered.of(rank));
+        let of = |rank| bytemuck::pod_read_unaligned(gathered.contribution(rank));
         let requests: Vec<[u32; 3]> = (0..self.shared.size).map(of).collect();
         let number = *gathered.number;
         drop(gathered);

@@ -4,7 +4,7 @@
 use std::num::NonZeroUsize;
 
 use half::bf16;
-use moh_comm::{Group, Layout, Reduce};
+use moh_comm::{Group, RankLayout, Reduce};
 use moh_kernels::{Cpu, Element, Scalar};
 
 /// Elements of a rank, and their plain reductions.
@@ -178,7 +178,7 @@ fn splits(group: &Group) {
             continue;
         }
         let one = |size| NonZeroUsize::new(size).unwrap();
-        let layout = Layout::new(size, one(tensor), one(pipeline)).unwrap();
+        let layout = RankLayout::new(size, one(tensor), one(pipeline)).unwrap();
         let groups = layout.groups(group).unwrap();
         let at = layout.coordinates(rank);
         for (group, coordinate, size) in [

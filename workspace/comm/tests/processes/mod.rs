@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use moh_comm::{Buffers, Launch, Options, World};
+use moh_comm::{Buffers, Launch, World, WorldOptions};
 use moh_kernels::Cpu;
 
 use crate::collectives;
@@ -23,7 +23,7 @@ fn rank_of_mpirun() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let launch = Launch::from_environment(None).unwrap();
     let different = role == "different" && launch.rank == 1;
-    let options = Options {
+    let options = WorldOptions {
         fingerprint: if different { "recipe B" } else { "recipe A" }.into(),
         operation_limit: Duration::from_secs(if role == "hangs" { 1 } else { 120 }),
         on_fault: Arc::new(|fault| {
@@ -32,7 +32,7 @@ fn rank_of_mpirun() {
             std::thread::sleep(Duration::from_millis(500));
             std::process::exit(3);
         }),
-        ..Options::default()
+        ..WorldOptions::default()
     };
     let world = match World::connect(&launch, Buffers::Host, options) {
         Ok(world) => world,

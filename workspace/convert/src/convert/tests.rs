@@ -20,7 +20,7 @@ fn model(dir: &Path, dtype: DType, tied: bool) -> PathBuf {
     path
 }
 
-fn go(options: &Options) -> Result<Receipt, Error> {
+fn go(options: &ConversionOptions) -> Result<Receipt, Error> {
     convert(options, &mut |_| ControlFlow::Continue(()))?.publish()
 }
 
@@ -34,7 +34,7 @@ fn conversion_changes_no_weight() {
     for dtype in [DType::F32, DType::BF16] {
         let source = model(&dir.path().join(dtype.torch_name()), dtype, false);
         let out = source.with_file_name("out");
-        let receipt = go(&Options::new(&source, &out)).unwrap();
+        let receipt = go(&ConversionOptions::new(&source, &out)).unwrap();
         let counts = (receipt.heads, receipt.shared_heads.clone(), receipt.active_heads.clone());
         assert_eq!(counts, (8, 4.into(), 6.into()));
         assert_eq!(receipt.num_unchanged(), receipt.tensors.len());
@@ -70,11 +70,13 @@ fn layers_have_the_counts_that_they_are_given() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
     let shared_heads = || Some(counts([8, 2, 5]));
-    let moh =
-        |shared_heads, active| Attention::Moh(HeadRequest { shared_heads, active: Some(active) });
+    let moh = |shared_heads, active| {
+        TargetAttention::Moh(HeadRequest { shared_heads, active: Some(active) })
+    };
     let attention = moh(shared_heads(), Active::RoutedTopK(counts([0, 4, 2])));
     let out = dir.path().join("lists");
-    let receipt = go(&Options { attention, ..Options::new(&source, &out) }).unwrap();
+    let receipt =
+        go(&ConversionOptions { attention, ..ConversionOptions::new(&source, &out) }).unwrap();
     assert_eq!(receipt.routed_heads, counts([0, 6, 3]));
     assert_eq!(receipt.active_heads, counts([8, 6, 7]));
     let written = serde_json::to_value(&receipt).unwrap();
@@ -93,11 +95,11 @@ fn layers_have_the_counts_that_they_are_given() {
     // A share of the heads is met in every layer; where that gives equal numbers, they are one.
     let attention = moh(shared_heads(), Active::Share(1.0));
     let all = dir.path().join("share");
-    go(&Options { attention, ..Options::new(&source, &all) }).unwrap();
+    go(&ConversionOptions { attention, ..ConversionOptions::new(&source, &all) }).unwrap();
     assert_eq!(config(&all)["moh_routed_top_k"], json!([0, 6, 3]));
     let attention = moh(Some(counts([4, 4, 4])), Active::RoutedTopK(HeadCounts::All(2)));
     let equal = dir.path().join("equal");
-    go(&Options { attention, ..Options::new(&source, &equal) }).unwrap();
+    go(&ConversionOptions { attention, ..ConversionOptions::new(&source, &equal) }).unwrap();
     assert_eq!(config(&equal)["moh_shared_heads"], json!(4));
     assert_eq!(config(&equal)["moh_routed_top_k"], json!(2));
 }
@@ -106,11 +108,13 @@ fn layers_have_the_counts_that_they_are_given() {
 fn a_routed_source_keeps_its_counts() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
-    let half = Attention::Moh(HeadRequest { shared_heads: None, active: Some(Active::Share(0.5)) });
+    let half =
+        TargetAttention::Moh(HeadRequest { shared_heads: None, active: Some(Active::Share(0.5)) });
     let moh = dir.path().join("moh");
-    go(&Options { attention: half, ..Options::new(&source, &moh) }).unwrap();
+    go(&ConversionOptions { attention: half, ..ConversionOptions::new(&source, &moh) }).unwrap();
     let out = dir.path().join("out");
-    go(&Options { dtype: Some(DType::BF16), ..Options::new(&moh, &out) }).unwrap();
+    go(&ConversionOptions { dtype: Some(DType::BF16), ..ConversionOptions::new(&moh, &out) })
+        .unwrap();
     let fields = config(&out);
     assert_eq!((&fields["moh_shared_heads"], &fields["moh_routed_top_k"]), (&json!(2), &json!(2)));
 }
@@ -120,11 +124,11 @@ fn back_to_dense_gives_the_source() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, true);
     let (moh, dense) = (dir.path().join("moh"), dir.path().join("dense"));
-    go(&Options::new(&source, &moh)).unwrap();
-    let options = Options {
-        attention: Attention::Dense,
+    go(&ConversionOptions::new(&source, &moh)).unwrap();
+    let options = ConversionOptions {
+        attention: TargetAttention::Dense,
         max_shard_bytes: 8_000,
-        ..Options::new(&moh, &dense)
+        ..ConversionOptions::new(&moh, &dense)
     };
     go(&options).unwrap();
     for entry in fs::read_dir(&source).unwrap() {
@@ -143,7 +147,9 @@ fn the_element_type_changes_on_request() {
     let source = model(dir.path(), DType::F32, false);
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         let out = dir.path().join(dtype.torch_name());
-        let receipt = go(&Options { dtype: Some(dtype), ..Options::new(&source, &out) }).unwrap();
+        let receipt =
+            go(&ConversionOptions { dtype: Some(dtype), ..ConversionOptions::new(&source, &out) })
+                .unwrap();
         let unchanged = if dtype == DType::F32 { receipt.tensors.len() } else { 0 };
         assert_eq!(receipt.num_unchanged(), unchanged);
         assert_eq!(config(&out)["torch_dtype"], dtype.torch_name());
@@ -184,16 +190,19 @@ fn weights_that_are_not_finite_are_named_and_nothing_is_left() {
     let source = model(dir.path(), DType::F32, false);
     let name = "model.layers.1.mlp.up_proj.weight";
     poke(&source, name, 7, f32::NAN);
-    let message = go(&Options::new(&source, dir.path().join("out"))).unwrap_err().to_string();
+    let message =
+        go(&ConversionOptions::new(&source, dir.path().join("out"))).unwrap_err().to_string();
     assert!(message.contains(&format!("{name} has a value that is not finite, at element 7")));
     poke(&source, name, 7, 1e6);
-    let options =
-        Options { dtype: Some(DType::F16), ..Options::new(&source, dir.path().join("out")) };
+    let options = ConversionOptions {
+        dtype: Some(DType::F16),
+        ..ConversionOptions::new(&source, dir.path().join("out"))
+    };
     let message = go(&options).unwrap_err().to_string();
     assert!(message.contains("float16 cannot hold, at element 7"), "{message}");
     poke(&source, name, 7, 1.0);
     poke(&source, EMBEDDING, 3, f32::INFINITY);
-    let options = Options { pad_vocab_to: Some(64), dtype: None, ..options };
+    let options = ConversionOptions { pad_vocab_to: Some(64), dtype: None, ..options };
     let message = go(&options).unwrap_err().to_string();
     assert!(message.contains("model.embed_tokens.weight has a value that is not finite"));
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -203,7 +212,7 @@ fn weights_that_are_not_finite_are_named_and_nothing_is_left() {
 fn an_interruption_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
-    let options = Options::new(&source, dir.path().join("out"));
+    let options = ConversionOptions::new(&source, dir.path().join("out"));
     let mut pieces = 0;
     let error = convert(&options, &mut |_| {
         pieces += 1;
@@ -219,10 +228,15 @@ fn a_conversion_that_fails_verification_replaces_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
     let out = dir.path().join("out");
-    go(&Options { dtype: Some(DType::F16), ..Options::new(&source, &out) }).unwrap();
+    go(&ConversionOptions { dtype: Some(DType::F16), ..ConversionOptions::new(&source, &out) })
+        .unwrap();
     let before = fs::read(out.join("model.safetensors")).unwrap();
     for (dtype, expected) in [(DType::F32, "float32"), (DType::BF16, "bfloat16")] {
-        let options = Options { force: true, dtype: Some(dtype), ..Options::new(&source, &out) };
+        let options = ConversionOptions {
+            force: true,
+            dtype: Some(dtype),
+            ..ConversionOptions::new(&source, &out)
+        };
         let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
         conversion.verify(OpenDevice::Cpu).unwrap();
         let weights = conversion.pending.path().join("model.safetensors");
@@ -246,7 +260,8 @@ fn verification_measures_against_the_source_in_its_own_type() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
     let out = dir.path().join("out");
-    let options = Options { dtype: Some(DType::BF16), ..Options::new(&source, &out) };
+    let options =
+        ConversionOptions { dtype: Some(DType::BF16), ..ConversionOptions::new(&source, &out) };
     let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
     let found = conversion.verify(OpenDevice::Cpu).unwrap();
     conversion.publish().unwrap();
@@ -275,7 +290,8 @@ fn a_tied_source_with_a_head_of_its_own_is_written_untied() {
     assert_ne!(text, tied);
     fs::write(source.join("config.json"), tied).unwrap();
     let out = dir.path().join("out");
-    let conversion = convert(&Options::new(&source, &out), &mut |_| ControlFlow::Continue(()));
+    let conversion =
+        convert(&ConversionOptions::new(&source, &out), &mut |_| ControlFlow::Continue(()));
     let conversion = conversion.unwrap();
     conversion.verify(OpenDevice::Cpu).unwrap();
     let receipt = conversion.publish().unwrap();
@@ -292,7 +308,7 @@ fn the_source_is_never_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
     for out in [source.clone(), dir.path().to_path_buf()] {
-        let options = Options { force: true, ..Options::new(&source, out) };
+        let options = ConversionOptions { force: true, ..ConversionOptions::new(&source, out) };
         assert!(go(&options).unwrap_err().to_string().contains("holds the source model"));
     }
 }
@@ -304,7 +320,8 @@ fn padding_adds_mean_rows_to_both_ends() {
         let dir = dir.path().join(tied.to_string());
         let source = model(&dir, DType::F32, tied);
         let out = dir.join("out");
-        let options = Options { pad_vocab_to: Some(16), ..Options::new(&source, &out) };
+        let options =
+            ConversionOptions { pad_vocab_to: Some(16), ..ConversionOptions::new(&source, &out) };
         let receipt = go(&options).unwrap();
         assert_eq!(receipt.vocab_size, [37, 48]);
         assert_eq!(config(&out)["vocab_size"], 48);
@@ -333,7 +350,7 @@ fn padding_adds_mean_rows_to_both_ends() {
 fn counts_that_do_not_fit_are_refused() {
     let moh = |shared: Option<usize>, active| {
         let shared_heads = shared.map(HeadCounts::All);
-        Attention::Moh(HeadRequest { shared_heads, active: Some(active) })
+        TargetAttention::Moh(HeadRequest { shared_heads, active: Some(active) })
     };
     let top_k = |count: usize| Active::RoutedTopK(HeadCounts::All(count));
     let dir = tempfile::tempdir().unwrap();
@@ -353,7 +370,7 @@ fn counts_that_do_not_fit_are_refused() {
     }
     let moh = moh(None, top_k(3)).configure(&model).unwrap().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (4.into(), 3.into()));
-    assert_eq!(Attention::Dense.configure(&model).unwrap(), None);
+    assert_eq!(TargetAttention::Dense.configure(&model).unwrap(), None);
 }
 
 #[test]
@@ -366,7 +383,7 @@ fn the_fixtures_convert() {
     for name in ["stories260K", "stories260K-sharded-bf16", "tiny-h8kv2"] {
         let dir = tempfile::tempdir().unwrap();
         let (source, out) = (fixtures.join(name), dir.path().join("out"));
-        let receipt = go(&Options::new(&source, &out)).unwrap();
+        let receipt = go(&ConversionOptions::new(&source, &out)).unwrap();
         assert_eq!(receipt.num_unchanged(), receipt.tensors.len());
         for entry in fs::read_dir(&source).unwrap() {
             let name = entry.unwrap().file_name().into_string().unwrap();

@@ -168,7 +168,7 @@ impl<B: Backend + Clone, T: Element> Pass<B, T> {
 /// their requests.
 fn add(groups: &[Group<'_>], rows: &[Row], logits: &[f32], found: &mut [LogLikelihood]) {
     let width = logits.len() / rows.len();
-    let summaries: Vec<Summary> = logits.par_chunks(width).map(Summary::of).collect();
+    let summaries: Vec<Summary> = logits.par_chunks(width).map(Summary::new).collect();
     for ((row, logits), summary) in rows.iter().zip(logits.chunks(width)).zip(summaries) {
         let group = &groups[row.group];
         for &index in group.members {
@@ -192,7 +192,7 @@ struct Summary {
 }
 
 impl Summary {
-    fn of(logits: &[f32]) -> Self {
+    fn new(logits: &[f32]) -> Self {
         let mut largest = 0;
         for (index, &logit) in logits.iter().enumerate() {
             if logit > logits[largest] {
@@ -328,7 +328,7 @@ mod tests {
 
     #[test]
     fn the_first_of_equal_logits_is_the_largest() {
-        let summary = Summary::of(&[1.0, 2.0, 2.0]);
+        let summary = Summary::new(&[1.0, 2.0, 2.0]);
         assert_eq!(summary.largest, 1);
         assert!((summary.log_sum_exp - (1f64.exp() + 2.0 * 2f64.exp()).ln()).abs() < 1e-6);
     }

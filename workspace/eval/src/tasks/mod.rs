@@ -11,4 +11,4 @@ mod scores;
 pub use encoder::{Encoder, Request};
 pub use example::{Example, TaskFile, TaskKind};
 pub use log_likelihood::{LogLikelihood, log_likelihoods};
-pub use scores::{Estimate, Outcome, Scores};
+pub use scores::{Estimate, ExampleOutcome, Scores};

@@ -29,7 +29,7 @@ impl Estimate {
 
 /// What the model answers to an example.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Outcome {
+pub enum ExampleOutcome {
     /// To a question with several choices.
     MultipleChoice {
         /// Of each choice, in nats.
@@ -54,7 +54,7 @@ pub enum Outcome {
     },
 }
 
-impl Outcome {
+impl ExampleOutcome {
     /// The outcome of an example of kind `kind` whose choices have these log-likelihoods.
     fn new(kind: TaskKind, example: &Example, found: &[LogLikelihood]) -> Self {
         match kind {
@@ -64,7 +64,7 @@ impl Outcome {
                     let choices = log_likelihoods.iter().zip(&example.choices);
                     largest(choices.map(|(sum, choice)| sum / size(choice) as f64))
                 };
-                Outcome::MultipleChoice {
+                ExampleOutcome::MultipleChoice {
                     predicted: by(|_| 1),
                     predicted_norm: by(|choice| choice.chars().count()),
                     predicted_bytes: by(String::len),
@@ -74,7 +74,7 @@ impl Outcome {
             }
             TaskKind::Cloze => {
                 let answer = &example.choices[0];
-                Outcome::Cloze {
+                ExampleOutcome::Cloze {
                     log_likelihood: found[0].sum,
                     is_greedy: found[0].is_greedy,
                     size: (answer.split_whitespace().count().max(1), answer.len()),
@@ -99,7 +99,7 @@ impl Outcome {
                     format!("the model gives the log-likelihood {sum}: its weights are damaged");
                 return Err(moh_data::Error::Line { path, line, reason }.into());
             }
-            outcomes.push(Outcome::new(file.kind, example, of_example));
+            outcomes.push(ExampleOutcome::new(file.kind, example, of_example));
         }
         Ok(outcomes)
     }
@@ -107,15 +107,15 @@ impl Outcome {
     /// Whether the answer is right, `acc`.
     pub fn is_right(&self) -> bool {
         match *self {
-            Outcome::MultipleChoice { predicted, answer, .. } => predicted == answer,
-            Outcome::Cloze { is_greedy, .. } => is_greedy,
+            ExampleOutcome::MultipleChoice { predicted, answer, .. } => predicted == answer,
+            ExampleOutcome::Cloze { is_greedy, .. } => is_greedy,
         }
     }
 
     /// The outcome as a line of JSON: of line `line` of the file `file`.
     pub fn to_json(&self, file: &str, line: u64) -> Value {
         match self {
-            Outcome::MultipleChoice {
+            ExampleOutcome::MultipleChoice {
                 log_likelihoods,
                 predicted,
                 predicted_norm,
@@ -126,7 +126,7 @@ impl Outcome {
                 "predicted": predicted, "predicted_norm": predicted_norm,
                 "predicted_bytes": predicted_bytes, "answer": answer, "right": self.is_right(),
             }),
-            Outcome::Cloze { log_likelihood, .. } => json!({
+            ExampleOutcome::Cloze { log_likelihood, .. } => json!({
                 "file": file, "line": line, "log_likelihood": log_likelihood,
                 "right": self.is_right(),
             }),
@@ -151,30 +151,32 @@ pub struct Scores(pub Vec<(&'static str, Estimate)>);
 
 impl Scores {
     /// The metrics of the outcomes of a file.
-    pub fn of(outcomes: &[Outcome]) -> Self {
-        let share = |right: fn(&Outcome) -> bool| {
+    pub fn new(outcomes: &[ExampleOutcome]) -> Self {
+        let share = |right: fn(&ExampleOutcome) -> bool| {
             let values: Vec<f64> = outcomes.iter().map(|o| f64::from(u8::from(right(o)))).collect();
             Estimate::mean(&values)
         };
-        let mut scores = vec![("acc", share(Outcome::is_right))];
+        let mut scores = vec![("acc", share(ExampleOutcome::is_right))];
         let (mut sums, mut words, mut bytes) = (Vec::new(), 0, 0);
         for outcome in outcomes {
-            if let Outcome::Cloze { log_likelihood, size, .. } = outcome {
+            if let ExampleOutcome::Cloze { log_likelihood, size, .. } = outcome {
                 sums.push(*log_likelihood);
                 words += size.0;
                 bytes += size.1;
             }
         }
         if sums.is_empty() {
-            let by_characters = |outcome: &Outcome| match outcome {
-                Outcome::MultipleChoice { predicted_norm, answer, .. } => predicted_norm == answer,
-                Outcome::Cloze { .. } => false,
+            let by_characters = |outcome: &ExampleOutcome| match outcome {
+                ExampleOutcome::MultipleChoice { predicted_norm, answer, .. } => {
+                    predicted_norm == answer
+                }
+                ExampleOutcome::Cloze { .. } => false,
             };
-            let by_bytes = |outcome: &Outcome| match outcome {
-                Outcome::MultipleChoice { predicted_bytes, answer, .. } => {
+            let by_bytes = |outcome: &ExampleOutcome| match outcome {
+                ExampleOutcome::MultipleChoice { predicted_bytes, answer, .. } => {
                     predicted_bytes == answer
                 }
-                Outcome::Cloze { .. } => false,
+                ExampleOutcome::Cloze { .. } => false,
             };
             scores.push(("acc_norm", share(by_characters)));
             scores.push(("acc_bytes", share(by_bytes)));
@@ -213,15 +215,15 @@ fn perplexity(sums: &[f64]) -> Estimate {
 mod tests {
     use super::*;
 
-    fn choices(choices: &[&str], sums: &[f64], answer: usize) -> Outcome {
+    fn choices(choices: &[&str], sums: &[f64], answer: usize) -> ExampleOutcome {
         let choices = choices.iter().map(|choice| (*choice).to_owned()).collect();
         let (context, delimiter) = (String::new(), String::new());
         let example = Example { line: 1, context, delimiter, choices, answer };
         let found = sums.iter().map(|&sum| LogLikelihood { sum, is_greedy: false });
-        Outcome::new(TaskKind::MultipleChoice, &example, &found.collect::<Vec<_>>())
+        ExampleOutcome::new(TaskKind::MultipleChoice, &example, &found.collect::<Vec<_>>())
     }
 
-    fn cloze(answer: &str, sum: f64, is_greedy: bool) -> Outcome {
+    fn cloze(answer: &str, sum: f64, is_greedy: bool) -> ExampleOutcome {
         let example = Example {
             line: 1,
             context: String::new(),
@@ -229,7 +231,7 @@ mod tests {
             choices: vec![answer.to_owned()],
             answer: 0,
         };
-        Outcome::new(TaskKind::Cloze, &example, &[LogLikelihood { sum, is_greedy }])
+        ExampleOutcome::new(TaskKind::Cloze, &example, &[LogLikelihood { sum, is_greedy }])
     }
 
     fn value(scores: &Scores, name: &str) -> Estimate {
@@ -240,13 +242,14 @@ mod tests {
     fn choices_are_compared_by_sum_by_characters_and_by_bytes() {
         // Sums by characters: -2, -1.5, -1; by bytes: -1, -1.5, -1: the first of equal ones.
         let outcome = choices(&["\u{e4}", "bb", "cccc"], &[-2.0, -3.0, -4.0], 2);
-        let Outcome::MultipleChoice { predicted, predicted_norm, predicted_bytes, .. } = outcome
+        let ExampleOutcome::MultipleChoice { predicted, predicted_norm, predicted_bytes, .. } =
+            outcome
         else {
             panic!("{outcome:?}")
         };
         assert_eq!((predicted, predicted_norm, predicted_bytes), (0, 2, 0));
         assert!(!outcome.is_right());
-        let scores = Scores::of(&[outcome, choices(&["a", "b"], &[-1.0, -1.0], 0)]);
+        let scores = Scores::new(&[outcome, choices(&["a", "b"], &[-1.0, -1.0], 0)]);
         let names: Vec<_> = scores.0.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, ["acc", "acc_norm", "acc_bytes"]);
         assert_eq!(value(&scores, "acc").value, 0.5);
@@ -258,7 +261,7 @@ mod tests {
 
     #[test]
     fn perplexities_are_by_answer_by_word_and_by_byte() {
-        let scores = Scores::of(&[cloze("ab cd", -3.0, true), cloze("efg", -1.0, false)]);
+        let scores = Scores::new(&[cloze("ab cd", -3.0, true), cloze("efg", -1.0, false)]);
         assert_eq!(value(&scores, "acc").value, 0.5);
         let perplexity = value(&scores, "perplexity");
         assert!((perplexity.value - 2f64.exp()).abs() < 1e-12);
@@ -273,7 +276,7 @@ mod tests {
 
     #[test]
     fn one_example_has_no_standard_error() {
-        let scores = Scores::of(&[cloze("a", -1.0, true)]);
+        let scores = Scores::new(&[cloze("a", -1.0, true)]);
         assert_eq!(value(&scores, "acc"), Estimate { value: 1.0, stderr: None });
         assert_eq!(value(&scores, "perplexity").stderr, None);
     }
@@ -290,7 +293,7 @@ mod tests {
         let file =
             TaskFile { path: "t.jsonl".into(), kind: TaskKind::Cloze, examples: vec![example] };
         let found = [LogLikelihood { sum: f64::NAN, is_greedy: false }];
-        let error = Outcome::of_file(&file, &found).unwrap_err().to_string();
+        let error = ExampleOutcome::of_file(&file, &found).unwrap_err().to_string();
         assert!(error.starts_with("t.jsonl:4: the model gives the log-likelihood NaN"));
     }
 

@@ -17,7 +17,7 @@ pub(super) struct Kind {
 
 impl Kind {
     /// The kind of a configuration.
-    pub fn of(config: &ModelConfig) -> Self {
+    pub fn new(config: &ModelConfig) -> Self {
         Kind { architecture: config.architecture, is_moh: config.moh.is_some() }
     }
 

@@ -6,7 +6,7 @@ mod qwen3;
 
 use crate::layers::{Block, Embedding, Head, RmsNorm, RouterLayer, RouterSpec};
 use crate::layout::{FlatLayout, ModelLayout};
-use crate::model_parallel::Part;
+use crate::model_parallel::ModelPart;
 use crate::tensors::{FINAL_NORM, Tensor, TensorList};
 use crate::{ModelConfig, router};
 
@@ -57,7 +57,7 @@ impl Layers {
         config: &ModelConfig,
         routers: &[Option<RouterSpec>],
         ranks: usize,
-        part: &Part,
+        part: &ModelPart,
     ) -> (Self, Vec<FlatLayout>) {
         let mut buffers = Buffers { config, ranks, part, flats: Vec::new() };
         let tied = config.tie_word_embeddings;
@@ -85,7 +85,7 @@ impl Layers {
 struct Buffers<'a> {
     config: &'a ModelConfig,
     ranks: usize,
-    part: &'a Part,
+    part: &'a ModelPart,
     flats: Vec<FlatLayout>,
 }
 

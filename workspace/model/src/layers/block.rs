@@ -140,7 +140,7 @@ impl Block {
             return Ok(());
         }
         let normed = self.attention_norm.forward(cx, x, attention_norm)?;
-        if recompute == Recompute::Cheap {
+        if recompute == Recompute::Norms {
             self.attention.recompute(cx, attention, rotated)?;
             self.mlp_norm.forward(cx, h, mlp_norm)?;
             return Ok(());

@@ -39,7 +39,7 @@ impl Embedding {
     ) -> Result<(), Error> {
         let _span = span::enter("embedding");
         let (backend, width, rows) = (cx.backend, self.width, self.rows(cx));
-        let (table, len) = (cx.weights.of(&self.table), cx.num_tokens() * width);
+        let (table, len) = (cx.weights.get(&self.table), cx.num_tokens() * width);
         let ids = B::reborrow(ids);
         let Some(partial) = gathered else {
             let out = B::view_mut(out, 0..len);
@@ -69,7 +69,7 @@ impl Embedding {
             rows: self.rows(cx),
             ids: B::reborrow(ids),
             d_out: cx.forward.all_gather(self.width, &d.residual, gathered)?,
-            d_table: cx.gradients.of_mut(&self.table),
+            d_table: cx.gradients.get_mut(&self.table),
         })?;
         Ok(())
     }

@@ -42,7 +42,7 @@ impl<M: Workspace, T: Element> HeadBuffers<M, T> {
             ranks => memory.cross_entropy_sums(&shape, ranks),
         };
         let here = |len: usize| if sizes.part.last { len } else { 0 };
-        let (stream, local) = (here(sizes.stream()), here(sizes.token_share().part));
+        let (stream, local) = (here(sizes.stream()), here(sizes.token_share().per_rank));
         let (scratch, sums) = (here(memory.cross_entropy_scratch(&shape)), here(sums));
         let normed = || {
             Ok::<_, Error>(Normed { y: memory.allocate(stream)?, inv_rms: memory.allocate(local)? })
@@ -111,7 +111,7 @@ impl Head {
             scale,
             d_x: B::view_mut(&mut d.hidden, 0..cx.num_tokens() * self.width),
             accumulation: cx.gradients.accumulation(self.weight.buffer),
-            d_weight: cx.gradients.of_mut(&self.weight),
+            d_weight: cx.gradients.get_mut(&self.weight),
         };
         self.cross_entropy(&cx.forward, pass, Some(gradients))?;
         cx.gradients.mark_written(self.weight.buffer);
@@ -131,7 +131,7 @@ impl Head {
         cx.backend.cross_entropy(CrossEntropyArgs {
             shape: HeadShape::of_rows(cx.num_tokens(), self.width, rows, ranks),
             x: cx.all_gather(self.width, &buffers.normed.y, &mut scratch.gathered)?,
-            weight: cx.weights.of(&self.weight),
+            weight: cx.weights.get(&self.weight),
             targets: B::whole(targets),
             scratch: B::whole_mut(&mut buffers.scratch),
             loss: sums.cross_entropy(),
@@ -160,7 +160,7 @@ impl Head {
         backend.linear_forward(LinearForward {
             inputs: self.width,
             x: B::reborrow(normed),
-            weight: weights.of(&self.weight),
+            weight: weights.get(&self.weight),
             residual: None,
             y: B::whole_mut(&mut logits),
         })?;

@@ -59,7 +59,7 @@ impl ColumnParallelLinear {
         cx.backend.linear_forward(LinearForward {
             inputs: self.inputs,
             x: B::reborrow(x),
-            weight: cx.weights.of(&self.weight),
+            weight: cx.weights.get(&self.weight),
             residual: None,
             y: B::view_mut(y, 0..cx.num_tokens() * self.outputs()),
         })?;
@@ -123,7 +123,7 @@ impl RowParallelLinear {
         sum: ResidualSum<'_, B, T>,
     ) -> Result<(), Error> {
         let (backend, inputs, width) = (cx.backend, self.inputs(), self.outputs);
-        let (x, weight) = (B::reborrow(x), cx.weights.of(&self.weight));
+        let (x, weight) = (B::reborrow(x), cx.weights.get(&self.weight));
         let len = cx.own_tokens().local() * width;
         let Some(partial) = gathered else {
             let (residual, y) = (Some(B::view(sum.x, 0..len)), B::view_mut(sum.y, 0..len));
@@ -180,7 +180,7 @@ fn backward_weight<B: Backend, T: Element, G: Element>(
         inputs,
         x: B::reborrow(x),
         d_y: B::reborrow(d_y),
-        d_weight: cx.gradients.of_mut(weight),
+        d_weight: cx.gradients.get_mut(weight),
         accumulation,
     })?;
     Ok(())
@@ -198,7 +198,7 @@ fn backward_input<B: Backend, T: Element>(
     cx.backend.linear_backward_input(LinearBackwardInput {
         inputs,
         d_y: B::reborrow(d_y),
-        weight: cx.weights.of(weight),
+        weight: cx.weights.get(weight),
         d_x: B::view_mut(d_x, 0..cx.num_tokens() * inputs),
         accumulation,
     })?;

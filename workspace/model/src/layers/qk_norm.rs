@@ -34,7 +34,7 @@ impl QkNorm {
             shape: &cx.tokens.shape,
             eps: self.eps,
             qkv: B::reborrow(qkv),
-            weight: cx.weights.of(&self.weight),
+            weight: cx.weights.get(&self.weight),
             normed: B::reborrow_mut(&mut normed),
         })?;
         Ok(())
@@ -53,9 +53,9 @@ impl QkNorm {
             shape: &cx.forward.tokens.shape,
             eps: self.eps,
             qkv: B::reborrow(qkv),
-            weight: cx.forward.weights.of(&self.weight),
+            weight: cx.forward.weights.get(&self.weight),
             d_qkv: B::reborrow_mut(&mut d_qkv),
-            d_weight: cx.gradients.of_mut(&self.weight),
+            d_weight: cx.gradients.get_mut(&self.weight),
         })?;
         Ok(())
     }

@@ -31,7 +31,7 @@ impl<M: Memory, T: Element> Normed<M, T> {
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         Ok(Normed {
             y: memory.allocate(sizes.stream())?,
-            inv_rms: memory.allocate(sizes.token_share().part)?,
+            inv_rms: memory.allocate(sizes.token_share().per_rank)?,
         })
     }
 }
@@ -58,7 +58,7 @@ impl RmsNorm {
         cx.backend.rms_norm_forward(RmsNormForward {
             eps: self.eps,
             x: B::view(x, 0..tokens * width),
-            weight: cx.weights.of(&self.weight),
+            weight: cx.weights.get(&self.weight),
             y: B::view_mut(&mut normed.y, 0..tokens * width),
             inv_rms: B::view_mut(&mut normed.inv_rms, 0..tokens),
         })?;
@@ -79,11 +79,11 @@ impl RmsNorm {
         cx.gradients.clear_stale(cx.forward.backend, &self.weight)?;
         cx.forward.backend.rms_norm_backward(RmsNormBackward {
             x: B::view(x, 0..len),
-            weight: cx.forward.weights.of(&self.weight),
+            weight: cx.forward.weights.get(&self.weight),
             inv_rms: B::view(inv_rms, 0..tokens),
             d_y: B::view(&d.hidden, d_y),
             d_x: B::view_mut(&mut d.residual, 0..len),
-            d_weight: cx.gradients.of_mut(&self.weight),
+            d_weight: cx.gradients.get_mut(&self.weight),
         })?;
         Ok(())
     }

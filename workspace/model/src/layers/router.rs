@@ -100,7 +100,9 @@ impl RouterLayer {
         let out = B::reborrow_mut(&mut out);
         match self {
             RouterLayer::QueryNorm(_) => cx.backend.balance_loss(routing, scale, out)?,
-            RouterLayer::Custom(custom) => custom.of(cx).loss(cx.backend, routing, scale, out)?,
+            RouterLayer::Custom(custom) => {
+                custom.router(cx).loss(cx.backend, routing, scale, out)?
+            }
         }
         Ok(())
     }
@@ -124,7 +126,7 @@ impl RouterLayer {
             RouterLayer::Custom(custom) => {
                 let parameters = custom.parameters(cx);
                 let args = RouterForward { shape, x, qkv, parameters, routing, all_reduce };
-                custom.of(cx).forward(cx.backend, args)?;
+                custom.router(cx).forward(cx.backend, args)?;
             }
         }
         Ok(())
@@ -199,7 +201,7 @@ impl RouterLayer {
 
 impl CustomRouter {
     /// Its implementation.
-    fn of<'v, B: Backend, T: Element>(&self, cx: &Context<'v, B, T>) -> &'v dyn Router<B, T> {
+    fn router<'v, B: Backend, T: Element>(&self, cx: &Context<'v, B, T>) -> &'v dyn Router<B, T> {
         &*cx.routers[self.index]
     }
 
@@ -229,7 +231,7 @@ impl CustomRouter {
         let (cx, gradients) = (&cx.forward, &mut *cx.gradients);
         let mut d_parameters =
             LayerGradients { backend: cx.backend, gradients, ranges: &self.parameters };
-        self.of(cx).backward(
+        self.router(cx).backward(
             cx.backend,
             RouterBackward {
                 shape: &cx.tokens.shape,

@@ -25,7 +25,7 @@ impl<'a, B: Backend, T: Element> Parameters<'a, B, T> {
     /// # Errors
     /// [`Error::Shape`] for a parameter that the router does not have.
     pub fn get(&self, parameter: usize) -> Result<View<'a, B, T>> {
-        Ok(self.weights.of(range(self.ranges, parameter)?))
+        Ok(self.weights.get(range(self.ranges, parameter)?))
     }
 }
 
@@ -73,7 +73,7 @@ impl<B: Backend, T: Element, G: Element> ParameterGradients<B, T> for LayerGradi
             inputs,
             x: B::reborrow(x),
             d_y: B::reborrow(d_y),
-            d_weight: self.gradients.of_mut(range(self.ranges, parameter)?),
+            d_weight: self.gradients.get_mut(range(self.ranges, parameter)?),
             accumulation: Accumulation::Add,
         })
     }

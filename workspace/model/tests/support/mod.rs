@@ -7,7 +7,7 @@ use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, AuxiliaryLosses, Error, LossScale, Model, ModelConfig, MohConfig,
+    Activations, Architecture, AuxiliaryLosses, Error, LossConfig, Model, ModelConfig, MohConfig,
     PassShape, Recompute, RopeConfig, StepSums, initial,
 };
 
@@ -72,7 +72,7 @@ pub const SHAPE: PassShape = PassShape {
     document_mask: true,
 };
 /// The factors of a step of one such micro-batch.
-pub const SCALE: LossScale = LossScale {
+pub const SCALE: LossConfig = LossConfig {
     cross_entropy: 1.0 / 80.0,
     auxiliary: AuxiliaryLosses::all(0.1),
     straight_through: true,

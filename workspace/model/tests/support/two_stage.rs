@@ -155,8 +155,8 @@ impl TwoStage {
         let mut local = vec![0f32; tokens * heads.local()];
         backend.download(delta, &mut local)?;
         let mut all = vec![0f64; tokens * heads.count];
-        for (at, &delta) in local.iter().enumerate() {
-            let (token, head) = (at / heads.local(), heads.index(at % heads.local()));
+        for (i, &delta) in local.iter().enumerate() {
+            let (token, head) = (i / heads.local(), heads.index(i % heads.local()));
             all[token * heads.count + head] = f64::from(delta);
         }
         if let Some(RouterRanks { mut table, all_reduce }) = ranks {

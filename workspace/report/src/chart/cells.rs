@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use maud::{Markup, html};
 
 use super::at;
-use super::heat::{Cell, HeatRow, viridis};
+use super::heat::{Cell, HeatRow, Rectangle, viridis};
 
 /// Colours of the shares from 0 to 1.
 const LEVELS: usize = 41;
@@ -21,7 +21,7 @@ enum Color {
 
 impl Color {
     /// `None` of a cell without a head.
-    fn of(cell: Cell) -> Option<Self> {
+    fn from_cell(cell: Cell) -> Option<Self> {
         match cell {
             Cell::Absent => None,
             Cell::Shared => Some(Color::Shared),
@@ -34,10 +34,10 @@ impl Color {
 }
 
 /// Draws the cells of `rows` into a rectangle.
-pub(super) fn draw(rows: &[HeatRow], (x, y): (f64, f64), (wide, high): (f64, f64)) -> Markup {
+pub(super) fn draw(rows: &[HeatRow], Rectangle { x, y, width, height }: Rectangle) -> Markup {
     let columns = rows.iter().map(|row| row.cells.len()).max().unwrap_or(0).max(1);
     html! {
-        svg class="cells" x=(at(x)) y=(at(y)) width=(at(wide)) height=(at(high))
+        svg class="cells" x=(at(x)) y=(at(y)) width=(at(width)) height=(at(height))
             viewBox={ "0 0 " (columns) " " (rows.len().max(1)) } preserveAspectRatio="none" {
             @for (color, path) in paths(rows) {
                 @match color {
@@ -56,8 +56,8 @@ fn paths(rows: &[HeatRow]) -> BTreeMap<Color, String> {
     let mut paths = BTreeMap::<Color, String>::new();
     for (number, row) in rows.iter().enumerate() {
         let mut column = 0;
-        for same in row.cells.chunk_by(|a, b| Color::of(*a) == Color::of(*b)) {
-            if let Some(color) = same.first().and_then(|cell| Color::of(*cell)) {
+        for same in row.cells.chunk_by(|a, b| Color::from_cell(*a) == Color::from_cell(*b)) {
+            if let Some(color) = same.first().and_then(|cell| Color::from_cell(*cell)) {
                 // Writing to a text does not fail.
                 let _ =
                     write!(paths.entry(color).or_default(), "M{column} {number}.5h{}", same.len());
@@ -81,7 +81,8 @@ mod tests {
             vec![Cell::Absent, high, Cell::Share(7.0), high],
         ];
         let rows = rows.map(|cells| HeatRow { number: 0, cells });
-        let shown = draw(&rows, (0.0, 0.0), (40.0, 30.0)).into_string();
+        let shown =
+            draw(&rows, Rectangle { x: 0.0, y: 0.0, width: 40.0, height: 30.0 }).into_string();
         for path in [
             "<path class=\"shared\" d=\"M0 0.5h4\">",
             "<path stroke=\"#440154\" d=\"M0 1.5h2M3 1.5h1\">",
@@ -89,6 +90,10 @@ mod tests {
         ] {
             assert!(shown.contains(path), "{path}: {shown}");
         }
-        assert!(draw(&[], (0.0, 0.0), (1.0, 1.0)).into_string().ends_with("</svg>"));
+        assert!(
+            draw(&[], Rectangle { x: 0.0, y: 0.0, width: 1.0, height: 1.0 })
+                .into_string()
+                .ends_with("</svg>")
+        );
     }
 }

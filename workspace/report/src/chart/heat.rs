@@ -57,6 +57,15 @@ pub struct HeatMap {
     pub rows: Vec<HeatRow>,
 }
 
+/// A rectangle of a drawing, in pixels from its upper left corner.
+#[derive(Clone, Copy)]
+pub(super) struct Rectangle {
+    pub x: f64,
+    pub y: f64,
+    pub width: f64,
+    pub height: f64,
+}
+
 impl HeatMap {
     /// The map as an element of a page.
     pub fn draw(&self) -> Markup {
@@ -87,11 +96,13 @@ impl HeatMap {
                 @if has_gaps {
                     @for (place, row) in self.rows.iter().enumerate() {
                         @for (column, cell) in row.cells.iter().enumerate() {
-                            (cell.draw((x(column), y(place)), (wide - 1.0, high - 1.0), with_text))
+                            @let (x, y, width, height) = (x(column), y(place), wide - 1.0, high - 1.0);
+                            (cell.draw(Rectangle { x, y, width, height }, with_text))
                         }
                     }
                 } @else {
-                    (cells::draw(&self.rows, (LEFT, TOP), (wide * columns as f64, bottom - TOP)))
+                    @let (width, height) = (wide * columns as f64, bottom - TOP);
+                    (cells::draw(&self.rows, Rectangle { x: LEFT, y: TOP, width, height }))
                 }
                 text class="quiet" x=(at(LEFT)) y=(at(bottom + 14.0)) { "rows: layers, columns: heads" }
             }
@@ -100,21 +111,20 @@ impl HeatMap {
 }
 
 impl Cell {
-    fn draw(&self, (x, y): (f64, f64), (wide, high): (f64, f64), with_text: bool) -> Markup {
-        let (width, height) = (at(wide), at(high));
+    fn draw(&self, Rectangle { x, y, width, height }: Rectangle, with_text: bool) -> Markup {
         let share = match *self {
             Cell::Share(share) => share,
             Cell::Shared => {
-                return html! { rect class="shared" x=(at(x)) y=(at(y)) width=(width) height=(height) {} };
+                return html! { rect class="shared" x=(at(x)) y=(at(y)) width=(at(width)) height=(at(height)) {} };
             }
             Cell::Absent => return html! {},
         };
         let ink = if share < 0.55 { "#ffffff" } else { "#000000" };
         html! {
-            rect fill=(viridis(share)) x=(at(x)) y=(at(y)) width=(width) height=(height) {}
+            rect fill=(viridis(share)) x=(at(x)) y=(at(y)) width=(at(width)) height=(at(height)) {}
             @if with_text {
                 text class="cell" style={ "fill:" (ink) } text-anchor="middle"
-                    x=(at(x + wide / 2.0)) y=(at(y + high / 2.0 + 4.0)) { (format!("{:.0}", 100.0 * share)) }
+                    x=(at(x + width / 2.0)) y=(at(y + height / 2.0 + 4.0)) { (format!("{:.0}", 100.0 * share)) }
             }
         }
     }

@@ -123,7 +123,7 @@ struct Plot {
 }
 
 impl Plot {
-    fn contains(&self, (x, y): (f64, f64)) -> bool {
+    fn contains(&self, x: f64, y: f64) -> bool {
         self.across.contains(x) && self.values.shows(y) && self.values.contains(y)
     }
 
@@ -186,14 +186,14 @@ impl LineChart {
         let left = up.iter().map(|tick| super::width(&tick.label)).fold(20.0, f64::max) + 14.0;
         let right = width - self.label_room(size);
         let place = |value| left + across.place(value) * (right - left);
-        let shown = marks::shown(&self.marks);
+        let shown = marks::visible(&self.marks);
         let labels_of_marks = shown.iter().map(|mark| (place(mark.at), mark.label.clone()));
-        let mark_labels = marks::placed(labels_of_marks, (left, width));
+        let mark_labels = marks::place_labels(labels_of_marks, left, width);
         let above_values = self.above(values);
         let labels_above = above_values
             .iter()
             .map(|(_, (x, value))| (place(*x) + ARROW, format!("up to {}", short(*value))));
-        let above_labels = marks::placed(labels_above, (left, width));
+        let above_labels = marks::place_labels(labels_above, left, width);
         let marks_end = above + 10.0 + marks::height(&mark_labels);
         let top = marks_end + marks::height(&above_labels);
         let plot = Plot { left, top, right, bottom: height - BELOW, across, values };
@@ -424,7 +424,7 @@ fn lone_dots(line: &Line, plot: &Plot) -> Markup {
     let lone = segments.iter().filter(|segment| segment.len() == 1).flatten();
     html! {
         g class=(line.look.color_class()) {
-            @for &(x, y) in lone.filter(|point| plot.contains(**point)) {
+            @for &(x, y) in lone.filter(|(x, y)| plot.contains(*x, *y)) {
                 circle class="dot" r="3.5" cx=(at(plot.x(x))) cy=(at(plot.y(y))) {}
             }
         }
@@ -434,7 +434,7 @@ fn lone_dots(line: &Line, plot: &Plot) -> Markup {
 /// The points of a curve as dots that name their values, if they are not too many.
 fn dots(line: &Line, plot: &Plot) -> Markup {
     let points: Vec<&(f64, f64)> =
-        line.points.iter().filter(|point| plot.contains(**point)).collect();
+        line.points.iter().filter(|(x, y)| plot.contains(*x, *y)).collect();
     html! {
         @if points.len() <= MAX_DOTS {
             g class=(line.look.color_class()) {

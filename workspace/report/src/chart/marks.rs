@@ -50,7 +50,7 @@ pub(super) struct Placed {
 
 /// The marks that are drawn: the stages before the others, so that neither many returns nor their labels take a
 /// stage's place.
-pub(super) fn shown(marks: &[Mark]) -> Vec<&Mark> {
+pub(super) fn visible(marks: &[Mark]) -> Vec<&Mark> {
     let mut shown: Vec<&Mark> = marks.iter().collect();
     shown.sort_by_key(|mark| mark.kind != MarkKind::Stage);
     shown.truncate(MAX_MARKS);
@@ -59,9 +59,10 @@ pub(super) fn shown(marks: &[Mark]) -> Vec<&Mark> {
 
 /// Finds a row for each label, so that none covers one before it: right of its place, or left where it would leave
 /// the chart.
-pub(super) fn placed(
+pub(super) fn place_labels(
     labels: impl IntoIterator<Item = (f64, String)>,
-    (left, right): (f64, f64),
+    left: f64,
+    right: f64,
 ) -> Vec<Placed> {
     let mut rows: [Vec<(f64, f64)>; MAX_ROWS] = Default::default();
     let most = ((right - left) * 0.7 / width("m")) as usize;
@@ -118,13 +119,13 @@ mod tests {
     #[test]
     fn labels_cover_neither_each_other_nor_the_axis() {
         let labels = [(50.0, "adapt"), (55.0, "moh: 6 of 8 heads"), (545.0, "longer")];
-        let found = placed(labels.map(|(x, label)| (x, label.to_owned())), (50.0, 560.0));
+        let found = place_labels(labels.map(|(x, label)| (x, label.to_owned())), 50.0, 560.0);
         let rows: Vec<usize> = found.iter().map(|mark| mark.row).collect();
         assert_eq!(rows, [0, 1, 0]);
         assert_eq!(found[0].start, 55.0);
         assert!(found[2].start + width("longer") < found[2].x, "left of a line at the right edge");
         assert_eq!(height(&found), 2.0 * ROW);
-        assert_eq!(height(&placed([], (0.0, 1.0))), 0.0);
+        assert_eq!(height(&place_labels([], 0.0, 1.0)), 0.0);
     }
 
     #[test]
@@ -132,9 +133,10 @@ mod tests {
         let mark = |x: i32, kind| Mark { at: f64::from(x), label: "return".to_owned(), kind };
         let mut marks: Vec<Mark> = (0..500).map(|x| mark(x, MarkKind::Rewind)).collect();
         marks.push(mark(499, MarkKind::Stage));
-        let shown = shown(&marks);
+        let shown = visible(&marks);
         assert_eq!(shown.len(), MAX_MARKS);
-        let found = placed(shown.iter().map(|mark| (mark.at, mark.label.clone())), (0.0, 500.0));
+        let found =
+            place_labels(shown.iter().map(|mark| (mark.at, mark.label.clone())), 0.0, 500.0);
         assert_eq!((found[0].x, found[0].row), (499.0, 0), "the stage has its label");
         assert_eq!(height(&found), MAX_ROWS as f64 * ROW);
         assert_eq!(

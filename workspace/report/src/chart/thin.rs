@@ -64,7 +64,7 @@ pub(super) fn thin(
 ) -> Vec<Segment> {
     let mut segments = Vec::new();
     let mut column = Column::default();
-    for (at, (x, y)) in points.into_iter().enumerate() {
+    for (i, (x, y)) in points.into_iter().enumerate() {
         if !is_drawable(x) {
             continue;
         }
@@ -75,7 +75,7 @@ pub(super) fn thin(
             column.number = Some(number);
         }
         if is_drawable(y) {
-            column.add(at, (x, y));
+            column.add(i, (x, y));
         }
     }
     column.flush(&mut segments);

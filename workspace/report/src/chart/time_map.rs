@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 
 use super::cells;
-use super::heat::{HeatRow, every};
+use super::heat::{HeatRow, Rectangle, every};
 use super::scale::round;
 use super::{at, width};
 
@@ -52,7 +52,8 @@ impl TimeMap {
                     text class="quiet" x=(at(LEFT - 7.0)) y=(at(TOP + high * (place as f64 + 0.5) + 4.0))
                         text-anchor="end" { (row.number) }
                 }
-                (cells::draw(&self.rows, (LEFT, TOP), (WIDTH - LEFT - RIGHT, bottom - TOP)))
+                @let plot = Rectangle { x: LEFT, y: TOP, width: WIDTH - LEFT - RIGHT, height: bottom - TOP };
+                (cells::draw(&self.rows, plot))
                 @for (column, step) in steps.iter().enumerate().step_by(every(wide, room)) {
                     @let x = LEFT + wide * (column as f64 + 0.5);
                     @let reaches = x + width(step) / 2.0 > WIDTH;

@@ -66,7 +66,7 @@ pub struct RunLog {
 
 /// A loss at a place of the run.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Loss {
+pub struct LossPoint {
     /// Tokens trained on.
     pub tokens: f64,
     /// In nats.
@@ -155,7 +155,7 @@ impl RunLog {
 
     /// The losses of each validation set in the order of the run, the first set first. A conversion's loss
     /// follows that of the stage before it, at the same tokens.
-    pub fn validation(&self) -> Vec<(String, Vec<Loss>)> {
+    pub fn validation(&self) -> Vec<(String, Vec<LossPoint>)> {
         let mut sets: BTreeMap<&str, Vec<(f64, bool, f64)>> = BTreeMap::new();
         for (name, losses) in &self.steps.validation {
             let of_steps = losses.iter().filter_map(|(index, validation)| {
@@ -175,7 +175,7 @@ impl RunLog {
                 add(name, validation.loss);
             }
         }
-        let mut sets: Vec<(String, Vec<Loss>)> =
+        let mut sets: Vec<(String, Vec<LossPoint>)> =
             sets.into_iter().map(|(name, losses)| (name.to_owned(), in_order(losses))).collect();
         // The sort is stable, so that the others stay in the order of their names.
         sets.sort_by_key(|(name, _)| *name != first_set);
@@ -209,10 +209,10 @@ fn read_steps(
 }
 
 /// Losses by tokens; one that a step and the end of its stage both have is there once.
-fn in_order(mut losses: Vec<(f64, bool, f64)>) -> Vec<Loss> {
+fn in_order(mut losses: Vec<(f64, bool, f64)>) -> Vec<LossPoint> {
     losses.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     losses.dedup_by(|b, a| a.0 == b.0 && a.1 == b.1 && a.2.total_cmp(&b.2).is_eq());
-    losses.into_iter().map(|(tokens, _, loss)| Loss { tokens, loss }).collect()
+    losses.into_iter().map(|(tokens, _, loss)| LossPoint { tokens, loss }).collect()
 }
 
 /// The recipe, if it can be read, and its text. A recipe of another version costs no more than the names in it.

@@ -108,7 +108,7 @@ fn names(directory: &Path) -> Result<Vec<String>, Error> {
 }
 
 /// Names for a message: the first ones, and how many more there are.
-pub fn named(names: &[String]) -> String {
+pub fn join_names(names: &[String]) -> String {
     let shown = names[..names.len().min(MAX_NAMED)].join(", ");
     match names.len().checked_sub(MAX_NAMED) {
         Some(more @ 1..) => format!("{shown} and {more} more"),
@@ -181,7 +181,7 @@ impl RunDirectory {
             true => Ok(()),
             false => Err(Error::NotARun {
                 path: self.root.clone(),
-                found: named(&found),
+                found: join_names(&found),
                 instead: self.free_sibling(),
             }),
         }

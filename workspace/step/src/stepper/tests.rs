@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use moh_comm::{Layout, World};
+use moh_comm::{RankLayout, World};
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_model::model_parallel::ModelParallel;
@@ -34,8 +34,8 @@ fn config(tied: bool) -> ModelConfig {
     config
 }
 
-fn plan(reduce: ElementType) -> StepPlan {
-    StepPlan {
+fn step_config(reduce: ElementType) -> StepConfig {
+    StepConfig {
         stage: "test".into(),
         sequence_length: LENGTH,
         micro_batch: 1,
@@ -75,7 +75,8 @@ impl<T: Element> Rank<T> {
     fn new(world: &World, ranks: Ranks) -> Self {
         let count = |count| NonZeroUsize::new(count).unwrap();
         let all = world.group().clone();
-        let layout = Layout::new(all.size(), count(ranks.tensor), count(ranks.pipeline)).unwrap();
+        let layout =
+            RankLayout::new(all.size(), count(ranks.tensor), count(ranks.pipeline)).unwrap();
         let groups = layout.groups(&all).unwrap();
         let config = config(ranks.tied);
         let part = ModelParallel::new(&config, groups.pipeline, 1, groups.tensor).unwrap();
@@ -85,16 +86,17 @@ impl<T: Element> Rank<T> {
         };
         let data = groups.data.clone();
         let model = Model::of_part(Cpu, config, LENGTH, part, data.size(), fill).unwrap();
-        let optimizer = OptimizerState::new(&model, Shard::of(&data)).unwrap();
-        let stepper = Stepper::new(&model, plan(ranks.reduce), StepGroups { all, data }).unwrap();
+        let optimizer = OptimizerState::new(&model, Shard::from_group(&data)).unwrap();
+        let stepper =
+            Stepper::new(&model, step_config(ranks.reduce), StepGroups { all, data }).unwrap();
         Rank { model, optimizer, stepper }
     }
 
     /// Takes a step from sample `first` on, as the `number`th update.
     fn step(&mut self, first: u64, number: u64, limits: Limits) -> StepResult {
         let read = |sample: u64, window: &mut [u32], _: Option<&mut [u32]>| {
-            for (at, id) in window.iter_mut().enumerate() {
-                *id = ((sample * 31 + at as u64 * 7) % 32) as u32;
+            for (i, id) in window.iter_mut().enumerate() {
+                *id = ((sample * 31 + i as u64 * 7) % 32) as u32;
             }
             Ok(())
         };

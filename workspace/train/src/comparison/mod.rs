@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use moh_files::TEMPORARY;
 use moh_recipe::Recipe;
 use moh_recipe::shell::command;
-use moh_run_directory::{KeyChange, RunDirectory, RunLock, branch, changes, named};
+use moh_run_directory::{KeyChange, RunDirectory, RunLock, branch, changes, join_names};
 pub(crate) use record::RECORD;
 pub use record::{Results, results};
 use variant::SHARED;
@@ -240,7 +240,7 @@ impl Comparison {
             true => Ok(()),
             false => Err(Error::NotComparison {
                 path: self.directory.clone(),
-                found: named(&found),
+                found: join_names(&found),
                 instead: directory.free_sibling(),
             }),
         }
@@ -285,7 +285,7 @@ fn check_begun(run: &PlannedRun, path: &Path) -> Result<(), Error> {
     if !directory.keeps_model(&recipe)? {
         return Ok(());
     }
-    let source = ModelSource::kept(&recipe, path, &directory.model())?;
+    let source = ModelSource::open_kept(&recipe, path, &directory.model())?;
     recipe.resolve(path, source.original_config())?;
     directory.check_recipe(&recipe, &run.command)?;
     // The others have continued the shared stages as they were.

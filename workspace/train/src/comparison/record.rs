@@ -99,7 +99,7 @@ pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<(
                 name,
                 overrides: &variant.overrides,
                 shared_stages: stages(run.num_shared).collect(),
-                changes: run.changes.iter().map(Change::of).collect(),
+                changes: run.changes.iter().map(Change::new).collect(),
                 results: results(&run.directory())?,
             }),
         }
@@ -111,7 +111,7 @@ pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<(
 }
 
 impl<'a> Change<'a> {
-    fn of(change: &'a moh_run_directory::KeyChange) -> Self {
+    fn new(change: &'a moh_run_directory::KeyChange) -> Self {
         let (recipe, variant) = (change.before.as_deref(), change.now.as_deref());
         Change { key: &change.key, recipe, variant }
     }

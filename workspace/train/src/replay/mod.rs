@@ -5,7 +5,7 @@ mod samples;
 
 use std::path::Path;
 
-use moh_checkpoint::{Growth, RunState, StoredCheckpoint, steps_at};
+use moh_checkpoint::{RunState, StageExtension, StoredCheckpoint, steps_at};
 use moh_comm::World;
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
@@ -13,9 +13,9 @@ use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
-use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
-use moh_plan::step_plan;
-use moh_recipe::{Parallel, Recipe, Recompute, Stage};
+use moh_model::{Activations, BlockMagnitudes, Model, PassSlot, Recompute};
+use moh_plan::step_config;
+use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_step::guard::Limits;
 use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient};
@@ -65,7 +65,8 @@ pub struct Replay {
 /// when the model does not fit its memory.
 pub fn replay(
     run: &RunDirectory,
-    (mut recipe, path): (Recipe, &Path),
+    mut recipe: Recipe,
+    path: &Path,
     directory: Option<&Path>,
     device: OpenDevice,
     step: u64,
@@ -75,21 +76,21 @@ pub fn replay(
         return Err(Error::NoSuchStep { path: run.root().to_owned(), step, steps });
     }
     for stage in &mut recipe.stages {
-        stage.parallel = Parallel::default();
+        stage.parallel = ParallelOptions::default();
     }
     if recipe.memory.recompute == Recompute::Block {
-        recipe.memory.recompute = Recompute::Cheap;
+        recipe.memory.recompute = Recompute::Norms;
     }
     let rewinds = Rewinds::read(run)?;
     let stored = newest_before(run, &rewinds, step)?;
     let source = match stored.is_some() && run.keeps_model(&recipe)? {
-        true => ModelSource::kept(&recipe, path, &run.model())?,
+        true => ModelSource::open_kept(&recipe, path, &run.model())?,
         false => ModelSource::open(&recipe, path, directory)?,
     };
     recipe.resolve(path, source.original_config())?;
     // The run has accepted the tokenizer.
     let data = RunData::open(&recipe, &source, true)?;
-    let growth = growth::recorded(run)?;
+    let growth = growth::read_recorded(run)?;
     let job = Job { recipe: &recipe, source: &source, data, rewinds, growth, stored, step };
     device.run(job)
 }
@@ -126,7 +127,7 @@ struct Job<'a> {
     source: &'a ModelSource,
     data: RunData,
     rewinds: Rewinds,
-    growth: Vec<Growth>,
+    growth: Vec<StageExtension>,
     stored: Option<StoredCheckpoint>,
     step: u64,
 }
@@ -218,8 +219,8 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         }
         let group = World::single().group().clone();
         let groups = StepGroups { all: group.clone(), data: group };
-        let plan = step_plan(recipe, stage);
-        let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, groups)?;
+        let config = step_config(recipe, stage);
+        let mut stepper = Stepper::<B, T, G>::new(&self.model, config, groups)?;
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {
             self.job.rewinds.pass_over_samples(&mut self.state);
@@ -242,7 +243,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let update = self.state.next_update(stage, guard);
         let (read, first) = (self.job.data.sample_reader(), self.state.sample);
         let result = stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?;
-        self.state.count((stage, guard), &result, stepper.plan().batch_sequences());
+        self.state.count(stage, guard, &result, stepper.config().batch_sequences());
         Ok(())
     }
 
@@ -258,9 +259,9 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             blocks: vec![BlockMagnitudes::default(); self.model.config().num_hidden_layers],
             routing: self.model.routing_statistics()?,
         };
-        let result = stepper.measure(&mut self.model, &self.optimizer, (read, first), &mut seen)?;
+        let result = stepper.measure(&mut self.model, &self.optimizer, read, first, &mut seen)?;
         let gradients = stepper.gradient_norms(&self.model)?;
-        let samples = first..first + stepper.plan().batch_sequences();
+        let samples = first..first + stepper.config().batch_sequences();
         Ok(Replay {
             from: self.job.stored.as_ref().map_or(0, |stored| stored.manifest().state.step),
             step: self.job.step,

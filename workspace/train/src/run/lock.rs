@@ -13,22 +13,22 @@ use crate::event::Event;
 use crate::resumption::check_resumable;
 
 /// A run whose directory the first rank has locked.
-pub(super) struct Locked<'a, B: Backend> {
+pub(super) struct LockedRun<'a, B: Backend> {
     pub resolved: Resolved<'a, B>,
-    pub held: Held,
+    pub state: DirectoryState,
 }
 
 /// What is left to do in a locked run.
-pub(super) enum Work<'a, B: Backend> {
+pub(super) enum RemainingWork<'a, B: Backend> {
     /// Nothing: an earlier run has finished with this summary.
-    Finished(Locked<'a, B>, Summary),
+    Finished(LockedRun<'a, B>, Summary),
     /// Steps of training, or the export.
-    Unfinished(Locked<'a, B>),
+    Unfinished(LockedRun<'a, B>),
 }
 
 /// The run directory, as the first rank has locked and found it; the default on other ranks.
 #[derive(Default)]
-pub(super) struct Held {
+pub(super) struct DirectoryState {
     /// Held until the run ends.
     pub lock: Option<RunLock>,
     /// Whether there is nothing left to do.
@@ -41,21 +41,24 @@ pub(super) struct Held {
 
 impl<'a, B: Backend> Resolved<'a, B> {
     /// Locks the run directory, and begins a run that continues another one.
-    pub fn lock(mut self, events: &mut dyn FnMut(Event<'_>)) -> Result<Work<'a, B>, Error> {
+    pub fn lock(
+        mut self,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<RemainingWork<'a, B>, Error> {
         let Resolved { job, ranks, run, recipe, parent, resume_step, .. } = &mut self;
-        let mut held = Held::default();
-        let finished = ranks.first_holds::<Error>(|| {
+        let mut state = DirectoryState::default();
+        let finished = ranks.rank0_decides::<Error>(|| {
             if let Some(parent) = parent {
                 branch::begin(run, parent, recipe)?;
             }
-            held = job.lock_and_check(run, recipe, *resume_step, events)?;
-            Ok(held.finished)
+            state = job.lock_and_check(run, recipe, *resume_step, events)?;
+            Ok(state.finished)
         })?;
         let summary = if finished { Summary::read(&run.summary())? } else { None };
-        let locked = Locked { resolved: self, held };
+        let locked = LockedRun { resolved: self, state };
         Ok(match summary {
-            Some(summary) => Work::Finished(locked, summary),
-            None => Work::Unfinished(locked),
+            Some(summary) => RemainingWork::Finished(locked, summary),
+            None => RemainingWork::Unfinished(locked),
         })
     }
 }
@@ -69,7 +72,7 @@ impl Job<'_> {
         recipe: &Recipe,
         resume_step: Option<u64>,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Held, Error> {
+    ) -> Result<DirectoryState, Error> {
         let lock = run.lock_or_break(self.options.break_lock)?;
         if let Some(text) = lock.warning() {
             events(Event::Warning { text: &text });
@@ -87,7 +90,7 @@ impl Job<'_> {
             moh_checkpoint::require(&run.checkpoint_directory(), step)?;
         }
         let resumes = run.has_completed_work()?;
-        Ok(Held { lock: Some(lock), finished, resumes, grows })
+        Ok(DirectoryState { lock: Some(lock), finished, resumes, grows })
     }
 
     /// The command that started the program.

@@ -17,11 +17,11 @@ use moh_run_directory::RunDirectory;
 use moh_run_log::TraceSteps;
 use moh_step::Ranks;
 
-use self::lock::Work;
+use self::lock::RemainingWork;
 use self::resolve::Resolved;
 use crate::disk_space::{FreeSpace, free_space};
 use crate::event::{Event, Outcome};
-use crate::run_inputs::Settled;
+use crate::run_inputs::InputCheck;
 use crate::{Error, TimeLimit};
 
 pub(crate) use self::resolve::adopt_origin;
@@ -141,10 +141,10 @@ impl Job<'_> {
     ) -> Result<Outcome, Error> {
         let ranks = Ranks::new(backend.clone(), self.group.clone())?;
         match Resolved::new(self, ranks, recipe)?.lock(events)? {
-            Work::Unfinished(run) => run.train(backend, events),
-            Work::Finished(run, summary) => Ok(match run.check_finished(events)? {
-                Settled::Yes => Outcome::AlreadyFinished(summary),
-                Settled::Stopped => Outcome::StoppedBeforeTraining,
+            RemainingWork::Unfinished(run) => run.train(backend, events),
+            RemainingWork::Finished(run, summary) => Ok(match run.check_finished(events)? {
+                InputCheck::Passed => Outcome::AlreadyFinished(summary),
+                InputCheck::Stopped => Outcome::StoppedBeforeTraining,
             }),
         }
     }

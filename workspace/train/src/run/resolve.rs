@@ -1,7 +1,7 @@
 //! The first phase of a run: its recipe is resolved, and its model and data are opened.
 
 use moh_kernels::Backend;
-use moh_recipe::{Parallel, Recipe, Stage};
+use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_run_directory::{CheckpointName, RunDirectory, branch, is_step_of};
 use moh_step::Ranks;
 
@@ -34,7 +34,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
     ) -> Result<Self, Error> {
         let run = RunDirectory::new(&recipe.run.dir);
         let begin_anew = job.options.begin_anew;
-        let resumes = ranks.first_holds::<Error>(|| {
+        let resumes = ranks.rank0_decides::<Error>(|| {
             run.check()?;
             let resumes = !begin_anew && run.has_completed_work()?;
             if !resumes {
@@ -43,7 +43,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
             Ok(resumes)
         })?;
         let parent = match job.options.parent {
-            Some(parent) if ranks.first_holds(|| branch::is_free(&run))? => Some(parent),
+            Some(parent) if ranks.rank0_decides(|| branch::is_free(&run))? => Some(parent),
             _ => None,
         };
         let resumed = resumes.then_some(&run).or(parent);
@@ -52,7 +52,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
         let (source, data) = ranks.agree(opened)?;
         // Steps count from 1; the first rank's option counts.
         let resume_step =
-            ranks.first::<Error>(|| Ok(job.options.resume_step.unwrap_or(0) as f64))?;
+            ranks.rank0_computes::<Error>(|| Ok(job.options.resume_step.unwrap_or(0) as f64))?;
         let resume_step = Some(resume_step as u64).filter(|&step| step > 0);
         // Invalid data must not create a run directory.
         let data = match ranks.any(data.is_err() && !run.root().exists())? {
@@ -91,7 +91,7 @@ impl Job<'_> {
         if stage.parallel.data_ranks(ranks).is_some() {
             return Ok(());
         }
-        let Parallel { tensor, pipeline, .. } = stage.parallel;
+        let ParallelOptions { tensor, pipeline, .. } = stage.parallel;
         let (path, stage) = (self.path.to_owned(), stage.name.clone());
         Err(Error::Parallel { path, stage, tensor, pipeline, ranks })
     }
@@ -113,7 +113,7 @@ impl Job<'_> {
             false => first_that_keeps_model(recipe, [&run].into_iter().chain(parent))?,
         };
         let source = match keeper {
-            Some(keeper) => ModelSource::kept(recipe, self.path, &keeper.model())?,
+            Some(keeper) => ModelSource::open_kept(recipe, self.path, &keeper.model())?,
             None => ModelSource::open(recipe, self.path, self.directory)?,
         };
         recipe.resolve(self.path, source.original_config())?;

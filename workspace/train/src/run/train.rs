@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
-use moh_files::HeldDirectory;
+use moh_files::OpenDirectory;
 use moh_kernels::{Backend, Element};
 use moh_recipe::Recipe;
 use moh_run_directory::{RunDirectory, RunLock};
@@ -13,45 +13,45 @@ use moh_run_log::Machine;
 use moh_step::Ranks;
 
 use super::Job;
-use super::lock::Locked;
+use super::lock::LockedRun;
 use super::resolve::Resolved;
 use crate::Error;
 use crate::disk_space;
 use crate::event::{Event, Outcome};
 use crate::resumption::warn_of_edited;
 use crate::run_data::RunData;
-use crate::run_inputs::{RunInputs, Settled};
+use crate::run_inputs::{InputCheck, RunInputs};
 use crate::trainer::{Inputs, train};
 
-impl<B: Backend + Clone> Locked<'_, B> {
+impl<B: Backend + Clone> LockedRun<'_, B> {
     /// Compares the inputs of a finished run with those that it was started with, and stores its recipe. While the
     /// recipe names the same ones, the data may be gone.
-    pub fn check_finished(self, events: &mut dyn FnMut(Event<'_>)) -> Result<Settled, Error> {
-        let Locked { resolved, held } = self;
+    pub fn check_finished(self, events: &mut dyn FnMut(Event<'_>)) -> Result<InputCheck, Error> {
+        let LockedRun { resolved, state } = self;
         let Resolved { job, mut ranks, run, recipe, source, data, .. } = resolved;
-        let names_others = ranks.first_holds::<Error>(|| {
+        let names_others = ranks.rank0_decides::<Error>(|| {
             let stored = run.stored_recipe()?;
             Ok(stored.data != recipe.data || stored.model != recipe.model)
         })?;
         if names_others || !ranks.any(data.is_err())? {
-            let (data, resumes, stop) = (&ranks.agree(data)?, held.resumes, job.options.stop);
+            let (data, resumes, stop) = (&ranks.agree(data)?, state.resumes, job.options.stop);
             let inputs = RunInputs { run: &run, recipe, source: &source, data, resumes, stop };
             let compared = inputs.compare(&mut ranks, events)?;
-            if compared == Settled::Stopped {
+            if compared == InputCheck::Stopped {
                 return Ok(compared);
             }
         }
-        ranks.first_does::<Error>(|| {
+        ranks.on_rank0::<Error>(|| {
             warn_of_edited(&run, run.write_recipe(recipe)?.as_deref(), events);
             Ok(())
         })?;
-        Ok(Settled::Yes)
+        Ok(InputCheck::Passed)
     }
 
     /// Trains, and explains an error of a run whose directory has been moved or removed.
     pub fn train(self, backend: B, events: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Error> {
         let run = RunDirectory::new(self.resolved.run.root());
-        let directory = self.held.lock.as_ref().map(|lock| Arc::clone(lock.directory()));
+        let directory = self.state.lock.as_ref().map(|lock| Arc::clone(lock.directory()));
         match (self.settle_and_train(backend, events), directory) {
             (Err(error), Some(directory)) => Err(explained(error, &run, &directory)),
             (outcome, _) => outcome,
@@ -63,13 +63,14 @@ impl<B: Backend + Clone> Locked<'_, B> {
         backend: B,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, Error> {
-        let Locked { resolved, held } = self;
+        let LockedRun { resolved, state } = self;
         let Resolved { job, mut ranks, run, recipe, source, data, resume_step, .. } = resolved;
         let (options, size) = (&job.options, job.group.size());
         let mut data = ranks.agree(data)?;
-        ranks.first_does::<Error>(|| {
-            let (of_run, model) = ((&run, resume_step), (recipe, &source));
-            if let Some(text) = disk_space::check(of_run, model, size, options.free_space)? {
+        ranks.on_rank0::<Error>(|| {
+            let free_space = options.free_space;
+            let warning = disk_space::check(&run, resume_step, recipe, &source, size, free_space)?;
+            if let Some(text) = warning {
                 events(Event::Warning { text: &text });
             }
             Ok(())
@@ -79,15 +80,15 @@ impl<B: Backend + Clone> Locked<'_, B> {
             recipe,
             source: &source,
             data: &data,
-            resumes: held.resumes,
+            resumes: state.resumes,
             stop: options.stop,
         };
         let settled = inputs.settle(&mut ranks, events)?;
         let Some(contents) = settled else { return Ok(Outcome::StoppedBeforeTraining) };
         data.set_contents(contents);
         let mut edited = None;
-        ranks.first_does::<Error>(|| {
-            edited = job.prepare_directory(&run, recipe, held.grows, backend.name())?;
+        ranks.on_rank0::<Error>(|| {
+            edited = job.prepare_directory(&run, recipe, state.grows, backend.name())?;
             Ok(())
         })?;
         warn_of_edited(&run, edited.as_deref(), events);
@@ -95,13 +96,13 @@ impl<B: Backend + Clone> Locked<'_, B> {
             recipe,
             source: &source,
             run: &run,
-            held: held.lock.as_ref().map(RunLock::directory),
+            directory: state.lock.as_ref().map(RunLock::directory),
             stop: options.stop,
             trace: options.trace,
             gradient_faults: options.gradient_faults,
             time_limit: options.time_limit,
             resume_step,
-            left: None,
+            resume_state: None,
         };
         let types = TrainingTypes {
             weights: recipe.run.dtype,
@@ -132,7 +133,7 @@ impl Job<'_> {
 }
 
 /// The cause of an error of a run whose directory may have been moved or removed.
-fn explained(error: Error, run: &RunDirectory, directory: &HeldDirectory) -> Error {
+fn explained(error: Error, run: &RunDirectory, directory: &OpenDirectory) -> Error {
     let is_explained = matches!(error, Error::RunMoved { .. } | Error::RunRemoved { .. });
     if is_explained || !directory.has_left(run.root()) {
         return error;

@@ -19,7 +19,7 @@ use moh_step::Ranks;
 
 use self::model_files::ModelFiles;
 use self::record::{FileRecord, Record, check_mixture};
-use self::token_files::Found;
+use self::token_files::TokenFileState;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::{Error, Event};
@@ -37,8 +37,8 @@ pub(crate) struct RunInputs<'a> {
 
 /// Whether the inputs can be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Settled {
-    Yes,
+pub(crate) enum InputCheck {
+    Passed,
     /// The run was asked to stop before that was known.
     Stopped,
 }
@@ -60,11 +60,11 @@ impl RunInputs<'_> {
         let found = token_files::find(ranks, &files, self.stop)?;
         let Some(found) = found else { return Ok(None) };
         let mut record = None;
-        ranks.first_does::<Error>(|| {
+        ranks.on_rank0::<Error>(|| {
             record = Some(self.record(&files, &found, events)?);
             Ok(())
         })?;
-        if self.check_ids(ranks, &files, record, events)? == Settled::Stopped {
+        if self.check_ids(ranks, &files, record, events)? == InputCheck::Stopped {
             return Ok(None);
         }
         let sets = found.get(self.data.training.files().len()..).unwrap_or_default();
@@ -80,22 +80,22 @@ impl RunInputs<'_> {
         &self,
         ranks: &mut Ranks<B>,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Settled, Error> {
-        if !ranks.first_holds::<Error>(|| Ok(self.path().is_file()))? {
-            return Ok(Settled::Yes);
+    ) -> Result<InputCheck, Error> {
+        if !ranks.rank0_decides::<Error>(|| Ok(self.path().is_file()))? {
+            return Ok(InputCheck::Passed);
         }
         let files = self.data.token_files();
         let found = token_files::find(ranks, &files, self.stop)?;
-        let Some(found) = found else { return Ok(Settled::Stopped) };
-        ranks.first_does(|| self.record(&files, &found, events).map(drop))?;
-        Ok(Settled::Yes)
+        let Some(found) = found else { return Ok(InputCheck::Stopped) };
+        ranks.on_rank0(|| self.record(&files, &found, events).map(drop))?;
+        Ok(InputCheck::Passed)
     }
 
     /// Compares the token files with the stored record, and writes the new one. On the first rank.
     fn record(
         &self,
         files: &[(String, &TokenFile)],
-        found: &[Found],
+        found: &[TokenFileState],
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Record, Error> {
         let path = self.path();
@@ -128,7 +128,7 @@ impl RunInputs<'_> {
             }
             _ => {}
         }
-        let known = |found: &Found| {
+        let known = |found: &TokenFileState| {
             let stored = stored.as_ref().and_then(|stored| stored.ids_below(&found.content));
             [stored, found.ids_below].into_iter().flatten().min()
         };
@@ -143,7 +143,7 @@ impl RunInputs<'_> {
             None if self.resumes => (model.hashes(), None),
             _ => (model.hashes(), weights),
         };
-        let record = Record::new(token_files.collect(), (model_files, weights));
+        let record = Record::new(token_files.collect(), model_files, weights);
         for text in trained_and_validated(files, found) {
             events(Event::Warning { text: &text });
         }
@@ -161,9 +161,9 @@ impl RunInputs<'_> {
         files: &[(String, &TokenFile)],
         mut record: Option<Record>,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Settled, Error> {
+    ) -> Result<InputCheck, Error> {
         for (key, file) in files {
-            let are_valid = ranks.first_holds::<Error>(|| {
+            let are_valid = ranks.rank0_decides::<Error>(|| {
                 let known = record.as_ref().and_then(|record| record.token_file(key)?.ids_below);
                 Ok(known.is_some_and(|ids| ids <= self.vocab_size()))
             })?;
@@ -178,16 +178,16 @@ impl RunInputs<'_> {
                 }
             };
             let Some(ids_below) = vocabulary::scan(ranks, file, self.stop, &mut progress)? else {
-                return Ok(Settled::Stopped);
+                return Ok(InputCheck::Stopped);
             };
             progress(total);
-            ranks.first_does::<Error>(|| {
+            ranks.on_rank0::<Error>(|| {
                 let Some(record) = &mut record else { return Ok(()) };
                 record.set_ids_below(key, ids_below);
                 record.write(&self.path())
             })?;
         }
-        Ok(Settled::Yes)
+        Ok(InputCheck::Passed)
     }
 
     /// The number of valid ids.
@@ -201,7 +201,7 @@ impl RunInputs<'_> {
 }
 
 /// Warnings of validation sets whose token file is one of those of training, by content.
-fn trained_and_validated(files: &[(String, &TokenFile)], found: &[Found]) -> Vec<String> {
+fn trained_and_validated(files: &[(String, &TokenFile)], found: &[TokenFileState]) -> Vec<String> {
     let all = files.iter().zip(found).map(|((key, file), found)| (key, file, &found.content));
     let (sources, sets): (Vec<_>, Vec<_>) =
         all.partition(|(key, ..)| key.starts_with("data.sources."));

@@ -13,7 +13,7 @@ use moh_hf::model_card::{self, CARD_FILE};
 use moh_hf::model_directory::{GENERATION_FILE, companion_files, is_tokenizer_file};
 use moh_hf::vocabulary::TOKENIZER_FILE;
 use moh_recipe::Recipe;
-use moh_run_directory::{TOKENIZER, named};
+use moh_run_directory::{TOKENIZER, join_names};
 
 use crate::Error;
 use crate::error::unless_missing;
@@ -50,15 +50,15 @@ impl ModelFiles {
             // A run that was the origin may have kept no files.
             if directory.is_dir() {
                 let tokenizer = source.first_tokenizer().unwrap_or(directory);
-                add_companions(&mut files, (directory, tokenizer), ("", key))?;
+                add_companions(&mut files, directory, tokenizer, "", key)?;
             }
             add_origin(&mut files, source, directory)?;
         }
         if recipe.model.tokenizer.is_some()
             && let Some(directory) = source.tokenizer_directory()
         {
-            let from = (directory, directory);
-            add_companions(&mut files, from, ("tokenizer/", "model.tokenizer"))?;
+            let (prefix, key) = ("tokenizer/", "model.tokenizer");
+            add_companions(&mut files, directory, directory, prefix, key)?;
         }
         Ok(ModelFiles { files })
     }
@@ -186,7 +186,7 @@ fn check_replaceable(place: &Path) -> Result<(), Error> {
         if !found.is_empty() {
             found.sort();
             let path = directory.to_owned();
-            return Err(Error::ForeignFiles { path, found: named(&found) });
+            return Err(Error::ForeignFiles { path, found: join_names(&found) });
         }
     }
     Ok(())
@@ -214,8 +214,10 @@ fn add_origin(
 /// `prefix`.
 fn add_companions(
     files: &mut BTreeMap<String, ModelFile>,
-    (directory, tokenizer): (&Path, &Path),
-    (prefix, key): (&str, &'static str),
+    directory: &Path,
+    tokenizer: &Path,
+    prefix: &str,
+    key: &'static str,
 ) -> Result<(), Error> {
     for path in companion_files(directory, tokenizer)? {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };

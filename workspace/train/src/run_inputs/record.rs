@@ -10,7 +10,7 @@ use moh_recipe::{Recipe, is_below};
 use moh_run_directory::RunDirectory;
 use serde::{Deserialize, Serialize};
 
-use super::token_files::Found;
+use super::token_files::TokenFileState;
 use crate::Error;
 use crate::error::unless_missing;
 
@@ -52,7 +52,8 @@ impl Record {
     /// The record of these token files, of the model's files with these hashes, and of its weights.
     pub(crate) fn new(
         token_files: BTreeMap<String, FileRecord>,
-        (model_files, weights): (BTreeMap<String, String>, Option<String>),
+        model_files: BTreeMap<String, String>,
+        weights: Option<String>,
     ) -> Self {
         Record { format: FORMAT, token_files, model_files, weights }
     }
@@ -118,9 +119,9 @@ impl Record {
     pub(super) fn changed_sets<'a>(
         &self,
         files: &'a [(String, &TokenFile)],
-        found: &[Found],
+        found: &[TokenFileState],
     ) -> Vec<&'a str> {
-        let is_changed = |key: &str, found: &Found| {
+        let is_changed = |key: &str, found: &TokenFileState| {
             is_below(key, VALIDATION)
                 && self.token_files.get(key).is_some_and(|known| known.content != found.content)
         };
@@ -162,7 +163,7 @@ impl Record {
         &self,
         path: &Path,
         files: &[(String, &TokenFile)],
-        found: &[Found],
+        found: &[TokenFileState],
     ) -> Result<(), Error> {
         for ((key, file), found) in files.iter().zip(found) {
             // The recipe's other keys are compared before: the sources are as many as they were.
@@ -219,7 +220,7 @@ mod tests {
         let file = FileRecord { path: "data/text".into(), content, ids_below: Some(9) };
         let model = BTreeMap::from([("config.json".to_owned(), "ef".to_owned())]);
         let token_files = BTreeMap::from([("data.sources.0".to_owned(), file)]);
-        Record::new(token_files, (model, Some("01".to_owned())))
+        Record::new(token_files, model, Some("01".to_owned()))
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::Error;
 
 /// A token file as it is now.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Found {
+pub(super) struct TokenFileState {
     pub content: TokenFileContent,
     /// A number that all ids are proven to be below; see [`TokenFile::ids_below`].
     pub ids_below: Option<u64>,
@@ -27,12 +27,12 @@ pub(super) fn find<B: Backend>(
     ranks: &mut Ranks<B>,
     files: &[(String, &TokenFile)],
     stop: &AtomicBool,
-) -> Result<Option<Vec<Found>>, Error> {
+) -> Result<Option<Vec<TokenFileState>>, Error> {
     let (rank, size) = (ranks.group().rank(), ranks.group().size());
     let find = |(_, file): &(String, &TokenFile)| {
         let content = file.content();
         let ids_below = file.ids_below(&content)?;
-        Ok::<_, Error>(Found { content, ids_below })
+        Ok::<_, Error>(TokenFileState { content, ids_below })
     };
     let mut own = Ok(Vec::new());
     for round in files.chunks(size) {
@@ -50,7 +50,7 @@ pub(super) fn find<B: Backend>(
     let text = serde_json::to_vec(&own).map_err(exchanged)?;
     let mut shares = Vec::new();
     for text in ranks.gather(text)? {
-        let share: Vec<Found> = serde_json::from_slice(&text).map_err(exchanged)?;
+        let share: Vec<TokenFileState> = serde_json::from_slice(&text).map_err(exchanged)?;
         shares.push(share.into_iter());
     }
     // File i is the next one of rank i % size.
@@ -61,9 +61,9 @@ pub(super) fn find<B: Backend>(
 /// A hash of the content of each of the files `found` on the first rank, on all ranks.
 pub(super) fn share_contents<B: Backend>(
     ranks: &mut Ranks<B>,
-    found: &[Found],
+    found: &[TokenFileState],
 ) -> Result<Vec<String>, Error> {
-    let hash = |found: &Found| {
+    let hash = |found: &TokenFileState| {
         let content = serde_json::to_vec(&found.content)?;
         Ok(blake3::hash(&content).to_hex().to_string())
     };

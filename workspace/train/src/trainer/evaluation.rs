@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use moh_eval::{EvaluationText, Evaluator, Loss, Sums};
+use moh_eval::{EvaluationText, Evaluator, Loss, LossSums};
 use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
@@ -24,9 +24,6 @@ pub(super) enum Evaluated {
     /// A rank was asked to stop; nothing is recorded, and the run that continues makes the evaluation.
     Stopped,
 }
-
-/// What an evaluation follows, and the stage's name, which the loaded model does not have.
-pub(super) type Following<'a> = (RoutingMoment, Option<&'a str>);
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Records the losses at a point of the run, if there is validation data.
@@ -66,12 +63,14 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// The losses of the validation sets that are `due`, in the recipe's order; writes their
-    /// routings. `None`, with nothing written, if a rank was asked to stop.
+    /// routings at this moment of `stage`, which the loaded model does not have. `None`, with nothing written,
+    /// if a rank was asked to stop.
     pub(super) fn validate(
         &mut self,
         evaluator: &mut Option<Evaluator<B, T>>,
         due: &[bool],
-        following: Following<'_>,
+        moment: RoutingMoment,
+        stage: Option<&str>,
     ) -> Result<Option<Losses>, Error> {
         let (mut losses, mut routings) = (Losses::new(), Vec::new());
         let Some(evaluator) = evaluator else { return Ok(Some(losses)) };
@@ -79,14 +78,14 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let recipe = self.inputs.recipe;
         for (index, set) in recipe.data.validation.iter().enumerate() {
             if due.get(index).is_some_and(|due| *due) {
-                let found = self.evaluate_set(evaluator, (index, set))?;
+                let found = self.evaluate_set(evaluator, index, set)?;
                 let Some((loss, routing)) = found else { return Ok(None) };
                 routings.push((set, routing));
                 losses.insert(set.name.clone(), loss);
             }
         }
         for (set, routing) in &routings {
-            self.write_routing(set, following, routing);
+            self.write_routing(set, moment, stage, routing);
         }
         Ok(Some(losses))
     }
@@ -96,7 +95,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn evaluate_set(
         &mut self,
         evaluator: &mut Evaluator<B, T>,
-        (index, set): (usize, &ValidationSet),
+        index: usize,
+        set: &ValidationSet,
     ) -> Result<Option<(Validation, RoutingStatistics)>, Error> {
         let text = EvaluationText {
             windows: &self.data.validation[index].windows,
@@ -109,7 +109,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             events(Event::Evaluating { done, total });
             checks.go_on(ranks, stop)
         };
-        let shard = Shard::of(&self.groups.data);
+        let shard = Shard::from_group(&self.groups.data);
         let mut routing = self.model.routing_statistics()?;
         let counted = (!routing.layers.is_empty()).then_some(&mut routing);
         let model = &mut self.model;
@@ -125,7 +125,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             routing.set_sums(sums.into_iter().map(|sum| sum as u64));
         }
         self.data.validation[index].evaluated.targets = tokens as u64;
-        let found = Sums { cross_entropy, tokens: tokens as u64, bytes: bytes as u64 }.loss();
+        let found = LossSums { cross_entropy, tokens: tokens as u64, bytes: bytes as u64 }.loss();
         if !found.loss.is_finite() {
             let text = format!(
                 "the loss on validation set {:?} after step {} is {}, and is recorded as null",
@@ -140,7 +140,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn write_routing(
         &mut self,
         set: &ValidationSet,
-        (moment, stage): Following<'_>,
+        moment: RoutingMoment,
+        stage: Option<&str>,
         routing: &RoutingStatistics,
     ) {
         let of = RoutingOf { step: self.state.step, moment, stage, validation: &set.name };
@@ -176,11 +177,15 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         &mut self,
         point: EvaluationPoint,
         batch: usize,
-        following: Following<'_>,
     ) -> Result<Evaluated, Error> {
         let mut evaluator = self.evaluator(batch)?;
         let due = vec![true; self.data.validation.len()];
-        let losses = self.validate(&mut evaluator, &due, following)?;
+        let (moment, stage) = match &point {
+            EvaluationPoint::Loaded => (RoutingMoment::Loaded, None),
+            EvaluationPoint::Converted { stage, .. } => (RoutingMoment::Converted, Some(&**stage)),
+            EvaluationPoint::Trained { stage } => (RoutingMoment::Step, Some(&**stage)),
+        };
+        let losses = self.validate(&mut evaluator, &due, moment, stage)?;
         let Some(losses) = losses else { return Ok(Evaluated::Stopped) };
         self.record(point, losses);
         Ok(Evaluated::Yes)

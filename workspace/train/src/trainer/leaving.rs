@@ -17,8 +17,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Whether this rank holds the run directory, and it is not at its path.
     pub(super) fn has_left(&self) -> bool {
-        let Inputs { run, held, .. } = self.inputs;
-        held.is_some_and(|held| held.has_left(run.root()))
+        let Inputs { run, directory, .. } = self.inputs;
+        directory.is_some_and(|directory| directory.has_left(run.root()))
     }
 
     /// Writes the state where the run directory is now, and ends the run.
@@ -26,7 +26,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// # Errors
     /// [`Error::RunMoved`] or [`Error::RunRemoved`]; on other ranks than the first [`moh_step::Error::OtherRank`].
     pub(super) fn leave(mut self) -> Result<Outcome, Error> {
-        let place = self.inputs.held.and_then(|held| held.place());
+        let place = self.inputs.directory.and_then(|directory| directory.place());
         let text =
             place.as_ref().and_then(|place| place.to_str()).map(|place| place.as_bytes().to_vec());
         let moved = self.ranks.first_that_has(text)?;

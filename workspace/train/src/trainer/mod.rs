@@ -16,16 +16,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use evaluation::Evaluated;
 use moh_checkpoint::RunState;
-use moh_files::HeldDirectory;
+use moh_files::OpenDirectory;
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_plan::SourceEpochs;
-use moh_recipe::{Parallel, Recipe};
+use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_run_log::{
-    EvaluationPoint, MetricsWriter, PartTimes, RoutingMoment, RoutingWriter, Summary, TensorBoard,
-    TraceSteps,
+    EvaluationPoint, MetricsWriter, PartTimes, RoutingWriter, Summary, TensorBoard, TraceSteps,
 };
 use moh_step::{OptimizerState, Ranks, StepGroups};
 use saving::Saving;
@@ -44,7 +43,7 @@ pub(crate) struct Inputs<'a> {
     pub source: &'a ModelSource,
     pub run: &'a RunDirectory,
     /// The run directory itself, on the first rank.
-    pub held: Option<&'a Arc<HeldDirectory>>,
+    pub directory: Option<&'a Arc<OpenDirectory>>,
     pub stop: &'a AtomicBool,
     pub trace: &'a TraceSteps,
     /// See [`crate::RunOptions`].
@@ -54,7 +53,7 @@ pub(crate) struct Inputs<'a> {
     pub resume_step: Option<u64>,
     /// The state in which another layout of ranks left the run, as its last checkpoint has it but for an
     /// evaluation.
-    pub left: Option<RunState>,
+    pub resume_state: Option<RunState>,
 }
 
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
@@ -64,7 +63,7 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     /// The groups of ranks in the current stage.
     groups: StepGroups,
     /// The parallelism that the groups were created for.
-    parallel: Parallel,
+    parallel: ParallelOptions,
     events: &'e mut dyn FnMut(Event<'_>),
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
@@ -104,10 +103,10 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         events(Event::Warning { text: &text });
     }
     let (mut ranks, mut data, mut is_first_start) = (ranks, data, true);
-    let (mut resume_step, mut left) = (inputs.resume_step, None);
+    let (mut resume_step, mut resume_state) = (inputs.resume_step, None);
     loop {
-        let (resume_step, left_in) = (resume_step.take(), left.take());
-        let inputs = Inputs { resume_step, left: left_in, ..inputs.clone() };
+        let (step, state) = (resume_step.take(), resume_state.take());
+        let inputs = Inputs { resume_step: step, resume_state: state, ..inputs.clone() };
         let backend = backend.clone();
         let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
         if std::mem::take(&mut is_first_start) {
@@ -120,7 +119,7 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
             // Another layout of ranks starts from the last checkpoint, and after a rewind the run starts
             // from an earlier one.
             Progress::LayoutChanged => {
-                (ranks, data, left) = (trainer.ranks, trainer.data, Some(trainer.state));
+                (ranks, data, resume_state) = (trainer.ranks, trainer.data, Some(trainer.state));
             }
             Progress::Rewound => (ranks, data) = (trainer.ranks, trainer.data),
         }
@@ -148,8 +147,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn run(&mut self) -> Result<Progress, Error> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
             let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
-            let following = (RoutingMoment::Loaded, None);
-            if self.evaluate_at(EvaluationPoint::Loaded, batch, following)? == Evaluated::Stopped {
+            if self.evaluate_at(EvaluationPoint::Loaded, batch)? == Evaluated::Stopped {
                 return Ok(Progress::Stopped);
             }
         }
@@ -190,7 +188,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             evaluations: self.state.evaluations.clone(),
         };
         let path = self.inputs.run.summary();
-        self.ranks.first_does(|| Ok::<_, Error>(summary.write(&path)?))?;
+        self.ranks.on_rank0(|| Ok::<_, Error>(summary.write(&path)?))?;
         Ok(Outcome::Finished(summary))
     }
 
@@ -207,7 +205,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                 if let Some(aside) = kept {
                     tell_kept(run, &aside, &mut **events);
                 }
-                export::write((run, source, recipe), model, state, &mut go_on)
+                export::write(run, source, recipe, model, state, &mut go_on)
             });
             if matches!(written, Ok(Exported::Stopped)) {
                 return Ok(Exported::Stopped);

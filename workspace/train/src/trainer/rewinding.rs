@@ -27,7 +27,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let next = self.rewinds.next(recipe, run, &self.state);
         let mut next = self.ranks.agree(next)?;
         let rewinds = &self.rewinds;
-        self.ranks.first_does::<Error>(|| {
+        self.ranks.on_rank0::<Error>(|| {
             next.initial = begins_again(run, recipe, &next)?;
             metrics_resume::keep_before_rewind(run, recipe, &next)?;
             Ok(rewinds.append(next, run)?)

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use moh_recipe::Checkpoint;
+use moh_recipe::CheckpointOptions;
 
 use crate::time_limit::TimeLimit;
 
@@ -31,7 +31,11 @@ pub(super) struct SaveClock {
 }
 
 impl SaveClock {
-    pub(super) fn new(checkpoint: &Checkpoint, limit: Option<TimeLimit>, now: Instant) -> Self {
+    pub(super) fn new(
+        checkpoint: &CheckpointOptions,
+        limit: Option<TimeLimit>,
+        now: Instant,
+    ) -> Self {
         let minutes = checkpoint.every_minutes;
         // Validated with the recipe: not negative, and within what a duration holds.
         let every = Duration::try_from_secs_f64(minutes * 60.0).ok().filter(|_| minutes > 0.0);
@@ -85,7 +89,7 @@ mod tests {
 
     fn clock(every_minutes: f64, limit: Option<u32>) -> (SaveClock, Instant) {
         let start = Instant::now();
-        let checkpoint = Checkpoint { every_minutes, ..Checkpoint::default() };
+        let checkpoint = CheckpointOptions { every_minutes, ..CheckpointOptions::default() };
         let limit = limit.map(|seconds| TimeLimit::new(start, seconds * SECOND));
         (SaveClock::new(&checkpoint, limit, start), start)
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use moh_checkpoint::{Complete, End, Flight, Snapshot, ThreadFlags, WritePart};
+use moh_checkpoint::{CompleteCheckpoint, End, Flight, Snapshot, ThreadFlags, WritePart};
 use moh_kernels::{Backend, Element, span};
 use moh_model::Model;
 use moh_run_directory::RunDirectory;
@@ -137,15 +137,15 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Creates the directory of a checkpoint; returns what completes it. On the first rank.
-    fn begin(&mut self) -> Result<Complete, Error> {
+    fn begin(&mut self) -> Result<CompleteCheckpoint, Error> {
         let Inputs { run, recipe, source, .. } = self.inputs;
         let (run, retention, state) = (run.clone(), recipe.checkpoint, self.state.clone());
         let config = source.config_file().to_json(self.model.config(), None);
         let sync_metrics = self.metrics.as_mut().map(MetricsWriter::sync_later).transpose()?;
-        let held = self.inputs.held.map(Arc::clone);
+        let directory = self.inputs.directory.map(Arc::clone);
         let has_left = {
             let root = run.root().to_owned();
-            move || held.as_ref().is_some_and(|held| held.has_left(&root))
+            move || directory.as_ref().is_some_and(|directory| directory.has_left(&root))
         };
         let gone = |run: &RunDirectory| Error::io(run.root())(ErrorKind::NotFound.into());
         if has_left() {
@@ -180,14 +180,13 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let snapshot = Arc::get_mut(&mut self.saving.snapshot).expect("no checkpoint is in flight");
         snapshot.copy(&self.model, &self.optimizer)?;
         let (run, step) = (self.inputs.run.checkpoint_directory(), self.state.step);
-        let group = self.ranks.group();
-        let rank = (group.rank(), group.size());
+        let (rank, size) = (self.ranks.group().rank(), self.ranks.group().size());
         let snapshot = Arc::clone(&self.saving.snapshot);
         let background = Arc::clone(&self.background);
         Ok(Box::new(move || {
             let _listening = span::listen(background);
             let _span = span::enter("write checkpoint");
-            moh_checkpoint::write_part(&run, step, rank, &snapshot)
+            moh_checkpoint::write_part(&run, step, rank, size, &snapshot)
         }))
     }
 

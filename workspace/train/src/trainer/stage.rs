@@ -5,7 +5,7 @@ use std::time::Instant;
 use moh_checkpoint::steps_at;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
-use moh_plan::step_plan;
+use moh_plan::step_config;
 use moh_recipe::Stage;
 use moh_run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
 use moh_step::{StepResult, Stepper};
@@ -31,8 +31,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if self.state.stage_step == 0 && self.begin_stage(stage)? == Evaluated::Stopped {
             return Ok(Progress::Stopped);
         }
-        let plan = step_plan(self.inputs.recipe, stage);
-        let mut stepper = Stepper::new(&self.model, plan, self.groups.clone())?;
+        let config = step_config(self.inputs.recipe, stage);
+        let mut stepper = Stepper::new(&self.model, config, self.groups.clone())?;
         stepper.set_gradient_faults(self.inputs.gradient_faults);
         let evaluator = self.evaluator(stage.micro_batch)?;
         let mut work = Work {
@@ -41,7 +41,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                 self.inputs.recipe,
                 stage,
                 self.model.config(),
-                (self.model.backend(), self.ranks.group().size()),
+                self.model.backend(),
+                self.ranks.group().size(),
             ),
             stepper,
             evaluator,
@@ -83,9 +84,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.saving.step_begins();
         let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;
         let (result, times) = self.compute_timed(work)?;
-        let sequences = work.stepper.plan().batch_sequences();
+        let sequences = work.stepper.config().batch_sequences();
         let guard = &self.inputs.recipe.guard;
-        let skipped = self.state.count((stage, guard), &result, sequences);
+        let skipped = self.state.count(stage, guard, &result, sequences);
         let metrics = StepMetrics {
             stage: stage.name.clone(),
             step: self.state.stage_step,
@@ -191,8 +192,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             return Ok(Some(Losses::new()));
         }
         work.stepper.wait_for_weights(&mut self.model)?;
-        let following = (RoutingMoment::Step, Some(work.stage.name.as_str()));
-        self.validate(&mut work.evaluator, &due, following)
+        self.validate(&mut work.evaluator, &due, RoutingMoment::Step, Some(&work.stage.name))
     }
 
     /// Records the next step if it is to be traced.
@@ -213,8 +213,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             self.model.set_moh(moh)?;
             let active_heads = self.model.config().active_heads();
             let point = EvaluationPoint::Converted { stage: stage.name.clone(), active_heads };
-            let following = (RoutingMoment::Converted, Some(stage.name.as_str()));
-            if self.evaluate_at(point, stage.micro_batch, following)? == Evaluated::Stopped {
+            if self.evaluate_at(point, stage.micro_batch)? == Evaluated::Stopped {
                 // The last checkpoint, if it is written once more, is the earlier stage's.
                 self.model.set_moh(before)?;
                 return Ok(Evaluated::Stopped);

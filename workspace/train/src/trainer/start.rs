@@ -5,15 +5,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use moh_checkpoint::RunState;
-use moh_comm::Layout;
+use moh_comm::RankLayout;
 use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
-use moh_recipe::{Parallel, Recipe};
+use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::growth::{self, Resumed};
-use moh_run_directory::{Rewinds, RunDirectory, leave_path, metrics_resume, set_later_aside};
+use moh_run_directory::{Rewinds, RunDirectory, archive_later, leave_path, metrics_resume};
 use moh_run_log::{MetricsWriter, RoutingWriter, TensorBoard};
 use moh_step::{OptimizerState, Ranks, StepGroups};
 
@@ -36,7 +36,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     ) -> Result<Self, Error> {
         let Inputs { recipe, run, .. } = inputs;
         let rewinds = Rewinds::shared(run, &mut ranks)?;
-        ranks.first_does(|| leave_path(run, &rewinds))?;
+        ranks.on_rank0(|| leave_path(run, &rewinds))?;
         let Loaded { state, resumed, parallel, groups, model, optimizer } = loop {
             if let Some(loaded) = load(&backend, &mut ranks, &inputs, events)? {
                 break loaded;
@@ -85,7 +85,7 @@ struct Loaded<B: Backend, T: Element, M: Element> {
     state: RunState,
     /// The first rank's growth, which is not recorded yet.
     resumed: Resumed,
-    parallel: Parallel,
+    parallel: ParallelOptions,
     groups: StepGroups,
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
@@ -109,12 +109,12 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         None => moh_checkpoint::newest(&checkpoints, ranks, &mut damaged)?,
     };
     // After damage to the last one there may be none.
-    ranks.first_does(|| check_resumable(run))?;
+    ranks.on_rank0(|| check_resumable(run))?;
     let mut state =
         (stored.as_ref()).map_or_else(RunState::default, |stored| stored.manifest().state.clone());
     // Of the same step, the state in memory may have the evaluation that the checkpoint's lacks.
-    if let Some(left) = inputs.left.as_ref().filter(|left| left.step == state.step) {
-        state.clone_from(left);
+    if let Some(found) = inputs.resume_state.as_ref().filter(|found| found.step == state.step) {
+        state.clone_from(found);
     }
     let resumed = plan_growth(inputs, &mut state, ranks)?;
     if state.stage > recipe.stages.len() {
@@ -133,12 +133,12 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     if stored.is_none() && !source.is_checkpoint() {
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
         let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
-        let optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+        let optimizer = OptimizerState::new(&model, Shard::from_group(&groups.data))?;
         return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
     }
     // Each data rank reads its shard, of this run's checkpoint or of another's.
     let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
-    let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+    let mut optimizer = OptimizerState::new(&model, Shard::from_group(&groups.data))?;
     let Some(stored) = stored else {
         let filled = optimizer.fill(&mut model, |kind, segment, range, values| {
             source.fill_part(kind, segment, range, values)
@@ -148,9 +148,11 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         state.moment_steps = source.moment_steps();
         return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
     };
-    let stored = stored.read_by(Shard::of(ranks.group()));
+    let stored = stored.read_by(Shard::from_group(ranks.group()));
     let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer);
-    if moh_checkpoint::undamaged(&checkpoints, ranks, state.step, read, &mut damaged)?.is_none() {
+    if moh_checkpoint::quarantine_if_damaged(&checkpoints, ranks, state.step, read, &mut damaged)?
+        .is_none()
+    {
         return Ok(None);
     }
     moh_checkpoint::gather_weights(&mut model, &groups.data)?;
@@ -167,7 +169,7 @@ fn plan_growth<B: Backend>(
     let mut resumed = Resumed::default();
     let json = |error: serde_json::Error| Error::io(inputs.run.root())(error.into());
     let mut text = None;
-    ranks.first_does::<Error>(|| {
+    ranks.on_rank0::<Error>(|| {
         resumed = Resumed::plan(inputs.run, inputs.recipe, state)?;
         text = Some(serde_json::to_vec(&resumed.growth).map_err(json)?);
         Ok(())
@@ -188,9 +190,9 @@ fn settle<B: Backend>(
 ) -> Result<(), Error> {
     let Inputs { run, recipe, resume_step, .. } = *inputs;
     let (mut aside, mut edited) = (None, None);
-    ranks.first_does::<Error>(|| {
+    ranks.on_rank0::<Error>(|| {
         if let Some(step) = resume_step {
-            aside = set_later_aside(run, step)?;
+            aside = archive_later(run, step)?;
         }
         run.remove_summary()?;
         edited = resumed.store(run, recipe)?;
@@ -198,30 +200,30 @@ fn settle<B: Backend>(
     })?;
     warn_of_edited(run, edited.as_deref(), events);
     if let Some(path) = aside {
-        events(Event::SetAside { step: state.step, path: &path });
+        events(Event::Archived { step: state.step, path: &path });
     }
-    for growth in &resumed.requested {
-        events(Event::StageGrown { growth });
+    for extension in &resumed.requested {
+        events(Event::StageExtended { extension });
     }
     Ok(())
 }
 
 /// The parallelism of the recipe's stage `index`, or of the last stage if there is no such stage.
-fn parallel_at(recipe: &Recipe, index: usize) -> Parallel {
+fn parallel_at(recipe: &Recipe, index: usize) -> ParallelOptions {
     let last = recipe.stages.len().saturating_sub(1);
-    recipe.stages.get(index.min(last)).map_or_else(Parallel::default, |stage| stage.parallel)
+    recipe.stages.get(index.min(last)).map_or_else(ParallelOptions::default, |stage| stage.parallel)
 }
 
 /// This rank's groups and part of the model.
 fn divide<B: Backend>(
     ranks: &Ranks<B>,
-    parallel: Parallel,
+    parallel: ParallelOptions,
     config: &ModelConfig,
 ) -> Result<(StepGroups, ModelParallel), Error> {
     let all = ranks.group().clone();
     // Validated with the recipe; the model's own check would reject 1.
     let count = |count: usize| NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN);
-    let layout = Layout::new(all.size(), count(parallel.tensor), count(parallel.pipeline))?;
+    let layout = RankLayout::new(all.size(), count(parallel.tensor), count(parallel.pipeline))?;
     let groups = layout.groups(&all)?;
     let virtual_stages = parallel.virtual_stages;
     let parallel = ModelParallel::new(config, groups.pipeline, virtual_stages, groups.tensor)?;

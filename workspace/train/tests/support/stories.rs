@@ -7,7 +7,7 @@ use moh_data::{AppendEos, Prepare, TextTokenizer, prepare};
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
-use moh_recipe::{Parallel, Recipe};
+use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::RunDirectory;
 
 use super::results::{Results, assert_alike};
@@ -22,7 +22,7 @@ const TOKENS: usize = 24 * 32;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     pub ranks: usize,
-    pub parallel: Parallel,
+    pub parallel: ParallelOptions,
 }
 
 /// Runs of stories260K, a model of five blocks and four key/value heads, on 24 sequences a step.
@@ -68,7 +68,7 @@ impl Stories {
                     let most = if pipeline > 1 { 5 / pipeline } else { 1 };
                     let layout = |virtual_stages| Layout {
                         ranks,
-                        parallel: Parallel { tensor, pipeline, virtual_stages },
+                        parallel: ParallelOptions { tensor, pipeline, virtual_stages },
                     };
                     if ranks % (tensor * pipeline) == 0 {
                         found.extend((1..=most).map(layout));
@@ -90,7 +90,7 @@ impl Stories {
                 (8, 1, 1, 1),
             ];
             found.retain(|layout| {
-                let Parallel { tensor, pipeline, virtual_stages } = layout.parallel;
+                let ParallelOptions { tensor, pipeline, virtual_stages } = layout.parallel;
                 kinds.contains(&(layout.ranks, tensor, pipeline, virtual_stages))
             });
         }
@@ -99,7 +99,7 @@ impl Stories {
 
     /// Writes the recipe of a run, whose directory is new.
     pub fn write_recipe(&self, layout: Layout) -> PathBuf {
-        let Parallel { tensor, pipeline, virtual_stages } = layout.parallel;
+        let ParallelOptions { tensor, pipeline, virtual_stages } = layout.parallel;
         let attention = match self.attention {
             "dense" => "attention = \"dense\"",
             _ => "attention = \"moh\"\nmoh = { shared_heads = 4, routed_top_k = 2 }",

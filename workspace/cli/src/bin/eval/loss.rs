@@ -13,7 +13,7 @@ use moh_program::models;
 use moh_program::progress::Bar;
 use moh_program::{counted, exit};
 
-use crate::loss_report::{Measured, print};
+use crate::loss_report::{LossMeasurement, print};
 use crate::model::NamedModel;
 
 /// Maximum tokens of a pass; longer windows are evaluated one at a time.
@@ -93,7 +93,13 @@ impl Compute for Loss<'_> {
             for (windows, prefix) in texts.iter().zip(&arguments.data) {
                 let (loss, routing) = loss(&mut model, named, windows, arguments.heads)?;
                 let (model, data) = (named.name.clone(), prefix.display().to_string());
-                measured.push(Measured { model, data, windows: windows.len(), loss, routing });
+                measured.push(LossMeasurement {
+                    model,
+                    data,
+                    windows: windows.len(),
+                    loss,
+                    routing,
+                });
             }
         }
         print(&mut stdout(), arguments, length, &measured)

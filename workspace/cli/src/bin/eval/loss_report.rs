@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::loss::LossArguments;
 
 /// The loss of a model on a token file.
-pub(crate) struct Measured {
+pub(crate) struct LossMeasurement {
     pub model: String,
     pub data: String,
     pub windows: u64,
@@ -22,7 +22,7 @@ pub(crate) fn print(
     out: &mut impl Write,
     arguments: &LossArguments,
     length: usize,
-    measured: &[Measured],
+    measured: &[LossMeasurement],
 ) -> anyhow::Result<()> {
     if arguments.json {
         let losses: Vec<Value> = measured.iter().map(to_json).collect();
@@ -46,8 +46,8 @@ pub(crate) fn print(
 }
 
 /// A line for each model and token file, and their routing below.
-fn write_table(out: &mut impl Write, measured: &[Measured]) -> std::io::Result<()> {
-    let width = |name: fn(&Measured) -> &str, title: &str| {
+fn write_table(out: &mut impl Write, measured: &[LossMeasurement]) -> std::io::Result<()> {
+    let width = |name: fn(&LossMeasurement) -> &str, title: &str| {
         let names = measured.iter().map(|row| name(row).chars().count());
         names.max().unwrap_or(0).max(title.len())
     };
@@ -57,7 +57,7 @@ fn write_table(out: &mut impl Write, measured: &[Measured]) -> std::io::Result<(
         "{:<a$}  {:<b$}  {:>10}  {:>12}  {:>13}  {:>12}",
         "model", "data", "loss", "perplexity", "bits per byte", "tokens"
     )?;
-    for Measured { model, data, loss, .. } in measured {
+    for LossMeasurement { model, data, loss, .. } in measured {
         let bits = loss.bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.6}"));
         writeln!(
             out,
@@ -67,7 +67,7 @@ fn write_table(out: &mut impl Write, measured: &[Measured]) -> std::io::Result<(
             loss.tokens
         )?;
     }
-    for Measured { model, data, routing, .. } in measured {
+    for LossMeasurement { model, data, routing, .. } in measured {
         if let Some(routing) = routing {
             writeln!(out, "\n{model} on {data}:")?;
             write_routing(out, routing)?;
@@ -76,8 +76,8 @@ fn write_table(out: &mut impl Write, measured: &[Measured]) -> std::io::Result<(
     Ok(())
 }
 
-fn to_json(measured: &Measured) -> Value {
-    let Measured { model, data, windows, loss, routing } = measured;
+fn to_json(measured: &LossMeasurement) -> Value {
+    let LossMeasurement { model, data, windows, loss, routing } = measured;
     let mut fields = json!({
         "model": model, "data": data, "windows": windows, "tokens": loss.tokens, "loss": loss.loss,
         "perplexity": loss.perplexity(), "bits_per_byte": loss.bits_per_byte,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use moh_device::{Compute, DeviceName};
-use moh_eval::tasks::{Encoder, Outcome, Request, Scores, TaskFile, log_likelihoods};
+use moh_eval::tasks::{Encoder, ExampleOutcome, Request, Scores, TaskFile, log_likelihoods};
 use moh_files::PendingFile;
 use moh_hf::{ConfigFile, SpecialTokens};
 use moh_kernels::{Backend, Element, ElementType};
@@ -100,7 +100,7 @@ impl Compute for Tasks<'_> {
             let choices = file.examples.iter().map(|example| example.choices.len()).sum();
             let (of_file, later) = rest.split_at(choices);
             rest = later;
-            outcomes.push((file, Outcome::of_file(file, of_file)?));
+            outcomes.push((file, ExampleOutcome::of_file(file, of_file)?));
         }
         if let Some(out) = out {
             out.write(&outcomes)?;
@@ -139,7 +139,7 @@ impl Lines {
         Ok(Lines { file, force })
     }
 
-    fn write(mut self, outcomes: &[(&TaskFile, Vec<Outcome>)]) -> anyhow::Result<()> {
+    fn write(mut self, outcomes: &[(&TaskFile, Vec<ExampleOutcome>)]) -> anyhow::Result<()> {
         let path = self.file.path().display().to_string();
         let write = || {
             for (file, outcomes) in outcomes {
@@ -163,7 +163,10 @@ fn name(file: &TaskFile) -> String {
 }
 
 /// Prints the scores as a table, or as JSON.
-fn print(arguments: &TasksArguments, outcomes: &[(&TaskFile, Vec<Outcome>)]) -> anyhow::Result<()> {
+fn print(
+    arguments: &TasksArguments,
+    outcomes: &[(&TaskFile, Vec<ExampleOutcome>)],
+) -> anyhow::Result<()> {
     let mut out = stdout();
     if arguments.json {
         let tasks: Vec<Value> = outcomes.iter().map(|(file, found)| to_json(file, found)).collect();
@@ -176,7 +179,7 @@ fn print(arguments: &TasksArguments, outcomes: &[(&TaskFile, Vec<Outcome>)]) -> 
     writeln!(out, "{:<width$}  {:<15} {:>10} {:>9}", "task", "metric", "value", "stderr")?;
     for ((_, outcomes), name) in outcomes.iter().zip(&names) {
         let mut shown = name.as_str();
-        for (metric, estimate) in Scores::of(outcomes).0 {
+        for (metric, estimate) in Scores::new(outcomes).0 {
             let stderr = estimate.stderr.map_or("-".to_owned(), |stderr| format!("{stderr:.4}"));
             let value = estimate.value;
             writeln!(out, "{shown:<width$}  {metric:<15} {value:>10.4} {stderr:>9}")?;
@@ -188,11 +191,11 @@ fn print(arguments: &TasksArguments, outcomes: &[(&TaskFile, Vec<Outcome>)]) -> 
     Ok(())
 }
 
-fn to_json(file: &TaskFile, outcomes: &[Outcome]) -> Value {
+fn to_json(file: &TaskFile, outcomes: &[ExampleOutcome]) -> Value {
     let mut fields = serde_json::Map::new();
     fields.insert("task".to_owned(), name(file).into());
     fields.insert("kind".to_owned(), file.kind.name().into());
     fields.insert("examples".to_owned(), outcomes.len().into());
-    fields.extend(Scores::of(outcomes).to_json());
+    fields.extend(Scores::new(outcomes).to_json());
     Value::Object(fields)
 }

@@ -9,7 +9,7 @@ use indicatif::{HumanBytes, HumanCount};
 use moh_checkpoint::{Condition, ListedCheckpoint, RunState};
 use moh_program::arguments::at_least;
 use moh_program::{counted, utc};
-use moh_recipe::{Checkpoint, Recipe};
+use moh_recipe::{CheckpointOptions, Recipe};
 use moh_run_directory::RunDirectory;
 
 /// List, verify or remove the checkpoints of a run
@@ -65,7 +65,11 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(Command::Verify { steps }) => verify(&run, steps),
         Some(Command::Prune { keep, keep_every, dry_run }) => {
             let keep_every = keep_every.unwrap_or(0);
-            prune(&run, &Checkpoint { keep: *keep, keep_every, ..Checkpoint::default() }, *dry_run)
+            prune(
+                &run,
+                &CheckpointOptions { keep: *keep, keep_every, ..CheckpointOptions::default() },
+                *dry_run,
+            )
         }
     }
 }
@@ -157,7 +161,7 @@ fn verify(run: &RunDirectory, steps: &[u64]) -> anyhow::Result<()> {
 }
 
 /// Removes the checkpoints that `retention` does not keep.
-fn prune(run: &RunDirectory, retention: &Checkpoint, dry_run: bool) -> anyhow::Result<()> {
+fn prune(run: &RunDirectory, retention: &CheckpointOptions, dry_run: bool) -> anyhow::Result<()> {
     let _lock = run.lock()?;
     let steps = moh_checkpoint::superseded_by_good(&run.checkpoint_directory(), retention)?;
     if !dry_run {

@@ -169,7 +169,7 @@ fn main() -> ExitCode {
             (true, None) => plan::plan(&arguments, path, recipe),
             (true, Some(comparison)) => plan::plan_comparison(&arguments, path, &comparison),
             (false, comparison) => {
-                training::train(&arguments, path, (recipe, comparison.as_ref()), start)
+                training::train(&arguments, path, recipe, comparison.as_ref(), start)
             }
         }
     })

@@ -16,7 +16,7 @@ use moh_run_directory::local_model_config;
 use moh_train::Comparison;
 
 use crate::Arguments;
-use crate::comparison::table::aligned;
+use crate::comparison::table::align;
 
 /// Prints the plan of `recipe`, which is the file `path`.
 pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> anyhow::Result<()> {
@@ -29,7 +29,7 @@ pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> an
             write!(stdout(), "{found}")?;
         }
         (ranks, hardware) => {
-            let plan = plan_of(arguments, &recipe, (&config, path), (ranks, hardware))?;
+            let plan = plan_of(arguments, &recipe, path, &config, ranks, hardware)?;
             write!(stdout(), "{plan}")?;
         }
     }
@@ -75,7 +75,7 @@ pub(crate) fn plan_comparison(
     }
     lines.push(row("all runs", "", sum));
     lines.push(row("without sharing", "", alone));
-    write!(stdout(), "{}", aligned(&lines))?;
+    write!(stdout(), "{}", align(&lines))?;
     Ok(())
 }
 
@@ -117,15 +117,17 @@ fn model_config(recipe: &Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
 fn plan_of(
     arguments: &Arguments,
     recipe: &Recipe,
-    (config, path): (&ModelConfig, &Path),
-    (ranks, hardware): (Option<NonZeroUsize>, Option<Hardware>),
+    path: &Path,
+    config: &ModelConfig,
+    ranks: Option<NonZeroUsize>,
+    hardware: Option<Hardware>,
 ) -> anyhow::Result<Plan> {
     let mut plan = Plan::new(recipe, config)?.with_sources(recipe)?;
     if let Some(tflops) = arguments.device_tflops {
         plan = plan.with_device_tflops(tflops);
     }
     if let Some(ranks) = ranks {
-        plan = plan.on_ranks(recipe, (config, path), ranks.get(), hardware)?;
+        plan = plan.on_ranks(recipe, path, config, ranks.get(), hardware)?;
     }
     Ok(plan)
 }

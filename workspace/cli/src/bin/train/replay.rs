@@ -52,7 +52,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(from) => Some(models::locate(from, model.revision.as_deref())?),
         None => None,
     };
-    let found = moh_train::replay(&run, (recipe, &path), directory.as_deref(), device, step)?;
+    let found = moh_train::replay(&run, recipe, &path, directory.as_deref(), device, step)?;
     write!(stdout(), "{}", tables(&found)?)?;
     Ok(())
 }

@@ -7,7 +7,7 @@ use moh_cli::command_line::CommandLine;
 use moh_data::TokenFile;
 use moh_model::HeadCounts;
 use moh_program::exit;
-use moh_recipe::{Device, MohOptions, Recipe};
+use moh_recipe::{DeviceKind, MohOptions, Recipe};
 use moh_report::summary_table::{draw, table};
 use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
@@ -60,22 +60,22 @@ fn next_commands(recipe: &Recipe, run: &RunDirectory, summary: &Summary) -> Vec<
         let dtype = recipe.run.dtype.name();
         let command = if dtype == "f32" { command } else { command.option("--dtype", dtype) };
         match recipe.run.device {
-            Device::Cpu => command,
-            Device::Cuda => command.option("--device", "cuda"),
+            DeviceKind::Cpu => command,
+            DeviceKind::Cuda => command.option("--device", "cuda"),
         }
     };
     let mut commands = Vec::new();
     if export.join("tokenizer.json").is_file() {
-        let generate = on_model(CommandLine::of("moh-generate"));
+        let generate = on_model(CommandLine::new("moh-generate"));
         commands.push(generate.option("--prompt", "One day").to_string());
     }
     if let Some(validation) = recipe.data.validation.first() {
-        let loss = on_model(CommandLine::of("moh-eval").word("loss"))
+        let loss = on_model(CommandLine::new("moh-eval").word("loss"))
             .path_option("--data", &validation.path)
             .option("--sequence-length", recipe.data.sequence_length.to_string());
         commands.push(loss.to_string());
     }
-    commands.push(CommandLine::of("moh-report").path(run.root()).to_string());
+    commands.push(CommandLine::new("moh-report").path(run.root()).to_string());
     commands.extend(half_of_the_heads(recipe, run, summary.heads).map(|half| half.to_string()));
     commands
 }
@@ -93,7 +93,7 @@ fn half_of_the_heads(recipe: &Recipe, run: &RunDirectory, heads: usize) -> Optio
     };
     let routed = recipe.stages.iter().filter_map(|stage| Some((&stage.name, stage.moh.as_ref()?)));
     let others: Vec<_> = routed.filter(|(_, moh)| !has_half(moh)).map(|(name, _)| name).collect();
-    let first = CommandLine::of("moh-train")
+    let first = CommandLine::new("moh-train")
         .path_option("--recipe", &run.recipe())
         .option("--set", format!("run.dir={}", beside(run.root(), "-half").display()));
     let set_half = |command: CommandLine, stage: &&String| {

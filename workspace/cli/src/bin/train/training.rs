@@ -11,7 +11,7 @@ use moh_cli::model_location;
 use moh_cli::run_view::RunView;
 use moh_cli::signals::{Say, stop_on_signals};
 use moh_cli::time_limit::time_limit;
-use moh_comm::{Fault, Launch, Launcher, Options, World};
+use moh_comm::{Fault, Launch, Launcher, World, WorldOptions};
 use moh_device::OpenDevice;
 use moh_kernels::span;
 use moh_program::exit::{self, StoppedEarly};
@@ -29,7 +29,8 @@ use crate::{Arguments, comparison};
 pub(crate) fn train(
     arguments: &Arguments,
     path: &Path,
-    (mut recipe, comparison): (Recipe, Option<&Comparison>),
+    mut recipe: Recipe,
+    comparison: Option<&Comparison>,
     start: Instant,
 ) -> anyhow::Result<()> {
     let limit = time_limit(start, arguments.time_limit);
@@ -46,7 +47,7 @@ pub(crate) fn train(
     // Opened first: a missing device then leaves no run directory, and makes no other rank wait.
     let device = open_device(&recipe, path, launch.local_rank)?;
     let rank = launch.rank;
-    let options = Options {
+    let options = WorldOptions {
         rendezvous_limit: Duration::from_secs(arguments.rendezvous_timeout),
         operation_limit: Duration::from_secs(arguments.operation_timeout),
         on_fault: Arc::new(move |fault| {
@@ -56,14 +57,14 @@ pub(crate) fn train(
             }
             std::process::exit(exit::ERROR.into());
         }),
-        ..Options::default()
+        ..WorldOptions::default()
     };
     let recipes: Vec<&Recipe> = match comparison {
         Some(comparison) => comparison.runs().iter().map(|run| &run.recipe).collect(),
         None => vec![&recipe],
     };
     let world = moh_train::connect(&launch, &device, &recipes, options)?;
-    let session = || Session::new(arguments, path, (&device, &world, launch.launcher), limit);
+    let session = || Session::new(arguments, path, &device, &world, launch.launcher, limit);
     let done = if arguments.preflight {
         preflight(&recipe, device.clone(), &world)
     } else if let Some(comparison) = comparison {
@@ -167,7 +168,9 @@ impl<'a> Session<'a> {
     fn new(
         arguments: &'a Arguments,
         path: &'a Path,
-        (device, world, launcher): (&'a OpenDevice, &'a World, Launcher),
+        device: &'a OpenDevice,
+        world: &'a World,
+        launcher: Launcher,
         time_limit: Option<TimeLimit>,
     ) -> Self {
         let processor = match world.rank() {

@@ -157,7 +157,7 @@ impl NcclCommunicator {
         #[allow(unsafe_code)]
         let code = unsafe { library::ncclCommInitRank(&mut raw, size as i32, id, rank as i32) };
         check("ncclCommInitRank", code, ptr::null_mut())?;
-        Self::of(device, raw)
+        Self::new(device, raw)
     }
 
     /// The communicator of the ranks of one colour; returns when all ranks of this one have called
@@ -181,10 +181,10 @@ impl NcclCommunicator {
         if raw.is_null() {
             return Ok(None);
         }
-        Self::of(&self.device, raw).map(Some)
+        Self::new(&self.device, raw).map(Some)
     }
 
-    fn of(device: &Arc<Device>, raw: sys::ncclComm_t) -> Result<Self> {
+    fn new(device: &Arc<Device>, raw: sys::ncclComm_t) -> Result<Self> {
         let stream = device.run("creating a stream", |_| {
             result::stream::create(result::stream::StreamKind::NonBlocking)
         })?;

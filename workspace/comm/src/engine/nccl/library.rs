@@ -25,7 +25,7 @@ static FUNCTIONS: OnceLock<std::result::Result<Functions, String>> = OnceLock::n
 /// # Errors
 /// Fails if the library or one of its functions is missing.
 pub(super) fn load() -> Result<()> {
-    match FUNCTIONS.get_or_init(|| open(&NAMES).and_then(Functions::of)) {
+    match FUNCTIONS.get_or_init(|| open(&NAMES).and_then(Functions::new)) {
         Ok(_) => Ok(()),
         Err(reason) => Err(failed("start", reason)),
     }
@@ -60,7 +60,7 @@ macro_rules! functions {
 
         impl Functions {
             #[allow(non_snake_case, unsafe_code)]
-            fn of(library: Library) -> std::result::Result<Self, String> {
+            fn new(library: Library) -> std::result::Result<Self, String> {
                 $(
                     // SAFETY: the type is the one in nccl.h.
                     let $name = *unsafe { library.get(stringify!($name).as_bytes()) }
@@ -147,6 +147,6 @@ mod tests {
     #[test]
     fn a_library_without_its_functions_is_refused() {
         let library = open(&["libc.so.6"]).unwrap();
-        assert!(Functions::of(library).is_err_and(|reason| reason.contains("ncclGetUniqueId")));
+        assert!(Functions::new(library).is_err_and(|reason| reason.contains("ncclGetUniqueId")));
     }
 }

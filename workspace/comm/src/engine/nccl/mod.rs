@@ -114,7 +114,7 @@ struct GpuRegion {
 }
 
 impl GpuRegion {
-    fn of(operation: &'static str, region: &RegionMut<'_>) -> Result<Self> {
+    fn new(operation: &'static str, region: &RegionMut<'_>) -> Result<Self> {
         let LocationMut::Device(address) = region.location else {
             return Err(on_the_host(operation));
         };
@@ -172,7 +172,7 @@ impl Nccl {
 
 impl Engine for Nccl {
     fn all_reduce(&self, region: RegionMut<'_>, reduce: Reduce) -> Result<Ticket> {
-        let region = GpuRegion::of("all_reduce", &region)?;
+        let region = GpuRegion::new("all_reduce", &region)?;
         let (at, dtype, reduce) =
             (region.at(0), data_type("all_reduce", region.dtype)?, reduction(reduce));
         // SAFETY: the region is the caller's until the ticket is done (`Ticket`).
@@ -185,7 +185,7 @@ impl Engine for Nccl {
     }
 
     fn reduce_scatter(&self, whole: RegionMut<'_>, reduce: Reduce) -> Result<Ticket> {
-        let region = GpuRegion::of("reduce_scatter", &whole)?;
+        let region = GpuRegion::new("reduce_scatter", &whole)?;
         let chunk = region.len / self.ranks.len();
         let (from, to) = (region.at(0), region.at(chunk * self.rank));
         let (dtype, reduce) = (data_type("reduce_scatter", region.dtype)?, reduction(reduce));
@@ -199,7 +199,7 @@ impl Engine for Nccl {
     }
 
     fn all_gather(&self, whole: RegionMut<'_>) -> Result<Ticket> {
-        let region = GpuRegion::of("all_gather", &whole)?;
+        let region = GpuRegion::new("all_gather", &whole)?;
         let chunk = region.len / self.ranks.len();
         let (from, to) = (region.at(chunk * self.rank), region.at(0));
         let dtype = data_type("all_gather", region.dtype)?;
@@ -213,7 +213,7 @@ impl Engine for Nccl {
     }
 
     fn broadcast(&self, region: RegionMut<'_>, root: usize) -> Result<Ticket> {
-        let region = GpuRegion::of("broadcast", &region)?;
+        let region = GpuRegion::new("broadcast", &region)?;
         let (at, dtype, root) = (region.at(0), data_type("broadcast", region.dtype)?, root as i32);
         // SAFETY: as in `all_reduce`.
         #[allow(unsafe_code)]
@@ -265,7 +265,7 @@ impl Engine for Nccl {
     }
 
     fn recv(&self, region: RegionMut<'_>, from: usize, _tag: u32) -> Result<Ticket> {
-        let region = GpuRegion::of("recv", &region)?;
+        let region = GpuRegion::new("recv", &region)?;
         let (at, bytes) = (region.at(0), region.len * region.dtype.bytes());
         let (rank, from) = (self.ranks[self.rank], self.ranks[from]);
         // SAFETY: as in `all_reduce`.
@@ -282,7 +282,7 @@ impl Engine for Nccl {
     fn barrier(&self) -> Result<()> {
         let mut barrier_buffer = self.barrier_buffer.lock().unwrap_or_else(PoisonError::into_inner);
         let region = Cuda::region_mut(Cuda::view_mut(&mut barrier_buffer, 0..1));
-        let region = GpuRegion::of("barrier", &region)?;
+        let region = GpuRegion::new("barrier", &region)?;
         let (at, dtype) = (region.at(0), data_type("barrier", region.dtype)?);
         // SAFETY: this value owns the element, and its communicator is finished before it is
         // dropped.

@@ -28,7 +28,7 @@ pub(crate) fn train(session: &Session<'_>, comparison: &Comparison) -> anyhow::R
     let mut has_trained = false;
     for place in order(session, comparison)? {
         let Some(run) = comparison.runs().get(place) else { continue };
-        if !is_next(session, comparison, (run, has_trained))? {
+        if !is_next(session, comparison, run, has_trained)? {
             continue;
         }
         if session.is_first() {
@@ -69,7 +69,8 @@ fn order(session: &Session<'_>, comparison: &Comparison) -> anyhow::Result<Vec<u
 fn is_next(
     session: &Session<'_>,
     comparison: &Comparison,
-    (run, has_trained): (&PlannedRun, bool),
+    run: &PlannedRun,
+    has_trained: bool,
 ) -> anyhow::Result<bool> {
     let is_up = |limit: TimeLimit| limit.is_up(Instant::now(), Duration::ZERO, None);
     let is_late = session.time_limit.is_some_and(is_up)

@@ -21,7 +21,7 @@ pub(super) fn table(rows: &[Row<'_>]) -> String {
     for row in rows {
         lines.extend(of_row(row, &moments, rows));
     }
-    let mut out = aligned(&lines);
+    let mut out = align(&lines);
     if lines.iter().flatten().any(|cell| cell.ends_with(OTHER)) {
         out.push_str("* on another text, or another number of its tokens, than the last loss of the first variant\n");
     }
@@ -41,7 +41,7 @@ pub(super) fn table(rows: &[Row<'_>]) -> String {
 }
 
 /// Lines of cells as text: the first column to the left, the others to the right.
-pub(crate) fn aligned(lines: &[Vec<String>]) -> String {
+pub(crate) fn align(lines: &[Vec<String>]) -> String {
     let columns = lines.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         let cells = lines.iter().filter_map(|line| line.get(column));

@@ -16,7 +16,7 @@ use crate::{Error, RunDirectory};
 ///
 /// # Errors
 /// Fails if a file cannot be copied or renamed. What has not been moved yet is then still in its place.
-pub fn set_later_aside(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, Error> {
+pub fn archive_later(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, Error> {
     let mut later = run.checkpoint_steps()?;
     later.retain(|&found| found > step);
     let results = [

@@ -6,19 +6,19 @@ use std::path::{Path, PathBuf};
 
 /// A directory, known by itself and not by its path.
 #[derive(Debug)]
-pub struct HeldDirectory {
+pub struct OpenDirectory {
     /// Open, so that no other directory can get its number; `None` where directories cannot be opened.
     file: Option<File>,
 }
 
-impl HeldDirectory {
+impl OpenDirectory {
     /// Holds the directory at `path`.
     ///
     /// # Errors
     /// Fails if it cannot be opened.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = if cfg!(unix) { Some(File::open(path)?) } else { None };
-        Ok(HeldDirectory { file })
+        Ok(OpenDirectory { file })
     }
 
     /// Whether the directory has left `path`: nothing is there, or something else. A file system that does not answer
@@ -74,7 +74,7 @@ mod tests {
         let root = dir.path().canonicalize().unwrap();
         let (old, new) = (root.join("old"), root.join("new"));
         fs::create_dir(&old).unwrap();
-        let held = HeldDirectory::open(&old).unwrap();
+        let held = OpenDirectory::open(&old).unwrap();
         assert!(!held.has_left(&old));
         fs::rename(&old, &new).unwrap();
         assert!(held.has_left(&old));
