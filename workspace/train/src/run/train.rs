@@ -98,7 +98,6 @@ impl<B: Backend + Clone> Locked<'_, B> {
             held: held.lock.as_ref().map(RunLock::directory),
             stop: options.stop,
             trace: options.trace,
-            gradient_faults: options.gradient_faults,
             time_limit: options.time_limit,
             resume_step,
             left: None,
