@@ -17,38 +17,13 @@ use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
 use moh_train::{Error, Event, Outcome, RunOptions};
 use serde_json::Value;
+use support::driver::{run_in, stop_at, watch};
 use support::results::Results;
 use support::{Workplace, copy_all, files, write_tokens};
 
-/// Runs a recipe until `heard` sets the flag.
-fn watch(
-    recipe: &Recipe,
-    mut heard: impl FnMut(&Event<'_>, &AtomicBool),
-) -> Result<Outcome, Error> {
-    let stop = AtomicBool::new(false);
-    let world = World::single();
-    let ranks = (OpenDevice::Cpu, &world);
-    let options = RunOptions::new(&stop);
-    moh_train::run(
-        &mut recipe.clone(),
-        Path::new("recipe.toml"),
-        None,
-        ranks,
-        options,
-        &mut |event| {
-            heard(&event, &stop);
-        },
-    )
-}
-
 /// Stops a run after its third step.
 fn interrupt(recipe: &Recipe) {
-    let stopped = watch(recipe, |event, stop| {
-        if matches!(event, Event::Step { step: 3, .. }) {
-            stop.store(true, Ordering::Relaxed);
-        }
-    });
-    assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 3 });
+    stop_at(recipe, 3);
 }
 
 fn train(recipe: &Recipe) -> Result<Outcome, Error> {
@@ -491,12 +466,10 @@ fn another_tokenizer_than_that_of_a_token_file_must_give_its_ids() {
     let error = train(&recipe).unwrap_err().to_string();
     assert!(error.contains("prepared with another tokenizer"), "{error}");
     assert!(error.contains("--allow-other-tokenizer"), "{error}");
-    let (stop, world) = (AtomicBool::new(false), World::single());
+    let stop = AtomicBool::new(false);
     let options = RunOptions { allow_other_tokenizer: true, ..RunOptions::new(&stop) };
-    let ranks = (OpenDevice::Cpu, &world);
-    let path = Path::new("recipe.toml");
     // Its tokens are random.
-    let outcome = moh_train::run(&mut recipe.clone(), path, None, ranks, options, &mut |_| {});
+    let outcome = run_in(&World::single(), &recipe, options, &mut |_| {});
     let error = outcome.unwrap_err().to_string();
     assert!(error.contains("tokenizer.json: does not give the ids of "), "{error}");
 }

@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_data::{Order, Source, TrainingData};
-use moh_device::OpenDevice;
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_model::Model;
@@ -18,6 +17,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
+use super::driver::run_in;
 use super::on_ranks::on_ranks;
 use super::results::Results;
 use super::{Workplace, write_tokens_with};
@@ -104,9 +104,7 @@ pub fn run_on(
                 stop.store(true, Ordering::Relaxed);
             }
         };
-        let (path, on) = (Path::new("recipe.toml"), (OpenDevice::Cpu, world));
-        let model = recipe.model.from.as_deref().map(Path::new);
-        moh_train::run(&mut recipe.clone(), path, model, on, RunOptions::new(&stop), &mut heard)
+        run_in(world, recipe, RunOptions::new(&stop), &mut heard)
     })
 }
 
