@@ -104,12 +104,12 @@ def correctness(programs, tests):
     cases += alone("attention_stress", 120)
     cases.append(together("linear", 90))
     cases.append(Case("devices", "tests", 90,
-                      [programs / "test-devices", "--nocapture", "--test-threads", "4"]))
+                      [programs / "test-devices", "--include-ignored", "--nocapture", "--test-threads", "4"]))
     known = {"linear", *MODULES, *HOPPER}
     # Modules that this list does not know.
     cases += [together(module, 60) for module in [*MODULES, *sorted(listed - known)]]
     cases.append(Case("nccl", "tests", 60,
-                      [programs / "test-nccl", "nccl", "--nocapture", "--test-threads", "1"]))
+                      [programs / "test-nccl", "nccl", "--include-ignored", "--nocapture", "--test-threads", "1"]))
     return [turn for case in cases for turn in [case, *without_hopper(case)]]
 
 

@@ -7,39 +7,16 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use support::{failure, names, program, stderr, stdout, success, trainable};
+use support::{failure, names, program, stderr, stdout, success, trainable, two_stages};
 
 mod support;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
-/// Six steps with a checkpoint after each.
-const RECIPE: &str = r#"
-[[stage]]
-name = "adapt"
-attention = "dense"
-tokens = 128
-batch_tokens = 32
-micro_batch = 2
-learning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 2 }
-
-[[stage]]
-name = "moh"
-attention = "moh"
-moh = { shared_heads = 4, routed_top_k = 2 }
-tokens = 64
-batch_tokens = 32
-micro_batch = 2
-learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
-
-[checkpoint]
-every_steps = 1
-keep = 9
-"#;
-
-/// A directory with a finished run.
+/// A directory with a finished run of six steps with a checkpoint after each.
 fn finished() -> tempfile::TempDir {
-    let dir = trainable(RECIPE);
+    let checkpoint = "[checkpoint]\nevery_steps = 1\nkeep = 9";
+    let dir = trainable(&format!("{}{checkpoint}", two_stages([128, 64], 32)));
     success(program(PROGRAM, dir.path()).args(["--recipe", "recipe.toml"]));
     dir
 }

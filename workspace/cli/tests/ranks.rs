@@ -1,5 +1,4 @@
-//! `moh-train` on several ranks, as processes started by mpirun; without the feature `mpi` or
-//! mpirun the tests print so and pass.
+//! `moh-train` on several ranks, as processes started by mpirun.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
@@ -29,8 +28,9 @@ fn ranks(count: usize, overrides: &[&str]) -> Vec<String> {
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn processes_end_as_one_alone() {
-    let Some(dir) = prepared() else { return };
+    let dir = prepared();
     // Data parallelism; a pipeline; both.
     for (count, stages) in [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)] {
         let name = format!("run{count}-{stages}");
@@ -47,8 +47,9 @@ fn processes_end_as_one_alone() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn a_rank_that_is_killed_is_named_and_the_rest_continues_with_fewer() {
-    let Some(dir) = prepared() else { return };
+    let dir = prepared();
     let alone = mpirun(dir.path(), &ranks(1, &["run.dir=whole"])).output().unwrap();
     assert!(alone.status.success(), "{}", stderr(&alone));
 
@@ -66,8 +67,9 @@ fn a_rank_that_is_killed_is_named_and_the_rest_continues_with_fewer() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn ranks_with_other_recipes_are_refused_before_they_begin() {
-    let Some(dir) = prepared() else { return };
+    let dir = prepared();
     let mut words = ranks(1, &[]);
     words.push(":".into());
     words.extend(ranks(1, &["run.seed=2"]));
@@ -79,8 +81,9 @@ fn ranks_with_other_recipes_are_refused_before_they_begin() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn another_build_of_the_program_is_refused_before_it_begins() {
-    let Some(dir) = prepared() else { return };
+    let dir = prepared();
     let other = dir.path().join("moh-train");
     let mut bytes = fs::read(PROGRAM).unwrap();
     bytes.extend(b"built elsewhere");
@@ -99,8 +102,8 @@ fn another_build_of_the_program_is_refused_before_it_begins() {
 }
 
 /// One rank of two, as a launcher starts it, without the other; returns its error.
-fn alone_of_two(rank: usize, limit: [&str; 2]) -> Option<String> {
-    let dir = prepared()?;
+fn alone_of_two(rank: usize, limit: [&str; 2]) -> String {
+    let dir = prepared();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let mut command = program(PROGRAM, dir.path());
     let [name, value] = limit;
@@ -118,26 +121,29 @@ fn alone_of_two(rank: usize, limit: [&str; 2]) -> Option<String> {
     assert!(start.elapsed() >= Duration::from_secs(1) && start.elapsed() < BOUND);
     assert_eq!(done.status.code(), Some(1));
     assert!(!dir.path().join("run").exists());
-    Some(stderr(&done))
+    stderr(&done)
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn a_rank_that_never_arrives_is_named_at_the_time_limit() {
-    let Some(text) = alone_of_two(0, ["--rendezvous-timeout", "2"]) else { return };
+    let text = alone_of_two(0, ["--rendezvous-timeout", "2"]);
     let expected = "rank 1 of 2 did not reach the rendezvous at 127.0.0.1:";
     assert!(text.contains(expected) && text.contains(" within 2 s: "), "{text}");
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn a_rank_0_that_never_arrives_is_named_at_the_time_limit() {
-    let Some(text) = alone_of_two(1, ["MOH_RENDEZVOUS_TIMEOUT", "2"]) else { return };
+    let text = alone_of_two(1, ["MOH_RENDEZVOUS_TIMEOUT", "2"]);
     assert!(text.contains("rendezvous at 127.0.0.1:"), "{text}");
     assert!(text.contains("rank 1 found no rank 0 within "), "{text}");
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn a_job_that_mpirun_is_asked_to_stop_ends_with_a_checkpoint() {
-    let Some(dir) = prepared() else { return };
+    let dir = prepared();
     let job = Job::start(&mut mpirun(dir.path(), &ranks(2, &[])), dir.path());
     wait_for_steps(&dir.path().join("run"), 12);
     job.signal("USR1");
@@ -152,8 +158,8 @@ fn a_job_that_mpirun_is_asked_to_stop_ends_with_a_checkpoint() {
 }
 
 /// A job of two ranks, one of which hangs during training; returns the job's output.
-fn hangs(rank: usize) -> Option<String> {
-    let dir = prepared()?;
+fn hangs(rank: usize) -> String {
+    let dir = prepared();
     let mut words = ranks(2, &[]);
     words.extend(["--operation-timeout", "10"].map(str::to_owned));
     let job = Job::start(&mut mpirun(dir.path(), &words), dir.path());
@@ -163,27 +169,30 @@ fn hangs(rank: usize) -> Option<String> {
     assert!(!status.success());
     // mpirun ends the remaining ranks, stopped ones too.
     assert_eq!(process_of(dir.path(), rank), None);
-    Some(text)
+    text
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn a_rank_that_hangs_is_named_with_the_operation_that_waits_for_it() {
-    let Some(text) = hangs(1) else { return };
+    let text = hangs(1);
     let report = text.lines().find(|line| line.starts_with("error: rank 0: rank 0 (")).unwrap();
     assert!(report.contains(" waits in ") && report.contains(" of group "), "{text}");
     assert!(report.contains("; rank 1 (") && report.contains(") is silent: "), "{text}");
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn a_rank_0_that_hangs_is_named_once_it_has_been_silent() {
     // Rank 0 asks the others for their reports, so its own hang shows as silence.
-    let Some(text) = hangs(0) else { return };
+    let text = hangs(0);
     assert!(text.contains("error: rank 1: rank 0 (") && text.contains("no sign of life"), "{text}");
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn an_error_that_all_ranks_see_is_told_once() {
-    let Some(dir) = prepared() else { return };
+    let dir = prepared();
     fs::remove_file(dir.path().join("text.bin")).unwrap();
     let done = mpirun(dir.path(), &ranks(3, &[])).output().unwrap();
     assert!(!done.status.success());
@@ -192,8 +201,9 @@ fn an_error_that_all_ranks_see_is_told_once() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn every_rank_is_measured_before_a_long_run() {
-    let Some(dir) = prepared() else { return };
+    let dir = prepared();
     let mut words = ranks(2, &[]);
     words.push("--preflight".into());
     let done = mpirun(dir.path(), &words).output().unwrap();

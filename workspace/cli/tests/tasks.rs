@@ -8,8 +8,8 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use support::{
-    edit_config, edit_weights, failure, names, program, repository, success, workplace, write_moh,
-    write_tokenizer,
+    edit_config, edit_weights, failure, names, program, repository, success, uniform, workplace,
+    write_moh, write_tokenizer,
 };
 
 mod support;
@@ -28,15 +28,8 @@ const CLOZES: &str = r#"{"context": "w9", "answer": "w0 w0"}
 "#;
 
 /// A directory with the model `source`, all of whose logits are 0, a tokenizer of words, and task files.
-fn uniform() -> tempfile::TempDir {
-    let dir = workplace();
-    edit_weights(dir.path(), |tensors| {
-        for (name, _, bytes) in tensors {
-            if name == "lm_head.weight" {
-                bytes.fill(0);
-            }
-        }
-    });
+fn prepared() -> tempfile::TempDir {
+    let dir = uniform();
     write_tokenizer(&dir.path().join("source"), "w0");
     fs::write(dir.path().join("choices.jsonl"), CHOICES).unwrap();
     fs::write(dir.path().join("clozes.jsonl"), CLOZES).unwrap();
@@ -50,7 +43,7 @@ fn lines(path: &Path) -> Vec<Value> {
 
 #[test]
 fn a_uniform_model_has_the_scores_of_its_ties() {
-    let dir = uniform();
+    let dir = prepared();
     let line = "tasks --model source choices.jsonl clozes.jsonl";
     // Each token has ln 37. The shorter choice is more likely, but less so by character; of equal choices the
     // first is predicted, and of equal tokens w0. Both answers: 37 ** 1.5, 37 by word, 37 ** (3 / 7) by byte.
@@ -81,7 +74,7 @@ clozes   acc                 0.5000    0.5000
 
 #[test]
 fn each_example_has_a_line() {
-    let dir = uniform();
+    let dir = prepared();
     let line = "tasks --model source choices.jsonl clozes.jsonl --out lines.jsonl";
     success(&mut moh_eval(dir.path(), line));
     let found = lines(&dir.path().join("lines.jsonl"));
@@ -137,7 +130,7 @@ fn a_long_context_keeps_its_end() {
 
 #[test]
 fn invalid_tasks_are_refused_and_leave_nothing() {
-    let dir = uniform();
+    let dir = prepared();
     let root = dir.path();
     fs::write(root.join("task.jsonl"), "").unwrap();
     for (text, expected) in [
@@ -189,7 +182,7 @@ fn invalid_tasks_are_refused_and_leave_nothing() {
 
 #[test]
 fn damaged_weights_are_an_error_of_the_line() {
-    let dir = uniform();
+    let dir = prepared();
     let root = dir.path();
     edit_weights(root, |tensors| {
         for (name, _, bytes) in tensors {

@@ -1,36 +1,46 @@
 //! The source of the n-th sample, and the number of earlier samples of that source: a function of
-//! seed and sample number, without state.
+//! seed and sample number, without state. The samples of one source keep their own order.
 //!
-//! Weights that are thousandths of their sum, to within a hundredth of each, are mixed in blocks of
-//! 1,000 samples (`mixture/blocks.rs`), as they have been since version 0.1; all others are exact,
-//! by a tree of splits between two halves of the sources (`mixture/splits.rs`). Either way the
-//! samples of one source keep their own order.
+//! The sources are the leaves of a binary tree: each node sends a sample to its first or second half
+//! of sources, and numbers the samples of either half from 0, until one source is left. Among the
+//! first n samples of a node, round(n w / W) are of the first half, with w its weight and W the
+//! node's, wherever n is a multiple of 1,024; in between, every halving of these 1,024 samples
+//! halves the samples of either side, and an odd one is assigned to a half at random. Everywhere
+//! each source is within a few samples of its share, at a cost of log(sources) x 10 operations a
+//! sample.
 
-mod blocks;
-mod splits;
-
+use std::ops::Range;
 use std::path::Path;
 
-use self::blocks::Blocks;
-use self::splits::Splits;
+use crate::permutation::key_of;
 use crate::{Error, Order, Result};
 
 /// Makes the keys of mixtures differ from those of windows.
 const MIXTURE_KEY: u64 = 0x6d69_7874;
+/// Samples of a node within which the order of the two halves is random; a power of two.
+const SPAN: u64 = 1024;
+/// The sum of weights after scaling. Rounding to it changes a share by less than one sample in
+/// 2^60, and its products with sample numbers fit u128.
+const SCALE: f64 = (1u64 << 62) as f64;
+/// Up to this sum, weights that are whole numbers are used as they are: f64 adds them exactly.
+const EXACT: f64 = (1u64 << 53) as f64;
 
-/// The proportions of the sources.
+/// The proportions of the sources, as a tree.
 #[derive(Debug)]
-pub(crate) enum Mixture {
-    /// A single source.
-    Single,
-    /// Weights close to thousandths of their sum.
-    Blocks(Blocks),
-    /// Any weights.
-    Splits {
-        splits: Splits,
-        /// Whether version 0.1.0 accepted the weights, rounded to thousandths.
-        was_rounded: bool,
-    },
+pub(crate) struct Mixture {
+    /// The sum of the weights before each source, and of all: one entry more than sources.
+    before: Vec<u64>,
+    order: Order,
+    seed: u64,
+}
+
+/// A node: its sources, and where they are divided.
+struct Node {
+    middle: usize,
+    /// The weight of the first half.
+    first: u128,
+    /// The weight of both.
+    both: u128,
 }
 
 impl Mixture {
@@ -53,43 +63,110 @@ impl Mixture {
                 return Err(refuse(source, "must be a positive number"));
             }
         }
-        if sources.len() == 1 {
-            return Ok(Self::Single);
-        }
         let weights: Vec<f64> = sources.iter().map(|source| source.1).collect();
-        if let Some(blocks) = Blocks::new(&weights, order, seed) {
-            return Ok(Self::Blocks(blocks));
+        let whole = weights.iter().all(|weight| weight.fract() == 0.0)
+            && weights.iter().sum::<f64>() <= EXACT;
+        let mut before = vec![0];
+        let mut sum = 0;
+        for (source, share) in sources.iter().zip(shares(&weights)) {
+            let scaled = if whole { source.1 as u64 } else { (share * SCALE).round() as u64 };
+            if scaled == 0 {
+                return Err(refuse(
+                    source,
+                    "too small relative to the others: no run would read it, leave it out",
+                ));
+            }
+            // Rounding adds at most 1/2 and a few units in the last place for each source to 2^62.
+            sum += scaled;
+            before.push(sum);
         }
-        match Splits::new(&weights, order, seed) {
-            Ok(splits) => Ok(Self::Splits { splits, was_rounded: Blocks::could_round(&weights) }),
-            Err(at) => Err(refuse(
-                &sources[at],
-                "too small relative to the others: no run would read it, leave it out",
-            )),
-        }
+        Ok(Self { before, order, seed })
     }
 
-    /// Whether version 0.1.0 accepted the weights and mixed them in another order.
-    pub(crate) fn was_rounded(&self) -> bool {
-        matches!(self, Self::Splits { was_rounded: true, .. })
+    fn sources(&self) -> usize {
+        self.before.len() - 1
+    }
+
+    /// The node of these two or more sources.
+    fn node(&self, sources: &Range<usize>) -> Node {
+        let middle = sources.start.midpoint(sources.end);
+        let weight = |from: usize, to: usize| u128::from(self.before[to] - self.before[from]);
+        Node {
+            middle,
+            first: weight(sources.start, middle),
+            both: weight(sources.start, sources.end),
+        }
     }
 
     /// The source of sample `number`, and the number of earlier samples of that source.
     pub(crate) fn locate(&self, number: u64) -> (usize, u64) {
-        match self {
-            Self::Single => (0, number),
-            Self::Blocks(blocks) => blocks.locate(number),
-            Self::Splits { splits, .. } => splits.locate(number),
+        let (mut sources, mut number) = (0..self.sources(), number);
+        while sources.len() > 1 {
+            let node = self.node(&sources);
+            let (earlier, is_first) = self.divide(&node, number);
+            (sources, number) = match is_first {
+                true => (sources.start..node.middle, earlier),
+                false => (node.middle..sources.end, number - earlier),
+            };
         }
+        (sources.start, number)
     }
 
     /// Samples of each source among the first `samples`.
     pub(crate) fn counts(&self, samples: u64) -> Vec<u64> {
-        match self {
-            Self::Single => vec![samples],
-            Self::Blocks(blocks) => blocks.counts(samples),
-            Self::Splits { splits, .. } => splits.counts(samples),
+        let mut counts = vec![0; self.sources()];
+        let mut open = vec![(0..self.sources(), samples)];
+        while let Some((sources, samples)) = open.pop() {
+            if sources.len() == 1 {
+                counts[sources.start] = samples;
+                continue;
+            }
+            let node = self.node(&sources);
+            let (earlier, _) = self.divide(&node, samples);
+            open.push((sources.start..node.middle, earlier));
+            open.push((node.middle..sources.end, samples - earlier));
         }
+        counts
+    }
+
+    /// The samples of a node's first half before its sample `number`, and whether that is one of
+    /// them.
+    fn divide(&self, node: &Node, number: u64) -> (u64, bool) {
+        if self.order == Order::Sequential {
+            let earlier = node.share(u128::from(number));
+            return (earlier, node.share(u128::from(number) + 1) > earlier);
+        }
+        let span = number / SPAN;
+        let start = u128::from(span) * u128::from(SPAN);
+        let mut earlier = node.share(start);
+        // The samples of the first half among `length` samples, of which this one is number
+        // `place`. Where their number is odd, a random bit says which half has one more; the bits
+        // of a span are numbered as the nodes of a binary heap.
+        let mut inside = node.share(start + u128::from(SPAN)) - earlier;
+        let (mut length, mut place, mut bit) = (SPAN, number % SPAN, 1);
+        let key = key_of(&[self.seed, MIXTURE_KEY, node.middle as u64, span]);
+        while length > 1 {
+            length /= 2;
+            let odd = inside % 2 * (key_of(&[key, bit]) & 1);
+            let half = inside / 2 + odd;
+            bit *= 2;
+            if place < length {
+                inside = half;
+            } else {
+                (earlier, inside) = (earlier + half, inside - half);
+                (place, bit) = (place - length, bit + 1);
+            }
+        }
+        (earlier, inside == 1)
+    }
+}
+
+impl Node {
+    /// The samples of the first half among the first `samples`: its share, rounded to the nearest.
+    fn share(&self, samples: u128) -> u64 {
+        // The product is below 2^65 x 2^63. The share is at most `samples`, and below 2^64 because
+        // `first` is below `both`.
+        ((samples * self.first + self.both / 2) / self.both) as u64
     }
 }
 
@@ -105,88 +182,115 @@ fn shares(weights: &[f64]) -> impl Iterator<Item = f64> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::blocks::BLOCK;
     use super::*;
 
-    fn mixture(weights: &[f64], order: Order, seed: u64) -> Result<Mixture> {
+    fn try_mixture(weights: &[f64], order: Order, seed: u64) -> Result<Mixture> {
         let sources: Vec<_> = weights.iter().map(|&weight| (Path::new("s"), weight)).collect();
         Mixture::new(&sources, order, seed)
     }
 
+    fn mixture(weights: &[f64], order: Order) -> Mixture {
+        try_mixture(weights, order, 11).unwrap()
+    }
+
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(24))]
+        #![proptest_config(ProptestConfig::with_cases(32))]
         #[test]
-        fn each_source_counts_up_from_zero(
-            weights in prop::collection::vec(0.1f64..10.0, 1..6),
+        fn each_source_counts_up_from_zero_and_keeps_its_share(
+            weights in prop::collection::vec(1e-4f64..10.0, 1..40),
             sequential: bool,
             seed: u64,
         ) {
             let order = if sequential { Order::Sequential } else { Order::Shuffled };
-            let mixture = mixture(&weights, order, seed).unwrap();
+            let mixture = try_mixture(&weights, order, seed).unwrap();
+            let sum: f64 = weights.iter().sum();
             let mut next = vec![0; weights.len()];
-            for number in 0..2 * BLOCK {
-                if number % 501 == 0 {
+            for number in 0..3 * SPAN {
+                if number % 101 == 0 {
                     prop_assert_eq!(mixture.counts(number), next.clone());
+                    for (count, weight) in next.iter().zip(&weights) {
+                        let exact = number as f64 * weight / sum;
+                        // 1/2 and 1/2 for each of ten halvings, at each of at most six levels.
+                        prop_assert!((*count as f64 - exact).abs() <= 33.0, "{} {}", count, exact);
+                    }
                 }
                 let (source, index) = mixture.locate(number);
                 prop_assert_eq!(index, next[source]);
                 next[source] += 1;
             }
-            let sum: f64 = weights.iter().sum();
-            for (count, weight) in next.iter().zip(&weights) {
-                let exact = 2.0 * weight / sum * 1000.0;
-                let tolerance = match mixture {
-                    Mixture::Single => 0.0,
-                    Mixture::Blocks(_) => f64::max(2.0, exact / 100.0),
-                    // 1/2 for the share and 1/2 for each of ten halvings, at each of at most three
-                    // levels.
-                    Mixture::Splits { .. } => 16.5,
-                };
-                prop_assert!((*count as f64 - exact).abs() <= tolerance, "{} {}", count, exact);
+        }
+    }
+
+    #[test]
+    fn whole_weights_are_exact_at_any_length() {
+        let mixture = mixture(&[2000.0, 1.0], Order::Shuffled);
+        // Multiples of both 2001 and the span.
+        for spans in [1, 1000, 8_000_000_000_000] {
+            assert_eq!(mixture.counts(spans * 2001 * SPAN), [spans * 2000 * SPAN, spans * SPAN]);
+        }
+        let found = mixture.counts(2001);
+        assert!(found[0] + found[1] == 2001 && found[1] <= 2, "{found:?}");
+    }
+
+    #[test]
+    fn decimal_weights_are_exact_at_any_length() {
+        let mixture = mixture(&[99.85, 0.15], Order::Shuffled);
+        let samples = 20_000 * SPAN;
+        assert_eq!(mixture.counts(samples), [19_970 * SPAN, 30 * SPAN]);
+        assert_eq!(mixture.counts(samples << 20), [(19_970 * SPAN) << 20, (30 * SPAN) << 20]);
+    }
+
+    #[test]
+    fn thousands_of_sources_are_each_read() {
+        let mixture = mixture(&[1.0; 3000], Order::Shuffled);
+        let counts = mixture.counts(3000 * SPAN);
+        assert!(counts.iter().all(|&count| count == SPAN), "{counts:?}");
+        let earliest = (0..6000).map(|number| mixture.locate(number).0);
+        let found: std::collections::BTreeSet<usize> = earliest.collect();
+        assert!(found.len() > 2500, "{}", found.len());
+    }
+
+    #[test]
+    fn the_largest_sample_numbers_do_not_overflow() {
+        for weights in [&[1e300, 2e300, 1e299][..], &[0.1, 0.9]] {
+            for order in [Order::Shuffled, Order::Sequential] {
+                let mixture = mixture(weights, order);
+                let (source, index) = mixture.locate(u64::MAX);
+                assert_eq!(mixture.counts(u64::MAX)[source], index);
             }
         }
     }
 
     #[test]
     fn impossible_weights_are_refused() {
-        for weights in [&[1.0, 0.0][..], &[-1.0], &[f64::NAN], &[f64::INFINITY, 1.0], &[1e30, 1.0]]
+        for weights in [&[1.0, 0.0][..], &[-1.0], &[f64::NAN], &[f64::INFINITY, 1.0], &[1.0, 1e-20]]
         {
-            assert!(matches!(mixture(weights, Order::Shuffled, 0), Err(Error::Weight { .. })));
+            let error = try_mixture(weights, Order::Shuffled, 0).unwrap_err();
+            assert!(matches!(error, Error::Weight { .. }), "{error}");
         }
-        assert!(matches!(mixture(&[], Order::Shuffled, 0), Err(Error::Empty { .. })));
-    }
-
-    #[test]
-    fn weights_that_were_rounded_are_known() {
-        let was_rounded =
-            |weights: &[f64]| mixture(weights, Order::Shuffled, 0).unwrap().was_rounded();
-        assert!(was_rounded(&[99.85, 0.15]));
-        assert!(was_rounded(&[1.0; 70]));
-        assert!(!was_rounded(&[1.0, 1.0, 1.0]));
-        assert!(!was_rounded(&[2000.0, 1.0]));
-        assert!(!was_rounded(&[1.0; 1001]));
+        assert!(matches!(try_mixture(&[], Order::Shuffled, 0), Err(Error::Empty { .. })));
     }
 
     #[test]
     fn sequential_sources_alternate() {
-        let mixture = mixture(&[1.0, 1.0], Order::Sequential, 0).unwrap();
+        let mixture = mixture(&[1.0, 1.0], Order::Sequential);
         let sources: Vec<_> = (0..6).map(|number| mixture.locate(number).0).collect();
         assert_eq!(sources, [0, 1, 0, 1, 0, 1]);
     }
 
     #[test]
-    fn blocks_are_shuffled_differently() {
-        let mixture = mixture(&[1.0, 1.0], Order::Shuffled, 9).unwrap();
-        let block = |first: u64| -> Vec<_> {
+    fn spans_are_shuffled_differently() {
+        let mixture = mixture(&[1.5, 1.0], Order::Shuffled);
+        let sources = |first: u64| -> Vec<_> {
             (first..first + 50).map(|number| mixture.locate(number).0).collect()
         };
-        assert_ne!(block(0), block(BLOCK));
+        assert_ne!(sources(0), sources(SPAN));
     }
 
     #[test]
-    fn the_order_of_weights_in_thousandths_is_pinned() {
+    fn the_order_is_pinned() {
         for (weights, order, seed, first, hash) in RECORDED {
-            let mixture = mixture(weights, order, seed).unwrap();
+            let mixture = try_mixture(weights, order, seed).unwrap();
             let mut all = String::new();
             let mut sources = [0; 12];
             for number in (0..2500).chain(987_654_321..987_656_321) {
@@ -204,45 +308,54 @@ mod tests {
     type Recorded = (&'static [f64], Order, u64, [usize; 12], &'static str);
 
     /// Weights, order, seed, the sources of the first samples, and the start of the blake3 of
-    /// "SOURCE INDEX\n" of samples 0..2500 and 987654321..987656321, recorded from version 0.1.0.
-    /// Another order would alter runs that are resumed.
-    const RECORDED: [Recorded; 7] = [
-        (&[5.0], Order::Shuffled, 1, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "01ee1eb66567f868"),
-        (&[1.0, 1.0], Order::Shuffled, 7, [1, 1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 1], "1116878c0da38006"),
+    /// "SOURCE INDEX\n" of samples 0..2500 and 987654321..987656321, as an implementation of this
+    /// file's head in Python gives them. Another order would alter runs that are resumed: it needs
+    /// another [`crate::ORDER_VERSION`].
+    const RECORDED: [Recorded; 9] = [
+        (&[5.0], Order::Shuffled, 1, [0; 12], "01ee1eb66567f868"),
+        (&[1.0, 1.0], Order::Shuffled, 7, [1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 1], "d80466eff14116d7"),
         (
             &[0.7, 0.2, 0.1],
             Order::Shuffled,
             0,
-            [0, 0, 2, 1, 0, 0, 1, 1, 1, 0, 0, 1],
-            "9e382fe3aabc8430",
+            [0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 2],
+            "abac30c9425b447a",
         ),
         (
             &[1.0, 1.0, 1.0],
             Order::Shuffled,
             42,
-            [0, 0, 2, 2, 2, 1, 1, 0, 1, 2, 0, 2],
-            "855f3b66f1633ad6",
+            [1, 0, 0, 2, 1, 0, 2, 2, 1, 0, 1, 2],
+            "6c394beaef8dcf60",
         ),
-        (
-            &[999.0, 1.0],
-            Order::Shuffled,
-            3,
-            [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-            "f6fa67057ad2b74f",
-        ),
+        (&[999.0, 1.0], Order::Shuffled, 3, [0; 12], "50216c1f2b7b7864"),
         (
             &[0.5, 0.25, 0.15, 0.06, 0.04],
             Order::Shuffled,
             u64::MAX,
-            [2, 1, 2, 0, 0, 1, 1, 2, 0, 2, 1, 1],
-            "1f76273ce671335a",
+            [3, 1, 0, 1, 0, 1, 2, 0, 0, 0, 2, 0],
+            "a836d572f6bf488b",
+        ),
+        (
+            &[0.5, 1.0, 0.75, 0.001],
+            Order::Shuffled,
+            11,
+            [2, 1, 1, 2, 1, 0, 1, 2, 0, 1, 0, 2],
+            "2eb27c5498e4cbe8",
+        ),
+        (
+            &[0.5, 1.0, 0.75, 0.001],
+            Order::Sequential,
+            11,
+            [1, 2, 0, 1, 2, 1, 0, 2, 1, 1, 2, 0],
+            "b4fc0764a3389b77",
         ),
         (
             &[3.0, 1.0, 2.0],
             Order::Sequential,
             5,
-            [0, 2, 1, 0, 2, 0, 0, 2, 1, 0, 2, 0],
-            "e9d3ff2de1b9e9ed",
+            [0, 2, 0, 1, 0, 2, 0, 2, 0, 1, 0, 2],
+            "65c5f2e3241b700d",
         ),
     ];
 }

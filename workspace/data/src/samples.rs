@@ -12,6 +12,10 @@ use crate::mixture::Mixture;
 use crate::permutation::{Permutation, key_of};
 use crate::{Error, Result, TokenFile};
 
+/// The version of the order in which several sources are mixed. Version 0.1.0 of this crate mixed
+/// them in another order, which has the version 0.
+pub const ORDER_VERSION: u32 = 1;
+
 /// One token file of a mixture.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -109,12 +113,6 @@ impl TrainingData {
     /// Samples of each source among the first `samples` of the run.
     pub fn samples_by_source(&self, samples: u64) -> Vec<u64> {
         self.mixture.counts(samples)
-    }
-
-    /// Whether version 0.1.0 accepted the weights but rounded them to thousandths, which gave
-    /// another order.
-    pub fn was_rounded_to_thousandths(&self) -> bool {
-        self.mixture.was_rounded()
     }
 
     /// The source of sample `number`, and the position of its first token in that source.

@@ -105,8 +105,8 @@ fn a_mixture_reads_each_source_with_its_weight() {
     ];
     for order in [Order::Shuffled, Order::Sequential] {
         let data = TrainingData::open(&sources, 10, order, 5, 100_000).unwrap();
-        let from_b = (0..4000).filter(|&number| tokens(&data, number)[0] >= 50_000).count();
-        assert_eq!(from_b, 1000);
+        let from_b = (0..4096).filter(|&number| tokens(&data, number)[0] >= 50_000).count();
+        assert_eq!(from_b, 1024);
     }
 }
 

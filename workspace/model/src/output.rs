@@ -27,15 +27,6 @@ pub struct ModelOutput {
 }
 
 impl ModelOutput {
-    /// The logits of the token after `position`, `[vocab_size]`.
-    ///
-    /// # Panics
-    /// Panics for a sequence or position beyond those computed.
-    pub fn next_token_logits(&self, sequence: usize, position: usize) -> &[f32] {
-        let row = self.row(sequence, position);
-        &self.logits[row * self.vocab_size..(row + 1) * self.vocab_size]
-    }
-
     /// The query heads of `layer` that the token at `position` used, in ascending order: the shared
     /// heads and those it selected, or all heads of a dense layer.
     ///

@@ -71,9 +71,7 @@ fn agree<T: Element>(moh: Option<MohConfig>, recompute: Recompute, tolerance: f6
 /// The emulated GPU, and the first real one where the variable MOH_TEST_GPU is set.
 fn devices() -> Vec<Cuda> {
     let devices: Vec<Cuda> = [emulated(), gpu()].into_iter().flatten().collect();
-    if devices.is_empty() {
-        println!("skipped: MOH_TEST_GPU is not set");
-    }
+    assert!(!devices.is_empty(), "MOH_TEST_GPU is not set");
     devices
 }
 
@@ -121,12 +119,14 @@ fn mixed(shared: [usize; 2], top_k: [usize; 2]) -> MohConfig {
 }
 
 #[test]
+#[cfg_attr(not(feature = "cuda-emulator"), ignore = "needs a GPU and MOH_TEST_GPU")]
 fn a_dense_pass_is_the_cpus() {
     agree::<f32>(None, Recompute::Norms, 1e-5);
     agree::<bf16>(None, Recompute::None, 2e-2);
 }
 
 #[test]
+#[cfg_attr(not(feature = "cuda-emulator"), ignore = "needs a GPU and MOH_TEST_GPU")]
 fn a_mixture_of_head_pass_is_the_cpus() {
     agree::<f32>(Some(MOH), Recompute::None, 1e-5);
     agree::<f32>(Some(MOH), Recompute::Block, 1e-5);
@@ -134,6 +134,7 @@ fn a_mixture_of_head_pass_is_the_cpus() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "cuda-emulator"), ignore = "needs a GPU and MOH_TEST_GPU")]
 fn a_pass_with_other_heads_in_each_layer_is_the_cpus() {
     for mixed in [mixed([8, 3], [0, 2]), mixed([6, 1], [1, 4])] {
         agree::<f32>(Some(mixed.clone()), Recompute::Norms, 1e-5);

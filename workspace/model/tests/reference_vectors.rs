@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
@@ -20,13 +20,8 @@ const LOGITS: f32 = 1e-4;
 /// Of losses and of each gradient (L2), relative.
 const RELATIVE: f64 = 1e-4;
 
-fn fixtures() -> Option<PathBuf> {
-    let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
-    if path.is_dir() {
-        return Some(path.to_owned());
-    }
-    println!("skipped: no reference vectors at {}", path.display());
-    None
+fn fixtures() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"))
 }
 
 fn load(dir: &Path, moh: Option<MohConfig>) -> Model<Cpu, f32> {
@@ -157,9 +152,10 @@ fn check_gradients(
 }
 
 #[test]
-fn dense_logits_loss_and_gradients_match() {
-    let Some(fixtures) = fixtures() else { return };
-    for vector in Vector::all(&fixtures) {
+#[ignore = "needs the fixtures beside the repository"]
+fn dense_logits_loss_and_gradients_match_the_fixtures() {
+    let fixtures = fixtures();
+    for vector in Vector::all(fixtures) {
         let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
         let mut model = load(&dir, None);
         let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
@@ -175,9 +171,10 @@ fn dense_logits_loss_and_gradients_match() {
 }
 
 #[test]
-fn moh_logits_masks_gates_losses_and_gradients_match() {
-    let Some(fixtures) = fixtures() else { return };
-    for vector in Vector::all(&fixtures) {
+#[ignore = "needs the fixtures beside the repository"]
+fn moh_logits_masks_gates_losses_and_gradients_match_the_fixtures() {
+    let fixtures = fixtures();
+    for vector in Vector::all(fixtures) {
         let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
         let mut model = load(&dir, Some(vector.moh()));
         for (straight_through, prefix) in [(true, "grad"), (false, "grad_noste")] {
@@ -201,9 +198,10 @@ fn moh_logits_masks_gates_losses_and_gradients_match() {
 }
 
 #[test]
-fn recomputing_gives_the_same_bits() {
-    let Some(fixtures) = fixtures() else { return };
-    let vectors = Vector::all(&fixtures);
+#[ignore = "needs the fixtures beside the repository"]
+fn recomputing_gives_the_same_bits_of_the_fixtures() {
+    let fixtures = fixtures();
+    let vectors = Vector::all(fixtures);
     let vector = &vectors[0];
     let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
     let mut model = load(&dir, Some(vector.moh()));
@@ -221,8 +219,9 @@ fn recomputing_gives_the_same_bits() {
 }
 
 #[test]
-fn greedy_continuations_match() {
-    let Some(fixtures) = fixtures() else { return };
+#[ignore = "needs the fixtures beside the repository"]
+fn greedy_continuations_match_the_fixtures() {
+    let fixtures = fixtures();
     for (file, model) in
         [("greedy-stories260K.json", "stories260K"), ("greedy-tiny-h8kv2.json", "tiny-h8kv2")]
     {
@@ -262,9 +261,10 @@ fn continue_greedily(model: &Model<Cpu, f32>, prompt: &[u32], length: usize) -> 
 }
 
 #[test]
-fn all_heads_active_is_the_dense_model() {
-    let Some(fixtures) = fixtures() else { return };
-    let vectors = Vector::all(&fixtures);
+#[ignore = "needs the fixtures beside the repository"]
+fn all_heads_active_is_the_dense_model_of_the_fixtures() {
+    let fixtures = fixtures();
+    let vectors = Vector::all(fixtures);
     let (batch, length, ids, targets) = vectors[0].batch();
     let logits = |moh| {
         let mut model = load(&fixtures.join("stories260K"), moh);

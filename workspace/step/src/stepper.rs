@@ -68,7 +68,6 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     config: StepConfig,
     host: HostBatch,
     all_ranks: Group,
-    gradient_faults: Vec<(u64, f32)>,
     /// Whether the next step measures its norms by block.
     measures_norms: bool,
     squared_block_norms: SquaredBlockNorms<B>,
@@ -233,17 +232,10 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             },
             config,
             all_ranks: groups.all,
-            gradient_faults: Vec::new(),
             measures_norms: false,
             squared_block_norms: block_norms,
             block_norms: None,
         })
-    }
-
-    /// Multiplies the gradients of the micro-batches that contain these samples by the given factors: for
-    /// tests of steps that are not applied.
-    pub fn set_gradient_faults(&mut self, faults: &[(u64, f32)]) {
-        self.gradient_faults = faults.to_vec();
     }
 
     /// The settings of all steps.
@@ -440,7 +432,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             } else {
                 let _backward = span::enter_numbered("backward", number);
                 let last = pass.micro_batch + 1 == self.own.len();
-                let scale = self.faulty(scale, first + number * self.config.micro_batch as u64);
                 let data_parallel = &mut self.data_parallel;
                 let mut complete = |gradients: &mut FlatBuffers<B, G>, flat| {
                     data_parallel.start_gradients(gradients, flat)
@@ -461,15 +452,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             self.data_parallel.start_zero_gradients(&mut self.gradients, model.layout())?;
         }
         Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
-    }
-
-    /// The scale of the micro-batch that starts at sample `first`.
-    fn faulty(&self, mut scale: LossConfig, first: u64) -> LossConfig {
-        let samples = first..first + self.config.micro_batch as u64;
-        for (_, factor) in self.gradient_faults.iter().filter(|(at, _)| samples.contains(at)) {
-            scale.cross_entropy *= factor;
-        }
-        scale
     }
 
     /// Reads the micro-batch that starts at sample `first` and copies it to the device.

@@ -17,13 +17,10 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 
 #[test]
-fn ten_adamw_steps_match_the_reference() {
+#[ignore = "needs the fixtures beside the repository"]
+fn ten_adamw_steps_match_the_fixtures() {
     let vectors =
         Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures/vectors"));
-    if !vectors.is_dir() {
-        println!("skipped: no reference vectors at {}", vectors.display());
-        return;
-    }
     let manifest: Value =
         serde_json::from_slice(&std::fs::read(vectors.join("manifest.json")).unwrap()).unwrap();
     let mut compared = 0;

@@ -98,16 +98,6 @@ pub enum Error {
         /// The run's record of its inputs.
         record: PathBuf,
     },
-    /// A version that rounded the weights of a mixture began the run.
-    #[error(
-        "{}: the run has no inputs.json, so an earlier version began it, which rounded the weights of \
-         data.sources to thousandths: finish the run with that version, or give --begin-anew",
-        path.display()
-    )]
-    MixtureChanged {
-        /// The run directory.
-        path: PathBuf,
-    },
     /// The run's checkpoints and its export do not fit on the file system.
     #[error(
         "{}: the run writes {} beside what is there, for {num_checkpoints} checkpoints of {} and the export, \

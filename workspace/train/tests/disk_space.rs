@@ -8,10 +8,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
-use moh_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, FreeSpace, Outcome, RunOptions};
+use support::driver::run_in;
 use support::{Workplace, files};
 
 /// Runs a recipe on a file system with so much room, until `stop_at`, and returns its warnings.
@@ -20,18 +20,13 @@ fn run_with(
     free_space: FreeSpace,
     stop_at: Option<u64>,
 ) -> (Result<Outcome, Error>, Vec<String>) {
-    let (stop, world) = (AtomicBool::new(false), World::single());
+    let (stop, mut warnings) = (AtomicBool::new(false), Vec::new());
     let options = RunOptions { free_space, ..RunOptions::new(&stop) };
-    let (path, on, mut warnings) =
-        (Path::new("recipe.toml"), (OpenDevice::Cpu, &world), Vec::new());
-    let done =
-        moh_train::run(&mut recipe.clone(), path, None, on, options, &mut |event| match event {
-            Event::Warning { text } => warnings.push(text.to_owned()),
-            Event::Step { step, .. } if Some(step) == stop_at => {
-                stop.store(true, Ordering::Relaxed)
-            }
-            _ => {}
-        });
+    let done = run_in(&World::single(), recipe, options, &mut |event| match event {
+        Event::Warning { text } => warnings.push(text.to_owned()),
+        Event::Step { step, .. } if Some(step) == stop_at => stop.store(true, Ordering::Relaxed),
+        _ => {}
+    });
     (done, warnings)
 }
 

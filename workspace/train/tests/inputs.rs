@@ -17,38 +17,13 @@ use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
 use moh_train::{Error, Event, Outcome, RunOptions};
 use serde_json::Value;
+use support::driver::{run_in, stop_at, watch};
 use support::results::Results;
-use support::{Workplace, files, write_tokens};
-
-/// Runs a recipe until `heard` sets the flag.
-fn watch(
-    recipe: &Recipe,
-    mut heard: impl FnMut(&Event<'_>, &AtomicBool),
-) -> Result<Outcome, Error> {
-    let stop = AtomicBool::new(false);
-    let world = World::single();
-    let ranks = (OpenDevice::Cpu, &world);
-    let options = RunOptions::new(&stop);
-    moh_train::run(
-        &mut recipe.clone(),
-        Path::new("recipe.toml"),
-        None,
-        ranks,
-        options,
-        &mut |event| {
-            heard(&event, &stop);
-        },
-    )
-}
+use support::{Workplace, copy_all, files, write_tokens};
 
 /// Stops a run after its third step.
 fn interrupt(recipe: &Recipe) {
-    let stopped = watch(recipe, |event, stop| {
-        if matches!(event, Event::Step { step: 3, .. }) {
-            stop.store(true, Ordering::Relaxed);
-        }
-    });
-    assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 3 });
+    stop_at(recipe, 3);
 }
 
 fn train(recipe: &Recipe) -> Result<Outcome, Error> {
@@ -203,19 +178,52 @@ fn losses_say_on_which_text_and_on_how_many_of_its_tokens_they_are() {
     }
 }
 
-/// A version without the record rounded these weights, and so gave another order.
 #[test]
-fn a_mixture_that_was_rounded_does_not_continue_without_a_record() {
+fn several_sources_continue_only_in_the_recorded_order() {
     let place = Workplace::new();
     let mut recipe = place.recipe(&[]);
-    recipe.data.sources[0].weight = 99.85;
-    let mut second = recipe.data.sources[0].clone();
-    second.weight = 0.15;
-    recipe.data.sources.push(second);
-    interrupt(&recipe);
-    fs::remove_file(RunDirectory::new(&recipe.run.dir).inputs()).unwrap();
-    let error = train(&recipe).unwrap_err();
-    assert!(matches!(error, Error::MixtureChanged { .. }), "{error}");
+    for is_mixture in [false, true] {
+        interrupt(&recipe);
+        let run = RunDirectory::new(&recipe.run.dir);
+        let written = fs::read_to_string(run.inputs()).unwrap();
+        let earlier = written.replace("  \"order_version\": 1,\n", "");
+        assert_ne!(earlier, written);
+        for record in [Some(&earlier), Some(&written.replace("version\": 1", "version\": 2")), None]
+        {
+            match record {
+                Some(record) => fs::write(run.inputs(), record).unwrap(),
+                None => fs::remove_file(run.inputs()).unwrap(),
+            }
+            if is_mixture {
+                let replay = || {
+                    moh_train::replay(
+                        &run,
+                        (recipe.clone(), "recipe.toml".as_ref()),
+                        None,
+                        OpenDevice::Cpu,
+                        1,
+                    )
+                };
+                for error in [train(&recipe).unwrap_err(), replay().unwrap_err()] {
+                    assert!(
+                        error.to_string().contains("in the order of this version: go on with"),
+                        "{error}"
+                    );
+                }
+            } else {
+                let copy = place.dir.path().join("copy");
+                copy_all(&recipe.run.dir, &copy);
+                let mut recipe = recipe.clone();
+                recipe.run.dir = copy.clone();
+                train(&recipe).unwrap();
+                fs::remove_dir_all(copy).unwrap();
+            }
+        }
+        fs::write(run.inputs(), written).unwrap();
+        train(&recipe).unwrap();
+        recipe.run.dir = place.dir.path().join("mixture");
+        recipe.data.sources.push(recipe.data.sources[0].clone());
+    }
 }
 
 /// A token file with the id 63 at `position` of 3,000 tokens, and without a record of its vocabulary.
@@ -458,12 +466,10 @@ fn another_tokenizer_than_that_of_a_token_file_must_give_its_ids() {
     let error = train(&recipe).unwrap_err().to_string();
     assert!(error.contains("prepared with another tokenizer"), "{error}");
     assert!(error.contains("--allow-other-tokenizer"), "{error}");
-    let (stop, world) = (AtomicBool::new(false), World::single());
+    let stop = AtomicBool::new(false);
     let options = RunOptions { allow_other_tokenizer: true, ..RunOptions::new(&stop) };
-    let ranks = (OpenDevice::Cpu, &world);
-    let path = Path::new("recipe.toml");
     // Its tokens are random.
-    let outcome = moh_train::run(&mut recipe.clone(), path, None, ranks, options, &mut |_| {});
+    let outcome = run_in(&World::single(), &recipe, options, &mut |_| {});
     let error = outcome.unwrap_err().to_string();
     assert!(error.contains("tokenizer.json: does not give the ids of "), "{error}");
 }

@@ -9,12 +9,11 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use moh_comm::World;
-use moh_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_run_log::{RoutingLine, RoutingMoment, StepMetrics, Summary, metrics, routing_log};
 use moh_train::{Event, Outcome, RunOptions};
+use support::driver::{run_in, watch};
 use support::on_ranks::on_ranks;
 use support::results::Results;
 use support::{Workplace, write_tokens};
@@ -26,10 +25,8 @@ const SETS: &str = "data.validation=[{name = \"held-out\", path = \"HERE/held-ou
 /// Runs a recipe on threads that play ranks; stops it after a step, if there is one.
 fn train(ranks: usize, recipe: &Recipe, stop_after: Option<u64>) {
     on_ranks(ranks, |world| {
-        let (path, stop) = (Path::new("recipe.toml"), AtomicBool::new(false));
-        let (mut recipe, on) = (recipe.clone(), (OpenDevice::Cpu, world));
-        let options = RunOptions::new(&stop);
-        let done = moh_train::run(&mut recipe, path, None, on, options, &mut |event| {
+        let stop = AtomicBool::new(false);
+        let done = run_in(world, recipe, RunOptions::new(&stop), &mut |event| {
             if let Event::Step { step, .. } = event {
                 stop.store(stop_after == Some(step), Ordering::Relaxed);
             }
@@ -178,16 +175,13 @@ fn a_routing_log_that_cannot_be_read_is_set_aside_and_the_run_goes_on() {
 #[test]
 fn a_routing_log_that_cannot_be_written_is_a_warning_once() {
     let place = Workplace::new();
-    let mut recipe = recipe(&place, "run", &[]);
-    let (run, stop) = (RunDirectory::new(&recipe.run.dir), AtomicBool::new(false));
+    let recipe = recipe(&place, "run", &[]);
+    let run = RunDirectory::new(&recipe.run.dir);
     let mut warnings = Vec::new();
-    let on = (OpenDevice::Cpu, &World::single());
-    let options = RunOptions::new(&stop);
-    let path = Path::new("recipe.toml");
-    let done = moh_train::run(&mut recipe, path, None, on, options, &mut |event| match event {
+    let done = watch(&recipe, |event, _| match event {
         // The file appears with its first line, after the conversion at step 5.
         Event::Step { step: 4, .. } => fs::create_dir(run.routing()).unwrap(),
-        Event::Warning { text } => warnings.push(text.to_owned()),
+        Event::Warning { text } => warnings.push((*text).to_owned()),
         _ => {}
     });
     assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");

@@ -9,25 +9,20 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use moh_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, Outcome, RunOptions};
 use support::Workplace;
+use support::driver::run_in;
 use support::on_ranks::on_ranks;
 use support::results::{Results, assert_alike};
 use support::stories::Stories;
 
 /// Runs a recipe on threads that play `ranks` ranks, each with one thread of its own for the operators;
 /// with `stop_at`, one of them is asked to stop after that step.
-fn train_on(
-    ranks: usize,
-    recipe: &Recipe,
-    directory: Option<&Path>,
-    stop_at: Option<u64>,
-) -> Vec<Result<Outcome, Error>> {
+fn train_on(ranks: usize, recipe: &Recipe, stop_at: Option<u64>) -> Vec<Result<Outcome, Error>> {
     // The signal reaches the last rank alone.
-    train_and_hear((ranks, ranks - 1..ranks), recipe, directory, &|event, stop| {
+    train_and_hear((ranks, ranks - 1..ranks), recipe, &|event, stop| {
         if matches!(event, Event::Step { step, .. } if Some(*step) == stop_at) {
             stop.store(true, Ordering::Relaxed);
         }
@@ -38,7 +33,6 @@ fn train_on(
 fn train_and_hear(
     (ranks, reached): (usize, Range<usize>),
     recipe: &Recipe,
-    directory: Option<&Path>,
     on_event: &(dyn Fn(&Event<'_>, &AtomicBool) + Sync),
 ) -> Vec<Result<Outcome, Error>> {
     let stop = AtomicBool::new(false);
@@ -46,16 +40,14 @@ fn train_and_hear(
         let own_stop = AtomicBool::new(false);
         let asked = if reached.contains(&world.rank()) { &stop } else { &own_stop };
         let mut heard = |event: Event<'_>| on_event(&event, &stop);
-        let (path, on) = (Path::new("recipe.toml"), (OpenDevice::Cpu, world));
-        let options = RunOptions::new(asked);
-        moh_train::run(&mut recipe.clone(), path, directory, on, options, &mut heard)
+        run_in(world, recipe, RunOptions::new(asked), &mut heard)
     })
 }
 
 /// Stops a run during `step`, or the step after it: ranks hear of a signal when they hear of it.
 fn stop_on(ranks: usize, recipe: &Recipe, step: u64) -> u64 {
     let outcomes: Vec<_> =
-        train_on(ranks, recipe, None, Some(step)).into_iter().map(Result::unwrap).collect();
+        train_on(ranks, recipe, Some(step)).into_iter().map(Result::unwrap).collect();
     let Outcome::Stopped { step: stopped } = outcomes[0] else { panic!("{outcomes:?}") };
     assert!(stopped == step || stopped == step + 1, "{outcomes:?}");
     assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
@@ -63,7 +55,7 @@ fn stop_on(ranks: usize, recipe: &Recipe, step: u64) -> u64 {
 }
 
 fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
-    for outcome in train_on(ranks, recipe, None, None) {
+    for outcome in train_on(ranks, recipe, None) {
         assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
     }
     Results::of(recipe)
@@ -252,7 +244,7 @@ fn pipelines_that_ranks_cannot_form_are_refused_before_the_run_begins() {
     let place = Workplace::new();
     let changes = pipelines(2, 1);
     let recipe = place.recipe(&changes.iter().map(String::as_str).collect::<Vec<_>>());
-    let outcomes = train_on(3, &recipe, None, None);
+    let outcomes = train_on(3, &recipe, None);
     let told = |error: &Error| !matches!(error, Error::Step(moh_step::Error::OtherRank { .. }));
     let error = outcomes.into_iter().map(Result::unwrap_err).find(told).unwrap().to_string();
     let parallel = "stage.adapt.parallel = { tensor = 1, pipeline = 2 }: 3 ranks were started";
@@ -377,7 +369,7 @@ fn ranks_stop_together_in_an_evaluation_and_continue_with_the_same_bits() {
             let place = Workplace::new();
             let recipe = place.recipe(&changes);
             let (first, begun) = (if all { 0 } else { ranks - 1 }, AtomicU64::new(0));
-            let outcomes = train_and_hear((ranks, first..ranks), &recipe, None, &|event, stop| {
+            let outcomes = train_and_hear((ranks, first..ranks), &recipe, &|event, stop| {
                 if let Event::Evaluating { done: 0, .. } = event
                     && begun.fetch_add(1, Ordering::Relaxed) == evaluation
                 {
@@ -402,7 +394,7 @@ fn ranks_stop_together_in_an_evaluation_and_continue_with_the_same_bits() {
 fn an_error_of_one_rank_is_told_once() {
     let place = Workplace::new();
     let recipe = place.recipe(&["data.validation.path=nowhere"]);
-    let outcomes = train_on(3, &recipe, None, None);
+    let outcomes = train_on(3, &recipe, None);
     let told = outcomes
         .iter()
         .filter(|outcome| !matches!(outcome, Err(Error::Step(moh_step::Error::OtherRank { .. }))));
@@ -418,7 +410,7 @@ fn ranks_agree_on_a_checkpoint_that_cannot_be_written() {
     // Before any checkpoint, so that none is in flight.
     let recipe = place.recipe(&[&MICRO_BATCHES[..], &["checkpoint.every_steps=0"]].concat());
     let checkpoints = RunDirectory::new(&recipe.run.dir).checkpoints();
-    let outcomes = train_and_hear((3, 2..3), &recipe, None, &|event, stop| {
+    let outcomes = train_and_hear((3, 2..3), &recipe, &|event, stop| {
         if matches!(event, Event::Step { step: 3, .. }) {
             // A file in the place of the directory.
             std::fs::write(&checkpoints, "").unwrap();
@@ -437,12 +429,13 @@ fn ranks_agree_on_a_checkpoint_that_cannot_be_written() {
 }
 
 #[test]
-fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
+#[ignore = "needs the fixtures beside the repository"]
+fn a_model_of_the_fixtures_learns_on_many_ranks_as_on_one() {
     for attention in ["dense", "moh"] {
-        let Some(mut stories) = Stories::new(attention) else { return };
+        let mut stories = Stories::new(attention);
         for layout in stories.layouts() {
             let recipe = Recipe::load(&stories.write_recipe(layout), &[]).unwrap();
-            for outcome in train_on(layout.ranks, &recipe, Some(&stories.model()), None) {
+            for outcome in train_on(layout.ranks, &recipe, None) {
                 assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
             }
             stories.compare(layout, &recipe);

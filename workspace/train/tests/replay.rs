@@ -11,7 +11,7 @@ use moh_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Replay};
-use support::faulty::{finish, finish_on, nan_at, stop_at};
+use support::faulty::{Fault, finish, finish_on, one_of, stop_at, workplace};
 use support::{Workplace, files};
 
 fn replay(recipe: &Recipe, step: u64) -> Result<Replay, Error> {
@@ -31,7 +31,7 @@ fn every_step_has_the_numbers_of_the_run() {
     ] {
         let place = Workplace::new();
         let recipe = place.recipe(changes);
-        let results = finish(&recipe, &[]);
+        let results = finish(&recipe);
         let before = files(&recipe.run.dir);
         for (step, line) in (1..).zip(&results.metrics) {
             let found = replay(&recipe, step).unwrap();
@@ -52,7 +52,7 @@ fn every_step_has_the_numbers_of_the_run() {
 fn the_parts_of_a_step_add_up() {
     let place = Workplace::new();
     let recipe = place.recipe(&[]);
-    assert!(stop_at(&recipe, &[], 9));
+    assert!(stop_at(&recipe, 9));
     // A process that trains in the directory does not matter.
     let _lock = RunDirectory::new(&recipe.run.dir).lock().unwrap();
     let found = replay(&recipe, 9).unwrap();
@@ -82,7 +82,7 @@ fn the_parts_of_a_step_add_up() {
 fn samples_are_found_in_their_files() {
     let place = Workplace::new();
     let recipe = place.recipe(&["data.order=sequential"]);
-    finish(&recipe, &[]);
+    finish(&recipe);
     assert_eq!(moh_train::replay_from(&RunDirectory::new(&recipe.run.dir), 3).unwrap(), 0);
     let found = replay(&recipe, 3).unwrap();
     let file = moh_data::TokenFile::open(&place.dir.path().join("text")).unwrap();
@@ -99,9 +99,9 @@ fn samples_are_found_in_their_files() {
 
 #[test]
 fn a_step_after_a_rewind_is_of_the_path_that_counts() {
-    let place = Workplace::new();
+    let place = workplace(&one_of([8, 9]), Fault::NotFinite);
     let recipe = place.recipe(&["guard.patience=2", "guard.rewind=2", "checkpoint.keep=9"]);
-    let results = finish(&recipe, &nan_at([8, 9]));
+    let results = finish(&recipe);
     for step in [6, 7, 8, 10] {
         let found = replay(&recipe, step).unwrap();
         let line = &results.metrics[step as usize - 1];
@@ -116,7 +116,7 @@ fn a_run_of_several_ranks_is_replayed_by_one() {
     let place = Workplace::new();
     let layout = ["stage.adapt.parallel.tensor=2", "stage.moh.parallel.pipeline=2"];
     let recipe = place.recipe(&layout);
-    let results = finish_on(2, &recipe, &[]);
+    let results = finish_on(2, &recipe);
     for step in [2, 10] {
         let found = replay(&recipe, step).unwrap();
         let loss = results.metrics[step as usize - 1]["loss"].as_f64().unwrap();
@@ -129,7 +129,7 @@ fn what_cannot_be_replayed_is_refused() {
     let place = Workplace::new();
     let recipe = place.recipe(&[]);
     assert!(replay(&recipe, 1).unwrap_err().to_string().contains("recipe.toml"));
-    finish(&recipe, &[]);
+    finish(&recipe);
     for step in [0, 11] {
         let error = replay(&recipe, step).unwrap_err();
         assert!(error.to_string().contains(&format!("no step {step}: use 1 to 10")), "{error}");

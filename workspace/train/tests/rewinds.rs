@@ -13,19 +13,19 @@ use moh_recipe::Recipe;
 use moh_run_directory::{Rewind, Rewinds, RunDirectory};
 use moh_run_log::metrics;
 use moh_train::{Error, Event, Outcome};
-use support::faulty::{Faults, finish, finish_on, nan_at, run_on, stop_at};
+use support::faulty::{Fault, finish, finish_on, one_of, run_on, stop_at, workplace};
 use support::results::{Results, assert_alike};
 use support::{Workplace, copy_all, copy_running};
 
-/// A run that returns to an earlier step: the changes of its recipe, its faults, and the returns that
-/// follow: step, samples, and whether to the initial model.
-type Case = (&'static [&'static str], Vec<(u64, f32)>, &'static [(u64, [u64; 2], bool)]);
+/// A run that returns to an earlier step: the changes of its recipe, the samples whose gradients are not finite, and
+/// the returns that follow: step, samples, and whether to the initial model.
+type Case = (&'static [&'static str], Vec<u64>, &'static [(u64, [u64; 2], bool)]);
 
 fn cases() -> Vec<Case> {
-    let twice: Vec<(u64, f32)> = nan_at([8, 9, 11, 12]).to_vec();
+    let twice = one_of([8, 9, 11, 12]).to_vec();
     vec![
         // Steps 8 and 9 of the second stage.
-        (&["guard.patience=2", "guard.rewind=2"], nan_at([8, 9]).to_vec(), &[(6, [48, 71], false)]),
+        (&["guard.patience=2", "guard.rewind=2"], one_of([8, 9]).to_vec(), &[(6, [48, 71], false)]),
         // The same steps again, with the samples of the steps 11 and 12: further back, in the first stage.
         (
             &["guard.patience=2", "guard.rewind=2", "checkpoint.keep=4"],
@@ -35,16 +35,16 @@ fn cases() -> Vec<Case> {
         // Back to a step that no checkpoint has, from the one before it.
         (
             &["guard.patience=2", "guard.rewind=1", "checkpoint.keep=4"],
-            nan_at([4, 5]).to_vec(),
+            one_of([4, 5]).to_vec(),
             &[(3, [24, 39], false)],
         ),
         // The first steps: from the initial model, without a checkpoint and with one.
-        (&["guard.patience=1"], nan_at([1]).to_vec(), &[(0, [0, 7], true)]),
-        (&["guard.patience=3"], nan_at([2, 3, 4]).to_vec(), &[(0, [0, 31], true)]),
+        (&["guard.patience=1"], one_of([1]).to_vec(), &[(0, [0, 7], true)]),
+        (&["guard.patience=3"], one_of([2, 3, 4]).to_vec(), &[(0, [0, 31], true)]),
         // Two places, one after the other.
         (
             &["guard.patience=1", "guard.rewind=1"],
-            nan_at([3, 9]).to_vec(),
+            one_of([3, 9]).to_vec(),
             &[(2, [16, 23], false), (7, [64, 71], false)],
         ),
     ]
@@ -67,7 +67,6 @@ fn recipe_in(place: &Workplace, changes: &[&str], name: &str) -> Recipe {
 fn run_with_copies(
     (ranks, place): (usize, &Workplace),
     recipe: &Recipe,
-    faults: Faults<'_>,
 ) -> (Results, Vec<(PathBuf, String)>) {
     let copies = Mutex::new(Vec::new());
     let hear = |event: &Event<'_>| {
@@ -82,7 +81,7 @@ fn run_with_copies(
         }
         copies.push((copy, format!("{event:?}")));
     };
-    for outcome in run_on(ranks, recipe, faults, (None, &hear)) {
+    for outcome in run_on(ranks, recipe, (None, &hear)) {
         assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
     }
     (Results::of(recipe), copies.into_inner().unwrap())
@@ -90,10 +89,10 @@ fn run_with_copies(
 
 #[test]
 fn a_run_returns_to_an_earlier_step_and_passes_over_samples() {
-    for (changes, faults, expected) in cases() {
-        let place = Workplace::new();
+    for (changes, samples, expected) in cases() {
+        let place = workplace(&samples, Fault::NotFinite);
         let recipe = place.recipe(changes);
-        let reference = finish(&recipe, &faults);
+        let reference = finish(&recipe);
         let found: Vec<_> = (rewinds(&recipe).iter())
             .map(|rewind| (rewind.step, rewind.samples, rewind.initial))
             .collect();
@@ -107,8 +106,8 @@ fn a_run_returns_to_an_earlier_step_and_passes_over_samples() {
             assert!(left.last().unwrap().skipped.is_some());
         }
         // Up to the step, the run is one without faults.
-        let place = Workplace::new();
-        let without = finish(&place.recipe(changes), &[]);
+        let place = workplace(&samples, Fault::Absent);
+        let without = finish(&place.recipe(changes));
         let last = expected.last().unwrap().0.min(expected[0].0) as usize;
         assert_eq!(reference.metrics[..last], without.metrics[..last]);
         assert!(reference.metrics[last] != without.metrics[last], "{changes:?}: other samples");
@@ -117,14 +116,14 @@ fn a_run_returns_to_an_earlier_step_and_passes_over_samples() {
 
 #[test]
 fn a_run_that_is_killed_at_any_moment_of_a_rewind_ends_the_same() {
-    for (changes, faults, _) in cases() {
-        let place = Workplace::new();
+    for (changes, samples, _) in cases() {
+        let place = workplace(&samples, Fault::NotFinite);
         let recipe = place.recipe(changes);
-        let (reference, copies) = run_with_copies((1, &place), &recipe, &faults);
+        let (reference, copies) = run_with_copies((1, &place), &recipe);
         let expected = rewinds(&recipe);
         for (copy, event) in copies {
             let killed = recipe_in(&place, changes, copy.to_str().unwrap());
-            assert!(finish(&killed, &faults) == reference, "{changes:?}, killed at {event}");
+            assert!(finish(&killed) == reference, "{changes:?}, killed at {event}");
             assert_eq!(rewinds(&killed), expected, "{changes:?}, killed at {event}");
             let _ = fs::remove_dir_all(copy);
         }
@@ -133,23 +132,23 @@ fn a_run_that_is_killed_at_any_moment_of_a_rewind_ends_the_same() {
 
 #[test]
 fn a_run_that_is_stopped_at_every_step_of_a_rewind_ends_the_same() {
-    for (changes, faults, _) in cases() {
-        let place = Workplace::new();
+    for (changes, samples, _) in cases() {
+        let place = workplace(&samples, Fault::NotFinite);
         let recipe = place.recipe(changes);
-        let reference = finish(&recipe, &faults);
+        let reference = finish(&recipe);
         let stopped = recipe_in(&place, changes, "stopped");
         let mut steps = (1..10).chain(8..10);
-        let finished = steps.any(|step| !stop_at(&stopped, &faults, step));
-        let found = if finished { Results::of(&stopped) } else { finish(&stopped, &faults) };
+        let finished = steps.any(|step| !stop_at(&stopped, step));
+        let found = if finished { Results::of(&stopped) } else { finish(&stopped) };
         assert!(found == reference, "{changes:?}");
     }
 }
 
 #[test]
 fn a_rewind_that_is_half_done_is_completed() {
-    let (changes, faults, _) = cases().swap_remove(1);
-    let place = Workplace::new();
-    let (reference, copies) = run_with_copies((1, &place), &place.recipe(changes), &faults);
+    let (changes, samples, _) = cases().swap_remove(1);
+    let place = workplace(&samples, Fault::NotFinite);
+    let (reference, copies) = run_with_copies((1, &place), &place.recipe(changes));
     let (copy, _) = copies.iter().find(|(_, event)| event.contains("Rewound")).unwrap();
     let changed = |name: &str, change: &dyn Fn(&RunDirectory)| {
         let recipe = recipe_in(&place, changes, name);
@@ -157,7 +156,7 @@ fn a_rewind_that_is_half_done_is_completed() {
         let run = RunDirectory::new(&recipe.run.dir);
         assert_eq!(run.checkpoint_steps().unwrap(), [2, 4, 5, 6, 8]);
         change(&run);
-        assert!(finish(&recipe, &faults) == reference, "{name}");
+        assert!(finish(&recipe) == reference, "{name}");
         let left = fs::read_dir(run.checkpoints()).unwrap();
         let mut names = left.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         assert!(!names.any(|name| name.starts_with("rewound-")), "{name}: removed in the end");
@@ -179,51 +178,51 @@ fn a_rewind_that_is_half_done_is_completed() {
     let (late, _) = copies.iter().rev().find(|(_, event)| event.contains("step-8")).unwrap();
     copy_all(late, &recipe.run.dir);
     fs::remove_file(RunDirectory::new(&recipe.run.dir).rewinds()).unwrap();
-    assert!(finish(&recipe, &faults) == reference);
+    assert!(finish(&recipe) == reference);
 }
 
 #[test]
 fn a_run_that_began_again_is_not_taken_for_one_that_lost_its_checkpoints() {
-    let (changes, faults, _) = cases().swap_remove(4);
-    let place = Workplace::new();
+    let (changes, samples, _) = cases().swap_remove(4);
+    let place = workplace(&samples, Fault::NotFinite);
     let recipe = place.recipe(changes);
-    let (reference, copies) = run_with_copies((1, &place), &recipe, &faults);
+    let (reference, copies) = run_with_copies((1, &place), &recipe);
     let at = copies.iter().position(|(_, event)| event.contains("Rewound")).unwrap();
     // The first event after the restart.
     let run = RunDirectory::new(&copies[at + 1].0);
     assert!(run.checkpoint_steps().unwrap().is_empty() && !run.marker().exists());
     let another =
         recipe_in(&place, &[changes, &["run.seed=7"]].concat(), run.root().to_str().unwrap());
-    let error = run_on(1, &another, &faults, (None, &|_| {})).pop().unwrap().unwrap_err();
+    let error = run_on(1, &another, (None, &|_| {})).pop().unwrap().unwrap_err();
     assert!(
         matches!(error, Error::RunDirectory(moh_run_directory::Error::RecipeChanged { .. })),
         "{error}"
     );
     let killed = recipe_in(&place, changes, run.root().to_str().unwrap());
-    assert!(finish(&killed, &faults) == reference);
+    assert!(finish(&killed) == reference);
     // Checkpoints that are lost later are missed.
     let run = RunDirectory::new(&recipe.run.dir);
     fs::remove_file(run.summary()).unwrap();
     fs::remove_dir_all(run.checkpoints()).unwrap();
-    let error = run_on(1, &recipe, &faults, (None, &|_| {})).pop().unwrap().unwrap_err();
+    let error = run_on(1, &recipe, (None, &|_| {})).pop().unwrap().unwrap_err();
     assert!(matches!(error, Error::NoneLeft { .. }), "{error}");
 }
 
 #[test]
 fn every_layout_of_ranks_returns_and_ends_the_same() {
-    let (base, faults, expected) = cases().swap_remove(1);
-    let place = Workplace::new();
-    let reference = finish(&place.recipe(base), &faults);
+    let (base, samples, expected) = cases().swap_remove(1);
+    let place = workplace(&samples, Fault::NotFinite);
+    let reference = finish(&place.recipe(base));
     for (ranks, layout) in [
         (2, &[][..]),
         (2, &["stage.adapt.parallel.tensor=2", "stage.moh.parallel.tensor=2"]),
         (2, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.pipeline=2"]),
         (4, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.tensor=2"]),
     ] {
-        let place = Workplace::new();
+        let place = workplace(&samples, Fault::NotFinite);
         let changes = [base, layout].concat();
         let recipe = place.recipe(&changes);
-        let (results, copies) = run_with_copies((ranks, &place), &recipe, &faults);
+        let (results, copies) = run_with_copies((ranks, &place), &recipe);
         assert_alike(&results, &reference, &format!("{layout:?}"));
         assert_eq!(rewinds(&recipe).len(), expected.len());
         let first = copies.iter().position(|(_, event)| event.contains("Rewound")).unwrap();
@@ -232,29 +231,29 @@ fn every_layout_of_ranks_returns_and_ends_the_same() {
             let other = recipe_in(&place, base, &format!("{}-other", copy.display()));
             copy_all(copy, &other.run.dir);
             let killed = recipe_in(&place, &changes, copy.to_str().unwrap());
-            assert!(finish_on(ranks, &killed, &faults) == results, "{layout:?}, killed at {event}");
-            assert_alike(&finish(&other, &faults), &reference, "another layout");
+            assert!(finish_on(ranks, &killed) == results, "{layout:?}, killed at {event}");
+            assert_alike(&finish(&other), &reference, "another layout");
         }
     }
 }
 
 #[test]
 fn a_run_that_has_nothing_to_return_to_says_what_to_do_and_does_it() {
-    let place = Workplace::new();
+    let samples = one_of([8, 9]);
+    let place = workplace(&samples, Fault::NotFinite);
     let changes = ["guard.patience=2", "guard.rewind=4"];
     let recipe = place.recipe(&changes);
-    let faults = nan_at([8, 9]);
     for _ in 0..2 {
-        let error = run_on(1, &recipe, &faults, (None, &|_| {})).pop().unwrap().unwrap_err();
+        let error = run_on(1, &recipe, (None, &|_| {})).pop().unwrap().unwrap_err();
         assert!(matches!(error, Error::NothingToReturnTo { first: 8, last: 9, step: 4, .. }));
         assert!(error.to_string().contains("lower guard.rewind"), "{error}");
         assert!(rewinds(&recipe).is_empty());
     }
     let nearer = place.recipe(&["guard.patience=2", "guard.rewind=2"]);
-    let found = finish(&nearer, &faults);
+    let found = finish(&nearer);
     assert_eq!(rewinds(&nearer)[0].step, 6);
-    let place = Workplace::new();
-    assert!(finish(&place.recipe(&["guard.patience=2", "guard.rewind=2"]), &faults) == found);
+    let place = workplace(&samples, Fault::NotFinite);
+    assert!(finish(&place.recipe(&["guard.patience=2", "guard.rewind=2"])) == found);
 }
 
 #[test]
@@ -263,7 +262,7 @@ fn a_run_that_no_samples_help_ends_and_keeps_its_record() {
     let rates = "stage.moh.learning_rate={max = 1e30, min = 1e29, warmup_steps = 0}";
     let place = Workplace::new();
     let recipe = place.recipe(&[rates, "guard.patience=2", "guard.rewind=1", "checkpoint.keep=9"]);
-    for outcome in run_on(2, &recipe, &[], (None, &|_| {})) {
+    for outcome in run_on(2, &recipe, (None, &|_| {})) {
         let error = outcome.unwrap_err();
         let is_told = matches!(
             error,
@@ -280,14 +279,14 @@ fn a_run_that_no_samples_help_ends_and_keeps_its_record() {
     }
     let steps: Vec<u64> = rewinds(&recipe).iter().map(|rewind| rewind.step).collect();
     assert_eq!(steps, [6, 5, 4]);
-    let error = run_on(1, &recipe, &[], (None, &|_| {})).pop().unwrap().unwrap_err();
+    let error = run_on(1, &recipe, (None, &|_| {})).pop().unwrap().unwrap_err();
     assert!(error.to_string().contains("lower learning_rate.max"), "{error}");
 }
 
 #[test]
 fn samples_that_were_passed_over_count_as_drawn() {
-    let (changes, faults, _) = cases().swap_remove(0);
-    let place = Workplace::new();
+    let (changes, samples, _) = cases().swap_remove(0);
+    let place = workplace(&samples, Fault::NotFinite);
     let drawn = Mutex::new(Vec::new());
     let hear = |event: &Event<'_>| {
         if let Event::Sources(sources) = event {
@@ -296,8 +295,8 @@ fn samples_that_were_passed_over_count_as_drawn() {
     };
     let recipe = place.recipe(changes);
     // Stopped after the return, in the step after it.
-    run_on(1, &recipe, &faults, (Some(9), &hear)).pop().unwrap().unwrap();
+    run_on(1, &recipe, (Some(9), &hear)).pop().unwrap().unwrap();
     assert_eq!(Rewinds::read(&RunDirectory::new(&recipe.run.dir)).unwrap().num_samples(), 24);
-    run_on(1, &recipe, &faults, (None, &hear)).pop().unwrap().unwrap();
+    run_on(1, &recipe, (None, &hear)).pop().unwrap().unwrap();
     assert_eq!(drawn.into_inner().unwrap(), [80 * 8, (80 + 24) * 8]);
 }

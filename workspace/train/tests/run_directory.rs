@@ -15,7 +15,7 @@ use moh_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, Outcome, RunOptions};
-use support::driver::{Start, finish, stop_at};
+use support::driver::{Start, finish, run_in, stop_at};
 use support::on_ranks::on_ranks;
 use support::results::Results;
 use support::{Workplace, copy_all, files, write_tokens};
@@ -278,9 +278,7 @@ fn ranks_stop_together_when_their_directory_is_moved() {
     let archive = place.dir.path().canonicalize().unwrap().join("archive");
     let stop = AtomicBool::new(false);
     let ended = on_ranks(2, |world| {
-        let options = RunOptions::new(&stop);
-        let (path, on) = (Path::new("recipe.toml"), (OpenDevice::Cpu, world));
-        moh_train::run(&mut recipe.clone(), path, None, on, options, &mut |event| {
+        run_in(world, &recipe, RunOptions::new(&stop), &mut |event| {
             if matches!(event, Event::Step { step: 3, .. }) {
                 fs::rename(&recipe.run.dir, &archive).unwrap();
             }

@@ -12,28 +12,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use moh_comm::World;
-use moh_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, Outcome, RunOptions, TimeLimit};
 use support::Workplace;
+use support::driver::{finish, run_in, watch};
 use support::results::Results;
-
-/// Runs a recipe and hears its events.
-fn watch(
-    recipe: &Recipe,
-    mut heard: impl FnMut(&Event<'_>, &AtomicBool),
-) -> Result<Outcome, Error> {
-    let (stop, world) = (AtomicBool::new(false), World::single());
-    let on = (OpenDevice::Cpu, &world);
-    let (path, options) = (Path::new("recipe.toml"), RunOptions::new(&stop));
-    moh_train::run(&mut recipe.clone(), path, None, on, options, &mut |event| heard(&event, &stop))
-}
-
-fn finish(recipe: &Recipe) {
-    let done = watch(recipe, |_, _| {});
-    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
-}
 
 /// The results of the recipe as it stands.
 fn reference() -> &'static Results {
@@ -216,11 +200,10 @@ fn a_run_with_a_time_limit_stops_in_time_and_continues_to_the_same_end() {
     let place = Workplace::new();
     let recipe = place.recipe(&[]);
     let limited = |length| {
-        let (stop, world) = (AtomicBool::new(false), World::single());
+        let stop = AtomicBool::new(false);
         let time_limit = Some(TimeLimit::new(Instant::now(), length));
         let options = RunOptions { time_limit, ..RunOptions::new(&stop) };
-        let (path, on) = (Path::new("recipe.toml"), (OpenDevice::Cpu, &world));
-        moh_train::run(&mut recipe.clone(), path, None, on, options, &mut |_| {}).unwrap()
+        run_in(&World::single(), &recipe, options, &mut |_| {}).unwrap()
     };
     // No time is left after a step: each start takes one.
     for step in 1..=3 {

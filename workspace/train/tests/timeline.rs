@@ -9,13 +9,13 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use moh_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_run_log::TraceSteps;
 use moh_train::{Outcome, RunOptions};
 use serde_json::Value;
 use support::Workplace;
+use support::driver::run_in;
 use support::on_ranks::on_ranks;
 use support::results::Results;
 
@@ -26,10 +26,9 @@ const BLOCKS: usize = 2;
 /// Runs a recipe to its end on threads that play so many ranks.
 fn train(ranks: usize, recipe: &Recipe, trace: &TraceSteps) {
     on_ranks(ranks, |world| {
-        let (path, stop) = (Path::new("recipe.toml"), AtomicBool::new(false));
-        let (mut recipe, on) = (recipe.clone(), (OpenDevice::Cpu, world));
+        let stop = AtomicBool::new(false);
         let options = RunOptions { trace, ..RunOptions::new(&stop) };
-        let done = moh_train::run(&mut recipe, path, None, on, options, &mut |_| {});
+        let done = run_in(world, recipe, options, &mut |_| {});
         assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
     });
 }

@@ -37,19 +37,9 @@ learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
 every_steps = 5
 "#;
 
-/// Whether ranks can be started; otherwise prints that a test is skipped.
-pub fn can_start() -> bool {
-    let found = Command::new("mpirun").arg("--version").output().is_ok();
-    let can = cfg!(feature = "mpi") && found;
-    if !can {
-        println!("skipped: needs --features mpi and mpirun");
-    }
-    can
-}
-
-/// A directory with a model, a token file and a recipe; `None` if ranks cannot be started.
-pub fn prepared() -> Option<tempfile::TempDir> {
-    can_start().then(|| trainable(RECIPE))
+/// A directory with a model, a token file and a recipe.
+pub fn prepared() -> tempfile::TempDir {
+    trainable(RECIPE)
 }
 
 /// mpirun with these arguments, in `dir`.

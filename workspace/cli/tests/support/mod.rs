@@ -38,12 +38,49 @@ sequence_length = 16
 sources = [{ path = "text" }]
 "#;
 
+/// A dense and a Mixture-of-Head stage of a recipe, with so many tokens each and in a step.
+pub fn two_stages([adapt, moh]: [u64; 2], batch_tokens: u64) -> String {
+    format!(
+        r#"
+[[stage]]
+name = "adapt"
+attention = "dense"
+tokens = {adapt}
+batch_tokens = {batch_tokens}
+micro_batch = 2
+learning_rate = {{ max = 1e-2, min = 1e-3, warmup_steps = 2 }}
+
+[[stage]]
+name = "moh"
+attention = "moh"
+moh = {{ shared_heads = 4, routed_top_k = 2 }}
+tokens = {moh}
+batch_tokens = {batch_tokens}
+micro_batch = 2
+learning_rate = {{ max = 5e-3, min = 1e-3, warmup_steps = 1 }}
+"#
+    )
+}
+
 /// A directory with that model, the token files `text` and `held-out`, and a recipe of the head and `rest`.
 pub fn trainable(rest: &str) -> tempfile::TempDir {
     let dir = workplace();
     write_tokens(&dir.path().join("text"), VOCABULARY, 2000, 1);
     write_tokens(&dir.path().join("held-out"), VOCABULARY, 2000, 2);
     fs::write(dir.path().join("recipe.toml"), format!("{RECIPE_HEAD}{rest}")).unwrap();
+    dir
+}
+
+/// A directory with a model in `source` whose logits are all 0.
+pub fn uniform() -> tempfile::TempDir {
+    let dir = workplace();
+    edit_weights(dir.path(), |tensors| {
+        for (name, _, bytes) in tensors {
+            if name == "lm_head.weight" {
+                bytes.fill(0);
+            }
+        }
+    });
     dir
 }
 
@@ -111,14 +148,9 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// The fixtures outside the repository; prints that a test is skipped without them.
-pub fn fixtures() -> Option<PathBuf> {
-    let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
-    if !path.is_dir() {
-        println!("skipped: no fixtures in {}", path.display());
-        return None;
-    }
-    Some(path.to_owned())
+/// The fixtures outside the repository.
+pub fn fixtures() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"))
 }
 
 /// Words of the tokenizer of [`write_tokenizer`]: `w0` to `w29`, fewer than [`VOCABULARY`].

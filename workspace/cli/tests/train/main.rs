@@ -24,38 +24,17 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 
 use serde_json::Value;
 
-use support::{program, trainable};
+use support::{program, trainable, two_stages};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
-/// The recipe after its head.
-const RECIPE: &str = r#"
-validation = { path = "held-out", batches = 2, every_steps = 9 }
-
-[[stage]]
-name = "adapt"
-attention = "dense"
-tokens = 3840
-batch_tokens = 64
-micro_batch = 2
-learning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 2 }
-
-[[stage]]
-name = "moh"
-attention = "moh"
-moh = { shared_heads = 4, routed_top_k = 2 }
-tokens = 3840
-batch_tokens = 64
-micro_batch = 2
-learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
-
-[checkpoint]
-every_steps = 7
-"#;
+/// The validation of the recipe.
+const VALIDATION: &str = "validation = { path = \"held-out\", batches = 2, every_steps = 9 }";
 
 /// A directory with a model, a token file and a recipe of two stages of 60 steps.
 fn prepared() -> tempfile::TempDir {
-    trainable(RECIPE)
+    let stages = two_stages([3840, 3840], 64);
+    trainable(&format!("{VALIDATION}\n{stages}\n[checkpoint]\nevery_steps = 7\n"))
 }
 
 fn moh_train(dir: &Path, overrides: &[&str]) -> Command {

@@ -6,8 +6,8 @@ use std::path::Path;
 use moh_recipe::Recipe;
 use serde_json::Value;
 
-use super::{PROGRAM, RECIPE, moh_train, prepared};
-use crate::support::{failure, program, stderr, stdout, success, trainable};
+use super::{PROGRAM, moh_train, prepared};
+use crate::support::{failure, program, stderr, stdout, success, trainable, two_stages};
 
 #[test]
 fn lines_count_the_steps_of_all_stages() {
@@ -137,10 +137,8 @@ fn validation_on_the_text_of_training_is_warned_of() {
 
 #[test]
 fn a_run_without_validation_has_no_table() {
-    let rest =
-        RECIPE.replace("validation = { path = \"held-out\", batches = 2, every_steps = 9 }", "");
-    let short = rest.replace("3840", "64").replace("warmup_steps = 2", "warmup_steps = 1");
-    let dir = trainable(&short);
+    let stages = two_stages([64, 64], 64);
+    let dir = trainable(&stages.replace("warmup_steps = 2", "warmup_steps = 1"));
     let output = moh_train(dir.path(), &[]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stdout(&output).starts_with("model    run/export\n"));

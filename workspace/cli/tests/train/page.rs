@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::PROGRAM;
 use super::whole_page::check;
-use crate::support::{program, success, trainable};
+use crate::support::{program, success, trainable, two_stages};
 
 /// The page of a run.
 pub(crate) fn page(run: &Path) -> String {
@@ -16,30 +16,10 @@ pub(crate) fn page(run: &Path) -> String {
     page
 }
 
-const STAGES: &str = r#"
-validation = { path = "text", batches = 1, every_steps = 2 }
-
-[[stage]]
-name = "adapt"
-attention = "dense"
-tokens = 256
-batch_tokens = 64
-micro_batch = 2
-learning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 1 }
-
-[[stage]]
-name = "moh"
-attention = "moh"
-moh = { shared_heads = 4, routed_top_k = 2 }
-tokens = 256
-batch_tokens = 64
-micro_batch = 2
-learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
-"#;
-
 #[test]
 fn a_finished_run_has_every_section() {
-    let dir = trainable(STAGES);
+    let validation = "validation = { path = \"text\", batches = 1, every_steps = 2 }\n";
+    let dir = trainable(&format!("{validation}{}", two_stages([256, 256], 64)));
     let out = success(program(PROGRAM, dir.path()).args(["--recipe", "recipe.toml"]));
     assert!(out.contains("moh-report run\n"), "{out}");
     let page = page(&dir.path().join("run"));

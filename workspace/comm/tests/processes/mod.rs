@@ -83,24 +83,18 @@ fn rank_of_mpirun() {
     world.close().unwrap();
 }
 
-/// Runs `size` ranks; `None` without mpirun.
-fn mpirun(size: usize, role: &str) -> Option<Output> {
+/// Runs `size` ranks.
+fn mpirun(size: usize, role: &str) -> Output {
     mpirun_with(&[], size, role)
 }
 
-fn mpirun_with(settings: &[&str], size: usize, role: &str) -> Option<Output> {
+fn mpirun_with(settings: &[&str], size: usize, role: &str) -> Output {
     let mut command = Command::new("mpirun");
     command.args(settings);
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", &size.to_string()]);
     command.arg(std::env::current_exe().unwrap());
     command.args(["--exact", "processes::rank_of_mpirun", "--nocapture"]).env(ROLE, role);
-    match command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn() {
-        Ok(mpirun) => Some(output(mpirun)),
-        Err(error) => {
-            println!("skipped: mpirun cannot be started: {error}");
-            None
-        }
-    }
+    output(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
 }
 
 /// Waits for the end of mpirun.
@@ -120,7 +114,7 @@ fn output(mpirun: Child) -> Output {
 }
 
 fn every_operation_is_right_on(size: usize) {
-    let Some(output) = mpirun(size, "works") else { return };
+    let output = mpirun(size, "works");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
@@ -150,17 +144,17 @@ fn every_operation_is_right_on_6_processes() {
 }
 
 /// Runs a job that its last rank ends; returns the other ranks' output.
-fn ends(role: &str, size: usize) -> Option<String> {
+fn ends(role: &str, size: usize) -> String {
     let start = Instant::now();
-    let output = mpirun(size, role)?;
+    let output = mpirun(size, role);
     assert!(!output.status.success(), "{output:?}");
     assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
-    Some(String::from_utf8_lossy(&output.stderr).into_owned())
+    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 #[test]
 fn a_rank_that_aborts_ends_the_job_and_is_named() {
-    let Some(said) = ends("aborts", 3) else { return };
+    let said = ends("aborts", 3);
     assert!(
         said.contains("on_fault: rank 2 (") && said.contains("failed: out of patience"),
         "{said}"
@@ -170,13 +164,13 @@ fn a_rank_that_aborts_ends_the_job_and_is_named() {
 #[test]
 fn a_rank_that_is_killed_ends_the_job() {
     // mpirun may be faster than the liveness thread, and names the rank as well.
-    let Some(said) = ends("dies", 2) else { return };
+    let said = ends("dies", 2);
     assert!(said.contains("on_fault: rank 1 (") || said.contains("process rank 1"), "{said}");
 }
 
 #[test]
 fn a_rank_that_leaves_early_ends_the_job_and_is_named() {
-    let Some(said) = ends("leaves", 3) else { return };
+    let said = ends("leaves", 3);
     assert!(
         said.contains("on_fault: rank 2 (") && said.contains("before its work was done"),
         "{said}"
@@ -185,14 +179,14 @@ fn a_rank_that_leaves_early_ends_the_job_and_is_named() {
 
 #[test]
 fn a_hang_ends_the_job_with_a_report() {
-    let Some(said) = ends("hangs", 2) else { return };
+    let said = ends("hangs", 2);
     assert!(said.contains("is in barrier no. 1 of group world since"), "{said}");
     assert!(said.contains("is in recv no. 1 of group world since"), "{said}");
 }
 
 #[test]
 fn another_recipe_is_refused_before_the_start() {
-    let Some(said) = ends("different", 3) else { return };
+    let said = ends("different", 3);
     assert!(
         said.contains("refused: rank 1 (") && said.contains("was started with `recipe B`"),
         "{said}"
@@ -203,13 +197,13 @@ fn another_recipe_is_refused_before_the_start() {
 fn a_message_arrives_while_its_sender_computes() {
     // As between machines: the receiver cannot take it from the sender's memory.
     let settings = ["--mca", "btl_vader_single_copy_mechanism", "none"];
-    let Some(output) = mpirun_with(&settings, 2, "computes") else { return };
+    let output = mpirun_with(&settings, 2, "computes");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]
 fn errors_of_mpi_are_errors() {
-    let Some(output) = mpirun(2, "truncates") else { return };
+    let output = mpirun(2, "truncates");
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
     assert!(said.contains("long: MPI: MPI_Irecv failed: MPI_ERR_TRUNCATE"), "{said}");

@@ -434,6 +434,7 @@ fn names_from_the_hub_stay_in_their_directory() {
 
 #[cfg(unix)]
 #[test]
+#[ignore = "needs a user who may not read everything, as root may"]
 fn a_directory_without_permission_is_no_hub_id() {
     use std::os::unix::fs::PermissionsExt;
 
@@ -442,10 +443,6 @@ fn a_directory_without_permission_is_no_hub_id() {
     fs::create_dir_all(closed.join("model")).unwrap();
     fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
     let from = closed.join("model");
-    if fs::metadata(&from).is_ok() {
-        println!("skipped: this user may read everything");
-        return;
-    }
     let message = Hub::default().resolve(from.to_str().unwrap(), None, &mut |_| ()).unwrap_err();
     assert!(message.to_string().contains("ermission denied"), "{message}");
     fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();

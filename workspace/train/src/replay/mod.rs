@@ -23,6 +23,7 @@ pub use samples::SampleSource;
 
 use crate::Error;
 use crate::run_data::RunData;
+use crate::run_inputs::check_order;
 use crate::source::ModelSource;
 use crate::trainer::attention_before;
 
@@ -61,7 +62,7 @@ pub struct Replay {
 /// values agree up to rounding. Whole blocks are not recomputed: their activations are wanted.
 ///
 /// # Errors
-/// Fails if the run does not have the step, if a file is missing or damaged, or if the device fails, as
+/// Fails if the run does not have the step, if it mixes its sources in the order of another version, if a file is missing or damaged, or if the device fails, as
 /// when the model does not fit its memory.
 pub fn replay(
     run: &RunDirectory,
@@ -90,6 +91,7 @@ pub fn replay(
     recipe.resolve(path, source.original_config())?;
     // The run has accepted the tokenizer.
     let data = RunData::open(&recipe, &source, true)?;
+    check_order(run, &data.training)?;
     let growth = growth::read_recorded(run)?;
     let job = Job { recipe: &recipe, source: &source, data, rewinds, growth, stored, step };
     device.run(job)

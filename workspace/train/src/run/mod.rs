@@ -44,10 +44,6 @@ pub struct RunOptions<'a> {
     /// Resumes from the checkpoint of this step, counted over all stages, and moves what the run has
     /// written after it aside.
     pub resume_step: Option<u64>,
-    /// Samples, each with a factor on the gradients of its micro-batch: for tests of steps that are not
-    /// applied.
-    #[doc(hidden)]
-    pub gradient_faults: &'a [(u64, f32)],
     /// The run stops with a checkpoint before this limit ends, by the first rank's clock.
     pub time_limit: Option<TimeLimit>,
     /// Accepts a tokenizer of the model that is not the one of a token file, if it gives the same ids on a
@@ -75,7 +71,6 @@ impl<'a> RunOptions<'a> {
             begin_anew: false,
             break_lock: false,
             resume_step: None,
-            gradient_faults: &[],
             time_limit: None,
             allow_other_tokenizer: false,
             free_space,

@@ -99,7 +99,6 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
             directory: state.lock.as_ref().map(RunLock::directory),
             stop: options.stop,
             trace: options.trace,
-            gradient_faults: options.gradient_faults,
             time_limit: options.time_limit,
             resume_step,
             resume_state: None,

@@ -18,7 +18,8 @@ use moh_run_directory::RunDirectory;
 use moh_step::Ranks;
 
 use self::model_files::ModelFiles;
-use self::record::{FileRecord, Record, check_mixture};
+pub(crate) use self::record::check_order;
+use self::record::{FileRecord, Record};
 use self::token_files::TokenFileState;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
@@ -102,6 +103,9 @@ impl RunInputs<'_> {
         let stored = Record::of_run(&path, self.resumes)?;
         let model = ModelFiles::read(self.source, self.recipe)?;
         let weights = self.source.identity();
+        if self.resumes {
+            check_order(self.run, &self.data.training)?;
+        }
         match &stored {
             Some(stored) if self.resumes => {
                 stored.check_training_files(&path, files, found)?;
@@ -118,7 +122,6 @@ impl RunInputs<'_> {
                 }
             }
             None if self.resumes => {
-                check_mixture(self.run, &self.data.training)?;
                 let text = format!(
                     "{} is missing, so whether the token files and the model are those that the run was \
                      started with is not known; it is written now",

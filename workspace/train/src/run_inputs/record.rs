@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use moh_data::{TokenFile, TokenFileContent, TrainingData};
+use moh_data::{ORDER_VERSION, TokenFile, TokenFileContent, TrainingData};
 use moh_recipe::{Recipe, is_below};
 use moh_run_directory::RunDirectory;
 use serde::{Deserialize, Serialize};
@@ -25,6 +25,9 @@ const MAX_BYTES: u64 = 64 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     format: u32,
+    /// The version of the order in which sources are mixed; 0 in files of earlier versions.
+    #[serde(default)]
+    order_version: u32,
     /// The token files by their keys in the recipe, such as `data.sources.0`.
     token_files: BTreeMap<String, FileRecord>,
     /// blake3 of the files of `model/`, by name.
@@ -55,7 +58,7 @@ impl Record {
         model_files: BTreeMap<String, String>,
         weights: Option<String>,
     ) -> Self {
-        Record { format: FORMAT, token_files, model_files, weights }
+        Record { format: FORMAT, order_version: ORDER_VERSION, token_files, model_files, weights }
     }
 
     /// The record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
@@ -76,7 +79,8 @@ impl Record {
         let unreadable = |reason: String| Error::File {
             path: path.to_owned(),
             reason: format!(
-                "{reason}: restore the file, or remove it to resume without comparing the run's inputs"
+                "{reason}: restore the file, or, with a single source, remove it to resume without comparing the \
+                 run's inputs"
             ),
         };
         if bytes.len() as u64 > MAX_BYTES {
@@ -195,15 +199,21 @@ impl Record {
     }
 }
 
-/// Fails if version 0.1.0, which kept no record, would have mixed the sources in another order.
+/// Fails if a run mixes several sources, and has no record that it does so in the order of this version.
 ///
 /// # Errors
-/// [`Error::MixtureChanged`].
-pub(super) fn check_mixture(run: &RunDirectory, data: &TrainingData) -> Result<(), Error> {
-    match data.was_rounded_to_thousandths() {
-        true => Err(Error::MixtureChanged { path: run.root().to_owned() }),
-        false => Ok(()),
+/// Fails also if the record cannot be read.
+pub(crate) fn check_order(run: &RunDirectory, training: &TrainingData) -> Result<(), Error> {
+    let path = run.inputs();
+    let is_mixture = training.files().len() > 1;
+    if !is_mixture
+        || Record::of_run(&path, true)?.is_some_and(|record| record.order_version == ORDER_VERSION)
+    {
+        return Ok(());
     }
+    let reason = "does not record that the run mixes data.sources in the order of this version: go on with the \
+                  version that began the run, or give --begin-anew";
+    Err(Error::File { path, reason: reason.to_owned() })
 }
 
 #[cfg(test)]

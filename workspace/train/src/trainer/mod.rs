@@ -47,7 +47,6 @@ pub(crate) struct Inputs<'a> {
     pub stop: &'a AtomicBool,
     pub trace: &'a TraceSteps,
     /// See [`crate::RunOptions`].
-    pub gradient_faults: &'a [(u64, f32)],
     pub time_limit: Option<TimeLimit>,
     /// The checkpoint to start from instead of the newest.
     pub resume_step: Option<u64>,

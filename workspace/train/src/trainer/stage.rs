@@ -33,7 +33,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
         let config = step_config(self.inputs.recipe, stage);
         let mut stepper = Stepper::new(&self.model, config, self.groups.clone())?;
-        stepper.set_gradient_faults(self.inputs.gradient_faults);
         let evaluator = self.evaluator(stage.micro_batch)?;
         let mut work = Work {
             stage,

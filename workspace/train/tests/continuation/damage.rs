@@ -8,7 +8,7 @@ use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, Outcome};
 
-use super::{alone, killed_at, reference, stop_at, train, train_and_hear, watch, watch_from};
+use super::{alone, killed_at, reference, stop_at, train, train_and_hear, watch, watch_anew};
 use crate::support::results::Results;
 use crate::support::{Workplace, copy_all, files};
 
@@ -219,7 +219,7 @@ fn without_a_good_checkpoint_a_run_begins_anew_only_when_asked() {
 
 /// Begins a run again, in a directory that has one, and finishes it.
 fn begin_anew(recipe: &Recipe) {
-    let done = watch_from(recipe, true, |event, _| {
+    let done = watch_anew(recipe, |event, _| {
         assert!(!matches!(event, Event::Resumed { .. }));
     });
     assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");

@@ -16,37 +16,26 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
-use moh_device::OpenDevice;
 use moh_kernels::Cpu;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_step::Ranks;
 use moh_train::{Error, Event, Outcome, RunOptions};
+use support::driver::{run_in, watch};
 use support::results::Results;
 use support::{Workplace, copy_running, files};
 
 /// Steps of the recipe below: five of each stage.
 const STEPS: u64 = 10;
 
-/// Runs a recipe and hears its events.
-fn watch(recipe: &Recipe, heard: impl FnMut(&Event<'_>, &AtomicBool)) -> Result<Outcome, Error> {
-    watch_from(recipe, false, heard)
-}
-
-/// As [`watch`]; with `begin_anew`, an earlier run in its directory is moved aside.
-fn watch_from(
+/// As [`watch`], after an earlier run in its directory was moved aside.
+fn watch_anew(
     recipe: &Recipe,
-    begin_anew: bool,
     mut heard: impl FnMut(&Event<'_>, &AtomicBool),
 ) -> Result<Outcome, Error> {
     let stop = AtomicBool::new(false);
-    let path = Path::new("recipe.toml");
-    let world = World::single();
-    let ranks = (OpenDevice::Cpu, &world);
-    let options = RunOptions { begin_anew, ..RunOptions::new(&stop) };
-    moh_train::run(&mut recipe.clone(), path, None, ranks, options, &mut |event| {
-        heard(&event, &stop);
-    })
+    let options = RunOptions { begin_anew: true, ..RunOptions::new(&stop) };
+    run_in(&World::single(), recipe, options, &mut |event| heard(&event, &stop))
 }
 
 fn alone() -> Ranks<Cpu> {

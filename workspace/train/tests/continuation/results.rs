@@ -9,7 +9,7 @@ use moh_run_log::metrics;
 use moh_train::{Error, Event, Outcome};
 use serde_json::Value;
 
-use super::{STEPS, reference, train, uninterrupted, watch_from};
+use super::{STEPS, reference, train, uninterrupted, watch_anew};
 use crate::support::results::Results;
 use crate::support::{Workplace, files};
 
@@ -73,7 +73,7 @@ fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
         train(&recipe).unwrap_err(),
         Error::RunDirectory(moh_run_directory::Error::RecipeChanged { .. })
     ));
-    let stopped = watch_from(&recipe, true, |event, stop| {
+    let stopped = watch_anew(&recipe, |event, stop| {
         stop.fetch_or(matches!(event, Event::Step { step: 3, .. }), Ordering::Relaxed);
     });
     assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 3 });

@@ -30,24 +30,41 @@ impl Start<'_> {
         recipe: &Recipe,
         heard: &mut dyn FnMut(&Event<'_>),
     ) -> Result<Outcome, Error> {
-        let (stop, world) = (AtomicBool::new(false), World::single());
+        let stop = AtomicBool::new(false);
         let options = RunOptions { resume_step: self.resume_step, ..RunOptions::new(&stop) };
-        let directory = recipe.model.from.as_deref().map(Path::new).filter(|path| path.is_dir());
-        let (path, ranks) = (Path::new("recipe.toml"), (OpenDevice::Cpu, &world));
-        let mut recipe = recipe.clone();
-        let dir = recipe.run.dir.clone();
-        moh_train::run(&mut recipe, path, directory, ranks, options, &mut |event| {
+        run_in(&World::single(), recipe, options, &mut |event| {
             if let Event::Step { step, .. } = event {
                 if step == self.stop_at {
                     stop.store(true, Ordering::Relaxed);
                 }
                 if let Some((_, copy)) = self.copy_at.filter(|(at, _)| *at == step) {
-                    copy_running(&dir, copy);
+                    copy_running(&recipe.run.dir, copy);
                 }
             }
             heard(&event);
         })
     }
+}
+
+/// Runs or resumes a recipe on the CPU, as a rank of `world`.
+pub fn run_in(
+    world: &World,
+    recipe: &Recipe,
+    options: RunOptions<'_>,
+    heard: &mut dyn FnMut(Event<'_>),
+) -> Result<Outcome, Error> {
+    let directory = recipe.model.from.as_deref().map(Path::new).filter(|path| path.is_dir());
+    let (path, on) = (Path::new("recipe.toml"), (OpenDevice::Cpu, world));
+    moh_train::run(&mut recipe.clone(), path, directory, on, options, heard)
+}
+
+/// Runs or resumes a recipe, and hears its events with what asks it to stop.
+pub fn watch(
+    recipe: &Recipe,
+    mut heard: impl FnMut(&Event<'_>, &AtomicBool),
+) -> Result<Outcome, Error> {
+    let stop = AtomicBool::new(false);
+    run_in(&World::single(), recipe, RunOptions::new(&stop), &mut |event| heard(&event, &stop))
 }
 
 /// Runs or resumes a recipe to its end.

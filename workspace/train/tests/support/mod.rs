@@ -84,7 +84,13 @@ impl Workplace {
     pub fn recipe(&self, overrides: &[&str]) -> Recipe {
         let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
         let text = recipe_text(self.dir.path());
-        Recipe::parse(&text, Path::new("recipe.toml"), &overrides).unwrap()
+        let mut recipe = Recipe::parse(&text, Path::new("recipe.toml"), &overrides).unwrap();
+        let model = self.dir.path().join("model");
+        if model.is_dir() {
+            recipe.model.new = None;
+            recipe.model.from = Some(model.display().to_string());
+        }
+        recipe
     }
 
     /// The recipe in a run directory of another name.
@@ -97,7 +103,17 @@ impl Workplace {
 
 /// Documents of 1 to 12 tokens, in which a token depends on the one before it.
 pub fn write_tokens(prefix: &Path, seed: u64, documents: u64) {
-    let mut writer = TokenFileWriter::create(prefix, 64).unwrap();
+    write_tokens_with(prefix, (seed, documents), &BTreeMap::new());
+}
+
+/// As [`write_tokens`], with other tokens at these positions.
+pub fn write_tokens_with(
+    prefix: &Path,
+    (seed, documents): (u64, u64),
+    others: &BTreeMap<u64, u32>,
+) {
+    let mut writer = TokenFileWriter::create(prefix, 64 + others.len()).unwrap();
+    let mut positions = 0..;
     let mut state = seed;
     let mut next = |below: u64| {
         state =
@@ -110,7 +126,7 @@ pub fn write_tokens(prefix: &Path, seed: u64, documents: u64) {
         let tokens: Vec<u32> = (0..length)
             .map(|_| {
                 token = (token * 5 + 1 + next(3) as u32) % 64;
-                token
+                *positions.next().and_then(|position| others.get(&position)).unwrap_or(&token)
             })
             .collect();
         writer.push_document(&tokens).unwrap();
