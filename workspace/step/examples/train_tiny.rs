@@ -10,7 +10,7 @@ use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
 use moh_model::{AuxiliaryLosses, Model, Recompute, initial};
 use moh_step::guard::Limits;
-use moh_step::{Hyperparameters, OptimizerState, StepGroups, StepPlan, Stepper, Update};
+use moh_step::{Hyperparameters, OptimizerState, StepConfig, StepGroups, Stepper, Update};
 
 const LENGTH: usize = 32;
 
@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // This process is the only rank: it holds the whole model and the whole state of AdamW.
     let all = World::single().group().clone();
     let mut optimizer = OptimizerState::<Cpu, f32>::new(&model, Shard::of(&all))?;
-    let plan = StepPlan {
+    let config = StepConfig {
         stage: "tiny".into(),
         sequence_length: LENGTH,
         micro_batch: 4,
@@ -47,9 +47,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         },
         reduce: ElementType::F32,
     };
-    let samples = plan.batch_sequences();
+    let samples = config.batch_sequences();
     let mut stepper =
-        Stepper::<Cpu, f32, f32>::new(&model, plan, StepGroups { data: all.clone(), all })?;
+        Stepper::<Cpu, f32, f32>::new(&model, config, StepGroups { data: all.clone(), all })?;
 
     // Sample n counts from n on, up to 63 and from 0 again.
     let read = |sample: u64, window: &mut [u32], _: Option<&mut [u32]>| {

@@ -198,7 +198,8 @@ fn several_sources_continue_only_in_the_recorded_order() {
                 let replay = || {
                     moh_train::replay(
                         &run,
-                        (recipe.clone(), "recipe.toml".as_ref()),
+                        recipe.clone(),
+                        "recipe.toml".as_ref(),
                         None,
                         OpenDevice::Cpu,
                         1,

@@ -4,7 +4,7 @@
 #![allow(dead_code)] // Each test program uses a part of it.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 
 use moh_data::{Provenance, TokenFileWriter};

@@ -32,7 +32,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             return Ok(Progress::Stopped);
         }
         let config = step_config(self.inputs.recipe, stage);
-        let mut stepper = Stepper::new(&self.model, config, self.groups.clone())?;
+        let stepper = Stepper::new(&self.model, config, self.groups.clone())?;
         let evaluator = self.evaluator(stage.micro_batch)?;
         let mut work = Work {
             stage,
