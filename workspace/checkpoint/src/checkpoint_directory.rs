@@ -10,7 +10,7 @@ use crate::error::unless_missing;
 /// Prefix of the names of checkpoints that the run has left with a rewind.
 pub(crate) const REWOUND: &str = "rewound-step-";
 
-/// Begins the names of directories with what a run left after the step from which it resumed.
+/// Prefix of the directories with a run's results after the step from which it resumed.
 pub const AFTER: &str = "after-step-";
 
 /// The checkpoints below a directory, a run's: `checkpoints/step-N`.
@@ -78,7 +78,7 @@ impl CheckpointDirectory {
     }
 }
 
-/// Whether a name among the checkpoints is that of one that was being written or removed.
+/// Whether this is the name of a checkpoint that was being written or removed.
 pub fn is_unfinished_checkpoint(name: &str) -> bool {
     let rest = name.strip_prefix(TEMPORARY);
     rest.is_some_and(|rest| rest.starts_with("step-") || rest.starts_with("removed-step-"))

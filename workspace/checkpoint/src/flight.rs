@@ -18,7 +18,7 @@ use crate::Error;
 type EncodedPart = Vec<u8>;
 /// Writes a rank's part.
 pub type WritePart = Box<dyn FnOnce() -> Result<EncodedPart, Error> + Send>;
-/// Completes a checkpoint of these parts; returns sentences about what failed afterwards.
+/// Completes a checkpoint of these parts; returns a sentence for each later failure.
 pub type CompleteCheckpoint = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Cause> + Send>;
 /// Why a checkpoint could not be written or completed.
 type Cause = Box<dyn std::error::Error + Send + Sync>;
@@ -27,7 +27,7 @@ type Cause = Box<dyn std::error::Error + Send + Sync>;
 #[derive(Debug)]
 enum Done {
     Part(EncodedPart),
-    /// The checkpoint is complete, with sentences about what failed afterwards.
+    /// The checkpoint is complete, with a sentence for each later failure.
     Complete(Vec<String>),
 }
 
@@ -50,7 +50,7 @@ pub struct ThreadFlags {
 /// The end of a checkpoint in flight, the same on all ranks.
 #[derive(Debug, PartialEq, Eq)]
 pub enum End {
-    /// It is complete; on the first rank with sentences about what failed afterwards.
+    /// It is complete; on the first rank with a sentence for each later failure.
     Complete(Vec<String>),
     /// It has failed; on the first rank with the cause.
     Failed(String),

@@ -1,4 +1,4 @@
-//! The checkpoints of a run directory, with those that were moved aside and those that are incomplete.
+//! The checkpoints of a run directory: complete, archived and incomplete ones.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::stored::read_state;
 use crate::error::unless_missing;
 use crate::{AFTER, CheckpointDirectory, Error};
 
-/// A directory with a checkpoint, or what is left of one.
+/// A directory with a checkpoint, complete or not.
 #[derive(Debug)]
 pub struct ListedCheckpoint {
     /// The directory.

@@ -12,7 +12,7 @@ use super::manifest::rank_file_name;
 pub struct RankPart {
     /// The file and the dtype of the weights, and of the first and the second moments.
     pub files: [TensorFile; 3],
-    /// The rank's shard of every tensor of which it has one.
+    /// The rank's shards of tensors.
     pub tensors: Vec<TensorEntry>,
 }
 

@@ -8,7 +8,7 @@ use moh_step::{OptimizerState, StepResult, Update};
 use crate::{Error, RunState, steps_at};
 
 impl RunState {
-    /// Begins a stage with fresh moments, and the first one with those of the model's run, if it has them.
+    /// Begins a stage with zero moments; the first one has the moments of the model's run, if there are any.
     ///
     /// # Errors
     /// Fails if the device fails.

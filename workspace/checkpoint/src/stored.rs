@@ -1,5 +1,5 @@
-//! A checkpoint on disk. A reader opens the parts and the files that have what it asks for, and no
-//! others, so that what all ranks read together grows with the checkpoint and not with their number.
+//! A checkpoint on disk. A reader opens only the parts and files with the tensors that it needs:
+//! the bytes that all ranks read together grow with the checkpoint and not with the number of ranks.
 
 use std::fs;
 use std::ops::Range;
@@ -234,7 +234,7 @@ fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
         let reason = format!("does not match the hash in {MANIFEST_HASH}: it is damaged");
         return Err(ReadError::Damaged(refuse(reason)));
     }
-    // The bytes are as they were written: what this program cannot read, another one can.
+    // The bytes are undamaged: another version of this program can read them.
     if let Ok(Version { format }) = serde_json::from_slice(&text)
         && format != FORMAT
     {

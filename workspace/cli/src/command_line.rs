@@ -20,7 +20,7 @@ impl CommandLine {
         if !from_cargo {
             return CommandLine { text: program.to_owned() };
         }
-        // A build without this one's features could not do what it did.
+        // A build with other features could refuse the command.
         let features = match (cfg!(feature = "nccl"), cfg!(feature = "cuda"), cfg!(feature = "mpi"))
         {
             (true, _, _) => " --features moh-cli/nccl",
@@ -94,7 +94,7 @@ mod tests {
             ],
             "{text}"
         );
-        // What needs no quotes has none.
+        // Plain words have no quotes.
         let plain = CommandLine { text: "moh-report".to_owned() }
             .option("--set", "run.dir=runs/a@1")
             .path(Path::new("runs/a-1"));

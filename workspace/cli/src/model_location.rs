@@ -16,7 +16,7 @@ use moh_program::models;
 /// Where the first rank has found the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Location {
-    /// In a run directory: a run that resumes keeps what it needs, as does the run that a new one starts from.
+    /// In a run directory: a run keeps the files of its model for itself and for runs that start from it.
     Kept,
     /// In the directory that the recipe names.
     Directory,
@@ -98,7 +98,7 @@ fn find(
     Ok((place, Some(directory)))
 }
 
-/// Another rank's: what the first one has found.
+/// On another rank: the first one's result.
 fn follow(place: &Location, from: &str, revision: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
     match place {
         Location::Kept => Ok(None),

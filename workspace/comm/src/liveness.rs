@@ -14,7 +14,7 @@ use crate::rendezvous::{Peer, who};
 use crate::watchdog::Health;
 use crate::wire::{Connection, Message, POLL_INTERVAL, Received, close_all};
 
-/// How long rank 0 waits for the other ranks to say what they are doing.
+/// How long rank 0 waits for the other ranks to report their operations.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the final messages may take.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -252,7 +252,7 @@ impl Monitor {
     }
 
     /// Reports an operation of this process that exceeds its limit. On rank 0 returns the fault
-    /// once all ranks have said what they are doing, or their time is up.
+    /// once all ranks have reported their operations, or their time is up.
     fn look_for_stuck_operations(&mut self) -> Option<Fault> {
         if !self.reported_stuck
             && let Some((operation, lasted)) = self.health.longest_running()
@@ -285,7 +285,7 @@ impl Monitor {
         })
     }
 
-    /// Rank 0: asks all ranks what they are doing, unless it has asked before.
+    /// Rank 0: asks all ranks for their operations, unless it has asked before.
     fn inquire(&mut self, who: String, operation: String) {
         if self.inquiry.is_none() {
             let (answers, deadline) = (BTreeMap::new(), Instant::now() + REPORT_TIMEOUT);

@@ -71,7 +71,7 @@ fn failed(address: &Address, reason: impl Into<String>) -> Error {
     Error::Rendezvous { address: address.to_string(), reason: reason.into() }
 }
 
-/// This process's first message to rank 0, and what rank 0 compares it with.
+/// This process's first message to rank 0, and rank 0's own.
 pub(crate) fn hello(launch: &Launch, fingerprint: &str) -> Hello {
     Hello {
         protocol: PROTOCOL,

@@ -36,7 +36,7 @@ pub(crate) enum Message {
     Goodbye,
     /// An operation of the sender has exceeded its limit.
     Stuck { operation: String },
-    /// Rank 0 asks what the receiver is doing.
+    /// Rank 0 asks for the receiver's operation.
     Ask,
     /// The answer to [`Message::Ask`].
     Doing { text: String },

@@ -1,4 +1,4 @@
-//! What the card of a converted model says: where the source comes from, and what became of it.
+//! The card of a converted model: the origin of the source, and its changes.
 
 use std::path::Path;
 

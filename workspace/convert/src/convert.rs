@@ -77,9 +77,9 @@ pub struct ConversionOptions {
     pub checkpoint: Option<SourceCheckpoint>,
     /// What the user calls the source, if that is not its directory: its id on the hub.
     pub name: Option<String>,
-    /// The base models that the card names, instead of what the source says.
+    /// The base models in the card; the source's if empty.
     pub base_models: Vec<Base>,
-    /// The id of the licence that the card states, instead of what the source says.
+    /// The id of the licence in the card; the source's if `None`.
     pub license: Option<String>,
     /// The model directory to write.
     pub out: PathBuf,

@@ -423,7 +423,7 @@ fn print_receipt(
     )
 }
 
-/// How many tensors are the source's, and what became of the others.
+/// The numbers of tensors that are unchanged, converted and new.
 fn describe_tensors(receipt: &Receipt) -> String {
     let (total, unchanged) = (receipt.tensors.len(), receipt.num_unchanged());
     let (converted, dtype) = (receipt.num_converted(), receipt.tensors.first().map(|t| t.dtype));

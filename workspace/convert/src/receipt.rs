@@ -78,7 +78,7 @@ pub struct TensorReceipt {
 }
 
 impl Receipt {
-    /// Describes what `plan` has written since `start`.
+    /// Describes the output of `plan` since `start`.
     pub(crate) fn new(plan: &Plan<'_>, written: &Written, start: Instant) -> Result<Self, Error> {
         let Plan { options, source, config, tensors, .. } = plan;
         let original = &source.file.config;

@@ -50,7 +50,7 @@ pub struct Verification {
     /// The largest absolute difference to the source's logits, with its weights in their own type.
     pub largest_difference: f32,
     /// The largest absolute difference to the source's logits with its weights rounded to the output's
-    /// type: what rounding does not explain.
+    /// type: beyond rounding.
     pub unexplained_difference: f32,
     /// How far rounding to another type moved the weights; `None` if all of them have the source's bits.
     pub rounding: Option<Rounding>,
@@ -225,7 +225,7 @@ fn compare(expected: &[f32], found: &[f32], lengths: [usize; 2], columns: usize)
     for (expected, found) in rows {
         for (a, b) in expected.iter().zip(found).take(columns) {
             let difference = (a - b).abs();
-            // `max` would drop what is not a number.
+            // `max` would drop NaN.
             if difference > largest_difference || difference.is_nan() {
                 largest_difference = difference;
             }

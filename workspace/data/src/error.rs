@@ -187,7 +187,7 @@ impl Error {
         move |source| Self::Io { path, action, source }
     }
 
-    /// The same error, with the windows' length called what the user calls it: an option, or a key.
+    /// The same error, with the user's name of the windows' length: an option, or a key.
     pub fn with_length(mut self, name: &'static str) -> Self {
         if let Self::TooShort { length, .. } = &mut self {
             *length = name;

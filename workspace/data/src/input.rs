@@ -137,7 +137,7 @@ pub(crate) fn check(inputs: &[PathBuf], format: Option<Format>) -> Result<u64> {
             open(input)?;
             total += kind.len();
         } else {
-            // Opening a pipe twice would lose what its writer has written.
+            // Opening a pipe twice would lose the bytes that were read first.
             is_known = false;
         }
     }

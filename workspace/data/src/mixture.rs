@@ -15,7 +15,7 @@ use std::path::Path;
 use crate::permutation::key_of;
 use crate::{Error, Order, Result};
 
-/// Makes the keys of mixtures differ from those of windows.
+/// Distinguishes the keys of mixtures from the keys of windows.
 const MIXTURE_KEY: u64 = 0x6d69_7874;
 /// Samples of a node within which the order of the two halves is random; a power of two.
 const SPAN: u64 = 1024;

@@ -193,7 +193,7 @@ impl TextTokenizer {
             let encoding = encoding.map_err(|error| self.failure(&*error))?;
             let (ids, added) = (encoding.get_ids(), encoding.get_special_tokens_mask());
             let named = ids.iter().zip(added).filter(|&(id, &added)| {
-                // The mask has what the post-processor adds.
+                // The mask marks the tokens that the post-processor adds.
                 added == 0 && self.special.contains(id)
             });
             let special_in_text = named.map(|(&id, _)| id).collect();
@@ -266,7 +266,7 @@ fn parse(bytes: &[u8]) -> std::result::Result<Tokenizer, String> {
 fn catch_panics<R>(
     work: impl FnOnce() -> std::result::Result<R, String>,
 ) -> std::result::Result<R, String> {
-    // After a panic the tokenizer is dropped, so nothing sees what the panic left of it.
+    // After a panic the tokenizer is dropped, so nothing sees its state.
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
         Ok(done) => done,
         Err(_) => Err("its content contradicts itself".to_owned()),

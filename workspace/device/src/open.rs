@@ -48,8 +48,8 @@ impl OpenDevice {
     /// Opens a device; with `deterministic` a GPU's results are bitwise reproducible.
     ///
     /// # Errors
-    /// Fails if this build or this machine lacks the device, or if the environment has a setting
-    /// for it that is none.
+    /// Fails if this build or this machine lacks the device, or if a setting of
+    /// it in the environment is invalid.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs use it"))]
     pub fn open(name: DeviceName, deterministic: bool) -> Result<Self, Error> {
         match name {

@@ -64,7 +64,7 @@ impl LossSums {
 /// Whether an evaluation goes on, given the windows done and their total.
 pub type GoOn<'a, E> = dyn FnMut(u64, u64) -> Result<ControlFlow<()>, E> + 'a;
 
-/// The tokens of a batch, and what is predicted after each.
+/// The tokens of a batch, and the target after each.
 struct Tokens {
     ids: Vec<u32>,
     targets: Vec<u32>,

@@ -23,7 +23,7 @@ const MAX_INPUT_BYTES: usize = 1 << 20;
 /// Held by the target that runs: the memory of one is measured at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// A reader and what it is given.
+/// A reader and its input.
 #[derive(Debug, Clone, Copy)]
 pub struct Target<'a> {
     /// Its name, for messages.

@@ -5,7 +5,7 @@ use fastrand::Rng;
 
 /// Maximum mutations of an input.
 const MAX_MUTATIONS: usize = 6;
-/// Integers at the edges of what readers compute with.
+/// Integers at the limits of the readers' arithmetic.
 const INTEGERS: [u64; 14] = [
     0,
     1,

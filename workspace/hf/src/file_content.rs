@@ -46,7 +46,7 @@ impl FileContent {
         FileContent::new(name, [(bytes.len() as u64, blake3::hash(bytes))])
     }
 
-    /// The file's length; `None` if it is none that a file can have.
+    /// The file's length; `None` if it overflows.
     fn num_bytes(&self) -> Option<u64> {
         self.parts.iter().try_fold(0u64, |sum, part| sum.checked_add(part.bytes))
     }

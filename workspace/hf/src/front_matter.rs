@@ -1,7 +1,7 @@
-//! The front matter of a README: the lines between two lines `---` at its start, which are YAML. Of YAML this
-//! reads what the hub's fields need, and takes everything else for no value: a key without indentation with one
-//! value, bare or in quotes, or with a list, `[a, b]` or a line `- a` for each. A comment begins with ` #`. Only plain
-//! values count: the README is anyone's.
+//! The front matter of a README: the lines between two lines `---` at its start, which are YAML. This
+//! reads the part of YAML in which the hub's fields are written, and ignores the rest: a key without indentation with
+//! one value, bare or in quotes, or with a list, `[a, b]` or a line `- a` for each. A comment begins with ` #`. Only
+//! plain values count, because anyone can have written the README.
 
 use crate::Base;
 use crate::origin::is_plain;

@@ -45,7 +45,7 @@ pub fn of_origin(origin: &Origin) -> String {
     signed(card, &origin.bases, NO_CODE)
 }
 
-/// A card that nobody has changed.
+/// An unchanged card.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Card {
     /// The base models.
@@ -104,7 +104,7 @@ fn signed(card: String, bases: &[Base], code: &str) -> String {
     format!("{card}{MARK}{signed} {hash}{MARK_END}")
 }
 
-/// The hash of a card and of what its last line says.
+/// The hash of a card and of its last line's content.
 fn hash(card: &str, signed: &str) -> String {
     blake3::hash(format!("{card}{MARK}{signed}").as_bytes()).to_hex().to_string()
 }

@@ -335,7 +335,7 @@ impl<'scope, 'a> WrittenShard<'scope, 'a> {
     }
 
     /// The hash of each tensor, equal as it was written and as it was read back, the content of the file, and
-    /// what was read.
+    /// the bytes that were read.
     fn wait(self) -> Result<(Vec<blake3::Hash>, FileContent, ReadBack), Error> {
         let WrittenShard { path, tensors, parts, file } = self;
         let (mut hashes, found) = file.wait().map_err(Error::io(&path))?;

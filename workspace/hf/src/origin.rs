@@ -2,7 +2,7 @@
 //! and how it was made. A model card ([`model_card`](crate::model_card)) hands this on to the next
 //! model.
 //!
-//! The directory is anyone's: what is read of it is bounded, and only plain values reach a card.
+//! Anyone can have made the directory: sizes are bounded, and only plain values reach a card.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -123,7 +123,7 @@ fn terms_of(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(files)
 }
 
-/// The text of a README; `None` if there is none, or one too large to be one.
+/// The text of a README; `None` if it is missing or too large.
 pub(crate) fn read_text(path: &Path) -> Result<Option<String>, Error> {
     match fs::metadata(path) {
         Ok(file) if file.is_file() && file.len() <= MAX_FILE_BYTES => {
@@ -159,7 +159,7 @@ pub fn is_license_id(id: &str) -> bool {
     is_plain(id) && !id.contains(['/', ':'])
 }
 
-/// A name with `_` in place of what [`is_plain`] refuses.
+/// A name with `_` in place of the characters that [`is_plain`] refuses.
 fn plain(name: &str) -> String {
     let safe = |c: char| if c.is_ascii_alphanumeric() || "-_./".contains(c) { c } else { '_' };
     let name: String = name.chars().take(MAX_VALUE_CHARS).map(safe).collect();
@@ -198,7 +198,7 @@ mod tests {
         };
         let readme = "---\nbase_model: acme/Tiny\n---\n";
         assert_eq!(bases(&directory, readme), on_hub(&["acme/Tiny"]));
-        // A fine-tune on the hub is the base of what is made from it.
+        // A fine-tune on the hub is the base of models that are made from it.
         assert_eq!(bases("acme/Tuned", readme), on_hub(&["acme/Tuned"]));
         let merged = "---\nbase_model:\n- acme/Tiny\n- acme/Small\n---\n";
         assert_eq!(bases(&directory, merged), on_hub(&["acme/Tiny", "acme/Small"]));

@@ -3,7 +3,7 @@
 //! A thread follows the writer. As soon as enough has been written it syncs that to the disk, reads
 //! it back ([`DiskReader`]), and hashes it. So one part of a file is checked while the next ones
 //! are converted, and little remains to be done when the last one is written. The writer waits for
-//! a thread that falls far behind, which bounds what is in memory alone.
+//! a thread that falls far behind, which bounds the memory.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -116,7 +116,7 @@ impl Write for CheckedFile<'_> {
 
 impl WrittenFile<'_> {
     /// Waits until the file is synced and read back. The result has the hashes of the bytes as they
-    /// were written and what was read back.
+    /// were written and the bytes that were read back.
     ///
     /// # Errors
     /// Fails if the file cannot be synced or read.
@@ -319,7 +319,7 @@ mod tests {
         let path = dir.path().join("file");
         scope(|scope| {
             let mut file = CheckedFile::create(scope, &path, vec![2 * SYNC_BYTES], true).unwrap();
-            // The file ends before what the thread is told.
+            // The file ends before the thread's range.
             file.written.send(SYNC_BYTES).unwrap();
             let error = (0..).find_map(|_| file.write_all(&[1]).err()).unwrap();
             assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);

@@ -1,5 +1,5 @@
 //! Memory of one rank, in bytes, by purpose: runs the constructors of a run's buffers on a memory
-//! that counts, and adds what is not a buffer.
+//! that counts, and adds the memory outside buffers.
 
 use moh_comm::Coordinates;
 use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};

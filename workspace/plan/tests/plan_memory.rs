@@ -37,9 +37,9 @@ micro_batch = 4
 learning_rate = { max = 1e-3, min = 1e-4, warmup_steps = 1 }
 "#;
 
-/// Bytes of this process that are its own to write, mapped or not yet.
+/// Private writable bytes of this process, whether or not they have been written to.
 fn own_bytes() -> u64 {
-    /// In which unit the kernel counts here.
+    /// The kernel's unit.
     const PAGE: u64 = 4096;
     let text = std::fs::read_to_string("/proc/self/statm").unwrap();
     text.split(' ').nth(5).unwrap().parse::<u64>().unwrap() * PAGE

@@ -1,4 +1,4 @@
-//! `machine.json`: on what a run trains, since it was last started.
+//! `machine.json`: the hardware and the program of a run since its last start.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -12,7 +12,7 @@ use crate::error::unless_missing;
 /// Maximum bytes of the file.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// On what a run trains.
+/// The hardware and the program of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// The version of the program.

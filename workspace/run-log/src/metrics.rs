@@ -226,7 +226,7 @@ impl MetricsWriter {
         !self.unwritten.is_empty()
     }
 
-    /// Whether the file is found to be removed, for the first time; nobody can read what is written to it.
+    /// Whether this call is the first one that finds the file removed: further lines would be lost.
     pub fn finds_removed(&mut self) -> bool {
         let is_removed = self.path.try_exists().is_ok_and(|exists| !exists);
         is_removed && !std::mem::replace(&mut self.is_known_removed, true)
@@ -255,7 +255,7 @@ impl MetricsWriter {
         Ok(())
     }
 
-    /// Writes all lines; returns what syncs them to disk, on another thread. A checkpoint of step N can
+    /// Writes all lines; returns a function that syncs them to disk, for another thread. A checkpoint of step N can
     /// be resumed only with N lines, so sync before completing one.
     ///
     /// # Errors

@@ -74,8 +74,8 @@ pub struct StepTrace<B: Backend> {
 }
 
 impl<B: Backend> StepTrace<B> {
-    /// Records the spans of this thread, which `times` hears of too, and those of the background
-    /// thread that listens to `lane`.
+    /// Records the spans of this thread, also in `times`, and the background thread's spans in
+    /// `lane`.
     pub fn new(step: u64, backend: B, times: Option<Arc<PartTimes>>, lane: Arc<Lane>) -> Self {
         let start = Instant::now();
         let recorder = Arc::new(Recorder { backend, start, times, spans: Mutex::default() });

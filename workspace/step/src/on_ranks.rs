@@ -1,4 +1,4 @@
-//! Threads that play ranks, for unit tests and those of this folder.
+//! Threads that play ranks, for unit tests.
 
 use moh_comm::World;
 

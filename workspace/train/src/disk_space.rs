@@ -23,7 +23,7 @@ pub type FreeSpace = fn(&Path) -> io::Result<Option<u64>>;
 const TENSOR_ENTRY_BYTES: u64 = 640;
 /// How often its name is written.
 const TENSOR_NAMES: u64 = 5;
-/// Bytes of a manifest's state and configuration, and of what each rank adds.
+/// Bytes of a manifest's state and configuration, and of each rank's entries.
 const MANIFEST_BYTES: u64 = 4 << 10;
 /// Bytes of the Python code and the card of a Mixture-of-Head model, and of its configuration.
 const DESCRIPTION_BYTES: u64 = 32 << 10;

@@ -1,4 +1,4 @@
-//! Whether a run can be resumed, and what its user should know of its recipe.
+//! Whether a run can be resumed, and warnings about its recipe.
 
 use std::path::Path;
 

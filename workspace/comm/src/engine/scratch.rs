@@ -66,7 +66,7 @@ mod tests {
         reserve(&mut free, 1, 8);
         assert_eq!(free.len(), 3);
         reserve(&mut free, 1, 200);
-        // A longer message takes the longest buffer, a short one none that a longer one needs.
+        // A longer message takes the longest buffer; a short one leaves it to longer ones.
         assert_eq!(take(&mut free, 105).capacity(), 200);
         assert_eq!(take(&mut free, 100).capacity(), 104);
         assert_eq!(take(&mut free, 105).capacity(), 0);

@@ -70,7 +70,7 @@ impl Mlp {
         self.down.forward(cx, hidden, &mut scratch.gathered, sum)
     }
 
-    /// Computes what the backward pass reads.
+    /// Recomputes the input of the backward pass.
     pub fn recompute<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,

@@ -18,7 +18,7 @@ pub(crate) struct RmsNorm {
     eps: f64,
 }
 
-/// The output of a norm, and what its backward pass reads.
+/// The output of a norm, and the input of its backward pass.
 pub(crate) struct Normed<M: Memory, T: Element> {
     /// `[M, C]`.
     pub y: M::Buffer<T>,

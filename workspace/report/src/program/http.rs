@@ -1,5 +1,5 @@
-//! An HTTP/1.1 server of texts for this machine alone. It answers one request a connection, reads no more than a
-//! request's head, and waits for nobody longer than [`PATIENCE`].
+//! An HTTP/1.1 server of texts for this machine alone. It answers one request per connection, reads only a
+//! request's head, and closes a connection after [`PATIENCE`].
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

@@ -1,4 +1,4 @@
-//! Directories that hold runs: what is found below them, and what is left out.
+//! Directories that hold runs: the runs below them, and the directories that are left out.
 
 use std::fs;
 use std::time::{Duration, SystemTime};

@@ -1,6 +1,6 @@
-//! What every page is.
+//! The properties of every page.
 
-/// What holds for every page: it is whole, fetches nothing, and has no number that is none.
+/// Checks that a page is complete, fetches nothing and shows no NaN.
 pub fn check(page: &str) {
     assert!(page.starts_with("<!DOCTYPE html><html lang=\"en\">") && page.ends_with("</html>\n"));
     for absent in ["http://", "https://", "<script", "url(", "@import", "NaN", "\"inf"] {

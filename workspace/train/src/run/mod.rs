@@ -1,6 +1,6 @@
 //! Starts a run, in three phases: its recipe is resolved (`resolve.rs`), its directory is locked and checked
-//! (`lock.rs`), and what is left of it is trained (`train.rs`). Each phase takes what the one before it
-//! has returned.
+//! (`lock.rs`), and its remaining steps are trained (`train.rs`). Each phase takes the result of the
+//! one before it.
 
 mod lock;
 mod resolve;

@@ -1,5 +1,5 @@
-//! The third phase of a run: its inputs are compared with those that it was started with, and what is left
-//! of it is trained with the recipe's element types.
+//! The third phase of a run: its inputs are compared with its first inputs, and the
+//! remaining steps are trained with the recipe's element types.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
         Ok(InputCheck::Passed)
     }
 
-    /// Trains, and explains an error of a run whose directory has been moved or removed.
+    /// Trains. An error says so if the run's directory has been moved or removed.
     pub fn train(self, backend: B, events: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Error> {
         let run = RunDirectory::new(self.resolved.run.root());
         let directory = self.state.lock.as_ref().map(|lock| Arc::clone(lock.directory()));

@@ -161,7 +161,7 @@ impl ModelFiles {
     }
 }
 
-/// Fails if a directory holds what [`ModelFiles::write`] never writes.
+/// Fails if a directory holds files that [`ModelFiles::write`] never writes.
 fn check_replaceable(place: &Path) -> Result<(), Error> {
     let is_written =
         |name: &str| is_tokenizer_file(name) || [CONFIG_FILE, GENERATION_FILE].contains(&name);
@@ -192,7 +192,7 @@ fn check_replaceable(place: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Adds what the card of an export says of the model's origin, and the terms that come with it.
+/// Adds the origin of the model and its terms to the card of an export.
 fn add_origin(
     files: &mut BTreeMap<String, ModelFile>,
     source: &ModelSource,

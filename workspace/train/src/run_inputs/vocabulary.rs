@@ -1,5 +1,5 @@
 //! Finds token ids outside the vocabulary before training starts. All ranks read the file together, in
-//! rounds, so that none waits long for another and a run can be stopped.
+//! short rounds, between which a run can be stopped.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};

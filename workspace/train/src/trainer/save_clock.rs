@@ -133,7 +133,7 @@ mod tests {
         assert!(!clock.step_ends(start + 400 * SECOND).stop);
         clock.save_begins(start + 400 * SECOND);
         assert_eq!(clock.save_completes(start + 700 * SECOND), 300 * SECOND);
-        // A short step and a short checkpoint do not change what the longest took.
+        // A short step and a short checkpoint leave the maxima unchanged.
         clock.step_begins(start + 700 * SECOND);
         clock.save_begins(start + 700 * SECOND);
         clock.save_completes(start + 701 * SECOND);

@@ -136,7 +136,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
     }
 
-    /// Creates the directory of a checkpoint; returns what completes it. On the first rank.
+    /// Creates the directory of a checkpoint, on the first rank; returns the function that completes it.
     fn begin(&mut self) -> Result<CompleteCheckpoint, Error> {
         let Inputs { run, recipe, source, .. } = self.inputs;
         let (run, retention, state) = (run.clone(), recipe.checkpoint, self.state.clone());
@@ -173,7 +173,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }))
     }
 
-    /// Copies the state to the host; returns what writes this rank's part of the checkpoint from it.
+    /// Copies the state to the host; returns the function that writes this rank's part of the checkpoint.
     fn copy_state(&mut self) -> Result<WritePart, Error> {
         let _span = span::enter("copy");
         // A thread that had the snapshot has ended with its flight.

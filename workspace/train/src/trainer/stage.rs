@@ -113,7 +113,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         mut metrics: StepMetrics,
     ) -> Result<Progress, Error> {
         let stage = work.stage;
-        // The step is counted: what was known before it decides.
+        // The step has been counted already.
         let before = self.state.step.saturating_sub(1);
         let last = self.state.stage_step >= steps_at(stage, &self.state.growth, before);
         let Some(losses) = self.validate_after(work, last)? else {

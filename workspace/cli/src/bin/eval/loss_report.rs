@@ -17,7 +17,7 @@ pub(crate) struct LossMeasurement {
     pub routing: Option<RoutingStatistics>,
 }
 
-/// Prints what was measured on windows of `length` tokens.
+/// Prints the losses of windows of `length` tokens.
 pub(crate) fn print(
     out: &mut impl Write,
     arguments: &LossArguments,

@@ -36,7 +36,7 @@ pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> an
     Ok(())
 }
 
-/// Prints what the runs of a comparison of variants of the recipe in the file `path` train.
+/// Prints the runs of a comparison of variants of the recipe in the file `path`.
 pub(crate) fn plan_comparison(
     arguments: &Arguments,
     path: &Path,
@@ -79,7 +79,7 @@ pub(crate) fn plan_comparison(
     Ok(())
 }
 
-/// Refuses a rate that is none.
+/// Refuses a rate that is not a positive number.
 fn check_rate(arguments: &Arguments) -> anyhow::Result<()> {
     match arguments.device_tflops {
         Some(tflops) if !(tflops > 0.0 && tflops.is_finite()) => {
@@ -89,7 +89,7 @@ fn check_rate(arguments: &Arguments) -> anyhow::Result<()> {
     }
 }
 
-/// Fills in what depends on the model, and returns its shape.
+/// Fills in the keys that depend on the model, and returns its shape.
 fn resolve(recipe: &mut Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
     let config = model_config(recipe, path)?;
     recipe.resolve(path, &config)?;

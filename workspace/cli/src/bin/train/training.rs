@@ -158,7 +158,7 @@ pub(crate) struct Session<'a> {
     pub(crate) time_limit: Option<TimeLimit>,
     /// The first rank's, which describes the machine.
     processor: String,
-    /// Says a sentence for the user at once, above what the run that is under way shows.
+    /// Prints a sentence at once, above the progress of the run.
     say: Arc<Mutex<Say>>,
     /// Whether signals stop the runs.
     hears_signals: Cell<bool>,
