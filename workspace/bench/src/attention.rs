@@ -68,7 +68,7 @@ fn count() -> impl Fn(&str) -> Result<usize, String> + Clone + Send + Sync + 'st
 }
 
 /// The measurements of one fraction of active heads.
-pub struct Row {
+pub struct AttentionRow {
     router: Option<QueryNormRouter>,
     active_heads: usize,
     /// The path of both passes, on a GPU.
@@ -83,7 +83,7 @@ pub struct Row {
     operations: (f64, f64),
 }
 
-impl Row {
+impl AttentionRow {
     fn spent(&self) -> f64 {
         self.forward.total() + self.backward.total() + self.route.total()
     }
@@ -175,7 +175,7 @@ struct Job<'a> {
 }
 
 impl Measurement for Job<'_> {
-    type Output = (Vec<Row>, MachineLimits);
+    type Output = (Vec<AttentionRow>, MachineLimits);
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let rows = in_elements(self.arguments.dtype, Placed { bench, job: self })?;
@@ -190,7 +190,7 @@ struct Placed<'a, B> {
 }
 
 impl<B: Backend> InElements for Placed<'_, B> {
-    type Output = anyhow::Result<Vec<Row>>;
+    type Output = anyhow::Result<Vec<AttentionRow>>;
 
     fn run<T: Element>(self) -> Self::Output {
         self.job.measure::<B, T>(self.bench)
@@ -198,7 +198,10 @@ impl<B: Backend> InElements for Placed<'_, B> {
 }
 
 impl Job<'_> {
-    fn measure<B: Backend, T: Element>(&self, bench: &Bench<B>) -> anyhow::Result<Vec<Row>> {
+    fn measure<B: Backend, T: Element>(
+        &self,
+        bench: &Bench<B>,
+    ) -> anyhow::Result<Vec<AttentionRow>> {
         let backend = &bench.backend;
         let mut cases = Vec::new();
         let mut rows = Vec::new();
@@ -214,7 +217,7 @@ impl Job<'_> {
                 bench.count(|| case.backward(backend))?,
                 bench.count(|| case.route(backend))?,
             ];
-            rows.push(Row {
+            rows.push(AttentionRow {
                 router,
                 active_heads: router
                     .map_or(self.shape.heads, |router| router.shared.len() + router.top_k),
@@ -228,7 +231,7 @@ impl Job<'_> {
             cases.push(case);
         }
         backend.synchronize()?;
-        let spent = |rows: &[Row]| -> f64 { rows.iter().map(Row::spent).sum() };
+        let spent = |rows: &[AttentionRow]| -> f64 { rows.iter().map(AttentionRow::spent).sum() };
         while rows.iter().any(|row| row.forward.len() < MIN_RUNS)
             || spent(&rows) < self.arguments.seconds
         {
@@ -240,9 +243,13 @@ impl Job<'_> {
     }
 }
 
-fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &MachineLimits) -> Value {
+fn as_json(
+    arguments: &AttentionArguments,
+    rows: &[AttentionRow],
+    machine: &MachineLimits,
+) -> Value {
     let AttentionArguments { heads, kv_heads, head_dim, length, batch, .. } = arguments;
-    let dense = rows.first().map_or([0.0; 3], Row::seconds);
+    let dense = rows.first().map_or([0.0; 3], AttentionRow::seconds);
     let cases = rows.iter().map(|row| {
         let [forward, backward, both] = row.seconds();
         let (f, b) = row.operations;
@@ -281,8 +288,12 @@ fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &MachineLimits
     })
 }
 
-fn as_text(arguments: &AttentionArguments, rows: &[Row], machine: &MachineLimits) -> String {
-    let dense = rows.first().map_or([0.0; 3], Row::seconds);
+fn as_text(
+    arguments: &AttentionArguments,
+    rows: &[AttentionRow],
+    machine: &MachineLimits,
+) -> String {
+    let dense = rows.first().map_or([0.0; 3], AttentionRow::seconds);
     let table_rows: Vec<[String; 8]> = rows
         .iter()
         .map(|row| {

@@ -63,7 +63,7 @@ enum Limit {
 
 /// The rates of a limit on so many threads.
 #[derive(Debug, Clone, Copy)]
-struct Row {
+struct LimitRow {
     limit: Limit,
     threads: usize,
     rates: Rates,
@@ -75,7 +75,7 @@ struct MachineReport {
     /// Programs that ran or waited to, before the measurements.
     load: Option<f64>,
     bench: Bench<Cpu>,
-    rows: Vec<Row>,
+    rows: Vec<LimitRow>,
 }
 
 /// Measures the machine and prints it.
@@ -112,7 +112,7 @@ fn load(averages: &str) -> Option<f64> {
     (first.is_finite() && first >= 0.0).then_some(first)
 }
 
-fn measure(bench: &Bench<Cpu>, arguments: &MachineArguments) -> anyhow::Result<Vec<Row>> {
+fn measure(bench: &Bench<Cpu>, arguments: &MachineArguments) -> anyhow::Result<Vec<LimitRow>> {
     let seconds = arguments.seconds;
     let mut rows = on_threads(Limit::F32, || limits::matmul::<_, f32>(bench, seconds))?;
     for path in Bf16Path::supported() {
@@ -127,12 +127,12 @@ fn measure(bench: &Bench<Cpu>, arguments: &MachineArguments) -> anyhow::Result<V
 fn on_threads(
     limit: Limit,
     measure: impl Fn() -> anyhow::Result<Rates> + Send + Sync,
-) -> anyhow::Result<Vec<Row>> {
+) -> anyhow::Result<Vec<LimitRow>> {
     let mut counts = vec![1, rayon::current_num_threads()];
     counts.dedup();
     let on = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
-        Ok(Row { limit, threads, rates: pool.install(&measure)? })
+        Ok(LimitRow { limit, threads, rates: pool.install(&measure)? })
     };
     counts.into_iter().map(on).collect()
 }
@@ -151,14 +151,17 @@ fn read(bench: &Bench<Cpu>, seconds: f64) -> anyhow::Result<Rates> {
 }
 
 /// Prints the rates for [`in_another_process`].
-fn print_rates(rows: &[Row]) -> anyhow::Result<()> {
+fn print_rates(rows: &[LimitRow]) -> anyhow::Result<()> {
     let rates: Vec<_> =
         rows.iter().map(|row| (row.threads, row.rates.median, row.rates.best)).collect();
     report::print(true, &json!(rates), "")
 }
 
 /// Measures a bf16 product by this program, started again.
-fn in_another_process(path: Bf16Path, arguments: &MachineArguments) -> anyhow::Result<Vec<Row>> {
+fn in_another_process(
+    path: Bf16Path,
+    arguments: &MachineArguments,
+) -> anyhow::Result<Vec<LimitRow>> {
     let program = std::env::current_exe().context("the path of this program")?;
     let output = Command::new(program)
         .args(["machine", "--only-bf16", "--size", &arguments.size.to_string()])
@@ -179,7 +182,7 @@ fn in_another_process(path: Bf16Path, arguments: &MachineArguments) -> anyhow::R
         serde_json::from_slice(&output.stdout).with_context(|| {
             format!("the output of this program with {} = {path}", Bf16Path::VARIABLE)
         })?;
-    let row = |(threads, median, best)| Row {
+    let row = |(threads, median, best)| LimitRow {
         limit: Limit::Bf16(path),
         threads,
         rates: Rates { median, best },
@@ -218,7 +221,7 @@ impl Limit {
     }
 }
 
-impl Row {
+impl LimitRow {
     fn json(&self) -> Value {
         let (limit, path, unit) = self.limit.json();
         json!({
@@ -232,7 +235,7 @@ impl Row {
 
     fn cells(&self) -> [String; 4] {
         let rate = |per_second| self.limit.rate(per_second);
-        let Row { limit, threads, rates } = self;
+        let LimitRow { limit, threads, rates } = self;
         [limit.name(), threads.to_string(), rate(rates.median), rate(rates.best)]
     }
 }
@@ -276,13 +279,13 @@ impl MachineReport {
             "bf16_path": Bf16Path::in_use().to_string(),
             "product": {"rows": self.bench.product, "columns": self.bench.product, "terms": self.bench.product},
             "memory_bytes": self.bench.copied,
-            "limits": self.rows.iter().map(Row::json).collect::<Vec<_>>(),
+            "limits": self.rows.iter().map(LimitRow::json).collect::<Vec<_>>(),
             "line": self.line(),
         })
     }
 
     fn text(&self) -> String {
-        let rows: Vec<_> = self.rows.iter().map(Row::cells).collect();
+        let rows: Vec<_> = self.rows.iter().map(LimitRow::cells).collect();
         let n = self.bench.product;
         let load = self.load.map(|load| format!("; load before {load:.1}")).unwrap_or_default();
         format!(

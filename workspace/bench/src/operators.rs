@@ -33,14 +33,14 @@ pub struct OperatorsArguments {
     json: bool,
 }
 
-pub struct Row {
+pub struct OperatorRow {
     name: String,
     dtype: ElementType,
     work: Work,
     times: Times,
 }
 
-impl Row {
+impl OperatorRow {
     /// The median rate, and the limit that it is compared with.
     fn rate_and_limit(&self, machine: &MachineLimits) -> (f64, f64) {
         let (work, limit) = match (self.work, self.dtype) {
@@ -59,7 +59,7 @@ pub fn run(arguments: &OperatorsArguments) -> anyhow::Result<()> {
 }
 
 impl Measurement for &OperatorsArguments {
-    type Output = (Vec<Row>, MachineLimits);
+    type Output = (Vec<OperatorRow>, MachineLimits);
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let mut rows = Vec::new();
@@ -83,7 +83,7 @@ struct Cases<'a, B> {
 }
 
 impl<B: Backend> InElements for Cases<'_, B> {
-    type Output = anyhow::Result<Vec<Row>>;
+    type Output = anyhow::Result<Vec<OperatorRow>>;
 
     fn run<T: Element>(self) -> Self::Output {
         let Cases { bench, arguments } = self;
@@ -92,13 +92,13 @@ impl<B: Backend> InElements for Cases<'_, B> {
         let measure = |case: Case<B>| {
             let mut run = case.prepare(&bench.backend)?;
             let times = bench.repeat(MIN_RUNS, arguments.seconds, || run(&bench.backend))?;
-            Ok(Row { name: case.name, dtype: T::ELEMENT, work: case.work, times })
+            Ok(OperatorRow { name: case.name, dtype: T::ELEMENT, work: case.work, times })
         };
         cases.map(measure).collect()
     }
 }
 
-fn as_json(rows: &[Row], machine: &MachineLimits) -> Value {
+fn as_json(rows: &[OperatorRow], machine: &MachineLimits) -> Value {
     let operators = rows.iter().map(|row| {
         let (rate, limit) = row.rate_and_limit(machine);
         let (work, unit) = match row.work {
@@ -119,7 +119,7 @@ fn as_json(rows: &[Row], machine: &MachineLimits) -> Value {
     json!({"machine": machine.json(), "operators": operators.collect::<Vec<_>>()})
 }
 
-fn as_text(rows: &[Row], machine: &MachineLimits) -> String {
+fn as_text(rows: &[OperatorRow], machine: &MachineLimits) -> String {
     let table_rows: Vec<[String; 5]> = rows
         .iter()
         .map(|row| {

@@ -2,7 +2,7 @@
 
 use moh_kernels::{Backend, Element};
 use moh_recipe::{GuardOptions, Schedule, Stage};
-use moh_run_log::Skipped;
+use moh_run_log::SkippedStep;
 use moh_step::{OptimizerState, StepResult, Update};
 
 use crate::{Error, RunState, steps_at};
@@ -42,7 +42,7 @@ impl RunState {
         guard: &GuardOptions,
         result: &StepResult,
         sequences: u64,
-    ) -> Option<Skipped> {
+    ) -> Option<SkippedStep> {
         let samples = [self.sample, (self.sample + sequences).saturating_sub(1)];
         self.step += 1;
         self.stage_step += 1;
@@ -50,7 +50,7 @@ impl RunState {
         self.tokens += stage.batch_tokens;
         self.sample += sequences;
         self.guard.count(result.skipped.is_some(), result.loss, result.grad_norm, guard.factor);
-        result.skipped.map(|reason| Skipped { reason, samples })
+        result.skipped.map(|reason| SkippedStep { reason, samples })
     }
 
     /// Continues with the next stage.

@@ -10,7 +10,7 @@ use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_plan::SourceEpochs;
 use moh_recipe::{Recipe, Stage};
 use moh_run_directory::Rewind;
-use moh_run_log::{Evaluation, EvaluationPoint, Skipped, Speed, StepMetrics};
+use moh_run_log::{Evaluation, EvaluationPoint, SkippedStep, Speed, StepMetrics};
 use moh_train::Event;
 
 use moh_program::exit::stderr_line;
@@ -229,7 +229,7 @@ fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
 }
 
 /// A step that was not applied.
-fn describe_skipped(step: u64, metrics: &StepMetrics, skipped: &Skipped) -> String {
+fn describe_skipped(step: u64, metrics: &StepMetrics, skipped: &SkippedStep) -> String {
     let [first, last] = skipped.samples;
     format!(
         "step {step} was not applied: {} (loss {:.4}, gradient norm {:.3}, samples {first} to {last})",

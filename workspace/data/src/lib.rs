@@ -35,7 +35,7 @@ pub use end_of_text::{AppendEos, DocumentEnd};
 pub use error::{Error, Result};
 pub use input::Format;
 pub use json_lines::{JsonLine, JsonLines};
-pub use prepare::{Prepare, Prepared, prepare};
+pub use prepare::{Prepare, PreparedFile, prepare};
 pub use samples::{ORDER_VERSION, Order, Source, TrainingData};
 pub use split::Split;
 pub use text_stream::TextStream;

@@ -63,7 +63,7 @@ impl<'a> Prepare<'a> {
 
 /// A token file that [`prepare`] has written.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Prepared {
+pub struct PreparedFile {
     /// Its path without its endings.
     pub prefix: PathBuf,
     /// Its contents.
@@ -78,7 +78,10 @@ pub struct Prepared {
 /// Fails if an input is not text, naming file and line, if no end-of-text token is known, if an
 /// output exists, if there is nothing to write, or if a part of a split has no document. A failure
 /// leaves no files behind.
-pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Result<Vec<Prepared>> {
+pub fn prepare(
+    options: Prepare<'_>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Vec<PreparedFile>> {
     let Prepare { tokenizer, inputs, format, field, append_eos, .. } = options;
     let total = check(inputs, format)?;
     let ending = Ending::choose(tokenizer, append_eos)?;
@@ -161,7 +164,7 @@ impl Outputs {
         output.writer.push_document(&encoded.ids)
     }
 
-    fn finish(self, options: Prepare<'_>, ending: &Ending) -> Result<Vec<Prepared>> {
+    fn finish(self, options: Prepare<'_>, ending: &Ending) -> Result<Vec<PreparedFile>> {
         if self.parts.iter().all(|part| part.text_bytes == 0) {
             return Err(Error::Empty { reason: "the inputs contain no text".to_owned() });
         }
@@ -198,7 +201,7 @@ impl Outputs {
         }
         let infos = publish(files, options.overwrite)?;
         let prepared = prefixes.into_iter().zip(infos);
-        Ok(prepared.map(|(prefix, info)| Prepared { prefix, info }).collect())
+        Ok(prepared.map(|(prefix, info)| PreparedFile { prefix, info }).collect())
     }
 }
 

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_data::{
-    AppendEos, BEGIN_OF_TEXT, DocumentEnd, END_OF_TEXT, Error, Format, Prepare, Prepared,
+    AppendEos, BEGIN_OF_TEXT, DocumentEnd, END_OF_TEXT, Error, Format, Prepare, PreparedFile,
     TextTokenizer, TokenFile, TokenFileInfo, TrainTokenizer, prepare, train_tokenizer,
 };
 
@@ -28,7 +28,7 @@ fn tokenizer(dir: &Path, vocab_size: usize) -> TextTokenizer {
 }
 
 /// The one token file that was written.
-fn only(prepared: Result<Vec<Prepared>, Error>) -> Result<TokenFileInfo, Error> {
+fn only(prepared: Result<Vec<PreparedFile>, Error>) -> Result<TokenFileInfo, Error> {
     prepared.map(|mut prepared| {
         assert_eq!(prepared.len(), 1);
         prepared.remove(0).info
@@ -289,7 +289,7 @@ fn a_split_shares_no_document_and_loses_none() {
     assert_eq!(prepared.iter().map(|part| part.prefix.clone()).collect::<Vec<_>>(), names);
     assert_eq!((prepared[0].info.documents, prepared[1].info.documents), (19_800, 200));
     let mut texts = Vec::new();
-    for Prepared { prefix, info } in &prepared {
+    for PreparedFile { prefix, info } in &prepared {
         let file = TokenFile::open(prefix).unwrap();
         let first = texts.len();
         for number in 0..info.documents {

@@ -35,7 +35,7 @@ pub fn reopen(state: &mut RunState, recipe: &Recipe) {
 
 /// The growth of a run that resumes.
 #[derive(Debug, Default)]
-pub struct Resumed {
+pub struct Extensions {
     /// Every record that counts, in the order of the steps.
     pub growth: Vec<StageExtension>,
     /// Those that the recipe requests, which apply from here on.
@@ -44,7 +44,7 @@ pub struct Resumed {
     is_new: bool,
 }
 
-impl Resumed {
+impl Extensions {
     /// The growth of `run` at `state`: recorded in its file or in the checkpoint, or requested by a
     /// `recipe` with longer stages than the stored one. Changes nothing.
     ///
@@ -52,7 +52,7 @@ impl Resumed {
     /// Fails if a stage is longer that is over, or if a file cannot be read.
     pub fn plan(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Self, Error> {
         if state.step == 0 {
-            return Ok(Resumed::default());
+            return Ok(Extensions::default());
         }
         let stored = run.stored_recipe()?;
         let recorded = read(&run.growth())?;
@@ -91,7 +91,7 @@ impl Resumed {
         growth.extend(requested.iter().cloned());
         growth.sort_by_key(|growth| growth.step);
         let is_new = growth != recorded;
-        Ok(Resumed { growth, requested, is_new })
+        Ok(Extensions { growth, requested, is_new })
     }
 
     /// Writes what is new of the records, and then `recipe`; returns where a recipe is that a user has edited. The
@@ -214,6 +214,6 @@ mod tests {
         let text = serde_json::to_string(&grown(4, tokens, tokens + 1)).unwrap();
         std::fs::write(run.growth(), text).unwrap();
         let state = RunState { step: 5, stage: 0, ..RunState::default() };
-        assert!(Resumed::plan(&run, &recipe, &state).unwrap().growth.is_empty());
+        assert!(Extensions::plan(&run, &recipe, &state).unwrap().growth.is_empty());
     }
 }

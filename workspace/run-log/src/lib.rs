@@ -16,7 +16,7 @@ mod trace;
 pub use error::Error;
 pub use evaluation::{EvaluatedText, Evaluation, EvaluationPoint};
 pub use machine::Machine;
-pub use metrics::{MetricsWriter, Skipped, StepMetrics, Validation};
+pub use metrics::{MetricsWriter, SkippedStep, StepMetrics, Validation};
 pub use part_times::PartTimes;
 pub use routing_log::{RoutingLine, RoutingMoment, RoutingOf, RoutingWriter};
 pub use speed::Speed;

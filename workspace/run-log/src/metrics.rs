@@ -41,7 +41,7 @@ pub struct StepMetrics {
     /// The evaluation of the recipe's first validation set after the step, if there was one.
     pub validation: Option<Validation>,
     /// Set if the step was not applied.
-    pub skipped: Option<Skipped>,
+    pub skipped: Option<SkippedStep>,
     /// The evaluations after the step of all sets that were due, by name.
     pub validation_sets: BTreeMap<String, Validation>,
     /// Norms by block, on the steps at which the recipe asks for them.
@@ -52,7 +52,7 @@ pub struct StepMetrics {
 
 /// A step that was not applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Skipped {
+pub struct SkippedStep {
     /// Why.
     pub reason: SkipReason,
     /// Its first and its last sample.
@@ -157,7 +157,7 @@ impl TryFrom<Line> for StepMetrics {
         };
         let skipped = match (line.skipped, line.samples) {
             (None, None) => None,
-            (Some(reason), Some(samples)) => Some(Skipped { reason, samples }),
+            (Some(reason), Some(samples)) => Some(SkippedStep { reason, samples }),
             _ => return Err("expected both skipped and samples, or neither".to_owned()),
         };
         Ok(StepMetrics {
@@ -448,7 +448,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
         let reason = SkipReason::GradNormNotFinite;
-        let skipped = Some(Skipped { reason, samples: [64, 95] });
+        let skipped = Some(SkippedStep { reason, samples: [64, 95] });
         let written = StepMetrics { grad_norm: f64::NAN, skipped, ..step(3) };
         MetricsWriter::append_to(&path).unwrap().write(&written).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();

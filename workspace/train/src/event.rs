@@ -8,7 +8,7 @@ use moh_model::ModelConfig;
 use moh_plan::SourceEpochs;
 use moh_recipe::Stage;
 use moh_run_directory::Rewind;
-use moh_run_log::{Evaluation, Skipped, StepMetrics, Summary};
+use moh_run_log::{Evaluation, SkippedStep, StepMetrics, Summary};
 
 /// An event of a run.
 #[derive(Debug)]
@@ -89,7 +89,7 @@ pub enum Event<'a> {
         /// Its measurements.
         metrics: &'a StepMetrics,
         /// The reason, and its samples.
-        skipped: &'a Skipped,
+        skipped: &'a SkippedStep,
     },
     /// The run returns to an earlier step, and then passes over samples.
     Rewound(&'a Rewind),

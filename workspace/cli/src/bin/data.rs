@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use moh_data::{
-    AppendEos, DocumentEnd, Format, Prepare, Prepared, Split, TokenFile, TrainTokenizer,
+    AppendEos, DocumentEnd, Format, Prepare, PreparedFile, Split, TokenFile, TrainTokenizer,
 };
 use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
@@ -172,7 +172,7 @@ fn prepare(arguments: &PrepareArguments) -> anyhow::Result<()> {
     let prepared = moh_data::prepare(options, &mut |done, total| bar.update(done, total))?;
     drop(bar);
     let mut out = stdout().lock();
-    for Prepared { prefix, info } in prepared {
+    for PreparedFile { prefix, info } in prepared {
         let end = match info.eos_token {
             DocumentEnd::Token(token) => format!("each document ends with {token}"),
             _ => "documents end without an end-of-text token".to_owned(),

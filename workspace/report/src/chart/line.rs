@@ -5,7 +5,7 @@ use maud::{Markup, PreEscaped, html};
 use super::axis::{Axis, Tick};
 use super::marks::{self, Mark, Placed};
 use super::scale::{Range, is_drawable, short, weighted_range};
-use super::thin::{Segment, thin};
+use super::thin::{LineSegment, thin};
 use super::{COLORS, DASHES, STYLE, at, shorten, width};
 
 /// Curves of at most this many points show each of them, with its numbers.
@@ -392,7 +392,7 @@ fn apart(mut places: Vec<f64>, distance: f64, bottom: f64) -> Vec<f64> {
 }
 
 /// The points of a curve that the pixels of a plot can show.
-fn thinned(line: &Line, plot: &Plot) -> Vec<Segment> {
+fn thinned(line: &Line, plot: &Plot) -> Vec<LineSegment> {
     let columns = (plot.right - plot.left).max(1.0) as usize;
     let shown = |&(x, y): &(f64, f64)| (x, if plot.values.shows(y) { y } else { f64::NAN });
     thin(line.points.iter().map(shown), plot.across, columns)

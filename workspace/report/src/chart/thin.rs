@@ -5,7 +5,7 @@ use super::axis::Axis;
 use super::scale::is_drawable;
 
 /// Points that a line connects.
-pub type Segment = Vec<(f64, f64)>;
+pub type LineSegment = Vec<(f64, f64)>;
 
 /// The points of one column.
 #[derive(Default)]
@@ -35,12 +35,12 @@ impl Column {
 
     /// Moves the points into the last of `segments`. A column that had values but none that can be drawn
     /// begins a new segment.
-    fn flush(&mut self, segments: &mut Vec<Segment>) {
+    fn flush(&mut self, segments: &mut Vec<LineSegment>) {
         if self.number.is_none() {
             return;
         }
         match self.kept.take() {
-            None => segments.push(Segment::new()),
+            None => segments.push(LineSegment::new()),
             Some(mut kept) => {
                 kept.sort_unstable_by_key(|(at, _)| *at);
                 let mut before = None;
@@ -61,7 +61,7 @@ pub(super) fn thin(
     points: impl IntoIterator<Item = (f64, f64)>,
     across: Axis,
     columns: usize,
-) -> Vec<Segment> {
+) -> Vec<LineSegment> {
     let mut segments = Vec::new();
     let mut column = Column::default();
     for (i, (x, y)) in points.into_iter().enumerate() {
@@ -120,7 +120,7 @@ mod tests {
     fn a_short_curve_is_kept_whole() {
         let points = [(1.0, 5.0), (20.0, 4.0), (90.0, 3.0)];
         assert_eq!(thin(points, across(), 10), [points]);
-        assert_eq!(thin([], across(), 10), Vec::<Segment>::new());
+        assert_eq!(thin([], across(), 10), Vec::<LineSegment>::new());
     }
 
     #[test]
@@ -148,7 +148,7 @@ mod tests {
         assert_eq!(thin(points, across(), 10), [vec![(1.0, 1.0)], vec![(60.0, 2.0), (90.0, 3.0)]]);
         assert_eq!(
             thin(points.map(|point| (point.0, f64::NAN)), across(), 10),
-            Vec::<Segment>::new()
+            Vec::<LineSegment>::new()
         );
         // In a column with other values nobody would see the gap.
         let dense = [(1.0, 1.0), (1.1, f64::INFINITY), (1.2, 2.0)];

@@ -12,7 +12,7 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 use moh_recipe::{ParallelOptions, Recipe};
-use moh_run_directory::growth::{self, Resumed};
+use moh_run_directory::growth::{self, Extensions};
 use moh_run_directory::{Rewinds, RunDirectory, archive_later, leave_path, metrics_resume};
 use moh_run_log::{MetricsWriter, RoutingWriter, TensorBoard};
 use moh_step::{OptimizerState, Ranks, StepGroups};
@@ -37,12 +37,12 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let Inputs { recipe, run, .. } = inputs;
         let rewinds = Rewinds::shared(run, &mut ranks)?;
         ranks.on_rank0(|| leave_path(run, &rewinds))?;
-        let Loaded { state, resumed, parallel, groups, model, optimizer } = loop {
+        let Loaded { state, extensions, parallel, groups, model, optimizer } = loop {
             if let Some(loaded) = load(&backend, &mut ranks, &inputs, events)? {
                 break loaded;
             }
         };
-        settle(&inputs, &state, &resumed, &mut ranks, events)?;
+        settle(&inputs, &state, &extensions, &mut ranks, events)?;
         let writers =
             if ranks.is_first() { open_writers(run, recipe, &state).map(Some) } else { Ok(None) };
         let (metrics, board, routing) = match ranks.agree(writers)? {
@@ -84,7 +84,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
 struct Loaded<B: Backend, T: Element, M: Element> {
     state: RunState,
     /// The first rank's growth, which is not recorded yet.
-    resumed: Resumed,
+    extensions: Extensions,
     parallel: ParallelOptions,
     groups: StepGroups,
     model: Model<B, T>,
@@ -116,7 +116,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     if let Some(found) = inputs.resume_state.as_ref().filter(|found| found.step == state.step) {
         state.clone_from(found);
     }
-    let resumed = plan_growth(inputs, &mut state, ranks)?;
+    let extensions = plan_growth(inputs, &mut state, ranks)?;
     if state.stage > recipe.stages.len() {
         return Err(Error::File {
             path: run.checkpoint(state.step),
@@ -134,7 +134,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
         let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
         let optimizer = OptimizerState::new(&model, Shard::from_group(&groups.data))?;
-        return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
+        return Ok(Some(Loaded { state, extensions, parallel, groups, model, optimizer }));
     }
     // Each data rank reads its shard, of this run's checkpoint or of another's.
     let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
@@ -146,7 +146,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         ranks.agree(filled)?;
         moh_checkpoint::gather_weights(&mut model, &groups.data)?;
         state.moment_steps = source.moment_steps();
-        return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
+        return Ok(Some(Loaded { state, extensions, parallel, groups, model, optimizer }));
     };
     let stored = stored.read_by(Shard::from_group(ranks.group()));
     let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer);
@@ -157,7 +157,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     }
     moh_checkpoint::gather_weights(&mut model, &groups.data)?;
     events(Event::Resumed { step: state.step });
-    Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }))
+    Ok(Some(Loaded { state, extensions, parallel, groups, model, optimizer }))
 }
 
 /// Adds to the state the stages that have become longer, which the first rank reads and returns.
@@ -165,18 +165,18 @@ fn plan_growth<B: Backend>(
     inputs: &Inputs<'_>,
     state: &mut RunState,
     ranks: &mut Ranks<B>,
-) -> Result<Resumed, Error> {
-    let mut resumed = Resumed::default();
+) -> Result<Extensions, Error> {
+    let mut extensions = Extensions::default();
     let json = |error: serde_json::Error| Error::io(inputs.run.root())(error.into());
     let mut text = None;
     ranks.on_rank0::<Error>(|| {
-        resumed = Resumed::plan(inputs.run, inputs.recipe, state)?;
-        text = Some(serde_json::to_vec(&resumed.growth).map_err(json)?);
+        extensions = Extensions::plan(inputs.run, inputs.recipe, state)?;
+        text = Some(serde_json::to_vec(&extensions.growth).map_err(json)?);
         Ok(())
     })?;
     let text = ranks.first_that_has(text)?.unwrap_or_default();
     state.growth = serde_json::from_slice(&text).map_err(json)?;
-    Ok(resumed)
+    Ok(extensions)
 }
 
 /// Moves aside what the run has written after the step from which it was asked to resume, and records the
@@ -184,7 +184,7 @@ fn plan_growth<B: Backend>(
 fn settle<B: Backend>(
     inputs: &Inputs<'_>,
     state: &RunState,
-    resumed: &Resumed,
+    extensions: &Extensions,
     ranks: &mut Ranks<B>,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<(), Error> {
@@ -195,14 +195,14 @@ fn settle<B: Backend>(
             aside = archive_later(run, step)?;
         }
         run.remove_summary()?;
-        edited = resumed.store(run, recipe)?;
+        edited = extensions.store(run, recipe)?;
         Ok(())
     })?;
     warn_of_edited(run, edited.as_deref(), events);
     if let Some(path) = aside {
         events(Event::Archived { step: state.step, path: &path });
     }
-    for extension in &resumed.requested {
+    for extension in &extensions.requested {
         events(Event::StageExtended { extension });
     }
     Ok(())
