@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use moh_data::{BEGIN_OF_TEXT, END_OF_TEXT, Error, TextTokenizer, TrainTokenizer, train_tokenizer};
 use proptest::prelude::*;

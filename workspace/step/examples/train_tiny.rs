@@ -8,7 +8,7 @@ use moh_hf::ConfigFile;
 use moh_kernels::{Cpu, ElementType};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
-use moh_model::{AuxiliaryLosses, Model, Recompute, initial};
+use moh_model::{AuxiliaryLosses, Generator, Model, Recompute, Sampler, Sampling, initial};
 use moh_step::guard::Limits;
 use moh_step::{Hyperparameters, OptimizerState, StepConfig, StepGroups, Stepper, Update};
 
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // This process is the only rank: it holds the whole model and the whole state of AdamW.
     let all = World::single().group().clone();
-    let mut optimizer = OptimizerState::<Cpu, f32>::new(&model, Shard::of(&all))?;
+    let mut optimizer = OptimizerState::<Cpu, f32>::new(&model, Shard::from_group(&all))?;
     let config = StepConfig {
         stage: "tiny".into(),
         sequence_length: LENGTH,
@@ -65,9 +65,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     stepper.wait_for_weights(&mut model)?;
-    let output = model.run(&[vec![7, 8, 9]])?;
-    let logits = output.next_token_logits(0, 2);
-    let next = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]));
-    println!("after 7, 8, 9: {next:?}");
+    let logits = Generator::new(&model, LENGTH)?.extend(&[7, 8, 9])?;
+    let mut greedy = Sampler::new(1, Sampling::default(), logits.len());
+    println!("after 7, 8, 9: {}", greedy.sample(&logits)?);
     Ok(())
 }
