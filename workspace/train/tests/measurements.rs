@@ -6,7 +6,6 @@
 mod support;
 
 use std::fs;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_recipe::Recipe;
