@@ -95,12 +95,12 @@ impl<T: Element> Rank<T> {
     /// Takes the step from sample `first` on with a weight of the balance loss in one of its micro-batches that is not
     /// finite: in the gradients of the ranks that have it, but not in the loss.
     fn faulty_step(&mut self, (first, micro_batch): (u64, usize), weight: f64) -> StepResult {
-        let weights = self.stepper.plan.auxiliary_weights;
+        let weights = self.stepper.config.auxiliary_weights;
         if self.stepper.own.contains(&micro_batch) {
-            self.stepper.plan.auxiliary_weights = AuxiliaryLosses::all(weight);
+            self.stepper.config.auxiliary_weights = AuxiliaryLosses::all(weight);
         }
         let result = self.step(first, 2, Limits::FINITE);
-        self.stepper.plan.auxiliary_weights = weights;
+        self.stepper.config.auxiliary_weights = weights;
         result
     }
 
