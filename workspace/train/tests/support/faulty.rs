@@ -12,6 +12,7 @@ use moh_kernels::Cpu;
 use moh_model::Model;
 use moh_model::layout::Segment;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, Outcome, RunOptions};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -94,6 +95,8 @@ pub fn run_on(
     recipe: &Recipe,
     (stop_at, hear): (Option<u64>, Hear<'_>),
 ) -> Vec<Result<Outcome, Error>> {
+    // Without what it keeps of a model a run reads its weights, and can return to them.
+    let _ = std::fs::remove_dir_all(RunDirectory::new(&recipe.run.dir).model());
     let stop = AtomicBool::new(false);
     on_ranks(ranks, |world| {
         let mut heard = |event: Event<'_>| {

@@ -112,7 +112,7 @@ pub fn write_tokens_with(
     (seed, documents): (u64, u64),
     others: &BTreeMap<u64, u32>,
 ) {
-    let mut writer = TokenFileWriter::create(prefix, 64 + others.len()).unwrap();
+    let mut writer = TokenFileWriter::replace(prefix, 64 + others.len()).unwrap();
     let mut positions = 0..;
     let mut state = seed;
     let mut next = |below: u64| {
