@@ -15,14 +15,19 @@ mod launch;
 mod matmul;
 mod memory;
 
+/// The structs of the kernels' parameters, as the CUDA sources declare them (build/parameters.rs).
+pub(crate) mod parameters {
+    include!(concat!(env!("OUT_DIR"), "/parameters.rs"));
+}
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub(crate) use buffer::address_or_null;
 pub use buffer::{CudaBuffer, CudaView, CudaViewMut};
-pub(crate) use device::{BoxedTensor, Device, Matmul, Operand, TensorMap};
+pub(crate) use device::{BoxedTensor, Device, Matmul, Operand};
 #[cfg(feature = "cuda-emulator")]
 pub use emulator::EmulatedCalls;
-pub(crate) use launch::{THREADS, blocks, mirrored, name};
+pub(crate) use launch::{THREADS, blocks, name};
 
 use crate::attention::cuda::AttentionPath;
 use crate::error::Result;

@@ -16,7 +16,7 @@
 constexpr int WARPGROUP = 128;
 
 // Describes a tensor to the copy engine; the bytes of a CUtensorMap.
-struct alignas(128) TensorMap {
+struct alignas(128) PARAMETERS TensorMap {
     uint64_t words[16];
 };
 

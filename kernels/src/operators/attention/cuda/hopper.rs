@@ -3,11 +3,13 @@
 //! The gradient of the queries is summed over tiles of keys: starting with the first keys if
 //! results must have the same bits in every run, or else in the order in which the tiles finish.
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 
-use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed, Parameters};
+use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed};
 use super::{Addresses, AttentionArgs};
-use crate::cuda::{BoxedTensor, Cuda, TensorMap, mirrored};
+use crate::cuda::parameters::hopper_attention::{Maps, Scratch};
+use crate::cuda::parameters::tiled_attention::Parameters;
+use crate::cuda::{BoxedTensor, Cuda};
 use crate::error::Result;
 use crate::scalar::Element;
 use crate::workspace::gpu::attention::{
@@ -28,36 +30,6 @@ const QUERY_STAGES: usize = 3;
 const PANEL: usize = 64;
 /// Alignment of rows in elements: 16 bytes.
 const ALIGNMENT: usize = 8;
-/// `Scratch` of hopper.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Scratch {
-    row_tiles: u64,
-    d_q_sums: u64,
-    /// 0 if the tiles of keys add to d_q in any order: none of them waits, and every run rounds
-    /// differently.
-    semaphores: u64,
-    next_tile: u64,
-    /// Blocks of the backward pass that run at the same time: a group. Odd groups visit rows in
-    /// ascending order, even groups in descending order; if 0, all descend.
-    blocks_at_once: u32,
-    padding: u32,
-}
-
-mirrored!(
-    Scratch, 40,
-    row_tiles 0, d_q_sums 8, semaphores 16, next_tile 24, blocks_at_once 32, padding 36,
-);
-
-/// `Maps` of hopper.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Maps {
-    k: TensorMap,
-    v: TensorMap,
-}
-
-mirrored!(Maps, 256, k 0, v 128);
 
 /// `forward_shared` of hopper.cuh.
 fn forward_shared_bytes(width: usize) -> usize {
@@ -103,16 +75,16 @@ struct Part<'a, 'v> {
 impl<'a, 'v> Part<'a, 'v> {
     fn new(packed: &'a Packed<'a, 'v>, parameters: Parameters, scratch: Scratch) -> Result<Self> {
         let shape = &packed.args.shape;
-        let ([k, v], stride) = parameters.key_values();
+        let Parameters { k, v, kv_stride, batch, .. } = parameters;
         let map = |address| {
             packed.cuda.device().tensor_map(&BoxedTensor {
                 address,
                 dimensions: [
                     (shape.kv_heads * shape.head_dim) as u64,
                     shape.key_length as u64,
-                    parameters.batch() as u64,
+                    batch.into(),
                 ],
-                strides: [2 * stride, 2 * stride * shape.key_length as u64],
+                strides: [2 * kv_stride, 2 * kv_stride * shape.key_length as u64],
                 sides: [PANEL as u32, KEYS as u32, 1],
             })
         };
@@ -147,12 +119,13 @@ impl<'a, 'v> Part<'a, 'v> {
     fn backward(&self) -> Result<()> {
         let shape = &self.packed.args.shape;
         let width = shape.head_dim;
-        let grid = |blocks| [blocks, shape.kv_heads, self.parameters.batch()];
+        let batch = self.parameters.batch as usize;
+        let grid = |blocks| [blocks, shape.kv_heads, batch];
         // One thread per 8 elements of a row.
         let blocks = row_tiles(shape) * (ROWS * width / 8 / OTHER_THREADS);
         self.run::<false>(OTHER_THREADS, "hopper_prepare", grid(blocks), 0)?;
         let key_tiles = shape.key_length.div_ceil(KEYS);
-        let by_key_tile = [key_tiles * shape.kv_heads, 1, self.parameters.batch()];
+        let by_key_tile = [key_tiles * shape.kv_heads, 1, batch];
         let shared_bytes = backward_shared_bytes(width);
         self.run::<true>(THREADS, "hopper_backward", by_key_tile, shared_bytes)?;
         let (blocks, shared_bytes) = (row_tiles(shape), tile_bytes(ROWS, width));

@@ -1,9 +1,8 @@
 //! Attention by plain arithmetic (plain.cu).
 
-use bytemuck::{Pod, Zeroable};
-
 use super::{Addresses, AttentionArgs};
-use crate::cuda::{Cuda, THREADS, address_or_null, mirrored, name};
+use crate::cuda::parameters::plain_attention::Parameters;
+use crate::cuda::{Cuda, THREADS, address_or_null, name};
 use crate::error::{Result, ensure};
 use crate::scalar::Element;
 
@@ -11,47 +10,6 @@ use crate::scalar::Element;
 const MAX_HEAD_DIM: usize = 256;
 /// Warps per block; each computes one row.
 const WARPS: usize = THREADS / 32;
-
-/// `Parameters` of plain.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Parameters {
-    q: u64,
-    k: u64,
-    v: u64,
-    out: u64,
-    log_sum_exp: u64,
-    d_out: u64,
-    d_qkv: u64,
-    delta: u64,
-    selected: u64,
-    weights: u64,
-    document_start: u64,
-    block_table: u64,
-    query_stride: u64,
-    key_stride: u64,
-    query_offset: u64,
-    batch: u32,
-    query_length: u32,
-    key_length: u32,
-    block_length: u32,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    shared_heads: u32,
-    routed: u32,
-    causal: u32,
-    scale: f32,
-    padding: u32,
-}
-
-mirrored!(
-    Parameters, 168,
-    q 0, k 8, v 16, out 24, log_sum_exp 32, d_out 40, d_qkv 48, delta 56, selected 64, weights 72,
-    document_start 80, block_table 88, query_stride 96, key_stride 104, query_offset 112,
-    batch 120, query_length 124, key_length 128, block_length 132, heads 136, kv_heads 140,
-    head_dim 144, shared_heads 148, routed 152, causal 156, scale 160, padding 164,
-);
 
 impl Parameters {
     fn new(operator: &'static str, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Result<Self> {
