@@ -5,11 +5,11 @@
 
 use bytemuck::Zeroable;
 
+use super::Pass;
 use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed};
-use super::{Addresses, AttentionArgs};
+use crate::cuda::BoxedTensor;
 use crate::cuda::parameters::hopper_attention::{Maps, Scratch};
 use crate::cuda::parameters::tiled_attention::Parameters;
-use crate::cuda::{BoxedTensor, Cuda};
 use crate::error::Result;
 use crate::scalar::Element;
 use crate::workspace::gpu::attention::{
@@ -49,11 +49,8 @@ fn backward_shared_bytes(width: usize) -> usize {
 
 /// Whether these kernels support the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
 /// keys, rows that start at multiples of 16 bytes, and indices into a sequence that fit 32 bits.
-pub(super) fn supports<T: Element>(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-) -> bool {
+pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
+    let Pass { cuda, args, at } = pass;
     let (shape, device) = (&args.shape, cuda.device());
     hopper_supports::<T>(shape)
         && at.block_table == 0
@@ -74,10 +71,10 @@ struct Part<'a, 'v> {
 
 impl<'a, 'v> Part<'a, 'v> {
     fn new(packed: &'a Packed<'a, 'v>, parameters: Parameters, scratch: Scratch) -> Result<Self> {
-        let shape = &packed.args.shape;
+        let shape = &packed.pass.args.shape;
         let Parameters { k, v, kv_stride, batch, .. } = parameters;
         let map = |address| {
-            packed.cuda.device().tensor_map(&BoxedTensor {
+            packed.pass.cuda.device().tensor_map(&BoxedTensor {
                 address,
                 dimensions: [
                     (shape.kv_heads * shape.head_dim) as u64,
@@ -100,24 +97,24 @@ impl<'a, 'v> Part<'a, 'v> {
         grid: [usize; 3],
         shared_bytes: usize,
     ) -> Result<()> {
-        let kernel = format!("{kernel}_d{}", self.packed.args.shape.head_dim);
+        let kernel = format!("{kernel}_d{}", self.packed.pass.args.shape.head_dim);
         let structures = [
             bytemuck::bytes_of(&self.parameters),
             bytemuck::bytes_of(&self.scratch),
             bytemuck::bytes_of(&self.maps),
         ];
         let structures = if WITH_MAPS { &structures[..] } else { &structures[..2] };
-        self.packed.cuda.launch_with(threads, &kernel, grid, shared_bytes, structures)
+        self.packed.pass.cuda.launch_with(threads, &kernel, grid, shared_bytes, structures)
     }
 
     fn forward(&self) -> Result<()> {
-        let shape = &self.packed.args.shape;
-        let grid = [self.packed.cuda.device().multiprocessors(), 1, 1];
+        let shape = &self.packed.pass.args.shape;
+        let grid = [self.packed.pass.cuda.device().multiprocessors(), 1, 1];
         self.run::<true>(THREADS, "hopper_forward", grid, forward_shared_bytes(shape.head_dim))
     }
 
     fn backward(&self) -> Result<()> {
-        let shape = &self.packed.args.shape;
+        let shape = &self.packed.pass.args.shape;
         let width = shape.head_dim;
         let batch = self.parameters.batch as usize;
         let grid = |blocks| [blocks, shape.kv_heads, batch];
@@ -133,36 +130,21 @@ impl<'a, 'v> Part<'a, 'v> {
     }
 }
 
-pub(super) fn forward(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-    scratch: u64,
-) -> Result<()> {
-    let packed = Packed::new(PACK_FORWARD, cuda, args, at, scratch)?;
-    let scratch = Scratch { next_tile: cuda.counter()?, ..Scratch::zeroed() };
+pub(super) fn forward(pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
+    let packed = Packed::new(PACK_FORWARD, pass, scratch)?;
+    let scratch = Scratch { next_tile: pass.cuda.counter()?, ..Scratch::zeroed() };
     Part::new(&packed, packed.parameters, scratch)?.forward()
 }
 
-pub(super) fn backward(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-    scratch: u64,
-) -> Result<()> {
-    backward_by(sequences_at_once(&args.shape), cuda, args, at, scratch)
+pub(super) fn backward(pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
+    backward_by(sequences_at_once(&pass.args.shape), pass, scratch)
 }
 
 /// The backward pass, with `sequences` sequences at a time.
-fn backward_by(
-    sequences: usize,
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-    scratch: u64,
-) -> Result<()> {
+fn backward_by(sequences: usize, pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
+    let Pass { cuda, args, .. } = pass;
     let shape = &args.shape;
-    let packed = Packed::new(PACK_BACKWARD, cuda, args, at, scratch)?;
+    let packed = Packed::new(PACK_BACKWARD, pass, scratch)?;
     let areas = Areas::new(shape, sequences);
     let row_tiles = scratch + packed_before_areas(shape, args.is_routed()) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
@@ -184,8 +166,9 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::attention::{AttentionShape, Selection};
-    use crate::cuda::CudaBuffer;
+    use crate::attention::cuda::Addresses;
+    use crate::attention::{AttentionArgs, AttentionShape, Selection};
+    use crate::cuda::{Cuda, CudaBuffer};
     use crate::memory::Memory;
     use crate::rope::QkvShape;
     use crate::workspace::gpu::attention::hopper_backward_bytes;
@@ -287,8 +270,9 @@ mod tests {
                 ..Addresses::of_qkv::<bf16>(shape, self.qkv.address())
             };
             let scratch = cuda.scratch(hopper_backward_bytes(shape, true)).unwrap();
-            forward(cuda, &args, &at, scratch).unwrap();
-            backward_by(sequences, cuda, &args, &at, scratch).unwrap();
+            let pass = Pass { cuda, args: &args, at: &at };
+            forward(pass, scratch).unwrap();
+            backward_by(sequences, pass, scratch).unwrap();
             let areas = Areas::new(shape, sequences);
             let areas_at = scratch + packed_before_areas(shape, true) as u64;
             let mut semaphores = vec![0u32; areas.semaphores / size_of::<u32>()];

@@ -11,12 +11,20 @@ pub use path::AttentionPath;
 
 use super::{
     Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, BackwardLens,
-    KeyValues, SelectionLens,
+    KeyValueLens, KeyValues, SelectionLens,
 };
 use crate::cuda::{Cuda, CudaView};
 use crate::error::{Result, ensure};
 use crate::scalar::Element;
 use crate::workspace::gpu::attention::{delta_bytes, fits_32_bits, packed_bytes};
+
+/// A pass of attention on a GPU.
+#[derive(Clone, Copy)]
+struct Pass<'a, 'v> {
+    cuda: &'a Cuda,
+    args: &'a AttentionArgs<'v, Cuda>,
+    at: &'a Addresses,
+}
 
 /// The addresses of the tensors; 0 for those that the pass does not have.
 #[derive(Default)]
@@ -122,7 +130,8 @@ pub(crate) fn backward_scratch_bytes<T: Element>(
     routed: bool,
 ) -> usize {
     let nowhere = Addresses::of_qkv::<T>(shape, 0);
-    let path = AttentionPath::choose::<T>(cuda, &AttentionArgs::causal(*shape), &nowhere);
+    let args = &AttentionArgs::causal(*shape);
+    let path = AttentionPath::choose::<T>(Pass { cuda, args, at: &nowhere });
     delta_bytes(shape) + path.backward_scratch_bytes(shape, routed)
 }
 
@@ -146,12 +155,13 @@ impl Attention for Cuda {
             ..Addresses::of_keys(shape, key_values)
         };
         let packed = || self.scratch(packed_bytes(shape, args.is_routed()));
-        let path = AttentionPath::choose::<T>(self, &args, &at);
+        let pass = Pass { cuda: self, args: &args, at: &at };
+        let path = AttentionPath::choose::<T>(pass);
         path.remember(self);
         match path {
-            AttentionPath::Hopper => hopper::forward(self, &args, &at, packed()?),
-            AttentionPath::Tiled => tiled::forward(self, &args, &at, packed()?),
-            AttentionPath::Plain => plain::forward::<T>(self, &args, &at),
+            AttentionPath::Hopper => hopper::forward(pass, packed()?),
+            AttentionPath::Tiled => tiled::forward(pass, packed()?),
+            AttentionPath::Plain => plain::forward::<T>(pass),
         }
     }
 
@@ -177,17 +187,18 @@ impl Attention for Cuda {
             d_qkv: d_qkv.address,
             ..Addresses::of_qkv::<T>(shape, qkv.address)
         };
-        let path = AttentionPath::choose::<T>(self, &args, &at);
+        let path = AttentionPath::choose::<T>(Pass { cuda: self, args: &args, at: &at });
         path.remember(self);
         let own_delta = if delta.is_some() { 0 } else { delta_bytes(shape) };
         let others = path.backward_scratch_bytes(shape, args.is_routed());
         let scratch = self.scratch(own_delta + others)?;
         at.delta = delta.map_or(scratch, |delta| delta.address);
         let others = scratch + own_delta as u64;
+        let pass = Pass { cuda: self, args: &args, at: &at };
         match path {
-            AttentionPath::Hopper => hopper::backward(self, &args, &at, others),
-            AttentionPath::Tiled => tiled::backward(self, &args, &at, others),
-            AttentionPath::Plain => plain::backward::<T>(self, &args, &at),
+            AttentionPath::Hopper => hopper::backward(pass, others),
+            AttentionPath::Tiled => tiled::backward(pass, others),
+            AttentionPath::Plain => plain::backward::<T>(pass),
         }
     }
 }
@@ -199,12 +210,13 @@ fn check_key_values<T: Element>(
     const OPERATOR: &str = "attention_forward";
     match key_values {
         KeyValues::Contiguous { keys, values, row_stride } => {
-            shape.check_contiguous(OPERATOR, keys.len, values.len, row_stride)
+            let lens = KeyValueLens { keys: keys.len, values: values.len };
+            shape.check_contiguous(OPERATOR, lens, row_stride)
         }
         KeyValues::Paged { keys, values, block_table, block_length } => {
             // The entries of the table are read by the GPU.
-            let (lens, table) = ((keys.len, values.len), (block_table.len, block_length));
-            shape.check_paged(OPERATOR, lens, table, None)
+            let lens = KeyValueLens { keys: keys.len, values: values.len };
+            shape.check_paged(OPERATOR, lens, block_table.len, block_length, None)
         }
     }
 }

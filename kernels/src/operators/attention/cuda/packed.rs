@@ -1,9 +1,9 @@
 //! The parameters of attention on tensor cores (`Parameters` of tiled.cuh), and the packing of the
 //! selected rows before it (pack.cuh). Both paths share them.
 
-use super::{Addresses, AttentionArgs};
+use super::Pass;
+use crate::cuda::address_or_null;
 use crate::cuda::parameters::tiled_attention::Parameters;
-use crate::cuda::{Cuda, address_or_null};
 use crate::error::Result;
 
 /// Threads and tokens per block of the packing kernels.
@@ -14,7 +14,7 @@ const PAIR_THREADS: usize = 256;
 const PAIRS: usize = 8;
 
 impl Parameters {
-    fn new(args: &AttentionArgs<'_, Cuda>, at: &Addresses, rows: u64) -> Self {
+    fn new(Pass { args, at, .. }: Pass<'_, '_>, rows: u64) -> Self {
         let shape = &args.shape;
         Parameters {
             q: at.q,
@@ -88,24 +88,17 @@ pub(super) const PACK_BACKWARD: &str = "attention_pack_backward";
 
 /// An attention whose rows are packed.
 pub(super) struct Packed<'a, 'v> {
-    pub cuda: &'a Cuda,
-    pub args: &'a AttentionArgs<'v, Cuda>,
+    pub pass: Pass<'a, 'v>,
     pub parameters: Parameters,
 }
 
 impl<'a, 'v> Packed<'a, 'v> {
     /// Packs the rows into `scratch` by one of the kernels above, if heads are selected.
-    pub(super) fn new(
-        kernel: &str,
-        cuda: &'a Cuda,
-        args: &'a AttentionArgs<'v, Cuda>,
-        at: &Addresses,
-        scratch: u64,
-    ) -> Result<Self> {
-        let shape = &args.shape;
-        let selected = args.routed_mask().is_some();
-        let parameters = Parameters::new(args, at, if selected { scratch } else { 0 });
-        let packed = Packed { cuda, args, parameters };
+    pub(super) fn new(kernel: &str, pass: Pass<'a, 'v>, scratch: u64) -> Result<Self> {
+        let shape = &pass.args.shape;
+        let selected = pass.args.is_routed();
+        let parameters = Parameters::new(pass, if selected { scratch } else { 0 });
+        let packed = Packed { pass, parameters };
         if selected {
             let blocks = shape.query_length.div_ceil(PACK_TOKENS);
             let grid = [blocks, shape.kv_heads, shape.batch];
@@ -121,7 +114,7 @@ impl<'a, 'v> Packed<'a, 'v> {
         grid: [usize; 3],
         shared_bytes: usize,
     ) -> Result<()> {
-        self.cuda.launch_blocks_of(threads, kernel, grid, shared_bytes, &self.parameters)
+        self.pass.cuda.launch_blocks_of(threads, kernel, grid, shared_bytes, &self.parameters)
     }
 
     /// Runs a kernel with one warp for each of `count` pairs.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Addresses, AttentionArgs, AttentionShape, hopper, tiled};
+use super::{AttentionShape, Pass, hopper, tiled};
 use crate::cuda::{Cuda, locked};
 #[cfg(any(feature = "cuda", test))]
 use crate::error::Result;
@@ -53,17 +53,13 @@ impl AttentionPath {
     }
 
     /// The first path that supports the problem, starting with the GPU's first path to try.
-    pub(super) fn choose<T: Element>(
-        cuda: &Cuda,
-        args: &AttentionArgs<'_, Cuda>,
-        at: &Addresses,
-    ) -> Self {
+    pub(super) fn choose<T: Element>(pass: Pass<'_, '_>) -> Self {
         let supports = |path: &Self| match path {
-            Self::Hopper => hopper::supports::<T>(cuda, args, at),
-            Self::Tiled => tiled::supports::<T>(cuda, args, at),
+            Self::Hopper => hopper::supports::<T>(pass),
+            Self::Tiled => tiled::supports::<T>(pass),
             Self::Plain => true,
         };
-        let mut allowed = Self::ALL.into_iter().skip(cuda.first_path);
+        let mut allowed = Self::ALL.into_iter().skip(pass.cuda.first_path);
         allowed.find(supports).unwrap_or(Self::Plain)
     }
 

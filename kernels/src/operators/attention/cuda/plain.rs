@@ -1,8 +1,8 @@
 //! Attention by plain arithmetic (plain.cu).
 
-use super::{Addresses, AttentionArgs};
+use super::{AttentionArgs, Pass};
 use crate::cuda::parameters::plain_attention::Parameters;
-use crate::cuda::{Cuda, THREADS, address_or_null, name};
+use crate::cuda::{THREADS, address_or_null, name};
 use crate::error::{Result, ensure};
 use crate::scalar::Element;
 
@@ -12,7 +12,7 @@ const MAX_HEAD_DIM: usize = 256;
 const WARPS: usize = THREADS / 32;
 
 impl Parameters {
-    fn new(operator: &'static str, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Result<Self> {
+    fn new(operator: &'static str, Pass { args, at, .. }: Pass<'_, '_>) -> Result<Self> {
         let shape = &args.shape;
         ensure(operator, shape.head_dim <= MAX_HEAD_DIM, || {
             format!("heads of {} elements, at most {MAX_HEAD_DIM}", shape.head_dim)
@@ -49,24 +49,16 @@ impl Parameters {
     }
 }
 
-pub(super) fn forward<T: Element>(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-) -> Result<()> {
-    let shape = &args.shape;
-    let parameters = Parameters::new("attention_forward", args, at)?;
+pub(super) fn forward<T: Element>(pass: Pass<'_, '_>) -> Result<()> {
+    let Pass { cuda, args: AttentionArgs { shape, .. }, .. } = pass;
+    let parameters = Parameters::new("attention_forward", pass)?;
     let blocks = (shape.tokens() * shape.heads).div_ceil(WARPS);
     cuda.launch(&name::<T>("plain_attention_forward"), [blocks, 1], 0, &parameters)
 }
 
-pub(super) fn backward<T: Element>(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-) -> Result<()> {
-    let shape = &args.shape;
-    let parameters = Parameters::new("attention_backward", args, at)?;
+pub(super) fn backward<T: Element>(pass: Pass<'_, '_>) -> Result<()> {
+    let Pass { cuda, args: AttentionArgs { shape, .. }, .. } = pass;
+    let parameters = Parameters::new("attention_backward", pass)?;
     let blocks = (shape.tokens() * shape.heads).div_ceil(WARPS);
     cuda.launch(&name::<T>("plain_attention_backward_queries"), [blocks, 1], 0, &parameters)?;
     let blocks = (shape.tokens() * shape.kv_heads).div_ceil(WARPS);
