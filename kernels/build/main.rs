@@ -1,6 +1,7 @@
 //! Compiles the CUDA kernels: with nvcc for the feature `cuda`, for the CPU with the C++ compiler
-//! for the feature `cuda-emulator`.
+//! for the feature `cuda-emulator`. Declares their parameters in Rust.
 
+mod parameters;
 mod ptxas;
 
 use std::path::{Path, PathBuf};
@@ -32,6 +33,7 @@ fn main() {
     let (gpu, emulator) = (has("CUDA"), has("CUDA_EMULATOR"));
     if gpu || emulator {
         println!("cargo::rustc-cfg=gpu");
+        declare_parameters(&out.join("parameters.rs"));
     }
     if gpu {
         compile_for_gpus(&out.join("kernels.fatbin"));
@@ -39,6 +41,27 @@ fn main() {
     if emulator {
         compile_for_the_cpu(&out);
     }
+}
+
+/// Writes the structs of the kernels' parameters in Rust.
+fn declare_parameters(out: &Path) {
+    let mut structs = parameters::Structs::default();
+    for source in cuda_sources(Path::new("src")) {
+        let text = std::fs::read_to_string(&source).expect("cargo sets the directory");
+        structs.read(&text).unwrap_or_else(|fault| panic!("{}: {fault}", source.display()));
+    }
+    std::fs::write(out, structs.text()).expect("OUT_DIR is writable");
+}
+
+/// The files of a folder that nvcc compiles or that they include, by name.
+fn cuda_sources(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).expect("cargo sets the directory");
+    let mut paths: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    paths.sort();
+    let is_source =
+        |path: &PathBuf| path.extension().is_some_and(|end| end == "cu" || end == "cuh");
+    let sources = |path: PathBuf| if path.is_dir() { cuda_sources(&path) } else { vec![path] };
+    paths.into_iter().flat_map(sources).filter(is_source).collect()
 }
 
 /// Runs a command and returns its standard error; if it fails, so does the build.

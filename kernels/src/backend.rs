@@ -16,6 +16,19 @@ use crate::router::query_norm::QueryNorm;
 use crate::swiglu::Swiglu;
 use crate::workspace::Workspace;
 
+#[cfg(feature = "cuda")]
+impl crate::Cuda {
+    /// Opens the GPU with index `ordinal` of this machine.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`] if the driver, cuBLASLt or the GPU is missing or too old, or if the
+    /// variable `MOH_ATTENTION` names no [`crate::AttentionPath`].
+    pub fn new(ordinal: usize) -> crate::Result<Self> {
+        let first = crate::AttentionPath::from_environment()?;
+        Ok(Self::open(ordinal)?.with_attention(first))
+    }
+}
+
 /// Declares [`Backend`] as the sum of these operators.
 macro_rules! backend {
     ($($operator:ident),+ $(,)?) => {

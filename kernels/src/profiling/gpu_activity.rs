@@ -1,28 +1,11 @@
 //! The work of this process's GPUs over time: every kernel, copy and fill with its start and end, as
 //! NVIDIA's CUPTI records it (the CUPTI library of the CUDA toolkit, or pip's `nvidia-cuda-cupti`).
-//! The records are laid out as in `cupti_activity.h` of CUDA 13.0.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
-use std::mem::offset_of;
-use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+#[cfg(feature = "cuda")]
+mod recording;
 
-use libloading::Library;
-
-use crate::error::{Error, Result, with_cause};
-
-/// The library's name in the packages of CUDA 13 and 12.
-const LIBRARIES: [&str; 2] = ["libcupti.so.13", "libcupti.so.12"];
-/// `CUPTI_ACTIVITY_KIND_MEMCPY`, `..._MEMSET` and `..._CONCURRENT_KERNEL`.
-const COPY: u32 = 1;
-const FILL: u32 = 2;
-const KERNEL: u32 = 10;
-/// `CUPTI_ACTIVITY_FLAG_FLUSH_FORCED`.
-const FLUSH_FORCED: u32 = 1;
-/// `CUPTI_SUCCESS`.
-const SUCCESS: c_int = 0;
-/// 8-byte words of a buffer for records.
-const BUFFER_WORDS: usize = 1 << 18;
+#[cfg(feature = "cuda")]
+pub use recording::Recording;
 
 /// A kernel, copy or fill.
 #[derive(Debug, Clone, PartialEq)]
@@ -37,364 +20,29 @@ pub struct Activity {
     pub end: u64,
 }
 
-/// The first fields of `CUpti_ActivityKernel10`, unchanged since `CUpti_ActivityKernel4`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct KernelRecord {
-    kind: u32,
-    caches: [u32; 3],
-    start: u64,
-    end: u64,
-    completed: u64,
-    device: u32,
-    context: u32,
-    stream: u32,
-    grid: [i32; 3],
-    block: [i32; 3],
-    memory: [u32; 4],
-    correlation: u32,
-    grid_id: i64,
-    name: *const c_char,
-}
-const _: () = assert!(offset_of!(KernelRecord, stream) == 48);
-const _: () = assert!(offset_of!(KernelRecord, name) == 104);
+/// A recording of all GPU work of the process, of which there is none without the feature `cuda`.
+#[cfg(not(feature = "cuda"))]
+pub enum Recording {}
 
-/// The first fields of `CUpti_ActivityMemcpy6` and of `CUpti_ActivityMemset4`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct MemoryRecord {
-    kind: u32,
-    /// Of a copy: `CUpti_ActivityMemcpyKind`.
-    copy_kind: u8,
-    bytes: u64,
-    start: u64,
-    end: u64,
-    device: u32,
-    context: u32,
-    stream: u32,
-}
-const _: () = assert!(offset_of!(MemoryRecord, start) == 16);
-const _: () = assert!(offset_of!(MemoryRecord, stream) == 40);
-
-/// `CUpti_BuffersCallbackRequestFunc` and `CUpti_BuffersCallbackCompleteFunc`.
-type Requested = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
-type Completed = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
-/// `cuptiActivityGetNextRecord`.
-type NextRecord = unsafe extern "C" fn(*mut u8, usize, *mut *mut u8) -> c_int;
-
-/// The functions of CUPTI.
-#[derive(Clone, Copy)]
-struct Cupti {
-    register: unsafe extern "C" fn(Requested, Completed) -> c_int,
-    enable: unsafe extern "C" fn(u32) -> c_int,
-    disable: unsafe extern "C" fn(u32) -> c_int,
-    flush: unsafe extern "C" fn(u32) -> c_int,
-    next_record: NextRecord,
-}
-
-/// What the callbacks of CUPTI, which have no argument of ours, share with a [`Recording`].
-struct Shared {
-    next_record: Option<NextRecord>,
-    activities: Vec<Activity>,
-}
-
-static SHARED: Mutex<Shared> = Mutex::new(Shared { next_record: None, activities: Vec::new() });
-/// Held by the [`Recording`] of the process: CUPTI has one set of callbacks.
-static RECORDING: Mutex<()> = Mutex::new(());
-
-fn shared() -> MutexGuard<'static, Shared> {
-    SHARED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A recording of all GPU work of the process; a second one waits for the end of the first.
-pub struct Recording {
-    cupti: Cupti,
-    _only: MutexGuard<'static, ()>,
-}
-
+#[cfg(not(feature = "cuda"))]
 impl Recording {
-    /// Starts to record the work that is launched from now on. CUPTI stays loaded.
+    /// Refuses to start.
     ///
     /// # Errors
-    /// [`Error::Device`] if CUPTI is missing or refuses, for example under another profiler.
-    pub fn start() -> Result<Self> {
-        Self::start_with(Cupti::load()?)
+    /// [`crate::Error::Device`].
+    pub fn start() -> crate::Result<Self> {
+        Err(crate::Error::Device {
+            device: "CUPTI".into(),
+            operation: "loading CUPTI",
+            reason: "this program was built without CUDA: build it with --features cuda".into(),
+        })
     }
 
-    fn start_with(cupti: Cupti) -> Result<Self> {
-        let only = RECORDING.lock().unwrap_or_else(PoisonError::into_inner);
-        *shared() = Shared { next_record: Some(cupti.next_record), activities: Vec::new() };
-        // SAFETY: the callbacks have the types of cupti_activity.h.
-        #[allow(unsafe_code)]
-        check("registering callbacks", unsafe { (cupti.register)(requested, completed) })?;
-        let recording = Recording { cupti, _only: only };
-        for kind in [KERNEL, COPY, FILL] {
-            // SAFETY: a kind of cupti_activity.h.
-            #[allow(unsafe_code)]
-            check("recording", unsafe { (cupti.enable)(kind) })?;
-        }
-        Ok(recording)
-    }
-
-    /// Ends the recording; the caller has waited for the GPU's work. Returns the activities in the
-    /// order of their starts.
+    /// There is no recording to end.
     ///
     /// # Errors
-    /// [`Error::Device`] if CUPTI fails.
-    pub fn finish(self) -> Result<Vec<Activity>> {
-        // SAFETY: CUPTI calls `completed` with each buffer before it returns.
-        #[allow(unsafe_code)]
-        check("reading the records", unsafe { (self.cupti.flush)(FLUSH_FORCED) })?;
-        let mut activities = std::mem::take(&mut shared().activities);
-        activities.sort_by_key(|activity| activity.start);
-        Ok(activities)
-    }
-}
-
-impl Drop for Recording {
-    fn drop(&mut self) {
-        for kind in [KERNEL, COPY, FILL] {
-            // SAFETY: as when it was enabled. A kind that was not enabled is an error of no effect.
-            #[allow(unsafe_code)]
-            unsafe {
-                (self.cupti.disable)(kind);
-            }
-        }
-    }
-}
-
-impl Cupti {
-    fn load() -> Result<Self> {
-        let mut reason = String::new();
-        for name in LIBRARIES {
-            // SAFETY: NVIDIA's library has no initialisers that depend on this program.
-            #[allow(unsafe_code)]
-            match unsafe { Library::new(name) } {
-                Ok(library) => return Self::of(library).map_err(failed("loading CUPTI")),
-                Err(error) if reason.is_empty() => reason = with_cause(&error),
-                Err(_) => {}
-            }
-        }
-        let reason = format!("{reason}: add CUPTI's directory to LD_LIBRARY_PATH");
-        Err(failed("loading CUPTI")(reason))
-    }
-
-    fn of(library: Library) -> std::result::Result<Self, String> {
-        // SAFETY: cupti_activity.h defines these types.
-        #[allow(unsafe_code)]
-        let cupti = unsafe {
-            let symbol = |error: libloading::Error| with_cause(&error);
-            Cupti {
-                register: *library.get(b"cuptiActivityRegisterCallbacks").map_err(symbol)?,
-                enable: *library.get(b"cuptiActivityEnable").map_err(symbol)?,
-                disable: *library.get(b"cuptiActivityDisable").map_err(symbol)?,
-                flush: *library.get(b"cuptiActivityFlushAll").map_err(symbol)?,
-                next_record: *library.get(b"cuptiActivityGetNextRecord").map_err(symbol)?,
-            }
-        };
-        // Its threads run until the process ends.
-        std::mem::forget(library);
-        Ok(cupti)
-    }
-}
-
-fn failed(operation: &'static str) -> impl FnOnce(String) -> Error {
-    move |reason| Error::Device { device: "CUPTI".into(), operation, reason }
-}
-
-fn check(operation: &'static str, code: c_int) -> Result<()> {
-    match code {
-        SUCCESS => Ok(()),
-        code => Err(failed(operation)(format!("error {code} of cupti_result.h"))),
-    }
-}
-
-/// Gives CUPTI an empty buffer.
-///
-/// # Safety
-/// The pointers may be written to.
-#[allow(unsafe_code)]
-unsafe extern "C" fn requested(buffer: *mut *mut u8, bytes: *mut usize, most: *mut usize) {
-    let words = vec![0u64; BUFFER_WORDS].into_boxed_slice();
-    // SAFETY: the caller's promise; `completed` takes the buffer back.
-    unsafe {
-        *buffer = Box::into_raw(words).cast();
-        *bytes = BUFFER_WORDS * size_of::<u64>();
-        *most = 0;
-    }
-}
-
-/// Reads a buffer's records and frees it.
-///
-/// # Safety
-/// The buffer comes from [`requested`] and holds `filled` bytes of records.
-#[allow(unsafe_code)]
-unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize, filled: usize) {
-    let mut shared = shared();
-    if let Some(next_record) = shared.next_record {
-        let mut record = ptr::null_mut();
-        // SAFETY: as the caller's; each record begins with its kind, and is as long as its kind says.
-        unsafe {
-            while next_record(buffer, filled, &raw mut record) == SUCCESS {
-                shared.activities.extend(activity(record));
-            }
-        }
-    }
-    // SAFETY: a boxed slice of this length became this pointer.
-    drop(unsafe {
-        Box::from_raw(ptr::slice_from_raw_parts_mut(buffer.cast::<u64>(), BUFFER_WORDS))
-    });
-}
-
-/// The activity of a record; `None` for records of other kinds.
-///
-/// # Safety
-/// The record is complete, and a kernel's name is a string or null.
-#[allow(unsafe_code)]
-unsafe fn activity(record: *const u8) -> Option<Activity> {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match record.cast::<u32>().read_unaligned() {
-            KERNEL => {
-                let record = record.cast::<KernelRecord>().read_unaligned();
-                let name = (!record.name.is_null()).then(|| CStr::from_ptr(record.name));
-                Some(Activity {
-                    name: name.map_or("kernel".into(), |name| name.to_string_lossy().into_owned()),
-                    stream: record.stream,
-                    start: record.start,
-                    end: record.end,
-                })
-            }
-            kind @ (COPY | FILL) => {
-                let record = record.cast::<MemoryRecord>().read_unaligned();
-                let name = match (kind, record.copy_kind) {
-                    (FILL, _) => "memset",
-                    (_, 1) => "memcpy host to device",
-                    (_, 2) => "memcpy device to host",
-                    _ => "memcpy",
-                };
-                let MemoryRecord { stream, start, end, .. } = record;
-                Some(Activity { name: name.into(), stream, start, end })
-            }
-            _ => None,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    use super::*;
-
-    /// The kinds that are enabled, as bits, and the callbacks of a CUPTI that records three things.
-    static ENABLED: AtomicUsize = AtomicUsize::new(0);
-    static CALLBACKS: Mutex<Option<(Requested, Completed)>> = Mutex::new(None);
-    /// Bytes of a record of it, of whatever kind.
-    const STRIDE: usize = 160;
-
-    extern "C" fn register(requested: Requested, completed: Completed) -> c_int {
-        *CALLBACKS.lock().unwrap() = Some((requested, completed));
-        SUCCESS
-    }
-
-    extern "C" fn enable(kind: u32) -> c_int {
-        ENABLED.fetch_or(1 << kind, Ordering::Relaxed);
-        SUCCESS
-    }
-
-    extern "C" fn disable(kind: u32) -> c_int {
-        ENABLED.fetch_and(!(1 << kind), Ordering::Relaxed);
-        SUCCESS
-    }
-
-    #[allow(unsafe_code)]
-    unsafe extern "C" fn next_record(
-        buffer: *mut u8,
-        filled: usize,
-        record: *mut *mut u8,
-    ) -> c_int {
-        // SAFETY: `flush` has written records of this stride.
-        unsafe {
-            let at = if (*record).is_null() { buffer } else { (*record).add(STRIDE) };
-            if at >= buffer.add(filled) {
-                return 12;
-            }
-            *record = at;
-        }
-        SUCCESS
-    }
-
-    #[allow(unsafe_code)]
-    extern "C" fn flush(flag: u32) -> c_int {
-        assert_eq!(flag, FLUSH_FORCED);
-        let (requested, completed) = CALLBACKS.lock().unwrap().unwrap();
-        let (mut buffer, mut bytes, mut most) = (ptr::null_mut(), 0, 1);
-        let kernel = KernelRecord {
-            kind: KERNEL,
-            caches: [0; 3],
-            start: 500,
-            end: 900,
-            completed: 900,
-            device: 0,
-            context: 1,
-            stream: 7,
-            grid: [1; 3],
-            block: [1; 3],
-            memory: [0; 4],
-            correlation: 3,
-            grid_id: 4,
-            name: c"swiglu_forward".as_ptr(),
-        };
-        let copy = |kind, copy_kind, start| MemoryRecord {
-            kind,
-            copy_kind,
-            bytes: 64,
-            start,
-            end: start + 10,
-            device: 0,
-            context: 1,
-            stream: 8,
-        };
-        // SAFETY: the buffer is larger than four records.
-        unsafe {
-            requested(&raw mut buffer, &raw mut bytes, &raw mut most);
-            assert!(bytes > 4 * STRIDE && most == 0);
-            buffer.cast::<KernelRecord>().write_unaligned(kernel);
-            let at = |index: usize| buffer.add(index * STRIDE).cast::<MemoryRecord>();
-            at(1).write_unaligned(copy(COPY, 2, 100));
-            at(2).write_unaligned(copy(FILL, 0, 300));
-            at(3).write_unaligned(copy(99, 0, 300));
-            completed(ptr::null_mut(), 0, buffer, bytes, 4 * STRIDE);
-        }
-        SUCCESS
-    }
-
-    #[test]
-    fn records_become_activities_in_the_order_of_their_starts() {
-        let cupti = Cupti { register, enable, disable, flush, next_record };
-        let recording = Recording::start_with(cupti).unwrap();
-        assert_eq!(ENABLED.load(Ordering::Relaxed), 1 << KERNEL | 1 << COPY | 1 << FILL);
-        let activities = recording.finish().unwrap();
-        assert_eq!(ENABLED.load(Ordering::Relaxed), 0);
-        let found: Vec<_> = activities
-            .iter()
-            .map(|activity| (activity.name.as_str(), activity.stream, activity.start, activity.end))
-            .collect();
-        let expected = [
-            ("memcpy device to host", 8, 100, 110),
-            ("memset", 8, 300, 310),
-            ("swiglu_forward", 7, 500, 900),
-        ];
-        assert_eq!(found, expected);
-    }
-
-    #[test]
-    fn a_library_without_cuptis_functions_is_refused() {
-        // SAFETY: the C library is loaded already.
-        #[allow(unsafe_code)]
-        let library = unsafe { Library::new("libc.so.6") }.unwrap();
-        let reason = Cupti::of(library).err().unwrap();
-        assert!(reason.contains("cuptiActivityRegisterCallbacks"), "{reason}");
+    /// None.
+    pub fn finish(self) -> crate::Result<Vec<Activity>> {
+        match self {}
     }
 }

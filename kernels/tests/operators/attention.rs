@@ -4,7 +4,8 @@
 use crate::reference::attention::{Case, Inputs, agrees, cached, documents, run};
 use crate::reference::operators::{self, Packed};
 use crate::reference::{
-    F32_TOLERANCE, Random, assert_close, cases, first_shared, flat, routers_of_sets, shared, tensor,
+    F32_TOLERANCE, Random, assert_close, cases, first_shared, flat, qkv_shapes, routers_of_sets,
+    shared, tensor,
 };
 use candle_core::Tensor;
 use half::bf16;
@@ -262,12 +263,7 @@ fn document_bounds_that_hide_every_key_or_decrease_are_refused() {
 fn shapes() -> impl Strategy<Value = QkvShape> {
     let length = prop_oneof![Just(1usize), 2usize..12, 12usize..80];
     let half = prop_oneof![Just(1usize), 1usize..=128, Just(128usize)];
-    (1usize..3, length, 1usize..=3, 1usize..=4, half).prop_map(
-        |(batch, length, kv_heads, group, half)| {
-            let heads = kv_heads * group;
-            QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half }
-        },
-    )
+    qkv_shapes(1usize..3, length, 1usize..5, half)
 }
 
 fn any_case() -> impl Strategy<Value = Case> {

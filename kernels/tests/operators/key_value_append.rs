@@ -1,6 +1,6 @@
 //! Appending to the cache: keys and values are written to their rows, and no other row changes.
 
-use crate::reference::{Random, cases, columns, download, upload};
+use crate::reference::{Random, cases, columns, download, qkv_shapes, upload};
 use moh_kernels::key_value_cache::{KeyValueAppend, KeyValueCache};
 use moh_kernels::rope::QkvShape;
 use moh_kernels::{Backend, Cpu};
@@ -46,15 +46,10 @@ proptest::proptest! {
     #![proptest_config(cases(32))]
     #[test]
     fn rows_land_where_they_belong(
-        length in 1usize..20,
-        kv_heads in 1usize..4,
-        group in 1usize..4,
-        half in 1usize..20,
+        shape in qkv_shapes(1usize..2, 1usize..20, 1usize..4, 1usize..20),
         first_position in 0usize..9,
         seed: u64,
     ) {
-        let heads = kv_heads * group;
-        let shape = QkvShape { batch: 1, length, heads, kv_heads, head_dim: 2 * half };
         on_each_device!(device => appends(device, shape, first_position, seed));
     }
 }

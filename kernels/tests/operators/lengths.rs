@@ -1,10 +1,9 @@
 //! Every operator refuses buffers whose lengths do not fit its shape, with an error and without a
 //! panic; and accepts those that do.
 
-mod calls;
+mod operators;
 
 use crate::reference::{cases, first_shared, shared, table};
-use calls::{call, routing, zeros};
 use moh_kernels::Backend;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::attention::{
@@ -18,36 +17,8 @@ use moh_kernels::router::query_norm::{
     QueryNormRouter,
 };
 use moh_kernels::router::{RouterGradient, Routing, RoutingShape};
+use operators::{OPERATORS, call, fits, routing, zeros};
 use proptest::prelude::*;
-
-/// The valid lengths of a buffer, given the others.
-#[derive(Debug, Clone, Copy)]
-enum Fit {
-    /// Only this one.
-    Exactly(usize),
-    /// This one and larger ones.
-    AtLeast(usize),
-    /// At least the device's scratch for the cross-entropy of [`HEAD`].
-    HeadScratch,
-}
-
-impl Fit {
-    fn right<B: Backend>(self, device: &B) -> usize {
-        match self {
-            Fit::Exactly(len) | Fit::AtLeast(len) => len,
-            Fit::HeadScratch => device.cross_entropy_scratch(&HEAD),
-        }
-    }
-
-    fn admits<B: Backend>(self, device: &B, len: usize) -> bool {
-        match self {
-            Fit::Exactly(right) => len == right,
-            Fit::AtLeast(_) | Fit::HeadScratch => len >= self.right(device),
-        }
-    }
-}
-
-use Fit::{AtLeast, Exactly, HeadScratch};
 
 const SHAPE: QkvShape = QkvShape { batch: 1, length: 3, heads: 4, kv_heads: 2, head_dim: 2 };
 const TOKENS: usize = 3;
@@ -78,160 +49,35 @@ const ATTENTION: AttentionShape = AttentionShape {
     query_stride: ROW,
 };
 
-/// Every operator with the lengths of its buffers in the order of its arguments.
-const OPERATORS: &[(&str, &[Fit])] = &[
-    ("embedding_forward", &[Exactly(TOKENS), Exactly(7 * WIDTH), Exactly(TOKENS * WIDTH)]),
-    ("embedding_backward", &[Exactly(TOKENS), Exactly(TOKENS * WIDTH), Exactly(7 * WIDTH)]),
-    (
-        "rms_norm_forward",
-        &[Exactly(TOKENS * WIDTH), Exactly(WIDTH), Exactly(TOKENS * WIDTH), Exactly(TOKENS)],
-    ),
-    (
-        "rms_norm_backward",
-        &[
-            Exactly(TOKENS * WIDTH),
-            Exactly(WIDTH),
-            Exactly(TOKENS),
-            Exactly(TOKENS * WIDTH),
-            Exactly(TOKENS * WIDTH),
-            Exactly(WIDTH),
-        ],
-    ),
-    (
-        "qk_norm_forward",
-        &[Exactly(TOKENS * ROW), Exactly(2 * SHAPE.head_dim), Exactly(TOKENS * ROW)],
-    ),
-    (
-        "qk_norm_backward",
-        &[
-            Exactly(TOKENS * ROW),
-            Exactly(2 * SHAPE.head_dim),
-            Exactly(TOKENS * ROW),
-            Exactly(2 * SHAPE.head_dim),
-        ],
-    ),
-    (
-        "linear_forward",
-        &[Exactly(TOKENS * WIDTH), Exactly(2 * WIDTH), Exactly(TOKENS * 2), Exactly(TOKENS * 2)],
-    ),
-    ("linear_backward_input", &[Exactly(TOKENS * 2), Exactly(2 * WIDTH), Exactly(TOKENS * WIDTH)]),
-    ("linear_backward_weight", &[Exactly(TOKENS * WIDTH), Exactly(TOKENS * 2), Exactly(2 * WIDTH)]),
-    ("rope_forward", &[Exactly(4), Exactly(4), Exactly(TOKENS * ROW)]),
-    ("rope_backward", &[Exactly(4), Exactly(4), Exactly(TOKENS * ROW)]),
-    ("query_norm_forward", &[Exactly(TOKENS * ROW), AtLeast(TOKENS)]),
-    ("query_norm_rope_forward", &[Exactly(4), Exactly(4), Exactly(TOKENS * ROW), AtLeast(TOKENS)]),
-    (
-        "query_norm_backward",
-        &[Exactly(TOKENS * ROW), Exactly(TOKENS * ROW), Exactly(TOKENS), Exactly(TOKENS * 4)],
-    ),
-    (
-        "query_norm_rope_backward",
-        &[
-            Exactly(4),
-            Exactly(4),
-            Exactly(TOKENS * ROW),
-            Exactly(TOKENS * ROW),
-            Exactly(TOKENS),
-            Exactly(TOKENS * 4),
-        ],
-    ),
-    ("balance_loss", &[Exactly(1)]),
-    ("selected", &[Exactly(TOKENS * 3)]),
-    ("gates", &[Exactly(TOKENS * 3)]),
-    (
-        "attention_forward",
-        &[
-            AtLeast((TOKENS - 1) * ROW + QUERIES),
-            AtLeast((TOKENS - 1) * ROW + KEYS),
-            AtLeast((TOKENS - 1) * ROW + KEYS),
-            Exactly(TOKENS),
-            Exactly(TOKENS * 3),
-            Exactly(TOKENS * 4),
-            Exactly(TOKENS * QUERIES),
-            Exactly(TOKENS * 4),
-        ],
-    ),
-    ("attention_forward of all heads, weighted", &[Exactly(0), Exactly(TOKENS * 4)]),
-    (
-        "attention_forward by block table",
-        &[
-            AtLeast((TOKENS - 1) * ROW + QUERIES),
-            AtLeast(4 * KEYS),
-            AtLeast(4 * KEYS),
-            Exactly(2),
-            Exactly(TOKENS * QUERIES),
-            Exactly(TOKENS * 4),
-        ],
-    ),
-    (
-        "attention_backward",
-        &[
-            Exactly(TOKENS * ROW),
-            Exactly(TOKENS),
-            Exactly(TOKENS * 3),
-            Exactly(TOKENS * 4),
-            Exactly(TOKENS * QUERIES),
-            Exactly(TOKENS * 4),
-            Exactly(TOKENS * QUERIES),
-            Exactly(TOKENS * ROW),
-            Exactly(TOKENS * 4),
-        ],
-    ),
-    (
-        "key_value_append",
-        &[Exactly(TOKENS * ROW), AtLeast((TOKENS + 1) * KEYS), AtLeast((TOKENS + 1) * KEYS)],
-    ),
-    ("swiglu_forward", &[Exactly(TOKENS * 2 * WIDTH), Exactly(TOKENS * WIDTH)]),
-    ("swiglu_backward", &[Exactly(TOKENS * 2 * WIDTH), Exactly(TOKENS * WIDTH)]),
-    (
-        "cross_entropy",
-        &[
-            Exactly(TOKENS * WIDTH),
-            Exactly(7 * WIDTH),
-            Exactly(TOKENS),
-            HeadScratch,
-            Exactly(1),
-            Exactly(TOKENS * WIDTH),
-            Exactly(7 * WIDTH),
-        ],
-    ),
-    ("add", &[Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH)]),
-    ("squared_norms", &[AtLeast(0), AtLeast(0), Exactly(1)]),
-    ("adamw", &[Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH)]),
-];
-
-fn right<B: Backend>(device: &B, fits: &[Fit]) -> Vec<usize> {
-    fits.iter().map(|fit| fit.right(device)).collect()
+/// The lengths that fit.
+fn right<B: Backend>(device: &B, operator: &str) -> Vec<usize> {
+    fits(device, operator).iter().map(|fit| fit.right).collect()
 }
 
 #[test]
 fn the_lengths_of_the_table_are_right() {
-    for (operator, fits) in OPERATORS {
+    for operator in OPERATORS {
         on_each_device!(device => {
-            assert_eq!(call(device, operator, &right(device, fits)), Ok(()), "{operator}");
+            assert_eq!(call(device, operator, &right(device, operator)), Ok(()), "{operator}");
         });
     }
 }
 
 #[test]
 fn each_buffer_that_is_empty_short_or_long_is_refused() {
-    for (operator, fits) in OPERATORS {
-        on_each_device!(device => refuses_wrong_lengths(device, operator, fits));
+    for operator in OPERATORS {
+        on_each_device!(device => refuses_wrong_lengths(device, operator));
     }
 }
 
-fn refuses_wrong_lengths<B: Backend>(device: &B, operator: &str, fits: &[Fit]) {
-    let right = right(device, fits);
-    for (at, fit) in fits.iter().enumerate() {
+fn refuses_wrong_lengths<B: Backend>(device: &B, operator: &str) {
+    let right = right(device, operator);
+    for (at, fit) in fits(device, operator).into_iter().enumerate() {
         for wrong in [0, right[at].saturating_sub(1), right[at] + 1, 2 * right[at]] {
             let mut lengths = right.clone();
             lengths[at] = wrong;
             let done = call(device, operator, &lengths);
-            assert_eq!(
-                done.is_ok(),
-                fit.admits(device, wrong),
-                "{operator}: {lengths:?}, {done:?}"
-            );
+            assert_eq!(done.is_ok(), fit.admits(wrong), "{operator}: {lengths:?}, {done:?}");
         }
     }
 }
@@ -409,11 +255,12 @@ proptest! {
         choice: prop::sample::Index,
         changes in prop::collection::vec((any::<prop::sample::Index>(), 0usize..90), 1..4),
     ) {
-        let &(operator, fits) = choice.get(OPERATORS);
+        let operator = choice.get(OPERATORS);
         on_each_device!(device => {
-            let mut lengths = right(device, fits);
+            let mut lengths = right(device, operator);
             for (at, len) in &changes {
-                lengths[at.index(fits.len())] = *len;
+                let at = at.index(lengths.len());
+                lengths[at] = *len;
             }
             // Several changed lengths may fit each other; the test is that the call returns.
             let _ = call(device, operator, &lengths);

@@ -16,6 +16,7 @@ mod embedding;
 mod key_value_append;
 mod lengths;
 mod linear;
+mod parameters;
 mod ptxas;
 mod qk_norm;
 mod rms_norm;

@@ -2,8 +2,8 @@
 
 use crate::reference::operators::Packed;
 use crate::reference::{
-    Random, added, assert_close, backward, cases, download, flat, garbage, gradient, tensor,
-    tolerance, upload, var,
+    Random, added, assert_close, backward, cases, download, flat, garbage, gradient, qkv_shapes,
+    tensor, tolerance, upload, var,
 };
 use half::bf16;
 use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
@@ -109,15 +109,9 @@ proptest::proptest! {
     #![proptest_config(cases(32))]
     #[test]
     fn any_even_head_dim_agrees(
-        batch in 1usize..3,
-        length in 1usize..40,
-        kv_heads in 1usize..4,
-        group in 1usize..4,
-        half in 1usize..=128,
+        shape in qkv_shapes(1usize..3, 1usize..40, 1usize..4, 1usize..129),
         seed: u64,
     ) {
-        let heads = kv_heads * group;
-        let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
         on_each_device!(device => agrees::<_, f32, f32>(device, shape, seed));
         on_each_device!(device => agrees::<_, bf16, bf16>(device, shape, seed));
     }

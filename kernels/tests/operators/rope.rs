@@ -3,8 +3,8 @@
 
 use crate::reference::operators::Packed;
 use crate::reference::{
-    Random, assert_close, backward, cases, download, flat, gradient, rope_tables, tensor,
-    tolerance, upload, var,
+    Random, assert_close, backward, cases, download, flat, gradient, qkv_shapes, rope_tables,
+    tensor, tolerance, upload, var,
 };
 use half::bf16;
 use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
@@ -48,16 +48,10 @@ proptest::proptest! {
     #![proptest_config(cases(32))]
     #[test]
     fn any_even_head_dim_agrees(
-        batch in 1usize..3,
-        length in 1usize..40,
-        kv_heads in 1usize..4,
-        group in 1usize..4,
-        half in 1usize..=128,
+        shape in qkv_shapes(1usize..3, 1usize..40, 1usize..4, 1usize..129),
         first_position in 0usize..9,
         seed: u64,
     ) {
-        let heads = kv_heads * group;
-        let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
         on_each_device!(device => agrees::<_, f32>(device, shape, first_position, seed));
         on_each_device!(device => agrees::<_, bf16>(device, shape, first_position, seed));
     }

@@ -1,6 +1,6 @@
 //! Results have the same bits for any number of rayon's threads.
 
-use crate::reference::{Random, cases, first_shared, rope_tables, shared, table, wide};
+use crate::reference::{Random, cases, first_shared, qkv_shapes, rope_tables, shared, table, wide};
 use half::bf16;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_kernels::attention::{
@@ -290,16 +290,10 @@ proptest! {
 
     #[test]
     fn attention_has_the_same_bits_with_one_and_two_threads(
-        batch in 1usize..3,
-        length in 1usize..80,
-        kv_heads in 1usize..4,
-        group in 2usize..4,
-        half in 1usize..40,
+        shape in qkv_shapes(1usize..3, 1usize..80, 2usize..4, 1usize..40),
         seed: u64,
     ) {
-        let heads = kv_heads * group;
-        let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
-        let router = first_shared(heads - 2, 1);
+        let router = first_shared(shape.heads - 2, 1);
         same_bits(|| attention::<f32>(shape, router, seed));
     }
 }

@@ -1,8 +1,7 @@
 //! The interface of a device under the operators. Addresses are the device's own. Kernels and
 //! matmuls run in the order of their calls, asynchronously.
 
-use bytemuck::{Pod, Zeroable};
-
+use super::parameters::TensorMap;
 use crate::error::Result;
 use crate::memory::MemoryInfo;
 use crate::scalar::DType;
@@ -86,11 +85,6 @@ pub(crate) struct BoxedTensor {
     /// Sides of a box.
     pub sides: [u32; 3],
 }
-
-/// A [`BoxedTensor`] as a kernel's parameter: the bytes of a `CUtensorMap`.
-#[repr(C, align(128))]
-#[derive(Clone, Copy, Pod, Zeroable)]
-pub(crate) struct TensorMap(pub(super) [u64; 16]);
 
 /// A row-major matrix in device memory, as an operand of a matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 
-use super::device::{BoxedTensor, Device, Matmul, TensorMap};
+use super::device::{BoxedTensor, Device, Matmul};
 use super::matmul::Matmuls;
+use super::parameters::TensorMap;
 use crate::error::{Error, Result};
 use crate::memory::MemoryInfo;
 
@@ -221,7 +222,7 @@ impl Device for Driver {
             )
         };
         encoded.result().map_err(|error| failed(&self.name, "describing a tensor", error))?;
-        Ok(TensorMap(map.opaque))
+        Ok(TensorMap { words: map.opaque })
     }
 
     fn memory_info(&self) -> Option<MemoryInfo> {

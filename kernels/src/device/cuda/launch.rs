@@ -10,18 +10,6 @@ use crate::scalar::Element;
 /// Threads per block, unless a kernel specifies another number (`operators.cuh`).
 pub(crate) const THREADS: usize = 256;
 
-/// Asserts the size of a kernel's parameter struct and the offset of each field; the kernel's
-/// struct has the same assertions.
-macro_rules! mirrored {
-    ($structure:ident, $size:literal, $($field:ident $offset:literal),+ $(,)?) => {
-        const _: () = {
-            assert!(size_of::<$structure>() == $size);
-            $(assert!(std::mem::offset_of!($structure, $field) == $offset);)+
-        };
-    };
-}
-pub(crate) use mirrored;
-
 /// Blocks for `count` threads, at most [`MAX_BLOCKS`].
 pub(crate) fn blocks(count: usize) -> usize {
     count.div_ceil(THREADS).clamp(1, MAX_BLOCKS)

@@ -15,16 +15,20 @@ mod launch;
 mod matmul;
 mod memory;
 
+/// The structs of the kernels' parameters, as the CUDA sources declare them (build/parameters.rs).
+pub(crate) mod parameters {
+    include!(concat!(env!("OUT_DIR"), "/parameters.rs"));
+}
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub(crate) use buffer::address_or_null;
 pub use buffer::{CudaBuffer, CudaView, CudaViewMut};
-pub(crate) use device::{BoxedTensor, Device, Matmul, Operand, TensorMap};
+pub(crate) use device::{BoxedTensor, Device, Matmul, Operand};
 #[cfg(feature = "cuda-emulator")]
 pub use emulator::EmulatedCalls;
-pub(crate) use launch::{THREADS, blocks, mirrored, name};
+pub(crate) use launch::{THREADS, blocks, name};
 
-use crate::attention::cuda::AttentionPath;
 use crate::error::Result;
 use crate::gpu_sizes;
 use buffer::Allocation;
@@ -37,17 +41,17 @@ pub struct Cuda {
     scratch: Arc<Mutex<Option<Allocation>>>,
     /// One u32, 0 between kernels.
     counter: Arc<Mutex<Option<Allocation>>>,
-    /// The first path that attention tries.
-    first_attention: AttentionPath,
+    /// Of an operator with several paths, which numbers them: the first that it tries.
+    pub(crate) first_path: usize,
     /// The path that it used last.
-    last_attention: Arc<Mutex<Option<AttentionPath>>>,
+    pub(crate) last_path: Arc<Mutex<Option<usize>>>,
     /// Maximum shared memory of a block.
     most_shared_bytes: usize,
     deterministic: bool,
 }
 
 /// Ignores poisoning: guarded values are consistent whenever a thread can panic.
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -68,15 +72,10 @@ impl Cuda {
         self.device.stream()
     }
 
-    /// Opens the GPU with index `ordinal` of this machine.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`] if the driver, cuBLASLt or the GPU is missing or too old, or if the
-    /// variable `MOH_ATTENTION` names no [`AttentionPath`].
+    /// Opens a GPU, whose operators choose their paths without the environment.
     #[cfg(feature = "cuda")]
-    pub fn new(ordinal: usize) -> Result<Self> {
-        let first = AttentionPath::from_environment()?;
-        Ok(Self::of(Arc::new(driver::Driver::new(ordinal)?)).with_attention(first))
+    pub(crate) fn open(ordinal: usize) -> Result<Self> {
+        Ok(Self::of(Arc::new(driver::Driver::new(ordinal)?)))
     }
 
     /// The number of GPUs visible to this process.
@@ -107,23 +106,17 @@ impl Cuda {
             device,
             scratch: Arc::default(),
             counter: Arc::default(),
-            first_attention: AttentionPath::Hopper,
-            last_attention: Arc::default(),
+            first_path: 0,
+            last_path: Arc::default(),
             deterministic: true,
         }
-    }
-
-    /// Sets the first attention path to try. If it does not support a shape or this GPU, the next
-    /// one is used.
-    pub fn with_attention(self, first: AttentionPath) -> Self {
-        Cuda { first_attention: first, last_attention: Arc::default(), ..self }
     }
 
     /// Limits the shared memory of a block to `bytes`, as on a smaller GPU (99 KiB on compute
     /// capability 8.6, 8.9 and 12.0, 163 KiB on 8.0, 227 KiB on 9.0).
     pub fn with_shared_bytes(self, bytes: usize) -> Self {
         let most_shared_bytes = bytes.min(self.most_shared_bytes);
-        Cuda { most_shared_bytes, last_attention: Arc::default(), ..self }
+        Cuda { most_shared_bytes, last_path: Arc::default(), ..self }
     }
 
     /// Enables (default) or disables bitwise reproducibility. Without it attention accumulates the
@@ -141,24 +134,6 @@ impl Cuda {
     /// Maximum shared memory of a block, in bytes.
     pub(crate) fn most_shared_bytes(&self) -> usize {
         self.most_shared_bytes
-    }
-
-    /// Whether this GPU supports the kernels of a path.
-    pub fn has_attention(&self, path: AttentionPath) -> bool {
-        path != AttentionPath::Hopper || self.device.runs_hopper()
-    }
-
-    /// The path of the last attention, forward or backward; `None` before the first.
-    pub fn attention_path(&self) -> Option<AttentionPath> {
-        *locked(&self.last_attention)
-    }
-
-    pub(crate) fn first_attention(&self) -> AttentionPath {
-        self.first_attention
-    }
-
-    pub(crate) fn remember_attention(&self, path: AttentionPath) {
-        *locked(&self.last_attention) = Some(path);
     }
 
     pub(crate) fn device(&self) -> &dyn Device {

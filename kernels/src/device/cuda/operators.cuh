@@ -1,7 +1,7 @@
 // Shared by the operators' kernels: element types, vector access, sums over a block.
 //
-// A kernel takes structs by value, usually one. EXPORT names it for each element type; the host
-// mirrors the struct (`Parameters` beside the operator's `launch`).
+// A kernel takes structs by value, usually one, that PARAMETERS marks. EXPORT names it for each
+// element type.
 #pragma once
 
 #include <cstddef>

@@ -13,6 +13,9 @@
 #include "emulator/emulator.h"
 #endif
 
+// Marks a struct that the host passes to kernels: build/parameters.rs declares it in Rust, too.
+#define PARAMETERS
+
 using bf16 = __nv_bfloat16;
 using bf16x2 = __nv_bfloat162;
 

@@ -4,38 +4,29 @@
 namespace adamw {
 
 // A segment's elements whose squares are summed, and the blocks that sum them.
-struct Segment {
+struct PARAMETERS Segment {
     const void* x;
     uint64_t count;
     uint32_t first_block;
     uint32_t blocks;
 };
-static_assert(sizeof(Segment) == 24 && offsetof(Segment, x) == 0 && offsetof(Segment, count) == 8 &&
-              offsetof(Segment, first_block) == 16 && offsetof(Segment, blocks) == 20,
-              "as in adamw/cuda.rs");
 
 // A table of segments in the kernel's parameters: it needs no memory and no copy.
-struct SquaredNorms {
+struct PARAMETERS SquaredNorms {
     // One sum per block.
     double* partial;
     uint64_t count;
     Segment segments[128];
 };
-static_assert(sizeof(SquaredNorms) == 3088 && offsetof(SquaredNorms, partial) == 0 &&
-              offsetof(SquaredNorms, count) == 8 && offsetof(SquaredNorms, segments) == 16,
-              "as in adamw/cuda.rs");
 
-struct Sum {
+struct PARAMETERS Sum {
     const double* x;
     double* out;
     uint64_t count;
     double scale;
 };
-static_assert(sizeof(Sum) == 32 && offsetof(Sum, x) == 0 && offsetof(Sum, out) == 8 &&
-              offsetof(Sum, count) == 16 && offsetof(Sum, scale) == 24,
-              "as in adamw/cuda.rs");
 
-struct Update {
+struct PARAMETERS Update {
     const void* gradients;
     void* weights;
     // The remainders of the weights' rounding; null for weights without them.
@@ -55,16 +46,6 @@ struct Update {
     float eps;
     uint32_t padding;
 };
-static_assert(sizeof(Update) == 88 && offsetof(Update, gradients) == 0 &&
-              offsetof(Update, weights) == 8 && offsetof(Update, remainder) == 16 &&
-              offsetof(Update, first_moment) == 24 && offsetof(Update, second_moment) == 32 &&
-              offsetof(Update, count) == 40 && offsetof(Update, clip) == 48 &&
-              offsetof(Update, keep) == 52 && offsetof(Update, rate) == 56 &&
-              offsetof(Update, root_correction) == 60 && offsetof(Update, beta1) == 64 &&
-              offsetof(Update, beta2) == 68 && offsetof(Update, share1) == 72 &&
-              offsetof(Update, share2) == 76 && offsetof(Update, eps) == 80 &&
-              offsetof(Update, padding) == 84,
-              "as in adamw/cuda.rs");
 
 // The segment of a block: the last one that starts at or before it.
 __device__ __forceinline__ const Segment& segment_of(const SquaredNorms& p, uint32_t block) {

@@ -3,10 +3,11 @@
 //! The norm takes one launch per [`SEGMENTS`] segments, with their table in the kernel's
 //! parameters, and one final sum.
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 
 use super::{AdamWUpdate, Constants, Optimizer, check};
-use crate::cuda::{Cuda, CudaView, CudaViewMut, THREADS, blocks, mirrored, name};
+use crate::cuda::parameters::adamw::{Segment, SquaredNorms, Sum, Update};
+use crate::cuda::{Cuda, CudaView, CudaViewMut, THREADS, blocks, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 
@@ -14,65 +15,6 @@ use crate::scalar::Element;
 const SEGMENTS: usize = 128;
 /// Minimum elements per block: 8 per thread.
 const MIN_BLOCK_ELEMENTS: usize = 8 * THREADS;
-
-/// `Segment` of adamw.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Segment {
-    x: u64,
-    count: u64,
-    first_block: u32,
-    blocks: u32,
-}
-
-mirrored!(Segment, 24, x 0, count 8, first_block 16, blocks 20);
-
-/// `SquaredNorms` of adamw.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct SquaredNorms {
-    partial: u64,
-    count: u64,
-    segments: [Segment; SEGMENTS],
-}
-
-mirrored!(SquaredNorms, 3088, partial 0, count 8, segments 16);
-
-/// `Sum` of adamw.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Sum {
-    x: u64,
-    out: u64,
-    count: u64,
-    scale: f64,
-}
-
-mirrored!(Sum, 32, x 0, out 8, count 16, scale 24);
-
-/// `Update` of adamw.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Update {
-    gradients: u64,
-    weights: u64,
-    remainder: u64,
-    first_moment: u64,
-    second_moment: u64,
-    count: u64,
-    constants: Constants,
-    padding: u32,
-}
-
-mirrored!(
-    Update, 88,
-    gradients 0, weights 8, remainder 16, first_moment 24, second_moment 32, count 40,
-    constants 48, padding 84,
-);
-mirrored!(
-    Constants, 36,
-    clip 0, keep 4, rate 8, root_correction 12, beta1 16, beta2 20, share1 24, share2 28, eps 32,
-);
 
 /// The table of up to [`SEGMENTS`] segments, with one block per `of_block` elements of each, and
 /// the total number of blocks.
@@ -139,6 +81,9 @@ impl Optimizer for Cuda {
             remainder.as_ref().map(|remainder| remainder.len),
             [first_moment.len, second_moment.len],
         )?;
+        let constants = Constants::new(step);
+        let Constants { clip, keep, rate, root_correction, .. } = constants;
+        let Constants { beta1, beta2, share1, share2, eps, .. } = constants;
         let parameters = Update {
             gradients: gradients.address,
             weights: weights.address,
@@ -146,7 +91,15 @@ impl Optimizer for Cuda {
             first_moment: first_moment.address,
             second_moment: second_moment.address,
             count: gradients.len as u64,
-            constants: Constants::new(step),
+            clip,
+            keep,
+            rate,
+            root_correction,
+            beta1,
+            beta2,
+            share1,
+            share2,
+            eps,
             padding: 0,
         };
         let kernel = name::<S>(&name::<G>(&name::<T>("adamw")));

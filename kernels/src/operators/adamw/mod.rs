@@ -14,8 +14,6 @@ mod cpu;
 pub(crate) mod cuda;
 pub mod remainder;
 
-use bytemuck::{Pod, Zeroable};
-
 use crate::error::{Result, check_len, ensure};
 use crate::memory::{Memory, View, ViewMut};
 use crate::scalar::{DType, Element};
@@ -74,9 +72,8 @@ pub trait Optimizer: Memory {
     ) -> Result<()>;
 }
 
-/// The constants in the form of the inner loop (adamw.cu has the same fields).
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+/// The constants in the form of the inner loop (`Update` of adamw.cu has the same fields).
+#[derive(Debug, Clone, Copy)]
 struct Constants {
     /// The factor by which clipping scales every gradient.
     clip: f32,

@@ -3,16 +3,12 @@
 
 namespace addition {
 
-struct Parameters {
+struct PARAMETERS Parameters {
     const void* x;
     const void* y;
     void* out;
     uint64_t count;
 };
-static_assert(sizeof(Parameters) == 32 && offsetof(Parameters, x) == 0 &&
-              offsetof(Parameters, y) == 8 && offsetof(Parameters, out) == 16 &&
-              offsetof(Parameters, count) == 24,
-              "as in add/cuda.rs");
 
 template <class T>
 __device__ void add(const Parameters& p) {

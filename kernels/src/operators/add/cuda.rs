@@ -1,23 +1,10 @@
 //! The addition on a GPU.
 
-use bytemuck::{Pod, Zeroable};
-
 use super::{Add, check};
-use crate::cuda::{Cuda, CudaView, CudaViewMut, blocks, mirrored, name};
+use crate::cuda::parameters::addition::Parameters;
+use crate::cuda::{Cuda, CudaView, CudaViewMut, blocks, name};
 use crate::error::Result;
 use crate::scalar::Element;
-
-/// `Parameters` of add.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Parameters {
-    x: u64,
-    y: u64,
-    out: u64,
-    count: u64,
-}
-
-mirrored!(Parameters, 32, x 0, y 8, out 16, count 24);
 
 impl Add for Cuda {
     fn add<T: Element>(

@@ -85,15 +85,12 @@ impl AttentionShape {
     fn check_contiguous(
         &self,
         operator: &'static str,
-        keys: usize,
-        values: usize,
+        lens: KeyValueLens,
         row_stride: usize,
     ) -> Result<()> {
         let (rows, width) = (self.batch * self.key_length, self.kv_heads * self.head_dim);
         let needed = if rows == 0 { 0 } else { (rows - 1) * row_stride + width };
-        ensure(operator, keys >= needed && values >= needed, || {
-            format!("{keys} keys and {values} values, expected {needed}")
-        })
+        lens.check(operator, needed)
     }
 
     /// Checks keys and values by block table. `blocks` is the number of blocks that the table's
@@ -102,18 +99,16 @@ impl AttentionShape {
     fn check_paged(
         &self,
         operator: &'static str,
-        (keys, values): (usize, usize),
-        (table, block_length): (usize, usize),
+        lens: KeyValueLens,
+        table: usize,
+        block_length: usize,
         blocks: Option<usize>,
     ) -> Result<()> {
         ensure(operator, block_length > 0, || "blocks of no token".into())?;
         let of_sequence = self.key_length.div_ceil(block_length);
         check_len(operator, "block_table", table, self.batch * of_sequence)?;
         let rows = blocks.unwrap_or(of_sequence) * block_length;
-        let needed = rows * self.kv_heads * self.head_dim;
-        ensure(operator, keys >= needed && values >= needed, || {
-            format!("{keys} keys and {values} values, expected {needed}")
-        })
+        lens.check(operator, rows * self.kv_heads * self.head_dim)
     }
 
     fn check_backward(&self, lens: &BackwardLens) -> Result<()> {
@@ -132,6 +127,21 @@ impl AttentionShape {
         })?;
         lens.delta
             .map_or(Ok(()), |delta| check_len(OPERATOR, "delta", delta, self.tokens() * heads))
+    }
+}
+
+/// Lengths of the buffers of keys and values.
+struct KeyValueLens {
+    keys: usize,
+    values: usize,
+}
+
+impl KeyValueLens {
+    fn check(&self, operator: &'static str, needed: usize) -> Result<()> {
+        let KeyValueLens { keys, values } = *self;
+        ensure(operator, keys >= needed && values >= needed, || {
+            format!("{keys} keys and {values} values, expected {needed}")
+        })
     }
 }
 

@@ -3,14 +3,11 @@
 
 namespace convert {
 
-struct Parameters {
+struct PARAMETERS Parameters {
     const void* x;
     void* y;
     uint64_t count;
 };
-static_assert(sizeof(Parameters) == 24 && offsetof(Parameters, x) == 0 &&
-              offsetof(Parameters, y) == 8 && offsetof(Parameters, count) == 16,
-              "as in convert/cuda.rs");
 
 // Copies the elements from `start` on, N at a time.
 template <class X, class Y, int N>

@@ -1,22 +1,10 @@
 //! The conversion on a GPU.
 
-use bytemuck::{Pod, Zeroable};
-
 use super::Convert;
-use crate::cuda::{Cuda, CudaView, CudaViewMut, blocks, mirrored, name};
+use crate::cuda::parameters::convert::Parameters;
+use crate::cuda::{Cuda, CudaView, CudaViewMut, blocks, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
-
-/// `Parameters` of convert.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Parameters {
-    x: u64,
-    y: u64,
-    count: u64,
-}
-
-mirrored!(Parameters, 24, x 0, y 8, count 16);
 
 impl Convert for Cuda {
     fn convert<X: Element, Y: Element>(

@@ -6,7 +6,7 @@ namespace cross_entropy {
 
 constexpr uint32_t IGNORED = 0xffffffffu;
 
-struct Losses {
+struct PARAMETERS Losses {
     void* logits;
     const uint32_t* targets;
     // One per token.
@@ -16,14 +16,9 @@ struct Losses {
     float scale;
     uint32_t with_gradients;
 };
-static_assert(sizeof(Losses) == 40 && offsetof(Losses, logits) == 0 &&
-              offsetof(Losses, targets) == 8 && offsetof(Losses, losses) == 16 &&
-              offsetof(Losses, vocab_size) == 24 && offsetof(Losses, scale) == 32 &&
-              offsetof(Losses, with_gradients) == 36,
-              "as in cross_entropy/cuda.rs");
 
 // For a head whose rows are sharded across ranks.
-struct VocabParallel {
+struct PARAMETERS VocabParallel {
     Losses losses;
     // [tokens, ranks + 1]: logarithms of the ranks' sums of exponentials, and the target's logit.
     double* sums;
@@ -32,11 +27,6 @@ struct VocabParallel {
     uint32_t rank;
     uint32_t ranks;
 };
-static_assert(sizeof(VocabParallel) == 72 && offsetof(VocabParallel, losses) == 0 &&
-              offsetof(VocabParallel, sums) == 40 && offsetof(VocabParallel, first_row) == 48 &&
-              offsetof(VocabParallel, vocab_size) == 56 && offsetof(VocabParallel, rank) == 64 &&
-              offsetof(VocabParallel, ranks) == 68,
-              "as in cross_entropy/cuda.rs");
 
 // The maximum of some logits, and the sum of their exponentials relative to it; -inf and 0 for
 // none.

@@ -1,13 +1,12 @@
 //! The fused cross-entropy on a GPU. Logits have the type of x, and are computed in chunks of the
 //! scratch buffer.
 
-use bytemuck::{Pod, Zeroable};
-
 use super::{
     CrossEntropy, CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape, Lens, check, check_ranks,
 };
 use crate::adamw;
-use crate::cuda::{Cuda, Matmul, Operand, mirrored, name};
+use crate::cuda::parameters::cross_entropy::{Losses, VocabParallel};
+use crate::cuda::{Cuda, Matmul, Operand, name};
 use crate::error::Result;
 use crate::linear::Accumulation;
 use crate::memory::Memory;
@@ -15,34 +14,6 @@ use crate::scalar::Element;
 use crate::workspace::gpu::{
     cross_entropy_bytes, cross_entropy_scratch, cross_entropy_sums, logit_rows,
 };
-
-/// `Losses` of cross_entropy.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Losses {
-    logits: u64,
-    targets: u64,
-    losses: u64,
-    vocab_size: u64,
-    scale: f32,
-    with_gradients: u32,
-}
-
-mirrored!(Losses, 40, logits 0, targets 8, losses 16, vocab_size 24, scale 32, with_gradients 36);
-
-/// `VocabParallel` of cross_entropy.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct VocabParallel {
-    losses: Losses,
-    sums: u64,
-    first_row: u64,
-    vocab_size: u64,
-    rank: u32,
-    ranks: u32,
-}
-
-mirrored!(VocabParallel, 72, losses 0, sums 40, first_row 48, vocab_size 56, rank 64, ranks 68);
 
 impl CrossEntropy for Cuda {
     fn cross_entropy<T: Element, G: Element>(

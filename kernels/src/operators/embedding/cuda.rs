@@ -1,27 +1,13 @@
 //! The embedding on a GPU.
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 
 use super::{Embedding, EmbeddingBackward, EmbeddingForward, Lens, check};
-use crate::cuda::{Cuda, CudaView, mirrored, name};
+use crate::cuda::parameters::embedding::Parameters;
+use crate::cuda::{Cuda, CudaView, name};
 use crate::error::Result;
 use crate::ranks::VocabularyRows;
 use crate::scalar::Element;
-
-/// `Parameters` of embedding.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Parameters {
-    ids: u64,
-    table: u64,
-    rows: u64,
-    tokens: u64,
-    width: u64,
-    first_row: u64,
-    count: u64,
-}
-
-mirrored!(Parameters, 56, ids 0, table 8, rows 16, tokens 24, width 32, first_row 40, count 48);
 
 impl Parameters {
     /// The arguments of both passes; `table` and `rows` are null.

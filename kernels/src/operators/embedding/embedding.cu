@@ -3,7 +3,7 @@
 
 namespace embedding {
 
-struct Parameters {
+struct PARAMETERS Parameters {
     const uint32_t* ids;
     // Forward: the table and the rows read from it. Backward: its gradient and theirs.
     void* table;
@@ -14,11 +14,6 @@ struct Parameters {
     uint64_t first_row;
     uint64_t count;
 };
-static_assert(sizeof(Parameters) == 56 && offsetof(Parameters, ids) == 0 &&
-              offsetof(Parameters, table) == 8 && offsetof(Parameters, rows) == 16 &&
-              offsetof(Parameters, tokens) == 24 && offsetof(Parameters, width) == 32 &&
-              offsetof(Parameters, first_row) == 40 && offsetof(Parameters, count) == 48,
-              "as in embedding/cuda.rs");
 
 // The row of an id in the table; an id before its rows wraps around to an index beyond them. An id
 // outside the table reads zeros: it belongs to another rank, and a kernel must never read outside

@@ -1,25 +1,10 @@
 //! Appending to the cache on a GPU.
 
-use bytemuck::{Pod, Zeroable};
-
 use super::{KeyValueAppend, KeyValueCache, check};
-use crate::cuda::{Cuda, mirrored, name};
+use crate::cuda::parameters::key_value_cache::Append;
+use crate::cuda::{Cuda, name};
 use crate::error::Result;
 use crate::scalar::Element;
-
-/// `Append` of key_value_cache.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Append {
-    qkv: u64,
-    keys: u64,
-    values: u64,
-    row: u64,
-    first: u64,
-    width: u64,
-}
-
-mirrored!(Append, 48, qkv 0, keys 8, values 16, row 24, first 32, width 40);
 
 impl KeyValueCache for Cuda {
     fn key_value_append<T: Element>(&self, args: KeyValueAppend<'_, Self, T>) -> Result<()> {

@@ -3,7 +3,7 @@
 
 namespace key_value_cache {
 
-struct Append {
+struct PARAMETERS Append {
     const void* qkv;
     void* keys;
     void* values;
@@ -12,10 +12,6 @@ struct Append {
     uint64_t first;
     uint64_t width;
 };
-static_assert(sizeof(Append) == 48 && offsetof(Append, qkv) == 0 && offsetof(Append, keys) == 8 &&
-              offsetof(Append, values) == 16 && offsetof(Append, row) == 24 &&
-              offsetof(Append, first) == 32 && offsetof(Append, width) == 40,
-              "as in key_value_cache/cuda.rs");
 
 template <class T>
 __device__ void append(const Append& p) {

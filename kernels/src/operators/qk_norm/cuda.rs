@@ -1,10 +1,9 @@
 //! Query and key norms on a GPU.
 
-use bytemuck::{Pod, Zeroable};
-
 use super::{Lens, QkNorm, QkNormBackward, QkNormForward, check};
 use crate::attention::AttentionShape;
-use crate::cuda::{Cuda, THREADS, mirrored, name};
+use crate::cuda::parameters::qk_norm::{Backward, Forward};
+use crate::cuda::{Cuda, THREADS, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 use crate::workspace::gpu::{QK_NORM_GROUPS, qk_norm_bytes};
@@ -15,50 +14,6 @@ const WARP: usize = 32;
 const HEADS: usize = 64;
 /// Bytes that a thread reads at once.
 const WIDE_BYTES: u64 = 16;
-
-/// `Forward` of qk_norm.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Forward {
-    qkv: u64,
-    weight: u64,
-    normed: u64,
-    tokens: u64,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u64,
-    eps: f64,
-}
-
-mirrored!(
-    Forward, 56,
-    qkv 0, weight 8, normed 16, tokens 24, heads 32, kv_heads 36, head_dim 40, eps 48,
-);
-
-/// `Backward` of qk_norm.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Backward {
-    qkv: u64,
-    weight: u64,
-    d_qkv: u64,
-    inv_rms: u64,
-    correction: u64,
-    partial: u64,
-    d_weight: u64,
-    tokens: u64,
-    groups: u64,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u64,
-    eps: f64,
-}
-
-mirrored!(
-    Backward, 96,
-    qkv 0, weight 8, d_qkv 16, inv_rms 24, correction 32, partial 40, d_weight 48, tokens 56,
-    groups 64, heads 72, kv_heads 76, head_dim 80, eps 88,
-);
 
 impl QkNorm for Cuda {
     fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()> {

@@ -14,7 +14,7 @@ constexpr uint32_t HEADS = 64;
 // Heads that a team has in flight.
 constexpr int AT_ONCE = 2;
 
-struct Forward {
+struct PARAMETERS Forward {
     const void* qkv;
     // [2, head_dim]
     const void* weight;
@@ -25,14 +25,8 @@ struct Forward {
     uint64_t head_dim;
     double eps;
 };
-static_assert(sizeof(Forward) == 56 && offsetof(Forward, qkv) == 0 &&
-              offsetof(Forward, weight) == 8 && offsetof(Forward, normed) == 16 &&
-              offsetof(Forward, tokens) == 24 && offsetof(Forward, heads) == 32 &&
-              offsetof(Forward, kv_heads) == 36 && offsetof(Forward, head_dim) == 40 &&
-              offsetof(Forward, eps) == 48,
-              "as in qk_norm/cuda.rs");
 
-struct Backward {
+struct PARAMETERS Backward {
     const void* qkv;
     const void* weight;
     // The gradient of `normed`, replaced by the gradient of `qkv`.
@@ -50,14 +44,6 @@ struct Backward {
     uint64_t head_dim;
     double eps;
 };
-static_assert(sizeof(Backward) == 96 && offsetof(Backward, qkv) == 0 &&
-              offsetof(Backward, weight) == 8 && offsetof(Backward, d_qkv) == 16 &&
-              offsetof(Backward, inv_rms) == 24 && offsetof(Backward, correction) == 32 &&
-              offsetof(Backward, partial) == 40 && offsetof(Backward, d_weight) == 48 &&
-              offsetof(Backward, tokens) == 56 && offsetof(Backward, groups) == 64 &&
-              offsetof(Backward, heads) == 72 && offsetof(Backward, kv_heads) == 76 &&
-              offsetof(Backward, head_dim) == 80 && offsetof(Backward, eps) == 88,
-              "as in qk_norm/cuda.rs");
 
 // Teams of a block's threads: a team works on one head at a time, 16 bytes in each thread.
 template <class T>

@@ -1,9 +1,8 @@
 //! RMSNorm on a GPU.
 
-use bytemuck::{Pod, Zeroable};
-
 use super::{RmsNorm, RmsNormBackward, RmsNormForward, check};
-use crate::cuda::{Cuda, THREADS, mirrored, name};
+use crate::cuda::parameters::rms_norm::{Backward, Forward};
+use crate::cuda::{Cuda, THREADS, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 use crate::workspace::gpu::{NORM_GROUPS, norm_bytes};
@@ -16,42 +15,6 @@ const WIDE_BYTES: u64 = 16;
 const WARP: usize = 32;
 /// Maximum threads of a block of `rms_norm_backward_rows`.
 const MAX_THREADS: usize = 1024;
-
-/// `Forward` of rms_norm.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Forward {
-    x: u64,
-    weight: u64,
-    y: u64,
-    inv_rms: u64,
-    width: u64,
-    eps: f64,
-}
-
-mirrored!(Forward, 48, x 0, weight 8, y 16, inv_rms 24, width 32, eps 40);
-
-/// `Backward` of rms_norm.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Backward {
-    x: u64,
-    weight: u64,
-    inv_rms: u64,
-    d_y: u64,
-    d_x: u64,
-    partial: u64,
-    d_weight: u64,
-    tokens: u64,
-    width: u64,
-    groups: u64,
-}
-
-mirrored!(
-    Backward, 80,
-    x 0, weight 8, inv_rms 16, d_y 24, d_x 32, partial 40, d_weight 48, tokens 56, width 64,
-    groups 72,
-);
 
 impl RmsNorm for Cuda {
     fn rms_norm_forward<T: Element>(&self, args: RmsNormForward<'_, Self, T>) -> Result<()> {

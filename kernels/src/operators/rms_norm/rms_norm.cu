@@ -10,7 +10,7 @@ namespace rms_norm {
 // Columns of a block of the sum over groups: 32 bytes, the unit of memory. As in rms_norm/cuda.rs.
 constexpr uint32_t SUM_COLUMNS = 8;
 
-struct Forward {
+struct PARAMETERS Forward {
     const void* x;
     const void* weight;
     void* y;
@@ -18,13 +18,8 @@ struct Forward {
     uint64_t width;
     double eps;
 };
-static_assert(sizeof(Forward) == 48 && offsetof(Forward, x) == 0 &&
-              offsetof(Forward, weight) == 8 && offsetof(Forward, y) == 16 &&
-              offsetof(Forward, inv_rms) == 24 && offsetof(Forward, width) == 32 &&
-              offsetof(Forward, eps) == 40,
-              "as in rms_norm/cuda.rs");
 
-struct Backward {
+struct PARAMETERS Backward {
     const void* x;
     const void* weight;
     const float* inv_rms;
@@ -37,13 +32,6 @@ struct Backward {
     uint64_t width;
     uint64_t groups;
 };
-static_assert(sizeof(Backward) == 80 && offsetof(Backward, x) == 0 &&
-              offsetof(Backward, weight) == 8 && offsetof(Backward, inv_rms) == 16 &&
-              offsetof(Backward, d_y) == 24 && offsetof(Backward, d_x) == 32 &&
-              offsetof(Backward, partial) == 40 && offsetof(Backward, d_weight) == 48 &&
-              offsetof(Backward, tokens) == 56 && offsetof(Backward, width) == 64 &&
-              offsetof(Backward, groups) == 72,
-              "as in rms_norm/cuda.rs");
 
 template <class T, int N>
 __device__ void forward_row(const Forward& p) {

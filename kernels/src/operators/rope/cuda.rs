@@ -1,32 +1,10 @@
 //! Rotary position embedding on a GPU.
 
-use bytemuck::{Pod, Zeroable};
-
 use super::{Lens, Rope, RopeArgs, RopeTable, check};
-use crate::cuda::{Cuda, mirrored, name};
+use crate::cuda::parameters::rope::Parameters;
+use crate::cuda::{Cuda, name};
 use crate::error::Result;
 use crate::scalar::Element;
-
-/// `Parameters` of rope.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-pub(crate) struct Parameters {
-    qkv: u64,
-    cos: u64,
-    sin: u64,
-    first_position: u64,
-    length: u64,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    padding: u32,
-}
-
-mirrored!(
-    Parameters, 56,
-    qkv 0, cos 8, sin 16, first_position 24, length 32, heads 40, kv_heads 44, head_dim 48,
-    padding 52,
-);
 
 impl Parameters {
     /// Checks the arguments and returns their addresses.
@@ -48,11 +26,6 @@ impl Parameters {
             head_dim: shape.head_dim as u32,
             padding: 0,
         })
-    }
-
-    /// Address of the elements to rotate.
-    pub(crate) fn address(&self) -> u64 {
-        self.qkv
     }
 }
 

@@ -6,7 +6,7 @@
 
 namespace rope {
 
-struct Parameters {
+struct PARAMETERS Parameters {
     // Queries, keys and values, or their gradients: rotated in place.
     void* qkv;
     const float* cos;
@@ -22,12 +22,6 @@ struct Parameters {
         return uint64_t(heads + 2 * kv_heads) * head_dim;
     }
 };
-static_assert(sizeof(Parameters) == 56 && offsetof(Parameters, qkv) == 0 &&
-              offsetof(Parameters, cos) == 8 && offsetof(Parameters, sin) == 16 &&
-              offsetof(Parameters, first_position) == 24 && offsetof(Parameters, length) == 32 &&
-              offsetof(Parameters, heads) == 40 && offsetof(Parameters, kv_heads) == 44 &&
-              offsetof(Parameters, head_dim) == 48 && offsetof(Parameters, padding) == 52,
-              "as in rope/cuda.rs");
 
 // The pair (a, b) rotated; with the negative sine, rotated back. The fused operations are explicit,
 // because a compiler that fuses at its own choice gives each kernel other bits.

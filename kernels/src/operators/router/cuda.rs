@@ -1,47 +1,11 @@
 //! The operators that all routers share, on a GPU.
 
-use bytemuck::{Pod, Zeroable};
-
 use super::{Routers, Routing};
 use crate::adamw;
-use crate::cuda::{Cuda, CudaViewMut, mirrored};
+use crate::cuda::parameters::router::{Balance, Routing as Tables};
+use crate::cuda::{Cuda, CudaViewMut};
 use crate::error::{Result, check_len};
 use crate::workspace::gpu::balance_loss_bytes;
-
-/// `Routing` of routing.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-pub(crate) struct Tables {
-    gates: u64,
-    selected: u64,
-    counts: u64,
-    local_selected: u64,
-    tokens: u64,
-    leading: u32,
-    columns: u32,
-    local_heads: u32,
-    local_leading: u32,
-    group_size: u32,
-    rank: u32,
-    ranks: u32,
-    routed: u32,
-}
-
-mirrored!(
-    Tables, 72,
-    gates 0, selected 8, counts 16, local_selected 24, tokens 32, leading 40, columns 44,
-    local_heads 48, local_leading 52, group_size 56, rank 60, ranks 64, routed 68,
-);
-
-/// `Balance` of router.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Balance {
-    products: u64,
-    tables: Tables,
-}
-
-mirrored!(Balance, 80, products 0, tables 8);
 
 impl Tables {
     /// The tables of a routing as a kernel's parameters.
@@ -87,7 +51,7 @@ impl Routers for Cuda {
             return Ok(());
         }
         let products = self.scratch(balance_loss_bytes(columns))?;
-        let parameters = Balance { products, tables: Tables::new(routing) };
+        let parameters = Balance { products, routing: Tables::new(routing) };
         self.launch("router_balance", [columns, 1], 0, &parameters)?;
         adamw::cuda::sum(self, products, columns, scale, out)
     }

@@ -22,8 +22,6 @@ use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::{AllReduce, Heads};
 
 pub use shared_heads::SharedHeads;
-#[cfg(gpu)]
-pub(crate) use shared_heads::WORDS;
 
 /// Sizes of a [`Routing`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -25,14 +25,11 @@ __device__ __forceinline__ void select_local(const Routing& r) {
     }
 }
 
-struct Balance {
+struct PARAMETERS Balance {
     // f_i P_i, one for each column.
     double* products;
     Routing routing;
 };
-static_assert(sizeof(Balance) == 80 && offsetof(Balance, products) == 0 &&
-              offsetof(Balance, routing) == 8,
-              "as in router/cuda.rs");
 
 // Block i: the share of tokens that selected the head of column i, times its mean gate.
 __device__ __forceinline__ void balance(const Balance& p) {

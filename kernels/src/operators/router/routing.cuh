@@ -7,7 +7,7 @@ namespace router {
 
 // The tables of a routing, [tokens, columns]. Column i is that of head `leading + i`; in that of a
 // shared head every token is marked as selected, with a gate of 0.
-struct Routing {
+struct PARAMETERS Routing {
     float* gates;
     uint8_t* selected;
     // Tokens that selected each column's head.
@@ -36,13 +36,5 @@ struct Routing {
         return group * group_size + head % group_size - leading;
     }
 };
-static_assert(sizeof(Routing) == 72 && offsetof(Routing, gates) == 0 &&
-              offsetof(Routing, selected) == 8 && offsetof(Routing, counts) == 16 &&
-              offsetof(Routing, local_selected) == 24 && offsetof(Routing, tokens) == 32 &&
-              offsetof(Routing, leading) == 40 && offsetof(Routing, columns) == 44 &&
-              offsetof(Routing, local_heads) == 48 && offsetof(Routing, local_leading) == 52 &&
-              offsetof(Routing, group_size) == 56 && offsetof(Routing, rank) == 60 &&
-              offsetof(Routing, ranks) == 64 && offsetof(Routing, routed) == 68,
-              "as in router/cuda.rs");
 
 }  // namespace router

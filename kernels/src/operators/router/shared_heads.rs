@@ -4,7 +4,7 @@
 use crate::error::{Result, ensure};
 
 /// Words of [`SharedHeads::others`].
-pub(crate) const WORDS: usize = 4;
+const WORDS: usize = 4;
 /// Heads after the leading run among which others may be shared.
 const SPAN: usize = WORDS * u64::BITS as usize;
 

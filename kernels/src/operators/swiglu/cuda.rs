@@ -1,22 +1,10 @@
 //! SwiGLU on a GPU.
 
-use bytemuck::{Pod, Zeroable};
-
 use super::{Swiglu, check};
-use crate::cuda::{Cuda, CudaView, CudaViewMut, mirrored, name};
+use crate::cuda::parameters::swiglu::Parameters;
+use crate::cuda::{Cuda, CudaView, CudaViewMut, name};
 use crate::error::Result;
 use crate::scalar::Element;
-
-/// `Forward` and `Backward` of swiglu.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Parameters {
-    gate_up: u64,
-    out: u64,
-    width: u64,
-}
-
-mirrored!(Parameters, 24, gate_up 0, out 8, width 16);
 
 impl Swiglu for Cuda {
     fn swiglu_forward<T: Element>(

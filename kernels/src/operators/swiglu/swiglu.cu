@@ -3,23 +3,11 @@
 
 namespace swiglu {
 
-struct Forward {
-    const void* gate_up;
-    void* out;
-    uint64_t width;
-};
-static_assert(sizeof(Forward) == 24 && offsetof(Forward, gate_up) == 0 &&
-              offsetof(Forward, out) == 8 && offsetof(Forward, width) == 16,
-              "as in swiglu/cuda.rs");
-
-struct Backward {
+struct PARAMETERS Parameters {
     void* gate_up;
     void* out;
     uint64_t width;
 };
-static_assert(sizeof(Backward) == 24 && offsetof(Backward, gate_up) == 0 &&
-              offsetof(Backward, out) == 8 && offsetof(Backward, width) == 16,
-              "as in swiglu/cuda.rs");
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -40,7 +28,7 @@ __device__ void forward_row(const T* gate_up, T* out, uint64_t width) {
 }
 
 template <class T>
-__device__ void forward(const Forward& p) {
+__device__ void forward(const Parameters& p) {
     const T* gate_up = static_cast<const T*>(p.gate_up) + blockIdx.x * 2 * p.width;
     T* out = static_cast<T*>(p.out) + blockIdx.x * p.width;
     if (wide<T>(p.width, p.gate_up) && wide<T>(p.width, p.out)) {
@@ -72,7 +60,7 @@ __device__ void backward_row(T* gate_up, T* out, uint64_t width) {
 }
 
 template <class T>
-__device__ void backward(const Backward& p) {
+__device__ void backward(const Parameters& p) {
     T* gate_up = static_cast<T*>(p.gate_up) + blockIdx.x * 2 * p.width;
     T* out = static_cast<T*>(p.out) + blockIdx.x * p.width;
     if (wide<T>(p.width, p.gate_up) && wide<T>(p.width, p.out)) {
@@ -84,7 +72,7 @@ __device__ void backward(const Backward& p) {
 
 }  // namespace swiglu
 
-EXPORT(swiglu_forward_f32, swiglu::forward<float>, swiglu::Forward)
-EXPORT(swiglu_forward_bf16, swiglu::forward<bf16>, swiglu::Forward)
-EXPORT(swiglu_backward_f32, swiglu::backward<float>, swiglu::Backward)
-EXPORT(swiglu_backward_bf16, swiglu::backward<bf16>, swiglu::Backward)
+EXPORT(swiglu_forward_f32, swiglu::forward<float>, swiglu::Parameters)
+EXPORT(swiglu_forward_bf16, swiglu::forward<bf16>, swiglu::Parameters)
+EXPORT(swiglu_backward_f32, swiglu::backward<float>, swiglu::Parameters)
+EXPORT(swiglu_backward_bf16, swiglu::backward<bf16>, swiglu::Parameters)

@@ -15,7 +15,7 @@ pub use gpu::gpu;
 use candle_core::backprop::GradStore;
 use candle_core::{DType as CandleType, Device, Shape, Tensor, Var};
 use half::bf16;
-use moh_kernels::rope::RopeTable;
+use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::router::{Routing, SharedHeads};
 use moh_kernels::{Backend, DType, Element, Scalar};
@@ -95,6 +95,19 @@ pub fn tolerance<T: Element>() -> f64 {
 /// A property test's configuration with `count` cases, which writes no files beside the sources.
 pub fn cases(count: u32) -> Config {
     Config { cases: count, failure_persistence: None, ..Config::default() }
+}
+
+/// Shapes of these sizes with up to three key/value heads.
+pub fn qkv_shapes(
+    batch: impl Strategy<Value = usize>,
+    length: impl Strategy<Value = usize>,
+    group: impl Strategy<Value = usize>,
+    half: impl Strategy<Value = usize>,
+) -> impl Strategy<Value = QkvShape> {
+    (batch, length, 1usize..4, group, half).prop_map(|(batch, length, kv_heads, group, half)| {
+        let heads = kv_heads * group;
+        QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half }
+    })
 }
 
 /// A small random generator (splitmix64) with the same sequence for the same seed on every machine.

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
 
-use super::device::{BoxedTensor, Device, Matmul, Operand, TensorMap};
+use super::device::{BoxedTensor, Device, Matmul, Operand};
+use super::parameters::TensorMap;
 use crate::error::{Error, Result};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::memory::MemoryInfo;

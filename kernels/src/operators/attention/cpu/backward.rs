@@ -11,7 +11,7 @@ use super::gather::{
 use super::lanes::{KEYS, MAX_ROWS, NumLanes, padded_rows};
 use super::rows::Row;
 use super::tile::{BackwardTile, Head};
-use super::{as_factors, for_each_task, for_each_tile, with_factors};
+use super::{KvHead, as_factors, for_each_task, for_each_tile, with_factors};
 use crate::attention::{AttentionArgs, AttentionBackward, AttentionShape, BackwardLens, KeyValues};
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
@@ -61,8 +61,8 @@ pub(super) fn backward_by<T: Element, F: Factor>(
         d_qkv: DisjointColumns::new(d_qkv, query_stride),
         delta: delta.map(|delta| DisjointColumns::new(delta, heads)),
     };
-    for_each_task(&shape, |sequence, kv_head| {
-        backward_task::<T, F>(arch, &args, saved, &gradients, (sequence, kv_head));
+    for_each_task(&shape, |kv_head| {
+        backward_task::<T, F>(arch, &args, saved, &gradients, kv_head);
     });
     Ok(())
 }
@@ -86,17 +86,18 @@ impl<T: Element> Gradients<'_, T> {
     }
 
     /// Writes the gradients of a key/value head for all tokens of a sequence: rows of `width`
-    /// elements times `scale`. `head` is its index among all heads of a row.
+    /// elements times `scale`. `heads` are before the key/value heads in a row.
     fn set_sequence(
         &self,
         shape: &AttentionShape,
-        (sequence, head): (usize, usize),
+        KvHead { sequence, kv_head }: KvHead,
+        heads: usize,
         (gradients, width): (&[f32], usize),
         scale: f32,
     ) {
         let rows = gradients.chunks_exact(width).take(shape.key_length);
         for (token, row) in (sequence * shape.query_length..).zip(rows) {
-            let slots = self.head(token, head * shape.head_dim, shape.head_dim);
+            let slots = self.head(token, (heads + kv_head) * shape.head_dim, shape.head_dim);
             for (slot, &value) in slots.iter_mut().zip(row) {
                 *slot = T::from_f32(value * scale);
             }
@@ -158,7 +159,7 @@ fn backward_task<T: Element, F: Factor>(
     args: &AttentionArgs<'_, Cpu>,
     saved: Saved<'_, T>,
     gradients: &Gradients<'_, T>,
-    task: (usize, usize),
+    kv_head: KvHead,
 ) {
     let shape = &args.shape;
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
@@ -174,7 +175,7 @@ fn backward_task<T: Element, F: Factor>(
             values: &saved.qkv[(heads + kv_heads) * head_dim..],
             row_stride: query_stride,
         };
-        let (source, key_length) = (HeadRows::new(*shape, key_values, task), shape.key_length);
+        let (source, key_length) = (HeadRows::new(*shape, key_values, kv_head), shape.key_length);
         gather_rows(key_length, |position| source.key(position), padded, keys);
         gather_rows(key_length, |position| source.value(position), padded, values);
         let (keys, keys_transposed) = if F::TERMS == 1 {
@@ -223,11 +224,11 @@ fn backward_task<T: Element, F: Factor>(
             });
             scatter_columns(d_q, &[scale; MAX_ROWS][..lanes], transposed, rows);
         };
-        for_each_tile(args, task, lanes, process, |row| {
+        for_each_tile(args, kv_head, lanes, process, |row| {
             gradients.set_delta(row, 0.0);
             gradients.head(row.token, row.head * head_dim, head_dim).fill(T::zeroed());
         });
-        gradients.set_sequence(shape, (task.0, heads + task.1), (d_keys, width), scale);
-        gradients.set_sequence(shape, (task.0, heads + kv_heads + task.1), (d_values, width), 1.0);
+        gradients.set_sequence(shape, kv_head, heads, (d_keys, width), scale);
+        gradients.set_sequence(shape, kv_head, heads + kv_heads, (d_values, width), 1.0);
     });
 }

@@ -9,7 +9,7 @@ use super::gather::{
 use super::lanes::{KEYS, MAX_ROWS, NumLanes, padded_rows};
 use super::rows::{Row, check_key_values};
 use super::tile::{ForwardTile, Head};
-use super::{as_factors, for_each_task, for_each_tile, token, with_factors};
+use super::{KvHead, as_factors, for_each_task, for_each_tile, token, with_factors};
 use crate::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
@@ -43,15 +43,13 @@ pub(super) fn forward_by<T: Element, F: Factor>(
         log_sum_exp: DisjointColumns::new(log_sum_exp, shape.heads),
     };
     if shape.query_length == 1 {
-        for_each_task(&shape, |sequence, kv_head| {
-            let task = (sequence, kv_head);
-            token::forward_task(arch, &args, queries, key_values, &outputs, task);
+        for_each_task(&shape, |kv_head| {
+            token::forward_task(arch, &args, queries, key_values, &outputs, kv_head);
         });
         return Ok(());
     }
-    for_each_task(&shape, |sequence, kv_head| {
-        let task = (sequence, kv_head);
-        forward_task::<T, F>(arch, &args, queries, key_values, &outputs, task);
+    for_each_task(&shape, |kv_head| {
+        forward_task::<T, F>(arch, &args, queries, key_values, &outputs, kv_head);
     });
     Ok(())
 }
@@ -106,14 +104,14 @@ fn forward_task<T: Element, F: Factor>(
     queries: &[T],
     key_values: KeyValues<'_, Cpu, T>,
     outputs: &Outputs<'_, T>,
-    task: (usize, usize),
+    kv_head: KvHead,
 ) {
     let shape = &args.shape;
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(NumLanes));
     let padded = head_dim.next_multiple_of(F::MULTIPLE);
     with_scratch(scratch::<F>(arch, shape), |[keys, values, q, scores, factors, o, transposed]| {
         let [keys, values, q, factors] = [keys, values, q, factors].map(as_factors::<F>);
-        let source = HeadRows::new(*shape, key_values, task);
+        let source = HeadRows::new(*shape, key_values, kv_head);
         gather_rows(shape.key_length, |position| source.key(position), padded, keys);
         let part = &mut as_factors(transposed)[..q.len()];
         gather_along_keys(
@@ -142,6 +140,6 @@ fn forward_task<T: Element, F: Factor>(
             });
             scatter_columns(o, &output_scales[..lanes], transposed, rows);
         };
-        for_each_tile(args, task, lanes, process, |row| outputs.skip(row, head_dim));
+        for_each_tile(args, kv_head, lanes, process, |row| outputs.skip(row, head_dim));
     });
 }

@@ -1,5 +1,6 @@
 //! Copies from packed buffers to the factors of attention's matmuls.
 
+use super::KvHead;
 use super::factor::Factor;
 use super::rows::Row;
 use crate::attention::{AttentionShape, KeyValues};
@@ -133,17 +134,16 @@ pub(super) fn tile_rows<'a, T>(
 pub(super) struct HeadRows<'a, T: Element> {
     shape: AttentionShape,
     key_values: KeyValues<'a, Cpu, T>,
-    sequence: usize,
-    kv_head: usize,
+    kv_head: KvHead,
 }
 
 impl<'a, T: Element> HeadRows<'a, T> {
     pub(super) fn new(
         shape: AttentionShape,
         key_values: KeyValues<'a, Cpu, T>,
-        (sequence, kv_head): (usize, usize),
+        kv_head: KvHead,
     ) -> Self {
-        HeadRows { shape, key_values, sequence, kv_head }
+        HeadRows { shape, key_values, kv_head }
     }
 
     /// The key of a position.
@@ -169,16 +169,17 @@ impl<'a, T: Element> HeadRows<'a, T> {
     #[inline(always)]
     fn start(&self, position: usize) -> usize {
         let AttentionShape { key_length, kv_heads, head_dim, .. } = self.shape;
+        let KvHead { sequence, kv_head } = self.kv_head;
         let row = match self.key_values {
             KeyValues::Contiguous { row_stride, .. } => {
-                (self.sequence * key_length + position) * row_stride
+                (sequence * key_length + position) * row_stride
             }
             KeyValues::Paged { block_table, block_length, .. } => {
                 let blocks = key_length.div_ceil(block_length);
-                let block = block_table[self.sequence * blocks + position / block_length] as usize;
+                let block = block_table[sequence * blocks + position / block_length] as usize;
                 (block * block_length + position % block_length) * kv_heads * head_dim
             }
         };
-        row + self.kv_head * head_dim
+        row + kv_head * head_dim
     }
 }

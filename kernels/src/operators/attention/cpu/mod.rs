@@ -106,12 +106,20 @@ fn as_factors<F: Factor>(scratch: &mut [f32]) -> &mut [F] {
     bytemuck::cast_slice_mut(scratch)
 }
 
-/// Runs one task per (sequence, key/value head). Tasks are not grouped, since those of routed heads
-/// take less time than those of shared heads.
-fn for_each_task(shape: &AttentionShape, task: impl Fn(usize, usize) + Sync) {
+/// A key/value head of a sequence.
+#[derive(Clone, Copy)]
+struct KvHead {
+    sequence: usize,
+    kv_head: usize,
+}
+
+/// Runs one task per key/value head of each sequence. Tasks are not grouped, since those of routed
+/// heads take less time than those of shared heads.
+fn for_each_task(shape: &AttentionShape, task: impl Fn(KvHead) + Sync) {
     let tasks = 0..shape.batch * shape.kv_heads;
     let work = shape.tokens() * shape.key_length * shape.heads * shape.head_dim;
-    let task = |index| task(index / shape.kv_heads, index % shape.kv_heads);
+    let at = |index| KvHead { sequence: index / shape.kv_heads, kv_head: index % shape.kv_heads };
+    let task = |index| task(at(index));
     if work < SMALL {
         tasks.for_each(task);
     } else {
@@ -122,7 +130,7 @@ fn for_each_task(shape: &AttentionShape, task: impl Fn(usize, usize) + Sync) {
 /// Calls `process` with tiles of at most `lanes` selected rows, and `skip` with the rows between.
 fn for_each_tile(
     args: &AttentionArgs<'_, Cpu>,
-    (sequence, kv_head): (usize, usize),
+    kv_head: KvHead,
     lanes: usize,
     mut process: impl FnMut(&[Row]),
     skip: impl FnMut(Row),
@@ -136,7 +144,7 @@ fn for_each_tile(
             filled = 0;
         }
     };
-    args.for_each_row(sequence, kv_head, select, skip);
+    args.for_each_row(kv_head, select, skip);
     if filled > 0 {
         process(&tile[..filled]);
     }

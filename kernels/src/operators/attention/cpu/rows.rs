@@ -3,7 +3,8 @@
 
 use std::ops::Range;
 
-use crate::attention::{AttentionArgs, AttentionShape, KeyValues, SelectionLens};
+use super::KvHead;
+use crate::attention::{AttentionArgs, AttentionShape, KeyValueLens, KeyValues, SelectionLens};
 use crate::cpu::Cpu;
 use crate::error::{Result, ensure};
 use crate::scalar::Element;
@@ -62,8 +63,7 @@ impl AttentionArgs<'_, Cpu> {
     /// token order.
     pub(super) fn for_each_row(
         &self,
-        sequence: usize,
-        kv_head: usize,
+        KvHead { sequence, kv_head }: KvHead,
         mut selected: impl FnMut(Row),
         mut skipped: impl FnMut(Row),
     ) {
@@ -123,13 +123,13 @@ pub(super) fn check_key_values<T: Element>(
 ) -> Result<()> {
     match key_values {
         KeyValues::Contiguous { keys, values, row_stride } => {
-            shape.check_contiguous(operator, keys.len(), values.len(), row_stride)
+            let lens = KeyValueLens { keys: keys.len(), values: values.len() };
+            shape.check_contiguous(operator, lens, row_stride)
         }
         KeyValues::Paged { keys, values, block_table, block_length } => {
             let blocks = block_table.iter().max().map_or(0, |&block| block as usize + 1);
-            let lens = (keys.len(), values.len());
-            let table = (block_table.len(), block_length);
-            shape.check_paged(operator, lens, table, Some(blocks))
+            let lens = KeyValueLens { keys: keys.len(), values: values.len() };
+            shape.check_paged(operator, lens, block_table.len(), block_length, Some(blocks))
         }
     }
 }

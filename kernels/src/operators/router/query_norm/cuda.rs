@@ -1,50 +1,24 @@
 //! The query-norm router on a GPU (query_norm.cu). With a rotation, the pass over the queries also
 //! applies RoPE.
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 
 use super::{
     BackwardLens, QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward,
     QueryNormRopeForward, QueryNormRouter, begin, check_backward,
 };
-use crate::cuda::{Cuda, CudaView, address_or_null, mirrored, name};
+use crate::cuda::parameters::query_norm::Parameters;
+use crate::cuda::parameters::{rope, router};
+use crate::cuda::{Cuda, CudaView, address_or_null, name};
 use crate::error::{Result, check_len};
 use crate::memory::Memory;
 use crate::ranks::AllReduce;
-use crate::rope::{self, QkvShape};
-use crate::router::cuda::Tables;
-use crate::router::{RouterGradient, RouterRanks, Routers, Routing, WORDS, exchange};
+use crate::rope::QkvShape;
+use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
 use crate::scalar::Element;
 
 /// Tokens of a block, as in query_norm.cu.
 const TOKENS: usize = 2;
-
-/// `Parameters` of query_norm.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Parameters {
-    qkv: u64,
-    d_qkv: u64,
-    delta: u64,
-    deltas: u64,
-    norms: u64,
-    inv_std: u64,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    top_k: u32,
-    balance_weight: f32,
-    padding: u32,
-    tables: Tables,
-    shared: [u64; WORDS],
-    rope: rope::cuda::Parameters,
-}
-
-mirrored!(
-    Parameters, 232,
-    qkv 0, d_qkv 8, delta 16, deltas 24, norms 32, inv_std 40, heads 48, kv_heads 52, head_dim 56,
-    top_k 60, balance_weight 64, padding 68, tables 72, shared 144, rope 176,
-);
 
 impl Parameters {
     fn new(shape: &QkvShape, routing: &Routing<Cuda>) -> Self {
@@ -56,7 +30,7 @@ impl Parameters {
             heads: shape.heads as u32,
             kv_heads: shape.kv_heads as u32,
             head_dim: shape.head_dim as u32,
-            tables: Tables::new(routing),
+            routing: router::Routing::new(routing),
             shared: routing.shared().column_bits(),
             ..Self::zeroed()
         }
@@ -74,7 +48,7 @@ struct Forward<'a> {
     shape: &'a QkvShape,
     qkv: u64,
     qkv_len: usize,
-    rope: rope::cuda::Parameters,
+    rope: rope::Parameters,
 }
 
 impl Forward<'_> {
@@ -112,7 +86,7 @@ impl QueryNorm for Cuda {
         args: QueryNormForward<'_, Self, T>,
     ) -> Result<()> {
         let QueryNormForward { shape, qkv, routing, all_reduce } = args;
-        let none = rope::cuda::Parameters::zeroed();
+        let none = rope::Parameters::zeroed();
         let (qkv, qkv_len) = (qkv.address, qkv.len);
         let forward = Forward { router, shape, qkv, qkv_len, rope: none };
         forward.run::<T>(self, routing, all_reduce)
@@ -125,14 +99,14 @@ impl QueryNorm for Cuda {
     ) -> Result<()> {
         let QueryNormRopeForward { rope, routing, all_reduce } = args;
         let (shape, qkv_len) = (rope.shape, rope.qkv.len);
-        let rope = rope::cuda::Parameters::new("query_norm_rope_forward", &rope)?;
-        let forward = Forward { router, shape, qkv: rope.address(), qkv_len, rope };
+        let rope = rope::Parameters::new("query_norm_rope_forward", &rope)?;
+        let forward = Forward { router, shape, qkv: rope.qkv, qkv_len, rope };
         forward.run::<T>(self, routing, all_reduce)
     }
 
     fn query_norm_backward<T: Element>(&self, args: QueryNormBackward<'_, Self, T>) -> Result<()> {
         let QueryNormBackward { shape, qkv, d_qkv, gradient } = args;
-        let none = rope::cuda::Parameters::zeroed();
+        let none = rope::Parameters::zeroed();
         let backward = Backward { shape, qkv, d_qkv: (d_qkv.address, d_qkv.len), rope: none };
         backward.run(self, gradient)
     }
@@ -143,8 +117,8 @@ impl QueryNorm for Cuda {
     ) -> Result<()> {
         let QueryNormRopeBackward { qkv, gradient, rope } = args;
         let (shape, d_qkv_len) = (rope.shape, rope.qkv.len);
-        let rope = rope::cuda::Parameters::new("query_norm_rope_backward", &rope)?;
-        let backward = Backward { shape, qkv, d_qkv: (rope.address(), d_qkv_len), rope };
+        let rope = rope::Parameters::new("query_norm_rope_backward", &rope)?;
+        let backward = Backward { shape, qkv, d_qkv: (rope.qkv, d_qkv_len), rope };
         backward.run(self, gradient)
     }
 }
@@ -155,7 +129,7 @@ struct Backward<'a, T> {
     qkv: CudaView<'a, T>,
     /// Address and length.
     d_qkv: (u64, usize),
-    rope: rope::cuda::Parameters,
+    rope: rope::Parameters,
 }
 
 impl<T: Element> Backward<'_, T> {

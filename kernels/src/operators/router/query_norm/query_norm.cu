@@ -16,7 +16,7 @@ constexpr uint32_t WARPS = THREADS / 32;
 // The square and the norm of a shared head; those of others are not negative.
 constexpr double SHARED = -1.0;
 
-struct Parameters {
+struct PARAMETERS Parameters {
     // Forward: rotated in place if there is a rotation. Backward: the output of forward.
     void* qkv;
     // Backward only: added to, then rotated back in place if there is a rotation.
@@ -37,7 +37,7 @@ struct Parameters {
     uint32_t top_k;
     float balance_weight;
     uint32_t padding;
-    Routing routing;
+    router::Routing routing;
     // Bit i % 64 of word i / 64 is 1 if the head of column i is shared.
     uint64_t shared[4];
     // The rotation of qkv or d_qkv; its `qkv` is null if there is none.
@@ -51,15 +51,6 @@ struct Parameters {
         return uint64_t(heads + 2 * kv_heads) * head_dim;
     }
 };
-static_assert(sizeof(Parameters) == 232 && offsetof(Parameters, qkv) == 0 &&
-              offsetof(Parameters, d_qkv) == 8 && offsetof(Parameters, delta) == 16 &&
-              offsetof(Parameters, deltas) == 24 && offsetof(Parameters, norms) == 32 &&
-              offsetof(Parameters, inv_std) == 40 && offsetof(Parameters, heads) == 48 &&
-              offsetof(Parameters, kv_heads) == 52 && offsetof(Parameters, head_dim) == 56 &&
-              offsetof(Parameters, top_k) == 60 && offsetof(Parameters, balance_weight) == 64 &&
-              offsetof(Parameters, padding) == 68 && offsetof(Parameters, routing) == 72 &&
-              offsetof(Parameters, shared) == 144 && offsetof(Parameters, rope) == 176,
-              "as in router/query_norm/cuda.rs");
 
 // The block's tokens.
 struct Tokens {

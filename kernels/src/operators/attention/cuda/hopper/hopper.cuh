@@ -29,18 +29,16 @@ using namespace tiled_attention;
 //   strides      kv_stride * 2, key_length * kv_stride * 2 bytes (of the second and third)
 //   box          64, 128, 1; element strides 1
 //   128-byte swizzle, no interleaving, zeros out of range.
-struct Maps {
+struct PARAMETERS Maps {
     TensorMap k, v;
 };
-static_assert(sizeof(Maps) == 256 && offsetof(Maps, k) == 0 && offsetof(Maps, v) == 128,
-              "as in attention/cuda/hopper.rs");
 
 // Scratch memory, 16-byte aligned. The backward pass requires the first three, which need not be
 // initialised, and blocks_at_once; the forward pass requires next_tile.
 // S = batch * kv_heads * ceil(query_length * heads / kv_heads / 64) is the number of row tiles.
-struct Scratch {
+struct PARAMETERS Scratch {
     // Row tiles: S * row_tile_bytes(head_dim) bytes.
-    unsigned char* row_tiles;
+    uint8_t* row_tiles;
     // Gradients of the row tiles' queries: S * 64 * head_dim.
     float* d_q_sums;
     // The number of tiles of keys that have added to each row tile's gradient: S elements. They add
@@ -53,11 +51,6 @@ struct Scratch {
     // semaphores.
     uint32_t blocks_at_once, padding;
 };
-static_assert(sizeof(Scratch) == 40 && offsetof(Scratch, row_tiles) == 0 &&
-              offsetof(Scratch, d_q_sums) == 8 && offsetof(Scratch, semaphores) == 16 &&
-              offsetof(Scratch, next_tile) == 24 && offsetof(Scratch, blocks_at_once) == 32 &&
-              offsetof(Scratch, padding) == 36,
-              "as in attention/cuda/hopper.rs");
 
 // ---- launch geometry ----
 //
