@@ -42,279 +42,182 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     cases
 }
 
-fn embedding_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    Case::new(
-        "embedding_forward",
-        Work::moved::<T>(2 * sizes.tokens * sizes.width),
-        move |backend: &B| {
-            let ids = ids(backend, sizes.tokens, sizes.vocabulary)?;
-            let table = random_elements::<B, T>(backend, sizes.vocabulary * sizes.width)?;
-            let mut out = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
-            Ok(move |backend: &B| {
-                backend.embedding_forward(EmbeddingForward {
-                    width: sizes.width,
-                    rows: VocabularyRows::all(sizes.vocabulary),
-                    ids: B::whole(&ids),
-                    table: B::whole(&table),
-                    out: B::whole_mut(&mut out),
-                })
+/// A case that creates these buffers and runs an operator on views of them, to `read` or `write`.
+macro_rules! case {
+    ($name:expr, $work:expr, |$backend:ident| [
+        $($access:ident $buffer:ident = $new:expr),+ $(,)?
+    ] $run:expr) => {
+        Case::new($name, $work, move |$backend: &B| {
+            $(#[allow(unused_mut)] let mut $buffer = $new?;)+
+            Ok(move |$backend: &B| {
+                $(let $buffer = case!(@$access $buffer);)+
+                $run
             })
-        },
-    )
+        })
+    };
+    (@read $buffer:ident) => { B::whole(&$buffer) };
+    (@write $buffer:ident) => { B::whole_mut(&mut $buffer) };
+}
+
+fn embedding_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    let Sizes { tokens, width, vocabulary, .. } = sizes;
+    let rows = VocabularyRows::all(vocabulary);
+    case!("embedding_forward", Work::moved::<T>(2 * tokens * width), |backend| [
+        read ids = ids(backend, tokens, vocabulary),
+        read table = random_elements::<B, T>(backend, vocabulary * width),
+        write out = random_elements::<B, T>(backend, tokens * width),
+    ] backend.embedding_forward(EmbeddingForward { width, rows, ids, table, out }))
 }
 
 fn embedding_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    Case::new(
-        "embedding_backward",
-        Work::moved::<T>(2 * sizes.tokens * sizes.width),
-        move |backend: &B| {
-            let ids = ids(backend, sizes.tokens, sizes.vocabulary)?;
-            let d_out = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
-            let mut d_table = random_elements::<B, f32>(backend, sizes.vocabulary * sizes.width)?;
-            Ok(move |backend: &B| {
-                backend.embedding_backward(EmbeddingBackward {
-                    width: sizes.width,
-                    rows: VocabularyRows::all(sizes.vocabulary),
-                    ids: B::whole(&ids),
-                    d_out: B::whole(&d_out),
-                    d_table: B::whole_mut(&mut d_table),
-                })
-            })
-        },
-    )
+    let Sizes { tokens, width, vocabulary, .. } = sizes;
+    let rows = VocabularyRows::all(vocabulary);
+    case!("embedding_backward", Work::moved::<T>(2 * tokens * width), |backend| [
+        read ids = ids(backend, tokens, vocabulary),
+        read d_out = random_elements::<B, T>(backend, tokens * width),
+        write d_table = random_elements::<B, f32>(backend, vocabulary * width),
+    ] backend.embedding_backward(EmbeddingBackward { width, rows, ids, d_out, d_table }))
 }
 
-fn rms_norm_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    Case::new(
-        "rms_norm_forward",
-        Work::moved::<T>(2 * sizes.tokens * sizes.width),
-        move |backend: &B| {
-            let x = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
-            let weight = random_elements::<B, T>(backend, sizes.width)?;
-            let mut y = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
-            let mut inv_rms = backend.allocate::<f32>(sizes.tokens)?;
-            Ok(move |backend: &B| {
-                backend.rms_norm_forward(RmsNormForward {
-                    eps: 1e-5,
-                    x: B::whole(&x),
-                    weight: B::whole(&weight),
-                    y: B::whole_mut(&mut y),
-                    inv_rms: B::whole_mut(&mut inv_rms),
-                })
-            })
-        },
-    )
+fn rms_norm_forward<B: Backend, T: Element>(Sizes { tokens, width, .. }: Sizes) -> Case<B> {
+    case!("rms_norm_forward", Work::moved::<T>(2 * tokens * width), |backend| [
+        read x = random_elements::<B, T>(backend, tokens * width),
+        read weight = random_elements::<B, T>(backend, width),
+        write y = random_elements::<B, T>(backend, tokens * width),
+        write inv_rms = backend.allocate::<f32>(tokens),
+    ] backend.rms_norm_forward(RmsNormForward { eps: 1e-5, x, weight, y, inv_rms }))
 }
 
-fn rms_norm_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    Case::new(
-        "rms_norm_backward",
-        Work::moved::<T>(4 * sizes.tokens * sizes.width),
-        move |backend: &B| {
-            let x = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
-            let weight = random_elements::<B, T>(backend, sizes.width)?;
-            let inv_rms = upload(backend, &vec![0.5f32; sizes.tokens])?;
-            let d_y = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
-            let mut d_x = backend.allocate::<T>(sizes.tokens * sizes.width)?;
-            let mut d_weight = backend.allocate::<f32>(sizes.width)?;
-            Ok(move |backend: &B| {
-                backend.rms_norm_backward(RmsNormBackward {
-                    x: B::whole(&x),
-                    weight: B::whole(&weight),
-                    inv_rms: B::whole(&inv_rms),
-                    d_y: B::whole(&d_y),
-                    d_x: B::whole_mut(&mut d_x),
-                    d_weight: B::whole_mut(&mut d_weight),
-                })
-            })
-        },
-    )
+fn rms_norm_backward<B: Backend, T: Element>(Sizes { tokens, width, .. }: Sizes) -> Case<B> {
+    case!("rms_norm_backward", Work::moved::<T>(4 * tokens * width), |backend| [
+        read x = random_elements::<B, T>(backend, tokens * width),
+        read weight = random_elements::<B, T>(backend, width),
+        read inv_rms = upload(backend, &vec![0.5f32; tokens]),
+        read d_y = random_elements::<B, T>(backend, tokens * width),
+        write d_x = backend.allocate::<T>(tokens * width),
+        write d_weight = backend.allocate::<f32>(width),
+    ] backend.rms_norm_backward(RmsNormBackward { x, weight, inv_rms, d_y, d_x, d_weight }))
 }
 
 /// Both passes of a linear layer of these inputs and outputs.
-fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -> [Case<B>; 3] {
-    let work = Work::matmuls(1, sizes.tokens, inputs, outputs);
+fn linear<B: Backend, T: Element>(
+    Sizes { tokens, .. }: Sizes,
+    [inputs, outputs]: [usize; 2],
+) -> [Case<B>; 3] {
+    let work = Work::matmuls(1, tokens, inputs, outputs);
     let name = |pass: &str| format!("linear_{pass} {inputs} to {outputs}");
-    let forward = Case::new(name("forward"), work, move |backend: &B| {
-        let x = random_elements::<B, T>(backend, sizes.tokens * inputs)?;
-        let weight = random_elements::<B, T>(backend, outputs * inputs)?;
-        let mut y = backend.allocate::<T>(sizes.tokens * outputs)?;
-        Ok(move |backend: &B| {
-            backend.linear_forward(LinearForward {
-                inputs,
-                x: B::whole(&x),
-                weight: B::whole(&weight),
-                residual: None,
-                y: B::whole_mut(&mut y),
-            })
-        })
-    });
-    let input = Case::new(name("backward_input"), work, move |backend: &B| {
-        let d_y = random_elements::<B, T>(backend, sizes.tokens * outputs)?;
-        let weight = random_elements::<B, T>(backend, outputs * inputs)?;
-        let mut d_x = backend.allocate::<T>(sizes.tokens * inputs)?;
-        Ok(move |backend: &B| {
-            backend.linear_backward_input(LinearBackwardInput {
-                inputs,
-                d_y: B::whole(&d_y),
-                weight: B::whole(&weight),
-                d_x: B::whole_mut(&mut d_x),
-                accumulation: Accumulation::Overwrite,
-            })
-        })
-    });
-    let weight = Case::new(name("backward_weight"), work, move |backend: &B| {
-        let x = random_elements::<B, T>(backend, sizes.tokens * inputs)?;
-        let d_y = random_elements::<B, T>(backend, sizes.tokens * outputs)?;
-        let mut d_weight = backend.allocate::<f32>(outputs * inputs)?;
-        Ok(move |backend: &B| {
-            backend.linear_backward_weight(LinearBackwardWeight {
-                inputs,
-                x: B::whole(&x),
-                d_y: B::whole(&d_y),
-                d_weight: B::whole_mut(&mut d_weight),
-                accumulation: Accumulation::Add,
-            })
-        })
-    });
+    let forward = linear_forward::<B, T>(name("forward"), work, tokens, [inputs, outputs]);
+    let input = case!(name("backward_input"), work, |backend| [
+        read d_y = random_elements::<B, T>(backend, tokens * outputs),
+        read weight = random_elements::<B, T>(backend, outputs * inputs),
+        write d_x = backend.allocate::<T>(tokens * inputs),
+    ] backend.linear_backward_input(LinearBackwardInput {
+        inputs, d_y, weight, d_x, accumulation: Accumulation::Overwrite,
+    }));
+    let weight = case!(name("backward_weight"), work, |backend| [
+        read x = random_elements::<B, T>(backend, tokens * inputs),
+        read d_y = random_elements::<B, T>(backend, tokens * outputs),
+        write d_weight = backend.allocate::<f32>(outputs * inputs),
+    ] backend.linear_backward_weight(LinearBackwardWeight {
+        inputs, x, d_y, d_weight, accumulation: Accumulation::Add,
+    }));
     [forward, input, weight]
+}
+
+fn linear_forward<B: Backend, T: Element>(
+    name: String,
+    work: Work,
+    tokens: usize,
+    [inputs, outputs]: [usize; 2],
+) -> Case<B> {
+    case!(name, work, |backend| [
+        read x = random_elements::<B, T>(backend, tokens * inputs),
+        read weight = random_elements::<B, T>(backend, outputs * inputs),
+        write y = backend.allocate::<T>(tokens * outputs),
+    ] backend.linear_forward(LinearForward { inputs, x, weight, residual: None, y }))
 }
 
 /// A layer on one token, as in generation, which reads the weight once.
 fn linear_one_token<B: Backend, T: Element>([inputs, outputs]: [usize; 2]) -> Case<B> {
     let name = format!("linear_forward of a token, {inputs} to {outputs}");
-    Case::new(name, Work::moved::<T>(inputs * outputs), move |backend: &B| {
-        let x = random_elements::<B, T>(backend, inputs)?;
-        let weight = random_elements::<B, T>(backend, outputs * inputs)?;
-        let mut y = backend.allocate::<T>(outputs)?;
-        Ok(move |backend: &B| {
-            backend.linear_forward(LinearForward {
-                inputs,
-                x: B::whole(&x),
-                weight: B::whole(&weight),
-                residual: None,
-                y: B::whole_mut(&mut y),
-            })
-        })
-    })
+    linear_forward::<B, T>(name, Work::moved::<T>(inputs * outputs), 1, [inputs, outputs])
 }
 
-fn swiglu_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    Case::new(
-        "swiglu_forward",
-        Work::moved::<T>(3 * sizes.tokens * sizes.mlp),
-        move |backend: &B| {
-            let gate_up = random_elements::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
-            let mut out = backend.allocate::<T>(sizes.tokens * sizes.mlp)?;
-            Ok(move |backend: &B| {
-                backend.swiglu_forward(sizes.mlp, B::whole(&gate_up), B::whole_mut(&mut out))
-            })
-        },
-    )
+fn swiglu_forward<B: Backend, T: Element>(Sizes { tokens, mlp, .. }: Sizes) -> Case<B> {
+    case!("swiglu_forward", Work::moved::<T>(3 * tokens * mlp), |backend| [
+        read gate_up = random_elements::<B, T>(backend, tokens * 2 * mlp),
+        write out = backend.allocate::<T>(tokens * mlp),
+    ] backend.swiglu_forward(mlp, gate_up, out))
 }
 
-fn swiglu_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    Case::new(
-        "swiglu_backward",
-        Work::moved::<T>(6 * sizes.tokens * sizes.mlp),
-        move |backend: &B| {
-            let mut gate_up = random_elements::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
-            let mut out = random_elements::<B, T>(backend, sizes.tokens * sizes.mlp)?;
-            Ok(move |backend: &B| {
-                let gate_up = B::whole_mut::<T>(&mut gate_up);
-                backend.swiglu_backward(sizes.mlp, gate_up, B::whole_mut(&mut out))
-            })
-        },
-    )
+fn swiglu_backward<B: Backend, T: Element>(Sizes { tokens, mlp, .. }: Sizes) -> Case<B> {
+    case!("swiglu_backward", Work::moved::<T>(6 * tokens * mlp), |backend| [
+        write gate_up = random_elements::<B, T>(backend, tokens * 2 * mlp),
+        write out = random_elements::<B, T>(backend, tokens * mlp),
+    ] backend.swiglu_backward::<T>(mlp, gate_up, out))
 }
 
 fn cross_entropy<B: Backend, T: Element>(
-    sizes: Sizes,
+    Sizes { tokens, width, vocabulary, .. }: Sizes,
     name: &str,
     with_gradients: bool,
 ) -> Case<B> {
     let matmuls = if with_gradients { 3 } else { 1 };
-    let work = Work::matmuls(matmuls, sizes.tokens, sizes.width, sizes.vocabulary);
-    Case::new(name, work, move |backend: &B| {
-        let shape = HeadShape::whole(sizes.tokens, sizes.width, sizes.vocabulary);
-        let x = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
-        let weight = random_elements::<B, T>(backend, sizes.vocabulary * sizes.width)?;
-        let targets = ids(backend, sizes.tokens, sizes.vocabulary)?;
-        let mut scratch = backend.allocate::<f32>(backend.cross_entropy_scratch(&shape))?;
-        let mut loss = backend.allocate::<f64>(1)?;
-        let mut d_x = backend.allocate::<T>(sizes.tokens * sizes.width)?;
-        let mut d_weight = backend.allocate::<f32>(sizes.vocabulary * sizes.width)?;
-        Ok(move |backend: &B| {
-            let gradients = with_gradients.then(|| HeadGradients {
-                scale: 1.0,
-                d_x: B::whole_mut(&mut d_x),
-                d_weight: B::whole_mut(&mut d_weight),
-                accumulation: Accumulation::Add,
-            });
-            backend.cross_entropy(CrossEntropyArgs {
-                shape,
-                x: B::whole(&x),
-                weight: B::whole(&weight),
-                targets: B::whole(&targets),
-                scratch: B::whole_mut(&mut scratch),
-                loss: B::whole_mut(&mut loss),
-                gradients,
-                ranks: None,
-            })
-        })
-    })
+    let shape = HeadShape::whole(tokens, width, vocabulary);
+    case!(name, Work::matmuls(matmuls, tokens, width, vocabulary), |backend| [
+        read x = random_elements::<B, T>(backend, tokens * width),
+        read weight = random_elements::<B, T>(backend, vocabulary * width),
+        read targets = ids(backend, tokens, vocabulary),
+        write scratch = backend.allocate::<f32>(backend.cross_entropy_scratch(&shape)),
+        write loss = backend.allocate::<f64>(1),
+        write d_x = backend.allocate::<T>(tokens * width),
+        write d_weight = backend.allocate::<f32>(vocabulary * width),
+    ] backend.cross_entropy(CrossEntropyArgs {
+        shape, x, weight, targets, scratch, loss,
+        gradients: with_gradients.then_some(HeadGradients {
+            scale: 1.0, d_x, d_weight, accumulation: Accumulation::Add,
+        }),
+        ranks: None,
+    }))
 }
 
 fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let shape = QkvShape { batch: 1, length: sizes.tokens, ..sizes.attention };
-    let width = shape.kv_heads * shape.head_dim;
-    Case::new("key_value_append", Work::moved::<T>(4 * sizes.tokens * width), move |backend: &B| {
-        let qkv = random_elements::<B, T>(backend, sizes.tokens * shape.row())?;
-        let mut keys = backend.allocate::<T>(sizes.tokens * width)?;
-        let mut values = backend.allocate::<T>(sizes.tokens * width)?;
-        Ok(move |backend: &B| {
-            backend.key_value_append(KeyValueAppend {
-                shape: &shape,
-                first_position: 0,
-                qkv: B::whole(&qkv),
-                keys: B::whole_mut(&mut keys),
-                values: B::whole_mut(&mut values),
-            })
-        })
-    })
+    let elements = sizes.tokens * shape.kv_heads * shape.head_dim;
+    case!("key_value_append", Work::moved::<T>(4 * elements), |backend| [
+        read qkv = random_elements::<B, T>(backend, sizes.tokens * shape.row()),
+        write keys = backend.allocate::<T>(elements),
+        write values = backend.allocate::<T>(elements),
+    ] backend.key_value_append(KeyValueAppend {
+        shape: &shape, first_position: 0, qkv, keys, values,
+    }))
 }
 
 fn add<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let count = sizes.tokens * sizes.width;
-    Case::new("add", Work::moved::<T>(3 * count), move |backend: &B| {
-        let x = random_elements::<B, T>(backend, count)?;
-        let y = random_elements::<B, T>(backend, count)?;
-        let mut out = backend.allocate::<T>(count)?;
-        Ok(move |backend: &B| backend.add(B::whole(&x), B::whole(&y), B::whole_mut(&mut out)))
-    })
+    case!("add", Work::moved::<T>(3 * count), |backend| [
+        read x = random_elements::<B, T>(backend, count),
+        read y = random_elements::<B, T>(backend, count),
+        write out = backend.allocate::<T>(count),
+    ] backend.add::<T>(x, y, out))
 }
 
 /// From f32 to the case's type.
 fn convert<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let count = sizes.vocabulary * sizes.width;
     let bytes = count * (size_of::<f32>() + size_of::<T>());
-    Case::new("convert", Work::Bytes(bytes as u64), move |backend: &B| {
-        let x = random_elements::<B, f32>(backend, count)?;
-        let mut y = backend.allocate::<T>(count)?;
-        Ok(move |backend: &B| backend.convert(B::whole(&x), B::whole_mut(&mut y)))
-    })
+    case!("convert", Work::Bytes(bytes as u64), |backend| [
+        read x = random_elements::<B, f32>(backend, count),
+        write y = backend.allocate::<T>(count),
+    ] backend.convert::<f32, T>(x, y))
 }
 
 fn squared_norm<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    Case::new(
-        "squared_norm",
-        Work::moved::<T>(sizes.vocabulary * sizes.width),
-        move |backend: &B| {
-            let x = random_elements::<B, T>(backend, sizes.vocabulary * sizes.width)?;
-            let mut out = backend.allocate::<f64>(1)?;
-            Ok(move |backend: &B| backend.squared_norms(&[B::whole(&x)], B::whole_mut(&mut out)))
-        },
-    )
+    let count = sizes.vocabulary * sizes.width;
+    case!("squared_norm", Work::moved::<T>(count), |backend| [
+        read x = random_elements::<B, T>(backend, count),
+        write out = backend.allocate::<f64>(1),
+    ] backend.squared_norms::<T>(&[x], out))
 }
 
 fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
@@ -332,21 +235,14 @@ fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let with_remainder = T::DTYPE == DType::BF16;
     let remainder = if with_remainder { 2 * size_of::<i16>() } else { 0 };
     let bytes = len * (5 * size_of::<f32>() + 2 * size_of::<T>() + remainder);
-    Case::new("adamw", Work::Bytes(bytes as u64), move |backend: &B| {
-        let mut weights = random_elements::<B, T>(backend, len)?;
-        let gradients = random_elements::<B, f32>(backend, len)?;
-        let mut remainder = upload(backend, &vec![0i16; if with_remainder { len } else { 0 }])?;
-        let mut first_moment = random_elements::<B, f32>(backend, len)?;
-        let mut second_moment = upload(backend, &vec![1f32; len])?;
-        Ok(move |backend: &B| {
-            backend.adamw(AdamWUpdate {
-                step: &STEP,
-                gradients: B::whole(&gradients),
-                weights: B::whole_mut(&mut weights),
-                remainder: with_remainder.then(|| B::whole_mut(&mut remainder)),
-                first_moment: B::whole_mut(&mut first_moment),
-                second_moment: B::whole_mut(&mut second_moment),
-            })
-        })
-    })
+    case!("adamw", Work::Bytes(bytes as u64), |backend| [
+        write weights = random_elements::<B, T>(backend, len),
+        read gradients = random_elements::<B, f32>(backend, len),
+        write remainder = upload(backend, &vec![0i16; if with_remainder { len } else { 0 }]),
+        write first_moment = random_elements::<B, f32>(backend, len),
+        write second_moment = upload(backend, &vec![1f32; len]),
+    ] backend.adamw(AdamWUpdate {
+        step: &STEP, gradients, weights, remainder: with_remainder.then_some(remainder),
+        first_moment, second_moment,
+    }))
 }

@@ -30,11 +30,18 @@ pub(super) trait Kernel {
     /// Terms of a block at most, a multiple of a vector or tile.
     const DEPTH: usize;
 
+    /// Elements of a right block, which stays in a cache.
+    const RIGHT: usize;
+
     /// Columns of a right block of this many terms, a multiple of [`PANEL`].
-    fn columns(depth: usize) -> usize;
+    fn columns(depth: usize) -> usize {
+        (Self::RIGHT / depth.max(1) / PANEL * PANEL).max(PANEL)
+    }
 
     /// Rows of a task at most, of this many terms.
-    fn rows(depth: usize) -> usize;
+    fn rows(_depth: usize) -> usize {
+        usize::MAX
+    }
 
     /// Elements of a packed panel of this many terms.
     fn panel_len(terms: usize) -> usize;

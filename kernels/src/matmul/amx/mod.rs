@@ -68,10 +68,7 @@ fn sums_len(rows: usize) -> usize {
 impl<U: Unit> Kernel for OnUnit<U> {
     const ROWS: usize = SIDE;
     const DEPTH: usize = DEPTH;
-
-    fn columns(depth: usize) -> usize {
-        (RIGHT / depth.max(1) / PANEL * PANEL).max(PANEL)
-    }
+    const RIGHT: usize = RIGHT;
 
     fn rows(depth: usize) -> usize {
         rows_of(depth)

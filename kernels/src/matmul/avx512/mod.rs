@@ -45,14 +45,7 @@ pub(super) struct Avx512;
 impl Kernel for Avx512 {
     const ROWS: usize = TILE_ROWS;
     const DEPTH: usize = DEPTH;
-
-    fn columns(depth: usize) -> usize {
-        (RIGHT / depth.max(1) / PANEL * PANEL).max(PANEL)
-    }
-
-    fn rows(_depth: usize) -> usize {
-        usize::MAX
-    }
+    const RIGHT: usize = RIGHT;
 
     fn panel_len(terms: usize) -> usize {
         pack::pairs(terms) * PANEL
