@@ -1,5 +1,5 @@
 //! Every operation, and every way a job ends, on processes started by mpirun: each rank runs
-//! `rank_of_mpirun` of this test binary. Without mpirun the tests print so and pass.
+//! `rank_of_mpirun` of this test binary.
 
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;

@@ -62,8 +62,8 @@ pub struct Replay {
 /// values agree up to rounding. Whole blocks are not recomputed: their activations are wanted.
 ///
 /// # Errors
-/// Fails if the run does not have the step, if it mixes its sources in the order of another version, if a file is missing or damaged, or if the device fails, as
-/// when the model does not fit its memory.
+/// Fails if the run does not have the step, if it mixes its sources in the order of another version, if a file
+/// is missing or damaged, or if the device fails, as when the model does not fit its memory.
 pub fn replay(
     run: &RunDirectory,
     mut recipe: Recipe,
