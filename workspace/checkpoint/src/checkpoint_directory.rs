@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use moh_files::TEMPORARY;
 
 use crate::Error;
-use crate::error::unless_missing;
+use moh_files::unless_missing;
 
 /// Prefix of the names of checkpoints that the run has left with a rewind.
 pub(crate) const REWOUND: &str = "rewound-step-";
@@ -54,7 +54,7 @@ impl CheckpointDirectory {
         let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
         let mut steps = Vec::new();
         for entry in entries.into_iter().flatten() {
-            let name = entry.map_err(Error::io(&directory))?.file_name();
+            let name = entry.map_err(moh_files::io(&directory))?.file_name();
             let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
             // Only the spelling of `checkpoint`: no sign, no leading zero.
             steps.extend(step.filter(|&step: &u64| name == *format!("step-{step}")));

@@ -1,26 +1,13 @@
 //! The errors of this crate.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file could not be read or written.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// A file of a checkpoint is damaged, or cannot be written.
-    #[error("{}: {reason}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        reason: String,
-    },
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
     /// A file of a checkpoint is missing on some ranks and not on others.
     #[error(
         "{source}, but other ranks see the checkpoint: put the run directory on a file system that all \
@@ -52,22 +39,6 @@ pub enum Error {
     /// The model is invalid.
     #[error(transparent)]
     Model(#[from] moh_model::Error),
-}
-
-impl Error {
-    /// For `map_err`: adds the path to an I/O error.
-    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
-        let path = path.to_path_buf();
-        move |source| Error::Io { path, source }
-    }
-}
-
-/// The value of an I/O operation on `path`; `None` if there is nothing at `path`.
-pub(crate) fn unless_missing<T>(
-    path: &Path,
-    result: std::io::Result<T>,
-) -> Result<Option<T>, Error> {
-    moh_files::unless_missing(result).map_err(Error::io(path))
 }
 
 /// The steps of checkpoints, for messages.

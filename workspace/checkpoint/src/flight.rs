@@ -92,7 +92,7 @@ impl Flight {
         {
             self.work = Work::Ended(result.unwrap_or_else(|_| {
                 let reason = "the thread that wrote it panicked".to_owned();
-                Err(Error::File { path: self.path.clone(), reason }.into())
+                Err(Error::from(moh_files::unusable(&self.path, reason)).into())
             }));
         }
         ThreadFlags {
@@ -150,7 +150,7 @@ fn start(
 ) -> Work {
     match Background::start("checkpoint", work) {
         Ok(background) => Work::Running(background),
-        Err(error) => Work::Ended(Err(Error::io(path)(error).into())),
+        Err(error) => Work::Ended(Err(moh_files::io(path)(error).into())),
     }
 }
 
@@ -194,7 +194,7 @@ mod tests {
     }
 
     fn failure(text: &str) -> Error {
-        Error::File { path: "disk".into(), reason: text.into() }
+        moh_files::unusable("disk".as_ref(), text).into()
     }
 
     /// A flight on rank `rank` of `size`, and what the first rank's completion was given.

@@ -9,8 +9,8 @@ use moh_files::TEMPORARY;
 use super::MANIFEST_HASH;
 use super::manifest::RunState;
 use super::stored::read_state;
-use crate::error::unless_missing;
 use crate::{AFTER, CheckpointDirectory, Error};
+use moh_files::unless_missing;
 
 /// A directory with a checkpoint, complete or not.
 #[derive(Debug)]
@@ -108,7 +108,7 @@ fn entries(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     entries
         .into_iter()
         .flatten()
-        .map(|entry| Ok(entry.map_err(Error::io(directory))?.path()))
+        .map(|entry| Ok(entry.map_err(moh_files::io(directory))?.path()))
         .collect()
 }
 

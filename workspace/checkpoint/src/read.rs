@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_comm::World;
-use moh_files::first_free_suffixed;
+use moh_files::{FileError, first_free_suffixed};
 use moh_kernels::{Backend, Cpu};
 use moh_model::parameters::Shard;
 use moh_step::Ranks;
@@ -124,10 +124,7 @@ fn examine<B: Backend>(
     });
     let opened = agree_on_damage(ranks, &directory, opened)?.map_err(Error::from);
     Ok(match ranks.any(opened.is_err())? {
-        true => Err(opened.err().unwrap_or_else(|| Error::File {
-            path: directory.join(MANIFEST),
-            reason: "another rank found a damaged file".into(),
-        })),
+        true => Err(opened.err().unwrap_or_else(|| damaged_elsewhere(&directory))),
         false => opened,
     })
 }
@@ -153,13 +150,14 @@ pub fn quarantine_if_damaged<B: Backend, R>(
     ranks.on_rank0(|| quarantine(run, &directory, &aside))?;
     if ranks.is_first() {
         // The first rank reports, even if another rank has found the damage.
-        let error = read.err().unwrap_or_else(|| Error::File {
-            path: aside.join(MANIFEST),
-            reason: "another rank found a damaged file".into(),
-        });
+        let error = read.err().unwrap_or_else(|| damaged_elsewhere(&aside));
         damaged(&aside, &error);
     }
     Ok(None)
+}
+
+fn damaged_elsewhere(directory: &Path) -> Error {
+    moh_files::unusable(&directory.join(MANIFEST), "another rank found a damaged file").into()
 }
 
 /// Returns what this rank has found, if the ranks together can tell whether the bytes are good.
@@ -173,7 +171,7 @@ fn agree_on_damage<B: Backend, R>(
         read => Ok(read),
     })?;
     let missing = match &read {
-        Err(ReadError::Missing(Error::Io { path, .. })) => path.file_name(),
+        Err(ReadError::Missing(Error::File(FileError::Io { path, .. }))) => path.file_name(),
         _ => None,
     };
     let missing = missing.map(|name| name.as_encoded_bytes().to_vec());
@@ -195,6 +193,6 @@ fn aside(run: &CheckpointDirectory, step: u64) -> PathBuf {
 }
 
 fn quarantine(run: &CheckpointDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
-    fs::rename(directory, aside).map_err(Error::io(aside))?;
-    moh_files::sync_directory(&run.checkpoints()).map_err(Error::io(&run.checkpoints()))
+    fs::rename(directory, aside).map_err(moh_files::io(aside))?;
+    Ok(moh_files::sync_directory(&run.checkpoints()).map_err(moh_files::io(&run.checkpoints()))?)
 }

@@ -22,7 +22,7 @@ impl ReadError {
     pub(super) fn io(path: &Path) -> impl Fn(io::Error) -> ReadError + '_ {
         |error| {
             let kind = error.kind();
-            let error = Error::io(path)(error);
+            let error = moh_files::io(path)(error).into();
             match kind {
                 ErrorKind::NotFound => ReadError::Missing(error),
                 ErrorKind::UnexpectedEof => ReadError::Damaged(error),
@@ -34,6 +34,12 @@ impl ReadError {
 
 impl From<moh_model::Error> for ReadError {
     fn from(error: moh_model::Error) -> ReadError {
+        ReadError::Unusable(error.into())
+    }
+}
+
+impl From<moh_files::FileError> for ReadError {
+    fn from(error: moh_files::FileError) -> ReadError {
         ReadError::Unusable(error.into())
     }
 }

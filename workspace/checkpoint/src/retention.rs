@@ -60,13 +60,13 @@ pub fn remove(run: &CheckpointDirectory, steps: &[u64]) -> Result<(), Error> {
     for &step in steps {
         // Renamed first, so that a partially removed checkpoint never looks complete.
         let doomed = all.join(format!("{TEMPORARY}removed-step-{step}"));
-        fs::rename(run.checkpoint(step), &doomed).map_err(Error::io(&doomed))?;
+        fs::rename(run.checkpoint(step), &doomed).map_err(moh_files::io(&doomed))?;
     }
-    for entry in fs::read_dir(&all).map_err(Error::io(&all))? {
-        let path = entry.map_err(Error::io(&all))?.path();
+    for entry in fs::read_dir(&all).map_err(moh_files::io(&all))? {
+        let path = entry.map_err(moh_files::io(&all))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         if is_unfinished_checkpoint(&name) || name.starts_with(REWOUND) {
-            fs::remove_dir_all(&path).map_err(Error::io(&path))?;
+            fs::remove_dir_all(&path).map_err(moh_files::io(&path))?;
         }
     }
     Ok(())

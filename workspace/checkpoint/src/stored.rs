@@ -209,7 +209,7 @@ impl StoredCheckpoint {
     }
 
     fn refuse(&self, reason: String) -> Error {
-        Error::File { path: self.directory.join(MANIFEST), reason }
+        moh_files::unusable(&self.directory.join(MANIFEST), reason).into()
     }
 }
 
@@ -226,7 +226,7 @@ pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState, Error>
 
 fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
     let path = directory.join(MANIFEST);
-    let refuse = |reason: String| Error::File { path: path.clone(), reason };
+    let refuse = |reason: String| Error::from(moh_files::unusable(&path, reason));
     let text = read_text(&path)?;
     let hash_path = directory.join(MANIFEST_HASH);
     let hash = fs::read(&hash_path).map_err(ReadError::io(&hash_path))?;
@@ -255,7 +255,7 @@ fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
 fn read_part(directory: &Path, described: &PartFile) -> Result<RankPart, ReadError> {
     let path = directory.join(&described.file);
     let text = read_text(&path)?;
-    let refuse = |reason: String| Error::File { path: path.clone(), reason };
+    let refuse = |reason: String| Error::from(moh_files::unusable(&path, reason));
     if blake3::hash(&text).to_hex().as_str() != described.blake3 {
         let reason = format!("does not match its hash in {MANIFEST}: it is damaged");
         return Err(ReadError::Damaged(refuse(reason)));
@@ -270,7 +270,7 @@ fn read_text(path: &Path) -> Result<Vec<u8>, ReadError> {
     let length = fs::metadata(path).map_err(ReadError::io(path))?.len();
     if length > MAX_TEXT_BYTES {
         let reason = format!("{length} bytes: a manifest has at most {MAX_TEXT_BYTES}");
-        return Err(ReadError::Unusable(Error::File { path: path.to_owned(), reason }));
+        return Err(ReadError::Unusable(Error::from(moh_files::unusable(&path, reason))));
     }
     fs::read(path).map_err(ReadError::io(path))
 }
@@ -280,7 +280,7 @@ fn check_names<'a>(path: &Path, names: impl Iterator<Item = &'a String>) -> Resu
     for name in names {
         if Path::new(name).file_name() != Some(name.as_ref()) {
             let reason = format!("{name:?} is not the name of a file");
-            return Err(ReadError::Damaged(Error::File { path: path.to_owned(), reason }));
+            return Err(ReadError::Damaged(Error::from(moh_files::unusable(&path, reason))));
         }
     }
     Ok(())

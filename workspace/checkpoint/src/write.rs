@@ -27,8 +27,9 @@ const MAX_THREADS: usize = 4;
 /// Fails if the directory cannot be created.
 pub fn begin(run: &CheckpointDirectory, step: u64) -> Result<PendingDirectory, Error> {
     let all = run.checkpoints();
-    moh_files::create_directory(&all).map_err(Error::io(&all))?;
-    PendingDirectory::create_shared(&run.checkpoint(step)).map_err(Error::io(&folder(run, step)))
+    moh_files::create_directory(&all).map_err(moh_files::io(&all))?;
+    Ok(PendingDirectory::create_shared(&run.checkpoint(step))
+        .map_err(moh_files::io(&folder(run, step)))?)
 }
 
 /// The directory of an incomplete checkpoint.
@@ -55,14 +56,14 @@ pub fn write_part<T: Element, M: Element>(
     let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MAX_THREADS));
     // Its threads have the low priority of the thread that starts them.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(|error| Error::io(&folder)(std::io::Error::other(error)))?;
+    let pool = pool.map_err(|error| moh_files::io(&folder)(std::io::Error::other(error)))?;
     let mut tensors: Vec<TensorEntry> = snapshot.shard.tensors.iter().map(entry).collect();
     let mut files = TensorKind::ALL
         .map(|kind| TensorFile { file: tensor_file(kind, rank, size), dtype: String::new() });
     for (kind, file) in TensorKind::ALL.into_iter().zip(&mut files) {
         let path = folder.join(&file.file);
         let written = pool.install(|| shard_file::write(&path, snapshot, kind));
-        let written = written.map_err(Error::io(&path))?;
+        let written = written.map_err(moh_files::io(&path))?;
         for (entry, hash) in tensors.iter_mut().zip(&written.hashes) {
             entry.blake3[kind as usize] = hash.to_hex().to_string();
         }
@@ -73,7 +74,7 @@ pub fn write_part<T: Element, M: Element>(
     let hash = write_text(&folder.join(&file), &RankPart { files, tensors })?;
     let written: WrittenPart = (file, hash.to_hex().to_string(), names);
     // Plain text always serialises.
-    serde_json::to_vec(&written).map_err(|error| Error::io(&folder)(error.into()))
+    Ok(serde_json::to_vec(&written).map_err(|error| moh_files::io(&folder)(error.into()))?)
 }
 
 /// The entry of a tensor, which lacks the hashes.
@@ -112,33 +113,34 @@ pub fn publish(
     let mut written: Vec<WrittenPart> = Vec::new();
     for part in parts {
         let part = serde_json::from_slice(part);
-        written.push(part.map_err(|error| Error::io(&folder)(error.into()))?);
+        written.push(part.map_err(|error| moh_files::io(&folder)(error.into()))?);
     }
     for (file, _, _) in &written {
         // A directory that is not shared has the first rank's files alone.
         let path = folder.join(file);
-        fs::metadata(&path).map_err(Error::io(&path))?;
+        fs::metadata(&path).map_err(moh_files::io(&path))?;
     }
     write_manifest(&folder, &Manifest::new(state, config, written))?;
-    pending.publish().map_err(Error::io(&place))
+    Ok(pending.publish().map_err(moh_files::io(&place))?)
 }
 
 fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), Error> {
     let hash = write_text(&folder.join(MANIFEST), manifest)?;
     let path = folder.join(MANIFEST_HASH);
-    write_synced(&path, format!("{hash}  {MANIFEST}\n").as_bytes()).map_err(Error::io(&path))
+    Ok(write_synced(&path, format!("{hash}  {MANIFEST}\n").as_bytes())
+        .map_err(moh_files::io(&path))?)
 }
 
 /// Writes a value as JSON that a reader takes; returns the hash of the text.
 fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash, Error> {
-    let io = Error::io(path);
+    let io = moh_files::io(path);
     let text = match serde_json::to_vec(value) {
         Ok(text) => text,
-        Err(error) => return Err(io(error.into())),
+        Err(error) => return Err(io(error.into()).into()),
     };
     if text.len() as u64 > MAX_TEXT_BYTES {
         let reason = format!("{} bytes, but a manifest has at most {MAX_TEXT_BYTES}", text.len());
-        return Err(Error::File { path: path.to_owned(), reason });
+        return Err(Error::from(moh_files::unusable(&path, reason)));
     }
     write_synced(path, &text).map_err(io)?;
     Ok(blake3::hash(&text))

@@ -1,18 +1,13 @@
 //! The errors of this crate.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file or directory is invalid.
-    #[error("{}: {reason}", path.display())]
-    File {
-        /// The file or directory.
-        path: PathBuf,
-        /// The problem, and what was expected.
-        reason: String,
-    },
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
     /// An option does not fit the model.
     #[error("{0}")]
     Option(String),
@@ -38,6 +33,6 @@ pub enum Error {
 
 impl Error {
     pub(crate) fn file(path: &Path, reason: impl Into<String>) -> Error {
-        Error::File { path: path.to_path_buf(), reason: reason.into() }
+        moh_files::unusable(path, reason).into()
     }
 }

@@ -5,17 +5,19 @@
 
 mod directory;
 mod disk;
+mod error;
 mod file;
 mod free_name;
 mod open_directory;
 mod temporary;
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::Path;
 
 pub use directory::PendingDirectory;
 pub use disk::DiskReader;
+pub use error::{FileError, io, unless_missing, unusable};
 pub use file::{PendingFile, write};
 pub use free_name::{first_free, first_free_suffixed};
 pub use open_directory::OpenDirectory;
@@ -36,7 +38,7 @@ pub fn parent(path: &Path) -> &Path {
 ///
 /// # Errors
 /// Fails if one cannot be created.
-pub fn create_parents(path: &Path) -> io::Result<()> {
+pub fn create_parents(path: &Path) -> std::io::Result<()> {
     fs::create_dir_all(parent(path))
 }
 
@@ -44,21 +46,10 @@ pub fn create_parents(path: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// Fails if the directory around it is missing, or it cannot be created.
-pub fn create_directory(path: &Path) -> io::Result<()> {
+pub fn create_directory(path: &Path) -> std::io::Result<()> {
     match fs::create_dir(path) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(error),
         _ => Ok(()),
-    }
-}
-
-/// The value of an operation on a path; `None` if there is nothing at the path.
-///
-/// # Errors
-/// Every other error of the operation.
-pub fn unless_missing<T>(result: io::Result<T>) -> io::Result<Option<T>> {
-    match result {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        result => result.map(Some),
     }
 }
 
@@ -66,7 +57,7 @@ pub fn unless_missing<T>(result: io::Result<T>) -> io::Result<Option<T>> {
 ///
 /// # Errors
 /// Fails if the directory cannot be opened or synced.
-pub fn sync_directory(path: &Path) -> io::Result<()> {
+pub fn sync_directory(path: &Path) -> std::io::Result<()> {
     match cfg!(unix) {
         true => File::open(path)?.sync_all(),
         false => Ok(()),
@@ -77,7 +68,7 @@ pub fn sync_directory(path: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// Fails if the file exists or cannot be written.
-pub fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub fn write_synced(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let mut file = File::create_new(path)?;
     file.write_all(bytes)?;
     file.sync_all()
@@ -87,9 +78,9 @@ pub fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
 ///
 /// # Errors
 /// Fails if an entry cannot be removed.
-pub fn remove_directory(path: &Path) -> io::Result<()> {
+pub fn remove_directory(path: &Path) -> std::io::Result<()> {
     match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }
 }

@@ -136,19 +136,17 @@ impl ConfigFile {
 
 /// The JSON object in a configuration file.
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
-    let io = |source| Error::Io { path: path.to_path_buf(), source };
+    let io = |source| Error::from(moh_files::io(&path)(source));
     let length = std::fs::metadata(path).map_err(io)?.len();
     if length > MAX_FILE_BYTES {
-        return Err(Error::File {
-            path: path.to_path_buf(),
-            reason: format!("{length} bytes: a configuration has at most {MAX_FILE_BYTES}"),
-        });
+        return Err(Error::file(
+            path,
+            format!("{length} bytes: a configuration has at most {MAX_FILE_BYTES}"),
+        ));
     }
     let bytes = std::fs::read(path).map_err(io)?;
-    let value = serde_json::from_slice(&bytes).map_err(|error| Error::File {
-        path: path.to_path_buf(),
-        reason: format!("not valid JSON: {error}"),
-    })?;
+    let value = serde_json::from_slice(&bytes)
+        .map_err(|error| Error::file(path, format!("not valid JSON: {error}")))?;
     object(value, path)
 }
 
@@ -156,10 +154,7 @@ pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
 fn object(value: Value, path: &Path) -> Result<Map<String, Value>, Error> {
     match value {
         Value::Object(fields) => Ok(fields),
-        other => Err(Error::File {
-            path: path.to_path_buf(),
-            reason: format!("expected a JSON object, found {}", kind(&other)),
-        }),
+        other => Err(Error::file(path, format!("expected a JSON object, found {}", kind(&other)))),
     }
 }
 

@@ -92,7 +92,7 @@ struct Tensor {
 }
 
 fn refuse<T>(path: &Path, reason: impl Into<String>) -> Result<T, Error> {
-    Err(Error::File { path: path.to_path_buf(), reason: reason.into() })
+    Err(Error::from(moh_files::unusable(&path, reason.into())))
 }
 
 impl WeightFiles {
@@ -165,7 +165,7 @@ impl WeightFiles {
         path: PathBuf,
         index: Option<(&String, &HashMap<String, String>)>,
     ) -> Result<(), Error> {
-        let io = |source| Error::Io { path: path.clone(), source };
+        let io = |source| Error::from(moh_files::io(&path)(source));
         let file = File::open(&path).map_err(io)?;
         let map = map(&file).map_err(io)?;
         if map.starts_with(LFS_POINTER) {
@@ -310,10 +310,8 @@ impl WeightFiles {
 
     /// The error for a tensor with an infinite or NaN element.
     pub fn not_finite(&self, name: &str, element: usize) -> Error {
-        Error::File {
-            path: self.file_of(name).to_path_buf(),
-            reason: format!("{name} has a value that is not finite, at element {element}"),
-        }
+        let reason = format!("{name} has a value that is not finite, at element {element}");
+        Error::file(self.file_of(name), reason)
     }
 
     /// Tells the system that a part of a tensor's bytes is not needed for now, which keeps the
@@ -385,7 +383,7 @@ fn release(_: &Mmap, _: Range<usize>) {}
 
 /// The `weight_map` of an index: tensor name to file name.
 fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
-    let io = |source| Error::Io { path: path.to_path_buf(), source };
+    let io = |source| Error::from(moh_files::io(&path)(source));
     let length = std::fs::metadata(path).map_err(io)?.len();
     if length > MAX_INDEX_BYTES {
         return refuse(path, format!("{length} bytes: an index has at most {MAX_INDEX_BYTES}"));

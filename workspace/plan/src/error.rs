@@ -1,7 +1,7 @@
 //! The errors of this crate.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use moh_recipe::Fault;
 
@@ -10,14 +10,9 @@ use crate::units::ranks as counted;
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file could not be read.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
     /// A hardware profile is invalid: one line for each fault.
     #[error("{}", lines(faults))]
     Hardware {
@@ -59,14 +54,6 @@ pub enum Error {
     /// The buffers of steps cannot be counted.
     #[error(transparent)]
     Step(#[from] moh_step::Error),
-}
-
-impl Error {
-    /// For `map_err`: adds the path to an I/O error.
-    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
-        let path = path.to_path_buf();
-        move |source| Error::Io { path, source }
-    }
 }
 
 fn lines<T: fmt::Display>(items: &[T]) -> String {

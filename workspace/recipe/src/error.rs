@@ -1,21 +1,16 @@
 //! The errors of this crate.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use crate::Fault;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file could not be read.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
     /// A recipe or an override is invalid: one line for each fault.
     #[error("{}", lines(faults))]
     Recipe {
@@ -35,14 +30,6 @@ pub enum Error {
     /// The shape of the model is invalid.
     #[error(transparent)]
     Hf(#[from] moh_hf::Error),
-}
-
-impl Error {
-    /// For `map_err`: adds the path to an I/O error.
-    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
-        let path = path.to_path_buf();
-        move |source| Error::Io { path, source }
-    }
 }
 
 fn lines<T: fmt::Display>(items: &[T]) -> String {

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use moh_checkpoint::AFTER;
 use moh_files::first_free_suffixed;
 
-use crate::error::unless_missing;
 use crate::{Error, RunDirectory};
+use moh_files::unless_missing;
 
 /// Moves the checkpoints after `step`, the summary and the export with its record aside, with a copy of the metrics;
 /// returns the new directory, or `None` if there was nothing to move. The caller has locked the directory
@@ -38,15 +38,15 @@ pub fn archive_later(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, E
     unless_missing(&run.metrics(), fs::copy(run.metrics(), aside.metrics()))?;
     // The summary first: without it the run is unfinished, wherever this ends.
     for (from, to) in results {
-        fs::rename(&from, to(&aside)).map_err(Error::io(&from))?;
+        fs::rename(&from, to(&aside)).map_err(moh_files::io(&from))?;
     }
     // From the newest on, so that those that are left are always the first ones.
     for &found in later.iter().rev() {
         let from = run.checkpoint(found);
-        fs::rename(&from, aside.checkpoint(found)).map_err(Error::io(&from))?;
+        fs::rename(&from, aside.checkpoint(found)).map_err(moh_files::io(&from))?;
     }
     for directory in [aside.checkpoints(), run.checkpoints(), run.root().to_owned()] {
-        moh_files::sync_directory(&directory).map_err(Error::io(&directory))?;
+        moh_files::sync_directory(&directory).map_err(moh_files::io(&directory))?;
     }
     Ok(Some(aside.root().to_owned()))
 }

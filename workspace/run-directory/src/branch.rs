@@ -10,8 +10,8 @@ use std::path::Path;
 use moh_files::PendingDirectory;
 use moh_recipe::Recipe;
 
-use crate::error::unless_missing;
 use crate::{Error, RunDirectory};
+use moh_files::unless_missing;
 
 /// Whether the directory of `run` is absent or empty.
 pub fn is_free(run: &RunDirectory) -> Result<bool, Error> {
@@ -31,8 +31,8 @@ pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Resu
         return Err(Error::NoGoodCheckpoint { path: parent.checkpoints() });
     }
     let place = run.root();
-    PendingDirectory::recover(place).map_err(Error::io(place))?;
-    let pending = PendingDirectory::create(place).map_err(Error::io(place))?;
+    PendingDirectory::recover(place).map_err(moh_files::io(place))?;
+    let pending = PendingDirectory::create(place).map_err(moh_files::io(place))?;
     let new = RunDirectory::new(pending.path());
     new.claim(recipe)?;
     for step in steps {
@@ -52,8 +52,8 @@ pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Resu
         unless_missing(&file(parent), copy(&file(parent), &file(&new)))?;
     }
     new.write_recipe(recipe)?;
-    moh_files::sync_directory(&new.checkpoints()).map_err(Error::io(place))?;
-    pending.publish().map_err(Error::io(place))
+    moh_files::sync_directory(&new.checkpoints()).map_err(moh_files::io(place))?;
+    Ok(pending.publish().map_err(moh_files::io(place))?)
 }
 
 /// Gives a file a second name, or copies it where the file system has no hard links.
@@ -74,14 +74,14 @@ fn copy_directory(
     copy: fn(&Path, &Path) -> std::io::Result<()>,
 ) -> Result<(), Error> {
     let Some(entries) = unless_missing(from, fs::read_dir(from))? else { return Ok(()) };
-    fs::create_dir_all(to).map_err(Error::io(to))?;
+    fs::create_dir_all(to).map_err(moh_files::io(to))?;
     for entry in entries {
-        let path = entry.map_err(Error::io(from))?.path();
+        let path = entry.map_err(moh_files::io(from))?.path();
         let new = to.join(path.file_name().unwrap_or_default());
         match path.is_dir() {
             true => copy_directory(&path, &new, copy)?,
-            false => copy(&path, &new).map_err(Error::io(&path))?,
+            false => copy(&path, &new).map_err(moh_files::io(&path))?,
         }
     }
-    moh_files::sync_directory(to).map_err(Error::io(to))
+    Ok(moh_files::sync_directory(to).map_err(moh_files::io(to))?)
 }

@@ -1,27 +1,14 @@
 //! The errors of this crate.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file could not be read or written.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// A file of the run is damaged.
-    #[error("{}: {reason}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        reason: String,
-    },
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
     /// The recipe differs from the one the run directory was started with.
     #[error(
         "{}: the recipe differs from the run's, and resuming would change results:\n{}\n\
@@ -164,14 +151,6 @@ pub enum Error {
     Hf(#[from] moh_hf::Error),
 }
 
-impl Error {
-    /// For `map_err`: adds the path to an I/O error.
-    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
-        let path = path.to_path_buf();
-        move |source| Error::Io { path, source }
-    }
-}
-
 /// An error of another rank is [`Error::Step`], wherever it was met.
 impl From<moh_checkpoint::Error> for Error {
     fn from(error: moh_checkpoint::Error) -> Self {
@@ -180,14 +159,6 @@ impl From<moh_checkpoint::Error> for Error {
             error => Error::Checkpoint(error),
         }
     }
-}
-
-/// The value of an I/O operation on `path`; `None` if there is nothing at `path`.
-pub(crate) fn unless_missing<T>(
-    path: &Path,
-    result: std::io::Result<T>,
-) -> Result<Option<T>, Error> {
-    moh_files::unless_missing(result).map_err(Error::io(path))
 }
 
 /// A key whose value differs between two recipes; `None` where a recipe lacks it.

@@ -42,8 +42,8 @@ impl ExportRecord {
     /// Fails if the file cannot be written.
     pub fn write(&self, run: &RunDirectory) -> Result<(), Error> {
         let path = run.export_record();
-        let text = serde_json::to_vec(self).map_err(|error| Error::io(&path)(error.into()))?;
-        moh_files::write(&path, &text).map_err(Error::io(&path))
+        let text = serde_json::to_vec(self).map_err(|error| moh_files::io(&path)(error.into()))?;
+        Ok(moh_files::write(&path, &text).map_err(moh_files::io(&path))?)
     }
 }
 

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use moh_checkpoint::{RunState, StageExtension, steps_at};
 use moh_recipe::{Recipe, Stage};
 
-use crate::error::unless_missing;
 use crate::{Error, RunDirectory};
+use moh_files::unless_missing;
 
 /// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -105,10 +105,10 @@ impl Extensions {
             let mut text = Vec::new();
             for growth in &self.growth {
                 let line = serde_json::to_vec(growth);
-                text.extend(line.map_err(|error| Error::io(&path)(error.into()))?);
+                text.extend(line.map_err(|error| moh_files::io(&path)(error.into()))?);
                 text.push(b'\n');
             }
-            moh_files::write(&path, &text).map_err(Error::io(&path))?;
+            moh_files::write(&path, &text).map_err(moh_files::io(&path))?;
         }
         run.write_recipe(recipe)
     }
@@ -128,13 +128,13 @@ fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
 
 /// The records of a file; none if it is missing.
 fn read(path: &Path) -> Result<Vec<StageExtension>, Error> {
-    let refuse = |reason: String| Error::File { path: path.to_owned(), reason };
+    let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
     let Some(file) = unless_missing(path, std::fs::metadata(path))? else { return Ok(Vec::new()) };
     if file.len() > MAX_FILE_BYTES {
         let reason = format!("{} bytes: at most {MAX_FILE_BYTES} are read", file.len());
         return Err(refuse(reason));
     }
-    let text = std::fs::read(path).map_err(Error::io(path))?;
+    let text = std::fs::read(path).map_err(moh_files::io(path))?;
     let lines = text.strip_suffix(b"\n").unwrap_or(&text).split(|&byte| byte == b'\n');
     let mut growth = Vec::new();
     for (index, line) in lines.enumerate().filter(|_| !text.is_empty()) {

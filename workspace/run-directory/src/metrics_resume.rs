@@ -56,7 +56,7 @@ pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<Str
 fn archive_log(path: &Path, root: &Path, name: &str, step: u64) -> Result<PathBuf, Error> {
     let aside =
         first_free_suffixed(|suffix| root.join(format!("{name}-before-step-{step}{suffix}.jsonl")));
-    std::fs::rename(path, &aside).map_err(Error::io(path))?;
+    std::fs::rename(path, &aside).map_err(moh_files::io(path))?;
     Ok(aside)
 }
 

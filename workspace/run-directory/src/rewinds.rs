@@ -14,8 +14,8 @@ use moh_recipe::Recipe;
 use moh_step::Ranks;
 use serde::{Deserialize, Serialize};
 
-use crate::error::unless_missing;
 use crate::{Error, RunDirectory};
+use moh_files::unless_missing;
 
 /// Returns from one place of a run, after which it ends: other samples have not helped.
 pub const MAX_ATTEMPTS: u64 = 3;
@@ -86,7 +86,7 @@ impl Rewinds {
             let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", file.len());
             return Err(moh_run_log::Error::JsonLine { path, line: 1, reason }.into());
         }
-        let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
+        let bytes = std::fs::read(&path).map_err(moh_files::io(&path))?;
         Self::parse(&bytes, &path)
     }
 
@@ -114,7 +114,7 @@ impl Rewinds {
     /// # Errors
     /// As [`Rewinds::read`]; fails if another rank has failed.
     pub fn shared<B: Backend>(run: &RunDirectory, ranks: &mut Ranks<B>) -> Result<Self, Error> {
-        let json = |error: serde_json::Error| Error::io(&run.rewinds())(error.into());
+        let json = |error: serde_json::Error| moh_files::io(&run.rewinds())(error.into());
         let mut text = None;
         ranks.on_rank0::<Error>(|| {
             text = Some(serde_json::to_vec(&Self::read(run)?.list).map_err(json)?);
@@ -134,9 +134,9 @@ impl Rewinds {
         for rewind in self.list.iter().chain([&rewind]) {
             serde_json::to_writer(&mut text, rewind)
                 .and_then(|()| writeln!(text).map_err(serde_json::Error::io))
-                .map_err(|error| Error::io(&path)(error.into()))?;
+                .map_err(|error| moh_files::io(&path)(error.into()))?;
         }
-        moh_files::write(&path, &text).map_err(Error::io(&path))
+        Ok(moh_files::write(&path, &text).map_err(moh_files::io(&path))?)
     }
 
     /// All rewinds, by number.
@@ -255,10 +255,10 @@ pub fn leave_path(run: &RunDirectory, rewinds: &Rewinds) -> Result<(), Error> {
     }
     for step in left {
         let aside = run.checkpoint_directory().rewound_checkpoint(step);
-        moh_files::remove_directory(&aside).map_err(Error::io(&aside))?;
-        std::fs::rename(run.checkpoint(step), &aside).map_err(Error::io(&aside))?;
+        moh_files::remove_directory(&aside).map_err(moh_files::io(&aside))?;
+        std::fs::rename(run.checkpoint(step), &aside).map_err(moh_files::io(&aside))?;
     }
-    moh_files::sync_directory(&run.checkpoints()).map_err(Error::io(&run.checkpoints()))
+    Ok(moh_files::sync_directory(&run.checkpoints()).map_err(moh_files::io(&run.checkpoints()))?)
 }
 
 #[cfg(test)]

@@ -13,8 +13,8 @@ use moh_run_log::Summary;
 pub use own_files::join_names;
 pub use stored_recipe::{changes, leaves};
 
-use crate::error::unless_missing;
 use crate::{Error, RunLock};
+use moh_files::unless_missing;
 
 /// Begins the names of exports that a user has changed, before which a run has written another one.
 const EXPORT_BEFORE: &str = "export-before-step-";
@@ -179,7 +179,7 @@ impl RunDirectory {
     /// # Errors
     /// As [`Self::lock`].
     pub fn lock_or_break(&self, break_lock: bool) -> Result<RunLock, Error> {
-        std::fs::create_dir_all(&self.root).map_err(Error::io(&self.root))?;
+        std::fs::create_dir_all(&self.root).map_err(moh_files::io(&self.root))?;
         RunLock::acquire(&self.root, break_lock)
     }
 
@@ -189,7 +189,7 @@ impl RunDirectory {
     /// # Errors
     /// Fails if this directory is missing, or the other one cannot be created.
     pub(crate) fn create_folder(&self, path: &Path) -> Result<(), Error> {
-        moh_files::create_directory(path).map_err(Error::io(path))
+        Ok(moh_files::create_directory(path).map_err(moh_files::io(path))?)
     }
 
     /// Steps of the complete checkpoints, ascending.
@@ -220,7 +220,7 @@ impl RunDirectory {
         let path = self.marker();
         match path.is_file() {
             true => Ok(()),
-            false => moh_files::write(&path, TEXT.as_bytes()).map_err(Error::io(&path)),
+            false => Ok(moh_files::write(&path, TEXT.as_bytes()).map_err(moh_files::io(&path))?),
         }
     }
 
@@ -228,7 +228,7 @@ impl RunDirectory {
     pub(crate) fn unmark(&self) -> Result<(), Error> {
         let path = self.marker();
         unless_missing(&path, std::fs::remove_file(&path))?;
-        moh_files::sync_directory(&self.root).map_err(Error::io(&self.root))
+        Ok(moh_files::sync_directory(&self.root).map_err(moh_files::io(&self.root))?)
     }
 
     /// Whether the run has finished: it has a summary and an export.

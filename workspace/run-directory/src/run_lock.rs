@@ -13,7 +13,7 @@ use moh_comm::host_name;
 use moh_files::OpenDirectory;
 
 use crate::Error;
-use crate::error::unless_missing;
+use moh_files::unless_missing;
 
 /// The file that is locked; it stays.
 pub(crate) const LOCK: &str = ".lock";
@@ -55,13 +55,13 @@ impl RunLock {
         break_lock: bool,
     ) -> Result<Self, Error> {
         let path = root.join(LOCK);
-        let directory = Arc::new(OpenDirectory::open(root).map_err(Error::io(root))?);
+        let directory = Arc::new(OpenDirectory::open(root).map_err(moh_files::io(root))?);
         let file = OpenOptions::new()
             .create(true)
             .truncate(false)
             .write(true)
             .open(&path)
-            .map_err(Error::io(&path))?;
+            .map_err(moh_files::io(&path))?;
         match try_lock(&file) {
             Ok(()) => Ok(RunLock { _file: file, holder: None, directory }),
             Err(TryLockError::WouldBlock) => Err(Error::Locked { path: root.to_owned() }),
@@ -69,7 +69,7 @@ impl RunLock {
                 let holder = Holder::create(root, break_lock)?;
                 Ok(RunLock { _file: file, holder: Some(holder), directory })
             }
-            Err(TryLockError::Error(error)) => Err(Error::io(&path)(error)),
+            Err(TryLockError::Error(error)) => Err(moh_files::io(&path)(error).into()),
         }
     }
 
@@ -116,9 +116,9 @@ impl Holder {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 return Err(Error::Locked { path: root.to_owned() });
             }
-            file => file.map_err(Error::io(&path))?,
+            file => file.map_err(moh_files::io(&path))?,
         };
-        file.write_all(text.as_bytes()).map_err(Error::io(&path))?;
+        file.write_all(text.as_bytes()).map_err(moh_files::io(&path))?;
         let (alive, ended) = channel::<()>();
         let beat = text.clone();
         let thread = std::thread::spawn(move || {
@@ -169,10 +169,10 @@ fn remove_stale(root: &Path, path: &Path, break_lock: bool) -> Result<(), Error>
         return Ok(());
     }
     if read(&aside)?.as_deref() == Some(&text) {
-        return std::fs::remove_file(&aside).map_err(Error::io(&aside));
+        return Ok(std::fs::remove_file(&aside).map_err(moh_files::io(&aside))?);
     }
     // The file of a process that has just taken the lock: it gets it back.
-    std::fs::rename(&aside, path).map_err(Error::io(path))?;
+    std::fs::rename(&aside, path).map_err(moh_files::io(path))?;
     Err(Error::Locked { path: root.to_owned() })
 }
 
@@ -180,7 +180,7 @@ fn remove_stale(root: &Path, path: &Path, break_lock: bool) -> Result<(), Error>
 fn read(path: &Path) -> Result<Option<String>, Error> {
     let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
     let mut bytes = Vec::new();
-    file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(Error::io(path))?;
+    file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(moh_files::io(path))?;
     Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
 }
 
@@ -202,11 +202,12 @@ fn has_died(text: &str) -> bool {
 /// The time since the file was written, by the clock of the file system: that of a file written now.
 fn age(root: &Path, path: &Path) -> Result<Duration, Error> {
     let probe = root.join(format!("{}{CLOCK}{}", moh_files::TEMPORARY, std::process::id()));
-    std::fs::write(&probe, b"now").map_err(Error::io(&probe))?;
+    std::fs::write(&probe, b"now").map_err(moh_files::io(&probe))?;
     let now = std::fs::metadata(&probe).and_then(|found| found.modified());
-    std::fs::remove_file(&probe).map_err(Error::io(&probe))?;
+    std::fs::remove_file(&probe).map_err(moh_files::io(&probe))?;
     let written = std::fs::metadata(path).and_then(|found| found.modified());
-    let (now, written) = (now.map_err(Error::io(&probe))?, written.map_err(Error::io(path))?);
+    let (now, written) =
+        (now.map_err(moh_files::io(&probe))?, written.map_err(moh_files::io(path))?);
     // A file from the future is new.
     Ok(now.duration_since(written).unwrap_or_default())
 }
@@ -261,7 +262,10 @@ mod tests {
     fn another_error_of_the_lock_is_reported() {
         let dir = tempfile::tempdir().unwrap();
         // EIO.
-        assert!(matches!(acquire(dir.path(), 5, false), Err(Error::Io { .. })));
+        assert!(matches!(
+            acquire(dir.path(), 5, false),
+            Err(Error::File(moh_files::FileError::Io { .. }))
+        ));
     }
 
     #[test]

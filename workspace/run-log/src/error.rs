@@ -1,18 +1,13 @@
 //! The errors of this crate.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file could not be read or written.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
     /// The list of steps to trace is invalid.
     #[error("{text:?}: {reason}")]
     TraceSteps {
@@ -63,20 +58,4 @@ pub enum Error {
         /// The problem.
         reason: String,
     },
-}
-
-impl Error {
-    /// For `map_err`: adds the path to an I/O error.
-    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
-        let path = path.to_path_buf();
-        move |source| Error::Io { path, source }
-    }
-}
-
-/// The value of an I/O operation on `path`; `None` if there is nothing at `path`.
-pub(crate) fn unless_missing<T>(
-    path: &Path,
-    result: std::io::Result<T>,
-) -> Result<Option<T>, Error> {
-    moh_files::unless_missing(result).map_err(Error::io(path))
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 
 use crate::Error;
-use crate::error::unless_missing;
+use moh_files::unless_missing;
 
 /// Maximum bytes of a line.
 const MAX_LINE_BYTES: u64 = 64 << 10;
@@ -37,7 +37,7 @@ impl Lines {
     pub(crate) fn next(&mut self) -> Result<Option<&[u8]>, Error> {
         self.line.clear();
         let mut bounded = (&mut self.file).take(MAX_LINE_BYTES);
-        bounded.read_until(b'\n', &mut self.line).map_err(Error::io(&self.path))?;
+        bounded.read_until(b'\n', &mut self.line).map_err(moh_files::io(&self.path))?;
         if self.line.last() == Some(&b'\n') {
             self.number += 1;
             return Ok(Some(&self.line));

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::error::unless_missing;
+use moh_files::unless_missing;
 
 /// Maximum bytes of the file.
 const MAX_BYTES: u64 = 64 << 10;
@@ -49,7 +49,7 @@ impl Machine {
     pub fn read(path: &Path) -> Result<Option<Self>, Error> {
         let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
         let mut bytes = Vec::new();
-        file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(Error::io(path))?;
+        file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(moh_files::io(path))?;
         serde_json::from_slice(&bytes)
             .map(Some)
             .map_err(|error| Error::Machine { path: path.to_owned(), reason: error.to_string() })
@@ -61,8 +61,8 @@ impl Machine {
     /// Fails if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         let text =
-            serde_json::to_vec_pretty(self).map_err(|error| Error::io(path)(error.into()))?;
-        moh_files::write(path, &text).map_err(Error::io(path))
+            serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?;
+        Ok(moh_files::write(path, &text).map_err(moh_files::io(path))?)
     }
 }
 

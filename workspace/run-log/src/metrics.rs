@@ -199,8 +199,8 @@ impl MetricsWriter {
     /// Fails if the file cannot be opened.
     pub fn append_to(path: &Path) -> Result<Self, Error> {
         let file =
-            OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
-        let len = file.metadata().map_err(Error::io(path))?.len();
+            OpenOptions::new().create(true).append(true).open(path).map_err(moh_files::io(path))?;
+        let len = file.metadata().map_err(moh_files::io(path))?.len();
         let path = path.to_path_buf();
         let (is_torn, is_known_removed) = (false, false);
         Ok(MetricsWriter { path, file, len, is_torn, unwritten: Vec::new(), is_known_removed })
@@ -211,10 +211,10 @@ impl MetricsWriter {
     /// # Errors
     /// Fails if the file cannot be written; the line is then kept and written with the next one.
     pub fn write(&mut self, metrics: &StepMetrics) -> Result<(), Error> {
-        let io = Error::io(&self.path);
+        let io = moh_files::io(&self.path);
         let mut line = match serde_json::to_vec(metrics) {
             Ok(line) => line,
-            Err(error) => return Err(io(error.into())),
+            Err(error) => return Err(io(error.into()).into()),
         };
         line.push(b'\n');
         self.unwritten.append(&mut line);
@@ -248,7 +248,7 @@ impl MetricsWriter {
             }
             self.file.write_all(&self.unwritten)
         };
-        append().map_err(Error::io(&self.path))?;
+        append().map_err(moh_files::io(&self.path))?;
         self.is_torn = false;
         self.len += self.unwritten.len() as u64;
         self.unwritten.clear();
@@ -264,9 +264,9 @@ impl MetricsWriter {
         &mut self,
     ) -> Result<impl FnOnce() -> Result<(), Error> + Send + use<>, Error> {
         self.flush()?;
-        let file = self.file.try_clone().map_err(Error::io(&self.path))?;
+        let file = self.file.try_clone().map_err(moh_files::io(&self.path))?;
         let path = self.path.clone();
-        Ok(move || file.sync_data().map_err(Error::io(&path)))
+        Ok(move || Ok(file.sync_data().map_err(moh_files::io(&path))?))
     }
 }
 
@@ -277,7 +277,7 @@ impl MetricsWriter {
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
     match Lines::open(path)? {
         Some(lines) => lines.parse(),
-        None => Err(Error::io(path)(std::io::ErrorKind::NotFound.into())),
+        None => Err(moh_files::io(path)(std::io::ErrorKind::NotFound.into()).into()),
     }
 }
 
@@ -311,7 +311,7 @@ pub fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
 /// # Errors
 /// Fails if the file has fewer complete lines, or cannot be read or replaced.
 pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
-    let io = |error| Error::io(path)(error);
+    let io = |error| moh_files::io(path)(error);
     let Some(mut lines) = Lines::open(path)? else {
         return match steps_kept {
             0 => Ok(()),
@@ -331,7 +331,7 @@ pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
             }
         }
     }
-    out.replace().map_err(io)
+    Ok(out.replace().map_err(io)?)
 }
 
 /// Copies the complete lines of the file at `path` after the first `skipped` ones to the file `to`, which is
@@ -340,7 +340,7 @@ pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
 /// # Errors
 /// Fails if the file has fewer complete lines, or cannot be read, or the copy cannot be written.
 pub fn copy_after(path: &Path, skipped: u64, to: &Path) -> Result<(), Error> {
-    let io = |error| Error::io(to)(error);
+    let io = |error| moh_files::io(to)(error);
     let (mut found, short) = (0, |found| {
         let path = path.to_path_buf();
         Error::MetricsShort { path, found, expected: skipped }
@@ -355,7 +355,7 @@ pub fn copy_after(path: &Path, skipped: u64, to: &Path) -> Result<(), Error> {
     }
     match found < skipped {
         true => Err(short(found)),
-        false => out.replace().map_err(io),
+        false => Ok(out.replace().map_err(io)?),
     }
 }
 

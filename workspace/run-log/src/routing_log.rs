@@ -100,7 +100,7 @@ impl RoutingWriter {
         if lines.is_empty() {
             return Ok(());
         }
-        let io = |error| Error::io(&self.path)(error);
+        let io = |error| moh_files::io(&self.path)(error);
         let mut text = Vec::new();
         for line in lines {
             serde_json::to_writer(&mut text, line).map_err(|error| io(error.into()))?;
@@ -114,7 +114,7 @@ impl RoutingWriter {
                 none.insert(opened)
             }
         };
-        file.write_all(&text).and_then(|()| file.sync_data()).map_err(io)
+        Ok(file.write_all(&text).and_then(|()| file.sync_data()).map_err(io)?)
     }
 }
 
@@ -134,7 +134,7 @@ pub fn read(path: &Path) -> Result<Vec<RoutingLine>, Error> {
 /// [`Error::JsonLine`] for a line in another format; fails if the file cannot be read or
 /// replaced.
 pub fn cut_back(path: &Path, step: u64, unevaluated: bool) -> Result<(), Error> {
-    let io = |error| Error::io(path)(error);
+    let io = |error| moh_files::io(path)(error);
     let Some(mut lines) = Lines::open(path)? else { return Ok(()) };
     let mut out = moh_files::PendingFile::create(path).map_err(io)?;
     while let Some(text) = lines.next()? {
@@ -150,7 +150,7 @@ pub fn cut_back(path: &Path, step: u64, unevaluated: bool) -> Result<(), Error> 
             Err(reason) => return Err(lines.refuse(reason)),
         }
     }
-    out.replace().map_err(io)
+    Ok(out.replace().map_err(io)?)
 }
 
 #[cfg(test)]

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::unless_missing;
 use crate::{Error, Evaluation, EvaluationPoint};
+use moh_files::unless_missing;
 
 /// The results of a finished run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -41,9 +41,9 @@ impl Summary {
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         let text = match serde_json::to_vec_pretty(self) {
             Ok(text) => text,
-            Err(error) => return Err(Error::io(path)(error.into())),
+            Err(error) => return Err(moh_files::io(path)(error.into()).into()),
         };
-        moh_files::write(path, &text).map_err(Error::io(path))
+        Ok(moh_files::write(path, &text).map_err(moh_files::io(path))?)
     }
 
     /// The fraction of the conversion's loss that its stage's training recovered, for the last

@@ -49,7 +49,7 @@ impl TensorBoard {
     /// # Errors
     /// Fails if the file cannot be created.
     pub fn create(directory: &Path, steps_kept: u64) -> Result<Self, Error> {
-        moh_files::create_directory(directory).map_err(Error::io(directory))?;
+        moh_files::create_directory(directory).map_err(moh_files::io(directory))?;
         let continues = holds_events(directory)?;
         let (path, file) = new_file(directory)?;
         let mut board = TensorBoard { path, file };
@@ -143,13 +143,13 @@ impl TensorBoard {
         record.extend(masked_crc(&length).to_le_bytes());
         record.extend(data);
         record.extend(masked_crc(data).to_le_bytes());
-        self.file.write_all(&record).map_err(Error::io(&self.path))
+        Ok(self.file.write_all(&record).map_err(moh_files::io(&self.path))?)
     }
 }
 
 /// Whether the directory has event files.
 fn holds_events(directory: &Path) -> Result<bool, Error> {
-    let mut entries = std::fs::read_dir(directory).map_err(Error::io(directory))?;
+    let mut entries = std::fs::read_dir(directory).map_err(moh_files::io(directory))?;
     let is_one = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(PREFIX);
     Ok(entries.any(|entry| entry.is_ok_and(|entry| is_one(&entry.file_name()))))
 }
@@ -181,7 +181,7 @@ fn speed_scalars(speed: &Speed) -> Vec<(String, f64)> {
 
 /// A file whose name sorts after the existing ones, the order in which TensorBoard reads them.
 fn new_file(directory: &Path) -> Result<(PathBuf, File), Error> {
-    let io = |error| Error::io(directory)(error);
+    let io = |error| moh_files::io(directory)(error);
     let mut newest = now().as_secs();
     for entry in std::fs::read_dir(directory).map_err(io)? {
         let name = entry.map_err(io)?.file_name();
@@ -196,10 +196,10 @@ fn new_file(directory: &Path) -> Result<(PathBuf, File), Error> {
         match OpenOptions::new().append(true).create_new(true).open(&path) {
             Ok(file) => return Ok((path, file)),
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(Error::io(&path)(error)),
+            Err(error) => return Err(moh_files::io(&path)(error).into()),
         }
     }
-    Err(io(std::io::ErrorKind::AlreadyExists.into()))
+    Err(io(std::io::ErrorKind::AlreadyExists.into()).into())
 }
 
 fn now() -> std::time::Duration {

@@ -101,7 +101,7 @@ impl<B: Backend> StepTrace<B> {
         let mut background = locked(&self.background.spans);
         background.end_all(self.background.start.elapsed());
         let text = events(&locked(&self.recorder.spans).all, &background.all, rank);
-        moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))
+        Ok(moh_files::write(&path, text.as_bytes()).map_err(moh_files::io(&path))?)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The errors of this crate.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use moh_plan::units::{bytes, ranks as counted};
 use moh_recipe::shell::shell_word;
@@ -8,14 +8,9 @@ use moh_recipe::shell::shell_word;
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file could not be read or written.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
     /// A directory of the run has files of a user's.
     #[error(
         "{}: holds {found}, which no run has written and replacing the directory would delete: move them away",
@@ -118,14 +113,6 @@ pub enum Error {
         num_checkpoints: u64,
         /// Whether some are never removed.
         keeps_for_good: bool,
-    },
-    /// A file of the run is damaged.
-    #[error("{}: {reason}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        reason: String,
     },
     /// A run that has completed checkpoints or has finished has none left to resume from.
     #[error(
@@ -263,14 +250,6 @@ pub enum Error {
     Hf(#[from] moh_hf::Error),
 }
 
-impl Error {
-    /// For `map_err`: adds the path to an I/O error.
-    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
-        let path = path.to_path_buf();
-        move |source| Error::Io { path, source }
-    }
-}
-
 /// An error of another rank is [`Error::Step`], wherever it was met.
 impl From<moh_checkpoint::Error> for Error {
     fn from(error: moh_checkpoint::Error) -> Self {
@@ -293,14 +272,6 @@ impl From<moh_run_directory::Error> for Error {
             error => Error::RunDirectory(error),
         }
     }
-}
-
-/// The value of an I/O operation on `path`; `None` if there is nothing at `path`.
-pub(crate) fn unless_missing<T>(
-    path: &Path,
-    result: std::io::Result<T>,
-) -> Result<Option<T>, Error> {
-    moh_files::unless_missing(result).map_err(Error::io(path))
 }
 
 /// A clause that says which checkpoint is the newest complete one.

@@ -114,8 +114,8 @@ pub(crate) fn keep_changed(run: &RunDirectory, step: u64) -> Result<Option<PathB
         return Ok(None);
     }
     let aside = run.export_aside(step);
-    std::fs::rename(&place, &aside).map_err(Error::io(&aside))?;
-    moh_files::sync_directory(run.root()).map_err(Error::io(run.root()))?;
+    std::fs::rename(&place, &aside).map_err(moh_files::io(&aside))?;
+    moh_files::sync_directory(run.root()).map_err(moh_files::io(run.root()))?;
     Ok(Some(aside))
 }
 
@@ -127,7 +127,7 @@ fn stored_values(
 ) -> Result<Vec<f32>, Error> {
     let mut values = vec![0f32; spec.shape.iter().product()];
     let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
-    read.map_err(|error| Error::File { path: path.to_owned(), reason: error.to_string() })?;
+    read.map_err(|error| Error::from(moh_files::unusable(&path, error.to_string())))?;
     Ok(values)
 }
 

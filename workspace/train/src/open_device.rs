@@ -87,7 +87,7 @@ fn fingerprint(recipes: &[&Recipe]) -> Result<String, Error> {
         hasher.update_mmap_rayon(path)?;
         Ok(hasher.finalize().to_hex())
     });
-    let program = program.map_err(Error::io(Path::new("the program's own file")))?;
+    let program = program.map_err(moh_files::io(Path::new("the program's own file")))?;
     let version = env!("CARGO_PKG_VERSION");
     let recipes: Vec<String> =
         recipes.iter().map(|recipe| recipe.to_toml()).collect::<Result<_, _>>()?;

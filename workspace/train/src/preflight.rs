@@ -1,6 +1,7 @@
 //! Measures every rank before a long job: the speed of its matmuls, and of its network from the
 //! previous rank. One slow rank slows all of them.
 
+use std::path::Path;
 use std::time::Instant;
 
 use moh_comm::{Group, Reduce, World, host_name};
@@ -111,7 +112,7 @@ fn measure<B: Backend + Clone, T: Element>(
         (None, None)
     };
     let own = RankSpeed { rank: group.rank(), host: host_name(), matmul, receives };
-    let unreadable = |error| Error::Io { path: "a rank's speed".into(), source: error };
+    let unreadable = moh_files::io(Path::new("a rank's speed"));
     let text = serde_json::to_vec(&own).map_err(|error| unreadable(error.into()))?;
     let mut found = Vec::new();
     for text in ranks.gather(text)? {

@@ -80,7 +80,7 @@ impl<'a> Encoder<'a> {
                 requests.extend(found.into_iter().flatten().inspect(|r| tokens += r.tokens.len()));
                 if tokens > MAX_TOKENS {
                     let reason = format!("more than {MAX_TOKENS} tokens at once: give fewer");
-                    return Err(Error::File { path: file.path.clone(), reason });
+                    return Err(Error::from(moh_files::unusable(&file.path, reason)));
                 }
             }
         }

@@ -22,7 +22,7 @@ impl<'a> Fields<'a> {
 
     pub fn error<T>(&self, key: &str, reason: String) -> Result<T, Error> {
         let prefix = self.prefix;
-        Err(Error::File { path: self.path.to_path_buf(), reason: format!("{prefix}{key}{reason}") })
+        Err(Error::file(self.path, format!("{prefix}{key}{reason}")))
     }
 
     pub fn wrong_type<T>(&self, key: &str, value: &Value, expected: &str) -> Result<T, Error> {

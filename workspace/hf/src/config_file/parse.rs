@@ -74,10 +74,10 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     };
     match config.check_limits() {
         Ok(()) => Ok(config),
-        Err(LimitExceeded { what, limit }) => Err(Error::File {
-            path: fields.path.to_path_buf(),
-            reason: format!("the sizes make {what}, more than the {limit} that are supported"),
-        }),
+        Err(LimitExceeded { what, limit }) => Err(Error::file(
+            fields.path,
+            format!("the sizes make {what}, more than the {limit} that are supported"),
+        )),
     }
 }
 

@@ -334,7 +334,7 @@ fn text_that_is_not_toml_names_its_line() {
 fn files_that_are_no_recipes_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("x.toml");
-    assert!(matches!(Recipe::load(&path, &[]), Err(Error::Io { .. })));
+    assert!(matches!(Recipe::load(&path, &[]), Err(Error::File(moh_files::FileError::Io { .. }))));
     std::fs::write(&path, b"\xff\xfe").unwrap();
     let message = Recipe::load(&path, &[]).unwrap_err().to_string();
     assert!(message.contains("not text in UTF-8"), "{message}");

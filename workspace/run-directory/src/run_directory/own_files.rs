@@ -13,8 +13,8 @@ use moh_recipe::Recipe;
 
 use super::{EXPORT_BEFORE, RunDirectory};
 use crate::Error;
-use crate::error::unless_missing;
 use crate::run_lock::{CLOCK, HOLDER, LOCK};
+use moh_files::unless_missing;
 
 /// The file that makes a directory a run's: it has the run's recipe.
 pub(super) const MARK: &str = ".moh-run";
@@ -100,7 +100,7 @@ fn names(directory: &Path) -> Result<Vec<String>, Error> {
     let entries = unless_missing(directory, fs::read_dir(directory))?;
     let mut names = Vec::new();
     for entry in entries.into_iter().flatten() {
-        let entry = entry.map_err(Error::io(directory))?;
+        let entry = entry.map_err(moh_files::io(directory))?;
         names.push(entry.file_name().to_string_lossy().into_owned());
     }
     names.sort();
@@ -258,17 +258,17 @@ impl RunDirectory {
         // Until everything has moved, the directory keeps the earlier recipe.
         let earlier = match self.marked_recipe()? {
             Some(text) => text,
-            None => fs::read_to_string(self.recipe()).map_err(Error::io(&self.recipe()))?,
+            None => fs::read_to_string(self.recipe()).map_err(moh_files::io(&self.recipe()))?,
         };
         self.write_mark(&earlier)?;
         let aside = RunDirectory::new(first_free(|n| self.root.join(format!("{BEFORE}{n}"))));
-        fs::create_dir(aside.root()).map_err(Error::io(aside.root()))?;
+        fs::create_dir(aside.root()).map_err(moh_files::io(aside.root()))?;
         aside.write_mark(&earlier)?;
         for name in moved {
             let from = self.root.join(&name);
-            fs::rename(&from, aside.root().join(&name)).map_err(Error::io(&from))?;
+            fs::rename(&from, aside.root().join(&name)).map_err(moh_files::io(&from))?;
         }
-        moh_files::sync_directory(&self.root).map_err(Error::io(&self.root))?;
+        moh_files::sync_directory(&self.root).map_err(moh_files::io(&self.root))?;
         self.write_mark(&recipe.to_toml()?)
     }
 
@@ -276,7 +276,7 @@ impl RunDirectory {
     /// them was replacing its name back. The caller has locked the directory.
     pub fn clear_remains(&self) -> Result<(), Error> {
         for place in [self.export(), self.model()] {
-            moh_files::PendingDirectory::recover(&place).map_err(Error::io(&place))?;
+            moh_files::PendingDirectory::recover(&place).map_err(moh_files::io(&place))?;
         }
         let checkpoints = self.checkpoints();
         let kinds =

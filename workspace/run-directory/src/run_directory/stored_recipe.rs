@@ -22,8 +22,8 @@ use toml::Value;
 
 use super::RunDirectory;
 use super::own_files::EDITED;
-use crate::error::unless_missing;
 use crate::{Error, KeyChange};
+use moh_files::unless_missing;
 
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
 const MAY_CHANGE: [&str; 9] = [
@@ -77,14 +77,14 @@ impl RunDirectory {
                 "is not the mark of a run: restore it, or remove it to go by recipe.toml".to_owned()
             }
         };
-        Err(Error::File { path, reason })
+        Err(moh_files::unusable(&path, reason).into())
     }
 
     /// Writes the mark, with the text of a recipe.
     pub(super) fn write_mark(&self, recipe: &str) -> Result<(), Error> {
         let path = self.mark_path();
         let text = format!("{HEAD}{FORMAT}\n{recipe}");
-        moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))
+        Ok(moh_files::write(&path, text.as_bytes()).map_err(moh_files::io(&path))?)
     }
 
     /// Compares the recipe with the stored one if the run has completed a checkpoint or finished: it is
@@ -160,11 +160,11 @@ impl RunDirectory {
         if is_edited {
             let place =
                 first_free_suffixed(|suffix| self.root.join(format!("{EDITED}{suffix}.toml")));
-            fs::rename(&path, &place).map_err(Error::io(&place))?;
+            fs::rename(&path, &place).map_err(moh_files::io(&place))?;
             aside = Some(place);
         }
         self.write_mark(&text)?;
-        moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))?;
+        moh_files::write(&path, text.as_bytes()).map_err(moh_files::io(&path))?;
         Ok(aside)
     }
 }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::PlannedRun;
 use crate::Error;
-use crate::error::unless_missing;
+use moh_files::unless_missing;
 
 /// The name of the file in the directory of a comparison.
 pub(crate) const RECORD: &str = "comparison.json";
@@ -105,9 +105,9 @@ pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<(
         }
     }
     let mut text =
-        serde_json::to_vec_pretty(&record).map_err(|error| Error::io(path)(error.into()))?;
+        serde_json::to_vec_pretty(&record).map_err(|error| moh_files::io(path)(error.into()))?;
     text.push(b'\n');
-    moh_files::write(path, &text).map_err(Error::io(path))
+    Ok(moh_files::write(path, &text).map_err(moh_files::io(path))?)
 }
 
 impl<'a> Change<'a> {
@@ -132,9 +132,9 @@ struct KnownVariant {
 /// The names of a record's variants; `None` if there is no record.
 pub(super) fn names(path: &Path) -> Result<Option<Vec<String>>, Error> {
     let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
-    let refuse = |reason: String| Error::File { path: path.to_owned(), reason };
+    let refuse = |reason: String| Error::from(moh_files::unusable(&path, reason));
     let mut bytes = Vec::new();
-    file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(Error::io(path))?;
+    file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(moh_files::io(path))?;
     if bytes.len() as u64 > MAX_BYTES {
         return Err(refuse(format!("has more than {MAX_BYTES} bytes")));
     }

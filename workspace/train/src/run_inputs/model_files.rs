@@ -16,8 +16,8 @@ use moh_recipe::Recipe;
 use moh_run_directory::{TOKENIZER, join_names};
 
 use crate::Error;
-use crate::error::unless_missing;
 use crate::source::ModelSource;
+use moh_files::unless_missing;
 
 /// The files by their names in `model/`.
 pub(super) struct ModelFiles {
@@ -44,7 +44,7 @@ impl ModelFiles {
             // As the model was read, which may differ from its file in whether it is tied.
             let fields = &source.config_file().fields;
             let mut bytes = serde_json::to_vec_pretty(fields)
-                .map_err(|error| Error::io(&path)(error.into()))?;
+                .map_err(|error| moh_files::io(&path)(error.into()))?;
             bytes.push(b'\n');
             files.insert(CONFIG_FILE.to_owned(), ModelFile { path, key, bytes });
             // A run that was the origin may have kept no files.
@@ -143,21 +143,21 @@ impl ModelFiles {
     pub(super) fn write(&self, place: &Path) -> Result<(), Error> {
         check_replaceable(place)?;
         if self.files.is_empty() {
-            return moh_files::remove_directory(place).map_err(Error::io(place));
+            return Ok(moh_files::remove_directory(place).map_err(moh_files::io(place))?);
         }
-        let pending = PendingDirectory::create(place).map_err(Error::io(place))?;
+        let pending = PendingDirectory::create(place).map_err(moh_files::io(place))?;
         let folder = pending.path().join(TOKENIZER);
         if self.files.keys().any(|name| name.contains('/')) {
-            std::fs::create_dir(&folder).map_err(Error::io(&folder))?;
+            std::fs::create_dir(&folder).map_err(moh_files::io(&folder))?;
         }
         for (name, file) in &self.files {
             let path = pending.path().join(name);
-            moh_files::write_synced(&path, &file.bytes).map_err(Error::io(&path))?;
+            moh_files::write_synced(&path, &file.bytes).map_err(moh_files::io(&path))?;
         }
         if folder.is_dir() {
-            moh_files::sync_directory(&folder).map_err(Error::io(&folder))?;
+            moh_files::sync_directory(&folder).map_err(moh_files::io(&folder))?;
         }
-        pending.replace().map_err(Error::io(place))
+        Ok(pending.replace().map_err(moh_files::io(place))?)
     }
 }
 
@@ -177,7 +177,7 @@ fn check_replaceable(place: &Path) -> Result<(), Error> {
         let entries = unless_missing(directory, std::fs::read_dir(directory))?;
         let mut found = Vec::new();
         for entry in entries.into_iter().flatten() {
-            let entry = entry.map_err(Error::io(directory))?;
+            let entry = entry.map_err(moh_files::io(directory))?;
             let name = entry.file_name().to_string_lossy().into_owned();
             if !is_ours(&name, entry.path().is_file()) {
                 found.push(name);
@@ -204,7 +204,7 @@ fn add_origin(
     files.insert(CARD_FILE.to_owned(), ModelFile { path, key, bytes });
     for path in &origin.terms {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
-        let bytes = std::fs::read(path).map_err(Error::io(path))?;
+        let bytes = std::fs::read(path).map_err(moh_files::io(path))?;
         files.insert(name.to_owned(), ModelFile { path: path.clone(), key, bytes });
     }
     Ok(())
@@ -221,7 +221,7 @@ fn add_companions(
 ) -> Result<(), Error> {
     for path in companion_files(directory, tokenizer)? {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
-        let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
+        let bytes = std::fs::read(&path).map_err(moh_files::io(&path))?;
         files.insert(format!("{prefix}{name}"), ModelFile { path, key, bytes });
     }
     Ok(())

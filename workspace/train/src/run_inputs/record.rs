@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::token_files::TokenFileState;
 use crate::Error;
-use crate::error::unless_missing;
+use moh_files::unless_missing;
 
 /// Begins the keys of the validation sets' files.
 const VALIDATION: &str = "data.validation";
@@ -75,27 +75,30 @@ impl Record {
     fn read(path: &Path) -> Result<Option<Self>, Error> {
         let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
         let mut bytes = Vec::new();
-        file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(Error::io(path))?;
-        let unreadable = |reason: String| Error::File {
-            path: path.to_owned(),
-            reason: format!(
-                "{reason}: restore the file, or, with a single source, remove it to resume without comparing the \
-                 run's inputs"
-            ),
+        file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(moh_files::io(path))?;
+        let unreadable = |reason: String| {
+            moh_files::unusable(
+                path,
+                format!(
+                    "{reason}: restore the file, or, with a single source, remove it to resume without comparing \
+                     the run's inputs"
+                ),
+            )
         };
         if bytes.len() as u64 > MAX_BYTES {
-            return Err(unreadable(format!("has more than {MAX_BYTES} bytes")));
+            return Err(unreadable(format!("has more than {MAX_BYTES} bytes")).into());
         }
         let record: Self = serde_json::from_slice(&bytes)
             .map_err(|error| unreadable(format!("not a record of inputs: {error}")))?;
         match record.format {
             FORMAT => Ok(Some(record)),
-            other => Err(Error::File {
-                path: path.to_owned(),
-                reason: format!(
+            other => Err(moh_files::unusable(
+                path,
+                format!(
                     "format {other}, but this version reads {FORMAT}: use the version that wrote it"
                 ),
-            }),
+            )
+            .into()),
         }
     }
 
@@ -139,9 +142,9 @@ impl Record {
     /// Fails if the file cannot be written.
     pub(crate) fn write(&self, path: &Path) -> Result<(), Error> {
         let mut text =
-            serde_json::to_vec_pretty(self).map_err(|error| Error::io(path)(error.into()))?;
+            serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?;
         text.push(b'\n');
-        moh_files::write(path, &text).map_err(Error::io(path))
+        Ok(moh_files::write(path, &text).map_err(moh_files::io(path))?)
     }
 
     /// Fails if the weights of `model.from` are read and are others than recorded; `path` is the record's.
@@ -213,7 +216,7 @@ pub(crate) fn check_order(run: &RunDirectory, training: &TrainingData) -> Result
     }
     let reason = "does not record that the run mixes data.sources in the order of this version: go on with the \
                   version that began the run, or give --begin-anew";
-    Err(Error::File { path, reason: reason.to_owned() })
+    Err(moh_files::unusable(&path, reason).into())
 }
 
 #[cfg(test)]

@@ -78,7 +78,7 @@ pub(super) fn share_contents<B: Backend>(
 }
 
 fn exchanged(error: serde_json::Error) -> Error {
-    Error::io(Path::new("token files"))(error.into())
+    moh_files::io(Path::new("token files"))(error.into()).into()
 }
 
 #[cfg(test)]

@@ -147,7 +147,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             let root = run.root().to_owned();
             move || directory.as_ref().is_some_and(|directory| directory.has_left(&root))
         };
-        let gone = |run: &RunDirectory| Error::io(run.root())(ErrorKind::NotFound.into());
+        let gone =
+            |run: &RunDirectory| Error::from(moh_files::io(run.root())(ErrorKind::NotFound.into()));
         if has_left() {
             return Err(gone(&run));
         }

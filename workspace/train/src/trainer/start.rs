@@ -118,10 +118,11 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     }
     let extensions = plan_growth(inputs, &mut state, ranks)?;
     if state.stage > recipe.stages.len() {
-        return Err(Error::File {
-            path: run.checkpoint(state.step),
-            reason: format!("is of stage {}, which the recipe does not have", state.stage),
-        });
+        return Err(moh_files::unusable(
+            &run.checkpoint(state.step),
+            format!("is of stage {}, which the recipe does not have", state.stage),
+        )
+        .into());
     }
     growth::reopen(&mut state, recipe);
     let mut config = source.config().clone();
@@ -167,7 +168,7 @@ fn plan_growth<B: Backend>(
     ranks: &mut Ranks<B>,
 ) -> Result<Extensions, Error> {
     let mut extensions = Extensions::default();
-    let json = |error: serde_json::Error| Error::io(inputs.run.root())(error.into());
+    let json = |error: serde_json::Error| moh_files::io(inputs.run.root())(error.into());
     let mut text = None;
     ranks.on_rank0::<Error>(|| {
         extensions = Extensions::plan(inputs.run, inputs.recipe, state)?;
