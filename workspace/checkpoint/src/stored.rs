@@ -270,7 +270,7 @@ fn read_text(path: &Path) -> Result<Vec<u8>, ReadError> {
     let length = fs::metadata(path).map_err(ReadError::io(path))?.len();
     if length > MAX_TEXT_BYTES {
         let reason = format!("{length} bytes: a manifest has at most {MAX_TEXT_BYTES}");
-        return Err(ReadError::Unusable(Error::from(moh_files::unusable(&path, reason))));
+        return Err(ReadError::Unusable(Error::from(moh_files::unusable(path, reason))));
     }
     fs::read(path).map_err(ReadError::io(path))
 }
@@ -280,7 +280,7 @@ fn check_names<'a>(path: &Path, names: impl Iterator<Item = &'a String>) -> Resu
     for name in names {
         if Path::new(name).file_name() != Some(name.as_ref()) {
             let reason = format!("{name:?} is not the name of a file");
-            return Err(ReadError::Damaged(Error::from(moh_files::unusable(&path, reason))));
+            return Err(ReadError::Damaged(Error::from(moh_files::unusable(path, reason))));
         }
     }
     Ok(())

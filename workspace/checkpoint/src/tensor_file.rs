@@ -45,7 +45,7 @@ impl OpenFiles {
     ) -> Result<Vec<f32>, ReadError> {
         let (dtype, bytes) = self.open(path)?.bytes(described, entry, blake3)?;
         let refuse =
-            |reason: String| ReadError::Unusable(Error::from(moh_files::unusable(&path, reason)));
+            |reason: String| ReadError::Unusable(Error::from(moh_files::unusable(path, reason)));
         let values = to_f32(dtype, &bytes)
             .ok_or_else(|| refuse(format!("{} is {dtype:?}, expected F32 or BF16", entry.name)))?;
         // `bytes` has checked the file's shape, but not its length.
@@ -85,7 +85,7 @@ impl OpenFile {
     fn open(path: &Path) -> Result<Self, ReadError> {
         let io = ReadError::io(path);
         let refuse =
-            |reason: String| ReadError::Damaged(Error::from(moh_files::unusable(&path, reason)));
+            |reason: String| ReadError::Damaged(Error::from(moh_files::unusable(path, reason)));
         let mut file = File::open(path).map_err(&io)?;
         let length = file.metadata().map_err(&io)?.len();
         let mut head = [0u8; 8];

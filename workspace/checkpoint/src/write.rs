@@ -140,7 +140,7 @@ fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash, Error
     };
     if text.len() as u64 > MAX_TEXT_BYTES {
         let reason = format!("{} bytes, but a manifest has at most {MAX_TEXT_BYTES}", text.len());
-        return Err(Error::from(moh_files::unusable(&path, reason)));
+        return Err(Error::from(moh_files::unusable(path, reason)));
     }
     write_synced(path, &text).map_err(io)?;
     Ok(blake3::hash(&text))

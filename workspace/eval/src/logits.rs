@@ -17,8 +17,8 @@ const MAX_FILE_BYTES: u64 = 1 << 28;
 /// # Errors
 /// Fails if the file has other contents, or a sequence is longer than `positions`.
 pub fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, Error> {
-    let io = |source| Error::from(moh_files::io(&path)(source));
-    let refuse = |reason: String| Err(Error::from(moh_files::unusable(&path, reason)));
+    let io = |source| Error::from(moh_files::io(path)(source));
+    let refuse = |reason: String| Err(Error::from(moh_files::unusable(path, reason)));
     let bytes = std::fs::metadata(path).map_err(io)?.len();
     if bytes > MAX_FILE_BYTES {
         return refuse(format!("{bytes} bytes are too many ids for one pass: give fewer"));
@@ -53,7 +53,7 @@ pub fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, Error> {
 /// # Errors
 /// Fails if the file cannot be written; no partial file is left.
 pub fn write_logits(output: &ModelOutput, path: &Path) -> Result<(), Error> {
-    let io = |source| Error::from(moh_files::io(&path)(source));
+    let io = |source| Error::from(moh_files::io(path)(source));
     let refuse = |error: safetensors::SafeTensorError| moh_files::unusable(path, error.to_string());
     let bytes: Vec<u8> = output.logits.iter().flat_map(|value| value.to_le_bytes()).collect();
     let shape = vec![output.batch, output.length, output.vocab_size];

@@ -136,7 +136,7 @@ impl ConfigFile {
 
 /// The JSON object in a configuration file.
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
-    let io = |source| Error::from(moh_files::io(&path)(source));
+    let io = |source| Error::from(moh_files::io(path)(source));
     let length = std::fs::metadata(path).map_err(io)?.len();
     if length > MAX_FILE_BYTES {
         return Err(Error::file(

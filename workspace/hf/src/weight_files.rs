@@ -92,7 +92,7 @@ struct Tensor {
 }
 
 fn refuse<T>(path: &Path, reason: impl Into<String>) -> Result<T, Error> {
-    Err(Error::from(moh_files::unusable(&path, reason.into())))
+    Err(Error::from(moh_files::unusable(path, reason.into())))
 }
 
 impl WeightFiles {
@@ -383,7 +383,7 @@ fn release(_: &Mmap, _: Range<usize>) {}
 
 /// The `weight_map` of an index: tensor name to file name.
 fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
-    let io = |source| Error::from(moh_files::io(&path)(source));
+    let io = |source| Error::from(moh_files::io(path)(source));
     let length = std::fs::metadata(path).map_err(io)?.len();
     if length > MAX_INDEX_BYTES {
         return refuse(path, format!("{length} bytes: an index has at most {MAX_INDEX_BYTES}"));

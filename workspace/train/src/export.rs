@@ -127,7 +127,7 @@ fn stored_values(
 ) -> Result<Vec<f32>, Error> {
     let mut values = vec![0f32; spec.shape.iter().product()];
     let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
-    read.map_err(|error| Error::from(moh_files::unusable(&path, error.to_string())))?;
+    read.map_err(|error| Error::from(moh_files::unusable(path, error.to_string())))?;
     Ok(values)
 }
 

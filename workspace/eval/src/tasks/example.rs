@@ -68,8 +68,8 @@ impl TaskFile {
     /// Fails if the file cannot be read or is larger than 4 GiB, for a line that is no example or
     /// is of another kind than the first, and without examples.
     pub fn read(path: &Path, limit: Option<usize>) -> Result<Self, Error> {
-        let io = |source| Error::from(moh_files::io(&path)(source));
-        let refuse = |reason: String| Err(Error::from(moh_files::unusable(&path, reason)));
+        let io = |source| Error::from(moh_files::io(path)(source));
+        let refuse = |reason: String| Err(Error::from(moh_files::unusable(path, reason)));
         let file = File::open(path).map_err(io)?;
         let mut lines = JsonLines::new(path, BufReader::new(file), MAX_LINE_BYTES);
         let (mut bytes, mut kind, mut examples) = (0, None, Vec::new());

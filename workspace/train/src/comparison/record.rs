@@ -132,7 +132,7 @@ struct KnownVariant {
 /// The names of a record's variants; `None` if there is no record.
 pub(super) fn names(path: &Path) -> Result<Option<Vec<String>>, Error> {
     let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
-    let refuse = |reason: String| Error::from(moh_files::unusable(&path, reason));
+    let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
     let mut bytes = Vec::new();
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(moh_files::io(path))?;
     if bytes.len() as u64 > MAX_BYTES {
