@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use moh_recipe::Fault;
+use moh_recipe::KeyFault;
 
 use crate::units::ranks as counted;
 
@@ -17,7 +17,7 @@ pub enum Error {
     #[error("{}", lines(faults))]
     Hardware {
         /// All faults; never empty.
-        faults: Vec<Fault>,
+        faults: Vec<KeyFault>,
     },
     /// The number of ranks of a plan is not a multiple of a stage's tensor x pipeline.
     #[error(

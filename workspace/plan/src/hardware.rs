@@ -8,7 +8,7 @@ use std::path::Path;
 
 use moh_kernels::ElementType;
 use moh_recipe::lines::Lines;
-use moh_recipe::{Fault, is_below, reader};
+use moh_recipe::{KeyFault, is_below, reader};
 use serde::Deserialize;
 use toml::Value;
 
@@ -324,7 +324,7 @@ fn faults(path: &Path, text: &str, mut problems: Vec<Problem>) -> Error {
             Some(line) => format!("{path}: line {line}"),
             None => path.to_string(),
         };
-        Fault { origin, key, value: None, reason }
+        KeyFault { origin, key, value: None, reason }
     };
     Error::Hardware { faults: problems.into_iter().map(fault).collect() }
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::Fault;
+use crate::KeyFault;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -15,7 +15,7 @@ pub enum Error {
     #[error("{}", lines(faults))]
     Recipe {
         /// All faults; never empty.
-        faults: Vec<Fault>,
+        faults: Vec<KeyFault>,
     },
     /// The model differs from the recipe.
     #[error("{}: {key}: {reason}", path.display())]

@@ -226,7 +226,7 @@ impl Default for GuardOptions {
 
 /// A fault in a recipe.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
+pub struct KeyFault {
     /// The source of the key: the recipe's path, with the line if it is known, or `--set`.
     pub origin: String,
     /// The full key, stages by name; empty for a fault of the whole file.
@@ -237,13 +237,13 @@ pub struct Fault {
     pub reason: String,
 }
 
-impl From<Problem> for Fault {
+impl From<Problem> for KeyFault {
     fn from(problem: Problem) -> Self {
-        Fault { origin: String::new(), key: problem.key, value: None, reason: problem.reason }
+        KeyFault { origin: String::new(), key: problem.key, value: None, reason: problem.reason }
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for KeyFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.origin)?;
         if !self.key.is_empty() {
@@ -291,7 +291,7 @@ impl Recipe {
             overrides => origins.override_with(&mut value, overrides, &known_keys::<Recipe>()),
         };
         let reading = reader::read::<Recipe>(&value);
-        let mut faults: Vec<Fault> = reading.problems.into_iter().map(Fault::from).collect();
+        let mut faults: Vec<KeyFault> = reading.problems.into_iter().map(KeyFault::from).collect();
         let recipe = reading.value.map(|mut recipe| {
             recipe.fill_in();
             faults.extend(validate::faults(&recipe, &reading.stand_ins));
@@ -375,7 +375,7 @@ impl Recipe {
 }
 
 /// The error for these faults of the recipe at `path`, if there are any.
-fn refuse(faults: Vec<Fault>, path: &Path) -> Result<(), Error> {
+fn refuse(faults: Vec<KeyFault>, path: &Path) -> Result<(), Error> {
     match faults.is_empty() {
         true => Ok(()),
         false => Err(Error::Recipe { faults: Origins::new(path, Lines::default()).name(faults) }),
@@ -389,7 +389,7 @@ fn unwritable(error: &toml::ser::Error) -> Error {
 /// A fault of the whole file.
 fn file_fault(path: &Path, reason: String) -> Error {
     Error::Recipe {
-        faults: vec![Fault {
+        faults: vec![KeyFault {
             origin: path.display().to_string(),
             key: String::new(),
             value: None,

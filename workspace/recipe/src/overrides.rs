@@ -5,7 +5,7 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use super::Fault;
+use super::KeyFault;
 use super::lines::Lines;
 use super::nearest::nearest_name;
 use super::reader::element_name;
@@ -39,7 +39,7 @@ impl<'a> Origins<'a> {
         recipe: &mut Value,
         overrides: &[String],
         known: &KnownKeys,
-    ) -> Vec<Fault> {
+    ) -> Vec<KeyFault> {
         let mut faults = Vec::new();
         for text in overrides {
             let (key, value) = text.split_once('=').unwrap_or(("", ""));
@@ -58,7 +58,7 @@ impl<'a> Origins<'a> {
                     self.overridden.insert(indices.join("."), given.clone());
                     self.overridden.insert(given.clone(), given);
                 }
-                Err(reason) => faults.push(Fault {
+                Err(reason) => faults.push(KeyFault {
                     origin: ORIGIN.to_string(),
                     key: key.to_string(),
                     value: None,
@@ -70,14 +70,14 @@ impl<'a> Origins<'a> {
     }
 
     /// Names the origin of each fault, and sorts them by line; those of overrides come last.
-    pub(super) fn name(&self, mut faults: Vec<Fault>) -> Vec<Fault> {
+    pub(super) fn name(&self, mut faults: Vec<KeyFault>) -> Vec<KeyFault> {
         for fault in &mut faults {
             if let Some((key, given)) = self.override_of(&fault.key) {
                 fault.key = format!("{given}{}", &fault.key[key.len()..]);
             }
         }
-        let line = |fault: &Fault| self.lines.line(&fault.key);
-        let place = |fault: &Fault| match self.is_of_override(&fault.key) {
+        let line = |fault: &KeyFault| self.lines.line(&fault.key);
+        let place = |fault: &KeyFault| match self.is_of_override(&fault.key) {
             true => (true, None),
             false => (false, line(fault)),
         };

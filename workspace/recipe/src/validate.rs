@@ -11,7 +11,7 @@ use moh_step::Hyperparameters;
 
 use super::overrides::is_below;
 use super::{
-    CheckpointOptions, DeviceKind, Fault, GuardOptions, LearningRateOptions, LogOptions,
+    CheckpointOptions, DeviceKind, GuardOptions, KeyFault, LearningRateOptions, LogOptions,
     ModelOptions, NewModel, ParallelOptions, Recipe, Stage, ValidationSet, validation_key,
 };
 
@@ -33,7 +33,7 @@ const MAX_SEED: u64 = i64::MAX as u64;
 /// Collects the faults of a recipe.
 #[derive(Default)]
 struct Faults<'a> {
-    list: Vec<Fault>,
+    list: Vec<KeyFault>,
     /// Keys that could not be read, whose values say nothing.
     stand_ins: Option<&'a BTreeSet<String>>,
 }
@@ -54,7 +54,7 @@ impl Faults<'_> {
     fn push(&mut self, key: &str, value: Option<String>, reason: impl Display) {
         if self.is_known(key) {
             let reason = reason.to_string();
-            self.list.push(Fault { origin: String::new(), key: key.to_string(), value, reason });
+            self.list.push(KeyFault { origin: String::new(), key: key.to_string(), value, reason });
         }
     }
 
@@ -83,7 +83,7 @@ impl Faults<'_> {
 }
 
 /// Every fault that depends neither on the model nor on the values of `stand_ins`.
-pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<Fault> {
+pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<KeyFault> {
     let mut faults = Faults { stand_ins: Some(stand_ins), ..Faults::default() };
     faults.path("run.dir", &recipe.run.dir);
     let seed = recipe.run.seed;
@@ -445,7 +445,7 @@ fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
 }
 
 /// Every key that does not fit the model, given before its vocabulary grows.
-pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
+pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<KeyFault> {
     let mut faults = Faults::default();
     check_fit(&mut faults, recipe, model);
     faults.list

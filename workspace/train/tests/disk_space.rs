@@ -12,7 +12,7 @@ use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, FreeSpace, Outcome, RunOptions};
 use support::driver::run_in;
-use support::{Workplace, files};
+use support::{TestRun, files};
 
 /// Runs a recipe on a file system with so much room, until `stop_at`, and returns its warnings.
 fn run_with(
@@ -59,7 +59,7 @@ const ALL_KEPT: [&str; 4] = [
 #[test]
 fn what_a_run_needs_is_what_it_writes_and_hardly_more() {
     for types in [&["run.dtype=f32"][..], &["run.dtype=bf16", "precision.moments=bf16"]] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(&[&ALL_KEPT[..], types].concat());
         let (needed, _) = needed(&recipe);
         assert!(matches!(
@@ -74,7 +74,7 @@ fn what_a_run_needs_is_what_it_writes_and_hardly_more() {
 
 #[test]
 fn a_run_without_room_is_refused_before_any_work() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let (done, _) = run_with(&recipe, |_| Ok(Some(1000)), None);
     let text = done.unwrap_err().to_string();
@@ -87,7 +87,7 @@ fn a_run_without_room_is_refused_before_any_work() {
 
 #[test]
 fn what_older_checkpoints_have_is_not_needed_again() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let (before, checkpoint) = needed(&recipe);
     let stopped = run_with(&recipe, |_| Ok(Some(u64::MAX)), Some(6)).0;
@@ -103,7 +103,7 @@ fn what_older_checkpoints_have_is_not_needed_again() {
 
 #[test]
 fn a_file_system_that_does_not_say_its_room_is_warned_of() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let (done, warnings) = run_with(&recipe, |_| Ok(None), Some(1));
     assert_eq!(done.unwrap(), Outcome::Stopped { step: 1 });

@@ -16,13 +16,13 @@ use moh_step::TensorKind;
 use moh_train::Outcome;
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
-use support::{Workplace, files};
+use support::{TestRun, files};
 
 /// The weight of the embedding.
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// A recipe that starts from `from`, in the directory `next`, with these overrides.
-fn next(place: &Workplace, from: &str, overrides: &[&str]) -> Recipe {
+fn next(place: &TestRun, from: &str, overrides: &[&str]) -> Recipe {
     let mut recipe = place.recipe(&[&["checkpoint.keep=9"], overrides].concat());
     recipe.run.dir = place.dir.path().join("next");
     recipe.model.new = None;
@@ -58,7 +58,7 @@ const STILL: [&str; 6] = [
 #[test]
 fn a_run_starts_from_the_exact_weights_of_another() {
     for dtype in ["f32", "bf16"] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let dtype = format!("run.dtype={dtype}");
         stop_at(&place.recipe(&["checkpoint.keep=9", &dtype]), 6);
         let run = RunDirectory::new(place.dir.path().join("run"));
@@ -85,7 +85,7 @@ fn a_run_starts_from_the_exact_weights_of_another() {
 
 #[test]
 fn moments_are_taken_over_with_the_steps_that_they_contain() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let rate = ["stage.adapt.learning_rate.max=1e-2", "stage.adapt.learning_rate.min=1e-2"];
     let whole = place.recipe(&[&rate[..], &["checkpoint.keep=9"]].concat());
     stop_at(&whole, 4);
@@ -116,7 +116,7 @@ fn moments_are_taken_over_with_the_steps_that_they_contain() {
 
 #[test]
 fn the_first_stage_keeps_the_attention_of_the_step_unless_it_has_another() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     stop_at(&place.recipe(&["checkpoint.keep=9"]), 8);
     // The run's heads are the default of a stage that names none.
     for (from, shared) in [("@8", 1), ("@4", 2)] {
@@ -136,7 +136,7 @@ fn the_first_stage_keeps_the_attention_of_the_step_unless_it_has_another() {
 
 #[test]
 fn a_run_from_a_run_continues_exactly_and_its_vocabulary_grows() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     finish(&place.recipe(&[]));
     let mut recipe = with_moments(next(&place, "", &[]));
     recipe.model.pad_vocab_to = Some(48);
@@ -160,7 +160,7 @@ fn a_run_from_a_run_continues_exactly_and_its_vocabulary_grows() {
 
 #[test]
 fn what_is_no_origin_is_refused_and_leaves_no_run() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     finish(&place.recipe(&[]));
     let run = RunDirectory::new(place.dir.path().join("run"));
     let before = files(place.dir.path());
@@ -185,7 +185,7 @@ fn what_is_no_origin_is_refused_and_leaves_no_run() {
 
 #[test]
 fn damage_of_a_finished_runs_last_checkpoint_is_not_passed_over() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     finish(&place.recipe(&[]));
     let run = RunDirectory::new(place.dir.path().join("run"));
     let weights = run.checkpoint(10).join("weights.safetensors");

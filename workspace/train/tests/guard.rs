@@ -7,8 +7,8 @@ mod support;
 use moh_recipe::Recipe;
 use moh_train::{Event, Outcome};
 use serde_json::{Value, json};
-use support::Workplace;
-use support::faulty::{Fault, SEQUENCES, finish, finish_on, one_of, run_on, stop_at, workplace};
+use support::TestRun;
+use support::faulty::{Fault, SEQUENCES, finish, finish_on, one_of, run_on, stop_at, test_run};
 use support::results::Results;
 
 /// The steps of the whole run that were not applied, with the reasons.
@@ -20,7 +20,7 @@ fn skipped(results: &Results) -> Vec<(usize, &Value)> {
 #[test]
 fn steps_with_nan_are_not_applied_and_the_run_goes_on() {
     let samples = one_of([1, 4, 10]);
-    let place = workplace(&samples, Fault::Absent);
+    let place = test_run(&samples, Fault::Absent);
     let reference = finish(&place.recipe(&[]));
     for (ranks, changes) in [
         (1, &[][..]),
@@ -29,7 +29,7 @@ fn steps_with_nan_are_not_applied_and_the_run_goes_on() {
         (2, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.pipeline=2"]),
         (4, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.tensor=2"]),
     ] {
-        let place = workplace(&samples, Fault::NotFinite);
+        let place = test_run(&samples, Fault::NotFinite);
         let results = finish_on(ranks, &place.recipe(changes));
         let reason = json!("gradient norm is not finite");
         let what = format!("{ranks} ranks, {changes:?}");
@@ -50,7 +50,7 @@ fn steps_with_nan_are_not_applied_and_the_run_goes_on() {
 
 #[test]
 fn a_stopped_run_with_bad_steps_continues_to_the_same_end() {
-    let place = workplace(&one_of([1, 4, 5, 7]), Fault::NotFinite);
+    let place = test_run(&one_of([1, 4, 5, 7]), Fault::NotFinite);
     let reference = finish(&place.recipe_in("whole"));
     let recipe = place.recipe(&[]);
     for step in 1..10 {
@@ -60,7 +60,7 @@ fn a_stopped_run_with_bad_steps_continues_to_the_same_end() {
 }
 
 /// One stage of 60 steps.
-fn long(place: &Workplace, more: &[&str]) -> Recipe {
+fn long(place: &TestRun, more: &[&str]) -> Recipe {
     let all = ["stage.adapt.tokens=3840", "guard.factor=3", "data.validation.every_steps=0"];
     let mut recipe = place.recipe(&[&all[..], more].concat());
     recipe.stages.truncate(1);
@@ -70,24 +70,24 @@ fn long(place: &Workplace, more: &[&str]) -> Recipe {
 #[test]
 fn a_spike_is_not_applied_once_there_is_a_median() {
     let spikes = [3, 40, 55].map(|step| step * SEQUENCES);
-    let place = workplace(&spikes, Fault::Spike);
+    let place = test_run(&spikes, Fault::Spike);
     let reference = finish(&long(&place, &[]));
     let reason = json!("gradient norm is above guard.factor times its median");
     assert_eq!(skipped(&reference), [(41, &reason), (56, &reason)]);
-    let place = workplace(&spikes, Fault::Spike);
+    let place = test_run(&spikes, Fault::Spike);
     let recipe = long(&place, &[]);
     for step in [31, 33, 40, 41, 42, 56] {
         assert!(stop_at(&recipe, step));
     }
     assert!(finish(&recipe) == reference);
     // Without a factor, only what is not finite is refused.
-    let place = workplace(&spikes, Fault::Spike);
+    let place = test_run(&spikes, Fault::Spike);
     assert!(skipped(&finish(&long(&place, &["guard.factor=0"]))).is_empty());
 }
 
 #[test]
 fn a_resumed_run_refuses_another_factor() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     assert!(stop_at(&place.recipe(&[]), 3));
     let changed = place.recipe(&["guard.factor=4"]);
     let error = run_on(1, &changed, (None, &|_| {})).pop().unwrap().unwrap_err();
@@ -98,7 +98,7 @@ fn a_resumed_run_refuses_another_factor() {
 fn a_loss_that_is_no_number_ends_neither_the_run_nor_its_checkpoints() {
     // The first update of the second stage makes every later value NaN.
     let rates = "stage.moh.learning_rate={max = 1e30, min = 1e29, warmup_steps = 0}";
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[rates]);
     let warnings = std::sync::Mutex::new(Vec::new());
     let hear = |event: &Event<'_>| {
@@ -120,7 +120,7 @@ fn a_loss_that_is_no_number_ends_neither_the_run_nor_its_checkpoints() {
     assert!(reference.metrics[9]["validation_loss"].is_null());
     let summary: Value = serde_json::from_str(&reference.summary).unwrap();
     assert!(summary["evaluations"][3]["loss"].is_null());
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[rates]);
     for step in [6, 8, 9] {
         assert!(stop_at(&recipe, step));

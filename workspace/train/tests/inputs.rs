@@ -19,7 +19,7 @@ use moh_train::{Error, Event, Outcome, RunOptions};
 use serde_json::Value;
 use support::driver::{run_in, stop_at, watch};
 use support::results::Results;
-use support::{Workplace, copy_all, files, write_tokens};
+use support::{TestRun, copy_all, files, write_tokens};
 
 /// Stops a run after its third step.
 fn interrupt(recipe: &Recipe) {
@@ -44,7 +44,7 @@ fn remove_files(prefix: &Path) {
 
 #[test]
 fn a_token_file_that_was_prepared_again_is_refused_and_nothing_changes() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     interrupt(&recipe);
     let prefix = place.dir.path().join("text");
@@ -60,7 +60,7 @@ fn a_token_file_that_was_prepared_again_is_refused_and_nothing_changes() {
 
 #[test]
 fn other_tokens_in_documents_of_the_same_lengths_are_refused() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     interrupt(&recipe);
     let bin = place.dir.path().join("text.bin");
@@ -76,7 +76,7 @@ fn other_tokens_in_documents_of_the_same_lengths_are_refused() {
 
 #[test]
 fn moved_token_files_continue_with_the_same_bits() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     train(&place.recipe_in("whole")).unwrap();
     let whole = Results::of(&place.recipe_in("whole"));
     let recipe = place.recipe(&[]);
@@ -97,7 +97,7 @@ fn moved_token_files_continue_with_the_same_bits() {
 
 #[test]
 fn other_content_at_another_path_is_refused() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     interrupt(&place.recipe(&[]));
     let other = place.dir.path().join("other");
     write_tokens(&other, 9, 60);
@@ -110,7 +110,7 @@ fn other_content_at_another_path_is_refused() {
 
 #[test]
 fn without_a_record_the_paths_must_stay_and_a_warning_is_given() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     interrupt(&recipe);
     let record = RunDirectory::new(&recipe.run.dir).inputs();
@@ -137,7 +137,7 @@ fn without_a_record_the_paths_must_stay_and_a_warning_is_given() {
 
 #[test]
 fn a_finished_run_refuses_other_content_and_takes_the_same_at_another_path() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let finished = place.recipe(&[]);
     train(&finished).unwrap();
     let other = place.dir.path().join("other");
@@ -158,7 +158,7 @@ fn a_finished_run_refuses_other_content_and_takes_the_same_at_another_path() {
 
 #[test]
 fn losses_say_on_which_text_and_on_how_many_of_its_tokens_they_are() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let held_out = place.dir.path().join("other");
     write_tokens(&held_out, 7, 30);
     let path = format!("data.validation.path={}", held_out.display());
@@ -180,7 +180,7 @@ fn losses_say_on_which_text_and_on_how_many_of_its_tokens_they_are() {
 
 #[test]
 fn several_sources_continue_only_in_the_recorded_order() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let mut recipe = place.recipe(&[]);
     for is_mixture in [false, true] {
         interrupt(&recipe);
@@ -243,7 +243,7 @@ fn is_check(event: &Event<'_>) -> bool {
 
 #[test]
 fn an_id_outside_the_vocabulary_ends_a_run_before_its_first_step() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     // The last tokens are no part of a window, so training would never read them.
     without_proof(&place.dir.path().join("late"), 2999);
     let path = format!("data.sources.0.path={}/late", place.dir.path().display());
@@ -260,7 +260,7 @@ fn an_id_outside_the_vocabulary_ends_a_run_before_its_first_step() {
 
 #[test]
 fn ids_are_read_once_in_a_run_and_never_with_a_proof() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     without_proof(&place.dir.path().join("late"), 7);
     let path = format!("data.sources.0.path={}/late", place.dir.path().display());
     let recipe = place.recipe(&[&path]);
@@ -284,7 +284,7 @@ fn ids_are_read_once_in_a_run_and_never_with_a_proof() {
 
 #[test]
 fn a_stop_while_ids_are_read_ends_the_run_and_the_next_one_reads_them() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     without_proof(&place.dir.path().join("late"), 7);
     let path = format!("data.sources.0.path={}/late", place.dir.path().display());
     let recipe = place.recipe(&[&path]);
@@ -300,7 +300,7 @@ fn a_stop_while_ids_are_read_ends_the_run_and_the_next_one_reads_them() {
 }
 
 /// The recipe of a run that starts from the model in `from`.
-fn recipe_from(place: &Workplace, from: &Path, name: &str) -> Recipe {
+fn recipe_from(place: &TestRun, from: &Path, name: &str) -> Recipe {
     let mut recipe = place.recipe_in(name);
     recipe.model.new = None;
     recipe.model.from = Some(from.display().to_string());
@@ -324,7 +324,7 @@ fn train_from(
 }
 
 /// A model in `place`, of a finished run, without its Mixture-of-Head attention.
-fn dense_model(place: &Workplace) -> PathBuf {
+fn dense_model(place: &TestRun) -> PathBuf {
     let mut recipe = place.recipe_in("earlier");
     recipe.stages.truncate(1);
     train(&recipe).unwrap();
@@ -335,7 +335,7 @@ fn dense_model(place: &Workplace) -> PathBuf {
 
 #[test]
 fn a_run_resumes_and_exports_without_the_model_that_it_started_from() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let model = dense_model(&place);
     let whole = recipe_from(&place, &model, "whole");
     train_from(&whole, Some(&model), None).unwrap();
@@ -352,7 +352,7 @@ fn a_run_resumes_and_exports_without_the_model_that_it_started_from() {
 
 #[test]
 fn a_run_without_a_checkpoint_needs_the_model() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let model = dense_model(&place);
     let recipe = recipe_from(&place, &model, "run");
     let run = RunDirectory::new(&recipe.run.dir);
@@ -364,7 +364,7 @@ fn a_run_without_a_checkpoint_needs_the_model() {
 
 #[test]
 fn the_model_may_move_but_not_change() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let model = dense_model(&place);
     let recipe = recipe_from(&place, &model, "run");
     train_from(&recipe, Some(&model), Some(3)).unwrap();
@@ -381,7 +381,7 @@ fn the_model_may_move_but_not_change() {
 
 #[test]
 fn a_changed_file_of_the_kept_model_is_named() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let model = dense_model(&place);
     let recipe = recipe_from(&place, &model, "run");
     train_from(&recipe, Some(&model), Some(3)).unwrap();
@@ -392,7 +392,7 @@ fn a_changed_file_of_the_kept_model_is_named() {
 }
 
 /// The quickstart's tokenizer in a directory of `place`, its file after a change.
-fn copy_tokenizer(place: &Workplace, name: &str, change: impl FnOnce(&mut Value)) -> PathBuf {
+fn copy_tokenizer(place: &TestRun, name: &str, change: impl FnOnce(&mut Value)) -> PathBuf {
     let tokenizer = place.dir.path().join(name);
     fs::create_dir(&tokenizer).unwrap();
     let quickstart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart");
@@ -407,7 +407,7 @@ fn copy_tokenizer(place: &Workplace, name: &str, change: impl FnOnce(&mut Value)
 }
 
 /// A recipe of one stage for a new model with this tokenizer.
-fn recipe_with_tokenizer(place: &Workplace, tokenizer: &Path) -> Recipe {
+fn recipe_with_tokenizer(place: &TestRun, tokenizer: &Path) -> Recipe {
     let vocabulary = moh_data::TextTokenizer::load(tokenizer).unwrap().vocab_size();
     let mut recipe = place.recipe(&[
         &format!("model.tokenizer={}", tokenizer.display()),
@@ -419,7 +419,7 @@ fn recipe_with_tokenizer(place: &Workplace, tokenizer: &Path) -> Recipe {
 
 #[test]
 fn a_new_model_resumes_without_its_tokenizer() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let tokenizer = copy_tokenizer(&place, "tokenizer", |_| {});
     let recipe = recipe_with_tokenizer(&place, &tokenizer);
     interrupt(&recipe);
@@ -430,7 +430,7 @@ fn a_new_model_resumes_without_its_tokenizer() {
 
 #[test]
 fn a_tokenizer_may_be_written_again_but_not_change() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let tokenizer = copy_tokenizer(&place, "tokenizer", |_| {});
     interrupt(&recipe_with_tokenizer(&place, &tokenizer));
     let changed = copy_tokenizer(&place, "changed", |json| {
@@ -457,7 +457,7 @@ fn a_tokenizer_may_be_written_again_but_not_change() {
 
 #[test]
 fn another_tokenizer_than_that_of_a_token_file_must_give_its_ids() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let tokenizer = copy_tokenizer(&place, "tokenizer", |_| {});
     let info = place.dir.path().join("text.json");
     let mut json: Value = serde_json::from_slice(&fs::read(&info).unwrap()).unwrap();

@@ -15,7 +15,7 @@ use moh_train::{Event, Outcome, RunOptions};
 use support::driver::{run_in, watch};
 use support::on_ranks::on_ranks;
 use support::results::Results;
-use support::{Workplace, write_tokens};
+use support::{TestRun, write_tokens};
 
 const SETS: &str = "data.validation=[{name = \"held-out\", path = \"HERE/held-out\", batches = 2, \
                     every_steps = 3}, {name = \"code\", path = \"HERE/code\", batches = 9, \
@@ -37,7 +37,7 @@ fn train(ranks: usize, recipe: &Recipe, stop_after: Option<u64>) {
 }
 
 /// A recipe with two validation sets and norms at every second step.
-fn recipe(place: &Workplace, name: &str, overrides: &[&str]) -> Recipe {
+fn recipe(place: &TestRun, name: &str, overrides: &[&str]) -> Recipe {
     let here = place.dir.path();
     if !here.join("code.idx").exists() {
         write_tokens(&here.join("code"), 3, 40);
@@ -70,7 +70,7 @@ fn layout([tensor, pipeline, virtual_stages]: [usize; 3]) -> Vec<String> {
 
 #[test]
 fn every_set_is_evaluated_when_it_is_due_and_the_first_is_the_runs() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = recipe(&place, "run", &[]);
     train(1, &recipe, None);
     for (number, step) in (1..).zip(steps_of(&recipe)) {
@@ -88,7 +88,7 @@ fn every_set_is_evaluated_when_it_is_due_and_the_first_is_the_runs() {
         assert_ne!(evaluation.other_sets["code"].loss, evaluation.loss);
     }
     // The first set has the losses of a run with that set alone.
-    let alone = Workplace::recipe_in(&place, "alone");
+    let alone = TestRun::recipe_in(&place, "alone");
     train(1, &alone, None);
     let one = Summary::read(&RunDirectory::new(&alone.run.dir).summary()).unwrap().unwrap();
     for (evaluation, alone) in summary.evaluations.iter().zip(&one.evaluations) {
@@ -99,7 +99,7 @@ fn every_set_is_evaluated_when_it_is_due_and_the_first_is_the_runs() {
 
 #[test]
 fn routing_is_counted_for_each_layer_set_and_evaluation_that_routes() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = recipe(&place, "run", &[]);
     train(1, &recipe, None);
     let lines = routing_of(&recipe);
@@ -133,7 +133,7 @@ fn routing_is_counted_for_each_layer_set_and_evaluation_that_routes() {
 
 #[test]
 fn a_dense_run_has_no_routing() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = recipe(&place, "run", &["stage.moh.attention=dense"]);
     train(1, &recipe, None);
     assert!(!RunDirectory::new(&recipe.run.dir).routing().exists());
@@ -141,7 +141,7 @@ fn a_dense_run_has_no_routing() {
 
 #[test]
 fn a_resumed_run_measures_what_an_uninterrupted_one_does() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let whole = recipe(&place, "whole", &[]);
     train(1, &whole, None);
     let routing = |recipe: &Recipe| fs::read(RunDirectory::new(&recipe.run.dir).routing()).unwrap();
@@ -160,7 +160,7 @@ fn a_resumed_run_measures_what_an_uninterrupted_one_does() {
 
 #[test]
 fn a_routing_log_that_cannot_be_read_is_set_aside_and_the_run_goes_on() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = recipe(&place, "run", &[]);
     train(1, &recipe, Some(6));
     let run = RunDirectory::new(&recipe.run.dir);
@@ -173,7 +173,7 @@ fn a_routing_log_that_cannot_be_read_is_set_aside_and_the_run_goes_on() {
 
 #[test]
 fn a_routing_log_that_cannot_be_written_is_a_warning_once() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = recipe(&place, "run", &[]);
     let run = RunDirectory::new(&recipe.run.dir);
     let mut warnings = Vec::new();
@@ -191,7 +191,7 @@ fn a_routing_log_that_cannot_be_written_is_a_warning_once() {
 
 #[test]
 fn norms_by_block_add_up_to_the_global_norm() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     for (name, overrides) in [
         ("untied", vec![]),
         ("tied", vec!["model.new.tie_word_embeddings=true"]),
@@ -218,7 +218,7 @@ fn norms_by_block_add_up_to_the_global_norm() {
 
 #[test]
 fn every_layout_of_ranks_measures_the_same() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     for tied in ["false", "true"] {
         let tied = format!("model.new.tie_word_embeddings={tied}");
         let one = recipe(&place, &format!("one-{tied}"), &[&tied]);
@@ -276,7 +276,7 @@ fn every_layout_of_ranks_measures_the_same() {
 
 #[test]
 fn data_ranks_count_the_routing_of_equal_weights_exactly() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let converted = |ranks: usize| {
         // A first stage that changes nothing that f32 could show.
         let rate = "stage.adapt.learning_rate={max = 1e-30, min = 0, warmup_steps = 0}";
@@ -295,7 +295,7 @@ fn data_ranks_count_the_routing_of_equal_weights_exactly() {
 
 #[test]
 fn the_speed_of_a_step_has_the_times_of_its_parts() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let peak = recipe(&place, "run", &["log.peak_tflops=0.5"]);
     train(2, &peak, None);
     let steps = steps_of(&peak);

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, Outcome, RunOptions};
-use support::Workplace;
+use support::TestRun;
 use support::driver::run_in;
 use support::on_ranks::on_ranks;
 use support::results::{Results, assert_alike};
@@ -66,15 +66,15 @@ const MICRO_BATCHES: [&str; 2] = ["stage.adapt.micro_batch=1", "stage.moh.micro_
 
 #[test]
 fn every_number_of_ranks_ends_as_one() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let reference = finish_on(1, &place.recipe(&MICRO_BATCHES));
     // Uneven shares; as many ranks as micro-batches; more of them, of which some have no work.
     for ranks in [2, 3, 4, 6, 8, 11] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(&MICRO_BATCHES);
         let found = finish_on(ranks, &recipe);
         assert_alike(&found, &reference, &format!("{ranks} ranks"));
-        let again = Workplace::new();
+        let again = TestRun::new();
         let repeated = finish_on(ranks, &again.recipe(&MICRO_BATCHES));
         assert!(repeated.weights == found.weights, "{ranks} ranks: other bits the second time");
     }
@@ -91,15 +91,15 @@ fn pipelines(adapt: usize, moh: usize) -> Vec<String> {
 #[test]
 fn every_pipeline_ends_as_one_rank() {
     for tied in ["model.new.tie_word_embeddings=false", "model.new.tie_word_embeddings=true"] {
-        let recipe = |place: &Workplace, changes: &[String]| {
+        let recipe = |place: &TestRun, changes: &[String]| {
             let changes: Vec<&str> = changes.iter().map(String::as_str).chain([tied]).collect();
             place.recipe(&changes)
         };
-        let place = Workplace::new();
+        let place = TestRun::new();
         let reference = finish_on(1, &recipe(&place, &pipelines(1, 1)));
         // Alone, with data parallelism, with ranks that have no work, and another one in each stage.
         for (ranks, adapt, moh) in [(2, 2, 2), (6, 2, 2), (18, 2, 2), (4, 1, 2), (2, 2, 1)] {
-            let place = Workplace::new();
+            let place = TestRun::new();
             let found = finish_on(ranks, &recipe(&place, &pipelines(adapt, moh)));
             assert_alike(&found, &reference, &format!("{ranks} ranks, {adapt}, {moh}, {tied}"));
         }
@@ -123,11 +123,11 @@ fn every_share_of_the_tensors_ends_as_one_rank() {
         &["memory.recompute=block", "data.document_mask=true"],
         &["model.new.model_type=qwen3", "memory.recompute=cheap"],
     ] {
-        let recipe = |place: &Workplace, arrangement: &[String]| {
+        let recipe = |place: &TestRun, arrangement: &[String]| {
             let all = arrangement.iter().map(String::as_str).chain(changes.iter().copied());
             place.recipe(&all.collect::<Vec<_>>())
         };
-        let place = Workplace::new();
+        let place = TestRun::new();
         let reference = finish_on(1, &recipe(&place, &arranged((1, 1), (1, 1))));
         // Alone; with data parallelism, ranks that have no work and a pipeline; another in each stage.
         for (ranks, adapt, moh) in [
@@ -137,11 +137,11 @@ fn every_share_of_the_tensors_ends_as_one_rank() {
             (4, (2, 2), (2, 2)),
             (4, (2, 1), (1, 2)),
         ] {
-            let place = Workplace::new();
+            let place = TestRun::new();
             let found = finish_on(ranks, &recipe(&place, &arranged(adapt, moh)));
             let what = format!("{ranks} ranks, {adapt:?}, {moh:?}, {changes:?}");
             assert_alike(&found, &reference, &what);
-            let again = Workplace::new();
+            let again = TestRun::new();
             let repeated = finish_on(ranks, &recipe(&again, &arranged(adapt, moh)));
             assert!(repeated.weights == found.weights, "{what}: other bits the second time");
         }
@@ -155,7 +155,7 @@ fn stages_of_several_chunks_end_as_one_rank() {
         &["model.new.tie_word_embeddings=true", "model.new.num_hidden_layers=6"][..],
         &["model.new.num_hidden_layers=6", "memory.recompute=block"],
     ] {
-        let recipe = |place: &Workplace, stages: usize, chunks: usize, tensor: usize| {
+        let recipe = |place: &TestRun, stages: usize, chunks: usize, tensor: usize| {
             let mut all = arranged((tensor, stages), (tensor, stages));
             for stage in ["adapt", "moh"] {
                 all.push(format!("stage.{stage}.parallel.virtual_stages={chunks}"));
@@ -163,16 +163,16 @@ fn stages_of_several_chunks_end_as_one_rank() {
             let all = all.iter().map(String::as_str).chain(changes.iter().copied());
             place.recipe(&all.collect::<Vec<_>>())
         };
-        let place = Workplace::new();
+        let place = TestRun::new();
         let reference = finish_on(1, &recipe(&place, 1, 1, 1));
         for (ranks, stages, chunks, tensor) in
             [(2, 2, 3, 1), (3, 3, 2, 1), (6, 2, 2, 1), (8, 2, 2, 2), (18, 2, 3, 1)]
         {
-            let place = Workplace::new();
+            let place = TestRun::new();
             let found = finish_on(ranks, &recipe(&place, stages, chunks, tensor));
             let what = format!("{ranks} ranks, {stages} stages of {chunks}, {changes:?}");
             assert_alike(&found, &reference, &what);
-            let again = Workplace::new();
+            let again = TestRun::new();
             let repeated = finish_on(ranks, &recipe(&again, stages, chunks, tensor));
             assert!(repeated.weights == found.weights, "{what}: other bits the second time");
         }
@@ -181,7 +181,7 @@ fn stages_of_several_chunks_end_as_one_rank() {
 
 /// A dense layer and three with other heads each, arranged in `stages` stages of `chunks` chunks and shares
 /// of the tensors.
-fn mixed_layers(place: &Workplace, stages: usize, chunks: usize, tensor: usize) -> Recipe {
+fn mixed_layers(place: &TestRun, stages: usize, chunks: usize, tensor: usize) -> Recipe {
     let mut changes = arranged((tensor, stages), (tensor, stages));
     changes.push("model.new.num_hidden_layers=4".to_owned());
     changes.push("stage.moh.moh={shared_heads=[4,1,2,0],routed_top_k=[0,2,1,2]}".to_owned());
@@ -193,20 +193,20 @@ fn mixed_layers(place: &Workplace, stages: usize, chunks: usize, tensor: usize) 
 
 #[test]
 fn layers_with_other_heads_end_as_one_rank() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let reference = finish_on(1, &mixed_layers(&place, 1, 1, 1));
     // Stages of their own layers; chunks whose buffers serve dense and other layers alternately; shares of
     // the heads; all of it with data parallelism.
     for (ranks, stages, chunks, tensor) in
         [(2, 2, 1, 1), (2, 2, 2, 1), (2, 1, 1, 2), (4, 2, 2, 2), (8, 2, 1, 2)]
     {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let found = finish_on(ranks, &mixed_layers(&place, stages, chunks, tensor));
         let what = format!("{ranks} ranks, {stages} stages of {chunks}, {tensor} shares");
         assert_alike(&found, &reference, &what);
         assert_eq!(found.config, reference.config, "{what}");
     }
-    let place = Workplace::new();
+    let place = TestRun::new();
     stop_on(4, &mixed_layers(&place, 2, 2, 2), 7);
     let found = finish_on(2, &mixed_layers(&place, 1, 1, 2));
     assert_alike(&found, &reference, "stages and shares, then shares alone");
@@ -214,34 +214,34 @@ fn layers_with_other_heads_end_as_one_rank() {
 
 #[test]
 fn shares_of_tensors_continue_as_another_layout() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe =
         |changes: &[String]| place.recipe(&changes.iter().map(String::as_str).collect::<Vec<_>>());
     stop_on(8, &recipe(&arranged((2, 2), (2, 2))), 2);
     stop_on(3, &recipe(&arranged((1, 1), (1, 1))), 4);
     stop_on(2, &recipe(&arranged((1, 1), (2, 1))), 7);
     let found = finish_on(1, &recipe(&arranged((1, 1), (1, 1))));
-    let other = Workplace::new();
+    let other = TestRun::new();
     let what = "tensor 2 x pipeline 2 x data 2, then 3, 2 and 1";
     assert_alike(&found, &finish_on(1, &other.recipe(&MICRO_BATCHES)), what);
 }
 
 #[test]
 fn a_pipeline_continues_as_another_layout() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe =
         |changes: &[String]| place.recipe(&changes.iter().map(String::as_str).collect::<Vec<_>>());
     stop_on(4, &recipe(&pipelines(2, 2)), 2);
     stop_on(3, &recipe(&pipelines(1, 1)), 4);
     stop_on(2, &recipe(&pipelines(1, 2)), 7);
     let found = finish_on(1, &recipe(&pipelines(1, 1)));
-    let other = Workplace::new();
+    let other = TestRun::new();
     assert_alike(&found, &finish_on(1, &other.recipe(&MICRO_BATCHES)), "4 x 2, 3, 2 x 2, then 1");
 }
 
 #[test]
 fn pipelines_that_ranks_cannot_form_are_refused_before_the_run_begins() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let changes = pipelines(2, 1);
     let recipe = place.recipe(&changes.iter().map(String::as_str).collect::<Vec<_>>());
     let outcomes = train_on(3, &recipe, None);
@@ -255,7 +255,7 @@ fn pipelines_that_ranks_cannot_form_are_refused_before_the_run_begins() {
 #[test]
 fn rounded_weights_gradients_and_exchanges_stay_close() {
     let losses = |ranks: usize, changes: &[&str]| -> Vec<f64> {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let results = finish_on(ranks, &place.recipe(&[&MICRO_BATCHES[..], changes].concat()));
         results.metrics.iter().map(|line| line["loss"].as_f64().unwrap()).collect()
     };
@@ -277,9 +277,9 @@ fn rounded_weights_gradients_and_exchanges_stay_close() {
 
 #[test]
 fn a_run_continues_on_other_numbers_of_ranks() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let reference = finish_on(1, &place.recipe(&MICRO_BATCHES));
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&MICRO_BATCHES);
     for (ranks, step) in [(4, 1), (3, 3), (1, 5), (2, 7)] {
         let step = stop_on(ranks, &recipe, step);
@@ -293,9 +293,9 @@ fn a_run_continues_on_other_numbers_of_ranks() {
 #[test]
 fn shards_of_what_bf16_weights_lack_continue_with_the_same_bits() {
     let changes = [&MICRO_BATCHES[..], &["run.dtype=bf16", "precision.moments=bf16"]].concat();
-    let place = Workplace::new();
+    let place = TestRun::new();
     let reference = finish_on(3, &place.recipe(&changes));
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&changes);
     stop_on(3, &recipe, 4);
     let found = finish_on(3, &recipe);
@@ -305,7 +305,7 @@ fn shards_of_what_bf16_weights_lack_continue_with_the_same_bits() {
 
 #[test]
 fn a_part_that_is_damaged_or_missing_sets_the_checkpoint_aside_on_all_ranks() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let reference = finish_on(1, &place.recipe(&MICRO_BATCHES));
     for (file, is_missing) in [
         ("second_moment-00003-of-00003.safetensors", false),
@@ -314,7 +314,7 @@ fn a_part_that_is_damaged_or_missing_sets_the_checkpoint_aside_on_all_ranks() {
         ("weights-00003-of-00003.safetensors", true),
         ("tensors-00001-of-00003.json", true),
     ] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(&MICRO_BATCHES);
         let step = stop_on(3, &recipe, 6);
         let run = RunDirectory::new(&recipe.run.dir);
@@ -333,7 +333,7 @@ fn a_part_that_is_damaged_or_missing_sets_the_checkpoint_aside_on_all_ranks() {
 
 #[test]
 fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&MICRO_BATCHES);
     let step = stop_on(2, &recipe, 6);
     let shared = RunDirectory::new(&recipe.run.dir);
@@ -357,7 +357,7 @@ fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
 fn ranks_stop_together_in_an_evaluation_and_continue_with_the_same_bits() {
     // Data ranks of which one has no batch; pipelines and tensors, another layout in the second stage.
     for (ranks, adapt, moh) in [(3, (1, 1), (1, 1)), (4, (2, 1), (1, 2))] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let changes = arranged(adapt, moh);
         let changes: Vec<&str> = changes.iter().map(String::as_str).collect();
         let reference = finish_on(ranks, &place.recipe(&changes));
@@ -366,7 +366,7 @@ fn ranks_stop_together_in_an_evaluation_and_continue_with_the_same_bits() {
         for (evaluation, step, all) in
             [(0, 0, true), (2, 5, true), (2, 5, false), (3, 5, true), (6, 10, true)]
         {
-            let place = Workplace::new();
+            let place = TestRun::new();
             let recipe = place.recipe(&changes);
             let (first, begun) = (if all { 0 } else { ranks - 1 }, AtomicU64::new(0));
             let outcomes = train_and_hear((ranks, first..ranks), &recipe, &|event, stop| {
@@ -392,7 +392,7 @@ fn ranks_stop_together_in_an_evaluation_and_continue_with_the_same_bits() {
 
 #[test]
 fn an_error_of_one_rank_is_told_once() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&["data.validation.path=nowhere"]);
     let outcomes = train_on(3, &recipe, None);
     let told = outcomes
@@ -404,9 +404,9 @@ fn an_error_of_one_rank_is_told_once() {
 
 #[test]
 fn ranks_agree_on_a_checkpoint_that_cannot_be_written() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let reference = finish_on(1, &place.recipe(&MICRO_BATCHES));
-    let place = Workplace::new();
+    let place = TestRun::new();
     // Before any checkpoint, so that none is in flight.
     let recipe = place.recipe(&[&MICRO_BATCHES[..], &["checkpoint.every_steps=0"]].concat());
     let checkpoints = RunDirectory::new(&recipe.run.dir).checkpoints();

@@ -11,8 +11,8 @@ use moh_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Replay};
-use support::faulty::{Fault, finish, finish_on, one_of, stop_at, workplace};
-use support::{Workplace, files};
+use support::faulty::{Fault, finish, finish_on, one_of, stop_at, test_run};
+use support::{TestRun, files};
 
 fn replay(recipe: &Recipe, step: u64) -> Result<Replay, Error> {
     let run = RunDirectory::new(&recipe.run.dir);
@@ -29,7 +29,7 @@ fn every_step_has_the_numbers_of_the_run() {
         &["memory.recompute=block", "data.document_mask=true"],
         &["run.dtype=bf16", "precision.moments=bf16", "model.new.model_type=qwen3"],
     ] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(changes);
         let results = finish(&recipe);
         let before = files(&recipe.run.dir);
@@ -50,7 +50,7 @@ fn every_step_has_the_numbers_of_the_run() {
 
 #[test]
 fn the_parts_of_a_step_add_up() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     assert!(stop_at(&recipe, 9));
     // A process that trains in the directory does not matter.
@@ -80,7 +80,7 @@ fn the_parts_of_a_step_add_up() {
 
 #[test]
 fn samples_are_found_in_their_files() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&["data.order=sequential"]);
     finish(&recipe);
     assert_eq!(moh_train::replay_from(&RunDirectory::new(&recipe.run.dir), 3).unwrap(), 0);
@@ -99,7 +99,7 @@ fn samples_are_found_in_their_files() {
 
 #[test]
 fn a_step_after_a_rewind_is_of_the_path_that_counts() {
-    let place = workplace(&one_of([8, 9]), Fault::NotFinite);
+    let place = test_run(&one_of([8, 9]), Fault::NotFinite);
     let recipe = place.recipe(&["guard.patience=2", "guard.rewind=2", "checkpoint.keep=9"]);
     let results = finish(&recipe);
     for step in [6, 7, 8, 10] {
@@ -113,7 +113,7 @@ fn a_step_after_a_rewind_is_of_the_path_that_counts() {
 
 #[test]
 fn a_run_of_several_ranks_is_replayed_by_one() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let layout = ["stage.adapt.parallel.tensor=2", "stage.moh.parallel.pipeline=2"];
     let recipe = place.recipe(&layout);
     let results = finish_on(2, &recipe);
@@ -126,7 +126,7 @@ fn a_run_of_several_ranks_is_replayed_by_one() {
 
 #[test]
 fn what_cannot_be_replayed_is_refused() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     assert!(replay(&recipe, 1).unwrap_err().to_string().contains("recipe.toml"));
     finish(&recipe);

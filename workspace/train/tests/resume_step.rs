@@ -15,7 +15,7 @@ use moh_run_log::metrics;
 use moh_train::{Error, Event, Outcome};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
-use support::{Workplace, files, write_tokens};
+use support::{TestRun, files, write_tokens};
 
 /// Steps of the recipe: five of each stage.
 const STEPS: u64 = 10;
@@ -27,7 +27,7 @@ fn train_from(recipe: &Recipe, step: u64) -> Result<Outcome, Error> {
 
 /// The results of the recipe's uninterrupted run.
 fn reference() -> Results {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     finish(&recipe);
     Results::of(&recipe)
@@ -40,7 +40,7 @@ fn shorten(path: &Path) {
 
 #[test]
 fn a_run_resumes_from_an_earlier_checkpoint_to_the_same_end() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&["checkpoint.keep=9"]);
     finish(&recipe);
     let run = RunDirectory::new(&recipe.run.dir);
@@ -64,7 +64,7 @@ fn a_run_resumes_from_an_earlier_checkpoint_to_the_same_end() {
 
 #[test]
 fn a_run_that_is_interrupted_after_going_back_goes_on_from_there() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe_in("copy");
     let killed = Start { copy_at: Some((9, &recipe.run.dir)), ..Start::default() };
     killed.run(&place.recipe(&[])).unwrap();
@@ -77,7 +77,7 @@ fn a_run_that_is_interrupted_after_going_back_goes_on_from_there() {
 
 #[test]
 fn a_step_without_a_good_checkpoint_is_refused_and_nothing_moves() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     finish(&recipe);
     let run = RunDirectory::new(&recipe.run.dir);
@@ -101,7 +101,7 @@ fn learning_rates(recipe: &Recipe) -> Vec<f64> {
 
 /// Of a run that is stopped at `step` and goes on with a longer stage to its end.
 fn grown_at(step: u64, longer: &str) -> Results {
-    let place = Workplace::new();
+    let place = TestRun::new();
     stop_at(&place.recipe(&[]), step);
     let recipe = place.recipe(&[longer]);
     finish(&recipe);
@@ -110,7 +110,7 @@ fn grown_at(step: u64, longer: &str) -> Results {
 
 #[test]
 fn a_longer_stage_has_the_new_schedule_from_the_step_on_at_which_it_grew() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let (short, long) = (recipe.stages[0].schedule(), place.recipe(&LONGER).stages[0].schedule());
     stop_at(&recipe, 3);
@@ -137,7 +137,7 @@ fn a_longer_stage_has_the_new_schedule_from_the_step_on_at_which_it_grew() {
 fn a_grown_run_ends_the_same_however_it_is_interrupted() {
     let expected = grown_at(3, LONGER[0]);
     // Stopped at every step after it.
-    let place = Workplace::new();
+    let place = TestRun::new();
     stop_at(&place.recipe(&[]), 3);
     let recipe = place.recipe(&LONGER[..1]);
     for step in 4..13 {
@@ -147,7 +147,7 @@ fn a_grown_run_ends_the_same_however_it_is_interrupted() {
     assert!(Results::of(&recipe) == expected);
     // Killed between two checkpoints after it, and again with the newest checkpoint damaged: the one
     // before it is from before the growth.
-    let place = Workplace::new();
+    let place = TestRun::new();
     stop_at(&place.recipe(&[]), 3);
     let copy = place.dir.path().join("copy");
     let killed = Start { copy_at: Some((4, &copy)), ..Start::default() };
@@ -176,7 +176,7 @@ fn a_stage_that_has_not_begun_grows() {
     let expected = grown_at(3, LONGER[1]);
     assert_eq!(expected.metrics.len(), 13);
     // Its schedule has the new length from its first step on.
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&LONGER[1..]);
     finish(&recipe);
     assert!(Results::of(&recipe) == expected);
@@ -184,7 +184,7 @@ fn a_stage_that_has_not_begun_grows() {
 
 #[test]
 fn a_finished_run_goes_on_with_a_longer_last_stage() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let short = place.recipe(&["checkpoint.keep=9"]);
     finish(&short);
     let recipe = place.recipe(&["checkpoint.keep=9", LONGER[1]]);
@@ -211,7 +211,7 @@ fn a_finished_run_goes_on_with_a_longer_last_stage() {
 
 #[test]
 fn a_stage_that_is_over_and_a_shorter_one_are_refused() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&["checkpoint.keep=9"]);
     stop_at(&recipe, 6);
     let run = RunDirectory::new(&recipe.run.dir);
@@ -239,7 +239,7 @@ fn a_stage_that_is_over_and_a_shorter_one_are_refused() {
 
 #[test]
 fn metrics_that_begin_in_a_later_stage_keep_their_steps_when_an_earlier_one_has_grown() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     stop_at(&place.recipe(&[]), 3);
     let recipe = place.recipe(&LONGER[..1]);
     stop_at(&recipe, 9);
@@ -254,7 +254,7 @@ fn metrics_that_begin_in_a_later_stage_keep_their_steps_when_an_earlier_one_has_
 }
 
 /// The recipe with a third stage, like the first but for its name, and with these overrides.
-fn with_third_stage(place: &Workplace, overrides: &[&str]) -> Recipe {
+fn with_third_stage(place: &TestRun, overrides: &[&str]) -> Recipe {
     let mut recipe = place.recipe(overrides);
     let mut stage = recipe.stages[0].clone();
     stage.name = "again".to_owned();
@@ -266,13 +266,13 @@ fn with_third_stage(place: &Workplace, overrides: &[&str]) -> Recipe {
 #[test]
 fn an_appended_stage_gives_the_bits_of_a_run_that_had_it_from_the_start() {
     let keep = ["checkpoint.keep=9"];
-    let place = Workplace::new();
+    let place = TestRun::new();
     let whole = with_third_stage(&place, &keep);
     finish(&whole);
     let expected = Results::of(&whole);
     assert_eq!(expected.metrics.len(), 15);
     for stop in [3, 7, 10] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let first = place.recipe(&keep);
         match stop {
             10 => finish(&first),
@@ -295,7 +295,7 @@ fn an_appended_stage_gives_the_bits_of_a_run_that_had_it_from_the_start() {
 
 #[test]
 fn a_stage_that_has_grown_before_another_was_appended_grows_there_again() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let keep = "checkpoint.keep=9";
     finish(&place.recipe(&[keep]));
     finish(&place.recipe(&[keep, LONGER[1]]));
@@ -311,7 +311,7 @@ fn a_stage_that_has_grown_before_another_was_appended_grows_there_again() {
 
 #[test]
 fn a_stage_in_front_of_others_is_refused_with_the_command_of_another_run() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     finish(&recipe);
     let mut other = with_third_stage(&place, &[]);
@@ -326,7 +326,7 @@ fn a_stage_in_front_of_others_is_refused_with_the_command_of_another_run() {
 
 #[test]
 fn validation_sets_come_and_go_without_a_change_of_a_weight() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let expected = reference();
     write_tokens(&place.dir.path().join("other"), 3, 30);
     let set = |name: &str, file: &str| ValidationSet {
@@ -378,7 +378,7 @@ fn validation_sets_come_and_go_without_a_change_of_a_weight() {
 
 #[test]
 fn a_validation_set_of_another_text_is_accepted_with_a_warning() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     stop_at(&recipe, 3);
     let held_out = place.dir.path().join("held-out");

@@ -13,9 +13,9 @@ use moh_recipe::Recipe;
 use moh_run_directory::{Rewind, Rewinds, RunDirectory};
 use moh_run_log::metrics;
 use moh_train::{Error, Event, Outcome};
-use support::faulty::{Fault, finish, finish_on, one_of, run_on, stop_at, workplace};
+use support::faulty::{Fault, finish, finish_on, one_of, run_on, stop_at, test_run};
 use support::results::{Results, assert_alike};
-use support::{Workplace, copy_all, copy_running};
+use support::{TestRun, copy_all, copy_running};
 
 /// A run that returns to an earlier step: the changes of its recipe, the samples whose gradients are not finite, and
 /// the returns that follow: step, samples, and whether to the initial model.
@@ -56,7 +56,7 @@ fn rewinds(recipe: &Recipe) -> Vec<Rewind> {
 }
 
 /// The recipe in the run directory `name`.
-fn recipe_in(place: &Workplace, changes: &[&str], name: &str) -> Recipe {
+fn recipe_in(place: &TestRun, changes: &[&str], name: &str) -> Recipe {
     let mut recipe = place.recipe(changes);
     recipe.run.dir = place.dir.path().join(name);
     recipe
@@ -65,7 +65,7 @@ fn recipe_in(place: &Workplace, changes: &[&str], name: &str) -> Recipe {
 /// Runs a recipe to its end, and copies its directory at every event: what a process that was killed there
 /// leaves. Returns the results and the copies, each with its event.
 fn run_with_copies(
-    (ranks, place): (usize, &Workplace),
+    (ranks, place): (usize, &TestRun),
     recipe: &Recipe,
 ) -> (Results, Vec<(PathBuf, String)>) {
     let copies = Mutex::new(Vec::new());
@@ -90,7 +90,7 @@ fn run_with_copies(
 #[test]
 fn a_run_returns_to_an_earlier_step_and_passes_over_samples() {
     for (changes, samples, expected) in cases() {
-        let place = workplace(&samples, Fault::NotFinite);
+        let place = test_run(&samples, Fault::NotFinite);
         let recipe = place.recipe(changes);
         let reference = finish(&recipe);
         let found: Vec<_> = (rewinds(&recipe).iter())
@@ -106,7 +106,7 @@ fn a_run_returns_to_an_earlier_step_and_passes_over_samples() {
             assert!(left.last().unwrap().skipped.is_some());
         }
         // Up to the step, the run is one without faults.
-        let place = workplace(&samples, Fault::Absent);
+        let place = test_run(&samples, Fault::Absent);
         let without = finish(&place.recipe(changes));
         let last = expected.last().unwrap().0.min(expected[0].0) as usize;
         assert_eq!(reference.metrics[..last], without.metrics[..last]);
@@ -117,7 +117,7 @@ fn a_run_returns_to_an_earlier_step_and_passes_over_samples() {
 #[test]
 fn a_run_that_is_killed_at_any_moment_of_a_rewind_ends_the_same() {
     for (changes, samples, _) in cases() {
-        let place = workplace(&samples, Fault::NotFinite);
+        let place = test_run(&samples, Fault::NotFinite);
         let recipe = place.recipe(changes);
         let (reference, copies) = run_with_copies((1, &place), &recipe);
         let expected = rewinds(&recipe);
@@ -133,7 +133,7 @@ fn a_run_that_is_killed_at_any_moment_of_a_rewind_ends_the_same() {
 #[test]
 fn a_run_that_is_stopped_at_every_step_of_a_rewind_ends_the_same() {
     for (changes, samples, _) in cases() {
-        let place = workplace(&samples, Fault::NotFinite);
+        let place = test_run(&samples, Fault::NotFinite);
         let recipe = place.recipe(changes);
         let reference = finish(&recipe);
         let stopped = recipe_in(&place, changes, "stopped");
@@ -147,7 +147,7 @@ fn a_run_that_is_stopped_at_every_step_of_a_rewind_ends_the_same() {
 #[test]
 fn a_rewind_that_is_half_done_is_completed() {
     let (changes, samples, _) = cases().swap_remove(1);
-    let place = workplace(&samples, Fault::NotFinite);
+    let place = test_run(&samples, Fault::NotFinite);
     let (reference, copies) = run_with_copies((1, &place), &place.recipe(changes));
     let (copy, _) = copies.iter().find(|(_, event)| event.contains("Rewound")).unwrap();
     let changed = |name: &str, change: &dyn Fn(&RunDirectory)| {
@@ -184,7 +184,7 @@ fn a_rewind_that_is_half_done_is_completed() {
 #[test]
 fn a_run_that_began_again_is_not_taken_for_one_that_lost_its_checkpoints() {
     let (changes, samples, _) = cases().swap_remove(4);
-    let place = workplace(&samples, Fault::NotFinite);
+    let place = test_run(&samples, Fault::NotFinite);
     let recipe = place.recipe(changes);
     let (reference, copies) = run_with_copies((1, &place), &recipe);
     let at = copies.iter().position(|(_, event)| event.contains("Rewound")).unwrap();
@@ -211,7 +211,7 @@ fn a_run_that_began_again_is_not_taken_for_one_that_lost_its_checkpoints() {
 #[test]
 fn every_layout_of_ranks_returns_and_ends_the_same() {
     let (base, samples, expected) = cases().swap_remove(1);
-    let place = workplace(&samples, Fault::NotFinite);
+    let place = test_run(&samples, Fault::NotFinite);
     let reference = finish(&place.recipe(base));
     for (ranks, layout) in [
         (2, &[][..]),
@@ -219,7 +219,7 @@ fn every_layout_of_ranks_returns_and_ends_the_same() {
         (2, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.pipeline=2"]),
         (4, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.tensor=2"]),
     ] {
-        let place = workplace(&samples, Fault::NotFinite);
+        let place = test_run(&samples, Fault::NotFinite);
         let changes = [base, layout].concat();
         let recipe = place.recipe(&changes);
         let (results, copies) = run_with_copies((ranks, &place), &recipe);
@@ -240,7 +240,7 @@ fn every_layout_of_ranks_returns_and_ends_the_same() {
 #[test]
 fn a_run_that_has_nothing_to_return_to_says_what_to_do_and_does_it() {
     let samples = one_of([8, 9]);
-    let place = workplace(&samples, Fault::NotFinite);
+    let place = test_run(&samples, Fault::NotFinite);
     let changes = ["guard.patience=2", "guard.rewind=4"];
     let recipe = place.recipe(&changes);
     for _ in 0..2 {
@@ -252,7 +252,7 @@ fn a_run_that_has_nothing_to_return_to_says_what_to_do_and_does_it() {
     let nearer = place.recipe(&["guard.patience=2", "guard.rewind=2"]);
     let found = finish(&nearer);
     assert_eq!(rewinds(&nearer)[0].step, 6);
-    let place = workplace(&samples, Fault::NotFinite);
+    let place = test_run(&samples, Fault::NotFinite);
     assert!(finish(&place.recipe(&["guard.patience=2", "guard.rewind=2"])) == found);
 }
 
@@ -260,7 +260,7 @@ fn a_run_that_has_nothing_to_return_to_says_what_to_do_and_does_it() {
 fn a_run_that_no_samples_help_ends_and_keeps_its_record() {
     // The first update of the second stage makes every later loss NaN.
     let rates = "stage.moh.learning_rate={max = 1e30, min = 1e29, warmup_steps = 0}";
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[rates, "guard.patience=2", "guard.rewind=1", "checkpoint.keep=9"]);
     for outcome in run_on(2, &recipe, (None, &|_| {})) {
         let error = outcome.unwrap_err();
@@ -286,7 +286,7 @@ fn a_run_that_no_samples_help_ends_and_keeps_its_record() {
 #[test]
 fn samples_that_were_passed_over_count_as_drawn() {
     let (changes, samples, _) = cases().swap_remove(0);
-    let place = workplace(&samples, Fault::NotFinite);
+    let place = test_run(&samples, Fault::NotFinite);
     let drawn = Mutex::new(Vec::new());
     let hear = |event: &Event<'_>| {
         if let Event::Sources(sources) = event {

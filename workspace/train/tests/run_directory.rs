@@ -18,7 +18,7 @@ use moh_train::{Error, Event, Outcome, RunOptions};
 use support::driver::{Start, finish, run_in, stop_at};
 use support::on_ranks::on_ranks;
 use support::results::Results;
-use support::{Workplace, copy_all, files, write_tokens};
+use support::{TestRun, copy_all, files, write_tokens};
 
 /// Runs a recipe, which lies at `path`, with a model in `model`.
 fn train_at(
@@ -59,7 +59,7 @@ fn names(directory: &Path) -> Vec<String> {
 
 #[test]
 fn a_directory_with_files_of_a_user_is_refused_and_unchanged() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let root = &recipe.run.dir;
     for (files_in, holds) in [
@@ -99,7 +99,7 @@ fn a_directory_with_files_of_a_user_is_refused_and_unchanged() {
 
 #[test]
 fn a_new_run_does_not_touch_what_it_reads() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     finish(&place.recipe_in("earlier"));
     let model = RunDirectory::new(place.dir.path().join("earlier")).export();
     let dir = place.dir.path();
@@ -144,7 +144,7 @@ fn a_new_run_does_not_touch_what_it_reads() {
 
 #[test]
 fn beginning_anew_moves_the_runs_own_files_and_no_others() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&["log.norms_every_steps=2"]);
     let root = &recipe.run.dir;
     finish(&recipe);
@@ -173,7 +173,7 @@ fn dir_of(path: &Path) -> String {
 
 #[test]
 fn a_run_of_an_earlier_version_resumes_and_is_marked() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     for kept in [&["has-checkpoints", ".lock"][..], &["has-checkpoints"], &[".lock"], &[]] {
         let recipe = place.recipe(&[]);
         let root = &recipe.run.dir;
@@ -198,7 +198,7 @@ fn a_run_of_an_earlier_version_resumes_and_is_marked() {
 
 #[test]
 fn an_edited_recipe_of_the_run_is_compared_and_kept() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let path = RunDirectory::new(&recipe.run.dir).recipe();
     stop_at(&recipe, 3);
@@ -234,7 +234,7 @@ fn disturbed(recipe: &Recipe, disturb: impl Fn(&Path)) -> Error {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_moved_directory_gets_the_last_checkpoint_and_nothing_is_made_at_its_old_place() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let whole = place.recipe_in("whole");
     finish(&whole);
     let root = place.dir.path().canonicalize().unwrap();
@@ -273,7 +273,7 @@ fn a_moved_directory_gets_the_last_checkpoint_and_nothing_is_made_at_its_old_pla
 #[cfg(target_os = "linux")]
 #[test]
 fn ranks_stop_together_when_their_directory_is_moved() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let archive = place.dir.path().canonicalize().unwrap().join("archive");
     let stop = AtomicBool::new(false);
@@ -297,7 +297,7 @@ fn ranks_stop_together_when_their_directory_is_moved() {
 #[cfg(unix)]
 #[test]
 fn a_removed_directory_ends_the_run_and_is_not_made_again() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     for every in ["checkpoint.every_steps=1", "checkpoint.every_steps=0"] {
         let recipe = place.recipe(&[every]);
         let error = disturbed(&recipe, |dir| while fs::remove_dir_all(dir).is_err() {});
@@ -317,7 +317,7 @@ fn a_removed_directory_ends_the_run_and_is_not_made_again() {
 
 #[test]
 fn an_export_that_a_user_has_changed_is_kept_when_the_run_goes_on() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let export = RunDirectory::new(&recipe.run.dir).export();
     finish(&recipe);

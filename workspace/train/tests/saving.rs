@@ -15,7 +15,7 @@ use moh_comm::World;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, Outcome, RunOptions, TimeLimit};
-use support::Workplace;
+use support::TestRun;
 use support::driver::{finish, run_in, watch};
 use support::results::Results;
 
@@ -23,7 +23,7 @@ use support::results::Results;
 fn reference() -> &'static Results {
     static REFERENCE: OnceLock<Results> = OnceLock::new();
     REFERENCE.get_or_init(|| {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(&[]);
         finish(&recipe);
         Results::of(&recipe)
@@ -60,7 +60,7 @@ impl Disk {
 
 #[test]
 fn a_checkpoint_is_complete_when_it_is_announced() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let mut announced = Vec::new();
     let done = watch(&recipe, |event, _| {
@@ -77,7 +77,7 @@ fn a_checkpoint_is_complete_when_it_is_announced() {
 
 #[test]
 fn a_checkpoint_that_cannot_be_written_is_warned_of_and_the_run_goes_on() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let disk = Disk::of(&recipe);
     let (mut warnings, mut complete) = (Vec::new(), Vec::new());
@@ -106,7 +106,7 @@ fn a_checkpoint_that_cannot_be_written_is_warned_of_and_the_run_goes_on() {
 
 #[test]
 fn the_checkpoint_of_a_stop_is_tried_once_more() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let disk = Disk::of(&recipe);
     let mut warnings = Vec::new();
@@ -131,7 +131,7 @@ fn the_checkpoint_of_a_stop_is_tried_once_more() {
 fn a_run_that_cannot_write_its_last_checkpoint_fails_and_resumes_from_the_one_before() {
     // At a stop, and at the end of the run.
     for (step, good, stops) in [(3, 2, true), (10, 8, false)] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(&[]);
         let disk = Disk::of(&recipe);
         let error = watch(&recipe, |event, stop| match event {
@@ -160,7 +160,7 @@ fn a_run_that_cannot_write_its_last_checkpoint_fails_and_resumes_from_the_one_be
 
 #[test]
 fn old_checkpoints_that_cannot_be_removed_are_warned_of() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let run = RunDirectory::new(&recipe.run.dir);
     let mut warnings = Vec::new();
@@ -182,7 +182,7 @@ fn old_checkpoints_that_cannot_be_removed_are_warned_of() {
 
 #[test]
 fn checkpoints_by_time_change_no_result() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&["checkpoint.every_steps=0", "checkpoint.every_minutes=1e-9"]);
     let mut complete = Vec::new();
     let done = watch(&recipe, |event, _| {
@@ -197,7 +197,7 @@ fn checkpoints_by_time_change_no_result() {
 
 #[test]
 fn a_run_with_a_time_limit_stops_in_time_and_continues_to_the_same_end() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let limited = |length| {
         let stop = AtomicBool::new(false);
@@ -215,7 +215,7 @@ fn a_run_with_a_time_limit_stops_in_time_and_continues_to_the_same_end() {
 
 #[test]
 fn metrics_that_are_removed_during_a_run_are_warned_of_once() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let metrics = RunDirectory::new(&recipe.run.dir).metrics();
     let mut warnings = Vec::new();

@@ -14,7 +14,7 @@ use moh_run_directory::RunDirectory;
 use moh_run_log::TraceSteps;
 use moh_train::{Outcome, RunOptions};
 use serde_json::Value;
-use support::Workplace;
+use support::TestRun;
 use support::driver::run_in;
 use support::on_ranks::on_ranks;
 use support::results::Results;
@@ -103,10 +103,10 @@ fn close(open: &mut Vec<Node>) {
 
 #[test]
 fn a_timeline_has_every_block_of_every_micro_batch_and_changes_no_bit() {
-    let reference = Workplace::new();
+    let reference = TestRun::new();
     train(1, &reference.recipe(&[]), &TraceSteps::NONE);
     for recompute in ["none", "cheap", "block"] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(&[&format!("memory.recompute={recompute}")]);
         train(1, &recipe, &"2,9".parse().unwrap());
         assert!(Results::of(&recipe) == Results::of(&reference.recipe(&[])), "{recompute}");
@@ -151,7 +151,7 @@ fn check_backward(backward: &Node, recompute: bool) {
 
 #[test]
 fn every_rank_writes_a_timeline_with_its_exchanges() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     train(2, &recipe, &"3-4".parse().unwrap());
     let run = RunDirectory::new(&recipe.run.dir);

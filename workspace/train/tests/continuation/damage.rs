@@ -10,7 +10,7 @@ use moh_train::{Error, Event, Outcome};
 
 use super::{alone, killed_at, reference, stop_at, train, train_and_hear, watch, watch_anew};
 use crate::support::results::Results;
-use crate::support::{Workplace, copy_all, files};
+use crate::support::{TestRun, copy_all, files};
 
 const FILES: [&str; 6] = [
     "manifest.json",
@@ -37,7 +37,7 @@ fn shorten(path: &Path) {
 
 #[test]
 fn a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let killed = place.dir.path().join("killed");
     killed_at(&place.recipe(&[]), 9, &killed);
     let damages: [(&str, Damage); 3] = [
@@ -64,7 +64,7 @@ fn a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used() {
 
 #[test]
 fn what_cannot_be_read_is_not_taken_for_damage() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe_in("copy");
     killed_at(&place.recipe(&[]), 9, &recipe.run.dir);
     let run = RunDirectory::new(&recipe.run.dir);
@@ -102,7 +102,7 @@ fn what_cannot_be_read_is_not_taken_for_damage() {
 
 #[test]
 fn a_second_damaged_checkpoint_of_a_step_leaves_the_first() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe_in("copy");
     killed_at(&place.recipe(&[]), 9, &recipe.run.dir);
     let run = RunDirectory::new(&recipe.run.dir);
@@ -118,7 +118,7 @@ fn a_second_damaged_checkpoint_of_a_step_leaves_the_first() {
 
 #[test]
 fn lost_metrics_are_begun_again_with_a_warning() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let copy = place.dir.path().join("killed");
     killed_at(&place.recipe(&[]), 9, &copy);
     for lost in ["missing", "short", "garbled"] {
@@ -146,7 +146,7 @@ fn lost_metrics_are_begun_again_with_a_warning() {
         assert_eq!(aside.is_file(), lost != "missing");
     }
     // A run whose metrics begin later resumes as any other.
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     assert_eq!(stop_at(&recipe, 3), Outcome::Stopped { step: 3 });
     fs::remove_file(RunDirectory::new(&recipe.run.dir).metrics()).unwrap();
@@ -159,7 +159,7 @@ fn lost_metrics_are_begun_again_with_a_warning() {
 
 #[test]
 fn no_flipped_byte_of_a_checkpoint_goes_unseen() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     stop_at(&recipe, 3);
     let run = RunDirectory::new(&recipe.run.dir);
@@ -191,7 +191,7 @@ fn no_flipped_byte_of_a_checkpoint_goes_unseen() {
 
 #[test]
 fn without_a_good_checkpoint_a_run_begins_anew_only_when_asked() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe_in("copy");
     killed_at(&place.recipe(&[]), 9, &recipe.run.dir);
     let run = RunDirectory::new(&recipe.run.dir);
@@ -227,7 +227,7 @@ fn begin_anew(recipe: &Recipe) {
 
 #[test]
 fn a_run_with_good_checkpoints_or_a_result_begins_anew_beside_them() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     assert_eq!(stop_at(&recipe, 4), Outcome::Stopped { step: 4 });
     let root = RunDirectory::new(&recipe.run.dir).root().to_owned();

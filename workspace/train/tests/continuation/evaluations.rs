@@ -9,7 +9,7 @@ use moh_run_directory::RunDirectory;
 use moh_train::{Event, Outcome};
 
 use super::{STEPS, reference, remains, stop_at, train, watch};
-use crate::support::Workplace;
+use crate::support::TestRun;
 use crate::support::results::Results;
 
 /// Runs a recipe, asking it to stop before the batches number `batch` of its evaluations, or before the first
@@ -35,7 +35,7 @@ fn stop_in(recipe: &Recipe, batch: Option<usize>, evaluation: Option<usize>) -> 
 fn routing() -> &'static str {
     static ROUTING: OnceLock<String> = OnceLock::new();
     ROUTING.get_or_init(|| {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(&[]);
         train(&recipe).unwrap();
         routing_of(&recipe)
@@ -52,7 +52,7 @@ const BATCHES: usize = 14;
 #[test]
 fn a_run_that_is_stopped_between_any_batches_of_an_evaluation_ends_the_same() {
     for batch in 0..BATCHES {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(&[]);
         let step = [0, 3, 5, 5, 6, 9, 10][batch / 2];
         let expected = match step {
@@ -66,14 +66,14 @@ fn a_run_that_is_stopped_between_any_batches_of_an_evaluation_ends_the_same() {
         assert!(Results::of(&recipe) == *reference(), "stopped before batch {batch}");
         assert!(routing_of(&recipe) == routing(), "stopped before batch {batch}");
     }
-    let place = Workplace::new();
+    let place = TestRun::new();
     let whole = stop_in(&place.recipe(&[]), Some(BATCHES), None);
     assert!(matches!(whole, Outcome::Finished(_)));
 }
 
 #[test]
 fn a_run_that_is_stopped_in_every_evaluation_ends_the_same() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     // Each start repeats the evaluation that the one before was stopped in, and is stopped in the next.
     assert_eq!(stop_in(&recipe, None, Some(0)), Outcome::StoppedBeforeTraining);
@@ -90,7 +90,7 @@ fn a_run_that_is_stopped_in_every_evaluation_ends_the_same() {
 
 #[test]
 fn a_run_that_is_killed_after_a_stop_in_an_evaluation_ends_the_same() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let copy = place.recipe_in("copy");
     let recipe = place.recipe(&[]);
     // After the evaluation of step 9 that the checkpoint lacks, before any later checkpoint.
@@ -105,7 +105,7 @@ fn a_run_that_is_killed_after_a_stop_in_an_evaluation_ends_the_same() {
 
 #[test]
 fn a_run_that_is_stopped_at_its_export_is_finished_by_the_same_command() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let is_unfinished = || {
         let run = RunDirectory::new(&recipe.run.dir);

@@ -7,14 +7,14 @@ use moh_train::{Error, Event, Outcome};
 use serde_json::Value;
 
 use super::{STEPS, killed_at, reference, remains, stop_at, train, uninterrupted, watch};
-use crate::support::Workplace;
+use crate::support::TestRun;
 use crate::support::results::Results;
 
 #[test]
 fn a_stopped_run_continues_to_the_same_end() {
     // Between checkpoints, at one, at the last step of a stage, after the first of the next.
     for step in [1, 3, 4, 5, 6, 9] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(&[]);
         assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
         let run = RunDirectory::new(&recipe.run.dir);
@@ -33,7 +33,7 @@ fn a_stopped_run_continues_to_the_same_end() {
 
 #[test]
 fn a_run_continues_with_another_recomputation_and_the_same_bits() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     assert_eq!(stop_at(&place.recipe(&["memory.recompute=none"]), 4), Outcome::Stopped { step: 4 });
     let middle = place.recipe(&["memory.recompute=block"]);
     assert_eq!(stop_at(&middle, 7), Outcome::Stopped { step: 7 });
@@ -44,7 +44,7 @@ fn a_run_continues_with_another_recomputation_and_the_same_bits() {
 
 #[test]
 fn a_run_that_is_stopped_at_every_step_ends_the_same() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     for step in 1..STEPS {
         assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
@@ -57,7 +57,7 @@ fn a_run_that_is_stopped_at_every_step_ends_the_same() {
 fn a_killed_run_continues_to_the_same_end() {
     // Before the first checkpoint, between two, at a stage's end, at the run's end.
     for step in [1, 3, 5, 7, STEPS] {
-        let place = Workplace::new();
+        let place = TestRun::new();
         let mut recipe = place.recipe_in("copy");
         killed_at(&place.recipe(&[]), step, &recipe.run.dir);
         let run = RunDirectory::new(&recipe.run.dir);
@@ -96,7 +96,7 @@ fn layers_with_other_heads_continue_with_the_same_bits() {
     let converted = &summary["evaluations"][2]["moment"]["converted"];
     assert_eq!(converted["active_heads"], serde_json::json!([4, 3]));
     assert!(expected.metrics[9]["balance_loss"].as_f64().unwrap() > 0.0);
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&changes);
     for step in [3, 7] {
         assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
@@ -107,7 +107,7 @@ fn layers_with_other_heads_continue_with_the_same_bits() {
 
 #[test]
 fn a_list_of_equal_counts_continues_a_run_with_the_count() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     assert_eq!(stop_at(&place.recipe(&[]), 7), Outcome::Stopped { step: 7 });
     let recipe = place.recipe(&["stage.moh.moh={shared_heads=[1,1],routed_top_k=[2,2]}"]);
     assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
@@ -116,7 +116,7 @@ fn a_list_of_equal_counts_continues_a_run_with_the_count() {
 
 #[test]
 fn another_recipe_is_refused_and_a_harmless_change_is_not() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     stop_at(&place.recipe(&[]), 3);
     for change in ["run.seed=2", "stage.moh.tokens=256", "stage.adapt.learning_rate.max=1e-1"] {
         let error = train(&place.recipe(&[change])).unwrap_err();
@@ -145,7 +145,7 @@ fn runs_of_every_element_type_and_data_option_continue_exactly() {
     ] {
         let expected = uninterrupted(overrides);
         assert!(expected.metrics != reference().metrics, "{overrides:?} had no effect");
-        let place = Workplace::new();
+        let place = TestRun::new();
         let recipe = place.recipe(overrides);
         for step in [3, 5, 7] {
             assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });

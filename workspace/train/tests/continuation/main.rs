@@ -23,7 +23,7 @@ use moh_step::Ranks;
 use moh_train::{Error, Event, Outcome, RunOptions};
 use support::driver::{run_in, watch};
 use support::results::Results;
-use support::{Workplace, copy_running, files};
+use support::{TestRun, copy_running, files};
 
 /// Steps of the recipe below: five of each stage.
 const STEPS: u64 = 10;
@@ -86,7 +86,7 @@ fn killed_at(recipe: &Recipe, step: u64, copy: &Path) {
 
 /// Of a recipe's uninterrupted run.
 fn uninterrupted(overrides: &[&str]) -> Results {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(overrides);
     assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
     Results::of(&recipe)

@@ -11,11 +11,11 @@ use serde_json::Value;
 
 use super::{STEPS, reference, train, uninterrupted, watch_anew};
 use crate::support::results::Results;
-use crate::support::{Workplace, files};
+use crate::support::{TestRun, files};
 
 #[test]
 fn a_finished_run_stays_finished_without_its_checkpoints() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let Outcome::Finished(summary) = train(&recipe).unwrap() else { panic!("did not finish") };
     let run = RunDirectory::new(&recipe.run.dir);
@@ -37,7 +37,7 @@ fn a_finished_run_stays_finished_without_its_checkpoints() {
 
 #[test]
 fn a_finished_run_says_so_and_changes_nothing() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let Outcome::Finished(summary) = train(&recipe).unwrap() else { panic!("did not finish") };
     let before = files(&recipe.run.dir);
@@ -49,7 +49,7 @@ fn a_finished_run_says_so_and_changes_nothing() {
 
 #[test]
 fn an_export_that_is_missing_or_half_written_is_written_again() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     train(&recipe).unwrap();
     let export = recipe.run.dir.join("export");
@@ -65,7 +65,7 @@ fn an_export_that_is_missing_or_half_written_is_written_again() {
 
 #[test]
 fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     train(&place.recipe(&[])).unwrap();
     let recipe = place.recipe(&["run.seed=2"]);
     fs::remove_dir_all(recipe.run.dir.join("checkpoints")).unwrap();
@@ -83,14 +83,14 @@ fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
 
 #[test]
 fn the_newest_checkpoints_and_every_nth_are_kept() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let every = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_every=3"];
     let recipe = place.recipe(&every);
     train(&recipe).unwrap();
     let run = RunDirectory::new(&recipe.run.dir);
     assert_eq!(run.checkpoint_steps().unwrap(), [3, 6, 9, 10]);
 
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&["checkpoint.every_steps=0", "checkpoint.keep=9"]);
     train(&recipe).unwrap();
     let run = RunDirectory::new(&recipe.run.dir);
@@ -99,7 +99,7 @@ fn the_newest_checkpoints_and_every_nth_are_kept() {
 
 #[test]
 fn metrics_have_the_documented_fields() {
-    let place = Workplace::new();
+    let place = TestRun::new();
     let recipe = place.recipe(&[]);
     train(&recipe).unwrap();
     let run = RunDirectory::new(&recipe.run.dir);

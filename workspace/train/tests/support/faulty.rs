@@ -21,7 +21,7 @@ use serde_json::json;
 use super::driver::run_in;
 use super::on_ranks::on_ranks;
 use super::results::Results;
-use super::{Workplace, write_tokens_with};
+use super::{TestRun, write_tokens_with};
 
 /// Sequences of a step of the small recipe.
 pub const SEQUENCES: u64 = 8;
@@ -45,8 +45,8 @@ pub enum Fault {
 pub type Hear<'a> = &'a (dyn Fn(&Event<'_>) + Sync);
 
 /// A directory with the token files of the small recipe, in which these samples have a fault, and a model.
-pub fn workplace(samples: &[u64], fault: Fault) -> Workplace {
-    let place = Workplace::new();
+pub fn test_run(samples: &[u64], fault: Fault) -> TestRun {
+    let place = TestRun::new();
     let (text, vocab_size) = (place.dir.path().join("text"), 64 + samples.len());
     let mut firsts = BTreeMap::new();
     write_tokens_with(&text, (1, DOCUMENTS), &firsts);

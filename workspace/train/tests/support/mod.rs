@@ -69,16 +69,16 @@ keep = 2
 }
 
 /// A directory with token files for the recipe.
-pub struct Workplace {
+pub struct TestRun {
     pub dir: TempDir,
 }
 
-impl Workplace {
+impl TestRun {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         write_tokens(&dir.path().join("text"), 1, 60);
         write_tokens(&dir.path().join("held-out"), 2, 20);
-        Workplace { dir }
+        TestRun { dir }
     }
 
     pub fn recipe(&self, overrides: &[&str]) -> Recipe {
