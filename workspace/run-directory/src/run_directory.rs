@@ -13,7 +13,7 @@ use moh_run_log::Summary;
 pub use own_files::join_names;
 pub use stored_recipe::{changes, leaves};
 
-use crate::{Error, RunLock};
+use crate::{Error, Rewinds, RunLock};
 use moh_files::unless_missing;
 
 /// Begins the names of exports that a user has changed, before which a run has written another one.
@@ -73,7 +73,7 @@ impl RunDirectory {
     /// Fails if the stored recipe cannot be read.
     pub fn keeps_model(&self, recipe: &Recipe) -> Result<bool, Error> {
         let is_kept = self.model().is_dir() && self.inputs().is_file();
-        if !is_kept || !self.is_run()? || !self.has_completed_work()? {
+        if !is_kept || !self.is_run()? || !self.has_completed_work()? || self.begins_again()? {
             return Ok(false);
         }
         let stored = self.stored_recipe()?.model;
@@ -211,6 +211,15 @@ impl RunDirectory {
             return Ok(true);
         }
         Ok(self.checkpoint_directory().has_names()?)
+    }
+
+    /// Whether the run has returned to its initial model and has not completed a checkpoint since.
+    ///
+    /// # Errors
+    /// Fails if the record of the returns cannot be read.
+    pub fn begins_again(&self) -> Result<bool, Error> {
+        let initial = Rewinds::read(self)?.last().is_some_and(|rewind| rewind.initial);
+        Ok(initial && !self.marker().exists())
     }
 
     /// Writes the marker, if it is missing.

@@ -175,6 +175,16 @@ pub enum Error {
         /// The recipe.
         path: PathBuf,
     },
+    /// A run that resumed without its initial weights returns to them.
+    #[error(
+        "{}: the run returns to its initial model, whose weights a resumed run does not read: give the same \
+         command again, which reads them",
+        path.display()
+    )]
+    InitialModelNotRead {
+        /// The recipe.
+        path: PathBuf,
+    },
     /// The recipe's device is missing or unsuitable, or this program was built without support for
     /// it.
     #[error("{}: run.device = \"cuda\": {source}, or use --set run.device=cpu", path.display())]

@@ -2,23 +2,17 @@
 
 use std::path::Path;
 
-use moh_run_directory::{Rewinds, RunDirectory};
+use moh_run_directory::RunDirectory;
 
 use crate::Error;
 use crate::event::Event;
 
 /// Refuses a run that has completed checkpoints and has none left.
 pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
-    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() && !begins_again(run)? {
+    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() && !run.begins_again()? {
         return Err(Error::NoneLeft { path: run.root().to_owned() });
     }
     Ok(())
-}
-
-/// Whether the run has returned to its initial model and has not completed a checkpoint since.
-fn begins_again(run: &RunDirectory) -> Result<bool, Error> {
-    let initial = Rewinds::read(run)?.last().is_some_and(|rewind| rewind.initial);
-    Ok(initial && !run.marker().exists())
 }
 
 /// Says where a recipe of the run is that a user has edited.

@@ -366,7 +366,7 @@ impl ModelSource {
                 initial::initialize(*seed, deviation, &segment.name, segment.shape(), out);
                 Ok(())
             }
-            Weights::NotKept { recipe } => Err(Error::NoModel { path: recipe.clone() }),
+            Weights::NotKept { recipe } => Err(Error::InitialModelNotRead { path: recipe.clone() }),
         }
     }
 }

@@ -89,16 +89,15 @@ fn write_model(directory: &Path, vocab_size: usize, fault: Fault) {
     safetensors::serialize_to_file(views, None, &directory.join("model.safetensors")).unwrap();
 }
 
-/// Runs a recipe on threads that play ranks; with `stop_at`, it is asked to stop after that step.
+/// Runs a recipe on threads that play ranks; with `stop_at`, it is asked to stop after that step. A run that resumed
+/// and returns to its initial model is started again, as its error says.
 pub fn run_on(
     ranks: usize,
     recipe: &Recipe,
     (stop_at, hear): (Option<u64>, Hear<'_>),
 ) -> Vec<Result<Outcome, Error>> {
-    // Without what it keeps of a model a run reads its weights, and can return to them.
-    let _ = std::fs::remove_dir_all(RunDirectory::new(&recipe.run.dir).model());
     let stop = AtomicBool::new(false);
-    on_ranks(ranks, |world| {
+    let outcomes = on_ranks(ranks, |world| {
         let mut heard = |event: Event<'_>| {
             hear(&event);
             if let Event::Step { step, .. } = event
@@ -108,7 +107,11 @@ pub fn run_on(
             }
         };
         run_in(world, recipe, RunOptions::new(&stop), &mut heard)
-    })
+    });
+    match outcomes.iter().all(|outcome| matches!(outcome, Err(Error::InitialModelNotRead { .. }))) {
+        true => run_on(ranks, recipe, (stop_at, hear)),
+        false => outcomes,
+    }
 }
 
 pub fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
