@@ -12,7 +12,6 @@ use moh_kernels::Cpu;
 use moh_model::Model;
 use moh_model::layout::Segment;
 use moh_recipe::Recipe;
-use moh_run_directory::RunDirectory;
 use moh_train::{Error, Event, Outcome, RunOptions};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
