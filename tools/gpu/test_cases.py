@@ -84,7 +84,7 @@ class Sources(unittest.TestCase):
         self.assertIn(sass.WANTED, "hopper_forward_d128")
         # What shows that the test under compute-sanitizer ran on path hopper.
         self.assertIn('println!("{path:?}, ', (OPERATORS / "attention_paths.rs").read_text())
-        known = (ROOT / "kernels/src/operators/attention/cuda/mod.rs").read_text()
+        known = (ROOT / "kernels/src/operators/attention/cuda/path.rs").read_text()
         paths = {case.variables["MOH_ATTENTION"] for run in cases.RUNS
                  for case in cases.of(run, Path("programs"), "scratch", [])
                  if "MOH_ATTENTION" in case.variables}

@@ -5,9 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use moh_hf::ConfigFile;
 use moh_kernels::ElementType;
-use moh_model::{
-    Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
-};
+use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, Recompute};
 use moh_plan::{Plan, step_config};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
@@ -177,9 +175,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             micro_batches: 1,
             document_mask: false,
             recompute: Recompute::Norms,
-            auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
-                AuxiliaryLoss::Balance => MohOptions::default().balance_loss_weight,
-            }),
+            auxiliary_weights: MohOptions::default().auxiliary_weights(),
             optimizer: Hyperparameters::default(),
             reduce: ElementType::F32,
         },

@@ -1,7 +1,7 @@
 //! What the stepper makes of a recipe.
 
-use moh_model::{AuxiliaryLoss, AuxiliaryLosses};
-use moh_recipe::{Recipe, Stage};
+use moh_model::AuxiliaryLosses;
+use moh_recipe::{MohOptions, Recipe, Stage};
 use moh_step::StepConfig;
 
 /// The settings of the steps of `stage` of `recipe`.
@@ -14,9 +14,8 @@ pub fn step_config(recipe: &Recipe, stage: &Stage) -> StepConfig {
         micro_batches: stage.batch_tokens / tokens as u64,
         document_mask: recipe.data.document_mask,
         recompute: recipe.memory.recompute,
-        auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
-            AuxiliaryLoss::Balance => stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight),
-        }),
+        auxiliary_weights: (stage.moh.as_ref())
+            .map_or(AuxiliaryLosses::all(0.0), MohOptions::auxiliary_weights),
         optimizer: stage.optimizer,
         reduce: recipe.precision.reduce,
     }

@@ -1,6 +1,9 @@
 //! `[[stage]]`: attention, schedule, optimiser and parallelism of a training stage.
 
-use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, MohConfig, RouterKind};
+use moh_model::{
+    Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, MohConfig,
+    RouterKind,
+};
 use moh_step::Hyperparameters;
 use serde::{Deserialize, Serialize};
 
@@ -70,6 +73,15 @@ impl Default for MohOptions {
             routed_top_k: None,
             balance_loss_weight: 0.01,
         }
+    }
+}
+
+impl MohOptions {
+    /// The weight of each auxiliary loss: the key of its name and `_weight`.
+    pub fn auxiliary_weights(&self) -> AuxiliaryLosses<f64> {
+        AuxiliaryLosses::new(|loss| match loss {
+            AuxiliaryLoss::Balance => self.balance_loss_weight,
+        })
     }
 }
 

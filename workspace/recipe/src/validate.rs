@@ -393,10 +393,11 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
 
     check_parallel(faults, stage.parallel, &key("parallel"));
     if let Some(moh) = &stage.moh {
-        let weight = moh.balance_loss_weight;
-        let fine = weight.is_finite() && weight >= 0.0;
-        let reason = "must be a finite number from 0";
-        faults.check(fine, &key("moh.balance_loss_weight"), weight, reason);
+        for (loss, weight) in moh.auxiliary_weights().iter() {
+            let fine = weight.is_finite() && weight >= 0.0;
+            let key = key(&format!("moh.{}_weight", loss.name()));
+            faults.check(fine, &key, weight, "must be a finite number from 0");
+        }
     }
 }
 
