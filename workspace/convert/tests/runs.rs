@@ -89,8 +89,8 @@ fn train(dir: &Path, text: &str, dtype: &str) {
     let mut recipe = Recipe::parse(&text, path, &[]).unwrap();
     let (stop, world) = (AtomicBool::new(false), World::single());
     let from = dir.join("source");
-    let (device, options) = ((OpenDevice::Cpu, &world), RunOptions::new(&stop));
-    moh_train::run(&mut recipe, path, Some(&from), device, options, &mut |_| {}).unwrap();
+    let (device, options) = (OpenDevice::Cpu, RunOptions::new(&stop));
+    moh_train::run(&mut recipe, path, Some(&from), device, &world, options, &mut |_| {}).unwrap();
 }
 
 fn moh_convert(dir: &Path, arguments: &[&str]) -> Command {

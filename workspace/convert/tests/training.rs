@@ -203,7 +203,8 @@ fn run(recipe: &mut Recipe, model: &Path) -> Result<Outcome, moh_train::Error> {
         recipe,
         Path::new("recipe.toml"),
         Some(model),
-        (OpenDevice::Cpu, &World::single()),
+        OpenDevice::Cpu,
+        &World::single(),
         RunOptions::new(&AtomicBool::new(false)),
         &mut |_| {},
     )

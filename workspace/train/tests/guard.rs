@@ -90,7 +90,7 @@ fn a_resumed_run_refuses_another_factor() {
     let place = TestRun::new();
     assert!(stop_at(&place.recipe(&[]), 3));
     let changed = place.recipe(&["guard.factor=4"]);
-    let error = run_on(1, &changed, (None, &|_| {})).pop().unwrap().unwrap_err();
+    let error = run_on(1, &changed, None, &|_| {}).pop().unwrap().unwrap_err();
     assert!(error.to_string().contains("guard.factor: was 0.0, now 4"), "{error}");
 }
 
@@ -106,7 +106,7 @@ fn a_loss_that_is_no_number_ends_neither_the_run_nor_its_checkpoints() {
             warnings.lock().unwrap().push((*text).to_owned());
         }
     };
-    for outcome in run_on(1, &recipe, (None, &hear)) {
+    for outcome in run_on(1, &recipe, None, &hear) {
         assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
     }
     let warnings = warnings.into_inner().unwrap();

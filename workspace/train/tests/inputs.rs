@@ -314,9 +314,9 @@ fn train_from(
     stop_at: Option<u64>,
 ) -> Result<Outcome, Error> {
     let (stop, world) = (AtomicBool::new(false), World::single());
-    let (ranks, options) = ((OpenDevice::Cpu, &world), RunOptions::new(&stop));
+    let (device, options) = (OpenDevice::Cpu, RunOptions::new(&stop));
     let path = Path::new("recipe.toml");
-    moh_train::run(&mut recipe.clone(), path, directory, ranks, options, &mut |event| {
+    moh_train::run(&mut recipe.clone(), path, directory, device, &world, options, &mut |event| {
         if matches!(event, Event::Step { step, .. } if Some(step) == stop_at) {
             stop.store(true, Ordering::Relaxed);
         }

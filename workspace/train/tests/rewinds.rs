@@ -81,7 +81,7 @@ fn run_with_copies(
         }
         copies.push((copy, format!("{event:?}")));
     };
-    for outcome in run_on(ranks, recipe, (None, &hear)) {
+    for outcome in run_on(ranks, recipe, None, &hear) {
         assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
     }
     (Results::of(recipe), copies.into_inner().unwrap())
@@ -193,7 +193,7 @@ fn a_run_that_began_again_is_not_taken_for_one_that_lost_its_checkpoints() {
     assert!(run.checkpoint_steps().unwrap().is_empty() && !run.marker().exists());
     let another =
         recipe_in(&place, &[changes, &["run.seed=7"]].concat(), run.root().to_str().unwrap());
-    let error = run_on(1, &another, (None, &|_| {})).pop().unwrap().unwrap_err();
+    let error = run_on(1, &another, None, &|_| {}).pop().unwrap().unwrap_err();
     assert!(
         matches!(error, Error::RunDirectory(moh_run_directory::Error::RecipeChanged { .. })),
         "{error}"
@@ -204,7 +204,7 @@ fn a_run_that_began_again_is_not_taken_for_one_that_lost_its_checkpoints() {
     let run = RunDirectory::new(&recipe.run.dir);
     fs::remove_file(run.summary()).unwrap();
     fs::remove_dir_all(run.checkpoints()).unwrap();
-    let error = run_on(1, &recipe, (None, &|_| {})).pop().unwrap().unwrap_err();
+    let error = run_on(1, &recipe, None, &|_| {}).pop().unwrap().unwrap_err();
     assert!(matches!(error, Error::NoneLeft { .. }), "{error}");
 }
 
@@ -244,7 +244,7 @@ fn a_run_that_has_nothing_to_return_to_says_what_to_do_and_does_it() {
     let changes = ["guard.patience=2", "guard.rewind=4"];
     let recipe = place.recipe(&changes);
     for _ in 0..2 {
-        let error = run_on(1, &recipe, (None, &|_| {})).pop().unwrap().unwrap_err();
+        let error = run_on(1, &recipe, None, &|_| {}).pop().unwrap().unwrap_err();
         assert!(matches!(error, Error::NothingToReturnTo { first: 8, last: 9, step: 4, .. }));
         assert!(error.to_string().contains("lower guard.rewind"), "{error}");
         assert!(rewinds(&recipe).is_empty());
@@ -262,7 +262,7 @@ fn a_run_that_no_samples_help_ends_and_keeps_its_record() {
     let rates = "stage.moh.learning_rate={max = 1e30, min = 1e29, warmup_steps = 0}";
     let place = TestRun::new();
     let recipe = place.recipe(&[rates, "guard.patience=2", "guard.rewind=1", "checkpoint.keep=9"]);
-    for outcome in run_on(2, &recipe, (None, &|_| {})) {
+    for outcome in run_on(2, &recipe, None, &|_| {}) {
         let error = outcome.unwrap_err();
         let is_told = matches!(
             error,
@@ -279,7 +279,7 @@ fn a_run_that_no_samples_help_ends_and_keeps_its_record() {
     }
     let steps: Vec<u64> = rewinds(&recipe).iter().map(|rewind| rewind.step).collect();
     assert_eq!(steps, [6, 5, 4]);
-    let error = run_on(1, &recipe, (None, &|_| {})).pop().unwrap().unwrap_err();
+    let error = run_on(1, &recipe, None, &|_| {}).pop().unwrap().unwrap_err();
     assert!(error.to_string().contains("lower learning_rate.max"), "{error}");
 }
 
@@ -295,8 +295,8 @@ fn samples_that_were_passed_over_count_as_drawn() {
     };
     let recipe = place.recipe(changes);
     // Stopped after the return, in the step after it.
-    run_on(1, &recipe, (Some(9), &hear)).pop().unwrap().unwrap();
+    run_on(1, &recipe, Some(9), &hear).pop().unwrap().unwrap();
     assert_eq!(Rewinds::read(&RunDirectory::new(&recipe.run.dir)).unwrap().num_samples(), 24);
-    run_on(1, &recipe, (None, &hear)).pop().unwrap().unwrap();
+    run_on(1, &recipe, None, &hear).pop().unwrap().unwrap();
     assert_eq!(drawn.into_inner().unwrap(), [80 * 8, (80 + 24) * 8]);
 }

@@ -29,8 +29,7 @@ fn train_at(
 ) -> Result<Outcome, Error> {
     let (stop, world) = (AtomicBool::new(false), World::single());
     let options = RunOptions { begin_anew, ..RunOptions::new(&stop) };
-    let ranks = (OpenDevice::Cpu, &world);
-    moh_train::run(&mut recipe.clone(), path, model, ranks, options, &mut |_| {})
+    moh_train::run(&mut recipe.clone(), path, model, OpenDevice::Cpu, &world, options, &mut |_| {})
 }
 
 fn train(recipe: &Recipe) -> Result<Outcome, Error> {

@@ -187,7 +187,7 @@ impl Unit for Instructions {
     }
 
     #[allow(unsafe_code)]
-    unsafe fn finish(sums: &[f32], (rows, columns): (usize, usize), output: &Output) {
+    unsafe fn finish(sums: &[f32], rows: usize, columns: usize, output: &Output) {
         assert!(can_run() && sums.len() == SUMS && rows <= SIDE && columns <= SIDE);
         // SAFETY: a machine with tiles has the instructions; the rest is the caller's promise.
         unsafe { store(sums, rows, columns, output) }

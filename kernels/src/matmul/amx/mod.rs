@@ -104,11 +104,11 @@ impl<U: Unit> Kernel for OnUnit<U> {
                         let left = &packed[strip * steps * PAIR..][..steps * PAIR];
                         let (left, right) = (&left[part.clone()], &panel[part.clone()]);
                         let row = strip * SIDE;
-                        let size = (SIDE.min(rows - row), SIDE.min(columns - column));
-                        unit.multiply(left, right, size.1, start > 0, sums);
+                        let (height, width) = (SIDE.min(rows - row), SIDE.min(columns - column));
+                        unit.multiply(left, right, width, start > 0, sums);
                         if part.end == panel.len() {
                             // SAFETY: the block is within the rows and columns of the promise.
-                            unsafe { U::finish(sums, size, &output.at(row, column)) };
+                            unsafe { U::finish(sums, height, width, &output.at(row, column)) };
                         }
                     }
                 }

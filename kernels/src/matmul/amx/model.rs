@@ -94,7 +94,7 @@ impl Unit for Model {
     }
 
     #[allow(unsafe_code)]
-    unsafe fn finish(sums: &[f32], (rows, columns): (usize, usize), output: &Output) {
+    unsafe fn finish(sums: &[f32], rows: usize, columns: usize, output: &Output) {
         for row in 0..rows {
             for column in 0..columns {
                 // SAFETY: the caller's promise.

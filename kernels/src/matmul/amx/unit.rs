@@ -26,5 +26,5 @@ pub(in crate::matmul) trait Unit: Sized {
     /// The output's pointers are valid for these rows and columns, and no other thread accesses the
     /// elements that are written.
     #[allow(unsafe_code)]
-    unsafe fn finish(sums: &[f32], size: (usize, usize), output: &Output);
+    unsafe fn finish(sums: &[f32], rows: usize, columns: usize, output: &Output);
 }

@@ -55,7 +55,7 @@ learning_rate = {{ max = 1e-2, min = 1e-3, warmup_steps = 1 }}
     let (world, stop) = (World::single(), AtomicBool::new(false));
     let options = RunOptions::new(&stop);
     let device = OpenDevice::Cpu;
-    moh_train::run(&mut recipe, path, None, (device, &world), options, &mut |_| {}).unwrap();
+    moh_train::run(&mut recipe, path, None, device, &world, options, &mut |_| {}).unwrap();
     dir
 });
 

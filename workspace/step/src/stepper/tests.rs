@@ -94,7 +94,7 @@ impl<T: Element> Rank<T> {
 
     /// Takes the step from sample `first` on with a weight of the balance loss in one of its micro-batches that is not
     /// finite: in the gradients of the ranks that have it, but not in the loss.
-    fn faulty_step(&mut self, (first, micro_batch): (u64, usize), weight: f64) -> StepResult {
+    fn faulty_step(&mut self, first: u64, micro_batch: usize, weight: f64) -> StepResult {
         let weights = self.stepper.config.auxiliary_weights;
         if self.stepper.own.contains(&micro_batch) {
             self.stepper.config.auxiliary_weights = AuxiliaryLosses::all(weight);
@@ -142,7 +142,7 @@ fn leaves_nothing_behind<T: Element>(world: &World, ranks: Ranks) {
     assert_eq!(guarded.step(0, 1, free), control.step(0, 1, free));
     let before = guarded.state();
     assert!(before == control.state());
-    let result = guarded.faulty_step((SEQUENCES, SEQUENCES as usize - 1), f64::NAN);
+    let result = guarded.faulty_step(SEQUENCES, SEQUENCES as usize - 1, f64::NAN);
     assert_eq!(result.skipped, Some(SkipReason::GradNormNotFinite), "{ranks:?}");
     assert!(
         result.loss.is_finite()
@@ -152,7 +152,7 @@ fn leaves_nothing_behind<T: Element>(world: &World, ranks: Ranks) {
     let loss_limit = Limits { loss: 0.1, ..free };
     let result = guarded.step(2 * SEQUENCES, 2, loss_limit);
     assert_eq!(result.skipped, Some(SkipReason::LossTooLarge));
-    assert!(guarded.faulty_step((3 * SEQUENCES, 0), f64::INFINITY).skipped.is_some());
+    assert!(guarded.faulty_step(3 * SEQUENCES, 0, f64::INFINITY).skipped.is_some());
     assert!(guarded.state() == before, "{ranks:?}");
     for (sample, number) in [(16, 2), (20, 3)] {
         let (found, expected) =

@@ -96,7 +96,8 @@ pub fn run(
     recipe: &mut Recipe,
     path: &Path,
     directory: Option<&Path>,
-    (device, world): (OpenDevice, &World),
+    device: OpenDevice,
+    world: &World,
     options: RunOptions<'_>,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {

@@ -54,8 +54,8 @@ pub fn run_in(
     heard: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
     let directory = recipe.model.from.as_deref().map(Path::new).filter(|path| path.is_dir());
-    let (path, on) = (Path::new("recipe.toml"), (OpenDevice::Cpu, world));
-    moh_train::run(&mut recipe.clone(), path, directory, on, options, heard)
+    let (path, device) = (Path::new("recipe.toml"), OpenDevice::Cpu);
+    moh_train::run(&mut recipe.clone(), path, directory, device, world, options, heard)
 }
 
 /// Runs or resumes a recipe, and hears its events with what asks it to stop.

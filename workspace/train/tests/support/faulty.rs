@@ -48,14 +48,14 @@ pub fn test_run(samples: &[u64], fault: Fault) -> TestRun {
     let place = TestRun::new();
     let (text, vocab_size) = (place.dir.path().join("text"), 64 + samples.len());
     let mut firsts = BTreeMap::new();
-    write_tokens_with(&text, (1, DOCUMENTS), &firsts);
+    write_tokens_with(&text, 1, DOCUMENTS, &firsts);
     let source = Source { path: text.clone(), weight: 1.0 };
     let data = TrainingData::open(&[source], LENGTH, Order::Shuffled, 1, vocab_size).unwrap();
     for (&sample, token) in samples.iter().zip(64..) {
         assert!(sample < data.num_windows(0), "the text is read once");
         firsts.insert(data.locate(sample).1, token);
     }
-    write_tokens_with(&text, (1, DOCUMENTS), &firsts);
+    write_tokens_with(&text, 1, DOCUMENTS, &firsts);
     write_model(&place.dir.path().join("model"), vocab_size, fault);
     place
 }
@@ -93,7 +93,8 @@ fn write_model(directory: &Path, vocab_size: usize, fault: Fault) {
 pub fn run_on(
     ranks: usize,
     recipe: &Recipe,
-    (stop_at, hear): (Option<u64>, Hear<'_>),
+    stop_at: Option<u64>,
+    hear: Hear<'_>,
 ) -> Vec<Result<Outcome, Error>> {
     let stop = AtomicBool::new(false);
     let outcomes = on_ranks(ranks, |world| {
@@ -108,13 +109,13 @@ pub fn run_on(
         run_in(world, recipe, RunOptions::new(&stop), &mut heard)
     });
     match outcomes.iter().all(|outcome| matches!(outcome, Err(Error::InitialModelNotRead { .. }))) {
-        true => run_on(ranks, recipe, (stop_at, hear)),
+        true => run_on(ranks, recipe, stop_at, hear),
         false => outcomes,
     }
 }
 
 pub fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
-    for outcome in run_on(ranks, recipe, (None, &|_| {})) {
+    for outcome in run_on(ranks, recipe, None, &|_| {}) {
         assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
     }
     Results::of(recipe)
@@ -126,7 +127,7 @@ pub fn finish(recipe: &Recipe) -> Results {
 
 /// Runs a recipe until it is asked to stop after `step`; whether it then had steps left.
 pub fn stop_at(recipe: &Recipe, step: u64) -> bool {
-    let outcome = run_on(1, recipe, (Some(step), &|_| {})).pop().unwrap().unwrap();
+    let outcome = run_on(1, recipe, Some(step), &|_| {}).pop().unwrap().unwrap();
     // After a return to the initial model there is no step yet.
     matches!(outcome, Outcome::Stopped { .. } | Outcome::StoppedBeforeTraining)
 }

@@ -103,15 +103,11 @@ impl TestRun {
 
 /// Documents of 1 to 12 tokens, in which a token depends on the one before it.
 pub fn write_tokens(prefix: &Path, seed: u64, documents: u64) {
-    write_tokens_with(prefix, (seed, documents), &BTreeMap::new());
+    write_tokens_with(prefix, seed, documents, &BTreeMap::new());
 }
 
 /// As [`write_tokens`], with other tokens at these positions.
-pub fn write_tokens_with(
-    prefix: &Path,
-    (seed, documents): (u64, u64),
-    others: &BTreeMap<u64, u32>,
-) {
+pub fn write_tokens_with(prefix: &Path, seed: u64, documents: u64, others: &BTreeMap<u64, u32>) {
     let mut writer = TokenFileWriter::replace(prefix, 64 + others.len()).unwrap();
     let mut positions = 0..;
     let mut state = seed;

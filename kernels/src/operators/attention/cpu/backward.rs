@@ -92,7 +92,8 @@ impl<T: Element> Gradients<'_, T> {
         shape: &AttentionShape,
         KvHead { sequence, kv_head }: KvHead,
         heads: usize,
-        (gradients, width): (&[f32], usize),
+        gradients: &[f32],
+        width: usize,
         scale: f32,
     ) {
         let rows = gradients.chunks_exact(width).take(shape.key_length);
@@ -190,8 +191,8 @@ fn backward_task<T: Element, F: Factor>(
         d_values.fill(0.0);
         let scale = args.scale();
         let process = |tile: &[Row]| {
-            let queries = tile_rows(saved.qkv, (query_stride, head_dim), tile);
-            let outputs = tile_rows(saved.d_out, (heads * head_dim, head_dim), tile);
+            let queries = tile_rows(saved.qkv, query_stride, head_dim, tile);
+            let outputs = tile_rows(saved.d_out, heads * head_dim, head_dim, tile);
             let rows = &mut as_factors(transposed)[..q.len()];
             gather_columns(tile.len(), &queries, lanes, rows, q);
             gather_columns(tile.len(), &outputs, lanes, rows, d_o);
@@ -228,7 +229,7 @@ fn backward_task<T: Element, F: Factor>(
             gradients.set_delta(row, 0.0);
             gradients.head(row.token, row.head * head_dim, head_dim).fill(T::zeroed());
         });
-        gradients.set_sequence(shape, kv_head, heads, (d_keys, width), scale);
-        gradients.set_sequence(shape, kv_head, heads + kv_heads, (d_values, width), 1.0);
+        gradients.set_sequence(shape, kv_head, heads, d_keys, width, scale);
+        gradients.set_sequence(shape, kv_head, heads + kv_heads, d_values, width, 1.0);
     });
 }

@@ -123,7 +123,7 @@ fn forward_task<T: Element, F: Factor>(
         );
         let head = Head { padded };
         let process = |tile: &[Row]| {
-            let row = tile_rows(queries, (shape.query_stride, head_dim), tile);
+            let row = tile_rows(queries, shape.query_stride, head_dim, tile);
             gather_columns(tile.len(), row, lanes, &mut as_factors(transposed)[..q.len()], q);
             let (scores, factors, o) = (&mut *scores, &mut *factors, &mut *o);
             let work = ForwardTile { args, head, keys, values, tile, q, scores, factors, o };

@@ -123,7 +123,8 @@ pub(super) fn scatter_columns<'a, T: Element>(
 /// The rows of a tile in a buffer with `stride` elements per token.
 pub(super) fn tile_rows<'a, T>(
     source: &'a [T],
-    (stride, head_dim): (usize, usize),
+    stride: usize,
+    head_dim: usize,
     tile: &[Row],
 ) -> impl Fn(usize) -> &'a [T] {
     move |i| &source[tile[i].token * stride + tile[i].head * head_dim..][..head_dim]

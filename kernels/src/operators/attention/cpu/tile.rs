@@ -215,9 +215,9 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
             lanes::score_gradients(simd, weights, delta, &mut p, &mut d_s);
             let part = keys.start * width..keys.end * width;
             let of_values = &mut self.d_values[part.clone()];
-            add_transposed(simd, p.factors_along_rows(), (self.d_o_rows, width), of_values);
+            add_transposed(simd, p.factors_along_rows(), self.d_o_rows, width, of_values);
             let of_keys = &mut self.d_keys[part];
-            add_transposed(simd, d_s.factors_along_rows(), (self.q_rows, width), of_keys);
+            add_transposed(simd, d_s.factors_along_rows(), self.q_rows, width, of_keys);
             let along_keys = d_s.factors_along_keys();
             self.head.combine(simd, &keys, self.keys_transposed, along_keys, self.d_q);
         }
@@ -230,7 +230,8 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
 fn add_transposed<S: Simd, F: Factor>(
     simd: S,
     block: &[F],
-    (tile_rows, width): (&[F], usize),
+    tile_rows: &[F],
+    width: usize,
     out: &mut [f32],
 ) {
     let depth = num_lanes::<S>() / F::TERMS;

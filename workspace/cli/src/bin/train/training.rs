@@ -244,7 +244,8 @@ impl<'a> Session<'a> {
             recipe,
             path,
             directory.as_deref(),
-            (device.clone(), world),
+            device.clone(),
+            world,
             options,
             &mut |event| {
                 if let Some(view) = &mut view {
