@@ -6,13 +6,13 @@ use std::ops::Range;
 /// indices, in the tensor's order.
 ///
 /// ```
-/// use moh_model::slice::{Run, Slice};
+/// use moh_model::slice::{SliceRun, Slice};
 ///
 /// // Columns 2 and 3 of a matrix `[3, 4]`, as a rank of tensor parallelism holds them.
 /// let slice = Slice::along(vec![3, 4], 1, vec![2..4]);
 /// assert_eq!(slice.extents(), [3, 2]);
 /// // The second row of the slice is at elements 6 and 7 of the matrix.
-/// assert_eq!(slice.runs(2..4), [Run { local: 2, whole: 6, len: 2 }]);
+/// assert_eq!(slice.runs(2..4), [SliceRun { local: 2, whole: 6, len: 2 }]);
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice {

@@ -78,7 +78,7 @@ impl Limits {
 /// use moh_step::guard::{GuardState, SkipReason};
 ///
 /// let mut guard = GuardState::default();
-/// (0..100).for_each(|_| guard.count(false, (2.0, 0.5), 3.0));
+/// (0..100).for_each(|_| guard.count(false, 2.0, 0.5, 3.0));
 /// // Three times the medians of loss and gradient norm.
 /// let limits = guard.limits(3.0);
 /// assert_eq!(limits.check(2.1, 0.6), None);

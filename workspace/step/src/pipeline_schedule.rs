@@ -42,10 +42,10 @@ fn assign<K: PartialEq>(taken: &mut Vec<Option<K>>, key: K, forward: bool) -> us
 /// A stage's position in the pipeline.
 ///
 /// ```
-/// use moh_step::pipeline_schedule::Stage;
+/// use moh_step::pipeline_schedule::PipelineStage;
 ///
 /// // The first of two stages runs one forward pass ahead, then one backward pass for each forward pass.
-/// let stage = Stage { number: 0, stages: 2, chunks: 1 };
+/// let stage = PipelineStage { number: 0, stages: 2, chunks: 1 };
 /// let passes = stage.passes(3);
 /// let order: String = passes.iter().map(|pass| if pass.forward { 'F' } else { 'B' }).collect();
 /// assert_eq!(order, "FFBFBB");
