@@ -1,5 +1,5 @@
-//! The structs that kernels have as parameters: the CUDA sources declare them, and this is the
-//! same in Rust.
+//! The structs that kernels have as parameters: the CUDA sources declare them, and this module
+//! writes the same structs in Rust.
 //!
 //! A field has the same size and alignment in both languages, so `repr(C)` gives it the same
 //! offset, and `Pod` refuses a struct with padding.
@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// What marks a struct (`warp.cuh`).
+/// The macro that marks a struct (`warp.cuh`).
 const MARK: &str = "PARAMETERS ";
 
 /// The marked structs of some sources in Rust, by namespace.

@@ -20,7 +20,7 @@ pub struct Activity {
     pub end: u64,
 }
 
-/// A recording of all GPU work of the process, of which there is none without the feature `cuda`.
+/// A recording of all GPU work of the process, which cannot start without the feature `cuda`.
 #[cfg(not(feature = "cuda"))]
 pub enum Recording {}
 

@@ -50,7 +50,7 @@ pub struct Verification {
     /// The largest absolute difference to the source's logits, with its weights in their own type.
     pub largest_difference: f32,
     /// The largest absolute difference to the source's logits with its weights rounded to the output's
-    /// type: beyond rounding.
+    /// type, which rounding does not explain.
     pub unexplained_difference: f32,
     /// How far rounding to another type moved the weights; `None` if all of them have the source's bits.
     pub rounding: Option<Rounding>,

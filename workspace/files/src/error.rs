@@ -1,4 +1,4 @@
-//! Errors that name the file that they are of.
+//! Errors of files, which name the path.
 
 use std::io;
 use std::path::{Path, PathBuf};

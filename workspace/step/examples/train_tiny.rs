@@ -38,13 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         document_mask: false,
         recompute: Recompute::None,
         auxiliary_weights: AuxiliaryLosses::all(0.01),
-        optimizer: Hyperparameters {
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay: 0.1,
-            clip_norm: 1.0,
-        },
+        optimizer: Hyperparameters::default(),
         reduce: ElementType::F32,
     };
     let samples = config.batch_sequences();

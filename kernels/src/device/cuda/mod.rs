@@ -41,7 +41,7 @@ pub struct Cuda {
     scratch: Arc<Mutex<Option<Allocation>>>,
     /// One u32, 0 between kernels.
     counter: Arc<Mutex<Option<Allocation>>>,
-    /// Of an operator with several paths, which numbers them: the first that it tries.
+    /// The number of the first path that an operator with several paths tries.
     pub(crate) first_path: usize,
     /// The path that it used last.
     pub(crate) last_path: Arc<Mutex<Option<usize>>>,

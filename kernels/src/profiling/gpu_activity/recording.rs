@@ -241,7 +241,7 @@ mod tests {
     /// The kinds that are enabled, as bits, and the callbacks of a CUPTI that records three things.
     static ENABLED: AtomicUsize = AtomicUsize::new(0);
     static CALLBACKS: Mutex<Option<(Requested, Completed)>> = Mutex::new(None);
-    /// Bytes of a record of it, of whatever kind.
+    /// Bytes of each of its records.
     const STRIDE: usize = 256;
 
     extern "C" fn register(requested: Requested, completed: Completed) -> c_int {

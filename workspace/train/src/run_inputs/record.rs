@@ -202,7 +202,7 @@ impl Record {
     }
 }
 
-/// Fails if a run mixes several sources, and has no record that it does so in the order of this version.
+/// Fails if a run with several sources has no record of this version's order of samples.
 ///
 /// # Errors
 /// Fails also if the record cannot be read.
