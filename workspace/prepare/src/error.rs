@@ -1,0 +1,71 @@
+//! The errors of this crate.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// The result of this crate's fallible functions.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
+    /// A token file or a tokenizer could not be read or written.
+    #[error(transparent)]
+    Data(#[from] moh_data::Error),
+    /// A line or row of an input is not a document.
+    #[error("{}{place}: {reason}", path.display())]
+    Record {
+        /// The input.
+        path: PathBuf,
+        /// Where in it.
+        place: Place,
+        /// The problem.
+        reason: String,
+    },
+    /// An input cannot be used as it is.
+    #[error("{}: {reason}", path.display())]
+    Input {
+        /// The input.
+        path: PathBuf,
+        /// The problem and the remedy.
+        reason: String,
+    },
+    /// Nothing is there to be prepared, or an option does not fit.
+    #[error("{reason}")]
+    Options {
+        /// What is missing or does not fit.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// An input that cannot be used as it is.
+    pub(crate) fn input(path: &Path, reason: impl Into<String>) -> Self {
+        Self::Input { path: path.to_path_buf(), reason: reason.into() }
+    }
+}
+
+/// A place in an input, counted from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// A line.
+    Line(u64),
+    /// A row of a table, or an element of a JSON array.
+    Row(u64),
+    /// The whole input, as of plain text.
+    Whole,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Line(line) => write!(out, ":{line}"),
+            Place::Row(row) => write!(out, ": row {row}"),
+            Place::Whole => Ok(()),
+        }
+    }
+}
