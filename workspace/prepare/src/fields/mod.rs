@@ -1,0 +1,248 @@
+//! The text of a record: the option `--field` names a field, a path `a.b` of fields in fields, or gives a
+//! template as `{title}: {text}`. One type for JSON objects and the columns of tables.
+
+mod escapes;
+mod json;
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
+
+use crate::{Error, Result};
+
+pub(crate) use escapes::Unescaped;
+pub(crate) use json::escape_fault;
+
+/// Maximum number of keys or columns that an error lists.
+const MAX_SHOWN_KEYS: usize = 5;
+
+/// What `--field` says.
+#[derive(Clone, Debug)]
+pub(crate) struct Fields {
+    /// Each field that is wanted, once.
+    paths: Vec<String>,
+    parts: Vec<TemplatePart>,
+    /// The fields as a tree of keys.
+    tree: Node,
+    is_template: bool,
+}
+
+#[derive(Clone, Debug)]
+enum TemplatePart {
+    Literal(String),
+    /// An index of the list of paths.
+    Field(usize),
+}
+
+/// A key of objects: the field that it is, and the keys in it.
+#[derive(Clone, Debug, Default)]
+struct Node {
+    /// An index of the list of [`Slots`].
+    slot: Option<usize>,
+    keys: Vec<(String, Node)>,
+}
+
+/// The values of a record's fields: for each path that of the key which is literally the path, and that of
+/// the key at its end.
+pub(crate) type Slots<'a> = Vec<Option<Value<'a>>>;
+
+/// The value of a field.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Value<'a> {
+    /// A string.
+    Text(&'a str),
+    /// A string as it is in JSON, without its quotes.
+    Escaped(&'a str),
+    /// A number or a truth value as JSON writes it.
+    Scalar(Cow<'a, str>),
+    /// Nothing.
+    Null,
+    /// An object or a list, or another value without a text.
+    Other,
+}
+
+/// A part of a document's text.
+#[derive(Clone, Debug)]
+pub(crate) enum Segment<'a> {
+    /// Text.
+    Plain(Cow<'a, str>),
+    /// A string as it is in JSON.
+    Escaped(&'a str),
+}
+
+/// How errors speak of a kind of records.
+#[derive(Clone, Copy)]
+pub(crate) struct Nouns {
+    /// What a field is called.
+    pub(crate) field: &'static str,
+    /// What has the fields.
+    pub(crate) record: &'static str,
+}
+
+/// Of JSON lines.
+pub(crate) const LINE: Nouns = Nouns { field: "field", record: "line" };
+/// Of an array of JSON.
+pub(crate) const ELEMENT: Nouns = Nouns { field: "field", record: "element" };
+/// Of tables.
+pub(crate) const ROW: Nouns = Nouns { field: "column", record: "table" };
+
+impl Fields {
+    /// Reads the argument of `--field`.
+    ///
+    /// # Errors
+    /// Fails for a template whose braces do not match, or without a field.
+    pub(crate) fn parse(argument: &str) -> Result<Self> {
+        let is_template = argument.contains(['{', '}']);
+        let mut fields =
+            Self { paths: Vec::new(), parts: Vec::new(), tree: Node::default(), is_template };
+        if is_template {
+            fields.template(argument).map_err(|problem| Error::Options {
+                reason: format!(
+                    "--field {argument:?}: {problem}; a template is text with names of fields in \
+                     braces, as \"{{title}}: {{text}}\", and {{{{ and }}}} for braces"
+                ),
+            })?;
+        } else {
+            fields.push_path(argument);
+        }
+        for (index, path) in fields.paths.iter().enumerate() {
+            fields.tree.insert(&[path], 2 * index);
+            let keys: Vec<&str> = path.split('.').collect();
+            if keys.len() > 1 {
+                fields.tree.insert(&keys, 2 * index + 1);
+            }
+        }
+        Ok(fields)
+    }
+
+    fn template(&mut self, argument: &str) -> Result<(), &'static str> {
+        let mut literal = String::new();
+        let mut rest = argument;
+        while let Some(at) = rest.find(['{', '}']) {
+            literal.push_str(&rest[..at]);
+            let (brace, after) = rest[at..].split_at(1);
+            if let Some(doubled) = after.strip_prefix(brace) {
+                literal.push_str(brace);
+                rest = doubled;
+                continue;
+            }
+            if brace == "}" {
+                return Err("a brace is closed that is not open");
+            }
+            let (name, after) = after.split_once('}').ok_or("a brace is not closed")?;
+            if name.is_empty() || name.contains('{') {
+                return Err("braces without a name in them");
+            }
+            self.push_literal(&mut literal);
+            self.push_path(name);
+            rest = after;
+        }
+        literal.push_str(rest);
+        self.push_literal(&mut literal);
+        if self.paths.is_empty() {
+            return Err("it names no field");
+        }
+        Ok(())
+    }
+
+    fn push_literal(&mut self, literal: &mut String) {
+        if !literal.is_empty() {
+            self.parts.push(TemplatePart::Literal(std::mem::take(literal)));
+        }
+    }
+
+    fn push_path(&mut self, path: &str) {
+        let index = self.paths.iter().position(|known| known == path).unwrap_or_else(|| {
+            self.paths.push(path.to_owned());
+            self.paths.len() - 1
+        });
+        self.parts.push(TemplatePart::Field(index));
+    }
+
+    /// The fields that are wanted.
+    pub(crate) fn paths(&self) -> &[String] {
+        &self.paths
+    }
+
+    /// Slots for the values of a record.
+    pub(crate) fn slots<'a>(&self) -> Slots<'a> {
+        vec![None; 2 * self.paths.len()]
+    }
+
+    /// The text of a record with these values, in parts; `keys` are what it has, for the error.
+    ///
+    /// # Errors
+    /// Fails with the reason why the record is no document.
+    pub(crate) fn segments<'a>(
+        &'a self,
+        slots: &Slots<'a>,
+        nouns: Nouns,
+        keys: impl FnOnce() -> Vec<String>,
+    ) -> Result<Vec<Segment<'a>>, String> {
+        let mut segments = Vec::with_capacity(self.parts.len());
+        for part in &self.parts {
+            let index = match part {
+                TemplatePart::Literal(text) => {
+                    segments.push(Segment::Plain(Cow::Borrowed(text)));
+                    continue;
+                }
+                TemplatePart::Field(index) => *index,
+            };
+            let Some(value) = slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref()) else {
+                return Err(missing(&self.paths[index], nouns, &keys()));
+            };
+            let what = || format!("the {} {:?}", nouns.field, self.paths[index]);
+            segments.push(match value {
+                Value::Text(text) => Segment::Plain(Cow::Borrowed(text)),
+                Value::Escaped(text) => Segment::Escaped(text),
+                Value::Scalar(text) if self.is_template => Segment::Plain(text.clone()),
+                Value::Null => return Err(format!("{} is null", what())),
+                _ if self.is_template => {
+                    return Err(format!("{} is not a string, number or truth value", what()));
+                }
+                _ => return Err(format!("{} is not a string", what())),
+            });
+        }
+        Ok(segments)
+    }
+}
+
+impl Node {
+    fn insert(&mut self, keys: &[&str], slot: usize) {
+        let Some((first, rest)) = keys.split_first() else {
+            self.slot = Some(slot);
+            return;
+        };
+        let at = self.keys.iter().position(|(key, _)| key == first).unwrap_or_else(|| {
+            self.keys.push(((*first).to_owned(), Node::default()));
+            self.keys.len() - 1
+        });
+        self.keys[at].1.insert(rest, slot);
+    }
+
+    /// Forgets the values under this key: of a key that comes twice, the last value counts.
+    fn clear(&self, slots: &mut Slots<'_>) {
+        if let Some(slot) = self.slot {
+            slots[slot] = None;
+        }
+        self.keys.iter().for_each(|(_, node)| node.clear(slots));
+    }
+}
+
+/// The reason of a record without the field `path`.
+pub(crate) fn missing(path: &str, nouns: Nouns, keys: &[String]) -> String {
+    let Nouns { field, record } = nouns;
+    let shown: Vec<_> = keys.iter().take(MAX_SHOWN_KEYS).map(|key| format!("{key:?}")).collect();
+    let shown = if shown.is_empty() { "nothing".to_owned() } else { shown.join(", ") };
+    format!("no {field} {path:?}, the {record} has {shown}: name the text's {field} with --field")
+}
+
+impl Segment<'_> {
+    /// Its bytes as they are held.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Segment::Plain(text) => text.len(),
+            Segment::Escaped(text) => text.len(),
+        }
+    }
+}

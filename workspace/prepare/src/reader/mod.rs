@@ -1,0 +1,101 @@
+//! Readers of an input's documents. Each cuts its input between two records into chunks of about equal size,
+//! without reading the records, which another thread does: the text of a record, or the reason why it is no
+//! document. A reader starts at any end of a chunk again. Memory holds a chunk and a record, whose length
+//! is limited; a document of many megabytes comes in pieces.
+
+mod chunk;
+mod format;
+mod input;
+mod lines;
+mod paragraphs;
+mod pieces;
+mod stream;
+#[cfg(test)]
+mod tests;
+mod text;
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Result;
+use crate::fields::Fields;
+
+pub(crate) use chunk::{BadRecord, Chunk, Document, Part};
+pub use format::Format;
+pub(crate) use input::{Identity, OpenInput, open};
+
+/// The end of the longest beginning of a text after which the document may be cut; `None` if there is none.
+pub(crate) type Cut = dyn Fn(&str) -> Option<usize> + Send + Sync;
+
+/// How inputs are read.
+#[derive(Clone)]
+pub(crate) struct ReadOptions {
+    /// What is read of a record.
+    pub(crate) fields: Arc<Fields>,
+    /// Bytes of input in a chunk, about.
+    pub(crate) chunk_bytes: usize,
+    /// A longer document comes in pieces of about this length.
+    pub(crate) piece_bytes: usize,
+    /// Maximum bytes of a record of JSON, a paragraph, and of a piece that has no place to be cut.
+    pub(crate) max_record_bytes: usize,
+    /// Where a long document may be cut.
+    pub(crate) cut: Arc<Cut>,
+}
+
+/// A place between two records of a part of an input.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Position {
+    /// Decoded bytes before it; 0 in tables.
+    pub(crate) offset: u64,
+    /// Lines, paragraphs, elements or rows before it.
+    pub(crate) record: u64,
+}
+
+/// Reads a part of an input from some position on.
+pub(crate) trait Reader: Send {
+    /// The next chunk; `None` at the end.
+    ///
+    /// # Errors
+    /// Fails if the input cannot be read any further. A record that is no document is an error of
+    /// [`Chunk::documents`] instead.
+    fn next_chunk(&mut self) -> Result<Option<Chunk>>;
+}
+
+/// Reads the documents of `path` as preparation does, one thread, and returns the number of its pieces and
+/// records that are none; for benchmarks and tests with hostile input. `visit` is called with each piece.
+///
+/// # Errors
+/// Fails if `path` cannot be read.
+#[doc(hidden)]
+pub fn read_documents(
+    path: &std::path::Path,
+    format: Option<Format>,
+    field: &str,
+    max_record_bytes: usize,
+    visit: &mut dyn FnMut(&str),
+) -> Result<(u64, u64)> {
+    let options = ReadOptions {
+        fields: Arc::new(Fields::parse(field)?),
+        chunk_bytes: max_record_bytes,
+        piece_bytes: max_record_bytes / 2,
+        max_record_bytes,
+        cut: Arc::new(|text| text.rfind(' ')),
+    };
+    let input = open(path, format, Arc::new(options))?;
+    let (mut pieces, mut bad) = (0, 0);
+    for part in 0..input.parts() {
+        let mut reader = input.read(part, Position::default())?;
+        while let Some(chunk) = reader.next_chunk()? {
+            for document in chunk.documents() {
+                match document {
+                    Ok(document) => visit(&document.text),
+                    Err(_) => bad += 1,
+                }
+                pieces += 1;
+            }
+        }
+    }
+    input.check_unchanged()?;
+    Ok((pieces - bad, bad))
+}
