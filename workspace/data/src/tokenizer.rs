@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use rayon::prelude::*;
 use tokenizers::Tokenizer;
 
-use crate::tokenizer_content::Parts;
+use crate::tokenizer_content::{self, Parts};
 use crate::{Error, Result, TextStream, TokenizerContent};
 
 /// A tokenizer.
@@ -90,12 +90,12 @@ impl TextTokenizer {
     }
 
     /// Whether special tokens that a text names are encoded as text.
-    pub(crate) fn splits_special_tokens(&self) -> bool {
+    pub fn splits_special_tokens(&self) -> bool {
         self.inner.get_encode_special_tokens()
     }
 
     /// The last id that the post-processor puts after a text.
-    pub(crate) fn suffix(&self) -> Option<u32> {
+    pub fn suffix(&self) -> Option<u32> {
         self.suffix
     }
 
@@ -141,8 +141,21 @@ impl TextTokenizer {
         Ok(self.parts()?.first_difference(&other.parts()?))
     }
 
+    /// The tokenizer as a `tokenizer.json` that has every default filled in, and neither truncation nor padding.
+    ///
+    /// # Errors
+    /// Fails if the library cannot write the tokenizer.
+    pub fn json(&self) -> Result<serde_json::Value> {
+        tokenizer_content::json(&self.inner).map_err(|error| self.failure(&error))
+    }
+
     fn parts(&self) -> Result<Parts> {
         Parts::new(&self.inner).map_err(|error| self.failure(&error))
+    }
+
+    /// The ids of the special tokens, in increasing order.
+    pub fn special_ids(&self) -> impl Iterator<Item = u32> + '_ {
+        self.special.iter().copied()
     }
 
     /// Whether an id is one of the special tokens.

@@ -36,6 +36,20 @@ impl TokenizerContent {
 /// The part that is the tokens of the model with their ids.
 const VOCABULARY: &str = "vocabulary";
 
+/// A tokenizer as the library writes it, but with every token of its vocabulary: of several tokens of one id the
+/// library writes any one.
+///
+/// # Errors
+/// Fails if the library cannot write the tokenizer.
+pub(crate) fn json(tokenizer: &Tokenizer) -> Result<Value, serde_json::Error> {
+    let mut json = serde_json::to_value(tokenizer)?;
+    if let Some(vocabulary @ Value::Object(_)) = json.pointer_mut("/model/vocab") {
+        let tokens = tokenizer.get_vocab(false).into_iter();
+        *vocabulary = Value::Object(tokens.map(|(token, id)| (token, id.into())).collect());
+    }
+    Ok(json)
+}
+
 impl Parts {
     /// The parts of a tokenizer without truncation and padding.
     ///
@@ -43,21 +57,14 @@ impl Parts {
     /// Fails if the library cannot write the tokenizer.
     pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Self, serde_json::Error> {
         let mut parts = BTreeMap::new();
-        if let Value::Object(fields) = serde_json::to_value(tokenizer)? {
+        if let Value::Object(fields) = json(tokenizer)? {
             parts.extend(fields);
         }
         // The same for all tokenizers here.
         parts.retain(|name, _| !["version", "truncation", "padding"].contains(&name.as_str()));
         if let Some(Value::Object(model)) = parts.get_mut("model") {
             let merges = model.remove("merges").unwrap_or_default();
-            let vocabulary = match model.remove("vocab").unwrap_or_default() {
-                // The library writes one token of each id, of several any one.
-                Value::Object(_) => {
-                    let tokens = tokenizer.get_vocab(false).into_iter();
-                    Value::Object(tokens.map(|(token, id)| (token, id.into())).collect())
-                }
-                other => other,
-            };
+            let vocabulary = model.remove("vocab").unwrap_or_default();
             parts.insert("merges".to_owned(), merges);
             parts.insert(VOCABULARY.to_owned(), vocabulary);
         }

@@ -2,6 +2,7 @@
 
 #[allow(dead_code)]
 mod decode;
+mod encode;
 mod error;
 #[allow(dead_code)]
 mod fields;

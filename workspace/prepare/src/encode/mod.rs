@@ -1,0 +1,203 @@
+//! Documents to ids, by tokenizers 1.0 where it is known to give the ids of 0.23, and by 0.23 elsewhere.
+//! The ids are those of [`TextTokenizer::encode`] in every case.
+
+mod cuts;
+mod library;
+mod probe;
+mod shape;
+mod spelling;
+#[cfg(test)]
+mod tests;
+
+use moh_data::TextTokenizer;
+use serde_json::Value;
+use tokenizers_1::pipeline::PipelineToken;
+
+use self::cuts::Cuts;
+use self::library::Library;
+use self::shape::Shape;
+use crate::{Error, Result};
+
+/// Bytes of text that a library is given at once, if the tokenizer allows cuts. It bounds the memory that encoding
+/// takes beside the ids. A word that no pre-tokenizer splits takes time in n log n of its length, and longer than
+/// the caches of a processor.
+const PIECE_BYTES: usize = 1 << 16;
+
+/// Which part of a document a text is: a document too large for memory comes in pieces, which end where
+/// [`Encoder::cut`] says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    Whole,
+    First,
+    Middle,
+    Last,
+}
+
+impl Part {
+    fn begins(self) -> bool {
+        matches!(self, Part::Whole | Part::First)
+    }
+
+    fn ends(self) -> bool {
+        matches!(self, Part::Whole | Part::Last)
+    }
+}
+
+/// The ids of a part of a document.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Encoded {
+    /// With those that the post-processor puts before and after a document.
+    pub(crate) ids: Vec<u32>,
+    /// Those of special tokens that the text names, in order; the post-processor adds others.
+    pub(crate) special_in_text: Vec<u32>,
+}
+
+/// Encodes documents from any number of threads.
+pub(crate) struct Encoder<'a> {
+    tokenizer: &'a TextTokenizer,
+    library: Result<Library, String>,
+    cuts: Option<Cuts>,
+    special: Special,
+    prefix: Vec<u32>,
+    suffix: Vec<u32>,
+}
+
+impl<'a> Encoder<'a> {
+    /// An encoder of a tokenizer.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does, or if its post-processor does more than put ids before and after a text.
+    pub(crate) fn new(tokenizer: &'a TextTokenizer) -> Result<Self> {
+        let json = tokenizer.json()?;
+        let prefix = tokenizer.encode_prompt("")?;
+        let text = tokenizer.encode_without_special_tokens("a")?;
+        let whole = tokenizer.encode("a")?;
+        let suffix = whole.strip_prefix(&prefix[..]).and_then(|ids| ids.strip_prefix(&text[..]));
+        let Some(suffix) = suffix.map(<[u32]>::to_vec) else {
+            let reason = "its post-processor does more than put tokens before and after a text";
+            return Err(Error::input(tokenizer.path(), reason));
+        };
+        let special = Special::new(tokenizer.special_ids());
+        let shape = Shape::new(&json);
+        let cuts = shape.as_ref().ok().and_then(|&shape| Cuts::new(&json, shape));
+        let library = shape.and_then(|shape| library(tokenizer, json, shape));
+        Ok(Self { tokenizer, library, cuts, special, prefix, suffix })
+    }
+
+    /// Why the slower library encodes every document, if it does.
+    pub(crate) fn fallback(&self) -> Option<&str> {
+        self.library.as_ref().err().map(String::as_str)
+    }
+
+    /// The end of the longest beginning of `text` after which a document can be cut without changing its ids;
+    /// `None` if there is none.
+    pub(crate) fn cut(&self, text: &str) -> Option<usize> {
+        self.cuts.as_ref()?.last(text)
+    }
+
+    /// The ids of a part of a document.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does; a byte-level one never does.
+    pub(crate) fn encode(&self, text: &str, part: Part) -> Result<Encoded> {
+        // English has four bytes an id or more.
+        let room = self.prefix.len() + text.len() / 4 + self.suffix.len();
+        let mut ids: Vec<PipelineToken> = Vec::with_capacity(room);
+        if part.begins() {
+            extend(&mut ids, &self.prefix);
+        }
+        let start = ids.len();
+        let (mut rest, mut first) = (text, part.begins());
+        loop {
+            let piece = &rest[..self.piece(rest)];
+            let begun = match &self.cuts {
+                Some(cuts) if !first => cuts.beginning_at(piece),
+                _ => piece,
+            };
+            self.append(begun, first, &mut ids)?;
+            (rest, first) = (&rest[piece.len()..], false);
+            if rest.is_empty() {
+                break;
+            }
+        }
+        let special_in_text = self.special.among(PipelineToken::cast_slice(&ids[start..]));
+        if part.ends() {
+            extend(&mut ids, &self.suffix);
+        }
+        // In place: both are 32 bits.
+        Ok(Encoded { ids: ids.into_iter().map(u32::from).collect(), special_in_text })
+    }
+
+    /// The bytes of a text that are encoded at once: all, or those before the last cut in [`PIECE_BYTES`], or
+    /// before the first later one.
+    fn piece(&self, text: &str) -> usize {
+        let mut limit = PIECE_BYTES;
+        while self.cuts.is_some() && limit < text.len() {
+            if let Some(end) = self.cut(&text[..text.floor_char_boundary(limit)]) {
+                return end;
+            }
+            limit *= 2;
+        }
+        text.len()
+    }
+
+    /// Appends the ids of a piece.
+    fn append(&self, text: &str, first: bool, ids: &mut Vec<PipelineToken>) -> Result<()> {
+        let encoded = self.library.as_ref().is_ok_and(|library| library.encode(text, first, ids));
+        if !encoded {
+            extend(ids, &self.tokenizer.encode_without_special_tokens(text)?);
+        }
+        Ok(())
+    }
+}
+
+fn extend(ids: &mut Vec<PipelineToken>, more: &[u32]) {
+    ids.extend(more.iter().copied().map(PipelineToken::from));
+}
+
+/// Loads a tokenizer into the faster library, and compares it with the slower one.
+fn library(tokenizer: &TextTokenizer, json: Value, shape: Shape) -> Result<Library, String> {
+    let texts = probe::texts(&json, shape);
+    let library = Library::new(json, shape, tokenizer.splits_special_tokens())?;
+    let mut ids = Vec::new();
+    for text in texts {
+        let expected = tokenizer.encode_without_special_tokens(&text);
+        let expected = expected.map_err(|error| error.to_string())?;
+        ids.clear();
+        if !library.append(&text, &mut ids) {
+            return Err(format!("the faster library fails for the text {text:?}"));
+        }
+        if PipelineToken::cast_slice(&ids) != expected {
+            return Err(format!("the faster library gives other ids for the text {text:?}"));
+        }
+    }
+    Ok(library)
+}
+
+/// The ids of special tokens.
+struct Special {
+    /// By id less the first, whether it is special.
+    is_special: Vec<bool>,
+    first: u32,
+}
+
+impl Special {
+    /// The set of increasing ids.
+    fn new(ids: impl Iterator<Item = u32>) -> Self {
+        let ids: Vec<u32> = ids.collect();
+        let first = ids.first().copied().unwrap_or(0);
+        let mut is_special = vec![false; ids.last().map_or(0, |last| (last - first) as usize + 1)];
+        ids.iter().for_each(|id| is_special[(id - first) as usize] = true);
+        Self { is_special, first }
+    }
+
+    /// Those of `ids` that are special.
+    fn among(&self, ids: &[u32]) -> Vec<u32> {
+        let is_special = |id: &&u32| {
+            // Smaller ids wrap to larger ones.
+            let place = id.wrapping_sub(self.first) as usize;
+            self.is_special.get(place) == Some(&true)
+        };
+        ids.iter().filter(is_special).copied().collect()
+    }
+}
