@@ -8,13 +8,12 @@ use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
 use moh_convert::{ConversionOptions, TargetAttention, convert};
-use moh_data::{
-    AppendEos, END_OF_TEXT, Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer,
-};
+use moh_data::TextTokenizer;
 use moh_device::OpenDevice;
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_kernels::DType;
 use moh_model::layout::ModelLayout;
+use moh_prepare::{AppendEos, END_OF_TEXT, Prepare, TrainTokenizer, prepare, train_tokenizer};
 use moh_recipe::Recipe;
 use moh_train::{ModelSource, Outcome, RunOptions};
 use serde_json::{Value, json};
@@ -69,7 +68,7 @@ fn prepare_model(dir: &Path, model_type: &str) {
     let prefix = dir.join("tokens");
     let append_eos = AppendEos::Token(END_OF_TEXT);
     let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
-    prepare(options, &mut |_, _| {}).unwrap();
+    prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
 }
 
 fn recipe(dir: &Path) -> Recipe {

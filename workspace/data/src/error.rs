@@ -106,35 +106,10 @@ pub enum Error {
         /// The problem.
         reason: String,
     },
-    /// An input that is not text, or whose format is unknown.
-    #[error("{}: {reason}", path.display())]
-    Input {
-        /// The input.
-        path: PathBuf,
-        /// The problem and the remedy.
-        reason: String,
-    },
-    /// A text file that is not UTF-8.
-    #[error(
-        "{}: not UTF-8 at byte {offset}: convert it to UTF-8 first, for example with iconv",
-        path.display()
-    )]
-    NotUtf8 {
-        /// The input file.
-        path: PathBuf,
-        /// Offset of the first invalid byte.
-        offset: u64,
-    },
     /// An output that already exists.
     #[error("{}: already exists: choose another name, or replace it with --force", path.display())]
     Exists {
         /// The output.
-        path: PathBuf,
-    },
-    /// An output that would overwrite one of the inputs.
-    #[error("{}: is both an input and an output: choose another output", path.display())]
-    OverwritesInput {
-        /// The file.
         path: PathBuf,
     },
     /// No input, or inputs without text.

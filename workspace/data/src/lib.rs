@@ -1,23 +1,19 @@
-//! Token files: preparation, reading and a deterministic order.
+//! Token files, tokenizers and a deterministic order.
 //!
-//! [`prepare`] converts text to a token file (Megatron's indexed dataset), and [`TokenFile`] reads
+//! [`TokenFileWriter`] writes a token file (Megatron's indexed dataset), and [`TokenFile`] reads
 //! one, from any writer. [`TrainingData`] maps a sample number to its tokens, as a pure function of
 //! the seed; [`Windows`] divides a file for evaluation. [`TextTokenizer`] converts between text and
-//! ids, [`train_tokenizer`] trains a new tokenizer.
+//! ids.
 
 mod content;
-mod documents;
-mod end_of_text;
+mod document_end;
 mod error;
-mod input;
 mod json_lines;
 mod mapped;
 mod mixture;
 mod pending;
 mod permutation;
-mod prepare;
 mod samples;
-mod split;
 mod text_stream;
 mod token_file;
 mod token_index;
@@ -27,24 +23,23 @@ mod token_writer;
 mod tokenizer;
 mod tokenizer_content;
 mod tokenizer_match;
-mod tokenizer_training;
 mod windows;
 
 pub use content::TokenFileContent;
-pub use end_of_text::{AppendEos, DocumentEnd};
+pub use document_end::DocumentEnd;
 pub use error::{Error, Result};
-pub use input::Format;
 pub use json_lines::{JsonLine, JsonLines};
-pub use prepare::{Prepare, PreparedFile, prepare};
+pub use pending::{refuse_existing, with_ending};
+pub use permutation::key_of;
 pub use samples::{ORDER_VERSION, Order, Source, TrainingData};
-pub use split::Split;
 pub use text_stream::TextStream;
 pub use token_file::TokenFile;
 pub use token_info::{Provenance, TokenFileInfo};
 pub use token_type::TokenType;
-pub use token_writer::TokenFileWriter;
+pub use token_writer::{
+    CompleteTokenFile, TokenFileWriter, Written, publish_remaining, publish_token_files,
+};
 pub use tokenizer::TextTokenizer;
 pub use tokenizer_content::TokenizerContent;
-pub use tokenizer_match::TokenizerMatch;
-pub use tokenizer_training::{BEGIN_OF_TEXT, END_OF_TEXT, TrainTokenizer, train_tokenizer};
+pub use tokenizer_match::{BEGINNING_TOKENS, TokenizerMatch, beginning_blake3};
 pub use windows::Windows;

@@ -22,6 +22,14 @@ impl Pending {
         Ok(Self { file })
     }
 
+    /// Continues the file with the final name `path` that lies in `directory` under the same name, at
+    /// `length` bytes; created if it is missing and `length` is 0. It stays when it is dropped.
+    pub(crate) fn resume(path: &Path, directory: &Path, length: u64) -> Result<Self> {
+        let working = directory.join(path.file_name().unwrap_or_default());
+        let file = PendingFile::resume(path, &working, length);
+        Ok(Self { file: file.map_err(Error::io(&working, "continue"))? })
+    }
+
     /// The final name.
     pub(crate) fn path(&self) -> &Path {
         self.file.path()
@@ -58,18 +66,11 @@ impl Pending {
     }
 }
 
-/// Writes a small file.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8], overwrite: bool) -> Result<()> {
-    let mut pending = Pending::create(path)?;
-    pending.write(bytes)?;
-    pending.publish(overwrite)
-}
-
 /// Checks that an output does not exist, or may be overwritten.
 ///
 /// # Errors
 /// [`Error::Exists`] if it exists and may not be overwritten.
-pub(crate) fn refuse_existing(path: &Path, overwrite: bool) -> Result<()> {
+pub fn refuse_existing(path: &Path, overwrite: bool) -> Result<()> {
     if !overwrite && path.symlink_metadata().is_ok() {
         return Err(Error::Exists { path: path.to_path_buf() });
     }
@@ -77,7 +78,7 @@ pub(crate) fn refuse_existing(path: &Path, overwrite: bool) -> Result<()> {
 }
 
 /// Appends `ending` to `prefix`; dots inside the prefix stay.
-pub(crate) fn with_ending(prefix: &Path, ending: &str) -> PathBuf {
+pub fn with_ending(prefix: &Path, ending: &str) -> PathBuf {
     let mut name = OsString::from(prefix);
     name.push(ending);
     PathBuf::from(name)
@@ -91,10 +92,15 @@ mod tests {
     fn an_existing_file_is_kept_unless_overwritten() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.b");
-        write_whole(&path, b"one", false).unwrap();
-        assert!(matches!(write_whole(&path, b"two", false), Err(Error::Exists { .. })));
+        let write = |bytes: &[u8], overwrite| {
+            let mut file = Pending::create(&path).unwrap();
+            file.write(bytes).unwrap();
+            file.publish(overwrite)
+        };
+        write(b"one", false).unwrap();
+        assert!(matches!(write(b"two", false), Err(Error::Exists { .. })));
         assert_eq!(std::fs::read(&path).unwrap(), b"one");
-        write_whole(&path, b"two", true).unwrap();
+        write(b"two", true).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }

@@ -64,7 +64,7 @@ fn scramble(mut value: u64) -> u64 {
 }
 
 /// Combines several integers to one key; their order matters.
-pub(crate) fn key_of(parts: &[u64]) -> u64 {
+pub fn key_of(parts: &[u64]) -> u64 {
     parts.iter().fold(0, |key, &part| {
         scramble(key.wrapping_add(GOLDEN) ^ scramble(part.wrapping_add(GOLDEN)))
     })

@@ -6,24 +6,38 @@ use std::io::{BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use moh_files::Publication;
+use serde::{Deserialize, Serialize};
 
 use crate::mapped::map_file;
 use crate::pending::{Pending, refuse_existing, with_ending};
 use crate::token_index::{HEADER_BYTES, MAGIC, VERSION};
 use crate::{Error, Provenance, Result, TokenFileContent, TokenFileInfo, TokenType};
 
-/// A token file being written. Dropping it without [`TokenFileWriter::finish`] leaves no files.
+/// A token file being written. Dropping it without [`TokenFileWriter::finish`] leaves no files, unless it was
+/// begun by [`TokenFileWriter::resume`].
 pub struct TokenFileWriter {
     prefix: PathBuf,
     overwrite: bool,
+    /// Where its files lie until they are complete; `None` for temporary names.
+    directory: Option<PathBuf>,
     bin: Pending,
     /// Header (still zeros) and lengths; `finish` derives the other tables from these.
     idx: Pending,
     dtype: TokenType,
     vocab_size: usize,
-    documents: u64,
-    tokens: u64,
+    written: Written,
+    /// Tokens of the document that has begun and has not ended.
+    begun: u64,
     bytes: Vec<u8>,
+}
+
+/// What a token file that is being written has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Written {
+    /// Complete documents.
+    pub documents: u64,
+    /// Their tokens.
+    pub tokens: u64,
 }
 
 impl TokenFileWriter {
@@ -32,7 +46,7 @@ impl TokenFileWriter {
     /// # Errors
     /// Fails if one of its three files exists, or the directory is not writable.
     pub fn create(prefix: &Path, vocab_size: usize) -> Result<Self> {
-        Self::start(prefix, vocab_size, false)
+        Self::start(prefix, vocab_size, false, None, Written::default())
     }
 
     /// Like [`TokenFileWriter::create`], but `finish` replaces existing files.
@@ -40,33 +54,66 @@ impl TokenFileWriter {
     /// # Errors
     /// Fails if the directory is not writable.
     pub fn replace(prefix: &Path, vocab_size: usize) -> Result<Self> {
-        Self::start(prefix, vocab_size, true)
+        Self::start(prefix, vocab_size, true, None, Written::default())
     }
 
-    fn start(prefix: &Path, vocab_size: usize, overwrite: bool) -> Result<Self> {
-        for path in Self::outputs(prefix) {
-            refuse_existing(&path, overwrite)?;
+    /// Starts a token file whose files lie in `directory` until they are complete, or continues it after
+    /// `written`; what the files have after that is removed. They stay there when the writer is dropped.
+    /// `overwrite` lets `finish` replace existing files.
+    ///
+    /// # Errors
+    /// Fails if a file to be continued is shorter than `written`, if one of the three final names exists and
+    /// may not be replaced, or if the directory is not writable.
+    pub fn resume(
+        prefix: &Path,
+        vocab_size: usize,
+        overwrite: bool,
+        directory: &Path,
+        written: Written,
+    ) -> Result<Self> {
+        Self::start(prefix, vocab_size, overwrite, Some(directory), written)
+    }
+
+    fn start(
+        prefix: &Path,
+        vocab_size: usize,
+        overwrite: bool,
+        directory: Option<&Path>,
+        written: Written,
+    ) -> Result<Self> {
+        let [bin, idx, json] = Self::outputs(prefix);
+        for path in [&bin, &idx, &json] {
+            refuse_existing(path, overwrite)?;
         }
-        let [bin, idx, _] = Self::outputs(prefix);
-        let bin = Pending::create(&bin)?;
-        let mut idx = Pending::create(&idx)?;
-        idx.write(&[0; HEADER_BYTES])?;
+        let dtype = TokenType::for_vocabulary(vocab_size);
+        let lengths = HEADER_BYTES as u64 + 4 * written.documents;
+        let bin = open(&bin, directory, written.tokens * dtype.bytes() as u64)?;
+        let mut idx = open(&idx, directory, if written.documents == 0 { 0 } else { lengths })?;
+        if written.documents == 0 {
+            idx.write(&[0; HEADER_BYTES])?;
+        }
         Ok(Self {
             prefix: prefix.to_path_buf(),
             overwrite,
+            directory: directory.map(Path::to_path_buf),
             bin,
             idx,
-            dtype: TokenType::for_vocabulary(vocab_size),
+            dtype,
             vocab_size,
-            documents: 0,
-            tokens: 0,
+            written,
+            begun: 0,
             bytes: Vec::new(),
         })
     }
 
     /// The three files of a prefix: `.bin`, `.idx`, `.json`.
-    pub(crate) fn outputs(prefix: &Path) -> [PathBuf; 3] {
+    pub fn outputs(prefix: &Path) -> [PathBuf; 3] {
         [".bin", ".idx", ".json"].map(|ending| with_ending(prefix, ending))
+    }
+
+    /// The path of the token file without its endings.
+    pub fn prefix(&self) -> &Path {
+        &self.prefix
     }
 
     /// Appends a document.
@@ -75,17 +122,21 @@ impl TokenFileWriter {
     /// Fails if an id is outside the vocabulary, if the document has more tokens than the format
     /// can count, or if the disk is full.
     pub fn push_document(&mut self, tokens: &[u32]) -> Result<()> {
-        let length = i32::try_from(tokens.len()).map_err(|_| Error::Argument {
-            name: "tokens in a document",
-            value: tokens.len() as u64,
-            reason: format!("the format stores at most {}: split the document", i32::MAX),
-        })?;
+        self.push_tokens(tokens)?;
+        self.end_document()
+    }
+
+    /// Appends tokens to the document that has begun, or begins one.
+    ///
+    /// # Errors
+    /// Fails if an id is outside the vocabulary, or if the disk is full.
+    pub fn push_tokens(&mut self, tokens: &[u32]) -> Result<()> {
         self.bytes.clear();
         for (i, &id) in tokens.iter().enumerate() {
             if id as usize >= self.vocab_size {
                 return Err(Error::Vocabulary {
                     path: self.bin.path().to_path_buf(),
-                    position: self.tokens + i as u64,
+                    position: self.written.tokens + self.begun + i as u64,
                     id: i64::from(id),
                     vocabulary: self.vocab_size as u64,
                 });
@@ -97,15 +148,77 @@ impl TokenFileWriter {
             }
         }
         self.bin.write(&self.bytes)?;
-        self.idx.write(&length.to_le_bytes())?;
-        self.documents += 1;
-        self.tokens += tokens.len() as u64;
+        self.begun += tokens.len() as u64;
         Ok(())
     }
 
-    /// Documents so far.
-    pub(crate) fn documents(&self) -> u64 {
-        self.documents
+    /// Ends the document whose tokens were appended; without tokens it is an empty one.
+    ///
+    /// # Errors
+    /// Fails if it has more tokens than the format can count, or if the disk is full.
+    pub fn end_document(&mut self) -> Result<()> {
+        let length = i32::try_from(self.begun).map_err(|_| Error::Argument {
+            name: "tokens in a document",
+            value: self.begun,
+            reason: format!("the format stores at most {}: split the document", i32::MAX),
+        })?;
+        self.idx.write(&length.to_le_bytes())?;
+        self.written.documents += 1;
+        self.written.tokens += self.begun;
+        self.begun = 0;
+        Ok(())
+    }
+
+    /// Removes the tokens of the document that has begun.
+    ///
+    /// # Errors
+    /// Fails if the disk does.
+    pub fn drop_document(&mut self) -> Result<()> {
+        let path = self.bin.path().to_path_buf();
+        let length = self.written.tokens * self.dtype.bytes() as u64;
+        let bin = self.bin.flushed()?;
+        bin.set_len(length)
+            .and_then(|()| bin.seek(SeekFrom::End(0)))
+            .map_err(Error::io(&path, "write"))?;
+        self.begun = 0;
+        Ok(())
+    }
+
+    /// The complete documents so far.
+    pub fn written(&self) -> Written {
+        self.written
+    }
+
+    /// Tokens of the document that has begun.
+    pub fn begun(&self) -> u64 {
+        self.begun
+    }
+
+    /// Syncs all complete documents to disk: [`TokenFileWriter::resume`] can continue after them.
+    ///
+    /// # Errors
+    /// Fails if the disk is full or fails.
+    pub fn sync(&mut self) -> Result<()> {
+        self.bin.sync()?;
+        self.idx.sync()
+    }
+
+    /// The first tokens of the file, at most `count`.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be read.
+    pub fn beginning(&mut self, count: usize) -> Result<Vec<u32>> {
+        let path = self.bin.path().to_path_buf();
+        let item = self.dtype.bytes();
+        let bin = map_file(self.bin.flushed()?, &path)?;
+        let tokens = bin[..bin.len().min(count * item)].chunks_exact(item);
+        Ok(tokens
+            .map(|token| match *token {
+                [low, high] => u32::from(u16::from_le_bytes([low, high])),
+                // Four bytes: the only other type that this writer stores.
+                _ => token.iter().rev().fold(0, |id, &byte| id << 8 | u32::from(byte)),
+            })
+            .collect())
     }
 
     /// Completes the index and renames the three files to their final names.
@@ -116,7 +229,7 @@ impl TokenFileWriter {
         let overwrite = self.overwrite;
         let complete = self.complete(provenance)?;
         let info = complete.info.clone();
-        publish(vec![complete], overwrite)?;
+        publish_token_files(vec![complete], overwrite)?;
         Ok(info)
     }
 
@@ -124,7 +237,7 @@ impl TokenFileWriter {
     ///
     /// # Errors
     /// Fails if the disk is full.
-    pub(crate) fn complete(mut self, provenance: Provenance) -> Result<CompleteTokenFile> {
+    pub fn complete(mut self, provenance: Provenance) -> Result<CompleteTokenFile> {
         self.write_tables()?;
         let content = self.content()?;
         let info = TokenFileInfo {
@@ -132,8 +245,8 @@ impl TokenFileWriter {
             tokenizer_content: provenance.tokenizer_content,
             beginning_blake3: provenance.beginning_blake3,
             vocabulary_size: self.vocab_size as u64,
-            documents: self.documents,
-            tokens: self.tokens,
+            documents: self.written.documents,
+            tokens: self.written.tokens,
             text_bytes: provenance.text_bytes,
             sources: provenance.sources,
             eos_token: provenance.eos_token,
@@ -142,8 +255,8 @@ impl TokenFileWriter {
             dtype: self.dtype,
             content: Some(content),
         };
-        let [_, _, json_path] = Self::outputs(&self.prefix);
-        let mut json = Pending::create(&json_path)?;
+        let [_, _, json] = Self::outputs(&self.prefix);
+        let mut json = open(&json, self.directory.as_deref(), 0)?;
         json.write(&info.to_json())?;
         let Self { mut bin, mut idx, .. } = self;
         for file in [&mut bin, &mut idx, &mut json] {
@@ -162,6 +275,7 @@ impl TokenFileWriter {
 
     /// Appends offsets and document bounds after the lengths, then writes the header.
     fn write_tables(&mut self) -> Result<()> {
+        let documents = self.written.documents;
         let path = self.idx.path().to_path_buf();
         let failed = |error| Error::io(&path, "write")(error);
         let lengths = self.idx.flushed()?.try_clone().map_err(failed)?;
@@ -169,8 +283,8 @@ impl TokenFileWriter {
         // Clones share one cursor, so the lengths are read in pieces between the writes.
         let mut offset = 0i64;
         let mut piece = Vec::new();
-        for first in (0..self.documents).step_by(1 << 16) {
-            let count = (self.documents - first).min(1 << 16);
+        for first in (0..documents).step_by(1 << 16) {
+            let count = (documents - first).min(1 << 16);
             piece.clear();
             let mut reader = BufReader::new(&lengths);
             reader.seek(SeekFrom::Start(HEADER_BYTES as u64 + 4 * first)).map_err(failed)?;
@@ -183,7 +297,7 @@ impl TokenFileWriter {
             }
             self.idx.flushed()?;
         }
-        for bound in 0..=self.documents {
+        for bound in 0..=documents {
             self.idx.write(&bound.to_le_bytes())?;
         }
         let file = self.idx.flushed()?;
@@ -192,25 +306,52 @@ impl TokenFileWriter {
         header.extend_from_slice(&MAGIC);
         header.extend_from_slice(&VERSION.to_le_bytes());
         header.push(self.dtype.code());
-        header.extend_from_slice(&self.documents.to_le_bytes());
-        header.extend_from_slice(&(self.documents + 1).to_le_bytes());
+        header.extend_from_slice(&documents.to_le_bytes());
+        header.extend_from_slice(&(documents + 1).to_le_bytes());
         file.write_all(&header).map_err(failed)
     }
 }
 
+/// A file of a token file that gets the name `path` when it is complete.
+fn open(path: &Path, directory: Option<&Path>, length: u64) -> Result<Pending> {
+    match directory {
+        Some(directory) => Pending::resume(path, directory, length),
+        None => Pending::create(path),
+    }
+}
+
 /// A token file that lacks only its names.
-pub(crate) struct CompleteTokenFile {
+pub struct CompleteTokenFile {
     bin: Pending,
     json: Pending,
     idx: Pending,
     info: TokenFileInfo,
 }
 
+/// Gives the files of a complete token file in `directory` their final names, as far as an interrupted
+/// [`publish_token_files`] has not.
+///
+/// # Errors
+/// Fails if a name is taken and may not be replaced, or on an I/O error.
+pub fn publish_remaining(prefix: &Path, directory: &Path, overwrite: bool) -> Result<()> {
+    let [bin, idx, json] = TokenFileWriter::outputs(prefix);
+    // In the order of `publish_token_files`.
+    for path in [bin, json, idx] {
+        let working = directory.join(path.file_name().unwrap_or_default());
+        match working.metadata() {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(Error::io(&working, "read")(error)),
+            Ok(file) => Pending::resume(&path, directory, file.len())?.publish(overwrite)?,
+        }
+    }
+    Ok(())
+}
+
 /// Renames the files of complete token files to their final names.
 ///
 /// # Errors
-/// Fails if a name was taken meanwhile; no files are left then.
-pub(crate) fn publish(
+/// Fails if a name was taken meanwhile; none of the names are left then.
+pub fn publish_token_files(
     files: Vec<CompleteTokenFile>,
     overwrite: bool,
 ) -> Result<Vec<TokenFileInfo>> {

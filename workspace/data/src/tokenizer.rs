@@ -6,7 +6,6 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use rayon::prelude::*;
 use tokenizers::Tokenizer;
 
 use crate::tokenizer_content::{self, Parts};
@@ -28,13 +27,6 @@ pub struct TextTokenizer {
     suffix: Option<u32>,
 }
 
-/// A document's ids.
-pub(crate) struct EncodedDocument {
-    pub(crate) ids: Vec<u32>,
-    /// Those of its special tokens that the text names, in order; the post-processor adds others.
-    pub(crate) special_in_text: Vec<u32>,
-}
-
 impl TextTokenizer {
     /// Reads `path/tokenizer.json`, or `path` itself if it is a file.
     ///
@@ -47,7 +39,10 @@ impl TextTokenizer {
     }
 
     /// Parses the tokenizer in `bytes`; errors name `path`.
-    pub(crate) fn from_bytes(path: PathBuf, bytes: &[u8]) -> Result<Self> {
+    ///
+    /// # Errors
+    /// Fails if they are not a tokenizer.
+    pub fn from_bytes(path: PathBuf, bytes: &[u8]) -> Result<Self> {
         let fault = |path: &Path, reason: String| Error::Tokenizer {
             path: path.to_path_buf(),
             reason: format!("not a valid tokenizer: {reason}"),
@@ -100,12 +95,12 @@ impl TextTokenizer {
     }
 
     /// The id of a token.
-    pub(crate) fn id(&self, token: &str) -> Option<u32> {
+    pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
     /// The token of an id.
-    pub(crate) fn token(&self, id: u32) -> Option<String> {
+    pub fn token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
@@ -194,25 +189,6 @@ impl TextTokenizer {
     /// Fails if the tokenizer does.
     pub fn encode_without_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, false)
-    }
-
-    /// Encodes documents in parallel, in order, as [`TextTokenizer::encode`] does.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does, for any of the texts.
-    pub(crate) fn encode_documents(&self, texts: &[&str]) -> Result<Vec<EncodedDocument>> {
-        let encode = |text: &&str| {
-            let encoding = self.inner.encode_fast(*text, true);
-            let encoding = encoding.map_err(|error| self.failure(&*error))?;
-            let (ids, added) = (encoding.get_ids(), encoding.get_special_tokens_mask());
-            let named = ids.iter().zip(added).filter(|&(id, &added)| {
-                // The mask marks the tokens that the post-processor adds.
-                added == 0 && self.special.contains(id)
-            });
-            let special_in_text = named.map(|(&id, _)| id).collect();
-            Ok(EncodedDocument { ids: ids.to_vec(), special_in_text })
-        };
-        texts.par_iter().map(encode).collect()
     }
 
     fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {

@@ -17,8 +17,8 @@ use crate::{Error, Result, TextTokenizer, TokenFile};
 const PIECES: u64 = 64;
 /// Maximum tokens of a piece.
 const PIECE_TOKENS: u64 = 1024;
-/// Tokens whose text is recorded.
-pub(crate) const BEGINNING_TOKENS: usize = 1024;
+/// Tokens at the beginning of a token file whose text is recorded.
+pub const BEGINNING_TOKENS: usize = 1024;
 /// Ids beside a cut that do not count.
 const CUT_TOKENS: usize = 128;
 /// Characters of a text that an error shows.
@@ -168,8 +168,11 @@ impl TokenFile {
     }
 }
 
-/// The hash of the text of a file's first tokens.
-pub(crate) fn beginning_blake3(tokenizer: &TextTokenizer, tokens: &[u32]) -> Result<String> {
+/// blake3 of the text of a file's first tokens, in hexadecimal.
+///
+/// # Errors
+/// Fails if the tokenizer does.
+pub fn beginning_blake3(tokenizer: &TextTokenizer, tokens: &[u32]) -> Result<String> {
     Ok(blake3::hash(tokenizer.decode(tokens, false)?.as_bytes()).to_hex().to_string())
 }
 

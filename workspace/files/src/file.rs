@@ -1,7 +1,7 @@
 //! A file that appears complete or not at all.
 
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use tempfile::TempPath;
@@ -18,7 +18,8 @@ pub struct PendingFile {
     path: PathBuf,
     temporary: TempPath,
     writer: BufWriter<File>,
-    _registered: Registered,
+    /// `None` if the file stays when the program ends.
+    _registered: Option<Registered>,
 }
 
 impl PendingFile {
@@ -30,7 +31,29 @@ impl PendingFile {
     pub fn create(path: &Path) -> io::Result<Self> {
         let (file, temporary, registered) = temporary::create(path)?;
         let writer = BufWriter::with_capacity(BUFFER_BYTES, file);
-        Ok(PendingFile { path: path.to_path_buf(), temporary, writer, _registered: registered })
+        let _registered = Some(registered);
+        Ok(PendingFile { path: path.to_path_buf(), temporary, writer, _registered })
+    }
+
+    /// Continues a file with the final name `path` that lies at `working` meanwhile, a path on the same file
+    /// system: what it has after `length` bytes is removed. With a `length` of 0 the file is created if it is
+    /// missing. It stays there when it is dropped before it is published, and when the program ends.
+    ///
+    /// # Errors
+    /// `UnexpectedEof` if the file is shorter; fails if it cannot be opened or shortened.
+    pub fn resume(path: &Path, working: &Path, length: u64) -> io::Result<Self> {
+        let mut options = File::options();
+        let mut file =
+            options.read(true).write(true).create(length == 0).truncate(false).open(working)?;
+        if file.metadata()?.len() < length {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        file.set_len(length)?;
+        file.seek(SeekFrom::End(0))?;
+        let mut temporary = TempPath::try_from_path(working)?;
+        temporary.disable_cleanup(true);
+        let writer = BufWriter::with_capacity(BUFFER_BYTES, file);
+        Ok(PendingFile { path: path.to_path_buf(), temporary, writer, _registered: None })
     }
 
     /// The final name.
@@ -124,6 +147,23 @@ mod tests {
         assert_eq!(std::fs::read(&path).unwrap(), b"one");
         write(&path, b"two").unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
+        assert_eq!(names(dir.path()), 1);
+    }
+
+    #[test]
+    fn a_file_continues_where_it_was_and_stays_when_it_is_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, working) = (dir.path().join("a"), dir.path().join("a.part"));
+        let mut file = PendingFile::resume(&path, &working, 0).unwrap();
+        file.write_all(b"one two").unwrap();
+        file.sync().unwrap();
+        drop(file);
+        let missing = PendingFile::resume(&path, &working, 8).unwrap_err();
+        assert_eq!(missing.kind(), io::ErrorKind::UnexpectedEof);
+        let mut file = PendingFile::resume(&path, &working, 4).unwrap();
+        file.write_all(b"three").unwrap();
+        file.publish().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"one three");
         assert_eq!(names(dir.path()), 1);
     }
 

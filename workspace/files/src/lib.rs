@@ -21,7 +21,7 @@ pub use error::{FileError, io, unless_missing, unusable};
 pub use file::{PendingFile, write};
 pub use free_name::{first_free, first_free_suffixed};
 pub use open_directory::OpenDirectory;
-pub use temporary::{Publication, exit_without_temporaries};
+pub use temporary::{Publication, Registered, exit_without_temporaries};
 
 /// Prefix of the names of incomplete and replaced files.
 pub const TEMPORARY: &str = ".tmp-";

@@ -29,8 +29,8 @@ pub fn exit_without_temporaries(code: i32) -> ! {
     let _publication = PUBLICATION.write().unwrap_or_else(PoisonError::into_inner);
     let paths = paths();
     for path in paths.iter() {
-        // A file that cannot be removed now is removed by the next run.
-        let _ = fs::remove_file(path);
+        // What cannot be removed now is removed by the next run.
+        let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     }
     std::process::exit(code)
 }
@@ -50,9 +50,17 @@ impl Publication {
     }
 }
 
-/// The registration of a temporary file; dropping it ends it.
+/// The registration of a temporary file or directory; dropping it ends it.
 #[derive(Debug)]
-pub(crate) struct Registered(PathBuf);
+pub struct Registered(PathBuf);
+
+impl Registered {
+    /// Lets [`exit_without_temporaries`] remove a directory and what is in it.
+    pub fn directory(path: &Path) -> Self {
+        paths().push(path.to_path_buf());
+        Self(path.to_path_buf())
+    }
+}
 
 impl Drop for Registered {
     fn drop(&mut self) {

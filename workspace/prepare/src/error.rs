@@ -34,6 +34,9 @@ pub enum Error {
         /// The problem and the remedy.
         reason: String,
     },
+    /// The caller stopped the preparation.
+    #[error("stopped: the same call continues")]
+    Interrupted,
     /// Nothing is there to be prepared, or an option does not fit.
     #[error("{reason}")]
     Options {
@@ -43,6 +46,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// Nothing to be prepared, or an option that does not fit.
+    pub(crate) fn options(reason: impl Into<String>) -> Self {
+        Self::Options { reason: reason.into() }
+    }
+
     /// An input that cannot be used as it is.
     pub(crate) fn input(path: &Path, reason: impl Into<String>) -> Self {
         Self::Input { path: path.to_path_buf(), reason: reason.into() }

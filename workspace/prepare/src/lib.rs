@@ -1,15 +1,33 @@
 //! Preparation: text in any of its usual files becomes token files.
+//!
+//! [`prepare`] reads files of Parquet, Arrow, JSON and plain text, compressed or not, and writes token files
+//! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads. Reading, decoding, encoding and writing
+//! overlap on all cores; the result does not depend on their number. An interrupted preparation continues
+//! with the same call. [`train_tokenizer`] trains a new tokenizer on the same inputs.
 
-#[allow(dead_code)]
 mod decode;
 mod encode;
+mod end_of_text;
 mod error;
-#[allow(dead_code)]
 mod fields;
-#[allow(dead_code, unused_imports)]
+mod names;
+mod output;
+mod pipeline;
+mod prepare;
 mod reader;
+mod split;
+mod texts;
+mod tokenizer_training;
 
+pub use end_of_text::AppendEos;
 pub use error::{Error, Place, Result};
+pub use names::can_continue;
+pub use output::Counts;
+pub use prepare::{
+    BadRecords, Observer, Prepare, Prepared, PreparedFile, Progress, Sample, Selection, prepare,
+};
 pub use reader::Format;
 #[doc(hidden)]
 pub use reader::read_documents;
+pub use split::Split;
+pub use tokenizer_training::{BEGIN_OF_TEXT, END_OF_TEXT, TrainTokenizer, train_tokenizer};

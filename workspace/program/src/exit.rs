@@ -5,8 +5,10 @@
 use std::fmt;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 #[cfg(unix)]
-use std::sync::{Arc, atomic::AtomicBool};
+use std::sync::atomic::Ordering;
 
 /// The program failed.
 pub const ERROR: u8 = 1;
@@ -74,6 +76,28 @@ pub fn remove_temporary_files_on_signals() -> std::io::Result<()> {
         std::thread::Builder::new().spawn(move || {
             if let Some(signal) = signals.forever().next() {
                 moh_files::exit_without_temporaries(128 + signal);
+            }
+        })?;
+    }
+    Ok(())
+}
+
+/// Sets `stop` when SIGINT or SIGTERM arrives, so that the program can save what it has done. A second signal
+/// ends it, after its temporary files are removed, with 128 and the signal's number as exit code.
+///
+/// # Errors
+/// Fails if the system refuses a handler or a thread.
+pub fn stop_on_signals(stop: &Arc<AtomicBool>) -> std::io::Result<()> {
+    #[cfg(unix)]
+    {
+        use signal_hook::consts::{SIGINT, SIGTERM};
+        let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+        let stop = Arc::clone(stop);
+        std::thread::Builder::new().spawn(move || {
+            for signal in signals.forever() {
+                if stop.swap(true, Ordering::Relaxed) {
+                    moh_files::exit_without_temporaries(128 + signal);
+                }
             }
         })?;
     }

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
-use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
+use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 
 use crate::exit::stderr_line;
 
@@ -18,6 +18,10 @@ pub struct Bar {
     label: String,
     unit: Unit,
     total: u64,
+    /// What follows the rate.
+    detail: String,
+    /// The progress at the first update: work that was done before.
+    first: Option<u64>,
     /// `None` without a terminal.
     bar: Option<ProgressBar>,
     started: Instant,
@@ -56,8 +60,10 @@ impl Bar {
         let started = Instant::now();
         let bar = draws_bars().then(|| {
             let template = match unit {
-                Unit::Bytes => "{prefix} [{bar:40}] {bytes}/{total_bytes} {bytes_per_sec}, {eta}",
-                Unit::Count => "{prefix} [{bar:40}] {human_pos}/{human_len} {per_sec}, {eta}",
+                Unit::Bytes => {
+                    "{prefix} [{bar:40}] {bytes}/{total_bytes} {bytes_per_sec}{msg}, {eta}"
+                }
+                Unit::Count => "{prefix} [{bar:40}] {human_pos}/{human_len} {per_sec}{msg}, {eta}",
             };
             let bar = ProgressBar::new(total).with_prefix(label.to_owned());
             // An invalid template would leave indicatif's default style.
@@ -68,12 +74,20 @@ impl Bar {
             );
             bar
         });
-        Self { label: label.to_owned(), unit, total, bar, started, printed: started }
+        let (label, detail) = (label.to_owned(), String::new());
+        Self { label, unit, total, detail, first: None, bar, started, printed: started }
     }
 
     /// Sets the progress and the total.
     pub fn update(&mut self, done: u64, total: u64) {
         self.total = total;
+        if self.first.is_none() {
+            self.first = Some(done);
+            if let Some(bar) = &self.bar {
+                bar.set_position(done);
+                bar.reset_eta();
+            }
+        }
         if let Some(bar) = &self.bar {
             if total == 0 {
                 bar.unset_length();
@@ -84,6 +98,17 @@ impl Bar {
         } else if self.printed.elapsed() >= LINE_EVERY {
             self.printed = Instant::now();
             stderr_line(format_args!("{}", self.line(done)));
+        }
+    }
+
+    /// Sets what follows the rate, such as another rate.
+    pub fn describe(&mut self, detail: impl FnOnce(Duration) -> String) {
+        let is_shown = self.bar.is_some() || self.printed.elapsed() >= LINE_EVERY;
+        if is_shown {
+            self.detail = format!(", {}", detail(self.started.elapsed()));
+            if let Some(bar) = &self.bar {
+                bar.set_message(self.detail.clone());
+            }
         }
     }
 
@@ -98,16 +123,18 @@ impl Bar {
             Unit::Bytes => HumanBytes(number).to_string(),
             Unit::Count => HumanCount(number).to_string(),
         };
-        // A percentage and a rate need no precision.
-        let rate = (done as f64 / self.started.elapsed().as_secs_f64().max(1e-3)) as u64;
-        let (label, rate) = (&self.label, shown(rate));
-        match done.saturating_mul(100).checked_div(self.total) {
-            Some(percent) => {
-                let (done, total) = (shown(done), shown(self.total));
-                format!("{label}: {done} of {total} ({percent}%), {rate}/s")
-            }
-            None => format!("{label}: {}, {rate}/s", shown(done)),
-        }
+        let seconds = self.started.elapsed().as_secs_f64().max(1e-3);
+        let new = done.saturating_sub(self.first.unwrap_or(0));
+        // A percentage, a rate and the time left need no precision.
+        let rate = (new as f64 / seconds) as u64;
+        let (label, detail) = (&self.label, &self.detail);
+        let Some(percent) = done.saturating_mul(100).checked_div(self.total) else {
+            return format!("{label}: {}, {}/s{detail}", shown(done), shown(rate));
+        };
+        let left = self.total.saturating_sub(done).checked_div(rate).map(Duration::from_secs);
+        let left = left.map_or(String::new(), |left| format!(", {:#} left", HumanDuration(left)));
+        let (done, total, rate) = (shown(done), shown(self.total), shown(rate));
+        format!("{label}: {done} of {total} ({percent}%), {rate}/s{detail}{left}")
     }
 }
 
@@ -136,5 +163,16 @@ mod tests {
         assert!(line.starts_with("reading: 1.00 KiB of 2.00 KiB (50%), "), "{line}");
         let line = Bar::count("stories", 0).line(0);
         assert!(line.starts_with("stories: 0, 0/s"), "{line}");
+        let mut bar = Bar::bytes("reading", 4096);
+        bar.update(1024, 4096);
+        bar.detail = ", 7 tokens/s".to_owned();
+        bar.started = Instant::now() - Duration::from_secs(4);
+        let line = bar.line(3072);
+        // 2 KiB in 4 seconds: what was done before does not count.
+        assert!(
+            line.ends_with("(75%), 511 B/s, 7 tokens/s, 2s left")
+                || line.contains("512 B/s, 7 tokens/s, 2s left"),
+            "{line}"
+        );
     }
 }

@@ -33,8 +33,8 @@ impl Library {
             canonicalize_value(&mut json).map_err(|error| error.to_string())?;
             from_json(&json.to_string()).map_err(|error| error.to_string())
         };
-        let pipeline = catch_unwind(AssertUnwindSafe(load))
-            .unwrap_or_else(|_| Err("it panics".to_owned()))?;
+        let pipeline =
+            catch_unwind(AssertUnwindSafe(load)).unwrap_or_else(|_| Err("it panics".to_owned()))?;
         let options = EncodeOptions {
             add_special_tokens: false,
             encode_special_tokens: split_special,

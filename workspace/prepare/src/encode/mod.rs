@@ -9,6 +9,8 @@ mod spelling;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
+
 use moh_data::TextTokenizer;
 use serde_json::Value;
 use tokenizers_1::pipeline::PipelineToken;
@@ -16,32 +18,13 @@ use tokenizers_1::pipeline::PipelineToken;
 use self::cuts::Cuts;
 use self::library::Library;
 use self::shape::Shape;
+use crate::reader::{Cut, Part};
 use crate::{Error, Result};
 
 /// Bytes of text that a library is given at once, if the tokenizer allows cuts. It bounds the memory that encoding
 /// takes beside the ids. A word that no pre-tokenizer splits takes time in n log n of its length, and longer than
 /// the caches of a processor.
 const PIECE_BYTES: usize = 1 << 16;
-
-/// Which part of a document a text is: a document too large for memory comes in pieces, which end where
-/// [`Encoder::cut`] says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Part {
-    Whole,
-    First,
-    Middle,
-    Last,
-}
-
-impl Part {
-    fn begins(self) -> bool {
-        matches!(self, Part::Whole | Part::First)
-    }
-
-    fn ends(self) -> bool {
-        matches!(self, Part::Whole | Part::Last)
-    }
-}
 
 /// The ids of a part of a document.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -56,7 +39,7 @@ pub(crate) struct Encoded {
 pub(crate) struct Encoder<'a> {
     tokenizer: &'a TextTokenizer,
     library: Result<Library, String>,
-    cuts: Option<Cuts>,
+    cuts: Option<Arc<Cuts>>,
     special: Special,
     prefix: Vec<u32>,
     suffix: Vec<u32>,
@@ -79,7 +62,7 @@ impl<'a> Encoder<'a> {
         };
         let special = Special::new(tokenizer.special_ids());
         let shape = Shape::new(&json);
-        let cuts = shape.as_ref().ok().and_then(|&shape| Cuts::new(&json, shape));
+        let cuts = shape.as_ref().ok().and_then(|&shape| Cuts::new(&json, shape)).map(Arc::new);
         let library = shape.and_then(|shape| library(tokenizer, json, shape));
         Ok(Self { tokenizer, library, cuts, special, prefix, suffix })
     }
@@ -95,7 +78,13 @@ impl<'a> Encoder<'a> {
         self.cuts.as_ref()?.last(text)
     }
 
-    /// The ids of a part of a document.
+    /// As [`Encoder::cut`].
+    pub(crate) fn cutter(&self) -> Arc<Cut> {
+        let cuts = self.cuts.clone();
+        Arc::new(move |text| cuts.as_ref()?.last(text))
+    }
+
+    /// The ids of a part of a document, which ends where [`Encoder::cut`] says.
     ///
     /// # Errors
     /// Fails if the tokenizer does; a byte-level one never does.

@@ -191,7 +191,8 @@ fn is_pattern(fields: &Map<String, Value>) -> bool {
     // inverted pattern are its matches.
     is("type", "Split")
         && is("behavior", if inverted { "Removed" } else { "Isolated" })
-        && fields.get("pattern").and_then(|pattern| pattern["Regex"].as_str()).is_some_and(
-            |pattern| PATTERNS.contains(&pattern),
-        )
+        && fields
+            .get("pattern")
+            .and_then(|pattern| pattern["Regex"].as_str())
+            .is_some_and(|pattern| PATTERNS.contains(&pattern))
 }

@@ -58,7 +58,8 @@ impl Spelling {
 
     /// The characters beyond ASCII that are tokens.
     pub(super) fn characters(&self) -> impl Iterator<Item = String> + '_ {
-        let texts = (0..self.ends.len()).filter_map(|id| std::str::from_utf8(self.bytes_of(id)).ok());
+        let texts =
+            (0..self.ends.len()).filter_map(|id| std::str::from_utf8(self.bytes_of(id)).ok());
         let is_character = |text: &&str| !text.is_ascii() && text.chars().nth(1).is_none();
         texts.filter(is_character).map(str::to_owned)
     }

@@ -58,6 +58,16 @@ pub(crate) enum Part {
 }
 
 impl Part {
+    /// Whether the document begins with it.
+    pub(crate) fn begins(self) -> bool {
+        matches!(self, Part::Whole | Part::First)
+    }
+
+    /// Whether the document ends with it.
+    pub(crate) fn ends(self) -> bool {
+        matches!(self, Part::Whole | Part::Last)
+    }
+
     /// The piece of a document that begins or ends here, or does not.
     pub(super) fn new(is_first: bool, is_last: bool) -> Self {
         match (is_first, is_last) {
@@ -93,6 +103,16 @@ pub(crate) type Documents<'a> =
 pub(super) type Record<'a> = Result<RecordText<'a>, BadRecord>;
 
 impl Chunk {
+    /// Bytes of its records.
+    pub(crate) fn bytes(&self) -> u64 {
+        let bytes = match &self.content {
+            Content::Lines(bytes) | Content::Paragraphs(bytes) => bytes.len(),
+            Content::Text(text, _) => text.len(),
+            Content::Bad(_) => 0,
+        };
+        bytes as u64
+    }
+
     /// The documents in the chunk, those of many megabytes in pieces. A document whose first piece came is
     /// complete: what is wrong in a record is found before.
     pub(crate) fn documents(&self) -> Documents<'_> {

@@ -26,7 +26,7 @@ pub(crate) struct OpenInput {
 }
 
 /// What tells whether a file has changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
     /// Its size as stored.
     pub(crate) bytes: u64,

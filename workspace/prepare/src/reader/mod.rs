@@ -21,12 +21,17 @@ use serde::{Deserialize, Serialize};
 use crate::Result;
 use crate::fields::Fields;
 
-pub(crate) use chunk::{BadRecord, Chunk, Document, Part};
+pub(crate) use chunk::{BadRecord, Chunk, Part};
 pub use format::Format;
 pub(crate) use input::{Identity, OpenInput, open};
 
 /// The end of the longest beginning of a text after which the document may be cut; `None` if there is none.
 pub(crate) type Cut = dyn Fn(&str) -> Option<usize> + Send + Sync;
+
+/// Bytes of a chunk: enough for the work of a thread, and few enough for many threads.
+const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes of a piece of a document.
+const PIECE_BYTES: usize = 4 << 20;
 
 /// How inputs are read.
 #[derive(Clone)]
@@ -41,6 +46,15 @@ pub(crate) struct ReadOptions {
     pub(crate) max_record_bytes: usize,
     /// Where a long document may be cut.
     pub(crate) cut: Arc<Cut>,
+}
+
+impl ReadOptions {
+    /// Options for readers that share `memory` bytes.
+    pub(crate) fn new(fields: Arc<Fields>, memory: u64, cut: Arc<Cut>) -> Self {
+        // A record of JSON exists twice while it is parsed.
+        let max_record_bytes = usize::try_from(memory * 2 / 3).unwrap_or(usize::MAX);
+        Self { fields, chunk_bytes: CHUNK_BYTES, piece_bytes: PIECE_BYTES, max_record_bytes, cut }
+    }
 }
 
 /// A place between two records of a part of an input.

@@ -2,11 +2,13 @@
 //! of them, else a few of each kind are.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
-use moh_data::{AppendEos, Prepare, TextTokenizer, prepare};
+use moh_data::TextTokenizer;
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
+use moh_prepare::{AppendEos, Prepare, prepare};
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::RunDirectory;
 
@@ -44,7 +46,7 @@ impl Stories {
         let prefix = place.path().join("stories");
         let append_eos = AppendEos::Never;
         let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
-        prepare(options, &mut |_, _| {}).unwrap();
+        prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
         let fixtures = fixtures.to_owned();
         Stories { fixtures, place, attention, reference: None }
     }

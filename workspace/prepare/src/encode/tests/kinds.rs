@@ -27,7 +27,8 @@ pub(in crate::encode) fn text(length: usize, seed: u64) -> String {
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         ((mixed ^ (mixed >> 31)) % limit as u64) as usize
     };
-    let syllables = ["th", "e", "an", "in", "er", "on", "re", "st", "at", "ing", "o", "ly", "con", "s"];
+    let syllables =
+        ["th", "e", "an", "in", "er", "on", "re", "st", "at", "ing", "o", "ly", "con", "s"];
     let mut text = String::with_capacity(length + 32);
     let (mut word, mut in_sentence) = (String::new(), 0);
     while text.len() < length {
@@ -79,15 +80,14 @@ impl Kind {
 
 /// Every kind, with a vocabulary of about `size` tokens trained on `text`.
 pub(in crate::encode) fn all(size: usize, text: &str) -> Vec<Kind> {
-    let byte_level = |name, pattern: Option<&str>, rest| byte_level(name, pattern, rest, size, text);
+    let byte_level =
+        |name, pattern: Option<&str>, rest| byte_level(name, pattern, rest, size, text);
     let pieces = Pieces::train(size, text);
     let llama = added(&["<unk>", "<s>", "</s>"], 0, &[]);
     let prepended = json!({"type": "Sequence", "normalizers": [
         {"type": "Prepend", "prepend": "\u{2581}"}, spaces(),
     ]});
-    let metaspace = |scheme: &str, split: bool| {
-        json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": split})
-    };
+    let metaspace = |scheme: &str, split: bool| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": split});
     let framed = json!([{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]);
     vec![
         byte_level("GPT-2", None, json!({"post_processor": bytes(true)})),
@@ -274,7 +274,11 @@ impl Pieces {
             merges.push(json!([half, half]));
         }
         model["merges"] = merges.into();
-        model["vocab"] = tokens.iter().zip(0..).map(|(token, id): (_, u32)| (token.clone(), json!(id))).collect();
+        model["vocab"] = tokens
+            .iter()
+            .zip(0..)
+            .map(|(token, id): (_, u32)| (token.clone(), json!(id)))
+            .collect();
         model["unk_token"] = "<unk>".into();
         model["byte_fallback"] = true.into();
         model["fuse_unk"] = true.into();

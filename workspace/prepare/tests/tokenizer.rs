@@ -5,7 +5,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use moh_data::{BEGIN_OF_TEXT, END_OF_TEXT, Error, TextTokenizer, TrainTokenizer, train_tokenizer};
+use moh_data::{Error as DataError, TextTokenizer};
+use moh_prepare::{BEGIN_OF_TEXT, END_OF_TEXT, Error, Place, TrainTokenizer, train_tokenizer};
 use proptest::prelude::*;
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
@@ -90,13 +91,19 @@ fn training_refuses_what_it_cannot_use() {
         };
         train_tokenizer(options, &mut |_, _| {}).map(|_| ())
     };
-    assert!(matches!(run(std::slice::from_ref(&good), 257), Err(Error::Argument { .. })));
-    assert!(matches!(run(&[good.clone(), bad], 300), Err(Error::Line { line: 2, .. })));
-    assert!(matches!(run(&[empty], 300), Err(Error::Empty { .. })));
-    assert!(matches!(run(&[], 300), Err(Error::Empty { .. })));
+    assert!(matches!(
+        run(std::slice::from_ref(&good), 257),
+        Err(Error::Data(DataError::Argument { .. }))
+    ));
+    assert!(matches!(
+        run(&[good.clone(), bad], 300),
+        Err(Error::Record { place: Place::Line(2), .. })
+    ));
+    assert!(matches!(run(&[empty], 300), Err(Error::Options { .. })));
+    assert!(matches!(run(&[], 300), Err(Error::Options { .. })));
     assert!(!tok.exists());
     run(std::slice::from_ref(&good), 300).unwrap();
-    assert!(matches!(run(&[good], 300), Err(Error::Exists { .. })));
+    assert!(matches!(run(&[good], 300), Err(Error::Data(DataError::Exists { .. }))));
 }
 
 #[test]

@@ -6,9 +6,10 @@
 //! belongs to the smaller part. So the smaller part has less than one document more or less than
 //! its share of any number of documents, and is spread over all of them.
 
+use std::fmt;
 use std::str::FromStr;
 
-use crate::permutation::key_of;
+use moh_data::key_of;
 
 /// Shares are multiples of one billionth.
 const UNITS: u64 = 1_000_000_000;
@@ -46,6 +47,18 @@ impl Split {
         match is_smaller == self.smaller_is_training {
             true => SplitPart::Training,
             false => SplitPart::Validation,
+        }
+    }
+}
+
+impl fmt::Display for Split {
+    /// The shares of training and validation.
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let smaller = self.smaller as f64 / UNITS as f64;
+        let larger = (UNITS - self.smaller) as f64 / UNITS as f64;
+        match self.smaller_is_training {
+            true => write!(out, "{smaller},{larger}"),
+            false => write!(out, "{larger},{smaller}"),
         }
     }
 }

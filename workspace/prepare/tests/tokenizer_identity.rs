@@ -5,8 +5,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
-use moh_data::{AppendEos, Error, Prepare, TextTokenizer, TokenFile, TokenizerMatch, prepare};
+use moh_data::{Error, TextTokenizer, TokenFile, TokenizerMatch};
+use moh_prepare::{AppendEos, Prepare, prepare};
 use serde_json::{Value, json};
 
 /// The tokenizer of the quickstart.
@@ -41,8 +43,8 @@ fn token_file(dir: &Path, tokenizer: &TextTokenizer) -> PathBuf {
     fs::write(dir.join("a.jsonl"), lines).unwrap();
     let (inputs, prefix) = ([dir.join("a.jsonl")], dir.join("a"));
     let append_eos = AppendEos::Token("<|end_of_text|>");
-    prepare(Prepare { append_eos, ..Prepare::new(tokenizer, &inputs, &prefix) }, &mut |_, _| {})
-        .unwrap();
+    let options = Prepare { append_eos, ..Prepare::new(tokenizer, &inputs, &prefix) };
+    prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
     prefix
 }
 

@@ -2,10 +2,12 @@
 //! begins every encoding. Only [`prepare`](crate::prepare()) appends EOS, because it would also end
 //! a prompt. The files load in Hugging Face's AutoTokenizer. The same inputs give the same files.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use moh_files::Publication;
+use moh_data::{Error as DataError, TextTokenizer, refuse_existing};
+use moh_files::{PendingFile, Publication};
 use serde_json::json;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
@@ -16,11 +18,11 @@ use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 
-use crate::documents::Documents;
-use crate::input;
-use crate::pending::{refuse_existing, write_whole};
+use crate::fields::Fields;
+use crate::names::{expand, total_bytes};
 use crate::prepare::refuse_inputs_as_outputs;
-use crate::{Error, Format, Result, TextTokenizer};
+use crate::texts::Texts;
+use crate::{Error, Format, Result};
 
 /// The first token of every encoding; its id is 0.
 pub const BEGIN_OF_TEXT: &str = "<|begin_of_text|>";
@@ -63,17 +65,17 @@ pub fn train_tokenizer(
     progress: &mut (dyn FnMut(u64, u64) + Send),
 ) -> Result<TextTokenizer> {
     let TrainTokenizer { inputs, format, field, vocab_size, dir, overwrite } = options;
-    let total = input::check(inputs, format)?;
+    let inputs = expand(inputs)?;
+    let total = total_bytes(&inputs)?;
     check_vocab_size(vocab_size)?;
     let names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
     let outputs = names.map(|name| dir.join(name));
-    refuse_inputs_as_outputs(inputs, &outputs)?;
+    refuse_inputs_as_outputs(&inputs, &outputs)?;
     for path in &outputs {
         refuse_existing(path, overwrite)?;
     }
-    let fault = |error: tokenizers::Error| Error::Tokenizer {
-        path: outputs[0].clone(),
-        reason: format!("cannot train: {error}"),
+    let fault = |error: tokenizers::Error| {
+        moh_files::unusable(&outputs[0], format!("cannot train: {error}"))
     };
     let mut tokenizer = untrained().map_err(fault)?;
     let mut trainer: TrainerWrapper = BpeTrainerBuilder::new()
@@ -86,12 +88,12 @@ pub fn train_tokenizer(
         .into();
     let (mut done, mut any_text) = (0, false);
     let failed = Mutex::new(None);
-    let texts = Documents::new(inputs, field, format).map_while(|document| match document {
-        Ok(document) => {
-            done += document.input_bytes;
-            any_text |= !document.text.is_empty();
+    let texts = Texts::new(&inputs, format, Fields::parse(field)?).map_while(|text| match text {
+        Ok((text, input_bytes)) => {
+            done += input_bytes;
+            any_text |= !text.is_empty();
             progress(if total == 0 { done } else { done.min(total) }, total);
-            Some(document.text)
+            Some(text)
         }
         Err(error) => {
             // The lock is not poisoned: only this closure takes it.
@@ -104,7 +106,7 @@ pub fn train_tokenizer(
         return Err(error);
     }
     if !any_text {
-        return Err(Error::Empty { reason: "the inputs contain no text".to_owned() });
+        return Err(Error::options("the inputs contain no text"));
     }
     tokenizer.with_post_processor(Some(begin().map_err(fault)?));
     let text = tokenizer.to_string(true).map_err(fault)?;
@@ -113,20 +115,32 @@ pub fn train_tokenizer(
     write_whole(config, &pretty(&tokenizer_config()), overwrite)?;
     write_whole(special_tokens, &pretty(&special_tokens_map()), overwrite)?;
     write_whole(tokenizer_json, text.as_bytes(), overwrite)?;
-    TextTokenizer::from_bytes(tokenizer_json.clone(), text.as_bytes())
+    Ok(TextTokenizer::from_bytes(tokenizer_json.clone(), text.as_bytes())?)
+}
+
+/// Writes a small file.
+fn write_whole(path: &Path, bytes: &[u8], overwrite: bool) -> Result<()> {
+    let write = || {
+        moh_files::create_parents(path)?;
+        let mut file = PendingFile::create(path)?;
+        file.write_all(bytes)?;
+        if overwrite { file.replace() } else { file.publish() }
+    };
+    Ok(write().map_err(moh_files::io(path))?)
 }
 
 fn check_vocab_size(vocab_size: usize) -> Result<()> {
     if vocab_size >= MIN_VOCABULARY && u32::try_from(vocab_size).is_ok() {
         return Ok(());
     }
-    Err(Error::Argument {
+    Err(DataError::Argument {
         name: "vocab-size",
         value: vocab_size as u64,
         reason: format!(
             "must be at least {MIN_VOCABULARY}: 256 bytes, {BEGIN_OF_TEXT} and {END_OF_TEXT}"
         ),
-    })
+    }
+    .into())
 }
 
 /// A byte-level BPE without merges.

@@ -1,13 +1,18 @@
-//! The token that ends each document of a token file: chosen for [`prepare`](crate::prepare()),
-//! recorded in `PREFIX.json`. Without one a model does not learn where a text ends.
+//! The choice of the token that ends each document of a token file. Without one a model does not learn
+//! where a text ends.
 
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use moh_data::{DocumentEnd, TextTokenizer};
 use serde_json::Value;
 
-use crate::{Error, Result, TextTokenizer};
+use crate::{Error, Result};
+
+/// The error of a file of the tokenizer.
+fn unusable(path: &Path, reason: impl Into<String>) -> Error {
+    moh_files::unusable(path, reason).into()
+}
 
 /// The files beside a `tokenizer.json` that name special tokens; the first that names one counts.
 const NAMING_FILES: [&str; 2] = ["tokenizer_config.json", "special_tokens_map.json"];
@@ -25,41 +30,6 @@ pub enum AppendEos<'a> {
     Token(&'a str),
     /// None.
     Never,
-}
-
-/// The token that ends each document of a token file.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Option<String>", into = "Option<String>")]
-pub enum DocumentEnd {
-    /// Not recorded, as in files of other programs.
-    #[default]
-    Unknown,
-    /// Documents follow each other without one.
-    Nothing,
-    /// This token.
-    Token(String),
-}
-
-impl DocumentEnd {
-    /// Whether the file has no record.
-    pub(crate) fn is_unknown(&self) -> bool {
-        *self == DocumentEnd::Unknown
-    }
-}
-
-impl From<Option<String>> for DocumentEnd {
-    fn from(token: Option<String>) -> Self {
-        token.map_or(DocumentEnd::Nothing, DocumentEnd::Token)
-    }
-}
-
-impl From<DocumentEnd> for Option<String> {
-    fn from(end: DocumentEnd) -> Self {
-        match end {
-            DocumentEnd::Token(token) => Some(token),
-            DocumentEnd::Nothing | DocumentEnd::Unknown => None,
-        }
-    }
 }
 
 /// How documents are ended.
@@ -85,26 +55,26 @@ impl Ending {
         let Some((token, file)) = named else {
             return match suffix {
                 Some(_) => Ok(Self { append: None, end: by_suffix() }),
-                None => Err(Error::Tokenizer {
-                    path: tokenizer.path().to_path_buf(),
-                    reason: format!(
+                None => Err(unusable(
+                    tokenizer.path(),
+                    format!(
                         "no end-of-text token: the post-processor adds none, and neither {} nor \
                          {} beside it has an eos_token: name a token with --eos-token, or write \
                          documents without one with --no-append-eos",
                         NAMING_FILES[0], NAMING_FILES[1]
                     ),
-                }),
+                )),
             };
         };
         let Some(id) = tokenizer.id(&token) else {
             let by = file.map_or("--eos-token".to_owned(), |file| format!("eos_token of {file}"));
-            return Err(Error::Tokenizer {
-                path: tokenizer.path().to_path_buf(),
-                reason: format!(
+            return Err(unusable(
+                tokenizer.path(),
+                format!(
                     "has no token {token:?}, which {by} names: name one of its tokens with \
                      --eos-token"
                 ),
-            });
+            ));
         };
         let append = (suffix != Some(id)).then_some(id);
         Ok(Self { append, end: DocumentEnd::Token(token) })
@@ -123,12 +93,11 @@ fn named_eos(tokenizer: &Path) -> Result<Option<(String, Option<&'static str>)>>
             token => token,
         };
         let Value::String(token) = content else {
-            return Err(Error::Tokenizer {
-                path,
-                reason: "eos_token: expected a string, or an object with the string content: \
-                         correct it, or name a token with --eos-token"
-                    .to_owned(),
-            });
+            return Err(unusable(
+                &path,
+                "eos_token: expected a string, or an object with the string content: correct it, or name \
+                 a token with --eos-token",
+            ));
         };
         return Ok(Some((token.clone(), Some(name))));
     }
@@ -139,14 +108,16 @@ fn named_eos(tokenizer: &Path) -> Result<Option<(String, Option<&'static str>)>>
 fn read_json(path: &Path) -> Result<Option<Value>> {
     let file = match std::fs::File::open(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        opened => opened.map_err(Error::io(path, "read"))?,
+        opened => opened.map_err(moh_files::io(path))?,
     };
-    let fault = |reason: String| Error::Tokenizer {
-        path: path.to_path_buf(),
-        reason: format!("{reason}: correct it, or name the end-of-text token with --eos-token"),
+    let fault = |reason: String| {
+        unusable(
+            path,
+            format!("{reason}: correct it, or name the end-of-text token with --eos-token"),
+        )
     };
     let mut bytes = Vec::new();
-    file.take(MAX_JSON_BYTES + 1).read_to_end(&mut bytes).map_err(Error::io(path, "read"))?;
+    file.take(MAX_JSON_BYTES + 1).read_to_end(&mut bytes).map_err(moh_files::io(path))?;
     if bytes.len() as u64 > MAX_JSON_BYTES {
         return Err(fault(format!("longer than {MAX_JSON_BYTES} bytes")));
     }
@@ -188,16 +159,6 @@ mod tests {
             assert!(error.contains("--eos-token"), "{error}");
             let error = named("{}", broken).unwrap_err().to_string();
             assert!(error.contains("special_tokens_map.json: "), "{error}");
-        }
-    }
-
-    #[test]
-    fn a_record_is_a_string_or_null() {
-        for (end, text) in
-            [(DocumentEnd::Token("</s>".to_owned()), "\"</s>\""), (DocumentEnd::Nothing, "null")]
-        {
-            assert_eq!(serde_json::to_string(&end).unwrap(), text);
-            assert_eq!(serde_json::from_str::<DocumentEnd>(text).unwrap(), end);
         }
     }
 }

@@ -1,0 +1,119 @@
+//! The list of bad records, and the limit on their number.
+
+use std::fs::File;
+use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use super::Counts;
+use crate::prepare::BadRecords;
+use crate::reader::BadRecord;
+use crate::{Error, Place, Result};
+
+/// Bad records after which their share is checked while more are read; before, a few of the first records
+/// would be a large share.
+const CHECKED_AFTER: u64 = 100;
+
+/// The list, one JSON object a line: `path`, `line` or `row`, `reason`.
+#[derive(Debug)]
+pub(crate) struct BadList {
+    /// The final name.
+    path: PathBuf,
+    working: PathBuf,
+    file: BufWriter<File>,
+    bytes: u64,
+}
+
+impl BadList {
+    /// Continues the list for `path` in `directory` after `bytes`; it is created if it is missing and `bytes`
+    /// is 0.
+    ///
+    /// # Errors
+    /// Fails if it is shorter, or cannot be read or written.
+    pub(crate) fn resume(path: &Path, directory: &Path, bytes: u64) -> Result<Self> {
+        let working = directory.join("bad.jsonl");
+        let mut options = File::options();
+        let options = options.write(true).create(bytes == 0).truncate(false);
+        let mut file = options.open(&working).map_err(moh_files::io(&working))?;
+        if file.metadata().map_err(moh_files::io(&working))?.len() < bytes {
+            return Err(
+                moh_files::unusable(&working, "is cut: begin anew with --begin-anew").into()
+            );
+        }
+        file.set_len(bytes)
+            .and_then(|()| file.seek(SeekFrom::End(0)))
+            .map_err(moh_files::io(&working))?;
+        Ok(Self { path: path.to_path_buf(), working, file: BufWriter::new(file), bytes })
+    }
+
+    /// Adds a record of the input `path`.
+    ///
+    /// # Errors
+    /// The record, if bad records are not skipped; fails if too many were, or the disk is full.
+    pub(crate) fn push(
+        &mut self,
+        path: &Path,
+        record: &BadRecord,
+        allowed: BadRecords,
+        counts: Counts,
+    ) -> Result<()> {
+        let BadRecord { place, reason } = record;
+        if allowed == BadRecords::Refuse {
+            let (path, place, reason) = (path.to_path_buf(), *place, reason.clone());
+            return Err(Error::Record { path, place, reason });
+        }
+        let shown = path.display().to_string();
+        let line = match place {
+            Place::Line(line) => json!({"path": shown, "line": line, "reason": reason}),
+            Place::Row(row) => json!({"path": shown, "row": row, "reason": reason}),
+            Place::Whole => json!({"path": shown, "reason": reason}),
+        };
+        let line = format!("{line}\n");
+        self.file.write_all(line.as_bytes()).map_err(moh_files::io(&self.working))?;
+        self.bytes += line.len() as u64;
+        self.check(allowed, counts, false)
+    }
+
+    /// Checks the share of bad records: of all that there are if `is_end`, else of those so far, if they are
+    /// many.
+    ///
+    /// # Errors
+    /// Fails if it is larger than allowed.
+    pub(crate) fn check(&self, allowed: BadRecords, counts: Counts, is_end: bool) -> Result<()> {
+        let BadRecords::Skip { max_share } = allowed else { return Ok(()) };
+        let share = counts.bad as f64 / counts.records.max(1) as f64;
+        if share <= max_share || (!is_end && counts.bad <= CHECKED_AFTER) {
+            return Ok(());
+        }
+        Err(Error::options(format!(
+            "{} of {} records are bad, {:.3}% and more than --max-bad {}%: correct the inputs, or allow more",
+            counts.bad,
+            counts.records,
+            100.0 * share,
+            100.0 * max_share
+        )))
+    }
+
+    /// Syncs the list to disk, and returns its bytes.
+    ///
+    /// # Errors
+    /// Fails if the disk is full or fails.
+    pub(crate) fn sync(&mut self) -> Result<u64> {
+        let done = self.file.flush().and_then(|()| self.file.get_ref().sync_data());
+        done.map_err(moh_files::io(&self.working))?;
+        Ok(self.bytes)
+    }
+
+    /// Gives the synced list its name if there are bad records.
+    ///
+    /// # Errors
+    /// Fails if it cannot be renamed.
+    pub(crate) fn publish(self, has_records: bool) -> Result<Option<PathBuf>> {
+        if !has_records {
+            return Ok(None);
+        }
+        std::fs::rename(&self.working, &self.path).map_err(moh_files::io(&self.path))?;
+        Ok(Some(self.path))
+    }
+}

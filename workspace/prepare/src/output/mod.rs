@@ -1,0 +1,517 @@
+//! The token files being written: which documents they get, and how far that is.
+
+mod bad;
+mod journal;
+mod seen;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use moh_data::{
+    BEGINNING_TOKENS, CompleteTokenFile, Provenance, TokenFile, TokenFileWriter, beginning_blake3,
+    publish_remaining, publish_token_files, with_ending,
+};
+use moh_files::Registered;
+use serde::{Deserialize, Serialize};
+
+pub(crate) use self::journal::{Checkpoint, Request};
+
+use self::bad::BadList;
+use self::journal::{FileState, Journal, Recorded};
+use self::seen::Seen;
+use crate::end_of_text::Ending;
+use crate::names::can_continue;
+use crate::pipeline::{Batch, Document, Event, Place};
+use crate::prepare::PreparedFile;
+use crate::reader::{Format, Identity, Part};
+use crate::split::SplitPart;
+use crate::{Error, Prepare, Result};
+
+/// The ending of the directory in which token files lie until they are complete.
+const DIRECTORY: &str = ".prepare";
+
+/// What became of the records of the inputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// Records that were read, the bad ones too.
+    pub records: u64,
+    /// Records that are no documents.
+    pub bad: u64,
+    /// Documents without any token.
+    pub empty: u64,
+    /// Documents with fewer tokens than `min_tokens`.
+    pub short: u64,
+    /// Documents with more tokens than `max_tokens`.
+    pub long: u64,
+    /// Documents that the sample leaves out.
+    pub not_sampled: u64,
+    /// Documents whose text an earlier one has.
+    pub duplicates: u64,
+}
+
+/// The token files of a preparation.
+pub(crate) struct Outputs<'a> {
+    options: &'a Prepare<'a>,
+    /// The files of the inputs.
+    paths: &'a [PathBuf],
+    directory: PathBuf,
+    journal: Journal,
+    /// The inputs as an interrupted preparation found them.
+    inputs: BTreeMap<usize, Identity>,
+    files: Vec<Output>,
+    seen: Option<Seen>,
+    bad: BadList,
+    state: State,
+    /// The last checkpoint of this process.
+    synced: Instant,
+    has_checkpoint: bool,
+    /// Where an input can be read once: the directory goes when a signal ends the program.
+    is_temporary: Option<Registered>,
+}
+
+/// What a checkpoint records beside the files.
+#[derive(Default)]
+struct State {
+    place: Place,
+    counts: Counts,
+    input_bytes: u64,
+    /// The large document whose parts arrive.
+    large: Option<Large>,
+}
+
+/// A document that arrives in parts.
+struct Large {
+    /// The index of its file.
+    file: usize,
+    hasher: blake3::Hasher,
+    text_bytes: u64,
+    special: Vec<u32>,
+}
+
+/// One token file.
+struct Output {
+    writer: TokenFileWriter,
+    text_bytes: u64,
+    special: BTreeMap<u32, u64>,
+}
+
+/// What a preparation begins with.
+pub(crate) enum Begun<'a> {
+    /// Documents are to be written, from this place on.
+    Outputs(Box<Outputs<'a>>, Place),
+    /// An interrupted preparation had written all of them.
+    Complete(Vec<PreparedFile>),
+}
+
+impl<'a> Outputs<'a> {
+    /// Starts the token files, or continues those of an interrupted preparation.
+    ///
+    /// # Errors
+    /// Fails if an output exists, if another process prepares it, or if an interrupted preparation had another
+    /// request.
+    pub(crate) fn begin(
+        options: &'a Prepare<'a>,
+        paths: &'a [PathBuf],
+        request: &Request,
+    ) -> Result<Begun<'a>> {
+        let directory = with_ending(options.prefix, DIRECTORY);
+        let prefixes = prefixes(options);
+        if options.begin_anew {
+            moh_files::remove_directory(&directory).map_err(moh_files::io(&directory))?;
+        }
+        if !directory.exists() {
+            for path in prefixes.iter().flat_map(|prefix| TokenFileWriter::outputs(prefix)) {
+                moh_data::refuse_existing(&path, options.overwrite)?;
+            }
+            fs::create_dir_all(&directory).map_err(moh_files::io(&directory))?;
+        }
+        let is_temporary = (!can_continue(paths)).then(|| Registered::directory(&directory));
+        let (journal, recorded) = Journal::open(&directory.join("journal.jsonl"), request)?;
+        if recorded.is_complete {
+            return publish_again(options, &prefixes, &directory).map(Begun::Complete);
+        }
+        let Recorded { checkpoint, inputs, .. } = recorded;
+        let has_checkpoint = checkpoint.is_some();
+        let checkpoint = checkpoint.unwrap_or_default();
+        let mut files = Vec::with_capacity(prefixes.len());
+        for (number, prefix) in prefixes.iter().enumerate() {
+            let state = checkpoint.files.get(number).cloned().unwrap_or_default();
+            files.push(Output::resume(options, prefix, &directory, state)?);
+        }
+        let seen = match options.selection.exact_dedup {
+            true => {
+                Some(Seen::resume(&directory.join("seen"), checkpoint.seen, options.memory / 4)?)
+            }
+            false => None,
+        };
+        let bad = BadList::resume(
+            &with_ending(options.prefix, ".bad.jsonl"),
+            &directory,
+            checkpoint.bad_bytes,
+        )?;
+        let state = State {
+            place: checkpoint.place,
+            counts: checkpoint.counts,
+            input_bytes: checkpoint.input_bytes,
+            large: None,
+        };
+        let place = state.place;
+        let outputs = Outputs {
+            options,
+            paths,
+            directory,
+            journal,
+            inputs,
+            files,
+            seen,
+            bad,
+            state,
+            synced: Instant::now(),
+            has_checkpoint,
+            is_temporary,
+        };
+        Ok(Begun::Outputs(Box::new(outputs), place))
+    }
+
+    /// Takes what was read.
+    ///
+    /// # Errors
+    /// Fails if an input changed since an interrupted preparation read it, if a record is bad and bad records
+    /// are not skipped, or if too many are, and if the disk is full.
+    pub(crate) fn receive(&mut self, event: Event) -> Result<()> {
+        match event {
+            Event::Opened(number, identity) => self.opened(number, identity),
+            Event::Batch(batch) => self.batch(batch),
+        }
+    }
+
+    fn opened(&mut self, number: usize, identity: Option<Identity>) -> Result<()> {
+        let Some(identity) = identity else { return Ok(()) };
+        match self.inputs.get(&number) {
+            Some(known) if *known != identity => {
+                let reason = "has changed since the interrupted preparation read it: restore it, or begin \
+                              anew with --begin-anew";
+                Err(Error::input(&self.paths[number], reason))
+            }
+            Some(_) => Ok(()),
+            None => {
+                self.inputs.insert(number, identity);
+                self.journal.input(number, identity)
+            }
+        }
+    }
+
+    fn batch(&mut self, batch: Batch) -> Result<()> {
+        let path = &self.paths[batch.end.input];
+        for record in &batch.bad {
+            self.state.counts.records += 1;
+            self.state.counts.bad += 1;
+            self.bad.push(path, record, self.options.bad_records, self.state.counts)?;
+        }
+        for document in &batch.documents {
+            self.document(document)?;
+        }
+        self.state.place = batch.end;
+        self.state.input_bytes += batch.input_bytes;
+        if self.state.large.is_none() && self.synced.elapsed() >= self.options.sync_every {
+            self.checkpoint()?;
+        }
+        Ok(())
+    }
+
+    fn document(&mut self, document: &Document) -> Result<()> {
+        match document.part {
+            Part::Whole => self.whole(document),
+            Part::First => {
+                let file = self.next_file();
+                let hasher = blake3::Hasher::new();
+                self.state.large = Some(Large { file, hasher, text_bytes: 0, special: Vec::new() });
+                self.append(document)
+            }
+            Part::Middle => self.append(document),
+            Part::Last => {
+                self.append(document)?;
+                self.end_large()
+            }
+        }
+    }
+
+    fn whole(&mut self, document: &Document) -> Result<()> {
+        self.state.counts.records += 1;
+        if document.is_wanted && document.ids.is_empty() {
+            self.state.counts.empty += 1;
+            return Ok(());
+        }
+        if !self.selects(document.ids.len() as u64, document.hash.as_ref(), document.is_wanted)? {
+            return Ok(());
+        }
+        let file = self.next_file();
+        let output = &mut self.files[file];
+        output.writer.push_document(&document.ids)?;
+        output.count(document.text_bytes, &document.special);
+        Ok(())
+    }
+
+    /// Appends a part to the large document.
+    fn append(&mut self, document: &Document) -> Result<()> {
+        // A part has a first part before it.
+        let Some(large) = &mut self.state.large else { return Ok(()) };
+        if let Some(text) = &document.text {
+            large.hasher.update(text.as_bytes());
+        }
+        large.text_bytes += document.text_bytes;
+        large.special.extend(&document.special);
+        Ok(self.files[large.file].writer.push_tokens(&document.ids)?)
+    }
+
+    fn end_large(&mut self) -> Result<()> {
+        let Some(large) = self.state.large.take() else { return Ok(()) };
+        self.state.counts.records += 1;
+        let tokens = self.files[large.file].writer.begun();
+        let hash = large.hasher.finalize();
+        let selection = &self.options.selection;
+        let hash = selection.needs_hashes().then_some(&hash);
+        let is_wanted = hash.is_none_or(|hash| selection.wants(hash));
+        if !self.selects(tokens, hash, is_wanted)? {
+            return Ok(self.files[large.file].writer.drop_document()?);
+        }
+        let output = &mut self.files[large.file];
+        output.writer.end_document()?;
+        output.count(large.text_bytes, &large.special);
+        Ok(())
+    }
+
+    /// Whether a document is written; counts it if not.
+    fn selects(
+        &mut self,
+        tokens: u64,
+        hash: Option<&blake3::Hash>,
+        is_wanted: bool,
+    ) -> Result<bool> {
+        let selection = &self.options.selection;
+        let counts = &mut self.state.counts;
+        let left_out = if !is_wanted {
+            &mut counts.not_sampled
+        } else if selection.min_tokens.is_some_and(|least| tokens < least) {
+            &mut counts.short
+        } else if selection.max_tokens.is_some_and(|most| tokens > most) {
+            &mut counts.long
+        } else {
+            let is_new = match (&mut self.seen, hash) {
+                (Some(seen), Some(hash)) => seen.insert(hash)?,
+                _ => true,
+            };
+            if is_new {
+                return Ok(true);
+            }
+            &mut counts.duplicates
+        };
+        *left_out += 1;
+        Ok(false)
+    }
+
+    /// The index of the file that the next document belongs to.
+    fn next_file(&self) -> usize {
+        let number = self.files.iter().map(|file| file.writer.written().documents).sum();
+        match self.options.split.map(|split| split.part(number)) {
+            None | Some(SplitPart::Training) => 0,
+            Some(SplitPart::Validation) => 1,
+        }
+    }
+
+    /// Documents and tokens so far.
+    pub(crate) fn written(&self) -> (u64, u64) {
+        let written = self.files.iter().map(|file| file.writer.written());
+        written.fold((0, 0), |(documents, tokens), file| {
+            (documents + file.documents, tokens + file.tokens)
+        })
+    }
+
+    /// Bytes of inputs that were read, as they are stored.
+    pub(crate) fn input_bytes(&self) -> u64 {
+        self.state.input_bytes
+    }
+
+    /// Whether a preparation that ends now continues behind what it has done.
+    pub(crate) fn has_checkpoint(&self) -> bool {
+        self.has_checkpoint
+    }
+
+    /// Records how far the preparation is, unless a large document has begun, or an input can be read once.
+    ///
+    /// # Errors
+    /// Fails if the disk is full or fails.
+    pub(crate) fn checkpoint(&mut self) -> Result<()> {
+        if self.state.large.is_some() || self.is_temporary.is_some() {
+            return Ok(());
+        }
+        let mut files = Vec::with_capacity(self.files.len());
+        for file in &mut self.files {
+            file.writer.sync()?;
+            files.push(file.state());
+        }
+        if let Some(seen) = &mut self.seen {
+            seen.sync()?;
+        }
+        self.journal.checkpoint(&Checkpoint {
+            place: self.state.place,
+            files,
+            counts: self.state.counts,
+            input_bytes: self.state.input_bytes,
+            seen: self.seen.as_ref().map_or(0, Seen::count),
+            bad_bytes: self.bad.sync()?,
+        })?;
+        self.has_checkpoint = true;
+        self.synced = Instant::now();
+        Ok(())
+    }
+
+    /// Removes what was written, unless a checkpoint makes it worth keeping.
+    pub(crate) fn abandon(self) {
+        if !self.has_checkpoint {
+            // The error that ended the preparation is the one to report.
+            let _ = moh_files::remove_directory(&self.directory);
+        }
+    }
+
+    /// Checks that what was written is worth a name.
+    ///
+    /// # Errors
+    /// Fails if there is nothing to write, if a part of a split has no document, or if too many records are bad.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.bad.check(self.options.bad_records, self.state.counts, true)?;
+        self.refuse_empty()
+    }
+
+    /// Completes the token files and gives them their names.
+    ///
+    /// # Errors
+    /// Fails if a name was taken meanwhile, or if the disk is full.
+    pub(crate) fn finish(
+        mut self,
+        ending: &Ending,
+    ) -> Result<(Vec<PreparedFile>, Counts, Option<PathBuf>)> {
+        let mut complete = Vec::with_capacity(self.files.len());
+        let prefixes = prefixes(self.options);
+        for file in self.files {
+            complete.push(file.complete(self.options, self.paths, ending)?);
+        }
+        self.bad.sync()?;
+        self.journal.complete()?;
+        let infos = publish_token_files(complete, self.options.overwrite)?;
+        let bad = self.bad.publish(self.state.counts.bad > 0)?;
+        drop(self.journal);
+        moh_files::remove_directory(&self.directory).map_err(moh_files::io(&self.directory))?;
+        let files = prefixes.into_iter().zip(infos);
+        let files = files.map(|(prefix, info)| PreparedFile { prefix, info }).collect();
+        Ok((files, self.state.counts, bad))
+    }
+
+    fn refuse_empty(&self) -> Result<()> {
+        let documents: u64 = self.files.iter().map(|file| file.writer.written().documents).sum();
+        let counts = &self.state.counts;
+        if documents == 0 && counts.records > counts.bad + counts.empty {
+            return Err(Error::options("no document is left: the options leave all of them out"));
+        }
+        if self.files.iter().all(|file| file.text_bytes == 0) {
+            return Err(Error::options("the inputs contain no text"));
+        }
+        let Some(file) = self.files.iter().find(|file| file.writer.written().documents == 0) else {
+            return Ok(());
+        };
+        // No share divides a single document, as a book is.
+        let remedy = match documents {
+            1 if self.options.format != Some(Format::Paragraphs) => {
+                "--format paragraphs makes each paragraph of a text a document"
+            }
+            _ => "add documents, or give it a larger share in --split",
+        };
+        Err(Error::options(format!(
+            "{}: would have no document, of {documents} in all: {remedy}",
+            file.writer.prefix().display()
+        )))
+    }
+}
+
+impl Output {
+    fn resume(
+        options: &Prepare<'_>,
+        prefix: &Path,
+        directory: &Path,
+        state: FileState,
+    ) -> Result<Self> {
+        let FileState { written, text_bytes, special } = state;
+        let vocab_size = options.tokenizer.vocab_size();
+        let writer =
+            TokenFileWriter::resume(prefix, vocab_size, options.overwrite, directory, written)?;
+        Ok(Self { writer, text_bytes, special })
+    }
+
+    /// Counts a document that was written.
+    fn count(&mut self, text_bytes: u64, special: &[u32]) {
+        self.text_bytes += text_bytes;
+        for &id in special {
+            *self.special.entry(id).or_default() += 1;
+        }
+    }
+
+    fn state(&self) -> FileState {
+        let (text_bytes, special) = (self.text_bytes, self.special.clone());
+        FileState { written: self.writer.written(), text_bytes, special }
+    }
+
+    fn complete(
+        mut self,
+        options: &Prepare<'_>,
+        sources: &[PathBuf],
+        ending: &Ending,
+    ) -> Result<CompleteTokenFile> {
+        let tokenizer = options.tokenizer;
+        let beginning = self.writer.beginning(BEGINNING_TOKENS)?;
+        // An id without a token has no text that names it.
+        let named = |(id, count)| Some((tokenizer.token(id)?, count));
+        Ok(self.writer.complete(Provenance {
+            tokenizer_hash: Some(tokenizer.hash().to_owned()),
+            tokenizer_content: Some(tokenizer.content()?),
+            beginning_blake3: Some(beginning_blake3(tokenizer, &beginning)?),
+            text_bytes: self.text_bytes,
+            sources: sources.iter().map(|path| path.display().to_string()).collect(),
+            eos_token: ending.end.clone(),
+            special_tokens_in_text: Some(self.special.into_iter().filter_map(named).collect()),
+            split_special_tokens: tokenizer.splits_special_tokens(),
+        })?)
+    }
+}
+
+/// The token files' paths without their endings.
+pub(crate) fn prefixes(options: &Prepare<'_>) -> Vec<PathBuf> {
+    match options.split {
+        None => vec![options.prefix.to_path_buf()],
+        // In the order of `SplitPart`.
+        Some(_) => {
+            ["-train", "-validation"].map(|ending| with_ending(options.prefix, ending)).to_vec()
+        }
+    }
+}
+
+/// Names the files of a preparation that was interrupted when all of them were complete.
+fn publish_again(
+    options: &Prepare<'_>,
+    prefixes: &[PathBuf],
+    directory: &Path,
+) -> Result<Vec<PreparedFile>> {
+    let mut files = Vec::with_capacity(prefixes.len());
+    for prefix in prefixes {
+        publish_remaining(prefix, directory, options.overwrite)?;
+        let info = TokenFile::open(prefix)?.info().cloned();
+        let Some(info) = info else {
+            let reason = "the interrupted preparation wrote it, and it is gone: begin anew with --begin-anew";
+            return Err(moh_files::unusable(&with_ending(prefix, ".json"), reason).into());
+        };
+        files.push(PreparedFile { prefix: prefix.clone(), info });
+    }
+    moh_files::remove_directory(directory).map_err(moh_files::io(directory))?;
+    Ok(files)
+}

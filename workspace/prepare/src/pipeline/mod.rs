@@ -1,0 +1,274 @@
+//! From inputs to encoded documents, in order. Readers cut inputs into chunks of whole records, the threads of
+//! the pool parse and encode them, and one thread receives the results in the order of the inputs. Several
+//! inputs, or parts of one, are read at once; each has its share of the memory, so that the first of them never
+//! waits for those behind it.
+
+mod budget;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::Scope;
+
+use rayon::Scope as Tasks;
+use serde::{Deserialize, Serialize};
+
+use self::budget::{Budget, Permit};
+use crate::encode::Encoder;
+use crate::reader::{
+    self, BadRecord, Chunk, Format, Identity, OpenInput, Part, Position, ReadOptions,
+};
+use crate::{Error, Result};
+
+/// Bytes in memory for each byte of a chunk: its records, their texts, their ids, and what the encoder needs.
+const MEMORY_FACTOR: u64 = 8;
+/// Threads of the pool that one reader supplies with text.
+const THREADS_A_READER: usize = 4;
+
+/// A place between two records of the inputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Place {
+    /// The number of the input.
+    pub(crate) input: usize,
+    /// The part of it.
+    pub(crate) part: usize,
+    /// The place in the part.
+    pub(crate) position: Position,
+}
+
+/// How documents are read and encoded.
+pub(crate) struct Work<'a> {
+    pub(crate) inputs: &'a [PathBuf],
+    pub(crate) format: Option<Format>,
+    pub(crate) encoder: &'a Encoder<'a>,
+    pub(crate) read: Arc<ReadOptions>,
+    /// The id behind each document.
+    pub(crate) end: Option<u32>,
+    /// Whether documents have a hash of their text.
+    pub(crate) hashes: bool,
+    /// Whether a document with this hash is encoded.
+    pub(crate) wants: &'a (dyn Fn(&blake3::Hash) -> bool + Sync),
+    /// Bytes of memory.
+    pub(crate) memory: u64,
+}
+
+/// What arrives, in the order of the inputs.
+pub(crate) enum Event {
+    /// An input, or a part of it, begins.
+    Opened(usize, Option<Identity>),
+    /// Records were read and encoded.
+    Batch(Batch),
+}
+
+/// Some records.
+pub(crate) struct Batch {
+    /// Behind the last record.
+    pub(crate) end: Place,
+    pub(crate) documents: Vec<Document>,
+    pub(crate) bad: Vec<BadRecord>,
+    /// Bytes of the input as it is stored.
+    pub(crate) input_bytes: u64,
+    /// Given back when the batch is dropped.
+    _permit: Permit,
+}
+
+/// A document, or a part of a large one.
+pub(crate) struct Document {
+    pub(crate) part: Part,
+    /// With the post-processor's ids and the end of the text. Empty for a text without tokens.
+    pub(crate) ids: Vec<u32>,
+    /// Special tokens that the text names.
+    pub(crate) special: Vec<u32>,
+    pub(crate) text_bytes: u64,
+    /// The hash of a whole document.
+    pub(crate) hash: Option<blake3::Hash>,
+    /// A part's text, where hashes are wanted.
+    pub(crate) text: Option<String>,
+    /// Whether the document was encoded.
+    pub(crate) is_wanted: bool,
+}
+
+/// The parts of inputs that are being read.
+struct PartStream {
+    input: usize,
+    /// The input, and whether this is its last part.
+    opened: Result<(Arc<OpenInput>, bool)>,
+    batches: Receiver<Receiver<Result<Batch>>>,
+}
+
+/// Everything that the threads share.
+struct Shared<'a> {
+    work: &'a Work<'a>,
+    stopped: AtomicBool,
+    /// Bytes of chunks in flight, for each part.
+    share: u64,
+}
+
+/// Reads the inputs from `start` on, and gives `receive` what was read. An error of `receive` ends it.
+///
+/// # Errors
+/// Fails if an input cannot be read or encoded, or if `receive` fails.
+pub(crate) fn run(
+    work: &Work<'_>,
+    start: Place,
+    receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
+) -> Result<()> {
+    let ahead = rayon::current_num_threads().div_ceil(THREADS_A_READER) + 1;
+    // One more part ends while the next begins.
+    let share = (work.memory / MEMORY_FACTOR / (ahead as u64 + 1)).max(1);
+    let shared = Shared { work, stopped: AtomicBool::new(false), share };
+    rayon::in_place_scope(|tasks| {
+        std::thread::scope(|threads| {
+            // One is received, one is ready to be.
+            let (parts, received) = sync_channel(ahead - 1);
+            let shared = &shared;
+            threads.spawn(move || feed(shared, start, threads, tasks, &parts));
+            let done = receive_all(&received, receive);
+            // Ends readers that wait for the receiver, and tasks that have not begun.
+            shared.stopped.store(true, Ordering::Relaxed);
+            drop(received);
+            done
+        })
+    })
+}
+
+fn receive_all(
+    parts: &Receiver<PartStream>,
+    receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
+) -> Result<()> {
+    for PartStream { input, opened, batches } in parts {
+        let (open, is_last) = opened?;
+        receive(Event::Opened(input, open.identity()))?;
+        for batch in batches {
+            // A task that gives nothing has panicked: the scope of tasks passes that on.
+            let Ok(batch) = batch.recv() else { return Ok(()) };
+            receive(Event::Batch(batch?))?;
+        }
+        if is_last {
+            open.check_unchanged()?;
+        }
+    }
+    Ok(())
+}
+
+/// Opens the inputs in order and starts a reader for each part, as far ahead as `parts` has room.
+fn feed<'scope, 'env, 'tasks>(
+    shared: &'tasks Shared<'tasks>,
+    start: Place,
+    threads: &'scope Scope<'scope, 'env>,
+    tasks: &'scope Tasks<'tasks>,
+    parts: &SyncSender<PartStream>,
+) where
+    'tasks: 'scope,
+{
+    let mut from = start;
+    for (number, path) in shared.work.inputs.iter().enumerate().skip(start.input) {
+        let open = match reader::open(path, shared.work.format, Arc::clone(&shared.work.read)) {
+            Ok(open) => Arc::new(open),
+            Err(error) => {
+                // Without a receiver nobody waits for the error.
+                let _ = parts.send(PartStream::failed(number, error));
+                return;
+            }
+        };
+        let count = open.parts();
+        for part in from.part..count {
+            let budget = Budget::new(shared.share);
+            let (slots, batches) = channel();
+            let opened = Ok((Arc::clone(&open), part + 1 == count));
+            if parts.send(PartStream { input: number, opened, batches }).is_err() {
+                return;
+            }
+            let (open, position) = (Arc::clone(&open), from.position);
+            let place = Place { input: number, part, position };
+            threads.spawn(move || read_part(shared, &open, place, &budget, tasks, &slots));
+            from.position = Position::default();
+        }
+        from.part = 0;
+        from.position = Position::default();
+    }
+}
+
+impl PartStream {
+    fn failed(input: usize, error: Error) -> Self {
+        let (_, batches) = channel();
+        Self { input, opened: Err(error), batches }
+    }
+}
+
+/// Reads the chunks of a part, and has each encoded.
+fn read_part<'tasks>(
+    shared: &'tasks Shared<'tasks>,
+    open: &OpenInput,
+    mut place: Place,
+    budget: &Arc<Budget>,
+    tasks: &Tasks<'tasks>,
+    slots: &Sender<Receiver<Result<Batch>>>,
+) {
+    let fail = |error| {
+        let (result, slot) = sync_channel(1);
+        // The channel has room, and without a receiver nobody waits for the error.
+        let _ = result.send(Err(error)).map(|()| slots.send(slot));
+    };
+    let mut reader = match open.read(place.part, place.position) {
+        Ok(reader) => reader,
+        Err(error) => return fail(error),
+    };
+    loop {
+        let chunk = match reader.next_chunk() {
+            Ok(Some(chunk)) => chunk,
+            Ok(None) => return,
+            Err(error) => return fail(error),
+        };
+        let permit = budget.take(chunk.bytes());
+        place.position = chunk.end;
+        let (result, slot) = sync_channel(1);
+        if shared.stopped.load(Ordering::Relaxed) || slots.send(slot).is_err() {
+            return;
+        }
+        let end = place;
+        tasks.spawn(move |_| {
+            if !shared.stopped.load(Ordering::Relaxed) {
+                // Without a receiver nobody waits for the documents.
+                let _ = result.send(encode(shared.work, chunk, end, permit));
+            }
+        });
+    }
+}
+
+/// Parses and encodes the records of a chunk.
+fn encode(work: &Work<'_>, chunk: Chunk, end: Place, permit: Permit) -> Result<Batch> {
+    let (mut documents, mut bad) = (Vec::new(), Vec::new());
+    for record in chunk.documents() {
+        match record {
+            Ok(record) => documents.push(encode_document(work, &record.text, record.part)?),
+            Err(record) => bad.push(record),
+        }
+    }
+    Ok(Batch { end, documents, bad, input_bytes: chunk.input_bytes, _permit: permit })
+}
+
+fn encode_document(work: &Work<'_>, text: &str, part: Part) -> Result<Document> {
+    let is_whole = part == Part::Whole;
+    let hash = (work.hashes && is_whole).then(|| blake3::hash(text.as_bytes()));
+    let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
+    let mut document = Document {
+        part,
+        ids: Vec::new(),
+        special: Vec::new(),
+        text_bytes: text.len() as u64,
+        hash,
+        text: (work.hashes && !is_whole).then(|| text.to_owned()),
+        is_wanted,
+    };
+    if is_wanted {
+        let encoded = work.encoder.encode(text, part)?;
+        (document.ids, document.special) = (encoded.ids, encoded.special_in_text);
+        // A document without any token is left out.
+        if matches!(part, Part::Last) || is_whole && !document.ids.is_empty() {
+            document.ids.extend(work.end);
+        }
+    }
+    Ok(document)
+}

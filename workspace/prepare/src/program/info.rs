@@ -1,0 +1,50 @@
+//! `moh-data info`.
+
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+
+use moh_data::{DocumentEnd, TokenFile};
+use moh_program::counted;
+
+use super::special_tokens;
+
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// Path of the token file, without .bin and .idx
+    #[arg(value_name = "PREFIX")]
+    prefix: PathBuf,
+}
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let file = TokenFile::open(&arguments.prefix)?;
+    let mut out = stdout().lock();
+    writeln!(out, "documents  {}", file.num_documents())?;
+    writeln!(out, "tokens     {}", file.num_tokens())?;
+    writeln!(out, "longest    {}", counted(file.longest_document(), "token"))?;
+    writeln!(out, "dtype      {}", file.token_type().name())?;
+    let Some(info) = file.info() else {
+        writeln!(out, "tokenizer  not recorded")?;
+        return Ok(());
+    };
+    let hash = info.tokenizer_hash.as_deref().unwrap_or("not recorded");
+    writeln!(out, "tokenizer  {hash}")?;
+    writeln!(out, "vocabulary {}", info.vocabulary_size)?;
+    let eos = match &info.eos_token {
+        DocumentEnd::Token(token) => token,
+        DocumentEnd::Nothing => "none",
+        DocumentEnd::Unknown => "not recorded",
+    };
+    writeln!(out, "eos token  {eos}")?;
+    if let Some(special) = special_tokens(info.special_tokens_in_text.as_ref()) {
+        writeln!(out, "in texts   {special}")?;
+    }
+    if info.split_special_tokens {
+        writeln!(out, "in texts   special tokens are text")?;
+    }
+    writeln!(out, "text       {}", counted(info.text_bytes, "byte"))?;
+    for source in &info.sources {
+        writeln!(out, "source     {source}")?;
+    }
+    Ok(())
+}

@@ -1,0 +1,79 @@
+//! The texts of several inputs, one after another on one thread: what a tokenizer is trained on.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::fields::Fields;
+use crate::reader::{self, Format, ReadOptions, Reader};
+use crate::{Error, Result};
+
+/// Bytes of memory for a text.
+const MEMORY: u64 = 2_000_000_000;
+
+/// Iterates over texts with the bytes of input, as they are stored, that were read for them; a large document
+/// is several texts.
+pub(crate) struct Texts<'a> {
+    inputs: std::slice::Iter<'a, PathBuf>,
+    options: Arc<ReadOptions>,
+    format: Option<Format>,
+    /// The readers of an input's parts that are left, the next one last.
+    readers: Vec<Box<dyn Reader>>,
+    ready: std::vec::IntoIter<(String, u64)>,
+    path: PathBuf,
+}
+
+impl<'a> Texts<'a> {
+    pub(crate) fn new(inputs: &'a [PathBuf], format: Option<Format>, fields: Fields) -> Self {
+        // A text for training may be cut anywhere.
+        let options =
+            ReadOptions::new(Arc::new(fields), MEMORY, Arc::new(|text: &str| Some(text.len())));
+        Self {
+            inputs: inputs.iter(),
+            options: Arc::new(options),
+            format,
+            readers: Vec::new(),
+            ready: Vec::new().into_iter(),
+            path: PathBuf::new(),
+        }
+    }
+
+    fn next_text(&mut self) -> Result<Option<(String, u64)>> {
+        loop {
+            if let Some(text) = self.ready.next() {
+                return Ok(Some(text));
+            }
+            if let Some(reader) = self.readers.last_mut() {
+                match reader.next_chunk()? {
+                    None => {
+                        self.readers.pop();
+                    }
+                    Some(chunk) => {
+                        let mut input_bytes = chunk.input_bytes;
+                        let mut texts = Vec::new();
+                        for document in chunk.documents() {
+                            let document = document.map_err(|bad| bad.error(&self.path))?;
+                            let bytes = std::mem::take(&mut input_bytes);
+                            texts.push((document.text.into_owned(), bytes));
+                        }
+                        self.ready = texts.into_iter();
+                    }
+                }
+                continue;
+            }
+            let Some(path) = self.inputs.next() else { return Ok(None) };
+            self.path.clone_from(path);
+            let open = reader::open(path, self.format, Arc::clone(&self.options))?;
+            for part in (0..open.parts()).rev() {
+                self.readers.push(open.read(part, Default::default())?);
+            }
+        }
+    }
+}
+
+impl Iterator for Texts<'_> {
+    type Item = Result<(String, u64), Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.next_text().transpose()
+    }
+}
