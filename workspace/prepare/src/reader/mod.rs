@@ -4,6 +4,7 @@
 //! is limited; a document of many megabytes comes in pieces.
 
 mod chunk;
+mod columns;
 mod format;
 mod input;
 mod lines;
