@@ -8,6 +8,9 @@ use std::path::Path;
 use assert_cmd::Command;
 use tempfile::TempDir;
 
+#[path = "../../cli/tests/support/options.rs"]
+mod options;
+
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
 
 fn moh_data(dir: &Path, arguments: &[&str]) -> assert_cmd::assert::Assert {
@@ -149,6 +152,23 @@ fn wrong_usage_exits_with_two() {
         moh_data(dir.path(), case).code(2);
     }
     moh_data(dir.path(), &["--version"]).success();
+}
+
+#[test]
+fn every_option_takes_a_negative_number_and_says_what_it_expects() {
+    let dir = prepared();
+    assert!(options::take_negative_numbers(PROGRAM, &[], dir.path()) >= 18);
+    for (arguments, expected) in [
+        (&["tokenizer", "--vocab-size", "-1"][..], "a whole number of at least 1"),
+        (&["prepare", "--split", "-0.1,1.1"], "expected two shares above 0 that sum to 1"),
+        (&["prepare", "--min-tokens", "-1"], "a whole number of at least 1"),
+        (&["prepare", "--sample", "-1"], "a share of the documents above 0"),
+        (&["prepare", "--memory", "1MB"], "at least 64 MB, as in 500MB or 2GB"),
+        (&["prepare", "--skip-bad-lines", "--max-bad", "1"], "as in 0.1%"),
+    ] {
+        let text = stderr(&moh_data(dir.path(), arguments).code(2));
+        assert!(text.contains(expected), "{arguments:?}: {text}");
+    }
 }
 
 #[test]

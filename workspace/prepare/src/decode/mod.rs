@@ -169,7 +169,7 @@ impl Decoded {
         }
         let text = error.to_string();
         let end = self.decoded;
-        let reason = if text.contains("too much memory") || text.contains("memory usage limit") {
+        let reason = if text.contains("too much memory") || text.contains("memory limit") {
             format!(
                 "needs more memory to decompress than --memory gives it ({text}): raise --memory"
             )

@@ -164,6 +164,11 @@ impl Fields {
         &self.paths
     }
 
+    /// Whether numbers and truth values have a text, too.
+    pub(crate) fn is_template(&self) -> bool {
+        self.is_template
+    }
+
     /// Slots for the values of a record.
     pub(crate) fn slots<'a>(&self) -> Slots<'a> {
         vec![None; 2 * self.paths.len()]

@@ -77,6 +77,8 @@ struct State {
     place: Place,
     counts: Counts,
     input_bytes: u64,
+    /// Whether reading can continue at the place.
+    can_continue: bool,
     /// The large document whose parts arrive.
     large: Option<Large>,
 }
@@ -155,6 +157,7 @@ impl<'a> Outputs<'a> {
             place: checkpoint.place,
             counts: checkpoint.counts,
             input_bytes: checkpoint.input_bytes,
+            can_continue: true,
             large: None,
         };
         let place = state.place;
@@ -204,7 +207,7 @@ impl<'a> Outputs<'a> {
     }
 
     fn batch(&mut self, batch: Batch) -> Result<()> {
-        let path = &self.paths[batch.end.input];
+        let path = &self.paths[batch.input];
         for record in &batch.bad {
             self.state.counts.records += 1;
             self.state.counts.bad += 1;
@@ -213,9 +216,12 @@ impl<'a> Outputs<'a> {
         for document in &batch.documents {
             self.document(document)?;
         }
-        self.state.place = batch.end;
         self.state.input_bytes += batch.input_bytes;
-        if self.state.large.is_none() && self.synced.elapsed() >= self.options.sync_every {
+        self.state.can_continue = batch.end.is_some() && self.state.large.is_none();
+        if let Some(end) = batch.end {
+            self.state.place = end;
+        }
+        if self.synced.elapsed() >= self.options.sync_every {
             self.checkpoint()?;
         }
         Ok(())
@@ -339,12 +345,12 @@ impl<'a> Outputs<'a> {
         self.has_checkpoint
     }
 
-    /// Records how far the preparation is, unless a large document has begun, or an input can be read once.
+    /// Records how far the preparation is, unless a document has begun, or an input can be read once.
     ///
     /// # Errors
     /// Fails if the disk is full or fails.
     pub(crate) fn checkpoint(&mut self) -> Result<()> {
-        if self.state.large.is_some() || self.is_temporary.is_some() {
+        if !self.state.can_continue || self.is_temporary.is_some() {
             return Ok(());
         }
         let mut files = Vec::with_capacity(self.files.len());

@@ -23,6 +23,8 @@ use crate::{Error, Result};
 
 /// Bytes in memory for each byte of a chunk: its records, their texts, their ids, and what the encoder needs.
 const MEMORY_FACTOR: u64 = 8;
+/// Bytes of a chunk whose documents are encoded one by one.
+const LARGE_BYTES: u64 = 16 << 20;
 /// Threads of the pool that one reader supplies with text.
 const THREADS_A_READER: usize = 4;
 
@@ -63,8 +65,10 @@ pub(crate) enum Event {
 
 /// Some records.
 pub(crate) struct Batch {
-    /// Behind the last record.
-    pub(crate) end: Place,
+    /// The number of the input.
+    pub(crate) input: usize,
+    /// Behind the last record, where reading can continue; `None` within the records of a chunk.
+    pub(crate) end: Option<Place>,
     pub(crate) documents: Vec<Document>,
     pub(crate) bad: Vec<BadRecord>,
     /// Bytes of the input as it is stored.
@@ -221,32 +225,90 @@ fn read_part<'tasks>(
             Ok(None) => return,
             Err(error) => return fail(error),
         };
-        let permit = budget.take(chunk.bytes());
         place.position = chunk.end;
+        let bytes = chunk.bytes();
+        if shared.stopped.load(Ordering::Relaxed) {
+            return;
+        }
+        if bytes > LARGE_BYTES {
+            // Here and not in the pool: its threads never wait for memory that others hold.
+            let sent = encode_in_batches(shared.work, &chunk, place, budget, slots);
+            match sent {
+                Ok(true) => continue,
+                Ok(false) => return,
+                Err(error) => return fail(error),
+            }
+        }
+        let permit = budget.take(bytes);
         let (result, slot) = sync_channel(1);
-        if shared.stopped.load(Ordering::Relaxed) || slots.send(slot).is_err() {
+        if slots.send(slot).is_err() {
             return;
         }
         let end = place;
         tasks.spawn(move |_| {
             if !shared.stopped.load(Ordering::Relaxed) {
                 // Without a receiver nobody waits for the documents.
-                let _ = result.send(encode(shared.work, chunk, end, permit));
+                let _ = result.send(encode(shared.work, &chunk, end, permit));
             }
         });
     }
 }
 
 /// Parses and encodes the records of a chunk.
-fn encode(work: &Work<'_>, chunk: Chunk, end: Place, permit: Permit) -> Result<Batch> {
-    let (mut documents, mut bad) = (Vec::new(), Vec::new());
+fn encode(work: &Work<'_>, chunk: &Chunk, end: Place, permit: Permit) -> Result<Batch> {
+    let mut batch = Batch::new(end.input, permit);
     for record in chunk.documents() {
-        match record {
-            Ok(record) => documents.push(encode_document(work, &record.text, record.part)?),
-            Err(record) => bad.push(record),
+        batch.push(work, record)?;
+    }
+    (batch.end, batch.input_bytes) = (Some(end), chunk.input_bytes);
+    Ok(batch)
+}
+
+/// Parses and encodes the records of a large chunk, and sends a batch for each part of a document; whether they
+/// have a receiver.
+fn encode_in_batches(
+    work: &Work<'_>,
+    chunk: &Chunk,
+    end: Place,
+    budget: &Arc<Budget>,
+    slots: &Sender<Receiver<Result<Batch>>>,
+) -> Result<bool> {
+    let send = |batch| {
+        let (result, slot) = sync_channel(1);
+        // The channel has room.
+        slots.send(slot).is_ok() && result.send(Ok(batch)).is_ok()
+    };
+    for record in chunk.documents() {
+        let bytes = record.as_ref().map_or(0, |document| document.text.len() as u64);
+        let mut batch = Batch::new(end.input, budget.take(bytes));
+        batch.push(work, record)?;
+        if !send(batch) {
+            return Ok(false);
         }
     }
-    Ok(Batch { end, documents, bad, input_bytes: chunk.input_bytes, _permit: permit })
+    let mut last = Batch::new(end.input, budget.take(0));
+    (last.end, last.input_bytes) = (Some(end), chunk.input_bytes);
+    Ok(send(last))
+}
+
+impl Batch {
+    fn new(input: usize, permit: Permit) -> Self {
+        let (documents, bad) = (Vec::new(), Vec::new());
+        Self { input, end: None, documents, bad, input_bytes: 0, _permit: permit }
+    }
+
+    /// Encodes a record and adds it.
+    fn push(
+        &mut self,
+        work: &Work<'_>,
+        record: Result<reader::Document<'_>, BadRecord>,
+    ) -> Result<()> {
+        match record {
+            Ok(record) => self.documents.push(encode_document(work, &record.text, record.part)?),
+            Err(record) => self.bad.push(record),
+        }
+        Ok(())
+    }
 }
 
 fn encode_document(work: &Work<'_>, text: &str, part: Part) -> Result<Document> {

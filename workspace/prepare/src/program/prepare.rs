@@ -11,6 +11,7 @@ use moh_prepare::{
     AppendEos, BadRecords, Counts, Observer, Prepare, Prepared, PreparedFile, Progress, Sample,
     Selection, Split,
 };
+use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
 use moh_program::{counted, exit, models};
 
@@ -41,16 +42,16 @@ pub struct Arguments {
     #[arg(long, value_name = "SHARE,SHARE", allow_hyphen_values = true)]
     split: Option<Split>,
     /// Leave out documents with fewer tokens, counted with BOS and EOS
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least::<u64>(1))]
     min_tokens: Option<u64>,
     /// Leave out documents with more tokens, counted with BOS and EOS
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least::<u64>(1))]
     max_tokens: Option<u64>,
     /// Take this share of the documents, chosen by a hash of their text
     #[arg(long, value_name = "SHARE", value_parser = share)]
     sample: Option<f64>,
     /// Seed of --sample
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "sample")]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = at_least::<u64>(0), requires = "sample")]
     seed: u64,
     /// Leave out documents whose text an earlier one has; keeps 16 bytes for each document in memory
     #[arg(long)]

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
+use super::columns::{self, Rows};
 use super::pieces::{LongText, RecordText};
 use super::{Position, ReadOptions, lines, paragraphs};
 use crate::error::Place;
@@ -27,6 +28,8 @@ pub(super) enum Content {
     Lines(Vec<u8>),
     /// Whole paragraphs.
     Paragraphs(Vec<u8>),
+    /// Rows of a table.
+    Rows(Rows),
     /// A text, or a piece of one.
     Text(String, Part),
     /// A record that was skipped.
@@ -108,6 +111,7 @@ impl Chunk {
         let bytes = match &self.content {
             Content::Lines(bytes) | Content::Paragraphs(bytes) => bytes.len(),
             Content::Text(text, _) => text.len(),
+            Content::Rows(rows) => rows.bytes(&self.options.fields),
             Content::Bad(_) => 0,
         };
         bytes as u64
@@ -122,6 +126,7 @@ impl Chunk {
             Content::Paragraphs(bytes) => {
                 documents(paragraphs::records(bytes, self.start, options))
             }
+            Content::Rows(rows) => documents(columns::records(rows, options)),
             Content::Text(text, part) => Box::new(std::iter::once(Ok(Document {
                 text: Cow::Borrowed(text),
                 part: *part,

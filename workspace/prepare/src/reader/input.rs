@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::format::{Format, START_BYTES, format_of};
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader, lines, paragraphs, text};
+use super::{Position, ReadOptions, Reader, columns, lines, paragraphs, text};
 use crate::decode::{Compression, Decoded, Source, is_standard_input, refusal};
 use crate::{Error, Result};
 
@@ -19,10 +19,17 @@ pub(crate) struct OpenInput {
     options: Arc<ReadOptions>,
     format: Format,
     compression: Compression,
+    table: Option<Table>,
     /// What the file was when it was opened; `None` for a pipe.
     identity: Option<Identity>,
     /// A pipe, which can be read once.
     pipe: Mutex<Option<Decoded>>,
+}
+
+/// What is known of a table before its rows are read.
+enum Table {
+    Parquet(columns::ParquetTable),
+    Arrow(arrow_schema::Schema),
 }
 
 /// What tells whether a file has changed.
@@ -69,8 +76,19 @@ pub(crate) fn open(
     }
     let format = format_of(path, start, format)?;
     let compression = decoded.compression();
+    let table = match format {
+        Format::Parquet if identity.is_none() || compression != Compression::None => {
+            // The end of Parquet says where its columns are.
+            let reason = "a compressed file or a pipe with Parquet: write it to a file first";
+            return Err(Error::input(path, reason));
+        }
+        Format::Parquet => Some(Table::Parquet(columns::ParquetTable::open(path, &options)?)),
+        Format::Arrow => Some(Table::Arrow(columns::arrow_schema(path, &mut decoded, &options)?)),
+        _ => None,
+    };
     let pipe = Mutex::new(identity.is_none().then_some(decoded));
-    Ok(OpenInput { path: path.to_path_buf(), options, format, compression, identity, pipe })
+    let path = path.to_path_buf();
+    Ok(OpenInput { path, options, format, compression, table, identity, pipe })
 }
 
 impl OpenInput {
@@ -100,16 +118,22 @@ impl OpenInput {
 
     /// The number of parts; [`OpenInput::read`] reads each of them, and their order is that of the documents.
     pub(crate) fn parts(&self) -> usize {
-        1
+        match &self.table {
+            Some(Table::Parquet(table)) => table.parts(),
+            _ => 1,
+        }
     }
 
     /// Reads a part from a position on: its beginning, or the end of one of its chunks.
     ///
     /// # Errors
     /// Fails if the input cannot be read, is shorter than `from`, or is a pipe that was read before.
-    pub(crate) fn read(&self, _part: usize, from: Position) -> Result<Box<dyn Reader>> {
+    pub(crate) fn read(&self, part: usize, from: Position) -> Result<Box<dyn Reader>> {
         let options = self.options.clone();
         let path = self.path.as_path();
+        if let Some(Table::Parquet(table)) = &self.table {
+            return table.read(path, part, from, options);
+        }
         let decoded = match self.identity {
             Some(_) => Decoded::open_at(path, from.offset, options.max_record_bytes)?,
             None => {
@@ -119,6 +143,9 @@ impl OpenInput {
                 })?
             }
         };
+        if let Some(Table::Arrow(schema)) = &self.table {
+            return Ok(Box::new(columns::Arrow::new(path, decoded, schema, from, options)?));
+        }
         let stream = Stream::new(decoded, from, options);
         Ok(match self.format {
             Format::JsonLines => Box::new(lines::Lines(stream)),

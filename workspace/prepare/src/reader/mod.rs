@@ -4,6 +4,7 @@
 //! is limited; a document of many megabytes comes in pieces.
 
 mod chunk;
+mod columns;
 mod format;
 mod input;
 mod lines;
@@ -21,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::Result;
 use crate::fields::Fields;
 
-pub(crate) use chunk::{BadRecord, Chunk, Part};
+pub(crate) use chunk::{BadRecord, Chunk, Document, Part};
 pub use format::Format;
 pub(crate) use input::{Identity, OpenInput, open};
 
