@@ -99,8 +99,7 @@ fn files_of_glob(name: &Path) -> Result<Vec<PathBuf>> {
         .map_err(|error| Error::input(name, format!("is no file and no pattern: {error}")))?;
     let mut paths = Vec::new();
     for path in found {
-        let path =
-            path.map_err(|error| moh_files::io(&error.path().to_path_buf())(error.into()))?;
+        let path = path.map_err(|error| moh_files::io(error.path())(error.into()))?;
         // A pattern that names a directory names its files with a further /*.
         if !path.is_dir() {
             paths.push(path);
