@@ -166,7 +166,7 @@ impl Reader for Array {
             {
                 scan.at = BYTE_ORDER_MARK.len();
             }
-            scan.scan(&bytes, options.chunk_bytes).map_err(|reason| self.fault(reason))?;
+            let scanned = scan.scan(&bytes, options.chunk_bytes);
             if let Some(last) = scan.elements.last() {
                 let end = last.end;
                 let records = scan.elements.len() as u64;
@@ -174,6 +174,8 @@ impl Reader for Array {
                 let content = Content::Elements(bytes, scan.elements);
                 return Ok(Some(self.stream.chunk(content, end, records)));
             }
+            // What is wrong after an element is found again by the next scan.
+            scanned.map_err(|reason| self.fault(reason))?;
             if is_end {
                 return match scan.state {
                     State::After => Ok(None),

@@ -226,7 +226,7 @@ fn the_elements_of_an_array_are_documents() {
         (b"[{\"text\": \"", "(its end is missing, after 0 elements"),
         (b"[", "(its end is missing"),
         (b"[] x", "(something after its end"),
-        (b"[{}] []", "(something after its end, after 1 elements"),
+        (b"[{\"text\": \"\"}] []", "(something after its end, after 1 elements"),
         (b"[}]", "(a brace that is not open"),
     ];
     for (bytes, part) in cases {
