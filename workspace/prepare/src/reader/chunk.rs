@@ -1,12 +1,13 @@
 //! A chunk of an input: records as they were read, and the documents in them.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::columns::{self, Rows};
 use super::pieces::{LongText, RecordText};
-use super::{Position, ReadOptions, lines, paragraphs};
+use super::{Position, ReadOptions, array, lines, paragraphs};
 use crate::error::Place;
 use crate::{Error, Result};
 
@@ -26,6 +27,8 @@ pub(crate) struct Chunk {
 pub(super) enum Content {
     /// Whole lines of JSON.
     Lines(Vec<u8>),
+    /// Elements of an array of JSON, where they are in the bytes.
+    Elements(Vec<u8>, Vec<Range<usize>>),
     /// Whole paragraphs.
     Paragraphs(Vec<u8>),
     /// Rows of a table.
@@ -123,6 +126,9 @@ impl Chunk {
         let options = &*self.options;
         match &self.content {
             Content::Lines(bytes) => documents(lines::records(bytes, self.start, options)),
+            Content::Elements(bytes, elements) => {
+                documents(array::records(bytes, elements, self.start, options))
+            }
             Content::Paragraphs(bytes) => {
                 documents(paragraphs::records(bytes, self.start, options))
             }

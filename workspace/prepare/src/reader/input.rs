@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::format::{Format, START_BYTES, format_of};
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader, columns, lines, paragraphs, text};
+use super::{Position, ReadOptions, Reader, array, columns, lines, paragraphs, text};
 use crate::decode::{Compression, Decoded, Source, is_standard_input, refusal};
 use crate::{Error, Result};
 
@@ -149,6 +149,7 @@ impl OpenInput {
         let stream = Stream::new(decoded, from, options);
         Ok(match self.format {
             Format::JsonLines => Box::new(lines::Lines(stream)),
+            Format::JsonArray => Box::new(array::Array { path: self.path.clone(), stream }),
             Format::Paragraphs => Box::new(paragraphs::Paragraphs(stream)),
             _ => Box::new(text::Text { path: self.path.clone(), stream }),
         })

@@ -3,6 +3,7 @@
 //! document. A reader starts at any end of a chunk again. Memory holds a chunk and a record, whose length
 //! is limited; a document of many megabytes comes in pieces.
 
+mod array;
 mod chunk;
 mod columns;
 mod format;

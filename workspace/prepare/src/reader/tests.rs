@@ -190,6 +190,12 @@ fn a_long_record_is_skipped_without_being_held() {
         let line = |line| named("line", Place::Line(line));
         assert_eq!(found, [good(), line(2), good(), line(4)]);
 
+        let array = format!("[{}]", [short, &long, short, &long].join(","));
+        let (_dir, path) = written("a.json", array.as_bytes());
+        let found = documents(&path, None, options()).unwrap();
+        let element = |row| named("element", Place::Row(row));
+        assert_eq!(found, [good(), element(2), good(), element(4)]);
+
         let text = format!("short\n\n{0}\n{0}\n\nshort\n\n{0}", "x y".repeat(30));
         let (_dir, path) = written("a.txt", text.as_bytes());
         let found = documents(&path, Some(Format::Paragraphs), options()).unwrap();
@@ -200,6 +206,86 @@ fn a_long_record_is_skipped_without_being_held() {
     let options = ReadOptions { piece_bytes: 8, max_record_bytes: 50, ..options() };
     let found = documents(&path, None, options).unwrap();
     assert!(matches!(&found[..], [Err(bad)] if bad.reason.contains("raise --memory")), "{found:?}");
+}
+
+#[test]
+fn the_elements_of_an_array_are_documents() {
+    let array =
+        b"\xef\xbb\xbf [\n {\"text\": \"a]},[\\\"\\\\\"} ,{\"x\":[[1],{}],\"text\":\"b\"}\n]\n";
+    for name in ["a.json", "a.jsonl", "a"] {
+        assert_eq!(texts(name, array).unwrap(), ["a]},[\"\\", "b"], "{name}");
+    }
+    assert_eq!(texts("a.txt", array).unwrap().len(), 1);
+    assert!(texts("a.json", b"[ ]").unwrap().is_empty());
+    let cases: [(&[u8], &str); 10] = [
+        (b"[1]", "a.json: row 1: expected one JSON object per element"),
+        (b"[{\"text\": \"\"}, {\"a\": 1}]", "row 2: no field \"text\", the element has \"a\""),
+        (b"[{\"text\": \"\"},]", "row 2: broken JSON at column 0: EOF"),
+        (b"[{\"text\": \"\xff\"}]", "row 1: not UTF-8 at byte 10 of the element"),
+        (b"[{\"text\": \"\"},", "(its end is missing, after 1 elements and 13 bytes of text)"),
+        (b"[{\"text\": \"", "(its end is missing, after 0 elements"),
+        (b"[", "(its end is missing"),
+        (b"[] x", "(something after its end"),
+        (b"[{\"text\": \"\"}] []", "(something after its end, after 1 elements"),
+        (b"[}]", "(a brace that is not open"),
+    ];
+    for (bytes, part) in cases {
+        let error = texts("a.json", bytes).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn the_format_is_that_of_the_content_then_of_the_name() {
+    let format = |name: &str, content: &str, given| {
+        let (_dir, path) = written(name, content.as_bytes());
+        open(&path, given, Arc::new(options())).unwrap().format()
+    };
+    let cases = [
+        ("a.JSON", "", Format::JsonLines),
+        ("a.json.gz", "", Format::JsonLines),
+        ("a.json", " \n[", Format::JsonArray),
+        ("a.txt", "{\"text\": 1}", Format::Text),
+        ("a.txt.zst", "[{\"text\": 1}]", Format::Text),
+        ("README", "", Format::Text),
+        ("README", "[link]", Format::Text),
+        ("part-0000", "\u{feff}{ \"text\": 1}", Format::JsonLines),
+        ("part-0000", "[\n{\"text\": 1}]", Format::JsonArray),
+        ("main.c", "{ int a; }", Format::Text),
+    ];
+    for (name, content, expected) in cases {
+        assert_eq!(format(name, content, None), expected, "{name} {content}");
+    }
+    assert_eq!(format("a.json", "[{}]", Some(Format::JsonLines)), Format::JsonLines);
+    assert_eq!(format("a.json", "[{}]", Some(Format::Text)), Format::Text);
+}
+
+#[test]
+fn standard_input_needs_a_format() {
+    let error = format::format_of(Path::new("-"), b"{\"text\"", None).unwrap_err().to_string();
+    assert!(error.contains("-: the format of standard input is unknown"), "{error}");
+    assert!(error.contains("add --format jsonl or --format text"), "{error}");
+    let given = format::format_of(Path::new("-"), b"{\"text\"", Some(Format::Text));
+    assert_eq!(given.unwrap(), Format::Text);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_read_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+    assert!(made.success());
+    std::thread::scope(|scope| {
+        scope.spawn(|| std::fs::write(&path, "{\"text\": \"one\"}\n".repeat(2000)).unwrap());
+        let input = open(&path, None, Arc::new(options())).unwrap();
+        assert_eq!((input.format(), input.identity()), (Format::JsonLines, None));
+        input.check_unchanged().unwrap();
+        let chunks = read_from(&input, 0, Position::default()).unwrap();
+        assert_eq!(chunks.iter().map(|(documents, _)| documents.len()).sum::<usize>(), 2000);
+        let error = input.read(0, Position::default()).err().unwrap().to_string();
+        assert!(error.contains("can be read once"), "{error}");
+    });
 }
 
 #[test]
@@ -228,7 +314,10 @@ proptest! {
             .collect();
         let (_dir, path) = written("a.jsonl", lines.as_bytes());
         let options = ReadOptions { chunk_bytes, piece_bytes, ..options() };
-        let found = documents(&path, None, options).unwrap();
+        let found = documents(&path, None, options.clone()).unwrap();
+        let array = format!("[{}]", lines.trim_end().replace('\n', ",\n"));
+        std::fs::write(&path, array).unwrap();
+        prop_assert_eq!(&documents(&path, None, options).unwrap(), &found);
         prop_assert_eq!(found, texts.into_iter().map(Ok).collect::<Vec<_>>());
     }
 
