@@ -4,7 +4,7 @@
 mod cuts;
 mod library;
 mod probe;
-mod shape;
+pub(crate) mod shape;
 mod spelling;
 #[cfg(test)]
 mod tests;
