@@ -19,6 +19,8 @@ mod split;
 mod texts;
 mod tokenizer_training;
 
+#[doc(hidden)]
+pub use encode::ids_of;
 pub use end_of_text::AppendEos;
 pub use error::{Error, Place, Result};
 pub use names::can_continue;

@@ -9,24 +9,25 @@
 //! a cut are words of their own; what ends before a cut does so at a letter, for every pattern that looks ahead
 //! looks past white space alone; and nothing looks behind. [`Words::Spaces`]: a space begins a word.
 //!
-//! [`Words::None`]: the whole text is one word. If no token of the vocabulary holds a letter and then
-//! [`SPACE_MARK`], then no merge ever joins what is before and after a cut. Merges are applied by rank and then
-//! from left to right, and the merges of one side change neither the pairs nor the order of the other's. Letter and
-//! mark are tokens, so that no unknown token spans them, and the vocabulary is not consulted for whole words.
+//! [`Words::None`]: the whole text is one word. If no token of the vocabulary holds a character and then
+//! [`SPACE_MARK`], then no merge ever joins that character and a space after it. Merges are applied by rank and
+//! then from left to right, and the merges of one side change neither the pairs nor the order of the other's. The
+//! mark is a token, so that no unknown token spans both sides, and the vocabulary is not consulted for whole words.
+//! For the same reason the text falls into words there, which [`Joints::words`] lists for the faster library.
 //!
 //! A piece that begins at a cut begins with a space, before which Metaspace puts no other. [`Prepends::Always`] puts
 //! one before every piece, so that the piece's own is left out instead; then no added token begins or ends with a
 //! letter, so that text without an added token stands around the cut.
 
 use serde_json::Value;
+use tokenizers_1::pipeline::Span;
 
 use super::shape::{Prepends, SPACE_MARK, Shape, Words};
 
 /// The places of a tokenizer's cuts.
 #[derive(Debug)]
 pub(super) struct Cuts {
-    /// By character: whether a cut can follow it.
-    letters: [bool; 128],
+    joints: Joints,
     /// Whether the space of a piece that begins at a cut is put there by the tokenizer.
     leaves_out_space: bool,
 }
@@ -50,34 +51,18 @@ impl Cuts {
         if added.iter().any(reaches_across) {
             return None;
         }
-        let mut letters: [bool; 128] =
-            std::array::from_fn(|byte| (byte as u8).is_ascii_alphabetic());
-        if shape.words == Words::None {
-            let vocabulary = json["model"]["vocab"].as_object()?;
-            if json["model"]["ignore_merges"] == true || !vocabulary.contains_key(SPACE_MARK) {
-                return None;
-            }
-            for (byte, is_letter) in letters.iter_mut().enumerate() {
-                *is_letter &= vocabulary.contains_key(&char::from(byte as u8).to_string());
-            }
-            for token in vocabulary.keys() {
-                for (end, _) in token.match_indices(SPACE_MARK) {
-                    if let Some(before @ ..128) = token[..end].bytes().next_back() {
-                        letters[usize::from(before)] = false;
-                    }
-                }
-            }
-        }
+        let joints = Joints::new(json, shape)?;
         let leaves_out_space = shape.prepends == Prepends::Always;
-        letters.contains(&true).then_some(Self { letters, leaves_out_space })
+        Some(Self { joints, leaves_out_space })
     }
 
     /// The last cut of a text.
     pub(super) fn last(&self, text: &str) -> Option<usize> {
         let is_cut = |window: &[u8]| {
             window[1] == b' '
-                && self.letters.get(usize::from(window[0])) == Some(&true)
+                && window[0].is_ascii_alphabetic()
                 && window[2].is_ascii_alphabetic()
+                && !self.joints.joined[usize::from(window[0])]
         };
         text.as_bytes().windows(3).rposition(is_cut).map(|before| before + 1)
     }
@@ -87,6 +72,51 @@ impl Cuts {
         match piece.strip_prefix(' ') {
             Some(rest) if self.leaves_out_space => rest,
             _ => piece,
+        }
+    }
+}
+
+/// The characters that a token can join with a space after them.
+#[derive(Debug)]
+pub(super) struct Joints {
+    /// By the last byte of a character.
+    joined: [bool; 256],
+}
+
+impl Joints {
+    /// The joints of a tokenizer; `None` if any character may be joined.
+    pub(super) fn new(json: &Value, shape: Shape) -> Option<Self> {
+        let mut joined = [false; 256];
+        if shape.words == Words::None {
+            let model = &json["model"];
+            let vocabulary = model["vocab"].as_object()?;
+            if model["ignore_merges"] == true || !vocabulary.contains_key(SPACE_MARK) {
+                return None;
+            }
+            for token in vocabulary.keys() {
+                for (end, _) in token.match_indices(SPACE_MARK) {
+                    if let Some(&before) = token.as_bytes()[..end].last() {
+                        joined[usize::from(before)] = true;
+                    }
+                }
+            }
+        }
+        Some(Self { joined })
+    }
+
+    /// The words of a text whose spaces are [`SPACE_MARK`]: they begin with those that nothing joins with what is
+    /// before them.
+    pub(super) fn words(&self, text: &str, words: &mut Vec<Span>) {
+        words.clear();
+        let mut start = 0;
+        for place in memchr::memmem::find_iter(text.as_bytes(), SPACE_MARK) {
+            if place > start && !self.joined[usize::from(text.as_bytes()[place - 1])] {
+                words.push(Span::new(start as u32, place as u32));
+                start = place;
+            }
+        }
+        if start < text.len() {
+            words.push(Span::new(start as u32, text.len() as u32));
         }
     }
 }

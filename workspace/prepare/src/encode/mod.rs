@@ -4,7 +4,7 @@
 mod cuts;
 mod library;
 mod probe;
-mod shape;
+pub(crate) mod shape;
 mod spelling;
 #[cfg(test)]
 mod tests;
@@ -142,6 +142,19 @@ impl<'a> Encoder<'a> {
 
 fn extend(ids: &mut Vec<PipelineToken>, more: &[u32]) {
     ids.extend(more.iter().copied().map(PipelineToken::from));
+}
+
+/// The number of ids of each of several documents, by the faster library; for benchmarks.
+///
+/// # Errors
+/// Fails if the faster library does not cover the tokenizer.
+#[doc(hidden)]
+pub fn ids_of(tokenizer: &TextTokenizer) -> Result<impl FnMut(&str) -> Result<usize>> {
+    let encoder = Encoder::new(tokenizer)?;
+    if let Some(reason) = encoder.fallback() {
+        return Err(Error::input(tokenizer.path(), reason));
+    }
+    Ok(move |text: &str| Ok(encoder.encode(text, Part::Whole)?.ids.len()))
 }
 
 /// Loads a tokenizer into the faster library, and compares it with the slower one.

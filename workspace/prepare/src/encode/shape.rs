@@ -10,7 +10,7 @@ pub(super) const SPACE_MARK: &str = "\u{2581}";
 /// The patterns that split a text into words before BPE, with the models that use them. A match is a run of
 /// letters with at most one character before it and at most a contraction after it, or numbers, or punctuation
 /// with a space before it, or white space. There is no look-behind, and no look-ahead but past white space.
-pub(super) const PATTERNS: [&str; 6] = [
+pub(crate) const PATTERNS: [&str; 6] = [
     GPT_2,
     // Llama 3
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|\

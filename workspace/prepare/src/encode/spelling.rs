@@ -8,32 +8,46 @@ use super::shape::{Prepends, SPACE_MARK, Shape};
 
 /// The bytes of every id.
 pub(super) struct Spelling {
-    /// By id: where its bytes end in `bytes`. They begin where the last id's end.
-    ends: Vec<u32>,
+    /// By id.
+    tokens: Vec<Token>,
+    /// The bytes of all tokens.
     bytes: Vec<u8>,
-    /// By id: whether it is an added token.
-    added: Vec<bool>,
     prepends: Prepends,
+}
+
+/// The bytes of an id, of which most have eight or fewer.
+#[derive(Clone, Copy, Default)]
+struct Token {
+    /// The first eight, as a little-endian number.
+    head: u64,
+    start: u32,
+    length: u16,
+    is_added: bool,
 }
 
 impl Spelling {
     pub(super) fn new(json: &Value, shape: Shape) -> Self {
         let alphabet = shape.is_byte_level().then(byte_level_alphabet);
         let falls_back = json["model"]["byte_fallback"] == true;
-        let mut tokens: Vec<Vec<u8>> = Vec::new();
-        let mut added = Vec::new();
+        let (mut tokens, mut bytes) = (Vec::new(), Vec::new());
         let mut set = |id: &Value, spelling: Vec<u8>, is_added: bool| {
-            let Some(id) = id.as_u64().and_then(|id| usize::try_from(id).ok()) else { return };
+            let id = id.as_u64().and_then(|id| usize::try_from(id).ok());
+            let length = u16::try_from(spelling.len());
+            let (Some(id), Ok(length)) = (id, length) else { return };
             if id >= tokens.len() {
-                tokens.resize(id + 1, Vec::new());
-                added.resize(id + 1, false);
+                tokens.resize(id + 1, Token::default());
             }
-            tokens[id] = spelling;
-            added[id] = is_added;
+            let mut head = [0; 8];
+            head.iter_mut().zip(&spelling).for_each(|(byte, &spelt)| *byte = spelt);
+            let head = u64::from_le_bytes(head);
+            tokens[id] = Token { head, start: bytes.len() as u32, length, is_added };
+            bytes.extend(spelling);
         };
         for (token, id) in json["model"]["vocab"].as_object().into_iter().flatten() {
             let spelling = match &alphabet {
-                Some(bytes) => token.chars().filter_map(|c| bytes.get(&c).copied()).collect(),
+                Some(bytes) => {
+                    token.chars().filter_map(|shown| bytes.get(&shown).copied()).collect()
+                }
                 None if falls_back && let Some(byte) = fallback_byte(token) => vec![byte],
                 None => token.replace(SPACE_MARK, " ").into_bytes(),
             };
@@ -43,25 +57,18 @@ impl Spelling {
             let content = token["content"].as_str().unwrap_or_default();
             set(&token["id"], content.as_bytes().to_vec(), true);
         }
-        let (mut ends, mut bytes) = (Vec::with_capacity(tokens.len()), Vec::new());
-        for token in tokens {
-            bytes.extend(token);
-            ends.push(bytes.len() as u32);
-        }
-        Self { ends, bytes, added, prepends: shape.prepends }
+        Self { tokens, bytes, prepends: shape.prepends }
     }
 
-    fn bytes_of(&self, id: usize) -> &[u8] {
-        let start = id.checked_sub(1).map_or(0, |last| self.ends[last]);
-        &self.bytes[start as usize..self.ends[id] as usize]
+    fn bytes_of(&self, token: &Token) -> &[u8] {
+        &self.bytes[token.start as usize..][..usize::from(token.length)]
     }
 
     /// The characters beyond ASCII that are tokens.
     pub(super) fn characters(&self) -> impl Iterator<Item = String> + '_ {
-        let texts =
-            (0..self.ends.len()).filter_map(|id| std::str::from_utf8(self.bytes_of(id)).ok());
+        let texts = self.tokens.iter().map(|token| std::str::from_utf8(self.bytes_of(token)));
         let is_character = |text: &&str| !text.is_ascii() && text.chars().nth(1).is_none();
-        texts.filter(is_character).map(str::to_owned)
+        texts.flatten().filter(is_character).map(str::to_owned)
     }
 
     /// Whether ids spell a text. A text that the tokenizer changes, by NFC or by stripping white space, is not
@@ -71,25 +78,36 @@ impl Spelling {
         let mut rest = text.as_bytes();
         let (mut begins, mut may_prepend) = (true, first || self.prepends == Prepends::Always);
         for &id in ids {
-            let id = id as usize;
-            if id >= self.ends.len() {
-                return false;
-            }
-            let mut token = self.bytes_of(id);
-            if begins && !self.added[id] && may_prepend && self.prepends_to(rest) {
-                match token.split_first() {
-                    Some((b' ', others)) => token = others,
-                    _ => return false,
+            let Some(token) = self.tokens.get(id as usize) else { return false };
+            if begins && !token.is_added && may_prepend && self.prepends_to(rest) {
+                let others = self.bytes_of(token).strip_prefix(b" ");
+                match others.and_then(|others| rest.strip_prefix(others)) {
+                    Some(others) => rest = others,
+                    None => return false,
+                }
+            } else {
+                match self.strip(token, rest) {
+                    Some(others) => rest = others,
+                    None => return false,
                 }
             }
-            match rest.strip_prefix(token) {
-                Some(others) => rest = others,
-                None => return false,
-            }
-            begins = self.added[id];
+            begins = token.is_added;
             may_prepend = self.prepends != Prepends::FirstUnlessSpace;
         }
         rest.is_empty()
+    }
+
+    /// What follows a token in a text that begins with it.
+    fn strip<'t>(&self, token: &Token, text: &'t [u8]) -> Option<&'t [u8]> {
+        match text.first_chunk::<8>() {
+            // A call of memcmp would take longer.
+            Some(&head) if token.length <= 8 => {
+                let differences = u64::from_le_bytes(head) ^ token.head;
+                let differences = differences.unbounded_shl(64 - 8 * u32::from(token.length));
+                (differences == 0).then(|| &text[usize::from(token.length)..])
+            }
+            _ => text.strip_prefix(self.bytes_of(token)),
+        }
     }
 
     /// Whether the tokenizer puts a space before a text.

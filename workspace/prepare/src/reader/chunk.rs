@@ -112,7 +112,9 @@ impl Chunk {
     /// Bytes of its records.
     pub(crate) fn bytes(&self) -> u64 {
         let bytes = match &self.content {
-            Content::Lines(bytes) | Content::Paragraphs(bytes) => bytes.len(),
+            Content::Lines(bytes) | Content::Elements(bytes, _) | Content::Paragraphs(bytes) => {
+                bytes.len()
+            }
             Content::Text(text, _) => text.len(),
             Content::Rows(rows) => rows.bytes(&self.options.fields),
             Content::Bad(_) => 0,

@@ -10,6 +10,8 @@ use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainerBuilder;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
+use crate::encode::shape::PATTERNS;
+
 /// What is trained on beside the text given: every script of the probes, some of it often enough for merges.
 const SCRIPTS: &str = "na\u{ef}ve caf\u{e9} na\u{ef}ve caf\u{e9} \u{4f60}\u{597d}\u{ff0c}\u{4e16}\u{754c}\u{3002}\u{4f60}\u{597d} \
     \u{43f}\u{440}\u{438}\u{432}\u{435}\u{442} \u{43f}\u{440}\u{438}\u{432}\u{435}\u{442} \u{645}\u{631}\u{62d}\u{628}\u{627} \u{645}\u{631}\u{62d}\u{628}\u{627} \
@@ -18,7 +20,7 @@ const SCRIPTS: &str = "na\u{ef}ve caf\u{e9} na\u{ef}ve caf\u{e9} \u{4f60}\u{597d
 
 /// English-like text of `length` bytes at least: words of a made-up vocabulary, by Zipf's law, in sentences and
 /// paragraphs. The same seed gives the same text.
-pub(in crate::encode) fn text(length: usize, seed: u64) -> String {
+pub(crate) fn text(length: usize, seed: u64) -> String {
     let mut state = seed;
     let mut below = |limit: usize| {
         // Steele and Vigna's SplitMix64.
@@ -64,14 +66,14 @@ pub(in crate::encode) fn text(length: usize, seed: u64) -> String {
 }
 
 /// One kind of tokenizer.
-pub(in crate::encode) struct Kind {
-    pub(in crate::encode) name: &'static str,
-    pub(in crate::encode) json: Value,
+pub(crate) struct Kind {
+    pub(crate) name: &'static str,
+    pub(crate) json: Value,
 }
 
 impl Kind {
     /// The tokenizer as the slower library loads it.
-    pub(in crate::encode) fn load(&self) -> TextTokenizer {
+    pub(crate) fn load(&self) -> TextTokenizer {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("tokenizer.json"), self.json.to_string()).unwrap();
         TextTokenizer::load(dir.path()).unwrap()
@@ -79,7 +81,7 @@ impl Kind {
 }
 
 /// Every kind, with a vocabulary of about `size` tokens trained on `text`.
-pub(in crate::encode) fn all(size: usize, text: &str) -> Vec<Kind> {
+pub(crate) fn all(size: usize, text: &str) -> Vec<Kind> {
     let byte_level =
         |name, pattern: Option<&str>, rest| byte_level(name, pattern, rest, size, text);
     let pieces = Pieces::train(size, text);
@@ -91,23 +93,23 @@ pub(in crate::encode) fn all(size: usize, text: &str) -> Vec<Kind> {
     let framed = json!([{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]);
     vec![
         byte_level("GPT-2", None, json!({"post_processor": bytes(true)})),
-        byte_level("Llama 3", Some(super::super::shape::PATTERNS[1]), json!({
+        byte_level("Llama 3", Some(PATTERNS[1]), json!({
             "model": {"ignore_merges": true},
             "special": ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>"],
             "post_processor": {"type": "Sequence", "processors": [
                 bytes(true), template("<|begin_of_text|>", json!([{"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}])),
             ]},
         })),
-        byte_level("Llama 4", Some(super::super::shape::PATTERNS[4]), json!({
+        byte_level("Llama 4", Some(PATTERNS[4]), json!({
             "special": ["<|begin_of_text|>", "<|eot|>", "<|image|>"],
         })),
-        byte_level("Qwen", Some(super::super::shape::PATTERNS[2]), json!({
+        byte_level("Qwen", Some(PATTERNS[2]), json!({
             "normalizer": {"type": "NFC"},
             "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
             "plain": ["<tool_call>", "</tool_call>", "<think>"],
             "post_processor": bytes(false),
         })),
-        byte_level("tekken", Some(super::super::shape::PATTERNS[3]), json!({
+        byte_level("tekken", Some(PATTERNS[3]), json!({
             "special": ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
             "model": {"ignore_merges": true},
             "post_processor": template("<s>", json!([{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}])),
