@@ -64,8 +64,8 @@ pub(crate) trait Reader: Send {
     fn next_chunk(&mut self) -> Result<Option<Chunk>>;
 }
 
-/// Reads the documents of `path` as preparation does, one thread, and returns the number of its pieces and
-/// records that are none; for benchmarks and tests with hostile input. `visit` is called with each piece.
+/// Reads the documents of `path` as preparation does, with one thread, for benchmarks and tests with hostile
+/// input. `visit` is called with each document's text, or piece of it, and with what is wrong with a record.
 ///
 /// # Errors
 /// Fails if `path` cannot be read.
@@ -75,8 +75,8 @@ pub fn read_documents(
     format: Option<Format>,
     field: &str,
     max_record_bytes: usize,
-    visit: &mut dyn FnMut(&str),
-) -> Result<(u64, u64)> {
+    visit: &mut dyn FnMut(Result<&str, &str>),
+) -> Result<()> {
     let options = ReadOptions {
         fields: Arc::new(Fields::parse(field)?),
         chunk_bytes: max_record_bytes,
@@ -85,19 +85,16 @@ pub fn read_documents(
         cut: Arc::new(|text| text.rfind(' ')),
     };
     let input = open(path, format, Arc::new(options))?;
-    let (mut pieces, mut bad) = (0, 0);
     for part in 0..input.parts() {
         let mut reader = input.read(part, Position::default())?;
         while let Some(chunk) = reader.next_chunk()? {
             for document in chunk.documents() {
-                match document {
-                    Ok(document) => visit(&document.text),
-                    Err(_) => bad += 1,
+                match &document {
+                    Ok(document) => visit(Ok(&document.text)),
+                    Err(bad) => visit(Err(&bad.reason)),
                 }
-                pieces += 1;
             }
         }
     }
-    input.check_unchanged()?;
-    Ok((pieces - bad, bad))
+    input.check_unchanged()
 }
