@@ -14,9 +14,10 @@ use moh_prepare::{Format, read_documents};
 const BYTES: usize = 64 << 20;
 /// Bytes of a chunk, and of the longest record.
 const CHUNK_BYTES: usize = 4 << 20;
-/// A sentence of ASCII, and one with escapes and letters of two and three bytes.
-const SENTENCES: [&str; 2] = [
+/// Sentences of ASCII, of other letters, and with an escape every few letters.
+const SENTENCES: [&str; 3] = [
     "The quick brown fox jumps over the lazy dog, and says so.\n",
+    "\u{4f60}\u{597d}\u{ff0c}\u{4e16}\u{754c}\u{3002} Gr\u{fc}\u{df}e aus K\u{f6}ln am Rhein, \u{41f}\u{440}\u{438}\u{432}\u{435}\u{442}.\n",
     "\"Gr\u{fc}\u{df}e\" \u{4f60}\u{597d}\n\t",
 ];
 
@@ -43,8 +44,8 @@ fn read(bencher: Bencher<'_, '_>, bytes: usize, path: &Path, format: Option<Form
     });
 }
 
-/// Documents of a page and of a book's chapter, of ASCII and of other letters.
-#[divan::bench(args = [(0, 8), (0, 1000), (1, 20), (1, 2000)])]
+/// Documents of a page and of a book's chapter.
+#[divan::bench(args = [(0, 8), (0, 1000), (1, 8), (1, 1000), (2, 20), (2, 2000)])]
 fn json_lines(bencher: Bencher<'_, '_>, (sentence, sentences): (usize, usize)) {
     let file = written(lines(SENTENCES[sentence], sentences).as_bytes());
     let bytes = file.as_file().metadata().unwrap().len() as usize;
