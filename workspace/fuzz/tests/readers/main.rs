@@ -5,6 +5,7 @@
 
 mod checkpoint;
 mod configuration;
+mod documents;
 mod origin;
 mod recipe;
 mod rendezvous;

@@ -7,7 +7,7 @@ use super::chunk::{BadRecord, Chunk, Content, Record};
 use super::lines::too_long;
 use super::pieces::RecordText;
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader};
+use super::{Position, ReadOptions, Reader, utf8};
 use crate::error::Place;
 use crate::fields::{ELEMENT, escape_fault};
 use crate::{Error, Result};
@@ -207,9 +207,8 @@ pub(super) fn records<'a>(
         if range.len() > options.max_record_bytes {
             return Err(bad(too_long("element", options.max_record_bytes)));
         }
-        let element = std::str::from_utf8(&bytes[range.clone()]).map_err(|fault| {
-            bad(format!("not UTF-8 at byte {} of the element", fault.valid_up_to()))
-        })?;
+        let element = utf8(&bytes[range.clone()])
+            .map_err(|at| bad(format!("not UTF-8 at byte {at} of the element")))?;
         let segments = options.fields.of_json(element, ELEMENT, &mut slots).map_err(bad)?;
         RecordText::new(segments, place, options, |string, at| escape_fault(element, string, at))
     })

@@ -3,7 +3,7 @@
 use super::chunk::{BadRecord, Chunk, Content, Record};
 use super::pieces::RecordText;
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader};
+use super::{Position, ReadOptions, Reader, utf8};
 use crate::Result;
 use crate::error::Place;
 use crate::fields::{LINE, Slots, escape_fault};
@@ -102,11 +102,9 @@ fn record<'a>(
     if line.len() > options.max_record_bytes {
         return bad(too_long("line", options.max_record_bytes));
     }
-    let mut line = match std::str::from_utf8(line) {
+    let mut line = match utf8(line) {
         Ok(line) => line,
-        Err(fault) => {
-            return bad(format!("not UTF-8 at byte {} of the line", fault.valid_up_to()));
-        }
+        Err(at) => return bad(format!("not UTF-8 at byte {at} of the line")),
     };
     if number == 1 {
         line = line.strip_prefix('\u{feff}').unwrap_or(line);

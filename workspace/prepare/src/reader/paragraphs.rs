@@ -4,7 +4,7 @@ use super::chunk::{BadRecord, Chunk, Content, Record};
 use super::lines::too_long;
 use super::pieces::RecordText;
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader};
+use super::{Position, ReadOptions, Reader, utf8};
 use crate::Result;
 use crate::error::Place;
 use crate::fields::Segment;
@@ -136,8 +136,8 @@ pub(super) fn records<'a>(
             let reason = too_long("paragraph", options.max_record_bytes);
             return Err(BadRecord { place, reason });
         }
-        let text = std::str::from_utf8(paragraph).map_err(|fault| {
-            let reason = format!("not UTF-8 at byte {} of the paragraph", fault.valid_up_to());
+        let text = utf8(paragraph).map_err(|at| {
+            let reason = format!("not UTF-8 at byte {at} of the paragraph");
             BadRecord { place, reason }
         })?;
         let text = text.trim_end_matches(['\r', '\n']);
