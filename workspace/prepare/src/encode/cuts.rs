@@ -9,11 +9,12 @@
 //! a cut are words of their own; what ends before a cut does so at a letter, for every pattern that looks ahead
 //! looks past white space alone; and nothing looks behind. [`Words::Spaces`]: a space begins a word.
 //!
-//! [`Words::None`]: the whole text is one word. If no token of the vocabulary holds a character and then
-//! [`SPACE_MARK`], then no merge ever joins that character and a space after it. Merges are applied by rank and
-//! then from left to right, and the merges of one side change neither the pairs nor the order of the other's. The
-//! mark is a token, so that no unknown token spans both sides, and the vocabulary is not consulted for whole words.
-//! For the same reason the text falls into words there, which [`Joints::words`] lists for the faster library.
+//! [`Words::None`]: the whole text is one word. If no token of the vocabulary holds two characters side by side,
+//! then no merge ever joins what is before and after a place between two such characters. Merges are applied by
+//! rank and then from left to right, and the merges of one side change neither the pairs nor the order of the
+//! other's. No token spans both sides for being unknown, because the bytes of unknown characters are tokens, which
+//! no merge joins, and the vocabulary is not consulted for whole words. So the text falls into words at all such
+//! places ([`Joints`]), of which a letter before a space is one that allows a cut.
 //!
 //! A piece that begins at a cut begins with a space, before which Metaspace puts no other. [`Prepends::Always`] puts
 //! one before every piece, so that the piece's own is left out instead; then no added token begins or ends with a
@@ -23,6 +24,7 @@ use serde_json::Value;
 use tokenizers_1::pipeline::Span;
 
 use super::shape::{Prepends, SPACE_MARK, Shape, Words};
+use super::spelling::fallback_byte;
 
 /// The places of a tokenizer's cuts.
 #[derive(Debug)]
@@ -62,7 +64,7 @@ impl Cuts {
             window[1] == b' '
                 && window[0].is_ascii_alphabetic()
                 && window[2].is_ascii_alphabetic()
-                && !self.joints.joined[usize::from(window[0])]
+                && !self.joints.are_joined(window[0], SPACE)
         };
         text.as_bytes().windows(3).rposition(is_cut).map(|before| before + 1)
     }
@@ -76,47 +78,80 @@ impl Cuts {
     }
 }
 
-/// The characters that a token can join with a space after them.
+/// The pairs of characters that stand side by side in a token, by the last byte of the first character and the
+/// first of the second. Other characters with those bytes count as joined too, and a byte that continues a character
+/// is joined with all.
 #[derive(Debug)]
 pub(super) struct Joints {
-    /// By the last byte of a character.
-    joined: [bool; 256],
+    /// By the byte before: a bit for each byte after.
+    joined: Box<[[u64; 4]; 256]>,
 }
 
+/// The first byte of [`SPACE_MARK`] here; in UTF-8 that of other characters as well.
+const SPACE: u8 = b' ';
+/// The first bytes of [`SPACE_MARK`] in UTF-8, and the others.
+const MARK: (u8, [u8; 2]) = (0xE2, [0x96, 0x81]);
+
 impl Joints {
-    /// The joints of a tokenizer; `None` if any character may be joined.
+    /// The joints of a tokenizer; `None` if any characters may be joined.
     pub(super) fn new(json: &Value, shape: Shape) -> Option<Self> {
-        let mut joined = [false; 256];
-        if shape.words == Words::None {
-            let model = &json["model"];
-            let vocabulary = model["vocab"].as_object()?;
-            if model["ignore_merges"] == true || !vocabulary.contains_key(SPACE_MARK) {
-                return None;
-            }
-            for token in vocabulary.keys() {
-                for (end, _) in token.match_indices(SPACE_MARK) {
-                    if let Some(&before) = token.as_bytes()[..end].last() {
-                        joined[usize::from(before)] = true;
-                    }
+        let mut joints = Self { joined: Box::new([[0; 4]; 256]) };
+        if shape.words != Words::None {
+            return Some(joints);
+        }
+        let model = &json["model"];
+        let vocabulary = model["vocab"].as_object()?;
+        let bytes = vocabulary.keys().filter(|token| fallback_byte(token).is_some()).count();
+        let merges = model["merges"].as_array()?;
+        let is_byte = |token: &Value| token.as_str().is_none_or(|t| fallback_byte(t).is_some());
+        let joins_bytes = merges.iter().any(|pair| is_byte(&pair[0]) || is_byte(&pair[1]));
+        if model["ignore_merges"] == true
+            || model["byte_fallback"] != true
+            || bytes != 256
+            || joins_bytes
+        {
+            return None;
+        }
+        for continuing in 0x80..0xC0 {
+            (0..=255).for_each(|before| joints.join(before, continuing));
+        }
+        for token in vocabulary.keys().filter(|token| fallback_byte(token).is_none()) {
+            let mut before = None;
+            for character in token.chars() {
+                let mut bytes = [0; 4];
+                let bytes = character.encode_utf8(&mut bytes).as_bytes();
+                if let Some(before) = before {
+                    let is_mark = bytes == SPACE_MARK.as_bytes();
+                    joints.join(before, if is_mark { SPACE } else { bytes[0] });
                 }
+                before = bytes.last().copied();
             }
         }
-        Some(Self { joined })
+        Some(joints)
     }
 
-    /// The words of a text whose spaces are [`SPACE_MARK`]: they begin with those that nothing joins with what is
-    /// before them.
+    fn join(&mut self, before: u8, after: u8) {
+        self.joined[usize::from(before)][usize::from(after / 64)] |= 1 << (after % 64);
+    }
+
+    fn are_joined(&self, before: u8, after: u8) -> bool {
+        self.joined[usize::from(before)][usize::from(after / 64)] >> (after % 64) & 1 == 1
+    }
+
+    /// The words of a text whose spaces are [`SPACE_MARK`]: they begin where no token joins two characters.
     pub(super) fn words(&self, text: &str, words: &mut Vec<Span>) {
         words.clear();
+        let text = text.as_bytes();
         let mut start = 0;
-        for place in memchr::memmem::find_iter(text.as_bytes(), SPACE_MARK) {
-            if place > start && !self.joined[usize::from(text.as_bytes()[place - 1])] {
-                words.push(Span::new(start as u32, place as u32));
-                start = place;
+        for (place, pair) in (1_usize..).zip(text.windows(2)) {
+            let is_mark = pair[1] == MARK.0 && text[place + 1..].starts_with(&MARK.1);
+            if !self.are_joined(pair[0], if is_mark { SPACE } else { pair[1] }) {
+                words.push(Span::new(start, place as u32));
+                start = place as u32;
             }
         }
-        if start < text.len() {
-            words.push(Span::new(start as u32, text.len() as u32));
+        if !text.is_empty() {
+            words.push(Span::new(start, text.len() as u32));
         }
     }
 }

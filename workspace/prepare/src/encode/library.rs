@@ -11,6 +11,7 @@ use tokenizers_1::pipeline::{
     Segment, Span, SpecialSegmentIterator, normalize_all,
 };
 use tokenizers_1::{canonicalize_value, from_json};
+use unicode_normalization::UnicodeNormalization;
 
 use super::cuts::Joints;
 use super::shape::{Shape, Words};
@@ -20,7 +21,9 @@ use super::spelling::Spelling;
 pub(super) struct Library {
     pipeline: PipelineTokenizer,
     options: EncodeOptions,
-    spelling: Spelling,
+    pub(super) spelling: Spelling,
+    /// Whether a text becomes its NFC first.
+    nfc: bool,
     /// Of a tokenizer for which a text is one word: what splits it all the same.
     joints: Option<Joints>,
     /// The buffers of each thread that encodes words.
@@ -57,15 +60,19 @@ impl Library {
             padding: Override::Off,
             truncation: Override::Off,
         };
-        Ok(Self { pipeline, options, spelling, joints, buffers: Mutex::default() })
+        let (nfc, buffers) = (shape.nfc, Mutex::default());
+        Ok(Self { pipeline, options, spelling, nfc, joints, buffers })
     }
 
     /// Appends the ids of a text; appends nothing and returns `false` if they do not spell it. `first` says whether
     /// a document begins with the text.
     pub(super) fn encode(&self, text: &str, first: bool, ids: &mut Vec<PipelineToken>) -> bool {
         let before = ids.len();
-        let spelt = self.append(text, ids)
-            && self.spelling.is_of(text, first, PipelineToken::cast_slice(&ids[before..]));
+        let spelt = self.append(text, ids) && {
+            let ids = PipelineToken::cast_slice(&ids[before..]);
+            let is_of = |text: &str| self.spelling.is_of(text, first, ids);
+            is_of(text) || self.nfc && is_of(&text.nfc().collect::<String>())
+        };
         if !spelt {
             ids.truncate(before);
         }

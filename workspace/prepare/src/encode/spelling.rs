@@ -15,11 +15,11 @@ pub(super) struct Spelling {
     prepends: Prepends,
 }
 
-/// The bytes of an id, of which most have eight or fewer.
+/// The bytes of an id, of which most have sixteen or fewer.
 #[derive(Clone, Copy, Default)]
 struct Token {
-    /// The first eight, as a little-endian number.
-    head: u64,
+    /// The first sixteen, as a little-endian number.
+    head: u128,
     start: u32,
     length: u16,
     is_added: bool,
@@ -37,9 +37,9 @@ impl Spelling {
             if id >= tokens.len() {
                 tokens.resize(id + 1, Token::default());
             }
-            let mut head = [0; 8];
+            let mut head = [0; 16];
             head.iter_mut().zip(&spelling).for_each(|(byte, &spelt)| *byte = spelt);
-            let head = u64::from_le_bytes(head);
+            let head = u128::from_le_bytes(head);
             tokens[id] = Token { head, start: bytes.len() as u32, length, is_added };
             bytes.extend(spelling);
         };
@@ -99,11 +99,11 @@ impl Spelling {
 
     /// What follows a token in a text that begins with it.
     fn strip<'t>(&self, token: &Token, text: &'t [u8]) -> Option<&'t [u8]> {
-        match text.first_chunk::<8>() {
+        match text.first_chunk::<16>() {
             // A call of memcmp would take longer.
-            Some(&head) if token.length <= 8 => {
-                let differences = u64::from_le_bytes(head) ^ token.head;
-                let differences = differences.unbounded_shl(64 - 8 * u32::from(token.length));
+            Some(&head) if token.length <= 16 => {
+                let differences = u128::from_le_bytes(head) ^ token.head;
+                let differences = differences.unbounded_shl(128 - 8 * u32::from(token.length));
                 (differences == 0).then(|| &text[usize::from(token.length)..])
             }
             _ => text.strip_prefix(self.bytes_of(token)),
@@ -131,7 +131,7 @@ fn byte_level_alphabet() -> HashMap<char, u8> {
 }
 
 /// The byte of a token such as `<0x0A>`.
-fn fallback_byte(token: &str) -> Option<u8> {
+pub(super) fn fallback_byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten()
 }

@@ -84,12 +84,19 @@ impl Kind {
 pub(crate) fn all(size: usize, text: &str) -> Vec<Kind> {
     let byte_level =
         |name, pattern: Option<&str>, rest| byte_level(name, pattern, rest, size, text);
-    let pieces = Pieces::train(size, text);
+    let metaspace = |scheme: &str, split: bool| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": split});
+    let isolated = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+    // SentencePiece splits scripts, digits and lines for Llama. Other tokens join what a word holds, or words.
+    let scripts = "\u{2581}?[\\p{L}\\p{M}]+|\\p{N}|\\s|[^\\p{L}\\p{M}\\p{N}\\s]+";
+    let pieces = Pieces::train(size, text, &[metaspace("always", true), isolated(scripts)]);
+    let joined = Pieces::train(size, text, &[metaspace("always", true)]);
+    let sentences = &text[..text.floor_char_boundary(1 << 18)];
+    let spanning =
+        Pieces::train(size, sentences, &[metaspace("always", false), isolated("[.\n]+")]);
     let llama = added(&["<unk>", "<s>", "</s>"], 0, &[]);
     let prepended = json!({"type": "Sequence", "normalizers": [
         {"type": "Prepend", "prepend": "\u{2581}"}, spaces(),
     ]});
-    let metaspace = |scheme: &str, split: bool| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": split});
     let framed = json!([{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]);
     vec![
         byte_level("GPT-2", None, json!({"post_processor": bytes(true)})),
@@ -114,7 +121,7 @@ pub(crate) fn all(size: usize, text: &str) -> Vec<Kind> {
             "model": {"ignore_merges": true},
             "post_processor": template("<s>", json!([{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}])),
         })),
-        pieces.kind("Llama 1", json!({
+        joined.kind("Llama 1", json!({
             "normalizer": prepended, "added_tokens": added(&["<unk>", "<s>", "</s>"], 0, &["normalized"]),
         })),
         pieces.kind("Llama 2", json!({"normalizer": prepended, "added_tokens": llama})),
@@ -124,25 +131,26 @@ pub(crate) fn all(size: usize, text: &str) -> Vec<Kind> {
         pieces.kind("Llama 2, not legacy", json!({
             "pre_tokenizer": metaspace("first", false), "added_tokens": llama,
         })),
-        pieces.kind("Phi 3", json!({
+        joined.kind("Phi 3", json!({
             "normalizer": prepended,
             "added_tokens": added(&["<unk>", "<s>", "</s>"], 0, &["rstrip"]),
         })),
-        pieces.kind("left-stripping", json!({
+        joined.kind("left-stripping", json!({
             "normalizer": prepended,
             "added_tokens": added(&["<unk>", "<s>", "</s>"], 0, &["lstrip"]),
         })),
         pieces.kind("Metaspace, always", json!({
             "pre_tokenizer": metaspace("always", true), "added_tokens": llama,
         })),
-        pieces.kind("Metaspace, never", json!({
+        joined.kind("Metaspace, never", json!({
             "pre_tokenizer": metaspace("never", false), "added_tokens": llama,
         })),
-        pieces.kind("Gemma", json!({
+        spanning.kind("spanning", json!({"normalizer": prepended, "added_tokens": llama})),
+        joined.kind("Gemma", json!({
             "normalizer": spaces(),
             "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false},
             "added_tokens": added(&["<unk>", "<s>", "</s>"], 0, &[]).as_array().unwrap().iter().cloned()
-                .chain(pieces.runs.iter().map(|(run, id)| described(run, *id, &[], false))).collect::<Vec<_>>(),
+                .chain(joined.runs.iter().map(|(run, id)| described(run, *id, &[], false))).collect::<Vec<_>>(),
         })),
     ]
 }
@@ -251,8 +259,8 @@ struct Pieces {
 }
 
 impl Pieces {
-    fn train(size: usize, text: &str) -> Self {
-        let words = json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true});
+    fn train(size: usize, text: &str, splits: &[Value]) -> Self {
+        let words = json!({"type": "Sequence", "pretokenizers": splits});
         let mut model = train(&words, false, size, text);
         let trained = model["vocab"].as_object().unwrap().clone();
         let names = ["<unk>", "<s>", "</s>"].map(str::to_owned).into_iter();
