@@ -3,9 +3,10 @@
 
 #![allow(clippy::unwrap_used, dead_code)] // A benchmark fails by panicking, and uses a part of the modules.
 
+#[path = "../src/encode/shape.rs"]
+mod shape;
 mod encode {
-    #[path = "../../src/encode/shape.rs"]
-    pub mod shape;
+    pub use crate::shape;
 }
 #[path = "../src/encode/tests/kinds.rs"]
 mod kinds;
