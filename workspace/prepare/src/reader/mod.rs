@@ -45,6 +45,16 @@ pub(crate) struct ReadOptions {
     pub(crate) cut: Arc<Cut>,
 }
 
+/// Maximum bytes by which a buffer grows that is too small for a record: it holds a record and little more.
+const GROWTH_BYTES: usize = 1 << 26;
+
+impl ReadOptions {
+    /// The bytes to be held in search of a record's end that is not in the first `bytes`.
+    fn grown(&self, bytes: usize) -> usize {
+        (bytes + bytes.min(GROWTH_BYTES)).min(self.max_record_bytes + 1)
+    }
+}
+
 /// A place between two records of a part of an input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Position {
