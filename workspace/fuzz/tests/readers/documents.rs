@@ -1,7 +1,6 @@
 //! The inputs of preparation: JSON, text and compressed files, and tables.
 
 use std::io::Write;
-use std::path::Path;
 use std::sync::Arc;
 
 use arrow_array::{ArrayRef, Int64Array, RecordBatch, StringArray};

@@ -155,7 +155,8 @@ impl Decoded {
 
     fn decode(&mut self, buffer: &mut Vec<u8>, bytes: usize) -> Result<usize> {
         let before = buffer.len();
-        buffer.reserve(bytes);
+        // Nothing in advance: the buffer may be that of a record of a gigabyte.
+        buffer.reserve_exact(bytes);
         let read = self.source.by_ref().take(bytes as u64).read_to_end(buffer);
         let decoded = buffer.len() - before;
         self.decoded += decoded as u64;

@@ -188,7 +188,7 @@ impl Reader for Array {
                     false => Err(self.fault("white space without an end")),
                 };
             }
-            wanted = bytes.len().saturating_mul(2).min(options.max_record_bytes + 1);
+            wanted = options.grown(bytes.len());
         }
     }
 }

@@ -50,7 +50,7 @@ impl Reader for Lines {
                 }
                 None => {
                     searched = bytes.len();
-                    wanted = bytes.len().saturating_mul(2).min(self.0.options.max_record_bytes + 1);
+                    wanted = self.0.options.grown(bytes.len());
                     continue;
                 }
             };

@@ -50,12 +50,20 @@ pub(crate) struct ReadOptions {
     pub(crate) cut: Arc<Cut>,
 }
 
+/// Maximum bytes by which a buffer grows that is too small for a record: it holds a record and little more.
+const GROWTH_BYTES: usize = 1 << 26;
+
 impl ReadOptions {
     /// Options for readers that share `memory` bytes.
     pub(crate) fn new(fields: Arc<Fields>, memory: u64, cut: Arc<Cut>) -> Self {
         // A record of JSON exists twice while it is parsed.
         let max_record_bytes = usize::try_from(memory * 2 / 3).unwrap_or(usize::MAX);
         Self { fields, chunk_bytes: CHUNK_BYTES, piece_bytes: PIECE_BYTES, max_record_bytes, cut }
+    }
+
+    /// The bytes to be held in search of a record's end that is not in the first `bytes`.
+    fn grown(&self, bytes: usize) -> usize {
+        (bytes + bytes.min(GROWTH_BYTES)).min(self.max_record_bytes + 1)
     }
 }
 

@@ -48,7 +48,7 @@ impl Reader for Paragraphs {
                 if bytes.len() > self.0.options.max_record_bytes {
                     return self.skip_paragraph(bytes).map(Some);
                 }
-                wanted = bytes.len().saturating_mul(2).min(self.0.options.max_record_bytes + 1);
+                wanted = self.0.options.grown(bytes.len());
                 continue;
             };
             if bytes.is_empty() {

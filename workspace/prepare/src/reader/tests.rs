@@ -48,8 +48,10 @@ pub(super) fn read_from(
                 Ok(document) => {
                     let is_start = matches!(document.part, Part::Whole | Part::First);
                     assert!(is_start == joined.is_none() || from != Position::default());
+                    let is_end = matches!(document.part, Part::Whole | Part::Last);
+                    assert!(is_end || document.text.ends_with(' '), "cut in a word");
                     joined.get_or_insert_default().push_str(&document.text);
-                    if matches!(document.part, Part::Whole | Part::Last) {
+                    if is_end {
                         documents.extend(joined.take().map(Ok));
                     }
                 }
@@ -299,6 +301,29 @@ fn a_changed_file_is_an_error() {
     assert!(error.contains("changed while it was read"), "{error}");
     let error = input.read(0, Position { offset: 9, record: 0 }).err().unwrap().to_string();
     assert!(error.contains("ends after 5 bytes"), "{error}");
+}
+
+#[test]
+fn a_long_string_comes_in_pieces_without_split_escapes() {
+    let word = "\\ud83d\\ude00\\n\\u00e4 ";
+    let line = format!("{{\"title\": \"T\", \"text\": \"{}\"}}", word.repeat(1000));
+    let (_dir, path) = written("a.jsonl", line.as_bytes());
+    let fields = Arc::new(Fields::parse("{title}: {text}!").unwrap());
+    for piece_bytes in 1..60 {
+        let options = Arc::new(ReadOptions { fields: fields.clone(), piece_bytes, ..options() });
+        let input = open(&path, None, options).unwrap();
+        let chunk = input.read(0, Position::default()).unwrap().next_chunk().unwrap().unwrap();
+        let pieces: Vec<_> = chunk.documents().map(Result::unwrap).collect();
+        assert!(pieces.iter().all(|piece| piece.text.len() < 2 * (piece_bytes + 20)));
+        let joined: String = pieces.iter().map(|piece| &*piece.text).collect();
+        assert_eq!(joined, format!("T: {}!", "\u{1f600}\n\u{e4} ".repeat(1000)));
+        let parts = [pieces[0].part, pieces[1].part, pieces[pieces.len() - 1].part];
+        assert_eq!(parts, [Part::First, Part::Middle, Part::Last]);
+    }
+    // What is wrong at its end is found before its first piece is given out.
+    let (_dir, path) = written("a.jsonl", line.replace(" \"}", "\\ud83d\"}").as_bytes());
+    let found = documents(&path, None, ReadOptions { piece_bytes: 9, ..options() }).unwrap();
+    assert!(matches!(&found[..], [Err(bad)] if bad.reason.contains("lone surrogate")), "{found:?}");
 }
 
 proptest! {

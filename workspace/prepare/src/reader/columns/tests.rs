@@ -236,7 +236,7 @@ fn an_empty_table_has_no_documents() {
 }
 
 #[test]
-fn a_large_value_comes_in_pieces_and_is_held_once() {
+fn a_large_value_comes_in_pieces() {
     let large = "large text ".repeat(1 << 16);
     let texts = StringArray::from_iter_values([large.as_str(), "short", large.as_str()]);
     let table = RecordBatch::try_from_iter([("text", Arc::new(texts) as ArrayRef)]).unwrap();
