@@ -1,7 +1,8 @@
 //! Documents to ids on one thread: the crate's encoder, the faster library by itself, and the slower one. The text
 //! is generated, or read from the file that `MOH_BENCH_TEXT` names.
 
-#![allow(clippy::unwrap_used, dead_code)] // A benchmark fails by panicking, and uses a part of the modules.
+// A benchmark fails by panicking. It uses a part of the modules that it shares with the crate's tests.
+#![allow(clippy::duplicate_mod, clippy::unwrap_used, dead_code, unused_imports)]
 
 #[path = "../src/encode/shape.rs"]
 mod shape;

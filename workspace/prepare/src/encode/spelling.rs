@@ -25,6 +25,17 @@ struct Token {
     is_added: bool,
 }
 
+/// By length: the bytes of a token in its [`Token::head`].
+const MASKS: [u128; 17] = {
+    let mut masks = [u128::MAX; 17];
+    let mut length = 0;
+    while length < 16 {
+        masks[length] = (1 << (8 * length)) - 1;
+        length += 1;
+    }
+    masks
+};
+
 impl Spelling {
     pub(super) fn new(json: &Value, shape: Shape) -> Self {
         let alphabet = shape.is_byte_level().then(byte_level_alphabet);
@@ -99,11 +110,10 @@ impl Spelling {
 
     /// What follows a token in a text that begins with it.
     fn strip<'t>(&self, token: &Token, text: &'t [u8]) -> Option<&'t [u8]> {
-        match text.first_chunk::<16>() {
+        match (text.first_chunk::<16>(), MASKS.get(usize::from(token.length))) {
             // A call of memcmp would take longer.
-            Some(&head) if token.length <= 16 => {
-                let differences = u128::from_le_bytes(head) ^ token.head;
-                let differences = differences.unbounded_shl(128 - 8 * u32::from(token.length));
+            (Some(&head), Some(mask)) => {
+                let differences = (u128::from_le_bytes(head) ^ token.head) & mask;
                 (differences == 0).then(|| &text[usize::from(token.length)..])
             }
             _ => text.strip_prefix(self.bytes_of(token)),
