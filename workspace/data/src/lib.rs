@@ -36,7 +36,7 @@ pub use error::{Error, Result};
 pub use input::Format;
 pub use json_lines::{JsonLine, JsonLines};
 pub use prepare::{Prepare, PreparedFile, prepare};
-pub use samples::{ORDER_VERSION, Order, Source, TrainingData};
+pub use samples::{ORDER_VERSION, Order, Source, SourceStart, TrainingData};
 pub use split::Split;
 pub use text_stream::TextStream;
 pub use token_file::TokenFile;
