@@ -181,6 +181,14 @@ impl TrainingData {
         (source, window * self.sequence_length as u64)
     }
 
+    /// Lets the system read the tokens of these samples from the disk, without waiting for it.
+    pub fn read_ahead(&self, samples: Range<u64>) {
+        for number in samples {
+            let (source, start) = self.locate(number);
+            self.files[source].read_ahead(start, self.sequence_length as u64 + 1);
+        }
+    }
+
     /// Reads sample `number`: `sequence_length + 1` tokens, the last of which is only a target.
     ///
     /// `document_start` receives, for each of the `sequence_length` positions, the position in the

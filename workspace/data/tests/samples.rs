@@ -107,6 +107,21 @@ fn data_that_follow_others_begin_after_the_windows_that_these_have_read() {
 }
 
 #[test]
+fn reading_ahead_changes_no_sample() {
+    let dir = tempfile::tempdir().unwrap();
+    let sources = [source(counting_file(&dir, "a", 0, &[3, 0, 50, 9000]), 1.0)];
+    let data = TrainingData::open(&sources, 10, Order::Shuffled, 2, 100_000).unwrap();
+    let before: Vec<_> = (0..100).map(|number| tokens(&data, number)).collect();
+    data.read_ahead(0..100);
+    data.read_ahead(u64::MAX - 1..u64::MAX);
+    let file = &data.files()[0];
+    for (start, count) in [(0, 0), (9052, 1), (9053, 7), (40, u64::MAX), (u64::MAX, 1)] {
+        file.read_ahead(start, count);
+    }
+    assert_eq!((0..100).map(|number| tokens(&data, number)).collect::<Vec<_>>(), before);
+}
+
+#[test]
 fn what_cannot_be_sampled_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = counting_file(&dir, "a", 0, &[5]);

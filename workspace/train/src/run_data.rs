@@ -1,6 +1,7 @@
 //! The texts of a run: training data, validation data, and the tokenizer that prepared both.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -24,6 +25,25 @@ pub(crate) struct ValidationText {
     /// What was evaluated of it: its content is known once the run's inputs are settled, its targets after an
     /// evaluation.
     pub evaluated: EvaluatedText,
+}
+
+/// Reads the samples of a stage.
+struct SampleReader<'a>(&'a TrainingData);
+
+impl ReadSample for SampleReader<'_> {
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        document_start: Option<&mut [u32]>,
+    ) -> Result<(), moh_step::Error> {
+        let read = self.0.sample(number, window, document_start);
+        read.map_err(moh_step::Error::samples)
+    }
+
+    fn read_ahead(&self, samples: Range<u64>) {
+        self.0.read_ahead(samples);
+    }
 }
 
 /// The opened data, checked for the same tokenizer.
@@ -86,11 +106,7 @@ impl RunData {
 
     /// Reads the samples of the stage `index`.
     pub(crate) fn sample_reader(&self, index: usize) -> impl ReadSample + Send {
-        let training = &self.training[index];
-        |number: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
-            let read = training.sample(number, window, document_start);
-            read.map_err(moh_step::Error::samples)
-        }
+        SampleReader(&self.training[index])
     }
 
     /// The number of token files of training.
