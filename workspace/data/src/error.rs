@@ -131,7 +131,7 @@ pub enum Error {
         /// Tokens of one window.
         needed: u64,
         /// The name of the windows' length.
-        length: &'static str,
+        length: String,
     },
     /// An invalid weight of a mixture.
     #[error("{}: weight {weight}: {reason}", path.display())]
@@ -163,9 +163,9 @@ impl Error {
     }
 
     /// The same error, with the user's name of the windows' length: an option, or a key.
-    pub fn with_length(mut self, name: &'static str) -> Self {
+    pub fn with_length(mut self, name: impl Into<String>) -> Self {
         if let Self::TooShort { length, .. } = &mut self {
-            *length = name;
+            *length = name.into();
         }
         self
     }

@@ -31,7 +31,7 @@ pub use error::{Error, Result};
 pub use json_lines::{JsonLine, JsonLines};
 pub use pending::{refuse_existing, with_ending};
 pub use permutation::key_of;
-pub use samples::{ORDER_VERSION, Order, Source, TrainingData};
+pub use samples::{ORDER_VERSION, Order, Source, SourceStart, TrainingData};
 pub use text_stream::TextStream;
 pub use token_file::TokenFile;
 pub use token_info::{Provenance, TokenFileInfo};

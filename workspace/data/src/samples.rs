@@ -2,9 +2,12 @@
 //! shuffle buffer and no iterator state, so training resumes at any step, on any number of ranks,
 //! at no cost. `mixture.rs` selects the source of a sample. Each source is divided into windows of
 //! sequence_length + 1 tokens that advance by sequence_length; each epoch visits every window once,
-//! in the order of a keyed permutation or front to back.
+//! in the order of a keyed permutation or front to back. Data that follow others begin at a later
+//! sample, and after the windows that those have read.
 
+use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -42,10 +45,22 @@ pub enum Order {
     Sequential,
 }
 
+/// Where the samples of a source begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SourceStart {
+    /// The number of the file, which its permutations depend on; without other data, the source's index.
+    pub number: u64,
+    /// The windows that others have read before.
+    pub windows: u64,
+}
+
 /// A mixture of token files in training order.
 #[derive(Debug)]
 pub struct TrainingData {
-    files: Vec<TokenFile>,
+    files: Vec<Arc<TokenFile>>,
+    starts: Vec<SourceStart>,
+    /// The number of the mixture's first sample.
+    first: u64,
     mixture: Mixture,
     sequence_length: usize,
     order: Order,
@@ -65,6 +80,24 @@ impl TrainingData {
         seed: u64,
         vocab_size: usize,
     ) -> Result<Self> {
+        Self::of_files(sources, sequence_length, order, seed, |_, source| {
+            let mut file = TokenFile::open(&source.path)?;
+            file.limit_vocabulary(vocab_size);
+            Ok(Arc::new(file))
+        })
+    }
+
+    /// As [`TrainingData::open`], on the files that `open` returns for the index and the source.
+    ///
+    /// # Errors
+    /// As [`TrainingData::open`]; fails if `open` does.
+    pub fn of_files(
+        sources: &[Source],
+        sequence_length: usize,
+        order: Order,
+        seed: u64,
+        mut open: impl FnMut(usize, &Source) -> Result<Arc<TokenFile>>,
+    ) -> Result<Self> {
         if sequence_length == 0 {
             return Err(Error::Argument {
                 name: "sequence_length",
@@ -76,25 +109,40 @@ impl TrainingData {
             sources.iter().map(|source| (source.path.as_path(), source.weight)).collect();
         let mixture = Mixture::new(&weights, order, seed)?;
         let mut files = Vec::with_capacity(sources.len());
-        for source in sources {
-            let mut file = TokenFile::open(&source.path)?;
-            file.limit_vocabulary(vocab_size);
+        for (index, source) in sources.iter().enumerate() {
+            let file = open(index, source)?;
             if file.num_tokens() <= sequence_length as u64 {
                 return Err(Error::TooShort {
                     path: source.path.clone(),
                     tokens: file.num_tokens(),
                     needed: sequence_length as u64 + 1,
-                    length: "the sequence length",
+                    length: "the sequence length".to_owned(),
                 });
             }
             files.push(file);
         }
-        Ok(Self { files, mixture, sequence_length, order, seed })
+        let start = |number| SourceStart { number, windows: 0 };
+        let starts = (0..files.len() as u64).map(start).collect();
+        Ok(Self { files, starts, first: 0, mixture, sequence_length, order, seed })
+    }
+
+    /// The same data, whose first sample has the number `first`, and whose sources begin at `starts`.
+    ///
+    /// # Panics
+    /// If the starts are not as many as the sources.
+    pub fn beginning_at(self, first: u64, starts: Vec<SourceStart>) -> Self {
+        assert_eq!(starts.len(), self.files.len(), "one start for each source");
+        Self { first, starts, ..self }
     }
 
     /// The token files, in the order of the sources.
-    pub fn files(&self) -> &[TokenFile] {
+    pub fn files(&self) -> &[Arc<TokenFile>] {
         &self.files
+    }
+
+    /// The number of each file; see [`SourceStart::number`].
+    pub fn file_numbers(&self) -> impl Iterator<Item = u64> {
+        self.starts.iter().map(|start| start.number)
     }
 
     /// Tokens per sample that have a target.
@@ -110,24 +158,35 @@ impl TrainingData {
         (self.files[source].num_tokens() - 1) / self.sequence_length as u64
     }
 
-    /// Samples of each source among the first `samples` of the run.
-    pub fn samples_by_source(&self, samples: u64) -> Vec<u64> {
-        self.mixture.counts(samples)
+    /// Samples of each source among those with the numbers `samples`.
+    pub fn samples_by_source(&self, samples: Range<u64>) -> Vec<u64> {
+        let [before, until] = [samples.start, samples.end]
+            .map(|number| self.mixture.counts(number.saturating_sub(self.first)));
+        until.iter().zip(before).map(|(until, before)| until.saturating_sub(before)).collect()
     }
 
     /// The source of sample `number`, and the position of its first token in that source.
     pub fn locate(&self, number: u64) -> (usize, u64) {
-        let (source, index) = self.mixture.locate(number);
-        let windows = self.num_windows(source);
+        let (source, index) = self.mixture.locate(number.saturating_sub(self.first));
+        let start = self.starts[source];
+        let (index, windows) = (index.saturating_add(start.windows), self.num_windows(source));
         let (epoch, place) = (index / windows, index % windows);
         let window = match self.order {
             Order::Sequential => place,
             Order::Shuffled => {
-                let key = key_of(&[self.seed, source as u64, epoch]);
+                let key = key_of(&[self.seed, start.number, epoch]);
                 Permutation::new(windows, key).apply(place)
             }
         };
         (source, window * self.sequence_length as u64)
+    }
+
+    /// Lets the system read the tokens of these samples from the disk, without waiting for it.
+    pub fn read_ahead(&self, samples: Range<u64>) {
+        for number in samples {
+            let (source, start) = self.locate(number);
+            self.files[source].read_ahead(start, self.sequence_length as u64 + 1);
+        }
     }
 
     /// Reads sample `number`: `sequence_length + 1` tokens, the last of which is only a target.

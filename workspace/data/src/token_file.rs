@@ -186,6 +186,27 @@ impl TokenFile {
         Ok(())
     }
 
+    /// Lets the system read `count` tokens from position `start` on from the disk, without waiting for it, so
+    /// that a later [`TokenFile::read`] finds them in memory. Where documents are not stored in their order, those
+    /// beside the first one.
+    pub fn read_ahead(&self, start: u64, count: u64) {
+        let item = self.token_type().bytes() as u64;
+        let offset = match self.index.is_contiguous() {
+            true => start.saturating_mul(item),
+            false if start < self.num_tokens() => {
+                let (sequence, first) = self.index.locate(start);
+                self.index.offset(sequence) + (start - first) * item
+            }
+            false => return,
+        };
+        let length = (self.bin.len() as u64).saturating_sub(offset).min(count.saturating_mul(item));
+        // Both are at most the length of the map. Failure costs time, nothing else.
+        #[cfg(unix)]
+        let _ = self.bin.advise_range(memmap2::Advice::WillNeed, offset as usize, length as usize);
+        #[cfg(not(unix))]
+        let _ = (offset, length);
+    }
+
     /// Reads consecutive tokens from byte `offset` on; the first is token `position`.
     fn widen(&self, offset: u64, position: u64, out: &mut [u32], limit: u64) -> Result<()> {
         let item = self.token_type().bytes();

@@ -33,7 +33,7 @@ impl Windows {
                 path: file.prefix().to_path_buf(),
                 tokens: file.num_tokens(),
                 needed: length as u64,
-                length: "the sequence length",
+                length: "the sequence length".to_owned(),
             });
         }
         let count = file.num_tokens() / length as u64;

@@ -4,7 +4,9 @@
 
 use std::path::PathBuf;
 
-use moh_data::{Error, Order, Provenance, Source, TokenFile, TokenFileWriter, TrainingData};
+use moh_data::{
+    Error, Order, Provenance, Source, SourceStart, TokenFile, TokenFileWriter, TrainingData,
+};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -77,6 +79,46 @@ fn positions_know_where_their_document_starts() {
     let (mut tokens, mut document_start) = ([0; 4], [9; 3]);
     data.sample(0, &mut tokens, Some(&mut document_start)).unwrap();
     assert_eq!(document_start, [0, 0, 0]);
+}
+
+#[test]
+fn data_that_follow_others_begin_after_the_windows_that_these_have_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let [a, b] =
+        [("a", 0), ("b", 1000)].map(|(name, first)| counting_file(&dir, name, first, &[99]));
+    let open =
+        |sources: &[Source]| TrainingData::open(sources, 4, Order::Shuffled, 3, 100_000).unwrap();
+    let first = open(&[source(a.clone(), 3.0), source(b.clone(), 1.0)]);
+    let drawn = first.samples_by_source(0..16);
+    assert_eq!(drawn, [12, 4]);
+    assert_eq!(first.samples_by_source(4..16).iter().sum::<u64>(), 12);
+    let start = |number| SourceStart { number, windows: drawn[number as usize] };
+    let second = open(&[source(b, 1.0), source(a, 1.0)]).beginning_at(16, vec![start(1), start(0)]);
+    assert_eq!(second.file_numbers().collect::<Vec<_>>(), [1, 0]);
+    assert_eq!(second.samples_by_source(16..24), [4, 4]);
+    let mut read: Vec<u32> = (0..16).map(|number| tokens(&first, number)[0]).collect();
+    read.extend((16..24).map(|number| tokens(&second, number)[0]));
+    let windows = read.len();
+    read.sort_unstable();
+    read.dedup();
+    assert_eq!(read.len(), windows, "a window came again");
+    // The first file has 24 windows, of which the next epoch begins another permutation.
+    assert!((16..200).all(|number| second.locate(number).1 <= 92));
+}
+
+#[test]
+fn reading_ahead_changes_no_sample() {
+    let dir = tempfile::tempdir().unwrap();
+    let sources = [source(counting_file(&dir, "a", 0, &[3, 0, 50, 9000]), 1.0)];
+    let data = TrainingData::open(&sources, 10, Order::Shuffled, 2, 100_000).unwrap();
+    let before: Vec<_> = (0..100).map(|number| tokens(&data, number)).collect();
+    data.read_ahead(0..100);
+    data.read_ahead(u64::MAX - 1..u64::MAX);
+    let file = &data.files()[0];
+    for (start, count) in [(0, 0), (9052, 1), (9053, 7), (40, u64::MAX), (u64::MAX, 1)] {
+        file.read_ahead(start, count);
+    }
+    assert_eq!((0..100).map(|number| tokens(&data, number)).collect::<Vec<_>>(), before);
 }
 
 #[test]

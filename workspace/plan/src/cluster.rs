@@ -83,7 +83,7 @@ impl PredictedSpeed {
     fn new(work: &Work, hardware: &Hardware, checkpoint: Option<f64>) -> PredictedSpeed {
         let step = StepTime::new(work, hardware);
         let tokens_per_second = work.stage.batch_tokens as f64 / step.total();
-        let flops = work.model.flops_per_token(work.recipe.data.sequence_length).training();
+        let flops = work.model.flops_per_token(work.sequence_length()).training();
         let rate = hardware.matmul(work.recipe.run.dtype) * work.layout.ranks() as f64;
         let steps = work.stage.num_steps();
         let every = work.recipe.checkpoint.every_steps;

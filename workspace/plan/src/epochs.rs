@@ -1,5 +1,6 @@
 //! How often a run reads its token files.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use moh_data::TrainingData;
@@ -33,23 +34,33 @@ impl SourceEpochs {
         )
     }
 
-    /// The sources of all stages of `recipe`, whose training data is `data`. Samples that the run has
-    /// passed over count as drawn.
-    pub fn of_run(recipe: &Recipe, data: &TrainingData, passed_over: u64) -> Vec<Self> {
-        let length = data.sequence_length();
-        let samples = recipe
-            .stages
-            .iter()
-            .map(|stage| stage.num_steps().saturating_mul(stage.batch_sequences(length)));
-        let drawn = data.samples_by_source(samples.fold(passed_over, u64::saturating_add));
-        let sources = data.files().iter().zip(drawn).enumerate();
-        let of_source =
-            |(index, (file, drawn)): (usize, (&moh_data::TokenFile, u64))| SourceEpochs {
-                path: file.prefix().to_owned(),
-                tokens_drawn: drawn.saturating_mul(length as u64),
-                tokens: file.num_tokens(),
-                epochs: drawn as f64 / data.num_windows(index) as f64,
-            };
-        sources.map(of_source).collect()
+    /// The sources of all stages of `recipe`, whose training data are `data`, each file once. Samples that the run
+    /// has passed over count as drawn, by the last stage.
+    pub fn of_run(recipe: &Recipe, data: &[TrainingData], passed_over: u64) -> Vec<Self> {
+        // By number, with the samples drawn by the number of windows, which follows from the sequence length.
+        let mut sources: BTreeMap<u64, (Self, BTreeMap<u64, u64>)> = BTreeMap::new();
+        let mut samples = 0u64..0;
+        for (index, (stage, data)) in recipe.stages.iter().zip(data).enumerate() {
+            let passed_over = if index + 1 == recipe.stages.len() { passed_over } else { 0 };
+            let count = recipe.num_samples(stage).saturating_add(passed_over);
+            samples = samples.end..samples.end.saturating_add(count);
+            let drawn = data.samples_by_source(samples.clone());
+            let files = data.file_numbers().zip(data.files()).zip(drawn).enumerate();
+            for (index, ((number, file), drawn)) in files {
+                let (source, samples) = sources.entry(number).or_insert_with(|| {
+                    let (path, tokens) = (file.prefix().to_owned(), file.num_tokens());
+                    (SourceEpochs { path, tokens_drawn: 0, tokens, epochs: 0.0 }, BTreeMap::new())
+                });
+                let tokens = drawn.saturating_mul(data.sequence_length() as u64);
+                source.tokens_drawn = source.tokens_drawn.saturating_add(tokens);
+                let samples = samples.entry(data.num_windows(index)).or_insert(0);
+                *samples = drawn.saturating_add(*samples);
+            }
+        }
+        let with_epochs = |(source, samples): (Self, BTreeMap<u64, u64>)| {
+            let epochs = samples.iter().map(|(&windows, &drawn)| drawn as f64 / windows as f64);
+            SourceEpochs { epochs: epochs.sum(), ..source }
+        };
+        sources.into_values().map(with_epochs).collect()
     }
 }

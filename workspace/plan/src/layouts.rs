@@ -144,7 +144,7 @@ fn layouts(model: &ModelConfig, ranks: usize, hardware: &Hardware) -> Vec<Layout
 
 /// Micro-batch sizes that divide the step.
 fn micro_batches(recipe: &Recipe, stage: &Stage) -> impl Iterator<Item = usize> {
-    let sequences = stage.batch_sequences(recipe.data.sequence_length);
+    let sequences = recipe.batch_sequences(stage);
     let divides = move |&count: &u64| sequences.is_multiple_of(count);
     // At most 64, so the conversion is exact.
     (1..=MAX_SEQUENCES.min(sequences)).filter(divides).map(|count| count as usize)

@@ -97,6 +97,8 @@ pub struct StagePlan {
     pub batch_tokens: u64,
     /// Tokens of the stage, in whole batches.
     pub tokens: u64,
+    /// Tokens of a sequence.
+    pub sequence_length: usize,
     /// Sequences of the stage.
     pub samples: u64,
     /// Micro-batches of a step, over all processes.
@@ -155,7 +157,8 @@ impl Plan {
                 Path::new(&path).is_file()
             })
         };
-        if !recipe.data.sources.iter().all(exists) {
+        let mut sources = recipe.stages.iter().flat_map(|stage| recipe.stage_data(stage).sources);
+        if !sources.all(exists) {
             return Ok(Plan { sources: None, ..self });
         }
         let training = open_training(recipe, self.vocabulary.1)?;
@@ -188,7 +191,7 @@ fn grow_vocabulary(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
 }
 
 fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<StagePlan, Error> {
-    let length = recipe.data.sequence_length;
+    let length = recipe.stage_data(stage).sequence_length;
     let dense = ModelConfig { moh: None, ..model.clone() };
     let work = Work::alone(recipe, stage, model)?;
     let flops = work.model.flops_per_token(length);
@@ -201,7 +204,8 @@ fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<Sta
         steps,
         batch_tokens: stage.batch_tokens,
         tokens: steps.saturating_mul(stage.batch_tokens),
-        samples: steps.saturating_mul(stage.batch_sequences(length)),
+        sequence_length: length,
+        samples: recipe.num_samples(stage),
         micro_batches: work.micro_batches(),
         parallel: stage.parallel,
         memory: RankMemory::fullest(&work)?,

@@ -259,7 +259,7 @@ impl InTrainingElements for Buffers<'_> {
         let step = StepConfig { micro_batch: batch, ..step_config(recipe, work.stage) };
         let data_ranks = work.layout.data.max(1);
         ranks::values(memory)?;
-        ModelBuffers::<_, T>::zeros(memory, config, layout, length)?;
+        ModelBuffers::<_, T>::zeros(memory, config, layout, recipe.longest_sequence())?;
         let shard = Shard { rank: 0, size: data_ranks };
         OptimizerState::<_, M>::zeros::<T>(memory, layout, shard)?;
         let passes = PassSizes::new(config, layout, part, step.pass_shape())?;

@@ -131,6 +131,11 @@ impl Plan {
         table.each("steps", stages, |stage| group_digits(stage.steps))?;
         table.each("tokens per step", stages, |stage| group_digits(stage.batch_tokens))?;
         table.each("tokens", stages, |stage| group_digits(stage.tokens))?;
+        if stages.iter().any(|stage| stage.sequence_length != stages[0].sequence_length) {
+            table.each("tokens per sequence", stages, |stage| {
+                group_digits(stage.sequence_length as u64)
+            })?;
+        }
         table.each("sequences", stages, |stage| group_digits(stage.samples))?;
         table.each("micro-batches per step", stages, |stage| group_digits(stage.micro_batches))?;
         table.each("tensor x pipeline parallel", stages, |stage| {
@@ -139,7 +144,7 @@ impl Plan {
     }
 
     fn write_sources(&self, table: &mut Table) -> fmt::Result {
-        table.title("Token files, read by all stages")?;
+        table.title("Token files, over all stages")?;
         let Some(sources) = &self.sources else {
             return writeln!(
                 table.f,

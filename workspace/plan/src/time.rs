@@ -135,7 +135,7 @@ impl PerToken {
     fn new(work: &Work, rank: usize) -> PerToken {
         let model = &work.model;
         let tensor = work.layout.tensor.max(1) as f64;
-        let keys = (work.recipe.data.sequence_length as f64 + 1.0) / 2.0;
+        let keys = (work.sequence_length() as f64 + 1.0) / 2.0;
         let active = |layer| work.model.layer_heads(layer).active() as f64;
         let active = mean(work, rank, active) / tensor;
         PerToken {

@@ -1,17 +1,62 @@
-//! The training data that a recipe names.
+//! The training data of a recipe's stages.
+//!
+//! Samples are numbered over the whole run. Stages with the same sources, order and sequence length continue one
+//! mixture, so that those of other data between them take none of its samples. A file that several mixtures read
+//! in the same windows continues too: no window comes again before all have been read.
 
-use moh_data::TrainingData;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use moh_data::{Source, SourceStart, TokenFile, TrainingData};
 use moh_recipe::Recipe;
 
 use crate::Error;
 
-/// Opens the training data of `recipe`, for a model with `vocab_size` rows of its embedding.
+/// Opens the training data of each stage of `recipe`, for a model with `vocab_size` rows of its embedding. A file
+/// that several stages read is opened once.
 ///
 /// # Errors
 /// Fails if a file is missing or invalid, or shorter than one window.
-pub fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<TrainingData, Error> {
-    let data = &recipe.data;
-    let (length, seed) = (data.sequence_length, recipe.run.seed);
-    let opened = TrainingData::open(&data.sources, length, data.order, seed, vocab_size);
-    Ok(opened.map_err(|error| error.with_length("data.sequence_length"))?)
+pub fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<Vec<TrainingData>, Error> {
+    let numbers = recipe.file_numbers();
+    let mut files: BTreeMap<u64, Arc<TokenFile>> = BTreeMap::new();
+    let mut opened: Vec<TrainingData> = Vec::new();
+    for (index, (stage, numbers)) in recipe.stages.iter().zip(&numbers).enumerate() {
+        let data = recipe.stage_data(stage);
+        let (length, seed) = (data.sequence_length, recipe.run.seed);
+        let open = |source: usize, Source { path, .. }: &Source| {
+            if let Some(file) = files.get(&numbers[source]) {
+                return Ok(Arc::clone(file));
+            }
+            let mut file = TokenFile::open(path)?;
+            file.limit_vocabulary(vocab_size);
+            let file = Arc::new(file);
+            files.insert(numbers[source], Arc::clone(&file));
+            Ok(file)
+        };
+        let training = TrainingData::of_files(data.sources, length, data.order, seed, open)
+            .map_err(|error| error.with_length(stage.data_key("sequence_length")))?;
+        let start = |&number: &u64| SourceStart { number, windows: 0 };
+        let (mut first, mut starts): (u64, Vec<_>) = (0, numbers.iter().map(start).collect());
+        let mut samples = 0u64..0;
+        for (stage, training) in recipe.stages[..index].iter().zip(&opened) {
+            samples = samples.end..samples.end.saturating_add(recipe.num_samples(stage));
+            let other = recipe.stage_data(stage);
+            if other.has_samples_of(&data) {
+                continue;
+            }
+            first = first.saturating_add(samples.end - samples.start);
+            if !other.visits_windows_of(&data) {
+                continue;
+            }
+            let drawn = training.samples_by_source(samples.clone());
+            for (number, drawn) in training.file_numbers().zip(drawn) {
+                for start in starts.iter_mut().filter(|start| start.number == number) {
+                    start.windows = start.windows.saturating_add(drawn);
+                }
+            }
+        }
+        opened.push(training.beginning_at(first, starts));
+    }
+    Ok(opened)
 }

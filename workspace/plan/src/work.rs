@@ -133,14 +133,19 @@ impl<'a> Work<'a> {
         self.parts.iter().skip(rank).step_by(self.layout.pipeline.max(1))
     }
 
+    /// Tokens of a sequence.
+    pub fn sequence_length(&self) -> usize {
+        self.recipe.stage_data(self.stage).sequence_length
+    }
+
     /// Tokens of a micro-batch.
     pub fn tokens(&self) -> u128 {
-        (self.recipe.data.sequence_length as u128).saturating_mul(self.micro_batch as u128)
+        (self.sequence_length() as u128).saturating_mul(self.micro_batch as u128)
     }
 
     /// Micro-batches of a step, over all ranks.
     pub fn micro_batches(&self) -> u64 {
-        let sequences = self.stage.batch_sequences(self.recipe.data.sequence_length);
+        let sequences = self.recipe.batch_sequences(self.stage);
         sequences / (self.micro_batch as u64).max(1)
     }
 

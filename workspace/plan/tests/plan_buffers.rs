@@ -14,7 +14,7 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 use moh_plan::{Layout, Plan, RankMemory, step_config};
-use moh_recipe::Recipe;
+use moh_recipe::{Recipe, Stage, StageDataOptions};
 use moh_step::guard::Limits;
 use moh_step::{OptimizerState, Ranks, StepGroups, Stepper, Update};
 
@@ -68,15 +68,15 @@ fn planned(memory: &RankMemory) -> Found {
     Found { buffers, scratch: memory.other.thread_scratch }
 }
 
-/// Constructs what a run constructs on this rank, takes two steps, the second with norms by block, and
+/// Constructs what a run constructs on this rank in the stage `index`, takes two steps, the second with norms by block, and
 /// says what was allocated before them; on the one thread of its pool.
 fn allocated<T: Element, G: Element, M: Element>(
-    recipe: &Recipe,
+    (recipe, index): (&Recipe, usize),
     config: &ModelConfig,
     layout: Layout,
     world: &World,
 ) -> Found {
-    let (stage, length) = (&recipe.stages[0], recipe.data.sequence_length);
+    let (stage, length) = (&recipe.stages[index], recipe.data.sequence_length);
     let config = ModelConfig { moh: stage.moh_config(config).unwrap(), ..config.clone() };
     let before = Cpu.allocated();
     let all = world.group().clone();
@@ -91,7 +91,7 @@ fn allocated<T: Element, G: Element, M: Element>(
     let mut model = Model::<Cpu, T>::of_part::<moh_model::Error>(
         Cpu,
         config,
-        length,
+        recipe.longest_sequence(),
         parallel,
         layout.data,
         |_, values| {
@@ -135,6 +135,15 @@ fn allocated<T: Element, G: Element, M: Element>(
 /// Compares every rank of a layout.
 fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str]) {
     let (recipe, config) = read(overrides);
+    compare_stage::<T, G, M>(layout, (&recipe, 0), &config);
+}
+
+/// As [`compare`], in the stage `index`.
+fn compare_stage<T: Element, G: Element, M: Element>(
+    layout: Layout,
+    (recipe, index): (&Recipe, usize),
+    config: &ModelConfig,
+) {
     let run = |world: World| {
         let (recipe, config) = (recipe.clone(), config.clone());
         std::thread::spawn(move || {
@@ -146,9 +155,9 @@ fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str
                     NonZeroUsize::new(layout.pipeline).unwrap(),
                 );
                 let place: Coordinates = arranged.unwrap().coordinates(world.rank());
-                let stage = &recipe.stages[0];
+                let stage = &recipe.stages[index];
                 let memory = RankMemory::of_rank(&recipe, stage, &config, layout, place).unwrap();
-                let found = allocated::<T, G, M>(&recipe, &config, layout, &world);
+                let found = allocated::<T, G, M>((&recipe, index), &config, layout, &world);
                 assert_eq!(found, planned(&memory), "{layout:?} {place:?}");
                 world.close().unwrap();
                 memory.total()
@@ -160,11 +169,11 @@ fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str
     let fullest = totals.max().unwrap();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
     let plan = pool.install(|| {
-        let plan = Plan::new(&recipe, &config).unwrap();
+        let plan = Plan::new(recipe, config).unwrap();
         let path = Path::new("recipe.toml");
-        plan.on_ranks(&recipe, path, &config, layout.ranks(), None).unwrap()
+        plan.on_ranks(recipe, path, config, layout.ranks(), None).unwrap()
     });
-    assert_eq!(plan.cluster.unwrap().stages[0].memory.total(), fullest, "{layout:?}");
+    assert_eq!(plan.cluster.unwrap().stages[index].memory.total(), fullest, "{layout:?}");
 }
 
 #[test]
@@ -182,6 +191,18 @@ fn one_rank_allocates_what_is_planned() {
     for recompute in ["none", "cheap", "block"] {
         let recompute = format!("memory.recompute={recompute}");
         compare::<bf16, f32, f32>(Layout::ALONE, &[&recompute, QWEN3, "run.dtype=bf16"]);
+    }
+}
+
+#[test]
+fn stages_of_other_sequence_lengths_allocate_what_is_planned() {
+    let (mut recipe, config) = read(&["stage.moh.data.sequence_length=7"]);
+    let mut long = Stage { name: "long".to_owned(), ..recipe.stages[0].clone() };
+    let (sequence_length, document_mask) = (Some(161), Some(false));
+    long.data = Some(StageDataOptions { sequence_length, document_mask, ..Default::default() });
+    recipe.stages.push(long);
+    for index in [0, 1] {
+        compare_stage::<f32, f32, f32>(Layout::ALONE, (&recipe, index), &config);
     }
 }
 

@@ -10,6 +10,24 @@ fn root() -> PathBuf {
 }
 
 #[test]
+fn the_papers_mixture_can_be_copied_into_a_recipe_or_a_stage() {
+    let text = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
+    let (recipe, mixture) = (text("recipes/moh-llama3-8b.toml"), text("recipes/data/table-b.toml"));
+    let own = "[[data.sources]]\npath = \"data/train\"\nweight = 1.0\n";
+    let path = Path::new("recipe.toml");
+    let all = Recipe::parse(&recipe.replace(own, &mixture), path, &[]).unwrap();
+    assert_eq!(all.data.sources.len(), 7);
+    let percent: f64 = all.data.sources.iter().map(|source| source.weight).sum();
+    assert!((99.99..100.01).contains(&percent), "{percent}");
+    let of_stage = mixture.replace("[[data.sources]]", "[[stage.data.sources]]");
+    let next = "[precision]";
+    let one = recipe.replace(next, &format!("{of_stage}\n{next}"));
+    let one = Recipe::parse(&one, path, &[]).unwrap();
+    assert_eq!(one.stage_data(&one.stages[0]).sources, one.data.sources);
+    assert_eq!(one.stage_data(&one.stages[1]).sources, all.data.sources);
+}
+
+#[test]
 fn the_papers_recipe_has_the_papers_plan() {
     let path = root().join("recipes/moh-llama3-8b.toml");
     // Paths in a recipe are relative to the current directory, which is the crate's in a test.

@@ -16,6 +16,7 @@ pub mod reader;
 mod schedule;
 pub mod shell;
 mod stage;
+mod stage_data;
 mod stand_in;
 #[cfg(test)]
 mod tests;
@@ -39,6 +40,7 @@ pub use problem::Problem;
 pub use reader::element_name;
 pub use schedule::Schedule;
 pub use stage::{AttentionKind, Decay, LearningRateOptions, MohOptions, ParallelOptions, Stage};
+pub use stage_data::{StageData, StageDataOptions};
 pub use validate::fine_name;
 pub use validation_sets::{ValidationSet, key as validation_key};
 
@@ -110,11 +112,11 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// `[data]`: the token files and their order.
+/// `[data]`: the token files and their order, of every stage that does not say otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataOptions {
-    /// Tokens of one training sequence.
+    /// Tokens of one sequence, of training and of validation.
     pub sequence_length: usize,
     /// Order of the sequences; default: shuffled.
     #[serde(default)]
@@ -307,7 +309,7 @@ impl Recipe {
 
     /// Fills in the defaults that depend on other keys.
     fn fill_in(&mut self) {
-        self.model.fill_in(self.data.sequence_length);
+        self.model.fill_in(self.longest_sequence());
         for stage in &mut self.stages {
             match stage.attention {
                 AttentionKind::Dense => stage.moh = None,

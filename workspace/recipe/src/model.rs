@@ -68,7 +68,7 @@ pub struct NewModel {
     /// Width of one head; default: `hidden_size / num_attention_heads`, and 128 in a Qwen3.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
-    /// Maximum sequence length; default: the recipe's `sequence_length`.
+    /// Maximum sequence length; default: the longest `sequence_length` of the recipe.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_position_embeddings: Option<usize>,
     /// Added to the mean square in RMSNorm; default: 1e-5.

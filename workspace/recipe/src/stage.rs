@@ -7,6 +7,8 @@ use moh_model::{
 use moh_step::Hyperparameters;
 use serde::{Deserialize, Serialize};
 
+use crate::StageDataOptions;
+
 /// `[[stage]]`: a training stage with its own schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -25,6 +27,9 @@ pub struct Stage {
     /// is dense, so that one override gives the dense baseline.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moh: Option<MohOptions>,
+    /// What the stage reads in place of the run's `[data]`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<StageDataOptions>,
     /// The learning-rate schedule.
     pub learning_rate: LearningRateOptions,
     /// AdamW.
@@ -145,11 +150,6 @@ impl Stage {
     /// Optimiser steps of that many tokens in this stage's batches.
     pub fn steps_of(&self, tokens: u64) -> u64 {
         tokens.div_ceil(self.batch_tokens.max(1))
-    }
-
-    /// Sequences per optimiser step.
-    pub fn batch_sequences(&self, sequence_length: usize) -> u64 {
-        self.batch_tokens / (sequence_length as u64).max(1)
     }
 
     /// The learning rates of the stage's steps.

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::path::Path;
 
-use moh_data::Order;
+use moh_data::{Order, Source};
 use moh_kernels::ElementType;
 use moh_model::ModelConfig;
 use moh_step::Hyperparameters;
@@ -205,32 +205,62 @@ fn check_new(faults: &mut Faults, new: &NewModel) -> Option<ModelConfig> {
 
 fn check_data(faults: &mut Faults, recipe: &Recipe) {
     let data = &recipe.data;
-    let length = data.sequence_length;
-    faults.check(
-        (2..=MAX_SEQUENCE_LENGTH).contains(&length),
-        "data.sequence_length",
-        length,
-        format!("must be from 2 to {MAX_SEQUENCE_LENGTH} tokens"),
-    );
-    if data.sources.is_empty() {
-        faults.add("data.sources", "must name at least one token file");
+    check_length(faults, "data.sequence_length", data.sequence_length);
+    check_sources(faults, "data.sources", &data.sources, data.order, "data.order");
+    check_validation(faults, &data.validation);
+}
+
+fn check_length(faults: &mut Faults, key: &str, length: usize) {
+    let fine = (2..=MAX_SEQUENCE_LENGTH).contains(&length);
+    faults.check(fine, key, length, format!("must be from 2 to {MAX_SEQUENCE_LENGTH} tokens"));
+}
+
+/// Checks the sources of a mixture, which are at `key`; their order is at `order_key`.
+fn check_sources(
+    faults: &mut Faults,
+    key: &str,
+    sources: &[Source],
+    order: Order,
+    order_key: &str,
+) {
+    if sources.is_empty() {
+        faults.add(key, "must name at least one token file");
     }
-    for (index, source) in data.sources.iter().enumerate() {
-        faults.path(&format!("data.sources.{index}.path"), &source.path);
-        let key = format!("data.sources.{index}.weight");
+    for (index, source) in sources.iter().enumerate() {
+        faults.path(&format!("{key}.{index}.path"), &source.path);
+        let key = format!("{key}.{index}.weight");
         let weight = source.weight;
         let fine = weight.is_finite() && weight > 0.0;
         faults.check(fine, &key, weight, "must be a finite number above 0");
-        if fine && data.order == Order::Sequential && faults.is_known("data.order") {
+        if fine && order == Order::Sequential && faults.is_known(order_key) {
             let reason = "must be 1 with order = \"sequential\", which reads each file once";
             faults.check(weight == 1.0, &key, weight, reason);
         }
     }
-    let weights: f64 = data.sources.iter().map(|source| source.weight).sum();
-    if weights == f64::INFINITY && data.sources.iter().all(|source| source.weight.is_finite()) {
-        faults.add("data.sources", "weights must have a finite sum");
+    let weights: f64 = sources.iter().map(|source| source.weight).sum();
+    if weights == f64::INFINITY && sources.iter().all(|source| source.weight.is_finite()) {
+        faults.add(key, "weights must have a finite sum");
     }
-    check_validation(faults, &data.validation);
+}
+
+/// Checks what a stage reads in place of the run's data.
+fn check_stage_data(faults: &mut Faults, recipe: &Recipe, stage: &Stage) {
+    let Some(own) = &stage.data else { return };
+    let key = |rest: &str| stage_key(stage, &format!("data.{rest}"));
+    if let Some(length) = own.sequence_length {
+        check_length(faults, &key("sequence_length"), length);
+    }
+    let data = recipe.stage_data(stage);
+    if let Some(sources) = &own.sources {
+        check_sources(faults, &key("sources"), sources, data.order, &stage.data_key("order"));
+    } else if own.order == Some(Order::Sequential)
+        && recipe.data.order != Order::Sequential
+        && faults.is_complete("data.sources")
+        && data.sources.iter().any(|source| source.weight != 1.0)
+    {
+        let reason = "reads each file once, but data.sources have weights other than 1: give the stage its own";
+        faults.check(false, &key("order"), "\"sequential\"", reason);
+    }
 }
 
 fn check_validation(faults: &mut Faults, sets: &[ValidationSet]) {
@@ -318,14 +348,15 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
         check_name(faults, &format!("stage.{index}.name"), name, names.insert(name), "stage");
         check_stage(faults, stage);
         check_moments(faults, stage, recipe.precision.moments);
-        if faults.is_known("data.sequence_length") {
-            check_batch(faults, stage, recipe.data.sequence_length);
+        check_stage_data(faults, recipe, stage);
+        if faults.is_known(&stage.data_key("sequence_length")) {
+            check_batch(faults, stage, recipe.stage_data(stage).sequence_length);
         }
     }
 }
 
 /// The full key of a stage's key.
-fn stage_key(stage: &Stage, key: &str) -> String {
+pub(super) fn stage_key(stage: &Stage, key: &str) -> String {
     let name = if stage.name.is_empty() { "?" } else { &stage.name };
     format!("stage.{name}.{key}")
 }
@@ -452,16 +483,16 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<KeyFault
     faults.list
 }
 
+/// Checks a sequence length against the model's longest context.
+fn check_context(faults: &mut Faults, key: &str, length: usize, model: &ModelConfig) {
+    let longest = model.max_position_embeddings;
+    let reason = format!("the model supports {longest} tokens (max_position_embeddings)");
+    faults.check(length <= longest, key, length, reason);
+}
+
 /// Checks the keys that depend on the model.
 fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
-    let length = recipe.data.sequence_length;
-    let longest = model.max_position_embeddings;
-    faults.check(
-        length <= longest,
-        "data.sequence_length",
-        length,
-        format!("the model supports {longest} tokens (max_position_embeddings)"),
-    );
+    check_context(faults, "data.sequence_length", recipe.data.sequence_length, model);
     if let Some(size) = recipe.model.vocab_size {
         faults.check(
             size >= model.vocab_size,
@@ -475,6 +506,9 @@ fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
             continue;
         }
         let key = |rest: &str| stage_key(stage, rest);
+        if let Some(length) = stage.data.as_ref().and_then(|own| own.sequence_length) {
+            check_context(faults, &stage.data_key("sequence_length"), length, model);
+        }
         let routing_is_known =
             faults.is_complete(&key("moh")) && faults.is_known(&key("attention"));
         if routing_is_known && let Err(error) = stage.moh_config(model) {

@@ -61,7 +61,7 @@ pub enum Error {
         /// How it lies to the input.
         relation: &'static str,
         /// The input's key in the recipe.
-        key: &'static str,
+        key: String,
         /// The input.
         input: PathBuf,
     },

@@ -227,7 +227,7 @@ fn samples_of(recipe: &Recipe, mut steps: u64) -> u64 {
     let mut samples = 0;
     for stage in &recipe.stages {
         let taken = steps.min(stage.num_steps());
-        samples += taken * stage.batch_sequences(recipe.data.sequence_length);
+        samples += taken * recipe.batch_sequences(stage);
         steps -= taken;
     }
     samples

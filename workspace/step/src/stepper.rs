@@ -66,6 +66,8 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     data_parallel: DataParallel<B, T, G>,
     sums: StepSums<B>,
     config: StepConfig,
+    /// The first sample of the step whose samples were read ahead.
+    ahead: Option<u64>,
     host: HostBatch,
     all_ranks: Group,
     /// Whether the next step measures its norms by block.
@@ -107,6 +109,11 @@ pub trait ReadSample {
         window: &mut [u32],
         document_start: Option<&mut [u32]>,
     ) -> Result<(), Error>;
+
+    /// Hears which samples this rank reads next, so that they can be brought into memory meanwhile.
+    fn read_ahead(&self, samples: Range<u64>) {
+        let _ = samples;
+    }
 }
 
 impl<F> ReadSample for F
@@ -231,6 +238,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 document_start: vec![0; if config.document_mask { tokens } else { 0 }],
             },
             config,
+            ahead: None,
             all_ranks: groups.all,
             measures_norms: false,
             squared_block_norms: block_norms,
@@ -412,6 +420,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         };
         self.sums.zero(backend)?;
         self.gradients.mark_stale();
+        self.read_ahead(&read, first);
         for i in 0..self.passes.len() {
             let pass = self.passes[i];
             let pass_slot =
@@ -452,6 +461,22 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             self.data_parallel.start_zero_gradients(&mut self.gradients, model.layout())?;
         }
         Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
+    }
+
+    /// Has the samples of the step after the one from `first` on read while this step is computed, and those
+    /// of this step if it is no step's next one.
+    fn read_ahead(&mut self, read: &impl ReadSample, first: u64) {
+        if !self.activations.read_tokens() {
+            return;
+        }
+        let _data = span::enter("data");
+        let next = first.saturating_add(self.config.batch_sequences());
+        let micro_batch = self.config.micro_batch as u64;
+        let [start, end] = [self.own.start, self.own.end].map(|number| number as u64 * micro_batch);
+        for step in [first, next].into_iter().filter(|&step| self.ahead != Some(step)) {
+            read.read_ahead(step.saturating_add(start)..step.saturating_add(end));
+        }
+        self.ahead = Some(next);
     }
 
     /// Reads the micro-batch that starts at sample `first` and copies it to the device.

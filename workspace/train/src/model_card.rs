@@ -38,13 +38,19 @@ pub(crate) fn of_directory(name: Option<&str>, directory: Option<&Path>) -> Resu
 pub(crate) fn trained_origin(origin: &Origin, recipe: &Recipe, state: &RunState) -> Origin {
     let mut origin = origin.clone();
     if state.step > 0 {
+        // The stages that have begun.
+        let stages = recipe.stages.iter().take(state.stage + usize::from(state.stage_step > 0));
+        let mut lengths: Vec<usize> =
+            stages.map(|stage| recipe.stage_data(stage).sequence_length).collect();
+        lengths.dedup();
+        let lengths = lengths.into_iter().map(|length| group_digits(length as u64));
         origin.made.push(format!(
             "`moh-train` trained it on {} tokens in {} steps, on sequences of {} tokens:",
             group_digits(state.tokens),
             group_digits(state.step),
-            group_digits(recipe.data.sequence_length as u64)
+            lengths.collect::<Vec<_>>().join(" and then ")
         ));
-        origin.made.push(stages(recipe, state));
+        origin.made.push(self::stages(recipe, state));
     }
     if !state.evaluations.is_empty() {
         origin

@@ -37,7 +37,7 @@ impl Rates {
         backend: &B,
         ranks: usize,
     ) -> Self {
-        let per_token = model.flops_per_token(recipe.data.sequence_length).training();
+        let per_token = model.flops_per_token(recipe.stage_data(stage).sequence_length).training();
         let device = || peak_tflops(&backend.name(), recipe.run.dtype);
         Rates {
             flops: per_token * stage.batch_tokens as f64 / ranks as f64,

@@ -1,7 +1,9 @@
 //! The texts of a run: training data, validation data, and the tokenizer that prepared both.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TokenizerMatch, TrainingData, Windows};
 use moh_plan::open_training;
@@ -25,9 +27,31 @@ pub(crate) struct ValidationText {
     pub evaluated: EvaluatedText,
 }
 
+/// Reads the samples of a stage.
+struct SampleReader<'a>(&'a TrainingData);
+
+impl ReadSample for SampleReader<'_> {
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        document_start: Option<&mut [u32]>,
+    ) -> Result<(), moh_step::Error> {
+        let read = self.0.sample(number, window, document_start);
+        read.map_err(moh_step::Error::samples)
+    }
+
+    fn read_ahead(&self, samples: Range<u64>) {
+        self.0.read_ahead(samples);
+    }
+}
+
 /// The opened data, checked for the same tokenizer.
 pub(crate) struct RunData {
-    pub training: TrainingData,
+    /// The training data of each stage.
+    pub training: Vec<TrainingData>,
+    /// The token files of training, each once, with their keys in the recipe.
+    training_files: Vec<(String, Arc<TokenFile>)>,
     /// The validation sets, in the recipe's order.
     pub validation: Vec<ValidationText>,
     /// `None` if the model has no tokenizer.
@@ -52,7 +76,10 @@ impl RunData {
         let training = open_training(recipe, vocab_size)?;
         let validation = open_validation(recipe, vocab_size)?;
         let tokenizer = source.tokenizer()?;
-        let mut data = RunData { training, validation, tokenizer, tokenizer_remarks: Vec::new() };
+        let training_files = training_files(recipe, &training);
+        let tokenizer_remarks = Vec::new();
+        let mut data =
+            RunData { training, training_files, validation, tokenizer, tokenizer_remarks };
         data.check_tokenizer(allow_other_tokenizer)?;
         Ok(data)
     }
@@ -77,18 +104,19 @@ impl RunData {
         Ok(())
     }
 
-    /// Reads the samples of training.
-    pub(crate) fn sample_reader(&self) -> impl ReadSample + Send {
-        |number: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
-            let read = self.training.sample(number, window, document_start);
-            read.map_err(moh_step::Error::samples)
-        }
+    /// Reads the samples of the stage `index`.
+    pub(crate) fn sample_reader(&self, index: usize) -> impl ReadSample + Send {
+        SampleReader(&self.training[index])
     }
 
-    /// All token files, with their keys in the recipe.
+    /// The number of token files of training.
+    pub(crate) fn num_training_files(&self) -> usize {
+        self.training_files.len()
+    }
+
+    /// All token files, with their keys in the recipe: those of training before those of validation.
     pub(crate) fn token_files(&self) -> Vec<(String, &TokenFile)> {
-        let sources = self.training.files().iter().enumerate();
-        let sources = sources.map(|(index, file)| (format!("data.sources.{index}"), file));
+        let sources = self.training_files.iter().map(|(key, file)| (key.clone(), &**file));
         let validation = self.validation.iter();
         let validation = validation.map(|set| (set.key.clone(), set.windows.file()));
         sources.chain(validation).collect()
@@ -104,12 +132,24 @@ impl RunData {
     /// The token files that record documents without an end-of-text token, each once.
     pub(crate) fn without_end_of_text(&self) -> BTreeSet<&Path> {
         let validation = self.validation.iter().map(|set| set.windows.file());
-        let files = self.training.files().iter().chain(validation);
+        let files = self.training_files.iter().map(|(_, file)| &**file).chain(validation);
         let has_none = |file: &&TokenFile| {
             file.info().is_some_and(|info| info.eos_token == DocumentEnd::Nothing)
         };
         files.filter(has_none).map(TokenFile::prefix).collect()
     }
+}
+
+/// The token files of all stages, each once, with their keys in the recipe.
+fn training_files(recipe: &Recipe, training: &[TrainingData]) -> Vec<(String, Arc<TokenFile>)> {
+    let mut files = BTreeMap::new();
+    for (stage, data) in recipe.stages.iter().zip(training) {
+        let sources = stage.data_key("sources");
+        for (index, (number, file)) in data.file_numbers().zip(data.files()).enumerate() {
+            files.entry(number).or_insert_with(|| (format!("{sources}.{index}"), Arc::clone(file)));
+        }
+    }
+    files.into_values().collect()
 }
 
 fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationText>, Error> {

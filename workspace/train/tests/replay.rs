@@ -28,6 +28,7 @@ fn every_step_has_the_numbers_of_the_run() {
         &["checkpoint.every_steps=4"][..],
         &["memory.recompute=block", "data.document_mask=true"],
         &["run.dtype=bf16", "precision.moments=bf16", "model.new.model_type=qwen3"],
+        &["stage.moh.data={sequence_length=16, document_mask=true}"],
     ] {
         let place = TestRun::new();
         let recipe = place.recipe(changes);

@@ -115,6 +115,20 @@ fn a_run_returns_to_an_earlier_step_and_passes_over_samples() {
 }
 
 #[test]
+fn a_stage_with_its_own_data_passes_over_samples_as_one_with_the_runs() {
+    for (changes, samples, _) in cases() {
+        let place = test_run(&samples, Fault::NotFinite);
+        let expected = finish(&recipe_in(&place, changes, "run"));
+        // Another mixture, whose windows are those of the run's because there is one file.
+        let path = place.dir.path().join("text");
+        let own = format!("stage.moh.data.sources=[{{path=\"{}\",weight=2}}]", path.display());
+        let recipe = recipe_in(&place, &[changes, &[&own]].concat(), "own");
+        assert!(finish(&recipe) == expected, "{changes:?}");
+        assert!(!rewinds(&recipe).is_empty());
+    }
+}
+
+#[test]
 fn a_run_that_is_killed_at_any_moment_of_a_rewind_ends_the_same() {
     for (changes, samples, _) in cases() {
         let place = test_run(&samples, Fault::NotFinite);

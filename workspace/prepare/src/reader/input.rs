@@ -18,7 +18,6 @@ pub(crate) struct OpenInput {
     path: PathBuf,
     options: Arc<ReadOptions>,
     format: Format,
-    compression: Compression,
     table: Option<Table>,
     /// What the file was when it was opened; `None` for a pipe.
     identity: Option<Identity>,
@@ -75,9 +74,8 @@ pub(crate) fn open(
         return Err(Error::input(path, reason));
     }
     let format = format_of(path, start, format)?;
-    let compression = decoded.compression();
     let table = match format {
-        Format::Parquet if identity.is_none() || compression != Compression::None => {
+        Format::Parquet if identity.is_none() || decoded.compression() != Compression::None => {
             // The end of Parquet says where its columns are.
             let reason = "a compressed file or a pipe with Parquet: write it to a file first";
             return Err(Error::input(path, reason));
@@ -88,15 +86,10 @@ pub(crate) fn open(
     };
     let pipe = Mutex::new(identity.is_none().then_some(decoded));
     let path = path.to_path_buf();
-    Ok(OpenInput { path, options, format, compression, table, identity, pipe })
+    Ok(OpenInput { path, options, format, table, identity, pipe })
 }
 
 impl OpenInput {
-    /// Its format.
-    pub(crate) fn format(&self) -> Format {
-        self.format
-    }
-
     /// What the file was when it was opened; `None` for a pipe.
     pub(crate) fn identity(&self) -> Option<Identity> {
         self.identity

@@ -211,7 +211,7 @@ impl RunDirectory {
     /// [`Error::HoldsInput`] with the first such input.
     pub fn check_inputs<'a>(
         &self,
-        inputs: impl Iterator<Item = (&'static str, &'a Path, bool)>,
+        inputs: impl Iterator<Item = (String, &'a Path, bool)>,
     ) -> Result<(), Error> {
         let root = absolute(&self.root);
         for (key, input, is_model) in inputs {

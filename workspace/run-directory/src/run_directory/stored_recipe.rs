@@ -100,7 +100,10 @@ impl RunDirectory {
             return Ok(false);
         }
         let stored = self.stored_recipe()?;
-        let has_record = self.inputs().is_file();
+        // Files that several stages read are read on, so another path must not make two of one, nor one of two.
+        let (before, mut now) = (stored.file_numbers(), recipe.file_numbers());
+        now.truncate(before.len());
+        let may_move = self.inputs().is_file() && before == now;
         let longer = longer_stages(&stored, recipe);
         let appended = appended_stages(&stored, recipe);
         let is_appended = |key: &str| {
@@ -111,7 +114,7 @@ impl RunDirectory {
             !may_change(&change.key)
                 && !longer.contains(&change.key)
                 && !is_appended(&change.key)
-                && (!has_record || !names_input(&change.key))
+                && (!may_move || !names_input(&change.key))
         };
         let changes: Vec<KeyChange> =
             changes(&stored, recipe)?.into_iter().filter(forbidden).collect();
@@ -204,7 +207,10 @@ pub(super) fn may_change(key: &str) -> bool {
 
 /// Whether the key names an input by its path alone.
 fn names_input(key: &str) -> bool {
-    (key.starts_with("data.sources.") && key.ends_with(".path"))
+    // After the stage's name, which may be "data" itself.
+    let of_stage = key.strip_prefix("stage.").and_then(|rest| rest.split_once('.'));
+    let data = of_stage.map_or(key, |(_, key)| key);
+    (data.starts_with("data.sources.") && data.ends_with(".path"))
         || ["model.from", "model.revision", "model.tokenizer"].contains(&key)
 }
 

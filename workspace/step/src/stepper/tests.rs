@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::sync::Mutex;
 
 use moh_comm::{RankLayout, World};
 use moh_hf::ConfigFile;
@@ -171,4 +172,49 @@ fn a_step_that_is_not_applied_leaves_nothing_behind() {
             });
         }
     }
+}
+
+/// Records what is read ahead and what is read.
+#[derive(Default)]
+struct Recording {
+    ahead: Mutex<Vec<Range<u64>>>,
+    read: Mutex<Vec<u64>>,
+}
+
+impl ReadSample for &Recording {
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        _: Option<&mut [u32]>,
+    ) -> Result<(), Error> {
+        self.read.lock().unwrap().push(number);
+        window.fill(3);
+        Ok(())
+    }
+
+    fn read_ahead(&self, samples: Range<u64>) {
+        self.ahead.lock().unwrap().push(samples);
+    }
+}
+
+#[test]
+fn each_rank_reads_its_samples_of_the_next_step_ahead() {
+    let ranks = Ranks { data: 2, tensor: 1, pipeline: 1, tied: false, reduce: ElementType::F32 };
+    on_ranks(2, |world| {
+        let Rank { mut model, mut optimizer, mut stepper } = Rank::<f32>::new(world, ranks);
+        let recording = Recording::default();
+        let own = 2 * world.rank() as u64;
+        // The third step follows a return that passes over samples.
+        for (number, first) in (1..).zip([0, 4, 20]) {
+            let update = Update { number, learning_rate: 1e-2, limits: Limits::FINITE };
+            stepper.step(&mut model, &mut optimizer, &recording, first, update).unwrap();
+        }
+        let starts = |starts: &[u64]| -> Vec<_> {
+            starts.iter().map(|start| start + own..start + own + 2).collect()
+        };
+        assert_eq!(*recording.ahead.lock().unwrap(), starts(&[0, 4, 8, 20, 24]));
+        let read: Vec<u64> = starts(&[0, 4, 20]).into_iter().flatten().collect();
+        assert_eq!(*recording.read.lock().unwrap(), read);
+    });
 }

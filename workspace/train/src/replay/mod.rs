@@ -185,7 +185,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         growth::reopen(&mut state, job.recipe);
         let mut config = source.config().clone();
         config.moh = attention_before(job.recipe, source, &state)?;
-        let length = job.recipe.data.sequence_length;
+        let length = job.recipe.longest_sequence();
         let (mut model, mut optimizer);
         if let Some(stored) = stored {
             let whole = ModelParallel::whole(&config);
@@ -243,7 +243,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
     ) -> Result<(), Error> {
         let guard = &self.job.recipe.guard;
         let update = self.state.next_update(stage, guard);
-        let (read, first) = (self.job.data.sample_reader(), self.state.sample);
+        let (read, first) = (self.job.data.sample_reader(self.state.stage), self.state.sample);
         let result = stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?;
         self.state.count(stage, guard, &result, stepper.config().batch_sequences());
         Ok(())
@@ -256,7 +256,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         stepper: &mut Stepper<B, T, G>,
     ) -> Result<Replay, Error> {
         let update = self.state.next_update(stage, &self.job.recipe.guard);
-        let (read, first) = (self.job.data.sample_reader(), self.state.sample);
+        let (read, first) = (self.job.data.sample_reader(self.state.stage), self.state.sample);
         let mut seen = Seen {
             blocks: vec![BlockMagnitudes::default(); self.model.config().num_hidden_layers],
             routing: self.model.routing_statistics()?,
@@ -278,7 +278,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             blocks: seen.blocks,
             gradients,
             routing: seen.routing,
-            samples: samples::sources(&self.job.data.training, samples)?,
+            samples: samples::sources(&self.job.data.training[self.state.stage], samples)?,
         })
     }
 }

@@ -74,14 +74,20 @@ impl Job<'_> {
             ("model.tokenizer", model.tokenizer.as_deref()),
         ];
         let directories =
-            directories.into_iter().filter_map(|(key, path)| Some((key, path?, true)));
-        let sources = recipe.data.sources.iter().map(|source| ("data.sources", &*source.path));
+            directories.into_iter().filter_map(|(key, path)| Some((key.to_owned(), path?, true)));
+        let sources = recipe.stages.iter().flat_map(|stage| {
+            let key = stage.data_key("sources");
+            let sources = recipe.stage_data(stage).sources.iter();
+            sources.map(move |source| (key.clone(), &*source.path))
+        });
+        let named = |(key, path): (&str, _)| (key.to_owned(), path);
         let sets = recipe.data.validation.iter().map(|set| ("data.validation", &*set.path));
         // The run's own recipe is one of its files.
         let own = run.recipe().canonicalize().ok();
         let is_own = own.is_some_and(|own| self.path.canonicalize().is_ok_and(|path| path == own));
         let recipe = (!is_own).then_some(("--recipe", self.path));
-        let files = sources.chain(sets).chain(recipe).map(|(key, path)| (key, path, false));
+        let files = sources.chain(sets.chain(recipe).map(named));
+        let files = files.map(|(key, path)| (key, path, false));
         Ok(run.check_inputs(directories.chain(files))?)
     }
 

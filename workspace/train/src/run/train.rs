@@ -31,7 +31,12 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
         let Resolved { job, mut ranks, run, recipe, source, data, .. } = resolved;
         let names_others = ranks.rank0_decides::<Error>(|| {
             let stored = run.stored_recipe()?;
-            Ok(stored.data != recipe.data || stored.model != recipe.model)
+            let stage_data = |recipe: &Recipe| -> Vec<_> {
+                recipe.stages.iter().map(|stage| stage.data.clone()).collect()
+            };
+            Ok(stored.data != recipe.data
+                || stored.model != recipe.model
+                || stage_data(&stored) != stage_data(recipe))
         })?;
         if names_others || !ranks.any(data.is_err())? {
             let (data, resumes, stop) = (&ranks.agree(data)?, state.resumes, job.options.stop);

@@ -13,13 +13,13 @@ use std::sync::atomic::AtomicBool;
 
 use moh_data::TokenFile;
 use moh_kernels::Backend;
-use moh_recipe::Recipe;
+use moh_recipe::{Recipe, is_below};
 use moh_run_directory::RunDirectory;
 use moh_step::Ranks;
 
 use self::model_files::ModelFiles;
 pub(crate) use self::record::check_order;
-use self::record::{FileRecord, Record};
+use self::record::{FileRecord, Record, VALIDATION};
 use self::token_files::TokenFileState;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
@@ -68,7 +68,7 @@ impl RunInputs<'_> {
         if self.check_ids(ranks, &files, record, events)? == InputCheck::Stopped {
             return Ok(None);
         }
-        let sets = found.get(self.data.training.files().len()..).unwrap_or_default();
+        let sets = found.get(self.data.num_training_files()..).unwrap_or_default();
         token_files::share_contents(ranks, sets).map(Some)
     }
 
@@ -206,8 +206,7 @@ impl RunInputs<'_> {
 /// Warnings of validation sets whose token file is one of those of training, by content.
 fn trained_and_validated(files: &[(String, &TokenFile)], found: &[TokenFileState]) -> Vec<String> {
     let all = files.iter().zip(found).map(|((key, file), found)| (key, file, &found.content));
-    let (sources, sets): (Vec<_>, Vec<_>) =
-        all.partition(|(key, ..)| key.starts_with("data.sources."));
+    let (sources, sets): (Vec<_>, Vec<_>) = all.partition(|(key, ..)| !is_below(key, VALIDATION));
     let mut warnings = Vec::new();
     for (key, file, content) in sets {
         if let Some((source, ..)) = sources.iter().find(|(_, _, trained)| *trained == content) {

@@ -15,7 +15,7 @@ use crate::Error;
 use moh_files::unless_missing;
 
 /// Begins the keys of the validation sets' files.
-const VALIDATION: &str = "data.validation";
+pub(super) const VALIDATION: &str = "data.validation";
 /// The version of the format.
 const FORMAT: u32 = 1;
 /// Maximum bytes of a record: tens of thousands of token files.
@@ -206,9 +206,9 @@ impl Record {
 ///
 /// # Errors
 /// Fails also if the record cannot be read.
-pub(crate) fn check_order(run: &RunDirectory, training: &TrainingData) -> Result<(), Error> {
+pub(crate) fn check_order(run: &RunDirectory, training: &[TrainingData]) -> Result<(), Error> {
     let path = run.inputs();
-    let is_mixture = training.files().len() > 1;
+    let is_mixture = training.iter().any(|data| data.files().len() > 1);
     if !is_mixture
         || Record::of_run(&path, true)?.is_some_and(|record| record.order_version == ORDER_VERSION)
     {

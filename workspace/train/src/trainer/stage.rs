@@ -174,7 +174,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let norms = self.inputs.recipe.log.norms_every_steps;
         let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
         work.stepper.measure_block_norms(is_due);
-        let (read, first) = (self.data.sample_reader(), self.state.sample);
+        let (read, first) = (self.data.sample_reader(self.state.stage), self.state.sample);
         let stepper = &mut work.stepper;
         Ok(stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?)
     }

@@ -130,7 +130,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let parallel = parallel_at(recipe, state.stage);
     let divided = divide(ranks, parallel, &config);
     let (groups, place) = ranks.agree(divided)?;
-    let (length, size) = (recipe.data.sequence_length, groups.data.size());
+    let (length, size) = (recipe.longest_sequence(), groups.data.size());
     if stored.is_none() && !source.is_checkpoint() {
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
         let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;

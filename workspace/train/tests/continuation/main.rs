@@ -7,6 +7,7 @@ mod damage;
 mod evaluations;
 mod interruption;
 mod results;
+mod stage_data;
 #[path = "../support/mod.rs"]
 mod support;
 
