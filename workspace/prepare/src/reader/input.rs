@@ -17,7 +17,7 @@ use crate::{Error, Result};
 pub(crate) struct OpenInput {
     path: PathBuf,
     options: Arc<ReadOptions>,
-    format: Format,
+    pub(super) format: Format,
     table: Option<Table>,
     /// What the file was when it was opened; `None` for a pipe.
     identity: Option<Identity>,

@@ -74,7 +74,7 @@ pub(super) fn documents(
     for part in 0..input.parts() {
         let chunks = read_from(&input, part, Position::default())?;
         for (index, &(_, end)) in chunks.iter().enumerate() {
-            if input.format() == Format::Text && end.record == 0 {
+            if input.format == Format::Text && end.record == 0 {
                 continue;
             }
             let joined = |chunks: &[(Vec<Read>, Position)]| -> Vec<Read> {
@@ -241,7 +241,7 @@ fn the_elements_of_an_array_are_documents() {
 fn the_format_is_that_of_the_content_then_of_the_name() {
     let format = |name: &str, content: &str, given| {
         let (_dir, path) = written(name, content.as_bytes());
-        open(&path, given, Arc::new(options())).unwrap().format()
+        open(&path, given, Arc::new(options())).unwrap().format
     };
     let cases = [
         ("a.JSON", "", Format::JsonLines),
@@ -281,7 +281,7 @@ fn a_pipe_is_read_once() {
     std::thread::scope(|scope| {
         scope.spawn(|| std::fs::write(&path, "{\"text\": \"one\"}\n".repeat(2000)).unwrap());
         let input = open(&path, None, Arc::new(options())).unwrap();
-        assert_eq!((input.format(), input.identity()), (Format::JsonLines, None));
+        assert_eq!((input.format, input.identity()), (Format::JsonLines, None));
         input.check_unchanged().unwrap();
         let chunks = read_from(&input, 0, Position::default()).unwrap();
         assert_eq!(chunks.iter().map(|(documents, _)| documents.len()).sum::<usize>(), 2000);

@@ -205,7 +205,7 @@ fn the_row_groups_are_parts() {
     let path = dir.path().join("a.txt");
     std::fs::write(&path, parquet_in_groups(&table(), Compression::SNAPPY)).unwrap();
     let input = open(&path, None, Arc::new(options())).unwrap();
-    assert_eq!((input.format(), input.parts()), (Format::Parquet, 4));
+    assert_eq!((input.format, input.parts()), (Format::Parquet, 4));
 }
 
 #[test]
