@@ -117,7 +117,7 @@ fn faults_leave_nothing_behind() {
     let fail = |inputs: &[PathBuf]| run(&tokenizer, inputs, &prefix, false).unwrap_err();
     assert!(matches!(fail(&[good.clone(), bad]), Error::Record { place: Place::Line(2), .. }));
     assert!(matches!(fail(&[good.clone(), missing]), Error::File(_)));
-    assert!(matches!(fail(&[out.clone()]), Error::Input { .. }));
+    assert!(matches!(fail(std::slice::from_ref(&out)), Error::Input { .. }));
     assert!(matches!(fail(&[empty]), Error::Options { .. }));
     assert!(matches!(fail(&[]), Error::Options { .. }));
     assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
