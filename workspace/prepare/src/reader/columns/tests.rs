@@ -1,5 +1,6 @@
 //! Documents in tables, whole and damaged.
 
+use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,6 +13,7 @@ use arrow_buffer::NullBuffer;
 use arrow_ipc::CompressionType;
 use arrow_ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use arrow_schema::{DataType, Field};
+use flate2::write::GzEncoder;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{BrotliLevel, Compression, Encoding, GzipLevel, ZstdLevel};
 use parquet::file::properties::{WriterProperties, WriterVersion};
@@ -223,6 +225,20 @@ fn a_format_that_does_not_fit_is_refused() {
     std::fs::write(&path, "text").unwrap();
     let error = refusal(&path, Format::Parquet);
     assert!(error.contains("is not Parquet, which --format says"), "{error}");
+}
+
+#[test]
+fn a_compressed_file_gives_the_rows_of_arrow_but_not_of_parquet() {
+    let gzip = |bytes: &[u8]| {
+        let mut encoder = GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        encoder.write_all(bytes).unwrap();
+        encoder.finish().unwrap()
+    };
+    for bytes in [arrow_file(&table(), None), arrow_stream(&table(), None)] {
+        assert_eq!(read(&gzip(&bytes), "text").unwrap(), read(&bytes, "text").unwrap());
+    }
+    let error = error(&gzip(&parquet(&table(), WriterProperties::default())), "text");
+    assert!(error.contains("a compressed file or a pipe with Parquet: write it to"), "{error}");
 }
 
 #[test]
