@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Kills a preparation at random moments until it ends, and compares its files with those of one that ran through.
+
+    tools/data/kills.py --program target/release/moh-data --tokenizer tok128k --text text.jsonl --kills 40
+
+The text is divided among 20 files: plain, gzip, Zstandard if the program zstd is there, and JSON arrays.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+FILES = 20
+
+
+def inputs(text, directory):
+    """The files of the text."""
+    lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number in range(FILES):
+        part = lines[len(lines) * number // FILES : len(lines) * (number + 1) // FILES]
+        path = directory / f"part{number:02}.jsonl"
+        if number % 4 == 1:
+            with gzip.open(path.with_suffix(".jsonl.gz"), "wt", encoding="utf-8", compresslevel=1) as file:
+                file.writelines(part)
+        elif number % 4 == 2:
+            path.with_suffix(".json").write_text("[" + ",".join(part) + "]", encoding="utf-8")
+        else:
+            path.write_text("".join(part), encoding="utf-8")
+            if number % 4 == 3 and shutil.which("zstd"):
+                subprocess.run(["zstd", "-q", "--rm", path], check=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--program", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    chance = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory(dir=arguments.text.resolve().parent) as name:
+        directory = Path(name)
+        (directory / "in").mkdir()
+        inputs(arguments.text, directory / "in")
+
+        def command(out):
+            options = ["--split", "0.95,0.05", "--exact-dedup", "--sync-every", "0.05"]
+            words = [arguments.program, "prepare", "--tokenizer", arguments.tokenizer, *options]
+            return [*words, "--out", directory / out, directory / "in"]
+
+        started = time.perf_counter()
+        subprocess.run(command("whole"), check=True, capture_output=True)
+        whole = time.perf_counter() - started
+        kills, done = 0, False
+        while not done:
+            process = subprocess.Popen(command("cut"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            # While kills are left, each comes after little enough time for the others to come before the end.
+            left = max(arguments.kills - kills, 0)
+            patience = chance.uniform(0, 2.5 * whole / (left + 1)) if left else None
+            try:
+                code = process.wait(patience)
+                if code:
+                    sys.exit(f"failed with exit code {code} after {kills} kills")
+                done = True
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                kills += 1
+        for part in ("train", "validation"):
+            for ending in ("bin", "idx", "json"):
+                files = [(directory / f"{out}-{part}.{ending}").read_bytes() for out in ("whole", "cut")]
+                if files[0] != files[1]:
+                    sys.exit(f"{part}.{ending} differs after {kills} kills")
+        left = [path.name for path in directory.iterdir() if path.name.endswith(".prepare")]
+        if left:
+            sys.exit(f"left behind: {left}")
+        info = json.loads((directory / "cut-train.json").read_text())
+    print(f"{kills} kills of a preparation of {whole:.1f} s: the same bytes, {info['tokens']} tokens")
+
+
+if __name__ == "__main__":
+    main()
