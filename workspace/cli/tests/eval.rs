@@ -11,8 +11,8 @@ use moh_model::HeadCounts;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use support::{
-    VOCABULARY, edit_config, failure, fixtures, names, program, stderr, stdout, success, trainable,
-    uniform, workplace, write_moh, write_tokenizer, write_tokens,
+    VOCABULARY, edit_config, failure, fixtures, names, prepare_text, program, stderr, stdout,
+    success, trainable, uniform, workplace, write_moh, write_tokenizer, write_tokens,
 };
 
 mod support;
@@ -354,8 +354,7 @@ fn token_files_and_models_that_do_not_fit_are_refused() {
     write_tokenizer(&root.join("source"), "w0");
     write_tokenizer(&root.join("other"), "w1");
     fs::write(root.join("words.txt"), "w1 w2 w3 ".repeat(40)).unwrap();
-    let prepare = "prepare --no-append-eos --tokenizer other --out theirs words.txt";
-    success(program(env!("CARGO_BIN_EXE_moh-data"), root).args(prepare.split(' ')));
+    prepare_text(&root.join("other"), &root.join("words.txt"), &root.join("theirs"));
     let line = "loss --model source --data theirs --sequence-length 10";
     let message = failure(root, &mut moh_eval(root, line), 1);
     assert!(message.starts_with("theirs.json: prepared with another tokenizer"), "{message}");
@@ -382,13 +381,8 @@ fn the_stories_of_the_fixtures_have_their_known_loss() {
     let dir = tempfile::tempdir().unwrap();
     let (model, stories) =
         (fixtures.join("stories260K"), fixtures.join("data/stories-valid.jsonl"));
-    let mut prepare = program(env!("CARGO_BIN_EXE_moh-data"), dir.path());
     // The known loss is that of stories without an end-of-text token.
-    prepare
-        .args(["prepare", "--no-append-eos", "--out", "valid", "--tokenizer"])
-        .arg(&model)
-        .arg(stories);
-    success(&mut prepare);
+    prepare_text(&model, &stories, &dir.path().join("valid"));
     let mut command = moh_eval(dir.path(), "loss --data valid --sequence-length 256");
     let text = success(command.arg("--model").arg(model));
     // shared/fixtures/README.md: windows of 256 tokens with 255 targets each.

@@ -7,7 +7,7 @@
 #[path = "../src/encode/shape.rs"]
 mod shape;
 mod encode {
-    pub use crate::shape;
+    pub(crate) use crate::shape;
 }
 #[path = "../src/encode/tests/kinds.rs"]
 mod kinds;

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{PROGRAM, moh_train, prepared};
 use crate::support::{
-    VOCABULARY, failure, program, stderr, success, write_tokenizer, write_tokens,
+    VOCABULARY, failure, prepare_text, program, stderr, success, write_tokenizer, write_tokens,
 };
 
 #[test]
@@ -155,16 +155,7 @@ fn a_token_file_of_another_tokenizer_is_refused() {
     write_tokenizer(&root.join("other"), "w1");
     fs::write(root.join("words.txt"), "w1 w2 w3 ".repeat(40)).unwrap();
     let prepare = |tokenizer: &str, out: &str| {
-        let mut command = program(env!("CARGO_BIN_EXE_moh-data"), root);
-        success(command.args([
-            "prepare",
-            "--no-append-eos",
-            "--tokenizer",
-            tokenizer,
-            "--out",
-            out,
-            "words.txt",
-        ]));
+        prepare_text(&root.join(tokenizer), &root.join("words.txt"), &root.join(out));
     };
     prepare("other", "theirs");
     prepare("source", "ours");
