@@ -11,11 +11,14 @@ use moh_model::HeadCounts;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use support::{
-    VOCABULARY, edit_config, failure, fixtures, names, prepare_text, program, stderr, stdout,
-    success, trainable, uniform, workplace, write_moh, write_tokenizer, write_tokens,
+    VOCABULARY, edit_config, failure, fixtures, names, program, stderr, stdout, success, trainable,
+    uniform, workplace, write_moh, write_tokenizer, write_tokens,
 };
+use texts::prepare_text;
 
 mod support;
+#[path = "support/texts.rs"]
+mod texts;
 
 fn moh_eval(dir: &Path, line: &str) -> Command {
     let mut command = program(env!("CARGO_BIN_EXE_moh-eval"), dir);

@@ -6,12 +6,10 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::atomic::AtomicBool;
 
-use moh_data::{Provenance, TextTokenizer, TokenFileWriter};
+use moh_data::{Provenance, TokenFileWriter};
 use moh_hf::ConfigFile;
 use moh_model::{HeadCounts, MohConfig, RouterKind};
-use moh_prepare::{AppendEos, Prepare, prepare};
 use serde_json::{Value, json};
 
 pub mod options;
@@ -98,14 +96,6 @@ pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
     let mut writer = TokenFileWriter::replace(prefix, vocabulary).unwrap();
     writer.push_document(&ids).unwrap();
     writer.finish(Provenance::default()).unwrap();
-}
-
-/// Writes the token file `prefix` of a text, by the tokenizer of a directory, without end-of-text tokens.
-pub fn prepare_text(tokenizer: &Path, text: &Path, prefix: &Path) {
-    let tokenizer = TextTokenizer::load(tokenizer).unwrap();
-    let (inputs, append_eos) = ([text.to_owned()], AppendEos::Never);
-    let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, prefix) };
-    prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
 }
 
 /// Writes the model in `source` as a model whose tokens select heads.

@@ -13,6 +13,8 @@ mod refusals;
 mod stopping;
 #[path = "../support/mod.rs"]
 mod support;
+#[path = "../support/texts.rs"]
+mod texts;
 mod tracing;
 #[path = "../../../report/tests/report/whole_page.rs"]
 mod whole_page;

@@ -6,8 +6,9 @@ use serde_json::Value;
 
 use super::{PROGRAM, moh_train, prepared};
 use crate::support::{
-    VOCABULARY, failure, prepare_text, program, stderr, success, write_tokenizer, write_tokens,
+    VOCABULARY, failure, program, stderr, success, write_tokenizer, write_tokens,
 };
+use crate::texts::prepare_text;
 
 #[test]
 fn recipes_that_do_not_fit_are_refused() {
