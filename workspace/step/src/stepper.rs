@@ -420,7 +420,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         };
         self.sums.zero(backend)?;
         self.gradients.mark_stale();
-        self.read_ahead(&read, first);
         for i in 0..self.passes.len() {
             let pass = self.passes[i];
             let pass_slot =
@@ -428,8 +427,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             let number = (self.own.start + pass.micro_batch) as u64;
             if pass.forward {
                 if pass.chunk == 0 && self.activations.read_tokens() {
-                    let first = first + number * self.config.micro_batch as u64;
-                    self.upload(backend, &read, first, pass.tokens)?;
+                    self.upload(backend, &read, first, number, pass.tokens)?;
                 }
                 let _forward = span::enter_numbered("forward", number);
                 let data_parallel = &mut self.data_parallel;
@@ -466,11 +464,10 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     /// Has the samples of the step after the one from `first` on read while this step is computed, and those
     /// of this step if it is no step's next one.
     fn read_ahead(&mut self, read: &impl ReadSample, first: u64) {
-        if !self.activations.read_tokens() {
+        let next = first.saturating_add(self.config.batch_sequences());
+        if self.ahead == Some(next) {
             return;
         }
-        let _data = span::enter("data");
-        let next = first.saturating_add(self.config.batch_sequences());
         let micro_batch = self.config.micro_batch as u64;
         let [start, end] = [self.own.start, self.own.end].map(|number| number as u64 * micro_batch);
         for step in [first, next].into_iter().filter(|&step| self.ahead != Some(step)) {
@@ -479,15 +476,18 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.ahead = Some(next);
     }
 
-    /// Reads the micro-batch that starts at sample `first` and copies it to the device.
+    /// Reads micro-batch `number` of the step that starts at sample `first`, and copies it to the device.
     fn upload(
         &mut self,
         backend: &B,
         read: &impl ReadSample,
         first: u64,
+        number: u64,
         slot: usize,
     ) -> Result<(), Error> {
         let _data = span::enter("data");
+        self.read_ahead(read, first);
+        let first = first + number * self.config.micro_batch as u64;
         self.host.read(self.config.sequence_length, read, first)?;
         let HostBatch { ids, targets, document_start, .. } = &self.host;
         Ok(self.activations.upload_to(slot, backend, ids, targets, document_start)?)
