@@ -9,6 +9,7 @@ mod content;
 mod document_end;
 mod error;
 mod json_lines;
+mod lengths;
 mod mapped;
 mod mixture;
 mod pending;
@@ -23,12 +24,14 @@ mod token_writer;
 mod tokenizer;
 mod tokenizer_content;
 mod tokenizer_match;
+mod verify;
 mod windows;
 
 pub use content::TokenFileContent;
 pub use document_end::DocumentEnd;
 pub use error::{Error, Result};
 pub use json_lines::{JsonLine, JsonLines};
+pub use lengths::{DocumentLengths, LengthBand};
 pub use pending::{refuse_existing, with_ending};
 pub use permutation::key_of;
 pub use samples::{ORDER_VERSION, Order, Source, TrainingData};
@@ -42,4 +45,5 @@ pub use token_writer::{
 pub use tokenizer::TextTokenizer;
 pub use tokenizer_content::TokenizerContent;
 pub use tokenizer_match::{BEGINNING_TOKENS, TokenizerMatch, beginning_blake3};
+pub use verify::{Problem, ProblemKind, Verification, Verify};
 pub use windows::Windows;

@@ -5,7 +5,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use moh_data::{DocumentEnd, Error, Provenance, TokenFile, TokenFileWriter, TokenType};
+use moh_data::{
+    DocumentEnd, DocumentLengths, Error, Provenance, TokenFile, TokenFileWriter, TokenType,
+};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -95,7 +97,7 @@ fn a_sound_file_is_read_joined() {
     assert!(file.document_starts(3..7).is_err());
     assert_eq!(file.document(1).unwrap(), 3..6);
     assert!(file.document(2).is_err());
-    assert_eq!(file.longest_document(), 3);
+    assert_eq!(DocumentLengths::of(&file).longest(), 3);
 }
 
 #[test]
@@ -369,7 +371,7 @@ proptest! {
             for document in 0..file.num_documents() {
                 file.document(document).unwrap();
             }
-            file.longest_document();
+            DocumentLengths::of(&file).longest();
         }
     }
 }

@@ -2,8 +2,12 @@
 
 pub mod info;
 mod inputs;
+mod lengths;
 pub mod prepare;
+mod recorded_tokenizer;
+pub mod show;
 pub mod tokenizer;
+pub mod verify;
 
 use std::collections::BTreeMap;
 
