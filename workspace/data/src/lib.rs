@@ -6,11 +6,14 @@
 //! ids.
 
 mod content;
+mod copying;
+mod divide;
 mod document_end;
 mod error;
 mod json_lines;
 mod lengths;
 mod mapped;
+mod merge;
 mod mixture;
 mod pending;
 mod permutation;
@@ -28,10 +31,12 @@ mod verify;
 mod windows;
 
 pub use content::TokenFileContent;
+pub use divide::divide;
 pub use document_end::DocumentEnd;
 pub use error::{Error, Result};
 pub use json_lines::{JsonLine, JsonLines};
 pub use lengths::{DocumentLengths, LengthBand};
+pub use merge::merge;
 pub use pending::{refuse_existing, with_ending};
 pub use permutation::key_of;
 pub use samples::{ORDER_VERSION, Order, Source, TrainingData};

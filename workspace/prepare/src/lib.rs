@@ -16,6 +16,7 @@ mod pipeline;
 mod prepare;
 mod reader;
 mod split;
+mod split_file;
 mod texts;
 mod tokenizer_training;
 
@@ -32,4 +33,5 @@ pub use reader::Format;
 #[doc(hidden)]
 pub use reader::read_documents;
 pub use split::Split;
+pub use split_file::split_token_file;
 pub use tokenizer_training::{BEGIN_OF_TEXT, END_OF_TEXT, TrainTokenizer, train_tokenizer};

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use moh_program::exit;
 
-use crate::program::{info, prepare, show, tokenizer, verify};
+use crate::program::{info, merge, prepare, show, split, tokenizer, verify};
 
 /// Convert text to token files, inspect them, and train tokenizers.
 #[derive(Parser)]
@@ -72,6 +72,24 @@ enum Command {
         moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
         moh-data verify tokens")]
     Verify(verify::Arguments),
+    /// Make one token file of several, their documents one after the other
+    ///
+    /// Tokens are copied as they are stored: the files must have the same type of tokens and the same
+    /// tokenizer.
+    #[command(after_help = "Example:\n  \
+        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out more text.jsonl\n  \
+        moh-data merge --out all tokens more")]
+    Merge(merge::Arguments),
+    /// Divide a token file into PREFIX-train and PREFIX-validation
+    ///
+    /// The parts are those that moh-data prepare --split writes.
+    #[command(after_help = "Example (writes parts-train and parts-validation):\n  \
+        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data split --shares 0.9,0.1 --out parts tokens")]
+    Split(split::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -82,5 +100,7 @@ fn main() -> ExitCode {
         Command::Info(arguments) => info::run(&arguments),
         Command::Show(arguments) => show::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
+        Command::Merge(arguments) => merge::run(&arguments),
+        Command::Split(arguments) => split::run(&arguments),
     })
 }

@@ -180,6 +180,8 @@ fn examples_in_the_help_work_when_pasted() {
         &["info", "--help"],
         &["show", "--help"],
         &["verify", "--help"],
+        &["merge", "--help"],
+        &["split", "--help"],
     ] {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("text.jsonl"), documents(50)).unwrap();

@@ -56,7 +56,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if info.split_special_tokens {
         writeln!(out, "in texts   special tokens are text")?;
     }
-    writeln!(out, "text       {}", counted(info.text_bytes, "byte"))?;
+    match info.text_bytes {
+        0 => writeln!(out, "text       not recorded")?,
+        bytes => writeln!(out, "text       {}", counted(bytes, "byte"))?,
+    }
     for source in &info.sources {
         writeln!(out, "source     {source}")?;
     }
