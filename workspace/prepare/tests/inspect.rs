@@ -193,7 +193,7 @@ fn verify_tells_what_may_be_intended_and_fails_on_it_if_strict() {
     assert_eq!(text.lines().count(), starts.len());
     assert!(text.lines().zip(starts).all(|(line, start)| line.starts_with(start)), "{text}");
     let (code, out, err) = run(dir.path(), "verify t --strict");
-    assert_eq!((code, err.as_str()), (1, "error: t: 3 kinds of faults, listed above\n"));
+    assert_eq!((code, err.as_str()), (1, "error: t: 3 kinds of fault, listed above\n"));
     assert!(out.lines().all(|line| line.starts_with("fault: t.bin: ")), "{out}");
     let (code, out, _) = run(dir.path(), "verify t --strict --json");
     let found: Value = serde_json::from_str(&out).unwrap();
@@ -262,9 +262,9 @@ fn split_writes_what_prepare_with_a_split_writes() {
         (&"r-train".into(), &9.into())
     );
     assert_eq!(found["files"][1]["recorded"]["eos_token"], "<|end_of_text|>");
-    let (_, _, err) = run(dir.path(), "split --shares 0.999,0.001 --out s p");
+    let (code, _, err) = run(dir.path(), "split --shares 0.999,0.001 --out s p");
     let expected = "error: s-validation: would have no document, of 60 in all: add documents";
-    assert!(err.is_empty() || err.starts_with(expected), "{err}");
+    assert!(code == 1 && err.starts_with(expected), "{err}");
     let (code, _, err) = run(dir.path(), "split --shares 0.9,0.2 --out s p");
     assert!(code == 2 && err.contains("that sum to 1"), "{err}");
 }

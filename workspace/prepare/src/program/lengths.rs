@@ -72,6 +72,6 @@ mod tests {
         assert_eq!(lines, expected);
         let most = u64::MAX;
         let lines = histogram(&[band(1 << 63, most, most)]);
-        assert!(lines[0].len() <= 80 && lines[0].ends_with(" ###########"), "{}", lines[0]);
+        assert!(lines[0].len() == 80 && lines[0].ends_with(" ###############"), "{}", lines[0]);
     }
 }

@@ -66,7 +66,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if faults > 0 {
         // At most the number of kinds.
         let kinds = counted(faults as u64, "kind");
-        bail!("{}: {kinds} of faults, listed above", arguments.prefix.display());
+        bail!("{}: {kinds} of fault, listed above", arguments.prefix.display());
     }
     Ok(())
 }
