@@ -1,7 +1,8 @@
 //! Token files, tokenizers and a deterministic order.
 //!
 //! [`TokenFileWriter`] writes a token file (Megatron's indexed dataset), and [`TokenFile`] reads
-//! one, from any writer. [`TrainingData`] maps a sample number to its tokens, as a pure function of
+//! one, from any writer. [`Verify`] finds what is wrong with one, and [`merge`] and [`divide`] copy the
+//! documents of some to others. [`TrainingData`] maps a sample number to its tokens, as a pure function of
 //! the seed; [`Windows`] divides a file for evaluation. [`TextTokenizer`] converts between text and
 //! ids.
 

@@ -103,6 +103,11 @@ fn provenance(files: &[TokenFile]) -> Provenance {
             all
         });
     }
+    let is_known = infos().all(|info| info.text_bytes > 0 || info.tokens == 0);
+    let text_bytes = match is_known {
+        true => infos().map(|info| info.text_bytes).fold(0, u64::saturating_add),
+        false => 0,
+    };
     // The first tokens are those of one file, or their text is not known.
     let mut texts = files.iter().filter(|file| file.num_tokens() > 0);
     let begins = texts
@@ -112,7 +117,7 @@ fn provenance(files: &[TokenFile]) -> Provenance {
         tokenizer_hash: first.tokenizer_hash.clone(),
         tokenizer_content: infos().find_map(|info| info.tokenizer_content.clone()),
         beginning_blake3: begins.and_then(|file| file.info()?.beginning_blake3.clone()),
-        text_bytes: infos().map(|info| info.text_bytes).fold(0, u64::saturating_add),
+        text_bytes,
         sources,
         eos_token: first.eos_token.clone(),
         special_tokens_in_text: special,
@@ -175,8 +180,12 @@ mod tests {
         let failed = merge(&inputs, &b, true, &mut |_, _| ()).unwrap_err();
         assert!(matches!(failed, Error::InputAsOutput { .. }), "{failed}");
         merge(&inputs, &merged, true, &mut |_, _| ()).unwrap();
-        let alone = merge(&[a], &merged, true, &mut |_, _| ()).unwrap();
+        let alone = merge(std::slice::from_ref(&a), &merged, true, &mut |_, _| ()).unwrap();
         assert_eq!(alone.beginning_blake3.as_deref(), Some("a"));
+        // Of a part of a split, neither number is known.
+        write(&b, 10, &documents[2..], Provenance { text_bytes: 0, ..origin("b", None) });
+        let info = merge(&inputs, &merged, true, &mut |_, _| ()).unwrap();
+        assert_eq!((info.text_bytes, info.special_tokens_in_text), (0, None));
     }
 
     #[test]

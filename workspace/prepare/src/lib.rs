@@ -3,7 +3,8 @@
 //! [`prepare`] reads files of Parquet, Arrow, JSON and plain text, compressed or not, and writes token files
 //! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads. Reading, decoding, encoding and writing
 //! overlap on all cores; the result does not depend on their number. An interrupted preparation continues
-//! with the same call. [`train_tokenizer`] trains a new tokenizer on the same inputs.
+//! with the same call. [`split_token_file`] divides a token file afterwards. [`train_tokenizer`] trains a new
+//! tokenizer on the same inputs.
 
 mod decode;
 mod encode;
