@@ -112,6 +112,25 @@ pub enum Error {
         /// The output.
         path: PathBuf,
     },
+    /// A token file that would be written and read at the same time.
+    #[error("{}: is both an input and an output: choose another output", path.display())]
+    InputAsOutput {
+        /// The token file's prefix.
+        path: PathBuf,
+    },
+    /// Token files that cannot be one.
+    #[error(
+        "{}: cannot be merged with {}: {difference}: prepare the text of one of them as that of the other",
+        path.display(), first.display()
+    )]
+    Different {
+        /// The token file's prefix.
+        path: PathBuf,
+        /// The other one.
+        first: PathBuf,
+        /// What the token file has otherwise than the other one.
+        difference: String,
+    },
     /// No input, or inputs without text.
     #[error("{reason}")]
     Empty {

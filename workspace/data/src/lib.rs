@@ -1,15 +1,20 @@
 //! Token files, tokenizers and a deterministic order.
 //!
 //! [`TokenFileWriter`] writes a token file (Megatron's indexed dataset), and [`TokenFile`] reads
-//! one, from any writer. [`TrainingData`] maps a sample number to its tokens, as a pure function of
+//! one, from any writer. [`Verify`] finds what is wrong with one, and [`merge`] and [`divide`] copy the
+//! documents of some to others. [`TrainingData`] maps a sample number to its tokens, as a pure function of
 //! the seed; [`Windows`] divides a file for evaluation. [`TextTokenizer`] converts between text and
 //! ids.
 
 mod content;
+mod copying;
+mod divide;
 mod document_end;
 mod error;
 mod json_lines;
+mod lengths;
 mod mapped;
+mod merge;
 mod mixture;
 mod pending;
 mod permutation;
@@ -23,12 +28,16 @@ mod token_writer;
 mod tokenizer;
 mod tokenizer_content;
 mod tokenizer_match;
+mod verify;
 mod windows;
 
 pub use content::TokenFileContent;
+pub use divide::divide;
 pub use document_end::DocumentEnd;
 pub use error::{Error, Result};
 pub use json_lines::{JsonLine, JsonLines};
+pub use lengths::{DocumentLengths, LengthBand};
+pub use merge::merge;
 pub use pending::{refuse_existing, with_ending};
 pub use permutation::key_of;
 pub use samples::{ORDER_VERSION, Order, Source, SourceStart, TrainingData};
@@ -42,4 +51,5 @@ pub use token_writer::{
 pub use tokenizer::TextTokenizer;
 pub use tokenizer_content::TokenizerContent;
 pub use tokenizer_match::{BEGINNING_TOKENS, TokenizerMatch, beginning_blake3};
+pub use verify::{Problem, ProblemKind, Verification, Verify};
 pub use windows::Windows;

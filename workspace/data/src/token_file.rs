@@ -14,9 +14,22 @@ use crate::token_index::TokenIndex;
 use crate::{Error, Result, TokenFileContent, TokenFileInfo, TokenType};
 
 /// The number of u32 ids: without another limit, all of them are valid.
-const ALL_IDS: u64 = 1 << 32;
+pub(crate) const ALL_IDS: u64 = 1 << 32;
 /// Tokens that a thread of [`TokenFile::largest_id`] reads at a time.
 const SCAN_TOKENS: usize = 1 << 18;
+
+/// A document and the place of its tokens.
+#[derive(Clone, Debug)]
+pub(crate) struct StoredDocument {
+    /// Counted from 0.
+    pub(crate) number: u64,
+    /// The position of its first token.
+    pub(crate) start: u64,
+    /// How many tokens it has.
+    pub(crate) tokens: u64,
+    /// Its sequences in the index.
+    sequences: Range<usize>,
+}
 
 /// An open token file. Cheap to share between threads.
 pub struct TokenFile {
@@ -36,6 +49,13 @@ impl TokenFile {
     /// Fails if a file is missing or its tables are inconsistent: everything except the ids is
     /// validated here.
     pub fn open(prefix: &Path) -> Result<Self> {
+        let mut file = Self::open_without_info(prefix)?;
+        file.read_info()?;
+        Ok(file)
+    }
+
+    /// Like [`TokenFile::open`], without `PREFIX.json`.
+    pub(crate) fn open_without_info(prefix: &Path) -> Result<Self> {
         let idx_path = with_ending(prefix, ".idx");
         let named_whole =
             prefix.extension().is_some_and(|ending| ending == "bin" || ending == "idx");
@@ -51,22 +71,30 @@ impl TokenFile {
         let bin_path = with_ending(prefix, ".bin");
         let bin = map(&bin_path)?;
         let index = TokenIndex::open(&idx_path, bin.len() as u64)?;
-        let info_path = with_ending(prefix, ".json");
-        let info = TokenFileInfo::read(&info_path)?;
-        if let Some(info) = &info {
-            let (documents, tokens) = (index.documents() as u64, index.tokens());
-            if (info.documents, info.tokens) != (documents, tokens) {
-                return Err(Error::token_file(
-                    &info_path,
-                    format!(
-                        "it describes {} documents and {} tokens, but the index has {documents} \
-                         and {tokens}: the files do not belong together",
-                        info.documents, info.tokens
-                    ),
-                ));
-            }
+        let prefix = prefix.to_path_buf();
+        Ok(Self { prefix, bin_path, bin, index, info: None, limit: ALL_IDS })
+    }
+
+    /// Reads `PREFIX.json`, if it exists.
+    ///
+    /// # Errors
+    /// Fails if it is not the metadata of a token file with these numbers of documents and tokens.
+    pub(crate) fn read_info(&mut self) -> Result<()> {
+        let path = with_ending(&self.prefix, ".json");
+        let Some(info) = TokenFileInfo::read(&path)? else { return Ok(()) };
+        let (documents, tokens) = (self.num_documents(), self.num_tokens());
+        if (info.documents, info.tokens) != (documents, tokens) {
+            return Err(Error::token_file(
+                &path,
+                format!(
+                    "it describes {} documents and {} tokens, but the index has {documents} and \
+                     {tokens}: the files do not belong together",
+                    info.documents, info.tokens
+                ),
+            ));
         }
-        Ok(Self { prefix: prefix.to_path_buf(), bin_path, bin, index, info, limit: ALL_IDS })
+        self.info = Some(info);
+        Ok(())
     }
 
     /// The path without its endings.
@@ -84,6 +112,11 @@ impl TokenFile {
         self.index.documents() as u64
     }
 
+    /// Sequences that the documents consist of.
+    pub(crate) fn num_sequences(&self) -> u64 {
+        self.index.sequences() as u64
+    }
+
     /// The stored type of a token.
     pub fn token_type(&self) -> TokenType {
         self.index.dtype()
@@ -94,15 +127,67 @@ impl TokenFile {
         self.info.as_ref()
     }
 
-    /// Tokens of the longest document.
-    pub fn longest_document(&self) -> u64 {
-        let mut longest = 0;
-        for document in 0..self.index.documents() {
-            let sequences =
-                self.index.first_sequence(document)..self.index.first_sequence(document + 1);
-            longest = longest.max(sequences.map(|sequence| self.index.length(sequence)).sum());
+    /// The documents, in order.
+    pub(crate) fn documents(&self) -> impl Iterator<Item = StoredDocument> + '_ {
+        let (mut next, mut position) = (0, 0);
+        (0..self.index.documents()).map(move |number| {
+            let sequences = next..self.index.first_sequence(number + 1);
+            next = sequences.end;
+            let tokens = sequences.clone().map(|sequence| self.index.length(sequence)).sum();
+            let document =
+                StoredDocument { number: number as u64, start: position, tokens, sequences };
+            position += tokens;
+            document
+        })
+    }
+
+    /// Sequences that do not begin where the one before them ends: how many, and the first.
+    pub(crate) fn displaced(&self) -> (u64, Option<u64>) {
+        if self.index.is_contiguous() {
+            return (0, None);
         }
-        longest
+        let (mut count, mut first, mut end) = (0, None, 0);
+        for sequence in 0..self.index.sequences() {
+            if self.index.offset(sequence) != end {
+                count += 1;
+                first = first.or(Some(sequence as u64));
+            }
+            end = self.index.offset(sequence)
+                + self.index.length(sequence) * self.token_type().bytes() as u64;
+        }
+        (count, first)
+    }
+
+    /// Bytes of the `.bin`.
+    pub(crate) fn bin_bytes(&self) -> u64 {
+        self.bin.len() as u64
+    }
+
+    /// Asks the system to read the tokens of documents that will be used soon.
+    pub(crate) fn read_ahead(&self, documents: &[StoredDocument]) {
+        #[cfg(unix)]
+        if let (Some(first), Some(last)) = (documents.first(), documents.last()) {
+            let item = self.token_type().bytes() as u64;
+            let start = (first.start * item).min(self.bin_bytes()) as usize;
+            let end = ((last.start + last.tokens) * item).min(self.bin_bytes()) as usize;
+            // Only a hint, and where sequences lie elsewhere one about other bytes.
+            let _ = self.bin.advise_range(memmap2::Advice::WillNeed, start, end - start);
+        }
+        #[cfg(not(unix))]
+        let _ = documents;
+    }
+
+    /// The stored tokens of a document, of each of its sequences.
+    pub(crate) fn stored<'a>(
+        &'a self,
+        document: &StoredDocument,
+    ) -> impl Iterator<Item = &'a [u8]> + use<'a> {
+        let item = self.token_type().bytes();
+        document.sequences.clone().map(move |sequence| {
+            // In bounds: `TokenIndex::open` has checked every sequence against the length of the map.
+            let (start, tokens) = (self.index.offset(sequence), self.index.length(sequence));
+            &self.bin[start as usize..start as usize + tokens as usize * item]
+        })
     }
 
     /// From now on, reading an id of `vocab_size` or above is an error.

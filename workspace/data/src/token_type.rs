@@ -105,6 +105,42 @@ impl TokenType {
             Self::U16 => widen(bytes, out, limit, |b| i64::from(u16::from_le_bytes(b))),
         }
     }
+
+    /// How many stored ids are negative or not below `limit`, and the first of them with its index.
+    pub(crate) fn outside(self, bytes: &[u8], limit: u64) -> (u64, Option<(u64, i64)>) {
+        match self {
+            Self::U8 => outside(bytes, limit, |[b]: [u8; 1]| i64::from(b)),
+            Self::I8 => outside(bytes, limit, |b| i64::from(i8::from_le_bytes(b))),
+            Self::I16 => outside(bytes, limit, |b| i64::from(i16::from_le_bytes(b))),
+            Self::I32 => outside(bytes, limit, |b| i64::from(i32::from_le_bytes(b))),
+            Self::I64 => outside(bytes, limit, i64::from_le_bytes),
+            Self::U16 => outside(bytes, limit, |b| i64::from(u16::from_le_bytes(b))),
+        }
+    }
+
+    /// The last of stored ids, if there is one.
+    pub(crate) fn last(self, bytes: &[u8]) -> Option<i64> {
+        let last = &bytes[bytes.len().checked_sub(self.bytes())?..];
+        // Of a limit of 0 every id is outside.
+        self.outside(last, 0).1.map(|(_, id)| id)
+    }
+}
+
+/// The loop of [`TokenType::outside`] for one stored type of N bytes.
+fn outside<const N: usize>(
+    bytes: &[u8],
+    limit: u64,
+    id_of: impl Fn([u8; N]) -> i64,
+) -> (u64, Option<(u64, i64)>) {
+    let (items, _) = bytes.as_chunks::<N>();
+    // A negative id is a large number here.
+    let is_outside = |item: &[u8; N]| id_of(*item) as u64 >= limit;
+    let count = items.iter().map(|item| u64::from(is_outside(item))).sum();
+    let first = match count {
+        0 => None,
+        _ => items.iter().position(is_outside).map(|at| (at as u64, id_of(items[at]))),
+    };
+    (count, first)
 }
 
 /// The loop of [`TokenType::widen`] for one stored type of N bytes.
@@ -148,6 +184,13 @@ mod tests {
         assert_eq!(TokenType::U8.widen(&[7, 8, 9], &mut out, 9), Err((2, 9)));
         assert_eq!(TokenType::U8.widen(&[7, 8, 9], &mut out, 10), Ok(()));
         assert_eq!(out, [7, 8, 9]);
+        assert_eq!(TokenType::I64.outside(&ids, 1 << 32), (1, Some((2, 1 << 40))));
+        assert_eq!(TokenType::I8.outside(&[1, 255, 128], 200), (2, Some((1, -1))));
+        assert_eq!(TokenType::U8.outside(&[7, 8, 9], 10), (0, None));
+        assert_eq!(
+            (TokenType::U16.last(&[1, 0, 2, 1]), TokenType::I8.last(&[])),
+            (Some(258), None)
+        );
     }
 
     #[test]

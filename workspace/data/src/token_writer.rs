@@ -46,7 +46,7 @@ impl TokenFileWriter {
     /// # Errors
     /// Fails if one of its three files exists, or the directory is not writable.
     pub fn create(prefix: &Path, vocab_size: usize) -> Result<Self> {
-        Self::start(prefix, vocab_size, false, None, Written::default())
+        Self::start(prefix, vocab_size, None, false, None, Written::default())
     }
 
     /// Like [`TokenFileWriter::create`], but `finish` replaces existing files.
@@ -54,7 +54,7 @@ impl TokenFileWriter {
     /// # Errors
     /// Fails if the directory is not writable.
     pub fn replace(prefix: &Path, vocab_size: usize) -> Result<Self> {
-        Self::start(prefix, vocab_size, true, None, Written::default())
+        Self::start(prefix, vocab_size, None, true, None, Written::default())
     }
 
     /// Starts a token file whose files lie in `directory` until they are complete, or continues it after
@@ -71,12 +71,23 @@ impl TokenFileWriter {
         directory: &Path,
         written: Written,
     ) -> Result<Self> {
-        Self::start(prefix, vocab_size, overwrite, Some(directory), written)
+        Self::start(prefix, vocab_size, None, overwrite, Some(directory), written)
+    }
+
+    /// Starts a token file for [`TokenFileWriter::push_stored`], whose tokens have this type.
+    pub(crate) fn start_stored(
+        prefix: &Path,
+        vocab_size: usize,
+        dtype: TokenType,
+        overwrite: bool,
+    ) -> Result<Self> {
+        Self::start(prefix, vocab_size, Some(dtype), overwrite, None, Written::default())
     }
 
     fn start(
         prefix: &Path,
         vocab_size: usize,
+        dtype: Option<TokenType>,
         overwrite: bool,
         directory: Option<&Path>,
         written: Written,
@@ -85,7 +96,7 @@ impl TokenFileWriter {
         for path in [&bin, &idx, &json] {
             refuse_existing(path, overwrite)?;
         }
-        let dtype = TokenType::for_vocabulary(vocab_size);
+        let dtype = dtype.unwrap_or_else(|| TokenType::for_vocabulary(vocab_size));
         let lengths = HEADER_BYTES as u64 + 4 * written.documents;
         let bin = open(&bin, directory, written.tokens * dtype.bytes() as u64)?;
         let mut idx = open(&idx, directory, if written.documents == 0 { 0 } else { lengths })?;
@@ -149,6 +160,16 @@ impl TokenFileWriter {
         }
         self.bin.write(&self.bytes)?;
         self.begun += tokens.len() as u64;
+        Ok(())
+    }
+
+    /// Like [`TokenFileWriter::push_tokens`], for tokens as they are stored. Ids are not checked.
+    ///
+    /// # Errors
+    /// Fails if the disk is full.
+    pub(crate) fn push_stored(&mut self, bytes: &[u8]) -> Result<()> {
+        self.bin.write(bytes)?;
+        self.begun += (bytes.len() / self.dtype.bytes()) as u64;
         Ok(())
     }
 

@@ -3,7 +3,8 @@
 //! [`prepare`] reads files of Parquet, Arrow, JSON and plain text, compressed or not, and writes token files
 //! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads. Reading, decoding, encoding and writing
 //! overlap on all cores; the result does not depend on their number. An interrupted preparation continues
-//! with the same call. [`train_tokenizer`] trains a new tokenizer on the same inputs.
+//! with the same call. [`split_token_file`] divides a token file afterwards. [`train_tokenizer`] trains a new
+//! tokenizer on the same inputs.
 
 mod decode;
 mod encode;
@@ -16,6 +17,7 @@ mod pipeline;
 mod prepare;
 mod reader;
 mod split;
+mod split_file;
 mod texts;
 mod tokenizer_training;
 
@@ -32,4 +34,5 @@ pub use reader::Format;
 #[doc(hidden)]
 pub use reader::read_documents;
 pub use split::Split;
+pub use split_file::split_token_file;
 pub use tokenizer_training::{BEGIN_OF_TEXT, END_OF_TEXT, TrainTokenizer, train_tokenizer};

@@ -1,4 +1,4 @@
-//! `moh-data`: prepares token files and tokenizers.
+//! `moh-data`: prepares and inspects token files, and trains tokenizers.
 
 mod program;
 
@@ -7,9 +7,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use moh_program::exit;
 
-use crate::program::{info, prepare, tokenizer};
+use crate::program::{info, merge, prepare, show, split, tokenizer, verify};
 
-/// Convert text to token files, and train tokenizers.
+/// Convert text to token files, inspect them, and train tokenizers.
 #[derive(Parser)]
 #[command(
     name = "moh-data",
@@ -48,12 +48,48 @@ enum Command {
     #[command(after_help = "Example:\n  \
         moh-data tokenizer --vocab-size 2048 --out tokenizer text.jsonl")]
     Tokenizer(tokenizer::Arguments),
-    /// Show the contents of a token file
+    /// Show what a token file contains: its numbers, its tokenizer, and how long its documents are
     #[command(after_help = "Example:\n  \
         moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
         moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
         moh-data info tokens")]
     Info(info::Arguments),
+    /// Show a document of a token file, or some of its tokens
+    #[command(after_help = "Example:\n  \
+        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data show --tokenizer tokenizer --doc 3 tokens\n  \
+        moh-data show --tokens 100..110 tokens")]
+    Show(show::Arguments),
+    /// Verify all of a token file
+    ///
+    /// Faults end the command with exit code 1: tables that contradict themselves or the files, ids outside
+    /// the vocabulary, and a record of other files. Documents without the recorded end of text, empty
+    /// documents and duplicates are warnings. Reads the whole file once; 16 bytes for each document stay in
+    /// memory.
+    #[command(after_help = "Example:\n  \
+        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data verify tokens")]
+    Verify(verify::Arguments),
+    /// Make one token file of several, their documents one after the other
+    ///
+    /// Tokens are copied as they are stored: the files must have the same type of tokens and the same
+    /// tokenizer.
+    #[command(after_help = "Example:\n  \
+        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out more text.jsonl\n  \
+        moh-data merge --out all tokens more")]
+    Merge(merge::Arguments),
+    /// Divide a token file into PREFIX-train and PREFIX-validation
+    ///
+    /// The parts are those that moh-data prepare --split writes.
+    #[command(after_help = "Example (writes parts-train and parts-validation):\n  \
+        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data split --shares 0.9,0.1 --out parts tokens")]
+    Split(split::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -62,5 +98,9 @@ fn main() -> ExitCode {
         Command::Prepare(arguments) => prepare::run(&arguments),
         Command::Tokenizer(arguments) => tokenizer::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
+        Command::Show(arguments) => show::run(&arguments),
+        Command::Verify(arguments) => verify::run(&arguments),
+        Command::Merge(arguments) => merge::run(&arguments),
+        Command::Split(arguments) => split::run(&arguments),
     })
 }

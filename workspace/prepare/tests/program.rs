@@ -173,9 +173,16 @@ fn every_option_takes_a_negative_number_and_says_what_it_expects() {
 
 #[test]
 fn examples_in_the_help_work_when_pasted() {
-    for help in
-        [&["--help"][..], &["prepare", "--help"], &["tokenizer", "--help"], &["info", "--help"]]
-    {
+    for help in [
+        &["--help"][..],
+        &["prepare", "--help"],
+        &["tokenizer", "--help"],
+        &["info", "--help"],
+        &["show", "--help"],
+        &["verify", "--help"],
+        &["merge", "--help"],
+        &["split", "--help"],
+    ] {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("text.jsonl"), documents(50)).unwrap();
         let text = stdout(&moh_data(dir.path(), help).success());

@@ -3,25 +3,39 @@
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 
-use moh_data::{DocumentEnd, TokenFile};
+use moh_data::{DocumentEnd, DocumentLengths, TokenFile};
 use moh_program::counted;
+use serde_json::json;
 
-use super::special_tokens;
+use super::{lengths, special_tokens};
 
 #[derive(clap::Args)]
 pub struct Arguments {
     /// Path of the token file, without .bin and .idx
     #[arg(value_name = "PREFIX")]
     prefix: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let file = TokenFile::open(&arguments.prefix)?;
+    let found = DocumentLengths::of(&file);
     let mut out = stdout().lock();
+    if arguments.json {
+        let report = json!({
+            "prefix": arguments.prefix, "documents": file.num_documents(), "tokens": file.num_tokens(),
+            "dtype": file.token_type(), "lengths": lengths::to_json(&found), "recorded": file.info(),
+        });
+        writeln!(out, "{report}")?;
+        return Ok(());
+    }
     writeln!(out, "documents  {}", file.num_documents())?;
     writeln!(out, "tokens     {}", file.num_tokens())?;
-    writeln!(out, "longest    {}", counted(file.longest_document(), "token"))?;
+    writeln!(out, "longest    {}", counted(found.longest(), "token"))?;
+    lengths::write(&mut out, &found)?;
     writeln!(out, "dtype      {}", file.token_type().name())?;
     let Some(info) = file.info() else {
         writeln!(out, "tokenizer  not recorded")?;
@@ -42,7 +56,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if info.split_special_tokens {
         writeln!(out, "in texts   special tokens are text")?;
     }
-    writeln!(out, "text       {}", counted(info.text_bytes, "byte"))?;
+    match info.text_bytes {
+        0 => writeln!(out, "text       not recorded")?,
+        bytes => writeln!(out, "text       {}", counted(bytes, "byte"))?,
+    }
     for source in &info.sources {
         writeln!(out, "source     {source}")?;
     }

@@ -2,8 +2,15 @@
 
 pub mod info;
 mod inputs;
+mod lengths;
+pub mod merge;
 pub mod prepare;
+mod recorded_tokenizer;
+pub mod show;
+pub mod split;
 pub mod tokenizer;
+pub mod verify;
+mod written;
 
 use std::collections::BTreeMap;
 
