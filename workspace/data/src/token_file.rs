@@ -163,20 +163,6 @@ impl TokenFile {
         self.bin.len() as u64
     }
 
-    /// Asks the system to read the tokens of documents that will be used soon.
-    pub(crate) fn read_ahead(&self, documents: &[StoredDocument]) {
-        #[cfg(unix)]
-        if let (Some(first), Some(last)) = (documents.first(), documents.last()) {
-            let item = self.token_type().bytes() as u64;
-            let start = (first.start * item).min(self.bin_bytes()) as usize;
-            let end = ((last.start + last.tokens) * item).min(self.bin_bytes()) as usize;
-            // Only a hint, and where sequences lie elsewhere one about other bytes.
-            let _ = self.bin.advise_range(memmap2::Advice::WillNeed, start, end - start);
-        }
-        #[cfg(not(unix))]
-        let _ = documents;
-    }
-
     /// The stored tokens of a document, of each of its sequences.
     pub(crate) fn stored<'a>(
         &'a self,

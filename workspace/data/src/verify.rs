@@ -225,7 +225,9 @@ impl Scan {
         while let Some(last) = wave.last() {
             let done = (last.start + last.tokens) * item;
             let next = next_wave(&mut documents, item);
-            file.read_ahead(&next);
+            if let (Some(first), Some(last)) = (next.first(), next.last()) {
+                file.read_ahead(first.start, last.start + last.tokens - first.start);
+            }
             let found: Vec<Found> =
                 wave.par_iter().map(|document| examine(file, document, limit)).collect();
             for (document, found) in wave.iter().zip(&found) {
