@@ -20,9 +20,9 @@ from pathlib import Path
 FILES = 20
 
 
-def inputs(text, directory):
+def inputs(text, repeat, directory):
     """The files of the text."""
-    lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = text.read_text(encoding="utf-8").splitlines(keepends=True) * repeat
     for number in range(FILES):
         part = lines[len(lines) * number // FILES : len(lines) * (number + 1) // FILES]
         path = directory / f"part{number:02}.jsonl"
@@ -37,11 +37,32 @@ def inputs(text, directory):
                 subprocess.run(["zstd", "-q", "--rm", path], check=True)
 
 
+def killed(command, kills, whole, chance):
+    """Runs a command until it ends, which takes `whole` seconds, and kills it up to `kills` times; how often it did."""
+    done = 0
+    while True:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # While kills are left, each comes after little enough time for the others to come before the end.
+        left = kills - done
+        patience = chance.uniform(0, 2.5 * whole / (left + 1)) if left else None
+        try:
+            code = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            done += 1
+            continue
+        if code:
+            sys.exit(f"failed with exit code {code} after {done} kills")
+        return done
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--program", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--repeat", type=int, default=1, help="how often the text is read")
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -49,7 +70,7 @@ def main():
     with tempfile.TemporaryDirectory(dir=arguments.text.resolve().parent) as name:
         directory = Path(name)
         (directory / "in").mkdir()
-        inputs(arguments.text, directory / "in")
+        inputs(arguments.text, arguments.repeat, directory / "in")
 
         def command(out):
             options = ["--split", "0.95,0.05", "--exact-dedup", "--sync-every", "0.05"]
@@ -59,31 +80,23 @@ def main():
         started = time.perf_counter()
         subprocess.run(command("whole"), check=True, capture_output=True)
         whole = time.perf_counter() - started
-        kills, done = 0, False
-        while not done:
-            process = subprocess.Popen(command("cut"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            # While kills are left, each comes after little enough time for the others to come before the end.
-            left = max(arguments.kills - kills, 0)
-            patience = chance.uniform(0, 2.5 * whole / (left + 1)) if left else None
-            try:
-                code = process.wait(patience)
-                if code:
-                    sys.exit(f"failed with exit code {code} after {kills} kills")
-                done = True
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                kills += 1
-        for part in ("train", "validation"):
-            for ending in ("bin", "idx", "json"):
-                files = [(directory / f"{out}-{part}.{ending}").read_bytes() for out in ("whole", "cut")]
-                if files[0] != files[1]:
-                    sys.exit(f"{part}.{ending} differs after {kills} kills")
+        kills, runs = 0, 0
+        while kills < arguments.kills:
+            for path in directory.glob("cut*.*"):
+                path.unlink()
+            kills += killed(command("cut"), arguments.kills - kills, whole, chance)
+            runs += 1
+            for part in ("train", "validation"):
+                for ending in ("bin", "idx", "json"):
+                    files = [(directory / f"{out}-{part}.{ending}").read_bytes() for out in ("whole", "cut")]
+                    if files[0] != files[1]:
+                        sys.exit(f"{part}.{ending} differs after {kills} kills")
         left = [path.name for path in directory.iterdir() if path.name.endswith(".prepare")]
         if left:
             sys.exit(f"left behind: {left}")
         info = json.loads((directory / "cut-train.json").read_text())
-    print(f"{kills} kills of a preparation of {whole:.1f} s: the same bytes, {info['tokens']} tokens")
+    tokens = f"{info['tokens']} tokens"
+    print(f"{kills} kills of {runs} preparations of {whole:.1f} s, each with the same bytes, {tokens}")
 
 
 if __name__ == "__main__":
