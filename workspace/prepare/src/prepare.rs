@@ -217,7 +217,10 @@ pub fn prepare(
     let total_bytes = total_bytes(&paths)?;
     let ending = Ending::choose(options.tokenizer, options.append_eos)?;
     let fields = Fields::parse(options.field)?;
-    let encoder = Encoder::new(options.tokenizer)?;
+    // A large vocabulary takes both of them a good part of a second; the content is recorded at the end.
+    let (encoder, content) =
+        rayon::join(|| Encoder::new(options.tokenizer), || options.tokenizer.content());
+    let (encoder, _) = (encoder?, content?);
     let request = options.request(&paths, &ending);
     let (mut outputs, start) = match Outputs::begin(&options, &paths, &request)? {
         Begun::Outputs(outputs, start) => (outputs, start),
