@@ -279,11 +279,11 @@ impl TokenFileWriter {
         let [_, _, json] = Self::outputs(&self.prefix);
         let mut json = open(&json, self.directory.as_deref(), 0)?;
         json.write(&info.to_json())?;
-        let Self { mut bin, mut idx, .. } = self;
+        let Self { mut bin, mut idx, directory, .. } = self;
         for file in [&mut bin, &mut idx, &mut json] {
             file.sync()?;
         }
-        Ok(CompleteTokenFile { bin, json, idx, info })
+        Ok(CompleteTokenFile { bin, json, idx, info, stays: directory.is_some() })
     }
 
     /// The content of the two files, which are complete.
@@ -347,6 +347,8 @@ pub struct CompleteTokenFile {
     json: Pending,
     idx: Pending,
     info: TokenFileInfo,
+    /// Whether a file that has its name keeps it when another one cannot get its own: [`publish_remaining`] goes on.
+    stays: bool,
 }
 
 /// Gives the files of a complete token file in `directory` their final names, as far as an interrupted
@@ -371,7 +373,8 @@ pub fn publish_remaining(prefix: &Path, directory: &Path, overwrite: bool) -> Re
 /// Renames the files of complete token files to their final names.
 ///
 /// # Errors
-/// Fails if a name was taken meanwhile; none of the names are left then.
+/// Fails if a name was taken meanwhile; none of the names are left then, but for those of files of
+/// [`TokenFileWriter::resume`], which [`publish_remaining`] continues with.
 pub fn publish_token_files(
     files: Vec<CompleteTokenFile>,
     overwrite: bool,
@@ -389,7 +392,7 @@ pub fn publish_token_files(
         }
     }
     let (mut published, mut infos) = (Vec::new(), Vec::new());
-    for CompleteTokenFile { bin, json, idx, info } in files {
+    for CompleteTokenFile { bin, json, idx, info, stays } in files {
         for file in [bin, json, idx] {
             let path = file.path().to_path_buf();
             if let Err(error) = file.publish(overwrite) {
@@ -399,7 +402,9 @@ pub fn publish_token_files(
                 }
                 return Err(error);
             }
-            published.push(path);
+            if !stays {
+                published.push(path);
+            }
         }
         infos.push(info);
     }

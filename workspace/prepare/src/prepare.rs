@@ -224,9 +224,7 @@ pub fn prepare(
     let request = options.request(&paths, &ending);
     let (mut outputs, start) = match Outputs::begin(&options, &paths, &request)? {
         Begun::Outputs(outputs, start) => (outputs, start),
-        Begun::Complete(files) => {
-            return Ok(Some(Prepared { files, counts: Counts::default(), bad_list: None }));
-        }
+        Begun::Complete(prepared) => return Ok(Some(prepared)),
     };
     if let Some(reason) = encoder.fallback() {
         observer.note(&format!("the slower tokenizer encodes, because {reason}"));

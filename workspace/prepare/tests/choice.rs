@@ -236,3 +236,31 @@ fn an_input_that_changed_meanwhile_is_named_and_so_is_another_option() {
     let prepared = again(Prepare { begin_anew: true, ..options }).unwrap().unwrap();
     assert!(prepared.counts.records > 3600);
 }
+
+#[test]
+fn a_preparation_that_lacks_only_names_gets_them() {
+    let place = Place::new(&[lines(["one", "two"]) + "no document\n"]);
+    let prefix = place.prefix();
+    let options = Prepare {
+        bad_records: BadRecords::Skip { max_share: 0.5 },
+        overwrite: false,
+        ..place.options(&prefix)
+    };
+    // The name of the index is taken when the others have theirs.
+    struct Take(PathBuf);
+    impl Observer for Take {
+        fn note(&mut self, _: &str) {}
+        fn progress(&mut self, _: Progress) {
+            fs::create_dir_all(&self.0).unwrap();
+        }
+    }
+    let taken = place.dir.path().join("out.idx");
+    let error = prepare(options, &AtomicBool::new(false), &mut Take(taken.clone())).unwrap_err();
+    assert!(error.to_string().contains("out.idx: already exists"), "{error}");
+    fs::remove_dir(&taken).unwrap();
+    let prepared = prepare(options, &AtomicBool::new(false), &mut ()).unwrap().unwrap();
+    assert_eq!((prepared.counts.records, prepared.counts.bad), (3, 1));
+    assert_eq!(fs::read_to_string(prepared.bad_list.unwrap()).unwrap().lines().count(), 1);
+    assert_eq!(place.texts(), ["one", "two"]);
+    assert!(!place.dir.path().join("out.prepare").exists());
+}

@@ -15,6 +15,9 @@ use crate::{Error, Place, Result};
 /// would be a large share.
 const CHECKED_AFTER: u64 = 100;
 
+/// The name of the list until it is complete.
+const NAME: &str = "bad.jsonl";
+
 /// The list, one JSON object a line: `path`, `line` or `row`, `reason`.
 #[derive(Debug)]
 pub(crate) struct BadList {
@@ -26,13 +29,26 @@ pub(crate) struct BadList {
 }
 
 impl BadList {
+    /// The list of a preparation whose last process ended while its files got their names; `None` if it has its
+    /// name, or is empty.
+    ///
+    /// # Errors
+    /// Fails if it cannot be read.
+    pub(crate) fn complete(path: &Path, directory: &Path) -> Result<Option<Self>> {
+        let working = directory.join(NAME);
+        match moh_files::unless_missing(&working, working.metadata())? {
+            Some(file) if file.len() > 0 => Self::resume(path, directory, file.len()).map(Some),
+            _ => Ok(None),
+        }
+    }
+
     /// Continues the list for `path` in `directory` after `bytes`; it is created if it is missing and `bytes`
     /// is 0.
     ///
     /// # Errors
     /// Fails if it is shorter, or cannot be read or written.
     pub(crate) fn resume(path: &Path, directory: &Path, bytes: u64) -> Result<Self> {
-        let working = directory.join("bad.jsonl");
+        let working = directory.join(NAME);
         let mut options = File::options();
         let options = options.write(true).create(bytes == 0).truncate(false);
         let mut file = options.open(&working).map_err(moh_files::io(&working))?;
@@ -105,12 +121,12 @@ impl BadList {
         Ok(self.bytes)
     }
 
-    /// Gives the synced list its name if there are bad records.
+    /// Gives the synced list its name if it has a record.
     ///
     /// # Errors
     /// Fails if it cannot be renamed.
-    pub(crate) fn publish(self, has_records: bool) -> Result<Option<PathBuf>> {
-        if !has_records {
+    pub(crate) fn publish(self) -> Result<Option<PathBuf>> {
+        if self.bytes == 0 {
             return Ok(None);
         }
         std::fs::rename(&self.working, &self.path).map_err(moh_files::io(&self.path))?;

@@ -1,30 +1,30 @@
 //! The token files being written: which documents they get, and how far that is.
 
 mod bad;
+mod file;
 mod journal;
 mod seen;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
-use moh_data::{
-    BEGINNING_TOKENS, CompleteTokenFile, Provenance, TokenFile, TokenFileWriter, beginning_blake3,
-    publish_remaining, publish_token_files, with_ending,
-};
+use moh_data::{TokenFileWriter, publish_token_files, with_ending};
 use moh_files::Registered;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use self::file::prefixes;
 pub(crate) use self::journal::{Checkpoint, Request};
 
 use self::bad::BadList;
-use self::journal::{FileState, Journal, Recorded};
+use self::file::{Output, publish_again};
+use self::journal::{Journal, Recorded};
 use self::seen::Seen;
 use crate::end_of_text::Ending;
 use crate::names::can_continue;
 use crate::pipeline::{Batch, Document, Event, Place};
-use crate::prepare::PreparedFile;
+use crate::prepare::{Prepared, PreparedFile};
 use crate::reader::{Format, Identity, Part};
 use crate::split::SplitPart;
 use crate::{Error, Prepare, Result};
@@ -92,19 +92,12 @@ struct Large {
     special: Vec<u32>,
 }
 
-/// One token file.
-struct Output {
-    writer: TokenFileWriter,
-    text_bytes: u64,
-    special: BTreeMap<u32, u64>,
-}
-
 /// What a preparation begins with.
 pub(crate) enum Begun<'a> {
     /// Documents are to be written, from this place on.
     Outputs(Box<Outputs<'a>>, Place),
     /// An interrupted preparation had written all of them.
-    Complete(Vec<PreparedFile>),
+    Complete(Prepared),
 }
 
 impl<'a> Outputs<'a> {
@@ -131,8 +124,13 @@ impl<'a> Outputs<'a> {
         }
         let is_temporary = (!can_continue(paths)).then(|| Registered::directory(&directory));
         let (journal, recorded) = Journal::open(&directory.join("journal.jsonl"), request)?;
+        let bad_list = with_ending(options.prefix, ".bad.jsonl");
         if recorded.is_complete {
-            return publish_again(options, &prefixes, &directory).map(Begun::Complete);
+            let list = BadList::complete(&bad_list, &directory)?;
+            let bad_list = list.map(BadList::publish).transpose()?.flatten();
+            let files = publish_again(options, &prefixes, &directory)?;
+            let counts = recorded.checkpoint.map_or_else(Counts::default, |last| last.counts);
+            return Ok(Begun::Complete(Prepared { files, counts, bad_list }));
         }
         let Recorded { checkpoint, inputs, .. } = recorded;
         let has_checkpoint = checkpoint.is_some();
@@ -148,11 +146,7 @@ impl<'a> Outputs<'a> {
             }
             false => None,
         };
-        let bad = BadList::resume(
-            &with_ending(options.prefix, ".bad.jsonl"),
-            &directory,
-            checkpoint.bad_bytes,
-        )?;
+        let bad = BadList::resume(&bad_list, &directory, checkpoint.bad_bytes)?;
         let state = State {
             place: checkpoint.place,
             counts: checkpoint.counts,
@@ -399,6 +393,9 @@ impl<'a> Outputs<'a> {
         mut self,
         ending: &Ending,
     ) -> Result<(Vec<PreparedFile>, Counts, Option<PathBuf>)> {
+        // The counts, for one that is interrupted from here on.
+        self.state.can_continue = true;
+        self.checkpoint()?;
         let mut complete = Vec::with_capacity(self.files.len());
         let prefixes = prefixes(self.options);
         for file in self.files {
@@ -407,7 +404,7 @@ impl<'a> Outputs<'a> {
         self.bad.sync()?;
         self.journal.complete()?;
         let infos = publish_token_files(complete, self.options.overwrite)?;
-        let bad = self.bad.publish(self.state.counts.bad > 0)?;
+        let bad = self.bad.publish()?;
         drop(self.journal);
         moh_files::remove_directory(&self.directory).map_err(moh_files::io(&self.directory))?;
         let files = prefixes.into_iter().zip(infos);
@@ -439,85 +436,4 @@ impl<'a> Outputs<'a> {
             file.writer.prefix().display()
         )))
     }
-}
-
-impl Output {
-    fn resume(
-        options: &Prepare<'_>,
-        prefix: &Path,
-        directory: &Path,
-        state: FileState,
-    ) -> Result<Self> {
-        let FileState { written, text_bytes, special } = state;
-        let vocab_size = options.tokenizer.vocab_size();
-        let writer =
-            TokenFileWriter::resume(prefix, vocab_size, options.overwrite, directory, written)?;
-        Ok(Self { writer, text_bytes, special })
-    }
-
-    /// Counts a document that was written.
-    fn count(&mut self, text_bytes: u64, special: &[u32]) {
-        self.text_bytes += text_bytes;
-        for &id in special {
-            *self.special.entry(id).or_default() += 1;
-        }
-    }
-
-    fn state(&self) -> FileState {
-        let (text_bytes, special) = (self.text_bytes, self.special.clone());
-        FileState { written: self.writer.written(), text_bytes, special }
-    }
-
-    fn complete(
-        mut self,
-        options: &Prepare<'_>,
-        sources: &[PathBuf],
-        ending: &Ending,
-    ) -> Result<CompleteTokenFile> {
-        let tokenizer = options.tokenizer;
-        let beginning = self.writer.beginning(BEGINNING_TOKENS)?;
-        // An id without a token has no text that names it.
-        let named = |(id, count)| Some((tokenizer.token(id)?, count));
-        Ok(self.writer.complete(Provenance {
-            tokenizer_hash: Some(tokenizer.hash().to_owned()),
-            tokenizer_content: Some(tokenizer.content()?),
-            beginning_blake3: Some(beginning_blake3(tokenizer, &beginning)?),
-            text_bytes: self.text_bytes,
-            sources: sources.iter().map(|path| path.display().to_string()).collect(),
-            eos_token: ending.end.clone(),
-            special_tokens_in_text: Some(self.special.into_iter().filter_map(named).collect()),
-            split_special_tokens: tokenizer.splits_special_tokens(),
-        })?)
-    }
-}
-
-/// The token files' paths without their endings.
-pub(crate) fn prefixes(options: &Prepare<'_>) -> Vec<PathBuf> {
-    match options.split {
-        None => vec![options.prefix.to_path_buf()],
-        // In the order of `SplitPart`.
-        Some(_) => {
-            ["-train", "-validation"].map(|ending| with_ending(options.prefix, ending)).to_vec()
-        }
-    }
-}
-
-/// Names the files of a preparation that was interrupted when all of them were complete.
-fn publish_again(
-    options: &Prepare<'_>,
-    prefixes: &[PathBuf],
-    directory: &Path,
-) -> Result<Vec<PreparedFile>> {
-    let mut files = Vec::with_capacity(prefixes.len());
-    for prefix in prefixes {
-        publish_remaining(prefix, directory, options.overwrite)?;
-        let info = TokenFile::open(prefix)?.info().cloned();
-        let Some(info) = info else {
-            let reason = "the interrupted preparation wrote it, and it is gone: begin anew with --begin-anew";
-            return Err(moh_files::unusable(&with_ending(prefix, ".json"), reason).into());
-        };
-        files.push(PreparedFile { prefix: prefix.clone(), info });
-    }
-    moh_files::remove_directory(directory).map_err(moh_files::io(directory))?;
-    Ok(files)
 }
