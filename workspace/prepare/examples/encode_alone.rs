@@ -2,18 +2,27 @@
 //! the pool, and nothing else. `tools/data/compare.py` compares `moh-data prepare` with it.
 //!
 //!     cargo run --release --example encode_alone -- tokenizer.json text.jsonl
+//!
+//! Without arguments it encodes a sentence many times with the quickstart's tokenizer.
 
 use std::time::Instant;
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 use rayon::prelude::*;
 use tokenizers_1::pipeline::EncodeOptions;
 
+/// The tokenizer without arguments.
+const TOKENIZER: &str = include_str!("../../../recipes/quickstart/tokenizer.json");
+/// A line of the text without arguments.
+const LINE: &str = "{\"text\": \"The ship left the village, and the village left the ship.\"}\n";
+
 fn main() -> anyhow::Result<()> {
-    let mut arguments = std::env::args().skip(1);
-    let mut next = || arguments.next().context("usage: encode_alone TOKENIZER.json TEXT.jsonl");
-    let tokenizer = std::fs::read_to_string(next()?)?;
-    let lines = std::fs::read_to_string(next()?)?;
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let (tokenizer, lines) = match &arguments[..] {
+        [] => (TOKENIZER.to_owned(), LINE.repeat(10_000)),
+        [tokenizer, text] => (std::fs::read_to_string(tokenizer)?, std::fs::read_to_string(text)?),
+        _ => bail!("usage: encode_alone [TOKENIZER.json TEXT.jsonl]"),
+    };
     let error = |error: &dyn std::fmt::Display| anyhow!("{error}");
     let tokenizer = tokenizers_1::canonicalize_str(&tokenizer).map_err(|found| error(&found))?;
     let tokenizer = tokenizers_1::from_json(&tokenizer).map_err(|found| error(&found))?;
