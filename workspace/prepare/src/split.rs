@@ -7,9 +7,10 @@
 //! its share of any number of documents, and is spread over all of them.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use moh_data::key_of;
+use moh_data::{key_of, with_ending};
 
 /// Shares are multiples of one billionth.
 const UNITS: u64 = 1_000_000_000;
@@ -34,6 +35,11 @@ pub(crate) enum SplitPart {
 }
 
 impl Split {
+    /// The token files of the parts, in the order of [`SplitPart`].
+    pub(crate) fn prefixes(prefix: &Path) -> [PathBuf; 2] {
+        ["-train", "-validation"].map(|ending| with_ending(prefix, ending))
+    }
+
     /// The part of document `number`, counted from 0.
     pub(crate) fn part(&self, number: u64) -> SplitPart {
         let (units, smaller) = (u128::from(UNITS), u128::from(self.smaller));

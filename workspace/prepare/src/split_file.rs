@@ -2,9 +2,6 @@
 
 use std::path::Path;
 
-use moh_data::with_ending;
-
-use crate::split::SplitPart;
 use crate::{PreparedFile, Result, Split};
 
 /// Writes the documents of the token file `input` to the token files `PREFIX-train` and `PREFIX-validation`,
@@ -21,11 +18,8 @@ pub fn split_token_file(
     overwrite: bool,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Vec<PreparedFile>> {
-    let prefixes = ["-train", "-validation"].map(|ending| with_ending(prefix, ending));
-    let part = |number| match split.part(number) {
-        SplitPart::Training => 0,
-        SplitPart::Validation => 1,
-    };
+    let prefixes = Split::prefixes(prefix);
+    let part = |number| split.part(number) as usize;
     let infos = moh_data::divide(input, &prefixes, overwrite, &part, progress)?;
     let files = prefixes.into_iter().zip(infos);
     Ok(files.map(|(prefix, info)| PreparedFile { prefix, info }).collect())

@@ -1,9 +1,9 @@
 //! The list of bad records, and the limit on their number.
 
-use std::fs::File;
-use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use moh_files::PendingFile;
 use serde_json::json;
 
 use super::Counts;
@@ -21,10 +21,8 @@ const NAME: &str = "bad.jsonl";
 /// The list, one JSON object a line: `path`, `line` or `row`, `reason`.
 #[derive(Debug)]
 pub(crate) struct BadList {
-    /// The final name.
-    path: PathBuf,
     working: PathBuf,
-    file: BufWriter<File>,
+    file: PendingFile,
     bytes: u64,
 }
 
@@ -49,18 +47,8 @@ impl BadList {
     /// Fails if it is shorter, or cannot be read or written.
     pub(crate) fn resume(path: &Path, directory: &Path, bytes: u64) -> Result<Self> {
         let working = directory.join(NAME);
-        let mut options = File::options();
-        let options = options.write(true).create(bytes == 0).truncate(false);
-        let mut file = options.open(&working).map_err(moh_files::io(&working))?;
-        if file.metadata().map_err(moh_files::io(&working))?.len() < bytes {
-            return Err(
-                moh_files::unusable(&working, "is cut: begin anew with --begin-anew").into()
-            );
-        }
-        file.set_len(bytes)
-            .and_then(|()| file.seek(SeekFrom::End(0)))
-            .map_err(moh_files::io(&working))?;
-        Ok(Self { path: path.to_path_buf(), working, file: BufWriter::new(file), bytes })
+        let file = PendingFile::resume(path, &working, bytes).map_err(moh_files::io(&working))?;
+        Ok(Self { working, file, bytes })
     }
 
     /// Adds a record of the input `path`.
@@ -116,8 +104,7 @@ impl BadList {
     /// # Errors
     /// Fails if the disk is full or fails.
     pub(crate) fn sync(&mut self) -> Result<u64> {
-        let done = self.file.flush().and_then(|()| self.file.get_ref().sync_data());
-        done.map_err(moh_files::io(&self.working))?;
+        self.file.sync().map_err(moh_files::io(&self.working))?;
         Ok(self.bytes)
     }
 
@@ -129,7 +116,8 @@ impl BadList {
         if self.bytes == 0 {
             return Ok(None);
         }
-        std::fs::rename(&self.working, &self.path).map_err(moh_files::io(&self.path))?;
-        Ok(Some(self.path))
+        let path = self.file.path().to_path_buf();
+        self.file.replace().map_err(moh_files::io(&path))?;
+        Ok(Some(path))
     }
 }

@@ -11,7 +11,7 @@ use moh_data::{
 use super::journal::FileState;
 use crate::end_of_text::Ending;
 use crate::prepare::PreparedFile;
-use crate::{Prepare, Result};
+use crate::{Prepare, Result, Split};
 
 /// One token file.
 pub(super) struct Output {
@@ -83,10 +83,7 @@ impl Output {
 pub(crate) fn prefixes(options: &Prepare<'_>) -> Vec<PathBuf> {
     match options.split {
         None => vec![options.prefix.to_path_buf()],
-        // In the order of `SplitPart`.
-        Some(_) => {
-            ["-train", "-validation"].map(|ending| with_ending(options.prefix, ending)).to_vec()
-        }
+        Some(_) => Split::prefixes(options.prefix).to_vec(),
     }
 }
 

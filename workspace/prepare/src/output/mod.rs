@@ -26,7 +26,6 @@ use crate::names::can_continue;
 use crate::pipeline::{Batch, Document, Event, Place};
 use crate::prepare::{Prepared, PreparedFile};
 use crate::reader::{Format, Identity, Part};
-use crate::split::SplitPart;
 use crate::{Error, Prepare, Result};
 
 /// The ending of the directory in which token files lie until they are complete.
@@ -315,10 +314,7 @@ impl<'a> Outputs<'a> {
     /// The index of the file that the next document belongs to.
     fn next_file(&self) -> usize {
         let number = self.files.iter().map(|file| file.writer.written().documents).sum();
-        match self.options.split.map(|split| split.part(number)) {
-            None | Some(SplitPart::Training) => 0,
-            Some(SplitPart::Validation) => 1,
-        }
+        self.options.split.map_or(0, |split| split.part(number) as usize)
     }
 
     /// Documents and tokens so far.
