@@ -197,10 +197,7 @@ impl TokenFileWriter {
     pub fn drop_document(&mut self) -> Result<()> {
         let path = self.bin.path().to_path_buf();
         let length = self.written.tokens * self.dtype.bytes() as u64;
-        let bin = self.bin.flushed()?;
-        bin.set_len(length)
-            .and_then(|()| bin.seek(SeekFrom::End(0)))
-            .map_err(Error::io(&path, "write"))?;
+        moh_files::shorten(self.bin.flushed()?, length).map_err(Error::io(&path, "write"))?;
         self.begun = 0;
         Ok(())
     }

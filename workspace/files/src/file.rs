@@ -45,11 +45,7 @@ impl PendingFile {
         let mut options = File::options();
         let mut file =
             options.read(true).write(true).create(length == 0).truncate(false).open(working)?;
-        if file.metadata()?.len() < length {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        file.set_len(length)?;
-        file.seek(SeekFrom::End(0))?;
+        shorten(&mut file, length)?;
         let mut temporary = TempPath::try_from_path(working)?;
         temporary.disable_cleanup(true);
         let writer = BufWriter::with_capacity(BUFFER_BYTES, file);
@@ -107,6 +103,19 @@ impl Write for PendingFile {
     fn flush(&mut self) -> io::Result<()> {
         self.writer.flush()
     }
+}
+
+/// Removes what `file` has after `length` bytes; what is written next comes there.
+///
+/// # Errors
+/// `UnexpectedEof` if it is shorter; fails if it cannot be shortened.
+pub fn shorten(file: &mut File, length: u64) -> io::Result<()> {
+    // A longer length would fill the file with zeros.
+    if file.metadata()?.len() < length {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    file.set_len(length)?;
+    file.seek(SeekFrom::Start(length)).map(|_| ())
 }
 
 /// Writes a whole file, replacing an existing one.

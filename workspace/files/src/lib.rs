@@ -18,7 +18,7 @@ use std::path::Path;
 pub use directory::PendingDirectory;
 pub use disk::DiskReader;
 pub use error::{FileError, io, unless_missing, unusable};
-pub use file::{PendingFile, write};
+pub use file::{PendingFile, shorten, write};
 pub use free_name::{first_free, first_free_suffixed};
 pub use open_directory::OpenDirectory;
 pub use temporary::{Publication, Registered, exit_without_temporaries};

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 const STANDARD_INPUT: &str = "-";
 /// The endings of files that a directory stands for.
 const DATA_ENDINGS: [&str; 6] = ["jsonl", "json", "txt", "parquet", "arrow", "ndjson"];
-/// Endings of compressed files, behind one of the others.
+/// Endings of compressed files, after one of the others.
 const COMPRESSED_ENDINGS: [&str; 4] = ["gz", "zst", "bz2", "xz"];
 
 /// Whether a preparation of these inputs can be continued: not if one of them is standard input or another
@@ -135,7 +135,7 @@ fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
         true => Err(Error::input(
             directory,
             format!(
-                "the directory has no file that ends in .{}, with or without .{} behind it: name files, \
+                "the directory has no file that ends in .{}, with or without .{} after it: name files, \
                  or a pattern such as {}",
                 DATA_ENDINGS.join(", ."),
                 COMPRESSED_ENDINGS.join(", ."),

@@ -48,7 +48,7 @@ pub struct Prepare<'a> {
     pub begin_anew: bool,
     /// Bytes of memory for texts, ids and hashes.
     pub memory: u64,
-    /// Time after which what is complete is synced, so that an interrupted preparation continues behind it.
+    /// Time after which what is complete is synced, so that an interrupted preparation continues after it.
     pub sync_every: Duration,
 }
 
@@ -200,7 +200,7 @@ impl Selection {
 
 /// Writes the token file of `options`, or with a split those of training and of validation. Documents without
 /// any token are left out. The result does not depend on the number of threads. `None` if `stop` was set
-/// before the end: the same call continues then, and so it does after a failure or a kill, behind what was
+/// before the end: the same call continues then, and so it does after a failure or a kill, after what was
 /// synced.
 ///
 /// # Errors
@@ -232,7 +232,7 @@ pub fn prepare(
     if outputs.has_checkpoint() {
         let (documents, _) = outputs.written();
         observer
-            .note(&format!("continues behind document {documents} of an interrupted preparation"));
+            .note(&format!("continues after document {documents} of an interrupted preparation"));
     }
     let work = Work {
         inputs: &paths,

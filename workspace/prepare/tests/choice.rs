@@ -196,7 +196,7 @@ fn a_stopped_preparation_continues_and_ends_with_the_same_bytes() {
         let stop = AtomicBool::new(false);
         let mut observer = StopAfter { batches: 1 + stops % 3, stop: &stop, notes: Vec::new() };
         done = prepare(options, &stop, &mut observer).unwrap();
-        let continued = observer.notes.iter().any(|note| note.starts_with("continues behind"));
+        let continued = observer.notes.iter().any(|note| note.starts_with("continues after"));
         assert_eq!(continued, stops > 0, "{:?}", observer.notes);
         stops += 1;
     }

@@ -219,7 +219,7 @@ fn verify_finds_every_fault() {
     change(&idx, |bytes| bytes.truncate(40));
     fails(&["fault: t.idx: not a valid token file: 40 bytes for 2 sequences"]);
     fresh();
-    // The second of two offsets, behind the header and two lengths.
+    // The second of two offsets, after the header and two lengths.
     change(&idx, |bytes| bytes[34 + 2 * 4 + 8] = 2);
     fails(&["fault: t.idx: 1 of 2 sequences do not begin where", "fault: t.json: not a valid"]);
     fresh();

@@ -138,7 +138,7 @@ fn damaged_tables_are_found() {
     let (_dir, prefix) = sound();
     change(&prefix, ".bin", |bytes| bytes.truncate(17));
     tables(kinds(&prefix));
-    // The second of three offsets, behind the header and three lengths.
+    // The second of three offsets, after the header and three lengths.
     let offset = 34 + 3 * 4 + 8;
     let (_dir, prefix) = sound();
     change(&prefix, ".idx", |bytes| bytes[offset + 7] = 128);

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use moh_data::Written;
@@ -97,9 +97,7 @@ impl Journal {
         // What follows the last end of a line was not synced.
         let length = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |last| last + 1);
         text.truncate(length);
-        file.set_len(length as u64)
-            .and_then(|()| file.seek(SeekFrom::End(0)))
-            .map_err(moh_files::io(path))?;
+        moh_files::shorten(&mut file, length as u64).map_err(moh_files::io(path))?;
         let mut journal = Self { path: path.to_path_buf(), file };
         let (found, mut recorded) = journal.read(&text)?;
         if recorded.is_complete || recorded.checkpoint.is_some() {
@@ -114,8 +112,7 @@ impl Journal {
 
     /// Starts the journal again.
     fn begin(&mut self, request: &Request) -> Result<()> {
-        let emptied = self.file.set_len(0).and_then(|()| self.file.rewind());
-        emptied.map_err(moh_files::io(&self.path))?;
+        moh_files::shorten(&mut self.file, 0).map_err(moh_files::io(&self.path))?;
         self.append(&Line::Request(request.clone()))?;
         let directory = moh_files::parent(&self.path);
         Ok(moh_files::sync_directory(directory).map_err(moh_files::io(directory))?)

@@ -330,7 +330,7 @@ impl<'a> Outputs<'a> {
         self.state.input_bytes
     }
 
-    /// Whether a preparation that ends now continues behind what it has done.
+    /// Whether a preparation that ends now continues after what it has done.
     pub(crate) fn has_checkpoint(&self) -> bool {
         self.has_checkpoint
     }

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
-use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use crate::{Error, Result};
@@ -51,9 +51,8 @@ impl Seen {
             reader.read_exact(&mut hash).map_err(moh_files::io(path))?;
             hashes.insert(u128::from_le_bytes(hash));
         }
-        file.set_len(count * HASH_BYTES as u64)
-            .and_then(|()| file.seek(SeekFrom::End(0)))
-            .map_err(moh_files::io(path))?;
+        let length = count * HASH_BYTES as u64;
+        moh_files::shorten(&mut file, length).map_err(moh_files::io(path))?;
         let capacity = Self::capacity(memory);
         Ok(Self { hashes, capacity, path: path.to_path_buf(), file: BufWriter::new(file) })
     }

@@ -65,7 +65,7 @@ pub struct Arguments {
     /// Memory for texts and ids, as in 500MB or 2GB
     #[arg(long, value_name = "BYTES", default_value = "2GB", value_parser = memory)]
     memory: u64,
-    /// Seconds after which what is complete is synced, so that an interrupted command continues behind it
+    /// Seconds after which what is complete is synced, so that an interrupted command continues after it
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     sync_every: Duration,
     #[command(flatten)]
