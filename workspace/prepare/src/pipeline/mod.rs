@@ -1,7 +1,7 @@
 //! From inputs to encoded documents, in order. Readers cut inputs into chunks of whole records, the threads of
 //! the pool parse and encode them, and one thread receives the results in the order of the inputs. Several
 //! inputs, or parts of one, are read at once; each has its share of the memory, so that the first of them never
-//! waits for those behind it.
+//! waits for those after it.
 
 mod budget;
 
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use self::budget::{Budget, Permit};
 use crate::encode::Encoder;
 use crate::reader::{
-    self, BadRecord, Chunk, Format, Identity, OpenInput, Part, Position, ReadOptions,
+    self, BadRecord, Chunk, Format, Identity, OpenInput, Part, Position, ReadOptions, Turn, Turns,
 };
 use crate::{Error, Result};
 
@@ -25,6 +25,8 @@ use crate::{Error, Result};
 const MEMORY_FACTOR: u64 = 8;
 /// Bytes of a chunk whose documents are encoded one by one.
 const LARGE_BYTES: u64 = 16 << 20;
+/// The part of the memory that all readers may hold at any time, before it becomes chunks: their shares.
+const READERS_PART: u64 = 4;
 /// Threads of the pool that one reader supplies with text.
 const THREADS_A_READER: usize = 4;
 
@@ -45,7 +47,7 @@ pub(crate) struct Work<'a> {
     pub(crate) format: Option<Format>,
     pub(crate) encoder: &'a Encoder<'a>,
     pub(crate) read: Arc<ReadOptions>,
-    /// The id behind each document.
+    /// The id after each document.
     pub(crate) end: Option<u32>,
     /// Whether documents have a hash of their text.
     pub(crate) hashes: bool,
@@ -67,7 +69,7 @@ pub(crate) enum Event {
 pub(crate) struct Batch {
     /// The number of the input.
     pub(crate) input: usize,
-    /// Behind the last record, where reading can continue; `None` within the records of a chunk.
+    /// After the last record, where reading can continue; `None` within the records of a chunk.
     pub(crate) end: Option<Place>,
     pub(crate) documents: Vec<Document>,
     pub(crate) bad: Vec<BadRecord>,
@@ -107,6 +109,10 @@ struct Shared<'a> {
     stopped: AtomicBool,
     /// Bytes of chunks in flight, for each part.
     share: u64,
+    /// Bytes that the reader of a part may hold at any time.
+    read_share: usize,
+    /// When it may hold more.
+    turns: Arc<Turns>,
 }
 
 /// Reads the inputs from `start` on, and gives `receive` what was read. An error of `receive` ends it.
@@ -120,15 +126,19 @@ pub(crate) fn run(
 ) -> Result<()> {
     let ahead = rayon::current_num_threads().div_ceil(THREADS_A_READER) + 1;
     // One more part ends while the next begins.
-    let share = (work.memory / MEMORY_FACTOR / (ahead as u64 + 1)).max(1);
-    let shared = Shared { work, stopped: AtomicBool::new(false), share };
+    let parts = ahead as u64 + 1;
+    let share = (work.memory / MEMORY_FACTOR / parts).max(1);
+    let read_share = (work.memory / READERS_PART / parts).max(1) as usize;
+    let (stopped, turns) = (AtomicBool::new(false), Arc::new(Turns::default()));
+    let shared = Shared { work, stopped, share, read_share, turns };
     rayon::in_place_scope(|tasks| {
         std::thread::scope(|threads| {
             // One is received, one is ready to be.
             let (parts, received) = sync_channel(ahead - 1);
             let shared = &shared;
+            let _end = shared.turns.end_later();
             threads.spawn(move || feed(shared, start, threads, tasks, &parts));
-            let done = receive_all(&received, receive);
+            let done = receive_all(&received, &shared.turns, receive);
             // Ends readers that wait for the receiver, and tasks that have not begun.
             shared.stopped.store(true, Ordering::Relaxed);
             drop(received);
@@ -139,6 +149,7 @@ pub(crate) fn run(
 
 fn receive_all(
     parts: &Receiver<PartStream>,
+    turns: &Turns,
     receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
 ) -> Result<()> {
     for PartStream { input, opened, batches } in parts {
@@ -152,6 +163,7 @@ fn receive_all(
         if is_last {
             open.check_unchanged()?;
         }
+        turns.next();
     }
     Ok(())
 }
@@ -167,6 +179,7 @@ fn feed<'scope, 'env, 'tasks>(
     'tasks: 'scope,
 {
     let mut from = start;
+    let mut turns = (0..).map(|number| shared.turns.of(number));
     for (number, path) in shared.work.inputs.iter().enumerate().skip(start.input) {
         let open = match reader::open(path, shared.work.format, Arc::clone(&shared.work.read)) {
             Ok(open) => Arc::new(open),
@@ -186,7 +199,8 @@ fn feed<'scope, 'env, 'tasks>(
             }
             let (open, position) = (Arc::clone(&open), from.position);
             let place = Place { input: number, part, position };
-            threads.spawn(move || read_part(shared, &open, place, &budget, tasks, &slots));
+            let turn = turns.next().unwrap_or_default();
+            threads.spawn(move || read_part(shared, &open, place, turn, &budget, tasks, &slots));
             from.position = Position::default();
         }
         from.part = 0;
@@ -206,6 +220,7 @@ fn read_part<'tasks>(
     shared: &'tasks Shared<'tasks>,
     open: &OpenInput,
     mut place: Place,
+    turn: Turn,
     budget: &Arc<Budget>,
     tasks: &Tasks<'tasks>,
     slots: &Sender<Receiver<Result<Batch>>>,
@@ -215,7 +230,8 @@ fn read_part<'tasks>(
         // The channel has room, and without a receiver nobody waits for the error.
         let _ = result.send(Err(error)).map(|()| slots.send(slot));
     };
-    let mut reader = match open.read(place.part, place.position) {
+    let read = open.read_in_turn(place.part, place.position, turn, shared.read_share);
+    let mut reader = match read {
         Ok(reader) => reader,
         Err(error) => return fail(error),
     };

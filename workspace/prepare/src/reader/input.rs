@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::format::{Format, START_BYTES, format_of};
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader, array, columns, lines, paragraphs, text};
+use super::{Position, ReadOptions, Reader, Turn, array, columns, lines, paragraphs, text};
 use crate::decode::{Compression, Decoded, Source, is_standard_input, refusal};
 use crate::{Error, Result};
 
@@ -122,7 +122,21 @@ impl OpenInput {
     /// # Errors
     /// Fails if the input cannot be read, is shorter than `from`, or is a pipe that was read before.
     pub(crate) fn read(&self, part: usize, from: Position) -> Result<Box<dyn Reader>> {
-        let options = self.options.clone();
+        self.read_in_turn(part, from, Turn::default(), usize::MAX)
+    }
+
+    /// As [`OpenInput::read`], with a turn to hold more than `share_bytes`.
+    ///
+    /// # Errors
+    /// As [`OpenInput::read`].
+    pub(crate) fn read_in_turn(
+        &self,
+        part: usize,
+        from: Position,
+        turn: Turn,
+        share_bytes: usize,
+    ) -> Result<Box<dyn Reader>> {
+        let options = Arc::new(ReadOptions { turn, share_bytes, ..(*self.options).clone() });
         let path = self.path.as_path();
         if let Some(Table::Parquet(table)) = &self.table {
             return table.read(path, part, from, options);

@@ -15,6 +15,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 mod text;
+mod turn;
 
 use std::sync::Arc;
 
@@ -26,6 +27,7 @@ use crate::fields::Fields;
 pub(crate) use chunk::{BadRecord, Chunk, Document, Part};
 pub use format::Format;
 pub(crate) use input::{Identity, OpenInput, open};
+pub(crate) use turn::{Turn, Turns};
 
 /// The end of the longest beginning of a text after which the document may be cut; `None` if there is none.
 pub(crate) type Cut = dyn Fn(&str) -> Option<usize> + Send + Sync;
@@ -46,8 +48,13 @@ pub(crate) struct ReadOptions {
     pub(crate) piece_bytes: usize,
     /// Maximum bytes of a record of JSON, a paragraph, and of a piece that has no place to be cut.
     pub(crate) max_record_bytes: usize,
+    /// Maximum bytes of a table that are held at once.
+    pub(crate) max_table_bytes: usize,
     /// Where a long document may be cut.
     pub(crate) cut: Arc<Cut>,
+    /// Bytes that a reader may hold at any time, and when it may hold more.
+    pub(crate) share_bytes: usize,
+    pub(crate) turn: Turn,
 }
 
 /// Maximum bytes by which a buffer grows that is too small for a record: it holds a record and little more.
@@ -56,14 +63,33 @@ const GROWTH_BYTES: usize = 1 << 26;
 impl ReadOptions {
     /// Options for readers that share `memory` bytes.
     pub(crate) fn new(fields: Arc<Fields>, memory: u64, cut: Arc<Cut>) -> Self {
-        // A record of JSON exists twice while it is parsed.
-        let max_record_bytes = usize::try_from(memory * 2 / 3).unwrap_or(usize::MAX);
-        Self { fields, chunk_bytes: CHUNK_BYTES, piece_bytes: PIECE_BYTES, max_record_bytes, cut }
+        let share =
+            |of: u64, parts: u64| usize::try_from(memory / parts * of).unwrap_or(usize::MAX);
+        Self {
+            fields,
+            chunk_bytes: CHUNK_BYTES,
+            piece_bytes: PIECE_BYTES,
+            // The rest is for pieces of it, their ids, and what else is being read.
+            max_record_bytes: share(2, 3),
+            max_table_bytes: share(3, 4),
+            cut,
+            share_bytes: usize::MAX,
+            turn: Turn::default(),
+        }
     }
 
-    /// The bytes to be held in search of a record's end that is not in the first `bytes`.
+    /// The bytes to be held in search of a record's end that is not in the first `bytes`, when they may be.
     fn grown(&self, bytes: usize) -> usize {
-        (bytes + bytes.min(GROWTH_BYTES)).min(self.max_record_bytes + 1)
+        let grown = (bytes + bytes.min(GROWTH_BYTES)).min(self.max_record_bytes + 1);
+        self.await_room(grown);
+        grown
+    }
+
+    /// Waits until a reader may hold so many bytes.
+    fn await_room(&self, bytes: usize) {
+        if bytes > self.share_bytes {
+            self.turn.wait();
+        }
     }
 }
 
@@ -110,11 +136,11 @@ pub fn read_documents(
     visit: &mut dyn FnMut(Result<&str, &str>),
 ) -> Result<()> {
     let options = ReadOptions {
-        fields: Arc::new(Fields::parse(field)?),
         chunk_bytes: max_record_bytes,
         piece_bytes: max_record_bytes / 2,
+        max_table_bytes: max_record_bytes,
         max_record_bytes,
-        cut: Arc::new(|text| text.rfind(' ')),
+        ..ReadOptions::new(Arc::new(Fields::parse(field)?), 0, Arc::new(|text| text.rfind(' ')))
     };
     let input = open(path, format, Arc::new(options))?;
     for part in 0..input.parts() {

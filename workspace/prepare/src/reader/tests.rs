@@ -12,11 +12,14 @@ use crate::{Error, Result};
 /// Options with chunks and pieces that hold the tests' documents whole.
 pub(super) fn options() -> ReadOptions {
     ReadOptions {
-        fields: Arc::new(Fields::parse("text").unwrap()),
         chunk_bytes: 1 << 16,
         piece_bytes: 1 << 16,
         max_record_bytes: 1 << 20,
-        cut: Arc::new(after_a_space),
+        ..ReadOptions::new(
+            Arc::new(Fields::parse("text").unwrap()),
+            1 << 30,
+            Arc::new(after_a_space),
+        )
     }
 }
 

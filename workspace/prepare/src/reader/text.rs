@@ -75,8 +75,9 @@ impl Reader for Text {
                 }
                 bytes = text.into_bytes();
                 bytes.extend(tail);
-                wanted =
-                    wanted.saturating_mul(2).min(self.stream.options.max_record_bytes.max(wanted));
+                let options = &self.stream.options;
+                wanted = wanted.saturating_mul(2).min(options.max_record_bytes.max(wanted));
+                options.await_room(wanted);
                 continue;
             };
             self.stream.rest = text.split_off(end).into_bytes();
