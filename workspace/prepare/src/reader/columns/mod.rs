@@ -2,11 +2,11 @@
 
 mod arrow;
 mod cells;
+mod guard;
 mod parquet;
 #[cfg(test)]
 mod tests;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -24,6 +24,7 @@ pub(super) use arrow::{Arrow, schema as arrow_schema};
 pub(super) use parquet::Table as ParquetTable;
 
 use cells::Cells;
+use guard::{damaged, guarded};
 
 /// Rows of a table, with the wanted columns.
 pub(super) struct Rows {
@@ -134,17 +135,5 @@ fn is_text(kind: &DataType) -> bool {
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
         DataType::Dictionary(_, values) => is_text(values),
         _ => false,
-    }
-}
-
-/// Calls a reader of a table. Those of Arrow's and Parquet's crates panic for some damaged files: such a panic
-/// is an error, too.
-fn guarded<T, E: std::fmt::Display>(path: &Path, read: impl FnOnce() -> Result<T, E>) -> Result<T> {
-    let damaged = |reason: &str| {
-        Error::input(path, format!("the table is damaged ({reason}): fetch it again"))
-    };
-    match catch_unwind(AssertUnwindSafe(read)) {
-        Ok(read) => read.map_err(|error| damaged(&error.to_string())),
-        Err(_) => Err(damaged("a length or an offset is wrong")),
     }
 }

@@ -4,6 +4,8 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
+use arrow_array::Array as _;
+use arrow_array::cast::AsArray;
 use arrow_array::types::{Int8Type, Int32Type};
 use arrow_array::{
     ArrayRef, BooleanArray, DictionaryArray, Float64Array, Int64Array, LargeStringArray,
@@ -319,4 +321,177 @@ fn a_damaged_footer_page_or_dictionary_is_an_error() {
 fn open_metadata(bytes: &[u8]) -> parquet::file::metadata::ParquetMetaData {
     let bytes = bytes::Bytes::copy_from_slice(bytes);
     parquet::file::metadata::ParquetMetaDataReader::new().parse_and_finish(&bytes).unwrap()
+}
+
+/// A table with large texts, one of them longer than the others.
+fn large() -> RecordBatch {
+    let long = "long words ".repeat(200_000);
+    let texts =
+        (0..200).map(|row| format!("{row} ") + if row == 150 { &long } else { &long[..10_000] });
+    let texts = StringArray::from_iter_values(texts);
+    let ids = Int64Array::from_iter_values(0..200);
+    RecordBatch::try_from_iter([("id", Arc::new(ids) as ArrayRef), ("text", Arc::new(texts))])
+        .unwrap()
+}
+
+/// The large table in every format that is read in steps.
+fn large_files() -> Vec<(&'static str, Vec<u8>)> {
+    let table = large();
+    let zstd = || Compression::ZSTD(ZstdLevel::default());
+    let properties = |compression| WriterProperties::builder().set_compression(compression);
+    let one = |compression| properties(compression).set_dictionary_enabled(false).build();
+    let delta = properties(zstd())
+        .set_dictionary_enabled(false)
+        .set_column_encoding("text".into(), Encoding::DELTA_BYTE_ARRAY);
+    vec![
+        ("snappy", parquet(&table, properties(Compression::SNAPPY).build())),
+        ("zstd", parquet(&table, one(zstd()))),
+        ("gzip", parquet(&table, one(Compression::GZIP(GzipLevel::default())))),
+        ("delta", parquet(&table, delta.build())),
+        ("file", arrow_file(&table, None)),
+        ("file lz4", arrow_file(&table, Some(CompressionType::LZ4_FRAME))),
+        ("stream", arrow_stream(&table, None)),
+        ("stream zstd", arrow_stream(&table, Some(CompressionType::ZSTD))),
+    ]
+}
+
+#[test]
+fn large_tables_are_read_in_steps_from_any_row_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("table");
+    let table = large();
+    let texts = table.column(1).as_string::<i32>();
+    for (name, bytes) in large_files() {
+        std::fs::write(&path, &bytes).unwrap();
+        for chunk_bytes in [100_000, 1 << 20] {
+            let options =
+                ReadOptions { chunk_bytes, max_record_bytes: 1 << 24, ..with_field("text") };
+            let found = documents(&path, None, options).unwrap();
+            assert_eq!(found.len(), texts.len(), "{name}");
+            for (found, text) in found.iter().zip(texts) {
+                assert!(found.as_deref() == Ok(text.unwrap()), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_table_that_memory_has_no_room_for_says_so_before_it_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("table");
+    for (name, bytes) in large_files() {
+        std::fs::write(&path, &bytes).unwrap();
+        for field in ["text", "{id} {text}"] {
+            let small = ReadOptions { max_table_bytes: 1000, ..with_field(field) };
+            let found = documents(&path, None, small).unwrap_err().to_string();
+            assert!(
+                found.contains(
+                    " bytes, of 1000 that --memory gives it: raise --memory, or write the table"
+                ),
+                "{name} {found}"
+            );
+            assert!(
+                found.ends_with("smaller pages") || found.ends_with("smaller batches"),
+                "{found}"
+            );
+        }
+    }
+    // A value that is longer than a record may be, of a batch that is not held.
+    std::fs::write(&path, arrow_file(&large(), None)).unwrap();
+    let options = ReadOptions { max_record_bytes: 1_000_000, ..with_field("text") };
+    let found = documents(&path, None, options).unwrap();
+    let bad: Vec<_> = found.iter().filter_map(|found| found.as_ref().err()).collect();
+    let reason = "the value is longer than 1000000 bytes: raise --memory".to_owned();
+    assert_eq!(bad, [&BadRecord { place: Place::Row(151), reason }]);
+}
+
+#[test]
+fn a_page_that_is_larger_than_its_column_is_refused() {
+    let properties = WriterProperties::builder()
+        .set_compression(Compression::SNAPPY)
+        .set_dictionary_enabled(false)
+        .build();
+    let mut bytes = parquet(&large(), properties);
+    let start = open_metadata(&bytes).row_group(0).column(1).data_page_offset() as usize;
+    // The kind of the page, and its size: four bytes of a varint, for a page of a megabyte and more.
+    assert_eq!((bytes[start], bytes[start + 2]), (0x15, 0x15));
+    assert!(bytes[start + 3..start + 6].iter().all(|byte| byte & 0x80 != 0));
+    bytes[start + 3..start + 7].copy_from_slice(&[0xfe, 0xff, 0xff, 0x7f]);
+    let found = error(&bytes, "text");
+    assert!(
+        found.contains(
+            "the table is damaged (Parquet error: a page of 134217727 bytes in a column of "
+        ),
+        "{found}"
+    );
+}
+
+#[test]
+fn a_dictionary_of_more_values_than_it_has_bytes_is_refused() {
+    let bytes = parquet(&table(), WriterProperties::default());
+    let start =
+        open_metadata(&bytes).row_group(0).column(1).dictionary_page_offset().unwrap() as usize;
+    // The header's last field is a structure that begins with the number of values: 800 to 1000 here.
+    let header = &bytes[start..start + 40];
+    let at = header.windows(2).position(|pair| pair == [0x4c, 0x15]).unwrap() + start + 2;
+    let mut damaged = bytes.clone();
+    damaged[at..at + 2].copy_from_slice(&[0xfe, 0x7f]);
+    let found = error(&damaged, "text");
+    assert!(
+        found.contains("the table is damaged (Parquet argument error: ")
+            || found.contains("a dictionary of 8191 values in "),
+        "{found}"
+    );
+}
+
+#[test]
+fn a_compressed_buffer_that_says_to_become_large_is_refused() {
+    let table = table();
+    for (compression, field) in
+        [(CompressionType::ZSTD, "nulls"), (CompressionType::LZ4_FRAME, "view")]
+    {
+        let bytes = arrow_stream(&table, Some(compression));
+        let frame: &[u8] = match compression {
+            CompressionType::ZSTD => b"\x28\xb5\x2f\xfd",
+            _ => b"\x04\x22\x4d\x18",
+        };
+        // The length before each frame.
+        let mut damaged = bytes.clone();
+        for at in 8..bytes.len() - 4 {
+            if bytes[at..].starts_with(frame) {
+                damaged[at - 8..at].copy_from_slice(&(1u64 << 40).to_le_bytes());
+            }
+        }
+        let options = ReadOptions { chunk_bytes: 1 << 20, ..with_field(field) };
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        std::fs::write(&path, &damaged).unwrap();
+        let found = documents(&path, None, options).unwrap_err().to_string();
+        assert!(found.contains("raise --memory, or write the table in smaller batches"), "{found}");
+    }
+}
+
+#[test]
+fn texts_that_are_not_utf_8_are_errors_that_name_the_table() {
+    let table = table();
+    for bytes in [
+        parquet_in_groups(&table, Compression::UNCOMPRESSED),
+        arrow_file(&table, None),
+        arrow_stream(&table, None),
+    ] {
+        let mut damaged = bytes.clone();
+        let mut places = 0;
+        for at in 0..bytes.len() - 9 {
+            if bytes[at..].starts_with(b"text 299 ") {
+                damaged[at] = 0xff;
+                places += 1;
+            }
+        }
+        assert!(places > 0);
+        let found = error(&damaged, "text");
+        assert!(
+            found.contains("table: the table is damaged (") && found.to_lowercase().contains("utf"),
+            "{found}"
+        );
+    }
 }

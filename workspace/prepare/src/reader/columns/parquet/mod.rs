@@ -1,75 +1,32 @@
 //! Tables of Parquet, row group by row group and page by page. Strings are views of the pages, so that neither
-//! a value of a gigabyte nor one that is in a dictionary and in many rows is copied.
+//! a value of a gigabyte nor one that is in a dictionary and in many rows is copied. What is held at once is
+//! planned before it is read.
 
-use std::fs::File;
-use std::io::{BufReader, Seek, SeekFrom};
+mod pages;
+mod plan;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arrow_array::RecordBatch;
-use arrow_schema::{DataType, Field, FieldRef, Fields as Columns, Schema};
-use bytes::Bytes;
-use parquet::arrow::ProjectionMask;
+use arrow_schema::{ArrowError, DataType, Field, FieldRef, Fields as Columns, Schema};
 use parquet::arrow::arrow_reader::{
-    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader,
-    ParquetRecordBatchReaderBuilder,
+    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader, RowSelection, RowSelector,
 };
+use parquet::arrow::{ProjectionMask, parquet_to_arrow_field_levels};
 use parquet::errors::ParquetError;
-use parquet::file::reader::{ChunkReader, Length};
 
-use super::{Rows, check, guarded, split};
+use self::pages::Bounded;
+use self::plan::Run;
+use super::{Rows, check, damaged, guarded, split};
 use crate::reader::{Chunk, Position, ReadOptions, Reader};
 use crate::{Error, Result};
-
-/// Maximum rows that are read at once.
-const MAX_BATCH_ROWS: usize = 1 << 13;
 
 /// A table whose footer was read.
 pub(in super::super) struct Table {
     metadata: ArrowReaderMetadata,
     /// The wanted columns.
-    wanted: ProjectionMask,
-}
-
-/// A file whose length is known: what a damaged table says about its own lengths is compared with it before
-/// memory is taken.
-struct Bounded {
-    file: File,
-    bytes: u64,
-}
-
-impl Bounded {
-    fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(moh_files::io(path))?;
-        let bytes = file.metadata().map_err(moh_files::io(path))?.len();
-        Ok(Self { file, bytes })
-    }
-}
-
-impl Length for Bounded {
-    fn len(&self) -> u64 {
-        self.bytes
-    }
-}
-
-impl ChunkReader for Bounded {
-    type T = BufReader<File>;
-
-    fn get_read(&self, start: u64) -> Result<Self::T, ParquetError> {
-        let mut file = self.file.try_clone()?;
-        file.seek(SeekFrom::Start(start))?;
-        Ok(BufReader::new(file))
-    }
-
-    fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {
-        match start.checked_add(length as u64) {
-            Some(end) if end <= self.bytes => self.file.get_bytes(start, length),
-            _ => Err(ParquetError::EOF(format!(
-                "{length} bytes at byte {start} of a file of {} bytes",
-                self.bytes
-            ))),
-        }
-    }
+    wanted: Vec<usize>,
 }
 
 impl Table {
@@ -94,8 +51,7 @@ impl Table {
                     names[0] == *path || path.split('.').zip(names).all(|(key, name)| key == name)
                 })
             };
-            let leaves = (0..schema.num_columns()).filter(is_wanted);
-            let wanted = ProjectionMask::leaves(schema, leaves);
+            let wanted = (0..schema.num_columns()).filter(is_wanted).collect();
             Ok::<_, ParquetError>((metadata, wanted))
         })?;
         check(path, metadata.schema(), fields)?;
@@ -117,32 +73,40 @@ impl Table {
     ) -> Result<Box<dyn Reader>> {
         let groups = self.metadata.metadata().row_groups();
         let rows_of = |group: usize| groups[group].num_rows().max(0) as u64;
-        let (mut unpacked, mut stored) = (0i64, 0i64);
-        for (index, column) in groups[part].columns().iter().enumerate() {
-            if self.wanted.leaf_included(index) {
-                unpacked = unpacked.saturating_add(column.uncompressed_size().max(0));
-                stored = stored.saturating_add(column.compressed_size().max(0));
-            }
-        }
         let rows = rows_of(part);
-        let row_bytes = (unpacked as u64 / rows.max(1)).max(1);
-        let batch_rows = (options.chunk_bytes as u64 / row_bytes).clamp(1, MAX_BATCH_ROWS as u64);
         let file = Bounded::open(path)?;
-        let batches = guarded(path, || {
-            ParquetRecordBatchReaderBuilder::new_with_metadata(file, self.metadata.clone())
-                .with_row_groups(vec![part])
-                .with_projection(self.wanted.clone())
-                .with_batch_size(batch_rows as usize)
-                .with_offset(from.record as usize)
-                .build()
+        let columns = self.wanted.iter().map(|&column| groups[part].column(column));
+        let stored = columns.clone().map(|column| column.compressed_size().max(0) as u64);
+        let stored = stored.fold(0, u64::saturating_add);
+        let columns = guarded(path, || {
+            columns.map(|column| pages::sizes(&file, column)).collect::<Result<Vec<_>, _>>()
         })?;
+        let limit = options.max_table_bytes;
+        let runs = plan::runs(&columns, rows, options.chunk_bytes as u64, limit as u64);
+        let runs = runs.map_err(|held| {
+            let reason = format!(
+                "row group {} has a page that takes {held} bytes, of {limit} that --memory gives it: raise \
+                 --memory, or write the table with smaller pages",
+                part + 1
+            );
+            Error::input(path, reason)
+        })?;
+        let runs = runs.into_iter().filter_map(|run| run.after(from.record)).collect::<Vec<_>>();
         Ok(Box::new(Group {
             path: path.to_path_buf(),
-            batches,
+            metadata: self.metadata.clone(),
+            wanted: ProjectionMask::leaves(
+                self.metadata.parquet_schema(),
+                self.wanted.iter().copied(),
+            ),
+            file,
+            number: part,
+            runs: runs.into_iter(),
+            batches: None,
             batch: None,
             before: (0..part).map(rows_of).fold(0, u64::saturating_add),
             rows,
-            stored: stored as u64,
+            stored,
             position: from,
             options,
         }))
@@ -165,7 +129,14 @@ fn views(columns: &Columns) -> Columns {
 /// Reads the rows of a row group.
 struct Group {
     path: PathBuf,
-    batches: ParquetRecordBatchReader,
+    metadata: ArrowReaderMetadata,
+    wanted: ProjectionMask,
+    file: Bounded,
+    number: usize,
+    /// What is left to be read.
+    runs: std::vec::IntoIter<Run>,
+    /// Reads the rows of a run.
+    batches: Option<ParquetRecordBatchReader>,
     /// What is left of the batch that was read last.
     batch: Option<RecordBatch>,
     /// Rows of the table before this group.
@@ -178,26 +149,62 @@ struct Group {
     options: Arc<ReadOptions>,
 }
 
+impl Group {
+    /// A reader of a run.
+    fn open(&self, run: Run) -> Result<ParquetRecordBatchReader, ParquetError> {
+        let metadata = self.metadata.metadata();
+        let columns = self.metadata.schema().fields();
+        let levels = parquet_to_arrow_field_levels(
+            self.metadata.parquet_schema(),
+            self.wanted.clone(),
+            Some(columns),
+        )?;
+        let group = pages::Group { file: &self.file, metadata, number: self.number };
+        let selected = RowSelector::select(run.rows as usize);
+        let selection = match run.first {
+            0 => vec![selected],
+            first => vec![RowSelector::skip(first as usize), selected],
+        };
+        ParquetRecordBatchReader::try_new_with_row_groups(
+            &levels,
+            &group,
+            run.batch_rows as usize,
+            Some(RowSelection::from(selection)),
+        )
+    }
+
+    /// The rows that are left of a batch, or the next batch.
+    fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
+        if let Some(batch) = self.batch.take() {
+            return Ok(Some(batch));
+        }
+        loop {
+            if let Some(batches) = &mut self.batches {
+                let batch = guarded(&self.path, || batches.next().transpose())?;
+                if batch.is_some() {
+                    return Ok(batch);
+                }
+                // With its last page, before another one is read.
+                self.batches = None;
+            }
+            let Some(run) = self.runs.next() else { return Ok(None) };
+            self.options.await_room(usize::try_from(run.held).unwrap_or(usize::MAX));
+            self.batches = Some(guarded(&self.path, || self.open(run))?);
+        }
+    }
+}
+
 impl Reader for Group {
     fn next_chunk(&mut self) -> Result<Option<Chunk>> {
-        let (batches, batch, options) = (&mut self.batches, self.batch.take(), &self.options);
-        let read = guarded(&self.path, || {
-            let batch = match batch {
-                Some(batch) => Some(batch),
-                None => batches.next().transpose()?,
-            };
-            Ok::<_, arrow_schema::ArrowError>(batch.map(|batch| split(batch, options)))
-        })?;
-        let Some((rows, rest)) = read else {
+        let Some(batch) = self.next_batch()? else {
             if self.position.record < self.rows {
                 let (read, rows) = (self.position.record, self.rows);
-                let reason = format!(
-                    "the table is damaged (a row group of {rows} rows has {read}): fetch it again"
-                );
-                return Err(Error::input(&self.path, reason));
+                return Err(damaged(&self.path, format!("a row group of {rows} rows has {read}")));
             }
             return Ok(None);
         };
+        let (path, options) = (&self.path, &self.options);
+        let (rows, rest) = guarded(path, || Ok::<_, ArrowError>(split(batch, options)))?;
         self.batch = rest;
         // Pages are read in larger steps than chunks: the rows tell how far it is.
         let part = rows.num_rows() as f64 / self.rows.max(1) as f64;
