@@ -42,26 +42,30 @@ pub(crate) struct Encoder<'a> {
     cuts: Option<Arc<Cuts>>,
     special: Special,
     prefix: Vec<u32>,
-    suffix: Vec<u32>,
+    /// `None` if the post-processor does more than put ids before and after a text: then 0.23 encodes documents
+    /// whole.
+    suffix: Option<Vec<u32>>,
 }
 
 impl<'a> Encoder<'a> {
     /// An encoder of a tokenizer.
     ///
     /// # Errors
-    /// Fails if the tokenizer does, or if its post-processor does more than put ids before and after a text.
+    /// Fails if the tokenizer does.
     pub(crate) fn new(tokenizer: &'a TextTokenizer) -> Result<Self> {
         let json = tokenizer.json()?;
         let prefix = tokenizer.encode_prompt("")?;
         let text = tokenizer.encode_without_special_tokens("a")?;
         let whole = tokenizer.encode("a")?;
         let suffix = whole.strip_prefix(&prefix[..]).and_then(|ids| ids.strip_prefix(&text[..]));
-        let Some(suffix) = suffix.map(<[u32]>::to_vec) else {
-            let reason = "its post-processor does more than put tokens before and after a text";
-            return Err(Error::input(tokenizer.path(), reason));
-        };
+        let suffix = suffix.map(<[u32]>::to_vec);
         let special = Special::new(tokenizer.special_ids());
-        let shape = Shape::new(&json);
+        let shape =
+            match suffix {
+                Some(_) => Shape::new(&json),
+                None => Err("its post-processor does more than put tokens before and after a text"
+                    .to_owned()),
+            };
         let cuts = shape.as_ref().ok().and_then(|&shape| Cuts::new(&json, shape)).map(Arc::new);
         let library = shape.and_then(|shape| library(tokenizer, json, shape));
         Ok(Self { tokenizer, library, cuts, special, prefix, suffix })
@@ -89,8 +93,14 @@ impl<'a> Encoder<'a> {
     /// # Errors
     /// Fails if the tokenizer does; a byte-level one never does.
     pub(crate) fn encode(&self, text: &str, part: Part) -> Result<Encoded> {
+        let Some(suffix) = &self.suffix else {
+            let in_text = self.tokenizer.encode_without_special_tokens(text)?;
+            let (ids, special_in_text) =
+                (self.tokenizer.encode(text)?, self.special.among(&in_text));
+            return Ok(Encoded { ids, special_in_text });
+        };
         // English has four bytes an id or more.
-        let room = self.prefix.len() + text.len() / 4 + self.suffix.len();
+        let room = self.prefix.len() + text.len() / 4 + suffix.len();
         let mut ids: Vec<PipelineToken> = Vec::with_capacity(room);
         if part.begins() {
             extend(&mut ids, &self.prefix);
@@ -111,7 +121,7 @@ impl<'a> Encoder<'a> {
         }
         let special_in_text = self.special.among(PipelineToken::cast_slice(&ids[start..]));
         if part.ends() {
-            extend(&mut ids, &self.suffix);
+            extend(&mut ids, suffix);
         }
         // In place: both are 32 bits.
         Ok(Encoded { ids: ids.into_iter().map(u32::from).collect(), special_in_text })

@@ -118,6 +118,45 @@ fn every_kind_is_encoded_by_the_faster_library_and_can_be_cut() {
     }
 }
 
+#[test]
+fn an_unusual_post_processor_leaves_whole_documents_to_the_slower_library() {
+    let kinds = kinds::all(1500, &kinds::text(200_000, 1));
+    let named = |name: &str| json!({"SpecialToken": {"id": name, "type_id": 0}});
+    let text = |type_id: u32| json!({"Sequence": {"id": "A", "type_id": type_id}});
+    let template = |kind: &kinds::Kind, single: Vec<Value>| {
+        let tokens = kind.json["added_tokens"].as_array().unwrap();
+        let token = tokens.iter().find(|token| token["special"] == true).unwrap();
+        let (name, id) = (token["content"].as_str().unwrap(), &token["id"]);
+        let single: Vec<Value> = single
+            .into_iter()
+            .map(|piece| if piece.is_null() { named(name) } else { piece })
+            .collect();
+        let special = json!({name: {"id": name, "ids": [id], "tokens": [name]}});
+        let pair = json!([text(0), {"Sequence": {"id": "B", "type_id": 1}}]);
+        json!({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special})
+    };
+    let kind = kinds.iter().find(|kind| kind.name == "GPT-2").unwrap();
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let twice = template(kind, vec![text(0), Value::Null, text(1)]);
+    let in_sequence = json!({"type": "Sequence", "processors": [bytes, twice]});
+    let ends = template(kind, vec![Value::Null, text(1), Value::Null]);
+    for (processor, is_usual) in [(twice, false), (in_sequence, false), (ends, true)] {
+        let mut json = kind.json.clone();
+        json["post_processor"] = processor;
+        let tokenizer = kinds::Kind { name: kind.name, json }.load();
+        let encoder = Encoder::new(&tokenizer).unwrap();
+        assert_eq!(encoder.fallback().is_none(), is_usual, "{:?}", encoder.fallback());
+        assert_eq!(encoder.cut("one two three").is_some(), is_usual);
+        for text in ["", "a", "one two <|endoftext|> three", &kinds::text(2000, 5)] {
+            let encoded = encoder.encode(text, Part::Whole).unwrap();
+            assert_eq!(encoded.ids, tokenizer.encode(text).unwrap(), "{text:?}");
+            let times = if is_usual { 1 } else { 2 };
+            let named = times * text.matches("<|endoftext|>").count();
+            assert_eq!(encoded.special_in_text.len(), named, "{text:?}");
+        }
+    }
+}
+
 /// A document with what is long and has no cut amid words: a letter, spaces, ideographs, line ends, punctuation.
 fn long(length: usize) -> String {
     let mut text = kinds::text(length / 2, 2);
