@@ -158,7 +158,14 @@ fn receive_all(
         for batch in batches {
             // A task that gives nothing has panicked: the scope of tasks passes that on.
             let Ok(batch) = batch.recv() else { return Ok(()) };
-            receive(Event::Batch(batch?))?;
+            match batch.and_then(|batch| receive(Event::Batch(batch))) {
+                Err(error) if !matches!(error, Error::Interrupted) => {
+                    // An input that changes while it is read has other faults than those that are found.
+                    open.check_unchanged()?;
+                    return Err(error);
+                }
+                done => done?,
+            }
         }
         if is_last {
             open.check_unchanged()?;
