@@ -35,8 +35,9 @@ const BYTE_ORDER_MARKS: [(&[u8], &str); 4] = [
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
 ];
-/// The base 2 logarithms of the smallest window limit of a decoder, Zstandard's default, and of the largest.
-const WINDOW_LOGS: (u32, u32) = (27, 31);
+/// The base 2 logarithms of the smallest window limit of a decoder, which what is written without options needs,
+/// and of the largest.
+const WINDOW_LOGS: (u32, u32) = (23, 31);
 
 impl Compression {
     /// The ends of names of compressed files.
@@ -81,7 +82,7 @@ impl Compression {
             }
             Compression::Bzip2 => Box::new(bzip2::bufread::MultiBzDecoder::new(source)),
             Compression::Xz => {
-                let limit = 1 << window_log;
+                let limit = max_window_bytes.max(1 << least) as u64;
                 let stream = liblzma::stream::Stream::new_stream_decoder(
                     limit,
                     liblzma::stream::CONCATENATED,

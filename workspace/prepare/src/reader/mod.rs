@@ -36,6 +36,8 @@ pub(crate) type Cut = dyn Fn(&str) -> Option<usize> + Send + Sync;
 const CHUNK_BYTES: usize = 1 << 20;
 /// Bytes of a piece of a document.
 const PIECE_BYTES: usize = 4 << 20;
+/// The fewest bytes of either.
+const LEAST_BYTES: usize = 1 << 16;
 
 /// How inputs are read.
 #[derive(Clone)]
@@ -67,8 +69,9 @@ impl ReadOptions {
             |of: u64, parts: u64| usize::try_from(memory / parts * of).unwrap_or(usize::MAX);
         Self {
             fields,
-            chunk_bytes: CHUNK_BYTES,
-            piece_bytes: PIECE_BYTES,
+            // Less of a small memory, in which several of them are at once.
+            chunk_bytes: CHUNK_BYTES.min(share(1, 128)).max(LEAST_BYTES),
+            piece_bytes: PIECE_BYTES.min(share(1, 64)).max(LEAST_BYTES),
             // The rest is for pieces of it, their ids, and what else is being read.
             max_record_bytes: share(2, 3),
             max_table_bytes: share(3, 4),

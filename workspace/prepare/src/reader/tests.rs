@@ -1,5 +1,6 @@
 //! Documents of inputs of every format of text.
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -211,6 +212,26 @@ fn a_long_record_is_skipped_without_being_held() {
     let options = ReadOptions { piece_bytes: 8, max_record_bytes: 50, ..options() };
     let found = documents(&path, None, options).unwrap();
     assert!(matches!(&found[..], [Err(bad)] if bad.reason.contains("raise --memory")), "{found:?}");
+}
+
+#[test]
+fn a_line_that_unpacks_to_more_than_memory_is_skipped_in_every_encoding() {
+    let line = vec![b'a'; 50_000_000];
+    let (mut gzip, mut xz) = (Vec::new(), Vec::new());
+    flate2::read::GzEncoder::new(&line[..], flate2::Compression::fast())
+        .read_to_end(&mut gzip)
+        .unwrap();
+    liblzma::read::XzEncoder::new(&line[..], 0).read_to_end(&mut xz).unwrap();
+    let zstd = zstd::encode_all(&line[..], 1).unwrap();
+    for bytes in [gzip, zstd, xz] {
+        assert!(bytes.len() < line.len() / 100);
+        let (_dir, path) = written("a.jsonl", &bytes);
+        let found = documents(&path, None, options()).unwrap();
+        assert!(
+            matches!(&found[..], [Err(bad)] if bad.reason.ends_with("raise --memory")),
+            "{found:?}"
+        );
+    }
 }
 
 #[test]
