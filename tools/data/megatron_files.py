@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Checks that Megatron-core reads the token files of `moh-data`, and that `moh-data` reads those of Megatron-core.
+
+    python3 -m venv megatron-venv
+    megatron-venv/bin/pip install -r tools/hf/requirements.txt
+    megatron-venv/bin/pip install --no-deps -r tools/data/requirements-megatron.txt
+    megatron-venv/bin/python tools/data/megatron_files.py --program target/release/moh-data --tokenizer DIR
+
+Documents are compared token by token, with and without a memory map, as u16 and as i32, and with several sequences in
+a document; so are the samples of Megatron's GPTDataset with those that the concatenated documents have.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import torch
+
+# What GPUs need is not installed here.
+warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed")
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
+
+SEQUENCE_LENGTH = 64
+
+
+def run(*command):
+    """What a program prints; ends this one if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def texts(count):
+    """Documents of one to four hundred words."""
+    chance = random.Random(1)
+    words = "the ship left a village at dawn and no one on land saw its lights".split()
+    return [" ".join(chance.choices(words, k=chance.randrange(1, 400))) for _ in range(count)]
+
+
+def documents_of(dataset):
+    """The tokens of each document of a dataset of Megatron's."""
+    bounds = dataset.document_indices
+    return [
+        numpy.concatenate([dataset[at] for at in range(first, last)])
+        for first, last in zip(bounds[:-1], bounds[1:])
+    ]
+
+
+def ids_of(program, prefix, documents):
+    """The tokens of each document, as `moh-data show` prints them."""
+    show = [program, "show", "--json", "--max-tokens", str(1 << 40), prefix, "--doc"]
+    return [json.loads(run(*show, str(number)))["ids"] for number in range(documents)]
+
+
+def check(what, is_so):
+    if not is_so:
+        sys.exit(f"{what}: differs")
+    print(f"{what}: the same")
+
+
+def same(ours, theirs):
+    return len(ours) == len(theirs) and all(list(a) == list(b) for a, b in zip(ours, theirs))
+
+
+def check_ours(program, prefix):
+    """Megatron-core reads a file of `moh-data prepare`."""
+    info = json.loads(run(program, "info", "--json", prefix))
+    ours = ids_of(program, prefix, info["documents"])
+    for mmap in (True, False):
+        dataset = IndexedDataset(str(prefix), mmap=mmap)
+        name = f"{info['dtype']} of moh-data, {'memory map' if mmap else 'file'}"
+        check(f"{name}, {info['documents']} documents", same(ours, documents_of(dataset)))
+    check_samples(prefix, ours)
+
+
+def check_samples(prefix, ours):
+    """Megatron's samples, in the order that it shuffles them to, are windows of the concatenated documents."""
+    dataset = IndexedDataset(str(prefix))
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=SEQUENCE_LENGTH,
+        split="1",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=None,
+        tokenizer=SimpleNamespace(vocab_size=None, eod=0, pad=-1, unique_identifiers={}),
+    )
+    sequences = numpy.arange(len(dataset), dtype=numpy.int32)
+    samples = GPTDataset(dataset, str(prefix), sequences, None, Split.train, config)
+    # Megatron shuffles the documents of an epoch, concatenates them, and shuffles the windows of the result.
+    stream = numpy.concatenate([numpy.asarray(ours[number]) for number in samples.document_index])
+    order = samples.shuffle_index
+    found = 0
+    for number, window in enumerate(order):
+        start = int(window) * SEQUENCE_LENGTH
+        expected = stream[start : start + SEQUENCE_LENGTH + 1]
+        sample = samples[number]
+        tokens = torch.cat([sample["tokens"], sample["labels"][-1:]]).numpy()
+        found += len(expected) == len(tokens) and bool((expected == tokens).all())
+    check(f"{found} of {len(order)} samples of GPTDataset", found == len(order) and found > 0)
+
+
+def check_theirs(program, directory, kind):
+    """`moh-data` reads a file of Megatron-core, whose documents have several sequences."""
+    chance = random.Random(2)
+    prefix = directory / f"megatron-{kind.__name__}"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=kind)
+    documents = []
+    for _ in range(50):
+        lengths = [chance.randrange(0, 90) for _ in range(chance.randrange(1, 4))]
+        tokens = [chance.randrange(200) for _ in range(sum(lengths))]
+        builder.add_document(torch.tensor(tokens, dtype=torch.int64), lengths)
+        documents.append(tokens)
+    builder.finalize(f"{prefix}.idx")
+    report = json.loads(run(program, "verify", "--json", prefix))
+    name = f"{kind.__name__} of Megatron-core"
+    check(f"{name}, {report['documents']} documents", report["documents"] == len(documents))
+    check(f"{name}, ids", same(ids_of(program, prefix, len(documents)), documents))
+    # What moh-data writes of it is one sequence a document.
+    run(program, "merge", "--out", directory / f"again-{kind.__name__}", prefix)
+    again = IndexedDataset(str(directory / f"again-{kind.__name__}"))
+    check(f"{name}, merged by moh-data", same(documents_of(again), documents))
+
+
+def with_large_vocabulary(tokenizer, directory):
+    """A copy of a tokenizer with so many ids that u16 does not hold them."""
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first = max([*vocabulary.values(), *(token["id"] for token in content["added_tokens"])]) + 1
+    vocabulary |= {f"unused {number}": number for number in range(first, 70_000)}
+    copy = directory / "large"
+    copy.mkdir()
+    for file in tokenizer.glob("*.json"):
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    return copy
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--program", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    arguments = parser.parse_args()
+    program = arguments.program.resolve()
+    with tempfile.TemporaryDirectory() as directory:
+        directory = Path(directory)
+        text = directory / "text.jsonl"
+        text.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(60)))
+        for tokenizer in (arguments.tokenizer, with_large_vocabulary(arguments.tokenizer, directory)):
+            prefix = directory / f"tokens-{tokenizer.name}"
+            run(program, "prepare", "--tokenizer", tokenizer, "--out", prefix, text)
+            check_ours(program, prefix)
+        for kind in (numpy.uint8, numpy.uint16, numpy.int32, numpy.int64):
+            check_theirs(program, directory, kind)
+
+
+if __name__ == "__main__":
+    main()
