@@ -49,7 +49,7 @@ pub use token_writer::{
     CompleteTokenFile, TokenFileWriter, Written, publish_remaining, publish_token_files,
 };
 pub use tokenizer::TextTokenizer;
-pub use tokenizer_content::TokenizerContent;
+pub use tokenizer_content::{TokenizerContent, TokenizerJson};
 pub use tokenizer_match::{BEGINNING_TOKENS, TokenizerMatch, beginning_blake3};
 pub use verify::{Problem, ProblemKind, Verification, Verify};
 pub use windows::Windows;

@@ -8,8 +8,7 @@ use std::sync::OnceLock;
 
 use tokenizers::Tokenizer;
 
-use crate::tokenizer_content::{self, Parts};
-use crate::{Error, Result, TextStream, TokenizerContent};
+use crate::{Error, Result, TextStream, TokenizerContent, TokenizerJson};
 
 /// A tokenizer.
 pub struct TextTokenizer {
@@ -120,11 +119,15 @@ impl TextTokenizer {
     /// # Errors
     /// Fails if the library cannot write the tokenizer.
     pub fn content(&self) -> Result<TokenizerContent> {
-        if let Some(content) = self.content.get() {
-            return Ok(content.clone());
+        match self.content.get() {
+            Some(content) => Ok(content.clone()),
+            None => Ok(self.content_of(&self.json()?)),
         }
-        let content = self.parts()?.content();
-        Ok(self.content.get_or_init(|| content).clone())
+    }
+
+    /// As [`TextTokenizer::content`], of this tokenizer's [`TextTokenizer::json`].
+    pub fn content_of(&self, json: &TokenizerJson) -> TokenizerContent {
+        self.content.get_or_init(|| json.content()).clone()
     }
 
     /// The first place where the content is not another tokenizer's, with both values; `None` if the contents
@@ -133,19 +136,15 @@ impl TextTokenizer {
     /// # Errors
     /// Fails if the library cannot write one of the tokenizers.
     pub fn first_difference(&self, other: &Self) -> Result<Option<String>> {
-        Ok(self.parts()?.first_difference(&other.parts()?))
+        Ok(self.json()?.first_difference(&other.json()?))
     }
 
-    /// The tokenizer as a `tokenizer.json` that has every default filled in, and neither truncation nor padding.
+    /// The tokenizer as the library writes it.
     ///
     /// # Errors
     /// Fails if the library cannot write the tokenizer.
-    pub fn json(&self) -> Result<serde_json::Value> {
-        tokenizer_content::json(&self.inner).map_err(|error| self.failure(&error))
-    }
-
-    fn parts(&self) -> Result<Parts> {
-        Parts::new(&self.inner).map_err(|error| self.failure(&error))
+    pub fn json(&self) -> Result<TokenizerJson> {
+        TokenizerJson::new(&self.inner).map_err(|error| self.failure(&error))
     }
 
     /// The ids of the special tokens, in increasing order.

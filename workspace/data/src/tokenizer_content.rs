@@ -5,22 +5,25 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::Value;
+use serde_json::value::{RawValue, to_raw_value};
 use tokenizers::Tokenizer;
 
 /// Characters of a value that a difference shows.
 const SHOWN_CHARACTERS: usize = 40;
+/// The part that is the tokens of the model with their ids.
+const VOCABULARY: &str = "vocabulary";
+/// The part that is the merges of the model.
+const MERGES: &str = "merges";
+/// Fields of a `tokenizer.json` that do not belong to its content: they are the same for all tokenizers here.
+const OTHER_FIELDS: [&str; 3] = ["version", "truncation", "padding"];
 
 /// Identifies the content of a tokenizer: the blake3 of each of its parts, in hexadecimal. A part is hashed as
 /// JSON without spaces whose keys are sorted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct TokenizerContent(BTreeMap<String, String>);
-
-/// The content of a tokenizer, by part: `vocabulary`, `merges` and the rest of the `model`, and the other fields
-/// of a `tokenizer.json` by their names.
-pub(crate) struct Parts(BTreeMap<String, Value>);
 
 impl TokenizerContent {
     /// The first part that another content has otherwise; `None` if they are equal.
@@ -33,57 +36,104 @@ impl TokenizerContent {
     }
 }
 
-/// The part that is the tokens of the model with their ids.
-const VOCABULARY: &str = "vocabulary";
-
-/// A tokenizer as the library writes it, but with every token of its vocabulary: of several tokens of one id the
-/// library writes any one.
-///
-/// # Errors
-/// Fails if the library cannot write the tokenizer.
-pub(crate) fn json(tokenizer: &Tokenizer) -> Result<Value, serde_json::Error> {
-    let mut json = serde_json::to_value(tokenizer)?;
-    if let Some(vocabulary @ Value::Object(_)) = json.pointer_mut("/model/vocab") {
-        let tokens = tokenizer.get_vocab(false).into_iter();
-        *vocabulary = Value::Object(tokens.map(|(token, id)| (token, id.into())).collect());
-    }
-    Ok(json)
+/// A `tokenizer.json` as the library writes it, every default filled in. Its vocabulary and its merges, which are
+/// nearly all of it, stay text.
+#[derive(Debug)]
+pub struct TokenizerJson {
+    /// All fields, the model without its vocabulary and its merges.
+    pub fields: Value,
+    /// The tokens of the model with their ids, sorted by token. Several tokens may have one id.
+    pub tokens: Vec<(String, u32)>,
+    /// The field `vocab` of the model, its keys sorted.
+    pub vocabulary: Box<RawValue>,
+    /// The field `merges` of the model, an array of pairs of tokens; `null` if it has none.
+    pub merges: Box<RawValue>,
 }
 
-impl Parts {
-    /// The parts of a tokenizer without truncation and padding.
+impl TokenizerJson {
+    /// What the library writes of a tokenizer.
     ///
     /// # Errors
-    /// Fails if the library cannot write the tokenizer.
+    /// Fails if the library cannot write it.
     pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Self, serde_json::Error> {
-        let mut parts = BTreeMap::new();
-        if let Value::Object(fields) = json(tokenizer)? {
-            parts.extend(fields);
-        }
-        // The same for all tokenizers here.
-        parts.retain(|name, _| !["version", "truncation", "padding"].contains(&name.as_str()));
-        if let Some(Value::Object(model)) = parts.get_mut("model") {
-            let merges = model.remove("merges").unwrap_or_default();
-            let vocabulary = model.remove("vocab").unwrap_or_default();
-            parts.insert("merges".to_owned(), merges);
-            parts.insert(VOCABULARY.to_owned(), vocabulary);
-        }
-        parts.values_mut().for_each(Value::sort_all_objects);
-        Ok(Parts(parts))
+        let text = serde_json::to_string(tokenizer)?;
+        let mut fields = fields_of(&text)?;
+        let mut model = fields_of(fields.remove("model").map_or("{}", RawValue::get))?;
+        let mut tokens: Vec<(String, u32)> = tokenizer.get_vocab(false).into_iter().collect();
+        tokens.sort_unstable();
+        let vocabulary = match model.remove("vocab") {
+            Some(list) if !list.get().starts_with('{') => list.to_owned(),
+            // Of several tokens of one id the library writes any one.
+            _ => to_raw_value(&Vocabulary(&tokens))?,
+        };
+        let merges = model.remove("merges").unwrap_or(RawValue::NULL).to_owned();
+        let mut fields = object(fields)?;
+        fields["model"] = object(model)?;
+        Ok(Self { fields, tokens, vocabulary, merges })
     }
 
     /// The hash of each part.
     pub(crate) fn content(&self) -> TokenizerContent {
-        let hash = |part: &Value| blake3::hash(part.to_string().as_bytes()).to_hex().to_string();
-        TokenizerContent(self.0.iter().map(|(name, part)| (name.clone(), hash(part))).collect())
+        let hash = |text: &str| blake3::hash(text.as_bytes()).to_hex().to_string();
+        let mut hashes: BTreeMap<String, String> =
+            self.small_parts().map(|(name, part)| (name, hash(&part.to_string()))).collect();
+        hashes.insert(VOCABULARY.to_owned(), hash(self.vocabulary.get()));
+        hashes.insert(MERGES.to_owned(), hash(self.merges.get()));
+        TokenizerContent(hashes)
     }
 
-    /// The first place where these parts are not `other`'s, with both values: `vocabulary."the": 5, not 7`.
+    /// The parts but for the vocabulary and the merges, their keys sorted.
+    fn small_parts(&self) -> impl Iterator<Item = (String, Value)> {
+        let fields = self.fields.as_object().into_iter().flatten();
+        fields.filter(|(name, _)| !OTHER_FIELDS.contains(&name.as_str())).map(|(name, part)| {
+            let mut part = part.clone();
+            part.sort_all_objects();
+            (name.clone(), part)
+        })
+    }
+
+    /// The value of a part; null if there is none of this name.
+    fn part(&self, name: &str) -> Value {
+        let text = match name {
+            VOCABULARY => &self.vocabulary,
+            MERGES => &self.merges,
+            _ => {
+                let mut parts = self.small_parts();
+                return parts.find(|(part, _)| part == name).unwrap_or_default().1;
+            }
+        };
+        // A text that serde_json wrote.
+        serde_json::from_str(text.get()).unwrap_or_default()
+    }
+
+    /// The first place where the content is not `other`'s, with both values: `vocabulary."the": 5, not 7`.
     pub(crate) fn first_difference(&self, other: &Self) -> Option<String> {
         let (ours, others) = (self.content(), other.content());
         let name = ours.first_difference(&others)?;
-        let part = |parts: &Self| parts.0.get(name).cloned().unwrap_or_default();
-        Some(difference(name, &part(self), &part(other)))
+        Some(difference(name, &self.part(name), &other.part(name)))
+    }
+}
+
+/// The fields of an object of JSON, as text.
+fn fields_of(object: &str) -> Result<BTreeMap<&str, &RawValue>, serde_json::Error> {
+    serde_json::from_str(object)
+}
+
+/// The object that has these fields.
+fn object(fields: BTreeMap<&str, &RawValue>) -> Result<Value, serde_json::Error> {
+    let parse = |(name, text): (&str, &RawValue)| {
+        let value: Value = serde_json::from_str(text.get())?;
+        Ok((name.to_owned(), value))
+    };
+    Ok(Value::Object(fields.into_iter().map(parse).collect::<Result<_, serde_json::Error>>()?))
+}
+
+/// Tokens with their ids as an object.
+struct Vocabulary<'a>(&'a [(String, u32)]);
+
+impl Serialize for Vocabulary<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(token, id)| (token, id)))
     }
 }
 

@@ -217,10 +217,14 @@ pub fn prepare(
     let total_bytes = total_bytes(&paths)?;
     let ending = Ending::choose(options.tokenizer, options.append_eos)?;
     let fields = Fields::parse(options.field)?;
-    // A large vocabulary takes both of them a good part of a second; the content is recorded at the end.
-    let (encoder, content) =
-        rayon::join(|| Encoder::new(options.tokenizer), || options.tokenizer.content());
-    let (encoder, _) = (encoder?, content?);
+    let json = options.tokenizer.json()?;
+    // Of a large vocabulary both take a while; the content is recorded at the end.
+    let (encoder, _) = rayon::join(
+        || Encoder::new(options.tokenizer, &json),
+        || options.tokenizer.content_of(&json),
+    );
+    let encoder = encoder?;
+    drop(json);
     let request = options.request(&paths, &ending);
     let (mut outputs, start) = match Outputs::begin(&options, &paths, &request)? {
         Begun::Outputs(outputs, start) => (outputs, start),

@@ -20,6 +20,7 @@
 //! one before every piece, so that the piece's own is left out instead; then no added token begins or ends with a
 //! letter, so that text without an added token stands around the cut.
 
+use moh_data::TokenizerJson;
 use serde_json::Value;
 use tokenizers_1::pipeline::Span;
 
@@ -36,8 +37,8 @@ pub(super) struct Cuts {
 
 impl Cuts {
     /// The cuts of a tokenizer; `None` if it allows none.
-    pub(super) fn new(json: &Value, shape: Shape) -> Option<Self> {
-        let added = json["added_tokens"].as_array().map_or(&[][..], Vec::as_slice);
+    pub(super) fn new(json: &TokenizerJson, shape: Shape) -> Option<Self> {
+        let added = json.fields["added_tokens"].as_array().map_or(&[][..], Vec::as_slice);
         let is_letter = |character: char| character.is_ascii_alphabetic();
         let reaches_across = |token: &Value| {
             let Some(content) = token["content"].as_str() else { return true };
@@ -94,17 +95,17 @@ const MARK: (u8, [u8; 2]) = (0xE2, [0x96, 0x81]);
 
 impl Joints {
     /// The joints of a tokenizer; `None` if any characters may be joined.
-    pub(super) fn new(json: &Value, shape: Shape) -> Option<Self> {
+    pub(super) fn new(json: &TokenizerJson, shape: Shape) -> Option<Self> {
         let mut joints = Self { joined: Box::new([[0; 4]; 256]) };
         if shape.words != Words::None {
             return Some(joints);
         }
-        let model = &json["model"];
-        let vocabulary = model["vocab"].as_object()?;
-        let bytes = vocabulary.keys().filter(|token| fallback_byte(token).is_some()).count();
-        let merges = model["merges"].as_array()?;
-        let is_byte = |token: &Value| token.as_str().is_none_or(|t| fallback_byte(t).is_some());
-        let joins_bytes = merges.iter().any(|pair| is_byte(&pair[0]) || is_byte(&pair[1]));
+        let model = &json.fields["model"];
+        let is_byte = |token: &str| fallback_byte(token).is_some();
+        let vocabulary = || json.tokens.iter().map(|(token, _)| token.as_str());
+        let bytes = vocabulary().filter(|token| is_byte(token)).count();
+        let merges: Vec<[String; 2]> = serde_json::from_str(json.merges.get()).ok()?;
+        let joins_bytes = merges.iter().flatten().any(|token| is_byte(token));
         if model["ignore_merges"] == true
             || model["byte_fallback"] != true
             || bytes != 256
@@ -115,7 +116,7 @@ impl Joints {
         for continuing in 0x80..0xC0 {
             (0..=255).for_each(|before| joints.join(before, continuing));
         }
-        for token in vocabulary.keys().filter(|token| fallback_byte(token).is_none()) {
+        for token in vocabulary().filter(|token| !is_byte(token)) {
             let mut before = None;
             for character in token.chars() {
                 let mut bytes = [0; 4];

@@ -5,7 +5,10 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 
-use serde_json::Value;
+use moh_data::TokenizerJson;
+use serde::Serialize;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
 use tokenizers_1::pipeline::{
     EncodeOptions, Model, Override, PipelineModelScratch, PipelineToken, PipelineTokenizer,
     Segment, Span, SpecialSegmentIterator, normalize_all,
@@ -30,6 +33,49 @@ pub(super) struct Library {
     buffers: Mutex<Vec<Buffers>>,
 }
 
+/// A `tokenizer.json` in the library's own form.
+#[derive(Serialize)]
+struct Canonical<'a> {
+    #[serde(flatten)]
+    others: Map<String, Value>,
+    model: CanonicalModel<'a>,
+}
+
+#[derive(Serialize)]
+struct CanonicalModel<'a> {
+    #[serde(flatten)]
+    others: Map<String, Value>,
+    vocab: &'a RawValue,
+    merges: &'a RawValue,
+}
+
+/// A tokenizer in the library's own form, of which vocabulary and merges are what the slower library writes, too.
+fn canonical(json: &TokenizerJson) -> Result<String, String> {
+    let mut fields = json.fields.clone();
+    // The ids around a text are added by the encoder, and nothing decodes here.
+    for part in ["post_processor", "decoder"] {
+        fields[part] = Value::Null;
+    }
+    // A model of BPE is recognised by them.
+    fields["model"]["vocab"] = json!({});
+    fields["model"]["merges"] = json!([]);
+    canonicalize_value(&mut fields).map_err(|error| error.to_string())?;
+    let without = |object: Value, names: &[&str]| match object {
+        Value::Object(mut fields) => {
+            fields.retain(|name, _| !names.contains(&name.as_str()));
+            fields
+        }
+        _ => Map::new(),
+    };
+    let model = CanonicalModel {
+        others: without(fields["model"].take(), &["vocab", "merges"]),
+        vocab: &json.vocabulary,
+        merges: &json.merges,
+    };
+    let canonical = Canonical { others: without(fields, &["model"]), model };
+    serde_json::to_string(&canonical).map_err(|error| error.to_string())
+}
+
 /// What the model keeps between texts, above all the ids of frequent words.
 struct Buffers {
     model: PipelineModelScratch,
@@ -41,17 +87,14 @@ impl Library {
     ///
     /// # Errors
     /// Fails with the library's reason.
-    pub(super) fn new(mut json: Value, shape: Shape, split_special: bool) -> Result<Self, String> {
-        let spelling = Spelling::new(&json, shape);
-        let joints = if shape.words == Words::None { Joints::new(&json, shape) } else { None };
-        // The ids around a text are added by the encoder, and nothing decodes here.
-        for part in ["post_processor", "decoder"] {
-            json[part] = Value::Null;
-        }
-        let load = || {
-            canonicalize_value(&mut json).map_err(|error| error.to_string())?;
-            from_json(&json.to_string()).map_err(|error| error.to_string())
-        };
+    pub(super) fn new(
+        json: &TokenizerJson,
+        shape: Shape,
+        split_special: bool,
+    ) -> Result<Self, String> {
+        let spelling = Spelling::new(json, shape);
+        let joints = if shape.words == Words::None { Joints::new(json, shape) } else { None };
+        let load = || from_json(&canonical(json)?).map_err(|error| error.to_string());
         let pipeline =
             catch_unwind(AssertUnwindSafe(load)).unwrap_or_else(|_| Err("it panics".to_owned()))?;
         let options = EncodeOptions {

@@ -11,8 +11,7 @@ mod tests;
 
 use std::sync::Arc;
 
-use moh_data::TextTokenizer;
-use serde_json::Value;
+use moh_data::{TextTokenizer, TokenizerJson};
 use tokenizers_1::pipeline::PipelineToken;
 
 use self::cuts::Cuts;
@@ -52,8 +51,7 @@ impl<'a> Encoder<'a> {
     ///
     /// # Errors
     /// Fails if the tokenizer does.
-    pub(crate) fn new(tokenizer: &'a TextTokenizer) -> Result<Self> {
-        let json = tokenizer.json()?;
+    pub(crate) fn new(tokenizer: &'a TextTokenizer, json: &TokenizerJson) -> Result<Self> {
         let prefix = tokenizer.encode_prompt("")?;
         let text = tokenizer.encode_without_special_tokens("a")?;
         let whole = tokenizer.encode("a")?;
@@ -62,11 +60,11 @@ impl<'a> Encoder<'a> {
         let special = Special::new(tokenizer.special_ids());
         let shape =
             match suffix {
-                Some(_) => Shape::new(&json),
+                Some(_) => Shape::new(&json.fields),
                 None => Err("its post-processor does more than put tokens before and after a text"
                     .to_owned()),
             };
-        let cuts = shape.as_ref().ok().and_then(|&shape| Cuts::new(&json, shape)).map(Arc::new);
+        let cuts = shape.as_ref().ok().and_then(|&shape| Cuts::new(json, shape)).map(Arc::new);
         let library = shape.and_then(|shape| library(tokenizer, json, shape));
         Ok(Self { tokenizer, library, cuts, special, prefix, suffix })
     }
@@ -160,7 +158,7 @@ fn extend(ids: &mut Vec<PipelineToken>, more: &[u32]) {
 /// Fails if the faster library does not cover the tokenizer.
 #[doc(hidden)]
 pub fn ids_of(tokenizer: &TextTokenizer) -> Result<impl FnMut(&str) -> Result<usize>> {
-    let encoder = Encoder::new(tokenizer)?;
+    let encoder = Encoder::new(tokenizer, &tokenizer.json()?)?;
     if let Some(reason) = encoder.fallback() {
         return Err(Error::input(tokenizer.path(), reason));
     }
@@ -168,11 +166,14 @@ pub fn ids_of(tokenizer: &TextTokenizer) -> Result<impl FnMut(&str) -> Result<us
 }
 
 /// Loads a tokenizer into the faster library, and compares it with the slower one.
-fn library(tokenizer: &TextTokenizer, json: Value, shape: Shape) -> Result<Library, String> {
-    let texts = probe::texts(&json, shape);
+fn library(
+    tokenizer: &TextTokenizer,
+    json: &TokenizerJson,
+    shape: Shape,
+) -> Result<Library, String> {
     let library = Library::new(json, shape, tokenizer.splits_special_tokens())?;
     let mut ids = Vec::new();
-    for text in texts {
+    for text in probe::texts(json, &library.spelling) {
         let expected = tokenizer.encode_without_special_tokens(&text);
         let expected = expected.map_err(|error| error.to_string())?;
         ids.clear();

@@ -1,8 +1,8 @@
 //! Texts for which the two libraries are compared before the faster one is used.
 
-use serde_json::Value;
+use moh_data::TokenizerJson;
 
-use super::shape::Shape;
+use super::spelling::Spelling;
 
 /// Texts in which tokenizers of different versions are apt to differ: white space of every kind and place, line
 /// ends, digits, contractions with characters that only case folding makes ASCII, combining marks, scripts,
@@ -24,17 +24,16 @@ const TEXTS: [&str; 12] = [
 
 /// The texts for a tokenizer: those above, all of its added tokens amid others, and every character that the
 /// vocabulary has as one token, because the faster library takes it without its merges.
-pub(super) fn texts(json: &Value, shape: Shape) -> Vec<String> {
+pub(super) fn texts(json: &TokenizerJson, spelling: &Spelling) -> Vec<String> {
     let mut texts: Vec<String> = TEXTS.map(str::to_owned).to_vec();
     texts.push(TEXTS.join("x y"));
     let mut named = String::new();
-    for token in json["added_tokens"].as_array().into_iter().flatten() {
+    for token in json.fields["added_tokens"].as_array().into_iter().flatten() {
         let content = token["content"].as_str().unwrap_or_default();
         texts.push(content.to_owned());
         named.extend([content, "a", content, " b ", content, content, "\n c", content, "  "]);
     }
     texts.push(named);
-    let spelling = super::spelling::Spelling::new(json, shape);
     texts.extend(spelling.characters());
     texts
 }

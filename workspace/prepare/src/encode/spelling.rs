@@ -2,122 +2,186 @@
 
 use std::collections::HashMap;
 
-use serde_json::Value;
+use moh_data::TokenizerJson;
 
 use super::shape::{Prepends, SPACE_MARK, Shape};
 
-/// The bytes of every id.
+/// The bytes of every id. Few bytes of it are read for a frequent id, because it shares the processor's caches
+/// with the tables of the library.
 pub(super) struct Spelling {
     /// By id.
-    tokens: Vec<Token>,
-    /// The bytes of all tokens.
+    heads: Vec<Head>,
+    /// By id: where its bytes begin, and at last where those of the last id end.
+    starts: Vec<u32>,
+    /// The bytes of all ids.
     bytes: Vec<u8>,
+    /// By id, whether it is an added token.
+    is_added: Vec<bool>,
     prepends: Prepends,
 }
 
-/// The bytes of an id, of which most have sixteen or fewer.
+/// The first [`HEAD_BYTES`] bytes of an id, as a little-endian number, below the number of all of its bytes, which is
+/// at most [`MANY`].
 #[derive(Clone, Copy, Default)]
-struct Token {
-    /// The first sixteen, as a little-endian number.
-    head: u128,
-    start: u32,
-    length: u16,
-    is_added: bool,
-}
+struct Head(u128);
 
-/// By length: the bytes of a token in its [`Token::head`].
-const MASKS: [u128; 17] = {
-    let mut masks = [u128::MAX; 17];
+const HEAD_BYTES: usize = 15;
+/// So many bytes, or more.
+const MANY: usize = 0xFF;
+/// Ids whose heads are read before any is compared, so that the reads do not wait for each other.
+const BATCH: usize = 64;
+
+/// By length: the bytes of an id in its head.
+const HEAD_MASKS: [u128; HEAD_BYTES + 1] = {
+    let mut masks = [0; HEAD_BYTES + 1];
     let mut length = 0;
-    while length < 16 {
+    while length <= HEAD_BYTES {
         masks[length] = (1 << (8 * length)) - 1;
         length += 1;
     }
     masks
 };
 
-impl Spelling {
-    pub(super) fn new(json: &Value, shape: Shape) -> Self {
-        let alphabet = shape.is_byte_level().then(byte_level_alphabet);
-        let falls_back = json["model"]["byte_fallback"] == true;
-        let (mut tokens, mut bytes) = (Vec::new(), Vec::new());
-        let mut set = |id: &Value, spelling: Vec<u8>, is_added: bool| {
-            let id = id.as_u64().and_then(|id| usize::try_from(id).ok());
-            let length = u16::try_from(spelling.len());
-            let (Some(id), Ok(length)) = (id, length) else { return };
-            if id >= tokens.len() {
-                tokens.resize(id + 1, Token::default());
-            }
-            let mut head = [0; 16];
-            head.iter_mut().zip(&spelling).for_each(|(byte, &spelt)| *byte = spelt);
-            let head = u128::from_le_bytes(head);
-            tokens[id] = Token { head, start: bytes.len() as u32, length, is_added };
-            bytes.extend(spelling);
-        };
-        for (token, id) in json["model"]["vocab"].as_object().into_iter().flatten() {
-            let spelling = match &alphabet {
-                Some(bytes) => {
-                    token.chars().filter_map(|shown| bytes.get(&shown).copied()).collect()
-                }
-                None if falls_back && let Some(byte) = fallback_byte(token) => vec![byte],
-                None => token.replace(SPACE_MARK, " ").into_bytes(),
-            };
-            set(id, spelling, false);
-        }
-        for token in json["added_tokens"].as_array().into_iter().flatten() {
-            let content = token["content"].as_str().unwrap_or_default();
-            set(&token["id"], content.as_bytes().to_vec(), true);
-        }
-        Self { tokens, bytes, prepends: shape.prepends }
+impl Head {
+    fn new(bytes: &[u8]) -> Self {
+        let mut head = [0; HEAD_BYTES + 1];
+        head.iter_mut().zip(bytes).take(HEAD_BYTES).for_each(|(byte, &spelt)| *byte = spelt);
+        // At most MANY, the largest of a byte.
+        head[HEAD_BYTES] = bytes.len().min(MANY) as u8;
+        Self(u128::from_le_bytes(head))
     }
 
-    fn bytes_of(&self, token: &Token) -> &[u8] {
-        &self.bytes[token.start as usize..][..usize::from(token.length)]
+    fn length(self) -> usize {
+        (self.0 >> (8 * HEAD_BYTES)) as usize
+    }
+
+    /// What of the head is not at the start of a text.
+    fn differences(self, start: [u8; HEAD_BYTES + 1]) -> u128 {
+        (u128::from_le_bytes(start) ^ self.0) & HEAD_MASKS[self.length().min(HEAD_BYTES)]
+    }
+}
+
+impl Spelling {
+    pub(super) fn new(json: &TokenizerJson, shape: Shape) -> Self {
+        let alphabet = shape.is_byte_level().then(byte_level_alphabet);
+        let falls_back = json.fields["model"]["byte_fallback"] == true;
+        let spelt = |token: &str| match &alphabet {
+            Some(bytes) => token.chars().filter_map(|shown| bytes.get(&shown).copied()).collect(),
+            None if falls_back && let Some(byte) = fallback_byte(token) => vec![byte],
+            None => token.replace(SPACE_MARK, " ").into_bytes(),
+        };
+        let mut sources: Vec<Option<(&str, bool)>> = Vec::new();
+        let mut set = |id: usize, token, is_added| {
+            if id >= sources.len() {
+                sources.resize(id + 1, None);
+            }
+            sources[id] = Some((token, is_added));
+        };
+        for (token, id) in &json.tokens {
+            set(*id as usize, token.as_str(), false);
+        }
+        for token in json.fields["added_tokens"].as_array().into_iter().flatten() {
+            let id = token["id"].as_u64().and_then(|id| u32::try_from(id).ok());
+            if let Some(id) = id {
+                set(id as usize, token["content"].as_str().unwrap_or_default(), true);
+            }
+        }
+        let mut spelling = Self {
+            heads: Vec::with_capacity(sources.len()),
+            starts: Vec::with_capacity(sources.len() + 1),
+            bytes: Vec::new(),
+            is_added: sources.iter().map(|source| matches!(source, Some((_, true)))).collect(),
+            prepends: shape.prepends,
+        };
+        for source in sources {
+            let bytes = match source {
+                Some((token, true)) => token.as_bytes().to_vec(),
+                Some((token, false)) => spelt(token),
+                None => Vec::new(),
+            };
+            spelling.heads.push(Head::new(&bytes));
+            spelling.starts.push(spelling.bytes.len() as u32);
+            spelling.bytes.extend(bytes);
+        }
+        spelling.starts.push(spelling.bytes.len() as u32);
+        spelling
+    }
+
+    /// The bytes of an id.
+    fn bytes_of(&self, id: u32) -> Option<&[u8]> {
+        let id = id as usize;
+        let (start, end) = (*self.starts.get(id)?, *self.starts.get(id + 1)?);
+        self.bytes.get(start as usize..end as usize)
     }
 
     /// The characters beyond ASCII that are tokens.
     pub(super) fn characters(&self) -> impl Iterator<Item = String> + '_ {
-        let texts = self.tokens.iter().map(|token| std::str::from_utf8(self.bytes_of(token)));
+        let ids = 0..self.heads.len() as u32;
+        let texts = ids.filter_map(|id| std::str::from_utf8(self.bytes_of(id)?).ok());
         let is_character = |text: &&str| !text.is_ascii() && text.chars().nth(1).is_none();
-        texts.flatten().filter(is_character).map(str::to_owned)
+        texts.filter(is_character).map(str::to_owned)
     }
 
     /// Whether ids spell a text. A text that the tokenizer changes, by NFC or by stripping white space, is not
     /// spelt by its ids, and neither is one with characters unknown to the vocabulary. `first` says whether a
     /// document begins with the text.
     pub(super) fn is_of(&self, text: &str, first: bool, ids: &[u32]) -> bool {
-        let mut rest = text.as_bytes();
-        let (mut begins, mut may_prepend) = (true, first || self.prepends == Prepends::Always);
-        for &id in ids {
-            let Some(token) = self.tokens.get(id as usize) else { return false };
-            if begins && !token.is_added && may_prepend && self.prepends_to(rest) {
-                let others = self.bytes_of(token).strip_prefix(b" ");
-                match others.and_then(|others| rest.strip_prefix(others)) {
-                    Some(others) => rest = others,
-                    None => return false,
-                }
-            } else {
-                match self.strip(token, rest) {
-                    Some(others) => rest = others,
-                    None => return false,
-                }
-            }
-            begins = token.is_added;
-            may_prepend = self.prepends != Prepends::FirstUnlessSpace;
-        }
-        rest.is_empty()
+        let text = text.as_bytes();
+        let rest = match self.prepends {
+            Prepends::Never => self.strip_all(ids, text),
+            _ => self.strip_with_spaces(text, first, ids),
+        };
+        rest.is_some_and(<[u8]>::is_empty)
     }
 
-    /// What follows a token in a text that begins with it.
-    fn strip<'t>(&self, token: &Token, text: &'t [u8]) -> Option<&'t [u8]> {
-        match (text.first_chunk::<16>(), MASKS.get(usize::from(token.length))) {
-            // A call of memcmp would take longer.
-            (Some(&head), Some(mask)) => {
-                let differences = (u128::from_le_bytes(head) ^ token.head) & mask;
-                (differences == 0).then(|| &text[usize::from(token.length)..])
-            }
-            _ => text.strip_prefix(self.bytes_of(token)),
+    /// What follows ids in a text that begins with them, but for the spaces that the tokenizer has put there.
+    fn strip_with_spaces<'t>(&self, text: &'t [u8], first: bool, ids: &[u32]) -> Option<&'t [u8]> {
+        let is_added = |id: &u32| self.is_added.get(*id as usize) == Some(&true);
+        let (mut rest, mut may_prepend) = (text, first || self.prepends == Prepends::Always);
+        // Each begins the text, or follows an added token.
+        for ids in ids.chunk_by(|before, _| !is_added(before)) {
+            let prepends = may_prepend && !ids.first().is_some_and(is_added);
+            rest = match ids.split_first() {
+                Some((id, others)) if prepends && self.prepends_to(rest) => {
+                    let bytes = self.bytes_of(*id)?.strip_prefix(b" ")?;
+                    self.strip_all(others, rest.strip_prefix(bytes)?)?
+                }
+                _ => self.strip_all(ids, rest)?,
+            };
+            may_prepend = self.prepends != Prepends::FirstUnlessSpace;
         }
+        Some(rest)
+    }
+
+    /// What follows ids in a text that begins with them.
+    fn strip_all<'t>(&self, ids: &[u32], text: &'t [u8]) -> Option<&'t [u8]> {
+        ids.chunks(BATCH).try_fold(text, |rest, batch| {
+            let one_by_one = || batch.iter().try_fold(rest, |rest, &id| self.strip(id, rest));
+            self.strip_batch(batch, rest).or_else(one_by_one)
+        })
+    }
+
+    /// As [`Spelling::strip_all`]; also `None` near the end of a text.
+    fn strip_batch<'t>(&self, ids: &[u32], text: &'t [u8]) -> Option<&'t [u8]> {
+        let mut heads = [Head::default(); BATCH];
+        for (head, &id) in heads.iter_mut().zip(ids) {
+            *head = *self.heads.get(id as usize)?;
+        }
+        let (mut rest, mut differences) = (text, 0);
+        for (&head, &id) in heads.iter().zip(ids) {
+            if head.length() > HEAD_BYTES {
+                rest = rest.strip_prefix(self.bytes_of(id)?)?;
+                continue;
+            }
+            differences |= head.differences(*rest.first_chunk()?);
+            rest = &rest[head.length()..];
+        }
+        (differences == 0).then_some(rest)
+    }
+
+    /// What follows an id in a text that begins with it.
+    fn strip<'t>(&self, id: u32, text: &'t [u8]) -> Option<&'t [u8]> {
+        text.strip_prefix(self.bytes_of(id)?)
     }
 
     /// Whether the tokenizer puts a space before a text.

@@ -25,7 +25,7 @@ static KINDS: LazyLock<Vec<(&str, TextTokenizer)>> = LazyLock::new(|| {
 });
 static ENCODERS: LazyLock<Vec<(&str, &TextTokenizer, Encoder<'_>)>> = LazyLock::new(|| {
     let load = |(name, tokenizer): &'static (&'static str, TextTokenizer)| {
-        (*name, tokenizer, Encoder::new(tokenizer).unwrap())
+        (*name, tokenizer, Encoder::new(tokenizer, &tokenizer.json().unwrap()).unwrap())
     };
     KINDS.iter().map(load).collect()
 });
@@ -144,7 +144,7 @@ fn an_unusual_post_processor_leaves_whole_documents_to_the_slower_library() {
         let mut json = kind.json.clone();
         json["post_processor"] = processor;
         let tokenizer = kinds::Kind { name: kind.name, json }.load();
-        let encoder = Encoder::new(&tokenizer).unwrap();
+        let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap()).unwrap();
         assert_eq!(encoder.fallback().is_none(), is_usual, "{:?}", encoder.fallback());
         assert_eq!(encoder.cut("one two three").is_some(), is_usual);
         for text in ["", "a", "one two <|endoftext|> three", &kinds::text(2000, 5)] {
@@ -201,7 +201,7 @@ fn the_stories_of_the_fixtures_have_the_ids_of_the_slower_library() {
     let fixtures = Path::new(FIXTURES);
     let stories = std::fs::read_to_string(fixtures.join("data/stories-valid.jsonl")).unwrap();
     let tokenizer = TextTokenizer::load(&fixtures.join("stories260K")).unwrap();
-    let encoder = Encoder::new(&tokenizer).unwrap();
+    let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap()).unwrap();
     assert_eq!(encoder.fallback(), None);
     assert!(encoder.cut(&stories).is_some());
     let whole = encoder.encode(&stories, Part::Whole).unwrap();
@@ -250,7 +250,7 @@ fn changed(name: &str, change: impl Fn(&mut Value)) -> (String, bool) {
     let kind = kinds.iter_mut().find(|kind| kind.name == name).unwrap();
     change(&mut kind.json);
     let tokenizer = kind.load();
-    let encoder = Encoder::new(&tokenizer).unwrap();
+    let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap()).unwrap();
     for text in ["", "It's na\u{ef}ve,  <s>\n12 \u{1f600}", "one two three"] {
         let encoded = encoder.encode(text, Part::Whole).unwrap();
         assert_eq!(encoded.ids, tokenizer.encode(text).unwrap(), "{name}");
