@@ -2,6 +2,7 @@
 //! a value of a gigabyte nor one that is in a dictionary and in many rows is copied. What is held at once is
 //! planned before it is read.
 
+mod delta;
 mod pages;
 mod plan;
 

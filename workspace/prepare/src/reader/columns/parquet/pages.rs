@@ -17,7 +17,7 @@ use parquet::file::properties::ReaderProperties;
 use parquet::file::reader::{ChunkReader, Length};
 use parquet::file::serialized_reader::SerializedPageReader;
 
-use super::plan;
+use super::{delta, plan};
 use crate::Result;
 
 /// Bytes of a page's header that are read at once.
@@ -139,6 +139,8 @@ pub(super) struct Pages {
     inner: SerializedPageReader<Bounded>,
     file: Arc<Bounded>,
     kind: Type,
+    /// Whether values may be null.
+    has_levels: bool,
     /// The compression of pages that are unpacked here.
     unpacks: Option<Compression>,
 }
@@ -161,7 +163,8 @@ impl Pages {
             Arc::new(properties),
         )?;
         let unpacks = is_unlimited.then_some(compression);
-        Ok(Self { inner, file, kind: column.column_type(), unpacks })
+        let has_levels = column.column_descr().max_def_level() > 0;
+        Ok(Self { inner, file, kind: column.column_type(), has_levels, unpacks })
     }
 
     /// A page as if it had not been compressed.
@@ -261,6 +264,9 @@ impl PageReader for Pages {
                 return Err(fault(reason));
             }
         }
+        if delta::has_too_many_lengths(&page, self.has_levels) {
+            return Err(fault("a page with more lengths than values".to_owned()));
+        }
         Ok(Some(page))
     }
 
@@ -289,7 +295,10 @@ impl Iterator for Pages {
 pub(super) fn sizes(file: &Bounded, column: &ColumnChunkMetaData) -> ParquetResult<plan::Column> {
     let mut pages = Pages::open(file, column, 0)?;
     let is_packed = column.compression() != Compression::UNCOMPRESSED;
-    let expands = column.encodings().any(|encoding| encoding == Encoding::DELTA_BYTE_ARRAY);
+    let has = |encoding| column.encodings().any(|other| other == encoding);
+    let expands = has(Encoding::DELTA_BYTE_ARRAY);
+    // Lengths, which are decoded before the values: two of 32 bits each.
+    let row_bytes = if expands || has(Encoding::DELTA_LENGTH_BYTE_ARRAY) { 8 } else { 0 };
     let mut found = plan::Column { expands, ..Default::default() };
     while let Some(page) = pages.peek_next_page()? {
         let Sizes { unpacked, packed } = pages.file.sizes()?;
@@ -302,6 +311,7 @@ pub(super) fn sizes(file: &Bounded, column: &ColumnChunkMetaData) -> ParquetResu
             found.dictionary = found.dictionary.saturating_add(unpacked + packed);
         } else {
             let rows = page.num_rows.or(page.num_levels).unwrap_or(0) as u64;
+            let packed = packed.saturating_add(rows.saturating_mul(row_bytes));
             found.pages.push(plan::Page { rows, unpacked, packed });
         }
         if found.pages.len() > MAX_PAGES {
