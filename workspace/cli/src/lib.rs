@@ -1,7 +1,6 @@
-//! Parts of the programs here: chat templates, commands to paste, the model of a run, the view of a run, the tables of a
-//! replayed step, signals and time limits.
+//! Parts of the programs here: commands to paste, the model of a run, the view of a run, the tables of a replayed step,
+//! signals and time limits.
 
-pub mod chat;
 pub mod command_line;
 pub mod model_location;
 pub mod replay_table;

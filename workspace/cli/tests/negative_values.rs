@@ -3,18 +3,16 @@
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 use support::options::take_negative_numbers;
-use support::{failure, program, stderr, workplace};
+use support::{program, stderr};
 
 mod support;
 
 #[test]
 fn every_option_takes_a_negative_number_for_its_value() {
     let dir = tempfile::tempdir().unwrap();
-    for (program, at_least) in [
-        (env!("CARGO_BIN_EXE_moh-train"), 15),
-        (env!("CARGO_BIN_EXE_moh-eval"), 15),
-        (env!("CARGO_BIN_EXE_moh-generate"), 10),
-    ] {
+    for (program, at_least) in
+        [(env!("CARGO_BIN_EXE_moh-train"), 15), (env!("CARGO_BIN_EXE_moh-eval"), 15)]
+    {
         let options = take_negative_numbers(program, &[], dir.path());
         assert!(options >= at_least, "{program}: {options}");
     }
@@ -35,14 +33,4 @@ fn an_error_names_the_values_that_an_option_takes() {
         assert!(text.contains(expected), "{arguments:?}: {text}");
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {text}");
     }
-}
-
-#[test]
-fn a_prompt_may_begin_with_a_hyphen() {
-    let dir = workplace();
-    let generate = env!("CARGO_BIN_EXE_moh-generate");
-    let arguments = ["--model", "source", "--prompt", "- One", "--chat", "--system", "- Two"];
-    // The model has no tokenizer.
-    let message = failure(dir.path(), program(generate, dir.path()).args(arguments), 1);
-    assert!(message.contains("tokenizer"), "{message}");
 }

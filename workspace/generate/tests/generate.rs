@@ -6,12 +6,17 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use moh_kernels::Cpu;
+use moh_model::Generator;
+use moh_program::models;
 use serde_json::Value;
+use support::options::take_negative_numbers;
 use support::{
     VOCABULARY, WORDS, edit_config, edit_weights, failure, fixtures, program, success, workplace,
     write_moh, write_tokenizer,
 };
 
+#[path = "../../cli/tests/support/mod.rs"]
 mod support;
 
 /// The command on the model `source` and a prompt of three words.
@@ -83,16 +88,10 @@ fn rows_that_pad_the_vocabulary_are_never_chosen() {
             row[..4].copy_from_slice(&weight.to_le_bytes());
         }
     });
-    fs::write(dir.path().join("ids.json"), "[[1, 2, 3]]").unwrap();
-    let mut logits = program(env!("CARGO_BIN_EXE_moh-eval"), dir.path());
-    success(logits.args("logits --model source --ids ids.json --out logits".split(' ')));
-    let bytes = fs::read(dir.path().join("logits")).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let logits: Vec<f32> = (file.tensor("logits").unwrap().data().chunks(4))
-        .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
-        .collect();
+    let model = models::load::<Cpu, f32>(Cpu, &dir.path().join("source"), 3).unwrap();
+    let logits = Generator::new(&model, 3).unwrap().extend(&[1, 2, 3]).unwrap();
     let largest = |row: &[f32]| (0..VOCABULARY).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
-    assert!(logits.chunks(VOCABULARY).all(|row| largest(row) >= WORDS), "the test's own premise");
+    assert!(largest(&logits) >= WORDS, "the test's own premise");
 
     for options in [&[][..], &["--temperature", "1"], &["--temperature", "2", "--top-p", "0.9"]] {
         let text = success(&mut moh_generate(dir.path(), options));
@@ -204,6 +203,17 @@ fn a_message_is_answered_in_the_chat_template() {
     assert_eq!(answer.split_whitespace().count(), 9);
     let output = moh_generate(dir.path(), &["--system", "w7"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2), "a system message without --chat");
+}
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = workplace();
+    let generate = env!("CARGO_BIN_EXE_moh-generate");
+    assert!(take_negative_numbers(generate, &[], dir.path()) >= 10);
+    let arguments = ["--model", "source", "--prompt", "- One", "--chat", "--system", "- Two"];
+    // The model has no tokenizer.
+    let message = failure(dir.path(), program(generate, dir.path()).args(arguments), 1);
+    assert!(message.contains("tokenizer"), "{message}");
 }
 
 #[cfg(target_os = "linux")]

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{ArgGroup, Parser};
-use moh_cli::chat::{ChatTemplate, Message};
+use moh_chat::{ChatTemplate, Conversation};
 use moh_data::TextTokenizer;
 use moh_device::{Compute, DeviceName};
 use moh_kernels::{Backend, Element, ElementType};
@@ -170,11 +170,10 @@ impl Prompt {
             let ids = tokenizer.encode_prompt(&text)?;
             return Ok(Prompt { source, ids, shown: text });
         }
-        let system = arguments.system.as_deref();
-        let system = system.map(|content| Message { role: "system", content });
-        let user = Message { role: "user", content: &text };
-        let messages: Vec<_> = system.into_iter().chain([user]).collect();
-        let rendered = ChatTemplate::load(directory)?.render(&messages)?;
+        let system = arguments.system.as_deref().map(|text| ("system", text));
+        let conversation = Conversation::of_texts(system.into_iter().chain([("user", &*text)]));
+        let template = ChatTemplate::load(directory)?;
+        let rendered = template.renderer()?.render(&conversation, true)?;
         // The template contains BOS where the model expects one.
         let ids = tokenizer.encode_without_special_tokens(&rendered)?;
         Ok(Prompt { source, ids, shown: String::new() })

@@ -1,0 +1,170 @@
+//! The blocks `{% generation %}` of transformers' templates, around what a model generates. The engine knows no tags
+//! but Jinja's own, so they become calls of a function whose body is the block: it puts marks around the body's
+//! text, which are taken out of the rendered text again.
+
+use std::ops::Range;
+
+/// The name of the function, and the marks, which are no characters: Unicode reserves them for a program's own use.
+pub(crate) const FUNCTION: &str = "moh_generation";
+pub(crate) const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
+
+/// The template with calls in the place of the blocks, and whether it has any.
+pub(crate) fn as_calls(source: &str) -> (String, bool) {
+    let (mut calls, mut rest, mut found) = (String::with_capacity(source.len()), source, false);
+    // Only what opens in the template's text opens: a block in a comment, a string or `raw` is none.
+    while let Some(at) = next_opening(rest) {
+        let (before, opened) = rest.split_at(at);
+        calls.push_str(before);
+        let end = end_of(opened);
+        let (tag, after) = opened.split_at(end);
+        rest = after;
+        let Some(inner) = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}")) else {
+            calls.push_str(tag);
+            continue;
+        };
+        let control = |mark: Option<char>| mark.filter(|mark| matches!(mark, '-' | '+'));
+        let (left, right) = (control(inner.chars().next()), control(inner.chars().next_back()));
+        let word = inner.trim_matches(['-', '+']).trim();
+        let call = match word {
+            "generation" => format!("call {FUNCTION}()"),
+            "endgeneration" => "endcall".to_owned(),
+            "raw" => {
+                let end = end_of_raw(rest);
+                calls.push_str(tag);
+                calls.push_str(&rest[..end]);
+                rest = &rest[end..];
+                continue;
+            }
+            _ => {
+                calls.push_str(tag);
+                continue;
+            }
+        };
+        found = true;
+        calls.push_str("{%");
+        calls.extend(left);
+        calls.push(' ');
+        calls.push_str(&call);
+        calls.push(' ');
+        calls.extend(right);
+        calls.push_str("%}");
+    }
+    calls.push_str(rest);
+    (calls, found)
+}
+
+/// The next `{{`, `{%` or `{#`.
+fn next_opening(text: &str) -> Option<usize> {
+    let bytes = text.as_bytes();
+    bytes.windows(2).position(|pair| matches!(pair, b"{{" | b"{%" | b"{#"))
+}
+
+/// The bytes of the tag, expression or comment that `text` begins with; all if it does not end.
+fn end_of(text: &str) -> usize {
+    let close = match text.as_bytes().get(1) {
+        Some(b'#') => return text.find("#}").map_or(text.len(), |at| at + 2),
+        Some(b'{') => b"}}",
+        _ => b"%}",
+    };
+    let bytes = text.as_bytes();
+    let (mut at, mut quote) = (2, None);
+    while at < bytes.len() {
+        match (quote, bytes[at]) {
+            (Some(_), b'\\') => at += 1,
+            (Some(open), byte) if byte == open => quote = None,
+            (None, byte @ (b'"' | b'\'')) => quote = Some(byte),
+            (None, _) if bytes[at..].starts_with(close) => return at + 2,
+            _ => {}
+        }
+        at += 1;
+    }
+    text.len()
+}
+
+/// The bytes before the end of a block `raw`; all if it does not end.
+fn end_of_raw(text: &str) -> usize {
+    let mut from = 0;
+    while let Some(at) = text[from..].find("{%") {
+        let start = from + at;
+        let inner = text[start + 2..].trim_start_matches(['-', '+']).trim_start();
+        if inner.starts_with("endraw") {
+            return start;
+        }
+        from = start + 2;
+    }
+    text.len()
+}
+
+/// Takes the marks out of a rendered text; the text that was between them, in order and joined where it touches.
+pub(crate) fn take_marks(marked: &str) -> (String, Vec<Range<usize>>) {
+    let mut text = String::with_capacity(marked.len());
+    let (mut ranges, mut depth, mut start) = (Vec::<Range<usize>>::new(), 0usize, 0);
+    let mut rest = marked;
+    while let Some(at) = rest.find(MARKS) {
+        text.push_str(&rest[..at]);
+        let opens = rest[at..].starts_with(MARKS[0]);
+        rest = &rest[at + MARKS[0].len_utf8()..];
+        // A block within a block belongs to the outer one.
+        if opens {
+            if depth == 0 {
+                start = text.len();
+            }
+            depth += 1;
+        } else {
+            depth = depth.saturating_sub(1);
+            if depth == 0 && start < text.len() {
+                match ranges.last_mut() {
+                    Some(last) if last.end == start => last.end = text.len(),
+                    _ => ranges.push(start..text.len()),
+                }
+            }
+        }
+    }
+    text.push_str(rest);
+    (text, ranges)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_blocks_of_the_template_become_calls() {
+        for (source, expected) in [
+            ("a{% generation %}b{% endgeneration %}", "a{% call moh_generation() %}b{% endcall %}"),
+            (
+                "{%- generation -%}b{%-endgeneration+%}",
+                "{%- call moh_generation() -%}b{%- endcall +%}",
+            ),
+        ] {
+            assert_eq!(as_calls(source), (expected.to_owned(), true));
+        }
+        for source in [
+            "",
+            "{# {% generation %} #}",
+            "{{ '{% generation %}' }}",
+            "{{ \"\\\"{% generation %}\" }}",
+            "{% raw %}{% generation %}{% endraw %}",
+            "{% if generation %}{% endif %}",
+            "{% set generation = 1 %}",
+            "{% generation",
+            "{{",
+            "{% raw %}",
+            "{",
+        ] {
+            assert_eq!(as_calls(source), (source.to_owned(), false));
+        }
+        let (calls, found) = as_calls("{%- raw -%}{{ {%- endraw %}{% generation %}");
+        assert_eq!(calls, "{%- raw -%}{{ {%- endraw %}{% call moh_generation() %}");
+        assert!(found);
+    }
+
+    #[test]
+    fn marks_leave_the_text_between_them() {
+        let [open, close] = MARKS;
+        let marked =
+            format!("a{open}bc{close}{open}d{close}e{open}{open}f{close}g{close}h{open}{close}");
+        assert_eq!(take_marks(&marked), ("abcdefgh".to_owned(), vec![1..4, 5..7]));
+        assert_eq!(take_marks("abc"), ("abc".to_owned(), vec![]));
+    }
+}
