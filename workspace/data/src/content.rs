@@ -1,5 +1,5 @@
 //! What identifies the content of a token file, wherever it lies: the sizes of its two files, the
-//! hash of the index, and a hash of evenly spaced blocks of the tokens. The index gives every
+//! hash of the index, and a hash of evenly spaced blocks of the tokens, and of the mask if there is one. The index gives every
 //! document's length, so most other texts have another index; the blocks distinguish those whose
 //! lengths are the same. A change of tokens between the blocks that keeps all lengths is not
 //! detected.
@@ -23,16 +23,20 @@ pub struct TokenFileContent {
     /// blake3 of 256 blocks of 4096 bytes of `PREFIX.bin`, from its first to its last bytes; of all
     /// bytes if they are no more than that.
     pub bin_sample_blake3: String,
+    /// The same of `PREFIX.mask`; absent without a mask.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mask_sample_blake3: Option<String>,
 }
 
 impl TokenFileContent {
-    /// The content of these files.
-    pub(crate) fn from_bytes(idx: &[u8], bin: &[u8]) -> Self {
+    /// The content of these files, of which the mask may be missing.
+    pub(crate) fn from_bytes(idx: &[u8], bin: &[u8], mask: Option<&[u8]>) -> Self {
         Self {
             idx_bytes: idx.len() as u64,
             idx_blake3: blake3::Hasher::new().update_rayon(idx).finalize().to_hex().to_string(),
             bin_bytes: bin.len() as u64,
             bin_sample_blake3: sample(bin).to_hex().to_string(),
+            mask_sample_blake3: mask.map(|mask| sample(mask).to_hex().to_string()),
         }
     }
 }
@@ -74,7 +78,10 @@ mod tests {
             changed[at] = 8;
             assert_ne!(sample(&changed), sample(&bytes), "byte {at}");
         }
-        let longer = TokenFileContent::from_bytes(&[], &vec![7; 3_000_002]);
-        assert_ne!(longer, TokenFileContent::from_bytes(&[], &bytes));
+        let longer = TokenFileContent::from_bytes(&[], &vec![7; 3_000_002], None);
+        assert_ne!(longer, TokenFileContent::from_bytes(&[], &bytes, None));
+        let masked = TokenFileContent::from_bytes(&[], &bytes, Some(&[1]));
+        assert_ne!(masked, TokenFileContent::from_bytes(&[], &bytes, None));
+        assert_ne!(masked, TokenFileContent::from_bytes(&[], &bytes, Some(&[0])));
     }
 }

@@ -24,7 +24,7 @@ pub(crate) fn vocabulary(file: &TokenFile) -> Result<u64> {
     }
 }
 
-/// Starts a token file with the stored type of another one.
+/// Starts a token file with the stored type of another one, and with a mask if that has one.
 pub(crate) fn start(
     prefix: &Path,
     like: &TokenFile,
@@ -33,7 +33,8 @@ pub(crate) fn start(
 ) -> Result<TokenFileWriter> {
     // A larger one has no ids to be checked.
     let vocabulary = usize::try_from(vocabulary).unwrap_or(usize::MAX);
-    TokenFileWriter::start_stored(prefix, vocabulary, like.token_type(), overwrite)
+    let writer = TokenFileWriter::start_stored(prefix, vocabulary, like.token_type(), overwrite)?;
+    if like.has_mask() { writer.with_mask() } else { Ok(writer) }
 }
 
 /// Checks that no output replaces an input while it is read.
@@ -74,6 +75,12 @@ impl<'a> Copier<'a> {
         for bytes in from.stored(document) {
             to.push_stored(bytes)?;
             self.done += bytes.len() as u64;
+        }
+        if let Some(mask) = from.mask() {
+            // The positions of a document, which are tokens of the file. Counting validates the bytes.
+            let (start, end) = (document.start, document.start + document.tokens);
+            from.count_trained(start..end)?;
+            to.push_stored_mask(&mask.bytes()[start as usize..end as usize])?;
         }
         to.end_document()?;
         if self.done - self.reported >= REPORT_BYTES || self.done == self.total {

@@ -82,6 +82,7 @@ fn provenance(file: &TokenFile, begins_as_it: bool) -> Provenance {
         eos_token: info.eos_token.clone(),
         special_tokens_in_text: None,
         split_special_tokens: info.split_special_tokens,
+        chat_template_blake3: info.mask.as_ref().and_then(|mask| mask.chat_template_blake3.clone()),
     }
 }
 

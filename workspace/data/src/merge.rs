@@ -57,6 +57,18 @@ fn difference(first: &TokenFile, file: &TokenFile) -> Option<String> {
     if dtype.is_some() {
         return dtype;
     }
+    let mask = match (first.has_mask(), file.has_mask()) {
+        (true, false) => {
+            "it has no mask of the tokens that are trained on, which the first one has"
+        }
+        (false, true) => {
+            "it has a mask of the tokens that are trained on, which the first one has not"
+        }
+        _ => "",
+    };
+    if !mask.is_empty() {
+        return Some(format!("{mask}; a recipe takes both as two sources"));
+    }
     let (first, file) = match (first.info(), file.info()) {
         (Some(first), Some(file)) => (first, file),
         (None, None) => return None,
@@ -78,10 +90,15 @@ fn difference(first: &TokenFile, file: &TokenFile) -> Option<String> {
         DocumentEnd::Unknown => "unknown".to_owned(),
     };
     let splits = |info: &TokenFileInfo| info.split_special_tokens.to_string();
+    let chat = |info: &TokenFileInfo| {
+        let template = info.mask.as_ref().and_then(|mask| mask.chat_template_blake3.clone());
+        template.unwrap_or("none".to_owned())
+    };
     tokenizer
         .or_else(|| differs("vocabulary_size", &size(first), &size(file)))
         .or_else(|| differs("eos_token", &end(first), &end(file)))
         .or_else(|| differs("split_special_tokens", &splits(first), &splits(file)))
+        .or_else(|| differs("chat_template_blake3", &chat(first), &chat(file)))
 }
 
 /// The origin of the documents of all files.
@@ -122,6 +139,10 @@ fn provenance(files: &[TokenFile]) -> Provenance {
         eos_token: first.eos_token.clone(),
         special_tokens_in_text: special,
         split_special_tokens: first.split_special_tokens,
+        chat_template_blake3: first
+            .mask
+            .as_ref()
+            .and_then(|mask| mask.chat_template_blake3.clone()),
     }
 }
 

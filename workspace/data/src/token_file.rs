@@ -1,5 +1,5 @@
 //! A token file: Megatron's indexed dataset (`PREFIX.bin` + `PREFIX.idx`), with an optional
-//! `PREFIX.json`. Documents are read as one concatenated sequence of tokens, addressed by position.
+//! `PREFIX.json`, and an optional mask of the tokens that are trained on (`mask.rs`). Documents are read as one concatenated sequence of tokens, addressed by position.
 //! `token_index.rs` validates the tables; ids are validated on every read.
 
 use std::ops::Range;
@@ -9,9 +9,10 @@ use memmap2::Mmap;
 use rayon::iter::{IntoParallelIterator as _, ParallelIterator as _};
 
 use crate::mapped::map;
+use crate::mask::Mask;
 use crate::pending::with_ending;
 use crate::token_index::TokenIndex;
-use crate::{Error, Result, TokenFileContent, TokenFileInfo, TokenType};
+use crate::{Error, Result, TokenFileContent, TokenFileInfo, TokenType, mask};
 
 /// The number of u32 ids: without another limit, all of them are valid.
 pub(crate) const ALL_IDS: u64 = 1 << 32;
@@ -38,23 +39,26 @@ pub struct TokenFile {
     bin: Mmap,
     index: TokenIndex,
     info: Option<TokenFileInfo>,
+    mask: Option<Mask>,
     /// Reading this id or a larger one is an error.
     limit: u64,
 }
 
 impl TokenFile {
-    /// Opens `PREFIX.bin`, `PREFIX.idx` and, if it exists, `PREFIX.json`.
+    /// Opens `PREFIX.bin`, `PREFIX.idx` and, if they exist, `PREFIX.json` and `PREFIX.mask`.
     ///
     /// # Errors
-    /// Fails if a file is missing or its tables are inconsistent: everything except the ids is
-    /// validated here.
+    /// Fails if a file is missing or its tables are inconsistent: everything except the ids and the bytes
+    /// of the mask is validated here. A mask without a record in an existing `PREFIX.json`, or a record
+    /// without a mask, is an error.
     pub fn open(prefix: &Path) -> Result<Self> {
         let mut file = Self::open_without_info(prefix)?;
         file.read_info()?;
+        file.open_mask()?;
         Ok(file)
     }
 
-    /// Like [`TokenFile::open`], without `PREFIX.json`.
+    /// Like [`TokenFile::open`], without `PREFIX.json` and `PREFIX.mask`.
     pub(crate) fn open_without_info(prefix: &Path) -> Result<Self> {
         let idx_path = with_ending(prefix, ".idx");
         let named_whole =
@@ -72,7 +76,7 @@ impl TokenFile {
         let bin = map(&bin_path)?;
         let index = TokenIndex::open(&idx_path, bin.len() as u64)?;
         let prefix = prefix.to_path_buf();
-        Ok(Self { prefix, bin_path, bin, index, info: None, limit: ALL_IDS })
+        Ok(Self { prefix, bin_path, bin, index, info: None, mask: None, limit: ALL_IDS })
     }
 
     /// Reads `PREFIX.json`, if it exists.
@@ -95,6 +99,30 @@ impl TokenFile {
         }
         self.info = Some(info);
         Ok(())
+    }
+
+    /// Opens `PREFIX.mask`, if it exists.
+    ///
+    /// # Errors
+    /// Fails if it has another length than the file, or exists where `PREFIX.json` records none, or the
+    /// other way around.
+    pub(crate) fn open_mask(&mut self) -> Result<()> {
+        self.mask = Mask::open(&self.prefix, self.num_tokens())?;
+        let Some(info) = &self.info else { return Ok(()) };
+        let path = with_ending(&self.prefix, mask::ENDING);
+        match (&info.mask, &self.mask) {
+            (Some(_), None) => Err(Error::token_file(
+                &path,
+                "it is missing, and the .json records a mask of the tokens that are trained on: fetch it \
+                 again, or prepare the text again",
+            )),
+            (None, Some(_)) => Err(Error::token_file(
+                &path,
+                "the .json records no mask: remove the mask if it is another file's, or record it by \
+                 \"mask\": {\"trained_tokens\": N} in the .json",
+            )),
+            _ => Ok(()),
+        }
     }
 
     /// The path without its endings.
@@ -125,6 +153,45 @@ impl TokenFile {
     /// The contents of `PREFIX.json`, if it exists.
     pub fn info(&self) -> Option<&TokenFileInfo> {
         self.info.as_ref()
+    }
+
+    /// Whether a mask says which tokens are trained on; without one, all are.
+    pub fn has_mask(&self) -> bool {
+        self.mask.is_some()
+    }
+
+    /// The mask.
+    pub(crate) fn mask(&self) -> Option<&Mask> {
+        self.mask.as_ref()
+    }
+
+    /// Reads for `out.len()` tokens from position `start` on whether they are trained on: 1, or else 0.
+    ///
+    /// # Errors
+    /// Fails beyond the end of the file, or if the mask has another byte there.
+    pub fn read_mask(&self, start: u64, out: &mut [u8]) -> Result<()> {
+        self.check_range(start, out.len() as u64)?;
+        match &self.mask {
+            Some(mask) => mask.read(start, out),
+            None => {
+                out.fill(1);
+                Ok(())
+            }
+        }
+    }
+
+    /// The number of tokens at `positions` that are trained on.
+    ///
+    /// # Errors
+    /// As [`TokenFile::read_mask`].
+    pub fn count_trained(&self, positions: Range<u64>) -> Result<u64> {
+        let count = positions.end.saturating_sub(positions.start);
+        self.check_range(positions.start, count)?;
+        match &self.mask {
+            Some(mask) if count > 0 => mask.count(positions),
+            Some(_) => Ok(0),
+            None => Ok(count),
+        }
     }
 
     /// The documents, in order.
@@ -182,9 +249,13 @@ impl TokenFile {
     }
 
     /// Identifies the content of the file. Reads all of the index, and at most a megabyte of the
-    /// tokens.
+    /// tokens and of the mask.
     pub fn content(&self) -> TokenFileContent {
-        TokenFileContent::from_bytes(self.index.bytes(), &self.bin)
+        TokenFileContent::from_bytes(
+            self.index.bytes(),
+            &self.bin,
+            self.mask.as_ref().map(Mask::bytes),
+        )
     }
 
     /// An exclusive upper bound of the ids, known without reading them: the size of the vocabulary
@@ -202,8 +273,8 @@ impl TokenFile {
         match recorded {
             Some((described, _)) if described != content => Err(Error::token_file(
                 &with_ending(&self.prefix, ".json"),
-                "it describes another .bin or .idx than the ones beside it: prepare the text again, or \
-                 remove this file if the other two are right",
+                "it describes another .bin, .idx or .mask than those beside it: prepare the text again, or \
+                 remove this file if the others are right",
             )),
             Some((_, vocabulary)) => Ok(Some(vocabulary)),
             None => Ok(self.token_type().num_ids()),

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DocumentEnd, Error, Result, TokenFileContent, TokenType, TokenizerContent};
+use crate::{DocumentEnd, Error, MaskInfo, Result, TokenFileContent, TokenType, TokenizerContent};
 
 /// Maximum bytes of a `PREFIX.json`.
 const MAX_JSON_BYTES: u64 = 16 << 20;
@@ -45,6 +45,9 @@ pub struct TokenFileInfo {
     /// Whether special tokens that texts named were encoded as text.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub split_special_tokens: bool,
+    /// The mask beside the file; absent if all tokens are trained on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mask: Option<MaskInfo>,
     /// The stored type of a token.
     pub dtype: TokenType,
     /// The content of the `.bin` and `.idx` that this file describes; absent from files of version
@@ -72,6 +75,8 @@ pub struct Provenance {
     pub special_tokens_in_text: Option<BTreeMap<String, u64>>,
     /// Whether special tokens that texts named were encoded as text.
     pub split_special_tokens: bool,
+    /// blake3 of the chat template of conversations, in hexadecimal; of files with a mask alone.
+    pub chat_template_blake3: Option<String>,
 }
 
 impl TokenFileInfo {

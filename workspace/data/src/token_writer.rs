@@ -1,5 +1,5 @@
-//! Writes a token file: `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json`. Documents of any number
-//! stream to temporary files beside the final ones. The three names are created at the end, the
+//! Writes a token file: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.json` and, if it has one, `PREFIX.mask`. Documents of
+//! any number stream to temporary files beside the final ones. The names are created at the end, the
 //! index last, so a token file that can be opened is complete.
 
 use std::io::{BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
@@ -9,6 +9,7 @@ use moh_files::Publication;
 use serde::{Deserialize, Serialize};
 
 use crate::mapped::map_file;
+use crate::mask::{self, MaskInfo, ones};
 use crate::pending::{Pending, refuse_existing, with_ending};
 use crate::token_index::{HEADER_BYTES, MAGIC, VERSION};
 use crate::{Error, Provenance, Result, TokenFileContent, TokenFileInfo, TokenType};
@@ -21,6 +22,8 @@ pub struct TokenFileWriter {
     /// Where its files lie until they are complete; `None` for temporary names.
     directory: Option<PathBuf>,
     bin: Pending,
+    /// Of a file whose tokens are not all trained on.
+    mask: Option<Pending>,
     /// Header (still zeros) and lengths; `finish` derives the other tables from these.
     idx: Pending,
     dtype: TokenType,
@@ -44,7 +47,7 @@ impl TokenFileWriter {
     /// Starts a token file for ids below `vocab_size`.
     ///
     /// # Errors
-    /// Fails if one of its three files exists, or the directory is not writable.
+    /// Fails if one of its files exists, or the directory is not writable.
     pub fn create(prefix: &Path, vocab_size: usize) -> Result<Self> {
         Self::start(prefix, vocab_size, None, false, None, Written::default())
     }
@@ -62,7 +65,7 @@ impl TokenFileWriter {
     /// `overwrite` lets `finish` replace existing files.
     ///
     /// # Errors
-    /// Fails if a file to be continued is shorter than `written`, if one of the three final names exists and
+    /// Fails if a file to be continued is shorter than `written`, if one of the final names exists and
     /// may not be replaced, or if the directory is not writable.
     pub fn resume(
         prefix: &Path,
@@ -92,10 +95,11 @@ impl TokenFileWriter {
         directory: Option<&Path>,
         written: Written,
     ) -> Result<Self> {
-        let [bin, idx, json] = Self::outputs(prefix);
-        for path in [&bin, &idx, &json] {
+        let outputs = Self::outputs(prefix);
+        for path in &outputs {
             refuse_existing(path, overwrite)?;
         }
+        let [bin, idx, ..] = outputs;
         let dtype = dtype.unwrap_or_else(|| TokenType::for_vocabulary(vocab_size));
         let lengths = HEADER_BYTES as u64 + 4 * written.documents;
         let bin = open(&bin, directory, written.tokens * dtype.bytes() as u64)?;
@@ -108,6 +112,7 @@ impl TokenFileWriter {
             overwrite,
             directory: directory.map(Path::to_path_buf),
             bin,
+            mask: None,
             idx,
             dtype,
             vocab_size,
@@ -117,9 +122,19 @@ impl TokenFileWriter {
         })
     }
 
-    /// The three files of a prefix: `.bin`, `.idx`, `.json`.
-    pub fn outputs(prefix: &Path) -> [PathBuf; 3] {
-        [".bin", ".idx", ".json"].map(|ending| with_ending(prefix, ending))
+    /// The files of a prefix: `.bin`, `.idx`, `.json` and `.mask`, which only some have.
+    pub fn outputs(prefix: &Path) -> [PathBuf; 4] {
+        [".bin", ".idx", ".json", mask::ENDING].map(|ending| with_ending(prefix, ending))
+    }
+
+    /// The same with a mask of the tokens that are trained on, before any more documents are appended.
+    ///
+    /// # Errors
+    /// Fails if a mask to be continued is shorter than what was written, or the directory is not writable.
+    pub fn with_mask(mut self) -> Result<Self> {
+        let [.., mask] = Self::outputs(&self.prefix);
+        self.mask = Some(open(&mask, self.directory.as_deref(), self.written.tokens)?);
+        Ok(self)
     }
 
     /// The path of the token file without its endings.
@@ -137,11 +152,41 @@ impl TokenFileWriter {
         self.end_document()
     }
 
-    /// Appends tokens to the document that has begun, or begins one.
+    /// Appends a document, with 1 in `mask` for each of its tokens that is trained on, and 0 for the others.
+    ///
+    /// # Errors
+    /// As [`TokenFileWriter::push_document`]; fails if the file has no mask, or if this one is not that of
+    /// the tokens.
+    pub fn push_masked_document(&mut self, tokens: &[u32], mask: &[u8]) -> Result<()> {
+        let fault = |reason: &str| Error::Argument {
+            name: "bytes in a mask",
+            value: mask.len() as u64,
+            reason: reason.to_owned(),
+        };
+        let Some(file) = &mut self.mask else {
+            return Err(fault("the token file is written without a mask"));
+        };
+        if mask.len() != tokens.len() || mask.iter().any(|&byte| byte > 1) {
+            return Err(fault("expected 0 or 1 for each token of the document"));
+        }
+        file.write(mask)?;
+        self.push_unmasked(tokens)?;
+        self.end_document()
+    }
+
+    /// Appends tokens to the document that has begun, or begins one; with a mask, all of them are trained on.
     ///
     /// # Errors
     /// Fails if an id is outside the vocabulary, or if the disk is full.
     pub fn push_tokens(&mut self, tokens: &[u32]) -> Result<()> {
+        if let Some(mask) = &mut self.mask {
+            mask.write(&vec![1; tokens.len()])?;
+        }
+        self.push_unmasked(tokens)
+    }
+
+    /// Appends tokens, whose mask is in its file already.
+    fn push_unmasked(&mut self, tokens: &[u32]) -> Result<()> {
         self.bytes.clear();
         for (i, &id) in tokens.iter().enumerate() {
             if id as usize >= self.vocab_size {
@@ -173,6 +218,17 @@ impl TokenFileWriter {
         Ok(())
     }
 
+    /// Appends the mask of stored tokens, whose bytes are not checked. A file without a mask takes none.
+    ///
+    /// # Errors
+    /// Fails if the disk is full.
+    pub(crate) fn push_stored_mask(&mut self, bytes: &[u8]) -> Result<()> {
+        match &mut self.mask {
+            Some(mask) => mask.write(bytes),
+            None => Ok(()),
+        }
+    }
+
     /// Ends the document whose tokens were appended; without tokens it is an empty one.
     ///
     /// # Errors
@@ -195,9 +251,14 @@ impl TokenFileWriter {
     /// # Errors
     /// Fails if the disk does.
     pub fn drop_document(&mut self) -> Result<()> {
-        let path = self.bin.path().to_path_buf();
-        let length = self.written.tokens * self.dtype.bytes() as u64;
-        moh_files::shorten(self.bin.flushed()?, length).map_err(Error::io(&path, "write"))?;
+        let tokens = self.written.tokens;
+        let files = [(Some(&mut self.bin), self.dtype.bytes()), (self.mask.as_mut(), 1)];
+        for (file, item) in files {
+            let Some(file) = file else { continue };
+            let path = file.path().to_path_buf();
+            moh_files::shorten(file.flushed()?, tokens * item as u64)
+                .map_err(Error::io(&path, "write"))?;
+        }
         self.begun = 0;
         Ok(())
     }
@@ -218,6 +279,9 @@ impl TokenFileWriter {
     /// Fails if the disk is full or fails.
     pub fn sync(&mut self) -> Result<()> {
         self.bin.sync()?;
+        if let Some(mask) = &mut self.mask {
+            mask.sync()?;
+        }
         self.idx.sync()
     }
 
@@ -239,7 +303,7 @@ impl TokenFileWriter {
             .collect())
     }
 
-    /// Completes the index and renames the three files to their final names.
+    /// Completes the index and renames the files to their final names.
     ///
     /// # Errors
     /// Fails if the disk is full, or if a name was taken meanwhile; no files are left then.
@@ -251,13 +315,16 @@ impl TokenFileWriter {
         Ok(info)
     }
 
-    /// Completes the three files and syncs them to disk, so that publishing only renames.
+    /// Completes the files and syncs them to disk, so that publishing only renames.
     ///
     /// # Errors
     /// Fails if the disk is full.
     pub fn complete(mut self, provenance: Provenance) -> Result<CompleteTokenFile> {
         self.write_tables()?;
-        let content = self.content()?;
+        let (content, trained_tokens) = self.content()?;
+        let chat_template_blake3 = provenance.chat_template_blake3;
+        let mask =
+            trained_tokens.map(|trained_tokens| MaskInfo { trained_tokens, chat_template_blake3 });
         let info = TokenFileInfo {
             tokenizer_hash: provenance.tokenizer_hash,
             tokenizer_content: provenance.tokenizer_content,
@@ -270,25 +337,34 @@ impl TokenFileWriter {
             eos_token: provenance.eos_token,
             special_tokens_in_text: provenance.special_tokens_in_text,
             split_special_tokens: provenance.split_special_tokens,
+            mask,
             dtype: self.dtype,
             content: Some(content),
         };
-        let [_, _, json] = Self::outputs(&self.prefix);
+        let [_, _, json, _] = Self::outputs(&self.prefix);
         let mut json = open(&json, self.directory.as_deref(), 0)?;
         json.write(&info.to_json())?;
-        let Self { mut bin, mut idx, directory, .. } = self;
-        for file in [&mut bin, &mut idx, &mut json] {
+        let Self { mut bin, mut mask, mut idx, directory, .. } = self;
+        for file in [&mut bin, &mut idx, &mut json].into_iter().chain(&mut mask) {
             file.sync()?;
         }
-        Ok(CompleteTokenFile { bin, json, idx, info, stays: directory.is_some() })
+        Ok(CompleteTokenFile { bin, mask, json, idx, info, stays: directory.is_some() })
     }
 
-    /// The content of the two files, which are complete.
-    fn content(&mut self) -> Result<TokenFileContent> {
+    /// The content of the files, which are complete, and the trained tokens if there is a mask.
+    fn content(&mut self) -> Result<(TokenFileContent, Option<u64>)> {
         let [bin_path, idx_path] = [&self.bin, &self.idx].map(|file| file.path().to_path_buf());
         let idx = map_file(self.idx.flushed()?, &idx_path)?;
         let bin = map_file(self.bin.flushed()?, &bin_path)?;
-        Ok(TokenFileContent::from_bytes(&idx, &bin))
+        let mask = match &mut self.mask {
+            None => None,
+            Some(mask) => {
+                let path = mask.path().to_path_buf();
+                Some(map_file(mask.flushed()?, &path)?)
+            }
+        };
+        let mask = mask.as_deref();
+        Ok((TokenFileContent::from_bytes(&idx, &bin, mask), mask.map(ones)))
     }
 
     /// Appends offsets and document bounds after the lengths, then writes the header.
@@ -341,6 +417,7 @@ fn open(path: &Path, directory: Option<&Path>, length: u64) -> Result<Pending> {
 /// A token file that lacks only its names.
 pub struct CompleteTokenFile {
     bin: Pending,
+    mask: Option<Pending>,
     json: Pending,
     idx: Pending,
     info: TokenFileInfo,
@@ -348,15 +425,23 @@ pub struct CompleteTokenFile {
     stays: bool,
 }
 
-/// Gives the files of a complete token file in `directory` their final names, as far as an interrupted
-/// [`publish_token_files`] has not.
+/// Gives the files of a complete token file in `directory`, which has a mask or not, their final names, as far as an
+/// interrupted [`publish_token_files`] has not.
 ///
 /// # Errors
 /// Fails if a name is taken and may not be replaced, or on an I/O error.
-pub fn publish_remaining(prefix: &Path, directory: &Path, overwrite: bool) -> Result<()> {
-    let [bin, idx, json] = TokenFileWriter::outputs(prefix);
+pub fn publish_remaining(
+    prefix: &Path,
+    directory: &Path,
+    overwrite: bool,
+    has_mask: bool,
+) -> Result<()> {
+    let [bin, idx, json, mask] = TokenFileWriter::outputs(prefix);
+    if overwrite && !has_mask {
+        remove_old(&mask)?;
+    }
     // In the order of `publish_token_files`.
-    for path in [bin, json, idx] {
+    for path in [bin, mask, json, idx] {
         let working = directory.join(path.file_name().unwrap_or_default());
         match working.metadata() {
             Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -378,19 +463,17 @@ pub fn publish_token_files(
 ) -> Result<Vec<TokenFileInfo>> {
     let _publication = Publication::start();
     if overwrite {
-        for CompleteTokenFile { idx, .. } in &files {
-            // An old index must never exist beside a new .bin.
-            match std::fs::remove_file(idx.path()) {
-                Err(error) if error.kind() != ErrorKind::NotFound => {
-                    return Err(Error::io(idx.path(), "replace")(error));
-                }
-                _ => {}
+        for CompleteTokenFile { bin, mask, idx, .. } in &files {
+            // An old index must never exist beside a new .bin, nor an old mask.
+            remove_old(idx.path())?;
+            if mask.is_none() {
+                remove_old(&bin.path().with_extension(&mask::ENDING[1..]))?;
             }
         }
     }
     let (mut published, mut infos) = (Vec::new(), Vec::new());
-    for CompleteTokenFile { bin, json, idx, info, stays } in files {
-        for file in [bin, json, idx] {
+    for CompleteTokenFile { bin, mask, json, idx, info, stays } in files {
+        for file in [Some(bin), mask, Some(json), Some(idx)].into_iter().flatten() {
             let path = file.path().to_path_buf();
             if let Err(error) = file.publish(overwrite) {
                 for path in published {
@@ -406,6 +489,14 @@ pub fn publish_token_files(
         infos.push(info);
     }
     Ok(infos)
+}
+
+/// Removes a file that is replaced, if it exists.
+fn remove_old(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::io(path, "replace")(error)),
+        _ => Ok(()),
+    }
 }
 
 /// An id as i32; ids of 2^31 or above have none.

@@ -74,6 +74,8 @@ pub enum ProblemKind {
     Size,
     /// The `.json` describes other files, or is no description.
     Record,
+    /// A mask that is not the file's, or has bytes other than 0 and 1.
+    Mask,
     /// Ids outside the vocabulary.
     Ids,
     /// Documents that do not end with the recorded end of text.
@@ -82,6 +84,8 @@ pub enum ProblemKind {
     Empty,
     /// Documents that repeat an earlier one.
     Duplicates,
+    /// Documents of which the mask has no token trained on.
+    Untrained,
 }
 
 impl ProblemKind {
@@ -92,16 +96,18 @@ impl ProblemKind {
             Self::Offsets => "offsets",
             Self::Size => "size",
             Self::Record => "record",
+            Self::Mask => "mask",
             Self::Ids => "ids",
             Self::EndOfText => "end_of_text",
             Self::Empty => "empty",
             Self::Duplicates => "duplicates",
+            Self::Untrained => "untrained",
         }
     }
 
     /// Whether it is a fault of the file, not of its text.
     pub fn is_fault(self) -> bool {
-        !matches!(self, Self::EndOfText | Self::Empty | Self::Duplicates)
+        !matches!(self, Self::EndOfText | Self::Empty | Self::Duplicates | Self::Untrained)
     }
 }
 
@@ -122,6 +128,7 @@ impl Verify<'_> {
         };
         let mut problems = tables(&file);
         problems.extend(record(&mut file)?);
+        problems.extend(masks::faults(&file));
         let recorded = file.info().map(|info| info.vocabulary_size);
         let vocabulary = self.vocabulary.or(recorded);
         let mut scan = Scan::new(&file);
@@ -132,6 +139,7 @@ impl Verify<'_> {
         }
         problems.extend(scan.empty(&file));
         problems.extend(scan.duplicates(&file));
+        problems.extend(masks::untrained(&file));
         let (documents, tokens) = (file.num_documents(), file.num_tokens());
         Ok(Verification { documents, tokens, vocabulary, problems })
     }
@@ -170,15 +178,19 @@ fn tables(file: &TokenFile) -> Vec<Problem> {
     problems
 }
 
-/// Reads `PREFIX.json`, and compares what it says of the two files with them.
+/// Reads `PREFIX.json` and the mask, and compares what the record says of the files with them.
 fn record(file: &mut TokenFile) -> Result<Option<Problem>> {
-    let checked = file.read_info().and_then(|()| file.ids_below(&file.content()).map(|_| ()));
-    match checked {
-        Ok(()) => Ok(None),
-        Err(fault @ Error::TokenFile { .. }) => {
-            Ok(Some(problem(ProblemKind::Record, 1, None, fault.to_string())))
+    let read = file.read_info().map_err(|error| (ProblemKind::Record, error));
+    let read = read.and_then(|()| file.open_mask().map_err(|error| (ProblemKind::Mask, error)));
+    let read = read.and_then(|()| {
+        file.ids_below(&file.content()).map_err(|error| (ProblemKind::Record, error))
+    });
+    match read {
+        Ok(_) => Ok(None),
+        Err((kind, fault @ Error::TokenFile { .. })) => {
+            Ok(Some(problem(kind, 1, None, fault.to_string())))
         }
-        Err(error) => Err(error),
+        Err((_, error)) => Err(error),
     }
 }
 
@@ -375,5 +387,6 @@ fn outside(dtype: TokenType, bytes: &[u8], limit: u64) -> (u64, Option<(u64, i64
     (parts.iter().map(|(count, _)| count).sum(), first)
 }
 
+mod masks;
 #[cfg(test)]
 mod tests;

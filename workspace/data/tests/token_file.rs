@@ -315,6 +315,7 @@ fn a_writer_leaves_three_files_or_none() {
         eos_token: DocumentEnd::Token("e".to_owned()),
         special_tokens_in_text: Some([("e".to_owned(), 2)].into()),
         split_special_tokens: true,
+        chat_template_blake3: None,
     };
     let info = writer.finish(provenance).unwrap();
     assert_eq!(names(), ["t.bin", "t.idx", "t.json"]);

@@ -201,3 +201,41 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_mask_is_verified() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("t");
+    let write = || {
+        let mut writer = TokenFileWriter::replace(&prefix, 10).unwrap().with_mask().unwrap();
+        for (ids, mask) in
+            [(&[1, 2, 9][..], &[0, 1, 1][..]), (&[3], &[0]), (&[], &[]), (&[4, 5], &[0, 1])]
+        {
+            writer.push_masked_document(ids, mask).unwrap();
+        }
+        writer.finish(Provenance::default()).unwrap()
+    };
+    assert_eq!(write().mask.unwrap().trained_tokens, 3);
+    let empty = (ProblemKind::Empty, 1, Some(2));
+    let untrained = (ProblemKind::Untrained, 1, Some(1));
+    assert_eq!(kinds(&prefix), [empty, untrained]);
+    change(&prefix, ".mask", |bytes| bytes[4] = 7);
+    assert!(kinds(&prefix).contains(&(ProblemKind::Mask, 1, None)));
+    // Another mask with as many tokens is not the one that was recorded.
+    change(&prefix, ".mask", |bytes| bytes.copy_from_slice(&[1, 1, 1, 0, 0, 0]));
+    assert!(kinds(&prefix).contains(&(ProblemKind::Record, 1, None)));
+    for damage in [|bytes: &mut Vec<u8>| bytes.push(0), |bytes: &mut Vec<u8>| bytes.truncate(0)] {
+        write();
+        change(&prefix, ".mask", damage);
+        assert!(kinds(&prefix).contains(&(ProblemKind::Mask, 1, None)));
+        let error = TokenFile::open(&prefix).unwrap_err().to_string();
+        assert!(
+            error.contains("t.mask: ") && error.contains("a mask has a byte for each"),
+            "{error}"
+        );
+    }
+    fs::remove_file(with_ending(&prefix, ".mask")).unwrap();
+    assert!(kinds(&prefix).contains(&(ProblemKind::Mask, 1, None)));
+    let error = TokenFile::open(&prefix).unwrap_err().to_string();
+    assert!(error.contains("t.mask: ") && error.contains("it is missing"), "{error}");
+}

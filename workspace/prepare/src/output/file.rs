@@ -75,6 +75,7 @@ impl Output {
             eos_token: ending.end.clone(),
             special_tokens_in_text: Some(self.special.into_iter().filter_map(named).collect()),
             split_special_tokens: tokenizer.splits_special_tokens(),
+            chat_template_blake3: None,
         })?)
     }
 }
@@ -98,7 +99,7 @@ pub(super) fn publish_again(
 ) -> Result<Vec<PreparedFile>> {
     let mut files = Vec::with_capacity(prefixes.len());
     for prefix in prefixes {
-        publish_remaining(prefix, directory, options.overwrite)?;
+        publish_remaining(prefix, directory, options.overwrite, false)?;
         let info = TokenFile::open(prefix)?.info().cloned();
         let Some(info) = info else {
             let reason = "the interrupted preparation wrote it, and it is gone: begin anew with --begin-anew";

@@ -53,6 +53,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(special) = special_tokens(info.special_tokens_in_text.as_ref()) {
         writeln!(out, "in texts   {special}")?;
     }
+    if let Some(mask) = &info.mask {
+        let share = 100.0 * mask.trained_tokens as f64 / info.tokens.max(1) as f64;
+        writeln!(out, "trained    {}, {share:.1}%", counted(mask.trained_tokens, "token"))?;
+    }
     if info.split_special_tokens {
         writeln!(out, "in texts   special tokens are text")?;
     }

@@ -4,7 +4,7 @@ use std::io::{Write, stdout};
 use std::ops::Range;
 use std::path::PathBuf;
 
-use moh_data::{DocumentEnd, TokenFile};
+use moh_data::{DocumentEnd, TextTokenizer, TokenFile};
 use moh_program::arguments::at_least;
 use moh_program::counted;
 use serde_json::json;
@@ -38,6 +38,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let (document, range) = place(&file, arguments)?;
     let shown = range.start..range.end.min(range.start.saturating_add(arguments.max_tokens));
     let ids = read(&file, shown.clone())?;
+    let mask = file.has_mask().then(|| read_mask(&file, shown.clone())).transpose()?;
     let tokenizer = arguments.tokenizer.load(&file)?;
     let text = tokenizer.as_ref().map(|tokenizer| tokenizer.decode(&ids, false)).transpose()?;
     let recorded_end = match file.info().map(|info| &info.eos_token) {
@@ -57,7 +58,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if arguments.json {
         let report = json!({
             "prefix": arguments.prefix, "document": document, "start": range.start,
-            "tokens": range.end - range.start, "ids": ids, "text": text, "more_tokens": more,
+            "tokens": range.end - range.start, "ids": ids, "mask": mask, "text": text, "more_tokens": more,
             "eos_token": recorded_end, "ends_with_eos": ends,
         });
         writeln!(out, "{report}")?;
@@ -72,10 +73,20 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         (_, _, None) => String::new(),
     };
     writeln!(out, "document {document}: {tokens} from token {} on{end}", range.start)?;
-    match text {
-        Some(text) => writeln!(out, "{text}")?,
-        None => {
-            let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
+    match (&tokenizer, text, mask) {
+        (Some(tokenizer), Some(_), Some(mask)) => {
+            writeln!(out, "[[ and ]] are around what is trained on")?;
+            writeln!(out, "{}", marked(tokenizer, &ids, &mask)?)?;
+        }
+        (_, Some(text), _) => writeln!(out, "{text}")?,
+        (_, None, mask) => {
+            let mask = mask.unwrap_or_default();
+            let mark = |at| if mask.get(at) == Some(&1) { "*" } else { "" };
+            let ids = ids.iter().enumerate().map(|(at, id)| format!("{id}{}", mark(at)));
+            let ids: Vec<String> = ids.collect();
+            if !mask.is_empty() {
+                writeln!(out, "ids with * are trained on")?;
+            }
             writeln!(out, "{}", ids.join(" "))?;
         }
     }
@@ -102,6 +113,26 @@ fn read(file: &TokenFile, range: Range<u64>) -> anyhow::Result<Vec<u32>> {
     let mut ids = vec![0; (range.end - range.start) as usize];
     file.read(range.start, &mut ids)?;
     Ok(ids)
+}
+
+fn read_mask(file: &TokenFile, range: Range<u64>) -> anyhow::Result<Vec<u8>> {
+    // In the mapped file, so its length fits usize.
+    let mut mask = vec![0; (range.end - range.start) as usize];
+    file.read_mask(range.start, &mut mask)?;
+    Ok(mask)
+}
+
+/// The text of ids, with marks around those that are trained on.
+fn marked(tokenizer: &TextTokenizer, ids: &[u32], mask: &[u8]) -> anyhow::Result<String> {
+    let mut text = String::new();
+    let mut rest = ids;
+    for run in mask.chunk_by(|a, b| a == b) {
+        let (part, later) = rest.split_at(run.len());
+        let part = tokenizer.decode(part, false)?;
+        text.push_str(&if run[0] == 1 { format!("[[{part}]]") } else { part });
+        rest = later;
+    }
+    Ok(text)
 }
 
 /// Positions, as in `100..110`.
