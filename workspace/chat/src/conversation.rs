@@ -81,6 +81,20 @@ impl Conversation {
         &self.tools
     }
 
+    /// Calls `visit` with every text of the messages but their roles, those of tool calls too.
+    pub fn visit_texts(&self, visit: &mut dyn FnMut(&str)) {
+        fn within(value: &Value, visit: &mut dyn FnMut(&str)) {
+            match value {
+                Value::String(text) => visit(text),
+                Value::Array(values) => values.iter().for_each(|value| within(value, visit)),
+                Value::Object(fields) => fields.values().for_each(|value| within(value, visit)),
+                _ => {}
+            }
+        }
+        let fields = self.messages.iter().filter_map(Value::as_object).flatten();
+        fields.filter(|(key, _)| *key != "role").for_each(|(_, value)| within(value, visit));
+    }
+
     /// Whether message `index` is the assistant's.
     pub(crate) fn is_answer(&self, index: usize) -> bool {
         self.messages.get(index).is_some_and(|message| message["role"] == "assistant")

@@ -205,9 +205,9 @@ fn fault(template: &ChatTemplate, error: &minijinja::Error) -> Error {
 /// A conversation in which the text of a turn cannot be found.
 fn other_beginning(turn: usize) -> Error {
     Error::conversation(format!(
-        "the chat template writes the messages up to message {} otherwise when others follow, so that the \
-         assistant's tokens are not known: give the template {{% generation %}} blocks, or train on the last \
-         message alone with --chat-train last",
+        "the chat template's text of the messages up to message {}, or of those before it with a prompt, is not the \
+         beginning of the whole text, so that the assistant's tokens are not known: give the template \
+         {{% generation %}} blocks, or train on the last message alone with --chat-train last",
         turn + 1
     ))
 }

@@ -3,6 +3,7 @@
 //! files keep from their training, are disabled.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -188,6 +189,17 @@ impl TextTokenizer {
     /// Fails if the tokenizer does.
     pub fn encode_without_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, false)
+    }
+
+    /// As [`TextTokenizer::encode_without_special_tokens`], with the bytes of the text that each id stands for, in
+    /// increasing order; those of a space before a word may be left out.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does.
+    pub fn encode_with_ranges(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        let encoding = self.inner.encode(text, false).map_err(|error| self.failure(&*error))?;
+        let ranges = encoding.get_offsets().iter().map(|&(start, end)| start..end);
+        Ok(encoding.get_ids().iter().copied().zip(ranges).collect())
     }
 
     fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {

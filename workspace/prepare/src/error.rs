@@ -16,6 +16,9 @@ pub enum Error {
     /// A token file or a tokenizer could not be read or written.
     #[error(transparent)]
     Data(#[from] moh_data::Error),
+    /// A chat template cannot be used.
+    #[error(transparent)]
+    Chat(#[from] moh_chat::Error),
     /// A line or row of an input is not a document.
     #[error("{}{place}: {reason}", path.display())]
     Record {

@@ -1,7 +1,8 @@
 //! Preparation: text in any of its usual files becomes token files.
 //!
 //! [`prepare`] reads files of Parquet, Arrow, JSON and plain text, compressed or not, and writes token files
-//! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads. Reading, decoding, encoding and writing
+//! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads, of conversations with a mask of the assistant's
+//! tokens. Reading, decoding, encoding and writing
 //! overlap on all cores; the result does not depend on their number. An interrupted preparation continues
 //! with the same call. [`split_token_file`] divides a token file afterwards. [`train_tokenizer`] trains a new
 //! tokenizer on the same inputs.
@@ -28,7 +29,8 @@ pub use error::{Error, Place, Result};
 pub use names::can_continue;
 pub use output::Counts;
 pub use prepare::{
-    BadRecords, Observer, Prepare, Prepared, PreparedFile, Progress, Sample, Selection, prepare,
+    BadRecords, Chat, Observer, Prepare, Prepared, PreparedFile, Progress, Sample, Selection,
+    prepare,
 };
 pub use reader::Format;
 #[doc(hidden)]

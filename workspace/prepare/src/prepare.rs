@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use moh_chat::{ChatTemplate, TrainedTurns};
 use moh_data::{DocumentEnd, TextTokenizer, TokenFileInfo, TokenFileWriter, key_of};
 use serde_json::{Value, json};
 
 use crate::encode::Encoder;
+use crate::encode::chat::ChatEncoder;
 use crate::end_of_text::Ending;
 use crate::fields::Fields;
 use crate::names::{expand, is_standard_input, total_bytes};
@@ -32,6 +34,8 @@ pub struct Prepare<'a> {
     /// What a document's text is: a field, a path of fields such as `a.b`, or a template of fields such as
     /// `{title} {text}`.
     pub field: &'a str,
+    /// Set if the field is a list of messages, which the template renders.
+    pub chat: Option<Chat<'a>>,
     /// The end-of-text token of each document.
     pub append_eos: AppendEos<'a>,
     /// Which documents are written.
@@ -50,6 +54,15 @@ pub struct Prepare<'a> {
     pub memory: u64,
     /// Time after which what is complete is synced, so that an interrupted preparation continues after it.
     pub sync_every: Duration,
+}
+
+/// How conversations become documents, with a mask of what a model is trained on.
+#[derive(Clone, Copy, Debug)]
+pub struct Chat<'a> {
+    /// Writes a conversation as text.
+    pub template: &'a ChatTemplate,
+    /// The assistant's turns that are trained on.
+    pub turns: TrainedTurns,
 }
 
 /// Which documents are written. Their tokens are counted with those that begin and end a document.
@@ -144,6 +157,7 @@ impl<'a> Prepare<'a> {
             inputs,
             format: None,
             field: "text",
+            chat: None,
             append_eos: AppendEos::Default,
             selection: Selection::default(),
             bad_records: BadRecords::Refuse,
@@ -178,7 +192,13 @@ impl<'a> Prepare<'a> {
             ("exact_dedup", exact_dedup.into()),
             ("split", self.split.map_or(Value::Null, |split| split.to_string().into())),
         ];
-        fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+        let chat = self.chat.map(|Chat { template, turns }| {
+            let turns = if turns == TrainedTurns::Last { "last" } else { "all" };
+            ("chat", json!([template.blake3(), turns]))
+        });
+        // Without conversations it is the request that earlier versions recorded.
+        let fields = fields.into_iter().chain(chat);
+        fields.map(|(name, value)| (name.to_owned(), value)).collect()
     }
 }
 
@@ -215,8 +235,16 @@ pub fn prepare(
     let paths = expand(options.inputs)?;
     refuse_inputs_as_outputs(&paths, &output_files(&options))?;
     let total_bytes = total_bytes(&paths)?;
-    let ending = Ending::choose(options.tokenizer, options.append_eos)?;
-    let fields = Fields::parse(options.field)?;
+    let (ending, fields) = match options.chat {
+        None => {
+            (Ending::choose(options.tokenizer, options.append_eos)?, Fields::parse(options.field)?)
+        }
+        // The template ends turns and conversations.
+        Some(_) => {
+            (Ending { append: None, end: DocumentEnd::Unknown }, Fields::of_chat(options.field))
+        }
+    };
+    let chat = options.chat.map(|chat| ChatEncoder::new(options.tokenizer, chat)).transpose()?;
     let json = options.tokenizer.json()?;
     // Of a large vocabulary both take a while; the content is recorded at the end.
     let (encoder, _) = rayon::join(
@@ -230,7 +258,7 @@ pub fn prepare(
         Begun::Outputs(outputs, start) => (outputs, start),
         Begun::Complete(prepared) => return Ok(Some(prepared)),
     };
-    if let Some(reason) = encoder.fallback() {
+    if let (Some(reason), None) = (encoder.fallback(), &chat) {
         observer.note(&format!("the slower tokenizer encodes, because {reason}"));
     }
     if outputs.has_checkpoint() {
@@ -238,11 +266,17 @@ pub fn prepare(
         observer
             .note(&format!("continues after document {documents} of an interrupted preparation"));
     }
+    let mut read = ReadOptions::new(Arc::new(fields), options.memory, encoder.cutter());
+    if chat.is_some() {
+        // A conversation is one text.
+        read.piece_bytes = usize::MAX;
+    }
     let work = Work {
         inputs: &paths,
         format: options.format,
         encoder: &encoder,
-        read: Arc::new(ReadOptions::new(Arc::new(fields), options.memory, encoder.cutter())),
+        chat: chat.as_ref(),
+        read: Arc::new(read),
         end: ending.append,
         hashes: options.selection.needs_hashes(),
         wants: &|hash| options.selection.wants(hash),

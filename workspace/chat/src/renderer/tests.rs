@@ -110,7 +110,7 @@ fn earlier_turns_that_are_written_otherwise_are_refused() {
     ]);
     let error = trained(THINKING, &thoughts, TrainedTurns::All).unwrap_err();
     assert!(
-        error.contains("up to message 2 otherwise") && error.contains("--chat-train last"),
+        error.contains("up to message 2, or") && error.contains("--chat-train last"),
         "{error}"
     );
     let (text, parts) = trained(THINKING, &thoughts, TrainedTurns::Last).unwrap();

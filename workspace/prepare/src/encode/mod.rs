@@ -1,6 +1,7 @@
 //! Documents to ids, by tokenizers 1.0 where it is known to give the ids of 0.23, and by 0.23 elsewhere.
 //! The ids are those of [`TextTokenizer::encode`] in every case.
 
+pub(crate) mod chat;
 mod cuts;
 mod library;
 mod probe;

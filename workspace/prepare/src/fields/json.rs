@@ -102,7 +102,7 @@ impl<'n> Visitor<'_> for Key<'n> {
 fn value(raw: &str) -> Value<'_> {
     match raw.as_bytes() {
         [b'"', .., b'"'] => Value::Escaped(&raw[1..raw.len() - 1]),
-        [b'{' | b'[', ..] => Value::Other,
+        [b'{' | b'[', ..] => Value::Json(Cow::Borrowed(raw)),
         b"null" => Value::Null,
         _ => Value::Scalar(Cow::Borrowed(raw)),
     }

@@ -24,8 +24,22 @@ pub(crate) struct Fields {
     parts: Vec<TemplatePart>,
     /// The fields as a tree of keys.
     tree: Node,
-    is_template: bool,
+    kind: Kind,
 }
+
+/// What a record's text is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// A field.
+    Field,
+    /// Fields in a template.
+    Template,
+    /// The messages of a conversation and the tools: the text is an object of JSON with both.
+    Chat,
+}
+
+/// The field of the tools that a conversation's assistant may call.
+const TOOLS: &str = "tools";
 
 #[derive(Clone, Debug)]
 enum TemplatePart {
@@ -57,7 +71,9 @@ pub(crate) enum Value<'a> {
     Scalar(Cow<'a, str>),
     /// Nothing.
     Null,
-    /// An object or a list, or another value without a text.
+    /// An object or a list.
+    Json(Cow<'a, str>),
+    /// Another value without a text.
     Other,
 }
 
@@ -93,8 +109,7 @@ impl Fields {
     /// Fails for a template whose braces do not match, or without a field.
     pub(crate) fn parse(argument: &str) -> Result<Self> {
         let is_template = argument.contains(['{', '}']);
-        let mut fields =
-            Self { paths: Vec::new(), parts: Vec::new(), tree: Node::default(), is_template };
+        let mut fields = Self::none(if is_template { Kind::Template } else { Kind::Field });
         if is_template {
             fields.template(argument).map_err(|problem| Error::Options {
                 reason: format!(
@@ -105,14 +120,31 @@ impl Fields {
         } else {
             fields.push_path(argument);
         }
-        for (index, path) in fields.paths.iter().enumerate() {
-            fields.tree.insert(&[path], 2 * index);
+        fields.grow_tree();
+        Ok(fields)
+    }
+
+    /// The messages of a conversation, in a field or at the end of a path of fields, and its tools if there are any.
+    pub(crate) fn of_chat(messages: &str) -> Self {
+        let mut fields = Self::none(Kind::Chat);
+        fields.push_path(messages);
+        fields.push_path(TOOLS);
+        fields.grow_tree();
+        fields
+    }
+
+    fn none(kind: Kind) -> Self {
+        Self { paths: Vec::new(), parts: Vec::new(), tree: Node::default(), kind }
+    }
+
+    fn grow_tree(&mut self) {
+        for (index, path) in self.paths.iter().enumerate() {
+            self.tree.insert(&[path], 2 * index);
             let keys: Vec<&str> = path.split('.').collect();
             if keys.len() > 1 {
-                fields.tree.insert(&keys, 2 * index + 1);
+                self.tree.insert(&keys, 2 * index + 1);
             }
         }
-        Ok(fields)
     }
 
     fn template(&mut self, argument: &str) -> Result<(), &'static str> {
@@ -166,7 +198,17 @@ impl Fields {
 
     /// Whether numbers and truth values have a text, too.
     pub(crate) fn is_template(&self) -> bool {
-        self.is_template
+        self.kind == Kind::Template
+    }
+
+    /// Whether lists have a text, as messages do.
+    pub(crate) fn is_chat(&self) -> bool {
+        self.kind == Kind::Chat
+    }
+
+    /// Whether a record may lack the field `path`.
+    pub(crate) fn is_optional(&self, path: &str) -> bool {
+        self.is_chat() && path == TOOLS
     }
 
     /// Slots for the values of a record.
@@ -184,6 +226,9 @@ impl Fields {
         nouns: Nouns,
         keys: impl FnOnce() -> Vec<String>,
     ) -> Result<Vec<Segment<'a>>, String> {
+        if self.is_chat() {
+            return self.conversation(slots, nouns, keys);
+        }
         let mut segments = Vec::with_capacity(self.parts.len());
         for part in &self.parts {
             let index = match part {
@@ -200,14 +245,54 @@ impl Fields {
             segments.push(match value {
                 Value::Text(text) => Segment::Plain(Cow::Borrowed(text)),
                 Value::Escaped(text) => Segment::Escaped(text),
-                Value::Scalar(text) if self.is_template => Segment::Plain(text.clone()),
+                Value::Scalar(text) if self.is_template() => Segment::Plain(text.clone()),
                 Value::Null => return Err(format!("{} is null", what())),
-                _ if self.is_template => {
+                _ if self.is_template() => {
                     return Err(format!("{} is not a string, number or truth value", what()));
                 }
                 _ => return Err(format!("{} is not a string", what())),
             });
         }
+        Ok(segments)
+    }
+
+    /// The object of a conversation, in parts.
+    fn conversation<'a>(
+        &'a self,
+        slots: &Slots<'a>,
+        nouns: Nouns,
+        keys: impl FnOnce() -> Vec<String>,
+    ) -> Result<Vec<Segment<'a>>, String> {
+        let plain = |text: &'a str| Segment::Plain(Cow::Borrowed(text));
+        let value = |index: usize| slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref());
+        let messages = match value(0) {
+            Some(Value::Json(messages)) => Segment::Plain(messages.clone()),
+            Some(Value::Null) => {
+                return Err(format!("the {} {:?} is null", nouns.field, self.paths[0]));
+            }
+            Some(_) => {
+                return Err(format!(
+                    "the {} {:?} is not a list of messages",
+                    nouns.field, self.paths[0]
+                ));
+            }
+            None => return Err(missing(&self.paths[0], nouns, &keys())),
+        };
+        let mut segments = vec![plain("{\"messages\":"), messages, plain(",\"tools\":")];
+        match value(1) {
+            None | Some(Value::Null) => segments.push(plain("null")),
+            Some(Value::Json(tools)) => segments.push(Segment::Plain(tools.clone())),
+            // A text with the tools in JSON.
+            Some(Value::Escaped(tools)) => {
+                segments.extend([plain("\""), plain(tools), plain("\"")])
+            }
+            Some(Value::Text(tools)) => {
+                let quoted = serde_json::Value::from(*tools).to_string();
+                segments.push(Segment::Plain(Cow::Owned(quoted)));
+            }
+            Some(_) => return Err(format!("the {} {TOOLS:?} is not a list", nouns.field)),
+        }
+        segments.push(plain("}"));
         Ok(segments)
     }
 }

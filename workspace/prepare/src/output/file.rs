@@ -17,6 +17,8 @@ use crate::{Prepare, Result, Split};
 pub(super) struct Output {
     pub(super) writer: TokenFileWriter,
     pub(super) text_bytes: u64,
+    /// Of conversations, the tokens that are trained on.
+    pub(super) trained: u64,
     special: BTreeMap<u32, u64>,
 }
 
@@ -31,11 +33,12 @@ impl Output {
         directory: &Path,
         state: FileState,
     ) -> Result<Self> {
-        let FileState { written, text_bytes, special } = state;
+        let FileState { written, text_bytes, special, trained } = state;
         let vocab_size = options.tokenizer.vocab_size();
         let writer =
             TokenFileWriter::resume(prefix, vocab_size, options.overwrite, directory, written)?;
-        Ok(Self { writer, text_bytes, special })
+        let writer = if options.chat.is_some() { writer.with_mask()? } else { writer };
+        Ok(Self { writer, text_bytes, trained, special })
     }
 
     /// Counts a document that was written.
@@ -49,7 +52,7 @@ impl Output {
     /// What a checkpoint records of it.
     pub(super) fn state(&self) -> FileState {
         let (text_bytes, special) = (self.text_bytes, self.special.clone());
-        FileState { written: self.writer.written(), text_bytes, special }
+        FileState { written: self.writer.written(), text_bytes, special, trained: self.trained }
     }
 
     /// Completes it, but for its name.
@@ -75,7 +78,7 @@ impl Output {
             eos_token: ending.end.clone(),
             special_tokens_in_text: Some(self.special.into_iter().filter_map(named).collect()),
             split_special_tokens: tokenizer.splits_special_tokens(),
-            chat_template_blake3: None,
+            chat_template_blake3: options.chat.map(|chat| chat.template.blake3().to_owned()),
         })?)
     }
 }
@@ -99,7 +102,7 @@ pub(super) fn publish_again(
 ) -> Result<Vec<PreparedFile>> {
     let mut files = Vec::with_capacity(prefixes.len());
     for prefix in prefixes {
-        publish_remaining(prefix, directory, options.overwrite, false)?;
+        publish_remaining(prefix, directory, options.overwrite, options.chat.is_some())?;
         let info = TokenFile::open(prefix)?.info().cloned();
         let Some(info) = info else {
             let reason = "the interrupted preparation wrote it, and it is gone: begin anew with --begin-anew";

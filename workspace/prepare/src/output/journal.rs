@@ -58,6 +58,9 @@ pub(crate) struct FileState {
     pub(crate) text_bytes: u64,
     /// The special tokens that texts named, with their number.
     pub(crate) special: BTreeMap<u32, u64>,
+    /// Of conversations, the tokens that are trained on.
+    #[serde(default)]
+    pub(crate) trained: u64,
 }
 
 /// An open journal; the process that has it open has it locked.

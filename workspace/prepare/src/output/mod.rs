@@ -248,8 +248,12 @@ impl<'a> Outputs<'a> {
         }
         let file = self.next_file();
         let output = &mut self.files[file];
-        output.writer.push_document(&document.ids)?;
+        match self.options.chat {
+            None => output.writer.push_document(&document.ids)?,
+            Some(_) => output.writer.push_masked_document(&document.ids, &document.mask)?,
+        }
         output.count(document.text_bytes, &document.special);
+        output.trained += document.mask.iter().map(|&byte| u64::from(byte)).sum::<u64>();
         Ok(())
     }
 
@@ -416,6 +420,11 @@ impl<'a> Outputs<'a> {
         }
         if self.files.iter().all(|file| file.text_bytes == 0) {
             return Err(Error::options("the inputs contain no text"));
+        }
+        if self.options.chat.is_some() && self.files.iter().all(|file| file.trained == 0) {
+            return Err(Error::options(
+                "no token would be trained on: no conversation has a text of the assistant's",
+            ));
         }
         let Some(file) = self.files.iter().find(|file| file.writer.written().documents == 0) else {
             return Ok(());

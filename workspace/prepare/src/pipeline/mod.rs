@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use self::budget::{Budget, Permit};
 use crate::encode::Encoder;
+use crate::encode::chat::{ChatEncoder, Rendered};
 use crate::reader::{
     self, BadRecord, Chunk, Format, Identity, OpenInput, Part, Position, ReadOptions, Turn, Turns,
 };
@@ -46,6 +47,8 @@ pub(crate) struct Work<'a> {
     pub(crate) inputs: &'a [PathBuf],
     pub(crate) format: Option<Format>,
     pub(crate) encoder: &'a Encoder<'a>,
+    /// Set if records are conversations.
+    pub(crate) chat: Option<&'a ChatEncoder<'a>>,
     pub(crate) read: Arc<ReadOptions>,
     /// The id after each document.
     pub(crate) end: Option<u32>,
@@ -84,6 +87,8 @@ pub(crate) struct Document {
     pub(crate) part: Part,
     /// With the post-processor's ids and the end of the text. Empty for a text without tokens.
     pub(crate) ids: Vec<u32>,
+    /// Of a conversation, 1 for each id that is trained on; else empty.
+    pub(crate) mask: Vec<u8>,
     /// Special tokens that the text names.
     pub(crate) special: Vec<u32>,
     pub(crate) text_bytes: u64,
@@ -327,11 +332,47 @@ impl Batch {
         record: Result<reader::Document<'_>, BadRecord>,
     ) -> Result<()> {
         match record {
-            Ok(record) => self.documents.push(encode_document(work, &record.text, record.part)?),
+            Ok(record) => {
+                let Some(chat) = work.chat else {
+                    self.documents.push(encode_document(work, &record.text, record.part)?);
+                    return Ok(());
+                };
+                match chat.render(&record.text) {
+                    Ok(rendered) => {
+                        self.documents.push(encode_conversation(work, chat, &rendered)?);
+                    }
+                    Err(reason) => self.bad.push(BadRecord { place: record.place, reason }),
+                }
+            }
             Err(record) => self.bad.push(record),
         }
         Ok(())
     }
+}
+
+fn encode_conversation(
+    work: &Work<'_>,
+    chat: &ChatEncoder<'_>,
+    rendered: &Rendered,
+) -> Result<Document> {
+    let text = rendered.text();
+    let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
+    let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
+    let mut document = Document {
+        part: Part::Whole,
+        ids: Vec::new(),
+        mask: Vec::new(),
+        special: rendered.special.clone(),
+        text_bytes: text.len() as u64,
+        hash,
+        text: None,
+        is_wanted,
+    };
+    if is_wanted {
+        let encoded = chat.encode(rendered)?;
+        (document.ids, document.mask) = (encoded.ids, encoded.mask);
+    }
+    Ok(document)
 }
 
 fn encode_document(work: &Work<'_>, text: &str, part: Part) -> Result<Document> {
@@ -341,6 +382,7 @@ fn encode_document(work: &Work<'_>, text: &str, part: Part) -> Result<Document> 
     let mut document = Document {
         part,
         ids: Vec::new(),
+        mask: Vec::new(),
         special: Vec::new(),
         text_bytes: text.len() as u64,
         hash,

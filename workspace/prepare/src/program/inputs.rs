@@ -7,9 +7,9 @@ use moh_prepare::Format;
 
 #[derive(clap::Args)]
 pub struct InputArguments {
-    /// Field of the text: a name, a path such as a.b, or a template such as "{title}: {text}"
-    #[arg(long, default_value = "text")]
-    pub field: String,
+    /// Field of the text: a name, a path such as a.b, or a template such as "{title}: {text}" [default: text]
+    #[arg(long)]
+    field: Option<String>,
     /// Format of all inputs [default: by their content and names]
     #[arg(long, value_enum)]
     format: Option<FormatName>,
@@ -35,6 +35,11 @@ enum FormatName {
 }
 
 impl InputArguments {
+    /// The field that is named, or else `default`.
+    pub fn field<'a>(&'a self, default: &'a str) -> &'a str {
+        self.field.as_deref().unwrap_or(default)
+    }
+
     pub fn format(&self) -> Option<Format> {
         self.format.map(|name| match name {
             FormatName::Jsonl => Format::JsonLines,

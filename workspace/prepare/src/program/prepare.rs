@@ -6,10 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use moh_chat::{ChatTemplate, TrainedTurns};
 use moh_data::DocumentEnd;
 use moh_prepare::{
-    AppendEos, BadRecords, Counts, Observer, Prepare, Prepared, PreparedFile, Progress, Sample,
-    Selection, Split,
+    AppendEos, BadRecords, Chat, Counts, Observer, Prepare, Prepared, PreparedFile, Progress,
+    Sample, Selection, Split,
 };
 use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
@@ -68,6 +69,13 @@ pub struct Arguments {
     /// Seconds after which what is complete is synced, so that an interrupted command continues after it
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     sync_every: Duration,
+    /// Render conversations, the lists of messages in the field messages or --field, by the tokenizer's chat
+    /// template, and write PREFIX.mask, which says what is the assistant's
+    #[arg(long, conflicts_with_all = ["eos_token", "no_append_eos", "split_special_tokens"])]
+    chat: bool,
+    /// The assistant's turns that are trained on
+    #[arg(long, value_enum, default_value = "all", requires = "chat")]
+    chat_train: Turns,
     #[command(flatten)]
     inputs: InputArguments,
     /// Replace an existing token file
@@ -76,6 +84,14 @@ pub struct Arguments {
     /// Throw away what an interrupted command has done
     #[arg(long)]
     begin_anew: bool,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Turns {
+    /// All of them
+    All,
+    /// The last message alone, for templates that leave out what the assistant thought before
+    Last,
 }
 
 impl Arguments {
@@ -99,9 +115,18 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let tokenizer = models::named_tokenizer(&arguments.tokenizer, arguments.revision.as_deref())?
         .split_special_tokens(arguments.split_special_tokens);
+    let template = match arguments.chat {
+        true => Some(ChatTemplate::load(moh_files::parent(tokenizer.path()))?),
+        false => None,
+    };
+    let turns = match arguments.chat_train {
+        Turns::All => TrainedTurns::All,
+        Turns::Last => TrainedTurns::Last,
+    };
     let options = Prepare {
         format: arguments.inputs.format(),
-        field: &arguments.inputs.field,
+        field: arguments.inputs.field(if arguments.chat { "messages" } else { "text" }),
+        chat: template.as_ref().map(|template| Chat { template, turns }),
         append_eos: match &arguments.eos_token {
             Some(token) => AppendEos::Token(token),
             None if arguments.no_append_eos => AppendEos::Never,
@@ -156,7 +181,8 @@ fn report(prepared: &Prepared) -> anyhow::Result<()> {
     for PreparedFile { prefix, info } in &prepared.files {
         let end = match &info.eos_token {
             DocumentEnd::Token(token) => format!("each document ends with {token}"),
-            _ => "documents end without an end-of-text token".to_owned(),
+            DocumentEnd::Unknown => "documents end as the chat template says".to_owned(),
+            DocumentEnd::Nothing => "documents end without an end-of-text token".to_owned(),
         };
         writeln!(
             out,
@@ -166,10 +192,18 @@ fn report(prepared: &Prepared) -> anyhow::Result<()> {
             counted(info.tokens, "token"),
             counted(info.text_bytes, "byte"),
         )?;
+        if let Some(mask) = &info.mask {
+            let share = 100.0 * mask.trained_tokens as f64 / info.tokens.max(1) as f64;
+            let trained = counted(mask.trained_tokens, "token");
+            writeln!(out, "{}: {trained} trained on, {share:.1}%", prefix.display())?;
+        }
         if let Some(special) = special_tokens(info.special_tokens_in_text.as_ref()) {
+            let remedy = match info.mask {
+                None => "--split-special-tokens encodes them as text",
+                Some(_) => "change them in the messages if a user must not write them",
+            };
             exit::stderr_line(format_args!(
-                "warning: {}: special tokens in the text became those tokens ({special}): \
-                 --split-special-tokens encodes them as text",
+                "warning: {}: special tokens in the text became those tokens ({special}): {remedy}",
                 prefix.display()
             ));
         }

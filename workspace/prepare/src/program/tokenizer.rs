@@ -32,7 +32,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let options = TrainTokenizer {
         inputs: &arguments.inputs.inputs,
         format: arguments.inputs.format(),
-        field: &arguments.inputs.field,
+        field: arguments.inputs.field("text"),
         vocab_size: arguments.vocab_size,
         dir: &arguments.out,
         overwrite: arguments.force,

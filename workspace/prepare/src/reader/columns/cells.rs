@@ -14,6 +14,7 @@ use arrow_array::{
 use arrow_buffer::NullBuffer;
 use arrow_schema::DataType;
 
+use super::nested::Nested;
 use crate::fields::Value;
 
 /// The cells of a column, or of one in columns of structures.
@@ -41,6 +42,8 @@ enum Values<'a> {
     UInt16(&'a PrimitiveArray<UInt16Type>),
     UInt32(&'a PrimitiveArray<UInt32Type>),
     UInt64(&'a PrimitiveArray<UInt64Type>),
+    /// Lists and structures.
+    Nested(Nested<'a>),
     /// Of a type without a text.
     Other,
 }
@@ -59,7 +62,7 @@ impl<'a> Cells<'a> {
         Some(Self { around, ..Self::of(column) })
     }
 
-    fn of(column: &'a dyn Array) -> Self {
+    pub(super) fn of(column: &'a dyn Array) -> Self {
         let values = match column.data_type() {
             DataType::Utf8 => Values::Text(column.as_string()),
             DataType::LargeUtf8 => Values::LargeText(column.as_string()),
@@ -82,7 +85,7 @@ impl<'a> Cells<'a> {
             DataType::UInt16 => Values::UInt16(column.as_primitive()),
             DataType::UInt32 => Values::UInt32(column.as_primitive()),
             DataType::UInt64 => Values::UInt64(column.as_primitive()),
-            _ => Values::Other,
+            _ => Nested::of(column).map_or(Values::Other, Values::Nested),
         };
         Self { around: Vec::new(), values, nulls: column.nulls() }
     }
@@ -97,7 +100,17 @@ impl<'a> Cells<'a> {
                 Value::Text(text) => text.len() + size_of::<u64>(),
                 _ => size_of::<u64>(),
             },
+            Values::Nested(nested) => nested.bytes(row),
             _ => size_of::<u64>(),
+        }
+    }
+
+    /// The lists and structures of a row that is not null.
+    pub(super) fn nested(&self, row: usize) -> Option<&Nested<'a>> {
+        let is_null = self.around.iter().copied().chain(self.nulls).any(|nulls| nulls.is_null(row));
+        match &self.values {
+            Values::Nested(nested) if !is_null => Some(nested),
+            _ => None,
         }
     }
 
@@ -125,6 +138,7 @@ impl<'a> Cells<'a> {
             Values::UInt16(values) => scalar(values.value(row).to_string()),
             Values::UInt32(values) => scalar(values.value(row).to_string()),
             Values::UInt64(values) => scalar(values.value(row).to_string()),
+            Values::Nested(nested) => Value::Json(Cow::Owned(nested.json(row).to_string())),
             Values::Other => Value::Other,
         }
     }

@@ -3,6 +3,7 @@
 mod arrow;
 mod cells;
 mod guard;
+mod nested;
 mod parquet;
 #[cfg(test)]
 mod tests;
@@ -104,17 +105,23 @@ fn check(path: &Path, schema: &Schema, fields: &Fields) -> Result<()> {
         let keys: Vec<&str> = wanted.split('.').collect();
         let found = find(schema.fields(), &[wanted]).or_else(|| find(schema.fields(), &keys));
         let Some(found) = found else {
+            if fields.is_optional(wanted) {
+                continue;
+            }
             let names: Vec<_> = schema.fields().iter().map(|field| field.name().clone()).collect();
             return Err(Error::input(path, missing(wanted, ROW, &names)));
         };
         let kind = found.data_type();
-        let is_known = is_text(kind)
+        let is_known = is_text(kind) && (!fields.is_chat() || fields.is_optional(wanted))
+            || fields.is_chat() && nested::is_list(kind)
             || fields.is_template()
                 && (kind.is_integer()
                     || kind.is_floating() && *kind != DataType::Float16
                     || *kind == DataType::Boolean);
         if !is_known {
-            return Err(Error::input(path, format!("the column {wanted:?} is {kind}, not text")));
+            let expected = if fields.is_chat() { "a list of structures" } else { "text" };
+            let reason = format!("the column {wanted:?} is {kind}, not {expected}");
+            return Err(Error::input(path, reason));
         }
     }
     Ok(())
