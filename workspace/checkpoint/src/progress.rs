@@ -3,6 +3,7 @@
 use moh_kernels::{Backend, Element};
 use moh_recipe::{GuardOptions, Schedule, Stage};
 use moh_run_log::SkippedStep;
+use moh_step::guard::SkipReason;
 use moh_step::{OptimizerState, StepResult, Update};
 
 use crate::{Error, RunState, steps_at};
@@ -49,7 +50,12 @@ impl RunState {
         self.moment_steps += u64::from(result.skipped.is_none());
         self.tokens += stage.batch_tokens;
         self.sample += sequences;
-        self.guard.count(result.skipped.is_some(), result.loss, result.grad_norm, guard.factor);
+        match result.skipped {
+            Some(SkipReason::NoTargets) => self.guard.count_without_targets(),
+            skipped => {
+                self.guard.count(skipped.is_some(), result.loss, result.grad_norm, guard.factor);
+            }
+        }
         result.skipped.map(|reason| SkippedStep { reason, samples })
     }
 

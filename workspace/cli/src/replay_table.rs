@@ -147,6 +147,7 @@ mod tests {
             stage_step: 3,
             result: StepResult {
                 loss: 4.5,
+                targets: None,
                 auxiliary: moh_model::AuxiliaryLosses::all(Some(0.25)),
                 grad_norm: f64::NAN,
                 skipped: Some(SkipReason::GradNormNotFinite),

@@ -82,6 +82,16 @@ impl Mask {
         Ok(())
     }
 
+    /// Lets the system read bytes from the disk, without waiting for it.
+    pub(crate) fn read_ahead(&self, start: u64, count: u64) {
+        let length = (self.bytes.len() as u64).saturating_sub(start).min(count);
+        // Both are at most the length of the map. Failure costs time, nothing else.
+        #[cfg(unix)]
+        let _ = self.bytes.advise_range(memmap2::Advice::WillNeed, start as usize, length as usize);
+        #[cfg(not(unix))]
+        let _ = length;
+    }
+
     /// The number of tokens in a range within the file that are trained on.
     ///
     /// # Errors

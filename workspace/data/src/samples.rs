@@ -181,6 +181,47 @@ impl TrainingData {
         (source, window * self.sequence_length as u64)
     }
 
+    /// Reads for sample `number` whether each of its tokens is trained on, 1, or not, 0; `mask` has
+    /// `sequence_length + 1` bytes. Whether the sample's file has a mask.
+    ///
+    /// # Errors
+    /// Fails if the mask has another byte.
+    pub fn mask(&self, number: u64, mask: &mut [u8]) -> Result<bool> {
+        let (source, start) = self.locate(number);
+        let file = &self.files[source];
+        file.read_mask(start, mask)?;
+        Ok(file.has_mask())
+    }
+
+    /// The targets of these samples that are trained on: the tokens after the first one of each, but for those that
+    /// a mask leaves out. `None` if no source has a mask, so that all are.
+    ///
+    /// # Errors
+    /// Fails if a mask has a byte other than 0 and 1.
+    pub fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
+        if !self.files.iter().any(|file| file.has_mask()) {
+            return Ok(None);
+        }
+        let mut count = 0;
+        for number in samples {
+            let (source, start) = self.locate(number);
+            let targets = start + 1..start + 1 + self.sequence_length as u64;
+            count += self.files[source].count_trained(targets)?;
+        }
+        Ok(Some(count))
+    }
+
+    /// Lets the system read the masks of these samples from the disk, without waiting for it.
+    pub fn read_masks_ahead(&self, samples: Range<u64>) {
+        if !self.files.iter().any(|file| file.has_mask()) {
+            return;
+        }
+        for number in samples {
+            let (source, start) = self.locate(number);
+            self.files[source].read_mask_ahead(start, self.sequence_length as u64 + 1);
+        }
+    }
+
     /// Lets the system read the tokens of these samples from the disk, without waiting for it.
     pub fn read_ahead(&self, samples: Range<u64>) {
         for number in samples {

@@ -328,6 +328,13 @@ impl TokenFile {
         Ok(())
     }
 
+    /// Lets the system read the mask of `count` tokens from position `start` on from the disk, without waiting for it.
+    pub(crate) fn read_mask_ahead(&self, start: u64, count: u64) {
+        if let Some(mask) = &self.mask {
+            mask.read_ahead(start, count);
+        }
+    }
+
     /// Lets the system read `count` tokens from position `start` on from the disk, without waiting for it, so
     /// that a later [`TokenFile::read`] finds them in memory. Where documents are not stored in their order, those
     /// beside the first one.

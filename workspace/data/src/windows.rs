@@ -79,12 +79,29 @@ impl Windows {
     /// If `tokens` has the wrong length.
     pub fn read(&self, number: u64, tokens: &mut [u32]) -> Result<()> {
         assert_eq!(tokens.len(), self.length, "one entry for each token of a window");
+        self.file.read(self.start(number), tokens)
+    }
+
+    /// Reads whether each token of window `number` is trained on, 1, or not, 0; all are without a mask.
+    ///
+    /// # Errors
+    /// Fails if there is no such window, or the mask has another byte.
+    ///
+    /// # Panics
+    /// If `mask` has the wrong length.
+    pub fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<()> {
+        assert_eq!(mask.len(), self.length, "one entry for each token of a window");
+        self.file.read_mask(self.start(number), mask)
+    }
+
+    /// The position of a window's first token; beyond every file if there is no such window.
+    fn start(&self, number: u64) -> u64 {
         let window = match number < self.count {
             // Below the number of all windows.
             true => middle(number, self.count, self.all()),
             false => u64::MAX,
         };
-        self.file.read(window.saturating_mul(self.length as u64), tokens)
+        window.saturating_mul(self.length as u64)
     }
 }
 

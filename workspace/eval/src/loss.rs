@@ -17,7 +17,7 @@ use crate::Error;
 pub struct Loss {
     /// Mean cross-entropy of the targets, in nats.
     pub loss: f64,
-    /// Number of targets.
+    /// Number of targets; those that a mask leaves out do not count.
     pub tokens: u64,
     /// The loss in bits per byte of the decoded targets; `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
@@ -53,11 +53,11 @@ pub struct LossSums {
 }
 
 impl LossSums {
-    /// Divides the sums into means.
+    /// Divides the sums into means; the loss is NaN without a target.
     pub fn loss(&self) -> Loss {
         let LossSums { cross_entropy, tokens, bytes } = *self;
         let bits_per_byte = (bytes > 0).then(|| cross_entropy / LN_2 / bytes as f64);
-        Loss { loss: cross_entropy / tokens.max(1) as f64, tokens, bits_per_byte }
+        Loss { loss: cross_entropy / tokens as f64, tokens, bits_per_byte }
     }
 }
 
@@ -68,6 +68,8 @@ pub type GoOn<'a, E> = dyn FnMut(u64, u64) -> Result<ControlFlow<()>, E> + 'a;
 struct Tokens {
     ids: Vec<u32>,
     targets: Vec<u32>,
+    /// Of a window, whether each token is trained on.
+    mask: Vec<u8>,
 }
 
 /// The buffers of an evaluation, for batches of windows of one length.
@@ -159,8 +161,11 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     ) -> Result<Option<LossSums>, E> {
         let shape = self.activations.shape();
         let (count, batch) = (text.count.min(text.windows.len()), shape.batch as u64);
-        let mut tokens =
-            Tokens { ids: vec![0u32; shape.tokens()], targets: vec![IGNORED; shape.tokens()] };
+        let mut tokens = Tokens {
+            ids: vec![0u32; shape.tokens()],
+            targets: vec![IGNORED; shape.tokens()],
+            mask: vec![1; shape.length],
+        };
         let (mut sums, mut round) = (LossSums::default(), 0u64);
         while round < count {
             if go_on(round, count)?.is_break() {
@@ -183,7 +188,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         model: &mut Model<B, T>,
         EvaluationText { windows, tokenizer, .. }: EvaluationText<'_>,
         batch: Range<u64>,
-        Tokens { ids, targets }: &mut Tokens,
+        Tokens { ids, targets, mask }: &mut Tokens,
         sums: &mut LossSums,
         routing: Option<&mut RoutingStatistics>,
     ) -> Result<(), Error> {
@@ -195,13 +200,17 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         let reads = self.activations.read_tokens();
         for (number, (ids, targets)) in batch.zip(rows).filter(|_| reads) {
             windows.read(number, ids)?;
-            targets[..shape.length - 1].copy_from_slice(&ids[1..]);
+            windows.read_mask(number, mask)?;
+            let all = targets.iter_mut().zip(&ids[1..]).zip(&mask[1..]);
+            all.filter(|(_, mask)| **mask == 1).for_each(|((target, id), _)| *target = *id);
             if !counts {
                 continue;
             }
-            sums.tokens += shape.length as u64 - 1;
+            let counted: Vec<u32> =
+                targets.iter().copied().filter(|&target| target != IGNORED).collect();
+            sums.tokens += counted.len() as u64;
             if let Some(tokenizer) = tokenizer {
-                sums.bytes += tokenizer.decoded_bytes(&ids[1..])?;
+                sums.bytes += tokenizer.decoded_bytes(&counted)?;
             }
         }
         let backend = model.backend().clone();

@@ -273,7 +273,7 @@ fn a_stopped_preparation_continues_with_the_same_bytes() {
     let (dir, tokenizer) = workplace();
     let input = dir.path().join("a.jsonl");
     let records: Vec<Value> =
-        (0..60_000).map(|number| json!({ "messages": turns(number) })).collect();
+        (0..15_000).map(|number| json!({ "messages": turns(number) })).collect();
     fs::write(&input, lines(&records)).unwrap();
     let inputs = [input];
     let [whole, prefix] = ["whole", "p"].map(|name| dir.path().join(name));
@@ -293,7 +293,7 @@ fn a_stopped_preparation_continues_with_the_same_bytes() {
         fn note(&mut self, _: &str) {}
         fn progress(&mut self, _: Progress) {
             self.1 += 1;
-            self.0.store(self.1 == 3, std::sync::atomic::Ordering::Relaxed);
+            self.0.store(self.1 == 1, std::sync::atomic::Ordering::Relaxed);
         }
     }
     let stop = AtomicBool::new(false);

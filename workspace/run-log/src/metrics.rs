@@ -30,6 +30,8 @@ pub struct StepMetrics {
     pub tokens: u64,
     /// Mean cross-entropy of the step, in nats.
     pub loss: f64,
+    /// Targets of the step that are trained on, where masks leave some out; `None` if all are.
+    pub targets: Option<u64>,
     /// The auxiliary losses, unweighted; `None` where the model has no such loss.
     pub auxiliary: AuxiliaryLosses<Option<f64>>,
     /// The step's learning rate.
@@ -77,6 +79,8 @@ struct Line {
     step: u64,
     tokens: u64,
     loss: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    targets: Option<u64>,
     /// The auxiliary losses by name. Unknown fields are read into it too, and refused by [`losses`].
     #[serde(flatten)]
     auxiliary: BTreeMap<String, Option<f64>>,
@@ -125,6 +129,7 @@ impl From<StepMetrics> for Line {
             step: metrics.step,
             tokens: metrics.tokens,
             loss: Some(metrics.loss),
+            targets: metrics.targets,
             auxiliary: named(metrics.auxiliary),
             learning_rate: Some(metrics.learning_rate),
             grad_norm: Some(metrics.grad_norm),
@@ -165,6 +170,7 @@ impl TryFrom<Line> for StepMetrics {
             step: line.step,
             tokens: line.tokens,
             loss: number(line.loss),
+            targets: line.targets,
             auxiliary: losses(&line.auxiliary)?,
             learning_rate: number(line.learning_rate),
             grad_norm: number(line.grad_norm),
@@ -371,6 +377,7 @@ mod tests {
             step,
             tokens: step * 1024,
             loss: 2.5,
+            targets: None,
             auxiliary: AuxiliaryLosses::all(Some(0.5)),
             learning_rate: 3e-5,
             grad_norm: 1.25,
@@ -401,6 +408,7 @@ mod tests {
             auxiliary: AuxiliaryLosses::default(),
             loss: f64::NAN,
             validation: Some(Validation { loss: 2.0, bits_per_byte: None }),
+            targets: Some(77),
             ..step(2)
         };
         writer.write(&dense).unwrap();
@@ -409,14 +417,14 @@ mod tests {
             text,
             "{\"stage\":\"moh\",\"step\":1,\"tokens\":1024,\"loss\":2.5,\"balance_loss\":0.5,\
              \"learning_rate\":0.00003,\"grad_norm\":1.25,\"tokens_per_second\":10000.0}\n\
-             {\"stage\":\"moh\",\"step\":2,\"tokens\":2048,\"loss\":null,\"balance_loss\":null,\
+             {\"stage\":\"moh\",\"step\":2,\"tokens\":2048,\"loss\":null,\"targets\":77,\"balance_loss\":null,\
              \"learning_rate\":0.00003,\"grad_norm\":1.25,\"tokens_per_second\":10000.0,\
              \"validation_loss\":2.0,\"validation_bits_per_byte\":null}\n"
         );
         let read = read(&path).unwrap();
         assert_eq!(read[0], step(1));
         assert!(read[1].loss.is_nan());
-        assert_eq!(read[1].validation, dense.validation);
+        assert_eq!((read[1].validation, read[1].targets), (dense.validation, Some(77)));
     }
 
     #[cfg(target_os = "linux")]

@@ -310,6 +310,7 @@ mod tests {
             step: 1,
             tokens: 1024,
             loss: 2.5,
+            targets: None,
             auxiliary: AuxiliaryLosses::default(),
             learning_rate: 0.5,
             grad_norm: 1.25,

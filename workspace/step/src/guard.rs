@@ -30,6 +30,9 @@ pub enum SkipReason {
     /// The gradient norm is above its limit.
     #[serde(rename = "gradient norm is above guard.factor times its median")]
     GradNormTooLarge,
+    /// The masks leave out all targets.
+    #[serde(rename = "no target is trained on")]
+    NoTargets,
 }
 
 impl fmt::Display for SkipReason {
@@ -39,6 +42,7 @@ impl fmt::Display for SkipReason {
             SkipReason::GradNormNotFinite => "gradient norm is not finite",
             SkipReason::LossTooLarge => "loss is above guard.factor times its median",
             SkipReason::GradNormTooLarge => "gradient norm is above guard.factor times its median",
+            SkipReason::NoTargets => "no target is trained on",
         })
     }
 }
@@ -109,6 +113,11 @@ impl GuardState {
             _ => f64::INFINITY,
         };
         Limits { loss: limit(&self.losses), grad_norm: limit(&self.grad_norms) }
+    }
+
+    /// Counts a step without a target, which says nothing about the model.
+    pub fn count_without_targets(&mut self) {
+        self.skipped += 1;
     }
 
     /// Counts a step. The medians need its values only with a `factor` above 0.

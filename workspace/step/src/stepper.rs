@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
+use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::parameters::FlatBuffers;
@@ -81,6 +82,8 @@ struct HostBatch {
     window: Vec<u32>,
     ids: Vec<u32>,
     targets: Vec<u32>,
+    /// Of the tokens of a window.
+    mask: Vec<u8>,
     document_start: Vec<u32>,
 }
 
@@ -109,6 +112,25 @@ pub trait ReadSample {
         window: &mut [u32],
         document_start: Option<&mut [u32]>,
     ) -> Result<(), Error>;
+
+    /// Writes for each token of sample `number`, those of its window, whether it is trained on: 1, or else 0, and
+    /// returns whether any may be 0. A token that is not is no target. By default all are.
+    ///
+    /// # Errors
+    /// Ends the step.
+    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, Error> {
+        let _ = (number, mask);
+        Ok(false)
+    }
+
+    /// The targets of a step's samples that are trained on, of all ranks; `None`, the default, if all are.
+    ///
+    /// # Errors
+    /// Ends the step.
+    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, Error> {
+        let _ = samples;
+        Ok(None)
+    }
 
     /// Hears which samples this rank reads next, so that they can be brought into memory meanwhile.
     fn read_ahead(&self, samples: Range<u64>) {
@@ -161,8 +183,10 @@ impl<B: Backend, T: Element> Observer<B, T> for Unobserved {
 /// The measurements of a step, and whether it was applied.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepResult {
-    /// Mean cross-entropy of the step's targets, before the update.
+    /// Mean cross-entropy of the step's targets, before the update; 0 if none is trained on.
     pub loss: f64,
+    /// The targets that are trained on, where masks leave some out; `None` if all are.
+    pub targets: Option<u64>,
     /// Means of the auxiliary losses over the step's micro-batches, unweighted; `None` where the
     /// model has no such loss.
     pub auxiliary: AuxiliaryLosses<Option<f64>>,
@@ -170,6 +194,16 @@ pub struct StepResult {
     pub grad_norm: f64,
     /// Why the step was not applied; `None` if it was.
     pub skipped: Option<SkipReason>,
+}
+
+impl StepResult {
+    /// Why the step is not applied within `limits`; `None` if it is.
+    pub fn check(&self, limits: &Limits) -> Option<SkipReason> {
+        match self.targets {
+            Some(0) => Some(SkipReason::NoTargets),
+            _ => limits.check(self.loss, self.grad_norm),
+        }
+    }
 }
 
 /// The gradient of a tensor.
@@ -235,6 +269,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 window: vec![0; length + 1],
                 ids: vec![0; tokens],
                 targets: vec![0; tokens],
+                mask: vec![1; length + 1],
                 document_start: vec![0; if config.document_mask { tokens } else { 0 }],
             },
             config,
@@ -311,7 +346,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             )?);
         }
         // All ranks have the same sums, and decide the same.
-        let skipped = update.limits.check(result.loss, result.grad_norm);
+        let skipped = result.check(&update.limits);
         let result = StepResult { skipped, ..result };
         if skipped.is_some() {
             // The next step overwrites the gradients, and no all-gather of weights has begun.
@@ -386,7 +421,12 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         first: u64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<StepResult, Error> {
-        let targets = self.config.micro_batches as f64 * self.host.ids.len() as f64;
+        let all = self.config.micro_batches as f64 * self.host.ids.len() as f64;
+        // Each rank counts those of the whole step: the ranks need not wait for each other's counts.
+        let step = first..first.saturating_add(self.config.batch_sequences());
+        let trained = read.trained_targets(step)?;
+        // Without any, the sum of their losses and its gradients are 0, whatever divides them.
+        let targets = trained.map_or(all, |count| count.max(1) as f64);
         self.passes(backend, model, read, first, targets, observer)?;
         let _norm = span::enter("gradient norm");
         optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
@@ -395,6 +435,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let (routes, count) = (model.config().moh.is_some(), self.config.micro_batches as f64);
         Ok(StepResult {
             loss: cross_entropy / targets,
+            targets: trained,
             auxiliary: auxiliary.map(|sum| routes.then_some(sum / count)),
             grad_norm: squared_norm.sqrt(),
             skipped: None,
@@ -515,6 +556,13 @@ impl HostBatch {
             read.read_sample(first + index as u64, &mut self.window, document_start)?;
             ids.copy_from_slice(&self.window[..length]);
             targets.copy_from_slice(&self.window[1..]);
+            if read.read_mask(first + index as u64, &mut self.mask)? {
+                for (target, &mask) in targets.iter_mut().zip(&self.mask[1..]) {
+                    if mask == 0 {
+                        *target = IGNORED;
+                    }
+                }
+            }
         }
         Ok(())
     }

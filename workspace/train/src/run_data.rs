@@ -41,6 +41,17 @@ impl ReadSample for SampleReader<'_> {
         read.map_err(moh_step::Error::samples)
     }
 
+    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, moh_step::Error> {
+        self.0.mask(number, mask).map_err(moh_step::Error::samples)
+    }
+
+    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, moh_step::Error> {
+        // Those of the next step are read while this one is computed.
+        let next = samples.end..samples.end.saturating_add(samples.end - samples.start);
+        self.0.read_masks_ahead(next);
+        self.0.trained_targets(samples).map_err(moh_step::Error::samples)
+    }
+
     fn read_ahead(&self, samples: Range<u64>) {
         self.0.read_ahead(samples);
     }

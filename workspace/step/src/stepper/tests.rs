@@ -14,6 +14,8 @@ use moh_model::{AuxiliaryLoss, HeadCounts, ModelConfig, MohConfig, RouterKind};
 use super::*;
 use crate::on_ranks::on_ranks;
 
+mod masks;
+
 /// Sequences of a step, each a micro-batch.
 const SEQUENCES: u64 = 4;
 /// Tokens of a sequence.

@@ -269,10 +269,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             step: self.job.step,
             stage: stage.name.clone(),
             stage_step: self.state.stage_step + 1,
-            result: StepResult {
-                skipped: update.limits.check(result.loss, result.grad_norm),
-                ..result
-            },
+            result: StepResult { skipped: result.check(&update.limits), ..result },
             learning_rate: update.learning_rate,
             limits: update.limits,
             blocks: seen.blocks,
