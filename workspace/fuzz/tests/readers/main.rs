@@ -3,6 +3,7 @@
 // A run that is made ready outside of a test function.
 #![allow(clippy::unwrap_used)]
 
+mod chat;
 mod checkpoint;
 mod configuration;
 mod documents;
