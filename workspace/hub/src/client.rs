@@ -1,8 +1,10 @@
 //! Requests to the hub. Endpoint, login and URLs come from crate hf-hub; this adds time-outs,
 //! retries, byte ranges and explanations of the hub's errors.
 
+use std::io::Read;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hf_hub::api::sync::{Api, ApiBuilder};
@@ -13,6 +15,7 @@ use ureq::config::AutoHeaderValue;
 use ureq::http::{Response, StatusCode, Uri};
 use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
 
+use crate::cache::{is_contained, is_content_address};
 use crate::hub::no_directory;
 use crate::{Error, environment};
 
@@ -22,16 +25,33 @@ const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// Delays before the retries of a transient failure.
 const RETRY_DELAYS: [Duration; 3] =
     [Duration::from_millis(100), Duration::from_millis(200), Duration::from_millis(400)];
-/// Maximum bytes of a model's description.
+/// Maximum bytes of a page of a repository's description.
 const MAX_JSON_BYTES: u64 = 64 << 20;
+/// Maximum files and folders of a listing.
+const MAX_ENTRIES: usize = 4_000_000;
+/// Maximum pages of a listing, which have a thousand names each.
+const MAX_PAGES: usize = 4_000;
+/// Bytes that are read at a time.
+const READ_BYTES: usize = 1 << 16;
 
-/// A file of a model on the hub.
-#[derive(Debug)]
-pub(crate) struct RemoteFile {
-    pub(crate) name: String,
-    pub(crate) size: u64,
+/// A file of a repository on the hub.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RemoteFile {
+    /// Its path in the repository, with `/` between folders; it stays within any directory it is joined to.
+    pub name: String,
+    /// Its bytes.
+    pub size: u64,
     /// Content address: the blob's name in the cache.
-    pub(crate) blob: String,
+    pub blob: String,
+}
+
+/// Files and folders in a folder of a repository.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Listing {
+    /// The files, in the hub's order.
+    pub files: Vec<RemoteFile>,
+    /// The paths of the folders.
+    pub folders: Vec<String>,
 }
 
 /// The object of a refused request.
@@ -51,6 +71,8 @@ pub(crate) enum Failure {
     NoAnswer,
     /// The connection ended within the response.
     Broken,
+    /// The caller stopped the download.
+    Stopped,
     /// Any other error, with its remedy.
     Other(Error),
 }
@@ -61,10 +83,12 @@ impl From<Error> for Failure {
     }
 }
 
-/// One model on the hub.
+/// One repository on the hub.
 pub(crate) struct Client {
     api: Api,
+    kind: RepoType,
     id: String,
+    revision: String,
     endpoint: String,
 }
 
@@ -93,11 +117,17 @@ struct Lfs {
 }
 
 impl Client {
-    /// Creates a client for the model `id` at `endpoint`, with the environment's login.
+    /// Creates a client for the repository `id` at `endpoint`, with the environment's login.
     ///
     /// # Errors
     /// Fails if the endpoint is not a URL.
-    pub(crate) fn new(endpoint: &str, cache: PathBuf, id: &str) -> Result<Self, Error> {
+    pub(crate) fn new(
+        kind: RepoType,
+        id: &str,
+        revision: &str,
+        endpoint: &str,
+        cache: PathBuf,
+    ) -> Result<Self, Error> {
         let is_address = |uri: Uri| uri.scheme().is_some() && uri.host().is_some();
         let reason = || format!("{endpoint} is not the URL of a hub like https://huggingface.co");
         if !endpoint.parse().is_ok_and(is_address) {
@@ -110,50 +140,97 @@ impl Client {
             .with_user_agent("moh-hub", env!("CARGO_PKG_VERSION"))
             .build()
             .map_err(|error| Error::hub(id, error.to_string()))?;
-        Ok(Client { api, id: id.to_string(), endpoint })
+        Ok(Client { api, kind, id: id.to_string(), revision: revision.to_string(), endpoint })
     }
 
     /// The revision's current commit; empty if the hub names none.
-    pub(crate) fn commit(&self, revision: &str) -> Result<String, Failure> {
-        let url = format!("{}/revision/{}", self.api_url(), encode(revision));
+    pub(crate) fn commit(&self) -> Result<String, Failure> {
+        let url = format!("{}/revision/{}", self.api_url(), encode(&self.revision));
         let mut answer = self.get(&url, None, Asked::Revision)?;
         Ok(self.json::<Info>(&mut answer, &url)?.sha.unwrap_or_default())
     }
 
-    /// The files at the top level of the repository; subdirectories (`original/`, `onnx/`) are
-    /// never needed.
-    pub(crate) fn list(&self, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
-        let mut files = Vec::new();
-        let mut next = Some(format!("{}/tree/{}", self.api_url(), encode(commit)));
-        while let Some(url) = next {
+    /// What is in a folder of the repository, `""` for its top, and with `is_deep` in the folders below.
+    pub(crate) fn list(
+        &self,
+        commit: &str,
+        folder: &str,
+        is_deep: bool,
+    ) -> Result<Listing, Failure> {
+        let mut found = Listing::default();
+        let mut url = format!("{}/tree/{}", self.api_url(), encode(commit));
+        if !folder.is_empty() {
+            url = format!("{url}/{}", encode_path(folder));
+        }
+        if is_deep {
+            url.push_str("?recursive=true");
+        }
+        let mut next = Some(url);
+        for _ in 0..MAX_PAGES {
+            let Some(url) = next else { return Ok(found) };
             let mut answer = self.get(&url, None, Asked::List)?;
             next = next_page(&answer);
-            let entries: Vec<Entry> = self.json(&mut answer, &url)?;
-            files.extend(entries.into_iter().filter(|entry| entry.kind == "file").map(|entry| {
-                let blob = entry.lfs.and_then(|lfs| lfs.oid).unwrap_or(entry.oid);
-                RemoteFile { name: entry.path, size: entry.size, blob }
-            }));
+            add_page(&mut found, &self.body(&mut answer)?).map_err(|reason| {
+                Error::hub(&self.id, format!("the hub's listing at {url} {reason}"))
+            })?;
         }
-        Ok(files)
+        let reason = format!("the hub's listing has more than {MAX_PAGES} pages: name a folder");
+        Err(Error::hub(&self.id, reason).into())
     }
 
-    /// Reads a range of a file's bytes, or all of them; a server without range support sends the
-    /// whole file.
+    /// Reads a range of a file's bytes. A server or mirror without range support sends the whole file, of which
+    /// the rest is left out.
     pub(crate) fn read(
         &self,
         commit: &str,
         file: &RemoteFile,
-        range: Option<Range<u64>>,
+        range: Range<u64>,
+        stop: &AtomicBool,
     ) -> Result<Vec<u8>, Failure> {
-        let repo = Repo::with_revision(self.id.clone(), RepoType::Model, commit.to_string());
-        let url = self.api.repo(repo).url(&encode(&file.name));
-        let mut answer = self.get(&url, range, Asked::File(file.name.clone()))?;
-        let body = answer.body_mut().with_config().limit(file.size.saturating_add(1));
-        body.read_to_vec().map_err(|_| Failure::Broken)
+        let repo = Repo::with_revision(self.id.clone(), self.kind, commit.to_string());
+        let url = self.api.repo(repo).url(&encode_path(&file.name));
+        let is_whole = range == (0..file.size);
+        let asked = Asked::File(file.name.clone());
+        let mut answer = self.get(&url, Some(range.clone()).filter(|_| !is_whole), asked)?;
+        let mut before = if answer.status() == StatusCode::OK { range.start } else { 0 };
+        let wanted = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+        let mut body = answer.body_mut().as_reader();
+        let (mut bytes, mut buffer) = (Vec::new(), vec![0; READ_BYTES]);
+        // Up to the end of the response, so that its connection serves again, unless it is longer.
+        while bytes.len() <= wanted {
+            if stop.load(Ordering::Relaxed) {
+                return Err(Failure::Stopped);
+            }
+            let count = body.read(&mut buffer).map_err(|_| Failure::Broken)?;
+            if count == 0 {
+                break;
+            }
+            let left_out = usize::try_from(before).map_or(count, |before| before.min(count));
+            before -= left_out as u64;
+            bytes.extend_from_slice(&buffer[left_out..count]);
+        }
+        bytes.truncate(wanted);
+        Ok(bytes)
     }
 
     fn api_url(&self) -> String {
-        format!("{}/api/models/{}", self.endpoint, self.id)
+        format!("{}/api/{}s/{}", self.endpoint, self.noun(), self.id)
+    }
+
+    /// What the repository holds.
+    fn noun(&self) -> &'static str {
+        match self.kind {
+            RepoType::Dataset => "dataset",
+            _ => "model",
+        }
+    }
+
+    /// The repository's page, for people.
+    pub(crate) fn page(&self) -> String {
+        match self.kind {
+            RepoType::Dataset => format!("{}/datasets/{}", self.endpoint, self.id),
+            _ => format!("{}/{}", self.endpoint, self.id),
+        }
     }
 
     /// The response to a request, if it is a success.
@@ -208,16 +285,49 @@ impl Client {
             .call()
     }
 
+    /// A description as bytes.
+    fn body(&self, answer: &mut Response<ureq::Body>) -> Result<Vec<u8>, Failure> {
+        let body = answer.body_mut().with_config().limit(MAX_JSON_BYTES);
+        body.read_to_vec().map_err(|_| Failure::Broken)
+    }
+
     fn json<T: DeserializeOwned>(
         &self,
         answer: &mut Response<ureq::Body>,
         url: &str,
     ) -> Result<T, Failure> {
-        let body = answer.body_mut().with_config().limit(MAX_JSON_BYTES);
-        let bytes = body.read_to_vec().map_err(|_| Failure::Broken)?;
-        serde_json::from_slice(&bytes).map_err(|error| {
+        serde_json::from_slice(&self.body(answer)?).map_err(|error| {
             Error::hub(&self.id, format!("the hub's response to {url} is invalid: {error}")).into()
         })
+    }
+}
+
+/// Adds a page of a listing to those before.
+///
+/// # Errors
+/// Says what is wrong with it: no JSON, a name that leaves the directory, or too many of them.
+pub(crate) fn add_page(found: &mut Listing, page: &[u8]) -> Result<(), String> {
+    let entries: Vec<Entry> =
+        serde_json::from_slice(page).map_err(|error| format!("is invalid: {error}"))?;
+    for entry in entries {
+        let blob = entry.lfs.and_then(|lfs| lfs.oid).unwrap_or(entry.oid);
+        if !is_contained(&entry.path) || !is_content_address(&blob) {
+            return Err(format!(
+                "has {:?}, which is no file of a repository: check that HF_ENDPOINT names a hub",
+                entry.path
+            ));
+        }
+        match entry.kind.as_str() {
+            "file" => {
+                found.files.push(RemoteFile { name: entry.path, size: entry.size, blob });
+            }
+            "directory" => found.folders.push(entry.path),
+            _ => {}
+        }
+    }
+    match found.files.len() + found.folders.len() > MAX_ENTRIES {
+        true => Err(format!("has more than {MAX_ENTRIES} names: name a folder of the repository")),
+        false => Ok(()),
     }
 }
 
@@ -252,16 +362,27 @@ fn encode(text: &str) -> String {
     encoded
 }
 
-impl Failure {
-    /// One sentence: the failure and its remedy.
-    pub(crate) fn explain(self, id: &str, revision: &str, endpoint: &str) -> Error {
-        let page = format!("{}/{id}", endpoint.trim_end_matches('/'));
-        let reason = match self {
+/// Percent-encodes a path in a repository.
+fn encode_path(path: &str) -> String {
+    path.split('/').map(encode).collect::<Vec<_>>().join("/")
+}
+
+impl Client {
+    /// One sentence: a failure and its remedy.
+    pub(crate) fn explain(&self, failure: Failure) -> Error {
+        let Self { endpoint, revision, .. } = self;
+        let (noun, page) = (self.noun(), self.page());
+        // A model may be meant to be a directory, a dataset is named as one of the hub.
+        let (local, check) = match self.kind {
+            RepoType::Dataset => (String::new(), ""),
+            _ => (format!("{}, and ", no_directory()), "the path, "),
+        };
+        let reason = match failure {
             Failure::Other(error) => return error,
+            Failure::Stopped => return Error::Stopped,
             Failure::NoAnswer => format!(
-                "{}, and no response from {endpoint}: check the path, the network, or set \
-                     HF_HUB_OFFLINE=1 to use the cache",
-                no_directory()
+                "{local}no response from {endpoint}: check {check}the network, or set \
+                 HF_HUB_OFFLINE=1 to use the cache"
             ),
             Failure::Broken => format!(
                 "the connection to {endpoint} was lost: run the same command again to resume \
@@ -271,32 +392,25 @@ impl Failure {
                 let code = code.as_str();
                 match (status.as_u16(), asked) {
                     (401, _) if code == "GatedRepo" => format!(
-                        "the model is gated (401): accept its terms at {page}, then set HF_TOKEN \
+                        "the {noun} is gated (401): accept its terms at {page}, then set HF_TOKEN \
                          to a token of your account or run `hf auth login`"
                     ),
                     (401, _) => format!(
-                        "{}, and the hub requires a login (401): check the name; for a private or \
-                         gated model request access at {page} and set HF_TOKEN or run \
-                         `hf auth login`",
-                        no_directory()
+                        "{local}the hub requires a login (401): check the name; for a private or \
+                         gated {noun} request access at {page} and set HF_TOKEN or run \
+                         `hf auth login`"
                     ),
                     (403, _) => format!(
                         "the hub denies access (403): request it at {page}, and check that the \
-                         token in HF_TOKEN may read gated models"
+                         token in HF_TOKEN may read gated {noun}s"
                     ),
                     (404, Asked::Revision) if code == "RepoNotFound" => {
-                        format!(
-                            "{}, and no such model on the hub (404), see {page}",
-                            no_directory()
-                        )
+                        format!("{local}no such {noun} on the hub (404), see {page}")
                     }
-                    (404, Asked::Revision) => {
-                        format!(
-                            "{}, and no such model on the hub, or it has no revision {revision} (404), \
-                             see {page}",
-                            no_directory()
-                        )
-                    }
+                    (404, Asked::Revision) => format!(
+                        "{local}no such {noun} on the hub, or it has no revision {revision} (404), \
+                         see {page}"
+                    ),
                     (404, Asked::File(name)) => {
                         format!("{name} is listed but missing on the hub (404), see {page}")
                     }
@@ -306,7 +420,7 @@ impl Failure {
                 }
             }
         };
-        Error::hub(id, reason.replace('\n', " "))
+        Error::hub(&self.id, reason.replace('\n', " "))
     }
 }
 

@@ -8,10 +8,13 @@ pub enum Error {
     /// A file could not be read or written, or cannot be used.
     #[error(transparent)]
     File(#[from] moh_files::FileError),
-    /// The hub did not provide the model.
+    /// The caller stopped a download.
+    #[error("stopped: the same command resumes the download")]
+    Stopped,
+    /// The hub did not provide the model or the dataset.
     #[error("{id}: {reason}")]
     Hub {
-        /// The model's hub id.
+        /// Its hub id.
         id: String,
         /// The cause and the remedy.
         reason: String,

@@ -1,12 +1,27 @@
-//! Locating models: a directory, or an id on the Hugging Face hub, downloaded to its cache.
+//! Locating models: a directory, or an id on the Hugging Face hub, downloaded to its cache. Datasets of the hub
+//! and their files.
 
+mod cache;
 mod client;
 mod content;
+mod dataset;
 mod environment;
 mod error;
 mod hub;
+mod repository;
 
+pub use cache::commit_of;
+pub use client::{Listing, RemoteFile};
+pub use dataset::{Dataset, dataset};
 pub use error::Error;
-pub use hub::{
-    DownloadProgress, Hub, cached, commit_of, resolve, resolve_config, resolve_tokenizer,
-};
+pub use hub::{DownloadProgress, Hub, cached, resolve, resolve_config, resolve_tokenizer};
+
+/// Reads a page of the hub's listing of a repository, for tests with hostile input.
+///
+/// # Errors
+/// Says what is wrong with it.
+#[doc(hidden)]
+pub fn read_listing(page: &[u8]) -> Result<Listing, String> {
+    let mut found = Listing::default();
+    client::add_page(&mut found, page).map(|()| found)
+}

@@ -1,148 +1,14 @@
 use super::*;
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader};
-use std::net::{TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::net::TcpListener;
 
-use ring::digest::{Algorithm, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
+#[path = "../../tests/support/hub_server.rs"]
+mod hub_server;
 
-const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
-const ID: &str = "org/tiny";
+use hub_server::{Behaviour, COMMIT, ID, Server, address_of};
 
-/// How a test's server behaves.
-#[derive(Default)]
-struct Behaviour {
-    files: HashMap<String, Vec<u8>>,
-    /// Status and error code of every response.
-    refuse: Option<(u16, &'static str)>,
-    /// Bytes of weights sent before connections start to break.
-    breaks_after: Option<usize>,
-    ignores_ranges: bool,
-    /// Method, path and range of each request.
-    log: Vec<String>,
-}
-
-/// A minimal hub on the loopback interface, with the API that the tests use.
-struct Server {
-    endpoint: String,
-    behaviour: Arc<Mutex<Behaviour>>,
-}
-
-impl Server {
-    fn start(behaviour: Behaviour) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let endpoint = format!("http://{}", listener.local_addr().unwrap());
-        let behaviour = Arc::new(Mutex::new(behaviour));
-        let shared = Arc::clone(&behaviour);
-        std::thread::spawn(move || {
-            for stream in listener.incoming().flatten() {
-                let shared = Arc::clone(&shared);
-                std::thread::spawn(move || answer(stream, &shared));
-            }
-        });
-        Server { endpoint, behaviour }
-    }
-
-    fn log(&self) -> Vec<String> {
-        std::mem::take(&mut self.behaviour.lock().unwrap().log)
-    }
-}
-
-fn answer(mut stream: TcpStream, behaviour: &Mutex<Behaviour>) -> Option<()> {
-    let mut reader = BufReader::new(stream.try_clone().ok()?);
-    let mut lines = Vec::new();
-    loop {
-        let mut line = String::new();
-        reader.read_line(&mut line).ok()?;
-        match line.trim() {
-            "" => break,
-            line => lines.push(line.to_string()),
-        }
-    }
-    let mut request = lines.first()?.split(' ');
-    let (method, path) = (request.next()?.to_string(), request.next()?.to_string());
-    let range = lines.iter().find_map(|line| {
-        let (name, value) = line.split_once(": ")?;
-        let (start, end) = value.strip_prefix("bytes=")?.split_once('-')?;
-        name.eq_ignore_ascii_case("range").then_some((start.parse().ok()?, end.parse().ok()?))
-    });
-    let mut behaviour = behaviour.lock().unwrap();
-    behaviour.log.push(match range {
-        Some((start, end)) => format!("{method} {path} {start}-{end}"),
-        None => format!("{method} {path}"),
-    });
-    let (status, headers, body) = behaviour.respond(&path, range);
-    let mut sent = body.len();
-    if let Some(left) = &mut behaviour.breaks_after
-        && path.ends_with(".safetensors")
-        && method == "GET"
-    {
-        sent = sent.min(*left);
-        *left -= sent;
-    }
-    drop(behaviour);
-    let head = format!(
-        "HTTP/1.1 {status} X\r\nContent-Length: {}\r\nConnection: close\r\n{headers}\r\n",
-        body.len()
-    );
-    stream.write_all(head.as_bytes()).ok()?;
-    if method != "HEAD" {
-        stream.write_all(&body[..sent]).ok()?;
-    }
-    stream.flush().ok()
-}
-
-fn hex(algorithm: &'static Algorithm, parts: &[&[u8]]) -> String {
-    let digest = ring::digest::digest(algorithm, &parts.concat());
-    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn git_address(bytes: &[u8]) -> String {
-    hex(&SHA1_FOR_LEGACY_USE_ONLY, &[format!("blob {}\0", bytes.len()).as_bytes(), bytes])
-}
-
-impl Behaviour {
-    fn respond(&self, path: &str, range: Option<(usize, usize)>) -> (u16, String, Vec<u8>) {
-        if let Some((status, code)) = self.refuse {
-            return (status, format!("X-Error-Code: {code}\r\n"), Vec::new());
-        }
-        let json = |text: String| {
-            (200, "Content-Type: application/json\r\n".to_string(), text.into_bytes())
-        };
-        if path == format!("/api/models/{ID}/revision/main") {
-            return json(format!("{{\"id\": \"{ID}\", \"_id\": \"1\", \"sha\": \"{COMMIT}\"}}"));
-        }
-        if path.starts_with(&format!("/api/models/{ID}/tree/{COMMIT}")) {
-            let entries: Vec<_> = self
-                .files
-                .iter()
-                .map(|(name, bytes)| {
-                    let mut entry = serde_json::json!({
-                        "type": "file", "oid": git_address(bytes), "size": bytes.len(), "path": name,
-                    });
-                    if name.ends_with(".safetensors") {
-                        entry["lfs"] = serde_json::json!({ "oid": hex(&SHA256, &[bytes]) });
-                    }
-                    entry
-                })
-                .collect();
-            return json(serde_json::Value::Array(entries).to_string());
-        }
-        let file = path
-            .strip_prefix(&format!("/{ID}/resolve/{COMMIT}/"))
-            .and_then(|name| self.files.get(name));
-        match file {
-            None => (404, "X-Error-Code: RevisionNotFound\r\n".to_string(), Vec::new()),
-            Some(bytes) => {
-                let headers = format!("ETag: \"x\"\r\nX-Repo-Commit: {COMMIT}\r\n");
-                match range.filter(|_| !self.ignores_ranges) {
-                    Some((start, end)) => (206, headers, bytes[start..=end].to_vec()),
-                    None => (200, headers, bytes.clone()),
-                }
-            }
-        }
-    }
-}
+use crate::cache::{commit_of, is_contained};
+use crate::repository::{PARALLEL_REQUESTS, RANGE_BYTES};
 
 fn files(weights: usize) -> HashMap<String, Vec<u8>> {
     let weights = (0..weights).map(|byte| (byte / 251) as u8).collect();
@@ -340,10 +206,7 @@ fn bytes_of_another_content_are_removed_and_fetched_again() {
         let blobs = dir.path().join("hub/models--org--tiny/blobs");
         fs::create_dir_all(&blobs).unwrap();
         let bytes = &wanted[name];
-        let blob = match name {
-            "model.safetensors" => hex(&SHA256, &[bytes]),
-            _ => git_address(bytes),
-        };
+        let blob = address_of(name, bytes);
         // What another program left as the beginning of the file, or as all of it.
         let mut prefix = bytes[..bytes.len().min(1000)].to_vec();
         prefix[1] ^= 1;

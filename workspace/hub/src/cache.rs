@@ -1,0 +1,157 @@
+//! The cache of Hugging Face's Python library: for each repository a folder with blobs (named by their content),
+//! snapshots (of a commit; links to blobs), refs (the commit of a branch) and, beside it, locks. With the same
+//! layout neither repeats the other's downloads.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::Error;
+use crate::client::RemoteFile;
+
+/// The folder of a repository's commits.
+const SNAPSHOTS: &str = "snapshots";
+
+/// The commit of a model that [`resolve`](crate::resolve) has found in the cache.
+pub fn commit_of(snapshot: &Path) -> Option<&str> {
+    let parent = snapshot.parent()?.file_name()?;
+    let commit = snapshot.file_name()?.to_str()?;
+    (parent == SNAPSHOTS && is_content_address(commit)).then_some(commit)
+}
+
+/// Whether an untrusted name stays within the directory that it is joined to.
+pub(crate) fn is_contained(name: &str) -> bool {
+    !name.is_empty()
+        && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
+        && !name.contains(['\\', ':', '\0'])
+}
+
+pub(crate) fn is_content_address(text: &str) -> bool {
+    !text.is_empty() && text.len() <= 128 && text.chars().all(|c| c.is_ascii_alphanumeric())
+}
+
+/// A repository's folder in the cache.
+#[derive(Debug)]
+pub(crate) struct Folder {
+    root: PathBuf,
+    locks: PathBuf,
+}
+
+impl Folder {
+    /// The folder `name`, as crate hf-hub names that of a repository.
+    pub(crate) fn new(cache: &Path, name: &str) -> Self {
+        Folder { root: cache.join(name), locks: cache.join(".locks").join(name) }
+    }
+
+    pub(crate) fn snapshot(&self, commit: &str) -> PathBuf {
+        self.root.join(SNAPSHOTS).join(commit)
+    }
+
+    pub(crate) fn blobs(&self) -> PathBuf {
+        self.root.join("blobs")
+    }
+
+    /// The file whose lock a download of `blob` holds.
+    ///
+    /// # Errors
+    /// Fails if its directory cannot be created.
+    pub(crate) fn lock(&self, blob: &str) -> Result<PathBuf, Error> {
+        fs::create_dir_all(&self.locks).map_err(Error::io(&self.locks))?;
+        Ok(self.locks.join(format!("{blob}.lock")))
+    }
+
+    /// The commit that a branch, a tag or a commit had when it was downloaded last; it need not be in the cache.
+    pub(crate) fn commit(&self, revision: &str) -> Option<String> {
+        let reference = fs::read_to_string(self.root.join("refs").join(revision));
+        let commit =
+            reference.map_or_else(|_| revision.to_string(), |text| text.trim().to_string());
+        is_contained(&commit).then_some(commit)
+    }
+
+    /// Records the commit of a branch or a tag.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be written.
+    pub(crate) fn refer(&self, revision: &str, commit: &str) -> Result<(), Error> {
+        if revision == commit {
+            return Ok(());
+        }
+        let reference = self.root.join("refs").join(revision);
+        if let Some(parent) = reference.parent() {
+            fs::create_dir_all(parent).map_err(Error::io(parent))?;
+        }
+        fs::write(&reference, commit).map_err(Error::io(&reference))
+    }
+
+    /// The file in the snapshot of a commit, if it is there; it is linked if its blob is.
+    ///
+    /// # Errors
+    /// Fails if the link cannot be written.
+    pub(crate) fn cached(&self, commit: &str, file: &RemoteFile) -> Result<Option<PathBuf>, Error> {
+        let has_size = |path: &Path| fs::metadata(path).is_ok_and(|found| found.len() == file.size);
+        let pointer = self.snapshot(commit).join(&file.name);
+        if !has_size(&pointer) {
+            if !has_size(&self.blobs().join(&file.blob)) {
+                return Ok(None);
+            }
+            self.link(commit, file)?;
+        }
+        Ok(Some(pointer))
+    }
+
+    /// Links the snapshot's file to the blob, relatively, as Hugging Face's library does.
+    ///
+    /// # Errors
+    /// Fails if the link cannot be written.
+    pub(crate) fn link(&self, commit: &str, file: &RemoteFile) -> Result<PathBuf, Error> {
+        let pointer = self.snapshot(commit).join(&file.name);
+        if let Some(parent) = pointer.parent() {
+            fs::create_dir_all(parent).map_err(Error::io(parent))?;
+        }
+        moh_files::unless_missing(&pointer, fs::remove_file(&pointer))?;
+        #[cfg(unix)]
+        let linked = {
+            // From the file's directory to that of all commits, and out of it.
+            let up = "../".repeat(file.name.split('/').count() + 1);
+            std::os::unix::fs::symlink(format!("{up}blobs/{}", file.blob), &pointer)
+        };
+        #[cfg(not(unix))]
+        let linked = fs::copy(self.blobs().join(&file.blob), &pointer).map(|_| ());
+        linked.map_err(Error::io(&pointer))?;
+        Ok(pointer)
+    }
+
+    /// The files in the snapshot of a commit, sorted by name; empty if it is not in the cache.
+    ///
+    /// # Errors
+    /// Fails if a directory cannot be read.
+    pub(crate) fn files(&self, commit: &str) -> Result<Vec<RemoteFile>, Error> {
+        let snapshot = self.snapshot(commit);
+        let (mut files, mut folders) = (Vec::new(), vec![String::new()]);
+        while let Some(folder) = folders.pop() {
+            let path = snapshot.join(&folder);
+            let Some(entries) = moh_files::unless_missing(&path, fs::read_dir(&path))? else {
+                continue;
+            };
+            for entry in entries {
+                let path = entry.map_err(Error::io(&path))?.path();
+                let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+                let name = match folder.as_str() {
+                    "" => name.to_string(),
+                    folder => format!("{folder}/{name}"),
+                };
+                match fs::metadata(&path) {
+                    Ok(found) if found.is_dir() => folders.push(name),
+                    Ok(found) => {
+                        let link = fs::read_link(&path).unwrap_or_default();
+                        let blob = link.file_name().unwrap_or_default().to_string_lossy();
+                        files.push(RemoteFile { name, size: found.len(), blob: blob.into_owned() });
+                    }
+                    // A link without its blob, which was removed to free space.
+                    Err(_) => {}
+                }
+            }
+        }
+        files.sort_by(|one, other| one.name.cmp(&other.name));
+        Ok(files)
+    }
+}
