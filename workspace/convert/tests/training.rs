@@ -13,7 +13,9 @@ use moh_device::OpenDevice;
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_kernels::DType;
 use moh_model::layout::ModelLayout;
-use moh_prepare::{AppendEos, END_OF_TEXT, Prepare, TrainTokenizer, prepare, train_tokenizer};
+use moh_prepare::{
+    AppendEos, END_OF_TEXT, Inputs, Prepare, TrainTokenizer, prepare, train_tokenizer,
+};
 use moh_recipe::Recipe;
 use moh_train::{ModelSource, Outcome, RunOptions};
 use serde_json::{Value, json};
@@ -31,7 +33,7 @@ fn prepare_model(dir: &Path, model_type: &str) {
     let inputs = [dir.join("text.jsonl")];
     let old = dir.join("model");
     let options = TrainTokenizer {
-        inputs: &inputs,
+        inputs: Inputs::new(&inputs),
         format: None,
         field: "text",
         vocab_size: 262,

@@ -19,6 +19,9 @@ pub enum Error {
     /// A chat template cannot be used.
     #[error(transparent)]
     Chat(#[from] moh_chat::Error),
+    /// Hugging Face's hub did not provide a dataset or a file of one.
+    #[error(transparent)]
+    Hub(#[from] moh_hub::Error),
     /// A line or row of an input is not a document.
     #[error("{}{place}: {reason}", path.display())]
     Record {
@@ -52,6 +55,11 @@ impl Error {
     /// Nothing to be prepared, or an option that does not fit.
     pub(crate) fn options(reason: impl Into<String>) -> Self {
         Self::Options { reason: reason.into() }
+    }
+
+    /// Whether the same call may succeed when a network or a disk is back, so that nothing is thrown away.
+    pub(crate) fn is_passing(&self) -> bool {
+        matches!(self, Error::Hub(_))
     }
 
     /// An input that cannot be used as it is.

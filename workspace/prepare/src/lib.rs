@@ -2,8 +2,8 @@
 //!
 //! [`prepare`] reads files of Parquet, Arrow, JSON and plain text, compressed or not, and writes token files
 //! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads, of conversations with a mask of the assistant's
-//! tokens. Reading, decoding, encoding and writing
-//! overlap on all cores; the result does not depend on their number. An interrupted preparation continues
+//! tokens. Reading, decoding, encoding and writing overlap on all cores; the result does not depend on their number.
+//! Remote inputs are downloaded ahead of their use. An interrupted preparation continues
 //! with the same call. [`split_token_file`] divides a token file afterwards. [`train_tokenizer`] trains a new
 //! tokenizer on the same inputs.
 
@@ -17,6 +17,7 @@ mod output;
 mod pipeline;
 mod prepare;
 mod reader;
+mod remote;
 mod split;
 mod split_file;
 mod texts;
@@ -26,7 +27,7 @@ mod tokenizer_training;
 pub use encode::ids_of;
 pub use end_of_text::AppendEos;
 pub use error::{Error, Place, Result};
-pub use names::can_continue;
+pub use names::{Inputs, can_continue};
 pub use output::Counts;
 pub use prepare::{
     BadRecords, Chat, Observer, Prepare, Prepared, PreparedFile, Progress, Sample, Selection,
@@ -35,6 +36,9 @@ pub use prepare::{
 pub use reader::Format;
 #[doc(hidden)]
 pub use reader::read_documents;
+pub use remote::DatasetSplit;
+#[doc(hidden)]
+pub use remote::read_configs;
 pub use split::Split;
 pub use split_file::split_token_file;
 pub use tokenizer_training::{BEGIN_OF_TEXT, END_OF_TEXT, TrainTokenizer, train_tokenizer};

@@ -1,10 +1,13 @@
-//! The names of inputs: files, globs, directories, and `-` for standard input. A glob and a directory stand
-//! for the files in them, sorted by path, so the order of documents is the same on every machine.
+//! The names of inputs: files, globs, directories, `-` for standard input, and addresses of remote files. A glob
+//! and a directory stand for the files in them, sorted by path, so the order of documents is the same on every
+//! machine.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use crate::remote::{DatasetSplit, RemoteFile, Stores, scheme};
 use crate::{Error, Result};
 
 /// The name of standard input.
@@ -13,6 +16,61 @@ const STANDARD_INPUT: &str = "-";
 const DATA_ENDINGS: [&str; 6] = ["jsonl", "json", "txt", "parquet", "arrow", "ndjson"];
 /// Endings of compressed files, after one of the others.
 const COMPRESSED_ENDINGS: [&str; 4] = ["gz", "zst", "bz2", "xz"];
+
+/// What is read, by name.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// A split of a dataset on the hub, which comes first.
+    pub dataset: Option<&'a DatasetSplit>,
+    /// Files, globs, directories, `-` for standard input, and addresses of remote files such as
+    /// `hf://datasets/OWNER/NAME/GLOB`.
+    pub names: &'a [PathBuf],
+    /// Whether files of the hub stay in the cache that its other programs share; if not, they are removed when they
+    /// were used, unless they were there before.
+    pub keep: bool,
+}
+
+impl<'a> Inputs<'a> {
+    /// Names of inputs; what is downloaded stays in the hub's cache.
+    pub fn new(names: &'a [PathBuf]) -> Self {
+        Self { dataset: None, names, keep: true }
+    }
+}
+
+/// A file of the inputs.
+#[derive(Clone)]
+pub(crate) enum Input {
+    /// A file on this machine, or `-`.
+    Local(PathBuf),
+    /// One that has to be fetched.
+    Remote(Arc<dyn RemoteFile>),
+}
+
+impl Input {
+    /// Its name, for users and for records.
+    pub(crate) fn name(&self) -> &Path {
+        match self {
+            Input::Local(path) => path,
+            Input::Remote(file) => file.name(),
+        }
+    }
+
+    /// The path of one on this machine.
+    pub(crate) fn local(&self) -> Option<&Path> {
+        match self {
+            Input::Local(path) => Some(path),
+            Input::Remote(_) => None,
+        }
+    }
+
+    /// One that has to be fetched.
+    pub(crate) fn remote(&self) -> Option<&Arc<dyn RemoteFile>> {
+        match self {
+            Input::Local(_) => None,
+            Input::Remote(file) => Some(file),
+        }
+    }
+}
 
 /// Whether a preparation of these inputs can be continued: not if one of them is standard input or another
 /// pipe.
@@ -30,33 +88,49 @@ pub(crate) fn is_standard_input(path: &Path) -> bool {
     path.as_os_str() == STANDARD_INPUT
 }
 
-/// The files that `names` stand for, in order, and `-` where it is named.
+/// The files that `inputs` stand for, in order, and `-` where it is named.
 ///
 /// # Errors
-/// Fails if there is no name, if a file cannot be read, if a glob or a directory has no file, or if a file is
-/// named twice.
-pub(crate) fn expand(names: &[PathBuf]) -> Result<Vec<PathBuf>> {
-    if names.is_empty() {
+/// Fails if there is no name, if a file cannot be read, if a glob or a directory has no file, if a store of remote
+/// files does not answer or has no such file, or if a file is named twice.
+pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
+    let Inputs { dataset, names, keep } = inputs;
+    if names.is_empty() && dataset.is_none() {
         return Err(Error::options("no input: name at least one file"));
     }
-    let mut paths = Vec::new();
+    let mut stores = Stores::new(keep);
+    let mut inputs = Vec::new();
+    if let Some(split) = dataset {
+        inputs.extend(stores.split(split)?.into_iter().map(Input::Remote));
+    }
+    let locals = |paths: Vec<PathBuf>| paths.into_iter().map(Input::Local);
     for name in names {
         match name.metadata() {
-            _ if is_standard_input(name) => paths.push(name.clone()),
-            Ok(kind) if kind.is_dir() => paths.extend(files_in(name)?),
-            Ok(_) => paths.push(name.clone()),
-            Err(_) if is_glob(name) => paths.extend(files_of_glob(name)?),
+            _ if is_standard_input(name) => inputs.push(Input::Local(name.clone())),
+            Ok(kind) if kind.is_dir() => inputs.extend(locals(files_in(name)?)),
+            Ok(_) => inputs.push(Input::Local(name.clone())),
+            Err(_) if scheme(name).is_some() => {
+                inputs.extend(stores.expand(name)?.into_iter().map(Input::Remote));
+            }
+            Err(_) if is_glob(name) => inputs.extend(locals(files_of_glob(name)?)),
             Err(error) => return Err(moh_files::io(name)(error).into()),
         }
     }
-    refuse_repeated(&paths)?;
-    Ok(paths)
+    refuse_repeated(&inputs)?;
+    Ok(inputs)
 }
 
 /// Bytes of all inputs as they are stored; 0 if that is unknown, as of standard input and other pipes.
-pub(crate) fn total_bytes(paths: &[PathBuf]) -> Result<u64> {
+pub(crate) fn total_bytes(inputs: &[Input]) -> Result<u64> {
     let mut total = 0;
-    for path in paths {
+    for input in inputs {
+        let path = match input {
+            Input::Local(path) => path,
+            Input::Remote(file) => {
+                total += file.bytes();
+                continue;
+            }
+        };
         if is_standard_input(path) {
             return Ok(0);
         }
@@ -68,11 +142,20 @@ pub(crate) fn total_bytes(paths: &[PathBuf]) -> Result<u64> {
     Ok(total)
 }
 
-fn refuse_repeated(paths: &[PathBuf]) -> Result<()> {
+fn refuse_repeated(inputs: &[Input]) -> Result<()> {
+    let reason =
+        "is named twice: name it once; a source's weight in a recipe reads its tokens more often";
     let mut seen = BTreeSet::new();
-    for path in paths {
+    for input in inputs {
+        let path = input.name();
+        if input.remote().is_some() {
+            if !seen.insert(path.to_path_buf()) {
+                return Err(Error::input(path, reason));
+            }
+            continue;
+        }
         if is_standard_input(path) {
-            if !seen.insert(path.clone()) {
+            if !seen.insert(path.to_path_buf()) {
                 return Err(Error::input(path, "standard input can be read once: name it once"));
             }
             continue;
@@ -80,7 +163,6 @@ fn refuse_repeated(paths: &[PathBuf]) -> Result<()> {
         // A pipe has no canonical path, and is a file of its own.
         let is_file = path.metadata().is_ok_and(|kind| kind.is_file());
         if is_file && !seen.insert(path.canonicalize().map_err(moh_files::io(path))?) {
-            let reason = "is named twice: name it once; a source's weight in a recipe reads its tokens more often";
             return Err(Error::input(path, reason));
         }
     }
@@ -147,15 +229,20 @@ fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Whether the name of a file says that it holds data.
-fn is_data(path: &Path) -> bool {
-    let ends_in = |path: &Path, endings: &[&str]| {
-        path.extension()
-            .is_some_and(|end| endings.iter().any(|known| end.eq_ignore_ascii_case(known)))
-    };
+pub(crate) fn is_data(path: &Path) -> bool {
+    ends_in(&without_compression(path), &DATA_ENDINGS)
+}
+
+/// The name of a file before it was compressed.
+pub(crate) fn without_compression(path: &Path) -> PathBuf {
     match ends_in(path, &COMPRESSED_ENDINGS) {
-        true => ends_in(&path.with_extension(""), &DATA_ENDINGS),
-        false => ends_in(path, &DATA_ENDINGS),
+        true => path.with_extension(""),
+        false => path.to_path_buf(),
     }
+}
+
+fn ends_in(path: &Path, endings: &[&str]) -> bool {
+    path.extension().is_some_and(|end| endings.iter().any(|known| end.eq_ignore_ascii_case(known)))
 }
 
 #[cfg(test)]
@@ -175,8 +262,8 @@ mod tests {
 
     fn expanded(dir: &Path, names: &[&str]) -> Result<Vec<String>> {
         let names: Vec<_> = names.iter().map(|name| dir.join(name)).collect();
-        let shown = |path: PathBuf| path.strip_prefix(dir).unwrap().display().to_string();
-        Ok(expand(&names)?.into_iter().map(shown).collect())
+        let shown = |input: Input| input.name().strip_prefix(dir).unwrap().display().to_string();
+        Ok(expand(Inputs::new(&names))?.into_iter().map(shown).collect())
     }
 
     #[test]
@@ -209,9 +296,20 @@ mod tests {
         assert!(refuse(&["[.txt"]).contains("is no file and no pattern: "));
         assert!(refuse(&["missing.txt"]).contains("missing.txt: "));
         assert!(refuse(&["a.txt", "*.txt"]).contains("a.txt: is named twice"));
+        let expand = |names: &[&str]| {
+            let names: Vec<_> = names.iter().map(PathBuf::from).collect();
+            let shown = |inputs: Vec<Input>| -> Vec<_> {
+                inputs.iter().map(|input| input.name().to_owned()).collect()
+            };
+            expand(Inputs::new(&names)).map(shown).map_err(|error| error.to_string())
+        };
         assert!(expand(&[]).is_err());
-        let dash = PathBuf::from("-");
-        assert_eq!(expand(std::slice::from_ref(&dash)).unwrap(), std::slice::from_ref(&dash));
-        assert!(expand(&[dash.clone(), dash]).unwrap_err().to_string().contains("name it once"));
+        assert_eq!(expand(&["-"]).unwrap(), [Path::new("-")]);
+        assert!(expand(&["-", "-"]).unwrap_err().contains("name it once"));
+        let error = expand(&["https://host/a.txt"]).unwrap_err();
+        assert!(
+            error.starts_with("https://host/a.txt: is no address of an input, as hf://"),
+            "{error}"
+        );
     }
 }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
 use moh_chat::{ChatTemplate, TrainedTurns};
@@ -13,22 +14,25 @@ use crate::encode::Encoder;
 use crate::encode::chat::ChatEncoder;
 use crate::end_of_text::Ending;
 use crate::fields::Fields;
-use crate::names::{expand, is_standard_input, total_bytes};
+use crate::names::{Input, Inputs, expand, is_standard_input, total_bytes};
 use crate::output::{Begun, Counts, Outputs, Request};
 use crate::pipeline::{self, Work};
 use crate::reader::{Format, ReadOptions};
+use crate::remote::{Downloads, scheme};
 use crate::{AppendEos, Error, Result, Split};
 
 /// The version of what a preparation writes: one that was interrupted is continued by the same version alone.
 const VERSION: u64 = 1;
+/// Time after which the listing of remote inputs notices that it is to stop.
+const LISTING_WAIT: Duration = Duration::from_millis(50);
 
 /// Inputs and output of [`prepare`].
 #[derive(Clone, Copy, Debug)]
 pub struct Prepare<'a> {
     /// Encodes the text. Its post-processor adds BOS.
     pub tokenizer: &'a TextTokenizer,
-    /// Files, globs, directories, and `-` for standard input.
-    pub inputs: &'a [PathBuf],
+    /// What is read.
+    pub inputs: Inputs<'a>,
     /// The format of all inputs; by default that of each input's content and name.
     pub format: Option<Format>,
     /// What a document's text is: a field, a path of fields such as `a.b`, or a template of fields such as
@@ -108,6 +112,10 @@ pub struct Progress {
     pub bytes: u64,
     /// Bytes of the inputs; 0 if that is unknown.
     pub total_bytes: u64,
+    /// Bytes of remote inputs that are on this machine.
+    pub downloaded_bytes: u64,
+    /// Bytes of remote inputs that have to be.
+    pub download_bytes: u64,
     /// Documents written.
     pub documents: u64,
     /// Tokens written.
@@ -154,7 +162,7 @@ impl<'a> Prepare<'a> {
     pub fn new(tokenizer: &'a TextTokenizer, inputs: &'a [PathBuf], prefix: &'a Path) -> Self {
         Self {
             tokenizer,
-            inputs,
+            inputs: Inputs::new(inputs),
             format: None,
             field: "text",
             chat: None,
@@ -232,9 +240,10 @@ pub fn prepare(
     stop: &AtomicBool,
     observer: &mut dyn Observer,
 ) -> Result<Option<Prepared>> {
-    let paths = expand(options.inputs)?;
-    refuse_inputs_as_outputs(&paths, &output_files(&options))?;
-    let total_bytes = total_bytes(&paths)?;
+    let Some(inputs) = expand_until(stop, options.inputs)? else { return Ok(None) };
+    let paths: Vec<_> = inputs.iter().map(|input| input.name().to_path_buf()).collect();
+    refuse_inputs_as_outputs(&inputs, &output_files(&options))?;
+    let total_bytes = total_bytes(&inputs)?;
     let (ending, fields) = match options.chat {
         None => {
             (Ending::choose(options.tokenizer, options.append_eos)?, Fields::parse(options.field)?)
@@ -271,8 +280,9 @@ pub fn prepare(
         // A conversation is one text.
         read.piece_bytes = usize::MAX;
     }
+    let inputs = Downloads::start(inputs, start.input, outputs.downloads());
     let work = Work {
-        inputs: &paths,
+        inputs: &inputs,
         format: options.format,
         encoder: &encoder,
         chat: chat.as_ref(),
@@ -283,15 +293,19 @@ pub fn prepare(
         memory: options.memory / 2,
     };
     let mut is_stopped = false;
+    let progress = |outputs: &Outputs<'_>, bytes| {
+        let (documents, tokens) = outputs.written();
+        let (downloaded_bytes, download_bytes) = inputs.bytes();
+        Progress { bytes, total_bytes, downloaded_bytes, download_bytes, documents, tokens }
+    };
     let done = pipeline::run(&work, start, &mut |event| {
         outputs.receive(event)?;
-        let (documents, tokens) = outputs.written();
         let bytes = match total_bytes {
             0 => outputs.input_bytes(),
             // An input may have grown since its size was read.
             total => outputs.input_bytes().min(total),
         };
-        observer.progress(Progress { bytes, total_bytes, documents, tokens });
+        observer.progress(progress(&outputs, bytes));
         if stop.load(Ordering::Relaxed) {
             is_stopped = true;
             outputs.checkpoint()?;
@@ -301,19 +315,45 @@ pub fn prepare(
     });
     match done.and_then(|()| outputs.check()) {
         Ok(()) => {
-            let (documents, tokens) = outputs.written();
             // What follows the last record, such as the index of a table, is read elsewhere.
             let bytes = if total_bytes == 0 { outputs.input_bytes() } else { total_bytes };
-            observer.progress(Progress { bytes, total_bytes, documents, tokens });
+            observer.progress(progress(&outputs, bytes));
         }
         Err(Error::Interrupted) if is_stopped => return Ok(None),
         Err(error) => {
+            if error.is_passing() && (outputs.written().0 > 0 || outputs.downloads().exists()) {
+                // What was downloaded and encoded serves the next call; this error is the one to report.
+                let _ = outputs.checkpoint();
+            }
             outputs.abandon();
             return Err(error);
         }
     }
     let (files, counts, bad_list) = outputs.finish(&ending)?;
     Ok(Some(Prepared { files, counts, bad_list }))
+}
+
+/// The files that `inputs` stand for; `None` if `stop` was set before they are known. A store that does not answer
+/// is left alone then.
+fn expand_until(stop: &AtomicBool, inputs: Inputs<'_>) -> Result<Option<Vec<Input>>> {
+    if inputs.dataset.is_none() && !inputs.names.iter().any(|name| scheme(name).is_some()) {
+        return expand(inputs).map(Some);
+    }
+    let (dataset, names) = (inputs.dataset.cloned(), inputs.names.to_vec());
+    let (sender, receiver) = sync_channel(1);
+    std::thread::spawn(move || {
+        let inputs = Inputs { dataset: dataset.as_ref(), names: &names, keep: inputs.keep };
+        // Without a receiver nobody waits for the files.
+        let _ = sender.send(expand(inputs));
+    });
+    while !stop.load(Ordering::Relaxed) {
+        match receiver.recv_timeout(LISTING_WAIT) {
+            Ok(expanded) => return expanded.map(Some),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    Ok(None)
 }
 
 /// All files that a preparation writes.
@@ -327,9 +367,10 @@ fn output_files(options: &Prepare<'_>) -> Vec<PathBuf> {
 ///
 /// # Errors
 /// Fails if one is, or if an input cannot be read.
-pub(crate) fn refuse_inputs_as_outputs(inputs: &[PathBuf], outputs: &[PathBuf]) -> Result<()> {
+pub(crate) fn refuse_inputs_as_outputs(inputs: &[Input], outputs: &[PathBuf]) -> Result<()> {
     // Only a file can be an output, and a pipe has no canonical path.
-    for input in inputs.iter().filter(|input| !is_standard_input(input) && !is_pipe(input)) {
+    let files = inputs.iter().filter_map(Input::local);
+    for input in files.filter(|input| !is_standard_input(input) && !is_pipe(input)) {
         let input = input.canonicalize().map_err(moh_files::io(input))?;
         for output in outputs {
             if output.canonicalize().is_ok_and(|output| output == input) {

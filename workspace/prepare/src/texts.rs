@@ -1,10 +1,10 @@
 //! The texts of several inputs, one after another on one thread: what a tokenizer is trained on.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::fields::Fields;
 use crate::reader::{self, Format, ReadOptions, Reader};
+use crate::remote::Downloads;
 use crate::{Error, Result};
 
 /// Bytes of memory for a text.
@@ -13,27 +13,28 @@ const MEMORY: u64 = 2_000_000_000;
 /// Iterates over texts with the bytes of input, as they are stored, that were read for them; a large document
 /// is several texts.
 pub(crate) struct Texts<'a> {
-    inputs: std::slice::Iter<'a, PathBuf>,
+    inputs: &'a Downloads,
+    /// The number of inputs that were opened.
+    opened: usize,
     options: Arc<ReadOptions>,
     format: Option<Format>,
     /// The readers of an input's parts that are left, the next one last.
     readers: Vec<Box<dyn Reader>>,
     ready: std::vec::IntoIter<(String, u64)>,
-    path: PathBuf,
 }
 
 impl<'a> Texts<'a> {
-    pub(crate) fn new(inputs: &'a [PathBuf], format: Option<Format>, fields: Fields) -> Self {
+    pub(crate) fn new(inputs: &'a Downloads, format: Option<Format>, fields: Fields) -> Self {
         // A text for training may be cut anywhere.
         let options =
             ReadOptions::new(Arc::new(fields), MEMORY, Arc::new(|text: &str| Some(text.len())));
         Self {
-            inputs: inputs.iter(),
+            inputs,
+            opened: 0,
             options: Arc::new(options),
             format,
             readers: Vec::new(),
             ready: Vec::new().into_iter(),
-            path: PathBuf::new(),
         }
     }
 
@@ -51,7 +52,8 @@ impl<'a> Texts<'a> {
                         let mut input_bytes = chunk.input_bytes;
                         let mut texts = Vec::new();
                         for document in chunk.documents() {
-                            let document = document.map_err(|bad| bad.error(&self.path))?;
+                            let document = document
+                                .map_err(|bad| bad.error(self.inputs.name(self.opened - 1)))?;
                             let bytes = std::mem::take(&mut input_bytes);
                             texts.push((document.text.into_owned(), bytes));
                         }
@@ -60,9 +62,15 @@ impl<'a> Texts<'a> {
                 }
                 continue;
             }
-            let Some(path) = self.inputs.next() else { return Ok(None) };
-            self.path.clone_from(path);
-            let open = reader::open(path, self.format, Arc::clone(&self.options))?;
+            if let Some(last) = self.opened.checked_sub(1) {
+                self.inputs.release(last)?;
+            }
+            if self.opened == self.inputs.len() {
+                return Ok(None);
+            }
+            let path = self.inputs.path(self.opened)?;
+            self.opened += 1;
+            let open = reader::open(&path, self.format, Arc::clone(&self.options))?;
             for part in (0..open.parts()).rev() {
                 self.readers.push(open.read(part, Default::default())?);
             }

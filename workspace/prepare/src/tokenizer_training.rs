@@ -6,8 +6,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use moh_data::{Error as DataError, TextTokenizer, refuse_existing};
-use moh_files::{PendingFile, Publication};
+use moh_data::{Error as DataError, TextTokenizer, refuse_existing, with_ending};
+use moh_files::{PendingFile, Publication, Registered};
 use serde_json::json;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
@@ -19,8 +19,9 @@ use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 
 use crate::fields::Fields;
-use crate::names::{expand, total_bytes};
+use crate::names::{Inputs, expand, total_bytes};
 use crate::prepare::refuse_inputs_as_outputs;
+use crate::remote::Downloads;
 use crate::texts::Texts;
 use crate::{Error, Format, Result};
 
@@ -41,7 +42,7 @@ const MIN_FREQUENCY: u64 = 2;
 #[derive(Clone, Copy, Debug)]
 pub struct TrainTokenizer<'a> {
     /// Inputs, as for [`crate::prepare()`].
-    pub inputs: &'a [PathBuf],
+    pub inputs: Inputs<'a>,
     /// Their format, as for [`crate::prepare()`].
     pub format: Option<Format>,
     /// The field of a JSON line with the text.
@@ -86,6 +87,8 @@ pub fn train_tokenizer(
         .special_tokens(vec![special(BEGIN_OF_TEXT), special(END_OF_TEXT)])
         .build()
         .into();
+    let directory = DownloadDirectory::beside(dir);
+    let inputs = Downloads::start(inputs, 0, directory.path.clone());
     let (mut done, mut any_text) = (0, false);
     let failed = Mutex::new(None);
     let texts = Texts::new(&inputs, format, Fields::parse(field)?).map_while(|text| match text {
@@ -116,6 +119,26 @@ pub fn train_tokenizer(
     write_whole(special_tokens, &pretty(&special_tokens_map()), overwrite)?;
     write_whole(tokenizer_json, text.as_bytes(), overwrite)?;
     Ok(TextTokenizer::from_bytes(tokenizer_json.clone(), text.as_bytes())?)
+}
+
+/// The directory of inputs that are downloaded for this training alone; it goes with the training, however that ends.
+struct DownloadDirectory {
+    path: PathBuf,
+    _on_signals: Registered,
+}
+
+impl DownloadDirectory {
+    fn beside(dir: &Path) -> Self {
+        let path = with_ending(dir, ".downloads");
+        Self { _on_signals: Registered::directory(&path), path }
+    }
+}
+
+impl Drop for DownloadDirectory {
+    fn drop(&mut self) {
+        // The error that ended the training is the one to report.
+        let _ = moh_files::remove_directory(&self.path);
+    }
 }
 
 /// Writes a small file.

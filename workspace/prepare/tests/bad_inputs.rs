@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use arrow_array::{ArrayRef, RecordBatch, StringArray};
 use moh_data::TextTokenizer;
-use moh_prepare::{Observer, Prepare, Progress, TrainTokenizer, prepare, train_tokenizer};
+use moh_prepare::{Inputs, Observer, Prepare, Progress, TrainTokenizer, prepare, train_tokenizer};
 use parquet::arrow::ArrowWriter;
 use parquet::file::properties::WriterProperties;
 
@@ -21,7 +21,7 @@ fn tokenizer(dir: &Path) -> TextTokenizer {
     let words = dir.join("words.txt");
     fs::write(&words, "one two three one two three one two one two").unwrap();
     let options = TrainTokenizer {
-        inputs: &[words],
+        inputs: Inputs::new(std::slice::from_ref(&words)),
         format: None,
         field: "text",
         vocab_size: 300,

@@ -14,7 +14,7 @@ use arrow_schema::{DataType, Field};
 use moh_chat::{ChatTemplate, TrainedTurns};
 use moh_data::{DocumentEnd, TextTokenizer, TokenFile, with_ending};
 use moh_prepare::{
-    BadRecords, Chat, Observer, Prepare, PreparedFile, Progress, Selection, TrainTokenizer,
+    BadRecords, Chat, Inputs, Observer, Prepare, PreparedFile, Progress, Selection, TrainTokenizer,
     train_tokenizer,
 };
 use parquet::arrow::ArrowWriter;
@@ -35,7 +35,7 @@ fn workplace() -> (TempDir, TextTokenizer) {
     let (input, out) = (dir.path().join("words.txt"), dir.path().join("tok"));
     fs::write(&input, "one two three one two three one two one two").unwrap();
     let options = TrainTokenizer {
-        inputs: &[input],
+        inputs: Inputs::new(std::slice::from_ref(&input)),
         format: None,
         field: "text",
         vocab_size: 270,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use moh_data::{TextTokenizer, TokenFile};
 use moh_prepare::{
-    BadRecords, Counts, Error, Observer, Prepare, Prepared, Progress, Sample, Selection,
+    BadRecords, Counts, Error, Inputs, Observer, Prepare, Prepared, Progress, Sample, Selection,
     TrainTokenizer, prepare, train_tokenizer,
 };
 use serde_json::json;
@@ -26,8 +26,9 @@ impl Place {
         let dir = tempfile::tempdir().unwrap();
         let words = dir.path().join("words.txt");
         fs::write(&words, "one two three one two three one two one two").unwrap();
+        let words = [words];
         let options = TrainTokenizer {
-            inputs: &[words],
+            inputs: Inputs::new(&words),
             format: None,
             field: "text",
             vocab_size: 300,

@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicBool;
 
 use moh_data::{DocumentEnd, Error as DataError, TextTokenizer, TokenFile, TokenFileInfo};
 use moh_prepare::{
-    AppendEos, BEGIN_OF_TEXT, END_OF_TEXT, Error, Format, Observer, Place, Prepare, PreparedFile,
-    Progress, TrainTokenizer, train_tokenizer,
+    AppendEos, BEGIN_OF_TEXT, END_OF_TEXT, Error, Format, Inputs, Observer, Place, Prepare,
+    PreparedFile, Progress, TrainTokenizer, train_tokenizer,
 };
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
@@ -18,8 +18,9 @@ fn tokenizer(dir: &Path, vocab_size: usize) -> TextTokenizer {
     let input = dir.join("words.txt");
     fs::write(&input, "one two three one two three one two one two").unwrap();
     let dir = &dir.join(format!("tok{vocab_size}"));
+    let inputs = [input];
     let options = TrainTokenizer {
-        inputs: &[input],
+        inputs: Inputs::new(&inputs),
         format: None,
         field: "text",
         vocab_size,

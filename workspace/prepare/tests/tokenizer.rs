@@ -6,7 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_data::{Error as DataError, TextTokenizer};
-use moh_prepare::{BEGIN_OF_TEXT, END_OF_TEXT, Error, Place, TrainTokenizer, train_tokenizer};
+use moh_prepare::{
+    BEGIN_OF_TEXT, END_OF_TEXT, Error, Inputs, Place, TrainTokenizer, train_tokenizer,
+};
 use proptest::prelude::*;
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
@@ -17,8 +19,9 @@ const TEXT: &str = "Anna has a red kite. Anna gives the red kite to Ben. Ben isn
 fn train(dir: &Path, vocab_size: usize) -> TextTokenizer {
     let input = dir.join("text.txt");
     fs::write(&input, TEXT).unwrap();
+    let inputs = [input];
     let options = TrainTokenizer {
-        inputs: &[input],
+        inputs: Inputs::new(&inputs),
         format: None,
         field: "text",
         vocab_size,
@@ -82,7 +85,7 @@ fn training_refuses_what_it_cannot_use() {
     let tok = dir.path().join("tok");
     let run = |inputs: &[PathBuf], vocab_size| {
         let options = TrainTokenizer {
-            inputs,
+            inputs: Inputs::new(inputs),
             format: None,
             field: "text",
             vocab_size,

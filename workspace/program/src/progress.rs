@@ -29,6 +29,11 @@ pub struct Bar {
     printed: Instant,
 }
 
+/// A share of bytes, as in `1.00 KiB of 2.00 KiB`.
+pub fn of_bytes(done: u64, total: u64) -> String {
+    format!("{} of {}", HumanBytes(done), HumanBytes(total))
+}
+
 /// Whether standard error is a terminal that can redraw a line; on others indicatif shows nothing.
 pub fn draws_bars() -> bool {
     stderr().is_terminal() && redraws(std::env::var_os("TERM").as_deref())

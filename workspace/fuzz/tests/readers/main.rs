@@ -6,6 +6,7 @@
 mod chat;
 mod checkpoint;
 mod configuration;
+mod dataset;
 mod documents;
 mod origin;
 mod recipe;

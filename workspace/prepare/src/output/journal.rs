@@ -14,6 +14,7 @@ use serde_json::Value;
 use crate::Result;
 use crate::pipeline::Place;
 use crate::reader::Identity;
+use crate::remote::moved;
 
 /// Maximum bytes of a journal that is read.
 const MAX_BYTES: u64 = 1 << 30;
@@ -143,7 +144,7 @@ impl Journal {
     }
 
     /// Checks that this is the request that the journal was started for.
-    fn compare(&self, found: &Request, request: &Request) -> Result<()> {
+    fn compare<'a>(&self, found: &'a Request, request: &'a Request) -> Result<()> {
         let names = found.keys().chain(request.keys());
         let Some(name) = names.into_iter().find(|&name| found.get(name) != request.get(name))
         else {
@@ -152,6 +153,17 @@ impl Journal {
         let shown =
             |request: &Request| request.get(name).map_or("nothing".to_owned(), Value::to_string);
         let directory = moh_files::parent(&self.path);
+        let texts = |request: &'a Request| {
+            let values = request.get(name).and_then(Value::as_array).into_iter().flatten();
+            values.filter_map(Value::as_str)
+        };
+        if let Some(moved) = moved(texts(found), texts(request)) {
+            let reason = format!(
+                "holds what an interrupted preparation has done, and since then {moved} to continue, or begin anew with \
+                 --begin-anew"
+            );
+            return Err(moh_files::unusable(directory, reason).into());
+        }
         Err(moh_files::unusable(
             directory,
             format!(

@@ -180,6 +180,12 @@ impl<'a> Outputs<'a> {
         match event {
             Event::Opened(number, identity) => self.opened(number, identity),
             Event::Batch(batch) => self.batch(batch),
+            Event::Finished(number) => {
+                // The next process need not fetch it again to find its end.
+                self.state.place = Place { input: number + 1, ..Place::default() };
+                Ok(())
+            }
+            Event::Waiting => Ok(()),
         }
     }
 
@@ -193,7 +199,7 @@ impl<'a> Outputs<'a> {
             }
             Some(_) => Ok(()),
             None => {
-                self.inputs.insert(number, identity);
+                self.inputs.insert(number, identity.clone());
                 self.journal.input(number, identity)
             }
         }
@@ -327,6 +333,11 @@ impl<'a> Outputs<'a> {
         written.fold((0, 0), |(documents, tokens), file| {
             (documents + file.documents, tokens + file.tokens)
         })
+    }
+
+    /// The directory of inputs that are downloaded for this preparation alone.
+    pub(crate) fn downloads(&self) -> PathBuf {
+        self.directory.join("downloads")
     }
 
     /// Bytes of inputs that were read, as they are stored.

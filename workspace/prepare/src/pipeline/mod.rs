@@ -5,11 +5,11 @@
 
 mod budget;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::thread::Scope;
+use std::time::Duration;
 
 use rayon::Scope as Tasks;
 use serde::{Deserialize, Serialize};
@@ -20,6 +20,7 @@ use crate::encode::chat::{ChatEncoder, Rendered};
 use crate::reader::{
     self, BadRecord, Chunk, Format, Identity, OpenInput, Part, Position, ReadOptions, Turn, Turns,
 };
+use crate::remote::Downloads;
 use crate::{Error, Result};
 
 /// Bytes in memory for each byte of a chunk: its records, their texts, their ids, and what the encoder needs.
@@ -30,6 +31,8 @@ const LARGE_BYTES: u64 = 16 << 20;
 const READERS_PART: u64 = 4;
 /// Threads of the pool that one reader supplies with text.
 const THREADS_A_READER: usize = 4;
+/// Time after which the receiver hears that nothing has arrived.
+const WAIT: Duration = Duration::from_millis(50);
 
 /// A place between two records of the inputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,7 +47,7 @@ pub(crate) struct Place {
 
 /// How documents are read and encoded.
 pub(crate) struct Work<'a> {
-    pub(crate) inputs: &'a [PathBuf],
+    pub(crate) inputs: &'a Downloads,
     pub(crate) format: Option<Format>,
     pub(crate) encoder: &'a Encoder<'a>,
     /// Set if records are conversations.
@@ -66,6 +69,10 @@ pub(crate) enum Event {
     Opened(usize, Option<Identity>),
     /// Records were read and encoded.
     Batch(Batch),
+    /// All of an input has arrived.
+    Finished(usize),
+    /// Nothing has arrived for a while, as while an input is downloaded.
+    Waiting,
 }
 
 /// Some records.
@@ -143,9 +150,10 @@ pub(crate) fn run(
             let shared = &shared;
             let _end = shared.turns.end_later();
             threads.spawn(move || feed(shared, start, threads, tasks, &parts));
-            let done = receive_all(&received, &shared.turns, receive);
+            let done = receive_all(work, &received, &shared.turns, receive);
             // Ends readers that wait for the receiver, and tasks that have not begun.
             shared.stopped.store(true, Ordering::Relaxed);
+            work.inputs.stop();
             drop(received);
             done
         })
@@ -153,16 +161,18 @@ pub(crate) fn run(
 }
 
 fn receive_all(
+    work: &Work<'_>,
     parts: &Receiver<PartStream>,
     turns: &Turns,
     receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
 ) -> Result<()> {
-    for PartStream { input, opened, batches } in parts {
+    while let Some(PartStream { input, opened, batches }) = next(parts, receive)? {
         let (open, is_last) = opened?;
-        receive(Event::Opened(input, open.identity()))?;
-        for batch in batches {
+        let identity = work.inputs.identity(input).or_else(|| open.identity());
+        receive(Event::Opened(input, identity))?;
+        while let Some(batch) = next(&batches, receive)? {
             // A task that gives nothing has panicked: the scope of tasks passes that on.
-            let Ok(batch) = batch.recv() else { return Ok(()) };
+            let Some(batch) = next(&batch, receive)? else { return Ok(()) };
             match batch.and_then(|batch| receive(Event::Batch(batch))) {
                 Err(error) if !matches!(error, Error::Interrupted) => {
                     // An input that changes while it is read has other faults than those that are found.
@@ -174,10 +184,26 @@ fn receive_all(
         }
         if is_last {
             open.check_unchanged()?;
+            receive(Event::Finished(input))?;
+            work.inputs.release(input)?;
         }
         turns.next();
     }
     Ok(())
+}
+
+/// What arrives next; `None` at the end. `receive` hears of a wait.
+fn next<T>(
+    channel: &Receiver<T>,
+    receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
+) -> Result<Option<T>> {
+    loop {
+        match channel.recv_timeout(WAIT) {
+            Ok(next) => return Ok(Some(next)),
+            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            Err(RecvTimeoutError::Timeout) => receive(Event::Waiting)?,
+        }
+    }
 }
 
 /// Opens the inputs in order and starts a reader for each part, as far ahead as `parts` has room.
@@ -192,8 +218,11 @@ fn feed<'scope, 'env, 'tasks>(
 {
     let mut from = start;
     let mut turns = (0..).map(|number| shared.turns.of(number));
-    for (number, path) in shared.work.inputs.iter().enumerate().skip(start.input) {
-        let open = match reader::open(path, shared.work.format, Arc::clone(&shared.work.read)) {
+    let work = shared.work;
+    for number in start.input..work.inputs.len() {
+        let open = work.inputs.path(number);
+        let open = open.and_then(|path| reader::open(&path, work.format, Arc::clone(&work.read)));
+        let open = match open {
             Ok(open) => Arc::new(open),
             Err(error) => {
                 // Without a receiver nobody waits for the error.

@@ -13,10 +13,10 @@ use moh_prepare::{
     Sample, Selection, Split,
 };
 use moh_program::arguments::at_least;
-use moh_program::progress::Bar;
+use moh_program::progress::{Bar, of_bytes};
 use moh_program::{counted, exit, models};
 
-use super::inputs::InputArguments;
+use super::inputs::{InputArguments, SplitValue};
 use super::special_tokens;
 
 #[derive(clap::Args)]
@@ -39,9 +39,10 @@ pub struct Arguments {
     /// Encode special tokens that occur in a text, such as </s>, as any other text, instead of as those tokens
     #[arg(long)]
     split_special_tokens: bool,
-    /// Write PREFIX-train and PREFIX-validation with these shares of the documents, as in 0.99,0.01
-    #[arg(long, value_name = "SHARE,SHARE", allow_hyphen_values = true)]
-    split: Option<Split>,
+    /// Split of --dataset, as in train; or write PREFIX-train and PREFIX-validation with these shares of the
+    /// documents, as in 0.99,0.01; or both, as two options
+    #[arg(long, value_name = "NAME|SHARE,SHARE", allow_hyphen_values = true)]
+    split: Vec<SplitValue>,
     /// Leave out documents with fewer tokens, counted with BOS and EOS
     #[arg(long, value_name = "N", value_parser = at_least::<u64>(1))]
     min_tokens: Option<u64>,
@@ -103,13 +104,37 @@ impl Arguments {
             exact_dedup: self.exact_dedup,
         }
     }
+
+    /// The shares of training and validation.
+    fn shares(&self) -> Result<Option<Split>, exit::Usage> {
+        let shares = self.split.iter().filter_map(|value| match value {
+            SplitValue::Shares(shares) => Some(*shares),
+            SplitValue::Name(_) => None,
+        });
+        match shares.collect::<Vec<_>>()[..] {
+            [] => Ok(None),
+            [shares] => Ok(Some(shares)),
+            _ => Err(exit::Usage("--split has shares twice: give one pair of them".to_owned())),
+        }
+    }
+
+    /// The names of splits of the dataset.
+    fn split_names(&self) -> Vec<&str> {
+        let names = self.split.iter().filter_map(|value| match value {
+            SplitValue::Name(name) => Some(name.as_str()),
+            SplitValue::Shares(_) => None,
+        });
+        names.collect()
+    }
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let named = arguments.inputs.named(&arguments.split_names())?;
+    let split = arguments.shares()?;
     let stop = Arc::new(AtomicBool::new(false));
     // What can be read once cannot be continued: nothing is saved.
-    match moh_prepare::can_continue(&arguments.inputs.inputs) {
+    match moh_prepare::can_continue(arguments.inputs.names()) {
         true => exit::stop_on_signals(&stop)?,
         false => exit::remove_temporary_files_on_signals()?,
     }
@@ -137,12 +162,13 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
             true => BadRecords::Skip { max_share: arguments.max_bad },
             false => BadRecords::Refuse,
         },
-        split: arguments.split,
+        inputs: named.inputs(),
+        split,
         overwrite: arguments.force,
         begin_anew: arguments.begin_anew,
         memory: arguments.memory,
         sync_every: arguments.sync_every,
-        ..Prepare::new(&tokenizer, &arguments.inputs.inputs, &arguments.out)
+        ..Prepare::new(&tokenizer, &[], &arguments.out)
     };
     let mut show = Show { bar: Bar::bytes("preparing", 0), first_tokens: None };
     let prepared = moh_prepare::prepare(options, &stop, &mut show)?;
@@ -166,13 +192,23 @@ impl Observer for Show {
     }
 
     fn progress(&mut self, progress: Progress) {
-        let Progress { bytes, total_bytes, documents, tokens } = progress;
+        let Progress { bytes, total_bytes, documents, tokens, .. } = progress;
         let first = *self.first_tokens.get_or_insert(tokens);
         self.bar.describe(|elapsed| {
             let rate = (tokens - first) as f64 / elapsed.as_secs_f64().max(1e-3);
-            format!("{}, {} tokens/s", counted(documents, "document"), rate as u64)
+            let downloads = downloads(progress);
+            format!("{}, {} tokens/s{downloads}", counted(documents, "document"), rate as u64)
         });
         self.bar.update(bytes, total_bytes);
+    }
+}
+
+/// How much of remote inputs is there, while some is missing.
+fn downloads(progress: Progress) -> String {
+    let Progress { downloaded_bytes, download_bytes, .. } = progress;
+    match downloaded_bytes < download_bytes {
+        true => format!(", downloaded {}", of_bytes(downloaded_bytes, download_bytes)),
+        false => String::new(),
     }
 }
 

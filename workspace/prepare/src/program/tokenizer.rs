@@ -18,6 +18,9 @@ pub struct Arguments {
     /// Directory for the tokenizer's files
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// Split of --dataset, as in train
+    #[arg(long, value_name = "NAME", requires = "dataset")]
+    split: Option<String>,
     #[command(flatten)]
     inputs: InputArguments,
     /// Replace an existing tokenizer
@@ -27,10 +30,12 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let split = arguments.split.as_deref();
+    let named = arguments.inputs.named(split.as_slice())?;
     exit::remove_temporary_files_on_signals()?;
     let mut bar = Bar::bytes("reading", 0);
     let options = TrainTokenizer {
-        inputs: &arguments.inputs.inputs,
+        inputs: named.inputs(),
         format: arguments.inputs.format(),
         field: arguments.inputs.field("text"),
         vocab_size: arguments.vocab_size,

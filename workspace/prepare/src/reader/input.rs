@@ -32,21 +32,30 @@ enum Table {
 }
 
 /// What tells whether a file has changed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
     /// Its size as stored.
     pub(crate) bytes: u64,
-    /// When it was changed last, in nanoseconds since 1970.
+    /// When it was changed last, in nanoseconds since 1970; 0 of a remote file.
     pub(crate) modified_ns: u64,
+    /// The version that the store of a remote file names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) version: Option<String>,
 }
 
 impl Identity {
+    /// That of a remote file, whose copies differ in their times.
+    pub(crate) fn of_version(bytes: u64, version: &str) -> Self {
+        Self { bytes, modified_ns: 0, version: Some(version.to_owned()) }
+    }
+
     fn of(metadata: &Metadata) -> Self {
         let modified =
             metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
         Self {
             bytes: metadata.len(),
             modified_ns: modified.map_or(0, |since| since.as_nanos() as u64),
+            version: None,
         }
     }
 }
@@ -92,7 +101,7 @@ pub(crate) fn open(
 impl OpenInput {
     /// What the file was when it was opened; `None` for a pipe.
     pub(crate) fn identity(&self) -> Option<Identity> {
-        self.identity
+        self.identity.clone()
     }
 
     /// Checks that the file is what it was when it was opened.
@@ -100,9 +109,9 @@ impl OpenInput {
     /// # Errors
     /// Fails if its size or time of change differs, or it is gone.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
-        let Some(identity) = self.identity else { return Ok(()) };
+        let Some(identity) = &self.identity else { return Ok(()) };
         let now = std::fs::metadata(&self.path).map_err(moh_files::io(&self.path))?;
-        if Identity::of(&now) == identity {
+        if Identity::of(&now) == *identity {
             return Ok(());
         }
         let reason = "was changed while it was read: prepare it again when it is complete";
@@ -141,7 +150,7 @@ impl OpenInput {
         if let Some(Table::Parquet(table)) = &self.table {
             return table.read(path, part, from, options);
         }
-        let decoded = match self.identity {
+        let decoded = match &self.identity {
             Some(_) => Decoded::open_at(path, from.offset, options.max_record_bytes)?,
             None => {
                 let pipe = self.pipe.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -1,0 +1,35 @@
+//! What a hub says of a dataset: its listing of files, and the front matter of its README.
+
+use moh_fuzz::Target;
+
+use crate::ALLOCATOR;
+
+#[test]
+fn a_mutated_listing_has_names_that_stay_in_their_directory() {
+    let page = "[{\"type\":\"directory\",\"oid\":\"a1\",\"size\":0,\"path\":\"data\"},\
+                {\"type\":\"file\",\"oid\":\"b2\",\"size\":7,\"path\":\"data/a.txt\"},\
+                {\"type\":\"file\",\"oid\":\"c3\",\"size\":9,\"path\":\"data/b.txt\",\"lfs\":{\"oid\":\"d4\",\"size\":9}}]";
+    let seeds = [page.as_bytes().to_vec(), b"[]".to_vec()];
+    // An entry takes several times the bytes of its text.
+    let target = Target { name: "listing", seeds: &seeds, memory: 32 << 20, allocator: &ALLOCATOR };
+    target.run(|input| {
+        let listing = moh_hub::read_listing(input)?;
+        let files = listing.files.iter().map(|file| &file.name).chain(&listing.folders);
+        for name in files {
+            let path = std::path::Path::new(name);
+            let is_plain = |part| matches!(part, std::path::Component::Normal(_));
+            assert!(path.components().all(is_plain) && !name.is_empty(), "{name}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_mutated_front_matter_is_read_or_refused() {
+    let readme = "---\nlicense: mit\nx: &a [1, {b: c}]\ny: [*a, *a]\nconfigs:\n- config_name: en\n  default: true\n  \
+                  data_files:\n  - split: train\n    path: [data/*.txt, 'b']\n- config_name: de\n  data_dir: de\n  \
+                  data_files: {train: a}\n---\n# A dataset\n";
+    let seeds = [readme.as_bytes().to_vec(), b"---\nconfigs: [{data_files: x}]\n---\n".to_vec()];
+    let target = Target { name: "readme", seeds: &seeds, memory: 128 << 20, allocator: &ALLOCATOR };
+    target.run(|input| moh_prepare::read_configs(input).map(|_| ()));
+}
