@@ -8,8 +8,8 @@ Each file is read with 2 GB and with 500 MB: Parquet with a row group of 2 GB, o
 of 2 GB; JSON with documents of 1 GB. With --small the files have some tens of megabytes, and the memory is 64 MB.
 
 A run is ok if its peak is at most --memory, and 50 MB that the C library's allocator keeps of what was freed, above
-that of a run on a line of text, and if it succeeds or says to raise --memory. Of the tables a tenth of the documents is encoded (--sample), to spare time. Needs 8 GB of memory and 12 GB
-of disk, with --small a tenth of a gigabyte of both. Exits with 1 if a run is not ok.
+that of a run on a line of text, and if it succeeds or says to raise --memory. Of the tables a tenth of the documents
+is encoded (--sample), to spare time. Needs 8 GB of memory and 4 GB of disk, with --small a tenth of that. Exits with 1 if a run is not ok.
 """
 
 import argparse
