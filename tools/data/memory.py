@@ -106,7 +106,7 @@ def cases(large, value):
                 file.write(b"a" * MEGABYTE)
 
     values["JSON lines, gzip, a line of one letter"] = line_of_one_letter
-    values["parquet, zstd, a value of one word"] = lambda path: parquet(path, ["word " * (value // 5)], compression="zstd")
+    values["parquet, zstd, a value of one letter"] = lambda path: parquet(path, ["a" * value], compression="zstd")
 
     def several(path):
         path.mkdir()

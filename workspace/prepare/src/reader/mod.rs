@@ -48,7 +48,9 @@ pub(crate) struct ReadOptions {
     pub(crate) chunk_bytes: usize,
     /// A longer document comes in pieces of about this length.
     pub(crate) piece_bytes: usize,
-    /// Maximum bytes of a record of JSON, a paragraph, and of a piece that has no place to be cut.
+    /// Maximum bytes of a piece that has no place to be cut.
+    pub(crate) max_piece_bytes: usize,
+    /// Maximum bytes of a record of JSON, and of a paragraph.
     pub(crate) max_record_bytes: usize,
     /// Maximum bytes of a table that are held at once.
     pub(crate) max_table_bytes: usize,
@@ -72,6 +74,8 @@ impl ReadOptions {
             // Less of a small memory, in which several of them are at once.
             chunk_bytes: CHUNK_BYTES.min(share(1, 128)).max(LEAST_BYTES),
             piece_bytes: PIECE_BYTES.min(share(1, 64)).max(LEAST_BYTES),
+            // A tokenizer may take it for one word, of which the encoder needs twenty times the bytes.
+            max_piece_bytes: share(1, 48),
             // The rest is for pieces of it, their ids, and what else is being read.
             max_record_bytes: share(2, 3),
             max_table_bytes: share(3, 4),

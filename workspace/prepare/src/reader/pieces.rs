@@ -23,6 +23,8 @@ pub(super) struct LongText<'a> {
     text: String,
     is_first: bool,
     is_finished: bool,
+    /// Whether it ended before a piece that is too long.
+    is_too_long: bool,
 }
 
 /// What is left of a segment.
@@ -48,6 +50,11 @@ impl<'a> RecordText<'a> {
                 if let Segment::Escaped(string) = segment {
                     Unescaped::new(string).check().map_err(|at| bad(string, at))?;
                 }
+            }
+            if bytes > options.max_piece_bytes
+                && !LongText::of(&segments, place, options).can_be_cut()
+            {
+                return Err(BadRecord { place, reason: no_place_to_cut(options) });
             }
             return Ok(RecordText::Long(LongText::new(segments, place, options)));
         }
@@ -83,7 +90,30 @@ impl<'a> LongText<'a> {
         });
         let segments = rests.filter(|rest| !rest.is_empty()).collect();
         let text = String::new();
-        Self { segments, place, options, text, is_first: true, is_finished: false }
+        Self {
+            segments,
+            place,
+            options,
+            text,
+            is_first: true,
+            is_finished: false,
+            is_too_long: false,
+        }
+    }
+
+    /// The text of segments that stay.
+    fn of(segments: &'a [Segment<'a>], place: Place, options: &'a ReadOptions) -> Self {
+        let segments = segments.iter().map(|segment| match segment {
+            Segment::Plain(plain) => Segment::Plain(Cow::Borrowed(&**plain)),
+            Segment::Escaped(string) => Segment::Escaped(string),
+        });
+        Self::new(segments.collect(), place, options)
+    }
+
+    /// Whether no piece is too long.
+    fn can_be_cut(mut self) -> bool {
+        self.by_ref().for_each(drop);
+        !self.is_too_long
     }
 
     /// Takes text out of the segments until `bytes` of it are held or nothing is left.
@@ -117,8 +147,12 @@ impl<'a> Iterator for LongText<'a> {
             if let Some(end) = place_to_cut(&self.text, self.options) {
                 break self.text.split_off(end);
             }
+            if self.text.len() > self.options.max_piece_bytes {
+                (self.is_finished, self.is_too_long) = (true, true);
+                return None;
+            }
             // Twice as much each time: the search for a place takes time in proportion to the text.
-            bytes = self.text.len().saturating_mul(2);
+            bytes = self.text.len().saturating_mul(2).min(self.options.max_piece_bytes + 1);
         };
         let text = Cow::Owned(std::mem::replace(&mut self.text, rest));
         let part = Part::new(std::mem::take(&mut self.is_first), self.is_finished);
@@ -145,6 +179,14 @@ impl Rest<'_> {
             Rest::Escaped(string) => string.append(text, bytes).unwrap_or_default(),
         }
     }
+}
+
+/// Why a document is not read that has no place to be cut.
+pub(super) fn no_place_to_cut(options: &ReadOptions) -> String {
+    format!(
+        "more than {} bytes of text without a place to cut the document: raise --memory",
+        options.max_piece_bytes
+    )
 }
 
 /// Where `text`, the beginning of a document that goes on, may be cut.

@@ -15,6 +15,7 @@ pub(super) fn options() -> ReadOptions {
     ReadOptions {
         chunk_bytes: 1 << 16,
         piece_bytes: 1 << 16,
+        max_piece_bytes: 1 << 20,
         max_record_bytes: 1 << 20,
         ..ReadOptions::new(
             Arc::new(Fields::parse("text").unwrap()),
@@ -209,9 +210,20 @@ fn a_long_record_is_skipped_without_being_held() {
         assert_eq!(found, [good(), row(2), good(), row(4)]);
     }
     let (_dir, path) = written("a.txt", "x".repeat(100).as_bytes());
-    let options = ReadOptions { piece_bytes: 8, max_record_bytes: 50, ..options() };
-    let found = documents(&path, None, options).unwrap();
+    let options = || ReadOptions { piece_bytes: 8, max_piece_bytes: 50, ..options() };
+    let found = documents(&path, None, options()).unwrap();
     assert!(matches!(&found[..], [Err(bad)] if bad.reason.contains("raise --memory")), "{found:?}");
+    // A word may be as long at the end of a document as elsewhere, and a document longer.
+    for (words, is_read) in [([40, 40, 40], true), ([40, 120, 40], false), ([40, 40, 120], false)] {
+        let text = words.map(|letters| "x".repeat(letters)).join(" ");
+        let (_dir, path) = written("a.jsonl", format!("{{\"text\": \"{text}\"}}").as_bytes());
+        let found = documents(&path, None, options()).unwrap();
+        match &found[..] {
+            [Ok(found)] => assert!(is_read && *found == text, "{words:?}"),
+            [Err(bad)] => assert!(!is_read && bad.reason.contains("without a place to cut")),
+            _ => panic!("{found:?}"),
+        }
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::Reader;
 use super::chunk::{BadRecord, Chunk, Content, Part};
-use super::pieces::place_to_cut;
+use super::pieces::{no_place_to_cut, place_to_cut};
 use super::stream::Stream;
 use crate::error::Place;
 use crate::{Error, Result};
@@ -66,17 +66,14 @@ impl Reader for Text {
             let end =
                 if is_last { Some(text.len()) } else { place_to_cut(&text, &self.stream.options) };
             let Some(end) = end else {
-                if read > self.stream.options.max_record_bytes {
-                    let reason = format!(
-                        "{} bytes of text without a place to cut the document: raise --memory",
-                        self.stream.options.max_record_bytes
-                    );
+                if read > self.stream.options.max_piece_bytes {
+                    let reason = no_place_to_cut(&self.stream.options);
                     return self.skip(read, reason);
                 }
                 bytes = text.into_bytes();
                 bytes.extend(tail);
                 let options = &self.stream.options;
-                wanted = wanted.saturating_mul(2).min(options.max_record_bytes.max(wanted));
+                wanted = wanted.saturating_mul(2).min(options.max_piece_bytes.max(wanted));
                 options.await_room(wanted);
                 continue;
             };
