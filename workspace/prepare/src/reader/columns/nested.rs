@@ -64,7 +64,7 @@ impl<'a> Nested<'a> {
             }
             Self::FixedSizeList(list, cells) => {
                 let length = list.value_length() as usize;
-                let first = list.value_offset_at(row) as usize;
+                let first = list.value_offset_at(row);
                 Some((first..first + length, cells))
             }
             Self::Struct(_) => None,
