@@ -229,6 +229,7 @@ mod tests {
             idx_blake3: "ab".to_owned(),
             bin_bytes: 8,
             bin_sample_blake3: "cd".to_owned(),
+            mask_sample_blake3: None,
         };
         let file = FileRecord { path: "data/text".into(), content, ids_below: Some(9) };
         let model = BTreeMap::from([("config.json".to_owned(), "ef".to_owned())]);

@@ -63,7 +63,7 @@ fn on_layouts(work: impl Fn(&World, Ranks) + Sync) {
 
 /// Whole sequences and parts of them, so that data ranks have other numbers of targets.
 fn some(sample: u64, at: u64) -> bool {
-    sample != 1 && (sample * 5 + at * 3) % 4 > 0 && (sample != 2 || at > 6)
+    sample != 1 && !(sample * 5 + at * 3).is_multiple_of(4) && (sample != 2 || at > 6)
 }
 
 #[test]
