@@ -8,8 +8,9 @@
     data-venv/bin/python tools/data/compare.py --text text.jsonl tok128k OTHER_TOKENIZER...
 
 Each round runs, one after the other and on the same number of threads: the whole command, from JSON lines to
-synced token files; the library by itself, with the texts in memory; and `encode_batch_fast` of Python's tokenizers,
-also with the texts in memory, on a part of them. Prints the median rates in MB of text a second, and ratios.
+synced token files; the library by itself, with the texts in memory, and the whole of that program, which loads the
+tokenizer, reads the JSON lines and writes nothing; and `encode_batch_fast` of Python's tokenizers, also with the texts
+in memory, on a part of them. Prints the median rates in MB of text a second, and ratios.
 """
 
 import argparse
@@ -78,17 +79,20 @@ def main():
     threads, text = arguments.threads, arguments.text.resolve()
     for tokenizer in arguments.tokenizers:
         file = tokenizer / "tokenizer.json"
-        ours, alone, python = [], [], []
+        ours, alone, whole, python = [], [], [], []
         for _ in range(arguments.rounds):
             ours.append(prepared(arguments.programs, tokenizer, text, threads))
+            started = time.perf_counter()
             alone.append(json.loads(run([arguments.programs / "examples/encode_alone", file, text], threads)))
+            whole.append(alone[-1] | {"seconds": time.perf_counter() - started})
             limit = str(int(arguments.python_megabytes * 1e6))
             python.append(json.loads(run([sys.executable, "-c", PYTHON, file, text, limit], threads)))
-        command, library, peer = rate(ours), rate(alone), rate(python)
+        command, library, program, peer = rate(ours), rate(alone), rate(whole), rate(python)
         print(
             f"{tokenizer}, {threads} threads, {ours[0]['bytes'] / 1e6:.0f} MB: moh-data prepare {command:.1f} MB/s, "
             f"{ours[0]['tokens'] / 1e6 * command / ours[0]['bytes'] * 1e6:.1f} M tokens/s; "
-            f"the library alone {library:.1f} ({command / library:.2f}); "
+            f"the library alone {library:.1f} ({command / library:.2f}), with loading and parsing {program:.1f} "
+            f"({command / program:.2f}); "
             f"tokenizers {python[0]['version']} {peer:.2f} ({command / peer:.1f} times)",
             flush=True,
         )

@@ -7,7 +7,8 @@
     megatron-venv/bin/python tools/data/megatron_files.py --program target/release/moh-data --tokenizer DIR
 
 Documents are compared token by token, with and without a memory map, as u16 and as i32, and with several sequences in
-a document; so are the samples of Megatron's GPTDataset with those that the concatenated documents have.
+a document; so are the samples of Megatron's GPTDataset with those that the concatenated documents have. A mask is read
+as the tokens of a file of type u8 that has the same documents, and equals what Megatron-core writes of it.
 """
 
 import argparse
@@ -30,6 +31,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.datasets.utils import Split
 
 SEQUENCE_LENGTH = 64
+TEMPLATE = """{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' -%}
+{% generation %}{{ message.content + '\n' }}{% endgeneration %}{% else %}{{ message.content + '\n' }}{% endif %}{% endfor %}"""
 
 
 def run(*command):
@@ -134,6 +137,37 @@ def check_theirs(program, directory, kind):
     check(f"{name}, merged by moh-data", same(documents_of(again), documents))
 
 
+def check_mask(program, tokenizer, directory):
+    """The mask of conversations is the `.bin` of a file of Megatron's with the same documents."""
+    with_template, conversations, prefix = directory / "chat", directory / "chat.jsonl", directory / "masked"
+    with_template.mkdir()
+    for file in tokenizer.glob("*.json"):
+        (with_template / file.name).write_bytes(file.read_bytes())
+    (with_template / "chat_template.jinja").write_text(TEMPLATE)
+    turns = texts(40)
+    conversation = lambda question, answer: {
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    }
+    lines = [conversation(question, answer) for question, answer in zip(turns[::2], turns[1::2])]
+    conversations.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(program, "prepare", "--chat", "--tokenizer", with_template, "--out", prefix, conversations)
+    tokens = IndexedDataset(str(prefix))
+    show = [program, "show", "--json", "--max-tokens", str(1 << 40), prefix, "--doc"]
+    masks = [json.loads(run(*show, str(number)))["mask"] for number in range(len(tokens))]
+    copy = directory / "mask"
+    builder = IndexedDatasetBuilder(f"{copy}.bin", dtype=numpy.uint8)
+    for mask in masks:
+        builder.add_document(torch.tensor(mask), [len(mask)])
+    builder.finalize(f"{copy}.idx")
+    written = prefix.with_suffix(".mask").read_bytes()
+    trained = json.loads(prefix.with_suffix(".json").read_text())["mask"]["trained_tokens"]
+    check(f"mask with {trained} of {len(written)} tokens", Path(f"{copy}.bin").read_bytes() == written)
+    Path(f"{copy}.bin").write_bytes(written)
+    read = documents_of(IndexedDataset(str(copy)))
+    check("mask, read as u8", same(read, masks) and sum(int(mask.sum()) for mask in read) == trained and 0 < trained < len(written))
+    check("mask, documents", [len(mask) for mask in read] == [len(ids) for ids in documents_of(tokens)])
+
+
 def with_large_vocabulary(tokenizer, directory):
     """A copy of a tokenizer with so many ids that u16 does not hold them."""
     content = json.loads((tokenizer / "tokenizer.json").read_text())
@@ -162,6 +196,7 @@ def main():
             prefix = directory / f"tokens-{tokenizer.name}"
             run(program, "prepare", "--tokenizer", tokenizer, "--out", prefix, text)
             check_ours(program, prefix)
+        check_mask(program, arguments.tokenizer, directory)
         for kind in (numpy.uint8, numpy.uint16, numpy.int32, numpy.int64):
             check_theirs(program, directory, kind)
 
