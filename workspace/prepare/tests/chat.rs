@@ -287,18 +287,19 @@ fn a_stopped_preparation_continues_with_the_same_bytes() {
         ..Prepare::new(&tokenizer, &inputs, prefix)
     };
     moh_prepare::prepare(options(&whole), &AtomicBool::new(false), &mut ()).unwrap().unwrap();
-    /// Stops after some calls.
-    struct Stops<'a>(&'a AtomicBool, u32);
+    /// Stops when more documents are written than at the first call.
+    struct Stops<'a>(&'a AtomicBool, Option<u64>);
     impl Observer for Stops<'_> {
         fn note(&mut self, _: &str) {}
-        fn progress(&mut self, _: Progress) {
-            self.1 += 1;
-            self.0.store(self.1 == 1, std::sync::atomic::Ordering::Relaxed);
+        fn progress(&mut self, progress: Progress) {
+            let first = *self.1.get_or_insert(progress.documents);
+            self.0.store(progress.documents > first, std::sync::atomic::Ordering::Relaxed);
         }
     }
     let stop = AtomicBool::new(false);
     let mut stopped = 0;
-    while moh_prepare::prepare(options(&prefix), &stop, &mut Stops(&stop, 0)).unwrap().is_none() {
+    while moh_prepare::prepare(options(&prefix), &stop, &mut Stops(&stop, None)).unwrap().is_none()
+    {
         stopped += 1;
     }
     assert!(stopped > 1);

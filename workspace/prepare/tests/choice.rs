@@ -159,7 +159,11 @@ impl Observer for StopAfter<'_> {
         self.notes.push(sentence.to_owned());
     }
 
-    fn progress(&mut self, _: Progress) {
+    fn progress(&mut self, progress: Progress) {
+        if progress.bytes == 0 {
+            // Nothing has arrived yet.
+            return;
+        }
         self.batches = self.batches.saturating_sub(1);
         self.stop.store(self.batches == 0, std::sync::atomic::Ordering::Relaxed);
     }
