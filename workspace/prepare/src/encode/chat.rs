@@ -103,8 +103,8 @@ impl Rendered {
     }
 }
 
-/// The end of a turn within the range of its text: behind its last special token, if nothing but white space
-/// follows that, such as the newline behind <|im_end|>, which no model has to generate.
+/// The end of a turn within the range of its text: the end of its last special token, if nothing but white space
+/// follows that, such as the newline after <|im_end|>, which no model has to generate.
 fn end_of_turn(
     text: &str,
     tokens: &[Token],
