@@ -16,7 +16,7 @@ use crate::end_of_text::Ending;
 use crate::fields::Fields;
 use crate::names::{Input, Inputs, expand, is_standard_input, total_bytes};
 use crate::output::{Begun, Counts, Outputs, Request};
-use crate::pipeline::{self, Work};
+use crate::pipeline::{self, Encoding, Work};
 use crate::reader::{Format, ReadOptions};
 use crate::remote::{Downloads, scheme};
 use crate::{AppendEos, Error, Result, Split};
@@ -253,21 +253,23 @@ pub fn prepare(
             (Ending { append: None, end: DocumentEnd::Unknown }, Fields::of_chat(options.field))
         }
     };
-    let chat = options.chat.map(|chat| ChatEncoder::new(options.tokenizer, chat)).transpose()?;
-    let json = options.tokenizer.json()?;
-    // Of a large vocabulary both take a while; the content is recorded at the end.
-    let (encoder, _) = rayon::join(
-        || Encoder::new(options.tokenizer, &json),
-        || options.tokenizer.content_of(&json),
-    );
-    let encoder = encoder?;
-    drop(json);
+    let encoding = match options.chat {
+        Some(chat) => Encoding::Conversations(ChatEncoder::new(options.tokenizer, chat)?),
+        None => {
+            let json = options.tokenizer.json()?;
+            // Recorded at the end, and half of its work is done.
+            options.tokenizer.content_of(&json);
+            Encoding::Texts(Encoder::new(options.tokenizer, &json)?)
+        }
+    };
     let request = options.request(&paths, &ending);
     let (mut outputs, start) = match Outputs::begin(&options, &paths, &request)? {
         Begun::Outputs(outputs, start) => (outputs, start),
         Begun::Complete(prepared) => return Ok(Some(prepared)),
     };
-    if let (Some(reason), None) = (encoder.fallback(), &chat) {
+    if let Encoding::Texts(encoder) = &encoding
+        && let Some(reason) = encoder.fallback()
+    {
         observer.note(&format!("the slower tokenizer encodes, because {reason}"));
     }
     if outputs.has_checkpoint() {
@@ -275,17 +277,21 @@ pub fn prepare(
         observer
             .note(&format!("continues after document {documents} of an interrupted preparation"));
     }
-    let mut read = ReadOptions::new(Arc::new(fields), options.memory, encoder.cutter());
-    if chat.is_some() {
+    let read = match &encoding {
+        Encoding::Texts(encoder) => {
+            ReadOptions::new(Arc::new(fields), options.memory, encoder.cutter())
+        }
         // A conversation is one text.
-        read.piece_bytes = usize::MAX;
-    }
+        Encoding::Conversations(_) => ReadOptions {
+            piece_bytes: usize::MAX,
+            ..ReadOptions::new(Arc::new(fields), options.memory, Arc::new(|_| None))
+        },
+    };
     let inputs = Downloads::start(inputs, start.input, outputs.downloads());
     let work = Work {
         inputs: &inputs,
         format: options.format,
-        encoder: &encoder,
-        chat: chat.as_ref(),
+        encoding: &encoding,
         read: Arc::new(read),
         end: ending.append,
         hashes: options.selection.needs_hashes(),

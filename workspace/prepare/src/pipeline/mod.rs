@@ -25,6 +25,9 @@ use crate::{Error, Result};
 
 /// Bytes in memory for each byte of a chunk: its records, their texts, their ids, and what the encoder needs.
 const MEMORY_FACTOR: u64 = 8;
+/// Bytes of chunks in flight for each thread of the pool, of a part. More would leave the processor's caches before
+/// they are encoded.
+const AHEAD_BYTES: u64 = 4 << 20;
 /// Bytes of a chunk whose documents are encoded one by one.
 const LARGE_BYTES: u64 = 16 << 20;
 /// The part of the memory that all readers may hold at any time, before it becomes chunks: their shares.
@@ -49,9 +52,7 @@ pub(crate) struct Place {
 pub(crate) struct Work<'a> {
     pub(crate) inputs: &'a Downloads,
     pub(crate) format: Option<Format>,
-    pub(crate) encoder: &'a Encoder<'a>,
-    /// Set if records are conversations.
-    pub(crate) chat: Option<&'a ChatEncoder<'a>>,
+    pub(crate) encoding: &'a Encoding<'a>,
     pub(crate) read: Arc<ReadOptions>,
     /// The id after each document.
     pub(crate) end: Option<u32>,
@@ -61,6 +62,14 @@ pub(crate) struct Work<'a> {
     pub(crate) wants: &'a (dyn Fn(&blake3::Hash) -> bool + Sync),
     /// Bytes of memory.
     pub(crate) memory: u64,
+}
+
+/// What encodes records.
+pub(crate) enum Encoding<'a> {
+    /// Each is a text.
+    Texts(Encoder<'a>),
+    /// Each is a conversation.
+    Conversations(ChatEncoder<'a>),
 }
 
 /// What arrives, in the order of the inputs.
@@ -139,7 +148,8 @@ pub(crate) fn run(
     let ahead = rayon::current_num_threads().div_ceil(THREADS_A_READER) + 1;
     // One more part ends while the next begins.
     let parts = ahead as u64 + 1;
-    let share = (work.memory / MEMORY_FACTOR / parts).max(1);
+    let most = rayon::current_num_threads() as u64 * AHEAD_BYTES;
+    let share = (work.memory / MEMORY_FACTOR / parts).clamp(1, most);
     let read_share = (work.memory / READERS_PART / parts).max(1) as usize;
     let (stopped, turns) = (AtomicBool::new(false), Arc::new(Turns::default()));
     let shared = Shared { work, stopped, share, read_share, turns };
@@ -361,18 +371,18 @@ impl Batch {
         record: Result<reader::Document<'_>, BadRecord>,
     ) -> Result<()> {
         match record {
-            Ok(record) => {
-                let Some(chat) = work.chat else {
-                    self.documents.push(encode_document(work, &record.text, record.part)?);
-                    return Ok(());
-                };
-                match chat.render(&record.text) {
+            Ok(record) => match work.encoding {
+                Encoding::Texts(encoder) => {
+                    let document = encode_document(work, encoder, &record.text, record.part)?;
+                    self.documents.push(document);
+                }
+                Encoding::Conversations(chat) => match chat.render(&record.text) {
                     Ok(rendered) => {
                         self.documents.push(encode_conversation(work, chat, &rendered)?);
                     }
                     Err(reason) => self.bad.push(BadRecord { place: record.place, reason }),
-                }
-            }
+                },
+            },
             Err(record) => self.bad.push(record),
         }
         Ok(())
@@ -404,7 +414,12 @@ fn encode_conversation(
     Ok(document)
 }
 
-fn encode_document(work: &Work<'_>, text: &str, part: Part) -> Result<Document> {
+fn encode_document(
+    work: &Work<'_>,
+    encoder: &Encoder<'_>,
+    text: &str,
+    part: Part,
+) -> Result<Document> {
     let is_whole = part == Part::Whole;
     let hash = (work.hashes && is_whole).then(|| blake3::hash(text.as_bytes()));
     let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
@@ -419,7 +434,7 @@ fn encode_document(work: &Work<'_>, text: &str, part: Part) -> Result<Document> 
         is_wanted,
     };
     if is_wanted {
-        let encoded = work.encoder.encode(text, part)?;
+        let encoded = encoder.encode(text, part)?;
         (document.ids, document.special) = (encoded.ids, encoded.special_in_text);
         // A document without any token is left out.
         if matches!(part, Part::Last) || is_whole && !document.ids.is_empty() {
