@@ -67,6 +67,41 @@ impl TokenizerJson {
             _ => to_raw_value(&Vocabulary(&tokens))?,
         };
         let merges = model.remove("merges").unwrap_or(RawValue::NULL).to_owned();
+        Self::of_parts(fields, model, tokens, vocabulary, merges)
+    }
+
+    /// What a `tokenizer.json` with a model of BPE says, without the defaults that it leaves out.
+    ///
+    /// # Errors
+    /// Fails if it is none.
+    pub fn of_bpe_file(bytes: &[u8]) -> Result<Self, serde_json::Error> {
+        let mut fields: BTreeMap<&str, &RawValue> = serde_json::from_slice(bytes)?;
+        let mut model = fields_of(fields.remove("model").map_or("{}", RawValue::get))?;
+        let tokens = model.remove("vocab").map_or("{}", RawValue::get);
+        let tokens: BTreeMap<String, u32> = serde_json::from_str(tokens)?;
+        let tokens: Vec<(String, u32)> = tokens.into_iter().collect();
+        let merges = model.remove("merges").map_or("[]", RawValue::get);
+        let merges = match serde_json::from_str::<Vec<[String; 2]>>(merges) {
+            Ok(pairs) => to_raw_value(&pairs)?,
+            // As older programs write them, with a space between.
+            Err(_) => {
+                let merges: Vec<String> = serde_json::from_str(merges)?;
+                let pairs: Vec<_> = merges.iter().map(|merge| merge.split_once(' ')).collect();
+                to_raw_value(&pairs)?
+            }
+        };
+        let vocabulary = to_raw_value(&Vocabulary(&tokens))?;
+        Self::of_parts(fields, model, tokens, vocabulary, merges)
+    }
+
+    /// Of the fields but for the model, and those of the model but for its vocabulary and its merges.
+    fn of_parts(
+        fields: BTreeMap<&str, &RawValue>,
+        model: BTreeMap<&str, &RawValue>,
+        tokens: Vec<(String, u32)>,
+        vocabulary: Box<RawValue>,
+        merges: Box<RawValue>,
+    ) -> Result<Self, serde_json::Error> {
         let mut fields = object(fields)?;
         fields["model"] = object(model)?;
         Ok(Self { fields, tokens, vocabulary, merges })

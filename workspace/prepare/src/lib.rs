@@ -23,6 +23,7 @@ mod split_file;
 mod texts;
 mod tokenizer_training;
 
+pub use encode::LoadAhead;
 #[doc(hidden)]
 pub use encode::ids_of;
 pub use end_of_text::AppendEos;

@@ -10,8 +10,8 @@ use moh_chat::{ChatTemplate, TrainedTurns};
 use moh_data::{DocumentEnd, TextTokenizer, TokenFileInfo, TokenFileWriter, key_of};
 use serde_json::{Value, json};
 
-use crate::encode::Encoder;
 use crate::encode::chat::ChatEncoder;
+use crate::encode::{Encoder, LoadAhead};
 use crate::end_of_text::Ending;
 use crate::fields::Fields;
 use crate::names::{Input, Inputs, expand, is_standard_input, total_bytes};
@@ -31,6 +31,8 @@ const LISTING_WAIT: Duration = Duration::from_millis(50);
 pub struct Prepare<'a> {
     /// Encodes the text. Its post-processor adds BOS.
     pub tokenizer: &'a TextTokenizer,
+    /// The same tokenizer, which is being loaded for texts.
+    pub ahead: Option<&'a LoadAhead>,
     /// What is read.
     pub inputs: Inputs<'a>,
     /// The format of all inputs; by default that of each input's content and name.
@@ -162,6 +164,7 @@ impl<'a> Prepare<'a> {
     pub fn new(tokenizer: &'a TextTokenizer, inputs: &'a [PathBuf], prefix: &'a Path) -> Self {
         Self {
             tokenizer,
+            ahead: None,
             inputs: Inputs::new(inputs),
             format: None,
             field: "text",
@@ -259,7 +262,7 @@ pub fn prepare(
             let json = options.tokenizer.json()?;
             // Recorded at the end, and half of its work is done.
             options.tokenizer.content_of(&json);
-            Encoding::Texts(Encoder::new(options.tokenizer, &json)?)
+            Encoding::Texts(Encoder::new(options.tokenizer, &json, options.ahead)?)
         }
     };
     let request = options.request(&paths, &ending);

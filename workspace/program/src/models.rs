@@ -71,13 +71,18 @@ fn export_command(run: &str) -> String {
 /// Loads a tokenizer: a `tokenizer.json`, a directory with one, or that of a repository of the hub,
 /// downloaded if necessary.
 pub fn named_tokenizer(name: &str, revision: Option<&str>) -> anyhow::Result<TextTokenizer> {
+    Ok(TextTokenizer::load(&tokenizer_file(name, revision)?)?)
+}
+
+/// The `tokenizer.json` of [`named_tokenizer`].
+pub fn tokenizer_file(name: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     let path = Path::new(name);
     if path.is_file() {
-        return Ok(TextTokenizer::load(path)?);
+        return Ok(path.to_path_buf());
     }
     let mut show = ShowDownload::default();
     let directory = resolve_tokenizer(name, revision, &mut |download| show.update(download))?;
-    Ok(TextTokenizer::load(&directory)?)
+    Ok(directory.join("tokenizer.json"))
 }
 
 /// The bar of a download; there is none before its first progress.

@@ -20,7 +20,7 @@ use super::cuts::Joints;
 use super::shape::{Shape, Words};
 use super::spelling::Spelling;
 
-/// A tokenizer in the faster library.
+/// A tokenizer in the faster library, and how its texts are encoded.
 pub(super) struct Library {
     pipeline: PipelineTokenizer,
     options: EncodeOptions,
@@ -31,6 +31,32 @@ pub(super) struct Library {
     joints: Option<Joints>,
     /// The buffers of each thread that encodes words.
     buffers: Mutex<Vec<Buffers>>,
+}
+
+/// A tokenizer as the faster library loads it.
+pub(super) struct Pipeline {
+    tokenizer: PipelineTokenizer,
+    /// All that it was loaded from, but for the vocabulary and the merges.
+    fields: Value,
+}
+
+impl Pipeline {
+    /// Loads a tokenizer.
+    ///
+    /// # Errors
+    /// Fails with the library's reason.
+    pub(super) fn load(json: &TokenizerJson) -> Result<Self, String> {
+        let fields = canonical_fields(json)?;
+        let load = || from_json(&canonical(&fields, json)?).map_err(|error| error.to_string());
+        let tokenizer =
+            catch_unwind(AssertUnwindSafe(load)).unwrap_or_else(|_| Err("it panics".to_owned()))?;
+        Ok(Self { tokenizer, fields })
+    }
+
+    /// Whether a tokenizer is the same, but for the vocabulary and the merges.
+    pub(super) fn has_fields_of(&self, json: &TokenizerJson) -> bool {
+        canonical_fields(json).is_ok_and(|fields| fields == self.fields)
+    }
 }
 
 /// A `tokenizer.json` in the library's own form.
@@ -49,8 +75,8 @@ struct CanonicalModel<'a> {
     merges: &'a RawValue,
 }
 
-/// A tokenizer in the library's own form, of which vocabulary and merges are what the slower library writes, too.
-fn canonical(json: &TokenizerJson) -> Result<String, String> {
+/// The fields of a tokenizer in the library's own form, without vocabulary and merges.
+fn canonical_fields(json: &TokenizerJson) -> Result<Value, String> {
     let mut fields = json.fields.clone();
     // The ids around a text are added by the encoder, and nothing decodes here.
     for part in ["post_processor", "decoder"] {
@@ -60,15 +86,21 @@ fn canonical(json: &TokenizerJson) -> Result<String, String> {
     fields["model"]["vocab"] = json!({});
     fields["model"]["merges"] = json!([]);
     canonicalize_value(&mut fields).map_err(|error| error.to_string())?;
-    let without = |object: Value, names: &[&str]| match object {
-        Value::Object(mut fields) => {
+    Ok(fields)
+}
+
+/// The tokenizer with these fields, of which vocabulary and merges are what the slower library writes, too.
+fn canonical(fields: &Value, json: &TokenizerJson) -> Result<String, String> {
+    let without = |object: &Value, names: &[&str]| match object {
+        Value::Object(fields) => {
+            let mut fields = fields.clone();
             fields.retain(|name, _| !names.contains(&name.as_str()));
             fields
         }
         _ => Map::new(),
     };
     let model = CanonicalModel {
-        others: without(fields["model"].take(), &["vocab", "merges"]),
+        others: without(&fields["model"], &["vocab", "merges"]),
         vocab: &json.vocabulary,
         merges: &json.merges,
     };
@@ -83,20 +115,15 @@ struct Buffers {
 }
 
 impl Library {
-    /// Loads a tokenizer.
-    ///
-    /// # Errors
-    /// Fails with the library's reason.
+    /// The tokenizer of `json`, loaded.
     pub(super) fn new(
         json: &TokenizerJson,
+        pipeline: Pipeline,
         shape: Shape,
         split_special: bool,
-    ) -> Result<Self, String> {
+    ) -> Self {
         let spelling = Spelling::new(json, shape);
         let joints = if shape.words == Words::None { Joints::new(json, shape) } else { None };
-        let load = || from_json(&canonical(json)?).map_err(|error| error.to_string());
-        let pipeline =
-            catch_unwind(AssertUnwindSafe(load)).unwrap_or_else(|_| Err("it panics".to_owned()))?;
         let options = EncodeOptions {
             add_special_tokens: false,
             encode_special_tokens: split_special,
@@ -104,7 +131,8 @@ impl Library {
             truncation: Override::Off,
         };
         let (nfc, buffers) = (shape.nfc, Mutex::default());
-        Ok(Self { pipeline, options, spelling, nfc, joints, buffers })
+        let pipeline = pipeline.tokenizer;
+        Self { pipeline, options, spelling, nfc, joints, buffers }
     }
 
     /// Appends the ids of a text; appends nothing and returns `false` if they do not spell it. `first` says whether

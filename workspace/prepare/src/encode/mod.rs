@@ -1,6 +1,7 @@
 //! Documents to ids, by tokenizers 1.0 where it is known to give the ids of 0.23, and by 0.23 elsewhere.
 //! The ids are those of [`TextTokenizer::encode`] in every case.
 
+mod ahead;
 pub(crate) mod chat;
 mod cuts;
 mod library;
@@ -15,8 +16,9 @@ use std::sync::Arc;
 use moh_data::{TextTokenizer, TokenizerJson};
 use tokenizers_1::pipeline::PipelineToken;
 
+pub use self::ahead::LoadAhead;
 use self::cuts::Cuts;
-use self::library::Library;
+use self::library::{Library, Pipeline};
 use self::shape::Shape;
 use crate::reader::{Cut, Part};
 use crate::{Error, Result};
@@ -48,11 +50,15 @@ pub(crate) struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// An encoder of a tokenizer.
+    /// An encoder of a tokenizer, of which `ahead` may have loaded something already.
     ///
     /// # Errors
     /// Fails if the tokenizer does.
-    pub(crate) fn new(tokenizer: &'a TextTokenizer, json: &TokenizerJson) -> Result<Self> {
+    pub(crate) fn new(
+        tokenizer: &'a TextTokenizer,
+        json: &TokenizerJson,
+        ahead: Option<&LoadAhead>,
+    ) -> Result<Self> {
         let prefix = tokenizer.encode_prompt("")?;
         let text = tokenizer.encode_without_special_tokens("a")?;
         let whole = tokenizer.encode("a")?;
@@ -66,7 +72,12 @@ impl<'a> Encoder<'a> {
                     .to_owned()),
             };
         let cuts = shape.as_ref().ok().and_then(|&shape| Cuts::new(json, shape)).map(Arc::new);
-        let library = shape.and_then(|shape| library(tokenizer, json, shape));
+        let library = shape.and_then(|shape| {
+            let pipeline = ahead.and_then(|ahead| ahead.take(json));
+            let pipeline = pipeline.map_or_else(|| Pipeline::load(json), Ok)?;
+            let split_special = tokenizer.splits_special_tokens();
+            checked(Library::new(json, pipeline, shape, split_special), tokenizer, json)
+        });
         Ok(Self { tokenizer, library, cuts, special, prefix, suffix })
     }
 
@@ -159,20 +170,19 @@ fn extend(ids: &mut Vec<PipelineToken>, more: &[u32]) {
 /// Fails if the faster library does not cover the tokenizer.
 #[doc(hidden)]
 pub fn ids_of(tokenizer: &TextTokenizer) -> Result<impl FnMut(&str) -> Result<usize>> {
-    let encoder = Encoder::new(tokenizer, &tokenizer.json()?)?;
+    let encoder = Encoder::new(tokenizer, &tokenizer.json()?, None)?;
     if let Some(reason) = encoder.fallback() {
         return Err(Error::input(tokenizer.path(), reason));
     }
     Ok(move |text: &str| Ok(encoder.encode(text, Part::Whole)?.ids.len()))
 }
 
-/// Loads a tokenizer into the faster library, and compares it with the slower one.
-fn library(
+/// Compares the faster library with the slower one.
+fn checked(
+    library: Library,
     tokenizer: &TextTokenizer,
     json: &TokenizerJson,
-    shape: Shape,
 ) -> Result<Library, String> {
-    let library = Library::new(json, shape, tokenizer.splits_special_tokens())?;
     let mut ids = Vec::new();
     for text in probe::texts(json, &library.spelling) {
         let expected = tokenizer.encode_without_special_tokens(&text);

@@ -2,6 +2,7 @@
 
 mod kinds;
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::LazyLock;
 
@@ -11,7 +12,7 @@ use serde_json::{Value, json};
 use tokenizers_1::pipeline::PipelineToken;
 
 use super::shape::PATTERNS;
-use super::{Encoder, Part};
+use super::{Encoder, LoadAhead, Part};
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
 
@@ -25,7 +26,7 @@ static KINDS: LazyLock<Vec<(&str, TextTokenizer)>> = LazyLock::new(|| {
 });
 static ENCODERS: LazyLock<Vec<(&str, &TextTokenizer, Encoder<'_>)>> = LazyLock::new(|| {
     let load = |(name, tokenizer): &'static (&'static str, TextTokenizer)| {
-        (*name, tokenizer, Encoder::new(tokenizer, &tokenizer.json().unwrap()).unwrap())
+        (*name, tokenizer, Encoder::new(tokenizer, &tokenizer.json().unwrap(), None).unwrap())
     };
     KINDS.iter().map(load).collect()
 });
@@ -119,6 +120,49 @@ fn every_kind_is_encoded_by_the_faster_library_and_can_be_cut() {
 }
 
 #[test]
+fn a_tokenizer_loaded_ahead_is_the_one_that_is_loaded_afterwards() {
+    let mut kinds = kinds::all(600, &kinds::text(20_000, 1));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokenizer.json");
+    let ahead = |json: &Value| {
+        std::fs::write(&path, serde_json::to_string_pretty(json).unwrap()).unwrap();
+        LoadAhead::start(&path)
+    };
+    for kind in &mut kinds {
+        let json = kind.load().json().unwrap();
+        // As the slower library writes them: by id, and of two equal merges the last.
+        let added = kind.json["added_tokens"].as_array_mut().unwrap();
+        added.sort_by_key(|token| token["id"].as_u64());
+        let merges = kind.json["model"]["merges"].as_array_mut().unwrap();
+        let mut known = HashSet::new();
+        merges.reverse();
+        merges.retain(|merge| known.insert(merge.to_string()));
+        merges.reverse();
+        assert!(ahead(&kind.json).take(&json).is_some(), "{}", kind.name);
+        // As older programs write them.
+        let merges = kind.json["model"]["merges"].as_array_mut().unwrap();
+        for merge in merges {
+            let [before, after] = [0, 1].map(|part| merge[part].as_str().unwrap().to_owned());
+            *merge = format!("{before} {after}").into();
+        }
+        let ahead = ahead(&kind.json);
+        assert!(ahead.take(&json).is_some(), "{}", kind.name);
+        assert!(ahead.take(&json).is_none(), "{}", kind.name);
+    }
+    let other = kinds[0].json.clone();
+    let json = kinds[0].load().json().unwrap();
+    let changed = |change: &dyn Fn(&mut Value)| {
+        let mut json = other.clone();
+        change(&mut json);
+        ahead(&json)
+    };
+    assert!(changed(&|json| json["model"]["ignore_merges"] = true.into()).take(&json).is_none());
+    assert!(changed(&|json| json["added_tokens"] = json!([])).take(&json).is_none());
+    assert!(changed(&|json| json["model"]["merges"] = json!([])).take(&json).is_none());
+    assert!(changed(&|json| json["model"] = json!(null)).take(&json).is_none());
+}
+
+#[test]
 fn an_unusual_post_processor_leaves_whole_documents_to_the_slower_library() {
     let kinds = kinds::all(1500, &kinds::text(200_000, 1));
     let named = |name: &str| json!({"SpecialToken": {"id": name, "type_id": 0}});
@@ -144,7 +188,7 @@ fn an_unusual_post_processor_leaves_whole_documents_to_the_slower_library() {
         let mut json = kind.json.clone();
         json["post_processor"] = processor;
         let tokenizer = kinds::Kind { name: kind.name, json }.load();
-        let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap()).unwrap();
+        let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap(), None).unwrap();
         assert_eq!(encoder.fallback().is_none(), is_usual, "{:?}", encoder.fallback());
         assert_eq!(encoder.cut("one two three").is_some(), is_usual);
         for text in ["", "a", "one two <|endoftext|> three", &kinds::text(2000, 5)] {
@@ -201,7 +245,7 @@ fn the_stories_of_the_fixtures_have_the_ids_of_the_slower_library() {
     let fixtures = Path::new(FIXTURES);
     let stories = std::fs::read_to_string(fixtures.join("data/stories-valid.jsonl")).unwrap();
     let tokenizer = TextTokenizer::load(&fixtures.join("stories260K")).unwrap();
-    let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap()).unwrap();
+    let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap(), None).unwrap();
     assert_eq!(encoder.fallback(), None);
     assert!(encoder.cut(&stories).is_some());
     let whole = encoder.encode(&stories, Part::Whole).unwrap();
@@ -250,7 +294,7 @@ fn changed(name: &str, change: impl Fn(&mut Value)) -> (String, bool) {
     let kind = kinds.iter_mut().find(|kind| kind.name == name).unwrap();
     change(&mut kind.json);
     let tokenizer = kind.load();
-    let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap()).unwrap();
+    let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap(), None).unwrap();
     for text in ["", "It's na\u{ef}ve,  <s>\n12 \u{1f600}", "one two three"] {
         let encoded = encoder.encode(text, Part::Whole).unwrap();
         assert_eq!(encoded.ids, tokenizer.encode(text).unwrap(), "{name}");

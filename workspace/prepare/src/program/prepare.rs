@@ -7,10 +7,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use moh_chat::{ChatTemplate, TrainedTurns};
-use moh_data::DocumentEnd;
+use moh_data::{DocumentEnd, TextTokenizer};
 use moh_prepare::{
-    AppendEos, BadRecords, Chat, Counts, Observer, Prepare, Prepared, PreparedFile, Progress,
-    Sample, Selection, Split,
+    AppendEos, BadRecords, Chat, Counts, LoadAhead, Observer, Prepare, Prepared, PreparedFile,
+    Progress, Sample, Selection, Split,
 };
 use moh_program::arguments::at_least;
 use moh_program::progress::{Bar, of_bytes};
@@ -138,8 +138,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         true => exit::stop_on_signals(&stop)?,
         false => exit::remove_temporary_files_on_signals()?,
     }
-    let tokenizer = models::named_tokenizer(&arguments.tokenizer, arguments.revision.as_deref())?
-        .split_special_tokens(arguments.split_special_tokens);
+    let file = models::tokenizer_file(&arguments.tokenizer, arguments.revision.as_deref())?;
+    let ahead = (!arguments.chat).then(|| LoadAhead::start(&file));
+    let tokenizer =
+        TextTokenizer::load(&file)?.split_special_tokens(arguments.split_special_tokens);
     let template = match arguments.chat {
         true => Some(ChatTemplate::load(moh_files::parent(tokenizer.path()))?),
         false => None,
@@ -149,6 +151,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Turns::Last => TrainedTurns::Last,
     };
     let options = Prepare {
+        ahead: ahead.as_ref(),
         format: arguments.inputs.format(),
         field: arguments.inputs.field(if arguments.chat { "messages" } else { "text" }),
         chat: template.as_ref().map(|template| Chat { template, turns }),
