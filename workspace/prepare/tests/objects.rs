@@ -20,6 +20,10 @@ struct Bucket {
     version: u32,
     /// Connections that end in the middle of an object.
     breaks: usize,
+    /// The beginning of the request after which all objects are other ones.
+    changes_after: Option<&'static str>,
+    /// Whether an answer has half of an object, as if that were all of it.
+    halves: bool,
     is_forbidden: bool,
     log: Vec<String>,
 }
@@ -99,10 +103,12 @@ fn answer(mut stream: TcpStream, bucket: &Mutex<Bucket>) -> Option<()> {
     let tag = format!("\"{}\"", bucket.version);
     let is_changed = header("if-match:").is_some_and(|wanted| wanted != tag);
     let name = path.strip_prefix("/b")?.trim_start_matches('/');
+    let len = |bytes: &[u8]| if bucket.halves { bytes.len() / 2 } else { bytes.len() };
     let (status, body) = match bucket.objects.get(name) {
         _ if bucket.is_forbidden => (403, b"<Error><Code>AccessDenied</Code></Error>".to_vec()),
         Some(_) if is_changed => (412, Vec::new()),
-        Some(bytes) => (from.map_or(200, |_| 206), bytes[from.unwrap_or(0)..].to_vec()),
+        Some(bytes) if from.is_some_and(|from| from >= len(bytes)) => (416, Vec::new()),
+        Some(bytes) => (from.map_or(200, |_| 206), bytes[from.unwrap_or(0)..len(bytes)].to_vec()),
         None if name.is_empty() => (200, list(&bucket, query, &tag).into_bytes()),
         None => (404, b"<Error><Code>NoSuchKey</Code></Error>".to_vec()),
     };
@@ -111,7 +117,13 @@ fn answer(mut stream: TcpStream, bucket: &Mutex<Bucket>) -> Option<()> {
         bucket.breaks -= 1;
         sent /= 2;
     }
-    let range = from.map_or(String::new(), |from| {
+    let request = format!("{method} {target}");
+    if bucket.changes_after.is_some_and(|start| request.starts_with(start)) {
+        bucket.changes_after = None;
+        bucket.version += 1;
+        bucket.objects.values_mut().for_each(|bytes| *bytes = lines("other", 300));
+    }
+    let range = from.filter(|_| status == 206).map_or(String::new(), |from| {
         let total = from + body.len();
         format!("Content-Range: bytes {from}-{}/{total}\r\n", total - 1)
     });
@@ -169,6 +181,8 @@ fn without_the_feature_an_error_names_it() {
 
 #[cfg(feature = "object-store")]
 mod with_the_feature {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -199,6 +213,76 @@ mod with_the_feature {
         let log = &place.bucket.lock().unwrap().log;
         assert!(log.iter().any(|line| line.contains("data/deep/c.jsonl")));
         assert!(!log.iter().any(|line| line.starts_with("GET /b/data/README.md")));
+    }
+
+    /// The files in and below a directory; none if it is not there.
+    fn files_below(dir: &Path) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
+        let paths = entries.map(|entry| entry.unwrap().path());
+        paths
+            .flat_map(|path| match path.is_dir() {
+                true => files_below(&path),
+                false => vec![path.file_name().unwrap().to_str().unwrap().to_owned()],
+            })
+            .collect()
+    }
+
+    /// Prepares objects of a bucket that fails, and returns the sentence; then those of one that does not.
+    fn fails_once(place: &Place, repair: impl Fn(&mut Bucket)) -> String {
+        let path = |name: &str| place.dir.path().join(name);
+        for ending in ["bin", "idx", "json"] {
+            // Of an earlier preparation.
+            let _ = fs::remove_file(path(&format!("out.{ending}")));
+        }
+        let error = place.prepare("s3://b/data/*.jsonl").unwrap_err();
+        for ending in ["bin", "idx", "json"] {
+            assert!(!path(&format!("out.{ending}")).exists(), "{error}");
+        }
+        let left = files_below(&path("out.prepare/downloads"));
+        assert!(left.iter().all(|name| name.ends_with(".incomplete")), "{error}: {left:?}");
+        repair(&mut place.bucket.lock().unwrap());
+        place.prepare("s3://b/data/*.jsonl").unwrap();
+        let remote = fs::read(path("out.bin")).unwrap();
+        fs::write(path("a.jsonl"), &place.bucket.lock().unwrap().objects["data/a.jsonl"]).unwrap();
+        place.prepare("a.jsonl").unwrap();
+        assert!(fs::read(path("out.bin")).unwrap() == remote, "{error}");
+        assert!(!path("out.prepare").exists());
+        error
+    }
+
+    #[test]
+    fn an_object_that_changes_after_it_was_listed_is_named() {
+        for (changes_after, breaks) in [("GET /b?", 0), ("GET /b/data/a.jsonl", 1)] {
+            let place = Place::new(&["data/a.jsonl"]);
+            let mut bucket = place.bucket.lock().unwrap();
+            (bucket.changes_after, bucket.breaks) = (Some(changes_after), breaks);
+            drop(bucket);
+            let error = fails_once(&place, |bucket| assert_eq!(bucket.version, 1));
+            let expected = "error: s3://b/data/a.jsonl: has changed since it was listed: give the same command again";
+            assert_eq!(error, expected, "{changes_after}");
+        }
+    }
+
+    #[test]
+    fn an_answer_that_ends_early_is_no_object() {
+        let place = Place::new(&["data/a.jsonl"]);
+        place.bucket.lock().unwrap().halves = true;
+        let size = place.bucket.lock().unwrap().objects["data/a.jsonl"].len();
+        let error = fails_once(&place, |bucket| bucket.halves = false);
+        let reason =
+            format!("has {} bytes instead of {size}: give the same command again", size / 2);
+        assert_eq!(error, format!("error: s3://b/data/a.jsonl: {reason}"));
+        // Nor is one whose connection ends, but what has arrived is continued.
+        let mut bucket = place.bucket.lock().unwrap();
+        bucket.breaks = usize::MAX;
+        bucket.objects.insert("data/a.jsonl".to_owned(), lines("a", 2));
+        drop(bucket);
+        let error = fails_once(&place, |bucket| (bucket.breaks, bucket.log) = (0, Vec::new()));
+        assert!(error.starts_with("error: s3://b/data/a.jsonl: Generic S3 error: "), "{error}");
+        assert!(error.ends_with("the network, and give the same command again"), "{error}");
+        let log = &place.bucket.lock().unwrap().log;
+        let of_object = |line: &&String| line.starts_with("GET /b/data/a.jsonl");
+        assert!(log.iter().filter(of_object).all(|line| line.contains("Some(")), "{log:?}");
     }
 
     #[test]

@@ -171,14 +171,15 @@ impl Bucket {
 }
 
 impl Object {
-    /// Appends to `out`, which has `have` bytes of the object, what follows them.
+    /// Appends to `out`, which has `have` bytes of the object, what follows them, and returns the size of the object.
+    /// Of one that has not the listed size nothing is read.
     async fn read(
         &self,
         out: &mut File,
         have: &mut u64,
         stop: &AtomicBool,
         report: &mut dyn FnMut(u64),
-    ) -> Result<()> {
+    ) -> Result<u64> {
         let options = GetOptions {
             if_match: self.meta.e_tag.clone(),
             range: (*have > 0).then_some(GetRange::Offset(*have)),
@@ -186,6 +187,10 @@ impl Object {
         };
         let asked = self.bucket.store.get_opts(&self.meta.location, options);
         let answer = until(stop, asked).await?.map_err(|error| explain(&self.name, error))?;
+        let size = answer.meta.size;
+        if size != self.meta.size {
+            return Ok(size);
+        }
         let mut stream = answer.into_stream();
         while let Some(bytes) = until(stop, stream.next()).await? {
             let bytes = bytes.map_err(|error| explain(&self.name, error))?;
@@ -202,7 +207,7 @@ impl Object {
             *have += bytes.len() as u64;
             report(*have);
         }
-        Ok(())
+        Ok(size)
     }
 }
 
@@ -249,8 +254,12 @@ impl RemoteFile for Object {
             tries = if have > before { 0 } else { tries + 1 };
             match done {
                 Err(error @ Error::Download { .. }) if tries == MAX_TRIES => return Err(error),
-                Ok(()) if tries == MAX_TRIES => break,
-                Ok(()) | Err(Error::Download { .. }) => {}
+                Ok(found) if found != size => {
+                    have = found;
+                    break;
+                }
+                Ok(_) if tries == MAX_TRIES => break,
+                Ok(_) | Err(Error::Download { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
