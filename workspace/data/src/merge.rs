@@ -9,6 +9,9 @@ use crate::{
     TokenizerContent,
 };
 
+/// What to do about a missing `.json`: the tokenizer and the end of text that it names cannot be told from the tokens.
+const WITHOUT_RECORD: &str = "; fetch the missing one again, or a recipe takes both as two sources";
+
 /// Writes the documents of `inputs` to the token file `prefix`. Its metadata has the tokenizer of the inputs,
 /// which is the same, and the sums of their numbers. `progress` gets the bytes of tokens that were copied, and
 /// of all.
@@ -72,8 +75,12 @@ fn difference(first: &TokenFile, file: &TokenFile) -> Option<String> {
     let (first, file) = match (first.info(), file.info()) {
         (Some(first), Some(file)) => (first, file),
         (None, None) => return None,
-        (Some(_), None) => return Some("it has no .json, which the first one has".to_owned()),
-        (None, Some(_)) => return Some("it has a .json, which the first one has not".to_owned()),
+        (Some(_), None) => {
+            return Some(format!("it has no .json, which the first one has{WITHOUT_RECORD}"));
+        }
+        (None, Some(_)) => {
+            return Some(format!("it has a .json, which the first one has not{WITHOUT_RECORD}"));
+        }
     };
     let hash = |info: &TokenFileInfo| info.tokenizer_hash.clone().unwrap_or("none".to_owned());
     let tokenizer = match (&first.tokenizer_content, &file.tokenizer_content) {

@@ -180,3 +180,28 @@ fn files_with_and_without_a_mask_are_not_merged() {
     let error = failure([&a, &b]);
     assert!(error.contains("chat_template_blake3 def, not abc"), "{error}");
 }
+
+#[test]
+fn masked_files_are_not_merged_where_one_alone_lacks_its_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let [a, b, out]: [PathBuf; 3] = ["a", "b", "out"].map(|name| dir.path().join(name));
+    write(&a, DOCUMENTS);
+    write(&b, &DOCUMENTS[..1]);
+    fs::remove_file(with_ending(&b, ".json")).unwrap();
+    for (inputs, expected) in [
+        ([&a, &b], "it has no .json, which the first one has; fetch the missing one again"),
+        ([&b, &a], "it has a .json, which the first one has not; fetch the missing one again"),
+    ] {
+        let failed = merge(&inputs.map(Clone::clone), &out, false, &mut |_, _| ()).unwrap_err();
+        let error = failed.to_string();
+        assert!(error.contains(expected), "{error}");
+        assert!(error.contains("a recipe takes both as two sources"), "{error}");
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 4 + 3, "nothing of an output");
+    // The mask is part of the files, whatever is recorded of them.
+    fs::remove_file(with_ending(&a, ".json")).unwrap();
+    let info = merge(&[a, b], &out, false, &mut |_, _| ()).unwrap();
+    assert_eq!(mask(&out), [0, 1, 1, 0, 1, 0, 0, 1, 1]);
+    let recorded = info.mask.unwrap();
+    assert_eq!((recorded.trained_tokens, recorded.chat_template_blake3), (5, None));
+}
