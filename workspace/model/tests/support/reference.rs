@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::{silu, softmax};
 use moh_kernels::Cpu;
+use moh_kernels::cross_entropy::IGNORED;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{AuxiliaryLoss, Model, ModelConfig, Sums};
 
@@ -37,6 +38,7 @@ pub struct RouterInput<'a> {
 
 /// What a pass of the reference gives.
 pub struct Pass {
+    /// The mean over the targets that are not ignored.
     pub cross_entropy: Tensor,
     /// The mean of the layers that route.
     pub balance: Tensor,
@@ -151,7 +153,11 @@ impl Reference {
             x = (x + self.linear(&(gate * up)?, &name("mlp.down_proj"))?)?;
         }
         let logits = self.linear(&self.norm(&x, "model.norm")?, "lm_head")?;
-        let targets = Tensor::from_slice(targets, tokens, device)?;
+        // An ignored target has no row of logits in the mean.
+        let counted = (0..).zip(targets).filter(|(_, target)| **target != IGNORED);
+        let (rows, targets): (Vec<u32>, Vec<u32>) = counted.unzip();
+        let logits = logits.index_select(&Tensor::new(rows, device)?, 0)?;
+        let targets = Tensor::new(targets, device)?;
         let routing = masks.iter().filter(|mask| !mask.is_empty()).count();
         Ok(Pass {
             cross_entropy: candle_nn::loss::cross_entropy(&logits, &targets)?,
@@ -174,7 +180,17 @@ impl Reference {
         let number = |tensor: &Tensor| tensor.to_scalar::<f64>().unwrap();
         close(cross_entropy / 80.0, number(&expected.cross_entropy), "cross-entropy");
         close(balance, number(&expected.balance), "balance loss");
+        self.check_gradients(model, gradients, expected);
+    }
 
+    /// Compares the gradients of the total loss with those of a model.
+    #[track_caller]
+    pub fn check_gradients(
+        &self,
+        model: &Model<Cpu, f32>,
+        gradients: &FlatBuffers<Cpu, f32>,
+        expected: &Pass,
+    ) {
         let balance =
             (f64::from(SCALE.auxiliary[AuxiliaryLoss::Balance]) * &expected.balance).unwrap();
         let all = (&expected.cross_entropy + balance).unwrap().backward().unwrap();
@@ -230,7 +246,7 @@ pub fn micro_batch() -> (Vec<u32>, Vec<u32>) {
 }
 
 #[track_caller]
-fn close(found: f64, expected: f64, what: &str) {
+pub fn close(found: f64, expected: f64, what: &str) {
     assert!(
         (found - expected).abs() <= TOLERANCE * expected.abs(),
         "{what}: {found}, not {expected}"

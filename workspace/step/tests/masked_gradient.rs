@@ -1,0 +1,147 @@
+//! The gradient of a whole step whose masks leave targets out, against the formulas of docs/design.md in f64, whose
+//! gradients candle's autograd takes.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+#[path = "../../model/tests/support/reference.rs"]
+mod reference;
+#[path = "../../model/tests/support/mod.rs"]
+mod support;
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Tensor};
+use moh_comm::World;
+use moh_kernels::cross_entropy::IGNORED;
+use moh_kernels::{Cpu, ElementType};
+use moh_model::parameters::Shard;
+use moh_model::{
+    Architecture, AuxiliaryLoss, HeadCounts, ModelConfig, MohConfig, Recompute, RouterKind,
+};
+use moh_step::guard::Limits;
+use moh_step::{
+    Error, Hyperparameters, OptimizerState, ReadSample, StepConfig, StepGroups, StepResult,
+    Stepper, Update,
+};
+use reference::{Pass, Reference, close, query_norm};
+use support::{SCALE, SHAPE, VOCABULARY, config, model};
+
+const MOH: MohConfig = MohConfig {
+    router: RouterKind::QueryNorm,
+    shared_heads: HeadCounts::All(3),
+    routed_top_k: HeadCounts::All(2),
+};
+const MICRO_BATCHES: u64 = 2;
+
+/// Samples of the pseudorandom tokens of [`token`].
+#[derive(Clone, Copy)]
+struct Masked;
+
+fn token(sample: u64, at: u64) -> u32 {
+    let number = sample * 41 + at;
+    ((number * 37 + number * number) % u64::from(VOCABULARY)) as u32
+}
+
+/// All of a sequence, none, a few and most: the micro-batches, of two sequences each, have other numbers of targets.
+fn trains(sample: u64, at: u64) -> bool {
+    match sample {
+        0 => true,
+        1 => false,
+        2 => at.is_multiple_of(13),
+        _ => !(at * at).is_multiple_of(5),
+    }
+}
+
+impl ReadSample for Masked {
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        _: Option<&mut [u32]>,
+    ) -> Result<(), Error> {
+        (0..).zip(window).for_each(|(at, id)| *id = token(number, at));
+        Ok(())
+    }
+
+    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, Error> {
+        (0..).zip(mask).for_each(|(at, byte)| *byte = u8::from(trains(number, at)));
+        Ok(true)
+    }
+
+    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, Error> {
+        Ok(Some(samples.map(|sample| targets(sample).filter(is_counted).count() as u64).sum()))
+    }
+}
+
+/// For each token of a sequence the one after it, if that is trained on.
+fn targets(sample: u64) -> impl Iterator<Item = u32> {
+    let after = 1..=SHAPE.length as u64;
+    after.map(move |at| if trains(sample, at) { token(sample, at) } else { IGNORED })
+}
+
+fn is_counted(target: &u32) -> bool {
+    *target != IGNORED
+}
+
+/// The losses of the step: the mean over all of its targets, and the mean of its micro-batches' balance losses.
+fn step_of(reference: &Reference) -> candle_core::Result<(Pass, usize)> {
+    let mut cross_entropy = Tensor::zeros((), DType::F64, &Device::Cpu)?;
+    let (mut balance, mut count) = (cross_entropy.clone(), 0);
+    for number in 0..MICRO_BATCHES {
+        let samples = number * SHAPE.batch as u64..(number + 1) * SHAPE.batch as u64;
+        let positions = 0..SHAPE.length as u64;
+        let ids = samples.clone().flat_map(|n| positions.clone().map(move |at| token(n, at)));
+        let (ids, targets): (Vec<_>, Vec<_>) = (ids.collect(), samples.flat_map(targets).collect());
+        let pass = reference.forward(&ids, &targets, SHAPE.batch)?;
+        let counted = targets.iter().filter(|target| is_counted(target)).count();
+        cross_entropy = (cross_entropy + (pass.cross_entropy * counted as f64)?)?;
+        balance = (balance + pass.balance)?;
+        count += counted;
+    }
+    let cross_entropy = (cross_entropy / count as f64)?;
+    let balance = (balance / MICRO_BATCHES as f64)?;
+    Ok((Pass { cross_entropy, balance, masks: Vec::new() }, count))
+}
+
+fn is_the_reference(architecture: Architecture, recompute: Recompute) {
+    let config = ModelConfig { architecture, ..config(10, false, Some(MOH)) };
+    let mut model = model::<Cpu, f32>(Cpu, config);
+    let reference = Reference::of(&model, query_norm);
+    let (expected, count) = step_of(&reference).unwrap();
+
+    let all = World::single().group().clone();
+    let mut optimizer = OptimizerState::<Cpu, f32>::new(&model, Shard::from_group(&all)).unwrap();
+    let config = StepConfig {
+        stage: "test".into(),
+        sequence_length: SHAPE.length,
+        micro_batch: SHAPE.batch,
+        micro_batches: MICRO_BATCHES,
+        document_mask: false,
+        recompute,
+        auxiliary_weights: SCALE.auxiliary.map(f64::from),
+        // The first moment becomes the gradient.
+        optimizer: Hyperparameters { beta1: 0.0, clip_norm: 1e30, ..Hyperparameters::default() },
+        reduce: ElementType::F32,
+    };
+    let groups = StepGroups { data: all.clone(), all };
+    let mut stepper = Stepper::<Cpu, f32, f32>::new(&model, config, groups).unwrap();
+    let update = Update { number: 1, learning_rate: 1e-3, limits: Limits::FINITE };
+    let found = stepper.step(&mut model, &mut optimizer, Masked, 0, update).unwrap();
+
+    let StepResult { loss, targets, auxiliary, skipped, .. } = found;
+    assert_eq!((targets, skipped), (Some(count as u64), None));
+    let number = |tensor: &Tensor| tensor.to_scalar::<f64>().unwrap();
+    close(loss, number(&expected.cross_entropy), "cross-entropy");
+    let balance = auxiliary[AuxiliaryLoss::Balance].unwrap();
+    close(balance, number(&expected.balance), "balance loss");
+    reference.check_gradients(&model, &optimizer.first_moment, &expected);
+}
+
+#[test]
+fn ignored_targets_have_no_part_in_the_loss_and_gradient_of_a_step() {
+    for architecture in Architecture::ALL {
+        for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
+            is_the_reference(architecture, recompute);
+        }
+    }
+}
