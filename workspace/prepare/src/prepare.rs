@@ -330,7 +330,7 @@ pub fn prepare(
         }
         Err(Error::Interrupted) if is_stopped => return Ok(None),
         Err(error) => {
-            if error.is_passing() && (outputs.written().0 > 0 || outputs.downloads().exists()) {
+            if error.is_passing() && (outputs.written().0 > 0 || outputs.has_downloads()) {
                 // What was downloaded and encoded serves the next call; this error is the one to report.
                 let _ = outputs.checkpoint();
             }

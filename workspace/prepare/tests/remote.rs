@@ -361,6 +361,28 @@ fn refusals_and_damage_are_one_sentence() {
     place.run(&format!("prepare --tokenizer tok --out x {}", address("a.jsonl")));
 }
 
+#[test]
+fn files_of_which_no_byte_arrives_leave_nothing_behind() {
+    let place = Place::new(&["a.jsonl", "b.jsonl"]);
+    let leaves_nothing = |expected: &str, change: &dyn Fn(&mut Behaviour)| {
+        place.server.set(change);
+        for options in ["", "--no-keep "] {
+            let text = place.refuse(&format!("{options}{}", address("*.jsonl")));
+            assert!(text.starts_with("org/tiny: ") && text.contains(expected), "{text}");
+            // A tokenizer of it neither.
+            let line = format!("tokenizer --vocab-size 300 {options}--out new {}", address("*"));
+            assert_eq!(place.output(&line).status.code(), Some(1));
+            assert!(!place.path("new").exists() && !place.path("new.downloads").exists());
+        }
+    };
+    leaves_nothing("is gated (401)", &|server| server.refuse_files = Some((401, "GatedRepo")));
+    leaves_nothing("(404)", &|server| server.refuse_files = Some((404, "EntryNotFound")));
+    leaves_nothing("does not have the hash", &|server| {
+        server.refuse_files = None;
+        server.damaged.push("a.jsonl".to_owned());
+    });
+}
+
 /// A dataset of which all but the first file is large, and never arrives once told so.
 fn large() -> Place {
     let names = ["a.jsonl", "b.jsonl", "c.jsonl"];

@@ -7,7 +7,7 @@ mod seen;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use moh_data::{TokenFileWriter, publish_token_files, with_ending};
@@ -338,6 +338,14 @@ impl<'a> Outputs<'a> {
     /// The directory of inputs that are downloaded for this preparation alone.
     pub(crate) fn downloads(&self) -> PathBuf {
         self.directory.join("downloads")
+    }
+
+    /// Whether a part of an input was downloaded for this preparation alone.
+    pub(crate) fn has_downloads(&self) -> bool {
+        // Each has a directory of its own, which one that has failed leaves without a byte in it.
+        let entries = |directory: &Path| fs::read_dir(directory).into_iter().flatten().flatten();
+        let mut files = entries(&self.downloads()).flat_map(|directory| entries(&directory.path()));
+        files.any(|file| file.metadata().is_ok_and(|file| file.len() > 0))
     }
 
     /// Bytes of inputs that were read, as they are stored.
