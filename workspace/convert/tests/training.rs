@@ -40,7 +40,7 @@ fn prepare_model(dir: &Path, model_type: &str) {
         dir: &old,
         overwrite: false,
     };
-    let tokenizer = train_tokenizer(options, &mut |_, _| {}).unwrap();
+    let tokenizer = train_tokenizer(options, &mut |_| {}).unwrap();
     let rows = tokenizer.vocab_size();
     let config = json!({
         "model_type": model_type, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,

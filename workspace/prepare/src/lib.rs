@@ -31,8 +31,8 @@ pub use error::{Error, Place, Result};
 pub use names::{Inputs, can_continue};
 pub use output::Counts;
 pub use prepare::{
-    BadRecords, Chat, Observer, Prepare, Prepared, PreparedFile, Progress, Sample, Selection,
-    prepare,
+    BadRecords, Chat, Observer, Prepare, Prepared, PreparedFile, Progress, Reading, Sample,
+    Selection, prepare,
 };
 pub use reader::Format;
 #[doc(hidden)]

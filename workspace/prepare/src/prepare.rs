@@ -107,9 +107,9 @@ pub enum BadRecords {
     },
 }
 
-/// How far a preparation is.
+/// How far the inputs are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Progress {
+pub struct Reading {
     /// Bytes of the inputs that were read, as they are stored.
     pub bytes: u64,
     /// Bytes of the inputs; 0 if that is unknown.
@@ -118,6 +118,13 @@ pub struct Progress {
     pub downloaded_bytes: u64,
     /// Bytes of remote inputs that have to be.
     pub download_bytes: u64,
+}
+
+/// How far a preparation is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// How far its inputs are read.
+    pub reading: Reading,
     /// Documents written.
     pub documents: u64,
     /// Tokens written.
@@ -305,7 +312,8 @@ pub fn prepare(
     let progress = |outputs: &Outputs<'_>, bytes| {
         let (documents, tokens) = outputs.written();
         let (downloaded_bytes, download_bytes) = inputs.bytes();
-        Progress { bytes, total_bytes, downloaded_bytes, download_bytes, documents, tokens }
+        let reading = Reading { bytes, total_bytes, downloaded_bytes, download_bytes };
+        Progress { reading, documents, tokens }
     };
     let done = pipeline::run(&work, start, &mut |event| {
         outputs.receive(event)?;

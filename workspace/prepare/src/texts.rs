@@ -1,6 +1,7 @@
 //! The texts of several inputs, one after another on one thread: what a tokenizer is trained on.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::fields::Fields;
 use crate::reader::{self, Format, ReadOptions, Reader};
@@ -9,9 +10,14 @@ use crate::{Error, Result};
 
 /// Bytes of memory for a text.
 const MEMORY: u64 = 2_000_000_000;
+/// Time after which the caller hears that no text has arrived.
+const WAIT: Duration = Duration::from_millis(50);
 
-/// Iterates over texts with the bytes of input, as they are stored, that were read for them; a large document
-/// is several texts.
+/// A text, with the bytes of input, as they are stored, that were read for it.
+type Text = (String, u64);
+
+/// Iterates over texts; a large document is several texts. `None` says that nothing has arrived for a while, as while
+/// an input is downloaded.
 pub(crate) struct Texts<'a> {
     inputs: &'a Downloads,
     /// The number of inputs that were opened.
@@ -20,7 +26,7 @@ pub(crate) struct Texts<'a> {
     format: Option<Format>,
     /// The readers of an input's parts that are left, the next one last.
     readers: Vec<Box<dyn Reader>>,
-    ready: std::vec::IntoIter<(String, u64)>,
+    ready: std::vec::IntoIter<Text>,
 }
 
 impl<'a> Texts<'a> {
@@ -38,15 +44,19 @@ impl<'a> Texts<'a> {
         }
     }
 
-    fn next_text(&mut self) -> Result<Option<(String, u64)>> {
+    /// The next item; `None` at the end.
+    fn next_text(&mut self) -> Result<Option<Option<Text>>> {
         loop {
             if let Some(text) = self.ready.next() {
-                return Ok(Some(text));
+                return Ok(Some(Some(text)));
             }
             if let Some(reader) = self.readers.last_mut() {
                 match reader.next_chunk()? {
                     None => {
                         self.readers.pop();
+                        if self.readers.is_empty() {
+                            self.inputs.release(self.opened - 1)?;
+                        }
                     }
                     Some(chunk) => {
                         let mut input_bytes = chunk.input_bytes;
@@ -62,13 +72,12 @@ impl<'a> Texts<'a> {
                 }
                 continue;
             }
-            if let Some(last) = self.opened.checked_sub(1) {
-                self.inputs.release(last)?;
-            }
             if self.opened == self.inputs.len() {
                 return Ok(None);
             }
-            let path = self.inputs.path(self.opened)?;
+            let Some(path) = self.inputs.path_within(self.opened, WAIT)? else {
+                return Ok(Some(None));
+            };
             self.opened += 1;
             let open = reader::open(&path, self.format, Arc::clone(&self.options))?;
             for part in (0..open.parts()).rev() {
@@ -79,7 +88,7 @@ impl<'a> Texts<'a> {
 }
 
 impl Iterator for Texts<'_> {
-    type Item = Result<(String, u64), Error>;
+    type Item = Result<Option<Text>, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
         self.next_text().transpose()

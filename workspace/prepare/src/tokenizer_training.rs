@@ -20,7 +20,7 @@ use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 
 use crate::fields::Fields;
 use crate::names::{Inputs, expand, total_bytes};
-use crate::prepare::refuse_inputs_as_outputs;
+use crate::prepare::{Reading, refuse_inputs_as_outputs};
 use crate::remote::Downloads;
 use crate::texts::Texts;
 use crate::{Error, Format, Result};
@@ -55,19 +55,19 @@ pub struct TrainTokenizer<'a> {
     pub overwrite: bool,
 }
 
-/// Trains a tokenizer, writes its files and returns it. `progress` receives the bytes of input read
-/// and their total, 0 if it is unknown.
+/// Trains a tokenizer, writes its files and returns it. `progress` hears how far the inputs are read, while nothing
+/// arrives too.
 ///
 /// # Errors
 /// Fails if an input is not text, if the vocabulary is too small for the bytes, or if a file
 /// exists.
 pub fn train_tokenizer(
     options: TrainTokenizer<'_>,
-    progress: &mut (dyn FnMut(u64, u64) + Send),
+    progress: &mut (dyn FnMut(Reading) + Send),
 ) -> Result<TextTokenizer> {
     let TrainTokenizer { inputs, format, field, vocab_size, dir, overwrite } = options;
     let inputs = expand(inputs)?;
-    let total = total_bytes(&inputs)?;
+    let total_bytes = total_bytes(&inputs)?;
     check_vocab_size(vocab_size)?;
     let names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
     let outputs = names.map(|name| dir.join(name));
@@ -92,10 +92,15 @@ pub fn train_tokenizer(
     let (mut done, mut any_text) = (0, false);
     let failed = Mutex::new(None);
     let texts = Texts::new(&inputs, format, Fields::parse(field)?).map_while(|text| match text {
-        Ok((text, input_bytes)) => {
-            done += input_bytes;
-            any_text |= !text.is_empty();
-            progress(if total == 0 { done } else { done.min(total) }, total);
+        Ok(text) => {
+            let text = text.map(|(text, input_bytes)| {
+                done += input_bytes;
+                any_text |= !text.is_empty();
+                text
+            });
+            let bytes = if total_bytes == 0 { done } else { done.min(total_bytes) };
+            let (downloaded_bytes, download_bytes) = inputs.bytes();
+            progress(Reading { bytes, total_bytes, downloaded_bytes, download_bytes });
             Some(text)
         }
         Err(error) => {
@@ -104,7 +109,7 @@ pub fn train_tokenizer(
             None
         }
     });
-    tokenizer.train(&mut trainer, texts).map_err(fault)?;
+    tokenizer.train(&mut trainer, texts.flatten()).map_err(fault)?;
     if let Some(error) = failed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
         return Err(error);
     }

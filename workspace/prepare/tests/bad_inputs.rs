@@ -28,7 +28,7 @@ fn tokenizer(dir: &Path) -> TextTokenizer {
         dir: &dir.join("tok"),
         overwrite: false,
     };
-    train_tokenizer(options, &mut |_, _| {}).unwrap()
+    train_tokenizer(options, &mut |_| {}).unwrap()
 }
 
 fn table(texts: &[String]) -> RecordBatch {

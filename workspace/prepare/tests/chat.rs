@@ -42,7 +42,7 @@ fn workplace() -> (TempDir, TextTokenizer) {
         dir: &out,
         overwrite: true,
     };
-    let trained = train_tokenizer(options, &mut |_, _| {}).unwrap();
+    let trained = train_tokenizer(options, &mut |_| {}).unwrap();
     let mut file: Value = serde_json::from_slice(&fs::read(trained.path()).unwrap()).unwrap();
     for (id, content) in [(300, "<|im_start|>"), (301, "<|im_end|>")] {
         file["added_tokens"].as_array_mut().unwrap().push(json!({

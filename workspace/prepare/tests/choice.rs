@@ -35,7 +35,7 @@ impl Place {
             dir: &dir.path().join("tok"),
             overwrite: false,
         };
-        let tokenizer = train_tokenizer(options, &mut |_, _| {}).unwrap();
+        let tokenizer = train_tokenizer(options, &mut |_| {}).unwrap();
         let path = |number| dir.path().join(format!("{number}.jsonl"));
         for (number, text) in inputs.iter().enumerate() {
             fs::write(path(number), text).unwrap();
@@ -160,7 +160,7 @@ impl Observer for StopAfter<'_> {
     }
 
     fn progress(&mut self, progress: Progress) {
-        if progress.bytes == 0 {
+        if progress.reading.bytes == 0 {
             // Nothing has arrived yet.
             return;
         }

@@ -27,7 +27,7 @@ fn tokenizer(dir: &Path, vocab_size: usize) -> TextTokenizer {
         dir,
         overwrite: true,
     };
-    train_tokenizer(options, &mut |_, _| {}).unwrap()
+    train_tokenizer(options, &mut |_| {}).unwrap()
 }
 
 /// Writes the token files of `options`.
@@ -73,7 +73,7 @@ fn documents_keep_their_order_over_many_batches() {
             panic!("{sentence}");
         }
         fn progress(&mut self, progress: Progress) {
-            self.0.push((progress.bytes, progress.total_bytes));
+            self.0.push((progress.reading.bytes, progress.reading.total_bytes));
         }
     }
     let mut seen = Seen(Vec::new());

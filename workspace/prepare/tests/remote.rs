@@ -454,6 +454,32 @@ fn an_interrupted_download_stops_at_once_and_goes_on_without_files_that_were_use
     }
 }
 
+#[cfg(unix)]
+#[test]
+fn lines_say_how_much_was_downloaded() {
+    use std::io::{BufRead, BufReader};
+
+    let place = large();
+    place.server.set(|server| server.stalls = true);
+    let start = |command: &str| {
+        let line = format!("{command} --no-keep {}", address("*.jsonl"));
+        place.command(&line).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let commands = [
+        ("reading", start("tokenizer --vocab-size 300 --out new")),
+        ("preparing", start("prepare --tokenizer tok --out out")),
+    ];
+    for (label, mut child) in commands {
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let line = lines.next().unwrap().unwrap();
+        assert!(line.starts_with(&format!("{label}: 0 B of 2.")), "{line}");
+        assert!(line.contains("0 B/s, ") && line.contains("downloaded 0 B of 2."), "{line}");
+        interrupt(&child);
+        assert!(!child.wait().unwrap().success());
+    }
+    assert!(!place.path("new.downloads").exists());
+}
+
 #[test]
 fn a_dataset_that_moved_on_is_named_with_the_commit_to_go_on_with() {
     let place = large();

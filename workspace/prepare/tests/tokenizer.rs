@@ -28,7 +28,7 @@ fn train(dir: &Path, vocab_size: usize) -> TextTokenizer {
         dir: &dir.join("tok"),
         overwrite: true,
     };
-    train_tokenizer(options, &mut |_, _| {}).unwrap()
+    train_tokenizer(options, &mut |_| {}).unwrap()
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn training_refuses_what_it_cannot_use() {
             dir: &tok,
             overwrite: false,
         };
-        train_tokenizer(options, &mut |_, _| {}).map(|_| ())
+        train_tokenizer(options, &mut |_| {}).map(|_| ())
     };
     assert!(matches!(
         run(std::slice::from_ref(&good), 257),

@@ -106,11 +106,14 @@ impl Bar {
         }
     }
 
-    /// Sets what follows the rate, such as another rate.
+    /// Sets what follows the rate, such as another rate; nothing if it is empty.
     pub fn describe(&mut self, detail: impl FnOnce(Duration) -> String) {
         let is_shown = self.bar.is_some() || self.printed.elapsed() >= LINE_EVERY;
         if is_shown {
-            self.detail = format!(", {}", detail(self.started.elapsed()));
+            self.detail = match detail(self.started.elapsed()) {
+                detail if detail.is_empty() => detail,
+                detail => format!(", {detail}"),
+            };
             if let Some(bar) = &self.bar {
                 bar.set_message(self.detail.clone());
             }

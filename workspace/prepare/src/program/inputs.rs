@@ -1,10 +1,12 @@
 //! The inputs of a command.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::ValueEnum;
-use moh_prepare::{DatasetSplit, Format, Inputs, Split};
+use moh_prepare::{DatasetSplit, Format, Inputs, Reading, Split};
 use moh_program::exit::Usage;
+use moh_program::progress::{Bar, of_bytes};
 
 #[derive(clap::Args)]
 pub struct InputArguments {
@@ -61,6 +63,19 @@ impl NamedInputs<'_> {
     pub fn inputs(&self) -> Inputs<'_> {
         Inputs { dataset: self.dataset.as_ref(), names: self.names, keep: self.keep }
     }
+}
+
+/// Shows how far the inputs are read with what `detail` says, if it does, and how much of remote ones is there while
+/// some is missing.
+pub fn show(bar: &mut Bar, reading: Reading, detail: impl FnOnce(Duration) -> Option<String>) {
+    let Reading { bytes, total_bytes, downloaded_bytes, download_bytes } = reading;
+    let downloads = || format!("downloaded {}", of_bytes(downloaded_bytes, download_bytes));
+    bar.describe(|elapsed| {
+        let downloads = (downloaded_bytes < download_bytes).then(downloads);
+        let details: Vec<_> = detail(elapsed).into_iter().chain(downloads).collect();
+        details.join(", ")
+    });
+    bar.update(bytes, total_bytes);
 }
 
 #[derive(Clone, Copy, ValueEnum)]

@@ -13,10 +13,10 @@ use moh_prepare::{
     Progress, Sample, Selection, Split,
 };
 use moh_program::arguments::at_least;
-use moh_program::progress::{Bar, of_bytes};
+use moh_program::progress::Bar;
 use moh_program::{counted, exit, models};
 
-use super::inputs::{InputArguments, SplitValue};
+use super::inputs::{self, InputArguments, SplitValue};
 use super::special_tokens;
 
 #[derive(clap::Args)]
@@ -195,23 +195,12 @@ impl Observer for Show {
     }
 
     fn progress(&mut self, progress: Progress) {
-        let Progress { bytes, total_bytes, documents, tokens, .. } = progress;
+        let Progress { reading, documents, tokens } = progress;
         let first = *self.first_tokens.get_or_insert(tokens);
-        self.bar.describe(|elapsed| {
+        inputs::show(&mut self.bar, reading, |elapsed| {
             let rate = (tokens - first) as f64 / elapsed.as_secs_f64().max(1e-3);
-            let downloads = downloads(progress);
-            format!("{}, {} tokens/s{downloads}", counted(documents, "document"), rate as u64)
+            Some(format!("{}, {} tokens/s", counted(documents, "document"), rate as u64))
         });
-        self.bar.update(bytes, total_bytes);
-    }
-}
-
-/// How much of remote inputs is there, while some is missing.
-fn downloads(progress: Progress) -> String {
-    let Progress { downloaded_bytes, download_bytes, .. } = progress;
-    match downloaded_bytes < download_bytes {
-        true => format!(", downloaded {}", of_bytes(downloaded_bytes, download_bytes)),
-        false => String::new(),
     }
 }
 

@@ -8,7 +8,7 @@ use moh_program::arguments::at_least;
 use moh_program::exit;
 use moh_program::progress::Bar;
 
-use super::inputs::InputArguments;
+use super::inputs::{self, InputArguments};
 
 #[derive(clap::Args)]
 pub struct Arguments {
@@ -42,8 +42,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         dir: &arguments.out,
         overwrite: arguments.force,
     };
-    let tokenizer =
-        moh_prepare::train_tokenizer(options, &mut |done, total| bar.update(done, total))?;
+    let mut show = |reading| inputs::show(&mut bar, reading, |_| None);
+    let tokenizer = moh_prepare::train_tokenizer(options, &mut show)?;
     drop(bar);
     let path = tokenizer.path().display();
     let found = tokenizer.vocab_size();

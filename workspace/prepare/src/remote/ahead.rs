@@ -82,19 +82,33 @@ impl Downloads {
     /// # Errors
     /// Fails if it cannot be downloaded.
     pub(crate) fn path(&self, number: usize) -> Result<PathBuf> {
-        if let Input::Local(path) = &self.0.inputs[number] {
-            return Ok(path.clone());
-        }
-        let mut state = self.0.lock();
         loop {
-            if let Some(fetched) = state.fetched.remove(&number) {
+            if let Some(path) = self.path_within(number, Duration::MAX)? {
+                return Ok(path);
+            }
+        }
+    }
+
+    /// As [`Downloads::path`]; `None` if it is not there after `wait`, and is to be asked for again.
+    ///
+    /// # Errors
+    /// As [`Downloads::path`].
+    pub(crate) fn path_within(&self, number: usize, wait: Duration) -> Result<Option<PathBuf>> {
+        if let Input::Local(path) = &self.0.inputs[number] {
+            return Ok(Some(path.clone()));
+        }
+        let has_ended = |state: &State| state.has_ended || self.0.stop.load(Ordering::Relaxed);
+        let is_awaited =
+            |state: &mut State| !state.fetched.contains_key(&number) && !has_ended(state);
+        let waited = self.0.changed.wait_timeout_while(self.0.lock(), wait, is_awaited);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match state.fetched.remove(&number) {
+            Some(fetched) => {
                 self.0.changed.notify_all();
-                return fetched;
+                fetched.map(Some)
             }
-            if state.has_ended || self.0.stop.load(Ordering::Relaxed) {
-                return Err(Error::Interrupted);
-            }
-            state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            None if has_ended(&state) => Err(Error::Interrupted),
+            None => Ok(None),
         }
     }
 
@@ -301,7 +315,7 @@ mod tests {
         let downloads = test.start(&["s3://b/stalled"], 0);
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| downloads.path(0));
-            std::thread::sleep(Duration::from_millis(20));
+            assert!(downloads.path_within(0, Duration::from_millis(20)).unwrap().is_none());
             assert!(!waiting.is_finished());
             downloads.stop();
             assert!(matches!(waiting.join().unwrap(), Err(Error::Interrupted)));
