@@ -1,8 +1,10 @@
-//! The learning rate of each step: linear warm-up, then a half cosine.
+//! The learning rate of each step: linear warm-up, then a decay.
 //!
-//! With steps s = 1..=n and w warm-up steps, lr(s) = max s / w for s <= w, and after that
-//! min + (max - min) (1 + cos(pi (s - w) / (n - w))) / 2, so the last step's rate is `min`. The
-//! rate depends on the recipe and the stage's own step only; no optimiser stores it.
+//! With steps s = 1..=n and w warm-up steps, lr(s) = max s / w for s <= w. In the last d steps, all after the warm-up
+//! by default, the rate falls: lr(s) = min + (max - min) g((s - (n - d)) / d), where g(f) is (1 + cos(pi f)) / 2,
+//! 1 - f or 1 - sqrt(f), so the last step's rate is `min`. Between the warm-up and them it is `max`. The inverse
+//! square root, max sqrt(max(w, 1) / s) and at least `min` (Megatron-LM's), goes on as long as the stage. The rate
+//! depends on the recipe and the stage's own step only; no optimiser stores it.
 
 use std::f64::consts::PI;
 
@@ -24,18 +26,25 @@ impl Schedule {
     /// The learning rate of `step`, counted from 1 within the stage; later steps have the last
     /// step's rate.
     pub fn learning_rate(&self, step: u64) -> f64 {
-        let LearningRateOptions { max, min, warmup_steps, decay } = self.rates;
+        let LearningRateOptions { max, min, warmup_steps, decay, decay_steps } = self.rates;
         let step = step.min(self.steps);
         if step <= warmup_steps {
             // A stage without steps and warm-up has no last step; its rate is max.
             return if warmup_steps == 0 { max } else { max * step as f64 / warmup_steps as f64 };
         }
+        let decay_steps = decay_steps.unwrap_or(self.steps - warmup_steps);
+        let done = step.saturating_sub(self.steps.saturating_sub(decay_steps)) as f64;
+        let all = decay_steps as f64;
+        let above_min = |part: f64| min + (max - min) * part;
         match decay {
-            Decay::Cosine => {
-                let done = (step - warmup_steps) as f64;
-                let all = (self.steps - warmup_steps) as f64;
-                min + (max - min) * (1.0 + (PI * done / all).cos()) / 2.0
+            Decay::Constant => max,
+            Decay::InverseSquareRoot => {
+                min.max(max * (warmup_steps.max(1) as f64 / step as f64).sqrt())
             }
+            _ if done == 0.0 => max,
+            Decay::Cosine => above_min((1.0 + (PI * done / all).cos()) / 2.0),
+            Decay::Linear => above_min(1.0 - done / all),
+            Decay::Sqrt => above_min(1.0 - (done / all).sqrt()),
         }
     }
 }
@@ -47,8 +56,46 @@ mod tests {
     use super::*;
 
     fn schedule(max: f64, min: f64, warmup_steps: u64, steps: u64) -> Schedule {
-        let rates = LearningRateOptions { max, min, warmup_steps, decay: Decay::Cosine };
-        Schedule::new(rates, steps)
+        let (decay, decay_steps) = (Decay::Cosine, None);
+        Schedule::new(LearningRateOptions { max, min, warmup_steps, decay, decay_steps }, steps)
+    }
+
+    /// The rates of all steps of a stage, from 1.0 to 0.5.
+    fn rates(decay: Decay, warmup_steps: u64, decay_steps: Option<u64>, steps: u64) -> Vec<f64> {
+        let rates = LearningRateOptions { max: 1.0, min: 0.5, warmup_steps, decay, decay_steps };
+        let schedule = Schedule::new(rates, steps);
+        (1..=steps).map(|step| schedule.learning_rate(step)).collect()
+    }
+
+    #[test]
+    fn lines_and_roots_pass_their_exact_points() {
+        assert_eq!(rates(Decay::Linear, 2, None, 6), [0.5, 1.0, 0.875, 0.75, 0.625, 0.5]);
+        // 1 - 0.5 * sqrt(i / 4)
+        let expected = [1.0, 0.75, 1.0 - 0.5 * 0.5f64.sqrt(), 1.0 - 0.5 * 0.75f64.sqrt(), 0.5];
+        assert_eq!(rates(Decay::Sqrt, 1, None, 5), expected);
+        // Down to min: 2 / sqrt(1..) after four steps of warm-up.
+        let rates = rates(Decay::InverseSquareRoot, 4, None, 100);
+        assert_eq!((rates[1], rates[3], rates[4]), (0.5, 1.0, 0.8f64.sqrt()));
+        assert_eq!((rates[8], rates[15], rates[99]), (2.0 / 3.0, 0.5, 0.5));
+    }
+
+    #[test]
+    fn a_constant_rate_stays_at_the_maximum() {
+        assert_eq!(rates(Decay::Constant, 2, None, 4), [0.5, 1.0, 1.0, 1.0]);
+        assert_eq!(rates(Decay::Constant, 0, None, 2), [1.0, 1.0]);
+    }
+
+    #[test]
+    fn the_rate_is_stable_before_the_last_steps() {
+        let linear = rates(Decay::Linear, 2, Some(2), 6);
+        assert_eq!(linear, [0.5, 1.0, 1.0, 1.0, 0.75, 0.5]);
+        // A longer stage has the same steps before.
+        assert_eq!(rates(Decay::Linear, 2, Some(2), 9)[..4], linear[..4]);
+        // The decay of all steps after the warm-up is the default.
+        for decay in [Decay::Cosine, Decay::Linear, Decay::Sqrt] {
+            assert_eq!(rates(decay, 3, Some(7), 10), rates(decay, 3, None, 10));
+            assert_eq!(rates(decay, 3, Some(1), 10)[8..], [1.0, 0.5]);
+        }
     }
 
     #[test]
@@ -95,9 +142,15 @@ mod tests {
     proptest! {
         #[test]
         fn rates_stay_within_bounds_and_never_rise_after_the_warm_up(
-            max in 1e-8..1.0f64, share in 0.0..=1.0f64, warmup in 0..100u64, rest in 1..300u64,
+            max in 1e-8..1.0f64, share in 0.0..=1.0f64, warmup_steps in 0..100u64, rest in 1..300u64,
+            decay in proptest::sample::select(vec![
+                Decay::Cosine, Decay::Linear, Decay::Sqrt, Decay::InverseSquareRoot, Decay::Constant,
+            ]),
+            decayed in proptest::option::of(0.0..=1.0f64),
         ) {
-            let schedule = schedule(max, max * share, warmup, warmup + rest);
+            let decay_steps = decayed.map(|share| 1 + (share * (rest - 1) as f64) as u64);
+            let rates = LearningRateOptions { max, min: max * share, warmup_steps, decay, decay_steps };
+            let (schedule, warmup) = (Schedule::new(rates, warmup_steps + rest), warmup_steps);
             let mut last = max;
             for step in warmup + 1..=warmup + rest {
                 let rate = schedule.learning_rate(step);

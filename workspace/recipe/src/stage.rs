@@ -96,22 +96,45 @@ impl MohOptions {
 pub struct LearningRateOptions {
     /// The learning rate after the warm-up.
     pub max: f64,
-    /// The learning rate of the last step.
+    /// The learning rate of the last step, or the smallest one; default: 0.
+    #[serde(default)]
     pub min: f64,
     /// Steps of the linear warm-up.
     pub warmup_steps: u64,
-    /// The decay from `max` to `min`; default: cosine.
+    /// How the rate falls from `max` to `min`; default: cosine.
     #[serde(default)]
     pub decay: Decay,
+    /// The last steps, in which it falls; default: all after the warm-up. With fewer the rate stays at `max` in
+    /// between: warm-up, stable, decay (WSD, arXiv 2404.06395).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decay_steps: Option<u64>,
 }
 
-/// The decay of the learning rate.
+/// How the learning rate falls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum Decay {
-    /// Half a cosine.
+    /// By half a cosine.
     #[default]
     Cosine,
+    /// By a straight line.
+    Linear,
+    /// By one minus the square root of the fraction that is done (arXiv 2405.18392).
+    Sqrt,
+    /// As the inverse of the square root of the step, from the warm-up's end on, until it is `min`.
+    InverseSquareRoot,
+    /// Not at all; `min` is not used.
+    Constant,
+}
+
+impl Decay {
+    /// Whether it ends at `min` after a number of steps, which may be given.
+    pub(crate) fn has_end(self) -> bool {
+        match self {
+            Decay::Cosine | Decay::Linear | Decay::Sqrt => true,
+            Decay::InverseSquareRoot | Decay::Constant => false,
+        }
+    }
 }
 
 /// Processes that share one copy of the model; default: 1 of each.

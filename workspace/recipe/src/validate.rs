@@ -386,7 +386,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
     }
     faults.at_least_one(&key("micro_batch"), stage.micro_batch as u64);
 
-    let LearningRateOptions { max, min, warmup_steps, .. } = stage.learning_rate;
+    let LearningRateOptions { max, min, warmup_steps, decay, decay_steps } = stage.learning_rate;
     let positive = max.is_finite() && max > 0.0;
     let reason = "must be a finite number above 0";
     faults.check(positive, &key("learning_rate.max"), max, reason);
@@ -405,6 +405,16 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
                 "must be at most the stage's {steps} steps (tokens / batch_tokens, rounded up)"
             ),
         );
+        if let Some(decay_steps) = decay_steps {
+            let most = steps.saturating_sub(warmup_steps);
+            let reason = format!("must be from 1 to {most}, the stage's steps after the warm-up");
+            let fine = (1..=most).contains(&decay_steps);
+            faults.check(fine, &key("learning_rate.decay_steps"), decay_steps, reason);
+        }
+    }
+    if let Some(decay_steps) = decay_steps {
+        let reason = "is for decays that end: cosine, linear and sqrt; leave it out";
+        faults.check(decay.has_end(), &key("learning_rate.decay_steps"), decay_steps, reason);
     }
 
     let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm } = stage.optimizer;
