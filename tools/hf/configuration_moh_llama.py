@@ -1,8 +1,9 @@
 """The configuration of a Llama with Mixture-of-Head attention (MoH, arXiv 2410.11842).
 
-A layer's first `moh_shared_heads` heads are active for every token, and each token selects
-`moh_routed_top_k` of the others. Both are integers, or lists with one integer for each layer. A
-layer whose heads are all shared is dense. Everything else is a Llama's configuration.
+A layer's first `moh_shared_heads` heads are active for every token, or those of its list in
+`moh_shared_head_ids`, and each token selects `moh_routed_top_k` of the others. Both counts are
+integers, or lists with one integer for each layer. A layer whose heads are all shared is dense.
+Everything else is a Llama's configuration.
 """
 
 import transformers
@@ -31,6 +32,7 @@ def other_release(fault):
 
 ROUTER = "query-norm"
 REQUIRED_KEYS = ("moh_router", "moh_shared_heads", "moh_routed_top_k")
+SHARED_IDS = "moh_shared_head_ids"
 
 
 class MohHeads:
@@ -38,7 +40,13 @@ class MohHeads:
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        missing = [key for key in REQUIRED_KEYS if config_dict.get(key, kwargs.get(key)) is None]
+        if kwargs.get("moh_shared_heads") is not None:
+            # The number that a user gives replaces the heads of the file.
+            config_dict = {**config_dict, SHARED_IDS: None}
+        given = {key for key in (*REQUIRED_KEYS, SHARED_IDS) if config_dict.get(key, kwargs.get(key)) is not None}
+        if SHARED_IDS in given and "moh_shared_heads" not in given:
+            given.add("moh_shared_heads")
+        missing = [key for key in REQUIRED_KEYS if key not in given]
         if missing:
             raise ValueError(
                 f"config.json: {missing[0]} is missing: a {cls.model_type} has {', '.join(REQUIRED_KEYS)}"
@@ -47,6 +55,9 @@ class MohHeads:
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        if self.moh_shared_head_ids is not None:
+            # One of the two is written.
+            self.moh_shared_heads = None
         self.check_heads()
 
     def check_heads(self):
@@ -62,11 +73,11 @@ class MohHeads:
             self._check_layer(layer)
 
     def _check_layer(self, layer):
-        shared, top_k = self.layer_heads(layer)
-        heads = self.num_attention_heads
+        ids, top_k = self.layer_heads(layer)
+        heads, shared = self.num_attention_heads, len(ids)
         routed = heads - shared
-        if not 0 <= shared <= heads:
-            raise ValueError(f"moh_shared_heads of layer {layer} = {shared}: the model has {heads} heads")
+        if ids and max(ids) >= heads:
+            raise ValueError(f"the shared heads of layer {layer} are {ids}: the model has {heads} heads")
         if routed == 1:
             raise ValueError(
                 f"moh_shared_heads of layer {layer} = {shared} of {heads} leaves one routed head, whose "
@@ -82,8 +93,25 @@ class MohHeads:
             )
 
     def layer_heads(self, layer):
-        """The number of shared heads of a layer, and of the routed heads that a token selects."""
-        return self._count("moh_shared_heads", layer), self._count("moh_routed_top_k", layer)
+        """The shared heads of a layer, and the number of routed heads that a token selects."""
+        return self._shared_heads(layer), self._count("moh_routed_top_k", layer)
+
+    def _shared_heads(self, layer):
+        layers = self.moh_shared_head_ids
+        if layers is None:
+            shared = self._count("moh_shared_heads", layer)
+            if shared < 0:
+                raise ValueError(f"moh_shared_heads of layer {layer} = {shared}: must be from 0")
+            return list(range(shared))
+        if len(layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"{SHARED_IDS} has {len(layers)} entries, and the model {self.num_hidden_layers} layers: "
+                "give one for each layer"
+            )
+        heads = layers[layer]
+        if len(set(heads)) != len(heads) or any(head < 0 for head in heads):
+            raise ValueError(f"{SHARED_IDS} of layer {layer} = {heads}: must name each head once, from 0")
+        return sorted(heads)
 
     def _count(self, key, layer):
         counts = getattr(self, key)
@@ -110,7 +138,8 @@ class MohLlamaConfig(MohHeads, LlamaConfig):
     model_type = "moh_llama"
 
     moh_router: str = ROUTER
-    moh_shared_heads: int | list[int] = 16
+    moh_shared_heads: int | list[int] | None = 16
+    moh_shared_head_ids: list[list[int]] | None = None
     moh_routed_top_k: int | list[int] = 8
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.01

@@ -11,7 +11,8 @@ class MohQwen3Config(MohHeads, Qwen3Config):
     model_type = "moh_qwen3"
 
     moh_router: str = ROUTER
-    moh_shared_heads: int | list[int] = 16
+    moh_shared_heads: int | list[int] | None = 16
+    moh_shared_head_ids: list[list[int]] | None = None
     moh_routed_top_k: int | list[int] = 8
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.01

@@ -67,7 +67,8 @@ class MohRouter(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.num_heads = config.num_attention_heads
-        self.shared_heads, self.top_k = config.layer_heads(layer_idx)
+        shared_heads, self.top_k = config.layer_heads(layer_idx)
+        self.routed_heads = [head for head in range(self.num_heads) if head not in shared_heads]
 
     def forward(self, queries):
         """Routes queries of shape [..., heads, head_dim], as the projection gives them.
@@ -81,7 +82,7 @@ class MohRouter(nn.Module):
                 "heads of a token together, use a tensor-parallel size of 1"
             )
         device = queries.device
-        routed = queries[..., self.shared_heads :, :]
+        routed = queries[..., self.routed_heads, :]
         if device.type == "mps":
             # Apple's GPUs have no f64.
             routed = routed.cpu()
@@ -94,14 +95,15 @@ class MohRouter(nn.Module):
         # In this order the forward value is exactly 1.
         straight_through = 1 + (gates - gates.detach())
         weights = torch.where(selected, straight_through, 0)
-        shared = weights.new_ones(*weights.shape[:-1], self.shared_heads)
-        return torch.cat([shared, weights], -1).to(device), scores.float().to(device), selected.to(device)
+        all_weights = weights.new_ones(*weights.shape[:-1], self.num_heads)
+        all_weights[..., self.routed_heads] = weights
+        return all_weights.to(device), scores.float().to(device), selected.to(device)
 
 
 def router_of(config, layer_idx):
     """The router of a layer; None if the layer is dense, with all heads shared."""
     shared_heads, _ = config.layer_heads(layer_idx)
-    return MohRouter(config, layer_idx) if shared_heads < config.num_attention_heads else None
+    return MohRouter(config, layer_idx) if len(shared_heads) < config.num_attention_heads else None
 
 
 def normalized_norms(queries):
@@ -285,7 +287,7 @@ class MohCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
 
     With `output_router_logits`, `aux_loss` is the balance loss. `router_logits` has the scores of each
     layer that routes, [batch, length, routed heads], whose softmax are the gates, and `selected_heads`
-    whether the token selected the head; routed head j is head `moh_shared_heads + j`.
+    whether the token selected the head; the routed heads are those that are not shared, in ascending order.
     """
 
     selected_heads: tuple[torch.Tensor] | None = None

@@ -106,7 +106,8 @@ def train_one_step(directory, windows, scratch):
     tokens = torch.cat([windows[:, :-1].flatten(), windows[-1, -1:]])
     write_tokens(scratch / "step", tokens.tolist())
     config = json.loads((directory / "config.json").read_text())
-    heads = f"shared_heads = {config['moh_shared_heads']}, routed_top_k = {config['moh_routed_top_k']}"
+    shared = next(key for key in ("shared_heads", "shared_head_ids") if config.get(f"moh_{key}") is not None)
+    heads = f"{shared} = {config[f'moh_{shared}']}, routed_top_k = {config['moh_routed_top_k']}"
     recipe = f"""
         [run]
         dir = "{scratch / 'run'}"

@@ -128,7 +128,7 @@ class Configuration(unittest.TestCase):
 
     def test_a_file_without_counts_is_refused(self):
         fields = config().to_dict()
-        self.assertEqual(MohLlamaConfig.from_dict(fields).layer_heads(1), (4, 2))
+        self.assertEqual(MohLlamaConfig.from_dict(fields).layer_heads(1), ([0, 1, 2, 3], 2))
         for key in ["moh_router", "moh_shared_heads", "moh_routed_top_k"]:
             with self.assertRaisesRegex(ValueError, f"{key} is missing"):
                 MohLlamaConfig.from_dict({name: value for name, value in fields.items() if name != key})
@@ -138,9 +138,9 @@ class Configuration(unittest.TestCase):
         model = llama.MohLlamaForCausalLM(config(**counts))
         routers = [layer.self_attn.router for layer in model.model.layers]
         self.assertIsNone(routers[0])
-        self.assertEqual((routers[1].shared_heads, routers[1].top_k), (2, 3))
+        self.assertEqual((routers[1].routed_heads, routers[1].top_k), ([2, 3, 4, 5, 6, 7], 3))
         sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
-        self.assertEqual(MohQwen3Config(**sizes, **counts).layer_heads(1), (2, 3))
+        self.assertEqual(MohQwen3Config(**sizes, **counts).layer_heads(1), ([0, 1], 3))
 
     def test_an_older_transformers_is_an_import_error(self):
         source = (REPOSITORY / "tools" / "hf" / "configuration_moh_llama.py").read_text()

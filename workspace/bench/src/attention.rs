@@ -5,10 +5,9 @@
 use moh_device::{InElements, in_elements};
 use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::SharedHeads;
 use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::{Backend, Element, ElementType};
-use moh_model::{Active, HeadCounts, HeadRequest, LayerHeads};
+use moh_model::{Active, HeadRequest, LayerHeads, SharedHeadSets};
 use moh_program::arguments::{at_least, between, not_negative};
 use moh_program::exit::Usage;
 use moh_program::models;
@@ -155,14 +154,14 @@ fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNor
         let request = request(share, given.copied());
         let moh = request.resolve(*heads, 1, None).map_err(|error| Usage(error.to_string()))?;
         let LayerHeads { shared, top_k } = moh.layer(0);
-        routers.push(Some(QueryNormRouter { shared: SharedHeads::first(shared), top_k }));
+        routers.push(Some(QueryNormRouter { shared, top_k }));
     }
     Ok(routers)
 }
 
 fn request(share: f64, shared_heads: Option<usize>) -> HeadRequest {
     HeadRequest {
-        shared_heads: shared_heads.map(HeadCounts::All),
+        shared_heads: shared_heads.map(SharedHeadSets::from),
         active: Some(Active::Share(share)),
     }
 }

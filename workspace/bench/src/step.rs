@@ -214,7 +214,7 @@ fn as_json(
             "heads": config.num_attention_heads,
             "kv_heads": config.num_key_value_heads,
             "active_heads": config.active_heads(),
-            "shared_heads": config.moh.as_ref().map(|moh| &moh.shared_heads),
+            "shared_heads": config.moh.as_ref().map(|moh| moh.shared_heads.counts()),
             "routed_top_k": config.moh.as_ref().map(|moh| &moh.routed_top_k),
             "vocab_size": config.vocab_size,
         },

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use moh_hf::ConfigFile;
 use moh_kernels::ElementType;
-use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, Recompute};
+use moh_model::{Active, HeadRequest, ModelConfig, Recompute, SharedHeadSets};
 use moh_plan::{Plan, step_config};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
@@ -104,7 +104,7 @@ impl StepJob {
             job.config.moh = None;
         } else if let Some(active) = arguments.active {
             let request = HeadRequest {
-                shared_heads: arguments.shared_heads.map(HeadCounts::All),
+                shared_heads: arguments.shared_heads.map(SharedHeadSets::from),
                 active: Some(Active::Share(active)),
             };
             let moh = request.resolve(heads, layers, None);

@@ -124,6 +124,7 @@ fn samples(out: &mut String, samples: &[SampleSource]) -> fmt::Result {
 
 #[cfg(test)]
 mod tests {
+    use moh_kernels::router::SharedHeads;
     use moh_model::router::{LayerRouting, RoutingStatistics};
     use moh_model::{BlockMagnitudes, Magnitude};
     use moh_step::guard::{Limits, SkipReason};
@@ -138,7 +139,7 @@ mod tests {
         magnitude.add([3.0, -5.0, 1.0, 1.0]);
         let block = BlockMagnitudes { attention: magnitude, mlp: Magnitude::default() };
         let gradient = |name: &str, block, norm| TensorGradient { name: name.into(), block, norm };
-        let mut layer = LayerRouting::new(1, 1, 2);
+        let mut layer = LayerRouting::new(1, SharedHeads::first(1), 3);
         (layer.tokens, layer.selected, layer.entropy) = (4, vec![1, 3], 2 << 20);
         let replay = Replay {
             from: 6,

@@ -41,7 +41,7 @@ fn heads(config: &ModelConfig) -> String {
         true if config.routed_heads(0) == 0 => "all heads as shared ones".to_owned(),
         true => format!(
             "{} shared heads and {} of {} routed ones",
-            first.shared,
+            first.shared.len(),
             first.top_k,
             config.routed_heads(0)
         ),

@@ -19,7 +19,7 @@ use moh_device::{DeviceName, OpenDevice};
 use moh_files::PendingFile;
 use moh_hf::{Base, is_license_id};
 use moh_kernels::DType;
-use moh_model::{Active, HeadCounts, HeadRequest};
+use moh_model::{Active, HeadCounts, HeadRequest, SharedHeadSets};
 use moh_program::arguments::{self, at_least};
 use moh_program::progress::Bar;
 use moh_program::{exit, models};
@@ -182,6 +182,7 @@ fn attention(arguments: &Arguments) -> Option<TargetAttention> {
         return Some(TargetAttention::Dense);
     }
     let active = routed_top_k.map(Active::RoutedTopK).or(active.map(Active::Share));
+    let shared_heads = shared_heads.map(SharedHeadSets::First);
     Some(TargetAttention::Moh(HeadRequest { shared_heads, active }))
 }
 

@@ -95,7 +95,10 @@ impl Receipt {
             },
             out: options.out.clone(),
             heads: config.num_attention_heads,
-            shared_heads: layers.clone().map(|layer| config.layer_heads(layer).shared).collect(),
+            shared_heads: layers
+                .clone()
+                .map(|layer| config.layer_heads(layer).shared.len())
+                .collect(),
             routed_heads: layers.clone().map(|layer| config.routed_heads(layer)).collect(),
             routed_top_k: layers.map(|layer| config.layer_heads(layer).top_k).collect(),
             active_heads: config.active_heads(),

@@ -144,7 +144,10 @@ impl Comparison<'_> {
     fn all_heads_on(&self) -> ModelConfig {
         let config = &self.after.file.config;
         let moh = config.moh.clone().map(|moh| MohConfig {
-            routed_top_k: moh.shared_heads.map(|shared| config.num_attention_heads - shared),
+            routed_top_k: moh
+                .shared_heads
+                .counts()
+                .map(|shared| config.num_attention_heads - shared),
             ..moh
         });
         ModelConfig { moh, ..config.clone() }

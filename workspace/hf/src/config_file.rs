@@ -28,7 +28,8 @@ pub(crate) fn model_type(config: &ModelConfig) -> &'static str {
 /// Name of the file in a model directory.
 pub const CONFIG_FILE: &str = "config.json";
 
-const MOH_KEYS: [&str; 3] = ["moh_router", "moh_shared_heads", "moh_routed_top_k"];
+const MOH_KEYS: [&str; 4] =
+    ["moh_router", "moh_shared_heads", "moh_shared_head_ids", "moh_routed_top_k"];
 
 /// A larger `config.json` is not a configuration.
 const MAX_FILE_BYTES: u64 = 16 << 20;
@@ -95,8 +96,14 @@ impl ConfigFile {
         match &config.moh {
             Some(moh) => {
                 put("moh_router", json!(moh.router.name()));
-                put("moh_shared_heads", json!(moh.shared_heads));
+                let ids = moh.shared_heads.ids();
+                let (key, other, shared) = match &ids {
+                    None => (MOH_KEYS[1], MOH_KEYS[2], json!(moh.shared_heads.counts())),
+                    Some(ids) => (MOH_KEYS[2], MOH_KEYS[1], json!(ids)),
+                };
+                put(key, shared);
                 put("moh_routed_top_k", json!(moh.routed_top_k));
+                fields.shift_remove(other);
             }
             None => {
                 for key in MOH_KEYS {

@@ -5,6 +5,7 @@
 //! hash of everything before. So a card that nobody has changed is known as one: the next model
 //! takes over what it says, and it may be replaced.
 
+use moh_kernels::router::SharedHeads;
 use moh_model::{Architecture, ModelConfig};
 
 use crate::config_file::model_type;
@@ -166,11 +167,22 @@ fn heads(config: &ModelConfig) -> String {
         let share = 100.0 * active as f64 / heads as f64;
         text.push_str(&format!(
             "| {layers} | {heads} | {} | {selected} | {active} ({share:.0}%) |\n",
-            counts.shared
+            shared(counts.shared)
         ));
         first = layer + 1;
     }
     text
+}
+
+/// A number of shared heads, with the heads themselves if they are not the first ones.
+fn shared(heads: SharedHeads) -> String {
+    match heads.leading() == heads.len() {
+        true => heads.len().to_string(),
+        false => {
+            let ids: Vec<String> = heads.heads().map(|head| head.to_string()).collect();
+            format!("{}: {}", heads.len(), ids.join(", "))
+        }
+    }
 }
 
 fn made(origin: &Origin) -> String {

@@ -53,6 +53,10 @@ impl Router<Cpu, f32> for LinearRouter {
         Ok(RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: true })
     }
 
+    fn shared_heads(&self) -> SharedHeads {
+        SharedHeads::default()
+    }
+
     fn parameters(&self, hidden_size: usize) -> Vec<RouterParameter> {
         let name = "self_attn.router.weight".to_owned();
         vec![RouterParameter { name, shape: [self.heads, hidden_size] }]
@@ -60,7 +64,7 @@ impl Router<Cpu, f32> for LinearRouter {
 
     fn forward(&self, cpu: &Cpu, args: RouterForward<'_, Cpu, f32>) -> Result<()> {
         let RouterForward { shape, x, parameters, routing, .. } = args;
-        routing.begin(shape.tokens(), SharedHeads::default())?;
+        routing.begin(shape.tokens(), self.shared_heads())?;
         let gates = self.gates(x, parameters.get(0)?)?;
         let rows = gates.chunks(self.heads).zip(routing.selected_mut().chunks_mut(self.heads));
         for (gates, selected) in rows {

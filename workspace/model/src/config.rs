@@ -1,7 +1,9 @@
 //! The shape of a model, dense or Mixture-of-Head: the typed form of Hugging Face's `config.json`,
 //! which crate `moh-hf` reads and writes.
 
-use crate::{Architecture, Error, HeadCounts};
+use moh_kernels::router::SharedHeads;
+
+use crate::{Architecture, Error, HeadCounts, SharedHeadSets};
 
 /// Shape and constants of a model, as `config.json` gives them.
 #[derive(Debug, Clone, PartialEq)]
@@ -83,15 +85,15 @@ impl RouterKind {
     }
 }
 
-/// Mixture-of-Head attention (arXiv 2410.11842): the first `shared_heads` heads of a layer are
-/// active for every token, and each token selects `routed_top_k` of the others. A layer whose heads
-/// are all shared is dense.
+/// Mixture-of-Head attention (arXiv 2410.11842): the shared heads of a layer are active for every
+/// token, and each token selects `routed_top_k` of the others. A layer whose heads are all shared is
+/// dense.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MohConfig {
     /// `moh_router`.
     pub router: RouterKind,
-    /// `moh_shared_heads`.
-    pub shared_heads: HeadCounts,
+    /// `moh_shared_heads`, or `moh_shared_head_ids`.
+    pub shared_heads: SharedHeadSets,
     /// `moh_routed_top_k`: routed heads active per token.
     pub routed_top_k: HeadCounts,
 }
@@ -100,7 +102,7 @@ pub struct MohConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerHeads {
     /// Heads that are active for every token; all heads in a dense layer.
-    pub shared: usize,
+    pub shared: SharedHeads,
     /// Routed heads active per token.
     pub top_k: usize,
 }
@@ -108,13 +110,21 @@ pub struct LayerHeads {
 impl LayerHeads {
     /// Active heads per token: shared and selected.
     pub fn active(self) -> usize {
-        self.shared.saturating_add(self.top_k)
+        self.shared.len().saturating_add(self.top_k)
     }
 
     /// Checks a layer's counts against its query heads; messages append `place` to the names.
     fn validate(self, heads: usize, place: &str) -> Result<(), Error> {
-        let LayerHeads { shared, top_k } = self;
+        let LayerHeads { shared: set, top_k } = self;
         let refuse = |reason: String| Err(Error::Moh { reason });
+        let shared = set.len();
+        if let Some(last) = set.heads().next_back().filter(|&last| last >= heads && shared <= heads)
+        {
+            return refuse(format!(
+                "shared_head_ids{place} has head {last}: the heads are 0 to {}",
+                heads - 1
+            ));
+        }
         if shared > heads {
             return refuse(format!("shared_heads{place} = {shared}: the model has {heads} heads"));
         }
@@ -143,13 +153,16 @@ impl MohConfig {
     /// Checks the counts against the query heads and the layers.
     ///
     /// # Errors
-    /// Fails if a list's length is not the number of layers, if a layer has more shared or active
-    /// heads than heads, if it has exactly one routed head (whose norm has no standard deviation),
+    /// Fails if a list's length is not the number of layers, if a layer shares a head that it lacks or
+    /// has more shared or active heads than heads, if it has exactly one routed head (whose norm has no standard deviation),
     /// or if none of its heads is active. Messages name the layer, from 0, if layers differ.
     pub fn validate(&self, heads: usize, layers: usize) -> Result<(), Error> {
-        for (key, counts) in
-            [("shared_heads", &self.shared_heads), ("routed_top_k", &self.routed_top_k)]
-        {
+        let shared_key = match self.shared_heads {
+            SharedHeadSets::First(_) => "shared_heads",
+            SharedHeadSets::Sets(_) => "shared_head_ids",
+        };
+        let shared = self.shared_heads.counts();
+        for (key, counts) in [(shared_key, &shared), ("routed_top_k", &self.routed_top_k)] {
             if let HeadCounts::Each(list) = counts
                 && list.len() != layers
             {
@@ -161,7 +174,8 @@ impl MohConfig {
                 return Err(Error::Moh { reason });
             }
         }
-        if self.shared_heads.uniform().is_some() && self.routed_top_k.uniform().is_some() {
+        let is_uniform = shared.uniform().is_some() && self.shared_heads.ids().is_none();
+        if is_uniform && self.routed_top_k.uniform().is_some() {
             return self.layer(0).validate(heads, "");
         }
         (0..layers)
@@ -195,13 +209,13 @@ impl ModelConfig {
 
     /// Active query heads of layer `layer`, from 0; all heads in a dense layer.
     pub fn layer_heads(&self, layer: usize) -> LayerHeads {
-        let dense = LayerHeads { shared: self.num_attention_heads, top_k: 0 };
+        let dense = LayerHeads { shared: SharedHeads::first(self.num_attention_heads), top_k: 0 };
         self.moh.as_ref().map_or(dense, |moh| moh.layer(layer))
     }
 
     /// Routed query heads of layer `layer`, from 0; none in a dense layer.
     pub fn routed_heads(&self, layer: usize) -> usize {
-        self.num_attention_heads.saturating_sub(self.layer_heads(layer).shared)
+        self.num_attention_heads.saturating_sub(self.layer_heads(layer).shared.len())
     }
 
     /// Active query heads of each layer; all heads in a dense model.
@@ -221,9 +235,9 @@ mod tests {
     use super::*;
 
     fn moh(shared: &[usize], top_k: &[usize]) -> MohConfig {
-        let counts = |list: &[usize]| list.iter().copied().collect();
+        let counts = |list: &[usize]| list.iter().copied().collect::<HeadCounts>();
         let router = RouterKind::QueryNorm;
-        MohConfig { router, shared_heads: counts(shared), routed_top_k: counts(top_k) }
+        MohConfig { router, shared_heads: counts(shared).into(), routed_top_k: counts(top_k) }
     }
 
     #[test]
@@ -242,6 +256,24 @@ mod tests {
             (&[], &[2; 3], "shared_heads has 0 entries"),
         ] {
             let message = moh(shared, top_k).validate(8, 3).unwrap_err().to_string();
+            assert!(message.starts_with(expected), "{message}");
+        }
+    }
+
+    #[test]
+    fn sets_of_shared_heads_are_checked() {
+        let moh = |ids: &[&[usize]]| {
+            let ids: Vec<Vec<usize>> = ids.iter().map(|ids| ids.to_vec()).collect();
+            let shared_heads = SharedHeadSets::from_ids(&ids).unwrap();
+            MohConfig { shared_heads, ..moh(&[2, 2], &[3, 3]) }
+        };
+        assert!(moh(&[&[7, 1], &[0, 3]]).validate(8, 2).is_ok());
+        for (ids, expected) in [
+            (&[&[7, 1][..], &[0, 8]][..], "shared_head_ids of layer 1 has head 8: the heads are 0"),
+            (&[&[7, 1]], "shared_head_ids has 1 entries, and the model 2 layers"),
+            (&[&[7, 1], &[1, 2, 3, 4, 5, 6, 7]], "shared_heads of layer 1 = 7 of 8 leaves one"),
+        ] {
+            let message = moh(ids).validate(8, 2).unwrap_err().to_string();
             assert!(message.starts_with(expected), "{message}");
         }
     }

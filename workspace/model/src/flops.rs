@@ -113,9 +113,9 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Architecture;
     use crate::config::{MohConfig, RopeConfig, RouterKind};
     use crate::tensors::{OUTPUT_HEAD, tensor_shapes};
+    use crate::{Architecture, HeadCounts};
 
     /// Llama 3 8B.
     fn llama3_8b() -> ModelConfig {
@@ -161,12 +161,17 @@ mod tests {
     #[test]
     fn flops_count_the_causal_half_of_the_active_heads() {
         let dense = llama3_8b();
-        let moh = |shared_heads, routed_top_k| ModelConfig {
-            moh: Some(MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k }),
+        let moh = |shared_heads: HeadCounts, routed_top_k| ModelConfig {
+            moh: Some(MohConfig {
+                router: RouterKind::QueryNorm,
+                shared_heads: shared_heads.into(),
+                routed_top_k,
+            }),
             ..dense.clone()
         };
         // Half of the layers dense, half with half of the heads: three quarters on average.
-        let half = |counts: [usize; 2]| (0..32).map(|layer| counts[layer % 2]).collect();
+        let half =
+            |counts: [usize; 2]| -> HeadCounts { (0..32).map(|layer| counts[layer % 2]).collect() };
         let mixed = moh(half([32, 10]), half([0, 6]));
         let moh = moh(16.into(), 8.into());
         let (dense_flops, moh_flops) = (dense.flops_per_token(8191), moh.flops_per_token(8191));

@@ -5,7 +5,7 @@
 //! rounded down, if R is above one half, more than that are active and h is at least 3; otherwise
 //! half of the active heads are, rounded down. The other active heads are routed: k = a - shared.
 
-use crate::{Error, HeadCounts, ModelConfig, MohConfig, RouterKind};
+use crate::{Error, HeadCounts, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 
 /// The share of active heads where a user gives no count.
 pub const DEFAULT_ACTIVE_SHARE: f64 = 0.75;
@@ -31,13 +31,13 @@ pub enum Active {
 /// // 75% of the 32 heads of each of 32 layers: 16 shared heads, and 8 of the other 16.
 /// let request = HeadRequest { active: Some(Active::Share(0.75)), shared_heads: None };
 /// let moh = request.resolve(32, 32, None)?;
-/// assert_eq!((moh.shared_heads.uniform(), moh.routed_top_k.uniform()), (Some(16), Some(8)));
+/// assert_eq!((moh.shared_heads.counts().uniform(), moh.routed_top_k.uniform()), (Some(16), Some(8)));
 /// # Ok::<_, moh_model::Error>(())
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct HeadRequest {
     /// Heads that are active for every token.
-    pub shared_heads: Option<HeadCounts>,
+    pub shared_heads: Option<SharedHeadSets>,
     /// The number of active heads.
     pub active: Option<Active>,
 }
@@ -63,15 +63,19 @@ impl HeadRequest {
         layers: usize,
         source: Option<&MohConfig>,
     ) -> Result<MohConfig, Error> {
-        let kept = |count: fn(&MohConfig) -> &HeadCounts| source.map(|moh| count(moh).clone());
-        let shared_heads = self.shared_heads.clone();
+        let given = self.shared_heads.clone();
         let (shared_heads, routed_top_k) = match (self.share(source), &self.active) {
-            (Some(share), _) => share.counts(heads, shared_heads)?,
+            (Some(share), _) => {
+                let shared = given.unwrap_or_else(|| share.default_shared_heads(heads).into());
+                let top_k = share.routed_top_k(heads, &shared.counts())?;
+                (shared, top_k)
+            }
             (None, active) => {
-                let shared = shared_heads.or_else(|| kept(|moh| &moh.shared_heads));
+                let kept = source.map(|moh| moh.shared_heads.clone());
+                let shared = given.or(kept);
                 let top_k = match active {
                     Some(Active::RoutedTopK(top_k)) => Some(top_k.clone()),
-                    _ => kept(|moh| &moh.routed_top_k),
+                    _ => source.map(|moh| moh.routed_top_k.clone()),
                 };
                 // Without a share, `routed_top_k` is given or the source's.
                 (shared.unwrap_or((heads / 2).into()), top_k.unwrap_or(0.into()))
@@ -160,12 +164,8 @@ impl Share {
         }
     }
 
-    /// Shared heads and routed top-k of the layers.
-    fn counts(
-        self,
-        heads: usize,
-        shared: Option<HeadCounts>,
-    ) -> Result<(HeadCounts, HeadCounts), Error> {
+    /// Active routed heads of the layers, beside these numbers of shared heads.
+    fn routed_top_k(self, heads: usize, shared: &HeadCounts) -> Result<HeadCounts, Error> {
         let Share { share, is_default } = self;
         let refuse = |reason: String| Err(Error::Moh { reason });
         if !(0.0..=1.0).contains(&share) {
@@ -182,11 +182,7 @@ impl Share {
             };
             return refuse(format!("{named} is all {heads} heads: {advice}"));
         }
-        let shared = match shared {
-            Some(shared) => shared,
-            None => self.default_shared_heads(heads).into(),
-        };
-        let routed_top_k = match &shared {
+        match shared {
             HeadCounts::All(shared) => self.routed(heads, *shared, "").map(HeadCounts::All),
             HeadCounts::Each(list) => {
                 let layers = list.iter().enumerate();
@@ -195,8 +191,7 @@ impl Share {
                 });
                 routed.collect()
             }
-        }?;
-        Ok((shared, routed_top_k))
+        }
     }
 
     /// Active routed heads of a layer with this many shared heads; messages append `place` to the
@@ -242,7 +237,7 @@ mod tests {
     fn resolved(request: &HeadRequest, heads: usize) -> Result<(usize, usize), String> {
         let moh = request.resolve(heads, 1, None).map_err(|error| error.to_string())?;
         let layer = moh.layer(0);
-        Ok((layer.shared, layer.top_k))
+        Ok((layer.shared.len(), layer.top_k))
     }
 
     #[test]
@@ -332,7 +327,7 @@ mod tests {
     #[test]
     fn a_share_without_a_routed_model_is_refused() {
         let with = |shared: &[usize], active| HeadRequest {
-            shared_heads: Some(counts(shared)),
+            shared_heads: Some(counts(shared).into()),
             active: Some(Active::Share(active)),
         };
         for (request, heads, expected) in [
@@ -367,7 +362,7 @@ mod tests {
     #[test]
     fn every_layer_meets_the_share() {
         let request = |active: Option<f64>| HeadRequest {
-            shared_heads: Some(counts(&[6, 2, 4])),
+            shared_heads: Some(counts(&[6, 2, 4]).into()),
             active: active.map(Active::Share),
         };
         let found = request(Some(0.9)).resolve(8, 3, None).unwrap();
@@ -379,7 +374,7 @@ mod tests {
         let message = request(Some(0.9)).resolve(8, 2, None).unwrap_err().to_string();
         assert!(message.starts_with("shared_heads has 3 entries"), "{message}");
         // A layer whose heads are all shared is dense, whatever the default.
-        let dense = HeadRequest { shared_heads: Some(counts(&[8, 4])), active: None };
+        let dense = HeadRequest { shared_heads: Some(counts(&[8, 4]).into()), active: None };
         assert_eq!(dense.resolve(8, 2, None).unwrap().routed_top_k, counts(&[0, 2]));
     }
 
@@ -387,19 +382,24 @@ mod tests {
     fn a_routed_model_keeps_the_counts_that_are_left_out() {
         let source = MohConfig {
             router: RouterKind::QueryNorm,
-            shared_heads: counts(&[2, 1]),
+            shared_heads: counts(&[2, 1]).into(),
             routed_top_k: 2.into(),
         };
         let resolve = |shared_heads: Option<usize>, active| {
-            let shared_heads = shared_heads.map(HeadCounts::All);
+            let shared_heads = shared_heads.map(SharedHeadSets::from);
             let found = HeadRequest { shared_heads, active }.resolve(8, 2, Some(&source)).unwrap();
             (found.shared_heads, found.routed_top_k)
         };
         let top_k = || Some(Active::RoutedTopK(3.into()));
-        assert_eq!(resolve(None, None), (counts(&[2, 1]), 2.into()));
+        assert_eq!(resolve(None, None), (counts(&[2, 1]).into(), 2.into()));
         assert_eq!(resolve(Some(5), None), (5.into(), 2.into()));
-        assert_eq!(resolve(None, top_k()), (counts(&[2, 1]), 3.into()));
+        assert_eq!(resolve(None, top_k()), (counts(&[2, 1]).into(), 3.into()));
         assert_eq!(resolve(None, Some(Active::Share(0.75))), (4.into(), 2.into()));
+        let shared_heads = SharedHeadSets::from_ids(&[vec![1, 5], vec![7]]).unwrap();
+        let source = MohConfig { shared_heads: shared_heads.clone(), ..source };
+        let found = HeadRequest { shared_heads: None, active: top_k() };
+        let found = found.resolve(8, 2, Some(&source)).unwrap();
+        assert_eq!((found.shared_heads, found.routed_top_k), (shared_heads, 3.into()));
     }
 
     #[test]

@@ -31,7 +31,7 @@
 //!     eos_token_ids: Vec::new(),
 //!     moh: Some(MohConfig {
 //!         router: RouterKind::QueryNorm,
-//!         shared_heads: HeadCounts::All(1),
+//!         shared_heads: 1.into(),
 //!         routed_top_k: HeadCounts::All(1),
 //!     }),
 //! };
@@ -52,6 +52,7 @@
 mod activations;
 mod architecture;
 mod auxiliary_loss;
+mod block_pass;
 pub mod config;
 mod error;
 pub mod flops;
@@ -71,6 +72,7 @@ mod passes;
 pub mod rope;
 pub mod router;
 mod sampler;
+mod shared_heads;
 pub mod slice;
 mod step_sums;
 pub mod tensors;
@@ -78,6 +80,7 @@ pub mod tensors;
 pub use activations::{Activations, PassShape, PassSlot, Recompute, Slots};
 pub use architecture::Architecture;
 pub use auxiliary_loss::{AuxiliaryLoss, AuxiliaryLosses};
+pub use block_pass::{BlockOutput, BlockPass, EndsPass};
 pub use config::{LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
 pub use error::Error;
 pub use generation::Generator;
@@ -88,4 +91,5 @@ pub use model::{LossConfig, Model, ModelBuffers};
 pub use output::ModelOutput;
 pub use pass_sizes::PassSizes;
 pub use sampler::{Sampler, Sampling};
+pub use shared_heads::SharedHeadSets;
 pub use step_sums::{StepSums, Sums};

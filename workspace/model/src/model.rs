@@ -252,17 +252,12 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Empty statistics of every layer that routes.
-    ///
-    /// # Errors
-    /// Fails if a router cannot route a layer's heads.
-    pub fn routing_statistics(&self) -> Result<RoutingStatistics, Error> {
-        let heads = self.parallel.part().tensor.heads(&self.config);
+    pub fn routing_statistics(&self) -> RoutingStatistics {
+        let heads = self.config.num_attention_heads;
         let of_layer = |(layer, router): (usize, &RouterLayer)| {
-            let shape = router.routing_shape(&self.routers, 1, heads)?;
-            Ok(LayerRouting::new(layer, heads.count - shape.columns, shape.columns))
+            LayerRouting::new(layer, router.shared_heads(&self.routers), heads)
         };
-        let layers = self.layer_routers().map(of_layer).collect::<Result<_, Error>>()?;
-        Ok(RoutingStatistics { layers })
+        RoutingStatistics { layers: self.layer_routers().map(of_layer).collect() }
     }
 
     /// Sizes of passes with the model's own routers.
@@ -324,7 +319,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// The routed heads that each token selected in the last forward pass: `[N, R]` for each layer,
-    /// with R its routed heads; empty for a dense layer. The activations have every block's routing
+    /// with R its routed heads in ascending order; empty for a dense layer. The activations have every block's routing
     /// unless they recompute blocks.
     ///
     /// # Errors
@@ -354,8 +349,15 @@ impl<B: Backend, T: Element> Model<B, T> {
         let table = |routing: Option<&Routing<B>>| {
             // A layer without a router never begins its routing, which then has no tokens.
             let Some(routing) = routing else { return Ok(Vec::new()) };
-            let mut table = vec![S::default(); routing.tokens() * routing.columns()];
+            let (columns, shared) = (routing.columns(), routing.shared());
+            let mut table = vec![S::default(); routing.tokens() * columns];
             read(routing, &mut table)?;
+            if shared.len() > shared.leading() {
+                let mut column = (0..columns).cycle();
+                table.retain(|_| {
+                    column.next().is_some_and(|column| !shared.contains(shared.leading() + column))
+                });
+            }
             Ok(table)
         };
         let first = activations.passes.iter().take(1);

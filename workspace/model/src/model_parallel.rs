@@ -130,7 +130,10 @@ impl TensorShare {
     pub fn uneven_shared_heads(&self, config: &ModelConfig) -> Option<Vec<usize>> {
         let of_layer = |layer| {
             let shared = config.layer_heads(layer).shared;
-            let local = |rank| TensorShare { rank, ..*self }.heads(config).local_below(shared);
+            let local = |rank| {
+                let heads = TensorShare { rank, ..*self }.heads(config);
+                (0..heads.local()).filter(|&at| shared.contains(heads.index(at))).count()
+            };
             let counts: Vec<usize> = (0..self.ranks).map(local).collect();
             counts.iter().any(|&count| count != counts[0]).then_some(counts)
         };

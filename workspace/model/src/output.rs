@@ -19,8 +19,8 @@ pub struct ModelOutput {
     /// `[batch, length, vocab_size]`.
     pub logits: Vec<f32>,
     /// For each layer `[batch, length, routed heads]`, 1 where the token selected the head; empty
-    /// for a dense layer. Entry `j` of a token is the layer's query head `shared + j`, after the
-    /// `shared` heads of [`ModelOutput::heads`].
+    /// for a dense layer. The routed heads are those that are not shared, in ascending order
+    /// ([`ModelOutput::heads`]).
     pub routed_mask: Vec<Vec<u8>>,
     /// The shared heads of each layer, and how many routed ones a token selects.
     pub heads: Vec<LayerHeads>,
@@ -35,9 +35,9 @@ impl ModelOutput {
     pub fn active_heads(&self, layer: usize, sequence: usize, position: usize) -> Vec<usize> {
         let (mask, shared) = (&self.routed_mask[layer], self.heads[layer].shared);
         let routed = mask.len() / (self.batch * self.length);
-        let of_token = &mask[self.row(sequence, position) * routed..][..routed];
-        let selected = (shared..).zip(of_token).filter(|(_, selected)| **selected == 1);
-        (0..shared).chain(selected.map(|(head, _)| head)).collect()
+        let mut of_token = mask[self.row(sequence, position) * routed..][..routed].iter();
+        let is_active = |head: &usize| shared.contains(*head) || of_token.next() == Some(&1);
+        (0..shared.len() + routed).filter(is_active).collect()
     }
 
     fn row(&self, sequence: usize, position: usize) -> usize {

@@ -145,7 +145,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.evaluate_head(activations, sums)
     }
 
-    fn evaluate_head(
+    pub(crate) fn evaluate_head(
         &self,
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,

@@ -17,7 +17,7 @@ use moh_kernels::{Backend, Cpu, Cuda, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
     Activations, Architecture, AuxiliaryLoss, HeadCounts, ModelConfig, MohConfig, PassShape,
-    Recompute, RouterKind, StepSums, Sums,
+    Recompute, RouterKind, SharedHeadSets, StepSums, Sums,
 };
 #[cfg(feature = "cuda-emulator")]
 use support::{ADAMW, update};
@@ -108,14 +108,14 @@ fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
 
 const MOH: MohConfig = MohConfig {
     router: RouterKind::QueryNorm,
-    shared_heads: HeadCounts::All(3),
+    shared_heads: SharedHeadSets::First(HeadCounts::All(3)),
     routed_top_k: HeadCounts::All(2),
 };
 
 /// Other heads in each of the two layers.
 fn mixed(shared: [usize; 2], top_k: [usize; 2]) -> MohConfig {
-    let counts = |counts: [usize; 2]| counts.into_iter().collect();
-    MohConfig { shared_heads: counts(shared), routed_top_k: counts(top_k), ..MOH }
+    let counts = |counts: [usize; 2]| HeadCounts::from_iter(counts);
+    MohConfig { shared_heads: counts(shared).into(), routed_top_k: counts(top_k), ..MOH }
 }
 
 #[test]

@@ -10,13 +10,13 @@ use moh_kernels::{Cpu, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
     Activations, AuxiliaryLosses, Error, HeadCounts, LossConfig, MohConfig, PassShape, Recompute,
-    RouterKind, StepSums,
+    RouterKind, SharedHeadSets, StepSums,
 };
 use support::{VOCABULARY, config, model};
 
 const MOH: MohConfig = MohConfig {
     router: RouterKind::QueryNorm,
-    shared_heads: HeadCounts::All(3),
+    shared_heads: SharedHeadSets::First(HeadCounts::All(3)),
     routed_top_k: HeadCounts::All(2),
 };
 

@@ -11,7 +11,8 @@ mod support;
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+    Activations, Architecture, HeadCounts, ModelConfig, MohConfig, PassShape, Recompute,
+    RouterKind, SharedHeadSets, StepSums,
 };
 use reference::{Reference, micro_batch, query_norm};
 use support::{SCALE, SHAPE, config, model, upload};
@@ -38,7 +39,7 @@ fn is_the_reference(architecture: Architecture, moh: MohConfig, recompute: Recom
 
 #[test]
 fn passes_are_those_of_the_formulas() {
-    let counts = |counts: [usize; 4]| counts.into_iter().collect();
+    let counts = |counts: [usize; 4]| HeadCounts::from_iter(counts);
     for (shared, top_k) in [
         ([3; 4], [2; 4]),
         // Dense, few shared heads, most of them routed and chosen, routed heads of which none is
@@ -46,12 +47,25 @@ fn passes_are_those_of_the_formulas() {
         ([8, 1, 2, 5], [0, 4, 6, 0]),
     ] {
         let router = RouterKind::QueryNorm;
-        let (shared_heads, routed_top_k) = (counts(shared), counts(top_k));
+        let (shared_heads, routed_top_k) = (counts(shared).into(), counts(top_k));
         let moh = MohConfig { router, shared_heads, routed_top_k };
         for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
             for architecture in Architecture::ALL {
                 is_the_reference(architecture, moh.clone(), recompute);
             }
+        }
+    }
+}
+
+#[test]
+fn shared_heads_are_any_set() {
+    let sets = [vec![7, 2, 5], vec![1], vec![], (1..6).collect()];
+    let shared_heads = SharedHeadSets::from_ids(&sets).unwrap();
+    let routed_top_k = HeadCounts::Each(vec![2, 4, 3, 1]);
+    let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k };
+    for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
+        for architecture in Architecture::ALL {
+            is_the_reference(architecture, moh.clone(), recompute);
         }
     }
 }

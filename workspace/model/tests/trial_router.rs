@@ -22,8 +22,8 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::{FlatBuffers, OnBuffer};
 use moh_model::router::Router;
 use moh_model::{
-    Activations, Architecture, Error, Model, ModelConfig, MohConfig, PassShape, PassSlot,
-    Recompute, RouterKind, StepSums, Sums,
+    Activations, Architecture, Error, HeadCounts, Model, ModelConfig, MohConfig, PassShape,
+    PassSlot, Recompute, RouterKind, StepSums, Sums,
 };
 use reference::{Reference, Routed, RouterInput, micro_batch, query_norm, select};
 use support::{ADAMW, SCALE, SHAPE, fill, update, upload};
@@ -41,7 +41,7 @@ fn trial(layer: usize) -> Option<TwoStage> {
 fn config(architecture: Architecture) -> ModelConfig {
     let moh = MohConfig {
         router: RouterKind::QueryNorm,
-        shared_heads: [8, 8, 3, 3].into_iter().collect(),
+        shared_heads: HeadCounts::Each(vec![8, 8, 3, 3]).into(),
         routed_top_k: [0, 0, 2, 2].into_iter().collect(),
     };
     let config = support::config(10, false, Some(moh));

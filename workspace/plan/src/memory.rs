@@ -295,8 +295,9 @@ fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
     let mut seen = Vec::new();
     let is_new = |rank: &usize| {
         let share = TensorShare { rank: *rank, ranks };
-        let least_shared = model.moh.as_ref().map(|moh| moh.shared_heads.least());
-        let shared = least_shared.map(|count| share.heads(model).local_below(count));
+        // A routing has a column for each head after the leading shared ones.
+        let leading = (0..model.num_hidden_layers).map(|l| model.layer_heads(l).shared.leading());
+        let shared = leading.min().map(|count| share.heads(model).local_below(count));
         let sizes = (share.mlp_width(model), share.vocabulary(model).count, shared);
         let is_new = !seen.contains(&sizes);
         seen.push(sizes);

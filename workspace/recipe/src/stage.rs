@@ -2,7 +2,7 @@
 
 use moh_model::{
     Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, MohConfig,
-    RouterKind,
+    RouterKind, SharedHeadSets,
 };
 use moh_step::Hyperparameters;
 use serde::{Deserialize, Serialize};
@@ -61,6 +61,9 @@ pub struct MohOptions {
     /// model's, if it is already a Mixture-of-Head model; otherwise half of the heads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_heads: Option<HeadCounts>,
+    /// The shared heads themselves, a list for each layer, in place of their number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shared_head_ids: Option<Vec<Vec<usize>>>,
     /// Active routed heads per token: one count for all layers, or a list with one for each layer.
     /// Default: the model's, as above; otherwise as many as make 75% of a layer's heads active.
     /// 0 leaves the routed heads inactive.
@@ -75,6 +78,7 @@ impl Default for MohOptions {
         MohOptions {
             router: RouterKind::QueryNorm,
             shared_heads: None,
+            shared_head_ids: None,
             routed_top_k: None,
             balance_loss_weight: 0.01,
         }
@@ -82,6 +86,23 @@ impl Default for MohOptions {
 }
 
 impl MohOptions {
+    /// The shared heads, if they are given.
+    ///
+    /// # Errors
+    /// Fails for ids that are no set of a layer's heads.
+    pub(crate) fn shared(&self) -> Result<Option<SharedHeadSets>, moh_model::Error> {
+        match &self.shared_head_ids {
+            Some(ids) => SharedHeadSets::from_ids(ids).map(Some),
+            None => Ok(self.shared_heads.clone().map(SharedHeadSets::First)),
+        }
+    }
+
+    /// Gives the shared heads: their numbers where they are the first ones.
+    pub(crate) fn set_shared(&mut self, shared: &SharedHeadSets) {
+        self.shared_head_ids = shared.ids();
+        self.shared_heads = self.shared_head_ids.is_none().then(|| shared.counts());
+    }
+
     /// The weight of each auxiliary loss: the key of its name and `_weight`.
     pub fn auxiliary_weights(&self) -> AuxiliaryLosses<f64> {
         AuxiliaryLosses::new(|loss| match loss {
@@ -188,10 +209,12 @@ impl Stage {
         if self.attention == AttentionKind::Dense {
             return Ok(None);
         }
-        let MohOptions { router, shared_heads, routed_top_k, .. } =
-            self.moh.clone().unwrap_or_default();
-        let request = HeadRequest { shared_heads, active: routed_top_k.map(Active::RoutedTopK) };
-        Ok(Some(MohConfig { router, ..request.for_model(model)? }))
+        let options = self.moh.clone().unwrap_or_default();
+        let request = HeadRequest {
+            shared_heads: options.shared()?,
+            active: options.routed_top_k.map(Active::RoutedTopK),
+        };
+        Ok(Some(MohConfig { router: options.router, ..request.for_model(model)? }))
     }
 }
 

@@ -4,7 +4,7 @@ mod faults;
 
 use std::path::{Path, PathBuf};
 
-use moh_model::{HeadCounts, MohConfig, RouterKind};
+use moh_model::{HeadCounts, MohConfig, RouterKind, SharedHeadSets};
 use moh_step::Hyperparameters;
 use proptest::prelude::*;
 
@@ -76,6 +76,17 @@ fn routing_is_resolved_against_the_models_heads() {
     let given = with(&["stage.moh.moh.shared_heads=5"]);
     let moh = given.stages[1].moh_config(&model).unwrap().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (5.into(), 1.into()));
+
+    // The heads themselves are kept, and written as such.
+    let ids = vec![vec![0, 2], vec![3, 1], vec![0, 1], vec![4, 5], vec![6, 7]];
+    let sets = SharedHeadSets::from_ids(&ids[..model.num_hidden_layers]).unwrap();
+    model.moh = model.moh.map(|moh| MohConfig { shared_heads: sets.clone(), ..moh });
+    let mut recipe = with(&[]);
+    recipe.resolve(path, &model).unwrap();
+    let moh = recipe.stages[1].moh.clone().unwrap();
+    assert_eq!((moh.shared_heads, moh.shared_head_ids), (None, sets.ids()));
+    let read = Recipe::parse(&recipe.to_toml().unwrap(), path, &[]);
+    assert_eq!(read.unwrap().stages[1].moh_config(&model).unwrap(), model.moh);
 }
 
 #[test]

@@ -434,6 +434,9 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
 
     check_parallel(faults, stage.parallel, &key("parallel"));
     if let Some(moh) = &stage.moh {
+        let reason = "is there beside shared_heads: leave one of them out";
+        let one = moh.shared_heads.is_none() || moh.shared_head_ids.is_none();
+        faults.check(one, &key("moh.shared_head_ids"), "[..]", reason);
         for (loss, weight) in moh.auxiliary_weights().iter() {
             let fine = weight.is_finite() && weight >= 0.0;
             let key = key(&format!("moh.{}_weight", loss.name()));

@@ -37,9 +37,8 @@ impl Shown<'_> {
 
     fn map(&self) -> HeatMap {
         let cells = |line: &RoutingLine| {
-            let shared = std::iter::repeat_n(Cell::Shared, line.shared_heads);
-            let routed = line.selected.iter().map(|&selected| Cell::Share(load(line, selected)));
-            shared.chain(routed).collect()
+            let cell = |selected| Cell::Share(load(line, selected));
+            line.heads().map(|head| head.map_or(Cell::Shared, cell)).collect()
         };
         let rows = self.0.layers.iter();
         HeatMap {
@@ -97,8 +96,10 @@ impl Shown<'_> {
                 tbody { @for (layer, line) in &self.0.layers { tr {
                     th scope="row" { (layer) }
                     td { (format!("{:.3}", line.entropy)) }
-                    @for _ in 0..line.shared_heads { td class="unit" { "s" } }
-                    @for &selected in &line.selected { td { (format!("{:.1}", 100.0 * load(line, selected))) } }
+                    @for head in line.heads() { @match head {
+                        None => td class="unit" { "s" },
+                        Some(selected) => td { (format!("{:.1}", 100.0 * load(line, selected))) },
+                    } }
                 } } }
             }
         }

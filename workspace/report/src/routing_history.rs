@@ -208,16 +208,14 @@ fn map(
 
 impl LayerLoads {
     fn num_heads(&self) -> usize {
-        self.shared_heads.saturating_add(self.routed.len())
+        self.heads.len()
     }
 
     fn cell(&self, head: usize) -> Cell {
-        match head.checked_sub(self.shared_heads) {
-            None => Cell::Shared,
-            Some(routed) => match self.routed.get(routed) {
-                Some(&load) => Cell::Share(load.into()),
-                None => Cell::Absent,
-            },
+        match self.heads.get(head) {
+            Some(Some(load)) => Cell::Share((*load).into()),
+            Some(None) => Cell::Shared,
+            None => Cell::Absent,
         }
     }
 }

@@ -31,9 +31,12 @@ pub struct RoutingLine {
     pub tokens: u64,
     /// Mean entropy of a token's gates, in nats.
     pub entropy: f64,
-    /// Shared heads of the layer; routed head i is its head `shared_heads + i`.
+    /// Shared heads of the layer.
     pub shared_heads: usize,
-    /// Tokens that selected each routed head.
+    /// Which heads are shared, in ascending order; empty if they are the first ones.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shared_head_ids: Vec<usize>,
+    /// Tokens that selected each routed head: those that are not shared, in ascending order.
     pub selected: Vec<u64>,
 }
 
@@ -65,6 +68,7 @@ pub struct RoutingOf<'a> {
 impl RoutingLine {
     /// The line of a layer in the evaluation `of`.
     pub fn new(of: RoutingOf<'_>, layer: &LayerRouting) -> Self {
+        let shared = layer.shared_heads;
         RoutingLine {
             step: of.step,
             moment: of.moment,
@@ -73,9 +77,26 @@ impl RoutingLine {
             layer: layer.layer,
             tokens: layer.tokens,
             entropy: layer.mean_entropy(),
-            shared_heads: layer.shared_heads,
+            shared_heads: shared.len(),
+            shared_head_ids: match shared.leading() == shared.len() {
+                true => Vec::new(),
+                false => shared.heads().collect(),
+            },
             selected: layer.selected.clone(),
         }
+    }
+
+    /// The tokens that selected each head of the layer; `None` for a shared head.
+    ///
+    /// A line that was not written by this program may name shared heads that the layer lacks; they
+    /// count as no heads.
+    pub fn heads(&self) -> impl Iterator<Item = Option<u64>> {
+        let first = if self.shared_head_ids.is_empty() { self.shared_heads } else { 0 };
+        let is_shared =
+            move |head| head < first || self.shared_head_ids.binary_search(&head).is_ok();
+        let mut selected = self.selected.iter().copied();
+        (0..self.shared_heads.saturating_add(self.selected.len()))
+            .map(move |head| if is_shared(head) { None } else { selected.next() })
     }
 }
 
@@ -155,11 +176,13 @@ pub fn cut_back(path: &Path, step: u64, unevaluated: bool) -> Result<(), Error> 
 
 #[cfg(test)]
 mod tests {
+    use moh_kernels::router::SharedHeads;
+
     use super::*;
 
     fn line(step: u64, moment: RoutingMoment, layer: usize) -> RoutingLine {
         let (stage, validation) = (Some("moh"), "text");
-        let mut routing = LayerRouting::new(layer, 2, 3);
+        let mut routing = LayerRouting::new(layer, SharedHeads::first(2), 5);
         (routing.tokens, routing.selected) = (100, vec![100, 40, 60]);
         RoutingLine::new(RoutingOf { step, moment, stage, validation }, &routing)
     }
@@ -185,6 +208,24 @@ mod tests {
         assert_eq!(text.lines().next(), Some(first));
         let expected = [0, 1].map(|layer| line(7, RoutingMoment::Step, layer));
         assert_eq!(read(&path).unwrap(), expected);
+    }
+
+    #[test]
+    fn a_line_names_shared_heads_that_are_not_the_first() {
+        let shared = SharedHeads::from_heads([1, 3]).unwrap();
+        let mut routing = LayerRouting::new(0, shared, 5);
+        routing.selected = vec![7, 8, 9];
+        let of =
+            RoutingOf { step: 1, moment: RoutingMoment::Step, stage: None, validation: "text" };
+        let line = RoutingLine::new(of, &routing);
+        let text = serde_json::to_string(&line).unwrap();
+        assert!(
+            text.contains(r#""shared_heads":2,"shared_head_ids":[1,3],"selected":[7,8,9]"#),
+            "{text}"
+        );
+        assert_eq!(serde_json::from_str::<RoutingLine>(&text).unwrap(), line);
+        let heads: Vec<_> = line.heads().collect();
+        assert_eq!(heads, [Some(7), None, Some(8), None, Some(9)]);
     }
 
     #[test]

@@ -243,6 +243,7 @@ fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
 mod tests {
     use std::collections::BTreeMap;
 
+    use moh_kernels::router::SharedHeads;
     use moh_model::AuxiliaryLosses;
     use moh_step::BlockNorms;
 
@@ -366,7 +367,7 @@ mod tests {
             ..metrics()
         };
         board.write(7, &measured).unwrap();
-        let mut layer = LayerRouting::new(2, 1, 2);
+        let mut layer = LayerRouting::new(2, SharedHeads::first(1), 3);
         (layer.tokens, layer.selected) = (4, vec![1, 3]);
         board.write_routing(7, "code", &RoutingStatistics { layers: vec![layer] }).unwrap();
         let file = std::fs::read(&board.path).unwrap();

@@ -17,6 +17,7 @@ use moh_kernels::{Cpu, ElementType};
 use moh_model::parameters::Shard;
 use moh_model::{
     Architecture, AuxiliaryLoss, HeadCounts, ModelConfig, MohConfig, Recompute, RouterKind,
+    SharedHeadSets,
 };
 use moh_step::guard::Limits;
 use moh_step::{
@@ -28,7 +29,7 @@ use support::{SCALE, SHAPE, VOCABULARY, config, model};
 
 const MOH: MohConfig = MohConfig {
     router: RouterKind::QueryNorm,
-    shared_heads: HeadCounts::All(3),
+    shared_heads: SharedHeadSets::First(HeadCounts::All(3)),
     routed_top_k: HeadCounts::All(2),
 };
 const MICRO_BATCHES: u64 = 2;

@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 
 use moh_data::{Provenance, TokenFileWriter};
 use moh_hf::ConfigFile;
-use moh_model::{HeadCounts, MohConfig, RouterKind};
+use moh_model::{HeadCounts, MohConfig, RouterKind, SharedHeadSets};
 use serde_json::{Value, json};
 
 pub mod options;
@@ -102,7 +102,7 @@ pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
 pub fn write_moh(
     source: &Path,
     out: &Path,
-    shared_heads: impl Into<HeadCounts>,
+    shared_heads: impl Into<SharedHeadSets>,
     routed_top_k: impl Into<HeadCounts>,
 ) {
     let file = ConfigFile::read(source).unwrap();

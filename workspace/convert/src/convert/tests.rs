@@ -2,7 +2,7 @@ use std::fs;
 
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
-use moh_model::{Active, HeadCounts};
+use moh_model::{Active, HeadCounts, SharedHeadSets};
 use serde_json::{Value, json};
 
 use super::*;
@@ -69,7 +69,7 @@ fn layers_have_the_counts_that_they_are_given() {
     let counts = |list: [usize; 3]| list.into_iter().collect::<HeadCounts>();
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
-    let shared_heads = || Some(counts([8, 2, 5]));
+    let shared_heads = || Some(counts([8, 2, 5]).into());
     let moh = |shared_heads, active| {
         TargetAttention::Moh(HeadRequest { shared_heads, active: Some(active) })
     };
@@ -97,7 +97,7 @@ fn layers_have_the_counts_that_they_are_given() {
     let all = dir.path().join("share");
     go(&ConversionOptions { attention, ..ConversionOptions::new(&source, &all) }).unwrap();
     assert_eq!(config(&all)["moh_routed_top_k"], json!([0, 6, 3]));
-    let attention = moh(Some(counts([4, 4, 4])), Active::RoutedTopK(HeadCounts::All(2)));
+    let attention = moh(Some(counts([4, 4, 4]).into()), Active::RoutedTopK(HeadCounts::All(2)));
     let equal = dir.path().join("equal");
     go(&ConversionOptions { attention, ..ConversionOptions::new(&source, &equal) }).unwrap();
     assert_eq!(config(&equal)["moh_shared_heads"], json!(4));
@@ -349,7 +349,7 @@ fn padding_adds_mean_rows_to_both_ends() {
 #[test]
 fn counts_that_do_not_fit_are_refused() {
     let moh = |shared: Option<usize>, active| {
-        let shared_heads = shared.map(HeadCounts::All);
+        let shared_heads = shared.map(SharedHeadSets::from);
         TargetAttention::Moh(HeadRequest { shared_heads, active: Some(active) })
     };
     let top_k = |count: usize| Active::RoutedTopK(HeadCounts::All(count));

@@ -219,7 +219,7 @@ mod tests {
         let one = |count: usize| HeadCounts::from(count);
         let moh = moh.then(|| MohConfig {
             router: RouterKind::QueryNorm,
-            shared_heads: one(3),
+            shared_heads: 3.into(),
             routed_top_k: one(2),
         });
         let config = ModelConfig {

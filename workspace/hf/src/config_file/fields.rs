@@ -58,6 +58,16 @@ impl<'a> Fields<'a> {
         list.iter().map(entry).collect::<Result<_, _>>().map(Some)
     }
 
+    /// A list of heads for each layer.
+    pub fn head_ids(&self, key: &str) -> Result<Option<Vec<Vec<usize>>>, Error> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let heads = |layer: &Value| layer.as_array()?.iter().map(whole_number).collect();
+        match value.as_array().and_then(|layers| layers.iter().map(heads).collect()) {
+            Some(ids) => Ok(Some(ids)),
+            None => self.wrong_type(key, value, "a list of whole numbers for each layer"),
+        }
+    }
+
     /// A count from 1 to `limit`.
     pub fn size(&self, key: &str, limit: usize) -> Result<Option<usize>, Error> {
         match self.count(key)? {

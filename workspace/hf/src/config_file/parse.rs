@@ -1,7 +1,9 @@
 //! Parses the fields of a `config.json`.
 
 use moh_model::flops::LimitExceeded;
-use moh_model::{Architecture, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
+use moh_model::{
+    Architecture, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind, SharedHeadSets,
+};
 use serde_json::Value;
 
 use super::MOH_KEYS;
@@ -152,23 +154,34 @@ fn default_positions(architecture: Architecture) -> usize {
 }
 
 fn read_moh(fields: &Fields<'_>, heads: usize, layers: usize) -> Result<MohConfig, Error> {
-    let [router_key, shared_key, top_k_key] = MOH_KEYS;
+    let [router_key, shared_key, ids_key, top_k_key] = MOH_KEYS;
     let name = fields.required(router_key, fields.text(router_key)?)?;
     let Some(router) = RouterKind::from_name(name) else {
         let reason =
             format!(" = \"{}\": unknown router, expected \"query-norm\"", name.escape_debug());
         return fields.error(router_key, reason);
     };
+    // The messages start with the field's name; the file's keys have a prefix.
+    fn named<T>(fields: &Fields<'_>, error: &moh_model::Error) -> Result<T, Error> {
+        fields.error("moh_", error.to_string())
+    }
+    let shared_heads = match (fields.head_counts(shared_key)?, fields.head_ids(ids_key)?) {
+        (Some(_), Some(_)) => {
+            let reason = format!(" is there beside {shared_key}: leave one of them out");
+            return fields.error(ids_key, reason);
+        }
+        (None, Some(ids)) => {
+            SharedHeadSets::from_ids(&ids).or_else(|error| named(fields, &error))?
+        }
+        (counts, None) => fields.required(shared_key, counts)?.into(),
+    };
     let moh = MohConfig {
         router,
-        shared_heads: fields.required(shared_key, fields.head_counts(shared_key)?)?,
+        shared_heads,
         routed_top_k: fields.required(top_k_key, fields.head_counts(top_k_key)?)?,
     };
-    match moh.validate(heads, layers) {
-        Ok(()) => Ok(moh),
-        // The messages start with the field's name; the file's keys have a prefix.
-        Err(error) => fields.error("moh_", error.to_string()),
-    }
+    moh.validate(heads, layers).or_else(|error| named(fields, &error))?;
+    Ok(moh)
 }
 
 fn read_rope(fields: &Fields<'_>) -> Result<RopeConfig, Error> {

@@ -1,4 +1,4 @@
-use moh_model::{Architecture, HeadCounts, MohConfig, RopeConfig, RouterKind};
+use moh_model::{Architecture, HeadCounts, MohConfig, RopeConfig, RouterKind, SharedHeadSets};
 
 use super::*;
 
@@ -209,7 +209,7 @@ fn head_counts_may_differ_by_layer() {
     let counts = |list: [usize; 3]| list.into_iter().collect::<HeadCounts>();
     let file = moh("query-norm", json!([8, 1, 4]), json!([0, 5, 2])).unwrap();
     let config = file.config.moh.clone().unwrap();
-    assert_eq!(config.shared_heads, counts([8, 1, 4]));
+    assert_eq!(config.shared_heads, counts([8, 1, 4]).into());
     assert_eq!(config.routed_top_k, counts([0, 5, 2]));
     let mut written = file.to_json(&file.config, None);
     assert!(written.shift_remove("auto_map").is_some());
@@ -236,6 +236,53 @@ fn head_counts_may_differ_by_layer() {
         (json!(4), json!([u64::MAX, 2, 2]), "moh_routed_top_k of layer 0 = 18446744073709551615"),
     ] {
         let message = moh("query-norm", shared, top_k).unwrap_err();
+        assert!(message.starts_with(&format!("m/config.json: {expected}")), "{message}");
+    }
+}
+
+#[test]
+fn shared_heads_may_be_a_set_for_each_layer() {
+    let with = |ids: Value, counts: Value| {
+        let mut fields = moh("query-norm", 4, 2).unwrap().fields;
+        fields.insert("moh_shared_head_ids".to_string(), ids);
+        fields.insert("moh_shared_heads".to_string(), counts);
+        read(Value::Object(fields))
+    };
+    let ids = json!([[7, 0], [1, 2, 3], []]);
+    let file = with(ids, Value::Null).unwrap();
+    let moh = file.config.moh.clone().unwrap();
+    let sets = SharedHeadSets::from_ids(&[vec![0, 7], vec![1, 2, 3], vec![]]).unwrap();
+    assert_eq!(moh.shared_heads, sets);
+    let written = file.to_json(&file.config, None);
+    assert_eq!(written["moh_shared_head_ids"], json!([[0, 7], [1, 2, 3], []]));
+    assert!(!written.contains_key("moh_shared_heads"));
+    // Sets of first heads are written as their numbers.
+    let first = with(json!([[0, 1], [1, 0], [0, 1]]), Value::Null).unwrap();
+    let written = first.to_json(&first.config, None);
+    assert_eq!(written["moh_shared_heads"], json!(2));
+    assert!(!written.contains_key("moh_shared_head_ids"));
+    for (ids, counts, expected) in [
+        (json!([[0], [0], [0]]), json!(1), "moh_shared_head_ids is there beside moh_shared_heads"),
+        (
+            json!([[0], [0]]),
+            Value::Null,
+            "moh_shared_head_ids has 2 entries, and the model 3 layers",
+        ),
+        (
+            json!([[0], [8], [0]]),
+            Value::Null,
+            "moh_shared_head_ids of layer 1 has head 8: the heads",
+        ),
+        (json!([[0], [3, 3], [0]]), Value::Null, "moh_shared_head_ids of layer 1 has head 3 twice"),
+        (
+            json!([0, 1, 2]),
+            Value::Null,
+            "moh_shared_head_ids: expected a list of whole numbers for",
+        ),
+        (json!([[0], [-1], [0]]), Value::Null, "moh_shared_head_ids: expected a list of whole"),
+        (Value::Null, Value::Null, "moh_shared_heads is missing"),
+    ] {
+        let message = with(ids, counts).unwrap_err();
         assert!(message.starts_with(&format!("m/config.json: {expected}")), "{message}");
     }
 }

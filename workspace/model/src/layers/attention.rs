@@ -10,7 +10,7 @@ use moh_kernels::attention::{
 };
 use moh_kernels::key_value_cache::KeyValueAppend;
 use moh_kernels::router::Routing;
-use moh_kernels::{Accumulation, Backend, Element, Memory};
+use moh_kernels::{Accumulation, Backend, Element, Memory, View};
 
 use super::{
     ActivationGradients, BackwardContext, ColumnParallelLinear, Context, ResidualSum, Rotation,
@@ -100,6 +100,11 @@ impl Attention {
         Attention { rotation, ..self }
     }
 
+    /// The same, of all heads for every token.
+    pub fn without_router(self) -> Self {
+        Attention { router: None, ..self }
+    }
+
     /// Adds attention of `x`, `[M, C]`, to the residual stream.
     pub fn forward<B: Backend, T: Element>(
         &self,
@@ -110,10 +115,44 @@ impl Attention {
         sum: ResidualSum<'_, B, T>,
     ) -> Result<(), Error> {
         let gathered = &mut scratch.gathered;
-        let (n, shape) = (cx.num_tokens(), &cx.tokens.shape);
+        let x = self.project(cx, x, buffers.saved, gathered)?;
+        self.rotate(cx, x, &mut buffers)?;
+        let attended = self.attend(cx, buffers)?;
+        self.output.forward(cx, attended, gathered, sum)
+    }
+
+    /// Queries, keys and values of `x`, `[M, C]`, before RoPE. Returns `x` of all tokens, `[N, C]`.
+    pub fn project<'v, B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        x: &'v B::Buffer<T>,
+        saved: &mut SavedAttention<B, T>,
+        gathered: &'v mut Option<B::Buffer<T>>,
+    ) -> Result<View<'v, B, T>, Error> {
         let x = self.qkv.gather_input(cx, x, gathered)?;
-        self.qkv.forward(cx, x, &mut buffers.saved.qkv)?;
-        self.rotation.forward(cx, self.router.as_ref(), x, &mut buffers)?;
+        self.qkv.forward(cx, x, &mut saved.qkv)?;
+        Ok(x)
+    }
+
+    /// Selects each token's heads, if there is a router, by `x` of all tokens and by queries, and rotates
+    /// queries and keys.
+    pub fn rotate<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        x: View<'_, B, T>,
+        buffers: &mut AttentionBuffers<'_, B, T>,
+    ) -> Result<(), Error> {
+        self.rotation.forward(cx, self.router.as_ref(), x, buffers)
+    }
+
+    /// The outputs of the local heads by rotated queries and keys, `[N, H D]`; of the heads that a
+    /// token selected.
+    pub fn attend<'v, B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        buffers: AttentionBuffers<'v, B, T>,
+    ) -> Result<View<'v, B, T>, Error> {
+        let (n, shape) = (cx.num_tokens(), &cx.tokens.shape);
         let AttentionBuffers { saved, rotated, cache } = buffers;
         let SavedAttention { qkv, attended, log_sum_exp, routing } = saved;
         let qkv = self.rotation.rotated(qkv, rotated);
@@ -129,7 +168,7 @@ impl Attention {
             out: B::view_mut(attended, 0..queries),
             log_sum_exp: B::view_mut(log_sum_exp, 0..n * shape.heads),
         })?;
-        self.output.forward(cx, B::view(attended, 0..queries), gathered, sum)
+        Ok(B::view(attended, 0..queries))
     }
 
     /// From the gradient of the residual stream computes that of `x` in `d.hidden`, and returns its

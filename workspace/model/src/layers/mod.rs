@@ -6,7 +6,7 @@
 //! divide gather their inputs and reduce their outputs themselves; all others see the rank's own
 //! rows of the residual stream.
 
-mod attention;
+pub(crate) mod attention;
 mod block;
 mod context;
 mod embedding;

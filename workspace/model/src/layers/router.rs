@@ -9,7 +9,7 @@ use moh_kernels::router::query_norm::{
     QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
     QueryNormRouter,
 };
-use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape};
+use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Element, View, ViewMut};
 
 use super::rope::Rope;
@@ -81,6 +81,17 @@ impl RouterLayer {
         match self {
             RouterLayer::QueryNorm(router) => router.routing_shape(tokens, heads),
             RouterLayer::Custom(custom) => routers[custom.index].routing_shape(tokens, heads),
+        }
+    }
+
+    /// The heads that every token computes.
+    pub fn shared_heads<B: Backend, T: Element>(
+        &self,
+        routers: &CustomRouters<B, T>,
+    ) -> SharedHeads {
+        match self {
+            RouterLayer::QueryNorm(router) => router.shared,
+            RouterLayer::Custom(custom) => routers[custom.index].shared_heads(),
         }
     }
 

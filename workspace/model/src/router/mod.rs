@@ -33,6 +33,9 @@ pub trait Router<B: Backend, T: Element>: Send + Sync {
     /// Fails if the router cannot route these heads.
     fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape>;
 
+    /// The heads that every token computes.
+    fn shared_heads(&self) -> SharedHeads;
+
     /// The router's parameters, in a block whose input has `hidden_size` elements. Every
     /// tensor-parallel rank has all of them.
     fn parameters(&self, _hidden_size: usize) -> Vec<RouterParameter> {
@@ -135,7 +138,6 @@ pub(crate) fn of_config(config: &ModelConfig) -> Vec<Option<RouterSpec>> {
 /// The router of one layer of a configuration.
 pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<QueryNormRouter> {
     let LayerHeads { shared, top_k } = config.layer_heads(layer);
-    let shared = SharedHeads::first(shared);
     (config.routed_heads(layer) > 0).then_some(QueryNormRouter { shared, top_k })
 }
 

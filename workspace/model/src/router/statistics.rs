@@ -5,7 +5,7 @@
 //! changes them.
 
 use moh_kernels::Memory;
-use moh_kernels::router::Routing;
+use moh_kernels::router::{Routing, SharedHeads};
 
 use crate::Error;
 
@@ -25,11 +25,11 @@ pub struct RoutingStatistics {
 pub struct LayerRouting {
     /// The layer, from 0.
     pub layer: usize,
-    /// Its shared heads; routed head i is head `shared_heads + i` of the layer.
-    pub shared_heads: usize,
+    /// Its shared heads.
+    pub shared_heads: SharedHeads,
     /// Number of tokens.
     pub tokens: u64,
-    /// Tokens that selected each routed head.
+    /// Tokens that selected each routed head: those that are not shared, in ascending order.
     pub selected: Vec<u64>,
     /// Sum of the entropies of the tokens' gates, in units of 2^-20 nats.
     pub entropy: u64,
@@ -76,9 +76,16 @@ impl RoutingStatistics {
 }
 
 impl LayerRouting {
-    /// No tokens yet, of a layer with `routed` routed heads.
-    pub fn new(layer: usize, shared_heads: usize, routed: usize) -> Self {
-        LayerRouting { layer, shared_heads, tokens: 0, selected: vec![0; routed], entropy: 0 }
+    /// No tokens yet, of a layer with `heads` heads.
+    pub fn new(layer: usize, shared_heads: SharedHeads, heads: usize) -> Self {
+        let selected = vec![0; heads.saturating_sub(shared_heads.len())];
+        LayerRouting { layer, shared_heads, tokens: 0, selected, entropy: 0 }
+    }
+
+    /// The routed heads, in ascending order.
+    pub fn routed_heads(&self) -> impl Iterator<Item = usize> {
+        let shared = self.shared_heads;
+        (0..shared.len() + self.selected.len()).filter(move |&head| !shared.contains(head))
     }
 
     /// Adds the first `tokens` tokens of a routing, or all if it has fewer.
@@ -95,22 +102,26 @@ impl LayerRouting {
         let (mut selected, mut gates) = (vec![0u8; len], vec![0f32; len]);
         memory.download(routing.selected(), &mut selected)?;
         memory.download(routing.gates(), &mut gates)?;
-        self.add_rows(routing.columns(), &selected, &gates, tokens.min(routing.tokens()));
+        self.add_rows(&selected, &gates, tokens.min(routing.tokens()));
         Ok(())
     }
 
-    /// Adds `tokens` rows of the tables `[tokens, routed]`.
-    fn add_rows(&mut self, routed: usize, selected: &[u8], gates: &[f32], tokens: usize) {
+    /// Adds `tokens` rows of the tables of a routing, which have a column for each head from the first
+    /// routed one on.
+    fn add_rows(&mut self, selected: &[u8], gates: &[f32], tokens: usize) {
         self.tokens += tokens as u64;
-        if routed == 0 {
+        let leading = self.shared_heads.leading();
+        let columns: Vec<usize> = self.routed_heads().map(|head| head - leading).collect();
+        if columns.is_empty() {
             return;
         }
-        for row in selected.chunks_exact(routed).take(tokens) {
-            for (count, &selected) in self.selected.iter_mut().zip(row) {
-                *count += u64::from(selected);
+        let width = self.selected.len() + self.shared_heads.len() - leading;
+        for row in selected.chunks_exact(width).take(tokens) {
+            for (count, &column) in self.selected.iter_mut().zip(&columns) {
+                *count += u64::from(row[column]);
             }
         }
-        for row in gates.chunks_exact(routed).take(tokens) {
+        for row in gates.chunks_exact(width).take(tokens) {
             self.entropy += (entropy(row) / ENTROPY_UNIT).round() as u64;
         }
     }
@@ -161,12 +172,12 @@ mod tests {
 
     #[test]
     fn loads_and_entropy_are_means_over_the_given_tokens() {
-        let mut layer = LayerRouting::new(3, 2, 4);
+        let mut layer = LayerRouting::new(3, SharedHeads::first(2), 6);
         let selected = [1, 1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1];
         let gates = [0.25, 0.25, 0.25, 0.25, 1.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0];
         let gates = [&gates[..], &[0.25; 4]].concat();
         // The last row is padding.
-        layer.add_rows(4, &selected, &gates, 3);
+        layer.add_rows(&selected, &gates, 3);
         assert_eq!((layer.tokens, layer.selected.as_slice()), (3, &[2, 2, 2, 0][..]));
         assert_eq!(layer.extreme_loads(), (0.0, 2.0 / 3.0));
         close(layer.imbalance(), 4.0 / 3.0);
@@ -175,16 +186,32 @@ mod tests {
     }
 
     #[test]
+    fn shared_heads_among_the_columns_are_not_counted() {
+        // Heads 1 and 3 of 5 are shared; the columns are those of all five.
+        let shared = SharedHeads::from_heads([1, 3]).unwrap();
+        let mut layer = LayerRouting::new(0, shared, 5);
+        layer.add_rows(
+            &[1, 1, 0, 1, 0, 0, 1, 0, 1, 1],
+            &[0.5, 0.0, 0.25, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0, 1.0],
+            2,
+        );
+        assert_eq!(layer.routed_heads().collect::<Vec<_>>(), [0, 2, 4]);
+        assert_eq!(layer.selected, [1, 0, 1]);
+        close(layer.mean_entropy(), (0.5 * 2f64.ln() + 0.5 * 4f64.ln()) / 2.0);
+    }
+
+    #[test]
     fn sums_of_parts_are_those_of_the_whole() {
         let rows = [[1u8, 0, 1], [0, 1, 1], [1, 1, 0]];
         let gates = [[0.2f32, 0.5, 0.3], [0.7, 0.2, 0.1], [0.3, 0.3, 0.4]];
-        let statistics = || RoutingStatistics { layers: vec![LayerRouting::new(0, 1, 3)] };
+        let statistics =
+            || RoutingStatistics { layers: vec![LayerRouting::new(0, SharedHeads::first(1), 4)] };
         let mut whole = statistics();
-        whole.layers[0].add_rows(3, rows.as_flattened(), gates.as_flattened(), 3);
+        whole.layers[0].add_rows(rows.as_flattened(), gates.as_flattened(), 3);
         let part = |rows: &[[u8; 3]], gates: &[[f32; 3]]| {
             let mut part = statistics();
             let (selected, gates) = (rows.as_flattened(), gates.as_flattened());
-            part.layers[0].add_rows(3, selected, gates, rows.len());
+            part.layers[0].add_rows(selected, gates, rows.len());
             part.sums()
         };
         let (first, second) = (part(&rows[2..], &gates[2..]), part(&rows[..2], &gates[..2]));
@@ -195,11 +222,11 @@ mod tests {
 
     #[test]
     fn a_layer_without_tokens_or_selections_has_finite_statistics() {
-        let empty = LayerRouting::new(0, 0, 0);
+        let empty = LayerRouting::new(0, SharedHeads::first(0), 0);
         assert_eq!((empty.imbalance(), empty.mean_entropy(), empty.max_entropy()), (1.0, 0.0, 0.0));
         assert_eq!(empty.extreme_loads(), (0.0, 0.0));
-        let mut none = LayerRouting::new(0, 2, 2);
-        none.add_rows(2, &[0; 4], &[0.5; 4], 2);
+        let mut none = LayerRouting::new(0, SharedHeads::first(2), 4);
+        none.add_rows(&[0; 4], &[0.5; 4], 2);
         assert_eq!((none.imbalance(), none.extreme_loads()), (1.0, (0.0, 0.0)));
         close(none.mean_entropy(), 2f64.ln());
     }

@@ -211,12 +211,15 @@ impl Reference {
 pub fn query_norm(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
     let heads = reference.config.layer_heads(input.layer);
     let (tokens, count, _) = input.queries.dims3()?;
-    let routed = count - heads.shared;
-    if routed == 0 {
+    let routed: Vec<u32> =
+        (0..count as u32).filter(|&head| !heads.shared.contains(head as usize)).collect();
+    if routed.is_empty() {
         return Ok(None);
     }
-    let queries = input.queries;
-    let norms = queries.narrow(1, heads.shared, routed)?.sqr()?.sum(2)?.sqrt()?;
+    let indices = Tensor::from_slice(&routed, routed.len(), &Device::Cpu)?;
+    let queries = input.queries.index_select(&indices, 1)?;
+    let routed = routed.len();
+    let norms = queries.sqr()?.sum(2)?.sqrt()?;
     let deviation = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
     let std = (deviation.sqr()?.sum_keepdim(1)? / (routed as f64 - 1.0))?.sqrt()?;
     let gates = softmax(&norms.broadcast_div(&std)?, 1)?;
@@ -227,8 +230,15 @@ pub fn query_norm(reference: &Reference, input: &RouterInput<'_>) -> Result<Opti
     let balance = (selected.mean(0)? * gates.mean(0)?)?.sum_all()?;
     let through = (&selected * &gates)?;
     let weights = (&selected + (&through - through.detach())?)?;
-    let shared = Tensor::ones((tokens, heads.shared), DType::F64, &Device::Cpu)?;
-    Ok(Some(Routed { weights: Tensor::cat(&[shared, weights], 1)?, balance, mask }))
+    // A shared head has weight 1 for every token.
+    let one = Tensor::ones((tokens, 1), DType::F64, &Device::Cpu)?;
+    let mut next = 0..routed;
+    let weight = |head| match heads.shared.contains(head) {
+        true => Ok(one.clone()),
+        false => weights.narrow(1, next.next().unwrap(), 1),
+    };
+    let weights: Vec<Tensor> = (0..count).map(weight).collect::<Result<_>>()?;
+    Ok(Some(Routed { weights: Tensor::cat(&weights, 1)?, balance, mask }))
 }
 
 /// 1 for the `top_k` largest scores, lower heads first among equals.

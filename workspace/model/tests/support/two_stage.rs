@@ -196,6 +196,10 @@ impl<B: Backend, T: Element> Router<B, T> for TwoStage {
         Ok(RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: true })
     }
 
+    fn shared_heads(&self) -> SharedHeads {
+        SharedHeads::first(self.shared_heads)
+    }
+
     fn parameters(&self, hidden_size: usize) -> Vec<RouterParameter> {
         let names = ["routed", "shared", "stages"].map(|name| format!("router.{name}.weight"));
         let shapes = self.outputs().map(|outputs| [outputs, hidden_size]);
@@ -207,7 +211,7 @@ impl<B: Backend, T: Element> Router<B, T> for TwoStage {
         let RouterForward { shape, x, parameters, routing, .. } = args;
         let tokens = shape.tokens();
         let all = self.gates(backend, tokens, x, parameters)?;
-        routing.begin(tokens, SharedHeads::first(self.shared_heads))?;
+        routing.begin(tokens, Router::<B, T>::shared_heads(self))?;
         let heads = routing.heads();
         let local: Vec<usize> = (0..heads.local()).map(|head| heads.index(head)).collect();
         let selected: Vec<u8> =

@@ -77,6 +77,32 @@ fn all_faults_of_a_recipe_come_at_once() {
 }
 
 #[test]
+fn decay_steps_fit_the_stage_and_the_decay() {
+    for (keys, expected) in [
+        ("decay_steps = 0", "learning_rate.decay_steps = 0: must be from 1 to "),
+        ("decay_steps = 100000", "learning_rate.decay_steps = 100000: must be from 1 to "),
+        (
+            "decay = \"constant\", decay_steps = 1",
+            "decay_steps = 1: is for decays that end: cosine,",
+        ),
+        ("decay = \"inverse-square-root\", decay_steps = 1", "decay_steps = 1: is for decays that"),
+        ("decay = \"wsd\"", "learning_rate.decay: must be \"cosine\", \"linear\", \"sqrt\","),
+    ] {
+        let message =
+            refused(&edited("warmup_steps = 2 }", &format!("warmup_steps = 2, {keys} }}")), &[]);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn shared_heads_are_given_once() {
+    let both = "attention = \"moh\"\nmoh = { shared_heads = 1, shared_head_ids = [[0]] }";
+    let message = refused(&edited("attention = \"moh\"", both), &[]);
+    let expected = "stage.moh.moh.shared_head_ids = [..]: is there beside shared_heads: leave one";
+    assert!(message.contains(expected), "{message}");
+}
+
+#[test]
 fn what_depends_on_a_faulty_key_is_not_checked() {
     let one = |from: &str, to: &str, expected: &str| {
         let message = refused(&edited(from, to), &[]);

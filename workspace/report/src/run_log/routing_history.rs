@@ -53,10 +53,8 @@ pub struct Loads {
 /// The loads of a layer's heads.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerLoads {
-    /// The heads before the first routed one.
-    pub shared_heads: usize,
-    /// The share of the tokens that select each routed head.
-    pub routed: Vec<f32>,
+    /// The share of the tokens that select each head; `None` for a shared one.
+    pub heads: Vec<Option<f32>>,
     /// How unequal they are.
     pub imbalance: f32,
 }
@@ -121,8 +119,7 @@ impl Spread {
 impl Loads {
     fn new(evaluation: &RoutingEvaluation) -> Self {
         let layer = |line: &RoutingLine| LayerLoads {
-            shared_heads: line.shared_heads,
-            routed: line.selected.iter().map(|&selected| load(line, selected) as f32).collect(),
+            heads: line.heads().map(|head| Some(load(line, head?) as f32)).collect(),
             imbalance: imbalance(line) as f32,
         };
         let layers = evaluation.layers.iter().map(|(&number, line)| (number, layer(line)));

@@ -201,7 +201,7 @@ fn a_history_has_every_spread_and_the_loads_of_few_evaluations() {
     let (newest, picked) = steps.split_last().unwrap();
     assert!((32..=64).contains(&picked.len()) && *newest == 1000, "{steps:?}");
     assert!(picked.windows(2).all(|pair| pair[1] - pair[0] == picked[1]), "{steps:?}");
-    assert_eq!(text.picked.last().unwrap().layers[&1].routed, [1.0, 0.0]);
+    assert_eq!(text.picked.last().unwrap().layers[&1].heads, [None, Some(1.0), Some(0.0)]);
 }
 
 #[test]

@@ -31,7 +31,7 @@ fn config(tied: bool) -> ModelConfig {
     let mut config = ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config;
     config.moh = Some(MohConfig {
         router: RouterKind::QueryNorm,
-        shared_heads: HeadCounts::from(1),
+        shared_heads: 1.into(),
         routed_top_k: HeadCounts::from(2),
     });
     config

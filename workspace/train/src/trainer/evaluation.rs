@@ -110,7 +110,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             checks.go_on(ranks, stop)
         };
         let shard = Shard::from_group(&self.groups.data);
-        let mut routing = self.model.routing_statistics()?;
+        let mut routing = self.model.routing_statistics();
         let counted = (!routing.layers.is_empty()).then_some(&mut routing);
         let model = &mut self.model;
         let sums = evaluator.evaluate_share(model, text, shard, counted, &mut go_on)?;

@@ -141,7 +141,7 @@ fn loss<B: Backend + Clone, T: Element>(
     let batch =
         (BATCH_TOKENS / windows.length()).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
     let mut evaluator = Evaluator::new(model, batch, windows.length())?;
-    let mut routing = heads.then(|| model.routing_statistics()).transpose()?;
+    let mut routing = heads.then(|| model.routing_statistics());
     let mut bar = Bar::count("evaluating", windows.len());
     let text =
         EvaluationText { windows, count: windows.len(), tokenizer: named.tokenizer.as_ref() };

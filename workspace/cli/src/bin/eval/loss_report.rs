@@ -85,8 +85,9 @@ fn to_json(measured: &LossMeasurement) -> Value {
     if let Some(routing) = routing {
         let layers = routing.layers.iter().map(|layer| {
             let loads: Vec<f64> = layer.loads().collect();
+            let heads: Vec<usize> = layer.routed_heads().collect();
             json!({
-                "layer": layer.layer, "shared_heads": layer.shared_heads,
+                "layer": layer.layer, "shared_heads": layer.shared_heads.len(), "routed_heads": heads,
                 "gate_entropy": layer.mean_entropy(), "loads": loads,
             })
         });
@@ -113,13 +114,22 @@ fn write_routing(out: &mut impl Write, routing: &RoutingStatistics) -> std::io::
             100.0 * largest,
             layer.imbalance(),
         )?;
-        let loads: Vec<f64> = layer.loads().collect();
-        for (row, loads) in loads.chunks(8).enumerate() {
-            let first = layer.shared_heads + 8 * row;
-            let shown: Vec<String> = loads.iter().map(|l| format!("{:5.1}%", 100.0 * l)).collect();
-            let heads = format!("{first}-{}", first + loads.len() - 1);
+        let loads: Vec<(usize, f64)> = layer.routed_heads().zip(layer.loads()).collect();
+        for row in loads.chunks(8) {
+            let shown: Vec<String> =
+                row.iter().map(|(_, load)| format!("{:5.1}%", 100.0 * load)).collect();
+            let heads = names(row.iter().map(|&(head, _)| head));
             writeln!(out, "  heads {heads:<8} {}", shown.join(" "))?;
         }
     }
     Ok(())
+}
+
+/// Heads in ascending order: `4-7`, or `1,3,6` if they are not consecutive.
+fn names(heads: impl Iterator<Item = usize>) -> String {
+    let heads: Vec<usize> = heads.collect();
+    match (heads.first(), heads.last()) {
+        (Some(first), Some(last)) if last - first == heads.len() - 1 => format!("{first}-{last}"),
+        _ => heads.iter().map(usize::to_string).collect::<Vec<_>>().join(","),
+    }
 }

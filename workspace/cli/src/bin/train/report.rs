@@ -89,7 +89,11 @@ fn half_of_the_heads(recipe: &Recipe, run: &RunDirectory, heads: usize) -> Optio
     let quarter = heads / 4;
     let has_half = |moh: &MohOptions| {
         let counts = [&moh.shared_heads, &moh.routed_top_k];
-        counts.iter().all(|counts| counts.as_ref().and_then(HeadCounts::uniform) == Some(quarter))
+        let is_half = |counts: &Option<HeadCounts>| {
+            counts.as_ref().and_then(HeadCounts::uniform) == Some(quarter)
+        };
+        // Numbers of shared heads cannot be given beside the heads themselves.
+        moh.shared_head_ids.is_some() || counts.into_iter().all(is_half)
     };
     let routed = recipe.stages.iter().filter_map(|stage| Some((&stage.name, stage.moh.as_ref()?)));
     let others: Vec<_> = routed.filter(|(_, moh)| !has_half(moh)).map(|(name, _)| name).collect();

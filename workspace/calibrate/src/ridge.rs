@@ -1,0 +1,261 @@
+//! Ridge least squares in f64: the linear map that predicts targets from inputs best.
+//!
+//! With inputs F `[N, n]` and targets Y `[N, m]`, W = W0 + (Y - F W0^T)^T F (F^T F + lambda I)^-1 has the
+//! least |Y - F W^T|^2 + lambda |W - W0|^2. Only the products F^T F, Y^T F and |Y|^2 are needed, which are
+//! sums over tokens.
+//!
+//! Every element is computed in an order that follows from the sizes alone, so the bits do not depend
+//! on the number of threads.
+
+use ndarray::linalg::general_mat_mul;
+use ndarray::{Array2, ArrayView2, ArrayViewMut2, Axis, s};
+use rayon::prelude::*;
+
+use crate::{Error, Result};
+
+/// Columns of a block of the factor.
+const BLOCK: usize = 64;
+/// Rows that a thread takes at a time.
+const ROWS: usize = 64;
+
+/// The sums over tokens that a least-squares fit needs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Products {
+    /// F^T F, `[n, n]`.
+    pub gram: Array2<f64>,
+    /// Y^T F, `[m, n]`.
+    pub cross: Array2<f64>,
+    /// |Y|^2.
+    pub target: f64,
+}
+
+/// A least-squares fit.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fit {
+    /// W, `[m, n]`.
+    pub weight: Array2<f64>,
+    /// |Y - F W^T|^2 / |Y|^2.
+    pub error: f64,
+}
+
+impl Products {
+    /// Zeros, of n columns of F and m columns of Y.
+    pub fn zeros(n: usize, m: usize) -> Self {
+        Products { gram: Array2::zeros((n, n)), cross: Array2::zeros((m, n)), target: 0.0 }
+    }
+
+    /// |Y - F W^T|^2 / |Y|^2 of the map W, `[m, n]`; 0 where Y is zero.
+    pub fn error(&self, weight: ArrayView2<'_, f64>) -> f64 {
+        // |Y|^2 - 2 <W, Y^T F> + <W, W F^T F>, by rows of W.
+        let rows = weight.axis_chunks_iter(Axis(0), ROWS);
+        let rows = rows.zip(self.cross.axis_chunks_iter(Axis(0), ROWS)).collect::<Vec<_>>();
+        let sums: Vec<f64> = rows
+            .into_par_iter()
+            .map(|(weight, cross)| {
+                let mut change = weight.dot(&self.gram);
+                change.scaled_add(-2.0, &cross);
+                weight.iter().zip(&change).map(|(w, c)| w * c).sum()
+            })
+            .collect();
+        let residual = self.target + sums.iter().sum::<f64>();
+        if self.target > 0.0 { residual.max(0.0) / self.target } else { 0.0 }
+    }
+
+    /// The fit nearest to W0, `start` `[m, n]`; lambda is `ridge` times the mean of the diagonal of F^T F.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`] if a product is not finite, [`Error::Singular`] if F^T F + lambda I is not
+    /// positive definite.
+    pub fn fit(&self, start: ArrayView2<'_, f64>, ridge: f64) -> Result<Fit> {
+        let is_finite = |values: &Array2<f64>| values.iter().all(|value| value.is_finite());
+        if !(is_finite(&self.gram) && is_finite(&self.cross) && self.target.is_finite()) {
+            return Err(Error::NotFinite);
+        }
+        let mut factor = self.gram.clone();
+        let lambda = ridge * factor.diag().mean().unwrap_or(0.0);
+        factor.diag_mut().iter_mut().for_each(|diagonal| *diagonal += lambda);
+        cholesky(factor.view_mut())?;
+        // B = Y^T F - W0 F^T F; then W = W0 + B (F^T F + lambda I)^-1.
+        let mut weight = self.cross.clone();
+        let rows = weight.axis_chunks_iter_mut(Axis(0), ROWS);
+        let rows: Vec<_> = rows.zip(start.axis_chunks_iter(Axis(0), ROWS)).collect();
+        rows.into_par_iter().for_each(|(mut rows, start)| {
+            general_mat_mul(-1.0, &start, &self.gram, 1.0, &mut rows);
+            solve(factor.view(), rows.view_mut());
+            rows += &start;
+        });
+        let error = self.error(weight.view());
+        Ok(Fit { weight, error })
+    }
+}
+
+/// Replaces the lower triangle of a symmetric matrix by its Cholesky factor L, by blocks of columns.
+///
+/// # Errors
+/// [`Error::Singular`] if the matrix is not positive definite.
+fn cholesky(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
+    let n = a.nrows();
+    for first in (0..n).step_by(BLOCK) {
+        let end = (first + BLOCK).min(n);
+        let (mut rows, mut below) = a.view_mut().split_at(Axis(0), end);
+        let mut diagonal = rows.slice_mut(s![first.., first..end]);
+        factor_block(diagonal.view_mut())?;
+        let chunks: Vec<_> = below.axis_chunks_iter_mut(Axis(0), ROWS).collect();
+        chunks.into_par_iter().for_each(|mut rows| {
+            for row in rows.slice_mut(s![.., first..end]).rows_mut() {
+                substitute(diagonal.view(), row);
+            }
+        });
+        let panel = below.slice(s![.., first..end]).to_owned();
+        let chunks: Vec<_> = below.axis_chunks_iter_mut(Axis(0), ROWS).enumerate().collect();
+        chunks.into_par_iter().for_each(|(chunk, mut rows)| {
+            let (start, stop) = (chunk * ROWS, chunk * ROWS + rows.nrows());
+            let mut lower = rows.slice_mut(s![.., end..end + stop]);
+            let (left, right) = (panel.slice(s![start..stop, ..]), panel.slice(s![..stop, ..]));
+            general_mat_mul(-1.0, &left, &right.t(), 1.0, &mut lower);
+        });
+    }
+    Ok(())
+}
+
+/// The factor of a block, in place in its lower triangle.
+fn factor_block(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
+    for column in 0..a.nrows() {
+        for row in column..a.nrows() {
+            let known: f64 = (0..column).map(|i| a[[row, i]] * a[[column, i]]).sum();
+            let rest = a[[row, column]] - known;
+            a[[row, column]] = if row > column { rest / a[[column, column]] } else { rest.sqrt() };
+        }
+        if !(a[[column, column]] > 0.0) {
+            return Err(Error::Singular);
+        }
+    }
+    Ok(())
+}
+
+/// Replaces a row b by x with x L^T = b.
+fn substitute(factor: ArrayView2<'_, f64>, mut row: ndarray::ArrayViewMut1<'_, f64>) {
+    for j in 0..row.len() {
+        let known: f64 = (0..j).map(|i| row[i] * factor[[j, i]]).sum();
+        row[j] = (row[j] - known) / factor[[j, j]];
+    }
+}
+
+/// Replaces a row b by x with x L = b.
+fn substitute_backwards(factor: ArrayView2<'_, f64>, mut row: ndarray::ArrayViewMut1<'_, f64>) {
+    for j in (0..row.len()).rev() {
+        let known: f64 = (j + 1..row.len()).map(|i| row[i] * factor[[i, j]]).sum();
+        row[j] = (row[j] - known) / factor[[j, j]];
+    }
+}
+
+/// Replaces rows B by X with X L L^T = B.
+fn solve(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>) {
+    let n = factor.nrows();
+    let blocks: Vec<usize> = (0..n).step_by(BLOCK).collect();
+    for &first in &blocks {
+        let end = (first + BLOCK).min(n);
+        let (mut known, mut rest) = rows.view_mut().split_at(Axis(1), end);
+        let mut known = known.slice_mut(s![.., first..]);
+        let diagonal = factor.slice(s![first..end, first..end]);
+        known.rows_mut().into_iter().for_each(|row| substitute(diagonal, row));
+        let below = factor.slice(s![end.., first..end]);
+        general_mat_mul(-1.0, &known, &below.t(), 1.0, &mut rest);
+    }
+    for &first in blocks.iter().rev() {
+        let end = (first + BLOCK).min(n);
+        let (mut rest, mut known) = rows.view_mut().split_at(Axis(1), first);
+        let mut known = known.slice_mut(s![.., ..end - first]);
+        let diagonal = factor.slice(s![first..end, first..end]);
+        known.rows_mut().into_iter().for_each(|row| substitute_backwards(diagonal, row));
+        let before = factor.slice(s![first..end, ..first]);
+        general_mat_mul(-1.0, &known, &before, 1.0, &mut rest);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+
+    fn random(rng: &mut StdRng, rows: usize, columns: usize) -> Array2<f64> {
+        Array2::from_shape_fn((rows, columns), |_| rng.random_range(-1.0..1.0))
+    }
+
+    fn products(inputs: &Array2<f64>, targets: &Array2<f64>) -> Products {
+        Products {
+            gram: inputs.t().dot(inputs),
+            cross: targets.t().dot(inputs),
+            target: targets.iter().map(|y| y * y).sum(),
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        #[test]
+        fn a_fit_has_the_gradient_zero(
+            n in 1usize..150, m in 1usize..80, more in 0usize..40, seed: u64,
+        ) {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let (inputs, targets) = (random(&mut rng, n + more, n), random(&mut rng, n + more, m));
+            let start = random(&mut rng, m, n);
+            let products = products(&inputs, &targets);
+            let fit = products.fit(start.view(), 1e-2).unwrap();
+            // Of half of |Y - F W^T|^2 + lambda |W - W0|^2, with respect to W.
+            let lambda = 1e-2 * products.gram.diag().mean().unwrap();
+            let gradient = fit.weight.dot(&products.gram) - &products.cross
+                + (&fit.weight - &start) * lambda;
+            let largest = gradient.iter().fold(0f64, |most, value| most.max(value.abs()));
+            prop_assert!(largest < 1e-8 * (n + more) as f64, "{largest}");
+            let residual = &targets - &inputs.dot(&fit.weight.t());
+            let expected = residual.iter().map(|r| r * r).sum::<f64>() / products.target;
+            prop_assert!((fit.error - expected).abs() < 1e-9, "{} {expected}", fit.error);
+        }
+    }
+
+    #[test]
+    fn an_exact_map_is_found_and_kept() {
+        let mut rng = StdRng::seed_from_u64(3);
+        let (inputs, map) = (random(&mut rng, 300, 70), random(&mut rng, 20, 70));
+        let products = products(&inputs, &inputs.dot(&map.t()));
+        let found = products.fit(Array2::zeros((20, 70)).view(), 1e-12).unwrap();
+        assert!(found.error < 1e-12 && (&found.weight - &map).iter().all(|d| d.abs() < 1e-6));
+        // A large ridge keeps the start.
+        let start = random(&mut rng, 20, 70);
+        let kept = products.fit(start.view(), 1e9).unwrap();
+        assert!((&kept.weight - &start).iter().all(|d| d.abs() < 1e-6));
+    }
+
+    #[test]
+    fn the_bits_do_not_depend_on_the_threads() {
+        let mut rng = StdRng::seed_from_u64(4);
+        let products = products(&random(&mut rng, 400, 200), &random(&mut rng, 400, 150));
+        let start = random(&mut rng, 150, 200);
+        let fit = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| products.fit(start.view(), 1e-3).unwrap())
+        };
+        assert_eq!(fit(1), fit(3));
+    }
+
+    #[test]
+    fn products_that_have_no_fit_are_refused() {
+        let mut rng = StdRng::seed_from_u64(5);
+        let start = Array2::zeros((2, 3));
+        let good = products(&random(&mut rng, 9, 3), &random(&mut rng, 9, 2));
+        for place in 0..3 {
+            let mut bad = good.clone();
+            match place {
+                0 => bad.gram[[1, 2]] = f64::NAN,
+                1 => bad.cross[[0, 0]] = f64::INFINITY,
+                _ => bad.target = f64::NAN,
+            }
+            assert!(matches!(bad.fit(start.view(), 1e-3), Err(Error::NotFinite)));
+        }
+        let zero = Products::zeros(3, 2);
+        assert!(matches!(zero.fit(start.view(), 1e-3), Err(Error::Singular)));
+    }
+}

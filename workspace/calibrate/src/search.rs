@@ -1,0 +1,203 @@
+//! The search for a layer's shared heads.
+//!
+//! A set is judged by the error of the layer's attention output after the best output projection for the
+//! heads that tokens then compute ([`Products::fit`]). Where a layer has few sets all are judged. Else a
+//! set is built from none by adding the head that helps most, and improved by exchanging a shared head
+//! for another one; both judge by the error without a new projection ([`HeadGrams::loss`]), which needs no
+//! fit. Then the exchanges that are best by that measure are judged by the fit, in a few rounds.
+
+use moh_kernels::Backend;
+use moh_kernels::router::SharedHeads;
+use moh_model::LayerHeads;
+use ndarray::{Array2, Axis, s};
+
+use crate::head_grams::HeadGrams;
+use crate::products::ProductSums;
+use crate::selection::Scores;
+use crate::{Error, RIDGE, Result};
+
+/// Most sets of one size of which each is judged by a fit.
+const MOST_SETS: usize = 128;
+/// Tokens by which sets are judged without a fit.
+const GRAM_TOKENS: usize = 4096;
+/// Exchanges of a round that are judged by a fit.
+const JUDGED: usize = 4;
+/// Rounds of exchanges that are judged by fits.
+const ROUNDS: usize = 2;
+
+/// The heads' outputs of a layer for some tokens, and the attention output that they had made.
+pub(crate) struct LayerSample {
+    pub scores: Scores,
+    /// `[tokens, heads * head_dim]`.
+    pub outputs: Array2<f32>,
+    /// The dense layer's attention output, `[tokens, width]`.
+    pub targets: Vec<f32>,
+    /// The output projection, `[width, heads * head_dim]`.
+    pub weight: Array2<f64>,
+    pub heads: usize,
+    /// Tokens of a pass.
+    pub pass: usize,
+}
+
+/// A set of shared heads, and the error of the layer's attention output with it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Found {
+    pub heads: LayerHeads,
+    /// Relative squared error after a fit.
+    pub error: f64,
+}
+
+impl LayerSample {
+    /// The best set of `shared` heads beside `top_k` routed ones.
+    pub fn best_set<B: Backend>(
+        &self,
+        sums: &mut ProductSums<'_, B>,
+        shared: usize,
+        top_k: usize,
+    ) -> Result<Found> {
+        if number_of_sets(self.heads, shared) <= MOST_SETS {
+            let sets = subsets(self.heads, shared);
+            return self.best_of(sums, sets.into_iter(), top_k, None);
+        }
+        let grams = self.grams();
+        let loss = |set: &[usize]| {
+            Ok::<_, Error>((grams.loss(&self.scores, layer_heads(set, top_k)?), set.to_vec()))
+        };
+        let mut set = Vec::new();
+        while set.len() < shared {
+            let longer = others(&set, self.heads).map(|head| with(&set, head));
+            set = least(longer.map(|set| loss(&set)))?.1;
+        }
+        let mut now = loss(&set)?;
+        loop {
+            let next = least(exchanges(&now.1, self.heads).map(|set| loss(&set)))?;
+            if next.0 >= now.0 {
+                break;
+            }
+            now = next;
+        }
+        let mut best = self.judge(sums, &now.1, top_k)?;
+        for _ in 0..ROUNDS {
+            let set: Vec<usize> = best.heads.shared.heads().collect();
+            let near = exchanges(&set, self.heads).map(|set| loss(&set));
+            let mut near = near.collect::<Result<Vec<_>>>()?;
+            near.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let near = near.into_iter().take(JUDGED).map(|(_, set)| set);
+            let next = self.best_of(sums, near, top_k, Some(best))?;
+            if next == best {
+                break;
+            }
+            best = next;
+        }
+        Ok(best)
+    }
+
+    /// The best of some sets, and of `known`; the first of equals.
+    fn best_of<B: Backend>(
+        &self,
+        sums: &mut ProductSums<'_, B>,
+        sets: impl Iterator<Item = Vec<usize>>,
+        top_k: usize,
+        known: Option<Found>,
+    ) -> Result<Found> {
+        let mut best = known;
+        for set in sets {
+            let found = self.judge(sums, &set, top_k)?;
+            if best.is_none_or(|best| found.error < best.error) {
+                best = Some(found);
+            }
+        }
+        // A layer has at least one set of each size.
+        best.ok_or(Error::Singular)
+    }
+
+    /// The error of the attention output after a fit to these shared heads.
+    pub fn judge<B: Backend>(
+        &self,
+        sums: &mut ProductSums<'_, B>,
+        set: &[usize],
+        top_k: usize,
+    ) -> Result<Found> {
+        let heads = layer_heads(set, top_k)?;
+        let (width, inputs) = self.weight.dim();
+        let head_dim = inputs / self.heads;
+        let mut active = vec![false; self.heads];
+        let mut tokens = self.scores.tokens();
+        let passes = self.outputs.axis_chunks_iter(Axis(0), self.pass);
+        for (outputs, targets) in passes.zip(self.targets.chunks_exact(self.pass * width)) {
+            let mut masked: Vec<f32> = outputs.iter().copied().collect();
+            for (output, scores) in masked.chunks_exact_mut(inputs).zip(tokens.by_ref()) {
+                self.scores.select(scores, heads, &mut active);
+                let heads = output.chunks_exact_mut(head_dim).zip(&active);
+                heads.filter(|(_, active)| !**active).for_each(|(output, _)| output.fill(0.0));
+            }
+            sums.add(&masked, targets)?;
+        }
+        let error = sums.take().fit(self.weight.view(), RIDGE)?.error;
+        Ok(Found { heads, error })
+    }
+
+    fn grams(&self) -> HeadGrams {
+        let tokens = self.outputs.nrows().min(GRAM_TOKENS);
+        let weight = self.weight.mapv(|weight| weight as f32);
+        HeadGrams::new(self.outputs.slice(s![..tokens, ..]), weight.view(), self.heads)
+    }
+}
+
+fn layer_heads(set: &[usize], top_k: usize) -> Result<LayerHeads> {
+    Ok(LayerHeads { shared: SharedHeads::from_heads(set.iter().copied())?, top_k })
+}
+
+fn others(set: &[usize], heads: usize) -> impl Iterator<Item = usize> + '_ {
+    (0..heads).filter(|head| !set.contains(head))
+}
+
+fn with(set: &[usize], head: usize) -> Vec<usize> {
+    [set, &[head]].concat()
+}
+
+/// The sets with one head exchanged for another.
+fn exchanges(set: &[usize], heads: usize) -> impl Iterator<Item = Vec<usize>> + '_ {
+    (0..set.len()).flat_map(move |place| {
+        others(set, heads).map(move |head| {
+            let mut set = set.to_vec();
+            set[place] = head;
+            set
+        })
+    })
+}
+
+/// The set with the least loss, the first of equals.
+fn least(sets: impl Iterator<Item = Result<(f64, Vec<usize>)>>) -> Result<(f64, Vec<usize>)> {
+    let mut best: Option<(f64, Vec<usize>)> = None;
+    for set in sets {
+        let set = set?;
+        if best.as_ref().is_none_or(|best| set.0 < best.0) {
+            best = Some(set);
+        }
+    }
+    Ok(best.unwrap_or((f64::INFINITY, Vec::new())))
+}
+
+/// h over s, or a number above [`MOST_SETS`].
+fn number_of_sets(heads: usize, shared: usize) -> usize {
+    let smaller = shared.min(heads - shared);
+    let mut number = 1usize;
+    for i in 0..smaller {
+        number = number * (heads - i) / (i + 1);
+        if number > MOST_SETS {
+            break;
+        }
+    }
+    number
+}
+
+/// All sets of `shared` of the heads.
+fn subsets(heads: usize, shared: usize) -> Vec<Vec<usize>> {
+    match shared {
+        0 => vec![Vec::new()],
+        _ => (shared - 1..heads)
+            .flat_map(|last| subsets(last, shared - 1).into_iter().map(move |set| with(&set, last)))
+            .collect(),
+    }
+}

@@ -1,0 +1,254 @@
+//! One block of a model, or its embedding and head, run alone: the caller has the residual stream, and
+//! loads one layer after another. A conversion that measures heads reads a model of any size in this
+//! way, with the memory of a layer.
+
+use moh_kernels::cross_entropy::IGNORED;
+use moh_kernels::{Backend, Memory};
+
+use crate::activations::{Activations, PassActivations, PassShape, Recompute};
+use crate::layers::attention::AttentionBuffers;
+use crate::layers::{BlockBuffers, Tokens};
+use crate::layout::Segment;
+use crate::model::Model;
+use crate::{Error, HeadCounts, ModelConfig, MohConfig, StepSums};
+
+/// A block alone, of f32 weights, for passes over B sequences of T tokens, N = B T.
+pub struct BlockPass<B: Backend> {
+    model: Model<B, f32>,
+    activations: Activations<B, f32>,
+}
+
+/// What a block computes of a residual stream.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BlockOutput {
+    /// The residual stream after attention, `[N, C]`.
+    pub after_attention: Vec<f32>,
+    /// The residual stream after the block, `[N, C]`.
+    pub output: Vec<f32>,
+}
+
+impl<B: Backend> BlockPass<B> {
+    /// Allocates a block of the model that `config` describes, with weights of zeros, for passes over
+    /// `batch` sequences of `length` tokens.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
+    pub fn new(
+        backend: B,
+        config: &ModelConfig,
+        batch: usize,
+        length: usize,
+    ) -> Result<Self, Error> {
+        // Buffers for every set of shared heads: none has more columns than that of no head.
+        let every_set = config.moh.as_ref().map(|moh| MohConfig {
+            shared_heads: 0.into(),
+            routed_top_k: HeadCounts::All(config.num_attention_heads),
+            ..moh.clone()
+        });
+        let config = ModelConfig {
+            num_hidden_layers: 1,
+            vocab_size: 1,
+            tie_word_embeddings: true,
+            moh: every_set,
+            ..config.clone()
+        };
+        let zeros = |_: &Segment, _: &mut [f32]| Ok::<_, Error>(());
+        let model = Model::new(backend, config, length, zeros)?;
+        let activations = Activations::new(&model, pass_shape(batch, length))?;
+        Ok(BlockPass { model, activations })
+    }
+
+    /// Loads the weights of layer `layer`, from 0: `source` writes each tensor by its name in the whole
+    /// model.
+    ///
+    /// # Errors
+    /// Fails if `source` or the device does.
+    pub fn load<E: From<Error>>(
+        &mut self,
+        layer: usize,
+        mut source: impl FnMut(&str, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let Model { backend, layout, weights, .. } = &mut self.model;
+        weights.fill(backend, layout, |segment, values| {
+            match segment.name.strip_prefix("model.layers.0.") {
+                Some(rest) => source(&format!("model.layers.{layer}.{rest}"), values),
+                // The embedding and the final norm, of which a block makes no use.
+                None => Ok(()),
+            }
+        })
+    }
+
+    /// Computes queries, keys and values of the residual stream `x`, `[N, C]`, and returns the queries
+    /// before RoPE, `[N, H D]`.
+    ///
+    /// # Errors
+    /// Fails for another length, and if the device fails.
+    pub fn project(&mut self, x: &[f32]) -> Result<Vec<f32>, Error> {
+        let (shape, row) = (self.activations.shape, self.activations.shape.row());
+        let BlockPass { model, activations: Activations { passes, scratch, .. } } = self;
+        let PassActivations { stream, blocks } = &mut passes[0];
+        model.backend.upload(x, B::whole_mut(&mut stream[0]))?;
+        let cx = model.context(tokens(shape));
+        let block = &model.layers.blocks[0];
+        let BlockBuffers { saved, recomputable, scratch } = blocks.buffers(0, scratch);
+        let normed =
+            block.attention_norm.forward(&cx, &stream[0], &mut recomputable.attention_norm)?;
+        block.attention.project(&cx, normed, &mut saved.attention, &mut scratch.gathered)?;
+        let mut qkv = vec![0f32; shape.tokens() * row];
+        model.backend.download(B::view(&saved.attention.qkv, 0..qkv.len()), &mut qkv)?;
+        let width = shape.heads * shape.head_dim;
+        Ok(qkv.chunks_exact(row).flat_map(|of_token| &of_token[..width]).copied().collect())
+    }
+
+    /// The heads that the router of `moh` makes each token compute, after [`Self::project`] and before
+    /// [`Self::attend`]: `[N, H]`, 1 for shared and selected heads.
+    ///
+    /// # Errors
+    /// Fails if the configuration does not fit the block, and if the device fails.
+    pub fn select(&mut self, moh: MohConfig) -> Result<Vec<u8>, Error> {
+        self.model.set_moh(Some(moh))?;
+        let (shape, heads) = (self.activations.shape, self.activations.shape.heads);
+        let BlockPass { model, activations: Activations { passes, scratch, .. } } = self;
+        let cx = model.context(tokens(shape));
+        let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
+        let attention = &mut saved.attention;
+        let router = model.layers.blocks[0].attention.router.as_ref();
+        let Some((router, routing)) = router.zip(attention.routing.as_mut()) else {
+            return Ok(vec![1; shape.tokens() * heads]);
+        };
+        let x =
+            B::view(&recomputable.attention_norm.y, 0..shape.tokens() * model.config.hidden_size);
+        let qkv = B::view(&attention.qkv, 0..shape.tokens() * shape.row());
+        router.forward(&cx, x, qkv, routing)?;
+        let (leading, columns) = (routing.shared().leading(), routing.columns());
+        let mut selected = vec![0u8; shape.tokens() * columns];
+        model.backend.download(routing.selected(), &mut selected)?;
+        let of_token = |row: &[u8]| [&vec![1; leading][..], row].concat();
+        Ok(selected.chunks_exact(columns).flat_map(of_token).collect())
+    }
+
+    /// The outputs of all heads before the output projection, after [`Self::project`]; `[N, H D]`.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn attend(&mut self) -> Result<Vec<f32>, Error> {
+        let shape = self.activations.shape;
+        let BlockPass { model, activations: Activations { passes, scratch, .. } } = self;
+        let cx = model.context(tokens(shape));
+        let attention = model.layers.blocks[0].attention.clone().without_router();
+        let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
+        let mut buffers = AttentionBuffers {
+            saved: &mut saved.attention,
+            rotated: &mut recomputable.rotated,
+            cache: None,
+        };
+        let x = B::whole(&recomputable.attention_norm.y);
+        attention.rotate(&cx, x, &mut buffers)?;
+        let attended = attention.attend(&cx, buffers)?;
+        let mut host = vec![0f32; shape.tokens() * shape.heads * shape.head_dim];
+        model.backend.download(attended, &mut host)?;
+        Ok(host)
+    }
+
+    /// The whole block on the residual stream `x`, `[N, C]`, with the attention of `moh`, or dense.
+    ///
+    /// # Errors
+    /// Fails for another length, if the configuration does not fit the block, and if the device
+    /// fails.
+    pub fn forward(&mut self, x: &[f32], moh: Option<MohConfig>) -> Result<BlockOutput, Error> {
+        self.model.set_moh(moh)?;
+        let shape = self.activations.shape;
+        let BlockPass { model, activations: Activations { passes, scratch, .. } } = self;
+        let PassActivations { stream, blocks } = &mut passes[0];
+        model.backend.upload(x, B::whole_mut(&mut stream[0]))?;
+        let (input, output) = stream.split_at_mut(1);
+        let cx = model.context(tokens(shape));
+        let buffers = blocks.buffers(0, scratch);
+        model.layers.blocks[0].forward(&cx, &input[0], buffers, None, &mut output[0])?;
+        let after_attention = &blocks.buffers(0, scratch).saved.h;
+        Ok(BlockOutput {
+            after_attention: download(&model.backend, after_attention)?,
+            output: download(&model.backend, &output[0])?,
+        })
+    }
+}
+
+/// The embedding, the final norm and the head of a model alone, of f32 weights.
+pub struct EndsPass<B: Backend> {
+    model: Model<B, f32>,
+    activations: Activations<B, f32>,
+    sums: StepSums<B>,
+}
+
+impl<B: Backend> EndsPass<B> {
+    /// Loads the ends of the model that `config` describes, for passes over `batch` sequences of
+    /// `length` tokens; `source` writes each tensor by its name.
+    ///
+    /// # Errors
+    /// Fails if `source` does, and if the device is out of memory.
+    pub fn new<E: From<Error>>(
+        backend: B,
+        config: &ModelConfig,
+        batch: usize,
+        length: usize,
+        mut source: impl FnMut(&str, &mut [f32]) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let config = ModelConfig { num_hidden_layers: 0, moh: None, ..config.clone() };
+        let model =
+            Model::new(backend, config, length, |segment: &Segment, values: &mut [f32]| {
+                source(&segment.name, values)
+            })?;
+        let activations = Activations::new(&model, pass_shape(batch, length))?;
+        let sums = StepSums::new(&model.backend)?;
+        Ok(EndsPass { model, activations, sums })
+    }
+
+    /// The residual stream before the first block, `[N, C]`, of the tokens `ids`, `[N]`.
+    ///
+    /// # Errors
+    /// Fails for another length or an id outside the vocabulary, and if the device fails.
+    pub fn embed(&mut self, ids: &[u32]) -> Result<Vec<f32>, Error> {
+        let EndsPass { model, activations, sums } = self;
+        activations.upload(&model.backend, ids, ids, &[])?;
+        model.forward(activations, sums)?;
+        download(&model.backend, &activations.passes[0].stream[0])
+    }
+
+    /// The sum of the cross-entropies of `targets`, `[N]`, in nats, by the residual stream `x` after the
+    /// last block, `[N, C]`; targets that are [`IGNORED`] do not count.
+    ///
+    /// # Errors
+    /// Fails for another length, and if the device fails.
+    pub fn cross_entropy(&mut self, x: &[f32], targets: &[u32]) -> Result<f64, Error> {
+        let EndsPass { model, activations, sums } = self;
+        activations.upload(&model.backend, &vec![0; targets.len()], targets, &[])?;
+        let Activations { shape, passes, head, .. } = &mut *activations;
+        model.backend.upload(x, B::whole_mut(&mut passes[0].stream[0]))?;
+        let cx = model.context(tokens(*shape));
+        model.layers.final_norm.forward(&cx, &passes[0].stream[0], &mut head.normed)?;
+        model.evaluate_head(activations, sums)?;
+        Ok(sums.take(&model.backend)?.cross_entropy)
+    }
+
+    /// The targets of windows of `length` tokens each: the token after each one, none of the last.
+    pub fn targets(ids: &[u32], length: usize) -> Vec<u32> {
+        let of_window = |window: &[u32]| [&window[1..], &[IGNORED]].concat();
+        ids.chunks_exact(length).flat_map(of_window).collect()
+    }
+}
+
+fn pass_shape(batch: usize, length: usize) -> PassShape {
+    let recompute = Recompute::None;
+    PassShape { batch, length, recompute, training: false, document_mask: false }
+}
+
+/// Whole sequences without a document mask.
+fn tokens<'a, B: Backend>(shape: moh_kernels::rope::QkvShape) -> Tokens<'a, B> {
+    Tokens { shape, first_position: 0, document_start: None }
+}
+
+fn download<M: Memory>(memory: &M, buffer: &M::Buffer<f32>) -> Result<Vec<f32>, Error> {
+    let mut host = vec![0f32; M::len(buffer)];
+    memory.download(M::whole(buffer), &mut host)?;
+    Ok(host)
+}
