@@ -55,10 +55,19 @@ impl LayerSample {
         shared: usize,
         top_k: usize,
     ) -> Result<Found> {
-        if number_of_sets(self.heads, shared) <= MOST_SETS {
-            let sets = subsets(self.heads, shared);
-            return self.best_of(sums, sets.into_iter(), top_k, None);
+        match number_of_sets(self.heads, shared) <= MOST_SETS {
+            true => self.best_of(sums, subsets(self.heads, shared).into_iter(), top_k, None),
+            false => self.best_by_exchange(sums, shared, top_k),
         }
+    }
+
+    /// A good set, without judging all.
+    fn best_by_exchange<B: Backend>(
+        &self,
+        sums: &mut ProductSums<'_, B>,
+        shared: usize,
+        top_k: usize,
+    ) -> Result<Found> {
         let grams = self.grams();
         let loss = |set: &[usize]| {
             Ok::<_, Error>((grams.loss(&self.scores, layer_heads(set, top_k)?), set.to_vec()))
@@ -199,5 +208,85 @@ fn subsets(heads: usize, shared: usize) -> Vec<Vec<usize>> {
         _ => (shared - 1..heads)
             .flat_map(|last| subsets(last, shared - 1).into_iter().map(move |set| with(&set, last)))
             .collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_kernels::Cpu;
+    use moh_model::RouterKind;
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+    use crate::matrix;
+
+    /// Heads of different importance, some of which have nearly the same output.
+    fn sample(seed: u64) -> LayerSample {
+        let (heads, head_dim, width, pass) = (8, 4, 24, 64);
+        let (tokens, inputs) = (4 * pass, heads * head_dim);
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut random = |len: usize| (0..len).map(|_| rng.random_range(-1f32..1.0)).collect();
+        let (queries, mut outputs, weight): (Vec<f32>, Vec<f32>, Vec<f32>) =
+            (random(tokens * inputs), random(tokens * inputs), random(width * inputs));
+        for output in outputs.chunks_exact_mut(inputs) {
+            for (at, value) in output.iter_mut().enumerate() {
+                *value *= 1.0 + (at / head_dim * 5 % 7) as f32;
+            }
+            let (first, others) = output.split_at_mut(4 * head_dim);
+            let copied = others[..head_dim].iter_mut().zip(&first[head_dim..]);
+            copied.for_each(|(value, other)| *value = 0.9 * other + 0.1 * *value);
+        }
+        let mut scores = Scores::new(RouterKind::QueryNorm, heads);
+        scores.add(&queries, head_dim);
+        let (outputs, weight) = (matrix::<f32>(&outputs, inputs), matrix::<f64>(&weight, inputs));
+        let exact = outputs.mapv(f64::from).dot(&weight.t());
+        let targets = exact.iter().map(|&y| y as f32).collect();
+        LayerSample { scores, outputs, targets, weight, heads, pass }
+    }
+
+    #[test]
+    fn exchanges_find_sets_about_as_good_as_all() {
+        for seed in 0..4 {
+            let sample = sample(seed);
+            let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
+            for (shared, top_k) in [(4, 2), (2, 2), (3, 0)] {
+                let all = sample.best_set(&mut sums, shared, top_k).unwrap();
+                let found = sample.best_by_exchange(&mut sums, shared, top_k).unwrap();
+                assert_eq!((found.heads.shared.len(), found.heads.top_k), (shared, top_k));
+                let (least, error) = (all.error, found.error);
+                assert!(
+                    error >= least && error <= 1.1 * least,
+                    "seed {seed}: {error}, not {least}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn all_heads_leave_no_error() {
+        let sample = sample(9);
+        let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
+        let found = sample.judge(&mut sums, &[0, 3, 5], 5).unwrap();
+        assert!(found.error < 1e-9, "{}", found.error);
+        let fewer = sample.judge(&mut sums, &[0, 3, 5], 4).unwrap();
+        assert!(fewer.error > 1e-4, "{}", fewer.error);
+    }
+
+    #[test]
+    fn sets_are_counted_and_listed() {
+        for heads in 1..9 {
+            for shared in 0..=heads {
+                let sets = subsets(heads, shared);
+                assert_eq!(sets.len(), number_of_sets(heads, shared));
+                let mut unique = sets.clone();
+                unique.sort();
+                unique.dedup();
+                assert_eq!(unique.len(), sets.len());
+                assert!(sets.iter().all(|set| set.len() == shared && set.is_sorted()));
+            }
+        }
+        assert!(number_of_sets(64, 32) > MOST_SETS && number_of_sets(32, 1) == 32);
+        assert_eq!(exchanges(&[1, 4], 5).count(), 6);
     }
 }

@@ -2,12 +2,13 @@
 
 use std::path::Path;
 
+use indicatif::HumanCount;
 use moh_hf::Origin;
 use moh_model::ModelConfig;
 use moh_train::model_card;
 
-use crate::Error;
 use crate::convert::ConversionOptions;
+use crate::{CalibrationReceipt, Error};
 
 /// Where the output of a conversion comes from.
 pub(crate) fn origin(
@@ -31,6 +32,9 @@ pub(crate) fn origin(
         origin.set_license(id);
     }
     origin.made.extend(conversion(source, output));
+    origin
+        .made
+        .extend(options.calibrated.as_ref().map(|calibrated| measured(&calibrated.receipt())));
     Ok(origin)
 }
 
@@ -47,6 +51,24 @@ fn heads(config: &ModelConfig) -> String {
         ),
         false => "the heads of each layer".to_owned(),
     }
+}
+
+/// What a measurement has chosen.
+fn measured(receipt: &CalibrationReceipt) -> String {
+    let CalibrationReceipt { text, tokens, loss_dense, loss_given, loss, refit, .. } = receipt;
+    let tokens = HumanCount(*tokens as u64);
+    let refitted = match refit {
+        true => {
+            " and refitted the output projections to the heads that tokens compute: with all heads active this is \
+             not the source's model"
+        }
+        false => "",
+    };
+    format!(
+        "`moh-convert` measured the heads on {tokens} tokens of `{text}`{refitted}. On these tokens the loss is \
+         {loss:.4}; it is {loss_dense:.4} of the dense model, and {loss_given:.4} of as many heads without the \
+         measurement."
+    )
 }
 
 /// What a conversion has changed; nothing if it kept the attention and the vocabulary.

@@ -1,16 +1,18 @@
 //! Converts a checkpoint to Mixture-of-Head, or back to dense.
 //!
-//! The query-norm router has no parameters, so conversion changes no weight: tensors are copied
-//! from the mapped source to the output in pieces, which several threads check and hash while they are written.
+//! The query-norm router has no parameters, so conversion changes no weight, unless the output projections are
+//! refitted ([`crate::calibrated`]): tensors are copied from the mapped source to the output in pieces, which several threads check and hash while they are written.
 //! The system reads the next pieces meanwhile (`read_ahead`), and what was written before is synced and read back
 //! ([`moh_hf::model_directory`]). On request the element type changes and the vocabulary grows (see
 //! [`moh_hf::vocabulary`]). A conversion uses constant memory.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use moh_device::OpenDevice;
+use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::{
     Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, PendingModel, Sink, TensorSpec, companion_files,
     prepare_model,
@@ -24,7 +26,7 @@ use rayon::prelude::*;
 
 use crate::read_ahead::ReadAhead;
 use crate::source::{Source, SourceCheckpoint, Weights};
-use crate::{Error, Receipt, Verification, card, verify};
+use crate::{Calibrated, Error, Receipt, Verification, card, verify};
 
 /// The attention of the converted model.
 #[derive(Debug, Clone, PartialEq)]
@@ -85,6 +87,9 @@ pub struct ConversionOptions {
     pub out: PathBuf,
     /// The output's attention.
     pub attention: TargetAttention,
+    /// What was measured of the source, in place of `attention`; `None` for the heads of `attention` and
+    /// the source's weights.
+    pub calibrated: Option<Arc<Calibrated>>,
     /// The output's element type; each source tensor's own if `None`.
     pub dtype: Option<DType>,
     /// Maximum bytes of a weight file.
@@ -109,6 +114,7 @@ impl ConversionOptions {
             license: None,
             out: out.into(),
             attention: TargetAttention::Moh(HeadRequest::default()),
+            calibrated: None,
             dtype: None,
             max_shard_bytes: DEFAULT_SHARD_BYTES,
             force: false,
@@ -152,7 +158,8 @@ impl Conversion {
     /// # Errors
     /// Fails if a model cannot be read, or if they differ by more than rounding explains.
     pub fn verify(&self, device: OpenDevice) -> Result<Verification, Error> {
-        verify::verify(&self.receipt.source, self.pending.path(), self.kept_rows, device)
+        let refit = self.receipt.calibration.as_ref().is_some_and(|calibration| calibration.refit);
+        verify::verify(&self.receipt.source, self.pending.path(), self.kept_rows, refit, device)
     }
 
     /// Gives the output its name. A model directory that it replaces has the name until then.
@@ -202,8 +209,11 @@ pub(crate) struct Plan<'a> {
 impl<'a> Plan<'a> {
     fn new(options: &'a ConversionOptions, source: &'a Source) -> Result<Self, Error> {
         let original = &source.file.config;
-        let mut config =
-            ModelConfig { moh: options.attention.configure(original)?, ..original.clone() };
+        let moh = match &options.calibrated {
+            Some(calibrated) => Some(calibrated.moh().clone()),
+            None => options.attention.configure(original)?,
+        };
+        let mut config = ModelConfig { moh, ..original.clone() };
         if options.max_shard_bytes == 0 {
             let reason = "the largest shard must have at least one byte";
             return Err(Error::Option(reason.to_string()));
@@ -223,6 +233,11 @@ impl<'a> Plan<'a> {
         Ok(Plan { options, source, config, tensors, expansion })
     }
 
+    /// Whether a tensor is refitted.
+    pub fn has_refitted(&self, tensor: &str) -> bool {
+        self.options.calibrated.as_ref().is_some_and(|calibrated| calibrated.has_refitted(tensor))
+    }
+
     /// The growth of a tensor's rows.
     pub fn expansion_of(&self, tensor: &str) -> Option<&Expansion> {
         self.expansion.as_ref().filter(|_| has_vocabulary_rows(tensor))
@@ -237,8 +252,12 @@ impl<'a> Plan<'a> {
         // The configuration names one type: that of the widest part of the model, its embedding.
         let dtype = options.dtype.or(tensors.first().map(|tensor| tensor.dtype));
         let (companions, card) = self.companions_and_card()?;
+        let mut fields = file.to_json(config, dtype);
+        if options.calibrated.as_ref().is_some_and(|calibrated| calibrated.is_refitted()) {
+            fields.insert(OUTPUT_REFITTED.to_owned(), true.into());
+        }
         let model = Contents {
-            config: &file.to_json(config, dtype),
+            config: &fields,
             tensors,
             max_shard_bytes: options.max_shard_bytes,
             companions: &companions,
@@ -256,6 +275,13 @@ impl<'a> Plan<'a> {
                     ControlFlow::Break(()) => Err(Error::Interrupted),
                 }
             };
+            let refitted = match &options.calibrated {
+                Some(calibrated) => calibrated.refitted(&spec.name)?,
+                None => None,
+            };
+            if let Some(values) = refitted {
+                return write_refitted(weights, spec, &values, &mut read_ahead, &mut counted);
+            }
             let expansion = self.expansion_of(&spec.name);
             write_tensor(weights, spec, expansion, &mut read_ahead, &mut counted)
         })
@@ -307,6 +333,23 @@ fn plan_expansion(options: &ConversionOptions, rows: usize) -> Result<Option<Exp
         }
     };
     Ok(Some(expansion).filter(|expansion| !expansion.is_identity()))
+}
+
+/// Writes other values than the source's.
+fn write_refitted(
+    weights: &Weights,
+    spec: &TensorSpec,
+    values: &[f32],
+    read_ahead: &mut ReadAhead<'_>,
+    sink: &mut Sink<'_, Error>,
+) -> Result<(), Error> {
+    let mut converter = Converter { weights, spec, read_ahead, buffers: (Vec::new(), Vec::new()) };
+    for (number, values) in values.chunks(PIECE_BYTES / 4).enumerate() {
+        converter.round(values, number * (PIECE_BYTES / 4), sink)?;
+    }
+    let stored = weights.stored_bytes(&spec.name)?;
+    converter.release(0, stored);
+    Ok(())
 }
 
 fn write_tensor(

@@ -26,6 +26,9 @@ pub enum Error {
     /// A checkpoint of a run could not be read, or is damaged.
     #[error(transparent)]
     Checkpoint(#[from] moh_checkpoint::Error),
+    /// The source could not be measured.
+    #[error(transparent)]
+    Calibrate(#[from] moh_calibrate::Error),
     /// The model is invalid, or the head counts do not fit it.
     #[error(transparent)]
     Model(#[from] moh_model::Error),

@@ -1,5 +1,6 @@
 //! Conversion to Mixture-of-Head.
 
+pub mod calibrated;
 mod candle;
 mod card;
 pub mod convert;
@@ -10,6 +11,7 @@ mod source;
 pub mod verify;
 mod weights;
 
+pub use calibrated::{Calibrated, CalibrationReceipt, LayerReceipt};
 pub use convert::{Conversion, ConversionOptions, TargetAttention, convert};
 pub use error::Error;
 pub use receipt::{Receipt, TensorReceipt};

@@ -1,5 +1,7 @@
 //! `moh-convert`: a Llama or Qwen3 checkpoint in, a Mixture-of-Head model out.
 
+mod calibration_arguments;
+
 use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -12,17 +14,19 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
 use moh_convert::{
-    Conversion, ConversionOptions, Independent, Receipt, SourceCheckpoint, TargetAttention,
-    Verification, convert,
+    CalibrationReceipt, Conversion, ConversionOptions, Independent, Receipt, SourceCheckpoint,
+    TargetAttention, Verification, convert,
 };
 use moh_device::{DeviceName, OpenDevice};
 use moh_files::PendingFile;
-use moh_hf::{Base, is_license_id};
+use moh_hf::{Base, ConfigFile, is_license_id};
 use moh_kernels::DType;
 use moh_model::{Active, HeadCounts, HeadRequest, SharedHeadSets};
 use moh_program::arguments::{self, at_least};
 use moh_program::progress::Bar;
 use moh_program::{exit, models};
+
+use self::calibration_arguments::CalibrationArguments;
 
 /// Convert a Llama or Qwen3 checkpoint to Mixture-of-Head attention
 #[derive(Debug, Clone, Parser)]
@@ -97,6 +101,8 @@ struct Arguments {
     /// Write a report of every tensor as JSON
     #[arg(long, value_name = "FILE")]
     receipt: Option<PathBuf>,
+    #[command(flatten)]
+    calibration: CalibrationArguments,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -169,14 +175,18 @@ fn main() -> ExitCode {
 
 /// The requested attention; `None` if nothing is said about it.
 fn attention(arguments: &Arguments) -> Option<TargetAttention> {
-    let Arguments { attention, shared_heads, active, routed_top_k, .. } = arguments.clone();
-    let has_heads = shared_heads.is_some() || active.is_some() || routed_top_k.is_some();
+    let Arguments { attention, shared_heads, active, routed_top_k, calibration, .. } =
+        arguments.clone();
+    let has_heads = shared_heads.is_some()
+        || active.is_some()
+        || routed_top_k.is_some()
+        || calibration.shared.is_some();
     if attention.is_none() && !has_heads {
         return None;
     }
     if attention == Some(AttentionKind::Dense) {
         if has_heads {
-            let message = "--attention dense cannot be combined with --shared-heads, --active or --routed-top-k";
+            let message = "--attention dense cannot be combined with --shared, --shared-heads, --active or --routed-top-k";
             Arguments::command().error(clap::error::ErrorKind::ArgumentConflict, message).exit();
         }
         return Some(TargetAttention::Dense);
@@ -196,6 +206,9 @@ fn trained_attention(checkpoint: &SourceCheckpoint) -> anyhow::Result<TargetAtte
 }
 
 fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    if let Err(message) = arguments.calibration.check() {
+        Arguments::command().error(clap::error::ErrorKind::MissingRequiredArgument, message).exit();
+    }
     let attention = attention(arguments);
     let device = OpenDevice::open(arguments.device, true)
         .with_context(|| format!("--device {}", arguments.device))?;
@@ -214,7 +227,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(checkpoint) => checkpoint.run.model(),
         None => models::locate(&arguments.from, arguments.revision.as_deref())?,
     };
-    let attention = match (attention, &checkpoint) {
+    let mut attention = match (attention, &checkpoint) {
         (Some(attention), _) => attention,
         (None, Some(checkpoint)) => trained_attention(checkpoint)?,
         (None, None) => TargetAttention::Moh(HeadRequest::default()),
@@ -224,6 +237,17 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         (dtype, _) => dtype,
     };
     let is_run = checkpoint.is_some();
+    if let (TargetAttention::Moh(request), Some(choice)) =
+        (&mut attention, &arguments.calibration.shared)
+    {
+        let layers = match &checkpoint {
+            Some(checkpoint) => checkpoint.config_file()?.config.num_hidden_layers,
+            None => ConfigFile::read(&source)?.config.num_hidden_layers,
+        };
+        if let Some(sets) = choice.sets(layers)? {
+            request.shared_heads = Some(sets);
+        }
+    }
 
     let out = arguments.out.clone().unwrap_or_else(|| {
         let suffix = if attention == TargetAttention::Dense { "Dense" } else { "MoH" };
@@ -244,6 +268,10 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         ..ConversionOptions::new(source, out)
     };
     let stop = stop_on_signals().context("signals")?;
+    let chooses_number = arguments.active.is_some() && arguments.shared_heads.is_none();
+    let calibrated =
+        arguments.calibration.measure(&options, chooses_number, device.clone(), &stop)?;
+    let options = ConversionOptions { calibrated, ..options };
     let mut bar = Bar::bytes("converting", 0);
     let conversion = convert(&options, &mut |progress| {
         bar.update(progress.bytes, progress.total);
@@ -397,6 +425,15 @@ fn print_receipt(
         receipt.active_heads,
         receipt.heads
     )?;
+    if let Some(calibration) = &receipt.calibration {
+        let CalibrationReceipt { tokens, loss_dense, loss_given, loss, .. } = calibration;
+        writeln!(
+            out,
+            "  measured on      {} tokens: loss {loss_dense:.4} dense, {loss_given:.4} with the given heads, \
+             {loss:.4} as written",
+            HumanCount(*tokens as u64)
+        )?;
+    }
     for remark in receipt.rounding.iter().chain(&receipt.weakness) {
         writeln!(out, "                   {remark}")?;
     }
@@ -435,7 +472,11 @@ fn describe_tensors(receipt: &Receipt) -> String {
     if converted > 0 {
         parts.push(format!("{converted} of {total} converted to {}", dtype.unwrap_or_default()));
     }
-    let grown = total - unchanged - converted;
+    let refitted = receipt.num_refitted();
+    if refitted > 0 {
+        parts.push(format!("{refitted} refitted"));
+    }
+    let grown = total - unchanged - converted - refitted;
     if grown > 0 {
         parts.push(format!("{grown} with new rows"));
     }

@@ -3,13 +3,14 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
+use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::{ReadBack, TensorSpec, Written};
 use moh_model::HeadCounts;
 use moh_model::flops::Flops;
 use serde::Serialize;
 
-use crate::Error;
 use crate::convert::Plan;
+use crate::{CalibrationReceipt, Error};
 
 /// The results of a conversion.
 #[derive(Debug, Clone, Serialize)]
@@ -35,6 +36,9 @@ pub struct Receipt {
     /// What is weak about the counts that the share of active heads became.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weakness: Option<String>,
+    /// What was measured of the source, and chosen by it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<CalibrationReceipt>,
     /// Parameters of the output; a tied head counts once.
     pub parameters: u64,
     /// Rows of the vocabulary before and after.
@@ -55,8 +59,8 @@ pub struct Receipt {
     pub seconds: f64,
     /// Every tensor of the output.
     pub tensors: Vec<TensorReceipt>,
-    /// What a user should know about the source's files, in a sentence.
-    #[serde(skip)]
+    /// What a user should know about the source's files, or about the output, in a sentence.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
 }
 
@@ -75,6 +79,9 @@ pub struct TensorReceipt {
     pub blake3: String,
     /// Whether the output has the source's bytes.
     pub unchanged: bool,
+    /// Whether its values were computed anew by a calibration.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub refitted: bool,
 }
 
 impl Receipt {
@@ -102,8 +109,9 @@ impl Receipt {
             routed_heads: layers.clone().map(|layer| config.routed_heads(layer)).collect(),
             routed_top_k: layers.map(|layer| config.layer_heads(layer).top_k).collect(),
             active_heads: config.active_heads(),
-            rounding: options.attention.rounding(original),
-            weakness: options.attention.weakness(original),
+            rounding: options.attention.rounding(original).filter(|_| options.calibrated.is_none()),
+            weakness: options.attention.weakness(original).filter(|_| options.calibrated.is_none()),
+            calibration: options.calibrated.as_ref().map(|calibrated| calibrated.receipt()),
             parameters: config.num_parameters(),
             vocab_size: [original.vocab_size, config.vocab_size],
             flops_length: length,
@@ -114,7 +122,7 @@ impl Receipt {
             read_back: written.read_back,
             seconds: start.elapsed().as_secs_f64(),
             tensors,
-            warning: source.warning.clone(),
+            warning: warning(plan),
         })
     }
 
@@ -125,14 +133,38 @@ impl Receipt {
 
     /// Number of tensors with another element type than the source's.
     pub fn num_converted(&self) -> usize {
-        self.tensors.iter().filter(|tensor| tensor.source_dtype != tensor.dtype).count()
+        let is_converted =
+            |tensor: &&TensorReceipt| tensor.source_dtype != tensor.dtype && !tensor.refitted;
+        self.tensors.iter().filter(is_converted).count()
     }
+
+    /// Number of tensors whose values a calibration computed anew.
+    pub fn num_refitted(&self) -> usize {
+        self.tensors.iter().filter(|tensor| tensor.refitted).count()
+    }
+}
+
+/// What a user should know about the source's files, and about a dense model of refitted projections.
+fn warning(plan: &Plan<'_>) -> Option<String> {
+    let file = &plan.source.file;
+    let is_refitted = file.fields.get(OUTPUT_REFITTED).is_some_and(|refitted| refitted == true);
+    let refitted = (is_refitted && plan.config.moh.is_none()).then(|| {
+        format!(
+            "{}: its output projections were refitted to the heads that tokens compute: with all heads it is \
+             another model than the one it was converted from",
+            plan.options.source.display()
+        )
+    });
+    let warnings: Vec<String> = plan.source.warning.clone().into_iter().chain(refitted).collect();
+    (!warnings.is_empty()).then(|| warnings.join("; "))
 }
 
 impl TensorReceipt {
     fn new(plan: &Plan<'_>, spec: &TensorSpec, hash: &blake3::Hash) -> Result<Self, Error> {
         let source_dtype = plan.source.weights.dtype(&spec.name)?;
-        let unchanged = plan.expansion_of(&spec.name).is_none() && source_dtype == spec.dtype;
+        let refitted = plan.has_refitted(&spec.name);
+        let unchanged =
+            plan.expansion_of(&spec.name).is_none() && source_dtype == spec.dtype && !refitted;
         let blake3 = hash.to_hex().to_string();
         Ok(TensorReceipt {
             name: spec.name.clone(),
@@ -142,6 +174,7 @@ impl TensorReceipt {
             source_blake3: unchanged.then(|| blake3.clone()),
             blake3,
             unchanged,
+            refitted,
         })
     }
 }

@@ -122,6 +122,16 @@ impl Weights {
         }
     }
 
+    /// A tensor's values.
+    pub(crate) fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), Error> {
+        match self {
+            Weights::Files(files) => Ok(files.read_f32(name, out)?),
+            Weights::Checkpoint { stored, .. } => {
+                Ok(stored.read_f32(TensorKind::Weight, name, out)?)
+            }
+        }
+    }
+
     /// Says that an element of a tensor is not finite.
     pub(crate) fn not_finite(&self, name: &str, element: usize) -> Error {
         match self {

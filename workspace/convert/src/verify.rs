@@ -1,5 +1,6 @@
 //! Verifies a conversion: the output has the source's weights, and with all heads active it computes the
-//! source's logits.
+//! source's logits. Refitted output projections are the output's own, and take the place of the source's in
+//! all comparisons.
 //!
 //! Both models run in f32 on the same token ids. If the output has a different element type, rounding
 //! explains the difference to the source's logits if the source, its weights rounded to that type,
@@ -9,10 +10,11 @@
 use std::path::Path;
 
 use moh_device::{OnDevice, OpenDevice};
-use moh_hf::{StoredModel, WeightFiles};
+use moh_hf::StoredModel;
 use moh_kernels::{Backend, DType};
 use moh_model::{Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums};
 
+use crate::calibrated::layer_of;
 use crate::weights::{self, Rounding};
 use crate::{Error, candle};
 
@@ -69,6 +71,7 @@ pub(crate) fn verify(
     source: &Path,
     out: &Path,
     kept_rows: usize,
+    refit: bool,
     device: OpenDevice,
 ) -> Result<Verification, Error> {
     let before = StoredModel::open(source)?;
@@ -78,7 +81,7 @@ pub(crate) fn verify(
                       be compared: use --no-verify";
         return Err(Error::file(source, reason));
     }
-    device.run(Comparison { source, before, after, kept_rows })
+    device.run(Comparison { source, before, after, kept_rows, refit })
 }
 
 struct Comparison<'a> {
@@ -86,6 +89,8 @@ struct Comparison<'a> {
     before: StoredModel,
     after: StoredModel,
     kept_rows: usize,
+    /// Whether the output projections are the output's own.
+    refit: bool,
 }
 
 impl OnDevice for Comparison<'_> {
@@ -100,14 +105,20 @@ impl Comparison<'_> {
     fn verify<B: Backend + Clone>(&self, backend: &B) -> Result<Verification, Error> {
         let Comparison { before, after, kept_rows, .. } = self;
         let (config, output) = (&before.file.config, &after.weights);
-        let rounding = weights::compare(&before.weights, output, config, *kept_rows)?;
+        let refitted = |name: &str| self.is_refitted(name);
+        let rounding = weights::compare(&before.weights, output, config, *kept_rows, refitted)?;
         let ids = sample_ids(*kept_rows, config.max_position_embeddings);
-        let rounded = |name: &str| Ok(output.get(name)?.dtype);
-        let own = |name: &str| Ok(before.weights.get(name)?.dtype);
+        let rounded = |name: &str, values: &mut [f32]| {
+            self.read_source(name, values)?;
+            round(output.get(name)?.dtype, values);
+            Ok(())
+        };
+        let own = |name: &str, values: &mut [f32]| self.read_source(name, values);
+        let of_output = |name: &str, values: &mut [f32]| Ok(output.read_f32(name, values)?);
 
-        let found = logits(backend, output, self.all_heads_on(), &ids, rounded)?;
+        let found = logits(backend, self.all_heads_on(), &ids, of_output)?;
         let dense = ModelConfig { moh: None, ..config.clone() };
-        let expected = logits(backend, &before.weights, dense.clone(), &ids, rounded)?;
+        let expected = logits(backend, dense.clone(), &ids, rounded)?;
         let unexplained = self.compare(&expected, &found);
         let largest = unexplained.largest_logit.max(1.0);
         if exceeds(unexplained.largest_difference, TOLERANCE * largest) {
@@ -115,12 +126,12 @@ impl Comparison<'_> {
         }
         let differences = match rounding {
             None => unexplained,
-            Some(_) => self.compare(&logits(backend, &before.weights, dense, &ids, own)?, &found),
+            Some(_) => self.compare(&logits(backend, dense, &ids, own)?, &found),
         };
         let independent = match candle::obstacle(config) {
             Some(reason) => Independent::NotCompared { reason },
             None => {
-                let expected = candle::last_logits(&before.weights, config, &ids, rounded)?;
+                let expected = candle::last_logits(config, &ids, rounded)?;
                 let last = &found[(ids.len() - 1) * after.file.config.vocab_size..];
                 let Differences { largest_difference, .. } = self.compare(&expected, last);
                 if exceeds(largest_difference, INDEPENDENT_TOLERANCE * largest) {
@@ -138,6 +149,16 @@ impl Comparison<'_> {
             largest_logit: differences.largest_logit,
             independent,
         })
+    }
+
+    fn is_refitted(&self, name: &str) -> bool {
+        self.refit && layer_of(name).is_some()
+    }
+
+    /// A tensor of the source, or of the output if it is refitted.
+    fn read_source(&self, name: &str, values: &mut [f32]) -> Result<(), Error> {
+        let model = if self.is_refitted(name) { &self.after } else { &self.before };
+        Ok(model.weights.read_f32(name, values)?)
     }
 
     /// The output's configuration with every routed head selected.
@@ -190,16 +211,13 @@ fn sample_ids(vocab_size: usize, positions: usize) -> Vec<u32> {
 
 fn logits<B: Backend + Clone>(
     backend: &B,
-    weights: &WeightFiles,
     config: ModelConfig,
     ids: &[u32],
-    rounded: impl Fn(&str) -> Result<DType, moh_hf::Error>,
+    read: impl Fn(&str, &mut [f32]) -> Result<(), Error>,
 ) -> Result<Vec<f32>, Error> {
     let mut model =
         Model::<B, f32>::new::<Error>(backend.clone(), config, ids.len(), |segment, values| {
-            weights.read_f32(&segment.name, values)?;
-            round(rounded(&segment.name)?, values);
-            Ok(())
+            read(&segment.name, values)
         })?;
     let shape = PassShape {
         batch: 1,

@@ -27,8 +27,8 @@ fn name<S: serde::Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(dtype.name())
 }
 
-/// Compares all tensors of the source's model `config`; of those with a row for each token, the first
-/// `kept_rows`. `None` if no tensor has another element type than the source's.
+/// Compares all tensors of the source's model `config` but those that are `refitted`; of those with a row for
+/// each token, the first `kept_rows`. `None` if no tensor has another element type than the source's.
 ///
 /// # Errors
 /// Fails if a weight differs by more than rounding explains.
@@ -37,9 +37,11 @@ pub(crate) fn compare(
     output: &WeightFiles,
     config: &ModelConfig,
     kept_rows: usize,
+    refitted: impl Fn(&str) -> bool,
 ) -> Result<Option<Rounding>, Error> {
     let mut found: Option<Rounding> = None;
-    for (name, shape) in tensor_shapes(config) {
+    let tensors = tensor_shapes(config).into_iter().filter(|(name, _)| !refitted(name));
+    for (name, shape) in tensors {
         let rows = if has_vocabulary_rows(&name) { kept_rows } else { shape[0] };
         let elements = rows * shape[1..].iter().product::<usize>();
         let (before, after) = (source.get(&name)?, output.get(&name)?);

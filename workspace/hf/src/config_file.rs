@@ -31,6 +31,9 @@ pub const CONFIG_FILE: &str = "config.json";
 const MOH_KEYS: [&str; 4] =
     ["moh_router", "moh_shared_heads", "moh_shared_head_ids", "moh_routed_top_k"];
 
+/// Whether the output projections were refitted to the heads that tokens compute.
+pub const OUTPUT_REFITTED: &str = "moh_output_refitted";
+
 /// A larger `config.json` is not a configuration.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
@@ -106,7 +109,7 @@ impl ConfigFile {
                 fields.shift_remove(other);
             }
             None => {
-                for key in MOH_KEYS {
+                for key in MOH_KEYS.into_iter().chain([OUTPUT_REFITTED]) {
                     fields.shift_remove(key);
                 }
             }

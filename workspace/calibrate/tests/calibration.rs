@@ -1,0 +1,222 @@
+//! Whole calibrations of small random models.
+
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Error, Shared, calibrate};
+use moh_hf::ConfigFile;
+use moh_kernels::Cpu;
+use moh_model::initial::initialize;
+use moh_model::tensors::tensor_shapes;
+use moh_model::{HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
+
+const LENGTH: usize = 24;
+
+fn config(model_type: &str) -> ModelConfig {
+    let fields = serde_json::json!({
+        "model_type": model_type, "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6,
+        "max_position_embeddings": 64, "tie_word_embeddings": false,
+    });
+    ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+}
+
+fn source(config: &ModelConfig) -> impl FnMut(&str, &mut [f32]) -> Result<(), Error> + use<> {
+    let shapes = tensor_shapes(config);
+    move |name, values| {
+        let (_, shape) = shapes.iter().find(|(known, _)| known == name).unwrap();
+        initialize(7, 0.3, name, shape, values);
+        Ok(())
+    }
+}
+
+fn moh(shared: usize, top_k: usize) -> MohConfig {
+    MohConfig {
+        router: RouterKind::QueryNorm,
+        shared_heads: shared.into(),
+        routed_top_k: HeadCounts::All(top_k),
+    }
+}
+
+fn tokens(config: &ModelConfig) -> CalibrationTokens {
+    let ids = (0..40 * LENGTH as u32).map(|i| (i * i * 7 + i * 13) % 60).collect();
+    CalibrationTokens::new(ids, LENGTH, config).unwrap()
+}
+
+/// A calibration, and the output projections that it refitted.
+fn run(config: &ModelConfig, options: &CalibrationOptions) -> (Calibration, Vec<Vec<f32>>) {
+    let mut projections = Vec::new();
+    let found = calibrate::<Cpu, Error>(
+        &Cpu,
+        config,
+        options,
+        &tokens(config),
+        &mut source(config),
+        &mut |layer, values| {
+            assert_eq!(layer, projections.len());
+            projections.push(values.to_vec());
+            Ok(())
+        },
+        &mut |_, _| ControlFlow::Continue(()),
+    );
+    (found.unwrap().unwrap(), projections)
+}
+
+/// The mean cross-entropy of a whole model over the calibration tokens, by its logits.
+fn loss(config: &ModelConfig, moh: Option<MohConfig>, projections: &[Vec<f32>]) -> f64 {
+    let config = ModelConfig { moh, ..config.clone() };
+    let mut read = source(&config);
+    let mut model =
+        Model::<Cpu, f32>::new::<Error>(Cpu, config.clone(), LENGTH, |segment, values| {
+            read(&segment.name, values)?;
+            for (layer, projection) in projections.iter().enumerate() {
+                if segment.name == format!("model.layers.{layer}.self_attn.o_proj.weight") {
+                    values.copy_from_slice(projection);
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    let tokens = tokens(&config);
+    let windows: Vec<Vec<u32>> = tokens.ids().chunks(LENGTH).map(<[u32]>::to_vec).collect();
+    let output = model.run(&windows).unwrap();
+    let mut sum = 0.0;
+    for (window, logits) in windows.iter().zip(output.logits.chunks_exact(LENGTH * 60)) {
+        for (logits, &target) in logits.chunks_exact(60).zip(&window[1..]) {
+            let largest = f64::from(logits.iter().copied().fold(f32::MIN, f32::max));
+            let exponentials = logits.iter().map(|&logit| (f64::from(logit) - largest).exp());
+            sum += exponentials.sum::<f64>().ln() + largest - f64::from(logits[target as usize]);
+        }
+    }
+    sum / (windows.len() * (LENGTH - 1)) as f64
+}
+
+#[test]
+fn losses_are_those_of_whole_models() {
+    for model_type in ["llama", "qwen3"] {
+        let config = config(model_type);
+        for shared in [Shared::Calibrated, Shared::CalibratedNumber, Shared::Given] {
+            let options = CalibrationOptions { moh: moh(3, 2), shared, refit: true };
+            let (found, projections) = run(&config, &options);
+            assert_eq!(projections.len(), 3);
+            for (expected, measured) in [
+                (loss(&config, None, &[]), found.losses.dense),
+                (loss(&config, Some(moh(3, 2)), &[]), found.losses.given),
+                (loss(&config, Some(found.moh.clone()), &projections), found.losses.calibrated),
+            ] {
+                assert!(
+                    (expected - measured).abs() < 1e-5,
+                    "{model_type} {shared:?}: {expected} {measured}"
+                );
+            }
+            for (layer, measured) in found.layers.iter().enumerate() {
+                assert_eq!(found.moh.layer(layer).active(), 5);
+                assert_eq!(measured.shared, found.moh.layer(layer).shared);
+                assert!(measured.error.unwrap() < measured.error_before, "{measured:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn sets_are_better_than_the_first_heads_and_a_free_number_is_no_worse() {
+    let config = config("llama");
+    let run = |shared| run(&config, &CalibrationOptions { moh: moh(4, 2), shared, refit: true }).0;
+    let first_layer = |found: &Calibration| found.layers[0].error.unwrap();
+    let (given, sets) = (run(Shared::Given), run(Shared::Calibrated));
+    assert_eq!(given.moh.shared_heads, SharedHeadSets::from(4));
+    // The first layer sees the dense model's activations, on which sets are judged, on twice the tokens.
+    assert!(first_layer(&sets) < first_layer(&given), "{sets:?} {given:?}");
+    assert!(first_layer(&run(Shared::CalibratedNumber)) < 1.02 * first_layer(&sets));
+}
+
+#[test]
+fn all_heads_keep_the_dense_model() {
+    let config = config("llama");
+    let options = CalibrationOptions { moh: moh(3, 5), shared: Shared::Given, refit: true };
+    let (found, projections) = run(&config, &options);
+    assert!((found.losses.calibrated - found.losses.dense).abs() < 1e-5);
+    let mut old = vec![0f32; projections[1].len()];
+    source(&config)("model.layers.1.self_attn.o_proj.weight", &mut old).unwrap();
+    let change = projections[1].iter().zip(&old).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+    assert!(change < 1e-4, "{change}");
+}
+
+#[test]
+fn without_a_refit_the_weights_stay() {
+    let config = config("llama");
+    let options = CalibrationOptions { moh: moh(4, 2), shared: Shared::Calibrated, refit: false };
+    let (found, projections) = run(&config, &options);
+    assert!(projections.is_empty() && found.layers.iter().all(|layer| layer.error.is_none()));
+    let expected = loss(&config, Some(found.moh.clone()), &[]);
+    assert!((expected - found.losses.calibrated).abs() < 1e-5);
+}
+
+#[test]
+fn the_bits_do_not_depend_on_the_threads() {
+    let config = config("llama");
+    let options = CalibrationOptions { moh: moh(4, 2), shared: Shared::Calibrated, refit: true };
+    let on = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| run(&config, &options))
+    };
+    assert_eq!(on(1), on(3));
+}
+
+#[test]
+fn a_layer_whose_heads_are_all_shared_is_left_dense() {
+    let config = config("llama");
+    let shared_heads = HeadCounts::Each(vec![8, 4, 4]).into();
+    let routed_top_k = HeadCounts::Each(vec![0, 2, 2]);
+    let moh = MohConfig { shared_heads, routed_top_k, ..moh(4, 2) };
+    let options = CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true };
+    let (found, _) = run(&config, &options);
+    assert_eq!((found.layers[0].shared.len(), found.layers[0].top_k), (8, 0));
+    assert!(found.layers[0].error.unwrap() < 1e-9);
+}
+
+#[test]
+fn weights_that_are_not_finite_are_named_by_layer() {
+    let config = config("llama");
+    let mut read = source(&config);
+    let found = calibrate::<Cpu, Error>(
+        &Cpu,
+        &config,
+        &CalibrationOptions { moh: moh(4, 2), shared: Shared::Given, refit: true },
+        &tokens(&config),
+        &mut |name, values| {
+            read(name, values)?;
+            if name == "model.layers.1.self_attn.v_proj.weight" {
+                values[3] = f32::NAN;
+            }
+            Ok(())
+        },
+        &mut |_, _| Ok(()),
+        &mut |_, _| ControlFlow::Continue(()),
+    );
+    let message = found.unwrap_err().to_string();
+    assert!(
+        message.starts_with("layer 1: the heads' outputs have a value that is not finite"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_calibration_stops_between_layers() {
+    let config = config("llama");
+    let mut calls = 0;
+    let found = calibrate::<Cpu, Error>(
+        &Cpu,
+        &config,
+        &CalibrationOptions { moh: moh(4, 2), shared: Shared::Given, refit: true },
+        &tokens(&config),
+        &mut source(&config),
+        &mut |_, _| Ok(()),
+        &mut |done, all| {
+            calls += 1;
+            assert_eq!((done, all), (calls - 1, 3));
+            if done == 1 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        },
+    );
+    assert_eq!((found.unwrap(), calls), (None, 2));
+}

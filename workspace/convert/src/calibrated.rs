@@ -1,0 +1,215 @@
+//! A conversion by measurement: the shared heads and the output projections that crate `moh-calibrate`
+//! chooses, on their way into the output.
+
+use std::fs::File;
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, calibrate};
+use moh_device::{OnDevice, OpenDevice};
+use moh_kernels::{Backend, DType};
+use moh_model::{ModelConfig, MohConfig};
+use serde::Serialize;
+
+use crate::Error;
+use crate::convert::ConversionOptions;
+use crate::source::Source;
+
+/// The name of a block's output projection, after the block's own.
+const PROJECTION: &str = ".self_attn.o_proj.weight";
+
+/// A measured conversion of a model.
+#[derive(Debug)]
+pub struct Calibrated {
+    calibration: Calibration,
+    /// Where the calibration tokens come from.
+    text: String,
+    tokens: usize,
+    /// The output projections, in f32, layer after layer; `None` if they stay the source's.
+    projections: Option<Projections>,
+}
+
+/// The refitted output projections, in a file without a name: a large model's exceed the memory that a
+/// conversion takes otherwise.
+#[derive(Debug)]
+struct Projections {
+    file: File,
+    /// The directory that it is in, for messages.
+    directory: PathBuf,
+    /// Bytes of a projection.
+    bytes: usize,
+}
+
+/// What a calibration chose, in a receipt.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CalibrationReceipt {
+    /// The token file or the text.
+    pub text: String,
+    /// Calibration tokens.
+    pub tokens: usize,
+    /// Mean cross-entropy over them, in nats: of the dense model,
+    pub loss_dense: f64,
+    /// of the same numbers of heads, the given ones shared, with the source's weights,
+    pub loss_given: f64,
+    /// and of the output.
+    pub loss: f64,
+    /// Whether the output projections are refitted.
+    pub refit: bool,
+    /// Each layer, in order.
+    pub layers: Vec<LayerReceipt>,
+}
+
+/// What a calibration chose for a layer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LayerReceipt {
+    /// The shared heads.
+    pub shared_heads: Vec<usize>,
+    /// Routed heads that a token selects.
+    pub routed_top_k: usize,
+    /// The relative squared error of the attention output with the source's output projection.
+    pub error_before: f64,
+    /// The same with the refitted one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<f64>,
+}
+
+impl Calibrated {
+    /// Measures the source of a conversion on a device. `text` is what a receipt calls the tokens;
+    /// `progress` is called with the layers that are done and all of them, and can stop the work.
+    ///
+    /// # Errors
+    /// Fails if the source is not a dense model, if the heads do not fit it, if it cannot be measured, and
+    /// with [`Error::Interrupted`].
+    pub fn measure(
+        options: &ConversionOptions,
+        calibration: &CalibrationOptions,
+        tokens: &CalibrationTokens,
+        text: String,
+        device: OpenDevice,
+        progress: &mut (dyn FnMut(usize, usize) -> ControlFlow<()> + Send),
+    ) -> Result<Self, Error> {
+        let source = Source::open(&options.source, options.checkpoint.as_ref())?;
+        if source.file.config.moh.is_some() {
+            let reason = "is a Mixture-of-Head model: calibrate the dense model that it came from";
+            return Err(Error::file(&options.source, reason));
+        }
+        let projections = match calibration.refit {
+            true => Some(Projections::create(&options.out, &source.file.config)?),
+            false => None,
+        };
+        device.run(Measurement { source, calibration, tokens, text, projections, progress })
+    }
+
+    /// The routing of the output.
+    pub(crate) fn moh(&self) -> &MohConfig {
+        &self.calibration.moh
+    }
+
+    /// Whether the output projections are refitted.
+    pub(crate) fn is_refitted(&self) -> bool {
+        self.projections.is_some()
+    }
+
+    /// Whether a tensor of the output is refitted.
+    pub(crate) fn has_refitted(&self, tensor: &str) -> bool {
+        self.projections.is_some() && layer_of(tensor).is_some()
+    }
+
+    /// The refitted values of a tensor; `None` if it stays the source's.
+    pub(crate) fn refitted(&self, tensor: &str) -> Result<Option<Vec<f32>>, Error> {
+        match (&self.projections, layer_of(tensor)) {
+            (Some(projections), Some(layer)) => projections.read(layer).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// What the receipt says of it.
+    pub fn receipt(&self) -> CalibrationReceipt {
+        let Calibration { layers, losses, .. } = &self.calibration;
+        let layer = |layer: &moh_calibrate::LayerCalibration| LayerReceipt {
+            shared_heads: layer.shared.heads().collect(),
+            routed_top_k: layer.top_k,
+            error_before: layer.error_before,
+            error: layer.error,
+        };
+        CalibrationReceipt {
+            text: self.text.clone(),
+            tokens: self.tokens,
+            loss_dense: losses.dense,
+            loss_given: losses.given,
+            loss: losses.calibrated,
+            refit: self.projections.is_some(),
+            layers: layers.iter().map(layer).collect(),
+        }
+    }
+}
+
+/// The layer whose output projection a tensor is.
+pub(crate) fn layer_of(tensor: &str) -> Option<usize> {
+    tensor.strip_prefix("model.layers.")?.strip_suffix(PROJECTION)?.parse().ok()
+}
+
+struct Measurement<'a> {
+    source: Source,
+    calibration: &'a CalibrationOptions,
+    tokens: &'a CalibrationTokens,
+    text: String,
+    projections: Option<Projections>,
+    progress: &'a mut (dyn FnMut(usize, usize) -> ControlFlow<()> + Send),
+}
+
+impl OnDevice for Measurement<'_> {
+    type Output = Result<Calibrated, Error>;
+
+    fn run<B: Backend + Clone>(mut self, backend: B) -> Self::Output {
+        let Source { file, weights, .. } = &self.source;
+        let dense = ModelConfig { moh: None, ..file.config.clone() };
+        let mut projections = self.projections.take();
+        let found = calibrate::<B, Error>(
+            &backend,
+            &dense,
+            self.calibration,
+            self.tokens,
+            &mut |name, values| weights.read_f32(name, values),
+            &mut |layer, values| match &mut projections {
+                Some(projections) => projections.write(layer, values),
+                None => Ok(()),
+            },
+            &mut *self.progress,
+        )?;
+        let calibration = found.ok_or(Error::Interrupted)?;
+        let tokens = self.tokens.ids().len();
+        Ok(Calibrated { calibration, text: self.text, tokens, projections })
+    }
+}
+
+impl Projections {
+    /// An empty file beside the output.
+    fn create(out: &Path, config: &ModelConfig) -> Result<Self, Error> {
+        let parents = moh_files::parent(out).ancestors();
+        let directory = parents.into_iter().find(|place| place.is_dir()).unwrap_or(Path::new("."));
+        let file = tempfile::tempfile_in(directory)
+            .map_err(|error| Error::from(moh_files::io(directory)(error)))?;
+        let bytes = config.hidden_size * config.query_width() * DType::F32.bytes();
+        Ok(Projections { file, directory: directory.to_path_buf(), bytes })
+    }
+
+    fn write(&mut self, layer: usize, values: &[f32]) -> Result<(), Error> {
+        let mut bytes = vec![0; self.bytes];
+        DType::F32.write(values, &mut bytes);
+        let start = SeekFrom::Start((layer * self.bytes) as u64);
+        let written = self.file.seek(start).and_then(|_| self.file.write_all(&bytes));
+        written.map_err(|error| moh_files::io(&self.directory)(error).into())
+    }
+
+    fn read(&self, layer: usize) -> Result<Vec<f32>, Error> {
+        let (mut bytes, mut file) = (vec![0; self.bytes], &self.file);
+        let start = SeekFrom::Start((layer * self.bytes) as u64);
+        let read = file.seek(start).and_then(|_| file.read_exact(&mut bytes));
+        read.map_err(|error| Error::from(moh_files::io(&self.directory)(error)))?;
+        let mut values = vec![0f32; self.bytes / DType::F32.bytes()];
+        DType::F32.read(&bytes, &mut values);
+        Ok(values)
+    }
+}

@@ -1,0 +1,167 @@
+//! `moh-convert --calibration` as a user runs it.
+
+#![allow(clippy::unwrap_used)] // in tests, and in their functions too
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use assert_cmd::Command;
+use serde_json::{Value, json};
+
+#[path = "../../cli/tests/support/source.rs"]
+#[allow(dead_code)]
+mod support;
+
+fn quickstart() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart")
+}
+
+/// Converts the quickstart's model to `out`.
+fn convert(dir: &Path, arguments: &[&str]) -> Output {
+    let program = support::program(env!("CARGO_BIN_EXE_moh-convert"), dir);
+    let from = quickstart();
+    let arguments = ["--from", from.to_str().unwrap(), "--out", "out"].iter().chain(arguments);
+    Command::from_std(program).args(arguments).output().unwrap()
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// The message of a conversion that fails with this exit code and leaves nothing.
+fn refused(arguments: &[&str], code: i32) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("short.txt"), "A fisherman sailed out.").unwrap();
+    fs::write(dir.path().join("bad.jsonl"), "{\"text\": \"a\"}\n{\"title\": \"b\"}\n").unwrap();
+    let output = convert(dir.path(), arguments);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{stderr}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "{stderr}");
+    stderr
+}
+
+#[test]
+fn measured_heads_and_projections_lose_less() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = quickstart().join("voyage");
+    let arguments = [
+        "--routed-top-k",
+        "2",
+        "--shared-heads",
+        "2",
+        "--receipt",
+        "receipt.json",
+        "--calibration",
+        text.to_str().unwrap(),
+        "--calibration-tokens",
+        "8192",
+    ];
+    let output = convert(dir.path(), &arguments);
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(stdout.contains("  measured on      8,192 tokens: loss "), "{stdout}");
+    assert!(
+        stdout.contains("tensors          51 of 57 unchanged, bit by bit, 6 refitted"),
+        "{stdout}"
+    );
+    assert!(stdout.contains("logits with all heads on are "), "{stdout}");
+    let receipt = json(&dir.path().join("receipt.json"));
+    let calibration = &receipt["calibration"];
+    let loss = |key: &str| calibration[key].as_f64().unwrap();
+    // The text is new to the model, which knows stories from a village.
+    assert!(loss("loss") < loss("loss_given"), "{calibration}");
+    assert_eq!((&calibration["tokens"], &calibration["refit"]), (&json!(8192), &json!(true)));
+    let layers = calibration["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), 6);
+    for layer in layers {
+        assert_eq!(layer["routed_top_k"], 2);
+        assert!(layer["error"].as_f64() < layer["error_before"].as_f64(), "{layer}");
+    }
+    let config = json(&dir.path().join("out/config.json"));
+    let ids: Vec<&Value> = layers.iter().map(|layer| &layer["shared_heads"]).collect();
+    assert_eq!(config["moh_shared_head_ids"], json!(ids));
+    assert_eq!(config.get("moh_shared_heads"), None);
+    for tensor in receipt["tensors"].as_array().unwrap() {
+        let is_projection = tensor["name"].as_str().unwrap().ends_with("o_proj.weight");
+        assert_eq!(tensor["refitted"] == true, is_projection, "{tensor}");
+        assert_eq!(tensor["unchanged"], !is_projection, "{tensor}");
+    }
+    let card = fs::read_to_string(dir.path().join("out/README.md")).unwrap();
+    assert!(
+        card.contains("refitted the output projections") && card.contains("8,192 tokens"),
+        "{card}"
+    );
+
+    // What is converted to dense again is another model.
+    let program = support::program(env!("CARGO_BIN_EXE_moh-convert"), dir.path());
+    let arguments = ["--from", "out", "--attention", "dense", "--out", "dense"];
+    let output = Command::from_std(program).args(arguments).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && stderr.contains("is another model than"), "{stderr}");
+    assert_eq!(json(&dir.path().join("dense/config.json")).get("moh_output_refitted"), None);
+}
+
+#[test]
+fn the_given_heads_and_weights_can_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = quickstart().join("voyage");
+    let arguments = [
+        "--shared",
+        "0,5,6,7",
+        "--refit",
+        "off",
+        "--calibration",
+        text.to_str().unwrap(),
+        "--calibration-tokens",
+        "4096",
+    ];
+    let output = convert(dir.path(), &arguments);
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        stdout.contains("heads            4 shared + 2 of 4 routed = 6 of 8 active\n"),
+        "{stdout}"
+    );
+    assert!(stdout.contains("tensors          57 of 57 unchanged"), "{stdout}");
+    let config = json(&dir.path().join("out/config.json"));
+    assert_eq!(config["moh_shared_head_ids"], json!(vec![[0, 5, 6, 7]; 6]));
+    assert_eq!(config.get("moh_output_refitted"), None);
+}
+
+#[test]
+fn heads_may_be_named_without_a_measurement() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--shared", "0,1;1,2;0,1;0,1;0,1;7", "--routed-top-k", "3"];
+    let output = convert(dir.path(), &arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let config = json(&dir.path().join("out/config.json"));
+    assert_eq!(config["moh_shared_head_ids"], json!([[0, 1], [1, 2], [0, 1], [0, 1], [0, 1], [7]]));
+}
+
+#[test]
+fn bad_calibrations_are_refused_before_anything_is_written() {
+    let voyage = quickstart().join("voyage");
+    let voyage = voyage.to_str().unwrap();
+    for (arguments, code, expected) in [
+        (
+            &["--shared", "calibrated"][..],
+            2,
+            "--shared calibrated needs a text to measure heads on",
+        ),
+        (&["--refit", "on"], 2, "--refit on needs a text to measure heads on"),
+        (&["--shared", "0;1"], 1, "shared_head_ids has 2 entries, and the model 6 layers"),
+        (&["--shared", "0,9"], 1, "shared_head_ids of layer 0 has head 9: the heads are 0 to 7"),
+        (&["--shared", "best"], 2, "expected first, calibrated, or heads such as 0,5;1,2"),
+        (&["--calibration", "none"], 1, "--calibration none: "),
+        (&["--calibration", "short.txt"], 1, "calibration tokens: a fit of 128 inputs"),
+        (&["--calibration", "bad.jsonl"], 1, "line 2: `text` is missing or not a string"),
+        (&["--calibration", voyage, "--calibration-tokens", "0"], 2, "--calibration-tokens"),
+        (&["--calibration", voyage, "--calibration-length", "9999"], 1, "windows of 9999 tokens"),
+        (&["--calibration", voyage, "--attention", "dense"], 1, "a dense output has no heads"),
+        (&["--calibration-tokens", "99"], 2, "--calibration"),
+    ] {
+        let message = refused(arguments, code);
+        assert!(message.contains(expected), "{arguments:?}: {message}");
+    }
+}
