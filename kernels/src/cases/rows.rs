@@ -3,7 +3,7 @@
 use super::{Case, Sizes, Work, ids, random_elements, upload};
 use crate::adamw::{AdamW, AdamWUpdate};
 use crate::backend::Backend;
-use crate::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadShape};
+use crate::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadShape, HeadTeacher};
 use crate::embedding::{EmbeddingBackward, EmbeddingForward};
 use crate::key_value_cache::KeyValueAppend;
 use crate::linear::{Accumulation, LinearBackwardInput, LinearBackwardWeight, LinearForward};
@@ -33,6 +33,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
         swiglu_backward::<B, T>(sizes),
         cross_entropy::<B, T>(sizes, "cross_entropy_forward", false),
         cross_entropy::<B, T>(sizes, "cross_entropy_forward_backward", true),
+        cross_entropy_with_teacher::<B, T>(sizes),
         key_value_append::<B, T>(sizes),
         convert::<B, T>(sizes),
         add::<B, T>(sizes),
@@ -173,8 +174,36 @@ fn cross_entropy<B: Backend, T: Element>(
         write d_x = backend.allocate::<T>(tokens * width),
         write d_weight = backend.allocate::<f32>(vocabulary * width),
     ] backend.cross_entropy(CrossEntropyArgs {
-        shape, x, weight, targets, scratch, loss,
+        shape, x, weight, targets, scratch, loss, teacher: None,
         gradients: with_gradients.then_some(HeadGradients {
+            scale: 1.0, d_x, d_weight, accumulation: Accumulation::Add,
+        }),
+        ranks: None,
+    }))
+}
+
+/// With gradients, and a teacher of the same width.
+fn cross_entropy_with_teacher<B: Backend, T: Element>(
+    Sizes { tokens, width, vocabulary, .. }: Sizes,
+) -> Case<B> {
+    let shape = HeadShape::whole(tokens, width, vocabulary).with_teacher(true);
+    let work = Work::matmuls(4, tokens, width, vocabulary);
+    case!("cross_entropy_with_teacher", work, |backend| [
+        read x = random_elements::<B, T>(backend, tokens * width),
+        read weight = random_elements::<B, T>(backend, vocabulary * width),
+        read other_x = random_elements::<B, T>(backend, tokens * width),
+        read other_weight = random_elements::<B, T>(backend, vocabulary * width),
+        read targets = ids(backend, tokens, vocabulary),
+        write scratch = backend.allocate::<f32>(backend.cross_entropy_scratch(&shape)),
+        write loss = backend.allocate::<f64>(2),
+        write d_x = backend.allocate::<T>(tokens * width),
+        write d_weight = backend.allocate::<f32>(vocabulary * width),
+    ] backend.cross_entropy(CrossEntropyArgs {
+        shape, x, weight, targets, scratch, loss,
+        teacher: Some(HeadTeacher {
+            width, x: other_x, weight: other_weight, rows: vocabulary, temperature: 1.0, scale: 1.0,
+        }),
+        gradients: Some(HeadGradients {
             scale: 1.0, d_x, d_weight, accumulation: Accumulation::Add,
         }),
         ranks: None,

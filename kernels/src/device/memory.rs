@@ -46,6 +46,8 @@ pub enum Purpose {
     Logits,
     /// Passes without gradients.
     Evaluation,
+    /// A frozen model and its passes.
+    Teacher,
     /// Scratch of operators.
     Scratch,
     /// Tables, sums, and anything without another purpose.
@@ -54,7 +56,7 @@ pub enum Purpose {
 
 impl Purpose {
     /// All purposes, in order.
-    pub const ALL: [Purpose; 12] = [
+    pub const ALL: [Purpose; 13] = [
         Purpose::Weights,
         Purpose::Remainders,
         Purpose::Gradients,
@@ -65,6 +67,7 @@ impl Purpose {
         Purpose::Gathered,
         Purpose::Logits,
         Purpose::Evaluation,
+        Purpose::Teacher,
         Purpose::Scratch,
         Purpose::Other,
     ];

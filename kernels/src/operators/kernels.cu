@@ -6,6 +6,7 @@
 #include "attention/cuda/tiled.cu"
 #include "convert/convert.cu"
 #include "cross_entropy/cross_entropy.cu"
+#include "cross_entropy/distillation.cu"
 #include "embedding/embedding.cu"
 #include "key_value_cache/key_value_cache.cu"
 #include "qk_norm/qk_norm.cu"

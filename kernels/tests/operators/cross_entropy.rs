@@ -45,6 +45,7 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
                 targets: B::whole(&target_buffer),
                 scratch: B::whole_mut(&mut scratch),
                 loss: B::whole_mut(&mut loss),
+                teacher: None,
                 gradients,
                 ranks: None,
             })
@@ -114,6 +115,7 @@ fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
         targets: &targets,
         scratch: &mut scratch,
         loss: &mut loss,
+        teacher: None,
         gradients: None,
         ranks: None,
     };
@@ -157,6 +159,7 @@ fn ignored_targets_have_neither_loss_nor_gradient() {
         targets: &targets,
         scratch: &mut scratch,
         loss: &mut loss,
+        teacher: None,
         gradients: Some(gradients),
         ranks: None,
     };
@@ -175,6 +178,7 @@ fn a_target_without_a_row_is_refused() {
         targets: &[5],
         scratch: &mut scratch,
         loss: &mut loss,
+        teacher: None,
         gradients: None,
         ranks: None,
     };

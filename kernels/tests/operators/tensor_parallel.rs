@@ -9,7 +9,9 @@ use crate::reference::{
 };
 use half::bf16;
 use moh_kernels::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
-use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape, IGNORED};
+use moh_kernels::cross_entropy::{
+    CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape, HeadTeacher, IGNORED,
+};
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::ranks::{AllReduce, Heads, VocabularyRows};
 use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
@@ -307,25 +309,36 @@ fn rows_of_the_vocabulary_give_the_embedding_in_parts() {
 fn losses_agree<B: Backend + Another, T: Element>(
     device: &B,
     shape: HeadShape,
+    compared: Option<usize>,
     ranks: usize,
     seed: u64,
 ) {
     let HeadShape { tokens, width, vocab_size, .. } = shape;
+    const TEACHERS_WIDTH: usize = 5;
     let mut random = Random(seed);
     let x: Vec<T> = random.elements(tokens * width);
     let weight: Vec<T> = random.elements(vocab_size * width);
+    let teachers_x: Vec<T> = random.elements(tokens * TEACHERS_WIDTH);
+    let teachers_weight: Vec<T> = random.elements(vocab_size * TEACHERS_WIDTH);
     let targets: Vec<u32> = (0..tokens)
         .map(|_| if random.below(4) == 0 { IGNORED } else { random.below(vocab_size) as u32 })
         .collect();
     let run = |device: &B, rank: usize, ranks: usize, all_reduce: Option<AllReduce<'_, B>>| {
         let rows = VocabularyRows::of_rank(vocab_size, rank, ranks);
         let shape = HeadShape::of_rows(tokens, width, rows, ranks);
-        let part = &weight[rows.first * width..(rows.first + rows.count) * width];
+        let shape = shape.with_teacher(compared.is_some());
+        let local = |weight: &[T], width: usize| {
+            weight[rows.first * width..(rows.first + rows.count) * width].to_vec()
+        };
+        let teachers_x = upload(device, &teachers_x);
+        let teachers_part = upload(device, &local(&teachers_weight, TEACHERS_WIDTH));
+        let part = &local(&weight, width);
         let (x, part, targets) =
             (upload(device, &x), upload(device, part), upload(device, &targets));
         let mut scratch = garbage::<B, f32>(device, device.cross_entropy_scratch(&shape));
         let mut sums = upload(device, &vec![7f64; device.cross_entropy_sums(&shape, ranks)]);
-        let mut loss = upload(device, &[2f64]);
+        let losses = if compared.is_some() { vec![2f64, 3.0] } else { vec![2f64] };
+        let mut loss = upload(device, &losses);
         let mut d_x = garbage::<B, T>(device, tokens * width);
         let mut d_weight = upload(device, &vec![1f32; rows.count * width]);
         let mut evaluate = |gradients: bool| {
@@ -349,6 +362,14 @@ fn losses_agree<B: Backend + Another, T: Element>(
                 targets: B::whole(&targets),
                 scratch: B::whole_mut(&mut scratch),
                 loss: B::whole_mut(&mut loss),
+                teacher: compared.map(|rows| HeadTeacher {
+                    width: TEACHERS_WIDTH,
+                    x: B::whole(&teachers_x),
+                    weight: B::whole(&teachers_part),
+                    rows,
+                    temperature: 1.5,
+                    scale: 0.75,
+                }),
                 gradients,
                 ranks,
             };
@@ -356,17 +377,22 @@ fn losses_agree<B: Backend + Another, T: Element>(
         };
         evaluate(false);
         evaluate(true);
-        let loss = download::<B, f64>(device, &loss)[0] - 2.0;
+        let found = download::<B, f64>(device, &loss);
+        let loss: Vec<f64> =
+            found.iter().zip(losses).map(|(found, before)| found - before).collect();
         (loss, wide(&download::<B, T>(device, &d_x)), download::<B, f32>(device, &d_weight))
     };
     let (loss, d_x, d_weight) = run(device, 0, 1, None);
     let found = on_ranks(device, ranks, |device, rank, all_reduce| {
         run(device, rank, ranks, Some(all_reduce))
     });
-    assert!(found[1..].iter().all(|(loss, ..)| *loss == 0.0), "rank 0 alone adds the loss");
+    let adds_none = |loss: &Vec<f64>| loss.iter().all(|loss| *loss == 0.0);
+    assert!(found[1..].iter().all(|(loss, ..)| adds_none(loss)), "rank 0 alone adds the losses");
     let tolerance = tolerance::<T>();
     let loss_tolerance = if T::DTYPE == DType::BF16 { 1e-4 } else { F32_TOLERANCE };
-    assert_close("loss", &[found[0].0 as f32], &[loss], loss_tolerance);
+    for (found, loss) in found[0].0.iter().zip(&loss) {
+        assert_close("loss", &[*found as f32], &[*loss], loss_tolerance);
+    }
     let sum = |at| found.iter().map(|(_, d_x, _)| d_x[at]).sum::<f64>() as f32;
     assert_close("d_x", &(0..d_x.len()).map(sum).collect::<Vec<_>>(), &d_x, 2.0 * tolerance);
     let parts: Vec<f32> = found.iter().flat_map(|(.., d_weight)| d_weight.clone()).collect();
@@ -379,8 +405,20 @@ fn rows_of_the_head_give_the_loss_and_its_gradients_in_parts() {
     // them into shares that alone would have chunks of 512 and of 511 tokens.
     for (tokens, vocab_size, ranks) in [(2100, 40, 2), (600, 4097, 2), (30, 517, 3), (1, 4, 4)] {
         let shape = HeadShape::whole(tokens, 12, vocab_size);
-        on_each_device!(device => losses_agree::<_, f32>(device, shape, ranks, 1));
-        on_each_device!(device => losses_agree::<_, bf16>(device, shape, ranks, 2));
+        on_each_device!(device => losses_agree::<_, f32>(device, shape, None, ranks, 1));
+        on_each_device!(device => losses_agree::<_, bf16>(device, shape, None, ranks, 2));
+    }
+}
+
+#[test]
+fn rows_of_two_heads_give_the_distillation_loss_and_its_gradients_in_parts() {
+    // All rows, those of some ranks, and a part of the first rank's.
+    for (tokens, vocab_size, compared, ranks) in
+        [(2100, 40, 40, 2), (600, 4097, 3000, 2), (30, 517, 400, 3), (9, 517, 100, 3), (1, 4, 1, 4)]
+    {
+        let (shape, compared) = (HeadShape::whole(tokens, 12, vocab_size), Some(compared));
+        on_each_device!(device => losses_agree::<_, f32>(device, shape, compared, ranks, 1));
+        on_each_device!(device => losses_agree::<_, bf16>(device, shape, compared, ranks, 2));
     }
 }
 
@@ -425,8 +463,9 @@ proptest! {
         (vocab_size, ranks) in (4usize..80, 2usize..5),
         seed: u64,
     ) {
-        let shape = HeadShape::whole(tokens, width, vocab_size);
-        on_each_device!(device => losses_agree::<_, f32>(device, shape, ranks, seed));
+        let (shape, compared) = (HeadShape::whole(tokens, width, vocab_size), 1 + seed as usize % vocab_size);
+        on_each_device!(device => losses_agree::<_, f32>(device, shape, None, ranks, seed));
+        on_each_device!(device => losses_agree::<_, f32>(device, shape, Some(compared), ranks, seed));
     }
 
     #[test]

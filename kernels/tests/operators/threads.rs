@@ -6,7 +6,9 @@ use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_kernels::attention::{
     Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
 };
-use moh_kernels::cross_entropy::{CrossEntropy, CrossEntropyArgs, HeadGradients, HeadShape};
+use moh_kernels::cross_entropy::{
+    CrossEntropy, CrossEntropyArgs, HeadGradients, HeadShape, HeadTeacher,
+};
 use moh_kernels::embedding::{Embedding, EmbeddingBackward};
 use moh_kernels::linear::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use moh_kernels::qk_norm::{QkNorm, QkNormBackward, QkNormForward};
@@ -185,7 +187,8 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     Cpu.swiglu_backward(width, &mut d_gate_up, &mut silu.clone()).unwrap();
 
     let shape = HeadShape::whole(tokens, width, outputs);
-    let (loss, d_hidden) = head(shape, [&y, &weight], &ids, &mut d_weight);
+    let reversed: Vec<T> = weight.iter().rev().copied().collect();
+    let (losses, d_hidden) = head(shape, [&y, &weight, &reversed], &ids, &mut d_weight);
     let backward = EmbeddingBackward::<Cpu, T, f32> {
         width,
         rows: VocabularyRows::all(outputs),
@@ -197,36 +200,52 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     let (norm, updated, [m, v]) = update(&weight, &d_weight);
     let stored = [&y, &d_x, &product, &d_y, &silu, &d_gate_up, &d_hidden, &updated];
     let stored = stored.iter().flat_map(|elements| wide(elements)).collect();
-    [stored, all(&[&inv_rms, &d_scale, &d_weight, &m, &v]), vec![loss, norm]].concat()
+    [stored, all(&[&inv_rms, &d_scale, &d_weight, &m, &v]), losses, vec![norm]].concat()
 }
 
-/// The loss and the gradient of x; accumulates the gradient of the weight.
+/// The losses and the gradient of x, first without a teacher, then with another head on the same x; accumulates
+/// the gradient of the weight.
 fn head<T: Element>(
     shape: HeadShape,
-    [x, weight]: [&[T]; 2],
+    [x, weight, other]: [&[T]; 3],
     targets: &[u32],
     d_weight: &mut [f32],
-) -> (f64, Vec<T>) {
-    let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&shape)];
-    let (mut loss, mut d_x) = ([0f64], x.to_vec());
-    let gradients = HeadGradients::<Cpu, T, f32> {
-        scale: 0.1,
-        d_x: &mut d_x,
-        d_weight,
-        accumulation: Accumulation::Add,
-    };
-    let args = CrossEntropyArgs::<Cpu, T, f32> {
-        shape,
-        x,
-        weight,
-        targets,
-        scratch: &mut scratch,
-        loss: &mut loss,
-        gradients: Some(gradients),
-        ranks: None,
-    };
-    Cpu.cross_entropy(args).unwrap();
-    (loss[0], d_x)
+) -> (Vec<f64>, Vec<T>) {
+    let mut d_x = x.to_vec();
+    let mut losses = Vec::new();
+    for has_teacher in [false, true] {
+        let shape = shape.with_teacher(has_teacher);
+        let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&shape)];
+        let mut loss = vec![0f64; if has_teacher { 2 } else { 1 }];
+        let gradients = HeadGradients::<Cpu, T, f32> {
+            scale: 0.1,
+            d_x: &mut d_x,
+            d_weight,
+            accumulation: Accumulation::Add,
+        };
+        let teacher = has_teacher.then_some(HeadTeacher {
+            width: shape.width,
+            x,
+            weight: other,
+            rows: shape.vocab_size,
+            temperature: 2.0,
+            scale: 0.3,
+        });
+        let args = CrossEntropyArgs::<Cpu, T, f32> {
+            shape,
+            x,
+            weight,
+            targets,
+            scratch: &mut scratch,
+            loss: &mut loss,
+            teacher,
+            gradients: Some(gradients),
+            ranks: None,
+        };
+        Cpu.cross_entropy(args).unwrap();
+        losses.extend(loss);
+    }
+    (losses, d_x)
 }
 
 /// The squared norm of the gradients, and a step of AdamW: weights and both moments.

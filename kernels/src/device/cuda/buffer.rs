@@ -111,6 +111,13 @@ impl<S> CudaViewMut<'_, S> {
         assert!(len <= self.len, "{len} elements of a view of {}", self.len);
         CudaViewMut { address: self.address, len, elements: PhantomData }
     }
+
+    /// Its elements from `start` on.
+    pub(crate) fn after(&mut self, start: usize) -> CudaViewMut<'_, S> {
+        assert!(start <= self.len, "element {start} of a view of {}", self.len);
+        let address = self.address + (start * size_of::<S>()) as u64;
+        CudaViewMut { address, len: self.len - start, elements: PhantomData }
+    }
 }
 
 /// The address of an optional view, or null.

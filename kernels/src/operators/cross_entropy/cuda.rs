@@ -1,18 +1,21 @@
 //! The fused cross-entropy on a GPU. Logits have the type of x, and are computed in chunks of the
 //! scratch buffer.
 
+use super::teacher::{self, HeadTeacher};
 use super::{
     CrossEntropy, CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape, Lens, check, check_ranks,
 };
 use crate::adamw;
 use crate::cuda::parameters::cross_entropy::{Losses, VocabParallel};
+use crate::cuda::parameters::distillation;
 use crate::cuda::{Cuda, Matmul, Operand, name};
 use crate::error::Result;
 use crate::linear::Accumulation;
 use crate::memory::Memory;
+use crate::ranks::VocabularyRows;
 use crate::scalar::Element;
 use crate::workspace::gpu::{
-    cross_entropy_bytes, cross_entropy_scratch, cross_entropy_sums, logit_rows,
+    chunk_elements, cross_entropy_bytes, cross_entropy_scratch, cross_entropy_sums, logit_rows,
 };
 
 impl CrossEntropy for Cuda {
@@ -20,8 +23,8 @@ impl CrossEntropy for Cuda {
         &self,
         args: CrossEntropyArgs<'_, Self, T, G>,
     ) -> Result<()> {
-        let CrossEntropyArgs { shape, x, weight, targets, scratch, loss, .. } = args;
-        let CrossEntropyArgs { mut gradients, mut ranks, .. } = args;
+        let CrossEntropyArgs { shape, x, weight, targets, scratch, mut loss, .. } = args;
+        let CrossEntropyArgs { teacher, mut gradients, mut ranks, .. } = args;
         check(
             &shape,
             &Lens {
@@ -30,6 +33,13 @@ impl CrossEntropy for Cuda {
                 targets: targets.len,
                 scratch: (scratch.len, cross_entropy_scratch(&shape)),
                 loss: loss.len,
+                teacher: teacher.as_ref().map(|teacher| teacher::Found {
+                    width: teacher.width,
+                    x: teacher.x.len,
+                    weight: teacher.weight.len,
+                    rows: teacher.rows,
+                    temperature: teacher.temperature,
+                }),
                 gradients: gradients.as_ref().map(|g| [g.d_x.len, g.d_weight.len]),
                 sums: ranks
                     .as_ref()
@@ -44,6 +54,10 @@ impl CrossEntropy for Cuda {
             self.zero(gradients.d_weight.first(shape.vocab_size * width))?;
         }
         let losses = self.scratch(cross_entropy_bytes(tokens))?;
+        // Elements of f32.
+        let after = |elements: usize| scratch.address + (elements * size_of::<f32>()) as u64;
+        let teacher_logits = after(chunk_elements(&shape));
+        let teacher_losses = after(2 * chunk_elements(&shape));
         let chunk = logit_rows(&shape, size_of::<T>());
         for first in (0..tokens).step_by(chunk.max(1)) {
             let rows = chunk.min(tokens - first);
@@ -61,10 +75,22 @@ impl CrossEntropy for Cuda {
                 scale: gradients.as_ref().map_or(0.0, |gradients| gradients.scale),
                 with_gradients: u32::from(gradients.is_some()),
             };
-            chunk.losses::<T>(self, parameters, ranks.as_mut())?;
+            chunk.logits(self)?;
+            match &teacher {
+                None => chunk.losses::<T>(self, parameters, ranks.as_mut())?,
+                Some(teacher) => {
+                    let losses = teacher_losses + (first * size_of::<f64>()) as u64;
+                    let of_teacher =
+                        TeacherChunk { teacher, first, logits: teacher_logits, losses };
+                    of_teacher.losses(self, rows, parameters, ranks.as_mut())?;
+                }
+            }
             if let Some(gradients) = &mut gradients {
                 chunk.gradients(self, part(gradients.d_x.address), gradients)?;
             }
+        }
+        if teacher.is_some() {
+            adamw::cuda::sum(self, teacher_losses, tokens, 1.0, loss.after(1))?;
         }
         adamw::cuda::sum(self, losses, tokens, 1.0, loss)
     }
@@ -81,16 +107,21 @@ struct Chunk {
 }
 
 impl Chunk {
-    /// Computes the logits and the losses, and replaces the logits by their gradients if
-    /// `parameters` request them.
+    /// Computes the logits.
+    fn logits(&self, cuda: &Cuda) -> Result<()> {
+        let Chunk { logits, x, weight } = *self;
+        cuda.matmul(&Matmul { out: logits, left: x, right: weight.transposed(), addend: None })
+    }
+
+    /// Computes the losses of the logits, and replaces these by their gradients if `parameters` request
+    /// them.
     fn losses<T: Element>(
         &self,
         cuda: &Cuda,
         parameters: Losses,
         ranks: Option<&mut HeadRanks<'_, Cuda>>,
     ) -> Result<()> {
-        let Chunk { logits, x, weight } = *self;
-        cuda.matmul(&Matmul { out: logits, left: x, right: weight.transposed(), addend: None })?;
+        let logits = self.logits;
         match ranks {
             None => {
                 let blocks = [logits.rows, 1];
@@ -140,4 +171,71 @@ fn vocab_parallel_losses<T: Element>(
     cuda.launch(&name::<T>("vocab_parallel_sums"), [tokens, 1], 0, &parameters)?;
     all_reduce(sums.first(table))?;
     cuda.launch(&name::<T>("vocab_parallel_losses"), [tokens, 1], 0, &parameters)
+}
+
+/// The teacher's part of a chunk of tokens.
+struct TeacherChunk<'c, 'a, T: Element> {
+    teacher: &'c HeadTeacher<'a, Cuda, T>,
+    /// The first token.
+    first: usize,
+    /// Addresses of its logits, and of the tokens' distillation losses.
+    logits: u64,
+    losses: u64,
+}
+
+impl<T: Element> TeacherChunk<'_, '_, T> {
+    /// Computes its logits, and both losses of the student's, as [`Chunk::losses`] does without a teacher.
+    fn losses(
+        &self,
+        cuda: &Cuda,
+        tokens: usize,
+        losses: Losses,
+        ranks: Option<&mut HeadRanks<'_, Cuda>>,
+    ) -> Result<()> {
+        let &TeacherChunk { teacher, first, .. } = self;
+        let HeadTeacher { width, rows, temperature, scale, .. } = *teacher;
+        let local = losses.vocab_size as usize;
+        let vocabulary = ranks.as_ref().map_or(VocabularyRows::all(local), |ranks| ranks.rows);
+        let compared = rows.saturating_sub(vocabulary.first).min(local);
+        let x = teacher.x.address + (first * width * size_of::<T>()) as u64;
+        if compared > 0 {
+            cuda.matmul(&Matmul {
+                out: Operand::new(self.logits, T::DTYPE, tokens, compared),
+                left: Operand::new(x, T::DTYPE, tokens, width),
+                right: Operand::new(teacher.weight.address, T::DTYPE, compared, width).transposed(),
+                addend: None,
+            })?;
+        }
+        let parameters = distillation::Losses {
+            logits: losses.logits,
+            teacher: self.logits,
+            targets: losses.targets,
+            losses: losses.losses,
+            distillation_losses: self.losses,
+            vocab_size: losses.vocab_size,
+            compared: compared as u64,
+            scale: losses.scale,
+            teacher_scale: scale,
+            temperature,
+            with_gradients: losses.with_gradients,
+        };
+        let Some(HeadRanks { rows, rank, ranks, sums, all_reduce }) = ranks else {
+            return cuda.launch(&name::<T>("distillation_losses"), [tokens, 1], 0, &parameters);
+        };
+        let table = tokens * (4 * *ranks + 1);
+        let parameters = distillation::VocabParallel {
+            losses: parameters,
+            sums: sums.address,
+            first_row: rows.first as u64,
+            vocab_size: rows.vocab_size as u64,
+            rank: *rank as u32,
+            ranks: *ranks as u32,
+        };
+        cuda.zero(sums.first(table))?;
+        let sums_of_rank = name::<T>("vocab_parallel_distillation_sums");
+        cuda.launch(&sums_of_rank, [tokens, 1], 0, &parameters)?;
+        all_reduce(sums.first(table))?;
+        let losses_of_ranks = name::<T>("vocab_parallel_distillation_losses");
+        cuda.launch(&losses_of_ranks, [tokens, 1], 0, &parameters)
+    }
 }

@@ -9,10 +9,16 @@
 //! Ranks with shards of the head's rows exchange, for every chunk, the logarithms of their local
 //! sums of exponentials, and the target's logit. They sum one table with a column per rank, and a
 //! last column for the logit.
+//!
+//! A teacher adds a loss ([`HeadTeacher`]): its logits are computed beside those of a chunk, by its own
+//! head, and no more of them exist at once.
 
 pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
+mod teacher;
+
+pub use teacher::HeadTeacher;
 
 use crate::error::{Result, check_len, ensure};
 use crate::linear::Accumulation;
@@ -37,18 +43,26 @@ pub struct HeadShape {
     pub vocab_size: usize,
     /// The largest number of rows on a rank, from which all ranks derive the same chunks.
     pub largest_share: usize,
+    /// Whether there is a teacher, whose logits take scratch too.
+    pub has_teacher: bool,
 }
 
 impl HeadShape {
     /// An unsharded head.
     pub const fn whole(tokens: usize, width: usize, vocab_size: usize) -> Self {
-        HeadShape { tokens, width, vocab_size, largest_share: vocab_size }
+        HeadShape { tokens, width, vocab_size, largest_share: vocab_size, has_teacher: false }
     }
 
     /// The shard of `rows` on one of `ranks` ranks.
     pub fn of_rows(tokens: usize, width: usize, rows: VocabularyRows, ranks: usize) -> Self {
         let largest_share = rows.vocab_size.div_ceil(ranks);
-        HeadShape { tokens, width, vocab_size: rows.count, largest_share }
+        let (vocab_size, has_teacher) = (rows.count, false);
+        HeadShape { tokens, width, vocab_size, largest_share, has_teacher }
+    }
+
+    /// The same head, with a teacher or without.
+    pub const fn with_teacher(self, has_teacher: bool) -> Self {
+        HeadShape { has_teacher, ..self }
     }
 }
 
@@ -103,8 +117,10 @@ pub struct CrossEntropyArgs<'a, M: Memory, T: Element, G: Element> {
     pub targets: View<'a, M, u32>,
     /// [`crate::Workspace::cross_entropy_scratch`] elements.
     pub scratch: ViewMut<'a, M, f32>,
-    /// Added to; `[1]`.
+    /// Added to: the cross-entropy, `[1]`, and with a teacher the distillation loss, `[2]`.
     pub loss: ViewMut<'a, M, f64>,
+    /// The teacher, if there is one.
+    pub teacher: Option<HeadTeacher<'a, M, T>>,
     /// The gradients, if they are requested.
     pub gradients: Option<HeadGradients<'a, M, T, G>>,
     /// Required if the head is sharded: rank 0 adds the loss, and the caller sums the ranks' `d_x`.
@@ -115,7 +131,8 @@ pub struct CrossEntropyArgs<'a, M: Memory, T: Element, G: Element> {
 pub trait CrossEntropy: Memory {
     /// Cross-entropy of the output projection, in chunks of tokens, so that not all logits exist at
     /// once: `loss[0] += sum_n -log softmax(x[n] weight^T)[targets[n]]` over the targets that are
-    /// not [`IGNORED`], and its gradients if requested.
+    /// not [`IGNORED`], the distillation loss of the same tokens if there is a teacher, and the gradients if
+    /// requested.
     fn cross_entropy<T: Element, G: Element>(
         &self,
         args: CrossEntropyArgs<'_, Self, T, G>,
@@ -130,6 +147,7 @@ struct Lens {
     /// Actual and minimum length.
     scratch: (usize, usize),
     loss: usize,
+    teacher: Option<teacher::Found>,
     /// Of d_x and d_weight.
     gradients: Option<[usize; 2]>,
     /// Actual and minimum length of the ranks' sums.
@@ -143,7 +161,8 @@ fn check(shape: &HeadShape, lens: &Lens) -> Result<()> {
     check_len(OPERATOR, "x", lens.x, tokens * width)?;
     check_len(OPERATOR, "weight", lens.weight, vocab_size * width)?;
     check_len(OPERATOR, "targets", lens.targets, tokens)?;
-    check_len(OPERATOR, "loss", lens.loss, 1)?;
+    teacher::check(OPERATOR, shape, lens.teacher.as_ref())?;
+    check_len(OPERATOR, "loss", lens.loss, if shape.has_teacher { 2 } else { 1 })?;
     let (scratch, least) = lens.scratch;
     ensure(OPERATOR, scratch >= least, || {
         format!("scratch of {scratch} elements, expected {least}")

@@ -37,15 +37,22 @@ pub(crate) fn logit_rows(shape: &HeadShape, bytes: usize) -> usize {
     GPU_CHUNK.min(shape.tokens.max(1)) * size_of::<f32>() / bytes
 }
 
-/// f32 elements of a chunk of logits.
+/// f32 elements of a chunk of logits; with a teacher, of both chunks and of the tokens' distillation losses in f64.
 pub(crate) fn cross_entropy_scratch(shape: &HeadShape) -> usize {
+    let chunk = chunk_elements(shape);
+    if shape.has_teacher { 2 * chunk + 2 * shape.tokens } else { chunk }
+}
+
+/// f32 elements of a chunk of logits.
+pub(crate) fn chunk_elements(shape: &HeadShape) -> usize {
     GPU_CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
 }
 
 /// Elements of the table of a chunk that `ranks` ranks sum.
 pub(crate) fn cross_entropy_sums(shape: &HeadShape, ranks: usize) -> usize {
     // The type of the logits is not known here; the smaller one has larger chunks.
-    logit_rows(shape, size_of::<half::bf16>()) * (ranks + 1)
+    let columns = if shape.has_teacher { 4 * ranks + 1 } else { ranks + 1 };
+    logit_rows(shape, size_of::<half::bf16>()) * columns
 }
 
 /// Bytes of the tokens' losses, which are not stored in the caller's scratch.

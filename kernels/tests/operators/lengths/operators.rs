@@ -8,7 +8,7 @@ use moh_kernels::adamw::AdamWUpdate;
 use moh_kernels::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, KeyValues, Selection,
 };
-use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients};
+use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadTeacher};
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::key_value_cache::KeyValueAppend;
 use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
@@ -235,7 +235,23 @@ operators! { device;
         write scratch: f32 >= device.cross_entropy_scratch(&HEAD), write loss: f64 = 1,
         write d_x: f32 = TOKENS * WIDTH, write d_weight: f32 = 7 * WIDTH
     ] device.cross_entropy::<f32, f32>(CrossEntropyArgs {
-        shape: HEAD, x, weight, targets, scratch, loss,
+        shape: HEAD, x, weight, targets, scratch, loss, teacher: None,
+        gradients: Some(HeadGradients {
+            scale: 1.0, d_x, d_weight, accumulation: Accumulation::Overwrite,
+        }),
+        ranks: None,
+    });
+
+    "cross_entropy with a teacher" [
+        read x: f32 = TOKENS * WIDTH, read weight: f32 = 7 * WIDTH, read targets: u32 = TOKENS,
+        read other_x: f32 = TOKENS * 3, read other_weight: f32 = 7 * 3,
+        write scratch: f32 >= device.cross_entropy_scratch(&HEAD.with_teacher(true)), write loss: f64 = 2,
+        write d_x: f32 = TOKENS * WIDTH, write d_weight: f32 = 7 * WIDTH
+    ] device.cross_entropy::<f32, f32>(CrossEntropyArgs {
+        shape: HEAD.with_teacher(true), x, weight, targets, scratch, loss,
+        teacher: Some(HeadTeacher {
+            width: 3, x: other_x, weight: other_weight, rows: 7, temperature: 1.0, scale: 1.0,
+        }),
         gradients: Some(HeadGradients {
             scale: 1.0, d_x, d_weight, accumulation: Accumulation::Overwrite,
         }),

@@ -41,6 +41,26 @@ pub fn cross_entropy(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Result<Ten
     (losses * valid)?.sum_all()
 }
 
+/// T^2 KL(softmax(teachers / T) || softmax(students / T)) over the first `rows` columns of both logits, summed over the
+/// tokens with a target.
+pub fn distillation(
+    students: &Tensor,
+    teachers: &Tensor,
+    targets: &[u32],
+    rows: usize,
+    temperature: f64,
+) -> Result<Tensor> {
+    let log_softmax = |logits: &Tensor| {
+        let logits = (logits.narrow(1, 0, rows)? / temperature)?;
+        logits.broadcast_sub(&log_sum_exp(&logits)?.unsqueeze(1)?)
+    };
+    let (own, other) = (log_softmax(students)?, log_softmax(teachers)?);
+    let divergences = (other.exp()? * (&other - own)?)?.sum(1)?;
+    let valid: Vec<f64> = targets.iter().map(|&t| f64::from(u8::from(t != IGNORED))).collect();
+    let valid = Tensor::from_vec(valid, targets.len(), &Device::Cpu)?;
+    (divergences * valid)?.sum_all()? * (temperature * temperature)
+}
+
 /// Log-sum-exp over the last dimension, which is removed.
 pub fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
     let largest = x.max_keepdim(D::Minus1)?.detach();

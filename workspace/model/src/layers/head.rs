@@ -135,6 +135,7 @@ impl Head {
             targets: B::whole(targets),
             scratch: B::whole_mut(&mut buffers.scratch),
             loss: sums.cross_entropy(),
+            teacher: None,
             gradients: gradients.as_mut().map(HeadGradients::reborrow),
             ranks: cx.is_tensor_parallel().then(|| HeadRanks {
                 rows,

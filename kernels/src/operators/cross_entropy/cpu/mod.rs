@@ -4,11 +4,13 @@
 //! is in the caches. Once all sums are known, a block's exponentials become its part of the gradients,
 //! again in the caches, so that memory sees a logit twice.
 
+mod distillation;
 mod softmax;
 mod vocab_parallel;
 
 use std::ops::Range;
 
+use super::teacher::{self, HeadTeacher};
 use super::{CrossEntropy, CrossEntropyArgs, HeadShape, IGNORED, Lens, check, check_ranks};
 use crate::convert::Convert as _;
 use crate::cpu::Cpu;
@@ -17,6 +19,7 @@ use crate::linear::Accumulation;
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::ranks::VocabularyRows;
 use crate::scalar::{DType, Element};
+use distillation::Distillation;
 use softmax::Softmax;
 
 /// Tokens per chunk. With fewer, accumulating the weight's gradient, which each chunk reads and
@@ -41,10 +44,14 @@ fn chunk_rows(shape: &HeadShape) -> usize {
     chunk.min(shape.tokens).min(holds(MAX_SCRATCH)).max(1)
 }
 
-/// Elements of scratch of a chunk: logits, gradients of its inputs, and the statistics of the softmax.
-fn lengths(shape: &HeadShape) -> [usize; 3] {
-    let rows = chunk_rows(shape);
-    [rows * shape.vocab_size, rows * shape.width, Softmax::len(rows, shape.vocab_size)]
+/// Elements of scratch of a chunk: logits, those of a teacher, gradients of its inputs, and the statistics of the softmax.
+fn lengths(shape: &HeadShape) -> [usize; 4] {
+    let (rows, vocab_size) = (chunk_rows(shape), shape.vocab_size);
+    let (teacher, statistics) = match shape.has_teacher {
+        true => (rows * vocab_size, Distillation::len(rows, vocab_size)),
+        false => (0, Softmax::len(rows, vocab_size)),
+    };
+    [rows * vocab_size, teacher, rows * shape.width, statistics]
 }
 
 pub(crate) fn scratch(shape: &HeadShape) -> usize {
@@ -52,7 +59,11 @@ pub(crate) fn scratch(shape: &HeadShape) -> usize {
 }
 
 pub(crate) fn sums(shape: &HeadShape, ranks: usize) -> usize {
-    vocab_parallel::sums(chunk_rows(shape), ranks)
+    let columns = match shape.has_teacher {
+        true => distillation::columns(ranks),
+        false => ranks + 1,
+    };
+    chunk_rows(shape) * columns
 }
 
 impl CrossEntropy for Cpu {
@@ -61,13 +72,20 @@ impl CrossEntropy for Cpu {
         args: CrossEntropyArgs<'_, Self, T, G>,
     ) -> Result<()> {
         let CrossEntropyArgs { shape, x, weight, targets, scratch, loss, .. } = args;
-        let CrossEntropyArgs { mut gradients, mut ranks, .. } = args;
+        let CrossEntropyArgs { teacher, mut gradients, mut ranks, .. } = args;
         let found = Lens {
             x: x.len(),
             weight: weight.len(),
             targets: targets.len(),
             scratch: (scratch.len(), self::scratch(&shape)),
             loss: loss.len(),
+            teacher: teacher.as_ref().map(|teacher| teacher::Found {
+                width: teacher.width,
+                x: teacher.x.len(),
+                weight: teacher.weight.len(),
+                rows: teacher.rows,
+                temperature: teacher.temperature,
+            }),
             gradients: gradients.as_ref().map(|g| [g.d_x.len(), g.d_weight.len()]),
             sums: ranks.as_ref().map(|ranks| (ranks.sums.len(), self::sums(&shape, ranks.ranks))),
         };
@@ -81,29 +99,66 @@ impl CrossEntropy for Cpu {
         {
             gradients.d_weight.fill(G::zeroed());
         }
-        let [logits_len, d_x_len, _] = lengths(&shape);
+        let [logits_len, teacher_len, d_x_len, _] = lengths(&shape);
         let (logits, rest) = scratch.split_at_mut(logits_len);
-        let (d_x, softmax) = rest.split_at_mut(d_x_len);
+        let (teacher_logits, rest) = rest.split_at_mut(teacher_len);
+        let (d_x, statistics) = rest.split_at_mut(d_x_len);
         let rows = chunk_rows(&shape);
         for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
-            let mut softmax = Softmax::new(softmax, targets, vocabulary);
-            let mut chunk = Chunk { width, x, weight, logits, keeps: gradients.is_some() };
-            chunk.exponentiate(&mut softmax);
+            let keeps = gradients.is_some();
+            let mut chunk = Chunk { width, x, weight, logits, keeps };
             let scale = gradients.as_ref().map(|gradients| gradients.scale);
+            let mut backward = |chunk: &mut Chunk<'_, T>, differentiate: Differentiate<'_>| {
+                let Some(gradients) = &mut gradients else { return Ok(()) };
+                let accumulation =
+                    std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
+                let to = &mut gradients.d_x[part * rows * width..][..targets.len() * width];
+                chunk.backward(differentiate, to, d_x, (&mut *gradients.d_weight, accumulation))
+            };
+            if let Some(teacher) = &teacher {
+                let mut distillation = Distillation::new(statistics, targets, vocabulary, teacher);
+                let mut other = teacher_chunk(teacher, &distillation, part * rows, teacher_logits);
+                other.keeps = keeps;
+                chunk.compare(&mut other, &mut distillation);
+                let found = match &mut ranks {
+                    None => distillation.losses(scale),
+                    Some(ranks) => distillation.losses_over(ranks, scale)?,
+                };
+                loss[0] += found.cross_entropy;
+                loss[1] += found.distillation;
+                backward(&mut chunk, &mut |logits, _, block| {
+                    distillation.differentiate(logits, other.logits_of(block), block);
+                })?;
+                continue;
+            }
+            let mut softmax = Softmax::new(statistics, targets, vocabulary);
+            chunk.exponentiate(&mut softmax);
             loss[0] += match &mut ranks {
                 None => softmax.losses(scale),
                 Some(ranks) => vocab_parallel::losses(&mut softmax, scale, ranks)?,
             };
-            if let Some(gradients) = &mut gradients {
-                let accumulation =
-                    std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
-                let to = &mut gradients.d_x[part * rows * width..][..targets.len() * width];
-                let weights = (&mut *gradients.d_weight, accumulation);
-                chunk.backward(&mut softmax, gradients.scale, to, d_x, weights)?;
-            }
+            backward(&mut chunk, &mut |logits, number, block| {
+                softmax.differentiate(logits, number, block, scale.unwrap_or_default());
+            })?;
         }
         Ok(())
     }
+}
+
+/// Replaces what a forward pass keeps of a block's logits, given its number and rows, by their gradients.
+type Differentiate<'a> = &'a mut dyn FnMut(&mut [f32], usize, &Range<usize>);
+
+/// The logits of the chunk of tokens from `first` on by the teacher's head, in the rows that are compared.
+fn teacher_chunk<'a, T: Element>(
+    teacher: &'a HeadTeacher<'_, Cpu, T>,
+    distillation: &Distillation<'_>,
+    first: usize,
+    logits: &'a mut [f32],
+) -> Chunk<'a, T> {
+    let width = teacher.width;
+    let x = &teacher.x[first * width..][..distillation.targets.len() * width];
+    let weight = &teacher.weight[..distillation.compared * width];
+    Chunk { width, x, weight, logits, keeps: false }
 }
 
 /// A chunk of tokens.
@@ -138,46 +193,66 @@ impl<T: Element> Chunk<'_, T> {
         (logits, Matrix::new(self.x, tokens, width), Matrix::new(weight, block.len(), width))
     }
 
+    /// Computes a block's logits.
+    fn compute(&mut self, block: &Range<usize>) -> &mut [f32] {
+        let tokens = self.tokens();
+        let (logits, x, weight) = self.block(block);
+        let out = MatrixMut::new(&mut *logits, tokens, block.len());
+        matmul_parallel(out, Destination::Overwrite, 1.0, x, weight.transposed());
+        logits
+    }
+
     /// Computes the logits, and replaces them by exponentials.
     fn exponentiate(&mut self, softmax: &mut Softmax<'_>) {
-        let tokens = self.tokens();
         for (number, block) in self.blocks() {
-            let (logits, x, weight) = self.block(&block);
-            let out = MatrixMut::new(logits, tokens, block.len());
-            matmul_parallel(out, Destination::Overwrite, 1.0, x, weight.transposed());
-            softmax.exponentiate(logits, number, &block);
+            softmax.exponentiate(self.compute(&block), number, &block);
         }
+    }
+
+    /// Computes the logits and those of the teacher, and measures both.
+    fn compare(&mut self, teacher: &mut Self, distillation: &mut Distillation<'_>) {
+        for (number, block) in self.blocks() {
+            let logits = self.compute(&block);
+            let compared = distillation.compared_in(&block);
+            let others: &[f32] = if compared.is_empty() { &[] } else { teacher.compute(&compared) };
+            distillation.measure(logits, others, number, &block);
+        }
+    }
+
+    /// The kept logits of the compared rows of a block.
+    fn logits_of(&self, block: &Range<usize>) -> &[f32] {
+        let rows = self.weight.len() / self.width;
+        let compared = block.start.min(rows)..block.end.min(rows);
+        &self.logits[self.tokens() * compared.start..self.tokens() * compared.end]
     }
 
     /// The gradients; those of the inputs are summed in `sums`, unless they are f32 themselves, and rounded once.
     fn backward<G: Element>(
         &mut self,
-        softmax: &mut Softmax<'_>,
-        scale: f32,
+        differentiate: Differentiate<'_>,
         d_x: &mut [T],
         sums: &mut [f32],
         d_weight: (&mut [G], Accumulation),
     ) -> Result<()> {
         if T::DTYPE == DType::F32 {
-            self.gradients(softmax, scale, bytemuck::cast_slice_mut(d_x), d_weight);
+            self.gradients(differentiate, bytemuck::cast_slice_mut(d_x), d_weight);
             return Ok(());
         }
         let sums = &mut sums[..d_x.len()];
-        self.gradients(softmax, scale, sums, d_weight);
+        self.gradients(differentiate, sums, d_weight);
         Cpu.convert(sums, d_x)
     }
 
     fn gradients<G: Element>(
         &mut self,
-        softmax: &mut Softmax<'_>,
-        scale: f32,
+        differentiate: Differentiate<'_>,
         d_x: &mut [f32],
         (d_weight, accumulation): (&mut [G], Accumulation),
     ) {
         let (tokens, width) = (self.tokens(), self.width);
         for (number, block) in self.blocks() {
             let (logits, x, weight) = self.block(&block);
-            softmax.differentiate(logits, number, &block, scale);
+            differentiate(logits, number, &block);
             let d_logits = Matrix::new(&*logits, tokens, block.len());
             let d_weight = &mut d_weight[block.start * width..block.end * width];
             let d_weight = MatrixMut::new(d_weight, block.len(), width);

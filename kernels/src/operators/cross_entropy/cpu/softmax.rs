@@ -1,6 +1,7 @@
 //! The softmax of a chunk's logits, block by block of the vocabulary.
 
-use std::ops::Range;
+use std::iter::Sum;
+use std::ops::{Add, Range};
 
 use rayon::prelude::*;
 
@@ -12,9 +13,9 @@ use crate::simd::vectorized;
 use super::BLOCK;
 
 /// Maximum tokens per task.
-const ROWS: usize = 16;
+pub(super) const ROWS: usize = 16;
 /// Logits that are exponentiated before they are summed.
-const PART: usize = 256;
+pub(super) const PART: usize = 256;
 
 /// The statistics of each token's softmax.
 pub(super) struct Softmax<'a> {
@@ -199,12 +200,12 @@ fn set_factors(maxima: &mut [f32], log_sum: f64, scale: f32) {
 }
 
 /// The sum of `row` over the tokens, in an order that depends only on their number.
-fn sum_of_rows(
+pub(super) fn sum_of_rows<S: Add<Output = S> + Sum + Send>(
     all: &mut [f32],
     targets: &[u32],
     len: usize,
-    row: &(impl Fn(&mut [f32], u32) -> f64 + Sync),
-) -> f64 {
+    row: &(impl Fn(&mut [f32], u32) -> S + Sync),
+) -> S {
     if targets.len() > ROWS {
         let half = targets.len().div_ceil(2);
         let (first, second) = all.split_at_mut(half * len);

@@ -5,11 +5,6 @@ use crate::cpu::Cpu;
 use crate::cross_entropy::HeadRanks;
 use crate::error::Result;
 
-/// Scratch elements of `rows` rows: the table that the ranks sum.
-pub(super) fn sums(rows: usize, ranks: usize) -> usize {
-    rows * (ranks + 1)
-}
-
 /// The chunk's summed loss on rank 0, zero on the others; with a scale, prepares the gradients of the
 /// local logits.
 pub(super) fn losses(
