@@ -176,6 +176,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             document_mask: false,
             recompute: Recompute::Norms,
             auxiliary_weights: MohOptions::default().auxiliary_weights(),
+            distillation: None,
             optimizer: Hyperparameters::default(),
             reduce: ElementType::F32,
         },

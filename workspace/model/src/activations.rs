@@ -18,7 +18,7 @@ use crate::layers::{
     ActivationGradients, BlockBuffers, HeadBuffers, RecomputableBlock, SavedBlock, Scratch,
 };
 use crate::model::Model;
-use crate::pass_sizes::PassSizes;
+use crate::pass_sizes::{PassRole, PassSizes};
 
 /// The activations that the backward pass recomputes, as a recipe names them; `docs/plan.md` lists the
 /// bytes of each setting.
@@ -46,6 +46,7 @@ pub(crate) struct Blocks<B: Memory, T: Element> {
 pub struct Activations<B: Memory, T: Element> {
     pub(crate) shape: QkvShape,
     pub(crate) recompute: Recompute,
+    pub(crate) role: PassRole,
     /// A slot for each micro-batch in flight.
     pub(crate) micro_batches: Vec<MicroBatch<B>>,
     /// A slot for each pass in flight.
@@ -79,7 +80,8 @@ pub(crate) struct MicroBatch<B: Memory> {
 
 /// The saved activations of a micro-batch's pass through a chunk, sized for the largest chunk.
 pub(crate) struct PassActivations<B: Memory, T: Element> {
-    /// The residual stream before each block of the chunk and after its last block, `[M, C]` each.
+    /// The residual stream before each block of the chunk and after its last block, `[M, C]` each; of a teacher two
+    /// in turn.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
 }
@@ -150,12 +152,25 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         Ok(Activations {
             shape: sizes.qkv(),
             recompute: sizes.pass.recompute,
+            role: sizes.role,
             micro_batches,
             passes,
             scratch: Scratch::new(memory, sizes)?,
             head: HeadBuffers::new(memory, sizes)?,
             gradients: sizes.pass.training.then(gradients).transpose()?,
         })
+    }
+
+    /// Allocates the buffers of one pass of a teacher at a time, over the micro-batches of a student with passes
+    /// of the same shape as `sizes`.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
+    pub fn of_teacher(memory: &M, sizes: PassSizes<'_>) -> Result<Self, Error> {
+        let pass = PassShape { recompute: Recompute::Block, training: false, ..sizes.pass };
+        // It reads the student's tokens.
+        let slots = Slots { micro_batches: 0, passes: 1 };
+        Self::with_slots(memory, &sizes.of_pass(pass).in_role(PassRole::Teacher), slots)
     }
 
     /// Sequences and tokens of the micro-batch.
@@ -226,9 +241,30 @@ impl<M: Memory> MicroBatch<M> {
 }
 
 impl<M: Memory, T: Element> PassActivations<M, T> {
+    /// The residual stream before and after block `index` of the chunk, and the blocks.
+    pub(crate) fn around(
+        &mut self,
+        index: usize,
+    ) -> (&M::Buffer<T>, &mut M::Buffer<T>, &mut Blocks<M, T>) {
+        let count = self.stream.len();
+        let (before, after) = (index % count, (index + 1) % count);
+        let (low, high) = self.stream.split_at_mut(before.max(after));
+        let (input, output) = match before < after {
+            true => (&low[before], &mut high[0]),
+            false => (&high[0], &mut low[after]),
+        };
+        (input, output, &mut self.blocks)
+    }
+
+    /// The residual stream after a chunk of `layers` blocks.
+    pub(crate) fn output(&self, layers: usize) -> &M::Buffer<T> {
+        &self.stream[layers % self.stream.len()]
+    }
+
     fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let layers = sizes.part.chunks.iter().map(Range::len).max().unwrap_or(0);
-        let stream = (0..=layers).map(|_| memory.allocate(sizes.stream()));
+        let streams = if sizes.role == PassRole::Teacher { 2 } else { layers + 1 };
+        let stream = (0..streams).map(|_| memory.allocate(sizes.stream()));
         Ok(PassActivations {
             stream: stream.collect::<Result<_, _>>()?,
             blocks: Blocks::new(memory, sizes, layers)?,

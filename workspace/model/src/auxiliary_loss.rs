@@ -1,4 +1,4 @@
-//! Losses of layers that are trained on beside the cross-entropy: one list from the device to
+//! Losses that are trained on beside the cross-entropy: one list from the device to
 //! metrics and charts, so that a further loss is one more variant.
 
 use std::ops::{Index, IndexMut};
@@ -8,6 +8,8 @@ use std::ops::{Index, IndexMut};
 pub enum AuxiliaryLoss {
     /// The routers' balance loss (equation 8 of the paper), averaged over the layers that route.
     Balance,
+    /// The divergence from a teacher's distribution ([`crate::Teacher`]), averaged over the targets.
+    Distillation,
 }
 
 /// Number of auxiliary losses.
@@ -15,12 +17,13 @@ const COUNT: usize = AuxiliaryLoss::ALL.len();
 
 impl AuxiliaryLoss {
     /// Every loss.
-    pub const ALL: [AuxiliaryLoss; 1] = [AuxiliaryLoss::Balance];
+    pub const ALL: [AuxiliaryLoss; 2] = [AuxiliaryLoss::Balance, AuxiliaryLoss::Distillation];
 
     /// Its name in metrics and TensorBoard.
     pub fn name(self) -> &'static str {
         match self {
             AuxiliaryLoss::Balance => "balance_loss",
+            AuxiliaryLoss::Distillation => "distillation_loss",
         }
     }
 }

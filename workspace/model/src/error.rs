@@ -63,6 +63,12 @@ pub enum Error {
         /// Key/value heads of the model.
         heads: usize,
     },
+    /// A teacher does not fit the model that it teaches, or is missing.
+    #[error("{reason}")]
+    Teacher {
+        /// The problem.
+        reason: String,
+    },
     /// An operation that requires the whole model was called on a part of it.
     #[error("generation and logits need the unsharded model, but this rank has a part of it")]
     Divided,

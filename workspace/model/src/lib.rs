@@ -75,6 +75,7 @@ mod sampler;
 mod shared_heads;
 pub mod slice;
 mod step_sums;
+mod teacher;
 pub mod tensors;
 
 pub use activations::{Activations, PassShape, PassSlot, Recompute, Slots};
@@ -89,7 +90,8 @@ pub use head_request::{Active, DEFAULT_ACTIVE_SHARE, HeadRequest};
 pub use inspection::{BlockMagnitudes, Magnitude};
 pub use model::{LossConfig, Model, ModelBuffers};
 pub use output::ModelOutput;
-pub use pass_sizes::PassSizes;
+pub use pass_sizes::{PassRole, PassSizes};
 pub use sampler::{Sampler, Sampling};
 pub use shared_heads::SharedHeadSets;
 pub use step_sums::{StepSums, Sums};
+pub use teacher::{Distillation, Teacher};

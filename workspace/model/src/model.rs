@@ -13,8 +13,9 @@ use crate::layers::{Context, RopeTables, RouterLayer, RouterSpec, Tokens};
 use crate::layout::{ModelLayout, Segment};
 use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
-use crate::pass_sizes::PassSizes;
+use crate::pass_sizes::{PassRole, PassSizes};
 use crate::router::{self, CustomRouters, LayerRouting, Router, RoutingStatistics};
+use crate::teacher::Teacher;
 use crate::{AuxiliaryLosses, Error, ModelConfig};
 
 /// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the
@@ -28,6 +29,8 @@ pub struct Model<B: Backend, T: Element> {
     pub(crate) layers: Layers,
     pub(crate) rope: RopeTables<B>,
     pub(crate) routers: CustomRouters<B, T>,
+    /// See [`Model::set_teacher`].
+    pub(crate) teacher: Option<Box<Teacher<B, T>>>,
 }
 
 /// The buffers of a model, or of a part of one: its weights, and the tables of rotary position
@@ -59,10 +62,10 @@ impl<M: Memory, T: Element> ModelBuffers<M, T> {
 /// How a training pass computes its losses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LossConfig {
-    /// 1 / (targets of the whole step).
+    /// 1 / (targets of the whole step), times the cross-entropy's weight.
     pub cross_entropy: f32,
-    /// Weight of each auxiliary loss over the micro-batches of the step: that of the balance loss
-    /// is beta / micro-batches.
+    /// Weight of each auxiliary loss over what it is a mean of: that of the balance loss
+    /// is beta / micro-batches, that of the distillation loss its weight / targets.
     pub auxiliary: AuxiliaryLosses<f32>,
     /// Whether the loss reaches the gates through the selection (straight-through; on in training).
     pub straight_through: bool,
@@ -166,8 +169,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         let buffers = ModelBuffers::zeros(&backend, &config, &layout, positions)?;
         let ModelBuffers { weights, mut rope } = buffers;
         rope.fill(&backend, &config.rope, config.head_dim)?;
-        let routers = Vec::new();
-        Ok(Model { backend, config, layout, parallel, weights, layers, rope, routers })
+        let (routers, teacher) = (Vec::new(), None);
+        Ok(Model { backend, config, layout, parallel, weights, layers, rope, routers, teacher })
     }
 
     /// The device.
@@ -270,7 +273,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         let shape =
             |router: &RouterLayer| router.routing_shape(&self.routers, pass.tokens(), heads);
         let routing = router::largest(self.layer_routers().map(|(_, router)| shape(router)))?;
-        Ok(PassSizes { config, part, pass, routing, tensors: self.layout.segments().count() })
+        let (role, tensors) = (PassRole::Alone, self.layout.segments().count());
+        Ok(PassSizes { config, part, pass, role, routing, tensors })
     }
 
     /// Logits of the last forward pass, `[N, V]`.

@@ -314,6 +314,20 @@ impl ModelParallel {
         Ok(ModelParallel { part, pipeline, tensor, tied_head, backward })
     }
 
+    /// The part of another model on this rank, divided in the same way among the same ranks, for passes without
+    /// gradients.
+    ///
+    /// # Errors
+    /// As [`Self::new`], but for other ranks.
+    pub fn of_frozen(&self, config: &ModelConfig) -> Result<Self, Error> {
+        let tensor = self.part.tensor;
+        tensor.check(config)?;
+        let chunks = self.part.chunks.len();
+        let part = ModelPart::divide(config, self.stages(), chunks)?.swap_remove(self.stage());
+        let part = ModelPart { tensor, ..part };
+        Ok(ModelParallel { part, tied_head: None, ..self.clone() })
+    }
+
     /// This rank's part of the model.
     pub fn part(&self) -> &ModelPart {
         &self.part

@@ -12,12 +12,25 @@ use crate::layout::ModelLayout;
 use crate::model_parallel::{ModelPart, TensorShare, TokenShare};
 use crate::{Error, ModelConfig, router};
 
+/// What a model's passes are in distillation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PassRole {
+    /// There is none.
+    #[default]
+    Alone,
+    /// Those of the model that learns: its loss has a [`Teacher`](crate::Teacher).
+    Student,
+    /// Those of the teacher, which has no backward pass and no loss of its own.
+    Teacher,
+}
+
 /// Sizes of the passes over micro-batches of a part of a model.
 #[derive(Debug, Clone, Copy)]
 pub struct PassSizes<'a> {
     pub(crate) config: &'a ModelConfig,
     pub(crate) part: &'a ModelPart,
     pub(crate) pass: PassShape,
+    pub(crate) role: PassRole,
     /// Sizes of a routing that fits every layer; `None` if all layers are dense.
     pub(crate) routing: Option<RoutingShape>,
     /// Tensors of the part.
@@ -38,14 +51,20 @@ impl<'a> PassSizes<'a> {
     ) -> Result<Self, Error> {
         let heads = part.tensor.heads(config);
         let routing = router::routing_shape_of(config, pass.tokens(), heads)?;
-        Ok(PassSizes { config, part, pass, routing, tensors: layout.segments().count() })
+        let (role, tensors) = (PassRole::Alone, layout.segments().count());
+        Ok(PassSizes { config, part, pass, role, routing, tensors })
     }
 
-    /// The same part with another pass shape.
+    /// The same passes in another role.
+    pub fn in_role(self, role: PassRole) -> Self {
+        PassSizes { role, ..self }
+    }
+
+    /// The same part with another pass shape, alone.
     pub fn of_pass(self, pass: PassShape) -> Self {
-        let tokens = pass.tokens();
+        let (tokens, role) = (pass.tokens(), PassRole::Alone);
         let routing = self.routing.map(|routing| RoutingShape { tokens, ..routing });
-        PassSizes { pass, routing, ..self }
+        PassSizes { pass, role, routing, ..self }
     }
 
     /// Bytes of a message to another stage: the local residual stream, or its gradient, in elements
@@ -77,7 +96,8 @@ impl<'a> PassSizes<'a> {
     }
 
     pub(crate) fn head(&self) -> HeadShape {
-        self.share().head_shape(self.config, self.tokens())
+        let shape = self.share().head_shape(self.config, self.tokens());
+        shape.with_teacher(self.role == PassRole::Student)
     }
 
     /// Scratch of the operators in these passes.

@@ -1,20 +1,38 @@
 //! Forward and backward passes over micro-batches, of a whole model or of one pipeline stage.
 
 use moh_comm::Reduce;
+use moh_kernels::rope::QkvShape;
 use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, span};
 
 use crate::activations::{Activations, MicroBatch, PassActivations, PassSlot, Recompute};
-use crate::layers::{ActivationGradients, BackwardContext, HeadPass, Tokens};
+use crate::layers::{ActivationGradients, BackwardContext, HeadBuffers, HeadPass, Scratch, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossConfig, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
+use crate::pass_sizes::PassRole;
 use crate::router::RoutingStatistics;
 use crate::{AuxiliaryLoss, Error, StepSums};
 
 /// Message tags of the residual stream and of its gradient.
 const FORWARD: u32 = 3;
 const BACKWARD: u32 = 4;
+
+/// What a forward pass through a chunk reads and writes.
+pub(crate) struct ForwardBuffers<'a, B: Backend, T: Element> {
+    pub shape: QkvShape,
+    pub tokens: &'a MicroBatch<B>,
+    pub pass: &'a mut PassActivations<B, T>,
+    pub scratch: &'a mut Scratch<B, T>,
+    pub head: &'a mut HeadBuffers<B, T>,
+}
+
+impl<'a, B: Backend, T: Element> ForwardBuffers<'a, B, T> {
+    fn tokens(&self) -> Tokens<'a, B> {
+        let document_start = self.tokens.document_start.as_ref();
+        Tokens { shape: self.shape, first_position: 0, document_start }
+    }
+}
 
 /// Called with the routing of each layer that routes, after the layer's forward pass.
 type OnRouting<'a, B> = &'a mut dyn FnMut(&B, usize, &Routing<B>) -> Result<(), Error>;
@@ -69,47 +87,98 @@ impl<B: Backend, T: Element> Model<B, T> {
         before_use: OnBuffer<'_, B, T>,
         routed: OnRouting<'_, B>,
     ) -> Result<(), Error> {
-        let Activations { shape, micro_batches, passes, scratch, head, .. } = activations;
-        let MicroBatch { ids, document_start, .. } = &micro_batches[slot.micro_batch];
-        let PassActivations { stream, blocks } = &mut passes[slot.slot];
-        let document_start = document_start.as_ref();
-        let tokens = Tokens { shape: *shape, first_position: 0, document_start };
-        let parallel = self.parallel.clone();
-        let layers = parallel.part().chunks[slot.chunk].clone();
-        if parallel.begins_with(slot.chunk) {
-            before_use(&mut self.weights, ModelLayout::EMBEDDING)?;
-            let (cx, ids) = (self.context(tokens), B::whole(ids));
-            self.layers.embedding.forward(&cx, ids, &mut stream[0], &mut scratch.gathered)?;
-        } else {
-            let input = B::whole_mut(&mut stream[0]);
-            parallel.pipeline().recv::<B, T>(input, parallel.previous(), FORWARD)?;
+        let Activations { shape, role, micro_batches, passes, scratch, head, .. } = activations;
+        let tokens = &micro_batches[slot.micro_batch];
+        if *role == PassRole::Student {
+            let _span = span::enter("teacher");
+            self.teacher_mut()?.forward_chunk(tokens, slot.chunk)?;
         }
+        let pass = &mut passes[slot.slot];
+        let mut buffers = ForwardBuffers { shape: *shape, tokens, pass, scratch, head };
         let share = 1.0 / self.routed_layers() as f64;
-        let end = layers.len();
-        for (i, layer) in layers.enumerate() {
-            let (before, after) = stream.split_at_mut(i + 1);
-            let _block = span::enter_numbered("block", layer as u64);
-            before_use(&mut self.weights, self.layout.block_index(layer))?;
-            let (cx, buffers) = (self.context(tokens), blocks.buffers(i, scratch));
-            self.layers.blocks[layer].forward(&cx, &before[i], buffers, None, &mut after[0])?;
+        let of_losses = self.parallel.part().tensor.rank == 0;
+        let layers = self.parallel.part().chunks[slot.chunk].clone();
+        self.begin_chunk(&mut buffers, slot.chunk, before_use)?;
+        for (i, layer) in layers.clone().enumerate() {
+            self.forward_block(&mut buffers, i, layer, before_use)?;
             // All tensor-parallel ranks have the loss and the routing.
             let router = self.layers.blocks[layer].attention.router.as_ref();
-            let routing = router.zip(blocks.routing(i));
-            if let (Some((router, routing)), 0) = (routing, parallel.part().tensor.rank) {
+            let routing = router.zip(buffers.pass.blocks.routing(i));
+            if let Some((router, routing)) = routing.filter(|_| of_losses) {
+                let cx = self.context(buffers.tokens());
                 router.loss(&cx, routing, share, sums.auxiliary(AuxiliaryLoss::Balance))?;
                 routed(&self.backend, layer, routing)?;
             }
         }
-        let output = &stream[end];
-        if parallel.ends_with(slot.chunk) {
+        self.end_chunk(&mut buffers, slot.chunk, before_use)
+    }
+
+    /// The forward pass through one chunk without losses.
+    pub(crate) fn forward_frozen(
+        &mut self,
+        mut buffers: ForwardBuffers<'_, B, T>,
+        chunk: usize,
+    ) -> Result<(), Error> {
+        let ready: OnBuffer<'_, B, T> = &mut |_, _| Ok(());
+        self.begin_chunk(&mut buffers, chunk, ready)?;
+        for (i, layer) in self.parallel.part().chunks[chunk].clone().enumerate() {
+            self.forward_block(&mut buffers, i, layer, ready)?;
+        }
+        self.end_chunk(&mut buffers, chunk, ready)
+    }
+
+    /// The input of a chunk: the embedding, or what the previous stage sends.
+    fn begin_chunk(
+        &mut self,
+        buffers: &mut ForwardBuffers<'_, B, T>,
+        chunk: usize,
+        before_use: OnBuffer<'_, B, T>,
+    ) -> Result<(), Error> {
+        let tokens = buffers.tokens();
+        let input = &mut buffers.pass.stream[0];
+        if self.parallel.begins_with(chunk) {
+            before_use(&mut self.weights, ModelLayout::EMBEDDING)?;
+            let (cx, ids) = (self.context(tokens), B::whole(&buffers.tokens.ids));
+            return self.layers.embedding.forward(&cx, ids, input, &mut buffers.scratch.gathered);
+        }
+        let parallel = &self.parallel;
+        let input = B::whole_mut(input);
+        Ok(parallel.pipeline().recv::<B, T>(input, parallel.previous(), FORWARD)?)
+    }
+
+    /// Block `layer`, at `index` of its chunk.
+    fn forward_block(
+        &mut self,
+        buffers: &mut ForwardBuffers<'_, B, T>,
+        index: usize,
+        layer: usize,
+        before_use: OnBuffer<'_, B, T>,
+    ) -> Result<(), Error> {
+        let _block = span::enter_numbered("block", layer as u64);
+        before_use(&mut self.weights, self.layout.block_index(layer))?;
+        let cx = self.context(buffers.tokens());
+        let (before, after, blocks) = buffers.pass.around(index);
+        let buffers = blocks.buffers(index, buffers.scratch);
+        self.layers.blocks[layer].forward(&cx, before, buffers, None, after)
+    }
+
+    /// The output of a chunk, which the final norm reads, or the next stage.
+    fn end_chunk(
+        &mut self,
+        buffers: &mut ForwardBuffers<'_, B, T>,
+        chunk: usize,
+        before_use: OnBuffer<'_, B, T>,
+    ) -> Result<(), Error> {
+        let output = buffers.pass.output(self.parallel.part().chunks[chunk].len());
+        if self.parallel.ends_with(chunk) {
             let _span = span::enter("head");
             before_use(&mut self.weights, self.layout.final_norm_index())?;
             before_use(&mut self.weights, self.layout.head_index())?;
-            let cx = self.context(tokens);
-            self.layers.final_norm.forward(&cx, output, &mut head.normed)?;
+            let cx = self.context(buffers.tokens());
+            self.layers.final_norm.forward(&cx, output, &mut buffers.head.normed)?;
             return Ok(());
         }
-        let output = B::whole(output);
+        let (parallel, output) = (&self.parallel, B::whole(output));
         Ok(parallel.pipeline().send::<B, T>(output, parallel.next(), FORWARD)?)
     }
 
@@ -156,8 +225,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         let _span = span::enter("head");
         let Activations { shape, micro_batches, scratch, head: buffers, .. } = activations;
         let tokens = Tokens { shape: *shape, first_position: 0, document_start: None };
-        let targets = &micro_batches[0].targets;
-        self.layers.head.loss(&self.context(tokens), HeadPass { targets, buffers, scratch, sums })
+        let (targets, teacher) = (&micro_batches[0].targets, None);
+        let pass = HeadPass { targets, buffers, scratch, sums, teacher };
+        self.layers.head.loss(&self.context(tokens), pass)
     }
 
     /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
@@ -198,8 +268,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
         mut complete: Option<OnBuffer<'_, B, G>>,
     ) -> Result<(), Error> {
-        let Activations { shape, recompute, micro_batches, passes, scratch, head, gradients: d } =
+        let Activations { shape, recompute, role, micro_batches, passes, scratch, head, .. } =
             activations;
+        let d = &mut activations.gradients;
         let Some(d) = d else { return Err(Error::NotPlannedForTraining) };
         let MicroBatch { ids, targets, document_start } = &micro_batches[slot.micro_batch];
         let PassActivations { stream, blocks } = &mut passes[slot.slot];
@@ -213,7 +284,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         };
         if parallel.ends_with(slot.chunk) {
             let output = &stream[parallel.part().chunks[slot.chunk].len()];
-            let pass = HeadPass { targets, buffers: &mut *head, scratch: &mut *scratch, sums };
+            let scale = losses.auxiliary[AuxiliaryLoss::Distillation];
+            let teacher = match *role {
+                PassRole::Student => Some((self.teacher()?, scale)),
+                PassRole::Alone | PassRole::Teacher => None,
+            };
+            let (buffers, scratch) = (&mut *head, &mut *scratch);
+            let pass = HeadPass { targets, buffers, scratch, sums, teacher };
             self.head_backward(&mut cx, output, pass, losses.cross_entropy, d)?;
             if layout.head_index() != ModelLayout::EMBEDDING || parallel.tied_head().is_some() {
                 self.complete(cx.gradients, layout.head_index(), &mut complete)?;

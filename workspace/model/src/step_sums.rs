@@ -5,11 +5,21 @@ use moh_kernels::Memory;
 
 use crate::{AuxiliaryLoss, AuxiliaryLosses, Error};
 
-/// The places of the sums; auxiliary losses begin after the last.
+/// The places of the sums.
 const CROSS_ENTROPY: usize = 0;
-const SQUARED_NORM: usize = 1;
-const AUXILIARY: usize = 2;
-const COUNT: usize = AUXILIARY + AuxiliaryLoss::ALL.len();
+/// After the cross-entropy: an operator adds to both.
+const DISTILLATION: usize = 1;
+const SQUARED_NORM: usize = 2;
+const BALANCE: usize = 3;
+const COUNT: usize = 2 + AuxiliaryLoss::ALL.len();
+
+/// The place of an auxiliary loss.
+const fn place(loss: AuxiliaryLoss) -> usize {
+    match loss {
+        AuxiliaryLoss::Balance => BALANCE,
+        AuxiliaryLoss::Distillation => DISTILLATION,
+    }
+}
 
 /// The sums of a step, on the device; passes and the optimiser add to them.
 pub struct StepSums<B: Memory>(B::Buffer<f64>);
@@ -19,7 +29,7 @@ pub struct StepSums<B: Memory>(B::Buffer<f64>);
 pub struct Sums {
     /// Cross-entropy of the targets, in nats.
     pub cross_entropy: f64,
-    /// The losses of the micro-batches.
+    /// The auxiliary losses: of the micro-batches, and distillation of the targets.
     pub auxiliary: AuxiliaryLosses<f64>,
     /// Squared gradients.
     pub squared_norm: f64,
@@ -42,12 +52,14 @@ impl<B: Memory> StepSums<B> {
         Ok(backend.zero(B::whole_mut(&mut self.0))?)
     }
 
-    pub(crate) fn cross_entropy(&mut self) -> B::ViewMut<'_, f64> {
-        self.at(CROSS_ENTROPY)
+    /// The cross-entropy, `[1]`, and with a teacher the distillation loss, `[2]`.
+    pub(crate) fn of_head(&mut self, has_teacher: bool) -> B::ViewMut<'_, f64> {
+        let end = if has_teacher { DISTILLATION + 1 } else { CROSS_ENTROPY + 1 };
+        B::view_mut(&mut self.0, CROSS_ENTROPY..end)
     }
 
     pub(crate) fn auxiliary(&mut self, loss: AuxiliaryLoss) -> B::ViewMut<'_, f64> {
-        self.at(AUXILIARY + loss as usize)
+        self.at(place(loss))
     }
 
     /// The mutable squared norm of the gradients, `[1]`.
@@ -76,7 +88,7 @@ impl<B: Memory> StepSums<B> {
         backend.download(B::whole(&self.0), &mut sums)?;
         Ok(Sums {
             cross_entropy: sums[CROSS_ENTROPY],
-            auxiliary: AuxiliaryLosses::new(|loss| sums[AUXILIARY + loss as usize]),
+            auxiliary: AuxiliaryLosses::new(|loss| sums[place(loss)]),
             squared_norm: sums[SQUARED_NORM],
         })
     }

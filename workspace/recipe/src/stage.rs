@@ -107,6 +107,8 @@ impl MohOptions {
     pub fn auxiliary_weights(&self) -> AuxiliaryLosses<f64> {
         AuxiliaryLosses::new(|loss| match loss {
             AuxiliaryLoss::Balance => self.balance_loss_weight,
+            // A stage's own, with its teacher.
+            AuxiliaryLoss::Distillation => 0.0,
         })
     }
 }

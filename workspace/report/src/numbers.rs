@@ -9,14 +9,16 @@ use crate::run_log::{RunLog, Step, StepValue};
 /// Rows of a table, evenly apart and with the first and the last step.
 const ROWS: usize = 40;
 
-/// The columns: names and values.
-fn columns() -> Vec<(String, Box<StepValue>)> {
+/// The columns of a run's steps: names and values. Distillation has one where a stage has a teacher.
+fn columns(log: &RunLog) -> Vec<(String, Box<StepValue>)> {
     fn column(name: &str, value: impl Fn(&Step) -> f64 + 'static) -> (String, Box<StepValue>) {
         (name.to_owned(), Box::new(value))
     }
     let mut columns = vec![column("tokens", |step| step.tokens), column("loss", |step| step.loss)];
+    let has = |loss| log.steps.has(&move |step: &Step| step.auxiliary[loss]);
+    let shown = |loss: &AuxiliaryLoss| *loss == AuxiliaryLoss::Balance || has(*loss);
     columns.extend(
-        AuxiliaryLoss::ALL
+        (AuxiliaryLoss::ALL.into_iter().filter(shown))
             .map(|loss| column(&loss.name().replace('_', " "), move |step| step.auxiliary[loss])),
     );
     columns.push(column("learning rate", |step| step.learning_rate));
@@ -59,7 +61,7 @@ fn picked(count: usize) -> Vec<usize> {
 }
 
 fn steps(log: &RunLog) -> Markup {
-    let (all, columns) = (&log.steps.all, columns());
+    let (all, columns) = (&log.steps.all, columns(log));
     let stage = |index: usize| {
         let stages = log.steps.stages.iter();
         stages.rev().find(|stage| stage.first <= index).map_or("", |stage| stage.name.as_str())

@@ -108,8 +108,13 @@ fn present<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Option<f6
     Option::deserialize(from).map(Some)
 }
 
+/// The losses by name: a balance loss that a step does not have is null, others are left out.
 fn named(losses: AuxiliaryLosses<Option<f64>>) -> BTreeMap<String, Option<f64>> {
-    losses.iter().map(|(loss, value)| (loss.name().to_owned(), value)).collect()
+    let is_written = |(loss, value): &(AuxiliaryLoss, Option<f64>)| {
+        value.is_some() || *loss == AuxiliaryLoss::Balance
+    };
+    let written = losses.iter().filter(is_written);
+    written.map(|(loss, value)| (loss.name().to_owned(), value)).collect()
 }
 
 /// The losses of a line; other names are fields that no line has.
@@ -416,7 +421,7 @@ mod tests {
         assert_eq!(
             text,
             "{\"stage\":\"moh\",\"step\":1,\"tokens\":1024,\"loss\":2.5,\"balance_loss\":0.5,\
-             \"learning_rate\":0.00003,\"grad_norm\":1.25,\"tokens_per_second\":10000.0}\n\
+             \"distillation_loss\":0.5,\"learning_rate\":0.00003,\"grad_norm\":1.25,\"tokens_per_second\":10000.0}\n\
              {\"stage\":\"moh\",\"step\":2,\"tokens\":2048,\"loss\":null,\"targets\":77,\"balance_loss\":null,\
              \"learning_rate\":0.00003,\"grad_norm\":1.25,\"tokens_per_second\":10000.0,\
              \"validation_loss\":2.0,\"validation_bits_per_byte\":null}\n"

@@ -38,6 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         document_mask: false,
         recompute: Recompute::None,
         auxiliary_weights: AuxiliaryLosses::all(0.01),
+        distillation: None,
         optimizer: Hyperparameters::default(),
         reduce: ElementType::F32,
     };

@@ -137,6 +137,13 @@ impl PipelineStage {
         }
     }
 
+    /// Maximum number of a teacher's outputs in flight beside these: each belongs to a pass in flight on this stage,
+    /// whose own output is received after it.
+    pub fn teacher_messages(&self, micro_batches: usize) -> usize {
+        let sends = self.stages > 1 && (self.chunks > 1 || self.number + 1 < self.stages);
+        if sends { self.in_flight(micro_batches) } else { 0 }
+    }
+
     /// Rounds of all chunks, each of at least as many micro-batches as there are stages: with
     /// fewer, stages would wait for each other.
     fn rounds(&self, micro_batches: usize) -> usize {
@@ -318,6 +325,13 @@ mod tests {
         assert_eq!(messages(4, 1, 0), [0; 4]);
         // 5 passes in flight on the first stage and 3 on the other.
         assert_eq!(messages(2, 2, 4), [8, 8]);
+        let of_teacher = |stages, chunks| {
+            let of = |number| stage(number, stages, chunks).teacher_messages(9);
+            (0..stages).map(of).collect::<Vec<_>>()
+        };
+        assert_eq!(of_teacher(1, 1), [0]);
+        assert_eq!(of_teacher(4, 1), [4, 3, 2, 0]);
+        assert_eq!(of_teacher(2, 2), [8, 6]);
     }
 
     #[test]

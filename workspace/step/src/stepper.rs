@@ -12,7 +12,8 @@ use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, AuxiliaryLosses, LossConfig, Model, PassShape, PassSlot, Recompute, StepSums, Sums,
+    Activations, AuxiliaryLoss, AuxiliaryLosses, Distillation, LossConfig, Model, PassRole,
+    PassShape, PassSlot, Recompute, StepSums, Sums,
 };
 
 use crate::Error;
@@ -38,8 +39,10 @@ pub struct StepConfig {
     pub document_mask: bool,
     /// The activations that the backward pass recomputes.
     pub recompute: Recompute,
-    /// Weight of each auxiliary loss; unused by a dense model.
+    /// Weight of each auxiliary loss but distillation; unused by a dense model.
     pub auxiliary_weights: AuxiliaryLosses<f64>,
+    /// What is learned of a teacher, which the model then has ([`Model::set_teacher`]).
+    pub distillation: Option<Distillation>,
     /// Hyperparameters of AdamW.
     pub optimizer: Hyperparameters,
     /// Element type in which ranks exchange f32 gradients.
@@ -187,8 +190,8 @@ pub struct StepResult {
     pub loss: f64,
     /// The targets that are trained on, where masks leave some out; `None` if all are.
     pub targets: Option<u64>,
-    /// Means of the auxiliary losses over the step's micro-batches, unweighted; `None` where the
-    /// model has no such loss.
+    /// Means of the auxiliary losses, unweighted: over the step's micro-batches, and of distillation over its
+    /// targets; `None` where the step has no such loss.
     pub auxiliary: AuxiliaryLosses<Option<f64>>,
     /// Global norm of the gradients before clipping.
     pub grad_norm: f64,
@@ -229,6 +232,11 @@ impl StepConfig {
         }
     }
 
+    /// What the model's passes are in distillation.
+    pub fn role(&self) -> PassRole {
+        if self.distillation.is_some() { PassRole::Student } else { PassRole::Alone }
+    }
+
     /// Sequences of one step.
     pub fn batch_sequences(&self) -> u64 {
         self.micro_batches * self.micro_batch as u64
@@ -239,7 +247,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     /// Allocates the buffers of `config`'s steps on `model`, shared by the ranks of `groups`.
     ///
     /// # Errors
-    /// Fails if the device is out of memory.
+    /// Fails if the device is out of memory, or if the configuration has a teacher and the model has none.
     pub fn new(model: &Model<B, T>, config: StepConfig, groups: StepGroups) -> Result<Self, Error> {
         let length = config.sequence_length;
         let tokens = config.micro_batch * length;
@@ -249,13 +257,19 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let stage = stage_of(model);
         let sizes = StepSizes {
             layout: model.layout(),
-            passes: model.pass_sizes(config.pass_shape())?,
+            passes: model.pass_sizes(config.pass_shape())?.in_role(config.role()),
             slots: stage.slots(own.len()),
             data_ranks: groups.data.size(),
             reduce: config.reduce,
         };
-        let message = sizes.passes.message_bytes::<T>();
-        model.parallel().reserve_sends(stage.messages(own.len()), message)?;
+        let (mut messages, mut bytes) =
+            (stage.messages(own.len()), sizes.passes.message_bytes::<T>());
+        if config.distillation.is_some() {
+            messages += stage.teacher_messages(own.len());
+            let teacher = model.teacher_sizes(config.pass_shape())?;
+            bytes = bytes.max(teacher.message_bytes::<T>());
+        }
+        model.parallel().reserve_sends(messages, bytes)?;
         let buffers = StepBuffers::new(model.backend(), &sizes)?;
         let StepBuffers { activations, gradients, rounded, sums, block_norms } = buffers;
         Ok(Stepper {
@@ -433,10 +447,15 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.sums.all_reduce(&self.all_ranks)?;
         let Sums { cross_entropy, auxiliary, squared_norm } = self.sums.read(backend)?;
         let (routes, count) = (model.config().moh.is_some(), self.config.micro_batches as f64);
+        let distils = self.config.distillation.is_some();
+        let mean = |loss| match loss {
+            AuxiliaryLoss::Balance => routes.then_some(auxiliary[loss] / count),
+            AuxiliaryLoss::Distillation => distils.then_some(auxiliary[loss] / targets),
+        };
         Ok(StepResult {
             loss: cross_entropy / targets,
             targets: trained,
-            auxiliary: auxiliary.map(|sum| routes.then_some(sum / count)),
+            auxiliary: AuxiliaryLosses::new(mean),
             grad_norm: squared_norm.sqrt(),
             skipped: None,
         })
@@ -453,10 +472,18 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         targets: f64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<(), Error> {
+        let distillation = self.config.distillation;
+        let (weights, count) = (self.config.auxiliary_weights, self.config.micro_batches as f64);
+        let auxiliary = |loss| match loss {
+            AuxiliaryLoss::Balance => (weights[loss] / count) as f32,
+            AuxiliaryLoss::Distillation => {
+                distillation.map_or(0.0, |distillation| (distillation.weight / targets) as f32)
+            }
+        };
+        let cross_entropy = distillation.map_or(1.0, |distillation| distillation.cross_entropy);
         let scale = LossConfig {
-            cross_entropy: (1.0 / targets) as f32,
-            auxiliary: (self.config.auxiliary_weights)
-                .map(|weight| (weight / self.config.micro_batches as f64) as f32),
+            cross_entropy: (cross_entropy / targets) as f32,
+            auxiliary: AuxiliaryLosses::new(auxiliary),
             straight_through: true,
         };
         self.sums.zero(backend)?;

@@ -10,7 +10,8 @@ use moh_kernels::{Backend, Element, Memory, Purpose, View, Workspace};
 use super::{ActivationGradients, BackwardContext, Context, Embedding, Normed, Scratch};
 use crate::model_parallel::TensorShare;
 use crate::parameters::{FlatBuffers, ParameterRange};
-use crate::pass_sizes::PassSizes;
+use crate::pass_sizes::{PassRole, PassSizes};
+use crate::teacher::Teacher;
 use crate::tensors::{Division, OUTPUT_HEAD, TensorList};
 use crate::{Error, ModelConfig, StepSums};
 
@@ -24,7 +25,7 @@ pub(crate) struct Head {
 }
 
 /// The buffers of the head, whose backward pass immediately follows its forward pass; they are
-/// empty on stages without it.
+/// empty on stages without it, and those of the loss on a teacher.
 pub(crate) struct HeadBuffers<M: Memory, T: Element> {
     /// The head's input.
     pub normed: Normed<M, T>,
@@ -42,8 +43,9 @@ impl<M: Workspace, T: Element> HeadBuffers<M, T> {
             ranks => memory.cross_entropy_sums(&shape, ranks),
         };
         let here = |len: usize| if sizes.part.last { len } else { 0 };
+        let loss = |len: usize| if sizes.role == PassRole::Teacher { 0 } else { here(len) };
         let (stream, local) = (here(sizes.stream()), here(sizes.token_share().per_rank));
-        let (scratch, sums) = (here(memory.cross_entropy_scratch(&shape)), here(sums));
+        let (scratch, sums) = (loss(memory.cross_entropy_scratch(&shape)), loss(sums));
         let normed = || {
             Ok::<_, Error>(Normed { y: memory.allocate(stream)?, inv_rms: memory.allocate(local)? })
         };
@@ -60,6 +62,9 @@ pub(crate) struct HeadPass<'a, B: Backend, T: Element> {
     pub buffers: &'a mut HeadBuffers<B, T>,
     pub scratch: &'a mut Scratch<B, T>,
     pub sums: &'a mut StepSums<B>,
+    /// Whose distribution the loss compares, and the gradient of the total loss with respect to a token's distillation
+    /// loss.
+    pub teacher: Option<(&'a Teacher<B, T>, f32)>,
 }
 
 impl<B: Backend, T: Element> HeadPass<'_, B, T> {
@@ -70,6 +75,7 @@ impl<B: Backend, T: Element> HeadPass<'_, B, T> {
             buffers: self.buffers,
             scratch: self.scratch,
             sums: self.sums,
+            teacher: self.teacher,
         }
     }
 }
@@ -124,18 +130,19 @@ impl Head {
         pass: HeadPass<'_, B, T>,
         mut gradients: Option<HeadGradients<'_, B, T, G>>,
     ) -> Result<(), Error> {
-        let HeadPass { targets, buffers, scratch, sums } = pass;
+        let HeadPass { targets, buffers, scratch, sums, teacher } = pass;
         let TensorShare { rank, ranks } = cx.share();
         let rows = VocabularyRows::of_rank(self.vocabulary, rank, ranks);
         let all_reduce = &cx.sum_over_ranks();
+        let shape = HeadShape::of_rows(cx.num_tokens(), self.width, rows, ranks);
         cx.backend.cross_entropy(CrossEntropyArgs {
-            shape: HeadShape::of_rows(cx.num_tokens(), self.width, rows, ranks),
+            shape: shape.with_teacher(teacher.is_some()),
             x: cx.all_gather(self.width, &buffers.normed.y, &mut scratch.gathered)?,
             weight: cx.weights.get(&self.weight),
             targets: B::whole(targets),
             scratch: B::whole_mut(&mut buffers.scratch),
-            loss: sums.cross_entropy(),
-            teacher: None,
+            loss: sums.of_head(teacher.is_some()),
+            teacher: teacher.map(|(teacher, scale)| teacher.of_head(scale)),
             gradients: gradients.as_mut().map(HeadGradients::reborrow),
             ranks: cx.is_tensor_parallel().then(|| HeadRanks {
                 rows,

@@ -115,6 +115,23 @@ impl Reference {
 
     /// The losses of a micro-batch of `batch` sequences.
     pub fn forward(&self, ids: &[u32], targets: &[u32], batch: usize) -> Result<Pass> {
+        let device = &Device::Cpu;
+        let (logits, balance, masks) = self.logits(ids, batch)?;
+        // An ignored target has no row of logits in the mean.
+        let (rows, targets) = counted(targets);
+        let logits = logits.index_select(&Tensor::new(rows, device)?, 0)?;
+        let targets = Tensor::new(targets, device)?;
+        let routing = masks.iter().filter(|mask| !mask.is_empty()).count();
+        Ok(Pass {
+            cross_entropy: candle_nn::loss::cross_entropy(&logits, &targets)?,
+            balance: (balance / routing as f64)?,
+            masks,
+        })
+    }
+
+    /// The logits `[N, V]` of a micro-batch of `batch` sequences, the sum of the layers' balance losses, and their
+    /// masks.
+    pub fn logits(&self, ids: &[u32], batch: usize) -> Result<(Tensor, Tensor, Vec<Vec<u8>>)> {
         let (device, config) = (&Device::Cpu, &self.config);
         let (tokens, length) = (ids.len(), ids.len() / batch);
         let ids = Tensor::from_slice(ids, tokens, device)?;
@@ -152,18 +169,7 @@ impl Reference {
             let up = self.linear(&normed, &name("mlp.up_proj"))?;
             x = (x + self.linear(&(gate * up)?, &name("mlp.down_proj"))?)?;
         }
-        let logits = self.linear(&self.norm(&x, "model.norm")?, "lm_head")?;
-        // An ignored target has no row of logits in the mean.
-        let counted = (0..).zip(targets).filter(|(_, target)| **target != IGNORED);
-        let (rows, targets): (Vec<u32>, Vec<u32>) = counted.unzip();
-        let logits = logits.index_select(&Tensor::new(rows, device)?, 0)?;
-        let targets = Tensor::new(targets, device)?;
-        let routing = masks.iter().filter(|mask| !mask.is_empty()).count();
-        Ok(Pass {
-            cross_entropy: candle_nn::loss::cross_entropy(&logits, &targets)?,
-            balance: (balance / routing as f64)?,
-            masks,
-        })
+        Ok((self.linear(&self.norm(&x, "model.norm")?, "lm_head")?, balance, masks))
     }
 
     /// Compares the losses, and the gradients of the total loss, with those of a model's pass.
@@ -205,6 +211,11 @@ impl Reference {
             assert!(error < TOLERANCE, "{}: gradient off by {error}", segment.name);
         }
     }
+}
+
+/// The rows with a target that is not ignored, and these targets.
+pub fn counted(targets: &[u32]) -> (Vec<u32>, Vec<u32>) {
+    (0..).zip(targets).filter(|(_, target)| **target != IGNORED).unzip()
 }
 
 /// The router of a configuration: items 2 to 7.

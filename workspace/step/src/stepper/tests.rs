@@ -46,6 +46,7 @@ fn step_config(reduce: ElementType) -> StepConfig {
         document_mask: false,
         recompute: Recompute::None,
         auxiliary_weights: AuxiliaryLosses::all(0.01),
+        distillation: None,
         optimizer: Hyperparameters::default(),
         reduce,
     }

@@ -1,0 +1,144 @@
+//! Distillation: a frozen model, the teacher, runs on the same micro-batches as the model that is trained, and the head
+//! of the latter learns the teacher's distribution over the vocabulary beside the targets.
+//!
+//! A chunk of the teacher runs just before the same chunk of the student, on the same ranks: so it follows the student's
+//! pipeline schedule, and its residual stream travels between the stages before the student's. It keeps nothing for a
+//! backward pass but the input of its head, until the student's head has read it.
+
+use moh_kernels::cross_entropy::HeadTeacher;
+use moh_kernels::{Backend, Element};
+
+use crate::activations::{Activations, MicroBatch, PassShape};
+use crate::model::Model;
+use crate::passes::ForwardBuffers;
+use crate::{Error, PassSizes};
+
+/// How a teacher's distribution is learned.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Distillation {
+    /// Weight of the distillation loss.
+    pub weight: f64,
+    /// Weight of the cross-entropy.
+    pub cross_entropy: f64,
+    /// By which both models' logits are divided before the softmax of the distillation loss.
+    pub temperature: f64,
+}
+
+/// A frozen model with the buffers of its passes.
+pub struct Teacher<B: Backend, T: Element> {
+    model: Model<B, T>,
+    activations: Activations<B, T>,
+    rows: usize,
+    temperature: f32,
+}
+
+impl<B: Backend, T: Element> Teacher<B, T> {
+    /// A teacher for passes of shape `pass`, whose distribution is learned over the first `rows` rows of the vocabulary:
+    /// those that it was trained on.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory; [`Error::Teacher`] if there are no such rows.
+    pub fn new(
+        model: Model<B, T>,
+        pass: PassShape,
+        rows: usize,
+        temperature: f64,
+    ) -> Result<Self, Error> {
+        let vocabulary = model.config().vocab_size;
+        if !(1..=vocabulary).contains(&rows) {
+            let reason =
+                format!("a teacher with {vocabulary} rows of the vocabulary has no {rows}");
+            return Err(Error::Teacher { reason });
+        }
+        let activations = Activations::of_teacher(model.backend(), model.pass_sizes(pass)?)?;
+        Ok(Teacher { model, activations, rows, temperature: temperature as f32 })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model<B, T> {
+        &self.model
+    }
+
+    /// The forward pass of a student's micro-batch through one chunk of this rank's part.
+    pub(crate) fn forward_chunk(
+        &mut self,
+        tokens: &MicroBatch<B>,
+        chunk: usize,
+    ) -> Result<(), Error> {
+        let Activations { shape, passes, scratch, head, .. } = &mut self.activations;
+        let (shape, pass) = (*shape, &mut passes[0]);
+        let buffers =
+            ForwardBuffers { shape, tokens, pass, scratch: &mut *scratch, head: &mut *head };
+        self.model.forward_frozen(buffers, chunk)?;
+        if self.model.parallel().ends_with(chunk) {
+            // The student's head reads all rows.
+            let cx = self.model.context(crate::layers::Tokens {
+                shape,
+                first_position: 0,
+                document_start: None,
+            });
+            let width = self.model.config().hidden_size;
+            cx.all_gather(width, &head.normed.y, &mut scratch.gathered)?;
+        }
+        Ok(())
+    }
+
+    /// The head, and its input in the micro-batch that the last forward pass was of.
+    pub(crate) fn of_head(&self, scale: f32) -> HeadTeacher<'_, B, T> {
+        let Activations { shape, scratch, head, .. } = &self.activations;
+        let width = self.model.config().hidden_size;
+        let input = scratch.gathered.as_ref().unwrap_or(&head.normed.y);
+        HeadTeacher {
+            width,
+            x: B::view(input, 0..shape.tokens() * width),
+            weight: self.model.weights.get(&self.model.layers.head.weight),
+            rows: self.rows,
+            temperature: self.temperature,
+            scale,
+        }
+    }
+}
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// Sets the teacher of the training passes that are planned as a student's
+    /// ([`PassRole::Student`](crate::PassRole::Student)), or removes it. It is divided among the ranks as this model is
+    /// ([`of_frozen`](crate::model_parallel::ModelParallel::of_frozen)).
+    ///
+    /// # Errors
+    /// [`Error::Teacher`] if the vocabularies differ.
+    pub fn set_teacher(&mut self, teacher: Option<Teacher<B, T>>) -> Result<(), Error> {
+        let rows = self.config.vocab_size;
+        if let Some(found) = teacher.as_ref().map(|teacher| teacher.model.config().vocab_size)
+            && found != rows
+        {
+            let reason = format!(
+                "a teacher with {found} rows of the vocabulary cannot teach a model with {rows}: give both the same"
+            );
+            return Err(Error::Teacher { reason });
+        }
+        self.teacher = teacher.map(Box::new);
+        Ok(())
+    }
+
+    /// Sizes of the teacher's passes of shape `pass`.
+    ///
+    /// # Errors
+    /// As [`Model::pass_sizes`]; [`Error::Teacher`] without a teacher.
+    pub fn teacher_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>, Error> {
+        self.teacher()?.model.pass_sizes(pass)
+    }
+
+    pub(crate) fn teacher(&self) -> Result<&Teacher<B, T>, Error> {
+        self.teacher.as_deref().ok_or_else(no_teacher)
+    }
+
+    pub(crate) fn teacher_mut(&mut self) -> Result<&mut Teacher<B, T>, Error> {
+        self.teacher.as_deref_mut().ok_or_else(no_teacher)
+    }
+}
+
+fn no_teacher() -> Error {
+    let reason =
+        "the passes are planned with a teacher, but the model has none: set one".to_owned();
+    Error::Teacher { reason }
+}
