@@ -7,7 +7,7 @@ use moh_kernels::gpu_activity::Recording;
 use moh_kernels::{Backend, Element, span};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
-use moh_model::{Model, ModelConfig, initial};
+use moh_model::{Model, ModelConfig, Teacher, initial};
 use moh_step::guard::Limits;
 use moh_step::{OptimizerState, StepGroups, StepResult, Stepper, Update};
 use serde_json::{Value, json};
@@ -89,15 +89,20 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     let before = limits::memory(backend);
     let (config, step) = (job.config.clone(), job.step.clone());
     let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
-    let mut model = Model::<B, T>::new::<moh_model::Error>(
-        backend.clone(),
-        config,
-        step.sequence_length,
-        |segment, values| {
+    let model = |config: ModelConfig| {
+        let fill = |segment: &Segment, values: &mut [f32]| {
             fresh(segment, deviation, values);
-            Ok(())
-        },
-    )?;
+            Ok::<_, moh_model::Error>(())
+        };
+        Model::<B, T>::new(backend.clone(), config, step.sequence_length, fill)
+    };
+    // Whichever teacher the stage has, one of the same shape takes the same time.
+    let teacher = step.distillation.map(|distillation| {
+        let (rows, temperature) = (config.vocab_size, distillation.temperature);
+        Teacher::new(model(job.teacher())?, step.pass_shape(), rows, temperature)
+    });
+    let mut model = model(config)?;
+    model.set_teacher(teacher.transpose()?)?;
     let mut optimizer = OptimizerState::<B, M>::new(&model, Shard::WHOLE)?;
     let mut stepper = Stepper::<B, T, G>::new(&model, step, alone())?;
     let sequences = job.step.batch_sequences();
@@ -189,9 +194,19 @@ impl StepJob {
         self.step.batch_sequences() as f64 * self.step.sequence_length as f64
     }
 
-    /// FLOPs per step, by the convention of [`moh_model::flops`].
+    /// The configuration of a teacher, which is dense.
+    fn teacher(&self) -> ModelConfig {
+        ModelConfig { moh: None, ..self.config.clone() }
+    }
+
+    /// FLOPs per step, by the convention of [`moh_model::flops`]; a teacher's forward pass counts.
     fn flops(&self) -> f64 {
-        self.config.flops_per_token(self.step.sequence_length).training() * self.tokens()
+        let length = self.step.sequence_length;
+        let teacher = match self.step.distillation {
+            Some(_) => self.teacher().flops_per_token(length).forward(),
+            None => 0.0,
+        };
+        (self.config.flops_per_token(length).training() + teacher) * self.tokens()
     }
 }
 

@@ -124,13 +124,16 @@ fn tensor_of_part(work: &Work, part: &ModelPart) -> Volume {
         Recompute::Block => 4.0 + 6.0 + 3.0,
     };
     let blocks = part.num_blocks() as f64;
-    let blocks = (activation * of_block + router(work, part, blocks)) * blocks;
-    // Forward and backward; each rank's largest logit, sum and target logit.
-    let embedding = activation * if part.first { 2.0 } else { 0.0 };
+    // A teacher passes forward alone.
+    let teacher = if work.teacher.is_some() { 1.0 } else { 0.0 };
+    let blocks = (activation * (of_block + 4.0 * teacher) + router(work, part, blocks)) * blocks;
+    // Forward and backward; each rank's logarithm of its sum, and the target's logit.
+    let embedding = activation * if part.first { 2.0 + teacher } else { 0.0 };
     let head = match part.last {
         true => {
-            let losses = tokens * (ranks as f64 + 1.0) * 8.0;
-            activation * 2.0 + Volume::all_reduce(ranks, losses)
+            let sums = if work.teacher.is_some() { 4.0 } else { 1.0 };
+            let losses = tokens * (sums * ranks as f64 + 1.0) * 8.0;
+            activation * (2.0 + teacher) + Volume::all_reduce(ranks, losses)
         }
         false => Volume::default(),
     };
@@ -159,8 +162,9 @@ pub(super) fn sends(work: &Work, rank: usize) -> Volume {
         operations: 1.0,
         bytes: activation_bytes(work) / work.layout.tensor.max(1) as f64,
     };
-    // A chunk sends forward unless it is the last, and backward unless it is the first.
-    let count = |part: &ModelPart| f64::from(!part.last) + f64::from(!part.first);
+    // A chunk sends forward unless it is the last, and backward unless it is the first; of a teacher too.
+    let forward = if work.teacher.is_some() { 2.0 } else { 1.0 };
+    let count = |part: &ModelPart| forward * f64::from(!part.last) + f64::from(!part.first);
     send * work.parts(rank).map(count).sum::<f64>()
 }
 

@@ -91,6 +91,8 @@ pub struct StagePlan {
     pub active_heads: HeadCounts,
     /// Query heads.
     pub num_heads: usize,
+    /// The stage's teacher, as the recipe names it.
+    pub teacher: Option<String>,
     /// Optimiser steps.
     pub steps: u64,
     /// Tokens per step.
@@ -109,7 +111,7 @@ pub struct StagePlan {
     pub memory: RankMemory,
     /// Forward FLOPs per token.
     pub forward_flops: f64,
-    /// Training FLOPs per token.
+    /// Training FLOPs per token, a teacher's forward pass among them.
     pub training_flops: f64,
     /// Training FLOPs per token if all heads were active.
     pub dense_training_flops: f64,
@@ -195,12 +197,15 @@ fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<Sta
     let dense = ModelConfig { moh: None, ..model.clone() };
     let work = Work::alone(recipe, stage, model)?;
     let flops = work.model.flops_per_token(length);
+    let teacher = work.teacher.as_ref();
+    let teacher = teacher.map_or(0.0, |teacher| teacher.flops_per_token(length).forward());
     let steps = stage.num_steps();
     Ok(StagePlan {
         name: stage.name.clone(),
         moh: work.model.moh.clone(),
         active_heads: work.model.active_heads(),
         num_heads: model.num_attention_heads,
+        teacher: stage.distill.as_ref().map(|distill| distill.teacher.clone()),
         steps,
         batch_tokens: stage.batch_tokens,
         tokens: steps.saturating_mul(stage.batch_tokens),
@@ -210,8 +215,8 @@ fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<Sta
         parallel: stage.parallel,
         memory: RankMemory::fullest(&work)?,
         forward_flops: flops.forward(),
-        training_flops: flops.training(),
-        dense_training_flops: dense.flops_per_token(length).training(),
+        training_flops: flops.training() + teacher,
+        dense_training_flops: dense.flops_per_token(length).training() + teacher,
     })
 }
 

@@ -5,11 +5,11 @@ use moh_comm::Coordinates;
 use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
 use moh_eval::Evaluator;
 use moh_kernels::ranks::share;
-use moh_kernels::{CountedDevice, CountingMemory, Element, Purpose};
+use moh_kernels::{CountedDevice, CountingMemory, Element, Memory as _, Purpose};
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::{ModelPart, TensorShare};
 use moh_model::parameters::Shard;
-use moh_model::{ModelBuffers, ModelConfig, PassSizes, Slots};
+use moh_model::{Activations, ModelBuffers, ModelConfig, PassSizes, Slots};
 use moh_recipe::{DeviceKind, Recipe, Stage};
 use moh_step::{OptimizerState, StepBuffers, StepConfig, StepSizes, pipeline_schedule, ranks};
 
@@ -22,7 +22,7 @@ const CONTEXT: u64 = 512 << 20;
 /// GPU memory of NCCL's channels.
 const NCCL: u64 = 1 << 30;
 
-/// Memory of weights and optimiser state, in bytes.
+/// Memory of weights, optimiser state and a teacher, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StateBytes {
     /// Weights in the compute dtype.
@@ -35,6 +35,8 @@ pub struct StateBytes {
     pub rounded: u64,
     /// Both moments.
     pub moments: u64,
+    /// A teacher's weights, and the buffers of its passes.
+    pub teacher: u64,
 }
 
 /// Memory that depends on the micro-batch, in bytes.
@@ -95,13 +97,14 @@ impl StateBytes {
             gradients: memory.bytes(Purpose::Gradients),
             rounded: memory.bytes(Purpose::RoundedGradients),
             moments: memory.bytes(Purpose::Moments),
+            teacher: memory.bytes(Purpose::Teacher),
         }
     }
 
     /// The total.
     pub fn total(&self) -> u64 {
-        let StateBytes { weights, remainder, gradients, rounded, moments } = *self;
-        sum([weights, remainder, gradients, rounded, moments])
+        let StateBytes { weights, remainder, gradients, rounded, moments, teacher } = *self;
+        sum([weights, remainder, gradients, rounded, moments, teacher])
     }
 }
 
@@ -224,7 +227,11 @@ impl RankMemory {
         };
         let buffers = Buffers { work, part, layout: &layout, slots, memory: &memory };
         let (message, staging) = in_training_elements(types, buffers)?;
-        let messages = stage.messages(micro_batches) as u64;
+        let of_teacher = match work.stage.distill {
+            Some(_) => stage.teacher_messages(micro_batches),
+            None => 0,
+        };
+        let messages = stage.messages(micro_batches).saturating_add(of_teacher) as u64;
         let other = OtherBytes {
             scratch: memory.bytes(Purpose::Scratch),
             tables: memory.bytes(Purpose::Other),
@@ -262,11 +269,20 @@ impl InTrainingElements for Buffers<'_> {
         ModelBuffers::<_, T>::zeros(memory, config, layout, recipe.longest_sequence())?;
         let shard = Shard { rank: 0, size: data_ranks };
         OptimizerState::<_, M>::zeros::<T>(memory, layout, shard)?;
-        let passes = PassSizes::new(config, layout, part, step.pass_shape())?;
+        let passes = PassSizes::new(config, layout, part, step.pass_shape())?.in_role(step.role());
         let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: step.reduce };
         StepBuffers::<_, T, G>::new(memory, &sizes)?;
         if !recipe.data.validation.is_empty() {
             Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
+        }
+        if let Some(teacher) = &work.teacher {
+            // Of the model's shape, so that its part is the same.
+            let layout = &ModelLayout::of_part(teacher, 1, part);
+            memory.for_purpose(Purpose::Teacher, || {
+                ModelBuffers::<_, T>::zeros(memory, teacher, layout, recipe.longest_sequence())?;
+                let passes = PassSizes::new(teacher, layout, part, step.pass_shape())?;
+                Activations::<_, T>::of_teacher(memory, passes)
+            })?;
         }
         let staging = moh_checkpoint::staging_bytes::<T, M>(layout, shard);
         Ok((passes.message_bytes::<T>(), staging))

@@ -17,7 +17,7 @@ pub fn step_config(recipe: &Recipe, stage: &Stage) -> StepConfig {
         recompute: recipe.memory.recompute,
         auxiliary_weights: (stage.moh.as_ref())
             .map_or(AuxiliaryLosses::all(0.0), MohOptions::auxiliary_weights),
-        distillation: None,
+        distillation: stage.distillation(),
         optimizer: stage.optimizer,
         reduce: recipe.precision.reduce,
     }

@@ -128,6 +128,11 @@ impl Plan {
             Some(_) => format!("{} of {} heads", stage.active_heads, stage.num_heads),
             None => "dense".to_string(),
         })?;
+        if stages.iter().any(|stage| stage.teacher.is_some()) {
+            let teacher =
+                |stage: &StagePlan| stage.teacher.clone().unwrap_or_else(|| "none".into());
+            table.each("teacher", stages, teacher)?;
+        }
         table.each("steps", stages, |stage| group_digits(stage.steps))?;
         table.each("tokens per step", stages, |stage| group_digits(stage.batch_tokens))?;
         table.each("tokens", stages, |stage| group_digits(stage.tokens))?;
@@ -191,6 +196,7 @@ impl Plan {
         table.bytes(&of("gradients", gradients), stages, |rank| rank.state.gradients)?;
         table.bytes("rounded gradients, bf16", stages, |rank| rank.state.rounded)?;
         table.bytes(&of("moments", moments), stages, |rank| rank.state.moments)?;
+        table.bytes("teacher, with its passes", stages, |rank| rank.state.teacher)?;
         let recompute = match self.recompute {
             Recompute::None => "none",
             Recompute::Norms => "cheap",

@@ -49,6 +49,27 @@ fn on_ranks(overrides: &[&str], ranks: usize) -> Vec<RankMemory> {
 }
 
 #[test]
+fn a_teacher_takes_its_weights_and_a_forward_pass() {
+    let name = |teacher: &str| format!("stage.moh.distill={{ teacher = \"{teacher}\" }}");
+    let (alone, taught) = (plan(&[]), plan(&[&name("another")]));
+    let [before, after] = [&alone, &taught].map(|plan| plan.stages[1].clone());
+    assert_eq!(taught.stages[0], alone.stages[0]);
+    assert_eq!((before.teacher, after.teacher.as_deref()), (None, Some("another")));
+    assert_eq!(before.memory.state.teacher, 0);
+    assert!(after.memory.state.teacher > 4 * taught.parameters.1);
+    assert!(after.memory.activations.logits > before.memory.activations.logits);
+    // Dense.
+    let forward = alone.stages[0].forward_flops;
+    assert_eq!(after.training_flops - before.training_flops, forward);
+    assert_eq!(after.forward_flops, before.forward_flops);
+    let text = taught.to_string();
+    let row = |label: &str| text.lines().find(|line| line.trim().starts_with(label)).unwrap();
+    assert!(row("teacher ").ends_with("another"), "{text}");
+    assert!(row("teacher, with its passes").ends_with('B'), "{text}");
+    assert!(!alone.to_string().contains("teacher"));
+}
+
+#[test]
 fn state_bytes_follow_the_dtypes() {
     let f32 = plan(&[]);
     let state = f32.stages[0].memory.state;

@@ -5,8 +5,8 @@
 //! stages is exposed; communication of data ranks is exposed only where it does not overlap with
 //! the passes.
 
-use moh_model::Recompute;
 use moh_model::model_parallel::ModelPart;
+use moh_model::{ModelConfig, Recompute};
 
 use super::communication::{self, Volume};
 use super::hardware::Hardware;
@@ -113,6 +113,14 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
         + per_token.attention * (3.5 + again) / attention
         + per_token.block_bytes / memory;
     let head = per_token.head * 3.0 / matmul + per_token.head_bytes / memory;
+    let (mut block, mut head) = (block, head);
+    if work.teacher.is_some() {
+        // Forward; its logits are written, and read by the loss and by the gradients.
+        block += per_token.linear / matmul
+            + per_token.teacher_attention / attention
+            + moved_forward(work) / memory;
+        head += (per_token.head / matmul) + per_token.head_bytes / memory;
+    }
     work.tokens() as f64 * (blocks as f64 * block + if has_head { head } else { 0.0 })
 }
 
@@ -123,6 +131,8 @@ struct PerToken {
     linear: f64,
     /// Forward FLOPs of its attention core, averaged over the rank's blocks.
     attention: f64,
+    /// The same of a teacher's.
+    teacher_attention: f64,
     /// Forward FLOPs of the output head.
     head: f64,
     /// Bytes that a block's other operators read and write, forward and backward.
@@ -136,11 +146,14 @@ impl PerToken {
         let model = &work.model;
         let tensor = work.layout.tensor.max(1) as f64;
         let keys = (work.sequence_length() as f64 + 1.0) / 2.0;
-        let active = |layer| work.model.layer_heads(layer).active() as f64;
-        let active = mean(work, rank, active) / tensor;
+        let active = |model: &ModelConfig| {
+            mean(work, rank, |layer| model.layer_heads(layer).active() as f64) / tensor
+        };
+        let attention = |active: f64| 4.0 * keys * model.head_dim as f64 * active;
         PerToken {
             linear: 2.0 * mean(work, rank, |layer| work.elements.blocks[layer].matrices as f64),
-            attention: 4.0 * keys * model.head_dim as f64 * active,
+            attention: attention(active(model)),
+            teacher_attention: work.teacher.as_ref().map_or(0.0, |model| attention(active(model))),
             head: 2.0 * work.elements.vocabulary as f64,
             block_bytes: moved(work),
             head_bytes: 3.0 * 4.0 * work.vocabulary() as f64,
@@ -154,14 +167,27 @@ fn mean(work: &Work, rank: usize, of_layer: impl Fn(usize) -> f64) -> f64 {
     layers().map(of_layer).sum::<f64>() / layers().count().max(1) as f64
 }
 
+/// Numbers that the norms of a block read and write per token in a forward pass.
+fn moved_by_norms(work: &Work) -> f64 {
+    2.0 * 2.0 * work.model.hidden_size as f64 / work.layout.tensor.max(1) as f64
+}
+
+/// Numbers that norms, RoPE and SwiGLU of a block read and write per token in a forward pass.
+fn numbers_moved_forward(work: &Work) -> f64 {
+    let (q, kv) = (work.query_width() as f64, work.key_value_width() as f64);
+    moved_by_norms(work) + 2.0 * (q + kv) + 3.0 * work.mlp_width() as f64
+}
+
+/// The same in bytes.
+fn moved_forward(work: &Work) -> f64 {
+    numbers_moved_forward(work) * work.recipe.run.dtype.bytes() as f64
+}
+
 /// Bytes that norms, RoPE and SwiGLU of a block read and write per token, forward and backward.
 fn moved(work: &Work) -> f64 {
-    let tensor = work.layout.tensor.max(1) as f64;
-    let c = work.model.hidden_size as f64 / tensor;
     let (q, kv) = (work.query_width() as f64, work.key_value_width() as f64);
     let i = work.mlp_width() as f64;
-    let norms = 2.0 * 2.0 * c;
-    let forward = norms + 2.0 * (q + kv) + 3.0 * i;
+    let (norms, forward) = (moved_by_norms(work), numbers_moved_forward(work));
     let backward = 2.0 * norms + 2.0 * (q + kv) + 2.0 * q + 6.0 * i;
     let again = match work.recipe.memory.recompute {
         Recompute::None => 0.0,
@@ -260,6 +286,30 @@ mod tests {
             + attention / 5e13
             + 2.0 * 32.0 * (forward - 4.0 * 4096.0) / 1e12;
         close(again.compute - alone.compute, 16_777_216.0 * more);
+    }
+
+    #[test]
+    fn a_teacher_passes_forward_beside_the_model() {
+        let teacher = "stage.moh.distill={ teacher = \"another\" }";
+        let linear = 2.0 * (32.0 * 218_103_808.0 + 659_030_016.0);
+        let attention = 32.0 * 4.0 * 4096.5 * 4096.0;
+        let forward = 4.0 * 4096.0 + 2.0 * 5120.0 + 3.0 * 14_336.0;
+        let token =
+            linear / 1e14 + attention / 5e13 + (2.0 * 32.0 * forward + 12.0 * 160_896.0) / 1e12;
+        let times = |layout| [&[][..], &[teacher]].map(|set| time(set, 1, layout, &round()));
+        let [alone, taught] = times(Layout::ALONE);
+        close(taught.compute - alone.compute, 16_777_216.0 * token);
+        let (tensor, pipeline) =
+            (Layout { tensor: 2, ..Layout::ALONE }, Layout { pipeline: 4, ..Layout::ALONE });
+        let [alone, taught] = times(tensor);
+        // Of 32 blocks with 10 exchanges and the ends with 4, 32 with 4 and the ends with 2 more; heads' norms and
+        // sums are small beside them.
+        let more = (taught.tensor / alone.tensor - 1.0) / (130.0 / 324.0);
+        assert!((more - 1.0).abs() < 0.02, "{more}");
+        // The busiest rank sends forward and backward, or one of them.
+        let [alone, taught] = times(pipeline);
+        let more = taught.sends / alone.sends;
+        assert!(more == 1.5 || more == 2.0 || more == 1.0, "{more}");
     }
 
     #[test]

@@ -45,6 +45,9 @@ pub(super) struct Work<'a> {
     pub stage: &'a Stage,
     /// The configuration with the stage's routing and the grown vocabulary.
     pub model: ModelConfig,
+    /// That of the stage's teacher: the model's shape, with the model's own attention or, where the teacher is another
+    /// model, dense.
+    pub teacher: Option<ModelConfig>,
     pub layout: Layout,
     /// Sequences per micro-batch.
     pub micro_batch: usize,
@@ -123,9 +126,14 @@ impl<'a> Work<'a> {
         grown: &ModelConfig,
     ) -> Result<Self, moh_model::Error> {
         let model = ModelConfig { moh: stage.moh_config(grown)?, ..grown.clone() };
+        let teacher = stage.distill.as_ref().map(|distill| {
+            let moh = grown.moh.clone().filter(|_| distill.is_start());
+            ModelConfig { moh, ..grown.clone() }
+        });
         let parts = vec![ModelPart::whole(&model)];
         let (micro_batch, elements) = (stage.micro_batch, Elements::new(grown, 1));
-        Ok(Work { recipe, stage, model, layout: Layout::ALONE, micro_batch, elements, parts })
+        let layout = Layout::ALONE;
+        Ok(Work { recipe, stage, model, teacher, layout, micro_batch, elements, parts })
     }
 
     /// The chunks of rank `rank` of the pipeline.

@@ -12,11 +12,11 @@ use moh_eval::Evaluator;
 use moh_kernels::{Cpu, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
-use moh_model::{Model, ModelConfig};
+use moh_model::{Model, ModelConfig, Teacher};
 use moh_plan::{Layout, Plan, RankMemory, step_config};
 use moh_recipe::{Recipe, Stage, StageDataOptions};
 use moh_step::guard::Limits;
-use moh_step::{OptimizerState, Ranks, StepGroups, Stepper, Update};
+use moh_step::{OptimizerState, Ranks, StepConfig, StepGroups, Stepper, Update};
 
 /// Columns of the MLP and rows of the vocabulary do not divide; 7 micro-batches.
 const RECIPE: &str = r#"
@@ -44,6 +44,7 @@ learning_rate = { max = 1e-3, min = 1e-4, warmup_steps = 1 }
 
 const MIXED_SHARED: &str = "stage.moh.moh.shared_heads=[8, 2, 4, 1, 8]";
 const MIXED_TOP_K: &str = "stage.moh.moh.routed_top_k=[0, 3, 2, 4, 0]";
+const TEACHER: &str = "stage.moh.distill={ teacher = \"another\" }";
 const QWEN3: &str = "model.new.model_type=qwen3";
 
 fn read(overrides: &[&str]) -> (Recipe, ModelConfig) {
@@ -88,25 +89,36 @@ fn allocated<T: Element, G: Element, M: Element>(
     let virtual_stages = layout.virtual_stages;
     let parallel =
         ModelParallel::new(&config, groups.pipeline, virtual_stages, groups.tensor).unwrap();
-    let mut model = Model::<Cpu, T>::of_part::<moh_model::Error>(
-        Cpu,
-        config,
-        recipe.longest_sequence(),
-        parallel,
-        layout.data,
-        |_, values| {
-            for (i, value) in values.iter_mut().enumerate() {
-                *value = (i % 7) as f32 / 7.0 - 0.4;
-            }
-            Ok(())
-        },
-    )
-    .unwrap();
+    let model = |config: &ModelConfig, parallel: ModelParallel, data_ranks: usize| {
+        Model::<Cpu, T>::of_part::<moh_model::Error>(
+            Cpu,
+            config.clone(),
+            recipe.longest_sequence(),
+            parallel,
+            data_ranks,
+            |_, values| {
+                for (i, value) in values.iter_mut().enumerate() {
+                    *value = (i % 7) as f32 / 7.0 - 0.4;
+                }
+                Ok(())
+            },
+        )
+        .unwrap()
+    };
+    let dense = ModelConfig { moh: None, ..config.clone() };
+    let frozen = parallel.of_frozen(&dense).unwrap();
+    let of_teacher = |step: &StepConfig| {
+        let temperature = step.distillation?.temperature;
+        let teacher = model(&dense, frozen, 1);
+        Some(Teacher::new(teacher, step.pass_shape(), config.vocab_size, temperature).unwrap())
+    };
+    let mut model = model(&config, parallel, layout.data);
     let shard = Shard::from_group(&groups.data);
     let mut optimizer = OptimizerState::<Cpu, M>::new(&model, shard).unwrap();
     let groups = StepGroups { all, data: groups.data };
     let step = step_config(recipe, stage);
     let batch = step.micro_batch;
+    model.set_teacher(of_teacher(&step)).unwrap();
     let mut stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
     let _evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
     let found =
@@ -230,6 +242,8 @@ fn every_rank_of_a_layout_allocates_what_is_planned() {
         compare::<bf16, f32, f32>(layout, &[&overrides[..], &rounded].concat());
         let mixed = [QWEN3, MIXED_SHARED, MIXED_TOP_K];
         compare::<f32, f32, f32>(layout, &[&overrides[..], &mixed].concat());
+        compare::<f32, f32, f32>(layout, &[&overrides[..], &[TEACHER]].concat());
+        compare::<bf16, f32, f32>(layout, &[&overrides[..], &rounded, &[TEACHER]].concat());
     }
     let tied = "model.new.tie_word_embeddings=true";
     let (layout, divided) = layout(1, 1, 2, 1);

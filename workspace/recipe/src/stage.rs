@@ -7,7 +7,7 @@ use moh_model::{
 use moh_step::Hyperparameters;
 use serde::{Deserialize, Serialize};
 
-use crate::StageDataOptions;
+use crate::{DistillOptions, StageDataOptions};
 
 /// `[[stage]]`: a training stage with its own schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -27,6 +27,9 @@ pub struct Stage {
     /// is dense, so that one override gives the dense baseline.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moh: Option<MohOptions>,
+    /// The teacher that the stage learns from beside its targets, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub distill: Option<DistillOptions>,
     /// What the stage reads in place of the run's `[data]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<StageDataOptions>,
@@ -103,7 +106,7 @@ impl MohOptions {
         self.shared_heads = self.shared_head_ids.is_none().then(|| shared.counts());
     }
 
-    /// The weight of each auxiliary loss: the key of its name and `_weight`.
+    /// The weight of each auxiliary loss of routers: the key of its name and `_weight`.
     pub fn auxiliary_weights(&self) -> AuxiliaryLosses<f64> {
         AuxiliaryLosses::new(|loss| match loss {
             AuxiliaryLoss::Balance => self.balance_loss_weight,

@@ -11,8 +11,9 @@ use moh_step::Hyperparameters;
 
 use super::overrides::is_below;
 use super::{
-    CheckpointOptions, DeviceKind, GuardOptions, KeyFault, LearningRateOptions, LogOptions,
-    ModelOptions, NewModel, ParallelOptions, Recipe, Stage, ValidationSet, validation_key,
+    CheckpointOptions, DeviceKind, DistillOptions, GuardOptions, KeyFault, LearningRateOptions,
+    LogOptions, ModelOptions, NewModel, ParallelOptions, Recipe, Stage, ValidationSet,
+    validation_key,
 };
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
@@ -27,6 +28,8 @@ const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
 const MAX_NAME: usize = 64;
 /// Maximum threads of a rank: twice the hardware threads of the largest machines.
 const MAX_THREADS: usize = 4096;
+/// Highest temperature: there both distributions are nearly uniform, and its square is a weight.
+const MAX_TEMPERATURE: f64 = 100.0;
 /// TOML's integers are signed.
 const MAX_SEED: u64 = i64::MAX as u64;
 
@@ -347,6 +350,7 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
         let name = stage.name.as_str();
         check_name(faults, &format!("stage.{index}.name"), name, names.insert(name), "stage");
         check_stage(faults, stage);
+        check_distill(faults, stage, &recipe.model);
         check_moments(faults, stage, recipe.precision.moments);
         check_stage_data(faults, recipe, stage);
         if faults.is_known(&stage.data_key("sequence_length")) {
@@ -443,6 +447,27 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
             faults.check(fine, &key, weight, "must be a finite number from 0");
         }
     }
+}
+
+/// Checks a stage's teacher, and how it is learned from.
+fn check_distill(faults: &mut Faults, stage: &Stage, model: &ModelOptions) {
+    let Some(distill) = &stage.distill else { return };
+    let key = |rest: &str| stage_key(stage, &format!("distill.{rest}"));
+    let &DistillOptions { weight, cross_entropy, temperature, .. } = distill;
+    faults.path(&key("teacher"), Path::new(&distill.teacher));
+    let is_new = model.new.is_some() && faults.is_known("model.new");
+    if distill.is_start() && is_new && faults.is_known(&key("teacher")) {
+        let reason =
+            "is a new model, which has learned nothing: name a model directory or RUN@STEP";
+        faults.check(false, &key("teacher"), "\"start\"", reason);
+    }
+    let fine = weight.is_finite() && weight > 0.0;
+    faults.check(fine, &key("weight"), weight, "must be a finite number above 0");
+    let fine = cross_entropy.is_finite() && cross_entropy >= 0.0;
+    faults.check(fine, &key("cross_entropy"), cross_entropy, "must be a finite number from 0");
+    let fine = temperature > 0.0 && temperature <= MAX_TEMPERATURE;
+    let reason = format!("must be a number above 0, at most {MAX_TEMPERATURE}");
+    faults.check(fine, &key("temperature"), temperature, reason);
 }
 
 /// Checks the numbers of ranks; virtual stages require a pipeline.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use moh_checkpoint::CheckpointDirectory;
 use moh_files::first_free_suffixed;
-use moh_recipe::Recipe;
+use moh_recipe::{DistillOptions, Recipe, Stage};
 use moh_run_log::Summary;
 pub use own_files::join_names;
 pub use stored_recipe::{changes, leaves};
@@ -67,7 +67,8 @@ impl RunDirectory {
     }
 
     /// Whether the run can be resumed without the model of `recipe`: it has completed a checkpoint, so the
-    /// initial weights are not needed, it keeps the model's other files, and the recipe names the same model.
+    /// initial weights are not needed, not by a stage that [learns from them](moh_recipe::DistillOptions) either, it
+    /// keeps the model's other files, and the recipe names the same model.
     ///
     /// # Errors
     /// Fails if the stored recipe cannot be read.
@@ -76,8 +77,14 @@ impl RunDirectory {
         if !is_kept || !self.is_run()? || !self.has_completed_work()? || self.begins_again()? {
             return Ok(false);
         }
-        let stored = self.stored_recipe()?.model;
-        let now = &recipe.model;
+        let stored = self.stored_recipe()?;
+        let teaches = |stage: &Stage| stage.distill.as_ref().is_some_and(DistillOptions::is_start);
+        let is_done =
+            || Ok::<_, Error>(self.is_finished()? && recipe.num_steps() <= stored.num_steps());
+        if recipe.stages.iter().any(teaches) && !is_done()? {
+            return Ok(false);
+        }
+        let (stored, now) = (stored.model, &recipe.model);
         Ok((&stored.from, &stored.revision, &stored.tokenizer)
             == (&now.from, &now.revision, &now.tokenizer))
     }

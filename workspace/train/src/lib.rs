@@ -21,6 +21,7 @@ mod run;
 mod run_data;
 mod run_inputs;
 mod source;
+mod teacher;
 mod time_limit;
 mod trainer;
 

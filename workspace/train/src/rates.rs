@@ -29,15 +29,19 @@ pub(crate) struct Rates {
 }
 
 impl Rates {
-    /// The rates of the steps of `stage`, whose attention `model` has, on `ranks` ranks.
+    /// The rates of the steps of `stage`, whose attention `model` has, on `ranks` ranks; a teacher's forward pass
+    /// counts.
     pub(crate) fn new<B: Backend>(
         recipe: &Recipe,
         stage: &Stage,
         model: &ModelConfig,
+        teacher: Option<&ModelConfig>,
         backend: &B,
         ranks: usize,
     ) -> Self {
-        let per_token = model.flops_per_token(recipe.stage_data(stage).sequence_length).training();
+        let length = recipe.stage_data(stage).sequence_length;
+        let teacher = teacher.map_or(0.0, |teacher| teacher.flops_per_token(length).forward());
+        let per_token = model.flops_per_token(length).training() + teacher;
         let device = || peak_tflops(&backend.name(), recipe.run.dtype);
         Rates {
             flops: per_token * stage.batch_tokens as f64 / ranks as f64,

@@ -11,7 +11,7 @@ use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
 use moh_recipe::{Recipe, read_shape};
-use moh_run_directory::{CheckpointName, TOKENIZER};
+use moh_run_directory::{CheckpointName, RunDirectory, TOKENIZER};
 use moh_step::TensorKind;
 
 use crate::{Error, model_card};
@@ -201,6 +201,11 @@ impl ModelSource {
         self.warning.as_deref()
     }
 
+    /// The rows of the vocabulary, from the first on, that are the same tokens as before it grew.
+    pub(crate) fn kept_rows(&self) -> usize {
+        self.expansion.as_ref().map_or(self.config.vocab_size, Expansion::num_kept)
+    }
+
     /// The fields of `config.json`.
     pub fn config_file(&self) -> &ConfigFile {
         &self.config_file
@@ -254,14 +259,7 @@ impl ModelSource {
     pub(crate) fn identity(&self) -> Option<String> {
         match &self.weights {
             Weights::Files(files) => Some(files.sample().to_hex().to_string()),
-            Weights::Checkpoint { stored, .. } => {
-                let mut hasher = blake3::Hasher::new();
-                for part in &stored.manifest().parts {
-                    // Its shards' hashes are in it.
-                    hasher.update(part.blake3.as_bytes());
-                }
-                Some(hasher.finalize().to_hex().to_string())
-            }
+            Weights::Checkpoint { stored, .. } => Some(parts_identity(stored)),
             Weights::Fresh { .. } | Weights::NotKept { .. } => None,
         }
     }
@@ -378,14 +376,29 @@ fn open_checkpoint(
     path: &Path,
 ) -> Result<(ConfigFile, Weights), Error> {
     let refuse = |reason: &str| Err(differs(path, "model.from", format!("{name}: {reason}")));
-    let same = |path: &Path| path.canonicalize().ok();
-    if same(name.run.root()).is_some_and(|from| Some(from) == same(&recipe.run.dir)) {
+    if is_own_run(&name.run, recipe) {
         return refuse("is the run directory of this recipe: choose another run.dir");
     }
     let Some(step) = name.step else { return refuse("names no step") };
     let stored = StoredCheckpoint::of_step(&name.run.checkpoint_directory(), step)?;
     let file = moh_run_directory::config_file(&stored, &name.run.checkpoint(step))?;
     Ok((file, Weights::Checkpoint { stored: Box::new(stored), moments: recipe.model.moments }))
+}
+
+/// Whether `run` is the run of `recipe`.
+pub(crate) fn is_own_run(run: &RunDirectory, recipe: &Recipe) -> bool {
+    let same = |path: &Path| path.canonicalize().ok();
+    same(run.root()).is_some_and(|from| Some(from) == same(&recipe.run.dir))
+}
+
+/// What tells a checkpoint's tensors from others.
+pub(crate) fn parts_identity(stored: &StoredCheckpoint) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for part in &stored.manifest().parts {
+        // Its shards' hashes are in it.
+        hasher.update(part.blake3.as_bytes());
+    }
+    hasher.finalize().to_hex().to_string()
 }
 
 /// Refuses keys that do not fit a model that is a run, or one that is not.
@@ -403,11 +416,11 @@ fn check_run_keys(recipe: &Recipe, path: &Path, is_run: bool) -> Result<(), Erro
 }
 
 /// The directory, if it has a tokenizer.
-fn with_tokenizer(directory: &Path) -> Option<PathBuf> {
+pub(crate) fn with_tokenizer(directory: &Path) -> Option<PathBuf> {
     directory.join("tokenizer.json").is_file().then(|| directory.to_owned())
 }
 
-fn differs(path: &Path, key: &str, reason: String) -> Error {
+pub(crate) fn differs(path: &Path, key: &str, reason: String) -> Error {
     moh_recipe::Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason }.into()
 }
 

@@ -370,3 +370,35 @@ fn files_that_are_no_recipes_are_refused() {
     std::fs::write(&path, small()).unwrap();
     assert_eq!(Recipe::load(&path, &[]).unwrap(), with(&[]));
 }
+
+#[test]
+fn what_a_stage_cannot_learn_from_is_refused() {
+    for (options, key, reason) in [
+        ("weight = 1.0", "teacher", "missing"),
+        ("teacher = ''", "teacher", "must be a path in UTF-8, and not empty"),
+        ("teacher = 'start'", "teacher", "is a new model, which has learned nothing"),
+        ("teacher = 'x', weight = 0.0", "weight", "must be a finite number above 0"),
+        ("teacher = 'x', weight = inf", "weight", "must be a finite number above 0"),
+        ("teacher = 'x', cross_entropy = -1.0", "cross_entropy", "must be a finite number from 0"),
+        (
+            "teacher = 'x', temperature = 0.0",
+            "temperature",
+            "must be a number above 0, at most 100",
+        ),
+        (
+            "teacher = 'x', temperature = 101.0",
+            "temperature",
+            "must be a number above 0, at most 100",
+        ),
+        (
+            "teacher = 'x', wieght = 1.0",
+            "wieght",
+            "unknown key, did you mean stage.moh.distill.weight",
+        ),
+    ] {
+        let message = refused(small(), &[&format!("stage.moh.distill={{ {options} }}")]);
+        let key = format!("stage.moh.distill.{key}");
+        assert_eq!(message.lines().count(), 1, "{message}");
+        assert!(message.contains(&key) && message.contains(reason), "{message}");
+    }
+}

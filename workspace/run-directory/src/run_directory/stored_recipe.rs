@@ -211,6 +211,7 @@ fn names_input(key: &str) -> bool {
     let of_stage = key.strip_prefix("stage.").and_then(|rest| rest.split_once('.'));
     let data = of_stage.map_or(key, |(_, key)| key);
     (data.starts_with("data.sources.") && data.ends_with(".path"))
+        || (of_stage.is_some() && data == "distill.teacher")
         || ["model.from", "model.revision", "model.tokenizer"].contains(&key)
 }
 

@@ -25,6 +25,7 @@ use crate::Error;
 use crate::run_data::RunData;
 use crate::run_inputs::check_order;
 use crate::source::ModelSource;
+use crate::teacher::Teachers;
 use crate::trainer::attention_before;
 
 /// A replayed step.
@@ -92,8 +93,10 @@ pub fn replay(
     // The run has accepted the tokenizer.
     let data = RunData::open(&recipe, &source, true)?;
     check_order(run, &data.training)?;
+    let teachers = &Teachers::open(&recipe, path, &source)?;
     let growth = growth::read_recorded(run)?;
-    let job = Job { recipe: &recipe, source: &source, data, rewinds, growth, stored, step };
+    let (recipe, source) = (&recipe, &source);
+    let job = Job { recipe, source, teachers, data, rewinds, growth, stored, step };
     device.run(job)
 }
 
@@ -127,6 +130,7 @@ fn newest_before(
 struct Job<'a> {
     recipe: &'a Recipe,
     source: &'a ModelSource,
+    teachers: &'a Teachers,
     data: RunData,
     rewinds: Rewinds,
     growth: Vec<StageExtension>,
@@ -222,6 +226,13 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let group = World::single().group().clone();
         let groups = StepGroups { all: group.clone(), data: group };
         let config = step_config(recipe, stage);
+        self.model.set_teacher(None)?;
+        let teacher = self.job.teachers.of_stage(self.state.stage).zip(config.distillation);
+        if let Some((teacher, distillation)) = teacher {
+            let (source, pass) = (self.job.source, config.pass_shape());
+            let teacher = teacher.load(source, &self.model, pass, distillation)?;
+            self.model.set_teacher(Some(teacher))?;
+        }
         let mut stepper = Stepper::<B, T, G>::new(&self.model, config, groups)?;
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {

@@ -1,5 +1,7 @@
 //! The first phase of a run: its recipe is resolved, and its model and data are opened.
 
+use std::path::PathBuf;
+
 use moh_kernels::Backend;
 use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_run_directory::{CheckpointName, RunDirectory, branch, is_step_of};
@@ -9,6 +11,7 @@ use super::Job;
 use crate::Error;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
+use crate::teacher::Teachers;
 
 /// A run whose recipe is resolved, and whose directory nobody holds yet.
 pub(super) struct Resolved<'a, B: Backend> {
@@ -19,6 +22,8 @@ pub(super) struct Resolved<'a, B: Backend> {
     pub source: ModelSource,
     /// A finished run does not need its data.
     pub data: Result<RunData, Error>,
+    /// Nor its teachers.
+    pub teachers: Result<Teachers, Error>,
     /// The run that this one continues.
     pub parent: Option<&'a RunDirectory>,
     /// The step of the checkpoint to resume from, if not the newest.
@@ -49,17 +54,35 @@ impl<'a, B: Backend> Resolved<'a, B> {
         let resumed = resumes.then_some(&run).or(parent);
         resolve_origin(recipe, resumed, &mut ranks)?;
         let opened = job.open(recipe, parent, resumed.is_some());
-        let (source, data) = ranks.agree(opened)?;
+        let Opened { source, data, teachers } = ranks.agree(opened)?;
         // Steps count from 1; the first rank's option counts.
         let resume_step =
             ranks.rank0_computes::<Error>(|| Ok(job.options.resume_step.unwrap_or(0) as f64))?;
         let resume_step = Some(resume_step as u64).filter(|&step| step > 0);
-        // Invalid data must not create a run directory.
-        let data = match ranks.any(data.is_err() && !run.root().exists())? {
-            true => Ok(ranks.agree(data)?),
-            false => data,
-        };
-        Ok(Resolved { job, ranks, run, recipe, source, data, parent, resume_step })
+        // Invalid data and teachers must not create a run directory.
+        let is_new = !run.root().exists();
+        let data = agree_if(&mut ranks, data, is_new)?;
+        let teachers = agree_if(&mut ranks, teachers, is_new)?;
+        Ok(Resolved { job, ranks, run, recipe, source, data, teachers, parent, resume_step })
+    }
+}
+
+/// What a run reads.
+struct Opened {
+    source: ModelSource,
+    data: Result<RunData, Error>,
+    teachers: Result<Teachers, Error>,
+}
+
+/// Fails on all ranks if a rank on which `matters` holds has an error.
+fn agree_if<B: Backend, R>(
+    ranks: &mut Ranks<B>,
+    result: Result<R, Error>,
+    matters: bool,
+) -> Result<Result<R, Error>, Error> {
+    match ranks.any(result.is_err() && matters)? {
+        true => Ok(Ok(ranks.agree(result)?)),
+        false => Ok(result),
     }
 }
 
@@ -81,6 +104,15 @@ impl Job<'_> {
             sources.map(move |source| (key.clone(), &*source.path))
         });
         let named = |(key, path): (&str, _)| (key.to_owned(), path);
+        let teachers = recipe.stages.iter().filter_map(|stage| {
+            let name = stage.distill.as_ref().map(|distill| distill.teacher.as_str())?;
+            let run = CheckpointName::parse(name).map(|name| name.run.root().to_owned());
+            let path = run.unwrap_or_else(|| name.into());
+            path.is_dir().then(|| (stage.teacher_key(), path))
+        });
+        let teachers: Vec<(String, PathBuf)> = teachers.collect();
+        let directories = directories
+            .chain(teachers.iter().map(|(key, path)| (key.clone(), path.as_path(), true)));
         let sets = recipe.data.validation.iter().map(|set| ("data.validation", &*set.path));
         // The run's own recipe is one of its files.
         let own = run.recipe().canonicalize().ok();
@@ -102,14 +134,14 @@ impl Job<'_> {
         Err(Error::Parallel { path, stage, tensor, pipeline, ranks })
     }
 
-    /// Opens the model, of a run that begins where its `parent` ends as that keeps it, and the data; errors of
-    /// the data are reported later. A run that `continues` itself or its parent has its tokenizer accepted.
+    /// Opens the model, of a run that begins where its `parent` ends as that keeps it, the data and the teachers;
+    /// errors of the latter two are reported later. A run that `continues` itself or its parent has its tokenizer accepted.
     fn open(
         &self,
         recipe: &mut Recipe,
         parent: Option<&RunDirectory>,
         continues: bool,
-    ) -> Result<(ModelSource, Result<RunData, Error>), Error> {
+    ) -> Result<Opened, Error> {
         for stage in &recipe.stages {
             self.check_parallel(stage)?;
         }
@@ -124,7 +156,8 @@ impl Job<'_> {
         };
         recipe.resolve(self.path, source.original_config())?;
         let data = RunData::open(recipe, &source, continues || self.options.allow_other_tokenizer);
-        Ok((source, data))
+        let teachers = Teachers::open(recipe, self.path, &source);
+        Ok(Opened { source, data, teachers })
     }
 }
 

@@ -28,7 +28,7 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
     /// recipe names the same ones, the data may be gone.
     pub fn check_finished(self, events: &mut dyn FnMut(Event<'_>)) -> Result<InputCheck, Error> {
         let LockedRun { resolved, state } = self;
-        let Resolved { job, mut ranks, run, recipe, source, data, .. } = resolved;
+        let Resolved { job, mut ranks, run, recipe, source, data, teachers, .. } = resolved;
         let names_others = ranks.rank0_decides::<Error>(|| {
             let stored = run.stored_recipe()?;
             let stage_data = |recipe: &Recipe| -> Vec<_> {
@@ -40,7 +40,15 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
         })?;
         if names_others || !ranks.any(data.is_err())? {
             let (data, resumes, stop) = (&ranks.agree(data)?, state.resumes, job.options.stop);
-            let inputs = RunInputs { run: &run, recipe, source: &source, data, resumes, stop };
+            let inputs = RunInputs {
+                run: &run,
+                recipe,
+                source: &source,
+                data,
+                teachers: teachers.as_ref().ok(),
+                resumes,
+                stop,
+            };
             let compared = inputs.compare(&mut ranks, events)?;
             if compared == InputCheck::Stopped {
                 return Ok(compared);
@@ -69,9 +77,11 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, Error> {
         let LockedRun { resolved, state } = self;
-        let Resolved { job, mut ranks, run, recipe, source, data, resume_step, .. } = resolved;
+        let Resolved { job, mut ranks, run, recipe, source, data, teachers, resume_step, .. } =
+            resolved;
         let (options, size) = (&job.options, job.group.size());
         let mut data = ranks.agree(data)?;
+        let teachers = ranks.agree(teachers)?;
         ranks.on_rank0::<Error>(|| {
             let free_space = options.free_space;
             let warning = disk_space::check(&run, resume_step, recipe, &source, size, free_space)?;
@@ -85,6 +95,7 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
             recipe,
             source: &source,
             data: &data,
+            teachers: Some(&teachers),
             resumes: state.resumes,
             stop: options.stop,
         };
@@ -100,6 +111,7 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
         let inputs = Inputs {
             recipe,
             source: &source,
+            teachers: &teachers,
             run: &run,
             directory: state.lock.as_ref().map(RunLock::directory),
             stop: options.stop,

@@ -23,6 +23,7 @@ use self::record::{FileRecord, Record, VALIDATION};
 use self::token_files::TokenFileState;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
+use crate::teacher::Teachers;
 use crate::{Error, Event};
 
 /// A run whose inputs are compared with its record.
@@ -31,6 +32,8 @@ pub(crate) struct RunInputs<'a> {
     pub recipe: &'a Recipe,
     pub source: &'a ModelSource,
     pub data: &'a RunData,
+    /// `None` if they are not read, for a run that has finished.
+    pub teachers: Option<&'a Teachers>,
     /// Whether the run has completed a checkpoint, which makes other inputs an error; on the first rank.
     pub resumes: bool,
     pub stop: &'a AtomicBool,
@@ -103,6 +106,7 @@ impl RunInputs<'_> {
         let stored = Record::of_run(&path, self.resumes)?;
         let model = ModelFiles::read(self.source, self.recipe)?;
         let weights = self.source.identity();
+        let mut teachers = self.teachers.map(|all| all.identities(self.recipe)).unwrap_or_default();
         if self.resumes {
             check_order(self.run, &self.data.training)?;
         }
@@ -114,6 +118,8 @@ impl RunInputs<'_> {
                     events(Event::Warning { text: &text });
                 }
                 stored.check_weights(&path, self.recipe, weights.as_ref())?;
+                stored.check_teachers(&path, self.recipe, &teachers)?;
+                teachers.extend(stored.teachers.clone());
                 for key in stored.changed_sets(files, found) {
                     let text = format!(
                         "{key} has another text than before, so its losses cannot be compared with the earlier ones"
@@ -146,7 +152,7 @@ impl RunInputs<'_> {
             None if self.resumes => (model.hashes(), None),
             _ => (model.hashes(), weights),
         };
-        let record = Record::new(token_files.collect(), model_files, weights);
+        let record = Record::new(token_files.collect(), model_files, weights, teachers);
         for text in trained_and_validated(files, found) {
             events(Event::Warning { text: &text });
         }

@@ -37,6 +37,9 @@ pub(crate) struct Record {
     /// earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) weights: Option<String>,
+    /// What tells the stages' teachers from others, by their keys in the recipe.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) teachers: BTreeMap<String, String>,
 }
 
 /// A token file.
@@ -52,13 +55,15 @@ pub(crate) struct FileRecord {
 }
 
 impl Record {
-    /// The record of these token files, of the model's files with these hashes, and of its weights.
+    /// The record of these token files, of the model's files with these hashes, of its weights and of the teachers.
     pub(crate) fn new(
         token_files: BTreeMap<String, FileRecord>,
         model_files: BTreeMap<String, String>,
         weights: Option<String>,
+        teachers: BTreeMap<String, String>,
     ) -> Self {
-        Record { format: FORMAT, order_version: ORDER_VERSION, token_files, model_files, weights }
+        let order_version = ORDER_VERSION;
+        Record { format: FORMAT, order_version, token_files, model_files, weights, teachers }
     }
 
     /// The record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
@@ -165,6 +170,30 @@ impl Record {
         }
     }
 
+    /// Fails with the first teacher of `recipe` that is another than recorded; `path` is the record's.
+    pub(super) fn check_teachers(
+        &self,
+        path: &Path,
+        recipe: &Recipe,
+        found: &BTreeMap<String, String>,
+    ) -> Result<(), Error> {
+        for stage in &recipe.stages {
+            let (key, Some(options)) = (stage.teacher_key(), &stage.distill) else { continue };
+            match (self.teachers.get(&key), found.get(&key)) {
+                (Some(recorded), Some(found)) if recorded != found => {
+                    return Err(Error::InputChanged {
+                        path: options.teacher.clone().into(),
+                        key,
+                        difference: "it is another teacher".to_owned(),
+                        record: path.to_owned(),
+                    });
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     /// Fails with the first token file of training of other content than recorded; `path` is the record's.
     pub(super) fn check_training_files(
         &self,
@@ -234,7 +263,9 @@ mod tests {
         let file = FileRecord { path: "data/text".into(), content, ids_below: Some(9) };
         let model = BTreeMap::from([("config.json".to_owned(), "ef".to_owned())]);
         let token_files = BTreeMap::from([("data.sources.0".to_owned(), file)]);
-        Record::new(token_files, model, Some("01".to_owned()))
+        let teachers =
+            BTreeMap::from([("stage.adapt.distill.teacher".to_owned(), "23".to_owned())]);
+        Record::new(token_files, model, Some("01".to_owned()), teachers)
     }
 
     #[test]

@@ -34,6 +34,7 @@ use crate::event::{Event, Outcome};
 use crate::export::{self, Exported};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
+use crate::teacher::Teachers;
 use crate::{Error, TimeLimit};
 
 /// The inputs of a run beside the device and the other ranks.
@@ -41,6 +42,7 @@ use crate::{Error, TimeLimit};
 pub(crate) struct Inputs<'a> {
     pub recipe: &'a Recipe,
     pub source: &'a ModelSource,
+    pub teachers: &'a Teachers,
     pub run: &'a RunDirectory,
     /// The run directory itself, on the first rank.
     pub directory: Option<&'a Arc<OpenDirectory>>,

@@ -8,13 +8,14 @@ use moh_kernels::{Backend, Element, span};
 use moh_plan::step_config;
 use moh_recipe::Stage;
 use moh_run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
-use moh_step::{StepResult, Stepper};
+use moh_step::{StepConfig, StepResult, Stepper};
 
 use super::evaluation::{Evaluated, Losses};
-use super::{Progress, Trainer};
+use super::{Inputs, Progress, Trainer};
 use crate::Error;
 use crate::event::Event;
 use crate::rates::Rates;
+use crate::teacher::TeacherSource;
 
 /// The buffers of a stage's steps.
 struct Work<'a, B: Backend, T: Element, G: Element> {
@@ -32,6 +33,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             return Ok(Progress::Stopped);
         }
         let config = step_config(self.inputs.recipe, stage);
+        self.set_teacher(&config)?;
         let stepper = Stepper::new(&self.model, config, self.groups.clone())?;
         let evaluator = self.evaluator(stage.micro_batch)?;
         let mut work = Work {
@@ -40,6 +42,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                 self.inputs.recipe,
                 stage,
                 self.model.config(),
+                self.inputs.teachers.of_stage(self.state.stage).map(TeacherSource::config),
                 self.model.backend(),
                 self.ranks.group().size(),
             ),
@@ -73,6 +76,19 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             }
         }
         Ok(Progress::Done)
+    }
+
+    /// Loads the teacher of the current stage, in place of an earlier stage's.
+    fn set_teacher(&mut self, config: &StepConfig) -> Result<(), Error> {
+        let Inputs { teachers, source, .. } = self.inputs;
+        // Both would not fit the memory that is planned.
+        self.model.set_teacher(None)?;
+        let teacher = teachers.of_stage(self.state.stage).zip(config.distillation);
+        let teacher = teacher.map(|(teacher, distillation)| {
+            teacher.load(source, &self.model, config.pass_shape(), distillation)
+        });
+        let teacher = self.ranks.agree(teacher.transpose())?;
+        Ok(self.model.set_teacher(teacher)?)
     }
 
     /// Takes the next step, and ends it.
