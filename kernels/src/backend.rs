@@ -12,6 +12,7 @@ use crate::linear::Linear;
 use crate::qk_norm::QkNorm;
 use crate::rms_norm::RmsNorm;
 use crate::rope::Rope;
+use crate::router::logits::Logits;
 use crate::router::query_norm::QueryNorm;
 use crate::swiglu::Swiglu;
 use crate::workspace::Workspace;
@@ -53,6 +54,7 @@ backend!(
     Embedding,
     KeyValueCache,
     Linear,
+    Logits,
     Optimizer,
     QkNorm,
     QueryNorm,

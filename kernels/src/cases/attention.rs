@@ -9,7 +9,9 @@ use crate::error::Result;
 use crate::qk_norm::{QkNormBackward, QkNormForward};
 use crate::ranks::Heads;
 use crate::rope::{QkvShape, RopeArgs, RopeTable};
-use crate::router::query_norm::{QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter};
+use crate::router::query_norm::{
+    QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter, Selects,
+};
 use crate::router::{RouterGradient, Routing, SharedHeads};
 use crate::scalar::Element;
 
@@ -40,7 +42,9 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         // Any rotation is valid, since rotations preserve norms.
         let angles = length * head_dim / 2;
         let routed = |router: QueryNormRouter| {
-            let shape = router.routing_shape(tokens, Heads::all(heads))?;
+            let group_size = heads / shape.kv_heads;
+            let all = Heads { group_size, ..Heads::all(heads) };
+            let shape = router.routing_shape(tokens, all)?;
             Ok((router, Routing::new(backend, shape)?))
         };
         let mut case = AttentionCase {
@@ -136,7 +140,9 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     pub fn route_backward(&mut self, backend: &B) -> Result<()> {
         let table = table::<B>(&self.cos, &self.sin);
         let rope = RopeArgs { shape: &self.shape, table, qkv: B::whole_mut(&mut self.d_qkv) };
-        let Some((_, routing)) = &self.router else { return backend.rope_backward(rope) };
+        let Some((router, routing)) = &self.router else {
+            return backend.rope_backward(rope);
+        };
         let gradient = RouterGradient {
             routing,
             delta: Some(B::whole(&self.delta)),
@@ -144,7 +150,8 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
             ranks: None,
         };
         let qkv = B::whole(&self.qkv);
-        backend.query_norm_rope_backward(QueryNormRopeBackward { qkv, rope, gradient })
+        let backward = QueryNormRopeBackward { qkv, rope, gradient };
+        backend.query_norm_rope_backward(*router, backward)
     }
 }
 
@@ -174,7 +181,20 @@ const LARGE: QkvShape = QkvShape { batch: 1, length: 512, heads: 32, kv_heads: 8
 /// A quarter of the heads shared, `active` percent of them active.
 fn router(shape: QkvShape, active: usize) -> QueryNormRouter {
     let shared = SharedHeads::first(shape.heads / 4);
-    QueryNormRouter { shared, top_k: shape.heads * active / 100 - shared.len() }
+    let top_k = shape.heads * active / 100 - shared.len();
+    QueryNormRouter { shared, top_k, selects: Selects::Heads }
+}
+
+/// Each router, with the name of its operators: a quarter of the heads shared and 75% active, or
+/// within groups no head shared and half of them active.
+fn routers(shape: QkvShape) -> [(&'static str, QueryNormRouter); 3] {
+    let any = router(shape, 75);
+    let (shared, top_k) = (SharedHeads::first(0), shape.heads / 2);
+    [
+        ("query_norm_rope", any),
+        ("group_norm_rope", QueryNormRouter { selects: Selects::Groups, ..any }),
+        ("within_groups_rope", QueryNormRouter { shared, top_k, selects: Selects::WithinGroups }),
+    ]
 }
 
 /// Query and key norms, forward and backward.
@@ -246,23 +266,21 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
         Ok(move |backend: &B| case.route(backend))
     }));
     cases.extend(qk_norm::<B, T>(own));
-    cases.push(Case::new(
-        "query_norm_rope_forward",
-        Work::moved::<T>(2 * elements),
-        move |b: &B| {
+    for (name, router) in routers(own) {
+        let routed = move |backend: &B| AttentionCase::<B, T>::new(backend, own, Some(router));
+        let forward = move |b: &B| {
             let mut case = routed(b)?;
             Ok(move |backend: &B| case.route(backend))
-        },
-    ));
-    cases.push(Case::new(
-        "query_norm_rope_backward",
-        Work::moved::<T>(3 * elements),
-        move |b: &B| {
+        };
+        let backward = move |b: &B| {
             let mut case = routed(b)?;
             case.backward(b)?;
             Ok(move |backend: &B| case.route_backward(backend))
-        },
-    ));
+        };
+        let (moved, added) = (Work::moved::<T>(2 * elements), Work::moved::<T>(3 * elements));
+        cases.push(Case::new(format!("{name}_forward"), moved, forward));
+        cases.push(Case::new(format!("{name}_backward"), added, backward));
+    }
     let gates = own.tokens() * (own.heads - router(own, 75).shared.leading());
     cases.push(Case::new("balance_loss", Work::moved::<f32>(gates), move |b: &B| {
         let case = routed(b)?;

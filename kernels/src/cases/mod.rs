@@ -7,6 +7,7 @@
 
 mod attention;
 mod instructions;
+mod logits;
 mod rows;
 
 pub use attention::AttentionCase;
@@ -114,6 +115,7 @@ impl<B: Backend> Case<B> {
 pub fn all<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let mut cases = rows::cases::<B, T>(sizes);
     cases.extend(attention::cases::<B, T>(sizes));
+    cases.extend(logits::cases::<B, T>(sizes));
     cases
 }
 

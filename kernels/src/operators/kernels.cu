@@ -12,6 +12,7 @@
 #include "qk_norm/qk_norm.cu"
 #include "rms_norm/rms_norm.cu"
 #include "rope/rope.cu"
+#include "router/logits/logits.cu"
 #include "router/query_norm/query_norm.cu"
 #include "router/router.cu"
 #include "swiglu/swiglu.cu"

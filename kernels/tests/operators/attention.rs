@@ -14,7 +14,6 @@ use moh_kernels::attention::{
     Selection,
 };
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::SharedHeads;
 use moh_kernels::{Backend, Cpu, Element};
 use proptest::prelude::*;
 
@@ -312,7 +311,7 @@ proptest! {
         let inputs = Inputs::<f32>::new(&dense, seed);
         let packed = Packed::new(&shape);
         let queries = packed.queries(&tensor(&inputs.qkv, packed.dims())).unwrap();
-        let mask = flat(&operators::selection(&queries, SharedHeads::first(shared_heads), top_k).unwrap());
+        let mask = flat(&operators::selection(&queries, first_shared(shared_heads, top_k), 1).unwrap());
         on_each_device!(device => {
             let (dense, routed) = (run(device, &dense, &inputs), run(device, &routed, &inputs));
             let masked: Vec<f64> = (dense.out.iter().enumerate())

@@ -98,14 +98,14 @@ fn refuses_heads<B: Backend>(device: &B, heads: usize) {
     let mut d_qkv = zeros::<B, f32>(device, len);
     let rope = rope_args(shape, &angles, &mut d_qkv);
     let backward = QueryNormRopeBackward { qkv: B::whole(&qkv), rope, gradient: balance(&routing) };
-    assert!(device.query_norm_rope_backward(backward).is_err());
+    assert!(device.query_norm_rope_backward(ROUTER, backward).is_err());
     let backward = QueryNormBackward::<B, f32> {
         shape,
         qkv: B::whole(&qkv),
         d_qkv: B::whole_mut(&mut d_qkv),
         gradient: balance(&routing),
     };
-    assert!(device.query_norm_backward(backward).is_err());
+    assert!(device.query_norm_backward(ROUTER, backward).is_err());
 
     let attention = AttentionShape { heads, query_stride: shape.row(), ..ATTENTION };
     let selection = Some(routing.selection());
@@ -200,10 +200,10 @@ fn refuses_of_shared_heads<B: Backend>(device: &B) {
         let angles = zeros(device, TOKENS);
         let (gradient, rope) = (balance(&routing), rope_args(shape, &angles, &mut d_qkv));
         let backward = QueryNormRopeBackward { qkv: B::whole(&qkv), rope, gradient };
-        assert_eq!(device.query_norm_rope_backward(backward).is_ok(), fits);
+        assert_eq!(device.query_norm_rope_backward(router, backward).is_ok(), fits);
         let (gradient, d_qkv) = (balance(&routing), B::whole_mut(&mut d_qkv));
         let backward = QueryNormBackward { shape, qkv: B::whole(&qkv), d_qkv, gradient };
-        assert_eq!(device.query_norm_backward::<f32>(backward).is_ok(), fits);
+        assert_eq!(device.query_norm_backward::<f32>(router, backward).is_ok(), fits);
     }
 }
 

@@ -17,6 +17,7 @@ mod embedding;
 mod key_value_append;
 mod lengths;
 mod linear;
+mod logits;
 mod parameters;
 mod ptxas;
 mod qk_norm;

@@ -1,13 +1,15 @@
-//! The query-norm router against its reference, in one pass with RoPE and apart from it: selection,
-//! gates, balance loss, and the gradient that it adds to the queries, checked by autograd and by
-//! central differences.
+//! The routers by norms of queries against their reference, in one pass with RoPE and apart from it:
+//! selection, gates, balance loss, and the gradient that they add to the queries, checked by autograd
+//! and by central differences.
 
+mod groups;
 mod shared_sets;
 
 use crate::reference::operators::{self, Packed};
 use crate::reference::{
-    F32_TOLERANCE, Random, assert_close, cases, columns, download, first_shared, flat, gradient,
-    no_rotation, rope_tables, selection_and_gates, table, tensor, tolerance, upload, var, wide,
+    F32_TOLERANCE, Random, all_heads, assert_close, cases, columns, download, first_shared, flat,
+    gradient, no_rotation, rope_tables, selection_and_gates, table, tensor, tolerance, upload, var,
+    wide,
 };
 use candle_core::Tensor;
 use half::bf16;
@@ -96,16 +98,20 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         let rope = RopeArgs { shape: &case.shape, table, qkv: d_qkv };
         let gradient = router_gradient(case, routing, delta.as_ref());
         let args = QueryNormRopeBackward { qkv: B::whole(qkv), rope, gradient };
-        device.query_norm_rope_backward::<T>(args).unwrap();
+        device.query_norm_rope_backward::<T>(case.router, args).unwrap();
     }
 
     /// The gradients of [`Prepared::forward_alone`].
     fn backward_alone(&mut self, routing: &Routing<B>) {
+        self.try_backward_alone(routing).unwrap();
+    }
+
+    fn try_backward_alone(&mut self, routing: &Routing<B>) -> Result<()> {
         let Prepared { device, case, qkv, d_qkv, delta, .. } = self;
         let (qkv, d_qkv) = (B::whole(qkv), B::whole_mut(d_qkv));
         let gradient = router_gradient(case, routing, delta.as_ref());
         let args = QueryNormBackward { shape: &case.shape, qkv, d_qkv, gradient };
-        device.query_norm_backward::<T>(args).unwrap();
+        device.query_norm_backward::<T>(case.router, args)
     }
 
     /// The gradients of [`Prepared::rotate`].
@@ -141,7 +147,7 @@ fn router_gradient<'a, B: Backend, T>(
 
 /// A routing with room for one token more than a case has.
 fn routing<M: Memory, T>(memory: &M, case: &Case<'_, T>) -> Routing<M> {
-    let (tokens, heads) = (case.shape.tokens() + 1, Heads::all(case.shape.heads));
+    let (tokens, heads) = (case.shape.tokens() + 1, all_heads(&case.shape));
     Routing::new(memory, case.router.routing_shape(tokens, heads).unwrap()).unwrap()
 }
 
@@ -173,12 +179,12 @@ fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNorm
     let actual = route(device, &case);
 
     let packed = Packed::new(&shape);
-    let QueryNormRouter { shared, top_k } = router;
+    let (QueryNormRouter { shared, top_k, .. }, group) = (router, shape.heads / shape.kv_heads);
     let qkv = var(qkv, packed.dims());
     let rotated = packed.rotate(&qkv, &packed.table(&tables.0, &tables.1, 0)).unwrap();
     let queries = packed.queries(&qkv).unwrap();
-    let mask = operators::selection(&queries, shared, top_k).unwrap();
-    let gates = operators::gates(&queries, shared).unwrap();
+    let mask = operators::selection(&queries, router, group).unwrap();
+    let gates = operators::gates(&queries, router, group).unwrap();
     let weights = operators::straight_through(&mask, &gates).unwrap();
     let balance_loss = operators::balance_loss(&mask, &gates).unwrap();
     let attended = (weights * tensor(delta, mask.dims())).unwrap().sum_all().unwrap();
@@ -238,15 +244,20 @@ fn equal_norms_of_many_heads_select_the_lower_ones() {
 
 #[test]
 fn backward_agrees_with_central_differences() {
+    let shape = QkvShape { batch: 1, length: 3, heads: 5, kv_heads: 5, head_dim: 4 };
+    agrees_with_differences(shape, first_shared(1, 2));
+}
+
+/// The gradient of the queries against differences of the loss.
+fn agrees_with_differences(shape: QkvShape, router: QueryNormRouter) {
     const NUDGE: f64 = 1e-5;
     /// The differences' own error: NUDGE^2 and rounding over NUDGE, about 1e-10, below f32's.
     const TOLERANCE: f64 = F32_TOLERANCE;
-    let shape = QkvShape { batch: 1, length: 3, heads: 5, kv_heads: 5, head_dim: 4 };
-    let router = first_shared(1, 2);
+    let group = shape.heads / shape.kv_heads;
     let mut random = Random(8);
     let qkv: Vec<f32> = random.elements(shape.tokens() * shape.row());
     let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
-    let (tables, d_qkv) = (no_rotation(3, 4), vec![0f32; qkv.len()]);
+    let (tables, d_qkv) = (no_rotation(shape.length, shape.head_dim), vec![0f32; qkv.len()]);
     let delta_view = Some(&delta[..]);
     let (qkv_view, d_qkv, tables) = (&qkv[..], &d_qkv[..], &tables);
     let case =
@@ -255,10 +266,10 @@ fn backward_agrees_with_central_differences() {
     // The gradient treats the selection as a constant: the selection before the nudge.
     let packed = Packed::new(&shape);
     let queries = packed.queries(&tensor(&qkv, packed.dims())).unwrap();
-    let mask = operators::selection(&queries, router.shared, 2).unwrap();
+    let mask = operators::selection(&queries, router, group).unwrap();
     let loss = |qkv: Vec<f64>| {
         let qkv = Tensor::from_vec(qkv, packed.dims(), &candle_core::Device::Cpu).unwrap();
-        let gates = operators::gates(&packed.queries(&qkv).unwrap(), router.shared).unwrap();
+        let gates = operators::gates(&packed.queries(&qkv).unwrap(), router, group).unwrap();
         let balance = operators::balance_loss(&mask, &gates).unwrap().to_scalar::<f64>().unwrap();
         let (gates, mask, delta) = (flat(&gates), flat(&mask), wide(&delta));
         let weighed: f64 =

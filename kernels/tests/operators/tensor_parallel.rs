@@ -4,8 +4,9 @@
 use std::sync::{Barrier, Mutex};
 
 use crate::reference::{
-    Another, F32_TOLERANCE, Random, assert_close, cases, download, first_shared, garbage,
-    rope_tables, routers_of_sets, selection_and_gates, shared, table, tolerance, upload, wide,
+    Another, F32_TOLERANCE, Random, all_heads, assert_close, cases, download, first_shared,
+    garbage, rope_tables, routers_of_sets, selection_and_gates, shared, table, tolerance, upload,
+    wide,
 };
 use half::bf16;
 use moh_kernels::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
@@ -17,6 +18,7 @@ use moh_kernels::ranks::{AllReduce, Heads, VocabularyRows};
 use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
 use moh_kernels::router::query_norm::{
     QueryNorm, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter,
+    Selects,
 };
 use moh_kernels::router::{RouterGradient, RouterRanks, Routing};
 use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, ViewMut};
@@ -24,7 +26,7 @@ use proptest::prelude::*;
 
 /// Runs `work` on `count` ranks, each on a device of its own, and returns their results; tables are
 /// summed on the host.
-fn on_ranks<B: Backend + Another, R: Send>(
+pub(crate) fn on_ranks<B: Backend + Another, R: Send>(
     device: &B,
     count: usize,
     work: impl Fn(&B, usize, AllReduce<'_, B>) -> R + Sync,
@@ -53,7 +55,7 @@ fn on_ranks<B: Backend + Another, R: Send>(
 }
 
 /// The elements of a rank's local heads in a row with `part` elements per head.
-fn local_columns<S: Copy>(row: &[S], heads: Heads, part: usize) -> Vec<S> {
+pub(crate) fn local_columns<S: Copy>(row: &[S], heads: Heads, part: usize) -> Vec<S> {
     let head = |local| row[heads.index(local) * part..][..part].iter().copied();
     (0..heads.local()).flat_map(head).collect()
 }
@@ -150,7 +152,7 @@ fn attend<B: Backend, T: Element>(
     let rope =
         RopeArgs { shape: &shape, table: table(&cos, &sin), qkv: B::whole_mut::<T>(&mut d_qkv) };
     let backward = QueryNormRopeBackward { qkv: B::whole(&qkv), rope, gradient };
-    device.query_norm_rope_backward(backward).unwrap();
+    device.query_norm_rope_backward(router, backward).unwrap();
     let (mask, gates) = selection_and_gates(device, &routing);
     let mut loss = upload(device, &[0f64]);
     device.balance_loss(&routing, 1.0, B::whole_mut(&mut loss)).unwrap();
@@ -175,7 +177,7 @@ fn routing_agrees<B: Backend + Another, T: Element>(
     let d_qkv: Vec<T> = random.elements(qkv.len());
     let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
     let case = Attended { shape, router, qkv: &qkv, d_qkv: &d_qkv, delta: &delta };
-    let whole = attend(device, &case, Heads::all(shape.heads), None);
+    let whole = attend(device, &case, all_heads(&shape), None);
 
     let heads =
         |rank| Heads { count: shape.heads, group_size: shape.heads / shape.kv_heads, rank, ranks };
@@ -233,6 +235,23 @@ fn ranks_with_any_set_of_shared_heads_select_the_same_heads_as_one() {
         for ranks in [2, 4] {
             on_each_device!(device => routing_agrees::<_, f32>(device, shape, router, ranks, 3));
             on_each_device!(device => routing_agrees::<_, bf16>(device, shape, router, ranks, 4));
+        }
+    }
+}
+
+#[test]
+fn ranks_route_groups_and_heads_within_them_like_one() {
+    let shape = QkvShape { batch: 2, length: 70, heads: 12, kv_heads: 4, head_dim: 16 };
+    for (selects, set, top_k) in [
+        (Selects::Groups, &[3, 4, 5][..], 6),
+        (Selects::Groups, &[], 3),
+        (Selects::WithinGroups, &[0, 4, 8, 9], 4),
+        (Selects::WithinGroups, &[], 8),
+    ] {
+        let router = QueryNormRouter { selects, ..shared(set.iter().copied(), top_k) };
+        for ranks in [2, 4] {
+            on_each_device!(device => routing_agrees::<_, f32>(device, shape, router, ranks, 5));
+            on_each_device!(device => routing_agrees::<_, bf16>(device, shape, router, ranks, 6));
         }
     }
 }

@@ -95,8 +95,8 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
     };
     let rope =
         RopeArgs::<Cpu, T> { shape: &shape, table: table::<Cpu>(&cos, &sin), qkv: &mut d_qkv };
-    Cpu.query_norm_rope_backward(QueryNormRopeBackward::<Cpu, T> { qkv: &qkv, rope, gradient })
-        .unwrap();
+    let backward = QueryNormRopeBackward::<Cpu, T> { qkv: &qkv, rope, gradient };
+    Cpu.query_norm_rope_backward(router, backward).unwrap();
     let mut loss = [0f64];
     Cpu.balance_loss(&routing, 1.0, &mut loss).unwrap();
     let statistics = all(&[&sums, &delta, routing.gates()]);

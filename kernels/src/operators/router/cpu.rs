@@ -1,6 +1,6 @@
 //! The CPU bodies of the operators that all routers share.
 
-use super::{Routers, Routing};
+use super::{Routers, Routing, SharedHeads};
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 
@@ -27,6 +27,23 @@ impl Routers for Cpu {
             }
         }
         Ok(())
+    }
+
+    fn route_to_shared(
+        &self,
+        tokens: usize,
+        shared: SharedHeads,
+        routing: &mut Routing<Self>,
+    ) -> Result<()> {
+        routing.begin(tokens, shared)?;
+        let columns = routing.columns();
+        let mark = |column| u8::from(shared.contains(shared.leading() + column));
+        let row: Vec<u8> = (0..columns).map(mark).collect();
+        for marks in routing.selected_mut().chunks_exact_mut(columns.max(1)) {
+            marks.copy_from_slice(&row);
+        }
+        routing.gates_mut().fill(0.0);
+        self.complete_routing(routing)
     }
 
     fn balance_loss(&self, routing: &Routing<Self>, scale: f64, out: &mut [f64]) -> Result<()> {

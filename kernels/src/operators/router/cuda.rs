@@ -1,9 +1,9 @@
 //! The operators that all routers share, on a GPU.
 
-use super::{Routers, Routing};
+use super::{Routers, Routing, SharedHeads};
 use crate::adamw;
-use crate::cuda::parameters::router::{Balance, Routing as Tables};
-use crate::cuda::{Cuda, CudaViewMut};
+use crate::cuda::parameters::router::{Balance, Routing as Tables, Shared};
+use crate::cuda::{Cuda, CudaViewMut, blocks};
 use crate::error::{Result, check_len};
 use crate::workspace::gpu::balance_loss_bytes;
 
@@ -37,6 +37,19 @@ impl Routers for Cuda {
             self.launch("router_select_local", [routing.tokens(), 1], 0, &tables)?;
         }
         Ok(())
+    }
+
+    fn route_to_shared(
+        &self,
+        tokens: usize,
+        shared: SharedHeads,
+        routing: &mut Routing<Self>,
+    ) -> Result<()> {
+        routing.begin(tokens, shared)?;
+        let elements = tokens * routing.columns();
+        let parameters = Shared { routing: Tables::new(routing), shared: shared.column_bits() };
+        self.launch("router_to_shared", [blocks(elements), 1], 0, &parameters)?;
+        self.complete_routing(routing)
     }
 
     fn balance_loss(

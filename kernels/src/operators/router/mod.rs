@@ -1,6 +1,7 @@
 //! Routers choose, for every token, the heads that attention computes beside the shared ones.
 //!
-//! Each router has its own folder ([`query_norm`] is the paper's for pretrained models). It fills a
+//! Routers that score heads alike have one folder: [`query_norm`] by the norms of queries, as the
+//! paper's for pretrained models, and [`logits`] by learned matrices. A router fills a
 //! [`Routing`]: the routed heads that each token selected, the gates, and, if it scales outputs, a
 //! weight for every (token, head). Attention's argument is the [`Selection`] of a routing, which
 //! does not depend on the router. All routers share the operations on the tables alone: the balance
@@ -13,6 +14,7 @@
 mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
+pub mod logits;
 pub mod query_norm;
 mod shared_heads;
 
@@ -223,6 +225,17 @@ pub trait Routers: Memory {
     /// Completes the tables after `selected` has been written: the number of tokens that selected
     /// each column's head, and the columns of local heads.
     fn complete_routing(&self, routing: &mut Routing<Self>) -> Result<()>;
+
+    /// Routes all tokens to the shared heads alone, without gates: no routed head is selected.
+    ///
+    /// # Errors
+    /// As [`Routing::begin`], and if the device fails.
+    fn route_to_shared(
+        &self,
+        tokens: usize,
+        shared: SharedHeads,
+        routing: &mut Routing<Self>,
+    ) -> Result<()>;
 
     /// `out[0] += scale * sum_i f_i P_i`, the balance loss of one layer and micro-batch: f_i is the share
     /// of tokens that selected the head of column i, P_i its mean gate.

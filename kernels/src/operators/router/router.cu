@@ -25,6 +25,22 @@ __device__ __forceinline__ void select_local(const Routing& r) {
     }
 }
 
+struct PARAMETERS Shared {
+    Routing routing;
+    // Bit i % 64 of word i / 64 is 1 if the head of column i is shared.
+    uint64_t shared[4];
+};
+
+// Selects the shared heads alone, without gates.
+__device__ __forceinline__ void to_shared(const Shared& p) {
+    const Routing& r = p.routing;
+    for (uint64_t i = global_thread(); i < r.tokens * r.columns; i += global_threads()) {
+        const uint32_t column = i % r.columns;
+        r.selected[i] = column < 256 && (p.shared[column / 64] >> column % 64 & 1);
+        r.gates[i] = 0.0f;
+    }
+}
+
 struct PARAMETERS Balance {
     // f_i P_i, one for each column.
     double* products;
@@ -49,4 +65,5 @@ __device__ __forceinline__ void balance(const Balance& p) {
 
 EXPORT(router_count_selected, router::count_selected, router::Routing)
 EXPORT(router_select_local, router::select_local, router::Routing)
+EXPORT(router_to_shared, router::to_shared, router::Shared)
 EXPORT(router_balance, router::balance, router::Balance)

@@ -16,10 +16,11 @@ use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
 use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
+use moh_kernels::router::logits::{LogitRouter, LogitsBackward, LogitsForward};
 use moh_kernels::router::query_norm::{
     QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
 };
-use moh_kernels::router::{RouterGradient, Routing};
+use moh_kernels::router::{RouterGradient, Routing, SharedHeads};
 use moh_kernels::{Accumulation, Backend, Result, Scalar, View, ViewMut};
 
 const ROWS: VocabularyRows = VocabularyRows { vocab_size: 7, first: 0, count: 7 };
@@ -151,17 +152,27 @@ operators! { device;
     "query_norm_backward" [
         read qkv: f32 = TOKENS * ROW, write d_qkv: f32 = TOKENS * ROW, length tokens: usize = TOKENS,
         read delta: f32 = TOKENS * 4
-    ] device.query_norm_backward::<f32>(QueryNormBackward {
+    ] device.query_norm_backward::<f32>(ROUTER, QueryNormBackward {
         shape: &SHAPE, qkv, d_qkv, gradient: gradient(&routing(device, tokens), delta),
     });
 
     "query_norm_rope_backward" [
         read cos: f32 = 4, read sin: f32 = 4, read qkv: f32 = TOKENS * ROW,
         write d_qkv: f32 = TOKENS * ROW, length tokens: usize = TOKENS, read delta: f32 = TOKENS * 4
-    ] device.query_norm_rope_backward::<f32>(QueryNormRopeBackward {
+    ] device.query_norm_rope_backward::<f32>(ROUTER, QueryNormRopeBackward {
         qkv,
         rope: rotation(cos, sin, d_qkv),
         gradient: gradient(&routing(device, tokens), delta),
+    });
+
+    "logits_forward" [read logits: f32 = TOKENS * 6, length tokens: usize >= TOKENS]
+    device.logits_forward::<f32>(LOGIT_ROUTER, LogitsForward {
+        logits, tokens: TOKENS, routing: &mut logit_room(device, tokens)?, all_reduce: None,
+    });
+
+    "logits_backward" [write d_logits: f32 = 2 * 6, read delta: f32 = TOKENS * 4]
+    device.logits_backward::<f32>(LOGIT_ROUTER, LogitsBackward {
+        tokens: 1..3, d_logits, gradient: gradient(&logit_routing(device), delta),
     });
 
     "balance_loss" [write out: f64 = 1] device.balance_loss(&routing(device, TOKENS), 1.0, out);
@@ -288,6 +299,25 @@ pub fn routing<B: Backend>(device: &B, tokens: usize) -> Routing<B> {
     let (qkv, mut routing) = (B::whole::<f32>(&qkv), room(device, tokens).unwrap());
     let forward = QueryNormForward { shape, qkv, routing: &mut routing, all_reduce: None };
     device.query_norm_forward(ROUTER, forward).unwrap();
+    routing
+}
+
+/// A two-stage router of one shared head.
+const LOGIT_ROUTER: LogitRouter =
+    LogitRouter { shared: SharedHeads::first(1), top_k: 2, weighs: true };
+
+/// A routing by logits with room for `tokens` tokens.
+fn logit_room<B: Backend>(device: &B, tokens: usize) -> Result<Routing<B>> {
+    Routing::new(device, LOGIT_ROUTER.routing_shape(tokens, Heads::all(SHAPE.heads))?)
+}
+
+/// A routing by logits.
+fn logit_routing<B: Backend>(device: &B) -> Routing<B> {
+    let logits = zeros::<B, f32>(device, TOKENS * 6);
+    let mut routing = logit_room(device, TOKENS).unwrap();
+    let (logits, tokens) = (B::whole::<f32>(&logits), TOKENS);
+    let forward = LogitsForward { logits, tokens, routing: &mut routing, all_reduce: None };
+    device.logits_forward(LOGIT_ROUTER, forward).unwrap();
     routing
 }
 

@@ -3,7 +3,6 @@
 use moh_kernels::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues, Selection,
 };
-use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeArgs};
 use moh_kernels::router::query_norm::{
     QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter,
@@ -13,8 +12,8 @@ use moh_kernels::{Backend, Element};
 
 use super::operators::{self, Packed};
 use super::{
-    F32_TOLERANCE, Random, assert_close, columns, download, first_shared, flat, garbage, gradient,
-    no_rotation, rope_tables, table, tensor, tolerance, upload, var,
+    F32_TOLERANCE, Random, all_heads, assert_close, columns, download, first_shared, flat, garbage,
+    gradient, no_rotation, rope_tables, table, tensor, tolerance, upload, var,
 };
 
 /// An attention of a training step.
@@ -134,7 +133,7 @@ enum Selected<B: Backend> {
 
 impl<B: Backend> Selected<B> {
     fn new(device: &B, case: &Case, weights: &[f32]) -> Self {
-        let (tokens, heads) = (case.shape.tokens(), Heads::all(case.shape.heads));
+        let (tokens, heads) = (case.shape.tokens(), all_heads(&case.shape));
         match case.router {
             Some(router) => {
                 let shape = router.routing_shape(tokens, heads).unwrap();
@@ -254,7 +253,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         let [cos, sin] = &self.given.angles;
         let (table, qkv) = (table(cos, sin), B::whole_mut(&mut self.d_qkv));
         let rope = RopeArgs { shape: &self.case.shape, table, qkv };
-        let Selected::Routed(_, routing) = &self.given.selected else {
+        let Selected::Routed(router, routing) = &self.given.selected else {
             return self.device.rope_backward::<T>(rope).unwrap();
         };
         let gradient = RouterGradient {
@@ -264,7 +263,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
             ranks: None,
         };
         let args = QueryNormRopeBackward { qkv: B::whole(&self.given.qkv), rope, gradient };
-        self.device.query_norm_rope_backward::<T>(args).unwrap();
+        self.device.query_norm_rope_backward::<T>(*router, args).unwrap();
     }
 
     pub fn results(&self) -> Results<T> {
@@ -315,12 +314,13 @@ fn expected<T: Element>(case: &Case, inputs: &Inputs<T>) -> Expected {
     let weights = var(if case.weighted { &inputs.weights } else { &ones }, rows);
     let (mut mask, mut balance) = (tensor(&ones, rows), tensor(&[0f32], ()));
     let mut through = mask.clone();
-    if let Some(QueryNormRouter { shared, top_k }) = case.router {
+    if let Some(router) = case.router {
+        let group = shape.heads / shape.kv_heads;
         let queries = packed.queries(&qkv).unwrap();
-        mask = operators::selection(&queries, shared, top_k).unwrap();
+        mask = operators::selection(&queries, router, group).unwrap();
         through = mask.clone();
         if case.whole {
-            let gates = operators::gates(&queries, shared).unwrap();
+            let gates = operators::gates(&queries, router, group).unwrap();
             through = operators::straight_through(&mask, &gates).unwrap();
             balance = operators::balance_loss(&mask, &gates).unwrap();
         }

@@ -15,8 +15,9 @@ pub use gpu::gpu;
 use candle_core::backprop::GradStore;
 use candle_core::{DType as CandleType, Device, Shape, Tensor, Var};
 use half::bf16;
+use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeTable};
-use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::router::{Routing, SharedHeads};
 use moh_kernels::{Backend, DType, Element, Scalar};
 use proptest::prelude::*;
@@ -166,14 +167,21 @@ pub fn no_rotation(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
 
 // ---- routers ----
 
+/// The heads of a layer, all of them local.
+pub fn all_heads(shape: &QkvShape) -> Heads {
+    Heads { group_size: shape.heads / shape.kv_heads, ..Heads::all(shape.heads) }
+}
+
 /// A router with the first `shared_heads` heads shared.
 pub const fn first_shared(shared_heads: usize, top_k: usize) -> QueryNormRouter {
-    QueryNormRouter { shared: SharedHeads::first(shared_heads), top_k }
+    let (shared, selects) = (SharedHeads::first(shared_heads), Selects::Heads);
+    QueryNormRouter { shared, top_k, selects }
 }
 
 /// A router with these heads shared.
 pub fn shared(heads: impl IntoIterator<Item = usize>, top_k: usize) -> QueryNormRouter {
-    QueryNormRouter { shared: SharedHeads::from_heads(heads).unwrap(), top_k }
+    let (shared, selects) = (SharedHeads::from_heads(heads).unwrap(), Selects::Heads);
+    QueryNormRouter { shared, top_k, selects }
 }
 
 /// Routers of at least two heads with any of them shared: none, all, the first, the last, every

@@ -5,7 +5,8 @@ use candle_core::{D, Device, Result, Tensor};
 use moh_kernels::adamw::AdamW;
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::SharedHeads;
+use moh_kernels::router::logits::LogitRouter;
+use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 
 /// Rows of a table `[V, C]`.
 pub fn embedding(table: &Tensor, ids: &[u32]) -> Result<Tensor> {
@@ -140,39 +141,138 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[low_out, high_out], 3)
 }
 
-/// Gates `[N, H]` of the queries `[N, H, D]` before RoPE, 0 for shared heads.
-pub fn gates(queries: &Tensor, shared: SharedHeads) -> Result<Tensor> {
-    let heads = queries.dim(1)?;
-    let of_routed: Vec<usize> = (0..heads).filter(|&head| !shared.contains(head)).collect();
-    let routed = of_routed.len();
-    let indices: Vec<u32> = of_routed.iter().map(|&head| head as u32).collect();
-    let indices = Tensor::from_vec(indices, routed, &Device::Cpu)?;
-    let norms = queries.index_select(&indices, 1)?.sqr()?.sum(2)?.sqrt()?;
-    let deviations = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
-    let variance = (deviations.sqr()?.sum_keepdim(1)? / (routed as f64 - 1.0))?;
-    let scores = norms.broadcast_div(&variance.sqrt()?)?;
-    let exponentials = scores.broadcast_sub(&scores.max_keepdim(1)?.detach())?.exp()?;
-    let gates = exponentials.broadcast_div(&exponentials.sum_keepdim(1)?)?;
-    // Row i has its 1 in the column of the routed head i.
-    let places = of_routed.iter().flat_map(|&of| (0..heads).map(move |head| f64::from(head == of)));
-    gates.matmul(&Tensor::from_vec(places.collect::<Vec<_>>(), (routed, heads), &Device::Cpu)?)
+/// Gates `[N, H]` of the queries `[N, H, D]` before RoPE, 0 for shared heads; a key/value head has
+/// `group` query heads.
+pub fn gates(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<Tensor> {
+    let (tokens, heads, head_dim) = queries.dims3()?;
+    let groups = heads / group;
+    let squares = queries.sqr()?.sum(2)?;
+    let is_routed = |head: &usize| !router.shared.contains(*head);
+    match router.selects {
+        Selects::Heads => {
+            normalised_gates(&squares.sqrt()?, &(0..heads).filter(is_routed).collect::<Vec<_>>())
+        }
+        Selects::Groups => {
+            let norms =
+                (squares.reshape((tokens, groups, group))?.sum(2)? / group as f64)?.sqrt()?;
+            let routed: Vec<usize> = (0..groups).filter(|of| is_routed(&(of * group))).collect();
+            let gates = placed(&softmax(&chosen(&norms, &routed)?)?, &routed, groups)?;
+            let gates = gates.unsqueeze(2)?.broadcast_as((tokens, groups, group))?;
+            gates.contiguous()?.reshape((tokens, heads))? / group as f64
+        }
+        Selects::WithinGroups => {
+            let gates = (0..groups).map(|of| {
+                let first = of * group;
+                let routed = (0..group).filter(|head| is_routed(&(first + head)));
+                let queries =
+                    queries.narrow(1, first, group)?.reshape((tokens, group, head_dim))?;
+                normalised_gates(&queries.sqr()?.sum(2)?.sqrt()?, &routed.collect::<Vec<_>>())
+            });
+            Tensor::cat(&gates.collect::<Result<Vec<_>>>()?, 1)? / groups as f64
+        }
+    }
 }
 
-/// 1 for shared heads and for the `top_k` routed heads with the largest norms, among equals the
-/// lower ones; `[N, H]`.
-pub fn selection(queries: &Tensor, shared: SharedHeads, top_k: usize) -> Result<Tensor> {
+/// The softmax `[N, M]` of the norms `[N, M]` of `routed` heads over their standard deviation, which
+/// one head does not have; 0 for the others.
+fn normalised_gates(norms: &Tensor, routed: &[usize]) -> Result<Tensor> {
+    let heads = norms.dim(1)?;
+    let norms = chosen(norms, routed)?;
+    let deviations = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
+    let scores = match routed.len() {
+        0 => return Tensor::zeros((norms.dim(0)?, heads), norms.dtype(), &Device::Cpu),
+        1 => norms.zeros_like()?,
+        count => {
+            let variance = (deviations.sqr()?.sum_keepdim(1)? / (count as f64 - 1.0))?;
+            norms.broadcast_div(&variance.sqrt()?)?
+        }
+    };
+    placed(&softmax(&scores)?, routed, heads)
+}
+
+/// Some columns of a matrix.
+fn chosen(matrix: &Tensor, columns: &[usize]) -> Result<Tensor> {
+    let indices: Vec<u32> = columns.iter().map(|&column| column as u32).collect();
+    matrix.index_select(&Tensor::from_vec(indices, columns.len(), &Device::Cpu)?, 1)
+}
+
+/// A matrix of `count` columns with those of `matrix` in the places `columns`, and zeros elsewhere.
+fn placed(matrix: &Tensor, columns: &[usize], count: usize) -> Result<Tensor> {
+    // Row i has its 1 in the column where column i belongs.
+    let places = columns.iter().flat_map(|&of| (0..count).map(move |at| f64::from(at == of)));
+    let shape = (columns.len(), count);
+    matrix.matmul(&Tensor::from_vec(places.collect::<Vec<_>>(), shape, &Device::Cpu)?)
+}
+
+/// The softmax of each row.
+pub fn softmax(scores: &Tensor) -> Result<Tensor> {
+    let exponentials = scores.broadcast_sub(&scores.max_keepdim(1)?.detach())?.exp()?;
+    exponentials.broadcast_div(&exponentials.sum_keepdim(1)?)
+}
+
+/// 1 for shared heads and for the selected ones, the largest norms, or groups of the largest sums of
+/// squares, among equals the lower ones; `[N, H]`.
+pub fn selection(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<Tensor> {
+    let QueryNormRouter { shared, top_k, selects } = router;
     let squares = queries.sqr()?.sum(2)?.to_vec2::<f64>()?;
     let heads = queries.dim(1)?;
+    let (pool, top_k, size) = match selects {
+        Selects::Heads => (heads, top_k, 1),
+        Selects::Groups => (heads, top_k / group, group),
+        Selects::WithinGroups => (group, top_k / (heads / group), 1),
+    };
     let mut mask = Vec::with_capacity(squares.len() * heads);
     for squares in &squares {
-        let mut ranked: Vec<usize> = (0..heads).filter(|&head| !shared.contains(head)).collect();
-        ranked.sort_by(|&a, &b| squares[b].total_cmp(&squares[a]).then(a.cmp(&b)));
-        let chosen = &ranked[..top_k];
+        let sum = |first: usize| squares[first..first + size].iter().sum::<f64>();
+        let mut chosen = Vec::new();
+        for pool in (0..heads).step_by(pool).map(|first| first..first + pool) {
+            let mut ranked: Vec<usize> =
+                pool.step_by(size).filter(|&head| !shared.contains(head)).collect();
+            ranked.sort_by(|&a, &b| sum(b).total_cmp(&sum(a)).then(a.cmp(&b)));
+            chosen.extend(ranked[..top_k].iter().flat_map(|&first| first..first + size));
+        }
         mask.extend(
             (0..heads).map(|h| f64::from(u8::from(shared.contains(h) || chosen.contains(&h)))),
         );
     }
     Tensor::from_vec(mask, (squares.len(), heads), &Device::Cpu)
+}
+
+/// Gates `[N, H]` of the logits `[N, L]` of H heads, 0 for shared heads.
+pub fn logit_gates(logits: &Tensor, router: LogitRouter, heads: usize) -> Result<Tensor> {
+    let routed: Vec<usize> = (0..heads).filter(|&head| !router.shared.contains(head)).collect();
+    placed(&softmax(&chosen(logits, &routed)?)?, &routed, heads)
+}
+
+/// 1 for shared heads and for the routed heads of the largest logits, among equals the lower ones;
+/// `[N, H]`.
+pub fn logit_selection(logits: &Tensor, router: LogitRouter, heads: usize) -> Result<Tensor> {
+    let LogitRouter { shared, top_k, .. } = router;
+    let rows = logits.to_vec2::<f64>()?;
+    let mut mask = Vec::with_capacity(rows.len() * heads);
+    for row in &rows {
+        let mut ranked: Vec<usize> = (0..heads).filter(|&head| !shared.contains(head)).collect();
+        ranked.sort_by(|&a, &b| row[b].total_cmp(&row[a]).then(a.cmp(&b)));
+        let is_active = |head: usize| shared.contains(head) || ranked[..top_k].contains(&head);
+        mask.extend((0..heads).map(|head| f64::from(u8::from(is_active(head)))));
+    }
+    Tensor::from_vec(mask, (rows.len(), heads), &Device::Cpu)
+}
+
+/// The weights `[N, H]` of two-stage routing of the logits `[N, L]` and the selection `[N, H]`.
+pub fn two_stage_weights(logits: &Tensor, router: LogitRouter, mask: &Tensor) -> Result<Tensor> {
+    let heads = mask.dim(1)?;
+    let kept = (logit_gates(logits, router, heads)? * mask)?;
+    let routed = (kept.broadcast_div(&kept.sum_keepdim(1)?)? * router.top_k as f64)?;
+    let shared: Vec<usize> = router.shared.heads().collect();
+    if shared.is_empty() {
+        return Ok(routed);
+    }
+    let of_shared = (softmax(&chosen(logits, &shared)?)? * shared.len() as f64)?;
+    let of_shared = placed(&of_shared, &shared, heads)?;
+    let stages = (softmax(&logits.narrow(1, heads, 2)?)? * 2.0)?;
+    let weighed = |part: Tensor, stage| part.broadcast_mul(&stages.narrow(1, stage, 1)?);
+    weighed(of_shared, 0)? + weighed(routed, 1)?
 }
 
 /// Weights `[N, H]` whose value is the mask and whose gradient is added to the gates `[N, H]` of

@@ -7,27 +7,27 @@ use super::{
 };
 use crate::reference::{
     F32_TOLERANCE, Random, assert_close, cases, first_shared, no_rotation, rope_tables,
-    routers_of_sets, shared, tolerance, wide,
+    routers_of_sets, selection_and_gates, shared, tolerance, upload, wide,
 };
 use half::bf16;
 use moh_kernels::ranks::Heads;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::QueryNormRouter;
-use moh_kernels::router::{Routing, SharedHeads};
+use moh_kernels::router::{Routers, Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Cpu, Element, Memory};
 use proptest::prelude::*;
 
 /// Random inputs of a micro-batch.
-struct Inputs<T> {
+pub(super) struct Inputs<T> {
     shape: QkvShape,
-    qkv: Vec<T>,
-    d_qkv: Vec<T>,
+    pub qkv: Vec<T>,
+    pub d_qkv: Vec<T>,
     delta: Vec<f32>,
-    tables: (Vec<f32>, Vec<f32>),
+    pub tables: (Vec<f32>, Vec<f32>),
 }
 
 impl<T: Element> Inputs<T> {
-    fn new(shape: QkvShape, seed: u64) -> Self {
+    pub fn new(shape: QkvShape, seed: u64) -> Self {
         let mut random = Random(seed);
         Inputs {
             shape,
@@ -38,7 +38,7 @@ impl<T: Element> Inputs<T> {
         }
     }
 
-    fn case(&self, router: QueryNormRouter) -> Case<'_, T> {
+    pub fn case(&self, router: QueryNormRouter) -> Case<'_, T> {
         let Inputs { shape, qkv, d_qkv, delta, tables } = self;
         let (shape, delta) = (*shape, Some(&delta[..]));
         Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables }
@@ -94,7 +94,7 @@ fn order_is_irrelevant<B: Backend, T: Element>(
     router: QueryNormRouter,
     seed: u64,
 ) {
-    let QueryNormRouter { shared, top_k } = router;
+    let QueryNormRouter { shared, top_k, .. } = router;
     let routed = (0..shape.heads).filter(|&head| !shared.contains(head));
     let order: Vec<usize> = shared.heads().chain(routed).collect();
     let first = first_shared(shared.len(), top_k);
@@ -234,6 +234,49 @@ fn a_routing_counts_the_columns_and_routed_heads_of_its_set() {
     let message = routing.begin(2, set).unwrap_err().to_string();
     assert!(message.contains("room for 6 columns, not 7"), "{message}");
     assert!(routing.begin(4, SharedHeads::first(2)).is_err());
+}
+
+/// Without a router every token selects the shared heads alone, with gates of 0.
+#[test]
+fn every_token_is_routed_to_the_shared_heads() {
+    let sets: [&[usize]; 4] = [&[0, 1, 4], &[], &[5], &[0, 1, 2, 3, 4, 5]];
+    for (set, ranks) in sets.into_iter().flat_map(|set| [(set, 1), (set, 2)]) {
+        let heads = Heads { count: 6, group_size: 3, rank: ranks - 1, ranks };
+        let set = SharedHeads::from_heads(set.iter().copied()).unwrap();
+        let columns = 6 - set.leading();
+        let (tokens, saved_per_token, weighted) = (9, 0, false);
+        let shape = RoutingShape { tokens, heads, columns, saved_per_token, weighted };
+        on_each_device!(device => {
+            let mut routing = Routing::new(device, shape).unwrap();
+            device.route_to_shared(7, set, &mut routing).unwrap();
+            let (mask, gates) = selection_and_gates(device, &routing);
+            let expected = (set.leading()..6).map(|head| u8::from(set.contains(head)));
+            assert_eq!(mask, expected.collect::<Vec<_>>().repeat(7));
+            assert!(gates.len() == 7 * columns && gates.iter().all(|&gate| gate == 0.0));
+            let local = routing.selection();
+            let leading = heads.local_below(set.leading());
+            let mut marks = vec![9u8; 7 * (heads.local() - leading)];
+            device.download(local.routed, &mut marks).unwrap();
+            let expected = (leading..heads.local())
+                .map(|local| u8::from(set.contains(heads.index(local))));
+            assert_eq!(marks, expected.collect::<Vec<_>>().repeat(7));
+            let mut loss = upload(device, &[0f64]);
+            device.balance_loss(&routing, 1.0, whole_mut(device, &mut loss)).unwrap();
+            assert_eq!(download(device, &loss), [0.0]);
+            assert!(device.route_to_shared(10, set, &mut routing).is_err());
+        });
+    }
+
+    fn download<B: Backend>(device: &B, buffer: &B::Buffer<f64>) -> Vec<f64> {
+        crate::reference::download::<B, f64>(device, buffer)
+    }
+
+    fn whole_mut<'a, B: Backend>(
+        _: &B,
+        buffer: &'a mut B::Buffer<f64>,
+    ) -> moh_kernels::ViewMut<'a, B, f64> {
+        B::whole_mut(buffer)
+    }
 }
 
 /// One routing for layers whose shared heads are different sets.

@@ -1,11 +1,11 @@
-//! The query-norm router on a GPU (query_norm.cu). With a rotation, the pass over the queries also
-//! applies RoPE.
+//! The routers by norms of queries on a GPU (query_norm.cu). With a rotation, the pass over the
+//! queries also applies RoPE.
 
 use bytemuck::Zeroable;
 
 use super::{
     BackwardLens, QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward,
-    QueryNormRopeForward, QueryNormRouter, begin, check_backward,
+    QueryNormRopeForward, QueryNormRouter, Selects, begin, check_backward,
 };
 use crate::cuda::parameters::query_norm::Parameters;
 use crate::cuda::parameters::{rope, router};
@@ -42,6 +42,15 @@ impl Parameters {
     }
 }
 
+/// The first words of the names of a router's kernels.
+fn kernels(router: QueryNormRouter) -> &'static str {
+    match router.selects {
+        Selects::Heads => "query_norm",
+        Selects::Groups => "group_norm",
+        Selects::WithinGroups => "within_groups",
+    }
+}
+
 /// A forward pass, with a rotation if `rope` has an address.
 struct Forward<'a> {
     router: QueryNormRouter,
@@ -66,15 +75,15 @@ impl Forward<'_> {
         let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
         let mut parameters = Parameters::new(shape, routing);
         (parameters.qkv, parameters.rope) = (self.qkv, self.rope);
-        parameters.top_k = router.top_k as u32;
+        parameters.top_k = (router.top_k / router.pools(heads)) as u32;
         if let Some(all_reduce) = all_reduce.filter(|_| columns > 0) {
             let squares = 0..tokens * columns;
             cuda.zero(routing.saved.view_mut(squares.clone()))?;
             cuda.launch(&name::<T>("query_norm_squares"), blocks, 0, &parameters)?;
             all_reduce(routing.saved.view_mut(squares))?;
         }
-        let shared = Parameters::shared_bytes(routing);
-        cuda.launch(&name::<T>("query_norm_forward"), blocks, shared, &parameters)?;
+        let kernel = name::<T>(&format!("{}_forward", kernels(router)));
+        cuda.launch(&kernel, blocks, Parameters::shared_bytes(routing), &parameters)?;
         cuda.complete_routing(routing)
     }
 }
@@ -104,27 +113,34 @@ impl QueryNorm for Cuda {
         forward.run::<T>(self, routing, all_reduce)
     }
 
-    fn query_norm_backward<T: Element>(&self, args: QueryNormBackward<'_, Self, T>) -> Result<()> {
+    fn query_norm_backward<T: Element>(
+        &self,
+        router: QueryNormRouter,
+        args: QueryNormBackward<'_, Self, T>,
+    ) -> Result<()> {
         let QueryNormBackward { shape, qkv, d_qkv, gradient } = args;
         let none = rope::Parameters::zeroed();
-        let backward = Backward { shape, qkv, d_qkv: (d_qkv.address, d_qkv.len), rope: none };
+        let d_qkv = (d_qkv.address, d_qkv.len);
+        let backward = Backward { router, shape, qkv, d_qkv, rope: none };
         backward.run(self, gradient)
     }
 
     fn query_norm_rope_backward<T: Element>(
         &self,
+        router: QueryNormRouter,
         args: QueryNormRopeBackward<'_, Self, T>,
     ) -> Result<()> {
         let QueryNormRopeBackward { qkv, gradient, rope } = args;
         let (shape, d_qkv_len) = (rope.shape, rope.qkv.len);
         let rope = rope::Parameters::new("query_norm_rope_backward", &rope)?;
-        let backward = Backward { shape, qkv, d_qkv: (rope.qkv, d_qkv_len), rope };
+        let backward = Backward { router, shape, qkv, d_qkv: (rope.qkv, d_qkv_len), rope };
         backward.run(self, gradient)
     }
 }
 
 /// A backward pass, with a rotation if `rope` has an address.
 struct Backward<'a, T> {
+    router: QueryNormRouter,
     shape: &'a QkvShape,
     qkv: CudaView<'a, T>,
     /// Address and length.
@@ -135,12 +151,12 @@ struct Backward<'a, T> {
 impl<T: Element> Backward<'_, T> {
     fn run(&self, cuda: &Cuda, gradient: RouterGradient<'_, Cuda>) -> Result<()> {
         const OPERATOR: &str = "query_norm_backward";
-        let Backward { shape, qkv, d_qkv: (d_qkv, d_qkv_len), rope } = *self;
+        let Backward { router, shape, qkv, d_qkv: (d_qkv, d_qkv_len), rope } = *self;
         let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
         let tokens = shape.tokens();
         let delta_len = delta.map(|delta| delta.len);
         let lens = BackwardLens { qkv: qkv.len, d_qkv: d_qkv_len, delta: delta_len };
-        check_backward(OPERATOR, shape, &lens, routing)?;
+        check_backward(OPERATOR, router, shape, &lens, routing)?;
         let mut parameters = Parameters::new(shape, routing);
         (parameters.qkv, parameters.d_qkv, parameters.rope) = (qkv.address, d_qkv, rope);
         parameters.balance_weight = balance_weight;
@@ -154,8 +170,8 @@ impl<T: Element> Backward<'_, T> {
             cuda.launch("query_norm_spread", [tokens, 1], 0, &parameters)?;
             all_reduce(table)?;
         }
-        let shared = Parameters::shared_bytes(routing);
+        let kernel = name::<T>(&format!("{}_backward", kernels(router)));
         let blocks = [tokens.div_ceil(TOKENS), 1];
-        cuda.launch(&name::<T>("query_norm_backward"), blocks, shared, &parameters)
+        cuda.launch(&kernel, blocks, Parameters::shared_bytes(routing), &parameters)
     }
 }

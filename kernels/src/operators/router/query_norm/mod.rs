@@ -1,10 +1,24 @@
-//! The query-norm router of MoH (arXiv 2410.11842, section 3.3 and appendix): a routed head is
-//! scored by the norm of its query before RoPE, without a parameter.
+//! Routers that score heads by the norms of their queries before RoPE, without a parameter. The
+//! query-norm router is that of MoH (arXiv 2410.11842, section 3.3 and appendix):
 //!
 //! ```text
 //! n_i = ||q_i||           gate = softmax(n / std(n))     std unbiased, over the routed heads
 //! selected = the top-k norms (sums of squares in f64; a tie selects the lower head)
 //! ```
+//!
+//! Two others select in whole key/value groups, or the same number of heads of each ([`Selects`]):
+//!
+//! ```text
+//! n_i = sqrt(mean over the heads j of i's group of ||q_j||^2)     gate = softmax(n)
+//! selected = the k / M groups with the largest sums of squares, M the heads of a group
+//!
+//! gate = softmax over i's group of (n / std over i's group) / G   G the groups of a layer
+//! selected = the top k / G norms of each group
+//! ```
+//!
+//! The gates of a token sum to 1 with each of them. Groups have no standard deviation: that of two
+//! groups would make their gates constants. A group with one routed head has none either; within
+//! groups every token selects that head, or none does, and its gate is the constant 1 / G.
 //!
 //! Backward, straight-through: the gradient of a selected head's weight, `<dO, O>`, is taken as
 //! its gate's; heads that were not selected get none, since their outputs are not computed
@@ -40,6 +54,19 @@ pub struct QueryNormRouter {
     pub shared: SharedHeads,
     /// Routed heads that a token selects.
     pub top_k: usize,
+    /// Which of them it may select together.
+    pub selects: Selects,
+}
+
+/// Which routed heads a token may select together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Selects {
+    /// Any (the query-norm router).
+    Heads,
+    /// Those of whole key/value groups. The shared heads are whole groups too.
+    Groups,
+    /// The same number of every key/value group, which all have the same number of shared heads.
+    WithinGroups,
 }
 
 impl QueryNormRouter {
@@ -48,21 +75,51 @@ impl QueryNormRouter {
     /// # Errors
     /// If the router does not fit the heads.
     pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
-        self.check("routing", heads.count)?;
+        self.check("routing", heads)?;
         let columns = heads.count - self.shared.leading();
-        let saved_per_token = columns + 1;
+        let saved_per_token = columns + self.pools(heads);
         Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted: false })
     }
 
+    /// The sets of heads whose norms are ranked together.
+    fn pools(&self, heads: Heads) -> usize {
+        match self.selects {
+            Selects::Heads | Selects::Groups => 1,
+            Selects::WithinGroups => heads.count / heads.group_size,
+        }
+    }
+
     /// Refuses heads that do not fit a layer's query heads.
-    fn check(&self, operator: &'static str, heads: usize) -> Result<()> {
-        let &QueryNormRouter { shared, top_k } = self;
-        shared.check(operator, heads)?;
-        let routed = heads - shared.len();
-        ensure(operator, routed != 1, || {
-            "one routed head has no standard deviation: route none or at least two".into()
-        })?;
-        ensure(operator, top_k <= routed, || format!("top {top_k} of {routed} routed heads"))
+    fn check(&self, operator: &'static str, heads: Heads) -> Result<()> {
+        let &QueryNormRouter { shared, top_k, selects } = self;
+        shared.check(operator, heads.count)?;
+        let routed = heads.count - shared.len();
+        ensure(operator, top_k <= routed, || format!("top {top_k} of {routed} routed heads"))?;
+        let size = heads.group_size;
+        let mut shared_of_groups = (0..heads.count / size)
+            .map(|group| (0..size).filter(|head| shared.contains(group * size + head)).count());
+        match selects {
+            Selects::Heads => ensure(operator, routed != 1, || {
+                "one routed head has no standard deviation: route none or at least two".into()
+            }),
+            Selects::Groups => {
+                let whole = shared_of_groups.all(|count| count == 0 || count == size);
+                ensure(operator, whole, || format!("the shared heads are no groups of {size}"))?;
+                ensure(operator, top_k.is_multiple_of(size), || {
+                    format!("top {top_k} is no multiple of the {size} heads of a group")
+                })
+            }
+            Selects::WithinGroups => {
+                let each = shared.len() / (heads.count / size).max(1);
+                ensure(operator, shared_of_groups.all(|count| count == each), || {
+                    format!("groups of {size} heads have different numbers of shared ones")
+                })?;
+                let groups = heads.count / size;
+                ensure(operator, groups == 0 || top_k.is_multiple_of(groups), || {
+                    format!("top {top_k} is no multiple of the {groups} groups")
+                })
+            }
+        }
     }
 }
 
@@ -130,12 +187,17 @@ pub trait QueryNorm: Routers + Rope {
     ) -> Result<()>;
 
     /// Adds the router's gradient to the gradient of the queries, both before or both after RoPE.
-    fn query_norm_backward<T: Element>(&self, args: QueryNormBackward<'_, Self, T>) -> Result<()>;
+    fn query_norm_backward<T: Element>(
+        &self,
+        router: QueryNormRouter,
+        args: QueryNormBackward<'_, Self, T>,
+    ) -> Result<()>;
 
     /// Replaces the gradients of rotated queries and keys by the gradients of the unrotated ones,
     /// and adds the router's gradient.
     fn query_norm_rope_backward<T: Element>(
         &self,
+        router: QueryNormRouter,
         args: QueryNormRopeBackward<'_, Self, T>,
     ) -> Result<()>;
 }
@@ -148,11 +210,10 @@ fn begin<M: Memory>(
     qkv: usize,
     routing: &mut Routing<M>,
 ) -> Result<usize> {
-    router.check(operator, routing.heads().count)?;
+    router.check(operator, routing.heads())?;
     check_shape(operator, shape, "qkv", qkv)?;
     routing.begin(shape.tokens(), router.shared)?;
-    routing.check_heads(operator, shape.heads)?;
-    check_saved(operator, routing)?;
+    check_routing(operator, router, shape, routing)?;
     Ok(routing.columns())
 }
 
@@ -166,6 +227,7 @@ struct BackwardLens {
 /// Checks a backward pass.
 fn check_backward<M: Memory>(
     operator: &'static str,
+    router: QueryNormRouter,
     shape: &QkvShape,
     lens: &BackwardLens,
     routing: &Routing<M>,
@@ -173,7 +235,10 @@ fn check_backward<M: Memory>(
     check_shape(operator, shape, "d_qkv", lens.d_qkv)?;
     check_len(operator, "qkv", lens.qkv, lens.d_qkv)?;
     routing.check(operator, shape.tokens(), shape.heads)?;
-    check_saved(operator, routing)?;
+    ensure(operator, routing.shared() == router.shared, || {
+        "the routing was made with other shared heads".into()
+    })?;
+    check_routing(operator, router, shape, routing)?;
     lens.delta
         .map_or(Ok(()), |delta| check_len(operator, "delta", delta, shape.tokens() * shape.heads))
 }
@@ -188,9 +253,20 @@ fn check_shape(
     check_len(operator, what, len, shape.tokens() * shape.row())
 }
 
-/// Refuses a routing without room for norms and 1 / std.
-fn check_saved<M: Memory>(operator: &'static str, routing: &Routing<M>) -> Result<()> {
-    let (saved, least) = (M::len(&routing.saved), routing.tokens() * (routing.columns() + 1));
+/// Refuses a routing of other heads or groups, or without room for norms and 1 / std.
+fn check_routing<M: Memory>(
+    operator: &'static str,
+    router: QueryNormRouter,
+    shape: &QkvShape,
+    routing: &Routing<M>,
+) -> Result<()> {
+    routing.check_heads(operator, shape.heads)?;
+    let (made_for, size) = (routing.heads().group_size, shape.heads / shape.kv_heads.max(1));
+    ensure(operator, router.selects == Selects::Heads || made_for == size, || {
+        format!("the routing was made for groups of {made_for} heads, not {size}")
+    })?;
+    let per_token = routing.columns() + router.pools(routing.heads());
+    let (saved, least) = (M::len(&routing.saved), routing.tokens() * per_token);
     ensure(operator, saved >= least, || {
         format!("the routing saves {saved} elements, expected {least}")
     })

@@ -1,0 +1,175 @@
+//! Routers that score heads by logits z, linear functions of the block's input, one for each head of
+//! the layer:
+//!
+//! ```text
+//! p = softmax(z) over the routed heads        gates = p
+//! selected = the top-k logits of the routed heads (a tie selects the lower head)
+//! ```
+//!
+//! Such a router leaves the outputs of heads as they are, and its backward pass is straight-through:
+//! the gradient of a selected head's weight, `<dO, O>`, is taken as its gate's. Or it weighs them:
+//! two-stage routing (arXiv 2410.11842, equations 5 and 6, normalised as in the authors' code) with
+//! S shared heads and two more logits y,
+//!
+//! ```text
+//! r_i = k p_i / (sum of the selected p)       s = S softmax(z) over the shared heads
+//! (a, b) = 2 softmax(y)                       weights = a s_i of shared heads, b r_i of selected ones
+//! ```
+//!
+//! or r without shared heads, which then has no y. With equal logits every weight is 1. The weights are
+//! differentiable, so `<dO, O>` is their gradient. Shared heads have logits, which a router without
+//! weights does not read. The balance loss adds to the gradient of p.
+//!
+//! Ranks that share a layer's heads sum tables of the logits, to which each adds those of its own heads
+//! (and the first one y): products may be rounded differently on each, and all ranks must select the
+//! same heads.
+
+mod cpu;
+#[cfg(gpu)]
+pub(crate) mod cuda;
+
+use std::ops::Range;
+
+use super::{RouterGradient, Routers, Routing, RoutingShape, SharedHeads};
+use crate::error::{Result, check_len, ensure};
+use crate::memory::{Memory, View, ViewMut};
+use crate::ranks::{AllReduce, Heads};
+use crate::scalar::Element;
+
+/// A router by logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LogitRouter {
+    /// Heads that every token computes.
+    pub shared: SharedHeads,
+    /// Routed heads that a token selects.
+    pub top_k: usize,
+    /// Whether it weighs the heads' outputs.
+    pub weighs: bool,
+}
+
+impl LogitRouter {
+    /// The logits of a token in a layer of `heads` heads: one for each, and those of the two stages.
+    pub fn logits(&self, heads: usize) -> usize {
+        heads + if self.weighs && !self.shared.is_empty() { 2 } else { 0 }
+    }
+
+    /// Sizes of the routing of `tokens` tokens in a layer of `heads`: the logits are saved.
+    ///
+    /// # Errors
+    /// If the router does not fit the heads.
+    pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
+        self.check("routing", heads.count)?;
+        let columns = heads.count - self.shared.leading();
+        let saved_per_token = self.logits(heads.count);
+        Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted: self.weighs })
+    }
+
+    fn check(&self, operator: &'static str, heads: usize) -> Result<()> {
+        let &LogitRouter { shared, top_k, weighs } = self;
+        shared.check(operator, heads)?;
+        let routed = heads - shared.len();
+        ensure(operator, top_k <= routed, || format!("top {top_k} of {routed} routed heads"))?;
+        ensure(operator, !weighs || routed == 0 || top_k > 0, || {
+            "two-stage routing weighs selected heads: select at least one".into()
+        })
+    }
+}
+
+/// Arguments of [`Logits::logits_forward`].
+pub struct LogitsForward<'a, M: Memory, T: Element> {
+    /// The logits of all heads, then those of the two stages, if there are any; `[N, logits]`.
+    pub logits: View<'a, M, T>,
+    /// Number of tokens, N.
+    pub tokens: usize,
+    /// Overwritten.
+    pub routing: &'a mut Routing<M>,
+    /// The sum over the ranks that share the heads; required if there are several.
+    pub all_reduce: Option<AllReduce<'a, M>>,
+}
+
+/// Arguments of [`Logits::logits_backward`].
+pub struct LogitsBackward<'a, M: Memory, T: Element> {
+    /// The tokens whose gradients are asked for, M of N.
+    pub tokens: Range<usize>,
+    /// Overwritten; `[M, logits]`.
+    pub d_logits: ViewMut<'a, M, T>,
+    /// The router's other inputs. The table for ranks has an element for each token and column, or
+    /// each token and head of the layer if the router weighs them.
+    pub gradient: RouterGradient<'a, M>,
+}
+
+/// Routers by logits as operators of a device.
+pub trait Logits: Routers {
+    /// Routes the tokens by their logits.
+    fn logits_forward<T: Element>(
+        &self,
+        router: LogitRouter,
+        args: LogitsForward<'_, Self, T>,
+    ) -> Result<()>;
+
+    /// The gradients of the logits of some tokens.
+    fn logits_backward<T: Element>(
+        &self,
+        router: LogitRouter,
+        args: LogitsBackward<'_, Self, T>,
+    ) -> Result<()>;
+}
+
+/// Checks a forward pass of `logits` elements and begins its routing.
+fn begin<M: Memory>(
+    operator: &'static str,
+    router: LogitRouter,
+    tokens: usize,
+    logits: usize,
+    routing: &mut Routing<M>,
+) -> Result<()> {
+    let heads = routing.heads().count;
+    router.check(operator, heads)?;
+    check_len(operator, "logits", logits, tokens * router.logits(heads))?;
+    routing.begin(tokens, router.shared)?;
+    check_routing(operator, router, routing)
+}
+
+/// Checks a backward pass.
+fn check_backward<M: Memory>(
+    operator: &'static str,
+    router: LogitRouter,
+    tokens: &Range<usize>,
+    d_logits: usize,
+    delta: Option<usize>,
+    routing: &Routing<M>,
+) -> Result<()> {
+    let heads = routing.heads();
+    ensure(operator, tokens.start <= tokens.end && tokens.end <= routing.tokens(), || {
+        format!("tokens {tokens:?} of {}", routing.tokens())
+    })?;
+    let logits = router.logits(heads.count);
+    check_len(operator, "d_logits", d_logits, tokens.len() * logits)?;
+    ensure(operator, routing.shared() == router.shared, || {
+        "the routing was made with other shared heads".into()
+    })?;
+    check_routing(operator, router, routing)?;
+    let deltas = routing.tokens() * heads.local();
+    delta.map_or(Ok(()), |delta| check_len(operator, "delta", delta, deltas))
+}
+
+/// Refuses a routing without room for the logits or the weights.
+fn check_routing<M: Memory>(
+    operator: &'static str,
+    router: LogitRouter,
+    routing: &Routing<M>,
+) -> Result<()> {
+    let least = routing.tokens() * router.logits(routing.heads().count);
+    let saved = M::len(&routing.saved);
+    ensure(operator, saved >= least, || {
+        format!("the routing saves {saved} elements, expected {least}")
+    })?;
+    ensure(operator, routing.shape.weighted || !router.weighs, || {
+        "the routing has no room for weights".into()
+    })
+}
+
+/// Elements of a token in the table that ranks exchange, the last heads of the layer.
+fn exchanged<M: Memory>(router: LogitRouter, routing: &Routing<M>) -> usize {
+    if router.weighs { routing.heads().count } else { routing.columns() }
+}

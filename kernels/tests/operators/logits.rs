@@ -1,0 +1,424 @@
+//! Routers by logits against their reference: selection, gates, weights, balance loss, and the
+//! gradients of the logits, checked by autograd and by central differences.
+
+use crate::reference::operators;
+use crate::reference::{
+    Another, F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, gradient,
+    selection_and_gates, tensor, tolerance, upload, var, wide,
+};
+use crate::tensor_parallel::{local_columns, on_ranks};
+use candle_core::{Device, Tensor};
+use half::bf16;
+use moh_kernels::ranks::{AllReduce, Heads};
+use moh_kernels::router::logits::{LogitRouter, Logits, LogitsBackward, LogitsForward};
+use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape, SharedHeads};
+use moh_kernels::{Backend, Cpu, Element, Result};
+use proptest::prelude::*;
+
+/// Weight of the balance loss in the total, exact in f32.
+const BALANCE: f32 = 0.5;
+
+/// A micro-batch of a layer whose heads are all local, or those of one rank.
+#[derive(Clone, Copy)]
+struct Case<'a, T> {
+    heads: Heads,
+    router: LogitRouter,
+    tokens: usize,
+    logits: &'a [T],
+    delta: Option<&'a [f32]>,
+}
+
+/// The results of a device on one micro-batch.
+#[derive(PartialEq)]
+struct Found<T> {
+    mask: Vec<u8>,
+    gates: Vec<f32>,
+    weights: Vec<f32>,
+    balance_loss: f64,
+    d_logits: Vec<T>,
+}
+
+fn router(shared: &[usize], top_k: usize, weighs: bool) -> LogitRouter {
+    LogitRouter { shared: SharedHeads::from_heads(shared.iter().copied()).unwrap(), top_k, weighs }
+}
+
+fn routing<B: Backend, T>(device: &B, case: &Case<'_, T>) -> Routing<B> {
+    // With room for one token more than the case has.
+    let shape = case.router.routing_shape(case.tokens + 1, case.heads).unwrap();
+    Routing::new(device, shape).unwrap()
+}
+
+fn forward<B: Backend, T: Element>(
+    device: &B,
+    case: &Case<'_, T>,
+    routing: &mut Routing<B>,
+    all_reduce: Option<AllReduce<'_, B>>,
+) -> Result<()> {
+    let logits = upload(device, case.logits);
+    let (logits, tokens) = (B::whole::<T>(&logits), case.tokens);
+    device.logits_forward(case.router, LogitsForward { logits, tokens, routing, all_reduce })
+}
+
+fn route<B: Backend, T: Element>(
+    device: &B,
+    case: &Case<'_, T>,
+    all_reduce: Option<AllReduce<'_, B>>,
+) -> Found<T> {
+    let mut routing = routing(device, case);
+    forward(device, case, &mut routing, all_reduce).unwrap();
+    let local = case.tokens * case.heads.local();
+    let mut weights = vec![9f32; if routing.is_weighted() { local } else { 0 }];
+    if let Some(found) = routing.selection().weights {
+        device.download(found, &mut weights).unwrap();
+    }
+    let delta = case.delta.map(|delta| upload(device, delta));
+    let mut d_logits = upload(device, &vec![T::from_f32(7.0); case.logits.len()]);
+    let exchanged = if case.router.weighs {
+        case.heads.count
+    } else {
+        case.heads.count - case.router.shared.leading()
+    };
+    let mut table = upload(device, &vec![7f64; case.tokens * exchanged]);
+    let gradient = RouterGradient {
+        routing: &routing,
+        delta: delta.as_ref().map(|delta| B::whole(delta)),
+        balance_weight: BALANCE,
+        ranks: all_reduce
+            .map(|all_reduce| RouterRanks { table: B::whole_mut(&mut table), all_reduce }),
+    };
+    let (tokens, d) = (0..case.tokens, B::whole_mut::<T>(&mut d_logits));
+    device.logits_backward(case.router, LogitsBackward { tokens, d_logits: d, gradient }).unwrap();
+    let (mask, gates) = selection_and_gates(device, &routing);
+    let mut loss = upload(device, &[1.0f64]);
+    device.balance_loss(&routing, 2.0, B::whole_mut(&mut loss)).unwrap();
+    Found {
+        mask,
+        gates,
+        weights,
+        balance_loss: (download::<B, f64>(device, &loss)[0] - 1.0) / 2.0,
+        d_logits: download::<B, T>(device, &d_logits),
+    }
+}
+
+/// Results of the reference: selection, gates and weights of each head, the balance loss, and the
+/// total loss.
+fn reference(
+    logits: &Tensor,
+    router: LogitRouter,
+    heads: usize,
+    mask: &Tensor,
+    delta: &Tensor,
+) -> [Tensor; 4] {
+    let gates = operators::logit_gates(logits, router, heads).unwrap();
+    let weights = match router.weighs {
+        true => operators::two_stage_weights(logits, router, mask).unwrap(),
+        false => operators::straight_through(mask, &gates).unwrap(),
+    };
+    let balance_loss = operators::balance_loss(mask, &gates).unwrap();
+    let total = (&weights * delta).unwrap().sum_all().unwrap();
+    let total = (total + (&balance_loss * f64::from(BALANCE)).unwrap()).unwrap();
+    [gates, weights, balance_loss, total]
+}
+
+fn agrees<B: Backend, T: Element>(
+    device: &B,
+    [tokens, heads]: [usize; 2],
+    router: LogitRouter,
+    seed: u64,
+) {
+    let (mut random, width) = (Random(seed), router.logits(heads));
+    let logits: Vec<T> = random.elements(tokens * width);
+    let delta: Vec<f32> = random.elements(tokens * heads);
+    let heads_of = Heads::all(heads);
+    let given = Some(&delta[..]);
+    let case = Case { heads: heads_of, router, tokens, logits: &logits, delta: given };
+    let found = route(device, &case, None);
+    let logits = var(&logits, (tokens, width));
+    let mask = operators::logit_selection(&logits, router, heads).unwrap();
+    let delta = tensor(&delta, (tokens, heads));
+    let [gates, weights, balance_loss, total] = reference(&logits, router, heads, &mask, &delta);
+    let expected = gradient(&total.backward().unwrap(), &logits);
+
+    let with_column = |table| columns(&flat(table), heads, router.shared.leading()..heads);
+    let marks = found.mask.iter().map(|&mark| f64::from(mark));
+    assert!(marks.eq(with_column(&mask)), "another selection");
+    assert_close("gates", &found.gates, &with_column(&gates), F32_TOLERANCE);
+    if router.weighs {
+        assert_close("weights", &found.weights, &flat(&weights), F32_TOLERANCE);
+    }
+    let error = found.balance_loss - balance_loss.to_scalar::<f64>().unwrap();
+    assert!(error.abs() < F32_TOLERANCE, "the balance loss is off by {error:e}");
+    assert_close("d_logits", &found.d_logits, &expected, tolerance::<T>());
+}
+
+/// Sets of shared heads and numbers of selected ones of twelve heads.
+const SETS: [(&[usize], usize); 6] = [
+    (&[0, 1, 2, 3], 5),
+    (&[], 3),
+    (&[0, 5, 11], 9),
+    (&[4], 1),
+    (&[1, 2, 3], 8),
+    (&[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 1),
+];
+
+#[test]
+fn selection_gates_weights_and_gradients_agree() {
+    for (set, top_k) in SETS {
+        for weighs in [false, true] {
+            let router = router(set, top_k, weighs);
+            for seed in [1, 2] {
+                on_each_device!(device => agrees::<_, f32>(device, [150, 12], router, seed));
+                on_each_device!(device => agrees::<_, bf16>(device, [150, 12], router, seed));
+            }
+        }
+    }
+    // More heads than a warp has threads, and shared heads in every word of the set.
+    for weighs in [false, true] {
+        let far = router(&[0, 1, 33, 64, 65, 66, 129, 130, 193, 194, 257], 40, weighs);
+        on_each_device!(device => agrees::<_, f32>(device, [9, 300], far, 5));
+    }
+}
+
+#[test]
+fn gradients_agree_with_central_differences() {
+    const NUDGE: f64 = 1e-5;
+    let (tokens, heads) = (3, 6);
+    for (set, weighs) in [(&[0, 3][..], true), (&[0, 3], false), (&[], true), (&[2], true)] {
+        let router = router(set, 2, weighs);
+        let (mut random, width) = (Random(8), router.logits(heads));
+        let logits: Vec<f32> = random.elements(tokens * width);
+        let delta: Vec<f32> = random.elements(tokens * heads);
+        // The gradient treats the selection as a constant: the selection before the nudge. The value
+        // of a straight-through weight does not change, so its gradient is that of the gates.
+        let first = tensor(&logits, (tokens, width));
+        let mask = operators::logit_selection(&first, router, heads).unwrap();
+        let delta_of = tensor(&delta, (tokens, heads));
+        let loss = |at: usize, by: f64| {
+            let mut logits = wide(&logits);
+            logits[at] += by;
+            let logits = Tensor::from_vec(logits, (tokens, width), &Device::Cpu).unwrap();
+            let [gates, _, balance, total] = reference(&logits, router, heads, &mask, &delta_of);
+            let number = |tensor: Tensor| tensor.to_scalar::<f64>().unwrap();
+            if weighs {
+                return number(total);
+            }
+            let through = ((gates * &mask).unwrap() * &delta_of).unwrap().sum_all().unwrap();
+            number(through) + f64::from(BALANCE) * number(balance)
+        };
+        let slope = |at| (loss(at, NUDGE) - loss(at, -NUDGE)) / (2.0 * NUDGE);
+        let expected: Vec<f64> = (0..logits.len()).map(slope).collect();
+        let (given, heads) = (Some(&delta[..]), Heads::all(heads));
+        let case = Case { heads, router, tokens, logits: &logits, delta: given };
+        on_each_device!(device => {
+            let found = route(device, &case, None).d_logits;
+            assert_close("differences", &found, &expected, F32_TOLERANCE);
+        });
+    }
+}
+
+/// With equal logits every active head has weight 1, and ties select the lower heads.
+#[test]
+fn equal_logits_give_weights_of_one_to_the_lower_heads() {
+    for (set, expected) in [
+        (&[0, 1][..], [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
+        (&[2, 6], [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]),
+        (&[], [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]),
+    ] {
+        let router = router(set, 3, true);
+        let logits = vec![0f32; 5 * router.logits(8)];
+        let case = Case { heads: Heads::all(8), router, tokens: 5, logits: &logits, delta: None };
+        on_each_device!(device => {
+            let found = route(device, &case, None);
+            assert_eq!(found.weights, expected.repeat(5));
+        });
+    }
+}
+
+/// The gradients of some of the tokens are those rows of all.
+#[test]
+fn gradients_of_some_tokens_are_rows_of_all() {
+    let (router, tokens, heads) = (router(&[0, 3], 2, true), 70, Heads::all(6));
+    let width = router.logits(heads.count);
+    let logits: Vec<f32> = Random(3).elements(tokens * width);
+    let delta: Vec<f32> = Random(4).elements(tokens * heads.count);
+    let case = Case { heads, router, tokens, logits: &logits, delta: Some(&delta) };
+    on_each_device!(device => {
+        let all = route(device, &case, None).d_logits;
+        let mut routed = routing(device, &case);
+        forward(device, &case, &mut routed, None).unwrap();
+        let delta = upload(device, &delta);
+        let mut some = upload(device, &vec![7f32; 13 * width]);
+        let delta = Some(whole(device, &delta));
+        let (routing, ranks) = (&routed, None);
+        let gradient = RouterGradient { routing, delta, balance_weight: BALANCE, ranks };
+        let args = LogitsBackward { tokens: 40..53, d_logits: whole_mut(device, &mut some), gradient };
+        device.logits_backward::<f32>(router, args).unwrap();
+        assert!(download(device, &some) == all[40 * width..53 * width]);
+    });
+}
+
+fn whole<'a, B: Backend>(_: &B, buffer: &'a B::Buffer<f32>) -> moh_kernels::View<'a, B, f32> {
+    B::whole(buffer)
+}
+
+fn whole_mut<'a, B: Backend>(
+    _: &B,
+    buffer: &'a mut B::Buffer<f32>,
+) -> moh_kernels::ViewMut<'a, B, f32> {
+    B::whole_mut(buffer)
+}
+
+fn ranks_agree<B: Backend + Another, T: Element>(
+    device: &B,
+    all: Heads,
+    router: LogitRouter,
+    seed: u64,
+) {
+    const TOKENS: usize = 37;
+    let mut random = Random(seed);
+    let (width, ranks) = (router.logits(all.count), all.ranks);
+    let logits: Vec<T> = random.elements(TOKENS * width);
+    let delta: Vec<f32> = random.elements(TOKENS * all.count);
+    let heads = Heads { rank: 0, ranks: 1, ..all };
+    let case = Case { heads, router, tokens: TOKENS, logits: &logits, delta: Some(&delta) };
+    let whole = route(device, &case, None);
+    let local = |rank| Heads { rank, ..all };
+    let of_rank = |table: &[f32], rank| -> Vec<f32> {
+        table.chunks(all.count).flat_map(|row| local_columns(row, local(rank), 1)).collect()
+    };
+    let found = on_ranks(device, ranks, |device, rank, all_reduce| {
+        // A rank's product is rounded in its own way for the heads of other ranks.
+        let own = local_columns(&(0..all.count).collect::<Vec<_>>(), local(rank), 1);
+        let logits = logits.iter().enumerate().map(|(at, &logit)| {
+            let head = at % width;
+            let exact = own.contains(&head) || (rank == 0 && head >= all.count);
+            if exact { logit } else { T::from_f32(logit.to_f32() + 0.5) }
+        });
+        let logits: Vec<T> = logits.collect();
+        let delta = of_rank(&delta, rank);
+        let heads = local(rank);
+        let case = Case { heads, router, tokens: TOKENS, logits: &logits, delta: Some(&delta) };
+        route(device, &case, Some(all_reduce))
+    });
+    for (rank, found) in found.into_iter().enumerate() {
+        let weights = of_rank(&whole.weights, rank);
+        let same = |is: bool, what: &str| assert!(is, "rank {rank} of {ranks}: another {what}");
+        same(found.mask == whole.mask, "selection");
+        same(found.gates == whole.gates, "gate");
+        same(found.weights == weights, "weight");
+        same(found.balance_loss == whole.balance_loss, "balance loss");
+        same(found.d_logits == whole.d_logits, "gradient");
+    }
+}
+
+#[test]
+fn ranks_select_the_same_heads_as_one_and_their_gradients_have_the_same_bits() {
+    for (set, top_k) in SETS {
+        for (weighs, ranks) in [(false, 2), (true, 2), (true, 4)] {
+            let (router, heads) = (router(set, top_k, weighs), Heads { ranks, ..GROUPS });
+            on_each_device!(device => ranks_agree::<_, f32>(device, heads, router, 1));
+            on_each_device!(device => ranks_agree::<_, bf16>(device, heads, router, 2));
+        }
+    }
+}
+
+/// Twelve heads in groups of three.
+const GROUPS: Heads = Heads { count: 12, group_size: 3, rank: 0, ranks: 1 };
+
+#[test]
+fn routers_that_cannot_work_are_refused() {
+    for (router, expected) in [
+        (router(&[0, 12], 1, false), "2 shared heads, up to head 12, of 12 heads"),
+        (router(&[0], 12, false), "top 12 of 11 routed heads"),
+        (router(&[0], 0, true), "two-stage routing weighs selected heads: select at least one"),
+    ] {
+        let message = router.routing_shape(1, GROUPS).unwrap_err().to_string();
+        assert!(message.contains(expected), "{message}");
+    }
+    let routed = router(&[0, 1], 2, false);
+    let two_stage = LogitRouter { weighs: true, ..routed };
+    let logits = [0f32; 14];
+    let case = Case { heads: GROUPS, router: two_stage, tokens: 1, logits: &logits, delta: None };
+    let shape = two_stage.routing_shape(1, GROUPS).unwrap();
+    for (shape, expected) in [
+        (RoutingShape { weighted: false, ..shape }, "the routing has no room for weights"),
+        (
+            RoutingShape { saved_per_token: 13, ..shape },
+            "the routing saves 13 elements, expected 14",
+        ),
+    ] {
+        let mut routing = Routing::new(&Cpu, shape).unwrap();
+        let message = forward(&Cpu, &case, &mut routing, None).unwrap_err().to_string();
+        assert!(message.contains(expected), "{message}");
+    }
+    let mut routing = Routing::new(&Cpu, shape).unwrap();
+    forward(&Cpu, &case, &mut routing, None).unwrap();
+    let backward = |router, tokens, d_logits: &mut [f32]| {
+        let (routing, delta, ranks) = (&routing, None, None);
+        let gradient = RouterGradient { routing, delta, balance_weight: 1.0, ranks };
+        let args = LogitsBackward::<Cpu, f32> { tokens, d_logits, gradient };
+        Cpu.logits_backward(router, args).unwrap_err().to_string()
+    };
+    let other = LogitRouter { shared: SharedHeads::first(3), ..two_stage };
+    let message = backward(other, 0..1, &mut [0.0; 14]);
+    assert!(message.contains("made with other shared heads"), "{message}");
+    let message = backward(two_stage, 0..2, &mut [0.0; 28]);
+    assert!(message.contains("tokens 0..2 of 1"), "{message}");
+    let divided = Heads { ranks: 2, ..GROUPS };
+    let mut routing = Routing::new(&Cpu, two_stage.routing_shape(1, divided).unwrap()).unwrap();
+    let case = Case { heads: divided, ..case };
+    let message = forward(&Cpu, &case, &mut routing, None).unwrap_err().to_string();
+    assert!(message.contains("divided among 2 ranks"), "{message}");
+}
+
+/// Heads in groups, a router of some of them, and ranks that divide the groups.
+fn routers() -> impl Strategy<Value = (Heads, LogitRouter)> {
+    let sizes = (1usize..4, 1usize..4, 1usize..6, any::<bool>());
+    sizes.prop_flat_map(|(ranks, groups, group_size, weighs)| {
+        let count = ranks * groups * group_size;
+        let marks = prop::collection::vec(any::<bool>(), count);
+        (marks, any::<prop::sample::Index>()).prop_map(move |(mut marks, top_k)| {
+            // At least one routed head, of which two-stage routing selects one or more.
+            marks[count - 1] = false;
+            let shared: Vec<usize> = (0..count).filter(|&head| marks[head]).collect();
+            let routed = count - shared.len();
+            let router = router(&shared, 1 + top_k.index(routed), weighs);
+            (Heads { count, group_size, rank: 0, ranks }, router)
+        })
+    })
+}
+
+proptest! {
+    #![proptest_config(cases(48))]
+
+    #[test]
+    fn any_router_agrees((heads, router) in routers(), tokens in 1usize..70, seed: u64) {
+        on_each_device!(device => agrees::<_, f32>(device, [tokens, heads.count], router, seed));
+    }
+
+    #[test]
+    fn any_division_routes_alike((heads, router) in routers(), seed: u64) {
+        prop_assume!(heads.ranks > 1);
+        on_each_device!(device => ranks_agree::<_, f32>(device, heads, router, seed));
+    }
+
+    #[test]
+    fn weights_of_a_token_sum_to_its_active_heads((heads, router) in routers(), seed: u64) {
+        let router = LogitRouter { weighs: true, ..router };
+        let logits: Vec<f32> = Random(seed).elements(9 * router.logits(heads.count));
+        let heads = Heads { ranks: 1, ..heads };
+        let case = Case { heads, router, tokens: 9, logits: &logits, delta: None };
+        on_each_device!(device => {
+            let found = route(device, &case, None);
+            for weights in found.weights.chunks(heads.count) {
+                let positive = weights.iter().filter(|&&weight| weight > 0.0).count();
+                prop_assert_eq!(positive, router.shared.len() + router.top_k);
+                // Of shared heads S a, of selected ones k b, where a + b is 2.
+                let sum: f64 = wide(weights).iter().sum();
+                let (shared, top_k) = (router.shared.len() as f64, router.top_k as f64);
+                let most = if shared == 0.0 { top_k } else { 2.0 * shared.max(top_k) };
+                prop_assert!(sum <= most * 1.00001 && sum > 0.0);
+            }
+        });
+    }
+}
