@@ -30,7 +30,9 @@ def other_release(fault):
     )
 
 
-ROUTER = "query-norm"
+# How the heads of a token are chosen: any of them by the norms of their queries, whole groups of heads that read
+# one key/value head, as many heads of each group, or none beside the shared ones.
+ROUTERS = ("query-norm", "group", "within-group", "static")
 REQUIRED_KEYS = ("moh_router", "moh_shared_heads", "moh_routed_top_k")
 SHARED_IDS = "moh_shared_head_ids"
 
@@ -62,8 +64,9 @@ class MohHeads:
 
     def check_heads(self):
         """Raises a ValueError that names the key and the layer if a layer cannot be routed."""
-        if self.moh_router != ROUTER:
-            raise ValueError(f'moh_router = {self.moh_router!r}: unknown router, expected "{ROUTER}"')
+        if self.moh_router not in ROUTERS:
+            known = " or ".join(f'"{name}"' for name in ROUTERS)
+            raise ValueError(f"moh_router = {self.moh_router!r}: unknown router, expected {known}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads = {self.num_attention_heads}: must be a multiple of "
@@ -78,11 +81,7 @@ class MohHeads:
         routed = heads - shared
         if ids and max(ids) >= heads:
             raise ValueError(f"the shared heads of layer {layer} are {ids}: the model has {heads} heads")
-        if routed == 1:
-            raise ValueError(
-                f"moh_shared_heads of layer {layer} = {shared} of {heads} leaves one routed head, whose "
-                "norm has no standard deviation: route none or at least two"
-            )
+        self._check_router(layer, ids, top_k)
         if not 0 <= top_k <= routed:
             raise ValueError(
                 f"moh_routed_top_k of layer {layer} = {top_k}: must be from 0 to the {routed} routed heads"
@@ -91,6 +90,42 @@ class MohHeads:
             raise ValueError(
                 f"moh_shared_heads and moh_routed_top_k of layer {layer} are 0: no head would be active"
             )
+
+    def _check_router(self, layer, ids, top_k):
+        """Refuses heads of a layer that its router cannot route."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        size = heads // groups
+        shared = [sum(head // size == group for head in ids) for group in range(groups)]
+        fault = None
+        if self.moh_router == "query-norm" and heads - len(ids) == 1:
+            fault = (
+                f"moh_shared_heads of layer {layer} = {len(ids)} of {heads} leaves one routed head, whose norm has "
+                "no standard deviation: route none or at least two"
+            )
+        elif self.moh_router == "group" and any(count not in (0, size) for count in shared):
+            fault = (
+                f"moh_shared_heads of layer {layer} are no whole groups: the router \"group\" shares and selects the "
+                f"{size} heads of a key/value head together"
+            )
+        elif self.moh_router == "group" and top_k % size:
+            fault = f"moh_routed_top_k of layer {layer} = {top_k}: must be a multiple of {size}, the heads of a group"
+        elif self.moh_router == "within-group" and len(set(shared)) > 1:
+            fault = (
+                f"moh_shared_heads of layer {layer} are not equally many in every group: the router "
+                f"\"within-group\" needs as many of the {size} heads of each key/value head"
+            )
+        elif self.moh_router == "within-group" and top_k % groups:
+            fault = (
+                f"moh_routed_top_k of layer {layer} = {top_k}: must be a multiple of {groups}, the key/value heads, "
+                "each of which has as many"
+            )
+        elif self.moh_router == "static" and top_k:
+            fault = (
+                f"moh_routed_top_k of layer {layer} = {top_k}: must be 0, tokens of the router \"static\" compute the "
+                "shared heads alone"
+            )
+        if fault:
+            raise ValueError(fault)
 
     def layer_heads(self, layer):
         """The shared heads of a layer, and the number of routed heads that a token selects."""
@@ -137,7 +172,7 @@ class MohLlamaConfig(MohHeads, LlamaConfig):
 
     model_type = "moh_llama"
 
-    moh_router: str = ROUTER
+    moh_router: str = "query-norm"
     moh_shared_heads: int | list[int] | None = 16
     moh_shared_head_ids: list[list[int]] | None = None
     moh_routed_top_k: int | list[int] = 8

@@ -1,6 +1,6 @@
 """The configuration of a Qwen3 with Mixture-of-Head attention; see `configuration_moh_llama`."""
 
-from .configuration_moh_llama import ROUTER, MohHeads
+from .configuration_moh_llama import MohHeads
 
 from transformers import Qwen3Config
 
@@ -10,7 +10,7 @@ class MohQwen3Config(MohHeads, Qwen3Config):
 
     model_type = "moh_qwen3"
 
-    moh_router: str = ROUTER
+    moh_router: str = "query-norm"
     moh_shared_heads: int | list[int] | None = 16
     moh_shared_head_ids: list[list[int]] | None = None
     moh_routed_top_k: int | list[int] = 8

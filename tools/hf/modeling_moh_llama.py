@@ -1,7 +1,8 @@
 """A Llama with Mixture-of-Head attention (MoH, arXiv 2410.11842), for transformers.
 
 The model is a transformers Llama but for three things. In each attention layer a router, which has
-no parameters, selects the heads of each token by the norms of their queries. The outputs of the
+no parameters, selects the heads of each token by the norms of their queries, or all tokens have the
+same heads. The outputs of the
 heads that a token has not selected are multiplied by 0, all others by 1. And a loss that balances
 the use of the heads can be added to the model's. The names and shapes of all tensors are a Llama's.
 
@@ -57,11 +58,14 @@ KNOWN_KEYWORDS = frozenset(
 
 
 class MohRouter(nn.Module):
-    """Selects the heads of each token by the norms of their queries ("query-norm").
+    """Selects the heads of each token by the norms of their queries.
 
-    Heads are ranked by sums of squares in f64, a tie goes to the lower head, so that every program
-    selects the same heads. The gates are softmax(norm / std), with the unbiased standard deviation
-    over the routed heads of a token; they are uniform, without a gradient, where all norms are equal.
+    The router "query-norm" ranks all routed heads of a token together, "within-group" those that read one
+    key/value head, of which it selects as many for each. "group" ranks whole groups of these heads by the sum of
+    their squares. Sums of squares are in f64, a tie goes to the lower head, so that every program selects the same
+    heads. The gates are softmax(norm / std), with the unbiased standard deviation over the heads that are ranked
+    together; they are uniform, without a gradient, where all norms are equal. Those of "group" are the softmax of
+    the groups' root mean squares, the same for each head of a group.
     """
 
     def __init__(self, config, layer_idx):
@@ -69,28 +73,28 @@ class MohRouter(nn.Module):
         self.num_heads = config.num_attention_heads
         shared_heads, self.top_k = config.layer_heads(layer_idx)
         self.routed_heads = [head for head in range(self.num_heads) if head not in shared_heads]
+        groups = config.num_key_value_heads
+        # The heads that are ranked together, and those that are selected together.
+        self.pools = groups if config.moh_router == "within-group" else 1
+        self.unit = self.num_heads // groups if config.moh_router == "group" else 1
+        self.by_groups = config.moh_router == "group"
 
     def forward(self, queries):
         """Routes queries of shape [..., heads, head_dim], as the projection gives them.
 
-        Returns the weights of all heads [..., heads], and of the routed heads [..., routed] the scores
-        and whether they were selected. A weight is 1 or 0; that of a selected head has its gate's gradient.
+        Returns the weights of all heads [..., heads], and of the routed heads [..., routed] the scores, whose
+        softmax are the gates, and whether they were selected. A weight is 1 or 0; that of a selected head has its
+        gate's gradient.
         """
-        if queries.shape[-2] != self.num_heads:
-            raise NotImplementedError(
-                f"{queries.shape[-2]} of {self.num_heads} heads are on this device: Mixture-of-Head ranks all "
-                "heads of a token together, use a tensor-parallel size of 1"
-            )
+        check_heads(queries, self.num_heads)
         device = queries.device
         routed = queries[..., self.routed_heads, :]
         if device.type == "mps":
             # Apple's GPUs have no f64.
             routed = routed.cpu()
         with torch.no_grad():
-            squares = routed.double().square().sum(-1)
-            best = squares.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k]
-            selected = torch.zeros_like(squares, dtype=torch.bool).scatter(-1, best, True)
-        scores = normalized_norms(routed)
+            selected = self.select(routed.double().square().sum(-1))
+        scores = self.scores(routed)
         gates = scores.softmax(-1).float()
         # In this order the forward value is exactly 1.
         straight_through = 1 + (gates - gates.detach())
@@ -99,11 +103,57 @@ class MohRouter(nn.Module):
         all_weights[..., self.routed_heads] = weights
         return all_weights.to(device), scores.float().to(device), selected.to(device)
 
+    def select(self, squares):
+        """Whether each routed head is selected, by their squares [..., routed]."""
+        # The heads of a pool or a group are adjacent.
+        units = squares.unflatten(-1, (self.pools, -1, self.unit)).sum(-1)
+        count = self.top_k // (self.pools * self.unit)
+        best = units.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+        selected = torch.zeros_like(units, dtype=torch.bool).scatter(-1, best, True)
+        return selected.repeat_interleave(self.unit, -1).flatten(-2)
+
+    def scores(self, queries):
+        """The scores of routed queries [..., routed, head_dim]."""
+        if self.by_groups:
+            of_groups = queries.unflatten(-2, (-1, self.unit)).flatten(-2)
+            norms = torch.linalg.vector_norm(of_groups, dim=-1, dtype=torch.float64) / self.unit**0.5
+            return norms.repeat_interleave(self.unit, -1)
+        scores = normalized_norms(queries.unflatten(-2, (self.pools, -1)))
+        # Of several pools, each has the same share of a token's gates.
+        return (scores if self.pools == 1 else scores.log_softmax(-1)).flatten(-2)
+
+
+class SharedHeads(nn.Module):
+    """The weights of a layer without a router: 1 for shared heads, 0 for the others."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.shared_heads, _ = config.layer_heads(layer_idx)
+
+    def forward(self, queries):
+        """Returns the weights [heads] of all tokens, as the first of a tuple."""
+        check_heads(queries, self.num_heads)
+        weights = torch.zeros(self.num_heads, dtype=queries.dtype, device=queries.device)
+        weights[self.shared_heads] = 1
+        return (weights,)
+
+
+def check_heads(queries, num_heads):
+    """Refuses queries of some of the heads."""
+    if queries.shape[-2] != num_heads:
+        raise NotImplementedError(
+            f"{queries.shape[-2]} of {num_heads} heads are on this device: Mixture-of-Head ranks all "
+            "heads of a token together, use a tensor-parallel size of 1"
+        )
+
 
 def router_of(config, layer_idx):
     """The router of a layer; None if the layer is dense, with all heads shared."""
     shared_heads, _ = config.layer_heads(layer_idx)
-    return MohRouter(config, layer_idx) if len(shared_heads) < config.num_attention_heads else None
+    if len(shared_heads) == config.num_attention_heads:
+        return None
+    return SharedHeads(config, layer_idx) if config.moh_router == "static" else MohRouter(config, layer_idx)
 
 
 def normalized_norms(queries):
@@ -112,7 +162,8 @@ def normalized_norms(queries):
     norms = torch.linalg.vector_norm(queries, dim=-1, dtype=torch.float64)
     # The mean of equal norms may differ from them by a rounding, so equality is tested by itself.
     equal = norms.amax(-1, keepdim=True) == norms.amin(-1, keepdim=True)
-    std = norms.std(-1, keepdim=True).masked_fill(equal, 1)
+    # One norm has no deviation, and is equal to itself.
+    std = norms.std(-1, keepdim=True, correction=min(1, norms.shape[-1] - 1)).masked_fill(equal, 1)
     return (norms / std).masked_fill(equal, 0)
 
 

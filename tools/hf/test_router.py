@@ -90,6 +90,57 @@ class Router(unittest.TestCase):
         self.assertFalse(selected.any())
         self.assertEqual(weights.sum(-1).tolist(), [[4] * 5])
 
+    def test_whole_groups_are_selected_by_their_squares(self):
+        groups = config(moh_router="group", num_key_value_heads=4, moh_shared_heads=2, moh_routed_top_k=4)
+        norms = torch.tensor([9.0, 9.0, 3.0, 1.0, 2.0, 2.0, 0.0, 3.0])
+        queries = torch.zeros(1, 1, 8, 4)
+        queries[..., 2] = norms
+        queries.requires_grad_()
+        weights, scores, selected = llama.MohRouter(groups, 0)(queries)
+        # Squares of the routed groups: 10, 8 and 9.
+        self.assertEqual(weights[0, 0].tolist(), [1, 1, 1, 1, 0, 0, 1, 1])
+        self.assertEqual(selected[0, 0].tolist(), [True, True, False, False, True, True])
+        expected = torch.tensor([5.0, 5.0, 4.0, 4.0, 4.5, 4.5]).sqrt()
+        self.assertTrue(torch.allclose(scores[0, 0], expected))
+        (weights * torch.arange(8.0)).sum().backward()
+        self.assertGreater(queries.grad[0, 0, 4].abs().max().item(), 0)
+        self.assertEqual(queries.grad[0, 0, :2].abs().max().item(), 0)
+
+    def test_as_many_heads_of_every_group_are_selected(self):
+        within = config(moh_router="within-group", moh_shared_heads=0, moh_routed_top_k=4)
+        queries = torch.zeros(1, 1, 8, 4)
+        queries[..., 0] = torch.tensor([9.0, 8.0, 7.0, 6.0, 1.0, 4.0, 2.0, 3.0])
+        weights, scores, selected = llama.MohRouter(within, 0)(queries)
+        self.assertEqual(weights[0, 0].tolist(), [1, 1, 0, 0, 0, 1, 0, 1])
+        self.assertEqual(selected[0, 0].tolist(), [weight == 1 for weight in weights[0, 0].tolist()])
+        gates = scores.softmax(-1)[0, 0]
+        # Each group has half of the gates, those of its norms over their deviation.
+        expected = (torch.tensor([1.0, 4.0, 2.0, 3.0]) / 1.2909944487358056).softmax(-1) / 2
+        self.assertTrue(torch.allclose(gates[4:], expected))
+        self.assertAlmostEqual(gates.sum().item(), 1, places=6)
+
+    def test_one_routed_head_of_a_group_is_always_selected(self):
+        ids = [[0, 1, 2, 4, 5, 7]] * 2
+        within = config(moh_router="within-group", moh_shared_head_ids=ids, moh_routed_top_k=2)
+        queries = torch.randn(2, 5, 8, 4, requires_grad=True)
+        weights, scores, selected = llama.MohRouter(within, 0)(queries)
+        self.assertTrue(selected.all() and (scores.softmax(-1) == 0.5).all())
+        (weights * torch.arange(8.0)).sum().backward()
+        self.assertEqual(queries.grad.abs().max().item(), 0)
+
+    def test_a_layer_without_a_router_has_its_shared_heads(self):
+        static = config(moh_router="static", moh_shared_head_ids=[[1, 6], [0]], moh_routed_top_k=0)
+        model = llama.MohLlamaForCausalLM(static)
+        router = model.model.layers[0].self_attn.router
+        self.assertEqual(router(torch.randn(1, 5, 8, 8))[0].tolist(), [0, 1, 0, 0, 0, 0, 1, 0])
+        ids = torch.arange(6)[None] % VOCABULARY
+        outputs = model(ids, labels=ids, output_router_logits=True)
+        self.assertIsNone(outputs.aux_loss)
+        outputs.loss.backward()
+        queries = model.model.layers[0].self_attn.q_proj.weight.grad.unflatten(0, (8, 8))
+        moved = [head for head in range(8) if queries[head].abs().max() > 0]
+        self.assertEqual(moved, [1, 6])
+
     def test_a_part_of_the_heads_is_refused(self):
         with self.assertRaisesRegex(NotImplementedError, "4 of 8 heads .* tensor-parallel size of 1"):
             llama.MohRouter(config(), 0)(torch.randn(1, 5, 4, 8))
@@ -117,6 +168,14 @@ class Configuration(unittest.TestCase):
             ({"moh_routed_top_k": [2, -1]}, "moh_routed_top_k of layer 1 = -1"),
             ({"moh_shared_heads": [8, 0], "moh_routed_top_k": 0}, "of layer 1 are 0: no head"),
             ({"num_key_value_heads": 3}, "num_attention_heads = 8: must be a multiple of"),
+            ({"moh_router": "group", "moh_shared_heads": 2}, "moh_shared_heads of layer 0 are no whole groups"),
+            ({"moh_router": "group"}, "moh_routed_top_k of layer 0 = 2: must be a multiple of 4"),
+            ({"moh_router": "within-group"}, "moh_shared_heads of layer 0 are not equally many in every group"),
+            (
+                {"moh_router": "within-group", "moh_shared_heads": 0, "moh_routed_top_k": 3},
+                "moh_routed_top_k of layer 0 = 3: must be a multiple of 2, the key/value heads",
+            ),
+            ({"moh_router": "static"}, "moh_routed_top_k of layer 0 = 2: must be 0"),
         ]:
             self.assertTrue(message in self.refused(**changes), self.refused(**changes))
 

@@ -5,7 +5,7 @@
 use moh_device::{InElements, in_elements};
 use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{Active, HeadRequest, LayerHeads, SharedHeadSets};
 use moh_program::arguments::{at_least, between, not_negative};
@@ -126,7 +126,9 @@ pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
     }
     let (rows, machine) = arguments.device.measure(Job { shape, routers, arguments })?;
     for &share in &arguments.active {
-        if let Some(rounding) = request(share, None).rounding(arguments.heads, None) {
+        if let Some(rounding) =
+            request(share, None).rounding(arguments.heads, arguments.kv_heads, None)
+        {
             moh_program::exit::stderr_line(format_args!("{rounding}"));
         }
     }
@@ -139,7 +141,7 @@ pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
 
 /// Dense attention first, then one router per fraction.
 fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNormRouter>>> {
-    let AttentionArguments { heads, active, shared_heads, .. } = arguments;
+    let AttentionArguments { heads, kv_heads, active, shared_heads, .. } = arguments;
     if !matches!(shared_heads.len(), 0 | 1) && shared_heads.len() != active.len() {
         let message = format!(
             "--shared-heads: {} counts for {} fractions of --active: give as many, or one",
@@ -152,15 +154,18 @@ fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNor
     for (index, &share) in active.iter().enumerate() {
         let given = shared_heads.get(index.min(shared_heads.len().saturating_sub(1)));
         let request = request(share, given.copied());
-        let moh = request.resolve(*heads, 1, None).map_err(|error| Usage(error.to_string()))?;
+        let moh = request
+            .resolve(*heads, *kv_heads, 1, None)
+            .map_err(|error| Usage(error.to_string()))?;
         let LayerHeads { shared, top_k } = moh.layer(0);
-        routers.push(Some(QueryNormRouter { shared, top_k }));
+        routers.push(Some(QueryNormRouter { shared, top_k, selects: Selects::Heads }));
     }
     Ok(routers)
 }
 
 fn request(share: f64, shared_heads: Option<usize>) -> HeadRequest {
     HeadRequest {
+        router: None,
         shared_heads: shared_heads.map(SharedHeadSets::from),
         active: Some(Active::Share(share)),
     }
@@ -300,7 +305,7 @@ fn as_text(
             let (f, b) = row.operations;
             let heads = match row.router {
                 None => "dense".to_owned(),
-                Some(QueryNormRouter { shared, top_k }) => {
+                Some(QueryNormRouter { shared, top_k, .. }) => {
                     format!("{} shared + {top_k} routed", shared.len())
                 }
             };

@@ -99,20 +99,23 @@ impl StepJob {
             job.config.num_hidden_layers = layers as usize;
         }
         let mut rounding = None;
-        let (heads, layers) = (job.config.num_attention_heads, job.config.num_hidden_layers);
+        let ModelConfig { num_attention_heads: heads, num_key_value_heads: kv_heads, .. } =
+            job.config;
+        let layers = job.config.num_hidden_layers;
         if arguments.dense {
             job.config.moh = None;
         } else if let Some(active) = arguments.active {
             let request = HeadRequest {
+                router: None,
                 shared_heads: arguments.shared_heads.map(SharedHeadSets::from),
                 active: Some(Active::Share(active)),
             };
-            let moh = request.resolve(heads, layers, None);
+            let moh = request.resolve(heads, kv_heads, layers, None);
             job.config.moh = Some(moh.map_err(|error| Usage(error.to_string()))?);
-            rounding = request.rounding(heads, None);
+            rounding = request.rounding(heads, kv_heads, None);
         }
         if let Some(moh) = &job.config.moh {
-            moh.validate(heads, layers)?;
+            job.config.check_moh(moh)?;
         }
         if let Err(limit) = job.config.check_limits() {
             anyhow::bail!("the model has {}: at most {}", limit.what, limit.limit);

@@ -69,7 +69,6 @@ impl HeadGrams {
 #[cfg(test)]
 mod tests {
     use moh_kernels::router::SharedHeads;
-    use moh_model::RouterKind;
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
@@ -84,7 +83,7 @@ mod tests {
         };
         let (outputs, weight, queries) = (random(tokens), random(width), random(tokens));
         let grams = HeadGrams::new(outputs.view(), weight.view(), heads);
-        let mut scores = Scores::new(RouterKind::QueryNorm, heads);
+        let mut scores = Scores::new(heads);
         scores.add(queries.as_slice().unwrap(), head_dim);
         for (shared, top_k) in [(vec![], 2), (vec![1, 4], 1), (vec![0, 1, 2], 0), (vec![3], 4)] {
             let layer = LayerHeads { shared: SharedHeads::from_heads(shared).unwrap(), top_k };

@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
-use moh_model::{BlockPass, EndsPass, ModelConfig, MohConfig, SharedHeadSets};
+use moh_model::{BlockPass, EndsPass, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 use ndarray::Array2;
 
 use crate::products::ProductSums;
@@ -32,6 +32,18 @@ pub struct CalibrationOptions {
     pub shared: Shared,
     /// Whether output projections are refitted.
     pub refit: bool,
+}
+
+impl CalibrationOptions {
+    /// Refuses to choose heads for a router that shares or selects several of them together.
+    fn check_router(&self) -> Result<()> {
+        match self.moh.router {
+            RouterKind::Group | RouterKind::WithinGroup if self.shared != Shared::Given => {
+                Err(Error::Router { router: self.moh.router.name() })
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// What a calibration has chosen.
@@ -90,8 +102,9 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     refitted: &mut dyn FnMut(usize, &[f32]) -> Result<(), E>,
     progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
 ) -> Result<Option<Calibration>, E> {
-    let (heads, layers) = (config.num_attention_heads, config.num_hidden_layers);
-    options.moh.validate(heads, layers)?;
+    let layers = config.num_hidden_layers;
+    config.check_moh(&options.moh)?;
+    options.check_router()?;
     let mut job = Job::new(backend, config, options, tokens, weights)?;
     let mut found = Vec::new();
     for layer in 0..layers {
@@ -250,7 +263,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
 
     /// The numbers of shared heads that are compared, beside which tokens select at least one head.
     fn numbers(&self, given: usize, active: usize) -> Vec<usize> {
-        if self.options.shared != Shared::CalibratedNumber {
+        if self.options.shared != Shared::CalibratedNumber || !self.options.moh.router.selects() {
             return vec![given];
         }
         let heads = self.config.num_attention_heads;
@@ -268,7 +281,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         let (heads, head_dim) = (self.config.num_attention_heads, self.config.head_dim);
         let (inputs, width) = (self.config.query_width(), self.config.hidden_size);
         let elements = self.tokens.pass() * width;
-        let mut scores = Scores::new(self.options.moh.router, heads);
+        let mut scores = Scores::new(heads);
         let (mut outputs, mut targets) = (Vec::new(), Vec::new());
         let passes = self.streams.dense.chunks_exact(elements);
         for x in passes.take(self.tokens.search_passes(inputs)) {

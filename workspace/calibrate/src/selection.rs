@@ -1,31 +1,26 @@
-//! Which heads tokens compute, for any set of shared heads: the router's rule on scores that do not
-//! depend on the set.
+//! Which heads tokens compute, for any set of shared heads: the query-norm router's rule on scores that
+//! do not depend on the set. A router that selects no head has the same rule for none.
 
-use moh_model::{LayerHeads, RouterKind};
+use moh_model::LayerHeads;
 
 /// The scores of the heads of tokens, by which a router ranks them; `[tokens, heads]`.
 #[derive(Debug, Clone)]
 pub(crate) struct Scores {
     scores: Vec<f64>,
     heads: usize,
-    router: RouterKind,
 }
 
 impl Scores {
     /// No tokens yet.
-    pub fn new(router: RouterKind, heads: usize) -> Self {
-        Scores { scores: Vec::new(), heads, router }
+    pub fn new(heads: usize) -> Self {
+        Scores { scores: Vec::new(), heads }
     }
 
     /// Adds tokens with these queries before RoPE, `[tokens, heads, head_dim]`.
     pub fn add(&mut self, queries: &[f32], head_dim: usize) {
         let squares =
             |query: &[f32]| query.iter().map(|&q| f64::from(q) * f64::from(q)).sum::<f64>();
-        match self.router {
-            RouterKind::QueryNorm => {
-                self.scores.extend(queries.chunks_exact(head_dim).map(squares));
-            }
-        }
+        self.scores.extend(queries.chunks_exact(head_dim).map(squares));
     }
 
     /// The scores of each token, in order.
@@ -38,16 +33,12 @@ impl Scores {
         for (head, active) in active.iter_mut().enumerate() {
             *active = heads.shared.contains(head);
         }
-        match self.router {
-            RouterKind::QueryNorm => {
-                for _ in 0..heads.top_k {
-                    // The first of equal scores.
-                    let rest = (0..self.heads).filter(|&head| !active[head]);
-                    let best = rest.reduce(|a, b| if scores[b] > scores[a] { b } else { a });
-                    let Some(best) = best else { return };
-                    active[best] = true;
-                }
-            }
+        for _ in 0..heads.top_k {
+            // The first of equal scores.
+            let rest = (0..self.heads).filter(|&head| !active[head]);
+            let best = rest.reduce(|a, b| if scores[b] > scores[a] { b } else { a });
+            let Some(best) = best else { return };
+            active[best] = true;
         }
     }
 }

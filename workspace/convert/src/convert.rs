@@ -54,7 +54,8 @@ impl TargetAttention {
         match self {
             TargetAttention::Dense => None,
             TargetAttention::Moh(request) => {
-                request.rounding(model.num_attention_heads, model.moh.as_ref())
+                let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
+                request.rounding(heads, kv_heads, model.moh.as_ref())
             }
         }
     }
@@ -64,7 +65,8 @@ impl TargetAttention {
         match self {
             TargetAttention::Dense => None,
             TargetAttention::Moh(request) => {
-                request.weakness(model.num_attention_heads, model.moh.as_ref())
+                let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
+                request.weakness(heads, kv_heads, model.moh.as_ref())
             }
         }
     }

@@ -21,7 +21,7 @@ use moh_device::{DeviceName, OpenDevice};
 use moh_files::PendingFile;
 use moh_hf::{Base, ConfigFile, is_license_id};
 use moh_kernels::DType;
-use moh_model::{Active, HeadCounts, HeadRequest, SharedHeadSets};
+use moh_model::{Active, HeadCounts, HeadRequest, RouterKind, SharedHeadSets};
 use moh_program::arguments::{self, at_least};
 use moh_program::progress::Bar;
 use moh_program::{exit, models};
@@ -49,6 +49,11 @@ struct Arguments {
     /// Attention of the output [default: moh, or, of a run and without a number of heads, as it was trained]
     #[arg(long, value_enum)]
     attention: Option<AttentionKind>,
+    /// Router: query-norm, group (whole groups of heads that read one key/value head), within-group (as many
+    /// heads of every group) or static (shared heads alone) [default: a Mixture-of-Head model's own, or
+    /// query-norm]
+    #[arg(long, value_name = "NAME", value_parser = routers())]
+    router: Option<RouterKind>,
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
     /// or half of the heads, or half of the active heads if --active is at most 0.5]
     #[arg(long, value_name = "N[,N...]", value_parser = parse_head_counts)]
@@ -113,6 +118,12 @@ enum AttentionKind {
     Dense,
 }
 
+/// The routers, by their names in `config.json`.
+fn routers() -> impl TypedValueParser<Value = RouterKind> {
+    PossibleValuesParser::new(RouterKind::NAMES)
+        .try_map(|name| RouterKind::from_name(&name).ok_or("not a router"))
+}
+
 /// The element types of an output, by their short names and by the names in `config.json`.
 fn output_types() -> impl TypedValueParser<Value = DType> {
     const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -175,9 +186,10 @@ fn main() -> ExitCode {
 
 /// The requested attention; `None` if nothing is said about it.
 fn attention(arguments: &Arguments) -> Option<TargetAttention> {
-    let Arguments { attention, shared_heads, active, routed_top_k, calibration, .. } =
+    let Arguments { attention, router, shared_heads, active, routed_top_k, calibration, .. } =
         arguments.clone();
-    let has_heads = shared_heads.is_some()
+    let has_heads = router.is_some()
+        || shared_heads.is_some()
         || active.is_some()
         || routed_top_k.is_some()
         || calibration.shared.is_some();
@@ -186,14 +198,15 @@ fn attention(arguments: &Arguments) -> Option<TargetAttention> {
     }
     if attention == Some(AttentionKind::Dense) {
         if has_heads {
-            let message = "--attention dense cannot be combined with --shared, --shared-heads, --active or --routed-top-k";
+            let message = "--attention dense cannot be combined with --router, --shared, --shared-heads, --active or \
+                           --routed-top-k";
             Arguments::command().error(clap::error::ErrorKind::ArgumentConflict, message).exit();
         }
         return Some(TargetAttention::Dense);
     }
     let active = routed_top_k.map(Active::RoutedTopK).or(active.map(Active::Share));
     let shared_heads = shared_heads.map(SharedHeadSets::First);
-    Some(TargetAttention::Moh(HeadRequest { shared_heads, active }))
+    Some(TargetAttention::Moh(HeadRequest { router, shared_heads, active }))
 }
 
 /// The attention that a checkpoint was trained with.

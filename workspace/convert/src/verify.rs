@@ -12,7 +12,9 @@ use std::path::Path;
 use moh_device::{OnDevice, OpenDevice};
 use moh_hf::StoredModel;
 use moh_kernels::{Backend, DType};
-use moh_model::{Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums};
+use moh_model::{
+    Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+};
 
 use crate::calibrated::layer_of;
 use crate::weights::{self, Rounding};
@@ -161,15 +163,16 @@ impl Comparison<'_> {
         Ok(model.weights.read_f32(name, values)?)
     }
 
-    /// The output's configuration with every routed head selected.
+    /// The output's configuration with every routed head selected, or, where none is, shared.
     fn all_heads_on(&self) -> ModelConfig {
         let config = &self.after.file.config;
-        let moh = config.moh.clone().map(|moh| MohConfig {
-            routed_top_k: moh
-                .shared_heads
-                .counts()
-                .map(|shared| config.num_attention_heads - shared),
-            ..moh
+        let heads = config.num_attention_heads;
+        let moh = config.moh.clone().map(|moh| match moh.router.selects() {
+            true => MohConfig {
+                routed_top_k: moh.shared_heads.counts().map(|shared| heads - shared),
+                ..moh
+            },
+            false => MohConfig { shared_heads: heads.into(), routed_top_k: 0.into(), ..moh },
         });
         ModelConfig { moh, ..config.clone() }
     }

@@ -3,7 +3,8 @@
 
 use moh_kernels::router::SharedHeads;
 
-use crate::{Architecture, Error, HeadCounts, SharedHeadSets};
+use crate::router::HeadGroups;
+use crate::{Architecture, Error, HeadCounts, RouterKind, SharedHeadSets};
 
 /// Shape and constants of a model, as `config.json` gives them.
 #[derive(Debug, Clone, PartialEq)]
@@ -64,27 +65,6 @@ pub struct Llama3Scaling {
     pub original_max_position_embeddings: usize,
 }
 
-/// How the router scores heads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RouterKind {
-    /// Norm of the query before RoPE; no parameters (`"query-norm"`).
-    QueryNorm,
-}
-
-impl RouterKind {
-    /// The router's name in `config.json` and in recipes.
-    pub const fn name(self) -> &'static str {
-        match self {
-            RouterKind::QueryNorm => "query-norm",
-        }
-    }
-
-    /// The router of that name, if there is one.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [RouterKind::QueryNorm].into_iter().find(|router| router.name() == name)
-    }
-}
-
 /// Mixture-of-Head attention (arXiv 2410.11842): the shared heads of a layer are active for every
 /// token, and each token selects `routed_top_k` of the others. A layer whose heads are all shared is
 /// dense.
@@ -114,7 +94,8 @@ impl LayerHeads {
     }
 
     /// Checks a layer's counts against its query heads; messages append `place` to the names.
-    fn validate(self, heads: usize, place: &str) -> Result<(), Error> {
+    fn validate(self, router: RouterKind, groups: HeadGroups, place: &str) -> Result<(), Error> {
+        let heads = groups.heads;
         let LayerHeads { shared: set, top_k } = self;
         let refuse = |reason: String| Err(Error::Moh { reason });
         let shared = set.len();
@@ -129,12 +110,7 @@ impl LayerHeads {
             return refuse(format!("shared_heads{place} = {shared}: the model has {heads} heads"));
         }
         let routed = heads - shared;
-        if routed == 1 {
-            return refuse(format!(
-                "shared_heads{place} = {shared} of {heads} leaves one routed head, whose norm has \
-                 no standard deviation: route none or at least two"
-            ));
-        }
+        router.check(self, groups, place)?;
         if top_k > routed {
             return refuse(format!(
                 "routed_top_k{place} = {top_k}: must be at most the {routed} routed heads"
@@ -150,13 +126,14 @@ impl LayerHeads {
 }
 
 impl MohConfig {
-    /// Checks the counts against the query heads and the layers.
+    /// Checks the counts against the query heads, the key/value heads that they read, and the layers.
     ///
     /// # Errors
     /// Fails if a list's length is not the number of layers, if a layer shares a head that it lacks or
-    /// has more shared or active heads than heads, if it has exactly one routed head (whose norm has no standard deviation),
-    /// or if none of its heads is active. Messages name the layer, from 0, if layers differ.
-    pub fn validate(&self, heads: usize, layers: usize) -> Result<(), Error> {
+    /// has more shared or active heads than heads, if its router cannot route these counts, or if none
+    /// of its heads is active. Messages name the layer, from 0, if layers differ.
+    pub fn validate(&self, heads: usize, kv_heads: usize, layers: usize) -> Result<(), Error> {
+        let groups = HeadGroups { heads, kv_heads };
         let shared_key = match self.shared_heads {
             SharedHeadSets::First(_) => "shared_heads",
             SharedHeadSets::Sets(_) => "shared_head_ids",
@@ -176,10 +153,11 @@ impl MohConfig {
         }
         let is_uniform = shared.uniform().is_some() && self.shared_heads.ids().is_none();
         if is_uniform && self.routed_top_k.uniform().is_some() {
-            return self.layer(0).validate(heads, "");
+            return self.layer(0).validate(self.router, groups, "");
         }
-        (0..layers)
-            .try_for_each(|layer| self.layer(layer).validate(heads, &format!(" of layer {layer}")))
+        (0..layers).try_for_each(|layer| {
+            self.layer(layer).validate(self.router, groups, &format!(" of layer {layer}"))
+        })
     }
 
     /// The counts of layer `layer`, from 0.
@@ -213,6 +191,15 @@ impl ModelConfig {
         self.moh.as_ref().map_or(dense, |moh| moh.layer(layer))
     }
 
+    /// Checks head counts against this model, as [`MohConfig::validate`] does.
+    ///
+    /// # Errors
+    /// As [`MohConfig::validate`].
+    pub fn check_moh(&self, moh: &MohConfig) -> Result<(), Error> {
+        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        moh.validate(heads, kv_heads, self.num_hidden_layers)
+    }
+
     /// Routed query heads of layer `layer`, from 0; none in a dense layer.
     pub fn routed_heads(&self, layer: usize) -> usize {
         self.num_attention_heads.saturating_sub(self.layer_heads(layer).shared.len())
@@ -242,7 +229,7 @@ mod tests {
 
     #[test]
     fn every_layer_is_checked() {
-        assert!(moh(&[8, 1, 4], &[0, 5, 4]).validate(8, 3).is_ok());
+        assert!(moh(&[8, 1, 4], &[0, 5, 4]).validate(8, 8, 3).is_ok());
         for (shared, top_k, expected) in [
             (&[8, 9, 4][..], &[0, 0, 4][..], "shared_heads of layer 1 = 9: the model has 8 heads"),
             (&[8, 1, 7], &[0, 5, 1], "shared_heads of layer 2 = 7 of 8 leaves one routed head"),
@@ -255,7 +242,7 @@ mod tests {
             (&[4, 4, 4], &[2; 4], "routed_top_k has 4 entries, and the model 3 layers"),
             (&[], &[2; 3], "shared_heads has 0 entries"),
         ] {
-            let message = moh(shared, top_k).validate(8, 3).unwrap_err().to_string();
+            let message = moh(shared, top_k).validate(8, 8, 3).unwrap_err().to_string();
             assert!(message.starts_with(expected), "{message}");
         }
     }
@@ -267,13 +254,13 @@ mod tests {
             let shared_heads = SharedHeadSets::from_ids(&ids).unwrap();
             MohConfig { shared_heads, ..moh(&[2, 2], &[3, 3]) }
         };
-        assert!(moh(&[&[7, 1], &[0, 3]]).validate(8, 2).is_ok());
+        assert!(moh(&[&[7, 1], &[0, 3]]).validate(8, 8, 2).is_ok());
         for (ids, expected) in [
             (&[&[7, 1][..], &[0, 8]][..], "shared_head_ids of layer 1 has head 8: the heads are 0"),
             (&[&[7, 1]], "shared_head_ids has 1 entries, and the model 2 layers"),
             (&[&[7, 1], &[1, 2, 3, 4, 5, 6, 7]], "shared_heads of layer 1 = 7 of 8 leaves one"),
         ] {
-            let message = moh(ids).validate(8, 2).unwrap_err().to_string();
+            let message = moh(ids).validate(8, 8, 2).unwrap_err().to_string();
             assert!(message.starts_with(expected), "{message}");
         }
     }

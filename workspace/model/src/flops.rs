@@ -113,7 +113,8 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{MohConfig, RopeConfig, RouterKind};
+    use crate::RouterKind;
+    use crate::config::{MohConfig, RopeConfig};
     use crate::tensors::{OUTPUT_HEAD, tensor_shapes};
     use crate::{Architecture, HeadCounts};
 

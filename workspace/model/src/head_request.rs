@@ -4,7 +4,12 @@
 //! Of h heads at share R, a = R h are active, rounded half up. Half of all heads are shared,
 //! rounded down, if R is above one half, more than that are active and h is at least 3; otherwise
 //! half of the active heads are, rounded down. The other active heads are routed: k = a - shared.
+//!
+//! Whole groups are counted instead of heads where a router selects them together, and then each stands
+//! for its heads. Where as many heads of every group are selected, a is rounded to a multiple of the
+//! groups, and none is shared. Without a router all active heads are shared.
 
+use crate::router::HeadGroups;
 use crate::{Error, HeadCounts, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 
 /// The share of active heads where a user gives no count.
@@ -29,13 +34,15 @@ pub enum Active {
 /// use moh_model::{Active, HeadRequest};
 ///
 /// // 75% of the 32 heads of each of 32 layers: 16 shared heads, and 8 of the other 16.
-/// let request = HeadRequest { active: Some(Active::Share(0.75)), shared_heads: None };
-/// let moh = request.resolve(32, 32, None)?;
+/// let request = HeadRequest { active: Some(Active::Share(0.75)), ..HeadRequest::default() };
+/// let moh = request.resolve(32, 8, 32, None)?;
 /// assert_eq!((moh.shared_heads.counts().uniform(), moh.routed_top_k.uniform()), (Some(16), Some(8)));
 /// # Ok::<_, moh_model::Error>(())
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct HeadRequest {
+    /// The router; default: the source's, or query-norm.
+    pub router: Option<RouterKind>,
     /// Heads that are active for every token.
     pub shared_heads: Option<SharedHeadSets>,
     /// The number of active heads.
@@ -47,11 +54,14 @@ pub struct HeadRequest {
 struct Share {
     share: f64,
     is_default: bool,
+    router: RouterKind,
+    /// The heads in whose multiples they become active.
+    unit: usize,
 }
 
 impl HeadRequest {
-    /// The counts for `layers` layers of `heads` heads; `source` is the routing of the model that
-    /// they are for, if it is a Mixture-of-Head model.
+    /// The counts for `layers` layers of `heads` heads, which read `kv_heads` key/value heads; `source`
+    /// is the routing of the model that they are for, if it is a Mixture-of-Head model.
     ///
     /// # Errors
     /// Fails if the share is not in 0..=1, leaves no head active, or leaves all heads active and is
@@ -60,11 +70,13 @@ impl HeadRequest {
     pub fn resolve(
         &self,
         heads: usize,
+        kv_heads: usize,
         layers: usize,
         source: Option<&MohConfig>,
     ) -> Result<MohConfig, Error> {
+        let (router, groups) = (self.router(source), HeadGroups { heads, kv_heads });
         let given = self.shared_heads.clone();
-        let (shared_heads, routed_top_k) = match (self.share(source), &self.active) {
+        let (shared_heads, routed_top_k) = match (self.share(groups, source), &self.active) {
             (Some(share), _) => {
                 let shared = given.unwrap_or_else(|| share.default_shared_heads(heads).into());
                 let top_k = share.routed_top_k(heads, &shared.counts())?;
@@ -75,15 +87,15 @@ impl HeadRequest {
                 let shared = given.or(kept);
                 let top_k = match active {
                     Some(Active::RoutedTopK(top_k)) => Some(top_k.clone()),
+                    _ if !router.selects() => None,
                     _ => source.map(|moh| moh.routed_top_k.clone()),
                 };
                 // Without a share, `routed_top_k` is given or the source's.
                 (shared.unwrap_or((heads / 2).into()), top_k.unwrap_or(0.into()))
             }
         };
-        let router = source.map_or(RouterKind::QueryNorm, |moh| moh.router);
         let moh = MohConfig { router, shared_heads, routed_top_k };
-        moh.validate(heads, layers)?;
+        moh.validate(heads, kv_heads, layers)?;
         Ok(moh)
     }
 
@@ -93,13 +105,25 @@ impl HeadRequest {
     /// # Errors
     /// As [`HeadRequest::resolve`].
     pub fn for_model(&self, model: &ModelConfig) -> Result<MohConfig, Error> {
-        self.resolve(model.num_attention_heads, model.num_hidden_layers, model.moh.as_ref())
+        let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
+        self.resolve(heads, kv_heads, model.num_hidden_layers, model.moh.as_ref())
+    }
+
+    /// The router of the counts.
+    fn router(&self, source: Option<&MohConfig>) -> RouterKind {
+        self.router.or(source.map(|moh| moh.router)).unwrap_or(RouterKind::QueryNorm)
     }
 
     /// What the share became, if no number of heads meets it exactly:
     /// `--active 0.8 of 8 heads: 6 of 8, 0.75`.
-    pub fn rounding(&self, heads: usize, source: Option<&MohConfig>) -> Option<String> {
-        let share = self.share(source)?;
+    pub fn rounding(
+        &self,
+        heads: usize,
+        kv_heads: usize,
+        source: Option<&MohConfig>,
+    ) -> Option<String> {
+        let groups = HeadGroups { heads, kv_heads };
+        let share = self.share(groups, source)?;
         let active = share.active(heads);
         if (share.share * heads as f64 - active as f64).abs() < PRODUCT_ERROR {
             return None;
@@ -112,10 +136,16 @@ impl HeadRequest {
     /// What is weak about the numbers that the share became, and others with as many active heads, if
     /// each token selects a single routed head: `--active 0.6 of 8 heads: 4 shared heads and 1 of 4
     /// ...`. Nothing where the shared heads are given.
-    pub fn weakness(&self, heads: usize, source: Option<&MohConfig>) -> Option<String> {
-        let share = self.share(source).filter(|_| self.shared_heads.is_none())?;
+    pub fn weakness(
+        &self,
+        heads: usize,
+        kv_heads: usize,
+        source: Option<&MohConfig>,
+    ) -> Option<String> {
+        let groups = HeadGroups { heads, kv_heads };
+        let share = self.share(groups, source).filter(|_| self.shared_heads.is_none())?;
         let (active, shared) = (share.active(heads), share.default_shared_heads(heads));
-        if active < 2 || active - shared != 1 {
+        if share.unit > 1 || active < 2 || active - shared != 1 {
             return None;
         }
         let fewer = if active >= 3 { active / 2 } else { 0 };
@@ -130,19 +160,21 @@ impl HeadRequest {
     }
 
     /// The share that the counts follow from.
-    fn share(&self, source: Option<&MohConfig>) -> Option<Share> {
-        match (&self.active, source) {
-            (Some(Active::Share(share)), _) => Some(Share { share: *share, is_default: false }),
-            (None, None) => Some(Share { share: DEFAULT_ACTIVE_SHARE, is_default: true }),
-            (Some(Active::RoutedTopK(_)), _) | (None, Some(_)) => None,
-        }
+    fn share(&self, groups: HeadGroups, source: Option<&MohConfig>) -> Option<Share> {
+        let (share, is_default) = match (&self.active, source) {
+            (Some(Active::Share(share)), _) => (*share, false),
+            (None, None) => (DEFAULT_ACTIVE_SHARE, true),
+            (Some(Active::RoutedTopK(_)), _) | (None, Some(_)) => return None,
+        };
+        let router = self.router(source);
+        Some(Share { share, is_default, router, unit: router.unit(groups) })
     }
 }
 
 impl Share {
     /// How messages name it.
     fn describe(self, heads: usize) -> String {
-        let Share { share, is_default } = self;
+        let Share { share, is_default, .. } = self;
         match is_default {
             true => format!("the default share of {share} of {heads} heads"),
             false => format!("--active {share} of {heads} heads"),
@@ -151,22 +183,28 @@ impl Share {
 
     /// Active heads per token.
     fn active(self, heads: usize) -> usize {
-        (self.share * heads as f64 + PRODUCT_ERROR + 0.5).floor() as usize
+        let units = self.share * (heads / self.unit) as f64;
+        (units + PRODUCT_ERROR + 0.5).floor() as usize * self.unit
     }
 
     /// Shared heads where a user gives no number. The share decides, not the count that it became:
     /// half of an odd number of heads is rounded up, and would leave one routed head active.
     fn default_shared_heads(self, heads: usize) -> usize {
-        let active = self.active(heads);
-        match self.share > 0.5 && active > heads / 2 && heads >= 3 {
-            true => heads / 2,
+        let (units, active) = (heads / self.unit, self.active(heads) / self.unit);
+        let half = match self.share > 0.5 && active > units / 2 && units >= 3 {
+            true => units / 2,
             false => active / 2,
+        };
+        match self.router {
+            RouterKind::QueryNorm | RouterKind::Group => half * self.unit,
+            RouterKind::WithinGroup => 0,
+            RouterKind::Static => active,
         }
     }
 
     /// Active routed heads of the layers, beside these numbers of shared heads.
     fn routed_top_k(self, heads: usize, shared: &HeadCounts) -> Result<HeadCounts, Error> {
-        let Share { share, is_default } = self;
+        let Share { share, is_default, .. } = self;
         let refuse = |reason: String| Err(Error::Moh { reason });
         if !(0.0..=1.0).contains(&share) {
             return refuse(format!("--active {share}: must be a share of the heads, 0 to 1"));
@@ -199,6 +237,9 @@ impl Share {
     fn routed(self, heads: usize, shared: usize, place: &str) -> Result<usize, Error> {
         let active = self.active(heads);
         let dense_layer = shared >= heads;
+        if !self.router.selects() {
+            return Ok(0);
+        }
         if shared < active || (dense_layer && (self.is_default || active == heads)) {
             return Ok(active.saturating_sub(shared));
         }
@@ -230,12 +271,12 @@ mod tests {
     }
 
     fn share(share: f64) -> HeadRequest {
-        HeadRequest { shared_heads: None, active: Some(Active::Share(share)) }
+        HeadRequest { active: Some(Active::Share(share)), ..HeadRequest::default() }
     }
 
     /// Shared heads and routed top-k of one layer.
     fn resolved(request: &HeadRequest, heads: usize) -> Result<(usize, usize), String> {
-        let moh = request.resolve(heads, 1, None).map_err(|error| error.to_string())?;
+        let moh = request.resolve(heads, heads, 1, None).map_err(|error| error.to_string())?;
         let layer = moh.layer(0);
         Ok((layer.shared.len(), layer.top_k))
     }
@@ -298,7 +339,7 @@ mod tests {
             table.push_str(&format!("| {heads} |"));
             for active in SHARES {
                 let (shared, top_k) = resolved(&share(active), heads).unwrap();
-                let weak = share(active).weakness(heads, None).map_or("", |_| " *");
+                let weak = share(active).weakness(heads, heads, None).map_or("", |_| " *");
                 table.push_str(&format!(" {shared} + {top_k} of {}{weak} |", heads - shared));
             }
             table.push('\n');
@@ -310,7 +351,7 @@ mod tests {
 
     #[test]
     fn a_single_selected_head_is_a_weak_default() {
-        let weakness = |active, heads| share(active).weakness(heads, None);
+        let weakness = |active, heads| share(active).weakness(heads, heads, None);
         let text = weakness(0.6, 8).unwrap();
         let expected = "--active 0.6 of 8 heads: 4 shared heads and 1 of 4 routed ones: a token selects \
                         a single head; --shared-heads 2 --routed-top-k 3 has";
@@ -321,12 +362,13 @@ mod tests {
             assert_eq!(weakness(active, heads), None, "{active} of {heads}");
         }
         let given = HeadRequest { shared_heads: Some(4.into()), ..share(0.6) };
-        assert_eq!(given.weakness(8, None), None);
+        assert_eq!(given.weakness(8, 8, None), None);
     }
 
     #[test]
     fn a_share_without_a_routed_model_is_refused() {
         let with = |shared: &[usize], active| HeadRequest {
+            router: None,
             shared_heads: Some(counts(shared).into()),
             active: Some(Active::Share(active)),
         };
@@ -362,20 +404,22 @@ mod tests {
     #[test]
     fn every_layer_meets_the_share() {
         let request = |active: Option<f64>| HeadRequest {
+            router: None,
             shared_heads: Some(counts(&[6, 2, 4]).into()),
             active: active.map(Active::Share),
         };
-        let found = request(Some(0.9)).resolve(8, 3, None).unwrap();
+        let found = request(Some(0.9)).resolve(8, 8, 3, None).unwrap();
         assert_eq!(found.routed_top_k, counts(&[1, 5, 3]));
-        let message = request(Some(0.55)).resolve(8, 3, None).unwrap_err().to_string();
+        let message = request(Some(0.55)).resolve(8, 8, 3, None).unwrap_err().to_string();
         assert!(message.contains("is 4, fewer than the 6 shared heads of layer 0"), "{message}");
-        let message = request(None).resolve(8, 3, None).unwrap_err().to_string();
+        let message = request(None).resolve(8, 8, 3, None).unwrap_err().to_string();
         assert!(message.starts_with("shared_heads of layer 0 = 6: the default share"), "{message}");
-        let message = request(Some(0.9)).resolve(8, 2, None).unwrap_err().to_string();
+        let message = request(Some(0.9)).resolve(8, 8, 2, None).unwrap_err().to_string();
         assert!(message.starts_with("shared_heads has 3 entries"), "{message}");
         // A layer whose heads are all shared is dense, whatever the default.
-        let dense = HeadRequest { shared_heads: Some(counts(&[8, 4]).into()), active: None };
-        assert_eq!(dense.resolve(8, 2, None).unwrap().routed_top_k, counts(&[0, 2]));
+        let dense =
+            HeadRequest { shared_heads: Some(counts(&[8, 4]).into()), ..HeadRequest::default() };
+        assert_eq!(dense.resolve(8, 8, 2, None).unwrap().routed_top_k, counts(&[0, 2]));
     }
 
     #[test]
@@ -387,7 +431,9 @@ mod tests {
         };
         let resolve = |shared_heads: Option<usize>, active| {
             let shared_heads = shared_heads.map(SharedHeadSets::from);
-            let found = HeadRequest { shared_heads, active }.resolve(8, 2, Some(&source)).unwrap();
+            let found = HeadRequest { router: None, shared_heads, active }
+                .resolve(8, 8, 2, Some(&source))
+                .unwrap();
             (found.shared_heads, found.routed_top_k)
         };
         let top_k = || Some(Active::RoutedTopK(3.into()));
@@ -397,14 +443,15 @@ mod tests {
         assert_eq!(resolve(None, Some(Active::Share(0.75))), (4.into(), 2.into()));
         let shared_heads = SharedHeadSets::from_ids(&[vec![1, 5], vec![7]]).unwrap();
         let source = MohConfig { shared_heads: shared_heads.clone(), ..source };
-        let found = HeadRequest { shared_heads: None, active: top_k() };
-        let found = found.resolve(8, 2, Some(&source)).unwrap();
+        let found = HeadRequest { active: top_k(), ..HeadRequest::default() };
+        let found = found.resolve(8, 8, 2, Some(&source)).unwrap();
         assert_eq!((found.shared_heads, found.routed_top_k), (shared_heads, 3.into()));
     }
 
     #[test]
     fn only_routed_top_k_0_leaves_the_routed_heads_inactive() {
         let request = |shared: usize| HeadRequest {
+            router: None,
             shared_heads: Some(shared.into()),
             active: Some(Active::RoutedTopK(0.into())),
         };
@@ -415,12 +462,57 @@ mod tests {
 
     #[test]
     fn a_share_between_two_counts_says_what_it_became() {
-        let rounding = |active, heads| share(active).rounding(heads, None);
+        let rounding = |active, heads| share(active).rounding(heads, heads, None);
         let became = |text: &str| Some(text.to_string());
         assert_eq!(rounding(0.8, 8), became("--active 0.8 of 8 heads: 6 of 8, 0.75"));
         assert_eq!(rounding(0.55, 8), became("--active 0.55 of 8 heads: 4 of 8, 0.5"));
         assert_eq!([rounding(0.75, 8), rounding(1.0, 6), rounding(0.3, 10)], [None, None, None]);
-        let default = HeadRequest::default().rounding(6, None);
+        let default = HeadRequest::default().rounding(6, 6, None);
         assert_eq!(default, became("the default share of 0.75 of 6 heads: 5 of 6, 0.833"));
+    }
+
+    /// Of 32 heads that read 8 key/value heads, or 8 that read 4.
+    #[test]
+    fn a_share_becomes_counts_that_a_router_can_route() {
+        for (router, heads, kv_heads, active, expected) in [
+            (RouterKind::Group, 32, 8, 0.75, (16, 8)),
+            (RouterKind::Group, 32, 8, 0.5, (8, 8)),
+            (RouterKind::Group, 32, 8, 0.7, (16, 8)),
+            (RouterKind::Group, 8, 4, 0.75, (4, 2)),
+            (RouterKind::Group, 8, 4, 0.5, (2, 2)),
+            (RouterKind::WithinGroup, 32, 8, 0.75, (0, 24)),
+            (RouterKind::WithinGroup, 32, 8, 0.4, (0, 16)),
+            (RouterKind::WithinGroup, 8, 4, 0.5, (0, 4)),
+            (RouterKind::Static, 32, 8, 0.75, (24, 0)),
+            (RouterKind::Static, 8, 4, 0.55, (4, 0)),
+        ] {
+            let request = HeadRequest { router: Some(router), ..share(active) };
+            let layer = request.resolve(heads, kv_heads, 2, None).unwrap().layer(1);
+            let found = (layer.shared.len(), layer.top_k);
+            assert_eq!(found, expected, "{router:?}, {active} of {heads}");
+            assert_eq!(request.weakness(heads, kv_heads, None), None);
+        }
+        let group = HeadRequest { router: Some(RouterKind::Group), ..share(0.8) };
+        let rounding = group.rounding(32, 8, None).unwrap();
+        assert_eq!(rounding, "--active 0.8 of 32 heads: 24 of 32, 0.75");
+        let all = HeadRequest { router: Some(RouterKind::WithinGroup), ..share(0.75) };
+        let message = all.resolve(8, 4, 1, None).unwrap_err().to_string();
+        assert!(message.contains("--active 0.75 of 8 heads is all 8 heads"), "{message}");
+    }
+
+    /// A routed model without its router keeps its shared heads.
+    #[test]
+    fn a_router_that_is_given_replaces_the_sources() {
+        let source = MohConfig {
+            router: RouterKind::QueryNorm,
+            shared_heads: 4.into(),
+            routed_top_k: 2.into(),
+        };
+        let of = |router| HeadRequest { router: Some(router), ..HeadRequest::default() };
+        let fixed = of(RouterKind::Static).resolve(8, 4, 1, Some(&source)).unwrap();
+        let expected = MohConfig { router: RouterKind::Static, routed_top_k: 0.into(), ..source };
+        assert_eq!(fixed, expected);
+        let source = MohConfig { router: RouterKind::Group, routed_top_k: 2.into(), ..expected };
+        assert_eq!(HeadRequest::default().resolve(8, 4, 1, Some(&source)).unwrap(), source);
     }
 }

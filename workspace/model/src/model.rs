@@ -164,7 +164,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (layers, flats) = Layers::new(&config, routers, ranks, parallel.part());
         let layout = ModelLayout { flats, num_blocks: config.num_hidden_layers };
         if let Some(moh) = &config.moh {
-            moh.validate(config.num_attention_heads, config.num_hidden_layers)?;
+            config.check_moh(moh)?;
         }
         let buffers = ModelBuffers::zeros(&backend, &config, &layout, positions)?;
         let ModelBuffers { weights, mut rope } = buffers;
@@ -200,12 +200,12 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Fails if the head counts do not fit the model.
     pub fn set_moh(&mut self, moh: Option<crate::MohConfig>) -> Result<(), Error> {
         if let Some(moh) = &moh {
-            moh.validate(self.config.num_attention_heads, self.config.num_hidden_layers)?;
+            self.config.check_moh(moh)?;
         }
         self.config.moh = moh;
         for (layer, block) in self.layers.blocks.iter_mut().enumerate() {
             let router = router::of_layer(&self.config, layer);
-            block.attention.router = router.map(RouterLayer::QueryNorm);
+            block.attention.router = router.and_then(RouterLayer::without_parameters);
         }
         Ok(())
     }
@@ -242,13 +242,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         &mut self.weights
     }
 
-    /// Number of layers with a router, over which the balance loss is averaged; 1 for a dense
-    /// model, which has no balance loss.
+    /// Number of layers whose router selects heads, over which the balance loss is averaged; 1 if there
+    /// is none, without a balance loss.
     pub(crate) fn routed_layers(&self) -> usize {
-        self.layer_routers().count().max(1)
+        self.layer_routers().filter(|(_, router)| router.selects()).count().max(1)
     }
 
-    /// Each layer that routes, with its router.
+    /// Each layer with routed heads, with its router.
     fn layer_routers(&self) -> impl Iterator<Item = (usize, &RouterLayer)> {
         let blocks = self.layers.blocks.iter().enumerate();
         blocks.filter_map(|(layer, block)| Some((layer, block.attention.router.as_ref()?)))
@@ -260,7 +260,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         let of_layer = |(layer, router): (usize, &RouterLayer)| {
             LayerRouting::new(layer, router.shared_heads(&self.routers), heads)
         };
-        RoutingStatistics { layers: self.layer_routers().map(of_layer).collect() }
+        let routers = self.layer_routers().filter(|(_, router)| router.selects());
+        RoutingStatistics { layers: routers.map(of_layer).collect() }
     }
 
     /// Sizes of passes with the model's own routers.

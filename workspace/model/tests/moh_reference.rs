@@ -14,7 +14,7 @@ use moh_model::{
     Activations, Architecture, HeadCounts, ModelConfig, MohConfig, PassShape, Recompute,
     RouterKind, SharedHeadSets, StepSums,
 };
-use reference::{Reference, micro_batch, query_norm};
+use reference::{Reference, configured, micro_batch};
 use support::{SCALE, SHAPE, config, model, upload};
 
 fn is_the_reference(architecture: Architecture, moh: MohConfig, recompute: Recompute) {
@@ -28,7 +28,7 @@ fn is_the_reference(architecture: Architecture, moh: MohConfig, recompute: Recom
     let mut sums = StepSums::new(&Cpu).unwrap();
     model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
 
-    let reference = Reference::of(&model, query_norm);
+    let reference = Reference::of(&model, configured);
     let (ids, targets) = micro_batch();
     let expected = reference.forward(&ids, &targets, 2).unwrap();
     if recompute != Recompute::Block {
@@ -66,6 +66,27 @@ fn shared_heads_are_any_set() {
     for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
         for architecture in Architecture::ALL {
             is_the_reference(architecture, moh.clone(), recompute);
+        }
+    }
+}
+
+/// Routers of whole groups, of heads within groups and of shared heads alone; the model has 8 heads in
+/// groups of 4.
+#[test]
+fn other_routers_are_those_of_the_formulas() {
+    let sets =
+        |sets: [&[usize]; 4]| SharedHeadSets::from_ids(&sets.map(<[usize]>::to_vec)).unwrap();
+    let all: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7];
+    for (router, shared_heads, top_k) in [
+        (RouterKind::Group, sets([&all[..4], &all[4..], &[], &[]]), [4, 0, 4, 8]),
+        (RouterKind::WithinGroup, sets([&[], &[0, 6], all, &[1, 2, 4, 7]]), [4, 4, 0, 2]),
+        (RouterKind::Static, sets([&[0, 1], &[7, 2, 5], &[6], &[0, 1, 2, 3, 4, 5, 6]]), [0; 4]),
+    ] {
+        let moh = MohConfig { router, shared_heads, routed_top_k: HeadCounts::from_iter(top_k) };
+        for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
+            for architecture in Architecture::ALL {
+                is_the_reference(architecture, moh.clone(), recompute);
+            }
         }
     }
 }

@@ -280,7 +280,7 @@ fn all_heads_active_is_the_dense_model_of_the_fixtures() {
         model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
         model.logits(&activations).unwrap()
     };
-    let all = HeadRequest { shared_heads: None, active: Some(Active::Share(1.0)) };
-    let all = all.resolve(8, 2, None).unwrap();
+    let all = HeadRequest { active: Some(Active::Share(1.0)), ..HeadRequest::default() };
+    let all = all.resolve(8, 4, 2, None).unwrap();
     assert_eq!(logits(Some(all)), logits(None));
 }

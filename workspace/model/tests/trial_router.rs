@@ -25,7 +25,7 @@ use moh_model::{
     Activations, Architecture, Error, HeadCounts, Model, ModelConfig, MohConfig, PassShape,
     PassSlot, Recompute, RouterKind, StepSums, Sums,
 };
-use reference::{Reference, Routed, RouterInput, micro_batch, query_norm, select};
+use reference::{Reference, Routed, RouterInput, configured, micro_batch, select};
 use support::{ADAMW, SCALE, SHAPE, fill, update, upload};
 use two_stage::TwoStage;
 
@@ -88,7 +88,7 @@ fn pass<B: Backend + Clone>(
 /// The router of [`TwoStage`], or the configuration's.
 fn route(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
     let Some(TwoStage { shared_heads, top_k, .. }) = trial(input.layer) else {
-        return query_norm(reference, input);
+        return configured(reference, input);
     };
     let logits = |name: &str| {
         reference.linear(input.x, &format!("model.layers.{}.router.{name}", input.layer))

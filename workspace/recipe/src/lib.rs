@@ -340,6 +340,7 @@ impl Recipe {
             // Counts that do not fit are faults below.
             let resolved = stage.moh_config(model).ok().flatten();
             if let (Some(options), Some(resolved)) = (&mut stage.moh, resolved) {
+                options.router = Some(resolved.router);
                 options.set_shared(&resolved.shared_heads);
                 options.routed_top_k = Some(resolved.routed_top_k);
             }

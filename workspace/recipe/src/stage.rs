@@ -57,9 +57,10 @@ pub enum AttentionKind {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MohOptions {
-    /// The router: `"query-norm"`.
-    #[serde(with = "router_name")]
-    pub router: RouterKind,
+    /// The router, by its name in `config.json`. Default: the model's, if it is already a
+    /// Mixture-of-Head model; otherwise `"query-norm"`.
+    #[serde(with = "router_name", skip_serializing_if = "Option::is_none")]
+    pub router: Option<RouterKind>,
     /// Shared heads: one count for all layers, or a list with one for each layer. Default: the
     /// model's, if it is already a Mixture-of-Head model; otherwise half of the heads.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -79,7 +80,7 @@ pub struct MohOptions {
 impl Default for MohOptions {
     fn default() -> Self {
         MohOptions {
-            router: RouterKind::QueryNorm,
+            router: None,
             shared_heads: None,
             shared_head_ids: None,
             routed_top_k: None,
@@ -216,10 +217,11 @@ impl Stage {
         }
         let options = self.moh.clone().unwrap_or_default();
         let request = HeadRequest {
+            router: options.router,
             shared_heads: options.shared()?,
             active: options.routed_top_k.map(Active::RoutedTopK),
         };
-        Ok(Some(MohConfig { router: options.router, ..request.for_model(model)? }))
+        request.for_model(model).map(Some)
     }
 }
 
@@ -230,13 +232,14 @@ mod router_name {
 
     use crate::name::from_name;
 
-    const NAMES: &[&str] = &[RouterKind::QueryNorm.name()];
-
-    pub fn serialize<S: Serializer>(router: &RouterKind, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(router.name())
+    pub fn serialize<S: Serializer>(router: &Option<RouterKind>, to: S) -> Result<S::Ok, S::Error> {
+        match router {
+            Some(router) => to.serialize_str(router.name()),
+            None => to.serialize_none(),
+        }
     }
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<RouterKind, D::Error> {
-        from_name(from, NAMES, RouterKind::from_name)
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<RouterKind>, D::Error> {
+        from_name(from, &RouterKind::NAMES, RouterKind::from_name).map(Some)
     }
 }

@@ -77,6 +77,20 @@ fn routing_is_resolved_against_the_models_heads() {
     let moh = given.stages[1].moh_config(&model).unwrap().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (5.into(), 1.into()));
 
+    // The router is the model's, or the recipe's.
+    model.moh = model.moh.map(|moh| MohConfig { router: RouterKind::Group, ..moh });
+    let group = ["stage.moh.moh.shared_heads=2", "stage.moh.moh.routed_top_k=2"];
+    let mut recipe = with(&group);
+    recipe.resolve(path, &model).unwrap();
+    assert_eq!(recipe.stages[1].moh.as_ref().unwrap().router, Some(RouterKind::Group));
+    let fixed = with(&["stage.moh.moh.router=\"static\""]);
+    let moh = fixed.stages[1].moh_config(&model).unwrap().unwrap();
+    assert_eq!((moh.router, moh.routed_top_k), (RouterKind::Static, 0.into()));
+    let refused = with(&["stage.moh.moh.router=\"static\"", "stage.moh.moh.routed_top_k=1"]);
+    let message = refused.stages[1].moh_config(&model).unwrap_err().to_string();
+    assert!(message.starts_with("routed_top_k = 1: must be 0"), "{message}");
+    model.moh = model.moh.map(|moh| MohConfig { router: RouterKind::QueryNorm, ..moh });
+
     // The heads themselves are kept, and written as such.
     let ids = vec![vec![0, 2], vec![3, 1], vec![0, 1], vec![4, 5], vec![6, 7]];
     let sets = SharedHeadSets::from_ids(&ids[..model.num_hidden_layers]).unwrap();

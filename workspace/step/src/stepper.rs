@@ -446,10 +446,12 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
         self.sums.all_reduce(&self.all_ranks)?;
         let Sums { cross_entropy, auxiliary, squared_norm } = self.sums.read(backend)?;
-        let (routes, count) = (model.config().moh.is_some(), self.config.micro_batches as f64);
+        let moh = model.config().moh.as_ref();
+        let selects = moh.is_some_and(|moh| moh.router.selects());
+        let count = self.config.micro_batches as f64;
         let distils = self.config.distillation.is_some();
         let mean = |loss| match loss {
-            AuxiliaryLoss::Balance => routes.then_some(auxiliary[loss] / count),
+            AuxiliaryLoss::Balance => selects.then_some(auxiliary[loss] / count),
             AuxiliaryLoss::Distillation => distils.then_some(auxiliary[loss] / targets),
         };
         Ok(StepResult {

@@ -24,7 +24,7 @@ use moh_step::{
     Error, Hyperparameters, OptimizerState, ReadSample, StepConfig, StepGroups, StepResult,
     Stepper, Update,
 };
-use reference::{Pass, Reference, close, counted, query_norm};
+use reference::{Pass, Reference, close, configured, counted};
 use support::{SCALE, SHAPE, VOCABULARY, config, model};
 
 const MOH: MohConfig = MohConfig {
@@ -148,7 +148,7 @@ fn teacher() -> Model<Cpu, f32> {
 fn is_the_reference(architecture: Architecture, recompute: Recompute, has_teacher: bool) {
     let config = ModelConfig { architecture, ..config(10, false, Some(MOH)) };
     let mut model = model::<Cpu, f32>(Cpu, config);
-    let reference = Reference::of(&model, query_norm);
+    let reference = Reference::of(&model, configured);
     let teacher = has_teacher.then(teacher);
     let other = teacher.as_ref().map(|teacher| Reference::of(teacher, |_, _| Ok(None)));
     let expected = step_of(&reference, other.as_ref()).unwrap();

@@ -71,7 +71,7 @@ fn layers_have_the_counts_that_they_are_given() {
     let source = model(dir.path(), DType::F32, false);
     let shared_heads = || Some(counts([8, 2, 5]).into());
     let moh = |shared_heads, active| {
-        TargetAttention::Moh(HeadRequest { shared_heads, active: Some(active) })
+        TargetAttention::Moh(HeadRequest { router: None, shared_heads, active: Some(active) })
     };
     let attention = moh(shared_heads(), Active::RoutedTopK(counts([0, 4, 2])));
     let out = dir.path().join("lists");
@@ -108,8 +108,10 @@ fn layers_have_the_counts_that_they_are_given() {
 fn a_routed_source_keeps_its_counts() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
-    let half =
-        TargetAttention::Moh(HeadRequest { shared_heads: None, active: Some(Active::Share(0.5)) });
+    let half = TargetAttention::Moh(HeadRequest {
+        active: Some(Active::Share(0.5)),
+        ..HeadRequest::default()
+    });
     let moh = dir.path().join("moh");
     go(&ConversionOptions { attention: half, ..ConversionOptions::new(&source, &moh) }).unwrap();
     let out = dir.path().join("out");
@@ -350,7 +352,7 @@ fn padding_adds_mean_rows_to_both_ends() {
 fn counts_that_do_not_fit_are_refused() {
     let moh = |shared: Option<usize>, active| {
         let shared_heads = shared.map(SharedHeadSets::from);
-        TargetAttention::Moh(HeadRequest { shared_heads, active: Some(active) })
+        TargetAttention::Moh(HeadRequest { router: None, shared_heads, active: Some(active) })
     };
     let top_k = |count: usize| Active::RoutedTopK(HeadCounts::All(count));
     let dir = tempfile::tempdir().unwrap();

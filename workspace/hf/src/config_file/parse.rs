@@ -52,7 +52,11 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     let head_dim = read_head_dim(architecture, fields, hidden_size, heads)?;
     let positions = fields.size("max_position_embeddings", MAX_POSITIONS)?;
 
-    let moh = if is_moh { Some(read_moh(fields, heads, num_hidden_layers)?) } else { None };
+    let moh = if is_moh {
+        Some(read_moh(fields, [heads, key_value_heads], num_hidden_layers)?)
+    } else {
+        None
+    };
     let config = ModelConfig {
         architecture,
         vocab_size,
@@ -153,12 +157,16 @@ fn default_positions(architecture: Architecture) -> usize {
     }
 }
 
-fn read_moh(fields: &Fields<'_>, heads: usize, layers: usize) -> Result<MohConfig, Error> {
+fn read_moh(
+    fields: &Fields<'_>,
+    [heads, kv_heads]: [usize; 2],
+    layers: usize,
+) -> Result<MohConfig, Error> {
     let [router_key, shared_key, ids_key, top_k_key] = MOH_KEYS;
     let name = fields.required(router_key, fields.text(router_key)?)?;
     let Some(router) = RouterKind::from_name(name) else {
-        let reason =
-            format!(" = \"{}\": unknown router, expected \"query-norm\"", name.escape_debug());
+        let known = RouterKind::NAMES.map(|name| format!("\"{name}\"")).join(" or ");
+        let reason = format!(" = \"{}\": unknown router, expected {known}", name.escape_debug());
         return fields.error(router_key, reason);
     };
     // The messages start with the field's name; the file's keys have a prefix.
@@ -180,7 +188,7 @@ fn read_moh(fields: &Fields<'_>, heads: usize, layers: usize) -> Result<MohConfi
         shared_heads,
         routed_top_k: fields.required(top_k_key, fields.head_counts(top_k_key)?)?,
     };
-    moh.validate(heads, layers).or_else(|error| named(fields, &error))?;
+    moh.validate(heads, kv_heads, layers).or_else(|error| named(fields, &error))?;
     Ok(moh)
 }
 

@@ -129,7 +129,7 @@ pub(crate) fn embedding_tensors(config: &ModelConfig) -> Vec<Tensor> {
 
 /// The tensors of block `layer`, in the architecture's order.
 pub(crate) fn block_tensors(config: &ModelConfig, layer: usize) -> Vec<Tensor> {
-    let router = router::of_layer(config, layer).map(RouterSpec::QueryNorm);
+    let router = router::of_layer(config, layer);
     let block = |list: &mut TensorList<'_>| block(list, config, router.as_ref());
     TensorList::tensors_of(&block_prefix(layer), block)
 }

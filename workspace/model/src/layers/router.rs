@@ -1,8 +1,8 @@
 //! The router of a layer, which selects the heads that attention computes for each token.
 //!
-//! The paper's router for pretrained models is part of the configuration and has no parameters; any
-//! other one implements [`Router`](crate::router::Router). It reads the block's normed input x, and
-//! the projection's queries, keys and values.
+//! The routers of a configuration ([`RouterKind`](crate::RouterKind)) are called here; any other one
+//! implements [`Router`](crate::router::Router). It reads the block's normed input x, and the
+//! projection's queries, keys and values.
 
 use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::router::query_norm::{
@@ -25,16 +25,35 @@ use crate::tensors::{Division, TensorList};
 /// What a layer's router is before the layer has its parameters.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum RouterSpec {
-    /// The router of a configuration.
+    /// A router by the norms of queries.
     QueryNorm(QueryNormRouter),
+    /// None, with these heads shared.
+    Static(SharedHeads),
     /// The router of this index among the model's [`CustomRouters`].
     Custom { index: usize, parameters: Vec<RouterParameter> },
+}
+
+impl RouterSpec {
+    /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`, by a configuration's
+    /// router; a custom router says its own.
+    pub fn routing_shape(
+        &self,
+        tokens: usize,
+        heads: Heads,
+    ) -> Option<moh_kernels::Result<RoutingShape>> {
+        match self {
+            RouterSpec::QueryNorm(router) => Some(router.routing_shape(tokens, heads)),
+            RouterSpec::Static(shared) => Some(Ok(static_shape(*shared, tokens, heads))),
+            RouterSpec::Custom { .. } => None,
+        }
+    }
 }
 
 /// A router, and where its parameters are.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum RouterLayer {
     QueryNorm(QueryNormRouter),
+    Static(SharedHeads),
     Custom(CustomRouter),
 }
 
@@ -61,6 +80,7 @@ impl RouterLayer {
     pub fn new(list: &mut TensorList<'_>, width: usize, spec: &RouterSpec) -> Self {
         match spec {
             RouterSpec::QueryNorm(router) => RouterLayer::QueryNorm(*router),
+            RouterSpec::Static(shared) => RouterLayer::Static(*shared),
             RouterSpec::Custom { index, parameters } => {
                 let matrix = |RouterParameter { name, shape }: &RouterParameter| {
                     list.matrix(name, *shape, Division::Replicated)
@@ -68,6 +88,15 @@ impl RouterLayer {
                 let parameters = parameters.iter().map(matrix).collect();
                 RouterLayer::Custom(CustomRouter { index: *index, width, parameters })
             }
+        }
+    }
+
+    /// The router of a configuration that has no parameters.
+    pub fn without_parameters(spec: RouterSpec) -> Option<Self> {
+        match spec {
+            RouterSpec::QueryNorm(router) => Some(RouterLayer::QueryNorm(router)),
+            RouterSpec::Static(shared) => Some(RouterLayer::Static(shared)),
+            RouterSpec::Custom { .. } => None,
         }
     }
 
@@ -80,6 +109,7 @@ impl RouterLayer {
     ) -> moh_kernels::Result<RoutingShape> {
         match self {
             RouterLayer::QueryNorm(router) => router.routing_shape(tokens, heads),
+            RouterLayer::Static(shared) => Ok(static_shape(*shared, tokens, heads)),
             RouterLayer::Custom(custom) => routers[custom.index].routing_shape(tokens, heads),
         }
     }
@@ -91,8 +121,14 @@ impl RouterLayer {
     ) -> SharedHeads {
         match self {
             RouterLayer::QueryNorm(router) => router.shared,
+            RouterLayer::Static(shared) => *shared,
             RouterLayer::Custom(custom) => routers[custom.index].shared_heads(),
         }
+    }
+
+    /// Whether tokens select heads, so that there are gates, loads and a balance loss.
+    pub fn selects(&self) -> bool {
+        !matches!(self, RouterLayer::Static(_))
     }
 
     /// Whether the router's gradient reaches the block's input beside queries, keys and values.
@@ -111,6 +147,7 @@ impl RouterLayer {
         let out = B::reborrow_mut(&mut out);
         match self {
             RouterLayer::QueryNorm(_) => cx.backend.balance_loss(routing, scale, out)?,
+            RouterLayer::Static(_) => {}
             RouterLayer::Custom(custom) => {
                 custom.router(cx).loss(cx.backend, routing, scale, out)?
             }
@@ -134,6 +171,9 @@ impl RouterLayer {
                 *router,
                 QueryNormForward { shape, qkv, routing, all_reduce },
             )?,
+            RouterLayer::Static(shared) => {
+                cx.backend.route_to_shared(cx.num_tokens(), *shared, routing)?
+            }
             RouterLayer::Custom(custom) => {
                 let parameters = custom.parameters(cx);
                 let args = RouterForward { shape, x, qkv, parameters, routing, all_reduce };
@@ -143,8 +183,8 @@ impl RouterLayer {
         Ok(())
     }
 
-    /// As [`Self::forward`], then rotates queries and keys in place; the query-norm router does both
-    /// in one pass over the queries.
+    /// As [`Self::forward`], then rotates queries and keys in place; the routers by norms do both in one
+    /// pass over the queries.
     pub fn forward_and_rotate<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -174,13 +214,14 @@ impl RouterLayer {
     ) -> Result<(), Error> {
         let RouterInputs { qkv, routing, .. } = *inputs;
         match self {
-            RouterLayer::QueryNorm(_) => {
+            RouterLayer::QueryNorm(router) => {
                 let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
                 let (qkv, d_qkv) = (B::reborrow(qkv), B::reborrow_mut(&mut d_qkv));
                 let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
                 let args = QueryNormBackward { shape, qkv, d_qkv, gradient };
-                Ok(cx.backend.query_norm_backward(args)?)
+                Ok(cx.backend.query_norm_backward(*router, args)?)
             }
+            RouterLayer::Static(_) => Ok(()),
             RouterLayer::Custom(custom) => custom.backward(cx, inputs, d, d_qkv),
         }
     }
@@ -196,18 +237,25 @@ impl RouterLayer {
     ) -> Result<(), Error> {
         let RouterInputs { qkv, routing, .. } = *inputs;
         match self {
-            RouterLayer::QueryNorm(_) => {
+            RouterLayer::QueryNorm(router) => {
                 let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut d_qkv)));
                 let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
                 let args = QueryNormRopeBackward { qkv: B::reborrow(qkv), rope, gradient };
-                Ok(cx.backend.query_norm_rope_backward(args)?)
+                Ok(cx.backend.query_norm_rope_backward(*router, args)?)
             }
+            RouterLayer::Static(_) => Rope.backward(cx, d_qkv),
             RouterLayer::Custom(custom) => {
                 custom.backward(cx, inputs, d, B::reborrow_mut(&mut d_qkv))?;
                 Rope.backward(cx, d_qkv)
             }
         }
     }
+}
+
+/// Sizes of a routing to the shared heads alone.
+fn static_shape(shared: SharedHeads, tokens: usize, heads: Heads) -> RoutingShape {
+    let columns = heads.count - shared.leading();
+    RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: false }
 }
 
 impl CustomRouter {

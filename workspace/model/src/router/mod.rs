@@ -1,11 +1,12 @@
 //! Routers select, for every token, the heads that a block's attention computes.
 //!
-//! A model has one router for each layer, or none if the layer is dense. The paper's router for
-//! pretrained models, [`moh_kernels::router::query_norm`], is part of the configuration. Any other
-//! one implements [`Router`] and is given to [`Model::with_routers`](crate::Model::with_routers);
+//! A model has one router for each layer, or none if the layer is dense. The configuration names one of
+//! [`RouterKind`], such as the paper's router for pretrained models, whose operators are in
+//! [`moh_kernels::router`]. Any other one implements [`Router`] and is given to [`Model::with_routers`](crate::Model::with_routers);
 //! its parameters are tensors of the block. Attention does not depend on the router: it uses the
 //! selection of its [`Routing`].
 
+mod kind;
 mod parameters;
 mod statistics;
 
@@ -14,10 +15,12 @@ use std::sync::Arc;
 
 use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::router::{RouterGradient, Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Element, Result, View, ViewMut};
 
+pub(crate) use kind::HeadGroups;
+pub use kind::RouterKind;
 pub(crate) use parameters::LayerGradients;
 pub use parameters::{ParameterGradients, Parameters};
 pub use statistics::{LayerRouting, RoutingStatistics};
@@ -131,14 +134,20 @@ pub(crate) type CustomRouters<B, T> = Vec<Arc<dyn Router<B, T>>>;
 /// The routers of a configuration's layers; `None` for a dense layer, including a layer without
 /// routed heads.
 pub(crate) fn of_config(config: &ModelConfig) -> Vec<Option<RouterSpec>> {
-    let of_layer = |layer| of_layer(config, layer).map(RouterSpec::QueryNorm);
-    (0..config.num_hidden_layers).map(of_layer).collect()
+    (0..config.num_hidden_layers).map(|layer| of_layer(config, layer)).collect()
 }
 
 /// The router of one layer of a configuration.
-pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<QueryNormRouter> {
+pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<RouterSpec> {
+    let kind = config.moh.as_ref().filter(|_| config.routed_heads(layer) > 0)?.router;
     let LayerHeads { shared, top_k } = config.layer_heads(layer);
-    (config.routed_heads(layer) > 0).then_some(QueryNormRouter { shared, top_k })
+    let by_norms = |selects| RouterSpec::QueryNorm(QueryNormRouter { shared, top_k, selects });
+    Some(match kind {
+        RouterKind::QueryNorm => by_norms(Selects::Heads),
+        RouterKind::Group => by_norms(Selects::Groups),
+        RouterKind::WithinGroup => by_norms(Selects::WithinGroups),
+        RouterKind::Static => RouterSpec::Static(shared),
+    })
 }
 
 /// Sizes of a routing that fits every layer of a configuration; `None` if all layers are dense.
@@ -151,7 +160,7 @@ pub(crate) fn routing_shape_of(
     heads: Heads,
 ) -> Result<Option<RoutingShape>> {
     let routers = (0..config.num_hidden_layers).filter_map(|layer| of_layer(config, layer));
-    largest(routers.map(|router| router.routing_shape(tokens, heads)))
+    largest(routers.filter_map(|router| router.routing_shape(tokens, heads)))
 }
 
 /// Sizes that serve each of the layers.

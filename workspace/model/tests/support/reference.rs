@@ -10,7 +10,7 @@ use candle_nn::ops::{silu, softmax};
 use moh_kernels::Cpu;
 use moh_kernels::cross_entropy::IGNORED;
 use moh_model::parameters::FlatBuffers;
-use moh_model::{AuxiliaryLoss, Model, ModelConfig, Sums};
+use moh_model::{AuxiliaryLoss, Model, ModelConfig, RouterKind, Sums};
 
 use crate::support::{SCALE, VOCABULARY};
 
@@ -218,29 +218,61 @@ pub fn counted(targets: &[u32]) -> (Vec<u32>, Vec<u32>) {
     (0..).zip(targets).filter(|(_, target)| **target != IGNORED).unzip()
 }
 
-/// The router of a configuration: items 2 to 7.
-pub fn query_norm(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
-    let heads = reference.config.layer_heads(input.layer);
+/// The router of a configuration: items 2 to 7 of query-norm, and what differs in the others.
+pub fn configured(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
+    let config = &reference.config;
+    let heads = config.layer_heads(input.layer);
     let (tokens, count, _) = input.queries.dims3()?;
-    let routed: Vec<u32> =
-        (0..count as u32).filter(|&head| !heads.shared.contains(head as usize)).collect();
-    if routed.is_empty() {
+    let size = config.group_size();
+    let is_routed = |head: &usize| !heads.shared.contains(*head);
+    if (0..count).filter(is_routed).count() == 0 {
         return Ok(None);
     }
-    let indices = Tensor::from_slice(&routed, routed.len(), &Device::Cpu)?;
-    let queries = input.queries.index_select(&indices, 1)?;
-    let routed = routed.len();
-    let norms = queries.sqr()?.sum(2)?.sqrt()?;
-    let deviation = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
-    let std = (deviation.sqr()?.sum_keepdim(1)? / (routed as f64 - 1.0))?.sqrt()?;
-    let gates = softmax(&norms.broadcast_div(&std)?, 1)?;
-    let mask: Vec<u8> =
-        norms.to_vec2::<f64>()?.iter().flat_map(|norms| select(norms, heads.top_k)).collect();
+    let router = config.moh.as_ref().unwrap().router;
+    let squares = input.queries.sqr()?.sum(2)?;
+    // Gates [N, R] and the selection of each token, of the routed heads in ascending order.
+    let pool = match router {
+        RouterKind::WithinGroup => size,
+        _ => count,
+    };
+    let pools = count / pool;
+    let (mut gates, mut chosen) = (Vec::new(), vec![Vec::new(); tokens]);
+    for first in (0..count).step_by(pool) {
+        let routed: Vec<usize> = (first..first + pool).filter(is_routed).collect();
+        let indices: Vec<u32> = routed.iter().map(|&head| head as u32).collect();
+        let of = |table: &Tensor| {
+            table.index_select(&Tensor::from_slice(&indices, indices.len(), &Device::Cpu)?, 1)
+        };
+        let (scores, ranked) = match router {
+            RouterKind::Group => {
+                let groups = squares.reshape((tokens, count / size, size))?.sum_keepdim(2)?;
+                let sums = groups.broadcast_as((tokens, count / size, size))?.contiguous()?;
+                let sums = sums.reshape((tokens, count))?;
+                (of(&(&sums / size as f64)?.sqrt()?)?, of(&sums)?)
+            }
+            _ => {
+                let norms = of(&squares.sqrt()?)?;
+                let deviation = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
+                let squared = deviation.sqr()?.sum_keepdim(1)?;
+                let std = (squared / (routed.len() as f64 - 1.0))?.sqrt()?;
+                (norms.broadcast_div(&std)?, norms)
+            }
+        };
+        gates.push((softmax(&scores, 1)? / pools as f64)?);
+        for (chosen, row) in chosen.iter_mut().zip(ranked.to_vec2::<f64>()?) {
+            chosen.extend(select(&row, heads.top_k / pools));
+        }
+    }
+    let gates = Tensor::cat(&gates, 1)?;
+    let (mask, routed) = (chosen.concat(), gates.dim(1)?);
     let selected = Tensor::from_slice(&mask, (tokens, routed), &Device::Cpu)?;
     let selected = selected.to_dtype(DType::F64)?;
-    let balance = (selected.mean(0)? * gates.mean(0)?)?.sum_all()?;
+    let mut balance = (selected.mean(0)? * gates.mean(0)?)?.sum_all()?;
     let through = (&selected * &gates)?;
-    let weights = (&selected + (&through - through.detach())?)?;
+    let mut weights = (&selected + (&through - through.detach())?)?;
+    if router == RouterKind::Static {
+        (balance, weights) = (balance.zeros_like()?, selected);
+    }
     // A shared head has weight 1 for every token.
     let one = Tensor::ones((tokens, 1), DType::F64, &Device::Cpu)?;
     let mut next = 0..routed;

@@ -1,0 +1,202 @@
+//! The routers of a configuration, by name, and which head counts each can route.
+
+use crate::{Error, LayerHeads};
+
+/// How each token's heads are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RouterKind {
+    /// Any routed heads, by the norms of their queries before RoPE; no parameters (`"query-norm"`).
+    QueryNorm,
+    /// Whole groups of the heads that read one key/value head, by their mean squared norms; no
+    /// parameters (`"group"`).
+    Group,
+    /// The same number of heads of every group, by their norms; no parameters (`"within-group"`).
+    WithinGroup,
+    /// None: every token computes the shared heads alone (`"static"`).
+    Static,
+}
+
+/// The query heads of a model, and the key/value heads that they read.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HeadGroups {
+    pub heads: usize,
+    pub kv_heads: usize,
+}
+
+impl HeadGroups {
+    /// Query heads of a group, which read one key/value head.
+    pub fn size(self) -> usize {
+        (self.heads / self.kv_heads.max(1)).max(1)
+    }
+}
+
+impl RouterKind {
+    /// Every router.
+    pub const ALL: [RouterKind; 4] =
+        [RouterKind::QueryNorm, RouterKind::Group, RouterKind::WithinGroup, RouterKind::Static];
+
+    /// The router's name in `config.json` and in recipes.
+    pub const fn name(self) -> &'static str {
+        match self {
+            RouterKind::QueryNorm => "query-norm",
+            RouterKind::Group => "group",
+            RouterKind::WithinGroup => "within-group",
+            RouterKind::Static => "static",
+        }
+    }
+
+    /// The names of all routers.
+    pub const NAMES: [&'static str; Self::ALL.len()] = {
+        let mut names = [""; Self::ALL.len()];
+        let mut at = 0;
+        while at < names.len() {
+            names[at] = Self::ALL[at].name();
+            at += 1;
+        }
+        names
+    };
+
+    /// The router of that name, if there is one.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|router| router.name() == name)
+    }
+
+    /// Whether tokens select heads, so that there are gates, loads and a balance loss.
+    pub fn selects(self) -> bool {
+        self != RouterKind::Static
+    }
+
+    /// The heads in whose multiples a token selects them.
+    pub(crate) fn unit(self, groups: HeadGroups) -> usize {
+        match self {
+            RouterKind::QueryNorm | RouterKind::Static => 1,
+            RouterKind::Group => groups.size(),
+            RouterKind::WithinGroup => groups.kv_heads.max(1),
+        }
+    }
+
+    /// Refuses counts of a layer that this router cannot route, of heads that the layer has; messages
+    /// append `place` to the names.
+    pub(crate) fn check(
+        self,
+        layer: LayerHeads,
+        groups: HeadGroups,
+        place: &str,
+    ) -> Result<(), Error> {
+        let refuse = |reason: String| Err(Error::Moh { reason });
+        let LayerHeads { shared, top_k } = layer;
+        let (heads, size) = (groups.heads, groups.size());
+        let mut shared_of_groups = (0..groups.kv_heads).map(|group| {
+            (group * size..(group + 1) * size).filter(|&head| shared.contains(head)).count()
+        });
+        match self {
+            RouterKind::QueryNorm if heads - shared.len() == 1 => refuse(format!(
+                "shared_heads{place} = {} of {heads} leaves one routed head, whose norm has no \
+                 standard deviation: route none or at least two",
+                shared.len()
+            )),
+            RouterKind::Group if shared_of_groups.any(|count| count != 0 && count != size) => {
+                refuse(format!(
+                    "shared_heads{place} are no whole groups: the router \"group\" shares and \
+                     selects the {size} heads of a key/value head together"
+                ))
+            }
+            RouterKind::Group if !top_k.is_multiple_of(size) => refuse(format!(
+                "routed_top_k{place} = {top_k}: must be a multiple of {size}, the heads of a group"
+            )),
+            RouterKind::WithinGroup => {
+                let kv_heads = groups.kv_heads;
+                if shared_of_groups.any(|count| count * kv_heads != shared.len()) {
+                    return refuse(format!(
+                        "shared_heads{place} are not equally many in every group: the router \
+                         \"within-group\" needs as many of the {size} heads of each key/value head"
+                    ));
+                }
+                if !top_k.is_multiple_of(kv_heads) {
+                    return refuse(format!(
+                        "routed_top_k{place} = {top_k}: must be a multiple of {kv_heads}, the \
+                         key/value heads, each of which has as many"
+                    ));
+                }
+                Ok(())
+            }
+            RouterKind::Static if top_k > 0 => refuse(format!(
+                "routed_top_k{place} = {top_k}: must be 0, tokens of the router \"static\" compute \
+                 the shared heads alone"
+            )),
+            RouterKind::QueryNorm | RouterKind::Group | RouterKind::Static => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_kernels::router::SharedHeads;
+
+    use super::*;
+
+    #[test]
+    fn every_name_is_that_of_one_router() {
+        for router in RouterKind::ALL {
+            assert_eq!(RouterKind::from_name(router.name()), Some(router));
+        }
+        assert_eq!(RouterKind::from_name("norm"), None);
+        assert_eq!(RouterKind::NAMES, ["query-norm", "group", "within-group", "static"]);
+    }
+
+    #[test]
+    fn counts_that_a_router_cannot_route_are_refused() {
+        let groups = HeadGroups { heads: 8, kv_heads: 4 };
+        let check = |router: RouterKind, shared: &[usize], top_k| {
+            let shared = SharedHeads::from_heads(shared.iter().copied()).unwrap();
+            let checked = router.check(LayerHeads { shared, top_k }, groups, " of layer 3");
+            checked.map_err(|error| error.to_string())
+        };
+        for (router, shared, top_k) in [
+            (RouterKind::Group, &[2, 3, 6, 7][..], 2),
+            (RouterKind::Group, &[0, 1, 2, 3, 4, 5], 2),
+            (RouterKind::WithinGroup, &[0, 3, 4, 7], 4),
+            (RouterKind::WithinGroup, &[], 4),
+            (RouterKind::Static, &[0, 5, 6, 7], 0),
+            (RouterKind::Static, &[0, 1, 2, 3, 4, 5, 6], 0),
+        ] {
+            assert_eq!(check(router, shared, top_k), Ok(()), "{router:?}");
+        }
+        for (router, shared, top_k, expected) in [
+            (
+                RouterKind::Group,
+                &[0, 1, 2][..],
+                2,
+                "shared_heads of layer 3 are no whole groups: the router \"group\"",
+            ),
+            (
+                RouterKind::Group,
+                &[0, 1],
+                3,
+                "routed_top_k of layer 3 = 3: must be a multiple of 2, the heads of a group",
+            ),
+            (
+                RouterKind::WithinGroup,
+                &[0, 1, 2, 3],
+                4,
+                "shared_heads of layer 3 are not equally many in every group",
+            ),
+            (
+                RouterKind::WithinGroup,
+                &[0, 2, 4, 6],
+                2,
+                "routed_top_k of layer 3 = 2: must be a multiple of 4, the key/value heads",
+            ),
+            (RouterKind::Static, &[0], 1, "routed_top_k of layer 3 = 1: must be 0, tokens of"),
+            (
+                RouterKind::QueryNorm,
+                &[0, 1, 2, 3, 4, 5, 7],
+                1,
+                "shared_heads of layer 3 = 7 of 8 leaves one routed head",
+            ),
+        ] {
+            let message = check(router, shared, top_k).unwrap_err();
+            assert!(message.starts_with(expected), "{message}");
+        }
+    }
+}
