@@ -212,8 +212,17 @@ class Models(unittest.TestCase):
             convert(random_llama(cls.root / "llama"), out, "--shared-heads", 3, "--routed-top-k", 3)
         elif name == "qwen3":
             convert(random_qwen3(cls.root / "dense-qwen3"), out, "--shared-heads", 2, "--routed-top-k", 3)
+        elif name == "group":
+            source = random_llama(cls.root / "llama-of-groups")
+            convert(source, out, "--router", name, "--shared-heads", 0, "--routed-top-k", 4)
+        elif name == "within-group":
+            convert(random_qwen3(cls.root / "qwen3-of-groups"), out, "--router", name, "--active", 0.5)
+        elif name == "static":
+            convert(random_llama(cls.root / "llama-of-few"), out, "--router", name, "--active", 0.75)
         else:
             raise ValueError(name)
 
 
 NAMES = ["tied", "by-layer", "untied", "qwen3"]
+# Models with the other routers, which differ from those in what is computed of a forward and a backward pass.
+ROUTERS = ["group", "within-group", "static"]

@@ -6,6 +6,7 @@ import unittest
 from programs import (  # First: it sets the environment of transformers.
     FIXTURES,
     NAMES,
+    ROUTERS,
     Models,
     code,
     convert,
@@ -30,7 +31,7 @@ class Outputs(Models):
         self.assertLess((ours - theirs).abs().max().item(), TOLERANCE)
 
     def test_logits_and_selected_heads_are_those_of_moh_eval(self):
-        for name in NAMES:
+        for name in [*NAMES, *ROUTERS]:
             for attention in ["sdpa", "eager"]:
                 with self.subTest(model=name, attention=attention):
                     model = load(self.model(name), attention)
@@ -39,8 +40,11 @@ class Outputs(Models):
                     with torch.no_grad():
                         out = model(ids, output_router_logits=True)
                     self.check_logits(logits, out.logits)
-                    self.assertEqual(len(masks), len(out.selected_heads))
-                    for ours, theirs in zip(masks, out.selected_heads):
+                    # Without a router no head is selected.
+                    none = [torch.zeros_like(mask, dtype=torch.bool) for mask in masks]
+                    selected = none if name == "static" else out.selected_heads
+                    self.assertEqual((len(masks), name == "static"), (len(selected), not out.selected_heads))
+                    for ours, theirs in zip(masks, selected):
                         self.assertTrue(torch.equal(ours.bool(), theirs))
 
     def test_a_cache_changes_nothing(self):
@@ -136,7 +140,7 @@ class Outputs(Models):
 
 class Saved(Models):
     def test_a_saved_model_is_loaded_and_converted_again(self):
-        for name in NAMES:
+        for name in [*NAMES, *ROUTERS]:
             with self.subTest(model=name):
                 model = load(self.model(name))
                 saved = self.scratch / name

@@ -156,7 +156,7 @@ class Configuration(unittest.TestCase):
         for changes, message in [
             ({"moh_router": "learned"}, "moh_router = 'learned': unknown router"),
             ({"moh_router": None}, "moh_router = None: unknown router"),
-            ({"moh_shared_heads": 9}, "moh_shared_heads of layer 0 = 9: the model has 8 heads"),
+            ({"moh_shared_heads": 9}, "the shared heads of layer 0 are [0, 1, 2, 3, 4, 5, 6, 7, 8]: the model has 8"),
             ({"moh_shared_heads": -1}, "moh_shared_heads of layer 0 = -1"),
             ({"moh_shared_heads": [4, 7]}, "moh_shared_heads of layer 1 = 7 of 8 leaves one routed head"),
             ({"moh_shared_heads": [4]}, "moh_shared_heads has 1 entries, and the model 2 layers"),

@@ -143,6 +143,9 @@ fn tensor_of_part(work: &Work, part: &ModelPart) -> Volume {
 /// Tensor-parallel traffic of the router for one micro-batch, forward and backward, averaged over a
 /// chunk's blocks.
 fn router(work: &Work, part: &ModelPart, blocks: f64) -> Volume {
+    if !work.model.moh.as_ref().is_some_and(|moh| moh.router.selects()) {
+        return Volume::default();
+    }
     let routed = part.layers().map(|layer| work.model.routed_heads(layer));
     let (routing, heads) =
         routed.filter(|&heads| heads > 0).fold((0, 0), |sum, heads| (sum.0 + 1, sum.1 + heads));
