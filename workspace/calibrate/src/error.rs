@@ -32,15 +32,6 @@ pub enum Error {
         "the heads' outputs are all zero or depend on each other: the output projection has no fit"
     )]
     Singular,
-    /// Heads cannot be chosen one by one for this router.
-    #[error(
-        "the router \"{router}\" shares or selects several heads together, and heads are measured one by \
-         one: give the shared heads, or choose the router \"query-norm\" or \"static\""
-    )]
-    Router {
-        /// Its name.
-        router: &'static str,
-    },
     /// An error in a layer.
     #[error("layer {layer}: {error}")]
     Layer {

@@ -69,10 +69,12 @@ impl HeadGrams {
 #[cfg(test)]
 mod tests {
     use moh_kernels::router::SharedHeads;
+    use moh_model::RouterKind;
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
     use super::*;
+    use crate::selection::Ranking;
 
     #[test]
     fn the_loss_is_that_of_the_outputs_without_the_left_out_heads() {
@@ -83,7 +85,7 @@ mod tests {
         };
         let (outputs, weight, queries) = (random(tokens), random(width), random(tokens));
         let grams = HeadGrams::new(outputs.view(), weight.view(), heads);
-        let mut scores = Scores::new(heads);
+        let mut scores = Scores::new(Ranking { router: RouterKind::QueryNorm, heads, group: 1 });
         scores.add(queries.as_slice().unwrap(), head_dim);
         for (shared, top_k) in [(vec![], 2), (vec![1, 4], 1), (vec![0, 1, 2], 0), (vec![3], 4)] {
             let layer = LayerHeads { shared: SharedHeads::from_heads(shared).unwrap(), top_k };

@@ -4,12 +4,12 @@ use std::ops::ControlFlow;
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
-use moh_model::{BlockPass, EndsPass, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
+use moh_model::{BlockPass, EndsPass, ModelConfig, MohConfig, SharedHeadSets};
 use ndarray::Array2;
 
 use crate::products::ProductSums;
 use crate::search::{Found, LayerSample};
-use crate::selection::Scores;
+use crate::selection::{Ranking, Scores};
 use crate::{CalibrationTokens, Error, RIDGE, Result, matrix};
 
 /// Which heads are shared.
@@ -32,18 +32,6 @@ pub struct CalibrationOptions {
     pub shared: Shared,
     /// Whether output projections are refitted.
     pub refit: bool,
-}
-
-impl CalibrationOptions {
-    /// Refuses to choose heads for a router that shares or selects several of them together.
-    fn check_router(&self) -> Result<()> {
-        match self.moh.router {
-            RouterKind::Group | RouterKind::WithinGroup if self.shared != Shared::Given => {
-                Err(Error::Router { router: self.moh.router.name() })
-            }
-            _ => Ok(()),
-        }
-    }
 }
 
 /// What a calibration has chosen.
@@ -104,7 +92,6 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
 ) -> Result<Option<Calibration>, E> {
     let layers = config.num_hidden_layers;
     config.check_moh(&options.moh)?;
-    options.check_router()?;
     let mut job = Job::new(backend, config, options, tokens, weights)?;
     let mut found = Vec::new();
     for layer in 0..layers {
@@ -266,11 +253,11 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         if self.options.shared != Shared::CalibratedNumber || !self.options.moh.router.selects() {
             return vec![given];
         }
-        let heads = self.config.num_attention_heads;
+        let ranking = Ranking::new(self.options.moh.router, self.config);
         // All of a few, else quarters of the active heads.
         let step = if active <= 8 { 1 } else { active.div_ceil(4) };
         let mut numbers: Vec<usize> = (0..active).step_by(step).chain([given]).collect();
-        numbers.retain(|&shared| shared < active && heads - shared > 1);
+        numbers.retain(|&shared| shared < active && ranking.fits(shared, active - shared));
         numbers.sort_unstable();
         numbers.dedup();
         numbers
@@ -278,21 +265,21 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
 
     /// The heads' outputs in the dense model, for the tokens of a search.
     fn sample(&mut self, projection: &[f32]) -> Result<LayerSample> {
-        let (heads, head_dim) = (self.config.num_attention_heads, self.config.head_dim);
+        let ranking = Ranking::new(self.options.moh.router, self.config);
         let (inputs, width) = (self.config.query_width(), self.config.hidden_size);
         let elements = self.tokens.pass() * width;
-        let mut scores = Scores::new(heads);
+        let mut scores = Scores::new(ranking);
         let (mut outputs, mut targets) = (Vec::new(), Vec::new());
         let passes = self.streams.dense.chunks_exact(elements);
         for x in passes.take(self.tokens.search_passes(inputs)) {
-            scores.add(&self.block.project(x)?, head_dim);
+            scores.add(&self.block.project(x)?, self.config.head_dim);
             outputs.extend(self.block.attend()?);
             let after = self.block.forward(x, None)?.after_attention;
             targets.extend(after.iter().zip(x).map(|(after, before)| after - before));
         }
         let outputs: Array2<f32> = matrix(&outputs, inputs);
         let (weight, pass) = (matrix(projection, inputs), self.tokens.pass());
-        Ok(LayerSample { scores, outputs, targets, weight, heads, pass })
+        Ok(LayerSample { scores, ranking, outputs, targets, weight, pass })
     }
 
     /// The mean cross-entropies by the streams behind the last layer.

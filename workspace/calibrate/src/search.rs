@@ -4,7 +4,7 @@
 //! heads that tokens then compute ([`Products::fit`]). Where a layer has few sets all are judged. Else a
 //! set is built from none by adding the head that helps most, and improved by exchanging a shared head
 //! for another one; both judge by the error without a new projection ([`HeadGrams::loss`]), which needs no
-//! fit. Then the exchanges that are best by that measure are judged by the fit, in a few rounds.
+//! fit. Then the exchanges that are best by that measure are judged by the fit, round after round.
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
@@ -13,7 +13,7 @@ use ndarray::{Array2, Axis, s};
 
 use crate::head_grams::HeadGrams;
 use crate::products::ProductSums;
-use crate::selection::Scores;
+use crate::selection::{Ranking, Scores};
 use crate::{Error, RIDGE, Result};
 
 /// Most sets of one size of which each is judged by a fit.
@@ -21,20 +21,20 @@ const MOST_SETS: usize = 128;
 /// Tokens by which sets are judged without a fit.
 const GRAM_TOKENS: usize = 4096;
 /// Exchanges of a round that are judged by a fit.
-const JUDGED: usize = 4;
-/// Rounds of exchanges that are judged by fits.
-const ROUNDS: usize = 2;
+const JUDGED: usize = 8;
+/// Most rounds of exchanges that are judged by fits; they end where none is better.
+const ROUNDS: usize = 8;
 
 /// The heads' outputs of a layer for some tokens, and the attention output that they had made.
 pub(crate) struct LayerSample {
     pub scores: Scores,
+    pub ranking: Ranking,
     /// `[tokens, heads * head_dim]`.
     pub outputs: Array2<f32>,
     /// The dense layer's attention output, `[tokens, width]`.
     pub targets: Vec<f32>,
     /// The output projection, `[width, heads * head_dim]`.
     pub weight: Array2<f64>,
-    pub heads: usize,
     /// Tokens of a pass.
     pub pass: usize,
 }
@@ -55,10 +55,12 @@ impl LayerSample {
         shared: usize,
         top_k: usize,
     ) -> Result<Found> {
-        match number_of_sets(self.heads, shared) <= MOST_SETS {
-            true => self.best_of(sums, subsets(self.heads, shared).into_iter(), top_k, None),
-            false => self.best_by_exchange(sums, shared, top_k),
+        let (units, count) = (self.units(), shared / self.ranking.unit());
+        if number_of_sets(units, count) > MOST_SETS {
+            return self.best_by_exchange(sums, shared, top_k);
         }
+        let sets = subsets(units, count).into_iter().filter(|set| self.is_even(set));
+        self.best_of(sums, sets, top_k, None)
     }
 
     /// A good set, without judging all.
@@ -70,16 +72,19 @@ impl LayerSample {
     ) -> Result<Found> {
         let grams = self.grams();
         let loss = |set: &[usize]| {
-            Ok::<_, Error>((grams.loss(&self.scores, layer_heads(set, top_k)?), set.to_vec()))
+            let heads = self.layer_heads(set, top_k)?;
+            Ok::<_, Error>((grams.loss(&self.scores, heads), set.to_vec()))
         };
-        let mut set = Vec::new();
-        while set.len() < shared {
-            let longer = others(&set, self.heads).map(|head| with(&set, head));
+        let (units, count) = (self.units(), shared / self.ranking.unit());
+        let mut set = self.first_of_parts(count);
+        while set.len() < count {
+            let longer = others(&set, units).map(|unit| with(&set, unit));
             set = least(longer.map(|set| loss(&set)))?.1;
         }
         let mut now = loss(&set)?;
         loop {
-            let next = least(exchanges(&now.1, self.heads).map(|set| loss(&set)))?;
+            let near = exchanges(&now.1, units).filter(|set| self.is_even(set));
+            let next = least(near.map(|set| loss(&set)))?;
             if next.0 >= now.0 {
                 break;
             }
@@ -87,9 +92,11 @@ impl LayerSample {
         }
         let mut best = self.judge(sums, &now.1, top_k)?;
         for _ in 0..ROUNDS {
-            let set: Vec<usize> = best.heads.shared.heads().collect();
-            let near = exchanges(&set, self.heads).map(|set| loss(&set));
-            let mut near = near.collect::<Result<Vec<_>>>()?;
+            let unit = self.ranking.unit();
+            let set: Vec<usize> =
+                best.heads.shared.heads().step_by(unit).map(|head| head / unit).collect();
+            let near = exchanges(&set, units).filter(|set| self.is_even(set));
+            let mut near = near.map(|set| loss(&set)).collect::<Result<Vec<_>>>()?;
             near.sort_by(|a, b| a.0.total_cmp(&b.0));
             let near = near.into_iter().take(JUDGED).map(|(_, set)| set);
             let next = self.best_of(sums, near, top_k, Some(best))?;
@@ -99,6 +106,37 @@ impl LayerSample {
             best = next;
         }
         Ok(best)
+    }
+
+    /// Heads, or groups of heads that are shared together.
+    fn units(&self) -> usize {
+        self.ranking.heads / self.ranking.unit()
+    }
+
+    /// Whether every part of the heads shares as many.
+    fn is_even(&self, set: &[usize]) -> bool {
+        let parts = self.ranking.parts();
+        let size = self.units() / parts;
+        let shared = |part| set.iter().filter(|&&unit| unit / size == part).count();
+        (0..parts).all(|part| shared(part) * parts == set.len())
+    }
+
+    /// The first heads of each part, where the heads have several; else none yet.
+    fn first_of_parts(&self, count: usize) -> Vec<usize> {
+        let parts = self.ranking.parts();
+        let size = self.units() / parts;
+        match parts {
+            1 => Vec::new(),
+            _ => (0..parts)
+                .flat_map(|part| (0..count / parts).map(move |i| part * size + i))
+                .collect(),
+        }
+    }
+
+    fn layer_heads(&self, set: &[usize], top_k: usize) -> Result<LayerHeads> {
+        let unit = self.ranking.unit();
+        let heads = set.iter().flat_map(|&of| of * unit..(of + 1) * unit);
+        Ok(LayerHeads { shared: SharedHeads::from_heads(heads)?, top_k })
     }
 
     /// The best of some sets, and of `known`; the first of equals.
@@ -127,10 +165,10 @@ impl LayerSample {
         set: &[usize],
         top_k: usize,
     ) -> Result<Found> {
-        let heads = layer_heads(set, top_k)?;
+        let heads = self.layer_heads(set, top_k)?;
         let (width, inputs) = self.weight.dim();
-        let head_dim = inputs / self.heads;
-        let mut active = vec![false; self.heads];
+        let head_dim = inputs / self.ranking.heads;
+        let mut active = vec![false; self.ranking.heads];
         let mut tokens = self.scores.tokens();
         let passes = self.outputs.axis_chunks_iter(Axis(0), self.pass);
         for (outputs, targets) in passes.zip(self.targets.chunks_exact(self.pass * width)) {
@@ -149,12 +187,8 @@ impl LayerSample {
     fn grams(&self) -> HeadGrams {
         let tokens = self.outputs.nrows().min(GRAM_TOKENS);
         let weight = self.weight.mapv(|weight| weight as f32);
-        HeadGrams::new(self.outputs.slice(s![..tokens, ..]), weight.view(), self.heads)
+        HeadGrams::new(self.outputs.slice(s![..tokens, ..]), weight.view(), self.ranking.heads)
     }
-}
-
-fn layer_heads(set: &[usize], top_k: usize) -> Result<LayerHeads> {
-    Ok(LayerHeads { shared: SharedHeads::from_heads(set.iter().copied())?, top_k })
 }
 
 fn others(set: &[usize], heads: usize) -> impl Iterator<Item = usize> + '_ {
@@ -222,7 +256,7 @@ mod tests {
     use crate::matrix;
 
     /// Heads of different importance, some of which have nearly the same output.
-    fn sample(seed: u64) -> LayerSample {
+    fn sample(seed: u64, router: RouterKind) -> LayerSample {
         let (heads, head_dim, width, pass) = (8, 4, 24, 64);
         let (tokens, inputs) = (4 * pass, heads * head_dim);
         let mut rng = StdRng::seed_from_u64(seed);
@@ -237,23 +271,40 @@ mod tests {
             let copied = others[..head_dim].iter_mut().zip(&first[head_dim..]);
             copied.for_each(|(value, other)| *value = 0.9 * other + 0.1 * *value);
         }
-        let mut scores = Scores::new(RouterKind::QueryNorm, heads);
+        let ranking = Ranking { router, heads, group: 2 };
+        let mut scores = Scores::new(ranking);
         scores.add(&queries, head_dim);
         let (outputs, weight) = (matrix::<f32>(&outputs, inputs), matrix::<f64>(&weight, inputs));
         let exact = outputs.mapv(f64::from).dot(&weight.t());
         let targets = exact.iter().map(|&y| y as f32).collect();
-        LayerSample { scores, outputs, targets, weight, heads, pass }
+        LayerSample { scores, ranking, outputs, targets, weight, pass }
     }
 
     #[test]
     fn exchanges_find_sets_about_as_good_as_all() {
         for seed in 0..4 {
-            let sample = sample(seed);
-            let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
-            for (shared, top_k) in [(4, 2), (2, 2), (3, 0)] {
+            for (router, shared, top_k) in [
+                (RouterKind::QueryNorm, 4, 2),
+                (RouterKind::QueryNorm, 2, 2),
+                (RouterKind::Static, 3, 0),
+                (RouterKind::Group, 4, 2),
+                (RouterKind::Group, 2, 2),
+                (RouterKind::WithinGroup, 4, 4),
+            ] {
+                let sample = sample(seed, router);
+                let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
                 let all = sample.best_set(&mut sums, shared, top_k).unwrap();
                 let found = sample.best_by_exchange(&mut sums, shared, top_k).unwrap();
                 assert_eq!((found.heads.shared.len(), found.heads.top_k), (shared, top_k));
+                let of_group = |head: usize| found.heads.shared.contains(head);
+                for group in 0..4 {
+                    let (first, second) = (of_group(2 * group), of_group(2 * group + 1));
+                    match router {
+                        RouterKind::Group => assert_eq!(first, second),
+                        RouterKind::WithinGroup => assert!(first != second),
+                        _ => {}
+                    }
+                }
                 let (least, error) = (all.error, found.error);
                 assert!(
                     error >= least && error <= 1.1 * least,
@@ -265,10 +316,10 @@ mod tests {
 
     #[test]
     fn all_heads_leave_no_error() {
-        let sample = sample(9);
+        let sample = sample(9, RouterKind::QueryNorm);
         let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
         let found = sample.judge(&mut sums, &[0, 3, 5], 5).unwrap();
-        assert!(found.error < 1e-9, "{}", found.error);
+        assert!(found.error < 1e-6, "{}", found.error);
         let fewer = sample.judge(&mut sums, &[0, 3, 5], 4).unwrap();
         assert!(fewer.error > 1e-4, "{}", fewer.error);
     }

@@ -1,31 +1,67 @@
-//! Which heads tokens compute, for any set of shared heads: the query-norm router's rule on scores that
-//! do not depend on the set. A router that selects no head has the same rule for none.
+//! Which heads tokens compute, for any set of shared heads: the routers' rules on scores that do not
+//! depend on the set.
 
-use moh_model::LayerHeads;
+use moh_model::{LayerHeads, ModelConfig, RouterKind};
+
+/// A layer's heads as a router ranks them, and which sets of them can be shared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ranking {
+    pub router: RouterKind,
+    pub heads: usize,
+    /// Heads that read one key/value head.
+    pub group: usize,
+}
+
+impl Ranking {
+    pub fn new(router: RouterKind, config: &ModelConfig) -> Self {
+        Ranking { router, heads: config.num_attention_heads, group: config.group_size() }
+    }
+
+    /// Heads that are shared or selected together, only.
+    pub fn unit(&self) -> usize {
+        if self.router == RouterKind::Group { self.group } else { 1 }
+    }
+
+    /// Parts of the heads, one after another, of which each shares and selects as many.
+    pub fn parts(&self) -> usize {
+        if self.router == RouterKind::WithinGroup { self.heads / self.group } else { 1 }
+    }
+
+    /// Whether a layer can share this many heads beside this many selected ones.
+    pub fn fits(&self, shared: usize, top_k: usize) -> bool {
+        let divides =
+            |count: usize| count.is_multiple_of(self.unit()) && count.is_multiple_of(self.parts());
+        let needs_two = self.router == RouterKind::QueryNorm;
+        divides(shared) && divides(top_k) && !(needs_two && self.heads - shared == 1)
+    }
+}
 
 /// The scores of the heads of tokens, by which a router ranks them; `[tokens, heads]`.
 #[derive(Debug, Clone)]
 pub(crate) struct Scores {
     scores: Vec<f64>,
-    heads: usize,
+    ranking: Ranking,
 }
 
 impl Scores {
     /// No tokens yet.
-    pub fn new(heads: usize) -> Self {
-        Scores { scores: Vec::new(), heads }
+    pub fn new(ranking: Ranking) -> Self {
+        Scores { scores: Vec::new(), ranking }
     }
 
     /// Adds tokens with these queries before RoPE, `[tokens, heads, head_dim]`.
     pub fn add(&mut self, queries: &[f32], head_dim: usize) {
-        let squares =
-            |query: &[f32]| query.iter().map(|&q| f64::from(q) * f64::from(q)).sum::<f64>();
-        self.scores.extend(queries.chunks_exact(head_dim).map(squares));
+        // The heads of a unit have the unit's sum each.
+        let width = head_dim * self.ranking.unit();
+        for queries in queries.chunks_exact(width) {
+            let square = queries.iter().map(|&q| f64::from(q) * f64::from(q)).sum::<f64>();
+            self.scores.extend(std::iter::repeat_n(square, self.ranking.unit()));
+        }
     }
 
     /// The scores of each token, in order.
     pub fn tokens(&self) -> impl Iterator<Item = &[f64]> + Clone {
-        self.scores.chunks_exact(self.heads)
+        self.scores.chunks_exact(self.ranking.heads)
     }
 
     /// Sets `active`, one entry for each head, to whether a token with these scores computes it.
@@ -33,12 +69,76 @@ impl Scores {
         for (head, active) in active.iter_mut().enumerate() {
             *active = heads.shared.contains(head);
         }
-        for _ in 0..heads.top_k {
-            // The first of equal scores.
-            let rest = (0..self.heads).filter(|&head| !active[head]);
-            let best = rest.reduce(|a, b| if scores[b] > scores[a] { b } else { a });
-            let Some(best) = best else { return };
-            active[best] = true;
+        let Ranking { heads: all, .. } = self.ranking;
+        let (unit, parts) = (self.ranking.unit(), self.ranking.parts());
+        for part in 0..parts {
+            for _ in 0..heads.top_k / parts / unit {
+                // The first of equal scores.
+                let of_part = (part * all / parts..(part + 1) * all / parts).step_by(unit);
+                let rest = of_part.filter(|&head| !active[head]);
+                let best = rest.reduce(|a, b| if scores[b] > scores[a] { b } else { a });
+                let Some(best) = best else { return };
+                active[best..best + unit].fill(true);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use moh_kernels::Cpu;
+    use moh_kernels::router::SharedHeads;
+    use moh_model::{BlockPass, Error, MohConfig, SharedHeadSets, initial};
+
+    use super::*;
+
+    #[test]
+    fn selections_are_those_of_the_routers() {
+        let fields = serde_json::json!({
+            "model_type": "llama", "vocab_size": 50, "hidden_size": 24, "intermediate_size": 32,
+            "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "head_dim": 6, "max_position_embeddings": 64,
+        });
+        let file = moh_hf::ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
+        let mut x = vec![0f32; 3 * 16 * 24];
+        initial::initialize(5, 1.0, "x", &[48, 24], &mut x);
+        for (router, shared, top_k) in [
+            (RouterKind::QueryNorm, vec![5, 1, 2], 2),
+            (RouterKind::QueryNorm, vec![], 5),
+            (RouterKind::Group, vec![2, 3], 4),
+            (RouterKind::Group, vec![6, 7, 0, 1], 2),
+            (RouterKind::WithinGroup, vec![0, 3, 4, 7], 0),
+            (RouterKind::WithinGroup, vec![], 4),
+            (RouterKind::Static, vec![7, 4], 0),
+        ] {
+            let moh = MohConfig {
+                router,
+                shared_heads: SharedHeadSets::from_ids(std::slice::from_ref(&shared)).unwrap(),
+                routed_top_k: top_k.into(),
+            };
+            let config = ModelConfig { moh: Some(moh.clone()), ..file.config.clone() };
+            let mut block = BlockPass::new(Cpu, &config, 3, 16).unwrap();
+            block
+                .load::<Error>(0, |name, values| {
+                    let shape = [values.len() / 24, 24];
+                    initial::initialize(9, 0.3, name, &shape[..], values);
+                    Ok(())
+                })
+                .unwrap();
+            let ranking = Ranking::new(router, &config);
+            assert!(ranking.fits(shared.len(), top_k));
+            let mut scores = Scores::new(ranking);
+            scores.add(&block.project(&x).unwrap(), 6);
+            let expected = block.select(moh).unwrap();
+            let heads = LayerHeads { shared: SharedHeads::from_heads(shared).unwrap(), top_k };
+            let mut active = vec![false; 8];
+            for (of_token, expected) in scores.tokens().zip(expected.chunks_exact(8)) {
+                scores.select(of_token, heads, &mut active);
+                let found: Vec<u8> = active.iter().map(|&on| u8::from(on)).collect();
+                assert_eq!(found, expected, "{router:?}");
+            }
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::layers::attention::AttentionBuffers;
 use crate::layers::{BlockBuffers, Tokens};
 use crate::layout::Segment;
 use crate::model::Model;
-use crate::{Error, HeadCounts, ModelConfig, MohConfig, StepSums};
+use crate::{Error, ModelConfig, MohConfig, SharedHeadSets, StepSums};
 
 /// A block alone, of f32 weights, for passes over B sequences of T tokens, N = B T.
 pub struct BlockPass<B: Backend> {
@@ -40,16 +40,23 @@ impl<B: Backend> BlockPass<B> {
         length: usize,
     ) -> Result<Self, Error> {
         // Buffers for every set of shared heads: none has more columns than that of no head.
-        let every_set = config.moh.as_ref().map(|moh| MohConfig {
-            shared_heads: 0.into(),
-            routed_top_k: HeadCounts::All(config.num_attention_heads),
-            ..moh.clone()
-        });
+        let heads = config.num_attention_heads;
+        let every_set = |moh: &MohConfig| {
+            let (shared, top_k) = match moh.router.selects() {
+                true => (Vec::new(), heads),
+                false => (vec![heads - 1], 0),
+            };
+            Ok::<_, Error>(MohConfig {
+                shared_heads: SharedHeadSets::from_ids(&[shared])?,
+                routed_top_k: top_k.into(),
+                ..moh.clone()
+            })
+        };
         let config = ModelConfig {
             num_hidden_layers: 1,
             vocab_size: 1,
             tie_word_embeddings: true,
-            moh: every_set,
+            moh: config.moh.as_ref().map(every_set).transpose()?,
             ..config.clone()
         };
         let zeros = |_: &Segment, _: &mut [f32]| Ok::<_, Error>(());
