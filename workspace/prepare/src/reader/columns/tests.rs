@@ -318,6 +318,31 @@ fn a_damaged_footer_page_or_dictionary_is_an_error() {
     }
 }
 
+/// `pq.write_table(pa.table({"text": ["one two"]}), path, compression="none", use_dictionary=False,
+/// write_statistics=False, store_schema=False, write_page_checksum=True)` of pyarrow 26.
+const WITH_CHECKSUM: &[u8] =
+    b"PAR1\x15\x00\x15\x22\x15\x22\x15\xe7\x91\xa9\x88\x0c\x1c\x15\x02\x15\x00\x15\x06\x15\x06\
+    \x1c\x00\x00\x00\x02\x00\x00\x00\x02\x01\x07\x00\x00\x00one two\x15\x04\x19,5\x00\x18\
+    \x06schema\x15\x02\x00\x15\x0c%\x02\x18\x04text%\x00L\x1c\x00\x00\x00\x16\x02\x19\x1c\
+    \x19\x1c&\x00\x1c\x15\x0c\x19%\x06\x00\x19\x18\x04text\x15\x00\x16\x02\x16T\x16T&\x08I\
+    \x1c\x15\x00\x15\x00\x15\x02\x00<\x16\x0e\x19\x06\x19&\x00\x02\x00\x00\x00\x16T\x16\x02&\
+    \x08\x16T\x00( parquet-cpp-arrow version 26.0.1\x19\x1c\x1c\x00\x00\x00\x88\x00\x00\x00P\
+    AR1";
+
+#[test]
+fn a_page_that_its_checksum_contradicts_is_an_error() {
+    assert_eq!(read(WITH_CHECKSUM, "text").unwrap(), [Ok("one two".to_owned())]);
+    let mut damaged = WITH_CHECKSUM.to_vec();
+    let place = damaged.windows(7).position(|text| text == b"one two").unwrap();
+    damaged[place] = b'O';
+    let found = error(&damaged, "text");
+    assert!(
+        found
+            .contains("the table is damaged (Parquet error: Page CRC checksum mismatch): fetch it"),
+        "{found}"
+    );
+}
+
 fn open_metadata(bytes: &[u8]) -> parquet::file::metadata::ParquetMetaData {
     let bytes = bytes::Bytes::copy_from_slice(bytes);
     parquet::file::metadata::ParquetMetaDataReader::new().parse_and_finish(&bytes).unwrap()
