@@ -7,7 +7,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use tokenizers::Tokenizer;
+use tokenizers::models::bpe::BPE;
+use tokenizers::{
+    DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Tokenizer,
+    TokenizerImpl,
+};
 
 use crate::{Error, Result, TextStream, TokenizerContent, TokenizerJson};
 
@@ -255,10 +259,22 @@ struct Decoder {
     _decoder: Option<serde_json::Value>,
 }
 
+/// A tokenizer whose model is BPE. The library makes three copies of a model whose kind it does not know.
+type BpeTokenizer = TokenizerImpl<
+    BPE,
+    NormalizerWrapper,
+    PreTokenizerWrapper,
+    PostProcessorWrapper,
+    DecoderWrapper,
+>;
+
 /// Parses a tokenizer.
 fn parse(bytes: &[u8]) -> std::result::Result<Tokenizer, String> {
     serde_json::from_slice::<Decoder>(bytes).map_err(|error| error.to_string())?;
-    catch_panics(|| Tokenizer::from_bytes(bytes).map_err(|error| error.to_string()))
+    catch_panics(|| match BpeTokenizer::from_bytes(bytes) {
+        Ok(tokenizer) => Ok(tokenizer.into()),
+        Err(_) => Tokenizer::from_bytes(bytes).map_err(|error| error.to_string()),
+    })
 }
 
 /// Calls the library, which panics for some contents that its types do not allow, such as a
