@@ -4,8 +4,10 @@
 //! padding, which are disabled here.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 
-use serde::{Deserialize, Serialize, Serializer};
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 use tokenizers::Tokenizer;
@@ -36,15 +38,15 @@ impl TokenizerContent {
     }
 }
 
-/// A `tokenizer.json` as the library writes it, every default filled in. Its vocabulary and its merges, which are
-/// nearly all of it, stay text.
+/// A `tokenizer.json` as the library writes it, every default filled in, the keys of the vocabulary sorted. Its
+/// vocabulary and its merges, which are nearly all of it, stay text.
 #[derive(Debug)]
 pub struct TokenizerJson {
     /// All fields, the model without its vocabulary and its merges.
     pub fields: Value,
     /// The tokens of the model with their ids, sorted by token. Several tokens may have one id.
     pub tokens: Vec<(String, u32)>,
-    /// The field `vocab` of the model, its keys sorted.
+    /// The field `vocab` of the model.
     pub vocabulary: Box<RawValue>,
     /// The field `merges` of the model, an array of pairs of tokens; `null` if it has none.
     pub merges: Box<RawValue>,
@@ -70,28 +72,26 @@ impl TokenizerJson {
         Self::of_parts(fields, model, tokens, vocabulary, merges)
     }
 
-    /// What a `tokenizer.json` with a model of BPE says, without the defaults that it leaves out.
+    /// What a `tokenizer.json` with a model of BPE says, without the defaults that it leaves out and with the keys of
+    /// the vocabulary in any order.
     ///
     /// # Errors
     /// Fails if it is none.
     pub fn of_bpe_file(bytes: &[u8]) -> Result<Self, serde_json::Error> {
         let mut fields: BTreeMap<&str, &RawValue> = serde_json::from_slice(bytes)?;
         let mut model = fields_of(fields.remove("model").map_or("{}", RawValue::get))?;
-        let tokens = model.remove("vocab").map_or("{}", RawValue::get);
-        let tokens: BTreeMap<String, u32> = serde_json::from_str(tokens)?;
-        let tokens: Vec<(String, u32)> = tokens.into_iter().collect();
-        let merges = model.remove("merges").map_or("[]", RawValue::get);
-        let merges = match serde_json::from_str::<Vec<[String; 2]>>(merges) {
-            Ok(pairs) => to_raw_value(&pairs)?,
+        let vocabulary = model.remove("vocab").unwrap_or(RawValue::NULL);
+        let Tokens(mut tokens) = serde_json::from_str(vocabulary.get())?;
+        tokens.sort_unstable();
+        let mut merges = compact(model.remove("merges").map_or("[]", RawValue::get));
+        if merges.starts_with("[\"") {
             // As older programs write them, with a space between.
-            Err(_) => {
-                let merges: Vec<String> = serde_json::from_str(merges)?;
-                let pairs: Vec<_> = merges.iter().map(|merge| merge.split_once(' ')).collect();
-                to_raw_value(&pairs)?
-            }
-        };
-        let vocabulary = to_raw_value(&Vocabulary(&tokens))?;
-        Self::of_parts(fields, model, tokens, vocabulary, merges)
+            let pairs: Vec<String> = serde_json::from_str(&merges)?;
+            let pairs: Vec<_> = pairs.iter().map(|merge| merge.split_once(' ')).collect();
+            merges = serde_json::to_string(&pairs)?;
+        }
+        let merges = RawValue::from_string(merges)?;
+        Self::of_parts(fields, model, tokens, vocabulary.to_owned(), merges)
     }
 
     /// Of the fields but for the model, and those of the model but for its vocabulary and its merges.
@@ -154,6 +154,22 @@ fn fields_of(object: &str) -> Result<BTreeMap<&str, &RawValue>, serde_json::Erro
     serde_json::from_str(object)
 }
 
+/// JSON without the white space between its values.
+fn compact(json: &str) -> String {
+    let (mut is_in_string, mut is_escaped) = (false, false);
+    let is_kept = |character: &char| {
+        let is_kept = is_in_string || !character.is_ascii_whitespace();
+        match character {
+            _ if is_escaped => is_escaped = false,
+            '\\' => is_escaped = is_in_string,
+            '"' => is_in_string = !is_in_string,
+            _ => {}
+        }
+        is_kept
+    };
+    json.chars().filter(is_kept).collect()
+}
+
 /// The object that has these fields.
 fn object(fields: BTreeMap<&str, &RawValue>) -> Result<Value, serde_json::Error> {
     let parse = |(name, text): (&str, &RawValue)| {
@@ -169,6 +185,33 @@ struct Vocabulary<'a>(&'a [(String, u32)]);
 impl Serialize for Vocabulary<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(token, id)| (token, id)))
+    }
+}
+
+/// The fields of an object, all of them ids, in the order of the text.
+struct Tokens(Vec<(String, u32)>);
+
+impl<'de> Deserialize<'de> for Tokens {
+    fn deserialize<D: Deserializer<'de>>(reader: D) -> Result<Self, D::Error> {
+        reader.deserialize_map(TokensVisitor)
+    }
+}
+
+struct TokensVisitor;
+
+impl<'de> Visitor<'de> for TokensVisitor {
+    type Value = Tokens;
+
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("an object of ids")
+    }
+
+    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Tokens, M::Error> {
+        let mut tokens = Vec::new();
+        while let Some(token) = map.next_entry()? {
+            tokens.push(token);
+        }
+        Ok(Tokens(tokens))
     }
 }
 

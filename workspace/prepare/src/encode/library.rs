@@ -115,14 +115,14 @@ struct Buffers {
 }
 
 impl Library {
-    /// The tokenizer of `json`, loaded.
+    /// The tokenizer of `json`, loaded, with the spelling of its ids.
     pub(super) fn new(
         json: &TokenizerJson,
         pipeline: Pipeline,
         shape: Shape,
+        spelling: Spelling,
         split_special: bool,
     ) -> Self {
-        let spelling = Spelling::new(json, shape);
         let joints = if shape.words == Words::None { Joints::new(json, shape) } else { None };
         let options = EncodeOptions {
             add_special_tokens: false,

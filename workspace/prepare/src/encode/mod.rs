@@ -20,6 +20,7 @@ pub use self::ahead::LoadAhead;
 use self::cuts::Cuts;
 use self::library::{Library, Pipeline};
 use self::shape::Shape;
+use self::spelling::Spelling;
 use crate::reader::{Cut, Part};
 use crate::{Error, Result};
 
@@ -73,10 +74,12 @@ impl<'a> Encoder<'a> {
             };
         let cuts = shape.as_ref().ok().and_then(|&shape| Cuts::new(json, shape)).map(Arc::new);
         let library = shape.and_then(|shape| {
+            // While the faster library is loaded.
+            let spelling = Spelling::new(json, shape);
             let pipeline = ahead.and_then(|ahead| ahead.take(json));
             let pipeline = pipeline.map_or_else(|| Pipeline::load(json), Ok)?;
             let split_special = tokenizer.splits_special_tokens();
-            checked(Library::new(json, pipeline, shape, split_special), tokenizer, json)
+            checked(Library::new(json, pipeline, shape, spelling, split_special), tokenizer, json)
         });
         Ok(Self { tokenizer, library, cuts, special, prefix, suffix })
     }
