@@ -1,7 +1,5 @@
 //! What each id stands for in a text, to check that ids spell the text that they were encoded from.
 
-use std::collections::HashMap;
-
 use moh_data::TokenizerJson;
 
 use super::shape::{Prepends, SPACE_MARK, Shape};
@@ -20,45 +18,22 @@ pub(super) struct Spelling {
     prepends: Prepends,
 }
 
-/// The first [`HEAD_BYTES`] bytes of an id, as a little-endian number, below the number of all of its bytes, which is
-/// at most [`MANY`].
-#[derive(Clone, Copy, Default)]
-struct Head(u128);
+/// The first bytes of an id and, in the last byte, how many it has in all, at most [`MANY`].
+type Head = [u8; 16];
 
-const HEAD_BYTES: usize = 15;
+/// The most bytes of an id that are in its head.
+const HEAD_BYTES: usize = size_of::<Head>() - 1;
 /// So many bytes, or more.
 const MANY: usize = 0xFF;
-/// Ids whose heads are read before any is compared, so that the reads do not wait for each other.
-const BATCH: usize = 64;
+/// Bytes that ids spell before they are compared with the text.
+const BATCH_BYTES: usize = 1 << 10;
 
-/// By length: the bytes of an id in its head.
-const HEAD_MASKS: [u128; HEAD_BYTES + 1] = {
-    let mut masks = [0; HEAD_BYTES + 1];
-    let mut length = 0;
-    while length <= HEAD_BYTES {
-        masks[length] = (1 << (8 * length)) - 1;
-        length += 1;
-    }
-    masks
-};
-
-impl Head {
-    fn new(bytes: &[u8]) -> Self {
-        let mut head = [0; HEAD_BYTES + 1];
-        head.iter_mut().zip(bytes).take(HEAD_BYTES).for_each(|(byte, &spelt)| *byte = spelt);
-        // At most MANY, the largest of a byte.
-        head[HEAD_BYTES] = bytes.len().min(MANY) as u8;
-        Self(u128::from_le_bytes(head))
-    }
-
-    fn length(self) -> usize {
-        (self.0 >> (8 * HEAD_BYTES)) as usize
-    }
-
-    /// What of the head is not at the start of a text.
-    fn differences(self, start: [u8; HEAD_BYTES + 1]) -> u128 {
-        (u128::from_le_bytes(start) ^ self.0) & HEAD_MASKS[self.length().min(HEAD_BYTES)]
-    }
+fn head_of(bytes: &[u8]) -> Head {
+    let mut head = Head::default();
+    head.iter_mut().zip(bytes).take(HEAD_BYTES).for_each(|(byte, &spelt)| *byte = spelt);
+    // At most MANY, the largest of a byte.
+    head[HEAD_BYTES] = bytes.len().min(MANY) as u8;
+    head
 }
 
 impl Spelling {
@@ -66,7 +41,7 @@ impl Spelling {
         let alphabet = shape.is_byte_level().then(byte_level_alphabet);
         let falls_back = json.fields["model"]["byte_fallback"] == true;
         let spelt = |token: &str| match &alphabet {
-            Some(bytes) => token.chars().filter_map(|shown| bytes.get(&shown).copied()).collect(),
+            Some(bytes) => token.chars().filter_map(|shown| *bytes.get(shown as usize)?).collect(),
             None if falls_back && let Some(byte) = fallback_byte(token) => vec![byte],
             None => token.replace(SPACE_MARK, " ").into_bytes(),
         };
@@ -99,7 +74,7 @@ impl Spelling {
                 Some((token, false)) => spelt(token),
                 None => Vec::new(),
             };
-            spelling.heads.push(Head::new(&bytes));
+            spelling.heads.push(head_of(&bytes));
             spelling.starts.push(spelling.bytes.len() as u32);
             spelling.bytes.extend(bytes);
         }
@@ -155,33 +130,22 @@ impl Spelling {
 
     /// What follows ids in a text that begins with them.
     fn strip_all<'t>(&self, ids: &[u32], text: &'t [u8]) -> Option<&'t [u8]> {
-        ids.chunks(BATCH).try_fold(text, |rest, batch| {
-            let one_by_one = || batch.iter().try_fold(rest, |rest, &id| self.strip(id, rest));
-            self.strip_batch(batch, rest).or_else(one_by_one)
-        })
-    }
-
-    /// As [`Spelling::strip_all`]; also `None` near the end of a text.
-    fn strip_batch<'t>(&self, ids: &[u32], text: &'t [u8]) -> Option<&'t [u8]> {
-        let mut heads = [Head::default(); BATCH];
-        for (head, &id) in heads.iter_mut().zip(ids) {
-            *head = *self.heads.get(id as usize)?;
-        }
-        let (mut rest, mut differences) = (text, 0);
-        for (&head, &id) in heads.iter().zip(ids) {
-            if head.length() > HEAD_BYTES {
-                rest = rest.strip_prefix(self.bytes_of(id)?)?;
+        let (mut spelt, mut length, mut rest) = ([0; BATCH_BYTES], 0, text);
+        for &id in ids {
+            let head = self.heads.get(id as usize)?;
+            let bytes = usize::from(head[HEAD_BYTES]);
+            if bytes <= HEAD_BYTES
+                && let Some(place) = spelt[length..].first_chunk_mut()
+            {
+                // What follows its bytes is overwritten, or not compared.
+                *place = *head;
+                length += bytes;
                 continue;
             }
-            differences |= head.differences(*rest.first_chunk()?);
-            rest = &rest[head.length()..];
+            rest = rest.strip_prefix(&spelt[..length])?.strip_prefix(self.bytes_of(id)?)?;
+            length = 0;
         }
-        (differences == 0).then_some(rest)
-    }
-
-    /// What follows an id in a text that begins with it.
-    fn strip<'t>(&self, id: u32, text: &'t [u8]) -> Option<&'t [u8]> {
-        text.strip_prefix(self.bytes_of(id)?)
+        rest.strip_prefix(&spelt[..length])
     }
 
     /// Whether the tokenizer puts a space before a text.
@@ -196,12 +160,11 @@ impl Spelling {
     }
 }
 
-/// The byte of each character in GPT-2's alphabet, in which every byte is a printable character.
-fn byte_level_alphabet() -> HashMap<char, u8> {
-    let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
-    let printed = (0..=255).filter(printable).map(|byte| (char::from(byte), byte));
-    let others = (0..=255u8).filter(|byte| !printable(byte));
-    printed.chain(('\u{100}'..).zip(others)).collect()
+/// By the number of a character, its byte in GPT-2's alphabet, in which every byte is a printable character.
+fn byte_level_alphabet() -> Vec<Option<u8>> {
+    let is_printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let printed = (0..=255).map(|byte| Some(byte).filter(is_printable));
+    printed.chain((0..=255).filter(|byte| !is_printable(byte)).map(Some)).collect()
 }
 
 /// The byte of a token such as `<0x0A>`.
