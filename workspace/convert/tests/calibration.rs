@@ -21,8 +21,9 @@ fn quickstart() -> PathBuf {
 fn convert(dir: &Path, arguments: &[&str]) -> Output {
     let program = support::program(env!("CARGO_BIN_EXE_moh-convert"), dir);
     let from = quickstart();
-    let arguments = ["--from", from.to_str().unwrap(), "--out", "out"].iter().chain(arguments);
-    Command::from_std(program).args(arguments).output().unwrap()
+    let mut command = Command::from_std(program);
+    command.args(["--from", from.to_str().unwrap(), "--out", "out"]);
+    command.args(arguments).output().unwrap()
 }
 
 fn json(path: &Path) -> Value {

@@ -144,7 +144,7 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
         let recipe = |name: &str| {
             let name = format!("{name}-{number}");
             let mut recipe = trained.recipe(&name, "adapt", teacher, &["run.dtype=bf16"]);
-            recipe.stages[1].distill.clone_from(&recipe.stages[0].distill);
+            recipe.stages[1].distill = recipe.stages[0].distill.clone();
             recipe
         };
         let whole = recipe("whole");
