@@ -31,8 +31,8 @@ def other_release(fault):
 
 
 # How the heads of a token are chosen: any of them by the norms of their queries, whole groups of heads that read
-# one key/value head, as many heads of each group, or none beside the shared ones.
-ROUTERS = ("query-norm", "group", "within-group", "static")
+# one key/value head, as many heads of each group, none beside the shared ones, or any by learned matrices.
+ROUTERS = ("query-norm", "group", "within-group", "static", "linear", "two-stage")
 REQUIRED_KEYS = ("moh_router", "moh_shared_heads", "moh_routed_top_k")
 SHARED_IDS = "moh_shared_head_ids"
 
@@ -123,6 +123,10 @@ class MohHeads:
             fault = (
                 f"moh_routed_top_k of layer {layer} = {top_k}: must be 0, tokens of the router \"static\" compute the "
                 "shared heads alone"
+            )
+        elif self.moh_router == "two-stage" and top_k == 0 and len(ids) < heads:
+            fault = (
+                f"moh_routed_top_k of layer {layer} = 0: the router \"two-stage\" weighs selected heads, at least one"
             )
         if fault:
             raise ValueError(fault)

@@ -1,10 +1,10 @@
 """A Llama with Mixture-of-Head attention (MoH, arXiv 2410.11842), for transformers.
 
-The model is a transformers Llama but for three things. In each attention layer a router, which has
-no parameters, selects the heads of each token by the norms of their queries, or all tokens have the
-same heads. The outputs of the
-heads that a token has not selected are multiplied by 0, all others by 1. And a loss that balances
-the use of the heads can be added to the model's. The names and shapes of all tensors are a Llama's.
+The model is a transformers Llama but for three things. In each attention layer a router selects the
+heads of each token, by the norms of their queries or by matrices of its own, or all tokens have the
+same heads. The outputs of the heads that a token has not selected are multiplied by 0, all others by
+1, or by weights of the router "two-stage". And a loss that balances the use of the heads can be added
+to the model's. The names and shapes of all tensors but those matrices are a Llama's.
 
 All heads are computed, so this is no faster than the dense model.
 """
@@ -79,10 +79,11 @@ class MohRouter(nn.Module):
         self.unit = self.num_heads // groups if config.moh_router == "group" else 1
         self.by_groups = config.moh_router == "group"
 
-    def forward(self, queries):
+    def forward(self, queries, hidden_states):
         """Routes queries of shape [..., heads, head_dim], as the projection gives them.
 
-        Returns the weights of all heads [..., heads], and of the routed heads [..., routed] the scores, whose
+        `hidden_states` [..., hidden_size] is the block's normed input, which a learned router reads. Returns the
+        weights of all heads [..., heads], and of the routed heads [..., routed] the scores, whose
         softmax are the gates, and whether they were selected. A weight is 1 or 0; that of a selected head has its
         gate's gradient.
         """
@@ -123,6 +124,43 @@ class MohRouter(nn.Module):
         return (scores if self.pools == 1 else scores.log_softmax(-1)).flatten(-2)
 
 
+class MohLogitRouter(MohRouter):
+    """Selects the heads of each token by logits, linear functions of the block's normed input.
+
+    Row i of `weight` is that of head i. The gates are the softmax of the logits of the routed heads. With the router
+    "linear" a weight is 1 or 0, as by norms; "two-stage" weighs the heads (equations 5 and 6, normalised as in the
+    authors' code): selected heads by their number times their share of the selected gates, shared heads by their
+    number times a softmax of their logits, both times twice the softmax of two more logits.
+    """
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.shared_heads, _ = config.layer_heads(layer_idx)
+        self.weight = nn.Parameter(torch.zeros(config.num_attention_heads, config.hidden_size))
+        self.stages = nn.Linear(config.hidden_size, 2, bias=False) if config.moh_router == "two-stage" else None
+
+    def forward(self, queries, hidden_states):
+        check_heads(queries, self.num_heads)
+        logits = nn.functional.linear(hidden_states, self.weight).float()
+        scores = logits[..., self.routed_heads]
+        best = scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k]
+        selected = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+        gates = scores.softmax(-1)
+        weights = scores.new_ones(*scores.shape[:-1], self.num_heads)
+        if self.stages is None:
+            weights[..., self.routed_heads] = torch.where(selected, 1 + (gates - gates.detach()), 0)
+            return weights, scores, selected
+        kept = torch.where(selected, gates, 0)
+        routed = self.top_k * kept / kept.sum(-1, keepdim=True)
+        if self.shared_heads:
+            stages = 2 * self.stages(hidden_states).float().softmax(-1)
+            shared = len(self.shared_heads) * logits[..., self.shared_heads].softmax(-1)
+            weights[..., self.shared_heads] = stages[..., :1] * shared
+            routed = stages[..., 1:] * routed
+        weights[..., self.routed_heads] = routed
+        return weights, scores, selected
+
+
 class SharedHeads(nn.Module):
     """The weights of a layer without a router: 1 for shared heads, 0 for the others."""
 
@@ -131,7 +169,7 @@ class SharedHeads(nn.Module):
         self.num_heads = config.num_attention_heads
         self.shared_heads, _ = config.layer_heads(layer_idx)
 
-    def forward(self, queries):
+    def forward(self, queries, hidden_states):
         """Returns the weights [heads] of all tokens, as the first of a tuple."""
         check_heads(queries, self.num_heads)
         weights = torch.zeros(self.num_heads, dtype=queries.dtype, device=queries.device)
@@ -153,7 +191,8 @@ def router_of(config, layer_idx):
     shared_heads, _ = config.layer_heads(layer_idx)
     if len(shared_heads) == config.num_attention_heads:
         return None
-    return SharedHeads(config, layer_idx) if config.moh_router == "static" else MohRouter(config, layer_idx)
+    routers = {"static": SharedHeads, "linear": MohLogitRouter, "two-stage": MohLogitRouter}
+    return routers.get(config.moh_router, MohRouter)(config, layer_idx)
 
 
 def normalized_norms(queries):
@@ -167,8 +206,8 @@ def normalized_norms(queries):
     return (norms / std).masked_fill(equal, 0)
 
 
-def balance_loss(router_logits, selected_heads, attention_mask=None):
-    """The mean over layers of sum_i f_i P_i: f_i is the share of tokens that select head i, P_i its mean
+def balance_loss(router_logits, selected_heads, attention_mask=None, weighs=False):
+    """The mean over layers of sum_i f_i P_i, times the number of routed heads if the router weighs heads: f_i is the share of tokens that select head i, P_i its mean
     gate. Tokens whose `attention_mask` [batch, length] is 0 do not count. None if no layer routes."""
     losses = []
     for scores, selected in zip(router_logits or (), selected_heads or ()):
@@ -180,7 +219,7 @@ def balance_loss(router_logits, selected_heads, attention_mask=None):
             tokens = counted.sum().clamp(min=1)
             loads = (selected * counted).sum((0, 1)) / tokens
             means = (gates * counted).sum((0, 1)) / tokens
-        losses.append((loads * means).sum())
+        losses.append((loads * means).sum() * (gates.shape[-1] if weighs else 1))
     if not losses:
         return None
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
@@ -281,7 +320,7 @@ class MohLlamaAttention(LlamaAttention):
         queries = self.q_proj(hidden_states).view(hidden_shape)
         keys = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
         values = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        weights = None if self.router is None else self.router(queries)[0]
+        weights = None if self.router is None else self.router(queries, hidden_states)[0]
 
         cos, sin = position_embeddings
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys, cos, sin)
@@ -397,9 +436,10 @@ class MohCausalLM:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         router_logits = outputs.get("router_logits")
         selected_heads = outputs.get("selected_heads")
+        weighs = self.config.moh_router == "two-stage"
         # In generation with a static cache the mask is made for attention, and no loss is wanted.
         wanted = labels is not None or attention_mask is None or is_token_mask(attention_mask)
-        aux_loss = balance_loss(router_logits, selected_heads, attention_mask) if wanted else None
+        aux_loss = balance_loss(router_logits, selected_heads, attention_mask, weighs) if wanted else None
         if aux_loss is not None and loss is not None:
             self._check_recorded(router_logits)
             share = share_of_step(labels, kwargs.get("num_items_in_batch"))

@@ -59,7 +59,7 @@ class MohQwen3Attention(Qwen3Attention):
         queries = self.q_proj(hidden_states).view(hidden_shape)
         keys = self.k_proj(hidden_states).view(hidden_shape)
         values = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        weights = None if self.router is None else self.router(queries)[0]
+        weights = None if self.router is None else self.router(queries, hidden_states)[0]
 
         cos, sin = position_embeddings
         queries, keys = self.q_norm(queries).transpose(1, 2), self.k_norm(keys).transpose(1, 2)

@@ -18,7 +18,7 @@ os.environ.update(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -219,10 +219,27 @@ class Models(unittest.TestCase):
             convert(random_qwen3(cls.root / "qwen3-of-groups"), out, "--router", name, "--active", 0.5)
         elif name == "static":
             convert(random_llama(cls.root / "llama-of-few"), out, "--router", name, "--active", 0.75)
+        elif name in ("linear", "two-stage"):
+            cls.make_learned(name, out)
         else:
             raise ValueError(name)
+
+    @classmethod
+    def make_learned(cls, name, out):
+        """A model with random matrices of a router, of which conversions make zeros or none."""
+        convert(random_qwen3(cls.root / f"qwen3-{name}"), out, "--router", "two-stage", "--active", 0.5)
+        config = json.loads((out / "config.json").read_text())
+        weights = load_file(out / "model.safetensors")
+        generator = torch.Generator().manual_seed(3)
+        for tensor in sorted(key for key in weights if "router" in key):
+            if name == "linear" and "stages" in tensor:
+                del weights[tensor]
+            else:
+                weights[tensor] = torch.randn(weights[tensor].shape, generator=generator) * 0.2
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        (out / "config.json").write_text(json.dumps({**config, "moh_router": name}, indent=2))
 
 
 NAMES = ["tied", "by-layer", "untied", "qwen3"]
 # Models with the other routers, which differ from those in what is computed of a forward and a backward pass.
-ROUTERS = ["group", "within-group", "static"]
+ROUTERS = ["group", "within-group", "static", "linear", "two-stage"]

@@ -32,6 +32,15 @@ pub enum Error {
         "the heads' outputs are all zero or depend on each other: the output projection has no fit"
     )]
     Singular,
+    /// A learned router's matrices are not in a dense model.
+    #[error(
+        "the router \"{router}\" has matrices that a dense model lacks, so that no heads can be measured by it: \
+         choose another router"
+    )]
+    Router {
+        /// Its name.
+        router: &'static str,
+    },
     /// An error in a layer.
     #[error("layer {layer}: {error}")]
     Layer {

@@ -34,6 +34,16 @@ pub struct CalibrationOptions {
     pub refit: bool,
 }
 
+impl CalibrationOptions {
+    /// Refuses learned routers, whose matrices a dense model does not have.
+    fn check_router(&self) -> Result<()> {
+        match self.moh.router.has_matrices() {
+            true => Err(Error::Router { router: self.moh.router.name() }),
+            false => Ok(()),
+        }
+    }
+}
+
 /// What a calibration has chosen.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Calibration {
@@ -92,6 +102,7 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
 ) -> Result<Option<Calibration>, E> {
     let layers = config.num_hidden_layers;
     config.check_moh(&options.moh)?;
+    options.check_router()?;
     let mut job = Job::new(backend, config, options, tokens, weights)?;
     let mut found = Vec::new();
     for layer in 0..layers {

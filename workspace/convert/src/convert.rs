@@ -1,11 +1,13 @@
 //! Converts a checkpoint to Mixture-of-Head, or back to dense.
 //!
-//! The query-norm router has no parameters, so conversion changes no weight, unless the output projections are
-//! refitted ([`crate::calibrated`]): tensors are copied from the mapped source to the output in pieces, which several threads check and hash while they are written.
+//! A conversion changes no weight, unless the output projections are refitted ([`crate::calibrated`]), and adds those
+//! of a router with matrices: tensors are copied from the mapped source to the output in pieces, which several threads
+//! check and hash while they are written.
 //! The system reads the next pieces meanwhile (`read_ahead`), and what was written before is synced and read back
 //! ([`moh_hf::model_directory`]). On request the element type changes and the vocabulary grows (see
 //! [`moh_hf::vocabulary`]). A conversion uses constant memory.
 
+use std::collections::HashSet;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,7 +23,7 @@ use moh_hf::vocabulary::DEFAULT_MULTIPLE;
 use moh_hf::{Base, Expansion, check_destination, model_card};
 use moh_kernels::DType;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
-use moh_model::{HeadRequest, ModelConfig, MohConfig};
+use moh_model::{HeadRequest, ModelConfig, MohConfig, RouterKind};
 use rayon::prelude::*;
 
 use crate::read_ahead::ReadAhead;
@@ -206,6 +208,9 @@ pub(crate) struct Plan<'a> {
     pub tensors: Vec<TensorSpec>,
     /// `None` if the vocabulary stays as it is.
     expansion: Option<Expansion>,
+    /// A router's matrices that the source does not have. They begin as zeros, with which every head that
+    /// two-stage routing selects has weight 1.
+    pub added: HashSet<String>,
 }
 
 impl<'a> Plan<'a> {
@@ -224,15 +229,29 @@ impl<'a> Plan<'a> {
         if let Some(expansion) = &expansion {
             config.vocab_size = expansion.num_rows();
         }
-        let mut tensors = Vec::new();
+        let stored: HashSet<String> = tensor_shapes(original).into_iter().map(|it| it.0).collect();
+        let (mut tensors, mut added) = (Vec::new(), HashSet::new());
         for (name, shape) in tensor_shapes(&config) {
+            let is_stored = stored.contains(&name);
             let dtype = match options.dtype {
                 Some(dtype) => dtype,
-                None => source.weights.dtype(&name)?,
+                None if is_stored => source.weights.dtype(&name)?,
+                None => tensors.last().map_or(DType::F32, |last: &TensorSpec| last.dtype),
             };
+            if !is_stored {
+                added.insert(name.clone());
+            }
             tensors.push(TensorSpec { name, shape, dtype });
         }
-        Ok(Plan { options, source, config, tensors, expansion })
+        if !added.is_empty()
+            && config.moh.as_ref().is_some_and(|moh| moh.router == RouterKind::Linear)
+        {
+            let reason = "the router \"linear\" begins with matrices that are fitted to calibration data: \
+                          zeros or random ones would select heads that do not matter; choose another \
+                          --router";
+            return Err(Error::Option(reason.to_string()));
+        }
+        Ok(Plan { options, source, config, tensors, expansion, added })
     }
 
     /// Whether a tensor is refitted.
@@ -267,7 +286,8 @@ impl<'a> Plan<'a> {
         };
         let total = tensors.iter().map(TensorSpec::num_bytes).sum();
         let mut done = 0;
-        let mut read_ahead = ReadAhead::start(weights, tensors)?;
+        let stored = tensors.iter().filter(|tensor| !self.added.contains(&tensor.name));
+        let mut read_ahead = ReadAhead::start(weights, stored)?;
         prepare_model(&options.out, options.force, &model, &mut |spec, sink| {
             let mut counted = |bytes: &[u8]| {
                 sink(bytes)?;
@@ -283,6 +303,9 @@ impl<'a> Plan<'a> {
             };
             if let Some(values) = refitted {
                 return write_refitted(weights, spec, &values, &mut read_ahead, &mut counted);
+            }
+            if self.added.contains(&spec.name) {
+                return write_zeros(spec, &mut counted);
             }
             let expansion = self.expansion_of(&spec.name);
             write_tensor(weights, spec, expansion, &mut read_ahead, &mut counted)
@@ -352,6 +375,17 @@ fn write_refitted(
     let stored = weights.stored_bytes(&spec.name)?;
     converter.release(0, stored);
     Ok(())
+}
+
+/// Writes the tensor of a router that the source does not have.
+fn write_zeros(spec: &TensorSpec, sink: &mut Sink<'_, Error>) -> Result<(), Error> {
+    let zeros = vec![0; PIECE_BYTES];
+    let bytes = spec.num_bytes();
+    let pieces = (0..bytes).step_by(PIECE_BYTES);
+    pieces.map(|start| (bytes - start).min(PIECE_BYTES as u64)).try_for_each(|length| {
+        // At most a piece's bytes.
+        sink(&zeros[..length as usize])
+    })
 }
 
 fn write_tensor(

@@ -27,11 +27,14 @@ impl<'a> ReadAhead<'a> {
     ///
     /// # Errors
     /// Fails if the source lacks a tensor.
-    pub fn start(weights: &Weights, tensors: &'a [TensorSpec]) -> Result<Self, Error> {
+    pub fn start(
+        weights: &Weights,
+        tensors: impl IntoIterator<Item = &'a TensorSpec>,
+    ) -> Result<Self, Error> {
         let stored = |spec: &'a TensorSpec| -> Result<_, Error> {
             Ok((spec.name.as_str(), weights.stored_bytes(&spec.name)?))
         };
-        let tensors = tensors.iter().map(stored).collect::<Result<_, Error>>()?;
+        let tensors = tensors.into_iter().map(stored).collect::<Result<_, Error>>()?;
         let mut read_ahead = ReadAhead { tensors, next: (0, 0), ahead: 0 };
         read_ahead.passed(weights, 0);
         Ok(read_ahead)

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::{ReadBack, TensorSpec, Written};
+use moh_kernels::DType;
 use moh_model::HeadCounts;
 use moh_model::flops::Flops;
 use serde::Serialize;
@@ -69,8 +70,8 @@ pub struct Receipt {
 pub struct TensorReceipt {
     /// Its name.
     pub name: String,
-    /// Element type in the source.
-    pub source_dtype: &'static str,
+    /// Element type in the source; `None` of a tensor that it does not have.
+    pub source_dtype: Option<&'static str>,
     /// Element type in the output.
     pub dtype: &'static str,
     /// BLAKE3 of the source's bytes, if they were copied unchanged.
@@ -133,8 +134,9 @@ impl Receipt {
 
     /// Number of tensors with another element type than the source's.
     pub fn num_converted(&self) -> usize {
-        let is_converted =
-            |tensor: &&TensorReceipt| tensor.source_dtype != tensor.dtype && !tensor.refitted;
+        let is_converted = |tensor: &&TensorReceipt| {
+            tensor.source_dtype.is_some_and(|dtype| dtype != tensor.dtype) && !tensor.refitted
+        };
         self.tensors.iter().filter(is_converted).count()
     }
 
@@ -161,14 +163,18 @@ fn warning(plan: &Plan<'_>) -> Option<String> {
 
 impl TensorReceipt {
     fn new(plan: &Plan<'_>, spec: &TensorSpec, hash: &blake3::Hash) -> Result<Self, Error> {
-        let source_dtype = plan.source.weights.dtype(&spec.name)?;
+        let source_dtype = match plan.added.contains(&spec.name) {
+            true => None,
+            false => Some(plan.source.weights.dtype(&spec.name)?),
+        };
         let refitted = plan.has_refitted(&spec.name);
-        let unchanged =
-            plan.expansion_of(&spec.name).is_none() && source_dtype == spec.dtype && !refitted;
+        let unchanged = plan.expansion_of(&spec.name).is_none()
+            && source_dtype == Some(spec.dtype)
+            && !refitted;
         let blake3 = hash.to_hex().to_string();
         Ok(TensorReceipt {
             name: spec.name.clone(),
-            source_dtype: source_dtype.name(),
+            source_dtype: source_dtype.map(DType::name),
             dtype: spec.dtype.name(),
             // A copied tensor's bytes were hashed on their way out of the source's mapping.
             source_blake3: unchanged.then(|| blake3.clone()),

@@ -105,8 +105,14 @@ impl Comparison<'_> {
     fn verify<B: Backend + Clone>(&self, backend: &B) -> Result<Verification, Error> {
         let Comparison { before, after, kept_rows, .. } = self;
         let (config, output) = (&before.file.config, &after.weights);
+        let dense = ModelConfig { moh: None, ..config.clone() };
+        // The matrices of a router are compared where both models have them.
+        let common = match config.check_same_tensors(after.file.config.moh.as_ref()) {
+            Ok(()) => config,
+            Err(_) => &dense,
+        };
         let refitted = |name: &str| self.is_refitted(name);
-        let rounding = weights::compare(&before.weights, output, config, *kept_rows, refitted)?;
+        let rounding = weights::compare(&before.weights, output, common, *kept_rows, refitted)?;
         let ids = sample_ids(*kept_rows, config.max_position_embeddings);
         let rounded = |name: &str, values: &mut [f32]| {
             self.read_source(name, values)?;
@@ -117,7 +123,6 @@ impl Comparison<'_> {
         let of_output = |name: &str, values: &mut [f32]| Ok(output.read_f32(name, values)?);
 
         let found = logits(backend, self.all_heads_on(), &ids, of_output)?;
-        let dense = ModelConfig { moh: None, ..config.clone() };
         let expected = logits(backend, dense.clone(), &ids, rounded)?;
         let unexplained = self.compare(&expected, &found);
         let largest = unexplained.largest_logit.max(1.0);
@@ -161,11 +166,13 @@ impl Comparison<'_> {
         Ok(model.weights.read_f32(name, values)?)
     }
 
-    /// The output's configuration with every routed head selected, or, where none is, shared.
+    /// The output's configuration with every routed head selected or, where none is or heads are
+    /// weighed, shared.
     fn all_heads_on(&self) -> ModelConfig {
         let config = &self.after.file.config;
         let heads = config.num_attention_heads;
-        let moh = config.moh.clone().map(|moh| match moh.router.selects() {
+        let selects = |router: RouterKind| router.selects() && !router.has_matrices();
+        let moh = config.moh.clone().map(|moh| match selects(moh.router) {
             true => MohConfig {
                 routed_top_k: moh.shared_heads.counts().map(|shared| heads - shared),
                 ..moh

@@ -50,7 +50,7 @@ impl LinearRouter {
 impl Router<Cpu, f32> for LinearRouter {
     fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
         let columns = self.heads;
-        Ok(RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: true })
+        Ok(RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: true, logits: 0 })
     }
 
     fn shared_heads(&self) -> SharedHeads {

@@ -126,7 +126,7 @@ impl<B: Backend> BlockPass<B> {
         let x =
             B::view(&recomputable.attention_norm.y, 0..shape.tokens() * model.config.hidden_size);
         let qkv = B::view(&attention.qkv, 0..shape.tokens() * shape.row());
-        router.forward(&cx, x, qkv, routing)?;
+        router.forward(&cx, x, qkv, routing, &mut attention.logits)?;
         let (leading, columns) = (routing.shared().leading(), routing.columns());
         let mut selected = vec![0u8; shape.tokens() * columns];
         model.backend.download(routing.selected(), &mut selected)?;

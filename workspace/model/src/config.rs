@@ -3,6 +3,7 @@
 
 use moh_kernels::router::SharedHeads;
 
+use crate::architecture::block_tensors;
 use crate::router::HeadGroups;
 use crate::{Architecture, Error, HeadCounts, RouterKind, SharedHeadSets};
 
@@ -198,6 +199,35 @@ impl ModelConfig {
     pub fn check_moh(&self, moh: &MohConfig) -> Result<(), Error> {
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         moh.validate(heads, kv_heads, self.num_hidden_layers)
+    }
+
+    /// Checks that this model has exactly the tensors that it needs with another attention: training
+    /// neither adds nor removes a router's matrices.
+    ///
+    /// # Errors
+    /// Names the first tensor that is missing or would be left.
+    pub fn check_same_tensors(&self, moh: Option<&MohConfig>) -> Result<(), Error> {
+        let other = ModelConfig { moh: moh.cloned(), ..self.clone() };
+        let refuse = |reason: String| Err(Error::Moh { reason });
+        for layer in 0..self.num_hidden_layers {
+            let [here, there] = [self, &other].map(|config| block_tensors(config, layer));
+            if let Some(missing) = there.iter().find(|tensor| !here.contains(tensor)) {
+                let router = moh.map_or("", |moh| moh.router.name());
+                return refuse(format!(
+                    "{} of the router \"{router}\" is not in the model: convert it with moh-convert \
+                     --router {router} before it is trained",
+                    missing.name
+                ));
+            }
+            if let Some(left) = here.iter().find(|tensor| !there.contains(tensor)) {
+                return refuse(format!(
+                    "{} is in the model, and not used with this attention: convert the model with \
+                     moh-convert to another router, or to --attention dense, before it is trained",
+                    left.name
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Routed query heads of layer `layer`, from 0; none in a dense layer.

@@ -196,9 +196,9 @@ impl Share {
             false => active / 2,
         };
         match self.router {
-            RouterKind::QueryNorm | RouterKind::Group => half * self.unit,
             RouterKind::WithinGroup => 0,
             RouterKind::Static => active,
+            _ => half * self.unit,
         }
     }
 

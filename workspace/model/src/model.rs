@@ -197,15 +197,18 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// no longer be used.
     ///
     /// # Errors
-    /// Fails if the head counts do not fit the model.
+    /// Fails if the head counts do not fit the model, or if the router has matrices that it lacks.
     pub fn set_moh(&mut self, moh: Option<crate::MohConfig>) -> Result<(), Error> {
         if let Some(moh) = &moh {
             self.config.check_moh(moh)?;
         }
+        self.config.check_same_tensors(moh.as_ref())?;
         self.config.moh = moh;
         for (layer, block) in self.layers.blocks.iter_mut().enumerate() {
+            let before = block.attention.router.take();
             let router = router::of_layer(&self.config, layer);
-            block.attention.router = router.and_then(RouterLayer::without_parameters);
+            block.attention.router =
+                router.and_then(|router| RouterLayer::after(router, before.as_ref()));
         }
         Ok(())
     }

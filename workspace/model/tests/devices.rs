@@ -143,6 +143,32 @@ fn a_pass_with_other_heads_in_each_layer_is_the_cpus() {
     }
 }
 
+/// Each router with heads that it can route: 8 that read 2 key/value heads.
+fn routers() -> [MohConfig; 5] {
+    let moh = |router, shared: usize, top_k: usize| MohConfig {
+        router,
+        shared_heads: shared.into(),
+        routed_top_k: top_k.into(),
+    };
+    [
+        moh(RouterKind::Group, 0, 4),
+        moh(RouterKind::WithinGroup, 0, 6),
+        moh(RouterKind::Static, 5, 0),
+        moh(RouterKind::Linear, 3, 2),
+        moh(RouterKind::TwoStage, 3, 2),
+    ]
+}
+
+#[test]
+#[cfg_attr(not(feature = "cuda-emulator"), ignore = "needs a GPU and MOH_TEST_GPU")]
+fn a_pass_with_another_router_is_the_cpus() {
+    for moh in routers() {
+        agree::<f32>(Some(moh.clone()), Recompute::Norms, 1e-5);
+        agree::<f32>(Some(moh.clone()), Recompute::Block, 1e-5);
+        agree::<bf16>(Some(moh), Recompute::None, 3e-2);
+    }
+}
+
 /// Steps of two micro-batches with an evaluation after each, on memory that was planned before
 /// them.
 #[cfg(feature = "cuda-emulator")]
@@ -180,6 +206,9 @@ fn take_steps<T: Element>(config: ModelConfig, recompute: Recompute) {
 #[cfg(feature = "cuda-emulator")]
 #[test]
 fn steps_take_and_give_back_no_memory() {
+    for moh in routers() {
+        take_steps::<bf16>(config(16, true, Some(moh)), Recompute::Norms);
+    }
     for moh in [None, Some(MOH), Some(mixed([8, 3], [0, 2]))] {
         // Each path of attention: plain, tiled and Hopper's.
         take_steps::<f32>(config(16, true, moh.clone()), Recompute::Norms);

@@ -90,3 +90,50 @@ fn other_routers_are_those_of_the_formulas() {
         }
     }
 }
+
+/// Routers with matrices, which read the block's input.
+#[test]
+fn learned_routers_are_those_of_the_formulas() {
+    let sets = [vec![7, 2, 5], vec![1, 0], vec![3], (0..8).collect()];
+    let shared_heads = SharedHeadSets::from_ids(&sets).unwrap();
+    for router in [RouterKind::Linear, RouterKind::TwoStage] {
+        let routed_top_k = HeadCounts::Each(vec![2, 4, 7, 0]);
+        let moh = MohConfig { router, shared_heads: shared_heads.clone(), routed_top_k };
+        for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
+            for architecture in Architecture::ALL {
+                is_the_reference(architecture, moh.clone(), recompute);
+            }
+        }
+    }
+}
+
+/// A stage may change the heads of a router with matrices, and not whether there are any.
+#[test]
+fn a_stage_neither_adds_nor_removes_matrices() {
+    let moh = |router, shared: usize| MohConfig {
+        router,
+        shared_heads: shared.into(),
+        routed_top_k: 2.into(),
+    };
+    let mut two_stage =
+        model::<Cpu, f32>(Cpu, config(10, false, Some(moh(RouterKind::TwoStage, 3))));
+    two_stage.set_moh(Some(moh(RouterKind::TwoStage, 5))).unwrap();
+    let mut dense = model::<Cpu, f32>(Cpu, config(10, false, None));
+    for (model, to, expected) in [
+        (
+            &mut dense,
+            Some(moh(RouterKind::Linear, 3)),
+            "model.layers.0.self_attn.router.weight of the router \"linear\" is not in the model",
+        ),
+        (
+            &mut two_stage,
+            Some(moh(RouterKind::QueryNorm, 3)),
+            "model.layers.0.self_attn.router.weight is in the model, and not used",
+        ),
+    ] {
+        let message = model.set_moh(to).unwrap_err().to_string();
+        assert!(message.starts_with(expected), "{message}");
+    }
+    assert!(two_stage.set_moh(None).is_err());
+    assert_eq!(two_stage.config().moh, Some(moh(RouterKind::TwoStage, 5)));
+}

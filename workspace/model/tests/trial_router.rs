@@ -123,45 +123,69 @@ fn losses_and_gradients_are_those_of_an_f64_model() {
     }
 }
 
-/// The local slice of every tensor's gradient is that of the whole model's, within rounding; every
-/// rank has all gradients of the routers' parameters.
 #[test]
 fn ranks_that_share_the_heads_have_the_gradients_of_the_whole() {
     for architecture in Architecture::ALL {
-        let mut whole = whole::<Cpu, f32>(Cpu, architecture);
-        let (expected, sums, _) = pass(&mut whole, Recompute::Norms);
-        let on_rank = |world: World| {
-            let (alone, tensor) = (World::single().group().clone(), world.group().clone());
-            let parallel = ModelParallel::new(&config(architecture), alone, 1, tensor).unwrap();
-            let mut model = model::<Cpu, f32>(Cpu, architecture, parallel);
-            let (gradients, found, _) = pass(&mut model, Recompute::Norms);
-            if world.group().rank() == 0 {
-                let difference = found.auxiliary.iter().zip(sums.auxiliary.iter());
-                assert!(difference.into_iter().all(|((_, a), (_, b))| (a - b).abs() < 1e-6 * b));
-            }
-            for (flat, segment) in model.layout().segments() {
-                let Some((_, other)) =
-                    (whole.layout().segments()).find(|(_, other)| other.name == segment.name)
-                else {
-                    panic!("{} is not a tensor of the whole model", segment.name)
-                };
-                let all = expected.read(&Cpu, flat, other).unwrap();
-                let found = gradients.read(&Cpu, flat, segment).unwrap();
-                let norm = all.iter().map(|g| g * g).sum::<f32>().sqrt();
-                for run in segment.slice.runs(0..found.len()) {
-                    let parts = found[run.local..][..run.len].iter().zip(&all[run.whole..]);
-                    let error = parts.map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
-                    assert!(error < 1e-4 * norm, "{}: {error} of {norm}", segment.name);
-                }
-            }
-            world.close().unwrap();
-        };
-        std::thread::scope(|scope| {
-            for world in World::threads(2) {
-                scope.spawn(|| on_rank(world));
-            }
+        ranks_agree(&config(architecture), &|parallel| model(Cpu, architecture, parallel));
+    }
+}
+
+/// The routers of configurations, of 8 heads that read 2 key/value heads.
+#[test]
+fn ranks_that_share_the_heads_of_a_configurations_router_have_the_gradients_of_the_whole() {
+    let layers = |counts: [usize; 4]| HeadCounts::from_iter(counts);
+    for (router, shared, top_k) in [
+        (RouterKind::Group, [0, 4, 8, 0], [4, 4, 0, 8]),
+        (RouterKind::WithinGroup, [0, 0, 8, 0], [4, 6, 0, 2]),
+        (RouterKind::Static, [5, 1, 8, 7], [0; 4]),
+        (RouterKind::Linear, [5, 1, 8, 0], [2, 4, 0, 3]),
+        (RouterKind::TwoStage, [5, 1, 8, 2], [2, 4, 0, 6]),
+    ] {
+        let (shared_heads, routed_top_k) = (layers(shared).into(), layers(top_k));
+        let moh = Some(MohConfig { router, shared_heads, routed_top_k });
+        let config = ModelConfig { num_hidden_layers: 4, ..support::config(10, false, moh) };
+        ranks_agree(&config, &|parallel| {
+            Model::of_part::<Error>(Cpu, config.clone(), 64, parallel, 1, fill).unwrap()
         });
     }
+}
+
+/// The local slice of every tensor's gradient is that of the whole model's, within rounding; every
+/// rank has all gradients of the routers' parameters.
+fn ranks_agree(config: &ModelConfig, model: &(dyn Fn(ModelParallel) -> Model<Cpu, f32> + Sync)) {
+    let mut whole = model(ModelParallel::whole(config));
+    let (expected, sums, _) = pass(&mut whole, Recompute::Norms);
+    let on_rank = |world: World| {
+        let (alone, tensor) = (World::single().group().clone(), world.group().clone());
+        let parallel = ModelParallel::new(config, alone, 1, tensor).unwrap();
+        let mut model = model(parallel);
+        let (gradients, found, _) = pass(&mut model, Recompute::Norms);
+        if world.group().rank() == 0 {
+            let difference = found.auxiliary.iter().zip(sums.auxiliary.iter());
+            assert!(difference.into_iter().all(|((_, a), (_, b))| (a - b).abs() <= 1e-6 * b));
+        }
+        for (flat, segment) in model.layout().segments() {
+            let Some((_, other)) =
+                (whole.layout().segments()).find(|(_, other)| other.name == segment.name)
+            else {
+                panic!("{} is not a tensor of the whole model", segment.name)
+            };
+            let all = expected.read(&Cpu, flat, other).unwrap();
+            let found = gradients.read(&Cpu, flat, segment).unwrap();
+            let norm = all.iter().map(|g| g * g).sum::<f32>().sqrt();
+            for run in segment.slice.runs(0..found.len()) {
+                let parts = found[run.local..][..run.len].iter().zip(&all[run.whole..]);
+                let error = parts.map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+                assert!(error < 1e-4 * norm, "{}: {error} of {norm}", segment.name);
+            }
+        }
+        world.close().unwrap();
+    };
+    std::thread::scope(|scope| {
+        for world in World::threads(2) {
+            scope.spawn(|| on_rank(world));
+        }
+    });
 }
 
 /// Losses of a few steps on one micro-batch.

@@ -8,8 +8,8 @@ use std::iter::Sum;
 use std::ops::{Add, Mul};
 
 use moh_kernels::ElementType;
-use moh_model::Recompute;
 use moh_model::model_parallel::ModelPart;
+use moh_model::{Recompute, RouterKind};
 
 use super::work::Work;
 
@@ -146,7 +146,12 @@ fn router(work: &Work, part: &ModelPart, blocks: f64) -> Volume {
     if !work.model.moh.as_ref().is_some_and(|moh| moh.router.selects()) {
         return Volume::default();
     }
-    let routed = part.layers().map(|layer| work.model.routed_heads(layer));
+    // Routers that weigh heads exchange those of shared heads too.
+    let weighs = work.model.moh.as_ref().is_some_and(|moh| moh.router == RouterKind::TwoStage);
+    let routed = part.layers().map(|layer| match work.model.routed_heads(layer) {
+        routed if weighs && routed > 0 => work.model.num_attention_heads,
+        routed => routed,
+    });
     let (routing, heads) =
         routed.filter(|&heads| heads > 0).fold((0, 0), |sum, heads| (sum.0 + 1, sum.1 + heads));
     // Forward, the heads' norms in f64; backward, the gradients of their gates.

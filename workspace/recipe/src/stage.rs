@@ -213,6 +213,7 @@ impl Stage {
     /// Fails if the counts do not fit the model.
     pub fn moh_config(&self, model: &ModelConfig) -> Result<Option<MohConfig>, moh_model::Error> {
         if self.attention == AttentionKind::Dense {
+            model.check_same_tensors(None)?;
             return Ok(None);
         }
         let options = self.moh.clone().unwrap_or_default();
@@ -221,7 +222,9 @@ impl Stage {
             shared_heads: options.shared()?,
             active: options.routed_top_k.map(Active::RoutedTopK),
         };
-        request.for_model(model).map(Some)
+        let moh = request.for_model(model)?;
+        model.check_same_tensors(Some(&moh))?;
+        Ok(Some(moh))
     }
 }
 

@@ -91,6 +91,22 @@ fn routing_is_resolved_against_the_models_heads() {
     assert!(message.starts_with("routed_top_k = 1: must be 0"), "{message}");
     model.moh = model.moh.map(|moh| MohConfig { router: RouterKind::QueryNorm, ..moh });
 
+    // A stage keeps the matrices of its model's router, with any head counts.
+    let two_stage = with(&["stage.moh.moh.router=\"two-stage\""]);
+    let message = two_stage.stages[1].moh_config(&model).unwrap_err().to_string();
+    let expected = "model.layers.0.self_attn.router.weight of the router \"two-stage\" is not in";
+    assert!(message.starts_with(expected), "{message}");
+    let (before, moh) = (model.clone(), model.moh.clone().unwrap());
+    model.moh = Some(MohConfig { router: RouterKind::TwoStage, ..moh });
+    let moh = two_stage.stages[1].moh_config(&model).unwrap();
+    assert_eq!(moh, model.moh);
+    assert_eq!(with(&[]).stages[1].moh_config(&model).unwrap(), model.moh);
+    let other = with(&["stage.moh.moh.router=\"query-norm\""]);
+    let message = other.stages[1].moh_config(&model).unwrap_err().to_string();
+    assert!(message.contains("is in the model, and not used with this attention"), "{message}");
+    assert!(two_stage.stages[0].moh_config(&model).is_err());
+    model = before;
+
     // The heads themselves are kept, and written as such.
     let ids = vec![vec![0, 2], vec![3, 1], vec![0, 1], vec![4, 5], vec![6, 7]];
     let sets = SharedHeadSets::from_ids(&ids[..model.num_hidden_layers]).unwrap();

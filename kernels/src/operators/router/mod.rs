@@ -38,6 +38,8 @@ pub struct RoutingShape {
     pub saved_per_token: usize,
     /// Whether the router scales heads' outputs.
     pub weighted: bool,
+    /// Logits that a token's router computes; the routing itself has no room for them.
+    pub logits: usize,
 }
 
 /// The decisions of a router for the tokens of one micro-batch in one layer, and the values that
@@ -73,7 +75,7 @@ impl<M: Memory> Routing<M> {
     /// Fails if the heads do not divide among the ranks, or if the device is out of memory.
     pub fn new(memory: &M, shape: RoutingShape) -> Result<Self> {
         const OPERATOR: &str = "routing";
-        let RoutingShape { tokens, heads, columns, saved_per_token, weighted } = shape;
+        let RoutingShape { tokens, heads, columns, saved_per_token, weighted, .. } = shape;
         ensure(OPERATOR, heads.are_sound(), || {
             let Heads { count, group_size, ranks, .. } = heads;
             format!("{count} heads in groups of {group_size} cannot be divided among {ranks} ranks")

@@ -244,8 +244,8 @@ fn every_token_is_routed_to_the_shared_heads() {
         let heads = Heads { count: 6, group_size: 3, rank: ranks - 1, ranks };
         let set = SharedHeads::from_heads(set.iter().copied()).unwrap();
         let columns = 6 - set.leading();
-        let (tokens, saved_per_token, weighted) = (9, 0, false);
-        let shape = RoutingShape { tokens, heads, columns, saved_per_token, weighted };
+        let (tokens, saved_per_token, weighted, logits) = (9, 0, false, 0);
+        let shape = RoutingShape { tokens, heads, columns, saved_per_token, weighted, logits };
         on_each_device!(device => {
             let mut routing = Routing::new(device, shape).unwrap();
             device.route_to_shared(7, set, &mut routing).unwrap();

@@ -121,6 +121,50 @@ fn a_routed_source_keeps_its_counts() {
     assert_eq!((&fields["moh_shared_heads"], &fields["moh_routed_top_k"]), (&json!(2), &json!(2)));
 }
 
+/// Two-stage routing begins with zeros, of which nothing is left in a dense model.
+#[test]
+fn the_matrices_of_two_stage_routing_are_added_and_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path(), DType::BF16, false);
+    let to = |router| {
+        let router = Some(router);
+        TargetAttention::Moh(HeadRequest { router, ..HeadRequest::default() })
+    };
+    let two_stage = dir.path().join("two-stage");
+    let attention = to(RouterKind::TwoStage);
+    let options = ConversionOptions { attention, ..ConversionOptions::new(&source, &two_stage) };
+    let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
+    conversion.verify(OpenDevice::Cpu).unwrap();
+    let receipt = conversion.publish().unwrap();
+    assert_eq!(config(&two_stage)["moh_router"], "two-stage");
+    let weights = WeightFiles::open(&two_stage).unwrap();
+    weights.check(&ConfigFile::read(&two_stage).unwrap().config).unwrap();
+    for (name, rows) in [("weight", 8), ("stages.weight", 2)] {
+        let name = format!("model.layers.1.self_attn.router.{name}");
+        let tensor = weights.get(&name).unwrap();
+        assert_eq!((tensor.dtype, tensor.shape[0]), (DType::BF16, rows));
+        assert!(tensor.bytes.iter().all(|&byte| byte == 0), "{name}");
+        let written = receipt.tensors.iter().find(|tensor| tensor.name == name).unwrap();
+        assert_eq!(written.source_blake3, None);
+    }
+    // The same router again, and none.
+    let again = dir.path().join("again");
+    go(&ConversionOptions::new(&two_stage, &again)).unwrap();
+    assert_eq!(config(&again)["moh_router"], "two-stage");
+    let dense = dir.path().join("dense");
+    let attention = TargetAttention::Dense;
+    go(&ConversionOptions { attention, ..ConversionOptions::new(&two_stage, &dense) }).unwrap();
+    let (before, after) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&dense).unwrap());
+    assert!(before.names().eq(after.names()));
+    // Other learned matrices have to be fitted.
+    let attention = to(RouterKind::Linear);
+    let out = dir.path().join("linear");
+    let linear = ConversionOptions { attention, ..ConversionOptions::new(&source, &out) };
+    let message = go(&linear).unwrap_err().to_string();
+    assert!(message.contains("fitted to calibration data"), "{message}");
+    assert!(!out.exists());
+}
+
 #[test]
 fn back_to_dense_gives_the_source() {
     let dir = tempfile::tempdir().unwrap();

@@ -41,6 +41,8 @@ pub(crate) struct SavedAttention<M: Memory, T: Element> {
     pub log_sum_exp: M::Buffer<f32>,
     /// The routing, in a model with a router.
     pub routing: Option<Routing<M>>,
+    /// Where a router by logits computes them and, in the backward pass, their gradients.
+    pub logits: M::Buffer<T>,
 }
 
 impl<M: Memory, T: Element> SavedAttention<M, T> {
@@ -52,6 +54,7 @@ impl<M: Memory, T: Element> SavedAttention<M, T> {
             attended: memory.allocate(tokens * share.query_width(config))?,
             log_sum_exp: memory.allocate(tokens * share.heads(config).local())?,
             routing: sizes.routing.map(|shape| Routing::new(memory, shape)).transpose()?,
+            logits: memory.allocate(sizes.routing.map_or(0, |shape| tokens * shape.logits))?,
         })
     }
 }
@@ -154,7 +157,7 @@ impl Attention {
     ) -> Result<View<'v, B, T>, Error> {
         let (n, shape) = (cx.num_tokens(), &cx.tokens.shape);
         let AttentionBuffers { saved, rotated, cache } = buffers;
-        let SavedAttention { qkv, attended, log_sum_exp, routing } = saved;
+        let SavedAttention { qkv, attended, log_sum_exp, routing, .. } = saved;
         let qkv = self.rotation.rotated(qkv, rotated);
         let (key_length, key_values) = match cache {
             Some(cache) => cached_key_values(cx, qkv, cache)?,

@@ -12,6 +12,7 @@ mod context;
 mod embedding;
 mod head;
 mod linear;
+mod logit_router;
 mod mlp;
 mod qk_norm;
 mod rms_norm;

@@ -41,16 +41,16 @@ impl Rotation {
         buffers: &mut AttentionBuffers<'_, B, T>,
     ) -> Result<(), Error> {
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
-        let SavedAttention { qkv, routing, .. } = &mut *buffers.saved;
+        let SavedAttention { qkv, routing, logits, .. } = &mut *buffers.saved;
         let routing = router.zip(routing.as_mut());
         match (self, routing) {
             (Rotation::Rope, Some((router, routing))) => {
-                router.forward_and_rotate(cx, x, B::view_mut(qkv, all), routing)
+                router.forward_and_rotate(cx, x, B::view_mut(qkv, all), routing, logits)
             }
             (Rotation::Rope, None) => Rope.forward(cx, B::view_mut(qkv, all)),
             (Rotation::NormedRope(_), routing) => {
                 if let Some((router, routing)) = routing {
-                    router.forward(cx, x, B::view(qkv, all), routing)?;
+                    router.forward(cx, x, B::view(qkv, all), routing, logits)?;
                 }
                 self.recompute(cx, qkv, buffers.rotated)
             }
@@ -78,25 +78,28 @@ impl Rotation {
         cx: &mut BackwardContext<'_, B, T, G>,
         router: Option<&RouterLayer>,
         x: &B::Buffer<T>,
-        saved: &SavedAttention<B, T>,
+        saved: &mut SavedAttention<B, T>,
         d: &mut ActivationGradients<B, T>,
         d_qkv: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
-        let qkv = B::view(&saved.qkv, all.clone());
+        let SavedAttention { qkv, routing, logits, .. } = saved;
+        let qkv = B::view(qkv, all.clone());
         let mut d_qkv = B::view_mut(d_qkv, all);
-        let routing = saved.routing.as_ref();
-        let inputs =
-            router.zip(routing).map(|(router, routing)| (router, RouterInputs { x, qkv, routing }));
+        let inputs = router
+            .zip(routing.as_ref())
+            .map(|(router, routing)| (router, RouterInputs { x, qkv, routing }));
         match (self, inputs) {
             (Rotation::Rope, Some((router, inputs))) => {
-                router.backward_and_rotate(cx, &inputs, d, d_qkv)
+                router.backward_and_rotate(cx, &inputs, logits, d, d_qkv)
             }
             (Rotation::Rope, None) => Rope.backward(cx, d_qkv),
             (Rotation::NormedRope(norm), inputs) => {
                 Rope.backward(cx, B::reborrow_mut(&mut d_qkv))?;
                 norm.backward(cx, qkv, B::reborrow_mut(&mut d_qkv))?;
-                inputs.map_or(Ok(()), |(router, inputs)| router.backward(cx, &inputs, d, d_qkv))
+                inputs.map_or(Ok(()), |(router, inputs)| {
+                    router.backward(cx, &inputs, logits, d, d_qkv)
+                })
             }
         }
     }

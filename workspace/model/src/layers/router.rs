@@ -5,6 +5,7 @@
 //! projection's queries, keys and values.
 
 use moh_kernels::ranks::{AllReduce, Heads};
+use moh_kernels::router::logits::LogitRouter;
 use moh_kernels::router::query_norm::{
     QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
     QueryNormRouter,
@@ -12,15 +13,16 @@ use moh_kernels::router::query_norm::{
 use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Element, View, ViewMut};
 
+use super::logit_router::LogitLayer;
 use super::rope::Rope;
 use super::{ActivationGradients, BackwardContext, Context};
-use crate::Error;
 use crate::parameters::ParameterRange;
 use crate::router::{
     CustomRouters, LayerGradients, Parameters, Router, RouterBackward, RouterForward,
     RouterParameter,
 };
 use crate::tensors::{Division, TensorList};
+use crate::{Error, ModelConfig};
 
 /// What a layer's router is before the layer has its parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,6 +31,8 @@ pub(crate) enum RouterSpec {
     QueryNorm(QueryNormRouter),
     /// None, with these heads shared.
     Static(SharedHeads),
+    /// A router by logits, whose matrices are tensors of the block.
+    Logits(LogitRouter),
     /// The router of this index among the model's [`CustomRouters`].
     Custom { index: usize, parameters: Vec<RouterParameter> },
 }
@@ -44,6 +48,7 @@ impl RouterSpec {
         match self {
             RouterSpec::QueryNorm(router) => Some(router.routing_shape(tokens, heads)),
             RouterSpec::Static(shared) => Some(Ok(static_shape(*shared, tokens, heads))),
+            RouterSpec::Logits(router) => Some(router.routing_shape(tokens, heads)),
             RouterSpec::Custom { .. } => None,
         }
     }
@@ -54,6 +59,7 @@ impl RouterSpec {
 pub(crate) enum RouterLayer {
     QueryNorm(QueryNormRouter),
     Static(SharedHeads),
+    Logits(LogitLayer),
     Custom(CustomRouter),
 }
 
@@ -77,10 +83,14 @@ pub(crate) struct RouterInputs<'a, B: Backend, T: Element> {
 
 impl RouterLayer {
     /// Lists the router's parameters, which every tensor-parallel rank has.
-    pub fn new(list: &mut TensorList<'_>, width: usize, spec: &RouterSpec) -> Self {
+    pub fn new(list: &mut TensorList<'_>, config: &ModelConfig, spec: &RouterSpec) -> Self {
+        let width = config.hidden_size;
         match spec {
             RouterSpec::QueryNorm(router) => RouterLayer::QueryNorm(*router),
             RouterSpec::Static(shared) => RouterLayer::Static(*shared),
+            RouterSpec::Logits(router) => {
+                RouterLayer::Logits(LogitLayer::new(list, config, *router))
+            }
             RouterSpec::Custom { index, parameters } => {
                 let matrix = |RouterParameter { name, shape }: &RouterParameter| {
                     list.matrix(name, *shape, Division::Replicated)
@@ -91,12 +101,16 @@ impl RouterLayer {
         }
     }
 
-    /// The router of a configuration that has no parameters.
-    pub fn without_parameters(spec: RouterSpec) -> Option<Self> {
-        match spec {
-            RouterSpec::QueryNorm(router) => Some(RouterLayer::QueryNorm(router)),
-            RouterSpec::Static(shared) => Some(RouterLayer::Static(shared)),
-            RouterSpec::Custom { .. } => None,
+    /// The router of a configuration, with the matrices of `before`, the router that the layer had,
+    /// if it needs any; `None` if that has none.
+    pub fn after(spec: RouterSpec, before: Option<&RouterLayer>) -> Option<Self> {
+        match (spec, before) {
+            (RouterSpec::QueryNorm(router), _) => Some(RouterLayer::QueryNorm(router)),
+            (RouterSpec::Static(shared), _) => Some(RouterLayer::Static(shared)),
+            (RouterSpec::Logits(router), Some(RouterLayer::Logits(before))) => {
+                Some(RouterLayer::Logits(before.with_heads(router)))
+            }
+            (RouterSpec::Logits(_) | RouterSpec::Custom { .. }, _) => None,
         }
     }
 
@@ -110,6 +124,7 @@ impl RouterLayer {
         match self {
             RouterLayer::QueryNorm(router) => router.routing_shape(tokens, heads),
             RouterLayer::Static(shared) => Ok(static_shape(*shared, tokens, heads)),
+            RouterLayer::Logits(layer) => layer.router.routing_shape(tokens, heads),
             RouterLayer::Custom(custom) => routers[custom.index].routing_shape(tokens, heads),
         }
     }
@@ -122,6 +137,7 @@ impl RouterLayer {
         match self {
             RouterLayer::QueryNorm(router) => router.shared,
             RouterLayer::Static(shared) => *shared,
+            RouterLayer::Logits(layer) => layer.router.shared,
             RouterLayer::Custom(custom) => routers[custom.index].shared_heads(),
         }
     }
@@ -133,7 +149,7 @@ impl RouterLayer {
 
     /// Whether the router's gradient reaches the block's input beside queries, keys and values.
     pub fn reads_input(&self) -> bool {
-        matches!(self, RouterLayer::Custom(_))
+        matches!(self, RouterLayer::Logits(_) | RouterLayer::Custom(_))
     }
 
     /// Adds `scale` times the router's auxiliary loss over the routed tokens to `out`, `[1]`.
@@ -148,6 +164,10 @@ impl RouterLayer {
         match self {
             RouterLayer::QueryNorm(_) => cx.backend.balance_loss(routing, scale, out)?,
             RouterLayer::Static(_) => {}
+            RouterLayer::Logits(layer) => {
+                let scale = scale * layer.balance_factor(routing);
+                cx.backend.balance_loss(routing, scale, out)?
+            }
             RouterLayer::Custom(custom) => {
                 custom.router(cx).loss(cx.backend, routing, scale, out)?
             }
@@ -155,13 +175,15 @@ impl RouterLayer {
         Ok(())
     }
 
-    /// Selects each token's heads by `x`, `[N, C]` of all tokens, and by `qkv` before RoPE.
+    /// Selects each token's heads by `x`, `[N, C]` of all tokens, and by `qkv` before RoPE. `logits` has
+    /// room for those of a router by logits.
     pub fn forward<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
         x: View<'_, B, T>,
         qkv: View<'_, B, T>,
         routing: &mut Routing<B>,
+        logits: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
         let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
         let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
@@ -174,6 +196,7 @@ impl RouterLayer {
             RouterLayer::Static(shared) => {
                 cx.backend.route_to_shared(cx.num_tokens(), *shared, routing)?
             }
+            RouterLayer::Logits(layer) => layer.forward(cx, x, routing, logits, all_reduce)?,
             RouterLayer::Custom(custom) => {
                 let parameters = custom.parameters(cx);
                 let args = RouterForward { shape, x, qkv, parameters, routing, all_reduce };
@@ -191,9 +214,10 @@ impl RouterLayer {
         x: View<'_, B, T>,
         mut qkv: ViewMut<'_, B, T>,
         routing: &mut Routing<B>,
+        logits: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
         let RouterLayer::QueryNorm(router) = self else {
-            self.forward(cx, x, B::as_view(&qkv), routing)?;
+            self.forward(cx, x, B::as_view(&qkv), routing, logits)?;
             return Rope.forward(cx, qkv);
         };
         let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut qkv)));
@@ -203,12 +227,13 @@ impl RouterLayer {
     }
 
     /// Adds the router's gradients to those of queries, keys and values in `d_qkv`, and to those of
-    /// its parameters. A router that reads the block's input writes the gradient of it to `d.hidden`:
+    /// its parameters; those of logits overwrite `logits`. A router that reads the block's input writes the gradient of it to `d.hidden`:
     /// `[N, C]`, zeros for the tokens of other ranks.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,
         inputs: &RouterInputs<'_, B, T>,
+        logits: &mut B::Buffer<T>,
         d: &mut ActivationGradients<B, T>,
         mut d_qkv: ViewMut<'_, B, T>,
     ) -> Result<(), Error> {
@@ -222,6 +247,7 @@ impl RouterLayer {
                 Ok(cx.backend.query_norm_backward(*router, args)?)
             }
             RouterLayer::Static(_) => Ok(()),
+            RouterLayer::Logits(layer) => layer.backward(cx, inputs, logits, d),
             RouterLayer::Custom(custom) => custom.backward(cx, inputs, d, d_qkv),
         }
     }
@@ -232,6 +258,7 @@ impl RouterLayer {
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,
         inputs: &RouterInputs<'_, B, T>,
+        logits: &mut B::Buffer<T>,
         d: &mut ActivationGradients<B, T>,
         mut d_qkv: ViewMut<'_, B, T>,
     ) -> Result<(), Error> {
@@ -244,6 +271,10 @@ impl RouterLayer {
                 Ok(cx.backend.query_norm_rope_backward(*router, args)?)
             }
             RouterLayer::Static(_) => Rope.backward(cx, d_qkv),
+            RouterLayer::Logits(layer) => {
+                layer.backward(cx, inputs, logits, d)?;
+                Rope.backward(cx, d_qkv)
+            }
             RouterLayer::Custom(custom) => {
                 custom.backward(cx, inputs, d, B::reborrow_mut(&mut d_qkv))?;
                 Rope.backward(cx, d_qkv)
@@ -255,7 +286,7 @@ impl RouterLayer {
 /// Sizes of a routing to the shared heads alone.
 fn static_shape(shared: SharedHeads, tokens: usize, heads: Heads) -> RoutingShape {
     let columns = heads.count - shared.leading();
-    RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: false }
+    RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: false, logits: 0 }
 }
 
 impl CustomRouter {
@@ -309,8 +340,9 @@ impl CustomRouter {
 }
 
 /// The gradients that reach a layer's router. Ranks that share the heads exchange the deltas of all
-/// heads if the router weights them, else those of the columns.
-fn gradient<'v, B: Backend, T: Element, G: Element>(
+/// heads if the router weights them, else those of the columns. The gradient of a weight is no
+/// straight-through one.
+pub(super) fn gradient<'v, B: Backend, T: Element, G: Element>(
     cx: &BackwardContext<'_, B, T, G>,
     routing: &'v Routing<B>,
     delta: &'v B::Buffer<f32>,
@@ -321,7 +353,7 @@ fn gradient<'v, B: Backend, T: Element, G: Element>(
     let table = 0..cx.num_tokens() * columns;
     RouterGradient {
         routing,
-        delta: cx.straight_through.then(|| B::whole(delta)),
+        delta: (cx.straight_through || routing.is_weighted()).then(|| B::whole(delta)),
         balance_weight: cx.balance_weight,
         ranks: (cx.is_tensor_parallel())
             .then(|| RouterRanks { table: B::view_mut(deltas, table), all_reduce }),

@@ -14,6 +14,10 @@ pub enum RouterKind {
     WithinGroup,
     /// None: every token computes the shared heads alone (`"static"`).
     Static,
+    /// Any routed heads, by a matrix; straight-through (`"linear"`).
+    Linear,
+    /// Any routed heads, by matrices that also weigh the heads, shared ones too (`"two-stage"`).
+    TwoStage,
 }
 
 /// The query heads of a model, and the key/value heads that they read.
@@ -32,8 +36,14 @@ impl HeadGroups {
 
 impl RouterKind {
     /// Every router.
-    pub const ALL: [RouterKind; 4] =
-        [RouterKind::QueryNorm, RouterKind::Group, RouterKind::WithinGroup, RouterKind::Static];
+    pub const ALL: [RouterKind; 6] = [
+        RouterKind::QueryNorm,
+        RouterKind::Group,
+        RouterKind::WithinGroup,
+        RouterKind::Static,
+        RouterKind::Linear,
+        RouterKind::TwoStage,
+    ];
 
     /// The router's name in `config.json` and in recipes.
     pub const fn name(self) -> &'static str {
@@ -42,6 +52,8 @@ impl RouterKind {
             RouterKind::Group => "group",
             RouterKind::WithinGroup => "within-group",
             RouterKind::Static => "static",
+            RouterKind::Linear => "linear",
+            RouterKind::TwoStage => "two-stage",
         }
     }
 
@@ -61,6 +73,11 @@ impl RouterKind {
         Self::ALL.into_iter().find(|router| router.name() == name)
     }
 
+    /// Whether it has matrices among a block's tensors.
+    pub fn has_matrices(self) -> bool {
+        matches!(self, RouterKind::Linear | RouterKind::TwoStage)
+    }
+
     /// Whether tokens select heads, so that there are gates, loads and a balance loss.
     pub fn selects(self) -> bool {
         self != RouterKind::Static
@@ -69,7 +86,10 @@ impl RouterKind {
     /// The heads in whose multiples a token selects them.
     pub(crate) fn unit(self, groups: HeadGroups) -> usize {
         match self {
-            RouterKind::QueryNorm | RouterKind::Static => 1,
+            RouterKind::QueryNorm
+            | RouterKind::Static
+            | RouterKind::Linear
+            | RouterKind::TwoStage => 1,
             RouterKind::Group => groups.size(),
             RouterKind::WithinGroup => groups.kv_heads.max(1),
         }
@@ -124,7 +144,10 @@ impl RouterKind {
                 "routed_top_k{place} = {top_k}: must be 0, tokens of the router \"static\" compute \
                  the shared heads alone"
             )),
-            RouterKind::QueryNorm | RouterKind::Group | RouterKind::Static => Ok(()),
+            RouterKind::TwoStage if top_k == 0 && shared.len() < heads => refuse(format!(
+                "routed_top_k{place} = 0: the router \"two-stage\" weighs selected heads, at least one"
+            )),
+            _ => Ok(()),
         }
     }
 }
@@ -141,7 +164,10 @@ mod tests {
             assert_eq!(RouterKind::from_name(router.name()), Some(router));
         }
         assert_eq!(RouterKind::from_name("norm"), None);
-        assert_eq!(RouterKind::NAMES, ["query-norm", "group", "within-group", "static"]);
+        assert_eq!(
+            RouterKind::NAMES,
+            ["query-norm", "group", "within-group", "static", "linear", "two-stage"]
+        );
     }
 
     #[test]
@@ -159,6 +185,8 @@ mod tests {
             (RouterKind::WithinGroup, &[], 4),
             (RouterKind::Static, &[0, 5, 6, 7], 0),
             (RouterKind::Static, &[0, 1, 2, 3, 4, 5, 6], 0),
+            (RouterKind::Linear, &[0, 1, 2, 3, 4, 5, 6], 0),
+            (RouterKind::TwoStage, &[0, 1, 2, 3, 4, 5, 7], 1),
         ] {
             assert_eq!(check(router, shared, top_k), Ok(()), "{router:?}");
         }
@@ -186,6 +214,12 @@ mod tests {
                 &[0, 2, 4, 6],
                 2,
                 "routed_top_k of layer 3 = 2: must be a multiple of 4, the key/value heads",
+            ),
+            (
+                RouterKind::TwoStage,
+                &[3],
+                0,
+                "routed_top_k of layer 3 = 0: the router \"two-stage\"",
             ),
             (RouterKind::Static, &[0], 1, "routed_top_k of layer 3 = 1: must be 0, tokens of"),
             (

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::rope::QkvShape;
+use moh_kernels::router::logits::LogitRouter;
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::router::{RouterGradient, Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Element, Result, View, ViewMut};
@@ -147,6 +148,8 @@ pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<RouterSpec>
         RouterKind::Group => by_norms(Selects::Groups),
         RouterKind::WithinGroup => by_norms(Selects::WithinGroups),
         RouterKind::Static => RouterSpec::Static(shared),
+        RouterKind::Linear => RouterSpec::Logits(LogitRouter { shared, top_k, weighs: false }),
+        RouterKind::TwoStage => RouterSpec::Logits(LogitRouter { shared, top_k, weighs: true }),
     })
 }
 
@@ -174,6 +177,7 @@ pub(crate) fn largest(
             columns: shape.columns.max(layer.columns),
             saved_per_token: shape.saved_per_token.max(layer.saved_per_token),
             weighted: shape.weighted || layer.weighted,
+            logits: shape.logits.max(layer.logits),
             ..shape
         }));
     }

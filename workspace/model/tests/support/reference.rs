@@ -229,6 +229,9 @@ pub fn configured(reference: &Reference, input: &RouterInput<'_>) -> Result<Opti
         return Ok(None);
     }
     let router = config.moh.as_ref().unwrap().router;
+    if let RouterKind::Linear | RouterKind::TwoStage = router {
+        return by_logits(reference, input, router).map(Some);
+    }
     let squares = input.queries.sqr()?.sum(2)?;
     // Gates [N, R] and the selection of each token, of the routed heads in ascending order.
     let pool = match router {
@@ -282,6 +285,47 @@ pub fn configured(reference: &Reference, input: &RouterInput<'_>) -> Result<Opti
     };
     let weights: Vec<Tensor> = (0..count).map(weight).collect::<Result<_>>()?;
     Ok(Some(Routed { weights: Tensor::cat(&weights, 1)?, balance, mask }))
+}
+
+/// The routers by logits.
+fn by_logits(reference: &Reference, input: &RouterInput<'_>, router: RouterKind) -> Result<Routed> {
+    let config = &reference.config;
+    let (heads, count) = (config.layer_heads(input.layer), config.num_attention_heads);
+    let name = format!("model.layers.{}.self_attn.router", input.layer);
+    let logits = reference.linear(input.x, &name)?;
+    let tokens = logits.dim(0)?;
+    let (shared, routed): (Vec<u32>, Vec<u32>) =
+        (0..count as u32).partition(|&head| heads.shared.contains(head as usize));
+    let of = |heads: &[u32]| {
+        logits.index_select(&Tensor::from_slice(heads, heads.len(), &Device::Cpu)?, 1)
+    };
+    let gates = softmax(&of(&routed)?, 1)?;
+    let ranked = of(&routed)?.to_vec2::<f64>()?;
+    let mask: Vec<u8> = ranked.iter().flat_map(|row| select(row, heads.top_k)).collect();
+    let selected = Tensor::from_slice(&mask, (tokens, routed.len()), &Device::Cpu)?;
+    let selected = selected.to_dtype(DType::F64)?;
+    let mut balance = (selected.mean(0)? * gates.mean(0)?)?.sum_all()?;
+    let through = (&selected * &gates)?;
+    let mut of_shared = Tensor::ones((tokens, shared.len()), DType::F64, &Device::Cpu)?;
+    let mut of_routed = (&selected + (&through - through.detach())?)?;
+    if router == RouterKind::TwoStage {
+        balance = (balance * routed.len() as f64)?;
+        let stages = reference.linear(input.x, &format!("{name}.stages"))?;
+        let stages = (softmax(&stages, 1)? * 2.0)?;
+        of_shared = (softmax(&of(&shared)?, 1)? * shared.len() as f64)?;
+        of_shared = of_shared.broadcast_mul(&stages.narrow(1, 0, 1)?)?;
+        of_routed = (through.broadcast_div(&through.sum_keepdim(1)?)? * heads.top_k as f64)?;
+        of_routed = of_routed.broadcast_mul(&stages.narrow(1, 1, 1)?)?;
+    }
+    let weight = |head: usize| {
+        let at = |list: &[u32]| list.iter().position(|&other| other as usize == head);
+        match (at(&shared), at(&routed)) {
+            (Some(at), _) => of_shared.narrow(1, at, 1),
+            (_, at) => of_routed.narrow(1, at.unwrap(), 1),
+        }
+    };
+    let weights: Vec<Tensor> = (0..count).map(weight).collect::<Result<_>>()?;
+    Ok(Routed { weights: Tensor::cat(&weights, 1)?, balance, mask })
 }
 
 /// 1 for the `top_k` largest scores, lower heads first among equals.

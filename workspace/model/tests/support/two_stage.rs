@@ -193,7 +193,7 @@ impl TwoStage {
 impl<B: Backend, T: Element> Router<B, T> for TwoStage {
     fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
         let columns = self.routed();
-        Ok(RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: true })
+        Ok(RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: true, logits: 0 })
     }
 
     fn shared_heads(&self) -> SharedHeads {

@@ -60,8 +60,9 @@ impl LogitRouter {
     pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
         self.check("routing", heads.count)?;
         let columns = heads.count - self.shared.leading();
-        let saved_per_token = self.logits(heads.count);
-        Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted: self.weighs })
+        let (weighted, logits) = (self.weighs, self.logits(heads.count));
+        let saved_per_token = logits;
+        Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted, logits })
     }
 
     fn check(&self, operator: &'static str, heads: usize) -> Result<()> {

@@ -78,7 +78,8 @@ impl QueryNormRouter {
         self.check("routing", heads)?;
         let columns = heads.count - self.shared.leading();
         let saved_per_token = columns + self.pools(heads);
-        Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted: false })
+        let (weighted, logits) = (false, 0);
+        Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted, logits })
     }
 
     /// The sets of heads whose norms are ranked together.
