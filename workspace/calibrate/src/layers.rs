@@ -82,6 +82,9 @@ pub struct Losses {
 /// The source of a model's weights: writes a tensor by its name.
 type Source<'a, E> = &'a mut dyn FnMut(&str, &mut [f32]) -> Result<(), E>;
 
+/// Called with a layer and its new output projection.
+type OnProjection<'a, E> = &'a mut dyn FnMut(usize, &[f32]) -> Result<(), E>;
+
 /// Calibrates the conversion of the dense model that `config` describes, on one device.
 ///
 /// `weights` writes each tensor by its name. `refitted` is called with each layer and its new output
@@ -97,7 +100,7 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     options: &CalibrationOptions,
     tokens: &CalibrationTokens,
     weights: Source<'_, E>,
-    refitted: &mut dyn FnMut(usize, &[f32]) -> Result<(), E>,
+    refitted: OnProjection<'_, E>,
     progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
 ) -> Result<Option<Calibration>, E> {
     let layers = config.num_hidden_layers;
@@ -174,7 +177,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         &mut self,
         layer: usize,
         weights: Source<'_, E>,
-        refitted: &mut dyn FnMut(usize, &[f32]) -> Result<(), E>,
+        refitted: OnProjection<'_, E>,
     ) -> Result<LayerCalibration, E> {
         let projection = format!("model.layers.{layer}.self_attn.o_proj.weight");
         let mut old = vec![0f32; self.config.hidden_size * self.config.query_width()];

@@ -126,7 +126,8 @@ fn factor_block(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
             let rest = a[[row, column]] - known;
             a[[row, column]] = if row > column { rest / a[[column, column]] } else { rest.sqrt() };
         }
-        if !(a[[column, column]] > 0.0) {
+        // The root of a negative number is none.
+        if a[[column, column]].is_nan() || a[[column, column]] == 0.0 {
             return Err(Error::Singular);
         }
     }

@@ -1,5 +1,7 @@
 //! Whole calibrations of small random models.
 
+#![allow(clippy::unwrap_used)] // in tests, and in their functions too
+
 use std::ops::ControlFlow;
 use std::path::Path;
 

@@ -12,7 +12,9 @@ use std::path::Path;
 use moh_device::{OnDevice, OpenDevice};
 use moh_hf::StoredModel;
 use moh_kernels::{Backend, DType};
-use moh_model::{Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums};
+use moh_model::{
+    Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+};
 
 use crate::calibrated::layer_of;
 use crate::weights::{self, Rounding};

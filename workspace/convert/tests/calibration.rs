@@ -10,7 +10,6 @@ use assert_cmd::Command;
 use serde_json::{Value, json};
 
 #[path = "../../cli/tests/support/source.rs"]
-#[allow(dead_code)]
 mod support;
 
 fn quickstart() -> PathBuf {

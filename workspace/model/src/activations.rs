@@ -240,12 +240,13 @@ impl<M: Memory> MicroBatch<M> {
     }
 }
 
+/// The residual stream before and after a block, and the blocks of the chunk.
+type AroundBlock<'a, M, T> =
+    (&'a <M as Memory>::Buffer<T>, &'a mut <M as Memory>::Buffer<T>, &'a mut Blocks<M, T>);
+
 impl<M: Memory, T: Element> PassActivations<M, T> {
     /// The residual stream before and after block `index` of the chunk, and the blocks.
-    pub(crate) fn around(
-        &mut self,
-        index: usize,
-    ) -> (&M::Buffer<T>, &mut M::Buffer<T>, &mut Blocks<M, T>) {
+    pub(crate) fn around(&mut self, index: usize) -> AroundBlock<'_, M, T> {
         let count = self.stream.len();
         let (before, after) = (index % count, (index + 1) % count);
         let (low, high) = self.stream.split_at_mut(before.max(after));

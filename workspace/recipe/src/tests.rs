@@ -108,7 +108,7 @@ fn routing_is_resolved_against_the_models_heads() {
     model = before;
 
     // The heads themselves are kept, and written as such.
-    let ids = vec![vec![0, 2], vec![3, 1], vec![0, 1], vec![4, 5], vec![6, 7]];
+    let ids = [vec![0, 2], vec![3, 1], vec![0, 1], vec![4, 5], vec![6, 7]];
     let sets = SharedHeadSets::from_ids(&ids[..model.num_hidden_layers]).unwrap();
     model.moh = model.moh.map(|moh| MohConfig { shared_heads: sets.clone(), ..moh });
     let mut recipe = with(&[]);

@@ -15,7 +15,7 @@ fn columns(log: &RunLog) -> Vec<(String, Box<StepValue>)> {
         (name.to_owned(), Box::new(value))
     }
     let mut columns = vec![column("tokens", |step| step.tokens), column("loss", |step| step.loss)];
-    let has = |loss| log.steps.has(&move |step: &Step| step.auxiliary[loss]);
+    let has = |loss| log.steps.has(move |step: &Step| step.auxiliary[loss]);
     let shown = |loss: &AuxiliaryLoss| *loss == AuxiliaryLoss::Balance || has(*loss);
     columns.extend(
         (AuxiliaryLoss::ALL.into_iter().filter(shown))
