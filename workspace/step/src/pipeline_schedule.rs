@@ -331,7 +331,7 @@ mod tests {
         };
         assert_eq!(of_teacher(1, 1), [0]);
         assert_eq!(of_teacher(4, 1), [4, 3, 2, 0]);
-        assert_eq!(of_teacher(2, 2), [8, 6]);
+        assert_eq!(of_teacher(2, 2), [6, 4]);
     }
 
     #[test]

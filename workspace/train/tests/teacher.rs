@@ -45,7 +45,7 @@ impl Trained {
 
     /// A recipe in its place that starts from the export and learns in the stage `taught` from `teacher`.
     fn recipe(&self, name: &str, taught: &str, teacher: &str, changes: &[&str]) -> Recipe {
-        let changes: Vec<&str> = CHANGES[1..].iter().chain(changes).copied().collect();
+        let changes: Vec<&str> = CHANGES.iter().chain(changes).copied().collect();
         let mut recipe = self.place.recipe(&changes);
         let stage = recipe.stages.iter_mut().find(|stage| stage.name == taught).unwrap();
         stage.distill = Some(DistillOptions {
