@@ -79,15 +79,14 @@ impl FlatLayout {
         0..self.segments.last().map_or(0, |segment| segment.range.end)
     }
 
-    /// Maximal runs of adjacent tensors with equal weight decay.
-    pub fn decay_runs(&self) -> Vec<(Range<usize>, bool)> {
-        let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
+    /// Maximal runs of adjacent tensors for which `of` gives the same.
+    pub fn runs<K: PartialEq>(&self, of: impl Fn(&Segment) -> K) -> Vec<(Range<usize>, K)> {
+        let mut runs: Vec<(Range<usize>, K)> = Vec::new();
         for segment in &self.segments {
+            let key = of(segment);
             match runs.last_mut() {
-                Some((range, decays)) if *decays == segment.decays => {
-                    range.end = segment.range.end;
-                }
-                _ => runs.push((segment.range.clone(), segment.decays)),
+                Some((range, of_run)) if *of_run == key => range.end = segment.range.end,
+                _ => runs.push((segment.range.clone(), key)),
             }
         }
         runs

@@ -18,6 +18,30 @@ pub fn has_vocabulary_rows(name: &str) -> bool {
 /// Name of the norm before the output head.
 pub const FINAL_NORM: &str = "model.norm.weight";
 
+/// A group of tensors that may be trained at a rate of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TensorGroup {
+    /// Queries, keys, values, the output projection, and norms of queries and keys.
+    Attention,
+    /// The matrices of routers.
+    Router,
+    /// MLPs, norms, embedding and head.
+    Rest,
+}
+
+impl TensorGroup {
+    /// The group of the tensor of that name. What a block has beside the tensors of its architecture is its router's.
+    pub fn of(name: &str) -> Self {
+        let in_block = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+        let Some((_, name)) = in_block else { return TensorGroup::Rest };
+        match name.split('.').next() {
+            Some("self_attn") => TensorGroup::Attention,
+            Some("mlp" | "input_layernorm" | "post_attention_layernorm") => TensorGroup::Rest,
+            _ => TensorGroup::Router,
+        }
+    }
+}
+
 /// How tensor-parallel ranks shard a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Division {
@@ -135,4 +159,28 @@ pub fn tensors(config: &ModelConfig) -> Vec<Tensor> {
 /// Names and shapes of [`tensors`].
 pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     tensors(config).into_iter().map(|Tensor { name, shape, .. }| (name, shape)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_are_told_by_names() {
+        use TensorGroup::{Attention, Rest, Router};
+        for (name, group) in [
+            ("model.layers.11.self_attn.q_proj.weight", Attention),
+            ("model.layers.0.self_attn.o_proj.weight", Attention),
+            ("model.layers.0.self_attn.k_norm.weight", Attention),
+            ("model.layers.0.mlp.down_proj.weight", Rest),
+            ("model.layers.0.input_layernorm.weight", Rest),
+            ("model.layers.0.post_attention_layernorm.weight", Rest),
+            ("model.layers.3.router.shared.weight", Router),
+            (FINAL_NORM, Rest),
+            (EMBEDDING, Rest),
+            (OUTPUT_HEAD, Rest),
+        ] {
+            assert_eq!(TensorGroup::of(name), group, "{name}");
+        }
+    }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use moh_data::{Order, Source};
 use moh_kernels::ElementType;
 use moh_model::ModelConfig;
-use moh_step::Hyperparameters;
+use moh_step::{GroupFactors, Hyperparameters};
 
 use super::overrides::is_below;
 use super::{
@@ -30,6 +30,8 @@ const MAX_NAME: usize = 64;
 const MAX_THREADS: usize = 4096;
 /// Highest temperature: there both distributions are nearly uniform, and its square is a weight.
 const MAX_TEMPERATURE: f64 = 100.0;
+/// Largest factor of a group's learning rate.
+const MAX_FACTOR: f64 = 1e4;
 /// TOML's integers are signed.
 const MAX_SEED: u64 = i64::MAX as u64;
 
@@ -421,7 +423,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
         faults.check(decay.has_end(), &key("learning_rate.decay_steps"), decay_steps, reason);
     }
 
-    let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm } = stage.optimizer;
+    let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm, groups } = stage.optimizer;
     for (rest, beta) in [("beta1", beta1), ("beta2", beta2)] {
         let reason = "must be a number from 0 to below 1";
         let fine = (0.0..1.0).contains(&beta);
@@ -435,6 +437,15 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
     let fine = weight_decay.is_finite() && weight_decay >= 0.0;
     let reason = "must be a finite number from 0";
     faults.check(fine, &key("optimizer.weight_decay"), weight_decay, reason);
+    let GroupFactors { attention, router, rest } = groups;
+    for (rest, factor) in [("attention", attention), ("router", router), ("rest", rest)] {
+        let reason = format!("must be a number from 0, which freezes the group, to {MAX_FACTOR}");
+        let fine = (0.0..=MAX_FACTOR).contains(&factor);
+        faults.check(fine, &key(&format!("optimizer.groups.{rest}")), factor, reason);
+    }
+    if [attention, router, rest] == [0.0; 3] && faults.is_complete(&key("optimizer")) {
+        faults.add(&key("optimizer.groups"), "freezes all groups: leave one to train");
+    }
 
     check_parallel(faults, stage.parallel, &key("parallel"));
     if let Some(moh) = &stage.moh {

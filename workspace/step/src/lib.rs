@@ -23,7 +23,7 @@ mod tiny_model;
 pub use block_norms::{BlockNorms, Norms};
 pub use error::Error;
 pub use not_finite::finite_or_nan;
-pub use optimizer::{Hyperparameters, OptimizerState};
+pub use optimizer::{GroupFactors, Hyperparameters, OptimizerState};
 pub use ranks::Ranks;
 pub use step_buffers::{StepBuffers, StepSizes};
 pub use stepper::{

@@ -9,6 +9,7 @@ use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Element, Memory, Purpose, Scalar};
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, OnBuffer, Shard, overlap};
+use moh_model::tensors::TensorGroup;
 use moh_model::{Model, StepSums};
 use serde::{Deserialize, Serialize};
 
@@ -28,11 +29,50 @@ pub struct Hyperparameters {
     pub weight_decay: f64,
     /// Maximum global gradient norm, above 0; default: 1.0. A very large value disables clipping.
     pub clip_norm: f64,
+    /// Factors of the learning rate by group of tensors.
+    pub groups: GroupFactors,
+}
+
+/// Factors of the learning rate by group of tensors; default: 1 of each. A group with the factor 0 is frozen: its weights
+/// and moments stay as they are, and its gradients have no part in the gradient norm.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct GroupFactors {
+    /// Of queries, keys, values, the output projection, and norms of queries and keys.
+    pub attention: f64,
+    /// Of the matrices of routers.
+    pub router: f64,
+    /// Of MLPs, norms, embedding and head.
+    pub rest: f64,
+}
+
+impl Default for GroupFactors {
+    fn default() -> Self {
+        GroupFactors { attention: 1.0, router: 1.0, rest: 1.0 }
+    }
+}
+
+impl GroupFactors {
+    /// The factor of a tensor.
+    pub fn of(&self, segment: &Segment) -> f64 {
+        match TensorGroup::of(&segment.name) {
+            TensorGroup::Attention => self.attention,
+            TensorGroup::Router => self.router,
+            TensorGroup::Rest => self.rest,
+        }
+    }
 }
 
 impl Default for Hyperparameters {
     fn default() -> Self {
-        Hyperparameters { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0 }
+        Hyperparameters {
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            clip_norm: 1.0,
+            groups: GroupFactors::default(),
+        }
     }
 }
 
@@ -84,7 +124,8 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         self.shard
     }
 
-    /// Adds the squares of the shard's gradients to `sums`; each tensor counts once over all ranks.
+    /// Adds the squares of the shard's gradients to `sums`, but those of frozen groups; each tensor counts once over all
+    /// ranks.
     ///
     /// # Errors
     /// Fails if the device fails.
@@ -93,9 +134,11 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         backend: &B,
         layout: &ModelLayout,
         gradients: &FlatBuffers<B, G>,
+        groups: &GroupFactors,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        let counted = layout.segments().filter(|(_, segment)| segment.counted);
+        let counts = |segment: &Segment| segment.counted && groups.of(segment) > 0.0;
+        let counted = layout.segments().filter(|(_, segment)| counts(segment));
         let parts = counted.filter_map(|(flat, segment)| {
             let part = overlap(&segment.range, &self.first_moment.local_range(flat));
             (!part.is_empty()).then(|| gradients.view(flat, part))
@@ -104,7 +147,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
     }
 
     /// Updates the shard of the model's weights by one step.
-    /// `step.weight_decay` applies to matrices only. `updated` is called with the weights as soon
+    /// `step.weight_decay` applies to matrices only, and `groups` have factors of `step.learning_rate`. `updated` is called with the weights as soon
     /// as the shard of a buffer is updated.
     ///
     /// # Errors
@@ -114,23 +157,26 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         model: &mut Model<B, T>,
         gradients: &FlatBuffers<B, G>,
         step: &AdamW,
+        groups: &GroupFactors,
         updated: OnBuffer<'_, B, T>,
     ) -> Result<(), Error>
     where
         B: Clone,
     {
         let backend = model.backend().clone();
-        let runs: Vec<_> = model.layout().flats.iter().map(|flat| flat.decay_runs()).collect();
+        let of = |segment: &Segment| (segment.decays, groups.of(segment));
+        let runs: Vec<_> = model.layout().flats.iter().map(|flat| flat.runs(of)).collect();
         for (flat, runs) in runs.into_iter().enumerate() {
             let local = self.first_moment.local_range(flat);
-            for (range, decays) in runs {
+            for (range, (decays, factor)) in runs {
                 let range = overlap(&range, &local);
-                if range.is_empty() {
+                if range.is_empty() || factor == 0.0 {
                     continue;
                 }
                 let weight_decay = if decays { step.weight_decay } else { 0.0 };
+                let learning_rate = factor * step.learning_rate;
                 backend.adamw(AdamWUpdate {
-                    step: &AdamW { weight_decay, ..*step },
+                    step: &AdamW { weight_decay, learning_rate, ..*step },
                     gradients: gradients.view(flat, range.clone()),
                     weights: model.weights_mut().view_mut(flat, range.clone()),
                     remainder: self

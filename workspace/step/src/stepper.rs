@@ -366,7 +366,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             // The next step overwrites the gradients, and no all-gather of weights has begun.
             return Ok(result);
         }
-        let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm } = self.config.optimizer;
+        let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm, groups } =
+            self.config.optimizer;
         let Update { number, learning_rate, .. } = update;
         let grad_norm = result.grad_norm;
         let constants = AdamW {
@@ -381,7 +382,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         };
         let _optimizer = span::enter("optimizer");
         let data_parallel = &mut self.data_parallel;
-        optimizer.update(model, &self.gradients, &constants, &mut |weights, flat| {
+        optimizer.update(model, &self.gradients, &constants, &groups, &mut |weights, flat| {
             data_parallel.start_weights(weights, flat)
         })?;
         Ok(result)
@@ -443,7 +444,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let targets = trained.map_or(all, |count| count.max(1) as f64);
         self.passes(backend, model, read, first, targets, observer)?;
         let _norm = span::enter("gradient norm");
-        optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
+        let (groups, layout) = (&self.config.optimizer.groups, model.layout());
+        optimizer.add_squared_norm(backend, layout, &self.gradients, groups, &mut self.sums)?;
         self.sums.all_reduce(&self.all_ranks)?;
         let Sums { cross_entropy, auxiliary, squared_norm } = self.sums.read(backend)?;
         let moh = model.config().moh.as_ref();

@@ -12,7 +12,7 @@ use moh_model::{
     Activations, AuxiliaryLoss, AuxiliaryLosses, LossConfig, Model, MohConfig, PassShape,
     Recompute, RouterKind, StepSums, Sums,
 };
-use moh_step::OptimizerState;
+use moh_step::{GroupFactors, OptimizerState};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -86,7 +86,8 @@ fn ten_steps(vectors: &Path, entry: &Value) {
         let Sums { cross_entropy, auxiliary, .. } = sums.take(&Cpu).unwrap();
         let balance = auxiliary[AuxiliaryLoss::Balance];
         let total = cross_entropy / count + 0.01 * balance;
-        optimizer.add_squared_norm(&Cpu, model.layout(), &gradients, &mut sums).unwrap();
+        let groups = GroupFactors::default();
+        optimizer.add_squared_norm(&Cpu, model.layout(), &gradients, &groups, &mut sums).unwrap();
         let norm = sums.read(&Cpu).unwrap().squared_norm.sqrt();
         for (ours, key) in [(total, "total"), (norm, "grad_norm_before_clip")] {
             let expected = reference[key][step - 1].as_f64().unwrap();

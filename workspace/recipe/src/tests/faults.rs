@@ -1,5 +1,7 @@
 //! Recipes that are refused, with all of their faults.
 
+use moh_step::GroupFactors;
+
 use super::*;
 
 #[test]
@@ -403,4 +405,27 @@ fn what_a_stage_cannot_learn_from_is_refused() {
         assert_eq!(message.lines().count(), 1, "{message}");
         assert!(message.contains(&key) && message.contains(reason), "{message}");
     }
+}
+
+#[test]
+fn groups_that_cannot_be_trained_so_are_refused() {
+    for (groups, key, reason) in [
+        (
+            "attention = -1.0",
+            "groups.attention",
+            "must be a number from 0, which freezes the group",
+        ),
+        ("router = inf", "groups.router", "to 10000"),
+        ("rest = nan", "groups.rest", "must be a number from 0"),
+        ("attention = 0, router = 0, rest = 0", "groups", "freezes all groups: leave one to train"),
+        ("mlp = 1.0", "groups.mlp", "unknown key"),
+    ] {
+        let message = refused(small(), &[&format!("stage.moh.optimizer.groups={{ {groups} }}")]);
+        assert_eq!(message.lines().count(), 1, "{message}");
+        let key = format!("stage.moh.optimizer.{key}");
+        assert!(message.contains(&key) && message.contains(reason), "{message}");
+    }
+    let recipe = with(&["stage.moh.optimizer.groups={ attention = 2.5, rest = 0 }"]);
+    let GroupFactors { attention, router, rest } = recipe.stages[1].optimizer.groups;
+    assert_eq!([attention, router, rest], [2.5, 1.0, 0.0]);
 }

@@ -14,6 +14,7 @@ use moh_model::{AuxiliaryLoss, HeadCounts, ModelConfig, MohConfig, RouterKind};
 use super::*;
 use crate::on_ranks::on_ranks;
 
+mod groups;
 mod masks;
 
 /// Sequences of a step, each a micro-batch.
