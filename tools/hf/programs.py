@@ -210,6 +210,8 @@ class Models(unittest.TestCase):
             convert(QUICKSTART, out, "--dtype", "f32", *counts)
         elif name == "untied":
             convert(random_llama(cls.root / "llama"), out, "--shared-heads", 3, "--routed-top-k", 3)
+        elif name == "sets":
+            convert(random_llama(cls.root / "llama-of-sets"), out, "--shared", "0,5;2;1,2,7", "--routed-top-k", 3)
         elif name == "qwen3":
             convert(random_qwen3(cls.root / "dense-qwen3"), out, "--shared-heads", 2, "--routed-top-k", 3)
         elif name == "group":
@@ -240,6 +242,6 @@ class Models(unittest.TestCase):
         (out / "config.json").write_text(json.dumps({**config, "moh_router": name}, indent=2))
 
 
-NAMES = ["tied", "by-layer", "untied", "qwen3"]
+NAMES = ["tied", "by-layer", "untied", "sets", "qwen3"]
 # Models with the other routers, which differ from those in what is computed of a forward and a backward pass.
 ROUTERS = ["group", "within-group", "static", "linear", "two-stage"]

@@ -192,6 +192,26 @@ class Configuration(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, f"{key} is missing"):
                 MohLlamaConfig.from_dict({name: value for name, value in fields.items() if name != key})
 
+    def test_any_heads_may_be_shared(self):
+        ids = {"moh_shared_head_ids": [[5, 0], [2]], "moh_routed_top_k": 3}
+        given = config(**ids)
+        self.assertEqual((given.layer_heads(0), given.layer_heads(1)), (([0, 5], 3), ([2], 3)))
+        written = given.to_dict()
+        # moh-train and the other programs read one of the two.
+        self.assertIsNone(written["moh_shared_heads"])
+        self.assertEqual(MohLlamaConfig.from_dict(written).layer_heads(0), ([0, 5], 3))
+        self.assertEqual(MohLlamaConfig.from_dict(written, moh_shared_heads=4).layer_heads(0)[0], [0, 1, 2, 3])
+        weights, _, selected = llama.MohRouter(given, 0)(torch.randn(3, 50, 8, 8))
+        self.assertTrue((weights[..., [0, 5]] == 1).all())
+        self.assertTrue(torch.equal(weights[..., [1, 2, 3, 4, 6, 7]] == 1, selected))
+        for ids, message in [
+            ([[0]], "moh_shared_head_ids has 1 entries, and the model 2 layers"),
+            ([[0], [3, 3]], "moh_shared_head_ids of layer 1 = [3, 3]: must name each head once"),
+            ([[0], [-1]], "moh_shared_head_ids of layer 1 = [-1]: must name each head once, from 0"),
+            ([[0], [8]], "the shared heads of layer 1 are [8]: the model has 8 heads"),
+        ]:
+            self.assertIn(message, self.refused(moh_shared_head_ids=ids))
+
     def test_layers_may_differ(self):
         counts = {"moh_shared_heads": [8, 2], "moh_routed_top_k": [0, 3]}
         model = llama.MohLlamaForCausalLM(config(**counts))
