@@ -33,7 +33,7 @@ class Router(unittest.TestCase):
         queries = torch.zeros(1, 1, len(norms), 4, dtype=dtype)
         queries[..., 0] = torch.tensor(norms)
         queries.requires_grad_()
-        weights, scores, selected = self.router(len(norms), top_k)(queries)
+        weights, scores, selected = self.router(len(norms), top_k)(queries, None)
         return queries, weights, scores, selected[0, 0].tolist()
 
     def test_the_gates_are_a_softmax_of_norms_over_their_deviation(self):
@@ -53,7 +53,7 @@ class Router(unittest.TestCase):
         queries = torch.zeros(1, 1, 3, 2)
         queries[0, 0, 1] = torch.tensor([4096.0, 0.0])
         queries[0, 0, 2] = torch.tensor([4096.0, 0.5])
-        self.assertEqual(self.router(3, 1)(queries)[2][0, 0].tolist(), [False, False, True])
+        self.assertEqual(self.router(3, 1)(queries, None)[2][0, 0].tolist(), [False, False, True])
 
     def test_equal_norms_have_uniform_gates_and_no_gradient(self):
         for norm in [0.0, 0.1, 3.0]:
@@ -80,13 +80,13 @@ class Router(unittest.TestCase):
 
     def test_weights_are_exactly_one(self):
         torch.manual_seed(0)
-        weights, _, selected = llama.MohRouter(config(), 0)(torch.randn(3, 50, 8, 8))
+        weights, _, selected = llama.MohRouter(config(), 0)(torch.randn(3, 50, 8, 8), None)
         self.assertEqual(set(weights.unique().tolist()), {0.0, 1.0})
         self.assertTrue((weights[..., :4] == 1).all())
         self.assertTrue(torch.equal(weights[..., 4:] == 1, selected))
 
     def test_no_routed_head_may_be_selected(self):
-        weights, _, selected = llama.MohRouter(config(moh_routed_top_k=0), 0)(torch.randn(1, 5, 8, 8))
+        weights, _, selected = llama.MohRouter(config(moh_routed_top_k=0), 0)(torch.randn(1, 5, 8, 8), None)
         self.assertFalse(selected.any())
         self.assertEqual(weights.sum(-1).tolist(), [[4] * 5])
 
@@ -96,7 +96,7 @@ class Router(unittest.TestCase):
         queries = torch.zeros(1, 1, 8, 4)
         queries[..., 2] = norms
         queries.requires_grad_()
-        weights, scores, selected = llama.MohRouter(groups, 0)(queries)
+        weights, scores, selected = llama.MohRouter(groups, 0)(queries, None)
         # Squares of the routed groups: 10, 8 and 9.
         self.assertEqual(weights[0, 0].tolist(), [1, 1, 1, 1, 0, 0, 1, 1])
         self.assertEqual(selected[0, 0].tolist(), [True, True, False, False, True, True])
@@ -110,7 +110,7 @@ class Router(unittest.TestCase):
         within = config(moh_router="within-group", moh_shared_heads=0, moh_routed_top_k=4)
         queries = torch.zeros(1, 1, 8, 4)
         queries[..., 0] = torch.tensor([9.0, 8.0, 7.0, 6.0, 1.0, 4.0, 2.0, 3.0])
-        weights, scores, selected = llama.MohRouter(within, 0)(queries)
+        weights, scores, selected = llama.MohRouter(within, 0)(queries, None)
         self.assertEqual(weights[0, 0].tolist(), [1, 1, 0, 0, 0, 1, 0, 1])
         self.assertEqual(selected[0, 0].tolist(), [weight == 1 for weight in weights[0, 0].tolist()])
         gates = scores.softmax(-1)[0, 0]
@@ -123,16 +123,47 @@ class Router(unittest.TestCase):
         ids = [[0, 1, 2, 4, 5, 7]] * 2
         within = config(moh_router="within-group", moh_shared_head_ids=ids, moh_routed_top_k=2)
         queries = torch.randn(2, 5, 8, 4, requires_grad=True)
-        weights, scores, selected = llama.MohRouter(within, 0)(queries)
+        weights, scores, selected = llama.MohRouter(within, 0)(queries, None)
         self.assertTrue(selected.all() and (scores.softmax(-1) == 0.5).all())
         (weights * torch.arange(8.0)).sum().backward()
         self.assertEqual(queries.grad.abs().max().item(), 0)
+
+    def test_equal_logits_weigh_every_active_head_by_one(self):
+        ids = [[1, 6], [0, 1]]
+        learned = config(moh_router="two-stage", moh_shared_head_ids=ids, moh_routed_top_k=3)
+        router = llama.MohLogitRouter(learned, 0)
+        torch.nn.init.zeros_(router.stages.weight)
+        weights, scores, selected = router(torch.randn(1, 5, 8, 8), torch.randn(1, 5, 64))
+        self.assertEqual(weights[0].tolist(), [[1, 1, 1, 1, 0, 0, 1, 0]] * 5)
+        self.assertEqual((scores.abs().max().item(), selected.sum(-1).tolist()), (0, [[3] * 5]))
+
+    def test_two_stages_share_a_weight_of_two(self):
+        torch.manual_seed(0)
+        learned = config(moh_router="two-stage", moh_shared_heads=3, moh_routed_top_k=2)
+        router = llama.MohLogitRouter(learned, 0)
+        torch.nn.init.normal_(router.weight, std=0.3)
+        weights, _, selected = router(torch.randn(2, 5, 8, 8), torch.randn(2, 5, 64))
+        shared, routed = weights[..., :3].sum(-1) / 3, weights[..., 3:].sum(-1) / 2
+        self.assertTrue(torch.allclose(shared + routed, torch.full((2, 5), 2.0)))
+        self.assertTrue(torch.equal(weights[..., 3:] > 0, selected))
+
+    def test_a_linear_router_passes_its_gradient_straight_through(self):
+        torch.manual_seed(0)
+        router = llama.MohLogitRouter(config(moh_router="linear"), 0)
+        torch.nn.init.normal_(router.weight, std=0.3)
+        hidden = torch.randn(2, 5, 64, requires_grad=True)
+        weights, _, selected = router(torch.randn(2, 5, 8, 8), hidden)
+        self.assertEqual(set(weights.unique().tolist()), {0.0, 1.0})
+        self.assertTrue(torch.equal(weights[..., 4:] == 1, selected))
+        (weights * torch.arange(8.0)).sum().backward()
+        self.assertEqual(router.weight.grad[:4].abs().max().item(), 0)
+        self.assertTrue(router.weight.grad[4:].abs().max() > 0 and hidden.grad.abs().max() > 0)
 
     def test_a_layer_without_a_router_has_its_shared_heads(self):
         static = config(moh_router="static", moh_shared_head_ids=[[1, 6], [0]], moh_routed_top_k=0)
         model = llama.MohLlamaForCausalLM(static)
         router = model.model.layers[0].self_attn.router
-        self.assertEqual(router(torch.randn(1, 5, 8, 8))[0].tolist(), [0, 1, 0, 0, 0, 0, 1, 0])
+        self.assertEqual(router(torch.randn(1, 5, 8, 8), None)[0].tolist(), [0, 1, 0, 0, 0, 0, 1, 0])
         ids = torch.arange(6)[None] % VOCABULARY
         outputs = model(ids, labels=ids, output_router_logits=True)
         self.assertIsNone(outputs.aux_loss)
@@ -143,7 +174,7 @@ class Router(unittest.TestCase):
 
     def test_a_part_of_the_heads_is_refused(self):
         with self.assertRaisesRegex(NotImplementedError, "4 of 8 heads .* tensor-parallel size of 1"):
-            llama.MohRouter(config(), 0)(torch.randn(1, 5, 4, 8))
+            llama.MohRouter(config(), 0)(torch.randn(1, 5, 4, 8), None)
 
 
 class Configuration(unittest.TestCase):
@@ -176,6 +207,7 @@ class Configuration(unittest.TestCase):
                 "moh_routed_top_k of layer 0 = 3: must be a multiple of 2, the key/value heads",
             ),
             ({"moh_router": "static"}, "moh_routed_top_k of layer 0 = 2: must be 0"),
+            ({"moh_router": "two-stage", "moh_routed_top_k": 0}, 'moh_routed_top_k of layer 0 = 0: the router "two-'),
         ]:
             self.assertTrue(message in self.refused(**changes), self.refused(**changes))
 
@@ -201,7 +233,7 @@ class Configuration(unittest.TestCase):
         self.assertIsNone(written["moh_shared_heads"])
         self.assertEqual(MohLlamaConfig.from_dict(written).layer_heads(0), ([0, 5], 3))
         self.assertEqual(MohLlamaConfig.from_dict(written, moh_shared_heads=4).layer_heads(0)[0], [0, 1, 2, 3])
-        weights, _, selected = llama.MohRouter(given, 0)(torch.randn(3, 50, 8, 8))
+        weights, _, selected = llama.MohRouter(given, 0)(torch.randn(3, 50, 8, 8), None)
         self.assertTrue((weights[..., [0, 5]] == 1).all())
         self.assertTrue(torch.equal(weights[..., [1, 2, 3, 4, 6, 7]] == 1, selected))
         for ids, message in [
