@@ -44,7 +44,7 @@ class MohHeads:
     def from_dict(cls, config_dict, **kwargs):
         if kwargs.get("moh_shared_heads") is not None:
             # The number that a user gives replaces the heads of the file.
-            config_dict = {**config_dict, SHARED_IDS: None}
+            config_dict = {**config_dict, SHARED_IDS: None, "moh_shared_heads": kwargs["moh_shared_heads"]}
         given = {key for key in (*REQUIRED_KEYS, SHARED_IDS) if config_dict.get(key, kwargs.get(key)) is not None}
         if SHARED_IDS in given and "moh_shared_heads" not in given:
             given.add("moh_shared_heads")
