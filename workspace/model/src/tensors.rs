@@ -34,9 +34,9 @@ impl TensorGroup {
     pub fn of(name: &str) -> Self {
         let in_block = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
         let Some((_, name)) = in_block else { return TensorGroup::Rest };
-        match name.split('.').next() {
-            Some("self_attn") => TensorGroup::Attention,
-            Some("mlp" | "input_layernorm" | "post_attention_layernorm") => TensorGroup::Rest,
+        match name.split_once('.').unwrap_or((name, "")) {
+            ("self_attn", rest) if !rest.starts_with("router.") => TensorGroup::Attention,
+            ("mlp" | "input_layernorm" | "post_attention_layernorm", _) => TensorGroup::Rest,
             _ => TensorGroup::Router,
         }
     }
@@ -175,7 +175,9 @@ mod tests {
             ("model.layers.0.mlp.down_proj.weight", Rest),
             ("model.layers.0.input_layernorm.weight", Rest),
             ("model.layers.0.post_attention_layernorm.weight", Rest),
-            ("model.layers.3.router.shared.weight", Router),
+            ("model.layers.3.self_attn.router.weight", Router),
+            ("model.layers.3.self_attn.router.stages.weight", Router),
+            ("model.layers.3.my_router.weight", Router),
             (FINAL_NORM, Rest),
             (EMBEDDING, Rest),
             (OUTPUT_HEAD, Rest),
