@@ -207,8 +207,9 @@ def normalized_norms(queries):
 
 
 def balance_loss(router_logits, selected_heads, attention_mask=None, weighs=False):
-    """The mean over layers of sum_i f_i P_i, times the number of routed heads if the router weighs heads: f_i is the share of tokens that select head i, P_i its mean
-    gate. Tokens whose `attention_mask` [batch, length] is 0 do not count. None if no layer routes."""
+    """The mean over layers of sum_i f_i P_i: f_i is the share of tokens that select head i, P_i its mean gate. If the
+    router weighs heads, it is that times the number of routed heads. Tokens whose `attention_mask` [batch, length] is
+    0 do not count. None if no layer routes."""
     losses = []
     for scores, selected in zip(router_logits or (), selected_heads or ()):
         gates = scores.softmax(-1)
