@@ -207,14 +207,14 @@ fn a_hangup_stops_a_run_unless_it_is_ignored() {
         std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
         child.wait().unwrap().code()
     };
-    let long = ["stage.adapt.tokens=25600"];
-    let (child, reader) = started(&mut moh_train(dir.path(), &long), 5);
+    let (child, reader) = started(&mut moh_train(dir.path(), &["stage.adapt.tokens=64e6"]), 5);
     hang_up(&child);
     assert_eq!(finish(child, reader), Some(75));
+    let long = ["stage.adapt.tokens=25600"];
     // As nohup starts a program.
     let mut shell = program("sh", dir.path());
     shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\"", PROGRAM, "--recipe", "recipe.toml"]);
-    let (child, reader) = started(shell.args(["--set", long[0]]), 5);
+    let (child, reader) = started(shell.args(["--set", long[0], "--set", "run.dir=other"]), 5);
     hang_up(&child);
     assert_eq!(finish(child, reader), Some(0));
 }

@@ -336,11 +336,8 @@ fn a_page_that_its_checksum_contradicts_is_an_error() {
     let place = damaged.windows(7).position(|text| text == b"one two").unwrap();
     damaged[place] = b'O';
     let found = error(&damaged, "text");
-    assert!(
-        found
-            .contains("the table is damaged (Parquet error: Page CRC checksum mismatch): fetch it"),
-        "{found}"
-    );
+    let [what, why] = ["the table is damaged (", "Page CRC checksum mismatch): fetch it again"];
+    assert!(found.contains(what) && found.ends_with(why), "{found}");
 }
 
 fn open_metadata(bytes: &[u8]) -> parquet::file::metadata::ParquetMetaData {
