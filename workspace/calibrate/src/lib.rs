@@ -5,7 +5,7 @@
 //!
 //! 1. The set of shared heads is the one with which the layer's attention output, computed by the heads
 //!    that each token then computes and by the best output projection for them, is nearest to the dense
-//!    layer's ([`search`]).
+//!    layer's.
 //! 2. The output projection W_O is refitted: with F the outputs of the computed heads in the converted
 //!    model, and Y the dense model's residual stream after attention less the converted one's before it,
 //!    the ridge least-squares solution of F W_O^T = Y nearest to the old W_O ([`ridge`]).
