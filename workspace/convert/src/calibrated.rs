@@ -79,7 +79,7 @@ impl Calibrated {
     /// `progress` is called with the layers that are done and all of them, and can stop the work.
     ///
     /// # Errors
-    /// Fails if the source is not a dense model, if the heads do not fit it, if it cannot be measured, and
+    /// Fails if the output may not be written, if the source is not a dense model, if the heads do not fit it, if it cannot be measured, and
     /// with [`Error::Interrupted`].
     pub fn measure(
         options: &ConversionOptions,
@@ -89,6 +89,8 @@ impl Calibrated {
         device: OpenDevice,
         progress: &mut (dyn FnMut(usize, usize) -> ControlFlow<()> + Send),
     ) -> Result<Self, Error> {
+        // Before what may take hours.
+        options.check_destination()?;
         let source = Source::open(&options.source, options.checkpoint.as_ref())?;
         if source.file.config.moh.is_some() {
             let reason = "is a Mixture-of-Head model: calibrate the dense model that it came from";

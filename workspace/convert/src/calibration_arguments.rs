@@ -14,7 +14,6 @@ use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
 use moh_convert::{Calibrated, ConversionOptions};
 use moh_data::{JsonLines, TextTokenizer, TokenFile, Windows, with_ending};
 use moh_device::OpenDevice;
-use moh_hf::ConfigFile;
 use moh_model::{ModelConfig, SharedHeadSets};
 use moh_program::arguments::at_least;
 use moh_program::models;
@@ -124,10 +123,7 @@ impl CalibrationArguments {
         stop: &AtomicBool,
     ) -> anyhow::Result<Option<Arc<Calibrated>>> {
         let Some(text) = &self.calibration else { return Ok(None) };
-        let config = match &options.checkpoint {
-            Some(checkpoint) => checkpoint.config_file()?.config,
-            None => ConfigFile::read(&options.source)?.config,
-        };
+        let config = options.source_config()?;
         let Some(moh) = options.attention.configure(&config)? else {
             bail!(
                 "--calibration: a dense output has no heads to choose, leave out --attention dense"
@@ -140,7 +136,8 @@ impl CalibrationArguments {
         };
         let calibration =
             CalibrationOptions { moh, shared, refit: self.refit != Some(Switch::Off) };
-        let tokenizer = tokenizer(options)?;
+        let tokenizer = options.source_tokenizer();
+        let tokenizer = tokenizer.map_or(Ok(None), |directory| models::tokenizer(&directory))?;
         let option = || format!("--calibration {}", text.display());
         let tokens = self.tokens(text, &config, tokenizer.as_ref()).with_context(option)?;
         let mut bar = Bar::count("measuring layers", 0);
@@ -227,15 +224,6 @@ impl CalibrationArguments {
         }
         Ok(ids)
     }
-}
-
-/// The tokenizer of a conversion's source.
-fn tokenizer(options: &ConversionOptions) -> anyhow::Result<Option<TextTokenizer>> {
-    let directory = match &options.checkpoint {
-        Some(checkpoint) => checkpoint.run.tokenizer(),
-        None => Some(options.source.clone()),
-    };
-    directory.map_or(Ok(None), |directory| models::tokenizer(&directory))
 }
 
 #[cfg(test)]

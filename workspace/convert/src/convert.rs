@@ -20,7 +20,7 @@ use moh_hf::model_directory::{
     prepare_model,
 };
 use moh_hf::vocabulary::DEFAULT_MULTIPLE;
-use moh_hf::{Base, Expansion, check_destination, model_card};
+use moh_hf::{Base, ConfigFile, Expansion, check_destination, model_card};
 use moh_kernels::DType;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
 use moh_model::{HeadRequest, ModelConfig, MohConfig, RouterKind};
@@ -128,6 +128,33 @@ impl ConversionOptions {
     }
 }
 
+impl ConversionOptions {
+    /// The directory of the source's tokenizer; `None` for a run that has none.
+    pub fn source_tokenizer(&self) -> Option<PathBuf> {
+        match &self.checkpoint {
+            Some(checkpoint) => checkpoint.run.tokenizer(),
+            None => Some(self.source.clone()),
+        }
+    }
+
+    /// The configuration of the source.
+    ///
+    /// # Errors
+    /// Fails if it cannot be read.
+    pub fn source_config(&self) -> Result<ModelConfig, Error> {
+        match &self.checkpoint {
+            Some(checkpoint) => Ok(checkpoint.config_file()?.config),
+            None => Ok(ConfigFile::read(&self.source)?.config),
+        }
+    }
+
+    /// Refuses an output that the conversion may not write.
+    pub(crate) fn check_destination(&self) -> Result<(), Error> {
+        refuse_overlap(&self.source, &self.out)?;
+        Ok(check_destination(&self.out, self.force)?)
+    }
+}
+
 /// The progress of a conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConversionProgress {
@@ -187,8 +214,7 @@ pub fn convert(
     progress: &mut dyn FnMut(ConversionProgress) -> ControlFlow<()>,
 ) -> Result<Conversion, Error> {
     let start = Instant::now();
-    refuse_overlap(&options.source, &options.out)?;
-    check_destination(&options.out, options.force)?;
+    options.check_destination()?;
     let source = Source::open(&options.source, options.checkpoint.as_ref())?;
     let plan = Plan::new(options, &source)?;
     let pending = plan.write(progress)?;
@@ -315,7 +341,7 @@ impl<'a> Plan<'a> {
     /// The files that are copied, and the text of the model card if the output has one.
     fn companions_and_card(&self) -> Result<(Vec<PathBuf>, Option<String>), Error> {
         let Plan { options, source, config, .. } = self;
-        let first_tokenizer = first_tokenizer(options);
+        let first_tokenizer = options.source_tokenizer();
         let mut companions = match options.tokenizer.as_deref().or(first_tokenizer.as_deref()) {
             Some(tokenizer) => companion_files(&options.source, tokenizer)?,
             None => Vec::new(),
@@ -326,14 +352,6 @@ impl<'a> Plan<'a> {
         let origin = card::origin(options, &source.file.config, config)?;
         companions.extend_from_slice(&origin.terms);
         Ok((companions, Some(model_card::text(&origin, config))))
-    }
-}
-
-/// The directory of the source's tokenizer; `None` for a run that has none.
-fn first_tokenizer(options: &ConversionOptions) -> Option<PathBuf> {
-    match &options.checkpoint {
-        Some(checkpoint) => checkpoint.run.tokenizer(),
-        None => Some(options.source.clone()),
     }
 }
 
@@ -353,7 +371,7 @@ fn plan_expansion(options: &ConversionOptions, rows: usize) -> Result<Option<Exp
         (None, Some(multiple)) => Expansion::padding(rows, multiple)?,
         (Some(tokenizer), multiple) => {
             let multiple = multiple.unwrap_or(DEFAULT_MULTIPLE);
-            let source = first_tokenizer(options).unwrap_or_else(|| options.source.clone());
+            let source = options.source_tokenizer().unwrap_or_else(|| options.source.clone());
             Expansion::plan(&source, tokenizer, rows, Some(multiple))?
         }
     };

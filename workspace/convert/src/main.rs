@@ -19,7 +19,7 @@ use moh_convert::{
 };
 use moh_device::{DeviceName, OpenDevice};
 use moh_files::PendingFile;
-use moh_hf::{Base, ConfigFile, is_license_id};
+use moh_hf::{Base, is_license_id};
 use moh_kernels::DType;
 use moh_model::{Active, HeadCounts, HeadRequest, RouterKind, SharedHeadSets};
 use moh_program::arguments::{self, at_least};
@@ -240,7 +240,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(checkpoint) => checkpoint.run.model(),
         None => models::locate(&arguments.from, arguments.revision.as_deref())?,
     };
-    let mut attention = match (attention, &checkpoint) {
+    let attention = match (attention, &checkpoint) {
         (Some(attention), _) => attention,
         (None, Some(checkpoint)) => trained_attention(checkpoint)?,
         (None, None) => TargetAttention::Moh(HeadRequest::default()),
@@ -250,24 +250,12 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         (dtype, _) => dtype,
     };
     let is_run = checkpoint.is_some();
-    if let (TargetAttention::Moh(request), Some(choice)) =
-        (&mut attention, &arguments.calibration.shared)
-    {
-        let layers = match &checkpoint {
-            Some(checkpoint) => checkpoint.config_file()?.config.num_hidden_layers,
-            None => ConfigFile::read(&source)?.config.num_hidden_layers,
-        };
-        if let Some(sets) = choice.sets(layers)? {
-            request.shared_heads = Some(sets);
-        }
-    }
-
     let out = arguments.out.clone().unwrap_or_else(|| {
         let suffix = if attention == TargetAttention::Dense { "Dense" } else { "MoH" };
         PathBuf::from(format!("./{}-{suffix}", model_name(&arguments.from)))
     });
     let is_hub_id = !is_run && !Path::new(&arguments.from).is_dir();
-    let options = ConversionOptions {
+    let mut options = ConversionOptions {
         name: is_hub_id.then(|| arguments.from.clone()),
         base_models: arguments.base_model.clone(),
         license: arguments.license.clone(),
@@ -280,6 +268,12 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         pad_vocab_to: arguments.pad_vocab_to,
         ..ConversionOptions::new(source, out)
     };
+    if let Some(choice) = &arguments.calibration.shared {
+        let sets = choice.sets(options.source_config()?.num_hidden_layers)?;
+        if let (TargetAttention::Moh(request), Some(sets)) = (&mut options.attention, sets) {
+            request.shared_heads = Some(sets);
+        }
+    }
     let stop = stop_on_signals().context("signals")?;
     let chooses_number = arguments.active.is_some() && arguments.shared_heads.is_none();
     let calibrated =
