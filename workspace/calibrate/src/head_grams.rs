@@ -46,19 +46,31 @@ impl HeadGrams {
         HeadGrams { grams: grams.concat(), heads }
     }
 
+    /// |sum of W_h o_h over some heads h|^2 of a token.
+    fn square(&self, gram: &[f32], heads: &[usize]) -> f64 {
+        let mut sum = 0.0;
+        for (at, &h) in heads.iter().enumerate() {
+            let row = &gram[h * self.heads..][..self.heads];
+            // A pair of heads has the same product in both orders.
+            let pairs: f32 = heads[..at].iter().map(|&g| row[g]).sum();
+            sum += f64::from(row[h] + 2.0 * pairs);
+        }
+        sum
+    }
+
     /// The sum over tokens of |sum of W_h o_h over the heads h that the token does not compute|^2.
     pub fn loss(&self, scores: &Scores, heads: LayerHeads) -> f64 {
         let size = self.heads * self.heads;
-        let tokens: Vec<(&[f64], &[f32])> =
+        let tokens: Vec<(&[u16], &[f32])> =
             scores.tokens().zip(self.grams.chunks_exact(size)).collect();
-        let of_chunk = |tokens: &[(&[f64], &[f32])]| {
-            let mut active = vec![false; self.heads];
-            let of_token = |&(token, gram): &(&[f64], &[f32])| {
-                scores.select(token, heads, &mut active);
-                let left_out = || (0..self.heads).filter(|&head| !active[head]);
-                left_out()
-                    .flat_map(|h| left_out().map(move |g| f64::from(gram[h * self.heads + g])))
-                    .sum::<f64>()
+        let selector = scores.selector(heads);
+        let of_chunk = |tokens: &[(&[u16], &[f32])]| {
+            let (mut active, mut left_out) = (vec![false; self.heads], Vec::new());
+            let of_token = |&(order, gram): &(&[u16], &[f32])| {
+                selector.select(order, &mut active);
+                left_out.clear();
+                left_out.extend((0..self.heads).filter(|&head| !active[head]));
+                self.square(gram, &left_out)
             };
             tokens.iter().map(of_token).sum::<f64>()
         };
@@ -91,8 +103,8 @@ mod tests {
             let layer = LayerHeads { shared: SharedHeads::from_heads(shared).unwrap(), top_k };
             let mut expected = 0f64;
             let mut active = vec![false; heads];
-            for (token, scores_of) in scores.tokens().enumerate() {
-                scores.select(scores_of, layer, &mut active);
+            for (token, order) in scores.tokens().enumerate() {
+                scores.selector(layer).select(order, &mut active);
                 assert_eq!(active.iter().filter(|&&on| on).count(), layer.active());
                 let mut left_out = outputs.row(token).to_owned();
                 for (at, value) in left_out.iter_mut().enumerate() {

@@ -8,7 +8,7 @@ use moh_model::{BlockPass, EndsPass, ModelConfig, MohConfig, SharedHeadSets};
 use ndarray::Array2;
 
 use crate::products::ProductSums;
-use crate::search::{Found, LayerSample};
+use crate::search::LayerSample;
 use crate::selection::{Ranking, Scores};
 use crate::{CalibrationTokens, Error, RIDGE, Result, matrix};
 
@@ -247,14 +247,8 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             return Ok(given);
         }
         let sample = self.sample(projection)?;
-        let mut best: Option<Found> = None;
-        for shared in self.numbers(counts.shared.len(), counts.active()) {
-            let found = sample.best_set(&mut self.sums, shared, counts.active() - shared)?;
-            if best.is_none_or(|best| found.error < best.error) {
-                best = Some(found);
-            }
-        }
-        let chosen = best.map_or(counts, |best| best.heads);
+        let numbers = self.numbers(counts.shared.len(), counts.active());
+        let chosen = sample.best_set(&mut self.sums, &numbers, counts.active())?.heads;
         Ok(MohConfig {
             shared_heads: SharedHeadSets::Sets(vec![chosen.shared]),
             routed_top_k: chosen.top_k.into(),

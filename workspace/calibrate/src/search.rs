@@ -4,7 +4,8 @@
 //! heads that tokens then compute ([`Products::fit`]). Where a layer has few sets all are judged. Else a
 //! set is built from none by adding the head that helps most, and improved by exchanging a shared head
 //! for another one; both judge by the error without a new projection ([`HeadGrams::loss`]), which needs no
-//! fit. Then the best exchange of each shared head by that measure is judged by the fit, round after round.
+//! fit. Of several numbers of heads the set with the least error after a fit goes on: the best exchange of each of
+//! its heads by the other measure is judged by the fit, round after round.
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
@@ -46,60 +47,89 @@ pub(crate) struct Found {
 }
 
 impl LayerSample {
-    /// The best set of `shared` heads beside `top_k` routed ones.
+    /// The best set of shared heads of `active` active ones, with one of these numbers of heads.
     pub fn best_set<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
-        shared: usize,
-        top_k: usize,
+        numbers: &[usize],
+        active: usize,
     ) -> Result<Found> {
-        let (units, count) = (self.units(), shared / self.ranking.unit());
-        if number_of_sets(units, count) > MOST_SETS {
-            return self.best_by_exchange(sums, shared, top_k);
+        let units = self.ranking.units();
+        let is_few =
+            |&&shared: &&usize| number_of_sets(units, shared / self.ranking.unit()) <= MOST_SETS;
+        let (few, many): (Vec<&usize>, Vec<&usize>) = numbers.iter().partition(is_few);
+        let mut best = None;
+        for &&shared in &few {
+            let sets = subsets(units, shared / self.ranking.unit()).into_iter();
+            let sets = sets.filter(|set| self.is_even(set));
+            best = Some(self.best_of(sums, sets, active - shared, best)?);
         }
-        let sets = subsets(units, count).into_iter().filter(|set| self.is_even(set));
-        self.best_of(sums, sets, top_k, None)
+        if many.is_empty() {
+            return best.ok_or(Error::Singular);
+        }
+        let exchanged = self.best_by_exchange(sums, many.into_iter().copied(), active)?;
+        Ok(best.filter(|best| best.error <= exchanged.error).unwrap_or(exchanged))
     }
 
-    /// A good set, without judging all.
+    /// A good set with one of some numbers of heads, without judging all sets.
     fn best_by_exchange<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
-        shared: usize,
-        top_k: usize,
+        numbers: impl Iterator<Item = usize>,
+        active: usize,
     ) -> Result<Found> {
         let grams = self.grams();
-        let loss = |set: &[usize]| {
-            let heads = self.layer_heads(set, top_k)?;
-            Ok::<_, Error>((grams.loss(&self.scores, heads), set.to_vec()))
-        };
-        let (units, count) = (self.units(), shared / self.ranking.unit());
+        let mut best = None;
+        for shared in numbers {
+            let set = self.exchanged(&grams, shared, active - shared)?;
+            best = Some(self.best_of(sums, std::iter::once(set), active - shared, best)?);
+        }
+        // A layer has at least one number of shared heads.
+        self.refined(sums, &grams, best.ok_or(Error::Singular)?)
+    }
+
+    /// The error of a set without a fit, and the set.
+    fn loss(&self, grams: &HeadGrams, set: &[usize], top_k: usize) -> Result<(f64, Vec<usize>)> {
+        Ok((grams.loss(&self.scores, self.layer_heads(set, top_k)?), set.to_vec()))
+    }
+
+    /// The set of `shared` heads to which no exchange is better, by the error without a fit.
+    fn exchanged(&self, grams: &HeadGrams, shared: usize, top_k: usize) -> Result<Vec<usize>> {
+        let (units, count) = (self.ranking.units(), shared / self.ranking.unit());
+        let loss = |set: Vec<usize>| self.loss(grams, &set, top_k);
         let mut set = self.first_of_parts(count);
         while set.len() < count {
-            let longer = others(&set, units).map(|unit| with(&set, unit));
-            set = least(longer.map(|set| loss(&set)))?.1;
+            set = least(others(&set, units).map(|unit| loss(with(&set, unit))))?.1;
         }
-        let mut now = loss(&set)?;
+        let mut now = loss(set)?;
         loop {
             let near = exchanges(&now.1, units).filter(|set| self.is_even(set));
-            let next = least(near.map(|set| loss(&set)))?;
+            let next = least(near.map(loss))?;
             if next.0 >= now.0 {
-                break;
+                return Ok(now.1);
             }
             now = next;
         }
-        let mut best = self.judge(sums, &now.1, top_k)?;
+    }
+
+    /// A set and its exchanges, judged by fits.
+    fn refined<B: Backend>(
+        &self,
+        sums: &mut ProductSums<'_, B>,
+        grams: &HeadGrams,
+        mut best: Found,
+    ) -> Result<Found> {
+        let (unit, top_k) = (self.ranking.unit(), best.heads.top_k);
         for _ in 0..ROUNDS {
-            let unit = self.ranking.unit();
-            let set: Vec<usize> =
-                best.heads.shared.heads().step_by(unit).map(|head| head / unit).collect();
+            let heads = best.heads.shared.heads().step_by(unit);
+            let set: Vec<usize> = heads.map(|head| head / unit).collect();
             // Of each shared head the best exchange: a fit may miss that head the least.
             let of_place = |place| {
-                let near = exchanges_at(&set, place, units).filter(|set| self.is_even(set));
-                least(near.map(|set| loss(&set)))
+                let near = exchanges_at(&set, place, self.ranking.units());
+                least(near.filter(|set| self.is_even(set)).map(|set| self.loss(grams, &set, top_k)))
             };
-            let near = (0..count).map(of_place).collect::<Result<Vec<_>>>()?;
-            let near = near.into_iter().map(|(_, set)| set).filter(|set| set.len() == count);
+            let near = (0..set.len()).map(of_place).collect::<Result<Vec<_>>>()?;
+            let near = near.into_iter().map(|(_, set)| set).filter(|near| near.len() == set.len());
             let next = self.best_of(sums, near, top_k, Some(best))?;
             if next == best {
                 break;
@@ -109,15 +139,10 @@ impl LayerSample {
         Ok(best)
     }
 
-    /// Heads, or groups of heads that are shared together.
-    fn units(&self) -> usize {
-        self.ranking.heads / self.ranking.unit()
-    }
-
     /// Whether every part of the heads shares as many.
     fn is_even(&self, set: &[usize]) -> bool {
         let parts = self.ranking.parts();
-        let size = self.units() / parts;
+        let size = self.ranking.units() / parts;
         let shared = |part| set.iter().filter(|&&unit| unit / size == part).count();
         (0..parts).all(|part| shared(part) * parts == set.len())
     }
@@ -125,7 +150,7 @@ impl LayerSample {
     /// The first heads of each part, where the heads have several; else none yet.
     fn first_of_parts(&self, count: usize) -> Vec<usize> {
         let parts = self.ranking.parts();
-        let size = self.units() / parts;
+        let size = self.ranking.units() / parts;
         match parts {
             1 => Vec::new(),
             _ => (0..parts)
@@ -169,13 +194,13 @@ impl LayerSample {
         let heads = self.layer_heads(set, top_k)?;
         let (width, inputs) = self.weight.dim();
         let head_dim = inputs / self.ranking.heads;
-        let mut active = vec![false; self.ranking.heads];
+        let (selector, mut active) = (self.scores.selector(heads), vec![false; self.ranking.heads]);
         let mut tokens = self.scores.tokens();
         let passes = self.outputs.axis_chunks_iter(Axis(0), self.pass);
         for (outputs, targets) in passes.zip(self.targets.chunks_exact(self.pass * width)) {
             let mut masked: Vec<f32> = outputs.iter().copied().collect();
-            for (output, scores) in masked.chunks_exact_mut(inputs).zip(tokens.by_ref()) {
-                self.scores.select(scores, heads, &mut active);
+            for (output, order) in masked.chunks_exact_mut(inputs).zip(tokens.by_ref()) {
+                selector.select(order, &mut active);
                 let heads = output.chunks_exact_mut(head_dim).zip(&active);
                 heads.filter(|(_, active)| !**active).for_each(|(output, _)| output.fill(0.0));
             }
@@ -304,8 +329,10 @@ mod tests {
             ] {
                 let sample = sample(seed, router, false);
                 let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
-                let all = sample.best_set(&mut sums, shared, top_k).unwrap();
-                let found = sample.best_by_exchange(&mut sums, shared, top_k).unwrap();
+                let active = shared + top_k;
+                let all = sample.best_set(&mut sums, &[shared], active).unwrap();
+                let numbers = std::iter::once(shared);
+                let found = sample.best_by_exchange(&mut sums, numbers, active).unwrap();
                 assert_eq!((found.heads.shared.len(), found.heads.top_k), (shared, top_k));
                 let of_group = |head: usize| found.heads.shared.contains(head);
                 for group in 0..4 {
@@ -333,8 +360,8 @@ mod tests {
         for seed in 0..4 {
             let sample = sample(seed, RouterKind::QueryNorm, true);
             let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
-            let all = sample.best_set(&mut sums, 4, 2).unwrap();
-            let found = sample.best_by_exchange(&mut sums, 4, 2).unwrap();
+            let all = sample.best_set(&mut sums, &[4], 6).unwrap();
+            let found = sample.best_by_exchange(&mut sums, std::iter::once(4), 6).unwrap();
             largest = largest.max(found.error / all.error);
         }
         assert!(largest < 2.0, "{largest}");

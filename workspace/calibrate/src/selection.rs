@@ -22,6 +22,11 @@ impl Ranking {
         if self.router == RouterKind::Group { self.group } else { 1 }
     }
 
+    /// Heads, or groups of heads that are shared or selected together.
+    pub fn units(&self) -> usize {
+        self.heads / self.unit()
+    }
+
     /// Parts of the heads, one after another, of which each shares and selects as many.
     pub fn parts(&self) -> usize {
         if self.router == RouterKind::WithinGroup { self.heads / self.group } else { 1 }
@@ -36,49 +41,76 @@ impl Ranking {
     }
 }
 
-/// The scores of the heads of tokens, by which a router ranks them; `[tokens, heads]`.
+/// How tokens rank a layer's heads, whatever set is shared.
 #[derive(Debug, Clone)]
 pub(crate) struct Scores {
-    scores: Vec<f64>,
+    /// The units of each token by falling score, the first of equal ones first, `[tokens, units]`.
+    order: Vec<u16>,
     ranking: Ranking,
 }
 
 impl Scores {
     /// No tokens yet.
     pub fn new(ranking: Ranking) -> Self {
-        Scores { scores: Vec::new(), ranking }
+        Scores { order: Vec::new(), ranking }
     }
 
     /// Adds tokens with these queries before RoPE, `[tokens, heads, head_dim]`.
     pub fn add(&mut self, queries: &[f32], head_dim: usize) {
-        // The heads of a unit have the unit's sum each.
-        let width = head_dim * self.ranking.unit();
-        for queries in queries.chunks_exact(width) {
-            let square = queries.iter().map(|&q| f64::from(q) * f64::from(q)).sum::<f64>();
-            self.scores.extend(std::iter::repeat_n(square, self.ranking.unit()));
-        }
+        let square = |queries: &[f32]| queries.iter().map(|&q| f64::from(q) * f64::from(q)).sum();
+        let of_units = queries.chunks_exact(head_dim * self.ranking.unit()).map(square);
+        let scores: Vec<f64> = of_units.collect();
+        scores.chunks_exact(self.ranking.units()).for_each(|token| self.push(token));
     }
 
-    /// The scores of each token, in order.
-    pub fn tokens(&self) -> impl Iterator<Item = &[f64]> + Clone {
-        self.scores.chunks_exact(self.ranking.heads)
+    /// Adds a token with these scores of its units.
+    fn push(&mut self, scores: &[f64]) {
+        let mut order: Vec<u16> = (0..scores.len() as u16).collect();
+        order.sort_by(|&a, &b| scores[usize::from(b)].total_cmp(&scores[usize::from(a)]));
+        self.order.extend(order);
     }
 
-    /// Sets `active`, one entry for each head, to whether a token with these scores computes it.
-    pub fn select(&self, scores: &[f64], heads: LayerHeads, active: &mut [bool]) {
-        for (head, active) in active.iter_mut().enumerate() {
-            *active = heads.shared.contains(head);
-        }
+    /// The units of each token by falling score, in order.
+    pub fn tokens(&self) -> impl Iterator<Item = &[u16]> + Clone {
+        self.order.chunks_exact(self.ranking.units())
+    }
+
+    /// Selects the heads of tokens where these are shared.
+    pub fn selector(&self, heads: LayerHeads) -> Selector {
         let Ranking { heads: all, .. } = self.ranking;
         let (unit, parts) = (self.ranking.unit(), self.ranking.parts());
-        for part in 0..parts {
-            for _ in 0..heads.top_k / parts / unit {
-                // The first of equal scores.
-                let of_part = (part * all / parts..(part + 1) * all / parts).step_by(unit);
-                let rest = of_part.filter(|&head| !active[head]);
-                let best = rest.reduce(|a, b| if scores[b] > scores[a] { b } else { a });
-                let Some(best) = best else { return };
-                active[best..best + unit].fill(true);
+        Selector {
+            shared: (0..all).map(|head| heads.shared.contains(head)).collect(),
+            unit,
+            part_units: self.ranking.units() / parts,
+            selected_of_part: heads.top_k / parts / unit,
+        }
+    }
+}
+
+/// The selection of a layer with a set of shared heads.
+#[derive(Debug, Clone)]
+pub(crate) struct Selector {
+    shared: Vec<bool>,
+    unit: usize,
+    part_units: usize,
+    /// Units that a token selects of each part.
+    selected_of_part: usize,
+}
+
+impl Selector {
+    /// Sets `active`, one entry for each head, to whether a token that ranks its units in this order
+    /// computes it.
+    pub fn select(&self, order: &[u16], active: &mut [bool]) {
+        active.copy_from_slice(&self.shared);
+        for part in 0..order.len() / self.part_units {
+            let of_part = order
+                .iter()
+                .map(|&unit| usize::from(unit))
+                .filter(|unit| unit / self.part_units == part);
+            let routed = of_part.filter(|unit| !self.shared[unit * self.unit]);
+            for unit in routed.take(self.selected_of_part) {
+                active[unit * self.unit..][..self.unit].fill(true);
             }
         }
     }
@@ -133,9 +165,9 @@ mod tests {
             scores.add(&block.project(&x).unwrap(), 6);
             let expected = block.select(moh).unwrap();
             let heads = LayerHeads { shared: SharedHeads::from_heads(shared).unwrap(), top_k };
-            let mut active = vec![false; 8];
+            let (selector, mut active) = (scores.selector(heads), vec![false; 8]);
             for (of_token, expected) in scores.tokens().zip(expected.chunks_exact(8)) {
-                scores.select(of_token, heads, &mut active);
+                selector.select(of_token, &mut active);
                 let found: Vec<u8> = active.iter().map(|&on| u8::from(on)).collect();
                 assert_eq!(found, expected, "{router:?}");
             }
