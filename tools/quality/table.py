@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Prints the tables of docs/quality.md from the results that measure.py has written.
+
+    tools/quality/table.py [RESULTS]
+"""
+
+import statistics
+import sys
+from pathlib import Path
+
+from beds import BEDS
+from measure import BATCH_TOKENS, HERE, SHARES, read
+from variants import VARIANTS
+
+LENGTHS = (300, 2000)
+
+
+class Results:
+    """The losses of one test bed."""
+
+    def __init__(self, rows, bed):
+        self.rows = [row for row in rows if row["bed"] == bed]
+
+    def losses(self, variant, share, steps, key="loss"):
+        """Those of all seeds."""
+        wanted = (variant, share, steps)
+        return [row[key] for row in self.rows if (row["variant"], row["share"], row["steps"]) == wanted]
+
+    def untuned(self, variant, share):
+        losses = {row["untuned"] for row in self.rows if (row["variant"], row["share"]) == (variant, share)}
+        return f"{losses.pop():.4f}" if losses else ""
+
+    def paper_tokens(self, share, loss):
+        """Tokens after which the paper's way has a loss, by its shortest run that has."""
+        lengths = sorted({row["steps"] for row in self.rows if row["variant"] == "paper" and row["share"] == share})
+        for steps in lengths:
+            if statistics.mean(self.losses("paper", share, steps)) <= loss:
+                return f"{steps * BATCH_TOKENS / 1e6:.1f} M"
+        return f"> {lengths[-1] * BATCH_TOKENS / 1e6:.1f} M" if lengths else ""
+
+
+def cell(losses):
+    """The mean, and with several seeds the difference of the largest and the smallest loss."""
+    if not losses:
+        return ""
+    mean = f"{statistics.mean(losses):.4f}"
+    return mean if len(losses) == 1 else f"{mean} ({max(losses) - min(losses):.4f})"
+
+
+def line(results, variant):
+    """A line of a table, or none if nothing of the variant was measured."""
+    cells = [variant.text]
+    for share in SHARES:
+        of = share if variant.name != "dense" else 1.0
+        tuned = [results.losses(variant.name, of, steps) for steps in LENGTHS]
+        cells += [results.untuned(variant.name, of), *map(cell, tuned)]
+        enough = tuned[0] and variant.name not in ("dense", "paper")
+        cells.append(results.paper_tokens(share, statistics.mean(tuned[0])) if enough else "")
+    return f"| {' | '.join(cells)} |" if any(cells[1:]) else None
+
+
+def table(results):
+    columns = ["untuned", *(f"{steps} steps" for steps in LENGTHS), "the paper's way takes"]
+    header = ["", *(f"{share:.0%}: {columns[0]}" if column == columns[0] else column for share in SHARES for column in columns)]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    return "\n".join(lines + [text for text in (line(results, variant) for variant in VARIANTS) if text])
+
+
+def main():
+    rows = read(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results.jsonl")
+    for bed in BEDS.values():
+        print(f"### {bed.text[0].upper()}{bed.text[1:]}\n\n{table(Results(rows, bed.name))}\n")
+
+
+if __name__ == "__main__":
+    main()
