@@ -4,8 +4,8 @@
 //! heads that tokens then compute ([`Products::fit`]). Where a layer has few sets all are judged. Else a
 //! set is built from none by adding the head that helps most, and improved by exchanging a shared head
 //! for another one; both judge by the error without a new projection ([`HeadGrams::loss`]), which needs no
-//! fit. Of several numbers of heads the set with the least error after a fit goes on: the best exchange of each of
-//! its heads by the other measure is judged by the fit, round after round.
+//! fit. Of several numbers of heads the set with the least error after a fit goes on: of the best exchanges
+//! of its heads by the other measure some are judged by the fit, round after round.
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
@@ -23,6 +23,8 @@ const MOST_SETS: usize = 128;
 const GRAM_TOKENS: usize = 4096;
 /// Most rounds of exchanges that are judged by fits; they end where none is better.
 const ROUNDS: usize = 8;
+/// Most exchanges that a round judges.
+const EXCHANGES: usize = 8;
 
 /// The heads' outputs of a layer for some tokens, and the attention output that they had made.
 pub(crate) struct LayerSample {
@@ -128,8 +130,10 @@ impl LayerSample {
                 let near = exchanges_at(&set, place, self.ranking.units());
                 least(near.filter(|set| self.is_even(set)).map(|set| self.loss(grams, &set, top_k)))
             };
-            let near = (0..set.len()).map(of_place).collect::<Result<Vec<_>>>()?;
-            let near = near.into_iter().map(|(_, set)| set).filter(|near| near.len() == set.len());
+            let mut near = (0..set.len()).map(of_place).collect::<Result<Vec<_>>>()?;
+            near.retain(|(_, near)| near.len() == set.len());
+            near.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let near = near.into_iter().take(EXCHANGES).map(|(_, set)| set);
             let next = self.best_of(sums, near, top_k, Some(best))?;
             if next == best {
                 break;
