@@ -9,7 +9,7 @@
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
-use moh_model::LayerHeads;
+use moh_model::{LayerHeads, ModelConfig, MohConfig};
 use ndarray::{Array2, Axis, s};
 
 use crate::head_grams::HeadGrams;
@@ -270,6 +270,17 @@ fn number_of_sets(heads: usize, shared: usize) -> usize {
         }
     }
     number
+}
+
+/// Most fits by which the shared heads of layer `layer` are chosen, as many as `moh` shares.
+pub fn most_fits(config: &ModelConfig, moh: &MohConfig, layer: usize) -> usize {
+    let unit = Ranking::new(moh.router, config).unit();
+    let (units, shared) = (config.num_attention_heads / unit, moh.layer(layer).shared.len() / unit);
+    match number_of_sets(units, shared) {
+        _ if shared == units => 0,
+        all if all <= MOST_SETS => all,
+        _ => 1 + ROUNDS * shared.min(EXCHANGES),
+    }
 }
 
 /// All sets of `shared` of the heads.

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use moh_run_log::{Evaluation, StepMetrics};
+use moh_run_log::{Evaluation, StageCalibration, StepMetrics};
 use moh_step::TensorKind;
 use moh_step::guard::GuardState;
 use serde::{Deserialize, Serialize};
@@ -97,6 +97,9 @@ pub struct RunState {
     pub sample: u64,
     /// The evaluations so far, except those of single steps.
     pub evaluations: Vec<Evaluation>,
+    /// The calibrations of conversions so far.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub calibrations: Vec<StageCalibration>,
     /// What decides whether the next step is applied.
     #[serde(default)]
     pub guard: GuardState,

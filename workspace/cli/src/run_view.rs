@@ -10,12 +10,16 @@ use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_plan::SourceEpochs;
 use moh_recipe::{Recipe, Stage};
 use moh_run_directory::Rewind;
-use moh_run_log::{Evaluation, EvaluationPoint, SkippedStep, Speed, StepMetrics};
+use moh_run_log::{
+    CalibratedLayer, Evaluation, EvaluationPoint, SkippedStep, Speed, StageCalibration, StepMetrics,
+};
 use moh_train::Event;
 
 use moh_program::exit::stderr_line;
 use moh_program::progress::draws_bars;
 
+/// Most layers whose heads a line shows.
+const SHOWN_LAYERS: usize = 8;
 /// Recent steps from which the remaining time is estimated.
 const WINDOW: usize = 50;
 
@@ -92,6 +96,15 @@ impl RunView {
                 self.line(&describe_skipped(step, metrics, skipped));
             }
             Event::Rewound(rewind) => self.line(&describe_rewind(rewind)),
+            Event::Calibrating { done, total } => {
+                if let Some(bar) = &self.bar {
+                    bar.set_message(format!("measuring layers {done}/{total}"));
+                }
+            }
+            Event::Calibrated(calibration) => {
+                self.reset_message();
+                self.line(&describe_calibration(calibration));
+            }
             Event::Evaluating { done, total } => {
                 if let Some(bar) = &self.bar {
                     bar.set_message(format!("evaluating {done}/{total}"));
@@ -226,6 +239,27 @@ fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
     let others = evaluation.other_sets.iter();
     let others = others.map(|(name, set)| format!(", {name} {:.4}", set.loss));
     format!("validation {moment}: loss {:.4}{}", evaluation.loss, others.collect::<String>())
+}
+
+/// What a calibration has chosen, and its losses.
+fn describe_calibration(calibration: &StageCalibration) -> String {
+    let StageCalibration { stage, tokens, loss_dense, loss_given, loss, refit, layers, .. } =
+        calibration;
+    let heads = |layer: &CalibratedLayer| {
+        let heads: Vec<String> = layer.shared_heads.iter().map(usize::to_string).collect();
+        heads.join(",")
+    };
+    let mut shown: Vec<String> = layers.iter().take(SHOWN_LAYERS).map(heads).collect();
+    if layers.len() > SHOWN_LAYERS {
+        shown.push("..".to_owned());
+    }
+    let refitted = if *refit { ", output projections refitted" } else { "" };
+    format!(
+        "stage {stage} calibrated on {} tokens: loss {loss:.4}, {loss_dense:.4} dense, {loss_given:.4} without it; \
+         shared heads {}{refitted}",
+        HumanCount(*tokens),
+        shown.join("; ")
+    )
 }
 
 /// A step that was not applied.

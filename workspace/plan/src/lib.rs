@@ -9,6 +9,7 @@
 //! **Disk**: a checkpoint holds the parameters in f32 and both moments; the export holds the
 //! parameters in `run.dtype`.
 
+mod calibration;
 mod cluster;
 mod communication;
 mod epochs;
@@ -26,6 +27,7 @@ mod work;
 
 use std::path::Path;
 
+pub use calibration::CalibrationCost;
 pub use cluster::{Cluster, ClusterStage, PredictedSpeed};
 pub use communication::{Traffic, Volume};
 pub use epochs::SourceEpochs;
@@ -115,6 +117,8 @@ pub struct StagePlan {
     pub training_flops: f64,
     /// Training FLOPs per token if all heads were active.
     pub dense_training_flops: f64,
+    /// What the calibration of the stage's conversion takes, if it has one.
+    pub calibration: Option<CalibrationCost>,
 }
 
 impl StagePlan {
@@ -217,6 +221,7 @@ fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<Sta
         forward_flops: flops.forward(),
         training_flops: flops.training() + teacher,
         dense_training_flops: dense.flops_per_token(length).training() + teacher,
+        calibration: CalibrationCost::new(&work)?,
     })
 }
 

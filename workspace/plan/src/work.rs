@@ -4,10 +4,10 @@
 //! Sizes are per rank: heads are sharded by key/value groups, the MLP by columns and the vocabulary
 //! by rows; norms are replicated.
 
-use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::{ModelPart, TensorShare};
-use moh_recipe::{ParallelOptions, Recipe, Stage};
+use moh_model::{ModelConfig, MohConfig, SharedHeadSets};
+use moh_recipe::{ParallelOptions, Recipe, SharedChoice, Stage};
 
 /// The layout of a stage's ranks: tensor fastest, then data, pipeline slowest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,6 +99,30 @@ impl Elements {
     }
 }
 
+/// The routing of a stage, as far as it is known: of heads that a calibration chooses, the last ones, whose tables have
+/// the most columns.
+fn largest_routing(
+    recipe: &Recipe,
+    stage: &Stage,
+    model: &ModelConfig,
+    moh: MohConfig,
+) -> MohConfig {
+    let index = recipe.stages.iter().position(|of| of.name == stage.name);
+    let calibrated = index.and_then(|index| recipe.calibrated_stage(index));
+    let chooses = calibrated.and_then(Stage::calibration);
+    let is_chosen = chooses.is_some_and(|of| of.shared == SharedChoice::Calibrated);
+    let heads = model.num_attention_heads;
+    let last = |layer| (heads - moh.layer(layer).shared.len()..heads).collect();
+    let last: Vec<Vec<usize>> = (0..model.num_hidden_layers).map(last).collect();
+    match SharedHeadSets::from_ids(&last) {
+        Ok(shared_heads) if is_chosen => {
+            let largest = MohConfig { shared_heads, ..moh.clone() };
+            if model.check_moh(&largest).is_ok() { largest } else { moh }
+        }
+        _ => moh,
+    }
+}
+
 impl<'a> Work<'a> {
     /// The work of `stage` on a model with its grown vocabulary.
     ///
@@ -125,7 +149,8 @@ impl<'a> Work<'a> {
         stage: &'a Stage,
         grown: &ModelConfig,
     ) -> Result<Self, moh_model::Error> {
-        let model = ModelConfig { moh: stage.moh_config(grown)?, ..grown.clone() };
+        let moh = stage.moh_config(grown)?.map(|moh| largest_routing(recipe, stage, grown, moh));
+        let model = ModelConfig { moh, ..grown.clone() };
         let teacher = stage.distill.as_ref().map(|distill| {
             let moh = grown.moh.clone().filter(|_| distill.is_start());
             ModelConfig { moh, ..grown.clone() }

@@ -4,6 +4,7 @@
 //! everything that does not depend on the model; [`Recipe::resolve`] does the rest once the model's
 //! shape is known. Relative paths are relative to the current directory.
 
+mod calibration;
 mod distill;
 mod element_type;
 mod error;
@@ -34,6 +35,7 @@ use moh_model::{ModelConfig, Recompute};
 use serde::{Deserialize, Serialize};
 use toml::Value;
 
+pub use calibration::{CalibrationOptions, SharedChoice};
 pub use distill::{DistillOptions, START};
 pub use error::Error;
 pub use model::{ModelOptions, NewModel, RopeScaling, TokenIds, read_shape};

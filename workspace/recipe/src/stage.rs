@@ -7,7 +7,7 @@ use moh_model::{
 use moh_step::Hyperparameters;
 use serde::{Deserialize, Serialize};
 
-use crate::{DistillOptions, StageDataOptions};
+use crate::{CalibrationOptions, DistillOptions, StageDataOptions};
 
 /// `[[stage]]`: a training stage with its own schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -75,6 +75,9 @@ pub struct MohOptions {
     pub routed_top_k: Option<HeadCounts>,
     /// Weight of the balance loss relative to the cross-entropy; default: 0.01.
     pub balance_loss_weight: f64,
+    /// How heads and output projections are measured where the stage converts a dense model; default: not at all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<CalibrationOptions>,
 }
 
 impl Default for MohOptions {
@@ -85,6 +88,7 @@ impl Default for MohOptions {
             shared_head_ids: None,
             routed_top_k: None,
             balance_loss_weight: 0.01,
+            calibration: None,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The limits of a recipe's values, and the dependencies between its keys.
 
+mod calibration;
+
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::path::Path;
@@ -458,6 +460,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
             faults.check(fine, &key, weight, "must be a finite number from 0");
         }
     }
+    calibration::check(faults, stage);
 }
 
 /// Checks a stage's teacher, and how it is learned from.
@@ -562,6 +565,10 @@ fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
             faults.is_complete(&key("moh")) && faults.is_known(&key("attention"));
         if routing_is_known && let Err(error) = stage.moh_config(model) {
             faults.add(&key("moh"), error);
+        }
+        if routing_is_known {
+            calibration::check_model(faults, recipe, index, model);
+            calibration::check_kept_heads(faults, recipe, index, model);
         }
         let ParallelOptions { tensor, pipeline, virtual_stages } = stage.parallel;
         let groups = model.num_key_value_heads;

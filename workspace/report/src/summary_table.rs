@@ -35,6 +35,14 @@ pub fn table(summary: &Summary) -> String {
         let bits = bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.4}"));
         let _ = writeln!(out, "{label:<width$} {loss:>9.4} {bits:>15}");
     }
+    for of in &summary.calibrations {
+        let label = format!("stage {}'s calibration tokens", of.stage);
+        let _ = writeln!(
+            out,
+            "{label:<width$} {:>9.4} (dense {:.4}, not calibrated {:.4})",
+            of.loss, of.loss_dense, of.loss_given
+        );
+    }
     if let Some(share) = summary.recovered() {
         let label = "conversion loss recovered by training";
         let _ = writeln!(out, "{label:<width$} {:>8.1}%", 100.0 * share);
@@ -98,6 +106,7 @@ mod tests {
                 other_sets: other_sets.into(),
                 texts: Default::default(),
             }],
+            calibrations: Vec::new(),
         };
         let shown = table(&summary);
         let lines: Vec<Vec<&str>> =
@@ -132,7 +141,8 @@ mod tests {
             texts: Default::default(),
         };
         let evaluations = vec![ended("adapt", 4), ended("moh", 8), ended("moh", 12)];
-        let shown = table(&Summary { steps: 12, tokens: 8, heads: 4, evaluations });
+        let calibrations = Vec::new();
+        let shown = table(&Summary { steps: 12, tokens: 8, heads: 4, evaluations, calibrations });
         let labels: Vec<&str> =
             shown.lines().skip(1).map(|line| line[..44].trim_end()).take(3).collect();
         let expected = ["after stage adapt", "after stage moh, step 8", "after stage moh, step 12"];

@@ -51,6 +51,10 @@ pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Resu
     ] {
         unless_missing(&file(parent), copy(&file(parent), &file(&new)))?;
     }
+    for file in parent.calibration_files()? {
+        let to = new.root().join(file.file_name().unwrap_or_default());
+        link(&file, &to).map_err(moh_files::io(&file))?;
+    }
     new.write_recipe(recipe)?;
     moh_files::sync_directory(&new.checkpoints()).map_err(moh_files::io(place))?;
     Ok(pending.publish().map_err(moh_files::io(place))?)

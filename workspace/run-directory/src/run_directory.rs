@@ -16,6 +16,9 @@ pub use stored_recipe::{changes, leaves};
 use crate::{Error, Rewinds, RunLock};
 use moh_files::unless_missing;
 
+/// Begins the names of the files of a calibration.
+pub(crate) const CALIBRATION: &str = "calibration-step-";
+
 /// Begins the names of exports that a user has changed, before which a run has written another one.
 const EXPORT_BEFORE: &str = "export-before-step-";
 
@@ -158,6 +161,16 @@ impl RunDirectory {
     /// A free name for an export that a user has changed, before the export of `step` is written.
     pub fn export_aside(&self, step: u64) -> PathBuf {
         first_free_suffixed(|suffix| self.root.join(format!("{EXPORT_BEFORE}{step}{suffix}")))
+    }
+
+    /// What a calibration after `step` steps over all stages has chosen.
+    pub fn calibration(&self, step: u64) -> PathBuf {
+        self.root.join(format!("{CALIBRATION}{step}.json"))
+    }
+
+    /// The output projections that it has refitted.
+    pub fn calibrated_projections(&self, step: u64) -> PathBuf {
+        self.root.join(format!("{CALIBRATION}{step}.safetensors"))
     }
 
     /// The results of a finished run.

@@ -1,6 +1,7 @@
 //! What a run records of itself: `metrics.jsonl` and `routing.jsonl`, TensorBoard's event files, timelines of steps,
 //! `machine.json` and `summary.json`. Writers and readers take paths; where a run keeps its files is decided above.
 
+mod calibration;
 mod error;
 mod evaluation;
 mod json_lines;
@@ -13,6 +14,7 @@ mod summary;
 mod tensorboard;
 mod trace;
 
+pub use calibration::{CalibratedLayer, StageCalibration};
 pub use error::Error;
 pub use evaluation::{EvaluatedText, Evaluation, EvaluationPoint};
 pub use machine::Machine;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Evaluation, EvaluationPoint};
+use crate::{Error, Evaluation, EvaluationPoint, StageCalibration};
 use moh_files::unless_missing;
 
 /// The results of a finished run.
@@ -19,6 +19,9 @@ pub struct Summary {
     pub heads: usize,
     /// The losses at the moments of the run, in order.
     pub evaluations: Vec<Evaluation>,
+    /// The calibrations of conversions, in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub calibrations: Vec<StageCalibration>,
 }
 
 impl Summary {
@@ -102,7 +105,7 @@ mod tests {
                 texts: BTreeMap::new(),
             })
             .collect();
-        Summary { steps: 2, tokens: 64, heads: 8, evaluations }
+        Summary { steps: 2, tokens: 64, heads: 8, evaluations, calibrations: Vec::new() }
     }
 
     #[test]

@@ -255,6 +255,34 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(())
     }
 
+    /// Replaces the local slice of a tensor, whose buffer and segment these are: the model's weights, and of their
+    /// rounding errors what the shard has. All data ranks give the same values.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn set_weights<T: Element>(
+        &mut self,
+        model: &mut Model<B, T>,
+        (flat, segment): (usize, &Segment),
+        exact: &[f32],
+    ) -> Result<(), Error>
+    where
+        B: Clone,
+    {
+        let backend = model.backend().clone();
+        let rounded: Vec<T> = exact.iter().map(|&exact| T::from_f32(exact)).collect();
+        backend.upload(&rounded, model.weights_mut().view_mut(flat, segment.range.clone()))?;
+        let Some(remainder) = &mut self.remainder else { return Ok(()) };
+        let part = overlap(&segment.range, &remainder.local_range(flat));
+        if part.is_empty() {
+            return Ok(());
+        }
+        let start = segment.range.start;
+        let own = &exact[part.start - start..part.end - start];
+        let left: Vec<i16> = own.iter().map(|&exact| split(exact).1).collect();
+        Ok(backend.upload(&left, remainder.view_mut(flat, part))?)
+    }
+
     /// Resets the moments; called at the start of each stage.
     ///
     /// # Errors

@@ -5,11 +5,12 @@ use std::io;
 use std::path::Path;
 
 use moh_checkpoint::Condition;
+use moh_kernels::DType;
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
 use moh_plan::DiskBytes;
 use moh_plan::units::bytes;
-use moh_recipe::Recipe;
+use moh_recipe::{Recipe, Stage};
 use moh_run_directory::RunDirectory;
 
 use crate::Error;
@@ -56,6 +57,8 @@ struct Needs {
     /// removed.
     num_checkpoints: u64,
     export: u64,
+    /// The output projections that calibrations refit.
+    calibrations: u64,
 }
 
 impl Needs {
@@ -72,6 +75,7 @@ impl Needs {
             checkpoint: checkpoint.saturating_add(entries).saturating_add(others),
             num_checkpoints: most_checkpoints(recipe),
             export: export.saturating_add(entries + companions + DESCRIPTION_BYTES),
+            calibrations: calibrations(recipe, model),
         }
     }
 
@@ -79,8 +83,17 @@ impl Needs {
     /// earlier export stays until the new one is complete.
     fn beside(&self, existing: u64) -> u64 {
         let checkpoints = self.checkpoint.saturating_mul(self.num_checkpoints);
-        checkpoints.saturating_sub(existing).saturating_add(self.export)
+        let others = self.export.saturating_add(self.calibrations);
+        checkpoints.saturating_sub(existing).saturating_add(others)
     }
+}
+
+/// Bytes of the files of calibrations that refit output projections, but for their headers.
+fn calibrations(recipe: &Recipe, model: &ModelConfig) -> u64 {
+    let refits = recipe.stages.iter().filter_map(Stage::calibration).filter(|of| of.refit).count();
+    let projection = (model.hidden_size * model.query_width()) as u64;
+    let elements = projection.saturating_mul(model.num_hidden_layers as u64);
+    elements.saturating_mul(DType::F32.bytes() as u64).saturating_mul(refits as u64)
 }
 
 /// The most checkpoints that exist at one time.
@@ -117,7 +130,10 @@ pub(crate) fn check(
 ) -> Result<Option<String>, Error> {
     let companions = source.companions()?;
     let copied = companions.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
-    let needs = Needs::new(recipe, source.config(), ranks, copied);
+    let mut needs = Needs::new(recipe, source.config(), ranks, copied);
+    let calibrated = run.calibration_files()?;
+    let calibrated = calibrated.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
+    needs.calibrations = needs.calibrations.saturating_sub(calibrated);
     // Later checkpoints are moved aside and stay.
     let goes = |step: u64| resume_step.is_none_or(|resumed| step <= resumed);
     let existing = moh_checkpoint::list(&run.checkpoint_directory())?
@@ -184,7 +200,7 @@ mod tests {
 
     #[test]
     fn checkpoints_that_newer_ones_replace_need_no_room() {
-        let needs = Needs { checkpoint: 100, num_checkpoints: 3, export: 50 };
+        let needs = Needs { checkpoint: 100, num_checkpoints: 3, export: 40, calibrations: 10 };
         assert_eq!([0, 200, 300, 900].map(|existing| needs.beside(existing)), [350, 150, 50, 50]);
     }
 

@@ -251,6 +251,28 @@ pub enum Error {
     /// The data is invalid.
     #[error(transparent)]
     Data(#[from] moh_data::Error),
+    /// The heads of a stage could not be measured.
+    #[error("{}: stage.{stage}.moh.calibration: {source}", path.display())]
+    Calibration {
+        /// The recipe, or the run directory.
+        path: PathBuf,
+        /// The stage.
+        stage: String,
+        /// The error.
+        source: Box<moh_calibrate::Error>,
+    },
+    /// A run has no result of a calibration that a step follows.
+    #[error(
+        "{}: the result of the calibration of stage {stage} is not there any more, and the steps before the \
+         stage's first checkpoint cannot be replayed without it",
+        path.display()
+    )]
+    NoCalibration {
+        /// The file with the result.
+        path: PathBuf,
+        /// The stage.
+        stage: String,
+    },
     /// An evaluation failed.
     #[error(transparent)]
     Evaluation(#[from] moh_eval::Error),

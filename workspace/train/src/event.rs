@@ -8,7 +8,7 @@ use moh_model::ModelConfig;
 use moh_plan::SourceEpochs;
 use moh_recipe::Stage;
 use moh_run_directory::Rewind;
-use moh_run_log::{Evaluation, SkippedStep, StepMetrics, Summary};
+use moh_run_log::{Evaluation, SkippedStep, StageCalibration, StepMetrics, Summary};
 
 /// An event of a run.
 #[derive(Debug)]
@@ -93,6 +93,15 @@ pub enum Event<'a> {
     },
     /// The run returns to an earlier step, and then passes over samples.
     Rewound(&'a Rewind),
+    /// The progress of a calibration, which measures the layers of a model before a stage converts it.
+    Calibrating {
+        /// Layers done.
+        done: u64,
+        /// Layers in total.
+        total: u64,
+    },
+    /// A model was calibrated, or takes the result of a calibration of before.
+    Calibrated(&'a StageCalibration),
     /// The progress of an evaluation.
     Evaluating {
         /// Windows done.

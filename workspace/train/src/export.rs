@@ -50,7 +50,7 @@ pub(crate) fn write<B: Backend, T: Element>(
     go_on: &mut dyn FnMut() -> Result<bool, Error>,
 ) -> Result<Exported, Error> {
     let (dtype, step) = (recipe.run.dtype.dtype(), state.step);
-    let config = source.config_file().to_json(model.config(), Some(dtype));
+    let config = source.fields(recipe, state, model.config(), Some(dtype));
     let stored = match model.is_whole() {
         true => None,
         false => Some(StoredCheckpoint::of_step(&run.checkpoint_directory(), step)?),

@@ -1,5 +1,6 @@
 //! The training loop: the inputs of a run, starting and resuming it, saving, export, comparisons and replays.
 
+mod calibration;
 pub mod comparison;
 mod disk_space;
 mod error;

@@ -8,7 +8,7 @@ use moh_hf::model_card::group_digits;
 use moh_hf::{Base, Origin};
 use moh_recipe::{AttentionKind, Recipe, Stage};
 use moh_run_directory::RunDirectory;
-use moh_run_log::{Evaluation, EvaluationPoint};
+use moh_run_log::{Evaluation, EvaluationPoint, StageCalibration};
 
 use crate::Error;
 
@@ -51,6 +51,7 @@ pub(crate) fn trained_origin(origin: &Origin, recipe: &Recipe, state: &RunState)
             lengths.collect::<Vec<_>>().join(" and then ")
         ));
         origin.made.push(self::stages(recipe, state));
+        origin.made.extend(state.calibrations.iter().map(calibration));
     }
     if !state.evaluations.is_empty() {
         origin
@@ -59,6 +60,24 @@ pub(crate) fn trained_origin(origin: &Origin, recipe: &Recipe, state: &RunState)
         origin.made.push(losses(&state.evaluations));
     }
     origin
+}
+
+/// What a calibration has chosen.
+fn calibration(found: &StageCalibration) -> String {
+    let StageCalibration { stage, tokens, loss_dense, loss_given, loss, refit, .. } = found;
+    let refitted = match refit {
+        true => {
+            ", and its output projections were refitted to the heads that tokens compute: with all heads active this \
+             is another model"
+        }
+        false => "",
+    };
+    format!(
+        "Before stage {stage} the heads were measured on {} tokens of its training data{refitted}. On these tokens \
+         the loss was then {loss:.4}; it was {loss_dense:.4} of the dense model, and {loss_given:.4} of as many heads \
+         without the measurement.",
+        group_digits(*tokens)
+    )
 }
 
 /// A table of the stages, with the tokens of each so far.

@@ -3,16 +3,19 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::{StoredCheckpoint, TensorRequest};
+use moh_checkpoint::{RunState, StoredCheckpoint, TensorRequest};
 use moh_data::TextTokenizer;
+use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::companion_files;
 use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
+use moh_kernels::DType;
 use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
 use moh_recipe::{Recipe, read_shape};
 use moh_run_directory::{CheckpointName, RunDirectory, TOKENIZER};
 use moh_step::TensorKind;
+use serde_json::{Map, Value};
 
 use crate::{Error, model_card};
 
@@ -209,6 +212,22 @@ impl ModelSource {
     /// The fields of `config.json`.
     pub fn config_file(&self) -> &ConfigFile {
         &self.config_file
+    }
+
+    /// The fields of `config.json` of the model that a run of `recipe` has in this state.
+    pub(crate) fn fields(
+        &self,
+        recipe: &Recipe,
+        state: &RunState,
+        config: &ModelConfig,
+        dtype: Option<DType>,
+    ) -> Map<String, Value> {
+        let mut fields = self.config_file.to_json(config, dtype);
+        let begun = state.stage + usize::from(state.stage_step > 0);
+        if config.moh.is_some() && recipe.has_refitted(begun) {
+            fields.insert(OUTPUT_REFITTED.to_owned(), true.into());
+        }
+        fields
     }
 
     /// The model's directory, from which an export copies files.

@@ -429,3 +429,72 @@ fn groups_that_cannot_be_trained_so_are_refused() {
     let GroupFactors { attention, router, rest } = recipe.stages[1].optimizer.groups;
     assert_eq!([attention, router, rest], [2.5, 1.0, 0.0]);
 }
+
+#[test]
+fn calibrations_that_cannot_be_made_are_refused() {
+    let key = "stage.moh.moh.calibration";
+    for (moh, at, reason) in [
+        ("calibration = { token = 1 }", "calibration.token", "unknown key"),
+        (
+            "calibration = { shared = 'best' }",
+            "calibration.shared",
+            "must be \"calibrated\" or \"given\"",
+        ),
+        ("calibration = { tokens = 0 }", "calibration.tokens = 0", "must be from 1 to"),
+        (
+            "calibration = { tokens = 63 }",
+            "calibration.tokens = 63",
+            "must be at least 64, as many as all query heads are wide, in whole sequences of 32 tokens",
+        ),
+        (
+            "shared_head_ids = [[0, 2], [1, 3], [0, 1], [4, 5], [6, 7]], calibration = {}",
+            "calibration.shared = \"calibrated\"",
+            "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"",
+        ),
+        (
+            "calibration = { shared = 'given', refit = false }",
+            "calibration",
+            "changes nothing with shared = \"given\" and refit = false: leave it out",
+        ),
+    ] {
+        let message = refused(small(), &[&format!("stage.moh.moh={{ {moh} }}")]);
+        assert_eq!(message.lines().count(), 1, "{message}");
+        let key = format!("stage.moh.moh.{at}");
+        assert!(message.contains(&key) && message.contains(reason), "{message}");
+    }
+    // A stage after one that has converted.
+    let converted = ["stage.adapt.attention=\"moh\"", "stage.moh.moh={ calibration = {} }"];
+    let message = refused(small(), &converted);
+    let reason = "the model of stage adapt is a Mixture-of-Head model already, and only a dense one is measured";
+    assert!(message.contains(key) && message.contains(reason), "{message}");
+    assert_eq!(message.lines().count(), 1, "{message}");
+    // A stage that keeps the heads has the same number, or names them.
+    let kept = |moh: &str| {
+        let moh = format!("stage.moh.moh={{ {moh} }}");
+        let adapt = ["stage.adapt.attention=\"moh\"", "stage.adapt.moh={ calibration = {} }"];
+        parse(small(), &[adapt[0], adapt[1], &moh])
+    };
+    for moh in ["shared_heads = 3", "router = 'static', shared_heads = 6, routed_top_k = 0"] {
+        let message = kept(moh).unwrap_err().to_string();
+        let reason = "the stage keeps the heads that stage adapt calibrates, and so its router";
+        assert!(message.contains("stage.moh.moh: ") && message.contains(reason), "{message}");
+    }
+    for moh in ["routed_top_k = 3", "shared_head_ids = [[0], [1], [2], [3], [4]]"] {
+        kept(moh).unwrap();
+    }
+}
+
+#[test]
+fn calibrations_have_defaults_and_are_of_stages_that_convert() {
+    let recipe = with(&["stage.moh.moh={ calibration = {} }"]);
+    let expected =
+        CalibrationOptions { tokens: 65_536, shared: SharedChoice::Calibrated, refit: true };
+    assert_eq!(recipe.stages[1].calibration(), Some(expected));
+    assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
+    assert!(recipe.has_refitted(2) && !recipe.has_refitted(1));
+    assert_eq!(recipe.calibrated_stage(1).map(|stage| stage.name.as_str()), Some("moh"));
+    assert_eq!(recipe.calibrated_stage(0), None);
+    // All of `moh` is ignored in a dense stage, so that one override gives the dense baseline.
+    let dense = with(&["stage.moh.moh={ calibration = {} }", "stage.moh.attention=\"dense\""]);
+    assert_eq!(dense.stages[1].calibration(), None);
+}

@@ -241,7 +241,13 @@ fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
     let mut opened =
         steps.iter().rev().filter_map(|&step| StoredCheckpoint::of_step(&directory, step).ok());
     Ok(opened.next().map_or_else(
-        || Summary { steps: 0, tokens: 0, heads: 0, evaluations: Vec::new() },
+        || Summary {
+            steps: 0,
+            tokens: 0,
+            heads: 0,
+            evaluations: Vec::new(),
+            calibrations: Vec::new(),
+        },
         |stored| {
             let manifest = stored.manifest();
             let heads = manifest.config.get("num_attention_heads").and_then(|heads| heads.as_u64());
@@ -250,6 +256,7 @@ fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
                 tokens: manifest.state.tokens,
                 heads: heads.and_then(|heads| heads.try_into().ok()).unwrap_or(0),
                 evaluations: manifest.state.evaluations.clone(),
+                calibrations: manifest.state.calibrations.clone(),
             }
         },
     ))
@@ -279,6 +286,9 @@ fn printable_names(mut summary: Summary) -> Summary {
             .into_iter()
             .map(|(name, text)| (printable(&name), text))
             .collect();
+    }
+    for calibration in &mut summary.calibrations {
+        calibration.stage = printable(&calibration.stage);
     }
     summary
 }

@@ -11,7 +11,7 @@ use moh_checkpoint::{AFTER, is_unfinished_checkpoint};
 use moh_files::{TEMPORARY, first_free, first_free_suffixed};
 use moh_recipe::Recipe;
 
-use super::{EXPORT_BEFORE, RunDirectory};
+use super::{CALIBRATION, EXPORT_BEFORE, RunDirectory};
 use crate::Error;
 use crate::run_lock::{CLOCK, HOLDER, LOCK};
 use moh_files::unless_missing;
@@ -42,8 +42,10 @@ const SINGLE: [&str; 15] = [
 const TENSORBOARD: &str = "tensorboard";
 
 /// Beginnings and endings of the names of those that have a number.
-const NUMBERED: [(&str, &str); 6] = [
+const NUMBERED: [(&str, &str); 8] = [
     (AFTER, ""),
+    (CALIBRATION, ".json"),
+    (CALIBRATION, ".safetensors"),
     (EXPORT_BEFORE, ""),
     ("metrics-before-rewind-", ".jsonl"),
     ("metrics-before-step-", ".jsonl"),
@@ -230,6 +232,16 @@ impl RunDirectory {
             });
         }
         Ok(())
+    }
+
+    /// The files with the results of calibrations.
+    ///
+    /// # Errors
+    /// Fails if the directory cannot be listed.
+    pub fn calibration_files(&self) -> Result<Vec<PathBuf>, Error> {
+        let mut found = names(&self.root)?;
+        found.retain(|name| name.starts_with(CALIBRATION));
+        Ok(found.into_iter().map(|name| self.root.join(name)).collect())
     }
 
     /// Marks the directory as that of a run of `recipe`, unless it is a run's. The caller has locked it.

@@ -22,6 +22,7 @@ use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, Tensor
 pub use samples::SampleSource;
 
 use crate::Error;
+use crate::calibration::{CalibrationRecord, attention_of};
 use crate::run_data::RunData;
 use crate::run_inputs::check_order;
 use crate::source::ModelSource;
@@ -96,7 +97,7 @@ pub fn replay(
     let teachers = &Teachers::open(&recipe, path, &source)?;
     let growth = growth::read_recorded(run)?;
     let (recipe, source) = (&recipe, &source);
-    let job = Job { recipe, source, teachers, data, rewinds, growth, stored, step };
+    let job = Job { run, recipe, source, teachers, data, rewinds, growth, stored, step };
     device.run(job)
 }
 
@@ -128,6 +129,7 @@ fn newest_before(
 
 /// The inputs of a replay.
 struct Job<'a> {
+    run: &'a RunDirectory,
     recipe: &'a Recipe,
     source: &'a ModelSource,
     teachers: &'a Teachers,
@@ -188,7 +190,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         state.growth.clone_from(&job.growth);
         growth::reopen(&mut state, job.recipe);
         let mut config = source.config().clone();
-        config.moh = attention_before(job.recipe, source, &state)?;
+        config.moh = attention_before(job.run, source, stored.as_ref())?;
         let length = job.recipe.longest_sequence();
         let (mut model, mut optimizer);
         if let Some(stored) = stored {
@@ -221,7 +223,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         };
         if self.state.stage_step == 0 {
             self.state.begin_stage(&mut self.optimizer, self.model.backend())?;
-            self.model.set_moh(stage.moh_config(self.job.source.original_config())?)?;
+            self.convert(stage)?;
         }
         let group = World::single().group().clone();
         let groups = StepGroups { all: group.clone(), data: group };
@@ -245,6 +247,25 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         self.state.end_stage();
         growth::reopen(&mut self.state, recipe);
         Ok(None)
+    }
+
+    /// Sets the attention with which a stage begins, and what its calibration has chosen.
+    fn convert(&mut self, stage: &Stage) -> Result<(), Error> {
+        let Job { run, recipe, source, .. } = &self.job;
+        let before = self.model.config().moh.clone();
+        let moh = attention_of(recipe, self.state.stage, source, before.as_ref())?;
+        let Some(given) = moh.as_ref().filter(|_| stage.calibration().is_some()) else {
+            return Ok(self.model.set_moh(moh)?);
+        };
+        let record = CalibrationRecord::read(run, self.state.step)?;
+        let record = record.filter(|record| record.calibration.stage == stage.name);
+        let Some(record) = record else {
+            let path = run.calibration(self.state.step);
+            return Err(Error::NoCalibration { path, stage: stage.name.clone() });
+        };
+        record.apply(run, &mut self.model, &mut self.optimizer)?;
+        let moh = record.moh(given.router, self.model.config())?;
+        Ok(self.model.set_moh(Some(moh))?)
     }
 
     fn step<G: Element>(

@@ -187,6 +187,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             tokens: self.state.tokens,
             heads: self.model.config().num_attention_heads,
             evaluations: self.state.evaluations.clone(),
+            calibrations: self.state.calibrations.clone(),
         };
         let path = self.inputs.run.summary();
         self.ranks.on_rank0(|| Ok::<_, Error>(summary.write(&path)?))?;

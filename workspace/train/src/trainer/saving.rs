@@ -140,7 +140,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn begin(&mut self) -> Result<CompleteCheckpoint, Error> {
         let Inputs { run, recipe, source, .. } = self.inputs;
         let (run, retention, state) = (run.clone(), recipe.checkpoint, self.state.clone());
-        let config = source.config_file().to_json(self.model.config(), None);
+        let config = source.fields(recipe, &state, self.model.config(), None);
         let sync_metrics = self.metrics.as_mut().map(MetricsWriter::sync_later).transpose()?;
         let directory = self.inputs.directory.map(Arc::clone);
         let has_left = {

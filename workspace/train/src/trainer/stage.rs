@@ -13,6 +13,7 @@ use moh_step::{StepConfig, StepResult, Stepper};
 use super::evaluation::{Evaluated, Losses};
 use super::{Inputs, Progress, Trainer};
 use crate::Error;
+use crate::calibration::{CalibrationRecord, StageMeasurement, attention_of};
 use crate::event::Event;
 use crate::rates::Rates;
 use crate::teacher::TeacherSource;
@@ -29,8 +30,15 @@ struct Work<'a, B: Backend, T: Element, G: Element> {
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Trains the remaining steps of the current stage.
     pub(super) fn run_stage(&mut self, stage: &Stage) -> Result<Progress, Error> {
-        if self.state.stage_step == 0 && self.begin_stage(stage)? == Evaluated::Stopped {
-            return Ok(Progress::Stopped);
+        if self.state.stage_step == 0 {
+            // A calibration reads the checkpoint with which the stage before ends.
+            let measures = stage.calibration().is_some();
+            if measures && self.finish_saving(Progress::Done)? == Progress::Lost {
+                return Ok(Progress::Lost);
+            }
+            if self.begin_stage(stage)? == Evaluated::Stopped {
+                return Ok(Progress::Stopped);
+            }
         }
         let config = step_config(self.inputs.recipe, stage);
         self.set_teacher(&config)?;
@@ -223,20 +231,48 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Sets the stage's attention and the moments with which it begins; evaluates the model if its
     /// attention changed. If a rank was asked to stop meanwhile, the stage has not begun.
     fn begin_stage(&mut self, stage: &Stage) -> Result<Evaluated, Error> {
-        let moh = stage.moh_config(self.inputs.source.original_config())?;
+        let Inputs { recipe, source, run, .. } = self.inputs;
         let before = self.model.config().moh.clone();
+        let mut moh = attention_of(recipe, self.state.stage, source, before.as_ref())?;
+        let mut calibration = None;
+        let data = &self.data.training[self.state.stage];
+        let measurement = StageMeasurement::new(recipe, run, source, &self.state, data);
+        if let Some(measurement) = self.ranks.agree(measurement)? {
+            let Some(record) = self.calibrate(&measurement)? else {
+                return Ok(Evaluated::Stopped);
+            };
+            moh = Some(measurement.moh(&record)?);
+            let applied = record.apply(run, &mut self.model, &mut self.optimizer);
+            self.ranks.agree(applied)?;
+            (self.events)(Event::Calibrated(&record.calibration));
+            calibration = Some(record.calibration);
+        }
         if moh != before {
             self.model.set_moh(moh)?;
             let active_heads = self.model.config().active_heads();
             let point = EvaluationPoint::Converted { stage: stage.name.clone(), active_heads };
             if self.evaluate_at(point, stage.micro_batch)? == Evaluated::Stopped {
-                // The last checkpoint, if it is written once more, is the earlier stage's.
+                // The last checkpoint, if it is written once more, is the earlier stage's. Where output projections
+                // are refitted it is complete.
                 self.model.set_moh(before)?;
                 return Ok(Evaluated::Stopped);
             }
         }
+        self.state.calibrations.extend(calibration);
         self.state.begin_stage(&mut self.optimizer, self.model.backend())?;
         Ok(Evaluated::Yes)
+    }
+
+    /// The result of a calibration; `None` if a rank was asked to stop.
+    fn calibrate(
+        &mut self,
+        measurement: &StageMeasurement<'_>,
+    ) -> Result<Option<CalibrationRecord>, Error> {
+        let _span = span::enter("calibration");
+        // An earlier stage's teacher is not needed any more, and its memory may be.
+        self.model.set_teacher(None)?;
+        let backend = self.model.backend().clone();
+        measurement.result(&backend, &mut self.ranks, self.inputs.stop, &mut *self.events)
     }
 
     fn end_stage(&mut self, stage: &Stage, losses: Losses) {

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
-use moh_checkpoint::RunState;
+use moh_checkpoint::{RunState, StoredCheckpoint};
 use moh_comm::RankLayout;
 use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
@@ -126,7 +126,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     }
     growth::reopen(&mut state, recipe);
     let mut config = source.config().clone();
-    config.moh = attention_before(recipe, source, &state)?;
+    config.moh = attention_before(run, source, stored.as_ref())?;
     let parallel = parallel_at(recipe, state.stage);
     let divided = divide(ranks, parallel, &config);
     let (groups, place) = ranks.agree(divided)?;
@@ -256,16 +256,17 @@ fn open_writers(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result
     })
 }
 
-/// The attention of the model at the state's step: the current stage's, or, before the stage's
-/// first step, the previous stage's.
+/// The attention of the model in a checkpoint of the run, or of the initial model: the current stage's, or, before
+/// the stage's first step, the previous stage's. The heads of a calibration are not in the recipe.
 pub(crate) fn attention_before(
-    recipe: &Recipe,
+    run: &RunDirectory,
     source: &ModelSource,
-    state: &RunState,
+    stored: Option<&StoredCheckpoint>,
 ) -> Result<Option<moh_model::MohConfig>, Error> {
-    let stage = if state.stage_step > 0 { Some(state.stage) } else { state.stage.checked_sub(1) };
-    match stage.and_then(|index| recipe.stages.get(index)) {
-        Some(stage) => Ok(stage.moh_config(source.original_config())?),
-        None => Ok(source.config().moh.clone()),
-    }
+    let Some(stored) = stored else { return Ok(source.config().moh.clone()) };
+    let path = run.checkpoint(stored.manifest().state.step);
+    let moh = moh_run_directory::config_file(stored, &path)?.config.moh;
+    // The hash of a manifest does not tell who wrote it.
+    moh.as_ref().map_or(Ok(()), |moh| source.config().check_moh(moh))?;
+    Ok(moh)
 }

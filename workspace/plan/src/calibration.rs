@@ -1,0 +1,216 @@
+//! What the calibration of a stage's conversion takes on the first rank (crate `moh-calibrate`), before the stage's first
+//! step. The formulas are in `docs/plan.md`.
+
+use moh_kernels::{CountedDevice, CountingMemory, Memory as _, Purpose};
+use moh_model::layout::ModelLayout;
+use moh_model::model_parallel::ModelPart;
+use moh_model::{
+    Activations, ModelBuffers, ModelConfig, MohConfig, PassShape, PassSizes, Recompute,
+    SharedHeadSets, Slots,
+};
+use moh_recipe::{CalibrationOptions, DeviceKind, SharedChoice};
+
+use super::work::Work;
+use crate::Error;
+
+/// Operations a second of the fits on the host, in f64: assumed, of some 16 cores.
+pub(crate) const HOST_FLOPS: f64 = 1e11;
+/// Most tokens of a pass, but of a longer sequence.
+const PASS_TOKENS: usize = 4096;
+/// Bytes of f32 and f64.
+const F32: u64 = 4;
+const F64: u64 = 8;
+
+/// What a calibration takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CalibrationCost {
+    /// Calibration tokens, in whole sequences.
+    pub tokens: u64,
+    /// Most operations of passes and of products over tokens, on the device.
+    pub device_flops: f64,
+    /// Most operations of fits, on the host.
+    pub host_flops: f64,
+    /// Memory of the device, beside the weights and the optimiser's state.
+    pub device_bytes: u64,
+    /// Memory of the host.
+    pub host_bytes: u64,
+    /// Bytes of the file with the output projections.
+    pub file_bytes: u64,
+}
+
+impl CalibrationCost {
+    /// Of the stage of `work`; `None` if it has no calibration.
+    pub(super) fn new(work: &Work) -> Result<Option<Self>, Error> {
+        let Some(calibration) = work.stage.calibration() else { return Ok(None) };
+        let Some(moh) = &work.model.moh else { return Ok(None) };
+        let length = work.sequence_length();
+        let tokens = calibration.sequences(length).saturating_mul(length as u64);
+        let (device_flops, host_flops) = operations(work, &calibration, moh, tokens);
+        let (model, refit) = (&work.model, u64::from(calibration.refit));
+        let (n, m) = (model.query_width() as u64, model.hidden_size as u64);
+        let projections = model.num_hidden_layers as u64 * n * m * F32;
+        Ok(Some(CalibrationCost {
+            tokens,
+            device_flops,
+            host_flops,
+            device_bytes: device_bytes(work, moh)?,
+            // Three residual streams; the sample of a search, twice while it is built; sums and factors of a fit.
+            host_bytes: (3 * tokens * m + search_tokens(tokens, n) * (2 * n + m)) * F32
+                + (2 * n * n + 4 * m * n) * F64,
+            file_bytes: refit * projections,
+        }))
+    }
+}
+
+/// Tokens by which a search judges sets.
+fn search_tokens(tokens: u64, inputs: u64) -> u64 {
+    tokens.div_ceil(2).max(inputs).min(tokens)
+}
+
+/// Most operations of the device, and of the host.
+fn operations(
+    work: &Work,
+    calibration: &CalibrationOptions,
+    moh: &MohConfig,
+    tokens: u64,
+) -> (f64, f64) {
+    let model = &work.model;
+    let (n, m) = (model.query_width() as f64, model.hidden_size as f64);
+    let keys = (work.sequence_length() as f64 + 1.0) / 2.0;
+    let core = |active: usize| 4.0 * keys * model.head_dim as f64 * active as f64;
+    let heads = model.num_attention_heads;
+    let (tokens, sample) = (tokens as f64, search_tokens(tokens, n as u64) as f64);
+    let qkv = 2.0 * m * (n + 2.0 * model.key_value_width() as f64);
+    let products = 2.0 * n * (n + m);
+    let fit = n * n * n / 3.0 + 6.0 * m * n * n;
+    // The losses of three streams.
+    let mut device = 3.0 * tokens * 2.0 * model.vocab_size as f64 * m;
+    let mut host = 0.0;
+    for (layer, elements) in work.elements.blocks.iter().enumerate() {
+        let active = moh.layer(layer).active();
+        let block = 2.0 * elements.matrices as f64;
+        // Dense, as given and as calibrated; the heads' outputs of the latter, and their products.
+        let passes = 3.0 * block + core(heads) + 2.0 * core(active) + qkv + core(heads) + products;
+        device += tokens * passes;
+        host += 2.0 * m * n * n + if calibration.refit { fit } else { 0.0 };
+        if calibration.shared == SharedChoice::Calibrated {
+            let fits = moh_calibrate::most_fits(model, moh, layer) as f64;
+            device += sample * (qkv + block + 2.0 * core(heads) + fits * products);
+            host += fits * fit;
+        }
+    }
+    (device, host)
+}
+
+/// Memory of the device: a block and the ends alone in f32, with their passes, and the sums of products.
+fn device_bytes(work: &Work, moh: &MohConfig) -> Result<u64, Error> {
+    let memory = CountingMemory::new(match work.recipe.run.device {
+        DeviceKind::Cpu => CountedDevice::Cpu,
+        DeviceKind::Cuda => CountedDevice::Gpu,
+    });
+    let (model, length) = (&work.model, work.sequence_length());
+    let pass = PassShape {
+        batch: (PASS_TOKENS / length.max(1)).max(1),
+        length,
+        recompute: Recompute::None,
+        training: false,
+        document_mask: false,
+    };
+    let (heads, selects) = (model.num_attention_heads, moh.router.selects());
+    let every_set = MohConfig {
+        shared_heads: SharedHeadSets::from_ids(&[if selects { vec![] } else { vec![heads - 1] }])?,
+        routed_top_k: if selects { heads } else { 0 }.into(),
+        ..moh.clone()
+    };
+    let block = ModelConfig {
+        num_hidden_layers: 1,
+        vocab_size: 1,
+        tie_word_embeddings: true,
+        moh: Some(every_set),
+        ..model.clone()
+    };
+    let ends = ModelConfig { num_hidden_layers: 0, moh: None, ..model.clone() };
+    for config in [&block, &ends] {
+        let layout = ModelLayout::new(config);
+        ModelBuffers::<_, f32>::zeros(&memory, config, &layout, length)?;
+        let part = ModelPart::whole(config);
+        let sizes = PassSizes::new(config, &layout, &part, pass)?;
+        Activations::<_, f32>::with_slots(&memory, &sizes, Slots::ONE)?;
+    }
+    let (n, m) = (model.query_width(), model.hidden_size);
+    for len in [pass.tokens() * n, pass.tokens() * m, n * n, m * n] {
+        memory.allocate::<f32>(len)?;
+    }
+    Ok(Purpose::ALL.map(|purpose| memory.bytes(purpose)).into_iter().fold(0, u64::saturating_add))
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_kernels::Cpu;
+    use moh_model::{BlockPass, EndsPass};
+
+    use super::*;
+    use crate::tests::{llama3_8b, small};
+
+    const CALIBRATION: &str = "stage.moh.moh.calibration={ tokens = 65536 }";
+
+    #[track_caller]
+    fn close(found: f64, expected: f64) {
+        assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
+    }
+
+    #[test]
+    fn operations_are_passes_products_and_fits() {
+        let (recipe, model) = llama3_8b(&[CALIBRATION]);
+        let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
+        let cost = CalibrationCost::new(&work).unwrap().unwrap();
+        assert_eq!(cost.tokens, 65_536);
+        // As in the tests of a step's time; 1 + 8 x 16 fits by half of the tokens, 24 of 32 heads.
+        let (c, q, kv, tokens): (f64, f64, f64, f64) = (4096.0, 4096.0, 1024.0, 65_536.0);
+        let (block, core) = (2.0 * 218_103_808.0, 4.0 * 4096.5 * 4096.0);
+        let (qkv, products) = (2.0 * c * (q + 2.0 * kv), 2.0 * q * (q + c));
+        let passes = 3.0 * block + 3.5 * core + qkv + products;
+        let search = 0.5 * (qkv + block + 2.0 * core + 129.0 * products);
+        let head = 6.0 * 160_896.0 * c;
+        close(cost.device_flops, tokens * (32.0 * (passes + search) + head));
+        let fit = q * q * q / 3.0 + 6.0 * c * q * q;
+        close(cost.host_flops, 32.0 * (130.0 * fit + 2.0 * c * q * q));
+        assert_eq!(cost.file_bytes, 32 * 4096 * 4096 * 4);
+        let streams = 3 * 65_536 * 4096 * 4;
+        assert!(cost.host_bytes > streams && cost.host_bytes < 2 * streams, "{cost:?}");
+        // With the given heads nothing is searched; without a fit nothing is refitted.
+        let given = "stage.moh.moh.calibration={ tokens = 65536, shared = \"given\" }";
+        let (recipe, model) = llama3_8b(&[given]);
+        let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
+        let cost = CalibrationCost::new(&work).unwrap().unwrap();
+        close(cost.device_flops, tokens * (32.0 * passes + head));
+        close(cost.host_flops, 32.0 * (fit + 2.0 * c * q * q));
+        let dense = Work::alone(&recipe, &recipe.stages[0], &model).unwrap();
+        assert_eq!(CalibrationCost::new(&dense).unwrap(), None);
+    }
+
+    #[test]
+    fn the_memory_of_the_device_is_what_a_calibration_allocates() {
+        for router in ["query-norm", "static"] {
+            let heads = match router {
+                "static" => "shared_heads = 6, routed_top_k = 0",
+                _ => "shared_heads = 4, routed_top_k = 2",
+            };
+            let moh = format!(
+                "stage.moh.moh={{ router = \"{router}\", {heads}, calibration = {{ tokens = 4096 }} }}"
+            );
+            let (recipe, model) = small(&[&moh]);
+            let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
+            let cost = CalibrationCost::new(&work).unwrap().unwrap();
+            let before = Cpu.allocated();
+            let zeros = |_: &str, _: &mut [f32]| Ok::<_, moh_model::Error>(());
+            EndsPass::new(Cpu, &model, 128, 32, zeros).unwrap();
+            BlockPass::new(Cpu, &work.model, 128, 32).unwrap();
+            let (n, m) = (model.query_width(), model.hidden_size);
+            let sums = 4 * (4096 * (n + m) + n * (n + m)) as u64;
+            let allocated = Cpu.allocated() - before + sums;
+            // But for the sums of a step, and what a calibration of more sets than one computes by.
+            assert!(cost.device_bytes.abs_diff(allocated) < 4096, "{router}: {cost:?} {allocated}");
+        }
+    }
+}

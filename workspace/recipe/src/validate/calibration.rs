@@ -1,0 +1,81 @@
+//! The limits of `moh.calibration`: which stages it can measure, and which stages keep what it has chosen.
+
+use moh_model::ModelConfig;
+
+use super::{Faults, MAX_TOKENS, stage_key};
+use crate::{AttentionKind, CalibrationOptions, Recipe, SharedChoice, Stage};
+
+/// Checks how a stage's conversion is measured, as far as that does not depend on the model.
+pub(super) fn check(faults: &mut Faults, stage: &Stage) {
+    let key = |rest: &str| stage_key(stage, &format!("moh.calibration{rest}"));
+    let Some(CalibrationOptions { tokens, shared, refit }) = stage.calibration() else { return };
+    let reason = format!("must be from 1 to {MAX_TOKENS}");
+    faults.check((1..=MAX_TOKENS).contains(&tokens), &key(".tokens"), tokens, reason);
+    if !faults.is_complete(&stage_key(stage, "moh")) {
+        return;
+    }
+    let has_ids = stage.moh.as_ref().is_some_and(|moh| moh.shared_head_ids.is_some());
+    if has_ids && shared == SharedChoice::Calibrated {
+        let reason =
+            "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"";
+        faults.check(false, &key(".shared"), "\"calibrated\"", reason);
+    }
+    if shared == SharedChoice::Given && !refit {
+        let reason = "changes nothing with shared = \"given\" and refit = false: leave it out";
+        faults.add(&key(""), reason);
+    }
+}
+
+/// Checks that a stage whose conversion is measured converts a dense model, with enough tokens for a fit.
+pub(super) fn check_model(faults: &mut Faults, recipe: &Recipe, index: usize, model: &ModelConfig) {
+    let stage = &recipe.stages[index];
+    let key = |rest: &str| stage_key(stage, &format!("moh.calibration{rest}"));
+    let Some(calibration) = stage.calibration() else { return };
+    let converted = match index.checked_sub(1).map(|before| &recipe.stages[before]) {
+        None => model.moh.as_ref().map(|_| "the run's model".to_owned()),
+        Some(before) if before.attention == AttentionKind::Dense => None,
+        Some(before) => Some(format!("the model of stage {}", before.name)),
+    };
+    if let Some(converted) = converted {
+        let reason = format!(
+            "{converted} is a Mixture-of-Head model already, and only a dense one is measured: leave it out"
+        );
+        faults.add(&key(""), reason);
+    }
+    let (length, width) = (recipe.stage_data(stage).sequence_length, model.query_width() as u64);
+    let tokens = calibration.sequences(length).saturating_mul(length as u64);
+    let reason = format!(
+        "must be at least {}, as many as all query heads are wide, in whole sequences of {length} tokens",
+        width.next_multiple_of((length as u64).max(1))
+    );
+    // No tokens at all are a fault already.
+    let is_known = calibration.tokens > 0 && faults.is_known(&stage.data_key("sequence_length"));
+    faults.check(tokens >= width || !is_known, &key(".tokens"), calibration.tokens, reason);
+}
+
+/// Checks that a stage after a calibrated one can keep its heads, or names others.
+pub(super) fn check_kept_heads(
+    faults: &mut Faults,
+    recipe: &Recipe,
+    index: usize,
+    model: &ModelConfig,
+) {
+    let stage = &recipe.stages[index];
+    let calibrated = recipe.calibrated_stage(index).filter(|of| of.name != stage.name);
+    let Some(calibrated) = calibrated else { return };
+    let heads = |stage: &Stage| {
+        let moh = stage.moh_config(model).ok().flatten();
+        moh.map(|moh| (moh.router, moh.shared_heads.counts()))
+    };
+    // What does not fit the model is a fault already.
+    if let (Some(own), Some(kept)) = (heads(stage), heads(calibrated))
+        && own != kept
+    {
+        let reason = format!(
+            "the stage keeps the heads that stage {} calibrates, and so its router and its number of shared heads: \
+             give these, or other heads by shared_head_ids",
+            calibrated.name
+        );
+        faults.add(&stage_key(stage, "moh"), reason);
+    }
+}

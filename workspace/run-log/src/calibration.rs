@@ -1,0 +1,45 @@
+//! What a run has measured where a stage converts its model: `moh.calibration` of a recipe.
+
+use moh_step::finite_or_nan;
+use serde::{Deserialize, Serialize};
+
+/// The calibration of a stage's conversion.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StageCalibration {
+    /// The stage's name.
+    pub stage: String,
+    /// Steps done before it, over all stages.
+    pub step: u64,
+    /// Calibration tokens.
+    pub tokens: u64,
+    /// Mean cross-entropy over them, in nats; null in JSON if it is not finite: of the dense model,
+    #[serde(deserialize_with = "finite_or_nan")]
+    pub loss_dense: f64,
+    /// of the heads that the stage would have without the calibration, with the dense model's weights,
+    #[serde(deserialize_with = "finite_or_nan")]
+    pub loss_given: f64,
+    /// and of the model with which the stage begins.
+    #[serde(deserialize_with = "finite_or_nan")]
+    pub loss: f64,
+    /// Whether the output projections are refitted.
+    pub refit: bool,
+    /// Each layer, in order.
+    pub layers: Vec<CalibratedLayer>,
+}
+
+/// What a calibration has chosen for a layer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CalibratedLayer {
+    /// The shared heads, ascending.
+    pub shared_heads: Vec<usize>,
+    /// Routed heads that a token selects.
+    pub routed_top_k: usize,
+    /// The relative squared error of the attention output with the dense model's output projection.
+    #[serde(deserialize_with = "finite_or_nan")]
+    pub error_before: f64,
+    /// The same with the refitted one, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<f64>,
+}

@@ -1,0 +1,336 @@
+//! The calibration of a stage that converts a dense model: its shared heads are chosen and its output projections
+//! refitted by measurement (crate `moh-calibrate`), on the stage's first sequences, before its first step.
+//!
+//! The first rank alone measures. It reads the weights by their names: of the initial model, or of the checkpoint with
+//! which the stage before ends. Its result is two files of the run directory (`record.rs`, `projections.rs`), of which
+//! each rank takes its part. A run that is interrupted before the files are complete measures again, to the same bits
+//! on a deterministic device; after that it reads them, and from the stage's first checkpoint on it needs them no more.
+
+mod projections;
+mod record;
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use moh_calibrate::{CalibrationTokens, Shared, calibrate};
+use moh_checkpoint::{RunState, StoredCheckpoint};
+use moh_data::TrainingData;
+use moh_kernels::Backend;
+use moh_model::layout::{ModelLayout, Segment};
+use moh_model::{ModelConfig, MohConfig};
+use moh_recipe::{CalibrationOptions, Recipe, SharedChoice};
+use moh_run_directory::RunDirectory;
+use moh_step::{Ranks, TensorKind};
+use projections::ProjectionWriter;
+pub(crate) use record::CalibrationRecord;
+
+use crate::Error;
+use crate::event::Event;
+use crate::source::{ModelSource, parts_identity};
+
+/// The time between two exchanges of the ranks that wait for a calibration: far below the time limit of an operation.
+const EXCHANGE_EVERY: Duration = Duration::from_secs(1);
+
+/// The calibration of a stage, before it begins.
+pub(crate) struct StageMeasurement<'a> {
+    recipe: &'a Recipe,
+    run: &'a RunDirectory,
+    source: &'a ModelSource,
+    /// The stage's name.
+    stage: &'a str,
+    /// Steps before it, over all stages.
+    step: u64,
+    /// The model before the conversion.
+    dense: ModelConfig,
+    options: moh_calibrate::CalibrationOptions,
+    tokens: CalibrationTokens,
+}
+
+/// Where the weights are read that are measured.
+enum Weights<'a> {
+    /// The initial model, and its tensors.
+    Initial(&'a ModelSource, HashMap<String, Segment>),
+    Checkpoint(Box<StoredCheckpoint>),
+}
+
+impl<'a> StageMeasurement<'a> {
+    /// The calibration of the stage that `state` is at the beginning of, if it has one; `data` is the stage's.
+    ///
+    /// # Errors
+    /// Fails if the tokens cannot be read, or are too few.
+    pub fn new(
+        recipe: &'a Recipe,
+        run: &'a RunDirectory,
+        source: &'a ModelSource,
+        state: &RunState,
+        data: &TrainingData,
+    ) -> Result<Option<Self>, Error> {
+        let Some(stage) = recipe.stages.get(state.stage) else { return Ok(None) };
+        let Some(calibration) = stage.calibration() else { return Ok(None) };
+        let Some(moh) = stage.moh_config(source.original_config())? else { return Ok(None) };
+        let dense = ModelConfig { moh: None, ..source.config().clone() };
+        let ids = first_tokens(data, state.sample, &calibration)?;
+        let tokens = CalibrationTokens::new(ids, data.sequence_length(), &dense)
+            .map_err(|source| error(recipe, &stage.name, source))?;
+        let shared = match calibration.shared {
+            SharedChoice::Calibrated => Shared::Calibrated,
+            SharedChoice::Given => Shared::Given,
+        };
+        let options = moh_calibrate::CalibrationOptions { moh, shared, refit: calibration.refit };
+        let (stage, step) = (stage.name.as_str(), state.step);
+        Ok(Some(StageMeasurement { recipe, run, source, stage, step, dense, options, tokens }))
+    }
+
+    /// The result: that of before, if it is of the same weights, tokens and options, or else a new one, which the first
+    /// rank writes into the run directory. `None` if a rank was asked to stop.
+    ///
+    /// # Errors
+    /// Fails if the weights cannot be read or measured, if the files cannot be read or written, and if another rank
+    /// fails.
+    pub fn result<B: Backend + Clone>(
+        &self,
+        backend: &B,
+        ranks: &mut Ranks<B>,
+        stop: &AtomicBool,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Option<CalibrationRecord>, Error> {
+        let mut known = None;
+        ranks.on_rank0::<Error>(|| {
+            known = self.known(&self.weights()?)?;
+            Ok(())
+        })?;
+        let is_known = known.is_some();
+        if !ranks.any(is_known)? {
+            let measured = self.on_first_rank(backend, ranks, stop, events);
+            known = ranks.agree(measured)?;
+        }
+        let path = self.run.calibration(self.step);
+        let text = known.map(|record| record.text(&path)).transpose();
+        let text = ranks.agree(text)?;
+        let text = ranks.first_that_has(text)?;
+        text.map(|text| CalibrationRecord::parse(&text, &path)).transpose()
+    }
+
+    /// The routing of a result.
+    pub fn moh(&self, record: &CalibrationRecord) -> Result<MohConfig, Error> {
+        Ok(record.moh(self.options.moh.router, &self.dense)?)
+    }
+
+    /// The result in the run directory, if it is complete and of the same weights, tokens and options.
+    fn known(&self, weights: &Weights<'_>) -> Result<Option<CalibrationRecord>, Error> {
+        let identity = self.identity(weights);
+        let record = CalibrationRecord::read(self.run, self.step)?;
+        let record = record.filter(|record| record.identity == identity);
+        Ok(record.filter(|record| record.has_projections(self.run, &self.dense)))
+    }
+
+    fn weights(&self) -> Result<Weights<'a>, Error> {
+        if self.step > 0 {
+            let checkpoints = self.run.checkpoint_directory();
+            let stored = StoredCheckpoint::of_step(&checkpoints, self.step)?;
+            return Ok(Weights::Checkpoint(Box::new(stored)));
+        }
+        let layout = ModelLayout::new(&self.dense);
+        let segments =
+            layout.segments().map(|(_, segment)| (segment.name.clone(), segment.clone()));
+        Ok(Weights::Initial(self.source, segments.collect()))
+    }
+
+    /// What tells the calibration from others.
+    fn identity(&self, weights: &Weights<'_>) -> String {
+        let weights = match weights {
+            Weights::Checkpoint(stored) => parts_identity(stored),
+            Weights::Initial(source, _) => {
+                source.identity().unwrap_or_else(|| format!("seed {}", self.recipe.run.seed))
+            }
+        };
+        let moh_calibrate::CalibrationOptions { moh, shared, refit } = &self.options;
+        let ids: Vec<u8> = self.tokens.ids().iter().flat_map(|id| id.to_le_bytes()).collect();
+        let described = serde_json::json!({
+            "stage": self.stage,
+            "weights": weights,
+            "vocab_size": self.dense.vocab_size,
+            "router": moh.router.name(),
+            "heads": (0..self.dense.num_hidden_layers)
+                .map(|layer| moh.layer(layer))
+                .map(|heads| (heads.shared.heads().collect::<Vec<_>>(), heads.top_k))
+                .collect::<Vec<_>>(),
+            "shared": matches!(shared, Shared::Given),
+            "refit": refit,
+            "length": self.tokens.length(),
+            "tokens": blake3::hash(&ids).to_hex().as_str(),
+        });
+        blake3::hash(described.to_string().as_bytes()).to_hex().to_string()
+    }
+
+    /// Measures on the first rank, in a thread, while the ranks exchange whether one of them was asked to stop;
+    /// `None` on the others.
+    fn on_first_rank<B: Backend + Clone>(
+        &self,
+        backend: &B,
+        ranks: &mut Ranks<B>,
+        stop: &AtomicBool,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Option<CalibrationRecord>, Error> {
+        let is_asked = || stop.load(Ordering::Relaxed);
+        if !ranks.is_first() {
+            while !ranks.any_of([is_asked(), false])?[1] {}
+            return Ok(None);
+        }
+        let stops = AtomicBool::new(false);
+        let (sender, layers) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let (backend, stops) = (backend.clone(), &stops);
+            let work = scope.spawn(move || {
+                let mut progress = |done: usize, total: usize| {
+                    // Whoever hears it may have failed.
+                    let _ = sender.send((done as u64, total as u64));
+                    match stops.load(Ordering::Relaxed) {
+                        true => ControlFlow::Break(()),
+                        false => ControlFlow::Continue(()),
+                    }
+                };
+                self.measure(&backend, &mut progress)
+            });
+            loop {
+                match layers.recv_timeout(EXCHANGE_EVERY) {
+                    Ok((done, total)) => events(Event::Calibrating { done, total }),
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Err(RecvTimeoutError::Disconnected) => break,
+                }
+                match ranks.any_of([is_asked(), false]) {
+                    Ok([asked, _]) => stops.fetch_or(asked, Ordering::Relaxed),
+                    Err(error) => {
+                        stops.store(true, Ordering::Relaxed);
+                        return Err(error.into());
+                    }
+                };
+            }
+            ranks.any_of([false, true])?;
+            work.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    /// Measures, and writes the result.
+    fn measure<B: Backend + Clone>(
+        &self,
+        backend: &B,
+        progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
+    ) -> Result<Option<CalibrationRecord>, Error> {
+        let weights = self.weights()?;
+        let projections = self.run.calibrated_projections(self.step);
+        let mut writer = match self.options.refit {
+            true => Some(ProjectionWriter::create(&projections, &self.dense)?),
+            false => None,
+        };
+        let found = calibrate::<B, Failure>(
+            backend,
+            &self.dense,
+            &self.options,
+            &self.tokens,
+            &mut |name, values| Ok(self.read(&weights, name, values)?),
+            // Layers come in order.
+            &mut |_, values| writer.as_mut().map_or(Ok(()), |writer| Ok(writer.add(values)?)),
+            progress,
+        );
+        let found = found.map_err(|failure| match failure {
+            Failure::Run(error) => error,
+            Failure::Calibration(source) => error(self.recipe, self.stage, source),
+        })?;
+        let Some(found) = found else { return Ok(None) };
+        let hashes = writer.map_or(Ok(Vec::new()), ProjectionWriter::finish)?;
+        let (identity, tokens) = (self.identity(&weights), self.tokens.ids().len());
+        let record =
+            CalibrationRecord::new(identity, (self.stage, self.step), tokens, &found, hashes);
+        let path = self.run.calibration(self.step);
+        moh_files::write(&path, &record.text(&path)?).map_err(moh_files::io(&path))?;
+        Ok(Some(record))
+    }
+
+    /// Reads a tensor that is measured.
+    fn read(&self, weights: &Weights<'_>, name: &str, values: &mut [f32]) -> Result<(), Error> {
+        match weights {
+            Weights::Checkpoint(stored) => Ok(stored.read_f32(TensorKind::Weight, name, values)?),
+            Weights::Initial(source, segments) => match segments.get(name) {
+                Some(segment) => source.fill(segment, values),
+                None => {
+                    let reason = format!("the run's model has no {name}");
+                    Err(moh_files::unusable(self.run.root(), reason).into())
+                }
+            },
+        }
+    }
+}
+
+/// Why a calibration ended.
+enum Failure {
+    Run(Error),
+    Calibration(moh_calibrate::Error),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Failure::Run(error)
+    }
+}
+
+impl From<moh_model::Error> for Failure {
+    fn from(error: moh_model::Error) -> Self {
+        Failure::Run(error.into())
+    }
+}
+
+impl From<moh_calibrate::Error> for Failure {
+    fn from(error: moh_calibrate::Error) -> Self {
+        match error {
+            moh_calibrate::Error::Model(error) => Failure::Run(error.into()),
+            error => Failure::Calibration(error),
+        }
+    }
+}
+
+fn error(recipe: &Recipe, stage: &str, source: moh_calibrate::Error) -> Error {
+    let (path, source) = (recipe.run.dir.clone(), Box::new(source));
+    Error::Calibration { path, stage: stage.to_owned(), source }
+}
+
+/// The tokens of the first samples from `first` on, without the token after each.
+fn first_tokens(
+    data: &TrainingData,
+    first: u64,
+    calibration: &CalibrationOptions,
+) -> Result<Vec<u32>, Error> {
+    let length = data.sequence_length();
+    let mut window = vec![0; length + 1];
+    let mut ids = Vec::new();
+    for number in first..first.saturating_add(calibration.sequences(length)) {
+        data.sample(number, &mut window, None)?;
+        ids.extend_from_slice(&window[..length]);
+    }
+    Ok(ids)
+}
+
+/// The attention of the stage `index`, whose model had that of `before`: the recipe's, but for heads that a stage
+/// before it has calibrated. Of a stage that is calibrated itself, without the calibration.
+///
+/// # Errors
+/// Fails if the recipe's heads do not fit the model.
+pub(crate) fn attention_of(
+    recipe: &Recipe,
+    index: usize,
+    source: &ModelSource,
+    before: Option<&MohConfig>,
+) -> Result<Option<MohConfig>, Error> {
+    let Some(stage) = recipe.stages.get(index) else { return Ok(before.cloned()) };
+    let moh = stage.moh_config(source.original_config())?;
+    let keeps = stage.calibration().is_none() && recipe.calibrated_stage(index).is_some();
+    Ok(match (moh, before) {
+        (Some(moh), Some(before)) if keeps => {
+            Some(MohConfig { shared_heads: before.shared_heads.clone(), ..moh })
+        }
+        (moh, _) => moh,
+    })
+}

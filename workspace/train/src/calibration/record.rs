@@ -1,0 +1,260 @@
+//! What a calibration has chosen, in a file of the run directory. It has the identity of what was measured: a result
+//! of other weights, tokens or options is not used.
+
+use std::path::Path;
+
+use moh_calibrate::Calibration;
+use moh_files::unless_missing;
+use moh_kernels::{Backend, Element};
+use moh_model::{Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
+use moh_run_directory::RunDirectory;
+use moh_run_log::{CalibratedLayer, StageCalibration};
+use moh_step::OptimizerState;
+use serde::{Deserialize, Serialize};
+
+use super::projections::{ProjectionReader, layer_of};
+use crate::Error;
+
+/// The version of the file's format.
+const FORMAT: u32 = 1;
+/// Maximum bytes of the file.
+const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// The result of a calibration.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct CalibrationRecord {
+    /// Version of the format.
+    format: u32,
+    /// BLAKE3 of what was measured, and how.
+    pub(super) identity: String,
+    /// What was chosen.
+    pub calibration: StageCalibration,
+    /// BLAKE3 of each layer's output projection, in order; none if they stay as they are.
+    projections: Vec<String>,
+}
+
+impl CalibrationRecord {
+    /// The record of a calibration of a stage after `step` steps on so many tokens.
+    pub(super) fn new(
+        identity: String,
+        (stage, step): (&str, u64),
+        tokens: usize,
+        found: &Calibration,
+        projections: Vec<String>,
+    ) -> Self {
+        let layer = |layer: &moh_calibrate::LayerCalibration| CalibratedLayer {
+            shared_heads: layer.shared.heads().collect(),
+            routed_top_k: layer.top_k,
+            error_before: layer.error_before,
+            error: layer.error,
+        };
+        let calibration = StageCalibration {
+            stage: stage.to_owned(),
+            step,
+            tokens: tokens as u64,
+            loss_dense: found.losses.dense,
+            loss_given: found.losses.given,
+            loss: found.losses.calibrated,
+            refit: !projections.is_empty(),
+            layers: found.layers.iter().map(layer).collect(),
+        };
+        CalibrationRecord { format: FORMAT, identity, calibration, projections }
+    }
+
+    /// Reads the record of a calibration after `step` steps; `None` if there is none.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be read, or is no record.
+    pub(crate) fn read(run: &RunDirectory, step: u64) -> Result<Option<Self>, Error> {
+        let path = run.calibration(step);
+        let Some(file) = unless_missing(&path, std::fs::metadata(&path))? else { return Ok(None) };
+        if file.len() > MAX_FILE_BYTES {
+            let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", file.len());
+            return Err(moh_files::unusable(&path, reason).into());
+        }
+        let text = std::fs::read(&path).map_err(moh_files::io(&path))?;
+        Self::parse(&text, &path).map(Some)
+    }
+
+    /// The record in a text; messages name it `path`.
+    pub(super) fn parse(text: &[u8], path: &Path) -> Result<Self, Error> {
+        let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
+        let record: Self = serde_json::from_slice(text).map_err(|error| {
+            refuse(format!(
+                "not the result of a calibration ({error}): remove it, and the run measures again"
+            ))
+        })?;
+        if record.format != FORMAT {
+            return Err(refuse(format!(
+                "format {}, but this version reads {FORMAT}: use the version that wrote it, or remove the file",
+                record.format
+            )));
+        }
+        let layers = record.calibration.layers.len();
+        let count = if record.calibration.refit { layers } else { 0 };
+        if record.projections.len() != count {
+            let reason =
+                format!("{} output projections of {layers} layers", record.projections.len());
+            return Err(refuse(reason));
+        }
+        Ok(record)
+    }
+
+    pub(super) fn text(&self, path: &Path) -> Result<Vec<u8>, Error> {
+        Ok(serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?)
+    }
+
+    /// The routing that was chosen, with the stage's router.
+    ///
+    /// # Errors
+    /// Fails if the record's heads are not those of the model that `config` describes.
+    pub(crate) fn moh(
+        &self,
+        router: RouterKind,
+        config: &ModelConfig,
+    ) -> Result<MohConfig, moh_model::Error> {
+        let layers = &self.calibration.layers;
+        let ids: Vec<Vec<usize>> = layers.iter().map(|layer| layer.shared_heads.clone()).collect();
+        let moh = MohConfig {
+            router,
+            shared_heads: SharedHeadSets::from_ids(&ids)?,
+            routed_top_k: layers.iter().map(|layer| layer.routed_top_k).collect(),
+        };
+        config.check_moh(&moh)?;
+        Ok(moh)
+    }
+
+    /// Whether the output projections of the run are those of the record, on the first rank.
+    pub(super) fn has_projections(&self, run: &RunDirectory, config: &ModelConfig) -> bool {
+        let check = || {
+            if self.projections.is_empty() {
+                return Ok(());
+            }
+            let path = run.calibrated_projections(self.calibration.step);
+            let mut reader = ProjectionReader::open(&path, config)?;
+            let mut layers = self.projections.iter().enumerate();
+            layers.try_for_each(|(layer, hash)| reader.read(layer, hash).map(|_| ()))
+        };
+        let checked: Result<(), Error> = check();
+        checked.is_ok()
+    }
+
+    /// Gives this rank's part of a model the output projections, each rank its slices.
+    ///
+    /// # Errors
+    /// Fails if the file with them is missing or damaged, and if the device fails.
+    pub(crate) fn apply<B: Backend + Clone, T: Element, M: Element>(
+        &self,
+        run: &RunDirectory,
+        model: &mut Model<B, T>,
+        optimizer: &mut OptimizerState<B, M>,
+    ) -> Result<(), Error> {
+        if self.projections.is_empty() {
+            return Ok(());
+        }
+        let path = run.calibrated_projections(self.calibration.step);
+        let mut reader = ProjectionReader::open(&path, model.config())?;
+        let layout = model.layout().clone();
+        for (flat, segment) in layout.segments() {
+            let layer = layer_of(&segment.name);
+            let hash = layer.and_then(|layer| self.projections.get(layer));
+            let Some((layer, hash)) = layer.zip(hash) else { continue };
+            let whole = reader.read(layer, hash)?;
+            let runs = segment.slice.runs(0..segment.slice.len());
+            let own = runs.iter().flat_map(|run| &whole[run.whole..run.whole + run.len]).copied();
+            optimizer.set_weights(model, (flat, segment), &own.collect::<Vec<f32>>())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_hf::ConfigFile;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// The record of two layers with refitted projections.
+    fn record() -> Value {
+        let layer = |heads: &[usize]| {
+            json!({
+                "shared_heads": heads, "routed_top_k": 1, "error_before": 0.5, "error": 0.25,
+            })
+        };
+        json!({
+            "format": 1,
+            "identity": "ab",
+            "calibration": {
+                "stage": "moh", "step": 5, "tokens": 128, "loss_dense": 1.0, "loss_given": null,
+                "loss": 2.0, "refit": true, "layers": [layer(&[0, 3]), layer(&[1, 2])],
+            },
+            "projections": ["cd", "ef"],
+        })
+    }
+
+    fn parse(record: &Value) -> Result<CalibrationRecord, Error> {
+        CalibrationRecord::parse(record.to_string().as_bytes(), Path::new("record.json"))
+    }
+
+    fn config(layers: usize) -> ModelConfig {
+        let fields = json!({
+            "model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": layers, "num_attention_heads": 4, "max_position_embeddings": 64,
+        });
+        ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+    }
+
+    #[test]
+    fn a_record_reads_back_with_its_heads() {
+        let found = parse(&record()).unwrap();
+        assert!(found.calibration.loss_given.is_nan());
+        let again = found.text(Path::new("record.json")).unwrap();
+        let again = CalibrationRecord::parse(&again, Path::new("record.json")).unwrap();
+        assert_eq!((&again.identity, &again.projections), (&found.identity, &found.projections));
+        let moh = found.moh(RouterKind::QueryNorm, &config(2)).unwrap();
+        assert_eq!(moh.shared_heads.ids(), Some(vec![vec![0, 3], vec![1, 2]]));
+    }
+
+    #[test]
+    fn what_is_no_record_of_the_model_is_refused() {
+        let changed = |place: &str, value: Value| {
+            let mut record = record();
+            *record.pointer_mut(place).unwrap() = value;
+            record
+        };
+        for (record, expected) in [
+            (json!({}), "not the result of a calibration (missing field"),
+            (changed("/format", json!(2)), "format 2, but this version reads 1"),
+            (changed("/projections", json!(["cd"])), "1 output projections of 2 layers"),
+            (changed("/calibration/refit", json!(false)), "2 output projections of 2 layers"),
+            (changed("/calibration/step", json!(-1)), "not the result of a calibration"),
+        ] {
+            let message = parse(&record).unwrap_err().to_string();
+            assert!(
+                message.starts_with("record.json: ") && message.contains(expected),
+                "{message}"
+            );
+        }
+        let heads = "/calibration/layers/1/shared_heads";
+        for (record, layers) in [
+            (record(), 3),
+            (changed(heads, json!([1, 4])), 2),
+            (changed(heads, json!([1, 1])), 2),
+            (changed(heads, json!([1, 4000])), 2),
+            (changed(heads, json!([0, 1, 2])), 2),
+        ] {
+            let found = parse(&record).unwrap().moh(RouterKind::QueryNorm, &config(layers));
+            assert!(found.is_err(), "{record}");
+        }
+    }
+
+    #[test]
+    fn a_record_is_whole_or_none_in_bytes_of_any_kind() {
+        let text = record().to_string().into_bytes();
+        for end in 0..text.len() {
+            assert!(CalibrationRecord::parse(&text[..end], Path::new("record.json")).is_err());
+        }
+    }
+}

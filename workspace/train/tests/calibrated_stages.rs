@@ -1,0 +1,370 @@
+//! Stages whose conversion is measured: they begin with the heads and output projections of crate `moh-calibrate` on
+//! their first sequences, on any layout of ranks, and with the same bits after a stop or a kill at any moment.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod support;
+
+use std::cell::Cell;
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Shared, calibrate};
+use moh_checkpoint::StoredCheckpoint;
+use moh_device::OpenDevice;
+use moh_hf::ConfigFile;
+use moh_kernels::Cpu;
+use moh_plan::open_training;
+use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
+use moh_run_log::Summary;
+use moh_step::TensorKind;
+use moh_train::{Error, Event, Outcome, RunOptions};
+use safetensors::SafeTensors;
+use support::driver::{Start, finish, run_in, stop_at, watch};
+use support::on_ranks::on_ranks;
+use support::results::{Results, assert_alike};
+use support::{TestRun, copy_all};
+
+/// The second stage converts, after 5 steps of 8 samples, and is calibrated on 16 sequences.
+const SECOND: &str =
+    "stage.moh.moh={ shared_heads = 2, routed_top_k = 1, calibration = { tokens = 135 } }";
+/// The first stage does, and the second one keeps its heads.
+const FIRST: [&str; 3] = [
+    "stage.adapt.attention=moh",
+    "stage.adapt.moh={ shared_heads = 2, routed_top_k = 1, calibration = { tokens = 128 } }",
+    "stage.moh.moh={ shared_heads = 2, routed_top_k = 1 }",
+];
+
+fn recipe(place: &TestRun, name: &str, changes: &[&str]) -> Recipe {
+    let mut recipe = place.recipe(changes);
+    recipe.run.dir = place.dir.path().join(name);
+    recipe
+}
+
+fn run_of(recipe: &Recipe) -> RunDirectory {
+    RunDirectory::new(&recipe.run.dir)
+}
+
+/// What crate `moh-calibrate` finds for the checkpoint of `step` on 16 samples from `first` on, and the output
+/// projections.
+fn expected(recipe: &Recipe, step: u64, first: u64) -> (Calibration, Vec<Vec<f32>>) {
+    let run = run_of(recipe);
+    let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step).unwrap();
+    let config = moh_run_directory::config_file(&stored, Path::new("config.json")).unwrap().config;
+    let stage = stored.manifest().state.stage;
+    let data = &open_training(recipe, config.vocab_size).unwrap()[stage];
+    let mut ids = Vec::new();
+    for number in first..first + 16 {
+        let mut window = vec![0; data.sequence_length() + 1];
+        data.sample(number, &mut window, None).unwrap();
+        ids.extend_from_slice(&window[..data.sequence_length()]);
+    }
+    let tokens = CalibrationTokens::new(ids, data.sequence_length(), &config).unwrap();
+    let moh = recipe.stages[stage].moh_config(&config).unwrap().unwrap();
+    let options = CalibrationOptions { moh, shared: Shared::Calibrated, refit: true };
+    let mut projections = Vec::new();
+    let mut read = |name: &str, values: &mut [f32]| {
+        stored.read_f32(TensorKind::Weight, name, values).unwrap();
+        Ok::<_, moh_calibrate::Error>(())
+    };
+    let mut refitted = |_: usize, values: &[f32]| {
+        projections.push(values.to_vec());
+        Ok(())
+    };
+    let mut go_on = |_, _| std::ops::ControlFlow::Continue(());
+    let found =
+        calibrate(&Cpu, &config, &options, &tokens, &mut read, &mut refitted, &mut go_on).unwrap();
+    (found.unwrap(), projections)
+}
+
+/// The output projections of the export, layer after layer.
+fn exported(recipe: &Recipe) -> Vec<Vec<f32>> {
+    let bytes = fs::read(run_of(recipe).export().join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let layer = |layer: usize| {
+        let tensor = file.tensor(&format!("model.layers.{layer}.self_attn.o_proj.weight")).unwrap();
+        let values = tensor.data().chunks_exact(4);
+        values.map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+    };
+    (0..2).map(layer).collect()
+}
+
+#[test]
+fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
+    let place = TestRun::new();
+    // The output projections stay as the stage begins.
+    let frozen = "stage.moh.optimizer.groups={ attention = 0 }";
+    let recipe = recipe(&place, "run", &[SECOND, frozen, "checkpoint.keep=9"]);
+    let mut heard = None;
+    let outcome = watch(&recipe, |event, _| {
+        if let Event::Calibrated(calibration) = event {
+            heard = Some((*calibration).clone());
+        }
+    });
+    assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
+    let (calibration, projections) = expected(&recipe, 5, 40);
+    assert_eq!(exported(&recipe), projections);
+    let run = run_of(&recipe);
+    let config = ConfigFile::read(&run.export()).unwrap();
+    assert_eq!(config.config.moh, Some(calibration.moh.clone()));
+    assert_eq!(config.fields["moh_output_refitted"], true);
+    // The checkpoint of the boundary is the dense model's, and those of the stage have the heads.
+    let fields = |step| {
+        let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step).unwrap();
+        stored.manifest().config.clone()
+    };
+    assert!(
+        !fields(5).contains_key("moh_router") && !fields(5).contains_key("moh_output_refitted")
+    );
+    assert_eq!(fields(6)["moh_output_refitted"], true);
+    let summary = Summary::read(&run.summary()).unwrap().unwrap();
+    assert_eq!(summary.calibrations, [heard.unwrap()]);
+    let found = &summary.calibrations[0];
+    assert_eq!(
+        (found.stage.as_str(), found.step, found.tokens, found.refit),
+        ("moh", 5, 128, true)
+    );
+    let losses = [found.loss_dense, found.loss_given, found.loss];
+    let expected = calibration.losses;
+    assert_eq!(losses, [expected.dense, expected.given, expected.calibrated]);
+    for (found, expected) in found.layers.iter().zip(&calibration.layers) {
+        assert_eq!(found.shared_heads, expected.shared.heads().collect::<Vec<_>>());
+        assert_eq!((found.routed_top_k, found.error), (1, expected.error));
+        assert!(found.error.unwrap() < found.error_before);
+    }
+    let card = fs::read_to_string(run.export().join("README.md")).unwrap();
+    assert!(card.contains("Before stage moh the heads were measured on 128 tokens"), "{card}");
+}
+
+#[test]
+fn later_stages_keep_the_heads() {
+    let place = TestRun::new();
+    let recipe = recipe(&place, "run", &FIRST);
+    finish(&recipe);
+    let run = run_of(&recipe);
+    let summary = Summary::read(&run.summary()).unwrap().unwrap();
+    let heads: Vec<Vec<usize>> =
+        summary.calibrations[0].layers.iter().map(|layer| layer.shared_heads.clone()).collect();
+    let moh = ConfigFile::read(&run.export()).unwrap().config.moh.unwrap();
+    let kept = (0..2).map(|layer| moh.layer(layer).shared.heads().collect::<Vec<_>>());
+    assert_eq!(kept.collect::<Vec<_>>(), heads);
+    // The model as loaded, converted and after each stage, and no conversion between these.
+    assert_eq!(summary.evaluations.len(), 4);
+}
+
+#[test]
+fn the_given_heads_and_weights_can_stay() {
+    let place = TestRun::new();
+    let with = |name, options: &str| {
+        let moh = format!(
+            "stage.moh.moh={{ shared_head_ids = [[1, 3], [0, 2]], routed_top_k = 1{options} }}"
+        );
+        recipe(&place, name, &[&moh])
+    };
+    let refitted = with("refitted", ", calibration = { tokens = 128, shared = \"given\" }");
+    finish(&refitted);
+    let without = with("without", "");
+    finish(&without);
+    let moh = |recipe: &Recipe| ConfigFile::read(&run_of(recipe).export()).unwrap().config.moh;
+    assert_eq!(moh(&refitted), moh(&without));
+    assert_ne!(Results::of(&refitted).weights, Results::of(&without).weights);
+    // Chosen heads with the weights as they are.
+    let chosen = "stage.moh.moh={ shared_heads = 2, routed_top_k = 1, calibration = { tokens = 128, refit = false } }";
+    let chosen = recipe(&place, "chosen", &[chosen]);
+    finish(&chosen);
+    let run = run_of(&chosen);
+    assert!(run.calibration(5).is_file() && !run.calibrated_projections(5).exists());
+    let config = ConfigFile::read(&run.export()).unwrap();
+    assert!(!config.fields.contains_key("moh_output_refitted"));
+}
+
+#[test]
+fn a_stop_and_a_kill_leave_the_same_bits() {
+    let place = TestRun::new();
+    for (number, changes) in [
+        &[SECOND, "run.dtype=bf16"][..],
+        &[FIRST[0], FIRST[1], FIRST[2]],
+        &[FIRST[0], FIRST[1], FIRST[2], "run.dtype=bf16"],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let named = |name: &str| recipe(&place, &format!("{name}-{number}"), changes);
+        let whole = named("whole");
+        finish(&whole);
+        let stopped = named("stopped");
+        for step in [1, 4, 5, 6, 9] {
+            stop_at(&stopped, step);
+        }
+        finish(&stopped);
+        assert!(Results::of(&stopped) == Results::of(&whole), "{changes:?}: stopped");
+        // What a process that was killed after these steps would leave.
+        for step in [1, 5, 6] {
+            let killed = named(&format!("killed-{step}"));
+            let copy = named(&format!("copy-{step}"));
+            Start { copy_at: Some((step, &copy.run.dir)), ..Start::default() }
+                .run(&killed)
+                .unwrap();
+            finish(&copy);
+            assert!(Results::of(&copy) == Results::of(&whole), "{changes:?}: killed at {step}");
+        }
+    }
+}
+
+/// Runs a recipe to its end; returns whether it has measured.
+fn measures(recipe: &Recipe) -> bool {
+    let measured = Cell::new(false);
+    let outcome = watch(recipe, |event, _| {
+        measured.set(measured.get() || matches!(event, Event::Calibrating { .. }));
+    });
+    assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
+    measured.get()
+}
+
+#[test]
+fn a_result_is_used_again_if_it_is_whole_and_of_the_same_run() {
+    let place = TestRun::new();
+    let whole = recipe(&place, "whole", &[SECOND]);
+    assert!(measures(&whole));
+    let files = [RunDirectory::calibration, RunDirectory::calibrated_projections];
+    let before = recipe(&place, "before", &[SECOND]);
+    stop_at(&before, 5);
+    for (name, change) in [("same", None), ("identity", Some(0)), ("projections", Some(1))] {
+        let again = recipe(&place, name, &[SECOND]);
+        copy_all(&before.run.dir, &again.run.dir);
+        for (index, file) in files.iter().enumerate() {
+            let mut bytes = fs::read(file(&run_of(&whole), 5)).unwrap();
+            if change == Some(index) {
+                match index {
+                    0 => {
+                        let text = String::from_utf8(bytes).unwrap();
+                        bytes = text.replacen("\"identity\": \"", "\"identity\": \"0", 1).into();
+                    }
+                    _ => *bytes.last_mut().unwrap() ^= 1,
+                }
+            }
+            fs::write(file(&run_of(&again), 5), bytes).unwrap();
+        }
+        assert_eq!(measures(&again), change.is_some(), "{name}");
+        assert!(Results::of(&again) == Results::of(&whole), "{name}");
+    }
+}
+
+#[test]
+fn a_run_that_is_asked_to_stop_while_it_measures_goes_on_later() {
+    let place = TestRun::new();
+    let whole = recipe(&place, "whole", &[SECOND]);
+    finish(&whole);
+    let stopped = recipe(&place, "stopped", &[SECOND]);
+    let outcome = watch(&stopped, |event, stop| {
+        stop.fetch_or(matches!(event, Event::Calibrating { done: 0, .. }), Ordering::Relaxed);
+    });
+    assert_eq!(outcome.unwrap(), Outcome::Stopped { step: 5 });
+    assert!(!run_of(&stopped).calibration(5).exists());
+    assert!(measures(&stopped));
+    assert!(Results::of(&stopped) == Results::of(&whole));
+}
+
+fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
+    let outcomes = on_ranks(ranks, |world| {
+        run_in(world, recipe, RunOptions::new(&AtomicBool::new(false)), &mut |_| {})
+    });
+    for outcome in outcomes {
+        assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
+    }
+    Results::of(recipe)
+}
+
+#[test]
+fn every_layout_has_the_same_heads_and_projections() {
+    let place = TestRun::new();
+    for (number, changes, step) in [(0, &FIRST[..], 0), (1, &[SECOND], 5)] {
+        let layout = |name: &str, tensor: usize, pipeline: usize| {
+            let keys = ["adapt", "moh"].map(|stage| {
+                format!("stage.{stage}.parallel={{ tensor = {tensor}, pipeline = {pipeline} }}")
+            });
+            let keys = keys.iter().map(String::as_str);
+            let sizes = ["stage.adapt.micro_batch=1", "stage.moh.micro_batch=1"];
+            let changes: Vec<&str> = changes.iter().copied().chain(sizes).chain(keys).collect();
+            recipe(&place, name, &changes)
+        };
+        let one = layout(&format!("one-{number}"), 1, 1);
+        let reference = finish_on(1, &one);
+        let files = |recipe: &Recipe| {
+            let run = run_of(recipe);
+            fs::read(run.calibrated_projections(step)).unwrap()
+        };
+        let heads = |recipe: &Recipe| {
+            let summary = Summary::read(&run_of(recipe).summary()).unwrap().unwrap();
+            let layers = summary.calibrations[0].layers.clone();
+            layers.into_iter().map(|layer| layer.shared_heads).collect::<Vec<_>>()
+        };
+        for (ranks, tensor, pipeline) in [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (3, 1, 1)] {
+            let what = format!("{number}-{ranks}-{tensor}-{pipeline}");
+            let other = layout(&what, tensor, pipeline);
+            let found = finish_on(ranks, &other);
+            assert_eq!(heads(&other), heads(&one), "{what}");
+            // Of the same initial weights to the bit; sums of training have another order.
+            assert!(step > 0 || files(&other) == files(&one), "{what}");
+            assert_alike(&found, &reference, &what);
+        }
+    }
+}
+
+#[test]
+fn the_steps_of_a_calibrated_stage_are_replayed() {
+    let place = TestRun::new();
+    for (name, changes) in [("first", &FIRST[..]), ("second", &[SECOND, "run.dtype=bf16"])] {
+        let changes: Vec<&str> = changes.iter().copied().chain(["checkpoint.keep=9"]).collect();
+        let recipe = recipe(&place, name, &changes);
+        finish(&recipe);
+        let run = run_of(&recipe);
+        let replay = |step| {
+            let stored = Recipe::load(&run.recipe(), &[]).unwrap();
+            moh_train::replay(&run, stored, &run.recipe(), None, OpenDevice::Cpu, step)
+        };
+        for (step, line) in (1..).zip(&Results::of(&recipe).metrics) {
+            let found = replay(step).unwrap();
+            assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "{name} {step}");
+        }
+        let step = if name == "first" { 0 } else { 5 };
+        fs::remove_file(run.calibration(step)).unwrap();
+        let error = replay(step + 1).unwrap_err();
+        assert!(matches!(error, Error::NoCalibration { .. }), "{error}");
+        replay(10).unwrap();
+    }
+}
+
+#[test]
+fn another_run_continues_a_calibrated_stage() {
+    let place = TestRun::new();
+    let parent = recipe(&place, "parent", &[SECOND, "checkpoint.keep=9"]);
+    finish(&parent);
+    let mut child = recipe(&place, "child", &["stage.adapt.attention=moh"]);
+    child.model.new = None;
+    child.model.from = Some(format!("{}@8", parent.run.dir.display()));
+    child.stages.truncate(1);
+    finish(&child);
+    let [parent, child] =
+        [parent, child].map(|recipe| ConfigFile::read(&run_of(&recipe).export()).unwrap());
+    assert_eq!(child.config.moh.unwrap().shared_heads, parent.config.moh.unwrap().shared_heads);
+    assert_eq!(child.fields["moh_output_refitted"], true);
+}
+
+#[test]
+fn a_model_that_is_no_dense_one_is_refused() {
+    let place = TestRun::new();
+    let parent = recipe(&place, "parent", &[]);
+    finish(&parent);
+    let mut child = recipe(&place, "child", &FIRST);
+    child.model.new = None;
+    child.model.from = Some(run_of(&parent).export().display().to_string());
+    let error = Start::default().run(&child).unwrap_err().to_string();
+    assert!(
+        error.contains("stage.adapt.moh.calibration: the run's model is a Mixture-of-Head"),
+        "{error}"
+    );
+    assert!(!child.run.dir.exists());
+}
