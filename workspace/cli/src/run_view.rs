@@ -97,6 +97,9 @@ impl RunView {
             }
             Event::Rewound(rewind) => self.line(&describe_rewind(rewind)),
             Event::Calibrating { done, total } => {
+                if done == 0 {
+                    self.line(&format!("measuring the heads of {total} layers"));
+                }
                 if let Some(bar) = &self.bar {
                     bar.set_message(format!("measuring layers {done}/{total}"));
                 }
@@ -352,6 +355,34 @@ mod tests {
         };
         view.show(Event::Evaluated { evaluation: &evaluation, heads: 4 });
         assert_eq!(bar.message(), "");
+    }
+
+    #[test]
+    fn a_calibration_shows_its_losses_and_the_first_layers_heads() {
+        let layer = CalibratedLayer {
+            shared_heads: vec![0, 3],
+            routed_top_k: 1,
+            error_before: 0.5,
+            error: Some(0.25),
+        };
+        let mut calibration = StageCalibration {
+            stage: "moh".to_owned(),
+            step: 5,
+            tokens: 65_536,
+            loss_dense: 2.0,
+            loss_given: 2.5,
+            loss: 2.125,
+            refit: true,
+            layers: vec![layer.clone(); 2],
+        };
+        assert_eq!(
+            describe_calibration(&calibration),
+            "stage moh calibrated on 65,536 tokens: loss 2.1250, 2.0000 dense, 2.5000 without it; shared heads 0,3; \
+             0,3, output projections refitted"
+        );
+        calibration.layers = vec![layer; 9];
+        calibration.refit = false;
+        assert!(describe_calibration(&calibration).ends_with("; 0,3; .."));
     }
 
     #[test]

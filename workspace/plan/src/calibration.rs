@@ -10,6 +10,7 @@ use moh_model::{
 };
 use moh_recipe::{CalibrationOptions, DeviceKind, SharedChoice};
 
+use super::memory::fits_address_space;
 use super::work::Work;
 use crate::Error;
 
@@ -48,18 +49,24 @@ impl CalibrationCost {
         let (device_flops, host_flops) = operations(work, &calibration, moh, tokens);
         let (model, refit) = (&work.model, u64::from(calibration.refit));
         let (n, m) = (model.query_width() as u64, model.hidden_size as u64);
-        let projections = model.num_hidden_layers as u64 * n * m * F32;
+        let layers = model.num_hidden_layers as u64;
         Ok(Some(CalibrationCost {
             tokens,
             device_flops,
             host_flops,
             device_bytes: device_bytes(work, moh)?,
-            // Three residual streams; the sample of a search, twice while it is built; sums and factors of a fit.
-            host_bytes: (3 * tokens * m + search_tokens(tokens, n) * (2 * n + m)) * F32
-                + (2 * n * n + 4 * m * n) * F64,
-            file_bytes: refit * projections,
+            host_bytes: host_bytes(tokens, n, m),
+            file_bytes: refit.saturating_mul(layers * F32).saturating_mul(n * m),
         }))
     }
+}
+
+/// Memory of the host: three residual streams; the sample of a search, twice while it is built; sums and factors of a fit.
+fn host_bytes(tokens: u64, n: u64, m: u64) -> u64 {
+    let streams = tokens.saturating_mul(3 * m);
+    let sample = search_tokens(tokens, n).saturating_mul(2 * n + m);
+    let fit = (2 * n + 4 * m).saturating_mul(n * F64);
+    streams.saturating_add(sample).saturating_mul(F32).saturating_add(fit)
 }
 
 /// Tokens by which a search judges sets.
@@ -104,6 +111,9 @@ fn operations(
 
 /// Memory of the device: a block and the ends alone in f32, with their passes, and the sums of products.
 fn device_bytes(work: &Work, moh: &MohConfig) -> Result<u64, Error> {
+    if !fits_address_space(work) {
+        return Ok(u64::MAX);
+    }
     let memory = CountingMemory::new(match work.recipe.run.device {
         DeviceKind::Cpu => CountedDevice::Cpu,
         DeviceKind::Cuda => CountedDevice::Gpu,

@@ -323,7 +323,7 @@ fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
 }
 
 /// Whether every buffer's length fits a `usize`.
-fn fits_address_space(work: &Work) -> bool {
+pub(crate) fn fits_address_space(work: &Work) -> bool {
     let model = &work.model;
     let [hidden, mlp, heads] =
         [model.hidden_size, model.intermediate_size, model.num_attention_heads];

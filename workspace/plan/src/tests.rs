@@ -235,6 +235,20 @@ fn ranks_that_make_no_whole_models_are_refused() {
 }
 
 #[test]
+fn a_calibration_is_shown_of_the_stage_that_has_it() {
+    assert!(!plan(&[]).to_string().contains("Calibration"));
+    let calibrated = plan(&["stage.moh.moh.calibration={}"]).with_device_tflops(1.0).to_string();
+    let (_, shown) = calibrated.split_once("Calibration before a stage's first step").unwrap();
+    let line = |label: &str| {
+        let line = shown.lines().find(|line| line.trim_start().starts_with(label)).unwrap();
+        line.split_whitespace().rev().take(2).collect::<Vec<_>>()
+    };
+    assert_eq!(line("tokens"), ["65,536", "none"]);
+    // 5 layers of 64 x 64 in f32.
+    assert_eq!(line("file of output projections"), ["KiB", "80.00"]);
+}
+
+#[test]
 fn padding_grows_the_vocabulary() {
     let plan = plan(&["model.pad_vocab_to=1000"]);
     assert_eq!(plan.vocabulary, (512, 1000));
@@ -248,6 +262,7 @@ fn huge_numbers_saturate_and_print() {
         "stage.adapt.micro_batch=2147483648",
         "stage.adapt.batch_tokens=137438953472",
         "stage.adapt.tokens=9e15",
+        "stage.moh.moh.calibration={ tokens = 9e15 }",
     ];
     let text = plan(&huge).with_device_tflops(1e-9).to_string();
     assert!(text.contains("years") || text.contains("days"));

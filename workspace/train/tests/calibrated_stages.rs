@@ -16,13 +16,14 @@ use moh_device::OpenDevice;
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_plan::open_training;
-use moh_recipe::Recipe;
+use moh_recipe::{DistillOptions, Recipe, START};
 use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
 use moh_step::TensorKind;
 use moh_train::{Error, Event, Outcome, RunOptions};
 use safetensors::SafeTensors;
 use support::driver::{Start, finish, run_in, stop_at, watch};
+use support::faulty::{Fault, one_of, test_run};
 use support::on_ranks::on_ranks;
 use support::results::{Results, assert_alike};
 use support::{TestRun, copy_all};
@@ -267,6 +268,52 @@ fn a_run_that_is_asked_to_stop_while_it_measures_goes_on_later() {
     assert!(Results::of(&stopped) == Results::of(&whole));
 }
 
+#[test]
+fn a_rank_that_is_asked_to_stop_ends_the_measurement_of_the_first() {
+    let place = TestRun::new();
+    let recipe = recipe(&place, "stopped", &[SECOND]);
+    let asked = AtomicBool::new(false);
+    let outcomes = on_ranks(2, |world| {
+        // The signal reaches the second rank alone.
+        let never = AtomicBool::new(false);
+        let stop = if world.rank() == 1 { &asked } else { &never };
+        run_in(world, &recipe, RunOptions::new(stop), &mut |event| {
+            asked.fetch_or(matches!(event, Event::Calibrating { .. }), Ordering::Relaxed);
+        })
+    });
+    for outcome in outcomes {
+        assert_eq!(outcome.unwrap(), Outcome::Stopped { step: 5 });
+    }
+    finish(&recipe);
+    let summary = Results::of(&recipe).summary;
+    assert!(summary.contains("\"calibrations\""), "{summary}");
+}
+
+#[test]
+fn a_run_that_returns_to_the_stages_beginning_has_the_same_heads() {
+    // Steps 6 and 7, the first ones of the stage, are not applied: the run returns to step 5.
+    let place = test_run(&one_of([6, 7]), Fault::NotFinite);
+    let changes = [SECOND, "guard.patience=2", "guard.rewind=1", "run.dtype=bf16"];
+    let whole = recipe(&place, "whole", &changes);
+    let (measured, returned) = (Cell::new(0), Cell::new(0));
+    let outcome = watch(&whole, |event, _| match event {
+        Event::Calibrating { done: 0, .. } => measured.set(measured.get() + 1),
+        Event::Rewound(rewind) => {
+            assert_eq!(rewind.step, 5);
+            returned.set(returned.get() + 1);
+        }
+        _ => {}
+    });
+    assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
+    assert_eq!((measured.get(), returned.get()), (1, 1));
+    let summary = Summary::read(&run_of(&whole).summary()).unwrap().unwrap();
+    assert_eq!(summary.calibrations.len(), 1);
+    let stopped = recipe(&place, "stopped", &changes);
+    stop_at(&stopped, 6);
+    finish(&stopped);
+    assert!(Results::of(&stopped) == Results::of(&whole));
+}
+
 fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
     let outcomes = on_ranks(ranks, |world| {
         run_in(world, recipe, RunOptions::new(&AtomicBool::new(false)), &mut |_| {})
@@ -367,4 +414,36 @@ fn a_model_that_is_no_dense_one_is_refused() {
         "{error}"
     );
     assert!(!child.run.dir.exists());
+}
+
+#[test]
+fn the_teacher_of_the_start_is_the_model_before_its_refit() {
+    let place = TestRun::new();
+    let mut parent = recipe(&place, "parent", &[]);
+    parent.stages.truncate(1);
+    finish(&parent);
+    let child = |name: &str| {
+        let mut child = recipe(&place, name, &FIRST);
+        child.model.new = None;
+        child.model.from = Some(run_of(&parent).export().display().to_string());
+        for stage in &mut child.stages {
+            stage.distill = Some(DistillOptions {
+                teacher: START.to_owned(),
+                weight: 1.0,
+                cross_entropy: 1.0,
+                temperature: 1.0,
+            });
+        }
+        child
+    };
+    let whole = child("whole");
+    finish(&whole);
+    let first = Results::of(&whole).metrics[0]["distillation_loss"].as_f64().unwrap();
+    assert!(first > 0.0, "{first}");
+    let stopped = child("stopped");
+    for step in [2, 6] {
+        stop_at(&stopped, step);
+    }
+    finish(&stopped);
+    assert!(Results::of(&stopped) == Results::of(&whole));
 }
