@@ -8,7 +8,7 @@ use moh_model::{BlockPass, EndsPass, ModelConfig, MohConfig, SharedHeadSets};
 use ndarray::Array2;
 
 use crate::products::ProductSums;
-use crate::search::LayerSample;
+use crate::search::{LayerSample, judged_outputs};
 use crate::selection::{Ranking, Scores};
 use crate::{CalibrationTokens, Error, RIDGE, Result, matrix};
 
@@ -131,6 +131,8 @@ struct Job<'a, B: Backend> {
     tokens: &'a CalibrationTokens,
     block: BlockPass<B>,
     sums: ProductSums<'a, B>,
+    /// Of the outputs by which sets are judged.
+    judged_sums: ProductSums<'a, B>,
     streams: Streams,
 }
 
@@ -167,6 +169,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             tokens,
             block: BlockPass::new(backend.clone(), &of_block, batch, length)?,
             sums: ProductSums::new(backend, tokens.pass(), inputs, width)?,
+            judged_sums: ProductSums::new(backend, tokens.pass(), inputs, judged_outputs(width))?,
             streams: Streams { given: dense.clone(), calibrated: dense.clone(), dense },
         })
     }
@@ -248,7 +251,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         }
         let sample = self.sample(projection)?;
         let numbers = self.numbers(counts.shared.len(), counts.active());
-        let chosen = sample.best_set(&mut self.sums, &numbers, counts.active())?.heads;
+        let chosen = sample.best_set(&mut self.judged_sums, &numbers, counts.active())?.heads;
         Ok(MohConfig {
             shared_heads: SharedHeadSets::Sets(vec![chosen.shared]),
             routed_top_k: chosen.top_k.into(),
@@ -285,9 +288,10 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             let after = self.block.forward(x, None)?.after_attention;
             targets.extend(after.iter().zip(x).map(|(after, before)| after - before));
         }
-        let outputs: Array2<f32> = matrix(&outputs, inputs);
-        let (weight, pass) = (matrix(projection, inputs), self.tokens.pass());
-        Ok(LayerSample { scores, ranking, outputs, targets, weight, pass })
+        let (outputs, weight) = (matrix(&outputs, inputs), matrix(projection, inputs));
+        let targets: Array2<f32> = matrix(&targets, width);
+        let pass = self.tokens.pass();
+        Ok(LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass))
     }
 
     /// The mean cross-entropies by the streams behind the last layer.

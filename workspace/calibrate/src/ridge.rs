@@ -67,6 +67,37 @@ impl Products {
     /// [`Error::NotFinite`] if a product is not finite, [`Error::Singular`] if F^T F + lambda I is not
     /// positive definite.
     pub fn fit(&self, start: ArrayView2<'_, f64>, ridge: f64) -> Result<Fit> {
+        let factor = self.factor(ridge)?;
+        let mut weight = self.cross.clone();
+        self.rows(&mut weight, start, |mut rows, start| {
+            solve_forwards(factor.view(), rows.view_mut());
+            solve_backwards(factor.view(), rows.view_mut());
+            rows += &start;
+        });
+        let error = self.error(weight.view());
+        Ok(Fit { weight, error })
+    }
+
+    /// (|Y - F W^T|^2 + lambda |W - W0|^2) / |Y|^2 of [`Self::fit`], without W: half of its work; 0 where Y is zero.
+    ///
+    /// # Errors
+    /// As [`Self::fit`].
+    pub fn least(&self, start: ArrayView2<'_, f64>, ridge: f64) -> Result<f64> {
+        let factor = self.factor(ridge)?;
+        let mut weight = self.cross.clone();
+        // With B L^-T = Z, which is |Y - F W0^T|^2 - |Z|^2; the former is |Y|^2 - <W0, Y^T F + B>.
+        let gains = self.rows(&mut weight, start, |mut rows, start| {
+            let of_start: f64 = rows.iter().zip(&start).map(|(b, w)| b * w).sum();
+            solve_forwards(factor.view(), rows.view_mut());
+            of_start + rows.iter().map(|z| z * z).sum::<f64>()
+        });
+        let of_start: f64 = start.iter().zip(&self.cross).map(|(w, c)| w * c).sum();
+        let least = self.target - of_start - gains.iter().sum::<f64>();
+        Ok(if self.target > 0.0 { least.max(0.0) / self.target } else { 0.0 })
+    }
+
+    /// The factor of F^T F + lambda I, in the lower triangle.
+    fn factor(&self, ridge: f64) -> Result<Array2<f64>> {
         let is_finite = |values: &Array2<f64>| values.iter().all(|value| value.is_finite());
         if !(is_finite(&self.gram) && is_finite(&self.cross) && self.target.is_finite()) {
             return Err(Error::NotFinite);
@@ -75,17 +106,23 @@ impl Products {
         let lambda = ridge * factor.diag().mean().unwrap_or(0.0);
         factor.diag_mut().iter_mut().for_each(|diagonal| *diagonal += lambda);
         cholesky(factor.view_mut())?;
-        // B = Y^T F - W0 F^T F; then W = W0 + B (F^T F + lambda I)^-1.
-        let mut weight = self.cross.clone();
-        let rows = weight.axis_chunks_iter_mut(Axis(0), ROWS);
+        Ok(factor)
+    }
+
+    /// Makes `cross`, a copy of Y^T F, B = Y^T F - W0 F^T F, and calls `with` with some rows of it and of W0 at a time.
+    fn rows<R: Send>(
+        &self,
+        cross: &mut Array2<f64>,
+        start: ArrayView2<'_, f64>,
+        with: impl Fn(ArrayViewMut2<'_, f64>, ArrayView2<'_, f64>) -> R + Sync,
+    ) -> Vec<R> {
+        let rows = cross.axis_chunks_iter_mut(Axis(0), ROWS);
         let rows: Vec<_> = rows.zip(start.axis_chunks_iter(Axis(0), ROWS)).collect();
-        rows.into_par_iter().for_each(|(mut rows, start)| {
+        let of_rows = |(mut rows, start): (ArrayViewMut2<'_, f64>, ArrayView2<'_, f64>)| {
             general_mat_mul(-1.0, &start, &self.gram, 1.0, &mut rows);
-            solve(factor.view(), rows.view_mut());
-            rows += &start;
-        });
-        let error = self.error(weight.view());
-        Ok(Fit { weight, error })
+            with(rows, start)
+        };
+        rows.into_par_iter().map(of_rows).collect()
     }
 }
 
@@ -150,11 +187,10 @@ fn substitute_backwards(factor: ArrayView2<'_, f64>, mut row: ndarray::ArrayView
     }
 }
 
-/// Replaces rows B by X with X L L^T = B.
-fn solve(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>) {
+/// Replaces rows B by X with X L^T = B.
+fn solve_forwards(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>) {
     let n = factor.nrows();
-    let blocks: Vec<usize> = (0..n).step_by(BLOCK).collect();
-    for &first in &blocks {
+    for first in (0..n).step_by(BLOCK) {
         let end = (first + BLOCK).min(n);
         let (mut known, mut rest) = rows.view_mut().split_at(Axis(1), end);
         let mut known = known.slice_mut(s![.., first..]);
@@ -163,7 +199,12 @@ fn solve(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>) {
         let below = factor.slice(s![end.., first..end]);
         general_mat_mul(-1.0, &known, &below.t(), 1.0, &mut rest);
     }
-    for &first in blocks.iter().rev() {
+}
+
+/// Replaces rows B by X with X L = B.
+fn solve_backwards(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>) {
+    let n = factor.nrows();
+    for first in (0..n).step_by(BLOCK).rev() {
         let end = (first + BLOCK).min(n);
         let (mut rest, mut known) = rows.view_mut().split_at(Axis(1), first);
         let mut known = known.slice_mut(s![.., ..end - first]);
@@ -214,6 +255,11 @@ mod tests {
             let residual = &targets - &inputs.dot(&fit.weight.t());
             let expected = residual.iter().map(|r| r * r).sum::<f64>() / products.target;
             prop_assert!((fit.error - expected).abs() < 1e-9, "{} {expected}", fit.error);
+            let change = &fit.weight - &start;
+            let penalty = lambda * change.iter().map(|c| c * c).sum::<f64>();
+            let least = products.least(start.view(), 1e-2).unwrap();
+            let expected = expected + penalty / products.target;
+            prop_assert!((least - expected).abs() < 1e-9, "{least} {expected}");
         }
     }
 

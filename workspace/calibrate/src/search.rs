@@ -10,7 +10,7 @@
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
 use moh_model::{LayerHeads, ModelConfig, MohConfig};
-use ndarray::{Array2, Axis, s};
+use ndarray::{Array2, ArrayView2, Axis, s};
 
 use crate::head_grams::HeadGrams;
 use crate::products::ProductSums;
@@ -25,6 +25,8 @@ const GRAM_TOKENS: usize = 2048;
 const ROUNDS: usize = 8;
 /// Most exchanges that a round judges.
 const EXCHANGES: usize = 8;
+/// Most outputs by which sets are judged: those of a wider layer are added up to so many sums, with signs.
+const OUTPUTS: usize = 256;
 
 /// The heads' outputs of a layer for some tokens, and the attention output that they had made.
 pub(crate) struct LayerSample {
@@ -32,23 +34,67 @@ pub(crate) struct LayerSample {
     pub ranking: Ranking,
     /// `[tokens, heads * head_dim]`.
     pub outputs: Array2<f32>,
-    /// The dense layer's attention output, `[tokens, width]`.
-    pub targets: Vec<f32>,
+    /// Sums of the dense layer's attention output, `[tokens, judged outputs]`.
+    targets: Vec<f32>,
+    /// The sums of the output projection, `[judged outputs, heads * head_dim]`.
+    judged: Array2<f64>,
     /// The output projection, `[width, heads * head_dim]`.
-    pub weight: Array2<f64>,
+    weight: Array2<f32>,
     /// Tokens of a pass.
-    pub pass: usize,
+    pass: usize,
 }
 
 /// A set of shared heads, and the error of the layer's attention output with it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Found {
     pub heads: LayerHeads,
-    /// Relative squared error after a fit.
+    /// Relative squared error after a fit, with the fit's penalty ([`Products::least`]).
     pub error: f64,
 }
 
+/// The outputs by which sets are judged in a layer of `width` outputs.
+pub(crate) fn judged_outputs(width: usize) -> usize {
+    width.min(OUTPUTS)
+}
+
+/// Adds up the rows of a matrix to at most [`OUTPUTS`] of them: row i to row i mod [`OUTPUTS`], with a sign. The
+/// square of a vector of such sums is on average, over signs, that of the vector (count sketch, Charikar et al. 2002),
+/// and one with the same signs compares sets.
+fn sums_of_rows(matrix: ArrayView2<'_, f32>) -> Array2<f64> {
+    let (width, columns) = matrix.dim();
+    let mut sums = Array2::zeros((judged_outputs(width), columns));
+    for (row, values) in matrix.rows().into_iter().enumerate() {
+        let mut sum = sums.row_mut(row % OUTPUTS);
+        sum.zip_mut_with(&values, |sum, &value| *sum += sign(row) * f64::from(value));
+    }
+    sums
+}
+
+/// 1 or -1, as the number's hash says (the finalizer of splitmix64); 1 below [`OUTPUTS`].
+fn sign(number: usize) -> f64 {
+    let mut hash = number as u64;
+    hash = (hash ^ (hash >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    hash = (hash ^ (hash >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    if number < OUTPUTS || (hash ^ (hash >> 31)) & 1 == 0 { 1.0 } else { -1.0 }
+}
+
 impl LayerSample {
+    /// Of the heads' outputs of some tokens, `[tokens, heads * head_dim]`, the attention output that they
+    /// make, `[tokens, width]`, and the output projection, in passes of `pass` tokens.
+    pub fn new(
+        scores: Scores,
+        ranking: Ranking,
+        outputs: Array2<f32>,
+        targets: ArrayView2<'_, f32>,
+        weight: Array2<f32>,
+        pass: usize,
+    ) -> Self {
+        let sums = sums_of_rows(targets.t());
+        let targets = sums.t().iter().map(|&y| y as f32).collect();
+        let judged = sums_of_rows(weight.view());
+        LayerSample { scores, ranking, outputs, targets, judged, weight, pass }
+    }
+
     /// The best set of shared heads of `active` active ones, with one of these numbers of heads.
     pub fn best_set<B: Backend>(
         &self,
@@ -201,7 +247,7 @@ impl LayerSample {
         top_k: usize,
     ) -> Result<Found> {
         let heads = self.layer_heads(set, top_k)?;
-        let (width, inputs) = self.weight.dim();
+        let (width, inputs) = self.judged.dim();
         let head_dim = inputs / self.ranking.heads;
         let (selector, mut active) = (self.scores.selector(heads), vec![false; self.ranking.heads]);
         let mut tokens = self.scores.tokens();
@@ -215,14 +261,14 @@ impl LayerSample {
             }
             sums.add(&masked, targets)?;
         }
-        let error = sums.take().fit(self.weight.view(), RIDGE)?.error;
+        let error = sums.take().least(self.judged.view(), RIDGE)?;
         Ok(Found { heads, error })
     }
 
     fn grams(&self) -> HeadGrams {
         let tokens = self.outputs.nrows().min(GRAM_TOKENS);
-        let weight = self.weight.mapv(|weight| weight as f32);
-        HeadGrams::new(self.outputs.slice(s![..tokens, ..]), weight.view(), self.ranking.heads)
+        let outputs = self.outputs.slice(s![..tokens, ..]);
+        HeadGrams::new(outputs, self.weight.view(), self.ranking.heads)
     }
 }
 
@@ -325,10 +371,9 @@ mod tests {
         let ranking = Ranking { router, heads, group: 2 };
         let mut scores = Scores::new(ranking);
         scores.add(&queries, head_dim);
-        let (outputs, weight) = (matrix::<f32>(&outputs, inputs), matrix::<f64>(&weight, inputs));
-        let exact = outputs.mapv(f64::from).dot(&weight.t());
-        let targets = exact.iter().map(|&y| y as f32).collect();
-        LayerSample { scores, ranking, outputs, targets, weight, pass }
+        let (outputs, weight) = (matrix::<f32>(&outputs, inputs), matrix::<f32>(&weight, inputs));
+        let targets = outputs.dot(&weight.t());
+        LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass)
     }
 
     #[test]
@@ -390,6 +435,17 @@ mod tests {
         assert!(found.error < 1e-6, "{}", found.error);
         let fewer = sample.judge(&mut sums, &[0, 3, 5], 4).unwrap();
         assert!(fewer.error > 1e-4, "{}", fewer.error);
+    }
+
+    #[test]
+    fn sums_of_outputs_keep_squares_about() {
+        let mut rng = StdRng::seed_from_u64(2);
+        let narrow = Array2::from_shape_fn((OUTPUTS, 3), |_| rng.random_range(-1f32..1.0));
+        assert_eq!(sums_of_rows(narrow.view()), narrow.mapv(f64::from));
+        let wide = Array2::from_shape_fn((16 * OUTPUTS, 20), |_| rng.random_range(-1f32..1.0));
+        let square = |sums: &Array2<f64>| sums.iter().map(|x| x * x).sum::<f64>();
+        let ratio = square(&sums_of_rows(wide.view())) / square(&wide.mapv(f64::from));
+        assert!((ratio - 1.0).abs() < 0.1, "{ratio}");
     }
 
     #[test]
