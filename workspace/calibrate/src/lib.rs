@@ -24,7 +24,7 @@ mod tokens;
 
 pub use error::{Error, Result};
 pub use layers::{Calibration, CalibrationOptions, LayerCalibration, Losses, Shared, calibrate};
-pub use search::most_fits;
+pub use search::{judged_outputs, most_fits};
 pub use tokens::CalibrationTokens;
 
 /// Lambda of the fits, in means of the diagonal of F^T F.

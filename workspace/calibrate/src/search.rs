@@ -53,7 +53,7 @@ pub(crate) struct Found {
 }
 
 /// The outputs by which sets are judged in a layer of `width` outputs.
-pub(crate) fn judged_outputs(width: usize) -> usize {
+pub fn judged_outputs(width: usize) -> usize {
     width.min(OUTPUTS)
 }
 

@@ -90,6 +90,8 @@ fn operations(
     let qkv = 2.0 * m * (n + 2.0 * model.key_value_width() as f64);
     let products = 2.0 * n * (n + m);
     let fit = n * n * n / 3.0 + 6.0 * m * n * n;
+    let judged = moh_calibrate::judged_outputs(model.hidden_size) as f64;
+    let judgement = n * n * n / 3.0 + 3.0 * judged * n * n;
     // The losses of three streams.
     let mut device = 3.0 * tokens * 2.0 * model.vocab_size as f64 * m;
     let mut host = 0.0;
@@ -102,8 +104,8 @@ fn operations(
         host += 2.0 * m * n * n + if calibration.refit { fit } else { 0.0 };
         if calibration.shared == SharedChoice::Calibrated {
             let fits = moh_calibrate::most_fits(model, moh, layer) as f64;
-            device += sample * (qkv + block + 2.0 * core(heads) + fits * products);
-            host += fits * fit;
+            device += sample * (qkv + block + 2.0 * core(heads) + fits * 2.0 * n * (n + judged));
+            host += fits * judgement;
         }
     }
     (device, host)
