@@ -59,6 +59,11 @@ impl Scores {
         }
     }
 
+    /// Adds tokens with these logits of all heads, `[tokens, heads]`.
+    pub fn add_logits(&mut self, logits: &[f32]) {
+        self.scores.extend(logits.iter().map(|&logit| f64::from(logit)));
+    }
+
     /// The scores of each token, in order.
     pub fn tokens(&self) -> impl Iterator<Item = &[f64]> + Clone {
         self.scores.chunks_exact(self.ranking.heads)
