@@ -32,7 +32,20 @@ pub enum Error {
         "the heads' outputs are all zero or depend on each other: the output projection has no fit"
     )]
     Singular,
-    /// A learned router's matrices are not in a dense model.
+    /// A number of active heads that the layers cannot have together.
+    #[error(
+        "{total} active heads in {layers} layers: must be a multiple of {unit}, at least {unit} a layer and at most \
+         all heads"
+    )]
+    Total {
+        /// Active heads.
+        total: usize,
+        /// Layers.
+        layers: usize,
+        /// Heads in whose multiples the router makes them active.
+        unit: usize,
+    },
+    /// A learned router's matrices are not in a dense model, and not fitted.
     #[error(
         "the router \"{router}\" has matrices that a dense model lacks, so that no heads can be measured by it: \
          choose another router"

@@ -4,13 +4,21 @@ use std::ops::ControlFlow;
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
-use moh_model::{BlockPass, EndsPass, ModelConfig, MohConfig, SharedHeadSets};
+use moh_model::{
+    BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig, RouterKind, SharedHeadSets,
+};
 use ndarray::Array2;
 
 use crate::products::ProductSums;
-use crate::search::{LayerSample, judged_outputs};
+use crate::router_fit::{RouterFit, RouterSums};
+use crate::search::{Found, LayerSample, judged_outputs};
 use crate::selection::{Ranking, Scores};
 use crate::{CalibrationTokens, Error, RIDGE, Result, matrix};
+
+mod costs;
+mod loading;
+
+use loading::{Fitted, RouterInput};
 
 /// Which heads are shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +29,9 @@ pub enum Shared {
     Calibrated,
     /// Chosen by measurement, their number too; as many heads are active as in the configuration.
     CalibratedNumber,
+    /// Chosen by measurement, their number and that of the active heads too: so many heads are active in
+    /// all layers together, a multiple of those that the router selects together.
+    CalibratedTotal(usize),
 }
 
 /// What a calibration chooses and changes.
@@ -35,11 +46,13 @@ pub struct CalibrationOptions {
 }
 
 impl CalibrationOptions {
-    /// Refuses learned routers, whose matrices a dense model does not have.
+    /// Refuses learned routers whose matrices cannot be fitted.
     fn check_router(&self) -> Result<()> {
-        match self.moh.router.has_matrices() {
-            true => Err(Error::Router { router: self.moh.router.name() }),
-            false => Ok(()),
+        match self.moh.router {
+            router if router.has_matrices() && router != RouterKind::Linear => {
+                Err(Error::Router { router: router.name() })
+            }
+            _ => Ok(()),
         }
     }
 }
@@ -66,6 +79,8 @@ pub struct LayerCalibration {
     pub error_before: f64,
     /// The same with the refitted one; `None` if none was.
     pub error: Option<f64>,
+    /// The matrix of the router "linear", in a layer with routed heads.
+    pub router: Option<RouterFit>,
 }
 
 /// Mean cross-entropies over the calibration tokens, in nats.
@@ -89,7 +104,9 @@ type OnProjection<'a, E> = &'a mut dyn FnMut(usize, &[f32]) -> Result<(), E>;
 ///
 /// `weights` writes each tensor by its name. `refitted` is called with each layer and its new output
 /// projection, `[hidden_size, heads * head_dim]`, and `progress` with the layers that are done and all; it
-/// can stop the calibration with `ControlFlow::Break`, which gives `Ok(None)`.
+/// can stop the calibration with `ControlFlow::Break`, which gives `Ok(None)`. With
+/// [`Shared::CalibratedTotal`] layers are measured, and conversions compared, before; so they count several
+/// times, and `weights` is asked again.
 ///
 /// # Errors
 /// Fails if `weights` or `refitted` fails, if the routing does not fit the model, if a fit is not
@@ -107,20 +124,38 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     config.check_moh(&options.moh)?;
     options.check_router()?;
     let mut job = Job::new(backend, config, options, tokens, weights)?;
-    let mut found = Vec::new();
-    for layer in 0..layers {
-        if progress(layer, layers).is_break() {
-            return Ok(None);
-        }
-        found.push(job.layer(layer, weights, refitted)?);
+    let mut steps = Steps { progress, done: 0, all: layers };
+    if let Shared::CalibratedTotal(total) = options.shared
+        && job.divide(total, weights, &mut steps)?.is_none()
+    {
+        return Ok(None);
     }
-    let losses = job.losses(weights)?;
+    let Some(found) = job.convert(weights, refitted, &mut steps)? else { return Ok(None) };
+    let Streams { dense, given, calibrated } = &job.streams;
+    let losses = job.losses(&[dense, given, calibrated], weights)?;
+    let losses = Losses { dense: losses[0], given: losses[1], calibrated: losses[2] };
     let moh = MohConfig {
         shared_heads: found.iter().map(|layer| layer.shared).collect(),
         routed_top_k: found.iter().map(|layer| layer.top_k).collect(),
         ..options.moh.clone()
     };
     Ok(Some(Calibration { moh, layers: found, losses }))
+}
+
+/// The work on layers, as a caller sees it.
+struct Steps<'p> {
+    progress: &'p mut dyn FnMut(usize, usize) -> ControlFlow<()>,
+    done: usize,
+    all: usize,
+}
+
+impl Steps<'_> {
+    /// Tells of the next layer; whether the work goes on.
+    fn next(&mut self) -> bool {
+        let next = (self.progress)(self.done, self.all).is_continue();
+        self.done += 1;
+        next
+    }
 }
 
 /// A calibration between two layers.
@@ -133,7 +168,20 @@ struct Job<'a, B: Backend> {
     sums: ProductSums<'a, B>,
     /// Of the outputs by which sets are judged.
     judged_sums: ProductSums<'a, B>,
+    /// Of a router whose matrix is fitted.
+    router_sums: Option<RouterSums<'a, B>>,
+    /// The heads of each layer that are chosen already.
+    chosen: Vec<Choice>,
     streams: Streams,
+}
+
+/// What is known of a layer's heads before its set is searched for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Choice {
+    /// Active heads.
+    active: usize,
+    /// Which ones, if a search has found them.
+    heads: Option<LayerHeads>,
 }
 
 /// The residual streams before a layer, `[tokens, hidden_size]`.
@@ -162,6 +210,10 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         drop(ends);
         let of_block = ModelConfig { moh: Some(options.moh.clone()), ..config.clone() };
         let (inputs, width) = (config.query_width(), config.hidden_size);
+        let router_sums =
+            || RouterSums::new(backend, tokens.pass(), width, config.num_attention_heads);
+        let router_sums = options.moh.router.has_matrices().then(router_sums).transpose()?;
+        let of_layer = |layer| Choice { active: options.moh.layer(layer).active(), heads: None };
         Ok(Job {
             backend,
             config,
@@ -170,8 +222,27 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             block: BlockPass::new(backend.clone(), &of_block, batch, length)?,
             sums: ProductSums::new(backend, tokens.pass(), inputs, width)?,
             judged_sums: ProductSums::new(backend, tokens.pass(), inputs, judged_outputs(width))?,
+            router_sums,
+            chosen: (0..config.num_hidden_layers).map(of_layer).collect(),
             streams: Streams { given: dense.clone(), calibrated: dense.clone(), dense },
         })
+    }
+
+    /// Converts the layers in order; `None` if the work is stopped.
+    fn convert<E: From<Error> + From<moh_model::Error>>(
+        &mut self,
+        weights: Source<'_, E>,
+        refitted: OnProjection<'_, E>,
+        steps: &mut Steps<'_>,
+    ) -> Result<Option<Vec<LayerCalibration>>, E> {
+        let mut found = Vec::new();
+        for layer in 0..self.config.num_hidden_layers {
+            if !steps.next() {
+                return Ok(None);
+            }
+            found.push(self.layer(layer, weights, refitted)?);
+        }
+        Ok(Some(found))
     }
 
     /// Chooses the shared heads of a layer, refits its output projection, and moves the residual streams
@@ -182,10 +253,8 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         weights: Source<'_, E>,
         refitted: OnProjection<'_, E>,
     ) -> Result<LayerCalibration, E> {
-        let projection = format!("model.layers.{layer}.self_attn.o_proj.weight");
-        let mut old = vec![0f32; self.config.hidden_size * self.config.query_width()];
-        weights(&projection, &mut old)?;
-        self.block.load(layer, &mut *weights)?;
+        let old = self.load_source(layer, weights)?;
+        let router = self.fit_router(layer, &old, RouterInput::Calibrated, weights)?;
         let in_layer = |error: Error| error.in_layer(layer);
         let moh = self.choose(layer, &old).map_err(in_layer)?;
         let products = self.measure::<E>(layer, &moh)?;
@@ -196,13 +265,8 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             let fit = products.fit(old.view(), RIDGE).map_err(in_layer)?;
             let new: Vec<f32> = fit.weight.iter().map(|&weight| weight as f32).collect();
             refitted(layer, &new)?;
-            self.block.load::<E>(layer, |name, values| match name == projection {
-                true => {
-                    values.copy_from_slice(&new);
-                    Ok(())
-                }
-                false => weights(name, values),
-            })?;
+            let fitted = Fitted { projection: Some(&new), router: router.as_ref() };
+            self.load(layer, fitted, weights)?;
             error = Some(fit.error);
         }
         let elements = self.tokens.pass() * self.config.hidden_size;
@@ -210,7 +274,15 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             x.copy_from_slice(&self.block.forward(x, Some(moh.clone()))?.output);
         }
         let heads = moh.layer(0);
-        Ok(LayerCalibration { shared: heads.shared, top_k: heads.top_k, error_before, error })
+        let routes = heads.shared.len() < self.config.num_attention_heads;
+        let router = router.filter(|_| routes);
+        Ok(LayerCalibration {
+            shared: heads.shared,
+            top_k: heads.top_k,
+            error_before,
+            error,
+            router,
+        })
     }
 
     /// The products of the fit of a layer with this routing, and the other streams behind the layer.
@@ -227,17 +299,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             let after = self.block.forward(dense, None)?;
             dense.copy_from_slice(&after.output);
             of_given.copy_from_slice(&self.block.forward(of_given, Some(given.clone()))?.output);
-            self.block.project(x)?;
-            let active = self.block.select(moh.clone())?;
-            let mut outputs = self.block.attend()?;
-            for (output, active) in outputs.chunks_exact_mut(self.config.head_dim).zip(active) {
-                if active == 0 {
-                    output.fill(0.0);
-                }
-            }
-            let targets: Vec<f32> =
-                after.after_attention.iter().zip(x).map(|(after, before)| after - before).collect();
-            self.sums.add(&outputs, &targets)?;
+            add_pass(self.config, &mut self.block, &mut self.sums, moh, x, &after.after_attention)?;
         }
         Ok(self.sums.take())
     }
@@ -246,28 +308,43 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
     fn choose(&mut self, layer: usize, projection: &[f32]) -> Result<MohConfig> {
         let given = alone(&self.options.moh, layer);
         let (counts, heads) = (given.layer(0), self.config.num_attention_heads);
+        let Choice { active, heads: known } = self.chosen[layer];
+        if let Some(known) = known {
+            return Ok(of_one_layer(&given, known));
+        }
         if self.options.shared == Shared::Given || counts.shared.len() == heads {
             return Ok(given);
         }
         let sample = self.sample(projection)?;
-        let numbers = self.numbers(counts.shared.len(), counts.active());
-        let chosen = sample.best_set(&mut self.judged_sums, &numbers, counts.active())?.heads;
-        Ok(MohConfig {
-            shared_heads: SharedHeadSets::Sets(vec![chosen.shared]),
-            routed_top_k: chosen.top_k.into(),
-            ..given
-        })
+        let given_number = (counts.active() == active).then_some(counts.shared.len());
+        let best = self.best_heads(&sample, given_number, active)?;
+        Ok(of_one_layer(&given, best.heads))
     }
 
-    /// The numbers of shared heads that are compared, beside which tokens select at least one head.
-    fn numbers(&self, given: usize, active: usize) -> Vec<usize> {
-        if self.options.shared != Shared::CalibratedNumber || !self.options.moh.router.selects() {
+    /// The best heads of a layer of which so many are active, `given` shared ones among those compared.
+    fn best_heads(
+        &mut self,
+        sample: &LayerSample,
+        given: Option<usize>,
+        active: usize,
+    ) -> Result<Found> {
+        let numbers = self.numbers(given, active);
+        sample.best_set(&mut self.judged_sums, &numbers, active)
+    }
+
+    /// The numbers of shared heads that are compared, `given` among them, beside which tokens select at least
+    /// one head, if the router selects any.
+    fn numbers(&self, given: Option<usize>, active: usize) -> Vec<usize> {
+        let ranking = Ranking::new(self.options.moh.router, self.config);
+        if !ranking.router.selects() {
+            return vec![active];
+        }
+        if let (Shared::Calibrated, Some(given)) = (self.options.shared, given) {
             return vec![given];
         }
-        let ranking = Ranking::new(self.options.moh.router, self.config);
         // All of a few, else quarters of the active heads.
         let step = if active <= 8 { 1 } else { active.div_ceil(4) };
-        let mut numbers: Vec<usize> = (0..active).step_by(step).chain([given]).collect();
+        let mut numbers: Vec<usize> = (0..active).step_by(step).chain(given).collect();
         numbers.retain(|&shared| shared < active && ranking.fits(shared, active - shared));
         numbers.sort_unstable();
         numbers.dedup();
@@ -283,7 +360,11 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         let (mut outputs, mut targets) = (Vec::new(), Vec::new());
         let passes = self.streams.dense.chunks_exact(elements);
         for x in passes.take(self.tokens.search_passes(inputs)) {
-            scores.add(&self.block.project(x)?, self.config.head_dim);
+            let queries = self.block.project(x)?;
+            match self.options.moh.router.has_matrices() {
+                true => scores.add_logits(&self.block.logits()?),
+                false => scores.add(&queries, self.config.head_dim),
+            }
             outputs.extend(self.block.attend()?);
             let after = self.block.forward(x, None)?.after_attention;
             targets.extend(after.iter().zip(x).map(|(after, before)| after - before));
@@ -294,32 +375,58 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         Ok(LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass))
     }
 
-    /// The mean cross-entropies by the streams behind the last layer.
+    /// The mean cross-entropies by residual streams behind the last layer, of the first tokens.
     fn losses<E: From<Error> + From<moh_model::Error>>(
-        &mut self,
+        &self,
+        streams: &[&[f32]],
         weights: Source<'_, E>,
-    ) -> Result<Losses, E> {
+    ) -> Result<Vec<f64>, E> {
         let (batch, length) = (self.tokens.batch(), self.tokens.length());
         let mut ends =
             EndsPass::new(self.backend.clone(), self.config, batch, length, &mut *weights)?;
-        let (pass, ids) = (self.tokens.pass(), self.tokens.ids());
-        let count = (ids.len() / length * (length - 1)) as f64;
-        let mut mean = |stream: &[f32]| {
-            let passes = stream.chunks_exact(pass * self.config.hidden_size);
+        let (pass, width) = (self.tokens.pass(), self.config.hidden_size);
+        let mean = |stream: &&[f32]| {
+            let passes = stream.chunks_exact(pass * width);
             let mut sum = 0.0;
-            for (x, ids) in passes.zip(ids.chunks_exact(pass)) {
+            for (x, ids) in passes.zip(self.tokens.ids().chunks_exact(pass)) {
                 sum += ends.cross_entropy(x, &EndsPass::<B>::targets(ids, length))?;
             }
-            Ok::<_, E>(sum / count)
+            Ok::<_, E>(sum / (stream.len() / width / length * (length - 1)) as f64)
         };
-        let Streams { dense, given, calibrated } = &self.streams;
-        Ok(Losses { dense: mean(dense)?, given: mean(given)?, calibrated: mean(calibrated)? })
+        streams.iter().map(mean).collect()
     }
+}
+
+/// Adds a pass to the sums of the fit of a layer with this routing: the residual stream `x` before it, and the
+/// dense model's one after attention.
+fn add_pass<B: Backend>(
+    config: &ModelConfig,
+    block: &mut BlockPass<B>,
+    sums: &mut ProductSums<'_, B>,
+    moh: &MohConfig,
+    x: &[f32],
+    after_attention: &[f32],
+) -> Result<()> {
+    block.project(x)?;
+    let active = block.select(moh.clone())?;
+    let mut outputs = block.attend()?;
+    for (output, active) in outputs.chunks_exact_mut(config.head_dim).zip(active) {
+        if active == 0 {
+            output.fill(0.0);
+        }
+    }
+    let targets: Vec<f32> =
+        after_attention.iter().zip(x).map(|(after, before)| after - before).collect();
+    sums.add(&outputs, &targets)
 }
 
 /// The routing of layer `layer` as that of a model of one layer.
 fn alone(moh: &MohConfig, layer: usize) -> MohConfig {
-    let heads = moh.layer(layer);
+    of_one_layer(moh, moh.layer(layer))
+}
+
+/// The routing of a model of one layer with these heads.
+fn of_one_layer(moh: &MohConfig, heads: LayerHeads) -> MohConfig {
     MohConfig {
         shared_heads: SharedHeadSets::Sets(vec![heads.shared]),
         routed_top_k: heads.top_k.into(),

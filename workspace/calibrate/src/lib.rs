@@ -10,20 +10,26 @@
 //!    model, and Y the dense model's residual stream after attention less the converted one's before it,
 //!    the ridge least-squares solution of F W_O^T = Y nearest to the old W_O ([`ridge`]).
 //!
+//! Before both, the matrix of a learned router is fitted. And before all, each layer's number of active heads can be
+//! chosen by what other numbers cost in loss.
+//!
 //! A layer and the residual streams of the calibration tokens are in memory, nothing else of the model.
 //! The same tokens give the same bits on a CPU, on any number of threads.
 
+mod budget;
 mod error;
 mod head_grams;
 mod layers;
 mod products;
 pub mod ridge;
+mod router_fit;
 mod search;
 mod selection;
 mod tokens;
 
 pub use error::{Error, Result};
 pub use layers::{Calibration, CalibrationOptions, LayerCalibration, Losses, Shared, calibrate};
+pub use router_fit::RouterFit;
 pub use search::{judged_outputs, most_fits};
 pub use tokens::CalibrationTokens;
 

@@ -63,6 +63,14 @@ impl Scores {
         scores.chunks_exact(self.ranking.units()).for_each(|token| self.push(token));
     }
 
+    /// Adds tokens with these logits of all heads, `[tokens, heads]`.
+    pub fn add_logits(&mut self, logits: &[f32]) {
+        for logits in logits.chunks_exact(self.ranking.heads) {
+            let scores: Vec<f64> = logits.iter().map(|&logit| f64::from(logit)).collect();
+            self.push(&scores);
+        }
+    }
+
     /// Adds a token with these scores of its units.
     fn push(&mut self, scores: &[f64]) {
         let mut order: Vec<u16> = (0..scores.len() as u16).collect();

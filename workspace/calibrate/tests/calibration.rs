@@ -66,14 +66,26 @@ fn run(config: &ModelConfig, options: &CalibrationOptions) -> (Calibration, Vec<
 
 /// The mean cross-entropy of a whole model over the calibration tokens, by its logits.
 fn loss(config: &ModelConfig, moh: Option<MohConfig>, projections: &[Vec<f32>]) -> f64 {
+    loss_with(config, moh, projections, &[])
+}
+
+/// The same, with the matrices of a router.
+fn loss_with(
+    config: &ModelConfig,
+    moh: Option<MohConfig>,
+    projections: &[Vec<f32>],
+    routers: &[Vec<f32>],
+) -> f64 {
     let config = ModelConfig { moh, ..config.clone() };
     let mut read = source(&config);
     let mut model =
         Model::<Cpu, f32>::new::<Error>(Cpu, config.clone(), LENGTH, |segment, values| {
             read(&segment.name, values)?;
-            for (layer, projection) in projections.iter().enumerate() {
-                if segment.name == format!("model.layers.{layer}.self_attn.o_proj.weight") {
-                    values.copy_from_slice(projection);
+            for (name, tensors) in [("o_proj", projections), ("router", routers)] {
+                for (layer, tensor) in tensors.iter().enumerate() {
+                    if segment.name == format!("model.layers.{layer}.self_attn.{name}.weight") {
+                        values.copy_from_slice(tensor);
+                    }
                 }
             }
             Ok(())
@@ -157,12 +169,132 @@ fn without_a_refit_the_weights_stay() {
 #[test]
 fn the_bits_do_not_depend_on_the_threads() {
     let config = config("llama");
-    let options = CalibrationOptions { moh: moh(4, 2), shared: Shared::Calibrated, refit: true };
-    let on = |threads| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        pool.install(|| run(&config, &options))
-    };
-    assert_eq!(on(1), on(3));
+    for (router, shared) in [
+        (RouterKind::QueryNorm, Shared::Calibrated),
+        (RouterKind::Linear, Shared::Calibrated),
+        (RouterKind::Linear, Shared::CalibratedTotal(14)),
+    ] {
+        let moh = MohConfig { router, ..moh(4, 2) };
+        let options = CalibrationOptions { moh, shared, refit: true };
+        let on = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| run(&config, &options))
+        };
+        assert_eq!(on(1), on(3));
+    }
+}
+
+#[test]
+fn layers_have_a_total_of_active_heads() {
+    let config = config("llama");
+    for (router, total, unit) in [
+        (RouterKind::QueryNorm, 13, 1),
+        (RouterKind::Static, 12, 1),
+        (RouterKind::Group, 12, 2),
+        (RouterKind::WithinGroup, 16, 4),
+        (RouterKind::Linear, 12, 1),
+        (RouterKind::QueryNorm, 3, 1),
+        (RouterKind::QueryNorm, 23, 1),
+    ] {
+        let moh = MohConfig { router, ..moh(0, 4) };
+        let moh = match router {
+            RouterKind::Static => {
+                MohConfig { shared_heads: 4.into(), routed_top_k: 0.into(), ..moh }
+            }
+            _ => moh,
+        };
+        let shared = Shared::CalibratedTotal(total);
+        let (found, projections) = run(&config, &CalibrationOptions { moh, shared, refit: true });
+        let active: Vec<usize> = (0..3).map(|layer| found.moh.layer(layer).active()).collect();
+        assert_eq!(active.iter().sum::<usize>(), total, "{router:?}: {active:?}");
+        assert!(active.iter().all(|&n| n >= unit && n.is_multiple_of(unit)), "{active:?}");
+        config.check_moh(&found.moh).unwrap();
+        assert_eq!(projections.len(), 3);
+        assert!((found.losses.given - found.losses.dense).abs() > 1e-6, "{router:?}");
+    }
+}
+
+/// The numbers that are chosen are those of a conversion that was compared with an even one.
+#[test]
+fn a_division_is_no_worse_than_the_same_number_in_each_layer() {
+    for (model_type, active) in [("llama", 3), ("llama", 6), ("qwen3", 4)] {
+        let config = config(model_type);
+        let moh = moh(active / 2, active - active / 2);
+        let run = |shared| {
+            let options = CalibrationOptions { moh: moh.clone(), shared, refit: true };
+            run(&config, &options).0
+        };
+        let even = run(Shared::CalibratedNumber);
+        let divided = run(Shared::CalibratedTotal(3 * active));
+        let (even, divided) = (even.losses.calibrated, divided.losses.calibrated);
+        assert!(divided <= even, "{model_type}, {active}: {divided} {even}");
+    }
+}
+
+#[test]
+fn a_total_that_layers_cannot_have_is_refused() {
+    let config = config("llama");
+    for (router, total) in [
+        (RouterKind::QueryNorm, 2),
+        (RouterKind::QueryNorm, 25),
+        (RouterKind::Group, 13),
+        (RouterKind::Group, 4),
+        (RouterKind::WithinGroup, 8),
+    ] {
+        let moh = MohConfig { router, ..moh(0, 4) };
+        let options =
+            CalibrationOptions { moh, shared: Shared::CalibratedTotal(total), refit: true };
+        let found = calibrate::<Cpu, Error>(
+            &Cpu,
+            &config,
+            &options,
+            &tokens(&config),
+            &mut source(&config),
+            &mut |_, _| Ok(()),
+            &mut |_, _| ControlFlow::Continue(()),
+        );
+        let message = found.unwrap_err().to_string();
+        let expected = format!("{total} active heads in 3 layers: must be a multiple of ");
+        assert!(message.starts_with(&expected), "{message}");
+    }
+}
+
+/// A whole model with the fitted rows has the measured loss, so it routes as the measurement did.
+#[test]
+fn rows_are_fitted_for_the_stream_that_the_router_reads() {
+    for model_type in ["llama", "qwen3"] {
+        let config = config(model_type);
+        let moh = MohConfig { router: RouterKind::Linear, ..moh(3, 2) };
+        let options = CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true };
+        let (found, projections) = run(&config, &options);
+        for layer in &found.layers {
+            let fit = layer.router.as_ref().unwrap();
+            assert_eq!(fit.rows.len(), 8 * 32);
+            assert!(fit.explained > 0.05 && fit.explained < 1.0, "{}", fit.explained);
+        }
+        let routers = found.layers.iter().map(|layer| layer.router.clone().unwrap().rows);
+        let routers: Vec<Vec<f32>> = routers.collect();
+        let expected = loss_with(&config, Some(found.moh.clone()), &projections, &routers);
+        let measured = found.losses.calibrated;
+        assert!((expected - measured).abs() < 1e-5, "{model_type}: {expected} {measured}");
+    }
+}
+
+#[test]
+fn routers_with_other_matrices_are_refused() {
+    let config = config("llama");
+    let moh = MohConfig { router: RouterKind::TwoStage, ..moh(3, 2) };
+    let found = calibrate::<Cpu, Error>(
+        &Cpu,
+        &config,
+        &CalibrationOptions { moh, shared: Shared::Calibrated, refit: true },
+        &tokens(&config),
+        &mut source(&config),
+        &mut |_, _| Ok(()),
+        &mut |_, _| ControlFlow::Continue(()),
+    );
+    let message = found.unwrap_err().to_string();
+    assert!(message.starts_with("the router \"two-stage\" has matrices"), "{message}");
 }
 
 #[test]

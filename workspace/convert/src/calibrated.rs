@@ -18,6 +18,8 @@ use crate::source::Source;
 
 /// The name of a block's output projection, after the block's own.
 const PROJECTION: &str = ".self_attn.o_proj.weight";
+/// The name of a block's router.
+const ROUTER: &str = ".self_attn.router.weight";
 
 /// A measured conversion of a model.
 #[derive(Debug)]
@@ -72,6 +74,9 @@ pub struct LayerReceipt {
     /// The same with the refitted one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<f64>,
+    /// The share of the heads' contributions, but for each token's mean, that the fit of a router explains.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub router_explained: Option<f64>,
 }
 
 impl Calibrated {
@@ -113,9 +118,15 @@ impl Calibrated {
         self.projections.is_some()
     }
 
-    /// Whether a tensor of the output is refitted.
+    /// Whether a tensor of the output is refitted, or the matrix of a router that was fitted.
     pub(crate) fn has_refitted(&self, tensor: &str) -> bool {
-        self.projections.is_some() && layer_of(tensor).is_some()
+        (self.projections.is_some() && layer_of(tensor).is_some()) || self.router(tensor).is_some()
+    }
+
+    /// The matrix of a layer's router that was fitted, by the tensor's name.
+    pub(crate) fn router(&self, tensor: &str) -> Option<&[f32]> {
+        let layer = self.calibration.layers.get(layer_with(tensor, ROUTER)?)?;
+        layer.router.as_ref().map(|fit| &fit.rows[..])
     }
 
     /// The refitted values of a tensor; `None` if it stays the source's.
@@ -134,6 +145,7 @@ impl Calibrated {
             routed_top_k: layer.top_k,
             error_before: layer.error_before,
             error: layer.error,
+            router_explained: layer.router.as_ref().map(|fit| fit.explained),
         };
         CalibrationReceipt {
             text: self.text.clone(),
@@ -149,7 +161,12 @@ impl Calibrated {
 
 /// The layer whose output projection a tensor is.
 pub(crate) fn layer_of(tensor: &str) -> Option<usize> {
-    tensor.strip_prefix("model.layers.")?.strip_suffix(PROJECTION)?.parse().ok()
+    layer_with(tensor, PROJECTION)
+}
+
+/// The layer whose tensor of the name `ending` a tensor is.
+fn layer_with(tensor: &str, ending: &str) -> Option<usize> {
+    tensor.strip_prefix("model.layers.")?.strip_suffix(ending)?.parse().ok()
 }
 
 struct Measurement<'a> {

@@ -10,11 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, bail};
 use clap::Args;
+use clap::error::ErrorKind;
 use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
 use moh_convert::{Calibrated, ConversionOptions};
 use moh_data::{JsonLines, TextTokenizer, TokenFile, Windows, with_ending};
 use moh_device::OpenDevice;
-use moh_model::{ModelConfig, SharedHeadSets};
+use moh_model::{Active, HeadCounts, ModelConfig, SharedHeadSets};
 use moh_program::arguments::at_least;
 use moh_program::models;
 use moh_program::progress::Bar;
@@ -97,17 +98,33 @@ impl SharedChoice {
 }
 
 impl CalibrationArguments {
-    /// Refuses options that need a calibration.
-    pub(crate) fn check(&self) -> Result<(), &'static str> {
+    /// Refuses options that need a calibration, and heads that are given where a measurement chooses them.
+    pub(crate) fn check(
+        &self,
+        active: Option<&Active>,
+        shared_heads: Option<&HeadCounts>,
+    ) -> Result<(), (ErrorKind, &'static str)> {
+        let chooses = matches!(active, Some(Active::Average(_)));
+        let gives = shared_heads.is_some()
+            || matches!(self.shared, Some(SharedChoice::First | SharedChoice::Ids(_)));
+        if chooses && gives {
+            let message = "--active auto:R chooses the heads of each layer: leave out --shared-heads, and --shared \
+                           but for calibrated";
+            return Err((ErrorKind::ArgumentConflict, message));
+        }
         if self.calibration.is_some() {
             return Ok(());
         }
+        let missing = |message| Err((ErrorKind::MissingRequiredArgument, message));
         match (&self.shared, self.refit) {
+            _ if chooses => {
+                missing("--active auto:R needs a text to measure heads on: --calibration")
+            }
             (Some(SharedChoice::Calibrated), _) => {
-                Err("--shared calibrated needs a text to measure heads on: --calibration")
+                missing("--shared calibrated needs a text to measure heads on: --calibration")
             }
             (_, Some(Switch::On)) => {
-                Err("--refit on needs a text to measure heads on: --calibration")
+                missing("--refit on needs a text to measure heads on: --calibration")
             }
             _ => Ok(()),
         }
@@ -124,13 +141,15 @@ impl CalibrationArguments {
     ) -> anyhow::Result<Option<Arc<Calibrated>>> {
         let Some(text) = &self.calibration else { return Ok(None) };
         let config = options.source_config()?;
+        let total = options.attention.total(&config)?;
         let Some(moh) = options.attention.configure(&config)? else {
             bail!(
                 "--calibration: a dense output has no heads to choose, leave out --attention dense"
             );
         };
-        let shared = match &self.shared {
-            Some(SharedChoice::First | SharedChoice::Ids(_)) => Shared::Given,
+        let shared = match (&self.shared, total) {
+            (_, Some(total)) => Shared::CalibratedTotal(total),
+            (Some(SharedChoice::First | SharedChoice::Ids(_)), _) => Shared::Given,
             _ if chooses_number => Shared::CalibratedNumber,
             _ => Shared::Calibrated,
         };

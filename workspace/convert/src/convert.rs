@@ -1,7 +1,7 @@
 //! Converts a checkpoint to Mixture-of-Head, or back to dense.
 //!
 //! A conversion changes no weight, unless the output projections are refitted ([`crate::calibrated`]), and adds those
-//! of a router with matrices: tensors are copied from the mapped source to the output in pieces, which several threads
+//! of a router with matrices, zeros or fitted ones: tensors are copied from the mapped source to the output in pieces, which several threads
 //! check and hash while they are written.
 //! The system reads the next pieces meanwhile (`read_ahead`), and what was written before is synced and read back
 //! ([`moh_hf::model_directory`]). On request the element type changes and the vocabulary grows (see
@@ -48,6 +48,21 @@ impl TargetAttention {
         match self {
             TargetAttention::Dense => Ok(None),
             TargetAttention::Moh(request) => Ok(Some(request.for_model(model)?)),
+        }
+    }
+
+    /// The active heads of all layers of `model` together, if a share of these is asked for.
+    ///
+    /// # Errors
+    /// Fails if the layers cannot have that share.
+    pub fn total(&self, model: &ModelConfig) -> Result<Option<usize>, Error> {
+        match self {
+            TargetAttention::Dense => Ok(None),
+            TargetAttention::Moh(request) => {
+                let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
+                let (layers, source) = (model.num_hidden_layers, model.moh.as_ref());
+                Ok(request.total(heads, kv_heads, layers, source)?)
+            }
         }
     }
 
@@ -234,8 +249,8 @@ pub(crate) struct Plan<'a> {
     pub tensors: Vec<TensorSpec>,
     /// `None` if the vocabulary stays as it is.
     expansion: Option<Expansion>,
-    /// A router's matrices that the source does not have. They begin as zeros, with which every head that
-    /// two-stage routing selects has weight 1.
+    /// A router's matrices that the source does not have. Those that a calibration did not fit begin as zeros,
+    /// with which every head that two-stage routing selects has weight 1.
     pub added: HashSet<String>,
 }
 
@@ -270,10 +285,11 @@ impl<'a> Plan<'a> {
             tensors.push(TensorSpec { name, shape, dtype });
         }
         if !added.is_empty()
+            && options.calibrated.is_none()
             && config.moh.as_ref().is_some_and(|moh| moh.router == RouterKind::Linear)
         {
-            let reason = "the router \"linear\" begins with matrices that are fitted to calibration data: \
-                          zeros or random ones would select heads that do not matter; choose another \
+            let reason = "the router \"linear\" begins with matrices that are fitted to a text, as zeros or random \
+                          ones would select heads that do not matter: give a text, --calibration, or choose another \
                           --router";
             return Err(Error::Option(reason.to_string()));
         }
@@ -331,7 +347,11 @@ impl<'a> Plan<'a> {
                 return write_refitted(weights, spec, &values, &mut read_ahead, &mut counted);
             }
             if self.added.contains(&spec.name) {
-                return write_zeros(spec, &mut counted);
+                let fitted = options.calibrated.as_ref().and_then(|it| it.router(&spec.name));
+                return match fitted {
+                    Some(values) => write_fitted(spec, values, &mut counted),
+                    None => write_zeros(spec, &mut counted),
+                };
             }
             let expansion = self.expansion_of(&spec.name);
             write_tensor(weights, spec, expansion, &mut read_ahead, &mut counted)
@@ -395,7 +415,29 @@ fn write_refitted(
     Ok(())
 }
 
-/// Writes the tensor of a router that the source does not have.
+/// Writes the tensor of a router that was fitted.
+fn write_fitted(
+    spec: &TensorSpec,
+    values: &[f32],
+    sink: &mut Sink<'_, Error>,
+) -> Result<(), Error> {
+    let mut bytes = Vec::new();
+    for values in values.chunks(PIECE_BYTES / 4) {
+        bytes.resize(values.len() * spec.dtype.bytes(), 0);
+        spec.dtype.write(values, &mut bytes);
+        if first_not_finite(spec.dtype, &bytes).is_some() {
+            return Err(Error::Option(format!(
+                "{} has a value that {} cannot hold: choose another --dtype",
+                spec.name,
+                spec.dtype.torch_name()
+            )));
+        }
+        sink(&bytes)?;
+    }
+    Ok(())
+}
+
+/// Writes the tensor of a router that the source does not have, with the values that it begins with.
 fn write_zeros(spec: &TensorSpec, sink: &mut Sink<'_, Error>) -> Result<(), Error> {
     let zeros = vec![0; PIECE_BYTES];
     let bytes = spec.num_bytes();

@@ -51,7 +51,7 @@ struct Arguments {
     attention: Option<AttentionKind>,
     /// Router: query-norm, group (whole groups of heads that read one key/value head), within-group (as many
     /// heads of every group), static (shared heads alone), two-stage (learned, with weights of 1 at first) or
-    /// linear (learned) [default: a Mixture-of-Head model's own, or query-norm]
+    /// linear (learned, fitted by --calibration) [default: a Mixture-of-Head model's own, or query-norm]
     #[arg(long, value_name = "NAME", value_parser = routers())]
     router: Option<RouterKind>,
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
@@ -60,9 +60,10 @@ struct Arguments {
     #[arg(allow_hyphen_values = true)]
     shared_heads: Option<HeadCounts>,
     /// Fraction of the heads that are active for a token [default: a Mixture-of-Head model's own, or
-    /// 0.75]
-    #[arg(long, value_name = "R", conflicts_with = "routed_top_k")]
-    active: Option<f64>,
+    /// 0.75]; with auto:R, of the heads of all layers together, of which --calibration gives each layer
+    /// the number that it needs
+    #[arg(long, value_name = "R|auto:R", conflicts_with = "routed_top_k", value_parser = parse_active)]
+    active: Option<Active>,
     /// Active routed heads per token, for all layers or for each; 0 leaves the routed heads inactive
     #[arg(long, value_name = "K[,K...]", value_parser = parse_head_counts)]
     #[arg(allow_hyphen_values = true)]
@@ -152,6 +153,17 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Parses a share of active heads, of each layer or, after `auto:`, of all layers together.
+fn parse_active(text: &str) -> Result<Active, String> {
+    let share = |text: &str| {
+        text.parse::<f64>().map_err(|_| "expected a share such as 0.75, or auto:0.75".to_owned())
+    };
+    match text.strip_prefix("auto:") {
+        Some(average) => share(average).map(Active::Average),
+        None => share(text).map(Active::Share),
+    }
+}
+
 /// Parses a head count, or one for each layer, separated by commas.
 fn parse_head_counts(text: &str) -> Result<HeadCounts, String> {
     let count = |text: &str| {
@@ -204,7 +216,7 @@ fn attention(arguments: &Arguments) -> Option<TargetAttention> {
         }
         return Some(TargetAttention::Dense);
     }
-    let active = routed_top_k.map(Active::RoutedTopK).or(active.map(Active::Share));
+    let active = routed_top_k.map(Active::RoutedTopK).or(active);
     let shared_heads = shared_heads.map(SharedHeadSets::First);
     Some(TargetAttention::Moh(HeadRequest { router, shared_heads, active }))
 }
@@ -219,8 +231,10 @@ fn trained_attention(checkpoint: &SourceCheckpoint) -> anyhow::Result<TargetAtte
 }
 
 fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    if let Err(message) = arguments.calibration.check() {
-        Arguments::command().error(clap::error::ErrorKind::MissingRequiredArgument, message).exit();
+    let checked =
+        arguments.calibration.check(arguments.active.as_ref(), arguments.shared_heads.as_ref());
+    if let Err((kind, message)) = checked {
+        Arguments::command().error(kind, message).exit();
     }
     let attention = attention(arguments);
     let device = OpenDevice::open(arguments.device, true)
@@ -479,11 +493,14 @@ fn describe_tensors(receipt: &Receipt) -> String {
     if converted > 0 {
         parts.push(format!("{converted} of {total} converted to {}", dtype.unwrap_or_default()));
     }
-    let refitted = receipt.num_refitted();
+    let (refitted, fitted) = (receipt.num_refitted(), receipt.num_fitted());
     if refitted > 0 {
         parts.push(format!("{refitted} refitted"));
     }
-    let grown = total - unchanged - converted - refitted;
+    if fitted > 0 {
+        parts.push(format!("{fitted} of routers fitted"));
+    }
+    let grown = total - unchanged - converted - refitted - fitted;
     if grown > 0 {
         parts.push(format!("{grown} with new rows"));
     }

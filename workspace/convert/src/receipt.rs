@@ -80,7 +80,7 @@ pub struct TensorReceipt {
     pub blake3: String,
     /// Whether the output has the source's bytes.
     pub unchanged: bool,
-    /// Whether its values were computed anew by a calibration.
+    /// Whether its values were computed by a calibration.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub refitted: bool,
 }
@@ -140,9 +140,17 @@ impl Receipt {
         self.tensors.iter().filter(is_converted).count()
     }
 
-    /// Number of tensors whose values a calibration computed anew.
+    /// Number of the source's tensors whose values a calibration computed anew.
     pub fn num_refitted(&self) -> usize {
-        self.tensors.iter().filter(|tensor| tensor.refitted).count()
+        let is_refitted =
+            |tensor: &&TensorReceipt| tensor.refitted && tensor.source_dtype.is_some();
+        self.tensors.iter().filter(is_refitted).count()
+    }
+
+    /// Number of tensors that a calibration computed and the source does not have.
+    pub fn num_fitted(&self) -> usize {
+        let is_fitted = |tensor: &&TensorReceipt| tensor.refitted && tensor.source_dtype.is_none();
+        self.tensors.iter().filter(is_fitted).count()
     }
 }
 

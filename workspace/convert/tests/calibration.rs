@@ -139,6 +139,84 @@ fn heads_may_be_named_without_a_measurement() {
     assert_eq!(config["moh_shared_head_ids"], json!([[0, 1], [1, 2], [0, 1], [0, 1], [0, 1], [7]]));
 }
 
+/// Each layer gets its number of heads, and the model that is written is evaluated with these.
+#[test]
+fn an_average_share_is_divided_among_the_layers() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = quickstart().join("voyage");
+    let arguments = [
+        "--active",
+        "auto:0.6",
+        "--router",
+        "group",
+        "--receipt",
+        "receipt.json",
+        "--calibration",
+        text.to_str().unwrap(),
+        "--calibration-tokens",
+        "4096",
+    ];
+    let output = convert(dir.path(), &arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let receipt = json(&dir.path().join("receipt.json"));
+    let layers = receipt["calibration"]["layers"].as_array().unwrap();
+    let heads = |layer: &Value| {
+        let shared = layer["shared_heads"].as_array().unwrap().len() as u64;
+        shared + layer["routed_top_k"].as_u64().unwrap()
+    };
+    let active: Vec<u64> = layers.iter().map(heads).collect();
+    // 0.6 of 24 groups is 14 of them.
+    assert_eq!(active.iter().sum::<u64>(), 28, "{active:?}");
+    assert!(active.iter().all(|&n| n >= 2 && n % 2 == 0), "{active:?}");
+    let written = match &receipt["active_heads"] {
+        Value::Array(counts) => counts.iter().map(|n| n.as_u64().unwrap()).collect(),
+        count => vec![count.as_u64().unwrap(); 6],
+    };
+    assert_eq!(written, active);
+}
+
+/// The rows that are written route as they did in the measurement: the loss on its tokens is the same.
+#[test]
+fn a_linear_router_is_fitted() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = quickstart().join("voyage");
+    let arguments = [
+        "--active",
+        "0.5",
+        "--router",
+        "linear",
+        "--receipt",
+        "receipt.json",
+        "--calibration",
+        text.to_str().unwrap(),
+        "--calibration-tokens",
+        "4096",
+    ];
+    let output = convert(dir.path(), &arguments);
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        stdout.contains("50 of 62 unchanged, bit by bit, 6 refitted, 6 of routers fitted"),
+        "{stdout}"
+    );
+    assert!(stdout.contains("logits with all heads on are "), "{stdout}");
+    let receipt = json(&dir.path().join("receipt.json"));
+    for layer in receipt["calibration"]["layers"].as_array().unwrap() {
+        let explained = layer["router_explained"].as_f64().unwrap();
+        assert!(explained > 0.0 && explained < 1.0, "{layer}");
+    }
+    let written = receipt["tensors"].as_array().unwrap().iter();
+    let routers: Vec<&Value> = written
+        .filter(|tensor| tensor["name"].as_str().unwrap().ends_with(".self_attn.router.weight"))
+        .collect();
+    assert_eq!(routers.len(), 6);
+    for tensor in routers {
+        assert_eq!((&tensor["refitted"], &tensor["source_dtype"]), (&json!(true), &Value::Null));
+    }
+    let config = json(&dir.path().join("out/config.json"));
+    assert_eq!(config["moh_router"], "linear");
+}
+
 #[test]
 fn bad_calibrations_are_refused_before_anything_is_written() {
     let voyage = quickstart().join("voyage");
@@ -160,6 +238,48 @@ fn bad_calibrations_are_refused_before_anything_is_written() {
         (&["--calibration", voyage, "--calibration-length", "9999"], 1, "windows of 9999 tokens"),
         (&["--calibration", voyage, "--attention", "dense"], 1, "a dense output has no heads"),
         (&["--calibration-tokens", "99"], 2, "--calibration"),
+        (
+            &["--router", "linear"],
+            1,
+            "fitted to a text, as zeros or random ones would select heads that",
+        ),
+        (
+            &["--router", "two-stage", "--calibration", voyage],
+            1,
+            "the router \"two-stage\" has matrices that a dense model lacks",
+        ),
+        (
+            &["--active", "auto:0.5"],
+            2,
+            "--active auto:R needs a text to measure heads on: --calibration",
+        ),
+        (&["--active", "auto"], 2, "expected a share such as 0.75, or auto:0.75"),
+        (&["--active", "auto:x"], 2, "expected a share such as 0.75, or auto:0.75"),
+        (
+            &["--active", "auto:0.5", "--shared-heads", "2", "--calibration", voyage],
+            2,
+            "--active auto:R chooses the heads of each layer",
+        ),
+        (
+            &["--active", "auto:0.5", "--shared", "first", "--calibration", voyage],
+            2,
+            "--active auto:R chooses the heads of each layer",
+        ),
+        (
+            &["--active", "auto:0.1", "--calibration", voyage],
+            1,
+            "--active auto:0.1 of 6 layers of 8 heads is 5 active heads, and each layer needs at least 1",
+        ),
+        (
+            &["--active", "auto:1", "--calibration", voyage],
+            1,
+            "--active auto:1 of 6 layers of 8 heads is all heads, which leaves nothing to choose",
+        ),
+        (
+            &["--active", "auto:1.5", "--calibration", voyage],
+            1,
+            "--active auto:1.5: must be a share of the heads, 0 to 1",
+        ),
     ] {
         let message = refused(arguments, code);
         assert!(message.contains(expected), "{arguments:?}: {message}");

@@ -7,15 +7,18 @@ use moh_kernels::{Backend, Memory};
 
 use crate::activations::{Activations, PassActivations, PassShape, Recompute};
 use crate::layers::attention::AttentionBuffers;
-use crate::layers::{BlockBuffers, Tokens};
+use crate::layers::{BlockBuffers, RouterLayer, Tokens};
 use crate::layout::Segment;
 use crate::model::Model;
-use crate::{Error, ModelConfig, MohConfig, SharedHeadSets, StepSums};
+use crate::{Error, ModelConfig, MohConfig, SharedHeadSets, StepSums, router};
 
 /// A block alone, of f32 weights, for passes over B sequences of T tokens, N = B T.
 pub struct BlockPass<B: Backend> {
     model: Model<B, f32>,
     activations: Activations<B, f32>,
+    /// The router that the block was allocated with: the matrices of a learned one are its tensors, which
+    /// a dense block leaves unread.
+    router: Option<RouterLayer>,
 }
 
 /// What a block computes of a residual stream.
@@ -29,7 +32,8 @@ pub struct BlockOutput {
 
 impl<B: Backend> BlockPass<B> {
     /// Allocates a block of the model that `config` describes, with weights of zeros, for passes over
-    /// `batch` sequences of `length` tokens.
+    /// `batch` sequences of `length` tokens. A learned router's matrices are among its tensors, whatever
+    /// the number of routed heads.
     ///
     /// # Errors
     /// Fails if the device is out of memory.
@@ -62,7 +66,8 @@ impl<B: Backend> BlockPass<B> {
         let zeros = |_: &Segment, _: &mut [f32]| Ok::<_, Error>(());
         let model = Model::new(backend, config, length, zeros)?;
         let activations = Activations::new(&model, pass_shape(batch, length))?;
-        Ok(BlockPass { model, activations })
+        let router = model.layers.blocks[0].attention.router.clone();
+        Ok(BlockPass { model, activations, router })
     }
 
     /// Loads the weights of layer `layer`, from 0: `source` writes each tensor by its name in the whole
@@ -85,6 +90,23 @@ impl<B: Backend> BlockPass<B> {
         })
     }
 
+    /// Gives the block another attention; its tensors stay.
+    fn set_attention(&mut self, moh: Option<MohConfig>) -> Result<(), Error> {
+        let Model { config, layers, .. } = &mut self.model;
+        if let Some(moh) = &moh {
+            config.check_moh(moh)?;
+        }
+        config.moh = moh;
+        let of_block = |spec| {
+            RouterLayer::after(spec, self.router.as_ref()).ok_or_else(|| Error::Moh {
+                reason: "the block was allocated without this router's matrices".to_owned(),
+            })
+        };
+        layers.blocks[0].attention.router =
+            router::of_layer(config, 0).map(of_block).transpose()?;
+        Ok(())
+    }
+
     /// Computes queries, keys and values of the residual stream `x`, `[N, C]`, and returns the queries
     /// before RoPE, `[N, H D]`.
     ///
@@ -92,7 +114,7 @@ impl<B: Backend> BlockPass<B> {
     /// Fails for another length, and if the device fails.
     pub fn project(&mut self, x: &[f32]) -> Result<Vec<f32>, Error> {
         let (shape, row) = (self.activations.shape, self.activations.shape.row());
-        let BlockPass { model, activations: Activations { passes, scratch, .. } } = self;
+        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
         let PassActivations { stream, blocks } = &mut passes[0];
         model.backend.upload(x, B::whole_mut(&mut stream[0]))?;
         let cx = model.context(tokens(shape));
@@ -113,9 +135,9 @@ impl<B: Backend> BlockPass<B> {
     /// # Errors
     /// Fails if the configuration does not fit the block, and if the device fails.
     pub fn select(&mut self, moh: MohConfig) -> Result<Vec<u8>, Error> {
-        self.model.set_moh(Some(moh))?;
+        self.set_attention(Some(moh))?;
         let (shape, heads) = (self.activations.shape, self.activations.shape.heads);
-        let BlockPass { model, activations: Activations { passes, scratch, .. } } = self;
+        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
         let cx = model.context(tokens(shape));
         let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
         let attention = &mut saved.attention;
@@ -134,13 +156,45 @@ impl<B: Backend> BlockPass<B> {
         Ok(selected.chunks_exact(columns).flat_map(of_token).collect())
     }
 
+    /// The block's normed input, which learned routers read, after [`Self::project`]; `[N, C]`.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn normed(&mut self) -> Result<Vec<f32>, Error> {
+        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
+        let buffers = passes[0].blocks.buffers(0, scratch);
+        download(&model.backend, &buffers.recomputable.attention_norm.y)
+    }
+
+    /// The logits of all heads by a learned router, after [`Self::project`]; `[N, H]`.
+    ///
+    /// # Errors
+    /// Fails if the block was allocated without such a router, and if the device fails.
+    pub fn logits(&mut self) -> Result<Vec<f32>, Error> {
+        let (shape, heads) = (self.activations.shape, self.activations.shape.heads);
+        let Some(RouterLayer::Logits(router)) = self.router.clone() else {
+            let reason = "the block was allocated without a learned router".to_owned();
+            return Err(Error::Moh { reason });
+        };
+        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
+        let cx = model.context(tokens(shape));
+        let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
+        let x =
+            B::view(&recomputable.attention_norm.y, 0..shape.tokens() * model.config.hidden_size);
+        let elements = 0..shape.tokens() * heads;
+        router.logits(&cx, x, &mut saved.attention.logits)?;
+        let mut host = vec![0f32; elements.len()];
+        model.backend.download(B::view(&saved.attention.logits, elements), &mut host)?;
+        Ok(host)
+    }
+
     /// The outputs of all heads before the output projection, after [`Self::project`]; `[N, H D]`.
     ///
     /// # Errors
     /// Fails if the device fails.
     pub fn attend(&mut self) -> Result<Vec<f32>, Error> {
         let shape = self.activations.shape;
-        let BlockPass { model, activations: Activations { passes, scratch, .. } } = self;
+        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
         let cx = model.context(tokens(shape));
         let attention = model.layers.blocks[0].attention.clone().without_router();
         let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
@@ -163,9 +217,9 @@ impl<B: Backend> BlockPass<B> {
     /// Fails for another length, if the configuration does not fit the block, and if the device
     /// fails.
     pub fn forward(&mut self, x: &[f32], moh: Option<MohConfig>) -> Result<BlockOutput, Error> {
-        self.model.set_moh(moh)?;
+        self.set_attention(moh)?;
         let shape = self.activations.shape;
-        let BlockPass { model, activations: Activations { passes, scratch, .. } } = self;
+        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
         let PassActivations { stream, blocks } = &mut passes[0];
         model.backend.upload(x, B::whole_mut(&mut stream[0]))?;
         let (input, output) = stream.split_at_mut(1);

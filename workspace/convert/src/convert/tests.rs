@@ -161,7 +161,7 @@ fn the_matrices_of_two_stage_routing_are_added_and_removed() {
     let out = dir.path().join("linear");
     let linear = ConversionOptions { attention, ..ConversionOptions::new(&source, &out) };
     let message = go(&linear).unwrap_err().to_string();
-    assert!(message.contains("fitted to calibration data"), "{message}");
+    assert!(message.contains("give a text, --calibration"), "{message}");
     assert!(!out.exists());
 }
 

@@ -69,18 +69,29 @@ impl LogitLayer {
         logits: &mut B::Buffer<T>,
         all_reduce: Option<AllReduce<'_, B>>,
     ) -> Result<(), Error> {
+        self.logits(cx, x, logits)?;
         let tokens = cx.num_tokens();
-        let elements = 0..tokens * self.router.logits(self.heads);
+        let logits = B::view(logits, 0..tokens * self.router.logits(self.heads));
+        let args = LogitsForward { logits, tokens, routing, all_reduce };
+        Ok(cx.backend.logits_forward(self.router, args)?)
+    }
+
+    /// Computes the logits alone, `[N, router.logits]`, by `x`, `[N, C]` of all tokens.
+    pub fn logits<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        x: View<'_, B, T>,
+        logits: &mut B::Buffer<T>,
+    ) -> Result<(), Error> {
+        let elements = 0..cx.num_tokens() * self.router.logits(self.heads);
         cx.backend.linear_forward(LinearForward {
             inputs: self.width,
             x: B::reborrow(x),
             weight: cx.weights.get(&self.rows()),
             residual: None,
-            y: B::view_mut(logits, elements.clone()),
+            y: B::view_mut(logits, elements),
         })?;
-        let logits = B::view(logits, elements);
-        let args = LogitsForward { logits, tokens, routing, all_reduce };
-        Ok(cx.backend.logits_forward(self.router, args)?)
+        Ok(())
     }
 
     /// Adds the gradients of the matrices by this rank's own tokens, and writes that of `x` to

@@ -1,0 +1,239 @@
+//! How many heads each layer gets of a number of active heads for all layers together.
+//!
+//! The model is converted with about the same number of heads in each layer. Beside this, each layer is converted with
+//! other numbers, in the model that the layers before it have become, and the residual stream behind it goes
+//! through the later layers as they are converted. What a number of heads costs a layer is the loss that it ends
+//! with, less that of the same number in each layer. The numbers with the least sum of costs are kept if a
+//! conversion with them has a lower loss than one with the same number in each layer.
+
+use moh_kernels::Backend;
+use moh_kernels::router::SharedHeads;
+use moh_model::{LayerHeads, MohConfig};
+
+use super::{Choice, Fitted, Job, RouterInput, Source, Steps, Streams, add_pass, of_one_layer};
+use crate::budget::{allocate, between};
+use crate::search::LayerSample;
+use crate::selection::Ranking;
+use crate::{Error, RIDGE, Result, matrix};
+
+/// Most numbers of active heads that are measured in a layer; those between cost what is between.
+const NUMBERS: usize = 8;
+/// Bytes that the residual streams of all numbers in all layers may have, but one pass of each.
+const STREAM_BYTES: usize = 1 << 30;
+
+/// A number of active heads of a layer.
+struct Variant {
+    /// Heads, or groups of them.
+    units: usize,
+    heads: LayerHeads,
+    /// The residual stream of the first tokens, behind the last layer that was measured.
+    stream: Vec<f32>,
+}
+
+impl<B: Backend + Clone> Job<'_, B> {
+    /// Chooses each layer's number of active heads, `total` in all layers together, and begins again before
+    /// the first layer; `None` if the work is stopped.
+    pub(super) fn divide<E: From<Error> + From<moh_model::Error>>(
+        &mut self,
+        total: usize,
+        weights: Source<'_, E>,
+        steps: &mut Steps<'_>,
+    ) -> Result<Option<()>, E> {
+        let layers = self.config.num_hidden_layers;
+        let (unit, units) = (self.unit(), self.config.num_attention_heads / self.unit());
+        let is_possible =
+            total.is_multiple_of(unit) && (layers * unit..=layers * units * unit).contains(&total);
+        if !is_possible {
+            return Err(Error::Total { total, layers, unit }.into());
+        }
+        let even = total / unit / layers;
+        steps.all += layers;
+        let start = self.streams.dense.clone();
+        let mut variants = Vec::new();
+        for layer in 0..layers {
+            if !steps.next() {
+                return Ok(None);
+            }
+            self.measure_variants(layer, even, &mut variants, weights)?;
+        }
+        let costs = self.costs(&variants, even, weights)?;
+        self.begin_again(&start);
+        let nearly_even = |(n, cost): (usize, f64)| match n == even || n == even + 1 {
+            true => cost,
+            false => f64::INFINITY,
+        };
+        let only = |costs: &Vec<f64>| (1..).zip(costs.iter().copied()).map(nearly_even).collect();
+        let evenly: Vec<Vec<f64>> = costs.iter().map(only).collect();
+        let mut candidates = Vec::new();
+        for costs in [evenly, costs] {
+            let numbers = allocate(&costs, total / unit).ok_or(Error::NotFinite)?;
+            candidates.push(self.choices(&numbers, &variants));
+        }
+        drop(variants);
+        candidates.dedup();
+        self.best_of(candidates, &start, weights, steps)
+    }
+
+    /// Keeps the choices with which the model's loss on the tokens is the least.
+    fn best_of<E: From<Error> + From<moh_model::Error>>(
+        &mut self,
+        candidates: Vec<Vec<Choice>>,
+        start: &[f32],
+        weights: Source<'_, E>,
+        steps: &mut Steps<'_>,
+    ) -> Result<Option<()>, E> {
+        let mut best = f64::INFINITY;
+        let mut kept = candidates[0].clone();
+        if candidates.len() > 1 {
+            steps.all += candidates.len() * self.config.num_hidden_layers;
+            for choices in candidates {
+                self.chosen.clone_from(&choices);
+                if self.convert(weights, &mut |_, _| Ok(()), steps)?.is_none() {
+                    return Ok(None);
+                }
+                let loss = self.losses(&[&self.streams.calibrated], weights)?[0];
+                if loss < best {
+                    (best, kept) = (loss, choices);
+                }
+                self.begin_again(start);
+            }
+        }
+        self.chosen = kept;
+        Ok(Some(()))
+    }
+
+    /// Puts the residual streams before the first layer.
+    fn begin_again(&mut self, start: &[f32]) {
+        let Streams { dense, given, calibrated } = &mut self.streams;
+        for stream in [dense, given, calibrated] {
+            stream.copy_from_slice(start);
+        }
+    }
+
+    /// Converts a layer with each number of heads, and moves all residual streams behind it.
+    fn measure_variants<E: From<Error> + From<moh_model::Error>>(
+        &mut self,
+        layer: usize,
+        even: usize,
+        variants: &mut Vec<Vec<Variant>>,
+        weights: Source<'_, E>,
+    ) -> Result<(), E> {
+        let projection = self.load_source(layer, weights)?;
+        let router = self.fit_router(layer, &projection, RouterInput::Calibrated, weights)?;
+        let sample = self.sample(&projection)?;
+        let old = matrix::<f64>(&projection, self.config.query_width());
+        let mut of_layer = self.variants(&sample, even).map_err(|error| error.in_layer(layer))?;
+        let elements = self.tokens.pass() * self.config.hidden_size;
+        // The even number last: its projection is the one that the other streams go through.
+        for variant in of_layer.iter_mut().rev() {
+            let moh = of_one_layer(&self.options.moh, variant.heads);
+            self.load(layer, Fitted { projection: None, router: router.as_ref() }, weights)?;
+            let products = match variant.units == even {
+                true => self.measure::<E>(layer, &moh)?,
+                false => self.products(&moh)?,
+            };
+            let mut new = None;
+            if self.options.refit {
+                let fit = products.fit(old.view(), RIDGE);
+                let fit = fit.map_err(|error| error.in_layer(layer))?;
+                new = Some(fit.weight.iter().map(|&weight| weight as f32).collect::<Vec<f32>>());
+            }
+            let fitted = Fitted { projection: new.as_deref(), router: router.as_ref() };
+            self.load(layer, fitted, weights)?;
+            let stream = &self.streams.calibrated[..self.carried_passes() * elements];
+            for x in stream.chunks_exact(elements) {
+                variant.stream.extend(self.block.forward(x, Some(moh.clone()))?.output);
+            }
+        }
+        let moh = of_one_layer(&self.options.moh, of_layer[0].heads);
+        let before = variants.iter_mut().flatten().map(|variant| &mut variant.stream);
+        for stream in before.chain([&mut self.streams.calibrated]) {
+            for x in stream.chunks_exact_mut(elements) {
+                x.copy_from_slice(&self.block.forward(x, Some(moh.clone()))?.output);
+            }
+        }
+        variants.push(of_layer);
+        Ok(())
+    }
+
+    /// The best heads of each number of units that is measured, the even number first.
+    fn variants(&mut self, sample: &LayerSample, even: usize) -> Result<Vec<Variant>> {
+        let (heads, unit) = (self.config.num_attention_heads, self.unit());
+        let all = LayerHeads { shared: SharedHeads::first(heads), top_k: 0 };
+        let mut variants = Vec::new();
+        for units in measured(heads / unit, even) {
+            let heads = match units * unit < heads {
+                true => self.best_heads(sample, None, units * unit)?.heads,
+                false => all,
+            };
+            variants.push(Variant { units, heads, stream: Vec::new() });
+        }
+        variants.sort_by_key(|variant| variant.units != even);
+        Ok(variants)
+    }
+
+    /// The products of the fit of a layer with this routing; no stream moves.
+    fn products(&mut self, moh: &MohConfig) -> Result<crate::ridge::Products> {
+        let elements = self.tokens.pass() * self.config.hidden_size;
+        let Streams { dense, calibrated, .. } = &self.streams;
+        for (dense, x) in dense.chunks_exact(elements).zip(calibrated.chunks_exact(elements)) {
+            let after = self.block.forward(dense, None)?.after_attention;
+            add_pass(self.config, &mut self.block, &mut self.sums, moh, x, &after)?;
+        }
+        Ok(self.sums.take())
+    }
+
+    /// What 1, 2 ... units cost each layer.
+    fn costs<E: From<Error> + From<moh_model::Error>>(
+        &self,
+        variants: &[Vec<Variant>],
+        even: usize,
+        weights: Source<'_, E>,
+    ) -> Result<Vec<Vec<f64>>, E> {
+        let streams: Vec<&[f32]> = variants.iter().flatten().map(|it| &it.stream[..]).collect();
+        let losses = self.losses(&streams, weights)?;
+        let mut losses = losses.into_iter();
+        let mut costs = Vec::new();
+        for variants in variants {
+            let mut of_layer: Vec<(usize, f64)> =
+                variants.iter().map(|variant| variant.units).zip(losses.by_ref()).collect();
+            let at = of_layer.iter().find(|(units, _)| *units == even).map_or(0.0, |it| it.1);
+            of_layer.iter_mut().for_each(|(_, loss)| *loss -= at);
+            of_layer.sort_by_key(|(units, _)| *units);
+            costs.push(between(&of_layer));
+        }
+        Ok(costs)
+    }
+
+    /// The heads of each layer with these numbers of units.
+    fn choices(&self, numbers: &[usize], variants: &[Vec<Variant>]) -> Vec<Choice> {
+        let choice = |(&units, variants): (&usize, &Vec<Variant>)| Choice {
+            active: units * self.unit(),
+            heads: variants.iter().find(|it| it.units == units).map(|it| it.heads),
+        };
+        numbers.iter().zip(variants).map(choice).collect()
+    }
+
+    /// Passes over the tokens on which costs are measured.
+    fn carried_passes(&self) -> usize {
+        let pass = self.tokens.pass();
+        let streams = self.config.num_hidden_layers * NUMBERS;
+        let bytes = streams * pass * self.config.hidden_size * size_of::<f32>();
+        (STREAM_BYTES / bytes).clamp(1, self.tokens.ids().len() / pass)
+    }
+
+    /// Heads in whose multiples the router makes them active.
+    fn unit(&self) -> usize {
+        let ranking = Ranking::new(self.options.moh.router, self.config);
+        ranking.unit() * ranking.parts()
+    }
+}
+
+/// The numbers of units that are measured: 1, the even number and all of them, and some between.
+fn measured(units: usize, even: usize) -> Vec<usize> {
+    let step = units.div_ceil(NUMBERS);
+    let mut numbers: Vec<usize> = (step..units).step_by(step).chain([1, even, units]).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    numbers
+}

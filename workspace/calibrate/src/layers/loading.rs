@@ -1,0 +1,88 @@
+//! A layer's tensors on their way into the block: the source's, and those that a calibration computes.
+
+use moh_kernels::Backend;
+use ndarray::Array2;
+
+use super::{Job, Source, Streams};
+use crate::router_fit::{RouterFit, contributions};
+use crate::{Error, Result, matrix};
+
+/// The names of a layer's tensors that a calibration computes, after the layer's own.
+const PROJECTION: &str = "self_attn.o_proj.weight";
+const ROUTER: &str = "self_attn.router.weight";
+
+/// The stream whose normed input a router is fitted to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RouterInput {
+    Dense,
+    Calibrated,
+}
+
+/// The tensors of a layer that are not the source's.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Fitted<'v> {
+    pub projection: Option<&'v [f32]>,
+    /// The matrix of a learned router, zeros if there is none.
+    pub router: Option<&'v RouterFit>,
+}
+
+impl<B: Backend + Clone> Job<'_, B> {
+    /// Loads a layer of the source into the block; its output projection.
+    pub(super) fn load_source<E: From<Error> + From<moh_model::Error>>(
+        &mut self,
+        layer: usize,
+        weights: Source<'_, E>,
+    ) -> Result<Vec<f32>, E> {
+        let mut projection = vec![0f32; self.config.hidden_size * self.config.query_width()];
+        weights(&format!("model.layers.{layer}.{PROJECTION}"), &mut projection)?;
+        self.load(layer, Fitted::default(), weights)?;
+        Ok(projection)
+    }
+
+    /// Loads a layer into the block.
+    pub(super) fn load<E: From<Error> + From<moh_model::Error>>(
+        &mut self,
+        layer: usize,
+        fitted: Fitted<'_>,
+        weights: Source<'_, E>,
+    ) -> Result<(), E> {
+        let prefix = format!("model.layers.{layer}.");
+        self.block.load::<E>(layer, |name, values| {
+            match (name.strip_prefix(&prefix), fitted.projection, fitted.router) {
+                (Some(PROJECTION), Some(new), _) => values.copy_from_slice(new),
+                (Some(ROUTER), _, Some(fit)) => values.copy_from_slice(&fit.rows),
+                // The source is a dense model.
+                (Some(ROUTER), _, None) => values.fill(0.0),
+                _ => return weights(name, values),
+            }
+            Ok(())
+        })
+    }
+
+    /// Fits the router's matrix to a layer of the source that the block has, and loads it; `None` of a router
+    /// without one. What the heads contribute is that of the dense model: it is what the converted one
+    /// should keep, while its own activations tell what the router will read.
+    pub(super) fn fit_router<E: From<Error> + From<moh_model::Error>>(
+        &mut self,
+        layer: usize,
+        projection: &[f32],
+        input: RouterInput,
+        weights: Source<'_, E>,
+    ) -> Result<Option<RouterFit>, E> {
+        let Some(sums) = &mut self.router_sums else { return Ok(None) };
+        let elements = self.tokens.pass() * self.config.hidden_size;
+        let weight: Array2<f32> = matrix(projection, self.config.query_width());
+        let Streams { dense, calibrated, .. } = &self.streams;
+        let inputs = if input == RouterInput::Dense { dense } else { calibrated };
+        for (dense, x) in dense.chunks_exact(elements).zip(inputs.chunks_exact(elements)) {
+            self.block.project(dense)?;
+            let outputs = self.block.attend()?;
+            let norms = contributions(&outputs, weight.view(), self.config.num_attention_heads);
+            self.block.project(x)?;
+            sums.add(&self.block.normed()?, &norms)?;
+        }
+        let fit = sums.take().map_err(|error| error.in_layer(layer))?;
+        self.load(layer, Fitted { projection: None, router: Some(&fit) }, weights)?;
+        Ok(Some(fit))
+    }
+}
