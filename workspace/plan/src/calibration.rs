@@ -177,16 +177,18 @@ mod tests {
         let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
         let cost = CalibrationCost::new(&work).unwrap().unwrap();
         assert_eq!(cost.tokens, 65_536);
-        // As in the tests of a step's time; 1 + 8 x 16 fits by half of the tokens, 24 of 32 heads.
+        // As in the tests of a step's time; 1 + 8 x 8 judgements by half of the tokens, 24 of 32 heads.
         let (c, q, kv, tokens): (f64, f64, f64, f64) = (4096.0, 4096.0, 1024.0, 65_536.0);
         let (block, core) = (2.0 * 218_103_808.0, 4.0 * 4096.5 * 4096.0);
         let (qkv, products) = (2.0 * c * (q + 2.0 * kv), 2.0 * q * (q + c));
         let passes = 3.0 * block + 3.5 * core + qkv + products;
-        let search = 0.5 * (qkv + block + 2.0 * core + 129.0 * products);
+        let judged = 256.0;
+        let search = 0.5 * (qkv + block + 2.0 * core + 65.0 * 2.0 * q * (q + judged));
         let head = 6.0 * 160_896.0 * c;
         close(cost.device_flops, tokens * (32.0 * (passes + search) + head));
         let fit = q * q * q / 3.0 + 6.0 * c * q * q;
-        close(cost.host_flops, 32.0 * (130.0 * fit + 2.0 * c * q * q));
+        let judgement = q * q * q / 3.0 + 3.0 * judged * q * q;
+        close(cost.host_flops, 32.0 * (65.0 * judgement + fit + 2.0 * c * q * q));
         assert_eq!(cost.file_bytes, 32 * 4096 * 4096 * 4);
         let streams = 3 * 65_536 * 4096 * 4;
         assert!(cost.host_bytes > streams && cost.host_bytes < 2 * streams, "{cost:?}");

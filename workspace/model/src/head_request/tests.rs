@@ -294,8 +294,8 @@ fn an_average_share_is_a_number_of_heads_of_all_layers() {
         ),
         (
             RouterKind::WithinGroup,
-            0.45,
-            "--active auto:0.45 of 5 layers of 8 heads is 16 active heads, \
+            0.44,
+            "--active auto:0.44 of 5 layers of 8 heads is 16 active heads, \
              and each layer needs at least 4",
         ),
         (
