@@ -53,8 +53,11 @@ VARIANTS = [
     Variant("two-stage", "two-stage router, first heads", "two-stage"),
     Variant("two-stage-teacher", "two-stage router, first heads, teacher", "two-stage", teacher=True),
     Variant("within-group-teacher", "as many heads of each group, chosen, refitted, teacher", "within-group", **BOTH, teacher=True, shares=(0.5,)),
+    Variant("static", "fixed heads, chosen, refitted", "static", **BOTH, fixed=True),
     Variant("static-teacher", "fixed heads, chosen, refitted, teacher", "static", **BOTH, teacher=True, fixed=True, steps=(300, 2000)),
     Variant("group-paper", "whole groups routed, first groups", "group"),
+    Variant("group", "whole groups routed, chosen, refitted", "group", **BOTH),
     Variant("group-teacher", "whole groups routed, chosen, refitted, teacher", "group", **BOTH, teacher=True),
+    Variant("fixed-groups", "fixed whole groups, chosen, refitted", "group", **BOTH, fixed=True),
     Variant("fixed-groups-teacher", "fixed whole groups, chosen, refitted, teacher", "group", **BOTH, teacher=True, fixed=True),
 ]
