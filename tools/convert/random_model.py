@@ -1,9 +1,11 @@
 """Writes models with random weights, in bf16 and in Hugging Face's layout."""
 
 import json
+import multiprocessing
 import os
 import random
 import struct
+import sys
 from pathlib import Path
 
 LLAMA3_8B = {
@@ -148,3 +150,12 @@ def write_model(directory: Path, config):
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def apart(write, *arguments):
+    """Calls a function in a process of its own: a program's largest memory includes that of the process which starts it."""
+    writer = multiprocessing.Process(target=write, args=arguments)
+    writer.start()
+    writer.join()
+    if writer.exitcode != 0:
+        sys.exit(f"{arguments[0]} could not be written")

@@ -23,7 +23,6 @@ from variants import VARIANTS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SHARES = (0.75, 0.5)
 BATCH_TOKENS = 4096
 
 

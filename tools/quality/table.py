@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from beds import BEDS
-from measure import BATCH_TOKENS, HERE, SHARES, read
+from measure import BATCH_TOKENS, HERE, read
 from variants import VARIANTS
 
+SHARES = (0.75, 0.5)
 LENGTHS = (300, 2000)
 
 

@@ -13,12 +13,10 @@ use crate::products::ProductSums;
 use crate::router_fit::{RouterFit, RouterSums};
 use crate::search::{Found, LayerSample, judged_outputs};
 use crate::selection::{Ranking, Scores};
-use crate::{CalibrationTokens, Error, RIDGE, Result, matrix};
+use crate::{CalibrationTokens, Error, Result, matrix};
 
 mod costs;
 mod loading;
-
-use loading::{Fitted, RouterInput};
 
 /// Which heads are shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -254,20 +252,15 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         refitted: OnProjection<'_, E>,
     ) -> Result<LayerCalibration, E> {
         let old = self.load_source(layer, weights)?;
-        let router = self.fit_router(layer, &old, RouterInput::Calibrated, weights)?;
+        let router = self.fit_router(layer, &old, weights)?;
         let in_layer = |error: Error| error.in_layer(layer);
         let moh = self.choose(layer, &old).map_err(in_layer)?;
         let products = self.measure::<E>(layer, &moh)?;
         let old = matrix::<f64>(&old, self.config.query_width());
         let error_before = products.error(old.view());
-        let mut error = None;
-        if self.options.refit {
-            let fit = products.fit(old.view(), RIDGE).map_err(in_layer)?;
-            let new: Vec<f32> = fit.weight.iter().map(|&weight| weight as f32).collect();
-            refitted(layer, &new)?;
-            let fitted = Fitted { projection: Some(&new), router: router.as_ref() };
-            self.load(layer, fitted, weights)?;
-            error = Some(fit.error);
+        let fitted = self.refit(layer, &products, old.view(), router.as_ref(), weights)?;
+        if let Some((new, _)) = &fitted {
+            refitted(layer, new)?;
         }
         let elements = self.tokens.pass() * self.config.hidden_size;
         for x in self.streams.calibrated.chunks_exact_mut(elements) {
@@ -280,7 +273,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             shared: heads.shared,
             top_k: heads.top_k,
             error_before,
-            error,
+            error: fitted.map(|(_, error)| error),
             router,
         })
     }

@@ -1,8 +1,8 @@
 //! Converts a checkpoint to Mixture-of-Head, or back to dense.
 //!
 //! A conversion changes no weight, unless the output projections are refitted ([`crate::calibrated`]), and adds those
-//! of a router with matrices, zeros or fitted ones: tensors are copied from the mapped source to the output in pieces, which several threads
-//! check and hash while they are written.
+//! of a router with matrices, zeros or fitted ones: tensors are copied from the mapped source to the output in pieces,
+//! which several threads check and hash while they are written.
 //! The system reads the next pieces meanwhile (`read_ahead`), and what was written before is synced and read back
 //! ([`moh_hf::model_directory`]). On request the element type changes and the vocabulary grows (see
 //! [`moh_hf::vocabulary`]). A conversion uses constant memory.

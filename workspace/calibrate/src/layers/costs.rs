@@ -10,11 +10,12 @@ use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
 use moh_model::{LayerHeads, MohConfig};
 
-use super::{Choice, Fitted, Job, RouterInput, Source, Steps, Streams, add_pass, of_one_layer};
+use super::loading::Fitted;
+use super::{Choice, Job, Source, Steps, Streams, add_pass, of_one_layer};
 use crate::budget::{allocate, between};
 use crate::search::LayerSample;
 use crate::selection::Ranking;
-use crate::{Error, RIDGE, Result, matrix};
+use crate::{Error, Result, matrix};
 
 /// Most numbers of active heads that are measured in a layer; those between cost what is between.
 const NUMBERS: usize = 8;
@@ -119,7 +120,7 @@ impl<B: Backend + Clone> Job<'_, B> {
         weights: Source<'_, E>,
     ) -> Result<(), E> {
         let projection = self.load_source(layer, weights)?;
-        let router = self.fit_router(layer, &projection, RouterInput::Calibrated, weights)?;
+        let router = self.fit_router(layer, &projection, weights)?;
         let sample = self.sample(&projection)?;
         let old = matrix::<f64>(&projection, self.config.query_width());
         let mut of_layer = self.variants(&sample, even).map_err(|error| error.in_layer(layer))?;
@@ -132,14 +133,7 @@ impl<B: Backend + Clone> Job<'_, B> {
                 true => self.measure::<E>(layer, &moh)?,
                 false => self.products(&moh)?,
             };
-            let mut new = None;
-            if self.options.refit {
-                let fit = products.fit(old.view(), RIDGE);
-                let fit = fit.map_err(|error| error.in_layer(layer))?;
-                new = Some(fit.weight.iter().map(|&weight| weight as f32).collect::<Vec<f32>>());
-            }
-            let fitted = Fitted { projection: new.as_deref(), router: router.as_ref() };
-            self.load(layer, fitted, weights)?;
+            self.refit(layer, &products, old.view(), router.as_ref(), weights)?;
             let stream = &self.streams.calibrated[..self.carried_passes() * elements];
             for x in stream.chunks_exact(elements) {
                 variant.stream.extend(self.block.forward(x, Some(moh.clone()))?.output);

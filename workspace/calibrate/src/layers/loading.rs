@@ -1,22 +1,16 @@
 //! A layer's tensors on their way into the block: the source's, and those that a calibration computes.
 
 use moh_kernels::Backend;
-use ndarray::Array2;
+use ndarray::{Array2, ArrayView2};
 
 use super::{Job, Source, Streams};
+use crate::ridge::Products;
 use crate::router_fit::{RouterFit, contributions};
-use crate::{Error, Result, matrix};
+use crate::{Error, RIDGE, Result, matrix};
 
 /// The names of a layer's tensors that a calibration computes, after the layer's own.
 const PROJECTION: &str = "self_attn.o_proj.weight";
 const ROUTER: &str = "self_attn.router.weight";
-
-/// The stream whose normed input a router is fitted to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum RouterInput {
-    Dense,
-    Calibrated,
-}
 
 /// The tensors of a layer that are not the source's.
 #[derive(Debug, Clone, Copy, Default)]
@@ -66,15 +60,13 @@ impl<B: Backend + Clone> Job<'_, B> {
         &mut self,
         layer: usize,
         projection: &[f32],
-        input: RouterInput,
         weights: Source<'_, E>,
     ) -> Result<Option<RouterFit>, E> {
         let Some(sums) = &mut self.router_sums else { return Ok(None) };
         let elements = self.tokens.pass() * self.config.hidden_size;
         let weight: Array2<f32> = matrix(projection, self.config.query_width());
         let Streams { dense, calibrated, .. } = &self.streams;
-        let inputs = if input == RouterInput::Dense { dense } else { calibrated };
-        for (dense, x) in dense.chunks_exact(elements).zip(inputs.chunks_exact(elements)) {
+        for (dense, x) in dense.chunks_exact(elements).zip(calibrated.chunks_exact(elements)) {
             self.block.project(dense)?;
             let outputs = self.block.attend()?;
             let norms = contributions(&outputs, weight.view(), self.config.num_attention_heads);
@@ -84,5 +76,24 @@ impl<B: Backend + Clone> Job<'_, B> {
         let fit = sums.take().map_err(|error| error.in_layer(layer))?;
         self.load(layer, Fitted { projection: None, router: Some(&fit) }, weights)?;
         Ok(Some(fit))
+    }
+
+    /// Refits the output projection of a layer that the block has, `old`, and loads it; the new one, and the error that
+    /// it leaves. `None` if projections stay.
+    pub(super) fn refit<E: From<Error> + From<moh_model::Error>>(
+        &mut self,
+        layer: usize,
+        products: &Products,
+        old: ArrayView2<'_, f64>,
+        router: Option<&RouterFit>,
+        weights: Source<'_, E>,
+    ) -> Result<Option<(Vec<f32>, f64)>, E> {
+        if !self.options.refit {
+            return Ok(None);
+        }
+        let fit = products.fit(old, RIDGE).map_err(|error| error.in_layer(layer))?;
+        let new: Vec<f32> = fit.weight.iter().map(|&weight| weight as f32).collect();
+        self.load(layer, Fitted { projection: Some(&new), router }, weights)?;
+        Ok(Some((new, fit.error)))
     }
 }
