@@ -90,9 +90,30 @@ impl PendingFile {
     /// `AlreadyExists` if another file has the name; fails if the file cannot be synced or renamed.
     pub fn publish(mut self) -> io::Result<()> {
         self.sync()?;
-        self.temporary.persist_noclobber(&self.path).map_err(|failed| failed.error)?;
+        if let Err(failed) = self.temporary.persist_noclobber(&self.path) {
+            // Some file systems can only link the new name and then remove the old one, and a process that was
+            // killed between the two has left both.
+            if !is_same_file(&failed.path, &self.path) {
+                return Err(failed.error);
+            }
+            std::fs::remove_file(&failed.path)?;
+        }
         sync_directory(parent(&self.path))
     }
+}
+
+/// Whether two paths are names of one file.
+#[cfg(unix)]
+fn is_same_file(a: &Path, b: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let identity = |path: &Path| path.symlink_metadata().map(|file| (file.dev(), file.ino()));
+    matches!((identity(a), identity(b)), (Ok(a), Ok(b)) if a == b)
+}
+
+/// Files are renamed at once here.
+#[cfg(not(unix))]
+fn is_same_file(_: &Path, _: &Path) -> bool {
+    false
 }
 
 impl Write for PendingFile {
@@ -173,6 +194,18 @@ mod tests {
         file.write_all(b"three").unwrap();
         file.publish().unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"one three");
+        assert_eq!(names(dir.path()), 1);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_file_that_was_linked_to_its_name_and_not_renamed_is_published() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, working) = (dir.path().join("a"), dir.path().join("a.part"));
+        std::fs::write(&working, b"one").unwrap();
+        std::fs::hard_link(&working, &path).unwrap();
+        PendingFile::resume(&path, &working, 3).unwrap().publish().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"one");
         assert_eq!(names(dir.path()), 1);
     }
 
