@@ -2,12 +2,25 @@
 //! norms of 1, as Hugging Face initialises a Llama. A tensor's values depend only on the seed and
 //! its name.
 
+use rayon::prelude::*;
+
+/// Values that one task writes, in order: an even number.
+const CHUNK: usize = 1 << 15;
+
 /// A generator of uniform 64-bit integers (SplitMix64, Steele et al. 2014).
 struct SplitMix(u64);
 
 impl SplitMix {
+    /// What the state grows by with each integer.
+    const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
+
+    /// The generator after `count` more integers.
+    fn after(&self, count: usize) -> Self {
+        SplitMix(self.0.wrapping_add((count as u64).wrapping_mul(Self::INCREMENT)))
+    }
+
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        self.0 = self.0.wrapping_add(Self::INCREMENT);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -29,9 +42,15 @@ pub fn initialize(seed: u64, deviation: f64, name: &str, shape: &[usize], values
     let keyed = name
         .bytes()
         .fold(seed ^ 0x6d6f_685f_696e_6974, |state, byte| SplitMix(state ^ u64::from(byte)).next());
-    let mut uniform = SplitMix(keyed);
+    let uniform = SplitMix(keyed);
+    values.par_chunks_mut(CHUNK).enumerate().for_each(|(index, chunk)| {
+        fill_normal(uniform.after(index * CHUNK), deviation, chunk);
+    });
+}
+
+/// Writes normal values, for each pair of which the Box-Muller transform takes two uniform ones.
+fn fill_normal(mut uniform: SplitMix, deviation: f64, values: &mut [f32]) {
     for pair in values.chunks_mut(2) {
-        // The Box-Muller transform yields two normal values at a time.
         let radius = deviation * (-2.0 * uniform.unit().ln()).sqrt();
         let (sin, cos) = (std::f64::consts::TAU * uniform.unit()).sin_cos();
         for (value, part) in pair.iter_mut().zip([cos, sin]) {
@@ -58,5 +77,16 @@ mod tests {
         assert!(mean.abs() < 1e-3 && (variance.sqrt() - 0.02).abs() < 1e-3);
         assert_eq!(values, matrix("a"));
         assert_ne!(values, matrix("b"));
+    }
+
+    #[test]
+    fn chunks_continue_each_other() {
+        let mut whole = vec![0.0; 2 * CHUNK + 3];
+        fill_normal(SplitMix(5), 1.0, &mut whole);
+        let mut parts = vec![0.0; whole.len()];
+        for (index, chunk) in parts.chunks_mut(CHUNK).enumerate() {
+            fill_normal(SplitMix(5).after(index * CHUNK), 1.0, chunk);
+        }
+        assert_eq!(whole, parts);
     }
 }
