@@ -1,6 +1,7 @@
 //! The page of a run, or of several that it compares: one HTML file with its style in it, which fetches nothing.
 //! `moh-report` writes it and serves it.
 
+mod calibration;
 pub mod chart;
 mod curves;
 mod figure;

@@ -4,7 +4,9 @@ use std::time::{Duration, SystemTime};
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
-use super::{Runs, curves, figure, guard, losses, numbers, overview, recipes, routing, speed};
+use super::{
+    Runs, calibration, curves, figure, guard, losses, numbers, overview, recipes, routing, speed,
+};
 use crate::chart::{self, shorten};
 use moh_program::utc;
 
@@ -60,6 +62,7 @@ pub fn page(runs: &Runs, now: SystemTime, watch: Option<Watch>) -> String {
         (losses::section(logs))
         @if has_steps { section { h2 { "Training" } (curves::quantities(logs)) } }
         (guard::section(logs))
+        (calibration::section(logs))
         (routing::section(logs))
         (speed::section(logs))
         @if has_steps { (numbers::section(logs)) }

@@ -172,8 +172,8 @@ fn over_layers(logs: &[RunLog]) -> Markup {
         let bound = (count as f64).ln();
         (bound, format!("equal gates of {count} heads: {bound:.3}"))
     });
-    let active = chart("Active heads by layer", "percent of the layer's heads", active);
-    let entropy = chart("Entropy of the gates by layer", "nats, mean over tokens", entropy);
+    let active = by_layer("Active heads by layer", "percent of the layer's heads", active);
+    let entropy = by_layer("Entropy of the gates by layer", "nats, mean over tokens", entropy);
     let compares = logs.len() > 1;
     let charts = [
         LineChart { seen: vec![100.0], compares, ..active },
@@ -205,7 +205,8 @@ fn line(
     }
 }
 
-fn chart(title: &str, unit: &str, lines: Vec<Line>) -> LineChart {
+/// A chart over layers.
+pub(super) fn by_layer(title: &str, unit: &str, lines: Vec<Line>) -> LineChart {
     LineChart {
         title: title.to_owned(),
         unit: unit.to_owned(),

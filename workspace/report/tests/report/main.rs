@@ -4,6 +4,7 @@
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
+mod calibration;
 mod comparison;
 mod directories;
 mod hostile;

@@ -1,0 +1,100 @@
+//! What the calibrations of conversions have chosen: losses, shared heads, and what leaving out the others costs.
+
+use maud::{Markup, html};
+use moh_program::counted;
+use moh_run_log::{CalibratedLayer, StageCalibration};
+
+use super::figure;
+use super::routing::by_layer;
+use crate::chart::{Line, LineChart, Look};
+use crate::run_log::RunLog;
+
+/// The section; nothing for runs that have not calibrated a stage.
+pub(super) fn section(logs: &[RunLog]) -> Markup {
+    let has = |log: &&RunLog| !log.summary.calibrations.is_empty();
+    html! {
+        @if logs.iter().any(|log| has(&log)) {
+            section {
+                h2 { "Heads chosen by measurement" }
+                p class="note" {
+                    "Error: the squared difference of a layer's attention output from the dense model's on the \
+                     calibration tokens, relative to the latter's squared size."
+                }
+                @for log in logs.iter().filter(has) {
+                    @if logs.len() > 1 { h3 { (log.name) } }
+                    @for calibration in &log.summary.calibrations { (of_stage(log, calibration)) }
+                }
+            }
+        }
+    }
+}
+
+fn of_stage(log: &RunLog, calibration: &StageCalibration) -> Markup {
+    let StageCalibration { stage, step, tokens, loss_dense, loss_given, loss, .. } = calibration;
+    html! {
+        p {
+            "Stage " (stage) ", before step " (step + 1) ": on " (counted(*tokens, "token")) " the dense model's loss is "
+            (shown(*loss_dense)) ", that of the chosen heads " (shown(*loss))
+            @if calibration.refit { " with refitted output projections" }
+            ", and without the calibration it would be " (shown(*loss_given)) "."
+        }
+        div class="panels" { (figure::panel(&errors(calibration))) }
+        details data-part={ "calibration " (log.name) " " (step) } {
+            summary { "Chosen heads" }
+            div class="scroll" tabindex="0" { (table(calibration)) }
+        }
+    }
+}
+
+/// The errors by layer.
+fn errors(calibration: &StageCalibration) -> LineChart {
+    type Error = fn(&CalibratedLayer) -> Option<f64>;
+    let series: [(&str, Error); 2] = [
+        ("the dense model's projection", |layer| Some(layer.error_before)),
+        ("refitted", |layer| layer.error),
+    ];
+    let lines = series.into_iter().enumerate().map(|(number, (label, error))| {
+        let layers = calibration.layers.iter().enumerate();
+        let points = layers.filter_map(|(layer, chosen)| Some((layer as f64, error(chosen)?)));
+        let look = Look { dots: true, ..Look::nth(number) };
+        Line { label: label.to_owned(), points: points.collect(), look }
+    });
+    let lines = lines.filter(|line| !line.points.is_empty()).collect();
+    by_layer("Error of the attention output by layer", "relative", lines)
+}
+
+fn table(calibration: &StageCalibration) -> Markup {
+    let layers = &calibration.layers;
+    html! {
+        table {
+            thead { tr {
+                th scope="col" { "layer" }
+                th scope="col" { "shared heads" }
+                th scope="col" { "of the others, by token" }
+                th scope="col" { "error" }
+                @if calibration.refit { th scope="col" { "refitted" } }
+            } }
+            tbody { @for (layer, chosen) in layers.iter().enumerate() { tr {
+                th scope="row" { (layer) }
+                td { (list(&chosen.shared_heads)) }
+                td { (chosen.routed_top_k) }
+                td { (shown(chosen.error_before)) }
+                @if calibration.refit { td { (chosen.error.map_or("-".to_owned(), shown)) } }
+            } } }
+        }
+    }
+}
+
+fn list(heads: &[usize]) -> String {
+    match heads {
+        [] => "none".to_owned(),
+        _ => heads.iter().map(usize::to_string).collect::<Vec<_>>().join(", "),
+    }
+}
+
+fn shown(value: f64) -> String {
+    match value.is_finite() {
+        true => format!("{value:.4}"),
+        false => "not finite".to_owned(),
+    }
+}

@@ -1,0 +1,56 @@
+//! How the calibration of a conversion is shown.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::{empty, figures, page, step, write_run};
+
+/// A finished run whose stage `m<oh` was calibrated, without a refit if `errors` are null.
+fn write_calibrated_run(dir: &Path, errors: [Value; 2]) {
+    write_run(dir, "run", &[step("moh", 1, 64)]);
+    let layers = [([0, 3], 0.5), ([1, 2], 0.25)].into_iter().zip(&errors);
+    let layers: Vec<Value> = layers
+        .map(|((heads, before), error)| match error {
+            Value::Null => json!({ "shared_heads": heads, "routed_top_k": 1, "error_before": before }),
+            error => {
+                json!({ "shared_heads": heads, "routed_top_k": 1, "error_before": before, "error": error })
+            }
+        })
+        .collect();
+    let calibration = json!({
+        "stage": "m<oh", "step": 140, "tokens": 16384, "loss_dense": 0.44, "loss_given": null, "loss": 0.453,
+        "refit": errors[0] != Value::Null, "layers": layers,
+    });
+    let summary = json!({
+        "steps": 1, "tokens": 64, "heads": 4, "evaluations": [], "calibrations": [calibration],
+    });
+    fs::write(dir.join("run/summary.json"), summary.to_string()).unwrap();
+}
+
+#[test]
+fn a_calibration_has_losses_errors_and_heads() {
+    let dir = empty();
+    write_calibrated_run(dir.path(), [0.125.into(), 0.0625.into()]);
+    let shown = page(dir.path(), "run");
+    let sentence = "Stage m&lt;oh, before step 141: on 16384 tokens the dense model's loss is 0.4400, that of the \
+                    chosen heads 0.4530 with refitted output projections, and without the calibration it would be \
+                    not finite.";
+    assert!(shown.contains(sentence));
+    let errors = figures(&shown, "Error of the attention output by layer")[0];
+    assert!(
+        errors.contains("the dense model's projection") && errors.contains("refitted"),
+        "{errors}"
+    );
+    let row = "<th scope=\"row\">1</th><td>1, 2</td><td>1</td><td>0.2500</td><td>0.0625</td>";
+    assert!(shown.contains(row));
+    // Without a refit there is one curve, and no column of it.
+    write_calibrated_run(dir.path(), [Value::Null, Value::Null]);
+    let shown = page(dir.path(), "run");
+    assert!(shown.contains("that of the chosen heads 0.4530, and without"));
+    assert!(!shown.contains("refitted"));
+    // Others have no such section.
+    write_run(dir.path(), "other", &[step("moh", 1, 64)]);
+    assert!(!page(dir.path(), "other").contains("Heads chosen by measurement"));
+}
