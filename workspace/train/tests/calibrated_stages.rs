@@ -9,9 +9,11 @@ use std::cell::Cell;
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Shared, calibrate};
 use moh_checkpoint::StoredCheckpoint;
+use moh_comm::World;
 use moh_device::OpenDevice;
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
@@ -20,7 +22,7 @@ use moh_recipe::{DistillOptions, Recipe, START};
 use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
 use moh_step::TensorKind;
-use moh_train::{Error, Event, Outcome, RunOptions};
+use moh_train::{Error, Event, Outcome, RunOptions, TimeLimit};
 use safetensors::SafeTensors;
 use support::driver::{Start, finish, run_in, stop_at, watch};
 use support::faulty::{Fault, one_of, test_run};
@@ -266,6 +268,22 @@ fn a_run_that_is_asked_to_stop_while_it_measures_goes_on_later() {
     assert!(!run_of(&stopped).calibration(5).exists());
     assert!(measures(&stopped));
     assert!(Results::of(&stopped) == Results::of(&whole));
+}
+
+#[test]
+fn a_time_limit_ends_the_measurement() {
+    let place = TestRun::new();
+    let whole = recipe(&place, "whole", &FIRST);
+    finish(&whole);
+    let limited = recipe(&place, "limited", &FIRST);
+    let never = AtomicBool::new(false);
+    let limit = Some(TimeLimit::new(Instant::now(), Duration::from_nanos(1)));
+    let options = RunOptions { time_limit: limit, ..RunOptions::new(&never) };
+    let outcome = run_in(&World::single(), &limited, options, &mut |_| {});
+    assert_eq!(outcome.unwrap(), Outcome::StoppedBeforeTraining);
+    assert!(!run_of(&limited).calibration(0).exists());
+    assert!(measures(&limited));
+    assert!(Results::of(&limited) == Results::of(&whole));
 }
 
 #[test]

@@ -85,7 +85,8 @@ impl<'a> StageMeasurement<'a> {
     }
 
     /// The result: that of before, if it is of the same weights, tokens and options, or else a new one, which the first
-    /// rank writes into the run directory. `None` if a rank was asked to stop.
+    /// rank writes into the run directory. `None` if `is_asked`, which tells whether this rank is asked to stop, is true
+    /// on a rank meanwhile.
     ///
     /// # Errors
     /// Fails if the weights cannot be read or measured, if the files cannot be read or written, and if another rank
@@ -94,7 +95,7 @@ impl<'a> StageMeasurement<'a> {
         &self,
         backend: &B,
         ranks: &mut Ranks<B>,
-        stop: &AtomicBool,
+        is_asked: &dyn Fn() -> bool,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Option<CalibrationRecord>, Error> {
         let mut known = None;
@@ -104,7 +105,7 @@ impl<'a> StageMeasurement<'a> {
         })?;
         let is_known = known.is_some();
         if !ranks.any(is_known)? {
-            let measured = self.on_first_rank(backend, ranks, stop, events);
+            let measured = self.on_first_rank(backend, ranks, is_asked, events);
             known = ranks.agree(measured)?;
         }
         let path = self.run.calibration(self.step);
@@ -172,10 +173,9 @@ impl<'a> StageMeasurement<'a> {
         &self,
         backend: &B,
         ranks: &mut Ranks<B>,
-        stop: &AtomicBool,
+        is_asked: &dyn Fn() -> bool,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Option<CalibrationRecord>, Error> {
-        let is_asked = || stop.load(Ordering::Relaxed);
         if !ranks.is_first() {
             while !ranks.any_of([is_asked(), false])?[1] {}
             return Ok(None);

@@ -1,6 +1,7 @@
 //! The steps of a stage.
 
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use moh_checkpoint::steps_at;
 use moh_eval::Evaluator;
@@ -12,11 +13,11 @@ use moh_step::{StepConfig, StepResult, Stepper};
 
 use super::evaluation::{Evaluated, Losses};
 use super::{Inputs, Progress, Trainer};
-use crate::Error;
 use crate::calibration::{CalibrationRecord, StageMeasurement, attention_of};
 use crate::event::Event;
 use crate::rates::Rates;
 use crate::teacher::TeacherSource;
+use crate::{Error, TimeLimit};
 
 /// The buffers of a stage's steps.
 struct Work<'a, B: Backend, T: Element, G: Element> {
@@ -263,7 +264,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(Evaluated::Yes)
     }
 
-    /// The result of a calibration; `None` if a rank was asked to stop.
+    /// The result of a calibration; `None` if a rank was asked to stop, or if the time limit ends.
     fn calibrate(
         &mut self,
         measurement: &StageMeasurement<'_>,
@@ -272,7 +273,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         // An earlier stage's teacher is not needed any more, and its memory may be.
         self.model.set_teacher(None)?;
         let backend = self.model.backend().clone();
-        measurement.result(&backend, &mut self.ranks, self.inputs.stop, &mut *self.events)
+        let Inputs { stop, time_limit, .. } = self.inputs;
+        // No step has been taken for which time is to be left, and its clock is the first rank's.
+        let limit = time_limit.filter(|_| self.ranks.is_first());
+        let is_up = |limit: TimeLimit| limit.is_up(Instant::now(), Duration::ZERO, None);
+        let is_asked = || stop.load(Ordering::Relaxed) || limit.is_some_and(is_up);
+        measurement.result(&backend, &mut self.ranks, &is_asked, &mut *self.events)
     }
 
     fn end_stage(&mut self, stage: &Stage, losses: Losses) {
