@@ -8,6 +8,7 @@ use crate::embedding::{EmbeddingBackward, EmbeddingForward};
 use crate::key_value_cache::KeyValueAppend;
 use crate::linear::{Accumulation, LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use crate::ranks::VocabularyRows;
+use crate::relative_error::RelativeErrorArgs;
 use crate::rms_norm::{RmsNormBackward, RmsNormForward};
 use crate::rope::QkvShape;
 use crate::scalar::{DType, Element};
@@ -29,6 +30,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     cases.extend([
         linear_one_token::<B, T>(sizes.gate_up()),
         linear_one_token::<B, T>(LARGE_LAYER),
+        relative_error::<B, T>(sizes),
         swiglu_forward::<B, T>(sizes),
         swiglu_backward::<B, T>(sizes),
         cross_entropy::<B, T>(sizes, "cross_entropy_forward", false),
@@ -98,6 +100,15 @@ fn rms_norm_backward<B: Backend, T: Element>(Sizes { tokens, width, .. }: Sizes)
         write d_x = backend.allocate::<T>(tokens * width),
         write d_weight = backend.allocate::<f32>(width),
     ] backend.rms_norm_backward(RmsNormBackward { x, weight, inv_rms, d_y, d_x, d_weight }))
+}
+
+fn relative_error<B: Backend, T: Element>(Sizes { tokens, width, .. }: Sizes) -> Case<B> {
+    case!("relative_error", Work::moved::<T>(3 * tokens * width), |backend| [
+        read y = random_elements::<B, T>(backend, tokens * width),
+        read target = random_elements::<B, T>(backend, tokens * width),
+        write d_y = backend.allocate::<T>(tokens * width),
+        write sum = backend.allocate::<f64>(1),
+    ] backend.relative_error(RelativeErrorArgs { width, scale: 1.0, y, target, d_y, sum }))
 }
 
 /// Both passes of a linear layer of these inputs and outputs.

@@ -21,6 +21,7 @@ mod logits;
 mod parameters;
 mod ptxas;
 mod qk_norm;
+mod relative_error;
 mod rms_norm;
 mod rope;
 mod router;

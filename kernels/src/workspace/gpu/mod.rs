@@ -27,6 +27,7 @@ pub(crate) fn scratch_bytes(passes: &WorkingSet, attention_backward: usize) -> u
     }
     forward
         .max(attention_backward)
+        .max(row_error_bytes(tokens))
         .max(norm_bytes(tokens, *width))
         .max(if *qk_norm { qk_norm_bytes(attention) } else { 0 })
         .max(squared_norm_bytes(*tensors))
@@ -63,6 +64,11 @@ pub(crate) fn cross_entropy_bytes(tokens: usize) -> usize {
 /// Scratch of the balance loss.
 pub(crate) fn balance_loss_bytes(routed: usize) -> usize {
     routed * size_of::<f64>()
+}
+
+/// Scratch of the relative error.
+pub(crate) fn row_error_bytes(rows: usize) -> usize {
+    rows * size_of::<f64>()
 }
 
 /// Scratch of a norm's backward pass.
