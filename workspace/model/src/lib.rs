@@ -51,6 +51,7 @@
 
 mod activations;
 mod architecture;
+mod attention_output;
 mod auxiliary_loss;
 mod block_pass;
 pub mod config;
@@ -80,6 +81,7 @@ pub mod tensors;
 
 pub use activations::{Activations, PassShape, PassSlot, Recompute, Slots};
 pub use architecture::Architecture;
+pub use attention_output::AttentionOutputLoss;
 pub use auxiliary_loss::{AuxiliaryLoss, AuxiliaryLosses};
 pub use block_pass::{BlockOutput, BlockPass, EndsPass};
 pub use config::{LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig};

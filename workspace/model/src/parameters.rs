@@ -226,6 +226,18 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         self.stale[flat] = false;
     }
 
+    /// Zeroes a buffer if it is stale, for gradients of some of its tensors alone.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn clear(&mut self, backend: &B, flat: usize) -> Result<(), Error> {
+        if self.stale[flat] {
+            backend.zero(B::whole_mut(self.flat_mut(flat)))?;
+            self.mark_written(flat);
+        }
+        Ok(())
+    }
+
     /// Zeroes a range of a stale buffer, for operators that can only accumulate.
     ///
     /// # Errors

@@ -19,7 +19,10 @@ pub enum PassRole {
     #[default]
     Alone,
     /// Those of the model that learns: its loss has a [`Teacher`](crate::Teacher).
-    Student,
+    Student {
+        /// Whether its attention outputs learn the teacher's ([`AttentionOutputLoss`](crate::AttentionOutputLoss)).
+        attention_output: bool,
+    },
     /// Those of the teacher, which has no backward pass and no loss of its own.
     Teacher,
 }
@@ -97,7 +100,7 @@ impl<'a> PassSizes<'a> {
 
     pub(crate) fn head(&self) -> HeadShape {
         let shape = self.share().head_shape(self.config, self.tokens());
-        shape.with_teacher(self.role == PassRole::Student)
+        shape.with_teacher(matches!(self.role, PassRole::Student { .. }))
     }
 
     /// Scratch of the operators in these passes.

@@ -6,12 +6,16 @@ use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, span};
 
 use crate::activations::{Activations, MicroBatch, PassActivations, PassSlot, Recompute};
-use crate::layers::{ActivationGradients, BackwardContext, HeadBuffers, HeadPass, Scratch, Tokens};
+use crate::attention_output::{AttentionOutputLoss, TaughtLayer};
+use crate::layers::{
+    ActivationGradients, BackwardContext, BlockBuffers, HeadBuffers, HeadPass, Scratch, Tokens,
+};
 use crate::layout::ModelLayout;
 use crate::model::{LossConfig, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::pass_sizes::PassRole;
 use crate::router::RoutingStatistics;
+use crate::teacher::OnTaughtLayer;
 use crate::{AuxiliaryLoss, Error, StepSums};
 
 /// Message tags of the residual stream and of its gradient.
@@ -59,11 +63,16 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         (0..self.parallel.part().chunks.len()).try_for_each(|chunk| {
             let slot = PassSlot { chunk, ..PassSlot::default() };
-            self.forward_chunk_of(activations, slot, sums, &mut |_, _| Ok(()), routed)
+            let ready: OnBuffer<'_, B, T> = &mut |_, _| Ok(());
+            if matches!(activations.role, PassRole::Student { .. }) {
+                let loss = None::<AttentionOutputLoss<'_, B, f32>>;
+                self.teach_chunk(activations, slot, loss, sums, ready)?;
+            }
+            self.forward_chunk_of(activations, slot, sums, ready, routed)
         })
     }
 
-    /// The forward pass through one chunk; receives its input from the previous stage and sends its
+    /// The forward pass through one chunk, after its teacher's ([`Model::teach_chunk`]); receives its input from the previous stage and sends its
     /// output to the next. `before_use` is called with the weights before each buffer of them is
     /// used, and may wait for it.
     ///
@@ -87,12 +96,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         before_use: OnBuffer<'_, B, T>,
         routed: OnRouting<'_, B>,
     ) -> Result<(), Error> {
-        let Activations { shape, role, micro_batches, passes, scratch, head, .. } = activations;
+        let Activations { shape, micro_batches, passes, scratch, head, .. } = activations;
         let tokens = &micro_batches[slot.micro_batch];
-        if *role == PassRole::Student {
-            let _span = span::enter("teacher");
-            self.teacher_mut()?.forward_chunk(tokens, slot.chunk)?;
-        }
         let pass = &mut passes[slot.slot];
         let mut buffers = ForwardBuffers { shape: *shape, tokens, pass, scratch, head };
         let share = 1.0 / self.routed_layers() as f64;
@@ -113,16 +118,21 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.end_chunk(&mut buffers, slot.chunk, before_use)
     }
 
-    /// The forward pass through one chunk without losses.
+    /// The forward pass of a teacher through one chunk, without losses.
     pub(crate) fn forward_frozen(
         &mut self,
         mut buffers: ForwardBuffers<'_, B, T>,
         chunk: usize,
+        taught: OnTaughtLayer<'_, B, T>,
     ) -> Result<(), Error> {
         let ready: OnBuffer<'_, B, T> = &mut |_, _| Ok(());
         self.begin_chunk(&mut buffers, chunk, ready)?;
         for (i, layer) in self.parallel.part().chunks[chunk].clone().enumerate() {
             self.forward_block(&mut buffers, i, layer, ready)?;
+            let (cx, block) = (self.context(buffers.tokens()), &self.layers.blocks[layer]);
+            let (input, _, blocks) = buffers.pass.around(i);
+            let BlockBuffers { saved, scratch, .. } = blocks.buffers(i, buffers.scratch);
+            taught(layer, TaughtLayer { cx, block, input, saved: &saved.attention, scratch })?;
         }
         self.end_chunk(&mut buffers, chunk, ready)
     }
@@ -286,7 +296,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             let output = &stream[parallel.part().chunks[slot.chunk].len()];
             let scale = losses.auxiliary[AuxiliaryLoss::Distillation];
             let teacher = match *role {
-                PassRole::Student => Some((self.teacher()?, scale)),
+                PassRole::Student { .. } => Some((self.teacher()?, scale)),
                 PassRole::Alone | PassRole::Teacher => None,
             };
             let (buffers, scratch) = (&mut *head, &mut *scratch);

@@ -11,6 +11,7 @@ const CROSS_ENTROPY: usize = 0;
 const DISTILLATION: usize = 1;
 const SQUARED_NORM: usize = 2;
 const BALANCE: usize = 3;
+const ATTENTION_OUTPUT: usize = 4;
 const COUNT: usize = 2 + AuxiliaryLoss::ALL.len();
 
 /// The place of an auxiliary loss.
@@ -18,6 +19,7 @@ const fn place(loss: AuxiliaryLoss) -> usize {
     match loss {
         AuxiliaryLoss::Balance => BALANCE,
         AuxiliaryLoss::Distillation => DISTILLATION,
+        AuxiliaryLoss::AttentionOutput => ATTENTION_OUTPUT,
     }
 }
 
@@ -29,7 +31,8 @@ pub struct StepSums<B: Memory>(B::Buffer<f64>);
 pub struct Sums {
     /// Cross-entropy of the targets, in nats.
     pub cross_entropy: f64,
-    /// The auxiliary losses: of the micro-batches, and distillation of the targets.
+    /// The auxiliary losses: of the micro-batches, distillation of the targets, and that of attention outputs of layers
+    /// and tokens.
     pub auxiliary: AuxiliaryLosses<f64>,
     /// Squared gradients.
     pub squared_norm: f64,

@@ -9,6 +9,7 @@ use moh_kernels::cross_entropy::HeadTeacher;
 use moh_kernels::{Backend, Element};
 
 use crate::activations::{Activations, MicroBatch, PassShape};
+use crate::attention_output::TaughtLayer;
 use crate::model::Model;
 use crate::passes::ForwardBuffers;
 use crate::{Error, PassSizes};
@@ -22,7 +23,13 @@ pub struct Distillation {
     pub cross_entropy: f64,
     /// By which both models' logits are divided before the softmax of the distillation loss.
     pub temperature: f64,
+    /// Weight of the attention-output loss ([`crate::AttentionOutputLoss`]); 0 for none.
+    pub attention_output: f64,
 }
+
+/// Called with the number of a layer, and what the teacher has of it.
+pub(crate) type OnTaughtLayer<'a, B, T> =
+    &'a mut dyn FnMut(usize, TaughtLayer<'_, B, T>) -> Result<(), Error>;
 
 /// A frozen model with the buffers of its passes.
 pub struct Teacher<B: Backend, T: Element> {
@@ -59,17 +66,19 @@ impl<B: Backend, T: Element> Teacher<B, T> {
         &self.model
     }
 
-    /// The forward pass of a student's micro-batch through one chunk of this rank's part.
+    /// The forward pass of a student's micro-batch through one chunk of this rank's part; `taught` is called with each
+    /// layer after its pass.
     pub(crate) fn forward_chunk(
         &mut self,
         tokens: &MicroBatch<B>,
         chunk: usize,
+        taught: OnTaughtLayer<'_, B, T>,
     ) -> Result<(), Error> {
         let Activations { shape, passes, scratch, head, .. } = &mut self.activations;
         let (shape, pass) = (*shape, &mut passes[0]);
         let buffers =
             ForwardBuffers { shape, tokens, pass, scratch: &mut *scratch, head: &mut *head };
-        self.model.forward_frozen(buffers, chunk)?;
+        self.model.forward_frozen(buffers, chunk, taught)?;
         if self.model.parallel().ends_with(chunk) {
             // The student's head reads all rows.
             let cx = self.model.context(crate::layers::Tokens {
@@ -132,8 +141,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.teacher.as_deref().ok_or_else(no_teacher)
     }
 
-    pub(crate) fn teacher_mut(&mut self) -> Result<&mut Teacher<B, T>, Error> {
-        self.teacher.as_deref_mut().ok_or_else(no_teacher)
+    /// Takes the teacher, which the caller puts back.
+    pub(crate) fn take_teacher(&mut self) -> Result<Box<Teacher<B, T>>, Error> {
+        self.teacher.take().ok_or_else(no_teacher)
     }
 }
 

@@ -70,6 +70,26 @@ fn a_teacher_takes_its_weights_and_a_forward_pass() {
 }
 
 #[test]
+fn learning_attention_outputs_takes_the_attention_once_more() {
+    let distill = |rest: &str| format!("stage.moh.distill={{ teacher = \"another\"{rest} }}");
+    let (taught, outputs) = (plan(&[&distill("")]), plan(&[&distill(", attention_output = 1.0")]));
+    let [before, after] = [&taught, &outputs].map(|plan| plan.stages[1].clone());
+    // Three times the projections and the attention core, and the teacher's projection of the output.
+    let (_, model) = small(&[]);
+    let model = ModelConfig { moh: after.moh.clone(), ..model };
+    let [m, n, g] = [model.hidden_size, model.query_width(), model.key_value_width()];
+    let core = model.flops_per_token(after.sequence_length).attention;
+    let projections = (2 * m * (2 * n + 2 * g) * 3 + 2 * m * n) * model.num_hidden_layers;
+    let token = projections as f64 + 3.0 * core;
+    assert_eq!(after.training_flops - before.training_flops, token);
+    assert!(after.memory.activations.saved > before.memory.activations.saved);
+    // Of the first step alone.
+    let first = distill(", attention_output = 1.0, attention_output_tokens = 1");
+    let part = plan(&[&first]).stages[1].training_flops - before.training_flops;
+    assert!((part / token * after.steps as f64 - 1.0).abs() < 1e-9, "{part}");
+}
+
+#[test]
 fn state_bytes_follow_the_dtypes() {
     let f32 = plan(&[]);
     let state = f32.stages[0].memory.state;

@@ -116,7 +116,7 @@ impl MohOptions {
         AuxiliaryLosses::new(|loss| match loss {
             AuxiliaryLoss::Balance => self.balance_loss_weight,
             // A stage's own, with its teacher.
-            AuxiliaryLoss::Distillation => 0.0,
+            AuxiliaryLoss::Distillation | AuxiliaryLoss::AttentionOutput => 0.0,
         })
     }
 }

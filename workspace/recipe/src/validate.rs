@@ -467,7 +467,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
 fn check_distill(faults: &mut Faults, stage: &Stage, model: &ModelOptions) {
     let Some(distill) = &stage.distill else { return };
     let key = |rest: &str| stage_key(stage, &format!("distill.{rest}"));
-    let &DistillOptions { weight, cross_entropy, temperature, .. } = distill;
+    let &DistillOptions { weight, cross_entropy, temperature, attention_output, .. } = distill;
     faults.path(&key("teacher"), Path::new(&distill.teacher));
     let is_new = model.new.is_some() && faults.is_known("model.new");
     if distill.is_start() && is_new && faults.is_known(&key("teacher")) {
@@ -475,8 +475,17 @@ fn check_distill(faults: &mut Faults, stage: &Stage, model: &ModelOptions) {
             "is a new model, which has learned nothing: name a model directory or RUN@STEP";
         faults.check(false, &key("teacher"), "\"start\"", reason);
     }
-    let fine = weight.is_finite() && weight > 0.0;
-    faults.check(fine, &key("weight"), weight, "must be a finite number above 0");
+    let fine = attention_output.is_finite() && attention_output >= 0.0;
+    let reason = "must be a finite number from 0";
+    faults.check(fine, &key("attention_output"), attention_output, reason);
+    if distill.attention_output_tokens.is_some() && faults.is_known(&key("attention_output")) {
+        let reason = "must be above 0 where attention_output_tokens says for how long";
+        faults.check(attention_output > 0.0, &key("attention_output"), attention_output, reason);
+    }
+    let learns_outputs = attention_output > 0.0;
+    let fine = weight.is_finite() && (weight > 0.0 || learns_outputs && weight == 0.0);
+    let reason = "must be a finite number above 0, or 0 with distill.attention_output";
+    faults.check(fine, &key("weight"), weight, reason);
     let fine = cross_entropy.is_finite() && cross_entropy >= 0.0;
     faults.check(fine, &key("cross_entropy"), cross_entropy, "must be a finite number from 0");
     let fine = temperature > 0.0 && temperature <= MAX_TEMPERATURE;

@@ -12,8 +12,8 @@ use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, AuxiliaryLoss, AuxiliaryLosses, Distillation, LossConfig, Model, PassRole,
-    PassShape, PassSlot, Recompute, StepSums, Sums,
+    Activations, AttentionOutputLoss, AuxiliaryLoss, AuxiliaryLosses, Distillation, LossConfig,
+    Model, PassRole, PassShape, PassSlot, Recompute, StepSums, Sums,
 };
 
 use crate::Error;
@@ -74,6 +74,8 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     ahead: Option<u64>,
     host: HostBatch,
     all_ranks: Group,
+    /// Whether the next steps have an attention-output loss, where the configuration has a weight for it.
+    learns_attention_outputs: bool,
     /// Whether the next step measures its norms by block.
     measures_norms: bool,
     squared_block_norms: SquaredBlockNorms<B>,
@@ -234,7 +236,12 @@ impl StepConfig {
 
     /// What the model's passes are in distillation.
     pub fn role(&self) -> PassRole {
-        if self.distillation.is_some() { PassRole::Student } else { PassRole::Alone }
+        match self.distillation {
+            Some(Distillation { attention_output, .. }) => {
+                PassRole::Student { attention_output: attention_output > 0.0 }
+            }
+            None => PassRole::Alone,
+        }
     }
 
     /// Sequences of one step.
@@ -289,6 +296,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             config,
             ahead: None,
             all_ranks: groups.all,
+            learns_attention_outputs: true,
             measures_norms: false,
             squared_block_norms: block_norms,
             block_norms: None,
@@ -298,6 +306,12 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     /// The settings of all steps.
     pub fn config(&self) -> &StepConfig {
         &self.config
+    }
+
+    /// Sets whether the next steps have the attention-output loss of the configuration, as all have at first; the same on
+    /// all ranks.
+    pub fn learn_attention_outputs(&mut self, learn: bool) {
+        self.learns_attention_outputs = learn;
     }
 
     /// Sets whether the next steps measure norms by block, for [`Self::take_block_norms`]; the same
@@ -455,6 +469,9 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let mean = |loss| match loss {
             AuxiliaryLoss::Balance => selects.then_some(auxiliary[loss] / count),
             AuxiliaryLoss::Distillation => distils.then_some(auxiliary[loss] / targets),
+            AuxiliaryLoss::AttentionOutput => self
+                .attention_output_weight()
+                .map(|_| auxiliary[loss] / self.layers_and_tokens(model)),
         };
         Ok(StepResult {
             loss: cross_entropy / targets,
@@ -483,13 +500,18 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             AuxiliaryLoss::Distillation => {
                 distillation.map_or(0.0, |distillation| (distillation.weight / targets) as f32)
             }
+            // Its gradients are computed beside it, not in the backward pass.
+            AuxiliaryLoss::AttentionOutput => 0.0,
         };
         let cross_entropy = distillation.map_or(1.0, |distillation| distillation.cross_entropy);
-        let scale = LossConfig {
+        let losses = LossConfig {
             cross_entropy: (cross_entropy / targets) as f32,
             auxiliary: AuxiliaryLosses::new(auxiliary),
             straight_through: true,
         };
+        let attention_output = self
+            .attention_output_weight()
+            .map(|weight| (weight / self.layers_and_tokens(model)) as f32);
         self.sums.zero(backend)?;
         self.gradients.mark_stale();
         for i in 0..self.passes.len() {
@@ -506,7 +528,17 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 let mut wait = |weights: &mut FlatBuffers<B, T>, flat| {
                     data_parallel.wait_for_weights(weights, flat)
                 };
-                model.forward_chunk(&mut self.activations, pass_slot, &mut self.sums, &mut wait)?;
+                let (activations, sums) = (&mut self.activations, &mut self.sums);
+                if distillation.is_some() {
+                    let gradients = &mut self.gradients;
+                    let loss = attention_output.map(|scale| AttentionOutputLoss {
+                        gradients,
+                        scale,
+                        straight_through: losses.straight_through,
+                    });
+                    model.teach_chunk(activations, pass_slot, loss, sums, &mut wait)?;
+                }
+                model.forward_chunk(activations, pass_slot, sums, &mut wait)?;
                 observer.forward_done(model, &self.activations, pass_slot)?;
             } else {
                 let _backward = span::enter_numbered("backward", number);
@@ -519,7 +551,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                     &mut self.activations,
                     pass_slot,
                     &mut self.gradients,
-                    scale,
+                    losses,
                     &mut self.sums,
                     last.then_some(&mut complete),
                 )?;
@@ -531,6 +563,18 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             self.data_parallel.start_zero_gradients(&mut self.gradients, model.layout())?;
         }
         Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
+    }
+
+    /// The weight of the attention-output loss, if the next step has one.
+    fn attention_output_weight(&self) -> Option<f64> {
+        let weight = self.config.distillation?.attention_output;
+        (self.learns_attention_outputs && weight > 0.0).then_some(weight)
+    }
+
+    /// What the attention-output loss is a mean over: the layers of the whole model, and the tokens of a step.
+    fn layers_and_tokens(&self, model: &Model<B, T>) -> f64 {
+        let tokens = self.config.micro_batches as f64 * self.host.ids.len() as f64;
+        model.config().num_hidden_layers as f64 * tokens
     }
 
     /// Has the samples of the step after the one from `first` on read while this step is computed, and those

@@ -450,6 +450,8 @@ fn the_teacher_of_the_start_is_the_model_before_its_refit() {
                 weight: 1.0,
                 cross_entropy: 1.0,
                 temperature: 1.0,
+                attention_output: 0.0,
+                attention_output_tokens: None,
             });
         }
         child

@@ -53,12 +53,22 @@ impl Trained {
             weight: 2.0,
             cross_entropy: 0.5,
             temperature: 1.5,
+            attention_output: 0.0,
+            attention_output_tokens: None,
         });
         recipe.run.dir = self.place.dir.path().join(name);
         recipe.model.new = None;
         recipe.model.from = Some(self.export());
         recipe
     }
+}
+
+/// Sets the weight of the attention-output loss in the first two steps of a stage.
+fn learn_outputs(recipe: &mut Recipe, taught: &str, weight: f64) {
+    let stage = recipe.stages.iter_mut().find(|stage| stage.name == taught).unwrap();
+    let distill = stage.distill.as_mut().unwrap();
+    distill.attention_output = weight;
+    distill.attention_output_tokens = (weight > 0.0).then_some(2 * stage.batch_tokens);
 }
 
 fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
@@ -101,21 +111,32 @@ fn every_layout_with_a_teacher_ends_as_one_rank() {
         (4, 1, 2, 2),
         (8, 2, 2, 2),
     ];
-    // The run's own model with a vocabulary that has grown, and a Mixture-of-Head teacher with documents apart. The
-    // other stage has none.
-    for (taught, teacher, changes) in [
-        ("moh", "start".to_owned(), &["model.pad_vocab_to=96"][..]),
-        ("adapt", trained.checkpoint(), &["data.document_mask=true", "memory.recompute=block"]),
+    // The run's own model with a vocabulary that has grown, whose attention outputs are learned for two steps, and a
+    // Mixture-of-Head teacher with documents apart. The other stage has none.
+    for (taught, teacher, changes, outputs) in [
+        ("moh", "start".to_owned(), &["model.pad_vocab_to=96"][..], 4.0),
+        (
+            "adapt",
+            trained.checkpoint(),
+            &["data.document_mask=true", "memory.recompute=block"],
+            0.0,
+        ),
     ] {
         let recipe = |name: &str, layout: &[String]| {
             let layout = layout.iter().map(String::as_str);
             let changes: Vec<&str> = changes.iter().copied().chain(layout).collect();
-            trained.recipe(name, taught, &teacher, &changes)
+            let mut recipe = trained.recipe(name, taught, &teacher, &changes);
+            learn_outputs(&mut recipe, taught, outputs);
+            recipe
         };
         let reference = finish_on(1, &recipe(&format!("{taught}-1"), &[]));
         for line in &reference.metrics {
             let found = line.get("distillation_loss").map(|loss| loss.as_f64().unwrap());
             assert_eq!(found.is_some(), line["stage"] == taught, "{line}");
+            assert!(found.is_none_or(|loss| loss > 1e-4), "{line}");
+            let found = line.get("attention_output_loss").map(|loss| loss.as_f64().unwrap());
+            let first = line["stage"] == taught && line["step"].as_u64().unwrap() <= 2;
+            assert_eq!(found.is_some(), outputs > 0.0 && first, "{line}");
             assert!(found.is_none_or(|loss| loss > 1e-4), "{line}");
         }
         for (ranks, tensor, pipeline, chunks) in layouts {
@@ -124,9 +145,12 @@ fn every_layout_with_a_teacher_ends_as_one_rank() {
             let found = finish_on(ranks, &recipe(&what, &keys));
             assert_alike(&found, &reference, &what);
             for (line, reference) in found.metrics.iter().zip(&reference.metrics) {
-                let loss = |line: &serde_json::Value| line.get("distillation_loss")?.as_f64();
-                if let Some((found, expected)) = loss(line).zip(loss(reference)) {
-                    assert!((found / expected - 1.0).abs() < 1e-2, "{what}: {line}, {reference}");
+                for name in ["distillation_loss", "attention_output_loss"] {
+                    let loss = |line: &serde_json::Value| line.get(name)?.as_f64();
+                    if let Some((found, expected)) = loss(line).zip(loss(reference)) {
+                        let error = (found / expected - 1.0).abs();
+                        assert!(error < 1e-2, "{what}: {line}, {reference}");
+                    }
                 }
             }
             let repeated = finish_on(ranks, &recipe(&format!("{what}-again"), &keys));
@@ -145,6 +169,8 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
             let name = format!("{name}-{number}");
             let mut recipe = trained.recipe(&name, "adapt", teacher, &["run.dtype=bf16"]);
             recipe.stages[1].distill = recipe.stages[0].distill.clone();
+            // A run stops within the steps of the attention-output loss, and after them.
+            learn_outputs(&mut recipe, "adapt", 1.0);
             recipe
         };
         let whole = recipe("whole");
@@ -174,6 +200,22 @@ fn a_student_that_has_not_moved_has_no_distillation_loss() {
         .collect();
     assert_eq!((losses.len(), losses[0]), (5, 0.0));
     assert!(losses[1..].iter().all(|&loss| loss > 0.0), "{losses:?}");
+}
+
+#[test]
+fn attention_outputs_are_learned() {
+    let trained = Trained::new();
+    let mut recipe =
+        trained.recipe("outputs", "moh", "start", &["stage.moh.learning_rate.max=3e-3"]);
+    learn_outputs(&mut recipe, "moh", 1.0);
+    let distill = recipe.stages[1].distill.as_mut().unwrap();
+    (distill.weight, distill.cross_entropy, distill.attention_output_tokens) = (0.0, 0.0, None);
+    finish(&recipe);
+    let losses: Vec<f64> = (Results::of(&recipe).metrics.iter())
+        .filter_map(|line| line.get("attention_output_loss")?.as_f64())
+        .collect();
+    assert_eq!(losses.len(), 5);
+    assert!(losses[4] < 0.9 * losses[0], "{losses:?}");
 }
 
 #[test]

@@ -120,7 +120,20 @@ impl Attention {
         let gathered = &mut scratch.gathered;
         let x = self.project(cx, x, buffers.saved, gathered)?;
         self.rotate(cx, x, &mut buffers)?;
-        let attended = self.attend(cx, buffers)?;
+        let AttentionBuffers { saved, rotated, cache } = buffers;
+        self.attend(cx, AttentionBuffers { saved: &mut *saved, rotated, cache })?;
+        self.project_output(cx, saved, gathered, sum)
+    }
+
+    /// Adds the output projection of what [`Self::attend`] has computed to the residual stream.
+    pub fn project_output<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        saved: &SavedAttention<B, T>,
+        gathered: &mut Option<B::Buffer<T>>,
+        sum: ResidualSum<'_, B, T>,
+    ) -> Result<(), Error> {
+        let attended = B::view(&saved.attended, 0..cx.num_tokens() * self.output.inputs());
         self.output.forward(cx, attended, gathered, sum)
     }
 

@@ -132,44 +132,66 @@ impl Reference {
     /// The logits `[N, V]` of a micro-batch of `batch` sequences, the sum of the layers' balance losses, and their
     /// masks.
     pub fn logits(&self, ids: &[u32], batch: usize) -> Result<(Tensor, Tensor, Vec<Vec<u8>>)> {
-        let (device, config) = (&Device::Cpu, &self.config);
-        let (tokens, length) = (ids.len(), ids.len() / batch);
-        let ids = Tensor::from_slice(ids, tokens, device)?;
-        let mut x = self.weights["model.embed_tokens.weight"].index_select(&ids, 0)?;
-        let mut balance = Tensor::zeros((), DType::F64, device)?;
+        let mut x = self.embed(ids)?;
+        let mut balance = Tensor::zeros((), DType::F64, &Device::Cpu)?;
         let mut masks = Vec::new();
-        for layer in 0..config.num_hidden_layers {
-            let name = |part: &str| format!("model.layers.{layer}.{part}");
-            let normed = self.norm(&x, &name("input_layernorm"))?;
-            let heads = |part: &str, count: usize| {
-                let shape = (batch, length, count, config.head_dim);
-                self.linear(&normed, &name(&format!("self_attn.{part}_proj")))?.reshape(shape)
-            };
-            let (count, kv) = (config.num_attention_heads, config.num_key_value_heads);
-            let (q, k, v) = (heads("q", count)?, heads("k", kv)?, heads("v", kv)?);
-            let prepare = |heads: &Tensor, norm: &str| {
-                let norms = config.architecture.norms_queries_and_keys();
-                let normed = norms.then(|| self.norm(heads, &name(&format!("self_attn.{norm}"))));
-                self.rotate(normed.transpose()?.as_ref().unwrap_or(heads))
-            };
-            let mut attended = self.attend(&prepare(&q, "q_norm")?, &prepare(&k, "k_norm")?, &v)?;
-            let queries = &q.reshape((tokens, count, config.head_dim))?;
-            let input = RouterInput { layer, x: &normed, queries };
+        for layer in 0..self.config.num_hidden_layers {
+            let (attention, routed) = self.attention(layer, &x, batch)?;
             let mut mask = Vec::new();
-            if let Some(routed) = (self.route)(self, &input)? {
-                attended = attended.broadcast_mul(&routed.weights.unsqueeze(2)?)?;
+            if let Some(routed) = routed {
                 balance = (balance + routed.balance)?;
                 mask = routed.mask;
             }
             masks.push(mask);
-            let attended = attended.reshape((tokens, config.query_width()))?;
-            x = (x + self.linear(&attended, &name("self_attn.o_proj"))?)?;
-            let normed = self.norm(&x, &name("post_attention_layernorm"))?;
-            let gate = silu(&self.linear(&normed, &name("mlp.gate_proj"))?)?;
-            let up = self.linear(&normed, &name("mlp.up_proj"))?;
-            x = (x + self.linear(&(gate * up)?, &name("mlp.down_proj"))?)?;
+            x = self.mlp(layer, &(x + attention)?)?;
         }
         Ok((self.linear(&self.norm(&x, "model.norm")?, "lm_head")?, balance, masks))
+    }
+
+    /// The residual stream before the first layer, `[N, C]`.
+    pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
+        let ids = Tensor::from_slice(ids, ids.len(), &Device::Cpu)?;
+        self.weights["model.embed_tokens.weight"].index_select(&ids, 0)
+    }
+
+    /// The attention output of a layer for the residual stream `x` before it, both `[N, C]`, and its routing.
+    pub fn attention(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        batch: usize,
+    ) -> Result<(Tensor, Option<Routed>)> {
+        let (config, tokens) = (&self.config, x.dim(0)?);
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        let normed = self.norm(x, &name("input_layernorm"))?;
+        let heads = |part: &str, count: usize| {
+            let shape = (batch, tokens / batch, count, config.head_dim);
+            self.linear(&normed, &name(&format!("self_attn.{part}_proj")))?.reshape(shape)
+        };
+        let (count, kv) = (config.num_attention_heads, config.num_key_value_heads);
+        let (q, k, v) = (heads("q", count)?, heads("k", kv)?, heads("v", kv)?);
+        let prepare = |heads: &Tensor, norm: &str| {
+            let norms = config.architecture.norms_queries_and_keys();
+            let normed = norms.then(|| self.norm(heads, &name(&format!("self_attn.{norm}"))));
+            self.rotate(normed.transpose()?.as_ref().unwrap_or(heads))
+        };
+        let mut attended = self.attend(&prepare(&q, "q_norm")?, &prepare(&k, "k_norm")?, &v)?;
+        let queries = &q.reshape((tokens, count, config.head_dim))?;
+        let routed = (self.route)(self, &RouterInput { layer, x: &normed, queries })?;
+        if let Some(routed) = &routed {
+            attended = attended.broadcast_mul(&routed.weights.unsqueeze(2)?)?;
+        }
+        let attended = attended.reshape((tokens, config.query_width()))?;
+        Ok((self.linear(&attended, &name("self_attn.o_proj"))?, routed))
+    }
+
+    /// The residual stream after a layer, from that after its attention; both `[N, C]`.
+    pub fn mlp(&self, layer: usize, x: &Tensor) -> Result<Tensor> {
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        let normed = self.norm(x, &name("post_attention_layernorm"))?;
+        let gate = silu(&self.linear(&normed, &name("mlp.gate_proj"))?)?;
+        let up = self.linear(&normed, &name("mlp.up_proj"))?;
+        x + self.linear(&(gate * up)?, &name("mlp.down_proj"))?
     }
 
     /// Compares the losses, and the gradients of the total loss, with those of a model's pass.
@@ -203,14 +225,20 @@ impl Reference {
         for (flat, segment) in model.layout().segments() {
             let found = gradients.read(&Cpu, flat, segment).unwrap();
             let expected = all.get(&self.weights[&segment.name]).unwrap();
-            let expected = expected.flatten_all().unwrap().to_vec1::<f64>().unwrap();
-            let square = |sum: f64, x: f64| sum + x * x;
-            let norm = expected.iter().copied().fold(0.0, square).sqrt();
-            let differences = found.iter().zip(&expected).map(|(&a, &b)| f64::from(a) - b);
-            let error = differences.fold(0.0, square).sqrt() / norm;
-            assert!(error < TOLERANCE, "{}: gradient off by {error}", segment.name);
+            assert_gradient(&segment.name, &found, expected);
         }
     }
+}
+
+/// Compares the gradient of a tensor.
+#[track_caller]
+pub fn assert_gradient(name: &str, found: &[f32], expected: &Tensor) {
+    let expected = expected.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    let square = |sum: f64, x: f64| sum + x * x;
+    let norm = expected.iter().copied().fold(0.0, square).sqrt();
+    let differences = found.iter().zip(&expected).map(|(&a, &b)| f64::from(a) - b);
+    let error = differences.fold(0.0, square).sqrt() / norm;
+    assert!(error < TOLERANCE, "{name}: gradient off by {error}");
 }
 
 /// The rows with a target that is not ignored, and these targets.

@@ -383,6 +383,21 @@ fn what_a_stage_cannot_learn_from_is_refused() {
         ("teacher = 'start'", "teacher", "is a new model, which has learned nothing"),
         ("teacher = 'x', weight = 0.0", "weight", "must be a finite number above 0"),
         ("teacher = 'x', weight = inf", "weight", "must be a finite number above 0"),
+        (
+            "teacher = 'x', weight = 0.0",
+            "weight",
+            "must be a finite number above 0, or 0 with distill.attention_output",
+        ),
+        (
+            "teacher = 'x', attention_output = -1.0",
+            "attention_output",
+            "must be a finite number from 0",
+        ),
+        (
+            "teacher = 'x', attention_output_tokens = 100",
+            "attention_output",
+            "must be above 0 where attention_output_tokens says for how long",
+        ),
         ("teacher = 'x', cross_entropy = -1.0", "cross_entropy", "must be a finite number from 0"),
         (
             "teacher = 'x', temperature = 0.0",

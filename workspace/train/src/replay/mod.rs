@@ -239,6 +239,8 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {
             self.job.rewinds.pass_over_samples(&mut self.state);
+            let learns = self.state.stage_step < stage.attention_output_steps();
+            stepper.learn_attention_outputs(learns);
             if self.state.step + 1 == self.job.step {
                 return self.measure(stage, &mut stepper).map(Some);
             }

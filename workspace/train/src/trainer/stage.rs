@@ -107,6 +107,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let stage = work.stage;
         self.saving.step_begins();
         let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;
+        let learns = self.state.stage_step < stage.attention_output_steps();
+        work.stepper.learn_attention_outputs(learns);
         let (result, times) = self.compute_timed(work)?;
         let sequences = work.stepper.config().batch_sequences();
         let guard = &self.inputs.recipe.guard;
