@@ -24,6 +24,8 @@ from variants import VARIANTS
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BATCH_TOKENS = 4096
+# Steps that learn the attention outputs of the teacher too, where a variant does.
+OUTPUTS_STEPS = 100
 
 
 def parse():
@@ -101,7 +103,8 @@ class Measurement:
             "stage.tune.attention": "dense" if variant.name == "dense" else "moh",
         }
         if variant.teacher:
-            settings["stage.tune.distill"] = f'{{ teacher = "{bed.dense}" }}'
+            outputs = f", attention_output = {variant.outputs}, attention_output_tokens = {OUTPUTS_STEPS * BATCH_TOKENS}"
+            settings["stage.tune.distill"] = f'{{ teacher = "{bed.dense}"{outputs if variant.outputs else ""} }}'
         overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         self.run("moh-train", "--recipe", "tools/quality/tune.toml", *overrides)
         losses = json.loads((ROOT / run / "summary.json").read_text())["evaluations"]

@@ -18,6 +18,8 @@ class Variant:
     chosen: bool = False
     refitted: bool = False
     teacher: bool = False
+    # Weight of the error of the attention outputs, in the first 100 steps of 4,096 tokens.
+    outputs: float = 0.0
     # Whether tokens select no heads beside the shared ones.
     fixed: bool = False
     # Steps of training after which it is measured.
@@ -45,10 +47,12 @@ VARIANTS = [
     Variant("dense", "dense control", steps=(300, 2000), shares=(1.0,)),
     Variant("paper", "first heads: the paper's way", steps=(300, 600, 1200, 2000, 4000)),
     Variant("paper-teacher", "first heads, teacher", teacher=True),
+    Variant("paper-outputs-teacher", "first heads, teacher, also of attention outputs at first", teacher=True, outputs=1.0),
     Variant("refit", "first heads, refitted", refitted=True),
     Variant("chosen", "chosen heads", chosen=True),
     Variant("measured", "chosen heads, refitted", **BOTH),
     Variant("measured-teacher", "chosen heads, refitted, teacher", **BOTH, teacher=True, steps=(300, 2000)),
+    Variant("measured-outputs-teacher", "chosen heads, refitted, teacher, also of attention outputs at first", **BOTH, teacher=True, outputs=1.0),
     Variant("linear-teacher", "linear router, chosen, refitted, teacher", "linear", **BOTH, teacher=True),
     Variant("two-stage", "two-stage router, first heads", "two-stage"),
     Variant("two-stage-teacher", "two-stage router, first heads, teacher", "two-stage", teacher=True),
