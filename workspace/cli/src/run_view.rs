@@ -289,7 +289,8 @@ pub fn auxiliary_losses(losses: AuxiliaryLosses<Option<f64>>) -> String {
     let of_step = losses.iter().filter_map(|(loss, value)| Some((loss, value?)));
     let shown = of_step.map(|(loss, value)| {
         let name = loss.name();
-        format!(", {} {value:.4}", name.strip_suffix("_loss").unwrap_or(name))
+        let name = name.strip_suffix("_loss").unwrap_or(name).replace('_', " ");
+        format!(", {name} {value:.4}")
     });
     shown.collect()
 }
