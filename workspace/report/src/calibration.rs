@@ -5,6 +5,7 @@ use moh_program::counted;
 use moh_run_log::{CalibratedLayer, StageCalibration};
 
 use super::figure;
+use super::losses::shown;
 use super::routing::by_layer;
 use crate::chart::{Line, LineChart, Look};
 use crate::run_log::RunLog;
@@ -89,12 +90,5 @@ fn list(heads: &[usize]) -> String {
     match heads {
         [] => "none".to_owned(),
         _ => heads.iter().map(usize::to_string).collect::<Vec<_>>().join(", "),
-    }
-}
-
-fn shown(value: f64) -> String {
-    match value.is_finite() {
-        true => format!("{value:.4}"),
-        false => "not finite".to_owned(),
     }
 }

@@ -66,12 +66,16 @@ fn table(logs: &[RunLog], rows: &[Row]) -> Markup {
     }
 }
 
+/// A loss or an error.
+pub(super) fn shown(value: f64) -> String {
+    match value.is_finite() {
+        true => format!("{value:.4}"),
+        false => "not finite".to_owned(),
+    }
+}
+
 fn numbers(cell: Option<Cell>) -> Markup {
-    let shown = |value: Option<f64>| match value {
-        Some(value) if value.is_finite() => format!("{value:.4}"),
-        Some(_) => "not finite".to_owned(),
-        None => "-".to_owned(),
-    };
+    let shown = |value: Option<f64>| value.map_or("-".to_owned(), shown);
     html! {
         td { (shown(cell.map(|cell| cell.0))) }
         td { (shown(cell.and_then(|cell| cell.1))) }
