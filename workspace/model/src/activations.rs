@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::attention_output::AttentionOutputs;
 use crate::layers::{
-    ActivationGradients, BlockBuffers, HeadBuffers, RecomputableBlock, SavedBlock, Scratch,
+    ActivationGradients, BlockBuffers, HeadBuffers, RecomputableBlock, SavedBlock, Scratch, Tokens,
 };
 use crate::model::Model;
 use crate::pass_sizes::{PassRole, PassSizes};
@@ -231,6 +231,13 @@ impl<M: Workspace, T: Element> Activations<M, T> {
             memory.upload(document_start, M::whole_mut(buffer))?;
         }
         Ok(())
+    }
+}
+
+impl<B: Backend> MicroBatch<B> {
+    /// What layers read of it in passes of this shape.
+    pub(crate) fn tokens(&self, shape: QkvShape) -> Tokens<'_, B> {
+        Tokens { shape, first_position: 0, document_start: self.document_start.as_ref() }
     }
 }
 

@@ -3,13 +3,14 @@
 //! another's.
 //!
 //! The loss is the mean over layers and tokens of |a - t|^2 / |t|^2, with the attention output a of the model and t of
-//! the teacher, both without the residual stream that they are added to. It is computed while the teacher's forward pass
-//! has a layer's activations, with its gradient, so that nothing is kept for a backward pass.
+//! the teacher, both without the residual stream that they are added to. The output projections write them apart from it:
+//! a difference of two residual streams would have the rounding of the streams. Loss and gradient of a layer are computed
+//! as soon as the teacher's forward pass has computed it, so that nothing is kept for a backward pass.
 
 use moh_kernels::relative_error::RelativeErrorArgs;
 use moh_kernels::{Backend, Element, Memory, span};
 
-use crate::activations::{Activations, MicroBatch, PassSlot};
+use crate::activations::{Activations, PassSlot};
 use crate::layers::attention::{AttentionBuffers, SavedAttention};
 use crate::layers::{
     ActivationGradients, BackwardContext, Block, Context, Normed, ResidualSum, Scratch, Tokens,
@@ -47,12 +48,10 @@ impl<M: Memory, T: Element> AttentionOutputs<M, T> {
         if sizes.role != (PassRole::Student { attention_output: true }) {
             return Ok(None);
         }
-        let copied = sizes.config.architecture.norms_queries_and_keys();
-        let rotated = if copied { sizes.tokens() * sizes.qkv().row() } else { 0 };
         Ok(Some(AttentionOutputs {
             saved: SavedAttention::new(memory, sizes)?,
             norm: Normed::new(memory, sizes)?,
-            rotated: memory.allocate(rotated)?,
+            rotated: memory.allocate(sizes.rotated())?,
             zeros: memory.allocate(sizes.stream())?,
             own: memory.allocate(sizes.stream())?,
             target: memory.allocate(sizes.stream())?,
@@ -97,7 +96,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             activations;
         let _span = span::enter("teacher");
         let micro_batch = &micro_batches[slot.micro_batch];
-        // Before the teacher is taken, which stays whatever happens.
+        // The plan is checked before the teacher is taken out of the model, which an error must not lose.
         let buffers = attention_outputs.as_mut().zip(gradients.as_mut());
         let learned = match loss {
             None => None,
@@ -107,9 +106,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let done = match learned {
             None => teacher.forward_chunk(micro_batch, slot.chunk, &mut |_, _| Ok(())),
             Some((mut loss, (outputs, d))) => {
-                let MicroBatch { document_start, .. } = micro_batch;
-                let document_start = document_start.as_ref();
-                let tokens = Tokens { shape: *shape, first_position: 0, document_start };
+                let tokens = micro_batch.tokens(*shape);
                 teacher.forward_chunk(micro_batch, slot.chunk, &mut |layer, taught| {
                     before_use(&mut self.weights, self.layout.block_index(layer))?;
                     let (outputs, scratch, d) = (&mut *outputs, &mut *scratch, &mut *d);
@@ -147,7 +144,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let sum = ResidualSum { x: &*zeros, y: own };
         block.attention.forward(&cx, normed, attention, scratch, sum)?;
 
-        // Of the padding there is no gradient.
+        // Rows of padding have no gradient.
         cx.backend.zero(B::whole_mut(&mut d.residual))?;
         let (width, own_tokens) = (self.config.hidden_size, cx.own_tokens().local());
         let rows = 0..own_tokens * width;

@@ -226,7 +226,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         self.stale[flat] = false;
     }
 
-    /// Zeroes a buffer if it is stale, for gradients of some of its tensors alone.
+    /// Zeroes a stale buffer and marks it as written, before gradients of only some of its tensors are added.
     ///
     /// # Errors
     /// Fails if the device fails.

@@ -94,6 +94,12 @@ impl<'a> PassSizes<'a> {
         self.token_share().per_rank * self.config.hidden_size
     }
 
+    /// Elements of the copy of queries, keys and values that attention reads, where they are not rotated in place.
+    pub(crate) fn rotated(&self) -> usize {
+        let copied = self.config.architecture.norms_queries_and_keys();
+        if copied { self.tokens() * self.qkv().row() } else { 0 }
+    }
+
     pub(crate) fn qkv(&self) -> QkvShape {
         self.share().qkv_shape(self.config, self.pass.batch, self.pass.length)
     }

@@ -33,8 +33,7 @@ pub(crate) struct ForwardBuffers<'a, B: Backend, T: Element> {
 
 impl<'a, B: Backend, T: Element> ForwardBuffers<'a, B, T> {
     fn tokens(&self) -> Tokens<'a, B> {
-        let document_start = self.tokens.document_start.as_ref();
-        Tokens { shape: self.shape, first_position: 0, document_start }
+        self.tokens.tokens(self.shape)
     }
 }
 
@@ -72,9 +71,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         })
     }
 
-    /// The forward pass through one chunk, after its teacher's ([`Model::teach_chunk`]); receives its input from the previous stage and sends its
-    /// output to the next. `before_use` is called with the weights before each buffer of them is
-    /// used, and may wait for it.
+    /// The forward pass through one chunk, after that of the teacher if there is one ([`Model::teach_chunk`]). Receives
+    /// its input from the previous stage and sends its output to the next. `before_use` is called with the weights before
+    /// each buffer of them is used, and may wait for it.
     ///
     /// # Errors
     /// As [`Model::forward`]; fails if `before_use` fails.
@@ -282,12 +281,12 @@ impl<B: Backend, T: Element> Model<B, T> {
             activations;
         let d = &mut activations.gradients;
         let Some(d) = d else { return Err(Error::NotPlannedForTraining) };
-        let MicroBatch { ids, targets, document_start } = &micro_batches[slot.micro_batch];
+        let micro_batch = &micro_batches[slot.micro_batch];
+        let MicroBatch { ids, targets, .. } = micro_batch;
         let PassActivations { stream, blocks } = &mut passes[slot.slot];
         let (parallel, layout, layers) = (&self.parallel, &self.layout, &self.layers);
-        let document_start = document_start.as_ref();
         let mut cx = BackwardContext {
-            forward: self.context(Tokens { shape: *shape, first_position: 0, document_start }),
+            forward: self.context(micro_batch.tokens(*shape)),
             gradients,
             balance_weight: losses.auxiliary[AuxiliaryLoss::Balance] / self.routed_layers() as f32,
             straight_through: losses.straight_through,

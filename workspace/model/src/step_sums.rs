@@ -31,8 +31,8 @@ pub struct StepSums<B: Memory>(B::Buffer<f64>);
 pub struct Sums {
     /// Cross-entropy of the targets, in nats.
     pub cross_entropy: f64,
-    /// The auxiliary losses: of the micro-batches, distillation of the targets, and that of attention outputs of layers
-    /// and tokens.
+    /// The auxiliary losses, each summed over what it is a mean of: balance over micro-batches, distillation over targets,
+    /// attention outputs over layers and tokens.
     pub auxiliary: AuxiliaryLosses<f64>,
     /// Squared gradients.
     pub squared_norm: f64,

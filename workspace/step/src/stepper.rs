@@ -450,12 +450,11 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         first: u64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<StepResult, Error> {
-        let all = self.config.micro_batches as f64 * self.host.ids.len() as f64;
         // Each rank counts those of the whole step: the ranks need not wait for each other's counts.
         let step = first..first.saturating_add(self.config.batch_sequences());
         let trained = read.trained_targets(step)?;
         // Without any, the sum of their losses and its gradients are 0, whatever divides them.
-        let targets = trained.map_or(all, |count| count.max(1) as f64);
+        let targets = trained.map_or(self.tokens(), |count| count.max(1) as f64);
         self.passes(backend, model, read, first, targets, observer)?;
         let _norm = span::enter("gradient norm");
         let (groups, layout) = (&self.config.optimizer.groups, model.layout());
@@ -573,8 +572,12 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
 
     /// What the attention-output loss is a mean over: the layers of the whole model, and the tokens of a step.
     fn layers_and_tokens(&self, model: &Model<B, T>) -> f64 {
-        let tokens = self.config.micro_batches as f64 * self.host.ids.len() as f64;
-        model.config().num_hidden_layers as f64 * tokens
+        model.config().num_hidden_layers as f64 * self.tokens()
+    }
+
+    /// Tokens of a step, of all ranks.
+    fn tokens(&self) -> f64 {
+        self.config.micro_batches as f64 * self.host.ids.len() as f64
     }
 
     /// Has the samples of the step after the one from `first` on read while this step is computed, and those

@@ -15,7 +15,7 @@ use crate::memory::Memory;
 use crate::ranks::VocabularyRows;
 use crate::scalar::Element;
 use crate::workspace::gpu::{
-    chunk_elements, cross_entropy_bytes, cross_entropy_scratch, cross_entropy_sums, logit_rows,
+    chunk_elements, cross_entropy_scratch, cross_entropy_sums, logit_rows, row_loss_bytes,
 };
 
 impl CrossEntropy for Cuda {
@@ -53,7 +53,7 @@ impl CrossEntropy for Cuda {
         {
             self.zero(gradients.d_weight.first(shape.vocab_size * width))?;
         }
-        let losses = self.scratch(cross_entropy_bytes(tokens))?;
+        let losses = self.scratch(row_loss_bytes(tokens))?;
         // Elements of f32.
         let after = |elements: usize| scratch.address + (elements * size_of::<f32>()) as u64;
         let teacher_logits = after(chunk_elements(&shape));

@@ -6,13 +6,13 @@ use crate::cuda::parameters::relative_error::Parameters;
 use crate::cuda::{Cuda, name};
 use crate::error::Result;
 use crate::scalar::Element;
-use crate::workspace::gpu::row_error_bytes;
+use crate::workspace::gpu::row_loss_bytes;
 
 impl RelativeError for Cuda {
     fn relative_error<T: Element>(&self, args: RelativeErrorArgs<'_, Self, T>) -> Result<()> {
         let RelativeErrorArgs { width, scale, y, target, d_y, sum: out } = args;
         let rows = check(width, [y.len, target.len, d_y.len, out.len])?;
-        let errors = self.scratch(row_error_bytes(rows))?;
+        let errors = self.scratch(row_loss_bytes(rows))?;
         let parameters = Parameters {
             y: y.address,
             target: target.address,

@@ -20,14 +20,13 @@ pub(crate) fn scratch_bytes(passes: &WorkingSet, attention_backward: usize) -> u
     let WorkingSet { attention, routed, qk_norm, training, width, tensors, .. } = passes;
     let tokens = attention.tokens();
     let forward = attention::packed_bytes(attention, *routed)
-        .max(cross_entropy_bytes(tokens))
+        .max(row_loss_bytes(tokens))
         .max(balance_loss_bytes(attention.heads));
     if !training {
         return forward;
     }
     forward
         .max(attention_backward)
-        .max(row_error_bytes(tokens))
         .max(norm_bytes(tokens, *width))
         .max(if *qk_norm { qk_norm_bytes(attention) } else { 0 })
         .max(squared_norm_bytes(*tensors))
@@ -56,19 +55,14 @@ pub(crate) fn cross_entropy_sums(shape: &HeadShape, ranks: usize) -> usize {
     logit_rows(shape, size_of::<half::bf16>()) * columns
 }
 
-/// Bytes of the tokens' losses, which are not stored in the caller's scratch.
-pub(crate) fn cross_entropy_bytes(tokens: usize) -> usize {
+/// Scratch of one loss or error for each token, where the caller gives none.
+pub(crate) fn row_loss_bytes(tokens: usize) -> usize {
     tokens * size_of::<f64>()
 }
 
 /// Scratch of the balance loss.
 pub(crate) fn balance_loss_bytes(routed: usize) -> usize {
     routed * size_of::<f64>()
-}
-
-/// Scratch of the relative error.
-pub(crate) fn row_error_bytes(rows: usize) -> usize {
-    rows * size_of::<f64>()
 }
 
 /// Scratch of a norm's backward pass.

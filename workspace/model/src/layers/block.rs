@@ -52,11 +52,9 @@ pub(crate) struct RecomputableBlock<M: Memory, T: Element> {
 impl<M: Memory, T: Element> RecomputableBlock<M, T> {
     /// Allocates the buffers of passes of these sizes.
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
-        let copied = sizes.config.architecture.norms_queries_and_keys();
-        let rotated = if copied { sizes.tokens() * sizes.qkv().row() } else { 0 };
         Ok(RecomputableBlock {
             attention_norm: Normed::new(memory, sizes)?,
-            rotated: memory.allocate(rotated)?,
+            rotated: memory.allocate(sizes.rotated())?,
             mlp_norm: Normed::new(memory, sizes)?,
         })
     }
