@@ -12,6 +12,9 @@ use crate::Error;
 use crate::layout::{ModelLayout, Segment};
 use crate::slice::SliceRun;
 
+/// Most elements that are converted at a time: a tensor of gigabytes has no second copy on the host.
+const UPLOAD: usize = 1 << 20;
+
 /// One of the equal shards of every flat buffer.
 ///
 /// ```
@@ -189,9 +192,13 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
             let start = segment.range.start;
             let local = part.start - start..part.end - start;
             source((flat, segment), local, &mut values)?;
-            elements.clear();
-            elements.extend(values.iter().map(|&value| number(value)));
-            backend.upload(&elements, self.view_mut(flat, part)).map_err(Error::from)?;
+            for (index, values) in values.chunks(UPLOAD).enumerate() {
+                elements.clear();
+                elements.extend(values.iter().map(|&value| number(value)));
+                let start = part.start + index * UPLOAD;
+                let place = self.view_mut(flat, start..start + values.len());
+                backend.upload(&elements, place).map_err(Error::from)?;
+            }
         }
         Ok(())
     }
@@ -264,6 +271,9 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
     ) -> Result<(), E> {
         let mut whole = Vec::new();
         let fill = |(_, segment): (usize, &Segment), part: Range<usize>, values: &mut [f32]| {
+            if values.len() == segment.whole_len() {
+                return source(segment, values);
+            }
             whole.clear();
             whole.resize(segment.whole_len(), 0f32);
             source(segment, &mut whole)?;
