@@ -38,7 +38,7 @@ use toml::Value;
 pub use calibration::{CalibrationOptions, SharedChoice};
 pub use distill::{DistillOptions, START};
 pub use error::Error;
-pub use model::{ModelOptions, NewModel, RopeScaling, TokenIds, read_shape};
+pub use model::{ModelOptions, NewModel, NewMohOptions, RopeScaling, TokenIds, read_shape};
 pub use overrides::is_below;
 pub use problem::Problem;
 pub use reader::element_name;

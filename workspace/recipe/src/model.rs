@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 
 use moh_hf::ConfigFile;
 use moh_hf::vocabulary::DEFAULT_MULTIPLE;
-use moh_model::ModelConfig;
+use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, RouterKind};
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{Recipe, file_fault};
 use crate::Error;
+use crate::stage::{router_name, shared_heads};
 
 /// `[model]`: either `from` or `new`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -86,12 +87,52 @@ pub struct NewModel {
     /// Standard deviation of initial matrices; default: 0.02.
     #[serde(default = "default_initializer_range")]
     pub initializer_range: f64,
+    /// The routing with which it begins; default: none, a dense model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moh: Option<NewMohOptions>,
     /// The token that begins a text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bos_token_id: Option<u32>,
     /// The token or tokens that end a text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eos_token_id: Option<TokenIds>,
+}
+
+/// `moh = { .. }` of `[model.new]`: a new Mixture-of-Head model, of which a learned router's matrices are
+/// part.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct NewMohOptions {
+    /// The router, by its name in `config.json`; default: `"query-norm"`.
+    #[serde(with = "router_name", skip_serializing_if = "Option::is_none")]
+    pub router: Option<RouterKind>,
+    /// Shared heads: one count for all layers, or a list with one for each layer; default: half of the heads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shared_heads: Option<HeadCounts>,
+    /// The shared heads themselves, a list for each layer, in place of their number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shared_head_ids: Option<Vec<Vec<usize>>>,
+    /// Active routed heads per token, as [`Self::shared_heads`]; default: as many as make 75% of a layer's heads
+    /// active.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub routed_top_k: Option<HeadCounts>,
+}
+
+impl NewMohOptions {
+    /// The heads that are asked for.
+    ///
+    /// # Errors
+    /// Fails for ids that are no set of a layer's heads.
+    fn request(&self) -> Result<HeadRequest, moh_model::Error> {
+        Ok(HeadRequest {
+            router: self.router,
+            shared_heads: shared_heads(
+                self.shared_heads.as_ref(),
+                self.shared_head_ids.as_deref(),
+            )?,
+            active: self.routed_top_k.clone().map(Active::RoutedTopK),
+        })
+    }
 }
 
 /// `rope_scaling` of `config.json`.
@@ -194,9 +235,15 @@ impl NewModel {
         let mut value = serde_json::to_value(self)
             .map_err(|error| file_fault(path, format!("model.new: {error}")))?;
         if let Some(fields) = value.as_object_mut() {
+            fields.remove("moh");
             fields.entry("model_type").or_insert_with(|| "llama".into());
         }
-        Ok(ConfigFile::from_value(value, path)?.config)
+        let mut config = ConfigFile::from_value(value, path)?.config;
+        if let Some(moh) = &self.moh {
+            let resolved = moh.request().and_then(|request| request.for_model(&config));
+            config.moh = Some(resolved.map_err(|error| file_fault(path, format!("moh: {error}")))?);
+        }
+        Ok(config)
     }
 }
 

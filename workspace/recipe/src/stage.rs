@@ -99,10 +99,7 @@ impl MohOptions {
     /// # Errors
     /// Fails for ids that are no set of a layer's heads.
     pub(crate) fn shared(&self) -> Result<Option<SharedHeadSets>, moh_model::Error> {
-        match &self.shared_head_ids {
-            Some(ids) => SharedHeadSets::from_ids(ids).map(Some),
-            None => Ok(self.shared_heads.clone().map(SharedHeadSets::First)),
-        }
+        shared_heads(self.shared_heads.as_ref(), self.shared_head_ids.as_deref())
     }
 
     /// Gives the shared heads: their numbers where they are the first ones.
@@ -118,6 +115,20 @@ impl MohOptions {
             // A stage's own, with its teacher.
             AuxiliaryLoss::Distillation | AuxiliaryLoss::AttentionOutput => 0.0,
         })
+    }
+}
+
+/// Shared heads that are given by their ids or by their numbers, if they are.
+///
+/// # Errors
+/// Fails for ids that are no set of a layer's heads.
+pub(crate) fn shared_heads(
+    counts: Option<&HeadCounts>,
+    ids: Option<&[Vec<usize>]>,
+) -> Result<Option<SharedHeadSets>, moh_model::Error> {
+    match ids {
+        Some(ids) => SharedHeadSets::from_ids(ids).map(Some),
+        None => Ok(counts.cloned().map(SharedHeadSets::First)),
     }
 }
 
@@ -233,7 +244,7 @@ impl Stage {
 }
 
 /// Deserializes a router from its name in `config.json`.
-mod router_name {
+pub(crate) mod router_name {
     use moh_model::RouterKind;
     use serde::{Deserializer, Serializer};
 

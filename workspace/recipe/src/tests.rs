@@ -122,6 +122,33 @@ fn routing_is_resolved_against_the_models_heads() {
 }
 
 #[test]
+fn a_new_model_may_be_one_of_mixture_of_head() {
+    let (two_stage, moh) = ("model.new.moh.router=two-stage", "stage.adapt.attention=moh");
+    let recipe = with(&[two_stage, moh, "model.new.moh.shared_heads=2"]);
+    let model = recipe.model_config(Path::new("x.toml")).unwrap().unwrap();
+    let (shared_heads, routed_top_k) = (2.into(), 4.into());
+    let expected = MohConfig { router: RouterKind::TwoStage, shared_heads, routed_top_k };
+    assert_eq!(model.moh, Some(expected));
+    // Stages have its heads, or others.
+    assert_eq!(recipe.stages[1].moh_config(&model).unwrap(), model.moh);
+    let other =
+        with(&[two_stage, moh, "stage.moh.moh.shared_heads=4", "stage.moh.moh.routed_top_k=1"]);
+    let heads = other.stages[1].moh_config(&model).unwrap().unwrap();
+    assert_eq!((heads.router, heads.shared_heads), (RouterKind::TwoStage, 4.into()));
+
+    let message = refused(small(), &[two_stage]);
+    assert!(message.contains("stage.adapt.moh: model.layers.0.self_attn.router"), "{message}");
+    let message = refused(small(), &["model.new.moh={ shared_heads = 4, routed_top_k = 5 }"]);
+    let expected = "model.new: moh: routed_top_k = 5: must be at most the 4 routed heads";
+    assert!(message.contains(expected), "{message}");
+    let message = refused(small(), &["model.new.moh.router=best"]);
+    assert!(message.contains("model.new.moh.router"), "{message}");
+    let message =
+        refused(small(), &["model.new.moh={ shared_heads = 1, shared_head_ids = [[0]] }"]);
+    assert!(message.contains("model.new.moh.shared_head_ids = [..]: is there beside"), "{message}");
+}
+
+#[test]
 fn element_types_have_two_names() {
     let named = |dtype: &str| with(&[&format!("run.dtype=\"{dtype}\"")]).run.dtype;
     assert_eq!(named("float32"), named("f32"));
@@ -225,6 +252,7 @@ fn the_resolved_recipe_reads_back_equal() {
         &["model.new.rope_scaling={rope_type=\"llama3\", factor=8, low_freq_factor=1, \
            high_freq_factor=4, original_max_position_embeddings=16}"],
         &["stage.moh.optimizer.eps=1e-300", "stage.moh.learning_rate.min=0"],
+        &["model.new.moh={ shared_heads = [0, 2, 4, 6, 8], routed_top_k = [2, 2, 2, 2, 0] }"],
     ] {
         let mut recipe = with(overrides);
         assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);

@@ -36,6 +36,8 @@ const MAX_TEMPERATURE: f64 = 100.0;
 const MAX_FACTOR: f64 = 1e4;
 /// TOML's integers are signed.
 const MAX_SEED: u64 = i64::MAX as u64;
+/// Why shared heads by number and by id are refused.
+const BOTH_SHARED: &str = "is there beside shared_heads: leave one of them out";
 
 /// Collects the faults of a recipe.
 #[derive(Default)]
@@ -193,6 +195,10 @@ fn check_new(faults: &mut Faults, new: &NewModel) -> Option<ModelConfig> {
     ] {
         finite &= value.is_finite();
         faults.check(value.is_finite(), key, value, "must be a finite number");
+    }
+    if let Some(moh) = &new.moh {
+        let one = moh.shared_heads.is_none() || moh.shared_head_ids.is_none();
+        faults.check(one, "model.new.moh.shared_head_ids", "[..]", BOTH_SHARED);
     }
     // Without a maximum the model supports the sequence length.
     if !finite || !faults.is_complete("model.new") || !faults.is_known("data.sequence_length") {
@@ -451,9 +457,8 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
 
     check_parallel(faults, stage.parallel, &key("parallel"));
     if let Some(moh) = &stage.moh {
-        let reason = "is there beside shared_heads: leave one of them out";
         let one = moh.shared_heads.is_none() || moh.shared_head_ids.is_none();
-        faults.check(one, &key("moh.shared_head_ids"), "[..]", reason);
+        faults.check(one, &key("moh.shared_head_ids"), "[..]", BOTH_SHARED);
         for (loss, weight) in moh.auxiliary_weights().iter() {
             let fine = weight.is_finite() && weight >= 0.0;
             let key = key(&format!("moh.{}_weight", loss.name()));

@@ -114,6 +114,13 @@ fn arranged(adapt: (usize, usize), moh: (usize, usize)) -> Vec<String> {
     changes
 }
 
+/// A Mixture-of-Head model from scratch, whose learned router weighs heads, others in each layer.
+const TWO_STAGE: [&str; 3] = [
+    "model.new.moh={ router = \"two-stage\", shared_heads = [1, 2], routed_top_k = [2, 1] }",
+    "stage.adapt.attention=moh",
+    "stage.moh.moh={ shared_head_ids = [[2], [0]], routed_top_k = 1 }",
+];
+
 #[test]
 fn every_share_of_the_tensors_ends_as_one_rank() {
     // Tied or not; every layer saved, norms computed again, or blocks; documents apart; another architecture.
@@ -122,6 +129,7 @@ fn every_share_of_the_tensors_ends_as_one_rank() {
         &["model.new.tie_word_embeddings=false", "memory.recompute=cheap"],
         &["memory.recompute=block", "data.document_mask=true"],
         &["model.new.model_type=qwen3", "memory.recompute=cheap"],
+        &TWO_STAGE,
     ] {
         let recipe = |place: &TestRun, arrangement: &[String]| {
             let all = arrangement.iter().map(String::as_str).chain(changes.iter().copied());
