@@ -4,9 +4,7 @@ use std::ops::ControlFlow;
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
-use moh_model::{
-    BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig, RouterKind, SharedHeadSets,
-};
+use moh_model::{BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig, RouterKind};
 use ndarray::Array2;
 
 use crate::products::ProductSums;
@@ -284,7 +282,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         layer: usize,
         moh: &MohConfig,
     ) -> Result<crate::ridge::Products, E> {
-        let given = alone(&self.options.moh, layer);
+        let given = self.options.moh.of_layer_alone(layer);
         let elements = self.tokens.pass() * self.config.hidden_size;
         let Streams { dense, given: of_given, calibrated } = &mut self.streams;
         let streams = dense.chunks_exact_mut(elements).zip(of_given.chunks_exact_mut(elements));
@@ -299,11 +297,11 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
 
     /// The routing of a layer, as that of a model of one layer.
     fn choose(&mut self, layer: usize, projection: &[f32]) -> Result<MohConfig> {
-        let given = alone(&self.options.moh, layer);
+        let given = self.options.moh.of_layer_alone(layer);
         let (counts, heads) = (given.layer(0), self.config.num_attention_heads);
         let Choice { active, heads: known } = self.chosen[layer];
         if let Some(known) = known {
-            return Ok(of_one_layer(&given, known));
+            return Ok(given.of_one_layer(known));
         }
         if self.options.shared == Shared::Given || counts.shared.len() == heads {
             return Ok(given);
@@ -311,7 +309,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         let sample = self.sample(projection)?;
         let given_number = (counts.active() == active).then_some(counts.shared.len());
         let best = self.best_heads(&sample, given_number, active)?;
-        Ok(of_one_layer(&given, best.heads))
+        Ok(given.of_one_layer(best.heads))
     }
 
     /// The best heads of a layer of which so many are active, `given` shared ones among those compared.
@@ -411,18 +409,4 @@ fn add_pass<B: Backend>(
     let targets: Vec<f32> =
         after_attention.iter().zip(x).map(|(after, before)| after - before).collect();
     sums.add(&outputs, &targets)
-}
-
-/// The routing of layer `layer` as that of a model of one layer.
-fn alone(moh: &MohConfig, layer: usize) -> MohConfig {
-    of_one_layer(moh, moh.layer(layer))
-}
-
-/// The routing of a model of one layer with these heads.
-fn of_one_layer(moh: &MohConfig, heads: LayerHeads) -> MohConfig {
-    MohConfig {
-        shared_heads: SharedHeadSets::Sets(vec![heads.shared]),
-        routed_top_k: heads.top_k.into(),
-        ..moh.clone()
-    }
 }

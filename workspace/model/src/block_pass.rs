@@ -10,7 +10,7 @@ use crate::layers::attention::AttentionBuffers;
 use crate::layers::{BlockBuffers, RouterLayer, Tokens};
 use crate::layout::Segment;
 use crate::model::Model;
-use crate::{Error, ModelConfig, MohConfig, SharedHeadSets, StepSums, router};
+use crate::{Error, ModelConfig, MohConfig, RouterKind, SharedHeadSets, StepSums, router};
 
 /// A block alone, of f32 weights, for passes over B sequences of T tokens, N = B T.
 pub struct BlockPass<B: Backend> {
@@ -46,9 +46,12 @@ impl<B: Backend> BlockPass<B> {
         // Buffers for every set of shared heads: none has more columns than that of no head.
         let heads = config.num_attention_heads;
         let every_set = |moh: &MohConfig| {
-            let (shared, top_k) = match moh.router.selects() {
-                true => (Vec::new(), heads),
-                false => (vec![heads - 1], 0),
+            // The last head leaves as many columns as none.
+            let (shared, top_k) = match moh.router {
+                RouterKind::Static => (vec![heads - 1], 0),
+                // Of shared heads it has two logits more.
+                RouterKind::TwoStage => (vec![heads - 1], heads - 1),
+                _ => (Vec::new(), heads),
             };
             Ok::<_, Error>(MohConfig {
                 shared_heads: SharedHeadSets::from_ids(&[shared])?,
@@ -152,8 +155,23 @@ impl<B: Backend> BlockPass<B> {
         let (leading, columns) = (routing.shared().leading(), routing.columns());
         let mut selected = vec![0u8; shape.tokens() * columns];
         model.backend.download(routing.selected(), &mut selected)?;
-        let of_token = |row: &[u8]| [&vec![1; leading][..], row].concat();
-        Ok(selected.chunks_exact(columns).flat_map(of_token).collect())
+        Ok(of_all_heads(&selected, leading, columns, 1))
+    }
+
+    /// The gates of all heads, after [`Self::select`] in a layer that routes; `[N, H]`, 0 of shared heads.
+    ///
+    /// # Errors
+    /// Fails if the layer does not route, and if the device fails.
+    pub fn gates(&mut self) -> Result<Vec<f32>, Error> {
+        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
+        let attention = &passes[0].blocks.buffers(0, scratch).saved.attention;
+        let Some(routing) = &attention.routing else {
+            return Err(Error::Moh { reason: "the block routes no heads".to_owned() });
+        };
+        let (leading, columns) = (routing.shared().leading(), routing.columns());
+        let mut gates = vec![0f32; routing.tokens() * columns];
+        model.backend.download(routing.gates(), &mut gates)?;
+        Ok(of_all_heads(&gates, leading, columns, 0.0))
     }
 
     /// The block's normed input, which learned routers read, after [`Self::project`]; `[N, C]`.
@@ -209,6 +227,25 @@ impl<B: Backend> BlockPass<B> {
         let mut host = vec![0f32; shape.tokens() * shape.heads * shape.head_dim];
         model.backend.download(attended, &mut host)?;
         Ok(host)
+    }
+
+    /// The queries, `[N, H D]`, and keys, `[N, G D]`, as attention reads them, after [`Self::attend`].
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn queries_and_keys(&mut self) -> Result<(Vec<f32>, Vec<f32>), Error> {
+        let shape = self.activations.shape;
+        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
+        let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
+        let rotation = &model.layers.blocks[0].attention.rotation;
+        let qkv = rotation.rotated(&saved.attention.qkv, &recomputable.rotated);
+        let mut rows = vec![0f32; shape.tokens() * shape.row()];
+        model.backend.download(B::view(qkv, 0..rows.len()), &mut rows)?;
+        let (queries, keys) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let part = |range: std::ops::Range<usize>| {
+            rows.chunks_exact(shape.row()).flat_map(|row| &row[range.clone()]).copied().collect()
+        };
+        Ok((part(0..queries), part(queries..queries + keys)))
     }
 
     /// The whole block on the residual stream `x`, `[N, C]`, with the attention of `moh`, or dense.
@@ -296,6 +333,12 @@ impl<B: Backend> EndsPass<B> {
         let of_window = |window: &[u32]| [&window[1..], &[IGNORED]].concat();
         ids.chunks_exact(length).flat_map(of_window).collect()
     }
+}
+
+/// Tables of a routing, `[N, columns]`, with columns for the first heads, which are shared.
+fn of_all_heads<V: Copy>(table: &[V], leading: usize, columns: usize, shared: V) -> Vec<V> {
+    let of_token = |row: &[V]| [&vec![shared; leading][..], row].concat();
+    table.chunks_exact(columns).flat_map(of_token).collect()
 }
 
 fn pass_shape(batch: usize, length: usize) -> PassShape {

@@ -168,6 +168,20 @@ impl MohConfig {
             top_k: self.routed_top_k.of_layer(layer),
         }
     }
+
+    /// The routing of a model of one layer with these heads.
+    pub fn of_one_layer(&self, heads: LayerHeads) -> MohConfig {
+        MohConfig {
+            shared_heads: SharedHeadSets::Sets(vec![heads.shared]),
+            routed_top_k: heads.top_k.into(),
+            ..self.clone()
+        }
+    }
+
+    /// The routing of layer `layer`, from 0, as that of a model of one layer.
+    pub fn of_layer_alone(&self, layer: usize) -> MohConfig {
+        self.of_one_layer(self.layer(layer))
+    }
 }
 
 impl ModelConfig {

@@ -11,7 +11,7 @@ use moh_kernels::router::SharedHeads;
 use moh_model::{LayerHeads, MohConfig};
 
 use super::loading::Fitted;
-use super::{Choice, Job, Source, Steps, Streams, add_pass, of_one_layer};
+use super::{Choice, Job, Source, Steps, Streams, add_pass};
 use crate::budget::{allocate, between};
 use crate::search::LayerSample;
 use crate::selection::Ranking;
@@ -127,7 +127,7 @@ impl<B: Backend + Clone> Job<'_, B> {
         let elements = self.tokens.pass() * self.config.hidden_size;
         // The even number last: its projection is the one that the other streams go through.
         for variant in of_layer.iter_mut().rev() {
-            let moh = of_one_layer(&self.options.moh, variant.heads);
+            let moh = self.options.moh.of_one_layer(variant.heads);
             self.load(layer, Fitted { projection: None, router: router.as_ref() }, weights)?;
             let products = match variant.units == even {
                 true => self.measure::<E>(layer, &moh)?,
@@ -139,7 +139,7 @@ impl<B: Backend + Clone> Job<'_, B> {
                 variant.stream.extend(self.block.forward(x, Some(moh.clone()))?.output);
             }
         }
-        let moh = of_one_layer(&self.options.moh, of_layer[0].heads);
+        let moh = self.options.moh.of_one_layer(of_layer[0].heads);
         let before = variants.iter_mut().flatten().map(|variant| &mut variant.stream);
         for stream in before.chain([&mut self.streams.calibrated]) {
             for x in stream.chunks_exact_mut(elements) {

@@ -25,7 +25,7 @@ use crate::{Error, ModelConfig};
 pub(crate) struct Attention {
     qkv: ColumnParallelLinear,
     output: RowParallelLinear,
-    rotation: Rotation,
+    pub rotation: Rotation,
     /// In a layer with routed heads.
     pub router: Option<RouterLayer>,
 }

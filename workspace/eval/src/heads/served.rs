@@ -1,0 +1,85 @@
+//! The tokens that a head serves most: those of whose occurrences the largest share computes it.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+/// Tokens that occur less often do not count: their shares say little.
+const FEWEST: u64 = 16;
+/// Tokens of a head in a report.
+const MOST: usize = 8;
+
+/// A token that a head serves.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ServedToken {
+    /// Its id.
+    pub id: u32,
+    /// How often it occurs.
+    pub occurrences: u64,
+    /// The share of its occurrences that compute the head.
+    pub share: f64,
+}
+
+/// Occurrences of tokens, and those that compute each head.
+#[derive(Debug, Clone)]
+pub(super) struct ServedTokens {
+    heads: usize,
+    /// By id: occurrences, and those that compute each head.
+    tokens: BTreeMap<u32, (u64, Vec<u64>)>,
+}
+
+impl ServedTokens {
+    pub fn new(heads: usize) -> Self {
+        ServedTokens { heads, tokens: BTreeMap::new() }
+    }
+
+    /// Adds a token that computes the heads with 1 in `active`.
+    pub fn add(&mut self, id: u32, active: &[u8]) {
+        let (occurrences, computed) =
+            self.tokens.entry(id).or_insert_with(|| (0, vec![0; self.heads]));
+        *occurrences += 1;
+        computed.iter_mut().zip(active).for_each(|(sum, &active)| *sum += u64::from(active));
+    }
+
+    /// The tokens that compute a head most often, by falling share; of equal shares the more frequent token first.
+    pub fn most(&self, head: usize) -> Vec<ServedToken> {
+        let frequent = self.tokens.iter().filter(|(_, (occurrences, _))| *occurrences >= FEWEST);
+        let token = |(&id, (occurrences, computed)): (&u32, &(u64, Vec<u64>))| ServedToken {
+            id,
+            occurrences: *occurrences,
+            share: computed[head] as f64 / *occurrences as f64,
+        };
+        let mut all: Vec<ServedToken> =
+            frequent.map(token).filter(|token| token.share > 0.0).collect();
+        all.sort_by(|a, b| {
+            b.share
+                .total_cmp(&a.share)
+                .then(b.occurrences.cmp(&a.occurrences))
+                .then(a.id.cmp(&b.id))
+        });
+        all.truncate(MOST);
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_ranked_by_share_then_by_frequency() {
+        let mut served = ServedTokens::new(2);
+        for (id, occurrences, computed) in
+            [(5, 20, 10), (6, 32, 32), (7, 16, 16), (8, 15, 15), (9, 40, 0)]
+        {
+            for occurrence in 0..occurrences {
+                served.add(id, &[u8::from(occurrence < computed), 1]);
+            }
+        }
+        let ids = |head| served.most(head).iter().map(|token| token.id).collect::<Vec<_>>();
+        // The token 8 is rare, and the token 9 never computes the first head.
+        assert_eq!(ids(0), [6, 7, 5]);
+        assert_eq!(ids(1), [9, 6, 5, 7]);
+        assert_eq!(served.most(0)[2], ServedToken { id: 5, occurrences: 20, share: 0.5 });
+    }
+}
