@@ -87,6 +87,77 @@ fn the_routing_of_each_layer_is_printed_on_request() {
 }
 
 #[test]
+fn what_heads_do_is_printed_by_layer_and_text() {
+    let dir = workplace();
+    let root = dir.path();
+    write_tokens(&root.join("text"), VOCABULARY, 333, 1);
+    write_tokens(&root.join("other"), VOCABULARY, 100, 2);
+    write_moh(&root.join("source"), &root.join("moh"), 4, 2);
+    let heads = |line: &str| success(&mut moh_eval(root, &format!("heads {line}")));
+    let line = "moh --data a=text --data other --sequence-length 10";
+    let json: Value = serde_json::from_str(&heads(&format!("{line} --json"))).unwrap();
+    let texts = serde_json::json!([{"name": "a", "tokens": 330}, {"name": "other", "tokens": 100}]);
+    assert_eq!(json["texts"], texts);
+    let loss = "loss --model moh --data text --data other --sequence-length 10 --heads --json";
+    let loss: Value = serde_json::from_str(&success(&mut moh_eval(root, loss))).unwrap();
+    for layer in 0..2 {
+        let found = &json["layers"][layer];
+        for text in 0..2 {
+            let routing = &loss["losses"][text]["routing"][layer];
+            let entropy = |value: &Value| value.as_f64().unwrap();
+            let [ours, theirs] = [&found["gate_entropy"][text], &routing["gate_entropy"]];
+            assert!((entropy(ours) - entropy(theirs)).abs() < 1e-5, "{ours} {theirs}");
+            for routed in 0..4 {
+                assert_eq!(found["heads"][4 + routed]["load"][text], routing["loads"][routed]);
+            }
+        }
+        assert_eq!(found["heads"][0]["load"], serde_json::json!([1.0, 1.0]));
+        assert_eq!(found["pattern_similarities"][3][3], 1.0);
+    }
+    let text = heads(line);
+    assert!(text.starts_with("load on a (330 tokens), other (100 tokens)\n\nlayer 0: "), "{text}");
+    assert!(text.contains("\n     3*  100.0%  100.0%  "), "{text}");
+    assert!(text.contains("mean feature rank of 8 routed heads: "), "{text}");
+    // The model may be named as in the other commands, and fewer tokens be measured.
+    let fewer = heads("--model moh --data text --sequence-length 10 --tokens 100");
+    assert!(fewer.starts_with("load on text (100 tokens)\n"), "{fewer}");
+}
+
+#[test]
+fn the_heads_of_each_token_of_a_sentence_are_printed() {
+    let dir = workplace();
+    let root = dir.path();
+    write_moh(&root.join("source"), &root.join("moh"), 4, 2);
+    let sentence = |model: &str, more: &[&str]| {
+        let mut command = moh_eval(root, &format!("heads {model} --sentence"));
+        command.arg("w1 w2 w1").args(more);
+        command
+    };
+    let message = failure(root, &mut sentence("moh", &[]), 2);
+    assert!(message.starts_with("--sentence: moh has no tokenizer"), "{message}");
+    for model in ["moh", "source"] {
+        write_tokenizer(&root.join(model), "w0");
+    }
+    let text = success(&mut sentence("moh", &[]));
+    let lines: Vec<&str> = text.lines().skip(1).collect();
+    assert_eq!(lines[0], "routed heads that each token selects");
+    for (line, token) in lines[2..].iter().zip(["\"w1\"", "\"w2\"", "\"w1\""]) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        assert!(words.len() == 5 && words[0] == token, "{text}");
+        assert!(words[1..].iter().all(|head| ["4", "5", "6", "7"].contains(head)), "{text}");
+    }
+    let text = success(&mut sentence("moh", &["--json"]));
+    let json: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(json["sentence"]["tokens"][1]["text"], "w2");
+    let layer = &json["sentence"]["layers"][1];
+    assert_eq!(layer["maps"].as_array().unwrap().len(), 8);
+    assert_eq!(layer["maps"][7][2].as_array().unwrap().len(), 3);
+    assert_eq!(layer["active"][2].as_array().unwrap().len(), 6);
+    let text = success(&mut sentence("source", &[]));
+    assert_eq!(text, "\nevery token computes all heads: the model is dense\n");
+}
+
+#[test]
 fn logits_are_written_with_the_heads_that_were_selected() {
     let dir = workplace();
     fs::write(dir.path().join("ids.json"), "[[1, 2, 3, 4, 5], [36, 0, 7, 7, 7]]").unwrap();
@@ -370,7 +441,7 @@ fn token_files_and_models_that_do_not_fit_are_refused() {
 #[test]
 fn each_help_has_an_example() {
     let dir = tempfile::tempdir().unwrap();
-    for line in ["--help", "loss --help", "logits --help", "tasks --help"] {
+    for line in ["--help", "loss --help", "logits --help", "tasks --help", "heads --help"] {
         let text = success(&mut moh_eval(dir.path(), line));
         assert!(text.contains("Example") && text.contains("\n  moh-eval "), "{text}");
     }

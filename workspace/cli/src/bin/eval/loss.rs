@@ -1,25 +1,24 @@
 //! `moh-eval loss`: mean loss, perplexity and bits per byte of models on token files.
 
 use std::io::stdout;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use moh_data::{TokenFile, Windows};
+use moh_data::Windows;
 use moh_device::{Compute, DeviceName};
 use moh_eval::{EvaluationText, Evaluator};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
 use moh_program::arguments::at_least;
+use moh_program::exit;
 use moh_program::models;
 use moh_program::progress::Bar;
-use moh_program::{counted, exit};
 
 use crate::loss_report::{LossMeasurement, print};
 use crate::model::NamedModel;
+use crate::windows::{say_length, window_length, windows};
 
 /// Maximum tokens of a pass; longer windows are evaluated one at a time.
 const BATCH_TOKENS: usize = 4096;
-/// Tokens of a window if the option is omitted, unless a model's context is shorter.
-const DEFAULT_LENGTH: usize = 2048;
 
 #[derive(clap::Args)]
 pub(crate) struct LossArguments {
@@ -77,10 +76,16 @@ impl Compute for Loss<'_> {
         let revision = arguments.revision.as_deref();
         let open = |name: &String| NamedModel::open(name, revision);
         let models = arguments.models.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-        let length = window_length(&models, arguments)?;
+        let length = window_length(&models, arguments.sequence_length)?;
         // All files before the first model: a length that exceeds a file may also exceed the memory.
         let texts = |model: &NamedModel| {
-            let text = |prefix: &PathBuf| text(model, prefix, length, arguments);
+            let text = |prefix: &PathBuf| {
+                let windows = windows(model, prefix, length, arguments.allow_other_tokenizer)?;
+                Ok::<_, anyhow::Error>(match arguments.limit {
+                    Some(limit) => windows.spread(limit),
+                    None => windows,
+                })
+            };
             arguments.data.iter().map(text).collect::<Result<Vec<_>, _>>()
         };
         let texts = models.iter().map(texts).collect::<Result<Vec<_>, _>>()?;
@@ -106,30 +111,6 @@ impl Compute for Loss<'_> {
     }
 }
 
-/// The windows of a token file for a model.
-fn text(
-    model: &NamedModel,
-    prefix: &Path,
-    length: usize,
-    arguments: &LossArguments,
-) -> anyhow::Result<Windows> {
-    let mut file = TokenFile::open(prefix)?;
-    file.limit_vocabulary(model.config.vocab_size);
-    if let Some(tokenizer) = &model.tokenizer {
-        let found = file.check_tokenizer(tokenizer, arguments.allow_other_tokenizer)?;
-        if let Some(remark) = found.remark() {
-            let (path, data) = (tokenizer.path().display(), prefix.display());
-            exit::stderr_line(format_args!("note: {path}: {remark}: {data}"));
-        }
-    }
-    let windows =
-        Windows::new(file, length).map_err(|error| error.with_length("--sequence-length"))?;
-    Ok(match arguments.limit {
-        Some(limit) => windows.spread(limit),
-        None => windows,
-    })
-}
-
 /// The loss of a model over windows, and its routing on request.
 fn loss<B: Backend + Clone, T: Element>(
     model: &mut Model<B, T>,
@@ -148,32 +129,4 @@ fn loss<B: Backend + Clone, T: Element>(
     let mut progress = |done, total| bar.update(done, total);
     let found = evaluator.evaluate(model, text, routing.as_mut(), &mut progress)?;
     Ok((found, routing))
-}
-
-/// The given window length, or the default; lengths that a model does not support are refused.
-fn window_length(models: &[NamedModel], arguments: &LossArguments) -> anyhow::Result<usize> {
-    let context = shortest_context(models);
-    let length = arguments.sequence_length.unwrap_or(context.min(DEFAULT_LENGTH));
-    if !(2..=context).contains(&length) {
-        let message = format!(
-            "--sequence-length {length}: must be 2 to {context}, the model's context length"
-        );
-        return Err(exit::Usage(message).into());
-    }
-    Ok(length)
-}
-
-fn shortest_context(models: &[NamedModel]) -> usize {
-    let contexts = models.iter().map(|model| model.config.max_position_embeddings);
-    contexts.min().unwrap_or(DEFAULT_LENGTH)
-}
-
-/// Remarks on the default length.
-fn say_length(length: usize, models: &[NamedModel]) {
-    let why = match shortest_context(models) {
-        context if length < context => format!("of the model's context of {context}"),
-        _ => "the model's context".to_owned(),
-    };
-    let tokens = counted(length as u64, "token");
-    exit::stderr_line(format_args!("windows of {tokens}, {why}; --sequence-length changes that"));
 }

@@ -1,10 +1,14 @@
-//! `moh-eval`: a model's loss on a token file, its logits for given ids, and its scores in benchmark tasks.
+//! `moh-eval`: a model's loss on a token file, its logits for given ids, its scores in benchmark tasks, and what its
+//! heads do.
 
+mod heads;
+mod heads_report;
 mod logits;
 mod loss;
 mod loss_report;
 mod model;
 mod tasks;
+mod windows;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -13,6 +17,7 @@ use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use moh_program::exit;
 
+use crate::heads::HeadsArguments;
 use crate::logits::LogitsArguments;
 use crate::loss::LossArguments;
 use crate::tasks::TasksArguments;
@@ -71,10 +76,23 @@ enum Command {
         moh-eval tasks --model recipes/quickstart tools/eval/tasks/village-choice.jsonl \
         tools/eval/tasks/village-cloze.jsonl")]
     Tasks(TasksArguments),
+    /// What heads do: which tokens compute them, how far they look, how alike they are
+    ///
+    /// By layer and head, on each token file: the load (the share of tokens that compute the head; * marks shared
+    /// heads), the rank of its outputs (singular values with 99% of the sum of the squares of all), the mean distance in
+    /// tokens and the entropy in nats of its attention, and the tokens of whose occurrences the largest share computes it.
+    /// By layer: the entropy of the gates, and the mean over the pairs of heads of the similarity of attention patterns
+    /// (1 - |a - b|_1 / 2 of two rows) and of outputs (cosine), of the tokens that compute both.
+    #[command(after_help = "Examples, from the repository's root:\n  \
+        moh-eval heads recipes/quickstart --data recipes/quickstart/voyage-valid --sequence-length 256\n  \
+        moh-eval heads runs/quickstart --data voyage=recipes/quickstart/voyage-valid \\\n    \
+            --sequence-length 256 --sentence 'The captain gave the lamp to the cook.'")]
+    Heads(HeadsArguments),
 }
 
 fn main() -> ExitCode {
     exit::run(|| match moh_program::arguments::parse::<Arguments>().command {
+        Command::Heads(arguments) => arguments.run(),
         Command::Loss(arguments) => arguments.run(),
         Command::Logits(arguments) => arguments.run(),
         Command::Tasks(arguments) => arguments.run(),

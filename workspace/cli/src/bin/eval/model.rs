@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use moh_checkpoint::StoredCheckpoint;
 use moh_data::TextTokenizer;
-use moh_hf::ConfigFile;
+use moh_hf::{ConfigFile, StoredModel};
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
 use moh_program::models;
@@ -20,6 +20,9 @@ pub(crate) struct NamedModel {
     pub tokenizer: Option<TextTokenizer>,
     weights: Weights,
 }
+
+/// Writes a tensor by its name.
+pub(crate) type Tensors<'a> = Box<dyn FnMut(&str, &mut [f32]) -> anyhow::Result<()> + Send + 'a>;
 
 /// Where the weights are.
 enum Weights {
@@ -67,22 +70,41 @@ impl NamedModel {
         backend: B,
         positions: usize,
     ) -> anyhow::Result<Model<B, T>> {
+        match &self.weights {
+            Weights::Directory(directory) => models::load(backend, directory, positions),
+            Weights::Checkpoint(..) => {
+                let mut read = self.tensors()?;
+                let config = self.config.clone();
+                Model::new(backend, config, positions, |segment, values: &mut [f32]| {
+                    read(&segment.name, values)
+                })
+            }
+        }
+    }
+
+    /// What writes each tensor by its name, in f32.
+    ///
+    /// # Errors
+    /// Fails if the files cannot be opened.
+    pub(crate) fn tensors(&self) -> anyhow::Result<Tensors<'_>> {
         let (stored, dtype) = match &self.weights {
-            Weights::Directory(directory) => return models::load(backend, directory, positions),
+            Weights::Directory(directory) => {
+                let stored = StoredModel::open(directory)?;
+                return Ok(Box::new(move |name, values| {
+                    Ok(stored.weights.read_f32(name, values)?)
+                }));
+            }
             Weights::Checkpoint(stored, dtype) => (stored, *dtype),
         };
         let mut bytes = Vec::new();
-        let config = self.config.clone();
-        let read =
-            Model::new::<moh_checkpoint::Error>(backend, config, positions, |segment, values| {
-                stored.read_f32(TensorKind::Weight, &segment.name, values)?;
-                if dtype != DType::F32 {
-                    bytes.resize(values.len() * dtype.bytes(), 0);
-                    dtype.write(values, &mut bytes);
-                    dtype.read(&bytes, values);
-                }
-                Ok(())
-            });
-        Ok(read?)
+        Ok(Box::new(move |name, values| {
+            stored.read_f32(TensorKind::Weight, name, values)?;
+            if dtype != DType::F32 {
+                bytes.resize(values.len() * dtype.bytes(), 0);
+                dtype.write(values, &mut bytes);
+                dtype.read(&bytes, values);
+            }
+            Ok(())
+        }))
     }
 }
