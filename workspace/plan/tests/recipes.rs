@@ -28,6 +28,39 @@ fn the_papers_mixture_can_be_copied_into_a_recipe_or_a_stage() {
 }
 
 #[test]
+fn the_papers_models_from_scratch_have_its_numbers_of_parameters() {
+    // 186 M and 881 M, and the active heads of their variants, as the commands at the top of the files have them.
+    for (name, parameters, heads) in
+        [("llm-s", 185_617_152, [(6, 3), (3, 3)]), ("llm-b", 880_879_104, [(8, 4), (4, 4)])]
+    {
+        let path = root().join(format!("recipes/paper/{name}.toml"));
+        let plan = |overrides: &[String]| {
+            let mut recipe = Recipe::load(&path, overrides).unwrap();
+            let model = recipe.model_config(&path).unwrap().unwrap();
+            recipe.resolve(&path, &model).unwrap();
+            Plan::new(&recipe, &model).unwrap()
+        };
+        let dense = plan(&[]);
+        assert_eq!(dense.parameters.1, parameters);
+        assert_eq!(dense.stages[0].steps, 23_842);
+        let text = std::fs::read_to_string(&path).unwrap();
+        for (shared, top_k) in heads {
+            let moh = format!(
+                "model.new.moh={{ router = \"two-stage\", shared_heads = {shared}, routed_top_k = {top_k} }}"
+            );
+            assert!(text.contains(&format!("stage.pretrain.attention=moh,{moh}")), "{name}: {moh}");
+            let sparse = plan(&["stage.pretrain.attention=moh".to_owned(), moh]);
+            assert_eq!(sparse.stages[0].active_heads, (shared + top_k).into());
+            // The router's matrices: a row for each head, and two.
+            let config = Recipe::load(&path, &[]).unwrap().model_config(&path).unwrap().unwrap();
+            let rows = config.num_hidden_layers * (config.num_attention_heads + 2);
+            let router = (rows * config.hidden_size) as u64;
+            assert_eq!(sparse.parameters.1, parameters + router);
+        }
+    }
+}
+
+#[test]
 fn the_papers_recipe_has_the_papers_plan() {
     let path = root().join("recipes/moh-llama3-8b.toml");
     // Paths in a recipe are relative to the current directory, which is the crate's in a test.
