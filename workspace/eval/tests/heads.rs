@@ -160,6 +160,14 @@ fn a_sentence_has_the_heads_of_each_token_and_maps_of_all_heads() {
         let shared = &found.shared_heads;
         assert!(found.active.iter().all(|heads| shared.iter().all(|head| heads.contains(head))));
         assert_eq!((found.maps.len(), found.maps[0].len()), (8, 13));
+        assert_eq!((found.gates.is_some(), found.weights.is_some()), (layer != 1, layer != 1));
+        for (active, weights) in found.active.iter().zip(found.weights.iter().flatten()) {
+            let weighed = (0..8).filter(|&head| weights[head] != 0.0).collect::<Vec<_>>();
+            assert_eq!(&weighed, active);
+        }
+        for gates in found.gates.iter().flatten() {
+            assert!((gates.iter().sum::<f32>() - 1.0).abs() < 1e-5);
+        }
         for row in found.maps.iter().flatten() {
             assert!((row.iter().sum::<f32>() - 1.0).abs() < 1e-5);
         }

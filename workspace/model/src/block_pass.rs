@@ -174,6 +174,22 @@ impl<B: Backend> BlockPass<B> {
         Ok(of_all_heads(&gates, leading, columns, 0.0))
     }
 
+    /// The factors of all heads' outputs, after [`Self::select`]; `[N, H]`, 0 of heads that a token does not compute.
+    /// `None` of a router that does not weigh heads.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn weights(&mut self) -> Result<Option<Vec<f32>>, Error> {
+        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
+        let routing = &passes[0].blocks.buffers(0, scratch).saved.attention.routing;
+        let Some(routing) = routing.as_ref().filter(|routing| routing.is_weighted()) else {
+            return Ok(None);
+        };
+        let mut weights = vec![0f32; routing.tokens() * routing.heads().count];
+        model.backend.download(routing.weights(), &mut weights)?;
+        Ok(Some(weights))
+    }
+
     /// The block's normed input, which learned routers read, after [`Self::project`]; `[N, C]`.
     ///
     /// # Errors

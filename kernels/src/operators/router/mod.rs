@@ -197,6 +197,13 @@ impl<M: Memory> Routing<M> {
         M::view_mut(&mut self.gates, 0..len)
     }
 
+    /// The factors of the outputs, `[tokens, local heads]`, 0 of heads that a token did not select; empty if the router
+    /// does not scale them.
+    pub fn weights(&self) -> View<'_, M, f32> {
+        let len = if self.weighted { self.tokens * self.heads().local() } else { 0 };
+        M::view(&self.weights, 0..len)
+    }
+
     /// Write access to the factors of the outputs, `[tokens, local heads]`, for a router that
     /// scales them: attention applies them from now on, until the next [`Routing::begin`]. Empty if
     /// the routing's shape is not weighted.

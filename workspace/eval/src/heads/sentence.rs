@@ -19,6 +19,11 @@ pub struct SentenceLayer {
     pub shared_heads: Vec<usize>,
     /// The heads that each token computes, shared ones too.
     pub active: Vec<Vec<usize>>,
+    /// The gates of each token, 0 of shared heads; `None` in a layer that routes no heads.
+    pub gates: Option<Vec<Vec<f32>>>,
+    /// What each token multiplies the heads' outputs by, 0 of those that it does not compute; `None` of a router that
+    /// does not weigh heads.
+    pub weights: Option<Vec<Vec<f32>>>,
     /// The attention of each head, in its order: of each token over the tokens up to it, also where the token
     /// does not compute the head.
     pub maps: Vec<Vec<Vec<f32>>>,
@@ -55,10 +60,15 @@ fn of_layer(config: &ModelConfig, layer: usize, pass: &LayerPass) -> SentenceLay
     let tokens = active.len() / heads;
     let computed = |token| (0..heads).filter(|&head| window.is_active(token, head)).collect();
     let row = |token, head| window.row(token, head).iter().map(|&weight| weight as f32).collect();
+    let by_token = |table: &Option<Vec<f32>>| {
+        table.as_ref().map(|table| table.chunks_exact(heads).map(<[f32]>::to_vec).collect())
+    };
     SentenceLayer {
         layer,
         shared_heads: config.layer_heads(layer).shared.heads().collect(),
         active: (0..tokens).map(computed).collect(),
+        gates: by_token(&pass.gates),
+        weights: by_token(&pass.weights),
         maps: (0..heads).map(|head| (0..tokens).map(|token| row(token, head)).collect()).collect(),
     }
 }

@@ -30,6 +30,8 @@ pub(super) struct LayerPass {
     pub active: Vec<u8>,
     /// The gates of a layer that routes, `[N, H]`, 0 of shared heads.
     pub gates: Option<Vec<f32>>,
+    /// The factors of the outputs, if the router weighs heads; `[N, H]`.
+    pub weights: Option<Vec<f32>>,
 }
 
 /// Windows of equal length, in passes.
@@ -117,12 +119,12 @@ fn pass<B: Backend>(
     let moh = config.moh.as_ref().map(|moh| moh.of_layer_alone(layer));
     block.project(x)?;
     let heads = config.num_attention_heads;
-    let mut gates = None;
+    let (mut gates, mut weights) = (None, None);
     let active = match &moh {
         Some(moh) => {
             let active = block.select(moh.clone())?;
             if moh.router.selects() && moh.layer(0).shared.len() < heads {
-                gates = Some(block.gates()?);
+                (gates, weights) = (Some(block.gates()?), block.weights()?);
             }
             active
         }
@@ -131,5 +133,5 @@ fn pass<B: Backend>(
     let outputs = block.attend()?;
     let (queries, keys) = block.queries_and_keys()?;
     x.copy_from_slice(&block.forward(x, moh)?.output);
-    Ok(LayerPass { windows, queries, keys, outputs, active, gates })
+    Ok(LayerPass { windows, queries, keys, outputs, active, gates, weights })
 }
