@@ -11,7 +11,6 @@ to go on. README.md beside this file says what is measured. Run it from the repo
 
 import argparse
 import concurrent.futures
-import datetime
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ import sys
 from pathlib import Path
 
 from beds import BEDS, WORK
+from results import origin, read
 from variants import VARIANTS
 
 HERE = Path(__file__).resolve().parent
@@ -44,11 +44,6 @@ def parse():
 
 def identity(row):
     return row["bed"], row["variant"], row["share"], row["steps"], row["seed"]
-
-
-def read(path):
-    """The results in a file, and nothing if there is none."""
-    return [json.loads(line) for line in path.open()] if path.exists() else []
 
 
 def wanted(options):
@@ -109,12 +104,6 @@ class Measurement:
         self.run("moh-train", "--recipe", "tools/quality/tune.toml", *overrides)
         losses = json.loads((ROOT / run / "summary.json").read_text())["evaluations"]
         return row | {"untuned": losses[0]["loss"], "loss": losses[-1]["loss"], **origin()}
-
-
-def origin():
-    """On what a row was measured, and when."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    return {"date": datetime.date.today().isoformat(), "commit": commit.stdout.strip()}
 
 
 def main():

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from beds import BEDS
-from measure import BATCH_TOKENS, HERE, read
+from measure import BATCH_TOKENS, HERE
+from results import read
 from variants import VARIANTS
 
 SHARES = (0.75, 0.5)
