@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Repeats the paper's Tables 4 and 7 with small models from scratch, on real text by topic.
 
-    cargo build --release --bin moh-data --bin moh-train
+    cargo build --release --bin moh-data --bin moh-train --bin moh-eval
     tools/quality/paper/measure.py --table 4
     tools/quality/paper/measure.py --print
 
@@ -20,11 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from results import origin, read
+from tasks import write_tasks
 from text import TOPICS, prepare_text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 WORK = Path("runs/paper")
+TASKS = WORK / "tasks"
 HEADS = 12
 
 
@@ -76,6 +78,7 @@ class Measurement:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         if done.returncode:
             sys.exit(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+        return done.stdout
 
     def prepare(self):
         """The text, a tokenizer of it, and token files by topic."""
@@ -83,6 +86,8 @@ class Measurement:
         if not (ROOT / texts / "done").exists():
             prepare_text(ROOT / texts)
             (ROOT / texts / "done").touch()
+        if not (ROOT / TASKS).exists():
+            write_tasks(ROOT / texts, ROOT / TASKS)
         tokenizer = WORK / "tokenizer"
         if not (ROOT / tokenizer).exists():
             training = [texts / f"{topic}-train.jsonl" for topic in TOPICS]
@@ -109,24 +114,31 @@ class Measurement:
         self.run("moh-train", "--recipe", HERE.relative_to(ROOT) / "model.toml", *overrides)
         evaluations = json.loads((ROOT / run / "summary.json").read_text())["evaluations"]
         losses = {found["set"]: found["loss"] for found in evaluations if found["step"] > 0}
-        return row | {"losses": losses, **origin()}
+        return row | {"losses": losses, "tasks": self.scores(run), **origin()}
+
+    def scores(self, run):
+        """The accuracy of a run's model in each task, in percent: of choices by their characters, as `acc_norm` is."""
+        tasks = sorted((ROOT / TASKS).glob("*.jsonl"))
+        found = json.loads(self.run("moh-eval", "tasks", "--model", run / "export", "--json", *tasks))["tasks"]
+        return {task["task"]: 100 * task["acc_norm" if task["kind"] == "multiple_choice" else "acc"] for task in found}
 
 
-def cell(values):
+def cell(values, digits):
     """The mean, and of several seeds the difference of the largest and the smallest."""
-    mean = f"{statistics.mean(values):.4f}"
-    return mean if len(values) == 1 else f"{mean} ({max(values) - min(values):.4f})"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({max(values) - min(values):.{digits}f})"
 
 
-def print_table(table, rows):
-    """The losses of a table's models by topic, and their mean over topics."""
-    print(f"### Table {table}\n\n| | {' | '.join(TOPICS)} | mean |\n{'|---' * (len(TOPICS) + 2)}|")
-    for variant in TABLES[table]:
-        measured = [row["losses"] for row in rows if row["variant"] == variant]
-        if measured:
-            by_topic = [cell([losses[topic] for losses in measured]) for topic in TOPICS]
-            mean = cell([statistics.mean(losses.values()) for losses in measured])
-            print(f"| {VARIANTS[variant][0]} | {' | '.join(by_topic)} | {mean} |")
+def print_table(title, names, rows, key, digits):
+    """What the models of a table have under a key of their rows, and the mean of it."""
+    columns = list(rows[0][key])
+    print(f"### {title}\n\n| | {' | '.join(columns)} | mean |\n{'|---' * (len(columns) + 2)}|")
+    for name in names:
+        found = [row[key] for row in rows if row["variant"] == name]
+        if found:
+            cells = [cell([values[column] for values in found], digits) for column in columns]
+            cells.append(cell([statistics.mean(values.values()) for values in found], digits))
+            print(f"| {VARIANTS[name][0]} | {' | '.join(cells)} |")
     print()
 
 
@@ -136,7 +148,11 @@ def main():
     known = read(options.results)
     if options.print:
         for table in tables:
-            print_table(table, [row for row in known if row["tokens"] == options.tokens])
+            names = TABLES[table]
+            rows = [row for row in known if row["tokens"] == options.tokens and row["variant"] in names]
+            if rows:
+                print_table(f"Table {table}: losses", names, rows, "losses", 4)
+                print_table(f"Table {table}: accuracies, in percent", names, rows, "tasks", 1)
         return
     measurement = Measurement(options)
     measurement.prepare()
