@@ -112,15 +112,15 @@ class Measurement:
             settings |= {"model.new.moh": heads, "stage.pretrain.attention": "moh"}
         overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         self.run("moh-train", "--recipe", HERE.relative_to(ROOT) / "model.toml", *overrides)
-        evaluations = json.loads((ROOT / run / "summary.json").read_text())["evaluations"]
-        losses = {found["set"]: found["loss"] for found in evaluations if found["step"] > 0}
+        last = (ROOT / run / "metrics.jsonl").read_text().splitlines()[-1]
+        losses = {topic: found["loss"] for topic, found in json.loads(last)["validation"].items()}
         return row | {"losses": losses, "tasks": self.scores(run), **origin()}
 
     def scores(self, run):
         """The accuracy of a run's model in each task, in percent: of choices by their characters, as `acc_norm` is."""
         tasks = sorted((ROOT / TASKS).glob("*.jsonl"))
         found = json.loads(self.run("moh-eval", "tasks", "--model", run / "export", "--json", *tasks))["tasks"]
-        return {task["task"]: 100 * task["acc_norm" if task["kind"] == "multiple_choice" else "acc"] for task in found}
+        return {Path(task["task"]).stem: 100 * task["acc_norm" if task["kind"] == "multiple_choice" else "acc"] for task in found}
 
 
 def cell(values, digits):
