@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 
 use moh_hf::ConfigFile;
 use moh_hf::vocabulary::DEFAULT_MULTIPLE;
-use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, RouterKind};
+use moh_model::{HeadCounts, ModelConfig, RouterKind};
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{Recipe, file_fault};
 use crate::Error;
-use crate::stage::{router_name, shared_heads};
+use crate::stage::{head_request, router_name};
 
 /// `[model]`: either `from` or `new`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -118,23 +118,6 @@ pub struct NewMohOptions {
     pub routed_top_k: Option<HeadCounts>,
 }
 
-impl NewMohOptions {
-    /// The heads that are asked for.
-    ///
-    /// # Errors
-    /// Fails for ids that are no set of a layer's heads.
-    fn request(&self) -> Result<HeadRequest, moh_model::Error> {
-        Ok(HeadRequest {
-            router: self.router,
-            shared_heads: shared_heads(
-                self.shared_heads.as_ref(),
-                self.shared_head_ids.as_deref(),
-            )?,
-            active: self.routed_top_k.clone().map(Active::RoutedTopK),
-        })
-    }
-}
-
 /// `rope_scaling` of `config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -239,8 +222,10 @@ impl NewModel {
             fields.entry("model_type").or_insert_with(|| "llama".into());
         }
         let mut config = ConfigFile::from_value(value, path)?.config;
-        if let Some(moh) = &self.moh {
-            let resolved = moh.request().and_then(|request| request.for_model(&config));
+        if let Some(moh) = self.moh.clone() {
+            let NewMohOptions { router, shared_heads, shared_head_ids, routed_top_k } = moh;
+            let resolved = head_request(router, shared_heads, shared_head_ids, routed_top_k)
+                .and_then(|request| request.for_model(&config));
             config.moh = Some(resolved.map_err(|error| file_fault(path, format!("moh: {error}")))?);
         }
         Ok(config)

@@ -94,14 +94,6 @@ impl Default for MohOptions {
 }
 
 impl MohOptions {
-    /// The shared heads, if they are given.
-    ///
-    /// # Errors
-    /// Fails for ids that are no set of a layer's heads.
-    pub(crate) fn shared(&self) -> Result<Option<SharedHeadSets>, moh_model::Error> {
-        shared_heads(self.shared_heads.as_ref(), self.shared_head_ids.as_deref())
-    }
-
     /// Gives the shared heads: their numbers where they are the first ones.
     pub(crate) fn set_shared(&mut self, shared: &SharedHeadSets) {
         self.shared_head_ids = shared.ids();
@@ -118,18 +110,21 @@ impl MohOptions {
     }
 }
 
-/// Shared heads that are given by their ids or by their numbers, if they are.
+/// The heads that keys ask for; shared ones by their ids or by their numbers.
 ///
 /// # Errors
 /// Fails for ids that are no set of a layer's heads.
-pub(crate) fn shared_heads(
-    counts: Option<&HeadCounts>,
-    ids: Option<&[Vec<usize>]>,
-) -> Result<Option<SharedHeadSets>, moh_model::Error> {
-    match ids {
-        Some(ids) => SharedHeadSets::from_ids(ids).map(Some),
-        None => Ok(counts.cloned().map(SharedHeadSets::First)),
-    }
+pub(crate) fn head_request(
+    router: Option<RouterKind>,
+    shared_heads: Option<HeadCounts>,
+    shared_head_ids: Option<Vec<Vec<usize>>>,
+    routed_top_k: Option<HeadCounts>,
+) -> Result<HeadRequest, moh_model::Error> {
+    let shared_heads = match shared_head_ids {
+        Some(ids) => Some(SharedHeadSets::from_ids(&ids)?),
+        None => shared_heads.map(SharedHeadSets::First),
+    };
+    Ok(HeadRequest { router, shared_heads, active: routed_top_k.map(Active::RoutedTopK) })
 }
 
 /// The learning rate of a stage; see [`crate::Schedule`].
@@ -231,12 +226,9 @@ impl Stage {
             model.check_same_tensors(None)?;
             return Ok(None);
         }
-        let options = self.moh.clone().unwrap_or_default();
-        let request = HeadRequest {
-            router: options.router,
-            shared_heads: options.shared()?,
-            active: options.routed_top_k.map(Active::RoutedTopK),
-        };
+        let MohOptions { router, shared_heads, shared_head_ids, routed_top_k, .. } =
+            self.moh.clone().unwrap_or_default();
+        let request = head_request(router, shared_heads, shared_head_ids, routed_top_k)?;
         let moh = request.for_model(model)?;
         model.check_same_tensors(Some(&moh))?;
         Ok(Some(moh))
