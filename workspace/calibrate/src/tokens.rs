@@ -1,11 +1,8 @@
 //! The tokens that heads are measured on.
 
-use moh_model::ModelConfig;
+use moh_model::{ModelConfig, windows_of_pass};
 
 use crate::{Error, Result};
-
-/// Most tokens of a pass; longer windows are computed one at a time.
-const PASS_TOKENS: usize = 4096;
 
 /// Windows of equal length, one after another.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,9 +31,7 @@ impl CalibrationTokens {
         if tokens < width {
             return Err(Error::TooFewTokens { tokens, width });
         }
-        let most = (PASS_TOKENS / length).max(1);
-        let batch = (1..=most.min(windows)).rev().find(|batch| windows.is_multiple_of(*batch));
-        Ok(CalibrationTokens { ids, length, batch: batch.unwrap_or(1) })
+        Ok(CalibrationTokens { ids, length, batch: windows_of_pass(windows, length) })
     }
 
     /// The ids of all windows.

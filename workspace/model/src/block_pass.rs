@@ -12,6 +12,20 @@ use crate::layout::Segment;
 use crate::model::Model;
 use crate::{Error, ModelConfig, MohConfig, RouterKind, SharedHeadSets, StepSums, router};
 
+/// Most tokens of a pass; longer windows are computed one at a time.
+const PASS_TOKENS: usize = 4096;
+
+/// Most windows of `length` tokens that a pass over a layer should have, at least one.
+pub fn most_windows(length: usize) -> usize {
+    (PASS_TOKENS / length.max(1)).max(1)
+}
+
+/// The windows of each pass over so many of `length` tokens: the most that divide them, up to [`most_windows`].
+pub fn windows_of_pass(windows: usize, length: usize) -> usize {
+    let most = most_windows(length).min(windows);
+    (1..=most).rev().find(|batch| windows.is_multiple_of(*batch)).unwrap_or(1)
+}
+
 /// A block alone, of f32 weights, for passes over B sequences of T tokens, N = B T.
 pub struct BlockPass<B: Backend> {
     model: Model<B, f32>,

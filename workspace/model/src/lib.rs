@@ -83,7 +83,7 @@ pub use activations::{Activations, PassShape, PassSlot, Recompute, Slots};
 pub use architecture::Architecture;
 pub use attention_output::AttentionOutputLoss;
 pub use auxiliary_loss::{AuxiliaryLoss, AuxiliaryLosses};
-pub use block_pass::{BlockOutput, BlockPass, EndsPass};
+pub use block_pass::{BlockOutput, BlockPass, EndsPass, most_windows, windows_of_pass};
 pub use config::{LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig};
 pub use error::Error;
 pub use generation::Generator;

@@ -16,8 +16,6 @@ use crate::Error;
 
 /// Operations a second of the fits on the host, in f64: assumed, of some 16 cores.
 pub(crate) const HOST_FLOPS: f64 = 1e11;
-/// Most tokens of a pass, but of a longer sequence.
-const PASS_TOKENS: usize = 4096;
 /// Bytes of f32 and f64.
 const F32: u64 = 4;
 const F64: u64 = 8;
@@ -122,7 +120,7 @@ fn device_bytes(work: &Work, moh: &MohConfig) -> Result<u64, Error> {
     });
     let (model, length) = (&work.model, work.sequence_length());
     let pass = PassShape {
-        batch: (PASS_TOKENS / length.max(1)).max(1),
+        batch: moh_model::most_windows(length),
         length,
         recompute: Recompute::None,
         training: false,

@@ -6,12 +6,9 @@ use std::ops::{ControlFlow, Range};
 
 use moh_kernels::Backend;
 use moh_model::tensors::tensor_shapes;
-use moh_model::{BlockPass, EndsPass, ModelConfig};
+use moh_model::{BlockPass, EndsPass, ModelConfig, windows_of_pass};
 
 use crate::Error;
-
-/// Most tokens of a pass; longer windows are computed one at a time.
-const PASS_TOKENS: usize = 4096;
 
 /// The source of a model's weights: writes a tensor by its name.
 pub type Source<'a, E> = &'a mut dyn FnMut(&str, &mut [f32]) -> Result<(), E>;
@@ -44,10 +41,7 @@ pub(super) struct Walk {
 impl Walk {
     /// Passes over `ids`, whole windows of `length` tokens.
     pub fn new(ids: &[u32], length: usize) -> Self {
-        let windows = ids.len() / length;
-        let most = (PASS_TOKENS / length).max(1).min(windows);
-        let batch = (1..=most).rev().find(|batch| windows.is_multiple_of(*batch));
-        Walk { length, batch: batch.unwrap_or(1) }
+        Walk { length, batch: windows_of_pass(ids.len() / length, length) }
     }
 
     /// Calls `on_pass` with what each layer computes of each pass, the passes in order within each layer, and
