@@ -108,11 +108,16 @@ pub fn load<B: Backend, T: Element>(
     directory: &Path,
     positions: usize,
 ) -> anyhow::Result<Model<B, T>> {
+    Ok(stored(directory)?.load(backend, positions)?)
+}
+
+/// Opens the files of the model in `directory`, and prints what is to be known of them.
+pub fn stored(directory: &Path) -> anyhow::Result<StoredModel> {
     let stored = StoredModel::open(directory)?;
     if let Some(warning) = &stored.warning {
         crate::exit::stderr_line(format_args!("warning: {warning}"));
     }
-    Ok(stored.load(backend, positions)?)
+    Ok(stored)
 }
 
 /// The context length of the model in `directory`, in tokens.

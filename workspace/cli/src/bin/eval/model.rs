@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use moh_checkpoint::StoredCheckpoint;
 use moh_data::TextTokenizer;
-use moh_hf::{ConfigFile, StoredModel};
+use moh_hf::ConfigFile;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
 use moh_program::models;
@@ -89,7 +89,7 @@ impl NamedModel {
     pub(crate) fn tensors(&self) -> anyhow::Result<Tensors<'_>> {
         let (stored, dtype) = match &self.weights {
             Weights::Directory(directory) => {
-                let stored = StoredModel::open(directory)?;
+                let stored = models::stored(directory)?;
                 return Ok(Box::new(move |name, values| {
                     Ok(stored.weights.read_f32(name, values)?)
                 }));
