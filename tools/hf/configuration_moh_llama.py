@@ -32,7 +32,9 @@ def other_release(fault):
 
 # How the heads of a token are chosen: any of them by the norms of their queries, whole groups of heads that read
 # one key/value head, as many heads of each group, none beside the shared ones, or any by learned matrices.
-ROUTERS = ("query-norm", "group", "within-group", "static", "linear", "two-stage")
+ROUTERS = ("query-norm", "group", "within-group", "static", "linear", "one-stage", "two-stage")
+# Those that multiply the outputs of active heads by weights other than 1.
+WEIGHING_ROUTERS = ("one-stage", "two-stage")
 REQUIRED_KEYS = ("moh_router", "moh_shared_heads", "moh_routed_top_k")
 SHARED_IDS = "moh_shared_head_ids"
 
@@ -124,9 +126,10 @@ class MohHeads:
                 f"moh_routed_top_k of layer {layer} = {top_k}: must be 0, tokens of the router \"static\" compute the "
                 "shared heads alone"
             )
-        elif self.moh_router == "two-stage" and top_k == 0 and len(ids) < heads:
+        elif self.moh_router in WEIGHING_ROUTERS and top_k == 0 and len(ids) < heads:
             fault = (
-                f"moh_routed_top_k of layer {layer} = 0: the router \"two-stage\" weighs selected heads, at least one"
+                f"moh_routed_top_k of layer {layer} = 0: the router \"{self.moh_router}\" weighs selected heads, at least "
+                "one"
             )
         if fault:
             raise ValueError(fault)

@@ -3,7 +3,7 @@
 The model is a transformers Llama but for three things. In each attention layer a router selects the
 heads of each token, by the norms of their queries or by matrices of its own, or all tokens have the
 same heads. The outputs of the heads that a token has not selected are multiplied by 0, all others by
-1, or by weights of the router "two-stage". And a loss that balances the use of the heads can be added
+1, or by the weights of the router "one-stage" or "two-stage". And a loss that balances the use of the heads can be added
 to the model's. The names and shapes of all tensors but those matrices are a Llama's.
 
 All heads are computed, so this is no faster than the dense model.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 
-from .configuration_moh_llama import MohLlamaConfig, other_release
+from .configuration_moh_llama import WEIGHING_ROUTERS, MohLlamaConfig, other_release
 
 import torch
 from torch import nn
@@ -130,13 +130,15 @@ class MohLogitRouter(MohRouter):
     Row i of `weight` is that of head i. The gates are the softmax of the logits of the routed heads. With the router
     "linear" a weight is 1 or 0, as by norms; "two-stage" weighs the heads (equations 5 and 6, normalised as in the
     authors' code): selected heads by their number times their share of the selected gates, shared heads by their
-    number times a softmax of their logits, both times twice the softmax of two more logits.
+    number times a softmax of their logits, both times twice the softmax of two more logits; "one-stage" does so
+    without these two.
     """
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
         self.shared_heads, _ = config.layer_heads(layer_idx)
         self.weight = nn.Parameter(torch.zeros(config.num_attention_heads, config.hidden_size))
+        self.weighs = config.moh_router in WEIGHING_ROUTERS
         self.stages = nn.Linear(config.hidden_size, 2, bias=False) if config.moh_router == "two-stage" else None
 
     def forward(self, queries, hidden_states):
@@ -147,16 +149,17 @@ class MohLogitRouter(MohRouter):
         selected = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
         gates = scores.softmax(-1)
         weights = scores.new_ones(*scores.shape[:-1], self.num_heads)
-        if self.stages is None:
+        if not self.weighs:
             weights[..., self.routed_heads] = torch.where(selected, 1 + (gates - gates.detach()), 0)
             return weights, scores, selected
         kept = torch.where(selected, gates, 0)
         routed = self.top_k * kept / kept.sum(-1, keepdim=True)
         if self.shared_heads:
-            stages = 2 * self.stages(hidden_states).float().softmax(-1)
             shared = len(self.shared_heads) * logits[..., self.shared_heads].softmax(-1)
-            weights[..., self.shared_heads] = stages[..., :1] * shared
-            routed = stages[..., 1:] * routed
+            if self.stages is not None:
+                stages = 2 * self.stages(hidden_states).float().softmax(-1)
+                shared, routed = stages[..., :1] * shared, stages[..., 1:] * routed
+            weights[..., self.shared_heads] = shared
         weights[..., self.routed_heads] = routed
         return weights, scores, selected
 
@@ -191,7 +194,7 @@ def router_of(config, layer_idx):
     shared_heads, _ = config.layer_heads(layer_idx)
     if len(shared_heads) == config.num_attention_heads:
         return None
-    routers = {"static": SharedHeads, "linear": MohLogitRouter, "two-stage": MohLogitRouter}
+    routers = {"static": SharedHeads, **dict.fromkeys(("linear", *WEIGHING_ROUTERS), MohLogitRouter)}
     return routers.get(config.moh_router, MohRouter)(config, layer_idx)
 
 
@@ -437,7 +440,7 @@ class MohCausalLM:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         router_logits = outputs.get("router_logits")
         selected_heads = outputs.get("selected_heads")
-        weighs = self.config.moh_router == "two-stage"
+        weighs = self.config.moh_router in WEIGHING_ROUTERS
         # In generation with a static cache the mask is made for attention, and no loss is wanted.
         wanted = labels is not None or attention_mask is None or is_token_mask(attention_mask)
         aux_loss = balance_loss(router_logits, selected_heads, attention_mask, weighs) if wanted else None

@@ -221,7 +221,7 @@ class Models(unittest.TestCase):
             convert(random_qwen3(cls.root / "qwen3-of-groups"), out, "--router", name, "--active", 0.5)
         elif name == "static":
             convert(random_llama(cls.root / "llama-of-few"), out, "--router", name, "--active", 0.75)
-        elif name in ("linear", "two-stage"):
+        elif name in ("linear", "one-stage", "two-stage"):
             cls.make_learned(name, out)
         else:
             raise ValueError(name)
@@ -234,7 +234,7 @@ class Models(unittest.TestCase):
         weights = load_file(out / "model.safetensors")
         generator = torch.Generator().manual_seed(3)
         for tensor in sorted(key for key in weights if "router" in key):
-            if name == "linear" and "stages" in tensor:
+            if name != "two-stage" and "stages" in tensor:
                 del weights[tensor]
             else:
                 weights[tensor] = torch.randn(weights[tensor].shape, generator=generator) * 0.2
@@ -244,4 +244,4 @@ class Models(unittest.TestCase):
 
 NAMES = ["tied", "by-layer", "untied", "sets", "qwen3"]
 # Models with the other routers, which differ from those in what is computed of a forward and a backward pass.
-ROUTERS = ["group", "within-group", "static", "linear", "two-stage"]
+ROUTERS = ["group", "within-group", "static", "linear", "one-stage", "two-stage"]

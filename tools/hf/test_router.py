@@ -147,6 +147,17 @@ class Router(unittest.TestCase):
         self.assertTrue(torch.allclose(shared + routed, torch.full((2, 5), 2.0)))
         self.assertTrue(torch.equal(weights[..., 3:] > 0, selected))
 
+    def test_one_stage_keeps_the_weights_of_each_kind_apart(self):
+        torch.manual_seed(0)
+        learned = config(moh_router="one-stage", moh_shared_heads=3, moh_routed_top_k=2)
+        router = llama.MohLogitRouter(learned, 0)
+        torch.nn.init.normal_(router.weight, std=0.3)
+        weights, _, selected = router(torch.randn(2, 5, 8, 8), torch.randn(2, 5, 64))
+        self.assertTrue(torch.allclose(weights[..., :3].sum(-1), torch.full((2, 5), 3.0)))
+        self.assertTrue(torch.allclose(weights[..., 3:].sum(-1), torch.full((2, 5), 2.0)))
+        self.assertTrue(torch.equal(weights[..., 3:] > 0, selected))
+        self.assertEqual([name for name, _ in router.named_parameters()], ["weight"])
+
     def test_a_linear_router_passes_its_gradient_straight_through(self):
         torch.manual_seed(0)
         router = llama.MohLogitRouter(config(moh_router="linear"), 0)
@@ -208,6 +219,7 @@ class Configuration(unittest.TestCase):
             ),
             ({"moh_router": "static"}, "moh_routed_top_k of layer 0 = 2: must be 0"),
             ({"moh_router": "two-stage", "moh_routed_top_k": 0}, 'moh_routed_top_k of layer 0 = 0: the router "two-'),
+            ({"moh_router": "one-stage", "moh_routed_top_k": 0}, 'moh_routed_top_k of layer 0 = 0: the router "one-'),
         ]:
             self.assertTrue(message in self.refused(**changes), self.refused(**changes))
 

@@ -75,7 +75,7 @@ class Gradients(Models):
                 ce, balance = loss_of(model, windows)
                 (ce + BALANCE * balance).backward()
                 # A learned router passes it to the blocks before.
-                learned = name in ("linear", "two-stage")
+                learned = name in ("linear", "one-stage", "two-stage")
                 query = f"model.layers.{0 if learned else 1}.self_attn.q_proj.weight"
                 error = (gradients(model)[query] - ours[query]).norm() / ours[query].norm()
                 # Two routed heads have constant gates.

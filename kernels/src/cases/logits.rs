@@ -4,7 +4,7 @@ use super::{Case, Sizes, Work, random_elements};
 use crate::backend::Backend;
 use crate::error::Result;
 use crate::ranks::Heads;
-use crate::router::logits::{LogitRouter, LogitsBackward, LogitsForward};
+use crate::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
 use crate::router::{RouterGradient, Routing, SharedHeads};
 use crate::scalar::Element;
 
@@ -19,11 +19,11 @@ struct LogitCase<B: Backend, T: Element> {
 
 impl<B: Backend, T: Element> LogitCase<B, T> {
     /// Routes once.
-    fn new(backend: &B, sizes: Sizes, weighs: bool) -> Result<Self> {
+    fn new(backend: &B, sizes: Sizes, weights: HeadWeights) -> Result<Self> {
         let heads = sizes.attention.heads;
         let tokens = sizes.attention.tokens();
         let router =
-            LogitRouter { shared: SharedHeads::first(heads / 2), top_k: heads / 4, weighs };
+            LogitRouter { shared: SharedHeads::first(heads / 2), top_k: heads / 4, weights };
         let mut case = LogitCase {
             router,
             tokens,
@@ -60,15 +60,15 @@ impl<B: Backend, T: Element> LogitCase<B, T> {
 pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     // The saved logits, in f64.
     let moved = Work::moved::<f64>(sizes.attention.tokens() * sizes.attention.heads);
-    let case = move |weighs| move |backend: &B| LogitCase::<B, T>::new(backend, sizes, weighs);
-    let routers = [("logits", false), ("two_stage_logits", true)];
-    let both = routers.map(|(name, weighs)| {
+    let case = move |weights| move |backend: &B| LogitCase::<B, T>::new(backend, sizes, weights);
+    let routers = [("logits", HeadWeights::One), ("two_stage_logits", HeadWeights::TwoStage)];
+    let both = routers.map(|(name, weights)| {
         let forward = move |backend: &B| {
-            let mut case = case(weighs)(backend)?;
+            let mut case = case(weights)(backend)?;
             Ok(move |backend: &B| case.forward(backend))
         };
         let backward = move |backend: &B| {
-            let mut case = case(weighs)(backend)?;
+            let mut case = case(weights)(backend)?;
             Ok(move |backend: &B| case.backward(backend))
         };
         [

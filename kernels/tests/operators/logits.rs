@@ -10,7 +10,9 @@ use crate::tensor_parallel::{local_columns, on_ranks};
 use candle_core::{Device, Tensor};
 use half::bf16;
 use moh_kernels::ranks::{AllReduce, Heads};
-use moh_kernels::router::logits::{LogitRouter, Logits, LogitsBackward, LogitsForward};
+use moh_kernels::router::logits::{
+    HeadWeights, LogitRouter, Logits, LogitsBackward, LogitsForward,
+};
 use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Cpu, Element, Result};
 use proptest::prelude::*;
@@ -38,8 +40,11 @@ struct Found<T> {
     d_logits: Vec<T>,
 }
 
-fn router(shared: &[usize], top_k: usize, weighs: bool) -> LogitRouter {
-    LogitRouter { shared: SharedHeads::from_heads(shared.iter().copied()).unwrap(), top_k, weighs }
+/// What a router does to the heads' outputs.
+const WEIGHTS: [HeadWeights; 3] = [HeadWeights::One, HeadWeights::OneStage, HeadWeights::TwoStage];
+
+fn router(shared: &[usize], top_k: usize, weights: HeadWeights) -> LogitRouter {
+    LogitRouter { shared: SharedHeads::from_heads(shared.iter().copied()).unwrap(), top_k, weights }
 }
 
 fn routing<B: Backend, T>(device: &B, case: &Case<'_, T>) -> Routing<B> {
@@ -73,7 +78,7 @@ fn route<B: Backend, T: Element>(
     }
     let delta = case.delta.map(|delta| upload(device, delta));
     let mut d_logits = upload(device, &vec![T::from_f32(7.0); case.logits.len()]);
-    let exchanged = if case.router.weighs {
+    let exchanged = if case.router.weighs() {
         case.heads.count
     } else {
         case.heads.count - case.router.shared.leading()
@@ -110,8 +115,8 @@ fn reference(
     delta: &Tensor,
 ) -> [Tensor; 4] {
     let gates = operators::logit_gates(logits, router, heads).unwrap();
-    let weights = match router.weighs {
-        true => operators::two_stage_weights(logits, router, mask).unwrap(),
+    let weights = match router.weighs() {
+        true => operators::logit_weights(logits, router, mask).unwrap(),
         false => operators::straight_through(mask, &gates).unwrap(),
     };
     let balance_loss = operators::balance_loss(mask, &gates).unwrap();
@@ -143,7 +148,7 @@ fn agrees<B: Backend, T: Element>(
     let marks = found.mask.iter().map(|&mark| f64::from(mark));
     assert!(marks.eq(with_column(&mask)), "another selection");
     assert_close("gates", &found.gates, &with_column(&gates), F32_TOLERANCE);
-    if router.weighs {
+    if router.weighs() {
         assert_close("weights", &found.weights, &flat(&weights), F32_TOLERANCE);
     }
     let error = found.balance_loss - balance_loss.to_scalar::<f64>().unwrap();
@@ -164,8 +169,8 @@ const SETS: [(&[usize], usize); 6] = [
 #[test]
 fn selection_gates_weights_and_gradients_agree() {
     for (set, top_k) in SETS {
-        for weighs in [false, true] {
-            let router = router(set, top_k, weighs);
+        for weights in WEIGHTS {
+            let router = router(set, top_k, weights);
             for seed in [1, 2] {
                 on_each_device!(device => agrees::<_, f32>(device, [150, 12], router, seed));
                 on_each_device!(device => agrees::<_, bf16>(device, [150, 12], router, seed));
@@ -173,8 +178,8 @@ fn selection_gates_weights_and_gradients_agree() {
         }
     }
     // More heads than a warp has threads, and shared heads in every word of the set.
-    for weighs in [false, true] {
-        let far = router(&[0, 1, 33, 64, 65, 66, 129, 130, 193, 194, 257], 40, weighs);
+    for weights in WEIGHTS {
+        let far = router(&[0, 1, 33, 64, 65, 66, 129, 130, 193, 194, 257], 40, weights);
         on_each_device!(device => agrees::<_, f32>(device, [9, 300], far, 5));
     }
 }
@@ -183,8 +188,14 @@ fn selection_gates_weights_and_gradients_agree() {
 fn gradients_agree_with_central_differences() {
     const NUDGE: f64 = 1e-5;
     let (tokens, heads) = (3, 6);
-    for (set, weighs) in [(&[0, 3][..], true), (&[0, 3], false), (&[], true), (&[2], true)] {
-        let router = router(set, 2, weighs);
+    for (set, weights) in [
+        (&[0, 3][..], HeadWeights::TwoStage),
+        (&[0, 3], HeadWeights::OneStage),
+        (&[0, 3], HeadWeights::One),
+        (&[], HeadWeights::TwoStage),
+        (&[2], HeadWeights::TwoStage),
+    ] {
+        let router = router(set, 2, weights);
         let (mut random, width) = (Random(8), router.logits(heads));
         let logits: Vec<f32> = random.elements(tokens * width);
         let delta: Vec<f32> = random.elements(tokens * heads);
@@ -199,7 +210,7 @@ fn gradients_agree_with_central_differences() {
             let logits = Tensor::from_vec(logits, (tokens, width), &Device::Cpu).unwrap();
             let [gates, _, balance, total] = reference(&logits, router, heads, &mask, &delta_of);
             let number = |tensor: Tensor| tensor.to_scalar::<f64>().unwrap();
-            if weighs {
+            if router.weighs() {
                 return number(total);
             }
             let through = ((gates * &mask).unwrap() * &delta_of).unwrap().sum_all().unwrap();
@@ -224,7 +235,7 @@ fn equal_logits_give_weights_of_one_to_the_lower_heads() {
         (&[2, 6], [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]),
         (&[], [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]),
     ] {
-        let router = router(set, 3, true);
+        let router = router(set, 3, HeadWeights::TwoStage);
         let logits = vec![0f32; 5 * router.logits(8)];
         let case = Case { heads: Heads::all(8), router, tokens: 5, logits: &logits, delta: None };
         on_each_device!(device => {
@@ -237,7 +248,7 @@ fn equal_logits_give_weights_of_one_to_the_lower_heads() {
 /// The gradients of some of the tokens are those rows of all.
 #[test]
 fn gradients_of_some_tokens_are_rows_of_all() {
-    let (router, tokens, heads) = (router(&[0, 3], 2, true), 70, Heads::all(6));
+    let (router, tokens, heads) = (router(&[0, 3], 2, HeadWeights::TwoStage), 70, Heads::all(6));
     let width = router.logits(heads.count);
     let logits: Vec<f32> = Random(3).elements(tokens * width);
     let delta: Vec<f32> = Random(4).elements(tokens * heads.count);
@@ -314,8 +325,13 @@ fn ranks_agree<B: Backend + Another, T: Element>(
 #[test]
 fn ranks_select_the_same_heads_as_one_and_their_gradients_have_the_same_bits() {
     for (set, top_k) in SETS {
-        for (weighs, ranks) in [(false, 2), (true, 2), (true, 4)] {
-            let (router, heads) = (router(set, top_k, weighs), Heads { ranks, ..GROUPS });
+        for (weights, ranks) in [
+            (HeadWeights::One, 2),
+            (HeadWeights::OneStage, 2),
+            (HeadWeights::TwoStage, 2),
+            (HeadWeights::TwoStage, 4),
+        ] {
+            let (router, heads) = (router(set, top_k, weights), Heads { ranks, ..GROUPS });
             on_each_device!(device => ranks_agree::<_, f32>(device, heads, router, 1));
             on_each_device!(device => ranks_agree::<_, bf16>(device, heads, router, 2));
         }
@@ -328,15 +344,18 @@ const GROUPS: Heads = Heads { count: 12, group_size: 3, rank: 0, ranks: 1 };
 #[test]
 fn routers_that_cannot_work_are_refused() {
     for (router, expected) in [
-        (router(&[0, 12], 1, false), "2 shared heads, up to head 12, of 12 heads"),
-        (router(&[0], 12, false), "top 12 of 11 routed heads"),
-        (router(&[0], 0, true), "two-stage routing weighs selected heads: select at least one"),
+        (router(&[0, 12], 1, HeadWeights::One), "2 shared heads, up to head 12, of 12 heads"),
+        (router(&[0], 12, HeadWeights::One), "top 12 of 11 routed heads"),
+        (
+            router(&[0], 0, HeadWeights::OneStage),
+            "weights are those of selected heads: select at least one",
+        ),
     ] {
         let message = router.routing_shape(1, GROUPS).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
     }
-    let routed = router(&[0, 1], 2, false);
-    let two_stage = LogitRouter { weighs: true, ..routed };
+    let routed = router(&[0, 1], 2, HeadWeights::One);
+    let two_stage = LogitRouter { weights: HeadWeights::TwoStage, ..routed };
     let logits = [0f32; 14];
     let case = Case { heads: GROUPS, router: two_stage, tokens: 1, logits: &logits, delta: None };
     let shape = two_stage.routing_shape(1, GROUPS).unwrap();
@@ -373,16 +392,16 @@ fn routers_that_cannot_work_are_refused() {
 
 /// Heads in groups, a router of some of them, and ranks that divide the groups.
 fn routers() -> impl Strategy<Value = (Heads, LogitRouter)> {
-    let sizes = (1usize..4, 1usize..4, 1usize..6, any::<bool>());
-    sizes.prop_flat_map(|(ranks, groups, group_size, weighs)| {
+    let sizes = (1usize..4, 1usize..4, 1usize..6, prop::sample::select(&WEIGHTS));
+    sizes.prop_flat_map(|(ranks, groups, group_size, weights)| {
         let count = ranks * groups * group_size;
         let marks = prop::collection::vec(any::<bool>(), count);
         (marks, any::<prop::sample::Index>()).prop_map(move |(mut marks, top_k)| {
-            // At least one routed head, of which two-stage routing selects one or more.
+            // At least one routed head, of which routers with weights select one or more.
             marks[count - 1] = false;
             let shared: Vec<usize> = (0..count).filter(|&head| marks[head]).collect();
             let routed = count - shared.len();
-            let router = router(&shared, 1 + top_k.index(routed), weighs);
+            let router = router(&shared, 1 + top_k.index(routed), weights);
             (Heads { count, group_size, rank: 0, ranks }, router)
         })
     })
@@ -404,7 +423,8 @@ proptest! {
 
     #[test]
     fn weights_of_a_token_sum_to_its_active_heads((heads, router) in routers(), seed: u64) {
-        let router = LogitRouter { weighs: true, ..router };
+        let weights = HeadWeights::TwoStage;
+        let router = LogitRouter { weights, ..router };
         let logits: Vec<f32> = Random(seed).elements(9 * router.logits(heads.count));
         let heads = Heads { ranks: 1, ..heads };
         let case = Case { heads, router, tokens: 9, logits: &logits, delta: None };

@@ -63,8 +63,8 @@ impl<B: Backend> BlockPass<B> {
             // The last head leaves as many columns as none.
             let (shared, top_k) = match moh.router {
                 RouterKind::Static => (vec![heads - 1], 0),
-                // Of shared heads it has two logits more.
-                RouterKind::TwoStage => (vec![heads - 1], heads - 1),
+                // Two stages have two logits more where there are shared heads.
+                router if router.weighs() => (vec![heads - 1], heads - 1),
                 _ => (Vec::new(), heads),
             };
             Ok::<_, Error>(MohConfig {

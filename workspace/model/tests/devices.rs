@@ -155,6 +155,7 @@ fn routers() -> [MohConfig; 5] {
         moh(RouterKind::WithinGroup, 0, 6),
         moh(RouterKind::Static, 5, 0),
         moh(RouterKind::Linear, 3, 2),
+        moh(RouterKind::OneStage, 3, 2),
         moh(RouterKind::TwoStage, 3, 2),
     ]
 }

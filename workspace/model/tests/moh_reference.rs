@@ -96,7 +96,7 @@ fn other_routers_are_those_of_the_formulas() {
 fn learned_routers_are_those_of_the_formulas() {
     let sets = [vec![7, 2, 5], vec![1, 0], vec![3], (0..8).collect()];
     let shared_heads = SharedHeadSets::from_ids(&sets).unwrap();
-    for router in [RouterKind::Linear, RouterKind::TwoStage] {
+    for router in [RouterKind::Linear, RouterKind::OneStage, RouterKind::TwoStage] {
         let routed_top_k = HeadCounts::Each(vec![2, 4, 7, 0]);
         let moh = MohConfig { router, shared_heads: shared_heads.clone(), routed_top_k };
         for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
@@ -134,6 +134,9 @@ fn a_stage_neither_adds_nor_removes_matrices() {
         let message = model.set_moh(to).unwrap_err().to_string();
         assert!(message.starts_with(expected), "{message}");
     }
+    let message = two_stage.set_moh(Some(moh(RouterKind::OneStage, 3))).unwrap_err().to_string();
+    let expected = "model.layers.0.self_attn.router.stages.weight is in the model, and not used";
+    assert!(message.starts_with(expected), "{message}");
     assert!(two_stage.set_moh(None).is_err());
     assert_eq!(two_stage.config().moh, Some(moh(RouterKind::TwoStage, 5)));
 }

@@ -8,8 +8,8 @@ use std::iter::Sum;
 use std::ops::{Add, Mul};
 
 use moh_kernels::ElementType;
+use moh_model::Recompute;
 use moh_model::model_parallel::ModelPart;
-use moh_model::{Recompute, RouterKind};
 
 use super::work::Work;
 
@@ -150,7 +150,7 @@ fn router(work: &Work, part: &ModelPart, blocks: f64) -> Volume {
         return Volume::default();
     }
     // Routers that weigh heads exchange those of shared heads too.
-    let weighs = work.model.moh.as_ref().is_some_and(|moh| moh.router == RouterKind::TwoStage);
+    let weighs = work.model.moh.as_ref().is_some_and(|moh| moh.router.weighs());
     let routed = part.layers().map(|layer| match work.model.routed_heads(layer) {
         routed if weighs && routed > 0 => work.model.num_attention_heads,
         routed => routed,

@@ -17,7 +17,7 @@ use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::relative_error::RelativeErrorArgs;
 use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
-use moh_kernels::router::logits::{LogitRouter, LogitsBackward, LogitsForward};
+use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
 use moh_kernels::router::query_norm::{
     QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
 };
@@ -310,7 +310,7 @@ pub fn routing<B: Backend>(device: &B, tokens: usize) -> Routing<B> {
 
 /// A two-stage router of one shared head.
 const LOGIT_ROUTER: LogitRouter =
-    LogitRouter { shared: SharedHeads::first(1), top_k: 2, weighs: true };
+    LogitRouter { shared: SharedHeads::first(1), top_k: 2, weights: HeadWeights::TwoStage };
 
 /// A routing by logits with room for `tokens` tokens.
 fn logit_room<B: Backend>(device: &B, tokens: usize) -> Result<Routing<B>> {

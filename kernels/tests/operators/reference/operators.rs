@@ -5,7 +5,7 @@ use candle_core::{D, Device, Result, Tensor};
 use moh_kernels::adamw::AdamW;
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::logits::LogitRouter;
+use moh_kernels::router::logits::{HeadWeights, LogitRouter};
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 
 /// Rows of a table `[V, C]`.
@@ -264,8 +264,9 @@ pub fn logit_selection(logits: &Tensor, router: LogitRouter, heads: usize) -> Re
     Tensor::from_vec(mask, (rows.len(), heads), &Device::Cpu)
 }
 
-/// The weights `[N, H]` of two-stage routing of the logits `[N, L]` and the selection `[N, H]`.
-pub fn two_stage_weights(logits: &Tensor, router: LogitRouter, mask: &Tensor) -> Result<Tensor> {
+/// The weights `[N, H]` of one-stage or two-stage routing of the logits `[N, L]` and the selection
+/// `[N, H]`.
+pub fn logit_weights(logits: &Tensor, router: LogitRouter, mask: &Tensor) -> Result<Tensor> {
     let heads = mask.dim(1)?;
     let kept = (logit_gates(logits, router, heads)? * mask)?;
     let routed = (kept.broadcast_div(&kept.sum_keepdim(1)?)? * router.top_k as f64)?;
@@ -275,6 +276,9 @@ pub fn two_stage_weights(logits: &Tensor, router: LogitRouter, mask: &Tensor) ->
     }
     let of_shared = (softmax(&chosen(logits, &shared)?)? * shared.len() as f64)?;
     let of_shared = placed(&of_shared, &shared, heads)?;
+    if router.weights == HeadWeights::OneStage {
+        return of_shared + routed;
+    }
     let stages = (softmax(&logits.narrow(1, heads, 2)?)? * 2.0)?;
     let weighed = |part: Tensor, stage| part.broadcast_mul(&stages.narrow(1, stage, 1)?);
     weighed(of_shared, 0)? + weighed(routed, 1)?

@@ -1,6 +1,7 @@
 //! The routers by logits, z = x W^T of the block's normed input x: "linear", whose gates are
-//! straight-through, and "two-stage", which weighs the heads (equations 5 and 6, normalised as in the
-//! authors' code). [`moh_kernels::router::logits`] has the formulas.
+//! straight-through, "two-stage", which weighs the heads (equations 5 and 6, normalised as in the authors'
+//! code), and "one-stage", which does so without the weights of the two stages.
+//! [`moh_kernels::router::logits`] has the formulas.
 //!
 //! Row i of `self_attn.router.weight`, `[heads, C]`, is that of head i, whether it is shared or routed;
 //! the two rows of `self_attn.router.stages.weight` are those of the two stages. So tensors do not depend
@@ -10,7 +11,7 @@
 use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use moh_kernels::ranks::AllReduce;
 use moh_kernels::router::Routing;
-use moh_kernels::router::logits::{LogitRouter, LogitsBackward, LogitsForward};
+use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
 use moh_kernels::{Accumulation, Backend, Element, View};
 
 use super::router::{RouterInputs, gradient};
@@ -38,7 +39,8 @@ impl LogitLayer {
         let (width, heads) = (config.hidden_size, config.num_attention_heads);
         let mut matrix = |name, outputs| list.matrix(name, [outputs, width], Division::Replicated);
         let weight = matrix("self_attn.router.weight", heads);
-        let stages = router.weighs.then(|| matrix("self_attn.router.stages.weight", 2));
+        let stages = (router.weights == HeadWeights::TwoStage)
+            .then(|| matrix("self_attn.router.stages.weight", 2));
         LogitLayer { router, width, heads, weight, stages }
     }
 
@@ -57,7 +59,7 @@ impl LogitLayer {
     /// What the balance loss sum_i f_i P_i is multiplied by: in the authors' code of two-stage routing
     /// the number of routed heads.
     pub fn balance_factor<B: Backend>(&self, routing: &Routing<B>) -> f64 {
-        if self.router.weighs { routing.routed() as f64 } else { 1.0 }
+        if self.router.weighs() { routing.routed() as f64 } else { 1.0 }
     }
 
     /// Selects, and weighs, each token's heads by `x`, `[N, C]` of all tokens.

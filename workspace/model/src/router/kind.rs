@@ -16,7 +16,9 @@ pub enum RouterKind {
     Static,
     /// Any routed heads, by a matrix; straight-through (`"linear"`).
     Linear,
-    /// Any routed heads, by matrices that also weigh the heads, shared ones too (`"two-stage"`).
+    /// Any routed heads, by a matrix that also weighs the heads, shared ones too (`"one-stage"`).
+    OneStage,
+    /// The same, with a matrix that weighs shared heads against selected ones (`"two-stage"`).
     TwoStage,
 }
 
@@ -36,12 +38,13 @@ impl HeadGroups {
 
 impl RouterKind {
     /// Every router.
-    pub const ALL: [RouterKind; 6] = [
+    pub const ALL: [RouterKind; 7] = [
         RouterKind::QueryNorm,
         RouterKind::Group,
         RouterKind::WithinGroup,
         RouterKind::Static,
         RouterKind::Linear,
+        RouterKind::OneStage,
         RouterKind::TwoStage,
     ];
 
@@ -53,6 +56,7 @@ impl RouterKind {
             RouterKind::WithinGroup => "within-group",
             RouterKind::Static => "static",
             RouterKind::Linear => "linear",
+            RouterKind::OneStage => "one-stage",
             RouterKind::TwoStage => "two-stage",
         }
     }
@@ -75,7 +79,12 @@ impl RouterKind {
 
     /// Whether it has matrices among a block's tensors.
     pub fn has_matrices(self) -> bool {
-        matches!(self, RouterKind::Linear | RouterKind::TwoStage)
+        self == RouterKind::Linear || self.weighs()
+    }
+
+    /// Whether it multiplies the outputs of active heads by weights other than 1.
+    pub fn weighs(self) -> bool {
+        matches!(self, RouterKind::OneStage | RouterKind::TwoStage)
     }
 
     /// Whether tokens select heads, so that there are gates, loads and a balance loss.
@@ -89,6 +98,7 @@ impl RouterKind {
             RouterKind::QueryNorm
             | RouterKind::Static
             | RouterKind::Linear
+            | RouterKind::OneStage
             | RouterKind::TwoStage => 1,
             RouterKind::Group => groups.size(),
             RouterKind::WithinGroup => groups.kv_heads.max(1),
@@ -144,8 +154,9 @@ impl RouterKind {
                 "routed_top_k{place} = {top_k}: must be 0, tokens of the router \"static\" compute \
                  the shared heads alone"
             )),
-            RouterKind::TwoStage if top_k == 0 && shared.len() < heads => refuse(format!(
-                "routed_top_k{place} = 0: the router \"two-stage\" weighs selected heads, at least one"
+            _ if self.weighs() && top_k == 0 && shared.len() < heads => refuse(format!(
+                "routed_top_k{place} = 0: the router \"{}\" weighs selected heads, at least one",
+                self.name()
             )),
             _ => Ok(()),
         }
@@ -166,7 +177,7 @@ mod tests {
         assert_eq!(RouterKind::from_name("norm"), None);
         assert_eq!(
             RouterKind::NAMES,
-            ["query-norm", "group", "within-group", "static", "linear", "two-stage"]
+            ["query-norm", "group", "within-group", "static", "linear", "one-stage", "two-stage"]
         );
     }
 
@@ -220,6 +231,12 @@ mod tests {
                 &[3],
                 0,
                 "routed_top_k of layer 3 = 0: the router \"two-stage\"",
+            ),
+            (
+                RouterKind::OneStage,
+                &[3],
+                0,
+                "routed_top_k of layer 3 = 0: the router \"one-stage\"",
             ),
             (RouterKind::Static, &[0], 1, "routed_top_k of layer 3 = 1: must be 0, tokens of"),
             (

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::logits::LogitRouter;
+use moh_kernels::router::logits::{HeadWeights, LogitRouter};
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::router::{RouterGradient, Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Element, Result, View, ViewMut};
@@ -142,14 +142,16 @@ pub(crate) fn of_config(config: &ModelConfig) -> Vec<Option<RouterSpec>> {
 pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<RouterSpec> {
     let kind = config.moh.as_ref().filter(|_| config.routed_heads(layer) > 0)?.router;
     let LayerHeads { shared, top_k } = config.layer_heads(layer);
+    let by_logits = |weights| RouterSpec::Logits(LogitRouter { shared, top_k, weights });
     let by_norms = |selects| RouterSpec::QueryNorm(QueryNormRouter { shared, top_k, selects });
     Some(match kind {
         RouterKind::QueryNorm => by_norms(Selects::Heads),
         RouterKind::Group => by_norms(Selects::Groups),
         RouterKind::WithinGroup => by_norms(Selects::WithinGroups),
         RouterKind::Static => RouterSpec::Static(shared),
-        RouterKind::Linear => RouterSpec::Logits(LogitRouter { shared, top_k, weighs: false }),
-        RouterKind::TwoStage => RouterSpec::Logits(LogitRouter { shared, top_k, weighs: true }),
+        RouterKind::Linear => by_logits(HeadWeights::One),
+        RouterKind::OneStage => by_logits(HeadWeights::OneStage),
+        RouterKind::TwoStage => by_logits(HeadWeights::TwoStage),
     })
 }
 

@@ -257,7 +257,7 @@ pub fn configured(reference: &Reference, input: &RouterInput<'_>) -> Result<Opti
         return Ok(None);
     }
     let router = config.moh.as_ref().unwrap().router;
-    if let RouterKind::Linear | RouterKind::TwoStage = router {
+    if router.has_matrices() {
         return by_logits(reference, input, router).map(Some);
     }
     let squares = input.queries.sqr()?.sum(2)?;
@@ -336,13 +336,15 @@ fn by_logits(reference: &Reference, input: &RouterInput<'_>, router: RouterKind)
     let through = (&selected * &gates)?;
     let mut of_shared = Tensor::ones((tokens, shared.len()), DType::F64, &Device::Cpu)?;
     let mut of_routed = (&selected + (&through - through.detach())?)?;
-    if router == RouterKind::TwoStage {
+    if router.weighs() {
         balance = (balance * routed.len() as f64)?;
+        of_shared = (softmax(&of(&shared)?, 1)? * shared.len() as f64)?;
+        of_routed = (through.broadcast_div(&through.sum_keepdim(1)?)? * heads.top_k as f64)?;
+    }
+    if router == RouterKind::TwoStage {
         let stages = reference.linear(input.x, &format!("{name}.stages"))?;
         let stages = (softmax(&stages, 1)? * 2.0)?;
-        of_shared = (softmax(&of(&shared)?, 1)? * shared.len() as f64)?;
         of_shared = of_shared.broadcast_mul(&stages.narrow(1, 0, 1)?)?;
-        of_routed = (through.broadcast_div(&through.sum_keepdim(1)?)? * heads.top_k as f64)?;
         of_routed = of_routed.broadcast_mul(&stages.narrow(1, 1, 1)?)?;
     }
     let weight = |head: usize| {

@@ -101,7 +101,7 @@ fn save<T: Element>(router: LogitRouter, logits: &[T], routing: &mut Routing<Cpu
 /// Writes selection, gates and weights of all tokens.
 fn route(router: LogitRouter, routing: &mut Routing<Cpu>) {
     let (tokens, columns, heads) = (routing.tokens(), routing.columns(), routing.heads());
-    if router.weighs {
+    if router.weighs() {
         // Attention applies the weights from now on.
         let _ = routing.weights_mut();
     }
@@ -123,7 +123,7 @@ fn route(router: LogitRouter, routing: &mut Routing<Cpu>) {
                 *gate = row.gate(leading + column) as f32;
             }
         });
-    if !router.weighs {
+    if !router.weighs() {
         return;
     }
     let rows = weights[..tokens * local.len()].par_chunks_exact_mut(local.len());
@@ -236,7 +236,7 @@ impl<'a> Row<'a> {
     fn stages(&self, selected: &[u8]) -> Stages {
         let kept = self.selected_heads(selected).map(|head| self.gate(head)).sum();
         let Some([a, b]) = self.logits.get(self.heads..).filter(|stages| !stages.is_empty()) else {
-            return Stages { kept, shared: 0.0, routed: 1.0 };
+            return Stages { kept, shared: 1.0, routed: 1.0 };
         };
         let softmax = Softmax::new([*a, *b].into_iter());
         Stages { kept, shared: 2.0 * softmax.of(*a), routed: 2.0 * softmax.of(*b) }
@@ -269,7 +269,7 @@ impl<'a> Row<'a> {
         let routed = || (leading..self.heads).filter(|&head| !self.is_shared(head));
         // Of the gates: by the balance loss, and straight-through where nothing is weighed.
         let d_gate = |head: usize| {
-            let through = !self.router.weighs && self.is_selected(selected, head);
+            let through = !self.router.weighs() && self.is_selected(selected, head);
             balance[head - leading] + if through { delta(head) } else { 0.0 }
         };
         let inner: f64 = routed().map(|head| self.gate(head) * d_gate(head)).sum();
@@ -277,7 +277,7 @@ impl<'a> Row<'a> {
         for head in routed() {
             d[head] = self.gate(head) * (d_gate(head) - inner);
         }
-        if !self.router.weighs {
+        if !self.router.weighs() {
             return d;
         }
         let stages = self.stages(selected);

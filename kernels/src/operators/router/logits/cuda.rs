@@ -19,7 +19,7 @@ impl Parameters {
         let heads = routing.heads().count;
         Parameters {
             saved: routing.saved.address(),
-            weights: if router.weighs { routing.weights.address() } else { 0 },
+            weights: if router.weighs() { routing.weights.address() } else { 0 },
             heads: heads as u32,
             width: router.logits(heads) as u32,
             top_k: router.top_k as u32,
@@ -45,7 +45,7 @@ impl Logits for Cuda {
         if routing.columns() == 0 || tokens == 0 {
             return Ok(());
         }
-        if router.weighs {
+        if router.weighs() {
             // Attention applies the weights from now on.
             let _ = routing.weights_mut();
         }

@@ -105,7 +105,7 @@ struct Row {
 
 // The weights of the two stages, and the sum of the gates of selected heads.
 struct Stages {
-    double shared = 0.0, routed = 1.0, kept = 0.0;
+    double shared = 1.0, routed = 1.0, kept = 0.0;
 
     __device__ __forceinline__ Stages(const Parameters& p, const Row& row, uint64_t token) {
         const uint8_t* selected = p.routing.selected + token * p.routing.columns;

@@ -16,9 +16,10 @@
 //! (a, b) = 2 softmax(y)                       weights = a s_i of shared heads, b r_i of selected ones
 //! ```
 //!
-//! or r without shared heads, which then has no y. With equal logits every weight is 1. The weights are
-//! differentiable, so `<dO, O>` is their gradient. Shared heads have logits, which a router without
-//! weights does not read. The balance loss adds to the gradient of p.
+//! or r without shared heads, which then has no y. One-stage routing has no y either, and a = b = 1.
+//! With equal logits every weight is 1. The weights are differentiable, so `<dO, O>` is their gradient.
+//! Shared heads have logits, which a router without weights does not read. The balance loss adds to the
+//! gradient of p.
 //!
 //! Ranks that share a layer's heads sum tables of the logits, to which each adds those of its own heads
 //! (and the first one y): products may be rounded differently on each, and all ranks must select the
@@ -43,14 +44,31 @@ pub struct LogitRouter {
     pub shared: SharedHeads,
     /// Routed heads that a token selects.
     pub top_k: usize,
-    /// Whether it weighs the heads' outputs.
-    pub weighs: bool,
+    /// What the outputs of active heads are multiplied by.
+    pub weights: HeadWeights,
+}
+
+/// What a router by logits multiplies the outputs of active heads by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadWeights {
+    /// 1: the gradients of its gates are straight-through.
+    One,
+    /// The weights within the shared heads and within the selected ones, s and r.
+    OneStage,
+    /// Those times the weights of the two stages, a s and b r.
+    TwoStage,
 }
 
 impl LogitRouter {
     /// The logits of a token in a layer of `heads` heads: one for each, and those of the two stages.
     pub fn logits(&self, heads: usize) -> usize {
-        heads + if self.weighs && !self.shared.is_empty() { 2 } else { 0 }
+        let has_stages = self.weights == HeadWeights::TwoStage && !self.shared.is_empty();
+        heads + if has_stages { 2 } else { 0 }
+    }
+
+    /// Whether the outputs of heads are multiplied by weights other than 1.
+    pub fn weighs(&self) -> bool {
+        self.weights != HeadWeights::One
     }
 
     /// Sizes of the routing of `tokens` tokens in a layer of `heads`: the logits are saved.
@@ -60,18 +78,18 @@ impl LogitRouter {
     pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
         self.check("routing", heads.count)?;
         let columns = heads.count - self.shared.leading();
-        let (weighted, logits) = (self.weighs, self.logits(heads.count));
+        let (weighted, logits) = (self.weighs(), self.logits(heads.count));
         let saved_per_token = logits;
         Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted, logits })
     }
 
     fn check(&self, operator: &'static str, heads: usize) -> Result<()> {
-        let &LogitRouter { shared, top_k, weighs } = self;
+        let &LogitRouter { shared, top_k, .. } = self;
         shared.check(operator, heads)?;
         let routed = heads - shared.len();
         ensure(operator, top_k <= routed, || format!("top {top_k} of {routed} routed heads"))?;
-        ensure(operator, !weighs || routed == 0 || top_k > 0, || {
-            "two-stage routing weighs selected heads: select at least one".into()
+        ensure(operator, !self.weighs() || routed == 0 || top_k > 0, || {
+            "weights are those of selected heads: select at least one".into()
         })
     }
 }
@@ -165,12 +183,12 @@ fn check_routing<M: Memory>(
     ensure(operator, saved >= least, || {
         format!("the routing saves {saved} elements, expected {least}")
     })?;
-    ensure(operator, routing.shape.weighted || !router.weighs, || {
+    ensure(operator, routing.shape.weighted || !router.weighs(), || {
         "the routing has no room for weights".into()
     })
 }
 
 /// Elements of a token in the table that ranks exchange, the last heads of the layer.
 fn exchanged<M: Memory>(router: LogitRouter, routing: &Routing<M>) -> usize {
-    if router.weighs { routing.heads().count } else { routing.columns() }
+    if router.weighs() { routing.heads().count } else { routing.columns() }
 }
