@@ -10,15 +10,13 @@ to go on. README.md beside this file says what is measured. Run it from the repo
 """
 
 import argparse
-import concurrent.futures
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 from beds import BEDS, WORK
-from results import origin, read
+from programs import Programs, add_options, measure_rows
+from results import read
 from variants import VARIANTS
 
 HERE = Path(__file__).resolve().parent
@@ -31,14 +29,10 @@ OUTPUTS_STEPS = 100
 def parse():
     names = [variant.name for variant in VARIANTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--binaries", type=Path, default=ROOT / "target/release", help="our programs")
-    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl", help="%(default)s")
+    add_options(parser, HERE)
     parser.add_argument("--bed", action="append", choices=list(BEDS), help="all by default")
     parser.add_argument("--variant", action="append", choices=names, help="all by default")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each variant, with seeds from 1: %(default)s")
     parser.add_argument("--max-steps", type=int, default=4000, help="leave longer runs out: %(default)s")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="threads of each run: %(default)s")
     return parser.parse_args()
 
 
@@ -63,15 +57,8 @@ class Measurement:
     """The programs, and where they write."""
 
     def __init__(self, options):
-        self.binaries, self.threads = options.binaries, options.threads
+        self.programs = Programs(options)
         self.variants = {variant.name: variant for variant in VARIANTS}
-
-    def run(self, program, *arguments):
-        command = [str(self.binaries / program), *map(str, arguments)]
-        environment = os.environ | {"RAYON_NUM_THREADS": str(self.threads)}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
 
     def model(self, bed, variant, share):
         """The directory of the converted model, which all seeds and steps share."""
@@ -80,7 +67,7 @@ class Measurement:
         out = WORK / bed.name / f"{variant.name.removesuffix('-teacher')}-{share}"
         calibration = ["--calibration", bed.train, "--calibration-length", "256", "--calibration-tokens", "16384"]
         if not (ROOT / out).exists():
-            self.run("moh-convert", "--from", bed.dense, "--out", out, *variant.conversion(share, calibration))
+            self.programs.run("moh-convert", "--from", bed.dense, "--out", out, *variant.conversion(share, calibration))
         return out
 
     def measure(self, row):
@@ -90,7 +77,6 @@ class Measurement:
         settings = {
             "run.dir": run,
             "run.seed": row["seed"],
-            "run.threads": self.threads,
             "model.from": self.model(bed, variant, row["share"]),
             "data.sources": f'[{{ path = "{bed.train}" }}]',
             "data.validation.path": bed.valid,
@@ -100,33 +86,24 @@ class Measurement:
         if variant.teacher:
             outputs = f", attention_output = {variant.outputs}, attention_output_tokens = {OUTPUTS_STEPS * BATCH_TOKENS}"
             settings["stage.tune.distill"] = f'{{ teacher = "{bed.dense}"{outputs if variant.outputs else ""} }}'
-        overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        self.run("moh-train", "--recipe", "tools/quality/tune.toml", *overrides)
+        self.programs.train(HERE / "tune.toml", settings)
         losses = json.loads((ROOT / run / "summary.json").read_text())["evaluations"]
-        return row | {"untuned": losses[0]["loss"], "loss": losses[-1]["loss"], **origin()}
+        return row | {"untuned": losses[0]["loss"], "loss": losses[-1]["loss"]}
 
 
 def main():
     options = parse()
     measurement = Measurement(options)
     for name in options.bed or BEDS:
-        BEDS[name].prepare(measurement.run)
+        BEDS[name].prepare(measurement.programs.run)
     known = {identity(row) for row in read(options.results)}
     rows = [row for row in wanted(options) if identity(row) not in known]
     print(f"{len(known)} results, {len(rows)} runs to go", flush=True)
     # Conversions first: several runs start from one.
     for row in rows:
         measurement.model(BEDS[row["bed"]], measurement.variants[row["variant"]], row["share"])
-    pool = concurrent.futures.ThreadPoolExecutor(options.jobs)
-    with pool, options.results.open("a") as out:
-        for done in concurrent.futures.as_completed([pool.submit(measurement.measure, row) for row in rows]):
-            if done.exception():
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise done.exception()
-            row = done.result()
-            out.write(json.dumps(row) + "\n")
-            out.flush()
-            print("{bed} {variant} {share} {steps} steps, seed {seed}: {untuned:.4f} -> {loss:.4f}".format(**row), flush=True)
+    text = "{bed} {variant} {share} {steps} steps, seed {seed}: {untuned:.4f} -> {loss:.4f}"
+    measure_rows(rows, measurement.measure, options, lambda row: text.format(**row))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Repeats the paper's Tables 4 and 7 with small models from scratch, on real text by topic.
+"""Repeats the paper's Tables 4, 6 and 7, and its continue-tuning, with small models on real text by topic.
 
     cargo build --release --bin moh-data --bin moh-train --bin moh-eval
     tools/quality/paper/measure.py --table 4
@@ -12,52 +12,68 @@ next one. README.md says what the models and the text are. Run it from the repos
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from results import origin, read
+from programs import Programs, add_options, measure_rows
+from results import ROOT, read
 from tasks import write_tasks
 from text import TOPICS, prepare_text
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
 WORK = Path("runs/paper")
 TASKS = WORK / "tasks"
 HEADS = 12
 
 
-def two_stage(shared, active):
-    """A model whose tokens compute so many heads, of which some are shared."""
-    return f'{{ router = "two-stage", shared_heads = {shared}, routed_top_k = {active - shared} }}'
+def moh(shared, active, router="two-stage"):
+    """Heads of which tokens compute `active`, some of them shared."""
+    return f'{{ router = "{router}", shared_heads = {shared}, routed_top_k = {active - shared} }}'
 
 
-# By name: what the table says, and the heads; none of a dense model.
+def from_scratch(heads):
+    """What differs in a Mixture-of-Head model that is trained from scratch."""
+    return {"model.new.moh": heads, "stage.pretrain.attention": "moh"}
+
+
+def stages(tokens, changes):
+    """The keys of a run's stages: that of the recipe, or without changes two alike, as continue-tuning has."""
+    if changes is not None:
+        return {"stage.pretrain.tokens": tokens, **changes}
+    rate = "{ max = 2e-3, min = 2e-4, warmup_steps = 50 }"
+    common = f"batch_tokens = 8192, micro_batch = 8, learning_rate = {rate}, tokens = {tokens // 2}"
+    dense = f'name = "dense", attention = "dense", {common}'
+    tuned = f'name = "moh", attention = "moh", moh = {moh(6, 9, "query-norm")}, {common}'
+    return {"stage": f"[{{ {dense} }}, {{ {tuned} }}]"}
+
+
+# By name: what the table says, and what differs from the recipe.
 VARIANTS = {
-    "dense": ("all 12 heads", None),
-    "three-quarters": ("9 heads: 6 + 3 of 6", two_stage(6, 9)),
-    "half": ("6 heads: 3 + 3 of 9", two_stage(3, 6)),
-    "no-shared": ("9 heads: 0 + 9 of 12", two_stage(0, 9)),
-    **{f"shared-{count}": (f"9 heads: {count} + {9 - count} of {HEADS - count}", two_stage(count, 9)) for count in (1, 2, 4, 5, 7)},
+    "dense": ("all 12 heads", {}),
+    "three-quarters": ("9 heads: 6 + 3 of 6", from_scratch(moh(6, 9))),
+    "half": ("6 heads: 3 + 3 of 9", from_scratch(moh(3, 6))),
+    "no-shared": ("9 heads: 0 + 9 of 12", from_scratch(moh(0, 9))),
+    "one-stage": ("9 heads: 6 + 3 of 6, one stage", from_scratch(moh(6, 9, "one-stage"))),
+    **{f"shared-{count}": (f"9 heads: {count} + {9 - count} of {HEADS - count}", from_scratch(moh(count, 9))) for count in (1, 2, 4, 5, 7)},
+    "query-norm": ("9 heads: 6 + 3 of 6, by query norms", from_scratch(moh(6, 9, "query-norm"))),
+    # Half of the tokens in each of two stages.
+    "continued": ("dense for half of the tokens, then 9 heads: 6 + 3 of 6, by query norms", None),
 }
 TABLES = {
     "4": ["dense", "three-quarters", "half"],
+    "6": ["no-shared", "one-stage", "three-quarters"],
     "7": ["no-shared", "shared-1", "shared-2", "shared-4", "shared-5", "three-quarters", "shared-7"],
+    "continue": ["dense", "continued", "query-norm", "three-quarters"],
 }
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="append", choices=list(TABLES), help="the paper's table; all by default")
-    parser.add_argument("--binaries", type=Path, default=ROOT / "target/release", help="our programs")
-    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl", help="%(default)s")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each model, with seeds from 1: %(default)s")
+    add_options(parser, HERE)
     parser.add_argument("--tokens", type=int, default=8_192_000, help="tokens of each run: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="threads of a run: %(default)s")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--print", action="store_true", help="print the tables of what was measured, and measure nothing")
     return parser.parse_args()
 
@@ -70,15 +86,7 @@ class Measurement:
     """The programs, and where they write."""
 
     def __init__(self, options):
-        self.options = options
-
-    def run(self, program, *arguments):
-        environment = os.environ | {"RAYON_NUM_THREADS": str(self.options.threads)}
-        command = [str(self.options.binaries / program), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-        return done.stdout
+        self.programs = Programs(options)
 
     def prepare(self):
         """The text, a tokenizer of it, and token files by topic."""
@@ -91,35 +99,26 @@ class Measurement:
         tokenizer = WORK / "tokenizer"
         if not (ROOT / tokenizer).exists():
             training = [texts / f"{topic}-train.jsonl" for topic in TOPICS]
-            self.run("moh-data", "tokenizer", "--vocab-size", 4096, "--out", tokenizer, *training)
+            self.programs.run("moh-data", "tokenizer", "--vocab-size", 4096, "--out", tokenizer, *training)
         for topic in TOPICS:
             for part in ("train", "valid"):
                 prefix = WORK / f"{topic}-{part}"
                 if not (ROOT / f"{prefix}.idx").exists():
-                    self.run("moh-data", "prepare", "--tokenizer", tokenizer, "--out", prefix, texts / f"{topic}-{part}.jsonl")
+                    self.programs.run("moh-data", "prepare", "--tokenizer", tokenizer, "--out", prefix, texts / f"{topic}-{part}.jsonl")
 
     def measure(self, row):
         """Trains a model, and gives the row with its losses by topic."""
         run = WORK / "{variant}-{tokens}-{seed}".format(**row)
-        _, heads = VARIANTS[row["variant"]]
-        settings = {
-            "run.dir": run,
-            "run.seed": row["seed"],
-            "run.device": self.options.device,
-            "stage.pretrain.tokens": row["tokens"],
-        }
-        if heads:
-            settings |= {"model.new.moh": heads, "stage.pretrain.attention": "moh"}
-        overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        self.run("moh-train", "--recipe", HERE.relative_to(ROOT) / "model.toml", *overrides)
+        keys = stages(row["tokens"], VARIANTS[row["variant"]][1])
+        self.programs.train(HERE / "model.toml", {"run.dir": run, "run.seed": row["seed"], **keys})
         last = (ROOT / run / "metrics.jsonl").read_text().splitlines()[-1]
         losses = {topic: found["loss"] for topic, found in json.loads(last)["validation"].items()}
-        return row | {"losses": losses, "tasks": self.scores(run), **origin()}
+        return row | {"losses": losses, "tasks": self.scores(run)}
 
     def scores(self, run):
         """The accuracy of a run's model in each task, in percent: of choices by their characters, as `acc_norm` is."""
         tasks = sorted((ROOT / TASKS).glob("*.jsonl"))
-        found = json.loads(self.run("moh-eval", "tasks", "--model", run / "export", "--json", *tasks))["tasks"]
+        found = json.loads(self.programs.run("moh-eval", "tasks", "--model", run / "export", "--json", *tasks))["tasks"]
         return {Path(task["task"]).stem: 100 * task["acc_norm" if task["kind"] == "multiple_choice" else "acc"] for task in found}
 
 
@@ -160,11 +159,7 @@ def main():
     rows = [{"variant": name, "tokens": options.tokens, "seed": seed + 1} for seed in range(options.seeds) for name in names]
     rows = [row for row in rows if identity(row) not in {identity(row) for row in known}]
     print(f"{len(known)} results, {len(rows)} runs to go", flush=True)
-    for row in rows:
-        row = measurement.measure(row)
-        with options.results.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-        print("{variant}, seed {seed}: {losses}".format(**row), flush=True)
+    measure_rows(rows, measurement.measure, options, lambda row: "{variant}, seed {seed}: {losses}".format(**row))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
 use maud::{Markup, html};
 
-use crate::chart::{Line, LineChart, Size};
+use crate::chart::{HeatMap, Line, LineChart, Size};
 
 /// A chart across the page.
 const WIDE: Size = Size { width: 1180.0, height: 400.0, labels: true };
@@ -83,6 +83,17 @@ fn with_axes(chart: &LineChart, log_across: bool, log_values: bool) -> LineChart
 /// A chart over layers beside others.
 pub(super) fn panel(chart: &LineChart) -> Markup {
     html! { figure { (caption(chart)) (key(chart)) (chart.draw(PANEL)) } }
+}
+
+/// A map beside others.
+pub(super) fn map(map: &HeatMap) -> Markup {
+    html! {
+        figure {
+            figcaption { strong { (map.title) } }
+            (map.draw())
+            @if !map.description.is_empty() { p class="note" { (map.description) } }
+        }
+    }
 }
 
 fn caption(chart: &LineChart) -> Markup {

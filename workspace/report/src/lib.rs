@@ -1,11 +1,12 @@
 //! The page of a run, or of several that it compares: one HTML file with its style in it, which fetches nothing.
-//! `moh-report` writes it and serves it.
+//! `moh-report` writes it and serves it. Another page shows what the heads of models do.
 
 mod calibration;
 pub mod chart;
 mod curves;
 mod figure;
 mod guard;
+mod heads;
 pub mod loss_chart;
 mod losses;
 mod numbers;
@@ -25,6 +26,7 @@ use std::time::SystemTime;
 
 use anyhow::{Context as _, bail};
 
+pub use heads::{heads_page, write_heads};
 pub use page::{Watch, error_page, page};
 pub use runs::Runs;
 
@@ -44,10 +46,14 @@ pub fn write(runs: &[PathBuf], out: &Path, force: bool) -> anyhow::Result<Vec<St
     refuse_other_files(out, force)?;
     let runs = Runs::read(runs)?;
     let page = page(&runs, SystemTime::now(), None);
+    write_page(out, &page)?;
+    Ok(runs.remarks)
+}
+
+fn write_page(out: &Path, page: &str) -> anyhow::Result<()> {
     moh_files::create_parents(out)
         .and_then(|()| moh_files::write(out, page.as_bytes()))
-        .with_context(|| format!("{}: cannot be written", out.display()))?;
-    Ok(runs.remarks)
+        .with_context(|| format!("{}: cannot be written", out.display()))
 }
 
 /// Refuses to replace what is no file, and without `force` what this program has not written.

@@ -24,7 +24,7 @@ const WATCH_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-s
      script-src 'self'; connect-src 'self'";
 
 /// Characters of the names in a page's title.
-const TITLE_CHARACTERS: usize = 120;
+pub(super) const TITLE_CHARACTERS: usize = 120;
 
 /// How a page refreshes itself.
 #[derive(Debug, Clone, Copy)]
@@ -77,7 +77,7 @@ pub fn error_page(error: &str, watch: Watch) -> String {
     shell("error", html! { h1 { "The run cannot be read" } p { (error) } }, Some(watch))
 }
 
-fn shell(title: &str, body: Markup, watch: Option<Watch>) -> String {
+pub(super) fn shell(title: &str, body: Markup, watch: Option<Watch>) -> String {
     let policy = if watch.is_some() { WATCH_POLICY } else { POLICY };
     let page = html! {
         (DOCTYPE)

@@ -44,7 +44,10 @@ impl Shown<'_> {
         HeatMap {
             title: format!("Load of the routed heads on {}, {}", self.0.set, self.when()),
             description: self.describe(),
-            rows: rows.map(|(&number, line)| HeatRow { number, cells: cells(line) }).collect(),
+            axes: "rows: layers, columns: heads".to_owned(),
+            rows: rows
+                .map(|(number, line)| HeatRow { label: number.to_string(), cells: cells(line) })
+                .collect(),
         }
     }
 

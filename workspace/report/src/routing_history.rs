@@ -159,7 +159,7 @@ fn map_of_layers(history: &RoutingHistory, layers: &BTreeSet<usize>) -> TimeMap 
             Some(layer) => Cell::Share(layer.imbalance.into()),
             None => Cell::Absent,
         };
-        HeatRow { number, cells: history.picked.iter().map(cell).collect() }
+        HeatRow { label: number.to_string(), cells: history.picked.iter().map(cell).collect() }
     };
     let rows: Vec<HeatRow> = layers.iter().take(MAX_LAYERS).map(row).collect();
     map(history, format!("Imbalance of each layer on {}", history.set), "layers", rows)
@@ -169,7 +169,7 @@ fn map_of_heads(history: &RoutingHistory, layer: usize) -> TimeMap {
     let row = |number: usize| {
         let cell =
             |loads: &Loads| loads.layers.get(&layer).map_or(Cell::Absent, |l| l.cell(number));
-        HeatRow { number, cells: history.picked.iter().map(cell).collect() }
+        HeatRow { label: number.to_string(), cells: history.picked.iter().map(cell).collect() }
     };
     let rows = (0..num_heads(&history.picked, layer)).map(row).collect();
     map(history, format!("Load of each head of layer {layer} on {}", history.set), "heads", rows)

@@ -14,6 +14,7 @@
 //! Everything is computed from the queries, keys and outputs of the model's own pass, with the heads that it selects,
 //! in f64 and in an order that does not depend on the number of threads.
 
+mod document;
 mod features;
 mod pairs;
 mod patterns;
@@ -25,7 +26,7 @@ use std::ops::ControlFlow;
 
 use moh_kernels::Backend;
 use moh_model::ModelConfig;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use features::FeatureSums;
@@ -33,6 +34,7 @@ use patterns::{PatternSums, Window};
 use served::ServedTokens;
 use walk::{LayerPass, Walk};
 
+pub use document::{HeadDocument, Sentence, SentenceToken};
 pub use features::RANK_SHARE;
 pub use sentence::{SentenceLayer, sentence};
 pub use served::ServedToken;
@@ -48,7 +50,7 @@ pub struct HeadText {
 }
 
 /// What the heads of a model do.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HeadReport {
     /// The texts, in order.
     pub texts: Vec<TextReport>,
@@ -57,7 +59,7 @@ pub struct HeadReport {
 }
 
 /// A text of a report.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TextReport {
     /// Its name.
     pub name: String,
@@ -66,7 +68,7 @@ pub struct TextReport {
 }
 
 /// What the heads of a layer do.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LayerReport {
     /// The layer, from 0.
     pub layer: usize,
@@ -85,7 +87,7 @@ pub struct LayerReport {
 }
 
 /// What a head does.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OneHead {
     /// The head, from 0.
     pub head: usize,

@@ -4,14 +4,14 @@ use std::ops::ControlFlow;
 
 use moh_kernels::Backend;
 use moh_model::ModelConfig;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::patterns::Window;
 use super::walk::{LayerPass, Source, Walk};
 use crate::Error;
 
 /// A layer on a sentence.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SentenceLayer {
     /// The layer, from 0.
     pub layer: usize,

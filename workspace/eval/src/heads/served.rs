@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Tokens that occur less often do not count: their shares say little.
 const FEWEST: u64 = 16;
@@ -10,10 +10,13 @@ const FEWEST: u64 = 16;
 const MOST: usize = 8;
 
 /// A token that a head serves.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ServedToken {
     /// Its id.
     pub id: u32,
+    /// Its text, where a tokenizer is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
     /// How often it occurs.
     pub occurrences: u64,
     /// The share of its occurrences that compute the head.
@@ -26,6 +29,13 @@ pub(super) struct ServedTokens {
     heads: usize,
     /// By id: occurrences, and those that compute each head.
     tokens: BTreeMap<u32, (u64, Vec<u64>)>,
+}
+
+impl ServedToken {
+    /// Its text, or its id where no tokenizer was known.
+    pub fn shown(&self) -> String {
+        self.text.clone().unwrap_or_else(|| self.id.to_string())
+    }
 }
 
 impl ServedTokens {
@@ -46,6 +56,7 @@ impl ServedTokens {
         let frequent = self.tokens.iter().filter(|(_, (occurrences, _))| *occurrences >= FEWEST);
         let token = |(&id, (occurrences, computed)): (&u32, &(u64, Vec<u64>))| ServedToken {
             id,
+            text: None,
             occurrences: *occurrences,
             share: computed[head] as f64 / *occurrences as f64,
         };
@@ -80,6 +91,9 @@ mod tests {
         // The token 8 is rare, and the token 9 never computes the first head.
         assert_eq!(ids(0), [6, 7, 5]);
         assert_eq!(ids(1), [9, 6, 5, 7]);
-        assert_eq!(served.most(0)[2], ServedToken { id: 5, occurrences: 20, share: 0.5 });
+        assert_eq!(
+            served.most(0)[2],
+            ServedToken { id: 5, text: None, occurrences: 20, share: 0.5 }
+        );
     }
 }

@@ -80,7 +80,7 @@ mod tests {
             vec![low, low, high, Cell::Share(f64::NAN)],
             vec![Cell::Absent, high, Cell::Share(7.0), high],
         ];
-        let rows = rows.map(|cells| HeatRow { number: 0, cells });
+        let rows = rows.map(|cells| HeatRow { label: String::new(), cells });
         let shown =
             draw(&rows, Rectangle { x: 0.0, y: 0.0, width: 40.0, height: 30.0 }).into_string();
         for path in [

@@ -1,15 +1,18 @@
-//! A map of shares: a row for each layer, a column for each head.
+//! A map of shares: labelled rows, such as layers, and numbered columns, such as heads.
 
 use maud::{Markup, html};
 
-use super::{at, cells, width};
+use super::{at, cells, shorten, width};
 
 /// Width of a map.
 const WIDTH: f64 = 400.0;
 
-/// Pixels for the labels of the rows and above the columns.
-const LEFT: f64 = 34.0;
+/// Pixels for the labels of the rows, at least, and above the columns.
+pub(super) const LEFT: f64 = 34.0;
 const TOP: f64 = 20.0;
+
+/// Most characters of the label of a row.
+const LABEL: usize = 12;
 
 /// The colours of viridis at 0, 0.1, .. 1: evenly lighter, and told apart by the colour-blind.
 const VIRIDIS: [[u8; 3]; 11] = [
@@ -40,8 +43,8 @@ pub enum Cell {
 /// A row of a map.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeatRow {
-    /// The row's number.
-    pub number: usize,
+    /// The row's name, or its number.
+    pub label: String,
     /// Its cells.
     pub cells: Vec<Cell>,
 }
@@ -53,6 +56,8 @@ pub struct HeatMap {
     pub title: String,
     /// What the map says, for those who do not see it.
     pub description: String,
+    /// What the rows and columns are.
+    pub axes: String,
     /// The rows, from the top.
     pub rows: Vec<HeatRow>,
 }
@@ -70,13 +75,15 @@ impl HeatMap {
     /// The map as an element of a page.
     pub fn draw(&self) -> Markup {
         let columns = self.rows.iter().map(|row| row.cells.len()).max().unwrap_or(0).max(1);
-        let wide = (WIDTH - LEFT - 6.0) / columns as f64;
+        let labels: Vec<String> = self.rows.iter().map(|row| shorten(&row.label, LABEL)).collect();
+        let left = labels.iter().map(|label| width(label) + 12.0).fold(LEFT, f64::max);
+        let wide = (WIDTH - left - 6.0) / columns as f64;
         let high = (wide * 0.6).clamp(9.0, 24.0);
         let bottom = TOP + high * self.rows.len() as f64;
         let with_text = wide >= 28.0 && high >= 14.0;
         // One pixel between large cells, none between small ones.
         let has_gaps = wide >= 8.0;
-        let x = |column: usize| LEFT + wide * column as f64;
+        let x = |column: usize| left + wide * column as f64;
         let y = |row: usize| TOP + high * row as f64;
         html! {
             svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" width=(at(WIDTH))
@@ -88,9 +95,9 @@ impl HeatMap {
                         (column)
                     }
                 }
-                @for (place, row) in self.rows.iter().enumerate().step_by(every(high, 13.0)) {
-                    text class="quiet" x=(at(LEFT - 7.0)) y=(at(y(place) + high / 2.0 + 4.0)) text-anchor="end" {
-                        (row.number)
+                @for (place, label) in labels.iter().enumerate().step_by(every(high, 13.0)) {
+                    text class="quiet" x=(at(left - 7.0)) y=(at(y(place) + high / 2.0 + 4.0)) text-anchor="end" {
+                        (label)
                     }
                 }
                 @if has_gaps {
@@ -102,9 +109,9 @@ impl HeatMap {
                     }
                 } @else {
                     @let (width, height) = (wide * columns as f64, bottom - TOP);
-                    (cells::draw(&self.rows, Rectangle { x: LEFT, y: TOP, width, height }))
+                    (cells::draw(&self.rows, Rectangle { x: left, y: TOP, width, height }))
                 }
-                text class="quiet" x=(at(LEFT)) y=(at(bottom + 14.0)) { "rows: layers, columns: heads" }
+                text class="quiet" x=(at(WIDTH - 6.0)) y=(at(bottom + 14.0)) text-anchor="end" { (self.axes) }
             }
         }
     }
@@ -182,7 +189,8 @@ mod tests {
         let map = |heads: usize| HeatMap {
             title: "load".to_owned(),
             description: "load of <heads>".to_owned(),
-            rows: vec![HeatRow { number: 3, cells: vec![Cell::Share(0.25); heads] }; 2],
+            axes: "rows: layers".to_owned(),
+            rows: vec![HeatRow { label: "3".to_owned(), cells: vec![Cell::Share(0.25); heads] }; 2],
         };
         let few = map(4).draw().into_string();
         assert_eq!(few.matches(">25</text>").count(), 8, "{few}");

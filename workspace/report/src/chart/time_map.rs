@@ -3,15 +3,14 @@
 use maud::{Markup, html};
 
 use super::cells;
-use super::heat::{HeatRow, Rectangle, every};
+use super::heat::{HeatRow, LEFT, Rectangle, every};
 use super::scale::round;
 use super::{at, width};
 
 /// Width of a map.
 const WIDTH: f64 = 400.0;
 
-/// Pixels for the labels of the rows, above, and right of the cells.
-const LEFT: f64 = 34.0;
+/// Pixels above and right of the cells.
 const TOP: f64 = 4.0;
 const RIGHT: f64 = 6.0;
 
@@ -50,7 +49,7 @@ impl TimeMap {
                 desc { (self.description) }
                 @for (place, row) in self.rows.iter().enumerate().step_by(every(high, 13.0)) {
                     text class="quiet" x=(at(LEFT - 7.0)) y=(at(TOP + high * (place as f64 + 0.5) + 4.0))
-                        text-anchor="end" { (row.number) }
+                        text-anchor="end" { (row.label) }
                 }
                 @let plot = Rectangle { x: LEFT, y: TOP, width: WIDTH - LEFT - RIGHT, height: bottom - TOP };
                 (cells::draw(&self.rows, plot))
@@ -79,7 +78,9 @@ mod tests {
             title: "loads".to_owned(),
             description: "loads of <heads>".to_owned(),
             rows_are: "heads",
-            rows: rows.map(|(number, cells)| HeatRow { number, cells }).collect(),
+            rows: rows
+                .map(|(number, cells)| HeatRow { label: number.to_string(), cells })
+                .collect(),
             steps,
         }
     }

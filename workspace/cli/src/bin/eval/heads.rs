@@ -1,18 +1,19 @@
 //! `moh-eval heads`: what the heads of a model do, on token files and on a sentence.
 
-use std::io::stdout;
+use std::io::{Write as _, stdout};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
+use moh_data::TextTokenizer;
 use moh_device::{DeviceName, OnDevice};
-use moh_eval::heads::{HeadText, measure_heads, sentence};
+use moh_eval::heads::{HeadDocument, HeadText, Sentence, SentenceToken, measure_heads, sentence};
 use moh_kernels::Backend;
 use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
 use moh_program::{exit, models};
 
-use crate::heads_report::{MeasuredHeads, Sentence, print};
+use crate::heads_report;
 use crate::model::NamedModel;
 use crate::windows::{say_length, window_length, windows};
 
@@ -58,8 +59,14 @@ impl HeadsArguments {
         let (length, texts) = self.texts(&model)?;
         let ids = self.sentence_ids(&model)?;
         let device = models::open(self.device)?;
-        let measured = device.run(Heads { model: &model, length, texts, ids: ids.as_deref() })?;
-        print(&mut stdout(), &model, length, &measured, self.json)
+        let document = device.run(Heads { model: &model, length, texts, ids: ids.as_deref() })?;
+        match self.json {
+            true => {
+                let text = serde_json::to_string_pretty(&document)?;
+                Ok(writeln!(stdout(), "{text}")?)
+            }
+            false => Ok(heads_report::write(&mut stdout(), &document)?),
+        }
     }
 
     /// The tokens to measure, and the length of their windows.
@@ -105,6 +112,12 @@ fn named_file(argument: &str) -> (String, PathBuf) {
     }
 }
 
+/// A token as text; its id without a tokenizer.
+fn token_text(tokenizer: Option<&TextTokenizer>, id: u32) -> String {
+    let decoded = tokenizer.and_then(|tokenizer| tokenizer.decode(&[id], false).ok());
+    decoded.unwrap_or_else(|| id.to_string())
+}
+
 struct Heads<'a> {
     model: &'a NamedModel,
     length: usize,
@@ -113,12 +126,13 @@ struct Heads<'a> {
 }
 
 impl OnDevice for Heads<'_> {
-    type Output = anyhow::Result<MeasuredHeads>;
+    type Output = anyhow::Result<HeadDocument>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
         let Heads { model, length, texts, ids } = self;
         let mut tensors = model.tensors()?;
-        let mut measured = MeasuredHeads::default();
+        let text = |id| token_text(model.tokenizer.as_ref(), id);
+        let mut report = None;
         if !texts.is_empty() {
             let mut bar = Bar::count("measuring layers", model.config.num_hidden_layers as u64);
             let mut progress = |done, all| {
@@ -126,7 +140,7 @@ impl OnDevice for Heads<'_> {
                 ControlFlow::Continue(())
             };
             let config = &model.config;
-            measured.report = measure_heads::<B, anyhow::Error>(
+            report = measure_heads::<B, anyhow::Error>(
                 &backend,
                 config,
                 &texts,
@@ -135,11 +149,17 @@ impl OnDevice for Heads<'_> {
                 &mut progress,
             )?;
         }
-        if let Some(ids) = ids {
-            let layers = sentence::<B, anyhow::Error>(&backend, &model.config, ids, &mut *tensors)?;
-            measured.sentence = Some(Sentence { ids: ids.to_vec(), layers });
+        let layers = report.iter_mut().flat_map(|report| &mut report.layers);
+        for token in layers.flat_map(|layer| &mut layer.heads).flat_map(|head| &mut head.tokens) {
+            token.text = model.tokenizer.as_ref().map(|_| text(token.id));
         }
-        Ok(measured)
+        let of_sentence = |ids: &[u32]| {
+            let layers = sentence::<B, anyhow::Error>(&backend, &model.config, ids, &mut *tensors)?;
+            let tokens = ids.iter().map(|&id| SentenceToken { id, text: text(id) }).collect();
+            Ok::<_, anyhow::Error>(Sentence { tokens, layers })
+        };
+        let sentence = ids.map(of_sentence).transpose()?;
+        Ok(HeadDocument::new(model.name.clone(), length, report, sentence))
     }
 }
 

@@ -1,93 +1,27 @@
-//! What `moh-eval heads` prints: a table for each layer, the heads of each token of a sentence, or JSON.
+//! What `moh-eval heads` prints: a table for each layer and the heads of each token of a sentence.
 
 use std::io::Write;
 
-use moh_data::TextTokenizer;
-use moh_eval::heads::{HeadReport, LayerReport, OneHead, SentenceLayer};
-use serde_json::{Value, json};
+use moh_eval::heads::{HeadDocument, LayerReport, OneHead, Sentence, SentenceLayer};
 
-use crate::model::NamedModel;
-
-/// What was measured.
-#[derive(Default)]
-pub(crate) struct MeasuredHeads {
-    /// On token files.
-    pub report: Option<HeadReport>,
-    /// On a sentence.
-    pub sentence: Option<Sentence>,
-}
-
-/// A sentence, and the heads of its tokens.
-pub(crate) struct Sentence {
-    pub ids: Vec<u32>,
-    pub layers: Vec<SentenceLayer>,
-}
-
-/// Prints what was measured with windows of `length` tokens.
-pub(crate) fn print(
-    out: &mut impl Write,
-    model: &NamedModel,
-    length: usize,
-    measured: &MeasuredHeads,
-    as_json: bool,
-) -> anyhow::Result<()> {
-    let text = |id: u32| token_text(model.tokenizer.as_ref(), id);
-    if as_json {
-        let report = to_json(&model.name, length, measured, &text)?;
-        return Ok(writeln!(out, "{report:#}")?);
+/// Writes a document as text.
+pub(crate) fn write(out: &mut impl Write, document: &HeadDocument) -> std::io::Result<()> {
+    if !document.layers.is_empty() {
+        write_report(out, document)?;
     }
-    if let Some(report) = &measured.report {
-        write_report(out, report, &text)?;
+    match &document.sentence {
+        Some(sentence) => write_sentence(out, sentence),
+        None => Ok(()),
     }
-    if let Some(sentence) = &measured.sentence {
-        write_sentence(out, sentence, &text)?;
-    }
-    Ok(())
-}
-
-/// A token as text; its id without a tokenizer.
-fn token_text(tokenizer: Option<&TextTokenizer>, id: u32) -> String {
-    let decoded = tokenizer.and_then(|tokenizer| tokenizer.decode(&[id], false).ok());
-    decoded.unwrap_or_else(|| id.to_string())
-}
-
-fn to_json(
-    model: &str,
-    length: usize,
-    measured: &MeasuredHeads,
-    text: &dyn Fn(u32) -> String,
-) -> anyhow::Result<Value> {
-    let mut fields = json!({"model": model, "sequence_length": length});
-    if let Some(report) = &measured.report {
-        fields["texts"] = serde_json::to_value(&report.texts)?;
-        fields["layers"] = serde_json::to_value(&report.layers)?;
-        for layer in fields["layers"].as_array_mut().into_iter().flatten() {
-            let heads = layer["heads"].as_array_mut().into_iter().flatten();
-            for token in heads.flat_map(|head| head["tokens"].as_array_mut()).flatten() {
-                let id = token["id"].as_u64().and_then(|id| u32::try_from(id).ok());
-                token["text"] = id.map(text).into();
-            }
-        }
-    }
-    if let Some(Sentence { ids, layers }) = &measured.sentence {
-        let tokens: Vec<Value> =
-            ids.iter().map(|&id| json!({"id": id, "text": text(id)})).collect();
-        fields["sentence"] = json!({"tokens": tokens, "layers": layers});
-    }
-    Ok(fields)
 }
 
 /// A table for each layer, and the means of shared and of routed heads over all.
-fn write_report(
-    out: &mut impl Write,
-    report: &HeadReport,
-    text: &dyn Fn(u32) -> String,
-) -> std::io::Result<()> {
+fn write_report(out: &mut impl Write, report: &HeadDocument) -> std::io::Result<()> {
     let texts: Vec<String> =
         report.texts.iter().map(|text| format!("{} ({} tokens)", text.name, text.tokens)).collect();
     writeln!(out, "load on {}", texts.join(", "))?;
     for layer in &report.layers {
-        write_layer(out, report, layer, text)?;
+        write_layer(out, report, layer)?;
     }
     let heads = || report.layers.iter().flat_map(|layer| &layer.heads);
     for (what, shared) in [("shared", true), ("routed", false)] {
@@ -114,9 +48,8 @@ fn write_report(
 
 fn write_layer(
     out: &mut impl Write,
-    report: &HeadReport,
+    report: &HeadDocument,
     layer: &LayerReport,
-    text: &dyn Fn(u32) -> String,
 ) -> std::io::Result<()> {
     write!(
         out,
@@ -132,22 +65,18 @@ fn write_layer(
     let loads = report.texts.len() * 8;
     writeln!(out, "\n  head  {:<loads$}  rank  distance  entropy  tokens", "load")?;
     for head in &layer.heads {
-        write_head(out, head, text)?;
+        write_head(out, head)?;
     }
     Ok(())
 }
 
-fn write_head(
-    out: &mut impl Write,
-    head: &OneHead,
-    text: &dyn Fn(u32) -> String,
-) -> std::io::Result<()> {
+fn write_head(out: &mut impl Write, head: &OneHead) -> std::io::Result<()> {
     let OneHead { head, shared, load, feature_rank, distance, entropy, tokens } = head;
     let mark = if *shared { "*" } else { " " };
     let loads: Vec<String> = load.iter().map(|load| format!("{:6.1}%", 100.0 * load)).collect();
     let tokens: Vec<String> = tokens
         .iter()
-        .map(|token| format!("{:?} {:.0}%", text(token.id), 100.0 * token.share))
+        .map(|token| format!("{:?} {:.0}%", token.shown(), 100.0 * token.share))
         .collect();
     let line = format!(
         "  {head:>4}{mark} {}  {feature_rank:>4}  {:>8}  {:>7}  {}",
@@ -160,11 +89,7 @@ fn write_head(
 }
 
 /// A line for each token, with the routed heads that it selects in each layer.
-fn write_sentence(
-    out: &mut impl Write,
-    sentence: &Sentence,
-    text: &dyn Fn(u32) -> String,
-) -> std::io::Result<()> {
+fn write_sentence(out: &mut impl Write, sentence: &Sentence) -> std::io::Result<()> {
     let routes = |layer: &&SentenceLayer| layer.shared_heads.len() < layer.maps.len();
     let layers: Vec<&SentenceLayer> = sentence.layers.iter().filter(routes).collect();
     if layers.is_empty() {
@@ -174,7 +99,8 @@ fn write_sentence(
         let selected = layer.active[token].iter().filter(|head| !layer.shared_heads.contains(head));
         selected.map(usize::to_string).collect::<Vec<_>>().join(" ")
     };
-    let texts: Vec<String> = sentence.ids.iter().map(|&id| format!("{:?}", text(id))).collect();
+    let texts: Vec<String> =
+        sentence.tokens.iter().map(|token| format!("{:?}", token.text)).collect();
     let first = texts.iter().map(|text| text.chars().count()).max().unwrap_or(0).max(5);
     let width = |layer: &SentenceLayer| {
         let cells = (0..texts.len()).map(|token| cell(layer, token).len());

@@ -1,0 +1,67 @@
+//! Loads of heads by text, a map for each layer side by side: the paper's Figure 3.
+
+use maud::{Markup, html};
+use moh_eval::heads::{HeadDocument, LayerReport, OneHead};
+
+use super::routes;
+use crate::chart::{Cell, HeatMap, HeatRow};
+use crate::figure;
+
+/// Most maps of a document.
+const MAX_MAPS: usize = 128;
+
+/// The maps of the layers that route.
+pub(super) fn part(document: &HeadDocument) -> Markup {
+    let layers = document.layers.iter().filter(|layer| routes(layer));
+    html! {
+        div class="panels" {
+            @for layer in layers.take(MAX_MAPS) { (figure::map(&map(document, layer))) }
+        }
+    }
+}
+
+fn map(document: &HeadDocument, layer: &LayerReport) -> HeatMap {
+    let cell = |head: &OneHead, text: usize| match head.shared {
+        true => Cell::Shared,
+        false => head.load.get(text).map_or(Cell::Absent, |&load| Cell::Share(load)),
+    };
+    let rows = document.texts.iter().enumerate().map(|(number, text)| HeatRow {
+        label: text.name.clone(),
+        cells: layer.heads.iter().map(|head| cell(head, number)).collect(),
+    });
+    HeatMap {
+        title: format!("Layer {}", layer.layer),
+        description: describe(document, layer),
+        axes: "rows: texts, columns: heads".to_owned(),
+        rows: rows.collect(),
+    }
+}
+
+/// The head whose loads differ most between two texts.
+fn describe(document: &HeadDocument, layer: &LayerReport) -> String {
+    let ends = |head: &&OneHead| {
+        let loads = head.load.iter().copied().enumerate();
+        let (least, most) = (
+            loads.clone().min_by(|a, b| a.1.total_cmp(&b.1))?,
+            loads.max_by(|a, b| a.1.total_cmp(&b.1))?,
+        );
+        Some((head.head, least, most))
+    };
+    let routed = layer.heads.iter().filter(|head| !head.shared);
+    let widest = routed.filter_map(|head| ends(&head)).max_by(|a, b| {
+        let width = |ends: &(usize, (usize, f64), (usize, f64))| ends.2.1 - ends.1.1;
+        width(a).total_cmp(&width(b))
+    });
+    let Some((head, (least, low), (most, high))) = widest.filter(|_| document.texts.len() > 1)
+    else {
+        return String::new();
+    };
+    let name = |text: usize| document.texts.get(text).map_or("", |text| &text.name);
+    format!(
+        "Head {head} differs most: {:.1}% of the tokens of {} compute it, and {:.1}% of those of {}.",
+        100.0 * low,
+        name(least),
+        100.0 * high,
+        name(most)
+    )
+}

@@ -1,0 +1,123 @@
+//! The heads that each token of a sentence computes, and attention maps of shared and routed heads.
+
+use maud::{Markup, html};
+use moh_eval::heads::{HeadDocument, Sentence, SentenceLayer, SentenceToken};
+
+use super::served::visible;
+use crate::chart::{Cell, HeatMap, HeatRow};
+use crate::figure;
+
+/// Most tokens of the table, and of the maps.
+const MAX_TOKENS: usize = 512;
+const MAX_MAP_TOKENS: usize = 64;
+
+/// Most layers whose maps are shown, evenly apart, and heads of each kind in each.
+const MAP_LAYERS: usize = 3;
+const MAP_HEADS: usize = 2;
+
+/// The table and the maps of a document's sentence.
+pub(super) fn part(document: &HeadDocument) -> Markup {
+    let Some(sentence) = &document.sentence else { return html! {} };
+    let maps = maps(sentence);
+    html! {
+        (table(sentence))
+        p class="note" {
+            "Attention of shared heads and of those routed heads that most tokens compute. A row without colours is of a \
+             token that does not compute the head."
+        }
+        div class="panels" { @for map in &maps { (figure::map(map)) } }
+        @if sentence.tokens.len() > MAX_MAP_TOKENS {
+            p class="note" { "The first " (MAX_MAP_TOKENS) " of " (sentence.tokens.len()) " tokens." }
+        }
+    }
+}
+
+/// The layers that route.
+fn routing(sentence: &Sentence) -> Vec<&SentenceLayer> {
+    let routes = |layer: &&SentenceLayer| layer.shared_heads.len() < layer.maps.len();
+    sentence.layers.iter().filter(routes).collect()
+}
+
+/// The routed heads that each token selects in each layer.
+fn table(sentence: &Sentence) -> Markup {
+    let layers = routing(sentence);
+    html! {
+        @if layers.is_empty() {
+            p { "Every token computes all heads: the model is dense." }
+        } @else {
+            div class="scroll" tabindex="0" { table {
+                caption { "Routed heads that each token selects, by layer" }
+                thead { tr {
+                    th scope="col" { "token" }
+                    @for layer in &layers { th scope="col" { (layer.layer) } }
+                } }
+                tbody { @for (number, token) in sentence.tokens.iter().enumerate().take(MAX_TOKENS) { tr {
+                    th scope="row" { code { (visible(&token.text)) } }
+                    @for layer in &layers { td { (selected(layer, number)) } }
+                } } }
+            } }
+            @if sentence.tokens.len() > MAX_TOKENS {
+                p class="note" { "The first " (MAX_TOKENS) " of " (sentence.tokens.len()) " tokens." }
+            }
+        }
+    }
+}
+
+fn selected(layer: &SentenceLayer, token: usize) -> String {
+    let active = layer.active.get(token).into_iter().flatten();
+    let routed = active.filter(|head| !layer.shared_heads.contains(head));
+    routed.map(usize::to_string).collect::<Vec<_>>().join(" ")
+}
+
+/// Maps of some layers, the first and the last among them.
+fn maps(sentence: &Sentence) -> Vec<HeatMap> {
+    let (layers, last) = (&sentence.layers, sentence.layers.len().saturating_sub(1));
+    let mut picked: Vec<usize> =
+        (0..MAP_LAYERS).map(|number| number * last / (MAP_LAYERS - 1)).collect();
+    picked.dedup();
+    let of_layer = |layer: &SentenceLayer| {
+        let (shared, routed) = heads(layer);
+        let shared = shared.into_iter().map(|head| (head, "shared"));
+        let all = shared.chain(routed.into_iter().map(|head| (head, "routed")));
+        all.map(|(head, kind)| map(&sentence.tokens, layer, head, kind)).collect::<Vec<_>>()
+    };
+    picked.into_iter().filter_map(|layer| layers.get(layer)).flat_map(of_layer).collect()
+}
+
+/// The first shared heads of a layer, and the routed heads that most tokens compute.
+fn heads(layer: &SentenceLayer) -> (Vec<usize>, Vec<usize>) {
+    let shared = layer.shared_heads.iter().copied().take(MAP_HEADS).collect();
+    let is_routed = |head: &usize| !layer.shared_heads.contains(head);
+    let mut routed: Vec<(usize, usize)> = (0..layer.maps.len())
+        .filter(is_routed)
+        .map(|head| (layer.active.iter().filter(|active| active.contains(&head)).count(), head))
+        .collect();
+    routed.sort_by_key(|&(tokens, head)| (std::cmp::Reverse(tokens), head));
+    (shared, routed.into_iter().take(MAP_HEADS).map(|(_, head)| head).collect())
+}
+
+fn map(tokens: &[SentenceToken], layer: &SentenceLayer, head: usize, kind: &str) -> HeatMap {
+    let computes =
+        |token: usize| layer.active.get(token).is_some_and(|active| active.contains(&head));
+    let columns = tokens.len().min(MAX_MAP_TOKENS);
+    let cells = |token: usize, row: &[f32]| -> Vec<Cell> {
+        let seen = row.iter().take(columns).map(|&weight| match computes(token) {
+            true => Cell::Share(f64::from(weight)),
+            false => Cell::Absent,
+        });
+        seen.chain(std::iter::repeat(Cell::Absent)).take(columns).collect()
+    };
+    let rows = layer.maps.get(head).into_iter().flatten().zip(tokens).enumerate().take(columns);
+    let count = (0..tokens.len()).filter(|&token| computes(token)).count();
+    HeatMap {
+        title: format!("Layer {}, head {head}, {kind}", layer.layer),
+        description: format!("{count} of {} tokens compute it.", tokens.len()),
+        axes: "rows: tokens, columns: those that they attend to".to_owned(),
+        rows: rows
+            .map(|(token, (row, text))| HeatRow {
+                label: visible(&text.text),
+                cells: cells(token, row),
+            })
+            .collect(),
+    }
+}

@@ -1,0 +1,45 @@
+//! The tokens of whose occurrences the largest share computes a head.
+
+use maud::{Markup, html};
+use moh_eval::heads::{HeadDocument, OneHead};
+
+use super::name;
+use crate::chart::shorten;
+
+/// Characters of a token.
+const TOKEN_CHARACTERS: usize = 24;
+
+/// Whether a document has such tokens.
+pub(super) fn has_tokens(document: &HeadDocument) -> bool {
+    document.layers.iter().flat_map(|layer| &layer.heads).any(|head| !head.tokens.is_empty())
+}
+
+/// A table of all routed heads, closed at first.
+pub(super) fn part(document: &HeadDocument) -> Markup {
+    let routed = |head: &&OneHead| !head.tokens.is_empty();
+    html! {
+        details data-part={ "tokens " (name(document)) } {
+            summary { "Tokens of each routed head, with the share of their occurrences that compute it" }
+            div class="scroll" tabindex="0" { table {
+                thead { tr { th scope="col" { "layer" } th scope="col" { "head" } th scope="col" { "tokens" } } }
+                tbody {
+                    @for layer in &document.layers {
+                        @for head in layer.heads.iter().filter(routed) { tr {
+                            th scope="row" { (layer.layer) }
+                            td { (head.head) }
+                            td class="words" { @for token in &head.tokens {
+                                code { (visible(&token.shown())) } " " (format!("{:.0}%", 100.0 * token.share)) " "
+                            } }
+                        } }
+                    }
+                }
+            } }
+        }
+    }
+}
+
+/// A token with its spaces and line ends to be seen.
+pub(super) fn visible(token: &str) -> String {
+    let token = token.replace(' ', "\u{2423}").replace('\n', "\u{21b5}").replace('\t', "\u{21e5}");
+    shorten(&token, TOKEN_CHARACTERS)
+}
