@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use moh_data::{Provenance, TokenFileWriter};
+use moh_eval::heads::HeadDocument;
 use moh_model::HeadCounts;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
@@ -114,6 +115,10 @@ fn what_heads_do_is_printed_by_layer_and_text() {
         assert_eq!(found["heads"][0]["load"], serde_json::json!([1.0, 1.0]));
         assert_eq!(found["pattern_similarities"][3][3], 1.0);
     }
+    // As readers of such documents have it.
+    std::fs::write(root.join("heads.json"), json.to_string()).unwrap();
+    let document = HeadDocument::read(&root.join("heads.json")).unwrap();
+    assert_eq!(serde_json::to_value(&document).unwrap(), json);
     let text = heads(line);
     assert!(text.starts_with("load on a (330 tokens), other (100 tokens)\n\nlayer 0: "), "{text}");
     assert!(text.contains("\n     3*  100.0%  100.0%  "), "{text}");

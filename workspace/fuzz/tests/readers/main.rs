@@ -8,6 +8,7 @@ mod checkpoint;
 mod configuration;
 mod dataset;
 mod documents;
+mod heads;
 mod origin;
 mod recipe;
 mod rendezvous;

@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 use moh_eval::heads::{HeadDocument, LayerReport, OneHead};
 
-use super::{mean, name};
+use super::{Model, mean};
 use crate::chart::{Line, Look};
 use crate::figure;
 use crate::routing::by_layer;
@@ -40,38 +40,38 @@ const CHARTS: [Chart; 5] = [
 ];
 
 /// The section.
-pub(super) fn section(documents: &[HeadDocument]) -> Markup {
+pub(super) fn section(models: &[Model<'_>]) -> Markup {
     html! {
         section {
             h2 { "By layer" }
             div class="panels" {
                 @for (title, unit, values) in &CHARTS {
-                    @let lines = lines(documents, values);
+                    @let lines = lines(models, values);
                     @if !lines.is_empty() {
                         @let chart = by_layer(title, unit, lines);
-                        (figure::panel(&crate::chart::LineChart { compares: documents.len() > 1, ..chart }))
+                        (figure::panel(&crate::chart::LineChart { compares: models.len() > 1, ..chart }))
                     }
                 }
-                (gates(documents))
+                (gates(models))
             }
         }
     }
 }
 
-fn lines(documents: &[HeadDocument], values: &Values) -> Vec<Line> {
-    let several = documents.len() > 1;
-    let label = |document: &HeadDocument, kind: &str| match (several, kind) {
-        (true, "") => name(document),
-        (true, kind) => format!("{}, {kind}", name(document)),
+fn lines(models: &[Model<'_>], values: &Values) -> Vec<Line> {
+    let several = models.len() > 1;
+    let label = |name: &str, kind: &str| match (several, kind) {
+        (true, "") => name.to_owned(),
+        (true, kind) => format!("{name}, {kind}"),
         (false, kind) => kind.to_owned(),
     };
     let mut lines = Vec::new();
-    for (number, document) in documents.iter().enumerate() {
+    for (number, Model { name, document }) in models.iter().enumerate() {
         let color = Look { dots: true, color: number, ..Look::default() };
         match values {
             Values::Layer(value) => {
                 let points = points(document, value);
-                lines.push(Line { label: label(document, ""), points, look: color });
+                lines.push(Line { label: label(name, ""), points, look: color });
             }
             Values::Heads(value) => {
                 for (dash, (kind, shared)) in
@@ -85,7 +85,7 @@ fn lines(documents: &[HeadDocument], values: &Values) -> Vec<Line> {
                         false => Look { dots: true, ..Look::nth(dash) },
                     };
                     let points = points(document, of_kind);
-                    lines.push(Line { label: label(document, kind), points, look });
+                    lines.push(Line { label: label(name, kind), points, look });
                 }
             }
         }
@@ -100,16 +100,16 @@ fn points(document: &HeadDocument, value: impl Fn(&LayerReport) -> Option<f64>) 
 }
 
 /// The entropy of the gates, a curve for each text of each model.
-fn gates(documents: &[HeadDocument]) -> Markup {
+fn gates(models: &[Model<'_>]) -> Markup {
     let mut lines = Vec::new();
-    for (model, document) in documents.iter().enumerate() {
+    for (model, Model { name, document }) in models.iter().enumerate() {
         for (number, text) in document.texts.iter().enumerate() {
             let points =
                 points(document, |layer| layer.gate_entropy.as_ref()?.get(number).copied());
-            let (label, look) = match documents.len() {
+            let (label, look) = match models.len() {
                 1 => (text.name.clone(), Look::nth(number)),
                 _ => {
-                    let label = format!("{}, {}", name(document), text.name);
+                    let label = format!("{name}, {}", text.name);
                     (label, Look { color: model, dash: number, ..Look::default() })
                 }
             };

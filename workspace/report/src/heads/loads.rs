@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 use moh_eval::heads::{HeadDocument, LayerReport, OneHead};
 
-use super::routes;
+use super::{Model, routes};
 use crate::chart::{Cell, HeatMap, HeatRow};
 use crate::figure;
 
@@ -11,7 +11,7 @@ use crate::figure;
 const MAX_MAPS: usize = 128;
 
 /// The maps of the layers that route.
-pub(super) fn part(document: &HeadDocument) -> Markup {
+pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     let layers = document.layers.iter().filter(|layer| routes(layer));
     html! {
         div class="panels" {

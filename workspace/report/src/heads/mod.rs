@@ -7,6 +7,7 @@ mod sentence;
 mod served;
 mod summary;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -20,6 +21,9 @@ use crate::page::{TITLE_CHARACTERS, shell};
 /// Characters of the name of a model.
 const NAME_CHARACTERS: usize = 60;
 
+/// Most parts of a model's path that are its name.
+const MAX_PARTS: usize = 6;
+
 /// Writes the page of the documents `files` to the file `out`, as a whole. An earlier page is replaced, any other file
 /// only with `force`.
 ///
@@ -32,16 +36,29 @@ pub fn write_heads(files: &[PathBuf], out: &Path, force: bool) -> anyhow::Result
     crate::write_page(out, &heads_page(&documents, SystemTime::now()))
 }
 
+/// A model on the page.
+struct Model<'a> {
+    /// A short name that no other model of the page has.
+    name: String,
+    document: &'a HeadDocument,
+}
+
+/// Whether tokens select heads of some layer of a model.
+fn has_routed(model: &Model<'_>) -> bool {
+    model.document.layers.iter().any(routes)
+}
+
 /// The page of documents at the moment `now`.
 pub fn heads_page(documents: &[HeadDocument], now: SystemTime) -> String {
-    let names: Vec<String> = documents.iter().map(name).collect();
+    let models = named(documents);
+    let names: Vec<&str> = models.iter().map(|model| model.name.as_str()).collect();
     let title = shorten(&names.join(", "), TITLE_CHARACTERS);
     let has_texts = documents.iter().any(|document| !document.layers.is_empty());
     let body = html! {
         h1 { "Heads of " (title) }
         @if has_texts {
-            (summary::section(documents))
-            @if documents.iter().any(|document| document.layers.iter().any(routes)) {
+            (summary::section(&models))
+            @if models.iter().any(has_routed) {
                 section {
                     h2 { "Load by text" }
                     p class="note" {
@@ -49,43 +66,64 @@ pub fn heads_page(documents: &[HeadDocument], now: SystemTime) -> String {
                          serve one kind of text more than another."
                     }
                     (color_bar())
-                    (each(documents, loads::part))
+                    (each(&models, has_routed, loads::part))
                 }
             }
-            (curves::section(documents))
+            (curves::section(&models))
             section {
                 h2 { "How alike two heads are" }
                 p class="note" {
                     "Patterns: 1 less half of the distance of two heads' rows of attention, 100 for equal ones. Outputs: \
                      their cosine, 0 or less in the darkest colour."
                 }
-                (each(documents, pairs::part))
+                (each(&models, |_| true, pairs::part))
             }
-            @if documents.iter().any(served::has_tokens) {
-                section { h2 { "Tokens that a head serves most" } (each(documents, served::part)) }
+            @if models.iter().any(served::has_tokens) {
+                section {
+                    h2 { "Tokens that a head serves most" }
+                    (each(&models, served::has_tokens, served::part))
+                }
             }
         }
         @if documents.iter().any(|document| document.sentence.is_some()) {
-            section { h2 { "Heads of a sentence" } (each(documents, sentence::part)) }
+            section { h2 { "Heads of a sentence" } (each(&models, |_| true, sentence::part)) }
         }
         footer { "moh-report " (env!("CARGO_PKG_VERSION")) ", " (utc(now)) }
     };
     shell(&title, body, None)
 }
 
-/// A part of each document, below its name if there are several.
-fn each(documents: &[HeadDocument], part: fn(&HeadDocument) -> Markup) -> Markup {
+/// A part of each model that has it, below its name if there are several.
+fn each(
+    models: &[Model<'_>],
+    has: fn(&Model<'_>) -> bool,
+    part: fn(&Model<'_>) -> Markup,
+) -> Markup {
     html! {
-        @for document in documents {
-            @if documents.len() > 1 { h3 { (name(document)) } }
-            (part(document))
+        @for model in models.iter().filter(|model| has(model)) {
+            @if models.len() > 1 { h3 { (model.name) } }
+            (part(model))
         }
     }
 }
 
-/// A model's name.
-fn name(document: &HeadDocument) -> String {
-    shorten(&document.model, NAME_CHARACTERS)
+/// The models with the last parts of their names: as many as tell them apart, without the `export` of a run.
+fn named(documents: &[HeadDocument]) -> Vec<Model<'_>> {
+    let parts = |document: &HeadDocument, count: usize| {
+        let name = document.model.strip_suffix("/export").unwrap_or(&document.model);
+        let parts: Vec<&str> = name.split('/').collect();
+        shorten(&parts[parts.len().saturating_sub(count)..].join("/"), NAME_CHARACTERS)
+    };
+    let names = |count| documents.iter().map(|d| parts(d, count)).collect::<Vec<_>>();
+    let differ = |names: &Vec<String>| names.iter().collect::<BTreeSet<_>>().len() == names.len();
+    let named = (1..=MAX_PARTS).map(names).find(differ);
+    // The same model twice, or names that differ beyond what is shown.
+    let numbered = || {
+        let names = names(1).into_iter().enumerate();
+        names.map(|(number, name)| format!("{name} ({})", number + 1)).collect()
+    };
+    let names = named.unwrap_or_else(numbered);
+    names.into_iter().zip(documents).map(|(name, document)| Model { name, document }).collect()
 }
 
 /// Whether tokens select heads of a layer.

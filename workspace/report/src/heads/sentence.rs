@@ -1,8 +1,9 @@
 //! The heads that each token of a sentence computes, and attention maps of shared and routed heads.
 
 use maud::{Markup, html};
-use moh_eval::heads::{HeadDocument, Sentence, SentenceLayer, SentenceToken};
+use moh_eval::heads::{Sentence, SentenceLayer, SentenceToken};
 
+use super::Model;
 use super::served::visible;
 use crate::chart::{Cell, HeatMap, HeatRow};
 use crate::figure;
@@ -16,7 +17,7 @@ const MAP_LAYERS: usize = 3;
 const MAP_HEADS: usize = 2;
 
 /// The table and the maps of a document's sentence.
-pub(super) fn part(document: &HeadDocument) -> Markup {
+pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     let Some(sentence) = &document.sentence else { return html! {} };
     let maps = maps(sentence);
     html! {

@@ -1,24 +1,24 @@
 //! The tokens of whose occurrences the largest share computes a head.
 
 use maud::{Markup, html};
-use moh_eval::heads::{HeadDocument, OneHead};
+use moh_eval::heads::OneHead;
 
-use super::name;
+use super::Model;
 use crate::chart::shorten;
 
 /// Characters of a token.
 const TOKEN_CHARACTERS: usize = 24;
 
-/// Whether a document has such tokens.
-pub(super) fn has_tokens(document: &HeadDocument) -> bool {
-    document.layers.iter().flat_map(|layer| &layer.heads).any(|head| !head.tokens.is_empty())
+/// Whether a model has such tokens.
+pub(super) fn has_tokens(model: &Model<'_>) -> bool {
+    model.document.layers.iter().flat_map(|layer| &layer.heads).any(|head| !head.tokens.is_empty())
 }
 
 /// A table of all routed heads, closed at first.
-pub(super) fn part(document: &HeadDocument) -> Markup {
+pub(super) fn part(Model { name, document }: &Model<'_>) -> Markup {
     let routed = |head: &&OneHead| !head.tokens.is_empty();
     html! {
-        details data-part={ "tokens " (name(document)) } {
+        details data-part={ "tokens " (name) } {
             summary { "Tokens of each routed head, with the share of their occurrences that compute it" }
             div class="scroll" tabindex="0" { table {
                 thead { tr { th scope="col" { "layer" } th scope="col" { "head" } th scope="col" { "tokens" } } }

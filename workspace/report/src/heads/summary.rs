@@ -4,7 +4,8 @@ use maud::{Markup, html};
 use moh_eval::heads::{HeadDocument, LayerReport, OneHead};
 use moh_program::counted;
 
-use super::{mean, name};
+use super::{Model, mean};
+use crate::chart::printable;
 
 /// A name and a value of a document.
 type Row = (&'static str, fn(&HeadDocument) -> String);
@@ -41,12 +42,12 @@ const ROWS: [Row; 10] = [
 ];
 
 /// The section.
-pub(super) fn section(documents: &[HeadDocument]) -> Markup {
+pub(super) fn section(models: &[Model<'_>]) -> Markup {
     html! {
         section {
-            @for document in documents.iter().filter(|document| !document.layers.is_empty()) {
+            @for Model { document, .. } in models.iter().filter(|model| !model.document.layers.is_empty()) {
                 p class="note" {
-                    (name(document)) ", windows of " (document.sequence_length) " tokens: "
+                    (printable(&document.model)) ", windows of " (document.sequence_length) " tokens: "
                     @for (number, text) in document.texts.iter().enumerate() {
                         @if number > 0 { ", " }
                         (text.name) " (" (counted(text.tokens as u64, "token")) ")"
@@ -54,12 +55,12 @@ pub(super) fn section(documents: &[HeadDocument]) -> Markup {
                 }
             }
             div class="scroll" tabindex="0" { table {
-                @if documents.len() > 1 {
-                    thead { tr { th {} @for document in documents { th scope="col" { (name(document)) } } } }
+                @if models.len() > 1 {
+                    thead { tr { th {} @for model in models { th scope="col" { (model.name) } } } }
                 }
                 tbody { @for (name, value) in ROWS { tr {
                     th scope="row" { (name) }
-                    @for document in documents { td { (value(document)) } }
+                    @for model in models { td { (value(model.document)) } }
                 } } }
             } }
         }

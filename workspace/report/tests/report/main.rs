@@ -7,6 +7,7 @@
 mod calibration;
 mod comparison;
 mod directories;
+mod heads;
 mod hostile;
 mod routing;
 mod states;
