@@ -28,8 +28,11 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let layers = [sizes.gate_up(), [sizes.mlp, sizes.width], SMALL_LAYER];
     cases.extend(layers.into_iter().flat_map(|layer| linear::<B, T>(sizes, layer)));
     cases.extend([
-        linear_one_token::<B, T>(sizes.gate_up()),
-        linear_one_token::<B, T>(LARGE_LAYER),
+        linear_generation::<B, T>(1, sizes.gate_up()),
+        linear_generation::<B, T>(1, LARGE_LAYER),
+        linear_generation::<B, T>(8, sizes.gate_up()),
+        linear_generation::<B, T>(32, sizes.gate_up()),
+        linear_generation::<B, T>(512, sizes.gate_up()),
         relative_error::<B, T>(sizes),
         swiglu_forward::<B, T>(sizes),
         swiglu_backward::<B, T>(sizes),
@@ -146,13 +149,53 @@ fn linear_forward<B: Backend, T: Element>(
         read x = random_elements::<B, T>(backend, tokens * inputs),
         read weight = random_elements::<B, T>(backend, outputs * inputs),
         write y = backend.allocate::<T>(tokens * outputs),
-    ] backend.linear_forward(LinearForward { inputs, x, weight, residual: None, y }))
+    ] backend.linear_forward(LinearForward {
+        inputs, x, weight, residual: None, y, independent: false, packed: None,
+    }))
 }
 
-/// A layer on one token, as in generation, which reads the weight once.
-fn linear_one_token<B: Backend, T: Element>([inputs, outputs]: [usize; 2]) -> Case<B> {
-    let name = format!("linear_forward of a token, {inputs} to {outputs}");
-    linear_forward::<B, T>(name, Work::moved::<T>(inputs * outputs), 1, [inputs, outputs])
+/// A layer on tokens of several sequences, as in generation, by a packed weight where the device has one.
+fn linear_generation<B: Backend, T: Element>(
+    tokens: usize,
+    [inputs, outputs]: [usize; 2],
+) -> Case<B> {
+    let name = match tokens {
+        1 => format!("linear_forward of a token, {inputs} to {outputs}"),
+        _ => format!("linear_forward of {tokens} independent tokens, {inputs} to {outputs}"),
+    };
+    let work = match tokens {
+        1 => Work::moved::<T>(inputs * outputs),
+        _ => Work::matmuls(1, tokens, inputs, outputs),
+    };
+    case!(name, work, |backend| [
+        read x = random_elements::<B, T>(backend, tokens * inputs),
+        read weight = random_elements::<B, T>(backend, outputs * inputs),
+        read packed = packed_weight::<B, T>(backend, inputs, outputs),
+        write y = backend.allocate::<T>(tokens * outputs),
+    ] backend.linear_forward(LinearForward {
+        inputs,
+        x,
+        weight,
+        residual: None,
+        y,
+        independent: true,
+        packed: (backend.packed_len::<T>(inputs, outputs) > 0).then_some(packed),
+    }))
+}
+
+/// A packed random weight; nothing on a device that packs none.
+fn packed_weight<B: Backend, T: Element>(
+    backend: &B,
+    inputs: usize,
+    outputs: usize,
+) -> crate::error::Result<B::Buffer<u32>> {
+    let weight = random_elements::<B, T>(backend, inputs * outputs)?;
+    let len = backend.packed_len::<T>(inputs, outputs);
+    let mut packed = backend.allocate::<u32>(len)?;
+    if len > 0 {
+        backend.pack_weight::<T>(inputs, B::whole(&weight), B::whole_mut(&mut packed))?;
+    }
+    Ok(packed)
 }
 
 fn swiglu_forward<B: Backend, T: Element>(Sizes { tokens, mlp, .. }: Sizes) -> Case<B> {

@@ -80,7 +80,7 @@ impl Blocks {
     /// The blocks of a matmul of `[rows, columns, terms]` on some threads. A bf16 result is rounded
     /// once: until the last block its sums are f32 in scratch.
     fn new<K: Kernel>([rows, columns, terms]: [usize; 3], is_bf16: bool, threads: usize) -> Self {
-        let depth = terms.div_ceil(terms.div_ceil(K::DEPTH).max(1)).next_multiple_of(VECTOR);
+        let depth = depth::<K>(terms);
         let columns = columns.min(K::columns(depth));
         let is_partial = is_bf16 && terms > depth;
         let outer = if is_partial { rows.min(PARTIAL_ROWS) } else { rows };
@@ -96,7 +96,12 @@ impl Blocks {
     }
 }
 
-fn packed_len<K: Kernel>(columns: usize, terms: usize) -> usize {
+/// Terms of a block.
+pub(super) fn depth<K: Kernel>(terms: usize) -> usize {
+    terms.div_ceil(terms.div_ceil(K::DEPTH).max(1)).next_multiple_of(VECTOR)
+}
+
+pub(super) fn packed_len<K: Kernel>(columns: usize, terms: usize) -> usize {
     columns.div_ceil(PANEL) * K::panel_len(terms)
 }
 
@@ -209,16 +214,16 @@ impl Shared {
 }
 
 /// A block's position in the output and in the terms.
-struct BlockPosition {
-    row: usize,
-    column: usize,
-    first: bool,
-    last: bool,
+pub(super) struct BlockPosition {
+    pub(super) row: usize,
+    pub(super) column: usize,
+    pub(super) first: bool,
+    pub(super) last: bool,
 }
 
 impl BlockPosition {
     /// The destination of the block's sums.
-    fn output<O: Element>(
+    pub(super) fn output<O: Element>(
         &self,
         out: &mut MatrixMut<'_, O>,
         destination: Destination<'_, O>,

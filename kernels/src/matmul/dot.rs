@@ -1,5 +1,10 @@
-//! Matmuls of a few rows, as in generation: inner products that read the right matrix once, in
-//! memory order.
+//! Matmuls of inner products, which read both matrices along k, in memory order: those of a few rows, as in
+//! generation, and those whose rows may not depend on each other.
+//!
+//! An inner product's sum has the same order in every tile and in every matmul: the bits of a row of the
+//! result depend on that row of the left matrix and on the right matrix alone.
+
+use std::ops::Range;
 
 use pulp::{Arch, Simd, WithSimd};
 
@@ -7,22 +12,33 @@ use super::matrix::{Destination, Matrix, MatrixMut};
 use crate::scalar::{DType, Element};
 use crate::scratch::with_scratch;
 
-/// Maximum rows of the left matrix: the other implementations copy the right matrix, which costs
-/// more than reading it once per row. f32 gains less from a copy than bf16.
+/// Maximum rows of the left matrix, unless its rows are to be independent: the other implementations copy
+/// the right matrix, which costs more than reading it once per row. f32 gains less from a copy than bf16.
 const MAX_ROWS: usize = 4;
 const MAX_ROWS_F32: usize = 7;
-/// Vectors of partial sums per inner product.
-const ACCUMULATORS: usize = 4;
+/// Rows and columns of a tile of inner products at most: with its operands it fills the registers.
+const TILE_ROWS: usize = 3;
+const TILE_COLUMNS: usize = 4;
+/// Rows that are converted to f32 at a time.
+const BLOCK_ROWS: usize = 2 * TILE_ROWS;
+/// Elements of the right matrix that are multiplied by all rows before the next ones: they stay in the
+/// second-level cache.
+const BLOCK: usize = 1 << 16;
+
+/// Whether both matrices are contiguous along k.
+pub(super) fn along_k<A, B>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
+    left.column_stride == 1 && right.row_stride == 1
+}
 
 /// Whether the left matrix has few rows and both matrices are contiguous along k.
 pub(super) fn applies<A, B: Element>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
     let most = if B::DTYPE == DType::F32 { MAX_ROWS_F32 } else { MAX_ROWS };
-    left.rows <= most && left.column_stride == 1 && right.row_stride == 1
+    left.rows <= most && along_k(left, right)
 }
 
 /// The most scratch, in elements, of a matmul of at most `most` terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 1] {
-    [MAX_ROWS_F32.saturating_mul(most)]
+    [MAX_ROWS_F32.max(BLOCK_ROWS).saturating_mul(most)]
 }
 
 /// `out = scale * left right`, plus the destination's addend.
@@ -34,8 +50,10 @@ pub(super) fn multiply<O: Element, A: Element, B: Element>(
     right: Matrix<'_, B>,
 ) {
     let accumulate = destination.prepare(&mut out);
-    with_scratch([left.rows * left.columns], |[values]| {
-        let weight = right.transposed();
+    let weight = right.transposed();
+    // Elements that are f32 already are read in place.
+    let rows = if left.as_f32().is_some() && B::DTYPE == DType::F32 { 0 } else { BLOCK_ROWS };
+    with_scratch([rows.min(left.rows) * left.columns], |[values]| {
         Arch::new().dispatch(Products { out, accumulate, scale, left, weight, values });
     });
 }
@@ -46,7 +64,7 @@ struct Products<'a, 'b, O, A, B> {
     scale: f32,
     left: Matrix<'a, A>,
     weight: Matrix<'a, B>,
-    /// The left matrix in f32.
+    /// Room for some rows of the left matrix in f32.
     values: &'b mut [f32],
 }
 
@@ -54,24 +72,94 @@ impl<O: Element, A: Element, B: Element> WithSimd for Products<'_, '_, O, A, B> 
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Products { mut out, accumulate, scale, left, weight, values } = self;
-        let inner = left.columns;
-        for row in 0..left.rows {
-            let values = &mut values[row * inner..][..inner];
-            widen(left.row(row), values);
-            if B::DTYPE == DType::BF16 {
-                separate::<S>(left.row(row), values);
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let inner = self.left.columns;
+        let step = (BLOCK / inner.max(1)).next_multiple_of(TILE_COLUMNS);
+        for first in (0..self.out.columns).step_by(step) {
+            let columns = first..self.out.columns.min(first + step);
+            for row in (0..self.left.rows).step_by(BLOCK_ROWS) {
+                let rows = row..self.left.rows.min(row + BLOCK_ROWS);
+                self.block(simd, rows, columns.clone());
             }
         }
-        for column in 0..out.columns {
-            let weight = weight.row(column);
-            // Only the first inner product reads the weight's row from memory.
-            for row in 0..out.rows {
-                let product = inner_product(simd, &values[row * inner..][..inner], weight);
-                let slot = &mut out.row_mut(row)[column];
-                let before = if accumulate { slot.to_f32() } else { 0.0 };
-                *slot = O::from_f32(before + scale * product);
+    }
+}
+
+impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
+    /// The products of at most [`BLOCK_ROWS`] rows and some columns.
+    #[inline(always)]
+    fn block<S: Simd>(&mut self, simd: S, rows: Range<usize>, columns: Range<usize>) {
+        let inner = self.left.columns;
+        if !self.values.is_empty() {
+            for (row, values) in rows.clone().zip(self.values.chunks_exact_mut(inner)) {
+                widen(self.left.row(row), values);
+                if B::DTYPE == DType::BF16 {
+                    separate::<S>(self.left.row(row), values);
+                }
+            }
+        }
+        let (tile_rows, tile_columns) = match S::REGISTER_COUNT >= 32 {
+            true => (TILE_ROWS, TILE_COLUMNS),
+            false => (TILE_ROWS - 1, TILE_COLUMNS - 2),
+        };
+        for column in columns.clone().step_by(tile_columns) {
+            // Only the first tile reads the weight's rows from memory.
+            for row in rows.clone().step_by(tile_rows) {
+                let size = (tile_rows.min(rows.end - row), tile_columns.min(columns.end - column));
+                self.tile(simd, row, row - rows.start, column, size);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn tile<S: Simd>(
+        &mut self,
+        simd: S,
+        row: usize,
+        row_of_block: usize,
+        column: usize,
+        size: (usize, usize),
+    ) {
+        macro_rules! of_size {
+            ($($rows:literal $columns:literal)*) => {
+                match size {
+                    $(($rows, $columns) => {
+                        self.of::<S, $rows, $columns>(simd, row, row_of_block, column)
+                    })*
+                    _ => unreachable!("a tile has 1 to {TILE_ROWS} rows and 1 to {TILE_COLUMNS} columns"),
+                }
+            };
+        }
+        of_size!(1 1 1 2 1 3 1 4 2 1 2 2 2 3 2 4 3 1 3 2 3 3 3 4);
+    }
+
+    /// The products of R rows from `row` on and C columns from `column` on.
+    #[inline(always)]
+    fn of<S: Simd, const R: usize, const C: usize>(
+        &mut self,
+        simd: S,
+        row: usize,
+        row_of_block: usize,
+        column: usize,
+    ) {
+        let inner = self.left.columns;
+        let mut left: [&[f32]; R] = [&[]; R];
+        for (r, slot) in left.iter_mut().enumerate() {
+            *slot = match self.left.as_f32().filter(|_| self.values.is_empty()) {
+                Some(left) => left.row(row + r),
+                None => &self.values[(row_of_block + r) * inner..][..inner],
+            };
+        }
+        let mut weight: [&[B]; C] = [&[]; C];
+        for (c, slot) in weight.iter_mut().enumerate() {
+            *slot = self.weight.row(column + c);
+        }
+        let products = products(simd, left, weight);
+        for (r, products) in products.iter().enumerate() {
+            let slots = &mut self.out.row_mut(row + r)[column..column + C];
+            for (slot, product) in slots.iter_mut().zip(products) {
+                let before = if self.accumulate { slot.to_f32() } else { 0.0 };
+                *slot = O::from_f32(before + self.scale * product);
             }
         }
     }
@@ -99,53 +187,68 @@ fn separate<S: Simd>(elements: &[impl Element], out: &mut [f32]) {
     }
 }
 
-/// An inner product in an order that depends on its length and on the machine's vectors.
+/// The inner products of R rows and C columns, each in the same order, which depends on the length and on
+/// the machine's vectors alone: two interleaved sums of vectors, and the elements that fill no two vectors
+/// one by one.
 #[inline(always)]
-fn inner_product<S: Simd, B: Element>(simd: S, left: &[f32], weight: &[B]) -> f32 {
-    let mut sums = [simd.splat_f32s(0.0); ACCUMULATORS];
+fn products<S: Simd, B: Element, const R: usize, const C: usize>(
+    simd: S,
+    left: [&[f32]; R],
+    weight: [&[B]; C],
+) -> [[f32; C]; R] {
+    let inner = left[0].len();
+    assert!(left.iter().all(|row| row.len() == inner));
+    assert!(weight.iter().all(|column| column.len() == inner));
     let chunk = 2 * S::F32_LANES;
-    let (mut left_chunks, mut weight_chunks) =
-        (left.chunks_exact(2 * chunk), weight.chunks_exact(2 * chunk));
-    for (left, weight) in left_chunks.by_ref().zip(weight_chunks.by_ref()) {
+    let whole = inner / chunk * chunk;
+    let mut sums = [[[simd.splat_f32s(0.0); 2]; C]; R];
+    let mut at = 0;
+    while at < whole {
         for half in 0..2 {
-            let [first, second] = two_vectors(simd, &weight[half * chunk..][..chunk]);
-            let left = &left[half * chunk..][..chunk];
-            let (left_first, left_second) = left.split_at(S::F32_LANES);
-            let (sum, place) = (sums[2 * half], vector::<S>(left_first));
-            sums[2 * half] = simd.mul_add_e_f32s(first, place, sum);
-            let (sum, place) = (sums[2 * half + 1], vector::<S>(left_second));
-            sums[2 * half + 1] = simd.mul_add_e_f32s(second, place, sum);
+            let mut columns = [simd.splat_f32s(0.0); C];
+            for (slot, weight) in columns.iter_mut().zip(&weight) {
+                // SAFETY: two vectors from `at` on are within the column, as `whole` is at most its length.
+                #[allow(unsafe_code)]
+                let elements = unsafe { weight.get_unchecked(at..at + chunk) };
+                *slot = vector_of_two(simd, elements, half);
+            }
+            for (sums, left) in sums.iter_mut().zip(&left) {
+                let start = at + half * S::F32_LANES;
+                // SAFETY: likewise within the row.
+                #[allow(unsafe_code)]
+                let row = vector::<S>(unsafe { left.get_unchecked(start..start + S::F32_LANES) });
+                for (sum, &column) in sums.iter_mut().zip(&columns) {
+                    sum[half] = simd.mul_add_e_f32s(column, row, sum[half]);
+                }
+            }
+        }
+        at += chunk;
+    }
+    let mut products = [[0f32; C]; R];
+    for ((products, sums), left) in products.iter_mut().zip(&sums).zip(&left) {
+        for ((product, [first, second]), weight) in products.iter_mut().zip(sums).zip(&weight) {
+            let rest = left[whole..].iter().zip(&weight[whole..]);
+            let rest: f32 = rest.map(|(left, weight)| left * weight.to_f32()).sum();
+            *product = rest + simd.reduce_sum_f32s(simd.add_f32s(*first, *second));
         }
     }
-    let (left, weight) = (left_chunks.remainder(), weight_chunks.remainder());
-    let (mut left_chunks, mut weight_chunks) =
-        (left.chunks_exact(chunk), weight.chunks_exact(chunk));
-    for (left, weight) in left_chunks.by_ref().zip(weight_chunks.by_ref()) {
-        let [first, second] = two_vectors(simd, weight);
-        let (left_first, left_second) = left.split_at(S::F32_LANES);
-        sums[0] = simd.mul_add_e_f32s(first, vector::<S>(left_first), sums[0]);
-        sums[1] = simd.mul_add_e_f32s(second, vector::<S>(left_second), sums[1]);
-    }
-    let rest = left_chunks.remainder().iter().zip(weight_chunks.remainder());
-    let rest: f32 = rest.map(|(left, weight)| left * weight.to_f32()).sum();
-    let first = simd.add_f32s(sums[0], sums[1]);
-    let second = simd.add_f32s(sums[2], sums[3]);
-    rest + simd.reduce_sum_f32s(simd.add_f32s(first, second))
+    products
 }
 
-/// The elements of two vectors: in order if they are f32, [separated](separate) if bf16.
+/// The first or second vector of the elements of two: in order if they are f32, [separated](separate) if
+/// bf16.
 #[inline(always)]
-fn two_vectors<S: Simd, B: Element>(simd: S, elements: &[B]) -> [S::f32s; 2] {
+fn vector_of_two<S: Simd, B: Element>(simd: S, elements: &[B], half: usize) -> S::f32s {
     if B::DTYPE == DType::F32 {
-        let (first, second) = elements.split_at(S::F32_LANES);
-        return [first, second]
-            .map(|half| bytemuck::pod_read_unaligned(bytemuck::cast_slice(half)));
+        let elements: &[f32] = bytemuck::cast_slice(elements);
+        return vector::<S>(&elements[half * S::F32_LANES..][..S::F32_LANES]);
     }
     let pairs: S::u32s = bytemuck::pod_read_unaligned(bytemuck::cast_slice(elements));
     // bf16 is the upper half of f32.
-    let even = simd.wrapping_dyn_shl_u32s(pairs, simd.splat_u32s(16));
-    let odd = simd.and_u32s(pairs, simd.splat_u32s(0xffff_0000));
-    [even, odd].map(|bits| simd.transmute_f32s_u32s(bits))
+    simd.transmute_f32s_u32s(match half {
+        0 => simd.wrapping_dyn_shl_u32s(pairs, simd.splat_u32s(16)),
+        _ => simd.and_u32s(pairs, simd.splat_u32s(0xffff_0000)),
+    })
 }
 
 #[inline(always)]

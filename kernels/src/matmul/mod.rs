@@ -2,7 +2,8 @@
 //!
 //! [`matmul`] runs on the calling thread, [`parallel`](matmul_parallel) on rayon's. The
 //! implementation depends only on types and shape. Inner products ([`dot`]) multiply a few rows by a
-//! matrix that is contiguous along k. All others are divided into packed blocks that the threads
+//! matrix that is contiguous along k, or any number of them that may not depend on each other
+//! ([`matmul_of_rows`]), or a matrix that was packed before, as that of a layer in generation ([`packed`]). All others are divided into packed blocks that the threads
 //! share ([`blocked`]), which f32 vectors multiply ([`vector`]), or what [`Bf16Path`] chooses for
 //! bf16: AMX ([`amx`]), AVX512-BF16 ([`avx512`]), or f32 vectors again. All of them sum in f32 and
 //! round once, when the result is stored.
@@ -15,6 +16,7 @@ mod blocked;
 mod dot;
 mod matrix;
 mod output;
+mod packed;
 mod parallel;
 mod path;
 #[cfg(test)]
@@ -30,7 +32,8 @@ pub(crate) use amx::tiles_run;
 pub(crate) use avx512::pack::interleaved;
 pub use matrix::Accumulation;
 pub(crate) use matrix::{Destination, Matrix, MatrixMut};
-pub(crate) use parallel::matmul_parallel;
+pub(crate) use packed::{Packed, matmul_packed, pack, packed_len};
+pub(crate) use parallel::{matmul_of_rows, matmul_parallel};
 pub use path::Bf16Path;
 pub(crate) use transpose::to_row_major;
 

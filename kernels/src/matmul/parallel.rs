@@ -30,8 +30,34 @@ pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
     if !dot::applies(&left, &right) {
         return multiply(out, destination, scale, left, right, threads);
     }
-    let part = (operations / (PARTS_PER_THREAD * threads)).max(SMALL);
-    let columns = part / (out.rows * left.columns.max(1));
+    inner_products_parallel(out, destination, scale, left, right);
+}
+
+/// The same, where the bits of a row of the result depend on that row of the left matrix and on the right
+/// matrix alone, however many rows there are. Both are contiguous along k.
+pub(crate) fn matmul_of_rows<O: Element, A: Element, B: Element>(
+    out: MatrixMut<'_, O>,
+    destination: Destination<'_, O>,
+    scale: f32,
+    left: Matrix<'_, A>,
+    right: Matrix<'_, B>,
+) {
+    check(&out, &destination, &left, &right);
+    assert!(dot::along_k(&left, &right), "the matrices are not contiguous along k");
+    inner_products_parallel(out, destination, scale, left, right);
+}
+
+/// Inner products on rayon's threads.
+fn inner_products_parallel<O: Element, A: Element, B: Element>(
+    out: MatrixMut<'_, O>,
+    destination: Destination<'_, O>,
+    scale: f32,
+    left: Matrix<'_, A>,
+    right: Matrix<'_, B>,
+) {
+    let operations = out.rows * out.columns * left.columns.max(1);
+    let part = (operations / (PARTS_PER_THREAD * rayon::current_num_threads())).max(SMALL);
+    let columns = part / (out.rows.max(1) * left.columns.max(1));
     inner_products(out, destination, scale, left, right, columns);
 }
 
@@ -46,7 +72,7 @@ fn inner_products<O: Element, A: Element, B: Element>(
 ) {
     let columns = out.columns;
     if columns <= most + most / 4 || columns < 2 * COLUMN_STEP {
-        return matmul(out, destination, scale, left, right);
+        return dot::multiply(out, destination, scale, left, right);
     }
     let at = columns / 2 / COLUMN_STEP * COLUMN_STEP;
     let (first, second) = out.split_columns(at);

@@ -30,6 +30,8 @@ pub(super) struct Case {
 enum Path {
     Serial,
     Parallel,
+    Rows,
+    Packed,
     Vector,
     #[cfg(target_arch = "x86_64")]
     Avx512,
@@ -70,6 +72,13 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
         match path {
             Path::Serial => matmul(out, destination, scale, left, right),
             Path::Parallel => matmul_parallel(out, destination, scale, left, right),
+            Path::Rows => matmul_of_rows(out, destination, scale, left, right),
+            Path::Packed => {
+                let mut packed = vec![0; packed_len::<B>(right.rows, right.columns)];
+                pack(right, &mut packed);
+                let right = Packed::new::<B>(&packed, right.rows, right.columns);
+                matmul_packed(out, destination, scale, left, right);
+            }
             Path::Vector => {
                 blocked::multiply::<Vector, _, _, _>(out, destination, scale, left, right, 1)
             }
@@ -129,11 +138,23 @@ pub(super) fn agrees_by<O: Element, A: Element, B: Element>(
 
 /// Every combination of types on every implementation that supports it.
 fn all_agree(case: Case) {
-    for path in [Path::Serial, Path::Parallel] {
+    let mut paths = vec![Path::Serial, Path::Parallel];
+    if case.right_transposed && !case.left_transposed {
+        paths.push(Path::Rows);
+    }
+    for &path in &paths {
         agrees::<f32, f32, f32>(case, path);
         agrees::<bf16, f32, f32>(case, path);
     }
-    let mut paths = vec![Path::Serial, Path::Parallel, Path::Vector];
+    paths.push(Path::Vector);
+    if packed_len::<f32>(1, 1) > 0 {
+        agrees::<f32, f32, f32>(case, Path::Packed);
+        agrees::<bf16, f32, f32>(case, Path::Packed);
+    }
+    if packed_len::<bf16>(1, 1) > 0 {
+        agrees::<f32, bf16, bf16>(case, Path::Packed);
+        agrees::<bf16, bf16, bf16>(case, Path::Packed);
+    }
     #[cfg(target_arch = "x86_64")]
     if avx512::available() {
         paths.push(Path::Avx512);
@@ -195,6 +216,70 @@ fn threads_do_not_change_a_bit() {
             same_bits::<f32>(shape, transposed);
             same_bits::<bf16>(shape, transposed);
         }
+    }
+}
+
+/// Each row of a matmul of independent rows has the bits that it has alone.
+fn rows_are_independent<A: Element>(
+    [m, n, k]: [usize; 3],
+    name: &str,
+    multiply: impl Fn(MatrixMut<'_, A>, Matrix<'_, A>, Matrix<'_, A>),
+) {
+    let (left, right) = (elements::<A>(m * k, 1), elements::<A>(k * n, 2));
+    let (left, right) = (view(&left, m, k, 0, false), view(&right, k, n, 0, true));
+    let of = |rows: std::ops::Range<usize>| {
+        let mut out = vec![A::from_f32(0.0); rows.len() * n];
+        multiply(MatrixMut::new(&mut out, rows.len(), n), left.rows(rows), right);
+        out.into_iter().map(|element| element.to_f32().to_bits()).collect::<Vec<_>>()
+    };
+    let all = of(0..m);
+    for row in 0..m {
+        let expected = &all[row * n..(row + 1) * n];
+        for last in [row + 1, m.min(row + 4), m] {
+            let found = of(row..last);
+            assert!(found[..n] == *expected, "{name}: row {row} of {last}, {m} x {n} x {k}");
+        }
+    }
+}
+
+/// The two implementations whose rows are independent, and that of a few rows.
+fn all_are_independent<A: Element>(shape: [usize; 3]) {
+    let overwrite = || Destination::Overwrite;
+    rows_are_independent::<A>(shape, "rows", |out, left, right| match left.rows <= 4 {
+        true => matmul_parallel(out, overwrite(), 1.0, left, right),
+        false => matmul_of_rows(out, overwrite(), 1.0, left, right),
+    });
+    if packed_len::<A>(1, 1) == 0 {
+        return;
+    }
+    let by_packed = |out: MatrixMut<'_, A>, left: Matrix<'_, A>, right: Matrix<'_, A>| {
+        let mut packed = vec![0; packed_len::<A>(right.rows, right.columns)];
+        pack(right, &mut packed);
+        let right = Packed::new::<A>(&packed, right.rows, right.columns);
+        matmul_packed(out, overwrite(), 1.0, left, right);
+    };
+    rows_are_independent::<A>(shape, "packed", by_packed);
+    // The bits are those of a matmul that packs for itself.
+    let [m, n, k] = shape;
+    let (left, right) = (elements::<A>(m * k, 3), elements::<A>(k * n, 4));
+    let (left, right) = (view(&left, m, k, 0, false), view(&right, k, n, 0, true));
+    let [ours, theirs] = [true, false].map(|is_packed| {
+        let mut out = vec![A::from_f32(0.0); m * n];
+        let view = MatrixMut::new(&mut out, m, n);
+        match is_packed {
+            true => by_packed(view, left, right),
+            false => multiply(view, overwrite(), 1.0, left, right, 2),
+        }
+        out.into_iter().map(|element| element.to_f32().to_bits()).collect::<Vec<_>>()
+    });
+    assert!(ours == theirs, "{m} x {n} x {k}");
+}
+
+#[test]
+fn a_row_alone_has_the_bits_that_it_has_among_others() {
+    for shape in [[40, 70, 64], [9, 130, 47], [13, 300, 4300], [20, 3, 5], [8, 1, 96]] {
+        all_are_independent::<f32>(shape);
+        all_are_independent::<bf16>(shape);
     }
 }
 

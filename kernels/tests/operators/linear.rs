@@ -31,6 +31,8 @@ fn agrees<B: Backend, T: Element, G: Element>(
         weight: B::whole(&weight_buffer),
         residual: with_residual.then(|| B::whole(&residual_buffer)),
         y: B::whole_mut(&mut y),
+        independent: seed.is_multiple_of(2),
+        packed: None,
     };
     device.linear_forward(args).unwrap();
     let (mut d_x_out, mut d_x_alone) = (upload(device, &d_x), garbage::<B, T>(device, x.len()));

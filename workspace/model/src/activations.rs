@@ -237,7 +237,12 @@ impl<M: Workspace, T: Element> Activations<M, T> {
 impl<B: Backend> MicroBatch<B> {
     /// What layers read of it in passes of this shape.
     pub(crate) fn tokens(&self, shape: QkvShape) -> Tokens<'_, B> {
-        Tokens { shape, first_position: 0, document_start: self.document_start.as_ref() }
+        Tokens {
+            shape,
+            first_position: 0,
+            document_start: self.document_start.as_ref(),
+            independent: false,
+        }
     }
 }
 

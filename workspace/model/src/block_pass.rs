@@ -378,7 +378,7 @@ fn pass_shape(batch: usize, length: usize) -> PassShape {
 
 /// Whole sequences without a document mask.
 fn tokens<'a, B: Backend>(shape: moh_kernels::rope::QkvShape) -> Tokens<'a, B> {
-    Tokens { shape, first_position: 0, document_start: None }
+    Tokens { shape, first_position: 0, document_start: None, independent: false }
 }
 
 fn download<M: Memory>(memory: &M, buffer: &M::Buffer<f32>) -> Result<Vec<f32>, Error> {

@@ -87,7 +87,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
                 last = chunk.len() - 1;
             }
             let width = model.config.hidden_size;
-            model.project(B::view(&self.normed.y, last * width..(last + 1) * width), 1)
+            model.project(B::view(&self.normed.y, last * width..(last + 1) * width), 1, true)
         })
     }
 
@@ -98,6 +98,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             shape: model.qkv_shape(1, n),
             first_position: self.position,
             document_start: None,
+            independent: true,
         });
         let (layers, gathered) = (&model.layers, &mut self.scratch.gathered);
         cx.backend.upload(ids, B::view_mut(&mut self.ids, 0..n))?;

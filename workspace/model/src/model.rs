@@ -289,7 +289,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         if !self.is_whole() {
             return Err(Error::Divided);
         }
-        self.project(B::whole(&activations.head.normed.y), activations.shape.tokens())
+        self.project(B::whole(&activations.head.normed.y), activations.shape.tokens(), false)
     }
 
     /// Logits of some tokens of the last forward pass, in the order of `rows`, `[rows, V]`: without
@@ -318,12 +318,17 @@ impl<B: Backend, T: Element> Model<B, T> {
             end = place.end;
             self.backend.copy(source, B::view_mut(&mut normed, place))?;
         }
-        self.project(B::whole(&normed), count)
+        self.project(B::whole(&normed), count, false)
     }
 
     /// Logits of the normed rows `[tokens, C]`, on the host.
-    pub(crate) fn project(&self, normed: B::View<'_, T>, tokens: usize) -> Result<Vec<f32>, Error> {
-        self.layers.head.logits(&self.backend, &self.weights, normed, tokens)
+    pub(crate) fn project(
+        &self,
+        normed: B::View<'_, T>,
+        tokens: usize,
+        independent: bool,
+    ) -> Result<Vec<f32>, Error> {
+        self.layers.head.logits(&self.backend, &self.weights, normed, tokens, independent)
     }
 
     /// The routed heads that each token selected in the last forward pass: `[N, R]` for each layer,

@@ -233,7 +233,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         let _span = span::enter("head");
         let Activations { shape, micro_batches, scratch, head: buffers, .. } = activations;
-        let tokens = Tokens { shape: *shape, first_position: 0, document_start: None };
+        let tokens =
+            Tokens { shape: *shape, first_position: 0, document_start: None, independent: false };
         let (targets, teacher) = (&micro_batches[0].targets, None);
         let pass = HeadPass { targets, buffers, scratch, sums, teacher };
         self.layers.head.loss(&self.context(tokens), pass)

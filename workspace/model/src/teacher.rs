@@ -85,6 +85,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
                 shape,
                 first_position: 0,
                 document_start: None,
+                independent: false,
             });
             let width = self.model.config().hidden_size;
             cx.all_gather(width, &head.normed.y, &mut scratch.gathered)?;

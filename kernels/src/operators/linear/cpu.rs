@@ -3,13 +3,15 @@
 
 use super::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward, check};
 use crate::cpu::Cpu;
-use crate::error::{Result, check_len};
-use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
+use crate::error::{Result, check_len, ensure};
+use crate::matmul::{
+    self, Destination, Matrix, MatrixMut, Packed, matmul_of_rows, matmul_packed, matmul_parallel,
+};
 use crate::scalar::Element;
 
 impl Linear for Cpu {
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()> {
-        let LinearForward { inputs, x, weight, residual, y } = args;
+        let LinearForward { inputs, x, weight, residual, y, independent, packed } = args;
         let (tokens, outputs) = check("linear_forward", inputs, x.len(), weight.len(), y.len())?;
         let destination = match residual {
             Some(residual) => {
@@ -20,7 +22,35 @@ impl Linear for Cpu {
         };
         let x = Matrix::new(x, tokens, inputs);
         let weight = Matrix::new(weight, outputs, inputs).transposed();
-        matmul_parallel(MatrixMut::new(y, tokens, outputs), destination, 1.0, x, weight);
+        let y = MatrixMut::new(y, tokens, outputs);
+        match packed {
+            Some(packed) => {
+                let len = matmul::packed_len::<T>(inputs, outputs);
+                check_len("linear_forward", "packed", packed.len(), len)?;
+                ensure("linear_forward", len > 0, || format!("{:?} is not packed", T::DTYPE))?;
+                let packed = Packed::new::<T>(packed, inputs, outputs);
+                matmul_packed(y, destination, 1.0, x, packed);
+            }
+            None if independent => matmul_of_rows(y, destination, 1.0, x, weight),
+            None => matmul_parallel(y, destination, 1.0, x, weight),
+        }
+        Ok(())
+    }
+
+    fn packed_len<T: Element>(&self, inputs: usize, outputs: usize) -> usize {
+        matmul::packed_len::<T>(inputs, outputs)
+    }
+
+    fn pack_weight<T: Element>(
+        &self,
+        inputs: usize,
+        weight: &[T],
+        packed: &mut [u32],
+    ) -> Result<()> {
+        let (_, outputs) = check("pack_weight", inputs, 0, weight.len(), 0)?;
+        let len = matmul::packed_len::<T>(inputs, outputs);
+        check_len("pack_weight", "packed", packed.len(), len)?;
+        matmul::pack(Matrix::new(weight, outputs, inputs).transposed(), packed);
         Ok(())
     }
 

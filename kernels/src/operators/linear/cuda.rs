@@ -5,12 +5,12 @@ use super::{
 };
 use crate::cuda::{Cuda, Matmul, Operand};
 use crate::error::{Result, check_len};
-use crate::memory::Memory;
+use crate::memory::{Memory, View, ViewMut};
 use crate::scalar::Element;
 
 impl Linear for Cuda {
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()> {
-        let LinearForward { inputs, x, weight, residual, y } = args;
+        let LinearForward { inputs, x, weight, residual, y, .. } = args;
         let (tokens, outputs) = check("linear_forward", inputs, x.len, weight.len, y.len)?;
         if let Some(residual) = residual {
             check_len("linear_forward", "residual", residual.len, tokens * outputs)?;
@@ -24,6 +24,15 @@ impl Linear for Cuda {
                 addend: residual.map(|residual| residual.address),
             },
         )
+    }
+
+    fn pack_weight<T: Element>(
+        &self,
+        _inputs: usize,
+        _weight: View<'_, Self, T>,
+        packed: ViewMut<'_, Self, u32>,
+    ) -> Result<()> {
+        check_len("pack_weight", "packed", packed.len, 0)
     }
 
     fn linear_backward_input<T: Element>(

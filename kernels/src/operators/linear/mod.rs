@@ -23,6 +23,11 @@ pub struct LinearForward<'a, M: Memory, T: Element> {
     pub residual: Option<View<'a, M, T>>,
     /// Overwritten; `[N, outputs]`.
     pub y: ViewMut<'a, M, T>,
+    /// Whether the bits of a token's outputs may not depend on the number of tokens. On a GPU they may.
+    pub independent: bool,
+    /// The weight as [`Linear::pack_weight`] has written it, which is faster for few tokens: the outputs are
+    /// independent then.
+    pub packed: Option<View<'a, M, u32>>,
 }
 
 /// Arguments of [`Linear::linear_backward_input`].
@@ -57,6 +62,19 @@ pub struct LinearBackwardWeight<'a, M: Memory, T: Element, G: Element> {
 pub trait Linear: Memory {
     /// `y = x weight^T (+ residual)`.
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()>;
+
+    /// Elements of a packed weight `[outputs, inputs]` of elements `T`; 0 if the device does not pack them.
+    fn packed_len<T: Element>(&self, _inputs: usize, _outputs: usize) -> usize {
+        0
+    }
+
+    /// Packs a weight, `[outputs, inputs]`, into [`Linear::packed_len`] elements.
+    fn pack_weight<T: Element>(
+        &self,
+        inputs: usize,
+        weight: View<'_, Self, T>,
+        packed: ViewMut<'_, Self, u32>,
+    ) -> Result<()>;
 
     /// `d_x = d_y weight` or `d_x += d_y weight`, depending on `accumulation`.
     fn linear_backward_input<T: Element>(

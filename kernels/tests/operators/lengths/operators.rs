@@ -115,7 +115,7 @@ operators! { device;
         read x: f32 = TOKENS * WIDTH, read weight: f32 = 2 * WIDTH, read residual: f32 = TOKENS * 2,
         write y: f32 = TOKENS * 2
     ] device.linear_forward::<f32>(LinearForward {
-        inputs: WIDTH, x, weight, residual: Some(residual), y,
+        inputs: WIDTH, x, weight, residual: Some(residual), y, independent: false, packed: None,
     });
 
     "linear_backward_input" [

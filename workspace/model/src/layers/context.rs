@@ -25,6 +25,8 @@ pub(crate) struct Tokens<'a, B: Backend> {
     pub first_position: usize,
     /// Start of each token's document; `[N]`.
     pub document_start: Option<&'a B::Buffer<u32>>,
+    /// Whether each token's results may not depend on the number of tokens of the pass.
+    pub independent: bool,
 }
 
 impl<B: Backend> Clone for Tokens<'_, B> {

@@ -163,6 +163,7 @@ impl Head {
         weights: &FlatBuffers<B, T>,
         normed: View<'_, B, T>,
         tokens: usize,
+        independent: bool,
     ) -> Result<Vec<f32>, Error> {
         let mut logits = backend.allocate::<T>(tokens * self.vocabulary)?;
         backend.linear_forward(LinearForward {
@@ -171,6 +172,8 @@ impl Head {
             weight: weights.get(&self.weight),
             residual: None,
             y: B::whole_mut(&mut logits),
+            independent,
+            packed: None,
         })?;
         let mut host = vec![T::from_f32(0.0); tokens * self.vocabulary];
         backend.download(B::whole(&logits), &mut host)?;

@@ -62,6 +62,8 @@ impl ColumnParallelLinear {
             weight: cx.weights.get(&self.weight),
             residual: None,
             y: B::view_mut(y, 0..cx.num_tokens() * self.outputs()),
+            independent: cx.tokens.independent,
+            packed: None,
         })?;
         Ok(())
     }
@@ -123,15 +125,25 @@ impl RowParallelLinear {
         sum: ResidualSum<'_, B, T>,
     ) -> Result<(), Error> {
         let (backend, inputs, width) = (cx.backend, self.inputs(), self.outputs);
+        let independent = cx.tokens.independent;
         let (x, weight) = (B::reborrow(x), cx.weights.get(&self.weight));
         let len = cx.own_tokens().local() * width;
         let Some(partial) = gathered else {
             let (residual, y) = (Some(B::view(sum.x, 0..len)), B::view_mut(sum.y, 0..len));
-            let forward = LinearForward { inputs, x, weight, residual, y };
+            let forward =
+                LinearForward { inputs, x, weight, residual, y, independent, packed: None };
             return Ok(backend.linear_forward(forward)?);
         };
         let y = B::view_mut(partial, 0..cx.num_tokens() * width);
-        backend.linear_forward(LinearForward { inputs, x, weight, residual: None, y })?;
+        backend.linear_forward(LinearForward {
+            inputs,
+            x,
+            weight,
+            residual: None,
+            y,
+            independent,
+            packed: None,
+        })?;
         let own = cx.reduce_scatter(width, partial)?;
         let (residual, product) = (B::view(sum.x, 0..len), B::view(partial, own));
         Ok(backend.add(residual, product, B::view_mut(sum.y, 0..len))?)

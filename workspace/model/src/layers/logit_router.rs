@@ -92,6 +92,8 @@ impl LogitLayer {
             weight: cx.weights.get(&self.rows()),
             residual: None,
             y: B::view_mut(logits, elements),
+            independent: cx.tokens.independent,
+            packed: None,
         })?;
         Ok(())
     }

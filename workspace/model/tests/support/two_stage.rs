@@ -129,6 +129,8 @@ impl TwoStage {
                 weight: parameters.get(parameter)?,
                 residual: None,
                 y: B::whole_mut(&mut y),
+                independent: false,
+                packed: None,
             })?;
             let mut logits = vec![T::from_f32(0.0); tokens * outputs];
             backend.download(B::whole(&y), &mut logits)?;

@@ -1,0 +1,197 @@
+//! Matmuls by a right matrix that was packed before: a layer of a model that generates multiplies a few rows
+//! by the same matrix again and again.
+//!
+//! The bits of a row of the result depend on that row of the left matrix and on the right matrix alone.
+//! They are those of the same row in [`super::multiply`], where it does not compute inner products.
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::amx::Amx;
+#[cfg(target_arch = "x86_64")]
+use super::avx512::Avx512;
+use super::blocked::{BlockPosition, Kernel, PANEL, depth};
+use super::matrix::{Destination, Matrix, MatrixMut};
+use super::path::Bf16Path;
+use super::vector::Vector;
+use crate::scalar::{DType, Element};
+use crate::scratch::with_scratch;
+
+/// Multiply-adds of a part of the columns below which threads cost more than they save.
+const SMALL: usize = 1 << 16;
+/// Parts of the columns per thread.
+const PARTS_PER_THREAD: usize = 2;
+/// Rows that are multiplied at a time: partial sums of so many rows are in scratch.
+const ROWS: usize = 192;
+
+/// A right matrix as packed panels: for each block of terms, those of all columns.
+#[derive(Clone, Copy)]
+pub(crate) struct Packed<'a> {
+    data: &'a [u32],
+    /// Its terms, rows of the matrix.
+    terms: usize,
+    /// Its columns.
+    columns: usize,
+}
+
+impl<'a> Packed<'a> {
+    /// A matrix of elements `T` that [`pack`] has written.
+    pub(crate) fn new<T: Element>(data: &'a [u32], terms: usize, columns: usize) -> Self {
+        assert_eq!(data.len(), packed_len::<T>(terms, columns), "another matrix was packed");
+        Packed { data, terms, columns }
+    }
+}
+
+/// Evaluates an expression with `$kernel` as the instructions that multiply packed matrices of `$element`,
+/// or another one if they are not packed: bf16 without instructions for it would become f32, which takes
+/// twice as long to read.
+macro_rules! with_kernel {
+    ($kernel:ident, $element:ty, $body:expr, $otherwise:expr) => {
+        match Bf16Path::in_use() {
+            _ if <$element>::DTYPE == DType::F32 => {
+                type $kernel = Vector;
+                $body
+            }
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Bf16Path::Amx => {
+                type $kernel = Amx;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Bf16Path::Avx512 => {
+                type $kernel = Avx512;
+                $body
+            }
+            _ => $otherwise,
+        }
+    };
+}
+
+/// Elements of a packed matrix; 0 if matrices of `T` are not packed on this machine.
+pub(crate) fn packed_len<T: Element>(terms: usize, columns: usize) -> usize {
+    with_kernel!(K, T, blocks::<K>(terms).map(|block| len::<K>(columns, block.len())).sum(), 0)
+}
+
+/// Packs a matrix.
+pub(crate) fn pack<T: Element>(right: Matrix<'_, T>, out: &mut [u32]) {
+    assert_eq!(out.len(), packed_len::<T>(right.rows, right.columns), "no room for the matrix");
+    with_kernel!(K, T, pack_by::<K, T>(right, out), ());
+}
+
+fn pack_by<K: Kernel, T: Element>(right: Matrix<'_, T>, mut out: &mut [u32]) {
+    for block in blocks::<K>(right.rows) {
+        let (part, rest) = out.split_at_mut(len::<K>(right.columns, block.len()));
+        K::pack_right(right.rows(block), part);
+        out = rest;
+    }
+}
+
+/// `out = scale * left right`, plus the destination's addend, on rayon's threads.
+pub(crate) fn matmul_packed<O: Element, A: Element>(
+    out: MatrixMut<'_, O>,
+    destination: Destination<'_, O>,
+    scale: f32,
+    left: Matrix<'_, A>,
+    right: Packed<'_>,
+) {
+    assert_eq!(left.columns, right.terms, "the inner dimensions differ");
+    assert_eq!((out.rows, out.columns), (left.rows, right.columns), "the output has another shape");
+    if let Destination::AddTo(addend) = &destination {
+        assert_eq!(
+            (addend.rows, addend.columns),
+            (out.rows, out.columns),
+            "the addend has another shape"
+        );
+        assert_eq!(addend.column_stride, 1, "the addend is not row-major");
+    }
+    let operations = out.rows * out.columns * left.columns.max(1);
+    let part = (operations / (PARTS_PER_THREAD * rayon::current_num_threads())).max(SMALL);
+    let most = part / (out.rows.max(1) * left.columns.max(1));
+    with_kernel!(
+        K,
+        A,
+        {
+            let product = Product { destination, scale, left, right, first: 0 };
+            product.in_parts::<K>(out, most)
+        },
+        unreachable!("a packed matrix of elements that are not packed")
+    );
+}
+
+/// The blocks of terms.
+fn blocks<K: Kernel>(terms: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let depth = depth::<K>(terms).max(1);
+    // Without terms the addend still has to be stored.
+    (0..terms.max(1)).step_by(depth).map(move |start| start..terms.min(start + depth))
+}
+
+/// Elements of a packed block.
+fn len<K: Kernel>(columns: usize, terms: usize) -> usize {
+    super::blocked::packed_len::<K>(columns, terms)
+}
+
+/// A matmul of some columns, from `first` on.
+#[derive(Clone, Copy)]
+struct Product<'a, O, A> {
+    destination: Destination<'a, O>,
+    scale: f32,
+    left: Matrix<'a, A>,
+    right: Packed<'a>,
+    first: usize,
+}
+
+impl<O: Element, A: Element> Product<'_, O, A> {
+    /// In parts of about `most` columns, whole panels.
+    fn in_parts<K: Kernel>(self, out: MatrixMut<'_, O>, most: usize) {
+        let columns = out.columns;
+        if columns <= most + most / 4 || columns < 2 * PANEL {
+            return self.multiply::<K>(out);
+        }
+        let at = columns / 2 / PANEL * PANEL;
+        let (first, second) = out.split_columns(at);
+        let (before, after) =
+            (self.destination.columns(0..at), self.destination.columns(at..columns));
+        rayon::join(
+            || Product { destination: before, ..self }.in_parts::<K>(first, most),
+            || {
+                let first = self.first + at;
+                Product { destination: after, first, ..self }.in_parts::<K>(second, most);
+            },
+        );
+    }
+
+    /// On the calling thread.
+    fn multiply<K: Kernel>(self, mut out: MatrixMut<'_, O>) {
+        let (terms, columns) = (self.right.terms, out.columns);
+        if out.rows == 0 || columns == 0 {
+            return;
+        }
+        let rows = ROWS.min(K::rows(depth::<K>(terms)));
+        let is_partial = O::DTYPE != DType::F32 && terms > depth::<K>(terms);
+        let partial = if is_partial { rows.min(out.rows) * columns } else { 0 };
+        with_scratch([partial], |[partial]| {
+            for row in (0..out.rows).step_by(rows) {
+                let part = row..out.rows.min(row + rows);
+                let mut start = 0;
+                for block in blocks::<K>(terms) {
+                    let position = BlockPosition {
+                        row,
+                        column: 0,
+                        first: block.start == 0,
+                        last: block.end == terms,
+                    };
+                    let output =
+                        position.output(&mut out, self.destination, self.scale, partial, columns);
+                    let panel = K::panel_len(block.len());
+                    let panels = &self.right.data[start + self.first / PANEL * panel..]
+                        [..columns.div_ceil(PANEL) * panel];
+                    let left = self.left.columns(block.clone()).rows(part.clone());
+                    // SAFETY: the output has these rows and columns, and is this call's alone.
+                    #[allow(unsafe_code)]
+                    unsafe {
+                        K::multiply_rows(left, panels, columns, output);
+                    }
+                    start += len::<K>(self.right.columns, block.len());
+                }
+            }
+        });
+    }
+}
