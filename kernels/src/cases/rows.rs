@@ -269,10 +269,11 @@ fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let elements = sizes.tokens * shape.kv_heads * shape.head_dim;
     case!("key_value_append", Work::moved::<T>(4 * elements), |backend| [
         read qkv = random_elements::<B, T>(backend, sizes.tokens * shape.row()),
+        read rows = upload(backend, &(0..sizes.tokens as u32).collect::<Vec<_>>()),
         write keys = backend.allocate::<T>(elements),
         write values = backend.allocate::<T>(elements),
     ] backend.key_value_append(KeyValueAppend {
-        shape: &shape, first_position: 0, qkv, keys, values,
+        shape: &shape, rows, qkv, keys, values,
     }))
 }
 

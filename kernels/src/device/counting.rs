@@ -168,6 +168,14 @@ impl Memory for CountingMemory {
         *view
     }
 
+    fn part<'v, 'long: 'v, S: Scalar>(view: Counted<S>, range: Range<usize>) -> Counted<S> {
+        view.part(range)
+    }
+
+    fn part_mut<S: Scalar>(view: &mut Counted<S>, range: Range<usize>) -> Counted<S> {
+        view.part(range)
+    }
+
     fn as_view<S: Scalar>(view: &Counted<S>) -> Counted<S> {
         *view
     }

@@ -137,6 +137,18 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// Write access to the same elements with a shorter lifetime.
     fn reborrow_mut<'v, S: Scalar>(view: &'v mut Self::ViewMut<'_, S>) -> Self::ViewMut<'v, S>;
 
+    /// Read access to a range of a view's elements.
+    fn part<'v, 'long: 'v, S: Scalar>(
+        view: Self::View<'long, S>,
+        range: Range<usize>,
+    ) -> Self::View<'v, S>;
+
+    /// Write access to a range of a view's elements.
+    fn part_mut<'v, S: Scalar>(
+        view: &'v mut Self::ViewMut<'_, S>,
+        range: Range<usize>,
+    ) -> Self::ViewMut<'v, S>;
+
     /// Read access to the elements of a mutable view.
     fn as_view<'v, S: Scalar>(view: &'v Self::ViewMut<'_, S>) -> Self::View<'v, S>;
 

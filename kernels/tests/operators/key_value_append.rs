@@ -5,15 +5,21 @@ use moh_kernels::key_value_cache::{KeyValueAppend, KeyValueCache};
 use moh_kernels::rope::QkvShape;
 use moh_kernels::{Backend, Cpu};
 
-fn appends<B: Backend>(device: &B, shape: QkvShape, first_position: usize, seed: u64) {
+fn appends<B: Backend>(device: &B, shape: QkvShape, free: usize, seed: u64) {
     let (mut random, width) = (Random(seed), shape.kv_heads * shape.head_dim);
-    let qkv: Vec<f32> = random.elements(shape.length * shape.row());
-    let before: Vec<f32> = random.elements((first_position + shape.length + 2) * width);
-    let qkv_buffer = upload(device, &qkv);
+    let qkv: Vec<f32> = random.elements(shape.tokens() * shape.row());
+    let capacity = shape.tokens() + free;
+    let before: Vec<f32> = random.elements(capacity * width);
+    // The rows in an order of their own: a step that has no factor in common with their number.
+    let step =
+        (capacity / 2..).find(|step| (2..=capacity).all(|f| step % f > 0 || capacity % f > 0));
+    let rows: Vec<u32> =
+        (0..shape.tokens()).map(|token| (token * step.unwrap() % capacity) as u32).collect();
+    let (qkv_buffer, row_buffer) = (upload(device, &qkv), upload(device, &rows));
     let (mut keys, mut values) = (upload(device, &before), upload(device, &before));
     let append = KeyValueAppend {
         shape: &shape,
-        first_position,
+        rows: B::whole(&row_buffer),
         qkv: B::whole(&qkv_buffer),
         keys: B::whole_mut(&mut keys),
         values: B::whole_mut(&mut values),
@@ -23,33 +29,37 @@ fn appends<B: Backend>(device: &B, shape: QkvShape, first_position: usize, seed:
     for (what, cache, start) in [("keys", keys, first), ("values", values, first + width)] {
         let mut expected = before.clone();
         let new = columns(&qkv, shape.row(), start..start + width);
-        expected[first_position * width..][..new.len()].copy_from_slice(&new);
+        for (token, &row) in rows.iter().enumerate() {
+            expected[row as usize * width..][..width]
+                .copy_from_slice(&new[token * width..][..width]);
+        }
         assert!(download::<B, f32>(device, &cache) == expected, "{what}");
     }
 }
 
 #[test]
-fn the_cache_of_one_sequence_takes_one_sequence() {
+fn rows_beyond_the_cache_are_refused() {
     let shape = QkvShape { batch: 2, length: 1, heads: 1, kv_heads: 1, head_dim: 2 };
     let (qkv, mut keys, mut values) = ([0f32; 12], [0f32; 4], [0f32; 4]);
     let append = KeyValueAppend::<Cpu, f32> {
         shape: &shape,
-        first_position: 0,
+        rows: &[0, 2],
         qkv: &qkv,
         keys: &mut keys,
         values: &mut values,
     };
-    assert!(Cpu.key_value_append(append).is_err());
+    let message = Cpu.key_value_append(append).unwrap_err().to_string();
+    assert!(message.contains("row 2 of a cache of 2 tokens"), "{message}");
 }
 
 proptest::proptest! {
     #![proptest_config(cases(32))]
     #[test]
     fn rows_land_where_they_belong(
-        shape in qkv_shapes(1usize..2, 1usize..20, 1usize..4, 1usize..20),
-        first_position in 0usize..9,
+        shape in qkv_shapes(1usize..3, 1usize..20, 1usize..4, 1usize..20),
+        free in 0usize..9,
         seed: u64,
     ) {
-        on_each_device!(device => appends(device, shape, first_position, seed));
+        on_each_device!(device => appends(device, shape, free, seed));
     }
 }

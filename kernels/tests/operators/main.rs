@@ -8,6 +8,7 @@ mod reference;
 
 mod adamw;
 mod attention;
+mod attention_of_sequences;
 mod attention_paths;
 mod attention_stress;
 mod convert;

@@ -36,6 +36,23 @@ pub enum Error {
         /// The length of sequence 0, in tokens.
         expected: usize,
     },
+    /// Several sequences cannot be generated in this way.
+    #[error("{reason}")]
+    Generation {
+        /// The problem.
+        reason: String,
+    },
+    /// The pool has too few free blocks for the tokens of a pass.
+    #[error(
+        "the cache of keys and values has {free} free blocks, and the next tokens need {needed}: remove \
+         sequences, or make it larger"
+    )]
+    NoBlocks {
+        /// Blocks that are needed.
+        needed: usize,
+        /// Blocks that nobody uses.
+        free: usize,
+    },
     /// The next token could not be chosen.
     #[error("no token can be sampled from these logits: {reason}")]
     Sampling {

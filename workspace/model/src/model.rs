@@ -236,6 +236,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             parallel: &self.parallel,
             rope: &self.rope,
             routers: &self.routers,
+            packed: None,
             tokens,
         }
     }
@@ -289,7 +290,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         if !self.is_whole() {
             return Err(Error::Divided);
         }
-        self.project(B::whole(&activations.head.normed.y), activations.shape.tokens(), false)
+        self.project(B::whole(&activations.head.normed.y), activations.shape.tokens())
     }
 
     /// Logits of some tokens of the last forward pass, in the order of `rows`, `[rows, V]`: without
@@ -318,17 +319,12 @@ impl<B: Backend, T: Element> Model<B, T> {
             end = place.end;
             self.backend.copy(source, B::view_mut(&mut normed, place))?;
         }
-        self.project(B::whole(&normed), count, false)
+        self.project(B::whole(&normed), count)
     }
 
     /// Logits of the normed rows `[tokens, C]`, on the host.
-    pub(crate) fn project(
-        &self,
-        normed: B::View<'_, T>,
-        tokens: usize,
-        independent: bool,
-    ) -> Result<Vec<f32>, Error> {
-        self.layers.head.logits(&self.backend, &self.weights, normed, tokens, independent)
+    pub(crate) fn project(&self, normed: B::View<'_, T>, tokens: usize) -> Result<Vec<f32>, Error> {
+        self.layers.head.logits(&self.backend, &self.weights, normed, tokens, false, None)
     }
 
     /// The routed heads that each token selected in the last forward pass: `[N, R]` for each layer,

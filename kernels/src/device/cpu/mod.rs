@@ -73,6 +73,14 @@ impl Memory for Cpu {
         view
     }
 
+    fn part<'v, 'long: 'v, S: Scalar>(view: &'long [S], range: Range<usize>) -> &'v [S] {
+        &view[range]
+    }
+
+    fn part_mut<'v, S: Scalar>(view: &'v mut &mut [S], range: Range<usize>) -> &'v mut [S] {
+        &mut view[range]
+    }
+
     fn as_view<'v, S: Scalar>(view: &'v &mut [S]) -> &'v [S] {
         view
     }

@@ -93,6 +93,16 @@ impl<S> Clone for CudaView<'_, S> {
 
 impl<S> Copy for CudaView<'_, S> {}
 
+impl<S> CudaView<'_, S> {
+    /// A range of its elements.
+    pub(crate) fn part(self, range: Range<usize>) -> Self {
+        let Range { start, end } = range;
+        assert!(start <= end && end <= self.len, "elements {start}..{end} of {}", self.len);
+        let address = self.address + (start * size_of::<S>()) as u64;
+        CudaView { address, len: end - start, ..self }
+    }
+}
+
 /// Write access to a range of a [`CudaBuffer`].
 pub struct CudaViewMut<'a, S> {
     pub(crate) address: u64,
@@ -110,6 +120,12 @@ impl<S> CudaViewMut<'_, S> {
     pub(crate) fn first(&mut self, len: usize) -> CudaViewMut<'_, S> {
         assert!(len <= self.len, "{len} elements of a view of {}", self.len);
         CudaViewMut { address: self.address, len, elements: PhantomData }
+    }
+
+    /// A range of its elements.
+    pub(crate) fn part(&mut self, range: Range<usize>) -> CudaViewMut<'_, S> {
+        let CudaView { address, len, .. } = self.read().part(range);
+        CudaViewMut { address, len, elements: PhantomData }
     }
 
     /// Its elements from `start` on.

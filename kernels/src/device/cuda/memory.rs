@@ -46,6 +46,20 @@ impl Memory for Cuda {
         view.first(len)
     }
 
+    fn part<'v, 'long: 'v, S: Scalar>(
+        view: CudaView<'long, S>,
+        range: Range<usize>,
+    ) -> CudaView<'v, S> {
+        view.part(range)
+    }
+
+    fn part_mut<'v, S: Scalar>(
+        view: &'v mut CudaViewMut<'_, S>,
+        range: Range<usize>,
+    ) -> CudaViewMut<'v, S> {
+        view.part(range)
+    }
+
     fn as_view<'v, S: Scalar>(view: &'v CudaViewMut<'_, S>) -> CudaView<'v, S> {
         view.read()
     }

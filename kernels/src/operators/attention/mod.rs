@@ -11,11 +11,13 @@
 pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
+mod sequences;
 
 use crate::error::{Result, check_len, ensure};
 use crate::memory::{Memory, View, ViewMut};
 use crate::rope::QkvShape;
 use crate::scalar::Element;
+pub use sequences::{SequenceAttention, Span};
 
 /// Shape of an attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -317,6 +319,13 @@ pub trait Attention: Memory {
 
     /// Attention of the selected (token, head) pairs; the rows of the others are set to zero.
     fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()>;
+
+    /// Causal attention of the selected (token, head) pairs of sequences of different lengths; the rows of
+    /// the others are set to zero.
+    fn attention_of_sequences<T: Element>(
+        &self,
+        args: SequenceAttention<'_, Self, T>,
+    ) -> Result<()>;
 
     /// Gradient of [`Attention::attention_forward`] over the packed `qkv` of a training step.
     fn attention_backward<T: Element>(

@@ -2,22 +2,23 @@
 
 use super::{KeyValueAppend, KeyValueCache, check};
 use crate::cpu::Cpu;
-use crate::error::Result;
+use crate::error::{Result, ensure};
 use crate::scalar::Element;
 
 impl KeyValueCache for Cpu {
     fn key_value_append<T: Element>(&self, args: KeyValueAppend<'_, Self, T>) -> Result<()> {
-        let KeyValueAppend { shape, first_position, qkv, keys, values } = args;
-        let part = check(shape, first_position, qkv.len(), keys.len().min(values.len()))?;
+        let KeyValueAppend { shape, rows, qkv, keys, values } = args;
+        let capacity = check(shape, rows.len(), qkv.len(), [keys.len(), values.len()])?;
         let width = shape.kv_heads * shape.head_dim;
         let first = shape.heads * shape.head_dim;
-        let rows = qkv
-            .chunks_exact(shape.row())
-            .zip(keys[part.clone()].chunks_exact_mut(width))
-            .zip(values[part].chunks_exact_mut(width));
-        for ((row, key), value) in rows {
-            key.copy_from_slice(&row[first..first + width]);
-            value.copy_from_slice(&row[first + width..]);
+        for (token, &row) in qkv.chunks_exact(shape.row()).zip(rows) {
+            let row = row as usize;
+            ensure("key_value_append", row < capacity, || {
+                format!("row {row} of a cache of {capacity} tokens")
+            })?;
+            let part = row * width..(row + 1) * width;
+            keys[part.clone()].copy_from_slice(&token[first..first + width]);
+            values[part].copy_from_slice(&token[first + width..]);
         }
         Ok(())
     }

@@ -6,7 +6,8 @@ use crate::reference::upload;
 use half::bf16;
 use moh_kernels::adamw::AdamWUpdate;
 use moh_kernels::attention::{
-    AttentionArgs, AttentionBackward, AttentionForward, KeyValues, Selection,
+    AttentionArgs, AttentionBackward, AttentionForward, KeyValues, Selection, SequenceAttention,
+    Span,
 };
 use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadTeacher};
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
@@ -219,6 +220,17 @@ operators! { device;
         out, log_sum_exp,
     });
 
+    "attention_of_sequences" [
+        read qkv: f32 = TOKENS * ROW, read routed: u8 = TOKENS * 3, read weights: f32 = TOKENS * 4,
+        read keys: f32 >= 4 * KEYS, read values: f32 >= 4 * KEYS, ones block_table: u32 >= 2,
+        write out: f32 = TOKENS * QUERIES, write log_sum_exp: f32 = TOKENS * 4
+    ] device.attention_of_sequences::<f32>(SequenceAttention {
+        shape: &SHAPE,
+        sequences: &[Span { rows: 0..TOKENS, position: 0, first_block: 0, is_prompt: true }],
+        selection: Some(selection(ROUTER.shared.len(), routed, weights)),
+        qkv, keys, values, block_table, block_length: 2, out, log_sum_exp,
+    });
+
     "attention_backward" [
         read qkv: f32 = TOKENS * ROW, read document_start: u32 = TOKENS, read routed: u8 = TOKENS * 3,
         read weights: f32 = TOKENS * 4, read out: f32 = TOKENS * QUERIES,
@@ -230,10 +242,10 @@ operators! { device;
     });
 
     "key_value_append" [
-        read qkv: f32 = TOKENS * ROW, write keys: f32 >= (TOKENS + 1) * KEYS,
-        write values: f32 >= (TOKENS + 1) * KEYS
+        read qkv: f32 = TOKENS * ROW, read rows: u32 = TOKENS, write keys: f32 = TOKENS * KEYS,
+        write values: f32 = TOKENS * KEYS
     ] device.key_value_append::<f32>(KeyValueAppend {
-        shape: &SHAPE, first_position: 1, qkv, keys, values,
+        shape: &SHAPE, rows, qkv, keys, values,
     });
 
     "swiglu_forward" [read gate_up: f32 = TOKENS * 2 * WIDTH, write out: f32 = TOKENS * WIDTH]

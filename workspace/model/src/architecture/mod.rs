@@ -7,6 +7,7 @@ mod qwen3;
 use crate::layers::{Block, Embedding, Head, RmsNorm, RouterLayer, RouterSpec};
 use crate::layout::{FlatLayout, ModelLayout};
 use crate::model_parallel::ModelPart;
+use crate::parameters::ParameterRange;
 use crate::tensors::{FINAL_NORM, Tensor, TensorList};
 use crate::{ModelConfig, router};
 
@@ -50,6 +51,12 @@ pub(crate) struct Layers {
 }
 
 impl Layers {
+    /// The weights of all linear layers, and their inputs.
+    pub fn linear_weights(&self) -> Vec<(ParameterRange, usize)> {
+        let blocks = self.blocks.iter().flat_map(Block::linear_weights);
+        blocks.chain([self.head.linear_weight()]).collect()
+    }
+
     /// The layers of a model with these routers, and the flat buffers of the parameters of `part`:
     /// embedding, blocks, final norm, untied head. The length of every buffer is a multiple of
     /// `ranks`, and buffers of other parts are empty.

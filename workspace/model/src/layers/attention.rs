@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use moh_kernels::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
+    SequenceAttention, Span,
 };
 use moh_kernels::key_value_cache::KeyValueAppend;
 use moh_kernels::router::Routing;
@@ -16,6 +17,7 @@ use super::{
     ActivationGradients, BackwardContext, ColumnParallelLinear, Context, ResidualSum, Rotation,
     RouterLayer, RowParallelLinear, Scratch,
 };
+use crate::parameters::ParameterRange;
 use crate::pass_sizes::PassSizes;
 use crate::tensors::{Division, TensorList};
 use crate::{Error, ModelConfig};
@@ -59,10 +61,23 @@ impl<M: Memory, T: Element> SavedAttention<M, T> {
     }
 }
 
-/// Keys and values of one layer's past tokens, `[capacity, G D]` each.
+/// Keys and values of one layer's past tokens, `[blocks, block_length, G D]` each.
 pub(crate) struct LayerCache<B: Backend, T: Element> {
     pub keys: B::Buffer<T>,
     pub values: B::Buffer<T>,
+}
+
+/// The cache of a layer in a pass of generation, and where the pass's tokens are in it.
+pub(crate) struct CachedTokens<'a, B: Backend, T: Element> {
+    pub layer: &'a mut LayerCache<B, T>,
+    /// The row of the cache for each token, `[N]` or more.
+    pub rows: &'a B::Buffer<u32>,
+    /// The first `blocks` are the sequences'.
+    pub block_table: &'a B::Buffer<u32>,
+    pub blocks: usize,
+    pub block_length: usize,
+    /// The sequences that have the tokens.
+    pub spans: &'a [Span],
 }
 
 /// The buffers of one layer's attention.
@@ -71,7 +86,7 @@ pub(crate) struct AttentionBuffers<'a, B: Backend, T: Element> {
     /// The copy of [`Rotation::NormedRope`], else empty.
     pub rotated: &'a mut B::Buffer<T>,
     /// In generation.
-    pub cache: Option<&'a mut LayerCache<B, T>>,
+    pub cache: Option<CachedTokens<'a, B, T>>,
 }
 
 impl Attention {
@@ -96,6 +111,15 @@ impl Attention {
             rotation: Rotation::Rope,
             router: None,
         }
+    }
+
+    /// The weights of its linear layers, and their inputs.
+    pub fn linear_weights(&self) -> Vec<(ParameterRange, usize)> {
+        let mut weights = vec![self.qkv.linear_weight(), self.output.linear_weight()];
+        if let Some(RouterLayer::Logits(router)) = &self.router {
+            weights.push(router.linear_weight());
+        }
+        weights
     }
 
     /// The same with another rotation of queries and keys.
@@ -172,18 +196,33 @@ impl Attention {
         let AttentionBuffers { saved, rotated, cache } = buffers;
         let SavedAttention { qkv, attended, log_sum_exp, routing, .. } = saved;
         let qkv = self.rotation.rotated(qkv, rotated);
-        let (key_length, key_values) = match cache {
-            Some(cache) => cached_key_values(cx, qkv, cache)?,
-            None => (shape.length, key_values(cx, qkv)),
-        };
-        let queries = n * self.output.inputs();
-        cx.backend.attention_forward(AttentionForward {
-            args: self.args(cx, key_length, self.routing(routing.as_ref())),
-            queries: B::view(qkv, 0..n * shape.row()),
-            key_values,
-            out: B::view_mut(attended, 0..queries),
-            log_sum_exp: B::view_mut(log_sum_exp, 0..n * shape.heads),
-        })?;
+        let (queries, routing) = (n * self.output.inputs(), self.routing(routing.as_ref()));
+        let out = B::view_mut(attended, 0..queries);
+        let log_sum_exp = B::view_mut(log_sum_exp, 0..n * shape.heads);
+        match cache {
+            Some(cache) => {
+                append(cx, qkv, cache.layer, cache.rows)?;
+                cx.backend.attention_of_sequences(SequenceAttention {
+                    shape,
+                    sequences: cache.spans,
+                    selection: routing.map(Routing::selection),
+                    qkv: B::view(qkv, 0..n * shape.row()),
+                    keys: B::whole(&cache.layer.keys),
+                    values: B::whole(&cache.layer.values),
+                    block_table: B::view(cache.block_table, 0..cache.blocks),
+                    block_length: cache.block_length,
+                    out,
+                    log_sum_exp,
+                })?;
+            }
+            None => cx.backend.attention_forward(AttentionForward {
+                args: self.args(cx, shape.length, routing),
+                queries: B::view(qkv, 0..n * shape.row()),
+                key_values: key_values(cx, qkv),
+                out,
+                log_sum_exp,
+            })?,
+        }
         Ok(B::view(attended, 0..queries))
     }
 
@@ -269,27 +308,20 @@ fn key_values<'v, B: Backend, T: Element>(
     }
 }
 
-/// Appends the tokens' keys and values to the cache; returns the number of tokens in it, and their
-/// keys and values.
-fn cached_key_values<'v, B: Backend, T: Element>(
+/// Appends the tokens' keys and values to the cache.
+fn append<B: Backend, T: Element>(
     cx: &Context<'_, B, T>,
     qkv: &B::Buffer<T>,
-    cache: &'v mut LayerCache<B, T>,
-) -> Result<(usize, KeyValues<'v, B, T>), Error> {
+    cache: &mut LayerCache<B, T>,
+    rows: &B::Buffer<u32>,
+) -> Result<(), Error> {
     let shape = &cx.tokens.shape;
-    let (length, width) =
-        (cx.tokens.first_position + shape.length, shape.kv_heads * shape.head_dim);
     cx.backend.key_value_append(KeyValueAppend {
         shape,
-        first_position: cx.tokens.first_position,
+        rows: B::view(rows, 0..shape.tokens()),
         qkv: B::view(qkv, 0..shape.tokens() * shape.row()),
-        keys: B::view_mut(&mut cache.keys, 0..length * width),
-        values: B::view_mut(&mut cache.values, 0..length * width),
+        keys: B::whole_mut(&mut cache.keys),
+        values: B::whole_mut(&mut cache.values),
     })?;
-    let cached = KeyValues::Contiguous {
-        keys: B::view(&cache.keys, 0..length * width),
-        values: B::view(&cache.values, 0..length * width),
-        row_stride: width,
-    };
-    Ok((length, cached))
+    Ok(())
 }

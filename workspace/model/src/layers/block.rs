@@ -5,11 +5,12 @@ use moh_kernels::{Backend, Element, Memory, span};
 use super::attention::{AttentionBuffers, SavedAttention};
 use super::mlp::SavedMlp;
 use super::{
-    ActivationGradients, Attention, BackwardContext, Context, LayerCache, Mlp, Normed, ResidualSum,
-    RmsNorm, Scratch,
+    ActivationGradients, Attention, BackwardContext, CachedTokens, Context, Mlp, Normed,
+    ResidualSum, RmsNorm, Scratch,
 };
 use crate::Error;
 use crate::activations::Recompute;
+use crate::parameters::ParameterRange;
 use crate::pass_sizes::PassSizes;
 
 /// `h = x + attention(norm(x))`, `y = h + mlp(norm(h))`.
@@ -68,6 +69,11 @@ pub(crate) struct BlockBuffers<'a, M: Memory, T: Element> {
 }
 
 impl Block {
+    /// The weights of its linear layers, and their inputs.
+    pub fn linear_weights(&self) -> Vec<(ParameterRange, usize)> {
+        [self.attention.linear_weights(), self.mlp.linear_weights()].concat()
+    }
+
     /// Computes the residual stream after the block, `y`, from the one before it, `x`; both `[M,
     /// C]`.
     pub fn forward<B: Backend, T: Element>(
@@ -75,7 +81,7 @@ impl Block {
         cx: &Context<'_, B, T>,
         x: &B::Buffer<T>,
         buffers: BlockBuffers<'_, B, T>,
-        cache: Option<&mut LayerCache<B, T>>,
+        cache: Option<CachedTokens<'_, B, T>>,
         y: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
         let BlockBuffers { saved: SavedBlock { attention, h, mlp }, recomputable, scratch } =

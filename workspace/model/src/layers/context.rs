@@ -12,8 +12,9 @@ use moh_kernels::{Backend, Element, Memory, Purpose, View, ViewMut};
 
 use super::RopeTables;
 use crate::Error;
+use crate::generation::PackedWeights;
 use crate::model_parallel::{ModelParallel, TensorShare, TokenShare};
-use crate::parameters::FlatBuffers;
+use crate::parameters::{FlatBuffers, ParameterRange};
 use crate::pass_sizes::PassSizes;
 use crate::router::CustomRouters;
 
@@ -46,6 +47,8 @@ pub(crate) struct Context<'a, B: Backend, T: Element> {
     pub rope: &'a RopeTables<B>,
     /// The routers that the configuration does not have.
     pub routers: &'a CustomRouters<B, T>,
+    /// Packed copies of weights, in generation.
+    pub packed: Option<&'a PackedWeights<B>>,
     pub tokens: Tokens<'a, B>,
 }
 
@@ -129,6 +132,11 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
     /// Number of tokens, N.
     pub fn num_tokens(&self) -> usize {
         self.tokens.shape.tokens()
+    }
+
+    /// The packed copy of a weight, if there is one.
+    pub fn packed(&self, weight: &ParameterRange) -> Option<View<'_, B, u32>> {
+        self.packed?.get(weight)
     }
 
     /// This rank's share of each tensor.

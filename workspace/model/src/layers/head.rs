@@ -8,6 +8,7 @@ use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Element, Memory, Purpose, View, Workspace};
 
 use super::{ActivationGradients, BackwardContext, Context, Embedding, Normed, Scratch};
+use crate::generation::PackedWeights;
 use crate::model_parallel::TensorShare;
 use crate::parameters::{FlatBuffers, ParameterRange};
 use crate::pass_sizes::{PassRole, PassSizes};
@@ -155,6 +156,11 @@ impl Head {
         Ok(())
     }
 
+    /// The weight and its inputs.
+    pub fn linear_weight(&self) -> (ParameterRange, usize) {
+        (self.weight.clone(), self.width)
+    }
+
     /// Logits of normed rows `[tokens, C]`, on the host; of the whole vocabulary, which one rank
     /// must have.
     pub fn logits<B: Backend, T: Element>(
@@ -164,6 +170,7 @@ impl Head {
         normed: View<'_, B, T>,
         tokens: usize,
         independent: bool,
+        packed: Option<&PackedWeights<B>>,
     ) -> Result<Vec<f32>, Error> {
         let mut logits = backend.allocate::<T>(tokens * self.vocabulary)?;
         backend.linear_forward(LinearForward {
@@ -173,7 +180,7 @@ impl Head {
             residual: None,
             y: B::whole_mut(&mut logits),
             independent,
-            packed: None,
+            packed: packed.and_then(|packed| packed.get(&self.weight)),
         })?;
         let mut host = vec![T::from_f32(0.0); tokens * self.vocabulary];
         backend.download(B::whole(&logits), &mut host)?;

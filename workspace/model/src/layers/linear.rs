@@ -34,6 +34,11 @@ impl ColumnParallelLinear {
         ColumnParallelLinear { weight: ParameterRange::joined(parts), inputs }
     }
 
+    /// The weight and its inputs.
+    pub fn linear_weight(&self) -> (ParameterRange, usize) {
+        (self.weight.clone(), self.inputs)
+    }
+
     /// Number of local outputs.
     pub fn outputs(&self) -> usize {
         self.weight.range.len() / self.inputs
@@ -63,7 +68,7 @@ impl ColumnParallelLinear {
             residual: None,
             y: B::view_mut(y, 0..cx.num_tokens() * self.outputs()),
             independent: cx.tokens.independent,
-            packed: None,
+            packed: cx.packed(&self.weight),
         })?;
         Ok(())
     }
@@ -111,6 +116,11 @@ impl RowParallelLinear {
         RowParallelLinear { weight: list.matrix(name, [outputs, inputs], by(1)), outputs }
     }
 
+    /// The weight and its inputs.
+    pub fn linear_weight(&self) -> (ParameterRange, usize) {
+        (self.weight.clone(), self.inputs())
+    }
+
     /// Number of local inputs.
     pub fn inputs(&self) -> usize {
         self.weight.range.len() / self.outputs
@@ -125,13 +135,12 @@ impl RowParallelLinear {
         sum: ResidualSum<'_, B, T>,
     ) -> Result<(), Error> {
         let (backend, inputs, width) = (cx.backend, self.inputs(), self.outputs);
-        let independent = cx.tokens.independent;
+        let (independent, packed) = (cx.tokens.independent, cx.packed(&self.weight));
         let (x, weight) = (B::reborrow(x), cx.weights.get(&self.weight));
         let len = cx.own_tokens().local() * width;
         let Some(partial) = gathered else {
             let (residual, y) = (Some(B::view(sum.x, 0..len)), B::view_mut(sum.y, 0..len));
-            let forward =
-                LinearForward { inputs, x, weight, residual, y, independent, packed: None };
+            let forward = LinearForward { inputs, x, weight, residual, y, independent, packed };
             return Ok(backend.linear_forward(forward)?);
         };
         let y = B::view_mut(partial, 0..cx.num_tokens() * width);
@@ -142,7 +151,7 @@ impl RowParallelLinear {
             residual: None,
             y,
             independent,
-            packed: None,
+            packed,
         })?;
         let own = cx.reduce_scatter(width, partial)?;
         let (residual, product) = (B::view(sum.x, 0..len), B::view(partial, own));

@@ -56,6 +56,11 @@ impl LogitLayer {
         ParameterRange::joined(std::iter::once(&self.weight).chain(stages).cloned())
     }
 
+    /// The rows of the logits and their inputs.
+    pub fn linear_weight(&self) -> (ParameterRange, usize) {
+        (self.rows(), self.width)
+    }
+
     /// What the balance loss sum_i f_i P_i is multiplied by: in the authors' code of two-stage routing
     /// the number of routed heads.
     pub fn balance_factor<B: Backend>(&self, routing: &Routing<B>) -> f64 {
@@ -93,7 +98,7 @@ impl LogitLayer {
             residual: None,
             y: B::view_mut(logits, elements),
             independent: cx.tokens.independent,
-            packed: None,
+            packed: cx.packed(&self.rows()),
         })?;
         Ok(())
     }

@@ -8,6 +8,7 @@ use super::{
     ActivationGradients, BackwardContext, ColumnParallelLinear, Context, ResidualSum,
     RowParallelLinear, Scratch,
 };
+use crate::parameters::ParameterRange;
 use crate::pass_sizes::PassSizes;
 use crate::tensors::{Division, TensorList};
 use crate::{Error, ModelConfig};
@@ -35,6 +36,11 @@ impl<M: Memory, T: Element> SavedMlp<M, T> {
 }
 
 impl Mlp {
+    /// The weights of its linear layers, and their inputs.
+    pub fn linear_weights(&self) -> Vec<(ParameterRange, usize)> {
+        vec![self.gate_up.linear_weight(), self.down.linear_weight()]
+    }
+
     /// Lists the projections.
     pub fn new(list: &mut TensorList<'_>, config: &ModelConfig) -> Self {
         let (hidden, width) = (config.hidden_size, config.intermediate_size);

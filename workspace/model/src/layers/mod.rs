@@ -20,7 +20,7 @@ mod rope;
 mod rotation;
 mod router;
 
-pub(crate) use attention::{Attention, LayerCache};
+pub(crate) use attention::{Attention, CachedTokens, LayerCache};
 pub(crate) use block::{Block, BlockBuffers, RecomputableBlock, SavedBlock};
 pub(crate) use context::{ActivationGradients, BackwardContext, Context, Scratch, Tokens};
 pub(crate) use embedding::Embedding;

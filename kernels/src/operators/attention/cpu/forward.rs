@@ -38,10 +38,7 @@ pub(super) fn forward_by<T: Element, F: Factor>(
     if out.is_empty() {
         return Ok(());
     }
-    let outputs = Outputs {
-        out: DisjointColumns::new(out, shape.heads * shape.head_dim),
-        log_sum_exp: DisjointColumns::new(log_sum_exp, shape.heads),
-    };
+    let outputs = Outputs::new(out, log_sum_exp, &shape);
     if shape.query_length == 1 {
         for_each_task(&shape, |kv_head| {
             token::forward_task(arch, &args, queries, key_values, &outputs, kv_head);
@@ -60,7 +57,19 @@ pub(super) struct Outputs<'a, T> {
     log_sum_exp: DisjointColumns<'a, f32>,
 }
 
-impl<T: Element> Outputs<'_, T> {
+impl<'a, T: Element> Outputs<'a, T> {
+    /// `[N, H D]` and `[N, H]`.
+    pub(super) fn new(
+        out: &'a mut [T],
+        log_sum_exp: &'a mut [f32],
+        shape: &AttentionShape,
+    ) -> Self {
+        Outputs {
+            out: DisjointColumns::new(out, shape.heads * shape.head_dim),
+            log_sum_exp: DisjointColumns::new(log_sum_exp, shape.heads),
+        }
+    }
+
     /// A row's output and log-sum-exp.
     #[allow(clippy::mut_from_ref)]
     pub(super) fn row(&self, row: Row, head_dim: usize) -> (&mut [T], &mut f32) {
@@ -98,7 +107,7 @@ pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 
     ]
 }
 
-fn forward_task<T: Element, F: Factor>(
+pub(super) fn forward_task<T: Element, F: Factor>(
     arch: Arch,
     args: &AttentionArgs<'_, Cpu>,
     queries: &[T],

@@ -20,6 +20,7 @@ mod matmul;
 #[cfg(target_arch = "x86_64")]
 mod pair;
 mod rows;
+mod sequences;
 #[cfg(test)]
 mod tests;
 mod tile;
@@ -30,7 +31,10 @@ mod token;
 use pulp::Arch;
 use rayon::prelude::*;
 
-use super::{Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape};
+use super::{
+    Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape,
+    SequenceAttention,
+};
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::scalar::Element;
@@ -48,6 +52,13 @@ use tile_pair::TilePair;
 impl Attention for Cpu {
     fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()> {
         self::forward(Arch::new(), forward)
+    }
+
+    fn attention_of_sequences<T: Element>(
+        &self,
+        args: SequenceAttention<'_, Self, T>,
+    ) -> Result<()> {
+        sequences::forward(Arch::new(), args)
     }
 
     fn attention_backward<T: Element>(

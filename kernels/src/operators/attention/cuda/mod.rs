@@ -9,9 +9,10 @@ mod tiled;
 
 pub use path::AttentionPath;
 
+use super::sequences::{self, SequenceLens};
 use super::{
     Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, BackwardLens,
-    KeyValueLens, KeyValues, SelectionLens,
+    KeyValueLens, KeyValues, SelectionLens, SequenceAttention,
 };
 use crate::cuda::{Cuda, CudaView};
 use crate::error::{Result, ensure};
@@ -163,6 +164,21 @@ impl Attention for Cuda {
             AttentionPath::Tiled => tiled::forward(pass, packed()?),
             AttentionPath::Plain => plain::forward::<T>(pass),
         }
+    }
+
+    fn attention_of_sequences<T: Element>(
+        &self,
+        mut args: SequenceAttention<'_, Self, T>,
+    ) -> Result<()> {
+        let lens = SequenceLens {
+            qkv: args.qkv.len,
+            block_table: args.block_table.len,
+            out: args.out.len,
+            log_sum_exp: args.log_sum_exp.len,
+        };
+        sequences::check(args.shape, args.sequences, args.block_length, &lens)?;
+        sequences::whole(args.shape, args.selection).check_views("attention_of_sequences")?;
+        args.sequences.iter().try_for_each(|span| self.attention_forward(args.of(span)))
     }
 
     fn attention_backward<T: Element>(

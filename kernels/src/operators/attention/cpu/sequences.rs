@@ -1,0 +1,103 @@
+//! Attention of sequences of different lengths: a task for each key/value head of each, as if the sequence
+//! were alone.
+
+use pulp::Arch;
+use rayon::prelude::*;
+
+use super::factor::Factor;
+use super::forward::{Outputs, forward_task};
+use super::rows::check_key_values;
+use super::{KvHead, SMALL, token, with_factors};
+use crate::attention::sequences::{self, SequenceLens, blocks_of, selection_of, shape_of};
+use crate::attention::{
+    AttentionArgs, AttentionShape, KeyValues, Selection, SequenceAttention, Span,
+};
+use crate::cpu::Cpu;
+use crate::error::Result;
+use crate::scalar::Element;
+
+/// The forward pass with the vector instructions of `arch`.
+pub(super) fn forward<T: Element>(arch: Arch, args: SequenceAttention<'_, Cpu, T>) -> Result<()> {
+    let head_dim = args.shape.head_dim;
+    with_factors!(F, T, arch, head_dim, forward_by::<T, F>(arch, args))
+}
+
+/// A sequence.
+struct Part<'a, T: Element> {
+    args: AttentionArgs<'a, Cpu>,
+    queries: &'a [T],
+    key_values: KeyValues<'a, Cpu, T>,
+    outputs: Outputs<'a, T>,
+    is_prompt: bool,
+}
+
+fn forward_by<T: Element, F: Factor>(
+    arch: Arch,
+    args: SequenceAttention<'_, Cpu, T>,
+) -> Result<()> {
+    let SequenceAttention { shape, sequences, qkv, block_table, block_length, .. } = args;
+    let lens = SequenceLens {
+        qkv: qkv.len(),
+        block_table: block_table.len(),
+        out: args.out.len(),
+        log_sum_exp: args.log_sum_exp.len(),
+    };
+    sequences::check(shape, sequences, block_length, &lens)?;
+    sequences::whole(shape, args.selection).check_rows("attention_of_sequences")?;
+    let (mut out, mut log_sum_exp) = (args.out, args.log_sum_exp);
+    let mut parts = Vec::with_capacity(sequences.len());
+    for span in sequences {
+        let tokens = span.rows.len();
+        let (own_out, rest) = out.split_at_mut(tokens * shape.heads * shape.head_dim);
+        let (own_sums, rest_of_sums) = log_sum_exp.split_at_mut(tokens * shape.heads);
+        (out, log_sum_exp) = (rest, rest_of_sums);
+        let key_values = KeyValues::Paged {
+            keys: args.keys,
+            values: args.values,
+            block_table: &block_table[blocks_of(span, block_length)],
+            block_length,
+        };
+        let attention = attention_of(&args.selection, shape_of(shape, span), span);
+        attention.check_rows("attention_of_sequences")?;
+        check_key_values("attention_of_sequences", &attention.shape, key_values)?;
+        parts.push(Part {
+            args: attention,
+            queries: &qkv[span.rows.start * shape.row()..span.rows.end * shape.row()],
+            key_values,
+            outputs: Outputs::new(own_out, own_sums, &attention.shape),
+            is_prompt: span.is_prompt,
+        });
+    }
+    let task = |index: usize| {
+        let (part, kv_head) = (&parts[index / shape.kv_heads], index % shape.kv_heads);
+        let Part { args, queries, key_values, outputs, is_prompt } = part;
+        let kv_head = KvHead { sequence: 0, kv_head };
+        match is_prompt {
+            true => forward_task::<T, F>(arch, args, queries, *key_values, outputs, kv_head),
+            false => token::forward_task(arch, args, queries, *key_values, outputs, kv_head),
+        }
+    };
+    let tasks = 0..parts.len() * shape.kv_heads;
+    let pairs: usize =
+        parts.iter().map(|part| part.args.shape.tokens() * part.args.shape.key_length).sum();
+    if pairs * shape.heads * shape.head_dim < SMALL {
+        tasks.for_each(task);
+    } else {
+        tasks.into_par_iter().with_max_len(1).for_each(task);
+    }
+    Ok(())
+}
+
+/// Causal attention of a sequence's new tokens.
+fn attention_of<'a>(
+    selection: &Option<Selection<'a, Cpu>>,
+    shape: AttentionShape,
+    span: &Span,
+) -> AttentionArgs<'a, Cpu> {
+    let selection = selection.as_ref();
+    AttentionArgs {
+        query_offset: span.position,
+        selection: selection.map(|selection| selection_of(selection, shape.heads, &span.rows)),
+        ..AttentionArgs::causal(shape)
+    }
+}

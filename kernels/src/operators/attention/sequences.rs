@@ -1,0 +1,157 @@
+//! Attention of sequences of different lengths, as in generation: each has some new tokens, and keys and
+//! values in blocks of one pool.
+
+use std::ops::Range;
+
+use super::{AttentionArgs, AttentionShape, Selection};
+#[cfg(gpu)]
+use super::{AttentionForward, KeyValues};
+use crate::error::{Result, check_len, ensure};
+use crate::memory::{Memory, View, ViewMut};
+use crate::rope::QkvShape;
+use crate::scalar::Element;
+
+/// The new tokens of a sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Span {
+    /// Their rows among the tokens of the pass: those after the sequence before.
+    pub rows: Range<usize>,
+    /// Position of the first one in the sequence: so many tokens are in the cache already.
+    pub position: usize,
+    /// The first entry of the sequence's blocks in the block table.
+    pub first_block: usize,
+    /// Whether they are tokens of a prompt. Each token's result has the same bits for any division of the
+    /// prompt into passes; that of a token of a prompt and of a generated one, of which there is one alone,
+    /// may differ.
+    pub is_prompt: bool,
+}
+
+/// Arguments of [`super::Attention::attention_of_sequences`].
+pub struct SequenceAttention<'a, M: Memory, T: Element> {
+    /// Heads of `queries`, all tokens of the pass as one sequence.
+    pub shape: &'a QkvShape,
+    /// The sequences, which have all of the tokens, in order.
+    pub sequences: &'a [Span],
+    /// The heads that each token computes; all if `None`.
+    pub selection: Option<Selection<'a, M>>,
+    /// Rotated queries, keys and values of the new tokens; `[N, (H + 2G) D]`.
+    pub qkv: View<'a, M, T>,
+    /// Keys, also of the new tokens, `[blocks, block_length, G D]`.
+    pub keys: View<'a, M, T>,
+    /// Values, `[blocks, block_length, G D]`.
+    pub values: View<'a, M, T>,
+    /// Indices of the sequences' blocks.
+    pub block_table: View<'a, M, u32>,
+    /// Tokens of a block.
+    pub block_length: usize,
+    /// Overwritten; `[N, H D]`.
+    pub out: ViewMut<'a, M, T>,
+    /// Overwritten with the logarithms of the sums of exponentials; `[N, H]`.
+    pub log_sum_exp: ViewMut<'a, M, f32>,
+}
+
+/// Lengths of the buffers of a call.
+pub(super) struct SequenceLens {
+    pub qkv: usize,
+    pub block_table: usize,
+    pub out: usize,
+    pub log_sum_exp: usize,
+}
+
+/// The attention of some tokens of a sequence over all that are before them.
+pub(super) fn shape_of(shape: &QkvShape, span: &Span) -> AttentionShape {
+    let key_length = span.position + span.rows.len();
+    let one = QkvShape { batch: 1, length: span.rows.len(), ..*shape };
+    AttentionShape::of_qkv(&one, key_length)
+}
+
+/// The entries of a sequence's blocks in the table.
+pub(super) fn blocks_of(span: &Span, block_length: usize) -> Range<usize> {
+    let end = span.position + span.rows.len();
+    span.first_block..span.first_block + end.div_ceil(block_length)
+}
+
+/// Checks what all devices require.
+pub(super) fn check(
+    shape: &QkvShape,
+    sequences: &[Span],
+    block_length: usize,
+    lens: &SequenceLens,
+) -> Result<()> {
+    const OPERATOR: &str = "attention_of_sequences";
+    shape.check(OPERATOR)?;
+    ensure(OPERATOR, block_length > 0, || "blocks of no token".into())?;
+    check_len(OPERATOR, "qkv", lens.qkv, shape.tokens() * shape.row())?;
+    check_len(OPERATOR, "out", lens.out, shape.tokens() * shape.heads * shape.head_dim)?;
+    check_len(OPERATOR, "log_sum_exp", lens.log_sum_exp, shape.tokens() * shape.heads)?;
+    let mut end = 0;
+    for span in sequences {
+        let Range { start, end: last } = span.rows;
+        ensure(OPERATOR, start == end && start < last, || {
+            format!("rows {start}..{last} of a sequence after those up to {end}")
+        })?;
+        end = last;
+        ensure(OPERATOR, span.is_prompt || span.rows.len() == 1, || {
+            format!("{} generated tokens of a sequence: one at a time", span.rows.len())
+        })?;
+        let blocks = blocks_of(span, block_length);
+        ensure(OPERATOR, blocks.end <= lens.block_table, || {
+            format!("blocks {blocks:?} of a table of {}", lens.block_table)
+        })?;
+    }
+    ensure(OPERATOR, end == shape.tokens(), || {
+        format!("sequences of {end} tokens, expected {}", shape.tokens())
+    })
+}
+
+/// All tokens as one sequence, whose selection is to be checked before it is divided.
+pub(super) fn whole<'a, M: Memory>(
+    shape: &QkvShape,
+    selection: Option<Selection<'a, M>>,
+) -> AttentionArgs<'a, M> {
+    AttentionArgs {
+        selection,
+        ..AttentionArgs::causal(AttentionShape::of_qkv(shape, shape.length))
+    }
+}
+
+/// The selection of some of the tokens.
+pub(super) fn selection_of<'a, M: Memory>(
+    selection: &Selection<'a, M>,
+    heads: usize,
+    rows: &Range<usize>,
+) -> Selection<'a, M> {
+    let part = |width: usize| rows.start * width..rows.end * width;
+    let routed = heads - selection.shared_heads.min(heads);
+    Selection {
+        shared_heads: selection.shared_heads,
+        routed: M::part(selection.routed, part(routed)),
+        weights: selection.weights.map(|weights| M::part(weights, part(heads))),
+    }
+}
+
+#[cfg(gpu)]
+impl<M: Memory, T: Element> SequenceAttention<'_, M, T> {
+    /// The attention of one of the sequences.
+    pub(super) fn of(&mut self, span: &Span) -> AttentionForward<'_, M, T> {
+        let shape = shape_of(self.shape, span);
+        let part = |width: usize| span.rows.start * width..span.rows.end * width;
+        let of_selection = |selection| selection_of(selection, shape.heads, &span.rows);
+        AttentionForward {
+            args: AttentionArgs {
+                query_offset: span.position,
+                selection: self.selection.as_ref().map(of_selection),
+                ..AttentionArgs::causal(shape)
+            },
+            queries: M::part(self.qkv, part(shape.query_stride)),
+            key_values: KeyValues::Paged {
+                keys: self.keys,
+                values: self.values,
+                block_table: M::part(self.block_table, blocks_of(span, self.block_length)),
+                block_length: self.block_length,
+            },
+            out: M::part_mut(&mut self.out, part(shape.heads * shape.head_dim)),
+            log_sum_exp: M::part_mut(&mut self.log_sum_exp, part(shape.heads)),
+        }
+    }
+}

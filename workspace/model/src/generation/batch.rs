@@ -1,0 +1,477 @@
+//! Generation of several sequences: a pass computes tokens of any of them, parts of prompts and generated
+//! ones, with keys and values in blocks of one pool.
+
+use std::collections::BTreeMap;
+
+use moh_kernels::attention::Span;
+use moh_kernels::{Backend, Element};
+
+use super::packed::PackedWeights;
+use super::pool::{BlockPool, ROOT};
+use crate::Error;
+use crate::activations::{Blocks, PassShape, Recompute};
+use crate::layers::{CachedTokens, Context, LayerCache, Normed, RopeTables, Scratch, Tokens};
+use crate::model::Model;
+use crate::rope::table;
+
+/// Sizes of a [`BatchGenerator`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchOptions {
+    /// Tokens of a pass at most.
+    pub pass_tokens: usize,
+    /// Blocks of the pool.
+    pub blocks: usize,
+    /// Tokens of a block.
+    pub block_length: usize,
+    /// Whether the weights of linear layers get packed copies, on a device that has them: faster, and as large
+    /// as the weights again ([`BatchGenerator::packed_bytes`]).
+    pub pack_weights: bool,
+}
+
+impl BatchOptions {
+    /// A pool of so many tokens in blocks of 16, and passes of at most 512 tokens.
+    pub fn for_tokens(tokens: usize) -> Self {
+        const BLOCK_LENGTH: usize = 16;
+        let blocks = tokens.div_ceil(BLOCK_LENGTH);
+        BatchOptions { pass_tokens: 512, blocks, block_length: BLOCK_LENGTH, pack_weights: true }
+    }
+}
+
+/// A sequence of a [`BatchGenerator`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SequenceId(u64);
+
+/// Of which tokens of a [`Chunk`] the logits are wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WantedLogits {
+    /// None.
+    None,
+    /// Those after its last token.
+    Last,
+    /// Those after each token.
+    All,
+}
+
+/// The next tokens of a sequence that a pass computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chunk {
+    /// The sequence.
+    pub sequence: SequenceId,
+    /// How many of its tokens that are not computed yet, at least one.
+    pub tokens: usize,
+    /// The logits that the pass returns.
+    pub logits: WantedLogits,
+}
+
+/// The tokens of a sequence, and the blocks of those that are computed.
+struct Sequence {
+    ids: Vec<u32>,
+    /// Tokens of its prompt.
+    prompt: usize,
+    /// Tokens whose keys and values are in its blocks.
+    computed: usize,
+    blocks: Vec<u32>,
+    /// Blocks that the pool remembers, and the content after them; `None` if it is not to.
+    remembered: Option<(usize, u64)>,
+}
+
+/// Generates several sequences with one model.
+///
+/// The results of a sequence do not depend on the others, nor on how its prompt is divided into passes: on the
+/// CPU not in a single bit.
+pub struct BatchGenerator<'a, B: Backend, T: Element> {
+    model: &'a Model<B, T>,
+    options: BatchOptions,
+    packed: Option<PackedWeights<B>>,
+    pool: BlockPool,
+    cache: Vec<LayerCache<B, T>>,
+    sequences: BTreeMap<SequenceId, Sequence>,
+    next: u64,
+    inputs: PassInputs<B>,
+    stream: [B::Buffer<T>; 2],
+    blocks: Blocks<B, T>,
+    scratch: Scratch<B, T>,
+    normed: Normed<B, T>,
+    /// The normed rows whose logits are wanted.
+    rows: B::Buffer<T>,
+    /// Cosines and sines of all positions, `[positions, D / 2]` each.
+    angles: [Vec<f32>; 2],
+}
+
+/// What the device reads of a pass's tokens.
+struct PassInputs<B: Backend> {
+    ids: B::Buffer<u32>,
+    /// The row of the cache for each token.
+    rows: B::Buffer<u32>,
+    block_table: B::Buffer<u32>,
+    /// Cosines and sines of the tokens' positions.
+    rope: RopeTables<B>,
+}
+
+/// The tokens of a pass on the host.
+#[derive(Default)]
+struct PassTokens {
+    ids: Vec<u32>,
+    rows: Vec<u32>,
+    block_table: Vec<u32>,
+    angles: [Vec<f32>; 2],
+    spans: Vec<Span>,
+}
+
+impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
+    /// Allocates the buffers.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory, and for sizes of 0; [`Error::Divided`] if the model is a part.
+    pub fn new(model: &'a Model<B, T>, options: BatchOptions) -> Result<Self, Error> {
+        let BatchOptions { pass_tokens, blocks, block_length, pack_weights } = options;
+        if !model.is_whole() {
+            return Err(Error::Divided);
+        }
+        if pass_tokens == 0 || blocks == 0 || block_length == 0 {
+            let reason = format!(
+                "passes of {pass_tokens} tokens and {blocks} blocks of {block_length}: none may be 0"
+            );
+            return Err(Error::Generation { reason });
+        }
+        let (backend, config) = (&model.backend, &model.config);
+        let cached = blocks * block_length * config.key_value_width();
+        let layer = || {
+            Ok(LayerCache { keys: backend.allocate(cached)?, values: backend.allocate(cached)? })
+        };
+        let width = pass_tokens * config.hidden_size;
+        let sizes = model.pass_sizes(PassShape {
+            batch: 1,
+            length: pass_tokens,
+            recompute: Recompute::Block,
+            training: false,
+            document_mask: false,
+        })?;
+        // A block of the table is of a token of the pass, or before one in its sequence.
+        let table = pass_tokens * model.positions().div_ceil(block_length).min(blocks).max(1);
+        let (cos, sin) = self::table(&config.rope, config.head_dim, model.positions());
+        Ok(BatchGenerator {
+            model,
+            options,
+            packed: pack_weights.then(|| PackedWeights::new(model)).transpose()?,
+            pool: BlockPool::new(blocks, block_length),
+            cache: (0..config.num_hidden_layers).map(|_| layer()).collect::<Result<_, Error>>()?,
+            sequences: BTreeMap::new(),
+            next: 0,
+            inputs: PassInputs {
+                ids: backend.allocate(pass_tokens)?,
+                rows: backend.allocate(pass_tokens)?,
+                block_table: backend.allocate(table)?,
+                rope: RopeTables::zeros(backend, config.head_dim, pass_tokens)?,
+            },
+            stream: [backend.allocate(width)?, backend.allocate(width)?],
+            blocks: Blocks::new(backend, &sizes, config.num_hidden_layers)?,
+            scratch: Scratch::new(backend, &sizes)?,
+            normed: Normed::new(backend, &sizes)?,
+            rows: backend.allocate(width)?,
+            angles: [cos, sin],
+        })
+    }
+
+    /// Bytes of the packed copies of a model's weights.
+    pub fn packed_bytes(model: &Model<B, T>) -> u64 {
+        super::packed::packed_bytes(model)
+    }
+
+    /// Adds a sequence with a prompt. With `share` it shares the blocks of an earlier prompt that begins alike: their
+    /// tokens are computed already, so that their logits cannot be wanted.
+    ///
+    /// # Errors
+    /// Fails without tokens, for a token outside the vocabulary, and for more tokens than the model has positions.
+    pub fn add(&mut self, prompt: &[u32], share: bool) -> Result<SequenceId, Error> {
+        self.check(prompt, prompt.len())?;
+        let (blocks, content) = if share { self.pool.share(prompt) } else { (Vec::new(), ROOT) };
+        let sequence = Sequence {
+            ids: prompt.to_vec(),
+            prompt: prompt.len(),
+            computed: blocks.len() * self.options.block_length,
+            remembered: share.then_some((blocks.len(), content)),
+            blocks,
+        };
+        let id = SequenceId(self.next);
+        self.next += 1;
+        self.sequences.insert(id, sequence);
+        Ok(id)
+    }
+
+    /// Appends a generated token, which is not computed yet.
+    ///
+    /// # Errors
+    /// Fails for an unknown sequence, a token outside the vocabulary, and if the sequence has all of the model's
+    /// positions.
+    pub fn push(&mut self, id: SequenceId, token: u32) -> Result<(), Error> {
+        let length = self.sequence(id)?.ids.len() + 1;
+        self.check(&[token], length)?;
+        self.sequence_mut(id)?.ids.push(token);
+        Ok(())
+    }
+
+    /// Appends tokens as a part of the prompt.
+    pub(super) fn extend(&mut self, id: SequenceId, tokens: &[u32]) -> Result<(), Error> {
+        let length = self.sequence(id)?.ids.len() + tokens.len();
+        self.check(tokens, length)?;
+        let sequence = self.sequence_mut(id)?;
+        sequence.ids.extend_from_slice(tokens);
+        sequence.prompt = sequence.ids.len();
+        Ok(())
+    }
+
+    /// Removes a sequence, if there is one, and gives its blocks back.
+    pub fn remove(&mut self, id: SequenceId) {
+        for block in self.sequences.remove(&id).into_iter().flat_map(|sequence| sequence.blocks) {
+            self.pool.release(block);
+        }
+    }
+
+    /// Tokens of a sequence that are not computed yet.
+    ///
+    /// # Errors
+    /// Fails for an unknown sequence.
+    pub fn waiting(&self, id: SequenceId) -> Result<usize, Error> {
+        let sequence = self.sequence(id)?;
+        Ok(sequence.ids.len() - sequence.computed)
+    }
+
+    /// Blocks that a sequence still needs for so many more tokens.
+    ///
+    /// # Errors
+    /// Fails for an unknown sequence.
+    pub fn needed_blocks(&self, id: SequenceId, tokens: usize) -> Result<usize, Error> {
+        let sequence = self.sequence(id)?;
+        let blocks = (sequence.computed + tokens).div_ceil(self.options.block_length);
+        Ok(blocks.saturating_sub(sequence.blocks.len()))
+    }
+
+    /// Blocks of the pool that no sequence has.
+    pub fn free_blocks(&self) -> usize {
+        self.pool.free()
+    }
+
+    /// The sizes that it was made with.
+    pub fn options(&self) -> BatchOptions {
+        self.options
+    }
+
+    /// Computes the next tokens of some sequences, each named once. Returns the wanted logits of each chunk,
+    /// `[rows, V]`.
+    ///
+    /// # Errors
+    /// Fails without changing anything for an unknown sequence, one that has fewer tokens, several generated tokens
+    /// of one, more tokens than a pass has, and too few free blocks; and if the device fails.
+    pub fn pass(&mut self, chunks: &[Chunk]) -> Result<Vec<Vec<f32>>, Error> {
+        self.check_pass(chunks)?;
+        let mut tokens = PassTokens::default();
+        for chunk in chunks {
+            self.place(chunk, &mut tokens)?;
+        }
+        if tokens.ids.is_empty() {
+            return Ok(Vec::new());
+        }
+        let model = self.model;
+        let logits = model.backend.install(|| {
+            self.upload(&tokens)?;
+            self.compute(&tokens)?;
+            self.logits(chunks, &tokens)
+        })?;
+        for chunk in chunks {
+            self.finish(chunk)?;
+        }
+        Ok(logits)
+    }
+
+    fn sequence(&self, id: SequenceId) -> Result<&Sequence, Error> {
+        self.sequences.get(&id).ok_or_else(unknown)
+    }
+
+    fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence, Error> {
+        self.sequences.get_mut(&id).ok_or_else(unknown)
+    }
+
+    /// Checks tokens of a sequence that becomes `length` long.
+    fn check(&self, tokens: &[u32], length: usize) -> Result<(), Error> {
+        let positions = self.model.positions();
+        if tokens.is_empty() || length > positions {
+            return Err(Error::TooLong { tokens: length, positions });
+        }
+        let vocabulary = self.model.config.vocab_size;
+        match tokens.iter().find(|&&id| id as usize >= vocabulary) {
+            Some(id) => {
+                let reason = format!("token {id} of a vocabulary of {vocabulary}");
+                Err(Error::Generation { reason })
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn check_pass(&self, chunks: &[Chunk]) -> Result<(), Error> {
+        let fail = |reason: String| Err(Error::Generation { reason });
+        let (mut tokens, mut blocks) = (0, 0);
+        for (number, chunk) in chunks.iter().enumerate() {
+            let Chunk { sequence: id, tokens: count, .. } = *chunk;
+            let sequence = self.sequence(id)?;
+            if chunks[..number].iter().any(|other| other.sequence == id) {
+                return fail("a pass has a sequence twice".into());
+            }
+            let waiting = sequence.ids.len() - sequence.computed;
+            if count == 0 || count > waiting {
+                return fail(format!("{count} tokens of a sequence with {waiting} to compute"));
+            }
+            let end = sequence.computed + count;
+            if end > sequence.prompt && count > 1 {
+                return fail(format!(
+                    "{count} tokens of a sequence with a prompt of {} end at {end}: generated tokens are \
+                     computed one at a time",
+                    sequence.prompt
+                ));
+            }
+            tokens += count;
+            blocks += self.needed_blocks(id, count)?;
+        }
+        let (most, free) = (self.options.pass_tokens, self.pool.free());
+        if tokens > most {
+            return fail(format!("a pass of {tokens} tokens, of which it has at most {most}"));
+        }
+        match blocks > free {
+            true => Err(Error::NoBlocks { needed: blocks, free }),
+            false => Ok(()),
+        }
+    }
+
+    /// Gives a chunk's tokens their blocks, and adds them to the pass.
+    fn place(&mut self, chunk: &Chunk, pass: &mut PassTokens) -> Result<(), Error> {
+        let (block_length, half) = (self.options.block_length, self.model.config.head_dim / 2);
+        let needed = self.needed_blocks(chunk.sequence, chunk.tokens)?;
+        let new: Option<Vec<u32>> = (0..needed).map(|_| self.pool.allocate()).collect();
+        let new = new.ok_or(Error::NoBlocks { needed, free: 0 })?;
+        let sequence = self.sequences.get_mut(&chunk.sequence).ok_or_else(unknown)?;
+        sequence.blocks.extend(new);
+        let positions = sequence.computed..sequence.computed + chunk.tokens;
+        let first = pass.ids.len();
+        pass.ids.extend_from_slice(&sequence.ids[positions.clone()]);
+        for position in positions.clone() {
+            let block = sequence.blocks[position / block_length] as usize;
+            // The pool's number of rows fits, as that of its elements does.
+            pass.rows.push((block * block_length + position % block_length) as u32);
+            for (angles, all) in pass.angles.iter_mut().zip(&self.angles) {
+                angles.extend_from_slice(&all[position * half..(position + 1) * half]);
+            }
+        }
+        pass.spans.push(Span {
+            rows: first..pass.ids.len(),
+            position: positions.start,
+            first_block: pass.block_table.len(),
+            is_prompt: positions.start < sequence.prompt,
+        });
+        let used = positions.end.div_ceil(block_length);
+        pass.block_table.extend_from_slice(&sequence.blocks[..used]);
+        Ok(())
+    }
+
+    fn upload(&mut self, tokens: &PassTokens) -> Result<(), Error> {
+        let (backend, inputs) = (&self.model.backend, &mut self.inputs);
+        let PassTokens { ids, rows, block_table, angles: [cos, sin], .. } = tokens;
+        backend.upload(ids, B::view_mut(&mut inputs.ids, 0..ids.len()))?;
+        backend.upload(rows, B::view_mut(&mut inputs.rows, 0..rows.len()))?;
+        let table = 0..block_table.len();
+        backend.upload(block_table, B::view_mut(&mut inputs.block_table, table))?;
+        backend.upload(cos, B::view_mut(&mut inputs.rope.cos, 0..cos.len()))?;
+        Ok(backend.upload(sin, B::view_mut(&mut inputs.rope.sin, 0..sin.len()))?)
+    }
+
+    /// All blocks and the final norm.
+    fn compute(&mut self, pass: &PassTokens) -> Result<(), Error> {
+        let (model, n) = (self.model, pass.ids.len());
+        let PassInputs { ids, rows, block_table, rope } = &self.inputs;
+        let tokens = Tokens {
+            shape: model.qkv_shape(1, n),
+            first_position: 0,
+            document_start: None,
+            independent: true,
+        };
+        let cx = Context { rope, packed: self.packed.as_ref(), ..model.context(tokens) };
+        let (layers, gathered) = (&model.layers, &mut self.scratch.gathered);
+        layers.embedding.forward(&cx, B::view(ids, 0..n), &mut self.stream[0], gathered)?;
+        for (block, layer) in layers.blocks.iter().zip(&mut self.cache) {
+            let [input, output] = &mut self.stream;
+            // Nothing is saved for a backward pass: the blocks share their buffers.
+            let buffers = self.blocks.buffers(0, &mut self.scratch);
+            let cached = CachedTokens {
+                layer,
+                rows,
+                block_table,
+                blocks: pass.block_table.len(),
+                block_length: self.options.block_length,
+                spans: &pass.spans,
+            };
+            block.forward(&cx, input, buffers, Some(cached), output)?;
+            self.stream.swap(0, 1);
+        }
+        layers.final_norm.forward(&cx, &self.stream[0], &mut self.normed)?;
+        Ok(())
+    }
+
+    /// The logits that are wanted of each chunk.
+    fn logits(&mut self, chunks: &[Chunk], pass: &PassTokens) -> Result<Vec<Vec<f32>>, Error> {
+        let (model, width) = (self.model, self.model.config.hidden_size);
+        let wanted: Vec<_> = (chunks.iter().zip(&pass.spans))
+            .map(|(chunk, span)| match chunk.logits {
+                WantedLogits::None => span.rows.end..span.rows.end,
+                WantedLogits::Last => span.rows.end - 1..span.rows.end,
+                WantedLogits::All => span.rows.clone(),
+            })
+            .collect();
+        let mut count = 0;
+        for rows in wanted.iter().filter(|rows| !rows.is_empty()) {
+            let source = B::view(&self.normed.y, rows.start * width..rows.end * width);
+            let place = count * width..(count + rows.len()) * width;
+            model.backend.copy(source, B::view_mut(&mut self.rows, place))?;
+            count += rows.len();
+        }
+        if count == 0 {
+            return Ok(vec![Vec::new(); chunks.len()]);
+        }
+        let normed = B::view(&self.rows, 0..count * width);
+        let packed = self.packed.as_ref();
+        let all = model.layers.head.logits(
+            &model.backend,
+            &model.weights,
+            normed,
+            count,
+            true,
+            packed,
+        )?;
+        let (mut rest, vocabulary) = (&all[..], model.config.vocab_size);
+        let of_chunk = |rows: std::ops::Range<usize>| {
+            let (own, others) = rest.split_at(rows.len() * vocabulary);
+            rest = others;
+            own.to_vec()
+        };
+        Ok(wanted.into_iter().map(of_chunk).collect())
+    }
+
+    /// A chunk's tokens are computed: whole blocks of its prompt are remembered.
+    fn finish(&mut self, chunk: &Chunk) -> Result<(), Error> {
+        let block_length = self.options.block_length;
+        let sequence = self.sequences.get_mut(&chunk.sequence).ok_or_else(unknown)?;
+        sequence.computed += chunk.tokens;
+        let whole = sequence.computed.min(sequence.prompt) / block_length;
+        if let Some((remembered, content)) = &mut sequence.remembered {
+            while *remembered < whole {
+                let tokens = *remembered * block_length..(*remembered + 1) * block_length;
+                let block = sequence.blocks[*remembered];
+                *content = self.pool.remember(block, *content, &sequence.ids[tokens]);
+                *remembered += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn unknown() -> Error {
+    Error::Generation { reason: "there is no such sequence".into() }
+}

@@ -1,0 +1,92 @@
+//! Text generation with a cache of keys and values: a Mixture-of-Head model computes the attention of each
+//! token's active heads only.
+
+mod batch;
+mod packed;
+mod pool;
+
+use moh_kernels::{Backend, Element};
+
+pub use batch::{BatchGenerator, BatchOptions, Chunk, SequenceId, WantedLogits};
+pub(crate) use packed::PackedWeights;
+
+use crate::Error;
+use crate::model::Model;
+
+/// A sequence that is being generated, alone.
+pub struct Generator<'a, B: Backend, T: Element> {
+    batch: BatchGenerator<'a, B, T>,
+    sequence: Option<SequenceId>,
+    position: usize,
+    capacity: usize,
+}
+
+impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
+    /// Allocates the buffers of a sequence of up to `capacity` tokens; the model must have as many
+    /// positions.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory or the model has fewer positions; [`Error::Divided`] if
+    /// the model is a part.
+    pub fn new(model: &'a Model<B, T>, capacity: usize) -> Result<Self, Error> {
+        Self::with_options(model, capacity, BatchOptions::for_tokens(capacity))
+    }
+
+    /// The same with other sizes of passes and blocks.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_options(
+        model: &'a Model<B, T>,
+        capacity: usize,
+        options: BatchOptions,
+    ) -> Result<Self, Error> {
+        if capacity > model.positions() {
+            return Err(Error::TooLong { tokens: capacity, positions: model.positions() });
+        }
+        let (pass_tokens, blocks) = (options.pass_tokens.min(capacity), options.blocks);
+        let options =
+            BatchOptions { pass_tokens: pass_tokens.max(1), blocks: blocks.max(1), ..options };
+        let batch = BatchGenerator::new(model, options)?;
+        Ok(Generator { batch, sequence: None, position: 0, capacity })
+    }
+
+    /// The tokens so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Appends tokens and returns the logits of the token after them, `[V]`.
+    ///
+    /// # Errors
+    /// Fails without tokens, for a token outside the vocabulary, and if the capacity is exceeded.
+    pub fn extend(&mut self, ids: &[u32]) -> Result<Vec<f32>, Error> {
+        let end = self.position + ids.len();
+        if end > self.capacity || ids.is_empty() {
+            return Err(Error::TooLong { tokens: end, positions: self.capacity });
+        }
+        let sequence = match (self.sequence, ids) {
+            (None, _) => self.batch.add(ids, false)?,
+            (Some(sequence), [token]) => {
+                self.batch.push(sequence, *token)?;
+                sequence
+            }
+            (Some(sequence), _) => {
+                self.batch.extend(sequence, ids)?;
+                sequence
+            }
+        };
+        self.sequence = Some(sequence);
+        let most = self.batch.options().pass_tokens;
+        let mut last = Vec::new();
+        while self.position < end {
+            let tokens = most.min(end - self.position);
+            let is_last = self.position + tokens == end;
+            let logits = if is_last { WantedLogits::Last } else { WantedLogits::None };
+            last =
+                self.batch.pass(&[Chunk { sequence, tokens, logits }])?.pop().unwrap_or_default();
+            self.position += tokens;
+        }
+        Ok(last)
+    }
+}
