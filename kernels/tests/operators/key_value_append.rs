@@ -10,11 +10,7 @@ fn appends<B: Backend>(device: &B, shape: QkvShape, free: usize, seed: u64) {
     let qkv: Vec<f32> = random.elements(shape.tokens() * shape.row());
     let capacity = shape.tokens() + free;
     let before: Vec<f32> = random.elements(capacity * width);
-    // The rows in an order of their own: a step that has no factor in common with their number.
-    let step =
-        (capacity / 2..).find(|step| (2..=capacity).all(|f| step % f > 0 || capacity % f > 0));
-    let rows: Vec<u32> =
-        (0..shape.tokens()).map(|token| (token * step.unwrap() % capacity) as u32).collect();
+    let rows: Vec<u32> = random.permutation(capacity)[..shape.tokens()].to_vec();
     let (qkv_buffer, row_buffer) = (upload(device, &qkv), upload(device, &rows));
     let (mut keys, mut values) = (upload(device, &before), upload(device, &before));
     let append = KeyValueAppend {

@@ -7,6 +7,7 @@ use candle_core::{DType as CandleType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::llama::{Cache, Config, Llama, Llama3RopeConfig, Llama3RopeType};
 use candle_transformers::models::qwen3;
+use moh_device::available_memory;
 use moh_model::tensors::tensor_shapes;
 use moh_model::{Architecture, ModelConfig};
 
@@ -28,7 +29,7 @@ pub(crate) fn obstacle(config: &ModelConfig) -> Option<&'static str> {
         Architecture::Llama | Architecture::Qwen3 => {}
     }
     let bytes = config.num_parameters().saturating_mul(4);
-    match available_bytes() {
+    match available_memory() {
         Some(available) if bytes > available => Some("its weights do not fit into memory in f32"),
         _ => None,
     }
@@ -125,12 +126,4 @@ fn qwen3_config(config: &ModelConfig, positions: usize) -> qwen3::Config {
         use_sliding_window: false,
         hidden_act: Activation::Silu,
     }
-}
-
-/// Available memory of this machine; `None` where the system does not report it.
-fn available_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
 }

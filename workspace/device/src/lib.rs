@@ -3,13 +3,13 @@
 //! closure cannot be generic. [`ResidentMemory`] is the memory of a device without its own.
 
 mod elements;
+mod host_memory;
 mod name;
 mod open;
-mod resident_memory;
 
 pub use elements::{
     InElements, InTrainingElements, TrainingTypes, in_elements, in_training_elements,
 };
+pub use host_memory::{ResidentMemory, available_memory};
 pub use name::DeviceName;
 pub use open::{Compute, Error, OnDevice, OpenDevice};
-pub use resident_memory::ResidentMemory;

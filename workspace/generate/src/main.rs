@@ -204,7 +204,8 @@ fn decode<B: Backend, T: Element>(
         top_p: arguments.top_p,
     };
     let mut sampler = Sampler::new(arguments.seed, sampling, tokenizer.vocab_size());
-    let mut generator = Generator::new(model, capacity)?;
+    let options = models::batch_options(model, capacity);
+    let mut generator = Generator::with_options(model, capacity, options)?;
     let mut text = tokenizer.stream(&prompt.ids, true);
     let mut out = stdout();
     write!(out, "{}", prompt.shown)?;

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use moh_data::TextTokenizer;
-use moh_device::{DeviceName, OpenDevice};
+use moh_device::{DeviceName, OpenDevice, available_memory};
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::{ConfigFile, StoredModel};
 use moh_hub::{DownloadProgress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
-use moh_model::Model;
+use moh_model::{BatchGenerator, BatchOptions, Model};
 use moh_recipe::shell::shell_word;
 use moh_run_directory::CheckpointName;
 
@@ -26,6 +26,14 @@ pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
     };
     PossibleValuesParser::new(ElementType::ALL.map(value))
         .try_map(|name| ElementType::from_name(&name).ok_or("not an element type"))
+}
+
+/// Sizes of a generator of up to `tokens` tokens. The weights get packed copies unless these would take more than half of
+/// the machine's available memory.
+pub fn batch_options<B: Backend, T: Element>(model: &Model<B, T>, tokens: usize) -> BatchOptions {
+    let packed = BatchGenerator::packed_bytes(model);
+    let pack_weights = available_memory().is_none_or(|available| packed <= available / 2);
+    BatchOptions { pack_weights, ..BatchOptions::for_tokens(tokens) }
 }
 
 /// The directory of a model: itself, or a repository of the hub, downloaded if necessary.
