@@ -104,7 +104,7 @@ fn by_whole_passes<B: Backend, T: Element>(
 ) -> Vec<Vec<f32>> {
     let (mut ids, mut found) = (prompt.to_vec(), Vec::new());
     for _ in 0..count {
-        let output = model.run(&[ids.clone()]).unwrap();
+        let output = model.run(std::slice::from_ref(&ids)).unwrap();
         let last = output.logits.len() - VOCABULARY as usize;
         let logits = output.logits[last..].to_vec();
         ids.push(best(&logits));
@@ -286,7 +286,7 @@ fn the_logits_of_all_tokens_of_a_prompt_are_those_of_a_whole_pass() {
         let chunk = |tokens| Chunk { sequence, tokens, logits: WantedLogits::All };
         [16, 14].map(|tokens| generator.pass(&[chunk(tokens)]).unwrap().remove(0)).concat()
     };
-    let output = model.run(&[ids.clone()]).unwrap();
+    let output = model.run(std::slice::from_ref(&ids)).unwrap();
     for position in 0..ids.len() {
         let part = position * VOCABULARY as usize..(position + 1) * VOCABULARY as usize;
         let pairs = found[part.clone()].iter().zip(&output.logits[part]);

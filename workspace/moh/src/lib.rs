@@ -43,6 +43,6 @@ pub use moh_hf::{ConfigFile, StoredModel, write_random_model};
 pub use moh_kernels::Cuda;
 pub use moh_kernels::{Backend, Cpu, DType, Element};
 pub use moh_model::{
-    Generator, HeadCounts, LayerHeads, Model, ModelConfig, ModelOutput, MohConfig, Sampler,
-    Sampling,
+    BatchGenerator, BatchOptions, Chunk, Generator, HeadCounts, LayerHeads, Model, ModelConfig,
+    ModelOutput, MohConfig, Sampler, Sampling, SequenceId, WantedLogits,
 };

@@ -116,11 +116,11 @@ pub(super) fn whole<'a, M: Memory>(
 }
 
 /// The selection of some of the tokens.
-pub(super) fn selection_of<'a, M: Memory>(
+pub(super) fn selection_of<'v, 'a: 'v, M: Memory>(
     selection: &Selection<'a, M>,
     heads: usize,
     rows: &Range<usize>,
-) -> Selection<'a, M> {
+) -> Selection<'v, M> {
     let part = |width: usize| rows.start * width..rows.end * width;
     let routed = heads - selection.shared_heads.min(heads);
     Selection {
@@ -133,7 +133,7 @@ pub(super) fn selection_of<'a, M: Memory>(
 #[cfg(gpu)]
 impl<M: Memory, T: Element> SequenceAttention<'_, M, T> {
     /// The attention of one of the sequences.
-    pub(super) fn of(&mut self, span: &Span) -> AttentionForward<'_, M, T> {
+    pub(super) fn of<'v>(&'v mut self, span: &Span) -> AttentionForward<'v, M, T> {
         let shape = shape_of(self.shape, span);
         let part = |width: usize| span.rows.start * width..span.rows.end * width;
         let of_selection = |selection| selection_of(selection, shape.heads, &span.rows);
@@ -145,8 +145,8 @@ impl<M: Memory, T: Element> SequenceAttention<'_, M, T> {
             },
             queries: M::part(self.qkv, part(shape.query_stride)),
             key_values: KeyValues::Paged {
-                keys: self.keys,
-                values: self.values,
+                keys: M::reborrow(self.keys),
+                values: M::reborrow(self.values),
                 block_table: M::part(self.block_table, blocks_of(span, self.block_length)),
                 block_length: self.block_length,
             },
