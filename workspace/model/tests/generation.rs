@@ -144,7 +144,7 @@ fn logits_are_those_of_whole_passes() {
 #[cfg(feature = "cuda-emulator")]
 #[test]
 fn logits_on_an_emulated_gpu_are_those_of_whole_passes() {
-    are_those_of_whole_passes::<_, f32>(Cuda::new(0).unwrap(), 1e-5);
+    are_those_of_whole_passes::<_, f32>(Cuda::emulated(), 1e-5);
 }
 
 /// Each sequence alone, its prompt in one pass, against all together in several ways: the same bits.
