@@ -54,7 +54,8 @@ struct Arguments {
     /// Maximum number of tokens to generate
     #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = at_least::<usize>(0))]
     max_tokens: usize,
-    /// Sampling temperature; 0 always selects the most likely token [default: 0, or 1 with --top-k or --top-p]
+    /// Sampling temperature; 0 always selects the most likely token [default: 0, or 1 with --top-k, --top-p or
+    /// --min-p]
     #[arg(long)]
     temperature: Option<f64>,
     /// Sample from this many most likely tokens
@@ -63,6 +64,18 @@ struct Arguments {
     /// Sample from the most likely tokens, of those of --top-k, whose probabilities add up to this
     #[arg(long)]
     top_p: Option<f64>,
+    /// Sample from tokens with at least this share of the likeliest one's probability
+    #[arg(long)]
+    min_p: Option<f64>,
+    /// Divide the logits of tokens of the prompt and of generated ones by this; multiply negative ones
+    #[arg(long)]
+    repetition_penalty: Option<f64>,
+    /// Subtract this from the logits of tokens that were generated
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    presence_penalty: f64,
+    /// Subtract this from the logit of a token for each time that it was generated
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    frequency_penalty: f64,
     /// Seed of the sampling
     #[arg(long, default_value_t = 0, value_parser = at_least::<u64>(0))]
     seed: u64,
@@ -101,10 +114,23 @@ fn check(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(p) = arguments.top_p.filter(|p| !(*p > 0.0 && *p <= 1.0)) {
         return usage(format!("--top-p {p}: must be above 0 and at most 1"));
     }
+    if let Some(share) = arguments.min_p.filter(|share| !(0.0..=1.0).contains(share)) {
+        return usage(format!("--min-p {share}: must be at least 0 and at most 1"));
+    }
+    if let Some(penalty) = arguments.repetition_penalty.filter(|p| !(*p > 0.0 && p.is_finite())) {
+        return usage(format!("--repetition-penalty {penalty}: must be above 0"));
+    }
+    for (name, penalty) in
+        [("presence", arguments.presence_penalty), ("frequency", arguments.frequency_penalty)]
+    {
+        if !penalty.is_finite() {
+            return usage(format!("--{name}-penalty {penalty}: must be a number"));
+        }
+    }
     if temperature == 0.0 && arguments.limits_sampling() {
         exit::stderr_line(format_args!(
-            "warning: --temperature 0 always selects the most likely token: --top-k and --top-p have no \
-             effect"
+            "warning: --temperature 0 always selects the most likely token: --top-k, --top-p and --min-p have \
+             no effect"
         ));
     }
     Ok(())
@@ -113,7 +139,7 @@ fn check(arguments: &Arguments) -> anyhow::Result<()> {
 impl Arguments {
     /// Whether an option limits the tokens that are sampled, which asks for sampling.
     fn limits_sampling(&self) -> bool {
-        self.top_k.is_some() || self.top_p.is_some()
+        self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some()
     }
 
     fn temperature(&self) -> f64 {
@@ -202,8 +228,14 @@ fn decode<B: Backend, T: Element>(
         temperature: arguments.temperature(),
         top_k: arguments.top_k,
         top_p: arguments.top_p,
+        min_p: arguments.min_p,
+        repetition_penalty: arguments.repetition_penalty,
+        presence_penalty: arguments.presence_penalty,
+        frequency_penalty: arguments.frequency_penalty,
+        logit_bias: Vec::new(),
     };
-    let mut sampler = Sampler::new(arguments.seed, sampling, tokenizer.vocab_size());
+    let vocab_size = tokenizer.vocab_size();
+    let mut sampler = Sampler::new(arguments.seed, sampling, vocab_size).after(&prompt.ids);
     let options = models::batch_options(model, capacity);
     let mut generator = Generator::with_options(model, capacity, options)?;
     let mut text = tokenizer.stream(&prompt.ids, true);

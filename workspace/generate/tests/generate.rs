@@ -160,9 +160,38 @@ fn limits_of_sampling_ask_for_it_or_say_that_they_have_no_effect() {
     assert!(!sampled.1.contains("warning"), "{}", sampled.1);
     let greedy = run(&["--temperature", "0", "--top-p", "0.95"]);
     assert_eq!(greedy.0, run(&[]).0);
-    let warning = "warning: --temperature 0 always selects the most likely token: --top-k and --top-p have \
-                   no effect\n";
+    let warning = "warning: --temperature 0 always selects the most likely token: --top-k, --top-p and --min-p \
+                   have no effect\n";
     assert!(greedy.1.starts_with(warning), "{}", greedy.1);
+}
+
+#[test]
+fn penalties_avoid_tokens_and_values_without_meaning_are_refused() {
+    let dir = prepared();
+    let words = |options: &[&str]| {
+        let text =
+            success(&mut moh_generate(dir.path(), &[&["--max-tokens", "9"], options].concat()));
+        text.split_whitespace().skip(3).map(str::to_owned).collect::<Vec<_>>()
+    };
+    for penalty in ["--presence-penalty", "--frequency-penalty", "--repetition-penalty"] {
+        let found = words(&[penalty, "1e9"]);
+        let differ: std::collections::HashSet<&String> = found.iter().collect();
+        assert_eq!((found.len(), differ.len()), (9, 9), "{penalty}: {found:?}");
+        // The prompt counts for the repetition penalty alone.
+        let in_prompt = |word: &String| ["w1", "w2", "w3"].contains(&word.as_str());
+        assert!(penalty != "--repetition-penalty" || !found.iter().any(in_prompt), "{found:?}");
+    }
+    let first = words(&[]).remove(0);
+    assert!(words(&["--frequency-penalty", "-1e9"]).iter().all(|word| *word == first));
+    assert_eq!(words(&["--min-p", "1", "--seed", "7"]), words(&[]));
+    for (option, value, expected) in [
+        ("--min-p", "1.5", "--min-p 1.5: must be at least 0 and at most 1"),
+        ("--repetition-penalty", "0", "--repetition-penalty 0: must be above 0"),
+        ("--presence-penalty", "nan", "--presence-penalty NaN: must be a number"),
+    ] {
+        let mut command = moh_generate(dir.path(), &[option, value]);
+        assert_eq!(failure(dir.path(), &mut command, 2), expected);
+    }
 }
 
 #[test]

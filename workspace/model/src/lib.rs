@@ -94,7 +94,7 @@ pub use model::{LossConfig, Model, ModelBuffers};
 pub use output::ModelOutput;
 pub use pass_sizes::{PassRole, PassSizes};
 pub use router::RouterKind;
-pub use sampler::{Sampler, Sampling};
+pub use sampler::{LogProbabilities, Sampler, Sampling};
 pub use shared_heads::SharedHeadSets;
 pub use step_sums::{StepSums, Sums};
 pub use teacher::{Distillation, Teacher};

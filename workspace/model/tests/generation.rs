@@ -46,7 +46,7 @@ fn prompt(length: usize, seed: u32) -> Vec<u32> {
 }
 
 fn options(pass_tokens: usize, blocks: usize) -> BatchOptions {
-    BatchOptions { pass_tokens, blocks, block_length: 8, pack_weights: true }
+    BatchOptions { pass_tokens, blocks, block_length: 8, pack_weights: true, independent: true }
 }
 
 /// The likeliest token.

@@ -26,6 +26,9 @@ pub struct BatchOptions {
     /// Whether the weights of linear layers get packed copies, on a device that has them: faster, and as large
     /// as the weights again ([`BatchGenerator::packed_bytes`]).
     pub pack_weights: bool,
+    /// Whether the bits of a sequence may not depend on the others. Without packed weights this makes passes of many
+    /// tokens slower, with them it is so anyway.
+    pub independent: bool,
 }
 
 impl BatchOptions {
@@ -33,7 +36,13 @@ impl BatchOptions {
     pub fn for_tokens(tokens: usize) -> Self {
         const BLOCK_LENGTH: usize = 16;
         let blocks = tokens.div_ceil(BLOCK_LENGTH);
-        BatchOptions { pass_tokens: 512, blocks, block_length: BLOCK_LENGTH, pack_weights: true }
+        BatchOptions {
+            pass_tokens: 512,
+            blocks,
+            block_length: BLOCK_LENGTH,
+            pack_weights: true,
+            independent: true,
+        }
     }
 }
 
@@ -78,7 +87,7 @@ struct Sequence {
 /// Generates several sequences with one model.
 ///
 /// The results of a sequence do not depend on the others, nor on how its prompt is divided into passes: on the
-/// CPU not in a single bit.
+/// CPU not in a single bit, unless [`BatchOptions::independent`] is false.
 pub struct BatchGenerator<'a, B: Backend, T: Element> {
     model: &'a Model<B, T>,
     options: BatchOptions,
@@ -124,7 +133,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// # Errors
     /// Fails if the device is out of memory, and for sizes of 0; [`Error::Divided`] if the model is a part.
     pub fn new(model: &'a Model<B, T>, options: BatchOptions) -> Result<Self, Error> {
-        let BatchOptions { pass_tokens, blocks, block_length, pack_weights } = options;
+        let BatchOptions { pass_tokens, blocks, block_length, pack_weights, .. } = options;
         if !model.is_whole() {
             return Err(Error::Divided);
         }
@@ -391,7 +400,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             shape: model.qkv_shape(1, n),
             first_position: 0,
             document_start: None,
-            independent: true,
+            independent: self.options.independent,
         };
         let cx = Context { rope, packed: self.packed.as_ref(), ..model.context(tokens) };
         let (layers, gathered) = (&model.layers, &mut self.scratch.gathered);
@@ -436,13 +445,13 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             return Ok(vec![Vec::new(); chunks.len()]);
         }
         let normed = B::view(&self.rows, 0..count * width);
-        let packed = self.packed.as_ref();
+        let (packed, independent) = (self.packed.as_ref(), self.options.independent);
         let all = model.layers.head.logits(
             &model.backend,
             &model.weights,
             normed,
             count,
-            true,
+            independent,
             packed,
         )?;
         let (mut rest, vocabulary) = (&all[..], model.config.vocab_size);

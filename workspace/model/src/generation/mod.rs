@@ -45,8 +45,12 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             return Err(Error::TooLong { tokens: capacity, positions: model.positions() });
         }
         let (pass_tokens, blocks) = (options.pass_tokens.min(capacity), options.blocks);
-        let options =
-            BatchOptions { pass_tokens: pass_tokens.max(1), blocks: blocks.max(1), ..options };
+        let options = BatchOptions {
+            pass_tokens: pass_tokens.max(1),
+            blocks: blocks.max(1),
+            independent: false,
+            ..options
+        };
         let batch = BatchGenerator::new(model, options)?;
         Ok(Generator { batch, sequence: None, position: 0, capacity })
     }
