@@ -149,9 +149,7 @@ fn linear_forward<B: Backend, T: Element>(
         read x = random_elements::<B, T>(backend, tokens * inputs),
         read weight = random_elements::<B, T>(backend, outputs * inputs),
         write y = backend.allocate::<T>(tokens * outputs),
-    ] backend.linear_forward(LinearForward {
-        inputs, x, weight, residual: None, y, independent: false, packed: None,
-    }))
+    ] backend.linear_forward(LinearForward::new(inputs, x, weight, y)))
 }
 
 /// A layer on tokens of several sequences, as in generation, by a packed weight where the device has one.

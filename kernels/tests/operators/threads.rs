@@ -159,15 +159,7 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
 
     let mut product = vec![T::zeroed(); tokens * outputs];
     let inputs = width;
-    let forward = LinearForward::<Cpu, T> {
-        inputs,
-        x: &y,
-        weight: &weight,
-        residual: None,
-        y: &mut product,
-        independent: false,
-        packed: None,
-    };
+    let forward = LinearForward::<Cpu, T>::new(inputs, &y, &weight, &mut product);
     Cpu.linear_forward(forward).unwrap();
     let mut d_weight = vec![0f32; weight.len()];
     let backward = LinearBackwardWeight::<Cpu, T, f32> {

@@ -87,15 +87,7 @@ pub fn matmul<B: Backend, T: Element>(bench: &Bench<B>, seconds: f64) -> anyhow:
     let times = bench.repeat(1, seconds, || {
         let (x, weight) = (B::view(&x, 0..count), B::view(&weight, 0..count));
         let y = B::view_mut(&mut y, 0..count);
-        backend.linear_forward(LinearForward {
-            inputs: *product,
-            x,
-            weight,
-            residual: None,
-            y,
-            independent: false,
-            packed: None,
-        })
+        backend.linear_forward(LinearForward::new(*product, x, weight, y))
     })?;
     Ok(times.rates(2.0 * (*product as f64).powi(3)))
 }

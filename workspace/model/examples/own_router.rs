@@ -29,14 +29,8 @@ impl LinearRouter {
     /// The gates of each token, `[tokens, H]`.
     fn gates(&self, x: &[f32], weight: &[f32]) -> Result<Vec<f32>> {
         let mut gates = vec![0.0; x.len() / self.width * self.heads];
-        let (inputs, residual) = (self.width, None);
-        Cpu.linear_forward(LinearForward::<Cpu, f32> {
-            inputs,
-            x,
-            weight,
-            residual,
-            y: &mut gates,
-        })?;
+        let product = LinearForward::<Cpu, f32>::new(self.width, x, weight, &mut gates);
+        Cpu.linear_forward(product)?;
         for gates in gates.chunks_mut(self.heads) {
             let largest = gates.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             gates.iter_mut().for_each(|gate| *gate = (*gate - largest).exp());

@@ -130,15 +130,7 @@ fn matmul<B: Backend, T: Element>(backend: &B, size: usize) -> moh_kernels::Resu
     backend.upload(&elements, B::view_mut(&mut x, 0..count))?;
     let mut product = || {
         let (x, y) = (B::view(&x, 0..count), B::view_mut(&mut y, 0..count));
-        backend.linear_forward(LinearForward {
-            inputs: size,
-            x,
-            weight: x,
-            residual: None,
-            y,
-            independent: false,
-            packed: None,
-        })?;
+        backend.linear_forward(LinearForward::new(size, x, x, y))?;
         backend.synchronize()
     };
     product()?;

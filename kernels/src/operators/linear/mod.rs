@@ -30,6 +30,18 @@ pub struct LinearForward<'a, M: Memory, T: Element> {
     pub packed: Option<View<'a, M, u32>>,
 }
 
+impl<'a, M: Memory, T: Element> LinearForward<'a, M, T> {
+    /// A product alone, by the weight itself.
+    pub fn new(
+        inputs: usize,
+        x: View<'a, M, T>,
+        weight: View<'a, M, T>,
+        y: ViewMut<'a, M, T>,
+    ) -> Self {
+        LinearForward { inputs, x, weight, residual: None, y, independent: false, packed: None }
+    }
+}
+
 /// Arguments of [`Linear::linear_backward_input`].
 pub struct LinearBackwardInput<'a, M: Memory, T: Element> {
     /// Columns of the weight.

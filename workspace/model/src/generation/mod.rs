@@ -45,6 +45,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             return Err(Error::TooLong { tokens: capacity, positions: model.positions() });
         }
         let (pass_tokens, blocks) = (options.pass_tokens.min(capacity), options.blocks);
+        // There is no other sequence to be independent of.
         let options = BatchOptions {
             pass_tokens: pass_tokens.max(1),
             blocks: blocks.max(1),

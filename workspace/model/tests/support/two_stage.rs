@@ -123,15 +123,12 @@ impl TwoStage {
         let mut tables = Vec::new();
         for (parameter, outputs) in self.outputs().into_iter().enumerate() {
             let mut y = backend.allocate::<T>(tokens * outputs)?;
-            backend.linear_forward(LinearForward {
-                inputs: self.width,
-                x: B::reborrow(x),
-                weight: parameters.get(parameter)?,
-                residual: None,
-                y: B::whole_mut(&mut y),
-                independent: false,
-                packed: None,
-            })?;
+            backend.linear_forward(LinearForward::new(
+                self.width,
+                B::reborrow(x),
+                parameters.get(parameter)?,
+                B::whole_mut(&mut y),
+            ))?;
             let mut logits = vec![T::from_f32(0.0); tokens * outputs];
             backend.download(B::whole(&y), &mut logits)?;
             tables.push(logits.iter().map(|logit| f64::from(logit.to_f32())).collect::<Vec<_>>());
