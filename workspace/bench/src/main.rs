@@ -2,6 +2,8 @@
 
 mod attention;
 mod device;
+mod generation;
+mod heads;
 mod kernels;
 mod limits;
 mod machine;
@@ -42,6 +44,13 @@ enum Command {
         moh-bench step --recipe recipes/quickstart.toml --stage moh\n  \
         moh-bench step --config recipes/quickstart --batch 8 --length 256 --active 0.75")]
     Step(step_job::StepArguments),
+    /// Generation of several sequences at once: prompts, then a token of each in every pass
+    ///
+    /// The model has random weights and the prompts random tokens; logits are computed, and no token is sampled.
+    #[command(after_help = "Examples, from the repository's root:\n  \
+        moh-bench generation --config recipes/quickstart --batch 1,8,32 --context 64\n  \
+        moh-bench generation --config recipes/quickstart --active 0.5 --router group --dtype bf16")]
+    Generation(generation::GenerationArguments),
     /// Mixture-of-Head attention against dense attention, forward and backward
     #[command(after_help = "Examples:\n  \
         moh-bench attention --length 8192 --dtype bf16\n  \
@@ -70,6 +79,7 @@ enum Command {
 fn main() -> ExitCode {
     exit::run(|| match moh_program::arguments::parse::<Arguments>().command {
         Command::Step(arguments) => step::run(&arguments),
+        Command::Generation(arguments) => generation::run(&arguments),
         Command::Attention(arguments) => attention::run(&arguments),
         Command::Operators(arguments) => operators::run(&arguments),
         Command::Machine(arguments) => machine::run(&arguments),

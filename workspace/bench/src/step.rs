@@ -168,7 +168,7 @@ fn alone() -> StepGroups {
 
 /// Fills a tensor with random elements. They repeat in large tensors, because billions of random
 /// numbers would take longer than the measurement.
-fn fresh(segment: &Segment, deviation: f64, values: &mut [f32]) {
+pub fn fresh(segment: &Segment, deviation: f64, values: &mut [f32]) {
     const PERIOD: usize = (1 << 20) + 1;
     let period = values.len().min(PERIOD);
     let (first, rest) = values.split_at_mut(period);
@@ -179,7 +179,7 @@ fn fresh(segment: &Segment, deviation: f64, values: &mut [f32]) {
 }
 
 /// Writes a sample's tokens: uniform, and the same in every run.
-fn synthetic(sample: u64, vocabulary: u64, window: &mut [u32]) {
+pub fn synthetic(sample: u64, vocabulary: u64, window: &mut [u32]) {
     let mut state = (sample ^ SEED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     for id in window {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -305,7 +305,7 @@ fn as_text(job: &StepJob, measured: &StepMeasurement, machine: &MachineLimits) -
     text
 }
 
-fn describe(config: &ModelConfig) -> String {
+pub fn describe(config: &ModelConfig) -> String {
     let attention = match &config.moh {
         None => "dense".to_owned(),
         Some(moh) => format!("{} shared heads and {} routed", moh.shared_heads, moh.routed_top_k),

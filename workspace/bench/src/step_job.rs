@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use moh_hf::ConfigFile;
 use moh_kernels::ElementType;
-use moh_model::{Active, HeadRequest, ModelConfig, Recompute, SharedHeadSets};
+use moh_model::{ModelConfig, Recompute};
 use moh_plan::{Plan, step_config};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
@@ -15,6 +15,7 @@ use moh_run_directory::local_model_config;
 use moh_step::{Hyperparameters, StepConfig};
 
 use crate::device::DeviceArguments;
+use crate::heads::HeadArguments;
 
 /// Maximum tokens of a micro-batch: a larger number is a typing error.
 const MAX_TOKENS: usize = 1 << 28;
@@ -43,22 +44,11 @@ pub struct StepArguments {
     #[arg(long, value_name = "TOKENS", default_value_t = 512, conflicts_with = "recipe")]
     #[arg(value_parser = at_least::<usize>(0))]
     length: usize,
-    /// Number of layers, instead of the model's
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    layers: Option<u32>,
     /// Type of weights and activations; the recipe's or f32 if omitted
     #[arg(long, value_parser = models::element_types())]
     dtype: Option<ElementType>,
-    /// Fraction of the heads that is active; by default half of all heads are shared, or half of the
-    /// active heads if at most half are active
-    #[arg(long, value_name = "SHARE")]
-    active: Option<f64>,
-    /// Shared heads, active for every token
-    #[arg(long, value_name = "N", requires = "active", value_parser = at_least::<usize>(0))]
-    shared_heads: Option<usize>,
-    /// Dense attention, even if the recipe or the configuration has Mixture-of-Head
-    #[arg(long, conflicts_with = "active")]
-    dense: bool,
+    #[command(flatten)]
+    heads: HeadArguments,
     #[command(flatten)]
     pub device: DeviceArguments,
     /// Steps to measure; as many as five seconds allow, at least three, if omitted
@@ -95,31 +85,7 @@ impl StepJob {
         if let Some(dtype) = arguments.dtype {
             job.dtype = dtype;
         }
-        if let Some(layers) = arguments.layers {
-            job.config.num_hidden_layers = layers as usize;
-        }
-        let mut rounding = None;
-        let ModelConfig { num_attention_heads: heads, num_key_value_heads: kv_heads, .. } =
-            job.config;
-        let layers = job.config.num_hidden_layers;
-        if arguments.dense {
-            job.config.moh = None;
-        } else if let Some(active) = arguments.active {
-            let request = HeadRequest {
-                router: None,
-                shared_heads: arguments.shared_heads.map(SharedHeadSets::from),
-                active: Some(Active::Share(active)),
-            };
-            let moh = request.resolve(heads, kv_heads, layers, None);
-            job.config.moh = Some(moh.map_err(|error| Usage(error.to_string()))?);
-            rounding = request.rounding(heads, kv_heads, None);
-        }
-        if let Some(moh) = &job.config.moh {
-            job.config.check_moh(moh)?;
-        }
-        if let Err(limit) = job.config.check_limits() {
-            anyhow::bail!("the model has {}: at most {}", limit.what, limit.limit);
-        }
+        let rounding = arguments.heads.apply(&mut job.config)?;
         let StepConfig { micro_batch, sequence_length, .. } = job.step;
         match micro_batch.checked_mul(sequence_length) {
             Some(1..=MAX_TOKENS) => {

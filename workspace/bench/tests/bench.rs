@@ -68,6 +68,36 @@ fn a_step_of_a_bare_configuration_is_measured() {
 }
 
 #[test]
+fn generation_of_several_sequences_is_measured() {
+    let dir = workplace();
+    for options in ["", "--dtype bf16 --active 0.5 --router group", "--layers 1 --dense"] {
+        let arguments = "generation --config source --batch 1,3 --context 5,90 --tokens 3";
+        let found = json(dir.path(), &format!("{arguments} {options}"));
+        let rows = found["measurements"].as_array().unwrap();
+        let sizes =
+            rows.iter().map(|row| [&row["batch"], &row["context"]].map(|n| n.as_u64().unwrap()));
+        assert!(sizes.eq([[1, 5], [3, 5], [1, 90], [3, 90]]), "{rows:?}");
+        for row in rows {
+            positive(&row["prompt_tokens_per_second"]);
+            let passes = positive(&row["pass_seconds"]["median"]);
+            let rate = positive(&row["tokens_per_second"]["median"]);
+            assert!((rate * passes / row["batch"].as_f64().unwrap() - 1.0).abs() < 1e-9);
+        }
+        let model = found["model"].as_str().unwrap();
+        assert_eq!(model.ends_with("dense"), !options.contains("group"), "{model}");
+    }
+    let message = failure(
+        dir.path(),
+        &mut moh_bench(dir.path(), "generation --config source --batch 99999999999"),
+        2,
+    );
+    assert!(
+        message.starts_with("99999999999 sequences of 289 tokens: must be at most"),
+        "{message}"
+    );
+}
+
+#[test]
 fn a_step_of_a_recipe_is_that_of_its_stage() {
     let recipe = "step --recipe recipes/quickstart.toml --layers 1 --steps 1 --warmup 0 \
                   --set stage.moh.micro_batch=1 --set stage.moh.batch_tokens=512";

@@ -1,0 +1,235 @@
+//! `moh-bench generation`: tokens per second of prompts and of generated tokens, for several sequences at once.
+
+use std::path::PathBuf;
+
+use moh_hf::ConfigFile;
+use moh_kernels::{Backend, Element, ElementType};
+use moh_model::{
+    BatchGenerator, BatchOptions, Chunk, Model, ModelConfig, SequenceId, WantedLogits,
+};
+use moh_program::arguments::at_least;
+use moh_program::exit::Usage;
+use moh_program::{exit, models};
+use serde_json::{Value, json};
+
+use crate::device::{Bench, DeviceArguments, Measurement};
+use crate::heads::HeadArguments;
+use crate::limits::MachineLimits;
+use crate::report;
+use crate::step::{describe, fresh, synthetic};
+use crate::timing::Times;
+
+/// Maximum tokens of all sequences: a larger number is a typing error.
+const MAX_TOKENS: usize = 1 << 28;
+
+#[derive(clap::Args)]
+pub struct GenerationArguments {
+    /// A config.json or its directory, for the model's shape
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    /// Sequences at once; repeat it or separate numbers with commas for several measurements
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1")]
+    #[arg(value_parser = at_least::<usize>(1))]
+    batch: Vec<usize>,
+    /// Tokens of each sequence's prompt, likewise
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',', default_value = "256")]
+    #[arg(value_parser = at_least::<usize>(1))]
+    context: Vec<usize>,
+    /// Generated tokens of each sequence that are measured
+    #[arg(long, value_name = "TOKENS", default_value_t = 32, value_parser = at_least::<usize>(1))]
+    tokens: usize,
+    /// Type of weights and activations
+    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    dtype: ElementType,
+    #[command(flatten)]
+    heads: HeadArguments,
+    #[command(flatten)]
+    device: DeviceArguments,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// The times of a batch of sequences.
+pub struct Measured {
+    batch: usize,
+    context: usize,
+    /// Of the prompts together.
+    prompts: f64,
+    /// Of a pass that computes a token of each sequence.
+    passes: Times,
+}
+
+/// Measures what the arguments ask for and prints it.
+pub fn run(arguments: &GenerationArguments) -> anyhow::Result<()> {
+    let mut config = ConfigFile::read(&arguments.config)?.config;
+    if let Some(rounding) = arguments.heads.apply(&mut config)? {
+        exit::stderr_line(format_args!("{rounding}"));
+    }
+    let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1);
+    let length = largest(&arguments.context).saturating_add(arguments.tokens).saturating_add(1);
+    if length.saturating_mul(largest(&arguments.batch)) > MAX_TOKENS {
+        let (batch, most) = (largest(&arguments.batch), MAX_TOKENS);
+        let text = format!("{batch} sequences of {length} tokens: must be at most {most} in all");
+        return Err(Usage(text).into());
+    }
+    // The shape's speed does not depend on the positions that it was trained for.
+    config.max_position_embeddings = config.max_position_embeddings.max(length);
+    let (measured, machine) = arguments.device.measure((&config, arguments))?;
+    report::print(
+        arguments.json,
+        &as_json(arguments, &config, &measured, &machine),
+        &as_text(arguments, &config, &measured, &machine),
+    )
+}
+
+impl Measurement for (&ModelConfig, &GenerationArguments) {
+    type Output = (Vec<Measured>, MachineLimits);
+
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
+        let (config, arguments) = self;
+        let backend = bench.backend.clone();
+        let measured = match arguments.dtype {
+            ElementType::F32 => measure::<B, f32>(backend, config, arguments)?,
+            ElementType::BF16 => measure::<B, half::bf16>(backend, config, arguments)?,
+        };
+        Ok((measured, MachineLimits::measure(bench)?))
+    }
+}
+
+fn measure<B: Backend + Clone, T: Element>(
+    backend: B,
+    config: &ModelConfig,
+    arguments: &GenerationArguments,
+) -> anyhow::Result<Vec<Measured>> {
+    let deviation = config.initializer_range;
+    let positions = config.max_position_embeddings;
+    let model = Model::<B, T>::new(backend, config.clone(), positions, |segment, values| {
+        fresh(segment, deviation, values);
+        Ok::<_, moh_model::Error>(())
+    })?;
+    let mut measured = Vec::new();
+    for &context in &arguments.context {
+        for &batch in &arguments.batch {
+            measured.push(measure_batch(&model, batch, context, arguments.tokens)?);
+        }
+    }
+    Ok(measured)
+}
+
+/// The prompts of a batch, then `tokens` passes of a token of each sequence.
+fn measure_batch<B: Backend + Clone, T: Element>(
+    model: &Model<B, T>,
+    batch: usize,
+    context: usize,
+    tokens: usize,
+) -> anyhow::Result<Measured> {
+    // A token more, of the first pass.
+    let options = models::batch_options(model, context + tokens + 1);
+    let (blocks, pass_tokens) = (batch * options.blocks, options.pass_tokens.max(batch));
+    let options = BatchOptions { blocks, pass_tokens, ..options };
+    let mut generator = BatchGenerator::new(model, options)?;
+    let vocabulary = model.config().vocab_size as u64;
+    let sequences = (0..batch)
+        .map(|number| {
+            let mut prompt = vec![0; context];
+            synthetic(number as u64, vocabulary, &mut prompt);
+            generator.add(&prompt, false)
+        })
+        .collect::<Result<Vec<SequenceId>, _>>()?;
+    let mut first = Times::default();
+    for &sequence in &sequences {
+        first.time(1, || prompt(&mut generator, sequence, options.pass_tokens))?;
+    }
+    let mut passes = Times::default();
+    for number in 0..=tokens {
+        let chunks: Vec<Chunk> = sequences
+            .iter()
+            .map(|&sequence| {
+                generator.push(sequence, (number as u64 % vocabulary) as u32)?;
+                Ok(Chunk { sequence, tokens: 1, logits: WantedLogits::Last })
+            })
+            .collect::<Result<_, moh_model::Error>>()?;
+        match number {
+            0 => drop(generator.pass(&chunks)?),
+            _ => drop(passes.time(1, || generator.pass(&chunks))?),
+        }
+    }
+    Ok(Measured { batch, context, prompts: first.total(), passes })
+}
+
+/// Computes a sequence's prompt.
+fn prompt<B: Backend, T: Element>(
+    generator: &mut BatchGenerator<'_, B, T>,
+    sequence: SequenceId,
+    most: usize,
+) -> Result<(), moh_model::Error> {
+    loop {
+        let waiting = generator.waiting(sequence)?;
+        if waiting == 0 {
+            return Ok(());
+        }
+        let tokens = waiting.min(most);
+        let logits = if tokens == waiting { WantedLogits::Last } else { WantedLogits::None };
+        generator.pass(&[Chunk { sequence, tokens, logits }])?;
+    }
+}
+
+impl Measured {
+    fn prompt_rate(&self) -> f64 {
+        (self.batch * self.context) as f64 / self.prompts.max(1e-9)
+    }
+}
+
+fn as_json(
+    arguments: &GenerationArguments,
+    config: &ModelConfig,
+    measured: &[Measured],
+    machine: &MachineLimits,
+) -> Value {
+    let rows = measured.iter().map(|row| {
+        json!({
+            "batch": row.batch,
+            "context": row.context,
+            "prompt_tokens_per_second": row.prompt_rate(),
+            "tokens_per_second": row.passes.rates(row.batch as f64).json(),
+            "pass_seconds": row.passes.json(),
+        })
+    });
+    json!({
+        "model": describe(config),
+        "dtype": arguments.dtype.name(),
+        "tokens": arguments.tokens,
+        "measurements": rows.collect::<Vec<_>>(),
+        "machine": machine.json(),
+    })
+}
+
+fn as_text(
+    arguments: &GenerationArguments,
+    config: &ModelConfig,
+    measured: &[Measured],
+    machine: &MachineLimits,
+) -> String {
+    let rows: Vec<[String; 5]> = measured
+        .iter()
+        .map(|row| {
+            let rates = row.passes.rates(row.batch as f64);
+            [
+                row.batch.to_string(),
+                row.context.to_string(),
+                format!("{:.0}", row.prompt_rate()),
+                format!("{:.1} (best {:.1})", rates.median, rates.best),
+                format!("{:.3}", row.passes.median() * 1e3),
+            ]
+        })
+        .collect();
+    let header = ["sequences", "prompt tokens", "prompt tokens/s", "tokens/s", "ms/pass"];
+    format!(
+        "model    {}, {}\nmachine  {}\n\n{}",
+        describe(config),
+        arguments.dtype.name(),
+        machine.line(),
+        report::table(header, &rows)
+    )
+}
