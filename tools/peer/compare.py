@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import attention
+import batches
 import generation
 import step
 from ours import Programs
@@ -27,6 +28,7 @@ PARTS = {
     "memory": step.memory_rows,
     "attention": attention.rows,
     "generation": generation.rows,
+    "batches": batches.rows,
 }
 REPOSITORY = Path(__file__).resolve().parents[2]
 
