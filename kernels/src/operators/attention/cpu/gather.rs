@@ -1,5 +1,7 @@
 //! Copies from packed buffers to the factors of attention's matmuls.
 
+use std::ops::Range;
+
 use super::KvHead;
 use super::factor::Factor;
 use super::rows::Row;
@@ -130,6 +132,30 @@ pub(super) fn tile_rows<'a, T>(
     move |i| &source[tile[i].token * stride + tile[i].head * head_dim..][..head_dim]
 }
 
+/// Keys and values that are equally far apart.
+pub(super) struct Run<'a, T> {
+    keys: &'a [T],
+    values: &'a [T],
+    stride: usize,
+    pub(super) count: usize,
+    head_dim: usize,
+}
+
+impl<'a, T> Run<'a, T> {
+    /// The keys, in order.
+    #[inline(always)]
+    pub(super) fn keys(&self) -> impl Iterator<Item = &'a [T]> {
+        let head_dim = self.head_dim;
+        self.keys.chunks(self.stride).take(self.count).map(move |row| &row[..head_dim])
+    }
+
+    /// The value of a row.
+    #[inline(always)]
+    pub(super) fn value(&self, row: usize) -> &'a [T] {
+        &self.values[row * self.stride..][..self.head_dim]
+    }
+}
+
 /// The rows of one key/value head of a sequence.
 #[derive(Clone, Copy)]
 pub(super) struct HeadRows<'a, T: Element> {
@@ -165,6 +191,31 @@ impl<'a, T: Element> HeadRows<'a, T> {
                 &values[self.start(position)..][..self.shape.head_dim]
             }
         }
+    }
+
+    /// The rows of a range of positions, in runs of rows that are equally far apart.
+    #[inline(always)]
+    pub(super) fn runs(&self, positions: Range<usize>) -> impl Iterator<Item = Run<'a, T>> {
+        let (source, head_dim) = (*self, self.shape.head_dim);
+        let mut next = positions.start;
+        std::iter::from_fn(move || {
+            if next >= positions.end {
+                return None;
+            }
+            let left = positions.end - next;
+            let (keys, values, stride, count) = match source.key_values {
+                KeyValues::Contiguous { keys, values, row_stride } => {
+                    (keys, values, row_stride, left)
+                }
+                KeyValues::Paged { keys, values, block_length, .. } => {
+                    let width = source.shape.kv_heads * head_dim;
+                    (keys, values, width, left.min(block_length - next % block_length))
+                }
+            };
+            let start = source.start(next);
+            next += count;
+            Some(Run { keys: &keys[start..], values: &values[start..], stride, count, head_dim })
+        })
     }
 
     #[inline(always)]

@@ -15,7 +15,7 @@ use crate::scratch::with_scratch;
 use crate::simd::vectorized;
 
 /// Interleaved parts of an inner product's sum.
-const PARTS: usize = 8;
+const PARTS: usize = 16;
 /// Values that are summed at a time.
 const VALUES: usize = 4;
 
@@ -67,8 +67,13 @@ fn exponentials<T: Element>(
     first: usize,
     scores: &mut [f32],
 ) -> (f32, f32) {
-    for (i, score) in scores.iter_mut().enumerate() {
-        *score = inner_product(query, source.key(first + i));
+    let mut rest = &mut *scores;
+    for rows in source.runs(first..first + rest.len()) {
+        let (scores, others) = rest.split_at_mut(rows.count);
+        rest = others;
+        for (score, key) in scores.iter_mut().zip(rows.keys()) {
+            *score = inner_product(query, key);
+        }
     }
     let maximum = largest(scores);
     for score in &mut *scores {
@@ -84,13 +89,13 @@ fn inner_product<T: Element>(query: &[f32], key: &[T]) -> f32 {
     let mut parts = [0f32; PARTS];
     for (query, key) in queries.iter().zip(keys) {
         for i in 0..PARTS {
-            parts[i] += query[i] * key[i].to_f32();
+            parts[i] = query[i].mul_add(key[i].to_f32(), parts[i]);
         }
     }
     for ((part, query), key) in parts.iter_mut().zip(few_queries).zip(few_keys) {
         *part += query * key.to_f32();
     }
-    for half in [4, 2, 1] {
+    for half in [8, 4, 2, 1] {
         for i in 0..half {
             parts[i] += parts[i + half];
         }
@@ -98,7 +103,7 @@ fn inner_product<T: Element>(query: &[f32], key: &[T]) -> f32 {
     parts[0]
 }
 
-/// `sums = probabilities values`, in blocks of columns that stay in registers.
+/// `sums = probabilities values`, row by row, [`VALUES`] of them at a time.
 #[inline(always)]
 fn add_values<T: Element>(
     probabilities: &[f32],
@@ -106,38 +111,23 @@ fn add_values<T: Element>(
     first: usize,
     sums: &mut [f32],
 ) {
-    let (blocks, rest) = sums.as_chunks_mut::<PARTS>();
-    let first_of_rest = blocks.len() * PARTS;
-    for (block, sums) in blocks.iter_mut().enumerate() {
-        *sums = sum_of_values(probabilities, source, first, block * PARTS);
-    }
-    for (i, sum) in rest.iter_mut().enumerate() {
-        [*sum] = sum_of_values(probabilities, source, first, first_of_rest + i);
-    }
-}
-
-/// `WIDTH` columns from `column` on, in [`VALUES`] interleaved sums.
-#[inline(always)]
-fn sum_of_values<T: Element, const WIDTH: usize>(
-    probabilities: &[f32],
-    source: &HeadRows<'_, T>,
-    first: usize,
-    column: usize,
-) -> [f32; WIDTH] {
-    let mut sums = [[0f32; WIDTH]; VALUES];
-    for (chunk, probabilities) in probabilities.chunks(VALUES).enumerate() {
-        let positions = first + chunk * VALUES..;
-        for ((sums, &probability), position) in sums.iter_mut().zip(probabilities).zip(positions) {
-            let values = &source.value(position)[column..column + WIDTH];
-            for i in 0..WIDTH {
-                sums[i] += probability * values[i].to_f32();
+    sums.fill(0.0);
+    let mut rest = probabilities;
+    for rows in source.runs(first..first + rest.len()) {
+        let (own, others) = rest.split_at(rows.count);
+        rest = others;
+        let (whole, few) = own.as_chunks::<VALUES>();
+        for (at, p) in whole.iter().enumerate() {
+            let [a, b, c, d] = [0, 1, 2, 3].map(|i| rows.value(VALUES * at + i));
+            for ((((sum, a), b), c), d) in sums.iter_mut().zip(a).zip(b).zip(c).zip(d) {
+                let sum_of_two = p[1].mul_add(b.to_f32(), p[0].mul_add(a.to_f32(), *sum));
+                *sum = p[3].mul_add(d.to_f32(), p[2].mul_add(c.to_f32(), sum_of_two));
+            }
+        }
+        for (&p, at) in few.iter().zip(VALUES * whole.len()..) {
+            for (sum, value) in sums.iter_mut().zip(rows.value(at)) {
+                *sum = p.mul_add(value.to_f32(), *sum);
             }
         }
     }
-    let [a, b, c, d] = sums;
-    let mut sum = [0f32; WIDTH];
-    for i in 0..WIDTH {
-        sum[i] = (a[i] + b[i]) + (c[i] + d[i]);
-    }
-    sum
 }
