@@ -176,7 +176,7 @@ pub(super) fn widen<T: Element>(elements: &[T], out: &mut [f32]) {
 /// Writes the elements at even indices of each two vectors to the first, and those at odd indices
 /// to the second: a bf16 vector read as u32 separates in this way.
 #[inline(always)]
-fn separate<S: Simd>(elements: &[impl Element], out: &mut [f32]) {
+pub(crate) fn separate<S: Simd>(elements: &[impl Element], out: &mut [f32]) {
     let chunks =
         out.chunks_exact_mut(2 * S::F32_LANES).zip(elements.chunks_exact(2 * S::F32_LANES));
     for (out, elements) in chunks {
@@ -191,7 +191,7 @@ fn separate<S: Simd>(elements: &[impl Element], out: &mut [f32]) {
 /// the machine's vectors alone: two interleaved sums of vectors, and the elements that fill no two vectors
 /// one by one.
 #[inline(always)]
-fn products<S: Simd, B: Element, const R: usize, const C: usize>(
+pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     simd: S,
     left: [&[f32]; R],
     weight: [&[B]; C],

@@ -142,11 +142,10 @@ pub(super) struct Run<'a, T> {
 }
 
 impl<'a, T> Run<'a, T> {
-    /// The keys, in order.
+    /// The key of a row.
     #[inline(always)]
-    pub(super) fn keys(&self) -> impl Iterator<Item = &'a [T]> {
-        let head_dim = self.head_dim;
-        self.keys.chunks(self.stride).take(self.count).map(move |row| &row[..head_dim])
+    pub(super) fn key(&self, row: usize) -> &'a [T] {
+        &self.keys[row * self.stride..][..self.head_dim]
     }
 
     /// The value of a row.

@@ -1,21 +1,23 @@
 //! Attention of one token per sequence, as in generation: its few rows read keys and values in
 //! place. A tile would copy all of them for rows that fill few of a vector's lanes.
 
-use pulp::Arch;
+use pulp::{Arch, Simd, WithSimd};
 
 use super::KvHead;
 use super::forward::Outputs;
-use super::gather::HeadRows;
+use super::gather::{HeadRows, Run};
 use super::rows::Row;
 use crate::attention::{AttentionArgs, AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::math::{exp, largest, sum};
-use crate::scalar::Element;
+use crate::matmul::{products, separate};
+use crate::scalar::{DType, Element};
 use crate::scratch::with_scratch;
-use crate::simd::vectorized;
 
-/// Interleaved parts of an inner product's sum.
-const PARTS: usize = 16;
+/// Interleaved parts of a short inner product's sum.
+const PARTS: usize = 8;
+/// Keys that are multiplied at a time.
+const KEYS: usize = 4;
 /// Values that are summed at a time.
 const VALUES: usize = 4;
 
@@ -37,15 +39,15 @@ pub(super) fn forward_task<T: Element>(
     with_scratch(scratch(shape), |[query, scores, sums]| {
         let attend = |row: Row| {
             let elements = &queries[row.token * shape.query_stride + row.head * head_dim..];
-            for (slot, element) in query.iter_mut().zip(elements) {
-                *slot = element.to_f32() * args.scale();
-            }
             let visible = args.visible(row);
-            let (first, scores) = (visible.start, &mut scores[..visible.len()]);
-            let (maximum, sum) = vectorized!(arch, {
-                let softmax = exponentials(query, &source, first, scores);
-                add_values(scores, &source, first, sums);
-                softmax
+            let (maximum, sum) = arch.dispatch(Weighted {
+                source: &source,
+                elements: &elements[..head_dim],
+                scale: args.scale(),
+                first: visible.start,
+                query: &mut *query,
+                scores: &mut scores[..visible.len()],
+                sums: &mut *sums,
             });
             let (out, log_sum_exp) = outputs.row(row, head_dim);
             *log_sum_exp = maximum + sum.ln();
@@ -58,49 +60,85 @@ pub(super) fn forward_task<T: Element>(
     });
 }
 
-/// Writes the exponentials of the scores relative to the largest, and returns the largest score and
-/// their sum. The keys start at position `first`.
-#[inline(always)]
-fn exponentials<T: Element>(
-    query: &[f32],
-    source: &HeadRows<'_, T>,
+/// The values that a row sees, weighted by the exponentials of its scores.
+struct Weighted<'a, 'v, T: Element> {
+    source: &'a HeadRows<'v, T>,
+    /// The query.
+    elements: &'a [T],
+    scale: f32,
+    /// Position of the first key.
     first: usize,
-    scores: &mut [f32],
-) -> (f32, f32) {
-    let mut rest = &mut *scores;
-    for rows in source.runs(first..first + rest.len()) {
-        let (scores, others) = rest.split_at_mut(rows.count);
-        rest = others;
-        for (score, key) in scores.iter_mut().zip(rows.keys()) {
-            *score = inner_product(query, key);
-        }
-    }
-    let maximum = largest(scores);
-    for score in &mut *scores {
-        *score = exp(*score - maximum);
-    }
-    (maximum, sum(scores))
+    /// Room for the query in f32.
+    query: &'a mut [f32],
+    scores: &'a mut [f32],
+    sums: &'a mut [f32],
 }
 
+impl<T: Element> WithSimd for Weighted<'_, '_, T> {
+    type Output = (f32, f32);
+
+    /// Overwrites the scores and the sums; returns the largest score and the sum of the exponentials.
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> (f32, f32) {
+        let Weighted { source, elements, scale, first, query, scores, sums } = self;
+        for (slot, element) in query.iter_mut().zip(elements) {
+            *slot = element.to_f32();
+        }
+        let is_wide = elements.len() >= 2 * S::F32_LANES;
+        if is_wide && T::DTYPE == DType::BF16 {
+            separate::<S>(elements, query);
+        }
+        query.iter_mut().for_each(|element| *element *= scale);
+        let mut rest = &mut *scores;
+        for rows in source.runs(first..first + rest.len()) {
+            let (scores, others) = rest.split_at_mut(rows.count);
+            rest = others;
+            match is_wide {
+                true => wide_products(simd, query, &rows, scores),
+                false => narrow_products(query, &rows, scores),
+            }
+        }
+        let maximum = largest(scores);
+        for score in &mut *scores {
+            *score = exp(*score - maximum);
+        }
+        let sum = sum(scores);
+        add_values(scores, source, first, sums);
+        (maximum, sum)
+    }
+}
+
+/// The inner products of a query with the keys of a run, [`KEYS`] of them at a time.
 #[inline(always)]
-fn inner_product<T: Element>(query: &[f32], key: &[T]) -> f32 {
-    let (queries, few_queries) = query.as_chunks::<PARTS>();
-    let (keys, few_keys) = key.as_chunks::<PARTS>();
-    let mut parts = [0f32; PARTS];
-    for (query, key) in queries.iter().zip(keys) {
-        for i in 0..PARTS {
-            parts[i] = query[i].mul_add(key[i].to_f32(), parts[i]);
+fn wide_products<S: Simd, T: Element>(
+    simd: S,
+    query: &[f32],
+    rows: &Run<'_, T>,
+    scores: &mut [f32],
+) {
+    let (whole, few) = scores.as_chunks_mut::<KEYS>();
+    let first = KEYS * whole.len();
+    for (at, scores) in whole.iter_mut().enumerate() {
+        let keys = [0, 1, 2, 3].map(|i| rows.key(KEYS * at + i));
+        [*scores] = products(simd, [query], keys);
+    }
+    for (at, score) in few.iter_mut().enumerate() {
+        [[*score]] = products(simd, [query], [rows.key(first + at)]);
+    }
+}
+
+/// The same of heads that fill no two vectors.
+#[inline(always)]
+fn narrow_products<T: Element>(query: &[f32], rows: &Run<'_, T>, scores: &mut [f32]) {
+    for (at, score) in scores.iter_mut().enumerate() {
+        let mut parts = [0f32; PARTS];
+        for (query, key) in query.chunks(PARTS).zip(rows.key(at).chunks(PARTS)) {
+            for ((part, query), key) in parts.iter_mut().zip(query).zip(key) {
+                *part = query.mul_add(key.to_f32(), *part);
+            }
         }
+        *score = parts.iter().sum();
     }
-    for ((part, query), key) in parts.iter_mut().zip(few_queries).zip(few_keys) {
-        *part += query * key.to_f32();
-    }
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            parts[i] += parts[i + half];
-        }
-    }
-    parts[0]
 }
 
 /// `sums = probabilities values`, row by row, [`VALUES`] of them at a time.
