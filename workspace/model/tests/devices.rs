@@ -144,7 +144,7 @@ fn a_pass_with_other_heads_in_each_layer_is_the_cpus() {
 }
 
 /// Each router with heads that it can route: 8 that read 2 key/value heads.
-fn routers() -> [MohConfig; 5] {
+fn routers() -> [MohConfig; 6] {
     let moh = |router, shared: usize, top_k: usize| MohConfig {
         router,
         shared_heads: shared.into(),
