@@ -45,6 +45,11 @@ impl<'a, T> Matrix<'a, T> {
         Matrix { data, rows, columns, row_stride, column_stride: 1 }
     }
 
+    /// Rows and columns.
+    pub(super) fn shape(&self) -> [usize; 2] {
+        [self.rows, self.columns]
+    }
+
     /// A range of columns.
     pub(crate) fn columns(self, columns: Range<usize>) -> Self {
         assert!(columns.start <= columns.end && columns.end <= self.columns);

@@ -58,7 +58,7 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
-    check(&out, &destination, &left, &right);
+    check(&out, &destination, left.shape(), right.shape());
     if dot::applies(&left, &right) {
         return dot::multiply(out, destination, scale, left, right);
     }
@@ -109,18 +109,14 @@ pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> ScratchBytes {
 }
 
 /// Panics if the shapes do not match.
-fn check<O: Element, A: Element, B: Element>(
+fn check<O: Element>(
     out: &MatrixMut<'_, O>,
     destination: &Destination<'_, O>,
-    left: &Matrix<'_, A>,
-    right: &Matrix<'_, B>,
+    [rows, left_columns]: [usize; 2],
+    [right_rows, columns]: [usize; 2],
 ) {
-    assert_eq!(left.columns, right.rows, "the inner dimensions differ");
-    assert_eq!(
-        (out.rows, out.columns),
-        (left.rows, right.columns),
-        "the output has the wrong shape"
-    );
+    assert_eq!(left_columns, right_rows, "the inner dimensions differ");
+    assert_eq!((out.rows, out.columns), (rows, columns), "the output has the wrong shape");
     if let Destination::AddTo(addend) = destination {
         assert_eq!(
             (addend.rows, addend.columns),

@@ -9,6 +9,7 @@ use super::amx::Amx;
 #[cfg(target_arch = "x86_64")]
 use super::avx512::Avx512;
 use super::blocked::{BlockPosition, Kernel, PANEL, depth};
+use super::check;
 use super::matrix::{Destination, Matrix, MatrixMut};
 use super::path::Bf16Path;
 use super::vector::Vector;
@@ -92,16 +93,7 @@ pub(crate) fn matmul_packed<O: Element, A: Element>(
     left: Matrix<'_, A>,
     right: Packed<'_>,
 ) {
-    assert_eq!(left.columns, right.terms, "the inner dimensions differ");
-    assert_eq!((out.rows, out.columns), (left.rows, right.columns), "the output has another shape");
-    if let Destination::AddTo(addend) = &destination {
-        assert_eq!(
-            (addend.rows, addend.columns),
-            (out.rows, out.columns),
-            "the addend has another shape"
-        );
-        assert_eq!(addend.column_stride, 1, "the addend is not row-major");
-    }
+    check(&out, &destination, left.shape(), [right.terms, right.columns]);
     let operations = out.rows * out.columns * left.columns.max(1);
     let part = (operations / (PARTS_PER_THREAD * rayon::current_num_threads())).max(SMALL);
     let most = part / (out.rows.max(1) * left.columns.max(1));

@@ -21,7 +21,7 @@ pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
-    check(&out, &destination, &left, &right);
+    check(&out, &destination, left.shape(), right.shape());
     let operations = out.rows * out.columns * left.columns.max(1);
     if operations < SMALL {
         return matmul(out, destination, scale, left, right);
@@ -42,7 +42,7 @@ pub(crate) fn matmul_of_rows<O: Element, A: Element, B: Element>(
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
-    check(&out, &destination, &left, &right);
+    check(&out, &destination, left.shape(), right.shape());
     assert!(dot::along_k(&left, &right), "the matrices are not contiguous along k");
     inner_products_parallel(out, destination, scale, left, right);
 }

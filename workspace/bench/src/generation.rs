@@ -139,7 +139,7 @@ fn measure_batch<B: Backend + Clone, T: Element>(
         .collect::<Result<Vec<SequenceId>, _>>()?;
     let mut first = Times::default();
     for &sequence in &sequences {
-        first.time(1, || prompt(&mut generator, sequence, options.pass_tokens))?;
+        first.time(1, || generator.finish_waiting(sequence))?;
     }
     let mut passes = Times::default();
     for number in 0..=tokens {
@@ -156,23 +156,6 @@ fn measure_batch<B: Backend + Clone, T: Element>(
         }
     }
     Ok(Measured { batch, context, prompts: first.total(), passes })
-}
-
-/// Computes a sequence's prompt.
-fn prompt<B: Backend, T: Element>(
-    generator: &mut BatchGenerator<'_, B, T>,
-    sequence: SequenceId,
-    most: usize,
-) -> Result<(), moh_model::Error> {
-    loop {
-        let waiting = generator.waiting(sequence)?;
-        if waiting == 0 {
-            return Ok(());
-        }
-        let tokens = waiting.min(most);
-        let logits = if tokens == waiting { WantedLogits::Last } else { WantedLogits::None };
-        generator.pass(&[Chunk { sequence, tokens, logits }])?;
-    }
 }
 
 impl Measured {

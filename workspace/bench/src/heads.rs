@@ -1,9 +1,9 @@
 //! The layers and heads of the model that a command measures, beside those of its configuration.
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use moh_model::{Active, HeadRequest, ModelConfig, RouterKind, SharedHeadSets};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
+use moh_program::models;
 
 #[derive(clap::Args)]
 pub struct HeadArguments {
@@ -18,17 +18,11 @@ pub struct HeadArguments {
     #[arg(long, value_name = "N", requires = "active", value_parser = at_least::<usize>(0))]
     shared_heads: Option<usize>,
     /// Router of the routed heads [default: query-norm]
-    #[arg(long, value_name = "NAME", requires = "active", value_parser = routers())]
+    #[arg(long, value_name = "NAME", requires = "active", value_parser = models::routers())]
     router: Option<RouterKind>,
     /// Dense attention, even if the recipe or the configuration has Mixture-of-Head
     #[arg(long, conflicts_with = "active")]
     dense: bool,
-}
-
-/// The routers, by their names in `config.json`.
-fn routers() -> impl TypedValueParser<Value = RouterKind> {
-    PossibleValuesParser::new(RouterKind::NAMES)
-        .try_map(|name| RouterKind::from_name(&name).ok_or("not a router"))
 }
 
 impl HeadArguments {

@@ -52,7 +52,7 @@ struct Arguments {
     /// Router: query-norm, group (whole groups of heads that read one key/value head), within-group (as many
     /// heads of every group), static (shared heads alone), two-stage and one-stage (learned, with weights of 1
     /// at first) or linear (learned, fitted by --calibration) [default: a Mixture-of-Head model's own, or query-norm]
-    #[arg(long, value_name = "NAME", value_parser = routers())]
+    #[arg(long, value_name = "NAME", value_parser = models::routers())]
     router: Option<RouterKind>,
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
     /// or half of the heads, or half of the active heads if --active is at most 0.5]
@@ -117,12 +117,6 @@ enum AttentionKind {
     Moh,
     /// All heads active for every token, as before conversion
     Dense,
-}
-
-/// The routers, by their names in `config.json`.
-fn routers() -> impl TypedValueParser<Value = RouterKind> {
-    PossibleValuesParser::new(RouterKind::NAMES)
-        .try_map(|name| RouterKind::from_name(&name).ok_or("not a router"))
 }
 
 /// The element types of an output, by their short names and by the names in `config.json`.

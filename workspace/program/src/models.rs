@@ -10,7 +10,7 @@ use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::{ConfigFile, StoredModel};
 use moh_hub::{DownloadProgress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
-use moh_model::{BatchGenerator, BatchOptions, Model};
+use moh_model::{BatchGenerator, BatchOptions, Model, RouterKind};
 use moh_recipe::shell::shell_word;
 use moh_run_directory::CheckpointName;
 
@@ -26,6 +26,12 @@ pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
     };
     PossibleValuesParser::new(ElementType::ALL.map(value))
         .try_map(|name| ElementType::from_name(&name).ok_or("not an element type"))
+}
+
+/// The routers, by their names in `config.json`, as values of an option.
+pub fn routers() -> impl TypedValueParser<Value = RouterKind> {
+    PossibleValuesParser::new(RouterKind::NAMES)
+        .try_map(|name| RouterKind::from_name(&name).ok_or("not a router"))
 }
 
 /// Sizes of a generator of up to `tokens` tokens. The weights get packed copies unless these would take more than half of

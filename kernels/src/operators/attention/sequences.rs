@@ -20,15 +20,15 @@ pub struct Span {
     pub position: usize,
     /// The first entry of the sequence's blocks in the block table.
     pub first_block: usize,
-    /// Whether they are tokens of a prompt. Each token's result has the same bits for any division of the
-    /// prompt into passes; that of a token of a prompt and of a generated one, of which there is one alone,
-    /// may differ.
+    /// Whether they are tokens of a prompt. The results of a prompt's tokens have the same bits for any
+    /// division of the prompt into passes. A generated token is alone in its span, and its result may differ
+    /// from that of the same token in a prompt.
     pub is_prompt: bool,
 }
 
 /// Arguments of [`super::Attention::attention_of_sequences`].
 pub struct SequenceAttention<'a, M: Memory, T: Element> {
-    /// Heads of `queries`, all tokens of the pass as one sequence.
+    /// Shape of `qkv`, with all tokens of the pass as one sequence.
     pub shape: &'a QkvShape,
     /// The sequences, which have all of the tokens, in order.
     pub sequences: &'a [Span],

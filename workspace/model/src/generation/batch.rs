@@ -293,6 +293,24 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(logits)
     }
 
+    /// Computes all tokens of a sequence that are not computed yet, in as many passes as they need. Returns the logits
+    /// after the last one, `[V]`, or nothing if none was waiting.
+    ///
+    /// # Errors
+    /// As [`Self::pass`].
+    pub fn finish_waiting(&mut self, sequence: SequenceId) -> Result<Vec<f32>, Error> {
+        let (most, mut last) = (self.options.pass_tokens, Vec::new());
+        loop {
+            let waiting = self.waiting(sequence)?;
+            if waiting == 0 {
+                return Ok(last);
+            }
+            let tokens = waiting.min(most);
+            let logits = if tokens == waiting { WantedLogits::Last } else { WantedLogits::None };
+            last = self.pass(&[Chunk { sequence, tokens, logits }])?.pop().unwrap_or_default();
+        }
+    }
+
     fn sequence(&self, id: SequenceId) -> Result<&Sequence, Error> {
         self.sequences.get(&id).ok_or_else(unknown)
     }

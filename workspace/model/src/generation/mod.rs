@@ -82,16 +82,8 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             }
         };
         self.sequence = Some(sequence);
-        let most = self.batch.options().pass_tokens;
-        let mut last = Vec::new();
-        while self.position < end {
-            let tokens = most.min(end - self.position);
-            let is_last = self.position + tokens == end;
-            let logits = if is_last { WantedLogits::Last } else { WantedLogits::None };
-            last =
-                self.batch.pass(&[Chunk { sequence, tokens, logits }])?.pop().unwrap_or_default();
-            self.position += tokens;
-        }
-        Ok(last)
+        let logits = self.batch.finish_waiting(sequence)?;
+        self.position = end;
+        Ok(logits)
     }
 }

@@ -1,6 +1,7 @@
-//! The blocks of tokens of which sequences have their keys and values: each block has some sequences that use
-//! it, or none. Blocks of prompts are remembered by their tokens and those before them, so that a later prompt
-//! with the same beginning shares them; those that nobody uses are given away last used first forgotten last.
+//! A pool of blocks, which hold the keys and values of some tokens each, and the sequences that use them.
+//! Blocks of prompts are remembered by their tokens and those before them, so that a later prompt with the
+//! same beginning shares them. Of the blocks that no sequence uses, the one that was left first is given away
+//! first, and its content forgotten.
 
 use std::collections::{BTreeMap, HashMap};
 
