@@ -293,3 +293,48 @@ fn the_logits_of_all_tokens_of_a_prompt_are_those_of_a_whole_pass() {
         assert!(pairs.into_iter().all(|(a, b)| (a - b).abs() < 1e-5), "{position}");
     }
 }
+
+fn heads_are_those_of_whole_passes<B: Backend + Clone>(backend: B) {
+    let by_layer = MohConfig {
+        shared_heads: [3, 8].into_iter().collect::<HeadCounts>().into(),
+        routed_top_k: [2, 0].into_iter().collect(),
+        ..moh(RouterKind::QueryNorm, 0, 0)
+    };
+    let others = configs().into_iter().map(|config| config.moh);
+    for moh in others.chain([Some(by_layer)]) {
+        let mut model = model::<B, f32>(backend.clone(), config(10, true, moh.clone()));
+        let prompts = [prompt(7, 3), prompt(4, 5)];
+        let heads = {
+            let mut generator = BatchGenerator::new(&model, options(40, 32)).unwrap();
+            let chunk = |prompt: &Vec<u32>| Chunk {
+                sequence: generator.add(prompt, false).unwrap(),
+                tokens: prompt.len(),
+                logits: WantedLogits::None,
+            };
+            let chunks: Vec<_> = prompts.iter().map(chunk).collect();
+            generator.pass_with_heads(&chunks).unwrap().1
+        };
+        let mut row = 0;
+        for prompt in prompts {
+            let output = model.run(std::slice::from_ref(&prompt)).unwrap();
+            for position in 0..prompt.len() {
+                let layers = 0..output.heads.len();
+                let expected: Vec<_> =
+                    layers.map(|layer| output.active_heads(layer, 0, position)).collect();
+                assert_eq!(heads.of_token(row), expected, "{moh:?}, token {row}");
+                row += 1;
+            }
+        }
+    }
+}
+
+#[test]
+fn the_heads_of_a_pass_are_those_of_whole_passes() {
+    heads_are_those_of_whole_passes(Cpu);
+}
+
+#[cfg(feature = "cuda-emulator")]
+#[test]
+fn the_heads_of_a_pass_on_an_emulated_gpu_are_those_of_whole_passes() {
+    heads_are_those_of_whole_passes(Cuda::emulated());
+}

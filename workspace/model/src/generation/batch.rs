@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use moh_kernels::attention::Span;
 use moh_kernels::{Backend, Element};
 
+use super::heads::PassHeads;
 use super::packed::PackedWeights;
 use super::pool::{BlockPool, ROOT};
 use crate::Error;
@@ -273,6 +274,27 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// Fails without changing anything for an unknown sequence, one that has fewer tokens, several generated tokens
     /// of one, more tokens than a pass has, and too few free blocks; and if the device fails.
     pub fn pass(&mut self, chunks: &[Chunk]) -> Result<Vec<Vec<f32>>, Error> {
+        self.pass_recording(chunks, None)
+    }
+
+    /// As [`Self::pass`], and the heads that each token computed.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn pass_with_heads(
+        &mut self,
+        chunks: &[Chunk],
+    ) -> Result<(Vec<Vec<f32>>, PassHeads), Error> {
+        let mut heads = PassHeads::default();
+        let logits = self.pass_recording(chunks, Some(&mut heads))?;
+        Ok((logits, heads))
+    }
+
+    fn pass_recording(
+        &mut self,
+        chunks: &[Chunk],
+        heads: Option<&mut PassHeads>,
+    ) -> Result<Vec<Vec<f32>>, Error> {
         self.check_pass(chunks)?;
         let mut tokens = PassTokens::default();
         for chunk in chunks {
@@ -284,7 +306,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         let model = self.model;
         let logits = model.backend.install(|| {
             self.upload(&tokens)?;
-            self.compute(&tokens)?;
+            self.compute(&tokens, heads)?;
             self.logits(chunks, &tokens)
         })?;
         for chunk in chunks {
@@ -410,8 +432,12 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(backend.upload(sin, B::view_mut(&mut inputs.rope.sin, 0..sin.len()))?)
     }
 
-    /// All blocks and the final norm.
-    fn compute(&mut self, pass: &PassTokens) -> Result<(), Error> {
+    /// All blocks and the final norm; records the heads of the tokens where they are wanted.
+    fn compute(
+        &mut self,
+        pass: &PassTokens,
+        mut heads: Option<&mut PassHeads>,
+    ) -> Result<(), Error> {
         let (model, n) = (self.model, pass.ids.len());
         let PassInputs { ids, rows, block_table, rope } = &self.inputs;
         let tokens = Tokens {
@@ -423,7 +449,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         let cx = Context { rope, packed: self.packed.as_ref(), ..model.context(tokens) };
         let (layers, gathered) = (&model.layers, &mut self.scratch.gathered);
         layers.embedding.forward(&cx, B::view(ids, 0..n), &mut self.stream[0], gathered)?;
-        for (block, layer) in layers.blocks.iter().zip(&mut self.cache) {
+        for (index, (block, layer)) in layers.blocks.iter().zip(&mut self.cache).enumerate() {
             let [input, output] = &mut self.stream;
             // Nothing is saved for a backward pass: the blocks share their buffers.
             let buffers = self.blocks.buffers(0, &mut self.scratch);
@@ -437,6 +463,12 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             };
             block.forward(&cx, input, buffers, Some(cached), output)?;
             self.stream.swap(0, 1);
+            if let Some(heads) = heads.as_deref_mut() {
+                let routing = self.blocks.routings().next().flatten();
+                let (of_layer, count) =
+                    (model.config.layer_heads(index), model.config.num_attention_heads);
+                heads.push(&model.backend, of_layer, count, routing)?;
+            }
         }
         layers.final_norm.forward(&cx, &self.stream[0], &mut self.normed)?;
         Ok(())

@@ -2,12 +2,14 @@
 //! token's active heads only.
 
 mod batch;
+mod heads;
 mod packed;
 mod pool;
 
 use moh_kernels::{Backend, Element};
 
 pub use batch::{BatchGenerator, BatchOptions, Chunk, SequenceId, WantedLogits};
+pub use heads::PassHeads;
 pub(crate) use packed::PackedWeights;
 
 use crate::Error;
