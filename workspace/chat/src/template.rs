@@ -22,6 +22,8 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 pub struct ChatTemplate {
     /// With the blocks `generation` in terms of Jinja.
     pub(crate) source: String,
+    /// As the file has it.
+    text: String,
     /// Whether it has such blocks.
     pub(crate) has_generation: bool,
     pub(crate) path: PathBuf,
@@ -38,6 +40,20 @@ impl ChatTemplate {
     /// # Errors
     /// Fails if a file cannot be read or there is no template.
     pub fn load(directory: &Path) -> Result<Self> {
+        Self::find(directory)?.ok_or_else(|| {
+            let reason = format!(
+                "the tokenizer has no chat template, neither {TEMPLATE_FILE} nor chat_template in \
+                 {TOKENIZER_CONFIG}: leave out --chat"
+            );
+            unusable(directory, reason).into()
+        })
+    }
+
+    /// As [`ChatTemplate::load`]; `None` if there is no template.
+    ///
+    /// # Errors
+    /// Fails if a file cannot be read.
+    pub fn find(directory: &Path) -> Result<Option<Self>> {
         let path = directory.join(TOKENIZER_CONFIG);
         let config: Value = match read(&path)? {
             Some(text) => serde_json::from_str(&text)
@@ -46,28 +62,23 @@ impl ChatTemplate {
         };
         let special_tokens = special_tokens(&config);
         let file = directory.join(TEMPLATE_FILE);
-        if let Some(source) = read(&file)? {
-            return Ok(Self::new(file, &source, special_tokens));
+        if let Some(text) = read(&file)? {
+            return Ok(Some(Self::new(file, &text, special_tokens)));
         }
-        match default_template(&config) {
-            Some(source) => Ok(Self::new(path, source, special_tokens)),
-            None => Err(unusable(
-                directory,
-                format!(
-                    "the tokenizer has no chat template, neither {TEMPLATE_FILE} nor chat_template in \
-                     {TOKENIZER_CONFIG}: leave out --chat"
-                ),
-            )
-            .into()),
-        }
+        Ok(default_template(&config).map(|text| Self::new(path, text, special_tokens)))
     }
 
     /// A template of these words, which errors name `path`, with its special tokens by their names, such as
     /// `bos_token`.
-    pub fn new(path: PathBuf, source: &str, special_tokens: BTreeMap<String, String>) -> Self {
-        let blake3 = blake3::hash(source.as_bytes()).to_hex().to_string();
-        let (source, has_generation) = generation::as_calls(source);
-        Self { source, has_generation, path, special_tokens, blake3 }
+    pub fn new(path: PathBuf, text: &str, special_tokens: BTreeMap<String, String>) -> Self {
+        let blake3 = blake3::hash(text.as_bytes()).to_hex().to_string();
+        let (source, has_generation) = generation::as_calls(text);
+        Self { source, text: text.to_owned(), has_generation, path, special_tokens, blake3 }
+    }
+
+    /// The template as its file has it.
+    pub fn text(&self) -> &str {
+        &self.text
     }
 
     /// blake3 of the template, in hexadecimal.

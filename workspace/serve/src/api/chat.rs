@@ -1,0 +1,171 @@
+//! `/v1/chat/completions`: answers a conversation in the tokenizer's template.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::response::Response;
+use moh_chat::Conversation;
+use serde_json::{Value, json};
+
+use super::choice::{Piece, WholeChoice};
+use super::generation::{Format, Generation};
+use super::sampling::{Choosing, MAX_LOGPROBS, drop_defaults};
+use super::token_text::{TokenTexts, finite};
+use super::{ApiError, Fields, Served, answer_id};
+use crate::engine::GeneratedToken;
+
+/// Answers a request.
+pub(super) async fn chat_completions(
+    State(served): State<Arc<Served>>,
+    mut fields: Fields,
+) -> Result<Response, ApiError> {
+    served.check_model(fields.take::<String>("model", "a string")?.as_deref())?;
+    let messages = fields
+        .take::<Value>("messages", "a list of messages")?
+        .ok_or_else(|| ApiError::invalid("messages are missing", Some("messages")))?;
+    let choosing = Choosing::take(&mut fields, &served)?;
+    let [old, new] = ["max_tokens", "max_completion_tokens"];
+    let old = fields.take::<usize>(old, "a whole number")?;
+    let max_tokens = fields.take::<usize>(new, "a whole number")?.or(old);
+    let logprobs = fields.take("logprobs", "true or false")?.unwrap_or(false);
+    let top_logprobs = fields.take::<usize>("top_logprobs", "a whole number")?;
+    if top_logprobs.is_some_and(|count| count > MAX_LOGPROBS || !logprobs) {
+        let message = format!("top_logprobs must be at most {MAX_LOGPROBS}, and requires logprobs");
+        return Err(ApiError::invalid(message, Some("top_logprobs")));
+    }
+    fields.accept("tools", &[json!([])])?;
+    fields.accept("tool_choice", &[json!("none"), json!("auto")])?;
+    fields.accept("parallel_tool_calls", &[json!(false), json!(true)])?;
+    fields.accept("response_format", &[json!({ "type": "text" })])?;
+    fields.accept("modalities", &[json!(["text"])])?;
+    fields.accept("add_generation_prompt", &[json!(true)])?;
+    drop_defaults(&mut fields)?;
+    fields.finish()?;
+
+    let conversation = conversation(messages)?;
+    let rendering = Arc::clone(&served);
+    let prompt = super::off_thread(move || render(&rendering, &conversation)).await?;
+    let room = served.room_after(&prompt)?;
+    served.check_room(prompt.len(), room, max_tokens, "max_tokens")?;
+    Generation {
+        id: answer_id("chatcmpl"),
+        created: super::now(),
+        prompts: vec![prompt],
+        max_tokens: vec![max_tokens.unwrap_or(room).min(room)],
+        logprobs: logprobs.then_some(top_logprobs.unwrap_or(0)),
+        prompt_logprobs: None,
+        prompt_heads: false,
+        format: Chat,
+        choosing,
+        served,
+    }
+    .answer()
+    .await
+}
+
+/// A conversation, whose texts may be lists of parts.
+fn conversation(mut messages: Value) -> Result<Conversation, ApiError> {
+    let invalid = |message: String| ApiError::invalid(message, Some("messages"));
+    for message in messages.as_array_mut().into_iter().flatten() {
+        let Some(content) = message.get_mut("content") else { continue };
+        if let Value::Array(parts) = content {
+            let text = |part: &Value| match (part["type"].as_str(), part["text"].as_str()) {
+                (Some("text"), Some(text)) => Ok(text.to_owned()),
+                (kind, _) => Err(invalid(format!(
+                    "a part of a message has type {:?}, and only \"text\" is supported",
+                    kind.unwrap_or_default()
+                ))),
+            };
+            let texts: Vec<String> = parts.iter().map(text).collect::<Result<_, _>>()?;
+            *content = texts.join("\n").into();
+        }
+    }
+    Conversation::from_json(messages, Value::Null).map_err(|error| invalid(error.to_string()))
+}
+
+/// The tokens of a conversation; the template has BOS where the model expects one.
+fn render(served: &Served, conversation: &Conversation) -> Result<Vec<u32>, ApiError> {
+    let template = served.template.as_ref().ok_or_else(|| {
+        ApiError::invalid("the model has no chat template: ask /v1/completions", None)
+    })?;
+    let invalid = |error: moh_chat::Error| ApiError::invalid(error.to_string(), Some("messages"));
+    let text = template
+        .renderer()
+        .and_then(|renderer| renderer.render(conversation, true))
+        .map_err(invalid)?;
+    Ok(served.tokenizer.encode_without_special_tokens(&text)?)
+}
+
+/// The JSON of chats.
+#[derive(Debug)]
+struct Chat;
+
+impl Format for Chat {
+    type State = ();
+
+    const OBJECTS: [&'static str; 2] = ["chat.completion", "chat.completion.chunk"];
+
+    fn whole(&self, generation: &Generation<Self>, _: usize, choice: &WholeChoice) -> Value {
+        let mut fields = json!({
+            "message": { "role": "assistant", "content": choice.text },
+            "logprobs": logprobs(generation, &choice.tokens),
+            "finish_reason": choice.reason,
+        });
+        if generation.choosing.heads {
+            let heads = choice.tokens.iter().flat_map(|token| &token.heads);
+            fields["moh_heads"] = json!(heads.collect::<Vec<_>>());
+        }
+        fields
+    }
+
+    fn begin(&self, _: &Generation<Self>, _: usize) -> ((), Vec<Value>) {
+        let delta = json!({ "role": "assistant", "content": "" });
+        ((), vec![json!({ "delta": delta, "logprobs": null, "finish_reason": null })])
+    }
+
+    fn part(
+        &self,
+        generation: &Generation<Self>,
+        (): &mut (),
+        _: usize,
+        piece: &Piece,
+    ) -> Option<Value> {
+        let (text, tokens, heads, reason) = match piece {
+            Piece::Prompt(prompt) if generation.choosing.heads => {
+                ("", &[][..], &prompt.heads, None)
+            }
+            Piece::Prompt(_) => return None,
+            Piece::Token(token, text) => (&**text, std::slice::from_ref(token), &token.heads, None),
+            Piece::End(text, reason) => (&**text, &[][..], &Vec::new(), Some(*reason)),
+        };
+        let delta = if text.is_empty() { json!({}) } else { json!({ "content": text }) };
+        let mut fields = json!({
+            "delta": delta, "logprobs": logprobs(generation, tokens), "finish_reason": reason,
+        });
+        if generation.choosing.heads {
+            fields["moh_heads"] = json!(heads);
+        }
+        Some(fields)
+    }
+}
+
+/// The log-probabilities of tokens, if they are wanted.
+fn logprobs(generation: &Generation<Chat>, tokens: &[GeneratedToken]) -> Value {
+    if generation.logprobs.is_none() || tokens.is_empty() {
+        return Value::Null;
+    }
+    let mut texts = TokenTexts::new(&generation.served.tokenizer, false);
+    let mut entry = |id: u32, logprob: f32| {
+        let (text, bytes) = texts.of(id);
+        json!({ "token": text, "logprob": finite(logprob), "bytes": bytes })
+    };
+    let mut content = Vec::new();
+    for token in tokens {
+        let Some(logprobs) = &token.logprobs else { continue };
+        let mut fields = entry(token.id, logprobs.of_token);
+        let top = logprobs.most_likely.iter().map(|&(id, logprob)| entry(id, logprob));
+        fields["top_logprobs"] = top.collect();
+        content.push(fields);
+    }
+    json!({ "content": content })
+}

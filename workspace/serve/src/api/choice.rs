@@ -1,0 +1,106 @@
+//! The text of a choice: what the engine generates, decoded, up to a stop string.
+
+use moh_data::TextStream;
+
+use super::stop::StopStrings;
+use super::{ApiError, Served};
+use crate::engine::{ComputedPrompt, Event, Events, FinishReason, GeneratedToken};
+
+/// What happens in a choice, in order.
+#[derive(Debug)]
+pub(super) enum Piece {
+    /// The prompt is computed.
+    Prompt(ComputedPrompt),
+    /// A token, and the text that it makes certain.
+    Token(GeneratedToken, String),
+    /// The rest of the text, and why it ends.
+    End(String, &'static str),
+}
+
+/// Reads a choice from the engine. Dropping it gives the sequence up.
+#[derive(Debug)]
+pub(super) struct ChoiceReader<'a> {
+    events: Events,
+    text: Option<TextStream<'a>>,
+    stops: StopStrings<'a>,
+}
+
+impl<'a> ChoiceReader<'a> {
+    /// A choice after a prompt.
+    pub fn new(served: &'a Served, prompt: &[u32], stops: &'a [String], events: Events) -> Self {
+        let text = Some(served.tokenizer.stream(prompt, true));
+        ChoiceReader { events, text, stops: StopStrings::new(stops) }
+    }
+
+    /// The next piece; `None` after the end.
+    pub async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
+        if self.stops.found() {
+            // The sequence is given up: whoever reads on would get the tokens after the text.
+            self.events.close();
+            self.text.take()?;
+            return Some(Ok(Piece::End(String::new(), FinishReason::Stop.name())));
+        }
+        self.text.as_ref()?;
+        let Some(event) = self.events.recv().await else {
+            self.text = None;
+            let reason = "the engine has ended: ask the server again later";
+            let status = axum::http::StatusCode::SERVICE_UNAVAILABLE;
+            return Some(Err(ApiError::new(status, reason)));
+        };
+        Some(self.read(event))
+    }
+
+    fn read(&mut self, event: Event) -> Result<Piece, ApiError> {
+        match event {
+            Event::Prompt(prompt) => Ok(Piece::Prompt(prompt)),
+            Event::Token(token) => {
+                let new = match &mut self.text {
+                    Some(text) if !token.is_end => text.push(token.id)?,
+                    _ => String::new(),
+                };
+                let text = self.stops.push(&new);
+                Ok(Piece::Token(token, text))
+            }
+            Event::Finished(reason) => {
+                let rest = self.text.take().map_or(Ok(String::new()), TextStream::finish)?;
+                let text = self.stops.push(&rest) + &self.stops.finish();
+                let reason = if self.stops.found() { FinishReason::Stop } else { reason };
+                Ok(Piece::End(text, reason.name()))
+            }
+            Event::Failed(failure) => {
+                self.text = None;
+                Err(failure.into())
+            }
+        }
+    }
+}
+
+/// A whole choice.
+#[derive(Debug, Default)]
+pub(super) struct WholeChoice {
+    pub prompt: ComputedPrompt,
+    pub tokens: Vec<GeneratedToken>,
+    pub text: String,
+    pub reason: &'static str,
+}
+
+impl WholeChoice {
+    /// Reads a choice to its end.
+    pub async fn read(mut reader: ChoiceReader<'_>) -> Result<Self, ApiError> {
+        let mut whole = WholeChoice::default();
+        while let Some(piece) = reader.next().await {
+            match piece? {
+                Piece::Prompt(prompt) => whole.prompt = prompt,
+                Piece::Token(token, text) => {
+                    whole.tokens.push(token);
+                    whole.text.push_str(&text);
+                }
+                Piece::End(text, reason) => {
+                    whole.text.push_str(&text);
+                    whole.reason = reason;
+                }
+            }
+        }
+        Ok(whole)
+    }
+}

@@ -1,0 +1,82 @@
+//! Errors as OpenAI's API has them: a status, and a message that says what to do.
+
+use axum::http::header::RETRY_AFTER;
+use axum::http::{HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+use crate::engine::{Busy, Failure};
+
+/// Seconds after which a client should ask again when the queue is full.
+const RETRY_SECONDS: u32 = 1;
+
+/// What is answered to a request that cannot be served.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ApiError {
+    status: StatusCode,
+    message: String,
+    /// The field that is wrong.
+    param: Option<String>,
+}
+
+impl ApiError {
+    /// A request that makes no sense, by the field `param`.
+    pub fn invalid(message: impl Into<String>, param: Option<&str>) -> Self {
+        let (message, param) = (message.into(), param.map(str::to_owned));
+        ApiError { status: StatusCode::BAD_REQUEST, message, param }
+    }
+
+    /// Another status.
+    pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        ApiError { status, message: message.into(), param: None }
+    }
+
+    /// As the API has it in a body or an event.
+    pub fn to_json(&self) -> Value {
+        let kind = match self.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        json!({ "error": {
+            "message": self.message, "type": kind, "param": self.param, "code": self.status.as_u16(),
+        } })
+    }
+}
+
+impl From<Busy> for ApiError {
+    fn from(busy: Busy) -> Self {
+        ApiError::new(StatusCode::TOO_MANY_REQUESTS, busy.to_string())
+    }
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Late => ApiError::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "the request took longer than the server's --request-timeout: ask for fewer tokens",
+            ),
+            Failure::Computation(reason) => {
+                ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, reason)
+            }
+        }
+    }
+}
+
+impl From<moh_data::Error> for ApiError {
+    fn from(error: moh_data::Error) -> Self {
+        ApiError::invalid(error.to_string(), None)
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, axum::Json(self.to_json())).into_response();
+        if self.status == StatusCode::TOO_MANY_REQUESTS {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(RETRY_SECONDS));
+        }
+        response
+    }
+}

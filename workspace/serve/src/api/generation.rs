@@ -1,0 +1,251 @@
+//! From a request's prompts to its choices, at once or as a stream; completions and chats differ in the JSON alone.
+
+use std::sync::Arc;
+
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+
+use super::choice::{ChoiceReader, Piece, WholeChoice};
+use super::events::{EventSender, Gone, events};
+use super::sampling::Choosing;
+use super::{ApiError, Served};
+use crate::engine::{Events, Request};
+
+/// What is generated, and how it becomes JSON.
+#[derive(Debug)]
+pub(super) struct Generation<F> {
+    pub served: Arc<Served>,
+    pub choosing: Choosing,
+    pub prompts: Vec<Vec<u32>>,
+    /// Tokens that are generated at most, for each prompt.
+    pub max_tokens: Vec<usize>,
+    pub logprobs: Option<usize>,
+    pub prompt_logprobs: Option<usize>,
+    /// Whether the heads of the prompts' tokens are wanted.
+    pub prompt_heads: bool,
+    /// The id of the answer.
+    pub id: String,
+    /// When the answer began, in seconds since 1970.
+    pub created: u64,
+    pub format: F,
+}
+
+/// How choices become JSON.
+pub(super) trait Format: Send + Sync + Sized + 'static {
+    /// Where a stream's choice is in its text.
+    type State: Send;
+
+    /// The type of an answer, and of a part of one in a stream.
+    const OBJECTS: [&'static str; 2];
+
+    /// A whole choice of the prompt `prompt`.
+    fn whole(&self, generation: &Generation<Self>, prompt: usize, choice: &WholeChoice) -> Value;
+
+    /// A stream's choice begins; with the fields of a choice before its first token, if there are any.
+    fn begin(&self, generation: &Generation<Self>, prompt: usize) -> (Self::State, Vec<Value>);
+
+    /// The fields of a part of a choice.
+    fn part(
+        &self,
+        generation: &Generation<Self>,
+        state: &mut Self::State,
+        prompt: usize,
+        piece: &Piece,
+    ) -> Option<Value>;
+}
+
+/// Tokens of a request.
+#[derive(Debug, Clone, Copy, Default)]
+struct Usage {
+    prompt: usize,
+    cached: usize,
+    generated: usize,
+}
+
+impl Usage {
+    fn to_json(self) -> Value {
+        json!({
+            "prompt_tokens": self.prompt, "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": { "cached_tokens": self.cached },
+        })
+    }
+}
+
+impl<F: Format> Generation<F> {
+    /// Generates, and answers.
+    pub async fn answer(self) -> Result<Response, ApiError> {
+        let submitted = self.served.engine.submit(self.requests());
+        let choices = submitted.inspect_err(|_| {
+            self.served.metrics.refused.inc();
+        })?;
+        let choices: Vec<Events> = choices.into_iter().flatten().collect();
+        let generation = Arc::new(self);
+        if generation.choosing.stream {
+            let (sender, response) = events();
+            tokio::spawn(stream(generation, choices, sender));
+            return Ok(response);
+        }
+        Ok(axum::Json(whole(generation, choices).await?).into_response())
+    }
+
+    /// A group of requests for each prompt.
+    fn requests(&self) -> Vec<Vec<Request>> {
+        let deadline = self.served.deadline();
+        let prompts = self.prompts.iter().zip(&self.max_tokens);
+        let group = |(prompt, &max_tokens): (&Vec<u32>, &usize)| {
+            let one = |choice: usize| Request {
+                prompt: prompt.clone(),
+                max_tokens,
+                sampling: self.choosing.sampling.clone(),
+                seed: self.choosing.seed.wrapping_add(choice as u64),
+                end_tokens: self.choosing.end_tokens.clone(),
+                logprobs: self.logprobs,
+                prompt_logprobs: self.prompt_logprobs,
+                heads: self.choosing.heads,
+                prompt_heads: self.prompt_heads,
+                deadline,
+            };
+            (0..self.choosing.choices).map(one).collect()
+        };
+        prompts.map(group).collect()
+    }
+
+    /// The prompt of a choice.
+    fn prompt_of(&self, index: usize) -> usize {
+        index / self.choosing.choices
+    }
+
+    fn reader(&self, index: usize, events: Events) -> ChoiceReader<'_> {
+        let prompt = &self.prompts[self.prompt_of(index)];
+        ChoiceReader::new(&self.served, prompt, &self.choosing.stops, events)
+    }
+
+    fn prompt_usage(&self) -> Usage {
+        Usage { prompt: self.prompts.iter().map(Vec::len).sum(), ..Usage::default() }
+    }
+
+    /// An answer, or a part of a stream, with its choices.
+    fn body(&self, object: &str, choices: &Value) -> Value {
+        json!({
+            "id": self.id, "object": object, "created": self.created, "model": self.served.name,
+            "choices": choices,
+        })
+    }
+}
+
+/// Waits for all choices.
+async fn whole<F: Format>(
+    generation: Arc<Generation<F>>,
+    choices: Vec<Events>,
+) -> Result<Value, ApiError> {
+    let mut tasks = JoinSet::new();
+    for (index, events) in choices.into_iter().enumerate() {
+        let generation = Arc::clone(&generation);
+        tasks.spawn(async move {
+            let choice = WholeChoice::read(generation.reader(index, events)).await?;
+            let prompt = generation.prompt_of(index);
+            let mut fields = generation.format.whole(&generation, prompt, &choice);
+            fields["index"] = index.into();
+            Ok::<_, ApiError>((index, fields, choice))
+        });
+    }
+    let mut usage = generation.prompt_usage();
+    let mut found = Vec::new();
+    // Dropping the tasks, when one of them fails or the client leaves, gives the other sequences up.
+    while let Some(result) = tasks.join_next().await {
+        let (index, fields, choice) = result.unwrap_or_else(|_| Err(lost()))?;
+        usage.generated += choice.tokens.len();
+        if index % generation.choosing.choices == 0 {
+            usage.cached += choice.prompt.cached_tokens;
+        }
+        found.push((index, fields));
+    }
+    found.sort_by_key(|(index, _)| *index);
+    let choices = found.into_iter().map(|(_, fields)| fields).collect();
+    let mut body = generation.body(F::OBJECTS[0], &choices);
+    body["usage"] = usage.to_json();
+    Ok(body)
+}
+
+fn lost() -> ApiError {
+    ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "the answer could not be put together")
+}
+
+/// Sends all choices as they are generated.
+async fn stream<F: Format>(
+    generation: Arc<Generation<F>>,
+    choices: Vec<Events>,
+    sender: EventSender,
+) {
+    let mut tasks = JoinSet::new();
+    for (index, events) in choices.into_iter().enumerate() {
+        let (generation, sender) = (Arc::clone(&generation), sender.clone());
+        tasks.spawn(async move {
+            tokio::select! {
+                usage = stream_choice(&generation, index, events, &sender) => usage,
+                () = sender.closed() => Err(Gone),
+            }
+        });
+    }
+    let mut usage = generation.prompt_usage();
+    while let Some(result) = tasks.join_next().await {
+        let Ok(Ok(choice)) = result else { return };
+        usage.generated += choice.generated;
+        usage.cached += choice.cached;
+    }
+    if generation.choosing.include_usage {
+        let mut body = generation.body(F::OBJECTS[1], &json!([]));
+        body["usage"] = usage.to_json();
+        if sender.send(&body).await.is_err() {
+            return;
+        }
+    }
+    // Whether the client still listens makes no difference now.
+    let _ = sender.done().await;
+}
+
+async fn stream_choice<F: Format>(
+    generation: &Generation<F>,
+    index: usize,
+    events: Events,
+    sender: &EventSender,
+) -> Result<Usage, Gone> {
+    let prompt = generation.prompt_of(index);
+    let mut reader = generation.reader(index, events);
+    let mut usage = Usage::default();
+    let send = async |mut choice: Value| {
+        choice["index"] = index.into();
+        let mut body = generation.body(F::OBJECTS[1], &json!([choice]));
+        if generation.choosing.include_usage {
+            body["usage"] = Value::Null;
+        }
+        sender.send(&body).await
+    };
+    let (mut state, first) = generation.format.begin(generation, prompt);
+    for choice in first {
+        send(choice).await?;
+    }
+    while let Some(piece) = reader.next().await {
+        let piece = match piece {
+            Ok(piece) => piece,
+            Err(error) => {
+                sender.send(&error.to_json()).await?;
+                return Err(Gone);
+            }
+        };
+        match &piece {
+            Piece::Prompt(computed) if index % generation.choosing.choices == 0 => {
+                usage.cached = computed.cached_tokens;
+            }
+            Piece::Token(..) => usage.generated += 1,
+            _ => {}
+        }
+        if let Some(choice) = generation.format.part(generation, &mut state, prompt, &piece) {
+            send(choice).await?;
+        }
+    }
+    Ok(usage)
+}

@@ -1,0 +1,61 @@
+//! OpenAI's API: requests as JSON, answers as JSON or as a stream of events.
+
+mod body;
+mod chat;
+mod choice;
+mod completions;
+mod error;
+mod events;
+mod fields;
+mod generation;
+mod models;
+mod sampling;
+mod served;
+mod stop;
+mod token_text;
+mod tokens;
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::Router;
+use axum::http::StatusCode;
+use axum::routing::{get, post};
+
+pub use error::ApiError;
+pub use fields::Fields;
+pub use models::health;
+pub use served::{LayerDescription, Served};
+
+/// The paths of the API.
+pub fn routes(served: Arc<Served>) -> Router {
+    Router::new()
+        .route("/v1/completions", post(completions::completions))
+        .route("/v1/chat/completions", post(chat::chat_completions))
+        .route("/v1/models", get(models::models))
+        .route("/v1/models/{*name}", get(models::model))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/tokenizer_info", get(tokens::tokenizer_info))
+        .route("/metrics", get(models::metrics))
+        .with_state(served)
+}
+
+/// An id of an answer.
+fn answer_id(prefix: &str) -> String {
+    format!("{prefix}-{:032x}", rand::random::<u128>())
+}
+
+/// Seconds since 1970.
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// Runs work that would keep the other clients waiting.
+async fn off_thread<R: Send + 'static>(
+    work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
+) -> Result<R, ApiError> {
+    let lost =
+        || ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "the request made the server fail");
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(lost()))
+}

@@ -1,0 +1,54 @@
+//! `/v1/models`, `/health` and `/metrics`: what is served, and how it goes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::IntoResponse;
+use serde_json::{Value, json};
+
+use super::{ApiError, Served};
+
+/// The models: one.
+pub(super) async fn models(State(served): State<Arc<Served>>) -> Json<Value> {
+    Json(json!({ "object": "list", "data": [description(&served)] }))
+}
+
+/// A model.
+pub(super) async fn model(
+    State(served): State<Arc<Served>>,
+    Path(name): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    served.check_model(Some(&name))?;
+    Ok(Json(description(&served)))
+}
+
+fn description(served: &Served) -> Value {
+    let step = served.step.load(Ordering::Relaxed);
+    json!({
+        "id": served.name, "object": "model", "created": served.created(), "owned_by": "moh",
+        "root": served.name, "parent": null, "max_model_len": served.context,
+        "moh": {
+            "layers": served.layers,
+            "step": Some(step).filter(|&step| step != u64::MAX),
+            "has_chat_template": served.template.is_some(),
+        },
+    })
+}
+
+/// Whether requests are answered.
+pub async fn health(State(served): State<Arc<Served>>) -> StatusCode {
+    match served.is_ending.load(Ordering::Relaxed) || served.engine.is_closed() {
+        true => StatusCode::SERVICE_UNAVAILABLE,
+        false => StatusCode::OK,
+    }
+}
+
+/// The counts.
+pub(super) async fn metrics(State(served): State<Arc<Served>>) -> impl IntoResponse {
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(CONTENT_TYPE, kind)], served.metrics.text())
+}

@@ -1,0 +1,176 @@
+//! The fields by which tokens are chosen, which completions and chats share.
+
+use std::collections::BTreeMap;
+
+use moh_model::Sampling;
+use serde::Deserialize;
+use serde_json::json;
+
+use super::{ApiError, Fields, Served};
+
+/// Stop strings of a request at most, as OpenAI's API has it.
+const MAX_STOPS: usize = 4;
+/// Bytes of a stop string at most.
+const MAX_STOP_BYTES: usize = 1024;
+/// Most likely tokens that may be asked for.
+pub(super) const MAX_LOGPROBS: usize = 20;
+/// Choices of a prompt at most.
+const MAX_CHOICES: usize = 128;
+
+/// How a request's tokens are chosen, and when it ends.
+#[derive(Debug)]
+pub(super) struct Choosing {
+    pub sampling: Sampling,
+    /// Of the first choice; the next ones have the next seeds.
+    pub seed: u64,
+    /// Choices of each prompt.
+    pub choices: usize,
+    pub stops: Vec<String>,
+    pub end_tokens: Vec<u32>,
+    pub stream: bool,
+    pub include_usage: bool,
+    /// Whether the heads of each token are wanted.
+    pub heads: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMany<T> {
+    One(T),
+    Many(Vec<T>),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StreamOptions {
+    #[serde(default)]
+    include_usage: bool,
+}
+
+impl Choosing {
+    /// Takes the fields.
+    ///
+    /// # Errors
+    /// Fails for values without meaning.
+    pub fn take(fields: &mut Fields, served: &Served) -> Result<Self, ApiError> {
+        let choices = fields.take::<usize>("n", "a whole number")?.unwrap_or(1);
+        if choices == 0 || choices > MAX_CHOICES {
+            return Err(ApiError::invalid(format!("n must be from 1 to {MAX_CHOICES}"), Some("n")));
+        }
+        let seed = fields.take::<i64>("seed", "a whole number")?;
+        let stream = fields.take("stream", "true or false")?.unwrap_or(false);
+        let options: Option<StreamOptions> =
+            fields.take("stream_options", "an object with include_usage alone")?;
+        if options.is_some() && !stream {
+            let message = "stream_options is of streams: set stream, or leave it out";
+            return Err(ApiError::invalid(message, Some("stream_options")));
+        }
+        Ok(Choosing {
+            sampling: sampling(fields, served)?,
+            seed: seed.map_or_else(rand::random, i64::cast_unsigned),
+            choices,
+            stops: stops(fields)?,
+            end_tokens: end_tokens(fields, served)?,
+            stream,
+            include_usage: options.is_some_and(|options| options.include_usage),
+            heads: fields.take("moh_heads", "true or false")?.unwrap_or(false),
+        })
+    }
+}
+
+fn sampling(fields: &mut Fields, served: &Served) -> Result<Sampling, ApiError> {
+    const PENALTY: &str = "a number from -2 to 2";
+    let is_penalty = |value: f64| (-2.0..=2.0).contains(&value);
+    // As many as servers of other programs have it: 0 and -1 are no limit.
+    let top_k = fields.take::<i64>("top_k", "a whole number")?;
+    let top_k = match top_k {
+        None | Some(-1 | 0) => None,
+        Some(k) => match usize::try_from(k) {
+            Ok(k) => Some(k),
+            Err(_) => {
+                return Err(ApiError::invalid("top_k must be at least 1, or -1", Some("top_k")));
+            }
+        },
+    };
+    let in_unit = |value: f64| (0.0..=1.0).contains(&value);
+    let top_p =
+        fields.number("top_p", 1.0, |p| p > 0.0 && p <= 1.0, "a number above 0 and at most 1")?;
+    let min_p = fields.number("min_p", 0.0, in_unit, "a number from 0 to 1")?;
+    let repetition = fields.number(
+        "repetition_penalty",
+        1.0,
+        |p| p > 0.0 && p.is_finite(),
+        "a number above 0",
+    )?;
+    let temperature =
+        fields.number("temperature", 1.0, |t| (0.0..=2.0).contains(&t), "a number from 0 to 2")?;
+    Ok(Sampling {
+        temperature,
+        top_k,
+        top_p: Some(top_p).filter(|&p| p < 1.0),
+        min_p: Some(min_p).filter(|&p| p > 0.0),
+        repetition_penalty: Some(repetition).filter(|&p| p != 1.0),
+        presence_penalty: fields.number("presence_penalty", 0.0, is_penalty, PENALTY)?,
+        frequency_penalty: fields.number("frequency_penalty", 0.0, is_penalty, PENALTY)?,
+        logit_bias: logit_bias(fields, served)?,
+    })
+}
+
+fn logit_bias(fields: &mut Fields, served: &Served) -> Result<Vec<(u32, f32)>, ApiError> {
+    const NAME: &str = "logit_bias";
+    let biases = fields
+        .take::<BTreeMap<String, f32>>(NAME, "an object with numbers by token ids")?
+        .unwrap_or_default();
+    let one = |(id, bias): (String, f32)| match id.parse::<u32>() {
+        Ok(id) if (id as usize) < served.vocab_size && (-100.0..=100.0).contains(&bias) => {
+            Ok((id, bias))
+        }
+        _ => {
+            let shown: String = id.chars().take(20).collect();
+            let last = served.vocab_size.saturating_sub(1);
+            let message = format!(
+                "{NAME} of {shown:?}: must be a number from -100 to 100 of a token id from 0 to {last}"
+            );
+            Err(ApiError::invalid(message, Some(NAME)))
+        }
+    };
+    biases.into_iter().map(one).collect()
+}
+
+fn stops(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
+    const NAME: &str = "stop";
+    let stops = match fields.take::<OneOrMany<String>>(NAME, "a string or a list of strings")? {
+        None => Vec::new(),
+        Some(OneOrMany::One(stop)) => vec![stop],
+        Some(OneOrMany::Many(stops)) => stops,
+    };
+    let invalid = |message: String| Err(ApiError::invalid(message, Some(NAME)));
+    if stops.len() > MAX_STOPS {
+        return invalid(format!(
+            "{NAME} has {} strings, and at most {MAX_STOPS} are allowed",
+            stops.len()
+        ));
+    }
+    if stops.iter().any(|stop| stop.is_empty() || stop.len() > MAX_STOP_BYTES) {
+        return invalid(format!("a string of {NAME} must have 1 to {MAX_STOP_BYTES} bytes"));
+    }
+    Ok(stops)
+}
+
+fn end_tokens(fields: &mut Fields, served: &Served) -> Result<Vec<u32>, ApiError> {
+    let ignored = fields.take("ignore_eos", "true or false")?.unwrap_or(false);
+    let mut ends = if ignored { Vec::new() } else { served.end_tokens.clone() };
+    ends.extend(
+        fields.take::<Vec<u32>>("stop_token_ids", "a list of token ids")?.unwrap_or_default(),
+    );
+    Ok(ends)
+}
+
+/// Drops the fields of OpenAI's API that ask for nothing when they have these values, or never change an answer.
+pub(super) fn drop_defaults(fields: &mut Fields) -> Result<(), ApiError> {
+    for name in ["user", "metadata", "safety_identifier", "prompt_cache_key"] {
+        fields.ignore(name);
+    }
+    fields.accept("store", &[json!(false)])?;
+    fields.accept("service_tier", &[json!("auto"), json!("default")])
+}

@@ -1,0 +1,125 @@
+//! What the handlers know of the model that is served.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use axum::http::StatusCode;
+use moh_chat::ChatTemplate;
+use moh_data::TextTokenizer;
+
+use super::ApiError;
+use crate::engine::Handle;
+use crate::metrics::Metrics;
+
+/// The model, and how to ask the engine for it.
+#[derive(Debug)]
+pub struct Served {
+    /// What clients call the model.
+    pub name: String,
+    /// The model's tokenizer.
+    pub tokenizer: TextTokenizer,
+    /// Its chat template, if it has one.
+    pub template: Option<ChatTemplate>,
+    /// Tokens of a sequence at most.
+    pub context: usize,
+    /// Rows of the model's vocabulary.
+    pub vocab_size: usize,
+    /// The heads of each layer.
+    pub layers: Vec<LayerDescription>,
+    /// Tokens after which generation ends.
+    pub end_tokens: Vec<u32>,
+    /// The engine's queue.
+    pub engine: Handle,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// The longest time of a request.
+    pub request_timeout: Option<Duration>,
+    /// The step of the checkpoint that is served; `u64::MAX` if it is none.
+    pub step: AtomicU64,
+    /// Whether the server ends as soon as it has answered what it began.
+    pub is_ending: AtomicBool,
+    /// When the server started.
+    pub started: SystemTime,
+}
+
+/// The query heads of a layer.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct LayerDescription {
+    /// How many there are.
+    pub heads: usize,
+    /// How many of them a token computes.
+    pub active: usize,
+    /// Those that every token computes.
+    pub shared: Vec<usize>,
+}
+
+impl Served {
+    /// When a request that arrives now is given up.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.request_timeout.and_then(|timeout| Instant::now().checked_add(timeout))
+    }
+
+    /// # Errors
+    /// Fails while the server ends, and if a request names another model.
+    pub fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
+        if self.is_ending.load(Ordering::Relaxed) {
+            return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is ending"));
+        }
+        match name {
+            Some(name) if name != self.name => {
+                let shown: String = name.chars().take(200).collect();
+                let message = format!("model {shown:?} is not served: ask for {:?}", self.name);
+                Err(ApiError::new(StatusCode::NOT_FOUND, message))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Seconds since 1970 when the server started.
+    pub fn created(&self) -> u64 {
+        self.started.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+    }
+
+    /// # Errors
+    /// Fails if more tokens are asked for than the context has room for after the prompt.
+    pub fn check_room(
+        &self,
+        prompt: usize,
+        room: usize,
+        asked: Option<usize>,
+        name: &str,
+    ) -> Result<(), ApiError> {
+        match asked {
+            Some(asked) if asked > room => Err(ApiError::invalid(
+                format!(
+                    "{name} is {asked}: after a prompt of {prompt} tokens the model's context of {} tokens has \
+                     room for {room}",
+                    self.context
+                ),
+                Some(name),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The most tokens that can be generated after a prompt.
+    ///
+    /// # Errors
+    /// Fails if the prompt is empty, fills the context, or has an id outside the vocabulary.
+    pub fn room_after(&self, prompt: &[u32]) -> Result<usize, ApiError> {
+        let invalid = |message: String| Err(ApiError::invalid(message, Some("prompt")));
+        if let Some(id) = prompt.iter().find(|&&id| id as usize >= self.vocab_size) {
+            let vocabulary = self.vocab_size;
+            return invalid(format!("token id {id} is outside the vocabulary of {vocabulary} ids"));
+        }
+        let (tokens, context) = (prompt.len(), self.context);
+        match context.checked_sub(tokens) {
+            _ if tokens == 0 => invalid("the prompt has no tokens".to_owned()),
+            Some(room) => Ok(room),
+            None => invalid(format!(
+                "the prompt has {tokens} tokens, more than the model's context of {context}"
+            )),
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! `/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them: clients that count tokens need no tokenizer.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use serde_json::{Value, json};
+
+use super::{ApiError, Fields, Served};
+
+/// The ids of a text.
+pub(super) async fn tokenize(
+    State(served): State<Arc<Served>>,
+    mut fields: Fields,
+) -> Result<Json<Value>, ApiError> {
+    served.check_model(fields.take::<String>("model", "a string")?.as_deref())?;
+    let text = fields
+        .take::<String>("prompt", "a string")?
+        .ok_or_else(|| ApiError::invalid("the prompt is missing", Some("prompt")))?;
+    let special = fields.take("add_special_tokens", "true or false")?.unwrap_or(true);
+    let with_texts = fields.take("return_token_strs", "true or false")?.unwrap_or(false);
+    fields.finish()?;
+    super::off_thread(move || {
+        let ids = match special {
+            true => served.tokenizer.encode_prompt(&text)?,
+            false => served.tokenizer.encode_without_special_tokens(&text)?,
+        };
+        let texts = || ids.iter().map(|&id| served.tokenizer.token(id)).collect::<Vec<_>>();
+        Ok(Json(json!({
+            "count": ids.len(), "max_model_len": served.context, "tokens": ids,
+            "token_strs": with_texts.then(texts),
+        })))
+    })
+    .await
+}
+
+/// The text of ids.
+pub(super) async fn detokenize(
+    State(served): State<Arc<Served>>,
+    mut fields: Fields,
+) -> Result<Json<Value>, ApiError> {
+    served.check_model(fields.take::<String>("model", "a string")?.as_deref())?;
+    let ids = fields
+        .take::<Vec<u32>>("tokens", "a list of token ids")?
+        .ok_or_else(|| ApiError::invalid("tokens are missing", Some("tokens")))?;
+    fields.finish()?;
+    let text = super::off_thread(move || Ok(served.tokenizer.decode(&ids, false)?)).await?;
+    Ok(Json(json!({ "prompt": text })))
+}
+
+/// What clients need to know of the tokenizer.
+pub(super) async fn tokenizer_info(State(served): State<Arc<Served>>) -> Json<Value> {
+    let tokenizer = &served.tokenizer;
+    let token = |id: Option<u32>| id.and_then(|id| tokenizer.token(id));
+    let beginning = tokenizer.encode_prompt("").ok().and_then(|ids| ids.first().copied());
+    let template = served.template.as_ref().map(moh_chat::ChatTemplate::text);
+    Json(json!({
+        "tokenizer_class": "PreTrainedTokenizerFast", "vocab_size": tokenizer.vocab_size(),
+        "model_max_length": served.context, "bos_token": token(beginning),
+        "eos_token": token(served.end_tokens.first().copied()),
+        "chat_template": template,
+    }))
+}

@@ -1,0 +1,13 @@
+//! The engine computes the sequences of all clients together, on a thread of its own. The rest of the server talks
+//! to it through a [`Handle`].
+
+mod queue;
+mod request;
+mod scheduler;
+mod sequence;
+
+pub use queue::{Busy, Events, Handle, Inbox, Received, queue};
+pub use request::{
+    ComputedPrompt, Event, Failure, FinishReason, GeneratedToken, Request, TokenHeads,
+};
+pub use scheduler::{Limits, Scheduler};

@@ -1,0 +1,188 @@
+//! A sequence that the engine computes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use moh_model::{Error, LogProbabilities, Sampler, SequenceId};
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::queue::Submission;
+use super::{ComputedPrompt, Event, FinishReason, GeneratedToken, Request, TokenHeads};
+
+/// A sequence that is computed, or was and waits to be computed again.
+pub(super) struct Sequence {
+    pub request: Request,
+    events: UnboundedSender<Event>,
+    arrived: Instant,
+    prompt_done: Arc<AtomicBool>,
+    sampler: Sampler,
+    /// In the generator.
+    pub id: SequenceId,
+    /// Generated tokens.
+    generated: Vec<u32>,
+    /// How many of them the generator has: it computes them one by one, again after it had to give up its blocks, so
+    /// that the bits stay the same.
+    pushed: usize,
+    /// Events are sent once, whatever is computed again.
+    prompt: Option<ComputedPrompt>,
+    heads: Vec<TokenHeads>,
+    /// The position after the last token whose heads were taken.
+    seen: usize,
+    last_token: Option<Instant>,
+}
+
+/// What happened when a sequence had its logits.
+pub(super) enum Progress {
+    /// It has a new token, after so many seconds: since it arrived for the first one, else since the last one.
+    Token { seconds: f64, is_first: bool },
+    /// A token that was generated before is to be computed again.
+    Replayed,
+    /// The prompt is all that was asked for.
+    PromptOnly,
+}
+
+impl Sequence {
+    /// Begins a sequence of the queue, which the generator has as `id`.
+    pub fn new(
+        submission: Submission,
+        vocab_size: usize,
+        id: SequenceId,
+        shared_tokens: usize,
+    ) -> Self {
+        let (arrived, prompt_done) = (submission.arrived, Arc::clone(&submission.prompt_done));
+        let (request, events) = submission.admit();
+        let sampler = Sampler::new(request.seed, request.sampling.clone(), vocab_size);
+        let prompt = ComputedPrompt { cached_tokens: shared_tokens, ..ComputedPrompt::default() };
+        Sequence {
+            sampler: sampler.after(&request.prompt),
+            request,
+            events,
+            arrived,
+            prompt_done,
+            id,
+            generated: Vec::new(),
+            pushed: 0,
+            prompt: Some(prompt),
+            heads: Vec::new(),
+            seen: 0,
+            last_token: None,
+        }
+    }
+
+    /// Whether nobody listens any more.
+    pub fn is_abandoned(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    pub fn send(&self, event: Event) {
+        // Whoever has left is found by `is_abandoned`.
+        let _ = self.events.send(event);
+    }
+
+    /// The generator has lost its blocks: all is computed again as `id`.
+    pub fn restart(&mut self, id: SequenceId) {
+        (self.id, self.pushed) = (id, 0);
+        if let Some(prompt) = &mut self.prompt {
+            prompt.logprobs.clear();
+        }
+    }
+
+    /// Tokens that are to be computed before it can go on where it was.
+    pub fn tokens_to_restart(&self) -> usize {
+        self.request.prompt.len() + self.generated.len() + 1
+    }
+
+    /// Lets the others with the same prompt join.
+    pub fn release_siblings(&self) {
+        self.prompt_done.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the generator has only one token of it to compute, which was generated.
+    pub fn is_decoding(&self) -> bool {
+        self.pushed > 0
+    }
+
+    /// Tokens that the generator has.
+    pub fn length(&self) -> usize {
+        self.request.prompt.len() + self.pushed
+    }
+
+    /// Whether tokens of the prompt have to be computed though an earlier prompt has left them.
+    pub fn wants_whole_prompt(&self) -> bool {
+        self.prompt.is_some() && self.request.wants_whole_prompt()
+    }
+
+    /// Whether logits after each token of the prompt are to be computed.
+    pub fn wants_prompt_logits(&self) -> bool {
+        self.request.prompt_logprobs.is_some() && self.prompt.is_some()
+    }
+
+    /// Takes the heads of the token at a position.
+    pub fn take_heads(&mut self, position: usize, layers: impl FnOnce() -> Vec<Vec<usize>>) {
+        let is_wanted = match position < self.request.prompt.len() {
+            true => self.request.prompt_heads,
+            false => self.request.heads,
+        };
+        if is_wanted && position >= self.seen {
+            self.seen = position + 1;
+            self.heads.push(TokenHeads { position, layers: layers() });
+        }
+    }
+
+    /// Takes the logits after prompt tokens from position `first` on, `[tokens, V]`.
+    pub fn take_prompt_logits(&mut self, first: usize, logits: &[f32], vocabulary: usize) {
+        let (Some(prompt), Some(count)) = (&mut self.prompt, self.request.prompt_logprobs) else {
+            return;
+        };
+        let next = self.request.prompt.iter().skip(first + 1);
+        for (&token, row) in next.zip(logits.chunks_exact(vocabulary)) {
+            prompt.logprobs.push(LogProbabilities::new(row, token, count));
+        }
+    }
+
+    /// Goes on after the last token that was computed, with the logits after it, `[V]`.
+    pub fn advance(&mut self, logits: &[f32]) -> Result<Progress, Error> {
+        if let Some(prompt) = self.prompt.take() {
+            self.release_siblings();
+            let heads = std::mem::take(&mut self.heads);
+            self.send(Event::Prompt(ComputedPrompt { heads, ..prompt }));
+        }
+        if self.request.max_tokens == 0 {
+            return Ok(Progress::PromptOnly);
+        }
+        if self.pushed < self.generated.len() {
+            return Ok(Progress::Replayed);
+        }
+        let id = self.sampler.sample(logits)?;
+        self.generated.push(id);
+        let logprobs = |count| LogProbabilities::new(logits, id, count);
+        let logprobs = self.request.logprobs.map(logprobs);
+        let heads = std::mem::take(&mut self.heads);
+        let is_end = self.request.end_tokens.contains(&id);
+        self.send(Event::Token(GeneratedToken { id, logprobs, heads, is_end }));
+        let (now, is_first) = (Instant::now(), self.last_token.is_none());
+        let since = self.last_token.unwrap_or(self.arrived);
+        self.last_token = Some(now);
+        Ok(Progress::Token { seconds: (now - since).as_secs_f64(), is_first })
+    }
+
+    /// Why it has ended, if it has.
+    pub fn finished(&self) -> Option<FinishReason> {
+        if self.pushed < self.generated.len() - usize::from(!self.generated.is_empty()) {
+            return None;
+        }
+        match self.generated.last() {
+            Some(last) if self.request.end_tokens.contains(last) => Some(FinishReason::Stop),
+            _ if self.generated.len() >= self.request.max_tokens => Some(FinishReason::Length),
+            _ => None,
+        }
+    }
+
+    /// The next generated token for the generator.
+    pub fn next_token(&mut self) -> Option<u32> {
+        let token = self.generated.get(self.pushed).copied()?;
+        self.pushed += 1;
+        Some(token)
+    }
+}

@@ -1,0 +1,352 @@
+//! The server from its start to its end: the engine on this thread, the clients on others.
+
+use std::io::{Write as _, stdout};
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context as _, bail};
+use axum::Router;
+use axum::routing::get;
+use moh_chat::ChatTemplate;
+use moh_device::{Compute, available_memory};
+use moh_kernels::{Backend, Element};
+use moh_model::{BatchOptions, Model, ModelConfig};
+use moh_program::{counted, exit, models};
+use moh_serve::api::{self, LayerDescription, Served};
+use moh_serve::engine::{Handle, Inbox, Limits, Scheduler, queue};
+use moh_serve::guard::Guard;
+use moh_serve::metrics::Metrics;
+use moh_serve::source::Source;
+use moh_serve::{page, server};
+
+use crate::arguments::Arguments;
+
+/// The time for which an idle engine waits before it looks for a newer checkpoint.
+const IDLE: Duration = Duration::from_millis(100);
+/// The time between two looks for a newer checkpoint.
+const WATCH: Duration = Duration::from_secs(2);
+/// The time that tasks have to end after the last connection.
+const LAST_TASKS: Duration = Duration::from_secs(5);
+
+/// A server that is about to start.
+pub struct Serve<'a> {
+    arguments: &'a Arguments,
+    source: Source,
+    config: ModelConfig,
+    served: Arc<Served>,
+    inbox: Inbox,
+    guard: Guard,
+    listener: TcpListener,
+    /// The step of the run's newest checkpoint.
+    newest: Arc<AtomicU64>,
+}
+
+impl<'a> Serve<'a> {
+    /// Reads all but the weights, and takes the port.
+    pub fn prepare(arguments: &'a Arguments) -> anyhow::Result<Self> {
+        let source = Source::locate(&arguments.model, arguments.revision.as_deref())?;
+        if arguments.watch_run {
+            source.run()?;
+        }
+        let config = source.config()?;
+        let keys = arguments.keys()?;
+        let guard = Guard::new(keys.iter().map(String::as_str), arguments.host.is_loopback());
+        let (engine, inbox) = queue(arguments.max_queue);
+        let served = Arc::new(describe(arguments, &source, &config, engine)?);
+        let listener = listen(SocketAddr::new(arguments.host, arguments.port))?;
+        let newest = Arc::new(AtomicU64::new(source.step().unwrap_or(u64::MAX)));
+        Ok(Serve { arguments, source, config, served, inbox, guard, listener, newest })
+    }
+}
+
+/// What clients are told.
+fn describe(
+    arguments: &Arguments,
+    source: &Source,
+    config: &ModelConfig,
+    engine: Handle,
+) -> anyhow::Result<Served> {
+    let directory = source.tokenizer()?;
+    let tokenizer = models::required_tokenizer(&directory)?;
+    let positions = config.max_position_embeddings;
+    let context = arguments.max_model_len.unwrap_or(positions);
+    if context > positions {
+        bail!("--max-model-len {context}: the model has {positions} positions");
+    }
+    let metrics = Arc::new(Metrics::default());
+    let layers: Vec<_> = (0..config.num_hidden_layers).map(|layer| heads(config, layer)).collect();
+    metrics.set_heads(layers.iter().map(|layer| layer.active as f64 / layer.heads as f64));
+    Ok(Served {
+        name: arguments.served_model_name.clone().unwrap_or_else(|| arguments.model.clone()),
+        end_tokens: moh_hf::end_tokens(&source.files(), config)?,
+        template: template(&directory)?,
+        tokenizer,
+        context,
+        vocab_size: config.vocab_size,
+        layers,
+        engine,
+        metrics,
+        request_timeout: arguments.request_timeout.map(Duration::from_secs),
+        step: AtomicU64::new(source.step().unwrap_or(u64::MAX)),
+        is_ending: AtomicBool::new(false),
+        started: SystemTime::now(),
+    })
+}
+
+fn heads(config: &ModelConfig, layer: usize) -> LayerDescription {
+    let (of_layer, heads) = (config.layer_heads(layer), config.num_attention_heads);
+    let shared = (0..heads).filter(|&head| of_layer.shared.contains(head)).collect();
+    LayerDescription { heads, active: of_layer.active(), shared }
+}
+
+/// The chat template of the tokenizer, if it has one; one that is no Jinja is an error.
+fn template(directory: &Path) -> anyhow::Result<Option<ChatTemplate>> {
+    let Some(template) = ChatTemplate::find(directory)? else { return Ok(None) };
+    template.renderer()?;
+    Ok(Some(template))
+}
+
+fn listen(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    let listener = TcpListener::bind(address).with_context(|| {
+        format!("--host {} --port {}: cannot be listened at", address.ip(), address.port())
+    })?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+impl Compute for Serve<'_> {
+    type Output = anyhow::Result<()>;
+
+    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
+        let Serve { arguments, source, config, served, inbox, guard, listener, newest } = self;
+        let (positions, metrics) = (served.context, Arc::clone(&served.metrics));
+        let vocab_size = served.tokenizer.vocab_size();
+        let model: Model<B, T> = source.load(backend.clone(), positions)?;
+        let options = cache_options(arguments, &config, &model)?;
+        // The engine must not keep the server's state: the queue is closed when nobody has it any more.
+        let step = StepOf(Arc::downgrade(&served), served.step.load(Ordering::Relaxed));
+        if arguments.watch_run {
+            watch(&source, Arc::clone(&newest))?;
+        }
+        start(served, guard, listener, arguments.max_connections)?;
+
+        let limits = Limits {
+            sequences: arguments.max_num_seqs,
+            prompt_tokens: arguments.chunked_prefill_size,
+        };
+        let mut engine = Engine { source, inbox, newest, step };
+        let mut waiting = Vec::new();
+        let mut model = Some(model);
+        loop {
+            let model = match model.take() {
+                Some(model) => model,
+                None => engine.load_newest(&backend, positions)?,
+            };
+            let mut scheduler =
+                Scheduler::new(&model, options, limits, vocab_size, Arc::clone(&metrics))?;
+            waiting.drain(..).for_each(|submission| scheduler.add(submission));
+            if engine.run(&mut scheduler) {
+                return Ok(());
+            }
+            waiting.extend(scheduler.into_waiting());
+        }
+    }
+}
+
+/// The step that clients are told, and that of the model that is computed.
+struct StepOf(std::sync::Weak<Served>, u64);
+
+/// What the engine's thread needs beside a model.
+struct Engine {
+    source: Source,
+    inbox: Inbox,
+    newest: Arc<AtomicU64>,
+    step: StepOf,
+}
+
+impl Engine {
+    /// Computes until nobody can ask any more, or else until there is a newer checkpoint.
+    fn run<B: Backend, T: Element>(&self, scheduler: &mut Scheduler<'_, B, T>) -> bool {
+        loop {
+            let patience = if scheduler.is_empty() { IDLE } else { Duration::ZERO };
+            let is_open = scheduler.take(&self.inbox, patience);
+            let is_current = self.newest.load(Ordering::Relaxed) == self.step.1;
+            scheduler.step(is_current);
+            if !is_open && scheduler.is_empty() {
+                return true;
+            }
+            if !is_current && scheduler.is_idle() {
+                return false;
+            }
+        }
+    }
+
+    /// Loads the newest checkpoint; if it cannot be read, the one before again.
+    fn load_newest<B: Backend + Clone, T: Element>(
+        &mut self,
+        backend: &B,
+        positions: usize,
+    ) -> anyhow::Result<Model<B, T>> {
+        let step = self.newest.load(Ordering::Relaxed);
+        let source = self.source.at(step);
+        let model = match source.load(backend.clone(), positions) {
+            Ok(model) => {
+                exit::stderr_line(format_args!("serves step {step} now"));
+                self.source = source;
+                model
+            }
+            Err(error) => {
+                exit::stderr_line(format_args!(
+                    "warning: step {step} cannot be served, and the one before is: {error:#}"
+                ));
+                self.source.load(backend.clone(), positions)?
+            }
+        };
+        self.step.1 = step;
+        if let Some(served) = self.step.0.upgrade() {
+            served.step.store(self.source.step().unwrap_or(u64::MAX), Ordering::Relaxed);
+        }
+        Ok(model)
+    }
+}
+
+/// The sizes of the cache and of passes.
+fn cache_options<B: Backend, T: Element>(
+    arguments: &Arguments,
+    config: &ModelConfig,
+    model: &Model<B, T>,
+) -> anyhow::Result<BatchOptions> {
+    let (context, block_length) = (model.positions(), arguments.block_size);
+    let blocks_of = |tokens: usize| tokens.div_ceil(block_length);
+    let bytes = 2 * config.num_hidden_layers * config.key_value_width() * size_of::<T>();
+    let blocks = match arguments.kv_cache_tokens {
+        Some(tokens) if blocks_of(tokens) < blocks_of(context) => bail!(
+            "--kv-cache-tokens {tokens}: a sequence may need {context}: set --max-model-len lower, or this higher"
+        ),
+        Some(tokens) => blocks_of(tokens),
+        None => {
+            let most = blocks_of(context).saturating_mul(arguments.max_num_seqs);
+            let available = available_memory().unwrap_or(1 << 32) / 4;
+            let affordable = available / (bytes * block_length).max(1) as u64;
+            let affordable = usize::try_from(affordable).unwrap_or(usize::MAX);
+            affordable.clamp(blocks_of(context), most.max(blocks_of(context)))
+        }
+    };
+    let tokens = blocks * block_length;
+    exit::stderr_line(format_args!(
+        "cache of {}, {:.2} GB",
+        counted(tokens as u64, "token"),
+        (bytes * tokens) as f64 / 1e9
+    ));
+    let pass_tokens = arguments.max_num_batched_tokens;
+    let options = models::batch_options(model, tokens);
+    Ok(BatchOptions { pass_tokens, blocks, block_length, independent: true, ..options })
+}
+
+/// Looks for newer checkpoints as long as the program runs.
+fn watch(source: &Source, newest: Arc<AtomicU64>) -> anyhow::Result<()> {
+    let run = source.run()?.clone();
+    std::thread::Builder::new().name("watch".to_owned()).spawn(move || {
+        loop {
+            std::thread::sleep(WATCH);
+            // A directory that cannot be listed now may be later.
+            let last = run.checkpoint_steps().ok().and_then(|steps| steps.last().copied());
+            if let Some(step) = last.filter(|&step| step > newest.load(Ordering::Relaxed)) {
+                newest.store(step, Ordering::Relaxed);
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// Starts to answer clients, on threads of their own.
+fn start(
+    served: Arc<Served>,
+    guard: Guard,
+    listener: TcpListener,
+    max_connections: usize,
+) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name("clients")
+        .enable_io()
+        .enable_time()
+        .build()?;
+    let address = listener.local_addr()?;
+    let app = app(Arc::clone(&served), guard);
+    let (listener, signals) = {
+        let _context = runtime.enter();
+        (tokio::net::TcpListener::from_std(listener)?, Signals::new()?)
+    };
+    writeln!(stdout(), "{}", server::url(address))?;
+    stdout().flush()?;
+    std::thread::Builder::new().name("server".to_owned()).spawn(move || {
+        runtime.block_on(async move {
+            let stop = async {
+                signals.first(&served).await;
+            };
+            server::serve(listener, app, max_connections, stop).await;
+        });
+        runtime.shutdown_timeout(LAST_TASKS);
+    })?;
+    Ok(())
+}
+
+/// All paths.
+fn app(served: Arc<Served>, guard: Guard) -> Router {
+    let health = Router::new().route("/health", get(api::health)).with_state(Arc::clone(&served));
+    api::routes(served)
+        .merge(health)
+        .merge(page::routes())
+        .layer(axum::middleware::from_fn_with_state(guard, Guard::check))
+}
+
+/// The signals that end the server.
+struct Signals {
+    #[cfg(unix)]
+    signals: [tokio::signal::unix::Signal; 2],
+}
+
+impl Signals {
+    fn new() -> anyhow::Result<Self> {
+        Ok(Signals {
+            #[cfg(unix)]
+            signals: {
+                use tokio::signal::unix::{SignalKind, signal};
+                [signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?]
+            },
+        })
+    }
+
+    /// Waits for the first one. A second one ends the program at once.
+    async fn first(mut self, served: &Served) {
+        self.next().await;
+        served.is_ending.store(true, Ordering::Relaxed);
+        exit::stderr_line(format_args!(
+            "finishing the answers that were begun; again to end without them"
+        ));
+        tokio::spawn(async move {
+            let signal = self.next().await;
+            moh_files::exit_without_temporaries(128 + signal);
+        });
+    }
+
+    #[cfg(unix)]
+    async fn next(&mut self) -> i32 {
+        let [interrupt, terminate] = &mut self.signals;
+        tokio::select! {
+            _ = interrupt.recv() => 2,
+            _ = terminate.recv() => 15,
+        }
+    }
+
+    #[cfg(not(unix))]
+    async fn next(&mut self) -> i32 {
+        // Without the handler nothing would end the program.
+        let _ = tokio::signal::ctrl_c().await;
+        2
+    }
+}

@@ -1,0 +1,137 @@
+//! The model that is served: a directory in Hugging Face layout, or a checkpoint of a run as it stands.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, bail};
+use moh_checkpoint::StoredCheckpoint;
+use moh_hf::{ConfigFile, StoredModel};
+use moh_kernels::{Backend, Element};
+use moh_model::{Model, ModelConfig};
+use moh_program::models;
+use moh_run_directory::{CheckpointName, RunDirectory};
+use moh_step::TensorKind;
+
+/// Where the weights are.
+#[derive(Debug, Clone)]
+pub enum Source {
+    /// A model in a directory.
+    Directory(PathBuf),
+    /// A checkpoint of a run.
+    Checkpoint {
+        /// The run.
+        run: RunDirectory,
+        /// Steps over all stages.
+        step: u64,
+    },
+}
+
+impl Source {
+    /// The model that `name` names: a run, as `RUN` for its newest checkpoint or `RUN@STEP`, a directory, or a
+    /// repository of the hub, which is downloaded if necessary.
+    ///
+    /// # Errors
+    /// Fails if there is no such model.
+    pub fn locate(name: &str, revision: Option<&str>) -> anyhow::Result<Self> {
+        match CheckpointName::parse(name) {
+            Some(name) => {
+                let step = name.resolve_alone()?;
+                Ok(Source::Checkpoint { run: name.run, step })
+            }
+            None => Ok(Source::Directory(models::locate(name, revision)?)),
+        }
+    }
+
+    /// The model's configuration.
+    ///
+    /// # Errors
+    /// Fails if it cannot be read.
+    pub fn config(&self) -> anyhow::Result<ModelConfig> {
+        match self {
+            Source::Directory(directory) => Ok(ConfigFile::read(directory)?.config),
+            Source::Checkpoint { run, step } => {
+                let name = CheckpointName { run: run.clone(), step: Some(*step) };
+                Ok(name.config_file()?.config)
+            }
+        }
+    }
+
+    /// The directory with the tokenizer.
+    ///
+    /// # Errors
+    /// Fails if a run has none.
+    pub fn tokenizer(&self) -> anyhow::Result<PathBuf> {
+        match self {
+            Source::Directory(directory) => Ok(directory.clone()),
+            Source::Checkpoint { run, .. } => run.tokenizer().with_context(|| {
+                format!("{}: the run has no tokenizer, which text requires", run.root().display())
+            }),
+        }
+    }
+
+    /// The directory with the other files of the model.
+    pub fn files(&self) -> PathBuf {
+        match self {
+            Source::Directory(directory) => directory.clone(),
+            Source::Checkpoint { run, .. } => run.model(),
+        }
+    }
+
+    /// The step of the checkpoint, if it is one.
+    pub fn step(&self) -> Option<u64> {
+        match self {
+            Source::Directory(_) => None,
+            Source::Checkpoint { step, .. } => Some(*step),
+        }
+    }
+
+    /// The run of the checkpoint.
+    ///
+    /// # Errors
+    /// Fails for another model.
+    pub fn run(&self) -> anyhow::Result<&RunDirectory> {
+        match self {
+            Source::Checkpoint { run, .. } => Ok(run),
+            Source::Directory(directory) => bail!(
+                "{}: is not a run, whose checkpoints --watch-run follows: leave it out",
+                directory.display()
+            ),
+        }
+    }
+
+    /// Another checkpoint of the same run.
+    pub fn at(&self, step: u64) -> Self {
+        match self {
+            Source::Checkpoint { run, .. } => Source::Checkpoint { run: run.clone(), step },
+            directory @ Source::Directory(_) => directory.clone(),
+        }
+    }
+
+    /// Loads the model for sequences of up to `positions` tokens.
+    ///
+    /// # Errors
+    /// Fails if a weight cannot be read, or if the device is out of memory.
+    pub fn load<B: Backend, T: Element>(
+        &self,
+        backend: B,
+        positions: usize,
+    ) -> anyhow::Result<Model<B, T>> {
+        match self {
+            Source::Directory(directory) => load_directory(backend, directory, positions),
+            Source::Checkpoint { run, step } => {
+                let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), *step)?;
+                Model::new(backend, self.config()?, positions, |segment, values| {
+                    Ok(stored.read_f32(TensorKind::Weight, &segment.name, values)?)
+                })
+            }
+        }
+    }
+}
+
+fn load_directory<B: Backend, T: Element>(
+    backend: B,
+    directory: &Path,
+    positions: usize,
+) -> anyhow::Result<Model<B, T>> {
+    let stored: StoredModel = models::stored(directory)?;
+    Ok(stored.load(backend, positions)?)
+}
