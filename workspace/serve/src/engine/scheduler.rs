@@ -105,13 +105,12 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             self.admit();
         }
         let chunks = self.plan();
-        self.observe();
-        if chunks.is_empty() {
-            return;
-        }
-        if let Err(error) = self.compute(&chunks) {
+        if !chunks.is_empty()
+            && let Err(error) = self.compute(&chunks)
+        {
             self.fail_all(&error.to_string());
         }
+        self.observe();
     }
 
     /// Removes the sequences whose clients have left, and those that are late.

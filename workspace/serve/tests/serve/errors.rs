@@ -1,0 +1,227 @@
+//! What is answered to bad requests: an error, and the server goes on.
+
+use std::io::{Read as _, Write as _};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::client::{Answer, PATIENCE, Server, prepared};
+
+#[test]
+fn a_field_that_cannot_be_is_named() {
+    let dir = prepared();
+    let server = Server::start(dir.path(), &[]);
+    let stops: Vec<_> = (0..10_000).map(|n| n.to_string()).collect();
+    for (name, value, expected) in [
+        ("foo", json!(1), "foo is not supported"),
+        ("suffix", json!("a"), "suffix is not supported"),
+        ("best_of", json!(2), "best_of is not supported but as 1"),
+        ("model", json!("other"), "model \"other\" is not served: ask for \"moh\""),
+        ("prompt", json!(null), "the prompt is missing"),
+        ("prompt", json!(5), "prompt must be a string, a list"),
+        ("prompt", json!([]), "prompt is an empty list"),
+        ("prompt", json!(""), "the prompt has no tokens"),
+        ("prompt", json!([[1], []]), "the prompt has no tokens"),
+        ("prompt", json!([40, 400]), "token id 400 is outside the vocabulary of 37 ids"),
+        ("prompt", json!([4_294_967_296u64]), "prompt must be"),
+        ("prompt", json!([-1]), "prompt must be"),
+        (
+            "prompt",
+            json!("w1 ".repeat(65)),
+            "the prompt has 65 tokens, more than the model's context of 64",
+        ),
+        ("max_tokens", json!(64), "max_tokens is 64: after a prompt of 1 tokens"),
+        ("max_tokens", json!(-1), "max_tokens must be a whole number"),
+        ("temperature", json!(-0.1), "temperature must be a number from 0 to 2"),
+        ("temperature", json!("1"), "temperature must be a number from 0 to 2"),
+        ("top_p", json!(0), "top_p must be a number above 0"),
+        ("top_k", json!(-2), "top_k must be at least 1"),
+        ("min_p", json!(1.1), "min_p must be a number from 0 to 1"),
+        ("repetition_penalty", json!(0), "repetition_penalty must be a number above 0"),
+        ("presence_penalty", json!(2.1), "presence_penalty must be a number from -2 to 2"),
+        ("frequency_penalty", json!([1]), "frequency_penalty must be a number from -2 to 2"),
+        (
+            "logit_bias",
+            json!({ "40": 1 }),
+            "logit_bias of \"40\": must be a number from -100 to 100",
+        ),
+        ("logit_bias", json!({ "4": 101 }), "logit_bias of \"4\""),
+        ("logit_bias", json!({ "w4": 1 }), "logit_bias of \"w4\""),
+        ("n", json!(0), "n must be from 1 to 128"),
+        ("n", json!(1_000_000), "n must be from 1 to 128"),
+        ("logprobs", json!(21), "logprobs must be at most 20"),
+        ("stop", json!(stops), "stop has 10000 strings, and at most 4 are allowed"),
+        ("stop", json!(""), "a string of stop must have 1 to 1024 bytes"),
+        ("stop", json!("a".repeat(1025)), "a string of stop must have 1 to 1024 bytes"),
+        ("stop", json!([1]), "stop must be a string or a list of strings"),
+        ("stream", json!("yes"), "stream must be true or false"),
+        ("stream_options", json!({ "include_usage": true }), "set stream, or leave it out"),
+        ("seed", json!(1.5), "seed must be a whole number"),
+    ] {
+        let mut body = json!({ "prompt": "w1", "max_tokens": 1 });
+        body[name] = value;
+        let answer = server.post("/v1/completions", &body);
+        let expected_status = if name == "model" { 404 } else { 400 };
+        assert_eq!(answer.status, expected_status, "{name}: {}", answer.text());
+        assert!(answer.error().contains(expected), "{name}: {}", answer.error());
+    }
+    for (body, expected) in [
+        (json!({}), "messages are missing"),
+        (json!({ "messages": [] }), "the conversation has no message"),
+        (json!({ "messages": [{ "content": "a" }] }), "message 1"),
+        (
+            json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }),
+            "only \"text\" is supported",
+        ),
+        (
+            json!({ "messages": [{ "role": "user", "content": "a" }] }),
+            "the model has no chat template",
+        ),
+        (
+            json!({ "messages": [], "tools": [{ "type": "function" }] }),
+            "tools is not supported but as []",
+        ),
+        (json!({ "messages": [], "top_logprobs": 2 }), "requires logprobs"),
+    ] {
+        let answer = server.post("/v1/chat/completions", &body);
+        assert_eq!(answer.status, 400, "{}", answer.text());
+        assert!(answer.error().contains(expected), "{}", answer.error());
+    }
+    assert!(server.post("/tokenize", &json!({})).error().contains("the prompt is missing"));
+    assert!(
+        server.post("/detokenize", &json!({ "tokens": "a" })).error().contains("tokens must be")
+    );
+    assert_eq!(server.get("/v1/completions").status, 405);
+    assert_eq!(server.get("/nothing").status, 404);
+    server.completion(&json!({ "prompt": "w1" }));
+}
+
+#[test]
+fn hostile_requests_do_not_harm_the_others() {
+    let dir = prepared();
+    let server = Server::start(dir.path(), &["--max-connections", "40"]);
+    let text = || server.texts(&json!({ "prompt": "w1 w2", "max_tokens": 5, "temperature": 0 }));
+    let expected = text();
+
+    // Half-open: a head without an end, a body that does not come, and silence.
+    let mut open = Vec::new();
+    for start in
+        ["POST /v1/completions HTTP/1.1\r\n", "", "GET / HTTP/1.1\r\nHost: localhost\r\nX: "]
+    {
+        let mut stream = server.connect();
+        stream.write_all(start.as_bytes()).unwrap();
+        open.push(stream);
+    }
+    let mut stream = server.connect();
+    let head =
+        format!("POST /v1/completions HTTP/1.1\r\n{}Content-Length: 9\r\n\r\n{{", server.headers());
+    stream.write_all(head.as_bytes()).unwrap();
+    open.push(stream);
+
+    let headers = server.headers();
+    let post = format!("POST /v1/completions HTTP/1.1\r\n{headers}");
+    let long = format!("{post}Content-Length: 1000000000\r\n\r\n{{");
+    assert_eq!(server.raw(long.as_bytes()).status, 413);
+    let many = format!("{post}{}\r\n", "A: b\r\n".repeat(1000));
+    assert!(matches!(server.raw(many.as_bytes()).status, 400 | 431));
+    let endless = format!("{post}A: {}", "b".repeat(1 << 20));
+    assert!(matches!(server.raw(endless.as_bytes()).status, 0 | 400 | 431));
+    for body in
+        [&b"\xff\xfe{"[..], b"{\"prompt\": \"\xff\"}", b"", b"[]", b"{\"prompt\": ", b"null"]
+    {
+        assert_eq!(server.raw(&server.request("/v1/completions", body)).status, 400, "{body:?}");
+    }
+    let deep = "[".repeat(100_000);
+    assert_eq!(server.raw(&server.request("/v1/completions", deep.as_bytes())).status, 400);
+    assert!(matches!(server.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03").status, 0 | 400));
+    assert_eq!(endless_chunks(&server), 413);
+    assert_eq!(text(), expected);
+
+    // A stream whose client reads nothing, and one that leaves.
+    let body = json!({ "prompt": "w1 w2", "max_tokens": 60, "stream": true, "temperature": 0 });
+    for _ in 0..2 {
+        let mut stream = server.connect();
+        stream.write_all(&server.request("/v1/completions", body.to_string().as_bytes())).unwrap();
+        open.push(stream);
+    }
+    assert_eq!(text(), expected);
+    drop(open);
+    server.wait_for("moh_requests_running", 0.0);
+    assert_eq!(text(), expected);
+}
+
+/// The status of a request whose chunks never end.
+fn endless_chunks(server: &Server) -> u16 {
+    let mut stream = server.connect();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    let headers = format!("{}Transfer-Encoding: chunked\r\n\r\n", server.headers());
+    stream.write_all(format!("POST /v1/completions HTTP/1.1\r\n{headers}").as_bytes()).unwrap();
+    let chunk = format!("100000\r\n{}\r\n", " ".repeat(1 << 20));
+    // Until the server has had enough and closes.
+    for _ in 0..1000 {
+        if stream.write_all(chunk.as_bytes()).is_err() {
+            break;
+        }
+    }
+    let mut head = [0; 16];
+    match stream.read_exact(&mut head) {
+        Ok(()) => String::from_utf8_lossy(&head).split(' ').nth(1).unwrap().parse().unwrap(),
+        // The answer may be lost with the connection that the server has reset.
+        Err(_) => 413,
+    }
+}
+
+#[test]
+fn a_key_is_required_where_there_is_one() {
+    let dir = prepared();
+    std::fs::write(dir.path().join("keys"), "one\n\ntwo\n").unwrap();
+    let server = Server::start(dir.path(), &["--api-key-file", "keys"]);
+    let with = |header: &str| {
+        let headers = format!("{}{header}", server.headers());
+        server.raw(format!("GET /v1/models HTTP/1.1\r\n{headers}\r\n").as_bytes()).status
+    };
+    assert_eq!(with(""), 401);
+    assert_eq!(with("Authorization: Bearer three\r\n"), 401);
+    assert_eq!(with("Authorization: Bearer two\r\n"), 200);
+    assert_eq!(server.get("/health").status, 200);
+    assert_eq!(server.get("/").status, 200);
+}
+
+#[test]
+fn a_page_of_another_site_cannot_ask() {
+    let dir = prepared();
+    let server = Server::start(dir.path(), &[]);
+    let raw = |headers: &str| -> Answer {
+        server.raw(
+            format!("GET /v1/models HTTP/1.1\r\n{headers}Connection: close\r\n\r\n").as_bytes(),
+        )
+    };
+    assert_eq!(raw("Host: localhost\r\n").status, 200);
+    assert_eq!(raw("Host: example.org\r\n").status, 421);
+    assert_eq!(raw("Host: localhost\r\nOrigin: http://example.org\r\n").status, 403);
+}
+
+#[test]
+fn a_full_queue_asks_to_come_again() {
+    let dir = prepared();
+    let server = Server::start(dir.path(), &["--max-queue", "4", "--max-num-seqs", "1"]);
+    let body = json!({ "prompt": "w1", "n": 5 });
+    let answer = server.post("/v1/completions", &body);
+    assert_eq!((answer.status, answer.head.contains("retry-after: 1")), (429, true));
+    assert!(answer.error().contains("at most 4 may"), "{}", answer.error());
+    assert_eq!(server.metric("moh_requests_refused_total"), 1.0);
+    let few = json!({ "prompt": "w1", "n": 4, "max_tokens": 2 });
+    assert_eq!(server.texts(&few).len(), 4);
+}
+
+#[test]
+fn a_request_is_given_up_at_its_time() {
+    let dir = prepared();
+    let server = Server::start(dir.path(), &["--request-timeout", "1"]);
+    std::thread::sleep(Duration::from_millis(100));
+    // Short answers are in time.
+    server.completion(&json!({ "prompt": "w1", "max_tokens": 2 }));
+    assert_eq!(server.metric("moh_requests_late_total"), 0.0);
+    let fields: Value = server.get("/v1/models").json();
+    assert_eq!(fields["object"], "list");
+}

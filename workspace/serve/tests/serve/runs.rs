@@ -1,0 +1,58 @@
+//! Checkpoints of a run as they stand.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::client::{PATIENCE, Server};
+use crate::trained_run::{RECIPE, SECOND_STAGE, prepared, train};
+
+fn answer(server: &Server) -> Value {
+    let body = json!({ "prompt": "w1 w2 w5", "max_tokens": 8, "temperature": 0, "logprobs": 0 });
+    server.completion(&body)["choices"].clone()
+}
+
+fn step(server: &Server) -> u64 {
+    server.get("/v1/models").json()["data"][0]["moh"]["step"].as_u64().unwrap()
+}
+
+#[test]
+fn a_checkpoint_is_served_as_its_export_is() {
+    let dir = prepared();
+    let place = dir.path();
+    train(place, &format!("{RECIPE}{SECOND_STAGE}"), "f32");
+    let newest = Server::of("run", place, &[]);
+    assert_eq!(step(&newest), 6);
+    assert_eq!(answer(&newest), answer(&Server::of("run/export", place, &[])));
+    let earlier = Server::of("run@4", place, &[]);
+    assert_eq!(step(&earlier), 4);
+    assert_ne!(answer(&earlier), answer(&newest));
+    // The dense stage.
+    assert_eq!(earlier.metric("moh_heads_computed_ratio{layer=\"0\"}"), 1.0);
+    assert_eq!(newest.metric("moh_heads_computed_ratio{layer=\"0\"}"), 0.75);
+}
+
+#[test]
+fn a_run_is_followed_to_its_next_checkpoint() {
+    let dir = prepared();
+    let place = dir.path();
+    train(place, RECIPE, "f32");
+    let expected = answer(&Server::of("run", place, &[]));
+    // As if the last checkpoint were not written yet.
+    let last = place.join("run/checkpoints/step-4");
+    fs::rename(&last, place.join("later")).unwrap();
+    let server = Server::of("run@3", place, &["--watch-run"]);
+    let before = answer(&server);
+    assert_ne!(before, expected);
+    fs::rename(place.join("later"), &last).unwrap();
+    let start = Instant::now();
+    while step(&server) != 4 {
+        assert!(start.elapsed() < PATIENCE, "step {}", step(&server));
+        // Answers are those of one checkpoint or of the other.
+        let now = answer(&server);
+        assert!(now == before || now == expected, "{now}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(answer(&server), expected);
+}
