@@ -22,7 +22,7 @@ fn a_field_that_cannot_be_is_named() {
         ("prompt", json!([]), "prompt is an empty list"),
         ("prompt", json!(""), "the prompt has no tokens"),
         ("prompt", json!([[1], []]), "the prompt has no tokens"),
-        ("prompt", json!([40, 400]), "token id 400 is outside the vocabulary of 37 ids"),
+        ("prompt", json!([36, 400]), "token id 400 is outside the vocabulary of 37 ids"),
         ("prompt", json!([4_294_967_296u64]), "prompt must be"),
         ("prompt", json!([-1]), "prompt must be"),
         (
