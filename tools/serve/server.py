@@ -1,0 +1,39 @@
+"""A moh-serve that runs as long as a check needs it."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import urllib.request
+
+
+def request(address, path, body=None):
+    """The JSON that a server answers."""
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(address + path, data), timeout=300) as answer:
+        return json.loads(answer.read())
+
+
+def metrics(address):
+    """The numbers of /metrics by their names."""
+    with urllib.request.urlopen(address + "metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+@contextlib.contextmanager
+def serve(program, model, *options):
+    """The process and the address of a server of `model`."""
+    command = [program, "--model", model, "--port", "0", *options]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError as error:
+        sys.exit(f"error: {program}: {error.strerror}: build it, or name it with --program")
+    try:
+        address = process.stdout.readline().strip()
+        if not address:
+            sys.exit(f"error: {' '.join(map(str, command))}: does not start: run it to see why")
+        yield process, address
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
