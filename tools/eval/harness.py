@@ -123,6 +123,27 @@ def load_model(model, dtype="float32", device="cpu", batch_size=8):
         raise Failure(f"{model}: transformers cannot load it: {reason}") from error
 
 
+def served_model(address, tokenizer, context):
+    """A model of the harness that moh-serve serves at `address`, with the tokenizer of the directory `tokenizer`."""
+    require()
+    import transformers
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    transformers.utils.logging.set_verbosity_error()
+    model = LocalCompletionsAPI(
+        model="model",
+        base_url=f"{address}v1/completions",
+        tokenizer=tokenizer,
+        tokenizer_backend="huggingface",
+        add_bos_token=True,
+        # The harness keeps a place for the token that it has generated and does not use.
+        max_length=context,
+        batch_size=16,
+    )
+    leave_texts_open(model.tokenizer)
+    return model
+
+
 def leave_texts_open(tokenizer):
     """Removes what a tokenizer puts after texts, which the harness would leave between context and choice."""
     from tokenizers.processors import TemplateProcessing
