@@ -25,7 +25,7 @@ SCRIPTS = ROOT / "target" / "wheel-data" / "scripts"
 # maturin looks for the directory even when it writes metadata only.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
 # Built together, for the features of dependencies that maturin's build has.
-CRATES = ["moh-cli", "moh-generate", "moh-convert", "moh-prepare", "moh-report", "moh-bench"]
+CRATES = ["moh-cli", "moh-generate", "moh-serve", "moh-convert", "moh-prepare", "moh-report", "moh-bench"]
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
