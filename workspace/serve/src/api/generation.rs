@@ -158,7 +158,7 @@ async fn whole<F: Format>(
     while let Some(result) = tasks.join_next().await {
         let (index, fields, choice) = result.unwrap_or_else(|_| Err(lost()))?;
         usage.generated += choice.tokens.len();
-        if index % generation.choosing.choices == 0 {
+        if index.is_multiple_of(generation.choosing.choices) {
             usage.cached += choice.prompt.cached_tokens;
         }
         found.push((index, fields));
@@ -237,7 +237,7 @@ async fn stream_choice<F: Format>(
             }
         };
         match &piece {
-            Piece::Prompt(computed) if index % generation.choosing.choices == 0 => {
+            Piece::Prompt(computed) if index.is_multiple_of(generation.choosing.choices) => {
                 usage.cached = computed.cached_tokens;
             }
             Piece::Token(..) => usage.generated += 1,

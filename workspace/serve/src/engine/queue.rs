@@ -48,7 +48,7 @@ impl Drop for Inbox {
 #[derive(Debug)]
 pub enum Received {
     /// A request.
-    One(Submission),
+    One(Box<Submission>),
     /// None, for now.
     None,
     /// None, and there will be none: all handles are dropped.
@@ -134,13 +134,13 @@ impl Inbox {
     pub fn receive(&self, patience: Duration) -> Received {
         if patience.is_zero() {
             return match self.receiver.try_recv() {
-                Ok(submission) => Received::One(submission),
+                Ok(submission) => Received::One(Box::new(submission)),
                 Err(TryRecvError::Empty) => Received::None,
                 Err(TryRecvError::Disconnected) => Received::Closed,
             };
         }
         match self.receiver.recv_timeout(patience) {
-            Ok(submission) => Received::One(submission),
+            Ok(submission) => Received::One(Box::new(submission)),
             Err(RecvTimeoutError::Timeout) => Received::None,
             Err(RecvTimeoutError::Disconnected) => Received::Closed,
         }

@@ -75,7 +75,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     pub fn take(&mut self, inbox: &Inbox, mut patience: std::time::Duration) -> bool {
         loop {
             match inbox.receive(patience) {
-                Received::One(submission) => self.add(submission),
+                Received::One(submission) => self.add(*submission),
                 Received::None => return true,
                 Received::Closed => return false,
             }

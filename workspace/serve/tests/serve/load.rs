@@ -11,7 +11,7 @@ fn body(number: usize) -> Value {
     let prompt: Vec<usize> = (0..1 + number * 7 % 30).map(|i| (i * 5 + number) % 30).collect();
     json!({
         "prompt": prompt, "max_tokens": 1 + number * 11 % 30, "seed": number,
-        "temperature": if number % 3 == 0 { 0.0 } else { 1.0 },
+        "temperature": if number.is_multiple_of(3) { 0.0 } else { 1.0 },
     })
 }
 
