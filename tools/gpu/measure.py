@@ -70,7 +70,7 @@ class Run:
 
     def __init__(self, arguments, scratch, signals, end):
         self.arguments, self.signals, self.end = arguments, signals, end
-        self.environment = environment(scratch)
+        self.environment = environment(scratch, arguments.emulated)
         self.file = arguments.out / f"{arguments.run}.jsonl"
         self.cases = cases.of(arguments.run, arguments.programs, scratch,
                               self.tests() if arguments.run == "correctness" else [])
@@ -233,9 +233,11 @@ def say(line):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def environment(scratch):
+def environment(scratch, is_emulated):
     """The environment of every command."""
     variables = dict(os.environ, MOH_TEST_GPU="1", TMPDIR=str(scratch))
+    if is_emulated:
+        del variables["MOH_TEST_GPU"]
     libraries = torch_libraries()
     known = variables.get("LD_LIBRARY_PATH")
     if libraries:
@@ -269,6 +271,8 @@ def parse_arguments():
     parser.add_argument("--resume", action="store_true",
                         help="skip the cases that passed, used their whole time, or failed on this "
                         "GPU with these programs")
+    parser.add_argument("--emulated", action="store_true",
+                        help="run the tests of programs with the emulated GPU on it alone")
     parser.add_argument("--list", action="store_true", help="print the cases and their limits")
     arguments = parser.parse_args()
     if arguments.programs is None:

@@ -312,6 +312,8 @@ class Machine(WithPrograms):
             self.measure("speed", *named("limits"))
         variables = json.loads((self.programs / "environment").read_text())
         self.assertEqual(variables["MOH_TEST_GPU"], "1")
+        self.measure("speed", "--emulated", *named("limits"))
+        self.assertNotIn("MOH_TEST_GPU", json.loads((self.programs / "environment").read_text()))
         folders = variables["LD_LIBRARY_PATH"].split(":")
         self.assertIn(str(libraries), folders)
         self.assertEqual(folders[-1], "/known")
