@@ -1,6 +1,7 @@
 // Every kernel, as one unit.
 #include "adamw/adamw.cu"
 #include "add/add.cu"
+#include "attention/cuda/decode.cu"
 #include "attention/cuda/hopper/hopper.cu"
 #include "attention/cuda/plain.cu"
 #include "attention/cuda/tiled.cu"

@@ -101,6 +101,7 @@ fn run<B: Backend, T: Element>(
     }
     let [keys, values] = pool.map(|elements| upload(device, &elements));
     let (qkv, table) = (upload(device, &qkv), upload(device, &table));
+    let generated = upload(device, &Span::generated(&spans));
     let (routed, weights) = (upload(device, &routed), upload(device, &weights));
     let mut out = garbage::<B, T>(device, tokens * heads * head_dim);
     let mut log_sum_exp = garbage::<B, f32>(device, tokens * heads);
@@ -116,6 +117,7 @@ fn run<B: Backend, T: Element>(
         keys: B::whole(&keys),
         values: B::whole(&values),
         block_table: B::whole(&table),
+        generated: B::whole(&generated),
         block_length,
         out: B::whole_mut(&mut out),
         log_sum_exp: B::whole_mut(&mut log_sum_exp),
@@ -189,6 +191,33 @@ fn prompts_and_generated_tokens_of_a_pass_agree() {
     }
 }
 
+/// Long sequences, which a GPU divides, and groups of more heads than it computes together.
+#[test]
+fn long_sequences_agree() {
+    let positions = [1500, 511, 512, 1023, 0].map(generated);
+    let all = [&positions[..], &[prompt(3, 2)]].concat();
+    for (heads, kv_heads, head_dim, shared_heads) in
+        [(10, 2, 20, 3), (3, 3, 80, 1), (4, 1, 128, 0), (2, 2, 200, 2)]
+    {
+        let setting = Setting { heads, kv_heads, head_dim, shared_heads, ..SETTING };
+        on_each_device!(device => agrees::<_, f32>(device, &setting, &all, 3));
+        on_each_device!(device => agrees::<_, bf16>(device, &setting, &all, 4));
+    }
+}
+
+/// The results of a generated token have the same bits alone and among others.
+#[test]
+fn a_generated_token_does_not_depend_on_its_neighbours() {
+    let sequences: Vec<Sequence<f32>> =
+        (0..3).map(|seed| Sequence::new(&SETTING, 2000, seed)).collect();
+    let among: Vec<_> = sequences.iter().zip([1999, 700, 20].map(generated)).collect();
+    on_each_device!(device => {
+        for (together, one) in run(device, &SETTING, &among, 1).iter().zip(&among) {
+            assert!(run(device, &SETTING, &[*one], 2)[0] == *together, "{:?}", one.1);
+        }
+    });
+}
+
 /// On a CPU a token's results have the same bits whatever else the pass computes, and however the prompt is
 /// divided.
 fn is_independent<T: Element>(setting: &Setting) {
@@ -240,6 +269,7 @@ fn sequences_that_do_not_fit_are_refused() {
             keys: &keys,
             values: &keys,
             block_table,
+            generated: &Span::generated(sequences),
             block_length: 16,
             out: &mut out,
             log_sum_exp: &mut sums,

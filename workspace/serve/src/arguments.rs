@@ -55,7 +55,7 @@ pub struct Arguments {
     /// Tokens of a sequence, prompt and answer, at most [default: the model's context]
     #[arg(long, value_name = "TOKENS", value_parser = at_least::<usize>(1))]
     pub max_model_len: Option<usize>,
-    /// Sequences that are computed at the same time
+    /// Sequences that are computed at the same time, at most --max-num-batched-tokens
     #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = at_least::<usize>(1))]
     pub max_num_seqs: usize,
     /// Tokens of a pass
@@ -64,8 +64,8 @@ pub struct Arguments {
     /// Tokens of prompts in a pass that other sequences wait for: fewer make their tokens come more evenly
     #[arg(long, value_name = "TOKENS", default_value_t = 64, value_parser = at_least::<usize>(1))]
     pub chunked_prefill_size: usize,
-    /// Tokens whose keys and values are kept, of all sequences [default: a quarter of the memory that is available, at
-    /// most what --max-num-seqs sequences need]
+    /// Tokens whose keys and values are kept, of all sequences [default: in a quarter of the available memory, on a
+    /// GPU in 4 GiB, at most what --max-num-seqs sequences need]
     #[arg(long, value_name = "TOKENS", value_parser = at_least::<usize>(1))]
     pub kv_cache_tokens: Option<usize>,
     /// Tokens of a block of the cache

@@ -1,5 +1,7 @@
 //! Who may ask: clients with a key, or where none is needed this machine's own programs and pages.
 
+use std::net::IpAddr;
+
 use axum::extract::{Request, State};
 use axum::http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN};
 use axum::http::{StatusCode, Uri};
@@ -43,19 +45,19 @@ impl Guard {
                 let message = "the request is for another host: ask for localhost";
                 return Err(ApiError::new(StatusCode::MISDIRECTED_REQUEST, message));
             }
-            let origin = text(headers, &ORIGIN);
-            if origin.is_some_and(|origin| !is_local_origin(origin)) {
-                let message = "pages of other sites may not ask this server";
-                return Err(ApiError::new(StatusCode::FORBIDDEN, message));
-            }
+        }
+        if self.keys.is_empty() && !is_own_page(headers) {
+            let message = "pages of other sites may not ask this server";
+            return Err(ApiError::new(StatusCode::FORBIDDEN, message));
         }
         let is_open = matches!(uri.path(), "/health" | "/" | "/page.js" | "/page.css");
         if self.keys.is_empty() || is_open {
             return Ok(());
         }
         let key = text(headers, &AUTHORIZATION)
-            .and_then(|value| value.strip_prefix("Bearer "))
-            .map(|key| blake3::hash(key.trim().as_bytes()));
+            .and_then(|value| value.split_once(' '))
+            .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"))
+            .map(|(_, key)| blake3::hash(key.trim().as_bytes()));
         match key {
             Some(key) if self.keys.contains(&key) => Ok(()),
             _ => Err(ApiError::new(
@@ -70,19 +72,25 @@ fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// Whether a host, perhaps with a port, is this machine by the names that nobody else can give it.
+/// Whether a host, perhaps with a port, is this machine by a name that nobody else can give it: localhost, or a loopback
+/// address.
 fn is_local_name(host: &str) -> bool {
     let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit());
     let name = match host.rsplit_once(':') {
         Some((name, port)) if is_port(port) => name,
         _ => host,
     };
-    name.eq_ignore_ascii_case("localhost") || matches!(name, "127.0.0.1" | "[::1]")
+    let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback())
 }
 
-fn is_local_origin(origin: &str) -> bool {
-    let schemes = ["http://", "https://"];
-    schemes.iter().find_map(|scheme| origin.strip_prefix(scheme)).is_some_and(is_local_name)
+/// Whether a request comes from no page, or from one of the host that it asks.
+fn is_own_page(headers: &HeaderMap) -> bool {
+    let Some(origin) = headers.get(ORIGIN) else { return true };
+    let site = origin.to_str().ok().and_then(|origin| origin.split_once("://"));
+    site.is_some_and(|(_, site)| {
+        text(headers, &HOST).is_some_and(|host| host.eq_ignore_ascii_case(site))
+    })
 }
 
 #[cfg(test)]
@@ -98,19 +106,25 @@ mod tests {
     #[test]
     fn a_local_server_answers_for_its_own_names_and_pages() {
         let guard = Guard::new([], true);
-        for host in ["localhost:8000", "LOCALHOST", "127.0.0.1:80", "[::1]:9", "[::1]"] {
+        for host in ["localhost:8000", "LOCALHOST", "127.0.0.1:80", "127.0.0.2", "[::1]:9", "[::1]"]
+        {
             assert_eq!(status(&guard, "/v1/models", &[(HOST, host)]), None, "{host}");
         }
-        for host in ["example.org", "localhost.example.org:8000", "", "127.0.0.1.org", ":80"] {
+        for host in
+            ["example.org", "localhost.example.org:8000", "", "127.0.0.1.org", ":80", "10.0.0.1"]
+        {
             assert_eq!(status(&guard, "/", &[(HOST, host)]), Some(421), "{host}");
         }
         assert_eq!(status(&guard, "/", &[]), Some(421));
-        let from = |origin| status(&guard, "/", &[(HOST, "localhost"), (ORIGIN, origin)]);
-        assert_eq!(from("http://localhost:8000"), None);
-        assert_eq!(from("http://example.org"), Some(403));
-        assert_eq!(from("null"), Some(403));
         let open = Guard::new([], false);
         assert_eq!(status(&open, "/", &[(HOST, "example.org")]), None);
+        for (guard, host) in [(&guard, "localhost:8000"), (&open, "example.org:8000")] {
+            let own = format!("http://{host}");
+            let from = |origin| status(guard, "/", &[(HOST, host), (ORIGIN, origin)]);
+            assert_eq!(from(&own), None);
+            assert_eq!(from("http://example.com"), Some(403));
+            assert_eq!(from("null"), Some(403));
+        }
     }
 
     #[test]
@@ -118,7 +132,7 @@ mod tests {
         let guard = Guard::new(["one", "two"], true);
         let with = |value| status(&guard, "/v1/models", &[(AUTHORIZATION, value)]);
         assert_eq!(with("Bearer one"), None);
-        assert_eq!(with("Bearer two "), None);
+        assert_eq!(with("bearer two "), None);
         assert_eq!(with("Bearer three"), Some(401));
         assert_eq!(with("one"), Some(401));
         assert_eq!(status(&guard, "/v1/models", &[]), Some(401));

@@ -39,6 +39,8 @@ pub struct Metrics {
     pub cancelled: Counter,
     /// Sequences that were given up at their deadline.
     pub late: Counter,
+    /// Sequences that could not be computed.
+    pub failed: Counter,
     /// Requests that found the queue full.
     pub refused: Counter,
 }
@@ -71,6 +73,7 @@ impl Default for Metrics {
             preempted: Counter::default(),
             cancelled: Counter::default(),
             late: Counter::default(),
+            failed: Counter::default(),
             refused: Counter::default(),
         };
         metrics.register();
@@ -111,6 +114,11 @@ impl Metrics {
             "requests_late",
             "Sequences that were given up at --request-timeout",
             self.late.clone(),
+        );
+        registry.register(
+            "requests_failed",
+            "Sequences that could not be computed",
+            self.failed.clone(),
         );
         registry.register(
             "requests_refused",

@@ -3,20 +3,20 @@
 use std::io::{Write as _, stdout};
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, RwLock, Weak};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
 use axum::Router;
 use axum::routing::get;
 use moh_chat::ChatTemplate;
-use moh_device::{Compute, available_memory};
+use moh_device::{Compute, DeviceName, available_memory};
 use moh_kernels::{Backend, Element};
 use moh_model::{BatchOptions, Model, ModelConfig};
 use moh_program::{counted, exit, models};
-use moh_serve::api::{self, LayerDescription, Served};
-use moh_serve::engine::{Handle, Inbox, Limits, Scheduler, queue};
+use moh_serve::api::{self, Checkpoint, LayerDescription, Served};
+use moh_serve::engine::{Admission, Handle, Inbox, Limits, Scheduler, queue};
 use moh_serve::guard::Guard;
 use moh_serve::metrics::Metrics;
 use moh_serve::source::Source;
@@ -28,6 +28,10 @@ use crate::arguments::Arguments;
 const IDLE: Duration = Duration::from_millis(100);
 /// The time between two looks for a newer checkpoint.
 const WATCH: Duration = Duration::from_secs(2);
+/// Bytes of the cache on a GPU, and where the memory that is available is not known, unless told otherwise.
+const DEFAULT_CACHE_BYTES: u64 = 4 << 30;
+/// Threads that parse, tokenize and render for clients.
+const BLOCKING_THREADS: usize = 4;
 /// The time that tasks have to end after the last connection.
 const LAST_TASKS: Duration = Duration::from_secs(5);
 
@@ -40,8 +44,6 @@ pub struct Serve<'a> {
     inbox: Inbox,
     guard: Guard,
     listener: TcpListener,
-    /// The step of the run's newest checkpoint.
-    newest: Arc<AtomicU64>,
 }
 
 impl<'a> Serve<'a> {
@@ -57,8 +59,7 @@ impl<'a> Serve<'a> {
         let (engine, inbox) = queue(arguments.max_queue);
         let served = Arc::new(describe(arguments, &source, &config, engine)?);
         let listener = listen(SocketAddr::new(arguments.host, arguments.port))?;
-        let newest = Arc::new(AtomicU64::new(source.step().unwrap_or(u64::MAX)));
-        Ok(Serve { arguments, source, config, served, inbox, guard, listener, newest })
+        Ok(Serve { arguments, source, config, served, inbox, guard, listener })
     }
 }
 
@@ -76,24 +77,29 @@ fn describe(
     if context > positions {
         bail!("--max-model-len {context}: the model has {positions} positions");
     }
-    let metrics = Arc::new(Metrics::default());
-    let layers: Vec<_> = (0..config.num_hidden_layers).map(|layer| heads(config, layer)).collect();
-    metrics.set_heads(layers.iter().map(|layer| layer.active as f64 / layer.heads as f64));
-    Ok(Served {
+    let checkpoint = checkpoint(source, config);
+    let served = Served {
         name: arguments.served_model_name.clone().unwrap_or_else(|| arguments.model.clone()),
         end_tokens: moh_hf::end_tokens(&source.files(), config)?,
         template: template(&directory)?,
         tokenizer,
         context,
         vocab_size: config.vocab_size,
-        layers,
+        checkpoint: RwLock::new(Arc::new(checkpoint.clone())),
         engine,
-        metrics,
+        metrics: Arc::new(Metrics::default()),
         request_timeout: arguments.request_timeout.map(Duration::from_secs),
-        step: AtomicU64::new(source.step().unwrap_or(u64::MAX)),
         is_ending: AtomicBool::new(false),
         started: SystemTime::now(),
-    })
+    };
+    served.set_checkpoint(checkpoint);
+    Ok(served)
+}
+
+/// What clients are told of a checkpoint.
+fn checkpoint(source: &Source, config: &ModelConfig) -> Checkpoint {
+    let layers = (0..config.num_hidden_layers).map(|layer| heads(config, layer)).collect();
+    Checkpoint { step: source.step(), layers }
 }
 
 fn heads(config: &ModelConfig, layer: usize) -> LayerDescription {
@@ -111,7 +117,7 @@ fn template(directory: &Path) -> anyhow::Result<Option<ChatTemplate>> {
 
 fn listen(address: SocketAddr) -> anyhow::Result<TcpListener> {
     let listener = TcpListener::bind(address).with_context(|| {
-        format!("--host {} --port {}: cannot be listened at", address.ip(), address.port())
+        format!("--host {} --port {}: cannot listen there", address.ip(), address.port())
     })?;
     listener.set_nonblocking(true)?;
     Ok(listener)
@@ -121,29 +127,27 @@ impl Compute for Serve<'_> {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let Serve { arguments, source, config, served, inbox, guard, listener, newest } = self;
+        let Serve { arguments, source, config, served, inbox, guard, listener } = self;
         let (positions, metrics) = (served.context, Arc::clone(&served.metrics));
         let vocab_size = served.tokenizer.vocab_size();
         let model: Model<B, T> = source.load(backend.clone(), positions)?;
         let options = cache_options(arguments, &config, &model)?;
-        // The engine must not keep the server's state: the queue is closed when nobody has it any more.
-        let step = StepOf(Arc::downgrade(&served), served.step.load(Ordering::Relaxed));
+        let newest = Arc::new(AtomicU64::new(source.step().unwrap_or_default()));
         if arguments.watch_run {
             watch(&source, Arc::clone(&newest))?;
         }
+        let mut engine = Engine { source, inbox, newest, served: Arc::downgrade(&served) };
         start(served, guard, listener, arguments.max_connections)?;
 
         let limits = Limits {
             sequences: arguments.max_num_seqs,
             prompt_tokens: arguments.chunked_prefill_size,
         };
-        let mut engine = Engine { source, inbox, newest, step };
-        let mut waiting = Vec::new();
-        let mut model = Some(model);
+        let (mut waiting, mut loaded) = (Vec::new(), Some(model));
         loop {
-            let model = match model.take() {
-                Some(model) => model,
-                None => engine.load_newest(&backend, positions)?,
+            let Some(model) = loaded.take().or_else(|| engine.load_newest(&backend, positions))
+            else {
+                return Ok(());
             };
             let mut scheduler =
                 Scheduler::new(&model, options, limits, vocab_size, Arc::clone(&metrics))?;
@@ -156,61 +160,87 @@ impl Compute for Serve<'_> {
     }
 }
 
-/// The step that clients are told, and that of the model that is computed.
-struct StepOf(std::sync::Weak<Served>, u64);
-
 /// What the engine's thread needs beside a model.
 struct Engine {
+    /// The model that is computed.
     source: Source,
     inbox: Inbox,
+    /// The step of the run's newest checkpoint.
     newest: Arc<AtomicU64>,
-    step: StepOf,
+    /// What clients are told. The queue is closed when nobody has it any more, so the engine must not keep it.
+    served: Weak<Served>,
 }
 
 impl Engine {
-    /// Computes until nobody can ask any more, or else until there is a newer checkpoint.
+    /// Whether the run has no other newest checkpoint.
+    fn is_current(&self) -> bool {
+        self.source.step().is_none_or(|step| step == self.newest.load(Ordering::Relaxed))
+    }
+
+    /// Computes until nobody can ask any more, or else until there is another checkpoint.
     fn run<B: Backend, T: Element>(&self, scheduler: &mut Scheduler<'_, B, T>) -> bool {
         loop {
             let patience = if scheduler.is_empty() { IDLE } else { Duration::ZERO };
             let is_open = scheduler.take(&self.inbox, patience);
-            let is_current = self.newest.load(Ordering::Relaxed) == self.step.1;
-            scheduler.step(is_current);
             if !is_open && scheduler.is_empty() {
                 return true;
             }
-            if !is_current && scheduler.is_idle() {
+            if self.is_current() {
+                scheduler.step(Admission::Open);
+            } else if scheduler.is_drained() {
                 return false;
+            } else {
+                scheduler.step(Admission::OnlyBegun);
             }
         }
     }
 
-    /// Loads the newest checkpoint; if it cannot be read, the one before again.
+    /// Loads the newest checkpoint, or else the one before again; `None` if the server ends before one can be loaded.
     fn load_newest<B: Backend + Clone, T: Element>(
         &mut self,
         backend: &B,
         positions: usize,
-    ) -> anyhow::Result<Model<B, T>> {
-        let step = self.newest.load(Ordering::Relaxed);
-        let source = self.source.at(step);
-        let model = match source.load(backend.clone(), positions) {
-            Ok(model) => {
-                exit::stderr_line(format_args!("serves step {step} now"));
-                self.source = source;
-                model
+    ) -> Option<Model<B, T>> {
+        loop {
+            let newest = self.source.at(self.newest.load(Ordering::Relaxed));
+            for source in [newest, self.source.clone()] {
+                match load(&source, backend, positions) {
+                    Ok((model, checkpoint)) => {
+                        self.source = source;
+                        self.tell(checkpoint);
+                        return Some(model);
+                    }
+                    Err(error) => exit::stderr_line(format_args!(
+                        "warning: step {} cannot be served: {error:#}",
+                        source.step().unwrap_or_default()
+                    )),
+                }
             }
-            Err(error) => {
-                exit::stderr_line(format_args!(
-                    "warning: step {step} cannot be served, and the one before is: {error:#}"
-                ));
-                self.source.load(backend.clone(), positions)?
-            }
-        };
-        self.step.1 = step;
-        if let Some(served) = self.step.0.upgrade() {
-            served.step.store(self.source.step().unwrap_or(u64::MAX), Ordering::Relaxed);
+            // A checkpoint that was removed meanwhile has a successor.
+            std::thread::sleep(WATCH);
+            self.served.upgrade()?;
         }
-        Ok(model)
     }
+
+    fn tell(&self, checkpoint: Checkpoint) {
+        if let Some(step) = checkpoint.step {
+            exit::stderr_line(format_args!("serves step {step} now"));
+            // One that cannot be loaded is not tried again.
+            self.newest.store(step, Ordering::Relaxed);
+        }
+        if let Some(served) = self.served.upgrade() {
+            served.set_checkpoint(checkpoint);
+        }
+    }
+}
+
+fn load<B: Backend + Clone, T: Element>(
+    source: &Source,
+    backend: &B,
+    positions: usize,
+) -> anyhow::Result<(Model<B, T>, Checkpoint)> {
+    let checkpoint = checkpoint(source, &source.config()?);
+    Ok((source.load(backend.clone(), positions)?, checkpoint))
 }
 
 /// The sizes of the cache and of passes.
@@ -229,7 +259,12 @@ fn cache_options<B: Backend, T: Element>(
         Some(tokens) => blocks_of(tokens),
         None => {
             let most = blocks_of(context).saturating_mul(arguments.max_num_seqs);
-            let available = available_memory().unwrap_or(1 << 32) / 4;
+            let available = match arguments.device {
+                DeviceName::Cpu => {
+                    available_memory().map_or(DEFAULT_CACHE_BYTES, |bytes| bytes / 4)
+                }
+                _ => DEFAULT_CACHE_BYTES,
+            };
             let affordable = available / (bytes * block_length).max(1) as u64;
             let affordable = usize::try_from(affordable).unwrap_or(usize::MAX);
             affordable.clamp(blocks_of(context), most.max(blocks_of(context)))
@@ -246,15 +281,17 @@ fn cache_options<B: Backend, T: Element>(
     Ok(BatchOptions { pass_tokens, blocks, block_length, independent: true, ..options })
 }
 
-/// Looks for newer checkpoints as long as the program runs.
+/// Looks for other checkpoints as long as the program runs.
 fn watch(source: &Source, newest: Arc<AtomicU64>) -> anyhow::Result<()> {
     let run = source.run()?.clone();
     std::thread::Builder::new().name("watch".to_owned()).spawn(move || {
+        let mut known = newest.load(Ordering::Relaxed);
         loop {
             std::thread::sleep(WATCH);
-            // A directory that cannot be listed now may be later.
+            // A directory that cannot be listed now may be later. After a rewind the newest step is an earlier one.
             let last = run.checkpoint_steps().ok().and_then(|steps| steps.last().copied());
-            if let Some(step) = last.filter(|&step| step > newest.load(Ordering::Relaxed)) {
+            if let Some(step) = last.filter(|&step| step != known) {
+                known = step;
                 newest.store(step, Ordering::Relaxed);
             }
         }
@@ -271,6 +308,7 @@ fn start(
 ) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
+        .max_blocking_threads(BLOCKING_THREADS)
         .thread_name("clients")
         .enable_io()
         .enable_time()

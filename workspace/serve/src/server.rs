@@ -1,4 +1,7 @@
-//! Connections, within limits: of their number, of the size of a request's head, and of the time in which it arrives.
+//! Connections, within limits: of their number, of the size of a request's head, and of the times in which it arrives and
+//! in which an answer is taken.
+
+mod writing;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -10,10 +13,13 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use writing::Writing;
 
 /// The time in which the head of a request has to arrive, the first one's from the connection on.
-const HEAD_PATIENCE: Duration = Duration::from_secs(30);
+const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+/// The time in which a client has to take some of an answer.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of a head at most.
 const MAX_HEAD_BYTES: usize = 32 << 10;
 /// Headers of a request at most.
@@ -42,10 +48,10 @@ pub async fn serve(
         let service = TowerToHyperService::new(app.clone());
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(HEAD_PATIENCE)
+            .header_read_timeout(HEAD_TIMEOUT)
             .max_buf_size(MAX_HEAD_BYTES)
             .max_headers(MAX_HEADERS)
-            .serve_connection(TokioIo::new(stream), service);
+            .serve_connection(TokioIo::new(Writing::new(stream, WRITE_TIMEOUT)), service);
         let connection = graceful.watch(connection);
         tokio::spawn(async move {
             // A client that has left is no concern of the others.
@@ -61,7 +67,7 @@ pub async fn serve(
 async fn accept(
     listener: &TcpListener,
     connections: &Arc<Semaphore>,
-) -> Option<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
+) -> Option<(TcpStream, OwnedSemaphorePermit)> {
     let permit = Arc::clone(connections).acquire_owned().await.ok()?;
     match listener.accept().await {
         Ok((stream, _)) => Some((stream, permit)),

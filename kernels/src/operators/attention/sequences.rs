@@ -26,6 +26,16 @@ pub struct Span {
     pub is_prompt: bool,
 }
 
+impl Span {
+    /// The row, the position and the first block of each sequence whose token was generated.
+    pub fn generated(spans: &[Span]) -> Vec<u32> {
+        // Of a pass, whose numbers of rows and blocks fit.
+        let numbers =
+            |span: &Span| [span.rows.start as u32, span.position as u32, span.first_block as u32];
+        spans.iter().filter(|span| !span.is_prompt).flat_map(numbers).collect()
+    }
+}
+
 /// Arguments of [`super::Attention::attention_of_sequences`].
 pub struct SequenceAttention<'a, M: Memory, T: Element> {
     /// Shape of `qkv`, with all tokens of the pass as one sequence.
@@ -42,6 +52,8 @@ pub struct SequenceAttention<'a, M: Memory, T: Element> {
     pub values: View<'a, M, T>,
     /// Indices of the sequences' blocks.
     pub block_table: View<'a, M, u32>,
+    /// What a GPU reads of the sequences whose token was generated ([`Span::generated`]), `[generated, 3]`.
+    pub generated: View<'a, M, u32>,
     /// Tokens of a block.
     pub block_length: usize,
     /// Overwritten; `[N, H D]`.
@@ -54,6 +66,7 @@ pub struct SequenceAttention<'a, M: Memory, T: Element> {
 pub(super) struct SequenceLens {
     pub qkv: usize,
     pub block_table: usize,
+    pub generated: usize,
     pub out: usize,
     pub log_sum_exp: usize,
 }
@@ -84,6 +97,8 @@ pub(super) fn check(
     check_len(OPERATOR, "qkv", lens.qkv, shape.tokens() * shape.row())?;
     check_len(OPERATOR, "out", lens.out, shape.tokens() * shape.heads * shape.head_dim)?;
     check_len(OPERATOR, "log_sum_exp", lens.log_sum_exp, shape.tokens() * shape.heads)?;
+    let generated = sequences.iter().filter(|span| !span.is_prompt).count();
+    check_len(OPERATOR, "generated", lens.generated, 3 * generated)?;
     let mut end = 0;
     for span in sequences {
         let Range { start, end: last } = span.rows;

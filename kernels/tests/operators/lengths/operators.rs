@@ -222,13 +222,16 @@ operators! { device;
 
     "attention_of_sequences" [
         read qkv: f32 = TOKENS * ROW, read routed: u8 = TOKENS * 3, read weights: f32 = TOKENS * 4,
-        read keys: f32 >= 4 * KEYS, read values: f32 >= 4 * KEYS, ones block_table: u32 >= 2,
-        write out: f32 = TOKENS * QUERIES, write log_sum_exp: f32 = TOKENS * 4
+        read keys: f32 >= 4 * KEYS, read values: f32 >= 4 * KEYS, ones block_table: u32 >= 2 * TOKENS,
+        ones generated: u32 = 3 * TOKENS, write out: f32 = TOKENS * QUERIES,
+        write log_sum_exp: f32 = TOKENS * 4
     ] device.attention_of_sequences::<f32>(SequenceAttention {
         shape: &SHAPE,
-        sequences: &[Span { rows: 0..TOKENS, position: 0, first_block: 0, is_prompt: true }],
+        sequences: &std::array::from_fn::<_, TOKENS, _>(|row| Span {
+            rows: row..row + 1, position: 2, first_block: 2 * row, is_prompt: false,
+        }),
         selection: Some(selection(ROUTER.shared.len(), routed, weights)),
-        qkv, keys, values, block_table, block_length: 2, out, log_sum_exp,
+        qkv, keys, values, block_table, generated, block_length: 2, out, log_sum_exp,
     });
 
     "attention_backward" [

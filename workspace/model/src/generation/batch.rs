@@ -114,6 +114,8 @@ struct PassInputs<B: Backend> {
     /// The row of the cache for each token.
     rows: B::Buffer<u32>,
     block_table: B::Buffer<u32>,
+    /// What attention reads of generated tokens ([`Span::generated`]).
+    generated: B::Buffer<u32>,
     /// Cosines and sines of the tokens' positions.
     rope: RopeTables<B>,
 }
@@ -172,6 +174,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
                 ids: backend.allocate(pass_tokens)?,
                 rows: backend.allocate(pass_tokens)?,
                 block_table: backend.allocate(table)?,
+                generated: backend.allocate(3 * pass_tokens)?,
                 rope: RopeTables::zeros(backend, config.head_dim, pass_tokens)?,
             },
             stream: [backend.allocate(width)?, backend.allocate(width)?],
@@ -428,6 +431,8 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         backend.upload(rows, B::view_mut(&mut inputs.rows, 0..rows.len()))?;
         let table = 0..block_table.len();
         backend.upload(block_table, B::view_mut(&mut inputs.block_table, table))?;
+        let generated = Span::generated(&tokens.spans);
+        backend.upload(&generated, B::view_mut(&mut inputs.generated, 0..generated.len()))?;
         backend.upload(cos, B::view_mut(&mut inputs.rope.cos, 0..cos.len()))?;
         Ok(backend.upload(sin, B::view_mut(&mut inputs.rope.sin, 0..sin.len()))?)
     }
@@ -439,7 +444,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         mut heads: Option<&mut PassHeads>,
     ) -> Result<(), Error> {
         let (model, n) = (self.model, pass.ids.len());
-        let PassInputs { ids, rows, block_table, rope } = &self.inputs;
+        let PassInputs { ids, rows, block_table, generated, rope } = &self.inputs;
         let tokens = Tokens {
             shape: model.qkv_shape(1, n),
             first_position: 0,
@@ -457,6 +462,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
                 layer,
                 rows,
                 block_table,
+                generated,
                 blocks: pass.block_table.len(),
                 block_length: self.options.block_length,
                 spans: &pass.spans,

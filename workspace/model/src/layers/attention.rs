@@ -74,6 +74,8 @@ pub(crate) struct CachedTokens<'a, B: Backend, T: Element> {
     pub rows: &'a B::Buffer<u32>,
     /// The first `blocks` are the sequences'.
     pub block_table: &'a B::Buffer<u32>,
+    /// What the operator reads of generated tokens.
+    pub generated: &'a B::Buffer<u32>,
     pub blocks: usize,
     pub block_length: usize,
     /// The sequences that have the tokens.
@@ -202,6 +204,7 @@ impl Attention {
         match cache {
             Some(cache) => {
                 append(cx, qkv, cache.layer, cache.rows)?;
+                let generated = cache.spans.iter().filter(|span| !span.is_prompt).count();
                 cx.backend.attention_of_sequences(SequenceAttention {
                     shape,
                     sequences: cache.spans,
@@ -210,6 +213,7 @@ impl Attention {
                     keys: B::whole(&cache.layer.keys),
                     values: B::whole(&cache.layer.values),
                     block_table: B::view(cache.block_table, 0..cache.blocks),
+                    generated: B::view(cache.generated, 0..3 * generated),
                     block_length: cache.block_length,
                     out,
                     log_sum_exp,

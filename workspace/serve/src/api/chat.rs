@@ -7,9 +7,9 @@ use axum::response::Response;
 use moh_chat::Conversation;
 use serde_json::{Value, json};
 
-use super::choice::{Piece, WholeChoice};
+use super::choice::{ChoiceEvent, WholeChoice};
 use super::generation::{Format, Generation};
-use super::sampling::{Choosing, MAX_LOGPROBS, drop_defaults};
+use super::sampling::{GenerationOptions, MAX_LOGPROBS, drop_defaults};
 use super::token_text::{TokenTexts, finite};
 use super::{ApiError, Fields, Served, answer_id};
 use crate::engine::GeneratedToken;
@@ -23,13 +23,15 @@ pub(super) async fn chat_completions(
     let messages = fields
         .take::<Value>("messages", "a list of messages")?
         .ok_or_else(|| ApiError::invalid("messages are missing", Some("messages")))?;
-    let choosing = Choosing::take(&mut fields, &served)?;
-    let [old, new] = ["max_tokens", "max_completion_tokens"];
-    let old = fields.take::<usize>(old, "a whole number")?;
-    let max_tokens = fields.take::<usize>(new, "a whole number")?.or(old);
+    let options = GenerationOptions::take(&mut fields, &served)?;
+    // The first one is the name that it had before.
+    let old = fields.take::<usize>("max_tokens", "a whole number")?;
+    let new = fields.take::<usize>("max_completion_tokens", "a whole number")?;
+    let limit = if new.is_some() { "max_completion_tokens" } else { "max_tokens" };
+    let max_tokens = new.or(old);
     let logprobs = fields.take("logprobs", "true or false")?.unwrap_or(false);
     let top_logprobs = fields.take::<usize>("top_logprobs", "a whole number")?;
-    if top_logprobs.is_some_and(|count| count > MAX_LOGPROBS || !logprobs) {
+    if top_logprobs.is_some_and(|count| count > MAX_LOGPROBS || (count > 0 && !logprobs)) {
         let message = format!("top_logprobs must be at most {MAX_LOGPROBS}, and requires logprobs");
         return Err(ApiError::invalid(message, Some("top_logprobs")));
     }
@@ -39,14 +41,19 @@ pub(super) async fn chat_completions(
     fields.accept("response_format", &[json!({ "type": "text" })])?;
     fields.accept("modalities", &[json!(["text"])])?;
     fields.accept("add_generation_prompt", &[json!(true)])?;
+    fields.accept("add_special_tokens", &[json!(false)])?;
+    fields.accept("chat_template_kwargs", &[json!({})])?;
+    fields.accept("echo", &[json!(false)])?;
+    fields.accept("functions", &[json!([])])?;
+    fields.accept("function_call", &[json!("none"), json!("auto")])?;
     drop_defaults(&mut fields)?;
     fields.finish()?;
 
     let conversation = conversation(messages)?;
     let rendering = Arc::clone(&served);
     let prompt = super::off_thread(move || render(&rendering, &conversation)).await?;
-    let room = served.room_after(&prompt)?;
-    served.check_room(prompt.len(), room, max_tokens, "max_tokens")?;
+    let room = served.room_after(&prompt, "messages")?;
+    served.check_room(prompt.len(), room, max_tokens, limit)?;
     Generation {
         id: answer_id("chatcmpl"),
         created: super::now(),
@@ -56,7 +63,7 @@ pub(super) async fn chat_completions(
         prompt_logprobs: None,
         prompt_heads: false,
         format: Chat,
-        choosing,
+        options,
         served,
     }
     .answer()
@@ -103,7 +110,8 @@ struct Chat;
 impl Format for Chat {
     type State = ();
 
-    const OBJECTS: [&'static str; 2] = ["chat.completion", "chat.completion.chunk"];
+    const OBJECT: &'static str = "chat.completion";
+    const PART: &'static str = "chat.completion.chunk";
 
     fn whole(&self, generation: &Generation<Self>, _: usize, choice: &WholeChoice) -> Value {
         let mut fields = json!({
@@ -111,16 +119,16 @@ impl Format for Chat {
             "logprobs": logprobs(generation, &choice.tokens),
             "finish_reason": choice.reason,
         });
-        if generation.choosing.heads {
+        if generation.options.heads {
             let heads = choice.tokens.iter().flat_map(|token| &token.heads);
             fields["moh_heads"] = json!(heads.collect::<Vec<_>>());
         }
         fields
     }
 
-    fn begin(&self, _: &Generation<Self>, _: usize) -> ((), Vec<Value>) {
+    fn begin(&self, _: &Generation<Self>, _: usize) -> ((), Option<Value>) {
         let delta = json!({ "role": "assistant", "content": "" });
-        ((), vec![json!({ "delta": delta, "logprobs": null, "finish_reason": null })])
+        ((), Some(json!({ "delta": delta, "logprobs": null, "finish_reason": null })))
     }
 
     fn part(
@@ -128,21 +136,23 @@ impl Format for Chat {
         generation: &Generation<Self>,
         (): &mut (),
         _: usize,
-        piece: &Piece,
+        piece: &ChoiceEvent,
     ) -> Option<Value> {
         let (text, tokens, heads, reason) = match piece {
-            Piece::Prompt(prompt) if generation.choosing.heads => {
+            ChoiceEvent::Prompt(prompt) if generation.options.heads => {
                 ("", &[][..], &prompt.heads, None)
             }
-            Piece::Prompt(_) => return None,
-            Piece::Token(token, text) => (&**text, std::slice::from_ref(token), &token.heads, None),
-            Piece::End(text, reason) => (&**text, &[][..], &Vec::new(), Some(*reason)),
+            ChoiceEvent::Prompt(_) => return None,
+            ChoiceEvent::Token(token, text) => {
+                (&**text, std::slice::from_ref(token), &token.heads, None)
+            }
+            ChoiceEvent::End(text, reason) => (&**text, &[][..], &Vec::new(), Some(*reason)),
         };
         let delta = if text.is_empty() { json!({}) } else { json!({ "content": text }) };
         let mut fields = json!({
             "delta": delta, "logprobs": logprobs(generation, tokens), "finish_reason": reason,
         });
-        if generation.choosing.heads {
+        if generation.options.heads {
             fields["moh_heads"] = json!(heads);
         }
         Some(fields)

@@ -8,7 +8,7 @@ use crate::engine::{ComputedPrompt, Event, Events, FinishReason, GeneratedToken}
 
 /// What happens in a choice, in order.
 #[derive(Debug)]
-pub(super) enum Piece {
+pub(super) enum ChoiceEvent {
     /// The prompt is computed.
     Prompt(ComputedPrompt),
     /// A token, and the text that it makes certain.
@@ -33,15 +33,15 @@ impl<'a> ChoiceReader<'a> {
     }
 
     /// The next piece; `None` after the end.
-    pub async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
+    pub async fn next(&mut self) -> Option<Result<ChoiceEvent, ApiError>> {
         if self.stops.found() {
             // The sequence is given up: whoever reads on would get the tokens after the text.
-            self.events.close();
+            self.events.end();
             self.text.take()?;
-            return Some(Ok(Piece::End(String::new(), FinishReason::Stop.name())));
+            return Some(Ok(ChoiceEvent::End(String::new(), FinishReason::Stop.name())));
         }
         self.text.as_ref()?;
-        let Some(event) = self.events.recv().await else {
+        let Some(event) = self.events.next().await else {
             self.text = None;
             let reason = "the engine has ended: ask the server again later";
             let status = axum::http::StatusCode::SERVICE_UNAVAILABLE;
@@ -50,22 +50,22 @@ impl<'a> ChoiceReader<'a> {
         Some(self.read(event))
     }
 
-    fn read(&mut self, event: Event) -> Result<Piece, ApiError> {
+    fn read(&mut self, event: Event) -> Result<ChoiceEvent, ApiError> {
         match event {
-            Event::Prompt(prompt) => Ok(Piece::Prompt(prompt)),
+            Event::Prompt(prompt) => Ok(ChoiceEvent::Prompt(prompt)),
             Event::Token(token) => {
                 let new = match &mut self.text {
                     Some(text) if !token.is_end => text.push(token.id)?,
                     _ => String::new(),
                 };
                 let text = self.stops.push(&new);
-                Ok(Piece::Token(token, text))
+                Ok(ChoiceEvent::Token(token, text))
             }
             Event::Finished(reason) => {
                 let rest = self.text.take().map_or(Ok(String::new()), TextStream::finish)?;
                 let text = self.stops.push(&rest) + &self.stops.finish();
                 let reason = if self.stops.found() { FinishReason::Stop } else { reason };
-                Ok(Piece::End(text, reason.name()))
+                Ok(ChoiceEvent::End(text, reason.name()))
             }
             Event::Failed(failure) => {
                 self.text = None;
@@ -90,12 +90,12 @@ impl WholeChoice {
         let mut whole = WholeChoice::default();
         while let Some(piece) = reader.next().await {
             match piece? {
-                Piece::Prompt(prompt) => whole.prompt = prompt,
-                Piece::Token(token, text) => {
+                ChoiceEvent::Prompt(prompt) => whole.prompt = prompt,
+                ChoiceEvent::Token(token, text) => {
                     whole.tokens.push(token);
                     whole.text.push_str(&text);
                 }
-                Piece::End(text, reason) => {
+                ChoiceEvent::End(text, reason) => {
                     whole.text.push_str(&text);
                     whole.reason = reason;
                 }

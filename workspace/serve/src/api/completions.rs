@@ -7,9 +7,9 @@ use axum::response::Response;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::choice::{Piece, WholeChoice};
+use super::choice::{ChoiceEvent, WholeChoice};
 use super::generation::{Format, Generation};
-use super::sampling::{Choosing, MAX_LOGPROBS, drop_defaults};
+use super::sampling::{GenerationOptions, MAX_LOGPROBS, drop_defaults};
 use super::token_text::{TokenTexts, finite};
 use super::{ApiError, Fields, Served, answer_id};
 use crate::engine::{ComputedPrompt, GeneratedToken, TokenHeads};
@@ -39,7 +39,7 @@ pub(super) async fn completions(
         .take::<Prompts>("prompt", prompts)?
         .ok_or_else(|| ApiError::invalid("the prompt is missing", Some("prompt")))?;
     let special = fields.take("add_special_tokens", "true or false")?.unwrap_or(true);
-    let choosing = Choosing::take(&mut fields, &served)?;
+    let options = GenerationOptions::take(&mut fields, &served)?;
     let max_tokens = fields.take::<usize>("max_tokens", "a whole number")?;
     let echo = fields.take("echo", "true or false")?.unwrap_or(false);
     let logprobs = fields.take::<usize>("logprobs", "a whole number")?;
@@ -48,14 +48,14 @@ pub(super) async fn completions(
         return Err(ApiError::invalid(message, Some("logprobs")));
     }
     let as_ids = fields.take("return_tokens_as_token_ids", "true or false")?.unwrap_or(false);
-    fields.accept("best_of", &[json!(choosing.choices)])?;
+    fields.accept("best_of", &[json!(options.choices)])?;
     fields.accept("suffix", &[])?;
     drop_defaults(&mut fields)?;
     fields.finish()?;
 
     let (prompts, texts) = read_prompts(Arc::clone(&served), prompts, special).await?;
     let room = |prompt: &Vec<u32>| {
-        let room = served.room_after(prompt)?;
+        let room = served.room_after(prompt, "prompt")?;
         served.check_room(prompt.len(), room, max_tokens, "max_tokens")?;
         Ok(max_tokens.unwrap_or(MAX_TOKENS).min(room))
     };
@@ -67,9 +67,9 @@ pub(super) async fn completions(
         max_tokens,
         logprobs,
         prompt_logprobs: logprobs.filter(|_| echo),
-        prompt_heads: choosing.heads && echo,
+        prompt_heads: options.heads && echo,
         format: Completions { texts: echo.then_some(texts), as_ids },
-        choosing,
+        options,
         served,
     }
     .answer()
@@ -108,7 +108,7 @@ fn of_ids(
     prompts: Vec<Vec<u32>>,
 ) -> Result<(Vec<Vec<u32>>, Vec<String>), ApiError> {
     // Before they are decoded, which ignores what has no token.
-    prompts.iter().try_for_each(|prompt| served.room_after(prompt).map(|_| ()))?;
+    prompts.iter().try_for_each(|prompt| served.room_after(prompt, "prompt").map(|_| ()))?;
     let decode = |prompt: &Vec<u32>| served.tokenizer.decode(prompt, true);
     let texts = prompts.iter().map(decode).collect::<Result<_, _>>()?;
     Ok((prompts, texts))
@@ -127,7 +127,8 @@ impl Format for Completions {
     /// Characters before the next token.
     type State = usize;
 
-    const OBJECTS: [&'static str; 2] = ["text_completion", "text_completion"];
+    const OBJECT: &'static str = "text_completion";
+    const PART: &'static str = Self::OBJECT;
 
     fn whole(&self, generation: &Generation<Self>, prompt: usize, choice: &WholeChoice) -> Value {
         let echo = self.texts.as_ref().map_or("", |texts| &texts[prompt]);
@@ -141,12 +142,12 @@ impl Format for Completions {
             lists.to_json(),
             Some(choice.reason),
             choice.prompt.heads.iter().chain(heads),
-            generation.choosing.heads,
+            generation.options.heads,
         )
     }
 
-    fn begin(&self, _: &Generation<Self>, _: usize) -> (usize, Vec<Value>) {
-        (0, Vec::new())
+    fn begin(&self, _: &Generation<Self>, _: usize) -> (usize, Option<Value>) {
+        (0, None)
     }
 
     fn part(
@@ -154,21 +155,23 @@ impl Format for Completions {
         generation: &Generation<Self>,
         offset: &mut usize,
         prompt: usize,
-        piece: &Piece,
+        piece: &ChoiceEvent,
     ) -> Option<Value> {
-        let wanted = generation.choosing.heads;
+        let wanted = generation.options.heads;
         let mut lists = LogprobLists::new(generation, *offset);
         let part = match piece {
-            Piece::Prompt(computed) => {
+            ChoiceEvent::Prompt(computed) => {
                 let text = &self.texts.as_ref()?[prompt];
                 lists.prompt(&generation.prompts[prompt], computed, true);
                 fields(text, lists.to_json(), None, computed.heads.iter(), wanted)
             }
-            Piece::Token(token, text) => {
+            ChoiceEvent::Token(token, text) => {
                 lists.generated(token);
                 fields(text, lists.to_json(), None, token.heads.iter(), wanted)
             }
-            Piece::End(text, reason) => fields(text, Value::Null, Some(reason), [].iter(), wanted),
+            ChoiceEvent::End(text, reason) => {
+                fields(text, Value::Null, Some(reason), [].iter(), wanted)
+            }
         };
         *offset = lists.offset;
         Some(part)

@@ -1,11 +1,11 @@
 //! Errors as OpenAI's API has them: a status, and a message that says what to do.
 
-use axum::http::header::RETRY_AFTER;
+use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use crate::engine::{Busy, Failure};
+use crate::engine::{Failure, QueueFull};
 
 /// Seconds after which a client should ask again when the queue is full.
 const RETRY_SECONDS: u32 = 1;
@@ -13,10 +13,10 @@ const RETRY_SECONDS: u32 = 1;
 /// What is answered to a request that cannot be served.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApiError {
-    status: StatusCode,
-    message: String,
+    pub(super) status: StatusCode,
+    pub(super) message: String,
     /// The field that is wrong.
-    param: Option<String>,
+    pub(super) param: Option<String>,
 }
 
 impl ApiError {
@@ -45,9 +45,9 @@ impl ApiError {
     }
 }
 
-impl From<Busy> for ApiError {
-    fn from(busy: Busy) -> Self {
-        ApiError::new(StatusCode::TOO_MANY_REQUESTS, busy.to_string())
+impl From<QueueFull> for ApiError {
+    fn from(full: QueueFull) -> Self {
+        ApiError::new(StatusCode::TOO_MANY_REQUESTS, full.to_string())
     }
 }
 
@@ -74,6 +74,9 @@ impl From<moh_data::Error> for ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, axum::Json(self.to_json())).into_response();
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         if self.status == StatusCode::TOO_MANY_REQUESTS {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(RETRY_SECONDS));
         }

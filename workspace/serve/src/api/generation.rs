@@ -7,9 +7,9 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
-use super::choice::{ChoiceReader, Piece, WholeChoice};
-use super::events::{EventSender, Gone, events};
-use super::sampling::Choosing;
+use super::choice::{ChoiceEvent, ChoiceReader, WholeChoice};
+use super::events::{Disconnected, EventSender, events};
+use super::sampling::GenerationOptions;
 use super::{ApiError, Served};
 use crate::engine::{Events, Request};
 
@@ -17,7 +17,7 @@ use crate::engine::{Events, Request};
 #[derive(Debug)]
 pub(super) struct Generation<F> {
     pub served: Arc<Served>,
-    pub choosing: Choosing,
+    pub options: GenerationOptions,
     pub prompts: Vec<Vec<u32>>,
     /// Tokens that are generated at most, for each prompt.
     pub max_tokens: Vec<usize>,
@@ -37,14 +37,16 @@ pub(super) trait Format: Send + Sync + Sized + 'static {
     /// Where a stream's choice is in its text.
     type State: Send;
 
-    /// The type of an answer, and of a part of one in a stream.
-    const OBJECTS: [&'static str; 2];
+    /// The type of an answer.
+    const OBJECT: &'static str;
+    /// The type of a part of one in a stream.
+    const PART: &'static str;
 
     /// A whole choice of the prompt `prompt`.
     fn whole(&self, generation: &Generation<Self>, prompt: usize, choice: &WholeChoice) -> Value;
 
     /// A stream's choice begins; with the fields of a choice before its first token, if there are any.
-    fn begin(&self, generation: &Generation<Self>, prompt: usize) -> (Self::State, Vec<Value>);
+    fn begin(&self, generation: &Generation<Self>, prompt: usize) -> (Self::State, Option<Value>);
 
     /// The fields of a part of a choice.
     fn part(
@@ -52,7 +54,7 @@ pub(super) trait Format: Send + Sync + Sized + 'static {
         generation: &Generation<Self>,
         state: &mut Self::State,
         prompt: usize,
-        piece: &Piece,
+        piece: &ChoiceEvent,
     ) -> Option<Value>;
 }
 
@@ -77,18 +79,30 @@ impl Usage {
 impl<F: Format> Generation<F> {
     /// Generates, and answers.
     pub async fn answer(self) -> Result<Response, ApiError> {
+        let (count, capacity) = (self.count(), self.served.engine.capacity());
+        if count.is_none_or(|count| count > capacity) {
+            let message = format!(
+                "the request asks for more than the {capacity} choices that may wait: divide it"
+            );
+            return Err(ApiError::invalid(message, Some("n")));
+        }
         let submitted = self.served.engine.submit(self.requests());
         let choices = submitted.inspect_err(|_| {
             self.served.metrics.refused.inc();
         })?;
         let choices: Vec<Events> = choices.into_iter().flatten().collect();
         let generation = Arc::new(self);
-        if generation.choosing.stream {
+        if generation.options.stream {
             let (sender, response) = events();
             tokio::spawn(stream(generation, choices, sender));
             return Ok(response);
         }
         Ok(axum::Json(whole(generation, choices).await?).into_response())
+    }
+
+    /// Choices of all prompts.
+    fn count(&self) -> Option<usize> {
+        self.prompts.len().checked_mul(self.options.choices)
     }
 
     /// A group of requests for each prompt.
@@ -99,28 +113,28 @@ impl<F: Format> Generation<F> {
             let one = |choice: usize| Request {
                 prompt: prompt.clone(),
                 max_tokens,
-                sampling: self.choosing.sampling.clone(),
-                seed: self.choosing.seed.wrapping_add(choice as u64),
-                end_tokens: self.choosing.end_tokens.clone(),
+                sampling: self.options.sampling.clone(),
+                seed: self.options.seed.wrapping_add(choice as u64),
+                end_tokens: self.options.end_tokens.clone(),
                 logprobs: self.logprobs,
                 prompt_logprobs: self.prompt_logprobs,
-                heads: self.choosing.heads,
+                heads: self.options.heads,
                 prompt_heads: self.prompt_heads,
                 deadline,
             };
-            (0..self.choosing.choices).map(one).collect()
+            (0..self.options.choices).map(one).collect()
         };
         prompts.map(group).collect()
     }
 
     /// The prompt of a choice.
     fn prompt_of(&self, index: usize) -> usize {
-        index / self.choosing.choices
+        index / self.options.choices
     }
 
     fn reader(&self, index: usize, events: Events) -> ChoiceReader<'_> {
         let prompt = &self.prompts[self.prompt_of(index)];
-        ChoiceReader::new(&self.served, prompt, &self.choosing.stops, events)
+        ChoiceReader::new(&self.served, prompt, &self.options.stops, events)
     }
 
     fn prompt_usage(&self) -> Usage {
@@ -147,7 +161,9 @@ async fn whole<F: Format>(
         tasks.spawn(async move {
             let choice = WholeChoice::read(generation.reader(index, events)).await?;
             let prompt = generation.prompt_of(index);
-            let mut fields = generation.format.whole(&generation, prompt, &choice);
+            // Long lists of log-probabilities take time that the other clients' tasks should not wait for.
+            let whole = || generation.format.whole(&generation, prompt, &choice);
+            let mut fields = tokio::task::block_in_place(whole);
             fields["index"] = index.into();
             Ok::<_, ApiError>((index, fields, choice))
         });
@@ -158,14 +174,14 @@ async fn whole<F: Format>(
     while let Some(result) = tasks.join_next().await {
         let (index, fields, choice) = result.unwrap_or_else(|_| Err(lost()))?;
         usage.generated += choice.tokens.len();
-        if index.is_multiple_of(generation.choosing.choices) {
+        if index.is_multiple_of(generation.options.choices) {
             usage.cached += choice.prompt.cached_tokens;
         }
         found.push((index, fields));
     }
     found.sort_by_key(|(index, _)| *index);
     let choices = found.into_iter().map(|(_, fields)| fields).collect();
-    let mut body = generation.body(F::OBJECTS[0], &choices);
+    let mut body = generation.body(F::OBJECT, &choices);
     body["usage"] = usage.to_json();
     Ok(body)
 }
@@ -186,18 +202,18 @@ async fn stream<F: Format>(
         tasks.spawn(async move {
             tokio::select! {
                 usage = stream_choice(&generation, index, events, &sender) => usage,
-                () = sender.closed() => Err(Gone),
+                () = sender.closed() => Err(Disconnected),
             }
         });
     }
     let mut usage = generation.prompt_usage();
     while let Some(result) = tasks.join_next().await {
-        let Ok(Ok(choice)) = result else { return };
+        let Ok(choice) = result.unwrap_or(Err(Disconnected)) else { return };
         usage.generated += choice.generated;
         usage.cached += choice.cached;
     }
-    if generation.choosing.include_usage {
-        let mut body = generation.body(F::OBJECTS[1], &json!([]));
+    if generation.options.include_usage {
+        let mut body = generation.body(F::PART, &json!([]));
         body["usage"] = usage.to_json();
         if sender.send(&body).await.is_err() {
             return;
@@ -212,20 +228,20 @@ async fn stream_choice<F: Format>(
     index: usize,
     events: Events,
     sender: &EventSender,
-) -> Result<Usage, Gone> {
+) -> Result<Usage, Disconnected> {
     let prompt = generation.prompt_of(index);
     let mut reader = generation.reader(index, events);
     let mut usage = Usage::default();
     let send = async |mut choice: Value| {
         choice["index"] = index.into();
-        let mut body = generation.body(F::OBJECTS[1], &json!([choice]));
-        if generation.choosing.include_usage {
+        let mut body = generation.body(F::PART, &json!([choice]));
+        if generation.options.include_usage {
             body["usage"] = Value::Null;
         }
         sender.send(&body).await
     };
     let (mut state, first) = generation.format.begin(generation, prompt);
-    for choice in first {
+    if let Some(choice) = first {
         send(choice).await?;
     }
     while let Some(piece) = reader.next().await {
@@ -233,14 +249,15 @@ async fn stream_choice<F: Format>(
             Ok(piece) => piece,
             Err(error) => {
                 sender.send(&error.to_json()).await?;
-                return Err(Gone);
+                sender.done().await?;
+                return Err(Disconnected);
             }
         };
         match &piece {
-            Piece::Prompt(computed) if index.is_multiple_of(generation.choosing.choices) => {
+            ChoiceEvent::Prompt(computed) if index.is_multiple_of(generation.options.choices) => {
                 usage.cached = computed.cached_tokens;
             }
-            Piece::Token(..) => usage.generated += 1,
+            ChoiceEvent::Token(..) => usage.generated += 1,
             _ => {}
         }
         if let Some(choice) = generation.format.part(generation, &mut state, prompt, &piece) {

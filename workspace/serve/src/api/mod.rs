@@ -19,13 +19,13 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use axum::http::StatusCode;
+use axum::http::{Method, StatusCode, Uri};
 use axum::routing::{get, post};
 
 pub use error::ApiError;
 pub use fields::Fields;
 pub use models::health;
-pub use served::{LayerDescription, Served};
+pub use served::{Checkpoint, LayerDescription, Served};
 
 /// The paths of the API.
 pub fn routes(served: Arc<Served>) -> Router {
@@ -38,7 +38,21 @@ pub fn routes(served: Arc<Served>) -> Router {
         .route("/detokenize", post(tokens::detokenize))
         .route("/tokenizer_info", get(tokens::tokenizer_info))
         .route("/metrics", get(models::metrics))
+        .fallback(no_path)
+        .method_not_allowed_fallback(no_method)
         .with_state(served)
+}
+
+async fn no_path(uri: Uri) -> ApiError {
+    let shown: String = uri.path().chars().take(200).collect();
+    ApiError::new(StatusCode::NOT_FOUND, format!("there is no path {shown}"))
+}
+
+async fn no_method(method: Method, uri: Uri) -> ApiError {
+    let shown: String = uri.path().chars().take(200).collect();
+    let method: String = method.as_str().chars().take(20).collect();
+    let message = format!("{shown} does not take {method}");
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message)
 }
 
 /// An id of an answer.

@@ -27,13 +27,13 @@ pub(super) async fn model(
 }
 
 fn description(served: &Served) -> Value {
-    let step = served.step.load(Ordering::Relaxed);
+    let checkpoint = served.checkpoint();
     json!({
         "id": served.name, "object": "model", "created": served.created(), "owned_by": "moh",
         "root": served.name, "parent": null, "max_model_len": served.context,
         "moh": {
-            "layers": served.layers,
-            "step": Some(step).filter(|&step| step != u64::MAX),
+            "layers": checkpoint.layers,
+            "step": checkpoint.step,
             "has_chat_template": served.template.is_some(),
         },
     })

@@ -14,12 +14,16 @@ const MAX_STOPS: usize = 4;
 const MAX_STOP_BYTES: usize = 1024;
 /// Most likely tokens that may be asked for.
 pub(super) const MAX_LOGPROBS: usize = 20;
+/// Temperatures below this select the most likely token: logits divided by them would not be finite.
+const LEAST_TEMPERATURE: f64 = 1e-5;
+/// Tokens with a bias, and tokens that end the generation, at most.
+const MAX_TOKENS_NAMED: usize = 1024;
 /// Choices of a prompt at most.
 const MAX_CHOICES: usize = 128;
 
 /// How a request's tokens are chosen, and when it ends.
 #[derive(Debug)]
-pub(super) struct Choosing {
+pub(super) struct GenerationOptions {
     pub sampling: Sampling,
     /// Of the first choice; the next ones have the next seeds.
     pub seed: u64,
@@ -47,7 +51,7 @@ struct StreamOptions {
     include_usage: bool,
 }
 
-impl Choosing {
+impl GenerationOptions {
     /// Takes the fields.
     ///
     /// # Errors
@@ -59,20 +63,20 @@ impl Choosing {
         }
         let seed = fields.take::<i64>("seed", "a whole number")?;
         let stream = fields.take("stream", "true or false")?.unwrap_or(false);
-        let options: Option<StreamOptions> =
+        let of_stream: Option<StreamOptions> =
             fields.take("stream_options", "an object with include_usage alone")?;
-        if options.is_some() && !stream {
+        if of_stream.is_some() && !stream {
             let message = "stream_options is of streams: set stream, or leave it out";
             return Err(ApiError::invalid(message, Some("stream_options")));
         }
-        Ok(Choosing {
+        Ok(GenerationOptions {
             sampling: sampling(fields, served)?,
             seed: seed.map_or_else(rand::random, i64::cast_unsigned),
             choices,
             stops: stops(fields)?,
             end_tokens: end_tokens(fields, served)?,
             stream,
-            include_usage: options.is_some_and(|options| options.include_usage),
+            include_usage: of_stream.is_some_and(|options| options.include_usage),
             heads: fields.take("moh_heads", "true or false")?.unwrap_or(false),
         })
     }
@@ -81,7 +85,7 @@ impl Choosing {
 fn sampling(fields: &mut Fields, served: &Served) -> Result<Sampling, ApiError> {
     const PENALTY: &str = "a number from -2 to 2";
     let is_penalty = |value: f64| (-2.0..=2.0).contains(&value);
-    // As many as servers of other programs have it: 0 and -1 are no limit.
+    // 0 and -1 mean no limit, as in vLLM.
     let top_k = fields.take::<i64>("top_k", "a whole number")?;
     let top_k = match top_k {
         None | Some(-1 | 0) => None,
@@ -99,13 +103,13 @@ fn sampling(fields: &mut Fields, served: &Served) -> Result<Sampling, ApiError> 
     let repetition = fields.number(
         "repetition_penalty",
         1.0,
-        |p| p > 0.0 && p.is_finite(),
-        "a number above 0",
+        |p| (0.01..=100.0).contains(&p),
+        "a number from 0.01 to 100",
     )?;
     let temperature =
         fields.number("temperature", 1.0, |t| (0.0..=2.0).contains(&t), "a number from 0 to 2")?;
     Ok(Sampling {
-        temperature,
+        temperature: if temperature < LEAST_TEMPERATURE { 0.0 } else { temperature },
         top_k,
         top_p: Some(top_p).filter(|&p| p < 1.0),
         min_p: Some(min_p).filter(|&p| p > 0.0),
@@ -121,6 +125,10 @@ fn logit_bias(fields: &mut Fields, served: &Served) -> Result<Vec<(u32, f32)>, A
     let biases = fields
         .take::<BTreeMap<String, f32>>(NAME, "an object with numbers by token ids")?
         .unwrap_or_default();
+    if biases.len() > MAX_TOKENS_NAMED {
+        let message = format!("{NAME} has more than {MAX_TOKENS_NAMED} tokens");
+        return Err(ApiError::invalid(message, Some(NAME)));
+    }
     let one = |(id, bias): (String, f32)| match id.parse::<u32>() {
         Ok(id) if (id as usize) < served.vocab_size && (-100.0..=100.0).contains(&bias) => {
             Ok((id, bias))
@@ -158,19 +166,30 @@ fn stops(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
 }
 
 fn end_tokens(fields: &mut Fields, served: &Served) -> Result<Vec<u32>, ApiError> {
+    const NAME: &str = "stop_token_ids";
     let ignored = fields.take("ignore_eos", "true or false")?.unwrap_or(false);
     let mut ends = if ignored { Vec::new() } else { served.end_tokens.clone() };
-    ends.extend(
-        fields.take::<Vec<u32>>("stop_token_ids", "a list of token ids")?.unwrap_or_default(),
-    );
+    let named = fields.take::<Vec<u32>>(NAME, "a list of token ids")?.unwrap_or_default();
+    if named.len() > MAX_TOKENS_NAMED {
+        let message = format!("{NAME} has more than {MAX_TOKENS_NAMED} ids");
+        return Err(ApiError::invalid(message, Some(NAME)));
+    }
+    ends.extend(named);
     Ok(ends)
 }
 
-/// Drops the fields of OpenAI's API that ask for nothing when they have these values, or never change an answer.
+/// Drops the fields of OpenAI's and vLLM's APIs that ask for nothing when they have these values, or never change an
+/// answer.
 pub(super) fn drop_defaults(fields: &mut Fields) -> Result<(), ApiError> {
     for name in ["user", "metadata", "safety_identifier", "prompt_cache_key"] {
         fields.ignore(name);
     }
     fields.accept("store", &[json!(false)])?;
-    fields.accept("service_tier", &[json!("auto"), json!("default")])
+    fields.accept("service_tier", &[json!("auto"), json!("default")])?;
+    fields.accept("skip_special_tokens", &[json!(true)])?;
+    fields.accept("spaces_between_special_tokens", &[json!(true)])?;
+    fields.accept("include_stop_str_in_output", &[json!(false)])?;
+    fields.accept("use_beam_search", &[json!(false)])?;
+    fields.accept("length_penalty", &[json!(1), json!(1.0)])?;
+    fields.accept("min_tokens", &[json!(0)])
 }

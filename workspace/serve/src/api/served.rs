@@ -1,7 +1,8 @@
 //! What the handlers know of the model that is served.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::http::StatusCode;
@@ -25,8 +26,8 @@ pub struct Served {
     pub context: usize,
     /// Rows of the model's vocabulary.
     pub vocab_size: usize,
-    /// The heads of each layer.
-    pub layers: Vec<LayerDescription>,
+    /// The checkpoint that is served, which may change.
+    pub checkpoint: RwLock<Arc<Checkpoint>>,
     /// Tokens after which generation ends.
     pub end_tokens: Vec<u32>,
     /// The engine's queue.
@@ -35,12 +36,19 @@ pub struct Served {
     pub metrics: Arc<Metrics>,
     /// The longest time of a request.
     pub request_timeout: Option<Duration>,
-    /// The step of the checkpoint that is served; `u64::MAX` if it is none.
-    pub step: AtomicU64,
     /// Whether the server ends as soon as it has answered what it began.
     pub is_ending: AtomicBool,
     /// When the server started.
     pub started: SystemTime,
+}
+
+/// What differs between the checkpoints of a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Checkpoint {
+    /// Its step; `None` if the model is none of a run.
+    pub step: Option<u64>,
+    /// The heads of each layer.
+    pub layers: Vec<LayerDescription>,
 }
 
 /// The query heads of a layer.
@@ -55,6 +63,19 @@ pub struct LayerDescription {
 }
 
 impl Served {
+    /// The checkpoint that is served now.
+    pub fn checkpoint(&self) -> Arc<Checkpoint> {
+        // A value is replaced whole: a panic leaves no half of one.
+        Arc::clone(&self.checkpoint.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Another checkpoint is served from now on.
+    pub fn set_checkpoint(&self, checkpoint: Checkpoint) {
+        let layers = checkpoint.layers.iter();
+        self.metrics.set_heads(layers.map(|layer| layer.active as f64 / layer.heads as f64));
+        *self.checkpoint.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(checkpoint);
+    }
+
     /// When a request that arrives now is given up.
     pub fn deadline(&self) -> Option<Instant> {
         self.request_timeout.and_then(|timeout| Instant::now().checked_add(timeout))
@@ -70,7 +91,10 @@ impl Served {
             Some(name) if name != self.name => {
                 let shown: String = name.chars().take(200).collect();
                 let message = format!("model {shown:?} is not served: ask for {:?}", self.name);
-                Err(ApiError::new(StatusCode::NOT_FOUND, message))
+                Err(ApiError {
+                    param: Some("model".to_owned()),
+                    ..ApiError::new(StatusCode::NOT_FOUND, message)
+                })
             }
             _ => Ok(()),
         }
@@ -103,12 +127,12 @@ impl Served {
         }
     }
 
-    /// The most tokens that can be generated after a prompt.
+    /// The most tokens that can be generated after a prompt, which the field `name` gave.
     ///
     /// # Errors
-    /// Fails if the prompt is empty, fills the context, or has an id outside the vocabulary.
-    pub fn room_after(&self, prompt: &[u32]) -> Result<usize, ApiError> {
-        let invalid = |message: String| Err(ApiError::invalid(message, Some("prompt")));
+    /// Fails if the prompt is empty, exceeds the context, or has an id outside the vocabulary.
+    pub fn room_after(&self, prompt: &[u32], name: &str) -> Result<usize, ApiError> {
+        let invalid = |message: String| Err(ApiError::invalid(message, Some(name)));
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= self.vocab_size) {
             let vocabulary = self.vocab_size;
             return invalid(format!("token id {id} is outside the vocabulary of {vocabulary} ids"));

@@ -6,8 +6,8 @@ mod request;
 mod scheduler;
 mod sequence;
 
-pub use queue::{Busy, Events, Handle, Inbox, Received, queue};
+pub use queue::{Events, Handle, Inbox, QueueFull, Received, Submission, queue};
 pub use request::{
     ComputedPrompt, Event, Failure, FinishReason, GeneratedToken, Request, TokenHeads,
 };
-pub use scheduler::{Limits, Scheduler};
+pub use scheduler::{Admission, Limits, Scheduler};

@@ -10,16 +10,57 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use super::{Event, Request};
 
 /// The events of a sequence. They are dropped to give it up.
-pub type Events = UnboundedReceiver<Event>;
+#[derive(Debug)]
+pub struct Events {
+    receiver: UnboundedReceiver<Event>,
+    is_enough: Arc<AtomicBool>,
+}
+
+impl Events {
+    /// The next event; `None` if the engine has ended.
+    pub async fn next(&mut self) -> Option<Event> {
+        self.receiver.recv().await
+    }
+
+    /// Ends the sequence, whose client has all that it wants.
+    pub fn end(&mut self) {
+        self.is_enough.store(true, Ordering::Relaxed);
+        self.receiver.close();
+    }
+}
+
+/// The engine's side of [`Events`].
+#[derive(Debug)]
+pub(super) struct EventSender {
+    sender: UnboundedSender<Event>,
+    is_enough: Arc<AtomicBool>,
+}
+
+impl EventSender {
+    pub fn send(&self, event: Event) {
+        // Whoever has left is found by `is_closed`.
+        let _ = self.sender.send(event);
+    }
+
+    /// Whether nobody listens any more.
+    pub fn is_closed(&self) -> bool {
+        self.sender.is_closed()
+    }
+
+    /// Whether the client ended the sequence with all that it wants.
+    pub fn is_enough(&self) -> bool {
+        self.is_enough.load(Ordering::Relaxed)
+    }
+}
 
 /// The queue is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{waiting} sequences are waiting already, and at most {most} may: ask again later")]
-pub struct Busy {
+#[error("{waiting} sequences are waiting already, and at most {capacity} may: ask again later")]
+pub struct QueueFull {
     /// Sequences that wait.
     pub waiting: usize,
     /// Sequences that may wait.
-    pub most: usize,
+    pub capacity: usize,
 }
 
 /// Submits requests to the engine.
@@ -27,7 +68,7 @@ pub struct Busy {
 pub struct Handle {
     sender: Sender<Submission>,
     waiting: Arc<AtomicUsize>,
-    most: usize,
+    capacity: usize,
     is_closed: Arc<AtomicBool>,
 }
 
@@ -59,17 +100,19 @@ pub enum Received {
 #[derive(Debug)]
 pub struct Submission {
     pub(super) request: Request,
-    pub(super) events: UnboundedSender<Event>,
+    pub(super) events: EventSender,
     pub(super) arrived: Instant,
     /// Whether the first of the sequences with this prompt has computed it.
     pub(super) prompt_done: Arc<AtomicBool>,
     pub(super) is_first: bool,
+    /// Whether a sequence that was submitted together with this one is computed, or was.
+    pub(super) has_begun: Arc<AtomicBool>,
     place: Place,
 }
 
 /// A place in the queue, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Place(Arc<AtomicUsize>);
+struct Place(Arc<AtomicUsize>);
 
 impl Drop for Place {
     fn drop(&mut self) {
@@ -77,48 +120,53 @@ impl Drop for Place {
     }
 }
 
-/// A queue of at most `most` waiting sequences.
-pub fn queue(most: usize) -> (Handle, Inbox) {
+/// A queue of at most `capacity` waiting sequences.
+pub fn queue(capacity: usize) -> (Handle, Inbox) {
     let (sender, receiver) = channel();
     let waiting = Arc::new(AtomicUsize::new(0));
     let is_closed = Arc::new(AtomicBool::new(false));
     let inbox = Inbox { receiver, is_closed: Arc::clone(&is_closed) };
-    (Handle { sender, waiting, most, is_closed }, inbox)
+    (Handle { sender, waiting, capacity, is_closed }, inbox)
 }
 
 impl Handle {
+    /// Sequences that may wait.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
     /// Submits requests, all or none. Those of a group have the same prompt: the first one computes it, and the others
     /// share what it has left.
     ///
     /// # Errors
     /// Fails if the queue has less room.
-    pub fn submit(&self, groups: Vec<Vec<Request>>) -> Result<Vec<Vec<Events>>, Busy> {
+    pub fn submit(&self, groups: Vec<Vec<Request>>) -> Result<Vec<Vec<Events>>, QueueFull> {
         let count = groups.iter().map(Vec::len).sum::<usize>();
-        let most = self.most;
-        let room = |waiting: usize| waiting.checked_add(count).filter(|&sum| sum <= most);
+        let capacity = self.capacity;
+        let room = |waiting: usize| waiting.checked_add(count).filter(|&sum| sum <= capacity);
         self.waiting
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, room)
-            .map_err(|waiting| Busy { waiting, most })?;
-        let arrived = Instant::now();
+            .map_err(|waiting| QueueFull { waiting, capacity })?;
+        let (arrived, has_begun) = (Instant::now(), Arc::default());
         let submit = |group: Vec<Request>| {
-            let prompt_done = Arc::new(AtomicBool::new(false));
-            let one = |(number, request): (usize, Request)| {
-                let (events, received) = unbounded_channel();
-                let place = Place(Arc::clone(&self.waiting));
-                let prompt_done = Arc::clone(&prompt_done);
-                let is_first = number == 0;
+            let prompt_done = Arc::default();
+            let submit = |(number, request): (usize, Request)| {
+                let (sender, receiver) = unbounded_channel();
+                let is_enough: Arc<AtomicBool> = Arc::default();
+                let events = EventSender { sender, is_enough: Arc::clone(&is_enough) };
                 // Without an engine the events end at once.
                 let _ = self.sender.send(Submission {
                     request,
                     events,
                     arrived,
-                    prompt_done,
-                    is_first,
-                    place,
+                    prompt_done: Arc::clone(&prompt_done),
+                    is_first: number == 0,
+                    has_begun: Arc::clone(&has_begun),
+                    place: Place(Arc::clone(&self.waiting)),
                 });
-                received
+                Events { receiver, is_enough }
             };
-            group.into_iter().enumerate().map(one).collect()
+            group.into_iter().enumerate().map(submit).collect()
         };
         Ok(groups.into_iter().map(submit).collect())
     }
@@ -148,8 +196,19 @@ impl Inbox {
 }
 
 impl Submission {
-    /// What is computed, and what leaves with the queue.
-    pub(super) fn admit(self) -> (Request, UnboundedSender<Event>) {
+    /// Lets the others with the same prompt join.
+    pub(super) fn release_siblings(&self) {
+        self.prompt_done.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the first sequence with its prompt has left what it would compute.
+    pub(super) fn is_ready(&self) -> bool {
+        self.is_first || self.prompt_done.load(Ordering::Relaxed)
+    }
+
+    /// What is computed; its place in the queue is free.
+    pub(super) fn admit(self) -> (Request, EventSender) {
+        self.has_begun.store(true, Ordering::Relaxed);
         drop(self.place);
         (self.request, self.events)
     }

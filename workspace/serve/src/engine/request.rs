@@ -19,11 +19,11 @@ pub struct Request {
     pub end_tokens: Vec<u32>,
     /// The number of most likely tokens that are wanted beside each generated one.
     pub logprobs: Option<usize>,
-    /// The same of the prompt's tokens.
+    /// The number of most likely tokens that are wanted beside each token of the prompt.
     pub prompt_logprobs: Option<usize>,
     /// Whether the heads that generated tokens compute are wanted.
     pub heads: bool,
-    /// The same of the prompt's tokens.
+    /// Whether the heads that the prompt's tokens compute are wanted.
     pub prompt_heads: bool,
     /// When the request is given up.
     pub deadline: Option<Instant>,

@@ -7,13 +7,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use moh_kernels::{Backend, Element};
-use moh_model::{BatchGenerator, BatchOptions, Chunk, Error, Model, WantedLogits};
+use moh_model::{BatchGenerator, BatchOptions, Chunk, Error, Model, SequenceId, WantedLogits};
 use rayon::prelude::*;
 
-use super::queue::{Inbox, Received, Submission};
+use super::queue::{EventSender, Inbox, Received, Submission};
 use super::sequence::{Progress, Sequence};
 use super::{Event, Failure, FinishReason};
 use crate::metrics::Metrics;
@@ -24,10 +24,19 @@ const MAX_PROMPT_LOGITS: usize = 1 << 24;
 /// How much is computed together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Sequences that are computed at the same time.
+    /// Sequences that are computed at the same time; at most the tokens of a pass.
     pub sequences: usize,
     /// Tokens of prompts that a pass computes while other sequences generate: they wait for it.
     pub prompt_tokens: usize,
+}
+
+/// Which waiting sequences may join.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admission {
+    /// All.
+    Open,
+    /// Those of requests that have begun: the model is about to change, and a request is computed by one.
+    OnlyBegun,
 }
 
 /// Computes sequences together.
@@ -44,6 +53,18 @@ pub struct Scheduler<'a, B: Backend, T: Element> {
     running: Vec<Sequence>,
     metrics: Arc<Metrics>,
 }
+
+/// The chunk of a running sequence.
+struct Planned {
+    /// Its index among the running ones.
+    index: usize,
+    /// The position of its first token.
+    first: usize,
+    chunk: Chunk,
+}
+
+/// The logits of a chunk, and the position of its first token.
+type Computed = (usize, Vec<f32>);
 
 impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     /// Allocates the buffers.
@@ -72,25 +93,28 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     }
 
     /// Takes all that the queue has; false if there will be nothing more.
-    pub fn take(&mut self, inbox: &Inbox, mut patience: std::time::Duration) -> bool {
+    pub fn take(&mut self, inbox: &Inbox, mut patience: Duration) -> bool {
         loop {
             match inbox.receive(patience) {
                 Received::One(submission) => self.add(*submission),
                 Received::None => return true,
                 Received::Closed => return false,
             }
-            patience = std::time::Duration::ZERO;
+            patience = Duration::ZERO;
         }
     }
 
-    /// Whether no sequence is computed; some may wait.
-    pub fn is_idle(&self) -> bool {
-        self.running.is_empty() && self.preempted.is_empty()
+    /// Whether no request has begun that is not finished; others may wait.
+    pub fn is_drained(&self) -> bool {
+        let mut waiting = self.waiting.iter();
+        self.running.is_empty()
+            && self.preempted.is_empty()
+            && !waiting.any(|waiting| waiting.has_begun.load(Ordering::Relaxed))
     }
 
     /// Whether no sequence is computed or waits.
     pub fn is_empty(&self) -> bool {
-        self.is_idle() && self.waiting.is_empty()
+        self.is_drained() && self.waiting.is_empty()
     }
 
     /// The sequences that wait, which another scheduler may have.
@@ -98,119 +122,118 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.waiting
     }
 
-    /// Computes a pass, if there is anything to compute; with `admit` sequences may join before it.
-    pub fn step(&mut self, admit: bool) {
+    /// Computes a pass, if there is anything to compute.
+    pub fn step(&mut self, admission: Admission) {
         self.drop_ended();
-        if admit {
-            self.admit();
+        self.resume_preempted();
+        if self.preempted.is_empty() {
+            self.admit(admission);
         }
-        let chunks = self.plan();
-        if !chunks.is_empty()
-            && let Err(error) = self.compute(&chunks)
+        let plan = self.plan();
+        if !plan.is_empty()
+            && let Err(error) = self.compute(&plan)
         {
             self.fail_all(&error.to_string());
         }
         self.observe();
     }
 
-    /// Removes the sequences whose clients have left, and those that are late.
+    /// Removes the sequences whose clients have left or have enough, and those that are late.
     fn drop_ended(&mut self) {
-        let now = Instant::now();
-        let is_late = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= now);
+        let (now, metrics) = (Instant::now(), &self.metrics);
         self.waiting.retain(|waiting| {
-            let late = is_late(waiting.request.deadline);
-            if late {
-                let _ = waiting.events.send(Event::Failed(Failure::Late));
-            }
-            let keep = !late && !waiting.events.is_closed();
+            let keep = goes_on(&waiting.events, waiting.request.deadline, now, metrics);
             if !keep && waiting.is_first {
-                waiting.prompt_done.store(true, Ordering::Relaxed);
+                waiting.release_siblings();
             }
             keep
         });
-        let (batch, metrics) = (&mut self.batch, &self.metrics);
+        let batch = &mut self.batch;
         let mut keep = |sequence: &Sequence| {
-            let late = is_late(sequence.request.deadline);
-            if late {
-                sequence.send(Event::Failed(Failure::Late));
-                metrics.late.inc();
-            } else if sequence.is_abandoned() {
-                metrics.cancelled.inc();
-            } else {
-                return true;
+            let keep = goes_on(&sequence.events, sequence.request.deadline, now, metrics);
+            if !keep {
+                sequence.release_siblings();
+                batch.remove(sequence.id);
             }
-            sequence.release_siblings();
-            batch.remove(sequence.id);
-            false
+            keep
         };
         self.running.retain(&mut keep);
         self.preempted.retain(&mut keep);
     }
 
-    /// Lets sequences join while there is room for their prompts.
-    fn admit(&mut self) {
-        let mut free = self.batch.free_blocks().saturating_sub(self.promised_blocks());
-        while self.running.len() < self.limits.sequences
-            && let Some(sequence) = self.preempted.front()
-        {
-            let tokens = sequence.tokens_to_restart();
-            if self.blocks_of(tokens) > free && !self.running.is_empty() {
-                return;
-            }
-            let Some(mut sequence) = self.preempted.pop_front() else { return };
-            let share = !sequence.wants_whole_prompt();
-            match self.batch.add(&sequence.request.prompt, share) {
-                Ok(id) => {
-                    sequence.restart(id);
-                    free = free.saturating_sub(self.blocks_of(tokens));
-                    self.running.push(sequence);
+    /// Lets the sequences that gave up their blocks join again.
+    fn resume_preempted(&mut self) {
+        while let Some(sequence) = self.preempted.front() {
+            let (prompt, share) = (sequence.request.prompt.clone(), !sequence.wants_whole_prompt());
+            match self.try_join(&prompt, share, sequence.tokens_to_restart()) {
+                Ok(None) => return,
+                Ok(Some((id, _))) => {
+                    self.running.extend(self.preempted.pop_front().map(|mut sequence| {
+                        sequence.restart(id);
+                        sequence
+                    }));
                 }
-                Err(error) => sequence.send(failed(&error.to_string())),
+                Err(error) => {
+                    if let Some(sequence) = self.preempted.pop_front() {
+                        self.fail(&sequence.events, &error.to_string());
+                    }
+                }
             }
         }
+    }
+
+    /// Lets waiting sequences join while there is room for their prompts.
+    fn admit(&mut self, admission: Admission) {
         let mut next = 0;
-        while self.running.len() < self.limits.sequences
-            && self.preempted.is_empty()
-            && let Some(waiting) = self.waiting.get(next)
-        {
-            if !waiting.is_first && !waiting.prompt_done.load(Ordering::Relaxed) {
+        while let Some(waiting) = self.waiting.get(next) {
+            let may_join =
+                admission == Admission::Open || waiting.has_begun.load(Ordering::Relaxed);
+            if !may_join || !waiting.is_ready() {
                 next += 1;
                 continue;
             }
-            let tokens = waiting.request.prompt.len() + 1;
-            if self.blocks_of(tokens) > free && !self.running.is_empty() {
+            let (prompt, share) =
+                (waiting.request.prompt.clone(), !waiting.request.wants_whole_prompt());
+            let joined = self.try_join(&prompt, share, prompt.len() + 1);
+            if matches!(joined, Ok(None)) {
                 return;
             }
-            free = free.saturating_sub(self.blocks_of(tokens));
-            if let Some(submission) = self.waiting.remove(next) {
-                self.begin(submission);
+            let Some(submission) = self.waiting.remove(next) else { return };
+            match joined {
+                Ok(None) => return,
+                Ok(Some((id, shared))) => {
+                    self.metrics.prompt_tokens.inc_by(prompt.len() as u64);
+                    self.metrics.cached_tokens.inc_by(shared as u64);
+                    self.running.push(Sequence::new(submission, self.vocab_size, id, shared));
+                }
+                Err(error) => {
+                    submission.release_siblings();
+                    self.fail(&submission.events, &error.to_string());
+                }
             }
         }
     }
 
-    fn begin(&mut self, submission: Submission) {
-        let request = &submission.request;
-        let share = !request.wants_whole_prompt();
-        match self.batch.add(&request.prompt, share) {
-            Ok(id) => {
-                let shared = self.shared_tokens(id, &request.prompt);
-                self.metrics.prompt_tokens.inc_by(request.prompt.len() as u64);
-                self.metrics.cached_tokens.inc_by(shared as u64);
-                self.running.push(Sequence::new(submission, self.vocab_size, id, shared));
-            }
-            Err(error) => {
-                let _ = submission.events.send(failed(&error.to_string()));
-            }
+    /// Adds a sequence to the generator if there are blocks for its first `tokens` tokens beside those that the prompts of
+    /// the others still need. Returns it, and how many tokens of its prompt are computed already.
+    fn try_join(
+        &mut self,
+        prompt: &[u32],
+        share: bool,
+        tokens: usize,
+    ) -> Result<Option<(SequenceId, usize)>, Error> {
+        if self.running.len() >= self.limits.sequences {
+            return Ok(None);
         }
-    }
-
-    /// Tokens of a new sequence's prompt that are computed already.
-    fn shared_tokens(&self, id: moh_model::SequenceId, prompt: &[u32]) -> usize {
-        prompt.len() - self.batch.waiting(id).unwrap_or(prompt.len())
-    }
-
-    fn blocks_of(&self, tokens: usize) -> usize {
-        tokens.div_ceil(self.batch.options().block_length)
+        let promised = self.promised_blocks();
+        let id = self.batch.add(prompt, share)?;
+        let shared = prompt.len() - self.batch.waiting(id)?;
+        let needed = self.batch.needed_blocks(id, tokens - shared)?;
+        if promised + needed > self.batch.free_blocks() && !self.running.is_empty() {
+            self.batch.remove(id);
+            return Ok(None);
+        }
+        Ok(Some((id, shared)))
     }
 
     /// Blocks that the prompts of the running sequences still need.
@@ -223,14 +246,16 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     }
 
     /// The chunks of the next pass. Sequences that joined last give up their blocks until the others' suffice.
-    fn plan(&mut self) -> Vec<Chunk> {
+    fn plan(&mut self) -> Vec<Planned> {
         loop {
-            let chunks = self.chunks();
-            let needed =
-                |chunk: &Chunk| self.batch.needed_blocks(chunk.sequence, chunk.tokens).unwrap_or(0);
-            let needed: usize = chunks.iter().map(needed).sum();
+            let plan = self.chunks();
+            let needed = |planned: &Planned| {
+                let Chunk { sequence, tokens, .. } = planned.chunk;
+                self.batch.needed_blocks(sequence, tokens).unwrap_or(0)
+            };
+            let needed: usize = plan.iter().map(needed).sum();
             if needed <= self.batch.free_blocks() || self.running.len() < 2 {
-                return chunks;
+                return plan;
             }
             if let Some(last) = self.running.pop() {
                 self.batch.remove(last.id);
@@ -241,17 +266,23 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     }
 
     /// A token of every sequence that generates, and then parts of prompts.
-    fn chunks(&self) -> Vec<Chunk> {
-        let decoding = self.running.iter().filter(|sequence| sequence.is_decoding());
-        let mut chunks: Vec<Chunk> = decoding
-            .map(|sequence| Chunk { sequence: sequence.id, tokens: 1, logits: WantedLogits::Last })
-            .collect();
-        let mut room = self.batch.options().pass_tokens - chunks.len();
-        if !chunks.is_empty() {
+    fn chunks(&self) -> Vec<Planned> {
+        let planned = |index: usize, tokens: usize, logits: WantedLogits| {
+            let sequence = &self.running[index];
+            let first = sequence.length() - self.batch.waiting(sequence.id).unwrap_or(0);
+            Planned { index, first, chunk: Chunk { sequence: sequence.id, tokens, logits } }
+        };
+        let (decoding, prompts): (Vec<usize>, Vec<usize>) =
+            (0..self.running.len()).partition(|&index| self.running[index].is_decoding());
+        let token = |index: usize| planned(index, 1, WantedLogits::Last);
+        let mut plan: Vec<Planned> = decoding.into_iter().map(token).collect();
+        let mut room = self.batch.options().pass_tokens - plan.len();
+        if !plan.is_empty() {
             room = room.min(self.limits.prompt_tokens);
         }
-        let mut logits_room = MAX_PROMPT_LOGITS / self.model.config().vocab_size.max(1);
-        for sequence in self.running.iter().filter(|sequence| !sequence.is_decoding()) {
+        let mut logits_room = (MAX_PROMPT_LOGITS / self.model.config().vocab_size.max(1)).max(1);
+        for index in prompts {
+            let sequence = &self.running[index];
             let waiting = self.batch.waiting(sequence.id).unwrap_or(0);
             let mut tokens = waiting.min(room);
             let wants_all = sequence.wants_prompt_logits();
@@ -268,73 +299,70 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
                 () if tokens == waiting => WantedLogits::Last,
                 () => WantedLogits::None,
             };
-            chunks.push(Chunk { sequence: sequence.id, tokens, logits });
+            plan.push(planned(index, tokens, logits));
         }
-        chunks
+        plan
     }
 
-    fn compute(&mut self, chunks: &[Chunk]) -> Result<(), Error> {
-        let of = |chunk: &Chunk, running: &[Sequence]| {
-            running.iter().position(|sequence| sequence.id == chunk.sequence)
-        };
-        let indices: Vec<_> = chunks.iter().filter_map(|chunk| of(chunk, &self.running)).collect();
-        // Positions of the chunks' first tokens, before the pass.
-        let firsts: Vec<usize> = indices
-            .iter()
-            .map(|&index| {
-                let sequence = &self.running[index];
-                sequence.length() - self.batch.waiting(sequence.id).unwrap_or(0)
-            })
-            .collect();
-        let wants_heads = indices.iter().any(|&index| self.running[index].request.wants_heads());
-        let logits = if wants_heads {
-            let (logits, heads) = self.batch.pass_with_heads(chunks)?;
+    fn compute(&mut self, plan: &[Planned]) -> Result<(), Error> {
+        let chunks: Vec<Chunk> = plan.iter().map(|planned| planned.chunk).collect();
+        let wants_heads = |planned: &Planned| self.running[planned.index].request.wants_heads();
+        let logits = if plan.iter().any(wants_heads) {
+            let (logits, heads) = self.batch.pass_with_heads(&chunks)?;
             let mut row = 0;
-            for ((chunk, &index), &first) in chunks.iter().zip(&indices).zip(&firsts) {
+            for Planned { index, first, chunk } in plan {
                 for token in 0..chunk.tokens {
-                    self.running[index].take_heads(first + token, || heads.of_token(row + token));
+                    let of_token = || heads.of_token(row + token);
+                    self.running[*index].take_heads(first + token, of_token);
                 }
                 row += chunk.tokens;
             }
             logits
         } else {
-            self.batch.pass(chunks)?
+            self.batch.pass(&chunks)?
         };
-        let mut results: Vec<Option<(usize, Vec<f32>)>> = vec![None; self.running.len()];
-        for ((&index, first), logits) in indices.iter().zip(firsts).zip(logits) {
-            results[index] = Some((first, logits));
+        let mut computed: Vec<Option<Computed>> = vec![None; self.running.len()];
+        for (planned, logits) in plan.iter().zip(logits) {
+            computed[planned.index] = Some((planned.first, logits));
         }
-        self.advance(results)
+        self.advance(computed)
     }
 
     /// Every sequence with logits goes on: its next token, or the next part of its prompt.
-    fn advance(&mut self, results: Vec<Option<(usize, Vec<f32>)>>) -> Result<(), Error> {
+    fn advance(&mut self, computed: Vec<Option<Computed>>) -> Result<(), Error> {
         let vocabulary = self.model.config().vocab_size;
         let batch = &self.batch;
-        let one = |(sequence, result): (&mut Sequence, Option<(usize, Vec<f32>)>)| {
-            let Some((first, logits)) = result.filter(|(_, logits)| !logits.is_empty()) else {
+        let advance = |(sequence, computed): (&mut Sequence, Option<Computed>)| {
+            let Some((first, logits)) = computed.filter(|(_, logits)| !logits.is_empty()) else {
                 return Ok(None);
             };
             if !sequence.is_decoding() && sequence.wants_prompt_logits() {
                 sequence.take_prompt_logits(first, &logits, vocabulary);
             }
-            if batch.waiting(sequence.id).unwrap_or(0) > 0 {
+            if batch.waiting(sequence.id)? > 0 {
                 return Ok(None);
             }
             sequence.advance(&logits[logits.len() - vocabulary..]).map(Some)
         };
         let running = &mut self.running;
-        let progress: Vec<Result<Option<Progress>, Error>> =
-            self.model.backend().install(|| running.par_iter_mut().zip(results).map(one).collect());
+        let progress: Vec<Result<Option<Progress>, Error>> = self
+            .model
+            .backend()
+            .install(|| running.par_iter_mut().zip(computed).map(advance).collect());
         let mut ended = Vec::new();
         for (index, progress) in progress.into_iter().enumerate() {
-            let end = match progress {
+            let finished = match progress {
                 Ok(None) => None,
-                Ok(Some(progress)) => self.go_on(index, &progress)?,
-                Err(error) => Some(failed(&error.to_string())),
+                Ok(Some(progress)) => self.finish_or_continue(index, &progress)?,
+                Err(error) => {
+                    self.fail(&self.running[index].events, &error.to_string());
+                    ended.push(index);
+                    None
+                }
             };
-            if let Some(event) = end {
-                self.running[index].send(event);
+            if let Some(reason) = finished {
+                self.metrics.finished(reason);
+                self.running[index].events.send(Event::Finished(reason));
                 ended.push(index);
             }
         }
@@ -346,20 +374,20 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         Ok(())
     }
 
-    /// Counts what a sequence did, and gives the generator its next token, or the event of its end.
-    fn go_on(&mut self, index: usize, progress: &Progress) -> Result<Option<Event>, Error> {
+    /// Counts what a sequence did, and gives the generator its next token; or why it has finished.
+    fn finish_or_continue(
+        &mut self,
+        index: usize,
+        progress: &Progress,
+    ) -> Result<Option<FinishReason>, Error> {
         let sequence = &mut self.running[index];
         match *progress {
-            Progress::PromptOnly => {
-                self.metrics.finished(FinishReason::Length);
-                return Ok(Some(Event::Finished(FinishReason::Length)));
-            }
+            Progress::PromptOnly => return Ok(Some(FinishReason::Length)),
             Progress::Token { seconds, is_first } => self.metrics.token(seconds, is_first),
             Progress::Replayed => {}
         }
         if let Some(reason) = sequence.finished() {
-            self.metrics.finished(reason);
-            return Ok(Some(Event::Finished(reason)));
+            return Ok(Some(reason));
         }
         if let Some(token) = sequence.next_token() {
             self.batch.push(sequence.id, token)?;
@@ -369,11 +397,17 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
 
     /// A pass has failed: nobody knows what the device has computed.
     fn fail_all(&mut self, reason: &str) {
-        for sequence in self.running.drain(..).chain(self.preempted.drain(..)) {
-            sequence.send(failed(reason));
+        let sequences: Vec<_> = self.running.drain(..).chain(self.preempted.drain(..)).collect();
+        for sequence in sequences {
+            self.fail(&sequence.events, reason);
             sequence.release_siblings();
             self.batch.remove(sequence.id);
         }
+    }
+
+    fn fail(&self, events: &EventSender, reason: &str) {
+        self.metrics.failed.inc();
+        events.send(Event::Failed(Failure::Computation(reason.to_owned())));
     }
 
     fn observe(&self) {
@@ -384,6 +418,22 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     }
 }
 
-fn failed(reason: &str) -> Event {
-    Event::Failed(Failure::Computation(reason.to_owned()))
+/// Whether a sequence is still wanted and in time; if not, it is counted, and its client is told.
+fn goes_on(
+    events: &EventSender,
+    deadline: Option<Instant>,
+    now: Instant,
+    metrics: &Metrics,
+) -> bool {
+    if events.is_enough() {
+        metrics.finished(FinishReason::Stop);
+    } else if events.is_closed() {
+        metrics.cancelled.inc();
+    } else if deadline.is_some_and(|deadline| deadline <= now) {
+        metrics.late.inc();
+        events.send(Event::Failed(Failure::Late));
+    } else {
+        return true;
+    }
+    false
 }

@@ -5,15 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use moh_model::{Error, LogProbabilities, Sampler, SequenceId};
-use tokio::sync::mpsc::UnboundedSender;
 
-use super::queue::Submission;
+use super::queue::{EventSender, Submission};
 use super::{ComputedPrompt, Event, FinishReason, GeneratedToken, Request, TokenHeads};
 
 /// A sequence that is computed, or was and waits to be computed again.
 pub(super) struct Sequence {
     pub request: Request,
-    events: UnboundedSender<Event>,
+    pub events: EventSender,
     arrived: Instant,
     prompt_done: Arc<AtomicBool>,
     sampler: Sampler,
@@ -68,16 +67,6 @@ impl Sequence {
             seen: 0,
             last_token: None,
         }
-    }
-
-    /// Whether nobody listens any more.
-    pub fn is_abandoned(&self) -> bool {
-        self.events.is_closed()
-    }
-
-    pub fn send(&self, event: Event) {
-        // Whoever has left is found by `is_abandoned`.
-        let _ = self.events.send(event);
     }
 
     /// The generator has lost its blocks: all is computed again as `id`.
@@ -146,7 +135,7 @@ impl Sequence {
         if let Some(prompt) = self.prompt.take() {
             self.release_siblings();
             let heads = std::mem::take(&mut self.heads);
-            self.send(Event::Prompt(ComputedPrompt { heads, ..prompt }));
+            self.events.send(Event::Prompt(ComputedPrompt { heads, ..prompt }));
         }
         if self.request.max_tokens == 0 {
             return Ok(Progress::PromptOnly);
@@ -160,7 +149,7 @@ impl Sequence {
         let logprobs = self.request.logprobs.map(logprobs);
         let heads = std::mem::take(&mut self.heads);
         let is_end = self.request.end_tokens.contains(&id);
-        self.send(Event::Token(GeneratedToken { id, logprobs, heads, is_end }));
+        self.events.send(Event::Token(GeneratedToken { id, logprobs, heads, is_end }));
         let (now, is_first) = (Instant::now(), self.last_token.is_none());
         let since = self.last_token.unwrap_or(self.arrived);
         self.last_token = Some(now);

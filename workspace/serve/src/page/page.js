@@ -209,6 +209,7 @@ async function send(event) {
   running = new AbortController();
   at("send").disabled = true;
   at("stop").disabled = false;
+  const messages = conversation.length;
   try {
     if (!model) await describe();
     const isChat = at("mode").value === "chat";
@@ -228,6 +229,8 @@ async function send(event) {
       await answer("v1/completions", { ...request, prompt: text }, content);
     }
   } catch (error) {
+    // A message without an answer would be a second one of the user's in a row.
+    conversation.length = Math.min(conversation.length, messages);
     if (error.name !== "AbortError") show(error);
   } finally {
     running = null;

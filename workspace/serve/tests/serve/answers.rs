@@ -207,7 +207,12 @@ fn sampling_options_have_their_effect() {
         server.texts(&body).remove(0)
     };
     let greedy = text(json!({ "temperature": 0 }));
-    for same in [json!({ "top_k": 1 }), json!({ "top_p": 1e-9 }), json!({ "min_p": 1 })] {
+    for same in [
+        json!({ "top_k": 1 }),
+        json!({ "top_p": 1e-9 }),
+        json!({ "min_p": 1 }),
+        json!({ "temperature": 1e-40 }),
+    ] {
         assert_eq!(text(same), greedy);
     }
     assert_eq!(text(json!({ "logit_bias": { "17": 100 } })), " w17".repeat(8));

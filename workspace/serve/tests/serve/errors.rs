@@ -1,9 +1,9 @@
 //! What is answered to bad requests: an error, and the server goes on.
 
 use std::io::{Read as _, Write as _};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::client::{Answer, PATIENCE, Server, prepared};
 
@@ -37,7 +37,7 @@ fn a_field_that_cannot_be_is_named() {
         ("top_p", json!(0), "top_p must be a number above 0"),
         ("top_k", json!(-2), "top_k must be at least 1"),
         ("min_p", json!(1.1), "min_p must be a number from 0 to 1"),
-        ("repetition_penalty", json!(0), "repetition_penalty must be a number above 0"),
+        ("repetition_penalty", json!(0), "repetition_penalty must be a number from 0.01 to 100"),
         ("presence_penalty", json!(2.1), "presence_penalty must be a number from -2 to 2"),
         ("frequency_penalty", json!([1]), "frequency_penalty must be a number from -2 to 2"),
         (
@@ -91,8 +91,16 @@ fn a_field_that_cannot_be_is_named() {
     assert!(
         server.post("/detokenize", &json!({ "tokens": "a" })).error().contains("tokens must be")
     );
-    assert_eq!(server.get("/v1/completions").status, 405);
-    assert_eq!(server.get("/nothing").status, 404);
+    let answer = server.get("/v1/completions");
+    assert_eq!((answer.status, answer.error()), (405, "/v1/completions does not take GET".into()));
+    let answer = server.get("/nothing");
+    assert_eq!((answer.status, answer.error()), (404, "there is no path /nothing".into()));
+    // What asks for nothing is no error.
+    let nothing = json!({
+        "prompt": "w1", "max_tokens": 1, "skip_special_tokens": true, "min_tokens": 0, "best_of": 1,
+        "suffix": null, "user": "someone", "foo": null,
+    });
+    server.completion(&nothing);
     server.completion(&json!({ "prompt": "w1" }));
 }
 
@@ -205,23 +213,43 @@ fn a_page_of_another_site_cannot_ask() {
 fn a_full_queue_asks_to_come_again() {
     let dir = prepared();
     let server = Server::start(dir.path(), &["--max-queue", "4", "--max-num-seqs", "1"]);
-    let body = json!({ "prompt": "w1", "n": 5 });
-    let answer = server.post("/v1/completions", &body);
+    let answer = server.post("/v1/completions", &json!({ "prompt": "w1", "n": 5 }));
+    assert_eq!(answer.status, 400, "no time helps");
+    assert!(answer.error().contains("more than the 4 choices that may wait"), "{}", answer.error());
+    // One of these is computed, and three wait.
+    let four = |stream: bool| json!({ "prompt": "w1", "n": 4, "max_tokens": 60, "stream": stream, "ignore_eos": true });
+    let mut stream = server.connect();
+    let request = server.request("/v1/completions", four(true).to_string().as_bytes());
+    stream.write_all(&request).unwrap();
+    stream.read_exact(&mut [0; 1]).unwrap();
+    let answer = server.post("/v1/completions", &four(false));
     assert_eq!((answer.status, answer.head.contains("retry-after: 1")), (429, true));
     assert!(answer.error().contains("at most 4 may"), "{}", answer.error());
     assert_eq!(server.metric("moh_requests_refused_total"), 1.0);
-    let few = json!({ "prompt": "w1", "n": 4, "max_tokens": 2 });
-    assert_eq!(server.texts(&few).len(), 4);
+    drop(stream);
+    // The places of a client that left are free as soon as the engine has seen it.
+    let start = Instant::now();
+    while server.post("/v1/completions", &four(false)).status != 200 {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 #[test]
 fn a_request_is_given_up_at_its_time() {
     let dir = prepared();
-    let server = Server::start(dir.path(), &["--request-timeout", "1"]);
-    std::thread::sleep(Duration::from_millis(100));
+    let server = Server::start(dir.path(), &["--request-timeout", "1", "--max-num-seqs", "1"]);
     // Short answers are in time.
     server.completion(&json!({ "prompt": "w1", "max_tokens": 2 }));
     assert_eq!(server.metric("moh_requests_late_total"), 0.0);
-    let fields: Value = server.get("/v1/models").json();
-    assert_eq!(fields["object"], "list");
+    let prompts = vec!["w1"; 8];
+    let answer = server.post(
+        "/v1/completions",
+        &json!({ "prompt": prompts, "n": 128, "max_tokens": 60, "ignore_eos": true }),
+    );
+    assert_eq!(answer.status, 503, "{}", answer.text());
+    assert!(answer.error().contains("--request-timeout"), "{}", answer.error());
+    server.wait_for("moh_requests_waiting", 0.0);
+    assert!(server.metric("moh_requests_late_total") > 0.0);
+    server.completion(&json!({ "prompt": "w1", "max_tokens": 2 }));
 }

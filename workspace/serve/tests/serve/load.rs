@@ -115,7 +115,7 @@ fn a_client_that_leaves_frees_its_place() {
         drop(clients);
         server.wait_for("moh_requests_waiting", 0.0);
         server.wait_for("moh_requests_running", 0.0);
-        assert!(server.metric("moh_requests_cancelled_total") >= before);
+        assert!(server.metric("moh_requests_cancelled_total") > before);
         server.completion(&json!({ "prompt": "w1", "max_tokens": 3 }));
     }
 }

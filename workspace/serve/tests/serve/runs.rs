@@ -33,26 +33,69 @@ fn a_checkpoint_is_served_as_its_export_is() {
     assert_eq!(newest.metric("moh_heads_computed_ratio{layer=\"0\"}"), 0.75);
 }
 
+/// An answer of several choices, some of which wait for others and for blocks.
+fn choices(server: &Server) -> Value {
+    let body = json!({
+        "prompt": ["w1 w2 w5 w6 w7", "w8"], "max_tokens": 40, "temperature": 0.5, "seed": 1, "n": 4,
+        "ignore_eos": true,
+    });
+    server.completion(&body)["choices"].clone()
+}
+
 #[test]
 fn a_run_is_followed_to_its_next_checkpoint() {
     let dir = prepared();
     let place = dir.path();
     train(place, RECIPE, "f32");
-    let expected = answer(&Server::of("run", place, &[]));
+    let expected = choices(&Server::of("run", place, &[]));
     // As if the last checkpoint were not written yet.
     let last = place.join("run/checkpoints/step-4");
     fs::rename(&last, place.join("later")).unwrap();
-    let server = Server::of("run@3", place, &["--watch-run"]);
-    let before = answer(&server);
+    let few = ["--watch-run", "--kv-cache-tokens", "64", "--block-size", "4"];
+    let server = Server::of("run@3", place, &few);
+    let before = choices(&server);
     assert_ne!(before, expected);
-    fs::rename(place.join("later"), &last).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let start = Instant::now();
+                while step(&server) != 4 {
+                    assert!(start.elapsed() < PATIENCE, "step {}", step(&server));
+                    // An answer is of one checkpoint.
+                    let now = choices(&server);
+                    assert!(now == before || now == expected, "{now}");
+                }
+            });
+        }
+        std::thread::sleep(Duration::from_millis(300));
+        fs::rename(place.join("later"), &last).unwrap();
+    });
+    assert_eq!(choices(&server), expected);
+    assert!(server.metric("moh_preemptions_total") > 0.0);
+}
+
+#[test]
+fn heads_are_those_of_the_checkpoint_that_is_served() {
+    let dir = prepared();
+    let place = dir.path();
+    train(place, &format!("{RECIPE}{SECOND_STAGE}"), "f32");
+    let server = Server::of("run@4", place, &["--watch-run"]);
+    let active =
+        || server.get("/v1/models").json()["data"][0]["moh"]["layers"][0]["active"].clone();
     let start = Instant::now();
-    while step(&server) != 4 {
+    while step(&server) != 6 {
         assert!(start.elapsed() < PATIENCE, "step {}", step(&server));
-        // Answers are those of one checkpoint or of the other.
-        let now = answer(&server);
-        assert!(now == before || now == expected, "{now}");
         std::thread::sleep(Duration::from_millis(50));
     }
-    assert_eq!(answer(&server), expected);
+    assert_eq!(active(), 6);
+    assert_eq!(server.metric("moh_heads_computed_ratio{layer=\"0\"}"), 0.75);
+    // Without the newest checkpoint, as after a rewind, the one before is served again.
+    for last in ["step-5", "step-6"] {
+        fs::rename(place.join("run/checkpoints").join(last), place.join(last)).unwrap();
+    }
+    while step(&server) != 4 {
+        assert!(start.elapsed() < PATIENCE, "step {}", step(&server));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(active(), 8);
 }

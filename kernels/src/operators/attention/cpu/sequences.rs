@@ -39,6 +39,7 @@ fn forward_by<T: Element, F: Factor>(
     let lens = SequenceLens {
         qkv: qkv.len(),
         block_table: block_table.len(),
+        generated: args.generated.len(),
         out: args.out.len(),
         log_sum_exp: args.log_sum_exp.len(),
     };

@@ -1,6 +1,8 @@
 //! Attention on a GPU: on Hopper's tensor cores (`hopper`) or the tensor cores of any GPU (`tiled`)
-//! if they support the shape, or else by plain arithmetic (`plain`).
+//! if they support the shape, or else by plain arithmetic (`plain`). Generated tokens have kernels of their
+//! own (`decode`).
 
+mod decode;
 mod hopper;
 mod packed;
 mod path;
@@ -173,12 +175,15 @@ impl Attention for Cuda {
         let lens = SequenceLens {
             qkv: args.qkv.len,
             block_table: args.block_table.len,
+            generated: args.generated.len,
             out: args.out.len,
             log_sum_exp: args.log_sum_exp.len,
         };
         sequences::check(args.shape, args.sequences, args.block_length, &lens)?;
         sequences::whole(args.shape, args.selection).check_views("attention_of_sequences")?;
-        args.sequences.iter().try_for_each(|span| self.attention_forward(args.of(span)))
+        decode::forward(self, &args)?;
+        let mut prompts = args.sequences.iter().filter(|span| span.is_prompt);
+        prompts.try_for_each(|span| self.attention_forward(args.of(span)))
     }
 
     fn attention_backward<T: Element>(

@@ -1,0 +1,111 @@
+//! A stream that fails when its reader takes nothing for some time.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Sleep, sleep};
+
+/// A stream with a limit of the time in which some of what is written has to be taken.
+pub(super) struct Writing<S> {
+    stream: S,
+    timeout: Duration,
+    /// The end of the time, while a write waits.
+    deadline: Option<Pin<Box<Sleep>>>,
+}
+
+impl<S> Writing<S> {
+    /// A stream whose writes wait at most so long.
+    pub fn new(stream: S, timeout: Duration) -> Self {
+        Writing { stream, timeout, deadline: None }
+    }
+
+    /// What was polled, or an error if it has waited too long.
+    fn within_time<R>(
+        &mut self,
+        context: &mut Context<'_>,
+        polled: Poll<io::Result<R>>,
+    ) -> Poll<io::Result<R>> {
+        if polled.is_ready() {
+            self.deadline = None;
+            return polled;
+        }
+        let timeout = self.timeout;
+        let deadline = self.deadline.get_or_insert_with(|| Box::pin(sleep(timeout)));
+        ready!(deadline.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Writing<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Writing<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.within_time(context, polled)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.stream).poll_write_vectored(context, parts);
+        self.within_time(context, polled)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let polled = Pin::new(&mut self.stream).poll_flush(context);
+        self.within_time(context, polled)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let polled = Pin::new(&mut self.stream).poll_shutdown(context);
+        self.within_time(context, polled)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_reader_that_takes_nothing_is_left() {
+        let (near, _far) = tokio::io::duplex(8);
+        let mut writing = Writing::new(near, Duration::from_millis(20));
+        writing.write_all(b"12345678").await.unwrap();
+        let error = writing.write_all(b"9").await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[tokio::test]
+    async fn a_slow_reader_gets_all() {
+        let (near, mut far) = tokio::io::duplex(1);
+        let mut writing = Writing::new(near, Duration::from_secs(60));
+        let sent = tokio::spawn(async move { writing.write_all(b"1234").await });
+        let mut taken = [0; 4];
+        far.read_exact(&mut taken).await.unwrap();
+        sent.await.unwrap().unwrap();
+        assert_eq!(taken, *b"1234");
+    }
+}
