@@ -36,7 +36,6 @@ from server import request
 from shapes import SHAPES
 from torch_step import build
 
-BATCHES, CONTEXTS = (1, 8, 32), (256, 4096)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 # Against llama.cpp with one sequence, and against all others.
 WANTED = {"llama.cpp": 1.1}

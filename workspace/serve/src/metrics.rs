@@ -105,38 +105,26 @@ impl Metrics {
             "Sequences that have ended, by the reason",
             self.finished.clone(),
         );
-        registry.register(
-            "requests_cancelled",
-            "Sequences whose clients left",
-            self.cancelled.clone(),
-        );
-        registry.register(
-            "requests_late",
-            "Sequences that were given up at --request-timeout",
-            self.late.clone(),
-        );
-        registry.register(
-            "requests_failed",
-            "Sequences that could not be computed",
-            self.failed.clone(),
-        );
-        registry.register(
-            "requests_refused",
-            "Requests that found the queue full",
-            self.refused.clone(),
-        );
-        registry.register(
-            "preemptions",
-            "Sequences that gave up their blocks to be computed again",
-            self.preempted.clone(),
-        );
-        registry.register("prompt_tokens", "Tokens of prompts", self.prompt_tokens.clone());
-        registry.register(
-            "prompt_tokens_cached",
-            "Tokens of prompts that an earlier prompt had left in the cache",
-            self.cached_tokens.clone(),
-        );
-        registry.register("generation_tokens", "Tokens generated", self.generated_tokens.clone());
+        for (name, help, counter) in [
+            ("requests_cancelled", "Sequences whose clients left", &self.cancelled),
+            ("requests_late", "Sequences that were given up at --request-timeout", &self.late),
+            ("requests_failed", "Sequences that could not be computed", &self.failed),
+            ("requests_refused", "Requests that found the queue full", &self.refused),
+            (
+                "preemptions",
+                "Sequences that gave up their blocks to be computed again",
+                &self.preempted,
+            ),
+            ("prompt_tokens", "Tokens of prompts", &self.prompt_tokens),
+            (
+                "prompt_tokens_cached",
+                "Tokens of prompts that an earlier prompt had left in the cache",
+                &self.cached_tokens,
+            ),
+            ("generation_tokens", "Tokens generated", &self.generated_tokens),
+        ] {
+            registry.register(name, help, counter.clone());
+        }
         registry.register_with_unit(
             "time_to_first_token",
             "Time from a request to its first token",

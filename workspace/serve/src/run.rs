@@ -8,8 +8,6 @@ use std::sync::{Arc, RwLock, Weak};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
-use axum::Router;
-use axum::routing::get;
 use moh_chat::ChatTemplate;
 use moh_device::{Compute, DeviceName, available_memory};
 use moh_kernels::{Backend, Element};
@@ -77,7 +75,6 @@ fn describe(
     if context > positions {
         bail!("--max-model-len {context}: the model has {positions} positions");
     }
-    let checkpoint = checkpoint(source, config);
     let served = Served {
         name: arguments.served_model_name.clone().unwrap_or_else(|| arguments.model.clone()),
         end_tokens: moh_hf::end_tokens(&source.files(), config)?,
@@ -85,14 +82,14 @@ fn describe(
         tokenizer,
         context,
         vocab_size: config.vocab_size,
-        checkpoint: RwLock::new(Arc::new(checkpoint.clone())),
+        checkpoint: RwLock::default(),
         engine,
         metrics: Arc::new(Metrics::default()),
         request_timeout: arguments.request_timeout.map(Duration::from_secs),
         is_ending: AtomicBool::new(false),
         started: SystemTime::now(),
     };
-    served.set_checkpoint(checkpoint);
+    served.set_checkpoint(checkpoint(source, config));
     Ok(served)
 }
 
@@ -202,12 +199,12 @@ impl Engine {
         positions: usize,
     ) -> Option<Model<B, T>> {
         loop {
-            let newest = self.source.at(self.newest.load(Ordering::Relaxed));
-            for source in [newest, self.source.clone()] {
+            let newest = self.newest.load(Ordering::Relaxed);
+            for source in [self.source.at(newest), self.source.clone()] {
                 match load(&source, backend, positions) {
                     Ok((model, checkpoint)) => {
                         self.source = source;
-                        self.tell(checkpoint);
+                        self.tell(checkpoint, newest);
                         return Some(model);
                     }
                     Err(error) => exit::stderr_line(format_args!(
@@ -222,11 +219,14 @@ impl Engine {
         }
     }
 
-    fn tell(&self, checkpoint: Checkpoint) {
+    /// Says which checkpoint is served. If it is not the newest one, which could not be loaded then, that is not tried
+    /// again; one that was written meanwhile is.
+    fn tell(&self, checkpoint: Checkpoint, newest: u64) {
         if let Some(step) = checkpoint.step {
             exit::stderr_line(format_args!("serves step {step} now"));
-            // One that cannot be loaded is not tried again.
-            self.newest.store(step, Ordering::Relaxed);
+            let (success, failure) = (Ordering::Relaxed, Ordering::Relaxed);
+            // An error says that there is a newer one.
+            let _ = self.newest.compare_exchange(newest, step, success, failure);
         }
         if let Some(served) = self.served.upgrade() {
             served.set_checkpoint(checkpoint);
@@ -314,7 +314,9 @@ fn start(
         .enable_time()
         .build()?;
     let address = listener.local_addr()?;
-    let app = app(Arc::clone(&served), guard);
+    let app = api::routes(Arc::clone(&served))
+        .merge(page::routes())
+        .layer(axum::middleware::from_fn_with_state(guard, Guard::check));
     let (listener, signals) = {
         let _context = runtime.enter();
         (tokio::net::TcpListener::from_std(listener)?, Signals::new()?)
@@ -323,23 +325,11 @@ fn start(
     stdout().flush()?;
     std::thread::Builder::new().name("server".to_owned()).spawn(move || {
         runtime.block_on(async move {
-            let stop = async {
-                signals.first(&served).await;
-            };
-            server::serve(listener, app, max_connections, stop).await;
+            server::serve(listener, app, max_connections, signals.first(&served)).await;
         });
         runtime.shutdown_timeout(LAST_TASKS);
     })?;
     Ok(())
-}
-
-/// All paths.
-fn app(served: Arc<Served>, guard: Guard) -> Router {
-    let health = Router::new().route("/health", get(api::health)).with_state(Arc::clone(&served));
-    api::routes(served)
-        .merge(health)
-        .merge(page::routes())
-        .layer(axum::middleware::from_fn_with_state(guard, Guard::check))
 }
 
 /// The signals that end the server.

@@ -1,6 +1,7 @@
 //! `/v1/chat/completions`: answers a conversation in the tokenizer's template.
 
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use axum::extract::State;
 use axum::response::Response;
@@ -56,7 +57,7 @@ pub(super) async fn chat_completions(
     served.check_room(prompt.len(), room, max_tokens, limit)?;
     Generation {
         id: answer_id("chatcmpl"),
-        created: super::now(),
+        created: super::unix_seconds(SystemTime::now()),
         prompts: vec![prompt],
         max_tokens: vec![max_tokens.unwrap_or(room).min(room)],
         logprobs: logprobs.then_some(top_logprobs.unwrap_or(0)),
@@ -139,9 +140,6 @@ impl Format for Chat {
         piece: &ChoiceEvent,
     ) -> Option<Value> {
         let (text, tokens, heads, reason) = match piece {
-            ChoiceEvent::Prompt(prompt) if generation.options.heads => {
-                ("", &[][..], &prompt.heads, None)
-            }
             ChoiceEvent::Prompt(_) => return None,
             ChoiceEvent::Token(token, text) => {
                 (&**text, std::slice::from_ref(token), &token.heads, None)

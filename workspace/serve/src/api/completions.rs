@@ -1,6 +1,7 @@
 //! `/v1/completions`: continues texts, or scores them.
 
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use axum::extract::State;
 use axum::response::Response;
@@ -62,7 +63,7 @@ pub(super) async fn completions(
     let max_tokens = prompts.iter().map(room).collect::<Result<_, ApiError>>()?;
     Generation {
         id: answer_id("cmpl"),
-        created: super::now(),
+        created: super::unix_seconds(SystemTime::now()),
         prompts,
         max_tokens,
         logprobs,

@@ -24,7 +24,6 @@ use axum::routing::{get, post};
 
 pub use error::ApiError;
 pub use fields::Fields;
-pub use models::health;
 pub use served::{Checkpoint, LayerDescription, Served};
 
 /// The paths of the API.
@@ -37,6 +36,7 @@ pub fn routes(served: Arc<Served>) -> Router {
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .route("/tokenizer_info", get(tokens::tokenizer_info))
+        .route("/health", get(models::health))
         .route("/metrics", get(models::metrics))
         .fallback(no_path)
         .method_not_allowed_fallback(no_method)
@@ -60,9 +60,9 @@ fn answer_id(prefix: &str) -> String {
     format!("{prefix}-{:032x}", rand::random::<u128>())
 }
 
-/// Seconds since 1970.
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+/// Seconds from 1970 to a time.
+fn unix_seconds(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// Runs work that would keep the other clients waiting.

@@ -10,7 +10,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use serde_json::{Value, json};
 
-use super::{ApiError, Served};
+use super::{ApiError, Served, unix_seconds};
 
 /// The models: one.
 pub(super) async fn models(State(served): State<Arc<Served>>) -> Json<Value> {
@@ -29,7 +29,7 @@ pub(super) async fn model(
 fn description(served: &Served) -> Value {
     let checkpoint = served.checkpoint();
     json!({
-        "id": served.name, "object": "model", "created": served.created(), "owned_by": "moh",
+        "id": served.name, "object": "model", "created": unix_seconds(served.started), "owned_by": "moh",
         "root": served.name, "parent": null, "max_model_len": served.context,
         "moh": {
             "layers": checkpoint.layers,
@@ -40,7 +40,7 @@ fn description(served: &Served) -> Value {
 }
 
 /// Whether requests are answered.
-pub async fn health(State(served): State<Arc<Served>>) -> StatusCode {
+pub(super) async fn health(State(served): State<Arc<Served>>) -> StatusCode {
     match served.is_ending.load(Ordering::Relaxed) || served.engine.is_closed() {
         true => StatusCode::SERVICE_UNAVAILABLE,
         false => StatusCode::OK,

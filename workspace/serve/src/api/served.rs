@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime};
 
 use axum::http::StatusCode;
 use moh_chat::ChatTemplate;
@@ -43,7 +43,7 @@ pub struct Served {
 }
 
 /// What differs between the checkpoints of a run.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Checkpoint {
     /// Its step; `None` if the model is none of a run.
     pub step: Option<u64>,
@@ -98,11 +98,6 @@ impl Served {
             }
             _ => Ok(()),
         }
-    }
-
-    /// Seconds since 1970 when the server started.
-    pub fn created(&self) -> u64 {
-        self.started.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
     }
 
     /// # Errors

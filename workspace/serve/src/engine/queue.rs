@@ -90,7 +90,7 @@ impl Drop for Inbox {
 pub enum Received {
     /// A request.
     One(Box<Submission>),
-    /// None, for now.
+    /// None has arrived yet.
     None,
     /// None, and there will be none: all handles are dropped.
     Closed,

@@ -163,7 +163,9 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
 
     /// Lets the sequences that gave up their blocks join again.
     fn resume_preempted(&mut self) {
-        while let Some(sequence) = self.preempted.front() {
+        while self.has_place()
+            && let Some(sequence) = self.preempted.front()
+        {
             let (prompt, share) = (sequence.request.prompt.clone(), !sequence.wants_whole_prompt());
             match self.try_join(&prompt, share, sequence.tokens_to_restart()) {
                 Ok(None) => return,
@@ -185,7 +187,9 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     /// Lets waiting sequences join while there is room for their prompts.
     fn admit(&mut self, admission: Admission) {
         let mut next = 0;
-        while let Some(waiting) = self.waiting.get(next) {
+        while self.has_place()
+            && let Some(waiting) = self.waiting.get(next)
+        {
             let may_join =
                 admission == Admission::Open || waiting.has_begun.load(Ordering::Relaxed);
             if !may_join || !waiting.is_ready() {
@@ -214,6 +218,11 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
     }
 
+    /// Whether one more sequence may be computed.
+    fn has_place(&self) -> bool {
+        self.running.len() < self.limits.sequences
+    }
+
     /// Adds a sequence to the generator if there are blocks for its first `tokens` tokens beside those that the prompts of
     /// the others still need. Returns it, and how many tokens of its prompt are computed already.
     fn try_join(
@@ -222,9 +231,6 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         share: bool,
         tokens: usize,
     ) -> Result<Option<(SequenceId, usize)>, Error> {
-        if self.running.len() >= self.limits.sequences {
-            return Ok(None);
-        }
         let promised = self.promised_blocks();
         let id = self.batch.add(prompt, share)?;
         let shared = prompt.len() - self.batch.waiting(id)?;

@@ -158,7 +158,7 @@ impl Sequence {
 
     /// Why it has ended, if it has.
     pub fn finished(&self) -> Option<FinishReason> {
-        if self.pushed < self.generated.len() - usize::from(!self.generated.is_empty()) {
+        if self.pushed + 1 < self.generated.len() {
             return None;
         }
         match self.generated.last() {

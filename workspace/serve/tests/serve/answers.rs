@@ -257,6 +257,20 @@ fn a_conversation_is_answered_in_the_template() {
     assert_eq!(joined, text);
     assert_eq!(events.last().unwrap()["choices"][0]["finish_reason"], "length");
 
+    // With heads every part is a token, but for the first and the last one.
+    body["moh_heads"] = json!(true);
+    let with_heads = server.post("/v1/chat/completions", &body).events();
+    assert_eq!(with_heads.len(), events.len());
+    let positions = |event: &Value| {
+        let heads = event["choices"][0]["moh_heads"].as_array().cloned().unwrap_or_default();
+        heads.iter().map(|heads| heads["position"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    let prompt = answer["usage"]["prompt_tokens"].as_u64().unwrap();
+    let found: Vec<_> = with_heads.iter().map(positions).collect();
+    let expected = (0..5).map(|token| vec![prompt + token]);
+    assert!(found[..2].concat().is_empty(), "a token's heads come with the next one");
+    assert_eq!(found[2..7], expected.collect::<Vec<_>>());
+
     // Without a limit to the end of the context.
     let open = json!({ "messages": [{ "role": "user", "content": "w7" }], "temperature": 0 });
     let usage = server.post("/v1/chat/completions", &open).json()["usage"].clone();
