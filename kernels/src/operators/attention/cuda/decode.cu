@@ -3,9 +3,11 @@
 // logarithms of their sums. Keys of which no head is selected are not read.
 //
 // A division is of a fixed number of keys: the bits of a sequence do not depend on the others.
-#include "../../../device/cuda/operators.cuh"
+#include "selection.cuh"
 
 namespace decode_attention {
+
+using attention::is_selected;
 
 constexpr int WARPS = THREADS / 32;
 // Query heads that are computed together.
@@ -34,12 +36,12 @@ struct PARAMETERS Parameters {
     uint32_t heads;
     uint32_t kv_heads;
     uint32_t head_dim;
-    uint32_t shared_heads;
     uint32_t routed;
     // Keys of a division, and divisions of the longest sequence.
     uint32_t split;
     uint32_t splits;
     float scale;
+    uint32_t padding;
 };
 
 // A generated token.
@@ -53,11 +55,6 @@ struct Token {
 __device__ __forceinline__ Token token_at(const Parameters& p, uint32_t n) {
     const uint32_t keys = p.tokens[3 * n + 1] + 1;
     return {p.tokens[3 * n], keys, p.tokens[3 * n + 2], (keys + p.split - 1) / p.split};
-}
-
-__device__ __forceinline__ bool is_selected(const Parameters& p, uint64_t row, uint32_t head) {
-    return !p.selected || head < p.shared_heads ||
-           p.selected[row * p.routed + head - p.shared_heads];
 }
 
 // A head's elements, distributed over the warp's lanes.

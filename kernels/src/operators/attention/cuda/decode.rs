@@ -65,11 +65,11 @@ pub(super) fn forward<T: Element>(
         heads: heads as u32,
         kv_heads: kv_heads as u32,
         head_dim: shape.head_dim as u32,
-        shared_heads: shared_heads as u32,
         routed: (heads - shared_heads) as u32,
         split: SPLIT as u32,
         splits: splits as u32,
         scale: 1.0 / (shape.head_dim as f32).sqrt(),
+        padding: 0,
     };
     let kernel = name::<T>(&format!("decode_attention_{width}"));
     cuda.launch(&kernel, [count * kv_heads, splits], 0, &parameters)?;

@@ -1,17 +1,12 @@
 // Packing of selected (token, query head) pairs, and the kernels with one warp per pair.
 #pragma once
 
+#include "selection.cuh"
 #include "tile.cuh"
 
 namespace tiled_attention {
 
-// Whether a token selected a query head.
-static __device__ __forceinline__ bool is_selected(const Parameters& params, uint32_t token,
-                                                   uint32_t head) {
-    uint32_t shared = params.heads - params.routed;
-    if (params.selected == nullptr || head < shared) return true;
-    return params.selected[uint64_t(token) * params.routed + head - shared] != 0;
-}
+using attention::is_selected;
 
 // The sum of the counts of the threads before this one; sets `total` to the sum of all counts.
 static __device__ __forceinline__ uint32_t count_before(uint32_t count, uint32_t& total) {

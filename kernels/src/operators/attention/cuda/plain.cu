@@ -1,8 +1,10 @@
 // Attention by plain arithmetic, one warp per row: for f32, for heads that the kernels for tensor
 // cores do not support, and as their reference in tests.
-#include "../../../device/cuda/operators.cuh"
+#include "selection.cuh"
 
 namespace plain_attention {
+
+using attention::is_selected;
 
 // Elements of a head per lane: heads have at most 256.
 constexpr int SLOTS = 8;
@@ -36,11 +38,9 @@ struct PARAMETERS Parameters {
     uint32_t heads;
     uint32_t kv_heads;
     uint32_t head_dim;
-    uint32_t shared_heads;
     uint32_t routed;
     uint32_t causal;
     float scale;
-    uint32_t padding;
 };
 
 // A head's elements, distributed over the warp's lanes.
@@ -80,11 +80,6 @@ __device__ __forceinline__ void add(Head& sum, float by, const Head& head) {
     for (int j = 0; j < SLOTS; j++) {
         sum.at[j] += by * head.at[j];
     }
-}
-
-__device__ __forceinline__ bool is_selected(const Parameters& p, uint64_t token, uint32_t head) {
-    return !p.selected || head < p.shared_heads ||
-           p.selected[token * p.routed + head - p.shared_heads];
 }
 
 // The first key that the token sees, and the one after the last.

@@ -40,11 +40,9 @@ impl Parameters {
             heads: shape.heads as u32,
             kv_heads: shape.kv_heads as u32,
             head_dim: shape.head_dim as u32,
-            shared_heads: args.shared_heads() as u32,
             routed: (shape.heads - args.shared_heads()) as u32,
             causal: u32::from(args.causal),
             scale: args.scale(),
-            padding: 0,
         })
     }
 }
