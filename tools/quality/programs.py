@@ -17,13 +17,15 @@ def add_options(parser, directory):
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="threads of each run: %(default)s")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="what trains: %(default)s")
+    parser.add_argument("--dtype", default="f32", choices=["f32", "bf16"], help="type that it trains in: %(default)s")
 
 
 class Programs:
     """Our programs, run from the repository's root."""
 
     def __init__(self, options):
-        self.binaries, self.threads, self.device = options.binaries, options.threads, options.device
+        self.binaries, self.threads = options.binaries, options.threads
+        self.device, self.dtype = options.device, options.dtype
 
     def run(self, program, *arguments):
         """What a program prints; an error with the end of its messages if it fails."""
@@ -36,7 +38,7 @@ class Programs:
 
     def train(self, recipe, settings):
         """Trains by a recipe of this repository with some of its keys changed."""
-        settings = {**settings, "run.threads": self.threads, "run.device": self.device}
+        settings = {**settings, "run.threads": self.threads, "run.device": self.device, "run.dtype": self.dtype}
         overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         self.run("moh-train", "--recipe", Path(recipe).relative_to(ROOT), *overrides)
 
@@ -49,7 +51,7 @@ def measure_rows(rows, measure, options, text):
             if done.exception():
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise done.exception()
-            row = done.result() | {"device": options.device} | origin()
+            row = done.result() | {"device": options.device, "dtype": options.dtype} | origin()
             out.write(json.dumps(row) + "\n")
             out.flush()
             print(text(row), flush=True)

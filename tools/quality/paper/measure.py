@@ -26,6 +26,8 @@ HERE = Path(__file__).resolve().parent
 WORK = Path("runs/paper")
 TASKS = WORK / "tasks"
 HEADS = 12
+# Sequences of a micro-batch: a step has 32, and a GPU computes them together.
+MICRO_BATCH = {"cpu": 8, "cuda": 32}
 
 
 def moh(shared, active, router="two-stage"):
@@ -38,12 +40,12 @@ def from_scratch(heads):
     return {"model.new.moh": heads, "stage.pretrain.attention": "moh"}
 
 
-def stages(tokens, changes):
+def stages(tokens, micro_batch, changes):
     """The keys of a run's stages: that of the recipe, or without changes two alike, as continue-tuning has."""
     if changes is not None:
-        return {"stage.pretrain.tokens": tokens, **changes}
+        return {"stage.pretrain.tokens": tokens, "stage.pretrain.micro_batch": micro_batch, **changes}
     rate = "{ max = 2e-3, min = 2e-4, warmup_steps = 50 }"
-    common = f"batch_tokens = 8192, micro_batch = 8, learning_rate = {rate}, tokens = {tokens // 2}"
+    common = f"batch_tokens = 8192, micro_batch = {micro_batch}, learning_rate = {rate}, tokens = {tokens // 2}"
     dense = f'name = "dense", attention = "dense", {common}'
     tuned = f'name = "moh", attention = "moh", moh = {moh(6, 9, "query-norm")}, {common}'
     return {"stage": f"[{{ {dense} }}, {{ {tuned} }}]"}
@@ -109,7 +111,7 @@ class Measurement:
     def measure(self, row):
         """Trains a model, and gives the row with its losses by topic."""
         run = WORK / "{variant}-{tokens}-{seed}".format(**row)
-        keys = stages(row["tokens"], VARIANTS[row["variant"]][1])
+        keys = stages(row["tokens"], MICRO_BATCH[self.programs.device], VARIANTS[row["variant"]][1])
         self.programs.train(HERE / "model.toml", {"run.dir": run, "run.seed": row["seed"], **keys})
         last = (ROOT / run / "metrics.jsonl").read_text().splitlines()[-1]
         losses = {topic: found["loss"] for topic, found in json.loads(last)["validation"].items()}
@@ -118,7 +120,7 @@ class Measurement:
     def scores(self, run):
         """The accuracy of a run's model in each task, in percent: of choices by their characters, as `acc_norm` is."""
         tasks = sorted((ROOT / TASKS).glob("*.jsonl"))
-        found = json.loads(self.programs.run("moh-eval", "tasks", "--model", run / "export", "--json", *tasks))["tasks"]
+        found = json.loads(self.programs.run("moh-eval", "tasks", "--model", run / "export", "--device", self.programs.device, "--json", *tasks))["tasks"]
         return {Path(task["task"]).stem: 100 * task["acc_norm" if task["kind"] == "multiple_choice" else "acc"] for task in found}
 
 
