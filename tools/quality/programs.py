@@ -44,14 +44,20 @@ class Programs:
 
 
 def measure_rows(rows, measure, options, text):
-    """Measures rows, some side by side; appends each to the results as it ends, and prints its text."""
-    pool = concurrent.futures.ThreadPoolExecutor(options.jobs)
-    with pool, options.results.open("a") as out:
+    """Measures rows, some side by side; appends each to the results as it ends, and prints its text.
+
+    A run that fails does not end the others; there is an error after all of them.
+    """
+    num_failed = 0
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool, options.results.open("a") as out:
         for done in concurrent.futures.as_completed([pool.submit(measure, row) for row in rows]):
             if done.exception():
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise done.exception()
+                num_failed += 1
+                print(done.exception(), flush=True)
+                continue
             row = done.result() | {"device": options.device, "dtype": options.dtype} | origin()
             out.write(json.dumps(row) + "\n")
             out.flush()
             print(text(row), flush=True)
+    if num_failed:
+        raise SystemExit(f"{num_failed} of {len(rows)} runs failed")
