@@ -15,6 +15,7 @@ use crate::rms_norm::RmsNorm;
 use crate::rope::Rope;
 use crate::router::logits::Logits;
 use crate::router::query_norm::QueryNorm;
+use crate::sampling::Sample;
 use crate::swiglu::Swiglu;
 use crate::workspace::Workspace;
 
@@ -62,5 +63,6 @@ backend!(
     RelativeError,
     RmsNorm,
     Rope,
+    Sample,
     Swiglu,
 );

@@ -17,7 +17,7 @@ use device::{counting, cpu, error, gpu_sizes, region};
 pub use device::{memory, ranks, scalar};
 pub use operators::{
     adamw, add, attention, convert, cross_entropy, embedding, key_value_cache, linear, qk_norm,
-    relative_error, rms_norm, rope, router, swiglu,
+    relative_error, rms_norm, rope, router, sampling, swiglu,
 };
 pub use profiling::{gpu_activity, span};
 

@@ -25,7 +25,7 @@ VOCABULARY, ORIGINAL_VOCABULARY = 160896, 128256
 # Tests of whole modules, in order, with their limits. `hopper` is a path of attention; modules that
 # fail with it are run again without it.
 MODULES = ["adamw", "attention", "convert", "cross_entropy", "embedding", "key_value_append",
-           "lengths", "qk_norm", "rms_norm", "rope", "router", "swiglu", "tensor_parallel"]
+           "lengths", "qk_norm", "rms_norm", "rope", "router", "sampling", "swiglu", "tensor_parallel"]
 WITH_ATTENTION = ["attention", "devices", "tensor_parallel"]
 # Modules whose tests are separate cases.
 HOPPER = ["attention_paths", "attention_stress"]

@@ -11,6 +11,7 @@ use crate::ranks::VocabularyRows;
 use crate::relative_error::RelativeErrorArgs;
 use crate::rms_norm::{RmsNormBackward, RmsNormForward};
 use crate::rope::QkvShape;
+use crate::sampling::{RowRequest, RowSampling, RowToken, SampleArgs};
 use crate::scalar::{DType, Element};
 
 /// Linear layers beside the model's own: one of the smallest models, and the projection to a
@@ -39,6 +40,8 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
         cross_entropy::<B, T>(sizes, "cross_entropy_forward", false),
         cross_entropy::<B, T>(sizes, "cross_entropy_forward_backward", true),
         cross_entropy_with_teacher::<B, T>(sizes),
+        sample::<B, T>(sizes, "sample likeliest", 0.0),
+        sample::<B, T>(sizes, "sample top-p", 1.0),
         key_value_append::<B, T>(sizes),
         convert::<B, T>(sizes),
         add::<B, T>(sizes),
@@ -112,6 +115,33 @@ fn relative_error<B: Backend, T: Element>(Sizes { tokens, width, .. }: Sizes) ->
         write d_y = backend.allocate::<T>(tokens * width),
         write sum = backend.allocate::<f64>(1),
     ] backend.relative_error(RelativeErrorArgs { width, scale: 1.0, y, target, d_y, sum }))
+}
+
+/// The tokens of a pass of several sequences.
+fn sample<B: Backend, T: Element>(
+    Sizes { vocabulary, .. }: Sizes,
+    name: &'static str,
+    temperature: f64,
+) -> Case<B> {
+    const ROWS: usize = 8;
+    let row = move || {
+        let sampling = RowSampling {
+            temperature,
+            min_p: 0.0,
+            top_k: 0,
+            top_p: 0.9,
+            random: 0.5,
+            changes: Vec::new(),
+        };
+        RowRequest { token: RowToken::Sampled(sampling), log_probabilities: None }
+    };
+    case!(name, Work::moved::<T>(ROWS * vocabulary), |backend| [
+        read logits = random_elements::<B, T>(backend, ROWS * vocabulary),
+    ] {
+        let rows = [(); ROWS].map(|()| row());
+        let args = SampleArgs { vocabulary, known: vocabulary, logits, rows: &rows };
+        backend.sample(args).map(drop)
+    })
 }
 
 /// Both passes of a linear layer of these inputs and outputs.

@@ -17,4 +17,5 @@
 #include "router/logits/logits.cu"
 #include "router/query_norm/query_norm.cu"
 #include "router/router.cu"
+#include "sampling/sampling.cu"
 #include "swiglu/swiglu.cu"

@@ -14,4 +14,5 @@ pub mod relative_error;
 pub mod rms_norm;
 pub mod rope;
 pub mod router;
+pub mod sampling;
 pub mod swiglu;

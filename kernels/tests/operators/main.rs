@@ -26,6 +26,7 @@ mod relative_error;
 mod rms_norm;
 mod rope;
 mod router;
+mod sampling;
 mod swiglu;
 mod tensor_parallel;
 mod threads;

@@ -242,13 +242,12 @@ fn decode<B: Backend, T: Element>(
     let mut out = stdout();
     write!(out, "{}", prompt.shown)?;
     let started = Instant::now();
-    let mut logits = generator.extend(&prompt.ids)?;
+    let mut next = generator.next_token(&prompt.ids, &mut sampler)?;
     let prompt_seconds = started.elapsed().as_secs_f64();
     let started = Instant::now();
     let (mut count, mut passes) = (0usize, 0u32);
     let mut ended = false;
     while generator.position() < capacity {
-        let next = sampler.sample(&logits)?;
         if ends.contains(&next) {
             ended = true;
             break;
@@ -260,7 +259,7 @@ fn decode<B: Backend, T: Element>(
             // The last token: its keys and values are not needed.
             break;
         }
-        logits = generator.extend(&[next])?;
+        next = generator.next_token(&[next], &mut sampler)?;
         passes += 1;
     }
     let seconds = started.elapsed().as_secs_f64();

@@ -324,7 +324,19 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Logits of the normed rows `[tokens, C]`, on the host.
     pub(crate) fn project(&self, normed: B::View<'_, T>, tokens: usize) -> Result<Vec<f32>, Error> {
-        self.layers.head.logits(&self.backend, &self.weights, normed, tokens, false, None)
+        let elements = tokens * self.config.vocab_size;
+        let mut logits = self.backend.allocate::<T>(elements)?;
+        let y = B::whole_mut(&mut logits);
+        let normed = B::reborrow(normed);
+        self.layers.head.logits(&self.backend, &self.weights, normed, y, false, None)?;
+        self.to_host(B::whole(&logits), elements)
+    }
+
+    /// Downloads elements.
+    pub(crate) fn to_host(&self, view: B::View<'_, T>, elements: usize) -> Result<Vec<f32>, Error> {
+        let mut host = vec![T::from_f32(0.0); elements];
+        self.backend.download(view, &mut host)?;
+        Ok(host.iter().map(|value| value.to_f32()).collect())
     }
 
     /// The routed heads that each token selected in the last forward pass: `[N, R]` for each layer,

@@ -1,16 +1,17 @@
 //! Selects the next token from its logits: the most likely token, or a sample from their softmax,
 //! over all tokens or only the most likely ones (top-k, top-p, min-p), with biases and penalties of tokens.
 //!
-//! With the same seed it selects, but for top-k, which candle draws in an unspecified order, the
-//! same tokens as candle's `LogitsProcessor` on every processor: the same generator, and the same
-//! softmax in f32, summed in the order of candle's AVX2 code.
+//! A sampler knows the tokens so far and the random numbers; a device chooses the token ([`moh_kernels::sampling`]). On the
+//! CPU it is, with the same seed and without top-k, that of candle's `LogitsProcessor`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rand::SeedableRng as _;
-use rand::distr::Distribution as _;
-use rand::distr::weighted::WeightedIndex;
+use moh_kernels::Cpu;
+use moh_kernels::sampling::{
+    LogitChange, RowRequest, RowSampling, RowToken, Sample as _, SampleArgs,
+};
 use rand::rngs::StdRng;
+use rand::{RngCore as _, SeedableRng as _};
 
 use crate::Error;
 
@@ -78,187 +79,84 @@ impl Sampler {
         Sampler { prompt: prompt.iter().copied().collect(), ..self }
     }
 
+    /// The tokenizer's number of ids.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
     /// Selects the next token.
     ///
     /// # Errors
-    /// Fails if the logits are not finite.
+    /// Fails if a logit is not a number or infinite, but for -infinity.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Error> {
-        let known = &logits[..logits.len().min(self.vocab_size)];
-        if known.is_empty() {
+        let known = logits.len().min(self.vocab_size);
+        if known == 0 {
             return Err(Error::Sampling { reason: "there are none".to_owned() });
         }
-        let token = match self.adjusted(known) {
-            Some(logits) => self.choose(&logits)?,
-            None => self.choose(known)?,
-        };
-        *self.selected.entry(token).or_default() += 1;
-        Ok(token)
+        let rows = [RowRequest { token: self.next_token(), log_probabilities: None }];
+        let args = SampleArgs::<Cpu, f32> { vocabulary: logits.len(), known, logits, rows: &rows };
+        let chosen = Cpu.sample(args)?.pop().flatten().ok_or_else(not_finite)?;
+        self.select(chosen.token);
+        Ok(chosen.token)
     }
 
-    /// The logits with biases and penalties, if there are any.
-    fn adjusted(&self, logits: &[f32]) -> Option<Vec<f32>> {
+    /// How a device chooses the next token, which [`Self::select`] is then told.
+    pub fn next_token(&mut self) -> RowToken {
+        let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
+        let is_random = temperature > 0.0;
+        RowToken::Sampled(RowSampling {
+            temperature,
+            min_p: min_p.unwrap_or(0.0),
+            top_k: top_k.unwrap_or(0),
+            top_p: top_p.filter(|&p| p > 0.0).unwrap_or(1.0),
+            random: if is_random { unit(self.random.next_u32()) } else { 0.0 },
+            changes: self.changes(),
+        })
+    }
+
+    /// The next token is this one.
+    pub fn select(&mut self, token: u32) {
+        *self.selected.entry(token).or_default() += 1;
+    }
+
+    /// Biases and penalties of tokens.
+    fn changes(&self) -> Vec<LogitChange> {
         let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } =
             self.sampling;
         let repetition = repetition_penalty.unwrap_or(1.0) as f32;
-        let is_penalised = repetition != 1.0 || presence_penalty != 0.0 || frequency_penalty != 0.0;
-        if !is_penalised && self.sampling.logit_bias.is_empty() {
-            return None;
-        }
-        let mut logits = logits.to_vec();
-        for &(token, bias) in &self.sampling.logit_bias {
-            if let Some(logit) = logits.get_mut(token as usize) {
-                *logit += bias;
-            }
-        }
+        let mut changes = BTreeMap::new();
+        let of = |token: u32| (token, LogitChange::none(token));
+        changes.extend(self.sampling.logit_bias.iter().map(|&(token, _)| of(token)));
         if repetition != 1.0 {
-            for &token in self.prompt.union(&self.selected.keys().copied().collect()) {
-                if let Some(logit) = logits.get_mut(token as usize) {
-                    *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
-                }
+            changes.extend(self.prompt.iter().copied().map(of));
+        }
+        if repetition != 1.0 || presence_penalty != 0.0 || frequency_penalty != 0.0 {
+            changes.extend(self.selected.keys().copied().map(of));
+        }
+        for &(token, bias) in &self.sampling.logit_bias {
+            changes.entry(token).and_modify(|change| change.bias += bias);
+        }
+        for (token, change) in &mut changes {
+            let count = self.selected.get(token).copied().unwrap_or(0);
+            if count > 0 {
+                change.penalty = (presence_penalty + frequency_penalty * f64::from(count)) as f32;
+            }
+            if count > 0 || self.prompt.contains(token) {
+                change.repetition = repetition;
             }
         }
-        for (&token, &count) in &self.selected {
-            if let Some(logit) = logits.get_mut(token as usize) {
-                *logit -= (presence_penalty + frequency_penalty * f64::from(count)) as f32;
-            }
-        }
-        Some(logits)
-    }
-
-    /// Selects a token by its adjusted logits.
-    fn choose(&mut self, known: &[f32]) -> Result<u32, Error> {
-        let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
-        if temperature <= 0.0 {
-            return Ok(likeliest(known));
-        }
-        let mut probabilities = softmax(known, temperature);
-        let mut sum_of_kept = 1.0;
-        if let Some(share) = min_p.filter(|&share| share > 0.0) {
-            sum_of_kept = keep_at_least(&mut probabilities, share as f32);
-        }
-        if let Some(k) = top_k.filter(|&k| k > 0 && k < known.len()) {
-            sum_of_kept = keep_most_likely(&mut probabilities, k);
-        }
-        if let Some(p) = top_p.filter(|&p| p > 0.0 && p < 1.0) {
-            clear_unlikely(&mut probabilities, p as f32 * sum_of_kept);
-        }
-        self.draw(&probabilities)
-    }
-
-    /// Samples a token by its probability.
-    fn draw(&mut self, probabilities: &[f32]) -> Result<u32, Error> {
-        let tokens = WeightedIndex::new(probabilities)
-            .map_err(|source| Error::Sampling { reason: source.to_string() })?;
-        // An index below the vocabulary's size, which fits.
-        Ok(tokens.sample(&mut self.random) as u32)
+        changes.into_values().collect()
     }
 }
 
-/// Index of the largest logit; the first of equal ones.
-fn likeliest(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (index, logit) in logits.iter().enumerate() {
-        if logits[best] < *logit {
-            best = index;
-        }
-    }
-    best as u32
+/// The error of logits that are not finite.
+pub(crate) fn not_finite() -> Error {
+    Error::Sampling { reason: "one is not finite".to_owned() }
 }
 
-/// Probabilities at a temperature above 0.
-fn softmax(logits: &[f32], temperature: f64) -> Vec<f32> {
-    let scale = (1.0 / temperature) as f32;
-    let mut values: Vec<f32> = logits.iter().map(|logit| logit * scale).collect();
-    let largest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    values.iter_mut().for_each(|value| *value = (*value - largest).exp());
-    let total = sum(&values);
-    values.iter_mut().for_each(|value| *value /= total);
-    values
-}
-
-/// The sum in 32 columns, added pairwise, plus the remaining values one by one.
-fn sum(values: &[f32]) -> f32 {
-    let (rows, rest) = values.as_chunks::<32>();
-    let mut columns = [0f32; 32];
-    for row in rows {
-        for (column, value) in columns.iter_mut().zip(row) {
-            *column += value;
-        }
-    }
-    let lane = |i: usize| (columns[i] + columns[8 + i]) + (columns[16 + i] + columns[24 + i]);
-    let quarter = |i: usize| lane(i) + lane(4 + i);
-    let whole = (quarter(0) + quarter(1)) + (quarter(2) + quarter(3));
-    rest.iter().fold(whole, |total, value| total + value)
-}
-
-/// The indices of probabilities, the largest first, equal ones in their order.
-fn by_probability(probabilities: &[f32]) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..probabilities.len()).collect();
-    order.sort_by(|&i, &j| probabilities[j].total_cmp(&probabilities[i]));
-    order
-}
-
-/// Sets all probabilities to 0 except the `k` largest; returns the sum of these.
-fn keep_most_likely(probabilities: &mut [f32], k: usize) -> f32 {
-    let order = by_probability(probabilities);
-    order[k..].iter().for_each(|&index| probabilities[index] = 0.0);
-    order[..k].iter().map(|&index| probabilities[index]).sum()
-}
-
-/// Sets all probabilities to 0 except those of at least a share of the largest; returns the sum of these.
-fn keep_at_least(probabilities: &mut [f32], share: f32) -> f32 {
-    let least = share * probabilities.iter().copied().fold(0.0, f32::max);
-    for probability in probabilities.iter_mut().filter(|probability| **probability < least) {
-        *probability = 0.0;
-    }
-    sum(probabilities)
-}
-
-/// The logarithm of a token's probability at temperature 1, before any bias or penalty, and the most likely tokens
-/// with theirs.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LogProbabilities {
-    /// The token's, in nats.
-    pub of_token: f32,
-    /// The most likely tokens, the first of equal ones first, with theirs.
-    pub most_likely: Vec<(u32, f32)>,
-}
-
-impl LogProbabilities {
-    /// Those of `token` and of the `count` most likely tokens.
-    ///
-    /// # Panics
-    /// Panics for a token without a logit.
-    pub fn new(logits: &[f32], token: u32, count: usize) -> Self {
-        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
-        let of = |token: u32| (f64::from(logits[token as usize] - largest) - sum.ln()) as f32;
-        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-        let by_logit = |a: &u32, b: &u32| {
-            logits[*b as usize].total_cmp(&logits[*a as usize]).then_with(|| a.cmp(b))
-        };
-        let count = count.min(order.len());
-        if count < order.len() && count > 0 {
-            order.select_nth_unstable_by(count - 1, by_logit);
-        }
-        order.truncate(count);
-        order.sort_unstable_by(by_logit);
-        let most_likely = order.into_iter().map(|token| (token, of(token))).collect();
-        LogProbabilities { of_token: of(token), most_likely }
-    }
-}
-
-/// Sets all probabilities to 0 except the largest ones that sum to at least `p`.
-fn clear_unlikely(probabilities: &mut [f32], p: f32) {
-    let order = by_probability(probabilities);
-    let mut reached = 0.0;
-    for index in order {
-        if reached >= p {
-            probabilities[index] = 0.0;
-        } else {
-            reached += probabilities[index];
-        }
-    }
+/// A number in [0, 1) of 23 random bits, as `rand` makes it.
+fn unit(bits: u32) -> f32 {
+    (bits >> 9) as f32 / (1u32 << 23) as f32
 }
 
 #[cfg(test)]
@@ -373,20 +271,6 @@ mod tests {
         assert_eq!(all(presence, &[1], 4), [1, 3, 1, 1]);
         let frequency = Sampling { frequency_penalty: 0.5, ..default() };
         assert_eq!(all(frequency, &[1], 6), [1, 3, 1, 3, 0, 1]);
-    }
-
-    #[test]
-    fn log_probabilities_are_those_of_the_softmax() {
-        let logits = [1f32, 2.0, 4.0, 2.0, 1.0].map(f32::ln);
-        let found = LogProbabilities::new(&logits, 0, 3);
-        assert!((found.of_token - 0.1f32.ln()).abs() < 1e-6);
-        let expected = [(2, 0.4f32), (1, 0.2), (3, 0.2)];
-        assert_eq!(found.most_likely.len(), 3);
-        for ((token, found), (expected, probability)) in found.most_likely.iter().zip(expected) {
-            assert!(*token == expected && (found - probability.ln()).abs() < 1e-6);
-        }
-        assert_eq!(LogProbabilities::new(&logits, 1, 0).most_likely, []);
-        assert_eq!(LogProbabilities::new(&logits, 1, 9).most_likely.len(), 5);
     }
 
     #[test]

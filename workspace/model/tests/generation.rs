@@ -12,7 +12,7 @@ use moh_kernels::Cuda;
 use moh_kernels::{Backend, Cpu, Element};
 use moh_model::{
     Architecture, BatchGenerator, BatchOptions, Chunk, Error, Generator, HeadCounts, Model,
-    ModelConfig, MohConfig, RouterKind, SequenceId, WantedLogits,
+    ModelConfig, MohConfig, PassHeads, RouterKind, SequenceId, WantedLogits,
 };
 use support::{VOCABULARY, config, model};
 
@@ -312,7 +312,9 @@ fn heads_are_those_of_whole_passes<B: Backend + Clone>(backend: B) {
                 logits: WantedLogits::None,
             };
             let chunks: Vec<_> = prompts.iter().map(chunk).collect();
-            generator.pass_with_heads(&chunks).unwrap().1
+            let mut heads = PassHeads::default();
+            generator.pass_choosing(&chunks, &[], 1, Some(&mut heads)).unwrap();
+            heads
         };
         let mut row = 0;
         for prompt in prompts {

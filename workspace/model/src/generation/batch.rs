@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use moh_kernels::attention::Span;
+use moh_kernels::sampling::{RowChoice, RowRequest, SampleArgs};
 use moh_kernels::{Backend, Element};
 
 use super::heads::PassHeads;
@@ -14,6 +15,7 @@ use crate::activations::{Blocks, PassShape, Recompute};
 use crate::layers::{CachedTokens, Context, LayerCache, Normed, RopeTables, Scratch, Tokens};
 use crate::model::Model;
 use crate::rope::table;
+use crate::sampler::{Sampler, not_finite};
 
 /// Sizes of a [`BatchGenerator`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,6 +75,17 @@ pub struct Chunk {
     pub logits: WantedLogits,
 }
 
+impl Chunk {
+    /// The rows of logits that are wanted.
+    pub fn wanted_rows(&self) -> usize {
+        match self.logits {
+            WantedLogits::None => 0,
+            WantedLogits::Last => 1,
+            WantedLogits::All => self.tokens,
+        }
+    }
+}
+
 /// The tokens of a sequence, and the blocks of those that are computed.
 struct Sequence {
     ids: Vec<u32>,
@@ -102,8 +115,9 @@ pub struct BatchGenerator<'a, B: Backend, T: Element> {
     blocks: Blocks<B, T>,
     scratch: Scratch<B, T>,
     normed: Normed<B, T>,
-    /// The normed rows whose logits are wanted.
+    /// The normed rows whose logits are wanted, and these; the buffer grows with the number of rows.
     rows: B::Buffer<T>,
+    logits: B::Buffer<T>,
     /// Cosines and sines of all positions, `[positions, D / 2]` each.
     angles: [Vec<f32>; 2],
 }
@@ -182,6 +196,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             scratch: Scratch::new(backend, &sizes)?,
             normed: Normed::new(backend, &sizes)?,
             rows: backend.allocate(width)?,
+            logits: backend.allocate(config.vocab_size)?,
             angles: [cos, sin],
         })
     }
@@ -277,27 +292,59 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// Fails without changing anything for an unknown sequence, one that has fewer tokens, several generated tokens
     /// of one, more tokens than a pass has, and too few free blocks; and if the device fails.
     pub fn pass(&mut self, chunks: &[Chunk]) -> Result<Vec<Vec<f32>>, Error> {
-        self.pass_recording(chunks, None)
+        let vocabulary = self.model.config.vocab_size;
+        let rows = self.compute_pass(chunks, None)?;
+        let elements = rows.iter().sum::<usize>() * vocabulary;
+        let all = self.model.to_host(B::view(&self.logits, 0..elements), elements)?;
+        let mut rest = &all[..];
+        let of_chunk = |rows: usize| {
+            let (own, others) = rest.split_at(rows * vocabulary);
+            rest = others;
+            own.to_vec()
+        };
+        Ok(rows.into_iter().map(of_chunk).collect())
     }
 
-    /// As [`Self::pass`], and the heads that each token computed.
+    /// As [`Self::pass`], but chooses tokens by the wanted logits on the device, of those below `known`: each chunk has a
+    /// request for each of its rows. A token is `None` where the logits are not finite. Records the heads that each token
+    /// computed where they are wanted.
     ///
     /// # Errors
-    /// See there.
-    pub fn pass_with_heads(
+    /// See there; and for another number of requests.
+    pub fn pass_choosing(
         &mut self,
         chunks: &[Chunk],
-    ) -> Result<(Vec<Vec<f32>>, PassHeads), Error> {
-        let mut heads = PassHeads::default();
-        let logits = self.pass_recording(chunks, Some(&mut heads))?;
-        Ok((logits, heads))
+        requests: &[RowRequest],
+        known: usize,
+        heads: Option<&mut PassHeads>,
+    ) -> Result<Vec<Vec<Option<RowChoice>>>, Error> {
+        let vocabulary = self.model.config.vocab_size;
+        let wanted: usize = chunks.iter().map(Chunk::wanted_rows).sum();
+        if wanted != requests.len() {
+            let reason = format!("{} requests of {wanted} rows of logits", requests.len());
+            return Err(Error::Generation { reason });
+        }
+        let rows = self.compute_pass(chunks, heads)?;
+        let backend = &self.model.backend;
+        let mut choices = backend
+            .install(|| {
+                backend.sample(SampleArgs {
+                    vocabulary,
+                    known: known.min(vocabulary),
+                    logits: B::view(&self.logits, 0..wanted * vocabulary),
+                    rows: requests,
+                })
+            })?
+            .into_iter();
+        Ok(rows.into_iter().map(|rows| choices.by_ref().take(rows).collect()).collect())
     }
 
-    fn pass_recording(
+    /// Computes a pass, and on the device the wanted logits; returns how many rows of them each chunk has.
+    fn compute_pass(
         &mut self,
         chunks: &[Chunk],
         heads: Option<&mut PassHeads>,
-    ) -> Result<Vec<Vec<f32>>, Error> {
+    ) -> Result<Vec<usize>, Error> {
         self.check_pass(chunks)?;
         let mut tokens = PassTokens::default();
         for chunk in chunks {
@@ -307,15 +354,15 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             return Ok(Vec::new());
         }
         let model = self.model;
-        let logits = model.backend.install(|| {
+        model.backend.install(|| {
             self.upload(&tokens)?;
             self.compute(&tokens, heads)?;
-            self.logits(chunks, &tokens)
+            self.compute_logits(chunks, &tokens)
         })?;
         for chunk in chunks {
             self.finish(chunk)?;
         }
-        Ok(logits)
+        Ok(chunks.iter().map(Chunk::wanted_rows).collect())
     }
 
     /// Computes all tokens of a sequence that are not computed yet, in as many passes as they need. Returns the logits
@@ -324,15 +371,42 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// # Errors
     /// As [`Self::pass`].
     pub fn finish_waiting(&mut self, sequence: SequenceId) -> Result<Vec<f32>, Error> {
-        let (most, mut last) = (self.options.pass_tokens, Vec::new());
+        match self.last_chunk(sequence)? {
+            Some(last) => Ok(self.pass(&[last])?.pop().unwrap_or_default()),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// Computes all tokens of a sequence that are not computed yet, of which there is one, and chooses the next one.
+    ///
+    /// # Errors
+    /// As [`Self::pass`]; [`Error::Sampling`] if none was waiting or the logits are not finite.
+    pub fn next_token(
+        &mut self,
+        sequence: SequenceId,
+        sampler: &mut Sampler,
+    ) -> Result<u32, Error> {
+        let Some(last) = self.last_chunk(sequence)? else {
+            return Err(Error::Sampling { reason: "there are none".into() });
+        };
+        let request = RowRequest { token: sampler.next_token(), log_probabilities: None };
+        let choices = self.pass_choosing(&[last], &[request], sampler.vocab_size(), None)?;
+        let choice = choices.into_iter().flatten().next().flatten().ok_or_else(not_finite)?;
+        sampler.select(choice.token);
+        Ok(choice.token)
+    }
+
+    /// Computes the tokens of a sequence that are not computed yet but for the last pass, which it returns; nothing if no
+    /// token was waiting.
+    fn last_chunk(&mut self, sequence: SequenceId) -> Result<Option<Chunk>, Error> {
+        let most = self.options.pass_tokens;
         loop {
-            let waiting = self.waiting(sequence)?;
-            if waiting == 0 {
-                return Ok(last);
+            let tokens = self.waiting(sequence)?;
+            if tokens <= most {
+                let last = Chunk { sequence, tokens, logits: WantedLogits::Last };
+                return Ok((tokens > 0).then_some(last));
             }
-            let tokens = waiting.min(most);
-            let logits = if tokens == waiting { WantedLogits::Last } else { WantedLogits::None };
-            last = self.pass(&[Chunk { sequence, tokens, logits }])?.pop().unwrap_or_default();
+            self.pass(&[Chunk { sequence, tokens: most, logits: WantedLogits::None }])?;
         }
     }
 
@@ -480,43 +554,35 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(())
     }
 
-    /// The logits that are wanted of each chunk.
-    fn logits(&mut self, chunks: &[Chunk], pass: &PassTokens) -> Result<Vec<Vec<f32>>, Error> {
+    /// The logits that are wanted, of one chunk after another.
+    fn compute_logits(&mut self, chunks: &[Chunk], pass: &PassTokens) -> Result<(), Error> {
         let (model, width) = (self.model, self.model.config.hidden_size);
-        let wanted: Vec<_> = (chunks.iter().zip(&pass.spans))
-            .map(|(chunk, span)| match chunk.logits {
-                WantedLogits::None => span.rows.end..span.rows.end,
-                WantedLogits::Last => span.rows.end - 1..span.rows.end,
-                WantedLogits::All => span.rows.clone(),
-            })
-            .collect();
         let mut count = 0;
-        for rows in wanted.iter().filter(|rows| !rows.is_empty()) {
+        for (chunk, span) in chunks.iter().zip(&pass.spans) {
+            let rows = span.rows.end - chunk.wanted_rows()..span.rows.end;
+            if rows.is_empty() {
+                continue;
+            }
             let source = B::view(&self.normed.y, rows.start * width..rows.end * width);
             let place = count * width..(count + rows.len()) * width;
             model.backend.copy(source, B::view_mut(&mut self.rows, place))?;
             count += rows.len();
         }
         if count == 0 {
-            return Ok(vec![Vec::new(); chunks.len()]);
+            return Ok(());
         }
-        let normed = B::view(&self.rows, 0..count * width);
-        let (packed, independent) = (self.packed.as_ref(), self.options.independent);
-        let all = model.layers.head.logits(
+        let elements = count * model.config.vocab_size;
+        if B::len(&self.logits) < elements {
+            self.logits = model.backend.allocate(elements)?;
+        }
+        model.layers.head.logits(
             &model.backend,
             &model.weights,
-            normed,
-            count,
-            independent,
-            packed,
-        )?;
-        let (mut rest, vocabulary) = (&all[..], model.config.vocab_size);
-        let of_chunk = |rows: std::ops::Range<usize>| {
-            let (own, others) = rest.split_at(rows.len() * vocabulary);
-            rest = others;
-            own.to_vec()
-        };
-        Ok(wanted.into_iter().map(of_chunk).collect())
+            B::view(&self.rows, 0..count * width),
+            B::view_mut(&mut self.logits, 0..elements),
+            self.options.independent,
+            self.packed.as_ref(),
+        )
     }
 
     /// A chunk's tokens are computed: whole blocks of its prompt are remembered.

@@ -12,8 +12,8 @@ pub use batch::{BatchGenerator, BatchOptions, Chunk, SequenceId, WantedLogits};
 pub use heads::PassHeads;
 pub(crate) use packed::PackedWeights;
 
-use crate::Error;
 use crate::model::Model;
+use crate::{Error, Sampler};
 
 /// A sequence that is being generated, alone.
 pub struct Generator<'a, B: Backend, T: Element> {
@@ -68,6 +68,20 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     /// # Errors
     /// Fails without tokens, for a token outside the vocabulary, and if the capacity is exceeded.
     pub fn extend(&mut self, ids: &[u32]) -> Result<Vec<f32>, Error> {
+        let sequence = self.append(ids)?;
+        self.batch.finish_waiting(sequence)
+    }
+
+    /// Appends tokens and chooses the one after them on the device.
+    ///
+    /// # Errors
+    /// As [`Self::extend`]; [`Error::Sampling`] if the logits are not finite.
+    pub fn next_token(&mut self, ids: &[u32], sampler: &mut Sampler) -> Result<u32, Error> {
+        let sequence = self.append(ids)?;
+        self.batch.next_token(sequence, sampler)
+    }
+
+    fn append(&mut self, ids: &[u32]) -> Result<SequenceId, Error> {
         let end = self.position + ids.len();
         if end > self.capacity || ids.is_empty() {
             return Err(Error::TooLong { tokens: end, positions: self.capacity });
@@ -83,9 +97,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
                 sequence
             }
         };
-        self.sequence = Some(sequence);
-        let logits = self.batch.finish_waiting(sequence)?;
-        self.position = end;
-        Ok(logits)
+        (self.sequence, self.position) = (Some(sequence), end);
+        Ok(sequence)
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape};
 use moh_kernels::linear::LinearForward;
 use moh_kernels::ranks::VocabularyRows;
-use moh_kernels::{Backend, Element, Memory, Purpose, View, Workspace};
+use moh_kernels::{Backend, Element, Memory, Purpose, View, ViewMut, Workspace};
 
 use super::{ActivationGradients, BackwardContext, Context, Embedding, Normed, Scratch};
 use crate::generation::PackedWeights;
@@ -161,29 +161,25 @@ impl Head {
         (self.weight.clone(), self.width)
     }
 
-    /// Logits of normed rows `[tokens, C]`, on the host; of the whole vocabulary, which one rank
-    /// must have.
-    pub fn logits<B: Backend, T: Element>(
+    /// Writes the logits of normed rows, `[tokens, C]`, to `y`, `[tokens, V]`; of the whole vocabulary, which one rank must
+    /// have.
+    pub fn logits<'a, B: Backend, T: Element>(
         &self,
         backend: &B,
-        weights: &FlatBuffers<B, T>,
-        normed: View<'_, B, T>,
-        tokens: usize,
+        weights: &'a FlatBuffers<B, T>,
+        normed: View<'a, B, T>,
+        y: ViewMut<'a, B, T>,
         independent: bool,
-        packed: Option<&PackedWeights<B>>,
-    ) -> Result<Vec<f32>, Error> {
-        let mut logits = backend.allocate::<T>(tokens * self.vocabulary)?;
-        backend.linear_forward(LinearForward {
+        packed: Option<&'a PackedWeights<B>>,
+    ) -> Result<(), Error> {
+        Ok(backend.linear_forward(LinearForward {
             inputs: self.width,
-            x: B::reborrow(normed),
+            x: normed,
             weight: weights.get(&self.weight),
             residual: None,
-            y: B::whole_mut(&mut logits),
+            y,
             independent,
             packed: packed.and_then(|packed| packed.get(&self.weight)),
-        })?;
-        let mut host = vec![T::from_f32(0.0); tokens * self.vocabulary];
-        backend.download(B::whole(&logits), &mut host)?;
-        Ok(host.iter().map(|value| value.to_f32()).collect())
+        })?)
     }
 }

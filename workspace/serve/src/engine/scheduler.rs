@@ -9,9 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use moh_kernels::sampling::RowChoice;
 use moh_kernels::{Backend, Element};
-use moh_model::{BatchGenerator, BatchOptions, Chunk, Error, Model, SequenceId, WantedLogits};
-use rayon::prelude::*;
+use moh_model::{
+    BatchGenerator, BatchOptions, Chunk, Error, Model, PassHeads, SequenceId, WantedLogits,
+};
 
 use super::queue::{EventSender, Inbox, Received, Submission};
 use super::sequence::{Progress, Sequence};
@@ -20,6 +22,9 @@ use crate::metrics::Metrics;
 
 /// Elements of the logits of a prompt's tokens that a pass returns at most.
 const MAX_PROMPT_LOGITS: usize = 1 << 24;
+
+/// Why a sequence fails whose logits are not finite.
+const NOT_FINITE: &str = "no token can be sampled from these logits: one is not finite";
 
 /// How much is computed together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,9 +67,6 @@ struct Planned {
     first: usize,
     chunk: Chunk,
 }
-
-/// The logits of a chunk, and the position of its first token.
-type Computed = (usize, Vec<f32>);
 
 impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     /// Allocates the buffers.
@@ -280,7 +282,11 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         };
         let (decoding, prompts): (Vec<usize>, Vec<usize>) =
             (0..self.running.len()).partition(|&index| self.running[index].is_decoding());
-        let token = |index: usize| planned(index, 1, WantedLogits::Last);
+        let wanted = |index: usize| match self.running[index].chooses_next() {
+            true => WantedLogits::Last,
+            false => WantedLogits::None,
+        };
+        let token = |index: usize| planned(index, 1, wanted(index));
         let mut plan: Vec<Planned> = decoding.into_iter().map(token).collect();
         let mut room = self.batch.options().pass_tokens - plan.len();
         if !plan.is_empty() {
@@ -302,7 +308,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             room -= tokens;
             let logits = match () {
                 () if wants_all => WantedLogits::All,
-                () if tokens == waiting => WantedLogits::Last,
+                () if tokens == waiting => wanted(index),
                 () => WantedLogits::None,
             };
             plan.push(planned(index, tokens, logits));
@@ -313,60 +319,49 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     fn compute(&mut self, plan: &[Planned]) -> Result<(), Error> {
         let chunks: Vec<Chunk> = plan.iter().map(|planned| planned.chunk).collect();
         let wants_heads = |planned: &Planned| self.running[planned.index].request.wants_heads();
-        let logits = if plan.iter().any(wants_heads) {
-            let (logits, heads) = self.batch.pass_with_heads(&chunks)?;
-            let mut row = 0;
-            for Planned { index, first, chunk } in plan {
-                for token in 0..chunk.tokens {
-                    let of_token = || heads.of_token(row + token);
-                    self.running[*index].take_heads(first + token, of_token);
-                }
-                row += chunk.tokens;
+        let mut heads = plan.iter().any(wants_heads).then(PassHeads::default);
+        let mut requests = Vec::new();
+        for Planned { index, first, chunk } in plan {
+            let end = first + chunk.tokens;
+            let from = end - chunk.wanted_rows();
+            requests.extend(self.running[*index].requests(from, end));
+        }
+        let choices =
+            self.batch.pass_choosing(&chunks, &requests, self.vocab_size, heads.as_mut())?;
+        let mut row = 0;
+        for Planned { index, first, chunk } in plan {
+            for token in 0..chunk.tokens {
+                let of_token =
+                    || heads.as_ref().map_or_else(Vec::new, |heads| heads.of_token(row + token));
+                self.running[*index].take_heads(first + token, of_token);
             }
-            logits
-        } else {
-            self.batch.pass(&chunks)?
-        };
-        let mut computed: Vec<Option<Computed>> = vec![None; self.running.len()];
-        for (planned, logits) in plan.iter().zip(logits) {
-            computed[planned.index] = Some((planned.first, logits));
+            row += chunk.tokens;
+        }
+        let mut computed: Vec<Option<Vec<Option<RowChoice>>>> = vec![None; self.running.len()];
+        for (planned, choices) in plan.iter().zip(choices) {
+            computed[planned.index] = Some(choices);
         }
         self.advance(computed)
     }
 
-    /// Every sequence with logits goes on: its next token, or the next part of its prompt.
-    fn advance(&mut self, computed: Vec<Option<Computed>>) -> Result<(), Error> {
-        let vocabulary = self.model.config().vocab_size;
-        let batch = &self.batch;
-        let advance = |(sequence, computed): (&mut Sequence, Option<Computed>)| {
-            let Some((first, logits)) = computed.filter(|(_, logits)| !logits.is_empty()) else {
-                return Ok(None);
-            };
-            if !sequence.is_decoding() && sequence.wants_prompt_logits() {
-                sequence.take_prompt_logits(first, &logits, vocabulary);
-            }
-            if batch.waiting(sequence.id)? > 0 {
-                return Ok(None);
-            }
-            sequence.advance(&logits[logits.len() - vocabulary..]).map(Some)
-        };
-        let running = &mut self.running;
-        let progress: Vec<Result<Option<Progress>, Error>> = self
-            .model
-            .backend()
-            .install(|| running.par_iter_mut().zip(computed).map(advance).collect());
+    /// Every sequence that was computed goes on: its next token, or the next part of its prompt.
+    fn advance(&mut self, computed: Vec<Option<Vec<Option<RowChoice>>>>) -> Result<(), Error> {
         let mut ended = Vec::new();
-        for (index, progress) in progress.into_iter().enumerate() {
-            let finished = match progress {
-                Ok(None) => None,
-                Ok(Some(progress)) => self.finish_or_continue(index, &progress)?,
-                Err(error) => {
-                    self.fail(&self.running[index].events, &error.to_string());
-                    ended.push(index);
-                    None
-                }
+        for (index, choices) in computed.into_iter().enumerate() {
+            let Some(choices) = choices else { continue };
+            let sequence = &mut self.running[index];
+            let Some(choices) = choices.into_iter().collect::<Option<Vec<RowChoice>>>() else {
+                self.fail(&self.running[index].events, NOT_FINITE);
+                ended.push(index);
+                continue;
             };
-            if let Some(reason) = finished {
+            let is_whole = self.batch.waiting(sequence.id)? == 0;
+            let next = sequence.take(choices, is_whole);
+            if !is_whole {
+                continue;
+            }
+            let progress = sequence.advance(next);
+            if let Some(reason) = self.finish_or_continue(index, &progress)? {
                 self.metrics.finished(reason);
                 self.running[index].events.send(Event::Finished(reason));
                 ended.push(index);

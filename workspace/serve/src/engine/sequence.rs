@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use moh_model::{Error, LogProbabilities, Sampler, SequenceId};
+use moh_kernels::sampling::{RowChoice, RowRequest, RowToken};
+use moh_model::{Sampler, SequenceId};
 
 use super::queue::{EventSender, Submission};
 use super::{ComputedPrompt, Event, FinishReason, GeneratedToken, Request, TokenHeads};
@@ -119,41 +120,63 @@ impl Sequence {
         }
     }
 
-    /// Takes the logits after prompt tokens from position `first` on, `[tokens, V]`.
-    pub fn take_prompt_logits(&mut self, first: usize, logits: &[f32], vocabulary: usize) {
-        let (Some(prompt), Some(count)) = (&mut self.prompt, self.request.prompt_logprobs) else {
-            return;
-        };
-        let next = self.request.prompt.iter().skip(first + 1);
-        for (&token, row) in next.zip(logits.chunks_exact(vocabulary)) {
-            prompt.logprobs.push(LogProbabilities::new(row, token, count));
-        }
+    /// Whether the token after its last one is to be chosen: it is not known from an earlier time, and is wanted.
+    pub fn chooses_next(&self) -> bool {
+        self.request.max_tokens > 0 && self.pushed == self.generated.len()
     }
 
-    /// Goes on after the last token that was computed, with the logits after it, `[V]`.
-    pub fn advance(&mut self, logits: &[f32]) -> Result<Progress, Error> {
+    /// What is wanted of the logits after its tokens from position `first` to before `end`.
+    pub fn requests(&mut self, first: usize, end: usize) -> Vec<RowRequest> {
+        let next = self.generated.get(self.pushed).copied();
+        let (prompt, log_probabilities) = (&self.request.prompt, self.request.prompt_logprobs);
+        let mut requests = Vec::with_capacity(end - first);
+        for position in first + 1..=end {
+            let (token, log_probabilities) = match prompt.get(position) {
+                Some(&id) => (RowToken::Given(id), log_probabilities),
+                None if self.chooses_next() => (self.sampler.next_token(), self.request.logprobs),
+                // Nobody wants it.
+                None => (RowToken::Given(next.unwrap_or(0)), None),
+            };
+            requests.push(RowRequest { token, log_probabilities });
+        }
+        requests
+    }
+
+    /// Takes the probabilities of tokens of the prompt; returns the next token, if the tokens so far are computed and it was
+    /// to be chosen.
+    pub fn take(&mut self, mut choices: Vec<RowChoice>, is_whole: bool) -> Option<RowChoice> {
+        let next = if is_whole { choices.pop().filter(|_| self.chooses_next()) } else { None };
+        let wants_prompt = self.wants_prompt_logits();
+        if let Some(prompt) = self.prompt.as_mut().filter(|_| wants_prompt) {
+            prompt
+                .logprobs
+                .extend(choices.into_iter().filter_map(|choice| choice.log_probabilities));
+        }
+        next
+    }
+
+    /// Goes on after the last token that was computed, with the next one if it was chosen.
+    pub fn advance(&mut self, next: Option<RowChoice>) -> Progress {
         if let Some(prompt) = self.prompt.take() {
             self.release_siblings();
             let heads = std::mem::take(&mut self.heads);
             self.events.send(Event::Prompt(ComputedPrompt { heads, ..prompt }));
         }
-        if self.request.max_tokens == 0 {
-            return Ok(Progress::PromptOnly);
-        }
-        if self.pushed < self.generated.len() {
-            return Ok(Progress::Replayed);
-        }
-        let id = self.sampler.sample(logits)?;
+        let Some(RowChoice { token: id, log_probabilities: logprobs }) = next else {
+            return match self.request.max_tokens {
+                0 => Progress::PromptOnly,
+                _ => Progress::Replayed,
+            };
+        };
+        self.sampler.select(id);
         self.generated.push(id);
-        let logprobs = |count| LogProbabilities::new(logits, id, count);
-        let logprobs = self.request.logprobs.map(logprobs);
         let heads = std::mem::take(&mut self.heads);
         let is_end = self.request.end_tokens.contains(&id);
         self.events.send(Event::Token(GeneratedToken { id, logprobs, heads, is_end }));
         let (now, is_first) = (Instant::now(), self.last_token.is_none());
         let since = self.last_token.unwrap_or(self.arrived);
         self.last_token = Some(now);
-        Ok(Progress::Token { seconds: (now - since).as_secs_f64(), is_first })
+        Progress::Token { seconds: (now - since).as_secs_f64(), is_first }
     }
 
     /// Why it has ended, if it has.
