@@ -96,3 +96,10 @@ pub enum Error {
     #[error(transparent)]
     Comm(#[from] moh_comm::Error),
 }
+
+impl Error {
+    /// The error of a row of logits without a token: one is not a number, or infinite.
+    pub fn not_finite() -> Self {
+        Error::Sampling { reason: "one is not finite".to_owned() }
+    }
+}

@@ -95,7 +95,7 @@ impl Sampler {
         }
         let rows = [RowRequest { token: self.next_token(), log_probabilities: None }];
         let args = SampleArgs::<Cpu, f32> { vocabulary: logits.len(), known, logits, rows: &rows };
-        let chosen = Cpu.sample(args)?.pop().flatten().ok_or_else(not_finite)?;
+        let chosen = Cpu.sample(args)?.pop().flatten().ok_or_else(Error::not_finite)?;
         self.select(chosen.token);
         Ok(chosen.token)
     }
@@ -147,11 +147,6 @@ impl Sampler {
         }
         changes.into_values().collect()
     }
-}
-
-/// The error of logits that are not finite.
-pub(crate) fn not_finite() -> Error {
-    Error::Sampling { reason: "one is not finite".to_owned() }
 }
 
 /// A number in [0, 1) of 23 random bits, as `rand` makes it.

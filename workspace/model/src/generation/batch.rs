@@ -15,7 +15,7 @@ use crate::activations::{Blocks, PassShape, Recompute};
 use crate::layers::{CachedTokens, Context, LayerCache, Normed, RopeTables, Scratch, Tokens};
 use crate::model::Model;
 use crate::rope::table;
-use crate::sampler::{Sampler, not_finite};
+use crate::sampler::Sampler;
 
 /// Sizes of a [`BatchGenerator`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -391,7 +391,8 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         };
         let request = RowRequest { token: sampler.next_token(), log_probabilities: None };
         let choices = self.pass_choosing(&[last], &[request], sampler.vocab_size(), None)?;
-        let choice = choices.into_iter().flatten().next().flatten().ok_or_else(not_finite)?;
+        let choice =
+            choices.into_iter().flatten().next().flatten().ok_or_else(Error::not_finite)?;
         sampler.select(choice.token);
         Ok(choice.token)
     }

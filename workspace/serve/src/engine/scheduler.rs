@@ -23,9 +23,6 @@ use crate::metrics::Metrics;
 /// Elements of the logits of a prompt's tokens that a pass returns at most.
 const MAX_PROMPT_LOGITS: usize = 1 << 24;
 
-/// Why a sequence fails whose logits are not finite.
-const NOT_FINITE: &str = "no token can be sampled from these logits: one is not finite";
-
 /// How much is computed together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
@@ -328,14 +325,15 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
         let choices =
             self.batch.pass_choosing(&chunks, &requests, self.vocab_size, heads.as_mut())?;
-        let mut row = 0;
-        for Planned { index, first, chunk } in plan {
-            for token in 0..chunk.tokens {
-                let of_token =
-                    || heads.as_ref().map_or_else(Vec::new, |heads| heads.of_token(row + token));
-                self.running[*index].take_heads(first + token, of_token);
+        if let Some(heads) = heads {
+            let mut row = 0;
+            for Planned { index, first, chunk } in plan {
+                for token in 0..chunk.tokens {
+                    let of_token = || heads.of_token(row + token);
+                    self.running[*index].take_heads(first + token, of_token);
+                }
+                row += chunk.tokens;
             }
-            row += chunk.tokens;
         }
         let mut computed: Vec<Option<Vec<Option<RowChoice>>>> = vec![None; self.running.len()];
         for (planned, choices) in plan.iter().zip(choices) {
@@ -351,7 +349,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             let Some(choices) = choices else { continue };
             let sequence = &mut self.running[index];
             let Some(choices) = choices.into_iter().collect::<Option<Vec<RowChoice>>>() else {
-                self.fail(&self.running[index].events, NOT_FINITE);
+                self.fail(&self.running[index].events, &Error::not_finite().to_string());
                 ended.push(index);
                 continue;
             };
