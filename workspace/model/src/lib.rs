@@ -62,6 +62,8 @@ mod head_counts;
 mod head_request;
 pub mod initial;
 mod inspection;
+#[cfg(debug_assertions)]
+mod instances;
 mod layers;
 pub mod layout;
 mod model;

@@ -1,0 +1,31 @@
+//! The code of models on the CPU, for all programs and tests that are built without full optimisation.
+//!
+//! A generic function is compiled for its types in each crate that uses it, unless a crate below has compiled it for
+//! these types (rustc's `share-generics`, on up to `opt-level` 1). So without these every program and every test would
+//! compile all operators again, which takes longer than everything else about it.
+
+use std::hint::black_box;
+
+use half::bf16;
+use moh_kernels::{Cpu, Element};
+
+use crate::{BatchGenerator, BlockPass, Generator, Model};
+
+#[used]
+static INSTANCES: [fn(); 3] =
+    [instantiate::<f32, f32>, instantiate::<bf16, f32>, instantiate::<bf16, bf16>];
+
+/// Models of `T` with gradients of `G`.
+fn instantiate<T: Element, G: Element>() {
+    black_box([
+        Model::<Cpu, T>::run as *const (),
+        Model::<Cpu, T>::evaluate as *const (),
+        Model::<Cpu, T>::evaluate_routed as *const (),
+        Model::<Cpu, T>::forward_backward::<G> as *const (),
+        BatchGenerator::<Cpu, T>::new as *const (),
+        BatchGenerator::<Cpu, T>::pass_choosing as *const (),
+        Generator::<Cpu, T>::extend as *const (),
+        Generator::<Cpu, T>::next_token as *const (),
+        BlockPass::<Cpu>::forward as *const (),
+    ]);
+}
