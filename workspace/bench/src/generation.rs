@@ -4,9 +4,7 @@ use std::path::PathBuf;
 
 use moh_hf::ConfigFile;
 use moh_kernels::{Backend, Element, ElementType};
-use moh_model::{
-    BatchGenerator, BatchOptions, Chunk, Model, ModelConfig, SequenceId, WantedLogits,
-};
+use moh_model::{BatchGenerator, BatchOptions, Chunk, Model, ModelConfig, SequenceId};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
 use moh_program::{exit, models};
@@ -134,7 +132,7 @@ fn measure_batch<B: Backend + Clone, T: Element>(
         .map(|number| {
             let mut prompt = vec![0; context];
             synthetic(number as u64, vocabulary, &mut prompt);
-            generator.add(&prompt, false)
+            generator.add(&prompt, 0)
         })
         .collect::<Result<Vec<SequenceId>, _>>()?;
     let mut first = Times::default();
@@ -147,7 +145,7 @@ fn measure_batch<B: Backend + Clone, T: Element>(
             .iter()
             .map(|&sequence| {
                 generator.push(sequence, (number as u64 % vocabulary) as u32)?;
-                Ok(Chunk { sequence, tokens: 1, logits: WantedLogits::Last })
+                Ok(Chunk { sequence, tokens: 1, logits: 1 })
             })
             .collect::<Result<_, moh_model::Error>>()?;
         match number {

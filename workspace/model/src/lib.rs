@@ -88,9 +88,7 @@ pub use auxiliary_loss::{AuxiliaryLoss, AuxiliaryLosses};
 pub use block_pass::{BlockOutput, BlockPass, EndsPass, most_windows, windows_of_pass};
 pub use config::{LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig};
 pub use error::Error;
-pub use generation::{
-    BatchGenerator, BatchOptions, Chunk, Generator, PassHeads, SequenceId, WantedLogits,
-};
+pub use generation::{BatchGenerator, BatchOptions, Chunk, Generator, PassHeads, SequenceId};
 pub use head_counts::HeadCounts;
 pub use head_request::{Active, DEFAULT_ACTIVE_SHARE, HeadRequest};
 pub use inspection::{BlockMagnitudes, Magnitude};

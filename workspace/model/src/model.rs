@@ -1,7 +1,6 @@
 //! A model on a device, or a rank's part of one: its weights in flat buffers, and the results of a
 //! pass that can be read.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use moh_kernels::router::Routing;
@@ -291,35 +290,6 @@ impl<B: Backend, T: Element> Model<B, T> {
             return Err(Error::Divided);
         }
         self.project(B::whole(&activations.head.normed.y), activations.shape.tokens())
-    }
-
-    /// Logits of some tokens of the last forward pass, in the order of `rows`, `[rows, V]`: without
-    /// those of the others, which can exceed the memory.
-    ///
-    /// # Errors
-    /// As [`Model::logits`]; [`Error::TooLong`] for empty ranges and rows beyond the pass.
-    pub fn logits_of_rows(
-        &self,
-        activations: &Activations<B, T>,
-        rows: &[Range<usize>],
-    ) -> Result<Vec<f32>, Error> {
-        if !self.is_whole() {
-            return Err(Error::Divided);
-        }
-        let positions = activations.shape.tokens();
-        if let Some(rows) = rows.iter().find(|rows| rows.end > positions || rows.is_empty()) {
-            return Err(Error::TooLong { tokens: rows.end, positions });
-        }
-        let (width, count) = (self.config.hidden_size, rows.iter().map(Range::len).sum::<usize>());
-        let mut normed = self.backend.allocate::<T>(count * width)?;
-        let mut end = 0;
-        for rows in rows {
-            let source = B::view(&activations.head.normed.y, rows.start * width..rows.end * width);
-            let place = end..end + rows.len() * width;
-            end = place.end;
-            self.backend.copy(source, B::view_mut(&mut normed, place))?;
-        }
-        self.project(B::whole(&normed), count)
     }
 
     /// Logits of the normed rows `[tokens, C]`, on the host.

@@ -12,7 +12,7 @@ use moh_kernels::Cuda;
 use moh_kernels::{Backend, Cpu, Element};
 use moh_model::{
     Architecture, BatchGenerator, BatchOptions, Chunk, Error, Generator, HeadCounts, Model,
-    ModelConfig, MohConfig, PassHeads, RouterKind, SequenceId, WantedLogits,
+    ModelConfig, MohConfig, PassHeads, RouterKind, SequenceId,
 };
 use support::{VOCABULARY, config, model};
 
@@ -67,7 +67,7 @@ fn generate<B: Backend, T: Element>(
     prompts: &[Vec<u32>],
     count: usize,
     part: usize,
-    share: bool,
+    share: usize,
 ) -> Vec<Vec<Vec<f32>>> {
     let add = |prompt: &Vec<u32>| Run { id: generator.add(prompt, share).unwrap(), logits: vec![] };
     let mut runs: Vec<Run> = prompts.iter().map(add).collect();
@@ -76,10 +76,7 @@ fn generate<B: Backend, T: Element>(
         for run in runs.iter().filter(|run| run.logits.len() < count) {
             let waiting = generator.waiting(run.id).unwrap();
             let tokens = waiting.min(part);
-            let logits = match tokens == waiting {
-                true => WantedLogits::Last,
-                false => WantedLogits::None,
-            };
+            let logits = usize::from(tokens == waiting);
             chunks.push(Chunk { sequence: run.id, tokens, logits });
         }
         for (chunk, logits) in chunks.iter().zip(generator.pass(&chunks).unwrap()) {
@@ -119,7 +116,7 @@ fn are_those_of_whole_passes<B: Backend + Clone, T: Element>(backend: B, toleran
         let prompts = [prompt(19, 3), prompt(1, 5), prompt(33, 7)];
         let found = {
             let mut generator = BatchGenerator::new(&model, options(40, 32)).unwrap();
-            generate(&mut generator, &prompts, 5, 12, false)
+            generate(&mut generator, &prompts, 5, 12, 0)
         };
         for (prompt, found) in prompts.iter().zip(found) {
             let expected = by_whole_passes(&mut model, prompt, 5);
@@ -154,7 +151,7 @@ fn is_independent<T: Element>(config: ModelConfig) {
     let alone: Vec<_> = (prompts.iter())
         .map(|prompt| {
             let mut generator = BatchGenerator::new(&model, options(64, 8)).unwrap();
-            generate(&mut generator, std::slice::from_ref(prompt), 6, 64, false).remove(0)
+            generate(&mut generator, std::slice::from_ref(prompt), 6, 64, 0).remove(0)
         })
         .collect();
     for pack_weights in [false, true] {
@@ -163,11 +160,11 @@ fn is_independent<T: Element>(config: ModelConfig) {
         let mut generator = BatchGenerator::new(&model, options(160, 32)).unwrap();
         let expected = match pack_weights {
             true => alone.clone(),
-            false => generate(&mut generator, &prompts, 6, 64, false),
+            false => generate(&mut generator, &prompts, 6, 64, 0),
         };
         for part in [1, 3, 7, 8, 30] {
             let mut generator = BatchGenerator::new(&model, options(160, 32)).unwrap();
-            let found = generate(&mut generator, &prompts, 6, part, false);
+            let found = generate(&mut generator, &prompts, 6, part, 0);
             assert!(found == expected, "in parts of {part}");
         }
     }
@@ -191,19 +188,23 @@ fn prompts_that_begin_alike_share_their_blocks() {
     let of = |generator: &mut BatchGenerator<'_, Cpu, f32>, prompt: &Vec<u32>, share| {
         generate(generator, std::slice::from_ref(prompt), 4, 64, share).remove(0)
     };
-    let expected: Vec<_> = prompts.iter().map(|prompt| of(&mut generator, prompt, false)).collect();
+    let expected: Vec<_> = prompts.iter().map(|prompt| of(&mut generator, prompt, 0)).collect();
     assert_eq!(generator.free_blocks(), 14);
     for _ in 0..2 {
         for (prompt, expected) in prompts.iter().zip(&expected) {
-            assert!(of(&mut generator, prompt, true) == *expected);
+            assert!(of(&mut generator, prompt, usize::MAX) == *expected);
         }
     }
     // The first 24 of 30 tokens are those of an earlier prompt: three blocks.
-    let id = generator.add(&prompts[0], true).unwrap();
+    let id = generator.add(&prompts[0], usize::MAX).unwrap();
     assert_eq!(generator.waiting(id).unwrap(), 6);
     assert_eq!((generator.needed_blocks(id, 6).unwrap(), generator.free_blocks()), (1, 11));
+    // Of 23 tokens that may be shared two blocks are whole.
+    let limited = generator.add(&prompts[0], 23).unwrap();
+    assert_eq!(generator.waiting(limited).unwrap(), 14);
+    generator.remove(limited);
     // At most one of its two sequences has written to a shared block: all have their own last one.
-    let both = generate(&mut generator, &prompts[..2], 4, 64, true);
+    let both = generate(&mut generator, &prompts[..2], 4, 64, usize::MAX);
     assert!(both[..] == expected[..2]);
     generator.remove(id);
     assert_eq!(generator.free_blocks(), 14);
@@ -230,16 +231,18 @@ fn a_single_sequence_takes_tokens_in_any_parts() {
 fn what_a_pass_cannot_compute_is_refused_and_changes_nothing() {
     let model = model::<Cpu, f32>(Cpu, config(10, true, None));
     let mut generator = BatchGenerator::new(&model, options(24, 4)).unwrap();
-    let [first, second] = [20, 16].map(|length| generator.add(&prompt(length, 3), true).unwrap());
-    let chunk = |sequence, tokens| Chunk { sequence, tokens, logits: WantedLogits::Last };
+    let [first, second] =
+        [20, 16].map(|length| generator.add(&prompt(length, 3), usize::MAX).unwrap());
+    let chunk = |sequence, tokens| Chunk { sequence, tokens, logits: 1 };
     let whole = [chunk(first, 20), chunk(second, 4)];
     let mut gone = BatchGenerator::new(&model, options(24, 4)).unwrap();
-    let unknown = (0..3).map(|_| gone.add(&[1], false).unwrap()).last().unwrap();
+    let unknown = (0..3).map(|_| gone.add(&[1], 0).unwrap()).last().unwrap();
     for (chunks, expected) in [
         (vec![chunk(unknown, 1)], "there is no such sequence"),
         (vec![chunk(first, 0)], "0 tokens of a sequence with 20 to compute"),
         (vec![chunk(first, 21)], "21 tokens of a sequence with 20 to compute"),
         (vec![chunk(first, 1), chunk(first, 1)], "a pass has a sequence twice"),
+        (vec![Chunk { logits: 3, ..chunk(first, 2) }], "logits of 3 tokens of 2"),
         (
             vec![chunk(first, 20), chunk(second, 5)],
             "a pass of 25 tokens, of which it has at most 24",
@@ -267,10 +270,10 @@ fn what_a_pass_cannot_compute_is_refused_and_changes_nothing() {
     generator.pass(&[chunk(second, 8)]).unwrap();
     assert!(generator.pass(&[]).unwrap().is_empty());
     for length in [0, 65] {
-        let error = generator.add(&vec![0; length], true).unwrap_err();
+        let error = generator.add(&vec![0; length], usize::MAX).unwrap_err();
         assert!(matches!(error, Error::TooLong { tokens, positions: 64 } if tokens == length));
     }
-    let message = generator.add(&[VOCABULARY], true).unwrap_err().to_string();
+    let message = generator.add(&[VOCABULARY], usize::MAX).unwrap_err().to_string();
     assert_eq!(message, format!("token {VOCABULARY} of a vocabulary of {VOCABULARY}"));
     let none = BatchOptions { blocks: 0, ..options(1, 1) };
     assert!(BatchGenerator::new(&model, none).is_err());
@@ -282,8 +285,8 @@ fn the_logits_of_all_tokens_of_a_prompt_are_those_of_a_whole_pass() {
     let ids = prompt(30, 3);
     let found = {
         let mut generator = BatchGenerator::new(&model, options(16, 8)).unwrap();
-        let sequence = generator.add(&ids, false).unwrap();
-        let chunk = |tokens| Chunk { sequence, tokens, logits: WantedLogits::All };
+        let sequence = generator.add(&ids, 0).unwrap();
+        let chunk = |tokens| Chunk { sequence, tokens, logits: tokens };
         [16, 14].map(|tokens| generator.pass(&[chunk(tokens)]).unwrap().remove(0)).concat()
     };
     let output = model.run(std::slice::from_ref(&ids)).unwrap();
@@ -307,9 +310,9 @@ fn heads_are_those_of_whole_passes<B: Backend + Clone>(backend: B) {
         let heads = {
             let mut generator = BatchGenerator::new(&model, options(40, 32)).unwrap();
             let chunk = |prompt: &Vec<u32>| Chunk {
-                sequence: generator.add(prompt, false).unwrap(),
+                sequence: generator.add(prompt, 0).unwrap(),
                 tokens: prompt.len(),
-                logits: WantedLogits::None,
+                logits: 0,
             };
             let chunks: Vec<_> = prompts.iter().map(chunk).collect();
             let mut heads = PassHeads::default();

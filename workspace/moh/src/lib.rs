@@ -44,5 +44,5 @@ pub use moh_kernels::Cuda;
 pub use moh_kernels::{Backend, Cpu, DType, Element};
 pub use moh_model::{
     BatchGenerator, BatchOptions, Chunk, Generator, HeadCounts, LayerHeads, Model, ModelConfig,
-    ModelOutput, MohConfig, PassHeads, Sampler, Sampling, SequenceId, WantedLogits,
+    ModelOutput, MohConfig, PassHeads, Sampler, Sampling, SequenceId,
 };

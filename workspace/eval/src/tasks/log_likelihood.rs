@@ -1,28 +1,26 @@
-//! The log-likelihood of continuations, in batches of similar length.
+//! The log-likelihood of continuations.
 //!
-//! Requests are sorted by length, longest first, and padded on the right, which no token of a
-//! causal model sees. Requests of equal input, such as choices of one token, share a row of the
-//! batch. The head computes the rows of continuations only.
+//! Requests whose inputs begin alike, such as the choices of a question or questions after the same examples, share the
+//! keys and values of the blocks of their beginning. The head computes the rows of continuations only, and the device
+//! their log-probabilities.
 
-use moh_kernels::cross_entropy::IGNORED;
+use moh_kernels::sampling::{RowChoice, RowRequest, RowToken};
 use moh_kernels::{Backend, Element};
-use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
-use rayon::prelude::*;
+use moh_model::{BatchGenerator, BatchOptions, Chunk, Model, SequenceId};
 
 use super::Request;
+use super::queue::Queue;
 use crate::Error;
 
-/// Maximum tokens of a pass; longer requests are computed one at a time.
-const BATCH_TOKENS: usize = 4096;
-/// Lengths are rounded up to a multiple of this, so that few different buffers are allocated.
-const LENGTH_STEP: usize = 16;
-/// Maximum logits on the host at once.
+/// Maximum tokens of a pass.
+const PASS_TOKENS: usize = 4096;
+/// Maximum logits of a pass.
 const MAX_LOGITS: usize = 1 << 25;
 
 /// How likely a continuation is.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LogLikelihood {
-    /// The sum of its tokens' log-probabilities, in nats.
+    /// The sum of its tokens' log-probabilities, in nats; NaN if logits are not finite.
     pub sum: f64,
     /// Whether each of its tokens is the most likely one.
     pub is_greedy: bool,
@@ -39,179 +37,157 @@ impl LogLikelihood {
 /// # Errors
 /// Fails if a request is longer than the model's positions, or if the device fails or is out of
 /// memory.
-pub fn log_likelihoods<B: Backend + Clone, T: Element>(
-    model: &mut Model<B, T>,
+pub fn log_likelihoods<B: Backend, T: Element>(
+    model: &Model<B, T>,
     requests: &[Request],
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Vec<LogLikelihood>, Error> {
-    let mut order: Vec<usize> = (0..requests.len()).collect();
-    let input = |&index: &usize| requests[index].input();
-    order.par_sort_by(|a, b| input(b).len().cmp(&input(a).len()).then(input(a).cmp(input(b))));
-    let groups: Vec<Group<'_>> = order
-        .chunk_by(|a, b| input(a) == input(b))
-        .map(|members| Group { requests, members })
-        .collect();
-
-    let mut found = vec![LogLikelihood::CERTAIN; requests.len()];
+    let Some(longest) = requests.iter().map(|request| request.input().len()).max() else {
+        return Ok(Vec::new());
+    };
+    let positions = model.positions();
+    if longest > positions {
+        return Err(moh_model::Error::TooLong { tokens: longest, positions }.into());
+    }
+    let options = options(requests, longest);
+    let mut queue = Queue::new(requests, options.block_length);
+    let mut scorer = Scorer {
+        generator: BatchGenerator::new(model, options)?,
+        vocabulary: model.config().vocab_size,
+        requests,
+        found: vec![LogLikelihood::CERTAIN; requests.len()],
+    };
     let mut done = 0;
-    let mut pass: Option<Pass<B, T>> = None;
-    let mut rest = groups.as_slice();
-    while let Some(longest) = rest.first() {
-        let length = longest.input().len();
-        if length > model.positions() {
-            let positions = model.positions();
-            return Err(moh_model::Error::TooLong { tokens: length, positions }.into());
-        }
-        let length = length.next_multiple_of(LENGTH_STEP).min(model.positions());
-        let batch = (BATCH_TOKENS / length).clamp(1, rest.len());
-        let (now, later) = rest.split_at(batch);
-        rest = later;
-        let pass = match &mut pass {
-            Some(pass) if pass.fits(batch, length) => pass,
-            pass => {
-                // The old buffers are free before the new ones are allocated.
-                *pass = None;
-                pass.insert(Pass::new(model, batch, length)?)
-            }
-        };
-        pass.run(model, now, &mut found)?;
-        done += now.iter().map(|group| group.members.len() as u64).sum::<u64>();
-        progress(done, requests.len() as u64);
+    while done < requests.len() {
+        let batch = scorer.batch(&mut queue)?;
+        scorer.score(&batch)?;
+        done += batch.len();
+        progress(done as u64, requests.len() as u64);
     }
-    Ok(found)
+    Ok(scorer.found)
 }
 
-/// Requests of equal input; at least one.
-struct Group<'a> {
+/// Passes of all tokens where these are few. The pool has room for a pass or the longest request, and as much again for
+/// beginnings that later requests share.
+fn options(requests: &[Request], longest: usize) -> BatchOptions {
+    let lengths = requests.iter().map(|request| request.input().len());
+    let all = lengths.fold(0, usize::saturating_add);
+    BatchOptions {
+        pass_tokens: PASS_TOKENS.min(all),
+        pack_weights: false,
+        independent: false,
+        ..BatchOptions::for_tokens(2 * PASS_TOKENS.min(all).max(longest))
+    }
+}
+
+/// A request that is computed.
+struct Running {
+    request: usize,
+    sequence: SequenceId,
+}
+
+struct Scorer<'a, B: Backend, T: Element> {
+    generator: BatchGenerator<'a, B, T>,
+    vocabulary: usize,
     requests: &'a [Request],
-    members: &'a [usize],
+    found: Vec<LogLikelihood>,
 }
 
-impl Group<'_> {
-    fn input(&self) -> &[u32] {
-        self.requests[self.members[0]].input()
+impl<B: Backend, T: Element> Scorer<'_, B, T> {
+    /// The next requests: as many as a pass and the pool have room for, and at least one.
+    fn batch(&mut self, queue: &mut Queue<'_>) -> Result<Vec<Running>, Error> {
+        let (generator, mut batch) = (&mut self.generator, Vec::new());
+        let (mut tokens, mut blocks) = (0, 0);
+        queue.take(|request| {
+            let Request { tokens: all, continuation } = &self.requests[request];
+            let input = &all[..all.len() - 1];
+            let sequence = generator.add(input, input.len() - continuation)?;
+            let waiting = generator.waiting(sequence)?;
+            tokens += waiting;
+            blocks += generator.needed_blocks(sequence, waiting)?;
+            let fits =
+                tokens <= generator.options().pass_tokens && blocks <= generator.free_blocks();
+            if !fits && !batch.is_empty() {
+                generator.remove(sequence);
+                return Ok(false);
+            }
+            batch.push(Running { request, sequence });
+            Ok(true)
+        })?;
+        Ok(batch)
     }
 
-    /// Tokens at the end of the input whose logits any request needs.
-    fn scored(&self) -> usize {
-        let continuations = self.members.iter().map(|&index| self.requests[index].continuation);
-        continuations.max().unwrap_or(0)
-    }
-}
-
-/// A row of logits: of the token `back` tokens before the end of a group's input.
-#[derive(Clone, Copy)]
-struct Row {
-    group: usize,
-    back: usize,
-    /// The token's place in the pass.
-    place: usize,
-}
-
-/// The buffers of passes of one shape.
-struct Pass<B: Backend, T: Element> {
-    activations: Activations<B, T>,
-    sums: StepSums<B>,
-    batch: usize,
-    length: usize,
-}
-
-impl<B: Backend + Clone, T: Element> Pass<B, T> {
-    fn new(model: &Model<B, T>, batch: usize, length: usize) -> Result<Self, Error> {
-        let shape = PassShape {
-            batch,
-            length,
-            recompute: Recompute::Block,
-            training: false,
-            document_mask: false,
-        };
-        let activations = Activations::new(model, shape)?;
-        Ok(Pass { activations, sums: StepSums::new(model.backend())?, batch, length })
-    }
-
-    fn fits(&self, batch: usize, length: usize) -> bool {
-        (self.batch, self.length) == (batch, length)
-    }
-
-    /// Adds the log-likelihoods of the groups' requests to `found`.
-    fn run(
-        &mut self,
-        model: &mut Model<B, T>,
-        groups: &[Group<'_>],
-        found: &mut [LogLikelihood],
-    ) -> Result<(), Error> {
-        let mut ids = vec![0u32; self.batch * self.length];
-        let mut rows = Vec::new();
-        for (number, (group, ids)) in groups.iter().zip(ids.chunks_mut(self.length)).enumerate() {
-            let input = group.input();
-            ids[..input.len()].copy_from_slice(input);
-            let end = number * self.length + input.len();
-            let row = |back| Row { group: number, back, place: end - 1 - back };
-            rows.extend((0..group.scored()).map(row));
+    /// Computes a batch in as many passes as it needs.
+    fn score(&mut self, batch: &[Running]) -> Result<(), Error> {
+        loop {
+            let (chunks, scored) = self.pass(batch)?;
+            if chunks.is_empty() {
+                break;
+            }
+            let rows: Vec<RowRequest> = scored.iter().map(Scored::row).collect();
+            let choices = self.generator.pass_choosing(&chunks, &rows, self.vocabulary, None)?;
+            for (scored, choice) in scored.iter().zip(choices.into_iter().flatten()) {
+                scored.add(choice, &mut self.found[scored.request]);
+            }
         }
-        let targets = vec![IGNORED; ids.len()];
-        let backend = model.backend().clone();
-        let Pass { activations, sums, .. } = self;
-        activations.upload(&backend, &ids, &targets, &[])?;
-        backend.install(|| model.forward(activations, sums))?;
-        let vocab_size = model.config().vocab_size;
-        for rows in rows.chunks((MAX_LOGITS / vocab_size).max(1)) {
-            let places: Vec<_> = rows.iter().map(|row| row.place..row.place + 1).collect();
-            let logits = backend.install(|| model.logits_of_rows(activations, &places))?;
-            add(groups, rows, &logits, found);
+        for running in batch {
+            self.generator.remove(running.sequence);
         }
         Ok(())
     }
-}
 
-/// Adds the log-probabilities of the tokens after `rows`, whose logits are `[rows, V]`, to those of
-/// their requests.
-fn add(groups: &[Group<'_>], rows: &[Row], logits: &[f32], found: &mut [LogLikelihood]) {
-    let width = logits.len() / rows.len();
-    let summaries: Vec<Summary> = logits.par_chunks(width).map(Summary::new).collect();
-    for ((row, logits), summary) in rows.iter().zip(logits.chunks(width)).zip(summaries) {
-        let group = &groups[row.group];
-        for &index in group.members {
-            let Request { tokens, continuation } = &group.requests[index];
-            if row.back >= *continuation {
+    /// The next pass of a batch: its chunks, and the tokens whose log-probabilities are wanted.
+    fn pass(&self, batch: &[Running]) -> Result<(Vec<Chunk>, Vec<Scored>), Error> {
+        let (mut chunks, mut scored) = (Vec::new(), Vec::new());
+        let mut room = self.generator.options().pass_tokens;
+        let most_rows = (MAX_LOGITS / self.vocabulary).max(1);
+        for &Running { request, sequence } in batch {
+            let Request { tokens: all, continuation } = &self.requests[request];
+            let waiting = self.generator.waiting(sequence)?;
+            let unscored = waiting.saturating_sub(*continuation);
+            let tokens = waiting.min(room).min(unscored + most_rows - scored.len());
+            if tokens == 0 {
                 continue;
             }
-            // Inside: a request has more tokens than its continuation, and all ids were checked.
-            let target = tokens[tokens.len() - 1 - row.back] as usize;
-            found[index].sum += f64::from(logits[target]) - summary.log_sum_exp;
-            found[index].is_greedy &= summary.largest == target;
+            room -= tokens;
+            let logits = tokens.saturating_sub(unscored);
+            chunks.push(Chunk { sequence, tokens, logits });
+            // The chunk's last token predicts that before the ones that still wait.
+            let end = all.len() - (waiting - tokens);
+            scored.extend(all[end - logits..end].iter().map(|&token| Scored { request, token }));
         }
+        Ok((chunks, scored))
     }
 }
 
-/// What all targets of a row have in common.
-struct Summary {
-    log_sum_exp: f64,
-    /// The first of the largest logits.
-    largest: usize,
+/// A token of a continuation.
+struct Scored {
+    request: usize,
+    token: u32,
 }
 
-impl Summary {
-    fn new(logits: &[f32]) -> Self {
-        let mut largest = 0;
-        for (index, &logit) in logits.iter().enumerate() {
-            if logit > logits[largest] {
-                largest = index;
-            }
-        }
-        let max = logits[largest];
-        let sum: f64 = logits.iter().map(|&logit| f64::from((logit - max).exp())).sum();
-        Summary { log_sum_exp: f64::from(max) + sum.ln(), largest }
+impl Scored {
+    fn row(&self) -> RowRequest {
+        RowRequest { token: RowToken::Given(self.token), log_probabilities: Some(1) }
+    }
+
+    /// Logits that are not finite have the log-probability NaN.
+    fn add(&self, choice: Option<RowChoice>, found: &mut LogLikelihood) {
+        let probabilities = choice.and_then(|choice| choice.log_probabilities);
+        let likeliest = probabilities.iter().flat_map(|found| &found.most_likely).next();
+        found.is_greedy &= likeliest.is_some_and(|&(token, _)| token == self.token);
+        found.sum += probabilities.map_or(f64::NAN, |found| f64::from(found.of_token));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use moh_kernels::Cpu;
     use moh_model::{
         Architecture, HeadCounts, ModelConfig, MohConfig, RopeConfig, RouterKind, initial,
     };
+
+    use super::*;
 
     const VOCABULARY: usize = 61;
 
@@ -288,7 +264,7 @@ mod tests {
             }
             let mut steps = Vec::new();
             let mut progress = |done, total| steps.push((done, total));
-            let found = log_likelihoods(&mut model, &requests, &mut progress).unwrap();
+            let found = log_likelihoods(&model, &requests, &mut progress).unwrap();
             assert_eq!(steps.last(), Some(&(182, 182)));
             assert!(steps.len() > 1 && steps.is_sorted());
             for (request, found) in requests.iter().zip(&found) {
@@ -301,7 +277,7 @@ mod tests {
                 shared.continuation = 1;
                 assert_eq!(shared.tokens[19], last as u32);
             }
-            let found = log_likelihoods(&mut model, &requests[121..], &mut |_, _| {}).unwrap();
+            let found = log_likelihoods(&model, &requests[121..], &mut |_, _| {}).unwrap();
             let total: f64 = found.iter().map(|found| found.sum.exp()).sum();
             assert!((total - 1.0).abs() < 1e-4, "{total}");
             assert_eq!(found.iter().filter(|found| found.is_greedy).count(), 1);
@@ -311,25 +287,8 @@ mod tests {
     #[test]
     fn a_request_beyond_the_positions_is_refused() {
         let requests = [request(0, 102, 1)];
-        let error = log_likelihoods(&mut model(false), &requests, &mut |_, _| {}).unwrap_err();
+        let error = log_likelihoods(&model(false), &requests, &mut |_, _| {}).unwrap_err();
         assert!(error.to_string().contains("a sequence of 101 tokens"), "{error}");
-        assert!(log_likelihoods(&mut model(false), &[], &mut |_, _| {}).unwrap().is_empty());
-    }
-
-    #[test]
-    fn rows_outside_a_pass_have_no_logits() {
-        let model = model(false);
-        let pass = Pass::new(&model, 2, 16).unwrap();
-        assert_eq!(model.logits_of_rows(&pass.activations, &[0..1, 30..32]).unwrap().len(), 3 * 61);
-        for rows in [31..33, 4..4] {
-            assert!(model.logits_of_rows(&pass.activations, &[0..1, rows]).is_err());
-        }
-    }
-
-    #[test]
-    fn the_first_of_equal_logits_is_the_largest() {
-        let summary = Summary::new(&[1.0, 2.0, 2.0]);
-        assert_eq!(summary.largest, 1);
-        assert!((summary.log_sum_exp - (1f64.exp() + 2.0 * 2f64.exp()).ln()).abs() < 1e-6);
+        assert!(log_likelihoods(&model(false), &[], &mut |_, _| {}).unwrap().is_empty());
     }
 }

@@ -6,6 +6,7 @@
 mod encoder;
 mod example;
 mod log_likelihood;
+mod queue;
 mod scores;
 
 pub use encoder::{Encoder, Request};

@@ -9,7 +9,7 @@ use moh_kernels::{Backend, Element};
 
 use super::heads::PassHeads;
 use super::packed::PackedWeights;
-use super::pool::{BlockPool, ROOT};
+use super::pool::BlockPool;
 use crate::Error;
 use crate::activations::{Blocks, PassShape, Recompute};
 use crate::layers::{CachedTokens, Context, LayerCache, Normed, RopeTables, Scratch, Tokens};
@@ -53,17 +53,6 @@ impl BatchOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceId(u64);
 
-/// Of which tokens of a [`Chunk`] the logits are wanted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WantedLogits {
-    /// None.
-    None,
-    /// Those after its last token.
-    Last,
-    /// Those after each token.
-    All,
-}
-
 /// The next tokens of a sequence that a pass computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
@@ -71,19 +60,8 @@ pub struct Chunk {
     pub sequence: SequenceId,
     /// How many of its tokens that are not computed yet, at least one.
     pub tokens: usize,
-    /// The logits that the pass returns.
-    pub logits: WantedLogits,
-}
-
-impl Chunk {
-    /// The rows of logits that are wanted.
-    pub fn wanted_rows(&self) -> usize {
-        match self.logits {
-            WantedLogits::None => 0,
-            WantedLogits::Last => 1,
-            WantedLogits::All => self.tokens,
-        }
-    }
+    /// Of how many of these, the last ones, the logits are wanted.
+    pub logits: usize,
 }
 
 /// The tokens of a sequence, and the blocks of those that are computed.
@@ -94,8 +72,8 @@ struct Sequence {
     /// Tokens whose keys and values are in its blocks.
     computed: usize,
     blocks: Vec<u32>,
-    /// Blocks that the pool remembers, and the content after them; `None` if it is not to.
-    remembered: Option<(usize, u64)>,
+    /// Blocks that the pool remembers, and the content after them.
+    remembered: (usize, u64),
 }
 
 /// Generates several sequences with one model.
@@ -206,19 +184,19 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         super::packed::packed_bytes(model)
     }
 
-    /// Adds a sequence with a prompt. With `share` it shares the blocks of an earlier prompt that begins alike: their
-    /// tokens are computed already, so that their logits cannot be wanted.
+    /// Adds a sequence with a prompt. Of its first `share` tokens it shares the blocks of an earlier prompt that begins
+    /// alike: these tokens are computed already, so that their logits cannot be wanted. The last token is never among them.
     ///
     /// # Errors
     /// Fails without tokens, for a token outside the vocabulary, and for more tokens than the model has positions.
-    pub fn add(&mut self, prompt: &[u32], share: bool) -> Result<SequenceId, Error> {
+    pub fn add(&mut self, prompt: &[u32], share: usize) -> Result<SequenceId, Error> {
         self.check(prompt, prompt.len())?;
-        let (blocks, content) = if share { self.pool.share(prompt) } else { (Vec::new(), ROOT) };
+        let (blocks, content) = self.pool.share(&prompt[..share.min(prompt.len() - 1)]);
         let sequence = Sequence {
             ids: prompt.to_vec(),
             prompt: prompt.len(),
             computed: blocks.len() * self.options.block_length,
-            remembered: share.then_some((blocks.len(), content)),
+            remembered: (blocks.len(), content),
             blocks,
         };
         let id = SequenceId(self.next);
@@ -319,7 +297,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         heads: Option<&mut PassHeads>,
     ) -> Result<Vec<Vec<Option<RowChoice>>>, Error> {
         let vocabulary = self.model.config.vocab_size;
-        let wanted: usize = chunks.iter().map(Chunk::wanted_rows).sum();
+        let wanted: usize = chunks.iter().map(|chunk| chunk.logits).sum();
         if wanted != requests.len() {
             let reason = format!("{} requests of {wanted} rows of logits", requests.len());
             return Err(Error::Generation { reason });
@@ -362,7 +340,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         for chunk in chunks {
             self.finish(chunk)?;
         }
-        Ok(chunks.iter().map(Chunk::wanted_rows).collect())
+        Ok(chunks.iter().map(|chunk| chunk.logits).collect())
     }
 
     /// Computes all tokens of a sequence that are not computed yet, in as many passes as they need. Returns the logits
@@ -404,10 +382,10 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         loop {
             let tokens = self.waiting(sequence)?;
             if tokens <= most {
-                let last = Chunk { sequence, tokens, logits: WantedLogits::Last };
+                let last = Chunk { sequence, tokens, logits: 1 };
                 return Ok((tokens > 0).then_some(last));
             }
-            self.pass(&[Chunk { sequence, tokens: most, logits: WantedLogits::None }])?;
+            self.pass(&[Chunk { sequence, tokens: most, logits: 0 }])?;
         }
     }
 
@@ -439,7 +417,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         let fail = |reason: String| Err(Error::Generation { reason });
         let (mut tokens, mut blocks) = (0, 0);
         for (number, chunk) in chunks.iter().enumerate() {
-            let Chunk { sequence: id, tokens: count, .. } = *chunk;
+            let Chunk { sequence: id, tokens: count, logits } = *chunk;
             let sequence = self.sequence(id)?;
             if chunks[..number].iter().any(|other| other.sequence == id) {
                 return fail("a pass has a sequence twice".into());
@@ -447,6 +425,9 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             let waiting = sequence.ids.len() - sequence.computed;
             if count == 0 || count > waiting {
                 return fail(format!("{count} tokens of a sequence with {waiting} to compute"));
+            }
+            if logits > count {
+                return fail(format!("logits of {logits} tokens of {count}"));
             }
             let end = sequence.computed + count;
             if end > sequence.prompt && count > 1 {
@@ -560,7 +541,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         let (model, width) = (self.model, self.model.config.hidden_size);
         let mut count = 0;
         for (chunk, span) in chunks.iter().zip(&pass.spans) {
-            let rows = span.rows.end - chunk.wanted_rows()..span.rows.end;
+            let rows = span.rows.end - chunk.logits..span.rows.end;
             if rows.is_empty() {
                 continue;
             }
@@ -592,13 +573,12 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         let sequence = self.sequences.get_mut(&chunk.sequence).ok_or_else(unknown)?;
         sequence.computed += chunk.tokens;
         let whole = sequence.computed.min(sequence.prompt) / block_length;
-        if let Some((remembered, content)) = &mut sequence.remembered {
-            while *remembered < whole {
-                let tokens = *remembered * block_length..(*remembered + 1) * block_length;
-                let block = sequence.blocks[*remembered];
-                *content = self.pool.remember(block, *content, &sequence.ids[tokens]);
-                *remembered += 1;
-            }
+        let (remembered, content) = &mut sequence.remembered;
+        while *remembered < whole {
+            let tokens = *remembered * block_length..(*remembered + 1) * block_length;
+            let block = sequence.blocks[*remembered];
+            *content = self.pool.remember(block, *content, &sequence.ids[tokens]);
+            *remembered += 1;
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ mod pool;
 
 use moh_kernels::{Backend, Element};
 
-pub use batch::{BatchGenerator, BatchOptions, Chunk, SequenceId, WantedLogits};
+pub use batch::{BatchGenerator, BatchOptions, Chunk, SequenceId};
 pub use heads::PassHeads;
 pub(crate) use packed::PackedWeights;
 
@@ -87,7 +87,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             return Err(Error::TooLong { tokens: end, positions: self.capacity });
         }
         let sequence = match (self.sequence, ids) {
-            (None, _) => self.batch.add(ids, false)?,
+            (None, _) => self.batch.add(ids, 0)?,
             (Some(sequence), [token]) => {
                 self.batch.push(sequence, *token)?;
                 sequence

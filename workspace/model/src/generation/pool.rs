@@ -75,12 +75,10 @@ impl BlockPool {
         }
     }
 
-    /// Takes the remembered blocks with which a prompt begins; also the content after them. At least one token of
-    /// the prompt is after them.
-    pub fn share(&mut self, prompt: &[u32]) -> (Vec<u32>, u64) {
+    /// Takes the remembered blocks with which `tokens` begin; also the content after them.
+    pub fn share(&mut self, tokens: &[u32]) -> (Vec<u32>, u64) {
         let (mut shared, mut content) = (Vec::new(), ROOT);
-        let whole = prompt.len().saturating_sub(1) / self.block_length;
-        for tokens in prompt.chunks_exact(self.block_length).take(whole) {
+        for tokens in tokens.chunks_exact(self.block_length) {
             let key = (content, Box::from(tokens));
             let Some(&(block, number)) = self.contents.get(&key) else { break };
             let entry = &mut self.blocks[block as usize];
@@ -122,8 +120,8 @@ mod tests {
         let content = pool.remember(first, ROOT, &[1, 2]);
         assert_eq!(pool.remember(second, content, &[3, 4]), content + 1);
         assert_eq!(pool.share(&[1, 2, 3, 4, 5]), (vec![first, second], content + 1));
-        // A token has to be left to compute, and a block begins after the same tokens.
-        assert_eq!(pool.share(&[1, 2, 3, 4]), (vec![first], content));
+        // Whole blocks are shared, and a block begins after the same tokens.
+        assert_eq!(pool.share(&[1, 2, 3]), (vec![first], content));
         assert_eq!(pool.share(&[3, 4, 5]).0, Vec::<u32>::new());
         assert_eq!(pool.free(), 2);
         for block in [first, first, first, second, second] {

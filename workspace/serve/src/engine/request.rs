@@ -30,9 +30,13 @@ pub struct Request {
 }
 
 impl Request {
-    /// Whether something is wanted of each token of the prompt, so that it cannot be left out.
-    pub(super) fn wants_whole_prompt(&self) -> bool {
-        self.prompt_logprobs.is_some() || self.prompt_heads
+    /// How many tokens of the prompt may be left out where an earlier prompt has left them: none if something is wanted of
+    /// each.
+    pub(super) fn shared_tokens(&self) -> usize {
+        match self.prompt_logprobs.is_some() || self.prompt_heads {
+            true => 0,
+            false => self.prompt.len(),
+        }
     }
 
     /// Whether the heads of any token are wanted.

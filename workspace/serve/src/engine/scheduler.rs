@@ -11,9 +11,7 @@ use std::time::{Duration, Instant};
 
 use moh_kernels::sampling::RowChoice;
 use moh_kernels::{Backend, Element};
-use moh_model::{
-    BatchGenerator, BatchOptions, Chunk, Error, Model, PassHeads, SequenceId, WantedLogits,
-};
+use moh_model::{BatchGenerator, BatchOptions, Chunk, Error, Model, PassHeads, SequenceId};
 
 use super::queue::{EventSender, Inbox, Received, Submission};
 use super::sequence::{Progress, Sequence};
@@ -165,7 +163,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         while self.has_place()
             && let Some(sequence) = self.preempted.front()
         {
-            let (prompt, share) = (sequence.request.prompt.clone(), !sequence.wants_whole_prompt());
+            let (prompt, share) = (sequence.request.prompt.clone(), sequence.shared_tokens());
             match self.try_join(&prompt, share, sequence.tokens_to_restart()) {
                 Ok(None) => return,
                 Ok(Some((id, _))) => {
@@ -195,8 +193,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
                 next += 1;
                 continue;
             }
-            let (prompt, share) =
-                (waiting.request.prompt.clone(), !waiting.request.wants_whole_prompt());
+            let (prompt, share) = (waiting.request.prompt.clone(), waiting.request.shared_tokens());
             let joined = self.try_join(&prompt, share, prompt.len() + 1);
             if matches!(joined, Ok(None)) {
                 return;
@@ -222,12 +219,12 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.running.len() < self.limits.sequences
     }
 
-    /// Adds a sequence to the generator if there are blocks for its first `tokens` tokens beside those that the prompts of
+    /// Adds a sequence, which shares at most `share` tokens, to the generator if there are blocks for its first `tokens` tokens beside those that the prompts of
     /// the others still need. Returns it, and how many tokens of its prompt are computed already.
     fn try_join(
         &mut self,
         prompt: &[u32],
-        share: bool,
+        share: usize,
         tokens: usize,
     ) -> Result<Option<(SequenceId, usize)>, Error> {
         let promised = self.promised_blocks();
@@ -272,17 +269,14 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
 
     /// A token of every sequence that generates, and then parts of prompts.
     fn chunks(&self) -> Vec<Planned> {
-        let planned = |index: usize, tokens: usize, logits: WantedLogits| {
+        let planned = |index: usize, tokens: usize, logits: usize| {
             let sequence = &self.running[index];
             let first = sequence.length() - self.batch.waiting(sequence.id).unwrap_or(0);
             Planned { index, first, chunk: Chunk { sequence: sequence.id, tokens, logits } }
         };
         let (decoding, prompts): (Vec<usize>, Vec<usize>) =
             (0..self.running.len()).partition(|&index| self.running[index].is_decoding());
-        let wanted = |index: usize| match self.running[index].chooses_next() {
-            true => WantedLogits::Last,
-            false => WantedLogits::None,
-        };
+        let wanted = |index: usize| usize::from(self.running[index].chooses_next());
         let token = |index: usize| planned(index, 1, wanted(index));
         let mut plan: Vec<Planned> = decoding.into_iter().map(token).collect();
         let mut room = self.batch.options().pass_tokens - plan.len();
@@ -304,9 +298,9 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             }
             room -= tokens;
             let logits = match () {
-                () if wants_all => WantedLogits::All,
+                () if wants_all => tokens,
                 () if tokens == waiting => wanted(index),
-                () => WantedLogits::None,
+                () => 0,
             };
             plan.push(planned(index, tokens, logits));
         }
@@ -320,7 +314,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         let mut requests = Vec::new();
         for Planned { index, first, chunk } in plan {
             let end = first + chunk.tokens;
-            let from = end - chunk.wanted_rows();
+            let from = end - chunk.logits;
             requests.extend(self.running[*index].requests(from, end));
         }
         let choices =

@@ -98,9 +98,12 @@ impl Sequence {
         self.request.prompt.len() + self.pushed
     }
 
-    /// Whether tokens of the prompt have to be computed though an earlier prompt has left them.
-    pub fn wants_whole_prompt(&self) -> bool {
-        self.prompt.is_some() && self.request.wants_whole_prompt()
+    /// How many tokens of the prompt may be left out where an earlier prompt has left them.
+    pub fn shared_tokens(&self) -> usize {
+        match self.prompt {
+            Some(_) => self.request.shared_tokens(),
+            None => self.request.prompt.len(),
+        }
     }
 
     /// Whether logits after each token of the prompt are to be computed.

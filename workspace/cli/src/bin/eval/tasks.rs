@@ -88,11 +88,11 @@ impl Compute for Tasks<'_> {
         let requests = requests(&directory, &files, self.0)?;
         let out = out.as_deref().map(|path| Lines::create(path, *force)).transpose()?;
         let longest = requests.iter().map(|request| request.input().len()).max().unwrap_or(1);
-        let mut model = models::load::<B, T>(backend, &directory, longest)?;
+        let model = models::load::<B, T>(backend, &directory, longest)?;
 
         let mut bar = Bar::count("scoring", requests.len() as u64);
         let mut progress = |done, total| bar.update(done, total);
-        let found = log_likelihoods(&mut model, &requests, &mut progress)?;
+        let found = log_likelihoods(&model, &requests, &mut progress)?;
         drop(bar);
         let mut rest = found.as_slice();
         let mut outcomes = Vec::new();
