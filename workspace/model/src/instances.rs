@@ -1,8 +1,8 @@
 //! The code of models on the CPU, for all programs and tests that are built without full optimisation.
 //!
-//! A generic function is compiled for its types in each crate that uses it, unless a crate below has compiled it for
-//! these types (rustc's `share-generics`, on up to `opt-level` 1). So without these every program and every test would
-//! compile all operators again, which takes longer than everything else about it.
+//! A generic function is compiled for its types in each crate that uses it, unless a dependency has compiled it for
+//! these types (rustc's `share-generics`, on up to `opt-level` 1). Without these instances every program and every test
+//! would compile all operators again, most of its compile time.
 
 use std::hint::black_box;
 

@@ -34,6 +34,11 @@ impl Request {
         // There is at least one token of context and one of continuation.
         &self.tokens[..self.tokens.len() - 1]
     }
+
+    /// How many tokens of the input no log-probability follows.
+    pub(super) fn unscored(&self) -> usize {
+        self.input().len() - self.continuation
+    }
 }
 
 /// Makes requests of examples.

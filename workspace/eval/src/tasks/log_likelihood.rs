@@ -71,12 +71,12 @@ pub fn log_likelihoods<B: Backend, T: Element>(
 /// beginnings that later requests share.
 fn options(requests: &[Request], longest: usize) -> BatchOptions {
     let lengths = requests.iter().map(|request| request.input().len());
-    let all = lengths.fold(0, usize::saturating_add);
+    let pass_tokens = PASS_TOKENS.min(lengths.fold(0, usize::saturating_add));
     BatchOptions {
-        pass_tokens: PASS_TOKENS.min(all),
+        pass_tokens,
         pack_weights: false,
         independent: false,
-        ..BatchOptions::for_tokens(2 * PASS_TOKENS.min(all).max(longest))
+        ..BatchOptions::for_tokens(2 * pass_tokens.max(longest))
     }
 }
 
@@ -98,10 +98,9 @@ impl<B: Backend, T: Element> Scorer<'_, B, T> {
     fn batch(&mut self, queue: &mut Queue<'_>) -> Result<Vec<Running>, Error> {
         let (generator, mut batch) = (&mut self.generator, Vec::new());
         let (mut tokens, mut blocks) = (0, 0);
-        queue.take(|request| {
-            let Request { tokens: all, continuation } = &self.requests[request];
-            let input = &all[..all.len() - 1];
-            let sequence = generator.add(input, input.len() - continuation)?;
+        queue.take(|index| {
+            let request = &self.requests[index];
+            let sequence = generator.add(request.input(), request.unscored())?;
             let waiting = generator.waiting(sequence)?;
             tokens += waiting;
             blocks += generator.needed_blocks(sequence, waiting)?;
@@ -111,7 +110,7 @@ impl<B: Backend, T: Element> Scorer<'_, B, T> {
                 generator.remove(sequence);
                 return Ok(false);
             }
-            batch.push(Running { request, sequence });
+            batch.push(Running { request: index, sequence });
             Ok(true)
         })?;
         Ok(batch)

@@ -33,13 +33,13 @@ impl<'a> Queue<'a> {
         Queue { requests, block_length, order, common, is_taken, first: 0 }
     }
 
-    /// Offers requests until `take` refuses one; those that it takes are computed before the next call. Leaves out
-    /// requests that can share more with one of this call than with earlier ones.
+    /// Offers requests until `take` refuses one; those that it takes are computed before the next call. Skips a request
+    /// that shares more blocks with one of this call than with those of earlier calls.
     pub fn take(
         &mut self,
         mut take: impl FnMut(usize) -> Result<bool, Error>,
     ) -> Result<(), Error> {
-        // Tokens that a request has in common with the last one before it of earlier calls, and of this one.
+        // Tokens in common with the nearest request before it that an earlier call took, and that this one took.
         let (mut earlier, mut now) = (usize::MAX, 0);
         for at in self.first..self.order.len() {
             earlier = earlier.min(self.common[at]);
@@ -49,8 +49,7 @@ impl<'a> Queue<'a> {
                 continue;
             }
             let request = &self.requests[self.order[at]];
-            let unscored = request.input().len() - request.continuation;
-            let blocks = |common: usize| common.min(unscored) / self.block_length;
+            let blocks = |common: usize| common.min(request.unscored()) / self.block_length;
             if blocks(now) > blocks(earlier) {
                 continue;
             }

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 /// The content before the first block of a prompt.
-pub(super) const ROOT: u64 = 0;
+const ROOT: u64 = 0;
 
 /// The content of a block: what is before it, and its tokens.
 type Key = (u64, Box<[u32]>);

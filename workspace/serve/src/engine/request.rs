@@ -30,8 +30,8 @@ pub struct Request {
 }
 
 impl Request {
-    /// How many tokens of the prompt may be left out where an earlier prompt has left them: none if something is wanted of
-    /// each.
+    /// Of how many tokens of the prompt the keys and values may be those of an earlier prompt: none if log-probabilities or
+    /// heads of each token are wanted.
     pub(super) fn shared_tokens(&self) -> usize {
         match self.prompt_logprobs.is_some() || self.prompt_heads {
             true => 0,

@@ -219,8 +219,9 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.running.len() < self.limits.sequences
     }
 
-    /// Adds a sequence, which shares at most `share` tokens, to the generator if there are blocks for its first `tokens` tokens beside those that the prompts of
-    /// the others still need. Returns it, and how many tokens of its prompt are computed already.
+    /// Adds a sequence to the generator if there are blocks for its first `tokens` tokens beside those that the prompts of
+    /// the others still need; at most `share` tokens are those of an earlier prompt. Returns it, and how many tokens of its
+    /// prompt are computed already.
     fn try_join(
         &mut self,
         prompt: &[u32],

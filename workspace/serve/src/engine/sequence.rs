@@ -98,7 +98,7 @@ impl Sequence {
         self.request.prompt.len() + self.pushed
     }
 
-    /// How many tokens of the prompt may be left out where an earlier prompt has left them.
+    /// Of how many tokens of the prompt the keys and values may be those of an earlier prompt.
     pub fn shared_tokens(&self) -> usize {
         match self.prompt {
             Some(_) => self.request.shared_tokens(),
