@@ -200,7 +200,7 @@ fn log_probabilities_are_those_of_the_softmax() {
     on_each_device!(device => check::<_, f32>(device, 3));
     let logits = [1f32, 2.0, 4.0, 2.0, 1.0].map(f32::ln);
     let found = LogProbabilities::new(&logits, 0, 9);
-    assert!((found.of_token - 0.1f32.ln()).abs() < 1e-6);
+    assert!((found.of_token - 0.1f64.ln()).abs() < 1e-6);
     assert_eq!(found.most_likely.iter().map(|most| most.0).collect::<Vec<_>>(), [2, 1, 3, 0, 4]);
 }
 

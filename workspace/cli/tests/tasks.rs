@@ -46,8 +46,7 @@ fn a_uniform_model_has_the_scores_of_its_ties() {
     let dir = prepared();
     let line = "tasks --model source choices.jsonl clozes.jsonl";
     // Each token has ln 37. The shorter choice is more likely, but less so by character; of equal choices the
-    // first is predicted, and of equal tokens w0. Both answers: 37 ** 1.5, 37 by word, 37 ** (3 / 7) by byte. The
-    // logarithm is that of f32; with all digits the last error is 406.3406.
+    // first is predicted, and of equal tokens w0. Both answers: 37 ** 1.5, 37 by word, 37 ** (3 / 7) by byte.
     let expected = "\
 task     metric               value    stderr
 choices  acc                 0.5000    0.5000
@@ -55,7 +54,7 @@ choices  acc                 0.5000    0.5000
          acc_bytes           0.0000    0.0000
          (2 examples)
 clozes   acc                 0.5000    0.5000
-         perplexity        225.0622  406.3405
+         perplexity        225.0622  406.3406
          word_perplexity    37.0000         -
          byte_perplexity     4.6999         -
          (2 examples)

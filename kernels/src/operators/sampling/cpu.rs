@@ -174,7 +174,7 @@ impl LogProbabilities {
     pub fn new(logits: &[f32], token: u32, count: usize) -> Self {
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
-        let of = |token: u32| (f64::from(logits[token as usize] - largest) - sum.ln()) as f32;
+        let of = |token: u32| f64::from(logits[token as usize] - largest) - sum.ln();
         let first = first(logits, count.min(logits.len()));
         let most_likely = first.into_iter().map(|token| (token, of(token))).collect();
         LogProbabilities { of_token: of(token), most_likely }

@@ -101,10 +101,11 @@ impl From<&LogitChange> for Change {
 /// What the kernel has written of a row.
 fn choice(row: &RowRequest, words: &[u32]) -> Option<RowChoice> {
     let [token, of_token, most_likely @ ..] = words else { return None };
+    let value = |bits: u32| f64::from(f32::from_bits(bits));
     let log_probabilities = |count: usize| LogProbabilities {
-        of_token: f32::from_bits(*of_token),
+        of_token: value(*of_token),
         most_likely: (most_likely.as_chunks::<2>().0.iter().take(count))
-            .map(|&[id, bits]| (id, f32::from_bits(bits)))
+            .map(|&[id, bits]| (id, value(bits)))
             .collect(),
     };
     (*token != NONE).then(|| RowChoice {

@@ -93,13 +93,13 @@ pub struct RowChoice {
 }
 
 /// The logarithm of a token's probability by the logits as they are, without changes or a temperature, and the most likely
-/// tokens with theirs.
+/// tokens with theirs. The CPU computes them in f64, GPUs in f32.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogProbabilities {
     /// The token's, in nats.
-    pub of_token: f32,
+    pub of_token: f64,
     /// The most likely tokens, the first of equal ones first, with theirs.
-    pub most_likely: Vec<(u32, f32)>,
+    pub most_likely: Vec<(u32, f64)>,
 }
 
 /// Arguments of [`Sample::sample`].

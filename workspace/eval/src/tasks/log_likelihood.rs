@@ -175,7 +175,7 @@ impl Scored {
         let probabilities = choice.and_then(|choice| choice.log_probabilities);
         let likeliest = probabilities.iter().flat_map(|found| &found.most_likely).next();
         found.is_greedy &= likeliest.is_some_and(|&(token, _)| token == self.token);
-        found.sum += probabilities.map_or(f64::NAN, |found| f64::from(found.of_token));
+        found.sum += probabilities.map_or(f64::NAN, |found| found.of_token);
     }
 }
 

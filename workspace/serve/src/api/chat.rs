@@ -163,7 +163,7 @@ fn logprobs(generation: &Generation<Chat>, tokens: &[GeneratedToken]) -> Value {
         return Value::Null;
     }
     let mut texts = TokenTexts::new(&generation.served.tokenizer, false);
-    let mut entry = |id: u32, logprob: f32| {
+    let mut entry = |id: u32, logprob: f64| {
         let (text, bytes) = texts.of(id);
         json!({ "token": text, "logprob": finite(logprob), "bytes": bytes })
     };

@@ -199,7 +199,7 @@ struct LogprobLists<'a> {
     texts: TokenTexts<'a>,
     is_wanted: bool,
     tokens: Vec<String>,
-    token_logprobs: Vec<Option<f32>>,
+    token_logprobs: Vec<Option<f64>>,
     top_logprobs: Vec<Option<Map<String, Value>>>,
     text_offset: Vec<usize>,
     offset: usize,

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use moh_data::TextTokenizer;
 
 /// What the lowest log-probability is shown as: JSON has no infinity.
-const LEAST_LOGPROB: f32 = -9999.0;
+const LEAST_LOGPROB: f64 = -9999.0;
 
 /// The texts of tokens, each decoded once.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ impl<'a> TokenTexts<'a> {
 }
 
 /// A log-probability as JSON can have it.
-pub(super) fn finite(logprob: f32) -> f32 {
+pub(super) fn finite(logprob: f64) -> f64 {
     logprob.max(LEAST_LOGPROB)
 }
 

@@ -53,7 +53,7 @@ fn completions_are_the_models() {
         let token = format!(" w{id}");
         assert_eq!(lists["tokens"][index], token.as_str());
         let found = lists["token_logprobs"][index].as_f64().unwrap();
-        assert!((found - f64::from(expected.of_token)).abs() < 1e-5, "{found} {expected:?}");
+        assert!((found - expected.of_token).abs() < 1e-5, "{found} {expected:?}");
         assert_eq!(lists["top_logprobs"][index][&token], lists["token_logprobs"][index]);
     }
     let text = choice["text"].as_str().unwrap();
@@ -100,7 +100,7 @@ fn prompts_are_scored() {
         let row = &output.logits[(position - 1) * output.vocab_size..][..output.vocab_size];
         let expected = LogProbabilities::new(row, prompt[position], 2);
         let found = lists["token_logprobs"][position].as_f64().unwrap();
-        assert!((found - f64::from(expected.of_token)).abs() < 1e-5, "{position}: {found}");
+        assert!((found - expected.of_token).abs() < 1e-5, "{position}: {found}");
         let top = lists["top_logprobs"][position].as_object().unwrap();
         assert!(top.len() == 2 || top.len() == 3, "the two likeliest and the token: {top:?}");
     }
