@@ -301,7 +301,7 @@ fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         write keys = backend.allocate::<T>(elements),
         write values = backend.allocate::<T>(elements),
     ] backend.key_value_append(KeyValueAppend {
-        shape: &shape, rows, qkv, keys, values,
+        shape: &shape, rows, block_length: 1, qkv, keys, values,
     }))
 }
 

@@ -3,7 +3,7 @@
 
 use crate::reference::operators;
 use crate::reference::{
-    F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, garbage, tensor,
+    F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, garbage, place, tensor,
     tolerance, upload,
 };
 use half::bf16;
@@ -86,8 +86,8 @@ fn run<B: Backend, T: Element>(
         for (pool, rows) in pool.iter_mut().zip([&sequence.keys, &sequence.values]) {
             for (position, row) in rows.chunks_exact(width).enumerate().take(end) {
                 let block = table[first_block + position / block_length] as usize;
-                let start = (block * block_length + position % block_length) * width;
-                pool[start..start + width].copy_from_slice(row);
+                let at = block * block_length + position % block_length;
+                place(pool, row, at, block_length, head_dim);
             }
         }
         let part = |width: usize| new.position * width..end * width;

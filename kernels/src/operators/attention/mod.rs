@@ -168,12 +168,12 @@ pub enum KeyValues<'a, M: Memory, T: Element> {
         /// Elements from one row to the next.
         row_stride: usize,
     },
-    /// Rows of `block_length` tokens in blocks; token p of sequence b is row `p % block_length` of
-    /// block `block_table[b][p / block_length]`.
+    /// Blocks of `block_length` tokens by head, so that a head's rows are one after another: token p of sequence b is
+    /// row `p % block_length` of each head of block `block_table[b][p / block_length]`.
     Paged {
-        /// Keys, `[blocks, block_length, G * D]`.
+        /// Keys, `[blocks, G, block_length, D]`.
         keys: View<'a, M, T>,
-        /// Values, `[blocks, block_length, G * D]`.
+        /// Values, `[blocks, G, block_length, D]`.
         values: View<'a, M, T>,
         /// Indices of blocks, `[B, ceil(key_length / block_length)]`.
         block_table: View<'a, M, u32>,

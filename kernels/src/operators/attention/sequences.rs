@@ -46,9 +46,9 @@ pub struct SequenceAttention<'a, M: Memory, T: Element> {
     pub selection: Option<Selection<'a, M>>,
     /// Rotated queries, keys and values of the new tokens; `[N, (H + 2G) D]`.
     pub qkv: View<'a, M, T>,
-    /// Keys, also of the new tokens, `[blocks, block_length, G D]`.
+    /// Keys, also of the new tokens, `[blocks, G, block_length, D]`.
     pub keys: View<'a, M, T>,
-    /// Values, `[blocks, block_length, G D]`.
+    /// Values, `[blocks, G, block_length, D]`.
     pub values: View<'a, M, T>,
     /// Indices of the sequences' blocks.
     pub block_table: View<'a, M, u32>,

@@ -8,8 +8,8 @@ use crate::scalar::Element;
 
 impl KeyValueCache for Cuda {
     fn key_value_append<T: Element>(&self, args: KeyValueAppend<'_, Self, T>) -> Result<()> {
-        let KeyValueAppend { shape, rows, qkv, keys, values } = args;
-        check(shape, rows.len, qkv.len, [keys.len, values.len])?;
+        check(&args, args.rows.len, args.qkv.len, [args.keys.len, args.values.len])?;
+        let KeyValueAppend { shape, rows, block_length, qkv, keys, values } = args;
         let parameters = Append {
             qkv: qkv.address,
             keys: keys.address,
@@ -17,7 +17,10 @@ impl KeyValueCache for Cuda {
             rows: rows.address,
             row: shape.row() as u64,
             first: (shape.heads * shape.head_dim) as u64,
-            width: (shape.kv_heads * shape.head_dim) as u64,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            block_length: block_length as u32,
+            padding: 0,
         };
         self.launch(&name::<T>("key_value_append"), [shape.tokens(), 1], 0, &parameters)
     }

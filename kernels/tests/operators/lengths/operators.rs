@@ -248,7 +248,7 @@ operators! { device;
         read qkv: f32 = TOKENS * ROW, read rows: u32 = TOKENS, write keys: f32 = TOKENS * KEYS,
         write values: f32 = TOKENS * KEYS
     ] device.key_value_append::<f32>(KeyValueAppend {
-        shape: &SHAPE, rows, qkv, keys, values,
+        shape: &SHAPE, rows, block_length: 1, qkv, keys, values,
     });
 
     "swiglu_forward" [read gate_up: f32 = TOKENS * 2 * WIDTH, write out: f32 = TOKENS * WIDTH]

@@ -13,7 +13,7 @@ use moh_kernels::{Backend, Element};
 use super::operators::{self, Packed};
 use super::{
     F32_TOLERANCE, Random, all_heads, assert_close, columns, download, first_shared, flat, garbage,
-    gradient, no_rotation, rope_tables, table, tensor, tolerance, upload, var,
+    gradient, no_rotation, place, rope_tables, table, tensor, tolerance, upload, var,
 };
 
 /// An attention of a training step.
@@ -410,8 +410,7 @@ pub fn cached<B: Backend, T: Element>(
         for (at, row) in rows.chunks_exact(width).enumerate() {
             let (sequence, position) = (at / key_length, at % key_length);
             let block = table[sequence * blocks + position / length] as usize;
-            let start = (block * length + position % length) * width;
-            out[start..start + width].copy_from_slice(row);
+            place(&mut out, row, block * length + position % length, length, head_dim);
         }
         upload(device, &out)
     };

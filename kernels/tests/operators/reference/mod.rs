@@ -286,6 +286,23 @@ pub fn columns<S: Copy>(matrix: &[S], row: usize, range: std::ops::Range<usize>)
     matrix.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
 }
 
+/// Writes a token's keys, or values, `[G, D]`, to a cache, `[blocks, G, block_length, D]`: at place
+/// `block * block_length + row`.
+pub fn place<S: Copy>(
+    cache: &mut [S],
+    token: &[S],
+    place: usize,
+    block_length: usize,
+    head_dim: usize,
+) {
+    let (block, row) = (place / block_length, place % block_length);
+    let first = block * token.len() / head_dim;
+    for (head, elements) in token.chunks_exact(head_dim).enumerate() {
+        let start = ((first + head) * block_length + row) * head_dim;
+        cache[start..start + head_dim].copy_from_slice(elements);
+    }
+}
+
 // ---- comparison ----
 
 /// Asserts that a result agrees with its reference in relative L2 norm; `--nocapture` shows the

@@ -61,7 +61,7 @@ impl<M: Memory, T: Element> SavedAttention<M, T> {
     }
 }
 
-/// Keys and values of one layer's past tokens, `[blocks, block_length, G D]` each.
+/// Keys and values of one layer's past tokens, `[blocks, G, block_length, D]` each.
 pub(crate) struct LayerCache<B: Backend, T: Element> {
     pub keys: B::Buffer<T>,
     pub values: B::Buffer<T>,
@@ -70,7 +70,7 @@ pub(crate) struct LayerCache<B: Backend, T: Element> {
 /// The cache of a layer in a pass of generation, and where the pass's tokens are in it.
 pub(crate) struct CachedTokens<'a, B: Backend, T: Element> {
     pub layer: &'a mut LayerCache<B, T>,
-    /// The row of the cache for each token, `[N]` or more.
+    /// The place of each token in the cache, `[N]` or more.
     pub rows: &'a B::Buffer<u32>,
     /// The first `blocks` are the sequences'.
     pub block_table: &'a B::Buffer<u32>,
@@ -202,8 +202,8 @@ impl Attention {
         let out = B::view_mut(attended, 0..queries);
         let log_sum_exp = B::view_mut(log_sum_exp, 0..n * shape.heads);
         match cache {
-            Some(cache) => {
-                append(cx, qkv, cache.layer, cache.rows)?;
+            Some(mut cache) => {
+                append(cx, qkv, &mut cache)?;
                 let generated = cache.spans.iter().filter(|span| !span.is_prompt).count();
                 cx.backend.attention_of_sequences(SequenceAttention {
                     shape,
@@ -316,16 +316,16 @@ fn key_values<'v, B: Backend, T: Element>(
 fn append<B: Backend, T: Element>(
     cx: &Context<'_, B, T>,
     qkv: &B::Buffer<T>,
-    cache: &mut LayerCache<B, T>,
-    rows: &B::Buffer<u32>,
+    cache: &mut CachedTokens<'_, B, T>,
 ) -> Result<(), Error> {
     let shape = &cx.tokens.shape;
     cx.backend.key_value_append(KeyValueAppend {
         shape,
-        rows: B::view(rows, 0..shape.tokens()),
+        rows: B::view(cache.rows, 0..shape.tokens()),
+        block_length: cache.block_length,
         qkv: B::view(qkv, 0..shape.tokens() * shape.row()),
-        keys: B::whole_mut(&mut cache.keys),
-        values: B::whole_mut(&mut cache.values),
+        keys: B::whole_mut(&mut cache.layer.keys),
+        values: B::whole_mut(&mut cache.layer.values),
     })?;
     Ok(())
 }

@@ -207,8 +207,7 @@ impl<'a, T: Element> HeadRows<'a, T> {
                     (keys, values, row_stride, left)
                 }
                 KeyValues::Paged { keys, values, block_length, .. } => {
-                    let width = source.shape.kv_heads * head_dim;
-                    (keys, values, width, left.min(block_length - next % block_length))
+                    (keys, values, head_dim, left.min(block_length - next % block_length))
                 }
             };
             let start = source.start(next);
@@ -221,16 +220,16 @@ impl<'a, T: Element> HeadRows<'a, T> {
     fn start(&self, position: usize) -> usize {
         let AttentionShape { key_length, kv_heads, head_dim, .. } = self.shape;
         let KvHead { sequence, kv_head } = self.kv_head;
-        let row = match self.key_values {
+        match self.key_values {
             KeyValues::Contiguous { row_stride, .. } => {
-                (sequence * key_length + position) * row_stride
+                (sequence * key_length + position) * row_stride + kv_head * head_dim
             }
             KeyValues::Paged { block_table, block_length, .. } => {
                 let blocks = key_length.div_ceil(block_length);
                 let block = block_table[sequence * blocks + position / block_length] as usize;
-                (block * block_length + position % block_length) * kv_heads * head_dim
+                let row = (block * kv_heads + kv_head) * block_length + position % block_length;
+                row * head_dim
             }
-        };
-        row + kv_head * head_dim
+        }
     }
 }

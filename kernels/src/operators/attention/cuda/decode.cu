@@ -30,7 +30,6 @@ struct PARAMETERS Parameters {
     const float* weights;
     const uint32_t* block_table;
     uint64_t query_stride;
-    uint64_t key_stride;
     uint32_t count;
     uint32_t block_length;
     uint32_t heads;
@@ -147,7 +146,7 @@ __device__ void heads_of_division(const Parameters& p, uint32_t n, const Token& 
                                   const uint32_t* heads, int count) {
     __shared__ Shared<SLOTS> shared;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t kv = heads[0] / (p.heads / p.kv_heads) * p.head_dim;
+    const uint32_t kv_head = heads[0] / (p.heads / p.kv_heads);
     const T* queries = static_cast<const T*>(p.q) + token.row * p.query_stride;
     Head<SLOTS> query[HEADS];
     Sums<SLOTS> sums[HEADS];
@@ -157,9 +156,9 @@ __device__ void heads_of_division(const Parameters& p, uint32_t n, const Token& 
     }
     const uint32_t begin = blockIdx.y * p.split, end = min(begin + p.split, token.keys);
     for (uint32_t key = begin + warp; key < end; key += WARPS) {
-        const uint32_t block = p.block_table[token.first_block + key / p.block_length];
-        const uint64_t start =
-            (uint64_t(block) * p.block_length + key % p.block_length) * p.key_stride + kv;
+        const uint64_t block = p.block_table[token.first_block + key / p.block_length];
+        const uint64_t row = (block * p.kv_heads + kv_head) * p.block_length + key % p.block_length;
+        const uint64_t start = row * p.head_dim;
         const Head<SLOTS> k = read<SLOTS>(static_cast<const T*>(p.k) + start, p.head_dim);
         const Head<SLOTS> v = read<SLOTS>(static_cast<const T*>(p.v) + start, p.head_dim);
 #pragma unroll

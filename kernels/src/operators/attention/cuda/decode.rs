@@ -59,7 +59,6 @@ pub(super) fn forward<T: Element>(
         weights: address_or_null(args.selection.and_then(|selection| selection.weights)),
         block_table: args.block_table.address,
         query_stride: shape.row() as u64,
-        key_stride: (kv_heads * shape.head_dim) as u64,
         count: count as u32,
         block_length: args.block_length as u32,
         heads: heads as u32,

@@ -58,7 +58,7 @@ impl Addresses {
             KeyValues::Paged { keys, values, block_table, block_length } => Addresses {
                 k: keys.address,
                 v: values.address,
-                key_stride: shape.kv_heads * shape.head_dim,
+                key_stride: shape.head_dim,
                 block_table: block_table.address,
                 block_length,
                 ..Self::default()

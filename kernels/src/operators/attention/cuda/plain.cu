@@ -93,14 +93,14 @@ __device__ __forceinline__ uint32_t end_key(const Parameters& p, uint64_t token)
 
 // Index of the first element of a sequence's key or value.
 __device__ __forceinline__ uint64_t key_start(const Parameters& p, uint32_t sequence,
-                                              uint32_t key) {
-    uint64_t row = uint64_t(sequence) * p.key_length + key;
+                                              uint32_t kv_head, uint32_t key) {
     if (p.block_table) {
         const uint32_t blocks = (p.key_length + p.block_length - 1) / p.block_length;
-        const uint32_t block = p.block_table[sequence * blocks + key / p.block_length];
-        row = uint64_t(block) * p.block_length + key % p.block_length;
+        const uint64_t block = p.block_table[sequence * blocks + key / p.block_length];
+        const uint64_t row = (block * p.kv_heads + kv_head) * p.block_length + key % p.block_length;
+        return row * p.key_stride;
     }
-    return row * p.key_stride;
+    return (uint64_t(sequence) * p.key_length + key) * p.key_stride + kv_head * p.head_dim;
 }
 
 __device__ __forceinline__ uint64_t global_warp() { return global_thread() / 32; }
@@ -120,12 +120,12 @@ __device__ void forward(const Parameters& p) {
         p.log_sum_exp[pair] = 0.0f;
         return;
     }
-    const uint32_t kv = head / (p.heads / p.kv_heads) * p.head_dim;
+    const uint32_t kv_head = head / (p.heads / p.kv_heads);
     const T* q = static_cast<const T*>(p.q) + token * p.query_stride + head * p.head_dim;
     const Head query = read(q, p.head_dim);
     float largest = -INFINITY, total = 0.0f;
     for (uint32_t key = first_key(p, token); key < end_key(p, token); key++) {
-        const uint64_t start = key_start(p, sequence, key) + kv;
+        const uint64_t start = key_start(p, sequence, kv_head, key);
         const float score =
             p.scale * dot(query, read(static_cast<const T*>(p.k) + start, p.head_dim));
         const float larger = fmaxf(largest, score), factor = expf(largest - larger);
@@ -157,7 +157,7 @@ __device__ void backward_queries(const Parameters& p) {
         p.delta[pair] = 0.0f;
         return;
     }
-    const uint32_t kv = head / (p.heads / p.kv_heads) * p.head_dim;
+    const uint32_t kv_head = head / (p.heads / p.kv_heads);
     const T* q = static_cast<const T*>(p.q) + token * p.query_stride + head * p.head_dim;
     const Head query = read(q, p.head_dim);
     const Head d_out = read(static_cast<const T*>(p.d_out) + pair * p.head_dim, p.head_dim);
@@ -165,7 +165,7 @@ __device__ void backward_queries(const Parameters& p) {
     Head keys = {};
     float total = 0.0f, delta = 0.0f;
     for (uint32_t key = first_key(p, token); key < end_key(p, token); key++) {
-        const uint64_t start = key_start(p, sequence, key) + kv;
+        const uint64_t start = key_start(p, sequence, kv_head, key);
         const Head k = read(static_cast<const T*>(p.k) + start, p.head_dim);
         const Head v = read(static_cast<const T*>(p.v) + start, p.head_dim);
         const float probability = expf(p.scale * dot(query, k) - p.log_sum_exp[pair]);

@@ -333,12 +333,13 @@ static __device__ __forceinline__ void mask_scores(float (&scores)[M][N][4],
 // Copies of paged keys in flight: few, because their addresses need registers.
 constexpr int PAGED_UNROLL = 1;
 
-// The row of a paged key in the key and value buffers.
-static __device__ __forceinline__ uint64_t paged_row(const Parameters& params, uint32_t sequence,
-                                                     uint32_t key) {
+// The row of a head's paged key in the key and value buffers.
+static __device__ __forceinline__ uint64_t paged_row(const Parameters& params,
+                                                     const Segment& segment, uint32_t key) {
     uint32_t blocks = (params.key_length + params.block_length - 1) / params.block_length;
-    uint32_t block = params.block_table[sequence * blocks + key / params.block_length];
-    return uint64_t(block) * params.block_length + key % params.block_length;
+    uint32_t block = params.block_table[segment.sequence * blocks + key / params.block_length];
+    uint32_t of_head = block * params.kv_heads + segment.kv_head;
+    return uint64_t(of_head) * params.block_length + key % params.block_length;
 }
 
 // Fills a tile with the keys, or values, from `key`; those beyond the last are zeros.
@@ -346,17 +347,17 @@ template <int WIDTH, int KEYS, int THREADS>
 static __device__ __forceinline__ void load_keys(const Parameters& params, const Segment& segment,
                                                  const bf16* elements, uint32_t key,
                                                  SharedAddress tile, bool wide) {
-    elements += segment.kv_head * params.head_dim;
     if (params.block_table != nullptr) {
         auto source = [&](uint32_t row, bool& valid) {
             valid = key + row < params.key_length;
-            uint64_t index = paged_row(params, segment.sequence, valid ? key + row : key);
+            uint64_t index = paged_row(params, segment, valid ? key + row : key);
             return elements + index * params.kv_stride;
         };
         load_tile<WIDTH, KEYS, THREADS, PAGED_UNROLL>(tile, params.head_dim, wide, source);
         return;
     }
-    elements += uint64_t(segment.sequence) * params.key_length * params.kv_stride;
+    elements += uint64_t(segment.sequence) * params.key_length * params.kv_stride +
+                segment.kv_head * params.head_dim;
     uint32_t stride = uint32_t(params.kv_stride);
     auto source = [&](uint32_t row, bool& valid) {
         valid = key + row < params.key_length;

@@ -23,10 +23,11 @@ struct PARAMETERS Parameters {
     // Queries: row r of a token starts at element r * q_stride, head h at h * head_dim in it.
     const bf16* q;
     // Keys and values: row r of a token starts at element r * kv_stride, head g at g * head_dim in
-    // it.
+    // it. Paged ones: row r of a head starts at element r * kv_stride.
     const bf16 *k, *v;
-    // Paged keys when not null: token p of sequence b is row p % block_length of block
-    // block_table[b * ceil(key_length / block_length) + p / block_length]. Forward only.
+    // Paged keys when not null: token p of sequence b is row p % block_length of each of the
+    // kv_heads of block block_table[b * ceil(key_length / block_length) + p / block_length].
+    // Forward only.
     const uint32_t* block_table;
     // Packed rows [B*G][T*group] in increasing order, and their counts [B*G]; null if every row is
     // selected.
