@@ -1,6 +1,8 @@
 //! Attention of one token per sequence, as in generation: its few rows read keys and values in
 //! place. A tile would copy all of them for rows that fill few of a vector's lanes.
 
+use std::ops::Range;
+
 use pulp::{Arch, Simd, WithSimd};
 
 use super::KvHead;
@@ -23,7 +25,8 @@ const VALUES: usize = 4;
 
 /// Lengths of a task's scratch.
 pub(super) fn scratch(shape: &AttentionShape) -> [usize; 3] {
-    [shape.head_dim, shape.key_length, shape.head_dim]
+    let group = shape.group_size();
+    [group * shape.head_dim, group * shape.key_length, group * shape.head_dim]
 }
 
 pub(super) fn forward_task<T: Element>(
@@ -35,77 +38,110 @@ pub(super) fn forward_task<T: Element>(
     kv_head: KvHead,
 ) {
     let (shape, head_dim) = (&args.shape, args.shape.head_dim);
-    let source = HeadRows::new(*shape, key_values, kv_head);
-    with_scratch(scratch(shape), |[query, scores, sums]| {
-        let attend = |row: Row| {
-            let elements = &queries[row.token * shape.query_stride + row.head * head_dim..];
-            let visible = args.visible(row);
-            let (maximum, sum) = arch.dispatch(Weighted {
-                source: &source,
-                elements: &elements[..head_dim],
-                scale: args.scale(),
-                first: visible.start,
-                query: &mut *query,
-                scores: &mut scores[..visible.len()],
-                sums: &mut *sums,
-            });
+    let mut rows = Vec::with_capacity(shape.group_size());
+    args.for_each_row(kv_head, |row| rows.push(row), |row| outputs.skip(row, head_dim));
+    let Some(&first) = rows.first() else { return };
+    let query =
+        |row: &Row| &queries[row.token * shape.query_stride + row.head * head_dim..][..head_dim];
+    with_scratch(scratch(shape), |[factors, scores, sums]| {
+        let totals = arch.dispatch(Weighted {
+            source: &HeadRows::new(*shape, key_values, kv_head),
+            queries: &rows.iter().map(query).collect::<Vec<_>>(),
+            head_dim,
+            scale: args.scale(),
+            // The rows are of one token.
+            visible: args.visible(first),
+            factors,
+            scores,
+            sums: &mut *sums,
+        });
+        for ((&row, (maximum, sum)), sums) in
+            rows.iter().zip(totals).zip(sums.chunks_exact(head_dim))
+        {
             let (out, log_sum_exp) = outputs.row(row, head_dim);
             *log_sum_exp = maximum + sum.ln();
             let factor = args.weight(row) / sum;
-            for (slot, sum) in out.iter_mut().zip(&*sums) {
+            for (slot, sum) in out.iter_mut().zip(sums) {
                 *slot = T::from_f32(sum * factor);
             }
-        };
-        args.for_each_row(kv_head, attend, |row| outputs.skip(row, head_dim));
+        }
     });
 }
 
-/// The values that a row sees, weighted by the exponentials of its scores.
+/// The values that a token's rows see, weighted by the exponentials of their scores. Each run of keys, and of values, is
+/// read for all rows while it is in the cache.
 struct Weighted<'a, 'v, T: Element> {
     source: &'a HeadRows<'v, T>,
-    /// The query.
-    elements: &'a [T],
+    /// Of each row.
+    queries: &'a [&'a [T]],
+    head_dim: usize,
     scale: f32,
-    /// Position of the first key.
-    first: usize,
-    /// Room for the query in f32.
-    query: &'a mut [f32],
+    /// The positions of the keys.
+    visible: Range<usize>,
+    /// Room for the queries in f32.
+    factors: &'a mut [f32],
     scores: &'a mut [f32],
     sums: &'a mut [f32],
 }
 
 impl<T: Element> WithSimd for Weighted<'_, '_, T> {
-    type Output = (f32, f32);
+    type Output = Vec<(f32, f32)>;
 
-    /// Overwrites the scores and the sums; returns the largest score and the sum of the exponentials.
+    /// Overwrites the scores and the sums; returns the largest score of each row and the sum of its exponentials.
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> (f32, f32) {
-        let Weighted { source, elements, scale, first, query, scores, sums } = self;
-        for (slot, element) in query.iter_mut().zip(elements) {
-            *slot = element.to_f32();
-        }
-        let is_wide = elements.len() >= 2 * S::F32_LANES;
-        if is_wide && T::DTYPE == DType::BF16 {
-            separate::<S>(elements, query);
-        }
-        query.iter_mut().for_each(|element| *element *= scale);
-        let mut rest = &mut *scores;
-        for rows in source.runs(first..first + rest.len()) {
-            let (scores, others) = rest.split_at_mut(rows.count);
-            rest = others;
-            match is_wide {
-                true => wide_products(simd, query, &rows, scores),
-                false => narrow_products(query, &rows, scores),
+    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+        let Weighted { source, queries, head_dim, scale, visible, factors, scores, sums } = self;
+        let (rows, length) = (queries.len(), visible.len());
+        let (factors, scores) = (&mut factors[..rows * head_dim], &mut scores[..rows * length]);
+        let is_wide = head_dim >= 2 * S::F32_LANES;
+        for (query, elements) in factors.chunks_exact_mut(head_dim).zip(queries) {
+            for (slot, element) in query.iter_mut().zip(*elements) {
+                *slot = element.to_f32();
             }
+            if is_wide && T::DTYPE == DType::BF16 {
+                separate::<S>(elements, query);
+            }
+            query.iter_mut().for_each(|element| *element *= scale);
         }
-        let maximum = largest(scores);
-        for score in &mut *scores {
-            *score = exp(*score - maximum);
+        let mut before = 0;
+        for run in source.runs(visible.clone()) {
+            for (query, scores) in
+                factors.chunks_exact(head_dim).zip(scores.chunks_exact_mut(length))
+            {
+                let scores = &mut scores[before..before + run.count];
+                match is_wide {
+                    true => wide_products(simd, query, &run, scores),
+                    false => narrow_products(query, &run, scores),
+                }
+            }
+            before += run.count;
         }
-        let sum = sum(scores);
-        add_values(scores, source, first, sums);
-        (maximum, sum)
+        let mut totals = Vec::with_capacity(rows);
+        // A loop, whose body is compiled for the vectors here.
+        for scores in scores.chunks_exact_mut(length) {
+            totals.push(exponentials(scores));
+        }
+        let sums = &mut sums[..rows * head_dim];
+        sums.fill(0.0);
+        let mut before = 0;
+        for run in source.runs(visible) {
+            for (sums, scores) in sums.chunks_exact_mut(head_dim).zip(scores.chunks_exact(length)) {
+                add_values(&scores[before..before + run.count], &run, sums);
+            }
+            before += run.count;
+        }
+        totals
     }
+}
+
+/// Overwrites the scores of a row with their exponentials; returns the largest score and the sum of the exponentials.
+#[inline(always)]
+fn exponentials(scores: &mut [f32]) -> (f32, f32) {
+    let maximum = largest(scores);
+    for score in &mut *scores {
+        *score = exp(*score - maximum);
+    }
+    (maximum, sum(scores))
 }
 
 /// The inner products of a query with the keys of a run, [`KEYS`] of them at a time.
@@ -141,31 +177,20 @@ fn narrow_products<T: Element>(query: &[f32], rows: &Run<'_, T>, scores: &mut [f
     }
 }
 
-/// `sums = probabilities values`, row by row, [`VALUES`] of them at a time.
+/// Adds a run's values to `sums`, each times its probability, row by row, [`VALUES`] of them at a time.
 #[inline(always)]
-fn add_values<T: Element>(
-    probabilities: &[f32],
-    source: &HeadRows<'_, T>,
-    first: usize,
-    sums: &mut [f32],
-) {
-    sums.fill(0.0);
-    let mut rest = probabilities;
-    for rows in source.runs(first..first + rest.len()) {
-        let (own, others) = rest.split_at(rows.count);
-        rest = others;
-        let (whole, few) = own.as_chunks::<VALUES>();
-        for (at, p) in whole.iter().enumerate() {
-            let [a, b, c, d] = [0, 1, 2, 3].map(|i| rows.value(VALUES * at + i));
-            for ((((sum, a), b), c), d) in sums.iter_mut().zip(a).zip(b).zip(c).zip(d) {
-                let sum_of_two = p[1].mul_add(b.to_f32(), p[0].mul_add(a.to_f32(), *sum));
-                *sum = p[3].mul_add(d.to_f32(), p[2].mul_add(c.to_f32(), sum_of_two));
-            }
+fn add_values<T: Element>(probabilities: &[f32], run: &Run<'_, T>, sums: &mut [f32]) {
+    let (whole, few) = probabilities.as_chunks::<VALUES>();
+    for (at, p) in whole.iter().enumerate() {
+        let [a, b, c, d] = [0, 1, 2, 3].map(|i| run.value(VALUES * at + i));
+        for ((((sum, a), b), c), d) in sums.iter_mut().zip(a).zip(b).zip(c).zip(d) {
+            let sum_of_two = p[1].mul_add(b.to_f32(), p[0].mul_add(a.to_f32(), *sum));
+            *sum = p[3].mul_add(d.to_f32(), p[2].mul_add(c.to_f32(), sum_of_two));
         }
-        for (&p, at) in few.iter().zip(VALUES * whole.len()..) {
-            for (sum, value) in sums.iter_mut().zip(rows.value(at)) {
-                *sum = p.mul_add(value.to_f32(), *sum);
-            }
+    }
+    for (&p, at) in few.iter().zip(VALUES * whole.len()..) {
+        for (sum, value) in sums.iter_mut().zip(run.value(at)) {
+            *sum = p.mul_add(value.to_f32(), *sum);
         }
     }
 }
