@@ -1,4 +1,4 @@
-//! Fifty steps of a small pretrained model on ranks in every arrangement; `MOH_EVERY_LAYOUT=1` tries all
+//! Twenty-five steps of a small pretrained model on ranks in every arrangement; `MOH_EVERY_LAYOUT=1` tries all
 //! of them, else a few of each kind are.
 
 use std::path::{Path, PathBuf};
@@ -121,7 +121,7 @@ sources = [{{ path = "{dir}/stories" }}]
 [[stage]]
 name = "only"
 {attention}
-tokens = 38_400
+tokens = 19_200
 batch_tokens = 768
 micro_batch = 2
 learning_rate = {{ max = 1e-3, min = 1e-4, warmup_steps = 5 }}
