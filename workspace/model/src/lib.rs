@@ -62,7 +62,7 @@ mod head_counts;
 mod head_request;
 pub mod initial;
 mod inspection;
-#[cfg(debug_assertions)]
+#[cfg(all(debug_assertions, not(test)))]
 mod instances;
 mod layers;
 pub mod layout;
