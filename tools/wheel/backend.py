@@ -1,9 +1,10 @@
 """The build backend of the Python package: maturin, for the programs of several crates.
 
-maturin packages the programs of one crate, moh-convert. Those of the others are built here, and go into the
-wheel as its scripts. MATURIN_PEP517_ARGS, or pip's `--config-settings build-args=...`, has arguments that
-`cargo build` and maturin both take: `--features moh-cli/nccl` for GPUs, for example. There are wheels
-only: a source distribution of the crates would lack the files that they embed from other directories.
+maturin builds and packages the program of one crate, moh-generate, which has the fewest dependencies. Those of
+the other crates are built here, and go into the wheel as its scripts. MATURIN_PEP517_ARGS, or pip's
+`--config-settings build-args=...`, has arguments that `cargo build` and maturin both take: `--features
+moh-cli/nccl` for GPUs, for example. There are wheels only: a source distribution of the crates would lack the
+files that they embed from other directories.
 """
 
 import json
@@ -24,29 +25,29 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "target" / "wheel-data" / "scripts"
 # maturin looks for the directory even when it writes metadata only.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
-# Built together, for the features of dependencies that maturin's build has.
-CRATES = ["moh-cli", "moh-generate", "moh-serve", "moh-convert", "moh-prepare", "moh-report", "moh-bench"]
+# Built together, so that they have their dependencies in common.
+CRATES = ["moh-cli", "moh-serve", "moh-convert", "moh-prepare", "moh-report", "moh-bench"]
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     collect_programs(maturin.get_maturin_pep517_args(config_settings))
-    return maturin.build_wheel(wheel_directory, for_convert(config_settings), metadata_directory)
+    return maturin.build_wheel(wheel_directory, for_generate(config_settings), metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     collect_programs(maturin.get_maturin_pep517_args(config_settings))
-    return maturin.build_editable(wheel_directory, for_convert(config_settings), metadata_directory)
+    return maturin.build_editable(wheel_directory, for_generate(config_settings), metadata_directory)
 
 
-def for_convert(config_settings):
-    """The settings with the features of moh-cli as those of moh-convert, which does not depend on it."""
+def for_generate(config_settings):
+    """The settings with the features of moh-cli as those of moh-generate, which does not depend on it."""
     arguments = maturin.get_maturin_pep517_args(config_settings)
-    arguments = [argument.replace("moh-cli/", "moh-convert/") for argument in arguments]
+    arguments = [argument.replace("moh-cli/", "moh-generate/") for argument in arguments]
     return {**(config_settings or {}), "maturin.build-args": arguments}
 
 
 def collect_programs(build_arguments):
-    """Builds the programs of all crates, and leaves nothing in SCRIPTS but those that maturin does not package."""
+    """Builds the programs of CRATES, and leaves nothing in SCRIPTS but them."""
     if shutil.which("cargo") is None:
         sys.exit("building moh needs Rust, and cargo is not on the path: install it from https://rustup.rs")
     # maturin builds in release too unless told otherwise.
@@ -62,5 +63,5 @@ def collect_programs(build_arguments):
     SCRIPTS.mkdir(parents=True)
     for message in map(json.loads, built.stdout.splitlines()):
         program = message.get("executable")
-        if program and Path(program).stem != "moh-convert":
+        if program:
             shutil.copy2(program, SCRIPTS)
