@@ -10,7 +10,7 @@ mod profiling;
 mod workspace;
 
 // Modules have short names, also within the crate.
-use device::cpu::{disjoint, math, scratch, simd};
+use device::cpu::{compiled, disjoint, math, scratch, simd};
 #[cfg(gpu)]
 use device::cuda;
 use device::{counting, cpu, error, gpu_sizes, region};

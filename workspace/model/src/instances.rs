@@ -2,7 +2,7 @@
 //!
 //! A generic function is compiled for its types in each crate that uses it, unless a dependency has compiled it for
 //! these types (rustc's `share-generics`, on up to `opt-level` 1). Without these instances every program and every test
-//! would compile all operators again, most of its compile time.
+//! would compile all models again.
 
 use std::hint::black_box;
 

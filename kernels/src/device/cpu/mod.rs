@@ -1,5 +1,6 @@
 //! The CPU: buffers are vectors, operators run on rayon's threads.
 
+pub(crate) mod compiled;
 pub(crate) mod disjoint;
 mod huge_pages;
 pub(crate) mod math;

@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use super::remainder::{join, split};
 use super::{AdamWUpdate, Constants, Optimizer, check};
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
@@ -73,54 +74,62 @@ impl Parameters for Joined<'_> {
 
 impl Optimizer for Cpu {
     fn squared_norms<G: Element>(&self, xs: &[&[G]], out: &mut [f64]) -> Result<()> {
-        check_len("squared_norms", "out", out.len(), 1)?;
-        for x in xs {
-            let partial: Vec<f64> = x
-                .par_chunks(CHUNK)
-                .map(|chunk| vectorized!(sum_of_squares::<16, _>(chunk)))
-                .collect();
-            out[0] += partial.iter().sum::<f64>();
-        }
-        Ok(())
+        type Norms<G> = fn(&[&[G]], &mut [f64]) -> Result<()>;
+        compiled!(squared_norms::<G>(xs, out): Norms<G>)
     }
 
     fn adamw<T: Element, G: Element, S: Element>(
         &self,
         args: AdamWUpdate<'_, Self, T, G, S>,
     ) -> Result<()> {
-        let AdamWUpdate { step, gradients, weights, remainder, .. } = args;
-        let AdamWUpdate { first_moment, second_moment, .. } = args;
-        check::<T>(
-            gradients.len(),
-            weights.len(),
-            remainder.as_ref().map(|remainder| remainder.len()),
-            [first_moment.len(), second_moment.len()],
-        )?;
-        let rule = Constants::new(step);
-        let state = (
-            gradients.par_chunks(CHUNK),
-            first_moment.par_chunks_mut(CHUNK),
-            second_moment.par_chunks_mut(CHUNK),
-        );
-        match remainder {
-            None => {
-                (state.0, state.1, state.2, weights.par_chunks_mut(CHUNK))
-                    .into_par_iter()
-                    .for_each(|(g, m, v, weights)| vectorized!(update(&rule, g, m, v, weights)));
-            }
-            Some(remainder) => {
-                // `check` has ensured that these are bf16.
-                let weights = bytemuck::cast_slice_mut::<T, bf16>(weights);
-                let exact = (weights.par_chunks_mut(CHUNK), remainder.par_chunks_mut(CHUNK));
-                (state.0, state.1, state.2, exact.0, exact.1).into_par_iter().for_each(
-                    |(g, m, v, weights, remainders)| {
-                        vectorized!(update(&rule, g, m, v, Joined { weights, remainders }));
-                    },
-                );
-            }
-        }
-        Ok(())
+        type Update<T, G, S> = fn(AdamWUpdate<'_, Cpu, T, G, S>) -> Result<()>;
+        compiled!(adamw::<T, G, S>(args): Update<T, G, S>)
     }
+}
+
+fn squared_norms<G: Element>(xs: &[&[G]], out: &mut [f64]) -> Result<()> {
+    check_len("squared_norms", "out", out.len(), 1)?;
+    for x in xs {
+        let partial: Vec<f64> =
+            x.par_chunks(CHUNK).map(|chunk| vectorized!(sum_of_squares::<16, _>(chunk))).collect();
+        out[0] += partial.iter().sum::<f64>();
+    }
+    Ok(())
+}
+
+fn adamw<T: Element, G: Element, S: Element>(args: AdamWUpdate<'_, Cpu, T, G, S>) -> Result<()> {
+    let AdamWUpdate { step, gradients, weights, remainder, .. } = args;
+    let AdamWUpdate { first_moment, second_moment, .. } = args;
+    check::<T>(
+        gradients.len(),
+        weights.len(),
+        remainder.as_ref().map(|remainder| remainder.len()),
+        [first_moment.len(), second_moment.len()],
+    )?;
+    let rule = Constants::new(step);
+    let state = (
+        gradients.par_chunks(CHUNK),
+        first_moment.par_chunks_mut(CHUNK),
+        second_moment.par_chunks_mut(CHUNK),
+    );
+    match remainder {
+        None => {
+            (state.0, state.1, state.2, weights.par_chunks_mut(CHUNK))
+                .into_par_iter()
+                .for_each(|(g, m, v, weights)| vectorized!(update(&rule, g, m, v, weights)));
+        }
+        Some(remainder) => {
+            // `check` has ensured that these are bf16.
+            let weights = bytemuck::cast_slice_mut::<T, bf16>(weights);
+            let exact = (weights.par_chunks_mut(CHUNK), remainder.par_chunks_mut(CHUNK));
+            (state.0, state.1, state.2, exact.0, exact.1).into_par_iter().for_each(
+                |(g, m, v, weights, remainders)| {
+                    vectorized!(update(&rule, g, m, v, Joined { weights, remainders }));
+                },
+            );
+        }
+    }
+    Ok(())
 }
 
 #[inline(always)]

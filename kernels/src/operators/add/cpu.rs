@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::{Add, check};
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::scalar::Element;
@@ -13,11 +14,15 @@ const PART: usize = 64 * 1024;
 
 impl Add for Cpu {
     fn add<T: Element>(&self, x: &[T], y: &[T], out: &mut [T]) -> Result<()> {
-        check([x.len(), y.len(), out.len()])?;
-        let parts = out.par_chunks_mut(PART).zip(x.par_chunks(PART)).zip(y.par_chunks(PART));
-        parts.for_each(|((out, x), y)| vectorized!(add_part(x, y, out)));
-        Ok(())
+        compiled!(add::<T>(x, y, out): fn(&[T], &[T], &mut [T]) -> Result<()>)
     }
+}
+
+fn add<T: Element>(x: &[T], y: &[T], out: &mut [T]) -> Result<()> {
+    check([x.len(), y.len(), out.len()])?;
+    let parts = out.par_chunks_mut(PART).zip(x.par_chunks(PART)).zip(y.par_chunks(PART));
+    parts.for_each(|((out, x), y)| vectorized!(add_part(x, y, out)));
+    Ok(())
 }
 
 #[inline(always)]

@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::Convert;
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
@@ -13,11 +14,15 @@ const PART: usize = 64 * 1024;
 
 impl Convert for Cpu {
     fn convert<X: Element, Y: Element>(&self, x: &[X], y: &mut [Y]) -> Result<()> {
-        check_len("convert", "y", y.len(), x.len())?;
-        let parts = y.par_chunks_mut(PART).zip(x.par_chunks(PART));
-        parts.for_each(|(y, x)| vectorized!(convert_part(x, y)));
-        Ok(())
+        compiled!(convert::<X, Y>(x, y): fn(&[X], &mut [Y]) -> Result<()>)
     }
+}
+
+fn convert<X: Element, Y: Element>(x: &[X], y: &mut [Y]) -> Result<()> {
+    check_len("convert", "y", y.len(), x.len())?;
+    let parts = y.par_chunks_mut(PART).zip(x.par_chunks(PART));
+    parts.for_each(|(y, x)| vectorized!(convert_part(x, y)));
+    Ok(())
 }
 
 #[inline(always)]

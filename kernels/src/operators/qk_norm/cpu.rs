@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::{Lens, QkNorm, QkNormBackward, QkNormForward, check};
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
@@ -17,66 +18,76 @@ const ROWS: usize = 32;
 
 impl QkNorm for Cpu {
     fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()> {
-        const OPERATOR: &str = "qk_norm_forward";
-        let QkNormForward { shape, eps, qkv, weight, normed } = args;
-        check(OPERATOR, shape, &Lens { qkv: qkv.len(), weight: weight.len() })?;
-        check_len(OPERATOR, "normed", normed.len(), qkv.len())?;
-        let (row, dim) = (shape.row(), shape.head_dim);
-        let parts = qkv.par_chunks(ROWS * row).zip(normed.par_chunks_mut(ROWS * row));
-        parts.for_each(|(qkv, normed)| {
-            vectorized!({
-                for (row, normed) in qkv.chunks_exact(row).zip(normed.chunks_exact_mut(row)) {
-                    let heads = row.chunks_exact(dim).zip(normed.chunks_exact_mut(dim));
-                    for (head, (x, y)) in heads.enumerate() {
-                        match weight_of(shape, head) {
-                            Some(of) => {
-                                normalize_row(eps, x, &weight[of * dim..][..dim], y);
-                            }
-                            None => y.copy_from_slice(x),
-                        }
-                    }
-                }
-            });
-        });
-        Ok(())
+        type Forward<T> = fn(QkNormForward<'_, Cpu, T>) -> Result<()>;
+        compiled!(forward::<T>(args): Forward<T>)
     }
 
     fn qk_norm_backward<T: Element, G: Element>(
         &self,
         args: QkNormBackward<'_, Self, T, G>,
     ) -> Result<()> {
-        const OPERATOR: &str = "qk_norm_backward";
-        let QkNormBackward { shape, eps, qkv, weight, d_qkv, d_weight } = args;
-        check(OPERATOR, shape, &Lens { qkv: qkv.len(), weight: weight.len() })?;
-        check_len(OPERATOR, "d_qkv", d_qkv.len(), qkv.len())?;
-        check_len(OPERATOR, "d_weight", d_weight.len(), weight.len())?;
-        let (row, dim) = (shape.row(), shape.head_dim);
-        let normed = (shape.heads + shape.kv_heads) * dim;
-        let parts = shape.tokens().div_ceil(ROWS);
-        with_scratch([parts * 2 * dim], |[partial]| {
-            let parts = (
-                qkv.par_chunks(ROWS * row),
-                d_qkv.par_chunks_mut(ROWS * row),
-                partial.par_chunks_mut(2 * dim),
-            );
-            parts.into_par_iter().for_each(|(qkv, d_qkv, d_weight)| {
-                d_weight.fill(0.0);
-                vectorized!({
-                    for (row, d_row) in qkv.chunks_exact(row).zip(d_qkv.chunks_exact_mut(row)) {
-                        let heads = row[..normed].chunks_exact(dim);
-                        let d_heads = d_row[..normed].chunks_exact_mut(dim);
-                        for (head, (x, d)) in heads.zip(d_heads).enumerate() {
-                            let of = usize::from(head >= shape.heads) * dim;
-                            let weight = &weight[of..of + dim];
-                            head_backward(eps, x, weight, d, &mut d_weight[of..of + dim]);
-                        }
-                    }
-                });
-            });
-            add_partial_sums(partial, d_weight);
-        });
-        Ok(())
+        type Backward<T, G> = fn(QkNormBackward<'_, Cpu, T, G>) -> Result<()>;
+        compiled!(backward::<T, G>(args): Backward<T, G>)
     }
+}
+
+fn forward<T: Element>(args: QkNormForward<'_, Cpu, T>) -> Result<()> {
+    const OPERATOR: &str = "qk_norm_forward";
+    let QkNormForward { shape, eps, qkv, weight, normed } = args;
+    check(OPERATOR, shape, &Lens { qkv: qkv.len(), weight: weight.len() })?;
+    check_len(OPERATOR, "normed", normed.len(), qkv.len())?;
+    let (row, dim) = (shape.row(), shape.head_dim);
+    let parts = qkv.par_chunks(ROWS * row).zip(normed.par_chunks_mut(ROWS * row));
+    parts.for_each(|(qkv, normed)| {
+        vectorized!({
+            for (row, normed) in qkv.chunks_exact(row).zip(normed.chunks_exact_mut(row)) {
+                let heads = row.chunks_exact(dim).zip(normed.chunks_exact_mut(dim));
+                for (head, (x, y)) in heads.enumerate() {
+                    match weight_of(shape, head) {
+                        Some(of) => {
+                            normalize_row(eps, x, &weight[of * dim..][..dim], y);
+                        }
+                        None => y.copy_from_slice(x),
+                    }
+                }
+            }
+        });
+    });
+    Ok(())
+}
+
+fn backward<T: Element, G: Element>(args: QkNormBackward<'_, Cpu, T, G>) -> Result<()> {
+    const OPERATOR: &str = "qk_norm_backward";
+    let QkNormBackward { shape, eps, qkv, weight, d_qkv, d_weight } = args;
+    check(OPERATOR, shape, &Lens { qkv: qkv.len(), weight: weight.len() })?;
+    check_len(OPERATOR, "d_qkv", d_qkv.len(), qkv.len())?;
+    check_len(OPERATOR, "d_weight", d_weight.len(), weight.len())?;
+    let (row, dim) = (shape.row(), shape.head_dim);
+    let normed = (shape.heads + shape.kv_heads) * dim;
+    let parts = shape.tokens().div_ceil(ROWS);
+    with_scratch([parts * 2 * dim], |[partial]| {
+        let parts = (
+            qkv.par_chunks(ROWS * row),
+            d_qkv.par_chunks_mut(ROWS * row),
+            partial.par_chunks_mut(2 * dim),
+        );
+        parts.into_par_iter().for_each(|(qkv, d_qkv, d_weight)| {
+            d_weight.fill(0.0);
+            vectorized!({
+                for (row, d_row) in qkv.chunks_exact(row).zip(d_qkv.chunks_exact_mut(row)) {
+                    let heads = row[..normed].chunks_exact(dim);
+                    let d_heads = d_row[..normed].chunks_exact_mut(dim);
+                    for (head, (x, d)) in heads.zip(d_heads).enumerate() {
+                        let of = usize::from(head >= shape.heads) * dim;
+                        let weight = &weight[of..of + dim];
+                        head_backward(eps, x, weight, d, &mut d_weight[of..of + dim]);
+                    }
+                }
+            });
+        });
+        add_partial_sums(partial, d_weight);
+    });
+    Ok(())
 }
 
 /// Maximum scratch of a thread in the backward pass over `tokens` tokens with heads of `head_dim`.

@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::{RelativeError, RelativeErrorArgs, check};
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::math::{sum_of_squares, total};
@@ -16,18 +17,22 @@ const BLOCK: usize = 16;
 
 impl RelativeError for Cpu {
     fn relative_error<T: Element>(&self, args: RelativeErrorArgs<'_, Self, T>) -> Result<()> {
-        let RelativeErrorArgs { width, scale, y, target, d_y, sum } = args;
-        check(width, [y.len(), target.len(), d_y.len(), sum.len()])?;
-        let part = ROWS * width;
-        // Each task's errors, added in order: the same bits on any number of threads.
-        let errors: Vec<f64> =
-            (y.par_chunks(part), target.par_chunks(part), d_y.par_chunks_mut(part))
-                .into_par_iter()
-                .map(|(y, target, d_y)| vectorized!(rows(width, scale, y, target, d_y)))
-                .collect();
-        sum[0] += errors.iter().sum::<f64>();
-        Ok(())
+        type Args<T> = fn(RelativeErrorArgs<'_, Cpu, T>) -> Result<()>;
+        compiled!(relative_error::<T>(args): Args<T>)
     }
+}
+
+fn relative_error<T: Element>(args: RelativeErrorArgs<'_, Cpu, T>) -> Result<()> {
+    let RelativeErrorArgs { width, scale, y, target, d_y, sum } = args;
+    check(width, [y.len(), target.len(), d_y.len(), sum.len()])?;
+    let part = ROWS * width;
+    // Each task's errors, added in order: the same bits on any number of threads.
+    let errors: Vec<f64> = (y.par_chunks(part), target.par_chunks(part), d_y.par_chunks_mut(part))
+        .into_par_iter()
+        .map(|(y, target, d_y)| vectorized!(rows(width, scale, y, target, d_y)))
+        .collect();
+    sum[0] += errors.iter().sum::<f64>();
+    Ok(())
 }
 
 #[inline(always)]

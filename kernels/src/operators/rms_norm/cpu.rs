@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::{RmsNorm, RmsNormBackward, RmsNormForward, check};
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::{sum_of_squares, total};
@@ -27,50 +28,60 @@ fn partial_len(tokens: usize, width: usize) -> usize {
 
 impl RmsNorm for Cpu {
     fn rms_norm_forward<T: Element>(&self, args: RmsNormForward<'_, Self, T>) -> Result<()> {
-        let RmsNormForward { eps, x, weight, y, inv_rms } = args;
-        let width = check("rms_norm_forward", x.len(), weight.len(), inv_rms.len())?;
-        check_len("rms_norm_forward", "y", y.len(), x.len())?;
-        (x.par_chunks(ROWS * width), y.par_chunks_mut(ROWS * width), inv_rms.par_chunks_mut(ROWS))
-            .into_par_iter()
-            .for_each(|(x, y, inv_rms)| vectorized!(forward_rows(eps, x, weight, y, inv_rms)));
-        Ok(())
+        type Forward<T> = fn(RmsNormForward<'_, Cpu, T>) -> Result<()>;
+        compiled!(forward::<T>(args): Forward<T>)
     }
 
     fn rms_norm_backward<T: Element, G: Element>(
         &self,
         args: RmsNormBackward<'_, Self, T, G>,
     ) -> Result<()> {
-        let RmsNormBackward { x, weight, inv_rms, d_y, d_x, d_weight } = args;
-        let width = check("rms_norm_backward", x.len(), weight.len(), inv_rms.len())?;
-        check_len("rms_norm_backward", "d_y", d_y.len(), x.len())?;
-        check_len("rms_norm_backward", "d_x", d_x.len(), x.len())?;
-        check_len("rms_norm_backward", "d_weight", d_weight.len(), width)?;
-        with_scratch([partial_len(inv_rms.len(), width)], |[partial]| {
-            (
-                x.par_chunks(ROWS * width),
-                d_y.par_chunks(ROWS * width),
-                d_x.par_chunks_mut(ROWS * width),
-                inv_rms.par_chunks(ROWS),
-                partial.par_chunks_mut(width),
-            )
-                .into_par_iter()
-                .for_each(|(x, d_y, d_x, inv_rms, d_weight)| {
-                    d_weight.fill(0.0);
-                    let rows = x
-                        .chunks_exact(width)
-                        .zip(d_y.chunks_exact(width))
-                        .zip(d_x.chunks_exact_mut(width))
-                        .zip(inv_rms);
-                    vectorized!({
-                        for (((x, d_y), d_x), &inv_rms) in rows {
-                            row_backward(x, weight, inv_rms, d_y, d_x, d_weight);
-                        }
-                    });
-                });
-            add_partial_sums(partial, d_weight);
-        });
-        Ok(())
+        type Backward<T, G> = fn(RmsNormBackward<'_, Cpu, T, G>) -> Result<()>;
+        compiled!(backward::<T, G>(args): Backward<T, G>)
     }
+}
+
+fn forward<T: Element>(args: RmsNormForward<'_, Cpu, T>) -> Result<()> {
+    let RmsNormForward { eps, x, weight, y, inv_rms } = args;
+    let width = check("rms_norm_forward", x.len(), weight.len(), inv_rms.len())?;
+    check_len("rms_norm_forward", "y", y.len(), x.len())?;
+    (x.par_chunks(ROWS * width), y.par_chunks_mut(ROWS * width), inv_rms.par_chunks_mut(ROWS))
+        .into_par_iter()
+        .for_each(|(x, y, inv_rms)| vectorized!(forward_rows(eps, x, weight, y, inv_rms)));
+    Ok(())
+}
+
+fn backward<T: Element, G: Element>(args: RmsNormBackward<'_, Cpu, T, G>) -> Result<()> {
+    let RmsNormBackward { x, weight, inv_rms, d_y, d_x, d_weight } = args;
+    let width = check("rms_norm_backward", x.len(), weight.len(), inv_rms.len())?;
+    check_len("rms_norm_backward", "d_y", d_y.len(), x.len())?;
+    check_len("rms_norm_backward", "d_x", d_x.len(), x.len())?;
+    check_len("rms_norm_backward", "d_weight", d_weight.len(), width)?;
+    with_scratch([partial_len(inv_rms.len(), width)], |[partial]| {
+        (
+            x.par_chunks(ROWS * width),
+            d_y.par_chunks(ROWS * width),
+            d_x.par_chunks_mut(ROWS * width),
+            inv_rms.par_chunks(ROWS),
+            partial.par_chunks_mut(width),
+        )
+            .into_par_iter()
+            .for_each(|(x, d_y, d_x, inv_rms, d_weight)| {
+                d_weight.fill(0.0);
+                let rows = x
+                    .chunks_exact(width)
+                    .zip(d_y.chunks_exact(width))
+                    .zip(d_x.chunks_exact_mut(width))
+                    .zip(inv_rms);
+                vectorized!({
+                    for (((x, d_y), d_x), &inv_rms) in rows {
+                        row_backward(x, weight, inv_rms, d_y, d_x, d_weight);
+                    }
+                });
+            });
+        add_partial_sums(partial, d_weight);
+    });
+    Ok(())
 }
 
 #[inline(always)]

@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::{Lens, Rope, RopeArgs, RopeTable, check};
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::scalar::Element;
@@ -13,12 +14,21 @@ const ROWS: usize = 32;
 
 impl Rope for Cpu {
     fn rope_forward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()> {
-        rotate("rope_forward", args, Direction::Forward)
+        rotate_in("rope_forward", args, Direction::Forward)
     }
 
     fn rope_backward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()> {
-        rotate("rope_backward", args, Direction::Inverse)
+        rotate_in("rope_backward", args, Direction::Inverse)
     }
+}
+
+fn rotate_in<T: Element>(
+    operator: &'static str,
+    args: RopeArgs<'_, Cpu, T>,
+    direction: Direction,
+) -> Result<()> {
+    type Rotate<T> = fn(&'static str, RopeArgs<'_, Cpu, T>, Direction) -> Result<()>;
+    compiled!(rotate::<T>(operator, args, direction): Rotate<T>)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -11,17 +11,23 @@ use rayon::prelude::*;
 use super::{
     LogProbabilities, RowChoice, RowRequest, RowSampling, RowToken, Sample, SampleArgs, check,
 };
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::scalar::Element;
 
 impl Sample for Cpu {
     fn sample<T: Element>(&self, args: SampleArgs<'_, Self, T>) -> Result<Vec<Option<RowChoice>>> {
-        let SampleArgs { vocabulary, known, logits, rows } = args;
-        check(vocabulary, known, logits.len(), rows)?;
-        let logits = logits.par_chunks_exact(vocabulary);
-        Ok(logits.zip(rows).map(|(logits, row)| choose(logits, known, row)).collect())
+        type Choices = Result<Vec<Option<RowChoice>>>;
+        compiled!(choose_all::<T>(args): fn(SampleArgs<'_, Cpu, T>) -> Choices)
     }
+}
+
+fn choose_all<T: Element>(args: SampleArgs<'_, Cpu, T>) -> Result<Vec<Option<RowChoice>>> {
+    let SampleArgs { vocabulary, known, logits, rows } = args;
+    check(vocabulary, known, logits.len(), rows)?;
+    let logits = logits.par_chunks_exact(vocabulary);
+    Ok(logits.zip(rows).map(|(logits, row)| choose(logits, known, row)).collect())
 }
 
 fn choose<T: Element>(logits: &[T], known: usize, row: &RowRequest) -> Option<RowChoice> {

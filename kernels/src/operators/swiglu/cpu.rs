@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::{Swiglu, check};
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::math::sigmoid;
@@ -16,11 +17,7 @@ const BLOCK: usize = 16;
 
 impl Swiglu for Cpu {
     fn swiglu_forward<T: Element>(&self, width: usize, gate_up: &[T], out: &mut [T]) -> Result<()> {
-        check("swiglu_forward", width, gate_up.len(), out.len())?;
-        (gate_up.par_chunks(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
-            .into_par_iter()
-            .for_each(|(gate_up, out)| vectorized!(forward_rows(width, gate_up, out)));
-        Ok(())
+        compiled!(forward::<T>(width, gate_up, out): fn(usize, &[T], &mut [T]) -> Result<()>)
     }
 
     fn swiglu_backward<T: Element>(
@@ -29,12 +26,24 @@ impl Swiglu for Cpu {
         gate_up: &mut [T],
         out: &mut [T],
     ) -> Result<()> {
-        check("swiglu_backward", width, gate_up.len(), out.len())?;
-        (gate_up.par_chunks_mut(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
-            .into_par_iter()
-            .for_each(|(gate_up, out)| vectorized!(backward_rows(width, gate_up, out)));
-        Ok(())
+        compiled!(backward::<T>(width, gate_up, out): fn(usize, &mut [T], &mut [T]) -> Result<()>)
     }
+}
+
+fn forward<T: Element>(width: usize, gate_up: &[T], out: &mut [T]) -> Result<()> {
+    check("swiglu_forward", width, gate_up.len(), out.len())?;
+    (gate_up.par_chunks(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
+        .into_par_iter()
+        .for_each(|(gate_up, out)| vectorized!(forward_rows(width, gate_up, out)));
+    Ok(())
+}
+
+fn backward<T: Element>(width: usize, gate_up: &mut [T], out: &mut [T]) -> Result<()> {
+    check("swiglu_backward", width, gate_up.len(), out.len())?;
+    (gate_up.par_chunks_mut(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
+        .into_par_iter()
+        .for_each(|(gate_up, out)| vectorized!(backward_rows(width, gate_up, out)));
+    Ok(())
 }
 
 #[inline(always)]

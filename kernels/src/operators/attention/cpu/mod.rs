@@ -35,6 +35,7 @@ use super::{
     Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape,
     SequenceAttention,
 };
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::scalar::Element;
@@ -46,26 +47,27 @@ use lanes::MAX_ROWS;
 #[cfg(target_arch = "x86_64")]
 use pair::Pair;
 use rows::Row;
+use sequences::forward as forward_sequences;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use tile_pair::TilePair;
 
 impl Attention for Cpu {
-    fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()> {
-        self::forward(Arch::new(), forward)
+    fn attention_forward<T: Element>(&self, args: AttentionForward<'_, Self, T>) -> Result<()> {
+        type Forward<T> = fn(Arch, AttentionForward<'_, Cpu, T>) -> Result<()>;
+        compiled!(forward::<T>(Arch::new(), args): Forward<T>)
     }
 
     fn attention_of_sequences<T: Element>(
         &self,
         args: SequenceAttention<'_, Self, T>,
     ) -> Result<()> {
-        sequences::forward(Arch::new(), args)
+        type Forward<T> = fn(Arch, SequenceAttention<'_, Cpu, T>) -> Result<()>;
+        compiled!(forward_sequences::<T>(Arch::new(), args): Forward<T>)
     }
 
-    fn attention_backward<T: Element>(
-        &self,
-        backward: AttentionBackward<'_, Self, T>,
-    ) -> Result<()> {
-        self::backward(Arch::new(), backward)
+    fn attention_backward<T: Element>(&self, args: AttentionBackward<'_, Self, T>) -> Result<()> {
+        type Backward<T> = fn(Arch, AttentionBackward<'_, Cpu, T>) -> Result<()>;
+        compiled!(backward::<T>(Arch::new(), args): Backward<T>)
     }
 }
 

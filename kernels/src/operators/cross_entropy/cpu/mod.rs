@@ -12,6 +12,7 @@ use std::ops::Range;
 
 use super::teacher::{self, HeadTeacher};
 use super::{CrossEntropy, CrossEntropyArgs, HeadShape, IGNORED, Lens, check, check_ranks};
+use crate::compiled::compiled;
 use crate::convert::Convert as _;
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
@@ -71,78 +72,82 @@ impl CrossEntropy for Cpu {
         &self,
         args: CrossEntropyArgs<'_, Self, T, G>,
     ) -> Result<()> {
-        let CrossEntropyArgs { shape, x, weight, targets, scratch, loss, .. } = args;
-        let CrossEntropyArgs { teacher, mut gradients, mut ranks, .. } = args;
-        let found = Lens {
-            x: x.len(),
-            weight: weight.len(),
-            targets: targets.len(),
-            scratch: (scratch.len(), self::scratch(&shape)),
-            loss: loss.len(),
-            teacher: teacher.as_ref().map(|teacher| teacher::Found {
-                width: teacher.width,
-                x: teacher.x.len(),
-                weight: teacher.weight.len(),
-                rows: teacher.rows,
-                temperature: teacher.temperature,
-            }),
-            gradients: gradients.as_ref().map(|g| [g.d_x.len(), g.d_weight.len()]),
-            sums: ranks.as_ref().map(|ranks| (ranks.sums.len(), self::sums(&shape, ranks.ranks))),
-        };
-        check(&shape, &found)?;
-        check_ranks(&shape, ranks.as_ref())?;
-        let HeadShape { width, vocab_size, .. } = shape;
-        let vocabulary = ranks.as_ref().map_or(VocabularyRows::all(vocab_size), |ranks| ranks.rows);
-        check_targets(targets, vocabulary.vocab_size)?;
-        if let (0, Some(gradients)) = (targets.len(), &mut gradients)
-            && gradients.accumulation == Accumulation::Overwrite
-        {
-            gradients.d_weight.fill(G::zeroed());
-        }
-        let [logits_len, teacher_len, d_x_len, _] = lengths(&shape);
-        let (logits, rest) = scratch.split_at_mut(logits_len);
-        let (teacher_logits, rest) = rest.split_at_mut(teacher_len);
-        let (d_x, statistics) = rest.split_at_mut(d_x_len);
-        let rows = chunk_rows(&shape);
-        for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
-            let keeps = gradients.is_some();
-            let mut chunk = Chunk { width, x, weight, logits, keeps };
-            let scale = gradients.as_ref().map(|gradients| gradients.scale);
-            let mut backward = |chunk: &mut Chunk<'_, T>, differentiate: Differentiate<'_>| {
-                let Some(gradients) = &mut gradients else { return Ok(()) };
-                let accumulation =
-                    std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
-                let to = &mut gradients.d_x[part * rows * width..][..targets.len() * width];
-                chunk.backward(differentiate, to, d_x, (&mut *gradients.d_weight, accumulation))
-            };
-            if let Some(teacher) = &teacher {
-                let mut distillation = Distillation::new(statistics, targets, vocabulary, teacher);
-                let mut other = teacher_chunk(teacher, &distillation, part * rows, teacher_logits);
-                other.keeps = keeps;
-                chunk.compare(&mut other, &mut distillation);
-                let found = match &mut ranks {
-                    None => distillation.losses(scale),
-                    Some(ranks) => distillation.losses_over(ranks, scale)?,
-                };
-                loss[0] += found.cross_entropy;
-                loss[1] += found.distillation;
-                backward(&mut chunk, &mut |logits, _, block| {
-                    distillation.differentiate(logits, other.logits_of(block), block);
-                })?;
-                continue;
-            }
-            let mut softmax = Softmax::new(statistics, targets, vocabulary);
-            chunk.exponentiate(&mut softmax);
-            loss[0] += match &mut ranks {
-                None => softmax.losses(scale),
-                Some(ranks) => vocab_parallel::losses(&mut softmax, scale, ranks)?,
-            };
-            backward(&mut chunk, &mut |logits, number, block| {
-                softmax.differentiate(logits, number, block, scale.unwrap_or_default());
-            })?;
-        }
-        Ok(())
+        type Args<T, G> = fn(CrossEntropyArgs<'_, Cpu, T, G>) -> Result<()>;
+        compiled!(cross_entropy::<T, G>(args): Args<T, G>)
     }
+}
+
+fn cross_entropy<T: Element, G: Element>(args: CrossEntropyArgs<'_, Cpu, T, G>) -> Result<()> {
+    let CrossEntropyArgs { shape, x, weight, targets, scratch, loss, .. } = args;
+    let CrossEntropyArgs { teacher, mut gradients, mut ranks, .. } = args;
+    let found = Lens {
+        x: x.len(),
+        weight: weight.len(),
+        targets: targets.len(),
+        scratch: (scratch.len(), self::scratch(&shape)),
+        loss: loss.len(),
+        teacher: teacher.as_ref().map(|teacher| teacher::Found {
+            width: teacher.width,
+            x: teacher.x.len(),
+            weight: teacher.weight.len(),
+            rows: teacher.rows,
+            temperature: teacher.temperature,
+        }),
+        gradients: gradients.as_ref().map(|g| [g.d_x.len(), g.d_weight.len()]),
+        sums: ranks.as_ref().map(|ranks| (ranks.sums.len(), self::sums(&shape, ranks.ranks))),
+    };
+    check(&shape, &found)?;
+    check_ranks(&shape, ranks.as_ref())?;
+    let HeadShape { width, vocab_size, .. } = shape;
+    let vocabulary = ranks.as_ref().map_or(VocabularyRows::all(vocab_size), |ranks| ranks.rows);
+    check_targets(targets, vocabulary.vocab_size)?;
+    if let (0, Some(gradients)) = (targets.len(), &mut gradients)
+        && gradients.accumulation == Accumulation::Overwrite
+    {
+        gradients.d_weight.fill(G::zeroed());
+    }
+    let [logits_len, teacher_len, d_x_len, _] = lengths(&shape);
+    let (logits, rest) = scratch.split_at_mut(logits_len);
+    let (teacher_logits, rest) = rest.split_at_mut(teacher_len);
+    let (d_x, statistics) = rest.split_at_mut(d_x_len);
+    let rows = chunk_rows(&shape);
+    for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
+        let keeps = gradients.is_some();
+        let mut chunk = Chunk { width, x, weight, logits, keeps };
+        let scale = gradients.as_ref().map(|gradients| gradients.scale);
+        let mut backward = |chunk: &mut Chunk<'_, T>, differentiate: Differentiate<'_>| {
+            let Some(gradients) = &mut gradients else { return Ok(()) };
+            let accumulation = std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
+            let to = &mut gradients.d_x[part * rows * width..][..targets.len() * width];
+            chunk.backward(differentiate, to, d_x, (&mut *gradients.d_weight, accumulation))
+        };
+        if let Some(teacher) = &teacher {
+            let mut distillation = Distillation::new(statistics, targets, vocabulary, teacher);
+            let mut other = teacher_chunk(teacher, &distillation, part * rows, teacher_logits);
+            other.keeps = keeps;
+            chunk.compare(&mut other, &mut distillation);
+            let found = match &mut ranks {
+                None => distillation.losses(scale),
+                Some(ranks) => distillation.losses_over(ranks, scale)?,
+            };
+            loss[0] += found.cross_entropy;
+            loss[1] += found.distillation;
+            backward(&mut chunk, &mut |logits, _, block| {
+                distillation.differentiate(logits, other.logits_of(block), block);
+            })?;
+            continue;
+        }
+        let mut softmax = Softmax::new(statistics, targets, vocabulary);
+        chunk.exponentiate(&mut softmax);
+        loss[0] += match &mut ranks {
+            None => softmax.losses(scale),
+            Some(ranks) => vocab_parallel::losses(&mut softmax, scale, ranks)?,
+        };
+        backward(&mut chunk, &mut |logits, number, block| {
+            softmax.differentiate(logits, number, block, scale.unwrap_or_default());
+        })?;
+    }
+    Ok(())
 }
 
 /// Replaces what a forward pass keeps of a block's logits, given its number and rows, by their gradients.

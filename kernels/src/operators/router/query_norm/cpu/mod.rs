@@ -11,6 +11,7 @@ use super::{
     BackwardLens, QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward,
     QueryNormRopeForward, QueryNormRouter, begin, check_backward,
 };
+use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
@@ -37,7 +38,7 @@ impl QueryNorm for Cpu {
         if columns == 0 {
             return Ok(());
         }
-        measure(shape, qkv, routing);
+        compiled!(measure::<T>(shape, qkv, routing): fn(&QkvShape, &[T], &mut Routing<Cpu>));
         if let Some(all_reduce) = all_reduce {
             all_reduce(&mut routing.saved[..tokens * columns])?;
         }
@@ -62,7 +63,7 @@ impl QueryNorm for Cpu {
         router: QueryNormRouter,
         args: QueryNormBackward<'_, Self, T>,
     ) -> Result<()> {
-        backward(router, args.shape, args.qkv, args.d_qkv, args.gradient)
+        add_gradient(router, args.shape, args.qkv, args.d_qkv, args.gradient)
     }
 
     fn query_norm_rope_backward<T: Element>(
@@ -72,7 +73,7 @@ impl QueryNorm for Cpu {
     ) -> Result<()> {
         let QueryNormRopeBackward { qkv, gradient, rope } = args;
         // A rotation preserves norms, so the router's gradient may be added in rotated coordinates.
-        backward(router, rope.shape, qkv, &mut *rope.qkv, gradient)?;
+        add_gradient(router, rope.shape, qkv, &mut *rope.qkv, gradient)?;
         self.rope_backward(rope)
     }
 }
@@ -134,6 +135,18 @@ fn choose(routing: &mut Routing<Cpu>, scores: &Scores) {
 }
 
 /// Adds the router's gradient to the gradient of the queries.
+fn add_gradient<T: Element>(
+    router: QueryNormRouter,
+    shape: &QkvShape,
+    qkv: &[T],
+    d_qkv: &mut [T],
+    gradient: RouterGradient<'_, Cpu>,
+) -> Result<()> {
+    type Backward<T> =
+        fn(QueryNormRouter, &QkvShape, &[T], &mut [T], RouterGradient<'_, Cpu>) -> Result<()>;
+    compiled!(backward::<T>(router, shape, qkv, d_qkv, gradient): Backward<T>)
+}
+
 fn backward<T: Element>(
     router: QueryNormRouter,
     shape: &QkvShape,
