@@ -3,9 +3,11 @@
 //!
 //! The CPU's shapes are those of a small Llama ([`Sizes::SMALL`]); attention is also measured with
 //! eight sequences of 256 tokens and heads of 8, and with one of 512 tokens and 32 query and 8
-//! key/value heads of 128. A GPU's shapes are those of LLaMA-3-8B ([`Sizes::LLAMA_8B`]).
+//! key/value heads of 128. A GPU's shapes are those of LLaMA-3-8B ([`Sizes::LLAMA_8B`]). Attention in
+//! generation has contexts of 16,384 tokens.
 
 mod attention;
+mod generation;
 mod instructions;
 mod logits;
 mod rows;
@@ -115,6 +117,7 @@ impl<B: Backend> Case<B> {
 pub fn all<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let mut cases = rows::cases::<B, T>(sizes);
     cases.extend(attention::cases::<B, T>(sizes));
+    cases.extend(generation::cases::<B, T>(sizes));
     cases.extend(logits::cases::<B, T>(sizes));
     cases
 }
