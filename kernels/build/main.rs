@@ -21,18 +21,13 @@ const HOPPER: &str = "90a";
 fn main() {
     println!("cargo::rustc-check-cfg=cfg(gpu)");
     println!("cargo::rustc-check-cfg=cfg(hopper)");
-    println!("cargo::rerun-if-changed=src");
     println!("cargo::rerun-if-changed=build");
-    for variable in
-        ["CUDA_HOME", "CUDA_PATH", "MOH_CUDA_ARCHITECTURES", "MOH_CUDA_RESOURCES", "CXX", "PATH"]
-    {
-        println!("cargo::rerun-if-env-changed={variable}");
-    }
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let has = |feature: &str| std::env::var_os(format!("CARGO_FEATURE_{feature}")).is_some();
     let (gpu, emulator) = (has("CUDA"), has("CUDA_EMULATOR"));
     if gpu || emulator {
         println!("cargo::rustc-cfg=gpu");
+        rerun_with_the_compilers();
         declare_parameters(&out.join("parameters.rs"));
     }
     if gpu {
@@ -40,6 +35,17 @@ fn main() {
     }
     if emulator {
         compile_for_the_cpu(&out);
+    }
+}
+
+/// Makes Cargo compile the kernels again when their sources change, or the compilers. Without kernels nothing
+/// depends on these: another `PATH`, as pip sets it, would compile the workspace again.
+fn rerun_with_the_compilers() {
+    println!("cargo::rerun-if-changed=src");
+    for variable in
+        ["CUDA_HOME", "CUDA_PATH", "MOH_CUDA_ARCHITECTURES", "MOH_CUDA_RESOURCES", "CXX", "PATH"]
+    {
+        println!("cargo::rerun-if-env-changed={variable}");
     }
 }
 
