@@ -7,7 +7,8 @@ PYTHON are environments with llama.cpp and with vLLM's build for CPUs (tools/cli
 is left out. This script's own needs transformers, torch and sentencepiece. The models are dense, with random weights, in the
 shapes of tools/peer, and every server has the same weights and number of threads. Prompts are computed before, and their
 keys and values cached; then as many clients as sequences ask for `--tokens` tokens each at once. The time of the same
-requests for one token is subtracted. Servers take turns, in `--rounds`. transformers computes passes of a token of each
+requests for one token is subtracted. Servers take turns, in `--rounds`, and each is started once a round for all contexts and
+numbers of sequences. transformers computes passes of a token of each
 sequence after a cache of random keys and values, without a server.
 """
 
@@ -80,19 +81,26 @@ def speed(address, prompts, tokens):
     return len(prompts) * tokens / (generate(address, prompts, tokens + 1) - base)
 
 
-def measure(options, engines, shape, dtype, context, batch, model, folder):
-    """Tokens per second of every engine, in turns."""
-    generator = random.Random(0)
-    prompts = [[generator.randrange(shape.vocabulary) for _ in range(context)] for _ in range(batch)]
-    length = context + 8 * options.tokens
-    found = {engine.name: [] for engine in engines}
+def measure(options, engines, shape, dtype, model, folder):
+    """Tokens per second of every engine by context and number of sequences, in turns."""
+    loads = [(context, batch) for context in options.contexts for batch in options.batches]
+    found = {load: {engine.name: [] for engine in engines} for load in loads}
+    length = max(options.contexts) + 8 * options.tokens
     for _ in range(options.rounds):
         for engine in engines:
-            with engine.serve(folder, dtype, length, batch, options.threads) as address:
-                generate(address, prompts, 1)
-                found[engine.name] += [speed(address, prompts, options.tokens) for _ in range(options.repeats)]
+            with engine.serve(folder, dtype, length, max(options.batches), options.threads) as address:
+                for context, batch in loads:
+                    generator = random.Random(context)
+                    prompts = [[generator.randrange(shape.vocabulary) for _ in range(context)] for _ in range(batch)]
+                    generate(address, prompts, 1)
+                    speeds = [speed(address, prompts, options.tokens) for _ in range(options.repeats)]
+                    found[context, batch][engine.name] += speeds
+                    median = statistics.median(speeds)
+                    print(f"{engine.name}, {shape.name}, {dtype}: {batch} after {context}: {median:.1f} tokens/s", flush=True)
     if options.transformers:
-        found["transformers"] = [batch / statistics.median(passes(model, batch, context, options.tokens))]
+        for context, batch in loads:
+            times = passes(model, batch, context, options.tokens)
+            found[context, batch]["transformers"] = [batch / statistics.median(times)]
     return found
 
 
@@ -148,12 +156,10 @@ def main():
                 for engine in engines:
                     if isinstance(engine, LlamaCpp):
                         engine.convert(folder, dtype)
-                for context in options.contexts:
-                    for batch in options.batches:
-                        found = measure(options, engines, shape, dtype, context, batch, model, folder)
-                        new = list(rows_of(found, shape, dtype, context, batch))
-                        rows += new
-                        print(table(new), flush=True)
+                found = measure(options, engines, shape, dtype, model, folder)
+                new = [row for load, speeds in found.items() for row in rows_of(speeds, shape, dtype, *load)]
+                rows += new
+                print(table(new), flush=True)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps([row.json() for row in rows], indent=1))
     print(table(rows))

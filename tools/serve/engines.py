@@ -81,6 +81,8 @@ class Vllm(Engine):
             self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "model",
             "--dtype", name, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(context),
             "--max-num-seqs", str(sequences), "--enable-prefix-caching",
+            # The share of the memory that it wants to be free, on CPUs too.
+            "--gpu-memory-utilization", "0.5",
         ], f"http://127.0.0.1:{port}/"
 
 

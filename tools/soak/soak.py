@@ -2,7 +2,7 @@
 """Kills, damages and starves small runs, and checks that nothing is lost: every run ends with the metrics and
 the weights of the run that was never interrupted, bit for bit.
 
-  tools/soak/soak.py --program target/release/moh-train                      # as in .ci/run
+  tools/soak/soak.py --program target/debug/moh-train                        # as in .ci/run
   tools/soak/soak.py --program target/release/moh-train --kills 5000 --damages 10000 --full-disks 1000
 
 --mpi PROGRAM, built with the feature `mpi`, also kills one of several ranks. Full disks are file systems in memory,
