@@ -4,14 +4,19 @@ import contextlib
 import json
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 
 
 def request(address, path, body=None):
     """The JSON that a server answers."""
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(address + path, data), timeout=300) as answer:
-        return json.loads(answer.read())
+    asked = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=300) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{path}: {error}: {error.read(1000).decode(errors='replace')}") from error
 
 
 def metrics(address):
