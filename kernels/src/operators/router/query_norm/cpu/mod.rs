@@ -24,6 +24,10 @@ use crate::simd::vectorized;
 /// Tokens of one task.
 const ROWS: usize = 64;
 
+/// The type of [`backward`].
+type Backward<T> =
+    fn(QueryNormRouter, &QkvShape, &[T], &mut [T], RouterGradient<'_, Cpu>) -> Result<()>;
+
 impl QueryNorm for Cpu {
     fn query_norm_forward<T: Element>(
         &self,
@@ -63,7 +67,8 @@ impl QueryNorm for Cpu {
         router: QueryNormRouter,
         args: QueryNormBackward<'_, Self, T>,
     ) -> Result<()> {
-        add_gradient(router, args.shape, args.qkv, args.d_qkv, args.gradient)
+        let QueryNormBackward { shape, qkv, d_qkv, gradient } = args;
+        compiled!(backward::<T>(router, shape, qkv, d_qkv, gradient): Backward<T>)
     }
 
     fn query_norm_rope_backward<T: Element>(
@@ -73,7 +78,8 @@ impl QueryNorm for Cpu {
     ) -> Result<()> {
         let QueryNormRopeBackward { qkv, gradient, rope } = args;
         // A rotation preserves norms, so the router's gradient may be added in rotated coordinates.
-        add_gradient(router, rope.shape, qkv, &mut *rope.qkv, gradient)?;
+        let (shape, d_qkv) = (rope.shape, &mut *rope.qkv);
+        compiled!(backward::<T>(router, shape, qkv, d_qkv, gradient): Backward<T>)?;
         self.rope_backward(rope)
     }
 }
@@ -135,18 +141,6 @@ fn choose(routing: &mut Routing<Cpu>, scores: &Scores) {
 }
 
 /// Adds the router's gradient to the gradient of the queries.
-fn add_gradient<T: Element>(
-    router: QueryNormRouter,
-    shape: &QkvShape,
-    qkv: &[T],
-    d_qkv: &mut [T],
-    gradient: RouterGradient<'_, Cpu>,
-) -> Result<()> {
-    type Backward<T> =
-        fn(QueryNormRouter, &QkvShape, &[T], &mut [T], RouterGradient<'_, Cpu>) -> Result<()>;
-    compiled!(backward::<T>(router, shape, qkv, d_qkv, gradient): Backward<T>)
-}
-
 fn backward<T: Element>(
     router: QueryNormRouter,
     shape: &QkvShape,
