@@ -7,9 +7,8 @@ PYTHON are environments with llama.cpp and with vLLM's build for CPUs (tools/cli
 is left out. This script's own needs transformers, torch and sentencepiece. The models are dense, with random weights, in the
 shapes of tools/peer, and every server has the same weights and number of threads. Prompts are computed before, and their
 keys and values cached; then as many clients as sequences ask for `--tokens` tokens each at once. The time of the same
-requests for one token is subtracted. Servers take turns, in `--rounds`, and each is started once a round for all contexts and
-numbers of sequences. transformers computes passes of a token of each
-sequence after a cache of random keys and values, without a server.
+requests for one token is subtracted. In each of the `--rounds` every server is started once, for all contexts and numbers of
+sequences. transformers computes passes of a token of each sequence after a cache of random keys and values, without a server.
 """
 
 import argparse
@@ -81,17 +80,24 @@ def speed(address, prompts, tokens):
     return len(prompts) * tokens / (generate(address, prompts, tokens + 1) - base)
 
 
+def random_prompts(vocabulary, context, batch):
+    """Prompts of `context` tokens; the first ones of a larger batch are those of a smaller one, which servers have cached."""
+    generator = random.Random(context)
+    return [[generator.randrange(vocabulary) for _ in range(context)] for _ in range(batch)]
+
+
 def measure(options, engines, shape, dtype, model, folder):
     """Tokens per second of every engine by context and number of sequences, in turns."""
-    loads = [(context, batch) for context in options.contexts for batch in options.batches]
+    loads = {
+        (context, batch): random_prompts(shape.vocabulary, context, batch)
+        for context in options.contexts for batch in options.batches
+    }
     found = {load: {engine.name: [] for engine in engines} for load in loads}
     length = max(options.contexts) + 8 * options.tokens
     for _ in range(options.rounds):
         for engine in engines:
             with engine.serve(folder, dtype, length, max(options.batches), options.threads) as address:
-                for context, batch in loads:
-                    generator = random.Random(context)
-                    prompts = [[generator.randrange(shape.vocabulary) for _ in range(context)] for _ in range(batch)]
+                for (context, batch), prompts in loads.items():
                     generate(address, prompts, 1)
                     speeds = [speed(address, prompts, options.tokens) for _ in range(options.repeats)]
                     found[context, batch][engine.name] += speeds
