@@ -38,8 +38,8 @@ fn main() {
     }
 }
 
-/// Makes Cargo compile the kernels again when their sources change, or the compilers. Without kernels nothing
-/// depends on these: another `PATH`, as pip sets it, would compile the workspace again.
+/// Tells Cargo to run this script again when the kernels' sources or the variables that choose their compilers change. A
+/// build without kernels does not depend on them: with another `PATH`, such as pip's, it compiles nothing again.
 fn rerun_with_the_compilers() {
     println!("cargo::rerun-if-changed=src");
     for variable in

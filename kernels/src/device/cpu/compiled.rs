@@ -1,16 +1,16 @@
 //! Operators compiled once, in this crate and with its optimisation.
 //!
 //! A generic function is compiled in every crate that calls it, with the optimisation of that crate. Operators
-//! are most of a program's code and run slowly unless they are optimised: [`compiled!`] calls instances that
-//! this crate has compiled for all element types, so that programs and tests only link them.
+//! are slow without optimisation, and take long to compile. [`compiled!`] calls an instance that this crate has
+//! compiled: programs and tests link it.
 
 use std::any::Any;
 
 /// An instance of a function, as a pointer of its type.
 pub(crate) type Instance = &'static (dyn Any + Send + Sync);
 
-/// Calls `function::<T>(arguments)`, or with two or three element types, of the given type. The function is
-/// compiled here for every choice of its element types.
+/// `compiled!(function::<T>(arguments): type)` calls `function::<T>`, a function of this type; likewise with two or
+/// three element types. The function is compiled in this crate for every choice of f32 and bf16.
 macro_rules! compiled {
     ($function:ident::<$t:ident>($($argument:expr),*): $type:ty) => {
         compiled!(@call $function, [$t], [f32] [half::bf16], ($($argument),*), $type)
