@@ -96,7 +96,8 @@ def main():
     measurement = Measurement(options)
     for name in options.bed or BEDS:
         BEDS[name].prepare(measurement.programs.run)
-    known = {identity(row) for row in read(options.results)}
+    # What was measured in another type is measured in this one too: table.py needs all seeds in one type.
+    known = {identity(row) for row in read(options.results) if row.get("dtype", "f32") == options.dtype}
     rows = [row for row in wanted(options) if identity(row) not in known]
     print(f"{len(known)} results, {len(rows)} runs to go", flush=True)
     # Conversions first: several runs start from one.

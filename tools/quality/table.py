@@ -23,14 +23,21 @@ class Results:
     def __init__(self, rows, bed):
         self.rows = [row for row in rows if row["bed"] == bed]
 
-    def losses(self, variant, share, steps, key="loss"):
-        """Those of all seeds."""
-        wanted = (variant, share, steps)
-        return [row[key] for row in self.rows if (row["variant"], row["share"], row["steps"]) == wanted]
+    def by_dtype(self, variant, share, steps):
+        """The losses of all seeds, of each type that was trained in, f32 first."""
+        losses = {"f32": [], "bf16": []}
+        for row in self.rows:
+            if (row["variant"], row["share"], row["steps"]) == (variant, share, steps):
+                losses[row.get("dtype", "f32")].append(row["loss"])
+        return losses
+
+    def losses(self, variant, share, steps):
+        """Those of the type that has most seeds."""
+        return max(self.by_dtype(variant, share, steps).values(), key=len)
 
     def untuned(self, variant, share):
-        losses = {row["untuned"] for row in self.rows if (row["variant"], row["share"]) == (variant, share)}
-        return f"{losses.pop():.4f}" if losses else ""
+        losses = {row.get("dtype", "f32"): row["untuned"] for row in self.rows if (row["variant"], row["share"]) == (variant, share)}
+        return f"{losses.get('f32', losses.get('bf16')):.4f}" if losses else ""
 
     def paper_tokens(self, share, loss):
         """Tokens after which the paper's way has a loss, by its shortest run that has."""
