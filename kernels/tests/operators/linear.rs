@@ -143,6 +143,45 @@ fn the_fastest_algorithms_of_a_gpu_agree() {
     }
 }
 
+/// A row of a batch-invariant GPU's matmul does not depend on how many others there are.
+#[cfg(feature = "cuda")]
+#[test]
+fn a_row_has_the_same_bits_among_any_number_of_rows() {
+    fn check<B: Backend, T: Element>(gpu: &B, [inputs, outputs]: [usize; 2]) {
+        const ROWS: usize = 700;
+        let mut random = Random(7);
+        let (x, weight) =
+            (random.elements::<T>(ROWS * inputs), random.elements::<T>(outputs * inputs));
+        let weight = upload(gpu, &weight);
+        let product = |rows: std::ops::Range<usize>| {
+            let x = upload(gpu, &x[rows.start * inputs..rows.end * inputs]);
+            let mut y = garbage::<B, T>(gpu, rows.len() * outputs);
+            let args = LinearForward {
+                inputs,
+                x: B::whole(&x),
+                weight: B::whole(&weight),
+                residual: None,
+                y: B::whole_mut(&mut y),
+                independent: false,
+                packed: None,
+            };
+            gpu.linear_forward(args).unwrap();
+            wide(&download::<B, T>(gpu, &y))
+        };
+        let all = product(0..ROWS);
+        for rows in [0..1, 3..11, 64..192, 500..700, 699..700] {
+            let found = product(rows.clone());
+            assert!(found == all[rows.start * outputs..rows.end * outputs], "{rows:?} of {inputs}");
+        }
+    }
+    let Some(gpu) = crate::reference::gpu() else { return println!("skipped: no GPU") };
+    let gpu = gpu.with_batch_invariance();
+    for shape in [[128, 384], [4096, 6144], [14_336, 4096], [2048, 1024]] {
+        check::<_, bf16>(&gpu, shape);
+        check::<_, f32>(&gpu, shape);
+    }
+}
+
 proptest::proptest! {
     #![proptest_config(cases(48))]
     #[test]

@@ -64,6 +64,17 @@ impl OpenDevice {
         }
     }
 
+    /// Makes what a GPU computes for a sequence independent of the other sequences of a pass, bit for bit, as a CPU's
+    /// results are.
+    #[must_use]
+    pub fn with_batch_invariance(self) -> Self {
+        match self {
+            OpenDevice::Cpu => OpenDevice::Cpu,
+            #[cfg(feature = "cuda")]
+            OpenDevice::Cuda(cuda) => OpenDevice::Cuda(cuda.with_batch_invariance()),
+        }
+    }
+
     /// Opens a process's GPU by its local rank. If a launcher such as Slurm makes one GPU visible
     /// to each process, that GPU has number 0.
     ///

@@ -52,6 +52,9 @@ pub struct Arguments {
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     pub device: DeviceName,
+    /// Compute on a GPU what does not depend on the other sequences of a pass, bit for bit; a CPU always does
+    #[arg(long)]
+    pub deterministic: bool,
     /// Tokens of a sequence, prompt and answer, at most [default: the model's context]
     #[arg(long, value_name = "TOKENS", value_parser = at_least::<usize>(1))]
     pub max_model_len: Option<usize>,

@@ -11,6 +11,8 @@ fn main() -> ExitCode {
     exit::run(|| {
         let arguments = moh_program::arguments::parse::<arguments::Arguments>();
         let job = run::Serve::prepare(&arguments)?;
-        models::open(arguments.device)?.compute(arguments.dtype, job)
+        let device = models::open(arguments.device)?;
+        let device = if arguments.deterministic { device.with_batch_invariance() } else { device };
+        device.compute(arguments.dtype, job)
     })
 }

@@ -70,8 +70,19 @@ pub(crate) trait Device: Send + Sync {
         parameters: &[&[u8]],
     ) -> Result<()>;
 
-    /// Computes a matmul; with `deterministic` the same operands give the same bits in every run.
-    fn matmul(&self, matmul: &Matmul, deterministic: bool) -> Result<()>;
+    /// Computes a matmul.
+    fn matmul(&self, matmul: &Matmul, algorithms: Algorithms) -> Result<()>;
+}
+
+/// Which algorithm computes a matmul.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Algorithms {
+    /// The fastest of several: runs can differ.
+    Fastest,
+    /// One for each shape: the same operands give the same bits in every run.
+    OfShape,
+    /// One for any number of rows: a row has the same bits, whatever other rows there are.
+    OfAnyRows,
 }
 
 /// A bf16 tensor that the TMA unit reads box by box, with each box's rows swizzled over 128 bytes

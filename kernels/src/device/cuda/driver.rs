@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 
-use super::device::{BoxedTensor, Device, Matmul};
+use super::device::{Algorithms, BoxedTensor, Device, Matmul};
 use super::matmul::Matmuls;
 use super::parameters::TensorMap;
 use crate::error::{Error, Result};
@@ -350,10 +350,10 @@ impl Device for Driver {
         })
     }
 
-    fn matmul(&self, matmul: &Matmul, deterministic: bool) -> Result<()> {
+    fn matmul(&self, matmul: &Matmul, algorithms: Algorithms) -> Result<()> {
         self.run("matmul", || Ok(()))?;
         let mut matmuls = self.matmuls.lock().unwrap_or_else(PoisonError::into_inner);
-        let started = matmuls.run(matmul, deterministic, self.stream);
+        let started = matmuls.run(matmul, algorithms, self.stream);
         started.map_err(|error| failed(&self.name, "matmul", error))
     }
 }

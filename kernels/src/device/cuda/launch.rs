@@ -23,7 +23,7 @@ pub(crate) fn name<T: Element>(kernel: &str) -> String {
 impl Cuda {
     /// Computes a matmul.
     pub(crate) fn matmul(&self, matmul: &Matmul) -> Result<()> {
-        self.device().matmul(matmul, self.is_deterministic())
+        self.device().matmul(matmul, self.algorithms())
     }
 
     /// Launches a kernel on `grid` blocks, or nothing if a size is 0.

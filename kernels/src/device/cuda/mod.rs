@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub(crate) use buffer::address_or_null;
 pub use buffer::{CudaBuffer, CudaView, CudaViewMut};
-pub(crate) use device::{BoxedTensor, Device, Matmul, Operand};
+pub(crate) use device::{Algorithms, BoxedTensor, Device, Matmul, Operand};
 #[cfg(feature = "cuda-emulator")]
 pub use emulator::EmulatedCalls;
 pub(crate) use launch::{THREADS, blocks, name};
@@ -48,6 +48,7 @@ pub struct Cuda {
     /// Maximum shared memory of a block.
     most_shared_bytes: usize,
     deterministic: bool,
+    batch_invariant: bool,
 }
 
 /// Ignores poisoning: guarded values are consistent whenever a thread can panic.
@@ -109,6 +110,7 @@ impl Cuda {
             first_path: 0,
             last_path: Arc::default(),
             deterministic: true,
+            batch_invariant: false,
         }
     }
 
@@ -126,9 +128,24 @@ impl Cuda {
         Cuda { deterministic, ..self }
     }
 
+    /// Makes the results of the forward pass bitwise reproducible, and those of a sequence independent of the
+    /// others in the pass: matmuls use the algorithm for few rows with any number of rows.
+    pub fn with_batch_invariance(self) -> Self {
+        Cuda { deterministic: true, batch_invariant: true, ..self }
+    }
+
     /// Whether results are bitwise reproducible.
     pub(crate) fn is_deterministic(&self) -> bool {
         self.deterministic
+    }
+
+    /// The algorithms of matmuls.
+    pub(crate) fn algorithms(&self) -> Algorithms {
+        match (self.batch_invariant, self.deterministic) {
+            (true, _) => Algorithms::OfAnyRows,
+            (false, true) => Algorithms::OfShape,
+            (false, false) => Algorithms::Fastest,
+        }
     }
 
     /// Maximum shared memory of a block, in bytes.

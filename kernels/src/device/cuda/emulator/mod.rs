@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
 
-use super::device::{BoxedTensor, Device, Matmul, Operand};
+use super::device::{Algorithms, BoxedTensor, Device, Matmul, Operand};
 use super::parameters::TensorMap;
 use crate::error::{Error, Result};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
@@ -212,7 +212,7 @@ impl Device for Emulator {
         if found { Ok(()) } else { Err(self.error("launch", format!("no kernel {kernel}"))) }
     }
 
-    fn matmul(&self, matmul: &Matmul, _deterministic: bool) -> Result<()> {
+    fn matmul(&self, matmul: &Matmul, _algorithms: Algorithms) -> Result<()> {
         match (matmul.left.dtype, matmul.out.dtype) {
             (DType::F32, DType::F32) => multiply::<f32, f32>(matmul),
             (DType::F32, DType::BF16) => multiply::<f32, bf16>(matmul),

@@ -16,7 +16,7 @@ use cudarc::cublaslt::sys;
 use cudarc::driver::DriverError;
 use cudarc::driver::sys::CUstream;
 
-use super::device::{Matmul, Operand};
+use super::device::{Algorithms, Matmul, Operand};
 use crate::error::{Error, Result};
 use plan::Plan;
 
@@ -31,28 +31,45 @@ const WORTH_TIMING: u128 = 10_000_000_000;
 /// alignments.
 const ALIGNMENT: u32 = 256;
 
+/// Rows for which cuBLASLt chooses the algorithm of any number of rows.
+const FEW_ROWS: usize = 64;
+/// Alignment that all rows of a matmul of any number of rows have: blocks of rows start at multiples of it.
+const ROW_ALIGNMENT: u32 = 16;
+
 /// The key of a plan: shapes, types, transposition, presence of an addend, the common power-of-two
-/// alignment of all addresses, and whether algorithms are timed.
+/// alignment of all addresses, and how the algorithm is chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     operands: [Operand; 3],
     adds: bool,
     alignment: u32,
     timed: bool,
+    of_any_rows: bool,
 }
 
 impl Key {
-    fn new(matmul: &Matmul, deterministic: bool) -> Self {
+    fn new(matmul: &Matmul, algorithms: Algorithms) -> Self {
         let operands = [matmul.out, matmul.left, matmul.right];
         let addresses = operands.iter().map(|operand| operand.address).chain(matmul.addend);
         let [rows, columns, terms] = [matmul.out.rows, matmul.out.columns, matmul.left.columns];
         let multiply_adds = rows as u128 * columns as u128 * terms as u128;
+        // The rows of a transposed left operand are the terms of the sums.
+        let of_any_rows = algorithms == Algorithms::OfAnyRows && !matmul.left.transposed;
+        let alignment = alignment(addresses);
         Key {
-            alignment: alignment(addresses),
+            alignment: if of_any_rows { alignment.min(ROW_ALIGNMENT) } else { alignment },
             operands: operands.map(|operand| Operand { address: 0, ..operand }),
             adds: matmul.addend.is_some(),
-            timed: !deterministic && multiply_adds >= WORTH_TIMING,
+            timed: algorithms == Algorithms::Fastest && multiply_adds >= WORTH_TIMING,
+            of_any_rows,
         }
+    }
+
+    /// The operands for which cuBLASLt chooses algorithms.
+    fn chosen_for(&self) -> [Operand; 3] {
+        let [out, left, right] = self.operands;
+        let few = |operand: Operand| Operand { rows: FEW_ROWS, ..operand };
+        if self.of_any_rows { [few(out), few(left), right] } else { self.operands }
     }
 }
 
@@ -110,16 +127,16 @@ impl Matmuls {
 
     /// Enqueues the matmul on `stream`.
     ///
-    /// The algorithm is cuBLASLt's first, the same in every run. For a large matmul that need not
-    /// be deterministic it is the fastest of several, timed on the operands of the first matmul of
-    /// its shape.
+    /// The algorithm is cuBLASLt's first for the shape, or for a few rows in it, the same in every
+    /// run. For a large matmul with [`Algorithms::Fastest`] it is the fastest of several, timed on the
+    /// operands of the first matmul of its shape.
     pub(super) fn run(
         &mut self,
         matmul: &Matmul,
-        deterministic: bool,
+        algorithms: Algorithms,
         stream: CUstream,
     ) -> std::result::Result<(), CublasError> {
-        let (library, key) = (&self.library, Key::new(matmul, deterministic));
+        let (library, key) = (&self.library, Key::new(matmul, algorithms));
         let plan = match self.plans.entry(key) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {

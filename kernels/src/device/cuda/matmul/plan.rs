@@ -26,7 +26,7 @@ impl Plan {
         candidates: usize,
     ) -> Result<Self, CublasError> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
-        let [out, left, right] = key.operands;
+        let [_, left, right] = key.operands;
         let description = result::create_matmul_desc(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType_t::CUDA_R_32F,
@@ -44,17 +44,21 @@ impl Plan {
                 result::set_matmul_desc_attribute(description, attribute, value, size_of::<i32>())?;
             }
         }
-        let (out, left, right) = (layout(&out)?, layout(&left)?, layout(&right)?);
-        let mut plan = Plan { description, out, left, right, algorithms: Vec::new() };
+        let plan = |operands: &[Operand; 3], algorithms| -> Result<Plan, CublasError> {
+            let [out, left, right] = operands;
+            let (out, left, right) = (layout(out)?, layout(left)?, layout(right)?);
+            Ok(Plan { description, out, left, right, algorithms })
+        };
         let preference = preference(key.alignment)?;
-        let found = plan.find_algorithms(handle, preference, candidates);
+        let chosen = plan(&key.chosen_for(), Vec::new())?;
+        let found = chosen.find_algorithms(handle, preference, candidates);
+        chosen.destroy_layouts();
         // SAFETY: the preference was created above and is no longer used.
         #[allow(unsafe_code)]
         unsafe {
             result::destroy_matmul_pref(preference)?;
         }
-        plan.algorithms = found?;
-        Ok(plan)
+        plan(&key.operands, found?)
     }
 
     /// Destroys the descriptors.
@@ -64,6 +68,14 @@ impl Plan {
         #[allow(unsafe_code)]
         unsafe {
             let _ = result::destroy_matmul_desc(self.description);
+        }
+        self.destroy_layouts();
+    }
+
+    fn destroy_layouts(self) {
+        // SAFETY: as in `destroy`.
+        #[allow(unsafe_code)]
+        unsafe {
             for layout in [self.out, self.left, self.right] {
                 let _ = result::destroy_matrix_layout(layout);
             }
