@@ -49,7 +49,7 @@ impl Plan {
             let (out, left, right) = (layout(out)?, layout(left)?, layout(right)?);
             Ok(Plan { description, out, left, right, algorithms })
         };
-        let preference = preference(key.alignment)?;
+        let preference = preference(key)?;
         let chosen = plan(&key.chosen_for(), Vec::new())?;
         let found = chosen.find_algorithms(handle, preference, candidates);
         chosen.destroy_layouts();
@@ -141,24 +141,30 @@ fn layout(operand: &Operand) -> Result<sys::cublasLtMatrixLayout_t, CublasError>
     result::create_matrix_layout(dtype, columns as u64, rows as u64, columns as i64)
 }
 
-/// Constraints on the algorithms: the workspace size, and addresses with this `alignment`.
-fn preference(alignment: u32) -> Result<sys::cublasLtMatmulPreference_t, CublasError> {
+/// Constraints on the algorithms: the workspace, addresses with the key's alignment, and for any number of rows
+/// no division of the sums' terms, whose workspace grows with the rows.
+fn preference(key: &Key) -> Result<sys::cublasLtMatmulPreference_t, CublasError> {
     use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+    const NO_REDUCTION: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_NONE as u32;
     let preference = result::create_matmul_pref()?;
+    let (workspace, alignment) = (if key.of_any_rows { 0 } else { WORKSPACE }, key.alignment);
+    let reductions = key
+        .of_any_rows
+        .then_some((Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, NO_REDUCTION));
     let alignments = [
-        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
-        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment),
+        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment),
+        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment),
+        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment),
     ];
-    // SAFETY: the attributes are a size and four u32, and the preference is valid.
+    // SAFETY: the attributes are a size and several u32, and the preference is valid.
     #[allow(unsafe_code)]
     unsafe {
-        let size = ptr::from_ref(&WORKSPACE).cast();
-        let workspace = Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-        result::set_matmul_pref_attribute(preference, workspace, size, size_of::<usize>())?;
-        for attribute in alignments {
-            let value = ptr::from_ref(&alignment).cast();
+        let size = ptr::from_ref(&workspace).cast();
+        let attribute = Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        result::set_matmul_pref_attribute(preference, attribute, size, size_of::<usize>())?;
+        for (attribute, value) in alignments.into_iter().chain(reductions) {
+            let value = ptr::from_ref(&value).cast();
             result::set_matmul_pref_attribute(preference, attribute, value, size_of::<u32>())?;
         }
     }
