@@ -4,6 +4,7 @@
     tools/quality/table.py [RESULTS]
 """
 
+import collections
 import statistics
 import sys
 from pathlib import Path
@@ -17,27 +18,30 @@ SHARES = (0.75, 0.5)
 LENGTHS = (300, 2000)
 
 
+def dtype_of(row):
+    """The type that it was trained in."""
+    return row.get("dtype", "f32")
+
+
 class Results:
-    """The losses of one test bed."""
+    """The losses of one test bed: of each length in the type in which most were measured, so that all compare."""
 
     def __init__(self, rows, bed):
-        self.rows = [row for row in rows if row["bed"] == bed]
-
-    def by_dtype(self, variant, share, steps):
-        """The losses of all seeds, of each type that was trained in, f32 first."""
-        losses = {"f32": [], "bf16": []}
-        for row in self.rows:
-            if (row["variant"], row["share"], row["steps"]) == (variant, share, steps):
-                losses[row.get("dtype", "f32")].append(row["loss"])
-        return losses
+        rows = [row for row in rows if row["bed"] == bed]
+        # Before training, in f32 where that is known.
+        self.of_source = {(row["variant"], row["share"]): row["untuned"] for row in sorted(rows, key=dtype_of)}
+        counts = collections.Counter((row["steps"], dtype_of(row)) for row in rows)
+        self.dtypes = {steps: dtype for (steps, dtype), _ in sorted(counts.items(), key=lambda pair: pair[1])}
+        self.rows = [row for row in rows if dtype_of(row) == self.dtypes[row["steps"]]]
 
     def losses(self, variant, share, steps):
-        """Those of the type that has most seeds."""
-        return max(self.by_dtype(variant, share, steps).values(), key=len)
+        """Those of all seeds."""
+        wanted = (variant, share, steps)
+        return [row["loss"] for row in self.rows if (row["variant"], row["share"], row["steps"]) == wanted]
 
     def untuned(self, variant, share):
-        losses = {row.get("dtype", "f32"): row["untuned"] for row in self.rows if (row["variant"], row["share"]) == (variant, share)}
-        return f"{losses.get('f32', losses.get('bf16')):.4f}" if losses else ""
+        loss = self.of_source.get((variant, share))
+        return f"{loss:.4f}" if loss else ""
 
     def paper_tokens(self, share, loss):
         """Tokens after which the paper's way has a loss, by its shortest run that has."""
@@ -78,7 +82,9 @@ def table(results):
 def main():
     rows = read(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results.jsonl")
     for bed in BEDS.values():
-        print(f"### {bed.text[0].upper()}{bed.text[1:]}\n\n{table(Results(rows, bed.name))}\n")
+        results = Results(rows, bed.name)
+        types = ", ".join(f"{steps} steps in {results.dtypes[steps]}" for steps in LENGTHS if steps in results.dtypes)
+        print(f"### {bed.text[0].upper()}{bed.text[1:]}\n\nTrained {types}:\n\n{table(results)}\n")
 
 
 if __name__ == "__main__":
