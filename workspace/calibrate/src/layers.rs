@@ -360,7 +360,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             let after = self.block.forward(x, None)?.after_attention;
             targets.extend(after.iter().zip(x).map(|(after, before)| after - before));
         }
-        let (outputs, weight) = (matrix(&outputs, inputs), matrix(projection, inputs));
+        let weight = matrix(projection, inputs);
         let targets: Array2<f32> = matrix(&targets, width);
         let pass = self.tokens.pass();
         Ok(LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass))

@@ -2,6 +2,8 @@
 
 use moh_kernels::linear::LinearBackwardWeight;
 use moh_kernels::{Accumulation, Backend};
+use ndarray::Array2;
+use rayon::prelude::*;
 
 use crate::Result;
 use crate::ridge::Products;
@@ -14,6 +16,8 @@ pub(crate) struct ProductSums<'a, B: Backend> {
     targets: B::Buffer<f32>,
     gram: B::Buffer<f32>,
     cross: B::Buffer<f32>,
+    /// A product of a pass, on the host.
+    host: Vec<f32>,
 }
 
 impl<'a, B: Backend> ProductSums<'a, B> {
@@ -26,15 +30,15 @@ impl<'a, B: Backend> ProductSums<'a, B> {
             targets: backend.allocate(tokens * m)?,
             gram: backend.allocate(n * n)?,
             cross: backend.allocate(m * n)?,
+            host: vec![0.0; n.max(m) * n],
         })
     }
 
     /// Adds the inputs `[tokens, n]` and targets `[tokens, m]` of a pass.
     pub fn add(&mut self, inputs: &[f32], targets: &[f32]) -> Result<()> {
-        let (n, m) = (self.sums.gram.nrows(), self.sums.cross.nrows());
+        let n = self.sums.gram.nrows();
         self.backend.upload(inputs, B::whole_mut(&mut self.inputs))?;
         self.backend.upload(targets, B::whole_mut(&mut self.targets))?;
-        let mut host = vec![0f32; n.max(m) * n];
         for (outputs, product, sum) in [
             (&self.inputs, &mut self.gram, &mut self.sums.gram),
             (&self.targets, &mut self.cross, &mut self.sums.cross),
@@ -46,9 +50,9 @@ impl<'a, B: Backend> ProductSums<'a, B> {
                 d_weight: B::whole_mut(product),
                 accumulation: Accumulation::Overwrite,
             })?;
-            let host = &mut host[..sum.len()];
+            let host = &mut self.host[..sum.len()];
             self.backend.download(B::whole(product), host)?;
-            sum.iter_mut().zip(host).for_each(|(sum, &mut value)| *sum += f64::from(value));
+            add(sum, host);
         }
         self.sums.target += targets.iter().map(|&y| f64::from(y) * f64::from(y)).sum::<f64>();
         Ok(())
@@ -59,4 +63,13 @@ impl<'a, B: Backend> ProductSums<'a, B> {
         let zeros = Products::zeros(self.sums.gram.nrows(), self.sums.cross.nrows());
         std::mem::replace(&mut self.sums, zeros)
     }
+}
+
+/// Adds a matrix, row by row.
+fn add(sum: &mut Array2<f64>, values: &[f32]) {
+    let columns = sum.ncols();
+    let rows: Vec<_> = sum.rows_mut().into_iter().zip(values.chunks_exact(columns)).collect();
+    rows.into_par_iter().with_min_len(16).for_each(|(mut sum, values)| {
+        sum.iter_mut().zip(values).for_each(|(sum, &value)| *sum += f64::from(value));
+    });
 }

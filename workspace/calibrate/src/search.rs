@@ -10,17 +10,20 @@
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
 use moh_model::{LayerHeads, ModelConfig, MohConfig};
-use ndarray::{Array2, ArrayView2, Axis, s};
+use ndarray::{Array2, ArrayView2};
+use rayon::prelude::*;
 
 use crate::head_grams::HeadGrams;
 use crate::products::ProductSums;
 use crate::selection::{Ranking, Scores};
-use crate::{Error, RIDGE, Result};
+use crate::{Error, RIDGE, Result, matrix};
 
 /// Most sets of one size of which each is judged by a fit.
 const MOST_SETS: usize = 128;
 /// Tokens by which sets are judged without a fit.
 const GRAM_TOKENS: usize = 2048;
+/// Tokens that a thread takes at a time.
+const TOKENS: usize = 64;
 /// Most rounds of exchanges that are judged by fits; they end where none is better.
 const ROUNDS: usize = 8;
 /// Most exchanges that a round judges.
@@ -33,7 +36,7 @@ pub(crate) struct LayerSample {
     pub scores: Scores,
     pub ranking: Ranking,
     /// `[tokens, heads * head_dim]`.
-    pub outputs: Array2<f32>,
+    outputs: Vec<f32>,
     /// Sums of the dense layer's attention output, `[tokens, judged outputs]`.
     targets: Vec<f32>,
     /// The sums of the output projection, `[judged outputs, heads * head_dim]`.
@@ -84,7 +87,7 @@ impl LayerSample {
     pub fn new(
         scores: Scores,
         ranking: Ranking,
-        outputs: Array2<f32>,
+        outputs: Vec<f32>,
         targets: ArrayView2<'_, f32>,
         weight: Array2<f32>,
         pass: usize,
@@ -249,16 +252,23 @@ impl LayerSample {
         let heads = self.layer_heads(set, top_k)?;
         let (width, inputs) = self.judged.dim();
         let head_dim = inputs / self.ranking.heads;
-        let (selector, mut active) = (self.scores.selector(heads), vec![false; self.ranking.heads]);
-        let mut tokens = self.scores.tokens();
-        let passes = self.outputs.axis_chunks_iter(Axis(0), self.pass);
-        for (outputs, targets) in passes.zip(self.targets.chunks_exact(self.pass * width)) {
-            let mut masked: Vec<f32> = outputs.iter().copied().collect();
-            for (output, order) in masked.chunks_exact_mut(inputs).zip(tokens.by_ref()) {
-                selector.select(order, &mut active);
-                let heads = output.chunks_exact_mut(head_dim).zip(&active);
-                heads.filter(|(_, active)| !**active).for_each(|(output, _)| output.fill(0.0));
-            }
+        let selector = self.scores.selector(heads);
+        let mask = |active: &mut Vec<bool>, order: &[u16], output: &[f32], masked: &mut [f32]| {
+            selector.select(order, active);
+            masked.copy_from_slice(output);
+            let heads = masked.chunks_exact_mut(head_dim).zip(active);
+            heads.filter(|(_, active)| !**active).for_each(|(masked, _)| masked.fill(0.0));
+        };
+        let orders: Vec<&[u16]> = self.scores.tokens().collect();
+        let passes = self.outputs.chunks_exact(self.pass * inputs).zip(orders.chunks(self.pass));
+        let mut masked = vec![0f32; self.pass * inputs];
+        for ((outputs, orders), targets) in passes.zip(self.targets.chunks_exact(self.pass * width))
+        {
+            let tokens = masked.par_chunks_exact_mut(inputs).zip(outputs.par_chunks_exact(inputs));
+            tokens.zip(orders).with_min_len(TOKENS).for_each_init(
+                || vec![false; self.ranking.heads],
+                |active, ((masked, output), order)| mask(active, order, output, masked),
+            );
             sums.add(&masked, targets)?;
         }
         let error = sums.take().least(self.judged.view(), RIDGE)?;
@@ -266,9 +276,10 @@ impl LayerSample {
     }
 
     fn grams(&self) -> HeadGrams {
-        let tokens = self.outputs.nrows().min(GRAM_TOKENS);
-        let outputs = self.outputs.slice(s![..tokens, ..]);
-        HeadGrams::new(outputs, self.weight.view(), self.ranking.heads)
+        let inputs = self.weight.ncols();
+        let elements = self.outputs.len().min(GRAM_TOKENS * inputs);
+        let outputs: Array2<f32> = matrix(&self.outputs[..elements], inputs);
+        HeadGrams::new(outputs.view(), self.weight.view(), self.ranking.heads)
     }
 }
 
@@ -347,7 +358,6 @@ mod tests {
     use rand::{Rng, SeedableRng};
 
     use super::*;
-    use crate::matrix;
 
     /// Heads of different importance; with `repeats`, head 4 has nearly the output of head 1.
     fn sample(seed: u64, router: RouterKind, repeats: bool) -> LayerSample {
@@ -371,8 +381,8 @@ mod tests {
         let ranking = Ranking { router, heads, group: 2 };
         let mut scores = Scores::new(ranking);
         scores.add(&queries, head_dim);
-        let (outputs, weight) = (matrix::<f32>(&outputs, inputs), matrix::<f32>(&weight, inputs));
-        let targets = outputs.dot(&weight.t());
+        let weight = matrix::<f32>(&weight, inputs);
+        let targets = matrix::<f32>(&outputs, inputs).dot(&weight.t());
         LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass)
     }
 
