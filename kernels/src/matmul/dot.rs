@@ -24,6 +24,8 @@ const BLOCK_ROWS: usize = 2 * TILE_ROWS;
 /// Elements of the right matrix that are multiplied by all rows before the next ones: they stay in the
 /// second-level cache.
 const BLOCK: usize = 1 << 16;
+/// Bytes after those that are multiplied which are fetched from memory meanwhile.
+const AHEAD: usize = 4096;
 
 /// Whether both matrices are contiguous along k.
 pub(super) fn along_k<A, B>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
@@ -100,6 +102,8 @@ impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
         }
         let (tile_rows, tile_columns) = match S::REGISTER_COUNT >= 32 {
             true => (TILE_ROWS, TILE_COLUMNS),
+            // One row has the registers of another.
+            false if rows.len() == 1 => (1, TILE_COLUMNS),
             false => (TILE_ROWS - 1, TILE_COLUMNS - 2),
         };
         for column in columns.clone().step_by(tile_columns) {
@@ -204,6 +208,7 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     let mut sums = [[[simd.splat_f32s(0.0); 2]; C]; R];
     let mut at = 0;
     while at < whole {
+        weight.iter().for_each(|weight| prefetch(weight, at));
         for half in 0..2 {
             let mut columns = [simd.splat_f32s(0.0); C];
             for (slot, weight) in columns.iter_mut().zip(&weight) {
@@ -233,6 +238,24 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
         }
     }
     products
+}
+
+/// Fetches what follows an element by [`AHEAD`] bytes: the rows of a matrix follow each other, and a processor that sees
+/// several of them read at once does not look so far ahead.
+#[inline(always)]
+fn prefetch<B>(elements: &[B], at: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let address = elements.as_ptr().wrapping_add(at).cast::<i8>().wrapping_add(AHEAD);
+        // SAFETY: a prefetch reads nothing, at any address.
+        #[allow(unsafe_code)]
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(address);
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (elements, at);
 }
 
 /// The first or second vector of the elements of two: in order if they are f32, [separated](separate) if
