@@ -19,6 +19,8 @@ const MAX_ROWS_F32: usize = 7;
 /// Rows and columns of a tile of inner products at most: with its operands it fills the registers.
 const TILE_ROWS: usize = 3;
 const TILE_COLUMNS: usize = 4;
+/// Rows at most that are multiplied by one column at a time.
+const SEQUENTIAL_ROWS: usize = 2;
 /// Rows that are converted to f32 at a time.
 const BLOCK_ROWS: usize = 2 * TILE_ROWS;
 /// Elements of the right matrix that are multiplied by all rows before the next ones: they stay in the
@@ -101,9 +103,9 @@ impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
             }
         }
         let (tile_rows, tile_columns) = match S::REGISTER_COUNT >= 32 {
+            // The time is that of memory, which is read fastest from front to back.
+            _ if rows.len() <= SEQUENTIAL_ROWS => (SEQUENTIAL_ROWS, 1),
             true => (TILE_ROWS, TILE_COLUMNS),
-            // One row has the registers of another.
-            false if rows.len() == 1 => (1, TILE_COLUMNS),
             false => (TILE_ROWS - 1, TILE_COLUMNS - 2),
         };
         for column in columns.clone().step_by(tile_columns) {
@@ -240,8 +242,8 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     products
 }
 
-/// Fetches what follows an element by [`AHEAD`] bytes: the rows of a matrix follow each other, and a processor that sees
-/// several of them read at once does not look so far ahead.
+/// Fetches what follows an element by [`AHEAD`] bytes: the rows of a matrix follow each other, and a processor does not
+/// look so far ahead by itself.
 #[inline(always)]
 fn prefetch<B>(elements: &[B], at: usize) {
     #[cfg(target_arch = "x86_64")]
