@@ -28,7 +28,7 @@ class Results:
 
     def __init__(self, rows, bed):
         rows = [row for row in rows if row["bed"] == bed]
-        # Before training, in f32 where that is known.
+        # Before training; f32, which is sorted last, replaces bf16.
         self.of_source = {(row["variant"], row["share"]): row["untuned"] for row in sorted(rows, key=dtype_of)}
         counts = collections.Counter((row["steps"], dtype_of(row)) for row in rows)
         self.dtypes = {steps: dtype for (steps, dtype), _ in sorted(counts.items(), key=lambda pair: pair[1])}

@@ -19,14 +19,14 @@ const MAX_ROWS_F32: usize = 7;
 /// Rows and columns of a tile of inner products at most: with its operands it fills the registers.
 const TILE_ROWS: usize = 3;
 const TILE_COLUMNS: usize = 4;
-/// Rows at most that are multiplied by one column at a time.
+/// Maximum rows that are multiplied by one column at a time.
 const SEQUENTIAL_ROWS: usize = 2;
 /// Rows that are converted to f32 at a time.
 const BLOCK_ROWS: usize = 2 * TILE_ROWS;
 /// Elements of the right matrix that are multiplied by all rows before the next ones: they stay in the
 /// second-level cache.
 const BLOCK: usize = 1 << 16;
-/// Bytes after those that are multiplied which are fetched from memory meanwhile.
+/// Distance of prefetches, in bytes.
 const AHEAD: usize = 4096;
 
 /// Whether both matrices are contiguous along k.
@@ -103,7 +103,7 @@ impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
             }
         }
         let (tile_rows, tile_columns) = match S::REGISTER_COUNT >= 32 {
-            // The time is that of memory, which is read fastest from front to back.
+            // Memory bandwidth limits few rows, and is highest where addresses only increase.
             _ if rows.len() <= SEQUENTIAL_ROWS => (SEQUENTIAL_ROWS, 1),
             true => (TILE_ROWS, TILE_COLUMNS),
             false => (TILE_ROWS - 1, TILE_COLUMNS - 2),
@@ -242,8 +242,7 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     products
 }
 
-/// Fetches what follows an element by [`AHEAD`] bytes: the rows of a matrix follow each other, and a processor does not
-/// look so far ahead by itself.
+/// Prefetches the elements [`AHEAD`] bytes after one, which can be those of a later row: processors prefetch less far ahead.
 #[inline(always)]
 fn prefetch<B>(elements: &[B], at: usize) {
     #[cfg(target_arch = "x86_64")]

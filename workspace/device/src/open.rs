@@ -64,8 +64,7 @@ impl OpenDevice {
         }
     }
 
-    /// Makes what a GPU computes for a sequence independent of the other sequences of a pass, bit for bit, as a CPU's
-    /// results are.
+    /// Makes a GPU's results for a sequence bitwise independent of the other sequences in a pass. A CPU's always are.
     #[must_use]
     pub fn with_batch_invariance(self) -> Self {
         match self {

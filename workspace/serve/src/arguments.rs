@@ -52,7 +52,7 @@ pub struct Arguments {
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     pub device: DeviceName,
-    /// Compute on a GPU what does not depend on the other sequences of a pass, bit for bit; a CPU always does
+    /// On a GPU, make the results of a sequence bitwise independent of the other sequences; on a CPU they always are
     #[arg(long)]
     pub deterministic: bool,
     /// Tokens of a sequence, prompt and answer, at most [default: the model's context]

@@ -74,14 +74,14 @@ pub(crate) trait Device: Send + Sync {
     fn matmul(&self, matmul: &Matmul, algorithms: Algorithms) -> Result<()>;
 }
 
-/// Which algorithm computes a matmul.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// How the algorithm of a matmul is chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Algorithms {
     /// The fastest of several: runs can differ.
     Fastest,
     /// One for each shape: the same operands give the same bits in every run.
     OfShape,
-    /// One for any number of rows: a row has the same bits, whatever other rows there are.
+    /// One for any number of rows: the bits of a row do not depend on the other rows.
     OfAnyRows,
 }
 

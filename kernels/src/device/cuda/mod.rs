@@ -47,8 +47,7 @@ pub struct Cuda {
     pub(crate) last_path: Arc<Mutex<Option<usize>>>,
     /// Maximum shared memory of a block.
     most_shared_bytes: usize,
-    deterministic: bool,
-    batch_invariant: bool,
+    algorithms: Algorithms,
 }
 
 /// Ignores poisoning: guarded values are consistent whenever a thread can panic.
@@ -109,8 +108,7 @@ impl Cuda {
             counter: Arc::default(),
             first_path: 0,
             last_path: Arc::default(),
-            deterministic: true,
-            batch_invariant: false,
+            algorithms: Algorithms::OfShape,
         }
     }
 
@@ -125,27 +123,24 @@ impl Cuda {
     /// gradient of the queries in any order, and large matmuls use the fastest of several
     /// algorithms, timed when their shape first occurs.
     pub fn with_deterministic(self, deterministic: bool) -> Self {
-        Cuda { deterministic, ..self }
+        let algorithms = if deterministic { Algorithms::OfShape } else { Algorithms::Fastest };
+        Cuda { algorithms, ..self }
     }
 
-    /// Makes the results of the forward pass bitwise reproducible, and those of a sequence independent of the
-    /// others in the pass: matmuls use the algorithm for few rows with any number of rows.
+    /// Enables bitwise reproducibility, and makes the forward pass of a sequence bitwise independent of the other
+    /// sequences in the pass: matmuls use the same algorithm for any number of rows.
     pub fn with_batch_invariance(self) -> Self {
-        Cuda { deterministic: true, batch_invariant: true, ..self }
+        Cuda { algorithms: Algorithms::OfAnyRows, ..self }
     }
 
     /// Whether results are bitwise reproducible.
     pub(crate) fn is_deterministic(&self) -> bool {
-        self.deterministic
+        self.algorithms != Algorithms::Fastest
     }
 
     /// The algorithms of matmuls.
     pub(crate) fn algorithms(&self) -> Algorithms {
-        match (self.batch_invariant, self.deterministic) {
-            (true, _) => Algorithms::OfAnyRows,
-            (false, true) => Algorithms::OfShape,
-            (false, false) => Algorithms::Fastest,
-        }
+        self.algorithms
     }
 
     /// Maximum shared memory of a block, in bytes.

@@ -31,9 +31,9 @@ const WORTH_TIMING: u128 = 10_000_000_000;
 /// alignments.
 const ALIGNMENT: u32 = 256;
 
-/// Rows for which cuBLASLt chooses the algorithm of any number of rows.
+/// Rows for which the algorithm of [`Algorithms::OfAnyRows`] is chosen.
 const FEW_ROWS: usize = 64;
-/// Alignment that all rows of a matmul of any number of rows have: blocks of rows start at multiples of it.
+/// Largest alignment for which it is chosen, in bytes: a part of a buffer's rows has the same one as the whole.
 const ROW_ALIGNMENT: u32 = 16;
 
 /// The key of a plan: shapes, types, transposition, presence of an addend, the common power-of-two
@@ -43,8 +43,7 @@ struct Key {
     operands: [Operand; 3],
     adds: bool,
     alignment: u32,
-    timed: bool,
-    of_any_rows: bool,
+    algorithms: Algorithms,
 }
 
 impl Key {
@@ -54,14 +53,18 @@ impl Key {
         let [rows, columns, terms] = [matmul.out.rows, matmul.out.columns, matmul.left.columns];
         let multiply_adds = rows as u128 * columns as u128 * terms as u128;
         // The rows of a transposed left operand are the terms of the sums.
-        let of_any_rows = algorithms == Algorithms::OfAnyRows && !matmul.left.transposed;
-        let alignment = alignment(addresses);
+        let has_rows = !matmul.left.transposed;
+        let algorithms = match algorithms {
+            Algorithms::Fastest if multiply_adds >= WORTH_TIMING => Algorithms::Fastest,
+            Algorithms::OfAnyRows if has_rows => Algorithms::OfAnyRows,
+            _ => Algorithms::OfShape,
+        };
+        let most = if algorithms == Algorithms::OfAnyRows { ROW_ALIGNMENT } else { ALIGNMENT };
         Key {
-            alignment: if of_any_rows { alignment.min(ROW_ALIGNMENT) } else { alignment },
+            alignment: alignment(addresses).min(most),
             operands: operands.map(|operand| Operand { address: 0, ..operand }),
             adds: matmul.addend.is_some(),
-            timed: algorithms == Algorithms::Fastest && multiply_adds >= WORTH_TIMING,
-            of_any_rows,
+            algorithms,
         }
     }
 
@@ -69,7 +72,10 @@ impl Key {
     fn chosen_for(&self) -> [Operand; 3] {
         let [out, left, right] = self.operands;
         let few = |operand: Operand| Operand { rows: FEW_ROWS, ..operand };
-        if self.of_any_rows { [few(out), few(left), right] } else { self.operands }
+        match self.algorithms {
+            Algorithms::OfAnyRows => [few(out), few(left), right],
+            Algorithms::OfShape | Algorithms::Fastest => self.operands,
+        }
     }
 }
 
@@ -140,7 +146,8 @@ impl Matmuls {
         let plan = match self.plans.entry(key) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
-                let candidates = if key.timed { CANDIDATES } else { 1 };
+                let is_timed = key.algorithms == Algorithms::Fastest;
+                let candidates = if is_timed { CANDIDATES } else { 1 };
                 let mut plan = Plan::new(library.handle, &key, candidates)?;
                 if plan.algorithms.len() > 1 {
                     plan.put_first_the_fastest(library, matmul, stream);

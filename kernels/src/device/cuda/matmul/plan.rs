@@ -6,7 +6,7 @@ use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
 
 use super::{Key, WORKSPACE};
-use crate::cuda::device::Operand;
+use crate::cuda::device::{Algorithms, Operand};
 use crate::scalar::DType;
 
 /// The descriptors of a matmul and its matrices, and its algorithms, the first of which is used.
@@ -141,15 +141,15 @@ fn layout(operand: &Operand) -> Result<sys::cublasLtMatrixLayout_t, CublasError>
     result::create_matrix_layout(dtype, columns as u64, rows as u64, columns as i64)
 }
 
-/// Constraints on the algorithms: the workspace, addresses with the key's alignment, and for any number of rows
-/// no division of the sums' terms, whose workspace grows with the rows.
+/// Constraints on the algorithms: the workspace and the alignment of addresses. With [`Algorithms::OfAnyRows`] they also
+/// exclude algorithms that divide the terms of a sum: these need a workspace that grows with the rows.
 fn preference(key: &Key) -> Result<sys::cublasLtMatmulPreference_t, CublasError> {
     use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
     const NO_REDUCTION: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_NONE as u32;
     let preference = result::create_matmul_pref()?;
-    let (workspace, alignment) = (if key.of_any_rows { 0 } else { WORKSPACE }, key.alignment);
-    let reductions = key
-        .of_any_rows
+    let of_any_rows = key.algorithms == Algorithms::OfAnyRows;
+    let (workspace, alignment) = (if of_any_rows { 0 } else { WORKSPACE }, key.alignment);
+    let reductions = of_any_rows
         .then_some((Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, NO_REDUCTION));
     let alignments = [
         (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment),
