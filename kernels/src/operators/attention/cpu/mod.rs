@@ -73,6 +73,8 @@ impl Attention for Cpu {
 
 /// Multiply-adds of a call below which its tasks run on one thread.
 const SMALL: usize = 1 << 18;
+/// Elements whose time a key and a value of a narrower head take too.
+const MIN_HEAD_DIM: usize = 32;
 
 /// The factor of bf16 elements on architectures without an instruction for pairs of them.
 #[cfg(not(target_arch = "x86_64"))]
@@ -130,14 +132,18 @@ struct KvHead {
 /// heads take less time than those of shared heads.
 fn for_each_task(shape: &AttentionShape, task: impl Fn(KvHead) + Sync) {
     let tasks = 0..shape.batch * shape.kv_heads;
-    let work = shape.tokens() * shape.key_length * shape.heads * shape.head_dim;
     let at = |index| KvHead { sequence: index / shape.kv_heads, kv_head: index % shape.kv_heads };
     let task = |index| task(at(index));
-    if work < SMALL {
+    if is_small(shape.heads, shape.head_dim, shape.tokens() * shape.key_length) {
         tasks.for_each(task);
     } else {
         tasks.into_par_iter().with_max_len(1).for_each(task);
     }
+}
+
+/// Whether one thread computes a call that multiplies so many pairs of tokens and keys in each head.
+fn is_small(heads: usize, head_dim: usize, pairs: usize) -> bool {
+    pairs * heads * head_dim.max(MIN_HEAD_DIM) < SMALL
 }
 
 /// Calls `process` with tiles of at most `lanes` selected rows, and `skip` with the rows between.

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::factor::Factor;
 use super::forward::{Outputs, forward_task};
 use super::rows::check_key_values;
-use super::{KvHead, SMALL, token, with_factors};
+use super::{KvHead, is_small, token, with_factors};
 use crate::attention::sequences::{self, SequenceLens, blocks_of, selection_of, shape_of};
 use crate::attention::{
     AttentionArgs, AttentionShape, KeyValues, Selection, SequenceAttention, Span,
@@ -81,7 +81,7 @@ fn forward_by<T: Element, F: Factor>(
     let tasks = 0..parts.len() * shape.kv_heads;
     let pairs: usize =
         parts.iter().map(|part| part.args.shape.tokens() * part.args.shape.key_length).sum();
-    if pairs * shape.heads * shape.head_dim < SMALL {
+    if is_small(shape.heads, shape.head_dim, pairs) {
         tasks.for_each(task);
     } else {
         tasks.into_par_iter().with_max_len(1).for_each(task);

@@ -163,17 +163,22 @@ fn wide_products<S: Simd, T: Element>(
     }
 }
 
-/// The same of heads that fill no two vectors.
+/// The same of heads that fill no two vectors. The parts of a sum are added in pairs, which vectors do.
 #[inline(always)]
 fn narrow_products<T: Element>(query: &[f32], rows: &Run<'_, T>, scores: &mut [f32]) {
+    let (whole_query, rest_of_query) = query.as_chunks::<PARTS>();
     for (at, score) in scores.iter_mut().enumerate() {
+        let (whole_key, rest_of_key) = rows.key(at).as_chunks::<PARTS>();
         let mut parts = [0f32; PARTS];
-        for (query, key) in query.chunks(PARTS).zip(rows.key(at).chunks(PARTS)) {
-            for ((part, query), key) in parts.iter_mut().zip(query).zip(key) {
-                *part = query.mul_add(key.to_f32(), *part);
-            }
+        for (query, key) in whole_query.iter().zip(whole_key) {
+            parts = std::array::from_fn(|i| query[i].mul_add(key[i].to_f32(), parts[i]));
         }
-        *score = parts.iter().sum();
+        for ((part, query), key) in parts.iter_mut().zip(rest_of_query).zip(rest_of_key) {
+            *part = query.mul_add(key.to_f32(), *part);
+        }
+        let four: [f32; PARTS / 2] = std::array::from_fn(|i| parts[i] + parts[i + PARTS / 2]);
+        let two: [f32; PARTS / 4] = std::array::from_fn(|i| four[i] + four[i + PARTS / 4]);
+        *score = two[0] + two[1];
     }
 }
 
