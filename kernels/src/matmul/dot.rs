@@ -26,8 +26,13 @@ const BLOCK_ROWS: usize = 2 * TILE_ROWS;
 /// Elements of the right matrix that are multiplied by all rows before the next ones: they stay in the
 /// second-level cache.
 const BLOCK: usize = 1 << 16;
-/// Distance of prefetches, in bytes.
-const AHEAD: usize = 4096;
+/// Distance of prefetches of the right matrix, in bytes: they can be of later columns.
+const AHEAD: isize = 4096;
+/// Elements of the longest vectors.
+const MAX_LANES: usize = 16;
+/// Bytes of a line of the caches.
+#[cfg(target_arch = "x86_64")]
+const LINE: usize = 64;
 
 /// Whether both matrices are contiguous along k.
 pub(super) fn along_k<A, B>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
@@ -160,7 +165,7 @@ impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
         for (c, slot) in weight.iter_mut().enumerate() {
             *slot = self.weight.row(column + c);
         }
-        let products = products(simd, left, weight);
+        let products = products(simd, left, weight, AHEAD);
         for (r, products) in products.iter().enumerate() {
             let slots = &mut self.out.row_mut(row + r)[column..column + C];
             for (slot, product) in slots.iter_mut().zip(products) {
@@ -193,6 +198,20 @@ pub(crate) fn separate<S: Simd>(elements: &[impl Element], out: &mut [f32]) {
     }
 }
 
+/// Undoes [`separate`].
+#[inline(always)]
+pub(crate) fn join<S: Simd>(elements: &mut [f32]) {
+    let mut separated = [0.0; 2 * MAX_LANES];
+    for elements in elements.chunks_exact_mut(2 * S::F32_LANES) {
+        let separated = &mut separated[..elements.len()];
+        separated.copy_from_slice(elements);
+        let (even, odd) = separated.split_at(S::F32_LANES);
+        for ((pair, even), odd) in elements.chunks_exact_mut(2).zip(even).zip(odd) {
+            (pair[0], pair[1]) = (*even, *odd);
+        }
+    }
+}
+
 /// The inner products of R rows and C columns, each in the same order, which depends on the length and on
 /// the machine's vectors alone: two interleaved sums of vectors, and the elements that fill no two vectors
 /// one by one.
@@ -201,6 +220,7 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     simd: S,
     left: [&[f32]; R],
     weight: [&[B]; C],
+    ahead: isize,
 ) -> [[f32; C]; R] {
     let inner = left[0].len();
     assert!(left.iter().all(|row| row.len() == inner));
@@ -210,7 +230,7 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     let mut sums = [[[simd.splat_f32s(0.0); 2]; C]; R];
     let mut at = 0;
     while at < whole {
-        weight.iter().for_each(|weight| prefetch(weight, at));
+        weight.iter().for_each(|weight| prefetch(&weight[at..at + chunk], ahead));
         for half in 0..2 {
             let mut columns = [simd.splat_f32s(0.0); C];
             for (slot, weight) in columns.iter_mut().zip(&weight) {
@@ -242,27 +262,30 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     products
 }
 
-/// Prefetches the elements [`AHEAD`] bytes after one, which can be those of a later row: processors prefetch less far ahead.
+/// Prefetches what begins `ahead` bytes after the first of some elements, and is as long as they are: processors prefetch
+/// less far ahead by themselves, and not from one block of a cache to the next.
 #[inline(always)]
-fn prefetch<B>(elements: &[B], at: usize) {
+pub(crate) fn prefetch<B>(elements: &[B], ahead: isize) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let address = elements.as_ptr().wrapping_add(at).cast::<i8>().wrapping_add(AHEAD);
-        // SAFETY: a prefetch reads nothing, at any address.
-        #[allow(unsafe_code)]
-        unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(address);
+        for line in (0..size_of_val(elements)).step_by(LINE) {
+            let address = elements.as_ptr().cast::<i8>().wrapping_offset(ahead).wrapping_add(line);
+            // SAFETY: a prefetch reads nothing, at any address.
+            #[allow(unsafe_code)]
+            unsafe {
+                _mm_prefetch::<_MM_HINT_T0>(address);
+            }
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (elements, at);
+    let _ = (elements, ahead);
 }
 
 /// The first or second vector of the elements of two: in order if they are f32, [separated](separate) if
 /// bf16.
 #[inline(always)]
-fn vector_of_two<S: Simd, B: Element>(simd: S, elements: &[B], half: usize) -> S::f32s {
+pub(crate) fn vector_of_two<S: Simd, B: Element>(simd: S, elements: &[B], half: usize) -> S::f32s {
     if B::DTYPE == DType::F32 {
         let elements: &[f32] = bytemuck::cast_slice(elements);
         return vector::<S>(&elements[half * S::F32_LANES..][..S::F32_LANES]);

@@ -30,7 +30,7 @@ pub(crate) use amx::in_place;
 pub(crate) use amx::tiles_run;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::pack::interleaved;
-pub(crate) use dot::{products, separate};
+pub(crate) use dot::{join, prefetch, products, separate, vector_of_two};
 pub use matrix::Accumulation;
 pub(crate) use matrix::{Destination, Matrix, MatrixMut};
 pub(crate) use packed::{Packed, matmul_packed, pack, packed_len};

@@ -132,12 +132,17 @@ pub(super) fn tile_rows<'a, T>(
     move |i| &source[tile[i].token * stride + tile[i].head * head_dim..][..head_dim]
 }
 
+/// Positions between what is read and what is prefetched.
+const AHEAD: usize = 64;
+
 /// Keys and values that are equally far apart.
 pub(super) struct Run<'a, T> {
     keys: &'a [T],
     values: &'a [T],
     stride: usize,
     pub(super) count: usize,
+    /// Bytes from a row to the one of another run that is to be prefetched when it is read; 0 if there is none.
+    pub(super) ahead: isize,
     head_dim: usize,
 }
 
@@ -202,17 +207,22 @@ impl<'a, T: Element> HeadRows<'a, T> {
                 return None;
             }
             let left = positions.end - next;
-            let (keys, values, stride, count) = match source.key_values {
+            let (keys, values, stride, block_length) = match source.key_values {
                 KeyValues::Contiguous { keys, values, row_stride } => {
-                    (keys, values, row_stride, left)
+                    (keys, values, row_stride, positions.end)
                 }
                 KeyValues::Paged { keys, values, block_length, .. } => {
-                    (keys, values, head_dim, left.min(block_length - next % block_length))
+                    (keys, values, head_dim, block_length)
                 }
             };
+            let count = left.min(block_length - next % block_length);
             let start = source.start(next);
+            let later = next + AHEAD.next_multiple_of(block_length);
+            let later = if later < positions.end { source.start(later) } else { start };
+            let ahead = (later as isize - start as isize) * size_of::<T>() as isize;
             next += count;
-            Some(Run { keys: &keys[start..], values: &values[start..], stride, count, head_dim })
+            let (keys, values) = (&keys[start..], &values[start..]);
+            Some(Run { keys, values, stride, count, ahead, head_dim })
         })
     }
 

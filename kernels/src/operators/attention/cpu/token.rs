@@ -12,7 +12,7 @@ use super::rows::Row;
 use crate::attention::{AttentionArgs, AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::math::{exp, largest, sum};
-use crate::matmul::{products, separate};
+use crate::matmul::{join, prefetch, products, separate, vector_of_two};
 use crate::scalar::{DType, Element};
 use crate::scratch::with_scratch;
 
@@ -104,17 +104,25 @@ impl<T: Element> WithSimd for Weighted<'_, '_, T> {
             query.iter_mut().for_each(|element| *element *= scale);
         }
         let mut before = 0;
-        for run in source.runs(visible.clone()) {
-            for (query, scores) in
-                factors.chunks_exact(head_dim).zip(scores.chunks_exact_mut(length))
-            {
-                let scores = &mut scores[before..before + run.count];
+        for mut run in source.runs(visible.clone()) {
+            let seen = before..before + run.count;
+            let mut rows = factors
+                .chunks_exact(head_dim)
+                .zip(scores.chunks_exact_mut(length).map(|scores| &mut scores[seen.clone()]));
+            while let Some((query, scores)) = rows.next() {
                 match is_wide {
-                    true => wide_products(simd, query, &run, scores),
                     false => narrow_products(query, &run, scores),
+                    // Two rows and their keys fill the registers.
+                    true if S::REGISTER_COUNT >= 32
+                        && let Some((other, others)) = rows.next() =>
+                    {
+                        wide_products(simd, [query, other], &run, [scores, others]);
+                    }
+                    true => wide_products(simd, [query], &run, [scores]),
                 }
+                run.ahead = 0;
             }
-            before += run.count;
+            before = seen.end;
         }
         let mut totals = Vec::with_capacity(rows);
         // A loop, whose body is compiled for the vectors here.
@@ -124,11 +132,25 @@ impl<T: Element> WithSimd for Weighted<'_, '_, T> {
         let sums = &mut sums[..rows * head_dim];
         sums.fill(0.0);
         let mut before = 0;
-        for run in source.runs(visible) {
-            for (sums, scores) in sums.chunks_exact_mut(head_dim).zip(scores.chunks_exact(length)) {
-                add_values(&scores[before..before + run.count], &run, sums);
+        for mut run in source.runs(visible) {
+            let seen = before..before + run.count;
+            let mut rows = sums
+                .chunks_exact_mut(head_dim)
+                .zip(scores.chunks_exact(length).map(|scores| &scores[seen.clone()]));
+            while let Some((sums, scores)) = rows.next() {
+                match is_wide {
+                    false => add_narrow_values(scores, &run, sums, 0),
+                    true if let Some((others, other)) = rows.next() => {
+                        add_values(simd, [scores, other], &run, [sums, others]);
+                    }
+                    true => add_values(simd, [scores], &run, [sums]),
+                }
+                run.ahead = 0;
             }
-            before += run.count;
+            before = seen.end;
+        }
+        if is_wide && T::DTYPE == DType::BF16 {
+            sums.chunks_exact_mut(head_dim).for_each(join::<S>);
         }
         totals
     }
@@ -144,22 +166,27 @@ fn exponentials(scores: &mut [f32]) -> (f32, f32) {
     (maximum, sum(scores))
 }
 
-/// The inner products of a query with the keys of a run, [`KEYS`] of them at a time.
+/// The inner products of R queries with the keys of a run, [`KEYS`] of them at a time.
 #[inline(always)]
-fn wide_products<S: Simd, T: Element>(
+fn wide_products<S: Simd, T: Element, const R: usize>(
     simd: S,
-    query: &[f32],
-    rows: &Run<'_, T>,
-    scores: &mut [f32],
+    queries: [&[f32]; R],
+    run: &Run<'_, T>,
+    mut scores: [&mut [f32]; R],
 ) {
-    let (whole, few) = scores.as_chunks_mut::<KEYS>();
-    let first = KEYS * whole.len();
-    for (at, scores) in whole.iter_mut().enumerate() {
-        let keys = [0, 1, 2, 3].map(|i| rows.key(KEYS * at + i));
-        [*scores] = products(simd, [query], keys);
+    let whole = run.count / KEYS * KEYS;
+    for at in (0..whole).step_by(KEYS) {
+        let keys = [0, 1, 2, 3].map(|i| run.key(at + i));
+        let products = products(simd, queries, keys, run.ahead);
+        for (scores, products) in scores.iter_mut().zip(products) {
+            scores[at..at + KEYS].copy_from_slice(&products);
+        }
     }
-    for (at, score) in few.iter_mut().enumerate() {
-        [[*score]] = products(simd, [query], [rows.key(first + at)]);
+    for at in whole..run.count {
+        let products = products(simd, queries, [run.key(at)], run.ahead);
+        for (scores, [product]) in scores.iter_mut().zip(products) {
+            scores[at] = product;
+        }
     }
 }
 
@@ -182,19 +209,61 @@ fn narrow_products<T: Element>(query: &[f32], rows: &Run<'_, T>, scores: &mut [f
     }
 }
 
-/// Adds a run's values to `sums`, each times its probability, row by row, [`VALUES`] of them at a time.
+/// Adds a run's values to the sums of R rows, each times its probability; [separated](separate) if they are bf16. The sums
+/// of two vectors of columns stay in registers.
 #[inline(always)]
-fn add_values<T: Element>(probabilities: &[f32], run: &Run<'_, T>, sums: &mut [f32]) {
+fn add_values<S: Simd, T: Element, const R: usize>(
+    simd: S,
+    probabilities: [&[f32]; R],
+    run: &Run<'_, T>,
+    mut sums: [&mut [f32]; R],
+) {
+    let two = 2 * S::F32_LANES;
+    let whole = sums[0].len() / two * two;
+    for at in (0..whole).step_by(two) {
+        let mut columns = [[simd.splat_f32s(0.0); 2]; R];
+        for (columns, sums) in columns.iter_mut().zip(&sums) {
+            columns.copy_from_slice(S::as_simd_f32s(&sums[at..at + two]).0);
+        }
+        for key in 0..run.count {
+            let value = &run.value(key)[at..at + two];
+            prefetch(value, run.ahead);
+            let value = [vector_of_two(simd, value, 0), vector_of_two(simd, value, 1)];
+            for (columns, probabilities) in columns.iter_mut().zip(&probabilities) {
+                let probability = simd.splat_f32s(probabilities[key]);
+                for (column, value) in columns.iter_mut().zip(value) {
+                    *column = simd.mul_add_e_f32s(probability, value, *column);
+                }
+            }
+        }
+        for (columns, sums) in columns.iter().zip(&mut sums) {
+            S::as_mut_simd_f32s(&mut sums[at..at + two]).0.copy_from_slice(columns);
+        }
+    }
+    for (sums, probabilities) in sums.into_iter().zip(probabilities) {
+        add_narrow_values(probabilities, run, sums, whole);
+    }
+}
+
+/// The same of a row, from a column on: [`VALUES`] values at a time.
+#[inline(always)]
+fn add_narrow_values<T: Element>(
+    probabilities: &[f32],
+    run: &Run<'_, T>,
+    sums: &mut [f32],
+    first: usize,
+) {
+    let sums = &mut sums[first..];
     let (whole, few) = probabilities.as_chunks::<VALUES>();
     for (at, p) in whole.iter().enumerate() {
-        let [a, b, c, d] = [0, 1, 2, 3].map(|i| run.value(VALUES * at + i));
+        let [a, b, c, d] = [0, 1, 2, 3].map(|i| &run.value(VALUES * at + i)[first..]);
         for ((((sum, a), b), c), d) in sums.iter_mut().zip(a).zip(b).zip(c).zip(d) {
             let sum_of_two = p[1].mul_add(b.to_f32(), p[0].mul_add(a.to_f32(), *sum));
             *sum = p[3].mul_add(d.to_f32(), p[2].mul_add(c.to_f32(), sum_of_two));
         }
     }
     for (&p, at) in few.iter().zip(VALUES * whole.len()..) {
-        for (sum, value) in sums.iter_mut().zip(run.value(at)) {
+        for (sum, value) in sums.iter_mut().zip(&run.value(at)[first..]) {
             *sum = p.mul_add(value.to_f32(), *sum);
         }
     }
