@@ -192,10 +192,11 @@ fn wide_products<S: Simd, T: Element, const R: usize>(
 
 /// The same of heads that fill no two vectors. The parts of a sum are added in pairs, which vectors do.
 #[inline(always)]
-fn narrow_products<T: Element>(query: &[f32], rows: &Run<'_, T>, scores: &mut [f32]) {
+fn narrow_products<T: Element>(query: &[f32], run: &Run<'_, T>, scores: &mut [f32]) {
     let (whole_query, rest_of_query) = query.as_chunks::<PARTS>();
     for (at, score) in scores.iter_mut().enumerate() {
-        let (whole_key, rest_of_key) = rows.key(at).as_chunks::<PARTS>();
+        prefetch(run.key(at), run.ahead);
+        let (whole_key, rest_of_key) = run.key(at).as_chunks::<PARTS>();
         let mut parts = [0f32; PARTS];
         for (query, key) in whole_query.iter().zip(whole_key) {
             parts = std::array::from_fn(|i| query[i].mul_add(key[i].to_f32(), parts[i]));
@@ -257,6 +258,7 @@ fn add_narrow_values<T: Element>(
     let (whole, few) = probabilities.as_chunks::<VALUES>();
     for (at, p) in whole.iter().enumerate() {
         let [a, b, c, d] = [0, 1, 2, 3].map(|i| &run.value(VALUES * at + i)[first..]);
+        [a, b, c, d].iter().for_each(|value| prefetch(value, run.ahead));
         for ((((sum, a), b), c), d) in sums.iter_mut().zip(a).zip(b).zip(c).zip(d) {
             let sum_of_two = p[1].mul_add(b.to_f32(), p[0].mul_add(a.to_f32(), *sum));
             *sum = p[3].mul_add(d.to_f32(), p[2].mul_add(c.to_f32(), sum_of_two));
