@@ -14,6 +14,7 @@ use super::{
 use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::Result;
+use crate::math::largest;
 use crate::scalar::Element;
 
 impl Sample for Cpu {
@@ -32,7 +33,8 @@ fn choose_all<T: Element>(args: SampleArgs<'_, Cpu, T>) -> Result<Vec<Option<Row
 
 fn choose<T: Element>(logits: &[T], known: usize, row: &RowRequest) -> Option<RowChoice> {
     let logits: Vec<f32> = logits.iter().map(|logit| logit.to_f32()).collect();
-    if logits.iter().any(|logit| logit.is_nan() || *logit == f32::INFINITY) {
+    // Without an early end, so that vectors do it.
+    if !logits.iter().fold(true, |is_finite, logit| is_finite & (*logit < f32::INFINITY)) {
         return None;
     }
     let token = match &row.token {
@@ -93,13 +95,8 @@ fn draw(probabilities: &[f32], random: f32) -> Option<u32> {
 
 /// Index of the largest logit; the first of equal ones.
 fn likeliest(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (index, logit) in logits.iter().enumerate() {
-        if logits[best] < *logit {
-            best = index;
-        }
-    }
-    best as u32
+    let largest = largest(logits);
+    logits.iter().position(|logit| *logit == largest).unwrap_or(0) as u32
 }
 
 /// Probabilities by the logits times `scale`.

@@ -271,16 +271,17 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// of one, more tokens than a pass has, and too few free blocks; and if the device fails.
     pub fn pass(&mut self, chunks: &[Chunk]) -> Result<Vec<Vec<f32>>, Error> {
         let vocabulary = self.model.config.vocab_size;
-        let rows = self.compute_pass(chunks, None)?;
-        let elements = rows.iter().sum::<usize>() * vocabulary;
-        let all = self.model.to_host(B::view(&self.logits, 0..elements), elements)?;
+        let elements = logits_of(chunks) * vocabulary;
+        let all = self.compute_pass(chunks, None, |generator| {
+            generator.model.to_host(B::view(&generator.logits, 0..elements), elements)
+        })?;
         let mut rest = &all[..];
-        let of_chunk = |rows: usize| {
-            let (own, others) = rest.split_at(rows * vocabulary);
+        let of_chunk = |chunk: &Chunk| {
+            let (own, others) = rest.split_at(chunk.logits * vocabulary);
             rest = others;
             own.to_vec()
         };
-        Ok(rows.into_iter().map(of_chunk).collect())
+        Ok(chunks.iter().map(of_chunk).collect())
     }
 
     /// As [`Self::pass`], but chooses tokens by the wanted logits on the device, of those below `known`: each chunk has a
@@ -297,50 +298,49 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         heads: Option<&mut PassHeads>,
     ) -> Result<Vec<Vec<Option<RowChoice>>>, Error> {
         let vocabulary = self.model.config.vocab_size;
-        let wanted: usize = chunks.iter().map(|chunk| chunk.logits).sum();
+        let wanted = logits_of(chunks);
         if wanted != requests.len() {
             let reason = format!("{} requests of {wanted} rows of logits", requests.len());
             return Err(Error::Generation { reason });
         }
-        let rows = self.compute_pass(chunks, heads)?;
-        let backend = &self.model.backend;
-        let mut choices = backend
-            .install(|| {
-                backend.sample(SampleArgs {
-                    vocabulary,
-                    known: known.min(vocabulary),
-                    logits: B::view(&self.logits, 0..wanted * vocabulary),
-                    rows: requests,
-                })
-            })?
-            .into_iter();
-        Ok(rows.into_iter().map(|rows| choices.by_ref().take(rows).collect()).collect())
+        let choices = self.compute_pass(chunks, heads, |generator| {
+            Ok(generator.model.backend.sample(SampleArgs {
+                vocabulary,
+                known: known.min(vocabulary),
+                logits: B::view(&generator.logits, 0..wanted * vocabulary),
+                rows: requests,
+            })?)
+        })?;
+        let mut choices = choices.into_iter();
+        Ok(chunks.iter().map(|chunk| choices.by_ref().take(chunk.logits).collect()).collect())
     }
 
-    /// Computes a pass, and on the device the wanted logits; returns how many rows of them each chunk has.
-    fn compute_pass(
+    /// Computes a pass, on the device the wanted logits, and what `read` makes of them, in one turn of its threads.
+    fn compute_pass<R: Send + Default>(
         &mut self,
         chunks: &[Chunk],
         heads: Option<&mut PassHeads>,
-    ) -> Result<Vec<usize>, Error> {
+        read: impl FnOnce(&Self) -> Result<R, Error> + Send,
+    ) -> Result<R, Error> {
         self.check_pass(chunks)?;
         let mut tokens = PassTokens::default();
         for chunk in chunks {
             self.place(chunk, &mut tokens)?;
         }
         if tokens.ids.is_empty() {
-            return Ok(Vec::new());
+            return Ok(R::default());
         }
         let model = self.model;
-        model.backend.install(|| {
+        let found = model.backend.install(|| {
             self.upload(&tokens)?;
             self.compute(&tokens, heads)?;
-            self.compute_logits(chunks, &tokens)
+            self.compute_logits(chunks, &tokens)?;
+            read(self)
         })?;
         for chunk in chunks {
             self.finish(chunk)?;
         }
-        Ok(chunks.iter().map(|chunk| chunk.logits).collect())
+        Ok(found)
     }
 
     /// Computes all tokens of a sequence that are not computed yet, in as many passes as they need. Returns the logits
@@ -582,6 +582,11 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         }
         Ok(())
     }
+}
+
+/// Rows of logits that some chunks want.
+fn logits_of(chunks: &[Chunk]) -> usize {
+    chunks.iter().map(|chunk| chunk.logits).sum()
 }
 
 fn unknown() -> Error {

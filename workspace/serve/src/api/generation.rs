@@ -120,6 +120,7 @@ impl<F: Format> Generation<F> {
                 prompt_logprobs: self.prompt_logprobs,
                 heads: self.options.heads,
                 prompt_heads: self.prompt_heads,
+                streams: self.options.stream || !self.options.stops.is_empty(),
                 deadline,
             };
             (0..self.options.choices).map(one).collect()

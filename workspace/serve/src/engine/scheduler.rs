@@ -356,7 +356,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             let progress = sequence.advance(next);
             if let Some(reason) = self.finish_or_continue(index, &progress)? {
                 self.metrics.finished(reason);
-                self.running[index].events.send(Event::Finished(reason));
+                self.running[index].finish(reason);
                 ended.push(index);
             }
         }

@@ -27,6 +27,8 @@ pub(super) struct Sequence {
     /// Events are sent once, whatever is computed again.
     prompt: Option<ComputedPrompt>,
     heads: Vec<TokenHeads>,
+    /// Generated tokens that are sent at the end: each event wakes a thread, which the next pass would wait for.
+    held: Vec<GeneratedToken>,
     /// The position after the last token whose heads were taken.
     seen: usize,
     last_token: Option<Instant>,
@@ -65,6 +67,7 @@ impl Sequence {
             pushed: 0,
             prompt: Some(prompt),
             heads: Vec::new(),
+            held: Vec::new(),
             seen: 0,
             last_token: None,
         }
@@ -175,11 +178,21 @@ impl Sequence {
         self.generated.push(id);
         let heads = std::mem::take(&mut self.heads);
         let is_end = self.request.end_tokens.contains(&id);
-        self.events.send(Event::Token(GeneratedToken { id, logprobs, heads, is_end }));
+        let token = GeneratedToken { id, logprobs, heads, is_end };
+        match self.request.streams {
+            true => self.events.send(Event::Token(token)),
+            false => self.held.push(token),
+        }
         let (now, is_first) = (Instant::now(), self.last_token.is_none());
         let since = self.last_token.unwrap_or(self.arrived);
         self.last_token = Some(now);
         Progress::Token { seconds: (now - since).as_secs_f64(), is_first }
+    }
+
+    /// Tells the client that it has ended.
+    pub fn finish(&mut self, reason: FinishReason) {
+        let held = self.held.drain(..).map(Event::Token);
+        held.chain([Event::Finished(reason)]).for_each(|event| self.events.send(event));
     }
 
     /// Why it has ended, if it has.
