@@ -20,10 +20,12 @@ class Variant:
     teacher: bool = False
     # Weight of the error of the attention outputs, in the first 100 steps of 4,096 tokens.
     outputs: float = 0.0
+    # Whether layers get different numbers of active heads, by measurement.
+    divided: bool = False
     # Whether tokens select no heads beside the shared ones.
     fixed: bool = False
     # Steps of training after which it is measured.
-    steps: tuple[int, ...] = (300,)
+    steps: tuple[int, ...] = (300, 2000)
     # Shares of active heads that its router can have.
     shares: tuple[float, ...] = (0.75, 0.5)
 
@@ -34,7 +36,7 @@ class Variant:
         if self.fixed and self.router != "static":
             arguments += ["--shared-heads", str(active), "--routed-top-k", "0"]
         else:
-            arguments += ["--active", str(share)]
+            arguments += ["--active", f"auto:{share}" if self.divided else str(share)]
         if self.chosen or self.refitted:
             arguments += calibration
             arguments += ["--shared", "calibrated" if self.chosen else "first"]
@@ -44,24 +46,27 @@ class Variant:
 
 BOTH = dict(chosen=True, refitted=True)
 VARIANTS = [
-    Variant("dense", "dense control", steps=(300, 2000), shares=(1.0,)),
+    Variant("dense", "dense control", shares=(1.0,)),
     Variant("paper", "first heads: the paper's way", steps=(300, 600, 1200, 2000, 4000)),
     Variant("paper-teacher", "first heads, teacher", teacher=True),
     Variant("paper-outputs-teacher", "first heads, teacher, also of attention outputs at first", teacher=True, outputs=1.0),
     Variant("refit", "first heads, refitted", refitted=True),
     Variant("chosen", "chosen heads", chosen=True),
     Variant("measured", "chosen heads, refitted", **BOTH),
-    Variant("measured-teacher", "chosen heads, refitted, teacher", **BOTH, teacher=True, steps=(300, 2000)),
+    Variant("measured-teacher", "chosen heads, refitted, teacher", **BOTH, teacher=True),
     Variant("measured-outputs-teacher", "chosen heads, refitted, teacher, also of attention outputs at first", **BOTH, teacher=True, outputs=1.0),
+    Variant("divided-teacher", "chosen heads, divided by layer, refitted, teacher", **BOTH, teacher=True, divided=True, steps=(300,), shares=(0.75,)),
     Variant("linear-teacher", "linear router, chosen, refitted, teacher", "linear", **BOTH, teacher=True),
+    Variant("linear-divided-teacher", "linear router, chosen, divided by layer, refitted, teacher", "linear", **BOTH, teacher=True, divided=True, steps=(300,), shares=(0.5,)),
     Variant("two-stage", "two-stage router, first heads", "two-stage"),
     Variant("two-stage-teacher", "two-stage router, first heads, teacher", "two-stage", teacher=True),
     Variant("within-group-teacher", "as many heads of each group, chosen, refitted, teacher", "within-group", **BOTH, teacher=True, shares=(0.5,)),
     Variant("static", "fixed heads, chosen, refitted", "static", **BOTH, fixed=True),
-    Variant("static-teacher", "fixed heads, chosen, refitted, teacher", "static", **BOTH, teacher=True, fixed=True, steps=(300, 2000)),
+    Variant("static-teacher", "fixed heads, chosen, refitted, teacher", "static", **BOTH, teacher=True, fixed=True),
     Variant("group-paper", "whole groups routed, first groups", "group"),
     Variant("group", "whole groups routed, chosen, refitted", "group", **BOTH),
     Variant("group-teacher", "whole groups routed, chosen, refitted, teacher", "group", **BOTH, teacher=True),
+    Variant("group-divided-teacher", "whole groups routed, chosen, divided by layer, refitted, teacher", "group", **BOTH, teacher=True, divided=True, steps=(300,), shares=(0.5,)),
     Variant("fixed-groups", "fixed whole groups, chosen, refitted", "group", **BOTH, fixed=True),
     Variant("fixed-groups-teacher", "fixed whole groups, chosen, refitted, teacher", "group", **BOTH, teacher=True, fixed=True),
 ]
