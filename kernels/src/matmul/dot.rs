@@ -26,7 +26,7 @@ const BLOCK_ROWS: usize = 2 * TILE_ROWS;
 /// Elements of the right matrix that are multiplied by all rows before the next ones: they stay in the
 /// second-level cache.
 const BLOCK: usize = 1 << 16;
-/// Distance of prefetches of the right matrix, in bytes: they can be of later columns.
+/// Distance in bytes of prefetches of the right matrix, which can be of later columns.
 const AHEAD: isize = 4096;
 /// Elements of the longest vectors.
 const MAX_LANES: usize = 16;
@@ -262,8 +262,8 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     products
 }
 
-/// Prefetches what begins `ahead` bytes after the first of some elements, and is as long as they are: processors prefetch
-/// less far ahead by themselves, and not from one block of a cache to the next.
+/// Prefetches the memory `ahead` bytes after a slice, of the slice's length. Processors prefetch less far ahead by
+/// themselves, and not from one block of the key/value cache to the next.
 #[inline(always)]
 pub(crate) fn prefetch<B>(elements: &[B], ahead: isize) {
     #[cfg(target_arch = "x86_64")]

@@ -33,8 +33,8 @@ fn choose_all<T: Element>(args: SampleArgs<'_, Cpu, T>) -> Result<Vec<Option<Row
 
 fn choose<T: Element>(logits: &[T], known: usize, row: &RowRequest) -> Option<RowChoice> {
     let logits: Vec<f32> = logits.iter().map(|logit| logit.to_f32()).collect();
-    // Without an early end, so that vectors do it.
-    if !logits.iter().fold(true, |is_finite, logit| is_finite & (*logit < f32::INFINITY)) {
+    // No early return: the loop is vectorised.
+    if !logits.iter().fold(true, |all_below, logit| all_below & (*logit < f32::INFINITY)) {
         return None;
     }
     let token = match &row.token {
@@ -102,7 +102,7 @@ fn likeliest(logits: &[f32]) -> u32 {
 /// Probabilities by the logits times `scale`.
 fn softmax(logits: &[f32], scale: f32) -> Vec<f32> {
     let mut values: Vec<f32> = logits.iter().map(|logit| logit * scale).collect();
-    let largest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let largest = largest(&values);
     values.iter_mut().for_each(|value| *value = (*value - largest).exp());
     let total = sum(&values);
     values.iter_mut().for_each(|value| *value /= total);
@@ -175,7 +175,7 @@ impl LogProbabilities {
     /// # Panics
     /// Panics for a token without a logit.
     pub fn new(logits: &[f32], token: u32, count: usize) -> Self {
-        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let largest = largest(logits);
         let sum: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
         let of = |token: u32| f64::from(logits[token as usize] - largest) - sum.ln();
         let first = first(logits, count.min(logits.len()));

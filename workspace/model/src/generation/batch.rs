@@ -315,7 +315,8 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(chunks.iter().map(|chunk| choices.by_ref().take(chunk.logits).collect()).collect())
     }
 
-    /// Computes a pass, on the device the wanted logits, and what `read` makes of them, in one turn of its threads.
+    /// Computes a pass and the wanted logits, which stay on the device, and returns what `read` makes of them. All of it is
+    /// one call of [`Backend::install`].
     fn compute_pass<R: Send + Default>(
         &mut self,
         chunks: &[Chunk],

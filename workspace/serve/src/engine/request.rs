@@ -25,7 +25,7 @@ pub struct Request {
     pub heads: bool,
     /// Whether the heads that the prompt's tokens compute are wanted.
     pub prompt_heads: bool,
-    /// Whether each token is wanted as soon as it is generated; otherwise all are at the end.
+    /// Whether each token is sent when it is generated; otherwise all are sent at the end.
     pub streams: bool,
     /// When the request is given up.
     pub deadline: Option<Instant>,

@@ -27,7 +27,7 @@ pub(super) struct Sequence {
     /// Events are sent once, whatever is computed again.
     prompt: Option<ComputedPrompt>,
     heads: Vec<TokenHeads>,
-    /// Generated tokens that are sent at the end: each event wakes a thread, which the next pass would wait for.
+    /// Tokens of a request that does not stream, sent at the end: each event wakes a thread, which slows the next pass.
     held: Vec<GeneratedToken>,
     /// The position after the last token whose heads were taken.
     seen: usize,

@@ -141,7 +141,7 @@ pub(super) struct Run<'a, T> {
     values: &'a [T],
     stride: usize,
     pub(super) count: usize,
-    /// Bytes from a row to the one of another run that is to be prefetched when it is read; 0 if there is none.
+    /// Distance in bytes from a row to the row of a later run that is prefetched when it is read; 0 to prefetch none.
     pub(super) ahead: isize,
     head_dim: usize,
 }

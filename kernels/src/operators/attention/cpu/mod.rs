@@ -73,7 +73,7 @@ impl Attention for Cpu {
 
 /// Multiply-adds of a call below which its tasks run on one thread.
 const SMALL: usize = 1 << 18;
-/// Elements whose time a key and a value of a narrower head take too.
+/// Narrower heads take about as long as heads of this many elements.
 const MIN_HEAD_DIM: usize = 32;
 
 /// The factor of bf16 elements on architectures without an instruction for pairs of them.
@@ -131,19 +131,18 @@ struct KvHead {
 /// Runs one task per key/value head of each sequence. Tasks are not grouped, since those of routed
 /// heads take less time than those of shared heads.
 fn for_each_task(shape: &AttentionShape, task: impl Fn(KvHead) + Sync) {
-    let tasks = 0..shape.batch * shape.kv_heads;
     let at = |index| KvHead { sequence: index / shape.kv_heads, kv_head: index % shape.kv_heads };
-    let task = |index| task(at(index));
-    if is_small(shape.heads, shape.head_dim, shape.tokens() * shape.key_length) {
-        tasks.for_each(task);
-    } else {
-        tasks.into_par_iter().with_max_len(1).for_each(task);
-    }
+    let pairs = shape.tokens() * shape.key_length * shape.heads;
+    run_tasks(shape.batch * shape.kv_heads, pairs, shape.head_dim, |index| task(at(index)));
 }
 
-/// Whether one thread computes a call that multiplies so many pairs of tokens and keys in each head.
-fn is_small(heads: usize, head_dim: usize, pairs: usize) -> bool {
-    pairs * heads * head_dim.max(MIN_HEAD_DIM) < SMALL
+/// Runs the tasks of a call, on one thread if the call is small. `pairs` is the number of pairs of a query and a key.
+fn run_tasks(count: usize, pairs: usize, head_dim: usize, task: impl Fn(usize) + Sync + Send) {
+    if pairs * head_dim.max(MIN_HEAD_DIM) < SMALL {
+        (0..count).for_each(task);
+    } else {
+        (0..count).into_par_iter().with_max_len(1).for_each(task);
+    }
 }
 
 /// Calls `process` with tiles of at most `lanes` selected rows, and `skip` with the rows between.

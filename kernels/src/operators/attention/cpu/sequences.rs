@@ -2,12 +2,11 @@
 //! were alone.
 
 use pulp::Arch;
-use rayon::prelude::*;
 
 use super::factor::Factor;
 use super::forward::{Outputs, forward_task};
 use super::rows::check_key_values;
-use super::{KvHead, is_small, token, with_factors};
+use super::{KvHead, run_tasks, token, with_factors};
 use crate::attention::sequences::{self, SequenceLens, blocks_of, selection_of, shape_of};
 use crate::attention::{
     AttentionArgs, AttentionShape, KeyValues, Selection, SequenceAttention, Span,
@@ -78,14 +77,9 @@ fn forward_by<T: Element, F: Factor>(
             false => token::forward_task(arch, args, queries, *key_values, outputs, kv_head),
         }
     };
-    let tasks = 0..parts.len() * shape.kv_heads;
     let pairs: usize =
         parts.iter().map(|part| part.args.shape.tokens() * part.args.shape.key_length).sum();
-    if is_small(shape.heads, shape.head_dim, pairs) {
-        tasks.for_each(task);
-    } else {
-        tasks.into_par_iter().with_max_len(1).for_each(task);
-    }
+    run_tasks(parts.len() * shape.kv_heads, pairs * shape.heads, shape.head_dim, task);
     Ok(())
 }
 

@@ -120,6 +120,7 @@ impl<T: Element> WithSimd for Weighted<'_, '_, T> {
                     }
                     true => wide_products(simd, [query], &run, [scores]),
                 }
+                // The first rows have prefetched for all.
                 run.ahead = 0;
             }
             before = seen.end;
@@ -145,6 +146,7 @@ impl<T: Element> WithSimd for Weighted<'_, '_, T> {
                     }
                     true => add_values(simd, [scores], &run, [sums]),
                 }
+                // The first rows have prefetched for all.
                 run.ahead = 0;
             }
             before = seen.end;
