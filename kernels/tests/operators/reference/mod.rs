@@ -309,39 +309,31 @@ pub fn place<S: Copy>(
 /// errors.
 #[track_caller]
 pub fn assert_close<T: Element>(what: &str, actual: &[T], expected: &[f64], tolerance: f64) {
-    assert_near(what, actual, expected, VANISHING, tolerance);
+    assert_sums_close(what, actual, expected, 0.0, tolerance);
 }
 
-/// Like [`assert_close`] for elements that are sums of `terms` terms of order 1. Its error is
-/// relative to the root mean square of such sums at least: where terms cancel, their roundings stay.
+/// Like [`assert_close`] for elements that are sums of terms which may cancel: the error is relative
+/// to `terms`, the root mean square of such a sum where they do not, if the result's is smaller.
 #[track_caller]
 pub fn assert_sums_close<T: Element>(
     what: &str,
     actual: &[T],
     expected: &[f64],
-    terms: usize,
-    tolerance: f64,
-) {
-    assert_near(what, actual, expected, (terms as f64).sqrt(), tolerance);
-}
-
-/// The error is relative to the larger of the reference's root mean square and `smallest`.
-#[track_caller]
-fn assert_near<T: Element>(
-    what: &str,
-    actual: &[T],
-    expected: &[f64],
-    smallest: f64,
+    terms: f64,
     tolerance: f64,
 ) {
     assert_eq!(actual.len(), expected.len(), "{what}: lengths");
-    let actual = wide(actual);
-    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
-    let error = squares(&mut actual.iter().zip(expected).map(|(a, e)| a - e)).sqrt();
-    let norm = squares(&mut expected.iter().copied()).sqrt();
-    let root = (expected.len() as f64).sqrt();
-    let relative = error / norm.max(smallest * root).max(1e-300);
+    let differences: Vec<f64> =
+        wide(actual).iter().zip(expected).map(|(actual, expected)| actual - expected).collect();
+    let error = rms(&differences);
+    let relative = error / rms(expected).max(terms).max(VANISHING);
     println!("{what}: {:?} relative error {relative:.1e}", T::DTYPE);
-    let allowed = relative <= tolerance || tolerance > 0.0 && error <= ROUNDING * root;
+    let allowed = relative <= tolerance || tolerance > 0.0 && error <= ROUNDING;
     assert!(allowed, "{what}: relative error {relative:e} above {tolerance:e}");
+}
+
+/// The root mean square, 0 of no elements.
+pub fn rms(elements: &[f64]) -> f64 {
+    let squares: f64 = elements.iter().map(|x| x * x).sum();
+    (squares / elements.len().max(1) as f64).sqrt()
 }

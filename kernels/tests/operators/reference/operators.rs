@@ -149,13 +149,33 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// Gates `[N, H]` of the queries `[N, H, D]` before RoPE, 0 for shared heads; a key/value head has
 /// `group` query heads.
 pub fn gates(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<Tensor> {
+    gates_over(queries, router, group, |deviations| deviations)
+}
+
+/// [`gates`] whose gradient passes by the norms alone, as if their standard deviations were constants:
+/// the terms of the gradient that cancel where two heads share a standard deviation.
+pub fn gates_over_constants(
+    queries: &Tensor,
+    router: QueryNormRouter,
+    group: usize,
+) -> Result<Tensor> {
+    gates_over(queries, router, group, |deviations| deviations.detach())
+}
+
+fn gates_over(
+    queries: &Tensor,
+    router: QueryNormRouter,
+    group: usize,
+    deviations: fn(Tensor) -> Tensor,
+) -> Result<Tensor> {
     let (tokens, heads, head_dim) = queries.dims3()?;
     let groups = heads / group;
     let squares = queries.sqr()?.sum(2)?;
     let is_routed = |head: &usize| !router.shared.contains(*head);
     match router.selects {
         Selects::Heads => {
-            normalised_gates(&squares.sqrt()?, &(0..heads).filter(is_routed).collect::<Vec<_>>())
+            let routed: Vec<usize> = (0..heads).filter(is_routed).collect();
+            normalised_gates(&squares.sqrt()?, &routed, deviations)
         }
         Selects::Groups => {
             let norms =
@@ -171,7 +191,8 @@ pub fn gates(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<
                 let routed = (0..group).filter(|head| is_routed(&(first + head)));
                 let queries =
                     queries.narrow(1, first, group)?.reshape((tokens, group, head_dim))?;
-                normalised_gates(&queries.sqr()?.sum(2)?.sqrt()?, &routed.collect::<Vec<_>>())
+                let norms = queries.sqr()?.sum(2)?.sqrt()?;
+                normalised_gates(&norms, &routed.collect::<Vec<_>>(), deviations)
             });
             Tensor::cat(&gates.collect::<Result<Vec<_>>>()?, 1)? / groups as f64
         }
@@ -180,16 +201,20 @@ pub fn gates(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<
 
 /// The softmax `[N, M]` of the norms `[N, M]` of `routed` heads over their standard deviation, which
 /// one head does not have; 0 for the others.
-fn normalised_gates(norms: &Tensor, routed: &[usize]) -> Result<Tensor> {
+fn normalised_gates(
+    norms: &Tensor,
+    routed: &[usize],
+    deviations: fn(Tensor) -> Tensor,
+) -> Result<Tensor> {
     let heads = norms.dim(1)?;
     let norms = chosen(norms, routed)?;
-    let deviations = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
+    let centred = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
     let scores = match routed.len() {
         0 => return Tensor::zeros((norms.dim(0)?, heads), norms.dtype(), &Device::Cpu),
         1 => norms.zeros_like()?,
         count => {
-            let variance = (deviations.sqr()?.sum_keepdim(1)? / (count as f64 - 1.0))?;
-            norms.broadcast_div(&variance.sqrt()?)?
+            let variance = (centred.sqr()?.sum_keepdim(1)? / (count as f64 - 1.0))?;
+            norms.broadcast_div(&deviations(variance.sqrt()?))?
         }
     };
     placed(&softmax(&scores)?, routed, heads)
