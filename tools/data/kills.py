@@ -37,23 +37,33 @@ def inputs(text, repeat, directory):
                 subprocess.run(["zstd", "-q", "--rm", path], check=True)
 
 
-def killed(command, kills, whole, chance):
-    """Runs a command until it ends, which takes `whole` seconds, and kills it up to `kills` times; how often it did."""
+def is_complete(prefix):
+    """Whether a preparation has put its files in place, and has nothing to continue from."""
+    return prefix.with_name(f"{prefix.name}-train.bin").exists() and not any(prefix.parent.glob(f"{prefix.name}*.prepare"))
+
+
+def killed(command, prefix, kills, whole, chance):
+    """Runs a command until it ends, which takes `whole` seconds, and kills it up to `kills` times; how often it did.
+
+    A kill after the last file is in its place ends it too: the same command would refuse to replace the files.
+    """
     done = 0
     while True:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         # While kills are left, each comes after little enough time for the others to come before the end.
         left = kills - done
         patience = chance.uniform(0, 2.5 * whole / (left + 1)) if left else None
         try:
-            code = process.wait(patience)
+            _, messages = process.communicate(timeout=patience)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.communicate()
             done += 1
+            if is_complete(prefix):
+                return done
             continue
-        if code:
-            sys.exit(f"failed with exit code {code} after {done} kills")
+        if process.returncode:
+            sys.exit(f"failed with exit code {process.returncode} after {done} kills: {messages[-2000:]}")
         return done
 
 
@@ -84,7 +94,7 @@ def main():
         while kills < arguments.kills:
             for path in directory.glob("cut*.*"):
                 path.unlink()
-            kills += killed(command("cut"), arguments.kills - kills, whole, chance)
+            kills += killed(command("cut"), directory / "cut", arguments.kills - kills, whole, chance)
             runs += 1
             for part in ("train", "validation"):
                 for ending in ("bin", "idx", "json"):
