@@ -43,9 +43,9 @@ def is_complete(prefix):
 
 
 def killed(command, prefix, kills, whole, chance):
-    """Runs a command until it ends, which takes `whole` seconds, and kills it up to `kills` times; how often it did.
+    """Runs a command, which takes `whole` seconds, until it ends, and kills it up to `kills` times; how often it did.
 
-    A kill after the last file is in its place ends it too: the same command would refuse to replace the files.
+    A kill that comes after the files are complete ends it too, because the command refuses to replace them.
     """
     done = 0
     while True:

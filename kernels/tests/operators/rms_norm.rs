@@ -59,6 +59,7 @@ fn agrees_from<B: Backend, T: Element, G: Element>(
     assert_close("y", &download::<B, T>(device, &y), &flat(&expected), tolerance::<T>());
     let expected = added(&d_x, &gradient(&gradients, &x));
     let d_x = download::<B, T>(device, &d_x_out);
+    // What was there, and the gradient, are of order 1, and so are the terms of d_weight.
     assert_sums_close("d_x", &d_x, &expected, 1.0, tolerance::<T>());
     let expected = added(&d_weight, &gradient(&gradients, &weight));
     let d_weight = download::<B, G>(device, &d_weight_out);

@@ -187,7 +187,7 @@ fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNorm
     let gates = operators::gates(&queries, router, group).unwrap();
     let balance_loss = operators::balance_loss(&mask, &gates).unwrap();
     let arriving = (rotated * tensor(d_qkv, packed.dims())).unwrap().sum_all().unwrap();
-    let d_qkv = |gates| {
+    let gradient_through = |gates| {
         let weights = operators::straight_through(&mask, gates).unwrap();
         let attended = (weights * tensor(delta, mask.dims())).unwrap().sum_all().unwrap();
         let balance_loss = operators::balance_loss(&mask, gates).unwrap();
@@ -195,8 +195,9 @@ fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNorm
         let total = ((attended + &arriving).unwrap() + balanced).unwrap();
         gradient(&total.backward().unwrap(), &qkv)
     };
-    let expected = d_qkv(&gates);
-    let terms = d_qkv(&operators::gates_over_constants(&queries, router, group).unwrap());
+    let expected = gradient_through(&gates);
+    let constants = operators::gates_over_constants(&queries, router, group).unwrap();
+    let terms = gradient_through(&constants);
 
     let with_column = |table| columns(&flat(table), shape.heads, shared.leading()..shape.heads);
     let expected_mask = with_column(&mask);

@@ -312,8 +312,9 @@ pub fn assert_close<T: Element>(what: &str, actual: &[T], expected: &[f64], tole
     assert_sums_close(what, actual, expected, 0.0, tolerance);
 }
 
-/// Like [`assert_close`] for elements that are sums of terms which may cancel: the error is relative
-/// to `terms`, the root mean square of such a sum where they do not, if the result's is smaller.
+/// Like [`assert_close`], for elements that are sums of terms which may cancel. `terms` is the root
+/// mean square of such sums without cancellation; the error is relative to it where it is larger than
+/// that of the reference.
 #[track_caller]
 pub fn assert_sums_close<T: Element>(
     what: &str,

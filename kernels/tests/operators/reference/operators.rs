@@ -152,8 +152,8 @@ pub fn gates(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<
     gates_over(queries, router, group, |deviations| deviations)
 }
 
-/// [`gates`] whose gradient passes by the norms alone, as if their standard deviations were constants:
-/// the terms of the gradient that cancel where two heads share a standard deviation.
+/// [`gates`] whose backward pass treats the standard deviations as constants. Of two heads that share a
+/// standard deviation, the gradient through it cancels the gradient through the norms, which is this one.
 pub fn gates_over_constants(
     queries: &Tensor,
     router: QueryNormRouter,
