@@ -84,7 +84,7 @@ struct Arguments {
     /// if under 1 GB]
     #[arg(long, overrides_with = "no_verify")]
     verify: bool,
-    /// Device for the comparison of logits: cpu, cuda or cuda:N
+    /// Device for --calibration and for the comparison of logits: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
     /// Do not compare weights and logits

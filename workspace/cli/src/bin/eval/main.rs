@@ -29,8 +29,8 @@ use crate::tasks::TasksArguments;
     version,
     arg_required_else_help = true,
     after_help = "Example, from the repository's root:\n  \
-        moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \
-        --sequence-length 256"
+        moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \\\n    \
+            --sequence-length 256"
 )]
 struct Arguments {
     #[command(subcommand)]
@@ -48,10 +48,10 @@ enum Command {
     /// Several models or files give a table, in which all windows have the same length. A checkpoint of a run is
     /// evaluated as an export of it would be, and nothing is written.
     #[command(after_help = "Examples, from the repository's root:\n  \
-        moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \
-        --sequence-length 256\n  \
         moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \\\n    \
-            --data recipes/quickstart/voyage-train --sequence-length 256 --limit 20 --json")]
+            --sequence-length 256\n  \
+        moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \\\n    \
+            --data recipes/quickstart/voyage --sequence-length 256 --limit 20 --json")]
     Loss(LossArguments),
     /// The logits of token ids, and the selected heads of a Mixture-of-Head model
     ///
@@ -73,8 +73,8 @@ enum Command {
     /// per byte of the choice; perplexity: by answer. This program adds the perplexity by word and by byte of
     /// the answer, which the harness has for whole documents only.
     #[command(after_help = "Example, from the repository's root:\n  \
-        moh-eval tasks --model recipes/quickstart tools/eval/tasks/village-choice.jsonl \
-        tools/eval/tasks/village-cloze.jsonl")]
+        moh-eval tasks --model recipes/quickstart tools/eval/tasks/village-choice.jsonl \\\n    \
+            tools/eval/tasks/village-cloze.jsonl")]
     Tasks(TasksArguments),
     /// What heads do: which tokens compute them, how far they look, how alike they are
     ///

@@ -17,6 +17,7 @@ use moh_run_directory::RunDirectory;
 /// Without a subcommand, lists all checkpoints of the run directory: complete ones, those that were moved
 /// aside because they are damaged or because the run resumed before them, and unfinished ones.
 #[derive(Args)]
+#[command(after_help = "Example:\n  moh-train checkpoints runs/quickstart")]
 pub(crate) struct Arguments {
     /// Run directory: run.dir of its recipe
     #[arg(value_name = "RUN")]
@@ -30,6 +31,7 @@ enum Command {
     /// Read and hash every byte, and report each checkpoint; changes nothing
     ///
     /// Exits with 1 if a checkpoint is damaged or cannot be read.
+    #[command(after_help = "Example:\n  moh-train checkpoints runs/quickstart verify")]
     Verify {
         /// Steps of the checkpoints [default: all complete ones]
         #[arg(value_name = "STEP", value_parser = at_least::<u64>(1))]
@@ -38,6 +40,9 @@ enum Command {
     /// Remove older checkpoints, as a run does by its checkpoint.keep and checkpoint.keep_every
     ///
     /// The newest checkpoint whose bytes are good is never removed. Checkpoints that were moved aside stay.
+    #[command(
+        after_help = "Example:\n  moh-train checkpoints runs/quickstart prune --keep 1 --dry-run"
+    )]
     Prune {
         /// Number of newest checkpoints to keep
         #[arg(long, value_name = "N", value_parser = at_least::<u64>(1))]

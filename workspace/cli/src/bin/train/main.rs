@@ -26,9 +26,9 @@ use moh_train::{Comparison, Variant};
 ///
 /// Running the same command again continues from the newest checkpoint and ends with the same bits as
 /// a run that was never interrupted; on a GPU, this takes run.deterministic = true. SIGINT, SIGTERM,
-/// SIGUSR1 and SIGHUP (unless ignored, as by nohup) stop it after the current step or within an evaluation,
-/// with a checkpoint and exit code 75: run it again. So does a time limit, before it ends. A second signal
-/// ends it at once, without a checkpoint.
+/// SIGQUIT, SIGUSR1 and SIGHUP (unless ignored, as by nohup) stop it after the current step or within an
+/// evaluation, with a checkpoint and exit code 75: run it again. So does a time limit, before it ends. A second
+/// signal, under a launcher a second SIGINT, ends it at once, without a checkpoint.
 #[derive(Parser)]
 #[command(
     name = "moh-train",
@@ -57,7 +57,7 @@ struct Arguments {
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
     /// Train this variant of the recipe, once for each to compare, in run.dir/NAME: the stages before the
-    /// first one that a variant changes are trained once for all. half:stage.moh.moh.routed_top_k=1;
+    /// first one that a variant changes are trained once for all. half:stage.moh.moh.shared_heads=2;
     /// a name alone is the recipe itself
     #[arg(long = "variant", value_name = "NAME:KEY=VALUE,...")]
     #[arg(conflicts_with_all = ["preflight", "trace", "begin_anew", "resume_step"])]

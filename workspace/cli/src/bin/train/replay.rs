@@ -19,6 +19,7 @@ use moh_train::open_device;
 /// tokens and documents of their files. Reads the run directory and writes nothing. One process computes
 /// the whole model, which must fit its device.
 #[derive(clap::Args)]
+#[command(after_help = "Example:\n  moh-train replay runs/quickstart --step 202")]
 pub(crate) struct Arguments {
     /// Run directory
     run: PathBuf,
