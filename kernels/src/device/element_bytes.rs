@@ -46,6 +46,13 @@ impl DType {
             DType::U8 => write(values, out, |value| [value.round() as u8]),
         }
     }
+
+    /// Replaces f32 values by what [`read`](Self::read) gives of them as [`write`](Self::write) writes them.
+    pub fn round(self, values: &mut [f32]) {
+        let mut bytes = vec![0; values.len() * self.bytes()];
+        self.write(values, &mut bytes);
+        self.read(&bytes, values);
+    }
 }
 
 #[inline(always)]

@@ -2,8 +2,8 @@
 
 use std::ops::ControlFlow;
 
-use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
+use moh_kernels::{Backend, DType};
 use moh_model::{BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig, RouterKind};
 use ndarray::Array2;
 
@@ -39,6 +39,9 @@ pub struct CalibrationOptions {
     pub shared: Shared,
     /// Whether output projections are refitted.
     pub refit: bool,
+    /// The type to which refitted output projections and fitted routers are rounded, in which they are stored: later
+    /// layers, and the losses, are those of the rounded ones. `None` for f32.
+    pub stored: Option<DType>,
 }
 
 impl CalibrationOptions {
@@ -49,6 +52,13 @@ impl CalibrationOptions {
                 Err(Error::Router { router: router.name() })
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Rounds a matrix that was fitted to the type that stores it.
+    fn round(&self, values: &mut [f32]) {
+        if let Some(dtype) = self.stored {
+            dtype.round(values);
         }
     }
 }
@@ -333,9 +343,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         if let (Shared::Calibrated, Some(given)) = (self.options.shared, given) {
             return vec![given];
         }
-        // All of a few, else quarters of the active heads.
-        let step = if active <= 8 { 1 } else { active.div_ceil(4) };
-        let mut numbers: Vec<usize> = (0..active).step_by(step).chain(given).collect();
+        let mut numbers: Vec<usize> = ranking.shared_numbers(active).chain(given).collect();
         numbers.retain(|&shared| shared < active && ranking.fits(shared, active - shared));
         numbers.sort_unstable();
         numbers.dedup();

@@ -162,7 +162,8 @@ impl LayerSample {
                     now = next;
                 }
             }
-            if now.0 >= before {
+            // Not a number is no less either: the fit that follows tells what is wrong.
+            if now.0.total_cmp(&before).is_ge() {
                 return Ok(now.1);
             }
         }

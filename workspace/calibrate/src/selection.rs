@@ -3,6 +3,9 @@
 
 use moh_model::{LayerHeads, ModelConfig, RouterKind};
 
+/// Numbers of shared heads that are all compared.
+const FEW: usize = 8;
+
 /// A layer's heads as a router ranks them, and which sets of them can be shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ranking {
@@ -32,10 +35,22 @@ impl Ranking {
         if self.router == RouterKind::WithinGroup { self.heads / self.group } else { 1 }
     }
 
+    /// The heads in whose multiples they are active, and shared.
+    pub fn multiple(&self) -> usize {
+        self.unit() * self.parts()
+    }
+
+    /// Numbers of shared heads below that of the active ones, for a comparison: all that the router can share of a few,
+    /// else about four, evenly spaced.
+    pub fn shared_numbers(&self, active: usize) -> impl Iterator<Item = usize> + use<> {
+        let (multiple, number) = (self.multiple(), active / self.multiple());
+        let step = if number <= FEW { 1 } else { number.div_ceil(4) };
+        (0..number).step_by(step).map(move |number| number * multiple)
+    }
+
     /// Whether a layer can share this many heads beside this many selected ones.
     pub fn fits(&self, shared: usize, top_k: usize) -> bool {
-        let divides =
-            |count: usize| count.is_multiple_of(self.unit()) && count.is_multiple_of(self.parts());
+        let divides = |count: usize| count.is_multiple_of(self.multiple());
         let needs_two = self.router == RouterKind::QueryNorm;
         divides(shared) && divides(top_k) && !(needs_two && self.heads - shared == 1)
     }
@@ -133,6 +148,20 @@ mod tests {
     use moh_model::{BlockPass, Error, MohConfig, SharedHeadSets, initial};
 
     use super::*;
+
+    #[test]
+    fn numbers_of_shared_heads_are_those_that_the_router_can_share() {
+        // The heads of LLaMA-3-8B.
+        let numbers = |router, active| {
+            let ranking = Ranking { router, heads: 32, group: 4 };
+            ranking.shared_numbers(active).collect::<Vec<usize>>()
+        };
+        assert_eq!(numbers(RouterKind::QueryNorm, 24), [0, 6, 12, 18]);
+        assert_eq!(numbers(RouterKind::QueryNorm, 5), [0, 1, 2, 3, 4]);
+        assert_eq!(numbers(RouterKind::Group, 24), [0, 4, 8, 12, 16, 20]);
+        assert_eq!(numbers(RouterKind::Group, 20), [0, 4, 8, 12, 16]);
+        assert_eq!(numbers(RouterKind::WithinGroup, 24), [0, 8, 16]);
+    }
 
     #[test]
     fn selections_are_those_of_the_routers() {

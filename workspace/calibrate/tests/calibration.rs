@@ -7,17 +7,27 @@ use std::path::Path;
 
 use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Error, Shared, calibrate};
 use moh_hf::ConfigFile;
-use moh_kernels::Cpu;
+use moh_kernels::{Cpu, DType};
 use moh_model::initial::initialize;
 use moh_model::tensors::tensor_shapes;
 use moh_model::{HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 
 const LENGTH: usize = 24;
 
+/// A model with 8 heads, of which all sets are compared.
 fn config(model_type: &str) -> ModelConfig {
+    config_with(model_type, 8, 6)
+}
+
+/// A model with 16 heads, of which most sets are not compared, in 4 groups.
+fn with_more_heads() -> ModelConfig {
+    config_with("llama", 16, 4)
+}
+
+fn config_with(model_type: &str, heads: usize, head_dim: usize) -> ModelConfig {
     let fields = serde_json::json!({
         "model_type": model_type, "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6,
+        "num_hidden_layers": 3, "num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": head_dim,
         "max_position_embeddings": 64, "tie_word_embeddings": false,
     });
     ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
@@ -107,24 +117,35 @@ fn loss_with(
 
 #[test]
 fn losses_are_those_of_whole_models() {
-    for model_type in ["llama", "qwen3"] {
-        let config = config(model_type);
-        for shared in [Shared::Calibrated, Shared::CalibratedNumber, Shared::Given] {
-            let options = CalibrationOptions { moh: moh(3, 2), shared, refit: true };
+    for (config, moh) in [
+        (config("llama"), moh(3, 2)),
+        (config("qwen3"), moh(3, 2)),
+        (with_more_heads(), moh(8, 4)),
+        (with_more_heads(), MohConfig { router: RouterKind::Group, ..moh(8, 4) }),
+    ] {
+        for (shared, stored) in [
+            (Shared::Calibrated, None),
+            (Shared::CalibratedNumber, Some(DType::BF16)),
+            (Shared::Given, None),
+        ] {
+            let options = CalibrationOptions { moh: moh.clone(), shared, refit: true, stored };
             let (found, projections) = run(&config, &options);
             assert_eq!(projections.len(), 3);
             for (expected, measured) in [
                 (loss(&config, None, &[]), found.losses.dense),
-                (loss(&config, Some(moh(3, 2)), &[]), found.losses.given),
+                (loss(&config, Some(moh.clone()), &[]), found.losses.given),
                 (loss(&config, Some(found.moh.clone()), &projections), found.losses.calibrated),
             ] {
                 assert!(
                     (expected - measured).abs() < 1e-5,
-                    "{model_type} {shared:?}: {expected} {measured}"
+                    "{moh:?} {shared:?}: {expected} {measured}"
                 );
             }
+            let mut rounded = projections.concat();
+            DType::BF16.round(&mut rounded);
+            assert_eq!(rounded == projections.concat(), stored.is_some());
             for (layer, measured) in found.layers.iter().enumerate() {
-                assert_eq!(found.moh.layer(layer).active(), 5);
+                assert_eq!(found.moh.layer(layer).active(), moh.layer(layer).active());
                 assert_eq!(measured.shared, found.moh.layer(layer).shared);
                 assert!(measured.error.unwrap() < measured.error_before, "{measured:?}");
             }
@@ -135,7 +156,9 @@ fn losses_are_those_of_whole_models() {
 #[test]
 fn sets_are_better_than_the_first_heads_and_a_free_number_is_no_worse() {
     let config = config("llama");
-    let run = |shared| run(&config, &CalibrationOptions { moh: moh(4, 2), shared, refit: true }).0;
+    let run = |shared| {
+        run(&config, &CalibrationOptions { moh: moh(4, 2), shared, refit: true, stored: None }).0
+    };
     let first_layer = |found: &Calibration| found.layers[0].error.unwrap();
     let (given, sets) = (run(Shared::Given), run(Shared::Calibrated));
     assert_eq!(given.moh.shared_heads, SharedHeadSets::from(4));
@@ -147,7 +170,8 @@ fn sets_are_better_than_the_first_heads_and_a_free_number_is_no_worse() {
 #[test]
 fn all_heads_keep_the_dense_model() {
     let config = config("llama");
-    let options = CalibrationOptions { moh: moh(3, 5), shared: Shared::Given, refit: true };
+    let options =
+        CalibrationOptions { moh: moh(3, 5), shared: Shared::Given, refit: true, stored: None };
     let (found, projections) = run(&config, &options);
     assert!((found.losses.calibrated - found.losses.dense).abs() < 1e-5);
     let mut old = vec![0f32; projections[1].len()];
@@ -159,7 +183,12 @@ fn all_heads_keep_the_dense_model() {
 #[test]
 fn without_a_refit_the_weights_stay() {
     let config = config("llama");
-    let options = CalibrationOptions { moh: moh(4, 2), shared: Shared::Calibrated, refit: false };
+    let options = CalibrationOptions {
+        moh: moh(4, 2),
+        shared: Shared::Calibrated,
+        refit: false,
+        stored: None,
+    };
     let (found, projections) = run(&config, &options);
     assert!(projections.is_empty() && found.layers.iter().all(|layer| layer.error.is_none()));
     let expected = loss(&config, Some(found.moh.clone()), &[]);
@@ -168,14 +197,14 @@ fn without_a_refit_the_weights_stay() {
 
 #[test]
 fn the_bits_do_not_depend_on_the_threads() {
-    let config = config("llama");
-    for (router, shared) in [
-        (RouterKind::QueryNorm, Shared::Calibrated),
-        (RouterKind::Linear, Shared::Calibrated),
-        (RouterKind::Linear, Shared::CalibratedTotal(14)),
+    for (config, router, shared) in [
+        (config("llama"), RouterKind::QueryNorm, Shared::Calibrated),
+        (config("llama"), RouterKind::Linear, Shared::Calibrated),
+        (config("llama"), RouterKind::Linear, Shared::CalibratedTotal(14)),
+        (with_more_heads(), RouterKind::QueryNorm, Shared::CalibratedTotal(26)),
     ] {
         let moh = MohConfig { router, ..moh(4, 2) };
-        let options = CalibrationOptions { moh, shared, refit: true };
+        let options = CalibrationOptions { moh, shared, refit: true, stored: None };
         let on = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| run(&config, &options))
@@ -186,15 +215,17 @@ fn the_bits_do_not_depend_on_the_threads() {
 
 #[test]
 fn layers_have_a_total_of_active_heads() {
-    let config = config("llama");
-    for (router, total, unit) in [
-        (RouterKind::QueryNorm, 13, 1),
-        (RouterKind::Static, 12, 1),
-        (RouterKind::Group, 12, 2),
-        (RouterKind::WithinGroup, 16, 4),
-        (RouterKind::Linear, 12, 1),
-        (RouterKind::QueryNorm, 3, 1),
-        (RouterKind::QueryNorm, 23, 1),
+    for (config, router, total, unit) in [
+        (config("llama"), RouterKind::QueryNorm, 13, 1),
+        (config("llama"), RouterKind::Static, 12, 1),
+        (config("llama"), RouterKind::Group, 12, 2),
+        (config("llama"), RouterKind::WithinGroup, 16, 4),
+        (config("llama"), RouterKind::Linear, 12, 1),
+        (config("llama"), RouterKind::QueryNorm, 3, 1),
+        (config("llama"), RouterKind::QueryNorm, 23, 1),
+        (with_more_heads(), RouterKind::QueryNorm, 26, 1),
+        (with_more_heads(), RouterKind::Group, 28, 4),
+        (with_more_heads(), RouterKind::WithinGroup, 32, 4),
     ] {
         let moh = MohConfig { router, ..moh(0, 4) };
         let moh = match router {
@@ -204,7 +235,8 @@ fn layers_have_a_total_of_active_heads() {
             _ => moh,
         };
         let shared = Shared::CalibratedTotal(total);
-        let (found, projections) = run(&config, &CalibrationOptions { moh, shared, refit: true });
+        let (found, projections) =
+            run(&config, &CalibrationOptions { moh, shared, refit: true, stored: None });
         let active: Vec<usize> = (0..3).map(|layer| found.moh.layer(layer).active()).collect();
         assert_eq!(active.iter().sum::<usize>(), total, "{router:?}: {active:?}");
         assert!(active.iter().all(|&n| n >= unit && n.is_multiple_of(unit)), "{active:?}");
@@ -221,7 +253,8 @@ fn a_division_is_no_worse_than_the_same_number_in_each_layer() {
         let config = config(model_type);
         let moh = moh(active / 2, active - active / 2);
         let run = |shared| {
-            let options = CalibrationOptions { moh: moh.clone(), shared, refit: true };
+            let options =
+                CalibrationOptions { moh: moh.clone(), shared, refit: true, stored: None };
             run(&config, &options).0
         };
         let even = run(Shared::CalibratedNumber);
@@ -242,8 +275,12 @@ fn a_total_that_layers_cannot_have_is_refused() {
         (RouterKind::WithinGroup, 8),
     ] {
         let moh = MohConfig { router, ..moh(0, 4) };
-        let options =
-            CalibrationOptions { moh, shared: Shared::CalibratedTotal(total), refit: true };
+        let options = CalibrationOptions {
+            moh,
+            shared: Shared::CalibratedTotal(total),
+            refit: true,
+            stored: None,
+        };
         let found = calibrate::<Cpu, Error>(
             &Cpu,
             &config,
@@ -265,7 +302,8 @@ fn rows_are_fitted_for_the_stream_that_the_router_reads() {
     for model_type in ["llama", "qwen3"] {
         let config = config(model_type);
         let moh = MohConfig { router: RouterKind::Linear, ..moh(3, 2) };
-        let options = CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true };
+        let options =
+            CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true, stored: None };
         let (found, projections) = run(&config, &options);
         for layer in &found.layers {
             let fit = layer.router.as_ref().unwrap();
@@ -287,7 +325,7 @@ fn routers_with_other_matrices_are_refused() {
     let found = calibrate::<Cpu, Error>(
         &Cpu,
         &config,
-        &CalibrationOptions { moh, shared: Shared::Calibrated, refit: true },
+        &CalibrationOptions { moh, shared: Shared::Calibrated, refit: true, stored: None },
         &tokens(&config),
         &mut source(&config),
         &mut |_, _| Ok(()),
@@ -303,7 +341,8 @@ fn a_layer_whose_heads_are_all_shared_is_left_dense() {
     let shared_heads = HeadCounts::Each(vec![8, 4, 4]).into();
     let routed_top_k = HeadCounts::Each(vec![0, 2, 2]);
     let moh = MohConfig { shared_heads, routed_top_k, ..moh(4, 2) };
-    let options = CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true };
+    let options =
+        CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true, stored: None };
     let (found, _) = run(&config, &options);
     assert_eq!((found.layers[0].shared.len(), found.layers[0].top_k), (8, 0));
     assert!(found.layers[0].error.unwrap() < 1e-9);
@@ -311,28 +350,40 @@ fn a_layer_whose_heads_are_all_shared_is_left_dense() {
 
 #[test]
 fn weights_that_are_not_finite_are_named_by_layer() {
-    let config = config("llama");
-    let mut read = source(&config);
-    let found = calibrate::<Cpu, Error>(
-        &Cpu,
-        &config,
-        &CalibrationOptions { moh: moh(4, 2), shared: Shared::Given, refit: true },
-        &tokens(&config),
-        &mut |name, values| {
-            read(name, values)?;
-            if name == "model.layers.1.self_attn.v_proj.weight" {
-                values[3] = f32::NAN;
-            }
-            Ok(())
-        },
-        &mut |_, _| Ok(()),
-        &mut |_, _| ControlFlow::Continue(()),
-    );
-    let message = found.unwrap_err().to_string();
-    assert!(
-        message.starts_with("layer 1: the heads' outputs have a value that is not finite"),
-        "{message}"
-    );
+    for (config, shared) in [
+        (config("llama"), Shared::Given),
+        (config("llama"), Shared::Calibrated),
+        (with_more_heads(), Shared::Calibrated),
+        (with_more_heads(), Shared::CalibratedTotal(30)),
+    ] {
+        let mut read = source(&config);
+        let options = CalibrationOptions { moh: moh(8, 2), shared, refit: true, stored: None };
+        let options = match config.num_attention_heads {
+            8 => CalibrationOptions { moh: moh(4, 2), ..options },
+            _ => options,
+        };
+        let found = calibrate::<Cpu, Error>(
+            &Cpu,
+            &config,
+            &options,
+            &tokens(&config),
+            &mut |name, values| {
+                read(name, values)?;
+                if name == "model.layers.1.self_attn.v_proj.weight" {
+                    // Of the last key/value head.
+                    *values.last_mut().unwrap() = f32::NAN;
+                }
+                Ok(())
+            },
+            &mut |_, _| Ok(()),
+            &mut |_, _| ControlFlow::Continue(()),
+        );
+        let message = found.unwrap_err().to_string();
+        assert!(
+            message.starts_with("layer 1: the heads' outputs have a value that is not finite"),
+            "{shared:?}: {message}"
+        );
+    }
 }
 
 #[test]
@@ -342,7 +393,7 @@ fn a_calibration_stops_between_layers() {
     let found = calibrate::<Cpu, Error>(
         &Cpu,
         &config,
-        &CalibrationOptions { moh: moh(4, 2), shared: Shared::Given, refit: true },
+        &CalibrationOptions { moh: moh(4, 2), shared: Shared::Given, refit: true, stored: None },
         &tokens(&config),
         &mut source(&config),
         &mut |_, _| Ok(()),

@@ -80,12 +80,13 @@ pub struct LayerReceipt {
 }
 
 impl Calibrated {
-    /// Measures the source of a conversion on a device. `text` is what a receipt calls the tokens;
-    /// `progress` is called with the layers that are done and all of them, and can stop the work.
+    /// Measures the source of a conversion on a device, with its weights in the output's element type. What is fitted is
+    /// stored in this type too, unless `calibration` says otherwise. `text` is what a receipt calls the tokens; `progress`
+    /// is called with the layers that are done and all of them, and can stop the work.
     ///
     /// # Errors
-    /// Fails if the output may not be written, if the source is not a dense model, if the heads do not fit it, if it cannot be measured, and
-    /// with [`Error::Interrupted`].
+    /// Fails if the output may not be written, if the source is not a dense model, if the heads do not fit it, if it
+    /// cannot be measured, and with [`Error::Interrupted`].
     pub fn measure(
         options: &ConversionOptions,
         calibration: &CalibrationOptions,
@@ -101,11 +102,22 @@ impl Calibrated {
             let reason = "is a Mixture-of-Head model: calibrate the dense model that it came from";
             return Err(Error::file(&options.source, reason));
         }
+        let stored = match options.dtype {
+            Some(dtype) => dtype,
+            None => source.weights.dtype(&format!("model.layers.0{PROJECTION}"))?,
+        };
+        let calibration = CalibrationOptions {
+            stored: calibration.stored.or(Some(stored)),
+            ..calibration.clone()
+        };
         let projections = match calibration.refit {
             true => Some(Projections::create(&options.out, &source.file.config)?),
             false => None,
         };
-        device.run(Measurement { source, calibration, tokens, text, projections, progress })
+        let dtype = options.dtype;
+        let measurement =
+            Measurement { source, dtype, calibration, tokens, text, projections, progress };
+        device.run(measurement)
     }
 
     /// The routing of the output.
@@ -171,7 +183,9 @@ fn layer_with(tensor: &str, ending: &str) -> Option<usize> {
 
 struct Measurement<'a> {
     source: Source,
-    calibration: &'a CalibrationOptions,
+    /// The output's element type, if it is not the source's.
+    dtype: Option<DType>,
+    calibration: CalibrationOptions,
     tokens: &'a CalibrationTokens,
     text: String,
     projections: Option<Projections>,
@@ -188,9 +202,15 @@ impl OnDevice for Measurement<'_> {
         let found = calibrate::<B, Error>(
             &backend,
             &dense,
-            self.calibration,
+            &self.calibration,
             self.tokens,
-            &mut |name, values| weights.read_f32(name, values),
+            &mut |name, values| {
+                weights.read_f32(name, values)?;
+                if let Some(dtype) = self.dtype {
+                    dtype.round(values);
+                }
+                Ok(())
+            },
             &mut |layer, values| match &mut projections {
                 Some(projections) => projections.write(layer, values),
                 None => Ok(()),

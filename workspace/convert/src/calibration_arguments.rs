@@ -36,7 +36,7 @@ pub(crate) struct CalibrationArguments {
     #[arg(long, value_name = "N", default_value_t = 65536, value_parser = at_least::<usize>(1))]
     #[arg(requires = "calibration")]
     calibration_tokens: usize,
-    /// Tokens of a window [default: 2048, or the model's context length if that is less]
+    /// Tokens of a window [default: 2048, or the model's context length or the text's if that is less]
     #[arg(long, value_name = "N", value_parser = at_least::<usize>(1), requires = "calibration")]
     calibration_length: Option<usize>,
     /// Which heads are shared: the first ones, those that --calibration finds best, or these of each layer, layers
@@ -112,6 +112,11 @@ impl CalibrationArguments {
                            but for calibrated";
             return Err((ErrorKind::ArgumentConflict, message));
         }
+        if shared_heads.is_some() && matches!(self.shared, Some(SharedChoice::Ids(_))) {
+            let message =
+                "--shared with the ids of heads gives their numbers too: leave out --shared-heads";
+            return Err((ErrorKind::ArgumentConflict, message));
+        }
         if self.calibration.is_some() {
             return Ok(());
         }
@@ -130,8 +135,13 @@ impl CalibrationArguments {
         }
     }
 
-    /// Measures the source of a conversion, if a text is given. `chooses_number` is whether the number of
-    /// shared heads is left to the measurement.
+    /// Whether one of them asks for Mixture-of-Head.
+    pub(crate) fn choose_heads(&self) -> bool {
+        self.calibration.is_some() || self.shared.is_some()
+    }
+
+    /// Measures the source of a conversion to Mixture-of-Head, if a text is given. `chooses_number` is whether the
+    /// number of shared heads is left to the measurement.
     pub(crate) fn measure(
         &self,
         options: &ConversionOptions,
@@ -142,19 +152,15 @@ impl CalibrationArguments {
         let Some(text) = &self.calibration else { return Ok(None) };
         let config = options.source_config()?;
         let total = options.attention.total(&config)?;
-        let Some(moh) = options.attention.configure(&config)? else {
-            bail!(
-                "--calibration: a dense output has no heads to choose, leave out --attention dense"
-            );
-        };
+        let Some(moh) = options.attention.configure(&config)? else { return Ok(None) };
         let shared = match (&self.shared, total) {
             (_, Some(total)) => Shared::CalibratedTotal(total),
             (Some(SharedChoice::First | SharedChoice::Ids(_)), _) => Shared::Given,
             _ if chooses_number => Shared::CalibratedNumber,
             _ => Shared::Calibrated,
         };
-        let calibration =
-            CalibrationOptions { moh, shared, refit: self.refit != Some(Switch::Off) };
+        let refit = self.refit != Some(Switch::Off);
+        let calibration = CalibrationOptions { moh, shared, refit, stored: None };
         let tokenizer = options.source_tokenizer();
         let tokenizer = tokenizer.map_or(Ok(None), |directory| models::tokenizer(&directory))?;
         let option = || format!("--calibration {}", text.display());
@@ -180,27 +186,31 @@ impl CalibrationArguments {
         config: &ModelConfig,
         tokenizer: Option<&TextTokenizer>,
     ) -> anyhow::Result<CalibrationTokens> {
-        let context = config.max_position_embeddings;
-        let length = self.calibration_length.unwrap_or(context.min(DEFAULT_LENGTH));
-        let ids = match with_ending(text, ".bin").is_file() {
-            true => {
-                let mut file = TokenFile::open(text)?;
-                file.limit_vocabulary(config.vocab_size);
-                if let Some(tokenizer) = tokenizer {
-                    file.check_tokenizer(tokenizer, false)?;
-                }
-                let length = length.min(usize::try_from(file.num_tokens()).unwrap_or(usize::MAX));
-                let windows = Windows::new(file, length)?;
-                let windows = windows.spread((self.calibration_tokens / length) as u64);
-                let mut ids = vec![0; length * windows.len() as usize];
-                for (number, window) in ids.chunks_exact_mut(length).enumerate() {
-                    windows.read(number as u64, window)?;
-                }
-                return Ok(CalibrationTokens::new(ids, length, config)?);
-            }
-            false => self.encoded(text, config, tokenizer)?,
-        };
+        if !with_ending(text, ".bin").is_file() {
+            let ids = self.encoded(text, config, tokenizer)?;
+            let length = self.length(config, ids.len());
+            return Ok(CalibrationTokens::new(ids, length, config)?);
+        }
+        let mut file = TokenFile::open(text)?;
+        file.limit_vocabulary(config.vocab_size);
+        if let Some(tokenizer) = tokenizer {
+            file.check_tokenizer(tokenizer, false)?;
+        }
+        let length = self.length(config, usize::try_from(file.num_tokens()).unwrap_or(usize::MAX));
+        let windows = Windows::new(file, length)?;
+        let windows = windows.spread((self.calibration_tokens / length) as u64);
+        let mut ids = vec![0; length * windows.len() as usize];
+        for (number, window) in ids.chunks_exact_mut(length).enumerate() {
+            windows.read(number as u64, window)?;
+        }
         Ok(CalibrationTokens::new(ids, length, config)?)
+    }
+
+    /// Tokens of a window of a text with this many tokens: fewer than asked for where it has, or is to give, fewer.
+    fn length(&self, config: &ModelConfig, tokens: usize) -> usize {
+        let context = config.max_position_embeddings.min(DEFAULT_LENGTH);
+        let most = tokens.min(self.calibration_tokens).max(2);
+        self.calibration_length.unwrap_or(context).min(most)
     }
 
     /// The first ids of a text, each document as the tokenizer encodes it and followed by the end of text.
@@ -210,6 +220,9 @@ impl CalibrationArguments {
         config: &ModelConfig,
         tokenizer: Option<&TextTokenizer>,
     ) -> anyhow::Result<Vec<u32>> {
+        if text.extension().is_some_and(|ending| ending == "bin" || ending == "idx") {
+            bail!("if it is a token file, name it without .bin and .idx");
+        }
         let Some(tokenizer) = tokenizer else {
             bail!("the model has no tokenizer.json: give a token file");
         };

@@ -427,7 +427,7 @@ fn write_fitted(
         spec.dtype.write(values, &mut bytes);
         if first_not_finite(spec.dtype, &bytes).is_some() {
             return Err(Error::Option(format!(
-                "{} has a value that {} cannot hold: choose another --dtype",
+                "{} has a fitted value that {} cannot hold: choose another --dtype",
                 spec.name,
                 spec.dtype.torch_name()
             )));

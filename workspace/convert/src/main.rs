@@ -198,14 +198,14 @@ fn attention(arguments: &Arguments) -> Option<TargetAttention> {
         || shared_heads.is_some()
         || active.is_some()
         || routed_top_k.is_some()
-        || calibration.shared.is_some();
+        || calibration.choose_heads();
     if attention.is_none() && !has_heads {
         return None;
     }
     if attention == Some(AttentionKind::Dense) {
         if has_heads {
-            let message = "--attention dense cannot be combined with --router, --shared, --shared-heads, --active or \
-                           --routed-top-k";
+            let message = "--attention dense cannot be combined with --router, --shared, --shared-heads, --active, \
+                           --routed-top-k or --calibration";
             Arguments::command().error(clap::error::ErrorKind::ArgumentConflict, message).exit();
         }
         return Some(TargetAttention::Dense);
@@ -494,7 +494,11 @@ fn describe_tensors(receipt: &Receipt) -> String {
     if fitted > 0 {
         parts.push(format!("{fitted} of routers fitted"));
     }
-    let grown = total - unchanged - converted - refitted - fitted;
+    let added = receipt.num_added();
+    if added > 0 {
+        parts.push(format!("{added} of routers added, zeros"));
+    }
+    let grown = total - unchanged - converted - refitted - fitted - added;
     if grown > 0 {
         parts.push(format!("{grown} with new rows"));
     }

@@ -152,6 +152,11 @@ impl Receipt {
         let is_fitted = |tensor: &&TensorReceipt| tensor.refitted && tensor.source_dtype.is_none();
         self.tensors.iter().filter(is_fitted).count()
     }
+
+    /// Number of tensors that the source does not have and no calibration computed, which are zeros.
+    pub fn num_added(&self) -> usize {
+        self.tensors.iter().filter(|it| it.source_dtype.is_none() && !it.refitted).count()
+    }
 }
 
 /// What a user should know about the source's files, and about a dense model of refitted projections.

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use moh_device::{OnDevice, OpenDevice};
 use moh_hf::StoredModel;
-use moh_kernels::{Backend, DType};
+use moh_kernels::Backend;
 use moh_model::{
     Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,
 };
@@ -118,7 +118,7 @@ impl Comparison<'_> {
         let ids = sample_ids(*kept_rows, config.max_position_embeddings);
         let rounded = |name: &str, values: &mut [f32]| {
             self.read_source(name, values)?;
-            round(output.get(name)?.dtype, values);
+            output.get(name)?.dtype.round(values);
             Ok(())
         };
         let own = |name: &str, values: &mut [f32]| self.read_source(name, values);
@@ -202,13 +202,6 @@ impl Comparison<'_> {
 /// Whether a difference is more than allowed; one that is not a number is.
 fn exceeds(difference: f32, allowed: f32) -> bool {
     difference.is_nan() || difference > allowed
-}
-
-/// Rounds values to a type.
-pub(crate) fn round(dtype: DType, values: &mut [f32]) {
-    let mut bytes = vec![0; values.len() * dtype.bytes()];
-    dtype.write(values, &mut bytes);
-    dtype.read(&bytes, values);
 }
 
 /// Distinct-looking ids from all over the vocabulary, the same every time.

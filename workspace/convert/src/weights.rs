@@ -113,7 +113,6 @@ fn half_unit(dtype: DType, value: f32) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::verify::round;
 
     #[test]
     fn rounding_moves_a_value_by_at_most_half_a_unit_in_the_last_place() {
@@ -131,7 +130,7 @@ mod tests {
             for step in 0..100_000 {
                 let value = (step as f32 * 0.618).sin() * 2f32.powi(step % 30 - 26);
                 let mut rounded = [value];
-                round(dtype, &mut rounded);
+                dtype.round(&mut rounded);
                 let difference = (f64::from(value) - f64::from(rounded[0])).abs();
                 assert!(difference <= half_unit(dtype, value), "{dtype:?} {value}");
             }

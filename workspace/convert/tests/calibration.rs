@@ -7,6 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use assert_cmd::Command;
+use moh_data::{TokenFile, Windows};
+use moh_eval::{EvaluationText, Evaluator};
+use moh_hf::StoredModel;
+use moh_kernels::Cpu;
+use moh_model::Model;
 use serde_json::{Value, json};
 
 #[path = "../../cli/tests/support/source.rs"]
@@ -27,6 +32,18 @@ fn convert(dir: &Path, arguments: &[&str]) -> Output {
 
 fn json(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// The loss of the model that was written, over as many tokens of the voyage as a calibration read.
+fn loss_of_output(dir: &Path, tokens: u64) -> f64 {
+    const LENGTH: usize = 512;
+    let stored = StoredModel::open(&dir.join("out")).unwrap();
+    let mut model: Model<Cpu, f32> = stored.load(Cpu, LENGTH).unwrap();
+    let file = TokenFile::open(&quickstart().join("voyage")).unwrap();
+    let windows = Windows::new(file, LENGTH).unwrap().spread(tokens / LENGTH as u64);
+    let text = EvaluationText { windows: &windows, count: windows.len(), tokenizer: None };
+    let mut evaluator = Evaluator::new(&model, 4, LENGTH).unwrap();
+    evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss
 }
 
 /// The message of a conversion that fails with this exit code and leaves nothing.
@@ -71,6 +88,8 @@ fn measured_heads_and_projections_lose_less() {
     let loss = |key: &str| calibration[key].as_f64().unwrap();
     // The text is new to the model, which knows stories from a village.
     assert!(loss("loss") < loss("loss_given"), "{calibration}");
+    let written = loss_of_output(dir.path(), 8192);
+    assert!((written - loss("loss")).abs() < 1e-5, "{written}, {calibration}");
     assert_eq!((&calibration["tokens"], &calibration["refit"]), (&json!(8192), &json!(true)));
     let layers = calibration["layers"].as_array().unwrap();
     assert_eq!(layers.len(), 6);
@@ -139,7 +158,19 @@ fn heads_may_be_named_without_a_measurement() {
     assert_eq!(config["moh_shared_head_ids"], json!([[0, 1], [1, 2], [0, 1], [0, 1], [0, 1], [7]]));
 }
 
-/// Each layer gets its number of heads, and the model that is written is evaluated with these.
+#[test]
+fn matrices_of_a_router_are_added_as_zeros() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = convert(dir.path(), &["--router", "two-stage"]);
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        stdout.contains("56 of 68 unchanged, bit by bit, 12 of routers added, zeros"),
+        "{stdout}"
+    );
+}
+
+/// Each layer gets its number of heads, and the model that is written has the loss that was measured with these, in its
+/// own type.
 #[test]
 fn an_average_share_is_divided_among_the_layers() {
     let dir = tempfile::tempdir().unwrap();
@@ -149,6 +180,8 @@ fn an_average_share_is_divided_among_the_layers() {
         "auto:0.6",
         "--router",
         "group",
+        "--dtype",
+        "bf16",
         "--receipt",
         "receipt.json",
         "--calibration",
@@ -173,6 +206,9 @@ fn an_average_share_is_divided_among_the_layers() {
         count => vec![count.as_u64().unwrap(); 6],
     };
     assert_eq!(written, active);
+    let (measured, loss) =
+        (receipt["calibration"]["loss"].as_f64().unwrap(), loss_of_output(dir.path(), 4096));
+    assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
 }
 
 /// The rows that are written route as they did in the measurement: the loss on its tokens is the same.
@@ -201,6 +237,9 @@ fn a_linear_router_is_fitted() {
     );
     assert!(stdout.contains("logits with all heads on are "), "{stdout}");
     let receipt = json(&dir.path().join("receipt.json"));
+    let (measured, loss) =
+        (receipt["calibration"]["loss"].as_f64().unwrap(), loss_of_output(dir.path(), 4096));
+    assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
     for layer in receipt["calibration"]["layers"].as_array().unwrap() {
         let explained = layer["router_explained"].as_f64().unwrap();
         assert!(explained > 0.0 && explained < 1.0, "{layer}");
@@ -232,11 +271,13 @@ fn bad_calibrations_are_refused_before_anything_is_written() {
         (&["--shared", "0,9"], 1, "shared_head_ids of layer 0 has head 9: the heads are 0 to 7"),
         (&["--shared", "best"], 2, "expected first, calibrated, or heads such as 0,5;1,2"),
         (&["--calibration", "none"], 1, "--calibration none: "),
-        (&["--calibration", "short.txt"], 1, "calibration tokens: a fit of 128 inputs"),
+        (&["--calibration", "short.txt"], 1, "14 calibration tokens: a fit of 128 inputs"),
+        (&["--calibration", "tokens.bin"], 1, "name it without .bin and .idx"),
+        (&["--shared", "0,5", "--shared-heads", "4"], 2, "gives their numbers too"),
         (&["--calibration", "bad.jsonl"], 1, "line 2: `text` is missing or not a string"),
         (&["--calibration", voyage, "--calibration-tokens", "0"], 2, "--calibration-tokens"),
         (&["--calibration", voyage, "--calibration-length", "9999"], 1, "windows of 9999 tokens"),
-        (&["--calibration", voyage, "--attention", "dense"], 1, "a dense output has no heads"),
+        (&["--calibration", voyage, "--attention", "dense"], 2, "--routed-top-k or --calibration"),
         (&["--calibration-tokens", "99"], 2, "--calibration"),
         (
             &["--router", "linear"],

@@ -66,7 +66,7 @@ fn expected(recipe: &Recipe, step: u64, first: u64) -> (Calibration, Vec<Vec<f32
     }
     let tokens = CalibrationTokens::new(ids, data.sequence_length(), &config).unwrap();
     let moh = recipe.stages[stage].moh_config(&config).unwrap().unwrap();
-    let options = CalibrationOptions { moh, shared: Shared::Calibrated, refit: true };
+    let options = CalibrationOptions { moh, shared: Shared::Calibrated, refit: true, stored: None };
     let mut projections = Vec::new();
     let mut read = |name: &str, values: &mut [f32]| {
         stored.read_f32(TensorKind::Weight, name, values).unwrap();

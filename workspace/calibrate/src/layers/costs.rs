@@ -17,7 +17,8 @@ use crate::search::LayerSample;
 use crate::selection::Ranking;
 use crate::{Error, Result, matrix};
 
-/// Most numbers of active heads that are measured in a layer; those between cost what is between.
+/// Numbers of active heads, evenly spaced, that are measured in a layer beside 1 and the even one; those between cost what
+/// is between.
 const NUMBERS: usize = 8;
 /// Bytes that the residual streams of all numbers in all layers may have, but one pass of each.
 const STREAM_BYTES: usize = 1 << 30;
@@ -134,7 +135,7 @@ impl<B: Backend + Clone> Job<'_, B> {
                 false => self.products(&moh)?,
             };
             self.refit(layer, &products, old.view(), router.as_ref(), weights)?;
-            let stream = &self.streams.calibrated[..self.carried_passes() * elements];
+            let stream = &self.streams.calibrated[..self.carried_passes(even) * elements];
             for x in stream.chunks_exact(elements) {
                 variant.stream.extend(self.block.forward(x, Some(moh.clone()))?.output);
             }
@@ -209,17 +210,17 @@ impl<B: Backend + Clone> Job<'_, B> {
     }
 
     /// Passes over the tokens on which costs are measured.
-    fn carried_passes(&self) -> usize {
+    fn carried_passes(&self, even: usize) -> usize {
         let pass = self.tokens.pass();
-        let streams = self.config.num_hidden_layers * NUMBERS;
+        let units = self.config.num_attention_heads / self.unit();
+        let streams = self.config.num_hidden_layers * measured(units, even).len();
         let bytes = streams * pass * self.config.hidden_size * size_of::<f32>();
         (STREAM_BYTES / bytes).clamp(1, self.tokens.ids().len() / pass)
     }
 
     /// Heads in whose multiples the router makes them active.
     fn unit(&self) -> usize {
-        let ranking = Ranking::new(self.options.moh.router, self.config);
-        ranking.unit() * ranking.parts()
+        Ranking::new(self.options.moh.router, self.config).multiple()
     }
 }
 
@@ -230,4 +231,20 @@ fn measured(units: usize, even: usize) -> Vec<usize> {
     numbers.sort_unstable();
     numbers.dedup();
     numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::measured;
+
+    #[test]
+    fn a_few_numbers_are_measured_with_the_ends_and_the_even_one() {
+        assert_eq!(measured(1, 1), [1]);
+        assert_eq!(measured(8, 6), [1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(measured(32, 24), [1, 4, 8, 12, 16, 20, 24, 28, 32]);
+        assert_eq!(measured(32, 23), [1, 4, 8, 12, 16, 20, 23, 24, 28, 32]);
+        for units in 1..100 {
+            assert!((1..=units).all(|even| measured(units, even).len() <= super::NUMBERS + 2));
+        }
+    }
 }

@@ -73,7 +73,8 @@ impl<B: Backend + Clone> Job<'_, B> {
             self.block.project(x)?;
             sums.add(&self.block.normed()?, &norms)?;
         }
-        let fit = sums.take().map_err(|error| error.in_layer(layer))?;
+        let mut fit = sums.take().map_err(|error| error.in_layer(layer))?;
+        self.options.round(&mut fit.rows);
         self.load(layer, Fitted { projection: None, router: Some(&fit) }, weights)?;
         Ok(Some(fit))
     }
@@ -92,7 +93,8 @@ impl<B: Backend + Clone> Job<'_, B> {
             return Ok(None);
         }
         let fit = products.fit(old, RIDGE).map_err(|error| error.in_layer(layer))?;
-        let new: Vec<f32> = fit.weight.iter().map(|&weight| weight as f32).collect();
+        let mut new: Vec<f32> = fit.weight.iter().map(|&weight| weight as f32).collect();
+        self.options.round(&mut new);
         self.load(layer, Fitted { projection: Some(&new), router }, weights)?;
         Ok(Some((new, fit.error)))
     }

@@ -79,7 +79,9 @@ impl<'a> StageMeasurement<'a> {
             SharedChoice::Calibrated => Shared::Calibrated,
             SharedChoice::Given => Shared::Given,
         };
-        let options = moh_calibrate::CalibrationOptions { moh, shared, refit: calibration.refit };
+        // Training goes on with the values in f32.
+        let refit = calibration.refit;
+        let options = moh_calibrate::CalibrationOptions { moh, shared, refit, stored: None };
         let (stage, step) = (stage.name.as_str(), state.step);
         Ok(Some(StageMeasurement { recipe, run, source, stage, step, dense, options, tokens }))
     }
@@ -148,12 +150,12 @@ impl<'a> StageMeasurement<'a> {
                 source.identity().unwrap_or_else(|| format!("seed {}", self.recipe.run.seed))
             }
         };
-        let moh_calibrate::CalibrationOptions { moh, shared, refit } = &self.options;
+        let moh_calibrate::CalibrationOptions { moh, shared, refit, stored: _ } = &self.options;
         let ids: Vec<u8> = self.tokens.ids().iter().flat_map(|id| id.to_le_bytes()).collect();
         let described = serde_json::json!({
             "stage": self.stage,
             "weights": weights,
-            "vocab_size": self.dense.vocab_size,
+            "config": moh_hf::ConfigFile::new(&self.dense).fields,
             "router": moh.router.name(),
             "heads": (0..self.dense.num_hidden_layers)
                 .map(|layer| moh.layer(layer))

@@ -70,7 +70,10 @@ impl CalibrationRecord {
         let path = run.calibration(step);
         let Some(file) = unless_missing(&path, std::fs::metadata(&path))? else { return Ok(None) };
         if file.len() > MAX_FILE_BYTES {
-            let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", file.len());
+            let reason = format!(
+                "{} bytes: the result of a calibration has at most {MAX_FILE_BYTES}: remove it, and the run measures again",
+                file.len()
+            );
             return Err(moh_files::unusable(&path, reason).into());
         }
         let text = std::fs::read(&path).map_err(moh_files::io(&path))?;
@@ -94,8 +97,10 @@ impl CalibrationRecord {
         let layers = record.calibration.layers.len();
         let count = if record.calibration.refit { layers } else { 0 };
         if record.projections.len() != count {
-            let reason =
-                format!("{} output projections of {layers} layers", record.projections.len());
+            let reason = format!(
+                "{} output projections of {layers} layers: remove it, and the run measures again",
+                record.projections.len()
+            );
             return Err(refuse(reason));
         }
         Ok(record)
