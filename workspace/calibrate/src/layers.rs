@@ -7,9 +7,9 @@ use moh_kernels::{Backend, DType};
 use moh_model::{BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig, RouterKind};
 use ndarray::Array2;
 
-use crate::products::ProductSums;
+use crate::products::{CalibrationBuffers, ProductSums};
 use crate::router_fit::{RouterFit, RouterSums};
-use crate::search::{Found, LayerSample, judged_outputs};
+use crate::search::{Found, LayerSample};
 use crate::selection::{Ranking, Scores};
 use crate::{CalibrationTokens, Error, Result, matrix};
 
@@ -215,10 +215,12 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         // Before the block takes its place.
         drop(ends);
         let of_block = ModelConfig { moh: Some(options.moh.clone()), ..config.clone() };
-        let (inputs, width) = (config.query_width(), config.hidden_size);
-        let router_sums =
-            || RouterSums::new(backend, tokens.pass(), width, config.num_attention_heads);
-        let router_sums = options.moh.router.has_matrices().then(router_sums).transpose()?;
+        let CalibrationBuffers { fit, search, router } =
+            CalibrationBuffers::new(backend, config, options.moh.router, tokens.pass())
+                .map_err(Error::from)?;
+        let sums = |buffers| ProductSums::new(backend, buffers);
+        let router =
+            router.map(|buffers| RouterSums::new(sums(buffers), config.num_attention_heads));
         let of_layer = |layer| Choice { active: options.moh.layer(layer).active(), heads: None };
         Ok(Job {
             backend,
@@ -226,9 +228,9 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             options,
             tokens,
             block: BlockPass::new(backend.clone(), &of_block, batch, length)?,
-            sums: ProductSums::new(backend, tokens.pass(), inputs, width)?,
-            judged_sums: ProductSums::new(backend, tokens.pass(), inputs, judged_outputs(width))?,
-            router_sums,
+            sums: sums(fit),
+            judged_sums: sums(search),
+            router_sums: router,
             chosen: (0..config.num_hidden_layers).map(of_layer).collect(),
             streams: Streams { given: dense.clone(), calibrated: dense.clone(), dense },
         })

@@ -21,7 +21,7 @@ mod error;
 mod head_grams;
 mod layers;
 mod products;
-pub mod ridge;
+mod ridge;
 mod router_fit;
 mod search;
 mod selection;
@@ -29,6 +29,7 @@ mod tokens;
 
 pub use error::{Error, Result};
 pub use layers::{Calibration, CalibrationOptions, LayerCalibration, Losses, Shared, calibrate};
+pub use products::CalibrationBuffers;
 pub use router_fit::RouterFit;
 pub use search::{judged_outputs, most_fits};
 pub use tokens::CalibrationTokens;

@@ -1,51 +1,97 @@
 //! The products of a fit, summed over passes on the device: f32 within a pass, f64 between passes.
 
 use moh_kernels::linear::LinearBackwardWeight;
-use moh_kernels::{Accumulation, Backend};
+use moh_kernels::{Accumulation, Backend, Memory};
+use moh_model::{ModelConfig, RouterKind};
 use ndarray::Array2;
 use rayon::prelude::*;
 
-use crate::Result;
 use crate::ridge::Products;
+use crate::{Result, judged_outputs};
+
+/// The operands and products of a pass on the device, of `n` inputs and `m` targets.
+pub(crate) struct ProductBuffers<M: Memory> {
+    n: usize,
+    m: usize,
+    inputs: M::Buffer<f32>,
+    targets: M::Buffer<f32>,
+    gram: M::Buffer<f32>,
+    cross: M::Buffer<f32>,
+}
+
+impl<M: Memory> ProductBuffers<M> {
+    /// For passes over `tokens` tokens of `n` inputs and `m` targets.
+    pub fn new(memory: &M, tokens: usize, n: usize, m: usize) -> Result<Self, moh_kernels::Error> {
+        Ok(ProductBuffers {
+            n,
+            m,
+            inputs: memory.allocate(tokens * n)?,
+            targets: memory.allocate(tokens * m)?,
+            gram: memory.allocate(n * n)?,
+            cross: memory.allocate(m * n)?,
+        })
+    }
+}
+
+/// The buffers of a calibration on its device, beside those of passes.
+pub struct CalibrationBuffers<M: Memory> {
+    pub(crate) fit: ProductBuffers<M>,
+    /// Of the outputs by which sets of shared heads are judged.
+    pub(crate) search: ProductBuffers<M>,
+    /// Of a router whose matrix is fitted.
+    pub(crate) router: Option<ProductBuffers<M>>,
+}
+
+impl<M: Memory> CalibrationBuffers<M> {
+    /// Buffers for passes over `tokens` tokens of the model that `config` describes, and for this router.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
+    pub fn new(
+        memory: &M,
+        config: &ModelConfig,
+        router: RouterKind,
+        tokens: usize,
+    ) -> Result<Self, moh_kernels::Error> {
+        let (inputs, width) = (config.query_width(), config.hidden_size);
+        let of_router = || ProductBuffers::new(memory, tokens, width, config.num_attention_heads);
+        Ok(CalibrationBuffers {
+            fit: ProductBuffers::new(memory, tokens, inputs, width)?,
+            search: ProductBuffers::new(memory, tokens, inputs, judged_outputs(width))?,
+            router: router.has_matrices().then(of_router).transpose()?,
+        })
+    }
+}
 
 /// Adds passes over `tokens` tokens to [`Products`].
 pub(crate) struct ProductSums<'a, B: Backend> {
     backend: &'a B,
     sums: Products,
-    inputs: B::Buffer<f32>,
-    targets: B::Buffer<f32>,
-    gram: B::Buffer<f32>,
-    cross: B::Buffer<f32>,
+    buffers: ProductBuffers<B>,
     /// A product of a pass, on the host.
     host: Vec<f32>,
 }
 
 impl<'a, B: Backend> ProductSums<'a, B> {
-    /// Buffers for passes over `tokens` tokens of `n` inputs and `m` targets.
-    pub fn new(backend: &'a B, tokens: usize, n: usize, m: usize) -> Result<Self> {
-        Ok(ProductSums {
-            backend,
-            sums: Products::zeros(n, m),
-            inputs: backend.allocate(tokens * n)?,
-            targets: backend.allocate(tokens * m)?,
-            gram: backend.allocate(n * n)?,
-            cross: backend.allocate(m * n)?,
-            host: vec![0.0; n.max(m) * n],
-        })
+    /// No passes yet.
+    pub fn new(backend: &'a B, buffers: ProductBuffers<B>) -> Self {
+        let (n, m) = (buffers.n, buffers.m);
+        let (sums, host) = (Products::zeros(n, m), vec![0.0; n.max(m) * n]);
+        ProductSums { backend, sums, buffers, host }
     }
 
     /// Adds the inputs `[tokens, n]` and targets `[tokens, m]` of a pass.
     pub fn add(&mut self, inputs: &[f32], targets: &[f32]) -> Result<()> {
-        let n = self.sums.gram.nrows();
-        self.backend.upload(inputs, B::whole_mut(&mut self.inputs))?;
-        self.backend.upload(targets, B::whole_mut(&mut self.targets))?;
+        let buffers = &mut self.buffers;
+        self.backend.upload(inputs, B::whole_mut(&mut buffers.inputs))?;
+        self.backend.upload(targets, B::whole_mut(&mut buffers.targets))?;
         for (outputs, product, sum) in [
-            (&self.inputs, &mut self.gram, &mut self.sums.gram),
-            (&self.targets, &mut self.cross, &mut self.sums.cross),
+            (&buffers.inputs, &mut buffers.gram, &mut self.sums.gram),
+            (&buffers.targets, &mut buffers.cross, &mut self.sums.cross),
         ] {
             self.backend.linear_backward_weight(LinearBackwardWeight {
-                inputs: n,
-                x: B::whole(&self.inputs),
+                inputs: buffers.n,
+                x: B::whole(&buffers.inputs),
                 d_y: B::whole(outputs),
                 d_weight: B::whole_mut(product),
                 accumulation: Accumulation::Overwrite,
@@ -60,7 +106,7 @@ impl<'a, B: Backend> ProductSums<'a, B> {
 
     /// The sums so far, which begin again at zero.
     pub fn take(&mut self) -> Products {
-        let zeros = Products::zeros(self.sums.gram.nrows(), self.sums.cross.nrows());
+        let zeros = Products::zeros(self.buffers.n, self.buffers.m);
         std::mem::replace(&mut self.sums, zeros)
     }
 }

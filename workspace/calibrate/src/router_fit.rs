@@ -40,9 +40,9 @@ pub(crate) struct RouterSums<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> RouterSums<'a, B> {
-    /// Buffers for passes over `tokens` tokens of a layer of `heads`, whose input has `width` elements.
-    pub fn new(backend: &'a B, tokens: usize, width: usize, heads: usize) -> Result<Self> {
-        Ok(RouterSums { sums: ProductSums::new(backend, tokens, width, heads)?, heads, tokens: 0 })
+    /// Of a layer of `heads`, by sums of a target for each head; no passes yet.
+    pub fn new(sums: ProductSums<'a, B>, heads: usize) -> Self {
+        RouterSums { sums, heads, tokens: 0 }
     }
 
     /// Adds a pass: the block's normed input, and the norms of the heads' contributions.
@@ -114,6 +114,7 @@ mod tests {
     use rand::{Rng, SeedableRng};
 
     use super::*;
+    use crate::products::ProductBuffers;
 
     fn random(rng: &mut StdRng, len: usize) -> Vec<f32> {
         (0..len).map(|_| rng.random_range(-1f32..1.0)).collect()
@@ -154,12 +155,16 @@ mod tests {
         (inputs, norms, (map - mean).mapv(f64::from))
     }
 
+    fn sums(tokens: usize, width: usize, heads: usize) -> ProductSums<'static, Cpu> {
+        ProductSums::new(&Cpu, ProductBuffers::new(&Cpu, tokens, width, heads).unwrap())
+    }
+
     #[test]
     fn a_linear_map_is_found_at_any_size() {
         for size in [1e-3, 1.0, 1e3] {
             let mut rng = StdRng::seed_from_u64(2);
             let (inputs, norms, map) = planted(&mut rng, size, 512);
-            let mut sums = RouterSums::new(&Cpu, 256, 10, 6).unwrap();
+            let mut sums = RouterSums::new(sums(256, 10, 6), 6);
             for (inputs, norms) in inputs.chunks(256 * 10).zip(norms.chunks(256 * 6)) {
                 sums.add(inputs, norms).unwrap();
             }
@@ -178,7 +183,7 @@ mod tests {
     #[test]
     fn heads_that_contribute_alike_have_equal_logits() {
         let mut rng = StdRng::seed_from_u64(3);
-        let mut sums = RouterSums::new(&Cpu, 64, 5, 4).unwrap();
+        let mut sums = RouterSums::new(sums(64, 5, 4), 4);
         sums.add(&random(&mut rng, 64 * 5), &[2.5; 64 * 4]).unwrap();
         let found = sums.take().unwrap();
         assert!(found.rows.iter().all(|&row| row == 0.0), "{found:?}");

@@ -359,6 +359,7 @@ mod tests {
     use rand::{Rng, SeedableRng};
 
     use super::*;
+    use crate::products::ProductBuffers;
 
     /// Heads of different importance; with `repeats`, head 4 has nearly the output of head 1.
     fn sample(seed: u64, router: RouterKind, repeats: bool) -> LayerSample {
@@ -387,6 +388,10 @@ mod tests {
         LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass)
     }
 
+    fn sums(sample: &LayerSample) -> ProductSums<'static, Cpu> {
+        ProductSums::new(&Cpu, ProductBuffers::new(&Cpu, sample.pass, 32, 24).unwrap())
+    }
+
     #[test]
     fn exchanges_find_sets_about_as_good_as_all() {
         for seed in 0..4 {
@@ -399,7 +404,7 @@ mod tests {
                 (RouterKind::WithinGroup, 4, 4),
             ] {
                 let sample = sample(seed, router, false);
-                let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
+                let mut sums = sums(&sample);
                 let active = shared + top_k;
                 let all = sample.best_set(&mut sums, &[shared], active).unwrap();
                 let numbers = std::iter::once(shared);
@@ -430,7 +435,7 @@ mod tests {
         let mut largest = 1f64;
         for seed in 0..4 {
             let sample = sample(seed, RouterKind::QueryNorm, true);
-            let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
+            let mut sums = sums(&sample);
             let all = sample.best_set(&mut sums, &[4], 6).unwrap();
             let found = sample.best_by_exchange(&mut sums, std::iter::once(4), 6).unwrap();
             largest = largest.max(found.error / all.error);
@@ -441,7 +446,7 @@ mod tests {
     #[test]
     fn all_heads_leave_no_error() {
         let sample = sample(9, RouterKind::QueryNorm, true);
-        let mut sums = ProductSums::new(&Cpu, sample.pass, 32, 24).unwrap();
+        let mut sums = sums(&sample);
         let found = sample.judge(&mut sums, &[0, 3, 5], 5).unwrap();
         assert!(found.error < 1e-6, "{}", found.error);
         let fewer = sample.judge(&mut sums, &[0, 3, 5], 4).unwrap();

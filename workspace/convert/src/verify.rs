@@ -222,13 +222,7 @@ fn logits<B: Backend + Clone>(
         Model::<B, f32>::new::<Error>(backend.clone(), config, ids.len(), |segment, values| {
             read(&segment.name, values)
         })?;
-    let shape = PassShape {
-        batch: 1,
-        length: ids.len(),
-        recompute: Recompute::Block,
-        training: false,
-        document_mask: false,
-    };
+    let shape = PassShape::evaluation(1, ids.len(), Recompute::Block);
     let mut activations = Activations::new(&model, shape)?;
     activations.upload(backend, ids, ids, &[])?;
     model.forward(&mut activations, &mut StepSums::new(backend)?)?;

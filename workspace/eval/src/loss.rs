@@ -104,7 +104,7 @@ impl<M: Workspace, T: Element> Evaluator<M, T> {
 }
 
 fn pass_shape(batch: usize, length: usize) -> PassShape {
-    PassShape { batch, length, recompute: Recompute::Block, training: false, document_mask: false }
+    PassShape::evaluation(batch, length, Recompute::Block)
 }
 
 impl<B: Backend + Clone, T: Element> Evaluator<B, T> {

@@ -105,6 +105,12 @@ pub struct PassShape {
 }
 
 impl PassShape {
+    /// A forward pass alone, over `batch` sequences of `length` tokens without a document mask. `recompute` says
+    /// which of its buffers blocks share, as in training.
+    pub fn evaluation(batch: usize, length: usize, recompute: Recompute) -> Self {
+        PassShape { batch, length, recompute, training: false, document_mask: false }
+    }
+
     /// Tokens of a micro-batch.
     pub fn tokens(&self) -> usize {
         self.batch * self.length

@@ -26,6 +26,46 @@ pub fn windows_of_pass(windows: usize, length: usize) -> usize {
     (1..=most).rev().find(|batch| windows.is_multiple_of(*batch)).unwrap_or(1)
 }
 
+/// What [`BlockPass`] makes of a model: one block of it, with buffers for every set of shared heads. A learned router's
+/// matrices are among its tensors, whatever the number of routed heads.
+///
+/// # Errors
+/// Fails if the model has more heads than a set can name.
+pub fn block_alone(config: &ModelConfig) -> Result<ModelConfig, Error> {
+    let heads = config.num_attention_heads;
+    let every_set = |moh: &MohConfig| {
+        // No set has more columns than that of no head, and the last head leaves as many columns as none.
+        let (shared, top_k) = match moh.router {
+            RouterKind::Static => (vec![heads - 1], 0),
+            // Two stages have two logits more where there are shared heads.
+            router if router.weighs() => (vec![heads - 1], heads - 1),
+            _ => (Vec::new(), heads),
+        };
+        Ok::<_, Error>(MohConfig {
+            shared_heads: SharedHeadSets::from_ids(&[shared])?,
+            routed_top_k: top_k.into(),
+            ..moh.clone()
+        })
+    };
+    Ok(ModelConfig {
+        num_hidden_layers: 1,
+        vocab_size: 1,
+        tie_word_embeddings: true,
+        moh: config.moh.as_ref().map(every_set).transpose()?,
+        ..config.clone()
+    })
+}
+
+/// What [`EndsPass`] makes of a model: its embedding, final norm and head.
+pub fn ends_alone(config: &ModelConfig) -> ModelConfig {
+    ModelConfig { num_hidden_layers: 0, moh: None, ..config.clone() }
+}
+
+/// The pass of [`BlockPass`] and [`EndsPass`] over `batch` windows of `length` tokens.
+pub fn pass_alone(batch: usize, length: usize) -> PassShape {
+    PassShape::evaluation(batch, length, Recompute::None)
+}
+
 /// A block alone, of f32 weights, for passes over B sequences of T tokens, N = B T.
 pub struct BlockPass<B: Backend> {
     model: Model<B, f32>,
@@ -45,9 +85,8 @@ pub struct BlockOutput {
 }
 
 impl<B: Backend> BlockPass<B> {
-    /// Allocates a block of the model that `config` describes, with weights of zeros, for passes over
-    /// `batch` sequences of `length` tokens. A learned router's matrices are among its tensors, whatever
-    /// the number of routed heads.
+    /// Allocates a block of the model that `config` describes ([`block_alone`]), with weights of zeros, for passes
+    /// over `batch` sequences of `length` tokens.
     ///
     /// # Errors
     /// Fails if the device is out of memory.
@@ -57,32 +96,9 @@ impl<B: Backend> BlockPass<B> {
         batch: usize,
         length: usize,
     ) -> Result<Self, Error> {
-        // Buffers for every set of shared heads: none has more columns than that of no head.
-        let heads = config.num_attention_heads;
-        let every_set = |moh: &MohConfig| {
-            // The last head leaves as many columns as none.
-            let (shared, top_k) = match moh.router {
-                RouterKind::Static => (vec![heads - 1], 0),
-                // Two stages have two logits more where there are shared heads.
-                router if router.weighs() => (vec![heads - 1], heads - 1),
-                _ => (Vec::new(), heads),
-            };
-            Ok::<_, Error>(MohConfig {
-                shared_heads: SharedHeadSets::from_ids(&[shared])?,
-                routed_top_k: top_k.into(),
-                ..moh.clone()
-            })
-        };
-        let config = ModelConfig {
-            num_hidden_layers: 1,
-            vocab_size: 1,
-            tie_word_embeddings: true,
-            moh: config.moh.as_ref().map(every_set).transpose()?,
-            ..config.clone()
-        };
         let zeros = |_: &Segment, _: &mut [f32]| Ok::<_, Error>(());
-        let model = Model::new(backend, config, length, zeros)?;
-        let activations = Activations::new(&model, pass_shape(batch, length))?;
+        let model = Model::new(backend, block_alone(config)?, length, zeros)?;
+        let activations = Activations::new(&model, pass_alone(batch, length))?;
         let router = model.layers.blocks[0].attention.router.clone();
         Ok(BlockPass { model, activations, router })
     }
@@ -321,12 +337,9 @@ impl<B: Backend> EndsPass<B> {
         length: usize,
         mut source: impl FnMut(&str, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let config = ModelConfig { num_hidden_layers: 0, moh: None, ..config.clone() };
-        let model =
-            Model::new(backend, config, length, |segment: &Segment, values: &mut [f32]| {
-                source(&segment.name, values)
-            })?;
-        let activations = Activations::new(&model, pass_shape(batch, length))?;
+        let source = |segment: &Segment, values: &mut [f32]| source(&segment.name, values);
+        let model = Model::new(backend, ends_alone(config), length, source)?;
+        let activations = Activations::new(&model, pass_alone(batch, length))?;
         let sums = StepSums::new(&model.backend)?;
         Ok(EndsPass { model, activations, sums })
     }
@@ -369,11 +382,6 @@ impl<B: Backend> EndsPass<B> {
 fn of_all_heads<V: Copy>(table: &[V], leading: usize, columns: usize, shared: V) -> Vec<V> {
     let of_token = |row: &[V]| [&vec![shared; leading][..], row].concat();
     table.chunks_exact(columns).flat_map(of_token).collect()
-}
-
-fn pass_shape(batch: usize, length: usize) -> PassShape {
-    let recompute = Recompute::None;
-    PassShape { batch, length, recompute, training: false, document_mask: false }
 }
 
 /// Whole sequences without a document mask.

@@ -85,7 +85,10 @@ pub use activations::{Activations, PassShape, PassSlot, Recompute, Slots};
 pub use architecture::Architecture;
 pub use attention_output::AttentionOutputLoss;
 pub use auxiliary_loss::{AuxiliaryLoss, AuxiliaryLosses};
-pub use block_pass::{BlockOutput, BlockPass, EndsPass, most_windows, windows_of_pass};
+pub use block_pass::{
+    BlockOutput, BlockPass, EndsPass, block_alone, ends_alone, most_windows, pass_alone,
+    windows_of_pass,
+};
 pub use config::{LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig};
 pub use error::Error;
 pub use generation::{BatchGenerator, BatchOptions, Chunk, Generator, PassHeads, SequenceId};

@@ -62,16 +62,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         if length == 0 || length > self.positions() {
             return Err(Error::TooLong { tokens: length, positions: self.positions() });
         }
-        let mut activations = Activations::new(
-            self,
-            PassShape {
-                batch,
-                length,
-                recompute: Recompute::Norms,
-                training: false,
-                document_mask: false,
-            },
-        )?;
+        let shape = PassShape::evaluation(batch, length, Recompute::Norms);
+        let mut activations = Activations::new(self, shape)?;
         let flat = ids.concat();
         activations.upload(self.backend(), &flat, &flat, &[])?;
         self.forward(&mut activations, &mut StepSums::new(self.backend())?)?;

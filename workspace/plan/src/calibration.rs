@@ -1,12 +1,13 @@
 //! What the calibration of a stage's conversion takes on the first rank (crate `moh-calibrate`), before the stage's first
 //! step. The formulas are in `docs/plan.md`.
 
-use moh_kernels::{CountedDevice, CountingMemory, Memory as _, Purpose};
+use moh_calibrate::CalibrationBuffers;
+use moh_kernels::{CountedDevice, CountingMemory, Purpose};
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
-    Activations, ModelBuffers, ModelConfig, MohConfig, PassShape, PassSizes, Recompute,
-    SharedHeadSets, Slots,
+    Activations, ModelBuffers, MohConfig, PassSizes, RouterKind, Slots, block_alone, ends_alone,
+    most_windows, pass_alone,
 };
 use moh_recipe::{CalibrationOptions, DeviceKind, SharedChoice};
 
@@ -52,7 +53,7 @@ impl CalibrationCost {
             tokens,
             device_flops,
             host_flops,
-            device_bytes: device_bytes(work, moh)?,
+            device_bytes: device_bytes(work, moh.router)?,
             host_bytes: host_bytes(tokens, n, m),
             file_bytes: refit.saturating_mul(layers * F32).saturating_mul(n * m),
         }))
@@ -110,7 +111,7 @@ fn operations(
 }
 
 /// Memory of the device: a block and the ends alone in f32, with their passes, and the sums of products.
-fn device_bytes(work: &Work, moh: &MohConfig) -> Result<u64, Error> {
+fn device_bytes(work: &Work, router: RouterKind) -> Result<u64, Error> {
     if !fits_address_space(work) {
         return Ok(u64::MAX);
     }
@@ -119,45 +120,25 @@ fn device_bytes(work: &Work, moh: &MohConfig) -> Result<u64, Error> {
         DeviceKind::Cuda => CountedDevice::Gpu,
     });
     let (model, length) = (&work.model, work.sequence_length());
-    let pass = PassShape {
-        batch: moh_model::most_windows(length),
-        length,
-        recompute: Recompute::None,
-        training: false,
-        document_mask: false,
-    };
-    let (heads, selects) = (model.num_attention_heads, moh.router.selects());
-    let every_set = MohConfig {
-        shared_heads: SharedHeadSets::from_ids(&[if selects { vec![] } else { vec![heads - 1] }])?,
-        routed_top_k: if selects { heads } else { 0 }.into(),
-        ..moh.clone()
-    };
-    let block = ModelConfig {
-        num_hidden_layers: 1,
-        vocab_size: 1,
-        tie_word_embeddings: true,
-        moh: Some(every_set),
-        ..model.clone()
-    };
-    let ends = ModelConfig { num_hidden_layers: 0, moh: None, ..model.clone() };
-    for config in [&block, &ends] {
+    let pass = pass_alone(most_windows(length), length);
+    for config in [&block_alone(model)?, &ends_alone(model)] {
         let layout = ModelLayout::new(config);
         ModelBuffers::<_, f32>::zeros(&memory, config, &layout, length)?;
         let part = ModelPart::whole(config);
         let sizes = PassSizes::new(config, &layout, &part, pass)?;
         Activations::<_, f32>::with_slots(&memory, &sizes, Slots::ONE)?;
     }
-    let (n, m) = (model.query_width(), model.hidden_size);
-    for len in [pass.tokens() * n, pass.tokens() * m, n * n, m * n] {
-        memory.allocate::<f32>(len)?;
-    }
+    CalibrationBuffers::new(&memory, model, router, pass.tokens())?;
     Ok(Purpose::ALL.map(|purpose| memory.bytes(purpose)).into_iter().fold(0, u64::saturating_add))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::ops::ControlFlow;
+
+    use moh_calibrate::{CalibrationTokens, Shared, calibrate};
     use moh_kernels::Cpu;
-    use moh_model::{BlockPass, EndsPass};
+    use moh_model::ModelConfig;
 
     use super::*;
     use crate::tests::{llama3_8b, small};
@@ -203,25 +184,37 @@ mod tests {
 
     #[test]
     fn the_memory_of_the_device_is_what_a_calibration_allocates() {
-        for router in ["query-norm", "static"] {
-            let heads = match router {
-                "static" => "shared_heads = 6, routed_top_k = 0",
-                _ => "shared_heads = 4, routed_top_k = 2",
-            };
+        for (router, heads) in [
+            ("query-norm", "shared_heads = 4, routed_top_k = 2"),
+            ("static", "shared_heads = 6, routed_top_k = 0"),
+        ] {
             let moh = format!(
                 "stage.moh.moh={{ router = \"{router}\", {heads}, calibration = {{ tokens = 4096 }} }}"
             );
             let (recipe, model) = small(&[&moh]);
             let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
             let cost = CalibrationCost::new(&work).unwrap().unwrap();
-            let before = Cpu.allocated();
-            let zeros = |_: &str, _: &mut [f32]| Ok::<_, moh_model::Error>(());
-            EndsPass::new(Cpu, &model, 128, 32, zeros).unwrap();
-            BlockPass::new(Cpu, &work.model, 128, 32).unwrap();
-            let (n, m) = (model.query_width(), model.hidden_size);
-            let sums = 4 * (4096 * (n + m) + n * (n + m)) as u64;
-            let allocated = Cpu.allocated() - before + sums;
-            // But for the sums of a step, and what a calibration of more sets than one computes by.
+            let dense = ModelConfig { moh: None, ..model };
+            let tokens = CalibrationTokens::new(vec![1; 4096], 32, &dense).unwrap();
+            let moh = work.model.moh.clone().unwrap();
+            let shared = Shared::Calibrated;
+            let options =
+                moh_calibrate::CalibrationOptions { moh, shared, refit: true, stored: None };
+            let (before, mut allocated) = (Cpu.allocated(), 0);
+            let found = calibrate::<Cpu, moh_calibrate::Error>(
+                &Cpu,
+                &dense,
+                &options,
+                &tokens,
+                &mut |_, _| Ok(()),
+                &mut |_, _| Ok(()),
+                &mut |_, _| {
+                    allocated = Cpu.allocated() - before;
+                    ControlFlow::Break(())
+                },
+            );
+            assert_eq!(found.unwrap(), None);
+            // But for the sums of a step.
             assert!(cost.device_bytes.abs_diff(allocated) < 4096, "{router}: {cost:?} {allocated}");
         }
     }

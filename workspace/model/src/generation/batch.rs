@@ -144,13 +144,8 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             Ok(LayerCache { keys: backend.allocate(cached)?, values: backend.allocate(cached)? })
         };
         let width = pass_tokens * config.hidden_size;
-        let sizes = model.pass_sizes(PassShape {
-            batch: 1,
-            length: pass_tokens,
-            recompute: Recompute::Block,
-            training: false,
-            document_mask: false,
-        })?;
+        let shape = PassShape::evaluation(1, pass_tokens, Recompute::Block);
+        let sizes = model.pass_sizes(shape)?;
         // A block of the table is of a token of the pass, or before one in its sequence.
         let table = pass_tokens * model.positions().div_ceil(block_length).min(blocks).max(1);
         let (cos, sin) = self::table(&config.rope, config.head_dim, model.positions());

@@ -170,13 +170,7 @@ parallel = {{ tensor = {tensor}, pipeline = {pipeline}, virtual_stages = {virtua
         let ids: Vec<u32> = (tokens.chunks_exact(2).take(TOKENS))
             .map(|id| u16::from_le_bytes([id[0], id[1]]).into())
             .collect();
-        let shape = PassShape {
-            batch: TOKENS / 32,
-            length: 32,
-            recompute: Recompute::None,
-            training: false,
-            document_mask: false,
-        };
+        let shape = PassShape::evaluation(TOKENS / 32, 32, Recompute::None);
         let mut activations = Activations::new(&model, shape).unwrap();
         activations.upload(&Cpu, &ids, &ids, &[]).unwrap();
         model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
