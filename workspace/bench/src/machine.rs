@@ -19,7 +19,8 @@ use crate::limits::{self, MachineLimits, gflops};
 use crate::report;
 use crate::timing::Rates;
 use moh_program::arguments::{between, not_negative};
-use moh_program::processor::{Processor, plural};
+use moh_program::counted;
+use moh_program::processor::Processor;
 
 /// Minimum bytes that are read or copied, if the caches are small or not known.
 const MIN_BYTES: u64 = 256 << 20;
@@ -264,7 +265,7 @@ impl MachineReport {
         format!(
             "{}, {}: f32 {:.0}, bf16 {:.0} GFLOP/s, copy {:.0} GB/s",
             self.processor.label(),
-            plural(threads, "thread"),
+            counted(threads as u64, "thread"),
             f32_matmul / 1e9,
             bf16_matmul / 1e9,
             copy / 1e9

@@ -1,11 +1,9 @@
 //! The chat template of a tokenizer, and the files that it is read from.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use moh_files::{io, unless_missing, unusable};
+use moh_files::unusable;
 use serde_json::Value;
 
 use crate::{Renderer, Result, generation};
@@ -97,13 +95,9 @@ impl ChatTemplate {
 
 /// The text of a file; `None` if it does not exist.
 fn read(path: &Path) -> Result<Option<String>> {
-    let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
-    let mut text = String::new();
-    file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text).map_err(io(path))?;
-    if text.len() as u64 > MAX_FILE_BYTES {
-        return Err(unusable(path, format!("longer than {MAX_FILE_BYTES} bytes")).into());
-    }
-    Ok(Some(text))
+    let bytes = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a file with a template")?;
+    let text = |error| unusable(path, format!("not text in UTF-8: {error}"));
+    Ok(bytes.map(String::from_utf8).transpose().map_err(text)?)
 }
 
 fn default_template(config: &Value) -> Option<&str> {

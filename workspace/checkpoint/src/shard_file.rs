@@ -8,20 +8,17 @@ use std::ops::Range;
 use std::path::Path;
 
 use half::bf16;
-use moh_hf::weight_files::header_type;
+use moh_hf::weight_files::safetensors_header;
 use moh_kernels::adamw::remainder::join;
 use moh_kernels::{DType, Element, Scalar};
 use moh_step::TensorKind;
 use rayon::prelude::*;
-use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::CHUNK_BYTES;
 use super::snapshot::{ShardTensor, Snapshot};
 
 /// Bytes below which one thread hashes faster than several.
 const SHARED_BYTES: usize = 128 << 10;
-/// Alignment of a header's length.
-const HEADER_ALIGNMENT: usize = 8;
 
 // The snapshot's bytes are written as they are in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "safetensors files are little-endian");
@@ -120,21 +117,9 @@ pub(super) fn write<T: Element, M: Element>(
 
 /// The length of the header and the header of a file with these tensors.
 fn header<'a>(tensors: impl Iterator<Item = &'a ShardTensor>, dtype: DType) -> io::Result<Vec<u8>> {
-    let mut end = 0;
-    let infos = tensors.map(|tensor| {
-        let start = end;
-        end += tensor.host.len() * dtype.bytes();
-        let info = TensorInfo {
-            dtype: header_type(dtype),
-            shape: tensor.stored_shape(),
-            data_offsets: (start, end),
-        };
-        (tensor.segment.name.clone(), info)
-    });
-    let metadata = Metadata::new(None, infos.collect()).map_err(io::Error::other)?;
-    let mut text = serde_json::to_vec(&metadata)?;
-    text.resize(text.len().next_multiple_of(HEADER_ALIGNMENT), b' ');
-    Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
+    let of_file =
+        |tensor: &ShardTensor| (tensor.segment.name.clone(), dtype, tensor.stored_shape());
+    safetensors_header(None, tensors.map(of_file))
 }
 
 /// Consecutive ranges of at most `len` elements.
@@ -184,7 +169,11 @@ mod tests {
         };
         let tensors = &snapshot.shard.tensors;
         let views = tensors.iter().map(|tensor| {
-            let view = TensorView::new(header_type(dtype), tensor.stored_shape(), part(tensor));
+            let view = TensorView::new(
+                moh_hf::weight_files::header_type(dtype),
+                tensor.stored_shape(),
+                part(tensor),
+            );
             (tensor.segment.name.clone(), view.unwrap())
         });
         let hashes = tensors.iter().map(|tensor| blake3::hash(part(tensor)));

@@ -9,17 +9,15 @@ use std::path::{Path, PathBuf};
 use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, calibrate};
 use moh_device::{OnDevice, OpenDevice};
 use moh_kernels::{Backend, DType};
+use moh_model::tensors::{
+    OUTPUT_PROJECTION, ROUTER, in_layer, layer_and_name, layer_of_output_projection,
+};
 use moh_model::{ModelConfig, MohConfig};
 use serde::Serialize;
 
 use crate::Error;
 use crate::convert::ConversionOptions;
 use crate::source::Source;
-
-/// The name of a block's output projection, after the block's own.
-const PROJECTION: &str = ".self_attn.o_proj.weight";
-/// The name of a block's router.
-const ROUTER: &str = ".self_attn.router.weight";
 
 /// A measured conversion of a model.
 #[derive(Debug)]
@@ -104,7 +102,7 @@ impl Calibrated {
         }
         let stored = match options.dtype {
             Some(dtype) => dtype,
-            None => source.weights.dtype(&format!("model.layers.0{PROJECTION}"))?,
+            None => source.weights.dtype(&in_layer(0, OUTPUT_PROJECTION))?,
         };
         let calibration = CalibrationOptions {
             stored: calibration.stored.or(Some(stored)),
@@ -132,18 +130,20 @@ impl Calibrated {
 
     /// Whether a tensor of the output is refitted, or the matrix of a router that was fitted.
     pub(crate) fn has_refitted(&self, tensor: &str) -> bool {
-        (self.projections.is_some() && layer_of(tensor).is_some()) || self.router(tensor).is_some()
+        let is_projection = layer_of_output_projection(tensor).is_some();
+        (self.projections.is_some() && is_projection) || self.router(tensor).is_some()
     }
 
     /// The matrix of a layer's router that was fitted, by the tensor's name.
     pub(crate) fn router(&self, tensor: &str) -> Option<&[f32]> {
-        let layer = self.calibration.layers.get(layer_with(tensor, ROUTER)?)?;
-        layer.router.as_ref().map(|fit| &fit.rows[..])
+        let (layer, _) = layer_and_name(tensor).filter(|(_, name)| *name == ROUTER)?;
+        let fit = self.calibration.layers.get(layer)?.router.as_ref()?;
+        Some(&fit.rows)
     }
 
     /// The refitted values of a tensor; `None` if it stays the source's.
     pub(crate) fn refitted(&self, tensor: &str) -> Result<Option<Vec<f32>>, Error> {
-        match (&self.projections, layer_of(tensor)) {
+        match (&self.projections, layer_of_output_projection(tensor)) {
             (Some(projections), Some(layer)) => projections.read(layer).map(Some),
             _ => Ok(None),
         }
@@ -169,16 +169,6 @@ impl Calibrated {
             layers: layers.iter().map(layer).collect(),
         }
     }
-}
-
-/// The layer whose output projection a tensor is.
-pub(crate) fn layer_of(tensor: &str) -> Option<usize> {
-    layer_with(tensor, PROJECTION)
-}
-
-/// The layer whose tensor of the name `ending` a tensor is.
-fn layer_with(tensor: &str, ending: &str) -> Option<usize> {
-    tensor.strip_prefix("model.layers.")?.strip_suffix(ending)?.parse().ok()
 }
 
 struct Measurement<'a> {

@@ -18,7 +18,7 @@ use moh_convert::{
     TargetAttention, Verification, convert,
 };
 use moh_device::{DeviceName, OpenDevice};
-use moh_files::PendingFile;
+use moh_files::{PendingFile, Registered};
 use moh_hf::{Base, is_license_id};
 use moh_kernels::DType;
 use moh_model::{Active, HeadCounts, HeadRequest, RouterKind, SharedHeadSets};
@@ -282,7 +282,8 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
             request.shared_heads = Some(sets);
         }
     }
-    let stop = stop_on_signals().context("signals")?;
+    let stop = Arc::new(AtomicBool::new(false));
+    exit::stop_on_signals(&stop).context("signals")?;
     let chooses_number = arguments.active.is_some() && arguments.shared_heads.is_none();
     let calibrated =
         arguments.calibration.measure(&options, chooses_number, device.clone(), &stop)?;
@@ -302,10 +303,10 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let verification = match is_run {
         true => None,
         false => {
-            let remove_on_interrupt = RemoveOnInterrupt::start(conversion.path())?;
-            let verification = verify_output(arguments, &conversion, device)?;
-            drop(remove_on_interrupt);
-            verification
+            // It does not ask whether it goes on: a signal ends the program.
+            let _temporary = Registered::directory(conversion.path());
+            let verify = || verify_output(arguments, &conversion, device);
+            exit::removing_temporary_files_on_signals(verify).context("signals")??
         }
     };
     if stop.load(Ordering::Relaxed) {
@@ -366,55 +367,6 @@ fn model_name(from: &str) -> String {
     let path = Path::new(from);
     let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     path.file_name().map_or_else(|| "model".to_string(), |name| name.to_string_lossy().into_owned())
-}
-
-/// A flag that an interrupt sets, so that the temporary directory is removed; a second interrupt
-/// ends the program at once.
-fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop))?;
-        signal_hook::flag::register(signal, Arc::clone(&stop))?;
-    }
-    Ok(stop)
-}
-
-/// While it exists, an interrupt ends the program at once, after the output, which does not have its name
-/// yet, is removed: for work that does not ask whether it goes on.
-struct RemoveOnInterrupt {
-    #[cfg(unix)]
-    signals: signal_hook::iterator::Handle,
-}
-
-impl RemoveOnInterrupt {
-    fn start(output: &Path) -> std::io::Result<Self> {
-        #[cfg(unix)]
-        {
-            use signal_hook::consts::{SIGINT, SIGTERM};
-            let mut received = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
-            let (signals, output) = (received.handle(), output.to_path_buf());
-            std::thread::Builder::new().spawn(move || {
-                if let Some(signal) = received.forever().next() {
-                    // What is left of it is removed by the next conversion.
-                    let _ = moh_files::remove_directory(&output);
-                    std::process::exit(128 + signal);
-                }
-            })?;
-            Ok(RemoveOnInterrupt { signals })
-        }
-        #[cfg(not(unix))]
-        {
-            let _ = output;
-            Ok(RemoveOnInterrupt {})
-        }
-    }
-}
-
-impl Drop for RemoveOnInterrupt {
-    fn drop(&mut self) {
-        #[cfg(unix)]
-        self.signals.close();
-    }
 }
 
 /// Larger models are compared on request only.

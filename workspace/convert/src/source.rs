@@ -11,7 +11,6 @@ use moh_kernels::DType;
 use moh_model::tensors::tensor_shapes;
 use moh_run_directory::{CheckpointName, RunDirectory};
 use moh_step::TensorKind;
-use serde_json::Value;
 
 use crate::Error;
 
@@ -83,11 +82,8 @@ impl Source {
             let StoredModel { file, weights, warning } = StoredModel::open(directory)?;
             return Ok(Source { file, weights: Weights::Files(weights), warning });
         };
-        let stored =
-            StoredCheckpoint::of_step(&checkpoint.run.checkpoint_directory(), checkpoint.step)?;
+        let (stored, file) = checkpoint.run.stored_model(checkpoint.step)?;
         let directory = checkpoint.run.checkpoint(checkpoint.step);
-        let fields = Value::Object(stored.manifest().config.clone());
-        let file = ConfigFile::from_value(fields, &directory)?;
         let shapes = tensor_shapes(&file.config).into_iter();
         let elements = shapes.map(|(name, shape)| (name, shape.iter().product())).collect();
         let weights = Weights::Checkpoint { stored: Box::new(stored), elements, directory };

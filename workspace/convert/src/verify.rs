@@ -12,11 +12,11 @@ use std::path::Path;
 use moh_device::{OnDevice, OpenDevice};
 use moh_hf::StoredModel;
 use moh_kernels::Backend;
+use moh_model::tensors::layer_of_output_projection;
 use moh_model::{
     Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,
 };
 
-use crate::calibrated::layer_of;
 use crate::weights::{self, Rounding};
 use crate::{Error, candle};
 
@@ -159,7 +159,7 @@ impl Comparison<'_> {
     }
 
     fn is_refitted(&self, name: &str) -> bool {
-        self.refit && layer_of(name).is_some()
+        self.refit && layer_of_output_projection(name).is_some()
     }
 
     /// A tensor of the source, or of the output if it is refitted.

@@ -3,6 +3,7 @@
 //! synced to disk, and renamed. Dropping one before that deletes it. A program that a signal ends
 //! can remove its temporary files, and the next writer of a file removes those of a killed process.
 
+mod bounded;
 mod directory;
 mod disk;
 mod error;
@@ -15,6 +16,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
 
+pub use bounded::{read_bounded, read_bounded_if_any};
 pub use directory::PendingDirectory;
 pub use disk::DiskReader;
 pub use error::{FileError, io, unless_missing, unusable};

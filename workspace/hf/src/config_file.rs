@@ -146,15 +146,7 @@ impl ConfigFile {
 
 /// The JSON object in a configuration file.
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
-    let io = |source| Error::from(moh_files::io(path)(source));
-    let length = std::fs::metadata(path).map_err(io)?.len();
-    if length > MAX_FILE_BYTES {
-        return Err(Error::file(
-            path,
-            format!("{length} bytes: a configuration has at most {MAX_FILE_BYTES}"),
-        ));
-    }
-    let bytes = std::fs::read(path).map_err(io)?;
+    let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a configuration")?;
     let value = serde_json::from_slice(&bytes)
         .map_err(|error| Error::file(path, format!("not valid JSON: {error}")))?;
     object(value, path)

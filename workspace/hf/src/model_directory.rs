@@ -20,7 +20,7 @@ use crate::destination::check_destination;
 use crate::file_content::FileContent;
 use crate::model_card::CARD_FILE;
 use crate::read_back::{CheckedFile, WrittenFile};
-use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, header_type};
+use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, safetensors_header};
 use crate::{Error, shard, transformers_code};
 
 /// The largest shard that transformers writes by default: 5 GB.
@@ -324,7 +324,8 @@ impl<'scope, 'a> WrittenShard<'scope, 'a> {
         past_cache: bool,
         fill: &mut Fill<'_, E>,
     ) -> Result<Self, E> {
-        let header = header(&tensors);
+        let infos = tensors.iter().map(|it| (it.name.clone(), it.dtype, it.shape.clone()));
+        let header = safetensors_header(Some("pt"), infos).map_err(Error::io(&path))?;
         let lengths = tensors.iter().map(|tensor| tensor.num_bytes());
         let parts: Vec<u64> = [header.len() as u64].into_iter().chain(lengths).collect();
         let mut file = CheckedFile::create(scope, &path, parts.clone(), past_cache)
@@ -354,26 +355,6 @@ impl<'scope, 'a> WrittenShard<'scope, 'a> {
         let from_disk = if found.is_direct { bytes } else { 0 };
         Ok((hashes, content, ReadBack { bytes, from_disk }))
     }
-}
-
-/// The beginning of a safetensors file: the length of its header, and the header.
-fn header(tensors: &[&TensorSpec]) -> Vec<u8> {
-    let mut header = Map::new();
-    header.insert("__metadata__".to_string(), json!({"format": "pt"}));
-    let mut end = 0u64;
-    for tensor in tensors {
-        let start = end;
-        end += tensor.num_bytes();
-        let entry = json!({
-            "dtype": header_type(tensor.dtype).to_string(),
-            "shape": tensor.shape,
-            "data_offsets": [start, end],
-        });
-        header.insert(tensor.name.clone(), entry);
-    }
-    let mut header = Value::Object(header).to_string();
-    header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
-    [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat()
 }
 
 /// Writes one safetensors file.

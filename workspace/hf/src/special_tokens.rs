@@ -1,12 +1,12 @@
 //! The tokens that begin and end a text, by a tokenizer's configuration.
 
-use std::io::ErrorKind;
 use std::path::Path;
 
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
 use crate::Error;
+use crate::config_file::read_object;
 use crate::vocabulary::load;
 
 /// The file that names a tokenizer's special tokens.
@@ -29,12 +29,10 @@ impl SpecialTokens {
     /// Fails if a file cannot be read.
     pub fn read(dir: &Path) -> Result<Self, Error> {
         let path = dir.join(CONFIG_FILE);
-        let bytes = match std::fs::read(&path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Self::default()),
-            read => read.map_err(Error::io(&path))?,
-        };
-        let config: Value = serde_json::from_slice(&bytes)
-            .map_err(|error| Error::file(&path, format!("not valid JSON: {error}")))?;
+        if !path.exists() {
+            return Ok(Self::default());
+        }
+        let config = Value::Object(read_object(&path)?);
         let tokenizer = load(dir)?;
         let id = |key: &str| id_of(&tokenizer, config.get(key)?);
         Ok(SpecialTokens { bos: id("bos_token"), eos: id("eos_token") })

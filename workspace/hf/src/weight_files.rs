@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
@@ -14,7 +15,7 @@ use moh_kernels::DType;
 use moh_model::ModelConfig;
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
 use safetensors::SafeTensors;
-use safetensors::tensor::SafeTensorError;
+use safetensors::tensor::{Metadata, SafeTensorError, TensorInfo};
 use serde_json::Value;
 
 use crate::Error;
@@ -35,6 +36,9 @@ const BLOCKS: usize = 4;
 /// Suffix of buffers in old checkpoints that no model reads.
 const IGNORED_SUFFIX: &str = ".rotary_emb.inv_freq";
 
+/// Alignment of a safetensors header's length.
+const HEADER_ALIGNMENT: usize = 8;
+
 /// The element type of a tensor in a safetensors header.
 pub fn header_type(dtype: DType) -> safetensors::Dtype {
     match dtype {
@@ -46,6 +50,32 @@ pub fn header_type(dtype: DType) -> safetensors::Dtype {
         DType::I16 => safetensors::Dtype::I16,
         DType::U8 => safetensors::Dtype::U8,
     }
+}
+
+/// The beginning of a safetensors file of these tensors in this order: the length of its header, and the header, which
+/// says what the tensors are of if `format` names it.
+///
+/// # Errors
+/// Fails if the sizes exceed the address space.
+pub fn safetensors_header(
+    format: Option<&str>,
+    tensors: impl Iterator<Item = (String, DType, Vec<usize>)>,
+) -> io::Result<Vec<u8>> {
+    let mut end = 0usize;
+    let info = |(name, dtype, shape): (String, DType, Vec<usize>)| {
+        let start = end;
+        let bytes = shape.iter().try_fold(dtype.bytes(), |bytes, &n| bytes.checked_mul(n));
+        let too_large = || io::Error::other(format!("{name}: too large for this machine"));
+        end = bytes.and_then(|bytes| end.checked_add(bytes)).ok_or_else(too_large)?;
+        let dtype = header_type(dtype);
+        Ok((name, TensorInfo { dtype, shape, data_offsets: (start, end) }))
+    };
+    let infos = tensors.map(info).collect::<io::Result<_>>()?;
+    let format = format.map(|format| HashMap::from([("format".to_owned(), format.to_owned())]));
+    let metadata = Metadata::new(format, infos).map_err(io::Error::other)?;
+    let mut text = serde_json::to_vec(&metadata)?;
+    text.resize(text.len().next_multiple_of(HEADER_ALIGNMENT), b' ');
+    Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
 }
 
 /// The supported element types of weights; other tensors are rejected.
@@ -383,12 +413,7 @@ fn release(_: &Mmap, _: Range<usize>) {}
 
 /// The `weight_map` of an index: tensor name to file name.
 fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
-    let io = |source| Error::from(moh_files::io(path)(source));
-    let length = std::fs::metadata(path).map_err(io)?.len();
-    if length > MAX_INDEX_BYTES {
-        return refuse(path, format!("{length} bytes: an index has at most {MAX_INDEX_BYTES}"));
-    }
-    let bytes = std::fs::read(path).map_err(io)?;
+    let bytes = moh_files::read_bounded(path, MAX_INDEX_BYTES, "an index")?;
     let index: Value = match serde_json::from_slice(&bytes) {
         Ok(index) => index,
         Err(error) => return refuse(path, format!("not valid JSON: {error}")),

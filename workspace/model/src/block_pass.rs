@@ -10,6 +10,7 @@ use crate::layers::attention::AttentionBuffers;
 use crate::layers::{BlockBuffers, RouterLayer, Tokens};
 use crate::layout::Segment;
 use crate::model::Model;
+use crate::tensors::{in_layer, layer_and_name};
 use crate::{Error, ModelConfig, MohConfig, RouterKind, SharedHeadSets, StepSums, router};
 
 /// Most tokens of a pass; longer windows are computed one at a time.
@@ -115,8 +116,8 @@ impl<B: Backend> BlockPass<B> {
     ) -> Result<(), E> {
         let Model { backend, layout, weights, .. } = &mut self.model;
         weights.fill(backend, layout, |segment, values| {
-            match segment.name.strip_prefix("model.layers.0.") {
-                Some(rest) => source(&format!("model.layers.{layer}.{rest}"), values),
+            match layer_and_name(&segment.name) {
+                Some((_, name)) => source(&in_layer(layer, name), values),
                 // The embedding and the final norm, of which a block makes no use.
                 None => Ok(()),
             }

@@ -11,12 +11,34 @@ pub const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Name of the output head; absent from the files of a tied model.
 pub const OUTPUT_HEAD: &str = "lm_head.weight";
 
+/// Name of the norm before the output head.
+pub const FINAL_NORM: &str = "model.norm.weight";
+/// Name of a layer's output projection, within the layer.
+pub const OUTPUT_PROJECTION: &str = "self_attn.o_proj.weight";
+/// Name of the matrix of a layer's router "linear", within the layer.
+pub const ROUTER: &str = "self_attn.router.weight";
+
+/// The name of a tensor of layer `layer`, from 0, by its name within the layer.
+pub fn in_layer(layer: usize, name: &str) -> String {
+    format!("model.layers.{layer}.{name}")
+}
+
+/// The layer of a tensor, and its name within the layer; `None` of a tensor of no layer.
+pub fn layer_and_name(tensor: &str) -> Option<(usize, &str)> {
+    let (layer, name) = tensor.strip_prefix("model.layers.")?.split_once('.')?;
+    Some((layer.parse().ok()?, name))
+}
+
+/// The layer whose output projection a tensor is.
+pub fn layer_of_output_projection(tensor: &str) -> Option<usize> {
+    let (layer, name) = layer_and_name(tensor)?;
+    (name == OUTPUT_PROJECTION).then_some(layer)
+}
+
 /// Whether the tensor of that name has a row for each token of the vocabulary.
 pub fn has_vocabulary_rows(name: &str) -> bool {
     name == EMBEDDING || name == OUTPUT_HEAD
 }
-/// Name of the norm before the output head.
-pub const FINAL_NORM: &str = "model.norm.weight";
 
 /// A group of tensors that may be trained at a rate of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,8 +54,7 @@ pub enum TensorGroup {
 impl TensorGroup {
     /// The group of the tensor of that name. What a block has beside the tensors of its architecture is its router's.
     pub fn of(name: &str) -> Self {
-        let in_block = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
-        let Some((_, name)) = in_block else { return TensorGroup::Rest };
+        let Some((_, name)) = layer_and_name(name) else { return TensorGroup::Rest };
         match name.split_once('.').unwrap_or((name, "")) {
             ("self_attn", rest) if !rest.starts_with("router.") => TensorGroup::Attention,
             ("mlp" | "input_layernorm" | "post_attention_layernorm", _) => TensorGroup::Rest,

@@ -99,12 +99,7 @@ impl Hardware {
     /// Fails if the file cannot be read or is not TOML, for unknown and missing keys, and for
     /// values out of range, with the line if it is known.
     pub fn load(path: &Path) -> Result<Self, Error> {
-        let length = std::fs::metadata(path).map_err(moh_files::io(path))?.len();
-        if length > MAX_FILE_BYTES {
-            let reason = format!("{length} bytes: a profile has at most {MAX_FILE_BYTES}");
-            return Err(faults(path, "", vec![(String::new(), reason)]));
-        }
-        let bytes = std::fs::read(path).map_err(moh_files::io(path))?;
+        let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a profile")?;
         match String::from_utf8(bytes) {
             Ok(text) => Self::parse(&text, path),
             Err(error) => {

@@ -11,7 +11,7 @@ use crate::remote::{DatasetSplit, RemoteFile, Stores, scheme};
 use crate::{Error, Result};
 
 /// The name of standard input.
-const STANDARD_INPUT: &str = "-";
+pub(crate) const STANDARD_INPUT: &str = "-";
 /// The endings of files that a directory stands for.
 const DATA_ENDINGS: [&str; 6] = ["jsonl", "json", "txt", "parquet", "arrow", "ndjson"];
 /// Endings of compressed files, after one of the others.

@@ -70,16 +70,35 @@ pub fn stderr_line(line: fmt::Arguments<'_>) {
 /// Fails if the system refuses a handler or a thread.
 pub fn remove_temporary_files_on_signals() -> std::io::Result<()> {
     #[cfg(unix)]
-    {
-        use signal_hook::consts::{SIGINT, SIGTERM};
-        let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
-        std::thread::Builder::new().spawn(move || {
-            if let Some(signal) = signals.forever().next() {
-                moh_files::exit_without_temporaries(128 + signal);
-            }
-        })?;
-    }
+    end_on_signals()?;
     Ok(())
+}
+
+/// As [`remove_temporary_files_on_signals`], while `work` runs.
+///
+/// # Errors
+/// Fails if the system refuses a handler or a thread.
+pub fn removing_temporary_files_on_signals<R>(work: impl FnOnce() -> R) -> std::io::Result<R> {
+    #[cfg(unix)]
+    let signals = end_on_signals()?;
+    let result = work();
+    #[cfg(unix)]
+    signals.close();
+    Ok(result)
+}
+
+/// Ends the program at a signal, until the handle is closed.
+#[cfg(unix)]
+fn end_on_signals() -> std::io::Result<signal_hook::iterator::Handle> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+    let handle = signals.handle();
+    std::thread::Builder::new().spawn(move || {
+        if let Some(signal) = signals.forever().next() {
+            moh_files::exit_without_temporaries(128 + signal);
+        }
+    })?;
+    Ok(handle)
 }
 
 /// Sets `stop` when SIGINT or SIGTERM arrives, so that the program can save what it has done. A second signal

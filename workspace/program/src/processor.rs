@@ -8,6 +8,8 @@ use serde_json::{Value, json};
 
 use topology::Topology;
 
+use crate::counted;
+
 /// The processor.
 #[derive(Debug, Clone)]
 pub struct Processor {
@@ -64,8 +66,8 @@ impl Processor {
     /// Cores, threads of the operators, cache and instructions, in one line.
     pub fn description(&self, threads: usize) -> String {
         let Topology { cores, last_level_cache } = self.topology;
-        let cores = cores.map(|count| plural(count, "core"));
-        let used = format!("{} used", plural(threads, "thread"));
+        let cores = cores.map(|count| counted(count as u64, "core"));
+        let used = format!("{} used", counted(threads as u64, "thread"));
         let cache = last_level_cache.map(|bytes| format!("last-level cache {}", HumanBytes(bytes)));
         let parts: Vec<String> = cores.into_iter().chain([used]).chain(cache).collect();
         let instructions = match self.instructions.as_slice() {
@@ -88,11 +90,6 @@ impl Processor {
             "instructions": instructions,
         })
     }
-}
-
-/// A count and its noun.
-pub fn plural(count: usize, noun: &str) -> String {
-    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
 
 impl Signature {

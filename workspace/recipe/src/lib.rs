@@ -273,12 +273,7 @@ impl Recipe {
     /// missing keys, wrong types, overrides that do not apply, and all that [`Recipe::validate`]
     /// finds in the rest.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, Error> {
-        let length = std::fs::metadata(path).map_err(moh_files::io(path))?.len();
-        if length > MAX_FILE_BYTES {
-            let reason = format!("{length} bytes: a recipe has at most {MAX_FILE_BYTES}");
-            return Err(file_fault(path, reason));
-        }
-        let bytes = std::fs::read(path).map_err(moh_files::io(path))?;
+        let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a recipe")?;
         let text = String::from_utf8(bytes)
             .map_err(|error| file_fault(path, format!("not text in UTF-8: {error}")))?;
         Self::parse(&text, path, overrides)

@@ -1,6 +1,7 @@
 //! The limits of a recipe's values, and the dependencies between its keys.
 
 mod calibration;
+mod stage;
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -9,13 +10,11 @@ use std::path::Path;
 use moh_data::{Order, Source};
 use moh_kernels::ElementType;
 use moh_model::ModelConfig;
-use moh_step::{GroupFactors, Hyperparameters};
 
 use super::overrides::is_below;
 use super::{
-    CheckpointOptions, DeviceKind, DistillOptions, GuardOptions, KeyFault, LearningRateOptions,
-    LogOptions, ModelOptions, NewModel, ParallelOptions, Recipe, Stage, ValidationSet,
-    validation_key,
+    CheckpointOptions, DeviceKind, GuardOptions, KeyFault, LogOptions, ModelOptions, NewModel,
+    ParallelOptions, Recipe, Stage, ValidationSet, validation_key,
 };
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
@@ -29,11 +28,7 @@ const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
 /// Maximum length of the name of a stage or a validation set.
 const MAX_NAME: usize = 64;
 /// Maximum threads of a rank: twice the hardware threads of the largest machines.
-const MAX_THREADS: usize = 4096;
-/// Highest temperature: there both distributions are nearly uniform, and its square is a weight.
-const MAX_TEMPERATURE: f64 = 100.0;
-/// Largest factor of a group's learning rate.
-const MAX_FACTOR: f64 = 1e4;
+const MAX_THREADS: u64 = 4096;
 /// TOML's integers are signed.
 const MAX_SEED: u64 = i64::MAX as u64;
 /// Why shared heads by number and by id are refused.
@@ -83,6 +78,24 @@ impl Faults<'_> {
         self.check(value > 0, key, value, "must be at least 1");
     }
 
+    /// Adds a fault unless a number is finite and above 0; whether it is.
+    fn positive(&mut self, key: &str, value: f64) -> bool {
+        let fine = value.is_finite() && value > 0.0;
+        self.check(fine, key, value, "must be a finite number above 0");
+        fine
+    }
+
+    /// Adds a fault unless a number is finite and at least 0.
+    fn not_negative(&mut self, key: &str, value: f64) {
+        let fine = value.is_finite() && value >= 0.0;
+        self.check(fine, key, value, "must be a finite number from 0");
+    }
+
+    /// Adds a fault unless a count is from 1 to `most`.
+    fn within(&mut self, key: &str, value: u64, most: u64) {
+        self.check((1..=most).contains(&value), key, value, format!("must be from 1 to {most}"));
+    }
+
     fn path(&mut self, key: &str, path: &Path) {
         let text = path.to_str();
         if text.is_none_or(|text| text.is_empty() || text.contains('\0')) {
@@ -99,8 +112,7 @@ pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<KeyFa
     let reason = format!("must be at most {MAX_SEED}");
     faults.check(seed <= MAX_SEED, "run.seed", seed, reason);
     if let Some(threads) = recipe.run.threads {
-        let reason = format!("must be from 1 to {MAX_THREADS}");
-        faults.check((1..=MAX_THREADS).contains(&threads), "run.threads", threads, reason);
+        faults.within("run.threads", threads as u64, MAX_THREADS);
     }
     check_precision(&mut faults, recipe);
     check_data(&mut faults, recipe);
@@ -243,8 +255,7 @@ fn check_sources(
         faults.path(&format!("{key}.{index}.path"), &source.path);
         let key = format!("{key}.{index}.weight");
         let weight = source.weight;
-        let fine = weight.is_finite() && weight > 0.0;
-        faults.check(fine, &key, weight, "must be a finite number above 0");
+        let fine = faults.positive(&key, weight);
         if fine && order == Order::Sequential && faults.is_known(order_key) {
             let reason = "must be 1 with order = \"sequential\", which reads each file once";
             faults.check(weight == 1.0, &key, weight, reason);
@@ -312,8 +323,7 @@ pub fn fine_name(name: &str) -> Result<(), String> {
 fn check_log(faults: &mut Faults, log: &LogOptions) {
     faults.at_least_one("log.every_steps", log.every_steps);
     if let Some(peak) = log.peak_tflops {
-        let fine = peak.is_finite() && peak > 0.0;
-        faults.check(fine, "log.peak_tflops", peak, "must be a finite number above 0");
+        faults.positive("log.peak_tflops", peak);
     }
 }
 
@@ -359,12 +369,10 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
         }
         let name = stage.name.as_str();
         check_name(faults, &format!("stage.{index}.name"), name, names.insert(name), "stage");
-        check_stage(faults, stage);
-        check_distill(faults, stage, &recipe.model);
-        check_moments(faults, stage, recipe.precision.moments);
+        stage::check(faults, recipe, stage);
         check_stage_data(faults, recipe, stage);
         if faults.is_known(&stage.data_key("sequence_length")) {
-            check_batch(faults, stage, recipe.stage_data(stage).sequence_length);
+            stage::check_batch(faults, stage, recipe.stage_data(stage).sequence_length);
         }
     }
 }
@@ -373,173 +381,6 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
 pub(super) fn stage_key(stage: &Stage, key: &str) -> String {
     let name = if stage.name.is_empty() { "?" } else { &stage.name };
     format!("stage.{name}.{key}")
-}
-
-/// Rejects second moments that rounding would freeze. A step decays one by at most the fraction 1 - beta2, and
-/// neighbouring bf16 values differ by at least 1/256: above 0.99 most of the decay is rounded away.
-fn check_moments(faults: &mut Faults, stage: &Stage, moments: ElementType) {
-    const MAX_BETA2: f64 = 0.99;
-    let key = stage_key(stage, "optimizer.beta2");
-    let beta2 = stage.optimizer.beta2;
-    let rounds = moments == ElementType::BF16 && faults.is_known("precision.moments");
-    if rounds && beta2 > MAX_BETA2 && beta2 < 1.0 {
-        let reason = format!(
-            "must be at most {MAX_BETA2} with precision.moments = \"bf16\", whose rounding keeps second \
-             moments from following smaller gradients: use \"f32\" or a lower beta2"
-        );
-        faults.check(false, &key, beta2, reason);
-    }
-}
-
-fn check_stage(faults: &mut Faults, stage: &Stage) {
-    let key = |rest: &str| stage_key(stage, rest);
-    for (rest, value) in [("tokens", stage.tokens), ("batch_tokens", stage.batch_tokens)] {
-        let reason = format!("must be from 1 to {MAX_TOKENS}");
-        let fine = (1..=MAX_TOKENS).contains(&value);
-        faults.check(fine, &key(rest), value, reason);
-    }
-    faults.at_least_one(&key("micro_batch"), stage.micro_batch as u64);
-
-    let LearningRateOptions { max, min, warmup_steps, decay, decay_steps } = stage.learning_rate;
-    let positive = max.is_finite() && max > 0.0;
-    let reason = "must be a finite number above 0";
-    faults.check(positive, &key("learning_rate.max"), max, reason);
-    let reason = format!("must be a number from 0 to max = {max}");
-    let bounded = positive && faults.is_known(&key("learning_rate.max"));
-    let fine = min >= 0.0 && (min <= max || !bounded) && min.is_finite();
-    faults.check(fine, &key("learning_rate.min"), min, reason);
-    let steps = stage.num_steps();
-    // A stage without tokens or batches is refused above.
-    if steps > 0 && faults.is_known(&key("tokens")) && faults.is_known(&key("batch_tokens")) {
-        faults.check(
-            warmup_steps <= steps,
-            &key("learning_rate.warmup_steps"),
-            warmup_steps,
-            format!(
-                "must be at most the stage's {steps} steps (tokens / batch_tokens, rounded up)"
-            ),
-        );
-        if let Some(decay_steps) = decay_steps {
-            let most = steps.saturating_sub(warmup_steps);
-            let reason = format!("must be from 1 to {most}, the stage's steps after the warm-up");
-            let fine = (1..=most).contains(&decay_steps);
-            faults.check(fine, &key("learning_rate.decay_steps"), decay_steps, reason);
-        }
-    }
-    if let Some(decay_steps) = decay_steps {
-        let reason = "is for decays that end: cosine, linear and sqrt; leave it out";
-        faults.check(decay.has_end(), &key("learning_rate.decay_steps"), decay_steps, reason);
-    }
-
-    let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm, groups } = stage.optimizer;
-    for (rest, beta) in [("beta1", beta1), ("beta2", beta2)] {
-        let reason = "must be a number from 0 to below 1";
-        let fine = (0.0..1.0).contains(&beta);
-        faults.check(fine, &key(&format!("optimizer.{rest}")), beta, reason);
-    }
-    for (rest, value) in [("eps", eps), ("clip_norm", clip_norm)] {
-        let reason = "must be a finite number above 0";
-        let fine = value.is_finite() && value > 0.0;
-        faults.check(fine, &key(&format!("optimizer.{rest}")), value, reason);
-    }
-    let fine = weight_decay.is_finite() && weight_decay >= 0.0;
-    let reason = "must be a finite number from 0";
-    faults.check(fine, &key("optimizer.weight_decay"), weight_decay, reason);
-    let GroupFactors { attention, router, rest } = groups;
-    for (rest, factor) in [("attention", attention), ("router", router), ("rest", rest)] {
-        let reason = format!("must be a number from 0, which freezes the group, to {MAX_FACTOR}");
-        let fine = (0.0..=MAX_FACTOR).contains(&factor);
-        faults.check(fine, &key(&format!("optimizer.groups.{rest}")), factor, reason);
-    }
-    if [attention, router, rest] == [0.0; 3] && faults.is_complete(&key("optimizer")) {
-        faults.add(&key("optimizer.groups"), "freezes all groups: leave one to train");
-    }
-
-    check_parallel(faults, stage.parallel, &key("parallel"));
-    if let Some(moh) = &stage.moh {
-        let one = moh.shared_heads.is_none() || moh.shared_head_ids.is_none();
-        faults.check(one, &key("moh.shared_head_ids"), "[..]", BOTH_SHARED);
-        for (loss, weight) in moh.auxiliary_weights().iter() {
-            let fine = weight.is_finite() && weight >= 0.0;
-            let key = key(&format!("moh.{}_weight", loss.name()));
-            faults.check(fine, &key, weight, "must be a finite number from 0");
-        }
-    }
-    calibration::check(faults, stage);
-}
-
-/// Checks a stage's teacher, and how it is learned from.
-fn check_distill(faults: &mut Faults, stage: &Stage, model: &ModelOptions) {
-    let Some(distill) = &stage.distill else { return };
-    let key = |rest: &str| stage_key(stage, &format!("distill.{rest}"));
-    let &DistillOptions { weight, cross_entropy, temperature, attention_output, .. } = distill;
-    faults.path(&key("teacher"), Path::new(&distill.teacher));
-    let is_new = model.new.is_some() && faults.is_known("model.new");
-    if distill.is_start() && is_new && faults.is_known(&key("teacher")) {
-        let reason =
-            "is a new model, which has learned nothing: name a model directory or RUN@STEP";
-        faults.check(false, &key("teacher"), "\"start\"", reason);
-    }
-    let fine = attention_output.is_finite() && attention_output >= 0.0;
-    let reason = "must be a finite number from 0";
-    faults.check(fine, &key("attention_output"), attention_output, reason);
-    if distill.attention_output_tokens.is_some() && faults.is_known(&key("attention_output")) {
-        let reason = "must be above 0 where attention_output_tokens says for how long";
-        faults.check(attention_output > 0.0, &key("attention_output"), attention_output, reason);
-    }
-    let learns_outputs = attention_output > 0.0;
-    let fine = weight.is_finite() && (weight > 0.0 || learns_outputs && weight == 0.0);
-    let reason = "must be a finite number above 0, or 0 with distill.attention_output";
-    faults.check(fine, &key("weight"), weight, reason);
-    let fine = cross_entropy.is_finite() && cross_entropy >= 0.0;
-    faults.check(fine, &key("cross_entropy"), cross_entropy, "must be a finite number from 0");
-    let fine = temperature > 0.0 && temperature <= MAX_TEMPERATURE;
-    let reason = format!("must be a number above 0, at most {MAX_TEMPERATURE}");
-    faults.check(fine, &key("temperature"), temperature, reason);
-}
-
-/// Checks the numbers of ranks; virtual stages require a pipeline.
-fn check_parallel(faults: &mut Faults, parallel: ParallelOptions, key: &str) {
-    let ParallelOptions { tensor, pipeline, virtual_stages } = parallel;
-    for (rest, value) in
-        [("tensor", tensor), ("pipeline", pipeline), ("virtual_stages", virtual_stages)]
-    {
-        faults.at_least_one(&format!("{key}.{rest}"), value as u64);
-    }
-    faults.check(
-        virtual_stages <= 1 || pipeline != 1 || !faults.is_known(&format!("{key}.pipeline")),
-        &format!("{key}.virtual_stages"),
-        virtual_stages,
-        "needs a pipeline: set parallel.pipeline to 2 or more, or leave it out",
-    );
-}
-
-/// A batch consists of whole micro-batches.
-fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
-    let Stage { batch_tokens, micro_batch, .. } = *stage;
-    if !faults.is_known(&stage_key(stage, "micro_batch")) {
-        return;
-    }
-    let unit = (sequence_length as u64).checked_mul(micro_batch as u64);
-    let described = format!(
-        "sequence_length x micro_batch = {sequence_length} x {micro_batch} = {}",
-        unit.map_or("too large".to_string(), |unit| unit.to_string())
-    );
-    let reason = match unit {
-        Some(0) => return,
-        Some(unit) if batch_tokens.is_multiple_of(unit) => return,
-        Some(unit) if unit <= MAX_TOKENS && batch_tokens <= MAX_TOKENS => {
-            let below = batch_tokens / unit * unit;
-            let above = below + unit;
-            let nearest = match below {
-                0 => above.to_string(),
-                below => format!("{below} and {above}"),
-            };
-            format!("must be a multiple of {described}: nearest {nearest}")
-        }
-        _ => format!("must be a multiple of {described}"),
-    };
-    faults.check(false, &stage_key(stage, "batch_tokens"), batch_tokens, reason);
 }
 
 /// Every key that does not fit the model, given before its vocabulary grows.

@@ -72,10 +72,7 @@ impl CheckpointName {
             None => self.run.checkpoint_steps()?.last().copied().unwrap_or(0),
         };
         require(&self.run.checkpoint_directory(), step)?;
-        config_file(
-            &StoredCheckpoint::of_step(&self.run.checkpoint_directory(), step)?,
-            &self.run.checkpoint(step),
-        )
+        Ok(self.run.stored_model(step)?.1)
     }
 
     /// As [`CheckpointName::resolve`], for a program of a single process.

@@ -1,9 +1,6 @@
 //! `exported-files.json`: the content of the files of the export that the run has written, by which an export that
 //! somebody has changed since is recognised, and kept.
 
-use std::fs::File;
-use std::io::Read as _;
-
 use moh_hf::FileContent;
 use serde::{Deserialize, Serialize};
 
@@ -29,9 +26,8 @@ impl ExportRecord {
 
     /// The run's record; `None` if it is missing, as in runs of earlier versions, or cannot be used.
     fn read(run: &RunDirectory) -> Option<Self> {
-        let file = File::open(run.export_record()).ok()?;
-        let mut bytes = Vec::new();
-        file.take(MAX_BYTES).read_to_end(&mut bytes).ok()?;
+        let kind = "the record of an export";
+        let bytes = moh_files::read_bounded(&run.export_record(), MAX_BYTES, kind).ok()?;
         let record: Self = serde_json::from_slice(&bytes).ok()?;
         (record.format == FORMAT).then_some(record)
     }

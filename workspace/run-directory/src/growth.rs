@@ -12,7 +12,6 @@ use moh_checkpoint::{RunState, StageExtension, steps_at};
 use moh_recipe::{Recipe, Stage};
 
 use crate::{Error, RunDirectory};
-use moh_files::unless_missing;
 
 /// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -129,12 +128,8 @@ fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
 /// The records of a file; none if it is missing.
 fn read(path: &Path) -> Result<Vec<StageExtension>, Error> {
     let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
-    let Some(file) = unless_missing(path, std::fs::metadata(path))? else { return Ok(Vec::new()) };
-    if file.len() > MAX_FILE_BYTES {
-        let reason = format!("{} bytes: at most {MAX_FILE_BYTES} are read", file.len());
-        return Err(refuse(reason));
-    }
-    let text = std::fs::read(path).map_err(moh_files::io(path))?;
+    let text = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a record of extensions")?;
+    let Some(text) = text else { return Ok(Vec::new()) };
     let lines = text.strip_suffix(b"\n").unwrap_or(&text).split(|&byte| byte == b'\n');
     let mut growth = Vec::new();
     for (index, line) in lines.enumerate().filter(|_| !text.is_empty()) {

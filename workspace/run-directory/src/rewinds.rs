@@ -8,14 +8,13 @@
 use std::io::Write as _;
 use std::path::Path;
 
-use moh_checkpoint::{RunState, StoredCheckpoint};
+use moh_checkpoint::RunState;
 use moh_kernels::Backend;
 use moh_recipe::Recipe;
 use moh_step::Ranks;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, RunDirectory};
-use moh_files::unless_missing;
 
 /// Returns from one place of a run, after which it ends: other samples have not helped.
 pub const MAX_ATTEMPTS: u64 = 3;
@@ -79,15 +78,10 @@ impl Rewinds {
     /// Fails if the file cannot be read or is damaged.
     pub fn read(run: &RunDirectory) -> Result<Self, Error> {
         let path = run.rewinds();
-        let Some(file) = unless_missing(&path, std::fs::metadata(&path))? else {
-            return Ok(Self::default());
-        };
-        if file.len() > MAX_FILE_BYTES {
-            let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", file.len());
-            return Err(moh_run_log::Error::JsonLine { path, line: 1, reason }.into());
+        match moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, "a record of returns")? {
+            Some(bytes) => Self::parse(&bytes, &path),
+            None => Ok(Self::default()),
         }
-        let bytes = std::fs::read(&path).map_err(moh_files::io(&path))?;
-        Self::parse(&bytes, &path)
     }
 
     fn parse(bytes: &[u8], path: &Path) -> Result<Self, Error> {
@@ -242,7 +236,7 @@ pub fn leave_path(run: &RunDirectory, rewinds: &Rewinds) -> Result<(), Error> {
     let steps = run.checkpoint_steps()?;
     // What cannot be opened is found again, and reported, where the newest checkpoint is opened.
     let is_left = |&step: &u64| {
-        StoredCheckpoint::of_step(&run.checkpoint_directory(), step)
+        run.stored(step)
             .is_ok_and(|stored| stored.manifest().state.guard.rewinds < rewinds.taken_before(step))
     };
     let left: Vec<u64> = steps.iter().copied().filter(is_left).collect();

@@ -6,13 +6,15 @@ mod stored_recipe;
 
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::CheckpointDirectory;
+use moh_checkpoint::{CheckpointDirectory, StoredCheckpoint};
 use moh_files::first_free_suffixed;
+use moh_hf::ConfigFile;
 use moh_recipe::{DistillOptions, Recipe, Stage};
 use moh_run_log::Summary;
 pub use own_files::join_names;
 pub use stored_recipe::{changes, leaves};
 
+use crate::checkpoint_name::config_file;
 use crate::{Error, Rewinds, RunLock};
 use moh_files::unless_missing;
 
@@ -105,6 +107,24 @@ impl RunDirectory {
     /// The run's checkpoints.
     pub fn checkpoint_directory(&self) -> CheckpointDirectory {
         CheckpointDirectory::new(&self.root)
+    }
+
+    /// The checkpoint after `step` steps, whose tensors are not read.
+    ///
+    /// # Errors
+    /// Fails if it is missing, or if its manifest cannot be used.
+    pub fn stored(&self, step: u64) -> Result<StoredCheckpoint, Error> {
+        Ok(StoredCheckpoint::of_step(&self.checkpoint_directory(), step)?)
+    }
+
+    /// The checkpoint after `step` steps, and the model's configuration in it.
+    ///
+    /// # Errors
+    /// As [`RunDirectory::stored`]; fails if the configuration is invalid.
+    pub fn stored_model(&self, step: u64) -> Result<(StoredCheckpoint, ConfigFile), Error> {
+        let stored = self.stored(step)?;
+        let file = config_file(&stored, &self.checkpoint(step))?;
+        Ok((stored, file))
     }
 
     /// The directory of all checkpoints.

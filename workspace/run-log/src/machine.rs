@@ -1,13 +1,10 @@
 //! `machine.json`: the hardware and the program of a run since its last start.
 
-use std::fs::File;
-use std::io::Read as _;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use moh_files::unless_missing;
 
 /// Maximum bytes of the file.
 const MAX_BYTES: u64 = 64 << 10;
@@ -47,9 +44,9 @@ impl Machine {
     /// # Errors
     /// Fails if the file cannot be read or is not in its format.
     pub fn read(path: &Path) -> Result<Option<Self>, Error> {
-        let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
-        let mut bytes = Vec::new();
-        file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(moh_files::io(path))?;
+        let kind = "the description of a machine";
+        let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, kind)?;
+        let Some(bytes) = bytes else { return Ok(None) };
         serde_json::from_slice(&bytes)
             .map(Some)
             .map_err(|error| Error::Machine { path: path.to_owned(), reason: error.to_string() })

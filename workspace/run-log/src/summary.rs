@@ -5,7 +5,9 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Evaluation, EvaluationPoint, StageCalibration};
-use moh_files::unless_missing;
+
+/// Maximum bytes of a summary.
+const MAX_BYTES: u64 = 64 << 20;
 
 /// The results of a finished run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -30,7 +32,8 @@ impl Summary {
     /// # Errors
     /// Fails if the file cannot be read or is not a summary.
     pub fn read(path: &Path) -> Result<Option<Self>, Error> {
-        let Some(bytes) = unless_missing(path, std::fs::read(path))? else { return Ok(None) };
+        let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, "a summary")?;
+        let Some(bytes) = bytes else { return Ok(None) };
         serde_json::from_slice(&bytes).map(Some).map_err(|error| Error::Summary {
             path: path.to_owned(),
             reason: format!("not a summary: {error}"),

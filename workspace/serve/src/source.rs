@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
-use moh_checkpoint::StoredCheckpoint;
 use moh_hf::{ConfigFile, StoredModel};
 use moh_kernels::{Backend, Element};
 use moh_model::{Model, ModelConfig};
@@ -118,7 +117,7 @@ impl Source {
         match self {
             Source::Directory(directory) => load_directory(backend, directory, positions),
             Source::Checkpoint { run, step } => {
-                let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), *step)?;
+                let stored = run.stored(*step)?;
                 Model::new(backend, self.config()?, positions, |segment, values| {
                     Ok(stored.read_f32(TensorKind::Weight, &segment.name, values)?)
                 })

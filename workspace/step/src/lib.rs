@@ -14,7 +14,9 @@ pub mod pipeline_schedule;
 pub mod ranks;
 #[cfg(test)]
 mod ranks_on_threads;
+mod samples;
 mod step_buffers;
+mod step_config;
 mod stepper;
 mod tensor_kind;
 #[cfg(test)]
@@ -25,10 +27,10 @@ pub use error::Error;
 pub use not_finite::finite_or_nan;
 pub use optimizer::{GroupFactors, Hyperparameters, OptimizerState};
 pub use ranks::Ranks;
+pub use samples::ReadSample;
 pub use step_buffers::{StepBuffers, StepSizes};
-pub use stepper::{
-    Observer, ReadSample, StepConfig, StepGroups, StepResult, Stepper, TensorGradient, Update,
-};
+pub use step_config::{StepConfig, StepGroups, Update};
+pub use stepper::{Observer, StepResult, Stepper, TensorGradient};
 pub use tensor_kind::TensorKind;
 
 // The ranks of unit tests are in a file that other crates compile too.

@@ -7,13 +7,12 @@ use std::ops::Range;
 
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
-use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::ranks::share;
-use moh_kernels::{Backend, Element, ElementType, span};
+use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, AttentionOutputLoss, AuxiliaryLoss, AuxiliaryLosses, Distillation, LossConfig,
-    Model, PassRole, PassShape, PassSlot, Recompute, StepSums, Sums,
+    Activations, AttentionOutputLoss, AuxiliaryLoss, AuxiliaryLosses, LossConfig, Model, PassSlot,
+    StepSums, Sums,
 };
 
 use crate::Error;
@@ -22,42 +21,9 @@ use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
 use crate::optimizer::{Hyperparameters, OptimizerState};
 use crate::pipeline_schedule::{self, ChunkPass};
+use crate::samples::{HostBatch, ReadSample};
 use crate::step_buffers::{StepBuffers, StepSizes};
-
-/// The settings of all steps of a stage.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepConfig {
-    /// The stage's name, for messages.
-    pub stage: String,
-    /// Tokens of a sequence.
-    pub sequence_length: usize,
-    /// Sequences of a micro-batch.
-    pub micro_batch: usize,
-    /// Micro-batches of a step.
-    pub micro_batches: u64,
-    /// Whether attention is limited to the token's own document.
-    pub document_mask: bool,
-    /// The activations that the backward pass recomputes.
-    pub recompute: Recompute,
-    /// Weight of each auxiliary loss but distillation; unused by a dense model.
-    pub auxiliary_weights: AuxiliaryLosses<f64>,
-    /// What is learned of a teacher, which the model then has ([`Model::set_teacher`]).
-    pub distillation: Option<Distillation>,
-    /// Hyperparameters of AdamW.
-    pub optimizer: Hyperparameters,
-    /// Element type in which ranks exchange f32 gradients.
-    pub reduce: ElementType,
-}
-
-/// The groups of ranks that compute a step together.
-#[derive(Debug, Clone)]
-pub struct StepGroups {
-    /// All ranks.
-    pub all: Group,
-    /// The data-parallel ranks: those with the same part of the model, which share a step's
-    /// micro-batches.
-    pub data: Group,
-}
+use crate::step_config::{StepConfig, StepGroups, Update};
 
 /// The buffers of a stage's steps, and the settings that do not change between steps.
 pub struct Stepper<B: Backend, T: Element, G: Element> {
@@ -80,81 +46,6 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     measures_norms: bool,
     squared_block_norms: SquaredBlockNorms<B>,
     block_norms: Option<BlockNorms>,
-}
-
-/// A micro-batch on the host.
-struct HostBatch {
-    window: Vec<u32>,
-    ids: Vec<u32>,
-    targets: Vec<u32>,
-    /// Of the tokens of a window.
-    mask: Vec<u8>,
-    document_start: Vec<u32>,
-}
-
-/// How a step updates the weights.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Update {
-    /// The number of the update since the moments were zero, from 1, for AdamW's bias correction: steps
-    /// that were not applied do not count.
-    pub number: u64,
-    /// The learning rate.
-    pub learning_rate: f64,
-    /// The step is not applied if it exceeds them.
-    pub limits: Limits,
-}
-
-/// Reads the samples of a step. Closures implement it.
-pub trait ReadSample {
-    /// Writes sample `number`: to `window` a sequence and the token after it and, with a document mask,
-    /// to `document_start` the position in the window at which each token's document starts.
-    ///
-    /// # Errors
-    /// Ends the step.
-    fn read_sample(
-        &self,
-        number: u64,
-        window: &mut [u32],
-        document_start: Option<&mut [u32]>,
-    ) -> Result<(), Error>;
-
-    /// Writes for each token of sample `number`, those of its window, whether it is trained on: 1, or else 0, and
-    /// returns whether any may be 0. A token that is not is no target. By default all are.
-    ///
-    /// # Errors
-    /// Ends the step.
-    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, Error> {
-        let _ = (number, mask);
-        Ok(false)
-    }
-
-    /// The targets of a step's samples that are trained on, of all ranks; `None`, the default, if all are.
-    ///
-    /// # Errors
-    /// Ends the step.
-    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, Error> {
-        let _ = samples;
-        Ok(None)
-    }
-
-    /// Hears which samples this rank reads next, so that they can be brought into memory meanwhile.
-    fn read_ahead(&self, samples: Range<u64>) {
-        let _ = samples;
-    }
-}
-
-impl<F> ReadSample for F
-where
-    F: Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
-{
-    fn read_sample(
-        &self,
-        number: u64,
-        window: &mut [u32],
-        document_start: Option<&mut [u32]>,
-    ) -> Result<(), Error> {
-        self(number, window, document_start)
-    }
 }
 
 /// Sees the activations of a step's passes.
@@ -222,42 +113,12 @@ pub struct TensorGradient {
     pub norm: f64,
 }
 
-impl StepConfig {
-    /// The shape of a pass over one micro-batch.
-    pub fn pass_shape(&self) -> PassShape {
-        PassShape {
-            batch: self.micro_batch,
-            length: self.sequence_length,
-            recompute: self.recompute,
-            training: true,
-            document_mask: self.document_mask,
-        }
-    }
-
-    /// What the model's passes are in distillation.
-    pub fn role(&self) -> PassRole {
-        match self.distillation {
-            Some(Distillation { attention_output, .. }) => {
-                PassRole::Student { attention_output: attention_output > 0.0 }
-            }
-            None => PassRole::Alone,
-        }
-    }
-
-    /// Sequences of one step.
-    pub fn batch_sequences(&self) -> u64 {
-        self.micro_batches * self.micro_batch as u64
-    }
-}
-
 impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     /// Allocates the buffers of `config`'s steps on `model`, shared by the ranks of `groups`.
     ///
     /// # Errors
     /// Fails if the device is out of memory, or if the configuration has a teacher and the model has none.
     pub fn new(model: &Model<B, T>, config: StepConfig, groups: StepGroups) -> Result<Self, Error> {
-        let length = config.sequence_length;
-        let tokens = config.micro_batch * length;
         // The step's schedule is in memory, so its length fits a `usize`.
         let micro_batches = usize::try_from(config.micro_batches).unwrap_or(usize::MAX);
         let own = share(micro_batches, groups.data.rank(), groups.data.size());
@@ -286,13 +147,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             gradients,
             data_parallel: DataParallel::new(model, &groups.data, rounded),
             sums,
-            host: HostBatch {
-                window: vec![0; length + 1],
-                ids: vec![0; tokens],
-                targets: vec![0; tokens],
-                mask: vec![1; length + 1],
-                document_start: vec![0; if config.document_mask { tokens } else { 0 }],
-            },
+            host: HostBatch::new(&config),
             config,
             ahead: None,
             all_ranks: groups.all,
@@ -620,29 +475,6 @@ fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::P
         number: parallel.stage(),
         stages: parallel.stages(),
         chunks: parallel.part().chunks.len(),
-    }
-}
-
-impl HostBatch {
-    /// Reads the samples from `first` on, one for each sequence.
-    fn read(&mut self, length: usize, read: &impl ReadSample, first: u64) -> Result<(), Error> {
-        let sequences =
-            self.ids.chunks_exact_mut(length).zip(self.targets.chunks_exact_mut(length));
-        for (index, (ids, targets)) in sequences.enumerate() {
-            // Empty without a document mask.
-            let document_start = self.document_start.get_mut(index * length..(index + 1) * length);
-            read.read_sample(first + index as u64, &mut self.window, document_start)?;
-            ids.copy_from_slice(&self.window[..length]);
-            targets.copy_from_slice(&self.window[1..]);
-            if read.read_mask(first + index as u64, &mut self.mask)? {
-                for (target, &mask) in targets.iter_mut().zip(&self.mask[1..]) {
-                    if mask == 0 {
-                        *target = IGNORED;
-                    }
-                }
-            }
-        }
-        Ok(())
     }
 }
 

@@ -53,7 +53,7 @@ pub(crate) fn write<B: Backend, T: Element>(
     let config = source.fields(recipe, state, model.config(), Some(dtype));
     let stored = match model.is_whole() {
         true => None,
-        false => Some(StoredCheckpoint::of_step(&run.checkpoint_directory(), step)?),
+        false => Some(run.stored(step)?),
     };
     let tensors: Vec<TensorSpec> = (ModelLayout::new(model.config()).segments())
         .map(|(_, segment)| TensorSpec {

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use moh_checkpoint::{RunState, StoredCheckpoint, steps_at};
+use moh_checkpoint::{RunState, steps_at};
 use moh_hf::model_card::group_digits;
 use moh_hf::{Base, Origin};
 use moh_recipe::{AttentionKind, Recipe, Stage};
@@ -18,7 +18,7 @@ use crate::Error;
 /// Fails if the run has no such checkpoint, or if its recipe cannot be read.
 pub fn of_run(run: &RunDirectory, step: u64) -> Result<Origin, Error> {
     let recipe = run.stored_recipe()?;
-    let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step)?;
+    let stored = run.stored(step)?;
     let kept = run.model();
     let origin = of_directory(recipe.model.from.as_deref(), kept.is_dir().then_some(&kept))?;
     Ok(trained_origin(&origin, &recipe, &stored.manifest().state))

@@ -399,8 +399,7 @@ fn open_checkpoint(
         return refuse("is the run directory of this recipe: choose another run.dir");
     }
     let Some(step) = name.step else { return refuse("names no step") };
-    let stored = StoredCheckpoint::of_step(&name.run.checkpoint_directory(), step)?;
-    let file = moh_run_directory::config_file(&stored, &name.run.checkpoint(step))?;
+    let (stored, file) = name.run.stored_model(step)?;
     Ok((file, Weights::Checkpoint { stored: Box::new(stored), moments: recipe.model.moments }))
 }
 

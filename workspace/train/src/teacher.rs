@@ -225,8 +225,7 @@ impl Stored {
         let Some(step) = step else {
             return refuse("is a run: name one of its checkpoints, as RUN@STEP");
         };
-        let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step)?;
-        let file = moh_run_directory::config_file(&stored, &run.checkpoint(step))?;
+        let (stored, file) = run.stored_model(step)?;
         let (identity, tokenizer) = (parts_identity(&stored), run.tokenizer());
         Ok(Stored { file, weights: Weights::Checkpoint(Box::new(stored)), identity, tokenizer })
     }

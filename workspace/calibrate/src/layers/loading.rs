@@ -1,16 +1,13 @@
 //! A layer's tensors on their way into the block: the source's, and those that a calibration computes.
 
 use moh_kernels::Backend;
+use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, in_layer, layer_and_name};
 use ndarray::{Array2, ArrayView2};
 
 use super::{Job, Source, Streams};
 use crate::ridge::Products;
 use crate::router_fit::{RouterFit, contributions};
 use crate::{Error, RIDGE, Result, matrix};
-
-/// The names of a layer's tensors that a calibration computes, after the layer's own.
-const PROJECTION: &str = "self_attn.o_proj.weight";
-const ROUTER: &str = "self_attn.router.weight";
 
 /// The tensors of a layer that are not the source's.
 #[derive(Debug, Clone, Copy, Default)]
@@ -28,7 +25,7 @@ impl<B: Backend + Clone> Job<'_, B> {
         weights: Source<'_, E>,
     ) -> Result<Vec<f32>, E> {
         let mut projection = vec![0f32; self.config.hidden_size * self.config.query_width()];
-        weights(&format!("model.layers.{layer}.{PROJECTION}"), &mut projection)?;
+        weights(&in_layer(layer, OUTPUT_PROJECTION), &mut projection)?;
         self.load(layer, Fitted::default(), weights)?;
         Ok(projection)
     }
@@ -40,14 +37,14 @@ impl<B: Backend + Clone> Job<'_, B> {
         fitted: Fitted<'_>,
         weights: Source<'_, E>,
     ) -> Result<(), E> {
-        let prefix = format!("model.layers.{layer}.");
-        self.block.load::<E>(layer, |name, values| {
-            match (name.strip_prefix(&prefix), fitted.projection, fitted.router) {
-                (Some(PROJECTION), Some(new), _) => values.copy_from_slice(new),
+        self.block.load::<E>(layer, |tensor, values| {
+            let name = layer_and_name(tensor).map(|(_, name)| name);
+            match (name, fitted.projection, fitted.router) {
+                (Some(OUTPUT_PROJECTION), Some(new), _) => values.copy_from_slice(new),
                 (Some(ROUTER), _, Some(fit)) => values.copy_from_slice(&fit.rows),
                 // The source is a dense model.
                 (Some(ROUTER), _, None) => values.fill(0.0),
-                _ => return weights(name, values),
+                _ => return weights(tensor, values),
             }
             Ok(())
         })

@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 use super::{HeadReport, LayerReport, SentenceLayer, TextReport};
 use crate::Error;
 
+/// Maximum bytes of a document.
+const MAX_BYTES: u64 = 256 << 20;
+
 /// What the heads of a model do.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HeadDocument {
@@ -65,7 +68,7 @@ impl HeadDocument {
             let reason = format!("{fault}: give what `moh-eval heads --json` has written");
             moh_files::unusable(path, reason)
         };
-        let bytes = std::fs::read(path).map_err(moh_files::io(path))?;
+        let bytes = moh_files::read_bounded(path, MAX_BYTES, "a document of heads")?;
         let document: Self =
             serde_json::from_slice(&bytes).map_err(|error| unusable(error.to_string()))?;
         document.check().map_err(unusable)?;

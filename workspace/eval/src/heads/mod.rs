@@ -26,6 +26,7 @@ use std::ops::ControlFlow;
 
 use moh_kernels::Backend;
 use moh_model::ModelConfig;
+use moh_model::router::entropy;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -250,10 +251,4 @@ impl Job<'_> {
             heads: (0..heads).map(head).collect(),
         }
     }
-}
-
-/// Entropy of a token's gates, in nats.
-fn entropy(gates: &[f32]) -> f64 {
-    let positive = gates.iter().map(|&gate| f64::from(gate)).filter(|&gate| gate > 0.0);
-    -positive.map(|gate| gate * gate.ln()).sum::<f64>()
 }

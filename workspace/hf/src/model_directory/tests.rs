@@ -219,7 +219,7 @@ fn a_full_disk_is_an_error_wherever_it_fills_up() {
     let tensors: Vec<&TensorSpec> = tensors.iter().collect();
     let write = |room| {
         let fill: &mut Fill<'_, Error> = &mut |spec, sink| sink(&content(spec));
-        write_shard(&mut Disk(room), Path::new("shard"), &header(&tensors), &tensors, fill)
+        write_shard(&mut Disk(room), Path::new("shard"), &[0; 64], &tensors, fill)
     };
     let needed = (1..1000).find(|&room| write(room).is_ok()).unwrap();
     for room in 0..needed {

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
-use moh_kernels::{Accumulation, Backend, Element, View};
+use moh_kernels::{Accumulation, Backend, Element, View, ViewMut};
 
 use super::{BackwardContext, Context};
 use crate::Error;
@@ -61,16 +61,8 @@ impl ColumnParallelLinear {
         x: View<'_, B, T>,
         y: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
-        cx.backend.linear_forward(LinearForward {
-            inputs: self.inputs,
-            x: B::reborrow(x),
-            weight: cx.weights.get(&self.weight),
-            residual: None,
-            y: B::view_mut(y, 0..cx.num_tokens() * self.outputs()),
-            independent: cx.tokens.independent,
-            packed: cx.packed(&self.weight),
-        })?;
-        Ok(())
+        let y = B::view_mut(y, 0..cx.num_tokens() * self.outputs());
+        forward(cx, &self.weight, self.inputs, x, None, y)
     }
 
     /// Adds the gradient of the weight, and writes or adds that of `x` to `d_x`, where it returns the
@@ -134,28 +126,16 @@ impl RowParallelLinear {
         gathered: &mut Option<B::Buffer<T>>,
         sum: ResidualSum<'_, B, T>,
     ) -> Result<(), Error> {
-        let (backend, inputs, width) = (cx.backend, self.inputs(), self.outputs);
-        let (independent, packed) = (cx.tokens.independent, cx.packed(&self.weight));
-        let (x, weight) = (B::reborrow(x), cx.weights.get(&self.weight));
-        let len = cx.own_tokens().local() * width;
+        let (width, len) = (self.outputs, cx.own_tokens().local() * self.outputs);
+        let residual = B::view(sum.x, 0..len);
         let Some(partial) = gathered else {
-            let (residual, y) = (Some(B::view(sum.x, 0..len)), B::view_mut(sum.y, 0..len));
-            let forward = LinearForward { inputs, x, weight, residual, y, independent, packed };
-            return Ok(backend.linear_forward(forward)?);
+            let y = B::view_mut(sum.y, 0..len);
+            return forward(cx, &self.weight, self.inputs(), x, Some(residual), y);
         };
         let y = B::view_mut(partial, 0..cx.num_tokens() * width);
-        backend.linear_forward(LinearForward {
-            inputs,
-            x,
-            weight,
-            residual: None,
-            y,
-            independent,
-            packed,
-        })?;
+        forward(cx, &self.weight, self.inputs(), x, None, y)?;
         let own = cx.reduce_scatter(width, partial)?;
-        let (residual, product) = (B::view(sum.x, 0..len), B::view(partial, own));
-        Ok(backend.add(residual, product, B::view_mut(sum.y, 0..len))?)
+        Ok(cx.backend.add(residual, B::view(partial, own), B::view_mut(sum.y, 0..len))?)
     }
 
     /// The gradient of the output of all tokens, from that of the residual stream.
@@ -187,6 +167,26 @@ impl RowParallelLinear {
     ) -> Result<(), Error> {
         backward_weight(cx, &self.weight, self.inputs(), x, d_y)
     }
+}
+
+/// Writes `residual + x W^T`, or the product alone.
+fn forward<B: Backend, T: Element>(
+    cx: &Context<'_, B, T>,
+    weight: &ParameterRange,
+    inputs: usize,
+    x: View<'_, B, T>,
+    residual: Option<View<'_, B, T>>,
+    mut y: ViewMut<'_, B, T>,
+) -> Result<(), Error> {
+    Ok(cx.backend.linear_forward(LinearForward {
+        inputs,
+        x: B::reborrow(x),
+        weight: cx.weights.get(weight),
+        residual: residual.map(B::reborrow),
+        y: B::reborrow_mut(&mut y),
+        independent: cx.tokens.independent,
+        packed: cx.packed(weight),
+    })?)
 }
 
 fn backward_weight<B: Backend, T: Element, G: Element>(

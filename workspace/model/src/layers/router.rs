@@ -262,24 +262,15 @@ impl RouterLayer {
         d: &mut ActivationGradients<B, T>,
         mut d_qkv: ViewMut<'_, B, T>,
     ) -> Result<(), Error> {
+        let RouterLayer::QueryNorm(router) = self else {
+            self.backward(cx, inputs, logits, d, B::reborrow_mut(&mut d_qkv))?;
+            return Rope.backward(cx, d_qkv);
+        };
         let RouterInputs { qkv, routing, .. } = *inputs;
-        match self {
-            RouterLayer::QueryNorm(router) => {
-                let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut d_qkv)));
-                let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
-                let args = QueryNormRopeBackward { qkv: B::reborrow(qkv), rope, gradient };
-                Ok(cx.backend.query_norm_rope_backward(*router, args)?)
-            }
-            RouterLayer::Static(_) => Rope.backward(cx, d_qkv),
-            RouterLayer::Logits(layer) => {
-                layer.backward(cx, inputs, logits, d)?;
-                Rope.backward(cx, d_qkv)
-            }
-            RouterLayer::Custom(custom) => {
-                custom.backward(cx, inputs, d, B::reborrow_mut(&mut d_qkv))?;
-                Rope.backward(cx, d_qkv)
-            }
-        }
+        let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut d_qkv)));
+        let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
+        let args = QueryNormRopeBackward { qkv: B::reborrow(qkv), rope, gradient };
+        Ok(cx.backend.query_norm_rope_backward(*router, args)?)
     }
 }
 

@@ -24,7 +24,7 @@ pub(crate) use kind::HeadGroups;
 pub use kind::RouterKind;
 pub(crate) use parameters::LayerGradients;
 pub use parameters::{ParameterGradients, Parameters};
-pub use statistics::{LayerRouting, RoutingStatistics};
+pub use statistics::{LayerRouting, RoutingStatistics, entropy};
 
 use crate::layers::RouterSpec;
 use crate::{LayerHeads, ModelConfig};

@@ -157,7 +157,7 @@ impl LayerRouting {
 }
 
 /// The entropy of one token's gates, in nats.
-fn entropy(gates: &[f32]) -> f64 {
+pub fn entropy(gates: &[f32]) -> f64 {
     let term = |&gate: &f32| if gate > 0.0 { -f64::from(gate) * f64::from(gate).ln() } else { 0.0 };
     gates.iter().map(term).sum::<f64>().max(0.0)
 }

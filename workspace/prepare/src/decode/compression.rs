@@ -5,7 +5,7 @@ use std::io::{self, BufRead, Read};
 use std::path::{Path, PathBuf};
 
 use super::gzip::Members;
-use super::is_standard_input;
+use crate::names::is_standard_input;
 
 /// What an input is compressed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -18,19 +18,12 @@ use crate::{Error, Result};
 pub(crate) use compression::Compression;
 pub(crate) use compression::refusal;
 
-/// The name of standard input.
-pub(crate) const STANDARD_INPUT: &str = "-";
 /// Bytes at the start of an input that identify its encoding.
 const MAGIC_BYTES: u64 = 10;
 /// Size of a decoder's read buffer.
 const BUFFER_BYTES: usize = 1 << 18;
 /// Bytes that are discarded at once on the way to a place in a compressed input.
 const SKIPPED_BYTES: u64 = 1 << 20;
-
-/// Whether `path` names standard input.
-pub(crate) fn is_standard_input(path: &Path) -> bool {
-    path.as_os_str() == STANDARD_INPUT
-}
 
 /// The decoded bytes of an input, from some place on.
 pub(crate) struct Decoded {

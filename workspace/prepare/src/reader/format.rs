@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use crate::decode::{Compression, is_standard_input};
+use crate::decode::Compression;
+use crate::names::is_standard_input;
 use crate::{Error, Result};
 
 /// The format of an input.

@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use super::format::{Format, START_BYTES, format_of};
 use super::stream::Stream;
 use super::{Position, ReadOptions, Reader, Turn, array, columns, lines, paragraphs, text};
-use crate::decode::{Compression, Decoded, Source, is_standard_input, refusal};
+use crate::decode::{Compression, Decoded, Source, refusal};
+use crate::names::is_standard_input;
 use crate::{Error, Result};
 
 /// An input that can be read, in parts that can be read at the same time.

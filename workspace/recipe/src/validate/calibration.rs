@@ -9,8 +9,7 @@ use crate::{AttentionKind, CalibrationOptions, Recipe, SharedChoice, Stage};
 pub(super) fn check(faults: &mut Faults, stage: &Stage) {
     let key = |rest: &str| stage_key(stage, &format!("moh.calibration{rest}"));
     let Some(CalibrationOptions { tokens, shared, refit }) = stage.calibration() else { return };
-    let reason = format!("must be from 1 to {MAX_TOKENS}");
-    faults.check((1..=MAX_TOKENS).contains(&tokens), &key(".tokens"), tokens, reason);
+    faults.within(&key(".tokens"), tokens, MAX_TOKENS);
     if !faults.is_complete(&stage_key(stage, "moh")) {
         return;
     }

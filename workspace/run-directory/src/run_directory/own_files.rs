@@ -11,6 +11,7 @@ use moh_checkpoint::{AFTER, is_unfinished_checkpoint};
 use moh_files::{TEMPORARY, first_free, first_free_suffixed};
 use moh_recipe::Recipe;
 
+use super::stored_recipe::MAX_BYTES;
 use super::{CALIBRATION, EXPORT_BEFORE, RunDirectory};
 use crate::Error;
 use crate::run_lock::{CLOCK, HOLDER, LOCK};
@@ -270,7 +271,10 @@ impl RunDirectory {
         // Until everything has moved, the directory keeps the earlier recipe.
         let earlier = match self.marked_recipe()? {
             Some(text) => text,
-            None => fs::read_to_string(self.recipe()).map_err(moh_files::io(&self.recipe()))?,
+            None => {
+                let recipe = moh_files::read_bounded(&self.recipe(), MAX_BYTES, "a recipe")?;
+                String::from_utf8_lossy(&recipe).into_owned()
+            }
         };
         self.write_mark(&earlier)?;
         let aside = RunDirectory::new(first_free(|n| self.root.join(format!("{BEFORE}{n}"))));

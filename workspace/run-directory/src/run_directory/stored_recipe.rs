@@ -25,6 +25,8 @@ use super::own_files::EDITED;
 use crate::{Error, KeyChange};
 use moh_files::unless_missing;
 
+/// Maximum bytes of a recipe that a run keeps.
+pub(super) const MAX_BYTES: u64 = 4 << 20;
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
 const MAY_CHANGE: [&str; 9] = [
     "run.dir",
@@ -62,7 +64,9 @@ impl RunDirectory {
     /// Fails if the mark cannot be read, or is of another format.
     pub(super) fn marked_recipe(&self) -> Result<Option<String>, Error> {
         let path = self.mark_path();
-        let Some(text) = unless_missing(&path, fs::read_to_string(&path))? else { return Ok(None) };
+        let bytes = moh_files::read_bounded_if_any(&path, MAX_BYTES, "the mark of a run")?;
+        let Some(bytes) = bytes else { return Ok(None) };
+        let text = String::from_utf8_lossy(&bytes);
         let marked = text
             .split_once('\n')
             .and_then(|(head, recipe)| Some((head.strip_prefix(HEAD)?, recipe)));

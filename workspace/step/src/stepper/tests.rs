@@ -6,10 +6,10 @@ use std::sync::Mutex;
 
 use moh_comm::{RankLayout, World};
 use moh_hf::ConfigFile;
-use moh_kernels::Cpu;
+use moh_kernels::{Cpu, ElementType};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
-use moh_model::{AuxiliaryLoss, HeadCounts, ModelConfig, MohConfig, RouterKind};
+use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute, RouterKind};
 
 use super::*;
 use crate::on_ranks::on_ranks;

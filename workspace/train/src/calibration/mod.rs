@@ -132,9 +132,7 @@ impl<'a> StageMeasurement<'a> {
 
     fn weights(&self) -> Result<Weights<'a>, Error> {
         if self.step > 0 {
-            let checkpoints = self.run.checkpoint_directory();
-            let stored = StoredCheckpoint::of_step(&checkpoints, self.step)?;
-            return Ok(Weights::Checkpoint(Box::new(stored)));
+            return Ok(Weights::Checkpoint(Box::new(self.run.stored(self.step)?)));
         }
         let layout = ModelLayout::new(&self.dense);
         let segments =

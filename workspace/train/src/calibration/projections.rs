@@ -8,26 +8,12 @@ use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use moh_files::PendingFile;
+use moh_hf::weight_files::safetensors_header;
 use moh_kernels::DType;
 use moh_model::ModelConfig;
-use safetensors::tensor::{Metadata, TensorInfo};
+use moh_model::tensors::{OUTPUT_PROJECTION, in_layer};
 
 use crate::Error;
-
-/// The name of a block's output projection, after the block's own.
-const PROJECTION: &str = ".self_attn.o_proj.weight";
-/// Alignment of a header's length.
-const HEADER_ALIGNMENT: usize = 8;
-
-/// The name of a layer's output projection.
-fn name(layer: usize) -> String {
-    format!("model.layers.{layer}{PROJECTION}")
-}
-
-/// The layer whose output projection a tensor is.
-pub(super) fn layer_of(tensor: &str) -> Option<usize> {
-    tensor.strip_prefix("model.layers.")?.strip_suffix(PROJECTION)?.parse().ok()
-}
 
 /// Bytes of a projection.
 fn bytes(config: &ModelConfig) -> usize {
@@ -36,19 +22,10 @@ fn bytes(config: &ModelConfig) -> usize {
 
 /// The length of the header and the header of the file of a model.
 fn header(config: &ModelConfig) -> io::Result<Vec<u8>> {
-    let info = |layer: usize| {
-        let info = TensorInfo {
-            dtype: safetensors::Dtype::F32,
-            shape: vec![config.hidden_size, config.query_width()],
-            data_offsets: (layer * bytes(config), (layer + 1) * bytes(config)),
-        };
-        (name(layer), info)
-    };
-    let infos = (0..config.num_hidden_layers).map(info).collect();
-    let metadata = Metadata::new(None, infos).map_err(io::Error::other)?;
-    let mut text = serde_json::to_vec(&metadata)?;
-    text.resize(text.len().next_multiple_of(HEADER_ALIGNMENT), b' ');
-    Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
+    let shape = [config.hidden_size, config.query_width()];
+    let layers = 0..config.num_hidden_layers;
+    let names = layers.map(|layer| in_layer(layer, OUTPUT_PROJECTION));
+    safetensors_header(None, names.map(|name| (name, DType::F32, shape.to_vec())))
 }
 
 /// A file that is being written.

@@ -4,15 +4,15 @@
 use std::path::Path;
 
 use moh_calibrate::Calibration;
-use moh_files::unless_missing;
 use moh_kernels::{Backend, Element};
+use moh_model::tensors::layer_of_output_projection;
 use moh_model::{Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 use moh_run_directory::RunDirectory;
 use moh_run_log::{CalibratedLayer, StageCalibration};
 use moh_step::OptimizerState;
 use serde::{Deserialize, Serialize};
 
-use super::projections::{ProjectionReader, layer_of};
+use super::projections::ProjectionReader;
 use crate::Error;
 
 /// The version of the file's format.
@@ -68,16 +68,9 @@ impl CalibrationRecord {
     /// Fails if the file cannot be read, or is no record.
     pub(crate) fn read(run: &RunDirectory, step: u64) -> Result<Option<Self>, Error> {
         let path = run.calibration(step);
-        let Some(file) = unless_missing(&path, std::fs::metadata(&path))? else { return Ok(None) };
-        if file.len() > MAX_FILE_BYTES {
-            let reason = format!(
-                "{} bytes: the result of a calibration has at most {MAX_FILE_BYTES}: remove it, and the run measures again",
-                file.len()
-            );
-            return Err(moh_files::unusable(&path, reason).into());
-        }
-        let text = std::fs::read(&path).map_err(moh_files::io(&path))?;
-        Self::parse(&text, &path).map(Some)
+        let kind = "the result of a calibration, which may be removed,";
+        let text = moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, kind)?;
+        text.map(|text| Self::parse(&text, &path)).transpose()
     }
 
     /// The record in a text; messages name it `path`.
@@ -162,7 +155,7 @@ impl CalibrationRecord {
         let mut reader = ProjectionReader::open(&path, model.config())?;
         let layout = model.layout().clone();
         for (flat, segment) in layout.segments() {
-            let layer = layer_of(&segment.name);
+            let layer = layer_of_output_projection(&segment.name);
             let hash = layer.and_then(|layer| self.projections.get(layer));
             let Some((layer, hash)) = layer.zip(hash) else { continue };
             let whole = reader.read(layer, hash)?;

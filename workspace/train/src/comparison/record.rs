@@ -1,8 +1,6 @@
 //! `comparison.json`: the variants of a comparison, what each changes and where it begins, and the results of
 //! those that have finished. Its presence marks a directory as a comparison's.
 
-use std::fs::File;
-use std::io::Read as _;
 use std::path::Path;
 
 use moh_run_directory::RunDirectory;
@@ -11,7 +9,6 @@ use serde::{Deserialize, Serialize};
 
 use super::PlannedRun;
 use crate::Error;
-use moh_files::unless_missing;
 
 /// The name of the file in the directory of a comparison.
 pub(crate) const RECORD: &str = "comparison.json";
@@ -131,13 +128,9 @@ struct KnownVariant {
 
 /// The names of a record's variants; `None` if there is no record.
 pub(super) fn names(path: &Path) -> Result<Option<Vec<String>>, Error> {
-    let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
+    let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, "the record of a comparison")?;
+    let Some(bytes) = bytes else { return Ok(None) };
     let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
-    let mut bytes = Vec::new();
-    file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(moh_files::io(path))?;
-    if bytes.len() as u64 > MAX_BYTES {
-        return Err(refuse(format!("has more than {MAX_BYTES} bytes")));
-    }
     let known: Known = serde_json::from_slice(&bytes)
         .map_err(|error| refuse(format!("not the record of a comparison: {error}")))?;
     match known.format {

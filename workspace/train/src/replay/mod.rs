@@ -119,7 +119,7 @@ fn newest_before(
 ) -> Result<Option<StoredCheckpoint>, Error> {
     let steps = run.checkpoint_steps()?;
     for &found in steps.iter().rev().filter(|&&found| found < step) {
-        let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), found)?;
+        let stored = run.stored(found)?;
         if stored.manifest().state.guard.rewinds >= rewinds.taken_before(found) {
             return Ok(Some(stored));
         }

@@ -54,10 +54,9 @@ impl NamedModel {
         let step = checkpoint.resolve_alone()?;
         let tokenizer = run.tokenizer().map(|path| TextTokenizer::load(&path)).transpose()?;
         let dtype = run.stored_recipe()?.run.dtype.dtype();
-        let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step)?;
-        let config = CheckpointName { run, step: Some(step) }.config_file()?.config;
+        let (stored, file) = run.stored_model(step)?;
         let weights = Weights::Checkpoint(Box::new(stored), dtype);
-        Ok(NamedModel { name: name.to_owned(), config, tokenizer, weights })
+        Ok(NamedModel { name: name.to_owned(), config: file.config, tokenizer, weights })
     }
 
     /// Loads the weights for sequences of up to `positions` tokens. Those of a checkpoint are what an export

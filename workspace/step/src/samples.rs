@@ -1,0 +1,107 @@
+//! The samples of a step: where its tokens come from, and a micro-batch of them on the host.
+
+use std::ops::Range;
+
+use moh_kernels::cross_entropy::IGNORED;
+
+use crate::Error;
+use crate::step_config::StepConfig;
+
+/// Reads the samples of a step. Closures implement it.
+pub trait ReadSample {
+    /// Writes sample `number`: to `window` a sequence and the token after it and, with a document mask,
+    /// to `document_start` the position in the window at which each token's document starts.
+    ///
+    /// # Errors
+    /// Ends the step.
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        document_start: Option<&mut [u32]>,
+    ) -> Result<(), Error>;
+
+    /// Writes for each token of sample `number`, those of its window, whether it is trained on: 1, or else 0, and
+    /// returns whether any may be 0. A token that is not is no target. By default all are.
+    ///
+    /// # Errors
+    /// Ends the step.
+    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, Error> {
+        let _ = (number, mask);
+        Ok(false)
+    }
+
+    /// The targets of a step's samples that are trained on, of all ranks; `None`, the default, if all are.
+    ///
+    /// # Errors
+    /// Ends the step.
+    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, Error> {
+        let _ = samples;
+        Ok(None)
+    }
+
+    /// Hears which samples this rank reads next, so that they can be brought into memory meanwhile.
+    fn read_ahead(&self, samples: Range<u64>) {
+        let _ = samples;
+    }
+}
+
+impl<F> ReadSample for F
+where
+    F: Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+{
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        document_start: Option<&mut [u32]>,
+    ) -> Result<(), Error> {
+        self(number, window, document_start)
+    }
+}
+
+/// A micro-batch on the host.
+pub(crate) struct HostBatch {
+    window: Vec<u32>,
+    pub ids: Vec<u32>,
+    pub targets: Vec<u32>,
+    /// Of the tokens of a window.
+    mask: Vec<u8>,
+    pub document_start: Vec<u32>,
+}
+
+impl HostBatch {
+    /// Of the sizes of a stage's steps.
+    pub fn new(config: &StepConfig) -> Self {
+        let length = config.sequence_length;
+        let tokens = config.micro_batch * length;
+        HostBatch {
+            window: vec![0; length + 1],
+            ids: vec![0; tokens],
+            targets: vec![0; tokens],
+            mask: vec![1; length + 1],
+            document_start: vec![0; if config.document_mask { tokens } else { 0 }],
+        }
+    }
+
+    /// Reads the samples from `first` on, one for each sequence.
+    pub fn read(&mut self, length: usize, read: &impl ReadSample, first: u64) -> Result<(), Error> {
+        let sequences =
+            self.ids.chunks_exact_mut(length).zip(self.targets.chunks_exact_mut(length));
+        for (index, (ids, targets)) in sequences.enumerate() {
+            // Empty without a document mask.
+            let document_start = self.document_start.get_mut(index * length..(index + 1) * length);
+            read.read_sample(first + index as u64, &mut self.window, document_start)?;
+            ids.copy_from_slice(&self.window[..length]);
+            targets.copy_from_slice(&self.window[1..]);
+            if read.read_mask(first + index as u64, &mut self.mask)? {
+                for (target, &mask) in targets.iter_mut().zip(&self.mask[1..]) {
+                    if mask == 0 {
+                        *target = IGNORED;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
