@@ -108,13 +108,9 @@ impl Comparison<'_> {
         let Comparison { before, after, kept_rows, .. } = self;
         let (config, output) = (&before.file.config, &after.weights);
         let dense = ModelConfig { moh: None, ..config.clone() };
-        // The matrices of a router are compared where both models have them.
-        let common = match config.check_same_tensors(after.file.config.moh.as_ref()) {
-            Ok(()) => config,
-            Err(_) => &dense,
-        };
-        let refitted = |name: &str| self.is_refitted(name);
-        let rounding = weights::compare(&before.weights, output, common, *kept_rows, refitted)?;
+        let (configs, refitted) =
+            ([config, &after.file.config], |name: &str| self.is_refitted(name));
+        let rounding = weights::compare(&before.weights, output, configs, *kept_rows, refitted)?;
         let ids = sample_ids(*kept_rows, config.max_position_embeddings);
         let rounded = |name: &str, values: &mut [f32]| {
             self.read_source(name, values)?;

@@ -3,6 +3,8 @@
 //! Weights of the source's element type must have its bits. Weights of another type may differ by what
 //! rounding explains: half a unit in the last place of that type, at the weight's magnitude.
 
+use std::collections::HashSet;
+
 use moh_hf::{TensorBytes, WeightFiles};
 use moh_kernels::DType;
 use moh_model::ModelConfig;
@@ -27,21 +29,22 @@ fn name<S: serde::Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(dtype.name())
 }
 
-/// Compares all tensors of the source's model `config` but those that are `refitted`; of those with a row for
-/// each token, the first `kept_rows`. `None` if no tensor has another element type than the source's.
+/// Compares the tensors that both models have, by their configurations, but those that are `refitted`; of those with a
+/// row for each token, the first `kept_rows`. `None` if no tensor has another element type than the source's.
 ///
 /// # Errors
 /// Fails if a weight differs by more than rounding explains.
 pub(crate) fn compare(
     source: &WeightFiles,
     output: &WeightFiles,
-    config: &ModelConfig,
+    [config, of_output]: [&ModelConfig; 2],
     kept_rows: usize,
     refitted: impl Fn(&str) -> bool,
 ) -> Result<Option<Rounding>, Error> {
     let mut found: Option<Rounding> = None;
-    let tensors = tensor_shapes(config).into_iter().filter(|(name, _)| !refitted(name));
-    for (name, shape) in tensors {
+    let written: HashSet<String> = tensor_shapes(of_output).into_iter().map(|it| it.0).collect();
+    let tensors = tensor_shapes(config).into_iter();
+    for (name, shape) in tensors.filter(|(name, _)| written.contains(name) && !refitted(name)) {
         let rows = if has_vocabulary_rows(&name) { kept_rows } else { shape[0] };
         let elements = rows * shape[1..].iter().product::<usize>();
         let (before, after) = (source.get(&name)?, output.get(&name)?);
