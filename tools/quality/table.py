@@ -16,6 +16,13 @@ from variants import VARIANTS
 
 SHARES = (0.75, 0.5)
 LENGTHS = (300, 2000)
+# Routed and fixed lines of the same share, chosen and refitted alike.
+LEADS = (
+    ("heads", "measured", "static"),
+    ("heads, teacher", "measured-teacher", "static-teacher"),
+    ("whole groups", "group", "fixed-groups"),
+    ("whole groups, teacher", "group-teacher", "fixed-groups-teacher"),
+)
 
 
 def dtype_of(row):
@@ -34,10 +41,13 @@ class Results:
         self.dtypes = {steps: dtype for (steps, dtype), _ in sorted(counts.items(), key=lambda pair: pair[1])}
         self.rows = [row for row in rows if dtype_of(row) == self.dtypes[row["steps"]]]
 
+    def by_seed(self, variant, share, steps):
+        wanted = (variant, share, steps)
+        return {row["seed"]: row["loss"] for row in self.rows if (row["variant"], row["share"], row["steps"]) == wanted}
+
     def losses(self, variant, share, steps):
         """Those of all seeds."""
-        wanted = (variant, share, steps)
-        return [row["loss"] for row in self.rows if (row["variant"], row["share"], row["steps"]) == wanted]
+        return list(self.by_seed(variant, share, steps).values())
 
     def untuned(self, variant, share):
         loss = self.of_source.get((variant, share))
@@ -57,7 +67,7 @@ def cell(losses):
     if not losses:
         return ""
     mean = f"{statistics.mean(losses):.4f}"
-    return mean if len(losses) == 1 else f"{mean} ({max(losses) - min(losses):.4f})"
+    return mean if len(losses) == 1 else f"{mean} ({spread(losses):.4f})"
 
 
 def line(results, variant):
@@ -79,12 +89,42 @@ def table(results):
     return "\n".join(lines + [text for text in (line(results, variant) for variant in VARIANTS) if text])
 
 
+def spread(losses):
+    return max(losses) - min(losses)
+
+
+def lead(results, routed, fixed, share, steps):
+    """By how much routing ends below fixed heads: the mean, bold if it is more than twice the spread of the seeds of either
+    line, and each seed."""
+    routed, fixed = results.by_seed(routed, share, steps), results.by_seed(fixed, share, steps)
+    seeds = sorted(routed.keys() & fixed.keys())
+    if not seeds:
+        return ""
+    leads = [fixed[seed] - routed[seed] for seed in seeds]
+    mean = f"{statistics.mean(leads):+.4f}"
+    if len(seeds) == 1:
+        return mean
+    if statistics.mean(leads) > 2 * max(spread(routed.values()), spread(fixed.values())):
+        mean = f"**{mean}**"
+    return f"{mean} ({', '.join(f'{seed:+.4f}' for seed in leads)})"
+
+
+def lead_table(results):
+    columns = [(share, steps) for share in SHARES for steps in LENGTHS]
+    header = ["routed against fixed", *(f"{share:.0%}, {steps} steps" for share, steps in columns)]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for text, routed, fixed in LEADS:
+        cells = [text, *(lead(results, routed, fixed, *column) for column in columns)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main():
     rows = read(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results.jsonl")
     for bed in BEDS.values():
         results = Results(rows, bed.name)
         types = ", ".join(f"{steps} steps in {results.dtypes[steps]}" for steps in LENGTHS if steps in results.dtypes)
-        print(f"### {bed.text[0].upper()}{bed.text[1:]}\n\nTrained {types}:\n\n{table(results)}\n")
+        print(f"### {bed.text[0].upper()}{bed.text[1:]}\n\nTrained {types}:\n\n{table(results)}\n\n{lead_table(results)}\n")
 
 
 if __name__ == "__main__":
