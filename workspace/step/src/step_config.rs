@@ -24,7 +24,7 @@ pub struct StepConfig {
     pub recompute: Recompute,
     /// Weight of each auxiliary loss but distillation; unused by a dense model.
     pub auxiliary_weights: AuxiliaryLosses<f64>,
-    /// What is learned of a teacher, which the model then has ([`Model::set_teacher`]).
+    /// What is learned of a teacher, which the model then has ([`moh_model::Model::set_teacher`]).
     pub distillation: Option<Distillation>,
     /// Hyperparameters of AdamW.
     pub optimizer: Hyperparameters,
