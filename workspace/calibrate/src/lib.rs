@@ -8,7 +8,7 @@
 //!    layer's.
 //! 2. The output projection W_O is refitted: with F the outputs of the computed heads in the converted
 //!    model, and Y the dense model's residual stream after attention less the converted one's before it,
-//!    the ridge least-squares solution of F W_O^T = Y nearest to the old W_O ([`ridge`]).
+//!    the ridge least-squares solution of F W_O^T = Y nearest to the old W_O (module `ridge`).
 //!
 //! Before both, the matrix of a learned router is fitted. And before all, each layer's number of active heads can be
 //! chosen by what other numbers cost in loss.
