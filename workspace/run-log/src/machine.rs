@@ -77,11 +77,14 @@ mod tests {
         assert_eq!(Machine::read(&path).unwrap(), Some(machine));
         let whole = std::fs::read(&path).unwrap();
         for hostile in
-            [&whole[..whole.len() / 2], b"", b"[]", b"{\"threads\":-1}", &[b'['; 1 << 20]]
+            [&whole[..whole.len() / 2], b"", b"[]", b"{\"threads\":-1}", &[b'['; 1 << 15]]
         {
             std::fs::write(&path, hostile).unwrap();
             let error = Machine::read(&path).unwrap_err().to_string();
             assert!(error.contains("machine.json: is not a description of a machine"), "{error}");
         }
+        std::fs::write(&path, vec![b'['; 1 << 20]).unwrap();
+        let error = Machine::read(&path).unwrap_err().to_string();
+        assert!(error.ends_with("the description of a machine has at most 65536"), "{error}");
     }
 }
