@@ -16,7 +16,7 @@ from variants import VARIANTS
 
 SHARES = (0.75, 0.5)
 LENGTHS = (300, 2000)
-# Routed and fixed lines of the same share, chosen and refitted alike.
+# Lines of routed heads, and of fixed ones of the same share.
 LEADS = (
     ("heads", "measured", "static"),
     ("heads, teacher", "measured-teacher", "static-teacher"),
@@ -43,6 +43,7 @@ class Results:
         self.rows = [row for row in rows if dtype_of(row) == self.dtypes[row["steps"]]]
 
     def by_seed(self, variant, share, steps):
+        """The loss of each seed."""
         wanted = (variant, share, steps)
         return {row["seed"]: row["loss"] for row in self.rows if (row["variant"], row["share"], row["steps"]) == wanted}
 
@@ -63,6 +64,17 @@ class Results:
         return f"> {lengths[-1] * BATCH_TOKENS / 1e6:.1f} M" if lengths else ""
 
 
+def markdown(header, lines):
+    """A table."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *lines)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+
+
+def spread(losses):
+    """The difference of the largest and the smallest."""
+    return max(losses) - min(losses)
+
+
 def cell(losses):
     """The mean, and with several seeds the difference of the largest and the smallest loss."""
     if not losses:
@@ -72,7 +84,7 @@ def cell(losses):
 
 
 def line(results, variant):
-    """A line of a table, or none if nothing of the variant was measured."""
+    """The cells of a line of a table, or none if nothing of the variant was measured."""
     cells = [variant.text]
     for share in SHARES:
         of = share if variant.name != "dense" else 1.0
@@ -80,18 +92,13 @@ def line(results, variant):
         cells += [results.untuned(variant.name, of), *map(cell, tuned)]
         enough = tuned[0] and variant.name not in ("dense", "paper")
         cells.append(results.paper_tokens(share, statistics.mean(tuned[0])) if enough else "")
-    return f"| {' | '.join(cells)} |" if any(cells[1:]) else None
+    return cells if any(cells[1:]) else None
 
 
 def table(results):
     columns = ["untuned", *(f"{steps} steps" for steps in LENGTHS), "the paper's way takes"]
     header = ["", *(f"{share:.0%}: {columns[0]}" if column == columns[0] else column for share in SHARES for column in columns)]
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    return "\n".join(lines + [text for text in (line(results, variant) for variant in VARIANTS) if text])
-
-
-def spread(losses):
-    return max(losses) - min(losses)
+    return markdown(header, filter(None, (line(results, variant) for variant in VARIANTS)))
 
 
 def lead(results, routed, fixed, share, steps):
@@ -113,11 +120,10 @@ def lead(results, routed, fixed, share, steps):
 def lead_table(results):
     columns = [(share, steps) for share in SHARES for steps in LENGTHS]
     header = ["routed against fixed", *(f"{share:.0%}, {steps} steps" for share, steps in columns)]
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for text, routed, fixed in LEADS:
-        cells = [text, *(lead(results, routed, fixed, *column) for column in columns)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return markdown(
+        header,
+        ([text, *(lead(results, routed, fixed, *column) for column in columns)] for text, routed, fixed in LEADS),
+    )
 
 
 def main():

@@ -47,7 +47,7 @@ impl DType {
         }
     }
 
-    /// Replaces f32 values by what [`read`](Self::read) gives of them as [`write`](Self::write) writes them.
+    /// Rounds f32 values to this type in place, as [`write`](Self::write) and then [`read`](Self::read) do.
     pub fn round(self, values: &mut [f32]) {
         let mut bytes = vec![0; values.len() * self.bytes()];
         self.write(values, &mut bytes);

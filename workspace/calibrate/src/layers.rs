@@ -39,8 +39,8 @@ pub struct CalibrationOptions {
     pub shared: Shared,
     /// Whether output projections are refitted.
     pub refit: bool,
-    /// The type to which refitted output projections and fitted routers are rounded, in which they are stored: later
-    /// layers, and the losses, are those of the rounded ones. `None` for f32.
+    /// The element type that stores refitted output projections and fitted routers. They are rounded to it before
+    /// later layers are measured, and the losses are those of the rounded values. `None` keeps them in f32.
     pub stored: Option<DType>,
 }
 

@@ -40,7 +40,7 @@ pub(crate) struct RouterSums<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> RouterSums<'a, B> {
-    /// Of a layer of `heads`, by sums of a target for each head; no passes yet.
+    /// Empty sums for a layer of `heads`, each of which is a target of `sums`.
     pub fn new(sums: ProductSums<'a, B>, heads: usize) -> Self {
         RouterSums { sums, heads, tokens: 0 }
     }

@@ -162,7 +162,7 @@ impl LayerSample {
                     now = next;
                 }
             }
-            // Not a number is no less either: the fit that follows tells what is wrong.
+            // A NaN ends the search too, and the fit that follows reports it.
             if now.0.total_cmp(&before).is_ge() {
                 return Ok(now.1);
             }

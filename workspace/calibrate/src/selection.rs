@@ -3,7 +3,7 @@
 
 use moh_model::{LayerHeads, ModelConfig, RouterKind};
 
-/// Numbers of shared heads that are all compared.
+/// Most numbers of shared heads of which all are compared.
 const FEW: usize = 8;
 
 /// A layer's heads as a router ranks them, and which sets of them can be shared.
@@ -35,13 +35,13 @@ impl Ranking {
         if self.router == RouterKind::WithinGroup { self.heads / self.group } else { 1 }
     }
 
-    /// The heads in whose multiples they are active, and shared.
+    /// The numbers of active and of shared heads are multiples of it.
     pub fn multiple(&self) -> usize {
         self.unit() * self.parts()
     }
 
-    /// Numbers of shared heads below that of the active ones, for a comparison: all that the router can share of a few,
-    /// else about four, evenly spaced.
+    /// The numbers of shared heads to compare, less than `active`: all that the router can share if there are at most
+    /// [`FEW`], else about four, evenly spaced.
     pub fn shared_numbers(&self, active: usize) -> impl Iterator<Item = usize> + use<> {
         let (multiple, number) = (self.multiple(), active / self.multiple());
         let step = if number <= FEW { 1 } else { number.div_ceil(4) };

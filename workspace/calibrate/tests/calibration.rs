@@ -350,18 +350,14 @@ fn a_layer_whose_heads_are_all_shared_is_left_dense() {
 
 #[test]
 fn weights_that_are_not_finite_are_named_by_layer() {
-    for (config, shared) in [
-        (config("llama"), Shared::Given),
-        (config("llama"), Shared::Calibrated),
-        (with_more_heads(), Shared::Calibrated),
-        (with_more_heads(), Shared::CalibratedTotal(30)),
+    for (config, moh, shared) in [
+        (config("llama"), moh(4, 2), Shared::Given),
+        (config("llama"), moh(4, 2), Shared::Calibrated),
+        (with_more_heads(), moh(8, 2), Shared::Calibrated),
+        (with_more_heads(), moh(8, 2), Shared::CalibratedTotal(30)),
     ] {
         let mut read = source(&config);
-        let options = CalibrationOptions { moh: moh(8, 2), shared, refit: true, stored: None };
-        let options = match config.num_attention_heads {
-            8 => CalibrationOptions { moh: moh(4, 2), ..options },
-            _ => options,
-        };
+        let options = CalibrationOptions { moh, shared, refit: true, stored: None };
         let found = calibrate::<Cpu, Error>(
             &Cpu,
             &config,

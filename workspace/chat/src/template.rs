@@ -96,8 +96,7 @@ impl ChatTemplate {
 /// The text of a file; `None` if it does not exist.
 fn read(path: &Path) -> Result<Option<String>> {
     let bytes = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a file with a template")?;
-    let text = |error| unusable(path, format!("not text in UTF-8: {error}"));
-    Ok(bytes.map(String::from_utf8).transpose().map_err(text)?)
+    Ok(bytes.map(|bytes| moh_files::utf8(path, bytes)).transpose()?)
 }
 
 fn default_template(config: &Value) -> Option<&str> {

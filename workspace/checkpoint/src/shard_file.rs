@@ -141,6 +141,7 @@ impl ShardTensor {
 
 #[cfg(test)]
 mod tests {
+    use moh_hf::weight_files::header_type;
     use moh_model::layout::ModelLayout;
     use moh_model::model_parallel::ModelPart;
     use moh_model::parameters::Shard;
@@ -169,11 +170,7 @@ mod tests {
         };
         let tensors = &snapshot.shard.tensors;
         let views = tensors.iter().map(|tensor| {
-            let view = TensorView::new(
-                moh_hf::weight_files::header_type(dtype),
-                tensor.stored_shape(),
-                part(tensor),
-            );
+            let view = TensorView::new(header_type(dtype), tensor.stored_shape(), part(tensor));
             (tensor.segment.name.clone(), view.unwrap())
         });
         let hashes = tensors.iter().map(|tensor| blake3::hash(part(tensor)));

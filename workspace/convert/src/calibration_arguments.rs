@@ -135,7 +135,7 @@ impl CalibrationArguments {
         }
     }
 
-    /// Whether one of them asks for Mixture-of-Head.
+    /// Whether an argument asks for Mixture-of-Head.
     pub(crate) fn choose_heads(&self) -> bool {
         self.calibration.is_some() || self.shared.is_some()
     }
@@ -206,11 +206,12 @@ impl CalibrationArguments {
         Ok(CalibrationTokens::new(ids, length, config)?)
     }
 
-    /// Tokens of a window of a text with this many tokens: fewer than asked for where it has, or is to give, fewer.
+    /// Tokens of a window: at most those of the text, `tokens`, and those that are measured.
     fn length(&self, config: &ModelConfig, tokens: usize) -> usize {
-        let context = config.max_position_embeddings.min(DEFAULT_LENGTH);
+        let default = config.max_position_embeddings.min(DEFAULT_LENGTH);
+        // A window has two tokens or more; that the text has too few of them is an error of its own.
         let most = tokens.min(self.calibration_tokens).max(2);
-        self.calibration_length.unwrap_or(context).min(most)
+        self.calibration_length.unwrap_or(default).min(most)
     }
 
     /// The first ids of a text, each document as the tokenizer encodes it and followed by the end of text.

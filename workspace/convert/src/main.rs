@@ -303,7 +303,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let verification = match is_run {
         true => None,
         false => {
-            // It does not ask whether it goes on: a signal ends the program.
+            // Verification does not look at `stop`: a signal ends the program.
             let _temporary = Registered::directory(conversion.path());
             let verify = || verify_output(arguments, &conversion, device);
             exit::removing_temporary_files_on_signals(verify).context("signals")??

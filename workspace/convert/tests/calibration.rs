@@ -34,16 +34,21 @@ fn json(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// The loss of the model that was written, over as many tokens of the voyage as a calibration read.
-fn loss_of_output(dir: &Path, tokens: u64) -> f64 {
+/// Compares the loss of the model that was written, over the calibration tokens of the voyage, with the receipt's.
+#[track_caller]
+fn assert_loss_is_measured(dir: &Path, receipt: &Value) {
     const LENGTH: usize = 512;
+    let calibration = &receipt["calibration"];
+    let tokens = calibration["tokens"].as_u64().unwrap();
     let stored = StoredModel::open(&dir.join("out")).unwrap();
     let mut model: Model<Cpu, f32> = stored.load(Cpu, LENGTH).unwrap();
     let file = TokenFile::open(&quickstart().join("voyage")).unwrap();
     let windows = Windows::new(file, LENGTH).unwrap().spread(tokens / LENGTH as u64);
     let text = EvaluationText { windows: &windows, count: windows.len(), tokenizer: None };
     let mut evaluator = Evaluator::new(&model, 4, LENGTH).unwrap();
-    evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss
+    let loss = evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss;
+    let measured = calibration["loss"].as_f64().unwrap();
+    assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
 }
 
 /// The message of a conversion that fails with this exit code and leaves nothing.
@@ -88,8 +93,7 @@ fn measured_heads_and_projections_lose_less() {
     let loss = |key: &str| calibration[key].as_f64().unwrap();
     // The text is new to the model, which knows stories from a village.
     assert!(loss("loss") < loss("loss_given"), "{calibration}");
-    let written = loss_of_output(dir.path(), 8192);
-    assert!((written - loss("loss")).abs() < 1e-5, "{written}, {calibration}");
+    assert_loss_is_measured(dir.path(), &receipt);
     assert_eq!((&calibration["tokens"], &calibration["refit"]), (&json!(8192), &json!(true)));
     let layers = calibration["layers"].as_array().unwrap();
     assert_eq!(layers.len(), 6);
@@ -206,9 +210,7 @@ fn an_average_share_is_divided_among_the_layers() {
         count => vec![count.as_u64().unwrap(); 6],
     };
     assert_eq!(written, active);
-    let (measured, loss) =
-        (receipt["calibration"]["loss"].as_f64().unwrap(), loss_of_output(dir.path(), 4096));
-    assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
+    assert_loss_is_measured(dir.path(), &receipt);
 }
 
 /// The rows that are written route as they did in the measurement: the loss on its tokens is the same.
@@ -237,9 +239,7 @@ fn a_linear_router_is_fitted() {
     );
     assert!(stdout.contains("logits with all heads on are "), "{stdout}");
     let receipt = json(&dir.path().join("receipt.json"));
-    let (measured, loss) =
-        (receipt["calibration"]["loss"].as_f64().unwrap(), loss_of_output(dir.path(), 4096));
-    assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
+    assert_loss_is_measured(dir.path(), &receipt);
     for layer in receipt["calibration"]["layers"].as_array().unwrap() {
         let explained = layer["router_explained"].as_f64().unwrap();
         assert!(explained > 0.0 && explained < 1.0, "{layer}");

@@ -35,9 +35,25 @@ pub fn read_bounded_if_any(
     }
 }
 
+/// The text of a file with these bytes.
+///
+/// # Errors
+/// Fails if they are not UTF-8.
+pub fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String, FileError> {
+    String::from_utf8(bytes).map_err(|error| unusable(path, format!("not text in UTF-8: {error}")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_that_are_no_text_are_refused() {
+        let path = Path::new("file");
+        assert_eq!(utf8(path, b"text".to_vec()).unwrap(), "text");
+        let message = utf8(path, b"te\xffxt".to_vec()).unwrap_err().to_string();
+        assert!(message.starts_with("file: not text in UTF-8: invalid utf-8"), "{message}");
+    }
 
     #[test]
     fn a_file_is_read_up_to_its_limit() {

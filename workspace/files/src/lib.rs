@@ -16,7 +16,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
 
-pub use bounded::{read_bounded, read_bounded_if_any};
+pub use bounded::{read_bounded, read_bounded_if_any, utf8};
 pub use directory::PendingDirectory;
 pub use disk::DiskReader;
 pub use error::{FileError, io, unless_missing, unusable};

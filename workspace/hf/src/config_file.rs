@@ -35,7 +35,7 @@ const MOH_KEYS: [&str; 4] =
 pub const OUTPUT_REFITTED: &str = "moh_output_refitted";
 
 /// A larger `config.json` is not a configuration.
-const MAX_FILE_BYTES: u64 = 16 << 20;
+pub(crate) const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// A `config.json`: the typed configuration and all fields as they were read.
 #[derive(Debug, Clone, PartialEq)]

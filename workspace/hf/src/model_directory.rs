@@ -7,7 +7,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::thread::{Scope, scope};
 
@@ -324,8 +324,7 @@ impl<'scope, 'a> WrittenShard<'scope, 'a> {
         past_cache: bool,
         fill: &mut Fill<'_, E>,
     ) -> Result<Self, E> {
-        let infos = tensors.iter().map(|it| (it.name.clone(), it.dtype, it.shape.clone()));
-        let header = safetensors_header(Some("pt"), infos).map_err(Error::io(&path))?;
+        let header = header(&tensors).map_err(Error::io(&path))?;
         let lengths = tensors.iter().map(|tensor| tensor.num_bytes());
         let parts: Vec<u64> = [header.len() as u64].into_iter().chain(lengths).collect();
         let mut file = CheckedFile::create(scope, &path, parts.clone(), past_cache)
@@ -355,6 +354,12 @@ impl<'scope, 'a> WrittenShard<'scope, 'a> {
         let from_disk = if found.is_direct { bytes } else { 0 };
         Ok((hashes, content, ReadBack { bytes, from_disk }))
     }
+}
+
+/// The length of the header and the header of a file with these tensors.
+fn header(tensors: &[&TensorSpec]) -> io::Result<Vec<u8>> {
+    let infos = tensors.iter().map(|it| (it.name.clone(), it.dtype, it.shape.clone()));
+    safetensors_header(Some("pt"), infos)
 }
 
 /// Writes one safetensors file.

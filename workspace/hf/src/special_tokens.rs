@@ -6,7 +6,7 @@ use serde_json::Value;
 use tokenizers::Tokenizer;
 
 use crate::Error;
-use crate::config_file::read_object;
+use crate::config_file::MAX_FILE_BYTES;
 use crate::vocabulary::load;
 
 /// The file that names a tokenizer's special tokens.
@@ -29,10 +29,11 @@ impl SpecialTokens {
     /// Fails if a file cannot be read.
     pub fn read(dir: &Path) -> Result<Self, Error> {
         let path = dir.join(CONFIG_FILE);
-        if !path.exists() {
-            return Ok(Self::default());
-        }
-        let config = Value::Object(read_object(&path)?);
+        let kind = "a tokenizer's configuration";
+        let bytes = moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, kind)?;
+        let Some(bytes) = bytes else { return Ok(Self::default()) };
+        let config: Value = serde_json::from_slice(&bytes)
+            .map_err(|error| Error::file(&path, format!("not valid JSON: {error}")))?;
         let tokenizer = load(dir)?;
         let id = |key: &str| id_of(&tokenizer, config.get(key)?);
         Ok(SpecialTokens { bos: id("bos_token"), eos: id("eos_token") })

@@ -52,8 +52,8 @@ pub fn header_type(dtype: DType) -> safetensors::Dtype {
     }
 }
 
-/// The beginning of a safetensors file of these tensors in this order: the length of its header, and the header, which
-/// says what the tensors are of if `format` names it.
+/// The beginning of a safetensors file of these tensors in this order: the length of its header, and the header, with
+/// `format`, such as "pt", in its metadata.
 ///
 /// # Errors
 /// Fails if the sizes exceed the address space.

@@ -105,8 +105,8 @@ pub struct PassShape {
 }
 
 impl PassShape {
-    /// A forward pass alone, over `batch` sequences of `length` tokens without a document mask. `recompute` says
-    /// which of its buffers blocks share, as in training.
+    /// A pass without a backward pass or a document mask, over `batch` sequences of `length` tokens. Its blocks share
+    /// the buffers that `recompute` names.
     pub fn evaluation(batch: usize, length: usize, recompute: Recompute) -> Self {
         PassShape { batch, length, recompute, training: false, document_mask: false }
     }

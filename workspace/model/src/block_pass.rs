@@ -27,8 +27,8 @@ pub fn windows_of_pass(windows: usize, length: usize) -> usize {
     (1..=most).rev().find(|batch| windows.is_multiple_of(*batch)).unwrap_or(1)
 }
 
-/// What [`BlockPass`] makes of a model: one block of it, with buffers for every set of shared heads. A learned router's
-/// matrices are among its tensors, whatever the number of routed heads.
+/// The configuration of one block of a model, for [`BlockPass`]: its buffers have room for every set of shared heads, and
+/// a learned router's matrices are among its tensors, whatever the number of routed heads.
 ///
 /// # Errors
 /// Fails if the model has more heads than a set can name.
@@ -57,7 +57,7 @@ pub fn block_alone(config: &ModelConfig) -> Result<ModelConfig, Error> {
     })
 }
 
-/// What [`EndsPass`] makes of a model: its embedding, final norm and head.
+/// The configuration of a model's embedding, final norm and head, for [`EndsPass`].
 pub fn ends_alone(config: &ModelConfig) -> ModelConfig {
     ModelConfig { num_hidden_layers: 0, moh: None, ..config.clone() }
 }

@@ -15,7 +15,7 @@ pub const OUTPUT_HEAD: &str = "lm_head.weight";
 pub const FINAL_NORM: &str = "model.norm.weight";
 /// Name of a layer's output projection, within the layer.
 pub const OUTPUT_PROJECTION: &str = "self_attn.o_proj.weight";
-/// Name of the matrix of a layer's router "linear", within the layer.
+/// Name of the matrix of a layer's learned router that has a row for each head, within the layer.
 pub const ROUTER: &str = "self_attn.router.weight";
 
 /// The name of a tensor of layer `layer`, from 0, by its name within the layer.

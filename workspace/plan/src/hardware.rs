@@ -100,13 +100,7 @@ impl Hardware {
     /// values out of range, with the line if it is known.
     pub fn load(path: &Path) -> Result<Self, Error> {
         let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a profile")?;
-        match String::from_utf8(bytes) {
-            Ok(text) => Self::parse(&text, path),
-            Err(error) => {
-                let reason = format!("not text in UTF-8: {error}");
-                Err(faults(path, "", vec![(String::new(), reason)]))
-            }
-        }
+        Self::parse(&moh_files::utf8(path, bytes)?, path)
     }
 
     /// Loads a profile from `text`; messages name it `path`.

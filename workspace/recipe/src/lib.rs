@@ -274,9 +274,7 @@ impl Recipe {
     /// finds in the rest.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a recipe")?;
-        let text = String::from_utf8(bytes)
-            .map_err(|error| file_fault(path, format!("not text in UTF-8: {error}")))?;
-        Self::parse(&text, path, overrides)
+        Self::parse(&moh_files::utf8(path, bytes)?, path, overrides)
     }
 
     /// Loads a recipe from `text`; messages name it `path`.

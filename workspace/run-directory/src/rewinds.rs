@@ -78,7 +78,7 @@ impl Rewinds {
     /// Fails if the file cannot be read or is damaged.
     pub fn read(run: &RunDirectory) -> Result<Self, Error> {
         let path = run.rewinds();
-        match moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, "a record of returns")? {
+        match moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, "a record of rewinds")? {
             Some(bytes) => Self::parse(&bytes, &path),
             None => Ok(Self::default()),
         }

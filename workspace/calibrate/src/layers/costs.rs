@@ -126,6 +126,7 @@ impl<B: Backend + Clone> Job<'_, B> {
         let old = matrix::<f64>(&projection, self.config.query_width());
         let mut of_layer = self.variants(&sample, even).map_err(|error| error.in_layer(layer))?;
         let elements = self.tokens.pass() * self.config.hidden_size;
+        let carried = self.carried_passes(of_layer.len());
         // The even number last: its projection is the one that the other streams go through.
         for variant in of_layer.iter_mut().rev() {
             let moh = self.options.moh.of_one_layer(variant.heads);
@@ -135,7 +136,7 @@ impl<B: Backend + Clone> Job<'_, B> {
                 false => self.products(&moh)?,
             };
             self.refit(layer, &products, old.view(), router.as_ref(), weights)?;
-            let stream = &self.streams.calibrated[..self.carried_passes(even) * elements];
+            let stream = &self.streams.calibrated[..carried * elements];
             for x in stream.chunks_exact(elements) {
                 variant.stream.extend(self.block.forward(x, Some(moh.clone()))?.output);
             }
@@ -209,11 +210,10 @@ impl<B: Backend + Clone> Job<'_, B> {
         numbers.iter().zip(variants).map(choice).collect()
     }
 
-    /// Passes over the tokens on which costs are measured.
-    fn carried_passes(&self, even: usize) -> usize {
+    /// Passes over the tokens on which costs are measured, of this many numbers of heads in each layer.
+    fn carried_passes(&self, numbers: usize) -> usize {
         let pass = self.tokens.pass();
-        let units = self.config.num_attention_heads / self.unit();
-        let streams = self.config.num_hidden_layers * measured(units, even).len();
+        let streams = self.config.num_hidden_layers * numbers;
         let bytes = streams * pass * self.config.hidden_size * size_of::<f32>();
         (STREAM_BYTES / bytes).clamp(1, self.tokens.ids().len() / pass)
     }

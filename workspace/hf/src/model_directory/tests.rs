@@ -217,9 +217,10 @@ impl Write for Disk {
 fn a_full_disk_is_an_error_wherever_it_fills_up() {
     let tensors = specs();
     let tensors: Vec<&TensorSpec> = tensors.iter().collect();
+    let header = header(&tensors).unwrap();
     let write = |room| {
         let fill: &mut Fill<'_, Error> = &mut |spec, sink| sink(&content(spec));
-        write_shard(&mut Disk(room), Path::new("shard"), &[0; 64], &tensors, fill)
+        write_shard(&mut Disk(room), Path::new("shard"), &header, &tensors, fill)
     };
     let needed = (1..1000).find(|&room| write(room).is_ok()).unwrap();
     for room in 0..needed {

@@ -8,7 +8,7 @@ use crate::layers::{Block, Embedding, Head, RmsNorm, RouterLayer, RouterSpec};
 use crate::layout::{FlatLayout, ModelLayout};
 use crate::model_parallel::ModelPart;
 use crate::parameters::ParameterRange;
-use crate::tensors::{FINAL_NORM, Tensor, TensorList};
+use crate::tensors::{FINAL_NORM, Tensor, TensorList, in_layer};
 use crate::{ModelConfig, router};
 
 /// The architecture of a model's blocks.
@@ -72,7 +72,7 @@ impl Layers {
         let embedding = buffers.add(embedded, "", |list| Embedding::new(list, config));
         let blocks = routers.iter().enumerate().map(|(layer, router)| {
             let block = |list: &mut TensorList<'_>| block(list, config, router.as_ref());
-            buffers.add(part.holds(layer), &block_prefix(layer), block)
+            buffers.add(part.holds(layer), &in_layer(layer, ""), block)
         });
         let blocks = blocks.collect();
         let final_norm = buffers.add(part.last, "", |list| final_norm(list, config));
@@ -121,10 +121,6 @@ fn block(list: &mut TensorList<'_>, config: &ModelConfig, router: Option<&Router
     block
 }
 
-fn block_prefix(layer: usize) -> String {
-    format!("model.layers.{layer}.")
-}
-
 fn final_norm(list: &mut TensorList<'_>, config: &ModelConfig) -> RmsNorm {
     RmsNorm::new(list, FINAL_NORM, config.hidden_size, config.rms_norm_eps)
 }
@@ -138,7 +134,7 @@ pub(crate) fn embedding_tensors(config: &ModelConfig) -> Vec<Tensor> {
 pub(crate) fn block_tensors(config: &ModelConfig, layer: usize) -> Vec<Tensor> {
     let router = router::of_layer(config, layer);
     let block = |list: &mut TensorList<'_>| block(list, config, router.as_ref());
-    TensorList::tensors_of(&block_prefix(layer), block)
+    TensorList::tensors_of(&in_layer(layer, ""), block)
 }
 
 /// The tensors of the final norm and of the output head, which a tied model does not have.

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::parameters::ParameterRange;
 use crate::pass_sizes::PassSizes;
-use crate::tensors::{Division, TensorList};
+use crate::tensors::{Division, OUTPUT_PROJECTION, TensorList};
 use crate::{Error, ModelConfig};
 
 /// `y = residual + output(attention(rotation(qkv(x))))`.
@@ -104,12 +104,7 @@ impl Attention {
         let output = [hidden, queries];
         Attention {
             qkv: ColumnParallelLinear::new(list, &qkv, hidden, Division::Heads),
-            output: RowParallelLinear::new(
-                list,
-                "self_attn.o_proj.weight",
-                output,
-                Division::Heads,
-            ),
+            output: RowParallelLinear::new(list, OUTPUT_PROJECTION, output, Division::Heads),
             rotation: Rotation::Rope,
             router: None,
         }

@@ -272,8 +272,8 @@ impl RunDirectory {
         let earlier = match self.marked_recipe()? {
             Some(text) => text,
             None => {
-                let recipe = moh_files::read_bounded(&self.recipe(), MAX_BYTES, "a recipe")?;
-                String::from_utf8_lossy(&recipe).into_owned()
+                let path = self.recipe();
+                moh_files::utf8(&path, moh_files::read_bounded(&path, MAX_BYTES, "a recipe")?)?
             }
         };
         self.write_mark(&earlier)?;

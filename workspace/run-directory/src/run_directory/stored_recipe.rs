@@ -66,7 +66,7 @@ impl RunDirectory {
         let path = self.mark_path();
         let bytes = moh_files::read_bounded_if_any(&path, MAX_BYTES, "the mark of a run")?;
         let Some(bytes) = bytes else { return Ok(None) };
-        let text = String::from_utf8_lossy(&bytes);
+        let text = moh_files::utf8(&path, bytes)?;
         let marked = text
             .split_once('\n')
             .and_then(|(head, recipe)| Some((head.strip_prefix(HEAD)?, recipe)));

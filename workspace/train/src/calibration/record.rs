@@ -68,7 +68,7 @@ impl CalibrationRecord {
     /// Fails if the file cannot be read, or is no record.
     pub(crate) fn read(run: &RunDirectory, step: u64) -> Result<Option<Self>, Error> {
         let path = run.calibration(step);
-        let kind = "the result of a calibration, which may be removed,";
+        let kind = "the result of a calibration";
         let text = moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, kind)?;
         text.map(|text| Self::parse(&text, &path)).transpose()
     }
