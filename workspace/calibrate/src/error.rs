@@ -45,15 +45,6 @@ pub enum Error {
         /// Heads in whose multiples the router makes them active.
         unit: usize,
     },
-    /// A learned router's matrices are not in a dense model, and not fitted.
-    #[error(
-        "the router \"{router}\" has matrices that a dense model lacks, so that no heads can be measured by it: \
-         choose another router"
-    )]
-    Router {
-        /// Its name.
-        router: &'static str,
-    },
     /// An error in a layer.
     #[error("layer {layer}: {error}")]
     Layer {

@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use moh_kernels::router::SharedHeads;
 use moh_kernels::{Backend, DType};
-use moh_model::{BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig, RouterKind};
+use moh_model::{BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig};
 use ndarray::Array2;
 
 use crate::products::{CalibrationBuffers, ProductSums};
@@ -45,16 +45,6 @@ pub struct CalibrationOptions {
 }
 
 impl CalibrationOptions {
-    /// Refuses learned routers whose matrices cannot be fitted.
-    fn check_router(&self) -> Result<()> {
-        match self.moh.router {
-            router if router.has_matrices() && router != RouterKind::Linear => {
-                Err(Error::Router { router: router.name() })
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Rounds a matrix that was fitted to the type that stores it.
     fn round(&self, values: &mut [f32]) {
         if let Some(dtype) = self.stored {
@@ -85,7 +75,7 @@ pub struct LayerCalibration {
     pub error_before: f64,
     /// The same with the refitted one; `None` if none was.
     pub error: Option<f64>,
-    /// The matrix of the router "linear", in a layer with routed heads.
+    /// The matrix of a learned router, in a layer with routed heads.
     pub router: Option<RouterFit>,
 }
 
@@ -128,7 +118,6 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
 ) -> Result<Option<Calibration>, E> {
     let layers = config.num_hidden_layers;
     config.check_moh(&options.moh)?;
-    options.check_router()?;
     let mut job = Job::new(backend, config, options, tokens, weights)?;
     let mut steps = Steps { progress, done: 0, all: layers };
     if let Shared::CalibratedTotal(total) = options.shared
@@ -219,8 +208,9 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             CalibrationBuffers::new(backend, config, options.moh.router, tokens.pass())
                 .map_err(Error::from)?;
         let sums = |buffers| ProductSums::new(backend, buffers);
-        let router =
-            router.map(|buffers| RouterSums::new(sums(buffers), config.num_attention_heads));
+        let router = router.map(|buffers| {
+            RouterSums::new(sums(buffers), config.num_attention_heads, options.moh.router)
+        });
         let of_layer = |layer| Choice { active: options.moh.layer(layer).active(), heads: None };
         Ok(Job {
             backend,
@@ -410,10 +400,15 @@ fn add_pass<B: Backend>(
 ) -> Result<()> {
     block.project(x)?;
     let active = block.select(moh.clone())?;
+    let weights = match block.weights()? {
+        Some(weights) => weights,
+        None => active.into_iter().map(f32::from).collect(),
+    };
     let mut outputs = block.attend()?;
-    for (output, active) in outputs.chunks_exact_mut(config.head_dim).zip(active) {
-        if active == 0 {
-            output.fill(0.0);
+    for (output, weight) in outputs.chunks_exact_mut(config.head_dim).zip(weights) {
+        match weight {
+            0.0 => output.fill(0.0),
+            _ => output.iter_mut().for_each(|value| *value *= weight),
         }
     }
     let targets: Vec<f32> =

@@ -50,8 +50,8 @@ struct Arguments {
     #[arg(long, value_enum)]
     attention: Option<AttentionKind>,
     /// Router: query-norm, group (whole groups of heads that read one key/value head), within-group (as many
-    /// heads of every group), static (shared heads alone), two-stage and one-stage (learned, with weights of 1
-    /// at first) or linear (learned, fitted by --calibration) [default: a Mixture-of-Head model's own, or query-norm]
+    /// heads of every group), static (shared heads alone), or learned and fitted by --calibration: two-stage and
+    /// one-stage, which weigh heads, and linear [default: a Mixture-of-Head model's own, or query-norm]
     #[arg(long, value_name = "NAME", value_parser = models::routers())]
     router: Option<RouterKind>,
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,

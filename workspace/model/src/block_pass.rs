@@ -246,11 +246,12 @@ impl<B: Backend> BlockPass<B> {
         let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
         let x =
             B::view(&recomputable.attention_norm.y, 0..shape.tokens() * model.config.hidden_size);
-        let elements = 0..shape.tokens() * heads;
         router.logits(&cx, x, &mut saved.attention.logits)?;
-        let mut host = vec![0f32; elements.len()];
-        model.backend.download(B::view(&saved.attention.logits, elements), &mut host)?;
-        Ok(host)
+        // Those of two stages come after those of the heads.
+        let columns = router.router.logits(heads);
+        let mut host = vec![0f32; shape.tokens() * columns];
+        model.backend.download(B::view(&saved.attention.logits, 0..host.len()), &mut host)?;
+        Ok(host.chunks_exact(columns).flat_map(|of_token| &of_token[..heads]).copied().collect())
     }
 
     /// The outputs of all heads before the output projection, after [`Self::project`]; `[N, H D]`.

@@ -17,6 +17,8 @@ pub const FINAL_NORM: &str = "model.norm.weight";
 pub const OUTPUT_PROJECTION: &str = "self_attn.o_proj.weight";
 /// Name of the matrix of a layer's learned router that has a row for each head, within the layer.
 pub const ROUTER: &str = "self_attn.router.weight";
+/// Name of the matrix of a layer's router "two-stage" that weighs shared heads against selected ones, within the layer.
+pub const ROUTER_STAGES: &str = "self_attn.router.stages.weight";
 
 /// The name of a tensor of layer `layer`, from 0, by its name within the layer.
 pub fn in_layer(layer: usize, name: &str) -> String {

@@ -1,7 +1,7 @@
 //! A layer's tensors on their way into the block: the source's, and those that a calibration computes.
 
 use moh_kernels::Backend;
-use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, in_layer, layer_and_name};
+use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, ROUTER_STAGES, in_layer, layer_and_name};
 use ndarray::{Array2, ArrayView2};
 
 use super::{Job, Source, Streams};
@@ -43,7 +43,7 @@ impl<B: Backend + Clone> Job<'_, B> {
                 (Some(OUTPUT_PROJECTION), Some(new), _) => values.copy_from_slice(new),
                 (Some(ROUTER), _, Some(fit)) => values.copy_from_slice(&fit.rows),
                 // The source is a dense model.
-                (Some(ROUTER), _, None) => values.fill(0.0),
+                (Some(ROUTER), _, None) | (Some(ROUTER_STAGES), ..) => values.fill(0.0),
                 _ => return weights(tensor, values),
             }
             Ok(())

@@ -17,7 +17,7 @@ use moh_kernels::{Accumulation, Backend, Element, View};
 use super::router::{RouterInputs, gradient};
 use super::{ActivationGradients, BackwardContext, Context};
 use crate::parameters::ParameterRange;
-use crate::tensors::{Division, ROUTER, TensorList};
+use crate::tensors::{Division, ROUTER, ROUTER_STAGES, TensorList};
 use crate::{Error, ModelConfig};
 
 /// A router by logits, and where its matrices are.
@@ -39,8 +39,7 @@ impl LogitLayer {
         let (width, heads) = (config.hidden_size, config.num_attention_heads);
         let mut matrix = |name, outputs| list.matrix(name, [outputs, width], Division::Replicated);
         let weight = matrix(ROUTER, heads);
-        let stages = (router.weights == HeadWeights::TwoStage)
-            .then(|| matrix("self_attn.router.stages.weight", 2));
+        let stages = (router.weights == HeadWeights::TwoStage).then(|| matrix(ROUTER_STAGES, 2));
         LogitLayer { router, width, heads, weight, stages }
     }
 
