@@ -20,6 +20,8 @@ LENGTHS = (300, 2000)
 LEADS = (
     ("heads", "measured", "static"),
     ("heads, teacher", "measured-teacher", "static-teacher"),
+    ("heads, two-stage", "two-stage-measured", "static"),
+    ("heads, two-stage, teacher", "two-stage-measured-teacher", "static-teacher"),
     ("heads, two-stage, first heads", "two-stage", "static"),
     ("whole groups", "group", "fixed-groups"),
     ("whole groups, teacher", "group-teacher", "fixed-groups-teacher"),

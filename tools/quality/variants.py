@@ -60,6 +60,8 @@ VARIANTS = [
     Variant("linear-divided-teacher", "linear router, chosen, divided by layer, refitted, teacher", "linear", **BOTH, teacher=True, divided=True, steps=(300,), shares=(0.5,)),
     Variant("two-stage", "two-stage router, first heads", "two-stage"),
     Variant("two-stage-teacher", "two-stage router, first heads, teacher", "two-stage", teacher=True),
+    Variant("two-stage-measured", "two-stage router, chosen, refitted", "two-stage", **BOTH),
+    Variant("two-stage-measured-teacher", "two-stage router, chosen, refitted, teacher", "two-stage", **BOTH, teacher=True),
     Variant("within-group-teacher", "as many heads of each group, chosen, refitted, teacher", "within-group", **BOTH, teacher=True, shares=(0.5,)),
     Variant("static", "fixed heads, chosen, refitted", "static", **BOTH, fixed=True),
     Variant("static-teacher", "fixed heads, chosen, refitted, teacher", "static", **BOTH, teacher=True, fixed=True),

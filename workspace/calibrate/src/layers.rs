@@ -15,6 +15,8 @@ use crate::{CalibrationTokens, Error, Result, matrix};
 
 mod costs;
 mod loading;
+#[cfg(test)]
+mod tests;
 
 /// Which heads are shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

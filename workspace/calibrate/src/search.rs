@@ -123,7 +123,7 @@ impl LayerSample {
     }
 
     /// A good set with one of some numbers of heads, without judging all sets.
-    fn best_by_exchange<B: Backend>(
+    pub fn best_by_exchange<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
         numbers: impl Iterator<Item = usize>,

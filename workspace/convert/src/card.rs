@@ -74,7 +74,11 @@ fn measured(receipt: &CalibrationReceipt) -> String {
 /// What a conversion has changed; nothing if it kept the attention and the vocabulary.
 fn conversion(source: &ModelConfig, output: &ModelConfig) -> Vec<String> {
     let mut made = Vec::new();
-    if source.moh != output.moh {
+    if output.moh.is_none() && source.moh.is_some() {
+        made.push(
+            "`moh-convert` made every head serve every token, and trained nothing.".to_owned(),
+        );
+    } else if source.moh != output.moh {
         made.push(format!(
             "`moh-convert` set {}, and trained nothing. With fewer heads than it was trained with, a model is worse \
              until it is tuned.",

@@ -301,6 +301,13 @@ impl<'a> Plan<'a> {
         self.options.calibrated.as_ref().is_some_and(|calibrated| calibrated.has_refitted(tensor))
     }
 
+    /// Whether the output is a dense model of a Mixture-of-Head model's refitted output projections: neither that model
+    /// nor the one it was converted from.
+    pub fn is_dense_of_refitted(&self) -> bool {
+        let refitted = self.source.file.fields.get(OUTPUT_REFITTED);
+        self.config.moh.is_none() && refitted.is_some_and(|refitted| refitted == true)
+    }
+
     /// The growth of a tensor's rows.
     pub fn expansion_of(&self, tensor: &str) -> Option<&Expansion> {
         self.expansion.as_ref().filter(|_| has_vocabulary_rows(tensor))
@@ -366,7 +373,7 @@ impl<'a> Plan<'a> {
             Some(tokenizer) => companion_files(&options.source, tokenizer)?,
             None => Vec::new(),
         };
-        if config.moh.is_none() {
+        if config.moh.is_none() && !self.is_dense_of_refitted() {
             return Ok((companions, None));
         }
         let origin = card::origin(options, &source.file.config, config)?;

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::{ReadBack, TensorSpec, Written};
 use moh_kernels::DType;
 use moh_model::HeadCounts;
@@ -161,9 +160,7 @@ impl Receipt {
 
 /// What a user should know about the source's files, and about a dense model of refitted projections.
 fn warning(plan: &Plan<'_>) -> Option<String> {
-    let file = &plan.source.file;
-    let is_refitted = file.fields.get(OUTPUT_REFITTED).is_some_and(|refitted| refitted == true);
-    let refitted = (is_refitted && plan.config.moh.is_none()).then(|| {
+    let refitted = plan.is_dense_of_refitted().then(|| {
         format!(
             "{}: its output projections were refitted to the heads that tokens compute: with all heads it is \
              another model than the one it was converted from",

@@ -123,6 +123,12 @@ fn measured_heads_and_projections_lose_less() {
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success() && stderr.contains("is another model than"), "{stderr}");
     assert_eq!(json(&dir.path().join("dense/config.json")).get("moh_output_refitted"), None);
+    let card = fs::read_to_string(dir.path().join("dense/README.md")).unwrap();
+    assert!(
+        card.contains("with all heads active this is not the source's model")
+            && card.contains("made every head serve every token"),
+        "{card}"
+    );
 }
 
 #[test]

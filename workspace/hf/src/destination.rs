@@ -90,10 +90,7 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
     if ![WEIGHTS_FILE, INDEX_FILE].into_iter().any(holds) {
         return Err(Error::file(out, format!("holds no {WEIGHTS_FILE}: {ONLY}")));
     }
-    let card = match config.moh.is_some() {
-        true => read_text(&out.join(CARD_FILE))?.and_then(|card| Card::parse(&card)),
-        false => None,
-    };
+    let card = read_text(&out.join(CARD_FILE))?.and_then(|card| Card::parse(&card));
     // This version's code, or that of the version which has written the card.
     let code = transformers_code::hash_in(out)?;
     let is_code = code == transformers_code::hash(model_type(&config))

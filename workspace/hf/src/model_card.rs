@@ -1,12 +1,12 @@
-//! The model card of a Mixture-of-Head model: its `README.md`, whose front matter Hugging Face's
-//! hub reads.
+//! The model card of a Mixture-of-Head model, or of a dense one that is another model than its base: its `README.md`, whose
+//! front matter Hugging Face's hub reads.
 //!
 //! The last line of a card names the base model, and has the hash of the code beside it and the
 //! hash of everything before. So a card that nobody has changed is known as one: the next model
 //! takes over what it says, and it may be replaced.
 
 use moh_kernels::router::SharedHeads;
-use moh_model::{Architecture, ModelConfig};
+use moh_model::{Architecture, ModelConfig, RouterKind};
 
 use crate::config_file::model_type;
 use crate::origin::is_plain_name;
@@ -25,16 +25,19 @@ const NO_CODE: &str = "-";
 
 /// The card of a model of this configuration.
 pub fn text(origin: &Origin, config: &ModelConfig) -> String {
-    let mut card = front_matter(origin);
-    let title = origin.bases.first().map_or("Mixture-of-Head model".to_owned(), |base| {
-        let name = base.name.rsplit('/').next().unwrap_or(&base.name);
-        format!("{name} with Mixture-of-Head attention")
+    let mut card = front_matter(origin, config.moh.is_some());
+    card.push_str(&format!("\n# {}\n\n", title(origin, config)));
+    card.push_str(&match &config.moh {
+        Some(moh) => heads(config, moh.router),
+        None => dense(config),
     });
-    card.push_str(&format!("\n# {title}\n\n{}", heads(config)));
     card.push_str(MADE);
     card.push_str(&made(origin));
     card.push_str(NEXT);
-    card.push_str(&loading(config));
+    card.push_str(&match config.moh {
+        Some(_) => loading(config),
+        None => loading_dense(),
+    });
     card.push_str(&licence(origin));
     signed(card, &origin.bases, &transformers_code::hash(model_type(config)))
 }
@@ -42,7 +45,8 @@ pub fn text(origin: &Origin, config: &ModelConfig) -> String {
 /// The card that a run keeps of the model it starts from: what [`Origin::read`] takes from
 /// a card, without a configuration.
 pub fn of_origin(origin: &Origin) -> String {
-    let card = format!("{}{MADE}{}{NEXT}{}", front_matter(origin), made(origin), licence(origin));
+    let front_matter = front_matter(origin, true);
+    let card = format!("{front_matter}{MADE}{}{NEXT}{}", made(origin), licence(origin));
     signed(card, &origin.bases, NO_CODE)
 }
 
@@ -110,7 +114,7 @@ fn hash(card: &str, signed: &str) -> String {
     blake3::hash(format!("{card}{MARK}{signed}").as_bytes()).to_hex().to_string()
 }
 
-fn front_matter(origin: &Origin) -> String {
+fn front_matter(origin: &Origin, is_moh: bool) -> String {
     let mut lines = vec!["---".to_owned()];
     let on_hub: Vec<&Base> = origin.bases.iter().filter(|base| base.is_hub_id).collect();
     match on_hub.as_slice() {
@@ -122,33 +126,79 @@ fn front_matter(origin: &Origin) -> String {
         }
     }
     lines.extend(origin.licence.iter().map(|(key, value)| format!("{key}: {value}")));
-    lines.extend(
-        [
-            "library_name: transformers",
-            "pipeline_tag: text-generation",
-            "tags:",
-            "- mixture-of-head",
-            "- moh",
-            "- custom_code",
-            "- arxiv:2410.11842",
-            "---",
-        ]
-        .map(str::to_owned),
-    );
+    let tags: &[&str] = match is_moh {
+        true => &["tags:", "- mixture-of-head", "- moh", "- custom_code", "- arxiv:2410.11842"],
+        false => &[],
+    };
+    let library = ["library_name: transformers", "pipeline_tag: text-generation"];
+    let rest = library.iter().chain(tags).chain(&["---"]);
+    lines.extend(rest.copied().map(str::to_owned));
     lines.join("\n") + "\n"
 }
 
-/// What the model is, and a table of its heads: a row for neighbouring layers with the same counts.
-fn heads(config: &ModelConfig) -> String {
-    let architecture = match config.architecture {
+fn title(origin: &Origin, config: &ModelConfig) -> String {
+    let base = origin.bases.first().map(|base| base.name.rsplit('/').next().unwrap_or(&base.name));
+    match (base, &config.moh) {
+        (Some(name), Some(_)) => format!("{name} with Mixture-of-Head attention"),
+        (None, Some(_)) => "Mixture-of-Head model".to_owned(),
+        (Some(name), None) => format!("{name}, dense again"),
+        (None, None) => "Dense model".to_owned(),
+    }
+}
+
+fn architecture(config: &ModelConfig) -> &'static str {
+    match config.architecture {
         Architecture::Llama => "Llama",
         Architecture::Qwen3 => "Qwen3",
+    }
+}
+
+/// What a dense model is.
+fn dense(config: &ModelConfig) -> String {
+    format!(
+        "A {} in which every head serves every token, made from a Mixture-of-Head model; {} parameters.\n",
+        architecture(config),
+        group_digits(config.num_parameters())
+    )
+}
+
+/// How tokens get their heads, the end of a sentence.
+fn selection(router: RouterKind) -> &'static str {
+    match router {
+        RouterKind::QueryNorm => {
+            "some heads serve all tokens, and each token selects a few of the others by the norms of its queries"
+        }
+        RouterKind::Group => {
+            "some heads serve all tokens, and each token selects whole groups of the others, which read one \
+             key/value head, by the norms of its queries"
+        }
+        RouterKind::WithinGroup => {
+            "some heads serve all tokens, and each token selects a few of the others by the norms of its queries, as \
+             many of each group that reads one key/value head"
+        }
+        RouterKind::Static => "some heads serve all tokens, and the others are never computed",
+        RouterKind::Linear => {
+            "some heads serve all tokens, and each token selects a few of the others by a learned router"
+        }
+        RouterKind::OneStage | RouterKind::TwoStage => {
+            "some heads serve all tokens, and each token selects a few of the others by a learned router, which also \
+             weighs the heads"
+        }
+    }
+}
+
+/// What the model is, and a table of its heads: a row for neighbouring layers with the same counts.
+fn heads(config: &ModelConfig, router: RouterKind) -> String {
+    let architecture = architecture(config);
+    let matrices = match router.has_matrices() {
+        true => "But for the router's matrices, the weights",
+        false => "The weights",
     };
     let mut text = format!(
-        "A {architecture} with [Mixture-of-Head attention](https://arxiv.org/abs/2410.11842): in each layer some \
-         heads serve\nall tokens, and each token selects a few of the others by the norms of its queries. The \
-         weights have the names and\nshapes of a {architecture}'s; {} parameters.\n\n\
+        "A {architecture} with [Mixture-of-Head attention](https://arxiv.org/abs/2410.11842): in each layer {}. \
+         {matrices} have the names and shapes of a {architecture}'s; {} parameters.\n\n\
          | layers | heads | shared | selected by each token | active |\n|---|---|---|---|---|\n",
+        selection(router),
         group_digits(config.num_parameters())
     );
     let heads = config.num_attention_heads;
@@ -203,11 +253,18 @@ fn made(origin: &Origin) -> String {
     paragraphs.join("\n\n") + "\n"
 }
 
+fn loading_dense() -> String {
+    "\nWith transformers, from this directory or its id on the hub:\n\n\
+     ```python\n\
+     from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+     model = AutoModelForCausalLM.from_pretrained(\".\")\n\
+     tokenizer = AutoTokenizer.from_pretrained(\".\")\n\
+     ```\n"
+        .to_owned()
+}
+
 fn loading(config: &ModelConfig) -> String {
-    let dense = match config.architecture {
-        Architecture::Llama => "Llama",
-        Architecture::Qwen3 => "Qwen3",
-    };
+    let dense = architecture(config);
     format!(
         "\nWith transformers 5.5 or later, from this directory or its id on the hub:\n\n\
          ```python\n\
@@ -308,6 +365,7 @@ mod tests {
     #[test]
     fn a_card_has_the_heads_of_each_layer_and_the_terms() {
         let card = text(&origin(), &config());
+        assert!(card.contains("by the norms of its queries. The weights have"), "{card}");
         for line in [
             "| 0 | 4 | 4 | none: dense | 4 (100%) |",
             "| 1-2 | 4 | 2 | 1 of 2 | 3 (75%) |",
@@ -317,6 +375,40 @@ mod tests {
             assert!(card.contains(&format!("\n{line}\n")), "{line}\n{card}");
         }
         assert!(card.is_ascii());
+    }
+
+    #[test]
+    fn a_card_says_how_tokens_get_their_heads() {
+        let of = |router: RouterKind| {
+            let mut config = config();
+            config.moh.as_mut().unwrap().router = router;
+            text(&origin(), &config)
+        };
+        for (router, expected) in [
+            (RouterKind::Group, "selects whole groups of the others"),
+            (
+                RouterKind::WithinGroup,
+                "as many of each group that reads one key/value head. The weights",
+            ),
+            (RouterKind::Static, "the others are never computed. The weights have"),
+            (RouterKind::Linear, "by a learned router. But for the router's matrices, the weights"),
+            (
+                RouterKind::TwoStage,
+                "a learned router, which also weighs the heads. But for the router",
+            ),
+        ] {
+            let card = of(router);
+            assert!(card.contains(expected), "{card}");
+            assert!(router.has_matrices() || !card.contains("matrices"), "{card}");
+        }
+    }
+
+    #[test]
+    fn a_dense_model_has_a_card_without_code() {
+        let card = text(&origin(), &ModelConfig { moh: None, ..config() });
+        assert!(card.contains("# Model-8B, dense again\n\nA Qwen3 in which every head"), "{card}");
+        assert!(!card.contains("custom_code") && !card.contains("trust_remote_code"), "{card}");
+        assert_eq!(Card::parse(&card).unwrap().made, origin().made);
     }
 
     #[test]
