@@ -3,16 +3,20 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
+use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
 use moh_comm::World;
-use moh_convert::{ConversionOptions, TargetAttention, convert};
-use moh_data::TextTokenizer;
+use moh_convert::{Calibrated, ConversionOptions, TargetAttention, convert};
+use moh_data::{TextTokenizer, TokenFile, Windows};
 use moh_device::OpenDevice;
-use moh_hf::{ConfigFile, WeightFiles, write_random_model};
-use moh_kernels::DType;
+use moh_eval::{EvaluationText, Evaluator};
+use moh_hf::{ConfigFile, StoredModel, WeightFiles, write_random_model};
+use moh_kernels::{Cpu, DType};
 use moh_model::layout::ModelLayout;
+use moh_model::{HeadCounts, Model, MohConfig, RouterKind};
 use moh_prepare::{
     AppendEos, END_OF_TEXT, Inputs, Prepare, TrainTokenizer, prepare, train_tokenizer,
 };
@@ -27,8 +31,13 @@ fn prepare_files(dir: &Path) {
     prepare_model(dir, "llama");
 }
 
-/// A model with its tokenizer, a tokenizer that adds two tokens to it, and text to train on.
+/// A model with its tokenizer, a tokenizer that adds two tokens to it, and text to train on by each of them.
 fn prepare_model(dir: &Path, model_type: &str) {
+    prepare_model_of(dir, model_type, 4, 2);
+}
+
+/// The same, with other numbers of heads and of key/value heads.
+fn prepare_model_of(dir: &Path, model_type: &str, heads: usize, kv_heads: usize) {
     std::fs::write(dir.join("text.jsonl"), TEXT.repeat(20)).unwrap();
     let inputs = [dir.join("text.jsonl")];
     let old = dir.join("model");
@@ -44,7 +53,7 @@ fn prepare_model(dir: &Path, model_type: &str) {
     let rows = tokenizer.vocab_size();
     let config = json!({
         "model_type": model_type, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": rows, "head_dim": 2,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": rows, "head_dim": 2,
         "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
         "tie_word_embeddings": false, "hidden_act": "silu",
     });
@@ -66,11 +75,12 @@ fn prepare_model(dir: &Path, model_type: &str) {
     let new = dir.join("larger");
     std::fs::create_dir(&new).unwrap();
     std::fs::write(new.join("tokenizer.json"), larger.to_string()).unwrap();
-    let tokenizer = TextTokenizer::load(&new).unwrap();
-    let prefix = dir.join("tokens");
-    let append_eos = AppendEos::Token(END_OF_TEXT);
-    let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
-    prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
+    for (tokenizer, prefix) in [(&new, "tokens"), (&old, "own-tokens")] {
+        let (tokenizer, prefix) = (TextTokenizer::load(tokenizer).unwrap(), dir.join(prefix));
+        let append_eos = AppendEos::Token(END_OF_TEXT);
+        let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
+        prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
+    }
 }
 
 fn recipe(dir: &Path) -> Recipe {
@@ -253,6 +263,75 @@ fn a_qwen3_is_converted_trained_and_exported() {
     let mut trained = [0f32; 2];
     weights.read_f32("model.layers.1.self_attn.k_norm.weight", &mut trained).unwrap();
     assert!(trained.iter().all(|&weight| weight != 1.0), "{trained:?}");
+}
+
+/// The windows of the text by the model's own tokenizer, of 16 tokens.
+fn windows(dir: &Path) -> Windows {
+    Windows::new(TokenFile::open(&dir.join("own-tokens")).unwrap(), 16).unwrap()
+}
+
+/// The conversion of a model to half of its heads by measurement on the text.
+fn measured(dir: &Path, router: RouterKind, active: usize) -> ConversionOptions {
+    let options = ConversionOptions::new(dir.join("model"), dir.join("converted"));
+    let config = ConfigFile::read(&options.source).unwrap().config;
+    let windows = windows(dir);
+    let mut ids = vec![0; windows.len() as usize * windows.length()];
+    for (window, ids) in (0..).zip(ids.chunks_exact_mut(windows.length())) {
+        windows.read(window, ids).unwrap();
+    }
+    let tokens = CalibrationTokens::new(ids, windows.length(), &config).unwrap();
+    let (shared_heads, top_k) = ((active / 2).into(), active - active / 2);
+    let moh = MohConfig { router, shared_heads, routed_top_k: HeadCounts::All(top_k) };
+    let calibration =
+        CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true, stored: None };
+    let calibrated = Calibrated::measure(
+        &options,
+        &calibration,
+        &tokens,
+        "tokens".to_owned(),
+        OpenDevice::Cpu,
+        &mut |_, _| ControlFlow::Continue(()),
+    );
+    ConversionOptions { calibrated: Some(calibrated.unwrap().into()), ..options }
+}
+
+fn loss(directory: &Path, windows: &Windows) -> f64 {
+    let stored = StoredModel::open(directory).unwrap();
+    let mut model: Model<Cpu, f32> = stored.load(Cpu, windows.length()).unwrap();
+    let text = EvaluationText { windows, count: windows.len(), tokenizer: None };
+    let mut evaluator = Evaluator::new(&model, 4, windows.length()).unwrap();
+    evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss
+}
+
+/// Heads chosen by exchanges, as 32 have too many sets; then training with the dense model as the teacher.
+#[test]
+fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
+    for router in [RouterKind::QueryNorm, RouterKind::Group, RouterKind::TwoStage] {
+        let dir = tempfile::tempdir().unwrap();
+        prepare_model_of(dir.path(), "qwen3", 32, 8);
+        let options = measured(dir.path(), router, 16);
+        let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
+        conversion.verify(OpenDevice::Cpu).unwrap();
+        conversion.publish().unwrap();
+        let chosen = ConfigFile::read(&options.out).unwrap().config.moh.unwrap();
+        assert!((0..2).all(|layer| chosen.layer(layer).active() == 16), "{chosen:?}");
+
+        let mut recipe = recipe(dir.path());
+        (recipe.model.tokenizer, recipe.model.pad_vocab_to) = (None, None);
+        recipe.data.sources[0].path = dir.path().join("own-tokens");
+        let stage = &mut recipe.stages[0];
+        stage.tokens *= 10;
+        stage.distill = serde_json::from_value(json!({ "teacher": options.source })).unwrap();
+        let outcome = run(&mut recipe, &options.out).unwrap();
+        assert!(matches!(outcome, Outcome::Finished(_)));
+        let export = dir.path().join("run/export");
+        let exported = ConfigFile::read(&export).unwrap();
+        assert_eq!(exported.config.moh, Some(chosen), "{router:?}");
+        assert_eq!(exported.fields["moh_output_refitted"], true);
+        let text = windows(dir.path());
+        let (before, after) = (loss(&options.out, &text), loss(&export, &text));
+        assert!(after < before, "{router:?}: {before} {after}");
+    }
 }
 
 #[test]

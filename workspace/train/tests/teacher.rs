@@ -190,16 +190,29 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
     }
 }
 
+/// The teacher sees what the student sees, with documents apart too, and teaches the rows of the vocabulary that it has.
 #[test]
 fn a_student_that_has_not_moved_has_no_distillation_loss() {
     let trained = Trained::new();
-    let recipe = trained.recipe("still", "adapt", "start", &["stage.adapt.attention=moh"]);
-    finish(&recipe);
-    let losses: Vec<f64> = (Results::of(&recipe).metrics.iter())
-        .filter_map(|line| line.get("distillation_loss")?.as_f64())
-        .collect();
-    assert_eq!((losses.len(), losses[0]), (5, 0.0));
-    assert!(losses[1..].iter().all(|&loss| loss > 0.0), "{losses:?}");
+    for (number, (teacher, change)) in [
+        ("start".to_owned(), "data.document_mask=false"),
+        ("start".to_owned(), "data.document_mask=true"),
+        ("start".to_owned(), "model.pad_vocab_to=96"),
+        (trained.export(), "model.pad_vocab_to=96"),
+        (trained.checkpoint(), "model.pad_vocab_to=96"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let changes = ["stage.adapt.attention=moh", change];
+        let recipe = trained.recipe(&format!("still-{number}"), "adapt", &teacher, &changes);
+        finish(&recipe);
+        let losses: Vec<f64> = (Results::of(&recipe).metrics.iter())
+            .filter_map(|line| line.get("distillation_loss")?.as_f64())
+            .collect();
+        assert_eq!((losses.len(), losses[0]), (5, 0.0), "{teacher} {change}");
+        assert!(losses[1..].iter().all(|&loss| loss > 0.0), "{teacher} {change}: {losses:?}");
+    }
 }
 
 #[test]
