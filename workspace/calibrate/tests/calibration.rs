@@ -2,78 +2,18 @@
 
 #![allow(clippy::unwrap_used)] // in tests, and in their functions too
 
+mod support;
+
 use std::ops::ControlFlow;
-use std::path::Path;
 
-use moh_calibrate::{
-    Calibration, CalibrationOptions, CalibrationTokens, Error, LayerCalibration, Shared, calibrate,
-};
-use moh_hf::ConfigFile;
+use moh_calibrate::{Calibration, CalibrationOptions, Error, LayerCalibration, Shared, calibrate};
 use moh_kernels::{Cpu, DType};
-use moh_model::initial::initialize;
-use moh_model::tensors::tensor_shapes;
 use moh_model::{HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
-
-const LENGTH: usize = 24;
-
-/// A model with 8 heads, of which all sets are compared.
-fn config(model_type: &str) -> ModelConfig {
-    config_with(model_type, 8, 6)
-}
-
-/// A model with 16 heads, of which most sets are not compared, in 4 groups.
-fn with_more_heads() -> ModelConfig {
-    config_with("llama", 16, 4)
-}
-
-fn config_with(model_type: &str, heads: usize, head_dim: usize) -> ModelConfig {
-    let fields = serde_json::json!({
-        "model_type": model_type, "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 3, "num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": head_dim,
-        "max_position_embeddings": 64, "tie_word_embeddings": false,
-    });
-    ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
-}
-
-fn source(config: &ModelConfig) -> impl FnMut(&str, &mut [f32]) -> Result<(), Error> + use<> {
-    let shapes = tensor_shapes(config);
-    move |name, values| {
-        let (_, shape) = shapes.iter().find(|(known, _)| known == name).unwrap();
-        initialize(7, 0.3, name, shape, values);
-        Ok(())
-    }
-}
-
-fn moh(shared: usize, top_k: usize) -> MohConfig {
-    MohConfig {
-        router: RouterKind::QueryNorm,
-        shared_heads: shared.into(),
-        routed_top_k: HeadCounts::All(top_k),
-    }
-}
-
-fn tokens(config: &ModelConfig) -> CalibrationTokens {
-    let ids = (0..40 * LENGTH as u32).map(|i| (i * i * 7 + i * 13) % 60).collect();
-    CalibrationTokens::new(ids, LENGTH, config).unwrap()
-}
+use support::{LENGTH, config, moh, run_on, source, tokens, with_more_heads};
 
 /// A calibration, and the output projections that it refitted.
 fn run(config: &ModelConfig, options: &CalibrationOptions) -> (Calibration, Vec<Vec<f32>>) {
-    let mut projections = Vec::new();
-    let found = calibrate::<Cpu, Error>(
-        &Cpu,
-        config,
-        options,
-        &tokens(config),
-        &mut source(config),
-        &mut |layer, values| {
-            assert_eq!(layer, projections.len());
-            projections.push(values.to_vec());
-            Ok(())
-        },
-        &mut |_, _| ControlFlow::Continue(()),
-    );
-    (found.unwrap().unwrap(), projections)
+    run_on(&Cpu, config, options)
 }
 
 /// The mean cross-entropy of a whole model over the calibration tokens, by its logits.
