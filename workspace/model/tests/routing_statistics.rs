@@ -17,9 +17,8 @@ use support::{SHAPE, config, model, upload};
 /// The second sequence of the micro-batch is padding.
 const TOKENS: usize = 40;
 
-fn moh(shared: [usize; 2], top_k: [usize; 2]) -> MohConfig {
+fn moh(router: RouterKind, shared: [usize; 2], top_k: [usize; 2]) -> MohConfig {
     let counts = |counts: [usize; 2]| HeadCounts::from_iter(counts);
-    let router = RouterKind::QueryNorm;
     MohConfig { router, shared_heads: counts(shared).into(), routed_top_k: counts(top_k) }
 }
 
@@ -79,11 +78,24 @@ fn on_each_device(moh: &MohConfig) {
 
 #[test]
 fn statistics_are_those_of_the_tables() {
-    on_each_device(&moh([3, 3], [2, 2]));
+    on_each_device(&moh(RouterKind::QueryNorm, [3, 3], [2, 2]));
+}
+
+#[test]
+fn every_router_has_statistics() {
+    for (router, shared, top_k) in [
+        (RouterKind::Group, [0, 0], [4, 4]),
+        (RouterKind::WithinGroup, [0, 0], [4, 6]),
+        (RouterKind::Linear, [3, 3], [2, 2]),
+        (RouterKind::OneStage, [3, 0], [2, 4]),
+        (RouterKind::TwoStage, [3, 3], [2, 2]),
+    ] {
+        on_each_device(&moh(router, shared, top_k));
+    }
 }
 
 #[test]
 fn layers_with_other_heads_and_dense_ones_have_their_own() {
-    on_each_device(&moh([6, 1], [1, 4]));
-    on_each_device(&moh([8, 3], [0, 2]));
+    on_each_device(&moh(RouterKind::QueryNorm, [6, 1], [1, 4]));
+    on_each_device(&moh(RouterKind::QueryNorm, [8, 3], [0, 2]));
 }
