@@ -119,6 +119,25 @@ class Router(unittest.TestCase):
         self.assertTrue(torch.allclose(gates[4:], expected))
         self.assertAlmostEqual(gates.sum().item(), 1, places=6)
 
+    def test_selected_heads_of_every_group_fill_a_kernel_with_fewer_heads(self):
+        torch.manual_seed(0)
+        ids = [[1, 4]] * 2
+        within = config(moh_router="within-group", moh_shared_head_ids=ids, moh_routed_top_k=4)
+        queries = torch.randn(2, 33, 8, 16)
+        keys, values = torch.randn(2, 2, 2, 33, 16)
+        weights, _, _ = llama.MohRouter(within, 0)(queries, None)
+        # The 6 active heads of each token, 3 of each key/value head.
+        heads = weights.sort(dim=-1, descending=True, stable=True).indices[..., :6].sort(-1).values
+
+        def attend(queries):
+            attention = torch.nn.functional.scaled_dot_product_attention
+            return attention(queries.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+        of_all = attend(queries)
+        at = heads[..., None].expand(-1, -1, -1, 16)
+        self.assertTrue(torch.allclose(attend(queries.gather(2, at)), of_all.gather(2, at), atol=1e-6))
+        self.assertEqual((heads < 4).sum(-1).unique().tolist(), [3])
+
     def test_one_routed_head_of_a_group_is_always_selected(self):
         ids = [[0, 1, 2, 4, 5, 7]] * 2
         within = config(moh_router="within-group", moh_shared_head_ids=ids, moh_routed_top_k=2)
