@@ -323,25 +323,8 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         given: Option<usize>,
         active: usize,
     ) -> Result<Found> {
-        let numbers = self.numbers(given, active);
+        let numbers = sample.ranking.numbers(self.options.shared, given, active);
         sample.best_set(&mut self.judged_sums, &numbers, active)
-    }
-
-    /// The numbers of shared heads that are compared, `given` among them, beside which tokens select at least
-    /// one head, if the router selects any.
-    fn numbers(&self, given: Option<usize>, active: usize) -> Vec<usize> {
-        let ranking = Ranking::new(self.options.moh.router, self.config);
-        if !ranking.router.selects() {
-            return vec![active];
-        }
-        if let (Shared::Calibrated, Some(given)) = (self.options.shared, given) {
-            return vec![given];
-        }
-        let mut numbers: Vec<usize> = ranking.shared_numbers(active).chain(given).collect();
-        numbers.retain(|&shared| shared < active && ranking.fits(shared, active - shared));
-        numbers.sort_unstable();
-        numbers.dedup();
-        numbers
     }
 
     /// The heads' outputs in the dense model, for the tokens of a search.

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use crate::head_grams::HeadGrams;
 use crate::products::ProductSums;
 use crate::selection::{Ranking, Scores};
-use crate::{Error, RIDGE, Result, matrix};
+use crate::{Error, RIDGE, Result, Shared, matrix};
 
 /// Most sets of one size of which each is judged by a fit.
 const MOST_SETS: usize = 128;
@@ -105,20 +105,17 @@ impl LayerSample {
         numbers: &[usize],
         active: usize,
     ) -> Result<Found> {
-        let units = self.ranking.units();
-        let is_few =
-            |&&shared: &&usize| number_of_sets(units, shared / self.ranking.unit()) <= MOST_SETS;
-        let (few, many): (Vec<&usize>, Vec<&usize>) = numbers.iter().partition(is_few);
+        let (units, unit) = (self.ranking.units(), self.ranking.unit());
+        let (few, many) = by_number_of_sets(numbers, self.ranking);
         let mut best = None;
-        for &&shared in &few {
-            let sets = subsets(units, shared / self.ranking.unit()).into_iter();
-            let sets = sets.filter(|set| self.is_even(set));
+        for shared in few {
+            let sets = subsets(units, shared / unit).into_iter().filter(|set| self.is_even(set));
             best = Some(self.best_of(sums, sets, active - shared, best)?);
         }
         if many.is_empty() {
             return best.ok_or(Error::Singular);
         }
-        let exchanged = self.best_by_exchange(sums, many.into_iter().copied(), active)?;
+        let exchanged = self.best_by_exchange(sums, many.into_iter(), active)?;
         Ok(best.filter(|best| best.error <= exchanged.error).unwrap_or(exchanged))
     }
 
@@ -330,15 +327,25 @@ fn number_of_sets(heads: usize, shared: usize) -> usize {
     number
 }
 
-/// Most fits by which the shared heads of layer `layer` are chosen, as many as `moh` shares.
-pub fn most_fits(config: &ModelConfig, moh: &MohConfig, layer: usize) -> usize {
-    let unit = Ranking::new(moh.router, config).unit();
-    let (units, shared) = (config.num_attention_heads / unit, moh.layer(layer).shared.len() / unit);
-    match number_of_sets(units, shared) {
-        _ if shared == units => 0,
-        all if all <= MOST_SETS => all,
-        _ => 1 + ROUNDS * shared.min(EXCHANGES),
+/// Numbers of shared heads of which all sets are judged by a fit, and others.
+fn by_number_of_sets(numbers: &[usize], ranking: Ranking) -> (Vec<usize>, Vec<usize>) {
+    let sets = |shared: usize| number_of_sets(ranking.units(), shared / ranking.unit());
+    numbers.iter().partition(|&&shared| sets(shared) <= MOST_SETS)
+}
+
+/// Most fits by which the shared heads of layer `layer` are chosen, as many active ones as in `moh`; for
+/// [`Shared::Calibrated`] or [`Shared::CalibratedNumber`].
+pub fn most_fits(config: &ModelConfig, moh: &MohConfig, shared: Shared, layer: usize) -> usize {
+    let (ranking, heads) = (Ranking::new(moh.router, config), moh.layer(layer));
+    if heads.shared.len() == config.num_attention_heads {
+        return 0;
     }
+    let numbers = ranking.numbers(shared, Some(heads.shared.len()), heads.active());
+    let (few, many) = by_number_of_sets(&numbers, ranking);
+    let all: usize =
+        few.iter().map(|shared| number_of_sets(ranking.units(), shared / ranking.unit())).sum();
+    let exchanged = |shared: usize| ROUNDS * (shared / ranking.unit()).min(EXCHANGES);
+    all + many.len() + many.iter().copied().map(exchanged).max().unwrap_or(0)
 }
 
 /// All sets of `shared` of the heads.

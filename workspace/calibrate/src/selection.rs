@@ -3,6 +3,8 @@
 
 use moh_model::{LayerHeads, ModelConfig, RouterKind};
 
+use crate::Shared;
+
 /// Most numbers of shared heads of which all are compared.
 const FEW: usize = 8;
 
@@ -46,6 +48,22 @@ impl Ranking {
         let (multiple, number) = (self.multiple(), active / self.multiple());
         let step = if number <= FEW { 1 } else { number.div_ceil(4) };
         (0..number).step_by(step).map(move |number| number * multiple)
+    }
+
+    /// The numbers of shared heads that are compared, `given` among them, beside which tokens select at least
+    /// one head, if the router selects any.
+    pub fn numbers(&self, shared: Shared, given: Option<usize>, active: usize) -> Vec<usize> {
+        if !self.router.selects() {
+            return vec![active];
+        }
+        if let (Shared::Calibrated, Some(given)) = (shared, given) {
+            return vec![given];
+        }
+        let mut numbers: Vec<usize> = self.shared_numbers(active).chain(given).collect();
+        numbers.retain(|&shared| shared < active && self.fits(shared, active - shared));
+        numbers.sort_unstable();
+        numbers.dedup();
+        numbers
     }
 
     /// Whether a layer can share this many heads beside this many selected ones.

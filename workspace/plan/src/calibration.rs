@@ -1,15 +1,15 @@
 //! What the calibration of a stage's conversion takes on the first rank (crate `moh-calibrate`), before the stage's first
 //! step. The formulas are in `docs/plan.md`.
 
-use moh_calibrate::CalibrationBuffers;
+use moh_calibrate::{CalibrationBuffers, Shared};
 use moh_kernels::{CountedDevice, CountingMemory, Purpose};
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
-    Activations, ModelBuffers, MohConfig, PassSizes, RouterKind, Slots, block_alone, ends_alone,
-    most_windows, pass_alone,
+    Activations, ModelBuffers, ModelConfig, MohConfig, PassSizes, RouterKind, Slots, block_alone,
+    ends_alone, most_windows, pass_alone,
 };
-use moh_recipe::{CalibrationOptions, DeviceKind, SharedChoice};
+use moh_recipe::{CalibrationOptions, DeviceKind};
 
 use super::memory::fits_address_space;
 use super::work::Work;
@@ -42,10 +42,12 @@ impl CalibrationCost {
     /// Of the stage of `work`; `None` if it has no calibration.
     pub(super) fn new(work: &Work) -> Result<Option<Self>, Error> {
         let Some(calibration) = work.stage.calibration() else { return Ok(None) };
-        let Some(moh) = &work.model.moh else { return Ok(None) };
+        // The heads as the stage gives them, before any are chosen.
+        let dense = ModelConfig { moh: None, ..work.model.clone() };
+        let Some(moh) = work.stage.moh_config(&dense)? else { return Ok(None) };
         let length = work.sequence_length();
         let tokens = calibration.sequences(length).saturating_mul(length as u64);
-        let (device_flops, host_flops) = operations(work, &calibration, moh, tokens);
+        let (device_flops, host_flops) = operations(work, &calibration, &moh, tokens);
         let (model, refit) = (&work.model, u64::from(calibration.refit));
         let (n, m) = (model.query_width() as u64, model.hidden_size as u64);
         let layers = model.num_hidden_layers as u64;
@@ -101,8 +103,12 @@ fn operations(
         let passes = 3.0 * block + core(heads) + 2.0 * core(active) + qkv + core(heads) + products;
         device += tokens * passes;
         host += 2.0 * m * n * n + if calibration.refit { fit } else { 0.0 };
-        if calibration.shared == SharedChoice::Calibrated {
-            let fits = moh_calibrate::most_fits(model, moh, layer) as f64;
+        if calibration.chooses_heads() {
+            let shared = match calibration.chooses_numbers() {
+                true => Shared::CalibratedNumber,
+                false => Shared::Calibrated,
+            };
+            let fits = moh_calibrate::most_fits(model, moh, shared, layer) as f64;
             device += sample * (qkv + block + 2.0 * core(heads) + fits * 2.0 * n * (n + judged));
             host += fits * judgement;
         }
@@ -136,9 +142,8 @@ fn device_bytes(work: &Work, router: RouterKind) -> Result<u64, Error> {
 mod tests {
     use std::ops::ControlFlow;
 
-    use moh_calibrate::{CalibrationTokens, Shared, calibrate};
+    use moh_calibrate::{CalibrationTokens, calibrate};
     use moh_kernels::Cpu;
-    use moh_model::ModelConfig;
 
     use super::*;
     use crate::tests::{llama3_8b, small};
@@ -180,6 +185,14 @@ mod tests {
         close(cost.host_flops, 32.0 * (fit + 2.0 * c * q * q));
         let dense = Work::alone(&recipe, &recipe.stages[0], &model).unwrap();
         assert_eq!(CalibrationCost::new(&dense).unwrap(), None);
+        // 1 set of no heads; of 6, 12, 16 and 18 one each, and the exchanges of the best.
+        let number = "stage.moh.moh.calibration={ tokens = 65536, shared = \"calibrated-number\" }";
+        let (recipe, model) = llama3_8b(&[number]);
+        let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
+        let cost = CalibrationCost::new(&work).unwrap().unwrap();
+        close(cost.host_flops, 32.0 * (69.0 * judgement + fit + 2.0 * c * q * q));
+        let routing = work.model.moh.as_ref().unwrap().layer(0);
+        assert_eq!((routing.shared.len(), routing.top_k), (0, 24));
     }
 
     #[test]

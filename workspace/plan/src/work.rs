@@ -6,8 +6,8 @@
 
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::{ModelPart, TensorShare};
-use moh_model::{ModelConfig, MohConfig, SharedHeadSets};
-use moh_recipe::{ParallelOptions, Recipe, SharedChoice, Stage};
+use moh_model::{LayerHeads, ModelConfig, MohConfig, SharedHeadSets};
+use moh_recipe::{ParallelOptions, Recipe, Stage};
 
 /// The layout of a stage's ranks: tensor fastest, then data, pipeline slowest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,8 +99,8 @@ impl Elements {
     }
 }
 
-/// The routing of a stage, as far as it is known: of heads that a calibration chooses, the last ones, whose tables have
-/// the most columns.
+/// The routing of a stage, as far as it is known: of shared heads that a calibration chooses, the last ones, whose
+/// tables have the most columns, or none where it chooses their number.
 fn largest_routing(
     recipe: &Recipe,
     stage: &Stage,
@@ -109,18 +109,25 @@ fn largest_routing(
 ) -> MohConfig {
     let index = recipe.stages.iter().position(|of| of.name == stage.name);
     let calibrated = index.and_then(|index| recipe.calibrated_stage(index));
-    let chooses = calibrated.and_then(Stage::calibration);
-    let is_chosen = chooses.is_some_and(|of| of.shared == SharedChoice::Calibrated);
+    let calibration = calibrated.and_then(Stage::calibration);
+    let Some(calibration) = calibration.filter(|of| of.chooses_heads()) else { return moh };
     let heads = model.num_attention_heads;
-    let last = |layer| (heads - moh.layer(layer).shared.len()..heads).collect();
-    let last: Vec<Vec<usize>> = (0..model.num_hidden_layers).map(last).collect();
-    match SharedHeadSets::from_ids(&last) {
-        Ok(shared_heads) if is_chosen => {
-            let largest = MohConfig { shared_heads, ..moh.clone() };
-            if model.check_moh(&largest).is_ok() { largest } else { moh }
+    // Shared and selected heads of a layer; a dense one stays dense.
+    let numbers = |layer| {
+        let LayerHeads { shared, top_k } = moh.layer(layer);
+        let keeps = !calibration.chooses_numbers() || !moh.router.selects();
+        match keeps || shared.len() == heads {
+            true => (shared.len(), top_k),
+            false => (0, shared.len() + top_k),
         }
-        _ => moh,
-    }
+    };
+    let numbers: Vec<(usize, usize)> = (0..model.num_hidden_layers).map(numbers).collect();
+    let last: Vec<Vec<usize>> =
+        numbers.iter().map(|&(shared, _)| (heads - shared..heads).collect()).collect();
+    let Ok(shared_heads) = SharedHeadSets::from_ids(&last) else { return moh };
+    let routed_top_k = numbers.iter().map(|&(_, top_k)| top_k).collect();
+    let largest = MohConfig { shared_heads, routed_top_k, ..moh.clone() };
+    if model.check_moh(&largest).is_ok() { largest } else { moh }
 }
 
 impl<'a> Work<'a> {

@@ -19,11 +19,13 @@ pub struct CalibrationOptions {
 
 /// How a calibration comes to the shared heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum SharedChoice {
     /// As many as the stage shares otherwise, chosen by measurement.
     #[default]
     Calibrated,
+    /// Chosen by measurement, their number too; as many are active as otherwise.
+    CalibratedNumber,
     /// Those that the stage shares otherwise.
     Given,
 }
@@ -35,6 +37,16 @@ impl Default for CalibrationOptions {
 }
 
 impl CalibrationOptions {
+    /// Whether it chooses the shared heads.
+    pub fn chooses_heads(&self) -> bool {
+        self.shared != SharedChoice::Given
+    }
+
+    /// Whether it chooses how many heads are shared.
+    pub fn chooses_numbers(&self) -> bool {
+        self.shared == SharedChoice::CalibratedNumber
+    }
+
     /// Sequences of `length` tokens that are measured.
     pub fn sequences(&self, length: usize) -> u64 {
         self.tokens / (length as u64).max(1)

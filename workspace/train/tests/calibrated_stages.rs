@@ -40,6 +40,14 @@ const FIRST: [&str; 3] = [
     "stage.moh.moh={ shared_heads = 2, routed_top_k = 1 }",
 ];
 
+/// As before, and the first stage chooses the number of shared heads too.
+const NUMBERS: [&str; 3] = [
+    FIRST[0],
+    "stage.adapt.moh={ shared_heads = 2, routed_top_k = 1, \
+     calibration = { tokens = 128, shared = 'calibrated-number' } }",
+    FIRST[2],
+];
+
 fn recipe(place: &TestRun, name: &str, changes: &[&str]) -> Recipe {
     let mut recipe = place.recipe(changes);
     recipe.run.dir = place.dir.path().join(name);
@@ -52,7 +60,12 @@ fn run_of(recipe: &Recipe) -> RunDirectory {
 
 /// What crate `moh-calibrate` finds for the checkpoint of `step` on 16 samples from `first` on, and the output
 /// projections.
-fn expected(recipe: &Recipe, step: u64, first: u64) -> (Calibration, Vec<Vec<f32>>) {
+fn expected(
+    recipe: &Recipe,
+    step: u64,
+    first: u64,
+    shared: Shared,
+) -> (Calibration, Vec<Vec<f32>>) {
     let run = run_of(recipe);
     let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step).unwrap();
     let config = moh_run_directory::config_file(&stored, Path::new("config.json")).unwrap().config;
@@ -66,7 +79,7 @@ fn expected(recipe: &Recipe, step: u64, first: u64) -> (Calibration, Vec<Vec<f32
     }
     let tokens = CalibrationTokens::new(ids, data.sequence_length(), &config).unwrap();
     let moh = recipe.stages[stage].moh_config(&config).unwrap().unwrap();
-    let options = CalibrationOptions { moh, shared: Shared::Calibrated, refit: true, stored: None };
+    let options = CalibrationOptions { moh, shared, refit: true, stored: None };
     let mut projections = Vec::new();
     let mut read = |name: &str, values: &mut [f32]| {
         stored.read_f32(TensorKind::Weight, name, values).unwrap();
@@ -107,7 +120,7 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
         }
     });
     assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
-    let (calibration, projections) = expected(&recipe, 5, 40);
+    let (calibration, projections) = expected(&recipe, 5, 40, Shared::Calibrated);
     assert_eq!(exported(&recipe), projections);
     let run = run_of(&recipe);
     let config = ConfigFile::read(&run.export()).unwrap();
@@ -142,19 +155,38 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
 }
 
 #[test]
+fn a_stage_can_begin_with_the_best_number_of_shared_heads() {
+    let place = TestRun::new();
+    let moh = "stage.moh.moh={ shared_heads = 0, routed_top_k = 3, \
+               calibration = { tokens = 128, shared = 'calibrated-number' } }";
+    let recipe = recipe(&place, "run", &[moh, "checkpoint.keep=9"]);
+    finish(&recipe);
+    let (calibration, _) = expected(&recipe, 5, 40, Shared::CalibratedNumber);
+    let found = ConfigFile::read(&run_of(&recipe).export()).unwrap().config.moh.unwrap();
+    assert_eq!(found, calibration.moh);
+    let layers = (0..2).map(|layer| found.layer(layer));
+    assert!(layers.clone().all(|layer| layer.active() == 3), "{found:?}");
+    assert!(layers.clone().any(|layer| !layer.shared.is_empty()), "{found:?}");
+}
+
+#[test]
 fn later_stages_keep_the_heads() {
     let place = TestRun::new();
-    let recipe = recipe(&place, "run", &FIRST);
-    finish(&recipe);
-    let run = run_of(&recipe);
-    let summary = Summary::read(&run.summary()).unwrap().unwrap();
-    let heads: Vec<Vec<usize>> =
-        summary.calibrations[0].layers.iter().map(|layer| layer.shared_heads.clone()).collect();
-    let moh = ConfigFile::read(&run.export()).unwrap().config.moh.unwrap();
-    let kept = (0..2).map(|layer| moh.layer(layer).shared.heads().collect::<Vec<_>>());
-    assert_eq!(kept.collect::<Vec<_>>(), heads);
-    // The model as loaded, converted and after each stage, and no conversion between these.
-    assert_eq!(summary.evaluations.len(), 4);
+    for (name, changes) in [("heads", FIRST), ("numbers", NUMBERS)] {
+        let recipe = recipe(&place, name, &changes);
+        finish(&recipe);
+        let run = run_of(&recipe);
+        let summary = Summary::read(&run.summary()).unwrap().unwrap();
+        let chosen = summary.calibrations[0].layers.iter();
+        let heads: Vec<_> =
+            chosen.map(|layer| (layer.shared_heads.clone(), layer.routed_top_k)).collect();
+        let moh = ConfigFile::read(&run.export()).unwrap().config.moh.unwrap();
+        let kept = (0..2).map(|layer| moh.layer(layer));
+        let kept = kept.map(|layer| (layer.shared.heads().collect(), layer.top_k));
+        assert_eq!(kept.collect::<Vec<(Vec<usize>, usize)>>(), heads, "{name}");
+        // The model as loaded, converted and after each stage, and no conversion between these.
+        assert_eq!(summary.evaluations.len(), 4, "{name}");
+    }
 }
 
 #[test]
@@ -189,7 +221,7 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
     for (number, changes) in [
         &[SECOND, "run.dtype=bf16"][..],
         &[FIRST[0], FIRST[1], FIRST[2]],
-        &[FIRST[0], FIRST[1], FIRST[2], "run.dtype=bf16"],
+        &[NUMBERS[0], NUMBERS[1], NUMBERS[2], "run.dtype=bf16"],
     ]
     .into_iter()
     .enumerate()
@@ -345,7 +377,7 @@ fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
 #[test]
 fn every_layout_has_the_same_heads_and_projections() {
     let place = TestRun::new();
-    for (number, changes, step) in [(0, &FIRST[..], 0), (1, &[SECOND], 5)] {
+    for (number, changes, step) in [(0, &FIRST[..], 0), (1, &[SECOND], 5), (2, &NUMBERS, 0)] {
         let layout = |name: &str, tensor: usize, pipeline: usize| {
             let keys = ["adapt", "moh"].map(|stage| {
                 format!("stage.{stage}.parallel={{ tensor = {tensor}, pipeline = {pipeline} }}")
@@ -364,7 +396,8 @@ fn every_layout_has_the_same_heads_and_projections() {
         let heads = |recipe: &Recipe| {
             let summary = Summary::read(&run_of(recipe).summary()).unwrap().unwrap();
             let layers = summary.calibrations[0].layers.clone();
-            layers.into_iter().map(|layer| layer.shared_heads).collect::<Vec<_>>()
+            let heads = layers.into_iter().map(|layer| (layer.shared_heads, layer.routed_top_k));
+            heads.collect::<Vec<_>>()
         };
         for (ranks, tensor, pipeline) in [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (3, 1, 1)] {
             let what = format!("{number}-{ranks}-{tensor}-{pipeline}");
@@ -381,7 +414,7 @@ fn every_layout_has_the_same_heads_and_projections() {
 #[test]
 fn the_steps_of_a_calibrated_stage_are_replayed() {
     let place = TestRun::new();
-    for (name, changes) in [("first", &FIRST[..]), ("second", &[SECOND, "run.dtype=bf16"])] {
+    for (name, changes) in [("first", &NUMBERS[..]), ("second", &[SECOND, "run.dtype=bf16"])] {
         let changes: Vec<&str> = changes.iter().copied().chain(["checkpoint.keep=9"]).collect();
         let recipe = recipe(&place, name, &changes);
         finish(&recipe);

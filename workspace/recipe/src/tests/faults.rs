@@ -453,7 +453,7 @@ fn calibrations_that_cannot_be_made_are_refused() {
         (
             "calibration = { shared = 'best' }",
             "calibration.shared",
-            "must be \"calibrated\" or \"given\"",
+            "must be \"calibrated\" or \"calibrated-number\" or \"given\"",
         ),
         ("calibration = { tokens = 0 }", "calibration.tokens = 0", "must be from 1 to"),
         (
@@ -465,6 +465,12 @@ fn calibrations_that_cannot_be_made_are_refused() {
             "shared_head_ids = [[0, 2], [1, 3], [0, 1], [4, 5], [6, 7]], calibration = {}",
             "calibration.shared = \"calibrated\"",
             "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"",
+        ),
+        (
+            "shared_head_ids = [[0, 2], [1, 3], [0, 1], [4, 5], [6, 7]], \
+             calibration = { shared = 'calibrated-number' }",
+            "calibration.shared = \"calibrated-number\"",
+            "chooses the heads that shared_head_ids names",
         ),
         (
             "calibration = { shared = 'given', refit = false }",
@@ -484,11 +490,12 @@ fn calibrations_that_cannot_be_made_are_refused() {
     assert!(message.contains(key) && message.contains(reason), "{message}");
     assert_eq!(message.lines().count(), 1, "{message}");
     // A stage that keeps the heads has the same number, or names them.
-    let kept = |moh: &str| {
+    let kept_of = |calibration: &str, moh: &str| {
         let moh = format!("stage.moh.moh={{ {moh} }}");
-        let adapt = ["stage.adapt.attention=\"moh\"", "stage.adapt.moh={ calibration = {} }"];
-        parse(small(), &[adapt[0], adapt[1], &moh])
+        let adapt = format!("stage.adapt.moh={{ calibration = {calibration} }}");
+        parse(small(), &["stage.adapt.attention=\"moh\"", &adapt, &moh])
     };
+    let kept = |moh: &str| kept_of("{}", moh);
     for moh in ["shared_heads = 3", "router = 'static', shared_heads = 6, routed_top_k = 0"] {
         let message = kept(moh).unwrap_err().to_string();
         let reason = "the stage keeps the heads that stage adapt calibrates, and so its router";
@@ -497,6 +504,14 @@ fn calibrations_that_cannot_be_made_are_refused() {
     for moh in ["routed_top_k = 3", "shared_head_ids = [[0], [1], [2], [3], [4]]"] {
         kept(moh).unwrap();
     }
+    // Where their number is chosen too, it has the same numbers of both.
+    let number = "{ shared = 'calibrated-number' }";
+    let message = kept_of(number, "routed_top_k = 3").unwrap_err().to_string();
+    assert!(
+        message.contains("and so its router and its numbers of heads: give these"),
+        "{message}"
+    );
+    kept_of(number, "").unwrap();
 }
 
 #[test]

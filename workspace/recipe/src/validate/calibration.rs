@@ -3,23 +3,25 @@
 use moh_model::ModelConfig;
 
 use super::{Faults, MAX_TOKENS, stage_key};
-use crate::{AttentionKind, CalibrationOptions, Recipe, SharedChoice, Stage};
+use crate::{AttentionKind, Recipe, Stage};
 
 /// Checks how a stage's conversion is measured, as far as that does not depend on the model.
 pub(super) fn check(faults: &mut Faults, stage: &Stage) {
     let key = |rest: &str| stage_key(stage, &format!("moh.calibration{rest}"));
-    let Some(CalibrationOptions { tokens, shared, refit }) = stage.calibration() else { return };
-    faults.within(&key(".tokens"), tokens, MAX_TOKENS);
+    let Some(calibration) = stage.calibration() else { return };
+    faults.within(&key(".tokens"), calibration.tokens, MAX_TOKENS);
     if !faults.is_complete(&stage_key(stage, "moh")) {
         return;
     }
     let has_ids = stage.moh.as_ref().is_some_and(|moh| moh.shared_head_ids.is_some());
-    if has_ids && shared == SharedChoice::Calibrated {
+    if has_ids && calibration.chooses_heads() {
+        let chooses =
+            if calibration.chooses_numbers() { "\"calibrated-number\"" } else { "\"calibrated\"" };
         let reason =
             "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"";
-        faults.check(false, &key(".shared"), "\"calibrated\"", reason);
+        faults.check(false, &key(".shared"), chooses, reason);
     }
-    if shared == SharedChoice::Given && !refit {
+    if !calibration.chooses_heads() && !calibration.refit {
         let reason = "changes nothing with shared = \"given\" and refit = false: leave it out";
         faults.add(&key(""), reason);
     }
@@ -62,17 +64,19 @@ pub(super) fn check_kept_heads(
     let stage = &recipe.stages[index];
     let calibrated = recipe.calibrated_stage(index).filter(|of| of.name != stage.name);
     let Some(calibrated) = calibrated else { return };
+    let numbers = calibrated.calibration().is_some_and(|of| of.chooses_numbers());
     let heads = |stage: &Stage| {
         let moh = stage.moh_config(model).ok().flatten();
-        moh.map(|moh| (moh.router, moh.shared_heads.counts()))
+        moh.map(|moh| (moh.router, moh.shared_heads.counts(), numbers.then_some(moh.routed_top_k)))
     };
     // What does not fit the model is a fault already.
     if let (Some(own), Some(kept)) = (heads(stage), heads(calibrated))
         && own != kept
     {
+        let number = if numbers { "numbers of heads" } else { "number of shared heads" };
         let reason = format!(
-            "the stage keeps the heads that stage {} calibrates, and so its router and its number of shared heads: \
-             give these, or other heads by shared_head_ids",
+            "the stage keeps the heads that stage {} calibrates, and so its router and its {number}: give these, or \
+             other heads by shared_head_ids",
             calibrated.name
         );
         faults.add(&stage_key(stage, "moh"), reason);

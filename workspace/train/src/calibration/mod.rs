@@ -21,7 +21,7 @@ use moh_data::TrainingData;
 use moh_kernels::Backend;
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::{ModelConfig, MohConfig};
-use moh_recipe::{CalibrationOptions, Recipe, SharedChoice};
+use moh_recipe::{CalibrationOptions, Recipe, SharedChoice, Stage};
 use moh_run_directory::RunDirectory;
 use moh_step::{Ranks, TensorKind};
 use projections::ProjectionWriter;
@@ -77,6 +77,7 @@ impl<'a> StageMeasurement<'a> {
             .map_err(|source| error(recipe, &stage.name, source))?;
         let shared = match calibration.shared {
             SharedChoice::Calibrated => Shared::Calibrated,
+            SharedChoice::CalibratedNumber => Shared::CalibratedNumber,
             SharedChoice::Given => Shared::Given,
         };
         // Training goes on with the values in f32.
@@ -159,7 +160,10 @@ impl<'a> StageMeasurement<'a> {
                 .map(|layer| moh.layer(layer))
                 .map(|heads| (heads.shared.heads().collect::<Vec<_>>(), heads.top_k))
                 .collect::<Vec<_>>(),
-            "shared": matches!(shared, Shared::Given),
+            "shared": match shared {
+                Shared::CalibratedNumber => "calibrated-number".into(),
+                shared => serde_json::Value::from(*shared == Shared::Given),
+            },
             "refit": refit,
             "length": self.tokens.length(),
             "tokens": blake3::hash(&ids).to_hex().as_str(),
@@ -326,11 +330,16 @@ pub(crate) fn attention_of(
 ) -> Result<Option<MohConfig>, Error> {
     let Some(stage) = recipe.stages.get(index) else { return Ok(before.cloned()) };
     let moh = stage.moh_config(source.original_config())?;
-    let keeps = stage.calibration().is_none() && recipe.calibrated_stage(index).is_some();
-    Ok(match (moh, before) {
-        (Some(moh), Some(before)) if keeps => {
+    let calibrated = recipe.calibrated_stage(index).filter(|of| of.name != stage.name);
+    let calibration = calibrated.and_then(Stage::calibration);
+    Ok(match (moh, before, calibration) {
+        // The stage has the same numbers in its recipe.
+        (Some(_), Some(before), Some(calibration)) if calibration.chooses_numbers() => {
+            Some(before.clone())
+        }
+        (Some(moh), Some(before), Some(_)) => {
             Some(MohConfig { shared_heads: before.shared_heads.clone(), ..moh })
         }
-        (moh, _) => moh,
+        (moh, ..) => moh,
     })
 }
