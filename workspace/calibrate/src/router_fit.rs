@@ -23,7 +23,7 @@ use crate::{RIDGE, Result, matrix};
 /// Tokens that a thread takes at a time.
 const TOKENS: usize = 64;
 /// The standard deviation of the logits of a router that weighs heads. It selects the same heads with any, and weighs
-/// them by about 1 with a small one. With 0.3 models lose little before training, and end lower after it than with 0.1;
+/// them by about 1 with a small one. With 0.3 models lose little before training, and most end lower after it than with 0.1;
 /// with 1 they lose more.
 const WEIGHING_SPREAD: f64 = 0.3;
 

@@ -141,7 +141,7 @@ fn title(origin: &Origin, config: &ModelConfig) -> String {
     match (base, &config.moh) {
         (Some(name), Some(_)) => format!("{name} with Mixture-of-Head attention"),
         (None, Some(_)) => "Mixture-of-Head model".to_owned(),
-        (Some(name), None) => format!("{name}, dense again"),
+        (Some(name), None) => format!("{name} as a dense model"),
         (None, None) => "Dense model".to_owned(),
     }
 }
@@ -162,27 +162,23 @@ fn dense(config: &ModelConfig) -> String {
     )
 }
 
-/// How tokens get their heads, the end of a sentence.
+/// What tokens compute beside the shared heads, the end of a sentence.
 fn selection(router: RouterKind) -> &'static str {
     match router {
         RouterKind::QueryNorm => {
-            "some heads serve all tokens, and each token selects a few of the others by the norms of its queries"
+            "each token selects a few of the others by the norms of its queries"
         }
         RouterKind::Group => {
-            "some heads serve all tokens, and each token selects whole groups of the others, which read one \
-             key/value head, by the norms of its queries"
+            "each token selects whole groups of the others, which read one key/value head, by the norms of its queries"
         }
         RouterKind::WithinGroup => {
-            "some heads serve all tokens, and each token selects a few of the others by the norms of its queries, as \
-             many of each group that reads one key/value head"
+            "each token selects a few of the others by the norms of its queries, as many of each group that reads one \
+             key/value head"
         }
-        RouterKind::Static => "some heads serve all tokens, and the others are never computed",
-        RouterKind::Linear => {
-            "some heads serve all tokens, and each token selects a few of the others by a learned router"
-        }
+        RouterKind::Static => "the others are never computed",
+        RouterKind::Linear => "each token selects a few of the others by a learned router",
         RouterKind::OneStage | RouterKind::TwoStage => {
-            "some heads serve all tokens, and each token selects a few of the others by a learned router, which also \
-             weighs the heads"
+            "each token selects a few of the others by a learned router, which also weighs the heads"
         }
     }
 }
@@ -195,8 +191,8 @@ fn heads(config: &ModelConfig, router: RouterKind) -> String {
         false => "The weights",
     };
     let mut text = format!(
-        "A {architecture} with [Mixture-of-Head attention](https://arxiv.org/abs/2410.11842): in each layer {}. \
-         {matrices} have the names and shapes of a {architecture}'s; {} parameters.\n\n\
+        "A {architecture} with [Mixture-of-Head attention](https://arxiv.org/abs/2410.11842): in each layer some \
+         heads serve all tokens, and {}. {matrices} have the names and shapes of a {architecture}'s; {} parameters.\n\n\
          | layers | heads | shared | selected by each token | active |\n|---|---|---|---|---|\n",
         selection(router),
         group_digits(config.num_parameters())
@@ -406,7 +402,10 @@ mod tests {
     #[test]
     fn a_dense_model_has_a_card_without_code() {
         let card = text(&origin(), &ModelConfig { moh: None, ..config() });
-        assert!(card.contains("# Model-8B, dense again\n\nA Qwen3 in which every head"), "{card}");
+        assert!(
+            card.contains("# Model-8B as a dense model\n\nA Qwen3 in which every head"),
+            "{card}"
+        );
         assert!(!card.contains("custom_code") && !card.contains("trust_remote_code"), "{card}");
         assert_eq!(Card::parse(&card).unwrap().made, origin().made);
     }
