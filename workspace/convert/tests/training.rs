@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
@@ -265,16 +265,20 @@ fn a_qwen3_is_converted_trained_and_exported() {
     assert!(trained.iter().all(|&weight| weight != 1.0), "{trained:?}");
 }
 
-/// The windows of the text by the model's own tokenizer, of 16 tokens.
-fn windows(dir: &Path) -> Windows {
-    Windows::new(TokenFile::open(&dir.join("own-tokens")).unwrap(), 16).unwrap()
+/// The windows of a token file, of `length` tokens.
+fn windows(prefix: &Path, length: usize) -> Windows {
+    Windows::new(TokenFile::open(prefix).unwrap(), length).unwrap()
 }
 
-/// The conversion of a model to half of its heads by measurement on the text.
-fn measured(dir: &Path, router: RouterKind, active: usize) -> ConversionOptions {
-    let options = ConversionOptions::new(dir.join("model"), dir.join("converted"));
+/// The conversion of a model to so many active heads by measurement on a text.
+fn measured(
+    (source, out): (PathBuf, PathBuf),
+    router: RouterKind,
+    active: usize,
+    windows: &Windows,
+) -> ConversionOptions {
+    let options = ConversionOptions::new(source, out);
     let config = ConfigFile::read(&options.source).unwrap().config;
-    let windows = windows(dir);
     let mut ids = vec![0; windows.len() as usize * windows.length()];
     for (window, ids) in (0..).zip(ids.chunks_exact_mut(windows.length())) {
         windows.read(window, ids).unwrap();
@@ -309,7 +313,9 @@ fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
     for router in [RouterKind::QueryNorm, RouterKind::Group, RouterKind::TwoStage] {
         let dir = tempfile::tempdir().unwrap();
         prepare_model_of(dir.path(), "qwen3", 32, 8);
-        let options = measured(dir.path(), router, 16);
+        let text = windows(&dir.path().join("own-tokens"), 16);
+        let place = (dir.path().join("model"), dir.path().join("converted"));
+        let options = measured(place, router, 16, &text);
         let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
         conversion.verify(OpenDevice::Cpu).unwrap();
         conversion.publish().unwrap();
@@ -328,9 +334,53 @@ fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
         let exported = ConfigFile::read(&export).unwrap();
         assert_eq!(exported.config.moh, Some(chosen), "{router:?}");
         assert_eq!(exported.fields["moh_output_refitted"], true);
-        let text = windows(dir.path());
         let (before, after) = (loss(&options.out, &text), loss(&export, &text));
         assert!(after < before, "{router:?}: {before} {after}");
+    }
+}
+
+/// Heads chosen by measurement lose little of stories260K, and 300 steps with the dense model as the teacher win most of
+/// it back; dense, the loss is 1.2202.
+#[test]
+#[ignore = "needs the fixtures beside the repository"]
+fn the_stories_of_the_fixtures_keep_their_loss() {
+    let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let fixtures = repository.join("../shared/fixtures");
+    let dir = tempfile::tempdir().unwrap();
+    let source = fixtures.join("stories260K");
+    let tokenizer = TextTokenizer::load(&source).unwrap();
+    for part in ["train", "valid"] {
+        let (inputs, prefix) =
+            ([fixtures.join(format!("data/stories-{part}.jsonl"))], dir.path().join(part));
+        let append_eos = AppendEos::Never;
+        let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
+        prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
+    }
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let valid = windows(&dir.path().join("valid"), 256);
+    for (active, untuned, tuned) in [(6, 1.275, 1.240), (4, 1.40, 1.280)] {
+        let place = (source.clone(), dir.path().join(format!("converted-{active}")));
+        let text = windows(&dir.path().join("train"), 256).spread(64);
+        let options = measured(place, RouterKind::QueryNorm, active, &text);
+        let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
+        conversion.publish().unwrap();
+        let found = loss(&options.out, &valid);
+        assert!(found <= untuned, "{active} heads, untuned: {found}");
+
+        let run_dir = path(&format!("run-{active}"));
+        let changes = [
+            format!("run.dir={run_dir}"),
+            format!("data.sources=[{{ path = \"{}\" }}]", path("train")),
+            format!("data.validation.path={}", path("valid")),
+            format!("stage.tune.distill={{ teacher = \"{}\" }}", source.display()),
+        ];
+        let recipe = repository.join("tools/quality/tune.toml");
+        let mut recipe = Recipe::load(&recipe, &changes).unwrap();
+        recipe.model.from = Some(options.out.display().to_string());
+        let outcome = run(&mut recipe, &options.out).unwrap();
+        assert!(matches!(outcome, Outcome::Finished(_)));
+        let found = loss(&Path::new(&run_dir).join("export"), &valid);
+        assert!(found <= tuned, "{active} heads, tuned: {found}");
     }
 }
 
