@@ -327,10 +327,14 @@ fn number_of_sets(heads: usize, shared: usize) -> usize {
     number
 }
 
+/// The sets of `shared` heads, as [`number_of_sets`] counts them.
+fn sets_of(ranking: Ranking, shared: usize) -> usize {
+    number_of_sets(ranking.units(), shared / ranking.unit())
+}
+
 /// Numbers of shared heads of which all sets are judged by a fit, and others.
 fn by_number_of_sets(numbers: &[usize], ranking: Ranking) -> (Vec<usize>, Vec<usize>) {
-    let sets = |shared: usize| number_of_sets(ranking.units(), shared / ranking.unit());
-    numbers.iter().partition(|&&shared| sets(shared) <= MOST_SETS)
+    numbers.iter().partition(|&&shared| sets_of(ranking, shared) <= MOST_SETS)
 }
 
 /// Most fits by which the shared heads of layer `layer` are chosen, as many active ones as in `moh`; for
@@ -342,8 +346,7 @@ pub fn most_fits(config: &ModelConfig, moh: &MohConfig, shared: Shared, layer: u
     }
     let numbers = ranking.numbers(shared, Some(heads.shared.len()), heads.active());
     let (few, many) = by_number_of_sets(&numbers, ranking);
-    let all: usize =
-        few.iter().map(|shared| number_of_sets(ranking.units(), shared / ranking.unit())).sum();
+    let all: usize = few.iter().map(|&shared| sets_of(ranking, shared)).sum();
     let exchanged = |shared: usize| ROUNDS * (shared / ranking.unit()).min(EXCHANGES);
     all + many.len() + many.iter().copied().map(exchanged).max().unwrap_or(0)
 }

@@ -145,6 +145,7 @@ fn the_bits_do_not_depend_on_the_threads() {
     for (config, router, shared) in [
         (config("llama"), RouterKind::QueryNorm, Shared::Calibrated),
         (config("llama"), RouterKind::Linear, Shared::Calibrated),
+        (config("llama"), RouterKind::Linear, Shared::CalibratedTotal(14)),
         (config("llama"), RouterKind::TwoStage, Shared::CalibratedTotal(14)),
         (with_more_heads(), RouterKind::QueryNorm, Shared::CalibratedTotal(26)),
     ] {

@@ -30,6 +30,18 @@ fn convert(dir: &Path, arguments: &[&str]) -> Output {
     command.args(arguments).output().unwrap()
 }
 
+/// Converts it with these words and so many calibration tokens of the voyage, and writes a receipt; what it prints.
+#[track_caller]
+fn calibrated(dir: &Path, words: &str, tokens: &str) -> String {
+    let text = quickstart().join("voyage");
+    let mut arguments: Vec<&str> = words.split_whitespace().collect();
+    arguments.extend(["--receipt", "receipt.json", "--calibration", text.to_str().unwrap()]);
+    arguments.extend(["--calibration-tokens", tokens]);
+    let output = convert(dir, &arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
 fn json(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
@@ -66,22 +78,7 @@ fn refused(arguments: &[&str], code: i32) -> String {
 #[test]
 fn measured_heads_and_projections_lose_less() {
     let dir = tempfile::tempdir().unwrap();
-    let text = quickstart().join("voyage");
-    let arguments = [
-        "--routed-top-k",
-        "2",
-        "--shared-heads",
-        "2",
-        "--receipt",
-        "receipt.json",
-        "--calibration",
-        text.to_str().unwrap(),
-        "--calibration-tokens",
-        "8192",
-    ];
-    let output = convert(dir.path(), &arguments);
-    let stdout = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let stdout = calibrated(dir.path(), "--routed-top-k 2 --shared-heads 2", "8192");
     assert!(stdout.contains("  measured on      8,192 tokens: loss "), "{stdout}");
     assert!(
         stdout.contains("tensors          50 of 56 unchanged, bit by bit, 6 refitted"),
@@ -134,20 +131,7 @@ fn measured_heads_and_projections_lose_less() {
 #[test]
 fn the_given_heads_and_weights_can_stay() {
     let dir = tempfile::tempdir().unwrap();
-    let text = quickstart().join("voyage");
-    let arguments = [
-        "--shared",
-        "0,5,6,7",
-        "--refit",
-        "off",
-        "--calibration",
-        text.to_str().unwrap(),
-        "--calibration-tokens",
-        "4096",
-    ];
-    let output = convert(dir.path(), &arguments);
-    let stdout = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let stdout = calibrated(dir.path(), "--shared 0,5,6,7 --refit off", "4096");
     assert!(
         stdout.contains("heads            4 shared + 2 of 4 routed = 6 of 8 active\n"),
         "{stdout}"
@@ -184,23 +168,7 @@ fn matrices_of_a_router_are_added_as_zeros() {
 #[test]
 fn an_average_share_is_divided_among_the_layers() {
     let dir = tempfile::tempdir().unwrap();
-    let text = quickstart().join("voyage");
-    let arguments = [
-        "--active",
-        "auto:0.6",
-        "--router",
-        "group",
-        "--dtype",
-        "bf16",
-        "--receipt",
-        "receipt.json",
-        "--calibration",
-        text.to_str().unwrap(),
-        "--calibration-tokens",
-        "4096",
-    ];
-    let output = convert(dir.path(), &arguments);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    calibrated(dir.path(), "--active auto:0.6 --router group --dtype bf16", "4096");
     let receipt = json(&dir.path().join("receipt.json"));
     let layers = receipt["calibration"]["layers"].as_array().unwrap();
     let heads = |layer: &Value| {
@@ -230,22 +198,7 @@ fn learned_routers_are_fitted() {
         ),
     ] {
         let dir = tempfile::tempdir().unwrap();
-        let text = quickstart().join("voyage");
-        let arguments = [
-            "--active",
-            "0.5",
-            "--router",
-            router,
-            "--receipt",
-            "receipt.json",
-            "--calibration",
-            text.to_str().unwrap(),
-            "--calibration-tokens",
-            "4096",
-        ];
-        let output = convert(dir.path(), &arguments);
-        let stdout = String::from_utf8(output.stdout).unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let stdout = calibrated(dir.path(), &format!("--active 0.5 --router {router}"), "4096");
         assert!(stdout.contains(tensors), "{stdout}");
         assert!(stdout.contains("logits with all heads on are "), "{stdout}");
         let receipt = json(&dir.path().join("receipt.json"));

@@ -34,10 +34,7 @@ pub fn text(origin: &Origin, config: &ModelConfig) -> String {
     card.push_str(MADE);
     card.push_str(&made(origin));
     card.push_str(NEXT);
-    card.push_str(&match config.moh {
-        Some(_) => loading(config),
-        None => loading_dense(),
-    });
+    card.push_str(&loading(config));
     card.push_str(&licence(origin));
     signed(card, &origin.bases, &transformers_code::hash(model_type(config)))
 }
@@ -249,26 +246,26 @@ fn made(origin: &Origin) -> String {
     paragraphs.join("\n\n") + "\n"
 }
 
-fn loading_dense() -> String {
-    "\nWith transformers, from this directory or its id on the hub:\n\n\
-     ```python\n\
-     from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
-     model = AutoModelForCausalLM.from_pretrained(\".\")\n\
-     tokenizer = AutoTokenizer.from_pretrained(\".\")\n\
-     ```\n"
-        .to_owned()
+/// How transformers loads the model: the versions that do, and the arguments after the directory.
+fn with_transformers(versions: &str, arguments: &str) -> String {
+    format!(
+        "\nWith transformers{versions}, from this directory or its id on the hub:\n\n\
+         ```python\n\
+         from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+         model = AutoModelForCausalLM.from_pretrained(\".\"{arguments})\n\
+         tokenizer = AutoTokenizer.from_pretrained(\".\"{arguments})\n\
+         ```\n"
+    )
 }
 
 fn loading(config: &ModelConfig) -> String {
+    if config.moh.is_none() {
+        return with_transformers("", "");
+    }
     let dense = architecture(config);
-    format!(
-        "\nWith transformers 5.5 or later, from this directory or its id on the hub:\n\n\
-         ```python\n\
-         from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
-         model = AutoModelForCausalLM.from_pretrained(\".\", trust_remote_code=True)\n\
-         tokenizer = AutoTokenizer.from_pretrained(\".\", trust_remote_code=True)\n\
-         ```\n\n\
-         `trust_remote_code` runs the Python files of this directory. To fine-tune with the balance loss, set\n\
+    with_transformers(" 5.5 or later", ", trust_remote_code=True")
+        + &format!(
+            "\n`trust_remote_code` runs the Python files of this directory. To fine-tune with the balance loss, set\n\
          `model.config.output_router_logits = True`.\n\n\
          The code follows the rules of the transformers backends of vLLM and SGLang, with a tensor-parallel size \
          of 1:\n\n    \
@@ -279,7 +276,7 @@ fn loading(config: &ModelConfig) -> String {
          llama.cpp and mistral.rs have no Mixture-of-Head attention and refuse this model. With \
          `moh-convert --from . --attention dense`\nits weights become a dense {dense}, which they read and which \
          computes every head for every token: it is another model.\n"
-    )
+        )
 }
 
 fn licence(origin: &Origin) -> String {

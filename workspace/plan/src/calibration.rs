@@ -9,7 +9,7 @@ use moh_model::{
     Activations, ModelBuffers, ModelConfig, MohConfig, PassSizes, RouterKind, Slots, block_alone,
     ends_alone, most_windows, pass_alone,
 };
-use moh_recipe::{CalibrationOptions, DeviceKind};
+use moh_recipe::{CalibrationOptions, DeviceKind, SharedChoice};
 
 use super::memory::fits_address_space;
 use super::work::Work;
@@ -20,6 +20,15 @@ pub(crate) const HOST_FLOPS: f64 = 1e11;
 /// Bytes of f32 and f64.
 const F32: u64 = 4;
 const F64: u64 = 8;
+
+/// What crate `moh-calibrate` chooses for `moh.calibration.shared` of a stage.
+pub fn measured_heads(choice: SharedChoice) -> Shared {
+    match choice {
+        SharedChoice::Calibrated => Shared::Calibrated,
+        SharedChoice::CalibratedNumber => Shared::CalibratedNumber,
+        SharedChoice::Given => Shared::Given,
+    }
+}
 
 /// What a calibration takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -104,10 +113,7 @@ fn operations(
         device += tokens * passes;
         host += 2.0 * m * n * n + if calibration.refit { fit } else { 0.0 };
         if calibration.chooses_heads() {
-            let shared = match calibration.chooses_numbers() {
-                true => Shared::CalibratedNumber,
-                false => Shared::Calibrated,
-            };
+            let shared = measured_heads(calibration.shared);
             let fits = moh_calibrate::most_fits(model, moh, shared, layer) as f64;
             device += sample * (qkv + block + 2.0 * core(heads) + fits * 2.0 * n * (n + judged));
             host += fits * judgement;

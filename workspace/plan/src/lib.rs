@@ -27,7 +27,7 @@ mod work;
 
 use std::path::Path;
 
-pub use calibration::CalibrationCost;
+pub use calibration::{CalibrationCost, measured_heads};
 pub use cluster::{Cluster, ClusterStage, PredictedSpeed};
 pub use communication::{Traffic, Volume};
 pub use epochs::SourceEpochs;

@@ -221,6 +221,7 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
     for (number, changes) in [
         &[SECOND, "run.dtype=bf16"][..],
         &[FIRST[0], FIRST[1], FIRST[2]],
+        &[FIRST[0], FIRST[1], FIRST[2], "run.dtype=bf16"],
         &[NUMBERS[0], NUMBERS[1], NUMBERS[2], "run.dtype=bf16"],
     ]
     .into_iter()
@@ -414,7 +415,11 @@ fn every_layout_has_the_same_heads_and_projections() {
 #[test]
 fn the_steps_of_a_calibrated_stage_are_replayed() {
     let place = TestRun::new();
-    for (name, changes) in [("first", &NUMBERS[..]), ("second", &[SECOND, "run.dtype=bf16"])] {
+    for (name, changes, step) in [
+        ("first", &FIRST[..], 0),
+        ("numbers", &NUMBERS, 0),
+        ("second", &[SECOND, "run.dtype=bf16"], 5),
+    ] {
         let changes: Vec<&str> = changes.iter().copied().chain(["checkpoint.keep=9"]).collect();
         let recipe = recipe(&place, name, &changes);
         finish(&recipe);
@@ -427,7 +432,6 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
             let found = replay(step).unwrap();
             assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "{name} {step}");
         }
-        let step = if name == "first" { 0 } else { 5 };
         fs::remove_file(run.calibration(step)).unwrap();
         let error = replay(step + 1).unwrap_err();
         assert!(matches!(error, Error::NoCalibration { .. }), "{error}");

@@ -21,7 +21,8 @@ use moh_data::TrainingData;
 use moh_kernels::Backend;
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::{ModelConfig, MohConfig};
-use moh_recipe::{CalibrationOptions, Recipe, SharedChoice, Stage};
+use moh_plan::measured_heads;
+use moh_recipe::{CalibrationOptions, Recipe, Stage};
 use moh_run_directory::RunDirectory;
 use moh_step::{Ranks, TensorKind};
 use projections::ProjectionWriter;
@@ -75,11 +76,7 @@ impl<'a> StageMeasurement<'a> {
         let ids = first_tokens(data, state.sample, &calibration)?;
         let tokens = CalibrationTokens::new(ids, data.sequence_length(), &dense)
             .map_err(|source| error(recipe, &stage.name, source))?;
-        let shared = match calibration.shared {
-            SharedChoice::Calibrated => Shared::Calibrated,
-            SharedChoice::CalibratedNumber => Shared::CalibratedNumber,
-            SharedChoice::Given => Shared::Given,
-        };
+        let shared = measured_heads(calibration.shared);
         // Training goes on with the values in f32.
         let refit = calibration.refit;
         let options = moh_calibrate::CalibrationOptions { moh, shared, refit, stored: None };
@@ -160,6 +157,7 @@ impl<'a> StageMeasurement<'a> {
                 .map(|layer| moh.layer(layer))
                 .map(|heads| (heads.shared.heads().collect::<Vec<_>>(), heads.top_k))
                 .collect::<Vec<_>>(),
+            // True or false in files of before there was a third choice.
             "shared": match shared {
                 Shared::CalibratedNumber => "calibrated-number".into(),
                 shared => serde_json::Value::from(*shared == Shared::Given),
