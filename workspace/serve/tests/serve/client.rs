@@ -99,8 +99,13 @@ impl Server {
 
     /// Waits until a number of `/metrics` has a value.
     pub fn wait_for(&self, name: &str, value: f64) {
+        self.wait_until(name, |found| found == value);
+    }
+
+    /// Waits until a metric is as `is_reached` says.
+    pub fn wait_until(&self, name: &str, is_reached: impl Fn(f64) -> bool) {
         let start = Instant::now();
-        while self.metric(name) != value {
+        while !is_reached(self.metric(name)) {
             assert!(start.elapsed() < PATIENCE, "{name} is {}", self.metric(name));
             std::thread::sleep(Duration::from_millis(20));
         }

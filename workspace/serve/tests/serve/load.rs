@@ -112,6 +112,8 @@ fn a_client_that_leaves_frees_its_place() {
                 .unwrap();
             clients.push(client);
         }
+        // A client that leaves before its request is read has none that could be cancelled.
+        server.wait_until("moh_requests_waiting", |waiting| waiting > 0.0);
         drop(clients);
         server.wait_for("moh_requests_waiting", 0.0);
         server.wait_for("moh_requests_running", 0.0);
