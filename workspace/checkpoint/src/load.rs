@@ -11,13 +11,19 @@ use super::read_error::ReadError;
 use super::stored::{StoredCheckpoint, TensorRequest};
 use crate::Error;
 
-/// Fills this rank's shard of the model's weights and the optimiser's state.
+/// Fills this rank's shard of the model's weights and the optimiser's state. The tensors that are named in `added` are not
+/// in the checkpoint, and begin as zeros.
 pub fn load<B: Backend + Clone, T: Element, M: Element>(
     stored: &StoredCheckpoint,
     model: &mut Model<B, T>,
     optimizer: &mut OptimizerState<B, M>,
+    added: &[String],
 ) -> Result<(), ReadError> {
     optimizer.fill(model, |kind, segment: &Segment, range, values: &mut [f32]| {
+        if added.contains(&segment.name) {
+            values.fill(0.0);
+            return Ok(());
+        }
         let wanted = TensorRequest { name: &segment.name, slice: &segment.slice, range };
         stored.read(kind, &wanted, values)
     })
@@ -105,7 +111,7 @@ mod tests {
         let stored = StoredCheckpoint::of_step(run, 5).unwrap();
         let stored = stored.read_by(Shard { rank, size: ranks });
         let (mut model, mut optimizer) = part(rank, ranks);
-        load(&stored, &mut model, &mut optimizer).map_err(Error::from).unwrap();
+        load(&stored, &mut model, &mut optimizer, &[]).map_err(Error::from).unwrap();
         for (flat, segment) in model.layout().segments() {
             let range = Shard { rank, size: ranks }.range(model.layout().flats[flat].len);
             let local = moh_model::parameters::overlap(&segment.range, &range);
@@ -150,7 +156,7 @@ mod tests {
         check(&run, 1, RANKS);
         let stored = StoredCheckpoint::of_step(&run, 5).unwrap();
         let (mut model, mut optimizer) = part(2, RANKS);
-        let missing = load(&stored, &mut model, &mut optimizer).unwrap_err();
+        let missing = load(&stored, &mut model, &mut optimizer, &[]).unwrap_err();
         assert!(matches!(missing, ReadError::Missing(_)), "{missing:?}");
     }
 }

@@ -365,6 +365,7 @@ mod tests {
             routed_top_k: 1,
             error_before: 0.5,
             error: Some(0.25),
+            router_explained: None,
         };
         let mut calibration = StageCalibration {
             stage: "moh".to_owned(),

@@ -23,7 +23,7 @@ use moh_hf::vocabulary::DEFAULT_MULTIPLE;
 use moh_hf::{Base, ConfigFile, Expansion, check_destination, model_card};
 use moh_kernels::DType;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
-use moh_model::{HeadRequest, ModelConfig, MohConfig, RouterKind};
+use moh_model::{HeadRequest, ModelConfig, MohConfig};
 use rayon::prelude::*;
 
 use crate::read_ahead::ReadAhead;
@@ -286,7 +286,7 @@ impl<'a> Plan<'a> {
         }
         if !added.is_empty()
             && options.calibrated.is_none()
-            && config.moh.as_ref().is_some_and(|moh| moh.router == RouterKind::Linear)
+            && config.moh.as_ref().is_some_and(|moh| moh.router.needs_fit())
         {
             let reason = "the router \"linear\" begins with matrices that are fitted to a text, as zeros or random \
                           ones would select heads that do not matter: give a text, --calibration, or choose another \

@@ -215,33 +215,28 @@ impl ModelConfig {
         moh.validate(heads, kv_heads, self.num_hidden_layers)
     }
 
-    /// Checks that this model has exactly the tensors that it needs with another attention: training
-    /// neither adds nor removes a router's matrices.
+    /// The names of the tensors that this model lacks for another attention, a router's matrices. Training adds them;
+    /// it removes none.
     ///
     /// # Errors
-    /// Names the first tensor that is missing or would be left.
-    pub fn check_same_tensors(&self, moh: Option<&MohConfig>) -> Result<(), Error> {
+    /// Names the first tensor that the other attention would leave unused.
+    pub fn added_tensors(&self, moh: Option<&MohConfig>) -> Result<Vec<String>, Error> {
         let other = ModelConfig { moh: moh.cloned(), ..self.clone() };
-        let refuse = |reason: String| Err(Error::Moh { reason });
+        let mut added = Vec::new();
         for layer in 0..self.num_hidden_layers {
             let [here, there] = [self, &other].map(|config| block_tensors(config, layer));
-            if let Some(missing) = there.iter().find(|tensor| !here.contains(tensor)) {
-                let router = moh.map_or("", |moh| moh.router.name());
-                return refuse(format!(
-                    "{} of the router \"{router}\" is not in the model: convert it with moh-convert \
-                     --router {router} before it is trained",
-                    missing.name
-                ));
-            }
             if let Some(left) = here.iter().find(|tensor| !there.contains(tensor)) {
-                return refuse(format!(
+                let reason = format!(
                     "{} is in the model, and not used with this attention: convert the model with \
                      moh-convert to another router, or to --attention dense, before it is trained",
                     left.name
-                ));
+                );
+                return Err(Error::Moh { reason });
             }
+            let lacks = there.into_iter().filter(|tensor| !here.contains(tensor));
+            added.extend(lacks.map(|tensor| tensor.name));
         }
-        Ok(())
+        Ok(added)
     }
 
     /// Routed query heads of layer `layer`, from 0; none in a dense layer.

@@ -201,7 +201,10 @@ impl<B: Backend, T: Element> Model<B, T> {
         if let Some(moh) = &moh {
             self.config.check_moh(moh)?;
         }
-        self.config.check_same_tensors(moh.as_ref())?;
+        if let Some(missing) = self.config.added_tensors(moh.as_ref())?.first() {
+            let reason = format!("the model was created without {missing}, which its router needs");
+            return Err(Error::Moh { reason });
+        }
         self.config.moh = moh;
         for (layer, block) in self.layers.blocks.iter_mut().enumerate() {
             let before = block.attention.router.take();

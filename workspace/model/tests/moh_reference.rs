@@ -11,7 +11,7 @@ mod support;
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, HeadCounts, ModelConfig, MohConfig, PassShape, Recompute,
+    Activations, Architecture, HeadCounts, Model, ModelConfig, MohConfig, PassShape, Recompute,
     RouterKind, SharedHeadSets, StepSums,
 };
 use reference::{Reference, configured, micro_batch};
@@ -107,9 +107,9 @@ fn learned_routers_are_those_of_the_formulas() {
     }
 }
 
-/// A stage may change the heads of a router with matrices, and not whether there are any.
+/// The heads of a router with matrices may change. A model that lacks the matrices, or has others, is refused.
 #[test]
-fn a_stage_neither_adds_nor_removes_matrices() {
+fn another_attention_has_the_matrices_of_the_model() {
     let moh = |router, shared: usize| MohConfig {
         router,
         shared_heads: shared.into(),
@@ -123,7 +123,7 @@ fn a_stage_neither_adds_nor_removes_matrices() {
         (
             &mut dense,
             Some(moh(RouterKind::Linear, 3)),
-            "model.layers.0.self_attn.router.weight of the router \"linear\" is not in the model",
+            "the model was created without model.layers.0.self_attn.router.weight, which its router needs",
         ),
         (
             &mut two_stage,
@@ -139,4 +139,16 @@ fn a_stage_neither_adds_nor_removes_matrices() {
     assert!(message.starts_with(expected), "{message}");
     assert!(two_stage.set_moh(None).is_err());
     assert_eq!(two_stage.config().moh, Some(moh(RouterKind::TwoStage, 5)));
+    // What a model lacks is named layer by layer.
+    let added = |model: &Model<Cpu, f32>, to| model.config().added_tensors(Some(&to)).unwrap();
+    let names = added(&dense, moh(RouterKind::TwoStage, 3));
+    assert_eq!(names.len(), 2 * dense.config().num_hidden_layers);
+    assert_eq!(names[1], "model.layers.0.self_attn.router.stages.weight");
+    assert!(added(&two_stage, moh(RouterKind::TwoStage, 3)).is_empty());
+    let of_one = MohConfig {
+        shared_heads: HeadCounts::Each(vec![8, 3]).into(),
+        ..moh(RouterKind::Linear, 3)
+    };
+    let of_one = MohConfig { routed_top_k: HeadCounts::Each(vec![0, 2]), ..of_one };
+    assert_eq!(added(&dense, of_one), ["model.layers.1.self_attn.router.weight"]);
 }

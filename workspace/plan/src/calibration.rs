@@ -43,7 +43,7 @@ pub struct CalibrationCost {
     pub device_bytes: u64,
     /// Memory of the host.
     pub host_bytes: u64,
-    /// Bytes of the file with the output projections.
+    /// Bytes of the file with the output projections and the routers' matrices.
     pub file_bytes: u64,
 }
 
@@ -57,8 +57,11 @@ impl CalibrationCost {
         let length = work.sequence_length();
         let tokens = calibration.sequences(length).saturating_mul(length as u64);
         let (device_flops, host_flops) = operations(work, &calibration, &moh, tokens);
-        let (model, refit) = (&work.model, u64::from(calibration.refit));
+        let model = &work.model;
         let (n, m) = (model.query_width() as u64, model.hidden_size as u64);
+        let heads = model.num_attention_heads as u64;
+        let fitted =
+            u64::from(calibration.refit) * n + u64::from(moh.router.has_matrices()) * heads;
         let layers = model.num_hidden_layers as u64;
         Ok(Some(CalibrationCost {
             tokens,
@@ -66,7 +69,7 @@ impl CalibrationCost {
             host_flops,
             device_bytes: device_bytes(work, moh.router)?,
             host_bytes: host_bytes(tokens, n, m),
-            file_bytes: refit.saturating_mul(layers * F32).saturating_mul(n * m),
+            file_bytes: fitted.saturating_mul(layers * F32).saturating_mul(m),
         }))
     }
 }
@@ -102,6 +105,11 @@ fn operations(
     let fit = n * n * n / 3.0 + 6.0 * m * n * n;
     let judged = moh_calibrate::judged_outputs(model.hidden_size) as f64;
     let judgement = n * n * n / 3.0 + 3.0 * judged * n * n;
+    let rows = heads as f64;
+    // The heads' outputs, their contributions, and the products and the fit of the router's rows.
+    let router = if moh.router.has_matrices() { 1.0 } else { 0.0 };
+    let router_passes = router * (2.0 * qkv + core(heads) + 2.0 * m * (m + rows));
+    let router_fit = router * (tokens * 2.0 * n * m + m * m * m / 3.0 + 6.0 * rows * m * m);
     // The losses of three streams.
     let mut device = 3.0 * tokens * 2.0 * model.vocab_size as f64 * m;
     let mut host = 0.0;
@@ -110,8 +118,8 @@ fn operations(
         let block = 2.0 * elements.matrices as f64;
         // Dense, as given and as calibrated; the heads' outputs of the latter, and their products.
         let passes = 3.0 * block + core(heads) + 2.0 * core(active) + qkv + core(heads) + products;
-        device += tokens * passes;
-        host += 2.0 * m * n * n + if calibration.refit { fit } else { 0.0 };
+        device += tokens * (passes + router_passes);
+        host += router_fit + 2.0 * m * n * n + if calibration.refit { fit } else { 0.0 };
         if calibration.chooses_heads() {
             let shared = measured_heads(calibration.shared);
             let fits = moh_calibrate::most_fits(model, moh, shared, layer) as f64;
@@ -197,6 +205,19 @@ mod tests {
         let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
         let cost = CalibrationCost::new(&work).unwrap().unwrap();
         close(cost.host_flops, 32.0 * (69.0 * judgement + fit + 2.0 * c * q * q));
+        // A learned router alone.
+        let learned = "stage.moh.moh={ router = \"linear\", shared_heads = 16, routed_top_k = 8, \
+                       calibration = { tokens = 65536, shared = \"given\", refit = false } }";
+        let (recipe, model) = llama3_8b(&[learned]);
+        let learned = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
+        let cost = CalibrationCost::new(&learned).unwrap().unwrap();
+        let router = 2.0 * qkv + core + 2.0 * c * (c + 32.0);
+        // The block has the router's matrix too.
+        let passes = passes + 3.0 * 2.0 * 32.0 * c + router;
+        close(cost.device_flops, tokens * (32.0 * passes + head));
+        let rows = tokens * 2.0 * q * c + c * c * c / 3.0 + 6.0 * 32.0 * c * c;
+        close(cost.host_flops, 32.0 * (rows + 2.0 * c * q * q));
+        assert_eq!(cost.file_bytes, 32 * 32 * 4096 * 4);
         let routing = work.model.moh.as_ref().unwrap().layer(0);
         assert_eq!((routing.shared.len(), routing.top_k), (0, 24));
     }
@@ -206,6 +227,7 @@ mod tests {
         for (router, heads) in [
             ("query-norm", "shared_heads = 4, routed_top_k = 2"),
             ("static", "shared_heads = 6, routed_top_k = 0"),
+            ("two-stage", "shared_heads = 4, routed_top_k = 2"),
         ] {
             let moh = format!(
                 "stage.moh.moh={{ router = \"{router}\", {heads}, calibration = {{ tokens = 4096 }} }}"

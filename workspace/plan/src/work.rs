@@ -141,10 +141,11 @@ impl<'a> Work<'a> {
         grown: &ModelConfig,
         layout: Layout,
     ) -> Result<Self, moh_model::Error> {
+        let alone = Work::alone(recipe, stage, grown)?;
         let parts = layout.pipeline.saturating_mul(layout.virtual_stages);
-        let parts = ModelPart::divide(grown, parts, 1)?;
-        let elements = Elements::new(grown, layout.tensor);
-        Ok(Work { layout, parts, elements, ..Work::alone(recipe, stage, grown)? })
+        let parts = ModelPart::divide(&alone.model, parts, 1)?;
+        let elements = Elements::new(&alone.model, layout.tensor);
+        Ok(Work { layout, parts, elements, ..alone })
     }
 
     /// The same work on a single rank.
@@ -163,7 +164,7 @@ impl<'a> Work<'a> {
             ModelConfig { moh, ..grown.clone() }
         });
         let parts = vec![ModelPart::whole(&model)];
-        let (micro_batch, elements) = (stage.micro_batch, Elements::new(grown, 1));
+        let (micro_batch, elements) = (stage.micro_batch, Elements::new(&model, 1));
         let layout = Layout::ALONE;
         Ok(Work { recipe, stage, model, teacher, layout, micro_batch, elements, parts })
     }

@@ -68,19 +68,28 @@ fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelC
 // One test: the bytes are those of the whole process.
 #[test]
 fn the_plan_counts_what_a_stage_allocates() {
-    let cases = [("none", "f32"), ("cheap", "bf16"), ("block", "f32")];
+    let cases = [
+        ("none", "f32", "query-norm"),
+        ("cheap", "bf16", "query-norm"),
+        ("block", "f32", "query-norm"),
+        ("none", "bf16", "two-stage"),
+    ];
     // Threads keep their scratch: it is allocated here, and not counted afterwards.
-    cases.into_iter().for_each(|(recompute, dtype)| _ = planned_and_allocated(recompute, dtype));
-    for (recompute, dtype) in cases {
-        let (planned, allocated) = planned_and_allocated(recompute, dtype);
+    cases.into_iter().for_each(|case| _ = planned_and_allocated(case));
+    for case in cases {
+        let (planned, allocated) = planned_and_allocated(case);
         let ratio = planned as f64 / allocated as f64;
-        assert!((0.985..=1.005).contains(&ratio), "{recompute} {dtype}: {planned} of {allocated}");
+        assert!((0.985..=1.005).contains(&ratio), "{case:?}: {planned} of {allocated}");
     }
 }
 
-/// Bytes of a stage with this recomputation and element type.
-fn planned_and_allocated(recompute: &str, dtype: &str) -> (u64, u64) {
-    let overrides = [format!("memory.recompute={recompute}"), format!("run.dtype={dtype}")];
+/// Bytes of a stage with this recomputation, element type and router, which the stage adds to the model.
+fn planned_and_allocated((recompute, dtype, router): (&str, &str, &str)) -> (u64, u64) {
+    let overrides = [
+        format!("memory.recompute={recompute}"),
+        format!("run.dtype={dtype}"),
+        format!("stage.moh.moh={{ router = \"{router}\" }}"),
+    ];
     let path = Path::new("recipe.toml");
     let recipe = Recipe::parse(RECIPE, path, &overrides).unwrap();
     let config = recipe.model_config(path).unwrap().unwrap();

@@ -217,20 +217,21 @@ impl Stage {
         crate::Schedule::new(self.learning_rate, self.num_steps())
     }
 
-    /// Routing of a stage on `model`, with defaults filled in; `None` for dense attention.
+    /// Routing of a stage of a run that starts with `model`, with defaults filled in; `None` for dense attention. The
+    /// model may lack a router's matrices.
     ///
     /// # Errors
-    /// Fails if the counts do not fit the model.
+    /// Fails if the counts do not fit the model, or if it has matrices that are not used.
     pub fn moh_config(&self, model: &ModelConfig) -> Result<Option<MohConfig>, moh_model::Error> {
         if self.attention == AttentionKind::Dense {
-            model.check_same_tensors(None)?;
+            model.added_tensors(None)?;
             return Ok(None);
         }
         let MohOptions { router, shared_heads, shared_head_ids, routed_top_k, .. } =
             self.moh.clone().unwrap_or_default();
         let request = head_request(router, shared_heads, shared_head_ids, routed_top_k)?;
         let moh = request.for_model(model)?;
-        model.check_same_tensors(Some(&moh))?;
+        model.added_tensors(Some(&moh))?;
         Ok(Some(moh))
     }
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use moh_data::{Order, Source};
 use moh_kernels::ElementType;
-use moh_model::ModelConfig;
+use moh_model::{ModelConfig, MohConfig, RouterKind};
 
 use super::overrides::is_below;
 use super::{
@@ -397,6 +397,27 @@ fn check_context(faults: &mut Faults, key: &str, length: usize, model: &ModelCon
     faults.check(length <= longest, key, length, reason);
 }
 
+/// Checks that a stage keeps the router's matrices of the model `before` it, and gives it the stage's attention.
+fn check_matrices(
+    faults: &mut Faults,
+    stage: &Stage,
+    before: &mut ModelConfig,
+    moh: Option<MohConfig>,
+) {
+    let key = |rest: &str| stage_key(stage, rest);
+    match before.added_tensors(moh.as_ref()) {
+        Ok(added) => {
+            let router = moh.as_ref().map(|moh| moh.router).filter(|_| !added.is_empty());
+            if router.is_some_and(RouterKind::needs_fit) && stage.calibration().is_none() {
+                let reason = "begins with matrices that are fitted to a text: add calibration = {} to the stage's moh";
+                faults.check(false, &key("moh.router"), "\"linear\"", reason);
+            }
+            before.moh = moh;
+        }
+        Err(error) => faults.add(&key("moh"), error),
+    }
+}
+
 /// Checks the keys that depend on the model.
 fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
     check_context(faults, "data.sequence_length", recipe.data.sequence_length, model);
@@ -408,6 +429,7 @@ fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
             format!("the model already has {}", model.vocab_size),
         );
     }
+    let mut before = model.clone();
     for (index, stage) in recipe.stages.iter().enumerate() {
         if !faults.is_known(&format!("stage.{index}.name")) {
             continue;
@@ -418,10 +440,11 @@ fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
         }
         let routing_is_known =
             faults.is_complete(&key("moh")) && faults.is_known(&key("attention"));
-        if routing_is_known && let Err(error) = stage.moh_config(model) {
-            faults.add(&key("moh"), error);
-        }
         if routing_is_known {
+            match stage.moh_config(model) {
+                Ok(moh) => check_matrices(faults, stage, &mut before, moh),
+                Err(error) => faults.add(&key("moh"), error),
+            }
             calibration::check_model(faults, recipe, index, model);
             calibration::check_kept_heads(faults, recipe, index, model);
         }

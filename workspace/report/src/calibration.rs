@@ -66,6 +66,7 @@ fn errors(calibration: &StageCalibration) -> LineChart {
 
 fn table(calibration: &StageCalibration) -> Markup {
     let layers = &calibration.layers;
+    let has_router = layers.iter().any(|chosen| chosen.router_explained.is_some());
     html! {
         table {
             thead { tr {
@@ -74,16 +75,22 @@ fn table(calibration: &StageCalibration) -> Markup {
                 th scope="col" { "of the others, by token" }
                 th scope="col" { "error" }
                 @if calibration.refit { th scope="col" { "refitted" } }
+                @if has_router { th scope="col" { "explained by the router" } }
             } }
             tbody { @for (layer, chosen) in layers.iter().enumerate() { tr {
                 th scope="row" { (layer) }
                 td { (list(&chosen.shared_heads)) }
                 td { (chosen.routed_top_k) }
                 td { (shown(chosen.error_before)) }
-                @if calibration.refit { td { (chosen.error.map_or("-".to_owned(), shown)) } }
+                @if calibration.refit { td { (of_layer(chosen.error)) } }
+                @if has_router { td { (of_layer(chosen.router_explained)) } }
             } } }
         }
     }
+}
+
+fn of_layer(value: Option<f64>) -> String {
+    value.map_or("-".to_owned(), shown)
 }
 
 fn list(heads: &[usize]) -> String {

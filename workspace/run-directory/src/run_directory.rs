@@ -188,8 +188,8 @@ impl RunDirectory {
         self.root.join(format!("{CALIBRATION}{step}.json"))
     }
 
-    /// The output projections that it has refitted.
-    pub fn calibrated_projections(&self, step: u64) -> PathBuf {
+    /// The output projections that it has refitted, and the matrices of routers that it has fitted.
+    pub fn calibrated_tensors(&self, step: u64) -> PathBuf {
         self.root.join(format!("{CALIBRATION}{step}.safetensors"))
     }
 

@@ -42,4 +42,7 @@ pub struct CalibratedLayer {
     /// The same with the refitted one, if it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<f64>,
+    /// The share of the heads' contributions, but for each token's mean, that the fit of a learned router explains.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub router_explained: Option<f64>,
 }

@@ -1,5 +1,6 @@
 //! The model that a run starts from: its configuration and the source of its weights.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +11,7 @@ use moh_hf::model_directory::companion_files;
 use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
 use moh_kernels::DType;
 use moh_model::layout::Segment;
-use moh_model::tensors::has_vocabulary_rows;
+use moh_model::tensors::{has_vocabulary_rows, tensors};
 use moh_model::{ModelConfig, initial};
 use moh_recipe::{Recipe, read_shape};
 use moh_run_directory::{CheckpointName, RunDirectory, TOKENIZER};
@@ -26,6 +27,8 @@ pub struct ModelSource {
     /// The configuration after the vocabulary has grown.
     config: ModelConfig,
     weights: Weights,
+    /// The names of its tensors.
+    tensors: HashSet<String>,
     expansion: Option<Expansion>,
     tokenizer: Option<PathBuf>,
     /// The directory of the tokenizer before `model.tokenizer`.
@@ -132,6 +135,7 @@ impl ModelSource {
         };
         let mut source = ModelSource {
             config: config_file.config.clone(),
+            tensors: tensors(&config_file.config).into_iter().map(|tensor| tensor.name).collect(),
             config_file,
             weights,
             expansion: None,
@@ -304,7 +308,8 @@ impl ModelSource {
         self.fill_state(TensorKind::Weight, segment, values)
     }
 
-    /// Fills one tensor, or its moments, with the initial elements. Rows of new tokens have zero moments.
+    /// Fills one tensor, or its moments, with the initial elements. Rows of new tokens have zero moments, and a tensor that
+    /// the model does not have, which a later stage adds, begins as zeros.
     ///
     /// # Errors
     /// See [`ModelSource::fill`].
@@ -315,7 +320,8 @@ impl ModelSource {
         values: &mut [f32],
     ) -> Result<(), Error> {
         let is_weight = kind == TensorKind::Weight;
-        if !is_weight && !matches!(self.weights, Weights::Checkpoint { moments: true, .. }) {
+        let has_moments = matches!(self.weights, Weights::Checkpoint { moments: true, .. });
+        if !(is_weight || has_moments) || !self.tensors.contains(&segment.name) {
             values.fill(0.0);
             return Ok(());
         }
@@ -353,7 +359,8 @@ impl ModelSource {
         let grows = self.expansion.is_some() && has_vocabulary_rows(&segment.name);
         match &self.weights {
             Weights::Checkpoint { stored, moments } if !grows => {
-                if kind != TensorKind::Weight && !moments {
+                let is_read = kind == TensorKind::Weight || *moments;
+                if !is_read || !self.tensors.contains(&segment.name) {
                     values.fill(0.0);
                     return Ok(());
                 }

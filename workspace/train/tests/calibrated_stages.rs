@@ -1,5 +1,6 @@
-//! Stages whose conversion is measured: they begin with the heads and output projections of crate `moh-calibrate` on
-//! their first sequences, on any layout of ranks, and with the same bits after a stop or a kill at any moment.
+//! Stages whose conversion is measured: they begin with the heads, output projections and routers of crate `moh-calibrate`
+//! on their first sequences, on any layout of ranks, and with the same bits after a stop or a kill at any moment. And
+//! stages whose router has matrices that the model lacks, measured or not.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -17,6 +18,7 @@ use moh_comm::World;
 use moh_device::OpenDevice;
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
+use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, ROUTER_STAGES, in_layer};
 use moh_plan::open_training;
 use moh_recipe::{DistillOptions, Recipe, START};
 use moh_run_directory::RunDirectory;
@@ -47,6 +49,19 @@ const NUMBERS: [&str; 3] = [
      calibration = { tokens = 128, shared = 'calibrated-number' } }",
     FIRST[2],
 ];
+
+/// The second stage converts to a learned router.
+const LEARNED: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2, \
+                       calibration = { tokens = 128 } }";
+/// The first stage does, with the given heads and weights but the router's, and the second one keeps it.
+const LEARNED_FIRST: [&str; 3] = [
+    FIRST[0],
+    "stage.adapt.moh={ router = 'linear', shared_heads = 2, routed_top_k = 1, \
+     calibration = { tokens = 128, shared = 'given', refit = false } }",
+    "stage.moh.moh={ router = 'linear', shared_heads = 2, routed_top_k = 1 }",
+];
+/// The second stage has a learned router that is not fitted.
+const ZEROS: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2 }";
 
 fn recipe(place: &TestRun, name: &str, changes: &[&str]) -> Recipe {
     let mut recipe = place.recipe(changes);
@@ -95,12 +110,12 @@ fn expected(
     (found.unwrap(), projections)
 }
 
-/// The output projections of the export, layer after layer.
-fn exported(recipe: &Recipe) -> Vec<Vec<f32>> {
+/// A tensor of each layer of the export, in order.
+fn exported(recipe: &Recipe, name: &str) -> Vec<Vec<f32>> {
     let bytes = fs::read(run_of(recipe).export().join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let layer = |layer: usize| {
-        let tensor = file.tensor(&format!("model.layers.{layer}.self_attn.o_proj.weight")).unwrap();
+        let tensor = file.tensor(&in_layer(layer, name)).unwrap();
         let values = tensor.data().chunks_exact(4);
         values.map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
     };
@@ -121,7 +136,7 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     });
     assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
     let (calibration, projections) = expected(&recipe, 5, 40, Shared::Calibrated);
-    assert_eq!(exported(&recipe), projections);
+    assert_eq!(exported(&recipe, OUTPUT_PROJECTION), projections);
     let run = run_of(&recipe);
     let config = ConfigFile::read(&run.export()).unwrap();
     assert_eq!(config.config.moh, Some(calibration.moh.clone()));
@@ -152,6 +167,45 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     }
     let card = fs::read_to_string(run.export().join("README.md")).unwrap();
     assert!(card.contains("Before stage moh the heads were measured on 128 tokens"), "{card}");
+}
+
+#[test]
+fn a_learned_router_begins_as_it_is_fitted() {
+    let place = TestRun::new();
+    // They stay as the stage begins.
+    let frozen = "stage.moh.optimizer.groups={ attention = 0, router = 0 }";
+    let recipe = recipe(&place, "run", &[LEARNED, frozen, "checkpoint.keep=9"]);
+    finish(&recipe);
+    let (calibration, projections) = expected(&recipe, 5, 40, Shared::Calibrated);
+    let fits = calibration.layers.into_iter().map(|layer| layer.router.unwrap().rows);
+    assert_eq!(exported(&recipe, ROUTER), fits.collect::<Vec<_>>());
+    assert_eq!(exported(&recipe, OUTPUT_PROJECTION), projections);
+    assert!(exported(&recipe, ROUTER_STAGES).iter().flatten().all(|&value| value == 0.0));
+    let config = ConfigFile::read(&run_of(&recipe).export()).unwrap().config;
+    assert_eq!(config.moh, Some(calibration.moh));
+}
+
+#[test]
+fn a_router_that_is_not_fitted_begins_with_zeros() {
+    let place = TestRun::new();
+    let converted = |name, moh| {
+        let recipe = recipe(&place, name, &[moh]);
+        finish(&recipe);
+        let summary = Summary::read(&run_of(&recipe).summary()).unwrap().unwrap();
+        assert_eq!(summary.evaluations.len(), 4);
+        (summary.evaluations[2].loss, recipe)
+    };
+    let (loss, learned) = converted("learned", ZEROS);
+    // Of equal logits the first heads are selected, with weight 1.
+    let (of_first, _) = converted(
+        "static",
+        "stage.moh.moh={ router = 'static', shared_heads = 3, routed_top_k = 0 }",
+    );
+    assert!((loss / of_first - 1.0).abs() < 1e-6, "{loss}, not {of_first}");
+    // The stage trains it.
+    for name in [ROUTER, ROUTER_STAGES] {
+        assert!(exported(&learned, name).iter().all(|of| of.iter().any(|&value| value != 0.0)));
+    }
 }
 
 #[test]
@@ -210,7 +264,7 @@ fn the_given_heads_and_weights_can_stay() {
     let chosen = recipe(&place, "chosen", &[chosen]);
     finish(&chosen);
     let run = run_of(&chosen);
-    assert!(run.calibration(5).is_file() && !run.calibrated_projections(5).exists());
+    assert!(run.calibration(5).is_file() && !run.calibrated_tensors(5).exists());
     let config = ConfigFile::read(&run.export()).unwrap();
     assert!(!config.fields.contains_key("moh_output_refitted"));
 }
@@ -223,6 +277,9 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
         &[FIRST[0], FIRST[1], FIRST[2]],
         &[FIRST[0], FIRST[1], FIRST[2], "run.dtype=bf16"],
         &[NUMBERS[0], NUMBERS[1], NUMBERS[2], "run.dtype=bf16"],
+        &[LEARNED, "run.dtype=bf16"],
+        &[LEARNED_FIRST[0], LEARNED_FIRST[1], LEARNED_FIRST[2]],
+        &[ZEROS, "run.dtype=bf16"],
     ]
     .into_iter()
     .enumerate()
@@ -264,10 +321,10 @@ fn a_result_is_used_again_if_it_is_whole_and_of_the_same_run() {
     let place = TestRun::new();
     let whole = recipe(&place, "whole", &[SECOND]);
     assert!(measures(&whole));
-    let files = [RunDirectory::calibration, RunDirectory::calibrated_projections];
+    let files = [RunDirectory::calibration, RunDirectory::calibrated_tensors];
     let before = recipe(&place, "before", &[SECOND]);
     stop_at(&before, 5);
-    for (name, change) in [("same", None), ("identity", Some(0)), ("projections", Some(1))] {
+    for (name, change) in [("same", None), ("identity", Some(0)), ("matrices", Some(1))] {
         let again = recipe(&place, name, &[SECOND]);
         copy_all(&before.run.dir, &again.run.dir);
         for (index, file) in files.iter().enumerate() {
@@ -344,25 +401,54 @@ fn a_rank_that_is_asked_to_stop_ends_the_measurement_of_the_first() {
 fn a_run_that_returns_to_the_stages_beginning_has_the_same_heads() {
     // Steps 6 and 7, the first ones of the stage, are not applied: the run returns to step 5.
     let place = test_run(&one_of([6, 7]), Fault::NotFinite);
-    let changes = [SECOND, "guard.patience=2", "guard.rewind=1", "run.dtype=bf16"];
-    let whole = recipe(&place, "whole", &changes);
-    let (measured, returned) = (Cell::new(0), Cell::new(0));
-    let outcome = watch(&whole, |event, _| match event {
-        Event::Calibrating { done: 0, .. } => measured.set(measured.get() + 1),
-        Event::Rewound(rewind) => {
-            assert_eq!(rewind.step, 5);
-            returned.set(returned.get() + 1);
+    for (number, stage) in [SECOND, LEARNED].into_iter().enumerate() {
+        let changes = [stage, "guard.patience=2", "guard.rewind=1", "run.dtype=bf16"];
+        let whole = recipe(&place, &format!("whole-{number}"), &changes);
+        let (measured, returned) = (Cell::new(0), Cell::new(0));
+        let outcome = watch(&whole, |event, _| match event {
+            Event::Calibrating { done: 0, .. } => measured.set(measured.get() + 1),
+            Event::Rewound(rewind) => {
+                assert_eq!(rewind.step, 5);
+                returned.set(returned.get() + 1);
+            }
+            _ => {}
+        });
+        assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
+        assert_eq!((measured.get(), returned.get()), (1, 1));
+        let summary = Summary::read(&run_of(&whole).summary()).unwrap().unwrap();
+        assert_eq!(summary.calibrations.len(), 1);
+        let stopped = recipe(&place, &format!("stopped-{number}"), &changes);
+        stop_at(&stopped, 6);
+        finish(&stopped);
+        assert!(Results::of(&stopped) == Results::of(&whole), "{stage}");
+    }
+}
+
+#[test]
+fn a_run_that_is_stopped_in_any_evaluation_has_the_same_router() {
+    let place = TestRun::new();
+    for (name, changes) in [
+        ("zeros", &[ZEROS, "run.dtype=bf16"][..]),
+        ("fitted", &[LEARNED]),
+        ("first", &LEARNED_FIRST),
+    ] {
+        let whole = recipe(&place, name, changes);
+        finish(&whole);
+        // As loaded, after step 3, and so on: seven in all.
+        for number in 0..7 {
+            let stopped = recipe(&place, &format!("{name}-{number}"), changes);
+            let mut evaluations = 0;
+            let outcome = watch(&stopped, |event, stop| {
+                if matches!(event, Event::Evaluating { done: 0, .. }) {
+                    stop.fetch_or(evaluations == number, Ordering::Relaxed);
+                    evaluations += 1;
+                }
+            });
+            assert!(!matches!(outcome.unwrap(), Outcome::Finished(_)), "{name} {number}");
+            finish(&stopped);
+            assert!(Results::of(&stopped) == Results::of(&whole), "{name} {number}");
         }
-        _ => {}
-    });
-    assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
-    assert_eq!((measured.get(), returned.get()), (1, 1));
-    let summary = Summary::read(&run_of(&whole).summary()).unwrap().unwrap();
-    assert_eq!(summary.calibrations.len(), 1);
-    let stopped = recipe(&place, "stopped", &changes);
-    stop_at(&stopped, 6);
-    finish(&stopped);
-    assert!(Results::of(&stopped) == Results::of(&whole));
+    }
 }
 
 fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
@@ -376,9 +462,15 @@ fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
 }
 
 #[test]
-fn every_layout_has_the_same_heads_and_projections() {
+fn every_layout_has_the_same_heads_and_matrices() {
     let place = TestRun::new();
-    for (number, changes, step) in [(0, &FIRST[..], 0), (1, &[SECOND], 5), (2, &NUMBERS, 0)] {
+    for (number, changes, step) in [
+        (0, &FIRST[..], 0),
+        (1, &[SECOND], 5),
+        (2, &NUMBERS, 0),
+        (3, &[LEARNED], 5),
+        (4, &LEARNED_FIRST, 0),
+    ] {
         let layout = |name: &str, tensor: usize, pipeline: usize| {
             let keys = ["adapt", "moh"].map(|stage| {
                 format!("stage.{stage}.parallel={{ tensor = {tensor}, pipeline = {pipeline} }}")
@@ -392,7 +484,7 @@ fn every_layout_has_the_same_heads_and_projections() {
         let reference = finish_on(1, &one);
         let files = |recipe: &Recipe| {
             let run = run_of(recipe);
-            fs::read(run.calibrated_projections(step)).unwrap()
+            fs::read(run.calibrated_tensors(step)).unwrap()
         };
         let heads = |recipe: &Recipe| {
             let summary = Summary::read(&run_of(recipe).summary()).unwrap().unwrap();
@@ -419,6 +511,8 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
         ("first", &FIRST[..], 0),
         ("numbers", &NUMBERS, 0),
         ("second", &[SECOND, "run.dtype=bf16"], 5),
+        ("learned", &[LEARNED, "run.dtype=bf16"], 5),
+        ("learned-first", &LEARNED_FIRST, 0),
     ] {
         let changes: Vec<&str> = changes.iter().copied().chain(["checkpoint.keep=9"]).collect();
         let recipe = recipe(&place, name, &changes);
@@ -440,6 +534,28 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
 }
 
 #[test]
+fn a_replay_adds_matrices_where_the_run_has() {
+    let place = TestRun::new();
+    for (name, stages) in
+        [("learned", [LEARNED, "run.dtype=bf16"]), ("zeros", [ZEROS, "run.dtype=f32"])]
+    {
+        // The last checkpoint before the second stage is of step 4, without the router.
+        let changes = [stages[0], stages[1], "checkpoint.keep=9", "checkpoint.every_steps=4"];
+        let recipe = recipe(&place, name, &changes);
+        finish(&recipe);
+        let run = run_of(&recipe);
+        fs::remove_dir_all(run.checkpoint(5)).unwrap();
+        let stored = Recipe::load(&run.recipe(), &[]).unwrap();
+        let found = moh_train::replay(&run, stored, &run.recipe(), None, OpenDevice::Cpu, 7);
+        let found = found.unwrap();
+        assert_eq!(found.from, 4, "{name}");
+        let line = &Results::of(&recipe).metrics[6];
+        assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "{name}");
+        assert_eq!(found.result.grad_norm, line["grad_norm"].as_f64().unwrap(), "{name}");
+    }
+}
+
+#[test]
 fn another_run_continues_a_calibrated_stage() {
     let place = TestRun::new();
     let parent = recipe(&place, "parent", &[SECOND, "checkpoint.keep=9"]);
@@ -453,6 +569,36 @@ fn another_run_continues_a_calibrated_stage() {
         [parent, child].map(|recipe| ConfigFile::read(&run_of(&recipe).export()).unwrap());
     assert_eq!(child.config.moh.unwrap().shared_heads, parent.config.moh.unwrap().shared_heads);
     assert_eq!(child.fields["moh_output_refitted"], true);
+}
+
+#[test]
+fn another_run_gives_its_model_a_router() {
+    let place = TestRun::new();
+    let mut parent = recipe(&place, "parent", &[]);
+    parent.stages.truncate(1);
+    finish(&parent);
+    let child = |name: &str| {
+        let mut child = recipe(&place, name, &LEARNED_FIRST);
+        child.model.new = None;
+        child.model.from = Some(format!("{}@5", parent.run.dir.display()));
+        child.model.moments = true;
+        child
+    };
+    let whole = child("whole");
+    let reference = finish_on(1, &whole);
+    assert_alike(&finish_on(2, &child("ranks")), &reference, "2 ranks");
+    let stopped = child("stopped");
+    for step in [1, 5] {
+        stop_at(&stopped, step);
+    }
+    finish(&stopped);
+    assert!(Results::of(&stopped) == reference);
+    let replay = |step| {
+        let run = run_of(&whole);
+        let stored = Recipe::load(&run.recipe(), &[]).unwrap();
+        moh_train::replay(&run, stored, &run.recipe(), None, OpenDevice::Cpu, step)
+    };
+    assert_eq!(replay(1).unwrap().result.loss, reference.metrics[0]["loss"].as_f64().unwrap());
 }
 
 #[test]

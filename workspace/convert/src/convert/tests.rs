@@ -2,7 +2,7 @@ use std::fs;
 
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
-use moh_model::{Active, HeadCounts, SharedHeadSets};
+use moh_model::{Active, HeadCounts, RouterKind, SharedHeadSets};
 use serde_json::{Value, json};
 
 use super::*;

@@ -82,6 +82,12 @@ impl RouterKind {
         self == RouterKind::Linear || self.weighs()
     }
 
+    /// Whether its matrices begin as ones that are fitted to a text: zeros or random ones would select heads that do
+    /// not matter. Zeros of the others give every active head of a pretrained model weight 1.
+    pub fn needs_fit(self) -> bool {
+        self == RouterKind::Linear
+    }
+
     /// Whether it multiplies the outputs of active heads by weights other than 1.
     pub fn weighs(self) -> bool {
         matches!(self, RouterKind::OneStage | RouterKind::TwoStage)

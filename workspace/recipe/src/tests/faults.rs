@@ -515,6 +515,42 @@ fn calibrations_that_cannot_be_made_are_refused() {
 }
 
 #[test]
+fn the_matrices_of_a_router_are_added_and_kept() {
+    let moh = "stage.adapt.attention=\"moh\"";
+    let (two_stage, query_norm) = ("\"two-stage\"", "\"query-norm\"");
+    let routers = |first: &str, second: &str| {
+        let [first, second] = [("adapt", first), ("moh", second)]
+            .map(|(stage, router)| format!("stage.{stage}.moh={{ router = {router} }}"));
+        parse(small(), &[moh, &first, &second])
+    };
+    routers(two_stage, two_stage).unwrap();
+    routers(query_norm, two_stage).unwrap();
+    let refused = |first: &str, second: &str| {
+        let message = routers(first, second).unwrap_err().to_string();
+        assert_eq!(message.lines().count(), 1, "{message}");
+        message
+    };
+    for second in [query_norm, "\"one-stage\""] {
+        let message = refused(two_stage, second);
+        let expected = "stage.moh.moh: model.layers.0.self_attn.router";
+        assert!(message.contains(expected) && message.contains("not used"), "{message}");
+    }
+    let message = parse(
+        small(),
+        &[moh, "stage.adapt.moh={ router = 'two-stage' }", "stage.moh.attention=\"dense\""],
+    );
+    let message = message.unwrap_err().to_string();
+    assert!(message.contains("stage.moh.moh: model.layers.0.self_attn.router"), "{message}");
+    // Matrices that begin fitted need a calibration, where they are added.
+    let message = refused(query_norm, "\"linear\"");
+    let expected =
+        "stage.moh.moh.router = \"linear\": begins with matrices that are fitted to a text";
+    assert!(message.contains(expected), "{message}");
+    let fitted = "\"linear\", calibration = { shared = 'given', refit = false }";
+    routers(fitted, "\"linear\"").unwrap();
+}
+
+#[test]
 fn calibrations_have_defaults_and_are_of_stages_that_convert() {
     let recipe = with(&["stage.moh.moh={ calibration = {} }"]);
     let expected =

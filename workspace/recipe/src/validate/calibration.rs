@@ -1,6 +1,6 @@
 //! The limits of `moh.calibration`: which stages it can measure, and which stages keep what it has chosen.
 
-use moh_model::ModelConfig;
+use moh_model::{ModelConfig, RouterKind};
 
 use super::{Faults, MAX_TOKENS, stage_key};
 use crate::{AttentionKind, Recipe, Stage};
@@ -21,7 +21,8 @@ pub(super) fn check(faults: &mut Faults, stage: &Stage) {
             "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"";
         faults.check(false, &key(".shared"), chooses, reason);
     }
-    if !calibration.chooses_heads() && !calibration.refit {
+    let fits = stage.moh.as_ref().and_then(|moh| moh.router).is_some_and(RouterKind::has_matrices);
+    if !calibration.chooses_heads() && !calibration.refit && !fits {
         let reason = "changes nothing with shared = \"given\" and refit = false: leave it out";
         faults.add(&key(""), reason);
     }

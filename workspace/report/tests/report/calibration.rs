@@ -49,7 +49,15 @@ fn a_calibration_has_losses_errors_and_heads() {
     write_calibrated_run(dir.path(), [Value::Null, Value::Null]);
     let shown = page(dir.path(), "run");
     assert!(shown.contains("that of the chosen heads 0.4530, and without"));
-    assert!(!shown.contains("refitted"));
+    assert!(!shown.contains("refitted") && !shown.contains("explained by the router"));
+    // The fit of a learned router has a column.
+    let summary = dir.path().join("run/summary.json");
+    let text = fs::read_to_string(&summary).unwrap();
+    let fitted =
+        text.replacen("\"routed_top_k\":1", "\"routed_top_k\":1,\"router_explained\":0.75", 1);
+    fs::write(&summary, fitted).unwrap();
+    let shown = page(dir.path(), "run");
+    assert!(shown.contains("explained by the router") && shown.contains("<td>0.7500</td>"));
     // Others have no such section.
     write_run(dir.path(), "other", &[step("moh", 1, 64)]);
     assert!(!page(dir.path(), "other").contains("Heads chosen by measurement"));

@@ -1,12 +1,13 @@
-//! The calibration of a stage that converts a dense model: its shared heads are chosen and its output projections
-//! refitted by measurement (crate `moh-calibrate`), on the stage's first sequences, before its first step.
+//! The calibration of a stage that converts a dense model: its shared heads are chosen, its output projections refitted
+//! and the matrices of a learned router fitted by measurement (crate `moh-calibrate`), on the stage's first sequences,
+//! before its first step.
 //!
 //! The first rank alone measures. It reads the weights by their names: of the initial model, or of the checkpoint with
-//! which the stage before ends. Its result is two files of the run directory (`record.rs`, `projections.rs`), of which
+//! which the stage before ends. Its result is two files of the run directory (`record.rs`, `fitted.rs`), of which
 //! each rank takes its part. A run that is interrupted before the files are complete measures again, to the same bits
 //! on a deterministic device; after that it reads them, and from the stage's first checkpoint on it needs them no more.
 
-mod projections;
+mod fitted;
 mod record;
 
 use std::collections::HashMap;
@@ -15,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
+use fitted::{Fitted, FittedWriter};
 use moh_calibrate::{CalibrationTokens, Shared, calibrate};
 use moh_checkpoint::{RunState, StoredCheckpoint};
 use moh_data::TrainingData;
@@ -25,7 +27,6 @@ use moh_plan::measured_heads;
 use moh_recipe::{CalibrationOptions, Recipe, Stage};
 use moh_run_directory::RunDirectory;
 use moh_step::{Ranks, TensorKind};
-use projections::ProjectionWriter;
 pub(crate) use record::CalibrationRecord;
 
 use crate::Error;
@@ -125,7 +126,7 @@ impl<'a> StageMeasurement<'a> {
         let identity = self.identity(weights);
         let record = CalibrationRecord::read(self.run, self.step)?;
         let record = record.filter(|record| record.identity == identity);
-        Ok(record.filter(|record| record.has_projections(self.run, &self.dense)))
+        Ok(record.filter(|record| record.has_fitted(self.run, &self.dense)))
     }
 
     fn weights(&self) -> Result<Weights<'a>, Error> {
@@ -223,10 +224,14 @@ impl<'a> StageMeasurement<'a> {
         progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
     ) -> Result<Option<CalibrationRecord>, Error> {
         let weights = self.weights()?;
-        let projections = self.run.calibrated_projections(self.step);
-        let mut writer = match self.options.refit {
-            true => Some(ProjectionWriter::create(&projections, &self.dense)?),
-            false => None,
+        let path = self.run.calibrated_tensors(self.step);
+        let fitted = Fitted {
+            projections: self.options.refit,
+            routers: self.options.moh.router.has_matrices(),
+        };
+        let mut writer = match fitted.is_empty() {
+            false => Some(FittedWriter::create(&path, &self.dense, fitted)?),
+            true => None,
         };
         let found = calibrate::<B, Failure>(
             backend,
@@ -234,7 +239,7 @@ impl<'a> StageMeasurement<'a> {
             &self.options,
             &self.tokens,
             &mut |name, values| Ok(self.read(&weights, name, values)?),
-            // Layers come in order.
+            // Layers come in order, if they are refitted.
             &mut |_, values| writer.as_mut().map_or(Ok(()), |writer| Ok(writer.add(values)?)),
             progress,
         );
@@ -243,10 +248,16 @@ impl<'a> StageMeasurement<'a> {
             Failure::Calibration(source) => error(self.recipe, self.stage, source),
         })?;
         let Some(found) = found else { return Ok(None) };
-        let hashes = writer.map_or(Ok(Vec::new()), ProjectionWriter::finish)?;
+        if let Some(writer) = writer.as_mut().filter(|_| fitted.routers) {
+            let none = vec![0.0; self.dense.num_attention_heads * self.dense.hidden_size];
+            for layer in &found.layers {
+                writer.add(layer.router.as_ref().map_or(&none, |fit| &fit.rows))?;
+            }
+        }
+        let hashes = writer.map_or(Ok(Vec::new()), FittedWriter::finish)?;
         let (identity, tokens) = (self.identity(&weights), self.tokens.ids().len());
-        let record =
-            CalibrationRecord::new(identity, (self.stage, self.step), tokens, &found, hashes);
+        let place = (self.stage, self.step);
+        let record = CalibrationRecord::new(identity, place, tokens, &found, fitted, hashes);
         let path = self.run.calibration(self.step);
         moh_files::write(&path, &record.text(&path)?).map_err(moh_files::io(&path))?;
         Ok(Some(record))

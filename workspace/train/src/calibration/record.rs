@@ -5,14 +5,13 @@ use std::path::Path;
 
 use moh_calibrate::Calibration;
 use moh_kernels::{Backend, Element};
-use moh_model::tensors::layer_of_output_projection;
 use moh_model::{Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 use moh_run_directory::RunDirectory;
 use moh_run_log::{CalibratedLayer, StageCalibration};
 use moh_step::OptimizerState;
 use serde::{Deserialize, Serialize};
 
-use super::projections::ProjectionReader;
+use super::fitted::{Fitted, FittedReader};
 use crate::Error;
 
 /// The version of the file's format.
@@ -32,22 +31,30 @@ pub(crate) struct CalibrationRecord {
     pub calibration: StageCalibration,
     /// BLAKE3 of each layer's output projection, in order; none if they stay as they are.
     projections: Vec<String>,
+    /// BLAKE3 of the matrix of each layer's router, in order; none if it has no matrices.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    routers: Vec<String>,
 }
 
 impl CalibrationRecord {
-    /// The record of a calibration of a stage after `step` steps on so many tokens.
+    /// The record of a calibration of a stage after `step` steps on so many tokens, with the hashes of the matrices that
+    /// it has fitted.
     pub(super) fn new(
         identity: String,
         (stage, step): (&str, u64),
         tokens: usize,
         found: &Calibration,
-        projections: Vec<String>,
+        fitted: Fitted,
+        mut hashes: Vec<String>,
     ) -> Self {
+        let layers = if fitted.projections { found.layers.len() } else { 0 };
+        let routers = hashes.split_off(layers);
         let layer = |layer: &moh_calibrate::LayerCalibration| CalibratedLayer {
             shared_heads: layer.shared.heads().collect(),
             routed_top_k: layer.top_k,
             error_before: layer.error_before,
             error: layer.error,
+            router_explained: layer.router.as_ref().map(|fit| fit.explained),
         };
         let calibration = StageCalibration {
             stage: stage.to_owned(),
@@ -56,10 +63,10 @@ impl CalibrationRecord {
             loss_dense: found.losses.dense,
             loss_given: found.losses.given,
             loss: found.losses.calibrated,
-            refit: !projections.is_empty(),
+            refit: fitted.projections,
             layers: found.layers.iter().map(layer).collect(),
         };
-        CalibrationRecord { format: FORMAT, identity, calibration, projections }
+        CalibrationRecord { format: FORMAT, identity, calibration, projections: hashes, routers }
     }
 
     /// Reads the record of a calibration after `step` steps; `None` if there is none.
@@ -96,6 +103,13 @@ impl CalibrationRecord {
             );
             return Err(refuse(reason));
         }
+        if !record.routers.is_empty() && record.routers.len() != layers {
+            let reason = format!(
+                "{} matrices of routers in {layers} layers: remove it, and the run measures again",
+                record.routers.len()
+            );
+            return Err(refuse(reason));
+        }
         Ok(record)
     }
 
@@ -123,22 +137,40 @@ impl CalibrationRecord {
         Ok(moh)
     }
 
-    /// Whether the output projections of the run are those of the record, on the first rank.
-    pub(super) fn has_projections(&self, run: &RunDirectory, config: &ModelConfig) -> bool {
-        let check = || {
-            if self.projections.is_empty() {
-                return Ok(());
-            }
-            let path = run.calibrated_projections(self.calibration.step);
-            let mut reader = ProjectionReader::open(&path, config)?;
-            let mut layers = self.projections.iter().enumerate();
-            layers.try_for_each(|(layer, hash)| reader.read(layer, hash).map(|_| ()))
-        };
-        let checked: Result<(), Error> = check();
-        checked.is_ok()
+    /// What was fitted.
+    fn fitted(&self) -> Fitted {
+        Fitted { projections: !self.projections.is_empty(), routers: !self.routers.is_empty() }
     }
 
-    /// Gives this rank's part of a model the output projections, each rank its slices.
+    /// The hashes of the fitted matrices, in the file's order.
+    fn hashes(&self) -> Vec<&str> {
+        self.projections.iter().chain(&self.routers).map(String::as_str).collect()
+    }
+
+    /// The file with the matrices of a model; `None` if none were fitted.
+    fn open(
+        &self,
+        run: &RunDirectory,
+        config: &ModelConfig,
+    ) -> Result<Option<FittedReader>, Error> {
+        let (path, fitted) = (run.calibrated_tensors(self.calibration.step), self.fitted());
+        (!fitted.is_empty()).then(|| FittedReader::open(&path, config, fitted)).transpose()
+    }
+
+    /// Whether the fitted matrices of the run are those of the record, on the first rank.
+    pub(super) fn has_fitted(&self, run: &RunDirectory, config: &ModelConfig) -> bool {
+        let check = || {
+            let Some(mut reader) = self.open(run, config)? else { return Ok(true) };
+            let hashes = self.hashes();
+            let mut places = hashes.iter().enumerate();
+            places.try_for_each(|(place, hash)| reader.read(place, hash).map(|_| ()))?;
+            Ok(hashes.len() == reader.len())
+        };
+        let checked: Result<bool, Error> = check();
+        checked.unwrap_or(false)
+    }
+
+    /// Gives this rank's part of a model the fitted matrices, each rank its slices.
     ///
     /// # Errors
     /// Fails if the file with them is missing or damaged, and if the device fails.
@@ -148,17 +180,13 @@ impl CalibrationRecord {
         model: &mut Model<B, T>,
         optimizer: &mut OptimizerState<B, M>,
     ) -> Result<(), Error> {
-        if self.projections.is_empty() {
-            return Ok(());
-        }
-        let path = run.calibrated_projections(self.calibration.step);
-        let mut reader = ProjectionReader::open(&path, model.config())?;
-        let layout = model.layout().clone();
+        let Some(mut reader) = self.open(run, model.config())? else { return Ok(()) };
+        let (layout, hashes) = (model.layout().clone(), self.hashes());
         for (flat, segment) in layout.segments() {
-            let layer = layer_of_output_projection(&segment.name);
-            let hash = layer.and_then(|layer| self.projections.get(layer));
-            let Some((layer, hash)) = layer.zip(hash) else { continue };
-            let whole = reader.read(layer, hash)?;
+            let place = reader.place(&segment.name);
+            let hash = place.and_then(|place| hashes.get(place));
+            let Some((place, hash)) = place.zip(hash) else { continue };
+            let whole = reader.read(place, hash)?;
             let runs = segment.slice.runs(0..segment.slice.len());
             let own = runs.iter().flat_map(|run| &whole[run.whole..run.whole + run.len]).copied();
             optimizer.set_weights(model, (flat, segment), &own.collect::<Vec<f32>>())?;
@@ -189,6 +217,7 @@ mod tests {
                 "loss": 2.0, "refit": true, "layers": [layer(&[0, 3]), layer(&[1, 2])],
             },
             "projections": ["cd", "ef"],
+            "routers": ["gh", "ij"],
         })
     }
 
@@ -210,7 +239,14 @@ mod tests {
         assert!(found.calibration.loss_given.is_nan());
         let again = found.text(Path::new("record.json")).unwrap();
         let again = CalibrationRecord::parse(&again, Path::new("record.json")).unwrap();
-        assert_eq!((&again.identity, &again.projections), (&found.identity, &found.projections));
+        assert_eq!(
+            (&again.identity, again.hashes()),
+            (&found.identity, vec!["cd", "ef", "gh", "ij"])
+        );
+        // Without matrices of routers, as files of before they were fitted.
+        let mut without = record();
+        without.as_object_mut().unwrap().remove("routers");
+        assert_eq!(parse(&without).unwrap().hashes(), ["cd", "ef"]);
         let moh = found.moh(RouterKind::QueryNorm, &config(2)).unwrap();
         assert_eq!(moh.shared_heads.ids(), Some(vec![vec![0, 3], vec![1, 2]]));
     }
@@ -227,6 +263,7 @@ mod tests {
             (changed("/format", json!(2)), "format 2, but this version reads 1"),
             (changed("/projections", json!(["cd"])), "1 output projections of 2 layers"),
             (changed("/calibration/refit", json!(false)), "2 output projections of 2 layers"),
+            (changed("/routers", json!(["gh"])), "1 matrices of routers in 2 layers"),
             (changed("/calibration/step", json!(-1)), "not the result of a calibration"),
         ] {
             let message = parse(&record).unwrap_err().to_string();

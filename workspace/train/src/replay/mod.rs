@@ -3,6 +3,7 @@
 
 mod samples;
 
+use std::collections::HashMap;
 use std::path::Path;
 
 use moh_checkpoint::{RunState, StageExtension, StoredCheckpoint, steps_at};
@@ -13,12 +14,14 @@ use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
-use moh_model::{Activations, BlockMagnitudes, Model, PassSlot, Recompute};
+use moh_model::{Activations, BlockMagnitudes, Model, ModelConfig, MohConfig, PassSlot, Recompute};
 use moh_plan::step_config;
 use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_run_directory::{Rewinds, RunDirectory, growth};
 use moh_step::guard::Limits;
-use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient};
+use moh_step::{
+    Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient, TensorKind,
+};
 pub use samples::SampleSource;
 
 use crate::Error;
@@ -197,7 +200,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             let whole = ModelParallel::whole(&config);
             model = Model::<B, T>::zeros_of_part(backend, config, length, whole, 1)?;
             optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
-            moh_checkpoint::load(stored, &mut model, &mut optimizer)
+            moh_checkpoint::load(stored, &mut model, &mut optimizer, &[])
                 .map_err(moh_checkpoint::Error::from)?;
         } else {
             let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
@@ -222,8 +225,8 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             return Err(Error::NoSuchStep { path, step: self.job.step, steps });
         };
         if self.state.stage_step == 0 {
-            self.state.begin_stage(&mut self.optimizer, self.model.backend())?;
             self.convert(stage)?;
+            self.state.begin_stage(&mut self.optimizer, self.model.backend())?;
         }
         let group = World::single().group().clone();
         let groups = StepGroups { all: group.clone(), data: group };
@@ -257,7 +260,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let before = self.model.config().moh.clone();
         let moh = attention_of(recipe, self.state.stage, source, before.as_ref())?;
         let Some(given) = moh.as_ref().filter(|_| stage.calibration().is_some()) else {
-            return Ok(self.model.set_moh(moh)?);
+            return self.set_attention(moh);
         };
         let record = CalibrationRecord::read(run, self.state.step)?;
         let record = record.filter(|record| record.calibration.stage == stage.name);
@@ -265,9 +268,46 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             let path = run.calibration(self.state.step);
             return Err(Error::NoCalibration { path, stage: stage.name.clone() });
         };
-        record.apply(run, &mut self.model, &mut self.optimizer)?;
-        let moh = record.moh(given.router, self.model.config())?;
-        Ok(self.model.set_moh(Some(moh))?)
+        let (moh, run) = (record.moh(given.router, self.model.config())?, *run);
+        self.set_attention(Some(moh))?;
+        record.apply(run, &mut self.model, &mut self.optimizer)
+    }
+
+    /// Gives the model another attention, and matrices of zeros that its router needs.
+    fn set_attention(&mut self, moh: Option<MohConfig>) -> Result<(), Error> {
+        let added = self.model.config().added_tensors(moh.as_ref())?;
+        if added.is_empty() {
+            return Ok(self.model.set_moh(moh)?);
+        }
+        let (before, state) = (&self.model, &self.optimizer);
+        let config = ModelConfig { moh, ..before.config().clone() };
+        let (backend, whole) = (before.backend().clone(), ModelParallel::whole(&config));
+        let mut model =
+            Model::zeros_of_part(backend.clone(), config, before.positions(), whole, 1)?;
+        let mut optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
+        let places: HashMap<&str, (usize, usize)> = before
+            .layout()
+            .segments()
+            .map(|(flat, segment)| (segment.name.as_str(), (flat, segment.range.start)))
+            .collect();
+        optimizer.fill(&mut model, |kind, segment, part, values| {
+            let Some(&(flat, start)) = places.get(segment.name.as_str()) else {
+                values.fill(0.0);
+                return Ok(());
+            };
+            let range = start + part.start..start + part.end;
+            let found = match kind {
+                TensorKind::Weight => state.exact_weights(before, flat, range)?,
+                TensorKind::FirstMoment => state.first_moment.read_range(&backend, flat, range)?,
+                TensorKind::SecondMoment => {
+                    state.second_moment.read_range(&backend, flat, range)?
+                }
+            };
+            values.copy_from_slice(&found);
+            Ok::<(), Error>(())
+        })?;
+        (self.model, self.optimizer) = (model, optimizer);
+        Ok(())
     }
 
     fn step<G: Element>(

@@ -119,6 +119,7 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
             time_limit: options.time_limit,
             resume_step,
             resume_state: None,
+            gets_matrices: None,
         };
         let types = TrainingTypes {
             weights: recipe.run.dtype,

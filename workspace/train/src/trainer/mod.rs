@@ -19,7 +19,7 @@ use moh_checkpoint::RunState;
 use moh_files::OpenDirectory;
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
-use moh_model::Model;
+use moh_model::{Model, MohConfig};
 use moh_plan::SourceEpochs;
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::{Rewinds, RunDirectory, growth};
@@ -55,6 +55,8 @@ pub(crate) struct Inputs<'a> {
     /// The state in which another layout of ranks left the run, as its last checkpoint has it but for an
     /// evaluation.
     pub resume_state: Option<RunState>,
+    /// The attention of the stage that begins, if its router has matrices that the weights lack: the model gets them.
+    pub gets_matrices: Option<MohConfig>,
 }
 
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
@@ -66,6 +68,8 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     /// The parallelism that the groups were created for.
     parallel: ParallelOptions,
     events: &'e mut dyn FnMut(Event<'_>),
+    /// The attention with which the weights were trained, until a stage begins with another one.
+    attention: Option<MohConfig>,
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
     data: RunData,
@@ -104,10 +108,14 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         events(Event::Warning { text: &text });
     }
     let (mut ranks, mut data, mut is_first_start) = (ranks, data, true);
-    let (mut resume_step, mut resume_state) = (inputs.resume_step, None);
+    let (mut resume_step, mut resume_state, mut gets_matrices) = (inputs.resume_step, None, None);
     loop {
-        let (step, state) = (resume_step.take(), resume_state.take());
-        let inputs = Inputs { resume_step: step, resume_state: state, ..inputs.clone() };
+        let inputs = Inputs {
+            resume_step: resume_step.take(),
+            resume_state: resume_state.take(),
+            gets_matrices: gets_matrices.take(),
+            ..inputs.clone()
+        };
         let backend = backend.clone();
         let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
         if std::mem::take(&mut is_first_start) {
@@ -117,22 +125,28 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(trainer.stopped()),
             Progress::Lost => return trainer.leave(),
-            // Another layout of ranks starts from the last checkpoint, and after a rewind the run starts
-            // from an earlier one.
+            // Another layout of ranks and a model with more tensors start from the last checkpoint, and after a
+            // rewind the run starts from an earlier one.
             Progress::LayoutChanged => {
                 (ranks, data, resume_state) = (trainer.ranks, trainer.data, Some(trainer.state));
+            }
+            Progress::GetsMatrices(moh) => {
+                (ranks, data, resume_state) = (trainer.ranks, trainer.data, Some(trainer.state));
+                gets_matrices = Some(*moh);
             }
             Progress::Rewound => (ranks, data) = (trainer.ranks, trainer.data),
         }
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 enum Progress {
     Done,
     Stopped,
     /// The next stage has another layout of ranks.
     LayoutChanged,
+    /// The next stage has this attention, whose router has matrices that the model lacks.
+    GetsMatrices(Box<MohConfig>),
     Rewound,
     /// The run directory is not at its path any more.
     Lost,

@@ -37,8 +37,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             if measures && self.finish_saving(Progress::Done)? == Progress::Lost {
                 return Ok(Progress::Lost);
             }
-            if self.begin_stage(stage)? == Evaluated::Stopped {
-                return Ok(Progress::Stopped);
+            let progress = self.begin_stage(stage)?;
+            if progress != Progress::Done {
+                return Ok(progress);
             }
         }
         let config = step_config(self.inputs.recipe, stage);
@@ -232,38 +233,49 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Sets the stage's attention and the moments with which it begins; evaluates the model if its
-    /// attention changed. If a rank was asked to stop meanwhile, the stage has not begun.
-    fn begin_stage(&mut self, stage: &Stage) -> Result<Evaluated, Error> {
+    /// attention changed. If a rank was asked to stop meanwhile, or if the model needs more tensors, the stage has not
+    /// begun.
+    fn begin_stage(&mut self, stage: &Stage) -> Result<Progress, Error> {
         let Inputs { recipe, source, run, .. } = self.inputs;
-        let before = self.model.config().moh.clone();
+        let before = self.attention.clone();
         let mut moh = attention_of(recipe, self.state.stage, source, before.as_ref())?;
         let mut calibration = None;
         let data = &self.data.training[self.state.stage];
         let measurement = StageMeasurement::new(recipe, run, source, &self.state, data);
         if let Some(measurement) = self.ranks.agree(measurement)? {
             let Some(record) = self.calibrate(&measurement)? else {
-                return Ok(Evaluated::Stopped);
+                return Ok(Progress::Stopped);
             };
             moh = Some(measurement.moh(&record)?);
+            calibration = Some(record);
+        }
+        if let Some(moh) = &moh
+            && !self.model.config().added_tensors(Some(moh))?.is_empty()
+        {
+            return self.finish_saving(Progress::GetsMatrices(Box::new(moh.clone())));
+        }
+        if let Some(record) = &calibration {
             let applied = record.apply(run, &mut self.model, &mut self.optimizer);
             self.ranks.agree(applied)?;
             (self.events)(Event::Calibrated(&record.calibration));
-            calibration = Some(record.calibration);
         }
         if moh != before {
-            self.model.set_moh(moh)?;
+            self.model.set_moh(moh.clone())?;
             let active_heads = self.model.config().active_heads();
             let point = EvaluationPoint::Converted { stage: stage.name.clone(), active_heads };
             if self.evaluate_at(point, stage.micro_batch)? == Evaluated::Stopped {
                 // The last checkpoint, if it is written once more, is the earlier stage's. Where output projections
-                // are refitted it is complete.
-                self.model.set_moh(before)?;
-                return Ok(Evaluated::Stopped);
+                // are refitted, or matrices added, it is complete.
+                if !self.is_saved() {
+                    self.model.set_moh(before)?;
+                }
+                return Ok(Progress::Stopped);
             }
         }
-        self.state.calibrations.extend(calibration);
+        self.attention = moh;
+        self.state.calibrations.extend(calibration.map(|record| record.calibration));
         self.state.begin_stage(&mut self.optimizer, self.model.backend())?;
-        Ok(Evaluated::Yes)
+        Ok(Progress::Done)
     }
 
     /// The result of a calibration; `None` if a rank was asked to stop, or if the time limit ends.

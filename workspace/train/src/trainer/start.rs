@@ -10,7 +10,7 @@ use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
-use moh_model::{Model, ModelConfig};
+use moh_model::{Model, ModelConfig, MohConfig};
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::growth::{self, Extensions};
 use moh_run_directory::{Rewinds, RunDirectory, archive_later, leave_path, metrics_resume};
@@ -37,7 +37,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let Inputs { recipe, run, .. } = inputs;
         let rewinds = Rewinds::shared(run, &mut ranks)?;
         ranks.on_rank0(|| leave_path(run, &rewinds))?;
-        let Loaded { state, extensions, parallel, groups, model, optimizer } = loop {
+        let Loaded { state, extensions, parallel, groups, attention, model, optimizer } = loop {
             if let Some(loaded) = load(&backend, &mut ranks, &inputs, events)? {
                 break loaded;
             }
@@ -66,6 +66,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             groups,
             parallel,
             events,
+            attention,
             model,
             optimizer,
             data,
@@ -87,6 +88,8 @@ struct Loaded<B: Backend, T: Element, M: Element> {
     extensions: Extensions,
     parallel: ParallelOptions,
     groups: StepGroups,
+    /// The attention with which the weights were written.
+    attention: Option<MohConfig>,
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
 }
@@ -125,8 +128,13 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         .into());
     }
     growth::reopen(&mut state, recipe);
-    let mut config = source.config().clone();
-    config.moh = attention_before(run, source, stored.as_ref())?;
+    let attention = attention_before(run, source, stored.as_ref())?;
+    let mut config = ModelConfig { moh: attention.clone(), ..source.config().clone() };
+    let mut added = Vec::new();
+    if let Some(moh) = &inputs.gets_matrices {
+        added = config.added_tensors(Some(moh))?;
+        config.moh = Some(moh.clone());
+    }
     let parallel = parallel_at(recipe, state.stage);
     let divided = divide(ranks, parallel, &config);
     let (groups, place) = ranks.agree(divided)?;
@@ -135,7 +143,15 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
         let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
         let optimizer = OptimizerState::new(&model, Shard::from_group(&groups.data))?;
-        return Ok(Some(Loaded { state, extensions, parallel, groups, model, optimizer }));
+        return Ok(Some(Loaded {
+            state,
+            extensions,
+            parallel,
+            groups,
+            attention,
+            model,
+            optimizer,
+        }));
     }
     // Each data rank reads its shard, of this run's checkpoint or of another's.
     let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
@@ -147,10 +163,18 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         ranks.agree(filled)?;
         moh_checkpoint::gather_weights(&mut model, &groups.data)?;
         state.moment_steps = source.moment_steps();
-        return Ok(Some(Loaded { state, extensions, parallel, groups, model, optimizer }));
+        return Ok(Some(Loaded {
+            state,
+            extensions,
+            parallel,
+            groups,
+            attention,
+            model,
+            optimizer,
+        }));
     };
     let stored = stored.read_by(Shard::from_group(ranks.group()));
-    let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer);
+    let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer, &added);
     if moh_checkpoint::quarantine_if_damaged(&checkpoints, ranks, state.step, read, &mut damaged)?
         .is_none()
     {
@@ -158,7 +182,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     }
     moh_checkpoint::gather_weights(&mut model, &groups.data)?;
     events(Event::Resumed { step: state.step });
-    Ok(Some(Loaded { state, extensions, parallel, groups, model, optimizer }))
+    Ok(Some(Loaded { state, extensions, parallel, groups, attention, model, optimizer }))
 }
 
 /// Adds to the state the stages that have become longer, which the first rank reads and returns.
@@ -262,7 +286,7 @@ pub(crate) fn attention_before(
     run: &RunDirectory,
     source: &ModelSource,
     stored: Option<&StoredCheckpoint>,
-) -> Result<Option<moh_model::MohConfig>, Error> {
+) -> Result<Option<MohConfig>, Error> {
     let Some(stored) = stored else { return Ok(source.config().moh.clone()) };
     let path = run.checkpoint(stored.manifest().state.step);
     let moh = moh_run_directory::config_file(stored, &path)?.config.moh;

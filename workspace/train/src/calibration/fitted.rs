@@ -1,0 +1,160 @@
+//! The matrices that a calibration has fitted: a safetensors file with the output projections of all layers, if they are
+//! refitted, and then the matrices of their routers, if the router is learned, in order and in f32.
+//!
+//! Its header follows from the model's shape, so a file with another one is not read. Each matrix has a hash in the
+//! calibration's record, which is written after the file.
+
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+
+use moh_files::PendingFile;
+use moh_hf::weight_files::safetensors_header;
+use moh_kernels::DType;
+use moh_model::ModelConfig;
+use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, in_layer};
+
+use crate::Error;
+
+/// What a file has of each layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Fitted {
+    /// Its output projection.
+    pub projections: bool,
+    /// The matrix of its router; zeros in a layer without routed heads.
+    pub routers: bool,
+}
+
+impl Fitted {
+    pub fn is_empty(self) -> bool {
+        !self.projections && !self.routers
+    }
+
+    /// The matrices of a file, in order: names and shapes.
+    fn matrices(self, config: &ModelConfig) -> Vec<(String, [usize; 2])> {
+        let projection = [config.hidden_size, config.query_width()];
+        let router = [config.num_attention_heads, config.hidden_size];
+        let parts =
+            [(self.projections, OUTPUT_PROJECTION, projection), (self.routers, ROUTER, router)];
+        let of_part = |(is_there, name, shape)| {
+            let layers = if is_there { config.num_hidden_layers } else { 0 };
+            (0..layers).map(move |layer| (in_layer(layer, name), shape))
+        };
+        parts.into_iter().flat_map(of_part).collect()
+    }
+}
+
+/// The length of the header and the header of a file with these matrices.
+fn header(matrices: &[(String, [usize; 2])]) -> io::Result<Vec<u8>> {
+    let tensors = matrices.iter().map(|(name, shape)| (name.clone(), DType::F32, shape.to_vec()));
+    safetensors_header(None, tensors)
+}
+
+/// A file that is being written.
+pub(super) struct FittedWriter {
+    file: PendingFile,
+    bytes: Vec<u8>,
+    hashes: Vec<String>,
+}
+
+impl FittedWriter {
+    /// Begins the file of a model.
+    pub fn create(path: &Path, config: &ModelConfig, fitted: Fitted) -> Result<Self, Error> {
+        let create = || {
+            let mut file = PendingFile::create(path)?;
+            file.write_all(&header(&fitted.matrices(config))?)?;
+            Ok(file)
+        };
+        let file = create().map_err(moh_files::io(path))?;
+        Ok(FittedWriter { file, bytes: Vec::new(), hashes: Vec::new() })
+    }
+
+    /// Adds the next matrix.
+    pub fn add(&mut self, values: &[f32]) -> Result<(), Error> {
+        self.bytes.resize(size_of_val(values), 0);
+        DType::F32.write(values, &mut self.bytes);
+        self.hashes.push(blake3::hash(&self.bytes).to_hex().to_string());
+        let written = self.file.write_all(&self.bytes);
+        Ok(written.map_err(moh_files::io(self.file.path()))?)
+    }
+
+    /// Gives the file its name, in place of an earlier one; returns the hashes of the matrices.
+    pub fn finish(self) -> Result<Vec<String>, Error> {
+        let path = self.file.path().to_owned();
+        self.file.replace().map_err(moh_files::io(&path))?;
+        Ok(self.hashes)
+    }
+}
+
+/// A complete file.
+pub(super) struct FittedReader {
+    path: PathBuf,
+    file: File,
+    matrices: Vec<Matrix>,
+}
+
+/// A matrix of a file.
+struct Matrix {
+    name: String,
+    /// Where its bytes begin.
+    start: u64,
+    elements: usize,
+}
+
+impl FittedReader {
+    /// Opens the file of a model.
+    ///
+    /// # Errors
+    /// Fails if it cannot be read, or has another header.
+    pub fn open(path: &Path, config: &ModelConfig, fitted: Fitted) -> Result<Self, Error> {
+        let mut file = File::open(path).map_err(moh_files::io(path))?;
+        let matrices = fitted.matrices(config);
+        let expected = header(&matrices).map_err(moh_files::io(path))?;
+        let mut found = vec![0; expected.len()];
+        file.read_exact(&mut found).map_err(moh_files::io(path))?;
+        if found != expected {
+            let reason = "does not have the fitted matrices of the run's model: remove it, and the run \
+                          computes them again";
+            return Err(moh_files::unusable(path, reason.to_owned()).into());
+        }
+        let mut start = expected.len() as u64;
+        let matrix = |(name, shape): (String, [usize; 2])| {
+            let matrix = Matrix { name, start, elements: shape.iter().product() };
+            start += (matrix.elements * DType::F32.bytes()) as u64;
+            matrix
+        };
+        let matrices = matrices.into_iter().map(matrix).collect();
+        Ok(FittedReader { path: path.to_owned(), file, matrices })
+    }
+
+    /// Its matrices.
+    pub fn len(&self) -> usize {
+        self.matrices.len()
+    }
+
+    /// The place of a tensor among the matrices.
+    pub fn place(&self, tensor: &str) -> Option<usize> {
+        self.matrices.iter().position(|matrix| matrix.name == tensor)
+    }
+
+    /// The matrix at a place, which has this hash.
+    ///
+    /// # Errors
+    /// Fails if it cannot be read, or has another hash.
+    pub fn read(&mut self, place: usize, hash: &str) -> Result<Vec<f32>, Error> {
+        let Matrix { name, start, elements } = &self.matrices[place];
+        let mut bytes = vec![0; elements * DType::F32.bytes()];
+        let read = self.file.seek(SeekFrom::Start(*start));
+        let read = read.and_then(|_| self.file.read_exact(&mut bytes));
+        read.map_err(moh_files::io(&self.path))?;
+        if blake3::hash(&bytes).to_hex().as_str() != hash {
+            let reason = format!(
+                "{name} does not match its hash: remove the file, and the run computes it again"
+            );
+            return Err(moh_files::unusable(&self.path, reason).into());
+        }
+        let mut values = vec![0f32; *elements];
+        DType::F32.read(&bytes, &mut values);
+        Ok(values)
+    }
+}
