@@ -18,6 +18,8 @@ mod loading;
 #[cfg(test)]
 mod tests;
 
+pub use costs::Division;
+
 /// Which heads are shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shared {

@@ -28,7 +28,9 @@ mod selection;
 mod tokens;
 
 pub use error::{Error, Result};
-pub use layers::{Calibration, CalibrationOptions, LayerCalibration, Losses, Shared, calibrate};
+pub use layers::{
+    Calibration, CalibrationOptions, Division, LayerCalibration, Losses, Shared, calibrate,
+};
 pub use products::CalibrationBuffers;
 pub use router_fit::RouterFit;
 pub use search::{judged_outputs, most_fits};

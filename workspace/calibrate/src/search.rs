@@ -9,7 +9,7 @@
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
-use moh_model::{LayerHeads, ModelConfig, MohConfig};
+use moh_model::{LayerHeads, ModelConfig, RouterKind};
 use ndarray::{Array2, ArrayView2};
 use rayon::prelude::*;
 
@@ -337,14 +337,17 @@ fn by_number_of_sets(numbers: &[usize], ranking: Ranking) -> (Vec<usize>, Vec<us
     numbers.iter().partition(|&&shared| sets_of(ranking, shared) <= MOST_SETS)
 }
 
-/// Most fits by which the shared heads of layer `layer` are chosen, as many active ones as in `moh`; for
-/// [`Shared::Calibrated`] or [`Shared::CalibratedNumber`].
-pub fn most_fits(config: &ModelConfig, moh: &MohConfig, shared: Shared, layer: usize) -> usize {
-    let (ranking, heads) = (Ranking::new(moh.router, config), moh.layer(layer));
-    if heads.shared.len() == config.num_attention_heads {
-        return 0;
-    }
-    let numbers = ranking.numbers(shared, Some(heads.shared.len()), heads.active());
+/// Most fits by which the shared heads of a layer with `active` active ones are chosen, `given` shared ones among the
+/// numbers that are compared; no layer has all heads active.
+pub fn most_fits(
+    config: &ModelConfig,
+    router: RouterKind,
+    shared: Shared,
+    given: Option<usize>,
+    active: usize,
+) -> usize {
+    let ranking = Ranking::new(router, config);
+    let numbers = ranking.numbers(shared, given, active);
     let (few, many) = by_number_of_sets(&numbers, ranking);
     let all: usize = few.iter().map(|&shared| sets_of(ranking, shared)).sum();
     let exchanged = |shared: usize| ROUNDS * (shared / ranking.unit()).min(EXCHANGES);

@@ -1,7 +1,7 @@
 //! What the calibration of a stage's conversion takes on the first rank (crate `moh-calibrate`), before the stage's first
 //! step. The formulas are in `docs/plan.md`.
 
-use moh_calibrate::{CalibrationBuffers, Shared};
+use moh_calibrate::{CalibrationBuffers, Division, Shared};
 use moh_kernels::{CountedDevice, CountingMemory, Purpose};
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::ModelPart;
@@ -21,11 +21,15 @@ pub(crate) const HOST_FLOPS: f64 = 1e11;
 const F32: u64 = 4;
 const F64: u64 = 8;
 
-/// What crate `moh-calibrate` chooses for `moh.calibration.shared` of a stage.
-pub fn measured_heads(choice: SharedChoice) -> Shared {
+/// What crate `moh-calibrate` chooses for `moh.calibration.shared` of a stage that otherwise has the heads `moh`, in a
+/// model of `layers` layers.
+pub fn measured_heads(choice: SharedChoice, moh: &MohConfig, layers: usize) -> Shared {
     match choice {
         SharedChoice::Calibrated => Shared::Calibrated,
         SharedChoice::CalibratedNumber => Shared::CalibratedNumber,
+        SharedChoice::CalibratedTotal => {
+            Shared::CalibratedTotal((0..layers).map(|layer| moh.layer(layer).active()).sum())
+        }
         SharedChoice::Given => Shared::Given,
     }
 }
@@ -54,10 +58,13 @@ impl CalibrationCost {
         // The heads as the stage gives them, before any are chosen.
         let dense = ModelConfig { moh: None, ..work.model.clone() };
         let Some(moh) = work.stage.moh_config(&dense)? else { return Ok(None) };
-        let length = work.sequence_length();
+        let (length, model) = (work.sequence_length(), &work.model);
         let tokens = calibration.sequences(length).saturating_mul(length as u64);
-        let (device_flops, host_flops) = operations(work, &calibration, &moh, tokens);
-        let model = &work.model;
+        let shared = measured_heads(calibration.shared, &moh, model.num_hidden_layers);
+        let division = division(work, shared, &moh, tokens);
+        let carried = division.as_ref().map_or(0, |of| of.numbers.len() * of.carried_tokens) as u64;
+        let (device_flops, host_flops) =
+            operations(work, &calibration, &moh, shared, division, tokens);
         let (n, m) = (model.query_width() as u64, model.hidden_size as u64);
         let heads = model.num_attention_heads as u64;
         let fitted =
@@ -68,7 +75,8 @@ impl CalibrationCost {
             device_flops,
             host_flops,
             device_bytes: device_bytes(work, moh.router)?,
-            host_bytes: host_bytes(tokens, n, m),
+            host_bytes: host_bytes(tokens, n, m)
+                .saturating_add((layers * F32).saturating_mul(carried).saturating_mul(m)),
             file_bytes: fitted.saturating_mul(layers * F32).saturating_mul(m),
         }))
     }
@@ -87,11 +95,22 @@ fn search_tokens(tokens: u64, inputs: u64) -> u64 {
     tokens.div_ceil(2).max(inputs).min(tokens)
 }
 
+/// What is measured of each layer, if active heads are divided among layers.
+fn division(work: &Work, shared: Shared, moh: &MohConfig, tokens: u64) -> Option<Division> {
+    let Shared::CalibratedTotal(total) = shared else { return None };
+    let length = work.sequence_length();
+    let pass = pass_alone(most_windows(length), length).tokens();
+    let tokens = usize::try_from(tokens).unwrap_or(usize::MAX);
+    Some(Division::new(&work.model, moh.router, total, tokens, pass))
+}
+
 /// Most operations of the device, and of the host.
 fn operations(
     work: &Work,
     calibration: &CalibrationOptions,
     moh: &MohConfig,
+    shared: Shared,
+    division: Option<Division>,
     tokens: u64,
 ) -> (f64, f64) {
     let model = &work.model;
@@ -118,14 +137,36 @@ fn operations(
         let block = 2.0 * elements.matrices as f64;
         // Dense, as given and as calibrated; the heads' outputs of the latter, and their products.
         let passes = 3.0 * block + core(heads) + 2.0 * core(active) + qkv + core(heads) + products;
-        device += tokens * (passes + router_passes);
-        host += router_fit + 2.0 * m * n * n + if calibration.refit { fit } else { 0.0 };
-        if calibration.chooses_heads() {
-            let shared = measured_heads(calibration.shared);
-            let fits = moh_calibrate::most_fits(model, moh, shared, layer) as f64;
-            device += sample * (qkv + block + 2.0 * core(heads) + fits * 2.0 * n * (n + judged));
-            host += fits * judgement;
-        }
+        let refit = 2.0 * m * n * n + if calibration.refit { fit } else { 0.0 };
+        let conversion = (tokens * (passes + router_passes), router_fit + refit);
+        let given = moh.layer(layer).shared.len();
+        let fits = |given: Option<usize>, active: usize| {
+            moh_calibrate::most_fits(model, moh.router, shared, given, active) as f64
+        };
+        let search = |fits: f64| {
+            let products = fits * 2.0 * n * (n + judged);
+            (sample * (qkv + block + 2.0 * core(heads) + products), fits * judgement)
+        };
+        let mut add = |(on_device, on_host): (f64, f64), times: f64| {
+            device += times * on_device;
+            host += times * on_host;
+        };
+        add(conversion, 1.0);
+        let Some(Division { numbers, carried_tokens, .. }) = &division else {
+            if calibration.chooses_heads() && given < heads {
+                add(search(fits(Some(given), active)), 1.0);
+            }
+            continue;
+        };
+        // Sets of each number, converted on all tokens; the even conversion and that with the least sum of costs.
+        add(search(numbers.iter().filter(|&&n| n < heads).map(|&n| fits(None, n)).sum()), 1.0);
+        let of_number = block + qkv + 2.0 * core(heads) + products;
+        let (numbers, carried) = (numbers.len() as f64, *carried_tokens as f64);
+        add((tokens * of_number, refit), numbers);
+        add(conversion, 2.0);
+        // The streams of this layer's numbers, and of those before it, with their losses.
+        let streams = (layer as f64 + 1.0) * (block + core(active));
+        add((carried * (streams + 2.0 * model.vocab_size as f64 * m), 0.0), numbers);
     }
     (device, host)
 }
@@ -205,6 +246,25 @@ mod tests {
         let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
         let cost = CalibrationCost::new(&work).unwrap().unwrap();
         close(cost.host_flops, 32.0 * (69.0 * judgement + fit + 2.0 * c * q * q));
+        let number_bytes = cost.host_bytes;
+        let routing = work.model.moh.as_ref().unwrap().layer(0);
+        assert_eq!((routing.shared.len(), routing.top_k), (0, 24));
+        // Active heads that are divided among layers: 9 numbers of each, the even conversion and the best one.
+        let total = "stage.moh.moh.calibration={ tokens = 65536, shared = \"calibrated-total\" }";
+        let (recipe, model) = llama3_8b(&[total]);
+        let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
+        let cost = CalibrationCost::new(&work).unwrap().unwrap();
+        let fits = |active: usize| {
+            let router = RouterKind::QueryNorm;
+            moh_calibrate::most_fits(&model, router, Shared::CalibratedTotal(768), None, active)
+        };
+        // One set of no heads and one head; 0 to 3 of 4: 1 + 32 + an exchange of 2 and of 3, and so on.
+        assert_eq!((fits(1), fits(4)), (1, 1 + 32 + 2 + 24));
+        let all: usize = [1, 4, 8, 12, 16, 20, 24, 28].map(fits).iter().sum();
+        let refit = fit + 2.0 * c * q * q;
+        close(cost.host_flops, 32.0 * (all as f64 * judgement + (1.0 + 9.0 + 2.0) * refit));
+        // Of a sequence: 288 residual streams of it have more than 1 GiB.
+        assert_eq!(cost.host_bytes, number_bytes + 288 * 8192 * 4096 * 4);
         // A learned router alone.
         let learned = "stage.moh.moh={ router = \"linear\", shared_heads = 16, routed_top_k = 8, \
                        calibration = { tokens = 65536, shared = \"given\", refit = false } }";
@@ -218,8 +278,6 @@ mod tests {
         let rows = tokens * 2.0 * q * c + c * c * c / 3.0 + 6.0 * 32.0 * c * c;
         close(cost.host_flops, 32.0 * (rows + 2.0 * c * q * q));
         assert_eq!(cost.file_bytes, 32 * 32 * 4096 * 4);
-        let routing = work.model.moh.as_ref().unwrap().layer(0);
-        assert_eq!((routing.shared.len(), routing.top_k), (0, 24));
     }
 
     #[test]

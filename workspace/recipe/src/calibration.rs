@@ -26,8 +26,23 @@ pub enum SharedChoice {
     Calibrated,
     /// Chosen by measurement, their number too; as many are active as otherwise.
     CalibratedNumber,
+    /// Chosen by measurement, their number and that of the active heads of each layer too; as many are active as
+    /// otherwise in all layers together.
+    CalibratedTotal,
     /// Those that the stage shares otherwise.
     Given,
+}
+
+impl SharedChoice {
+    /// Its name in recipes.
+    pub const fn name(self) -> &'static str {
+        match self {
+            SharedChoice::Calibrated => "calibrated",
+            SharedChoice::CalibratedNumber => "calibrated-number",
+            SharedChoice::CalibratedTotal => "calibrated-total",
+            SharedChoice::Given => "given",
+        }
+    }
 }
 
 impl Default for CalibrationOptions {
@@ -44,7 +59,7 @@ impl CalibrationOptions {
 
     /// Whether it chooses how many heads are shared.
     pub fn chooses_numbers(&self) -> bool {
-        self.shared == SharedChoice::CalibratedNumber
+        matches!(self.shared, SharedChoice::CalibratedNumber | SharedChoice::CalibratedTotal)
     }
 
     /// Sequences of `length` tokens that are measured.

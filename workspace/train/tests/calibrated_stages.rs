@@ -50,6 +50,14 @@ const NUMBERS: [&str; 3] = [
     FIRST[2],
 ];
 
+/// As before, and the first stage also divides the active heads among the layers.
+const TOTAL: [&str; 3] = [
+    FIRST[0],
+    "stage.adapt.moh={ shared_heads = 2, routed_top_k = 1, \
+     calibration = { tokens = 128, shared = 'calibrated-total' } }",
+    FIRST[2],
+];
+
 /// The second stage converts to a learned router.
 const LEARNED: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2, \
                        calibration = { tokens = 128 } }";
@@ -224,9 +232,27 @@ fn a_stage_can_begin_with_the_best_number_of_shared_heads() {
 }
 
 #[test]
+fn a_stage_can_divide_active_heads_among_layers() {
+    let place = TestRun::new();
+    for (name, router) in [("query-norm", "query-norm"), ("learned", "linear")] {
+        let moh = format!(
+            "stage.moh.moh={{ router = '{router}', shared_heads = 1, routed_top_k = 1, \
+             calibration = {{ tokens = 128, shared = 'calibrated-total' }} }}"
+        );
+        let recipe = recipe(&place, name, &[&moh, "checkpoint.keep=9"]);
+        finish(&recipe);
+        let (calibration, _) = expected(&recipe, 5, 40, Shared::CalibratedTotal(4));
+        let found = ConfigFile::read(&run_of(&recipe).export()).unwrap().config.moh.unwrap();
+        assert_eq!(found, calibration.moh);
+        let active: Vec<usize> = (0..2).map(|layer| found.layer(layer).active()).collect();
+        assert_eq!(active.iter().sum::<usize>(), 4, "{name}: {active:?}");
+    }
+}
+
+#[test]
 fn later_stages_keep_the_heads() {
     let place = TestRun::new();
-    for (name, changes) in [("heads", FIRST), ("numbers", NUMBERS)] {
+    for (name, changes) in [("heads", FIRST), ("numbers", NUMBERS), ("total", TOTAL)] {
         let recipe = recipe(&place, name, &changes);
         finish(&recipe);
         let run = run_of(&recipe);
@@ -277,6 +303,7 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
         &[FIRST[0], FIRST[1], FIRST[2]],
         &[FIRST[0], FIRST[1], FIRST[2], "run.dtype=bf16"],
         &[NUMBERS[0], NUMBERS[1], NUMBERS[2], "run.dtype=bf16"],
+        &TOTAL,
         &[LEARNED, "run.dtype=bf16"],
         &[LEARNED_FIRST[0], LEARNED_FIRST[1], LEARNED_FIRST[2]],
         &[ZEROS, "run.dtype=bf16"],
@@ -468,8 +495,9 @@ fn every_layout_has_the_same_heads_and_matrices() {
         (0, &FIRST[..], 0),
         (1, &[SECOND], 5),
         (2, &NUMBERS, 0),
-        (3, &[LEARNED], 5),
-        (4, &LEARNED_FIRST, 0),
+        (3, &TOTAL, 0),
+        (4, &[LEARNED], 5),
+        (5, &LEARNED_FIRST, 0),
     ] {
         let layout = |name: &str, tensor: usize, pipeline: usize| {
             let keys = ["adapt", "moh"].map(|stage| {
@@ -510,6 +538,7 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
     for (name, changes, step) in [
         ("first", &FIRST[..], 0),
         ("numbers", &NUMBERS, 0),
+        ("total", &TOTAL, 0),
         ("second", &[SECOND, "run.dtype=bf16"], 5),
         ("learned", &[LEARNED, "run.dtype=bf16"], 5),
         ("learned-first", &LEARNED_FIRST, 0),

@@ -8,7 +8,7 @@
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
-use moh_model::{LayerHeads, MohConfig};
+use moh_model::{LayerHeads, ModelConfig, MohConfig, RouterKind};
 
 use super::loading::Fitted;
 use super::{Choice, Job, Source, Steps, Streams, add_pass};
@@ -23,10 +23,42 @@ const NUMBERS: usize = 8;
 /// Bytes that the residual streams of all numbers in all layers may have, but one pass of each.
 const STREAM_BYTES: usize = 1 << 30;
 
+/// What [`Shared::CalibratedTotal`](crate::Shared::CalibratedTotal) measures of each layer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Division {
+    /// Numbers of active heads, ascending.
+    pub numbers: Vec<usize>,
+    /// The tokens by whose loss numbers are compared: their residual streams, one for each number of each layer, go
+    /// through all later layers.
+    pub carried_tokens: usize,
+    /// The number with which the other layers are converted.
+    even: usize,
+}
+
+impl Division {
+    /// Of `total` active heads in all layers of the model that `config` describes, measured on `tokens` tokens in
+    /// passes of `pass`.
+    pub fn new(
+        config: &ModelConfig,
+        router: RouterKind,
+        total: usize,
+        tokens: usize,
+        pass: usize,
+    ) -> Self {
+        let unit = Ranking::new(router, config).multiple();
+        let (units, layers) = (config.num_attention_heads / unit, config.num_hidden_layers.max(1));
+        let even = (total / unit / layers).max(1);
+        let numbers: Vec<usize> = measured(units, even).into_iter().map(|n| n * unit).collect();
+        let streams = layers.saturating_mul(numbers.len());
+        let bytes = streams.saturating_mul(pass * config.hidden_size * size_of::<f32>());
+        let passes = (STREAM_BYTES / bytes.max(1)).clamp(1, (tokens / pass).max(1));
+        Division { numbers, carried_tokens: passes * pass, even: even * unit }
+    }
+}
+
 /// A number of active heads of a layer.
 struct Variant {
-    /// Heads, or groups of them.
-    units: usize,
+    active: usize,
     heads: LayerHeads,
     /// The residual stream of the first tokens, behind the last layer that was measured.
     stream: Vec<f32>,
@@ -48,7 +80,10 @@ impl<B: Backend + Clone> Job<'_, B> {
         if !is_possible {
             return Err(Error::Total { total, layers, unit }.into());
         }
-        let even = total / unit / layers;
+        let (tokens, pass) = (self.tokens.ids().len(), self.tokens.pass());
+        let router = self.options.moh.router;
+        let division = Division::new(self.config, router, total, tokens, pass);
+        let even = division.even / unit;
         steps.all += layers;
         let start = self.streams.dense.clone();
         let mut variants = Vec::new();
@@ -56,9 +91,9 @@ impl<B: Backend + Clone> Job<'_, B> {
             if !steps.next() {
                 return Ok(None);
             }
-            self.measure_variants(layer, even, &mut variants, weights)?;
+            self.measure_variants(layer, &division, &mut variants, weights)?;
         }
-        let costs = self.costs(&variants, even, weights)?;
+        let costs = self.costs(&variants, &division, weights)?;
         self.begin_again(&start);
         let nearly_even = |(n, cost): (usize, f64)| match n == even || n == even + 1 {
             true => cost,
@@ -116,7 +151,7 @@ impl<B: Backend + Clone> Job<'_, B> {
     fn measure_variants<E: From<Error> + From<moh_model::Error>>(
         &mut self,
         layer: usize,
-        even: usize,
+        division: &Division,
         variants: &mut Vec<Vec<Variant>>,
         weights: Source<'_, E>,
     ) -> Result<(), E> {
@@ -124,20 +159,20 @@ impl<B: Backend + Clone> Job<'_, B> {
         let router = self.fit_router(layer, &projection, weights)?;
         let sample = self.sample(&projection)?;
         let old = matrix::<f64>(&projection, self.config.query_width());
-        let mut of_layer = self.variants(&sample, even).map_err(|error| error.in_layer(layer))?;
+        let mut of_layer =
+            self.variants(&sample, division).map_err(|error| error.in_layer(layer))?;
         let elements = self.tokens.pass() * self.config.hidden_size;
-        let carried = self.carried_passes(of_layer.len());
+        let carried = division.carried_tokens * self.config.hidden_size;
         // The even number last: its projection is the one that the other streams go through.
         for variant in of_layer.iter_mut().rev() {
             let moh = self.options.moh.of_one_layer(variant.heads);
             self.load(layer, Fitted { projection: None, router: router.as_ref() }, weights)?;
-            let products = match variant.units == even {
+            let products = match variant.active == division.even {
                 true => self.measure::<E>(layer, &moh)?,
                 false => self.products(&moh)?,
             };
             self.refit(layer, &products, old.view(), router.as_ref(), weights)?;
-            let stream = &self.streams.calibrated[..carried * elements];
-            for x in stream.chunks_exact(elements) {
+            for x in self.streams.calibrated[..carried].chunks_exact(elements) {
                 variant.stream.extend(self.block.forward(x, Some(moh.clone()))?.output);
             }
         }
@@ -152,19 +187,19 @@ impl<B: Backend + Clone> Job<'_, B> {
         Ok(())
     }
 
-    /// The best heads of each number of units that is measured, the even number first.
-    fn variants(&mut self, sample: &LayerSample, even: usize) -> Result<Vec<Variant>> {
-        let (heads, unit) = (self.config.num_attention_heads, self.unit());
+    /// The best heads of each number that is measured, the even number first.
+    fn variants(&mut self, sample: &LayerSample, division: &Division) -> Result<Vec<Variant>> {
+        let heads = self.config.num_attention_heads;
         let all = LayerHeads { shared: SharedHeads::first(heads), top_k: 0 };
         let mut variants = Vec::new();
-        for units in measured(heads / unit, even) {
-            let heads = match units * unit < heads {
-                true => self.best_heads(sample, None, units * unit)?.heads,
+        for &active in &division.numbers {
+            let heads = match active < heads {
+                true => self.best_heads(sample, None, active)?.heads,
                 false => all,
             };
-            variants.push(Variant { units, heads, stream: Vec::new() });
+            variants.push(Variant { active, heads, stream: Vec::new() });
         }
-        variants.sort_by_key(|variant| variant.units != even);
+        variants.sort_by_key(|variant| variant.active != division.even);
         Ok(variants)
     }
 
@@ -183,16 +218,17 @@ impl<B: Backend + Clone> Job<'_, B> {
     fn costs<E: From<Error> + From<moh_model::Error>>(
         &self,
         variants: &[Vec<Variant>],
-        even: usize,
+        division: &Division,
         weights: Source<'_, E>,
     ) -> Result<Vec<Vec<f64>>, E> {
+        let (unit, even) = (self.unit(), division.even / self.unit());
         let streams: Vec<&[f32]> = variants.iter().flatten().map(|it| &it.stream[..]).collect();
         let losses = self.losses(&streams, weights)?;
         let mut losses = losses.into_iter();
         let mut costs = Vec::new();
         for variants in variants {
             let mut of_layer: Vec<(usize, f64)> =
-                variants.iter().map(|variant| variant.units).zip(losses.by_ref()).collect();
+                variants.iter().map(|variant| variant.active / unit).zip(losses.by_ref()).collect();
             let at = of_layer.iter().find(|(units, _)| *units == even).map_or(0.0, |it| it.1);
             of_layer.iter_mut().for_each(|(_, loss)| *loss -= at);
             of_layer.sort_by_key(|(units, _)| *units);
@@ -205,17 +241,9 @@ impl<B: Backend + Clone> Job<'_, B> {
     fn choices(&self, numbers: &[usize], variants: &[Vec<Variant>]) -> Vec<Choice> {
         let choice = |(&units, variants): (&usize, &Vec<Variant>)| Choice {
             active: units * self.unit(),
-            heads: variants.iter().find(|it| it.units == units).map(|it| it.heads),
+            heads: variants.iter().find(|it| it.active == units * self.unit()).map(|it| it.heads),
         };
         numbers.iter().zip(variants).map(choice).collect()
-    }
-
-    /// Passes over the tokens on which costs are measured, of this many numbers of heads in each layer.
-    fn carried_passes(&self, numbers: usize) -> usize {
-        let pass = self.tokens.pass();
-        let streams = self.config.num_hidden_layers * numbers;
-        let bytes = streams * pass * self.config.hidden_size * size_of::<f32>();
-        (STREAM_BYTES / bytes).clamp(1, self.tokens.ids().len() / pass)
     }
 
     /// Heads in whose multiples the router makes them active.

@@ -453,7 +453,7 @@ fn calibrations_that_cannot_be_made_are_refused() {
         (
             "calibration = { shared = 'best' }",
             "calibration.shared",
-            "must be \"calibrated\" or \"calibrated-number\" or \"given\"",
+            "must be \"calibrated\" or \"calibrated-number\" or \"calibrated-total\" or \"given\"",
         ),
         ("calibration = { tokens = 0 }", "calibration.tokens = 0", "must be from 1 to"),
         (

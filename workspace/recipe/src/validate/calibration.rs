@@ -15,8 +15,7 @@ pub(super) fn check(faults: &mut Faults, stage: &Stage) {
     }
     let has_ids = stage.moh.as_ref().is_some_and(|moh| moh.shared_head_ids.is_some());
     if has_ids && calibration.chooses_heads() {
-        let chooses =
-            if calibration.chooses_numbers() { "\"calibrated-number\"" } else { "\"calibrated\"" };
+        let chooses = format!("\"{}\"", calibration.shared.name());
         let reason =
             "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"";
         faults.check(false, &key(".shared"), chooses, reason);

@@ -24,7 +24,7 @@ use moh_kernels::Backend;
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::{ModelConfig, MohConfig};
 use moh_plan::measured_heads;
-use moh_recipe::{CalibrationOptions, Recipe, Stage};
+use moh_recipe::{CalibrationOptions, Recipe, SharedChoice, Stage};
 use moh_run_directory::RunDirectory;
 use moh_step::{Ranks, TensorKind};
 pub(crate) use record::CalibrationRecord;
@@ -77,7 +77,7 @@ impl<'a> StageMeasurement<'a> {
         let ids = first_tokens(data, state.sample, &calibration)?;
         let tokens = CalibrationTokens::new(ids, data.sequence_length(), &dense)
             .map_err(|source| error(recipe, &stage.name, source))?;
-        let shared = measured_heads(calibration.shared);
+        let shared = measured_heads(calibration.shared, &moh, dense.num_hidden_layers);
         // Training goes on with the values in f32.
         let refit = calibration.refit;
         let options = moh_calibrate::CalibrationOptions { moh, shared, refit, stored: None };
@@ -160,7 +160,8 @@ impl<'a> StageMeasurement<'a> {
                 .collect::<Vec<_>>(),
             // True or false in files of before there was a third choice.
             "shared": match shared {
-                Shared::CalibratedNumber => "calibrated-number".into(),
+                Shared::CalibratedNumber => SharedChoice::CalibratedNumber.name().into(),
+                Shared::CalibratedTotal(_) => SharedChoice::CalibratedTotal.name().into(),
                 shared => serde_json::Value::from(*shared == Shared::Given),
             },
             "refit": refit,
