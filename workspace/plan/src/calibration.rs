@@ -1,6 +1,8 @@
 //! What the calibration of a stage's conversion takes on the first rank (crate `moh-calibrate`), before the stage's first
 //! step. The formulas are in `docs/plan.md`.
 
+mod operations;
+
 use moh_calibrate::{CalibrationBuffers, Division, Shared};
 use moh_kernels::{CountedDevice, CountingMemory, Purpose};
 use moh_model::layout::ModelLayout;
@@ -9,7 +11,9 @@ use moh_model::{
     Activations, ModelBuffers, ModelConfig, MohConfig, PassSizes, RouterKind, Slots, block_alone,
     ends_alone, most_windows, pass_alone,
 };
-use moh_recipe::{CalibrationOptions, DeviceKind, SharedChoice};
+use moh_recipe::{DeviceKind, SharedChoice};
+
+use operations::{Choices, Operations, search_tokens};
 
 use super::memory::fits_address_space;
 use super::work::Work;
@@ -62,9 +66,11 @@ impl CalibrationCost {
         let tokens = calibration.sequences(length).saturating_mul(length as u64);
         let shared = measured_heads(calibration.shared, &moh, model.num_hidden_layers);
         let division = division(work, shared, &moh, tokens);
-        let carried = division.as_ref().map_or(0, |of| of.numbers.len() * of.carried_tokens) as u64;
-        let (device_flops, host_flops) =
-            operations(work, &calibration, &moh, shared, division, tokens);
+        let carried =
+            division.as_ref().map_or(0, |of| of.numbers.len().saturating_mul(of.carried_tokens))
+                as u64;
+        let choices = Choices { calibration, moh: &moh, shared, division: division.as_ref() };
+        let Operations { device, host } = operations::of_calibration(work, &choices, tokens);
         let (n, m) = (model.query_width() as u64, model.hidden_size as u64);
         let heads = model.num_attention_heads as u64;
         let fitted =
@@ -72,8 +78,8 @@ impl CalibrationCost {
         let layers = model.num_hidden_layers as u64;
         Ok(Some(CalibrationCost {
             tokens,
-            device_flops,
-            host_flops,
+            device_flops: device,
+            host_flops: host,
             device_bytes: device_bytes(work, moh.router)?,
             host_bytes: host_bytes(tokens, n, m)
                 .saturating_add((layers * F32).saturating_mul(carried).saturating_mul(m)),
@@ -90,85 +96,13 @@ fn host_bytes(tokens: u64, n: u64, m: u64) -> u64 {
     streams.saturating_add(sample).saturating_mul(F32).saturating_add(fit)
 }
 
-/// Tokens by which a search judges sets.
-fn search_tokens(tokens: u64, inputs: u64) -> u64 {
-    tokens.div_ceil(2).max(inputs).min(tokens)
-}
-
 /// What is measured of each layer, if active heads are divided among layers.
 fn division(work: &Work, shared: Shared, moh: &MohConfig, tokens: u64) -> Option<Division> {
     let Shared::CalibratedTotal(total) = shared else { return None };
     let length = work.sequence_length();
-    let pass = pass_alone(most_windows(length), length).tokens();
+    let pass = most_windows(length).saturating_mul(length);
     let tokens = usize::try_from(tokens).unwrap_or(usize::MAX);
     Some(Division::new(&work.model, moh.router, total, tokens, pass))
-}
-
-/// Most operations of the device, and of the host.
-fn operations(
-    work: &Work,
-    calibration: &CalibrationOptions,
-    moh: &MohConfig,
-    shared: Shared,
-    division: Option<Division>,
-    tokens: u64,
-) -> (f64, f64) {
-    let model = &work.model;
-    let (n, m) = (model.query_width() as f64, model.hidden_size as f64);
-    let keys = (work.sequence_length() as f64 + 1.0) / 2.0;
-    let core = |active: usize| 4.0 * keys * model.head_dim as f64 * active as f64;
-    let heads = model.num_attention_heads;
-    let (tokens, sample) = (tokens as f64, search_tokens(tokens, n as u64) as f64);
-    let qkv = 2.0 * m * (n + 2.0 * model.key_value_width() as f64);
-    let products = 2.0 * n * (n + m);
-    let fit = n * n * n / 3.0 + 6.0 * m * n * n;
-    let judged = moh_calibrate::judged_outputs(model.hidden_size) as f64;
-    let judgement = n * n * n / 3.0 + 3.0 * judged * n * n;
-    let rows = heads as f64;
-    // The heads' outputs, their contributions, and the products and the fit of the router's rows.
-    let router = if moh.router.has_matrices() { 1.0 } else { 0.0 };
-    let router_passes = router * (2.0 * qkv + core(heads) + 2.0 * m * (m + rows));
-    let router_fit = router * (tokens * 2.0 * n * m + m * m * m / 3.0 + 6.0 * rows * m * m);
-    // The losses of three streams.
-    let mut device = 3.0 * tokens * 2.0 * model.vocab_size as f64 * m;
-    let mut host = 0.0;
-    for (layer, elements) in work.elements.blocks.iter().enumerate() {
-        let active = moh.layer(layer).active();
-        let block = 2.0 * elements.matrices as f64;
-        // Dense, as given and as calibrated; the heads' outputs of the latter, and their products.
-        let passes = 3.0 * block + core(heads) + 2.0 * core(active) + qkv + core(heads) + products;
-        let refit = 2.0 * m * n * n + if calibration.refit { fit } else { 0.0 };
-        let conversion = (tokens * (passes + router_passes), router_fit + refit);
-        let given = moh.layer(layer).shared.len();
-        let fits = |given: Option<usize>, active: usize| {
-            moh_calibrate::most_fits(model, moh.router, shared, given, active) as f64
-        };
-        let search = |fits: f64| {
-            let products = fits * 2.0 * n * (n + judged);
-            (sample * (qkv + block + 2.0 * core(heads) + products), fits * judgement)
-        };
-        let mut add = |(on_device, on_host): (f64, f64), times: f64| {
-            device += times * on_device;
-            host += times * on_host;
-        };
-        add(conversion, 1.0);
-        let Some(Division { numbers, carried_tokens, .. }) = &division else {
-            if calibration.chooses_heads() && given < heads {
-                add(search(fits(Some(given), active)), 1.0);
-            }
-            continue;
-        };
-        // Sets of each number, converted on all tokens; the even conversion and that with the least sum of costs.
-        add(search(numbers.iter().filter(|&&n| n < heads).map(|&n| fits(None, n)).sum()), 1.0);
-        let of_number = block + qkv + 2.0 * core(heads) + products;
-        let (numbers, carried) = (numbers.len() as f64, *carried_tokens as f64);
-        add((tokens * of_number, refit), numbers);
-        add(conversion, 2.0);
-        // The streams of this layer's numbers, and of those before it, with their losses.
-        let streams = (layer as f64 + 1.0) * (block + core(active));
-        add((carried * (streams + 2.0 * model.vocab_size as f64 * m), 0.0), numbers);
-    }
-    (device, host)
 }
 
 /// Memory of the device: a block and the ends alone in f32, with their passes, and the sums of products.

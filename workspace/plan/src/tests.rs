@@ -286,6 +286,8 @@ fn huge_numbers_saturate_and_print() {
     ];
     let text = plan(&huge).with_device_tflops(1e-9).to_string();
     assert!(text.contains("years") || text.contains("days"));
+    let divided = "stage.moh.moh.calibration={ tokens = 9e15, shared = \"calibrated-total\" }";
+    plan(&[&huge[..4], &[divided]].concat()).to_string();
     let (recipe, model) = small(&huge);
     let slow = "name = \"slow\"\n[device]\nmemory_bytes = 1e15\nreserved_bytes = 0\n\
         matmul_bf16_tflops = 1e-12\nmatmul_f32_tflops = 1e-12\nattention_share = 1e-3\n\

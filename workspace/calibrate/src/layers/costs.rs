@@ -50,7 +50,8 @@ impl Division {
         let even = (total / unit / layers).max(1);
         let numbers: Vec<usize> = measured(units, even).into_iter().map(|n| n * unit).collect();
         let streams = layers.saturating_mul(numbers.len());
-        let bytes = streams.saturating_mul(pass * config.hidden_size * size_of::<f32>());
+        let elements = streams.saturating_mul(config.hidden_size).saturating_mul(pass);
+        let bytes = elements.saturating_mul(size_of::<f32>());
         let passes = (STREAM_BYTES / bytes.max(1)).clamp(1, (tokens / pass).max(1));
         Division { numbers, carried_tokens: passes * pass, even: even * unit }
     }

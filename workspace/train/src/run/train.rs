@@ -118,8 +118,7 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
             trace: options.trace,
             time_limit: options.time_limit,
             resume_step,
-            resume_state: None,
-            gets_matrices: None,
+            left: None,
         };
         let types = TrainingTypes {
             weights: recipe.run.dtype,

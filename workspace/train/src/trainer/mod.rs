@@ -52,11 +52,17 @@ pub(crate) struct Inputs<'a> {
     pub time_limit: Option<TimeLimit>,
     /// The checkpoint to start from instead of the newest.
     pub resume_step: Option<u64>,
-    /// The state in which another layout of ranks left the run, as its last checkpoint has it but for an
-    /// evaluation.
-    pub resume_state: Option<RunState>,
-    /// The attention of the stage that begins, if its router has matrices that the weights lack: the model gets them.
-    pub gets_matrices: Option<MohConfig>,
+    /// Where another layout of ranks, or a model that lacked matrices, left the run.
+    pub left: Option<Left>,
+}
+
+/// Where a trainer left the run to another one, before a stage begins.
+#[derive(Clone)]
+pub(crate) struct Left {
+    /// As the last checkpoint has it but for an evaluation.
+    state: RunState,
+    /// The attention of the stage, if its router has matrices that the model lacked: it gets them.
+    gets_matrices: Option<MohConfig>,
 }
 
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
@@ -108,34 +114,28 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         events(Event::Warning { text: &text });
     }
     let (mut ranks, mut data, mut is_first_start) = (ranks, data, true);
-    let (mut resume_step, mut resume_state, mut gets_matrices) = (inputs.resume_step, None, None);
+    let (mut resume_step, mut left) = (inputs.resume_step, None);
     loop {
-        let inputs = Inputs {
-            resume_step: resume_step.take(),
-            resume_state: resume_state.take(),
-            gets_matrices: gets_matrices.take(),
-            ..inputs.clone()
-        };
+        let (step, before) = (resume_step.take(), left.take());
+        let inputs = Inputs { resume_step: step, left: before, ..inputs.clone() };
         let backend = backend.clone();
         let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
         if std::mem::take(&mut is_first_start) {
             trainer.tell_sources();
         }
-        match trainer.run()? {
+        let progress = trainer.run()?;
+        let leave = |gets_matrices| Some(Left { state: trainer.state.clone(), gets_matrices });
+        // Another layout of ranks and a model with more tensors start from the last checkpoint, and after a
+        // rewind the run starts from an earlier one.
+        left = match progress {
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(trainer.stopped()),
             Progress::Lost => return trainer.leave(),
-            // Another layout of ranks and a model with more tensors start from the last checkpoint, and after a
-            // rewind the run starts from an earlier one.
-            Progress::LayoutChanged => {
-                (ranks, data, resume_state) = (trainer.ranks, trainer.data, Some(trainer.state));
-            }
-            Progress::GetsMatrices(moh) => {
-                (ranks, data, resume_state) = (trainer.ranks, trainer.data, Some(trainer.state));
-                gets_matrices = Some(*moh);
-            }
-            Progress::Rewound => (ranks, data) = (trainer.ranks, trainer.data),
-        }
+            Progress::LayoutChanged => leave(None),
+            Progress::GetsMatrices(moh) => leave(Some(*moh)),
+            Progress::Rewound => None,
+        };
+        (ranks, data) = (trainer.ranks, trainer.data);
     }
 }
 

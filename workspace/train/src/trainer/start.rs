@@ -116,8 +116,9 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let mut state =
         (stored.as_ref()).map_or_else(RunState::default, |stored| stored.manifest().state.clone());
     // Of the same step, the state in memory may have the evaluation that the checkpoint's lacks.
-    if let Some(found) = inputs.resume_state.as_ref().filter(|found| found.step == state.step) {
-        state.clone_from(found);
+    let left = inputs.left.as_ref().filter(|left| left.state.step == state.step);
+    if let Some(left) = left {
+        state.clone_from(&left.state);
     }
     let extensions = plan_growth(inputs, &mut state, ranks)?;
     if state.stage > recipe.stages.len() {
@@ -131,47 +132,41 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let attention = attention_before(run, source, stored.as_ref())?;
     let mut config = ModelConfig { moh: attention.clone(), ..source.config().clone() };
     let mut added = Vec::new();
-    if let Some(moh) = &inputs.gets_matrices {
+    if let Some(moh) = left.and_then(|left| left.gets_matrices.as_ref()) {
         added = config.added_tensors(Some(moh))?;
         config.moh = Some(moh.clone());
     }
     let parallel = parallel_at(recipe, state.stage);
     let divided = divide(ranks, parallel, &config);
     let (groups, place) = ranks.agree(divided)?;
-    let (length, size) = (recipe.longest_sequence(), groups.data.size());
+    let data = groups.data.clone();
+    let (length, size) = (recipe.longest_sequence(), data.size());
+    let loaded = |state, model, optimizer| Loaded {
+        state,
+        extensions,
+        parallel,
+        groups,
+        attention,
+        model,
+        optimizer,
+    };
     if stored.is_none() && !source.is_checkpoint() {
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
         let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
-        let optimizer = OptimizerState::new(&model, Shard::from_group(&groups.data))?;
-        return Ok(Some(Loaded {
-            state,
-            extensions,
-            parallel,
-            groups,
-            attention,
-            model,
-            optimizer,
-        }));
+        let optimizer = OptimizerState::new(&model, Shard::from_group(&data))?;
+        return Ok(Some(loaded(state, model, optimizer)));
     }
     // Each data rank reads its shard, of this run's checkpoint or of another's.
     let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
-    let mut optimizer = OptimizerState::new(&model, Shard::from_group(&groups.data))?;
+    let mut optimizer = OptimizerState::new(&model, Shard::from_group(&data))?;
     let Some(stored) = stored else {
         let filled = optimizer.fill(&mut model, |kind, segment, range, values| {
             source.fill_part(kind, segment, range, values)
         });
         ranks.agree(filled)?;
-        moh_checkpoint::gather_weights(&mut model, &groups.data)?;
+        moh_checkpoint::gather_weights(&mut model, &data)?;
         state.moment_steps = source.moment_steps();
-        return Ok(Some(Loaded {
-            state,
-            extensions,
-            parallel,
-            groups,
-            attention,
-            model,
-            optimizer,
-        }));
+        return Ok(Some(loaded(state, model, optimizer)));
     };
     let stored = stored.read_by(Shard::from_group(ranks.group()));
     let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer, &added);
@@ -180,9 +175,9 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     {
         return Ok(None);
     }
-    moh_checkpoint::gather_weights(&mut model, &groups.data)?;
+    moh_checkpoint::gather_weights(&mut model, &data)?;
     events(Event::Resumed { step: state.step });
-    Ok(Some(Loaded { state, extensions, parallel, groups, attention, model, optimizer }))
+    Ok(Some(loaded(state, model, optimizer)))
 }
 
 /// Adds to the state the stages that have become longer, which the first rank reads and returns.
