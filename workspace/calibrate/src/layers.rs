@@ -309,7 +309,8 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
         if let Some(known) = known {
             return Ok(given.of_one_layer(known));
         }
-        if self.options.shared == Shared::Given || counts.shared.len() == heads {
+        let stays_dense = counts.shared.len() == heads && active == heads;
+        if self.options.shared == Shared::Given || stays_dense {
             return Ok(given);
         }
         let sample = self.sample(projection)?;

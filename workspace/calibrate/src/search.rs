@@ -337,8 +337,8 @@ fn by_number_of_sets(numbers: &[usize], ranking: Ranking) -> (Vec<usize>, Vec<us
     numbers.iter().partition(|&&shared| sets_of(ranking, shared) <= MOST_SETS)
 }
 
-/// Most fits by which the shared heads of a layer with `active` active ones are chosen, `given` shared ones among the
-/// numbers that are compared; no layer has all heads active.
+/// Most fits by which the shared heads of a layer with `active` active ones, fewer than all, are chosen, `given` shared
+/// ones among the numbers that are compared.
 pub fn most_fits(
     config: &ModelConfig,
     router: RouterKind,

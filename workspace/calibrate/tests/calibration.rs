@@ -210,6 +210,24 @@ fn a_division_is_no_worse_than_the_same_number_in_each_layer() {
     }
 }
 
+/// A layer whose heads are all given as shared gets fewer too, also a number that no layer was measured with.
+#[test]
+fn a_division_has_its_total_whatever_heads_are_given() {
+    let config = with_more_heads();
+    let (heads, layers) = (config.num_attention_heads, config.num_hidden_layers);
+    assert!(heads > 8);
+    let shared_heads = HeadCounts::Each([vec![heads], vec![heads / 2; layers - 1]].concat()).into();
+    let routed_top_k = HeadCounts::Each([vec![0], vec![heads / 4; layers - 1]].concat());
+    let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k };
+    for total in [layers * heads - 1, layers * heads - 3, layers * (heads - 2) + 1] {
+        let shared = Shared::CalibratedTotal(total);
+        let options = CalibrationOptions { moh: moh.clone(), shared, refit: true, stored: None };
+        let found = run(&config, &options).0.moh;
+        let active: Vec<usize> = (0..layers).map(|layer| found.layer(layer).active()).collect();
+        assert_eq!(active.iter().sum::<usize>(), total, "{active:?}");
+    }
+}
+
 #[test]
 fn a_total_that_layers_cannot_have_is_refused() {
     let config = config("llama");

@@ -257,9 +257,11 @@ fn describe_calibration(calibration: &StageCalibration) -> String {
         shown.push("..".to_owned());
     }
     let refitted = if *refit { ", output projections refitted" } else { "" };
+    let has_router = layers.iter().any(|layer| layer.router_explained.is_some());
+    let fitted = if has_router { ", router fitted" } else { "" };
     format!(
-        "stage {stage} calibrated on {} tokens: loss {loss:.4}, {loss_dense:.4} dense, {loss_given:.4} without it; \
-         shared heads {}{refitted}",
+        "stage {stage} calibrated on {} tokens: loss {loss:.4}, {loss_dense:.4} dense, {loss_given:.4} with the \
+         given heads; shared heads {}{refitted}{fitted}",
         HumanCount(*tokens),
         shown.join("; ")
     )
@@ -379,9 +381,11 @@ mod tests {
         };
         assert_eq!(
             describe_calibration(&calibration),
-            "stage moh calibrated on 65,536 tokens: loss 2.1250, 2.0000 dense, 2.5000 without it; shared heads 0,3; \
-             0,3, output projections refitted"
+            "stage moh calibrated on 65,536 tokens: loss 2.1250, 2.0000 dense, 2.5000 with the given heads; shared \
+             heads 0,3; 0,3, output projections refitted"
         );
+        calibration.layers[1].router_explained = Some(0.5);
+        assert!(describe_calibration(&calibration).ends_with("refitted, router fitted"));
         calibration.layers = vec![layer; 9];
         calibration.refit = false;
         assert!(describe_calibration(&calibration).ends_with("; 0,3; .."));

@@ -9,9 +9,9 @@ use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
     Activations, ModelBuffers, ModelConfig, MohConfig, PassSizes, RouterKind, Slots, block_alone,
-    ends_alone, most_windows, pass_alone,
+    ends_alone, most_windows, pass_alone, windows_of_pass,
 };
-use moh_recipe::{DeviceKind, SharedChoice};
+use moh_recipe::{CalibrationOptions, DeviceKind, SharedChoice};
 
 use operations::{Choices, Operations, search_tokens};
 
@@ -66,31 +66,41 @@ impl CalibrationCost {
         let tokens = calibration.sequences(length).saturating_mul(length as u64);
         let shared = measured_heads(calibration.shared, &moh, model.num_hidden_layers);
         let division = division(work, shared, &moh, tokens);
-        let carried =
-            division.as_ref().map_or(0, |of| of.numbers.len().saturating_mul(of.carried_tokens))
-                as u64;
         let choices = Choices { calibration, moh: &moh, shared, division: division.as_ref() };
         let Operations { device, host } = operations::of_calibration(work, &choices, tokens);
         let (n, m) = (model.query_width() as u64, model.hidden_size as u64);
-        let heads = model.num_attention_heads as u64;
-        let fitted =
-            u64::from(calibration.refit) * n + u64::from(moh.router.has_matrices()) * heads;
-        let layers = model.num_hidden_layers as u64;
+        let streams = tokens.saturating_mul(3).saturating_add(division.map_or(0, |division| {
+            // The dense one before the first layer, and those of all numbers.
+            let layers = model.num_hidden_layers.saturating_mul(division.numbers.len());
+            tokens.saturating_add(layers.saturating_mul(division.carried_tokens) as u64)
+        }));
         Ok(Some(CalibrationCost {
             tokens,
             device_flops: device,
             host_flops: host,
             device_bytes: device_bytes(work, moh.router)?,
-            host_bytes: host_bytes(tokens, n, m)
-                .saturating_add((layers * F32).saturating_mul(carried).saturating_mul(m)),
-            file_bytes: fitted.saturating_mul(layers * F32).saturating_mul(m),
+            host_bytes: host_bytes(tokens, streams, n, m),
+            file_bytes: calibration_bytes(&calibration, &moh, model),
         }))
     }
 }
 
-/// Memory of the host: three residual streams; the sample of a search, twice while it is built; sums and factors of a fit.
-fn host_bytes(tokens: u64, n: u64, m: u64) -> u64 {
-    let streams = tokens.saturating_mul(3 * m);
+/// Bytes of the file with the matrices that a calibration of a stage with the routing `moh` fits, but for its header.
+pub fn calibration_bytes(
+    calibration: &CalibrationOptions,
+    moh: &MohConfig,
+    model: &ModelConfig,
+) -> u64 {
+    let projections = if calibration.refit { model.query_width() } else { 0 };
+    let routers = if moh.router.has_matrices() { model.num_attention_heads } else { 0 };
+    let elements = ((projections + routers) as u64).saturating_mul(model.hidden_size as u64);
+    elements.saturating_mul(model.num_hidden_layers as u64).saturating_mul(F32)
+}
+
+/// Memory of the host: residual streams, of so many tokens together; the sample of a search, twice while it is built; sums
+/// and factors of a fit.
+fn host_bytes(tokens: u64, streams: u64, n: u64, m: u64) -> u64 {
+    let streams = streams.saturating_mul(m);
     let sample = search_tokens(tokens, n).saturating_mul(2 * n + m);
     let fit = (2 * n + 4 * m).saturating_mul(n * F64);
     streams.saturating_add(sample).saturating_mul(F32).saturating_add(fit)
@@ -100,8 +110,8 @@ fn host_bytes(tokens: u64, n: u64, m: u64) -> u64 {
 fn division(work: &Work, shared: Shared, moh: &MohConfig, tokens: u64) -> Option<Division> {
     let Shared::CalibratedTotal(total) = shared else { return None };
     let length = work.sequence_length();
-    let pass = most_windows(length).saturating_mul(length);
     let tokens = usize::try_from(tokens).unwrap_or(usize::MAX);
+    let pass = windows_of_pass(tokens / length.max(1), length).saturating_mul(length);
     Some(Division::new(&work.model, moh.router, total, tokens, pass))
 }
 
@@ -196,9 +206,11 @@ mod tests {
         assert_eq!((fits(1), fits(4)), (1, 1 + 32 + 2 + 24));
         let all: usize = [1, 4, 8, 12, 16, 20, 24, 28].map(fits).iter().sum();
         let refit = fit + 2.0 * c * q * q;
-        close(cost.host_flops, 32.0 * (all as f64 * judgement + (1.0 + 9.0 + 2.0) * refit));
-        // Of a sequence: 288 residual streams of it have more than 1 GiB.
-        assert_eq!(cost.host_bytes, number_bytes + 288 * 8192 * 4096 * 4);
+        // Numbers that are not measured are searched for in each of three conversions.
+        let others = 3 * fits(28).max(fits(24));
+        close(cost.host_flops, 32.0 * ((all + others) as f64 * judgement + (3.0 + 9.0) * refit));
+        // 288 streams of a sequence have more than 1 GiB, and one of all tokens is the dense model's.
+        assert_eq!(cost.host_bytes, number_bytes + (288 * 8192 + 65_536) * 4096 * 4);
         // A learned router alone.
         let learned = "stage.moh.moh={ router = \"linear\", shared_heads = 16, routed_top_k = 8, \
                        calibration = { tokens = 65536, shared = \"given\", refit = false } }";

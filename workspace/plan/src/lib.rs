@@ -27,7 +27,7 @@ mod work;
 
 use std::path::Path;
 
-pub use calibration::{CalibrationCost, measured_heads};
+pub use calibration::{CalibrationCost, calibration_bytes, measured_heads};
 pub use cluster::{Cluster, ClusterStage, PredictedSpeed};
 pub use communication::{Traffic, Volume};
 pub use epochs::SourceEpochs;
@@ -143,7 +143,7 @@ impl Plan {
             parameters: (model.num_parameters(), grown.num_parameters()),
             stages: stages.collect::<Result<_, _>>()?,
             sources: None,
-            disk: DiskBytes::new(recipe, &grown),
+            disk: DiskBytes::new(recipe, &with_all_matrices(recipe, &grown)),
             device_tflops: None,
             cluster: None,
             dtype: recipe.run.dtype,
@@ -179,7 +179,8 @@ impl Plan {
 }
 
 impl DiskBytes {
-    /// The disk space of `recipe` on a model with its grown vocabulary.
+    /// The disk space of `recipe` on a model with its grown vocabulary, and with the matrices of routers that stages add
+    /// ([`with_all_matrices`]).
     pub fn new(recipe: &Recipe, model: &ModelConfig) -> DiskBytes {
         let of = |bytes: usize| model.num_parameters().saturating_mul(bytes as u64);
         let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);
@@ -189,6 +190,17 @@ impl DiskBytes {
             export: of(recipe.run.dtype.bytes()),
         }
     }
+}
+
+/// The model with the routing of the stage in which it has most tensors: stages add a router's matrices, and remove none.
+pub fn with_all_matrices(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
+    let of_stage = |stage: &Stage| {
+        let moh = stage.moh_config(model).ok()??;
+        Some(ModelConfig { moh: Some(moh), ..model.clone() })
+    };
+    let stages = recipe.stages.iter().filter_map(of_stage);
+    let all = stages.chain([model.clone()]);
+    all.max_by_key(ModelConfig::num_parameters).unwrap_or_else(|| model.clone())
 }
 
 /// The model after its vocabulary has grown.

@@ -338,7 +338,7 @@ impl Plan {
         table.each(label, &costs, |cost| or_none(cost, &|of| bytes(of.device_bytes)))?;
         table
             .each("memory of the host", &costs, |cost| or_none(cost, &|of| bytes(of.host_bytes)))?;
-        table.each("file of output projections", &costs, |cost| {
+        table.each("file of fitted matrices", &costs, |cost| {
             or_none(cost, &|of| bytes(of.file_bytes))
         })
     }

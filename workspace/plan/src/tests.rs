@@ -265,7 +265,7 @@ fn a_calibration_is_shown_of_the_stage_that_has_it() {
     };
     assert_eq!(line("tokens"), ["65,536", "none"]);
     // 5 layers of 64 x 64 in f32.
-    assert_eq!(line("file of output projections"), ["KiB", "80.00"]);
+    assert_eq!(line("file of fitted matrices"), ["KiB", "80.00"]);
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! `moh.calibration = { .. }` of a stage: a conversion by measurement. Where the stage converts a dense model, its
-//! shared heads and output projections are chosen by the stage's first sequences.
+//! shared heads, output projections and the matrices of a learned router are chosen by the stage's first sequences.
 
 use serde::{Deserialize, Serialize};
 

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use moh_data::{Order, Source};
 use moh_kernels::ElementType;
-use moh_model::{ModelConfig, MohConfig, RouterKind};
+use moh_model::{ModelConfig, MohConfig};
 
 use super::overrides::is_below;
 use super::{
@@ -397,24 +397,31 @@ fn check_context(faults: &mut Faults, key: &str, length: usize, model: &ModelCon
     faults.check(length <= longest, key, length, reason);
 }
 
-/// Checks that a stage keeps the router's matrices of the model `before` it, and gives it the stage's attention.
+/// Checks that a stage with the routing `moh` keeps the router's matrices of the model `before` it.
 fn check_matrices(
     faults: &mut Faults,
     stage: &Stage,
-    before: &mut ModelConfig,
-    moh: Option<MohConfig>,
+    before: &ModelConfig,
+    moh: Option<&MohConfig>,
 ) {
     let key = |rest: &str| stage_key(stage, rest);
-    match before.added_tensors(moh.as_ref()) {
-        Ok(added) => {
-            let router = moh.as_ref().map(|moh| moh.router).filter(|_| !added.is_empty());
-            if router.is_some_and(RouterKind::needs_fit) && stage.calibration().is_none() {
-                let reason = "begins with matrices that are fitted to a text: add calibration = {} to the stage's moh";
-                faults.check(false, &key("moh.router"), "\"linear\"", reason);
-            }
-            before.moh = moh;
-        }
-        Err(error) => faults.add(&key("moh"), error),
+    let kept = before.moh.as_ref().map_or("", |moh| moh.router.name());
+    let Ok(added) = before.added_tensors(moh) else {
+        let reason = format!(
+            "the model of the stage before has the router \"{kept}\", whose matrices training does not remove: give \
+             the stage this router, with routed heads in the same layers"
+        );
+        return faults.add(&key("moh"), reason);
+    };
+    let router = moh.map(|moh| moh.router).filter(|_| !added.is_empty());
+    let Some(router) = router.filter(|router| router.needs_fit()) else { return };
+    if stage.calibration().is_none() {
+        let advice = match before.moh {
+            None => "add calibration = {} to the stage's moh",
+            Some(_) => "choose another one, as only a dense model is measured",
+        };
+        let reason = format!("begins with matrices that are fitted to a text: {advice}");
+        faults.check(false, &key("moh.router"), format!("\"{}\"", router.name()), reason);
     }
 }
 
@@ -429,7 +436,8 @@ fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
             format!("the model already has {}", model.vocab_size),
         );
     }
-    let mut before = model.clone();
+    // The model before a stage, while it is known.
+    let mut before = Some(model.clone());
     for (index, stage) in recipe.stages.iter().enumerate() {
         if !faults.is_known(&format!("stage.{index}.name")) {
             continue;
@@ -442,8 +450,16 @@ fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
             faults.is_complete(&key("moh")) && faults.is_known(&key("attention"));
         if routing_is_known {
             match stage.moh_config(model) {
-                Ok(moh) => check_matrices(faults, stage, &mut before, moh),
-                Err(error) => faults.add(&key("moh"), error),
+                Ok(moh) => {
+                    if let Some(before) = &mut before {
+                        check_matrices(faults, stage, before, moh.as_ref());
+                        before.moh = moh;
+                    }
+                }
+                Err(error) => {
+                    faults.add(&key("moh"), error);
+                    before = None;
+                }
             }
             calibration::check_model(faults, recipe, index, model);
             calibration::check_kept_heads(faults, recipe, index, model);

@@ -37,7 +37,7 @@ fn of_stage(log: &RunLog, calibration: &StageCalibration) -> Markup {
             "Stage " (stage) ", before step " (step + 1) ": on " (counted(*tokens, "token")) " the dense model's loss is "
             (shown(*loss_dense)) ", that of the chosen heads " (shown(*loss))
             @if calibration.refit { " with refitted output projections" }
-            ", and without the calibration it would be " (shown(*loss_given)) "."
+            ", and that of the heads that the recipe gives " (shown(*loss_given)) "."
         }
         div class="panels" { (figure::panel(&errors(calibration))) }
         details data-part={ "calibration " (log.name) " " (step) } {

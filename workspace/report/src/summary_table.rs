@@ -39,7 +39,7 @@ pub fn table(summary: &Summary) -> String {
         let label = format!("stage {}'s calibration tokens", of.stage);
         let _ = writeln!(
             out,
-            "{label:<width$} {:>9.4} (dense {:.4}, not calibrated {:.4})",
+            "{label:<width$} {:>9.4} (dense {:.4}, given heads {:.4})",
             of.loss, of.loss_dense, of.loss_given
         );
     }

@@ -42,7 +42,11 @@ pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<S
 /// Fails if the file cannot be read, replaced or renamed.
 pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<String>, Error> {
     let (path, step) = (run.routing(), state.step);
-    match routing_log::cut_back(&path, step, state.unevaluated.is_some()) {
+    let is_evaluated = match step {
+        0 => !state.evaluations.is_empty(),
+        _ => state.unevaluated.is_none(),
+    };
+    match routing_log::cut_back(&path, step, is_evaluated) {
         Err(error @ moh_run_log::Error::JsonLine { .. }) => {
             let aside = archive_log(&path, run.root(), "routing", step)?;
             let aside = aside.display();

@@ -147,22 +147,21 @@ pub fn read(path: &Path) -> Result<Vec<RoutingLine>, Error> {
     Lines::open(path)?.map_or(Ok(Vec::new()), Lines::parse)
 }
 
-/// Keeps the lines that a checkpoint of step `step` follows, byte for byte: those up to the step,
-/// except evaluations that a resumed run repeats: the one after a conversion there, and if the step is
-/// `unevaluated` its own. The replacement is atomic.
+/// Keeps the lines that a run resumes after, at step `step`, byte for byte: those up to the step, except
+/// evaluations that it repeats: the one after a conversion there, and unless the step, or the loaded model, `is_evaluated`
+/// its own. The replacement is atomic.
 ///
 /// # Errors
 /// [`Error::JsonLine`] for a line in another format; fails if the file cannot be read or
 /// replaced.
-pub fn cut_back(path: &Path, step: u64, unevaluated: bool) -> Result<(), Error> {
+pub fn cut_back(path: &Path, step: u64, is_evaluated: bool) -> Result<(), Error> {
     let io = |error| moh_files::io(path)(error);
     let Some(mut lines) = Lines::open(path)? else { return Ok(()) };
     let mut out = moh_files::PendingFile::create(path).map_err(io)?;
     while let Some(text) = lines.next()? {
         let line = serde_json::from_slice::<RoutingLine>(text).map_err(|error| error.to_string());
-        let is_evaluated = step > 0 && !unevaluated;
         let keep = line.map(|line| {
-            let is_there = is_evaluated && line.moment == RoutingMoment::Step;
+            let is_there = is_evaluated && line.moment != RoutingMoment::Converted;
             line.step < step || line.step == step && is_there
         });
         match keep {
@@ -237,9 +236,10 @@ mod tests {
         write(&path, all);
         let whole = std::fs::read(&path).unwrap();
         // The first lines that a run writes after resuming from a checkpoint of each step.
-        for (step, next) in [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (5, 5), (6, 6)] {
+        for (step, next) in [(0, 0), (0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (5, 5), (6, 6)] {
             std::fs::write(&path, [whole.as_slice(), b"{\"step\":9"].concat()).unwrap();
-            cut_back(&path, step, false).unwrap();
+            // The loaded model is evaluated once more, or not.
+            cut_back(&path, step, next > 0).unwrap();
             write(&path, all.into_iter().skip(next));
             assert_eq!(std::fs::read(&path).unwrap(), whole, "step {step}");
         }
@@ -258,7 +258,7 @@ mod tests {
             text.extend_from_slice(hostile.as_bytes());
             text.push(b'\n');
             std::fs::write(&path, &text).unwrap();
-            for error in [read(&path).unwrap_err(), cut_back(&path, 1, false).unwrap_err()] {
+            for error in [read(&path).unwrap_err(), cut_back(&path, 1, true).unwrap_err()] {
                 assert!(matches!(error, Error::JsonLine { line: 3, .. }), "{error}");
             }
             assert_eq!(std::fs::read(&path).unwrap(), text);

@@ -5,11 +5,10 @@ use std::io;
 use std::path::Path;
 
 use moh_checkpoint::Condition;
-use moh_kernels::DType;
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
-use moh_plan::DiskBytes;
 use moh_plan::units::bytes;
+use moh_plan::{DiskBytes, calibration_bytes, with_all_matrices};
 use moh_recipe::{Recipe, Stage};
 use moh_run_directory::RunDirectory;
 
@@ -57,7 +56,7 @@ struct Needs {
     /// removed.
     num_checkpoints: u64,
     export: u64,
-    /// The output projections that calibrations refit.
+    /// The matrices that calibrations fit.
     calibrations: u64,
 }
 
@@ -65,8 +64,9 @@ impl Needs {
     /// Of `recipe` on a model with its grown vocabulary, which `ranks` ranks train; an export copies
     /// `companions` bytes.
     fn new(recipe: &Recipe, model: &ModelConfig, ranks: usize, companions: u64) -> Self {
-        let DiskBytes { checkpoint, export, .. } = DiskBytes::new(recipe, model);
-        let layout = ModelLayout::new(model);
+        let largest = with_all_matrices(recipe, model);
+        let DiskBytes { checkpoint, export, .. } = DiskBytes::new(recipe, &largest);
+        let layout = ModelLayout::new(&largest);
         let entries: u64 = (layout.segments())
             .map(|(_, segment)| TENSOR_ENTRY_BYTES + TENSOR_NAMES * segment.name.len() as u64)
             .sum();
@@ -88,12 +88,13 @@ impl Needs {
     }
 }
 
-/// Bytes of the files of calibrations that refit output projections, but for their headers.
+/// Bytes of the files of calibrations, but for their headers.
 fn calibrations(recipe: &Recipe, model: &ModelConfig) -> u64 {
-    let refits = recipe.stages.iter().filter_map(Stage::calibration).filter(|of| of.refit).count();
-    let projection = (model.hidden_size * model.query_width()) as u64;
-    let elements = projection.saturating_mul(model.num_hidden_layers as u64);
-    elements.saturating_mul(DType::F32.bytes() as u64).saturating_mul(refits as u64)
+    let of_stage = |stage: &Stage| {
+        let moh = stage.moh_config(model).ok()??;
+        Some(calibration_bytes(&stage.calibration()?, &moh, model))
+    };
+    recipe.stages.iter().filter_map(of_stage).fold(0, u64::saturating_add)
 }
 
 /// The most checkpoints that exist at one time.

@@ -151,8 +151,8 @@ pub enum Error {
         /// The step to which the run would return.
         step: u64,
     },
-    /// The checkpoint with which a run stops, ends, or goes on in another layout of ranks could not be
-    /// written.
+    /// The checkpoint with which a run stops, ends, or goes on in another layout of ranks or with a router's new
+    /// matrices could not be written.
     #[error(
         "{}: the checkpoint could not be written: {cause}; {}: make room or repair the file system, and run \
          the same command again",

@@ -64,7 +64,7 @@ pub(crate) fn trained_origin(origin: &Origin, recipe: &Recipe, state: &RunState)
 
 /// What a calibration has chosen.
 fn calibration(found: &StageCalibration) -> String {
-    let StageCalibration { stage, tokens, loss_dense, loss_given, loss, refit, .. } = found;
+    let StageCalibration { stage, tokens, loss_dense, loss_given, loss, refit, layers, .. } = found;
     let refitted = match refit {
         true => {
             ", and its output projections were refitted to the heads that tokens compute: with all heads active this \
@@ -72,10 +72,14 @@ fn calibration(found: &StageCalibration) -> String {
         }
         false => "",
     };
+    let fitted = match layers.iter().any(|layer| layer.router_explained.is_some()) {
+        true => " The router's matrices were fitted to what the heads contribute.",
+        false => "",
+    };
     format!(
-        "Before stage {stage} the heads were measured on {} tokens of its training data{refitted}. On these tokens \
-         the loss was then {loss:.4}; it was {loss_dense:.4} of the dense model, and {loss_given:.4} of as many heads \
-         without the measurement.",
+        "Before stage {stage} the heads were measured on {} tokens of its training data{refitted}.{fitted} On these \
+         tokens the loss was then {loss:.4}; it was {loss_dense:.4} of the dense model, and {loss_given:.4} of the \
+         heads that the recipe gives.",
         group_digits(*tokens)
     )
 }

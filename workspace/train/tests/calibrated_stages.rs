@@ -23,6 +23,7 @@ use moh_plan::open_training;
 use moh_recipe::{DistillOptions, Recipe, START};
 use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
+use moh_run_log::routing_log::{self, RoutingMoment};
 use moh_step::TensorKind;
 use moh_train::{Error, Event, Outcome, RunOptions, TimeLimit};
 use safetensors::SafeTensors;
@@ -560,6 +561,47 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
         assert!(matches!(error, Error::NoCalibration { .. }), "{error}");
         replay(10).unwrap();
     }
+}
+
+#[test]
+fn evaluations_before_a_new_router_are_kept_and_not_needed() {
+    let place = TestRun::new();
+    // A Mixture-of-Head model, whose heads the evaluation of the loaded model counts.
+    let new = "model.new.moh={ router = 'query-norm', shared_heads = 2, routed_top_k = 1 }";
+    let learned = "{ router = 'two-stage', shared_heads = 2, routed_top_k = 1 }";
+    let stages = ["adapt", "moh"].map(|stage| format!("stage.{stage}.moh={learned}"));
+    let changes = [new, FIRST[0], &stages[0], &stages[1], "run.dtype=bf16"];
+    let whole = recipe(&place, "whole", &changes);
+    finish(&whole);
+    let lines = |recipe: &Recipe| routing_log::read(&run_of(recipe).routing()).unwrap();
+    let moments = |moment| lines(&whole).iter().filter(|line| line.moment == moment).count();
+    // Of two layers.
+    assert_eq!((moments(RoutingMoment::Loaded), moments(RoutingMoment::Converted)), (2, 2));
+    let stopped = recipe(&place, "stopped", &changes);
+    for step in [1, 5] {
+        stop_at(&stopped, step);
+    }
+    finish(&stopped);
+    assert_eq!(lines(&stopped), lines(&whole));
+    assert!(Results::of(&stopped) == Results::of(&whole));
+    // Without validation data.
+    let mut without = recipe(&place, "without", &changes);
+    without.data.validation.clear();
+    finish(&without);
+    assert_eq!(Results::of(&without).weights, Results::of(&whole).weights);
+}
+
+#[test]
+fn a_router_that_no_calibration_has_fitted_is_refused() {
+    let place = TestRun::new();
+    // Of 7 active heads one layer has all 4, and no router; the next stage has other heads, and would need it.
+    let total = "stage.adapt.moh={ router = 'linear', shared_heads = 0, routed_top_k = [3, 4], \
+                 calibration = { tokens = 128, shared = 'calibrated-total' } }";
+    let own = "stage.moh.moh={ router = 'linear', shared_head_ids = [[0], [1]], routed_top_k = 2 }";
+    let recipe = recipe(&place, "run", &[FIRST[0], total, own]);
+    let error = Start::default().run(&recipe).unwrap_err().to_string();
+    assert!(error.contains("stage moh needs model.layers."), "{error}");
+    assert!(error.contains("which no calibration has fitted: let it keep the heads"), "{error}");
 }
 
 #[test]

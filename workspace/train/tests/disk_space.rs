@@ -38,10 +38,13 @@ fn needed(recipe: &Recipe) -> (u64, u64) {
     }
 }
 
-/// Bytes of the checkpoints and of the export.
+/// Bytes of the checkpoints, of the export and of the calibrations.
 fn written(recipe: &Recipe) -> u64 {
     let run = RunDirectory::new(&recipe.run.dir);
-    [run.checkpoints(), run.export()].iter().map(|path| bytes(path)).sum()
+    let calibrations = run.calibration_files().unwrap();
+    let calibrations: u64 = calibrations.iter().map(|path| path.metadata().unwrap().len()).sum();
+    let directories = [run.checkpoints(), run.export()];
+    directories.iter().map(|path| bytes(path)).sum::<u64>() + calibrations
 }
 
 fn bytes(path: &Path) -> u64 {
@@ -58,7 +61,15 @@ const ALL_KEPT: [&str; 4] = [
 
 #[test]
 fn what_a_run_needs_is_what_it_writes_and_hardly_more() {
-    for types in [&["run.dtype=f32"][..], &["run.dtype=bf16", "precision.moments=bf16"]] {
+    let learned = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2 }";
+    let fitted = "stage.moh.moh={ router = 'linear', shared_heads = 1, routed_top_k = 2, \
+                  calibration = { tokens = 128 } }";
+    for types in [
+        &["run.dtype=f32"][..],
+        &["run.dtype=bf16", "precision.moments=bf16"],
+        &["run.dtype=f32", learned],
+        &["run.dtype=f32", fitted],
+    ] {
         let place = TestRun::new();
         let recipe = place.recipe(&[&ALL_KEPT[..], types].concat());
         let (needed, _) = needed(&recipe);

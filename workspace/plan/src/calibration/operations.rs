@@ -62,8 +62,9 @@ pub(super) fn of_calibration(work: &Work, choices: &Choices<'_>, tokens: u64) ->
         learned: choices.moh.router.has_matrices(),
     };
     let loss = 2.0 * model.vocab_size as f64 * m;
-    // Of three residual streams.
-    let mut all = Operations { device: 3.0 * sizes.tokens * loss, host: 0.0 };
+    // Of three residual streams, and of two conversions that are compared.
+    let losses = if choices.division.is_some() { 5.0 } else { 3.0 };
+    let mut all = Operations { device: losses * sizes.tokens * loss, host: 0.0 };
     for (layer, elements) in work.elements.blocks.iter().enumerate() {
         let block = Block {
             sizes: &sizes,
@@ -75,21 +76,15 @@ pub(super) fn of_calibration(work: &Work, choices: &Choices<'_>, tokens: u64) ->
         let fits = |given: Option<usize>, active: usize| {
             most_fits(model, choices.moh.router, choices.shared, given, active)
         };
-        let Some(Division { numbers, carried_tokens, .. }) = choices.division else {
-            if choices.calibration.chooses_heads() && given < sizes.heads {
-                all += block.search(fits(Some(given), block.active));
-            }
-            continue;
-        };
-        let fewer = numbers.iter().filter(|&&active| active < sizes.heads);
-        all += block.search(fewer.map(|&active| fits(None, active)).sum());
-        all += block.number() * numbers.len();
-        // Of the even numbers, and of those with the least sum of costs.
-        all += block.conversion() * 2;
-        // The streams of this layer's numbers and of those before it go through it, and this layer's have a loss.
-        let streams =
-            Operations { device: (layer as f64 + 1.0) * block.forward() + loss, host: 0.0 };
-        all += streams * numbers.len().saturating_mul(*carried_tokens);
+        if let Some(division) = choices.division {
+            all += block.numbers(division, &|active| fits(None, active));
+            // The streams of this layer's numbers and of those before it go through it, and this layer's have a loss.
+            let streams =
+                Operations { device: (layer as f64 + 1.0) * block.forward() + loss, host: 0.0 };
+            all += streams * division.numbers.len().saturating_mul(division.carried_tokens);
+        } else if choices.calibration.chooses_heads() && given < sizes.heads {
+            all += block.search(fits(Some(given), block.active));
+        }
     }
     all
 }
@@ -180,7 +175,28 @@ impl Block<'_> {
         Operations { device: sample * (outputs + products), host: fits as f64 * judgement }
     }
 
-    /// A number of active heads: its fit.
+    /// What the numbers of active heads of the layer take beside the result, but for their residual streams: the sets of
+    /// each, `fits` of a number at most, and two conversions that are compared.
+    fn numbers(&self, division: &Division, fits: &dyn Fn(usize) -> usize) -> Operations {
+        let Sizes { heads, tokens, .. } = *self.sizes;
+        let numbers = &division.numbers;
+        let fewer = numbers.iter().filter(|&&active| active < heads);
+        let fits: Vec<usize> = fewer.map(|&active| fits(active)).collect();
+        let mut all = self.search(fits.iter().sum());
+        // A number that is not measured is searched for in each conversion.
+        let unit = numbers.first().map_or(1, |&first| first.max(1));
+        if numbers.len() < heads / unit {
+            all += self.search(fits.iter().copied().max().unwrap_or(0)) * 3;
+        }
+        all += self.number() * numbers.len();
+        all += self.sizes.router();
+        // The streams of the given and of the even heads.
+        all += Operations { device: tokens * 2.0 * self.forward(), host: 0.0 };
+        all += self.conversion() * 2;
+        all
+    }
+
+    /// The fit of a number of active heads.
     fn number(&self) -> Operations {
         let Sizes { qkv, heads, tokens, .. } = *self.sizes;
         let token = self.pass + qkv + 2.0 * self.sizes.core(heads) + self.sizes.products();

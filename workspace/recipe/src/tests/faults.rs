@@ -532,20 +532,22 @@ fn the_matrices_of_a_router_are_added_and_kept() {
     };
     for second in [query_norm, "\"one-stage\""] {
         let message = refused(two_stage, second);
-        let expected = "stage.moh.moh: model.layers.0.self_attn.router";
-        assert!(message.contains(expected) && message.contains("not used"), "{message}");
+        let expected = "stage.moh.moh: the model of the stage before has the router \"two-stage\", whose matrices";
+        assert!(message.contains(expected), "{message}");
     }
     let message = parse(
         small(),
         &[moh, "stage.adapt.moh={ router = 'two-stage' }", "stage.moh.attention=\"dense\""],
     );
     let message = message.unwrap_err().to_string();
-    assert!(message.contains("stage.moh.moh: model.layers.0.self_attn.router"), "{message}");
+    assert!(message.contains("stage.moh.moh: the model of the stage before has"), "{message}");
     // Matrices that begin fitted need a calibration, where they are added.
     let message = refused(query_norm, "\"linear\"");
     let expected =
         "stage.moh.moh.router = \"linear\": begins with matrices that are fitted to a text";
-    assert!(message.contains(expected), "{message}");
+    assert!(message.contains(expected) && message.contains("choose another one"), "{message}");
+    let message = parse(small(), &["stage.moh.moh={ router = 'linear' }"]).unwrap_err().to_string();
+    assert!(message.contains(expected) && message.contains("add calibration"), "{message}");
     let fitted = "\"linear\", calibration = { shared = 'given', refit = false }";
     routers(fitted, "\"linear\"").unwrap();
 }

@@ -35,7 +35,7 @@ fn a_calibration_has_losses_errors_and_heads() {
     write_calibrated_run(dir.path(), [0.125.into(), 0.0625.into()]);
     let shown = page(dir.path(), "run");
     let sentence = "Stage m&lt;oh, before step 141: on 16384 tokens the dense model's loss is 0.4400, that of the \
-                    chosen heads 0.4530 with refitted output projections, and without the calibration it would be \
+                    chosen heads 0.4530 with refitted output projections, and that of the heads that the recipe gives \
                     not finite.";
     assert!(shown.contains(sentence));
     let errors = figures(&shown, "Error of the attention output by layer")[0];
@@ -48,7 +48,7 @@ fn a_calibration_has_losses_errors_and_heads() {
     // Without a refit there is one curve, and no column of it.
     write_calibrated_run(dir.path(), [Value::Null, Value::Null]);
     let shown = page(dir.path(), "run");
-    assert!(shown.contains("that of the chosen heads 0.4530, and without"));
+    assert!(shown.contains("that of the chosen heads 0.4530, and that of"));
     assert!(!shown.contains("refitted") && !shown.contains("explained by the router"));
     // The fit of a learned router has a column.
     let summary = dir.path().join("run/summary.json");

@@ -250,8 +250,17 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             calibration = Some(record);
         }
         if let Some(moh) = &moh
-            && !self.model.config().added_tensors(Some(moh))?.is_empty()
+            && let Some(missing) = self.model.config().added_tensors(Some(moh))?.first()
         {
+            // A calibration before may have left a layer without routed heads.
+            if moh.router.needs_fit() && calibration.is_none() {
+                let reason = format!(
+                    "stage {} needs {missing}, which no calibration has fitted: let it keep the heads of the stage \
+                     before",
+                    stage.name
+                );
+                return Err(moh_model::Error::Moh { reason }.into());
+            }
             return self.finish_saving(Progress::GetsMatrices(Box::new(moh.clone())));
         }
         if let Some(record) = &calibration {
