@@ -314,18 +314,14 @@ impl ModelParallel {
         Ok(ModelParallel { part, pipeline, tensor, tied_head, backward })
     }
 
-    /// The part of another model on this rank, divided in the same way among the same ranks, for passes without
+    /// The part of another model of as many blocks on this rank, the same blocks on the same ranks, for passes without
     /// gradients.
     ///
     /// # Errors
-    /// As [`Self::new`], but for other ranks.
+    /// [`Error::Tensor`] as [`Self::new`].
     pub fn of_frozen(&self, config: &ModelConfig) -> Result<Self, Error> {
-        let tensor = self.part.tensor;
-        tensor.check(config)?;
-        let chunks = self.part.chunks.len();
-        let part = ModelPart::divide(config, self.stages(), chunks)?.swap_remove(self.stage());
-        let part = ModelPart { tensor, ..part };
-        Ok(ModelParallel { part, tied_head: None, ..self.clone() })
+        self.part.tensor.check(config)?;
+        Ok(ModelParallel { tied_head: None, ..self.clone() })
     }
 
     /// This rank's part of the model.
@@ -400,7 +396,7 @@ impl ModelParallel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Architecture, RopeConfig};
+    use crate::{Architecture, MohConfig, RopeConfig, RouterKind};
 
     fn config(layers: usize, vocabulary: usize) -> ModelConfig {
         ModelConfig {
@@ -421,6 +417,23 @@ mod tests {
             eos_token_ids: Vec::new(),
             moh: None,
         }
+    }
+
+    #[test]
+    fn a_frozen_model_has_the_blocks_of_the_model_beside_it() {
+        let moh = MohConfig {
+            router: RouterKind::TwoStage,
+            shared_heads: 1.into(),
+            routed_top_k: 2.into(),
+        };
+        let learned = |vocabulary| ModelConfig { moh: Some(moh.clone()), ..config(9, vocabulary) };
+        let part = |config: &ModelConfig| ModelPart::divide(config, 3, 1).unwrap().swap_remove(2);
+        // Where the head is nearly as large as some blocks, a router's matrices change how many the last stage has.
+        let vocabulary = (1..4000).find(|&v| part(&config(9, v)) != part(&learned(v))).unwrap();
+        let model = learned(vocabulary);
+        let of_model = ModelParallel { part: part(&model), ..ModelParallel::whole(&model) };
+        let frozen = of_model.of_frozen(&config(9, vocabulary)).unwrap();
+        assert_eq!(frozen.part, of_model.part);
     }
 
     #[test]

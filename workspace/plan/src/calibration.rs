@@ -204,10 +204,11 @@ mod tests {
         };
         // One set of no heads and one head; 0 to 3 of 4: 1 + 32 + an exchange of 2 and of 3, and so on.
         assert_eq!((fits(1), fits(4)), (1, 1 + 32 + 2 + 24));
-        let all: usize = [1, 4, 8, 12, 16, 20, 24, 28].map(fits).iter().sum();
+        let of_numbers = [1, 4, 8, 12, 16, 20, 24, 28].map(fits);
+        let all: usize = of_numbers.iter().sum();
         let refit = fit + 2.0 * c * q * q;
         // Numbers that are not measured are searched for in each of three conversions.
-        let others = 3 * fits(28).max(fits(24));
+        let others = 3 * of_numbers.into_iter().max().unwrap();
         close(cost.host_flops, 32.0 * ((all + others) as f64 * judgement + (3.0 + 9.0) * refit));
         // 288 streams of a sequence have more than 1 GiB, and one of all tokens is the dense model's.
         assert_eq!(cost.host_bytes, number_bytes + (288 * 8192 + 65_536) * 4096 * 4);
