@@ -25,8 +25,9 @@ use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
 use moh_run_log::routing_log::{self, RoutingMoment};
 use moh_step::TensorKind;
-use moh_train::{Error, Event, Outcome, RunOptions, TimeLimit};
+use moh_train::{Error, Event, Outcome, Replay, RunOptions, TimeLimit};
 use safetensors::SafeTensors;
+use serde_json::Value;
 use support::driver::{Start, finish, run_in, stop_at, watch};
 use support::faulty::{Fault, one_of, test_run};
 use support::on_ranks::on_ranks;
@@ -76,6 +77,29 @@ fn recipe(place: &TestRun, name: &str, changes: &[&str]) -> Recipe {
     let mut recipe = place.recipe(changes);
     recipe.run.dir = place.dir.path().join(name);
     recipe
+}
+
+/// As [`recipe`], of a run that starts from a model or from another run.
+fn recipe_from(place: &TestRun, name: &str, changes: &[&str], from: String) -> Recipe {
+    let mut recipe = recipe(place, name, changes);
+    recipe.model.new = None;
+    recipe.model.from = Some(from);
+    recipe
+}
+
+/// A finished run of the first stage alone, which is dense.
+fn dense_run(place: &TestRun) -> Recipe {
+    let mut recipe = recipe(place, "parent", &[]);
+    recipe.stages.truncate(1);
+    finish(&recipe);
+    recipe
+}
+
+/// Replays a step of a finished run.
+fn replay(recipe: &Recipe, step: u64) -> Result<Replay, Error> {
+    let run = run_of(recipe);
+    let stored = Recipe::load(&run.recipe(), &[]).unwrap();
+    moh_train::replay(&run, stored, &run.recipe(), None, OpenDevice::Cpu, step)
 }
 
 fn run_of(recipe: &Recipe) -> RunDirectory {
@@ -352,13 +376,24 @@ fn a_result_is_used_again_if_it_is_whole_and_of_the_same_run() {
     let files = [RunDirectory::calibration, RunDirectory::calibrated_tensors];
     let before = recipe(&place, "before", &[SECOND]);
     stop_at(&before, 5);
-    for (name, change) in [("same", None), ("identity", Some(0)), ("matrices", Some(1))] {
+    for (name, change) in
+        [("same", None), ("identity", Some(0)), ("matrices", Some(1)), ("layers", Some(0))]
+    {
         let again = recipe(&place, name, &[SECOND]);
         copy_all(&before.run.dir, &again.run.dir);
         for (index, file) in files.iter().enumerate() {
             let mut bytes = fs::read(file(&run_of(&whole), 5)).unwrap();
             if change == Some(index) {
                 match index {
+                    0 if name == "layers" => {
+                        // Of one layer more than the model has.
+                        let mut record: Value = serde_json::from_slice(&bytes).unwrap();
+                        for list in ["/calibration/layers", "/projections"] {
+                            let list = record.pointer_mut(list).unwrap().as_array_mut().unwrap();
+                            list.push(list[0].clone());
+                        }
+                        bytes = record.to_string().into();
+                    }
                     0 => {
                         let text = String::from_utf8(bytes).unwrap();
                         bytes = text.replacen("\"identity\": \"", "\"identity\": \"0", 1).into();
@@ -547,16 +582,12 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
         let changes: Vec<&str> = changes.iter().copied().chain(["checkpoint.keep=9"]).collect();
         let recipe = recipe(&place, name, &changes);
         finish(&recipe);
-        let run = run_of(&recipe);
-        let replay = |step| {
-            let stored = Recipe::load(&run.recipe(), &[]).unwrap();
-            moh_train::replay(&run, stored, &run.recipe(), None, OpenDevice::Cpu, step)
-        };
+        let replay = |step| replay(&recipe, step);
         for (step, line) in (1..).zip(&Results::of(&recipe).metrics) {
             let found = replay(step).unwrap();
             assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "{name} {step}");
         }
-        fs::remove_file(run.calibration(step)).unwrap();
+        fs::remove_file(run_of(&recipe).calibration(step)).unwrap();
         let error = replay(step + 1).unwrap_err();
         assert!(matches!(error, Error::NoCalibration { .. }), "{error}");
         replay(10).unwrap();
@@ -614,11 +645,8 @@ fn a_replay_adds_matrices_where_the_run_has() {
         let changes = [stages[0], stages[1], "checkpoint.keep=9", "checkpoint.every_steps=4"];
         let recipe = recipe(&place, name, &changes);
         finish(&recipe);
-        let run = run_of(&recipe);
-        fs::remove_dir_all(run.checkpoint(5)).unwrap();
-        let stored = Recipe::load(&run.recipe(), &[]).unwrap();
-        let found = moh_train::replay(&run, stored, &run.recipe(), None, OpenDevice::Cpu, 7);
-        let found = found.unwrap();
+        fs::remove_dir_all(run_of(&recipe).checkpoint(5)).unwrap();
+        let found = replay(&recipe, 7).unwrap();
         assert_eq!(found.from, 4, "{name}");
         let line = &Results::of(&recipe).metrics[6];
         assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "{name}");
@@ -631,9 +659,8 @@ fn another_run_continues_a_calibrated_stage() {
     let place = TestRun::new();
     let parent = recipe(&place, "parent", &[SECOND, "checkpoint.keep=9"]);
     finish(&parent);
-    let mut child = recipe(&place, "child", &["stage.adapt.attention=moh"]);
-    child.model.new = None;
-    child.model.from = Some(format!("{}@8", parent.run.dir.display()));
+    let from = format!("{}@8", parent.run.dir.display());
+    let mut child = recipe_from(&place, "child", &["stage.adapt.attention=moh"], from);
     child.stages.truncate(1);
     finish(&child);
     let [parent, child] =
@@ -645,13 +672,10 @@ fn another_run_continues_a_calibrated_stage() {
 #[test]
 fn another_run_gives_its_model_a_router() {
     let place = TestRun::new();
-    let mut parent = recipe(&place, "parent", &[]);
-    parent.stages.truncate(1);
-    finish(&parent);
+    let parent = dense_run(&place);
     let child = |name: &str| {
-        let mut child = recipe(&place, name, &LEARNED_FIRST);
-        child.model.new = None;
-        child.model.from = Some(format!("{}@5", parent.run.dir.display()));
+        let from = format!("{}@5", parent.run.dir.display());
+        let mut child = recipe_from(&place, name, &LEARNED_FIRST, from);
         child.model.moments = true;
         child
     };
@@ -664,12 +688,8 @@ fn another_run_gives_its_model_a_router() {
     }
     finish(&stopped);
     assert!(Results::of(&stopped) == reference);
-    let replay = |step| {
-        let run = run_of(&whole);
-        let stored = Recipe::load(&run.recipe(), &[]).unwrap();
-        moh_train::replay(&run, stored, &run.recipe(), None, OpenDevice::Cpu, step)
-    };
-    assert_eq!(replay(1).unwrap().result.loss, reference.metrics[0]["loss"].as_f64().unwrap());
+    let first = replay(&whole, 1).unwrap().result.loss;
+    assert_eq!(first, reference.metrics[0]["loss"].as_f64().unwrap());
 }
 
 #[test]
@@ -677,9 +697,8 @@ fn a_model_that_is_no_dense_one_is_refused() {
     let place = TestRun::new();
     let parent = recipe(&place, "parent", &[]);
     finish(&parent);
-    let mut child = recipe(&place, "child", &FIRST);
-    child.model.new = None;
-    child.model.from = Some(run_of(&parent).export().display().to_string());
+    let from = run_of(&parent).export().display().to_string();
+    let child = recipe_from(&place, "child", &FIRST, from);
     let error = Start::default().run(&child).unwrap_err().to_string();
     assert!(
         error.contains("stage.adapt.moh.calibration: the run's model is a Mixture-of-Head"),
@@ -691,13 +710,10 @@ fn a_model_that_is_no_dense_one_is_refused() {
 #[test]
 fn the_teacher_of_the_start_is_the_model_before_its_refit() {
     let place = TestRun::new();
-    let mut parent = recipe(&place, "parent", &[]);
-    parent.stages.truncate(1);
-    finish(&parent);
+    let parent = dense_run(&place);
     let child = |name: &str| {
-        let mut child = recipe(&place, name, &FIRST);
-        child.model.new = None;
-        child.model.from = Some(run_of(&parent).export().display().to_string());
+        let from = run_of(&parent).export().display().to_string();
+        let mut child = recipe_from(&place, name, &FIRST, from);
         for stage in &mut child.stages {
             stage.distill = Some(DistillOptions {
                 teacher: START.to_owned(),

@@ -44,7 +44,7 @@ impl Fitted {
     }
 }
 
-/// The length of the header and the header of a file with these matrices.
+/// The header of a file with these matrices, after its length.
 fn header(matrices: &[(String, [usize; 2])]) -> io::Result<Vec<u8>> {
     let tensors = matrices.iter().map(|(name, shape)| (name.clone(), DType::F32, shape.to_vec()));
     safetensors_header(None, tensors)
@@ -96,56 +96,66 @@ pub(super) struct FittedReader {
 /// A matrix of a file.
 struct Matrix {
     name: String,
+    /// BLAKE3 of its bytes.
+    hash: String,
     /// Where its bytes begin.
     start: u64,
     elements: usize,
 }
 
 impl FittedReader {
-    /// Opens the file of a model.
+    /// Opens the file of a model, whose matrices have these hashes.
     ///
     /// # Errors
-    /// Fails if it cannot be read, or has another header.
-    pub fn open(path: &Path, config: &ModelConfig, fitted: Fitted) -> Result<Self, Error> {
+    /// Fails if it cannot be read, has another header, or another number of matrices.
+    pub fn open(
+        path: &Path,
+        config: &ModelConfig,
+        fitted: Fitted,
+        hashes: &[&str],
+    ) -> Result<Self, Error> {
         let mut file = File::open(path).map_err(moh_files::io(path))?;
         let matrices = fitted.matrices(config);
         let expected = header(&matrices).map_err(moh_files::io(path))?;
         let mut found = vec![0; expected.len()];
         file.read_exact(&mut found).map_err(moh_files::io(path))?;
-        if found != expected {
+        if found != expected || hashes.len() != matrices.len() {
             let reason = "does not have the fitted matrices of the run's model: remove it, and the run \
                           computes them again";
             return Err(moh_files::unusable(path, reason.to_owned()).into());
         }
         let mut start = expected.len() as u64;
-        let matrix = |(name, shape): (String, [usize; 2])| {
-            let matrix = Matrix { name, start, elements: shape.iter().product() };
+        let matrix = |((name, shape), hash): ((String, [usize; 2]), &&str)| {
+            let (hash, elements) = ((*hash).to_owned(), shape.iter().product());
+            let matrix = Matrix { name, hash, start, elements };
             start += (matrix.elements * DType::F32.bytes()) as u64;
             matrix
         };
-        let matrices = matrices.into_iter().map(matrix).collect();
+        let matrices = matrices.into_iter().zip(hashes).map(matrix).collect();
         Ok(FittedReader { path: path.to_owned(), file, matrices })
     }
 
-    /// Its matrices.
-    pub fn len(&self) -> usize {
-        self.matrices.len()
+    /// Reads all matrices, to check their hashes.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn check(&self) -> Result<(), Error> {
+        self.matrices.iter().try_for_each(|matrix| self.values(matrix).map(|_| ()))
     }
 
-    /// The place of a tensor among the matrices.
-    pub fn place(&self, tensor: &str) -> Option<usize> {
-        self.matrices.iter().position(|matrix| matrix.name == tensor)
-    }
-
-    /// The matrix at a place, which has this hash.
+    /// The matrix that is the tensor of this name; `None` if the file has none.
     ///
     /// # Errors
     /// Fails if it cannot be read, or has another hash.
-    pub fn read(&mut self, place: usize, hash: &str) -> Result<Vec<f32>, Error> {
-        let Matrix { name, start, elements } = &self.matrices[place];
-        let mut bytes = vec![0; elements * DType::F32.bytes()];
-        let read = self.file.seek(SeekFrom::Start(*start));
-        let read = read.and_then(|_| self.file.read_exact(&mut bytes));
+    pub fn read(&self, tensor: &str) -> Result<Option<Vec<f32>>, Error> {
+        let matrix = self.matrices.iter().find(|matrix| matrix.name == tensor);
+        matrix.map(|matrix| self.values(matrix)).transpose()
+    }
+
+    fn values(&self, matrix: &Matrix) -> Result<Vec<f32>, Error> {
+        let Matrix { name, hash, start, elements } = matrix;
+        let (mut bytes, mut file) = (vec![0; elements * DType::F32.bytes()], &self.file);
+        let read = file.seek(SeekFrom::Start(*start)).and_then(|_| file.read_exact(&mut bytes));
         read.map_err(moh_files::io(&self.path))?;
         if blake3::hash(&bytes).to_hex().as_str() != hash {
             let reason = format!(

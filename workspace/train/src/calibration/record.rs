@@ -137,11 +137,6 @@ impl CalibrationRecord {
         Ok(moh)
     }
 
-    /// What was fitted.
-    fn fitted(&self) -> Fitted {
-        Fitted { projections: !self.projections.is_empty(), routers: !self.routers.is_empty() }
-    }
-
     /// The hashes of the fitted matrices, in the file's order.
     fn hashes(&self) -> Vec<&str> {
         self.projections.iter().chain(&self.routers).map(String::as_str).collect()
@@ -153,21 +148,19 @@ impl CalibrationRecord {
         run: &RunDirectory,
         config: &ModelConfig,
     ) -> Result<Option<FittedReader>, Error> {
-        let (path, fitted) = (run.calibrated_tensors(self.calibration.step), self.fitted());
-        (!fitted.is_empty()).then(|| FittedReader::open(&path, config, fitted)).transpose()
+        let (projections, routers) = (!self.projections.is_empty(), !self.routers.is_empty());
+        let fitted = Fitted { projections, routers };
+        if fitted.is_empty() {
+            return Ok(None);
+        }
+        let path = run.calibrated_tensors(self.calibration.step);
+        FittedReader::open(&path, config, fitted, &self.hashes()).map(Some)
     }
 
     /// Whether the fitted matrices of the run are those of the record, on the first rank.
     pub(super) fn has_fitted(&self, run: &RunDirectory, config: &ModelConfig) -> bool {
-        let check = || {
-            let Some(mut reader) = self.open(run, config)? else { return Ok(true) };
-            let hashes = self.hashes();
-            let mut places = hashes.iter().enumerate();
-            places.try_for_each(|(place, hash)| reader.read(place, hash).map(|_| ()))?;
-            Ok(hashes.len() == reader.len())
-        };
-        let checked: Result<bool, Error> = check();
-        checked.unwrap_or(false)
+        let opened = self.open(run, config);
+        opened.and_then(|reader| reader.map_or(Ok(()), |reader| reader.check())).is_ok()
     }
 
     /// Gives this rank's part of a model the fitted matrices, each rank its slices.
@@ -180,13 +173,10 @@ impl CalibrationRecord {
         model: &mut Model<B, T>,
         optimizer: &mut OptimizerState<B, M>,
     ) -> Result<(), Error> {
-        let Some(mut reader) = self.open(run, model.config())? else { return Ok(()) };
-        let (layout, hashes) = (model.layout().clone(), self.hashes());
+        let Some(reader) = self.open(run, model.config())? else { return Ok(()) };
+        let layout = model.layout().clone();
         for (flat, segment) in layout.segments() {
-            let place = reader.place(&segment.name);
-            let hash = place.and_then(|place| hashes.get(place));
-            let Some((place, hash)) = place.zip(hash) else { continue };
-            let whole = reader.read(place, hash)?;
+            let Some(whole) = reader.read(&segment.name)? else { continue };
             let runs = segment.slice.runs(0..segment.slice.len());
             let own = runs.iter().flat_map(|run| &whole[run.whole..run.whole + run.len]).copied();
             optimizer.set_weights(model, (flat, segment), &own.collect::<Vec<f32>>())?;
