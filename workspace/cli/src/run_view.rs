@@ -257,8 +257,7 @@ fn describe_calibration(calibration: &StageCalibration) -> String {
         shown.push("..".to_owned());
     }
     let refitted = if *refit { ", output projections refitted" } else { "" };
-    let has_router = layers.iter().any(|layer| layer.router_explained.is_some());
-    let fitted = if has_router { ", router fitted" } else { "" };
+    let fitted = if calibration.has_fitted_router() { ", router fitted" } else { "" };
     format!(
         "stage {stage} calibrated on {} tokens: loss {loss:.4}, {loss_dense:.4} dense, {loss_given:.4} with the \
          given heads; shared heads {}{refitted}{fitted}",

@@ -66,7 +66,7 @@ fn errors(calibration: &StageCalibration) -> LineChart {
 
 fn table(calibration: &StageCalibration) -> Markup {
     let layers = &calibration.layers;
-    let has_router = layers.iter().any(|chosen| chosen.router_explained.is_some());
+    let has_router = calibration.has_fitted_router();
     html! {
         table {
             thead { tr {
@@ -82,14 +82,14 @@ fn table(calibration: &StageCalibration) -> Markup {
                 td { (list(&chosen.shared_heads)) }
                 td { (chosen.routed_top_k) }
                 td { (shown(chosen.error_before)) }
-                @if calibration.refit { td { (of_layer(chosen.error)) } }
-                @if has_router { td { (of_layer(chosen.router_explained)) } }
+                @if calibration.refit { td { (or_dash(chosen.error)) } }
+                @if has_router { td { (or_dash(chosen.router_explained)) } }
             } } }
         }
     }
 }
 
-fn of_layer(value: Option<f64>) -> String {
+fn or_dash(value: Option<f64>) -> String {
     value.map_or("-".to_owned(), shown)
 }
 

@@ -28,6 +28,13 @@ pub struct StageCalibration {
     pub layers: Vec<CalibratedLayer>,
 }
 
+impl StageCalibration {
+    /// Whether the matrices of a learned router were fitted.
+    pub fn has_fitted_router(&self) -> bool {
+        self.layers.iter().any(|layer| layer.router_explained.is_some())
+    }
+}
+
 /// What a calibration has chosen for a layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -64,7 +64,7 @@ pub(crate) fn trained_origin(origin: &Origin, recipe: &Recipe, state: &RunState)
 
 /// What a calibration has chosen.
 fn calibration(found: &StageCalibration) -> String {
-    let StageCalibration { stage, tokens, loss_dense, loss_given, loss, refit, layers, .. } = found;
+    let StageCalibration { stage, tokens, loss_dense, loss_given, loss, refit, .. } = found;
     let refitted = match refit {
         true => {
             ", and its output projections were refitted to the heads that tokens compute: with all heads active this \
@@ -72,7 +72,7 @@ fn calibration(found: &StageCalibration) -> String {
         }
         false => "",
     };
-    let fitted = match layers.iter().any(|layer| layer.router_explained.is_some()) {
+    let fitted = match found.has_fitted_router() {
         true => " The router's matrices were fitted to what the heads contribute.",
         false => "",
     };
