@@ -300,6 +300,12 @@ impl ModelSource {
         }
     }
 
+    /// Whether the model has a tensor, or goes on with its moments.
+    fn has(&self, kind: TensorKind, tensor: &str) -> bool {
+        let has_moments = matches!(self.weights, Weights::Checkpoint { moments: true, .. });
+        (kind == TensorKind::Weight || has_moments) && self.tensors.contains(tensor)
+    }
+
     /// Fills one tensor with its initial elements.
     ///
     /// # Errors
@@ -320,8 +326,7 @@ impl ModelSource {
         values: &mut [f32],
     ) -> Result<(), Error> {
         let is_weight = kind == TensorKind::Weight;
-        let has_moments = matches!(self.weights, Weights::Checkpoint { moments: true, .. });
-        if !(is_weight || has_moments) || !self.tensors.contains(&segment.name) {
+        if !self.has(kind, &segment.name) {
             values.fill(0.0);
             return Ok(());
         }
@@ -358,9 +363,8 @@ impl ModelSource {
     ) -> Result<(), Error> {
         let grows = self.expansion.is_some() && has_vocabulary_rows(&segment.name);
         match &self.weights {
-            Weights::Checkpoint { stored, moments } if !grows => {
-                let is_read = kind == TensorKind::Weight || *moments;
-                if !is_read || !self.tensors.contains(&segment.name) {
+            Weights::Checkpoint { stored, .. } if !grows => {
+                if !self.has(kind, &segment.name) {
                     values.fill(0.0);
                     return Ok(());
                 }

@@ -52,16 +52,16 @@ pub(crate) struct Inputs<'a> {
     pub time_limit: Option<TimeLimit>,
     /// The checkpoint to start from instead of the newest.
     pub resume_step: Option<u64>,
-    /// Where another layout of ranks, or a model that lacked matrices, left the run.
+    /// What the trainer before this one has left, if a stage needs another layout of ranks or other tensors.
     pub left: Option<Left>,
 }
 
-/// Where a trainer left the run to another one, before a stage begins.
+/// What a trainer leaves to the next one before a stage begins.
 #[derive(Clone)]
 pub(crate) struct Left {
-    /// As the last checkpoint has it but for an evaluation.
+    /// The state of the last checkpoint, and perhaps an evaluation that this lacks.
     state: RunState,
-    /// The attention of the stage, if its router has matrices that the model lacked: it gets them.
+    /// The attention of the stage, if the model must be created with the matrices of its router.
     gets_matrices: Option<MohConfig>,
 }
 
@@ -123,18 +123,20 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         if std::mem::take(&mut is_first_start) {
             trainer.tell_sources();
         }
-        let progress = trainer.run()?;
-        let leave = |gets_matrices| Some(Left { state: trainer.state.clone(), gets_matrices });
         // Another layout of ranks and a model with more tensors start from the last checkpoint, and after a
         // rewind the run starts from an earlier one.
-        left = match progress {
+        let gets_matrices = match trainer.run()? {
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(trainer.stopped()),
             Progress::Lost => return trainer.leave(),
-            Progress::LayoutChanged => leave(None),
-            Progress::GetsMatrices(moh) => leave(Some(*moh)),
-            Progress::Rewound => None,
+            Progress::Rewound => {
+                (ranks, data) = (trainer.ranks, trainer.data);
+                continue;
+            }
+            Progress::LayoutChanged => None,
+            Progress::GetsMatrices(moh) => Some(*moh),
         };
+        left = Some(Left { state: trainer.state, gets_matrices });
         (ranks, data) = (trainer.ranks, trainer.data);
     }
 }
