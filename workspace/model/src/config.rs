@@ -215,8 +215,8 @@ impl ModelConfig {
         moh.validate(heads, kv_heads, self.num_hidden_layers)
     }
 
-    /// The names of the tensors that this model lacks for another attention, a router's matrices. Training adds them;
-    /// it removes none.
+    /// The names of the tensors that another attention needs and this model lacks: a router's matrices. Training adds
+    /// tensors, and removes none.
     ///
     /// # Errors
     /// Names the first tensor that the other attention would leave unused.

@@ -314,8 +314,8 @@ impl ModelParallel {
         Ok(ModelParallel { part, pipeline, tensor, tied_head, backward })
     }
 
-    /// The part of another model of as many blocks on this rank, the same blocks on the same ranks, for passes without
-    /// gradients.
+    /// This rank's part of another model, of as many blocks, for passes without gradients. Each rank has the same blocks
+    /// of both models.
     ///
     /// # Errors
     /// [`Error::Tensor`] as [`Self::new`].

@@ -12,7 +12,6 @@ use moh_model::{
     ends_alone, most_windows, pass_alone, windows_of_pass,
 };
 use moh_recipe::{CalibrationOptions, DeviceKind, SharedChoice};
-
 use operations::{Choices, Operations, search_tokens};
 
 use super::memory::fits_address_space;

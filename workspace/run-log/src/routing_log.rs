@@ -147,9 +147,9 @@ pub fn read(path: &Path) -> Result<Vec<RoutingLine>, Error> {
     Lines::open(path)?.map_or(Ok(Vec::new()), Lines::parse)
 }
 
-/// Keeps the lines that a run resumes after, at step `step`, byte for byte: those up to the step, except
-/// evaluations that it repeats: the one after a conversion there, and unless the step, or the loaded model, `is_evaluated`
-/// its own. The replacement is atomic.
+/// Removes the lines that a run writes again when it resumes after step `step`; the others stay byte for byte. It writes
+/// the lines of later steps again, those of a conversion after the step, and, unless `is_evaluated`, those of the step
+/// itself (of step 0, those of the loaded model). The replacement is atomic.
 ///
 /// # Errors
 /// [`Error::JsonLine`] for a line in another format; fails if the file cannot be read or

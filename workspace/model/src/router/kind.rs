@@ -82,8 +82,8 @@ impl RouterKind {
         self == RouterKind::Linear || self.weighs()
     }
 
-    /// Whether its matrices begin as ones that are fitted to a text: zeros or random ones would select heads that do
-    /// not matter. Zeros of the others give every active head of a pretrained model weight 1.
+    /// Whether its matrices must be fitted to a text before they are trained: zeros or random values would select heads
+    /// that do not matter. Other routers may begin with zeros, which give every active head weight 1.
     pub fn needs_fit(self) -> bool {
         self == RouterKind::Linear
     }
