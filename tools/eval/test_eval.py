@@ -13,7 +13,6 @@ FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
 
 import harness  # noqa: E402
-import make_tasks  # noqa: E402
 import paper_tasks  # noqa: E402
 
 
@@ -82,19 +81,7 @@ class LocalTasks(unittest.TestCase):
         self.assertEqual([path.stem for path in paths], ["village-choice", "village-cloze"])
         self.assertLess(sum(path.stat().st_size for path in paths), 50_000)
         for path in paths:
-            self.assertEqual(len(harness.read_lines(path)), make_tasks.EXAMPLES)
-
-    def test_stories_become_questions(self):
-        story = make_tasks.sentences('One dog ran. "Stop!" said Max. It was late. Max had no dog. So he left.')
-        self.assertEqual(story[1:3], ['"Stop!" ', "said Max. "])
-        cloze = make_tasks.cloze(story)
-        self.assertTrue(cloze["context"].endswith("It was late. Max had no"))
-        self.assertEqual(cloze["answer"], "dog")
-        stories = [make_tasks.sentences(f"A{n}. B{n}. C{n}. D{n}. E{n}.") for n in range(5)]
-        choice = make_tasks.choice(stories, 1)
-        self.assertEqual(choice["context"], "A1. B1. C1.")
-        self.assertEqual(choice["choices"], ["D2.", "D1.", "D3.", "D4."])
-        self.assertEqual(choice["answer"], 1)
+            self.assertEqual(len(harness.read_lines(path)), 40)
 
 
 class Comparison(unittest.TestCase):
@@ -115,7 +102,7 @@ class Comparison(unittest.TestCase):
 
 class Programs(unittest.TestCase):
     def test_help_and_wrong_arguments_need_no_installation(self):
-        for name in ("check", "paper", "make_tasks.py"):
+        for name in ("check", "paper"):
             result = subprocess.run([FOLDER / name, "--help"], capture_output=True, text=True)
             self.assertEqual(result.returncode, 0, result.stderr)
         arguments = [FOLDER / "paper", "model", "--tasks", "none"]
