@@ -1,14 +1,18 @@
-"""lm-evaluation-harness on local models and on the task files of `moh-eval tasks`.
+"""lm-evaluation-harness on local models, on served ones, and on task files (README.md).
 
 Everything of the harness is imported when it is used, so that --help and errors of arguments need no
 installation.
 """
 
+import contextlib
 import json
 import logging
 import os
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
+from server import request, serve
 
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -r tools/eval/requirements.txt"
 
@@ -55,7 +59,7 @@ def read_lines(path):
 
 
 def write_local_task(path, name, folder):
-    """Writes a task of the harness, YAML and data, for a task file of `moh-eval tasks`."""
+    """Writes a task of the harness, YAML and data, for a task file."""
     examples = read_lines(path)
     delimiters = {example.get("target_delimiter", " ") for example in examples}
     if len(delimiters) > 1:
@@ -69,7 +73,7 @@ def write_local_task(path, name, folder):
             # The harness adds no delimiter to the targets of this kind.
             rows = [{"context": e["context"], "target": delimiter + e["answer"]} for e in examples]
     except (KeyError, TypeError) as error:
-        raise Failure(f"{path}: an example has no valid {error}: run moh-eval tasks for the line") from error
+        raise Failure(f"{path}: an example has no valid {error}: tools/eval/README.md has the fields") from error
     data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     task = {
@@ -99,8 +103,8 @@ def write_local_task(path, name, folder):
     (folder / f"{name}.yaml").write_text(json.dumps(task), encoding="utf-8")
 
 
-def load_model(model, dtype="float32", device="cpu", batch_size=8):
-    """A model of the harness: a directory or a hub id that transformers can load."""
+def load_model(model, dtype="float32", device="cpu", batch_size=8, max_length=None):
+    """A model of the harness: a directory or a hub id that transformers can load, which reads up to `max_length` tokens."""
     require()
     import transformers
     from lm_eval.models.huggingface import HFLM
@@ -116,6 +120,7 @@ def load_model(model, dtype="float32", device="cpu", batch_size=8):
             dtype=dtype,
             device=device,
             batch_size=batch_size,
+            max_length=max_length,
             trust_remote_code=True,
         )
     except (OSError, ValueError, ImportError) as error:
@@ -123,25 +128,27 @@ def load_model(model, dtype="float32", device="cpu", batch_size=8):
         raise Failure(f"{model}: transformers cannot load it: {reason}") from error
 
 
-def served_model(address, tokenizer, context):
-    """A model of the harness that moh-serve serves at `address`, with the tokenizer of the directory `tokenizer`."""
+@contextlib.contextmanager
+def served_model(program, directory, *options):
+    """A model of the harness: the one in a directory, which a moh-serve serves meanwhile."""
     require()
     import transformers
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     transformers.utils.logging.set_verbosity_error()
-    model = LocalCompletionsAPI(
-        model="model",
-        base_url=f"{address}v1/completions",
-        tokenizer=tokenizer,
-        tokenizer_backend="huggingface",
-        add_bos_token=True,
-        # The harness keeps a place for the token that it has generated and does not use.
-        max_length=context,
-        batch_size=16,
-    )
-    leave_texts_open(model.tokenizer)
-    return model
+    with serve(program, directory, "--served-model-name", "model", *options) as (_, address):
+        model = LocalCompletionsAPI(
+            model="model",
+            base_url=f"{address}v1/completions",
+            tokenizer=str(directory),
+            tokenizer_backend="huggingface",
+            add_bos_token=True,
+            # The harness keeps a place for the token that it has generated and does not use.
+            max_length=request(address, "v1/models")["data"][0]["max_model_len"],
+            batch_size=16,
+        )
+        leave_texts_open(model.tokenizer)
+        yield model
 
 
 def leave_texts_open(tokenizer):

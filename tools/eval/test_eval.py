@@ -87,17 +87,18 @@ class LocalTasks(unittest.TestCase):
 class Comparison(unittest.TestCase):
     def test_a_difference_is_found(self):
         compare = program("check").compare
-        line = {"line": 1, "log_likelihoods": [-1.0, -2.0]}
-        sample = {"filtered_resps": [(-1.0, False), (-2.0005, False)]}
-        task, theirs = {"acc": 1.0}, {"acc,none": 1.0}
-        faults, largest = compare(task, [line], theirs, [sample])
+
+        def task(accuracy, *sums):
+            return {"acc,none": accuracy}, [{"doc_id": 0, "filtered_resps": [(found, False) for found in sums]}]
+
+        faults, largest = compare(task(1.0, -1.0, -2.0), task(1.0, -1.0, -2.0005))
         self.assertEqual(faults, [])
         self.assertAlmostEqual(largest, 0.0005)
-        sample["filtered_resps"][0] = (-1.1, False)
-        faults, _ = compare(task, [line], {"acc,none": 0.0}, [sample])
+        faults, _ = compare(task(1.0, -1.0, -2.0), task(0.0, -1.1, -2.0005))
         self.assertEqual(len(faults), 2)
-        nothing = {"line": 1, "log_likelihoods": [float("nan"), -2.0]}
-        self.assertEqual(len(compare(task, [nothing], theirs, [sample])[0]), 1)
+        self.assertEqual(len(compare(task(1.0, float("nan"), -2.0), task(1.0, -1.0, -2.0))[0]), 1)
+        with self.assertRaises(ValueError):
+            compare(task(1.0, -1.0), task(1.0, -1.0, -2.0))
 
 
 class Programs(unittest.TestCase):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Repeats the paper's Tables 4, 6 and 7, and its continue-tuning, with small models on real text by topic.
 
-    cargo build --release --bin moh-data --bin moh-train --bin moh-eval
-    tools/quality/paper/measure.py --table 4
+    cargo build --release --bin moh-data --bin moh-train --bin moh-serve
+    .venv/bin/python tools/quality/paper/measure.py --table 4
     tools/quality/paper/measure.py --print
 
 Everything is written to runs/paper, and a line for each run to results.jsonl beside this file; what has a line is not
@@ -14,9 +14,13 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "eval"))
+import harness
 from programs import Programs, add_options, measure_rows
 from results import ROOT, read
 from tasks import write_tasks
@@ -89,6 +93,8 @@ class Measurement:
 
     def __init__(self, options):
         self.programs = Programs(options)
+        # The harness has global state.
+        self.harness_lock = threading.Lock()
 
     def prepare(self):
         """The text, a tokenizer of it, and token files by topic."""
@@ -119,9 +125,15 @@ class Measurement:
 
     def scores(self, run):
         """The accuracy of a run's model in each task, in percent: of choices by their characters, as `acc_norm` is."""
-        tasks = sorted((ROOT / TASKS).glob("*.jsonl"))
-        found = json.loads(self.programs.run("moh-eval", "tasks", "--model", run / "export", "--device", self.programs.device, "--json", *tasks))["tasks"]
-        return {Path(task["task"]).stem: 100 * task["acc_norm" if task["kind"] == "multiple_choice" else "acc"] for task in found}
+        paths = {path.stem: path for path in sorted((ROOT / TASKS).glob("*.jsonl"))}
+        program, export = self.programs.binaries / "moh-serve", ROOT / run / "export"
+        with self.harness_lock, tempfile.TemporaryDirectory() as folder:
+            for name, path in paths.items():
+                harness.write_local_task(path, f"local_{name}", Path(folder))
+            with harness.served_model(program, export, "--device", self.programs.device) as model:
+                found = harness.evaluate(model, [f"local_{name}" for name in paths], Path(folder))["results"]
+        results = {name: found[f"local_{name}"] for name in paths}
+        return {name: 100 * result.get("acc_norm,none", result["acc,none"]) for name, result in results.items()}
 
 
 def cell(values, digits):
@@ -155,6 +167,8 @@ def main():
                 print_table(f"Table {table}: losses", names, rows, "losses", 4)
                 print_table(f"Table {table}: accuracies, in percent", names, rows, "tasks", 1)
         return
+    harness.offline()
+    harness.require()
     measurement = Measurement(options)
     measurement.prepare()
     names = dict.fromkeys(variant for table in tables for variant in TABLES[table])
@@ -165,4 +179,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

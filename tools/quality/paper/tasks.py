@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Six tasks from the held-out text, in the format of `moh-eval tasks`.
+"""Six tasks from the held-out text, as task files of tools/eval.
 
     tools/quality/paper/tasks.py --text runs/paper/text --out runs/paper/tasks
 

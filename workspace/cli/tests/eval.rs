@@ -446,7 +446,7 @@ fn token_files_and_models_that_do_not_fit_are_refused() {
 #[test]
 fn each_help_has_an_example() {
     let dir = tempfile::tempdir().unwrap();
-    for line in ["--help", "loss --help", "logits --help", "tasks --help", "heads --help"] {
+    for line in ["--help", "loss --help", "logits --help", "heads --help"] {
         let text = success(&mut moh_eval(dir.path(), line));
         assert!(text.contains("Example") && text.contains("\n  moh-eval "), "{text}");
     }

@@ -22,8 +22,6 @@ pub struct JsonLines<R> {
 pub struct JsonLine {
     /// The number of the line, counted from 1.
     pub line: u64,
-    /// Its bytes, and those of blank lines before it.
-    pub input_bytes: u64,
     /// Its fields.
     pub fields: Map<String, Value>,
 }
@@ -41,7 +39,6 @@ impl<R: BufRead> JsonLines<R> {
     /// Fails if the input cannot be read, or for a line that is too long, not UTF-8 or not an
     /// object.
     pub fn next_object(&mut self) -> Result<Option<JsonLine>> {
-        let mut input_bytes = 0;
         loop {
             self.bytes.clear();
             let mut limited = self.reader.by_ref().take(self.max_line_bytes.saturating_add(1));
@@ -52,7 +49,6 @@ impl<R: BufRead> JsonLines<R> {
                 return Ok(None);
             }
             self.line += 1;
-            input_bytes += read as u64;
             if read as u64 > self.max_line_bytes {
                 return Err(self
                     .fault(format!("longer than {} bytes, not JSON lines", self.max_line_bytes)));
@@ -67,12 +63,12 @@ impl<R: BufRead> JsonLines<R> {
                 continue;
             }
             let fields = object(line).map_err(|reason| self.fault(reason))?;
-            return Ok(Some(JsonLine { line: self.line, input_bytes, fields }));
+            return Ok(Some(JsonLine { line: self.line, fields }));
         }
     }
 
     /// An error of the line that was read last.
-    pub fn fault(&self, reason: String) -> Error {
+    fn fault(&self, reason: String) -> Error {
         Error::Line { path: self.path.clone(), line: self.line, reason }
     }
 }

@@ -1,4 +1,4 @@
-//! Losses and logits of a model, its scores in benchmark tasks, and what its heads do.
+//! Losses and logits of a model, and what its heads do.
 //!
 //! The mean loss over the first two windows of a token file:
 //!
@@ -23,15 +23,13 @@
 //! # }
 //! ```
 //!
-//! `Evaluator` has the buffers of such evaluations, `tasks` what lm-evaluation-harness scores, `heads` what
-//! is measured of heads;
+//! `Evaluator` has the buffers of such evaluations, `heads` what is measured of heads;
 //! [`write_logits`] is for comparison with other implementations.
 
 mod error;
 pub mod heads;
 mod logits;
 mod loss;
-pub mod tasks;
 
 pub use error::Error;
 pub use logits::{read_ids, write_logits};

@@ -13,7 +13,6 @@ mod origin;
 mod recipe;
 mod rendezvous;
 mod rewinds;
-mod tasks;
 mod tokenizer;
 mod tokens;
 mod weights;

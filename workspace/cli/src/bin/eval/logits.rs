@@ -1,14 +1,13 @@
 //! `moh-eval logits`: the logits of given ids, and the heads that they select.
 
 use std::io::{Write, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use anyhow::Context as _;
 use moh_device::{Compute, DeviceName};
 use moh_eval::{read_ids, write_logits};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_program::models;
-
-use crate::make_room;
 
 #[derive(clap::Args)]
 pub(crate) struct LogitsArguments {
@@ -70,4 +69,15 @@ fn logits<B: Backend + Clone, T: Element>(
         output.length
     )?;
     Ok(())
+}
+
+/// Makes the directory of the file of `--out`; fails if the file exists and `--force` is not given.
+fn make_room(path: &Path, force: bool) -> anyhow::Result<()> {
+    if !force && path.exists() {
+        anyhow::bail!(
+            "{}: already exists: choose another name, or replace it with --force",
+            path.display()
+        );
+    }
+    moh_files::create_parents(path).with_context(|| path.display().to_string())
 }

@@ -1,5 +1,4 @@
-//! `moh-eval`: a model's loss on a token file, its logits for given ids, its scores in benchmark tasks, and what its
-//! heads do.
+//! `moh-eval`: a model's loss on a token file, its logits for given ids, and what its heads do.
 
 mod heads;
 mod heads_report;
@@ -7,20 +6,16 @@ mod logits;
 mod loss;
 mod loss_report;
 mod model;
-mod tasks;
 mod windows;
 
-use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use moh_program::exit;
 
 use crate::heads::HeadsArguments;
 use crate::logits::LogitsArguments;
 use crate::loss::LossArguments;
-use crate::tasks::TasksArguments;
 
 /// Evaluate a model, dense or Mixture-of-Head.
 #[derive(Parser)]
@@ -62,20 +57,6 @@ enum Command {
         echo '[[0, 5, 6, 7], [0, 8, 9, 10]]' > ids.json\n  \
         moh-eval logits --model recipes/quickstart --ids ids.json --out logits.safetensors")]
     Logits(LogitsArguments),
-    /// Scores in benchmark tasks: multiple choice, and cloze as in LAMBADA
-    ///
-    /// Each line of a task file is an example: {"context": TEXT, "choices": [TEXT, ...], "answer": INDEX} or
-    /// {"context": TEXT, "answer": TEXT}. A space stands between context and choice, or the line's
-    /// "target_delimiter". Examples of few-shot prompts belong to the context.
-    ///
-    /// Scores are those of lm-evaluation-harness. acc: the share of examples whose right choice is the most
-    /// likely, or whose every token of the answer is; acc_norm, acc_bytes: by log-likelihood per character and
-    /// per byte of the choice; perplexity: by answer. This program adds the perplexity by word and by byte of
-    /// the answer, which the harness has for whole documents only.
-    #[command(after_help = "Example, from the repository's root:\n  \
-        moh-eval tasks --model recipes/quickstart tools/eval/tasks/village-choice.jsonl \\\n    \
-            tools/eval/tasks/village-cloze.jsonl")]
-    Tasks(TasksArguments),
     /// What heads do: which tokens compute them, how far they look, how alike they are
     ///
     /// By layer and head, on each token file: the load (the share of tokens that compute the head; * marks shared
@@ -95,17 +76,5 @@ fn main() -> ExitCode {
         Command::Heads(arguments) => arguments.run(),
         Command::Loss(arguments) => arguments.run(),
         Command::Logits(arguments) => arguments.run(),
-        Command::Tasks(arguments) => arguments.run(),
     })
-}
-
-/// Makes the directory of the file of `--out`; fails if the file exists and `--force` is not given.
-fn make_room(path: &Path, force: bool) -> anyhow::Result<()> {
-    if !force && path.exists() {
-        anyhow::bail!(
-            "{}: already exists: choose another name, or replace it with --force",
-            path.display()
-        );
-    }
-    moh_files::create_parents(path).with_context(|| path.display().to_string())
 }
