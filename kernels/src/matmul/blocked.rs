@@ -16,7 +16,7 @@ use crate::scratch::with_shared_scratch;
 pub(super) const PANEL: usize = 32;
 /// Rows that share a right block while sums stay in scratch between blocks.
 const PARTIAL_ROWS: usize = 2048;
-/// Terms to which blocks are rounded up: only the last one has a part of a vector or tile.
+/// Terms to which blocks are rounded up: only the last one has a part of a vector.
 const VECTOR: usize = 32;
 
 /// Elements of a right block below which one thread packs it: it takes less time than to divide it.
@@ -27,7 +27,7 @@ pub(super) trait Kernel {
     /// Rows of the left matrix to which tasks are rounded up.
     const ROWS: usize;
 
-    /// Terms of a block at most, a multiple of a vector or tile.
+    /// Terms of a block at most, a multiple of a vector.
     const DEPTH: usize;
 
     /// Elements of a right block, which stays in a cache.
@@ -36,11 +36,6 @@ pub(super) trait Kernel {
     /// Columns of a right block of this many terms, a multiple of [`PANEL`].
     fn columns(depth: usize) -> usize {
         (Self::RIGHT / depth.max(1) / PANEL * PANEL).max(PANEL)
-    }
-
-    /// Rows of a task at most, of this many terms.
-    fn rows(_depth: usize) -> usize {
-        usize::MAX
     }
 
     /// Elements of a packed panel of this many terms.
@@ -87,7 +82,7 @@ impl Blocks {
         let partial = if is_partial { outer * columns } else { 0 };
         // Two tasks for each thread, so that none waits long for another.
         let share = if threads > 1 { outer.div_ceil(2 * threads) } else { outer };
-        let rows = share.next_multiple_of(K::ROWS).clamp(K::ROWS, K::rows(depth));
+        let rows = share.next_multiple_of(K::ROWS).max(K::ROWS);
         Blocks { depth, columns, rows, outer, partial }
     }
 
@@ -302,8 +297,6 @@ mod tests {
                     fits::<Vector>(shape, is_bf16, threads);
                     #[cfg(target_arch = "x86_64")]
                     fits::<Avx512>(shape, is_bf16, threads);
-                    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-                    fits::<crate::matmul::amx::Amx>(shape, is_bf16, threads);
                 }
             }
         }

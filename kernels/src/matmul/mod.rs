@@ -5,11 +5,9 @@
 //! matrix that is contiguous along k, or any number of them that may not depend on each other
 //! ([`matmul_of_rows`]), or a matrix that was packed before, as that of a layer in generation ([`packed`]). All others are divided into packed blocks that the threads
 //! share ([`blocked`]), which f32 vectors multiply ([`vector`]), or what [`Bf16Path`] chooses for
-//! bf16: AMX ([`amx`]), AVX512-BF16 ([`avx512`]), or f32 vectors again. All of them sum in f32 and
-//! round once, when the result is stored.
+//! bf16: AVX512-BF16 ([`avx512`]), or f32 vectors again. All of them sum in f32 and round once,
+//! when the result is stored.
 
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod blocked;
@@ -24,10 +22,6 @@ mod tests;
 mod transpose;
 mod vector;
 
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-pub(crate) use amx::in_place;
-#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
-pub(crate) use amx::tiles_run;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::pack::interleaved;
 pub(crate) use dot::{join, prefetch, products, separate, vector_of_two};
@@ -40,8 +34,6 @@ pub(crate) use transpose::to_row_major;
 
 use crate::scalar::{DType, Element};
 use crate::scratch::{self, ScratchBytes};
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use amx::Amx;
 #[cfg(target_arch = "x86_64")]
 use avx512::Avx512;
 use blocked::Kernel;
@@ -76,10 +68,6 @@ fn multiply<O: Element, A: Element, B: Element>(
 ) {
     let has_bf16 = A::DTYPE != DType::F32 || B::DTYPE != DType::F32;
     match Bf16Path::in_use() {
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        Bf16Path::Amx if has_bf16 => {
-            blocked::multiply::<Amx, _, _, _>(out, destination, scale, left, right, threads);
-        }
         #[cfg(target_arch = "x86_64")]
         Bf16Path::Avx512 if has_bf16 => {
             blocked::multiply::<Avx512, _, _, _>(out, destination, scale, left, right, threads);
@@ -97,8 +85,6 @@ pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> ScratchBytes {
     }
     let few_rows: ScratchBytes = scratch::bytes(&dot::most_scratch(most)).into();
     let blocks = match Bf16Path::in_use() {
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        Bf16Path::Amx if T::DTYPE != DType::F32 => of::<Amx>(&amx::most_scratch(most), most),
         #[cfg(target_arch = "x86_64")]
         Bf16Path::Avx512 if T::DTYPE != DType::F32 => {
             of::<Avx512>(&avx512::most_scratch(most), most)

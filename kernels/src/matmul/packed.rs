@@ -4,8 +4,6 @@
 //! The bits of a row of the result depend on that row of the left matrix and on the right matrix alone.
 //! They are those of the same row in [`super::multiply`], where it does not compute inner products.
 
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::amx::Amx;
 #[cfg(target_arch = "x86_64")]
 use super::avx512::Avx512;
 use super::blocked::{BlockPosition, Kernel, PANEL, depth};
@@ -49,11 +47,6 @@ macro_rules! with_kernel {
         match Bf16Path::in_use() {
             _ if <$element>::DTYPE == DType::F32 => {
                 type $kernel = Vector;
-                $body
-            }
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Bf16Path::Amx => {
-                type $kernel = Amx;
                 $body
             }
             #[cfg(target_arch = "x86_64")]
@@ -156,12 +149,11 @@ impl<O: Element, A: Element> Product<'_, O, A> {
         if out.rows == 0 || columns == 0 {
             return;
         }
-        let rows = ROWS.min(K::rows(depth::<K>(terms)));
         let is_partial = O::DTYPE != DType::F32 && terms > depth::<K>(terms);
-        let partial = if is_partial { rows.min(out.rows) * columns } else { 0 };
+        let partial = if is_partial { ROWS.min(out.rows) * columns } else { 0 };
         with_scratch([partial], |[partial]| {
-            for row in (0..out.rows).step_by(rows) {
-                let part = row..out.rows.min(row + rows);
+            for row in (0..out.rows).step_by(ROWS) {
+                let part = row..out.rows.min(row + ROWS);
                 let mut start = 0;
                 for block in blocks::<K>(terms) {
                     let position = BlockPosition {

@@ -12,8 +12,6 @@ use crate::error::{Error, Result};
 /// measurement: a resumed run computes the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bf16Path {
-    /// AMX: `tdpbf16ps`, with the permission of the Linux kernel.
-    Amx,
     /// AVX512-BF16: `vdpbf16ps`.
     Avx512,
     /// Elements are converted to f32 while they are packed, and multiplied as f32 matrices.
@@ -26,7 +24,7 @@ impl Bf16Path {
 
     /// The implementations for which this processor has the instructions.
     pub fn supported() -> impl Iterator<Item = Self> {
-        let all = [Self::Amx, Self::Avx512, Self::F32];
+        let all = [Self::Avx512, Self::F32];
         let runs = |path: &Self| Self::named(&path.to_string()).is_ok_and(|found| found == *path);
         all.into_iter().filter(runs)
     }
@@ -41,7 +39,7 @@ impl Bf16Path {
     /// it, and where the processor lacks the named one.
     ///
     /// # Errors
-    /// Fails if the variable has another value than `amx`, `avx512` and `f32`.
+    /// Fails if the variable has another value than `avx512` and `f32`.
     pub fn from_environment() -> Result<Self> {
         match std::env::var_os(Self::VARIABLE).filter(|name| !name.is_empty()) {
             None => Ok(Self::of_processor()),
@@ -53,22 +51,18 @@ impl Bf16Path {
         match name {
             #[cfg(target_arch = "x86_64")]
             "avx512" if super::avx512::available() => Ok(Self::Avx512),
-            "amx" | "avx512" => Ok(Self::of_processor()),
+            "avx512" => Ok(Self::of_processor()),
             "f32" => Ok(Self::F32),
             _ => Err(Error::Device {
                 device: "the CPU".into(),
                 operation: "start",
-                reason: format!("{} = {name:?}: expected amx, avx512 or f32", Self::VARIABLE),
+                reason: format!("{} = {name:?}: expected avx512 or f32", Self::VARIABLE),
             }),
         }
     }
 
     /// The fastest implementation on this processor.
     fn of_processor() -> Self {
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        if super::amx::available() {
-            return Self::Amx;
-        }
         #[cfg(target_arch = "x86_64")]
         if super::avx512::available() && has_full_rate() {
             return Self::Avx512;
@@ -90,7 +84,6 @@ impl Cpu {
 impl fmt::Display for Bf16Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Amx => "amx",
             Self::Avx512 => "avx512",
             Self::F32 => "f32",
         })
@@ -117,7 +110,7 @@ mod tests {
             assert_eq!(Bf16Path::named(&path.to_string()).unwrap(), path);
         }
         let error = Bf16Path::named("fast").unwrap_err().to_string();
-        assert!(error.contains("MOH_BF16 = \"fast\": expected amx, avx512 or f32"), "{error}");
+        assert!(error.contains("MOH_BF16 = \"fast\": expected avx512 or f32"), "{error}");
     }
 
     #[test]

@@ -13,16 +13,16 @@ const F32_TOLERANCE: f64 = 2e-6;
 const BF16_TOLERANCE: f64 = 1.0 / 256.0;
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Case {
-    pub(super) shape: [usize; 3],
-    pub(super) left_transposed: bool,
-    pub(super) right_transposed: bool,
+struct Case {
+    shape: [usize; 3],
+    left_transposed: bool,
+    right_transposed: bool,
     /// 0: overwrite, 1: accumulate, 2: add another matrix.
-    pub(super) destination: u8,
+    destination: u8,
     /// Elements between the end of a row and the start of the next.
-    pub(super) gap: usize,
-    pub(super) scale: f32,
-    pub(super) seed: u32,
+    gap: usize,
+    scale: f32,
+    seed: u32,
 }
 
 /// The implementation.
@@ -67,35 +67,8 @@ fn at<T: Element>(matrix: &Matrix<'_, T>, row: usize, column: usize) -> f64 {
     f64::from(element.to_f32())
 }
 
+/// Compares a matmul with sums in f64.
 fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
-    agrees_by::<O, A, B>(case, &format!("{path:?}"), |out, destination, scale, left, right| {
-        match path {
-            Path::Serial => matmul(out, destination, scale, left, right),
-            Path::Parallel => matmul_parallel(out, destination, scale, left, right),
-            Path::Rows => matmul_of_rows(out, destination, scale, left, right),
-            Path::Packed => {
-                let mut packed = vec![0; packed_len::<B>(right.rows, right.columns)];
-                pack(right, &mut packed);
-                let right = Packed::new::<B>(&packed, right.rows, right.columns);
-                matmul_packed(out, destination, scale, left, right);
-            }
-            Path::Vector => {
-                blocked::multiply::<Vector, _, _, _>(out, destination, scale, left, right, 1)
-            }
-            #[cfg(target_arch = "x86_64")]
-            Path::Avx512 => {
-                blocked::multiply::<Avx512, _, _, _>(out, destination, scale, left, right, 1)
-            }
-        }
-    });
-}
-
-/// Compares a matmul by `multiply`, called `name`, with sums in f64.
-pub(super) fn agrees_by<O: Element, A: Element, B: Element>(
-    case: Case,
-    name: &str,
-    multiply: impl FnOnce(MatrixMut<'_, O>, Destination<'_, O>, f32, Matrix<'_, A>, Matrix<'_, B>),
-) {
     let Case { shape: [m, n, k], gap, scale, seed, .. } = case;
     let left = elements::<A>((m + gap) * (k + gap), seed);
     let right = elements::<B>((k + gap) * (n + gap), seed + 1);
@@ -115,7 +88,24 @@ pub(super) fn agrees_by<O: Element, A: Element, B: Element>(
         _ => Destination::AddTo(view(&addend, m, n, gap, false)),
     };
     let view_mut = MatrixMut::with_stride(&mut out, m, n, n + gap);
-    multiply(view_mut, destination, scale, left, right);
+    match path {
+        Path::Serial => matmul(view_mut, destination, scale, left, right),
+        Path::Parallel => matmul_parallel(view_mut, destination, scale, left, right),
+        Path::Rows => matmul_of_rows(view_mut, destination, scale, left, right),
+        Path::Packed => {
+            let mut packed = vec![0; packed_len::<B>(right.rows, right.columns)];
+            pack(right, &mut packed);
+            let right = Packed::new::<B>(&packed, right.rows, right.columns);
+            matmul_packed(view_mut, destination, scale, left, right);
+        }
+        Path::Vector => {
+            blocked::multiply::<Vector, _, _, _>(view_mut, destination, scale, left, right, 1)
+        }
+        #[cfg(target_arch = "x86_64")]
+        Path::Avx512 => {
+            blocked::multiply::<Avx512, _, _, _>(view_mut, destination, scale, left, right, 1)
+        }
+    }
     let (mut squares, mut error) = (1e-12, 0.0);
     for row in 0..m {
         for column in 0..n + gap {
@@ -133,7 +123,7 @@ pub(super) fn agrees_by<O: Element, A: Element, B: Element>(
     }
     let bound = if O::DTYPE == DType::F32 { F32_TOLERANCE } else { BF16_TOLERANCE };
     let relative = (error / squares).sqrt();
-    assert!(relative <= bound, "{name} {case:?}: relative error {relative:e} above {bound:e}");
+    assert!(relative <= bound, "{path:?} {case:?}: relative error {relative:e} above {bound:e}");
 }
 
 /// Every combination of types on every implementation that supports it.

@@ -2,7 +2,7 @@
 //! into tiles. An f32 operand beside a bf16 one is rounded.
 
 pub(super) mod pack;
-pub(super) mod tile;
+mod tile;
 
 use half::bf16;
 

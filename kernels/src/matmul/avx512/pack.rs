@@ -17,8 +17,8 @@ pub(super) const TILE_ROWS: usize = 12;
 const VECTOR: usize = 32;
 const PAIRS: usize = 16;
 /// Indices of the pairs of the two vectors' first halves, and of their last halves.
-pub(in crate::matmul) const FIRST: [u16; VECTOR] = interleaved(0, VECTOR);
-pub(in crate::matmul) const LAST: [u16; VECTOR] = interleaved(16, VECTOR);
+const FIRST: [u16; VECTOR] = interleaved(0, VECTOR);
+const LAST: [u16; VECTOR] = interleaved(16, VECTOR);
 
 /// Indices of a vector's elements that form pairs: `start` and `start + distance`, and the
 /// following ones.
@@ -135,7 +135,7 @@ pub(super) fn left_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
 /// Up to [`VECTOR`] elements as bf16, padded with zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-pub(in crate::matmul) fn load<T: Element>(elements: &[T]) -> __m512i {
+fn load<T: Element>(elements: &[T]) -> __m512i {
     debug_assert!(elements.len() <= VECTOR);
     let mask = if elements.len() < VECTOR { (1u32 << elements.len()) - 1 } else { u32::MAX };
     // SAFETY: the masks cover only the slice's elements, of the type that `DTYPE` names (f32 or
@@ -156,7 +156,7 @@ pub(in crate::matmul) fn load<T: Element>(elements: &[T]) -> __m512i {
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-pub(in crate::matmul) fn store(out: &mut [u32], vector: __m512i) {
+fn store(out: &mut [u32], vector: __m512i) {
     assert!(out.len() == PAIRS);
     // SAFETY: the slice has the vector's length, by the line above.
     #[allow(unsafe_code)]

@@ -90,37 +90,19 @@ unsafe fn finish<const ROWS: usize, const VECTORS: usize>(
     columns: usize,
     output: &Output,
 ) {
-    for (row, sums) in sums.into_iter().enumerate() {
-        // SAFETY: the caller's promise.
-        unsafe { finish_row(sums, row, columns, output) };
-    }
-}
-
-/// The same of one row.
-///
-/// # Safety
-/// The output's pointers are valid for the row and `columns` columns, and no other thread accesses
-/// the elements that are written.
-#[allow(unsafe_code)]
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(in crate::matmul) unsafe fn finish_row<const VECTORS: usize>(
-    sums: [__m512; VECTORS],
-    row: usize,
-    columns: usize,
-    output: &Output,
-) {
     let scale = _mm512_set1_ps(output.scale);
     let rest = columns - (VECTORS - 1) * LANES;
-    for (vector, sums) in sums.into_iter().enumerate() {
-        let column = vector * LANES;
-        let is_partial = vector + 1 == VECTORS && rest < LANES;
-        let mask = if is_partial { (1 << rest) - 1 } else { u16::MAX };
-        // SAFETY: the mask covers only these columns, by the caller's promise.
-        unsafe {
-            let addend = output.addend.load_masked(row, column, mask);
-            let value = _mm512_add_ps(_mm512_mul_ps(sums, scale), addend);
-            output.target.store_masked(row, column, mask, value);
+    for (row, sums) in sums.into_iter().enumerate() {
+        for (vector, sums) in sums.into_iter().enumerate() {
+            let column = vector * LANES;
+            let is_partial = vector + 1 == VECTORS && rest < LANES;
+            let mask = if is_partial { (1 << rest) - 1 } else { u16::MAX };
+            // SAFETY: the mask covers only these columns, by the caller's promise.
+            unsafe {
+                let addend = output.addend.load_masked(row, column, mask);
+                let value = _mm512_add_ps(_mm512_mul_ps(sums, scale), addend);
+                output.target.store_masked(row, column, mask, value);
+            }
         }
     }
 }

@@ -5,10 +5,10 @@ use pulp::Arch;
 
 use super::factor::{Factor, NARROW};
 use super::gather::{
-    HeadRows, gather_along_keys, gather_along_rows, gather_columns, gather_rows, scatter_columns,
-    tile_rows,
+    HeadRows, gather_along_rows, gather_columns, gather_rows, scatter_columns, tile_rows,
 };
 use super::lanes::{KEYS, MAX_ROWS, NumLanes, padded_rows};
+use super::matmul::ROWS;
 use super::rows::Row;
 use super::tile::{BackwardTile, Head};
 use super::{KvHead, as_factors, for_each_task, for_each_tile, with_factors};
@@ -32,12 +32,11 @@ pub(super) fn backward<T: Element>(
     arch: Arch,
     backward: AttentionBackward<'_, Cpu, T>,
 ) -> Result<()> {
-    let head_dim = backward.args.shape.head_dim;
-    with_factors!(F, T, arch, head_dim, backward_by::<T, F>(arch, backward))
+    with_factors!(F, T, arch, backward_by::<T, F>(arch, backward))
 }
 
 /// The backward pass by these factors.
-pub(super) fn backward_by<T: Element, F: Factor>(
+fn backward_by<T: Element, F: Factor>(
     arch: Arch,
     backward: AttentionBackward<'_, Cpu, T>,
 ) -> Result<()> {
@@ -117,17 +116,16 @@ impl<T: Element> Gradients<'_, T> {
 }
 
 /// Columns of a row of gradients.
-fn width<F: Factor>(head_dim: usize, lanes: usize) -> usize {
-    let vectors = if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) };
-    vectors.next_multiple_of(F::MULTIPLE)
+fn width(head_dim: usize, lanes: usize) -> usize {
+    if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) }
 }
 
 /// Lengths of a task's scratch.
 pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 16] {
     let head_dim = shape.head_dim;
     let lanes = arch.dispatch(NumLanes);
-    let padded = head_dim.next_multiple_of(F::MULTIPLE);
-    let width = width::<F>(head_dim, lanes);
+    let padded = head_dim.next_multiple_of(ROWS);
+    let width = width(head_dim, lanes);
     let rows = padded_rows::<F>(shape.key_length);
     let blocks = rows.next_multiple_of(KEYS) * lanes;
     let factors = |count: usize| count / F::TERMS;
@@ -165,11 +163,11 @@ fn backward_task<T: Element, F: Factor>(
     let shape = &args.shape;
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
     let lanes = arch.dispatch(NumLanes);
-    let padded = head_dim.next_multiple_of(F::MULTIPLE);
-    let width = width::<F>(head_dim, lanes);
+    let padded = head_dim.next_multiple_of(ROWS);
+    let width = width(head_dim, lanes);
     with_scratch(self::scratch::<F>(arch, shape), |scratch| {
         let [operands @ .., p, d_p, d_q, transposed, d_keys, d_values] = scratch;
-        let [keys, keys_transposed, values, q, d_o, q_rows, d_o_rows, p_rows, d_s_keys, d_s_rows] =
+        let [keys, keys_along_rows, values, q, d_o, q_rows, d_o_rows, p_rows, d_s_keys, d_s_rows] =
             operands.map(as_factors::<F>);
         let key_values = KeyValues::Contiguous {
             keys: &saved.qkv[heads * head_dim..],
@@ -179,13 +177,11 @@ fn backward_task<T: Element, F: Factor>(
         let (source, key_length) = (HeadRows::new(*shape, key_values, kv_head), shape.key_length);
         gather_rows(key_length, |position| source.key(position), padded, keys);
         gather_rows(key_length, |position| source.value(position), padded, values);
-        let (keys, keys_transposed) = if F::TERMS == 1 {
+        let (keys, keys_along_rows) = if F::TERMS == 1 {
             (&*keys, &*keys)
         } else {
-            let part = &mut as_factors(transposed)[..q.len()];
-            let key = |position| source.key(position);
-            gather_along_keys(key_length, key, padded, part, keys_transposed);
-            (&*keys, &*keys_transposed)
+            gather_along_rows(key_length, |position| source.key(position), padded, keys_along_rows);
+            (&*keys, &*keys_along_rows)
         };
         d_keys.fill(0.0);
         d_values.fill(0.0);
@@ -202,7 +198,7 @@ fn backward_task<T: Element, F: Factor>(
                 args,
                 head: Head { padded },
                 keys,
-                keys_transposed,
+                keys_along_rows,
                 values,
                 tile,
                 log_sum_exp: saved.log_sum_exp,

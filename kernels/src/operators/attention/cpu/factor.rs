@@ -1,10 +1,9 @@
-//! The operands of attention's matmuls: f32 elements, or pairs of bf16 if the machine has
-//! instructions that multiply them.
+//! The operands of attention's matmuls: f32 elements, or pairs of bf16 if the machine has an
+//! instruction that multiplies them.
 
 use bytemuck::Pod;
 use pulp::{Arch, Simd, WithSimd};
 
-use super::matmul::{Matmul, ROWS};
 use crate::scalar::Element;
 
 /// Columns of the gradients of heads of at most this many elements, for any length of vectors.
@@ -15,14 +14,8 @@ pub(super) trait Factor: Pod {
     /// Terms of a factor.
     const TERMS: usize;
 
-    /// The keys of a block and the padded columns of a head are multiples of this even number.
-    const MULTIPLE: usize;
-
-    /// Whether a matmul's left operand has to be contiguous along its terms.
-    const LEFT_ALONG_TERMS: bool;
-
-    /// Whether the machine can multiply heads of this type and width as these factors.
-    fn multiplies<T: Element>(arch: Arch, head_dim: usize) -> bool;
+    /// Whether the machine can multiply elements of this type as these factors.
+    fn multiplies<T: Element>(arch: Arch) -> bool;
 
     /// The factor of terms `term(0)..term(TERMS - 1)`.
     fn of<T: Element>(term: impl Fn(usize) -> T) -> Self;
@@ -30,8 +23,12 @@ pub(super) trait Factor: Pod {
     /// Runs vector code that multiplies these factors.
     fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output;
 
-    /// `out = left right`, or `out += left right`. Only within [`dispatch`](Self::dispatch).
-    fn matmul<S: Simd>(simd: S, matmul: Matmul<'_, Self>, out: &mut [f32], accumulate: bool);
+    /// `sum` plus the products of this factor's terms and those of the vector's factors. Only within
+    /// [`dispatch`](Self::dispatch).
+    fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s;
+
+    /// The same for a vector of [`NARROW`] factors, on a machine with longer vectors.
+    fn multiply_add_narrow(self, vector: [Self; NARROW], sum: [f32; NARROW]) -> [f32; NARROW];
 
     /// Writes the elements of two keys of a block, two vectors each: the block's pair of keys with
     /// index `two`.
@@ -39,15 +36,6 @@ pub(super) trait Factor: Pod {
 
     /// The operand of a matmul: the elements themselves, or the factors stored for them.
     fn choose<'a>(elements: &'a [f32], stored: &'a [Self]) -> &'a [Self];
-}
-
-/// A factor that is multiplied by a vector of factors, each with a sum in a vector of f32.
-pub(super) trait VectorFactor: Factor {
-    /// `sum` plus the products of this factor's terms and those of the vector's factors.
-    fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s;
-
-    /// The same for a vector of [`NARROW`] factors, on a machine with longer vectors.
-    fn multiply_add_narrow(self, vector: [Self; NARROW], sum: [f32; NARROW]) -> [f32; NARROW];
 }
 
 /// Elements of a block of keys and a tile's rows, `[keys, rows]`, and the same as factors. The
@@ -77,10 +65,8 @@ impl<F: Factor> Block<'_, F> {
 
 impl Factor for f32 {
     const TERMS: usize = 1;
-    const MULTIPLE: usize = ROWS;
-    const LEFT_ALONG_TERMS: bool = false;
 
-    fn multiplies<T: Element>(_: Arch, _: usize) -> bool {
+    fn multiplies<T: Element>(_: Arch) -> bool {
         true
     }
 
@@ -94,8 +80,17 @@ impl Factor for f32 {
     }
 
     #[inline(always)]
-    fn matmul<S: Simd>(simd: S, matmul: Matmul<'_, f32>, out: &mut [f32], accumulate: bool) {
-        matmul.by_vectors(simd, out, accumulate);
+    fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s {
+        simd.mul_add_e_f32s(simd.splat_f32s(self), vector, sum)
+    }
+
+    #[inline(always)]
+    fn multiply_add_narrow(self, vector: [f32; NARROW], mut sum: [f32; NARROW]) -> [f32; NARROW] {
+        // All machines with longer vectors fuse multiplication and addition.
+        for (sum, element) in sum.iter_mut().zip(vector) {
+            *sum = self.mul_add(element, *sum);
+        }
+        sum
     }
 
     #[inline(always)]
@@ -108,21 +103,5 @@ impl Factor for f32 {
     #[inline(always)]
     fn choose<'a>(elements: &'a [f32], _: &'a [f32]) -> &'a [f32] {
         elements
-    }
-}
-
-impl VectorFactor for f32 {
-    #[inline(always)]
-    fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s {
-        simd.mul_add_e_f32s(simd.splat_f32s(self), vector, sum)
-    }
-
-    #[inline(always)]
-    fn multiply_add_narrow(self, vector: [f32; NARROW], mut sum: [f32; NARROW]) -> [f32; NARROW] {
-        // All machines with longer vectors fuse multiplication and addition.
-        for (sum, element) in sum.iter_mut().zip(vector) {
-            *sum = self.mul_add(element, *sum);
-        }
-        sum
     }
 }

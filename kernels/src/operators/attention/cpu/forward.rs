@@ -4,9 +4,10 @@ use pulp::Arch;
 
 use super::factor::Factor;
 use super::gather::{
-    HeadRows, gather_along_keys, gather_columns, gather_rows, scatter_columns, tile_rows,
+    HeadRows, gather_along_rows, gather_columns, gather_rows, scatter_columns, tile_rows,
 };
 use super::lanes::{KEYS, MAX_ROWS, NumLanes, padded_rows};
+use super::matmul::ROWS;
 use super::rows::{Row, check_key_values};
 use super::tile::{ForwardTile, Head};
 use super::{KvHead, as_factors, for_each_task, for_each_tile, token, with_factors};
@@ -19,12 +20,11 @@ use crate::scratch::with_scratch;
 
 /// The forward pass with the vector instructions of `arch`.
 pub(super) fn forward<T: Element>(arch: Arch, forward: AttentionForward<'_, Cpu, T>) -> Result<()> {
-    let head_dim = forward.args.shape.head_dim;
-    with_factors!(F, T, arch, head_dim, forward_by::<T, F>(arch, forward))
+    with_factors!(F, T, arch, forward_by::<T, F>(arch, forward))
 }
 
 /// The forward pass by these factors.
-pub(super) fn forward_by<T: Element, F: Factor>(
+fn forward_by<T: Element, F: Factor>(
     arch: Arch,
     forward: AttentionForward<'_, Cpu, T>,
 ) -> Result<()> {
@@ -93,7 +93,7 @@ impl<'a, T: Element> Outputs<'a, T> {
 /// Lengths of a task's scratch.
 pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 7] {
     let lanes = arch.dispatch(NumLanes);
-    let padded = shape.head_dim.next_multiple_of(F::MULTIPLE);
+    let padded = shape.head_dim.next_multiple_of(ROWS);
     let (rows, block) = (padded_rows::<F>(shape.key_length), KEYS * lanes);
     let factors = |count: usize| count / F::TERMS;
     [
@@ -117,19 +117,12 @@ pub(super) fn forward_task<T: Element, F: Factor>(
 ) {
     let shape = &args.shape;
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(NumLanes));
-    let padded = head_dim.next_multiple_of(F::MULTIPLE);
+    let padded = head_dim.next_multiple_of(ROWS);
     with_scratch(scratch::<F>(arch, shape), |[keys, values, q, scores, factors, o, transposed]| {
         let [keys, values, q, factors] = [keys, values, q, factors].map(as_factors::<F>);
         let source = HeadRows::new(*shape, key_values, kv_head);
         gather_rows(shape.key_length, |position| source.key(position), padded, keys);
-        let part = &mut as_factors(transposed)[..q.len()];
-        gather_along_keys(
-            shape.key_length,
-            |position| source.value(position),
-            padded,
-            part,
-            values,
-        );
+        gather_along_rows(shape.key_length, |position| source.value(position), padded, values);
         let head = Head { padded };
         let process = |tile: &[Row]| {
             let row = tile_rows(queries, shape.query_stride, head_dim, tile);

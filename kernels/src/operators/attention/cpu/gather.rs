@@ -60,33 +60,6 @@ pub(super) fn gather_along_rows<'a, T: Element, F: Factor>(
     }
 }
 
-/// Copies keys, or values, for matmuls that sum over them, as factors of terms along the keys:
-/// `[keys / TERMS, width]`, or the transpose if left operands have to be contiguous along their
-/// terms. Padding is set to zero.
-///
-/// `scratch` has at least `width` elements.
-pub(super) fn gather_along_keys<'a, T: Element, F: Factor>(
-    count: usize,
-    row: impl Fn(usize) -> &'a [T],
-    width: usize,
-    scratch: &mut [F],
-    out: &mut [F],
-) {
-    if !F::LEFT_ALONG_TERMS {
-        return gather_along_rows(count, row, width, out);
-    }
-    let columns = out.len() / width;
-    let most = scratch.len() / width;
-    for first in (0..columns).step_by(most) {
-        let len = most.min(columns - first);
-        let keys = count.saturating_sub(first * F::TERMS).min(len * F::TERMS);
-        let part = &mut scratch[..len * width];
-        gather_along_rows(keys, |key| row(first * F::TERMS + key), width, part);
-        let part = Matrix::new(bytemuck::cast_slice(part), len, width);
-        to_row_major(part.transposed(), bytemuck::cast_slice_mut(&mut out[first..]), columns);
-    }
-}
-
 /// Copies a tile's rows as columns of factors: `[width / TERMS, lanes]`. Padding, and lanes without a
 /// row, are set to zero. `scratch` has the same length.
 pub(super) fn gather_columns<'a, T: Element, F: Factor>(

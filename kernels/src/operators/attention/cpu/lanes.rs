@@ -8,6 +8,7 @@ use pulp::{Simd, WithSimd};
 
 use super::exp2::exp2;
 use super::factor::{Block, Factor};
+use super::matmul::ROWS;
 use super::rows::Row;
 use crate::attention::AttentionArgs;
 use crate::cpu::Cpu;
@@ -41,7 +42,7 @@ impl WithSimd for NumLanes {
 
 /// Rows of a gathered key/value head, in whole factors: the last block may extend beyond the last key.
 pub(super) fn padded_rows<F: Factor>(keys: usize) -> usize {
-    (keys + F::MULTIPLE).next_multiple_of(F::TERMS)
+    (keys + ROWS).next_multiple_of(F::TERMS)
 }
 
 /// The keys that each row of a tile sees, as f32 vectors for comparisons lane by lane.

@@ -4,11 +4,11 @@
 //! These matmuls are thin (a head's width, a tile of rows), so a general matmul would spend its
 //! time on packing. Here the vectors of the right operand and of the result contain the tile's
 //! packed rows, or a head's columns, and the left operand is read factor by factor at any strides.
-//! A factor is one term of the sums, or a pair of them ([`VectorFactor`]).
+//! A factor is one term of the sums, or a pair of them ([`Factor`]).
 
 use pulp::Simd;
 
-use super::factor::{NARROW, VectorFactor};
+use super::factor::{Factor, NARROW};
 
 /// The number of rows of the left operand, and of the result, is a multiple of this.
 pub(super) const ROWS: usize = 8;
@@ -38,10 +38,10 @@ pub(super) struct Matmul<'a, F> {
     pub right: &'a [F],
 }
 
-impl<F: VectorFactor> Matmul<'_, F> {
-    /// `out = left right`, or `out += left right`, `[rows, columns]`.
+impl<F: Factor> Matmul<'_, F> {
+    /// `out = left right`, or `out += left right`, `[rows, columns]`. Only within [`Factor::dispatch`].
     #[inline(always)]
-    pub(super) fn by_vectors<S: Simd>(self, simd: S, out: &mut [f32], accumulate: bool) {
+    pub(super) fn multiply<S: Simd>(self, simd: S, out: &mut [f32], accumulate: bool) {
         let (Sizes { rows, depth, columns }, left) = (self.sizes, self.left);
         let narrow = columns == NARROW && S::F32_LANES > NARROW;
         assert!(rows.is_multiple_of(ROWS) && (narrow || columns.is_multiple_of(S::F32_LANES)));
@@ -71,7 +71,7 @@ impl<F: VectorFactor> Matmul<'_, F> {
         while column < columns {
             let pair = column + 2 * S::F32_LANES <= columns;
             for row in (0..rows).step_by(M) {
-                // SAFETY: `by_vectors` checked that rows x depth, depth x columns and rows x columns
+                // SAFETY: `multiply` checked that rows x depth, depth x columns and rows x columns
                 // are within the operands; this tile's rows and columns are among them, since M
                 // divides the rows and one or two vectors of columns remain.
                 #[allow(unsafe_code)]
@@ -102,7 +102,7 @@ impl<F: VectorFactor> Matmul<'_, F> {
             for (k, vector) in vectors[..self.sizes.depth].iter().enumerate() {
                 for (i, sums) in sums.iter_mut().enumerate() {
                     let index = (part * ROWS + i) * left.row_stride + k * left.column_stride;
-                    // SAFETY: `by_vectors` checked that rows x depth are within the left operand.
+                    // SAFETY: `multiply` checked that rows x depth are within the left operand.
                     #[allow(unsafe_code)]
                     let factor = unsafe { *left.data.get_unchecked(index) };
                     *sums = factor.multiply_add_narrow(*vector, *sums);
@@ -121,7 +121,7 @@ impl<F: VectorFactor> Matmul<'_, F> {
 /// All elements at these strides are within their operands, and `c` has no other borrower.
 #[allow(unsafe_code)]
 #[inline(always)]
-unsafe fn tile<S: Simd, F: VectorFactor, const M: usize, const V: usize>(
+unsafe fn tile<S: Simd, F: Factor, const M: usize, const V: usize>(
     simd: S,
     depth: usize,
     a: *const F,

@@ -2,13 +2,13 @@
 //! rows in tiles and a tile's keys in blocks ([`tile`]).
 //!
 //! Keys, and the columns of queries, keys and values, are padded with zeros to
-//! [`Factor::MULTIPLE`], columns of gradients to whole vectors too; scores of padding are masked.
+//! [`ROWS`](matmul::ROWS), columns of gradients to whole vectors; scores of padding are masked.
 //!
 //! A single token per sequence is computed without tiles ([`token`]).
 //!
-//! Matmuls of bf16 multiply pairs of terms if the machine has the instructions ([`factor`]): vectors
-//! of pairs, or tiles of them. Then probabilities and the gradients of scores are rounded to bf16
-//! before their matmuls. Softmax and sums are always f32.
+//! Matmuls of bf16 multiply pairs of terms if the machine has an instruction for it ([`factor`]).
+//! Then probabilities and the gradients of scores are rounded to bf16 before their matmuls. Softmax
+//! and sums are always f32.
 
 mod backward;
 mod exp2;
@@ -24,8 +24,6 @@ mod sequences;
 #[cfg(test)]
 mod tests;
 mod tile;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-mod tile_pair;
 mod token;
 
 use pulp::Arch;
@@ -48,8 +46,6 @@ use lanes::MAX_ROWS;
 use pair::Pair;
 use rows::Row;
 use sequences::forward as forward_sequences;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use tile_pair::TilePair;
 
 impl Attention for Cpu {
     fn attention_forward<T: Element>(&self, args: AttentionForward<'_, Self, T>) -> Result<()> {
@@ -80,19 +76,11 @@ const MIN_HEAD_DIM: usize = 32;
 #[cfg(not(target_arch = "x86_64"))]
 type Pair = f32;
 
-/// The factor of bf16 elements on systems without the tile unit.
-#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-type TilePair = Pair;
-
-/// Evaluates an expression with `$factor` as the type of this machine's factors for heads of type
-/// `$element` and this width.
+/// Evaluates an expression with `$factor` as the type of this machine's factors for elements of type
+/// `$element`.
 macro_rules! with_factors {
-    ($factor:ident, $element:ty, $arch:expr, $head_dim:expr, $body:expr) => {
-        if <$crate::attention::cpu::TilePair as Factor>::multiplies::<$element>($arch, $head_dim) {
-            type $factor = $crate::attention::cpu::TilePair;
-            $body
-        } else if <$crate::attention::cpu::Pair as Factor>::multiplies::<$element>($arch, $head_dim)
-        {
+    ($factor:ident, $element:ty, $arch:expr, $body:expr) => {
+        if <$crate::attention::cpu::Pair as Factor>::multiplies::<$element>($arch) {
             type $factor = $crate::attention::cpu::Pair;
             $body
         } else {
@@ -106,7 +94,7 @@ use with_factors;
 /// Bytes of scratch of a thread that computes attention, including its gradients if `training`.
 pub(crate) fn scratch_bytes<T: Element>(shape: &AttentionShape, training: bool) -> usize {
     let arch = Arch::new();
-    with_factors!(F, T, arch, shape.head_dim, {
+    with_factors!(F, T, arch, {
         let forward = match shape.query_length {
             1 => scratch::bytes(&token::scratch(shape)),
             _ => scratch::bytes(&forward::scratch::<F>(arch, shape)),

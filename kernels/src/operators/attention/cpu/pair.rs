@@ -6,8 +6,7 @@ use bytemuck::{Pod, Zeroable};
 use pulp::x86::V4;
 use pulp::{Arch, Simd, WithSimd};
 
-use super::factor::{Block, Factor, NARROW, VectorFactor};
-use super::matmul::{Matmul, ROWS};
+use super::factor::{Block, Factor, NARROW};
 use crate::matmul::{Bf16Path, interleaved};
 use crate::scalar::{DType, Element};
 
@@ -29,10 +28,8 @@ fn with_bf16<W: WithSimd>(v4: V4, work: W) -> W::Output {
 
 impl Factor for Pair {
     const TERMS: usize = 2;
-    const MULTIPLE: usize = ROWS;
-    const LEFT_ALONG_TERMS: bool = false;
 
-    fn multiplies<T: Element>(arch: Arch, _: usize) -> bool {
+    fn multiplies<T: Element>(arch: Arch) -> bool {
         T::DTYPE == DType::BF16
             && matches!(arch, Arch::V4(_))
             && Bf16Path::in_use() != Bf16Path::F32
@@ -55,8 +52,33 @@ impl Factor for Pair {
     }
 
     #[inline(always)]
-    fn matmul<S: Simd>(simd: S, matmul: Matmul<'_, Pair>, out: &mut [f32], accumulate: bool) {
-        matmul.by_vectors(simd, out, accumulate);
+    fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s {
+        const { assert!(size_of::<S::f32s>() == size_of::<__m512>()) };
+        let factor = simd.splat_f32s(f32::from_bits(self.0));
+        // SAFETY: only `dispatch` runs this code, on a machine that has the instruction; every bit
+        // pattern of these 64-byte vector types is valid.
+        #[allow(unsafe_code)]
+        unsafe {
+            let sum: __m512 = std::mem::transmute_copy(&sum);
+            let sum = _mm512_dpbf16_ps(
+                sum,
+                std::mem::transmute_copy(&factor),
+                std::mem::transmute_copy(&vector),
+            );
+            std::mem::transmute_copy(&sum)
+        }
+    }
+
+    #[inline(always)]
+    fn multiply_add_narrow(self, vector: [Pair; NARROW], sum: [f32; NARROW]) -> [f32; NARROW] {
+        // SAFETY: as above; the arrays are 32 bytes.
+        #[allow(unsafe_code)]
+        unsafe {
+            let factor = std::mem::transmute::<__m256i, __m256bh>(_mm256_set1_epi32(self.0 as i32));
+            let sum = std::mem::transmute::<[f32; NARROW], __m256>(sum);
+            let vector = std::mem::transmute::<[Pair; NARROW], __m256bh>(vector);
+            std::mem::transmute::<__m256, [f32; NARROW]>(_mm256_dpbf16_ps(sum, factor, vector))
+        }
     }
 
     #[inline(always)]
@@ -92,38 +114,6 @@ impl Factor for Pair {
     #[inline(always)]
     fn choose<'a>(_: &'a [f32], stored: &'a [Pair]) -> &'a [Pair] {
         stored
-    }
-}
-
-impl VectorFactor for Pair {
-    #[inline(always)]
-    fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s {
-        const { assert!(size_of::<S::f32s>() == size_of::<__m512>()) };
-        let factor = simd.splat_f32s(f32::from_bits(self.0));
-        // SAFETY: only `dispatch` runs this code, on a machine that has the instruction; every bit
-        // pattern of these 64-byte vector types is valid.
-        #[allow(unsafe_code)]
-        unsafe {
-            let sum: __m512 = std::mem::transmute_copy(&sum);
-            let sum = _mm512_dpbf16_ps(
-                sum,
-                std::mem::transmute_copy(&factor),
-                std::mem::transmute_copy(&vector),
-            );
-            std::mem::transmute_copy(&sum)
-        }
-    }
-
-    #[inline(always)]
-    fn multiply_add_narrow(self, vector: [Pair; NARROW], sum: [f32; NARROW]) -> [f32; NARROW] {
-        // SAFETY: as above; the arrays are 32 bytes.
-        #[allow(unsafe_code)]
-        unsafe {
-            let factor = std::mem::transmute::<__m256i, __m256bh>(_mm256_set1_epi32(self.0 as i32));
-            let sum = std::mem::transmute::<[f32; NARROW], __m256>(sum);
-            let vector = std::mem::transmute::<[Pair; NARROW], __m256bh>(vector);
-            std::mem::transmute::<__m256, [f32; NARROW]>(_mm256_dpbf16_ps(sum, factor, vector))
-        }
     }
 }
 

@@ -17,8 +17,7 @@ use crate::scalar::Element;
 
 /// The forward pass with the vector instructions of `arch`.
 pub(super) fn forward<T: Element>(arch: Arch, args: SequenceAttention<'_, Cpu, T>) -> Result<()> {
-    let head_dim = args.shape.head_dim;
-    with_factors!(F, T, arch, head_dim, forward_by::<T, F>(arch, args))
+    with_factors!(F, T, arch, forward_by::<T, F>(arch, args))
 }
 
 /// A sequence.

@@ -5,10 +5,8 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::factor::{Block, Factor};
-#[cfg(doc)]
-use super::gather::gather_along_keys;
 use super::lanes::{self, Bounds, Deltas, KEYS, MAX_ROWS, Softmax, num_lanes};
-use super::matmul::{Left, Matmul, Sizes};
+use super::matmul::{Left, Matmul, ROWS, Sizes};
 use super::rows::Row;
 use crate::attention::AttentionArgs;
 use crate::cpu::Cpu;
@@ -16,7 +14,7 @@ use crate::cpu::Cpu;
 /// A key/value head.
 #[derive(Clone, Copy)]
 pub(super) struct Head {
-    /// D rounded up to [`Factor::MULTIPLE`].
+    /// D rounded up to [`ROWS`].
     pub padded: usize,
 }
 
@@ -36,11 +34,11 @@ impl Head {
         let sizes = Sizes { rows: keys.len(), depth, columns: num_lanes::<S>() };
         let data = &of[keys.start * depth..];
         let left = Left { data, row_stride: depth, column_stride: 1 };
-        F::matmul(simd, Matmul { sizes, left, right: columns }, out, false);
+        Matmul { sizes, left, right: columns }.multiply(simd, out, false);
     }
 
-    /// Adds the transpose of a block's keys (or values), gathered by [`gather_along_keys`], times its
-    /// scores `[keys / TERMS, rows]` to `[D padded, rows]`.
+    /// Adds the transpose of a block's keys (or values) `[keys / TERMS, D padded]` times its scores
+    /// `[keys / TERMS, rows]` to `[D padded, rows]`.
     #[inline(always)]
     fn combine<S: Simd, F: Factor>(
         self,
@@ -52,22 +50,18 @@ impl Head {
     ) {
         let (first, depth) = (keys.start / F::TERMS, keys.len() / F::TERMS);
         let sizes = Sizes { rows: self.padded, depth, columns: num_lanes::<S>() };
-        let left = if F::LEFT_ALONG_TERMS {
-            Left { data: &of[first..], row_stride: of.len() / self.padded, column_stride: 1 }
-        } else {
-            let data = &of[first * self.padded..];
-            Left { data, row_stride: 1, column_stride: self.padded }
-        };
-        F::matmul(simd, Matmul { sizes, left, right: scores }, out, true);
+        let data = &of[first * self.padded..];
+        let left = Left { data, row_stride: 1, column_stride: self.padded };
+        Matmul { sizes, left, right: scores }.multiply(simd, out, true);
     }
 }
 
-/// The blocks of a range of keys. Their lengths are multiples of [`Factor::MULTIPLE`], and the first
-/// starts at an even key, so that both keys of a pair are in the same block.
-fn blocks<F: Factor>(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+/// The blocks of a range of keys. Their lengths are multiples of [`ROWS`], and the first starts at
+/// an even key, so that both keys of a pair are in the same block.
+fn blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = keys.end;
     (keys.start & !1..end).step_by(KEYS).map(move |start| {
-        let len = KEYS.min(end - start).next_multiple_of(F::MULTIPLE);
+        let len = KEYS.min(end - start).next_multiple_of(ROWS);
         start..start + len
     })
 }
@@ -78,7 +72,7 @@ pub(super) struct ForwardTile<'a, 'v, F> {
     pub head: Head,
     /// `[key_length padded, D padded / TERMS]`, zero where padded.
     pub keys: &'a [F],
-    /// Gathered by [`gather_along_keys`].
+    /// `[key_length padded / TERMS, D padded]`, zero where padded.
     pub values: &'a [F],
     pub tile: &'a [Row],
     /// `[D padded / TERMS, rows]`.
@@ -100,7 +94,7 @@ impl<F: Factor> WithSimd for ForwardTile<'_, '_, F> {
         let bounds = Bounds::new(args, tile, num_lanes::<S>());
         let mut softmax = Softmax::new(args.base2_scale());
         o.fill(0.0);
-        for keys in blocks::<F>(args.tile_keys(tile)) {
+        for keys in blocks(args.tile_keys(tile)) {
             let len = keys.len() * num_lanes::<S>();
             let elements = &mut scores[..len];
             head.scores(simd, &keys, of_keys, q, elements);
@@ -123,8 +117,8 @@ pub(super) struct BackwardTile<'a, 'v, F> {
     pub head: Head,
     /// `[key_length padded, D padded / TERMS]`, zero where padded.
     pub keys: &'a [F],
-    /// The same keys, gathered by [`gather_along_keys`].
-    pub keys_transposed: &'a [F],
+    /// The same keys, `[key_length padded / TERMS, D padded]`.
+    pub keys_along_rows: &'a [F],
     /// The values, in the layout of `keys`.
     pub values: &'a [F],
     pub tile: &'a [Row],
@@ -137,7 +131,7 @@ pub(super) struct BackwardTile<'a, 'v, F> {
     pub q_rows: &'a [F],
     /// `[rows / TERMS, width]`.
     pub d_o_rows: &'a [F],
-    /// D rounded up to whole vectors, or tiles.
+    /// D rounded up to whole vectors.
     pub width: usize,
     /// `[key_length padded, rows]`.
     pub p: &'a mut [f32],
@@ -176,7 +170,7 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
             *base2 = value * std::f32::consts::LOG2_E;
         }
         let mut deltas = Deltas::new();
-        let blocks = blocks::<F>(self.args.tile_keys(self.tile));
+        let blocks = blocks(self.args.tile_keys(self.tile));
         let p = self.p.chunks_mut(KEYS * lanes);
         for ((keys, p), d_p) in blocks.zip(p).zip(self.d_p.chunks_mut(KEYS * lanes)) {
             let (p, d_p) = (&mut p[..keys.len() * lanes], &mut d_p[..keys.len() * lanes]);
@@ -200,7 +194,7 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
         }
         let weights = self.args.is_weighted().then_some(&weights);
         self.d_q.fill(0.0);
-        let blocks = blocks::<F>(self.args.tile_keys(self.tile));
+        let blocks = blocks(self.args.tile_keys(self.tile));
         let p = self.p.chunks_mut(KEYS * lanes);
         for ((keys, p), d_p) in blocks.zip(p).zip(self.d_p.chunks_mut(KEYS * lanes)) {
             let (p, d_p) = (&mut p[..keys.len() * lanes], &mut d_p[..keys.len() * lanes]);
@@ -219,7 +213,7 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
             let of_keys = &mut self.d_keys[part];
             add_transposed(simd, d_s.factors_along_rows(), self.q_rows, width, of_keys);
             let along_keys = d_s.factors_along_keys();
-            self.head.combine(simd, &keys, self.keys_transposed, along_keys, self.d_q);
+            self.head.combine(simd, &keys, self.keys_along_rows, along_keys, self.d_q);
         }
     }
 }
@@ -237,5 +231,5 @@ fn add_transposed<S: Simd, F: Factor>(
     let depth = num_lanes::<S>() / F::TERMS;
     let sizes = Sizes { rows: out.len() / width, depth, columns: width };
     let left = Left { data: block, row_stride: depth, column_stride: 1 };
-    F::matmul(simd, Matmul { sizes, left, right: tile_rows }, out, true);
+    Matmul { sizes, left, right: tile_rows }.multiply(simd, out, true);
 }
