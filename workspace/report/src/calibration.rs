@@ -23,14 +23,14 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
                 }
                 @for log in logs.iter().filter(has) {
                     @if logs.len() > 1 { h3 { (log.name) } }
-                    @for calibration in &log.summary.calibrations { (of_stage(log, calibration)) }
+                    @for calibration in &log.summary.calibrations { (of_stage(calibration)) }
                 }
             }
         }
     }
 }
 
-fn of_stage(log: &RunLog, calibration: &StageCalibration) -> Markup {
+fn of_stage(calibration: &StageCalibration) -> Markup {
     let StageCalibration { stage, step, tokens, loss_dense, loss_given, loss, .. } = calibration;
     html! {
         p {
@@ -40,7 +40,7 @@ fn of_stage(log: &RunLog, calibration: &StageCalibration) -> Markup {
             ", and that of the heads that the recipe gives " (shown(*loss_given)) "."
         }
         div class="panels" { (figure::panel(&errors(calibration))) }
-        details data-part={ "calibration " (log.name) " " (step) } {
+        details {
             summary { "Chosen heads" }
             div class="scroll" tabindex="0" { (table(calibration)) }
         }

@@ -1,5 +1,5 @@
 //! The page of a run, or of several that it compares: one HTML file with its style in it, which fetches nothing.
-//! `moh-report` writes it and serves it. Another page shows what the heads of models do.
+//! `moh-report` writes it. Another page shows what the heads of models do.
 
 mod calibration;
 pub mod chart;
@@ -22,13 +22,12 @@ pub mod summary_table;
 
 use std::io::{ErrorKind, Read as _};
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
 
 pub use heads::{heads_page, write_heads};
-pub use page::{Watch, error_page, page};
-pub use runs::Runs;
+use runs::Runs;
 
 /// The page's name in the directory of a single run.
 pub const PAGE: &str = "report.html";
@@ -36,18 +35,42 @@ pub const PAGE: &str = "report.html";
 /// Bytes at the start of a page in which it says that it is one.
 const HEAD_BYTES: u64 = 1024;
 
-/// Writes the page of the directories `runs`, as [`Runs::read`] reads them, to the file `out`, as a whole. An earlier
-/// page is replaced, any other file only with `force`. Returns what is left out, and why, in sentences, which the page
-/// shows too.
+/// Shortest time between two pages of a watched run.
+const REFRESH: Duration = Duration::from_secs(5);
+
+/// The time between two pages is at least this many times the time that reading the runs takes.
+const REFRESH_READS: u32 = 20;
+
+/// Writes the page of the directories `runs` to the file `out`, as a whole: each directory is a run, or holds runs. An
+/// earlier page is replaced, any other file only with `force`. Returns what is left out, and why, in sentences, which the
+/// page shows too.
 ///
 /// # Errors
-/// Fails as [`Runs::read`]; if `out` is not to be replaced, or cannot be written.
+/// Fails if a directory is neither, or if a file of a run cannot be read; if `out` is not to be replaced, or cannot be
+/// written.
 pub fn write(runs: &[PathBuf], out: &Path, force: bool) -> anyhow::Result<Vec<String>> {
-    refuse_other_files(out, force)?;
+    Ok(write_watched(runs, out, force, false)?.0)
+}
+
+/// Writes the page as [`write`] does. If it `is_watched` and a run has not finished, browsers load the page again after
+/// the returned time, before which the caller writes it again.
+///
+/// # Errors
+/// Fails as [`write`].
+pub fn write_watched(
+    runs: &[PathBuf],
+    out: &Path,
+    force: bool,
+    is_watched: bool,
+) -> anyhow::Result<(Vec<String>, Option<Duration>)> {
+    let start = Instant::now();
     let runs = Runs::read(runs)?;
-    let page = page(&runs, SystemTime::now(), None);
-    write_page(out, &page)?;
-    Ok(runs.remarks)
+    let refresh = REFRESH.max(start.elapsed() * REFRESH_READS);
+    let goes_on = is_watched && runs.logs.iter().any(|log| !log.is_finished);
+    let refresh = goes_on.then_some(refresh);
+    refuse_other_files(out, force)?;
+    write_page(out, &page::page(&runs, SystemTime::now(), refresh))?;
+    Ok((runs.remarks, refresh))
 }
 
 fn write_page(out: &Path, page: &str) -> anyhow::Result<()> {

@@ -33,11 +33,11 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
         section {
             h2 { "Numbers" }
             @for log in logs {
-                details data-part={ "steps " (log.name) } {
+                details {
                     summary { "Steps" @if logs.len() > 1 { " of " (log.name) } }
                     div class="scroll" tabindex="0" { (steps(log)) }
                 }
-                details data-part={ "validation " (log.name) } {
+                details {
                     summary { "Validation losses" @if logs.len() > 1 { " of " (log.name) } }
                     div class="scroll" tabindex="0" { (validation(log)) }
                 }

@@ -19,27 +19,16 @@ const GENERATOR: &str = "<meta name=\"generator\" content=\"moh-report";
 /// for one.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
 
-/// The same for a watched page, whose script asks its own server for the page again.
-const WATCH_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
-     script-src 'self'; connect-src 'self'";
-
 /// Characters of the names in a page's title.
 pub(super) const TITLE_CHARACTERS: usize = 120;
-
-/// How a page refreshes itself.
-#[derive(Debug, Clone, Copy)]
-pub struct Watch {
-    /// Time between refreshes.
-    pub every: Duration,
-}
 
 /// Whether a file that starts with these bytes is such a page.
 pub(super) fn is_page(start: &[u8]) -> bool {
     start.windows(GENERATOR.len()).any(|part| part == GENERATOR.as_bytes())
 }
 
-/// The page of runs at the moment `now`.
-pub fn page(runs: &Runs, now: SystemTime, watch: Option<Watch>) -> String {
+/// The page of runs at the moment `now`, which a browser loads again after the time `refresh`.
+pub(super) fn page(runs: &Runs, now: SystemTime, refresh: Option<Duration>) -> String {
     let logs = &runs.logs[..];
     let names: Vec<&str> = logs.iter().map(|log| log.name.as_str()).collect();
     let title = shorten(&names.join(", "), TITLE_CHARACTERS);
@@ -69,33 +58,25 @@ pub fn page(runs: &Runs, now: SystemTime, watch: Option<Watch>) -> String {
         (recipes::section(logs))
         footer { "moh-report " (env!("CARGO_PKG_VERSION")) ", " (utc(now)) }
     };
-    shell(&title, body, watch)
+    shell(&title, body, refresh)
 }
 
-/// The page of an error, which a watched page shows until the next refresh.
-pub fn error_page(error: &str, watch: Watch) -> String {
-    shell("error", html! { h1 { "The run cannot be read" } p { (error) } }, Some(watch))
-}
-
-pub(super) fn shell(title: &str, body: Markup, watch: Option<Watch>) -> String {
-    let policy = if watch.is_some() { WATCH_POLICY } else { POLICY };
+pub(super) fn shell(title: &str, body: Markup, refresh: Option<Duration>) -> String {
     let page = html! {
         (DOCTYPE)
         html lang="en" {
             head {
                 meta charset="utf-8";
                 meta name="generator" content={ "moh-report " (env!("CARGO_PKG_VERSION")) };
-                meta http-equiv="Content-Security-Policy" content=(policy);
+                meta http-equiv="Content-Security-Policy" content=(POLICY);
+                @if let Some(refresh) = refresh { meta http-equiv="refresh" content=(refresh.as_secs()); }
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 meta name="color-scheme" content="light dark";
                 title { (title) " - moh-report" }
                 link rel="icon" href="data:,";
                 style { (PreEscaped(chart::STYLE)) (PreEscaped(STYLE)) }
-                @if watch.is_some() { script src="/watch.js" defer {} }
             }
-            body {
-                main data-seconds=[watch.map(|watch| watch.every.as_secs())] { (body) }
-            }
+            body { main { (body) } }
         }
     };
     format!("{}\n", page.into_string())

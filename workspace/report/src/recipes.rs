@@ -15,7 +15,7 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
             h2 { (if logs.len() == 1 { "Recipe" } else { "Recipes" }) }
             @if logs.len() > 1 { (differences(logs)) }
             @for log in logs {
-                details data-part={ "recipe " (log.name) } {
+                details {
                     summary { "recipe.toml" @if logs.len() > 1 { " of " (log.name) } }
                     @match &log.recipe_text {
                         Ok(text) => {

@@ -26,15 +26,6 @@ impl Shown<'_> {
         }
     }
 
-    /// What stays the same when a newer evaluation takes this one's place.
-    fn part(&self, log: &RunLog) -> String {
-        let moment = match self.0.moment {
-            RoutingMoment::Step => "newest".to_owned(),
-            _ => format!("{} {}", self.when(), self.0.step),
-        };
-        format!("heads {} {} {moment}", log.name, self.0.set)
-    }
-
     fn map(&self) -> HeatMap {
         let cells = |line: &RoutingLine| {
             let cell = |selected| Cell::Share(load(line, selected));
@@ -69,7 +60,7 @@ impl Shown<'_> {
         )
     }
 
-    fn figure(&self, log: &RunLog) -> Markup {
+    fn figure(&self) -> Markup {
         html! {
             figure {
                 figcaption {
@@ -77,7 +68,7 @@ impl Shown<'_> {
                 }
                 (self.map().draw())
                 p class="note" { (self.describe()) }
-                details data-part=(self.part(log)) {
+                details {
                     summary { "Numbers" }
                     div class="scroll" tabindex="0" { (self.table()) }
                 }
@@ -126,7 +117,7 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
                 @if logs.len() > 1 { h3 { (log.name) } }
                 div class="panels" {
                     @for evaluation in by_set(log).into_iter().take(MAX_MAPS) {
-                        (Shown(evaluation).figure(log))
+                        (Shown(evaluation).figure())
                     }
                 }
                 @if log.routing.len() > MAX_MAPS {

@@ -49,7 +49,7 @@ pub(super) fn part(logs: &[RunLog]) -> Markup {
             @for log in logs.iter().filter(has_many) {
                 @if logs.len() > 1 { h3 { (log.name) } }
                 @if let Some(history) = log.routing_histories.iter().find(|history| is_long(history)) {
-                    (maps(&log.name, history, MAX_CELLS / num_runs))
+                    (maps(history, MAX_CELLS / num_runs))
                 }
             }
         }
@@ -82,9 +82,9 @@ fn charts(logs: &[RunLog]) -> Vec<LineChart> {
     MEASURES.into_iter().map(chart).filter(|chart| !chart.is_empty()).collect()
 }
 
-/// The maps of a set of the run `name`: one of the layers, and one of the heads of each layer, as many as `max_cells`
+/// The maps of a set: one of the layers, and one of the heads of each layer, as many as `max_cells`
 /// allow, those of the most unequal layers first.
-fn maps(name: &str, history: &RoutingHistory, max_cells: usize) -> Markup {
+fn maps(history: &RoutingHistory, max_cells: usize) -> Markup {
     let RoutingHistory { set, spreads, picked, .. } = history;
     let layers: BTreeSet<usize> =
         picked.iter().flat_map(|loads| loads.layers.keys().copied()).collect();
@@ -124,7 +124,7 @@ fn maps(name: &str, history: &RoutingHistory, max_cells: usize) -> Markup {
             (heads(history, &seen))
         }
         @if !others.is_empty() {
-            details data-part={ "layers " (name) } {
+            details {
                 summary { "Heads of " (counted(others.len() as u64, "more layer")) }
                 div class="panels" { (heads(history, &others)) }
             }

@@ -1,16 +1,20 @@
 //! `moh-report`: a page that shows one run, or compares several.
 
-mod http;
-mod watch;
-
 use std::io::{Write as _, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use moh_program::arguments;
 use moh_program::exit::{self, Usage, stderr_line};
 use moh_report::PAGE;
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+/// Time between two looks for a signal.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// Write a page that shows a run, or compares several, or shows what heads do
 ///
@@ -36,27 +40,18 @@ struct Arguments {
     #[arg(value_name = "RUN|FILE", required = true)]
     runs: Vec<PathBuf>,
     /// The page [default: report.html in RUN, or FILE with the extension html, if there is one]
-    #[arg(long, value_name = "FILE", conflicts_with = "watch")]
+    #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Replace FILE even if it is not a page of this program
-    #[arg(long, conflicts_with = "watch")]
+    #[arg(long)]
     force: bool,
-    /// Serve the page on this machine alone, read anew at each request, until Ctrl-C
+    /// Write the page again every few seconds, which an open page follows, until all runs have finished or Ctrl-C
     #[arg(long)]
     watch: bool,
-    /// Port of --watch; 0 for any that is free
-    #[arg(long, value_name = "N", requires = "watch", default_value_t = 8321)]
-    port: u16,
 }
 
 fn main() -> ExitCode {
-    exit::run(|| {
-        let arguments = arguments::parse::<Arguments>();
-        match arguments.watch {
-            true => watch::serve(arguments.runs, arguments.port),
-            false => write(&arguments),
-        }
-    })
+    exit::run(|| write(&arguments::parse::<Arguments>()))
 }
 
 /// Writes the page to its file.
@@ -76,13 +71,30 @@ fn write(arguments: &Arguments) -> anyhow::Result<()> {
             return Err(Usage(text).into());
         }
     };
-    if files > 0 {
+    if files > 0 && !arguments.watch {
         moh_report::write_heads(&arguments.runs, &out, arguments.force)?;
         return Ok(writeln!(stdout(), "{}", out.display())?);
     }
-    for remark in moh_report::write(&arguments.runs, &out, arguments.force)? {
+    let is_stopped = Arc::new(AtomicBool::new(false));
+    if arguments.watch {
+        for signal in [SIGINT, SIGTERM] {
+            signal_hook::flag::register(signal, Arc::clone(&is_stopped))?;
+        }
+    }
+    let write =
+        |is_watched| moh_report::write_watched(&arguments.runs, &out, arguments.force, is_watched);
+    let (remarks, mut refresh) = write(arguments.watch)?;
+    for remark in remarks {
         stderr_line(format_args!("warning: {remark}"));
     }
     writeln!(stdout(), "{}", out.display())?;
+    while let Some(time) = refresh {
+        let start = Instant::now();
+        while start.elapsed() < time && !is_stopped.load(Ordering::Relaxed) {
+            std::thread::sleep(LOOK);
+        }
+        // The last page is the same in a browser from then on.
+        refresh = write(!is_stopped.load(Ordering::Relaxed))?.1;
+    }
     Ok(())
 }
