@@ -33,7 +33,6 @@ pub use layers::{
 };
 pub use products::CalibrationBuffers;
 pub use router_fit::RouterFit;
-pub use search::{judged_outputs, most_fits};
 pub use tokens::CalibrationTokens;
 
 /// Lambda of the fits, in means of the diagonal of F^T F.

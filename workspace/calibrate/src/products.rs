@@ -6,8 +6,9 @@ use moh_model::{ModelConfig, RouterKind};
 use ndarray::Array2;
 use rayon::prelude::*;
 
+use crate::Result;
 use crate::ridge::Products;
-use crate::{Result, judged_outputs};
+use crate::search::judged_outputs;
 
 /// The operands and products of a pass on the device, of `n` inputs and `m` targets.
 pub(crate) struct ProductBuffers<M: Memory> {

@@ -9,14 +9,14 @@
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
-use moh_model::{LayerHeads, ModelConfig, RouterKind};
+use moh_model::LayerHeads;
 use ndarray::{Array2, ArrayView2};
 use rayon::prelude::*;
 
 use crate::head_grams::HeadGrams;
 use crate::products::ProductSums;
 use crate::selection::{Ranking, Scores};
-use crate::{Error, RIDGE, Result, Shared, matrix};
+use crate::{Error, RIDGE, Result, matrix};
 
 /// Most sets of one size of which each is judged by a fit.
 const MOST_SETS: usize = 128;
@@ -56,7 +56,7 @@ pub(crate) struct Found {
 }
 
 /// The outputs by which sets are judged in a layer of `width` outputs.
-pub fn judged_outputs(width: usize) -> usize {
+pub(crate) fn judged_outputs(width: usize) -> usize {
     width.min(OUTPUTS)
 }
 
@@ -106,7 +106,9 @@ impl LayerSample {
         active: usize,
     ) -> Result<Found> {
         let (units, unit) = (self.ranking.units(), self.ranking.unit());
-        let (few, many) = by_number_of_sets(numbers, self.ranking);
+        // All sets of some numbers are judged.
+        let (few, many): (Vec<usize>, Vec<usize>) =
+            numbers.iter().partition(|&&shared| number_of_sets(units, shared / unit) <= MOST_SETS);
         let mut best = None;
         for shared in few {
             let sets = subsets(units, shared / unit).into_iter().filter(|set| self.is_even(set));
@@ -325,33 +327,6 @@ fn number_of_sets(heads: usize, shared: usize) -> usize {
         }
     }
     number
-}
-
-/// The sets of `shared` heads, as [`number_of_sets`] counts them.
-fn sets_of(ranking: Ranking, shared: usize) -> usize {
-    number_of_sets(ranking.units(), shared / ranking.unit())
-}
-
-/// Numbers of shared heads of which all sets are judged by a fit, and others.
-fn by_number_of_sets(numbers: &[usize], ranking: Ranking) -> (Vec<usize>, Vec<usize>) {
-    numbers.iter().partition(|&&shared| sets_of(ranking, shared) <= MOST_SETS)
-}
-
-/// Most fits by which the shared heads of a layer with `active` active ones, fewer than all, are chosen, `given` shared
-/// ones among the numbers that are compared.
-pub fn most_fits(
-    config: &ModelConfig,
-    router: RouterKind,
-    shared: Shared,
-    given: Option<usize>,
-    active: usize,
-) -> usize {
-    let ranking = Ranking::new(router, config);
-    let numbers = ranking.numbers(shared, given, active);
-    let (few, many) = by_number_of_sets(&numbers, ranking);
-    let all: usize = few.iter().map(|&shared| sets_of(ranking, shared)).sum();
-    let exchanged = |shared: usize| ROUNDS * (shared / ranking.unit()).min(EXCHANGES);
-    all + many.len() + many.iter().copied().map(exchanged).max().unwrap_or(0)
 }
 
 /// All sets of `shared` of the heads.

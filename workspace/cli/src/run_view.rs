@@ -16,7 +16,7 @@ use moh_run_log::{
 use moh_train::Event;
 
 use moh_program::exit::stderr_line;
-use moh_program::progress::draws_bars;
+use moh_program::progress::{LINE_EVERY, draws_bars, rate_of_items, time_left};
 
 /// Most layers whose heads a line shows.
 const SHOWN_LAYERS: usize = 8;
@@ -33,6 +33,8 @@ pub struct RunView {
     ranks: usize,
     bar: Option<ProgressBar>,
     recent: std::collections::VecDeque<Instant>,
+    /// When a calibration began, and when a line last told of it.
+    measuring: [Instant; 2],
 }
 
 impl RunView {
@@ -46,7 +48,8 @@ impl RunView {
                 style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "),
             )
         });
-        RunView { steps, ranks, bar, recent: std::collections::VecDeque::new() }
+        let recent = std::collections::VecDeque::new();
+        RunView { steps, ranks, bar, recent, measuring: [Instant::now(); 2] }
     }
 
     /// Shows an event.
@@ -96,14 +99,7 @@ impl RunView {
                 self.line(&describe_skipped(step, metrics, skipped));
             }
             Event::Rewound(rewind) => self.line(&describe_rewind(rewind)),
-            Event::Calibrating { done, total } => {
-                if done == 0 {
-                    self.line(&format!("measuring the heads of {total} layers"));
-                }
-                if let Some(bar) = &self.bar {
-                    bar.set_message(format!("measuring layers {done}/{total}"));
-                }
-            }
+            Event::Calibrating { done, total } => self.calibrating(done, total),
             Event::Calibrated(calibration) => {
                 self.reset_message();
                 self.line(&describe_calibration(calibration));
@@ -133,6 +129,24 @@ impl RunView {
             // In f64, as products of token counts may exceed u64.
             let percent = 100.0 * done as f64 / total.max(1) as f64;
             bar.set_message(format!("checking {shown}: {percent:.0}%"));
+        }
+    }
+
+    fn calibrating(&mut self, done: u64, total: u64) {
+        let now = Instant::now();
+        if done == 0 {
+            self.measuring = [now; 2];
+            self.line(&format!("measuring the heads of {total} layers"));
+        }
+        let [start, printed] = self.measuring;
+        let shown = describe_layers(done, total, now - start);
+        match &self.bar {
+            Some(bar) => bar.set_message(shown),
+            None if now - printed >= LINE_EVERY => {
+                self.measuring[1] = now;
+                stderr_line(format_args!("{shown}"));
+            }
+            None => {}
         }
     }
 
@@ -244,6 +258,17 @@ fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
     format!("validation {moment}: loss {:.4}{}", evaluation.loss, others.collect::<String>())
 }
 
+/// How far a calibration is after `elapsed`.
+fn describe_layers(done: u64, total: u64, elapsed: Duration) -> String {
+    let shown = format!("measuring layers {done}/{total}");
+    if done == 0 {
+        return shown;
+    }
+    let per_second = done as f64 / elapsed.as_secs_f64();
+    let left = time_left(total.saturating_sub(done), per_second);
+    format!("{shown}, {}{left}", rate_of_items(per_second))
+}
+
 /// What a calibration has chosen, and its losses.
 fn describe_calibration(calibration: &StageCalibration) -> String {
     let StageCalibration { stage, tokens, loss_dense, loss_given, loss, refit, layers, .. } =
@@ -342,8 +367,8 @@ mod tests {
     #[test]
     fn an_evaluation_leaves_no_message_beside_the_bar() {
         let bar = ProgressBar::hidden();
-        let recent = std::collections::VecDeque::new();
-        let mut view = RunView { steps: 9, ranks: 1, bar: Some(bar.clone()), recent };
+        let (recent, measuring) = (std::collections::VecDeque::new(), [Instant::now(); 2]);
+        let mut view = RunView { steps: 9, ranks: 1, bar: Some(bar.clone()), recent, measuring };
         view.show(Event::Evaluating { done: 12, total: 16 });
         assert_eq!(bar.message(), "evaluating 12/16");
         let evaluation = Evaluation {
@@ -357,6 +382,13 @@ mod tests {
         };
         view.show(Event::Evaluated { evaluation: &evaluation, heads: 4 });
         assert_eq!(bar.message(), "");
+    }
+
+    #[test]
+    fn a_calibration_shows_its_rate_and_the_time_left() {
+        let shown = |done| describe_layers(done, 32, Duration::from_secs(60));
+        assert_eq!(shown(0), "measuring layers 0/32");
+        assert_eq!(shown(8), "measuring layers 8/32, 7.5 s each, 3m left");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use moh_kernels::ElementType;
 use moh_model::Recompute;
 use moh_recipe::DeviceKind;
 
-use super::calibration::{CalibrationCost, HOST_FLOPS};
+use super::calibration::CalibrationCost;
 use super::cluster::{Cluster, ClusterStage, PredictedSpeed};
 use super::hardware::Hardware;
 use super::layouts::{StageSuggestions, Suggestions};
@@ -318,22 +318,6 @@ impl Plan {
         };
         table.title("Calibration before a stage's first step, on the first rank")?;
         table.each("tokens", &costs, |cost| or_none(cost, &|of| group_digits(of.tokens)))?;
-        let label = "operations of the device, f32, at most";
-        table.each(label, &costs, |cost| or_none(cost, &|of| flops(of.device_flops)))?;
-        let label = "operations of the host, f64, at most";
-        table.each(label, &costs, |cost| or_none(cost, &|of| flops(of.host_flops)))?;
-        let hardware = self.cluster.as_ref().and_then(|cluster| cluster.hardware.as_ref());
-        let of_hardware = hardware.map(|hardware| hardware.matmul(ElementType::F32));
-        if let Some(rate) = of_hardware.or(self.device_tflops.map(|tflops| tflops * 1e12)) {
-            let label = format!("time of the device, {:.0} TFLOP/s", rate / 1e12);
-            table.each(&label, &costs, |cost| {
-                or_none(cost, &|of| duration(of.device_flops / rate))
-            })?;
-        }
-        let label = format!("time of the host, {:.0} GFLOP/s, assumed", HOST_FLOPS / 1e9);
-        table.each(&label, &costs, |cost| {
-            or_none(cost, &|of| duration(of.host_flops / HOST_FLOPS))
-        })?;
         let label = "memory of the device, beside the state";
         table.each(label, &costs, |cost| or_none(cost, &|of| bytes(of.device_bytes)))?;
         table

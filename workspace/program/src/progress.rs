@@ -10,7 +10,7 @@ use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar, ProgressStyl
 use crate::exit::stderr_line;
 
 /// Time between two lines without a terminal.
-const LINE_EVERY: Duration = Duration::from_secs(10);
+pub const LINE_EVERY: Duration = Duration::from_secs(10);
 
 /// Progress of one piece of work; dropping it ends it.
 #[derive(Debug)]
@@ -32,6 +32,20 @@ pub struct Bar {
 /// A share of bytes, as in `1.00 KiB of 2.00 KiB`.
 pub fn of_bytes(done: u64, total: u64) -> String {
     format!("{} of {}", HumanBytes(done), HumanBytes(total))
+}
+
+/// A rate of items: `7/s`, or `12.3 s each` for less than one a second.
+pub fn rate_of_items(per_second: f64) -> String {
+    match per_second {
+        rate if rate > 0.0 && rate < 1.0 => format!("{:.1} s each", 1.0 / rate),
+        rate => format!("{}/s", HumanCount(rate as u64)),
+    }
+}
+
+/// The time that `left` more items take at this rate: `, 2m left`; empty if it is not known.
+pub fn time_left(left: u64, per_second: f64) -> String {
+    let time = Duration::try_from_secs_f64(left as f64 / per_second);
+    time.map_or(String::new(), |time| format!(", {:#} left", HumanDuration(time)))
 }
 
 /// Whether standard error is a terminal that can redraw a line; on others indicatif shows nothing.
@@ -132,17 +146,18 @@ impl Bar {
             Unit::Count => HumanCount(number).to_string(),
         };
         let seconds = self.started.elapsed().as_secs_f64().max(1e-3);
-        let new = done.saturating_sub(self.first.unwrap_or(0));
-        // A percentage, a rate and the time left need no precision.
-        let rate = (new as f64 / seconds) as u64;
+        let per_second = done.saturating_sub(self.first.unwrap_or(0)) as f64 / seconds;
+        let rate = match self.unit {
+            Unit::Bytes => format!("{}/s", HumanBytes(per_second as u64)),
+            Unit::Count => rate_of_items(per_second),
+        };
         let (label, detail) = (&self.label, &self.detail);
         let Some(percent) = done.saturating_mul(100).checked_div(self.total) else {
-            return format!("{label}: {}, {}/s{detail}", shown(done), shown(rate));
+            return format!("{label}: {}, {rate}{detail}", shown(done));
         };
-        let left = self.total.saturating_sub(done).checked_div(rate).map(Duration::from_secs);
-        let left = left.map_or(String::new(), |left| format!(", {:#} left", HumanDuration(left)));
-        let (done, total, rate) = (shown(done), shown(self.total), shown(rate));
-        format!("{label}: {done} of {total} ({percent}%), {rate}/s{detail}{left}")
+        let left = time_left(self.total.saturating_sub(done), per_second);
+        let (done, total) = (shown(done), shown(self.total));
+        format!("{label}: {done} of {total} ({percent}%), {rate}{detail}{left}")
     }
 }
 
@@ -170,7 +185,12 @@ mod tests {
         let line = bar.line(1024);
         assert!(line.starts_with("reading: 1.00 KiB of 2.00 KiB (50%), "), "{line}");
         let line = Bar::count("stories", 0).line(0);
-        assert!(line.starts_with("stories: 0, 0/s"), "{line}");
+        assert_eq!(line, "stories: 0, 0/s");
+        // Nothing is done yet, and then little.
+        let mut bar = Bar::count("layers", 32);
+        assert_eq!(bar.line(0), "layers: 0 of 32 (0%), 0/s");
+        bar.started = Instant::now() - Duration::from_secs(60);
+        assert_eq!(bar.line(8), "layers: 8 of 32 (25%), 7.5 s each, 3m left");
         let mut bar = Bar::bytes("reading", 4096);
         bar.update(1024, 4096);
         bar.detail = ", 7 tokens/s".to_owned();
