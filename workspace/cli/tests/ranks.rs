@@ -199,18 +199,3 @@ fn an_error_that_all_ranks_see_is_told_once() {
     assert_eq!(stderr(&done).matches("text.bin").count(), 1, "{}", stderr(&done));
     assert!(!dir.path().join("run").exists());
 }
-
-#[test]
-#[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
-fn every_rank_is_measured_before_a_long_run() {
-    let dir = prepared();
-    let mut words = ranks(2, &[]);
-    words.push("--preflight".into());
-    let done = mpirun(dir.path(), &words).output().unwrap();
-    assert!(done.status.success(), "{}", stderr(&done));
-    let text = String::from_utf8(done.stdout).unwrap();
-    for what in ["rank 0 ", "rank 1 ", "GFLOP/s", "all_reduce over all ranks: "] {
-        assert!(text.contains(what), "{text}");
-    }
-    assert!(!dir.path().join("run").exists());
-}

@@ -11,7 +11,6 @@ pub mod model_card;
 #[path = "../../step/src/on_ranks.rs"]
 mod on_ranks;
 mod open_device;
-mod preflight;
 #[cfg(test)]
 #[path = "../../step/src/ranks_on_threads.rs"]
 mod ranks_on_threads;
@@ -31,7 +30,6 @@ pub use disk_space::{FreeSpace, free_space};
 pub use error::Error;
 pub use event::{Event, Outcome};
 pub use open_device::{connect, open_device, share_text};
-pub use preflight::{Preflight, RankSpeed, preflight};
 pub use replay::{Replay, SampleSource, replay, replay_from};
 pub use run::{RunOptions, first_that_keeps_model, run};
 pub use source::ModelSource;

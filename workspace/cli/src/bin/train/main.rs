@@ -60,7 +60,7 @@ struct Arguments {
     /// first one that a variant changes are trained once for all. half:stage.moh.moh.shared_heads=2;
     /// a name alone is the recipe itself
     #[arg(long = "variant", value_name = "NAME:KEY=VALUE,...")]
-    #[arg(conflicts_with_all = ["preflight", "trace", "begin_anew", "resume_step"])]
+    #[arg(conflicts_with_all = ["trace", "begin_anew", "resume_step"])]
     variants: Vec<String>,
     /// Address at which the ranks meet; overrides the launcher's
     #[arg(long, value_name = "HOST:PORT")]
@@ -73,35 +73,32 @@ struct Arguments {
     #[arg(long, value_name = "SECONDS", env = "MOH_OPERATION_TIMEOUT")]
     #[arg(default_value_t = OPERATION_LIMIT.as_secs(), value_parser = seconds())]
     operation_timeout: u64,
-    /// Measure every rank's matmuls and network, report slow ranks, and do not train
-    #[arg(long, conflicts_with = "plan")]
-    preflight: bool,
     /// Write a timeline of these steps, such as 3,10-12, counted over all stages, into the run
     /// directory: trace-step-N.json, for Perfetto. On a GPU these steps are slower
-    #[arg(long, value_name = "STEPS", conflicts_with_all = ["plan", "preflight"])]
+    #[arg(long, value_name = "STEPS", conflicts_with = "plan")]
     trace: Option<TraceSteps>,
     /// Begin again, even where the run directory has checkpoints: the files of the earlier run are moved
     /// into before-1 (or the next free number) in the run directory
-    #[arg(long, conflicts_with_all = ["plan", "preflight"])]
+    #[arg(long, conflicts_with = "plan")]
     begin_anew: bool,
     /// Stop before this time is over, with a checkpoint and exit code 75: 90m, 1h30m, or as Slurm writes
     /// times, 12:00:00 or 2-12:00:00. Without it, a Slurm job's own end (SLURM_JOB_END_TIME) is the limit
     #[arg(long, value_name = "TIME", value_parser = parse_time_limit, allow_hyphen_values = true)]
-    #[arg(conflicts_with_all = ["plan", "preflight"])]
+    #[arg(conflicts_with = "plan")]
     time_limit: Option<Duration>,
     /// Take the run directory from another process, on a file system without locks, where a file names the
     /// process that trains and a killed one counts for 90 seconds. Give it only if that process has ended: two
     /// at once destroy the run. It changes nothing where the file system has locks
-    #[arg(long, conflicts_with_all = ["plan", "preflight"])]
+    #[arg(long, conflicts_with = "plan")]
     break_lock: bool,
     /// Resume from the checkpoint after step N over all stages instead of the newest: later checkpoints
     /// are moved into after-step-N in the run directory
     #[arg(long, value_name = "N", value_parser = at_least::<u64>(1))]
-    #[arg(conflicts_with_all = ["plan", "preflight", "begin_anew"])]
+    #[arg(conflicts_with_all = ["plan", "begin_anew"])]
     resume_step: Option<u64>,
     /// Accept a model whose tokenizer is not the one of the token files, if it gives the same ids on a sample
     /// of each. A run that resumes does not need it
-    #[arg(long, conflicts_with_all = ["plan", "preflight"])]
+    #[arg(long, conflicts_with = "plan")]
     allow_other_tokenizer: bool,
     /// Print parameters, steps, memory, FLOPs and time, and do not train
     #[arg(long)]

@@ -1,4 +1,4 @@
-//! Training as one of the ranks, and the measurement of all ranks before it.
+//! Training as one of the ranks.
 
 use std::cell::Cell;
 use std::io::{Write as _, stdout};
@@ -20,7 +20,7 @@ use moh_recipe::Recipe;
 use moh_recipe::shell::command;
 use moh_run_directory::RunDirectory;
 use moh_run_log::{Summary, TraceSteps};
-use moh_train::{Comparison, Outcome, RankSpeed, RunOptions, TimeLimit, open_device};
+use moh_train::{Comparison, Outcome, RunOptions, TimeLimit, open_device};
 
 use crate::report::report;
 use crate::{Arguments, comparison};
@@ -65,12 +65,9 @@ pub(crate) fn train(
     };
     let world = moh_train::connect(&launch, &device, &recipes, options)?;
     let session = || Session::new(arguments, path, &device, &world, launch.launcher, limit);
-    let done = if arguments.preflight {
-        preflight(&recipe, device.clone(), &world)
-    } else if let Some(comparison) = comparison {
-        comparison::train(&session(), comparison)
-    } else {
-        train_recipe(&session(), recipe)
+    let done = match comparison {
+        Some(comparison) => comparison::train(&session(), comparison),
+        None => train_recipe(&session(), recipe),
     };
     match done {
         Ok(()) => Ok(world.close()?),
@@ -125,23 +122,6 @@ fn check_trace(arguments: &Arguments, recipe: &Recipe) -> anyhow::Result<()> {
     let (last, steps) = (arguments.trace.as_ref().map_or(0, TraceSteps::last), recipe.num_steps());
     if last > steps {
         return Err(exit::Usage(format!("--trace: step {last}: the run has {steps} steps")).into());
-    }
-    Ok(())
-}
-
-/// Prints every rank's measurements and the slow ranks.
-fn preflight(recipe: &Recipe, device: OpenDevice, world: &World) -> anyhow::Result<()> {
-    let Some(found) = moh_train::preflight(recipe.run.dtype, device, world)? else { return Ok(()) };
-    let rate =
-        |bytes: Option<f64>| bytes.map_or("-".to_owned(), |b| format!("{:.2} GB/s", b / 1e9));
-    let mut out = stdout();
-    for RankSpeed { rank, host, matmul, receives } in &found.ranks {
-        let (matmul, receives) = (matmul / 1e9, rate(*receives));
-        writeln!(out, "rank {rank:<4} {host:<20} {matmul:>10.1} GFLOP/s  receives {receives}")?;
-    }
-    writeln!(out, "all_reduce over all ranks: {}", rate(found.all_reduce))?;
-    for (rank, what, share) in found.slow() {
-        writeln!(out, "rank {rank} is slow: {what} at {:.0}% of the median", 100.0 * share)?;
     }
     Ok(())
 }
