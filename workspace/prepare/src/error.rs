@@ -22,14 +22,6 @@ pub enum Error {
     /// Hugging Face's hub did not provide a dataset or a file of one.
     #[error(transparent)]
     Hub(#[from] moh_hub::Error),
-    /// A remote file could not be downloaded.
-    #[error("{}: {reason}", path.display())]
-    Download {
-        /// Its address.
-        path: PathBuf,
-        /// The cause and the remedy.
-        reason: String,
-    },
     /// A line or row of an input is not a document.
     #[error("{}{place}: {reason}", path.display())]
     Record {
@@ -67,7 +59,7 @@ impl Error {
 
     /// Whether the same call may succeed when a network or a disk is back, so that nothing is thrown away.
     pub(crate) fn is_passing(&self) -> bool {
-        matches!(self, Error::Hub(_) | Error::Download { .. })
+        matches!(self, Error::Hub(_))
     }
 
     /// An input that cannot be used as it is.

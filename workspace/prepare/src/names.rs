@@ -311,5 +311,11 @@ mod tests {
             error.starts_with("https://host/a.txt: is no address of an input, as hf://"),
             "{error}"
         );
+        for name in ["s3://b/data/*.jsonl", "gs://b/x", "az://b/x", "abfs://b/x"] {
+            let expected = format!(
+                "{name}: objects of stores are not read: download them first, with `aws s3 cp` or `rclone copy`"
+            );
+            assert_eq!(expand(&[name]).unwrap_err(), expected);
+        }
     }
 }

@@ -25,8 +25,8 @@ pub struct InputArguments {
     /// Remove files of the hub when they were used, unless its cache has had them
     #[arg(long)]
     no_keep: bool,
-    /// Files, globs and directories, those of datasets on the hub as hf://datasets/OWNER/NAME[@REVISION]/GLOB, of
-    /// object stores as s3://BUCKET/GLOB; - is standard input, which needs --format
+    /// Files, globs and directories, those of datasets on the hub as hf://datasets/OWNER/NAME[@REVISION]/GLOB; - is
+    /// standard input, which needs --format
     #[arg(required_unless_present = "dataset", value_name = "INPUT")]
     names: Vec<PathBuf>,
 }

@@ -6,8 +6,6 @@ mod ahead;
 mod front_matter;
 mod hub;
 mod layout;
-#[cfg(feature = "object-store")]
-mod objects;
 mod pattern;
 mod split;
 
@@ -47,18 +45,12 @@ pub(crate) trait RemoteFile: Send + Sync {
 /// The stores of remote files that were asked so far, so that each is asked once what it has.
 pub(crate) struct Stores {
     hub: hub::Hub,
-    #[cfg(feature = "object-store")]
-    objects: objects::Objects,
 }
 
 impl Stores {
     /// `keep` is whether files stay in the cache that the hub's other programs share.
     pub(crate) fn new(keep: bool) -> Self {
-        Self {
-            hub: hub::Hub::new(keep),
-            #[cfg(feature = "object-store")]
-            objects: objects::Objects::default(),
-        }
+        Self { hub: hub::Hub::new(keep) }
     }
 
     /// The files that an address stands for, in order.
@@ -69,19 +61,12 @@ impl Stores {
         let address = scheme(name).and_then(|scheme| Some((scheme, name.to_str()?)));
         match address {
             Some(("hf", name)) => self.hub.expand(name),
-            #[cfg(feature = "object-store")]
-            Some((scheme @ ("s3" | "gs" | "az" | "abfs" | "abfss"), name)) => {
-                self.objects.expand(scheme, name)
-            }
-            #[cfg(not(feature = "object-store"))]
             Some(("s3" | "gs" | "az" | "abfs" | "abfss", _)) => {
-                let reason = "this program was built without object stores: build it with cargo install --path \
-                              workspace/prepare --features object-store, or download the files first";
+                let reason = "objects of stores are not read: download them first, with `aws s3 cp` or `rclone copy`";
                 Err(Error::input(name, reason))
             }
             _ => {
-                let reason = "is no address of an input, as hf://datasets/OWNER/NAME/GLOB and s3://BUCKET/GLOB are: \
-                              download other files first";
+                let reason = "is no address of an input, as hf://datasets/OWNER/NAME/GLOB is: download other files first";
                 Err(Error::input(name, reason))
             }
         }
