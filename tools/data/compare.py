@@ -4,7 +4,7 @@
     cargo build --release --bin moh-data --example encode_alone
     python3 -m venv data-venv && data-venv/bin/pip install -r tools/data/requirements.txt
     tools/data/text.py --megabytes 210 --out text.jsonl
-    target/release/moh-data tokenizer --vocab-size 128256 --out tok128k text.jsonl
+    data-venv/bin/python tools/data/train_tokenizer.py --vocab-size 128256 --out tok128k text.jsonl
     data-venv/bin/python tools/data/compare.py --text text.jsonl tok128k OTHER_TOKENIZER...
 
 Each round runs, one after the other and on the same number of threads: the whole command, from JSON lines to

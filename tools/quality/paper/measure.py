@@ -13,6 +13,7 @@ next one. README.md says what the models and the text are. Run it from the repos
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -107,7 +108,8 @@ class Measurement:
         tokenizer = WORK / "tokenizer"
         if not (ROOT / tokenizer).exists():
             training = [texts / f"{topic}-train.jsonl" for topic in TOPICS]
-            self.programs.run("moh-data", "tokenizer", "--vocab-size", 4096, "--out", tokenizer, *training)
+            train = [sys.executable, "tools/data/train_tokenizer.py", "--vocab-size", "4096", "--out", tokenizer, *training]
+            subprocess.run(train, cwd=ROOT, check=True)
         for topic in TOPICS:
             for part in ("train", "valid"):
                 prefix = WORK / f"{topic}-{part}"

@@ -17,12 +17,15 @@ use moh_hf::{ConfigFile, StoredModel, WeightFiles, write_random_model};
 use moh_kernels::{Cpu, DType};
 use moh_model::layout::ModelLayout;
 use moh_model::{HeadCounts, Model, MohConfig, RouterKind};
-use moh_prepare::{
-    AppendEos, END_OF_TEXT, Inputs, Prepare, TrainTokenizer, prepare, train_tokenizer,
-};
+use moh_prepare::{AppendEos, Prepare, prepare};
 use moh_recipe::Recipe;
 use moh_train::{ModelSource, Outcome, RunOptions};
 use serde_json::{Value, json};
+
+#[path = "../../prepare/tests/support/small_tokenizer.rs"]
+mod small_tokenizer;
+
+use small_tokenizer::{END_OF_TEXT, write_tokenizer};
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";
 
@@ -41,16 +44,8 @@ fn prepare_model_of(dir: &Path, model_type: &str, heads: usize, kv_heads: usize)
     std::fs::write(dir.join("text.jsonl"), TEXT.repeat(20)).unwrap();
     let inputs = [dir.join("text.jsonl")];
     let old = dir.join("model");
-    let options = TrainTokenizer {
-        inputs: Inputs::new(&inputs),
-        format: None,
-        field: "text",
-        vocab_size: 262,
-        dir: &old,
-        overwrite: false,
-    };
-    let tokenizer = train_tokenizer(options, &mut |_| {}).unwrap();
-    let rows = tokenizer.vocab_size();
+    write_tokenizer(&old, &[" left"]);
+    let rows = TextTokenizer::load(&old).unwrap().vocab_size();
     let config = json!({
         "model_type": model_type, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": rows, "head_dim": 2,

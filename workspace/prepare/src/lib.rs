@@ -4,8 +4,7 @@
 //! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads, of conversations with a mask of the assistant's
 //! tokens. Reading, decoding, encoding and writing overlap on all cores; the result does not depend on their number.
 //! Remote inputs are downloaded ahead of their use. An interrupted preparation continues
-//! with the same call. [`split_token_file`] divides a token file afterwards. [`train_tokenizer`] trains a new
-//! tokenizer on the same inputs.
+//! with the same call. [`split_token_file`] divides a token file afterwards.
 
 mod decode;
 mod encode;
@@ -20,8 +19,6 @@ mod reader;
 mod remote;
 mod split;
 mod split_file;
-mod texts;
-mod tokenizer_training;
 
 pub use encode::LoadAhead;
 #[doc(hidden)]
@@ -42,4 +39,3 @@ pub use remote::DatasetSplit;
 pub use remote::read_configs;
 pub use split::Split;
 pub use split_file::split_token_file;
-pub use tokenizer_training::{BEGIN_OF_TEXT, END_OF_TEXT, TrainTokenizer, train_tokenizer};

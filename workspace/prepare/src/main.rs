@@ -1,4 +1,4 @@
-//! `moh-data`: prepares and inspects token files, and trains tokenizers.
+//! `moh-data`: prepares and inspects token files.
 
 mod program;
 
@@ -7,17 +7,16 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use moh_program::exit;
 
-use crate::program::{info, merge, prepare, show, split, tokenizer, verify};
+use crate::program::{info, merge, prepare, show, split, verify};
 
-/// Convert text to token files, inspect them, and train tokenizers.
+/// Convert text to token files, and inspect them.
 #[derive(Parser)]
 #[command(
     name = "moh-data",
     version,
     arg_required_else_help = true,
-    after_help = "Example, from a text to a token file:\n  \
-        moh-data tokenizer --vocab-size 1024 --out tokenizer text.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out text text.jsonl\n  \
+    after_help = "Example, from a text to a token file, with the tokenizer in the directory model:\n  \
+        moh-data prepare --tokenizer model --out text text.jsonl\n  \
         moh-data info text"
 )]
 struct Arguments {
@@ -38,27 +37,17 @@ enum Command {
     /// A command that was interrupted continues where it was when it is given again, and ends with the
     /// same bytes.
     #[command(after_help = "Example (writes tokens.bin, tokens.idx and tokens.json):\n  \
-        moh-data tokenizer --vocab-size 1024 --out tokenizer text.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl")]
+        moh-data prepare --tokenizer model --out tokens text.jsonl")]
     Prepare(Box<prepare::Arguments>),
-    /// Train a byte-level BPE tokenizer
-    ///
-    /// Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json. Every encoding
-    /// starts with <|begin_of_text|>; moh-data prepare appends <|end_of_text|> to each document.
-    #[command(after_help = "Example:\n  \
-        moh-data tokenizer --vocab-size 2048 --out tokenizer text.jsonl")]
-    Tokenizer(tokenizer::Arguments),
     /// Show what a token file contains: its numbers, its tokenizer, and how long its documents are
     #[command(after_help = "Example:\n  \
-        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
         moh-data info tokens")]
     Info(info::Arguments),
     /// Show a document of a token file, or some of its tokens
     #[command(after_help = "Example:\n  \
-        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
-        moh-data show --tokenizer tokenizer --doc 3 tokens\n  \
+        moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
+        moh-data show --tokenizer model --doc 3 tokens\n  \
         moh-data show --tokens 100..110 tokens")]
     Show(show::Arguments),
     /// Verify all of a token file
@@ -68,8 +57,7 @@ enum Command {
     /// documents and duplicates are warnings. Reads the whole file once; 16 bytes for each document stay in
     /// memory.
     #[command(after_help = "Example:\n  \
-        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
         moh-data verify tokens")]
     Verify(verify::Arguments),
     /// Make one token file of several, their documents one after the other
@@ -77,17 +65,15 @@ enum Command {
     /// Tokens are copied as they are stored: the files must have the same type of tokens and the same
     /// tokenizer.
     #[command(after_help = "Example:\n  \
-        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out more text.jsonl\n  \
+        moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
+        moh-data prepare --tokenizer model --out more text.jsonl\n  \
         moh-data merge --out all tokens more")]
     Merge(merge::Arguments),
     /// Divide a token file into PREFIX-train and PREFIX-validation
     ///
     /// The parts are those that moh-data prepare --split writes.
     #[command(after_help = "Example (writes parts-train and parts-validation):\n  \
-        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
         moh-data split --shares 0.9,0.1 --out parts tokens")]
     Split(split::Arguments),
 }
@@ -96,7 +82,6 @@ fn main() -> ExitCode {
     let arguments = moh_program::arguments::parse::<Arguments>();
     exit::run(|| match arguments.command {
         Command::Prepare(arguments) => prepare::run(&arguments),
-        Command::Tokenizer(arguments) => tokenizer::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
         Command::Show(arguments) => show::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),

@@ -12,23 +12,19 @@ use std::time::Duration;
 
 use arrow_array::{ArrayRef, RecordBatch, StringArray};
 use moh_data::TextTokenizer;
-use moh_prepare::{Inputs, Observer, Prepare, Progress, TrainTokenizer, prepare, train_tokenizer};
+use moh_prepare::{Observer, Prepare, Progress, prepare};
 use parquet::arrow::ArrowWriter;
 use parquet::file::properties::WriterProperties;
 
+#[path = "support/small_tokenizer.rs"]
+mod small_tokenizer;
+
+use small_tokenizer::{WORDS, write_tokenizer};
+
 /// Writes a tokenizer to a directory.
 fn tokenizer(dir: &Path) -> TextTokenizer {
-    let words = dir.join("words.txt");
-    fs::write(&words, "one two three one two three one two one two").unwrap();
-    let options = TrainTokenizer {
-        inputs: Inputs::new(std::slice::from_ref(&words)),
-        format: None,
-        field: "text",
-        vocab_size: 300,
-        dir: &dir.join("tok"),
-        overwrite: false,
-    };
-    train_tokenizer(options, &mut |_| {}).unwrap()
+    write_tokenizer(&dir.join("tok"), &WORDS);
+    TextTokenizer::load(&dir.join("tok")).unwrap()
 }
 
 fn table(texts: &[String]) -> RecordBatch {

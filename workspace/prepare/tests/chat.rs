@@ -13,13 +13,15 @@ use arrow_array::{ArrayRef, RecordBatch, StringArray};
 use arrow_schema::{DataType, Field};
 use moh_chat::{ChatTemplate, TrainedTurns};
 use moh_data::{DocumentEnd, TextTokenizer, TokenFile, with_ending};
-use moh_prepare::{
-    BadRecords, Chat, Inputs, Observer, Prepare, PreparedFile, Progress, Selection, TrainTokenizer,
-    train_tokenizer,
-};
+use moh_prepare::{BadRecords, Chat, Observer, Prepare, PreparedFile, Progress, Selection};
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 use tempfile::TempDir;
+
+#[path = "support/small_tokenizer.rs"]
+mod small_tokenizer;
+
+use small_tokenizer::{WORDS, write_tokenizer};
 
 const CHAT_ML: &str = "{%- if tools %}{{- '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}\
      {%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + \
@@ -32,18 +34,9 @@ const GENERATION: &str = "{%- for message in messages %}{{- '<|im_start|>' + mes
 /// A directory with a byte-level tokenizer that has the special tokens of ChatML.
 fn workplace() -> (TempDir, TextTokenizer) {
     let dir = tempfile::tempdir().unwrap();
-    let (input, out) = (dir.path().join("words.txt"), dir.path().join("tok"));
-    fs::write(&input, "one two three one two three one two one two").unwrap();
-    let options = TrainTokenizer {
-        inputs: Inputs::new(std::slice::from_ref(&input)),
-        format: None,
-        field: "text",
-        vocab_size: 270,
-        dir: &out,
-        overwrite: true,
-    };
-    let trained = train_tokenizer(options, &mut |_| {}).unwrap();
-    let mut file: Value = serde_json::from_slice(&fs::read(trained.path()).unwrap()).unwrap();
+    let path = dir.path().join("tok/tokenizer.json");
+    write_tokenizer(&dir.path().join("tok"), &WORDS);
+    let mut file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     for (id, content) in [(300, "<|im_start|>"), (301, "<|im_end|>")] {
         file["added_tokens"].as_array_mut().unwrap().push(json!({
             "id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
@@ -51,7 +44,7 @@ fn workplace() -> (TempDir, TextTokenizer) {
         }));
     }
     let bytes = file.to_string().into_bytes();
-    let tokenizer = TextTokenizer::from_bytes(out.join("tokenizer.json"), &bytes).unwrap();
+    let tokenizer = TextTokenizer::from_bytes(path, &bytes).unwrap();
     (dir, tokenizer)
 }
 

@@ -9,10 +9,14 @@ use std::time::Duration;
 
 use moh_data::{TextTokenizer, TokenFile};
 use moh_prepare::{
-    BadRecords, Counts, Error, Inputs, Observer, Prepare, Prepared, Progress, Sample, Selection,
-    TrainTokenizer, prepare, train_tokenizer,
+    BadRecords, Counts, Error, Observer, Prepare, Prepared, Progress, Sample, Selection, prepare,
 };
 use serde_json::json;
+
+#[path = "support/small_tokenizer.rs"]
+mod small_tokenizer;
+
+use small_tokenizer::{WORDS, write_tokenizer};
 
 /// A directory with a tokenizer and inputs of JSON lines.
 struct Place {
@@ -24,18 +28,8 @@ struct Place {
 impl Place {
     fn new(inputs: &[String]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let words = dir.path().join("words.txt");
-        fs::write(&words, "one two three one two three one two one two").unwrap();
-        let words = [words];
-        let options = TrainTokenizer {
-            inputs: Inputs::new(&words),
-            format: None,
-            field: "text",
-            vocab_size: 300,
-            dir: &dir.path().join("tok"),
-            overwrite: false,
-        };
-        let tokenizer = train_tokenizer(options, &mut |_| {}).unwrap();
+        write_tokenizer(&dir.path().join("tok"), &WORDS);
+        let tokenizer = TextTokenizer::load(&dir.path().join("tok")).unwrap();
         let path = |number| dir.path().join(format!("{number}.jsonl"));
         for (number, text) in inputs.iter().enumerate() {
             fs::write(path(number), text).unwrap();

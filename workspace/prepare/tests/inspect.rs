@@ -10,6 +10,11 @@ use moh_data::{DocumentEnd, Provenance, TokenFileWriter};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+#[path = "support/small_tokenizer.rs"]
+mod small_tokenizer;
+
+use small_tokenizer::{WORDS, write_tokenizer};
+
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
 
 /// Runs `moh-data` with these words; its exit code, standard output and standard error.
@@ -30,13 +35,13 @@ fn parsed(dir: &Path, line: &str) -> Value {
     serde_json::from_str(&stdout(dir, line)).unwrap()
 }
 
-/// 60 documents as JSON lines, a tokenizer of them, and a token file `p`.
+/// 60 documents as JSON lines, a tokenizer, and a token file `p`.
 fn prepared() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let text = |n: usize| (0..=n).map(|word| format!("word{} ", word * n % 17)).collect::<String>();
     let lines: String = (0..60).map(|n| format!("{{\"text\": \"{}{n}\"}}\n", text(n))).collect();
     fs::write(dir.path().join("s.jsonl"), lines).unwrap();
-    stdout(dir.path(), "tokenizer --vocab-size 300 --out tok s.jsonl");
+    write_tokenizer(&dir.path().join("tok"), &WORDS);
     stdout(dir.path(), "prepare --tokenizer tok --out p s.jsonl");
     dir
 }
@@ -144,7 +149,7 @@ fn show_without_a_tokenizer_prints_ids() {
 #[test]
 fn show_refuses_another_tokenizer() {
     let dir = prepared();
-    stdout(dir.path(), "tokenizer --vocab-size 260 --out other s.jsonl");
+    write_tokenizer(&dir.path().join("other"), &[" word"]);
     let (code, out, err) = run(dir.path(), "show p --doc 0 --tokenizer other");
     assert_eq!((code, out.as_str()), (1, ""));
     assert!(err.contains("prepared with another tokenizer than other/tokenizer.json"), "{err}");
@@ -302,7 +307,7 @@ fn merge_undoes_a_division_of_the_inputs() {
     assert_eq!(parsed(dir.path(), "merge --out m --force --json b")["documents"], 59);
     let (code, _, err) = run(dir.path(), "merge --out a --force a b");
     assert!(code == 1 && err.contains("a: is both an input and an output"), "{err}");
-    stdout(dir.path(), "tokenizer --vocab-size 260 --out other s.jsonl");
+    write_tokenizer(&dir.path().join("other"), &[" word"]);
     stdout(dir.path(), "prepare --tokenizer other --out c s.jsonl");
     let (code, _, err) = run(dir.path(), "merge --out n a c");
     let part = "error: c: cannot be merged with a: vocabulary of the tokenizer differs";

@@ -7,27 +7,18 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use moh_data::{DocumentEnd, Error as DataError, TextTokenizer, TokenFile, TokenFileInfo};
-use moh_prepare::{
-    AppendEos, BEGIN_OF_TEXT, END_OF_TEXT, Error, Format, Inputs, Observer, Place, Prepare,
-    PreparedFile, Progress, TrainTokenizer, train_tokenizer,
-};
+use moh_prepare::{AppendEos, Error, Format, Observer, Place, Prepare, PreparedFile, Progress};
+
+#[path = "support/small_tokenizer.rs"]
+mod small_tokenizer;
+
+use small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, WORDS, write_tokenizer};
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
 
-fn tokenizer(dir: &Path, vocab_size: usize) -> TextTokenizer {
-    let input = dir.join("words.txt");
-    fs::write(&input, "one two three one two three one two one two").unwrap();
-    let dir = &dir.join(format!("tok{vocab_size}"));
-    let inputs = [input];
-    let options = TrainTokenizer {
-        inputs: Inputs::new(&inputs),
-        format: None,
-        field: "text",
-        vocab_size,
-        dir,
-        overwrite: true,
-    };
-    train_tokenizer(options, &mut |_| {}).unwrap()
+fn tokenizer(dir: &Path) -> TextTokenizer {
+    write_tokenizer(&dir.join("tok"), &WORDS);
+    TextTokenizer::load(&dir.join("tok")).unwrap()
 }
 
 /// Writes the token files of `options`.
@@ -57,7 +48,7 @@ fn run(
 #[test]
 fn documents_keep_their_order_over_many_batches() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path(), 260);
+    let tokenizer = tokenizer(dir.path());
     let lines = dir.path().join("a.jsonl");
     let texts: Vec<String> = (0..40_000).map(|number| format!("document {number}")).collect();
     let json: String =
@@ -104,7 +95,7 @@ fn documents_keep_their_order_over_many_batches() {
 #[test]
 fn faults_leave_nothing_behind() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path(), 260);
+    let tokenizer = tokenizer(dir.path());
     let out = dir.path().join("out");
     fs::create_dir(&out).unwrap();
     let prefix = out.join("p");
@@ -129,7 +120,7 @@ fn faults_leave_nothing_behind() {
 #[test]
 fn outputs_are_overwritten_only_when_told() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path(), 260);
+    let tokenizer = tokenizer(dir.path());
     let input = dir.path().join("p.json");
     fs::write(&input, "{\"text\": \"one\"}").unwrap();
     let prefix = dir.path().join("q");
@@ -190,8 +181,8 @@ fn with_post_processor(
     template: Option<&[&str]>,
     files: &[(&str, &str)],
 ) -> TextTokenizer {
-    tokenizer(dir, 260);
-    let text = fs::read_to_string(dir.join("tok260/tokenizer.json")).unwrap();
+    tokenizer(dir);
+    let text = fs::read_to_string(dir.join("tok/tokenizer.json")).unwrap();
     let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
     let piece = |name: &&str| match *name {
         "text" => serde_json::json!({"Sequence": {"id": "A", "type_id": 0}}),
@@ -224,7 +215,7 @@ fn each_document_ends_with_one_eos_token() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let end = || DocumentEnd::Token(END_OF_TEXT.to_owned());
-    let trained = tokenizer(dir, 260);
+    let trained = tokenizer(dir);
     let expected = ended(dir, &trained, AppendEos::Default).unwrap();
     assert_eq!(expected.1, end());
     for document in &expected.0 {
@@ -276,7 +267,7 @@ fn an_unknown_eos_token_is_an_error_before_anything_is_written() {
 #[test]
 fn older_token_files_have_no_record_of_their_end() {
     let dir = tempfile::tempdir().unwrap();
-    let trained = tokenizer(dir.path(), 260);
+    let trained = tokenizer(dir.path());
     ended(dir.path(), &trained, AppendEos::Default).unwrap();
     let path = dir.path().join("two.json");
     let mut json: serde_json::Value =
@@ -299,7 +290,7 @@ fn older_token_files_have_no_record_of_their_end() {
 #[test]
 fn a_split_shares_no_document_and_loses_none() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path(), 260);
+    let tokenizer = tokenizer(dir.path());
     let input = dir.path().join("a.jsonl");
     let text = |number: u64| format!("document {number}");
     let lines =
@@ -354,7 +345,7 @@ fn a_split_shares_no_document_and_loses_none() {
 #[test]
 fn special_tokens_in_a_text_are_counted_or_encoded_as_text() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path(), 300);
+    let tokenizer = tokenizer(dir.path());
     let input = dir.path().join("a.txt");
     fs::write(&input, format!("one {END_OF_TEXT} two{BEGIN_OF_TEXT}{END_OF_TEXT}")).unwrap();
     let prefix = dir.path().join("p");
@@ -384,7 +375,7 @@ fn special_tokens_in_a_text_are_counted_or_encoded_as_text() {
 #[test]
 fn a_book_is_split_by_its_paragraphs() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path(), 300);
+    let tokenizer = tokenizer(dir.path());
     let input = dir.path().join("book.txt");
     let paragraphs: Vec<String> = (0..20).map(|number| format!("one {number}\ntwo")).collect();
     fs::write(&input, paragraphs.join("\n\n")).unwrap();
@@ -413,7 +404,7 @@ fn a_book_is_split_by_its_paragraphs() {
 #[test]
 fn an_input_that_is_named_twice_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path(), 300);
+    let tokenizer = tokenizer(dir.path());
     let (one, two) = (dir.path().join("a.txt"), dir.path().join("b.txt"));
     fs::write(&one, "one").unwrap();
     fs::write(&two, "one").unwrap();

@@ -10,6 +10,10 @@ use tempfile::TempDir;
 
 #[path = "../../cli/tests/support/options.rs"]
 mod options;
+#[path = "support/small_tokenizer.rs"]
+mod small_tokenizer;
+
+use small_tokenizer::{WORDS, write_tokenizer};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
 
@@ -40,8 +44,8 @@ fn documents(count: usize) -> String {
 fn prepared() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("s.jsonl"), documents(50)).unwrap();
+    write_tokenizer(&dir.path().join("tok"), &WORDS);
     let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>()).success();
-    run("tokenizer --vocab-size 400 --out tok s.jsonl");
     run("prepare --tokenizer tok --out p s.jsonl");
     dir
 }
@@ -63,7 +67,7 @@ fn documents_become_a_token_file() {
         "{text}"
     );
     assert!(text.contains("\ndtype      u16\n"), "{text}");
-    assert!(text.contains("\nvocabulary 400\neos token  <|end_of_text|>\n"), "{text}");
+    assert!(text.contains("\nvocabulary 276\neos token  <|end_of_text|>\n"), "{text}");
     assert!(text.ends_with("source     s.jsonl\n"), "{text}");
     assert_eq!(stderr(&done), "");
     fs::remove_file(dir.path().join("p.json")).unwrap();
@@ -74,16 +78,11 @@ fn documents_become_a_token_file() {
 #[test]
 fn outputs_are_kept_unless_forced() {
     let dir = prepared();
-    let cases: [&[&str]; 2] = [
-        &["tokenizer", "--vocab-size", "300", "--out", "tok", "s.jsonl"],
-        &["prepare", "--tokenizer", "tok", "--out", "p", "s.jsonl"],
-    ];
-    for case in cases {
-        let text = stderr(&moh_data(dir.path(), case).code(1));
-        assert!(text.starts_with("error: ") && text.contains("already exists"), "{text}");
-        assert_eq!(text.lines().count(), 1, "{text}");
-        moh_data(dir.path(), &[case, &["--force"]].concat()).success();
-    }
+    let prepare = ["prepare", "--tokenizer", "tok", "--out", "p", "s.jsonl"];
+    let text = stderr(&moh_data(dir.path(), &prepare).code(1));
+    assert!(text.starts_with("error: ") && text.contains("already exists"), "{text}");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    moh_data(dir.path(), &[&prepare[..], &["--force"]].concat()).success();
 }
 
 #[test]
@@ -106,11 +105,11 @@ fn directories_of_outputs_are_made_and_errors_name_the_users_path() {
     let dir = tempfile::tempdir().unwrap();
     let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>());
     fs::write(dir.path().join("s.jsonl"), documents(20)).unwrap();
-    run("tokenizer --vocab-size 300 --out tokenizers/new/tok s.jsonl").success();
-    run("prepare --tokenizer tokenizers/new/tok --out tokens/new/p s.jsonl").success();
+    write_tokenizer(&dir.path().join("tok"), &WORDS);
+    run("prepare --tokenizer tok --out tokens/new/p s.jsonl").success();
     assert!(dir.path().join("tokens/new/p.json").is_file());
     fs::write(dir.path().join("file"), "").unwrap();
-    let prepare = "prepare --tokenizer tokenizers/new/tok --out file/p s.jsonl";
+    let prepare = "prepare --tokenizer tok --out file/p s.jsonl";
     let text = stderr(&run(prepare).code(1));
     assert!(text.starts_with("error: file/p.prepare: "), "{text}");
     assert!(!text.contains(".tmp-") && !text.contains("at path"), "{text}");
@@ -121,12 +120,11 @@ fn errors_are_one_sentence_and_name_the_file() {
     let dir = prepared();
     fs::write(dir.path().join("bad.jsonl"), "{\"body\": \"a\"}\n").unwrap();
     let prepare = ["prepare", "--tokenizer", "tok", "--out", "q"];
-    let cases: [(Vec<&str>, &str); 5] = [
+    let cases: [(Vec<&str>, &str); 4] = [
         ([&prepare[..], &["bad.jsonl"]].concat(), "error: bad.jsonl:1: no field \"text\""),
         ([&prepare[..], &["none.txt"]].concat(), "error: none.txt: No such file"),
         (vec!["info", "none"], "error: none.bin: cannot read: No such file"),
         (vec!["info", "p.idxx"], "error: p.idxx.bin: cannot read"),
-        (vec!["tokenizer", "--vocab-size", "9", "--out", "t", "s.jsonl"], "error: vocab-size = 9"),
     ];
     for (arguments, start) in cases {
         let done = moh_data(dir.path(), &arguments).code(1);
@@ -140,14 +138,8 @@ fn errors_are_one_sentence_and_name_the_file() {
 #[test]
 fn wrong_usage_exits_with_two() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = ["tokenizer", "--out", "a", "a.txt"];
-    let cases: [&[&str]; 5] = [
-        &[],
-        &["prepare"],
-        &tokenizer,
-        &[&tokenizer[..], &["--vocab-size", "0"]].concat(),
-        &["unknown"],
-    ];
+    let cases: [&[&str]; 4] =
+        [&[], &["prepare"], &["prepare", "--tokenizer", "tok", "--out", "a"], &["unknown"]];
     for case in cases {
         moh_data(dir.path(), case).code(2);
     }
@@ -159,8 +151,7 @@ fn every_option_takes_a_negative_number_and_says_what_it_expects() {
     let dir = prepared();
     assert!(options::take_negative_numbers(PROGRAM, &[], dir.path()) >= 18);
     for (arguments, expected) in [
-        (&["tokenizer", "--vocab-size", "-1"][..], "a whole number of at least 1"),
-        (&["prepare", "--split", "-0.1,1.1"], "expected two shares above 0 that sum to 1"),
+        (&["prepare", "--split", "-0.1,1.1"][..], "expected two shares above 0 that sum to 1"),
         (&["prepare", "--min-tokens", "-1"], "a whole number of at least 1"),
         (&["prepare", "--sample", "-1"], "a share of the documents above 0"),
         (&["prepare", "--memory", "1MB"], "at least 64 MB, as in 500MB or 2GB"),
@@ -176,7 +167,6 @@ fn examples_in_the_help_work_when_pasted() {
     for help in [
         &["--help"][..],
         &["prepare", "--help"],
-        &["tokenizer", "--help"],
         &["info", "--help"],
         &["show", "--help"],
         &["verify", "--help"],
@@ -185,6 +175,7 @@ fn examples_in_the_help_work_when_pasted() {
     ] {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("text.jsonl"), documents(50)).unwrap();
+        write_tokenizer(&dir.path().join("model"), &WORDS);
         let text = stdout(&moh_data(dir.path(), help).success());
         let lines = text.lines().filter_map(|line| line.trim().strip_prefix("moh-data "));
         let examples: Vec<_> = lines.collect();
@@ -284,21 +275,6 @@ fn standard_input_and_pipes_are_read_once() {
     let text = stderr(&prepare_from(dir.path(), &lines[..90], "--format jsonl --out d -").code(1));
     assert!(text.starts_with("error: -:1: broken JSON at column"), "{text}");
     assert!(names(dir.path()).iter().all(|name| !name.starts_with(['d', '.'])));
-
-    let mut train = Command::new(PROGRAM);
-    train.current_dir(dir.path()).write_stdin(lines).args([
-        "tokenizer",
-        "--vocab-size",
-        "400",
-        "--format",
-        "jsonl",
-        "--out",
-        "again",
-        "-",
-    ]);
-    train.assert().success();
-    let json = |name: &str| fs::read(dir.path().join(name).join("tokenizer.json")).unwrap();
-    assert_eq!(json("again"), json("tok"));
 }
 
 #[test]

@@ -1,40 +1,32 @@
-//! Tokenizers: training one, round trips, framing, streaming, and the reference cases.
+//! Tokenizers: round trips, framing, streaming, and the reference cases.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use moh_data::{Error as DataError, TextTokenizer};
-use moh_prepare::{
-    BEGIN_OF_TEXT, END_OF_TEXT, Error, Inputs, Place, TrainTokenizer, train_tokenizer,
-};
+use moh_data::TextTokenizer;
 use proptest::prelude::*;
+
+#[path = "support/small_tokenizer.rs"]
+mod small_tokenizer;
+
+use small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, write_tokenizer};
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
 
 const TEXT: &str = "Anna has a red kite. Anna gives the red kite to Ben. Ben isn't sad: he has a \
                     kite now!\nThe kite flew over 1234 trees. Anna and Ben saw the kite fly.";
 
-fn train(dir: &Path, vocab_size: usize) -> TextTokenizer {
-    let input = dir.join("text.txt");
-    fs::write(&input, TEXT).unwrap();
-    let inputs = [input];
-    let options = TrainTokenizer {
-        inputs: Inputs::new(&inputs),
-        format: None,
-        field: "text",
-        vocab_size,
-        dir: &dir.join("tok"),
-        overwrite: true,
-    };
-    train_tokenizer(options, &mut |_| {}).unwrap()
+fn tokenizer(dir: &Path) -> TextTokenizer {
+    write_tokenizer(&dir.join("tok"), &[" Anna", " kite", " the", "Anna", "isn"]);
+    TextTokenizer::load(&dir.join("tok")).unwrap()
 }
 
 #[test]
 fn texts_begin_with_bos_and_stay_open() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = train(dir.path(), 300);
+    let tokenizer = tokenizer(dir.path());
     let prompt = tokenizer.encode_prompt("Anna flew").unwrap();
     assert_eq!(prompt[0], 0);
     assert_eq!(tokenizer.decode(&prompt[1..], false).unwrap(), "Anna flew");
@@ -43,70 +35,6 @@ fn texts_begin_with_bos_and_stay_open() {
     assert_eq!(tokenizer.encode_prompt("").unwrap(), [0]);
     assert_eq!(tokenizer.decoded_bytes(&tokenizer.encode("na\u{ef}ve").unwrap()).unwrap(), 6);
     assert_eq!(tokenizer.decode(&[0, 1], false).unwrap(), format!("{BEGIN_OF_TEXT}{END_OF_TEXT}"));
-}
-
-#[test]
-fn the_vocabulary_has_the_size_asked_for() {
-    let dir = tempfile::tempdir().unwrap();
-    assert_eq!(train(dir.path(), 258).vocab_size(), 258);
-    assert_eq!(train(dir.path(), 280).vocab_size(), 280);
-    let few = train(dir.path(), 280).encode(TEXT).unwrap().len();
-    let none = train(dir.path(), 258).encode(TEXT).unwrap().len();
-    assert!(few < none && none == TEXT.len() + 1, "{few} {none}");
-}
-
-#[test]
-fn training_twice_gives_the_same_files() {
-    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let hash = train(one.path(), 320).hash().to_owned();
-    for _ in 0..5 {
-        assert_eq!(train(two.path(), 320).hash(), hash);
-    }
-    let loaded = TextTokenizer::load(&one.path().join("tok")).unwrap();
-    assert_eq!(loaded.hash(), hash);
-    for name in ["tokenizer_config.json", "special_tokens_map.json"] {
-        let read = |dir: &Path| fs::read_to_string(dir.join("tok").join(name)).unwrap();
-        assert_eq!(read(one.path()), read(two.path()));
-        let json: serde_json::Value = serde_json::from_str(&read(one.path())).unwrap();
-        assert_eq!(json["bos_token"], BEGIN_OF_TEXT);
-        assert_eq!(json["eos_token"], END_OF_TEXT);
-    }
-}
-
-#[test]
-fn training_refuses_what_it_cannot_use() {
-    let dir = tempfile::tempdir().unwrap();
-    let good = dir.path().join("good.txt");
-    fs::write(&good, TEXT).unwrap();
-    let bad = dir.path().join("bad.jsonl");
-    fs::write(&bad, "{\"text\": \"a\"}\nnothing\n").unwrap();
-    let empty = dir.path().join("empty.txt");
-    fs::write(&empty, "").unwrap();
-    let tok = dir.path().join("tok");
-    let run = |inputs: &[PathBuf], vocab_size| {
-        let options = TrainTokenizer {
-            inputs: Inputs::new(inputs),
-            format: None,
-            field: "text",
-            vocab_size,
-            dir: &tok,
-            overwrite: false,
-        };
-        train_tokenizer(options, &mut |_| {}).map(|_| ())
-    };
-    assert!(matches!(
-        run(std::slice::from_ref(&good), 257),
-        Err(Error::Data(DataError::Argument { .. }))
-    ));
-    assert!(matches!(
-        run(&[good.clone(), bad], 300),
-        Err(Error::Record { place: Place::Line(2), .. })
-    ));
-    assert!(matches!(run(&[empty], 300), Err(Error::Options { .. })));
-    assert!(matches!(run(&[], 300), Err(Error::Options { .. })));
-    assert!(!tok.exists());
-    run(std::slice::from_ref(&good), 300).unwrap();
-    assert!(matches!(run(&[good], 300), Err(Error::Data(DataError::Exists { .. }))));
 }
 
 #[test]
@@ -133,7 +61,7 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
 #[test]
 fn truncation_and_padding_of_the_file_are_ignored() {
     let dir = tempfile::tempdir().unwrap();
-    train(dir.path(), 300);
+    tokenizer(dir.path());
     let path = dir.path().join("tok/tokenizer.json");
     let mut json: serde_json::Value =
         serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
@@ -148,7 +76,7 @@ fn truncation_and_padding_of_the_file_are_ignored() {
 #[test]
 fn ill_formed_bytes_stream_without_an_error() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = train(dir.path(), 258);
+    let tokenizer = tokenizer(dir.path());
     let bytes = &tokenizer.encode_prompt("\u{1f600}").unwrap()[1..];
     let mut stream = tokenizer.stream(&[], true);
     let mut text = String::new();
@@ -203,7 +131,7 @@ proptest! {
         let text = text.replace('\u{fffd}', "");
         static TOKENIZER: std::sync::OnceLock<TextTokenizer> = std::sync::OnceLock::new();
         let tokenizer =
-            TOKENIZER.get_or_init(|| train(tempfile::tempdir().unwrap().path(), 300));
+            TOKENIZER.get_or_init(|| tokenizer(tempfile::tempdir().unwrap().path()));
         let ids = tokenizer.encode(&text).unwrap();
         prop_assert_eq!(tokenizer.decode(&ids, true).unwrap(), text.clone());
         let mut stream = tokenizer.stream(&[], true);

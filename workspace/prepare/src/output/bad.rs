@@ -62,11 +62,10 @@ impl BadList {
         allowed: BadRecords,
         counts: Counts,
     ) -> Result<()> {
-        let BadRecord { place, reason } = record;
         if allowed == BadRecords::Refuse {
-            let (path, place, reason) = (path.to_path_buf(), *place, reason.clone());
-            return Err(Error::Record { path, place, reason });
+            return Err(record.clone().error(path));
         }
+        let BadRecord { place, reason } = record;
         let shown = path.display().to_string();
         let line = match place {
             Place::Line(line) => json!({"path": shown, "line": line, "reason": reason}),

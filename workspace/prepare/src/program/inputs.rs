@@ -65,15 +65,16 @@ impl NamedInputs<'_> {
     }
 }
 
-/// Shows how far the inputs are read with what `detail` says, if it does, and how much of remote ones is there while
-/// some is missing.
-pub fn show(bar: &mut Bar, reading: Reading, detail: impl FnOnce(Duration) -> Option<String>) {
+/// Shows how far the inputs are read with what `detail` says, and how much of remote ones is there while some is
+/// missing.
+pub fn show(bar: &mut Bar, reading: Reading, detail: impl FnOnce(Duration) -> String) {
     let Reading { bytes, total_bytes, downloaded_bytes, download_bytes } = reading;
-    let downloads = || format!("downloaded {}", of_bytes(downloaded_bytes, download_bytes));
     bar.describe(|elapsed| {
-        let downloads = (downloaded_bytes < download_bytes).then(downloads);
-        let details: Vec<_> = detail(elapsed).into_iter().chain(downloads).collect();
-        details.join(", ")
+        let mut text = detail(elapsed);
+        if downloaded_bytes < download_bytes {
+            text += &format!(", downloaded {}", of_bytes(downloaded_bytes, download_bytes));
+        }
+        text
     });
     bar.update(bytes, total_bytes);
 }

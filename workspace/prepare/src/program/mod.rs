@@ -8,7 +8,6 @@ pub mod prepare;
 mod recorded_tokenizer;
 pub mod show;
 pub mod split;
-pub mod tokenizer;
 pub mod verify;
 mod written;
 

@@ -199,7 +199,7 @@ impl Observer for Show {
         let first = *self.first_tokens.get_or_insert(tokens);
         inputs::show(&mut self.bar, reading, |elapsed| {
             let rate = (tokens - first) as f64 / elapsed.as_secs_f64().max(1e-3);
-            Some(format!("{}, {} tokens/s", counted(documents, "document"), rate as u64))
+            format!("{}, {} tokens/s", counted(documents, "document"), rate as u64)
         });
     }
 }

@@ -3,7 +3,7 @@
 //! to its own directory is removed when it was used.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -70,11 +70,6 @@ impl Downloads {
     /// The number of inputs.
     pub(crate) fn len(&self) -> usize {
         self.0.inputs.len()
-    }
-
-    /// The name of an input, for users.
-    pub(crate) fn name(&self, number: usize) -> &Path {
-        self.0.inputs[number].name()
     }
 
     /// The path of an input on this machine, when it is there. A remote input is asked for once, in order.
@@ -199,6 +194,7 @@ impl Drop for End<'_> {
 mod tests {
     use super::*;
     use std::fs;
+    use std::path::Path;
 
     /// A file whose content is its name.
     struct Named {
