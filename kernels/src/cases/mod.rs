@@ -8,12 +8,10 @@
 
 mod attention;
 mod generation;
-mod instructions;
 mod logits;
 mod rows;
 
 pub use attention::AttentionCase;
-pub use instructions::instruction_sets;
 
 use crate::backend::Backend;
 use crate::error::Result;

@@ -8,7 +8,6 @@ use moh_kernels::{Backend, Element};
 use serde_json::{Value, json};
 
 use crate::device::Bench;
-use crate::timing::Rates;
 
 /// Seconds of measurement per limit, after one run to warm up.
 const SECONDS: f64 = 0.3;
@@ -34,9 +33,9 @@ impl MachineLimits {
         Ok(MachineLimits {
             device: bench.backend.name(),
             threads: rayon::current_num_threads(),
-            f32_matmul: matmul::<B, f32>(bench, SECONDS)?.best,
-            bf16_matmul: matmul::<B, bf16>(bench, SECONDS)?.best,
-            copy: copy(bench, SECONDS)?.best,
+            f32_matmul: matmul::<B, f32>(bench)?,
+            bf16_matmul: matmul::<B, bf16>(bench)?,
+            copy: copy(bench)?,
         })
     }
 
@@ -73,8 +72,8 @@ pub fn gflops(per_second: f64) -> String {
     }
 }
 
-/// FLOP/s of a matmul of the device's size, measured for at least so many seconds.
-pub fn matmul<B: Backend, T: Element>(bench: &Bench<B>, seconds: f64) -> anyhow::Result<Rates> {
+/// FLOP/s of a matmul of the device's size.
+fn matmul<B: Backend, T: Element>(bench: &Bench<B>) -> anyhow::Result<f64> {
     let Bench { backend, product, .. } = bench;
     let number = |index: usize| T::from_f32((index % 251) as f32 / 251.0 - 0.5);
     let values: Vec<T> = (0..product * product).map(number).collect();
@@ -84,25 +83,25 @@ pub fn matmul<B: Backend, T: Element>(bench: &Bench<B>, seconds: f64) -> anyhow:
     for buffer in [&mut x, &mut weight] {
         backend.upload(&values, B::view_mut(buffer, 0..count))?;
     }
-    let times = bench.repeat(1, seconds, || {
+    let times = bench.repeat(1, SECONDS, || {
         let (x, weight) = (B::view(&x, 0..count), B::view(&weight, 0..count));
         let y = B::view_mut(&mut y, 0..count);
         backend.linear_forward(LinearForward::new(*product, x, weight, y))
     })?;
-    Ok(times.rates(2.0 * (*product as f64).powi(3)))
+    Ok(times.rates(2.0 * (*product as f64).powi(3)).best)
 }
 
-/// Bytes read and written per second by a copy, measured for at least so many seconds.
-pub fn copy<B: Backend>(bench: &Bench<B>, seconds: f64) -> anyhow::Result<Rates> {
+/// Bytes read and written per second by a copy.
+fn copy<B: Backend>(bench: &Bench<B>) -> anyhow::Result<f64> {
     let Bench { backend, copied, .. } = bench;
     let mut source = backend.allocate::<u8>(*copied)?;
     let mut destination = backend.allocate::<u8>(*copied)?;
     // Untouched pages of the host would all map to the same zero page.
     backend.upload(&vec![1; *copied], B::view_mut(&mut source, 0..*copied))?;
-    let times = bench.repeat(1, seconds, || {
+    let times = bench.repeat(1, SECONDS, || {
         backend.copy(B::view(&source, 0..*copied), B::view_mut(&mut destination, 0..*copied))
     })?;
-    Ok(times.rates(2.0 * *copied as f64))
+    Ok(times.rates(2.0 * *copied as f64).best)
 }
 
 /// Memory in use in bytes, now and at its peak: the device's own, or this process's if the system

@@ -65,11 +65,7 @@ enum Command {
         moh-bench operators\n  \
         moh-bench operators linear --dtype bf16")]
     Operators(operators::OperatorsArguments),
-    /// This machine's processor, and the limits of its matrix products and its memory
-    ///
-    /// Measures the f32 product, every bf16 product that the processor supports, and reading and
-    /// copying more memory than the caches hold, each on one thread and on all. The last line names
-    /// the machine beside a figure.
+    /// The processor and the machine's limits, in a line that names the machine beside a figure
     #[command(after_help = "Examples:\n  \
         moh-bench machine\n  \
         RAYON_NUM_THREADS=8 moh-bench machine --json")]

@@ -1,26 +1,4 @@
-//! The processor of this machine: the name that a figure gives, and what it has.
-
-mod topology;
-
-use indicatif::HumanBytes;
-use moh_kernels::cases::instruction_sets;
-use serde_json::{Value, json};
-
-use topology::Topology;
-
-use crate::counted;
-
-/// The processor.
-#[derive(Debug, Clone)]
-pub struct Processor {
-    /// As it names itself, without marks, clock and number of cores.
-    name: String,
-    /// Family and model of an x86 processor.
-    signature: Option<Signature>,
-    topology: Topology,
-    /// The instruction sets that the operators use.
-    instructions: Vec<&'static str>,
-}
+//! The name of this machine's processor, which a figure gives.
 
 /// By which x86 processors are told apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,57 +16,20 @@ enum Vendor {
     Other,
 }
 
-impl Processor {
-    /// This machine's.
-    pub fn read() -> Self {
-        let (name, signature) = identity();
-        let topology = Topology::read();
-        Processor { name: short(&name), signature, topology, instructions: instruction_sets() }
-    }
+/// The processor's name, without marks, clock and number of cores, and its microarchitecture, or family and model if
+/// that is not known.
+pub fn label() -> String {
+    let (name, signature) = identity();
+    labelled(short(&name), signature)
+}
 
-    /// Bytes of all caches of the last level together, if the system lists them.
-    pub fn last_level_cache(&self) -> Option<u64> {
-        self.topology.last_level_cache
-    }
-
-    /// Its name and microarchitecture, or family and model if that is not known.
-    pub fn label(&self) -> String {
-        let Self { name, signature, .. } = self;
-        match signature {
-            None => name.clone(),
-            Some(signature) => match signature.microarchitecture() {
-                Some(microarchitecture) => format!("{name}, {microarchitecture}"),
-                None => format!("{name}, family {}, model {}", signature.family, signature.model),
-            },
-        }
-    }
-
-    /// Cores, threads of the operators, cache and instructions, in one line.
-    pub fn description(&self, threads: usize) -> String {
-        let Topology { cores, last_level_cache } = self.topology;
-        let cores = cores.map(|count| counted(count as u64, "core"));
-        let used = format!("{} used", counted(threads as u64, "thread"));
-        let cache = last_level_cache.map(|bytes| format!("last-level cache {}", HumanBytes(bytes)));
-        let parts: Vec<String> = cores.into_iter().chain([used]).chain(cache).collect();
-        let instructions = match self.instructions.as_slice() {
-            [] => "no vector instructions".to_owned(),
-            sets => sets.join(", "),
-        };
-        format!("{}; {instructions}", parts.join(", "))
-    }
-
-    /// The JSON fields of `processor`.
-    pub fn json(&self) -> Value {
-        let Self { name, signature, topology, instructions } = self;
-        json!({
-            "name": name,
-            "microarchitecture": signature.and_then(Signature::microarchitecture),
-            "family": signature.map(|signature| signature.family),
-            "model": signature.map(|signature| signature.model),
-            "cores": topology.cores,
-            "last_level_cache_bytes": topology.last_level_cache,
-            "instructions": instructions,
-        })
+fn labelled(name: String, signature: Option<Signature>) -> String {
+    match signature {
+        None => name,
+        Some(signature) => match signature.microarchitecture() {
+            Some(microarchitecture) => format!("{name}, {microarchitecture}"),
+            None => format!("{name}, family {}, model {}", signature.family, signature.model),
+        },
     }
 }
 
@@ -174,17 +115,7 @@ mod tests {
     }
 
     fn label(vendor: Vendor, family: u8, model: u8) -> String {
-        let processor = Processor {
-            name: "A B".to_owned(),
-            signature: Some(Signature { vendor, family, model }),
-            topology: Topology { cores: Some(2), last_level_cache: Some(32 << 20) },
-            instructions: vec!["AVX2", "AVX-512"],
-        };
-        assert_eq!(
-            processor.description(1),
-            "2 cores, 1 thread used, last-level cache 32.00 MiB; AVX2, AVX-512"
-        );
-        processor.label()
+        labelled("A B".to_owned(), Some(Signature { vendor, family, model }))
     }
 
     #[test]

@@ -15,7 +15,7 @@ use moh_comm::{Fault, Launch, Launcher, World, WorldOptions};
 use moh_device::OpenDevice;
 use moh_kernels::span;
 use moh_program::exit::{self, StoppedEarly};
-use moh_program::processor::Processor;
+use moh_program::processor;
 use moh_recipe::Recipe;
 use moh_recipe::shell::command;
 use moh_run_directory::RunDirectory;
@@ -154,7 +154,7 @@ impl<'a> Session<'a> {
         time_limit: Option<TimeLimit>,
     ) -> Self {
         let processor = match world.rank() {
-            0 => Processor::read().label(),
+            0 => processor::label(),
             _ => String::new(),
         };
         Session {
