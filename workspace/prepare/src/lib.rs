@@ -3,7 +3,7 @@
 //! [`prepare`] reads files of Parquet, Arrow, JSON and plain text, compressed or not, and writes token files
 //! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads, of conversations with a mask of the assistant's
 //! tokens. Reading, decoding, encoding and writing overlap on all cores; the result does not depend on their number.
-//! Remote inputs are downloaded ahead of their use. An interrupted preparation continues
+//! Files of datasets on the hub are downloaded ahead of their use. An interrupted preparation continues
 //! with the same call. [`split_token_file`] divides a token file afterwards.
 
 mod decode;
@@ -34,8 +34,5 @@ pub use prepare::{
 pub use reader::Format;
 #[doc(hidden)]
 pub use reader::read_documents;
-pub use remote::DatasetSplit;
-#[doc(hidden)]
-pub use remote::read_configs;
 pub use split::Split;
 pub use split_file::split_token_file;

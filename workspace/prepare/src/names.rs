@@ -5,9 +5,8 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use crate::remote::{DatasetSplit, RemoteFile, Stores, scheme};
+use crate::remote::{Hub, RemoteFile, scheme};
 use crate::{Error, Result};
 
 /// The name of standard input.
@@ -20,9 +19,7 @@ const COMPRESSED_ENDINGS: [&str; 4] = ["gz", "zst", "bz2", "xz"];
 /// What is read, by name.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
-    /// A split of a dataset on the hub, which comes first.
-    pub dataset: Option<&'a DatasetSplit>,
-    /// Files, globs, directories, `-` for standard input, and addresses of remote files such as
+    /// Files, globs, directories, `-` for standard input, and files of datasets on the hub,
     /// `hf://datasets/OWNER/NAME/GLOB`.
     pub names: &'a [PathBuf],
     /// Whether files of the hub stay in the cache that its other programs share; if not, they are removed when they
@@ -33,17 +30,16 @@ pub struct Inputs<'a> {
 impl<'a> Inputs<'a> {
     /// Names of inputs; what is downloaded stays in the hub's cache.
     pub fn new(names: &'a [PathBuf]) -> Self {
-        Self { dataset: None, names, keep: true }
+        Self { names, keep: true }
     }
 }
 
 /// A file of the inputs.
-#[derive(Clone)]
 pub(crate) enum Input {
     /// A file on this machine, or `-`.
     Local(PathBuf),
     /// One that has to be fetched.
-    Remote(Arc<dyn RemoteFile>),
+    Remote(RemoteFile),
 }
 
 impl Input {
@@ -64,7 +60,7 @@ impl Input {
     }
 
     /// One that has to be fetched.
-    pub(crate) fn remote(&self) -> Option<&Arc<dyn RemoteFile>> {
+    pub(crate) fn remote(&self) -> Option<&RemoteFile> {
         match self {
             Input::Local(_) => None,
             Input::Remote(file) => Some(file),
@@ -91,18 +87,15 @@ pub(crate) fn is_standard_input(path: &Path) -> bool {
 /// The files that `inputs` stand for, in order, and `-` where it is named.
 ///
 /// # Errors
-/// Fails if there is no name, if a file cannot be read, if a glob or a directory has no file, if a store of remote
-/// files does not answer or has no such file, or if a file is named twice.
+/// Fails if there is no name, if a file cannot be read, if a glob or a directory has no file, if the hub does not
+/// answer or has no such file, or if a file is named twice.
 pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
-    let Inputs { dataset, names, keep } = inputs;
-    if names.is_empty() && dataset.is_none() {
+    let Inputs { names, keep } = inputs;
+    if names.is_empty() {
         return Err(Error::options("no input: name at least one file"));
     }
-    let mut stores = Stores::new(keep);
+    let mut hub = Hub::new(keep);
     let mut inputs = Vec::new();
-    if let Some(split) = dataset {
-        inputs.extend(stores.split(split)?.into_iter().map(Input::Remote));
-    }
     let locals = |paths: Vec<PathBuf>| paths.into_iter().map(Input::Local);
     for name in names {
         match name.metadata() {
@@ -110,7 +103,7 @@ pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
             Ok(kind) if kind.is_dir() => inputs.extend(locals(files_in(name)?)),
             Ok(_) => inputs.push(Input::Local(name.clone())),
             Err(_) if scheme(name).is_some() => {
-                inputs.extend(stores.expand(name)?.into_iter().map(Input::Remote));
+                inputs.extend(hub.expand(name)?.into_iter().map(Input::Remote));
             }
             Err(_) if is_glob(name) => inputs.extend(locals(files_of_glob(name)?)),
             Err(error) => return Err(moh_files::io(name)(error).into()),
@@ -229,7 +222,7 @@ fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Whether the name of a file says that it holds data.
-pub(crate) fn is_data(path: &Path) -> bool {
+fn is_data(path: &Path) -> bool {
     ends_in(&without_compression(path), &DATA_ENDINGS)
 }
 

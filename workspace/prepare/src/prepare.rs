@@ -350,16 +350,16 @@ pub fn prepare(
     Ok(Some(Prepared { files, counts, bad_list }))
 }
 
-/// The files that `inputs` stand for; `None` if `stop` was set before they are known. A store that does not answer
-/// is left alone then.
+/// The files that `inputs` stand for; `None` if `stop` was set before they are known. A hub that does not answer is left
+/// alone then.
 fn expand_until(stop: &AtomicBool, inputs: Inputs<'_>) -> Result<Option<Vec<Input>>> {
-    if inputs.dataset.is_none() && !inputs.names.iter().any(|name| scheme(name).is_some()) {
+    if !inputs.names.iter().any(|name| scheme(name).is_some()) {
         return expand(inputs).map(Some);
     }
-    let (dataset, names) = (inputs.dataset.cloned(), inputs.names.to_vec());
+    let names = inputs.names.to_vec();
     let (sender, receiver) = sync_channel(1);
     std::thread::spawn(move || {
-        let inputs = Inputs { dataset: dataset.as_ref(), names: &names, keep: inputs.keep };
+        let inputs = Inputs { names: &names, keep: inputs.keep };
         // Without a receiver nobody waits for the files.
         let _ = sender.send(expand(inputs));
     });

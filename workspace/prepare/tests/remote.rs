@@ -145,9 +145,8 @@ fn remote_and_local_files_mix_and_give_the_bytes_of_local_ones() {
     place.prepare(&format!("words.jsonl {} {}", address("data/b.jsonl"), "local/data/a.jsonl"));
     assert_eq!(place.sources(), ["words.jsonl", "hub:data/b.jsonl", "local/data/a.jsonl"]);
     assert_eq!(place.downloads(), 0);
-    // A folder stands for its data files.
-    place.prepare(&address("data"));
-    assert_eq!(place.sources(), ["hub:data/a.jsonl", "hub:data/b.jsonl", "hub:data/deep/c.jsonl"]);
+    place.prepare(&format!("{} {}", address("data/*/c.jsonl"), address("data/a.jsonl")));
+    assert_eq!(place.sources(), ["hub:data/deep/c.jsonl", "hub:data/a.jsonl"]);
     let show = place.run("info out");
     assert!(show.contains(&format!("hf://datasets/{ID}@{COMMIT}/data/a.jsonl")), "{show}");
     let text = place.refuse(&format!("{0} {0}", address("data/a.jsonl")));
@@ -171,18 +170,15 @@ fn offline_the_cache_serves_and_says_what_it_lacks() {
     place.prepare(&address("data/*-00000-*"));
     place.server.log();
     let text = offline(&address("data/*"));
-    let expected = "error: org/tiny: 1 of the 2 files data/train-* are in the cache";
-    assert!(text.starts_with(expected), "{text}");
+    let expected =
+        "/data/*: 1 of the 2 files data/train-* are in the cache, and HF_HUB_OFFLINE is set";
+    assert!(text.contains(expected), "{text}");
     let text = offline(&address("x.jsonl"));
-    assert!(
-        text.contains("no such file")
-            && text.contains("the cache (HF_HUB_OFFLINE is set) has data/"),
-        "{text}"
-    );
+    let expected = "/x.jsonl: matches no file: the cache (HF_HUB_OFFLINE is set) has no files, see";
+    assert!(text.contains(expected), "{text}");
     place.prepare(&address("data/*"));
     place.server.log();
     assert_eq!(offline(&address("data/*")), "");
-    assert_eq!(offline(&format!("--dataset {ID} --split train")), "");
     assert!(place.server.log().is_empty());
 }
 
@@ -202,125 +198,26 @@ fn downloads_are_removed_unless_they_were_there_before() {
 }
 
 #[test]
-fn splits_follow_the_readme_first_and_then_names() {
-    let place = Place::new(&[
-        "train.jsonl",
-        "dev.jsonl",
-        "en/train/a.jsonl",
-        "en/test/b.jsonl",
-        "de/c.jsonl",
-    ]);
-    let split = |options: &str| {
-        place.prepare(&format!("--dataset {ID} {options}"));
-        place.sources().join(" ")
-    };
-    assert_eq!(split("--config de --split train"), "hub:de/c.jsonl");
-    assert_eq!(split("--config en --split test"), "hub:en/test/b.jsonl");
-    let readme = "---\nconfigs:\n- config_name: en\n  data_files:\n  - split: train\n    path: en/train/*\n  - split: held\n    \
-                  path: [dev.jsonl]\n- config_name: other\n  data_dir: en\n---\n";
-    place.server.set(|server| {
-        server.files.insert("README.md".to_owned(), readme.as_bytes().to_vec());
-    });
-    assert_eq!(split("--config en --split train"), "hub:en/train/a.jsonl");
-    assert_eq!(split("--config en --split held"), "hub:dev.jsonl");
-    assert_eq!(split("--config other --split test words.jsonl"), "hub:en/test/b.jsonl words.jsonl");
-}
-
-#[test]
-fn a_split_by_name_and_shares_go_together() {
-    let place = Place::new(&["train.jsonl", "test.jsonl"]);
-    place.prepare(&format!("--dataset {ID} --split train --split 0.9,0.1"));
-    assert!(place.path("out-train.bin").exists() && place.path("out-validation.bin").exists());
-    for (options, expected) in [
-        ("--split train words.jsonl", "--split train is no pair of shares like 0.99,0.01"),
-        ("--dataset org/tiny --split train --split test", "--split names two splits"),
-        ("--split 0.9,0.1 --split 0.8,0.2 words.jsonl", "--split has shares twice"),
-        ("--dataset tiny --split train", "expected OWNER/NAME"),
-        ("--config en words.jsonl", "--dataset"),
-    ] {
-        let output = place.output(&format!("prepare --tokenizer tok --out no {options}"));
-        let text = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.code() == Some(2) && text.contains(expected), "{text}");
-    }
-}
-
-#[test]
 fn what_a_dataset_lacks_is_one_sentence_with_a_remedy() {
     let place = Place::new(&["train.jsonl", "en/a.jsonl", "de/b.jsonl"]);
-    let split = |options: &str| place.refuse(&format!("--dataset {ID} {options}"));
-    assert_eq!(split("--split dev"), "org/tiny: there is no split dev: name one of train");
-    assert_eq!(split(""), "org/tiny: name a split with --split: train");
-    assert_eq!(
-        split("--config fr --split train"),
-        "org/tiny: there is no configuration fr: name one of default"
-    );
     let text = place.refuse(&address("fr/*.jsonl"));
-    assert!(
-        text.ends_with(
-            "/fr/*.jsonl: the pattern matches no file: the dataset has de/, en/, train.jsonl"
-        ),
-        "{text}"
-    );
+    let page = format!("{}/datasets/{ID}", place.server.endpoint);
+    let expected = format!("/fr/*.jsonl: matches no file: fr has no files, see {page}");
+    assert!(text.ends_with(&expected), "{text}");
     let text = place.refuse(&address("en/*.txt"));
-    assert!(text.ends_with("the pattern matches no file: the dataset has en/a.jsonl"), "{text}");
+    let expected =
+        "/en/*.txt: matches no file: en has en/a.jsonl; the files of a folder are FOLDER/*";
+    assert!(text.ends_with(expected), "{text}");
+    for folder in ["en", ""] {
+        let text = place.refuse(&address(folder));
+        assert!(text.contains("the dataset has train.jsonl; the files of a folder"), "{text}");
+    }
+    let text = place.refuse(&address("a**.jsonl"));
+    assert!(text.contains("/a**.jsonl: is no pattern: "), "{text}");
     let text = place.refuse("hf://org/tiny/x");
     assert!(text.contains("expected hf://datasets/OWNER/NAME/GLOB"), "{text}");
     let text = place.refuse("http://host/x");
     assert!(text.starts_with("http://host/x: is no address of an input"), "{text}");
-
-    let configs = "---\nconfigs:\n- config_name: en\n  data_files: en/*\n- config_name: de\n  data_files: z.csv\n---\n";
-    place.server.set(|server| {
-        server.files.insert("README.md".to_owned(), configs.as_bytes().to_vec());
-        server.files.insert("z.csv".to_owned(), b"a,b\n".to_vec());
-    });
-    assert_eq!(
-        split("--split train"),
-        "org/tiny: it has several configurations: name one with --config: en, de"
-    );
-    assert_eq!(
-        split("--config fr --split train"),
-        "org/tiny: there is no configuration fr: name one of en, de"
-    );
-    assert!(split("--config de --split train").contains("z.csv: is of a format that is not read"));
-    // A description that changed is another one in the cache.
-    place.server.set(|server| {
-        server.files.insert("README.md".to_owned(), b"---\nconfigs: [\n---\n".to_vec());
-        server.commit = Some("f".repeat(40));
-    });
-    let text = split("--split train");
-    assert!(
-        text.contains("README.md: front matter: ")
-            && text.ends_with("name files with hf://datasets/OWNER/NAME/GLOB instead"),
-        "{text}"
-    );
-}
-
-#[test]
-fn loading_scripts_are_not_run() {
-    let place = Place::new(&["tiny.py", "urls.txt"]);
-    let text = place.refuse(&format!("--dataset {ID} --split train"));
-    let expected = "org/tiny: its data comes from a loading script, tiny.py, and code of datasets is not run: if the hub \
-                    has converted it, name that branch, org/tiny@refs/convert/parquet";
-    assert!(text.starts_with(expected), "{text}");
-    assert!(place.refuse(&address("*.jsonl")).contains("a loading script, tiny.py"));
-    // The hub's conversion has a folder for each configuration, and may have the beginning alone.
-    place.server.set(|server| {
-        let files = ["en/train/0.jsonl", "de/partial-train/0.jsonl"];
-        server.files = files.iter().map(|name| ((*name).to_owned(), lines(name, 40))).collect();
-    });
-    let converted = format!("--dataset {ID}@refs/convert/parquet --split train");
-    let text = place.refuse(&converted);
-    assert!(text.contains("several configurations: name one with --config: de, en"), "{text}");
-    place.prepare(&format!("{converted} --config en"));
-    assert_eq!(place.sources(), ["hub:en/train/0.jsonl"]);
-    let text = place.refuse(&format!("{converted} --config de"));
-    assert!(
-        text.contains("has converted the beginning of the split train alone: name its files"),
-        "{text}"
-    );
-    let files = "refs/convert/parquet/de/partial-train/*";
-    place.prepare(&format!("hf://datasets/{ID}@{files}"));
-    assert_eq!(place.sources(), ["hub:de/partial-train/0.jsonl"]);
 }
 
 #[test]
@@ -374,6 +271,32 @@ fn files_of_which_no_byte_arrives_leave_nothing_behind() {
         server.refuse_files = None;
         server.damaged.push("a.jsonl".to_owned());
     });
+}
+
+#[cfg(unix)]
+#[test]
+fn one_file_is_fetched_ahead_of_its_use() {
+    let place = Place::new(&["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]);
+    let expected = place.local(&["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]);
+    let made = Command::new("mkfifo").arg(place.path("pipe")).status().unwrap();
+    assert!(made.success());
+    // The pipe is waited for between the first file and the others.
+    let files = format!("{} pipe {}", address("a.jsonl"), address("[b-d].jsonl"));
+    let line = format!("prepare --tokenizer tok --format jsonl --out out {files}");
+    let mut child = place.command(&line).spawn().unwrap();
+    let start = Instant::now();
+    let mut asked = 0;
+    while asked < 2 {
+        assert!(start.elapsed() < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(5));
+        asked += place.downloads();
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!((asked, place.downloads()), (2, 0));
+    fs::write(place.path("pipe"), "").unwrap();
+    assert!(child.wait().unwrap().success());
+    assert_eq!(place.downloads(), 2);
+    assert_eq!(place.tokens("out"), expected);
 }
 
 /// A dataset of which all but the first file is large, and never arrives once told so.

@@ -1,4 +1,4 @@
-//! What a hub says of a dataset: its listing of files, and the front matter of its README.
+//! The hub's listing of a dataset's files.
 
 use moh_fuzz::Target;
 
@@ -22,14 +22,4 @@ fn a_mutated_listing_has_names_that_stay_in_their_directory() {
         }
         Ok(())
     });
-}
-
-#[test]
-fn a_mutated_front_matter_is_read_or_refused() {
-    let readme = "---\nlicense: mit\nx: &a [1, {b: c}]\ny: [*a, *a]\nconfigs:\n- config_name: en\n  default: true\n  \
-                  data_files:\n  - split: train\n    path: [data/*.txt, 'b']\n- config_name: de\n  data_dir: de\n  \
-                  data_files: {train: a}\n---\n# A dataset\n";
-    let seeds = [readme.as_bytes().to_vec(), b"---\nconfigs: [{data_files: x}]\n---\n".to_vec()];
-    let target = Target { name: "readme", seeds: &seeds, memory: 128 << 20, allocator: &ALLOCATOR };
-    target.run(|input| moh_prepare::read_configs(input).map(|_| ()));
 }

@@ -16,7 +16,7 @@ use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
 use moh_program::{counted, exit, models};
 
-use super::inputs::{self, InputArguments, SplitValue};
+use super::inputs::{self, InputArguments};
 use super::special_tokens;
 
 #[derive(clap::Args)]
@@ -39,10 +39,9 @@ pub struct Arguments {
     /// Encode special tokens that occur in a text, such as </s>, as any other text, instead of as those tokens
     #[arg(long)]
     split_special_tokens: bool,
-    /// Split of --dataset, as in train; or write PREFIX-train and PREFIX-validation with these shares of the
-    /// documents, as in 0.99,0.01; or both, as two options
-    #[arg(long, value_name = "NAME|SHARE,SHARE", allow_hyphen_values = true)]
-    split: Vec<SplitValue>,
+    /// Write PREFIX-train and PREFIX-validation with these shares of the documents, as in 0.99,0.01
+    #[arg(long, value_name = "SHARE,SHARE", allow_hyphen_values = true)]
+    split: Option<Split>,
     /// Leave out documents with fewer tokens, counted with BOS and EOS
     #[arg(long, value_name = "N", value_parser = at_least::<u64>(1))]
     min_tokens: Option<u64>,
@@ -104,37 +103,14 @@ impl Arguments {
             exact_dedup: self.exact_dedup,
         }
     }
-
-    /// The shares of training and validation.
-    fn shares(&self) -> Result<Option<Split>, exit::Usage> {
-        let shares = self.split.iter().filter_map(|value| match value {
-            SplitValue::Shares(shares) => Some(*shares),
-            SplitValue::Name(_) => None,
-        });
-        match shares.collect::<Vec<_>>()[..] {
-            [] => Ok(None),
-            [shares] => Ok(Some(shares)),
-            _ => Err(exit::Usage("--split has shares twice: give one pair of them".to_owned())),
-        }
-    }
-
-    /// The names of splits of the dataset.
-    fn split_names(&self) -> Vec<&str> {
-        let names = self.split.iter().filter_map(|value| match value {
-            SplitValue::Name(name) => Some(name.as_str()),
-            SplitValue::Shares(_) => None,
-        });
-        names.collect()
-    }
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let named = arguments.inputs.named(&arguments.split_names())?;
-    let split = arguments.shares()?;
+    let inputs = arguments.inputs.inputs();
     let stop = Arc::new(AtomicBool::new(false));
     // What can be read once cannot be continued: nothing is saved.
-    match moh_prepare::can_continue(arguments.inputs.names()) {
+    match moh_prepare::can_continue(inputs.names) {
         true => exit::stop_on_signals(&stop)?,
         false => exit::remove_temporary_files_on_signals()?,
     }
@@ -165,8 +141,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
             true => BadRecords::Skip { max_share: arguments.max_bad },
             false => BadRecords::Refuse,
         },
-        inputs: named.inputs(),
-        split,
+        inputs,
+        split: arguments.split,
         overwrite: arguments.force,
         begin_anew: arguments.begin_anew,
         memory: arguments.memory,
