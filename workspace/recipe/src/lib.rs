@@ -12,6 +12,7 @@ pub mod lines;
 mod model;
 mod name;
 mod nearest;
+mod node;
 mod overrides;
 mod problem;
 pub mod reader;
@@ -19,7 +20,6 @@ mod schedule;
 pub mod shell;
 mod stage;
 mod stage_data;
-mod stand_in;
 #[cfg(test)]
 mod tests;
 mod validate;
@@ -50,7 +50,7 @@ pub use validation_sets::{ValidationSet, key as validation_key};
 
 use lines::Lines;
 use overrides::Origins;
-use stand_in::known_keys;
+use reader::known_keys;
 
 /// Maximum bytes of a recipe.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -358,7 +358,8 @@ impl Recipe {
     /// Fails if a path is not UTF-8 or TOML cannot represent a number, neither of which a loaded
     /// recipe contains.
     pub fn to_toml(&self) -> Result<String, Error> {
-        toml::to_string(self).map_err(|error| unwritable(&error))
+        // By way of the table, so that the structs have one serializer.
+        toml::to_string(&self.to_value()?).map_err(|error| unwritable(&error))
     }
 
     /// Total steps of all stages.

@@ -1,6 +1,7 @@
 //! The lines of a TOML file on which its keys are set, for messages.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -22,7 +23,7 @@ impl Lines {
         if let Ok(table) = DeTable::parse(text) {
             let ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
             let line = |at: usize| ends.partition_point(|&end| end < at) + 1;
-            lines.add_table("", table.get_ref(), &line, MAX_DEPTH);
+            lines.add_below("", &DeValue::Table(table.into_inner()), &line, MAX_DEPTH);
         }
         lines
     }
@@ -43,37 +44,29 @@ impl Lines {
         }
     }
 
-    fn add_table(
+    /// Adds the keys below the value at `path`.
+    fn add_below(
         &mut self,
         path: &str,
-        table: &DeTable<'_>,
-        line: &dyn Fn(usize) -> usize,
-        depth: usize,
-    ) {
-        for (name, value) in table.iter() {
-            let path = join(path, name.get_ref());
-            self.0.insert(path.clone(), line(name.span().start));
-            self.add_value(&path, value, line, depth);
-        }
-    }
-
-    fn add_value(
-        &mut self,
-        path: &str,
-        value: &Spanned<DeValue<'_>>,
+        value: &DeValue<'_>,
         line: &dyn Fn(usize) -> usize,
         depth: usize,
     ) {
         let Some(depth) = depth.checked_sub(1) else { return };
-        match value.get_ref() {
-            DeValue::Table(table) => self.add_table(path, table, line, depth),
+        let mut add = |key: &str, at: Range<usize>, value: &Spanned<DeValue<'_>>| {
+            let path = join(path, key);
+            self.0.insert(path.clone(), line(at.start));
+            self.add_below(&path, value.get_ref(), line, depth);
+        };
+        match value {
+            DeValue::Table(table) => {
+                table.iter().for_each(|(key, value)| add(key.get_ref(), key.span(), value));
+            }
             DeValue::Array(elements) => {
                 for (index, element) in elements.iter().enumerate() {
-                    let name = name_of(element).unwrap_or_default();
-                    for part in [index.to_string(), name].iter().filter(|part| !part.is_empty()) {
-                        let path = join(path, part);
-                        self.0.insert(path.clone(), line(element.span().start));
-                        self.add_value(&path, element, line, depth);
+                    add(&index.to_string(), element.span(), element);
+                    if let Some(name) = name_of(element).filter(|name| !name.is_empty()) {
+                        add(name, element.span(), element);
                     }
                 }
             }
@@ -83,13 +76,8 @@ impl Lines {
 }
 
 /// The name of a list's element.
-fn name_of(element: &Spanned<DeValue<'_>>) -> Option<String> {
-    let DeValue::Table(table) = element.get_ref() else { return None };
-    let (_, name) = table.iter().find(|(key, _)| key.get_ref() == "name")?;
-    match name.get_ref() {
-        DeValue::String(name) => Some(name.to_string()),
-        _ => None,
-    }
+fn name_of<'a>(element: &'a Spanned<DeValue<'_>>) -> Option<&'a str> {
+    element.get_ref().get("name")?.get_ref().as_str()
 }
 
 #[cfg(test)]

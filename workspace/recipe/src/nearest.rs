@@ -40,7 +40,7 @@ fn cheapest<T>(candidates: impl Iterator<Item = (f64, T)>) -> Option<(f64, T)> {
     useful.min_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-/// The cost of two paths: that of their last components, and the edits of the tables around them.
+/// The cost of two paths: the costs of their last components and of the tables around them.
 fn path_cost(found: &[&str], known: &[&str]) -> f64 {
     match (found.split_last(), known.split_last()) {
         (Some((name, found)), Some((key, known))) => {
@@ -50,35 +50,22 @@ fn path_cost(found: &[&str], known: &[&str]) -> f64 {
     }
 }
 
-/// The edit distance of two paths, whose unit is the component.
+/// The cost of the tables that only one of two paths has: those between their common first and last ones.
 fn tables_cost(found: &[&str], known: &[&str]) -> f64 {
-    let mut row: Vec<f64> = (0..=known.len()).map(|n| n as f64 * MISSING_COMPONENT).collect();
-    for name in found {
-        let mut left = row.first().map_or(0.0, |above| above + MISSING_COMPONENT);
-        let mut next = vec![left];
-        for (pair, component) in row.windows(2).zip(known) {
-            let &[diagonal, above] = pair else { continue };
-            let same = if *component == ANY { 0.0 } else { name_cost(name, component) };
-            left = (diagonal + same).min(above + MISSING_COMPONENT).min(left + MISSING_COMPONENT);
-            next.push(left);
-        }
-        row = next;
-    }
-    row.last().copied().unwrap_or(f64::INFINITY)
+    let same = |(found, known): &(&&str, &&str)| found == known || **known == ANY;
+    let first = found.iter().zip(known).take_while(same).count();
+    let (found, known) = (&found[first..], &known[first..]);
+    let last = found.iter().rev().zip(known.iter().rev()).take_while(same).count();
+    (found.len() + known.len() - 2 * last) as f64 * MISSING_COMPONENT
 }
 
 /// The edits from one name to the other, as a fraction of the longer one's length.
 fn name_cost(found: &str, known: &str) -> f64 {
-    if found == known {
-        return 0.0;
-    }
     if found.len() > MAX_NAME {
         return f64::INFINITY;
     }
     let found = found.to_lowercase();
-    let length = found.chars().count().max(known.chars().count()).max(1);
-    let edits = strsim::damerau_levenshtein(&found, known);
-    let cost = edits as f64 / length as f64;
+    let cost = 1.0 - strsim::normalized_damerau_levenshtein(&found, known);
     let part = found.len() > 2 && (known.contains(&found) || found.contains(known));
     if part { cost.min(PART) } else { cost }
 }
@@ -87,7 +74,7 @@ fn name_cost(found: &str, known: &str) -> f64 {
 mod tests {
     use super::*;
     use crate::Recipe;
-    use crate::stand_in::known_keys;
+    use crate::reader::known_keys;
 
     #[test]
     fn the_nearest_path_may_be_anywhere_in_the_tree() {

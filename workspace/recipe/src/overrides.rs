@@ -8,8 +8,7 @@ use toml::{Table, Value};
 use super::KeyFault;
 use super::lines::Lines;
 use super::nearest::nearest_name;
-use super::reader::element_name;
-use super::stand_in::KnownKeys;
+use super::reader::{KnownKeys, element_name};
 
 /// The origin of an overridden key, in messages.
 const ORIGIN: &str = "--set";

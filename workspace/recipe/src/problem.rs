@@ -2,10 +2,7 @@
 
 use std::fmt::{self, Display};
 
-use serde::de;
-
-/// The name of a struct that may also be given as a list of such structs.
-pub(super) const TABLE_OR_LIST: &str = "a table or a list of tables";
+use serde::de::{self, Unexpected};
 
 /// An invalid key or value, with its path.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +20,30 @@ pub(super) fn join(parent: &str, key: &str) -> String {
     match parent {
         "" => key.to_string(),
         parent => format!("{parent}.{key}"),
+    }
+}
+
+/// The `names` in quotes, any of which is expected.
+pub(super) fn one_of(names: &[&str]) -> String {
+    let names: Vec<String> = names.iter().map(|name| format!("{name:?}")).collect();
+    names.join(" or ")
+}
+
+/// Describes a value that was found, in the words of TOML.
+fn describe(found: Unexpected<'_>) -> String {
+    match found {
+        Unexpected::Str(text) => format!("the text {text:?}"),
+        Unexpected::Signed(number) => number.to_string(),
+        Unexpected::Unsigned(number) => number.to_string(),
+        // With an exponent where that is shorter.
+        Unexpected::Float(number) => {
+            let (plain, short) = (number.to_string(), format!("{number:e}"));
+            if short.len() < plain.len() { short } else { plain }
+        }
+        Unexpected::Bool(flag) => flag.to_string(),
+        Unexpected::Seq => "a list".to_string(),
+        Unexpected::Map => "a table".to_string(),
+        other => other.to_string(),
     }
 }
 
@@ -53,17 +74,16 @@ impl de::Error for Problem {
         Problem::new(message.to_string())
     }
 
-    fn invalid_type(found: de::Unexpected<'_>, expected: &dyn de::Expected) -> Self {
-        Problem::new(format!("must be {expected}, not {found}"))
+    fn invalid_type(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
+        Problem::new(format!("must be {expected}, not {}", describe(found)))
     }
 
-    fn invalid_value(found: de::Unexpected<'_>, expected: &dyn de::Expected) -> Self {
+    fn invalid_value(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
         Self::invalid_type(found, expected)
     }
 
     fn unknown_variant(found: &str, expected: &'static [&'static str]) -> Self {
-        let expected: Vec<String> = expected.iter().map(|name| format!("{name:?}")).collect();
-        Problem::new(format!("must be {}, not {found:?}", expected.join(" or ")))
+        Problem::new(format!("must be {}, not {found:?}", one_of(expected)))
     }
 
     fn unknown_field(field: &str, expected: &'static [&'static str]) -> Self {

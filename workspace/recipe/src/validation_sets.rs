@@ -1,14 +1,9 @@
 //! `data.validation`: one table, or a list of named tables.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 
-use serde::de::value::MapAccessDeserializer;
-use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::ser::{Error as _, SerializeStruct as _, Serializer};
-use serde::{Deserialize, Serialize};
-
-use super::problem::TABLE_OR_LIST;
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// The name of a set that has none of its own.
 const DEFAULT_NAME: &str = "validation";
@@ -30,9 +25,6 @@ pub struct ValidationSet {
     pub every_steps: u64,
 }
 
-/// The fields of a set.
-const FIELDS: &[&str] = &["name", "path", "batches", "every_steps"];
-
 fn default_name() -> String {
     DEFAULT_NAME.to_owned()
 }
@@ -45,10 +37,14 @@ pub fn key(sets: &[ValidationSet], set: &ValidationSet) -> String {
     }
 }
 
+/// A table, or a list of them (`node.rs`).
+#[derive(Deserialize)]
+struct TableOrList(Vec<ValidationSet>);
+
 pub(super) fn deserialize<'de, D: Deserializer<'de>>(
     from: D,
 ) -> Result<Vec<ValidationSet>, D::Error> {
-    from.deserialize_struct(TABLE_OR_LIST, FIELDS, Sets)
+    TableOrList::deserialize(from).map(|TableOrList(sets)| sets)
 }
 
 /// A single set without a name of its own is a table, as it is usually written.
@@ -64,28 +60,6 @@ pub(super) fn serialize<S: Serializer>(sets: &[ValidationSet], to: S) -> Result<
             table.end()
         }
         sets => sets.serialize(to),
-    }
-}
-
-struct Sets;
-
-impl<'de> Visitor<'de> for Sets {
-    type Value = Vec<ValidationSet>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a table, or a list of tables")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, table: A) -> Result<Self::Value, A::Error> {
-        Ok(vec![ValidationSet::deserialize(MapAccessDeserializer::new(table))?])
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
-        let mut sets = Vec::new();
-        while let Some(set) = list.next_element()? {
-            sets.push(set);
-        }
-        Ok(sets)
     }
 }
 

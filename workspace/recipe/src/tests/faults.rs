@@ -63,7 +63,7 @@ fn all_faults_of_a_recipe_come_at_once() {
             "recipes/x.toml: line 36: stage.1.moh.router: must be \"query-norm\" or \"group\" or \"within-group\" or \"static\" or \"linear\" or \"one-stage\" or \"two-stage\", not \
              \"two\"",
             "recipes/x.toml: line 36: stage.1.moh.shared_heads: must be a whole number from 0, or a \
-             list of one for each layer, not integer `-1`",
+             list of one for each layer, not -1",
             "recipes/x.toml: line 38: checkpoint.keep = 0: must be at least 1",
             "recipes/x.toml: line 39: checkpoint.every: unknown key, did you mean \
              checkpoint.every_steps",
@@ -157,7 +157,7 @@ fn wrong_types_name_the_key_and_what_was_expected() {
         (
             "num_key_value_heads = 4",
             "num_key_value_heads = 4\neos_token_id = -1",
-            "model.new.eos_token_id: must be a token or a list of tokens, not integer `-1`",
+            "model.new.eos_token_id: must be a token or a list of tokens, not -1",
         ),
         (
             "num_key_value_heads = 4",
