@@ -24,7 +24,7 @@ impl crate::Cuda {
     /// Opens the GPU with index `ordinal` of this machine.
     ///
     /// # Errors
-    /// [`crate::Error::Device`] if the driver, cuBLASLt or the GPU is missing or too old, or if the
+    /// Fails if the driver, cuBLASLt or the GPU is missing or too old, or if the
     /// variable `MOH_ATTENTION` names no [`crate::AttentionPath`].
     pub fn new(ordinal: usize) -> crate::Result<Self> {
         let first = crate::AttentionPath::from_environment()?;
@@ -39,9 +39,8 @@ macro_rules! backend {
         ///
         /// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's
         /// moments. Every operator may run asynchronously until [`crate::Memory::synchronize`] or
-        /// [`crate::Memory::download`], and refuses buffers whose lengths do not fit its shape
-        /// ([`crate::Error::Shape`]); it returns [`crate::Error::Device`] if the device fails. Matrices are row-major, a linear layer's weight is `[outputs,
-        /// inputs]`, and `kernels/README.md` defines the shape letters.
+        /// [`crate::Memory::download`], and refuses buffers whose lengths do not fit its shape;
+        /// it fails if the device fails. Matrices are row-major, a linear layer's weight is `[outputs, inputs]`, and `kernels/README.md` defines the shape letters.
         pub trait Backend: Workspace $(+ $operator)+ {}
 
         impl<D: Workspace $(+ $operator)+> Backend for D {}

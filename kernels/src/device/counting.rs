@@ -90,8 +90,8 @@ impl CountingMemory {
     }
 
     fn refuse<R>(&self, operation: &'static str) -> Result<R> {
-        let reason = "it counts buffers and stores no elements".into();
-        Err(Error::Device { device: self.name(), operation, reason })
+        let reason = "it counts buffers and stores no elements";
+        Err(Error::device(&self.name(), operation, reason))
     }
 }
 

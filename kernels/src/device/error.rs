@@ -1,55 +1,39 @@
 //! The errors of operators and backends.
 
-/// An error of a backend or an operator.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum Error {
+use std::fmt::Display;
+
+/// An error of a backend or an operator; its message is one sentence.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Error(String);
+
+impl Error {
+    /// An error with this message.
+    pub fn new(sentence: String) -> Self {
+        Error(sentence)
+    }
+
     /// The arguments of an operator do not fit each other.
-    #[error("{operator}: {reason}")]
-    Shape {
-        /// The operator.
-        operator: &'static str,
-        /// The mismatch.
-        reason: String,
-    },
-    /// A token id has no row in the embedding.
-    #[error("token id {id} is outside the vocabulary of {vocab_size}")]
-    Vocabulary {
-        /// The id.
-        id: u32,
-        /// Rows of the embedding.
-        vocab_size: usize,
-    },
-    /// A device that is missing, unfit or failing.
-    #[error("{device}: {operation} failed: {reason}")]
-    Device {
-        /// The device.
-        device: String,
-        /// The operation that failed.
-        operation: &'static str,
-        /// The message of the device or its driver.
-        reason: String,
-    },
-    /// The all-reduce of the ranks that share an operator failed.
-    #[error("{0}")]
-    Ranks(String),
-    /// The profiler that is named in the environment cannot be loaded.
-    #[error("{variable}={path}: {reason}: unset {variable} to run without a profiler")]
-    Profiler {
-        /// The variable of the environment.
-        variable: &'static str,
-        /// Its value.
-        path: String,
-        /// The problem.
-        reason: String,
-    },
+    pub fn shape(operator: &str, reason: String) -> Self {
+        Error(format!("{operator}: {reason}"))
+    }
+
+    /// A device is missing, unfit or failing.
+    pub(crate) fn device(device: &str, operation: &str, reason: impl Display) -> Self {
+        Error(format!("{device}: {operation} failed: {reason}"))
+    }
+
     /// The device has no room for a buffer.
-    #[error("{device} has no room for {bytes} bytes: use a smaller micro_batch or sequence_length")]
-    OutOfMemory {
-        /// The device.
-        device: String,
-        /// Size of the buffer.
-        bytes: usize,
-    },
+    pub(crate) fn no_room(device: &str, bytes: usize) -> Self {
+        Error(format!(
+            "{device} has no room for {bytes} bytes: use a smaller micro_batch or sequence_length"
+        ))
+    }
+
+    /// A token id has no row in the embedding.
+    pub(crate) fn outside_vocabulary(id: u32, vocab_size: usize) -> Self {
+        Error(format!("token id {id} is outside the vocabulary of {vocab_size}"))
+    }
 }
 
 /// Result of a backend's methods.
@@ -74,10 +58,7 @@ pub(crate) fn check_len(
     if len == expected {
         return Ok(());
     }
-    Err(Error::Shape {
-        operator,
-        reason: format!("{what} holds {len} elements, expected {expected}"),
-    })
+    Err(Error::shape(operator, format!("{what} holds {len} elements, expected {expected}")))
 }
 
 /// Returns an error with this `reason` unless `condition` is true.
@@ -86,5 +67,5 @@ pub(crate) fn ensure(
     condition: bool,
     reason: impl FnOnce() -> String,
 ) -> Result<()> {
-    if condition { Ok(()) } else { Err(Error::Shape { operator, reason: reason() }) }
+    if condition { Ok(()) } else { Err(Error::shape(operator, reason())) }
 }

@@ -78,8 +78,8 @@ impl Purpose {
 /// Every method may run asynchronously until [`Memory::synchronize`] or [`Memory::download`].
 ///
 /// # Errors
-/// Methods that copy, fill or wait return [`crate::Error::Shape`] if the lengths differ and
-/// [`crate::Error::Device`] if the device fails, also because of an earlier operator.
+/// Methods that copy, fill or wait fail if the lengths differ and if the device fails, also because of an
+/// earlier operator.
 pub trait Memory: Send + Sync + Sized + 'static {
     /// An owned buffer.
     type Buffer<S: Scalar>: Send + Sync;
@@ -99,7 +99,7 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// A buffer of `len` zeros.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`] if the device is out of memory.
+    /// Fails if the device is out of memory.
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Self::Buffer<S>>;
 
     /// Runs a constructor of buffers that have this purpose. It has an effect only on the counts of

@@ -45,11 +45,10 @@ impl Bf16Path {
             #[cfg(target_arch = "x86_64")]
             "avx512" if super::avx512::available() => Ok(Self::Avx512),
             "avx512" | "f32" => Ok(Self::F32),
-            _ => Err(Error::Device {
-                device: "the CPU".into(),
-                operation: "start",
-                reason: format!("{} = {name:?}: expected avx512 or f32", Self::VARIABLE),
-            }),
+            _ => {
+                let reason = format!("{} = {name:?}: expected avx512 or f32", Self::VARIABLE);
+                Err(Error::device("the CPU", "start", reason))
+            }
         }
     }
 

@@ -29,13 +29,10 @@ impl Recording {
     /// Refuses to start.
     ///
     /// # Errors
-    /// [`crate::Error::Device`].
+    /// Always.
     pub fn start() -> crate::Result<Self> {
-        Err(crate::Error::Device {
-            device: "CUPTI".into(),
-            operation: "loading CUPTI",
-            reason: "this program was built without CUDA: build it with --features cuda".into(),
-        })
+        let reason = "this program was built without CUDA: build it with --features cuda";
+        Err(crate::Error::device("CUPTI", "loading CUPTI", reason))
     }
 
     /// There is no recording to end.

@@ -46,6 +46,6 @@ pub trait Workspace: Memory {
     /// use.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`] if the device is out of memory.
+    /// Fails if the device is out of memory.
     fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()>;
 }

@@ -8,7 +8,7 @@ use crate::reference::{
 use half::bf16;
 use moh_kernels::embedding::{Embedding, EmbeddingBackward, EmbeddingForward};
 use moh_kernels::ranks::VocabularyRows;
-use moh_kernels::{Backend, Cpu, Element, Error};
+use moh_kernels::{Backend, Cpu, Element};
 
 fn agrees<B: Backend, T: Element, G: Element>(device: &B, rows: usize, width: usize, ids: &[u32]) {
     let mut random = Random(1);
@@ -68,7 +68,7 @@ fn an_id_without_a_row_is_refused() {
     let (table, mut out) = ([0f32; 6], [0f32; 4]);
     let args = EmbeddingForward::<Cpu, f32> { width, rows, ids, table: &table, out: &mut out };
     let refused = Cpu.embedding_forward(args);
-    assert_eq!(refused, Err(Error::Vocabulary { id: 3, vocab_size: 3 }));
+    assert_eq!(refused.unwrap_err().to_string(), "token id 3 is outside the vocabulary of 3");
     let mut d_table = [0f32; 6];
     let args = EmbeddingBackward::<Cpu, f32, f32> {
         width,
@@ -78,7 +78,7 @@ fn an_id_without_a_row_is_refused() {
         d_table: &mut d_table,
     };
     let refused = Cpu.embedding_backward(args);
-    assert_eq!(refused, Err(Error::Vocabulary { id: 3, vocab_size: 3 }));
+    assert_eq!(refused.unwrap_err().to_string(), "token id 3 is outside the vocabulary of 3");
 }
 
 proptest::proptest! {

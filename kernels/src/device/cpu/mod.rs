@@ -40,10 +40,7 @@ impl Memory for Cpu {
     }
 
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Vec<S>> {
-        let refuse = || Error::OutOfMemory {
-            device: self.name(),
-            bytes: len.saturating_mul(size_of::<S>()),
-        };
+        let refuse = || Error::no_room(&self.name(), len.saturating_mul(size_of::<S>()));
         ALLOCATED.set(
             ALLOCATED.get().saturating_add((len as u64).saturating_mul(size_of::<S>() as u64)),
         );

@@ -56,7 +56,7 @@ unsafe impl Send for Driver {}
 unsafe impl Sync for Driver {}
 
 fn failed(device: &str, operation: &'static str, error: impl std::fmt::Display) -> Error {
-    Error::Device { device: device.into(), operation, reason: error.to_string() }
+    Error::device(device, operation, error)
 }
 
 /// Reports a missing library as an error; cudarc would panic on the first call.
@@ -241,8 +241,7 @@ impl Device for Driver {
                 other => other.map(Some),
             }
         })?;
-        let full = || Error::OutOfMemory { device: self.name(), bytes };
-        let address = allocated.ok_or_else(full)?;
+        let address = allocated.ok_or_else(|| Error::no_room(&self.name(), bytes))?;
         self.zero(address, bytes)?;
         Ok(address)
     }

@@ -81,7 +81,7 @@ impl Cuda {
     /// The number of GPUs visible to this process.
     ///
     /// # Errors
-    /// [`crate::Error::Device`] if the driver is missing.
+    /// Fails if the driver is missing.
     #[cfg(feature = "cuda")]
     pub fn count() -> Result<usize> {
         driver::count()

@@ -42,7 +42,7 @@ impl Embedding for Cpu {
 /// Refuses an id outside the vocabulary.
 fn check_ids(ids: &[u32], vocab_size: usize) -> Result<()> {
     match ids.iter().find(|&&id| id as usize >= vocab_size) {
-        Some(&id) => Err(Error::Vocabulary { id, vocab_size }),
+        Some(&id) => Err(Error::outside_vocabulary(id, vocab_size)),
         None => Ok(()),
     }
 }

@@ -43,7 +43,7 @@ pub trait Embedding: Memory {
     /// `out[n] = table[ids[n]]`; zeros for rows outside the table.
     ///
     /// # Errors
-    /// [`crate::Error::Vocabulary`] for an id outside the vocabulary, if the device can detect it.
+    /// Fails for an id outside the vocabulary, if the device can detect it.
     fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()>;
 
     /// `d_table[ids[n]] += d_out[n]`, in the order of n, for the rows in the table.

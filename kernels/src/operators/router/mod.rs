@@ -285,9 +285,10 @@ pub(crate) fn exchange<E>(
     match given {
         _ if heads.ranks == 1 => Ok(None),
         Some(given) => Ok(Some(given)),
-        None => Err(Error::Shape {
-            operator,
-            reason: format!("the heads are divided among {} ranks: pass `all_reduce`", heads.ranks),
-        }),
+        None => {
+            let reason =
+                format!("the heads are divided among {} ranks: pass `all_reduce`", heads.ranks);
+            Err(Error::shape(operator, reason))
+        }
     }
 }

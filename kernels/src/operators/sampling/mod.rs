@@ -135,7 +135,7 @@ fn check(vocabulary: usize, known: usize, logits: usize, rows: &[RowRequest]) ->
         RowToken::Sampled(_) => None,
     });
     match given.into_iter().find(|&id| id as usize >= vocabulary) {
-        Some(id) => Err(Error::Vocabulary { id, vocab_size: vocabulary }),
+        Some(id) => Err(Error::outside_vocabulary(id, vocabulary)),
         None => Ok(()),
     }
 }

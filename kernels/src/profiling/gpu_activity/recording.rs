@@ -68,7 +68,7 @@ impl Recording {
     /// Starts to record the work that is launched from now on. CUPTI stays loaded.
     ///
     /// # Errors
-    /// [`Error::Device`] if CUPTI is missing or refuses, for example under another profiler.
+    /// Fails if CUPTI is missing or refuses, for example under another profiler.
     pub fn start() -> Result<Self> {
         Self::start_with(Cupti::load()?)
     }
@@ -92,7 +92,7 @@ impl Recording {
     /// order of their starts.
     ///
     /// # Errors
-    /// [`Error::Device`] if CUPTI fails.
+    /// Fails if CUPTI fails.
     pub fn finish(self) -> Result<Vec<Activity>> {
         // SAFETY: CUPTI calls `completed` with each buffer before it returns.
         #[allow(unsafe_code)]
@@ -151,7 +151,7 @@ impl Cupti {
 }
 
 fn failed(operation: &'static str) -> impl FnOnce(String) -> Error {
-    move |reason| Error::Device { device: "CUPTI".into(), operation, reason }
+    move |reason| Error::device("CUPTI", operation, reason)
 }
 
 fn check(operation: &'static str, code: c_int) -> Result<()> {

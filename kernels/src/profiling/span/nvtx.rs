@@ -85,7 +85,7 @@ struct Nvtx {
 /// for example because it does not trace ranges.
 ///
 /// # Errors
-/// [`Error::Profiler`] if the variable does not name such a library.
+/// Fails if the variable does not name such a library.
 pub fn connect_profiler() -> Result<bool> {
     let Some(path) = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) else {
         return Ok(false);
@@ -93,10 +93,11 @@ pub fn connect_profiler() -> Result<bool> {
     if PROFILER.get().is_some() {
         return Ok(true);
     }
-    let connected = Nvtx::load(&path).map_err(|reason| Error::Profiler {
-        variable: VARIABLE,
-        path: path.to_string_lossy().into_owned(),
-        reason,
+    let connected = Nvtx::load(&path).map_err(|reason| {
+        let path = path.to_string_lossy();
+        Error::new(format!(
+            "{VARIABLE}={path}: {reason}: unset {VARIABLE} to run without a profiler"
+        ))
     })?;
     if let Some(nvtx) = connected
         && PROFILER.set(nvtx).is_ok()

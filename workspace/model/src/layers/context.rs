@@ -194,7 +194,7 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
     ) -> impl for<'v> Fn(ViewMut<'v, B, f64>) -> moh_kernels::Result<()> + Sync {
         |table| {
             let summed = self.parallel.tensor().all_reduce::<B, f64>(table, Reduce::Sum);
-            summed.map_err(|error| moh_kernels::Error::Ranks(error.to_string()))
+            summed.map_err(|error| moh_kernels::Error::new(error.to_string()))
         }
     }
 }

@@ -23,16 +23,17 @@ impl<'a, B: Backend, T: Element> Parameters<'a, B, T> {
     /// The parameter of index `parameter`, `[outputs, inputs]`.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a parameter that the router does not have.
+    /// Fails for a parameter that the router does not have.
     pub fn get(&self, parameter: usize) -> Result<View<'a, B, T>> {
         Ok(self.weights.get(range(self.ranges, parameter)?))
     }
 }
 
 fn range(ranges: &[ParameterRange], parameter: usize) -> Result<&ParameterRange> {
-    ranges.get(parameter).ok_or_else(|| Error::Shape {
-        operator: "router",
-        reason: format!("the router has {} parameters, none of index {parameter}", ranges.len()),
+    ranges.get(parameter).ok_or_else(|| {
+        let reason =
+            format!("the router has {} parameters, none of index {parameter}", ranges.len());
+        Error::shape("router", reason)
     })
 }
 

@@ -3,6 +3,7 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::{CString, c_char, c_void};
+use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::{Pod, Zeroable};
@@ -76,8 +77,8 @@ impl Emulator {
         Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
     }
 
-    fn error(&self, operation: &'static str, reason: impl Into<String>) -> Error {
-        Error::Device { device: self.name(), operation, reason: reason.into() }
+    fn error(&self, operation: &'static str, reason: impl Display) -> Error {
+        Error::device(&self.name(), operation, reason)
     }
 }
 
@@ -133,7 +134,7 @@ impl Device for Emulator {
         let start = Self::layout(bytes).map(|layout| unsafe { alloc_zeroed(layout) });
         match start {
             Some(start) if !start.is_null() => Ok(start as u64),
-            _ => Err(Error::OutOfMemory { device: self.name(), bytes }),
+            _ => Err(Error::no_room(&self.name(), bytes)),
         }
     }
 

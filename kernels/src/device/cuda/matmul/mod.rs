@@ -102,11 +102,7 @@ struct Library {
 impl Matmuls {
     /// Initialises cuBLASLt for the GPU that is bound to this thread.
     pub(super) fn new(device: &str) -> Result<Self> {
-        let failed = |reason: String| Error::Device {
-            device: device.into(),
-            operation: "starting cuBLASLt",
-            reason,
-        };
+        let failed = |reason: String| Error::device(device, "starting cuBLASLt", reason);
         let handle = result::create_handle().map_err(|error| failed(error.to_string()))?;
         // SAFETY: the size is not 0.
         #[allow(unsafe_code)]

@@ -36,10 +36,9 @@ impl AttentionPath {
     /// The path of this name, a value of the variable.
     #[cfg(any(feature = "cuda", test))]
     fn named(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|path| path.name() == name).ok_or_else(|| crate::Error::Device {
-            device: "the GPU".into(),
-            operation: "start",
-            reason: format!("MOH_ATTENTION = {name:?}: expected hopper, tiled or plain"),
+        Self::ALL.into_iter().find(|path| path.name() == name).ok_or_else(|| {
+            let reason = format!("MOH_ATTENTION = {name:?}: expected hopper, tiled or plain");
+            crate::Error::device("the GPU", "start", reason)
         })
     }
 

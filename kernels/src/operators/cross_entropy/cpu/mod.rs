@@ -272,7 +272,7 @@ impl<T: Element> Chunk<'_, T> {
 /// Refuses a target without a row.
 fn check_targets(targets: &[u32], vocab_size: usize) -> Result<()> {
     match targets.iter().find(|&&id| id != IGNORED && id as usize >= vocab_size) {
-        Some(&id) => Err(Error::Vocabulary { id, vocab_size }),
+        Some(&id) => Err(Error::outside_vocabulary(id, vocab_size)),
         None => Ok(()),
     }
 }
