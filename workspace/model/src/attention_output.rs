@@ -82,7 +82,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// is that of [`Model::forward_chunk`].
     ///
     /// # Errors
-    /// As [`Model::forward_chunk`]; [`Error::Teacher`] without a teacher, and with a `loss` for which the passes are not
+    /// As [`Model::forward_chunk`]; fails without a teacher, and with a `loss` for which the passes are not
     /// planned.
     pub fn teach_chunk<G: Element>(
         &mut self,
@@ -171,6 +171,5 @@ impl<B: Backend, T: Element> Model<B, T> {
 }
 
 fn not_planned() -> Error {
-    let reason = "the passes are planned without an attention-output loss".to_owned();
-    Error::Teacher { reason }
+    Error::invalid("the passes are planned without an attention-output loss")
 }

@@ -132,8 +132,8 @@ impl<B: Backend> BlockPass<B> {
         }
         config.moh = moh;
         let of_block = |spec| {
-            RouterLayer::after(spec, self.router.as_ref()).ok_or_else(|| Error::Moh {
-                reason: "the block was allocated without this router's matrices".to_owned(),
+            RouterLayer::after(spec, self.router.as_ref()).ok_or_else(|| {
+                Error::invalid("the block was allocated without this router's matrices")
             })
         };
         layers.blocks[0].attention.router =
@@ -197,7 +197,7 @@ impl<B: Backend> BlockPass<B> {
         let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
         let attention = &passes[0].blocks.buffers(0, scratch).saved.attention;
         let Some(routing) = &attention.routing else {
-            return Err(Error::Moh { reason: "the block routes no heads".to_owned() });
+            return Err(Error::invalid("the block routes no heads"));
         };
         let (leading, columns) = (routing.shared().leading(), routing.columns());
         let mut gates = vec![0f32; routing.tokens() * columns];
@@ -238,8 +238,7 @@ impl<B: Backend> BlockPass<B> {
     pub fn logits(&mut self) -> Result<Vec<f32>, Error> {
         let (shape, heads) = (self.activations.shape, self.activations.shape.heads);
         let Some(RouterLayer::Logits(router)) = self.router.clone() else {
-            let reason = "the block was allocated without a learned router".to_owned();
-            return Err(Error::Moh { reason });
+            return Err(Error::invalid("the block was allocated without a learned router"));
         };
         let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
         let cx = model.context(tokens(shape));

@@ -98,7 +98,7 @@ impl LayerHeads {
     fn validate(self, router: RouterKind, groups: HeadGroups, place: &str) -> Result<(), Error> {
         let heads = groups.heads;
         let LayerHeads { shared: set, top_k } = self;
-        let refuse = |reason: String| Err(Error::Moh { reason });
+        let refuse = |reason: String| Err(Error::Invalid(reason));
         let shared = set.len();
         if let Some(last) = set.heads().next_back().filter(|&last| last >= heads && shared <= heads)
         {
@@ -149,7 +149,7 @@ impl MohConfig {
                      or one number for all",
                     list.len()
                 );
-                return Err(Error::Moh { reason });
+                return Err(Error::Invalid(reason));
             }
         }
         let is_uniform = shared.uniform().is_some() && self.shared_heads.ids().is_none();
@@ -231,7 +231,7 @@ impl ModelConfig {
                      moh-convert to another router, or to --attention dense, before it is trained",
                     left.name
                 );
-                return Err(Error::Moh { reason });
+                return Err(Error::Invalid(reason));
             }
             let lacks = there.into_iter().filter(|tensor| !here.contains(tensor));
             added.extend(lacks.map(|tensor| tensor.name));

@@ -128,7 +128,7 @@ impl HeadRequest {
         source: Option<&MohConfig>,
     ) -> Result<Option<usize>, Error> {
         let Some(Active::Average(average)) = self.active else { return Ok(None) };
-        let refuse = |reason: String| Err(Error::Moh { reason });
+        let refuse = |reason: String| Err(Error::Invalid(reason));
         if !(0.0..=1.0).contains(&average) {
             return refuse(format!(
                 "--active auto:{average}: must be a share of the heads, 0 to 1"
@@ -268,7 +268,7 @@ impl Share {
     /// Active routed heads of the layers, beside these numbers of shared heads.
     fn routed_top_k(self, heads: usize, shared: &HeadCounts) -> Result<HeadCounts, Error> {
         let Share { share, is_default, .. } = self;
-        let refuse = |reason: String| Err(Error::Moh { reason });
+        let refuse = |reason: String| Err(Error::Invalid(reason));
         if !(0.0..=1.0).contains(&share) {
             return refuse(format!("--active {share}: must be a share of the heads, 0 to 1"));
         }
@@ -321,7 +321,7 @@ impl Share {
                  --shared-heads, or --routed-top-k 0 for no active routed head"
             ),
         };
-        Err(Error::Moh { reason })
+        Err(Error::Invalid(reason))
     }
 }
 

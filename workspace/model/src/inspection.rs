@@ -59,7 +59,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         blocks: &mut [BlockMagnitudes],
     ) -> Result<(), Error> {
         if activations.recompute == Recompute::Block {
-            return Err(Error::NotSaved);
+            return Err(not_saved());
         }
         let pass = &activations.passes[slot.slot];
         let mut host = Vec::new();
@@ -90,7 +90,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         statistics: &mut RoutingStatistics,
     ) -> Result<(), Error> {
         if activations.recompute == Recompute::Block {
-            return Err(Error::NotSaved);
+            return Err(not_saved());
         }
         let routings = activations.passes[slot.slot].blocks.routings();
         for (layer, routing) in routings.enumerate() {
@@ -101,6 +101,10 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         Ok(())
     }
+}
+
+fn not_saved() -> Error {
+    Error::invalid("activations that recompute whole blocks do not keep each block's")
 }
 
 #[cfg(test)]

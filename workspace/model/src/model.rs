@@ -125,7 +125,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// blocks.
     ///
     /// # Errors
-    /// As [`Self::new`]; [`Error::Moh`] if the number of routers is not the number of layers.
+    /// As [`Self::new`]; fails if the number of routers is not the number of layers.
     pub fn with_routers<E: From<Error>>(
         backend: B,
         config: ModelConfig,
@@ -137,7 +137,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (count, layers) = (routers.len(), config.num_hidden_layers);
         if count != layers {
             let reason = format!("{count} routers for {layers} layers: give one for each layer");
-            return Err(Error::Moh { reason }.into());
+            return Err(Error::Invalid(reason).into());
         }
         let (mut custom, mut specs) = (Vec::new(), router::of_config(&config));
         for (spec, router) in specs.iter_mut().zip(routers) {
@@ -203,7 +203,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         if let Some(missing) = self.config.added_tensors(moh.as_ref())?.first() {
             let reason = format!("the model was created without {missing}, which its router needs");
-            return Err(Error::Moh { reason });
+            return Err(Error::Invalid(reason));
         }
         self.config.moh = moh;
         for (layer, block) in self.layers.blocks.iter_mut().enumerate() {
@@ -287,10 +287,10 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Logits of the last forward pass, `[N, V]`.
     ///
     /// # Errors
-    /// Fails if the device fails or is out of memory; [`Error::Divided`] for a part of a model.
+    /// Fails if the device fails or is out of memory, and for a part of a model.
     pub fn logits(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
         if !self.is_whole() {
-            return Err(Error::Divided);
+            return Err(Error::divided());
         }
         self.project(B::whole(&activations.head.normed.y), activations.shape.tokens())
     }

@@ -33,14 +33,18 @@ impl TensorShare {
     /// Checks that the tensors of a model can be sharded across these ranks.
     ///
     /// # Errors
-    /// [`Error::Tensor`] if the ranks do not divide the key/value heads, or outnumber the rows to
+    /// Fails if the ranks do not divide the key/value heads, or outnumber the rows to
     /// shard.
     pub fn check(&self, config: &ModelConfig) -> Result<(), Error> {
         let least = config.intermediate_size.min(config.vocab_size);
         if config.num_key_value_heads.is_multiple_of(self.ranks) && self.ranks <= least {
             return Ok(());
         }
-        Err(Error::Tensor { ranks: self.ranks, heads: config.num_key_value_heads })
+        Err(Error::Invalid(format!(
+            "{} ranks cannot share the tensors of a model of {} key/value heads: use a number that divides \
+             them, at most the MLP's width and the vocabulary",
+            self.ranks, config.num_key_value_heads
+        )))
     }
 
     /// The query heads of a block, and which of them are local.
@@ -197,7 +201,7 @@ impl ModelPart {
     /// stage s is chunk c x `stages` + s of the model.
     ///
     /// # Errors
-    /// [`Error::Pipeline`] if there are no stages, or fewer blocks than chunks.
+    /// Fails if there are no stages, or fewer blocks than chunks.
     pub fn divide(
         config: &ModelConfig,
         stages: usize,
@@ -218,7 +222,7 @@ impl ModelPart {
     fn chunks(config: &ModelConfig, stages: usize) -> Result<Vec<Range<usize>>, Error> {
         let layers = config.num_hidden_layers;
         if !(1..=layers).contains(&stages) {
-            return Err(Error::Pipeline { stages, layers });
+            return Err(Error::undivided(layers, stages));
         }
         let head = config.vocab_size as f64 * config.hidden_size as f64;
         let block = config.mean_block_parameters();
@@ -286,9 +290,8 @@ impl ModelParallel {
     /// All ranks of both groups call this function.
     ///
     /// # Errors
-    /// [`Error::Pipeline`] if there are fewer blocks than chunks, and [`Error::Tensor`] if the
-    /// ranks of `tensor` do not divide the heads or outnumber the rows to shard. Fails if another
-    /// rank has failed.
+    /// Fails if there are fewer blocks than chunks, if the ranks of `tensor` do not divide the heads or
+    /// outnumber the rows to shard, and if another rank has failed.
     pub fn new(
         config: &ModelConfig,
         pipeline: Group,
@@ -318,7 +321,7 @@ impl ModelParallel {
     /// of both models.
     ///
     /// # Errors
-    /// [`Error::Tensor`] as [`Self::new`].
+    /// As [`TensorShare::check`].
     pub fn of_frozen(&self, config: &ModelConfig) -> Result<Self, Error> {
         self.part.tensor.check(config)?;
         Ok(ModelParallel { tied_head: None, ..self.clone() })

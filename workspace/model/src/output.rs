@@ -52,15 +52,18 @@ impl<B: Backend, T: Element> Model<B, T> {
     ///
     /// # Errors
     /// Fails for sequences that differ in length, are empty or exceed the model's positions, for an
-    /// id outside the vocabulary, if the device is out of memory, and with [`Error::Divided`] for a
-    /// part of a model.
+    /// id outside the vocabulary, if the device is out of memory, and for a part of a model.
     pub fn run(&mut self, ids: &[Vec<u32>]) -> Result<ModelOutput, Error> {
         let (batch, length) = (ids.len(), ids.first().map_or(0, Vec::len));
         if let Some(sequence) = ids.iter().position(|row| row.len() != length) {
-            return Err(Error::Ragged { sequence, tokens: ids[sequence].len(), expected: length });
+            let tokens = ids[sequence].len();
+            return Err(Error::Invalid(format!(
+                "sequence {sequence} has {tokens} tokens, but sequence 0 has {length}: pad them at the end, or \
+                 compute them one by one"
+            )));
         }
         if length == 0 || length > self.positions() {
-            return Err(Error::TooLong { tokens: length, positions: self.positions() });
+            return Err(Error::too_long(length, self.positions()));
         }
         let shape = PassShape::evaluation(batch, length, Recompute::Norms);
         let mut activations = Activations::new(self, shape)?;

@@ -281,7 +281,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         let Activations { shape, recompute, role, micro_batches, passes, scratch, head, .. } =
             activations;
         let d = &mut activations.gradients;
-        let Some(d) = d else { return Err(Error::NotPlannedForTraining) };
+        let Some(d) = d else {
+            return Err(Error::invalid("the activations were planned without a backward pass"));
+        };
         let micro_batch = &micro_batches[slot.micro_batch];
         let MicroBatch { ids, targets, .. } = micro_batch;
         let PassActivations { stream, blocks } = &mut passes[slot.slot];

@@ -91,7 +91,7 @@ impl Sampler {
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Error> {
         let known = logits.len().min(self.vocab_size);
         if known == 0 {
-            return Err(Error::Sampling { reason: "there are none".to_owned() });
+            return Err(Error::no_token("there are none"));
         }
         let rows = [RowRequest { token: self.next_token(), log_probabilities: None }];
         let args = SampleArgs::<Cpu, f32> { vocabulary: logits.len(), known, logits, rows: &rows };

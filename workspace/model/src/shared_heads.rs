@@ -33,7 +33,7 @@ impl SharedHeadSets {
     /// leaves out; the message names the layer, from 0.
     pub fn from_ids(layers: &[Vec<usize>]) -> Result<Self, Error> {
         let of_layer = |(layer, heads): (usize, &Vec<usize>)| {
-            let refuse = |reason: String| Error::Moh { reason };
+            let refuse = |reason: String| Error::Invalid(reason);
             let set = SharedHeads::from_heads(heads.iter().copied())
                 .map_err(|error| refuse(format!("shared_head_ids of layer {layer}: {error}")))?;
             let twice = (heads.iter().enumerate())

@@ -44,7 +44,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
     /// those that it was trained on.
     ///
     /// # Errors
-    /// Fails if the device is out of memory; [`Error::Teacher`] if there are no such rows.
+    /// Fails if the device is out of memory or there are no such rows.
     pub fn new(
         model: Model<B, T>,
         pass: PassShape,
@@ -55,7 +55,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
         if !(1..=vocabulary).contains(&rows) {
             let reason =
                 format!("a teacher with {vocabulary} rows of the vocabulary has no {rows}");
-            return Err(Error::Teacher { reason });
+            return Err(Error::Invalid(reason));
         }
         let activations = Activations::of_teacher(model.backend(), model.pass_sizes(pass)?)?;
         Ok(Teacher { model, activations, rows, temperature: temperature as f32 })
@@ -115,7 +115,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// ([`of_frozen`](crate::model_parallel::ModelParallel::of_frozen)).
     ///
     /// # Errors
-    /// [`Error::Teacher`] if the vocabularies differ.
+    /// Fails if the vocabularies differ.
     pub fn set_teacher(&mut self, teacher: Option<Teacher<B, T>>) -> Result<(), Error> {
         let rows = self.config.vocab_size;
         if let Some(found) = teacher.as_ref().map(|teacher| teacher.model.config().vocab_size)
@@ -124,7 +124,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             let reason = format!(
                 "a teacher with {found} rows of the vocabulary cannot teach a model with {rows}: give both the same"
             );
-            return Err(Error::Teacher { reason });
+            return Err(Error::Invalid(reason));
         }
         self.teacher = teacher.map(Box::new);
         Ok(())
@@ -133,7 +133,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Sizes of the teacher's passes of shape `pass`.
     ///
     /// # Errors
-    /// As [`Model::pass_sizes`]; [`Error::Teacher`] without a teacher.
+    /// As [`Model::pass_sizes`]; fails without a teacher.
     pub fn teacher_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>, Error> {
         self.teacher()?.model.pass_sizes(pass)
     }
@@ -149,7 +149,5 @@ impl<B: Backend, T: Element> Model<B, T> {
 }
 
 fn no_teacher() -> Error {
-    let reason =
-        "the passes are planned with a teacher, but the model has none: set one".to_owned();
-    Error::Teacher { reason }
+    Error::invalid("the passes are planned with a teacher, but the model has none: set one")
 }

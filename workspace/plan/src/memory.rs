@@ -185,8 +185,8 @@ impl RankMemory {
                 }
             }
         }
-        let none = moh_model::Error::Pipeline { stages: 0, layers: work.model.num_hidden_layers };
-        Ok(fullest.ok_or(none)?)
+        let none = || moh_model::Error::undivided(work.model.num_hidden_layers, 0);
+        Ok(fullest.ok_or_else(none)?)
     }
 
     /// Memory of a rank with this many micro-batches in a step, and with its shard of a part of the

@@ -126,17 +126,17 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// Allocates the buffers.
     ///
     /// # Errors
-    /// Fails if the device is out of memory, and for sizes of 0; [`Error::Divided`] if the model is a part.
+    /// Fails if the device is out of memory or the model is a part, and for sizes of 0.
     pub fn new(model: &'a Model<B, T>, options: BatchOptions) -> Result<Self, Error> {
         let BatchOptions { pass_tokens, blocks, block_length, pack_weights, .. } = options;
         if !model.is_whole() {
-            return Err(Error::Divided);
+            return Err(Error::divided());
         }
         if pass_tokens == 0 || blocks == 0 || block_length == 0 {
             let reason = format!(
                 "passes of {pass_tokens} tokens and {blocks} blocks of {block_length}: none may be 0"
             );
-            return Err(Error::Generation { reason });
+            return Err(Error::Invalid(reason));
         }
         let (backend, config) = (&model.backend, &model.config);
         let cached = blocks * block_length * config.key_value_width();
@@ -296,7 +296,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         let wanted = logits_of(chunks);
         if wanted != requests.len() {
             let reason = format!("{} requests of {wanted} rows of logits", requests.len());
-            return Err(Error::Generation { reason });
+            return Err(Error::Invalid(reason));
         }
         let choices = self.compute_pass(chunks, heads, |generator| {
             Ok(generator.model.backend.sample(SampleArgs {
@@ -354,14 +354,14 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// Computes all tokens of a sequence that are not computed yet, of which there is one, and chooses the next one.
     ///
     /// # Errors
-    /// As [`Self::pass`]; [`Error::Sampling`] if none was waiting or the logits are not finite.
+    /// As [`Self::pass`]; fails if none was waiting or the logits are not finite.
     pub fn next_token(
         &mut self,
         sequence: SequenceId,
         sampler: &mut Sampler,
     ) -> Result<u32, Error> {
         let Some(last) = self.last_chunk(sequence)? else {
-            return Err(Error::Sampling { reason: "there are none".into() });
+            return Err(Error::no_token("there are none"));
         };
         let request = RowRequest { token: sampler.next_token(), log_probabilities: None };
         let choices = self.pass_choosing(&[last], &[request], sampler.vocab_size(), None)?;
@@ -397,20 +397,20 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     fn check(&self, tokens: &[u32], length: usize) -> Result<(), Error> {
         let positions = self.model.positions();
         if tokens.is_empty() || length > positions {
-            return Err(Error::TooLong { tokens: length, positions });
+            return Err(Error::too_long(length, positions));
         }
         let vocabulary = self.model.config.vocab_size;
         match tokens.iter().find(|&&id| id as usize >= vocabulary) {
             Some(id) => {
                 let reason = format!("token {id} of a vocabulary of {vocabulary}");
-                Err(Error::Generation { reason })
+                Err(Error::Invalid(reason))
             }
             None => Ok(()),
         }
     }
 
     fn check_pass(&self, chunks: &[Chunk]) -> Result<(), Error> {
-        let fail = |reason: String| Err(Error::Generation { reason });
+        let fail = |reason: String| Err(Error::Invalid(reason));
         let (mut tokens, mut blocks) = (0, 0);
         for (number, chunk) in chunks.iter().enumerate() {
             let Chunk { sequence: id, tokens: count, logits } = *chunk;
@@ -441,7 +441,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             return fail(format!("a pass of {tokens} tokens, of which it has at most {most}"));
         }
         match blocks > free {
-            true => Err(Error::NoBlocks { needed: blocks, free }),
+            true => Err(no_blocks(blocks, free)),
             false => Ok(()),
         }
     }
@@ -451,7 +451,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         let (block_length, half) = (self.options.block_length, self.model.config.head_dim / 2);
         let needed = self.needed_blocks(chunk.sequence, chunk.tokens)?;
         let new: Option<Vec<u32>> = (0..needed).map(|_| self.pool.allocate()).collect();
-        let new = new.ok_or(Error::NoBlocks { needed, free: 0 })?;
+        let new = new.ok_or_else(|| no_blocks(needed, 0))?;
         let sequence = self.sequences.get_mut(&chunk.sequence).ok_or_else(unknown)?;
         sequence.blocks.extend(new);
         let positions = sequence.computed..sequence.computed + chunk.tokens;
@@ -586,5 +586,13 @@ fn logits_of(chunks: &[Chunk]) -> usize {
 }
 
 fn unknown() -> Error {
-    Error::Generation { reason: "there is no such sequence".into() }
+    Error::invalid("there is no such sequence")
+}
+
+/// The pool has too few free blocks for the tokens of a pass.
+fn no_blocks(needed: usize, free: usize) -> Error {
+    Error::Invalid(format!(
+        "the cache of keys and values has {free} free blocks, and the next tokens need {needed}: remove \
+         sequences, or make it larger"
+    ))
 }

@@ -28,8 +28,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     /// positions.
     ///
     /// # Errors
-    /// Fails if the device is out of memory or the model has fewer positions; [`Error::Divided`] if
-    /// the model is a part.
+    /// Fails if the device is out of memory, and if the model has fewer positions or is a part.
     pub fn new(model: &'a Model<B, T>, capacity: usize) -> Result<Self, Error> {
         Self::with_options(model, capacity, BatchOptions::for_tokens(capacity))
     }
@@ -44,7 +43,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         options: BatchOptions,
     ) -> Result<Self, Error> {
         if capacity > model.positions() {
-            return Err(Error::TooLong { tokens: capacity, positions: model.positions() });
+            return Err(Error::too_long(capacity, model.positions()));
         }
         let (pass_tokens, blocks) = (options.pass_tokens.min(capacity), options.blocks);
         // There is no other sequence to be independent of.
@@ -75,7 +74,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     /// Appends tokens and chooses the one after them on the device.
     ///
     /// # Errors
-    /// As [`Self::extend`]; [`Error::Sampling`] if the logits are not finite.
+    /// As [`Self::extend`]; fails if the logits are not finite.
     pub fn next_token(&mut self, ids: &[u32], sampler: &mut Sampler) -> Result<u32, Error> {
         let sequence = self.append(ids)?;
         self.batch.next_token(sequence, sampler)
@@ -84,7 +83,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     fn append(&mut self, ids: &[u32]) -> Result<SequenceId, Error> {
         let end = self.position + ids.len();
         if end > self.capacity || ids.is_empty() {
-            return Err(Error::TooLong { tokens: end, positions: self.capacity });
+            return Err(Error::too_long(end, self.capacity));
         }
         let sequence = match (self.sequence, ids) {
             (None, _) => self.batch.add(ids, 0)?,

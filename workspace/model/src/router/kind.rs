@@ -119,7 +119,7 @@ impl RouterKind {
         groups: HeadGroups,
         place: &str,
     ) -> Result<(), Error> {
-        let refuse = |reason: String| Err(Error::Moh { reason });
+        let refuse = |reason: String| Err(Error::Invalid(reason));
         let LayerHeads { shared, top_k } = layer;
         let (heads, size) = (groups.heads, groups.size());
         let mut shared_of_groups = (0..groups.kv_heads).map(|group| {

@@ -259,7 +259,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                      before",
                     stage.name
                 );
-                return Err(moh_model::Error::Moh { reason }.into());
+                return Err(moh_model::Error::Invalid(reason).into());
             }
             return self.finish_saving(Progress::GetsMatrices(Box::new(moh.clone())));
         }
