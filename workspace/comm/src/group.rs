@@ -19,8 +19,7 @@ use crate::watchdog::{Health, Operation};
 /// ones, and the call returns at once. In a group of one rank every operation does nothing.
 ///
 /// # Errors
-/// Every operation fails with [`Error::Fault`] once the job has ended, and with [`Error::Argument`]
-/// if ranks or lengths do not fit the group.
+/// Every operation fails with [`Error::Fault`] once the job has ended, and fails if ranks or lengths do not fit the group.
 #[derive(Clone)]
 pub struct Group {
     inner: Arc<Inner>,
@@ -188,8 +187,7 @@ impl Group {
     /// by key, then by rank in this group; ranks without a colour join none.
     ///
     /// # Errors
-    /// As for every operation of a group; [`Error::Argument`] also if colour or key is 2^31 or
-    /// more.
+    /// As for every operation of a group; fails also if colour or key is 2^31 or more.
     pub fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>> {
         let checked = |value: usize| {
             // Open MPI takes colours and keys as C's int.
@@ -217,7 +215,7 @@ impl Group {
     }
 
     fn refuse(&self, operation: &'static str, reason: String) -> Error {
-        Error::Argument { operation, group: self.name().into(), reason }
+        Error::Call(format!("{operation} of group {}: {reason}", self.name()))
     }
 
     fn check_chunks(&self, operation: &'static str, len: usize) -> Result<()> {

@@ -87,7 +87,7 @@ impl Launch {
     /// Reads this process's environment; `rendezvous`, as `HOST:PORT`, overrides the address in it.
     ///
     /// # Errors
-    /// [`Error::Launch`] as for [`Launch::parse`].
+    /// As for [`Launch::parse`].
     pub fn from_environment(rendezvous: Option<&str>) -> Result<Self> {
         let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
@@ -98,7 +98,7 @@ impl Launch {
     /// Reads these variables; an empty one counts as unset.
     ///
     /// # Errors
-    /// [`Error::Launch`] if variables are incomplete, contradictory or not numbers, or if several
+    /// Fails if variables are incomplete, contradictory or not numbers, or if several
     /// ranks have no address to meet at.
     pub fn parse(variables: &BTreeMap<String, String>, rendezvous: Option<&str>) -> Result<Self> {
         let variables = Variables(variables);
@@ -126,7 +126,7 @@ impl Address {
             sound.then(|| Address { host: host.into(), port })
         });
         parts.ok_or_else(|| {
-            Error::Launch(format!("{source} = {text}: expected HOST:PORT, such as node7:29500"))
+            Error::Call(format!("{source} = {text}: expected HOST:PORT, such as node7:29500"))
         })
     }
 }
@@ -191,7 +191,7 @@ impl Variables<'_> {
         let parse = |text: &str| {
             let number = text.parse().ok().filter(|&number: &usize| number <= MAX_RANKS);
             number.ok_or_else(|| {
-                Error::Launch(format!("{name} = {text}: expected a number up to {MAX_RANKS}"))
+                Error::Call(format!("{name} = {text}: expected a number up to {MAX_RANKS}"))
             })
         };
         self.text(name).map(parse).transpose()
@@ -244,7 +244,7 @@ impl Variables<'_> {
         let (Some(rank), Some(size), Some(local_rank)) =
             (self.number(names.rank)?, self.number(names.size)?, self.number(names.local_rank)?)
         else {
-            return Err(Error::Launch(format!(
+            return Err(Error::Call(format!(
                 "{} set without {}: unset variables left over from another job, or start with \
                  {}, which sets all of them",
                 listed(&set),
@@ -256,7 +256,7 @@ impl Variables<'_> {
             if number < limit {
                 return Ok(());
             }
-            Err(Error::Launch(format!(
+            Err(Error::Call(format!(
                 "{name} = {number} is not below {limit_name} = {limit}: unset variables left over from \
                  another job, or start with {}",
                 names.launcher
@@ -286,7 +286,7 @@ impl Variables<'_> {
             (None, None) => {}
         }
         let no_address = |why: &str| {
-            Error::Launch(format!(
+            Error::Call(format!(
                 "{} ranks have no address to meet at, {why}: set MASTER_ADDR and MASTER_PORT, or \
                  give --rendezvous HOST:PORT with rank 0's host",
                 ranks.size
@@ -317,7 +317,7 @@ impl Variables<'_> {
         let listens = agent.is_some_and(|agent| agent.eq_ignore_ascii_case("true"));
         if launcher == Launcher::Torchrun && listens {
             address.port = address.port.checked_add(1).ok_or_else(|| {
-                Error::Launch(
+                Error::Call(
                     "MASTER_PORT = 65535 is torchrun's own, and there is no port after it: choose \
                      a lower --master-port"
                         .into(),
@@ -334,11 +334,11 @@ impl Variables<'_> {
         let (Some((name, list)), Some(job)) = (list, self.text("SLURM_JOB_ID")) else {
             return Ok(None);
         };
-        let refuse = |reason| Error::Launch(format!("{name} = {list}: {reason}"));
+        let refuse = |reason| Error::Call(format!("{name} = {list}: {reason}"));
         let hosts = host_list::expand(list).map_err(refuse)?;
         let host = hosts.into_iter().next().ok_or_else(|| refuse("no host".into()))?;
         let job = job.parse::<u64>().map_err(|_| {
-            Error::Launch(format!("SLURM_JOB_ID = {job}: expected the number of a job"))
+            Error::Call(format!("SLURM_JOB_ID = {job}: expected the number of a job"))
         })?;
         let step = self.text("SLURM_STEP_ID").and_then(|step| step.parse::<u64>().ok());
         let number = job.wrapping_add(step.unwrap_or(0).wrapping_mul(STEP_PORT_STRIDE));
@@ -376,16 +376,14 @@ fn listed(names: &[&str]) -> String {
 }
 
 fn incomplete(set: &str, missing: &str) -> Error {
-    Error::Launch(format!(
-        "{set} is set without {missing}: set both, or give --rendezvous HOST:PORT"
-    ))
+    Error::Call(format!("{set} is set without {missing}: set both, or give --rendezvous HOST:PORT"))
 }
 
 fn check_agreement(same: bool, inner: Ranks, outer: Ranks, names: &Names) -> Result<()> {
     if same {
         return Ok(());
     }
-    Err(Error::Launch(format!(
+    Err(Error::Call(format!(
         "RANK = {} of WORLD_SIZE = {} contradicts {} = {} of {} = {}: unset RANK, WORLD_SIZE and \
          LOCAL_RANK to follow {}",
         inner.rank, inner.size, names.rank, outer.rank, names.size, outer.size, names.launcher

@@ -43,14 +43,14 @@ impl RankLayout {
     /// Arranges `size` ranks; the data dimension is `size / (tensor * pipeline)`.
     ///
     /// # Errors
-    /// [`Error::Layout`] unless `tensor * pipeline` divides `size`.
+    /// Fails unless `tensor * pipeline` divides `size`.
     pub fn new(size: usize, tensor: NonZeroUsize, pipeline: NonZeroUsize) -> Result<Self> {
         let (tensor, pipeline) = (tensor.get(), pipeline.get());
         match tensor.checked_mul(pipeline) {
             Some(model) if size > 0 && size.is_multiple_of(model) => {
                 Ok(RankLayout { tensor, data: size / model, pipeline })
             }
-            _ => Err(Error::Layout(format!(
+            _ => Err(Error::Call(format!(
                 "{size} ranks cannot be arranged as tensor = {tensor} x pipeline = {pipeline}: \
                  start a multiple of {} ranks, or change the two",
                 tensor.saturating_mul(pipeline)
@@ -96,10 +96,10 @@ impl RankLayout {
     /// Splits the group of all ranks; every rank must call it.
     ///
     /// # Errors
-    /// [`Error::Layout`] for a group of another size; any error of [`Group::split`].
+    /// Fails for a group of another size, and as [`Group::split`].
     pub fn groups(&self, all: &Group) -> Result<Groups> {
         if all.size() != self.size() {
-            return Err(Error::Layout(format!(
+            return Err(Error::Call(format!(
                 "a layout of {} ranks cannot split a group of {}",
                 self.size(),
                 all.size()
@@ -109,7 +109,7 @@ impl RankLayout {
         // Ranks that differ in this coordinate alone have the same colour.
         let group = |name, origin: Coordinates, key| {
             let group = all.split(name, Some(self.rank(origin)), key)?;
-            group.ok_or_else(|| Error::Layout(format!("no group {name} for rank {}", all.rank())))
+            group.ok_or_else(|| Error::Call(format!("no group {name} for rank {}", all.rank())))
         };
         Ok(Groups {
             tensor: group("tensor", Coordinates { tensor: 0, ..at }, at.tensor)?,

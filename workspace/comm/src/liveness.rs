@@ -83,11 +83,9 @@ impl Link {
             inquiry: None,
         };
         let thread = std::thread::Builder::new().name("moh-liveness".into());
-        let thread = thread.spawn(move || monitor.run()).map_err(|error| Error::Engine {
-            engine: "liveness",
-            operation: "starting a thread",
-            reason: error.to_string(),
-        })?;
+        let thread = thread
+            .spawn(move || monitor.run())
+            .map_err(|error| Error::engine("liveness", "starting a thread", error))?;
         Ok(Link { control, health, thread: Mutex::new(Some(thread)) })
     }
 
@@ -248,7 +246,7 @@ impl Monitor {
         let (_, reason) = lost.first()?;
         let reason = reason.clone();
         let who: Vec<String> = lost.into_iter().map(|(who, _)| who).collect();
-        Some(Fault::Lost { who: who.join(" and "), reason })
+        Some(Fault::lost(&who.join(" and "), &reason))
     }
 
     /// Reports an operation of this process that exceeds its limit. On rank 0 returns the fault
@@ -278,11 +276,12 @@ impl Monitor {
             let nothing = if *said_goodbye { "at its end" } else { "silent" };
             format!("{} is {}", peer.who(), answer.unwrap_or(nothing))
         }));
-        Some(Fault::Stuck {
-            who: inquiry.who.clone(),
-            operation: inquiry.operation.clone(),
-            report: report.join("; "),
-        })
+        Some(Fault::Ranks(format!(
+            "{} waits in {}; {}: look first at a rank that is not in the same operation",
+            inquiry.who,
+            inquiry.operation,
+            report.join("; ")
+        )))
     }
 
     /// Rank 0: asks all ranks for their operations, unless it has asked before.

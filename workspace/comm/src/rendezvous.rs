@@ -6,6 +6,7 @@
 //! nothing cannot delay the ranks. There is no authentication: whoever reaches the port and knows
 //! the job can claim a rank, so the port belongs on a private network of the cluster.
 
+use std::fmt::Display;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
@@ -67,8 +68,8 @@ pub fn host_name() -> String {
     if host.trim().is_empty() { "unknown host".to_owned() } else { host.trim().to_owned() }
 }
 
-fn failed(address: &Address, reason: impl Into<String>) -> Error {
-    Error::Rendezvous { address: address.to_string(), reason: reason.into() }
+fn failed(address: &Address, reason: impl Display) -> Error {
+    Error::Call(format!("rendezvous at {address}: {reason}"))
 }
 
 /// This process's first message to rank 0, and rank 0's own.
@@ -99,12 +100,6 @@ pub(crate) fn host(
         fault: None,
         deadline: start + limit,
     };
-    let missing = |missing| Fault::Missing {
-        missing,
-        size: me.size,
-        address: address.to_string(),
-        seconds: limit.as_secs(),
-    };
     loop {
         admission.accept(&listener);
         admission.read_hellos();
@@ -114,7 +109,9 @@ pub(crate) fn host(
             break;
         }
         if absent.is_empty() || Instant::now() >= admission.deadline {
-            let fault = admission.fault.take().unwrap_or_else(|| missing(absent));
+            let missing =
+                || Fault::missing(&absent, me.size, &address.to_string(), limit.as_secs());
+            let fault = admission.fault.take().unwrap_or_else(missing);
             return Err(admission.refuse_all(fault));
         }
         std::thread::sleep(POLL_INTERVAL);
@@ -211,7 +208,7 @@ impl Admission<'_> {
             let Some(peer) = slot else { continue };
             if let Received::Lost(reason) = peer.connection.receive() {
                 let who = peer.who();
-                self.fault.get_or_insert(Fault::Lost { who, reason });
+                self.fault.get_or_insert(Fault::lost(&who, &reason));
                 self.deadline = self.deadline.min(Instant::now());
                 *slot = None;
             }
@@ -244,11 +241,11 @@ fn difference(ours: &Hello, theirs: &Hello) -> Option<Fault> {
     } else {
         return None;
     };
-    Some(Fault::Different {
-        who: who(theirs.rank, &clip(&theirs.place)),
-        theirs: other,
-        ours: mine,
-    })
+    Some(Fault::Ranks(format!(
+        "{} was started with `{other}`, rank 0 with `{mine}`: start every rank with the same program and the \
+         same recipe",
+        who(theirs.rank, &clip(&theirs.place))
+    )))
 }
 
 /// The start of another process's text, safe to print on a terminal.
@@ -269,7 +266,7 @@ fn listen(address: &Address, until: Instant) -> Result<TcpListener> {
         || address.host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback());
     let choices: Vec<SocketAddr> = if loopback {
         let resolved = (address.host.as_str(), port).to_socket_addrs();
-        resolved.map_err(|error| failed(address, error.to_string()))?.collect()
+        resolved.map_err(|error| failed(address, error))?.collect()
     } else {
         vec![(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]
     };
@@ -277,7 +274,7 @@ fn listen(address: &Address, until: Instant) -> Result<TcpListener> {
         let error = match TcpListener::bind(&choices[..]) {
             Ok(listener) => {
                 let prepared = listener.set_nonblocking(true).map(|()| listener);
-                return prepared.map_err(|error| failed(address, error.to_string()));
+                return prepared.map_err(|error| failed(address, error));
             }
             Err(error) => error,
         };

@@ -214,7 +214,7 @@ mod tests {
             move |fault: &Fault| reported.lock().unwrap().push(fault.clone())
         };
         let health = Health::new(Arc::new(report));
-        let lost = |who: &str| Fault::Lost { who: who.into(), reason: String::new() };
+        let lost = |who: &str| Fault::lost(who, "");
         health.check().unwrap();
         health.report(lost("rank 1"));
         health.report(lost("rank 2"));

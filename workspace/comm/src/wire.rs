@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::Fault;
 
 /// The version of the protocol.
-pub(crate) const PROTOCOL: u32 = 1;
+pub(crate) const PROTOCOL: u32 = 2;
 /// Maximum bytes of a message: a report of thousands of ranks, or a hello with a recipe of a
 /// megabyte, which quoting in TOML and again in JSON may make four times as long.
 pub(crate) const MAX_MESSAGE_BYTES: usize = 8 << 20;

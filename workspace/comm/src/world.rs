@@ -104,8 +104,8 @@ impl World {
     ///
     /// # Errors
     /// [`Error::Fault`] if ranks do not arrive in time, or one has another fingerprint;
-    /// [`Error::Rendezvous`] if rank 0 is not found, or its port is taken; [`Error::NoEngine`] in a
-    /// build without the engine; any error of the engine.
+    /// fails also if rank 0 is not found, if its port is taken, in a build without the engine, and if the
+    /// engine fails.
     pub fn connect(launch: &Launch, buffers: Buffers, options: WorldOptions) -> Result<Self> {
         match buffers {
             #[cfg(feature = "mpi")]
@@ -138,7 +138,7 @@ impl World {
         feature: &str,
     ) -> Result<Self> {
         let no_engine = || {
-            Error::NoEngine(format!(
+            Error::Call(format!(
                 "{} say that this is one of {} processes, but this program was built without {engine}: \
                  build it with --features {feature}, or unset these variables to start one process",
                 launch.launcher.variables(),
@@ -173,7 +173,7 @@ impl World {
             return Ok(World { group, link: None, local_rank, closed: false });
         }
         let address = launch.rendezvous.as_ref().ok_or_else(|| {
-            Error::Launch(format!("{size} ranks have no address to meet at: give one"))
+            Error::Call(format!("{size} ranks have no address to meet at: give one"))
         })?;
         let me = rendezvous::hello(launch, &fingerprint);
         let (peers, payload) = if rank == 0 {

@@ -40,7 +40,10 @@ fn a_thread_that_panics_fails_the_operations_of_the_others() {
         match result {
             Err(_) => assert_eq!(rank, 1),
             // Rank 2 may find rank 1 gone, or rank 0, which has found rank 1 gone.
-            Ok(result) => assert!(matches!(result, Err(Error::Left { .. })), "{result:?}"),
+            Ok(result) => {
+                let message = result.unwrap_err().to_string();
+                assert!(message.contains("left the group while other ranks waited"), "{message}");
+            }
         }
     }
 }
@@ -54,7 +57,8 @@ fn a_receiver_learns_that_its_sender_has_left_but_gets_what_was_sent() {
         }
         let mut element = [0u8];
         group.recv::<Cpu, u8>(&mut element, 0, 3)?;
-        assert_eq!(group.recv::<Cpu, u8>(&mut [0], 0, 3), Err(Error::Left { rank: 0 }));
+        let left = group.recv::<Cpu, u8>(&mut [0], 0, 3).unwrap_err();
+        assert_eq!(left.to_string(), "rank 0 left the group while other ranks waited for it");
         Ok(element[0])
     });
     assert!(results.into_iter().all(|result| result.unwrap() == Ok(7)));
@@ -206,7 +210,8 @@ fn a_hang_in_a_collective_ends_the_job_with_a_report() {
         kept.lock().unwrap().push(world);
     });
     assert!(results.iter().all(std::thread::Result::is_ok));
-    assert_eq!(faults.try_iter().filter(|fault| matches!(fault, Fault::Stuck { .. })).count(), 3);
+    let is_stuck = |fault: &Fault| fault.to_string().contains(" waits in ");
+    assert_eq!(faults.try_iter().filter(is_stuck).count(), 3);
 }
 
 /// An engine whose operations wait forever, unless the job ends.

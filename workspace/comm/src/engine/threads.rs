@@ -7,6 +7,7 @@
 //! barriers and receives that wait for it fail.
 
 use std::collections::{HashMap, VecDeque};
+use std::fmt::Display;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
@@ -116,12 +117,17 @@ pub(crate) fn group(healths: impl ExactSizeIterator<Item = Arc<Health>>) -> Vec<
     healths.enumerate().map(member).collect()
 }
 
+fn failed(operation: &'static str, reason: impl Display) -> Error {
+    Error::engine("threads", operation, reason)
+}
+
 fn not_host_memory(operation: &'static str) -> Error {
-    Error::Engine {
-        engine: "threads",
-        operation,
-        reason: "the buffer is in GPU memory: groups of threads transfer host memory only".into(),
-    }
+    failed(operation, "the buffer is in GPU memory: groups of threads transfer host memory only")
+}
+
+/// A rank of the group has left.
+fn left(rank: usize) -> Error {
+    Error::Call(format!("rank {rank} left the group while other ranks waited for it"))
 }
 
 /// The contributions of all ranks to an exchange.
@@ -158,17 +164,14 @@ impl Threads {
         *number += 1;
         for (rank, slot) in slots.iter().enumerate() {
             if slot.call != Some(call) {
-                return Err(Error::Engine {
-                    engine: "threads",
-                    operation: call.operation,
-                    reason: format!(
-                        "rank {rank} calls {}, rank {} calls {}: all ranks of a group must call the \
-                         same operations in the same order",
-                        describe(slot.call.as_ref()),
-                        self.rank,
-                        describe(Some(&call))
-                    ),
-                });
+                let reason = format!(
+                    "rank {rank} calls {}, rank {} calls {}: all ranks of a group must call the \
+                     same operations in the same order",
+                    describe(slot.call.as_ref()),
+                    self.rank,
+                    describe(Some(&call))
+                );
+                return Err(failed(call.operation, reason));
             }
         }
         Ok(Gathered { slots, number })
@@ -193,7 +196,7 @@ impl Threads {
             }
             self.health.check()?;
             if let Some(rank) = barrier.left {
-                return Err(Error::Left { rank });
+                return Err(left(rank));
             }
             let waited = shared.released.wait_timeout(barrier, POLL_INTERVAL);
             barrier = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -276,15 +279,11 @@ impl Engine for Threads {
             if let Some(message) = messages.and_then(VecDeque::pop_front) {
                 let sent = message.bytes();
                 if sent.len() != out.len() {
-                    return Err(Error::Engine {
-                        engine: "threads",
-                        operation: "recv",
-                        reason: format!(
-                            "rank {from} sent {} bytes with tag {tag}, expected {}",
-                            sent.len(),
-                            out.len()
-                        ),
-                    });
+                    let (sent, expected) = (sent.len(), out.len());
+                    let reason = format!(
+                        "rank {from} sent {sent} bytes with tag {tag}, expected {expected}"
+                    );
+                    return Err(failed("recv", reason));
                 }
                 out.copy_from_slice(sent);
                 mailbox.free.push(message);
@@ -292,7 +291,7 @@ impl Engine for Threads {
             }
             self.health.check()?;
             if mailbox.left.contains(&from) {
-                return Err(Error::Left { rank: from });
+                return Err(left(from));
             }
             let waited = self.shared.posted.wait_timeout(mailbox, POLL_INTERVAL);
             mailbox = waited.unwrap_or_else(PoisonError::into_inner).0;

@@ -7,6 +7,7 @@
 //! A progress thread therefore calls it while messages are pending and their sender computes.
 
 use std::ffi::c_int;
+use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -29,8 +30,8 @@ const PROGRESS_INTERVAL: Duration = Duration::from_micros(50);
 /// The buffer size that MPI requires for an error's text.
 const ERROR_TEXT: usize = ffi::MPI_MAX_ERROR_STRING as usize;
 
-pub(super) fn failed(operation: &'static str, reason: impl Into<String>) -> Error {
-    Error::Engine { engine: "MPI", operation, reason: reason.into() }
+pub(super) fn failed(operation: &'static str, reason: impl Display) -> Error {
+    Error::engine("MPI", operation, reason)
 }
 
 /// The initialised library.
@@ -101,7 +102,7 @@ impl Library {
         let (calls, health) = (Arc::clone(&library.calls), Arc::clone(&library.health));
         let thread = std::thread::Builder::new().name("moh-mpi".into());
         let thread = thread.spawn(move || calls.progress_sends(&health));
-        let thread = thread.map_err(|error| failed("starting a thread", error.to_string()))?;
+        let thread = thread.map_err(|error| failed("starting a thread", error))?;
         library.progress = Some(thread);
         Ok(library)
     }

@@ -3,6 +3,7 @@
 //! No call waits for the GPU.
 
 use std::ffi::CStr;
+use std::fmt::Display;
 use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,8 +16,8 @@ use super::library;
 use crate::error::{Error, Result};
 use crate::watchdog::{Health, Outstanding};
 
-pub(super) fn failed(operation: &'static str, reason: impl Into<String>) -> Error {
-    Error::Engine { engine: "NCCL", operation, reason: reason.into() }
+pub(super) fn failed(operation: &'static str, reason: impl Display) -> Error {
+    Error::engine("NCCL", operation, reason)
 }
 
 /// This process's GPU.
@@ -49,7 +50,7 @@ impl Device {
     ) -> Result<R> {
         let bound = self.compute.context.bind_to_thread();
         let done = bound.and_then(|()| work(self.compute.stream));
-        done.map_err(|error| failed(operation, error.to_string()))
+        done.map_err(|error| failed(operation, error))
     }
 
     /// Copies within the GPU, in order with the operators.
