@@ -64,7 +64,7 @@ impl Products {
     /// The fit nearest to W0, `start` `[m, n]`; lambda is `ridge` times the mean of the diagonal of F^T F.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] if a product is not finite, [`Error::Singular`] if F^T F + lambda I is not
+    /// Fails if a product is not finite, and if F^T F + lambda I is not
     /// positive definite.
     pub fn fit(&self, start: ArrayView2<'_, f64>, ridge: f64) -> Result<Fit> {
         let factor = self.factor(ridge)?;
@@ -100,7 +100,7 @@ impl Products {
     fn factor(&self, ridge: f64) -> Result<Array2<f64>> {
         let is_finite = |values: &Array2<f64>| values.iter().all(|value| value.is_finite());
         if !(is_finite(&self.gram) && is_finite(&self.cross) && self.target.is_finite()) {
-            return Err(Error::NotFinite);
+            return Err(Error::NOT_FINITE);
         }
         let mut factor = self.gram.clone();
         let lambda = ridge * factor.diag().mean().unwrap_or(0.0);
@@ -129,7 +129,7 @@ impl Products {
 /// Replaces the lower triangle of a symmetric matrix by its Cholesky factor L, by blocks of columns.
 ///
 /// # Errors
-/// [`Error::Singular`] if the matrix is not positive definite.
+/// Fails if the matrix is not positive definite.
 fn cholesky(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
     let n = a.nrows();
     for first in (0..n).step_by(BLOCK) {
@@ -165,7 +165,7 @@ fn factor_block(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
         }
         // The root of a negative number is none.
         if a[[column, column]].is_nan() || a[[column, column]] == 0.0 {
-            return Err(Error::Singular);
+            return Err(Error::SINGULAR);
         }
     }
     Ok(())
@@ -300,9 +300,11 @@ mod tests {
                 1 => bad.cross[[0, 0]] = f64::INFINITY,
                 _ => bad.target = f64::NAN,
             }
-            assert!(matches!(bad.fit(start.view(), 1e-3), Err(Error::NotFinite)));
+            let message = bad.fit(start.view(), 1e-3).unwrap_err().to_string();
+            assert!(message.contains("a value that is not finite"), "{message}");
         }
         let zero = Products::zeros(3, 2);
-        assert!(matches!(zero.fit(start.view(), 1e-3), Err(Error::Singular)));
+        let message = zero.fit(start.view(), 1e-3).unwrap_err().to_string();
+        assert!(message.contains("the output projection has no fit"), "{message}");
     }
 }

@@ -115,7 +115,7 @@ impl LayerSample {
             best = Some(self.best_of(sums, sets, active - shared, best)?);
         }
         if many.is_empty() {
-            return best.ok_or(Error::Singular);
+            return best.ok_or(Error::SINGULAR);
         }
         let exchanged = self.best_by_exchange(sums, many.into_iter(), active)?;
         Ok(best.filter(|best| best.error <= exchanged.error).unwrap_or(exchanged))
@@ -135,7 +135,7 @@ impl LayerSample {
             best = Some(self.best_of(sums, std::iter::once(set), active - shared, best)?);
         }
         // A layer has at least one number of shared heads.
-        self.refined(sums, &grams, best.ok_or(Error::Singular)?)
+        self.refined(sums, &grams, best.ok_or(Error::SINGULAR)?)
     }
 
     /// The error of a set without a fit, and the set.
@@ -239,7 +239,7 @@ impl LayerSample {
             }
         }
         // A layer has at least one set of each size.
-        best.ok_or(Error::Singular)
+        best.ok_or(Error::SINGULAR)
     }
 
     /// The error of the attention output after a fit to these shared heads.

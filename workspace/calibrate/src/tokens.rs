@@ -18,18 +18,22 @@ impl CalibrationTokens {
     /// are left out.
     ///
     /// # Errors
-    /// [`Error::Length`] for a length that the model does not support, [`Error::TooFewTokens`] for fewer
-    /// tokens than the width of all query heads.
+    /// Fails for a length that the model does not support, and for fewer tokens than the width of all query heads.
     pub fn new(mut ids: Vec<u32>, length: usize, config: &ModelConfig) -> Result<Self> {
         let context = config.max_position_embeddings;
         if !(2..=context).contains(&length) {
-            return Err(Error::Length { length, context });
+            return Err(Error::Invalid(format!(
+                "windows of {length} tokens: must be 2 to {context}, the model's context length"
+            )));
         }
         let windows = ids.len() / length;
         ids.truncate(windows * length);
         let (tokens, width) = (ids.len(), config.query_width());
         if tokens < width {
-            return Err(Error::TooFewTokens { tokens, width });
+            return Err(Error::Invalid(format!(
+                "{tokens} calibration tokens: a fit of {width} inputs, the width of all query heads, needs at least \
+                 as many: give more text, or more --calibration-tokens"
+            )));
         }
         Ok(CalibrationTokens { ids, length, batch: windows_of_pass(windows, length) })
     }

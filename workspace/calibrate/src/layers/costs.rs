@@ -79,7 +79,11 @@ impl<B: Backend + Clone> Job<'_, B> {
         let is_possible =
             total.is_multiple_of(unit) && (layers * unit..=layers * units * unit).contains(&total);
         if !is_possible {
-            return Err(Error::Total { total, layers, unit }.into());
+            let message = format!(
+                "{total} active heads in {layers} layers: must be a multiple of {unit}, at least {unit} a layer and \
+                 at most all heads"
+            );
+            return Err(Error::Invalid(message).into());
         }
         let (tokens, pass) = (self.tokens.ids().len(), self.tokens.pass());
         let router = self.options.moh.router;
@@ -104,7 +108,7 @@ impl<B: Backend + Clone> Job<'_, B> {
         let evenly: Vec<Vec<f64>> = costs.iter().map(only).collect();
         let mut candidates = Vec::new();
         for costs in [evenly, costs] {
-            let numbers = allocate(&costs, total / unit).ok_or(Error::NotFinite)?;
+            let numbers = allocate(&costs, total / unit).ok_or(Error::NOT_FINITE)?;
             candidates.push(self.choices(&numbers, &variants));
         }
         drop(variants);
