@@ -1,7 +1,7 @@
 //! The errors of this crate.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::Path;
 
 use crate::KeyFault;
 
@@ -17,19 +17,19 @@ pub enum Error {
         /// All faults; never empty.
         faults: Vec<KeyFault>,
     },
-    /// The model differs from the recipe.
-    #[error("{}: {key}: {reason}", path.display())]
-    ModelDiffers {
-        /// The recipe.
-        path: PathBuf,
-        /// The key that differs from the model.
-        key: String,
-        /// The difference.
-        reason: String,
-    },
     /// The shape of the model is invalid.
     #[error(transparent)]
     Hf(#[from] moh_hf::Error),
+}
+
+impl Error {
+    /// The recipe at `path` is invalid for this reason, at `key` or, if that is empty, as a whole.
+    pub fn at_key(path: &Path, key: &str, reason: String) -> Self {
+        let origin = path.display().to_string();
+        Error::Recipe {
+            faults: vec![KeyFault { origin, key: key.to_owned(), value: None, reason }],
+        }
+    }
 }
 
 fn lines<T: fmt::Display>(items: &[T]) -> String {

@@ -282,7 +282,7 @@ impl Recipe {
     /// # Errors
     /// As [`Recipe::load`], except for I/O errors.
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
-        let table = reader::parse_table(text).map_err(|reason| file_fault(path, reason))?;
+        let table = reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
         let mut value = Value::Table(table);
         let mut origins = Origins::new(path, Lines::new(text));
         let refused = match overrides {
@@ -384,17 +384,5 @@ fn refuse(faults: Vec<KeyFault>, path: &Path) -> Result<(), Error> {
 }
 
 fn unwritable(error: &toml::ser::Error) -> Error {
-    file_fault(Path::new("recipe"), format!("cannot be written: {error}"))
-}
-
-/// A fault of the whole file.
-fn file_fault(path: &Path, reason: String) -> Error {
-    Error::Recipe {
-        faults: vec![KeyFault {
-            origin: path.display().to_string(),
-            key: String::new(),
-            value: None,
-            reason,
-        }],
-    }
+    Error::at_key(Path::new("recipe"), "", format!("cannot be written: {error}"))
 }

@@ -8,7 +8,7 @@ use moh_model::{HeadCounts, ModelConfig, RouterKind};
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::{Recipe, file_fault};
+use super::Recipe;
 use crate::Error;
 use crate::stage::{head_request, router_name};
 
@@ -216,7 +216,7 @@ impl NewModel {
     /// Fails if the sizes are not a valid model's.
     pub fn config(&self, path: &Path) -> Result<ModelConfig, Error> {
         let mut value = serde_json::to_value(self)
-            .map_err(|error| file_fault(path, format!("model.new: {error}")))?;
+            .map_err(|error| Error::at_key(path, "", format!("model.new: {error}")))?;
         if let Some(fields) = value.as_object_mut() {
             fields.remove("moh");
             fields.entry("model_type").or_insert_with(|| "llama".into());
@@ -226,7 +226,8 @@ impl NewModel {
             let NewMohOptions { router, shared_heads, shared_head_ids, routed_top_k } = moh;
             let resolved = head_request(router, shared_heads, shared_head_ids, routed_top_k)
                 .and_then(|request| request.for_model(&config));
-            config.moh = Some(resolved.map_err(|error| file_fault(path, format!("moh: {error}")))?);
+            config.moh =
+                Some(resolved.map_err(|error| Error::at_key(path, "", format!("moh: {error}")))?);
         }
         Ok(config)
     }
@@ -264,11 +265,7 @@ pub fn read_shape(path: &Path, file: &Path) -> Result<ModelConfig, Error> {
         let from = here.map_or(String::new(), |here| {
             format!(": a relative path is one from the current directory, {}", here.display())
         });
-        Error::ModelDiffers {
-            path: path.to_owned(),
-            key: "model.config".to_owned(),
-            reason: format!("{error}{from}"),
-        }
+        Error::at_key(path, "model.config", format!("{error}{from}"))
     };
     Ok(ConfigFile::read(file).map_err(fault)?.config)
 }

@@ -450,7 +450,7 @@ pub(crate) fn with_tokenizer(directory: &Path) -> Option<PathBuf> {
 }
 
 pub(crate) fn differs(path: &Path, key: &str, reason: String) -> Error {
-    moh_recipe::Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason }.into()
+    moh_recipe::Error::at_key(path, key, reason).into()
 }
 
 /// Gives a new model the special tokens of its tokenizer that its recipe leaves out, so that generation
