@@ -135,12 +135,12 @@ impl Plan {
 fn no_multiple(path: &Path, stage: &Stage, ranks: usize) -> Error {
     let (tensor, pipeline) = (stage.parallel.tensor, stage.parallel.pipeline);
     let one = tensor.saturating_mul(pipeline).max(1);
-    Error::PlanRanks {
-        path: path.to_owned(),
-        stage: stage.name.clone(),
-        tensor,
-        pipeline,
-        ranks,
-        nearest: (ranks / one).max(1).saturating_mul(one),
-    }
+    let nearest = (ranks / one).max(1).saturating_mul(one);
+    Error::Invalid(format!(
+        "{}: stage.{}.parallel: --ranks {ranks} is not a multiple of tensor x pipeline = {tensor} x {pipeline}: \
+         use --ranks {nearest}, or --suggest for layouts of {}",
+        path.display(),
+        stage.name,
+        crate::units::ranks(ranks)
+    ))
 }

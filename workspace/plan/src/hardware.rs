@@ -313,9 +313,9 @@ fn faults(path: &Path, text: &str, mut problems: Vec<Problem>) -> Error {
             Some(line) => format!("{path}: line {line}"),
             None => path.to_string(),
         };
-        KeyFault { origin, key, value: None, reason }
+        KeyFault { origin, key, value: None, reason }.to_string()
     };
-    Error::Hardware { faults: problems.into_iter().map(fault).collect() }
+    Error::Invalid(problems.into_iter().map(fault).collect::<Vec<_>>().join("\n"))
 }
 
 #[cfg(test)]
