@@ -44,7 +44,10 @@ pub(crate) fn refuse_inputs_as_outputs(inputs: &[TokenFile], outputs: &[&Path]) 
     for output in outputs {
         let found = bin(output);
         if found.is_some() && inputs.contains(&found) {
-            return Err(Error::InputAsOutput { path: output.to_path_buf() });
+            return Err(Error::Invalid(format!(
+                "{}: is both an input and an output: choose another output",
+                output.display()
+            )));
         }
     }
     Ok(())

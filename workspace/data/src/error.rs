@@ -1,6 +1,7 @@
 //! Errors of token files, tokenizers and their inputs. Each message names the file, states the
 //! problem and, where possible, the remedy.
 
+use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -9,7 +10,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// An I/O error of a file.
     #[error("{}: cannot {action}: {source}", path.display())]
@@ -28,36 +28,6 @@ pub enum Error {
         path: PathBuf,
         /// The problem.
         reason: String,
-    },
-    /// A token id outside the model's vocabulary.
-    #[error(
-        "{}: token {position} has the id {id}, outside the vocabulary of {vocabulary}: \
-         use the tokenizer that the file was prepared with, or prepare the text again",
-        path.display()
-    )]
-    Vocabulary {
-        /// The `.bin` file.
-        path: PathBuf,
-        /// Position of the token in the whole file, counted from 0.
-        position: u64,
-        /// The id in the file.
-        id: i64,
-        /// The number of valid ids.
-        vocabulary: u64,
-    },
-    /// A read beyond the end of a token file.
-    #[error(
-        "{}: cannot read tokens {start}..{end}: the file has {tokens}", path.display()
-    )]
-    Range {
-        /// The `.bin` file.
-        path: PathBuf,
-        /// First position of the read.
-        start: u64,
-        /// End of the read, exclusive.
-        end: u64,
-        /// Tokens in the file.
-        tokens: u64,
     },
     /// A token file prepared with another tokenizer.
     #[error(
@@ -96,46 +66,11 @@ pub enum Error {
         /// The problem.
         reason: String,
     },
-    /// An input line that is not a document.
-    #[error("{}:{line}: {reason}", path.display())]
-    Line {
-        /// The input file.
-        path: PathBuf,
-        /// The line, counted from 1.
-        line: u64,
-        /// The problem.
-        reason: String,
-    },
     /// An output that already exists.
     #[error("{}: already exists: choose another name, or replace it with --force", path.display())]
     Exists {
         /// The output.
         path: PathBuf,
-    },
-    /// A token file that would be written and read at the same time.
-    #[error("{}: is both an input and an output: choose another output", path.display())]
-    InputAsOutput {
-        /// The token file's prefix.
-        path: PathBuf,
-    },
-    /// Token files that cannot be one.
-    #[error(
-        "{}: cannot be merged with {}: {difference}: prepare the text of one of them as that of the other",
-        path.display(), first.display()
-    )]
-    Different {
-        /// The token file's prefix.
-        path: PathBuf,
-        /// The other one.
-        first: PathBuf,
-        /// What the token file has otherwise than the other one.
-        difference: String,
-    },
-    /// No input, or inputs without text.
-    #[error("{reason}")]
-    Empty {
-        /// What is missing.
-        reason: String,
     },
     /// A token file shorter than one window.
     #[error(
@@ -152,26 +87,9 @@ pub enum Error {
         /// The name of the windows' length.
         length: String,
     },
-    /// An invalid weight of a mixture.
-    #[error("{}: weight {weight}: {reason}", path.display())]
-    Weight {
-        /// The source's prefix.
-        path: PathBuf,
-        /// The weight.
-        weight: f64,
-        /// What was expected.
-        reason: &'static str,
-    },
-    /// An argument out of range.
-    #[error("{name} = {value}: {reason}")]
-    Argument {
-        /// The argument.
-        name: &'static str,
-        /// Its value.
-        value: u64,
-        /// What was expected.
-        reason: String,
-    },
+    /// Files, tokens or arguments cannot be used.
+    #[error("{0}")]
+    Invalid(String),
 }
 
 impl Error {
@@ -192,5 +110,19 @@ impl Error {
     /// An invalid token file.
     pub(crate) fn token_file(path: &Path, reason: impl Into<String>) -> Self {
         Self::TokenFile { path: path.to_path_buf(), reason: reason.into() }
+    }
+
+    /// An argument out of range.
+    pub(crate) fn argument(name: &str, value: u64, reason: impl Display) -> Self {
+        Self::Invalid(format!("{name} = {value}: {reason}"))
+    }
+
+    /// A token id of the file `path`, at `position` of the whole file, outside the model's vocabulary.
+    pub(crate) fn outside_vocabulary(path: &Path, position: u64, id: i64, vocabulary: u64) -> Self {
+        Self::Invalid(format!(
+            "{}: token {position} has the id {id}, outside the vocabulary of {vocabulary}: use the tokenizer \
+             that the file was prepared with, or prepare the text again",
+            path.display()
+        ))
     }
 }

@@ -69,7 +69,7 @@ impl<R: BufRead> JsonLines<R> {
 
     /// An error of the line that was read last.
     fn fault(&self, reason: String) -> Error {
-        Error::Line { path: self.path.clone(), line: self.line, reason }
+        Error::Invalid(format!("{}:{}: {reason}", self.path.display(), self.line))
     }
 }
 

@@ -99,11 +99,7 @@ impl TrainingData {
         mut open: impl FnMut(usize, &Source) -> Result<Arc<TokenFile>>,
     ) -> Result<Self> {
         if sequence_length == 0 {
-            return Err(Error::Argument {
-                name: "sequence_length",
-                value: 0,
-                reason: "must be at least 1".to_owned(),
-            });
+            return Err(Error::argument("sequence_length", 0, "must be at least 1"));
         }
         let weights: Vec<_> =
             sources.iter().map(|source| (source.path.as_path(), source.weight)).collect();

@@ -361,11 +361,8 @@ impl TokenFile {
         let item = self.token_type().bytes();
         // In bounds: `TokenIndex::open` has checked every sequence against the length of the map.
         let bytes = &self.bin[offset as usize..offset as usize + out.len() * item];
-        self.token_type().widen(bytes, out, limit).map_err(|(at, id)| Error::Vocabulary {
-            path: self.bin_path.clone(),
-            position: position + at as u64,
-            id,
-            vocabulary: limit,
+        self.token_type().widen(bytes, out, limit).map_err(|(at, id)| {
+            Error::outside_vocabulary(&self.bin_path, position + at as u64, id, limit)
         })
     }
 
@@ -431,13 +428,10 @@ impl TokenFile {
         let number = usize::try_from(number)
             .ok()
             .filter(|&number| number < self.index.documents())
-            .ok_or_else(|| Error::Argument {
-                name: "document",
-                value: number,
-                reason: format!(
-                    "the file has {} documents, counted from 0",
-                    self.index.documents()
-                ),
+            .ok_or_else(|| {
+                let documents = self.index.documents();
+                let reason = format!("the file has {documents} documents, counted from 0");
+                Error::argument("document", number, reason)
             })?;
         let bound = |document| self.index.start(self.index.first_sequence(document));
         Ok(bound(number)..bound(number + 1))
@@ -446,12 +440,12 @@ impl TokenFile {
     fn check_range(&self, start: u64, count: u64) -> Result<()> {
         match start.checked_add(count) {
             Some(end) if end <= self.num_tokens() => Ok(()),
-            end => Err(Error::Range {
-                path: self.bin_path.clone(),
-                start,
-                end: end.unwrap_or(u64::MAX),
-                tokens: self.num_tokens(),
-            }),
+            end => Err(Error::Invalid(format!(
+                "{}: cannot read tokens {start}..{}: the file has {}",
+                self.bin_path.display(),
+                end.unwrap_or(u64::MAX),
+                self.num_tokens()
+            ))),
         }
     }
 }

@@ -158,11 +158,7 @@ impl TokenFileWriter {
     /// As [`TokenFileWriter::push_document`]; fails if the file has no mask, or if this one is not that of
     /// the tokens.
     pub fn push_masked_document(&mut self, tokens: &[u32], mask: &[u8]) -> Result<()> {
-        let fault = |reason: &str| Error::Argument {
-            name: "bytes in a mask",
-            value: mask.len() as u64,
-            reason: reason.to_owned(),
-        };
+        let fault = |reason| Error::argument("bytes in a mask", mask.len() as u64, reason);
         let Some(file) = &mut self.mask else {
             return Err(fault("the token file is written without a mask"));
         };
@@ -193,12 +189,9 @@ impl TokenFileWriter {
         if is_outside(&largest)
             && let Some(place) = tokens.iter().position(is_outside)
         {
-            return Err(Error::Vocabulary {
-                path: self.bin.path().to_path_buf(),
-                position: self.written.tokens + self.begun + place as u64,
-                id: i64::from(tokens[place]),
-                vocabulary: self.vocab_size as u64,
-            });
+            let position = self.written.tokens + self.begun + place as u64;
+            let (path, id) = (self.bin.path(), i64::from(tokens[place]));
+            return Err(Error::outside_vocabulary(path, position, id, self.vocab_size as u64));
         }
         self.bytes.resize(tokens.len() * self.dtype.bytes(), 0);
         match self.dtype {
@@ -240,10 +233,9 @@ impl TokenFileWriter {
     /// # Errors
     /// Fails if it has more tokens than the format can count, or if the disk is full.
     pub fn end_document(&mut self) -> Result<()> {
-        let length = i32::try_from(self.begun).map_err(|_| Error::Argument {
-            name: "tokens in a document",
-            value: self.begun,
-            reason: format!("the format stores at most {}: split the document", i32::MAX),
+        let length = i32::try_from(self.begun).map_err(|_| {
+            let reason = format!("the format stores at most {}: split the document", i32::MAX);
+            Error::argument("tokens in a document", self.begun, reason)
         })?;
         self.idx.write(&length.to_le_bytes())?;
         self.written.documents += 1;
@@ -512,9 +504,8 @@ fn store<const N: usize>(ids: &[u32], bytes: &mut [u8], stored: impl Fn(u32) -> 
 
 /// Checks that an id is one as i32, which those of 2^31 or above are not.
 fn check_i32(id: u32) -> Result<()> {
-    i32::try_from(id).map(drop).map_err(|_| Error::Argument {
-        name: "token id",
-        value: u64::from(id),
-        reason: format!("the format stores ids up to {}", i32::MAX),
+    i32::try_from(id).map(drop).map_err(|_| {
+        let reason = format!("the format stores ids up to {}", i32::MAX);
+        Error::argument("token id", u64::from(id), reason)
     })
 }

@@ -22,11 +22,8 @@ impl Windows {
     /// Fails if `length` leaves no target, or the file is shorter than one window.
     pub fn new(file: TokenFile, length: usize) -> Result<Self> {
         if length < 2 {
-            return Err(Error::Argument {
-                name: "sequence_length",
-                value: length as u64,
-                reason: "a window needs at least two tokens to have a target".to_owned(),
-            });
+            let reason = "a window needs at least two tokens to have a target";
+            return Err(Error::argument("sequence_length", length as u64, reason));
         }
         if file.num_tokens() < length as u64 {
             return Err(Error::TooShort {
@@ -130,11 +127,13 @@ mod tests {
         let mut tokens = [0; 3];
         windows.read(1, &mut tokens).unwrap();
         assert_eq!(tokens, [3, 4, 5]);
-        assert!(matches!(windows.read(2, &mut tokens), Err(Error::Range { .. })));
+        let message = windows.read(2, &mut tokens).unwrap_err().to_string();
+        assert!(message.contains("cannot read tokens 6..9: the file has 7"), "{message}");
         assert!(windows.read(u64::MAX, &mut tokens).is_err());
         let file = || TokenFile::open(&prefix).unwrap();
         assert!(matches!(Windows::new(file(), 8), Err(Error::TooShort { needed: 8, .. })));
-        assert!(matches!(Windows::new(file(), 1), Err(Error::Argument { .. })));
+        let message = Windows::new(file(), 1).unwrap_err().to_string();
+        assert!(message.contains("sequence_length = 1: a window needs at least two"), "{message}");
     }
 
     #[test]

@@ -90,8 +90,10 @@ fn a_sound_file_is_read_joined() {
     file.read(2, &mut two).unwrap();
     assert_eq!(two, [7, 8]);
     file.read(6, &mut []).unwrap();
-    assert!(matches!(file.read(5, &mut two), Err(Error::Range { start: 5, end: 7, .. })));
-    assert!(matches!(file.read(u64::MAX, &mut two), Err(Error::Range { .. })));
+    let beyond = file.read(5, &mut two).unwrap_err().to_string();
+    assert!(beyond.contains("cannot read tokens 5..7: the file has 6"), "{beyond}");
+    let beyond = file.read(u64::MAX, &mut two).unwrap_err().to_string();
+    assert!(beyond.contains("cannot read tokens 18446744073709551615.."), "{beyond}");
     assert_eq!(file.document_starts(0..6).unwrap(), [0, 3]);
     assert_eq!(file.document_starts(1..3).unwrap(), [] as [u64; 0]);
     assert_eq!(file.document_starts(3..4).unwrap(), [3]);
@@ -266,12 +268,15 @@ fn ids_outside_the_vocabulary_are_found() {
     file.read(0, &mut all).unwrap();
     file.limit_vocabulary(65_535);
     let error = file.read(0, &mut all).unwrap_err();
-    assert!(matches!(error, Error::Vocabulary { position: 5, id: 65_535, .. }), "{error}");
+    assert!(error.to_string().contains("token 5 has the id 65535, outside"), "{error}");
     file.limit_vocabulary(8);
     let mut four = [0; 4];
     file.read(0, &mut four[..3]).unwrap();
     let error = file.read(0, &mut four).unwrap_err();
-    assert!(matches!(error, Error::Vocabulary { position: 3, id: 8, vocabulary: 8, .. }));
+    assert!(
+        error.to_string().contains("token 3 has the id 8, outside the vocabulary of 8:"),
+        "{error}"
+    );
     assert!(error.to_string().contains("t.v1.bin"), "{error}");
 }
 
@@ -282,7 +287,7 @@ fn negative_ids_are_an_error() {
     let (_dir, prefix) = place(&bin, &index.bytes());
     let file = TokenFile::open(&prefix).unwrap();
     let error = file.read(0, &mut [0; 2]).unwrap_err();
-    assert!(matches!(error, Error::Vocabulary { position: 1, id: -7, .. }), "{error}");
+    assert!(error.to_string().contains("token 1 has the id -7, outside"), "{error}");
 }
 
 #[test]
@@ -300,7 +305,7 @@ fn a_writer_leaves_three_files_or_none() {
     let mut writer = TokenFileWriter::create(&prefix, 10).unwrap();
     writer.push_document(&[1, 2]).unwrap();
     let error = writer.push_document(&[3, 10]).unwrap_err();
-    assert!(matches!(error, Error::Vocabulary { position: 3, id: 10, .. }), "{error}");
+    assert!(error.to_string().contains("token 3 has the id 10, outside"), "{error}");
     drop(writer);
     assert!(names().is_empty());
 
@@ -427,10 +432,11 @@ fn the_largest_id_and_the_first_one_outside_are_found_across_pieces() {
     assert_eq!(file.largest_id(0..300_000).unwrap(), 499);
     assert_eq!(file.largest_id(300_000..300_001).unwrap(), 900);
     assert_eq!(file.largest_id(5..5).unwrap(), 0);
-    assert!(matches!(file.largest_id(0..count as u64 + 1), Err(Error::Range { .. })));
+    let beyond = file.largest_id(0..count as u64 + 1).unwrap_err().to_string();
+    assert!(beyond.contains("cannot read tokens 0.."), "{beyond}");
     file.limit_vocabulary(900);
     let error = file.largest_id(all).unwrap_err();
-    assert!(matches!(error, Error::Vocabulary { position: 300_000, id: 900, .. }), "{error}");
+    assert!(error.to_string().contains("token 300000 has the id 900, outside"), "{error}");
 }
 
 #[test]
