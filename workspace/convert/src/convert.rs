@@ -2,10 +2,9 @@
 //!
 //! A conversion changes no weight, unless the output projections are refitted ([`crate::calibrated`]), and adds those
 //! of a router with matrices, zeros or fitted ones: tensors are copied from the mapped source to the output in pieces,
-//! which several threads check and hash while they are written.
-//! The system reads the next pieces meanwhile (`read_ahead`), and what was written before is synced and read back
-//! ([`moh_hf::model_directory`]). On request the element type changes and the vocabulary grows (see
-//! [`moh_hf::vocabulary`]). A conversion uses constant memory.
+//! which several threads check and hash while they are written ([`moh_hf::model_directory`]).
+//! The system reads the next pieces meanwhile (`read_ahead`). On request the element type changes and the vocabulary
+//! grows (see [`moh_hf::vocabulary`]). A conversion uses constant memory.
 
 use std::collections::HashSet;
 use std::ops::ControlFlow;
@@ -20,7 +19,7 @@ use moh_hf::model_directory::{
     prepare_model,
 };
 use moh_hf::vocabulary::DEFAULT_MULTIPLE;
-use moh_hf::{Base, ConfigFile, Expansion, check_destination, model_card};
+use moh_hf::{ConfigFile, Expansion, check_destination};
 use moh_kernels::DType;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
 use moh_model::{HeadRequest, ModelConfig, MohConfig};
@@ -96,10 +95,8 @@ pub struct ConversionOptions {
     pub source: PathBuf,
     /// The checkpoint of a run to convert, instead of the weights in `source`.
     pub checkpoint: Option<SourceCheckpoint>,
-    /// What the user calls the source, if that is not its directory: its id on the hub.
-    pub name: Option<String>,
-    /// The base models in the card; the source's if empty.
-    pub base_models: Vec<Base>,
+    /// The ids of the base models in the card; the source's if empty.
+    pub base_models: Vec<String>,
     /// The id of the licence in the card; the source's if `None`.
     pub license: Option<String>,
     /// The model directory to write.
@@ -128,7 +125,6 @@ impl ConversionOptions {
         ConversionOptions {
             source: source.into(),
             checkpoint: None,
-            name: None,
             base_models: Vec::new(),
             license: None,
             out: out.into(),
@@ -301,11 +297,15 @@ impl<'a> Plan<'a> {
         self.options.calibrated.as_ref().is_some_and(|calibrated| calibrated.has_refitted(tensor))
     }
 
+    /// Whether the source's output projections are refitted.
+    pub fn is_source_refitted(&self) -> bool {
+        self.source.file.fields.get(OUTPUT_REFITTED).is_some_and(|refitted| refitted == true)
+    }
+
     /// Whether the output is a dense model of a Mixture-of-Head model's refitted output projections: neither that model
     /// nor the one it was converted from.
     pub fn is_dense_of_refitted(&self) -> bool {
-        let refitted = self.source.file.fields.get(OUTPUT_REFITTED);
-        self.config.moh.is_none() && refitted.is_some_and(|refitted| refitted == true)
+        self.config.moh.is_none() && self.is_source_refitted()
     }
 
     /// The growth of a tensor's rows.
@@ -367,7 +367,7 @@ impl<'a> Plan<'a> {
 
     /// The files that are copied, and the text of the model card if the output has one.
     fn companions_and_card(&self) -> Result<(Vec<PathBuf>, Option<String>), Error> {
-        let Plan { options, source, config, .. } = self;
+        let Plan { options, config, .. } = self;
         let first_tokenizer = options.source_tokenizer();
         let mut companions = match options.tokenizer.as_deref().or(first_tokenizer.as_deref()) {
             Some(tokenizer) => companion_files(&options.source, tokenizer)?,
@@ -376,9 +376,9 @@ impl<'a> Plan<'a> {
         if config.moh.is_none() && !self.is_dense_of_refitted() {
             return Ok((companions, None));
         }
-        let origin = card::origin(options, &source.file.config, config)?;
-        companions.extend_from_slice(&origin.terms);
-        Ok((companions, Some(model_card::text(&origin, config))))
+        let card = card::card(self)?;
+        companions.extend_from_slice(&card.terms);
+        Ok((companions, Some(card.text(config))))
     }
 }
 

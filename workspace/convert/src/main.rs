@@ -19,7 +19,7 @@ use moh_convert::{
 };
 use moh_device::{DeviceName, OpenDevice};
 use moh_files::{PendingFile, Registered};
-use moh_hf::{Base, is_license_id};
+use moh_hf::{is_base_model, is_license_id};
 use moh_kernels::DType;
 use moh_model::{Active, HeadCounts, HeadRequest, RouterKind, SharedHeadSets};
 use moh_program::arguments::{self, at_least};
@@ -96,10 +96,10 @@ struct Arguments {
     /// Grow the vocabulary to a multiple of N [default: 128 with --tokenizer]
     #[arg(long, value_name = "N", value_parser = at_least::<usize>(0))]
     pad_vocab_to: Option<usize>,
-    /// Base model that the model card names, its id on the hub; repeat it for a merged model [default: what the
-    /// source's README.md says, or the source itself]
+    /// Base model that the model card names, its id on the hub; repeat it for a merged model [default: the source
+    /// on the hub, or what the README.md of its directory says]
     #[arg(long, value_name = "ID", value_parser = parse_base_model)]
-    base_model: Vec<Base>,
+    base_model: Vec<String>,
     /// Licence that the model card states, by its id on the hub, such as apache-2.0; with other, the source's
     /// license_name and license_link stay [default: what the source's README.md says]
     #[arg(long, value_name = "ID", value_parser = parse_license)]
@@ -173,9 +173,11 @@ fn parse_head_counts(text: &str) -> Result<HeadCounts, String> {
 }
 
 /// Parses the id of a model on the hub.
-fn parse_base_model(text: &str) -> Result<Base, String> {
-    Base::on_hub(text)
-        .ok_or_else(|| "expected an id on the hub, such as meta-llama/Llama-3.2-1B".to_owned())
+fn parse_base_model(text: &str) -> Result<String, String> {
+    match is_base_model(text) {
+        true => Ok(text.to_owned()),
+        false => Err("expected an id on the hub, such as meta-llama/Llama-3.2-1B".to_owned()),
+    }
 }
 
 /// Parses the id of a licence.
@@ -262,9 +264,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         let suffix = if attention == TargetAttention::Dense { "Dense" } else { "MoH" };
         PathBuf::from(format!("./{}-{suffix}", model_name(&arguments.from)))
     });
-    let is_hub_id = !is_run && !Path::new(&arguments.from).is_dir();
     let mut options = ConversionOptions {
-        name: is_hub_id.then(|| arguments.from.clone()),
         base_models: arguments.base_model.clone(),
         license: arguments.license.clone(),
         attention,
@@ -414,7 +414,7 @@ fn print_receipt(
         receipt.flops_length,
         100.0 * attention / attention_before
     )?;
-    writeln!(out, "  tensors          {} (BLAKE3, read back)", describe_tensors(receipt))?;
+    writeln!(out, "  tensors          {} (BLAKE3)", describe_tensors(receipt))?;
     if let Some(verification) = verification {
         print_verification(&verification, out)?;
     }

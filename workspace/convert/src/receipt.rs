@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use moh_hf::model_directory::{ReadBack, TensorSpec, Written};
+use moh_hf::model_directory::{TensorSpec, Written};
 use moh_kernels::DType;
 use moh_model::HeadCounts;
 use moh_model::flops::Flops;
@@ -53,8 +53,6 @@ pub struct Receipt {
     pub bytes: u64,
     /// Weight files.
     pub shards: usize,
-    /// What was read back of the output.
-    pub read_back: ReadBack,
     /// Wall-clock time.
     pub seconds: f64,
     /// Every tensor of the output.
@@ -75,7 +73,7 @@ pub struct TensorReceipt {
     pub dtype: &'static str,
     /// BLAKE3 of the source's bytes, if they were copied unchanged.
     pub source_blake3: Option<String>,
-    /// BLAKE3 of the output's bytes, read back.
+    /// BLAKE3 of the output's bytes, as they were written.
     pub blake3: String,
     /// Whether the output has the source's bytes.
     pub unchanged: bool,
@@ -119,7 +117,6 @@ impl Receipt {
             flops_per_token: flops.map(|flops| Flops::forward(&flops)),
             bytes: written.bytes,
             shards: written.shards,
-            read_back: written.read_back,
             seconds: start.elapsed().as_secs_f64(),
             tensors,
             warning: warning(plan),

@@ -122,7 +122,7 @@ fn measured_heads_and_projections_lose_less() {
     assert_eq!(json(&dir.path().join("dense/config.json")).get("moh_output_refitted"), None);
     let card = fs::read_to_string(dir.path().join("dense/README.md")).unwrap();
     assert!(
-        card.contains("with all heads active this is not the source's model")
+        card.contains("with all heads active it is not the dense model")
             && card.contains("made every head serve every token"),
         "{card}"
     );

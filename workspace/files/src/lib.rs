@@ -5,7 +5,6 @@
 
 mod bounded;
 mod directory;
-mod disk;
 mod error;
 mod file;
 mod free_name;
@@ -18,7 +17,6 @@ use std::path::Path;
 
 pub use bounded::{read_bounded, read_bounded_if_any, utf8};
 pub use directory::PendingDirectory;
-pub use disk::DiskReader;
 pub use error::{FileError, io, unless_missing, unusable};
 pub use file::{PendingFile, shorten, write};
 pub use free_name::{first_free, first_free_suffixed};

@@ -20,11 +20,6 @@ use crate::Error;
 use architecture::{Kind, own_fields};
 use fields::{Fields, kind};
 
-/// The `model_type` of a configuration.
-pub(crate) fn model_type(config: &ModelConfig) -> &'static str {
-    Kind::new(config).model_type()
-}
-
 /// Name of the file in a model directory.
 pub const CONFIG_FILE: &str = "config.json";
 

@@ -1,18 +1,16 @@
 //! Where a model directory may be written: nothing but an earlier model directory is ever replaced.
 //!
-//! A model directory is recognised exactly: its `config.json` describes a model that this program
-//! reads, it has weight files, and every other entry is a file that
-//! [`write_model`](crate::write_model) writes. Its card is one that nobody has changed; code and
-//! licences are those of which the card has the hash and names.
+//! A model directory is recognised by its files: its `config.json` describes a model that this
+//! program reads, it has weight files, and every other entry has a name that
+//! [`write_model`](crate::write_model) writes.
 
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use crate::config_file::{CONFIG_FILE, ConfigFile, model_type};
-use crate::model_card::{CARD_FILE, Card};
+use crate::config_file::{CONFIG_FILE, ConfigFile};
+use crate::model_card::{CARD_FILE, is_terms_file};
 use crate::model_directory::{GENERATION_FILE, is_tokenizer_file};
-use crate::origin::{is_terms_file, read_text};
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE};
 use crate::{Error, shard, transformers_code};
 
@@ -47,13 +45,13 @@ pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
 }
 
 /// An entry of a directory.
-pub(crate) struct Entry {
-    pub name: String,
-    pub is_file: bool,
+struct Entry {
+    name: String,
+    is_file: bool,
 }
 
 /// The entries of a directory, sorted; `None` if it does not exist.
-pub(crate) fn list(out: &Path) -> Result<Option<Vec<Entry>>, Error> {
+fn list(out: &Path) -> Result<Option<Vec<Entry>>, Error> {
     let entries = match fs::read_dir(out) {
         Ok(entries) => entries,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -81,31 +79,15 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
     if !holds(CONFIG_FILE) {
         return Err(Error::file(out, format!("holds no {CONFIG_FILE}: {ONLY}")));
     }
-    let config = match ConfigFile::read(out) {
-        Ok(file) => file.config,
-        Err(error) => {
-            return Err(Error::file(out, format!("is not a model directory ({error}): {ONLY}")));
-        }
-    };
+    if let Err(error) = ConfigFile::read(out) {
+        return Err(Error::file(out, format!("is not a model directory ({error}): {ONLY}")));
+    }
     if ![WEIGHTS_FILE, INDEX_FILE].into_iter().any(holds) {
         return Err(Error::file(out, format!("holds no {WEIGHTS_FILE}: {ONLY}")));
     }
-    let card = read_text(&out.join(CARD_FILE))?.and_then(|card| Card::parse(&card));
-    // This version's code, or that of the version which has written the card.
-    let code = transformers_code::hash_in(out)?;
-    let is_code = code == transformers_code::hash(model_type(&config))
-        || card.as_ref().is_some_and(|card| card.code == code);
-    let is_of = |card: &Card, name: &str| {
-        name == CARD_FILE || (is_terms_file(name) && card.has_terms(name))
-    };
-    let is_ours = |name: &str| {
-        is_written(name)
-            || (is_code && transformers_code::is_name(name))
-            || card.as_ref().is_some_and(|card| is_of(card, name))
-    };
     let foreign: Vec<&str> = entries
         .iter()
-        .filter(|entry| !(entry.is_file && is_ours(&entry.name)))
+        .filter(|entry| !(entry.is_file && is_written(&entry.name)))
         .map(|entry| entry.name.as_str())
         .collect();
     if foreign.is_empty() {
@@ -123,15 +105,16 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
 
 /// Whether any model directory of this program may have a file of that name.
 fn is_written(name: &str) -> bool {
-    [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_FILE].contains(&name)
+    [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_FILE, CARD_FILE].contains(&name)
         || is_tokenizer_file(name)
+        || is_terms_file(name)
         || shard::is_name(name)
+        || transformers_code::is_name(name)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model_card;
 
     /// A directory with these files; `config.json` is a Llama's.
     fn directory(files: &[&str]) -> tempfile::TempDir {
@@ -161,6 +144,7 @@ mod tests {
             &["config.json", "model.safetensors"][..],
             &["config.json", INDEX_FILE, "model-00001-of-00002.safetensors", "tokenizer.json"],
             &["config.json", WEIGHTS_FILE, "chat_template.jinja", "generation_config.json"],
+            &["config.json", WEIGHTS_FILE, "README.md", "LICENSE", "modeling_moh_llama.py"],
         ] {
             let dir = directory(files);
             check_destination(dir.path(), true).unwrap();
@@ -194,7 +178,7 @@ mod tests {
         let model = ["config.json", "model.safetensors"];
         for (files, expected) in [
             (&["thesis.txt"][..], "also holds thesis.txt, which"),
-            (&["README.md", "LICENSE"], "also holds LICENSE, README.md, which"),
+            (&["README.txt", "LICENSE.py"], "also holds LICENSE.py, README.txt, which"),
             (&["a", "b", "c", "d", "e"], "also holds a, b, c and 2 more, which"),
             (&["model-1-of-2.safetensors"], "also holds model-1-of-2.safetensors, which"),
             (&[".git"], "holds a repository, .git: only a model directory"),
@@ -208,38 +192,6 @@ mod tests {
             let message = refused(dir.path());
             assert!(message.contains(name), "{message}");
         }
-    }
-
-    #[test]
-    fn the_files_of_a_mixture_of_head_model_are_replaced_unless_its_card_was_changed() {
-        let dir = directory(&[CONFIG_FILE, WEIGHTS_FILE, "modeling_moh_llama.py", "LICENSE"]);
-        let code = dir.path().join("modeling_moh_llama.py");
-        let config = serde_json::json!({
-            "model_type": "moh_llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
-            "num_hidden_layers": 1, "num_attention_heads": 4, "moh_router": "query-norm",
-            "moh_shared_heads": 2, "moh_routed_top_k": 1,
-        });
-        let message = refused(dir.path());
-        assert!(message.contains("also holds LICENSE, modeling_moh_llama.py"), "{message}");
-        fs::write(dir.path().join(CONFIG_FILE), config.to_string()).unwrap();
-        assert!(refused(dir.path()).contains("also holds LICENSE, modeling_moh_llama.py, which"));
-        let config = ConfigFile::read(dir.path()).unwrap().config;
-        let origin = crate::Origin { terms: vec!["LICENSE".into()], ..crate::Origin::default() };
-        let card = model_card::text(&origin, &config);
-        fs::write(dir.path().join(CARD_FILE), &card).unwrap();
-        assert!(refused(dir.path()).contains("also holds modeling_moh_llama.py, which"));
-        for (name, text) in transformers_code::files("moh_llama") {
-            fs::write(dir.path().join(name), text).unwrap();
-        }
-        check_destination(dir.path(), true).unwrap();
-        // A file of the user's, of a name that licences have; and code that the user has changed.
-        fs::write(dir.path().join("NOTICE.md"), "mine").unwrap();
-        assert!(refused(dir.path()).contains("also holds NOTICE.md, which"));
-        fs::remove_file(dir.path().join("NOTICE.md")).unwrap();
-        fs::write(&code, fs::read_to_string(&code).unwrap() + "# mine\n").unwrap();
-        assert!(refused(dir.path()).contains("modeling_moh_llama.py, which"));
-        fs::write(dir.path().join(CARD_FILE), card.replace("heads", "Heads")).unwrap();
-        assert!(refused(dir.path()).contains("also holds LICENSE, README.md, configuration_moh"));
     }
 
     #[test]

@@ -31,14 +31,10 @@
 pub mod config_file;
 mod destination;
 mod error;
-mod file_content;
-mod front_matter;
 mod generation_file;
 pub mod model_card;
 pub mod model_directory;
-mod origin;
 mod random_model;
-mod read_back;
 mod shard;
 #[cfg(feature = "vocabulary")]
 mod special_tokens;
@@ -53,12 +49,11 @@ pub mod weight_files;
 pub use config_file::ConfigFile;
 pub use destination::check_destination;
 pub use error::Error;
-pub use file_content::{FileContent, PartContent, holds_exactly};
 pub use generation_file::end_tokens;
+pub use model_card::{ModelCard, is_base_model, is_hub_id, is_license_id, is_terms_file};
 pub use model_directory::{
-    Contents, PendingModel, ReadBack, TensorSpec, Written, prepare_model, write_model,
+    Contents, PendingModel, TensorSpec, Written, prepare_model, write_model,
 };
-pub use origin::{Base, Origin, is_hub_id, is_license_id, is_terms_file};
 pub use random_model::write_random_model;
 #[cfg(feature = "vocabulary")]
 pub use special_tokens::SpecialTokens;

@@ -1,25 +1,22 @@
 //! Writes a model directory in Hugging Face layout.
 //!
 //! The tensors are streamed: the caller provides each one's bytes in pieces, which are hashed while
-//! they are written, and synced, read back and hashed again in the background (`read_back`). The
-//! directory is created beside its destination under a name that starts with `.tmp-`, so that a
-//! directory with the final name is always complete; on an error everything written is removed.
+//! they are written. All files are synced. The directory is created beside its destination under a
+//! name that starts with `.tmp-`, so that a directory with the final name is always complete; on an
+//! error everything written is removed.
 
-use std::ffi::OsStr;
-use std::fs;
-use std::io::{self, Write};
+use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::thread::{Scope, scope};
 
+use blake3::{Hash, Hasher};
 use moh_files::{PendingDirectory, write_synced};
 use moh_kernels::DType;
 use serde_json::{Map, Value, json};
 
 use crate::config_file::CONFIG_FILE;
 use crate::destination::check_destination;
-use crate::file_content::FileContent;
 use crate::model_card::CARD_FILE;
-use crate::read_back::{CheckedFile, WrittenFile};
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, safetensors_header};
 use crate::{Error, shard, transformers_code};
 
@@ -79,27 +76,14 @@ pub type Sink<'a, E> = dyn FnMut(&[u8]) -> Result<(), E> + 'a;
 pub type Fill<'a, E> = dyn FnMut(&TensorSpec, &mut Sink<'_, E>) -> Result<(), E> + 'a;
 
 /// The result of writing.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Written {
-    /// The hash of each tensor's bytes, in order: equal for the bytes received and those read back.
-    pub hashes: Vec<blake3::Hash>,
+    /// The hash of each tensor's bytes, in order.
+    pub hashes: Vec<Hash>,
     /// Bytes of all tensors.
     pub bytes: u64,
     /// Number of weight files.
     pub shards: usize,
-    /// What was read back.
-    pub read_back: ReadBack,
-    /// The content of every file of the directory.
-    pub files: Vec<FileContent>,
-}
-
-/// What was read back of the weight files, after it was synced to the disk.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
-pub struct ReadBack {
-    /// Bytes of the weight files, with their headers: all of them.
-    pub bytes: u64,
-    /// How many of them came from the disk; the system may have had the others in its memory.
-    pub from_disk: u64,
 }
 
 /// The existing tokenizer files in `tokenizer` and generation settings in `dir`.
@@ -195,40 +179,32 @@ pub fn prepare_model<E: From<Error>>(
     check_destination(out, force)?;
     fs::create_dir_all(parent).map_err(Error::io(parent))?;
     let pending = PendingDirectory::create(out).map_err(Error::io(parent))?;
-    let mut written = write_tensors(pending.path(), model, fill)?;
-    write_description(pending.path(), model, &mut written.files)?;
+    let written = write_tensors(pending.path(), model, fill)?;
+    write_description(pending.path(), model)?;
     Ok(PendingModel { pending, out: out.clone(), force, written })
 }
 
 /// Writes what a model directory has beside weights into `dir`: `config.json`, the code of a
-/// Mixture-of-Head model, the card, and copies of the companions. Adds their content to `files`.
-fn write_description(
-    dir: &Path,
-    model: &Contents<'_>,
-    files: &mut Vec<FileContent>,
-) -> Result<(), Error> {
-    let mut put = |name: &OsStr, bytes: &[u8]| {
-        let path = dir.join(name);
-        files.push(FileContent::from_bytes(&name.to_string_lossy(), bytes));
-        write_synced(&path, bytes).map_err(Error::io(&path))
-    };
+/// Mixture-of-Head model, the card, and copies of the companions.
+fn write_description(dir: &Path, model: &Contents<'_>) -> Result<(), Error> {
+    let put = |path: &Path, bytes: &[u8]| write_synced(path, bytes).map_err(Error::io(path));
     let mut config = serde_json::to_string_pretty(model.config).map_err(|error| {
         Error::file(&dir.join(CONFIG_FILE), format!("not representable: {error}"))
     })?;
     config.push('\n');
-    put(OsStr::new(CONFIG_FILE), config.as_bytes())?;
+    put(&dir.join(CONFIG_FILE), config.as_bytes())?;
     let model_type = model.config.get("model_type").and_then(Value::as_str).unwrap_or_default();
     for (name, text) in transformers_code::files(model_type) {
-        put(OsStr::new(name), text.as_bytes())?;
+        put(&dir.join(name), text.as_bytes())?;
     }
     if let Some(card) = model.card {
-        put(OsStr::new(CARD_FILE), card.as_bytes())?;
+        put(&dir.join(CARD_FILE), card.as_bytes())?;
     }
     for source in model.companions {
         let Some(name) = source.file_name() else {
             continue;
         };
-        put(name, &fs::read(source).map_err(Error::io(source))?)?;
+        put(&dir.join(name), &fs::read(source).map_err(Error::io(source))?)?;
     }
     Ok(())
 }
@@ -263,128 +239,65 @@ fn write_tensors<E: From<Error>>(
 ) -> Result<Written, E> {
     let shards = plan_shards(model.tensors, model.max_shard_bytes);
     let bytes = model.tensors.iter().map(TensorSpec::num_bytes).sum();
-    let mut written = Written { bytes, shards: shards.len(), ..Written::default() };
-    let past_cache = bytes <= PAST_CACHE_BYTES;
     let mut hashes = vec![None; model.tensors.len()];
     let mut weight_map = Map::new();
-    scope(|scope| {
-        let mut end = |(shard, file): (&Vec<usize>, WrittenShard<'_, '_>)| -> Result<(), Error> {
-            let (found, content, read_back) = file.wait()?;
-            written.files.push(content);
-            shard.iter().zip(found).for_each(|(&index, hash)| hashes[index] = Some(hash));
-            written.read_back.bytes += read_back.bytes;
-            written.read_back.from_disk += read_back.from_disk;
-            Ok(())
+    for (number, shard) in shards.iter().enumerate() {
+        let name = match shards.len() {
+            1 => WEIGHTS_FILE.to_string(),
+            count => shard::name(number + 1, count),
         };
-        // The end of a file is read back while the next one is written.
-        let mut previous = None;
-        for (number, shard) in shards.iter().enumerate() {
-            let name = match shards.len() {
-                1 => WEIGHTS_FILE.to_string(),
-                count => shard::name(number + 1, count),
-            };
-            let path = dir.join(&name);
-            let tensors: Vec<&TensorSpec> =
-                shard.iter().map(|&index| &model.tensors[index]).collect();
-            for tensor in &tensors {
-                weight_map.insert(tensor.name.clone(), json!(name));
-            }
-            let file = WrittenShard::write(scope, path, tensors, past_cache, fill)?;
-            previous.replace((shard, file)).map(&mut end).transpose()?;
+        let path = dir.join(&name);
+        let tensors: Vec<&TensorSpec> = shard.iter().map(|&index| &model.tensors[index]).collect();
+        for tensor in &tensors {
+            weight_map.insert(tensor.name.clone(), json!(name));
         }
-        previous.map(&mut end).transpose()?;
-        Ok::<(), E>(())
-    })?;
+        let mut file = File::create_new(&path).map_err(Error::io(&path))?;
+        let found = write_shard(&mut file, &path, &tensors, fill)?;
+        file.sync_all().map_err(Error::io(&path))?;
+        shard.iter().zip(found).for_each(|(&index, hash)| hashes[index] = Some(hash));
+    }
     if shards.len() > 1 {
         let index = json!({"metadata": {"total_size": bytes}, "weight_map": weight_map});
         let path = dir.join(INDEX_FILE);
-        let text = format!("{index:#}\n");
-        written.files.push(FileContent::from_bytes(INDEX_FILE, text.as_bytes()));
-        write_synced(&path, text.as_bytes()).map_err(Error::io(&path))?;
+        write_synced(&path, format!("{index:#}\n").as_bytes()).map_err(Error::io(&path))?;
     }
-    written.hashes = hashes.into_iter().flatten().collect();
     open_as_reader(dir, model.tensors)?;
-    Ok(written)
+    Ok(Written { hashes: hashes.into_iter().flatten().collect(), bytes, shards: shards.len() })
 }
 
-/// A weight file that is complete, of which the end may still have to be read back.
-struct WrittenShard<'scope, 'a> {
-    path: PathBuf,
-    tensors: Vec<&'a TensorSpec>,
-    /// The lengths of the header and of each tensor.
-    parts: Vec<u64>,
-    file: WrittenFile<'scope>,
-}
-
-impl<'scope, 'a> WrittenShard<'scope, 'a> {
-    fn write<E: From<Error>>(
-        scope: &'scope Scope<'scope, '_>,
-        path: PathBuf,
-        tensors: Vec<&'a TensorSpec>,
-        past_cache: bool,
-        fill: &mut Fill<'_, E>,
-    ) -> Result<Self, E> {
-        let header = header(&tensors).map_err(Error::io(&path))?;
-        let lengths = tensors.iter().map(|tensor| tensor.num_bytes());
-        let parts: Vec<u64> = [header.len() as u64].into_iter().chain(lengths).collect();
-        let mut file = CheckedFile::create(scope, &path, parts.clone(), past_cache)
-            .map_err(Error::io(&path))?;
-        write_shard(&mut file, &path, &header, &tensors, fill)?;
-        let file = file.finish().map_err(Error::io(&path))?;
-        Ok(WrittenShard { path, tensors, parts, file })
-    }
-
-    /// The hash of each tensor, equal as it was written and as it was read back, the content of the file, and
-    /// the bytes that were read.
-    fn wait(self) -> Result<(Vec<blake3::Hash>, FileContent, ReadBack), Error> {
-        let WrittenShard { path, tensors, parts, file } = self;
-        let (mut hashes, found) = file.wait().map_err(Error::io(&path))?;
-        if let Some(part) =
-            (0..hashes.len()).find(|&part| found.hashes.get(part) != hashes.get(part))
-        {
-            // The first part is the header.
-            let part = part.checked_sub(1).and_then(|index| tensors.get(index));
-            let name = part.map_or("the header", |tensor| &tensor.name);
-            return Err(Error::file(&path, format!("{name} reads back differently than written")));
-        }
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let bytes = parts.iter().sum();
-        let content = FileContent::new(&name, parts.into_iter().zip(hashes.iter().copied()));
-        hashes.remove(0);
-        let from_disk = if found.is_direct { bytes } else { 0 };
-        Ok((hashes, content, ReadBack { bytes, from_disk }))
-    }
-}
-
-/// The length of the header and the header of a file with these tensors.
-fn header(tensors: &[&TensorSpec]) -> io::Result<Vec<u8>> {
-    let infos = tensors.iter().map(|it| (it.name.clone(), it.dtype, it.shape.clone()));
-    safetensors_header(Some("pt"), infos)
-}
-
-/// Writes one safetensors file.
+/// Writes one safetensors file; returns the hash of each tensor.
 fn write_shard<E: From<Error>>(
     file: &mut impl Write,
     path: &Path,
-    header: &[u8],
     tensors: &[&TensorSpec],
     fill: &mut Fill<'_, E>,
-) -> Result<(), E> {
-    file.write_all(header).map_err(Error::io(path))?;
+) -> Result<Vec<Hash>, E> {
+    let infos = tensors.iter().map(|it| (it.name.clone(), it.dtype, it.shape.clone()));
+    let header = safetensors_header(Some("pt"), infos).map_err(Error::io(path))?;
+    file.write_all(&header).map_err(Error::io(path))?;
+    let mut hashes = Vec::with_capacity(tensors.len());
     for tensor in tensors {
         let mut remaining = tensor.num_bytes();
+        let mut hasher = Hasher::new();
         fill(tensor, &mut |bytes| {
             remaining = remaining.checked_sub(bytes.len() as u64).ok_or_else(|| {
                 Error::file(path, format!("{} was given too many bytes", tensor.name))
             })?;
-            Ok(file.write_all(bytes).map_err(Error::io(path))?)
+            let written = rayon::in_place_scope(|scope| {
+                scope.spawn(|_| {
+                    hasher.update_rayon(bytes);
+                });
+                file.write_all(bytes)
+            });
+            Ok(written.map_err(Error::io(path))?)
         })?;
         if remaining > 0 {
             let reason = format!("{} was given {remaining} bytes too few", tensor.name);
             return Err(Error::file(path, reason).into());
         }
+        hashes.push(hasher.finalize());
     }
-    Ok(file.flush().map_err(Error::io(path))?)
+    Ok(hashes)
 }
 
 /// Opens the files as a reader would, and looks for every tensor.
@@ -399,11 +312,6 @@ fn open_as_reader(dir: &Path, tensors: &[TensorSpec]) -> Result<(), Error> {
     }
     Ok(())
 }
-
-/// Models of at most so many bytes are read back from the disk. Larger ones are read back as any
-/// reader reads them, mostly from the page cache: a disk that reads two streams and writes a third
-/// takes twice the time of a copy.
-const PAST_CACHE_BYTES: u64 = 1_000_000_000;
 
 /// Size of the pieces of a tensor: large enough to share among two threads, small compared with the
 /// memory of a conversion.

@@ -10,7 +10,7 @@ use moh_files::first_free_suffixed;
 use crate::{Error, RunDirectory};
 use moh_files::unless_missing;
 
-/// Moves the checkpoints after `step`, the summary and the export with its record aside, with a copy of the metrics;
+/// Moves the checkpoints after `step`, the summary and the export aside, with a copy of the metrics;
 /// returns the new directory, or `None` if there was nothing to move. The caller has locked the directory
 /// and checked the checkpoint of `step`.
 ///
@@ -23,10 +23,7 @@ pub fn archive_later(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, E
         (run.summary(), RunDirectory::summary as fn(&_) -> _),
         (run.export(), RunDirectory::export),
     ];
-    let record = (run.export_record(), RunDirectory::export_record as fn(&_) -> _);
-    let record = Some(record).filter(|_| run.export().exists());
-    let results: Vec<_> =
-        results.into_iter().chain(record).filter(|(path, _)| path.exists()).collect();
+    let results: Vec<_> = results.into_iter().filter(|(path, _)| path.exists()).collect();
     if later.is_empty() && results.is_empty() {
         return Ok(None);
     }

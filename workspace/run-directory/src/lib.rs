@@ -5,7 +5,6 @@ mod archive;
 pub mod branch;
 mod checkpoint_name;
 mod error;
-pub mod export_record;
 pub mod growth;
 pub mod metrics_resume;
 #[cfg(test)]

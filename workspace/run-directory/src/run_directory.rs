@@ -21,7 +21,7 @@ use moh_files::unless_missing;
 /// Begins the names of the files of a calibration.
 pub(crate) const CALIBRATION: &str = "calibration-step-";
 
-/// Begins the names of exports that a user has changed, before which a run has written another one.
+/// Begins the names of exports that held other files when the run wrote another one.
 const EXPORT_BEFORE: &str = "export-before-step-";
 
 /// The directory of the tokenizer among the files that a run keeps of its model.
@@ -173,12 +173,7 @@ impl RunDirectory {
         self.root.join("export")
     }
 
-    /// The content of the files of the export.
-    pub fn export_record(&self) -> PathBuf {
-        self.root.join("exported-files.json")
-    }
-
-    /// A free name for an export that a user has changed, before the export of `step` is written.
+    /// A free name for an export that holds other files, before the export of `step` is written.
     pub fn export_aside(&self, step: u64) -> PathBuf {
         first_free_suffixed(|suffix| self.root.join(format!("{EXPORT_BEFORE}{step}{suffix}")))
     }

@@ -1,17 +1,15 @@
 //! The export of a finished run: the model in Hugging Face layout.
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use moh_checkpoint::{RunState, StoredCheckpoint};
-use moh_hf::PendingModel;
-use moh_hf::model_directory::{self, Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec};
+use moh_hf::check_destination;
+use moh_hf::model_directory::{Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec, write_model};
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::ModelLayout;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
-use moh_run_directory::export_record::{self, ExportRecord};
 use moh_step::TensorKind;
 
 use crate::source::ModelSource;
@@ -64,9 +62,9 @@ pub(crate) fn write<B: Backend, T: Element>(
         .collect();
     let mut companions = source.companions()?;
     let card = model.config().moh.is_some().then(|| {
-        let origin = model_card::trained_origin(source.origin(), recipe, state);
-        companions.extend_from_slice(&origin.terms);
-        moh_hf::model_card::text(&origin, model.config())
+        let card = model_card::trained(source.card(), recipe, state);
+        companions.extend_from_slice(&card.terms);
+        card.text(model.config())
     });
     let described = Contents {
         config: &config,
@@ -87,30 +85,18 @@ pub(crate) fn write<B: Backend, T: Element>(
         dtype.write(&values, &mut bytes);
         sink(&bytes)
     };
-    match model_directory::prepare_model(&run.export(), true, &described, &mut fill) {
-        Ok(model) => publish(run, model).map(|()| Exported::Complete),
+    match write_model(&run.export(), true, &described, &mut fill) {
+        Ok(_) => Ok(Exported::Complete),
         Err(Ended::Stopped) => Ok(Exported::Stopped),
         Err(Ended::Failed(error)) => Err(error),
     }
 }
 
-/// Records the files of an export, and gives it its name. Where a process ends between the two, the next export keeps
-/// an older one that it would have replaced.
-fn publish(run: &RunDirectory, model: PendingModel) -> Result<(), Error> {
-    ExportRecord::new(model.written().files.clone()).write(run)?;
-    model.publish()?;
-    Ok(())
-}
-
-/// Moves an export aside that is not as the run has written it, and which the next export would delete; returns where
-/// it is then.
-pub(crate) fn keep_changed(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, Error> {
+/// Renames an export that the next one may not replace, because it holds other files than a model directory's.
+/// Returns the new path.
+pub(crate) fn keep_foreign(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, Error> {
     let place = run.export();
-    let is_absent = match std::fs::read_dir(&place) {
-        Ok(mut entries) => entries.next().is_none(),
-        Err(error) => error.kind() == ErrorKind::NotFound,
-    };
-    if is_absent || export_record::is_unchanged(run)? {
+    if check_destination(&place, true).is_ok() {
         return Ok(None);
     }
     let aside = run.export_aside(step);

@@ -1,42 +1,38 @@
-//! What the model card of a run's model says: where the model comes from, its stages and its losses.
+//! The model card of a run's model: what its source says of itself, its stages and its losses.
 
 use std::fmt::Write;
 use std::path::Path;
 
 use moh_checkpoint::{RunState, steps_at};
+use moh_hf::ModelCard;
 use moh_hf::model_card::group_digits;
-use moh_hf::{Base, Origin};
 use moh_recipe::{AttentionKind, Recipe, Stage};
 use moh_run_directory::RunDirectory;
 use moh_run_log::{Evaluation, EvaluationPoint, StageCalibration};
 
 use crate::Error;
 
-/// Where the model of a run comes from after `step` steps.
+/// Describes the model of a run after `step` steps.
 ///
 /// # Errors
 /// Fails if the run has no such checkpoint, or if its recipe cannot be read.
-pub fn of_run(run: &RunDirectory, step: u64) -> Result<Origin, Error> {
+pub fn of_run(run: &RunDirectory, step: u64) -> Result<ModelCard, Error> {
     let recipe = run.stored_recipe()?;
     let stored = run.stored(step)?;
-    let kept = run.model();
-    let origin = of_directory(recipe.model.from.as_deref(), kept.is_dir().then_some(&kept))?;
-    Ok(trained_origin(&origin, &recipe, &stored.manifest().state))
+    Ok(trained(&of_kept(&recipe, &run.model())?, &recipe, &stored.manifest().state))
 }
 
-/// Where the model in `directory` comes from, which a recipe calls `name`.
-pub(crate) fn of_directory(name: Option<&str>, directory: Option<&Path>) -> Result<Origin, Error> {
-    Ok(match directory {
-        Some(directory) => Origin::read(name, directory)?,
-        None => {
-            Origin { bases: name.map(Base::from_name).into_iter().collect(), ..Origin::default() }
-        }
+/// Describes the model that `recipe` starts from, by what a run keeps of it in the directory `kept`.
+pub(crate) fn of_kept(recipe: &Recipe, kept: &Path) -> Result<ModelCard, Error> {
+    Ok(match &recipe.model.from {
+        Some(from) => ModelCard::of_source(Path::new(from), kept)?,
+        None => ModelCard::default(),
     })
 }
 
-/// `origin` and the training of a run in this state.
-pub(crate) fn trained_origin(origin: &Origin, recipe: &Recipe, state: &RunState) -> Origin {
-    let mut origin = origin.clone();
+/// Adds the training of a run in this state to the card of the run's source.
+pub(crate) fn trained(source: &ModelCard, recipe: &Recipe, state: &RunState) -> ModelCard {
+    let mut card = source.clone();
     if state.step > 0 {
         // The stages that have begun.
         let stages = recipe.stages.iter().take(state.stage + usize::from(state.stage_step > 0));
@@ -44,22 +40,20 @@ pub(crate) fn trained_origin(origin: &Origin, recipe: &Recipe, state: &RunState)
             stages.map(|stage| recipe.stage_data(stage).sequence_length).collect();
         lengths.dedup();
         let lengths = lengths.into_iter().map(|length| group_digits(length as u64));
-        origin.made.push(format!(
+        card.made.push(format!(
             "`moh-train` trained it on {} tokens in {} steps, on sequences of {} tokens:",
             group_digits(state.tokens),
             group_digits(state.step),
             lengths.collect::<Vec<_>>().join(" and then ")
         ));
-        origin.made.push(self::stages(recipe, state));
-        origin.made.extend(state.calibrations.iter().map(calibration));
+        card.made.push(self::stages(recipe, state));
+        card.made.extend(state.calibrations.iter().map(calibration));
     }
     if !state.evaluations.is_empty() {
-        origin
-            .made
-            .push("Losses on held-out text, in nats per token and bits per byte:".to_owned());
-        origin.made.push(losses(&state.evaluations));
+        card.made.push("Losses on held-out text, in nats per token and bits per byte:".to_owned());
+        card.made.push(losses(&state.evaluations));
     }
-    origin
+    card
 }
 
 /// What a calibration has chosen.

@@ -8,7 +8,7 @@ use moh_checkpoint::{RunState, StoredCheckpoint, TensorRequest};
 use moh_data::TextTokenizer;
 use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::companion_files;
-use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
+use moh_hf::{ConfigFile, Expansion, ModelCard, SpecialTokens, StoredModel, WeightFiles};
 use moh_kernels::DType;
 use moh_model::layout::Segment;
 use moh_model::tensors::{has_vocabulary_rows, tensors};
@@ -34,8 +34,8 @@ pub struct ModelSource {
     /// The directory of the tokenizer before `model.tokenizer`.
     first_tokenizer: Option<PathBuf>,
     directory: Option<PathBuf>,
-    /// What its directory says of where the model comes from.
-    origin: moh_hf::Origin,
+    /// The card of a model that is made from this one.
+    card: ModelCard,
     warning: Option<String>,
 }
 
@@ -101,15 +101,10 @@ impl ModelSource {
     ) -> Result<Self, Error> {
         let mut warning = None;
         let mut first_tokenizer = directory.and_then(with_tokenizer);
-        let origin = match &weights_from {
-            WeightsFrom::Checkpoint(CheckpointName { run, step: Some(step) }) => {
-                model_card::of_run(run, *step)?
-            }
-            // Refused below.
-            WeightsFrom::Checkpoint(_) => moh_hf::Origin::default(),
-            WeightsFrom::Files | WeightsFrom::Kept => {
-                model_card::of_directory(recipe.model.from.as_deref(), directory)?
-            }
+        let card = match (&weights_from, directory) {
+            (_, None) => ModelCard::default(),
+            (WeightsFrom::Files, Some(directory)) => ModelCard::of_source(directory, directory)?,
+            (_, Some(kept)) => model_card::of_kept(recipe, kept)?,
         };
         let (config_file, weights) = match (&recipe.model.new, weights_from, directory) {
             (Some(new), ..) => {
@@ -142,7 +137,7 @@ impl ModelSource {
             tokenizer: tokenizer.map(Path::to_owned).or_else(|| first_tokenizer.clone()),
             first_tokenizer,
             directory: directory.map(Path::to_owned),
-            origin,
+            card,
             warning,
         };
         source.grow_vocabulary(recipe, tokenizer)?;
@@ -239,9 +234,9 @@ impl ModelSource {
         self.directory.as_deref()
     }
 
-    /// Where the model comes from.
-    pub(crate) fn origin(&self) -> &moh_hf::Origin {
-        &self.origin
+    /// The card of a model that is made from this one.
+    pub(crate) fn card(&self) -> &ModelCard {
+        &self.card
     }
 
     /// The directory of the tokenizer, if the model has one.

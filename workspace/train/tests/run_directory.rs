@@ -315,7 +315,7 @@ fn a_removed_directory_ends_the_run_and_is_not_made_again() {
 }
 
 #[test]
-fn an_export_that_a_user_has_changed_is_kept_when_the_run_goes_on() {
+fn an_export_with_other_files_is_kept_when_the_run_goes_on() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let export = RunDirectory::new(&recipe.run.dir).export();
@@ -332,16 +332,16 @@ fn an_export_that_a_user_has_changed_is_kept_when_the_run_goes_on() {
         assert_eq!(fs::read(aside.join(name)).unwrap(), bytes);
     }
     assert!(!export.join("model.gguf").exists() && export.join("config.json").is_file());
-    // Weights of a user's under the run's name, of the same length.
-    let weights = export.join("model.safetensors");
-    let mut mine = fs::read(&weights).unwrap();
-    *mine.last_mut().unwrap() ^= 1;
-    fs::write(&weights, &mine).unwrap();
+    // One that is no model is kept too, and one with the names of an export is replaced. What earlier versions
+    // recorded of an export is not read.
+    fs::remove_file(export.join("config.json")).unwrap();
     let heard = warnings(&place.recipe(&["stage.moh.tokens=448"]));
     assert!(heard.iter().any(|text| text.ends_with("export-before-step-12")), "{heard:?}");
-    let aside = recipe.run.dir.join("export-before-step-12");
-    assert_eq!(fs::read(aside.join("model.safetensors")).unwrap(), mine);
-    // One that nobody has touched is replaced.
+    let record = recipe.run.dir.join("exported-files.json");
+    fs::write(&record, "{").unwrap();
+    fs::write(export.join("README.md"), "mine").unwrap();
     assert!(warnings(&place.recipe(&["stage.moh.tokens=512"])).is_empty());
     assert!(!recipe.run.dir.join("export-before-step-13").exists());
+    assert_ne!(fs::read(export.join("README.md")).unwrap(), b"mine");
+    assert_eq!(fs::read(&record).unwrap(), b"{");
 }

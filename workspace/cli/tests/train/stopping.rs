@@ -28,7 +28,6 @@ fn a_killed_run_ends_as_one_that_was_not() {
         ".moh-run",
         "checkpoints",
         "export",
-        "exported-files.json",
         "has-checkpoints",
         "inputs.json",
         "machine.json",

@@ -49,11 +49,6 @@ fn conversion_changes_no_weight() {
             assert_eq!(tensor.blake3, blake3::hash(bytes).to_hex().as_str());
             assert_eq!(tensor.source_blake3.as_ref(), Some(&tensor.blake3));
         }
-        let bytes = fs::metadata(out.join("model.safetensors")).unwrap().len();
-        assert_eq!(receipt.read_back.bytes, bytes);
-        assert!([0, bytes].contains(&receipt.read_back.from_disk));
-        let written = serde_json::to_value(&receipt).unwrap();
-        assert_eq!(written["read_back"]["bytes"], bytes);
         let fields = config(&out);
         assert_eq!(fields["architectures"], json!(["MohLlamaForCausalLM"]));
         assert_eq!(fields["moh_router"], "query-norm");

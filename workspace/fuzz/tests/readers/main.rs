@@ -9,7 +9,7 @@ mod configuration;
 mod dataset;
 mod documents;
 mod heads;
-mod origin;
+mod model_card;
 mod recipe;
 mod rendezvous;
 mod rewinds;

@@ -52,11 +52,6 @@ fn what_is_written_reads_back() {
         let out = dir.path().join(format!("deeper/m{max}"));
         let written = write(&out, false, max).unwrap();
         assert_eq!((written.shards, written.bytes), (files, 60), "{max}");
-        assert!(crate::holds_exactly(&out, &written.files).unwrap(), "{max}");
-        let weights = names(&out).into_iter().filter(|name| name.ends_with(".safetensors"));
-        let bytes = weights.map(|name| fs::metadata(out.join(name)).unwrap().len()).sum();
-        assert_eq!(written.read_back.bytes, bytes);
-        assert!([0, bytes].contains(&written.read_back.from_disk));
         let read = WeightFiles::open(&out).unwrap();
         for (spec, hash) in specs().iter().zip(&written.hashes) {
             let tensor = read.get(&spec.name).unwrap();
@@ -217,10 +212,9 @@ impl Write for Disk {
 fn a_full_disk_is_an_error_wherever_it_fills_up() {
     let tensors = specs();
     let tensors: Vec<&TensorSpec> = tensors.iter().collect();
-    let header = header(&tensors).unwrap();
     let write = |room| {
         let fill: &mut Fill<'_, Error> = &mut |spec, sink| sink(&content(spec));
-        write_shard(&mut Disk(room), Path::new("shard"), &header, &tensors, fill)
+        write_shard(&mut Disk(room), Path::new("shard"), &tensors, fill)
     };
     let needed = (1..1000).find(|&room| write(room).is_ok()).unwrap();
     for room in 0..needed {

@@ -9,7 +9,7 @@ use moh_data::TextTokenizer;
 use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::is_terms_file;
-use moh_hf::model_card::{self, CARD_FILE};
+use moh_hf::model_card::CARD_FILE;
 use moh_hf::model_directory::{GENERATION_FILE, companion_files, is_tokenizer_file};
 use moh_hf::vocabulary::TOKENIZER_FILE;
 use moh_recipe::Recipe;
@@ -52,7 +52,7 @@ impl ModelFiles {
                 let tokenizer = source.first_tokenizer().unwrap_or(directory);
                 add_companions(&mut files, directory, tokenizer, "", key)?;
             }
-            add_origin(&mut files, source, directory)?;
+            add_card(&mut files, source, directory)?;
         }
         if recipe.model.tokenizer.is_some()
             && let Some(directory) = source.tokenizer_directory()
@@ -192,17 +192,17 @@ fn check_replaceable(place: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Adds the origin of the model and its terms to the card of an export.
-fn add_origin(
+/// Adds what the card of an export says of the source, and the terms of its licence.
+fn add_card(
     files: &mut BTreeMap<String, ModelFile>,
     source: &ModelSource,
     directory: &Path,
 ) -> Result<(), Error> {
-    let (origin, key) = (source.origin(), "model.from");
-    let bytes = model_card::of_origin(origin).into_bytes();
+    let (card, key) = (source.card(), "model.from");
+    let bytes = card.kept_readme().into_bytes();
     let path = directory.join(CARD_FILE);
     files.insert(CARD_FILE.to_owned(), ModelFile { path, key, bytes });
-    for path in &origin.terms {
+    for path in &card.terms {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
         let bytes = std::fs::read(path).map_err(moh_files::io(path))?;
         files.insert(name.to_owned(), ModelFile { path: path.clone(), key, bytes });

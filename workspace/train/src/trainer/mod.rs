@@ -219,7 +219,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if ranks.is_first() {
             // Before each tensor.
             let mut go_on = || Ok(!ranks.any_of([is_asked(), false])?[0]);
-            let written = export::keep_changed(run, state.step).and_then(|kept| {
+            let written = export::keep_foreign(run, state.step).and_then(|kept| {
                 if let Some(aside) = kept {
                     tell_kept(run, &aside, &mut **events);
                 }
@@ -243,10 +243,10 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 }
 
-/// Says where an export is that the run has not written so.
+/// Says where an export is that holds other files.
 fn tell_kept(run: &RunDirectory, aside: &Path, events: &mut dyn FnMut(Event<'_>)) {
     let text = format!(
-        "{} was not as the run had written it, and is kept as {}",
+        "{} holds not only an export, and is kept as {}",
         run.export().display(),
         aside.display()
     );
