@@ -142,13 +142,16 @@ impl TokenFileWriter {
         &self.prefix
     }
 
-    /// Appends a document.
+    /// Appends a document; with a mask, all of its tokens are trained on.
     ///
     /// # Errors
     /// Fails if an id is outside the vocabulary, if the document has more tokens than the format
     /// can count, or if the disk is full.
     pub fn push_document(&mut self, tokens: &[u32]) -> Result<()> {
-        self.push_tokens(tokens)?;
+        if let Some(mask) = &mut self.mask {
+            mask.write(&vec![1; tokens.len()])?;
+        }
+        self.push_unmasked(tokens)?;
         self.end_document()
     }
 
@@ -170,18 +173,7 @@ impl TokenFileWriter {
         self.end_document()
     }
 
-    /// Appends tokens to the document that has begun, or begins one; with a mask, all of them are trained on.
-    ///
-    /// # Errors
-    /// Fails if an id is outside the vocabulary, or if the disk is full.
-    pub fn push_tokens(&mut self, tokens: &[u32]) -> Result<()> {
-        if let Some(mask) = &mut self.mask {
-            mask.write(&vec![1; tokens.len()])?;
-        }
-        self.push_unmasked(tokens)
-    }
-
-    /// Appends tokens, whose mask is in its file already.
+    /// Appends the tokens of a document, whose mask is in its file already.
     fn push_unmasked(&mut self, tokens: &[u32]) -> Result<()> {
         // A loop without a branch finds the largest several times as fast as one that ends at the first outside.
         let largest = tokens.iter().copied().max().unwrap_or(0);
@@ -207,7 +199,7 @@ impl TokenFileWriter {
         Ok(())
     }
 
-    /// Like [`TokenFileWriter::push_tokens`], for tokens as they are stored. Ids are not checked.
+    /// Appends tokens to the document that has begun, or begins one, as they are stored. Ids are not checked.
     ///
     /// # Errors
     /// Fails if the disk is full.
@@ -232,7 +224,7 @@ impl TokenFileWriter {
     ///
     /// # Errors
     /// Fails if it has more tokens than the format can count, or if the disk is full.
-    pub fn end_document(&mut self) -> Result<()> {
+    pub(crate) fn end_document(&mut self) -> Result<()> {
         let length = i32::try_from(self.begun).map_err(|_| {
             let reason = format!("the format stores at most {}: split the document", i32::MAX);
             Error::argument("tokens in a document", self.begun, reason)
@@ -244,31 +236,9 @@ impl TokenFileWriter {
         Ok(())
     }
 
-    /// Removes the tokens of the document that has begun.
-    ///
-    /// # Errors
-    /// Fails if the disk does.
-    pub fn drop_document(&mut self) -> Result<()> {
-        let tokens = self.written.tokens;
-        let files = [(Some(&mut self.bin), self.dtype.bytes()), (self.mask.as_mut(), 1)];
-        for (file, item) in files {
-            let Some(file) = file else { continue };
-            let path = file.path().to_path_buf();
-            moh_files::shorten(file.flushed()?, tokens * item as u64)
-                .map_err(Error::io(&path, "write"))?;
-        }
-        self.begun = 0;
-        Ok(())
-    }
-
     /// The complete documents so far.
     pub fn written(&self) -> Written {
         self.written
-    }
-
-    /// Tokens of the document that has begun.
-    pub fn begun(&self) -> u64 {
-        self.begun
     }
 
     /// Syncs all complete documents to disk: [`TokenFileWriter::resume`] can continue after them.

@@ -12,8 +12,8 @@ use moh_prepare::{Format, read_documents};
 
 /// Bytes of the lines, about.
 const BYTES: usize = 64 << 20;
-/// Bytes of a chunk, and of the longest record.
-const CHUNK_BYTES: usize = 4 << 20;
+/// Bytes of the longest record.
+const RECORD_BYTES: usize = 2 * BYTES;
 /// Sentences of ASCII, of other letters, and with an escape every few letters.
 const SENTENCES: [&str; 3] = [
     "The quick brown fox jumps over the lazy dog, and says so.\n",
@@ -39,7 +39,7 @@ fn read(bencher: Bencher<'_, '_>, bytes: usize, path: &Path, format: Option<Form
     bencher.counter(BytesCount::new(bytes)).bench_local(|| {
         let mut total = 0;
         let mut visit = |text: Result<&str, &str>| total += text.unwrap().len();
-        read_documents(path, format, "text", CHUNK_BYTES, &mut visit).unwrap();
+        read_documents(path, format, "text", RECORD_BYTES, &mut visit).unwrap();
         total
     });
 }

@@ -287,22 +287,12 @@ pub fn prepare(
         observer
             .note(&format!("continues after document {documents} of an interrupted preparation"));
     }
-    let read = match &encoding {
-        Encoding::Texts(encoder) => {
-            ReadOptions::new(Arc::new(fields), options.memory, encoder.cutter())
-        }
-        // A conversation is one text.
-        Encoding::Conversations(_) => ReadOptions {
-            piece_bytes: usize::MAX,
-            ..ReadOptions::new(Arc::new(fields), options.memory, Arc::new(|_| None))
-        },
-    };
     let inputs = Downloads::start(inputs, start.input, outputs.downloads());
     let work = Work {
         inputs: &inputs,
         format: options.format,
         encoding: &encoding,
-        read: Arc::new(read),
+        read: Arc::new(ReadOptions::new(Arc::new(fields), options.memory)),
         end: ending.append,
         hashes: options.selection.needs_hashes(),
         wants: &|hash| options.selection.wants(hash),

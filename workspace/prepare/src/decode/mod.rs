@@ -148,7 +148,7 @@ impl Decoded {
 
     fn decode(&mut self, buffer: &mut Vec<u8>, bytes: usize) -> Result<usize> {
         let before = buffer.len();
-        // Nothing in advance: the buffer may be that of a record of a gigabyte.
+        // Nothing in advance: the buffer may be that of a record of many megabytes.
         buffer.reserve_exact(bytes);
         let read = self.source.by_ref().take(bytes as u64).read_to_end(buffer);
         let decoded = buffer.len() - before;
@@ -173,6 +173,25 @@ impl Decoded {
             format!("compressed data is damaged after {end} bytes of text ({text}): fetch it again")
         };
         Error::input(&self.path, reason)
+    }
+}
+
+/// Its errors are those of [`Decoded::fill`].
+impl Read for Decoded {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if !self.ahead.is_empty() {
+            let read = self.ahead.as_slice().read(buffer)?;
+            self.ahead.drain(..read);
+            return Ok(read);
+        }
+        match self.source.read(buffer) {
+            Ok(read) => {
+                self.decoded += read as u64;
+                Ok(read)
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => Err(error),
+            Err(error) => Err(io::Error::other(self.fault(error))),
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use tokenizers_1::pipeline::{
 use tokenizers_1::{canonicalize_value, from_json};
 use unicode_normalization::UnicodeNormalization;
 
-use super::cuts::Joints;
+use super::joints::Joints;
 use super::shape::{Shape, Words};
 use super::spelling::Spelling;
 
@@ -123,7 +123,7 @@ impl Library {
         spelling: Spelling,
         split_special: bool,
     ) -> Self {
-        let joints = if shape.words == Words::None { Joints::new(json, shape) } else { None };
+        let joints = if shape.words == Words::None { Joints::new(json) } else { None };
         let options = EncodeOptions {
             add_special_tokens: false,
             encode_special_tokens: split_special,
@@ -135,13 +135,12 @@ impl Library {
         Self { pipeline, options, spelling, nfc, joints, buffers }
     }
 
-    /// Appends the ids of a text; appends nothing and returns `false` if they do not spell it. `first` says whether
-    /// a document begins with the text.
-    pub(super) fn encode(&self, text: &str, first: bool, ids: &mut Vec<PipelineToken>) -> bool {
+    /// Appends the ids of a text; appends nothing and returns `false` if they do not spell it.
+    pub(super) fn encode(&self, text: &str, ids: &mut Vec<PipelineToken>) -> bool {
         let before = ids.len();
         let spelt = self.append(text, ids) && {
             let ids = PipelineToken::cast_slice(&ids[before..]);
-            let is_of = |text: &str| self.spelling.is_of(text, first, ids);
+            let is_of = |text: &str| self.spelling.is_of(text, ids);
             is_of(text) || self.nfc && is_of(&text.nfc().collect::<String>())
         };
         if !spelt {

@@ -3,7 +3,7 @@
 
 mod ahead;
 pub(crate) mod chat;
-mod cuts;
+mod joints;
 mod library;
 mod probe;
 pub(crate) mod shape;
@@ -11,25 +11,16 @@ mod spelling;
 #[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
-
 use moh_data::{TextTokenizer, TokenizerJson};
 use tokenizers_1::pipeline::PipelineToken;
 
 pub use self::ahead::LoadAhead;
-use self::cuts::Cuts;
 use self::library::{Library, Pipeline};
 use self::shape::Shape;
 use self::spelling::Spelling;
-use crate::reader::{Cut, Part};
 use crate::{Error, Result};
 
-/// Bytes of text that a library is given at once, if the tokenizer allows cuts. It bounds the memory that encoding
-/// takes beside the ids. A word that no pre-tokenizer splits takes time in n log n of its length, and longer than
-/// the caches of a processor.
-const PIECE_BYTES: usize = 1 << 16;
-
-/// The ids of a part of a document.
+/// The ids of a document.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Encoded {
     /// With those that the post-processor puts before and after a document.
@@ -42,7 +33,6 @@ pub(crate) struct Encoded {
 pub(crate) struct Encoder<'a> {
     tokenizer: &'a TextTokenizer,
     library: Result<Library, String>,
-    cuts: Option<Arc<Cuts>>,
     special: Special,
     prefix: Vec<u32>,
     /// `None` if the post-processor does more than put ids before and after a text: then 0.23 encodes documents
@@ -72,7 +62,6 @@ impl<'a> Encoder<'a> {
                 None => Err("its post-processor does more than put tokens before and after a text"
                     .to_owned()),
             };
-        let cuts = shape.as_ref().ok().and_then(|&shape| Cuts::new(json, shape)).map(Arc::new);
         let library = shape.and_then(|shape| {
             // While the faster library is loaded.
             let spelling = Spelling::new(json, shape);
@@ -81,7 +70,7 @@ impl<'a> Encoder<'a> {
             let split_special = tokenizer.splits_special_tokens();
             checked(Library::new(json, pipeline, shape, spelling, split_special), tokenizer, json)
         });
-        Ok(Self { tokenizer, library, cuts, special, prefix, suffix })
+        Ok(Self { tokenizer, library, special, prefix, suffix })
     }
 
     /// Why the slower library encodes every document, if it does.
@@ -89,23 +78,11 @@ impl<'a> Encoder<'a> {
         self.library.as_ref().err().map(String::as_str)
     }
 
-    /// The end of the longest beginning of `text` after which a document can be cut without changing its ids;
-    /// `None` if there is none.
-    pub(crate) fn cut(&self, text: &str) -> Option<usize> {
-        self.cuts.as_ref()?.last(text)
-    }
-
-    /// As [`Encoder::cut`].
-    pub(crate) fn cutter(&self) -> Arc<Cut> {
-        let cuts = self.cuts.clone();
-        Arc::new(move |text| cuts.as_ref()?.last(text))
-    }
-
-    /// The ids of a part of a document, which ends where [`Encoder::cut`] says.
+    /// The ids of a document.
     ///
     /// # Errors
     /// Fails if the tokenizer does; a byte-level one never does.
-    pub(crate) fn encode(&self, text: &str, part: Part) -> Result<Encoded> {
+    pub(crate) fn encode(&self, text: &str) -> Result<Encoded> {
         let Some(suffix) = &self.suffix else {
             let in_text = self.tokenizer.encode_without_special_tokens(text)?;
             let (ids, special_in_text) =
@@ -115,51 +92,16 @@ impl<'a> Encoder<'a> {
         // English has four bytes an id or more.
         let room = self.prefix.len() + text.len() / 4 + suffix.len();
         let mut ids: Vec<PipelineToken> = Vec::with_capacity(room);
-        if part.begins() {
-            extend(&mut ids, &self.prefix);
-        }
+        extend(&mut ids, &self.prefix);
         let start = ids.len();
-        let (mut rest, mut first) = (text, part.begins());
-        loop {
-            let piece = &rest[..self.piece(rest)];
-            let begun = match &self.cuts {
-                Some(cuts) if !first => cuts.beginning_at(piece),
-                _ => piece,
-            };
-            self.append(begun, first, &mut ids)?;
-            (rest, first) = (&rest[piece.len()..], false);
-            if rest.is_empty() {
-                break;
-            }
+        let encoded = self.library.as_ref().is_ok_and(|library| library.encode(text, &mut ids));
+        if !encoded {
+            extend(&mut ids, &self.tokenizer.encode_without_special_tokens(text)?);
         }
         let special_in_text = self.special.among(PipelineToken::cast_slice(&ids[start..]));
-        if part.ends() {
-            extend(&mut ids, suffix);
-        }
+        extend(&mut ids, suffix);
         // In place: both are 32 bits.
         Ok(Encoded { ids: ids.into_iter().map(u32::from).collect(), special_in_text })
-    }
-
-    /// The bytes of a text that are encoded at once: all, or those before the last cut in [`PIECE_BYTES`], or
-    /// before the first later one.
-    fn piece(&self, text: &str) -> usize {
-        let mut limit = PIECE_BYTES;
-        while self.cuts.is_some() && limit < text.len() {
-            if let Some(end) = self.cut(&text[..text.floor_char_boundary(limit)]) {
-                return end;
-            }
-            limit *= 2;
-        }
-        text.len()
-    }
-
-    /// Appends the ids of a piece.
-    fn append(&self, text: &str, first: bool, ids: &mut Vec<PipelineToken>) -> Result<()> {
-        let encoded = self.library.as_ref().is_ok_and(|library| library.encode(text, first, ids));
-        if !encoded {
-            extend(ids, &self.tokenizer.encode_without_special_tokens(text)?);
-        }
-        Ok(())
     }
 }
 
@@ -177,7 +119,7 @@ pub fn ids_of(tokenizer: &TextTokenizer) -> Result<impl FnMut(&str) -> Result<us
     if let Some(reason) = encoder.fallback() {
         return Err(Error::input(tokenizer.path(), reason));
     }
-    Ok(move |text: &str| Ok(encoder.encode(text, Part::Whole)?.ids.len()))
+    Ok(move |text: &str| Ok(encoder.encode(text)?.ids.len()))
 }
 
 /// Compares the faster library with the slower one.

@@ -1,6 +1,6 @@
 //! What a tokenizer does around its model, if it is one of the forms that GPT-2, Llama, Mistral, Qwen and Gemma
-//! have. Only of these is it known, and tested, that both libraries give the same ids, and where a document can be
-//! cut. Paired with `cuts`, `spelling` and `library`.
+//! have. Only of these is it known, and tested, that both libraries give the same ids. Paired with `joints`, `spelling`
+//! and `library`.
 
 use serde_json::{Map, Value};
 

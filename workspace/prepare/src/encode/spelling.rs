@@ -98,21 +98,20 @@ impl Spelling {
     }
 
     /// Whether ids spell a text. A text that the tokenizer changes, by NFC or by stripping white space, is not
-    /// spelt by its ids, and neither is one with characters unknown to the vocabulary. `first` says whether a
-    /// document begins with the text.
-    pub(super) fn is_of(&self, text: &str, first: bool, ids: &[u32]) -> bool {
+    /// spelt by its ids, and neither is one with characters unknown to the vocabulary.
+    pub(super) fn is_of(&self, text: &str, ids: &[u32]) -> bool {
         let text = text.as_bytes();
         let rest = match self.prepends {
             Prepends::Never => self.strip_all(ids, text),
-            _ => self.strip_with_spaces(text, first, ids),
+            _ => self.strip_with_spaces(text, ids),
         };
         rest.is_some_and(<[u8]>::is_empty)
     }
 
     /// What follows ids in a text that begins with them, but for the spaces that the tokenizer has put there.
-    fn strip_with_spaces<'t>(&self, text: &'t [u8], first: bool, ids: &[u32]) -> Option<&'t [u8]> {
+    fn strip_with_spaces<'t>(&self, text: &'t [u8], ids: &[u32]) -> Option<&'t [u8]> {
         let is_added = |id: &u32| self.is_added.get(*id as usize) == Some(&true);
-        let (mut rest, mut may_prepend) = (text, first || self.prepends == Prepends::Always);
+        let (mut rest, mut may_prepend) = (text, true);
         // Each begins the text, or follows an added token.
         for ids in ids.chunk_by(|before, _| !is_added(before)) {
             let prepends = may_prepend && !ids.first().is_some_and(is_added);

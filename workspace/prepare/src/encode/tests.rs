@@ -1,4 +1,4 @@
-//! The two libraries against each other, and pieces against wholes, for every kind of tokenizer.
+//! The two libraries against each other, for every kind of tokenizer.
 
 mod kinds;
 
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokenizers_1::pipeline::PipelineToken;
 
 use super::shape::PATTERNS;
-use super::{Encoder, LoadAhead, Part};
+use super::{Encoder, LoadAhead};
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
 
@@ -63,31 +63,11 @@ fn check(text: &str) {
         let mut ids = Vec::new();
         assert!(library.append(text, &mut ids), "{name}: fails for {text:?}");
         assert_eq!(PipelineToken::cast_slice(&ids), expected, "{name}: {text:?}");
-        let encoded = encoder.encode(text, Part::Whole).unwrap();
+        let encoded = encoder.encode(text).unwrap();
         assert_eq!(encoded.ids, tokenizer.encode(text).unwrap(), "{name}: {text:?}");
         let special: Vec<u32> = tokenizer.special_ids().collect();
         let named: Vec<u32> = expected.into_iter().filter(|id| special.contains(id)).collect();
         assert_eq!(encoded.special_in_text, named, "{name}: {text:?}");
-    }
-}
-
-/// Checks that the ids of a text are those of its pieces, of at most `limits` bytes in turn.
-fn check_pieces(text: &str, limits: &[usize]) {
-    for (name, tokenizer, encoder) in ENCODERS.iter() {
-        let mut ids = Vec::new();
-        let (mut rest, mut part, mut limits) = (text, Part::First, limits.iter().cycle());
-        let mut pieces = 1;
-        for limit in limits.by_ref().take(2 * text.len()) {
-            let head = &rest[..rest.floor_char_boundary(*limit)];
-            if let Some(end) = encoder.cut(head) {
-                ids.extend(encoder.encode(&rest[..end], part).unwrap().ids);
-                (rest, part) = (&rest[end..], Part::Middle);
-                pieces += 1;
-            }
-        }
-        let last = if pieces == 1 { Part::Whole } else { Part::Last };
-        ids.extend(encoder.encode(rest, last).unwrap().ids);
-        assert_eq!(ids, tokenizer.encode(text).unwrap(), "{name}: {pieces} pieces of {text:?}");
     }
 }
 
@@ -98,24 +78,12 @@ proptest! {
     fn ids_are_those_of_the_slower_library(text in texts()) {
         check(&text);
     }
-
-    #[test]
-    fn ids_of_pieces_are_those_of_the_whole(
-        text in texts(),
-        limits in proptest::collection::vec(3..60_usize, 1..8),
-    ) {
-        check_pieces(&text, &limits);
-    }
 }
 
 #[test]
-fn every_kind_is_encoded_by_the_faster_library_and_can_be_cut() {
+fn every_kind_is_encoded_by_the_faster_library() {
     for (name, _, encoder) in ENCODERS.iter() {
         assert_eq!(encoder.fallback(), None, "{name}");
-        let cut = encoder.cut("one two three");
-        assert!(cut == Some("one two".len()) || *name == "spanning", "{name}: {cut:?}");
-        assert_eq!(encoder.cut("one  2. \u{e9} x"), None, "{name}");
-        assert_eq!(encoder.cut(""), None, "{name}");
     }
 }
 
@@ -195,9 +163,8 @@ fn an_unusual_post_processor_leaves_whole_documents_to_the_slower_library() {
         let tokenizer = kinds::Kind { name: kind.name, json }.load();
         let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap(), None).unwrap();
         assert_eq!(encoder.fallback().is_none(), is_usual, "{:?}", encoder.fallback());
-        assert_eq!(encoder.cut("one two three").is_some(), is_usual);
         for text in ["", "a", "one two <|endoftext|> three", &kinds::text(2000, 5)] {
-            let encoded = encoder.encode(text, Part::Whole).unwrap();
+            let encoded = encoder.encode(text).unwrap();
             assert_eq!(encoded.ids, tokenizer.encode(text).unwrap(), "{text:?}");
             let times = if is_usual { 1 } else { 2 };
             let named = times * text.matches("<|endoftext|>").count();
@@ -206,7 +173,7 @@ fn an_unusual_post_processor_leaves_whole_documents_to_the_slower_library() {
     }
 }
 
-/// A document with what is long and has no cut amid words: a letter, spaces, ideographs, line ends, punctuation.
+/// A document with what is long amid words: a letter, spaces, ideographs, line ends, punctuation.
 fn long(length: usize) -> String {
     let mut text = kinds::text(length / 2, 2);
     let longest = length / 40;
@@ -222,7 +189,7 @@ fn long(length: usize) -> String {
 fn check_long(length: usize) {
     let text = long(length);
     let check = |(name, tokenizer, encoder): &(&str, &TextTokenizer, Encoder<'_>)| {
-        let encoded = encoder.encode(&text, Part::Whole).unwrap();
+        let encoded = encoder.encode(&text).unwrap();
         assert!(encoded.ids == tokenizer.encode(&text).unwrap(), "{name}");
     };
     // Not those with special tokens as text.
@@ -252,39 +219,31 @@ fn the_stories_of_the_fixtures_have_the_ids_of_the_slower_library() {
     let tokenizer = TextTokenizer::load(&fixtures.join("stories260K")).unwrap();
     let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap(), None).unwrap();
     assert_eq!(encoder.fallback(), None);
-    assert!(encoder.cut(&stories).is_some());
-    let whole = encoder.encode(&stories, Part::Whole).unwrap();
+    let whole = encoder.encode(&stories).unwrap();
     assert!(whole.ids == tokenizer.encode(&stories).unwrap());
     for line in stories.lines() {
         check(line);
-        check_pieces(line, &[40, 200, 1000]);
-        let encoded = encoder.encode(line, Part::Whole).unwrap();
+        let encoded = encoder.encode(line).unwrap();
         assert_eq!(encoded.ids, tokenizer.encode(line).unwrap());
     }
 }
 
 #[test]
-fn parts_have_their_ends_of_the_post_processor() {
+fn documents_have_their_ends_of_the_post_processor() {
     let (_, _, encoder) = ENCODERS.iter().find(|(name, ..)| name.ends_with("with EOS")).unwrap();
-    let ends = |part| {
-        let ids = encoder.encode(" and", part).unwrap().ids;
-        (ids.first() == Some(&1), ids.last() == Some(&2))
-    };
-    assert_eq!(ends(Part::Whole), (true, true));
-    assert_eq!(ends(Part::First), (true, false));
-    assert_eq!(ends(Part::Middle), (false, false));
-    assert_eq!(ends(Part::Last), (false, true));
-    assert_eq!(encoder.encode("", Part::Whole).unwrap().ids, [1, 2]);
-    assert_eq!(encoder.encode("</s>", Part::Whole).unwrap().special_in_text, [2]);
+    let ids = encoder.encode(" and").unwrap().ids;
+    assert_eq!((ids.first(), ids.last()), (Some(&1), Some(&2)));
+    assert_eq!(encoder.encode("").unwrap().ids, [1, 2]);
+    assert_eq!(encoder.encode("</s>").unwrap().special_in_text, [2]);
 }
 
 #[test]
 fn threads_get_the_ids_of_one() {
     let text = kinds::text(20_000, 4);
     for (name, _, encoder) in ENCODERS.iter() {
-        let alone = encoder.encode(&text, Part::Whole).unwrap();
+        let alone = encoder.encode(&text).unwrap();
         std::thread::scope(|scope| {
-            let encode = || encoder.encode(&text, Part::Whole).unwrap();
+            let encode = || encoder.encode(&text).unwrap();
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(encode)).collect();
             threads
                 .into_iter()
@@ -293,53 +252,50 @@ fn threads_get_the_ids_of_one() {
     }
 }
 
-/// The encoder's reason against the faster library for a changed tokenizer, and whether it allows cuts.
-fn changed(name: &str, change: impl Fn(&mut Value)) -> (String, bool) {
+/// The encoder's reason against the faster library for a changed tokenizer.
+fn changed(name: &str, change: impl Fn(&mut Value)) -> String {
     let mut kinds = kinds::all(600, "a b c");
     let kind = kinds.iter_mut().find(|kind| kind.name == name).unwrap();
     change(&mut kind.json);
     let tokenizer = kind.load();
     let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap(), None).unwrap();
-    for text in ["", "It's na\u{ef}ve,  <s>\n12 \u{1f600}", "one two three"] {
-        let encoded = encoder.encode(text, Part::Whole).unwrap();
+    for text in ["", "It's na\u{ef}ve,  <s>\n12 \u{1f600}", "one two three", "a b a"] {
+        let encoded = encoder.encode(text).unwrap();
         assert_eq!(encoded.ids, tokenizer.encode(text).unwrap(), "{name}");
     }
-    let fallback = encoder.fallback().unwrap_or_default().to_owned();
-    (fallback, encoder.cut("one two three").is_some())
+    encoder.fallback().unwrap_or_default().to_owned()
 }
 
 #[test]
 fn the_slower_library_encodes_what_the_faster_one_is_not_known_to() {
-    let reason = |name, change: fn(&mut Value)| changed(name, change);
-    let (why, cuts) = reason("Llama 3", |json| {
+    let why = changed("Llama 3", |json| {
         json["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "[a-z]+|[^a-z]+".into();
     });
-    assert!(why.contains("pre-tokenizer") && !cuts, "{why}");
-    let (why, cuts) = reason("Llama 3", |json| json["normalizer"] = json!({"type": "NFKC"}));
-    assert!(why.contains("normalizer") && !cuts, "{why}");
-    let (why, cuts) =
-        reason("Llama 2", |json| json["added_tokens"][1]["single_word"] = true.into());
-    assert!(why.contains("whole words") && !cuts, "{why}");
-    let (why, cuts) = reason("Llama 2", |json| json["model"]["end_of_word_suffix"] = "</w>".into());
-    assert!(why.contains("end_of_word_suffix") && !cuts, "{why}");
-    let (why, cuts) = reason("Llama 2", |json| {
+    assert!(why.contains("pre-tokenizer"), "{why}");
+    let why = changed("Llama 3", |json| json["normalizer"] = json!({"type": "NFKC"}));
+    assert!(why.contains("normalizer"), "{why}");
+    let why = changed("Llama 2", |json| json["added_tokens"][1]["single_word"] = true.into());
+    assert!(why.contains("whole words"), "{why}");
+    let why = changed("Llama 2", |json| json["model"]["end_of_word_suffix"] = "</w>".into());
+    assert!(why.contains("end_of_word_suffix"), "{why}");
+    let why = changed("Llama 2", |json| {
         json["model"] =
             json!({"type": "WordLevel", "vocab": {"<unk>": 0, "<s>": 1}, "unk_token": "<unk>"});
         json["added_tokens"] = json!([]);
         json["post_processor"] = json!(null);
     });
-    assert!(why.contains("BPE") && !cuts, "{why}");
-    // Known to split at cuts, but not to the faster library.
-    let (why, cuts) = reason("Qwen", |json| {
+    assert!(why.contains("BPE"), "{why}");
+    // Known here, but not to the faster library.
+    let why = changed("Qwen", |json| {
         json["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PATTERNS[5].into();
     });
-    assert!(why.contains("the faster library fails") && cuts, "{why}");
+    assert!(why.contains("the faster library fails"), "{why}");
 }
 
 #[test]
-fn tokens_that_reach_across_forbid_cuts() {
+fn added_tokens_of_every_kind_are_left_to_the_faster_library() {
     let added = |name, content: &str, flag: &str| {
-        let (why, cuts) = changed(name, |json| {
+        let why = changed(name, |json| {
             let id = json["model"]["vocab"].as_object().unwrap().len() + 100;
             let mut token = json["added_tokens"][0].clone();
             token["id"] = id.into();
@@ -348,20 +304,21 @@ fn tokens_that_reach_across_forbid_cuts() {
             json["added_tokens"].as_array_mut().unwrap().push(token);
         });
         assert_eq!(why, "", "{name} {content}");
-        cuts
     };
-    assert!(added("Llama 3", "<x>", "rstrip") && added("Llama 2", "<x>", "special"));
-    assert!(!added("Llama 3", "one two", "special"));
-    assert!(!added("Llama 3", "<x", "rstrip"));
-    assert!(!added("Llama 2", "<x", "special") && !added("Llama 2", "x>", "special"));
+    added("Llama 3", "<x>", "rstrip");
+    added("Llama 3", "one two", "special");
+    added("Llama 3", "<x", "rstrip");
+    for content in ["<x>", "<x", "x>"] {
+        added("Llama 2", content, "special");
+    }
     let joined = changed("Llama 2", |json| {
         let id = json["model"]["vocab"].as_object().unwrap().len();
         json["model"]["vocab"]["a\u{2581}"] = id.into();
         json["model"]["merges"].as_array_mut().unwrap().push(json!(["a", "\u{2581}"]));
     });
-    assert_eq!(joined, (String::new(), true));
-    let (_, cuts) = changed("Llama 2", |json| json["model"]["ignore_merges"] = true.into());
-    assert!(!cuts);
+    assert_eq!(joined, "");
+    let ignoring = changed("Llama 2", |json| json["model"]["ignore_merges"] = true.into());
+    assert_eq!(ignoring, "");
 }
 
 #[test]
@@ -370,15 +327,15 @@ fn ids_that_do_not_spell_the_text_are_recognised() {
         let text = "Anna's kite, and ten more.";
         let spelling = &encoder.library.as_ref().unwrap().spelling;
         let mut ids = tokenizer.encode_without_special_tokens(text).unwrap();
-        assert!(spelling.is_of(text, true, &ids), "{name}");
-        assert!(!spelling.is_of(text, true, &ids[..ids.len() - 1]), "{name}");
-        assert!(!spelling.is_of(&text[..text.len() - 1], true, &ids), "{name}");
+        assert!(spelling.is_of(text, &ids), "{name}");
+        assert!(!spelling.is_of(text, &ids[..ids.len() - 1]), "{name}");
+        assert!(!spelling.is_of(&text[..text.len() - 1], &ids), "{name}");
         for place in 0..ids.len() {
             let right = std::mem::replace(&mut ids[place], 300);
-            assert!(right == 300 || !spelling.is_of(text, true, &ids), "{name}: {place}");
+            assert!(right == 300 || !spelling.is_of(text, &ids), "{name}: {place}");
             ids[place] = right;
         }
         ids[0] = u32::MAX;
-        assert!(!spelling.is_of(text, true, &ids), "{name}");
+        assert!(!spelling.is_of(text, &ids), "{name}");
     }
 }

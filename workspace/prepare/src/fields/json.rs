@@ -7,10 +7,10 @@ use std::fmt;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Fields, MAX_SHOWN_KEYS, Node, Nouns, Segment, Slots, Value};
+use super::{Fields, MAX_SHOWN_KEYS, Node, Nouns, Slots, Value};
 
 impl Fields {
-    /// The text of an object of JSON in parts; `slots` are overwritten.
+    /// The text of an object of JSON; `slots` are overwritten.
     ///
     /// # Errors
     /// Fails with the reason why `object` is no document.
@@ -19,19 +19,13 @@ impl Fields {
         object: &'a str,
         nouns: Nouns,
         slots: &mut Slots<'a>,
-    ) -> Result<Vec<Segment<'a>>, String> {
+    ) -> Result<Cow<'a, str>, String> {
         slots.fill(None);
         if read_object(&self.tree, object, slots).is_err() {
             return Err(fault(object, nouns));
         }
-        self.segments(slots, nouns, || keys(object))
+        self.text(slots, nouns, || keys(object))
     }
-}
-
-/// The reason why a string of JSON within `object` is not Unicode.
-pub(crate) fn escape_fault(object: &str, string: &str, at: usize) -> String {
-    let column = string.as_ptr() as usize - object.as_ptr() as usize + at + 1;
-    format!("broken JSON at column {column}: lone surrogate in hex escape")
 }
 
 fn read_object<'a>(
@@ -101,7 +95,7 @@ impl<'n> Visitor<'_> for Key<'n> {
 /// The value that `raw` writes.
 fn value(raw: &str) -> Value<'_> {
     match raw.as_bytes() {
-        [b'"', .., b'"'] => Value::Escaped(&raw[1..raw.len() - 1]),
+        [b'"', .., b'"'] => Value::Escaped(raw),
         [b'{' | b'[', ..] => Value::Json(Cow::Borrowed(raw)),
         b"null" => Value::Null,
         _ => Value::Scalar(Cow::Borrowed(raw)),
@@ -113,12 +107,15 @@ fn fault(object: &str, nouns: Nouns) -> String {
     match serde_json::from_str::<IgnoredAny>(object) {
         Ok(_) => format!("expected one JSON object per {}", nouns.record),
         Err(fault) => {
-            // The column is useful; "line 1" is not.
-            let text = fault.to_string();
-            let reason = text.split(" at line ").next().unwrap_or(&text);
-            format!("broken JSON at column {}: {reason}", fault.column())
+            format!("broken JSON at column {}: {}", fault.column(), reason(&fault))
         }
     }
+}
+
+/// What is wrong, without its place: the column is useful, "line 1" is not.
+pub(super) fn reason(fault: &serde_json::Error) -> String {
+    let text = fault.to_string();
+    text.split(" at line ").next().unwrap_or(&text).to_owned()
 }
 
 /// The first keys of an object.

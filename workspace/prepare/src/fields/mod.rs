@@ -1,7 +1,6 @@
 //! The text of a record: the option `--field` names a field, a path `a.b` of fields in fields, or gives a
 //! template as `{title}: {text}`. One type for JSON objects and the columns of tables.
 
-mod escapes;
 mod json;
 #[cfg(test)]
 mod tests;
@@ -9,9 +8,6 @@ mod tests;
 use std::borrow::Cow;
 
 use crate::{Error, Result};
-
-pub(crate) use escapes::Unescaped;
-pub(crate) use json::escape_fault;
 
 /// Maximum number of keys or columns that an error lists.
 const MAX_SHOWN_KEYS: usize = 5;
@@ -65,7 +61,7 @@ pub(crate) type Slots<'a> = Vec<Option<Value<'a>>>;
 pub(crate) enum Value<'a> {
     /// A string.
     Text(&'a str),
-    /// A string as it is in JSON, without its quotes.
+    /// A string as it is in JSON.
     Escaped(&'a str),
     /// A number or a truth value as JSON writes it.
     Scalar(Cow<'a, str>),
@@ -75,15 +71,6 @@ pub(crate) enum Value<'a> {
     Json(Cow<'a, str>),
     /// Another value without a text.
     Other,
-}
-
-/// A part of a document's text.
-#[derive(Clone, Debug)]
-pub(crate) enum Segment<'a> {
-    /// Text.
-    Plain(Cow<'a, str>),
-    /// A string as it is in JSON.
-    Escaped(&'a str),
 }
 
 /// How errors speak of a kind of records.
@@ -216,57 +203,71 @@ impl Fields {
         vec![None; 2 * self.paths.len()]
     }
 
-    /// The text of a record with these values, in parts; `keys` are what it has, for the error.
+    /// The text of a record with these values; `keys` are what it has, for the error.
     ///
     /// # Errors
     /// Fails with the reason why the record is no document.
-    pub(crate) fn segments<'a>(
+    pub(crate) fn text<'a>(
         &'a self,
         slots: &Slots<'a>,
         nouns: Nouns,
-        keys: impl FnOnce() -> Vec<String>,
-    ) -> Result<Vec<Segment<'a>>, String> {
+        keys: impl Fn() -> Vec<String>,
+    ) -> Result<Cow<'a, str>, String> {
         if self.is_chat() {
-            return self.conversation(slots, nouns, keys);
+            return self.conversation(slots, nouns, keys).map(Cow::Owned);
         }
-        let mut segments = Vec::with_capacity(self.parts.len());
-        for part in &self.parts {
-            let index = match part {
-                TemplatePart::Literal(text) => {
-                    segments.push(Segment::Plain(Cow::Borrowed(text)));
-                    continue;
+        let part = |part: &'a TemplatePart| match part {
+            TemplatePart::Literal(text) => Ok(Cow::Borrowed(text.as_str())),
+            TemplatePart::Field(index) => self.field_text(*index, slots, nouns, &keys),
+        };
+        match &self.parts[..] {
+            [only] => part(only),
+            parts => {
+                let mut text = String::new();
+                for found in parts.iter().map(part) {
+                    text.push_str(&found?);
                 }
-                TemplatePart::Field(index) => *index,
-            };
-            let Some(value) = slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref()) else {
-                return Err(missing(&self.paths[index], nouns, &keys()));
-            };
-            let what = || format!("the {} {:?}", nouns.field, self.paths[index]);
-            segments.push(match value {
-                Value::Text(text) => Segment::Plain(Cow::Borrowed(text)),
-                Value::Escaped(text) => Segment::Escaped(text),
-                Value::Scalar(text) if self.is_template() => Segment::Plain(text.clone()),
-                Value::Null => return Err(format!("{} is null", what())),
-                _ if self.is_template() => {
-                    return Err(format!("{} is not a string, number or truth value", what()));
-                }
-                _ => return Err(format!("{} is not a string", what())),
-            });
+                Ok(Cow::Owned(text))
+            }
         }
-        Ok(segments)
     }
 
-    /// The object of a conversation, in parts.
-    fn conversation<'a>(
-        &'a self,
+    /// The text of a field.
+    fn field_text<'a>(
+        &self,
+        index: usize,
         slots: &Slots<'a>,
         nouns: Nouns,
-        keys: impl FnOnce() -> Vec<String>,
-    ) -> Result<Vec<Segment<'a>>, String> {
-        let plain = |text: &'a str| Segment::Plain(Cow::Borrowed(text));
+        keys: &impl Fn() -> Vec<String>,
+    ) -> Result<Cow<'a, str>, String> {
+        let Some(value) = slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref()) else {
+            return Err(missing(&self.paths[index], nouns, &keys()));
+        };
+        let what = || format!("the {} {:?}", nouns.field, self.paths[index]);
+        match value {
+            Value::Text(text) => Ok(Cow::Borrowed(text)),
+            Value::Escaped(string) => {
+                unescaped(string).map_err(|reason| format!("{} is broken: {reason}", what()))
+            }
+            Value::Scalar(text) if self.is_template() => Ok(text.clone()),
+            Value::Null => Err(format!("{} is null", what())),
+            _ if self.is_template() => {
+                Err(format!("{} is not a string, number or truth value", what()))
+            }
+            _ => Err(format!("{} is not a string", what())),
+        }
+    }
+
+    /// The object of a conversation.
+    fn conversation(
+        &self,
+        slots: &Slots<'_>,
+        nouns: Nouns,
+        keys: impl Fn() -> Vec<String>,
+    ) -> Result<String, String> {
         let value = |index: usize| slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref());
         let messages = match value(0) {
-            Some(Value::Json(messages)) => Segment::Plain(messages.clone()),
+            Some(Value::Json(messages)) => messages,
             Some(Value::Null) => {
                 return Err(format!("the {} {:?} is null", nouns.field, self.paths[0]));
             }
@@ -278,22 +279,15 @@ impl Fields {
             }
             None => return Err(missing(&self.paths[0], nouns, &keys())),
         };
-        let mut segments = vec![plain("{\"messages\":"), messages, plain(",\"tools\":")];
-        match value(1) {
-            None | Some(Value::Null) => segments.push(plain("null")),
-            Some(Value::Json(tools)) => segments.push(Segment::Plain(tools.clone())),
+        let tools = match value(1) {
+            None | Some(Value::Null) => Cow::Borrowed("null"),
+            Some(Value::Json(tools)) => Cow::Borrowed(&**tools),
             // A text with the tools in JSON.
-            Some(Value::Escaped(tools)) => {
-                segments.extend([plain("\""), plain(tools), plain("\"")])
-            }
-            Some(Value::Text(tools)) => {
-                let quoted = serde_json::Value::from(*tools).to_string();
-                segments.push(Segment::Plain(Cow::Owned(quoted)));
-            }
+            Some(Value::Escaped(tools)) => Cow::Borrowed(*tools),
+            Some(Value::Text(tools)) => serde_json::Value::from(*tools).to_string().into(),
             Some(_) => return Err(format!("the {} {TOOLS:?} is not a list", nouns.field)),
-        }
-        segments.push(plain("}"));
-        Ok(segments)
+        };
+        Ok(format!("{{\"messages\":{messages},\"tools\":{tools}}}"))
     }
 }
 
@@ -327,12 +321,13 @@ pub(crate) fn missing(path: &str, nouns: Nouns, keys: &[String]) -> String {
     format!("no {field} {path:?}, the {record} has {shown}: name the text's {field} with --field")
 }
 
-impl Segment<'_> {
-    /// Its bytes as they are held.
-    pub(crate) fn len(&self) -> usize {
-        match self {
-            Segment::Plain(text) => text.len(),
-            Segment::Escaped(text) => text.len(),
-        }
+/// What a string of JSON says.
+///
+/// # Errors
+/// Fails with the reason why it is not Unicode.
+fn unescaped(string: &str) -> Result<Cow<'_, str>, String> {
+    if memchr::memchr(b'\\', string.as_bytes()).is_none() {
+        return Ok(Cow::Borrowed(&string[1..string.len() - 1]));
     }
+    serde_json::from_str(string).map(Cow::Owned).map_err(|fault| json::reason(&fault))
 }

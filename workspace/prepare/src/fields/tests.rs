@@ -6,17 +6,7 @@ use super::*;
 fn text(argument: &str, object: &str) -> Result<String, String> {
     let fields = Fields::parse(argument).unwrap();
     let mut slots = fields.slots();
-    let segments = fields.of_json(object, LINE, &mut slots)?;
-    let mut text = String::new();
-    for segment in segments {
-        match segment {
-            Segment::Plain(plain) => text.push_str(&plain),
-            Segment::Escaped(string) => {
-                Unescaped::new(string).append(&mut text, usize::MAX).unwrap();
-            }
-        }
-    }
-    Ok(text)
+    fields.of_json(object, LINE, &mut slots).map(Cow::into_owned)
 }
 
 #[test]
@@ -94,4 +84,17 @@ fn deep_nesting_needs_no_stack() {
     let deep = format!("{{\"d\": {}{}, \"t\": \"\"}}", "[".repeat(1 << 20), "]".repeat(1 << 20));
     assert_eq!(text("t", &deep).unwrap(), "");
     assert_eq!(text("d", &deep).unwrap_err(), "the field \"d\" is not a string");
+}
+
+#[test]
+fn escapes_are_taken_back_and_half_a_surrogate_pair_is_refused() {
+    let object = r#"{"t": "\"\\\/\b\f\n\r\t\u00e4\u20AC\ud83d\uDE00"}"#;
+    assert_eq!(text("t", object).unwrap(), "\"\\/\u{8}\u{c}\n\r\t\u{e4}\u{20ac}\u{1f600}");
+    for half in [r"\ud83d", r"\ud83dxxxxxx", r"\ud83d\n", r"\ude00\ud83d", r"\ud83d\u0041"] {
+        let object = format!("{{\"t\": \"ab{half}\", \"other\": \"{half}\"}}");
+        for argument in ["t", "{t}"] {
+            let error = text(argument, &object).unwrap_err();
+            assert!(error.starts_with("the field \"t\" is broken: "), "{error}");
+        }
+    }
 }

@@ -25,7 +25,7 @@ use crate::end_of_text::Ending;
 use crate::names::can_continue;
 use crate::pipeline::{Batch, Document, Event, Place};
 use crate::prepare::{Prepared, PreparedFile};
-use crate::reader::{Format, Identity, Part};
+use crate::reader::{Format, Identity};
 use crate::{Error, Prepare, Result};
 
 /// The ending of the directory in which token files lie until they are complete.
@@ -76,19 +76,6 @@ struct State {
     place: Place,
     counts: Counts,
     input_bytes: u64,
-    /// Whether reading can continue at the place.
-    can_continue: bool,
-    /// The large document whose parts arrive.
-    large: Option<Large>,
-}
-
-/// A document that arrives in parts.
-struct Large {
-    /// The index of its file.
-    file: usize,
-    hasher: blake3::Hasher,
-    text_bytes: u64,
-    special: Vec<u32>,
 }
 
 /// What a preparation begins with.
@@ -150,8 +137,6 @@ impl<'a> Outputs<'a> {
             place: checkpoint.place,
             counts: checkpoint.counts,
             input_bytes: checkpoint.input_bytes,
-            can_continue: true,
-            large: None,
         };
         let place = state.place;
         let outputs = Outputs {
@@ -206,7 +191,7 @@ impl<'a> Outputs<'a> {
     }
 
     fn batch(&mut self, batch: Batch) -> Result<()> {
-        let path = &self.paths[batch.input];
+        let path = &self.paths[batch.end.input];
         for record in &batch.bad {
             self.state.counts.records += 1;
             self.state.counts.bad += 1;
@@ -216,10 +201,7 @@ impl<'a> Outputs<'a> {
             self.document(document)?;
         }
         self.state.input_bytes += batch.input_bytes;
-        self.state.can_continue = batch.end.is_some() && self.state.large.is_none();
-        if let Some(end) = batch.end {
-            self.state.place = end;
-        }
+        self.state.place = batch.end;
         if self.synced.elapsed() >= self.options.sync_every {
             self.checkpoint()?;
         }
@@ -227,29 +209,12 @@ impl<'a> Outputs<'a> {
     }
 
     fn document(&mut self, document: &Document) -> Result<()> {
-        match document.part {
-            Part::Whole => self.whole(document),
-            Part::First => {
-                let file = self.next_file();
-                let hasher = blake3::Hasher::new();
-                self.state.large = Some(Large { file, hasher, text_bytes: 0, special: Vec::new() });
-                self.append(document)
-            }
-            Part::Middle => self.append(document),
-            Part::Last => {
-                self.append(document)?;
-                self.end_large()
-            }
-        }
-    }
-
-    fn whole(&mut self, document: &Document) -> Result<()> {
         self.state.counts.records += 1;
         if document.is_wanted && document.ids.is_empty() {
             self.state.counts.empty += 1;
             return Ok(());
         }
-        if !self.selects(document.ids.len() as u64, document.hash.as_ref(), document.is_wanted)? {
+        if !self.selects(document)? {
             return Ok(());
         }
         let file = self.next_file();
@@ -263,52 +228,19 @@ impl<'a> Outputs<'a> {
         Ok(())
     }
 
-    /// Appends a part to the large document.
-    fn append(&mut self, document: &Document) -> Result<()> {
-        // A part has a first part before it.
-        let Some(large) = &mut self.state.large else { return Ok(()) };
-        if let Some(text) = &document.text {
-            large.hasher.update(text.as_bytes());
-        }
-        large.text_bytes += document.text_bytes;
-        large.special.extend(&document.special);
-        Ok(self.files[large.file].writer.push_tokens(&document.ids)?)
-    }
-
-    fn end_large(&mut self) -> Result<()> {
-        let Some(large) = self.state.large.take() else { return Ok(()) };
-        self.state.counts.records += 1;
-        let tokens = self.files[large.file].writer.begun();
-        let hash = large.hasher.finalize();
-        let selection = &self.options.selection;
-        let hash = selection.needs_hashes().then_some(&hash);
-        let is_wanted = hash.is_none_or(|hash| selection.wants(hash));
-        if !self.selects(tokens, hash, is_wanted)? {
-            return Ok(self.files[large.file].writer.drop_document()?);
-        }
-        let output = &mut self.files[large.file];
-        output.writer.end_document()?;
-        output.count(large.text_bytes, &large.special);
-        Ok(())
-    }
-
     /// Whether a document is written; counts it if not.
-    fn selects(
-        &mut self,
-        tokens: u64,
-        hash: Option<&blake3::Hash>,
-        is_wanted: bool,
-    ) -> Result<bool> {
+    fn selects(&mut self, document: &Document) -> Result<bool> {
+        let tokens = document.ids.len() as u64;
         let selection = &self.options.selection;
         let counts = &mut self.state.counts;
-        let left_out = if !is_wanted {
+        let left_out = if !document.is_wanted {
             &mut counts.not_sampled
         } else if selection.min_tokens.is_some_and(|least| tokens < least) {
             &mut counts.short
         } else if selection.max_tokens.is_some_and(|most| tokens > most) {
             &mut counts.long
         } else {
-            let is_new = match (&mut self.seen, hash) {
+            let is_new = match (&mut self.seen, &document.hash) {
                 (Some(seen), Some(hash)) => seen.insert(hash)?,
                 _ => true,
             };
@@ -358,12 +290,12 @@ impl<'a> Outputs<'a> {
         self.has_checkpoint
     }
 
-    /// Records how far the preparation is, unless a document has begun, or an input can be read once.
+    /// Records how far the preparation is, unless an input can be read once.
     ///
     /// # Errors
     /// Fails if the disk is full or fails.
     pub(crate) fn checkpoint(&mut self) -> Result<()> {
-        if !self.state.can_continue || self.is_temporary.is_some() {
+        if self.is_temporary.is_some() {
             return Ok(());
         }
         let mut files = Vec::with_capacity(self.files.len());
@@ -413,7 +345,6 @@ impl<'a> Outputs<'a> {
         ending: &Ending,
     ) -> Result<(Vec<PreparedFile>, Counts, Option<PathBuf>)> {
         // The counts, for one that is interrupted from here on.
-        self.state.can_continue = true;
         self.checkpoint()?;
         let mut complete = Vec::with_capacity(self.files.len());
         let prefixes = prefixes(self.options);

@@ -18,7 +18,7 @@ use self::budget::{Budget, Permit};
 use crate::encode::Encoder;
 use crate::encode::chat::{ChatEncoder, Rendered};
 use crate::reader::{
-    self, BadRecord, Chunk, Format, Identity, OpenInput, Part, Position, ReadOptions, Turn, Turns,
+    self, BadRecord, Chunk, Format, Identity, OpenInput, Position, ReadOptions, Record,
 };
 use crate::remote::Downloads;
 use crate::{Error, Result};
@@ -28,10 +28,6 @@ const MEMORY_FACTOR: u64 = 8;
 /// Bytes of chunks in flight for each thread of the pool, of a part. More would leave the processor's caches before
 /// they are encoded.
 const AHEAD_BYTES: u64 = 4 << 20;
-/// Bytes of a chunk whose documents are encoded one by one.
-const LARGE_BYTES: u64 = 16 << 20;
-/// The part of the memory that all readers may hold at any time, before it becomes chunks: their shares.
-const READERS_PART: u64 = 4;
 /// Threads of the pool that one reader supplies with text.
 const THREADS_A_READER: usize = 4;
 /// Time after which the receiver hears that nothing has arrived.
@@ -86,10 +82,8 @@ pub(crate) enum Event {
 
 /// Some records.
 pub(crate) struct Batch {
-    /// The number of the input.
-    pub(crate) input: usize,
-    /// After the last record, where reading can continue; `None` within the records of a chunk.
-    pub(crate) end: Option<Place>,
+    /// After the last record, where reading can continue.
+    pub(crate) end: Place,
     pub(crate) documents: Vec<Document>,
     pub(crate) bad: Vec<BadRecord>,
     /// Bytes of the input as it is stored.
@@ -98,9 +92,8 @@ pub(crate) struct Batch {
     _permit: Permit,
 }
 
-/// A document, or a part of a large one.
+/// A document.
 pub(crate) struct Document {
-    pub(crate) part: Part,
     /// With the post-processor's ids and the end of the text. Empty for a text without tokens.
     pub(crate) ids: Vec<u32>,
     /// Of a conversation, 1 for each id that is trained on; else empty.
@@ -108,10 +101,8 @@ pub(crate) struct Document {
     /// Special tokens that the text names.
     pub(crate) special: Vec<u32>,
     pub(crate) text_bytes: u64,
-    /// The hash of a whole document.
+    /// The hash of its text, where hashes are wanted.
     pub(crate) hash: Option<blake3::Hash>,
-    /// A part's text, where hashes are wanted.
-    pub(crate) text: Option<String>,
     /// Whether the document was encoded.
     pub(crate) is_wanted: bool,
 }
@@ -130,10 +121,6 @@ struct Shared<'a> {
     stopped: AtomicBool,
     /// Bytes of chunks in flight, for each part.
     share: u64,
-    /// Bytes that the reader of a part may hold at any time.
-    read_share: usize,
-    /// When it may hold more.
-    turns: Arc<Turns>,
 }
 
 /// Reads the inputs from `start` on, and gives `receive` what was read. An error of `receive` ends it.
@@ -150,17 +137,14 @@ pub(crate) fn run(
     let parts = ahead as u64 + 1;
     let most = rayon::current_num_threads() as u64 * AHEAD_BYTES;
     let share = (work.memory / MEMORY_FACTOR / parts).clamp(1, most);
-    let read_share = (work.memory / READERS_PART / parts).max(1) as usize;
-    let (stopped, turns) = (AtomicBool::new(false), Arc::new(Turns::default()));
-    let shared = Shared { work, stopped, share, read_share, turns };
+    let shared = Shared { work, stopped: AtomicBool::new(false), share };
     rayon::in_place_scope(|tasks| {
         std::thread::scope(|threads| {
             // One is received, one is ready to be.
             let (parts, received) = sync_channel(ahead - 1);
             let shared = &shared;
-            let _end = shared.turns.end_later();
             threads.spawn(move || feed(shared, start, threads, tasks, &parts));
-            let done = receive_all(work, &received, &shared.turns, receive);
+            let done = receive_all(work, &received, receive);
             // Ends readers that wait for the receiver, and tasks that have not begun.
             shared.stopped.store(true, Ordering::Relaxed);
             work.inputs.stop();
@@ -173,7 +157,6 @@ pub(crate) fn run(
 fn receive_all(
     work: &Work<'_>,
     parts: &Receiver<PartStream>,
-    turns: &Turns,
     receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
 ) -> Result<()> {
     while let Some(PartStream { input, opened, batches }) = next(parts, receive)? {
@@ -197,7 +180,6 @@ fn receive_all(
             receive(Event::Finished(input))?;
             work.inputs.release(input)?;
         }
-        turns.next();
     }
     Ok(())
 }
@@ -227,7 +209,6 @@ fn feed<'scope, 'env, 'tasks>(
     'tasks: 'scope,
 {
     let mut from = start;
-    let mut turns = (0..).map(|number| shared.turns.of(number));
     let work = shared.work;
     for number in start.input..work.inputs.len() {
         let open = work.inputs.path(number);
@@ -250,8 +231,7 @@ fn feed<'scope, 'env, 'tasks>(
             }
             let (open, position) = (Arc::clone(&open), from.position);
             let place = Place { input: number, part, position };
-            let turn = turns.next().unwrap_or_default();
-            threads.spawn(move || read_part(shared, &open, place, turn, &budget, tasks, &slots));
+            threads.spawn(move || read_part(shared, &open, place, &budget, tasks, &slots));
             from.position = Position::default();
         }
         from.part = 0;
@@ -271,7 +251,6 @@ fn read_part<'tasks>(
     shared: &'tasks Shared<'tasks>,
     open: &OpenInput,
     mut place: Place,
-    turn: Turn,
     budget: &Arc<Budget>,
     tasks: &Tasks<'tasks>,
     slots: &Sender<Receiver<Result<Batch>>>,
@@ -281,8 +260,7 @@ fn read_part<'tasks>(
         // The channel has room, and without a receiver nobody waits for the error.
         let _ = result.send(Err(error)).map(|()| slots.send(slot));
     };
-    let read = open.read_in_turn(place.part, place.position, turn, shared.read_share);
-    let mut reader = match read {
+    let mut reader = match open.read(place.part, place.position) {
         Ok(reader) => reader,
         Err(error) => return fail(error),
     };
@@ -293,20 +271,10 @@ fn read_part<'tasks>(
             Err(error) => return fail(error),
         };
         place.position = chunk.end;
-        let bytes = chunk.bytes();
         if shared.stopped.load(Ordering::Relaxed) {
             return;
         }
-        if bytes > LARGE_BYTES {
-            // Here and not in the pool: its threads never wait for memory that others hold.
-            let sent = encode_in_batches(shared.work, &chunk, place, budget, slots);
-            match sent {
-                Ok(true) => continue,
-                Ok(false) => return,
-                Err(error) => return fail(error),
-            }
-        }
-        let permit = budget.take(bytes);
+        let permit = budget.take(chunk.bytes());
         let (result, slot) = sync_channel(1);
         if slots.send(slot).is_err() {
             return;
@@ -323,67 +291,32 @@ fn read_part<'tasks>(
 
 /// Parses and encodes the records of a chunk.
 fn encode(work: &Work<'_>, chunk: &Chunk, end: Place, permit: Permit) -> Result<Batch> {
-    let mut batch = Batch::new(end.input, permit);
+    let (documents, bad, input_bytes) = (Vec::new(), Vec::new(), chunk.input_bytes);
+    let mut batch = Batch { end, documents, bad, input_bytes, _permit: permit };
     for record in chunk.documents() {
         batch.push(work, record)?;
     }
-    (batch.end, batch.input_bytes) = (Some(end), chunk.input_bytes);
     Ok(batch)
 }
 
-/// Parses and encodes the records of a large chunk, and sends a batch for each part of a document; whether they
-/// have a receiver.
-fn encode_in_batches(
-    work: &Work<'_>,
-    chunk: &Chunk,
-    end: Place,
-    budget: &Arc<Budget>,
-    slots: &Sender<Receiver<Result<Batch>>>,
-) -> Result<bool> {
-    let send = |batch| {
-        let (result, slot) = sync_channel(1);
-        // The channel has room.
-        slots.send(slot).is_ok() && result.send(Ok(batch)).is_ok()
-    };
-    for record in chunk.documents() {
-        let bytes = record.as_ref().map_or(0, |document| document.text.len() as u64);
-        let mut batch = Batch::new(end.input, budget.take(bytes));
-        batch.push(work, record)?;
-        if !send(batch) {
-            return Ok(false);
-        }
-    }
-    let mut last = Batch::new(end.input, budget.take(0));
-    (last.end, last.input_bytes) = (Some(end), chunk.input_bytes);
-    Ok(send(last))
-}
-
 impl Batch {
-    fn new(input: usize, permit: Permit) -> Self {
-        let (documents, bad) = (Vec::new(), Vec::new());
-        Self { input, end: None, documents, bad, input_bytes: 0, _permit: permit }
-    }
-
     /// Encodes a record and adds it.
-    fn push(
-        &mut self,
-        work: &Work<'_>,
-        record: Result<reader::Document<'_>, BadRecord>,
-    ) -> Result<()> {
-        match record {
-            Ok(record) => match work.encoding {
-                Encoding::Texts(encoder) => {
-                    let document = encode_document(work, encoder, &record.text, record.part)?;
-                    self.documents.push(document);
-                }
-                Encoding::Conversations(chat) => match chat.render(&record.text) {
-                    Ok(rendered) => {
-                        self.documents.push(encode_conversation(work, chat, &rendered)?);
-                    }
-                    Err(reason) => self.bad.push(BadRecord { place: record.place, reason }),
-                },
+    fn push(&mut self, work: &Work<'_>, record: Record<'_>) -> Result<()> {
+        let record = match record {
+            Ok(record) => record,
+            Err(bad) => {
+                self.bad.push(bad);
+                return Ok(());
+            }
+        };
+        match work.encoding {
+            Encoding::Texts(encoder) => {
+                self.documents.push(encode_document(work, encoder, &record.text)?);
+            }
+            Encoding::Conversations(chat) => match chat.render(&record.text) {
+                Ok(rendered) => self.documents.push(encode_conversation(work, chat, &rendered)?),
+                Err(reason) => self.bad.push(BadRecord { place: record.place, reason }),
             },
-            Err(record) => self.bad.push(record),
         }
         Ok(())
     }
@@ -398,13 +331,11 @@ fn encode_conversation(
     let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
     let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
     let mut document = Document {
-        part: Part::Whole,
         ids: Vec::new(),
         mask: Vec::new(),
         special: rendered.special.clone(),
         text_bytes: text.len() as u64,
         hash,
-        text: None,
         is_wanted,
     };
     if is_wanted {
@@ -414,30 +345,22 @@ fn encode_conversation(
     Ok(document)
 }
 
-fn encode_document(
-    work: &Work<'_>,
-    encoder: &Encoder<'_>,
-    text: &str,
-    part: Part,
-) -> Result<Document> {
-    let is_whole = part == Part::Whole;
-    let hash = (work.hashes && is_whole).then(|| blake3::hash(text.as_bytes()));
+fn encode_document(work: &Work<'_>, encoder: &Encoder<'_>, text: &str) -> Result<Document> {
+    let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
     let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
     let mut document = Document {
-        part,
         ids: Vec::new(),
         mask: Vec::new(),
         special: Vec::new(),
         text_bytes: text.len() as u64,
         hash,
-        text: (work.hashes && !is_whole).then(|| text.to_owned()),
         is_wanted,
     };
     if is_wanted {
-        let encoded = encoder.encode(text, part)?;
+        let encoded = encoder.encode(text)?;
         (document.ids, document.special) = (encoded.ids, encoded.special_in_text);
         // A document without any token is left out.
-        if matches!(part, Part::Last) || is_whole && !document.ids.is_empty() {
+        if !document.ids.is_empty() {
             document.ids.extend(work.end);
         }
     }

@@ -3,13 +3,11 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use super::chunk::{BadRecord, Chunk, Content, Record};
-use super::lines::too_long;
-use super::pieces::RecordText;
+use super::chunk::{BadRecord, Chunk, Content, Document, Record};
 use super::stream::Stream;
 use super::{Position, ReadOptions, Reader, utf8};
 use crate::error::Place;
-use crate::fields::{ELEMENT, escape_fault};
+use crate::fields::ELEMENT;
 use crate::{Error, Result};
 
 /// The byte-order mark in UTF-8.
@@ -129,7 +127,7 @@ impl Array {
 
     /// Reads past the end of an element that is too long, of which `bytes` were read.
     fn skip_element(&mut self, mut scan: Scan, mut bytes: Vec<u8>) -> Result<Chunk> {
-        let reason = too_long("element", self.stream.options.max_record_bytes);
+        let reason = self.stream.options.too_long("element");
         let place = Place::Row(self.stream.position.record + 1);
         let mut skipped = 0;
         loop {
@@ -205,11 +203,10 @@ pub(super) fn records<'a>(
         let place = Place::Row(start.record + index as u64 + 1);
         let bad = |reason| BadRecord { place, reason };
         if range.len() > options.max_record_bytes {
-            return Err(bad(too_long("element", options.max_record_bytes)));
+            return Err(bad(options.too_long("element")));
         }
         let element = utf8(&bytes[range.clone()])
             .map_err(|at| bad(format!("not UTF-8 at byte {at} of the element")))?;
-        let segments = options.fields.of_json(element, ELEMENT, &mut slots).map_err(bad)?;
-        RecordText::new(segments, place, options, |string, at| escape_fault(element, string, at))
+        Document::new(options.fields.of_json(element, ELEMENT, &mut slots), place, options)
     })
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::format::{Format, START_BYTES, format_of};
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader, Turn, array, columns, lines, paragraphs, text};
+use super::{Position, ReadOptions, Reader, array, columns, lines, paragraphs, text};
 use crate::decode::{Compression, Decoded, Source, refusal};
 use crate::names::is_standard_input;
 use crate::{Error, Result};
@@ -19,17 +19,12 @@ pub(crate) struct OpenInput {
     path: PathBuf,
     options: Arc<ReadOptions>,
     pub(super) format: Format,
-    table: Option<Table>,
+    /// What is known of a table of Parquet before its rows are read.
+    parquet: Option<columns::ParquetTable>,
     /// What the file was when it was opened; `None` for a pipe.
     identity: Option<Identity>,
     /// A pipe, which can be read once.
     pipe: Mutex<Option<Decoded>>,
-}
-
-/// What is known of a table before its rows are read.
-enum Table {
-    Parquet(columns::ParquetTable),
-    Arrow(arrow_schema::Schema),
 }
 
 /// What tells whether a file has changed.
@@ -78,25 +73,24 @@ pub(crate) fn open(
         // Anything else than a file would lose what was read when it is opened again.
         (Source::File(file), metadata.is_file().then(|| Identity::of(&metadata)))
     };
-    let mut decoded = Decoded::new(path, source, options.max_record_bytes)?;
+    let mut decoded = Decoded::new(path, source, options.max_window_bytes)?;
     let start = decoded.peek(START_BYTES)?;
     if let Some(reason) = refusal(path, start) {
         return Err(Error::input(path, reason));
     }
     let format = format_of(path, start, format)?;
-    let table = match format {
+    let parquet = match format {
         Format::Parquet if identity.is_none() || decoded.compression() != Compression::None => {
             // The end of Parquet says where its columns are.
             let reason = "a compressed file or a pipe with Parquet: write it to a file first";
             return Err(Error::input(path, reason));
         }
-        Format::Parquet => Some(Table::Parquet(columns::ParquetTable::open(path, &options)?)),
-        Format::Arrow => Some(Table::Arrow(columns::arrow_schema(path, &mut decoded, &options)?)),
+        Format::Parquet => Some(columns::ParquetTable::open(path, &options)?),
         _ => None,
     };
     let pipe = Mutex::new(identity.is_none().then_some(decoded));
     let path = path.to_path_buf();
-    Ok(OpenInput { path, options, format, table, identity, pipe })
+    Ok(OpenInput { path, options, format, parquet, identity, pipe })
 }
 
 impl OpenInput {
@@ -121,10 +115,7 @@ impl OpenInput {
 
     /// The number of parts; [`OpenInput::read`] reads each of them, and their order is that of the documents.
     pub(crate) fn parts(&self) -> usize {
-        match &self.table {
-            Some(Table::Parquet(table)) => table.parts(),
-            _ => 1,
-        }
+        self.parquet.as_ref().map_or(1, columns::ParquetTable::parts)
     }
 
     /// Reads a part from a position on: its beginning, or the end of one of its chunks.
@@ -132,27 +123,12 @@ impl OpenInput {
     /// # Errors
     /// Fails if the input cannot be read, is shorter than `from`, or is a pipe that was read before.
     pub(crate) fn read(&self, part: usize, from: Position) -> Result<Box<dyn Reader>> {
-        self.read_in_turn(part, from, Turn::default(), usize::MAX)
-    }
-
-    /// As [`OpenInput::read`], with a turn to hold more than `share_bytes`.
-    ///
-    /// # Errors
-    /// As [`OpenInput::read`].
-    pub(crate) fn read_in_turn(
-        &self,
-        part: usize,
-        from: Position,
-        turn: Turn,
-        share_bytes: usize,
-    ) -> Result<Box<dyn Reader>> {
-        let options = Arc::new(ReadOptions { turn, share_bytes, ..(*self.options).clone() });
-        let path = self.path.as_path();
-        if let Some(Table::Parquet(table)) = &self.table {
+        let (path, options) = (self.path.as_path(), Arc::clone(&self.options));
+        if let Some(table) = &self.parquet {
             return table.read(path, part, from, options);
         }
         let decoded = match &self.identity {
-            Some(_) => Decoded::open_at(path, from.offset, options.max_record_bytes)?,
+            Some(_) => Decoded::open_at(path, from.offset, options.max_window_bytes)?,
             None => {
                 let pipe = self.pipe.lock().unwrap_or_else(PoisonError::into_inner).take();
                 pipe.filter(|_| from == Position::default()).ok_or_else(|| {
@@ -160,15 +136,15 @@ impl OpenInput {
                 })?
             }
         };
-        if let Some(Table::Arrow(schema)) = &self.table {
-            return Ok(Box::new(columns::Arrow::new(path, decoded, schema, from, options)?));
+        if self.format == Format::Arrow {
+            return Ok(Box::new(columns::Arrow::new(path, decoded, from, options)?));
         }
         let stream = Stream::new(decoded, from, options);
         Ok(match self.format {
             Format::JsonLines => Box::new(lines::Lines(stream)),
             Format::JsonArray => Box::new(array::Array { path: self.path.clone(), stream }),
             Format::Paragraphs => Box::new(paragraphs::Paragraphs(stream)),
-            _ => Box::new(text::Text { path: self.path.clone(), stream }),
+            _ => Box::new(text::Text(stream)),
         })
     }
 }

@@ -1,12 +1,11 @@
 //! JSON lines: one object per line, blank lines in between.
 
-use super::chunk::{BadRecord, Chunk, Content, Record};
-use super::pieces::RecordText;
+use super::chunk::{BadRecord, Chunk, Content, Document, Record};
 use super::stream::Stream;
 use super::{Position, ReadOptions, Reader, utf8};
 use crate::Result;
 use crate::error::Place;
-use crate::fields::{LINE, Slots, escape_fault};
+use crate::fields::{LINE, Slots};
 
 /// Cuts an input between lines.
 pub(super) struct Lines(pub(super) Stream);
@@ -14,7 +13,7 @@ pub(super) struct Lines(pub(super) Stream);
 impl Lines {
     /// Reads past the end of a line that is too long, of which `bytes` were read.
     fn skip_line(&mut self, mut bytes: usize) -> Result<Chunk> {
-        let reason = too_long("line", self.0.options.max_record_bytes);
+        let reason = self.0.options.too_long("line");
         let place = Place::Line(self.0.position.record + 1);
         let mut block = std::mem::take(&mut self.0.rest);
         loop {
@@ -100,7 +99,7 @@ fn record<'a>(
     let place = Place::Line(number);
     let bad = |reason| Some(Err(BadRecord { place, reason }));
     if line.len() > options.max_record_bytes {
-        return bad(too_long("line", options.max_record_bytes));
+        return bad(options.too_long("line"));
     }
     let mut line = match utf8(line) {
         Ok(line) => line,
@@ -112,15 +111,5 @@ fn record<'a>(
     if !line.starts_with('{') && line.trim().is_empty() {
         return None;
     }
-    Some(match options.fields.of_json(line, LINE, slots) {
-        Ok(segments) => {
-            RecordText::new(segments, place, options, |string, at| escape_fault(line, string, at))
-        }
-        Err(reason) => Err(BadRecord { place, reason }),
-    })
-}
-
-/// Why a record is not read.
-pub(super) fn too_long(noun: &str, max_record_bytes: usize) -> String {
-    format!("the {noun} is longer than {max_record_bytes} bytes: raise --memory")
+    Some(Document::new(options.fields.of_json(line, LINE, slots), place, options))
 }

@@ -1,13 +1,10 @@
 //! Text with a document in each paragraph; blank lines separate them.
 
-use super::chunk::{BadRecord, Chunk, Content, Record};
-use super::lines::too_long;
-use super::pieces::RecordText;
+use super::chunk::{BadRecord, Chunk, Content, Document, Record};
 use super::stream::Stream;
 use super::{Position, ReadOptions, Reader, utf8};
 use crate::Result;
 use crate::error::Place;
-use crate::fields::Segment;
 
 /// Cuts an input after blank lines.
 pub(super) struct Paragraphs(pub(super) Stream);
@@ -15,7 +12,7 @@ pub(super) struct Paragraphs(pub(super) Stream);
 impl Paragraphs {
     /// Reads past the end of a paragraph that is too long, of which `bytes` were read.
     fn skip_paragraph(&mut self, mut bytes: Vec<u8>) -> Result<Chunk> {
-        let reason = too_long("paragraph", self.0.options.max_record_bytes);
+        let reason = self.0.options.too_long("paragraph");
         let place = Place::Row(self.0.position.record + 1);
         let mut skipped = 0;
         loop {
@@ -133,14 +130,12 @@ pub(super) fn records<'a>(
     paragraphs(bytes).enumerate().map(move |(index, paragraph)| {
         let place = Place::Row(first + index as u64 + 1);
         if paragraph.len() > options.max_record_bytes {
-            let reason = too_long("paragraph", options.max_record_bytes);
-            return Err(BadRecord { place, reason });
+            return Err(BadRecord { place, reason: options.too_long("paragraph") });
         }
         let text = utf8(paragraph).map_err(|at| {
             let reason = format!("not UTF-8 at byte {at} of the paragraph");
             BadRecord { place, reason }
         })?;
-        let text = text.trim_end_matches(['\r', '\n']);
-        RecordText::new(vec![Segment::Plain(text.into())], place, options, |_, _| String::new())
+        Ok(Document { text: text.trim_end_matches(['\r', '\n']).into(), place })
     })
 }

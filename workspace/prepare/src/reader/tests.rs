@@ -10,27 +10,15 @@ use super::*;
 use crate::error::Place;
 use crate::{Error, Result};
 
-/// Options with chunks and pieces that hold the tests' documents whole.
+/// Options with chunks that hold the tests' documents whole.
 pub(super) fn options() -> ReadOptions {
     ReadOptions {
-        chunk_bytes: 1 << 16,
-        piece_bytes: 1 << 16,
-        max_piece_bytes: 1 << 20,
         max_record_bytes: 1 << 20,
-        ..ReadOptions::new(
-            Arc::new(Fields::parse("text").unwrap()),
-            1 << 30,
-            Arc::new(after_a_space),
-        )
+        ..ReadOptions::new(Arc::new(Fields::parse("text").unwrap()), 1 << 23)
     }
 }
 
-/// A place to cut as of a tokenizer of words.
-fn after_a_space(text: &str) -> Option<usize> {
-    text.rfind(' ').map(|at| at + 1)
-}
-
-/// A document that is joined from its pieces, or why a record is none.
+/// A document's text, or why a record is none.
 type Read = Result<String, BadRecord>;
 
 /// Reads an input from a position of a part on, and returns its documents and the chunks' ends.
@@ -40,31 +28,14 @@ pub(super) fn read_from(
     from: Position,
 ) -> Result<Vec<(Vec<Read>, Position)>> {
     let mut reader = input.read(part, from)?;
-    let mut found: Vec<(Vec<Read>, Position)> = Vec::new();
+    let mut found = Vec::new();
     let mut end = from;
-    let mut joined: Option<String> = None;
     while let Some(chunk) = reader.next_chunk()? {
         assert_eq!(chunk.start, end);
         end = chunk.end;
-        let mut documents = Vec::new();
-        for document in chunk.documents() {
-            match document {
-                Err(bad) => documents.push(Err(bad)),
-                Ok(document) => {
-                    let is_start = matches!(document.part, Part::Whole | Part::First);
-                    assert!(is_start == joined.is_none() || from != Position::default());
-                    let is_end = matches!(document.part, Part::Whole | Part::Last);
-                    assert!(is_end || document.text.ends_with(' '), "cut in a word");
-                    joined.get_or_insert_default().push_str(&document.text);
-                    if is_end {
-                        documents.extend(joined.take().map(Ok));
-                    }
-                }
-            }
-        }
-        found.push((documents, end));
+        let texts = chunk.documents().map(|document| Ok(document?.text.into_owned()));
+        found.push((texts.collect(), end));
     }
-    assert_eq!(joined, None);
     Ok(found)
 }
 
@@ -79,9 +50,6 @@ pub(super) fn documents(
     for part in 0..input.parts() {
         let chunks = read_from(&input, part, Position::default())?;
         for (index, &(_, end)) in chunks.iter().enumerate() {
-            if input.format == Format::Text && end.record == 0 {
-                continue;
-            }
             let joined = |chunks: &[(Vec<Read>, Position)]| -> Vec<Read> {
                 chunks.iter().flat_map(|(documents, _)| documents.clone()).collect()
             };
@@ -155,7 +123,7 @@ fn faults_name_the_line() {
         (b"{} [1]", 1, "broken JSON at column 4: trailing characters"),
         (b"{\"text\": \"a\"}\n[1]", 2, "expected one JSON object per line"),
         (b"{\"text\": \"a\"}\n{\"text\": \"\xff\"}", 2, "not UTF-8 at byte 10"),
-        (b"{\"text\": \"a\\ud83d\"}", 1, "broken JSON at column 12: lone surrogate"),
+        (b"{\"text\": \"a\\ud83d\"}", 1, "the field \"text\" is broken: "),
     ];
     for (bytes, expected, part) in cases {
         let error = texts("a.jsonl", bytes).unwrap_err();
@@ -169,12 +137,10 @@ fn faults_name_the_line() {
 
 #[test]
 fn a_bad_byte_in_a_text_is_located() {
-    let error = texts("a.txt", b"good \xc3").unwrap_err().to_string();
-    assert!(error.ends_with("a.txt: not UTF-8 at byte 5"), "{error}");
-    // A piece was given out before: it is no record to skip.
-    let (_dir, path) = written("a.txt", b"many good words, then \xff and more");
-    let error = documents(&path, None, ReadOptions { piece_bytes: 8, ..options() }).unwrap_err();
-    assert!(error.to_string().ends_with("a.txt: not UTF-8 at byte 22"), "{error}");
+    for bytes in [&b"good \xc3"[..], b"good \xff and more", b"\xef\xbb\xbfgo\xff\n"] {
+        let error = texts("a.txt", bytes).unwrap_err().to_string();
+        assert!(error.ends_with("a.txt: not UTF-8 at byte 5"), "{error}");
+    }
 }
 
 #[test]
@@ -186,7 +152,7 @@ fn a_long_record_is_skipped_without_being_held() {
         let (_dir, path) = written("a.jsonl", format!("{short}{long}{short}{long}").as_bytes());
         let found = documents(&path, None, options()).unwrap();
         let bad = |place| {
-            let reason = "is longer than 50 bytes: raise --memory".to_owned();
+            let reason = "has more than 0.00005 MB, the most of a document: split it".to_owned();
             Err(BadRecord { place, reason })
         };
         let named = |noun: &str, place| {
@@ -209,25 +175,35 @@ fn a_long_record_is_skipped_without_being_held() {
         let row = |row| named("paragraph", Place::Row(row));
         assert_eq!(found, [good(), row(2), good(), row(4)]);
     }
-    let (_dir, path) = written("a.txt", "x".repeat(100).as_bytes());
-    let options = || ReadOptions { piece_bytes: 8, max_piece_bytes: 50, ..options() };
-    let found = documents(&path, None, options()).unwrap();
-    assert!(matches!(&found[..], [Err(bad)] if bad.reason.contains("raise --memory")), "{found:?}");
-    // A word may be as long at the end of a document as elsewhere, and a document longer.
-    for (words, is_read) in [([40, 40, 40], true), ([40, 120, 40], false), ([40, 40, 120], false)] {
-        let text = words.map(|letters| "x".repeat(letters)).join(" ");
-        let (_dir, path) = written("a.jsonl", format!("{{\"text\": \"{text}\"}}").as_bytes());
-        let found = documents(&path, None, options()).unwrap();
-        match &found[..] {
-            [Ok(found)] => assert!(is_read && *found == text, "{words:?}"),
-            [Err(bad)] => assert!(!is_read && bad.reason.contains("without a place to cut")),
-            _ => panic!("{found:?}"),
-        }
-    }
 }
 
 #[test]
-fn a_line_that_unpacks_to_more_than_memory_is_skipped_in_every_encoding() {
+fn a_document_may_have_as_many_bytes_as_the_limit_and_no_more() {
+    let options = || ReadOptions { max_record_bytes: 50, ..options() };
+    let reason =
+        |noun| format!("the {noun} has more than 0.00005 MB, the most of a document: split it");
+    for (length, is_read) in [(50, true), (51, false)] {
+        let (_dir, path) = written("a.txt", "x".repeat(length).as_bytes());
+        let found = documents(&path, None, options()).unwrap();
+        match &found[..] {
+            [Ok(text)] => assert!(is_read && text.len() == length),
+            [Err(bad)] => {
+                assert!(!is_read && bad.reason.starts_with(&reason("text")), "{bad:?}");
+                assert!(bad.reason.ends_with("with --format paragraphs"), "{bad:?}");
+            }
+            _ => panic!("{found:?}"),
+        }
+    }
+    // The text of a short line.
+    let (_dir, path) = written("a.jsonl", b"{\"text\": \"0123456789\"}\n{\"text\": \"\"}");
+    let fields = Arc::new(Fields::parse("{text}{text}{text}{text}{text}{text}").unwrap());
+    let found = documents(&path, None, ReadOptions { fields, ..options() }).unwrap();
+    let bad = BadRecord { place: Place::Line(1), reason: reason("text") };
+    assert_eq!(found, [Err(bad), Ok(String::new())]);
+}
+
+#[test]
+fn a_line_that_unpacks_to_more_than_the_limit_is_skipped_in_every_encoding() {
     let line = vec![b'a'; 50_000_000];
     let (mut gzip, mut xz) = (Vec::new(), Vec::new());
     flate2::read::GzEncoder::new(&line[..], flate2::Compression::fast())
@@ -240,7 +216,7 @@ fn a_line_that_unpacks_to_more_than_memory_is_skipped_in_every_encoding() {
         let (_dir, path) = written("a.jsonl", &bytes);
         let found = documents(&path, None, options()).unwrap();
         assert!(
-            matches!(&found[..], [Err(bad)] if bad.reason.ends_with("raise --memory")),
+            matches!(&found[..], [Err(bad)] if bad.reason.ends_with("of a document: split it")),
             "{found:?}"
         );
     }
@@ -339,42 +315,18 @@ fn a_changed_file_is_an_error() {
     assert!(error.contains("ends after 5 bytes"), "{error}");
 }
 
-#[test]
-fn a_long_string_comes_in_pieces_without_split_escapes() {
-    let word = "\\ud83d\\ude00\\n\\u00e4 ";
-    let line = format!("{{\"title\": \"T\", \"text\": \"{}\"}}", word.repeat(1000));
-    let (_dir, path) = written("a.jsonl", line.as_bytes());
-    let fields = Arc::new(Fields::parse("{title}: {text}!").unwrap());
-    for piece_bytes in 1..60 {
-        let options = Arc::new(ReadOptions { fields: fields.clone(), piece_bytes, ..options() });
-        let input = open(&path, None, options).unwrap();
-        let chunk = input.read(0, Position::default()).unwrap().next_chunk().unwrap().unwrap();
-        let pieces: Vec<_> = chunk.documents().map(Result::unwrap).collect();
-        assert!(pieces.iter().all(|piece| piece.text.len() < 2 * (piece_bytes + 20)));
-        let joined: String = pieces.iter().map(|piece| &*piece.text).collect();
-        assert_eq!(joined, format!("T: {}!", "\u{1f600}\n\u{e4} ".repeat(1000)));
-        let parts = [pieces[0].part, pieces[1].part, pieces[pieces.len() - 1].part];
-        assert_eq!(parts, [Part::First, Part::Middle, Part::Last]);
-    }
-    // What is wrong at its end is found before its first piece is given out.
-    let (_dir, path) = written("a.jsonl", line.replace(" \"}", "\\ud83d\"}").as_bytes());
-    let found = documents(&path, None, ReadOptions { piece_bytes: 9, ..options() }).unwrap();
-    assert!(matches!(&found[..], [Err(bad)] if bad.reason.contains("lone surrogate")), "{found:?}");
-}
-
 proptest! {
     #[test]
-    fn texts_come_back_from_json_lines_in_chunks_and_pieces_of_any_size(
+    fn texts_come_back_from_json_lines_in_chunks_of_any_size(
         texts in prop::collection::vec(any::<String>(), 0..8),
         chunk_bytes in 1usize..200,
-        piece_bytes in 1usize..200,
     ) {
         let lines: String = texts
             .iter()
             .map(|text| format!("{}\n", serde_json::json!({"id": 1, "text": text, "n": [text]})))
             .collect();
         let (_dir, path) = written("a.jsonl", lines.as_bytes());
-        let options = ReadOptions { chunk_bytes, piece_bytes, ..options() };
+        let options = ReadOptions { chunk_bytes, ..options() };
         let found = documents(&path, None, options.clone()).unwrap();
         let array = format!("[{}]", lines.trim_end().replace('\n', ",\n"));
         std::fs::write(&path, array).unwrap();
@@ -383,9 +335,9 @@ proptest! {
     }
 
     #[test]
-    fn a_text_comes_back_in_pieces_of_any_size(text: String, piece_bytes in 1usize..40) {
+    fn a_text_comes_back_in_steps_of_any_size(text: String, chunk_bytes in 1usize..40) {
         let (_dir, path) = written("a.txt", text.as_bytes());
-        let options = ReadOptions { piece_bytes, ..options() };
+        let options = ReadOptions { chunk_bytes, ..options() };
         let found = documents(&path, None, options.clone()).unwrap();
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         prop_assert_eq!(&found, &[Ok(text.to_owned())]);
@@ -394,25 +346,5 @@ proptest! {
         let joined: String = paragraphs.into_iter().map(Result::unwrap).collect();
         let words = |text: &str| text.split_whitespace().collect::<String>();
         prop_assert_eq!(words(&joined), words(&trimmed[0]));
-    }
-
-    #[test]
-    fn a_text_goes_on_after_any_piece(words in prop::collection::vec("[a-z\u{e4}]{1,9}", 1..30)) {
-        let text = words.join(" ");
-        let (_dir, path) = written("a.txt", text.as_bytes());
-        let options = Arc::new(ReadOptions { piece_bytes: 16, ..options() });
-        let input = open(&path, None, options).unwrap();
-        let mut reader = input.read(0, Position::default()).unwrap();
-        let mut before = String::new();
-        while let Some(chunk) = reader.next_chunk().unwrap() {
-            chunk.documents().for_each(|piece| before.push_str(&piece.unwrap().text));
-            prop_assert!(chunk.end.record == 1 || before.ends_with(' '));
-            let mut rest = input.read(0, chunk.end).unwrap();
-            let mut after = String::new();
-            while let Some(chunk) = rest.next_chunk().unwrap() {
-                chunk.documents().for_each(|piece| after.push_str(&piece.unwrap().text));
-            }
-            prop_assert_eq!(format!("{before}{after}"), text.as_str());
-        }
     }
 }

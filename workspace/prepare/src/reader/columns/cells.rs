@@ -11,7 +11,6 @@ use arrow_array::{
     Array, BooleanArray, LargeStringArray, PrimitiveArray, RecordBatch, StringArray,
     StringViewArray, StructArray,
 };
-use arrow_buffer::NullBuffer;
 use arrow_schema::DataType;
 
 use super::nested::Nested;
@@ -19,10 +18,9 @@ use crate::fields::Value;
 
 /// The cells of a column, or of one in columns of structures.
 pub(super) struct Cells<'a> {
-    /// Which structures around a cell are null.
-    around: Vec<&'a NullBuffer>,
+    /// The column, and the structures around it: a cell is null where one of them is.
+    columns: Vec<&'a dyn Array>,
     values: Values<'a>,
-    nulls: Option<&'a NullBuffer>,
 }
 
 enum Values<'a> {
@@ -53,13 +51,13 @@ impl<'a> Cells<'a> {
     pub(super) fn find(batch: &'a RecordBatch, names: &[&str]) -> Option<Self> {
         let (first, rest) = names.split_first()?;
         let mut column: &'a dyn Array = &**batch.column_by_name(first)?;
-        let mut around = Vec::new();
+        let mut columns = vec![column];
         for name in rest {
             let structure: &'a StructArray = column.as_any().downcast_ref()?;
-            around.extend(structure.nulls());
             column = &**structure.column_by_name(name)?;
+            columns.push(column);
         }
-        Some(Self { around, ..Self::of(column) })
+        Some(Self { columns, ..Self::of(column) })
     }
 
     pub(super) fn of(column: &'a dyn Array) -> Self {
@@ -87,7 +85,7 @@ impl<'a> Cells<'a> {
             DataType::UInt64 => Values::UInt64(column.as_primitive()),
             _ => Nested::of(column).map_or(Values::Other, Values::Nested),
         };
-        Self { around: Vec::new(), values, nulls: column.nulls() }
+        Self { columns: vec![column], values }
     }
 
     /// Bytes of the value in a row, about.
@@ -107,16 +105,19 @@ impl<'a> Cells<'a> {
 
     /// The lists and structures of a row that is not null.
     pub(super) fn nested(&self, row: usize) -> Option<&Nested<'a>> {
-        let is_null = self.around.iter().copied().chain(self.nulls).any(|nulls| nulls.is_null(row));
         match &self.values {
-            Values::Nested(nested) if !is_null => Some(nested),
+            Values::Nested(nested) if !self.is_null(row) => Some(nested),
             _ => None,
         }
     }
 
+    fn is_null(&self, row: usize) -> bool {
+        self.columns.iter().any(|column| column.is_null(row))
+    }
+
     /// The value in a row.
     pub(super) fn value(&self, row: usize) -> Value<'a> {
-        if self.around.iter().copied().chain(self.nulls).any(|nulls| nulls.is_null(row)) {
+        if self.is_null(row) {
             return Value::Null;
         }
         let scalar = |text: String| Value::Scalar(Cow::Owned(text));

@@ -14,10 +14,7 @@ thread_local! {
 }
 
 /// Calls a reader of a table. A panic is an error, too, and nothing else is said about it.
-pub(super) fn guarded<T, E: Display>(
-    path: &Path,
-    read: impl FnOnce() -> Result<T, E>,
-) -> Result<T> {
+pub(super) fn guarded<T>(path: &Path, read: impl FnOnce() -> Result<T>) -> Result<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let others = take_hook();
@@ -30,10 +27,7 @@ pub(super) fn guarded<T, E: Display>(
     IS_CAUGHT.set(true);
     let read = catch_unwind(AssertUnwindSafe(read));
     IS_CAUGHT.set(false);
-    match read {
-        Ok(read) => read.map_err(|error| damaged(path, error)),
-        Err(_) => Err(damaged(path, "a length or an offset is wrong")),
-    }
+    read.unwrap_or_else(|_| Err(damaged(path, "a length or an offset is wrong")))
 }
 
 /// The error of a table that cannot be read.

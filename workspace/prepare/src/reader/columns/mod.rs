@@ -14,14 +14,13 @@ use std::sync::Arc;
 use arrow_array::RecordBatch;
 use arrow_schema::{DataType, Field, Fields as Columns, Schema};
 
-use super::chunk::{BadRecord, Chunk, Content, Record};
-use super::pieces::RecordText;
+use super::chunk::{Chunk, Content, Document, Record};
 use super::{Position, ReadOptions};
 use crate::error::Place;
 use crate::fields::{Fields, ROW, missing};
 use crate::{Error, Result};
 
-pub(super) use arrow::{Arrow, schema as arrow_schema};
+pub(super) use arrow::Arrow;
 pub(super) use parquet::Table as ParquetTable;
 
 use cells::Cells;
@@ -70,9 +69,7 @@ pub(super) fn records<'a>(
             *slot = cells.as_ref().map(|cells| cells.value(row));
         }
         let place = Place::Row(rows.first + row as u64 + 1);
-        let segments =
-            fields.segments(&slots, ROW, Vec::new).map_err(|reason| BadRecord { place, reason })?;
-        RecordText::new(segments, place, options, |_, _| String::new())
+        Document::new(fields.text(&slots, ROW, Vec::new), place, options)
     })
 }
 

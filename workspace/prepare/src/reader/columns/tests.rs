@@ -11,7 +11,6 @@ use arrow_array::{
     ArrayRef, BooleanArray, DictionaryArray, Float64Array, Int64Array, LargeStringArray,
     RecordBatch, StringArray, StringViewArray, StructArray,
 };
-use arrow_buffer::NullBuffer;
 use arrow_ipc::CompressionType;
 use arrow_ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use arrow_schema::{DataType, Field};
@@ -47,7 +46,7 @@ fn table() -> RecordBatch {
             Arc::new(StringArray::from_iter_values(texts())),
             Arc::new(Int64Array::from_iter_values(0..ROWS as i64)),
         ],
-        Some(NullBuffer::from_iter((0..ROWS).map(|row| row != 3))),
+        (0..ROWS).map(|row| (row != 3).then_some(true)).collect::<BooleanArray>().nulls().cloned(),
     );
     let nulls = texts().enumerate().map(|(row, text)| (row % 10 != 9).then_some(text));
     let columns: [(&str, ArrayRef); 11] = [
@@ -239,6 +238,9 @@ fn a_compressed_file_gives_the_rows_of_arrow_but_not_of_parquet() {
     for bytes in [arrow_file(&table(), None), arrow_stream(&table(), None)] {
         assert_eq!(read(&gzip(&bytes), "text").unwrap(), read(&bytes, "text").unwrap());
     }
+    let whole = gzip(&arrow_file(&table(), None));
+    let found = error(&whole[..whole.len() / 2], "text");
+    assert!(found.contains("/table: compressed data ends early after "), "{found}");
     let error = error(&gzip(&parquet(&table(), WriterProperties::default())), "text");
     assert!(error.contains("a compressed file or a pipe with Parquet: write it to"), "{error}");
 }
@@ -254,7 +256,7 @@ fn an_empty_table_has_no_documents() {
 }
 
 #[test]
-fn a_large_value_comes_in_pieces() {
+fn a_large_value_is_one_document() {
     let large = "large text ".repeat(1 << 16);
     let texts = StringArray::from_iter_values([large.as_str(), "short", large.as_str()]);
     let table = RecordBatch::try_from_iter([("text", Arc::new(texts) as ArrayRef)]).unwrap();
@@ -341,8 +343,9 @@ fn a_page_that_its_checksum_contradicts_is_an_error() {
 }
 
 fn open_metadata(bytes: &[u8]) -> parquet::file::metadata::ParquetMetaData {
-    let bytes = bytes::Bytes::copy_from_slice(bytes);
-    parquet::file::metadata::ParquetMetaDataReader::new().parse_and_finish(&bytes).unwrap()
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(bytes).unwrap();
+    parquet::file::metadata::ParquetMetaDataReader::new().parse_and_finish(&file).unwrap()
 }
 
 /// A table with large texts, one of them longer than the others.
@@ -356,7 +359,7 @@ fn large() -> RecordBatch {
         .unwrap()
 }
 
-/// The large table in every format that is read in steps.
+/// The large table in several formats.
 fn large_files() -> Vec<(&'static str, Vec<u8>)> {
     let table = large();
     let zstd = || Compression::ZSTD(ZstdLevel::default());
@@ -378,7 +381,7 @@ fn large_files() -> Vec<(&'static str, Vec<u8>)> {
 }
 
 #[test]
-fn large_tables_are_read_in_steps_from_any_row_on() {
+fn large_tables_are_read_from_any_row_on() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("table");
     let table = large();
@@ -398,98 +401,17 @@ fn large_tables_are_read_in_steps_from_any_row_on() {
 }
 
 #[test]
-fn a_table_that_memory_has_no_room_for_says_so_before_it_is_read() {
+fn a_text_that_is_too_long_is_a_bad_record() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("table");
     for (name, bytes) in large_files() {
         std::fs::write(&path, &bytes).unwrap();
-        for field in ["text", "{id} {text}"] {
-            let small = ReadOptions { max_table_bytes: 1000, ..with_field(field) };
-            let found = documents(&path, None, small).unwrap_err().to_string();
-            assert!(
-                found.contains(
-                    " bytes, of 1000 that --memory gives it: raise --memory, or write the table"
-                ),
-                "{name} {found}"
-            );
-            assert!(
-                found.ends_with("smaller pages") || found.ends_with("smaller batches"),
-                "{found}"
-            );
-        }
-    }
-    // A value that is longer than a record may be, of a batch that is not held.
-    std::fs::write(&path, arrow_file(&large(), None)).unwrap();
-    let options = ReadOptions { max_record_bytes: 1_000_000, ..with_field("text") };
-    let found = documents(&path, None, options).unwrap();
-    let bad: Vec<_> = found.iter().filter_map(|found| found.as_ref().err()).collect();
-    let reason = "the value is longer than 1000000 bytes: raise --memory".to_owned();
-    assert_eq!(bad, [&BadRecord { place: Place::Row(151), reason }]);
-}
-
-#[test]
-fn a_page_that_is_larger_than_its_column_is_refused() {
-    let properties = WriterProperties::builder()
-        .set_compression(Compression::SNAPPY)
-        .set_dictionary_enabled(false)
-        .build();
-    let mut bytes = parquet(&large(), properties);
-    let start = open_metadata(&bytes).row_group(0).column(1).data_page_offset() as usize;
-    // The kind of the page, and its size: four bytes of a varint, for a page of a megabyte and more.
-    assert_eq!((bytes[start], bytes[start + 2]), (0x15, 0x15));
-    assert!(bytes[start + 3..start + 6].iter().all(|byte| byte & 0x80 != 0));
-    bytes[start + 3..start + 7].copy_from_slice(&[0xfe, 0xff, 0xff, 0x7f]);
-    let found = error(&bytes, "text");
-    assert!(
-        found.contains(
-            "the table is damaged (Parquet error: a page of 134217727 bytes in a column of "
-        ),
-        "{found}"
-    );
-}
-
-#[test]
-fn a_dictionary_of_more_values_than_it_has_bytes_is_refused() {
-    let bytes = parquet(&table(), WriterProperties::default());
-    let start =
-        open_metadata(&bytes).row_group(0).column(1).dictionary_page_offset().unwrap() as usize;
-    // The header's last field is a structure that begins with the number of values: 800 to 1000 here.
-    let header = &bytes[start..start + 40];
-    let at = header.windows(2).position(|pair| pair == [0x4c, 0x15]).unwrap() + start + 2;
-    let mut damaged = bytes.clone();
-    damaged[at..at + 2].copy_from_slice(&[0xfe, 0x7f]);
-    let found = error(&damaged, "text");
-    assert!(
-        found.contains("the table is damaged (Parquet argument error: ")
-            || found.contains("a dictionary of 8191 values in "),
-        "{found}"
-    );
-}
-
-#[test]
-fn a_compressed_buffer_that_says_to_become_large_is_refused() {
-    let table = table();
-    for (compression, field) in
-        [(CompressionType::ZSTD, "nulls"), (CompressionType::LZ4_FRAME, "view")]
-    {
-        let bytes = arrow_stream(&table, Some(compression));
-        let frame: &[u8] = match compression {
-            CompressionType::ZSTD => b"\x28\xb5\x2f\xfd",
-            _ => b"\x04\x22\x4d\x18",
-        };
-        // The length before each frame.
-        let mut damaged = bytes.clone();
-        for at in 8..bytes.len() - 4 {
-            if bytes[at..].starts_with(frame) {
-                damaged[at - 8..at].copy_from_slice(&(1u64 << 40).to_le_bytes());
-            }
-        }
-        let options = ReadOptions { chunk_bytes: 1 << 20, ..with_field(field) };
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("table");
-        std::fs::write(&path, &damaged).unwrap();
-        let found = documents(&path, None, options).unwrap_err().to_string();
-        assert!(found.contains("raise --memory, or write the table in smaller batches"), "{found}");
+        let options = ReadOptions { max_record_bytes: 1_000_000, ..with_field("text") };
+        let found = documents(&path, None, options).unwrap();
+        assert_eq!(found.len(), 200, "{name}");
+        let bad: Vec<_> = found.iter().filter_map(|found| found.as_ref().err()).collect();
+        let reason = "the text has more than 1 MB, the most of a document: split it".to_owned();
+        assert_eq!(bad, [&BadRecord { place: Place::Row(151), reason }], "{name}");
     }
 }
 

@@ -1,27 +1,24 @@
-//! Tables of Parquet, row group by row group and page by page. Strings are views of the pages, so that neither
-//! a value of a gigabyte nor one that is in a dictionary and in many rows is copied. What is held at once is
-//! planned before it is read.
+//! Tables of Parquet, row group by row group. Strings are views of the pages, so that neither a long value nor one that
+//! is in a dictionary and in many rows is copied.
 
-mod delta;
-mod pages;
-mod plan;
-
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arrow_array::RecordBatch;
-use arrow_schema::{ArrowError, DataType, Field, FieldRef, Fields as Columns, Schema};
+use arrow_schema::{DataType, Field, FieldRef, Fields as Columns, Schema};
+use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{
-    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader, RowSelection, RowSelector,
+    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader,
+    ParquetRecordBatchReaderBuilder,
 };
-use parquet::arrow::{ProjectionMask, parquet_to_arrow_field_levels};
-use parquet::errors::ParquetError;
 
-use self::pages::Bounded;
-use self::plan::Run;
 use super::{Rows, check, damaged, guarded, split};
+use crate::Result;
 use crate::reader::{Chunk, Position, ReadOptions, Reader};
-use crate::{Error, Result};
+
+/// Maximum rows that are read at once.
+const MAX_BATCH_ROWS: u64 = 1 << 13;
 
 /// A table whose footer was read.
 pub(in super::super) struct Table {
@@ -33,10 +30,11 @@ pub(in super::super) struct Table {
 impl Table {
     /// Reads the footer of `path`, and checks the wanted columns.
     pub(in super::super) fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
-        let file = Bounded::open(path)?;
+        let file = File::open(path).map_err(moh_files::io(path))?;
         let fields = &options.fields;
         let (metadata, wanted) = guarded(path, || {
-            let metadata = ArrowReaderMetadata::load(&file, ArrowReaderOptions::new())?;
+            let metadata = ArrowReaderMetadata::load(&file, ArrowReaderOptions::new())
+                .map_err(|error| damaged(path, error))?;
             let schema = metadata.schema();
             let views =
                 Schema::new_with_metadata(views(schema.fields()), schema.metadata().clone());
@@ -53,7 +51,7 @@ impl Table {
                 })
             };
             let wanted = (0..schema.num_columns()).filter(is_wanted).collect();
-            Ok::<_, ParquetError>((metadata, wanted))
+            Ok((metadata, wanted))
         })?;
         check(path, metadata.schema(), fields)?;
         Ok(Self { metadata, wanted })
@@ -75,35 +73,29 @@ impl Table {
         let groups = self.metadata.metadata().row_groups();
         let rows_of = |group: usize| groups[group].num_rows().max(0) as u64;
         let rows = rows_of(part);
-        let file = Bounded::open(path)?;
-        let columns = self.wanted.iter().map(|&column| groups[part].column(column));
-        let stored = columns.clone().map(|column| column.compressed_size().max(0) as u64);
-        let stored = stored.fold(0, u64::saturating_add);
-        let columns = guarded(path, || {
-            columns.map(|column| pages::sizes(&file, column)).collect::<Result<Vec<_>, _>>()
+        let (mut stored, mut unpacked) = (0u64, 0u64);
+        for &column in &self.wanted {
+            let column = groups[part].column(column);
+            stored = stored.saturating_add(column.compressed_size().max(0) as u64);
+            unpacked = unpacked.saturating_add(column.uncompressed_size().max(0) as u64);
+        }
+        // As many as a chunk has, about.
+        let row_bytes = (unpacked / rows.max(1)).max(1);
+        let batch_rows = (options.chunk_bytes as u64 / row_bytes).clamp(1, MAX_BATCH_ROWS);
+        let file = File::open(path).map_err(moh_files::io(path))?;
+        let batches = guarded(path, || {
+            let wanted = self.wanted.iter().copied();
+            ParquetRecordBatchReaderBuilder::new_with_metadata(file, self.metadata.clone())
+                .with_row_groups(vec![part])
+                .with_projection(ProjectionMask::leaves(self.metadata.parquet_schema(), wanted))
+                .with_offset(from.record as usize)
+                .with_batch_size(batch_rows as usize)
+                .build()
+                .map_err(|error| damaged(path, error))
         })?;
-        let limit = options.max_table_bytes;
-        let runs = plan::runs(&columns, rows, options.chunk_bytes as u64, limit as u64);
-        let runs = runs.map_err(|held| {
-            let reason = format!(
-                "row group {} has a page that takes {held} bytes, of {limit} that --memory gives it: raise \
-                 --memory, or write the table with smaller pages",
-                part + 1
-            );
-            Error::input(path, reason)
-        })?;
-        let runs = runs.into_iter().filter_map(|run| run.after(from.record)).collect::<Vec<_>>();
         Ok(Box::new(Group {
             path: path.to_path_buf(),
-            metadata: self.metadata.clone(),
-            wanted: ProjectionMask::leaves(
-                self.metadata.parquet_schema(),
-                self.wanted.iter().copied(),
-            ),
-            file,
-            number: part,
-            runs: runs.into_iter(),
-            batches: None,
+            batches,
             batch: None,
             before: (0..part).map(rows_of).fold(0, u64::saturating_add),
             rows,
@@ -130,14 +122,7 @@ fn views(columns: &Columns) -> Columns {
 /// Reads the rows of a row group.
 struct Group {
     path: PathBuf,
-    metadata: ArrowReaderMetadata,
-    wanted: ProjectionMask,
-    file: Bounded,
-    number: usize,
-    /// What is left to be read.
-    runs: std::vec::IntoIter<Run>,
-    /// Reads the rows of a run.
-    batches: Option<ParquetRecordBatchReader>,
+    batches: ParquetRecordBatchReader,
     /// What is left of the batch that was read last.
     batch: Option<RecordBatch>,
     /// Rows of the table before this group.
@@ -151,47 +136,13 @@ struct Group {
 }
 
 impl Group {
-    /// A reader of a run.
-    fn open(&self, run: Run) -> Result<ParquetRecordBatchReader, ParquetError> {
-        let metadata = self.metadata.metadata();
-        let columns = self.metadata.schema().fields();
-        let levels = parquet_to_arrow_field_levels(
-            self.metadata.parquet_schema(),
-            self.wanted.clone(),
-            Some(columns),
-        )?;
-        let group = pages::Group { file: &self.file, metadata, number: self.number };
-        let selected = RowSelector::select(run.rows as usize);
-        let selection = match run.first {
-            0 => vec![selected],
-            first => vec![RowSelector::skip(first as usize), selected],
-        };
-        ParquetRecordBatchReader::try_new_with_row_groups(
-            &levels,
-            &group,
-            run.batch_rows as usize,
-            Some(RowSelection::from(selection)),
-        )
-    }
-
     /// The rows that are left of a batch, or the next batch.
     fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
         if let Some(batch) = self.batch.take() {
             return Ok(Some(batch));
         }
-        loop {
-            if let Some(batches) = &mut self.batches {
-                let batch = guarded(&self.path, || batches.next().transpose())?;
-                if batch.is_some() {
-                    return Ok(batch);
-                }
-                // With its last page, before another one is read.
-                self.batches = None;
-            }
-            let Some(run) = self.runs.next() else { return Ok(None) };
-            self.options.await_room(usize::try_from(run.held).unwrap_or(usize::MAX));
-            self.batches = Some(guarded(&self.path, || self.open(run))?);
-        }
+        let (path, batches) = (&self.path, &mut self.batches);
+        guarded(path, || batches.next().transpose().map_err(|error| damaged(path, error)))
     }
 }
 
@@ -205,7 +156,7 @@ impl Reader for Group {
             return Ok(None);
         };
         let (path, options) = (&self.path, &self.options);
-        let (rows, rest) = guarded(path, || Ok::<_, ArrowError>(split(batch, options)))?;
+        let (rows, rest) = guarded(path, || Ok(split(batch, options)))?;
         self.batch = rest;
         // Pages are read in larger steps than chunks: the rows tell how far it is.
         let part = rows.num_rows() as f64 / self.rows.max(1) as f64;
