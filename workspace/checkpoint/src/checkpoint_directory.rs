@@ -7,11 +7,11 @@ use moh_files::TEMPORARY;
 use crate::Error;
 use moh_files::unless_missing;
 
-/// Prefix of the names of checkpoints that the run has left with a rewind.
-pub(crate) const REWOUND: &str = "rewound-step-";
+/// Prefix of the names of checkpoints whose bytes are wrong.
+pub(crate) const DAMAGED: &str = "damaged-step-";
 
-/// Prefix of the directories with a run's results after the step from which it resumed.
-pub const AFTER: &str = "after-step-";
+/// Prefix of the names of checkpoints after the step from which the run resumed.
+pub(crate) const ASIDE: &str = "aside-step-";
 
 /// The checkpoints below a directory, a run's: `checkpoints/step-N`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,11 +40,6 @@ impl CheckpointDirectory {
         self.checkpoints().join(format!("step-{step}"))
     }
 
-    /// A checkpoint of the steps that the run has left with a rewind; removed after the next checkpoint.
-    pub fn rewound_checkpoint(&self, step: u64) -> PathBuf {
-        self.checkpoints().join(format!("{REWOUND}{step}"))
-    }
-
     /// Steps of the complete checkpoints, ascending.
     ///
     /// # Errors
@@ -69,7 +64,7 @@ impl CheckpointDirectory {
     /// Fails if the directory exists and cannot be listed.
     pub fn has_names(&self) -> Result<bool, Error> {
         let directory = self.checkpoints();
-        let is_one = |name: &str| name.starts_with("step-") || name.starts_with("damaged-step-");
+        let is_one = |name: &str| name.starts_with("step-") || name.starts_with(DAMAGED);
         let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
         Ok(entries
             .into_iter()
@@ -79,7 +74,7 @@ impl CheckpointDirectory {
 }
 
 /// Whether this is the name of a checkpoint that was being written or removed.
-pub fn is_unfinished_checkpoint(name: &str) -> bool {
+pub(crate) fn is_unfinished_checkpoint(name: &str) -> bool {
     let rest = name.strip_prefix(TEMPORARY);
     rest.is_some_and(|rest| rest.starts_with("step-") || rest.starts_with("removed-step-"))
 }

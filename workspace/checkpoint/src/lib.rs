@@ -37,7 +37,7 @@ mod tensor_file;
 mod tiny_model;
 mod write;
 
-pub use checkpoint_directory::{AFTER, CheckpointDirectory, is_unfinished_checkpoint};
+pub use checkpoint_directory::CheckpointDirectory;
 pub use error::Error;
 pub use flight::{CompleteCheckpoint, End, Flight, ThreadFlags, WritePart};
 pub use growth::{StageExtension, steps_at};
@@ -46,7 +46,8 @@ pub use load::{gather_weights, load};
 pub use manifest::{Manifest, PartFile, RunState};
 pub use part::{RankPart, TensorEntry, TensorFile};
 pub use read::{
-    OnDamage, alone, newest, newest_good, of_step, quarantine_if_damaged, require, verify,
+    OnDamage, alone, newest, newest_good, of_step, quarantine_if_damaged, require, set_aside_later,
+    verify,
 };
 pub use read_error::ReadError;
 pub use retention::{prune, remove, superseded, superseded_by_good};

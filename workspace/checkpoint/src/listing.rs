@@ -1,4 +1,4 @@
-//! The checkpoints of a run directory: complete, archived and incomplete ones.
+//! The checkpoints of a run directory: complete and incomplete ones, and those that were moved aside.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,8 @@ use moh_files::TEMPORARY;
 use super::MANIFEST_HASH;
 use super::manifest::RunState;
 use super::stored::read_state;
-use crate::{AFTER, CheckpointDirectory, Error};
+use crate::checkpoint_directory::{ASIDE, DAMAGED};
+use crate::{CheckpointDirectory, Error};
 use moh_files::unless_missing;
 
 /// A directory with a checkpoint, complete or not.
@@ -47,43 +48,8 @@ pub enum Condition {
 /// # Errors
 /// Fails if the directory is not a run's, or a directory cannot be listed.
 pub fn list(run: &CheckpointDirectory) -> Result<Vec<ListedCheckpoint>, Error> {
-    let mut found = in_directory(&run.checkpoints(), condition)?;
-    for entry in entries(run.root())? {
-        if entry.file_name().is_some_and(|name| name.to_string_lossy().starts_with(AFTER)) {
-            let aside = |name: &str| {
-                let (_, step) = condition(name)?;
-                Some((Condition::MovedAside, step))
-            };
-            let checkpoints = CheckpointDirectory::new(&entry).checkpoints();
-            found.extend(in_directory(&checkpoints, aside)?);
-        }
-    }
-    found.sort_by(|a, b| (a.condition, a.step, &a.path).cmp(&(b.condition, b.step, &b.path)));
-    Ok(found)
-}
-
-/// What a name in the directory of checkpoints says.
-fn condition(name: &str) -> Option<(Condition, u64)> {
-    let step = |text: &str| {
-        let digits = text.split('-').next()?;
-        digits.parse::<u64>().ok().filter(|step| step.to_string() == digits)
-    };
-    if let Some(rest) = name.strip_prefix("step-") {
-        return Some((Condition::Complete, step(rest).filter(|step| rest == step.to_string())?));
-    }
-    if let Some(rest) = name.strip_prefix("damaged-step-") {
-        return Some((Condition::Damaged, step(rest)?));
-    }
-    let (_, rest) = name.strip_prefix(TEMPORARY)?.split_once("step-")?;
-    Some((Condition::Unfinished, step(rest)?))
-}
-
-fn in_directory(
-    directory: &Path,
-    condition: impl Fn(&str) -> Option<(Condition, u64)>,
-) -> Result<Vec<ListedCheckpoint>, Error> {
     let mut found = Vec::new();
-    for path in entries(directory)? {
+    for path in entries(&run.checkpoints())? {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let Some((condition, step)) = condition(&name) else { continue };
         let hash = path.join(MANIFEST_HASH);
@@ -99,7 +65,26 @@ fn in_directory(
             path,
         });
     }
+    found.sort_by(|a, b| (a.condition, a.step, &a.path).cmp(&(b.condition, b.step, &b.path)));
     Ok(found)
+}
+
+/// What a name in the directory of checkpoints says.
+fn condition(name: &str) -> Option<(Condition, u64)> {
+    let step = |text: &str| {
+        let digits = text.split('-').next()?;
+        digits.parse::<u64>().ok().filter(|step| step.to_string() == digits)
+    };
+    if let Some(rest) = name.strip_prefix("step-") {
+        return Some((Condition::Complete, step(rest).filter(|step| rest == step.to_string())?));
+    }
+    for (prefix, condition) in [(DAMAGED, Condition::Damaged), (ASIDE, Condition::MovedAside)] {
+        if let Some(rest) = name.strip_prefix(prefix) {
+            return Some((condition, step(rest)?));
+        }
+    }
+    let (_, rest) = name.strip_prefix(TEMPORARY)?.split_once("step-")?;
+    Some((Condition::Unfinished, step(rest)?))
 }
 
 /// The paths in a directory; none if it is missing.
@@ -124,6 +109,8 @@ mod tests {
             ("step-12-2", None),
             ("damaged-step-8", Some((Condition::Damaged, 8))),
             ("damaged-step-8-2", Some((Condition::Damaged, 8))),
+            ("aside-step-8", Some((Condition::MovedAside, 8))),
+            ("aside-step-8-2", Some((Condition::MovedAside, 8))),
             (".tmp-step-9", Some((Condition::Unfinished, 9))),
             (".tmp-removed-step-9", Some((Condition::Unfinished, 9))),
             (".tmp-", None),
@@ -140,20 +127,18 @@ mod tests {
         let temporary = tempfile::tempdir().unwrap();
         let run = CheckpointDirectory::new(temporary.path());
         assert!(list(&run).unwrap().is_empty());
-        for name in ["step-9", "step-10", "damaged-step-4", ".tmp-step-11"] {
+        for name in ["step-9", "step-10", "damaged-step-4", "aside-step-12", ".tmp-step-11"] {
             let path = run.checkpoints().join(name);
             fs::create_dir_all(&path).unwrap();
             fs::write(path.join("manifest.json"), "{").unwrap();
         }
-        let aside = run.root().join("after-step-8/checkpoints/step-12");
-        fs::create_dir_all(&aside).unwrap();
         let found = list(&run).unwrap();
         let seen: Vec<_> = found.iter().map(|one| (one.condition, one.step, one.bytes)).collect();
         let expected = [
             (Condition::Complete, 9, 1),
             (Condition::Complete, 10, 1),
             (Condition::Damaged, 4, 1),
-            (Condition::MovedAside, 12, 0),
+            (Condition::MovedAside, 12, 1),
             (Condition::Unfinished, 11, 1),
         ];
         assert_eq!(seen, expected);

@@ -12,6 +12,7 @@ use moh_step::Ranks;
 use super::MANIFEST;
 use super::read_error::ReadError;
 use super::stored::StoredCheckpoint;
+use crate::checkpoint_directory::{ASIDE, DAMAGED};
 use crate::{CheckpointDirectory, Error};
 
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
@@ -146,8 +147,8 @@ pub fn quarantine_if_damaged<B: Backend, R>(
     if !ranks.any(read.is_err())? {
         return read.map(Some);
     }
-    let aside = aside(run, step);
-    ranks.on_rank0(|| quarantine(run, &directory, &aside))?;
+    let aside = free_name(run, DAMAGED, step);
+    ranks.on_rank0(|| rename(run, step, &aside))?;
     if ranks.is_first() {
         // The first rank reports, even if another rank has found the damage.
         let error = read.err().unwrap_or_else(|| damaged_elsewhere(&aside));
@@ -187,12 +188,28 @@ fn agree_on_damage<B: Backend, R>(
     })
 }
 
-/// A free name for a damaged checkpoint, which earlier ones keep.
-fn aside(run: &CheckpointDirectory, step: u64) -> PathBuf {
-    first_free_suffixed(|suffix| run.checkpoints().join(format!("damaged-step-{step}{suffix}")))
+/// Renames the checkpoints after `step` to `aside-step-N`, from which the run does not resume; returns the new paths.
+///
+/// # Errors
+/// Fails if the checkpoints cannot be listed, or one cannot be renamed.
+pub fn set_aside_later(run: &CheckpointDirectory, step: u64) -> Result<Vec<PathBuf>, Error> {
+    let steps = run.checkpoint_steps()?;
+    let mut renamed = Vec::new();
+    // From the newest on, so that those that are left are always the first ones.
+    for later in steps.into_iter().rev().take_while(|&later| later > step) {
+        let aside = free_name(run, ASIDE, later);
+        rename(run, later, &aside)?;
+        renamed.push(aside);
+    }
+    Ok(renamed)
 }
 
-fn quarantine(run: &CheckpointDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
-    fs::rename(directory, aside).map_err(moh_files::io(aside))?;
+/// A free name for a checkpoint that is set aside, beside earlier ones of its step.
+fn free_name(run: &CheckpointDirectory, prefix: &str, step: u64) -> PathBuf {
+    first_free_suffixed(|suffix| run.checkpoints().join(format!("{prefix}{step}{suffix}")))
+}
+
+fn rename(run: &CheckpointDirectory, step: u64, aside: &Path) -> Result<(), Error> {
+    fs::rename(run.checkpoint(step), aside).map_err(moh_files::io(aside))?;
     Ok(moh_files::sync_directory(&run.checkpoints()).map_err(moh_files::io(&run.checkpoints()))?)
 }

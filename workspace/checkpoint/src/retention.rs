@@ -6,11 +6,11 @@ use moh_files::TEMPORARY;
 use moh_recipe::CheckpointOptions;
 
 use super::read::{alone, newest_good};
-use crate::checkpoint_directory::REWOUND;
-use crate::{CheckpointDirectory, Error, is_unfinished_checkpoint};
+use crate::checkpoint_directory::is_unfinished_checkpoint;
+use crate::{CheckpointDirectory, Error};
+use moh_files::unless_missing;
 
-/// Removes the checkpoints that `retention` does not keep, those that a rewind has left, and leftovers of
-/// earlier processes.
+/// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed or removed.
@@ -50,8 +50,7 @@ pub fn superseded_by_good(
     Ok(steps)
 }
 
-/// Removes the checkpoints of `steps`, those that a rewind has left, and leftovers of earlier processes.
-/// The caller has locked the run directory.
+/// Removes the checkpoints of `steps`, and leftovers of earlier processes. The caller has locked the run directory.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed or removed.
@@ -62,10 +61,11 @@ pub fn remove(run: &CheckpointDirectory, steps: &[u64]) -> Result<(), Error> {
         let doomed = all.join(format!("{TEMPORARY}removed-step-{step}"));
         fs::rename(run.checkpoint(step), &doomed).map_err(moh_files::io(&doomed))?;
     }
-    for entry in fs::read_dir(&all).map_err(moh_files::io(&all))? {
+    let entries = unless_missing(&all, fs::read_dir(&all))?;
+    for entry in entries.into_iter().flatten() {
         let path = entry.map_err(moh_files::io(&all))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if is_unfinished_checkpoint(&name) || name.starts_with(REWOUND) {
+        if is_unfinished_checkpoint(&name) {
             fs::remove_dir_all(&path).map_err(moh_files::io(&path))?;
         }
     }

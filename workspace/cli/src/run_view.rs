@@ -9,7 +9,6 @@ use moh_kernels::MemoryInfo;
 use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_plan::SourceEpochs;
 use moh_recipe::{Recipe, Stage};
-use moh_run_directory::Rewind;
 use moh_run_log::{
     CalibratedLayer, Evaluation, EvaluationPoint, SkippedStep, Speed, StageCalibration, StepMetrics,
 };
@@ -58,10 +57,9 @@ impl RunView {
             Event::DamagedCheckpoint { path, error } => {
                 self.line(&format!("moved a damaged checkpoint to {}: {error}", path.display()));
             }
-            Event::Archived { step, path } => self.line(&format!(
-                "moved what the run wrote after step {step} to {}",
-                path.display()
-            )),
+            Event::LaterCheckpoint { path } => {
+                self.line(&format!("moved a later checkpoint to {}", path.display()));
+            }
             Event::StageExtended { extension: StageExtension { stage, step, before, tokens } } => {
                 let (before, tokens) = (HumanCount(*before), HumanCount(*tokens));
                 self.line(&format!(
@@ -98,7 +96,6 @@ impl RunView {
             Event::Skipped { step, metrics, skipped } => {
                 self.line(&describe_skipped(step, metrics, skipped));
             }
-            Event::Rewound(rewind) => self.line(&describe_rewind(rewind)),
             Event::Calibrating { done, total } => self.calibrating(done, total),
             Event::Calibrated(calibration) => {
                 self.reset_message();
@@ -297,16 +294,6 @@ fn describe_skipped(step: u64, metrics: &StepMetrics, skipped: &SkippedStep) -> 
     format!(
         "step {step} was not applied: {} (loss {:.4}, gradient norm {:.3}, samples {first} to {last})",
         skipped.reason, metrics.loss, metrics.grad_norm
-    )
-}
-
-/// A return to an earlier step.
-fn describe_rewind(rewind: &Rewind) -> String {
-    let ([first, last], [from, to]) = (rewind.skipped_steps, rewind.samples);
-    format!(
-        "the steps {first} to {last} were not applied: the run returns to step {} and passes over the \
-         samples {from} to {to}",
-        rewind.step
     )
 }
 

@@ -8,7 +8,6 @@ mod directory;
 mod error;
 mod file;
 mod free_name;
-mod open_directory;
 mod temporary;
 
 use std::fs::{self, File};
@@ -20,7 +19,6 @@ pub use directory::PendingDirectory;
 pub use error::{FileError, io, unless_missing, unusable};
 pub use file::{PendingFile, shorten, write};
 pub use free_name::{first_free, first_free_suffixed};
-pub use open_directory::OpenDirectory;
 pub use temporary::{Publication, Registered, exit_without_temporaries};
 
 /// Prefix of the names of incomplete and replaced files.

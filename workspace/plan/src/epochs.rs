@@ -34,16 +34,13 @@ impl SourceEpochs {
         )
     }
 
-    /// The sources of all stages of `recipe`, whose training data are `data`, each file once. Samples that the run
-    /// has passed over count as drawn, by the last stage.
-    pub fn of_run(recipe: &Recipe, data: &[TrainingData], passed_over: u64) -> Vec<Self> {
+    /// The sources of all stages of `recipe`, whose training data are `data`, each file once.
+    pub fn of_run(recipe: &Recipe, data: &[TrainingData]) -> Vec<Self> {
         // By number, with the samples drawn by the number of windows, which follows from the sequence length.
         let mut sources: BTreeMap<u64, (Self, BTreeMap<u64, u64>)> = BTreeMap::new();
         let mut samples = 0u64..0;
-        for (index, (stage, data)) in recipe.stages.iter().zip(data).enumerate() {
-            let passed_over = if index + 1 == recipe.stages.len() { passed_over } else { 0 };
-            let count = recipe.num_samples(stage).saturating_add(passed_over);
-            samples = samples.end..samples.end.saturating_add(count);
+        for (stage, data) in recipe.stages.iter().zip(data) {
+            samples = samples.end..samples.end.saturating_add(recipe.num_samples(stage));
             let drawn = data.samples_by_source(samples.clone());
             let files = data.file_numbers().zip(data.files()).zip(drawn).enumerate();
             for (index, ((number, file), drawn)) in files {

@@ -169,7 +169,7 @@ impl Plan {
             return Ok(Plan { sources: None, ..self });
         }
         let training = open_training(recipe, self.vocabulary.1)?;
-        Ok(Plan { sources: Some(SourceEpochs::of_run(recipe, &training, 0)), ..self })
+        Ok(Plan { sources: Some(SourceEpochs::of_run(recipe, &training)), ..self })
     }
 
     /// Adds times to the plan, for a device that achieves `tflops` TFLOP/s (not its peak).

@@ -211,22 +211,20 @@ impl Default for LogOptions {
     }
 }
 
-/// `[guard]`: which steps are not applied, and when the run returns to a checkpoint.
+/// `[guard]`: which steps are not applied, and how many of them end the run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct GuardOptions {
     /// A step whose loss or gradient norm is above this factor times its running median is not applied;
     /// 0, the default: only steps whose values are not finite.
     pub factor: f64,
-    /// Steps in a row that are not applied, after which the run returns to a checkpoint; default: 10.
+    /// Steps in a row that are not applied, after which the run ends with an error; default: 10.
     pub patience: u64,
-    /// Steps before the first of them to which the run returns; default: 100.
-    pub rewind: u64,
 }
 
 impl Default for GuardOptions {
     fn default() -> Self {
-        GuardOptions { factor: 0.0, patience: 10, rewind: 100 }
+        GuardOptions { factor: 0.0, patience: 10 }
     }
 }
 
@@ -277,12 +275,43 @@ impl Recipe {
         Self::parse(&moh_files::utf8(path, bytes)?, path, overrides)
     }
 
+    /// As [`Recipe::load`], of the resolved recipe of a run, which may have a key that only earlier versions had.
+    ///
+    /// # Errors
+    /// As [`Recipe::load`].
+    pub fn load_stored(path: &Path, overrides: &[String]) -> Result<Self, Error> {
+        let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a recipe")?;
+        Self::parse_stored(&moh_files::utf8(path, bytes)?, path, overrides)
+    }
+
     /// Loads a recipe from `text`; messages name it `path`.
     ///
     /// # Errors
     /// As [`Recipe::load`], except for I/O errors.
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let table = reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
+        Self::from_table(table, text, path, overrides)
+    }
+
+    /// As [`Recipe::parse`], of the resolved recipe of a run.
+    ///
+    /// # Errors
+    /// As [`Recipe::parse`].
+    pub fn parse_stored(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
+        let mut table = reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
+        if let Some(Value::Table(guard)) = table.get_mut("guard") {
+            guard.remove("rewind");
+        }
+        Self::from_table(table, text, path, overrides)
+    }
+
+    /// Loads a recipe from the table of `text`.
+    fn from_table(
+        table: toml::Table,
+        text: &str,
+        path: &Path,
+        overrides: &[String],
+    ) -> Result<Self, Error> {
         let mut value = Value::Table(table);
         let mut origins = Origins::new(path, Lines::new(text));
         let refused = match overrides {

@@ -167,7 +167,7 @@ mod tests {
             assert!(keys.iter().any(|key| key == expected), "{expected}: {keys:?}");
         }
         // The last field of the last table: nothing stopped before.
-        assert_eq!(keys.last().map(String::as_str), Some("guard.rewind"));
+        assert_eq!(keys.last().map(String::as_str), Some("guard.patience"));
     }
 
     #[test]

@@ -347,11 +347,10 @@ fn check_checkpoint(faults: &mut Faults, checkpoint: &CheckpointOptions) {
 }
 
 fn check_guard(faults: &mut Faults, guard: &GuardOptions) {
-    let GuardOptions { factor, patience, rewind } = *guard;
+    let GuardOptions { factor, patience } = *guard;
     let fine = factor == 0.0 || (factor > 1.0 && factor.is_finite());
     faults.check(fine, "guard.factor", factor, "must be a finite number above 1, or 0");
     faults.at_least_one("guard.patience", patience);
-    faults.at_least_one("guard.rewind", rewind);
 }
 
 fn check_stages(faults: &mut Faults, recipe: &Recipe) {

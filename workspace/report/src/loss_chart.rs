@@ -5,7 +5,7 @@ use moh_run_log::{Evaluation, EvaluationPoint};
 
 use crate::chart::scale::short;
 use crate::chart::thin::means;
-use crate::chart::{Line, LineChart, Look, Mark, MarkKind, Size};
+use crate::chart::{Line, LineChart, Look, Mark, Size};
 use crate::run_log::{RunLog, StageSteps, StepValue};
 use moh_program::counted;
 
@@ -75,20 +75,14 @@ pub fn smoothed(log: &RunLog, value: &StepValue) -> Option<Vec<(f64, f64)>> {
     Some(log.steps.stages.iter().flat_map(of_stage).collect())
 }
 
-/// The starts of the stages and the returns to earlier steps.
+/// The starts of the stages.
 pub fn marks(log: &RunLog) -> Vec<Mark> {
     let start = |stage: &StageSteps| {
         let before = stage.first.checked_sub(1).and_then(|index| log.steps.all.get(index));
         let at = before.map_or(0.0, |step| step.tokens);
-        Mark { at, label: stage_label(log, &stage.name), kind: MarkKind::Stage }
+        Mark { at, label: stage_label(log, &stage.name) }
     };
-    let rewinds = log.rewinds.iter().filter_map(|rewind| {
-        let label = format!("return {}", rewind.number);
-        Some(Mark { at: log.tokens_after(rewind.step)?, label, kind: MarkKind::Rewind })
-    });
-    let mut marks: Vec<Mark> = log.steps.stages.iter().map(start).chain(rewinds).collect();
-    marks.sort_by(|a, b| a.at.total_cmp(&b.at));
-    marks
+    log.steps.stages.iter().map(start).collect()
 }
 
 /// The losses on a set after conversions, which the chart is there to show.

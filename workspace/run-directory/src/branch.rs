@@ -45,7 +45,6 @@ pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Resu
         RunDirectory::metrics as fn(&_) -> _,
         RunDirectory::routing,
         RunDirectory::inputs,
-        RunDirectory::rewinds,
         RunDirectory::growth,
         RunDirectory::marker,
     ] {

@@ -92,22 +92,6 @@ pub enum Error {
         /// The run directory.
         path: PathBuf,
     },
-    /// Another process holds the lock of the run directory by a file.
-    #[error(
-        "{}: {holder} trains in this run directory, {seconds} s ago at the latest: wait {wait} s if it has \
-         died, or give --break-lock if you are sure",
-        path.display()
-    )]
-    LockHeld {
-        /// The holder's file.
-        path: PathBuf,
-        /// Its host and process.
-        holder: String,
-        /// Seconds since the file was written.
-        seconds: u64,
-        /// Seconds until the file no longer counts.
-        wait: u64,
-    },
     /// A run has no checkpoint whose bytes are good.
     #[error(
         "{}: no checkpoint is good: moh-train checkpoints RUN verify names the damage",
@@ -116,23 +100,6 @@ pub enum Error {
     NoGoodCheckpoint {
         /// The directory of checkpoints.
         path: PathBuf,
-    },
-    /// Steps were not applied, although the run has passed over their samples several times.
-    #[error(
-        "{}: the steps {first} to {last} were not applied, after the run has returned from here \
-         {attempts} times and passed over other samples: use a lower learning_rate.max or a longer \
-         warm-up, in another run.dir",
-        path.display()
-    )]
-    RewoundTooOften {
-        /// The record of the returns.
-        path: PathBuf,
-        /// The first step that was not applied, over all stages.
-        first: u64,
-        /// The last one.
-        last: u64,
-        /// Returns from this place.
-        attempts: u64,
     },
     /// A recipe is invalid.
     #[error(transparent)]

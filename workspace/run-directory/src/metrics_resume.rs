@@ -8,7 +8,6 @@ use moh_files::first_free_suffixed;
 use moh_recipe::Recipe;
 use moh_run_log::{metrics, routing_log};
 
-use crate::rewinds::Rewind;
 use crate::{Error, RunDirectory};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
@@ -62,26 +61,4 @@ fn archive_log(path: &Path, root: &Path, name: &str, step: u64) -> Result<PathBu
         first_free_suffixed(|suffix| root.join(format!("{name}-before-step-{step}{suffix}.jsonl")));
     std::fs::rename(path, &aside).map_err(moh_files::io(path))?;
     Ok(aside)
-}
-
-/// Copies the lines of the steps after a rewind's, which the run is about to leave, to a file of their own.
-/// Without lines that can be read, there is none.
-///
-/// # Errors
-/// Fails if the file cannot be read or the copy cannot be written.
-pub fn keep_before_rewind(
-    run: &RunDirectory,
-    recipe: &Recipe,
-    rewind: &Rewind,
-) -> Result<(), Error> {
-    let path = run.metrics();
-    let Some(line) = metrics::first(&path)? else { return Ok(()) };
-    let Some(start) = recipe.steps_before(&line.stage, line.step) else { return Ok(()) };
-    let kept = rewind.step.saturating_sub(start);
-    match metrics::copy_after(&path, kept, &run.metrics_before_rewind(rewind.number)) {
-        Err(moh_run_log::Error::MetricsShort { .. } | moh_run_log::Error::JsonLine { .. }) => {
-            Ok(())
-        }
-        done => Ok(done?),
-    }
 }

@@ -1,7 +1,7 @@
-//! The run directory: its layout, its lock, and what it says of its run. Whose its files are: `own_files.rs`; its
+//! The run directory: its layout, its lock, and what it says of its run. Whose it is: `ownership.rs`; its
 //! recipe, and what a resumed run may change of it: `stored_recipe.rs`.
 
-mod own_files;
+mod ownership;
 mod stored_recipe;
 
 use std::path::{Path, PathBuf};
@@ -11,11 +11,11 @@ use moh_files::first_free_suffixed;
 use moh_hf::ConfigFile;
 use moh_recipe::{DistillOptions, Recipe, Stage};
 use moh_run_log::Summary;
-pub use own_files::join_names;
+pub use ownership::join_names;
 pub use stored_recipe::{changes, leaves};
 
 use crate::checkpoint_name::config_file;
-use crate::{Error, Rewinds, RunLock};
+use crate::{Error, RunLock};
 use moh_files::unless_missing;
 
 /// Begins the names of the files of a calibration.
@@ -79,7 +79,7 @@ impl RunDirectory {
     /// Fails if the stored recipe cannot be read.
     pub fn keeps_model(&self, recipe: &Recipe) -> Result<bool, Error> {
         let is_kept = self.model().is_dir() && self.inputs().is_file();
-        if !is_kept || !self.is_run()? || !self.has_completed_work()? || self.begins_again()? {
+        if !is_kept || !self.is_run()? || !self.has_completed_work()? {
             return Ok(false);
         }
         let stored = self.stored_recipe()?;
@@ -153,19 +153,9 @@ impl RunDirectory {
         self.root.join("has-checkpoints")
     }
 
-    /// The returns of the run to earlier steps.
-    pub fn rewinds(&self) -> PathBuf {
-        self.root.join("rewinds.jsonl")
-    }
-
     /// The stages that have become longer.
     pub fn growth(&self) -> PathBuf {
         self.root.join("growth.jsonl")
-    }
-
-    /// The metrics of the steps that the run has left with a rewind.
-    pub fn metrics_before_rewind(&self, number: u64) -> PathBuf {
-        self.root.join(format!("metrics-before-rewind-{number}.jsonl"))
     }
 
     /// The model in Hugging Face layout after the last stage.
@@ -205,26 +195,8 @@ impl RunDirectory {
     /// # Errors
     /// Fails if another process holds the lock, or the file system reports an error.
     pub fn lock(&self) -> Result<RunLock, Error> {
-        self.lock_or_break(false)
-    }
-
-    /// As [`Self::lock`]; with `break_lock`, also where a process that holds the lock by its file, for want of
-    /// locks in the file system, may be alive.
-    ///
-    /// # Errors
-    /// As [`Self::lock`].
-    pub fn lock_or_break(&self, break_lock: bool) -> Result<RunLock, Error> {
         std::fs::create_dir_all(&self.root).map_err(moh_files::io(&self.root))?;
-        RunLock::acquire(&self.root, break_lock)
-    }
-
-    /// Creates a directory in this one, unless it exists. This one is not created: a run whose directory is
-    /// removed does not make it again.
-    ///
-    /// # Errors
-    /// Fails if this directory is missing, or the other one cannot be created.
-    pub(crate) fn create_folder(&self, path: &Path) -> Result<(), Error> {
-        Ok(moh_files::create_directory(path).map_err(moh_files::io(path))?)
+        RunLock::acquire(&self.root)
     }
 
     /// Steps of the complete checkpoints, ascending.
@@ -235,26 +207,17 @@ impl RunDirectory {
         Ok(self.checkpoint_directory().checkpoint_steps()?)
     }
 
-    /// Whether the run has ever completed a checkpoint, finished or returned to an earlier step: its marker,
-    /// its summary or its rewinds exist, or a checkpoint, good or damaged.
+    /// Whether the run has ever completed a checkpoint or finished: its marker or its summary exists, or a
+    /// checkpoint, good or damaged.
     ///
     /// # Errors
     /// Fails if the directory of checkpoints exists and cannot be listed.
     pub fn has_completed_work(&self) -> Result<bool, Error> {
         let exists = |path: PathBuf| path.symlink_metadata().is_ok();
-        if [self.marker(), self.summary(), self.rewinds()].into_iter().any(exists) {
+        if [self.marker(), self.summary()].into_iter().any(exists) {
             return Ok(true);
         }
         Ok(self.checkpoint_directory().has_names()?)
-    }
-
-    /// Whether the run has returned to its initial model and has not completed a checkpoint since.
-    ///
-    /// # Errors
-    /// Fails if the record of the returns cannot be read.
-    pub fn begins_again(&self) -> Result<bool, Error> {
-        let initial = Rewinds::read(self)?.last().is_some_and(|rewind| rewind.initial);
-        Ok(initial && !self.marker().exists())
     }
 
     /// Writes the marker, if it is missing.
@@ -266,13 +229,6 @@ impl RunDirectory {
             true => Ok(()),
             false => Ok(moh_files::write(&path, TEXT.as_bytes()).map_err(moh_files::io(&path))?),
         }
-    }
-
-    /// Removes the marker of a run that begins again from its initial model.
-    pub(crate) fn unmark(&self) -> Result<(), Error> {
-        let path = self.marker();
-        unless_missing(&path, std::fs::remove_file(&path))?;
-        Ok(moh_files::sync_directory(&self.root).map_err(moh_files::io(&self.root))?)
     }
 
     /// Whether the run has finished: it has a summary and an export.

@@ -345,31 +345,6 @@ pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
     Ok(out.replace().map_err(io)?)
 }
 
-/// Copies the complete lines of the file at `path` after the first `skipped` ones to the file `to`, which is
-/// replaced as a whole.
-///
-/// # Errors
-/// Fails if the file has fewer complete lines, or cannot be read, or the copy cannot be written.
-pub fn copy_after(path: &Path, skipped: u64, to: &Path) -> Result<(), Error> {
-    let io = |error| moh_files::io(to)(error);
-    let (mut found, short) = (0, |found| {
-        let path = path.to_path_buf();
-        Error::MetricsShort { path, found, expected: skipped }
-    });
-    let Some(mut lines) = Lines::open(path)? else { return Err(short(0)) };
-    let mut out = moh_files::PendingFile::create(to).map_err(io)?;
-    while let Some(line) = lines.next()? {
-        if found >= skipped {
-            out.write_all(line).map_err(io)?;
-        }
-        found += 1;
-    }
-    match found < skipped {
-        true => Err(short(found)),
-        false => Ok(out.replace().map_err(io)?),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use moh_step::Norms;
@@ -527,22 +502,6 @@ mod tests {
         }
         let left: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
         assert_eq!(left.len(), 2, "no temporary file stays");
-    }
-
-    #[test]
-    fn lines_after_some_are_copied() {
-        let directory = tempfile::tempdir().unwrap();
-        let [path, to] = ["metrics.jsonl", "copy.jsonl"].map(|name| directory.path().join(name));
-        assert!(copy_after(&path, 0, &to).is_err());
-        write(&path, 1..=5);
-        for skipped in [5, 0, 3] {
-            copy_after(&path, skipped, &to).unwrap();
-            let numbers: Vec<u64> = read(&to).unwrap().iter().map(|line| line.step).collect();
-            assert_eq!(numbers, (skipped + 1..=5).collect::<Vec<_>>());
-        }
-        let short = copy_after(&path, 6, &to).unwrap_err();
-        assert!(matches!(short, Error::MetricsShort { found: 5, expected: 6, .. }));
-        assert_eq!(read(&to).unwrap().len(), 2);
     }
 
     #[test]

@@ -288,7 +288,8 @@ fn watch(source: &Source, newest: Arc<AtomicU64>) -> anyhow::Result<()> {
         let mut known = newest.load(Ordering::Relaxed);
         loop {
             std::thread::sleep(WATCH);
-            // A directory that cannot be listed now may be later. After a rewind the newest step is an earlier one.
+            // A directory that cannot be listed now may be later. The newest step may be an earlier one: a
+            // run resumes from there with `--resume-step`.
             let last = run.checkpoint_steps().ok().and_then(|steps| steps.last().copied());
             if let Some(step) = last.filter(|&step| step != known) {
                 known = step;

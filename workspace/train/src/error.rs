@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use moh_plan::units::{bytes, ranks as counted};
-use moh_recipe::shell::shell_word;
+use moh_step::guard::SkipReason;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -11,40 +11,6 @@ pub enum Error {
     /// A file could not be read or written, or cannot be used.
     #[error(transparent)]
     File(#[from] moh_files::FileError),
-    /// A directory of the run has files of a user's.
-    #[error(
-        "{}: holds {found}, which no run has written and replacing the directory would delete: move them away",
-        path.display()
-    )]
-    ForeignFiles {
-        /// The directory.
-        path: PathBuf,
-        /// Some of the files.
-        found: String,
-    },
-    /// The run directory was moved while the run was training.
-    #[error(
-        "{}: was moved to {} while the run was training, which has therefore stopped{}: to continue, moh-train \
-         --recipe {}",
-        path.display(), place.display(), saved(*step), shell_word(&place.join("recipe.toml").to_string_lossy())
-    )]
-    RunMoved {
-        /// The run directory of the recipe.
-        path: PathBuf,
-        /// Where it is now.
-        place: PathBuf,
-        /// The step of the checkpoint that the run has written there, over all stages.
-        step: Option<u64>,
-    },
-    /// The run directory was removed while the run was training.
-    #[error(
-        "{}: was removed while the run was training, which has therefore stopped: nothing is written in its place",
-        path.display()
-    )]
-    RunRemoved {
-        /// The run directory.
-        path: PathBuf,
-    },
     /// A variant of a comparison cannot be used.
     #[error("--variant {name}: {reason}")]
     Variant {
@@ -134,22 +100,24 @@ pub enum Error {
         /// Steps of all stages.
         steps: u64,
     },
-    /// Steps were not applied, and there is no checkpoint to return to.
+    /// The guard has refused as many steps in a row as the recipe's patience.
     #[error(
-        "{}: the steps {first} to {last} were not applied, and no checkpoint up to step {step} is left to \
-         return to: lower guard.rewind, which a resumed run may change, and keep more checkpoints with \
-         checkpoint.keep",
-        path.display()
+        "{0}: {count} steps in a row up to step {step} were not applied, the last one because its {reason}; {1}: to \
+         skip more, raise guard.patience, which a resumed run may change, or start another run from an earlier \
+         checkpoint with a lower learning_rate.max or another run.seed: --set model.from={0}@STEP --set run.dir=DIR",
+        path.display(), last_good_checkpoint(*last_good)
     )]
-    NothingToReturnTo {
-        /// The directory of the checkpoints.
+    Diverged {
+        /// The run directory.
         path: PathBuf,
-        /// The first step that was not applied, over all stages.
-        first: u64,
-        /// The last one.
-        last: u64,
-        /// The step to which the run would return.
+        /// The number of steps that were not applied.
+        count: u64,
+        /// The last of them, over all stages.
         step: u64,
+        /// Why it was not applied.
+        reason: SkipReason,
+        /// Step of the newest complete checkpoint, from which the run resumes.
+        last_good: Option<u64>,
     },
     /// The checkpoint with which a run stops, ends, or goes on in another layout of ranks or with a router's new
     /// matrices could not be written.
@@ -175,9 +143,9 @@ pub enum Error {
         /// The recipe.
         path: PathBuf,
     },
-    /// A run that resumed without its initial weights returns to them.
+    /// A run that resumes without its initial weights needs them.
     #[error(
-        "{}: the run returns to its initial model, whose weights a resumed run does not read: give the same \
+        "{}: the run begins with its initial model, and a run that resumes does not read its weights: give the same \
          command again, which reads them",
         path.display()
     )]
@@ -312,9 +280,4 @@ pub(crate) fn last_good_checkpoint(step: Option<u64>) -> String {
         Some(step) => format!("the last good checkpoint is of step {step}"),
         None => "there is no good checkpoint yet".to_owned(),
     }
-}
-
-/// A clause that says which step was saved.
-fn saved(step: Option<u64>) -> String {
-    step.map_or_else(String::new, |step| format!(", with a checkpoint of step {step} there"))
 }

@@ -7,7 +7,6 @@ use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_plan::SourceEpochs;
 use moh_recipe::Stage;
-use moh_run_directory::Rewind;
 use moh_run_log::{Evaluation, SkippedStep, StageCalibration, StepMetrics, Summary};
 
 /// An event of a run.
@@ -20,12 +19,9 @@ pub enum Event<'a> {
         /// The damage.
         error: &'a moh_checkpoint::Error,
     },
-    /// The run resumes from an earlier checkpoint than the newest, and what was written after it has
-    /// been moved.
-    Archived {
-        /// The step from which the run resumes, over all stages.
-        step: u64,
-        /// The directory with the later checkpoints.
+    /// The run resumes from an earlier checkpoint, and this later one has been moved aside.
+    LaterCheckpoint {
+        /// Its new path.
         path: &'a Path,
     },
     /// A stage is longer than before from here on.
@@ -91,8 +87,6 @@ pub enum Event<'a> {
         /// The reason, and its samples.
         skipped: &'a SkippedStep,
     },
-    /// The run returns to an earlier step, and then passes over samples.
-    Rewound(&'a Rewind),
     /// The progress of a calibration, which measures the layers of a model before a stage converts it.
     Calibrating {
         /// Layers done.

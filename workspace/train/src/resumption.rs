@@ -9,7 +9,7 @@ use crate::event::Event;
 
 /// Refuses a run that has completed checkpoints and has none left.
 pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
-    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() && !run.begins_again()? {
+    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() {
         return Err(Error::NoneLeft { path: run.root().to_owned() });
     }
     Ok(())

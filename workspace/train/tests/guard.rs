@@ -1,11 +1,15 @@
-//! Steps with bad numbers are not applied, and the run goes on; interrupted, it ends with the same bits.
+//! Steps with bad numbers are not applied, and the run goes on; interrupted, it ends with the same bits. Too many of them
+//! in a row end it.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 mod support;
 
 use moh_recipe::Recipe;
-use moh_train::{Event, Outcome};
+use moh_run_directory::RunDirectory;
+use moh_run_log::metrics;
+use moh_step::guard::SkipReason;
+use moh_train::{Error, Event, Outcome};
 use serde_json::{Value, json};
 use support::TestRun;
 use support::faulty::{Fault, SEQUENCES, finish, finish_on, one_of, run_on, stop_at, test_run};
@@ -57,6 +61,54 @@ fn a_stopped_run_with_bad_steps_continues_to_the_same_end() {
         assert!(stop_at(&recipe, step));
     }
     assert!(finish(&recipe) == reference);
+}
+
+#[test]
+fn too_many_bad_steps_in_a_row_end_the_run_until_it_may_skip_more() {
+    for (bad, last_good, kept) in [
+        // At first, around the end of a stage, and after checkpoints of which the last one is between them.
+        ([1, 2], None, &[][..]),
+        ([5, 6], Some(5), &[2, 4, 5]),
+        ([8, 9], Some(8), &[5, 6, 8]),
+    ] {
+        let place = test_run(&one_of(bad), Fault::NotFinite);
+        let recipe = place.recipe(&["guard.patience=2"]);
+        let run = RunDirectory::new(&recipe.run.dir);
+        // Started again it resumes, and ends there again.
+        for _ in 0..2 {
+            let error = run_on(1, &recipe, None, &|_| {}).pop().unwrap().unwrap_err();
+            let Error::Diverged { count: 2, step, reason, last_good: found, .. } = &error else {
+                panic!("{error}")
+            };
+            assert_eq!((*step, *found), (bad[1], last_good));
+            assert_eq!(*reason, SkipReason::GradNormNotFinite);
+            assert_eq!(run.checkpoint_steps().unwrap(), kept);
+            let steps = metrics::read(&run.metrics()).unwrap().len() as u64;
+            assert_eq!(steps, bad[1]);
+        }
+        let patient = place.recipe(&["guard.patience=3"]);
+        let place = test_run(&one_of(bad), Fault::NotFinite);
+        let reference = finish(&place.recipe(&["guard.patience=3"]));
+        assert!(finish(&patient) == reference, "{bad:?}");
+    }
+}
+
+#[test]
+fn all_ranks_end_where_too_many_steps_are_bad() {
+    let place = test_run(&one_of([8, 9]), Fault::NotFinite);
+    let layout = ["guard.patience=2", "stage.moh.parallel.pipeline=2"];
+    let recipe = place.recipe(&layout);
+    let ended = run_on(2, &recipe, None, &|_| {});
+    let [Err(error), Err(other)] = &ended[..] else { panic!("{ended:?}") };
+    let root = recipe.run.dir.display();
+    let expected = format!(
+        "{root}: 2 steps in a row up to step 9 were not applied, the last one because its gradient norm is not \
+         finite; the last good checkpoint is of step 8: to skip more, raise guard.patience, which a resumed run \
+         may change, or start another run from an earlier checkpoint with a lower learning_rate.max or another \
+         run.seed: --set model.from={root}@STEP --set run.dir=DIR"
+    );
+    assert_eq!(error.to_string(), expected);
+    assert!(matches!(other, Error::Step(moh_step::Error::OtherRank { rank: 0 })), "{other}");
 }
 
 /// One stage of 60 steps.

@@ -11,7 +11,7 @@ use moh_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_run_directory::RunDirectory;
 use moh_train::{Error, Replay};
-use support::faulty::{Fault, finish, finish_on, one_of, stop_at, test_run};
+use support::faulty::{finish, finish_on, stop_at};
 use support::{TestRun, files};
 
 fn replay(recipe: &Recipe, step: u64) -> Result<Replay, Error> {
@@ -95,20 +95,6 @@ fn samples_are_found_in_their_files() {
         let (first, last) = (sample.documents.start, sample.documents.end - 1);
         assert!(file.document(first).unwrap().contains(&sample.tokens.start));
         assert!(file.document(last).unwrap().contains(&(sample.tokens.end - 1)));
-    }
-}
-
-#[test]
-fn a_step_after_a_rewind_is_of_the_path_that_counts() {
-    let place = test_run(&one_of([8, 9]), Fault::NotFinite);
-    let recipe = place.recipe(&["guard.patience=2", "guard.rewind=2", "checkpoint.keep=9"]);
-    let results = finish(&recipe);
-    for step in [6, 7, 8, 10] {
-        let found = replay(&recipe, step).unwrap();
-        let line = &results.metrics[step as usize - 1];
-        assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "step {step}");
-        let first = if step <= 6 { 8 * (step - 1) } else { 8 * (step - 1) + 24 };
-        assert_eq!(found.samples[0].number, first);
     }
 }
 

@@ -17,9 +17,6 @@ use support::driver::{Start, finish, stop_at};
 use support::results::Results;
 use support::{TestRun, files, write_tokens};
 
-/// Steps of the recipe: five of each stage.
-const STEPS: u64 = 10;
-
 /// Runs a recipe from the checkpoint of `step` to its end.
 fn train_from(recipe: &Recipe, step: u64) -> Result<Outcome, Error> {
     Start { resume_step: Some(step), ..Start::default() }.run(recipe)
@@ -44,21 +41,33 @@ fn a_run_resumes_from_an_earlier_checkpoint_to_the_same_end() {
     let recipe = place.recipe(&["checkpoint.keep=9"]);
     finish(&recipe);
     let run = RunDirectory::new(&recipe.run.dir);
-    let export = fs::read(run.export().join("model.safetensors")).unwrap();
-    for (step, aside) in [(8, "after-step-8"), (5, "after-step-5"), (5, "after-step-5-2")] {
-        assert!(matches!(train_from(&recipe, step).unwrap(), Outcome::Finished(_)));
+    let last = files(&run.checkpoint(10));
+    for (step, moved) in [
+        (8, &["aside-step-10"][..]),
+        (5, &["aside-step-10-2", "aside-step-8", "aside-step-6"]),
+        (5, &["aside-step-10-3", "aside-step-8-2", "aside-step-6-2"]),
+    ] {
+        let mut heard = Vec::new();
+        let back = Start { resume_step: Some(step), ..Start::default() };
+        let done = back.run_and_hear(&recipe, &mut |event| {
+            if let Event::LaterCheckpoint { path } = event {
+                assert!(!run.summary().exists(), "the run is unfinished");
+                heard.push(path.file_name().unwrap().to_str().unwrap().to_owned());
+            }
+        });
+        assert!(matches!(done.unwrap(), Outcome::Finished(_)));
+        assert_eq!(heard, moved);
         assert!(Results::of(&recipe) == reference(), "from {step}");
-        let aside = RunDirectory::new(run.root().join(aside));
-        assert!(aside.checkpoint_steps().unwrap().iter().all(|&later| later > step));
-        assert!(aside.checkpoint_steps().unwrap().contains(&10));
-        assert!(fs::read(aside.export().join("model.safetensors")).unwrap() == export);
-        assert!(aside.summary().is_file());
-        assert_eq!(metrics::read(&aside.metrics()).unwrap().len() as u64, STEPS);
     }
     let listed = moh_checkpoint::list(&run.checkpoint_directory()).unwrap();
     let aside = |one: &&ListedCheckpoint| one.condition == Condition::MovedAside;
     assert_eq!(listed.iter().filter(aside).count(), 1 + 3 + 3);
     assert!(listed.iter().all(|one| one.state.as_ref().is_ok_and(|state| state.step == one.step)));
+    // Given its name back, one is a checkpoint again.
+    fs::remove_dir_all(run.checkpoint(10)).unwrap();
+    fs::rename(run.checkpoints().join("aside-step-10"), run.checkpoint(10)).unwrap();
+    assert!(files(&run.checkpoint(10)) == last);
+    assert!(matches!(Start::default().run(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
 }
 
 #[test]

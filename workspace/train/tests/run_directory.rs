@@ -1,5 +1,5 @@
-//! A run directory is the run's own or it is refused: nothing that a run has not written is lost, and a directory that
-//! is moved or removed under a run is not made again.
+//! A run directory is marked by a run or it is refused, and a directory that is moved or removed under a run is not made
+//! again.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -109,9 +109,7 @@ fn a_new_run_does_not_touch_what_it_reads() {
     let marked = dir.join("marked");
     fs::create_dir(&marked).unwrap();
     fs::copy(dir.join("earlier/.moh-run"), marked.join(".moh-run")).unwrap();
-    for name in ["mine", "model"] {
-        copy_all(&model, &marked.join(name));
-    }
+    copy_all(&model, &marked.join("mine"));
     write_tokens(&marked.join("tokens"), 1, 60);
     fs::write(marked.join("variant.toml"), "").unwrap();
     let other = Path::new("recipe.toml");
@@ -122,8 +120,6 @@ fn a_new_run_does_not_touch_what_it_reads() {
         (&model.join("run"), &model, &source.path, other, "run.dir lies inside"),
         (&marked, &model, &marked.join("tokens"), other, "data.sources names"),
         (&marked, &model, &source.path, &marked.join("variant.toml"), "--recipe names"),
-        // Not read, but in the way.
-        (&marked, &model, &source.path, other, "modeling_moh_llama.py, which no run has written"),
     ] {
         recipe.run.dir = run_dir.clone();
         recipe.model.from = Some(from.display().to_string());
@@ -131,39 +127,51 @@ fn a_new_run_does_not_touch_what_it_reads() {
         let model_files: BTreeMap<PathBuf, Vec<u8>> = files(dir);
         let error = train_at(&recipe, path, Some(from), false).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
-        let mut after = files(dir);
-        // The last one has been begun: the lock is the run's.
-        after.remove(&marked.join(".lock"));
-        assert_eq!(after, model_files, "{expected}");
+        assert_eq!(files(dir), model_files, "{expected}");
     }
-    fs::remove_dir_all(marked.join("model")).unwrap();
     train_at(&recipe, other, Some(&model), false).unwrap();
     assert!(marked.join("mine/model.safetensors").is_file());
 }
 
 #[test]
-fn beginning_anew_moves_the_runs_own_files_and_no_others() {
+fn beginning_anew_renames_the_directory_with_all_that_is_in_it() {
     let place = TestRun::new();
-    let recipe = place.recipe(&["log.norms_every_steps=2"]);
+    let recipe = place.recipe(&[]);
     let root = &recipe.run.dir;
     finish(&recipe);
-    let run = names(root);
-    for name in ["notes.txt", "trace-step-mine.json", "before-work", "recipe.toml.bak"] {
-        fs::write(root.join(name), "mine").unwrap();
-    }
-    fs::create_dir(root.join("data")).unwrap();
+    fs::write(root.join("notes.txt"), "mine").unwrap();
+    let run = files(root);
     // As a run of an earlier version.
     fs::remove_file(root.join(".moh-run")).unwrap();
     train_at(&recipe, Path::new("recipe.toml"), None, true).unwrap();
-    let expected: Vec<String> = run.iter().filter(|name| *name != ".lock").cloned().collect();
-    assert_eq!(names(&root.join("before-1")), expected, "every file of a run is on its list");
-    for name in ["notes.txt", "trace-step-mine.json", "before-work", "recipe.toml.bak"] {
-        assert_eq!(fs::read_to_string(root.join(name)).unwrap(), "mine");
+    assert!(root.join(".moh-run").is_file() && !root.join("notes.txt").exists());
+    let before = root.with_file_name("run.before-1");
+    for (path, bytes) in run {
+        let name = path.strip_prefix(root).unwrap();
+        assert!(name.ends_with(".moh-run") || fs::read(before.join(name)).unwrap() == bytes);
     }
-    assert!(root.join("data").is_dir());
     // The earlier run is one.
-    let moved = place.recipe(&["log.norms_every_steps=2", &dir_of(&root.join("before-1"))]);
+    let moved = place.recipe(&[&dir_of(&before)]);
     assert!(matches!(train(&moved), Ok(Outcome::AlreadyFinished(_))));
+    // Another process that trains is not disturbed.
+    let _lock = RunDirectory::new(root).lock().unwrap();
+    let error = train_at(&recipe, Path::new("recipe.toml"), None, true).unwrap_err();
+    assert!(
+        matches!(error, Error::RunDirectory(moh_run_directory::Error::Locked { .. })),
+        "{error}"
+    );
+}
+
+#[cfg(unix)]
+#[test]
+fn a_link_to_the_directory_of_a_run_that_begins_anew_stays() {
+    let place = TestRun::new();
+    let (recipe, linked) = (place.recipe(&[]), place.recipe_in("link"));
+    finish(&recipe);
+    std::os::unix::fs::symlink(&recipe.run.dir, &linked.run.dir).unwrap();
+    train_at(&linked, Path::new("recipe.toml"), None, true).unwrap();
+    assert!(linked.run.dir.is_symlink() && linked.run.dir.join("summary.json").is_file());
+    assert!(recipe.run.dir.with_file_name("run.before-1").join("summary.json").is_file());
 }
 
 fn dir_of(path: &Path) -> String {
@@ -196,6 +204,40 @@ fn a_run_of_an_earlier_version_resumes_and_is_marked() {
 }
 
 #[test]
+fn a_run_whose_files_have_what_only_earlier_versions_wrote_resumes() {
+    let place = TestRun::new();
+    let whole = place.recipe_in("whole");
+    finish(&whole);
+    let recipe = place.recipe(&[]);
+    let run = RunDirectory::new(&recipe.run.dir);
+    stop_at(&recipe, 3);
+    let edit = |path: &Path, from: &str, to: &str| {
+        let text = fs::read_to_string(path).unwrap();
+        assert_eq!(text.matches(from).count(), 1, "{text}");
+        fs::write(path, text.replace(from, to)).unwrap();
+    };
+    for path in [run.recipe(), run.root().join(".moh-run")] {
+        edit(&path, "patience = 10\n", "patience = 10\nrewind = 100\n");
+    }
+    let manifest = run.checkpoint(3).join("manifest.json");
+    let hash = || blake3::hash(&fs::read(&manifest).unwrap()).to_hex().to_string();
+    let before = hash();
+    edit(&manifest, "\"in_a_row\":0,", "\"in_a_row\":0,\"rewinds\":1,");
+    edit(&manifest.with_extension("json.b3"), &before, &hash());
+    let mut resumed = 0;
+    let stored = RunDirectory::load_recipe(&run.recipe(), &[]).unwrap();
+    let done = Start::default().run_and_hear(&stored, &mut |event| {
+        if let Event::Resumed { step } = event {
+            resumed = *step;
+        }
+    });
+    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+    assert_eq!(resumed, 3);
+    assert_eq!(Results::of(&recipe), Results::of(&whole));
+    assert!(!run.root().join("recipe-edited.toml").exists());
+}
+
+#[test]
 fn an_edited_recipe_of_the_run_is_compared_and_kept() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
@@ -220,77 +262,60 @@ fn an_edited_recipe_of_the_run_is_compared_and_kept() {
     assert!(!path.with_file_name("recipe-edited-2.toml").exists());
 }
 
-/// What happens to a run directory after the report of step 3.
-fn disturbed(recipe: &Recipe, disturb: impl Fn(&Path)) -> Error {
-    let disturbed = Start::default().run_and_hear(recipe, &mut |event| {
-        if matches!(event, Event::Step { step: 3, .. }) {
-            disturb(&recipe.run.dir);
-        }
-    });
-    disturbed.unwrap_err()
-}
-
-#[cfg(target_os = "linux")]
 #[test]
-fn a_moved_directory_gets_the_last_checkpoint_and_nothing_is_made_at_its_old_place() {
+fn a_run_whose_directory_is_moved_ends_and_goes_on_in_the_new_place() {
     let place = TestRun::new();
     let whole = place.recipe_in("whole");
     finish(&whole);
-    let root = place.dir.path().canonicalize().unwrap();
-    let archive = root.join("archive");
+    let moved = place.recipe_in("moved");
     for other_is_made in [false, true] {
-        let recipe = place.recipe(&["checkpoint.every_steps=1"]);
-        let error = disturbed(&recipe, |dir| {
-            fs::rename(dir, &archive).unwrap();
-            if other_is_made {
-                fs::create_dir(dir).unwrap();
-                fs::write(dir.join("mine"), "mine").unwrap();
+        let recipe = place.recipe(&[]);
+        let dir = &recipe.run.dir;
+        let done = Start::default().run_and_hear(&recipe, &mut |event| {
+            if matches!(event, Event::Checkpoint { step: 2, .. }) {
+                fs::rename(dir, &moved.run.dir).unwrap();
+                if other_is_made {
+                    fs::create_dir(dir).unwrap();
+                    fs::write(dir.join("mine"), "mine").unwrap();
+                }
             }
         });
-        let Error::RunMoved { place: found, step, .. } = &error else { panic!("{error}") };
-        assert_eq!((found, step), (&archive, &Some(3)));
-        assert!(error.to_string().ends_with("archive/recipe.toml"), "{error}");
+        let (error, mark) = (done.unwrap_err(), dir.join(".moh-run"));
+        assert!(error.to_string().starts_with(mark.to_str().unwrap()), "{error}");
         match other_is_made {
-            true => assert_eq!(names(&recipe.run.dir), ["mine"]),
-            false => assert!(!recipe.run.dir.exists()),
+            true => assert_eq!(names(dir), ["mine"]),
+            false => assert!(!dir.exists()),
         }
-        let moved = place.recipe(&["checkpoint.every_steps=1", &dir_of(&archive)]);
-        let mut resumed = 0;
-        let done = Start::default().run_and_hear(&moved, &mut |event| {
-            if let Event::Resumed { step } = event {
-                resumed = *step;
-            }
-        });
-        assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
-        assert_eq!(resumed, 3);
+        finish(&moved);
         assert_eq!(Results::of(&moved), Results::of(&whole));
-        fs::remove_dir_all(&archive).unwrap();
-        let _ = fs::remove_dir_all(&recipe.run.dir);
+        fs::remove_dir_all(&moved.run.dir).unwrap();
+        let _ = fs::remove_dir_all(dir);
     }
 }
 
-#[cfg(target_os = "linux")]
 #[test]
-fn ranks_stop_together_when_their_directory_is_moved() {
+fn ranks_end_together_when_their_directory_is_moved() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    let archive = place.dir.path().canonicalize().unwrap().join("archive");
     let stop = AtomicBool::new(false);
     let ended = on_ranks(2, |world| {
         run_in(world, &recipe, RunOptions::new(&stop), &mut |event| {
             if matches!(event, Event::Step { step: 3, .. }) {
-                fs::rename(&recipe.run.dir, &archive).unwrap();
+                fs::rename(&recipe.run.dir, place.dir.path().join("moved")).unwrap();
             }
         })
     });
-    assert!(matches!(&ended[0], Err(Error::RunMoved { step: Some(3), .. })), "{:?}", ended[0]);
+    assert!(
+        matches!(&ended[0], Err(Error::RunDirectory(moh_run_directory::Error::File(_)))),
+        "{:?}",
+        ended[0]
+    );
     assert!(
         matches!(&ended[1], Err(Error::Step(moh_step::Error::OtherRank { rank: 0 }))),
         "{:?}",
         ended[1]
     );
     assert!(!recipe.run.dir.exists());
-    assert!(archive.join("checkpoints/step-3/manifest.json").is_file());
 }
 
 #[cfg(unix)]
@@ -299,8 +324,13 @@ fn a_removed_directory_ends_the_run_and_is_not_made_again() {
     let place = TestRun::new();
     for every in ["checkpoint.every_steps=1", "checkpoint.every_steps=0"] {
         let recipe = place.recipe(&[every]);
-        let error = disturbed(&recipe, |dir| while fs::remove_dir_all(dir).is_err() {});
-        assert!(matches!(error, Error::RunRemoved { .. }), "{error}");
+        let done = Start::default().run_and_hear(&recipe, &mut |event| {
+            if matches!(event, Event::Step { step: 3, .. }) {
+                while fs::remove_dir_all(&recipe.run.dir).is_err() {}
+            }
+        });
+        let (error, mark) = (done.unwrap_err(), recipe.run.dir.join(".moh-run"));
+        assert!(error.to_string().starts_with(mark.to_str().unwrap()), "{error}");
         assert!(!recipe.run.dir.exists());
     }
     // After the last step, before the export.
@@ -310,7 +340,8 @@ fn a_removed_directory_ends_the_run_and_is_not_made_again() {
             fs::remove_dir_all(&recipe.run.dir).unwrap();
         }
     });
-    assert!(matches!(done, Err(Error::RunRemoved { .. })), "{done:?}");
+    let error = done.unwrap_err().to_string();
+    assert!(error.starts_with(recipe.run.dir.to_str().unwrap()), "{error}");
     assert!(!recipe.run.dir.exists());
 }
 

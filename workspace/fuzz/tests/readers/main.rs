@@ -12,7 +12,6 @@ mod heads;
 mod model_card;
 mod recipe;
 mod rendezvous;
-mod rewinds;
 mod tokenizer;
 mod tokens;
 mod weights;

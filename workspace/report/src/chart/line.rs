@@ -186,8 +186,8 @@ impl LineChart {
         let left = up.iter().map(|tick| super::width(&tick.label)).fold(20.0, f64::max) + 14.0;
         let right = width - self.label_room(size);
         let place = |value| left + across.place(value) * (right - left);
-        let shown = marks::visible(&self.marks);
-        let labels_of_marks = shown.iter().map(|mark| (place(mark.at), mark.label.clone()));
+        let shown = self.marks.iter().take(marks::MAX_MARKS);
+        let labels_of_marks = shown.map(|mark| (place(mark.at), mark.label.clone()));
         let mark_labels = marks::place_labels(labels_of_marks, left, width);
         let above_values = self.above(values);
         let labels_above = above_values
@@ -204,7 +204,7 @@ impl LineChart {
                 desc { (self.description) }
                 (heading)
                 (self.axes(&plot, &up))
-                (marks::draw(&shown, &mark_labels, marks_end, plot.bottom))
+                (marks::draw(&mark_labels, marks_end, plot.bottom))
                 (arrows(&above_values, &above_labels, plot.top))
                 (self.skipped_steps(&plot))
                 (self.curves(&plot))

@@ -11,19 +11,10 @@ const ROW: f64 = 16.0;
 const MAX_ROWS: usize = 4;
 
 /// Marks beyond this many are left out.
-const MAX_MARKS: usize = 60;
+pub(super) const MAX_MARKS: usize = 60;
 
 /// Pixels between a line and its label, or between two labels.
 const GAP: f64 = 5.0;
-
-/// What a vertical line marks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MarkKind {
-    /// The start of a stage.
-    Stage,
-    /// A place to which the run returned.
-    Rewind,
-}
 
 /// A vertical line with a label.
 #[derive(Debug, Clone, PartialEq)]
@@ -32,8 +23,6 @@ pub struct Mark {
     pub at: f64,
     /// Its label.
     pub label: String,
-    /// What it marks.
-    pub kind: MarkKind,
 }
 
 /// A label whose place is known.
@@ -46,15 +35,6 @@ pub(super) struct Placed {
     pub start: f64,
     /// Its row, upwards from 0.
     pub row: usize,
-}
-
-/// The marks that are drawn: the stages before the others, so that neither many returns nor their labels take a
-/// stage's place.
-pub(super) fn visible(marks: &[Mark]) -> Vec<&Mark> {
-    let mut shown: Vec<&Mark> = marks.iter().collect();
-    shown.sort_by_key(|mark| mark.kind != MarkKind::Stage);
-    shown.truncate(MAX_MARKS);
-    shown
 }
 
 /// Finds a row for each label, so that none covers one before it: right of its place, or left where it would leave
@@ -96,17 +76,14 @@ pub(super) fn base_line(label: &Placed, top: f64) -> Option<f64> {
 }
 
 /// Draws lines down to `bottom` from their labels, whose rows begin above `top`.
-pub(super) fn draw(marks: &[&Mark], labels: &[Placed], top: f64, bottom: f64) -> Markup {
+pub(super) fn draw(labels: &[Placed], top: f64, bottom: f64) -> Markup {
     html! {
-        @for (mark, place) in marks.iter().zip(labels) {
-            @let is_rewind = mark.kind == MarkKind::Rewind;
+        @for place in labels {
             @let base = base_line(place, top);
-            path class=(if is_rewind { "mark alarm" } else { "mark" })
+            path class="mark"
                 d={ "M" (at(place.x)) " " (at(base.map_or(top, |base| base - 8.0))) "V" (at(bottom)) } {}
             @if let Some(base) = base {
-                text class=(if is_rewind { "alarm" } else { "quiet" }) x=(at(place.start)) y=(at(base)) {
-                    (place.label)
-                }
+                text class="quiet" x=(at(place.start)) y=(at(base)) { (place.label) }
             }
         }
     }
@@ -130,14 +107,9 @@ mod tests {
 
     #[test]
     fn many_marks_keep_their_lines_and_a_few_rows_of_labels() {
-        let mark = |x: i32, kind| Mark { at: f64::from(x), label: "return".to_owned(), kind };
-        let mut marks: Vec<Mark> = (0..500).map(|x| mark(x, MarkKind::Rewind)).collect();
-        marks.push(mark(499, MarkKind::Stage));
-        let shown = visible(&marks);
-        assert_eq!(shown.len(), MAX_MARKS);
-        let found =
-            place_labels(shown.iter().map(|mark| (mark.at, mark.label.clone())), 0.0, 500.0);
-        assert_eq!((found[0].x, found[0].row), (499.0, 0), "the stage has its label");
+        let labels = (0..60).map(|x| (f64::from(x), "stage".to_owned()));
+        let found = place_labels(labels, 0.0, 500.0);
+        assert_eq!((found.len(), found[0].row), (60, 0));
         assert_eq!(height(&found), MAX_ROWS as f64 * ROW);
         assert_eq!(
             found.iter().filter_map(|label| base_line(label, 0.0)).count(),

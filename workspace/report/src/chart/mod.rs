@@ -13,7 +13,7 @@ mod time_map;
 
 pub use heat::{Cell, HeatMap, HeatRow, color_bar};
 pub use line::{Line, LineChart, Look, Size};
-pub use marks::{Mark, MarkKind};
+pub use marks::Mark;
 pub use time_map::TimeMap;
 
 /// The rules of style that charts need.

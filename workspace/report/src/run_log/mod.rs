@@ -17,7 +17,7 @@ use anyhow::{Context as _, bail};
 pub use lines::LeftOut;
 use moh_checkpoint::StoredCheckpoint;
 use moh_recipe::Recipe;
-use moh_run_directory::{Rewind, Rewinds, RunDirectory};
+use moh_run_directory::RunDirectory;
 use moh_run_log::{Evaluation, EvaluationPoint, Machine, StepMetrics, Summary};
 pub use routing::RoutingEvaluation;
 pub use routing_history::{LayerLoads, Loads, RoutingHistory, Spread, load};
@@ -50,8 +50,6 @@ pub struct RunLog {
     pub summary: Summary,
     /// Whether the run has finished.
     pub is_finished: bool,
-    /// The returns to earlier steps.
-    pub rewinds: Vec<Rewind>,
     /// How evaluations use the routed heads: the newest of each set, and those after no step.
     pub routing: Vec<RoutingEvaluation>,
     /// How that use changed: the first set, then the others by name.
@@ -118,7 +116,6 @@ impl RunLog {
             steps_before: before.unwrap_or(0),
             summary: printable_names(summary),
             is_finished,
-            rewinds: Rewinds::read(&run)?.all().to_vec(),
             routing,
             routing_histories,
             machine: Machine::read(&run.machine())?,
@@ -184,7 +181,7 @@ impl RunLog {
 }
 
 /// Whether the directory `root` is that of a run: marked as one, or with two of a run's recipe, metrics, summary and
-/// checkpoints, as a copy without the mark or what a run has moved aside. One of these names alone may be anybody's.
+/// checkpoints, as a copy without the mark. One of these names alone may be anybody's.
 pub fn is_run(root: &Path) -> bool {
     let run = RunDirectory::new(root);
     let files = [run.recipe(), run.metrics(), run.summary()].map(|path| path.is_file());
@@ -230,7 +227,7 @@ fn read_recipe(run: &RunDirectory) -> anyhow::Result<(Option<Recipe>, Result<Str
         .read_to_end(&mut bytes)
         .with_context(|| path.display().to_string())?;
     let text = String::from_utf8_lossy(&bytes).into_owned();
-    Ok((Recipe::parse(&text, &path, &[]).ok(), Ok(text)))
+    Ok((Recipe::parse_stored(&text, &path, &[]).ok(), Ok(text)))
 }
 
 /// The results so far: of the newest checkpoint whose manifest can be read. Checkpoints may be removed and

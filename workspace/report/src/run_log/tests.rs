@@ -34,10 +34,9 @@ fn a_directory_without_a_run_is_refused() {
         assert!(error.contains("is not a run directory"), "{error}");
     }
     assert!(is_run(directory(&[("recipe.toml", ""), ("metrics.jsonl", "")]).path()));
-    // As in `after-step-N`.
-    let aside = directory(&[("metrics.jsonl", "")]);
-    fs::create_dir_all(aside.path().join("checkpoints/step-3")).unwrap();
-    assert!(is_run(aside.path()));
+    let copy = directory(&[("metrics.jsonl", "")]);
+    fs::create_dir_all(copy.path().join("checkpoints/step-3")).unwrap();
+    assert!(is_run(copy.path()));
 }
 
 #[test]
@@ -59,9 +58,7 @@ fn a_line_that_is_being_written_is_passed_over() {
 
 #[test]
 fn damaged_files_are_named() {
-    for (name, text) in
-        [("rewinds.jsonl", "{}\n"), ("machine.json", "[]"), ("summary.json", "{\"steps\":-1}")]
-    {
+    for (name, text) in [("machine.json", "[]"), ("summary.json", "{\"steps\":-1}")] {
         let dir = run(&[("recipe.toml", ""), (name, text)]);
         let error = format!("{:#}", RunLog::read(dir.path()).unwrap_err());
         assert!(error.contains(name), "{error}");

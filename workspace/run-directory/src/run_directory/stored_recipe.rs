@@ -4,9 +4,8 @@
 //! accepts only its own recipe. What touches no weight may change, except by the order of sums: `run.dir`, `run.threads`, `log.*`,
 //! `checkpoint.*`, `memory.recompute`, `stage.NAME.parallel.*`, the validation sets, and what only checks or plans the
 //! model. `stage.NAME.tokens` may grow, and stages may be appended (`growth.rs`). The paths of token files and of the
-//! model may change too: their content is compared with `inputs.json` (`run_inputs/`). `guard.patience` and
-//! `guard.rewind` may change, so that a run that found nothing to return to can go on: they change what a later
-//! rewind does, and nothing else.
+//! model may change too: their content is compared with `inputs.json` (`run_inputs/`). `guard.patience` may change, so
+//! that a run that has ended by it can go on.
 //!
 //! The run's mark has its recipe, and `recipe.toml` is a copy for its users, which they may edit: an edited one is
 //! compared with the mark as any other recipe is, and never lost.
@@ -21,14 +20,15 @@ use moh_recipe::{Recipe, Stage, is_below};
 use toml::Value;
 
 use super::RunDirectory;
-use super::own_files::EDITED;
 use crate::{Error, KeyChange};
 use moh_files::unless_missing;
 
+/// Recipes of the run that a user has edited begin so.
+const EDITED: &str = "recipe-edited";
 /// Maximum bytes of a recipe that a run keeps.
-pub(super) const MAX_BYTES: u64 = 4 << 20;
+const MAX_BYTES: u64 = 4 << 20;
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
-const MAY_CHANGE: [&str; 9] = [
+const MAY_CHANGE: [&str; 8] = [
     "run.dir",
     "run.threads",
     "log.",
@@ -37,7 +37,6 @@ const MAY_CHANGE: [&str; 9] = [
     "model.config",
     "model.vocab_size",
     "guard.patience",
-    "guard.rewind",
 ];
 
 /// Begins a mark; the version of its format ends the line.
@@ -52,9 +51,9 @@ impl RunDirectory {
     /// Fails if it is missing or cannot be read.
     pub fn stored_recipe(&self) -> Result<Recipe, Error> {
         Ok(match self.marked_recipe()? {
-            Some(text) => Recipe::parse(&text, &self.mark_path(), &[])?,
+            Some(text) => Recipe::parse_stored(&text, &self.mark_path(), &[])?,
             // Versions without marks kept it there alone.
-            None => Recipe::load(&self.recipe(), &[])?,
+            None => Recipe::load_stored(&self.recipe(), &[])?,
         })
     }
 
@@ -62,7 +61,7 @@ impl RunDirectory {
     ///
     /// # Errors
     /// Fails if the mark cannot be read, or is of another format.
-    pub(super) fn marked_recipe(&self) -> Result<Option<String>, Error> {
+    fn marked_recipe(&self) -> Result<Option<String>, Error> {
         let path = self.mark_path();
         let bytes = moh_files::read_bounded_if_any(&path, MAX_BYTES, "the mark of a run")?;
         let Some(bytes) = bytes else { return Ok(None) };
@@ -157,12 +156,9 @@ impl RunDirectory {
         let (path, text) = (self.recipe(), recipe.to_toml()?);
         let found = unless_missing(&path, fs::read(&path))?;
         let ours = self.marked_recipe()?;
-        let is_ours = |found: &[u8]| match &ours {
-            Some(ours) => found == ours.as_bytes(),
-            // Versions without marks wrote no comments.
-            None => !found.contains(&b'#'),
-        };
-        let is_edited = found.is_some_and(|found| found != text.as_bytes() && !is_ours(&found));
+        let known = [Some(&text), ours.as_ref()];
+        let is_known = |found: &[u8]| known.iter().flatten().any(|text| text.as_bytes() == found);
+        let is_edited = found.is_some_and(|found| !is_known(&found));
         let mut aside = None;
         if is_edited {
             let place =

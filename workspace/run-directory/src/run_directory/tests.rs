@@ -65,12 +65,13 @@ fn what_was_being_written_is_cleared_and_the_rest_stays() {
     let temporary = tempfile::tempdir().unwrap();
     let run = RunDirectory::new(temporary.path());
     run.clear_remains().unwrap();
-    let remains = [run.checkpoints().join(".tmp-step-9"), run.root().join(".tmp-export-abc")];
+    let remains = [run.checkpoints().join(".tmp-step-9"), run.root().join(".tmp-export-Ab3dE9")];
     let kept = [
         run.checkpoint(8),
         run.checkpoints().join("damaged-step-7"),
         run.checkpoints().join(".tmp-mine"),
         run.root().join(".tmp-mine"),
+        run.root().join(".tmp-export-mine"),
         run.tensorboard(),
     ];
     for directory in remains.iter().chain(&kept) {
@@ -89,6 +90,30 @@ fn a_stored_recipe_reads_back_equal() {
     let _lock = run.lock().unwrap();
     let recipe = recipe(&[]);
     store(&run, &recipe).unwrap();
+    assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), recipe);
+}
+
+#[test]
+fn a_recipe_that_an_earlier_version_has_stored_is_read_and_is_no_users() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    let recipe = recipe(&[]);
+    store(&run, &recipe).unwrap();
+    for path in [run.recipe(), run.mark_path()] {
+        let text = std::fs::read_to_string(&path).unwrap();
+        let earlier = text.replace("patience = 10\n", "patience = 10\nrewind = 50\n");
+        assert_ne!(earlier, text);
+        std::fs::write(path, earlier).unwrap();
+    }
+    assert_eq!(run.stored_recipe().unwrap(), recipe);
+    let overrides = ["run.seed=1".to_owned()];
+    assert_eq!(RunDirectory::load_recipe(&run.recipe(), &overrides).unwrap(), recipe);
+    // In any other recipe the key is unknown.
+    let copy = temporary.path().join("copy.toml");
+    std::fs::copy(run.recipe(), &copy).unwrap();
+    let error = RunDirectory::load_recipe(&copy, &[]).unwrap_err().to_string();
+    assert!(error.contains("guard.rewind: unknown key"), "{error}");
+    assert_eq!(run.write_recipe(&recipe).unwrap(), None);
     assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), recipe);
 }
 
@@ -135,7 +160,6 @@ fn a_resumed_run_accepts_allowed_changes_and_stores_them() {
         "data.validation.every_steps=3",
         "memory.recompute=none",
         "guard.patience=3",
-        "guard.rewind=7",
     ]);
     store(&run, &changed).unwrap();
     assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), changed);

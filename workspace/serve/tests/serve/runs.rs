@@ -89,7 +89,7 @@ fn heads_are_those_of_the_checkpoint_that_is_served() {
     }
     assert_eq!(active(), 6);
     assert_eq!(server.metric("moh_heads_computed_ratio{layer=\"0\"}"), 0.75);
-    // Without the newest checkpoint, as after a rewind, the one before is served again.
+    // Without the newest checkpoint, as where the run resumes from an earlier one, the one before is served again.
     for last in ["step-5", "step-6"] {
         fs::rename(place.join("run/checkpoints").join(last), place.join(last)).unwrap();
     }

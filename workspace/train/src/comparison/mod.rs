@@ -203,12 +203,12 @@ impl Comparison {
     /// Fails if the directory is not a comparison's, if that of a run in it is not the run's, if a run was started
     /// with other keys, if it has a variant that is not named, if another process holds it, or if a file cannot
     /// be read or written.
-    pub fn claim(&self, break_lock: bool) -> Result<RunLock, Error> {
+    pub fn claim(&self) -> Result<RunLock, Error> {
         let known = record::names(&self.record())?;
         if known.is_none() {
             self.check()?;
         }
-        let lock = RunDirectory::new(&self.directory).lock_or_break(break_lock)?;
+        let lock = RunDirectory::new(&self.directory).lock()?;
         for name in known.unwrap_or_default() {
             let run = self.directory.join(&name);
             if self.runs.iter().all(|run| run.name != name) && run.exists() {

@@ -120,24 +120,24 @@ fn a_directory_with_other_files_is_not_taken_and_an_empty_one_is() {
     let directory = comparison.directory();
     std::fs::create_dir(directory).unwrap();
     std::fs::write(directory.join("notes.txt"), "mine").unwrap();
-    let error = comparison.claim(false).unwrap_err();
+    let error = comparison.claim().unwrap_err();
     assert!(matches!(error, Error::NotComparison { .. }), "{error}");
     assert_eq!(std::fs::read_dir(directory).unwrap().count(), 1);
     std::fs::remove_file(directory.join("notes.txt")).unwrap();
-    drop(comparison.claim(false).unwrap());
+    drop(comparison.claim().unwrap());
     // Killed before the record was written, and after it.
     std::fs::remove_file(comparison.record()).unwrap();
-    drop(comparison.claim(false).unwrap());
+    drop(comparison.claim().unwrap());
     let text = std::fs::read_to_string(comparison.record()).unwrap();
     let record: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(record["variants"][0]["shared_stages"], serde_json::json!(["one", "two"]));
     assert_eq!(record["variants"][0]["changes"][0]["key"], "stage.three.tokens");
     // A variant that has not begun may be left out or changed.
-    drop(plan(&path, &["a:stage.three.tokens=888888"]).unwrap().claim(false).unwrap());
+    drop(plan(&path, &["a:stage.three.tokens=888888"]).unwrap().claim().unwrap());
     std::fs::create_dir(directory.join("a")).unwrap();
-    let error = plan(&path, &["base"]).unwrap().claim(false).unwrap_err();
+    let error = plan(&path, &["base"]).unwrap().claim().unwrap_err();
     assert!(matches!(error, Error::VariantLeftOut { .. }), "{error}");
     std::fs::write(comparison.record(), "{").unwrap();
-    let message = comparison.claim(false).unwrap_err().to_string();
+    let message = comparison.claim().unwrap_err().to_string();
     assert!(message.contains("comparison.json: not the record of a comparison"), "{message}");
 }

@@ -17,7 +17,7 @@ use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, BlockMagnitudes, Model, ModelConfig, MohConfig, PassSlot, Recompute};
 use moh_plan::step_config;
 use moh_recipe::{ParallelOptions, Recipe, Stage};
-use moh_run_directory::{Rewinds, RunDirectory, growth};
+use moh_run_directory::{RunDirectory, growth};
 use moh_step::guard::Limits;
 use moh_step::{
     Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient, TensorKind,
@@ -87,8 +87,7 @@ pub fn replay(
     if recipe.memory.recompute == Recompute::Block {
         recipe.memory.recompute = Recompute::Norms;
     }
-    let rewinds = Rewinds::read(run)?;
-    let stored = newest_before(run, &rewinds, step)?;
+    let stored = newest_before(run, step)?;
     let source = match stored.is_some() && run.keeps_model(&recipe)? {
         true => ModelSource::open_kept(&recipe, path, &run.model())?,
         false => ModelSource::open(&recipe, path, directory)?,
@@ -100,7 +99,7 @@ pub fn replay(
     let teachers = &Teachers::open(&recipe, path, &source)?;
     let growth = growth::read_recorded(run)?;
     let (recipe, source) = (&recipe, &source);
-    let job = Job { run, recipe, source, teachers, data, rewinds, growth, stored, step };
+    let job = Job { run, recipe, source, teachers, data, growth, stored, step };
     device.run(job)
 }
 
@@ -109,25 +108,14 @@ pub fn replay(
 /// # Errors
 /// Fails if the run directory cannot be read, or a checkpoint's manifest is damaged.
 pub fn replay_from(run: &RunDirectory, step: u64) -> Result<u64, Error> {
-    let stored = newest_before(run, &Rewinds::read(run)?, step)?;
+    let stored = newest_before(run, step)?;
     Ok(stored.map_or(0, |stored| stored.manifest().state.step))
 }
 
-/// The newest checkpoint before a step, on the path that counts; its tensors are checked when they are
-/// read.
-fn newest_before(
-    run: &RunDirectory,
-    rewinds: &Rewinds,
-    step: u64,
-) -> Result<Option<StoredCheckpoint>, Error> {
-    let steps = run.checkpoint_steps()?;
-    for &found in steps.iter().rev().filter(|&&found| found < step) {
-        let stored = run.stored(found)?;
-        if stored.manifest().state.guard.rewinds >= rewinds.taken_before(found) {
-            return Ok(Some(stored));
-        }
-    }
-    Ok(None)
+/// The newest checkpoint before a step; its tensors are checked when they are read.
+fn newest_before(run: &RunDirectory, step: u64) -> Result<Option<StoredCheckpoint>, Error> {
+    let found = run.checkpoint_steps()?.into_iter().rfind(|&found| found < step);
+    Ok(found.map(|found| run.stored(found)).transpose()?)
 }
 
 /// The inputs of a replay.
@@ -137,7 +125,6 @@ struct Job<'a> {
     source: &'a ModelSource,
     teachers: &'a Teachers,
     data: RunData,
-    rewinds: Rewinds,
     growth: Vec<StageExtension>,
     stored: Option<StoredCheckpoint>,
     step: u64,
@@ -241,7 +228,6 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let mut stepper = Stepper::<B, T, G>::new(&self.model, config, groups)?;
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {
-            self.job.rewinds.pass_over_samples(&mut self.state);
             let learns = self.state.stage_step < stage.attention_output_steps();
             stepper.learn_attention_outputs(learns);
             if self.state.step + 1 == self.job.step {

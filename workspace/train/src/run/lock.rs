@@ -30,7 +30,7 @@ pub(super) enum RemainingWork<'a, B: Backend> {
 #[derive(Default)]
 pub(super) struct DirectoryState {
     /// Held until the run ends.
-    pub lock: Option<RunLock>,
+    _lock: Option<RunLock>,
     /// Whether there is nothing left to do.
     finished: bool,
     /// Whether a checkpoint has been completed.
@@ -73,14 +73,18 @@ impl Job<'_> {
         resume_step: Option<u64>,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<DirectoryState, Error> {
-        let lock = run.lock_or_break(self.options.break_lock)?;
-        if let Some(text) = lock.warning() {
+        let mut lock = run.lock()?;
+        if self.options.begin_anew
+            && let Some(aside) = run.set_aside()?
+        {
+            lock = run.lock()?;
+            let text = format!("the earlier run is now {}", aside.display());
             events(Event::Warning { text: &text });
         }
-        run.claim(recipe)?;
-        if self.options.begin_anew {
-            run.begin_anew(recipe)?;
+        if let Some(text) = lock.warning() {
+            events(Event::Warning { text });
         }
+        run.claim(recipe)?;
         let grows = run.check_recipe(recipe, &self.command())?;
         let finished = !grows && resume_step.is_none() && run.is_finished()?;
         if !finished {
@@ -90,7 +94,7 @@ impl Job<'_> {
             moh_checkpoint::require(&run.checkpoint_directory(), step)?;
         }
         let resumes = run.has_completed_work()?;
-        Ok(DirectoryState { lock: Some(lock), finished, resumes, grows })
+        Ok(DirectoryState { _lock: Some(lock), finished, resumes, grows })
     }
 
     /// The command that started the program.

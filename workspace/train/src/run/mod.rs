@@ -37,12 +37,9 @@ pub struct RunOptions<'a> {
     pub stop: &'a AtomicBool,
     /// The steps of which each rank writes a timeline.
     pub trace: &'a TraceSteps,
-    /// Moves the files of an earlier run in the run directory aside, and begins again.
+    /// Renames the run directory of an earlier run, and begins again.
     pub begin_anew: bool,
-    /// Where the file system has no locks: takes the run directory from a process that may be alive.
-    pub break_lock: bool,
-    /// Resumes from the checkpoint of this step, counted over all stages, and moves what the run has
-    /// written after it aside.
+    /// Resumes from the checkpoint of this step, counted over all stages, and moves later checkpoints aside.
     pub resume_step: Option<u64>,
     /// The run stops with a checkpoint before this limit ends, by the first rank's clock.
     pub time_limit: Option<TimeLimit>,
@@ -69,7 +66,6 @@ impl<'a> RunOptions<'a> {
             stop,
             trace: &NO_STEPS,
             begin_anew: false,
-            break_lock: false,
             resume_step: None,
             time_limit: None,
             allow_other_tokenizer: false,
@@ -88,10 +84,10 @@ impl<'a> RunOptions<'a> {
 /// directory and receives the events.
 ///
 /// # Errors
-/// Fails if the recipe, the model, the data or the run directory is invalid, if the run directory has files that
-/// no run has written or is moved or removed while the run trains, if the device or another rank fails, if a run
-/// that has completed checkpoints has none left, if it has none of the step to resume from, or if the last
-/// checkpoint cannot be written.
+/// Fails if the recipe, the model, the data or the run directory is invalid, if the run directory is not empty and no
+/// run's, or is moved or removed while the run trains, if the device or another rank fails, if a run that has
+/// completed checkpoints has none left, if it has none of the step to resume from, if as many steps in a row are not
+/// applied as `guard.patience` says, or if the last checkpoint cannot be written.
 pub fn run(
     recipe: &mut Recipe,
     path: &Path,

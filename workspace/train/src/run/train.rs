@@ -2,13 +2,11 @@
 //! remaining steps are trained with the recipe's element types.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
-use moh_files::OpenDirectory;
 use moh_kernels::{Backend, Element};
 use moh_recipe::Recipe;
-use moh_run_directory::{RunDirectory, RunLock};
+use moh_run_directory::RunDirectory;
 use moh_run_log::Machine;
 use moh_step::Ranks;
 
@@ -61,21 +59,8 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
         Ok(InputCheck::Passed)
     }
 
-    /// Trains. An error says so if the run's directory has been moved or removed.
+    /// Trains the remaining steps, and exports the model.
     pub fn train(self, backend: B, events: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Error> {
-        let run = RunDirectory::new(self.resolved.run.root());
-        let directory = self.state.lock.as_ref().map(|lock| Arc::clone(lock.directory()));
-        match (self.settle_and_train(backend, events), directory) {
-            (Err(error), Some(directory)) => Err(explained(error, &run, &directory)),
-            (outcome, _) => outcome,
-        }
-    }
-
-    fn settle_and_train(
-        self,
-        backend: B,
-        events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, Error> {
         let LockedRun { resolved, state } = self;
         let Resolved { job, mut ranks, run, recipe, source, data, teachers, resume_step, .. } =
             resolved;
@@ -113,7 +98,6 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
             source: &source,
             teachers: &teachers,
             run: &run,
-            directory: state.lock.as_ref().map(RunLock::directory),
             stop: options.stop,
             trace: options.trace,
             time_limit: options.time_limit,
@@ -145,19 +129,6 @@ impl Job<'_> {
         Machine::new(self.options.processor, device, ranks).write(&run.machine())?;
         run.clear_remains()?;
         Ok(edited)
-    }
-}
-
-/// The cause of an error of a run whose directory may have been moved or removed.
-fn explained(error: Error, run: &RunDirectory, directory: &OpenDirectory) -> Error {
-    let is_explained = matches!(error, Error::RunMoved { .. } | Error::RunRemoved { .. });
-    if is_explained || !directory.has_left(run.root()) {
-        return error;
-    }
-    let path = run.root().to_owned();
-    match directory.place() {
-        Some(place) => Error::RunMoved { path, place, step: None },
-        None => Error::RunRemoved { path },
     }
 }
 

@@ -10,14 +10,13 @@ use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::is_terms_file;
 use moh_hf::model_card::CARD_FILE;
-use moh_hf::model_directory::{GENERATION_FILE, companion_files, is_tokenizer_file};
+use moh_hf::model_directory::companion_files;
 use moh_hf::vocabulary::TOKENIZER_FILE;
 use moh_recipe::Recipe;
-use moh_run_directory::{TOKENIZER, join_names};
+use moh_run_directory::TOKENIZER;
 
 use crate::Error;
 use crate::source::ModelSource;
-use moh_files::unless_missing;
 
 /// The files by their names in `model/`.
 pub(super) struct ModelFiles {
@@ -135,13 +134,11 @@ impl ModelFiles {
         Some((TextTokenizer::load(&self.files.get(name)?.path).ok()?, before))
     }
 
-    /// Writes the files to `place`, complete or not at all; nothing if there are none. What is there already must be
-    /// such files.
+    /// Writes the files to `place`, complete or not at all; nothing if there are none.
     ///
     /// # Errors
-    /// [`Error::ForeignFiles`] with what would be lost; fails also if a file cannot be written.
+    /// Fails if a file cannot be written.
     pub(super) fn write(&self, place: &Path) -> Result<(), Error> {
-        check_replaceable(place)?;
         if self.files.is_empty() {
             return Ok(moh_files::remove_directory(place).map_err(moh_files::io(place))?);
         }
@@ -159,37 +156,6 @@ impl ModelFiles {
         }
         Ok(pending.replace().map_err(moh_files::io(place))?)
     }
-}
-
-/// Fails if a directory holds files that [`ModelFiles::write`] never writes.
-fn check_replaceable(place: &Path) -> Result<(), Error> {
-    let is_written =
-        |name: &str| is_tokenizer_file(name) || [CONFIG_FILE, GENERATION_FILE].contains(&name);
-    let is_ours = |name: &str, is_file: bool| match is_file {
-        true => is_written(name) || name == CARD_FILE || is_terms_file(name),
-        false => name == TOKENIZER,
-    };
-    let folder = place.join(TOKENIZER);
-    for (directory, is_ours) in [
-        (place, &is_ours as &dyn Fn(&str, bool) -> bool),
-        (&folder, &|name, is_file| is_file && is_written(name)),
-    ] {
-        let entries = unless_missing(directory, std::fs::read_dir(directory))?;
-        let mut found = Vec::new();
-        for entry in entries.into_iter().flatten() {
-            let entry = entry.map_err(moh_files::io(directory))?;
-            let name = entry.file_name().to_string_lossy().into_owned();
-            if !is_ours(&name, entry.path().is_file()) {
-                found.push(name);
-            }
-        }
-        if !found.is_empty() {
-            found.sort();
-            let path = directory.to_owned();
-            return Err(Error::ForeignFiles { path, found: join_names(&found) });
-        }
-    }
-    Ok(())
 }
 
 /// Adds what the card of an export says of the source, and the terms of its licence.

@@ -2,8 +2,6 @@
 //! after an interruption at any point.
 
 mod evaluation;
-mod leaving;
-mod rewinding;
 mod save_clock;
 mod saving;
 mod stage;
@@ -16,13 +14,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use evaluation::Evaluated;
 use moh_checkpoint::RunState;
-use moh_files::OpenDirectory;
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::{Model, MohConfig};
 use moh_plan::SourceEpochs;
 use moh_recipe::{ParallelOptions, Recipe};
-use moh_run_directory::{Rewinds, RunDirectory, growth};
+use moh_run_directory::{RunDirectory, growth};
 use moh_run_log::{
     EvaluationPoint, MetricsWriter, PartTimes, RoutingWriter, Summary, TensorBoard, TraceSteps,
 };
@@ -44,8 +41,6 @@ pub(crate) struct Inputs<'a> {
     pub source: &'a ModelSource,
     pub teachers: &'a Teachers,
     pub run: &'a RunDirectory,
-    /// The run directory itself, on the first rank.
-    pub directory: Option<&'a Arc<OpenDirectory>>,
     pub stop: &'a AtomicBool,
     pub trace: &'a TraceSteps,
     /// See [`crate::RunOptions`].
@@ -89,7 +84,6 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     /// The spans of work in the background.
     background: Arc<Lane>,
     state: RunState,
-    rewinds: Rewinds,
     saving: Saving<T, M>,
     gradients: std::marker::PhantomData<G>,
 }
@@ -123,16 +117,10 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         if std::mem::take(&mut is_first_start) {
             trainer.tell_sources();
         }
-        // Another layout of ranks and a model with more tensors start from the last checkpoint, and after a
-        // rewind the run starts from an earlier one.
+        // Another layout of ranks and a model with more tensors start from the last checkpoint.
         let gets_matrices = match trainer.run()? {
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(trainer.stopped()),
-            Progress::Lost => return trainer.leave(),
-            Progress::Rewound => {
-                (ranks, data) = (trainer.ranks, trainer.data);
-                continue;
-            }
             Progress::LayoutChanged => None,
             Progress::GetsMatrices(moh) => Some(*moh),
         };
@@ -149,15 +137,11 @@ enum Progress {
     LayoutChanged,
     /// The next stage has this attention, whose router has matrices that the model lacks.
     GetsMatrices(Box<MohConfig>),
-    Rewound,
-    /// The run directory is not at its path any more.
-    Lost,
 }
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     fn tell_sources(&mut self) {
-        let (recipe, passed_over) = (self.inputs.recipe, self.rewinds.num_samples());
-        let sources = SourceEpochs::of_run(recipe, &self.data.training, passed_over);
+        let sources = SourceEpochs::of_run(self.inputs.recipe, &self.data.training);
         (self.events)(Event::Sources(&sources));
     }
 
@@ -169,17 +153,18 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             }
         }
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
-            if stage.parallel != self.parallel {
-                return self.finish_saving(Progress::LayoutChanged);
-            }
-            match self.run_stage(stage)? {
-                Progress::Done => {}
-                Progress::Stopped => return self.finish_saving(Progress::Stopped),
-                progress => return Ok(progress),
+            let progress = match stage.parallel == self.parallel {
+                true => self.run_stage(stage)?,
+                false => Progress::LayoutChanged,
+            };
+            if progress != Progress::Done {
+                self.finish_saving()?;
+                return Ok(progress);
             }
             growth::reopen(&mut self.state, self.inputs.recipe);
         }
-        self.finish_saving(Progress::Done)
+        self.finish_saving()?;
+        Ok(Progress::Done)
     }
 
     /// The outcome of a run that was asked to stop. Before the first step there is no checkpoint.
@@ -192,9 +177,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Exports the model and writes the summary, which marks the run as finished.
     fn finish(mut self) -> Result<Outcome, Error> {
-        if self.is_lost()? {
-            return self.leave();
-        }
         if self.export()? == Exported::Stopped {
             return Ok(self.stopped());
         }

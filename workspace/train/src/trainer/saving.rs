@@ -1,6 +1,5 @@
 //! When a checkpoint is begun, what becomes of one in flight, and the checkpoints that are waited for.
 
-use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -8,12 +7,11 @@ use std::time::{Duration, Instant};
 use moh_checkpoint::{CompleteCheckpoint, End, Flight, Snapshot, ThreadFlags, WritePart};
 use moh_kernels::{Backend, Element, span};
 use moh_model::Model;
-use moh_run_directory::RunDirectory;
 use moh_run_log::MetricsWriter;
 use moh_step::OptimizerState;
 
 use super::save_clock::{Due, SaveClock};
-use super::{Inputs, Progress, Trainer};
+use super::{Inputs, Trainer};
 use crate::Error;
 use crate::error::last_good_checkpoint;
 use crate::event::Event;
@@ -41,8 +39,6 @@ pub(super) struct Agreed {
     pub stop: bool,
     /// A checkpoint is due by the first rank's clock.
     pub save: bool,
-    /// The run directory is not at its path any more.
-    pub lost: bool,
 }
 
 /// A checkpoint that could not be written, of which all ranks know.
@@ -92,18 +88,20 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     pub(super) fn agree_after_step(&mut self) -> Result<Agreed, Error> {
         let due = self.saving.clock.step_ends(Instant::now());
         let agreed = self.exchange(Duration::ZERO, due)?;
-        if !agreed.lost {
-            self.warn_of_failure("in a minute, or when the next checkpoint is due");
-        }
+        self.warn_of_failure("in a minute, or when the next checkpoint is due");
         Ok(agreed)
     }
 
     /// Copies the state and begins to write its checkpoint; the weights must be complete. A checkpoint
     /// in flight is waited for first, so that the same ones are written at any speed.
+    ///
+    /// # Errors
+    /// Fails if the run directory was moved or removed. A checkpoint that cannot be written is a warning later.
     pub(super) fn save(&mut self) -> Result<(), Error> {
         let _span = span::enter("checkpoint");
         self.wait_for_checkpoint()?;
         self.warn_of_failure("now");
+        self.ranks.on_rank0::<Error>(|| Ok(self.inputs.run.check_mark()?))?;
         self.warn_of_removed_metrics();
         self.saving.clock.save_begins(Instant::now());
         let (step, run) = (self.state.step, self.inputs.run);
@@ -122,10 +120,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(())
     }
 
-    /// Warns once if the metrics were removed from a run directory that is in its place.
+    /// Warns once if the metrics were removed.
     fn warn_of_removed_metrics(&mut self) {
-        let has_left = self.has_left();
-        let Some(writer) = self.metrics.as_mut().filter(|_| !has_left) else { return };
+        let Some(writer) = self.metrics.as_mut() else { return };
         if writer.finds_removed() {
             let text = format!(
                 "{}: was removed while the run writes it, so the lines of its steps are lost: a run that resumes \
@@ -142,18 +139,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let (run, retention, state) = (run.clone(), recipe.checkpoint, self.state.clone());
         let config = source.fields(recipe, &state, self.model.config(), None);
         let sync_metrics = self.metrics.as_mut().map(MetricsWriter::sync_later).transpose()?;
-        let directory = self.inputs.directory.map(Arc::clone);
-        let has_left = {
-            let root = run.root().to_owned();
-            move || directory.as_ref().is_some_and(|directory| directory.has_left(&root))
-        };
-        let gone =
-            |run: &RunDirectory| Error::from(moh_files::io(run.root())(ErrorKind::NotFound.into()));
-        if has_left() {
-            return Err(gone(&run));
-        }
         let pending = moh_checkpoint::begin(&run.checkpoint_directory(), state.step)?;
-        // A rewind may need the older ones while steps are not applied.
+        // While steps are not applied the older ones stay: if the run diverges, it may resume from one of them.
         let prunes = self.state.guard.in_a_row == 0;
         let background = Arc::clone(&self.background);
         Ok(Box::new(move |parts| {
@@ -161,9 +148,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             let _span = span::enter("complete checkpoint");
             // Resuming from the checkpoint of step n requires n lines of metrics.
             sync_metrics.map_or(Ok(()), |sync| sync())?;
-            if has_left() {
-                return Err(gone(&run).into());
-            }
             let directory = run.checkpoint_directory();
             moh_checkpoint::publish(&directory, pending, state, config, parts)?;
             let pruned =
@@ -192,18 +176,15 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Waits for the checkpoint in flight. If there is none of the last step then, it is written, once
-    /// more if it has failed before. Returns `then`, or that the run directory is lost, if that is the reason.
+    /// more if it has failed before.
     ///
     /// # Errors
     /// Fails if the checkpoint cannot be written.
-    pub(super) fn finish_saving(&mut self, then: Progress) -> Result<Progress, Error> {
+    pub(super) fn finish_saving(&mut self) -> Result<(), Error> {
         self.wait_for_checkpoint()?;
         if !self.is_saved() {
             self.save()?;
             self.wait_for_checkpoint()?;
-        }
-        if self.saving.failure.is_some() && self.is_lost()? {
-            return Ok(Progress::Lost);
         }
         match self.saving.failure.take() {
             Some(Failure { step, cause }) if self.ranks.is_first() => Err(Error::NotSaved {
@@ -212,8 +193,13 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                 last_good: self.saving.last_good,
             }),
             Some(_) => Err(moh_step::Error::OtherRank { rank: 0 }.into()),
-            None => Ok(then),
+            None => Ok(()),
         }
+    }
+
+    /// Step of the newest complete checkpoint.
+    pub(super) fn last_good(&self) -> Option<u64> {
+        self.saving.last_good
     }
 
     /// Whether the newest complete checkpoint is of the last step, or there is no step yet.
@@ -237,8 +223,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             flight.map_or_else(ThreadFlags::default, |(_, flight)| flight.wait(limit));
         let stop = self.inputs.stop.load(Ordering::Relaxed) || (self.ranks.is_first() && due.stop);
         let save = self.ranks.is_first() && due.checkpoint;
-        let flags = [stop, save, running, failed, self.has_left()];
-        let [stop, save, running, failed, lost] = self.ranks.any_of(flags)?;
+        let [stop, save, running, failed] = self.ranks.any_of([stop, save, running, failed])?;
         if let Some((step, flight)) = &mut self.saving.flight
             && let Some(end) = flight.advance(ThreadFlags { running, failed }, &mut self.ranks)?
         {
@@ -246,7 +231,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             self.saving.flight = None;
             self.checkpoint_ends(step, end);
         }
-        Ok(Agreed { stop, save, lost })
+        Ok(Agreed { stop, save })
     }
 
     fn checkpoint_ends(&mut self, step: u64, end: End) {

@@ -9,6 +9,7 @@ use moh_kernels::{Backend, Element, span};
 use moh_plan::step_config;
 use moh_recipe::Stage;
 use moh_run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
+use moh_step::guard::SkipReason;
 use moh_step::{StepConfig, StepResult, Stepper};
 
 use super::evaluation::{Evaluated, Losses};
@@ -33,9 +34,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     pub(super) fn run_stage(&mut self, stage: &Stage) -> Result<Progress, Error> {
         if self.state.stage_step == 0 {
             // A calibration reads the checkpoint with which the stage before ends.
-            let measures = stage.calibration().is_some();
-            if measures && self.finish_saving(Progress::Done)? == Progress::Lost {
-                return Ok(Progress::Lost);
+            if stage.calibration().is_some() {
+                self.finish_saving()?;
             }
             let progress = self.begin_stage(stage)?;
             if progress != Progress::Done {
@@ -104,7 +104,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Takes the next step, and ends it.
     fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress, Error> {
         let _step = span::enter_numbered("step", self.state.step + 1);
-        self.rewinds.pass_over_samples(&mut self.state);
         let stage = work.stage;
         self.saving.step_begins();
         let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;
@@ -159,19 +158,15 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         metrics.validation = first.and_then(|first| losses.get(&first.name).copied());
         metrics.validation_sets = losses;
         self.report(&metrics, last);
-        if self.rewind_is_due() {
-            work.stepper.wait_for_weights(&mut self.model)?;
-            self.rewind()?;
-            return Ok(Progress::Rewound);
+        if let Some(skipped) = &metrics.skipped
+            && self.state.guard.in_a_row >= self.inputs.recipe.guard.patience
+        {
+            return Err(self.diverged(skipped.reason)?);
         }
         if last {
             self.end_stage(stage, metrics.validation_sets);
         }
         let agreed = self.agree_after_step()?;
-        if agreed.lost {
-            work.stepper.wait_for_weights(&mut self.model)?;
-            return Ok(Progress::Lost);
-        }
         let is_due = last || agreed.stop || agreed.save || self.checkpoint_is_due();
         // A run that was stopped in the evaluation has the step's checkpoint.
         if is_due && !self.is_saved() {
@@ -182,6 +177,23 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             true => Ok(Progress::Stopped),
             false => Ok(Progress::Done),
         }
+    }
+
+    /// The error of a run whose guard has refused as many steps in a row as the recipe's patience, the last one for
+    /// this reason. The checkpoint in flight is complete then.
+    fn diverged(&mut self, reason: SkipReason) -> Result<Error, Error> {
+        self.wait_for_checkpoint()?;
+        self.warn_of_failure("when the run resumes");
+        Ok(match self.ranks.is_first() {
+            true => Error::Diverged {
+                path: self.inputs.run.root().to_owned(),
+                count: self.state.guard.in_a_row,
+                step: self.state.step,
+                reason,
+                last_good: self.last_good(),
+            },
+            false => moh_step::Error::OtherRank { rank: 0 }.into(),
+        })
     }
 
     /// As [`Trainer::compute_and_apply`], with the times of the step's parts.
@@ -261,7 +273,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                 );
                 return Err(moh_model::Error::Invalid(reason).into());
             }
-            return self.finish_saving(Progress::GetsMatrices(Box::new(moh.clone())));
+            return Ok(Progress::GetsMatrices(Box::new(moh.clone())));
         }
         if let Some(record) = &calibration {
             let applied = record.apply(run, &mut self.model, &mut self.optimizer);

@@ -13,7 +13,7 @@ use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, MohConfig};
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::growth::{self, Extensions};
-use moh_run_directory::{Rewinds, RunDirectory, archive_later, leave_path, metrics_resume};
+use moh_run_directory::{RunDirectory, metrics_resume};
 use moh_run_log::{MetricsWriter, RoutingWriter, TensorBoard};
 use moh_step::{OptimizerState, Ranks, StepGroups};
 
@@ -35,14 +35,12 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         events: &'e mut dyn FnMut(Event<'_>),
     ) -> Result<Self, Error> {
         let Inputs { recipe, run, .. } = inputs;
-        let rewinds = Rewinds::shared(run, &mut ranks)?;
-        ranks.on_rank0(|| leave_path(run, &rewinds))?;
         let Loaded { state, extensions, parallel, groups, attention, model, optimizer } = loop {
             if let Some(loaded) = load(&backend, &mut ranks, &inputs, events)? {
                 break loaded;
             }
         };
-        settle(&inputs, &state, &extensions, &mut ranks, events)?;
+        settle(&inputs, &extensions, &mut ranks, events)?;
         let writers =
             if ranks.is_first() { open_writers(run, recipe, &state).map(Some) } else { Ok(None) };
         let (metrics, board, routing) = match ranks.agree(writers)? {
@@ -75,7 +73,6 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             part_times: Arc::default(),
             background: Arc::default(),
             state,
-            rewinds,
             gradients: std::marker::PhantomData,
         })
     }
@@ -199,28 +196,28 @@ fn plan_growth<B: Backend>(
     Ok(extensions)
 }
 
-/// Moves aside what the run has written after the step from which it was asked to resume, and records the
-/// stages that become longer here.
+/// Moves the checkpoints after the step from which the run was asked to resume aside, and records the stages that
+/// become longer here.
 fn settle<B: Backend>(
     inputs: &Inputs<'_>,
-    state: &RunState,
     extensions: &Extensions,
     ranks: &mut Ranks<B>,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<(), Error> {
     let Inputs { run, recipe, resume_step, .. } = *inputs;
-    let (mut aside, mut edited) = (None, None);
+    let (mut aside, mut edited) = (Vec::new(), None);
     ranks.on_rank0::<Error>(|| {
-        if let Some(step) = resume_step {
-            aside = archive_later(run, step)?;
-        }
+        // First: without it the run is unfinished, wherever this ends.
         run.remove_summary()?;
+        if let Some(step) = resume_step {
+            aside = moh_checkpoint::set_aside_later(&run.checkpoint_directory(), step)?;
+        }
         edited = extensions.store(run, recipe)?;
         Ok(())
     })?;
     warn_of_edited(run, edited.as_deref(), events);
-    if let Some(path) = aside {
-        events(Event::Archived { step: state.step, path: &path });
+    for path in &aside {
+        events(Event::LaterCheckpoint { path });
     }
     for extension in &extensions.requested {
         events(Event::StageExtended { extension });

@@ -213,8 +213,9 @@ fn without_a_good_checkpoint_a_run_begins_anew_only_when_asked() {
     assert!(matches!(train(&recipe).unwrap_err(), Error::NoneLeft { .. }), "by its marker");
     begin_anew(&recipe);
     assert!(Results::of(&recipe) == *reference());
-    assert!(fs::read(run.root().join("before-1/metrics.jsonl")).unwrap() == metrics);
-    assert!(run.root().join("before-1/recipe.toml").is_file());
+    let before = RunDirectory::new(place.dir.path().join("copy.before-1"));
+    assert!(fs::read(before.metrics()).unwrap() == metrics);
+    assert!(before.recipe().is_file());
 }
 
 /// Begins a run again, in a directory that has one, and finishes it.
@@ -230,11 +231,11 @@ fn a_run_with_good_checkpoints_or_a_result_begins_anew_beside_them() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
     assert_eq!(stop_at(&recipe, 4), Outcome::Stopped { step: 4 });
-    let root = RunDirectory::new(&recipe.run.dir).root().to_owned();
+    let before = |n| RunDirectory::new(place.dir.path().join(format!("run.before-{n}")));
     begin_anew(&recipe);
     assert!(Results::of(&recipe) == *reference());
-    assert!(root.join("before-1/checkpoints/step-4/manifest.json").is_file());
+    assert!(before(1).checkpoint(4).join("manifest.json").is_file());
     begin_anew(&recipe);
-    assert!(root.join("before-2/summary.json").is_file() && root.join("before-1").is_dir());
+    assert!(before(2).summary().is_file() && before(1).root().is_dir());
     assert!(Results::of(&recipe) == *reference());
 }

@@ -70,7 +70,7 @@ fn a_killed_run_continues_to_the_same_end() {
         // A checkpoint and an export that were being written.
         for half in [
             run.checkpoints().join(format!(".tmp-step-{step}-abc/weights.safetensors")),
-            run.root().join(".tmp-export-abc/model.safetensors"),
+            run.root().join(".tmp-export-Ab3dE9/model.safetensors"),
             run.root().join(".tmp-metrics.jsonl-abcdef"),
             run.export().join("model.safetensors"),
         ] {

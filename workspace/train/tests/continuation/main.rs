@@ -29,7 +29,7 @@ use support::{TestRun, copy_running, files};
 /// Steps of the recipe below: five of each stage.
 const STEPS: u64 = 10;
 
-/// As [`watch`], after an earlier run in its directory was moved aside.
+/// As [`watch`], after the directory of an earlier run was renamed.
 fn watch_anew(
     recipe: &Recipe,
     mut heard: impl FnMut(&Event<'_>, &AtomicBool),

@@ -162,7 +162,7 @@ fn no_window_comes_again_before_all_of_a_file_are_read() {
     let found = windows(&recipe, &training);
     assert_eq!(found.len(), 120);
     assert_eq!(found.iter().collect::<BTreeSet<_>>().len(), 120);
-    let epochs = SourceEpochs::of_run(&recipe, &training, 0);
+    let epochs = SourceEpochs::of_run(&recipe, &training);
     let read = |number| found.iter().filter(|(file, _)| *file == number).count() as u64;
     let expected = [(0, "text"), (1, "other")];
     assert_eq!(epochs.len(), expected.len());

@@ -88,8 +88,7 @@ fn write_model(directory: &Path, vocab_size: usize, fault: Fault) {
     safetensors::serialize_to_file(views, None, &directory.join("model.safetensors")).unwrap();
 }
 
-/// Runs a recipe on threads that play ranks; with `stop_at`, it is asked to stop after that step. A run that resumed
-/// and returns to its initial model is started again, as its error says.
+/// Runs a recipe on threads that play ranks; with `stop_at`, it is asked to stop after that step.
 pub fn run_on(
     ranks: usize,
     recipe: &Recipe,
@@ -97,7 +96,7 @@ pub fn run_on(
     hear: Hear<'_>,
 ) -> Vec<Result<Outcome, Error>> {
     let stop = AtomicBool::new(false);
-    let outcomes = on_ranks(ranks, |world| {
+    on_ranks(ranks, |world| {
         let mut heard = |event: Event<'_>| {
             hear(&event);
             if let Event::Step { step, .. } = event
@@ -107,11 +106,7 @@ pub fn run_on(
             }
         };
         run_in(world, recipe, RunOptions::new(&stop), &mut heard)
-    });
-    match outcomes.iter().all(|outcome| matches!(outcome, Err(Error::InitialModelNotRead { .. }))) {
-        true => run_on(ranks, recipe, stop_at, hear),
-        false => outcomes,
-    }
+    })
 }
 
 pub fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
@@ -128,8 +123,7 @@ pub fn finish(recipe: &Recipe) -> Results {
 /// Runs a recipe until it is asked to stop after `step`; whether it then had steps left.
 pub fn stop_at(recipe: &Recipe, step: u64) -> bool {
     let outcome = run_on(1, recipe, Some(step), &|_| {}).pop().unwrap().unwrap();
-    // After a return to the initial model there is no step yet.
-    matches!(outcome, Outcome::Stopped { .. } | Outcome::StoppedBeforeTraining)
+    matches!(outcome, Outcome::Stopped { .. })
 }
 
 /// One sample of each of these steps.

@@ -19,6 +19,7 @@ use moh_comm::{OPERATION_LIMIT, RENDEZVOUS_LIMIT};
 use moh_program::arguments::{at_least, between};
 use moh_program::exit;
 use moh_recipe::Recipe;
+use moh_run_directory::RunDirectory;
 use moh_run_log::TraceSteps;
 use moh_train::{Comparison, Variant};
 
@@ -77,8 +78,8 @@ struct Arguments {
     /// directory: trace-step-N.json, for Perfetto. On a GPU these steps are slower
     #[arg(long, value_name = "STEPS", conflicts_with = "plan")]
     trace: Option<TraceSteps>,
-    /// Begin again, even where the run directory has checkpoints: the files of the earlier run are moved
-    /// into before-1 (or the next free number) in the run directory
+    /// Begin again, even where the run directory has checkpoints: that of the earlier run is renamed to
+    /// NAME.before-1 (or the next free number)
     #[arg(long, conflicts_with = "plan")]
     begin_anew: bool,
     /// Stop before this time is over, with a checkpoint and exit code 75: 90m, 1h30m, or as Slurm writes
@@ -86,13 +87,8 @@ struct Arguments {
     #[arg(long, value_name = "TIME", value_parser = parse_time_limit, allow_hyphen_values = true)]
     #[arg(conflicts_with = "plan")]
     time_limit: Option<Duration>,
-    /// Take the run directory from another process, on a file system without locks, where a file names the
-    /// process that trains and a killed one counts for 90 seconds. Give it only if that process has ended: two
-    /// at once destroy the run. It changes nothing where the file system has locks
-    #[arg(long, conflicts_with = "plan")]
-    break_lock: bool,
     /// Resume from the checkpoint after step N over all stages instead of the newest: later checkpoints
-    /// are moved into after-step-N in the run directory
+    /// are renamed to aside-step-M
     #[arg(long, value_name = "N", value_parser = at_least::<u64>(1))]
     #[arg(conflicts_with_all = ["plan", "begin_anew"])]
     resume_step: Option<u64>,
@@ -154,7 +150,7 @@ fn main() -> ExitCode {
         let Some(path) = &arguments.recipe else {
             return Err(exit::Usage("--recipe is missing".to_owned()).into());
         };
-        let recipe = Recipe::load(path, &arguments.overrides)?;
+        let recipe = RunDirectory::load_recipe(path, &arguments.overrides)?;
         start_threads(&recipe)?;
         let variants: Vec<Variant> =
             arguments.variants.iter().map(|text| text.parse()).collect::<Result<_, _>>()?;

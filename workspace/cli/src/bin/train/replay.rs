@@ -7,7 +7,6 @@ use moh_cli::replay_table::tables;
 use moh_program::arguments::at_least;
 use moh_program::exit::stderr_line;
 use moh_program::models;
-use moh_recipe::Recipe;
 use moh_run_directory::{CheckpointName, RunDirectory};
 use moh_train::open_device;
 
@@ -38,7 +37,7 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let run = RunDirectory::new(&arguments.run);
     let path = arguments.recipe.clone().unwrap_or_else(|| run.recipe());
-    let recipe = Recipe::load(&path, &arguments.overrides)?;
+    let recipe = RunDirectory::load_recipe(&path, &arguments.overrides)?;
     let device = open_device(&recipe, &path, 0)?;
     let step = arguments.step;
     let mut needs_model = true;

@@ -213,7 +213,6 @@ impl<'a> Session<'a> {
             begin_anew: arguments.begin_anew,
             resume_step: arguments.resume_step,
             time_limit: self.time_limit,
-            break_lock: arguments.break_lock,
             allow_other_tokenizer: arguments.allow_other_tokenizer,
             parent,
             processor: &self.processor,

@@ -1,5 +1,4 @@
 use super::*;
-use crate::chart::MarkKind;
 
 const SIZE: Size = Size { width: 600.0, height: 300.0, labels: true };
 
@@ -21,7 +20,7 @@ fn a_chart_names_its_curves_and_marks() {
         line("training", vec![(1.0, 2.0), (2.0, 1.0)], Look::nth(0)),
         line("text & <code>", vec![(1.0, 2.0), (2.0, 1.1)], Look::nth(1)),
     ]);
-    chart.marks = vec![Mark { at: 1.0, label: "moh".into(), kind: MarkKind::Stage }];
+    chart.marks = vec![Mark { at: 1.0, label: "moh".into() }];
     let svg = drawn(&chart);
     for expected in [">training<", ">text &amp; &lt;code&gt;<", ">moh<", "<title>Loss<", "line d1"]
     {
@@ -76,7 +75,7 @@ fn a_logarithmic_axis_shows_the_values_that_take_much_of_it() {
 #[test]
 fn labels_begin_right_of_the_axis() {
     let mut chart = chart(vec![line("training", vec![(0.0, 10.0), (9.0, 20.0)], Look::default())]);
-    chart.marks = vec![Mark { at: 0.0, label: "adapt".into(), kind: MarkKind::Stage }];
+    chart.marks = vec![Mark { at: 0.0, label: "adapt".into() }];
     let svg = drawn(&chart);
     let axis: f64 = svg
         .split("class=\"base\" d=\"M")

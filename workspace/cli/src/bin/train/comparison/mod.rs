@@ -18,13 +18,10 @@ use crate::training::Session;
 
 /// Trains or continues every run of the comparison, as one rank.
 pub(crate) fn train(session: &Session<'_>, comparison: &Comparison) -> anyhow::Result<()> {
-    let lock = match session.is_first() {
-        true => Some(comparison.claim(session.arguments.break_lock)?),
+    let _lock = match session.is_first() {
+        true => Some(comparison.claim()?),
         false => None,
     };
-    if let Some(text) = lock.as_ref().and_then(moh_run_directory::RunLock::warning) {
-        exit::stderr_line(format_args!("warning: {text}"));
-    }
     let mut has_trained = false;
     for place in order(session, comparison)? {
         let Some(run) = comparison.runs().get(place) else { continue };

@@ -1,102 +1,29 @@
-//! Whose a directory is, and the files in it.
+//! Whose a directory is.
 //!
 //! A run takes a directory that is absent or empty, or that a run has marked: [`MARK`] is written before all other
-//! files, and no file is written into a directory without it. In its directory a run replaces, moves and removes only
-//! what has a name on the lists here. Runs of earlier versions have no mark, and are known by what they left.
+//! files, and no file is written into a directory without it. In a marked directory the names in `run_directory.rs`
+//! are the run's.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::{AFTER, is_unfinished_checkpoint};
-use moh_files::{TEMPORARY, first_free, first_free_suffixed};
+use moh_files::{PendingDirectory, TEMPORARY, first_free, first_free_suffixed};
 use moh_recipe::Recipe;
 
-use super::stored_recipe::MAX_BYTES;
-use super::{CALIBRATION, EXPORT_BEFORE, RunDirectory};
+use super::{CALIBRATION, RunDirectory};
 use crate::Error;
-use crate::run_lock::{CLOCK, HOLDER, LOCK};
+use crate::run_lock::LOCK;
 use moh_files::unless_missing;
 
 /// The file that makes a directory a run's: it has the run's recipe.
 pub(super) const MARK: &str = ".moh-run";
 
-/// The files and directories that a run has at most once.
-const SINGLE: [&str; 15] = [
-    "checkpoints",
-    "export",
-    "exported-files.json",
-    "growth.jsonl",
-    "has-checkpoints",
-    "inputs.json",
-    "machine.json",
-    "metrics.jsonl",
-    "model",
-    "recipe.toml",
-    "report.html",
-    "rewinds.jsonl",
-    "routing.jsonl",
-    "run.svg",
-    "summary.json",
-];
-
-/// TensorBoard's directory.
-const TENSORBOARD: &str = "tensorboard";
-
-/// Beginnings and endings of the names of those that have a number.
-const NUMBERED: [(&str, &str); 8] = [
-    (AFTER, ""),
-    (CALIBRATION, ".json"),
-    (CALIBRATION, ".safetensors"),
-    (EXPORT_BEFORE, ""),
-    ("metrics-before-rewind-", ".jsonl"),
-    ("metrics-before-step-", ".jsonl"),
-    ("routing-before-step-", ".jsonl"),
-    ("trace-step-", ".json"),
-];
-
-/// Recipes of the run that a user has edited begin so.
-pub(super) const EDITED: &str = "recipe-edited";
-
-/// Directories with earlier runs begin so.
-const BEFORE: &str = "before-";
-
 /// What the root of a file system has of its own.
 const OF_FILE_SYSTEM: &str = "lost+found";
 
-/// Maximum number of foreign files that a message names.
+/// Maximum number of files of others that a message names.
 const MAX_NAMED: usize = 3;
-
-/// Whether a name in a run directory is that of a file or directory that a run writes, but for its mark, its lock
-/// and earlier runs.
-fn is_own(name: &str) -> bool {
-    let is_number = |text: &str| text.starts_with(|first: char| first.is_ascii_digit());
-    let is_numbered = |(start, end): &(&str, &str)| {
-        let number = name.strip_prefix(start).and_then(|rest| rest.strip_suffix(end));
-        number.is_some_and(is_number)
-    };
-    let edited = name.strip_prefix(EDITED).and_then(|rest| rest.strip_suffix(".toml"));
-    SINGLE.contains(&name)
-        || name == TENSORBOARD
-        || NUMBERED.iter().any(is_numbered)
-        || edited
-            .is_some_and(|rest| rest.is_empty() || rest.strip_prefix('-').is_some_and(is_number))
-}
-
-/// Whether a name is that of a file or directory that a process was writing when it ended.
-fn is_remain(name: &str) -> bool {
-    let Some(rest) = name.strip_prefix(TEMPORARY) else { return false };
-    let written = SINGLE.into_iter().chain(NUMBERED.map(|(start, _)| start));
-    let starts = written.chain([TENSORBOARD, EDITED, MARK, HOLDER, CLOCK]);
-    starts.into_iter().any(|start| rest.starts_with(start))
-}
-
-/// Whether a process that ended before it marked its directory may have left that name, or the file system has it.
-fn precedes_mark(name: &str) -> bool {
-    let rest = name.strip_prefix(TEMPORARY);
-    let is_remain =
-        rest.is_some_and(|rest| [MARK, HOLDER, CLOCK].iter().any(|of| rest.starts_with(of)));
-    is_remain || [LOCK, HOLDER, OF_FILE_SYSTEM].contains(&name)
-}
 
 /// The names in a directory, sorted; none if it does not exist.
 fn names(directory: &Path) -> Result<Vec<String>, Error> {
@@ -144,22 +71,41 @@ impl RunDirectory {
         }
     }
 
-    /// Whether the directory is a run's: marked, or left by a version without marks.
+    /// Fails if the directory was moved or removed since the run has marked it. A file system that does not answer says
+    /// nothing.
+    ///
+    /// # Errors
+    /// Fails if the mark is not there.
+    pub fn check_mark(&self) -> Result<(), Error> {
+        let path = self.mark_path();
+        match fs::metadata(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                Err(moh_files::io(&path)(error).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Loads the recipe at `path` with `key=value` overrides. That of a run may have a key that only earlier versions
+    /// had.
+    ///
+    /// # Errors
+    /// As [`Recipe::load`]; fails also if the directory of checkpoints exists and cannot be listed.
+    pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
+        Ok(match Self::of_recipe(path)? {
+            Some(_) => Recipe::load_stored(path, overrides)?,
+            None => Recipe::load(path, overrides)?,
+        })
+    }
+
+    /// Whether the directory is a run's: marked, or with the recipe and checkpoints of a version without marks.
     ///
     /// # Errors
     /// Fails if the directory of checkpoints exists and cannot be listed.
     pub fn is_run(&self) -> Result<bool, Error> {
-        if self.mark_path().is_file() {
-            return Ok(true);
-        }
-        if !self.recipe().is_file() {
-            return Ok(false);
-        }
-        // Earlier versions have left a lock or, where it was not copied, what follows a checkpoint.
-        let is_locked = self.root.join(LOCK).is_file();
-        Ok(self.marker().is_file()
-            || self.checkpoint_directory().has_names()?
-            || (is_locked && self.has_completed_work()?))
+        let has_checkpoints =
+            || Ok::<_, Error>(self.marker().is_file() || self.checkpoint_directory().has_names()?);
+        Ok(self.mark_path().is_file() || (self.recipe().is_file() && has_checkpoints()?))
     }
 
     /// Fails if a run must not take the directory: it is neither absent nor empty nor a run's.
@@ -193,7 +139,9 @@ impl RunDirectory {
     /// The names in the directory, but for those that a process leaves before it has marked its directory.
     pub fn occupants(&self) -> Result<Vec<String>, Error> {
         let mut found = names(&self.root)?;
-        found.retain(|name| !precedes_mark(name));
+        let unfinished = format!("{TEMPORARY}{MARK}");
+        let precedes_mark = |name: &str| [LOCK, OF_FILE_SYSTEM].contains(&name);
+        found.retain(|name| !precedes_mark(name) && !name.starts_with(&unfinished));
         Ok(found)
     }
 
@@ -257,57 +205,39 @@ impl RunDirectory {
         }
     }
 
-    /// Moves every file of an earlier run into `before-1`, or the next free number, where that run can go on; other
-    /// files stay. The directory is then one of a run of `recipe`. The caller has claimed and locked it.
+    /// Renames the directory of an earlier run to `NAME.before-1`, or the next free number, where that run can go on,
+    /// and creates an empty one in its place; returns the new path, or `None` without an earlier run. The caller has
+    /// locked the directory.
     ///
     /// # Errors
-    /// Fails if a file cannot be moved or written. The directory is then still the earlier run's.
-    pub fn begin_anew(&self, recipe: &Recipe) -> Result<(), Error> {
-        let mut moved = names(&self.root)?;
-        moved.retain(|name| is_own(name));
-        if moved.is_empty() {
-            return Ok(());
+    /// Fails if the directory cannot be renamed or created, or if this process works in it.
+    pub fn set_aside(&self) -> Result<Option<PathBuf>, Error> {
+        if !self.is_run()? {
+            return Ok(None);
         }
-        // Until everything has moved, the directory keeps the earlier recipe.
-        let earlier = match self.marked_recipe()? {
-            Some(text) => text,
-            None => {
-                let path = self.recipe();
-                moh_files::utf8(&path, moh_files::read_bounded(&path, MAX_BYTES, "a recipe")?)?
-            }
-        };
-        self.write_mark(&earlier)?;
-        let aside = RunDirectory::new(first_free(|n| self.root.join(format!("{BEFORE}{n}"))));
-        fs::create_dir(aside.root()).map_err(moh_files::io(aside.root()))?;
-        aside.write_mark(&earlier)?;
-        for name in moved {
-            let from = self.root.join(&name);
-            fs::rename(&from, aside.root().join(&name)).map_err(moh_files::io(&from))?;
+        // A link stays, and leads to the new directory.
+        let root = self.root.canonicalize().map_err(moh_files::io(&self.root))?;
+        // Relative paths of this process would lead into the earlier run.
+        if std::env::current_dir().is_ok_and(|current| current.starts_with(&root)) {
+            let reason = "is the working directory, so it cannot be renamed: start the command in another directory";
+            return Err(moh_files::unusable(&self.root, reason).into());
         }
-        moh_files::sync_directory(&self.root).map_err(moh_files::io(&self.root))?;
-        self.write_mark(&recipe.to_toml()?)
+        let name = root.file_name().unwrap_or_default().to_string_lossy();
+        let aside = first_free(|n| root.with_file_name(format!("{name}.before-{n}")));
+        fs::rename(&root, &aside).map_err(moh_files::io(&root))?;
+        fs::create_dir(&root).map_err(moh_files::io(&root))?;
+        let parent = moh_files::parent(&root);
+        moh_files::sync_directory(parent).map_err(moh_files::io(parent))?;
+        Ok(Some(aside))
     }
 
-    /// Removes the leftovers of earlier processes beside and among the checkpoints, and gives an export that one of
-    /// them was replacing its name back. The caller has locked the directory.
+    /// Removes the leftovers of earlier processes, and gives an export that one of them was replacing its name back.
+    /// The caller has locked the directory.
     pub fn clear_remains(&self) -> Result<(), Error> {
         for place in [self.export(), self.model()] {
-            moh_files::PendingDirectory::recover(&place).map_err(moh_files::io(&place))?;
+            PendingDirectory::recover(&place).map_err(moh_files::io(&place))?;
         }
-        let checkpoints = self.checkpoints();
-        let kinds =
-            [(&self.root, is_remain as fn(&str) -> bool), (&checkpoints, is_unfinished_checkpoint)];
-        for (directory, is_one) in kinds {
-            for name in names(directory)?.into_iter().filter(|name| is_one(name)) {
-                let path = directory.join(name);
-                let removed = match path.is_dir() {
-                    true => fs::remove_dir_all(&path),
-                    false => fs::remove_file(&path),
-                };
-                unless_missing(&path, removed)?;
-            }
-        }
-        Ok(())
+        Ok(moh_checkpoint::remove(&self.checkpoint_directory(), &[])?)
     }
 }
 
