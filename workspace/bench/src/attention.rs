@@ -11,6 +11,7 @@ use moh_model::{Active, HeadRequest, LayerHeads, SharedHeadSets};
 use moh_program::arguments::{at_least, between, not_negative};
 use moh_program::exit::Usage;
 use moh_program::models;
+use moh_program::table::aligned;
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
@@ -340,6 +341,6 @@ fn as_text(
         dtype.name(),
         path.map_or(String::new(), |path| format!(", path {path}")),
         machine.line(),
-        report::table(header, &table_rows)
+        aligned(header, &table_rows, &[0])
     )
 }

@@ -7,6 +7,7 @@ use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{BatchGenerator, BatchOptions, Chunk, Model, ModelConfig, SequenceId};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
+use moh_program::table::aligned;
 use moh_program::{exit, models};
 use serde_json::{Value, json};
 
@@ -211,6 +212,6 @@ fn as_text(
         describe(config),
         arguments.dtype.name(),
         machine.line(),
-        report::table(header, &rows)
+        aligned(header, &rows, &[0])
     )
 }

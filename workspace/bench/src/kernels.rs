@@ -3,9 +3,8 @@
 use std::collections::HashMap;
 
 use moh_kernels::gpu_activity::Activity;
+use moh_program::table::aligned;
 use serde_json::{Value, json};
-
-use crate::report::table;
 
 /// Rows of the table as text; JSON has all.
 const MAX_ROWS: usize = 25;
@@ -95,7 +94,7 @@ impl KernelTimes {
         }
         rows.push(row("idle", String::new(), self.elapsed - self.busy));
         rows.push(row("step", self.launches().to_string(), self.elapsed));
-        table(["kernel", "launches", "ms", "share"], &rows)
+        aligned(["kernel", "launches", "ms", "share"], &rows, &[0])
     }
 }
 

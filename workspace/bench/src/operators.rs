@@ -5,6 +5,7 @@ use moh_kernels::cases::{self, Case, Work};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_program::exit::Usage;
 use moh_program::models;
+use moh_program::table::aligned;
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
@@ -138,5 +139,5 @@ fn as_text(rows: &[OperatorRow], machine: &MachineLimits) -> String {
         })
         .collect();
     let header = ["operator", "type", "ms", "rate        ", "of limit"];
-    format!("{}\n\n{}", machine.line(), report::table(header, &table_rows))
+    format!("{}\n\n{}", machine.line(), aligned(header, &table_rows, &[0]))
 }

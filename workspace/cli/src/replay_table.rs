@@ -2,6 +2,7 @@
 
 use std::fmt::{self, Write as _};
 
+use moh_program::table::aligned;
 use moh_train::{Replay, SampleSource};
 
 use crate::run_view::auxiliary_losses;
@@ -48,50 +49,39 @@ fn summary(out: &mut String, replay: &Replay) -> fmt::Result {
 /// A row for each block: the residual stream after attention and after the MLP, the gradient, and the
 /// routing.
 fn blocks(out: &mut String, replay: &Replay) -> fmt::Result {
-    let routes = !replay.routing.layers.is_empty();
-    let spans = format!("{:<7}{:^22}{:^22}", "", "after attention", "after MLP");
-    let titles = ["rms", "largest", "rms", "largest", "gradient"];
-    let mut line = format!("{:<7}", "block");
-    for title in titles {
-        write!(line, "{title:>11}")?;
+    let mut header =
+        vec!["block", "rms after attention", "largest", "rms after MLP", "largest", "gradient"];
+    if !replay.routing.layers.is_empty() {
+        header.extend(["entropy", "of most", "load min", "load max"]);
     }
-    if routes {
-        for title in ["entropy", "of most", "load min", "load max"] {
-            write!(line, "{title:>10}")?;
-        }
-    }
-    writeln!(out, "\n{}\n{line}", spans.trim_end())?;
-    for (layer, block) in replay.blocks.iter().enumerate() {
-        write!(out, "{layer:<7}")?;
-        for magnitude in [&block.attention, &block.mlp] {
-            write!(out, "{:>11.3e}{:>11.3e}", magnitude.rms(), magnitude.largest)?;
-        }
-        write!(out, "{:>11.3e}", block_norm(replay, layer))?;
+    let rows = replay.blocks.iter().enumerate().map(|(layer, block)| {
+        let magnitudes = [&block.attention, &block.mlp];
+        let magnitudes = magnitudes.into_iter().flat_map(|of| [of.rms(), of.largest.into()]);
+        let numbers = magnitudes.chain([block_norm(replay, layer)]);
+        let mut row = vec![layer.to_string()];
+        row.extend(numbers.map(|number| format!("{number:.3e}")));
         if let Some(routing) = replay.routing.layers.iter().find(|known| known.layer == layer) {
             let (entropy, most) = (routing.mean_entropy(), routing.max_entropy());
             let share = if most > 0.0 { entropy / most } else { 1.0 };
             let (min, max) = routing.extreme_loads();
-            write!(out, "{entropy:>10.4}{share:>10.4}{min:>10.4}{max:>10.4}")?;
+            row.extend([entropy, share, min, max].map(|number| format!("{number:.4}")));
         }
-        writeln!(out)?;
-    }
-    Ok(())
+        row
+    });
+    write!(out, "\n{}", aligned(header, rows, &[0]))
 }
 
 /// The share of tokens that selected each routed head, in a row for each block that routes.
 fn loads(out: &mut String, replay: &Replay) -> fmt::Result {
-    if replay.routing.layers.is_empty() {
+    let layers = &replay.routing.layers;
+    if layers.is_empty() {
         return Ok(());
     }
-    writeln!(out, "\n{:<7}loads of the routed heads", "block")?;
-    for layer in &replay.routing.layers {
-        write!(out, "{:<7}", layer.layer)?;
-        for (i, load) in layer.loads().enumerate() {
-            write!(out, "{}{load:.3}", if i == 0 { "" } else { " " })?;
-        }
-        writeln!(out)?;
-    }
-    Ok(())
+    let rows = layers.iter().map(|layer| {
+        let loads: Vec<String> = layer.loads().map(|load| format!("{load:.3}")).collect();
+        [layer.layer.to_string(), loads.join(" ")]
+    });
+    write!(out, "\n{}", aligned(["block", "loads of the routed heads"], rows, &[0, 1]))
 }
 
 /// The norm of a block's gradient.
@@ -101,25 +91,19 @@ fn block_norm(replay: &Replay, layer: usize) -> f64 {
 }
 
 fn gradients(out: &mut String, replay: &Replay) -> fmt::Result {
-    let names = replay.gradients.iter().map(|tensor| tensor.name.len());
-    let width = names.max().unwrap_or(0).max(6);
-    writeln!(out, "\n{:<width$}{:>11}", "tensor", "gradient")?;
-    for tensor in &replay.gradients {
-        writeln!(out, "{:<width$}{:>11.3e}", tensor.name, tensor.norm)?;
-    }
-    Ok(())
+    let gradients = replay.gradients.iter();
+    let rows = gradients.map(|tensor| [tensor.name.clone(), format!("{:.3e}", tensor.norm)]);
+    write!(out, "\n{}", aligned(["tensor", "gradient"], rows, &[0]))
 }
 
 fn samples(out: &mut String, samples: &[SampleSource]) -> fmt::Result {
-    writeln!(out, "\n{:<10}{:>22}{:>22}  file", "sample", "tokens", "documents")?;
-    for SampleSource { number, path, tokens, documents } in samples {
+    let rows = samples.iter().map(|SampleSource { number, path, tokens, documents }| {
         let range = |range: &std::ops::Range<u64>| {
             format!("{}-{}", range.start, range.end.saturating_sub(1))
         };
-        let (tokens, documents) = (range(tokens), range(documents));
-        writeln!(out, "{number:<10}{tokens:>22}{documents:>22}  {}", path.display())?;
-    }
-    Ok(())
+        [number.to_string(), range(tokens), range(documents), path.display().to_string()]
+    });
+    write!(out, "\n{}", aligned(["sample", "tokens", "documents", "file"], rows, &[0, 3]))
 }
 
 #[cfg(test)]
@@ -175,22 +159,21 @@ step 8, step 3 of stage moh, from the checkpoint of step 6
 loss 4.5000, balance 0.2500, distillation 0.2500, attention output 0.2500, gradient norm NaN, learning rate 5.00e-3
 not applied: gradient norm is not finite (limits: loss 9.0000, gradient norm inf)
 
-          after attention          after MLP
-block          rms    largest        rms    largest   gradient   entropy   of most  load min  load max
-0          3.000e0    5.000e0    0.000e0    0.000e0    5.000e0
-1          3.000e0    5.000e0    0.000e0    0.000e0        NaN    0.5000    0.7213    0.2500    0.7500
+block  rms after attention  largest  rms after MLP  largest  gradient  entropy  of most  load min  load max
+0                  3.000e0  5.000e0        0.000e0  0.000e0   5.000e0
+1                  3.000e0  5.000e0        0.000e0  0.000e0       NaN   0.5000   0.7213    0.2500    0.7500
 
 block  loads of the routed heads
 1      0.250 0.750
 
-tensor       gradient
-embedding     1.500e0
-layers.0.a    3.000e0
-layers.0.b    4.000e0
-layers.1.a        NaN
+tensor      gradient
+embedding    1.500e0
+layers.0.a   3.000e0
+layers.0.b   4.000e0
+layers.1.a       NaN
 
-sample                    tokens             documents  file
-56                       120-128                   3-4  data/text
+sample   tokens  documents  file
+56      120-128        3-4  data/text
 ";
         assert_eq!(tables(&replay).unwrap(), expected);
     }

@@ -121,7 +121,7 @@ fn what_heads_do_is_printed_by_layer_and_text() {
     assert_eq!(serde_json::to_value(&document).unwrap(), json);
     let text = heads(line);
     assert!(text.starts_with("load on a (330 tokens), other (100 tokens)\n\nlayer 0: "), "{text}");
-    assert!(text.contains("\n     3*  100.0%  100.0%  "), "{text}");
+    assert!(text.contains("\n  3*  100.0%  100.0%  "), "{text}");
     assert!(text.contains("mean feature rank of 8 routed heads: "), "{text}");
     // The model may be named as in the other commands, and fewer tokens be measured.
     let fewer = heads("--model moh --data text --sequence-length 10 --tokens 100");

@@ -2,6 +2,7 @@
 //! fails. They are written beside the final path under a name that starts with [`TEMPORARY`],
 //! synced to disk, and renamed. Dropping one before that deletes it. A program that a signal ends
 //! can remove its temporary files, and the next writer of a file removes those of a killed process.
+//! [`units`] is apart from these: how all crates write quantities for users.
 
 mod bounded;
 mod directory;
@@ -9,6 +10,7 @@ mod error;
 mod file;
 mod free_name;
 mod temporary;
+pub mod units;
 
 use std::fs::{self, File};
 use std::io::Write;

@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use moh_files::{read_bounded, unless_missing};
+use moh_files::units::group_digits;
 use moh_kernels::router::SharedHeads;
 use moh_model::{Architecture, ModelConfig, RouterKind};
 
@@ -378,19 +379,6 @@ fn plain(name: &str) -> String {
         true => name,
         false => format!("model{name}"),
     }
-}
-
-/// A number with commas between thousands.
-pub fn group_digits(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
 }
 
 #[cfg(test)]

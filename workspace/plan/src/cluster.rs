@@ -141,6 +141,6 @@ fn no_multiple(path: &Path, stage: &Stage, ranks: usize) -> Error {
          use --ranks {nearest}, or --suggest for layouts of {}",
         path.display(),
         stage.name,
-        crate::units::ranks(ranks)
+        moh_files::units::counted(ranks as u64, "rank")
     ))
 }

@@ -22,7 +22,6 @@ mod steps;
 mod table;
 mod time;
 mod training_data;
-pub mod units;
 mod work;
 
 use std::path::Path;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use moh_files::units::{bytes, counted, duration, flops, group_digits, moment, percent, traffic};
 use moh_kernels::ElementType;
 use moh_model::Recompute;
 use moh_recipe::DeviceKind;
@@ -10,9 +11,8 @@ use super::calibration::CalibrationCost;
 use super::cluster::{Cluster, ClusterStage, PredictedSpeed};
 use super::hardware::Hardware;
 use super::layouts::{StageSuggestions, Suggestions};
-use super::memory::{ActivationBytes, OtherBytes, RankMemory};
+use super::memory::RankMemory;
 use super::rate::{Basis, Rate};
-use super::units::{bytes, duration, flops, group_digits, moment, percent, ranks, traffic};
 use super::{DiskBytes, Plan, StagePlan};
 use crate::SourceEpochs;
 
@@ -20,6 +20,9 @@ use crate::SourceEpochs;
 const LABEL: usize = 40;
 /// Minimum width of a column.
 const COLUMN: usize = 18;
+
+/// The text of a value.
+type Value<T> = fn(&T) -> String;
 
 /// Writes a table: a label, then a column for each stage.
 struct Table<'a, 'f> {
@@ -192,30 +195,36 @@ impl Plan {
     fn write_memory(&self, table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
         let (gradients, moments) = self.state_dtypes;
         let of = |what: &str, dtype: ElementType| format!("{what}, {}", dtype.name());
+        let recompute = match self.recompute {
+            Recompute::None => "none",
+            Recompute::Norms => "cheap",
+            Recompute::Block => "block",
+        };
+        let staging = |rank: &RankMemory| rank.other.staging;
         table.bytes(&of("weights", self.dtype), stages, |rank| rank.state.weights)?;
         table.bytes("remainders, 16 bits", stages, |rank| rank.state.remainder)?;
         table.bytes(&of("gradients", gradients), stages, |rank| rank.state.gradients)?;
         table.bytes("rounded gradients, bf16", stages, |rank| rank.state.rounded)?;
         table.bytes(&of("moments", moments), stages, |rank| rank.state.moments)?;
         table.bytes("teacher, with its passes", stages, |rank| rank.state.teacher)?;
-        let recompute = match self.recompute {
-            Recompute::None => "none",
-            Recompute::Norms => "cheap",
-            Recompute::Block => "block",
-        };
-        let part =
-            |part: fn(&ActivationBytes) -> u64| move |rank: &RankMemory| part(&rank.activations);
         let label = format!("activations, recompute {recompute}");
-        table.bytes(&label, stages, part(|of| of.saved))?;
-        table.bytes(
-            "gradients of one block's activations",
-            stages,
-            part(|of| of.block_gradients),
-        )?;
-        table.bytes("gathered activations", stages, part(|of| of.gathered))?;
-        table.bytes("logits, one chunk", stages, part(|of| of.logits))?;
-        table.bytes("validation loss", stages, part(|of| of.evaluation))?;
-        write_other(table, stages)
+        table.bytes(&label, stages, |rank| rank.activations.saved)?;
+        let label = "gradients of one block's activations";
+        table.bytes(label, stages, |rank| rank.activations.block_gradients)?;
+        table.bytes("gathered activations", stages, |rank| rank.activations.gathered)?;
+        table.bytes("logits, one chunk", stages, |rank| rank.activations.logits)?;
+        table.bytes("validation loss", stages, |rank| rank.activations.evaluation)?;
+        table.bytes("scratch of attention and others", stages, |rank| rank.other.scratch)?;
+        table.bytes("tables and sums", stages, |rank| rank.other.tables)?;
+        table.bytes("messages between stages", stages, |rank| rank.other.messages)?;
+        table.bytes("scratch of threads", stages, |rank| rank.other.thread_scratch)?;
+        table.bytes("driver and libraries, estimated", stages, |rank| rank.other.libraries)?;
+        if stages.iter().any(|rank| rank.device == DeviceKind::Cuda) {
+            table.bytes("sum", stages, RankMemory::total)?;
+            return table.bytes("of the host: copy for checkpoints", stages, staging);
+        }
+        table.bytes("copy for checkpoints", stages, staging)?;
+        table.bytes("sum", stages, RankMemory::total)
     }
 
     fn write_cluster(&self, table: &mut Table, cluster: &Cluster) -> fmt::Result {
@@ -254,33 +263,31 @@ impl Plan {
             (hardware.compute_basis(self.dtype), hardware.network_basis(ranks));
         let (data, all) = (network.max(hardware.network.data_overlap.basis), compute.max(network));
         let memory = hardware.device.memory_gb_per_s.basis;
+        let step = all.max(data);
+        let (stage, of_run) = match hardware.checkpoint_basis() {
+            Some(checkpoint) => ("stage, with its checkpoints", step.max(checkpoint)),
+            None => ("stage, without its checkpoints", step),
+        };
         table
             .title(&format!("Predicted time on {}, and how its rates are known", hardware.name))?;
-        table.each_with_basis("compute", compute, stages, |s| moment(s.step.compute))?;
-        table.each_with_basis("tensor ranks' exchange", network, stages, |s| {
-            moment(s.step.tensor)
-        })?;
-        table
-            .each_with_basis("sends in the pipeline", network, stages, |s| moment(s.step.sends))?;
-        table.each_with_basis("pipeline bubble", all, stages, |s| moment(s.step.bubble))?;
-        let label = "data ranks' exchange, as far as exposed";
-        table.each_with_basis(label, data, stages, |s| moment(s.step.data))?;
-        table.each_with_basis("optimiser", memory, stages, |s| moment(s.step.optimizer))?;
-        let all = all.max(data);
-        table.each_with_basis("step", all, stages, |s| moment(s.step.total()))?;
-        let bubble = |s: &PredictedSpeed| percent(s.step.bubble / s.step.total());
-        table.each_with_basis("bubble's share of the step", all, stages, bubble)?;
-        let tokens = |s: &PredictedSpeed| group_digits(s.tokens_per_second as u64);
-        table.each_with_basis("tokens/s", all, stages, tokens)?;
-        let share = |s: &PredictedSpeed| percent(s.matmul_share);
-        table.each_with_basis("share of the matrix products' rate", all, stages, share)?;
-        let (label, all) = match hardware.checkpoint_basis() {
-            Some(checkpoint) => ("stage, with its checkpoints", all.max(checkpoint)),
-            None => ("stage, without its checkpoints", all),
-        };
-        table.each_with_basis(label, all, stages, |s| duration(s.stage))?;
+        let rows: [(&str, Basis, Value<PredictedSpeed>); 11] = [
+            ("compute", compute, |s| moment(s.step.compute)),
+            ("tensor ranks' exchange", network, |s| moment(s.step.tensor)),
+            ("sends in the pipeline", network, |s| moment(s.step.sends)),
+            ("pipeline bubble", all, |s| moment(s.step.bubble)),
+            ("data ranks' exchange, as far as exposed", data, |s| moment(s.step.data)),
+            ("optimiser", memory, |s| moment(s.step.optimizer)),
+            ("step", step, |s| moment(s.step.total())),
+            ("bubble's share of the step", step, |s| percent(s.step.bubble / s.step.total())),
+            ("tokens/s", step, |s| group_digits(s.tokens_per_second as u64)),
+            ("share of the matrix products' rate", step, |s| percent(s.matmul_share)),
+            (stage, of_run, |s| duration(s.stage)),
+        ];
+        for (label, basis, value) in rows {
+            table.each_with_basis(label, basis, stages, value)?;
+        }
         let run = [stages.iter().map(|s| s.stage).sum()];
-        table.each_with_basis("all stages", all, run, duration)
+        table.each_with_basis("all stages", of_run, run, duration)
     }
 
     fn write_fit(
@@ -308,23 +315,22 @@ impl Plan {
     }
 
     fn write_calibrations(&self, table: &mut Table) -> fmt::Result {
-        let costs: Vec<_> = self.stages.iter().map(|stage| stage.calibration).collect();
-        if costs.iter().all(Option::is_none) {
+        if self.stages.iter().all(|stage| stage.calibration.is_none()) {
             return Ok(());
         }
-        let or_none = |cost: &Option<CalibrationCost>,
-                       value: &dyn Fn(&CalibrationCost) -> String| {
-            cost.as_ref().map_or("none".to_owned(), value)
-        };
         table.title("Calibration before a stage's first step, on the first rank")?;
-        table.each("tokens", &costs, |cost| or_none(cost, &|of| group_digits(of.tokens)))?;
-        let label = "memory of the device, beside the state";
-        table.each(label, &costs, |cost| or_none(cost, &|of| bytes(of.device_bytes)))?;
-        table
-            .each("memory of the host", &costs, |cost| or_none(cost, &|of| bytes(of.host_bytes)))?;
-        table.each("file of fitted matrices", &costs, |cost| {
-            or_none(cost, &|of| bytes(of.file_bytes))
-        })
+        let rows: [(&str, Value<CalibrationCost>); 4] = [
+            ("tokens", |cost| group_digits(cost.tokens)),
+            ("memory of the device, beside the state", |cost| bytes(cost.device_bytes)),
+            ("memory of the host", |cost| bytes(cost.host_bytes)),
+            ("file of fitted matrices", |cost| bytes(cost.file_bytes)),
+        ];
+        for (label, value) in rows {
+            table.each(label, &self.stages, |stage| {
+                stage.calibration.as_ref().map_or("none".to_owned(), value)
+            })?;
+        }
+        Ok(())
     }
 
     fn write_disk(&self, table: &mut Table) -> fmt::Result {
@@ -338,26 +344,9 @@ impl Plan {
     }
 }
 
-/// The remaining memory, and the sum.
-fn write_other(table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
-    let part = |part: fn(&OtherBytes) -> u64| move |rank: &RankMemory| part(&rank.other);
-    let on_gpu = stages.iter().any(|rank| rank.device == DeviceKind::Cuda);
-    table.bytes("scratch of attention and others", stages, part(|of| of.scratch))?;
-    table.bytes("tables and sums", stages, part(|of| of.tables))?;
-    table.bytes("messages between stages", stages, part(|of| of.messages))?;
-    table.bytes("scratch of threads", stages, part(|of| of.thread_scratch))?;
-    table.bytes("driver and libraries, estimated", stages, part(|of| of.libraries))?;
-    if on_gpu {
-        table.bytes("sum", stages, RankMemory::total)?;
-        return table.bytes("of the host: copy for checkpoints", stages, part(|of| of.staging));
-    }
-    table.bytes("copy for checkpoints", stages, part(|of| of.staging))?;
-    table.bytes("sum", stages, RankMemory::total)
-}
-
 fn write_layouts(table: &mut Table, cluster: &Cluster) -> fmt::Result {
     let stages = &cluster.stages;
-    table.title(&format!("Layout of {}", ranks(cluster.ranks)))?;
+    table.title(&format!("Layout of {}", counted(cluster.ranks as u64, "rank")))?;
     table.each("tensor x data x pipeline", stages, |ClusterStage { layout, .. }| {
         format!("{} x {} x {}", layout.tensor, layout.data, layout.pipeline)
     })?;
@@ -403,7 +392,8 @@ fn write_rates(f: &mut fmt::Formatter<'_>, hardware: &Hardware) -> fmt::Result {
 
 impl fmt::Display for Suggestions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "Layouts of {} on {}, fastest first", ranks(self.ranks), self.hardware.name)?;
+        let ranks = counted(self.ranks as u64, "rank");
+        writeln!(f, "Layouts of {ranks} on {}, fastest first", self.hardware.name)?;
         for stage in &self.stages {
             writeln!(f)?;
             write_suggestions(f, stage, &self.hardware)?;

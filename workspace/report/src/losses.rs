@@ -1,6 +1,7 @@
 //! The table of losses at the moments of the runs, side by side.
 
 use maud::{Markup, html};
+use moh_files::units::percent;
 use moh_run_log::Evaluation;
 
 use crate::run_log::RunLog;
@@ -55,7 +56,7 @@ fn table(logs: &[RunLog], rows: &[Row]) -> Markup {
                     @for log in logs {
                         td colspan="2" {
                             @match log.summary.recovered() {
-                                Some(share) => (format!("{:.1}%", 100.0 * share)),
+                                Some(share) => (percent(share)),
                                 None => "-",
                             }
                         }

@@ -2,6 +2,7 @@
 
 use indicatif::HumanBytes;
 use maud::{Markup, html};
+use moh_files::units::percent;
 use moh_run_log::Speed;
 
 use crate::chart::COLORS;
@@ -75,7 +76,7 @@ fn bar(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> Markup {
     let total: f64 = parts.iter().map(|part| part.2).sum();
     let shares: Vec<String> = parts
         .iter()
-        .map(|(_, name, seconds)| format!("{name} {:.1}%", 100.0 * seconds / total))
+        .map(|(_, name, seconds)| format!("{name} {}", percent(seconds / total)))
         .collect();
     let mut end = 0.0;
     let places: Vec<(usize, f64, f64)> = parts

@@ -1,53 +1,43 @@
 //! The end of a run: the table of its losses, and its picture.
 
-use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
+use moh_files::units::percent;
+use moh_program::table::aligned;
 use moh_run_directory::RunDirectory;
 use moh_run_log::{Evaluation, EvaluationPoint, Summary};
 
 use crate::loss_chart::to_svg;
 use crate::run_log::RunLog;
 
-/// The least width of the labels.
-const MIN_LABEL: usize = 44;
-
 /// The table of a run's losses on all validation sets, with the fraction of the conversion loss on the
 /// first that training recovered; empty without validation.
 pub fn table(summary: &Summary) -> String {
-    let mut out = String::new();
     if summary.evaluations.is_empty() {
-        return out;
+        return String::new();
     }
+    let row = |label, loss, bits: Option<f64>| {
+        let bits = bits.map_or("-".to_owned(), |bits| format!("{bits:.4}"));
+        vec![label, format!("{loss:.4}"), bits]
+    };
     let mut rows = Vec::new();
     for evaluation in &summary.evaluations {
-        rows.push((label(summary, evaluation), evaluation.loss, evaluation.bits_per_byte));
+        rows.push(row(label(summary, evaluation), evaluation.loss, evaluation.bits_per_byte));
         for (name, set) in &evaluation.other_sets {
             let name = evaluation.numbered_name(name, &summary.evaluations);
-            rows.push((format!("  {name}"), set.loss, set.bits_per_byte));
+            rows.push(row(format!("  {name}"), set.loss, set.bits_per_byte));
         }
     }
-    let widths = rows.iter().map(|(label, ..)| label.chars().count());
-    let width = widths.chain([MIN_LABEL]).max().unwrap_or(MIN_LABEL);
-    let _ = writeln!(out, "{:<width$} {:>9} {:>15}", "", "loss", "bits per byte");
-    for (label, loss, bits_per_byte) in rows {
-        let bits = bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.4}"));
-        let _ = writeln!(out, "{label:<width$} {loss:>9.4} {bits:>15}");
-    }
     for of in &summary.calibrations {
+        let others = format!("(dense {:.4}, given heads {:.4})", of.loss_dense, of.loss_given);
         let label = format!("stage {}'s calibration tokens", of.stage);
-        let _ = writeln!(
-            out,
-            "{label:<width$} {:>9.4} (dense {:.4}, given heads {:.4})",
-            of.loss, of.loss_dense, of.loss_given
-        );
+        rows.push(vec![label, format!("{:.4}", of.loss), String::new(), others]);
     }
     if let Some(share) = summary.recovered() {
-        let label = "conversion loss recovered by training";
-        let _ = writeln!(out, "{label:<width$} {:>8.1}%", 100.0 * share);
+        rows.push(vec!["conversion loss recovered by training".to_owned(), percent(share)]);
     }
-    out
+    aligned(["", "loss", "bits per byte"], rows, &[0, 3])
 }
 
 /// The moment of an evaluation, and its set where those of the run are of several.
@@ -144,7 +134,7 @@ mod tests {
         let calibrations = Vec::new();
         let shown = table(&Summary { steps: 12, tokens: 8, heads: 4, evaluations, calibrations });
         let labels: Vec<&str> =
-            shown.lines().skip(1).map(|line| line[..44].trim_end()).take(3).collect();
+            shown.lines().skip(1).filter_map(|line| line.split("  ").next()).collect();
         let expected = ["after stage adapt", "after stage moh, step 8", "after stage moh, step 12"];
         assert_eq!(labels, expected);
     }

@@ -5,9 +5,9 @@ use std::io;
 use std::path::Path;
 
 use moh_checkpoint::Condition;
+use moh_files::units::bytes;
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
-use moh_plan::units::bytes;
 use moh_plan::{DiskBytes, calibration_bytes, with_all_matrices};
 use moh_recipe::{Recipe, Stage};
 use moh_run_directory::RunDirectory;

@@ -2,8 +2,7 @@
 
 use std::path::PathBuf;
 
-use moh_plan::units::{bytes, ranks as counted};
-use moh_step::guard::SkipReason;
+use moh_files::units::{bytes, counted};
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -174,7 +173,9 @@ pub enum Error {
         "{}: stage.{stage}.parallel = {{ tensor = {tensor}, pipeline = {pipeline} }}: {} \
          started: start a multiple of {}, or change the two",
         path.display(),
-        if *ranks == 1 { "1 rank was".to_owned() } else { format!("{} were", counted(*ranks)) },
+        format_args!(
+            "{} {}", counted(*ranks as u64, "rank"), if *ranks == 1 { "was" } else { "were" }
+        ),
         tensor.saturating_mul(*pipeline)
     )]
     Parallel {

@@ -248,8 +248,3 @@ fn terms_are_files_with_a_name_of_terms() {
     let expected = ["LICENSE", "LICENSE-MIT", "NOTICE.txt", "USE_POLICY.md"];
     assert_eq!(terms, expected.map(|name| dir.path().join(name)));
 }
-
-#[test]
-fn thousands_are_grouped() {
-    assert_eq!([0, 999, 1_000, 1_234_567].map(group_digits), ["0", "999", "1,000", "1,234,567"]);
-}

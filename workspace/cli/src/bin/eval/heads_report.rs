@@ -1,8 +1,10 @@
 //! What `moh-eval heads` prints: a table for each layer and the heads of each token of a sentence.
 
 use std::io::Write;
+use std::iter;
 
 use moh_eval::heads::{HeadDocument, LayerReport, OneHead, Sentence, SentenceLayer};
+use moh_program::table::aligned;
 
 /// Writes a document as text.
 pub(crate) fn write(out: &mut impl Write, document: &HeadDocument) -> std::io::Result<()> {
@@ -21,7 +23,7 @@ fn write_report(out: &mut impl Write, report: &HeadDocument) -> std::io::Result<
         report.texts.iter().map(|text| format!("{} ({} tokens)", text.name, text.tokens)).collect();
     writeln!(out, "load on {}", texts.join(", "))?;
     for layer in &report.layers {
-        write_layer(out, report, layer)?;
+        write_layer(out, layer)?;
     }
     let heads = || report.layers.iter().flat_map(|layer| &layer.heads);
     for (what, shared) in [("shared", true), ("routed", false)] {
@@ -46,11 +48,7 @@ fn write_report(out: &mut impl Write, report: &HeadDocument) -> std::io::Result<
     )
 }
 
-fn write_layer(
-    out: &mut impl Write,
-    report: &HeadDocument,
-    layer: &LayerReport,
-) -> std::io::Result<()> {
+fn write_layer(out: &mut impl Write, layer: &LayerReport) -> std::io::Result<()> {
     write!(
         out,
         "\nlayer {}: similarity of patterns {}, of outputs {}",
@@ -62,30 +60,27 @@ fn write_layer(
         let shown: Vec<String> = entropies.iter().map(|nats| format!("{nats:.4}")).collect();
         write!(out, ", gate entropy {} nats", shown.join(", "))?;
     }
-    let loads = report.texts.len() * 8;
-    writeln!(out, "\n  head  {:<loads$}  rank  distance  entropy  tokens", "load")?;
-    for head in &layer.heads {
-        write_head(out, head)?;
-    }
-    Ok(())
+    writeln!(out)?;
+    let header = ["head", "load", "rank", "distance", "entropy", "tokens"];
+    write!(out, "{}", aligned(header, layer.heads.iter().map(row), &[1, 5]))
 }
 
-fn write_head(out: &mut impl Write, head: &OneHead) -> std::io::Result<()> {
+fn row(head: &OneHead) -> [String; 6] {
     let OneHead { head, shared, load, feature_rank, distance, entropy, tokens } = head;
     let mark = if *shared { "*" } else { " " };
-    let loads: Vec<String> = load.iter().map(|load| format!("{:6.1}%", 100.0 * load)).collect();
+    let loads: Vec<String> = load.iter().map(|load| format!("{:5.1}%", 100.0 * load)).collect();
     let tokens: Vec<String> = tokens
         .iter()
         .map(|token| format!("{:?} {:.0}%", token.shown(), 100.0 * token.share))
         .collect();
-    let line = format!(
-        "  {head:>4}{mark} {}  {feature_rank:>4}  {:>8}  {:>7}  {}",
-        loads.join(" "),
+    [
+        format!("{head}{mark}"),
+        loads.join("  "),
+        feature_rank.to_string(),
         number_of(*distance, 1),
         number_of(*entropy, 3),
-        tokens.join(", ")
-    );
-    writeln!(out, "{}", line.trim_end())
+        tokens.join(", "),
+    ]
 }
 
 /// A line for each token, with the routed heads that it selects in each layer.
@@ -99,27 +94,15 @@ fn write_sentence(out: &mut impl Write, sentence: &Sentence) -> std::io::Result<
         let selected = layer.active[token].iter().filter(|head| !layer.shared_heads.contains(head));
         selected.map(usize::to_string).collect::<Vec<_>>().join(" ")
     };
-    let texts: Vec<String> =
-        sentence.tokens.iter().map(|token| format!("{:?}", token.text)).collect();
-    let first = texts.iter().map(|text| text.chars().count()).max().unwrap_or(0).max(5);
-    let width = |layer: &SentenceLayer| {
-        let cells = (0..texts.len()).map(|token| cell(layer, token).len());
-        cells.max().unwrap_or(0).max(8)
-    };
-    let title = layers
-        .iter()
-        .map(|layer| format!("{:<width$}", format!("layer {}", layer.layer), width = width(layer)));
-    let title = title.collect::<Vec<_>>().join("  ");
+    let header = iter::once("token".to_owned())
+        .chain(layers.iter().map(|layer| format!("layer {}", layer.layer)));
+    let rows = sentence.tokens.iter().enumerate().map(|(token, text)| {
+        let cells = layers.iter().map(|layer| cell(layer, token));
+        iter::once(format!("{:?}", text.text)).chain(cells).collect::<Vec<_>>()
+    });
+    let left: Vec<usize> = (0..=layers.len()).collect();
     writeln!(out, "\nrouted heads that each token selects")?;
-    writeln!(out, "  {:<first$}  {}", "token", title.trim_end())?;
-    for (token, text) in texts.iter().enumerate() {
-        let cells = layers
-            .iter()
-            .map(|layer| format!("{:<width$}", cell(layer, token), width = width(layer)));
-        let cells = cells.collect::<Vec<_>>().join("  ");
-        writeln!(out, "  {text:<first$}  {}", cells.trim_end())?;
-    }
-    Ok(())
+    write!(out, "{}", aligned(header.collect::<Vec<_>>(), rows, &left))
 }
 
 fn mean(values: &[f64]) -> Option<f64> {

@@ -3,7 +3,9 @@
 use std::io::Write;
 
 use moh_eval::Loss;
+use moh_files::units::percent;
 use moh_model::router::RoutingStatistics;
+use moh_program::table::aligned;
 use serde_json::{Value, json};
 
 use crate::loss::LossArguments;
@@ -47,26 +49,18 @@ pub(crate) fn print(
 
 /// A line for each model and token file, and their routing below.
 fn write_table(out: &mut impl Write, measured: &[LossMeasurement]) -> std::io::Result<()> {
-    let width = |name: fn(&LossMeasurement) -> &str, title: &str| {
-        let names = measured.iter().map(|row| name(row).chars().count());
-        names.max().unwrap_or(0).max(title.len())
-    };
-    let (a, b) = (width(|row| &row.model, "model"), width(|row| &row.data, "data"));
-    writeln!(
-        out,
-        "{:<a$}  {:<b$}  {:>10}  {:>12}  {:>13}  {:>12}",
-        "model", "data", "loss", "perplexity", "bits per byte", "tokens"
-    )?;
-    for LossMeasurement { model, data, loss, .. } in measured {
-        let bits = loss.bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.6}"));
-        writeln!(
-            out,
-            "{model:<a$}  {data:<b$}  {:>10.6}  {:>12.4}  {bits:>13}  {:>12}",
-            loss.loss,
-            loss.perplexity(),
-            loss.tokens
-        )?;
-    }
+    let rows = measured.iter().map(|LossMeasurement { model, data, loss, .. }| {
+        [
+            model.clone(),
+            data.clone(),
+            format!("{:.6}", loss.loss),
+            format!("{:.4}", loss.perplexity()),
+            loss.bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.6}")),
+            loss.tokens.to_string(),
+        ]
+    });
+    let header = ["model", "data", "loss", "perplexity", "bits per byte", "tokens"];
+    write!(out, "{}", aligned(header, rows, &[0, 1]))?;
     for LossMeasurement { model, data, routing, .. } in measured {
         if let Some(routing) = routing {
             writeln!(out, "\n{model} on {data}:")?;
@@ -105,13 +99,13 @@ fn write_routing(out: &mut impl Write, routing: &RoutingStatistics) -> std::io::
         let (smallest, largest) = layer.extreme_loads();
         writeln!(
             out,
-            "\nlayer {}: gate entropy {:.4} nats of at most {:.4}, loads {:.1}% to {:.1}%, \
+            "\nlayer {}: gate entropy {:.4} nats of at most {:.4}, loads {} to {}, \
              largest / mean {:.3}",
             layer.layer,
             layer.mean_entropy(),
             layer.max_entropy(),
-            100.0 * smallest,
-            100.0 * largest,
+            percent(smallest),
+            percent(largest),
             layer.imbalance(),
         )?;
         let loads: Vec<(usize, f64)> = layer.routed_heads().zip(layer.loads()).collect();

@@ -8,6 +8,7 @@ use clap::{Args, Subcommand};
 use indicatif::{HumanBytes, HumanCount};
 use moh_checkpoint::{Condition, ListedCheckpoint, RunState};
 use moh_program::arguments::at_least;
+use moh_program::table::aligned;
 use moh_program::{counted, utc};
 use moh_recipe::{CheckpointOptions, Recipe};
 use moh_run_directory::RunDirectory;
@@ -89,17 +90,9 @@ fn list(run: &RunDirectory) -> anyhow::Result<()> {
     }
     // A recipe that cannot be read costs no more than the names of the stages.
     let recipe = run.stored_recipe().ok();
-    let mut rows = vec![["step", "stage", "tokens", "written", "size", "state"].map(str::to_owned)];
-    rows.extend(found.iter().map(|listed| row(run, recipe.as_ref(), listed)));
-    let widths: Vec<usize> = (0..rows[0].len())
-        .map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0))
-        .collect();
-    for row in &rows {
-        let [step, stage, tokens, written, size, state] = row;
-        let [a, b, c, d, e, ..] = widths[..] else { continue };
-        writeln!(out, "{step:>a$}  {stage:<b$}  {tokens:>c$}  {written:<d$}  {size:>e$}  {state}")?;
-    }
-    Ok(())
+    let header = ["step", "stage", "tokens", "written", "size", "state"];
+    let rows = found.iter().map(|listed| row(run, recipe.as_ref(), listed));
+    Ok(write!(out, "{}", aligned(header, rows, &[1, 3, 5]))?)
 }
 
 fn row(run: &RunDirectory, recipe: Option<&Recipe>, listed: &ListedCheckpoint) -> [String; 6] {

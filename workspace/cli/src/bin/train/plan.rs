@@ -11,12 +11,12 @@ use moh_hf::ConfigFile;
 use moh_model::ModelConfig;
 use moh_plan::{Hardware, Plan, StagePlan, Suggestions};
 use moh_program::exit;
+use moh_program::table::aligned;
 use moh_recipe::Recipe;
 use moh_run_directory::local_model_config;
 use moh_train::Comparison;
 
 use crate::Arguments;
-use crate::comparison::table::align;
 
 /// Prints the plan of `recipe`, which is the file `path`.
 pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> anyhow::Result<()> {
@@ -52,11 +52,9 @@ pub(crate) fn plan_comparison(
         let cells = [name.to_owned(), stages.to_owned()].into_iter().chain(counts);
         cells.chain([format!("{flops:.2e}")]).chain(time(flops)).collect::<Vec<_>>()
     };
-    let names = ["run", "stages", "steps", "tokens", "FLOPs"].map(str::to_owned);
-    let mut lines = vec![names.to_vec()];
-    if arguments.device_tflops.is_some() {
-        lines[0].push("time".to_owned());
-    }
+    let mut header = vec!["run", "stages", "steps", "tokens", "FLOPs"];
+    header.extend(arguments.device_tflops.map(|_| "time"));
+    let mut lines = Vec::new();
     let (mut sum, mut alone) = ((0, 0, 0.0), (0, 0, 0.0));
     for run in comparison.runs() {
         let mut recipe = run.recipe.clone();
@@ -75,7 +73,7 @@ pub(crate) fn plan_comparison(
     }
     lines.push(row("all runs", "", sum));
     lines.push(row("without sharing", "", alone));
-    write!(stdout(), "{}", align(&lines))?;
+    write!(stdout(), "{}", aligned(header, lines, &[0]))?;
     Ok(())
 }
 

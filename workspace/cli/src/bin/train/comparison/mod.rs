@@ -1,7 +1,7 @@
 //! Variants of a recipe, trained one after the other: the stages that they share once, and then each from where
 //! it differs. The end is a table, a page and a record of all of them.
 
-pub(crate) mod table;
+mod table;
 
 use std::io::{Write as _, stdout};
 use std::path::PathBuf;

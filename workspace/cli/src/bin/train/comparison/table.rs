@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 
+use moh_files::units::{group_digits, percent};
+use moh_program::table::aligned;
 use moh_run_directory::KeyChange;
 use moh_run_log::{Evaluation, EvaluationPoint};
 use moh_train::comparison::Results;
@@ -17,11 +19,8 @@ pub(super) struct Row<'a> {
 /// changes.
 pub(super) fn table(rows: &[Row<'_>]) -> String {
     let moments = moments(rows);
-    let mut lines = vec![header(&moments)];
-    for row in rows {
-        lines.extend(of_row(row, &moments, rows));
-    }
-    let mut out = align(&lines);
+    let lines: Vec<Vec<String>> = rows.iter().flat_map(|row| of_row(row, &moments, rows)).collect();
+    let mut out = aligned(header(&moments), &lines, &[0]);
     if lines.iter().flatten().any(|cell| cell.ends_with(OTHER)) {
         out.push_str("* on another text, or another number of its tokens, than the last loss of the first variant\n");
     }
@@ -36,28 +35,6 @@ pub(super) fn table(rows: &[Row<'_>]) -> String {
             true => writeln!(out, "{}: the recipe", row.name),
             false => writeln!(out, "{}: {}", row.name, changes.join(", ")),
         };
-    }
-    out
-}
-
-/// Lines of cells as text: the first column to the left, the others to the right.
-pub(crate) fn align(lines: &[Vec<String>]) -> String {
-    let columns = lines.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |column: usize| {
-        let cells = lines.iter().filter_map(|line| line.get(column));
-        cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
-    };
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    let mut out = String::new();
-    for line in lines {
-        let mut text = String::new();
-        for (column, (cell, width)) in line.iter().zip(&widths).enumerate() {
-            let _ = match column {
-                0 => write!(text, "{cell:<width$}"),
-                _ => write!(text, "  {cell:>width$}"),
-            };
-        }
-        let _ = writeln!(out, "{}", text.trim_end());
     }
     out
 }
@@ -115,10 +92,10 @@ fn of_row(row: &Row<'_>, moments: &[String], rows: &[Row<'_>]) -> Vec<Vec<String
     let mut cells = vec![row.name.to_owned()];
     cells.extend(moments.iter().map(|moment| optional(at(moment).map(of_first))));
     cells.push(bits(last.and_then(|last| last.bits_per_byte)));
-    cells.push(optional(results.recovered.map(|share| format!("{:.1}%", 100.0 * share))));
-    cells.push(indicatif::HumanCount(results.tokens).to_string());
+    cells.push(optional(results.recovered.map(percent)));
+    cells.push(group_digits(results.tokens));
     // Whole tokens are precise enough for a rate.
-    let rate = results.tokens_per_second.map(|rate| indicatif::HumanCount(rate as u64).to_string());
+    let rate = results.tokens_per_second.map(|rate| group_digits(rate as u64));
     cells.push(optional(rate));
     let mut lines = vec![cells];
     for set in last.iter().flat_map(|last| last.other_sets.keys()) {

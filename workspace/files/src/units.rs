@@ -1,10 +1,21 @@
-//! Formats quantities: grouped thousands, and units that keep numbers short.
+//! Writes quantities for users: numbers with nouns, grouped thousands, and units that keep numbers short.
 
-pub(super) use moh_hf::model_card::group_digits;
+/// A number and its noun: `1 token`, `2 tokens`.
+pub fn counted(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
 
-/// A number of ranks, with its noun.
-pub fn ranks(count: usize) -> String {
-    if count == 1 { "1 rank".to_string() } else { format!("{} ranks", group_digits(count as u64)) }
+/// A number with commas between thousands.
+pub fn group_digits(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
 }
 
 /// A value in the largest of `units` (each `base` times the previous one) that it reaches.
@@ -27,20 +38,23 @@ pub fn bytes(count: u64) -> String {
 }
 
 /// Bytes of traffic, in the powers of ten of network links.
-pub(super) fn traffic(count: f64) -> String {
+pub fn traffic(count: f64) -> String {
     scaled(count, 1000.0, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
 }
 
-pub(super) fn flops(count: f64) -> String {
+/// Floating-point operations.
+pub fn flops(count: f64) -> String {
     let units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP"];
     scaled(count, 1000.0, &units)
 }
 
-pub(super) fn percent(share: f64) -> String {
+/// A share in percent.
+pub fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share)
 }
 
-pub(super) fn duration(seconds: f64) -> String {
+/// A long time.
+pub fn duration(seconds: f64) -> String {
     let (minute, hour, day) = (60.0, 3600.0, 86_400.0);
     match seconds {
         s if s >= 2.0 * day => format!("{:.1} days", s / day),
@@ -51,7 +65,7 @@ pub(super) fn duration(seconds: f64) -> String {
 }
 
 /// A time within a step, which may be much shorter than a second.
-pub(super) fn moment(seconds: f64) -> String {
+pub fn moment(seconds: f64) -> String {
     match seconds {
         s if s >= 10.0 => format!("{s:.1} s"),
         s if s >= 1.0 => format!("{s:.2} s"),
@@ -67,8 +81,12 @@ mod tests {
     fn numbers_print_in_readable_units() {
         assert_eq!(group_digits(0), "0");
         assert_eq!(group_digits(999), "999");
+        assert_eq!(group_digits(1000), "1,000");
         assert_eq!(group_digits(1_234_567), "1,234,567");
-        assert_eq!((ranks(1), ranks(1024)), ("1 rank".to_string(), "1,024 ranks".to_string()));
+        assert_eq!(
+            [0, 1, 2].map(|number| counted(number, "token")),
+            ["0 tokens", "1 token", "2 tokens"]
+        );
         assert_eq!(bytes(1023), "1023 B");
         assert_eq!(bytes(3 << 29), "1.50 GiB");
         assert_eq!(traffic(2.5e9), "2.50 GB");
