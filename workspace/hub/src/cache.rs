@@ -1,23 +1,68 @@
 //! The cache of Hugging Face's Python library: for each repository a folder with blobs (named by their content),
 //! snapshots (of a commit; links to blobs), refs (the commit of a branch) and, beside it, locks. With the same
-//! layout neither repeats the other's downloads.
+//! layout neither repeats the other's downloads. Nothing here asks the hub.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::Error;
-use crate::client::RemoteFile;
+use moh_hf::config_file::CONFIG_FILE;
+use moh_hf::{WeightFiles, is_hub_id};
+
+use crate::{Error, environment};
 
 /// The folder of a repository's commits.
 const SNAPSHOTS: &str = "snapshots";
 
-/// The commit of a model that [`resolve`](crate::resolve) has found in the cache.
+/// What a repository holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Model,
+    Dataset,
+}
+
+impl Kind {
+    /// Its name; the hub and the cache name many of them with an s.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Kind::Model => "model",
+            Kind::Dataset => "dataset",
+        }
+    }
+}
+
+/// A file of a repository on the hub.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RemoteFile {
+    /// Its path in the repository, with `/` between folders; it stays within any directory it is joined to.
+    pub name: String,
+    /// Its bytes.
+    pub size: u64,
+    /// Content address: the blob's name in the cache.
+    pub blob: String,
+}
+
+/// The commit of a model that [`resolve`](crate::resolve) or [`cached`] has found in the cache.
 pub fn commit_of(snapshot: &Path) -> Option<&str> {
     let parent = snapshot.parent()?.file_name()?;
     let commit = snapshot.file_name()?.to_str()?;
     (parent == SNAPSHOTS && is_content_address(commit)).then_some(commit)
 }
 
+/// The cached model of a hub id at a branch, a tag or a commit, if all of its files are there.
+pub fn cached(id: &str, revision: &str) -> Option<PathBuf> {
+    cached_in(&environment::cache_directory(), id, revision)
+}
+
+/// The same, in the cache `cache`.
+pub(crate) fn cached_in(cache: &Path, id: &str, revision: &str) -> Option<PathBuf> {
+    if !is_hub_id(id) || !is_contained(revision) {
+        return None;
+    }
+    let folder = Folder::new(cache, Kind::Model, id);
+    let snapshot = folder.snapshot(&folder.commit(revision)?);
+    let is_complete = snapshot.join(CONFIG_FILE).is_file() && WeightFiles::open(&snapshot).is_ok();
+    is_complete.then_some(snapshot)
+}
 /// Whether an untrusted name stays within the directory that it is joined to.
 pub(crate) fn is_contained(name: &str) -> bool {
     !name.is_empty()
@@ -37,9 +82,10 @@ pub(crate) struct Folder {
 }
 
 impl Folder {
-    /// The folder `name`, as crate hf-hub names that of a repository.
-    pub(crate) fn new(cache: &Path, name: &str) -> Self {
-        Folder { root: cache.join(name), locks: cache.join(".locks").join(name) }
+    /// The folder of the repository `id`.
+    pub(crate) fn new(cache: &Path, kind: Kind, id: &str) -> Self {
+        let name = format!("{}s--{}", kind.name(), id.replace('/', "--"));
+        Folder { root: cache.join(&name), locks: cache.join(".locks").join(name) }
     }
 
     pub(crate) fn snapshot(&self, commit: &str) -> PathBuf {

@@ -1,21 +1,17 @@
-//! Requests to the hub. Endpoint, login and URLs come from crate hf-hub; this adds time-outs,
-//! retries, byte ranges and explanations of the hub's errors.
+//! Requests to the hub: the commit of a revision, the files of a repository, and their bytes, with time-outs, retries and
+//! explanations of the hub's refusals.
 
 use std::io::Read;
-use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use hf_hub::api::sync::{Api, ApiBuilder};
-use hf_hub::{Cache, Repo, RepoType};
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
-use ureq::config::AutoHeaderValue;
+use ureq::Agent;
+use ureq::config::{AutoHeaderValue, RedirectAuthHeaders};
 use ureq::http::{Response, StatusCode, Uri};
-use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
+use ureq::tls::{RootCerts, TlsConfig};
 
-use crate::cache::{is_contained, is_content_address};
+use crate::cache::{Kind, RemoteFile, is_contained, is_content_address};
 use crate::hub::no_directory;
 use crate::{Error, environment};
 
@@ -27,46 +23,18 @@ const RETRY_DELAYS: [Duration; 3] =
     [Duration::from_millis(100), Duration::from_millis(200), Duration::from_millis(400)];
 /// Maximum bytes of a page of a repository's description.
 const MAX_JSON_BYTES: u64 = 64 << 20;
-/// Maximum files and folders of a listing.
-const MAX_ENTRIES: usize = 4_000_000;
+/// Maximum files of a listing.
+const MAX_FILES: usize = 4_000_000;
 /// Maximum pages of a listing, which have a thousand names each.
 const MAX_PAGES: usize = 4_000;
 /// Bytes that are read at a time.
 const READ_BYTES: usize = 1 << 16;
 
-/// A file of a repository on the hub.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RemoteFile {
-    /// Its path in the repository, with `/` between folders; it stays within any directory it is joined to.
-    pub name: String,
-    /// Its bytes.
-    pub size: u64,
-    /// Content address: the blob's name in the cache.
-    pub blob: String,
-}
-
-/// Files and folders in a folder of a repository.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Listing {
-    /// The files, in the hub's order.
-    pub files: Vec<RemoteFile>,
-    /// The paths of the folders.
-    pub folders: Vec<String>,
-}
-
-/// The object of a refused request.
-#[derive(Debug)]
-pub(crate) enum Asked {
-    Revision,
-    List,
-    File(String),
-}
-
 /// Why a request failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The hub refused.
-    Status { status: StatusCode, code: String, url: String, asked: Asked },
+    /// The hub refused a request, for a file if there is one.
+    Status { status: StatusCode, code: String, url: String, file: Option<String> },
     /// No connection, or a time-out.
     NoAnswer,
     /// The connection ended within the response.
@@ -85,8 +53,9 @@ impl From<Error> for Failure {
 
 /// One repository on the hub.
 pub(crate) struct Client {
-    api: Api,
-    kind: RepoType,
+    agent: Agent,
+    token: Option<String>,
+    kind: Kind,
     id: String,
     revision: String,
     endpoint: String,
@@ -121,43 +90,55 @@ impl Client {
     ///
     /// # Errors
     /// Fails if the endpoint is not a URL.
-    pub(crate) fn new(
-        kind: RepoType,
-        id: &str,
-        revision: &str,
-        endpoint: &str,
-        cache: PathBuf,
-    ) -> Result<Self, Error> {
+    pub(crate) fn new(kind: Kind, id: &str, revision: &str, endpoint: &str) -> Result<Self, Error> {
         let is_address = |uri: Uri| uri.scheme().is_some() && uri.host().is_some();
         let reason = || format!("{endpoint} is not the URL of a hub like https://huggingface.co");
         if !endpoint.parse().is_ok_and(is_address) {
             return Err(Error::hub(id, reason()));
         }
-        let endpoint = endpoint.trim_end_matches('/').to_string();
-        let api = ApiBuilder::from_cache(Cache::new(cache))
-            .with_endpoint(endpoint.clone())
-            .with_token(environment::token())
-            .with_user_agent("moh-hub", env!("CARGO_PKG_VERSION"))
-            .build()
-            .map_err(|error| Error::hub(id, error.to_string()))?;
-        Ok(Client { api, kind, id: id.to_string(), revision: revision.to_string(), endpoint })
+        let roots = TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build();
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            // A range of compressed bytes would be a different one.
+            .accept_encoding(AutoHeaderValue::None)
+            .user_agent(concat!("moh-hub/", env!("CARGO_PKG_VERSION")))
+            // The hub redirects within itself.
+            .redirect_auth_headers(RedirectAuthHeaders::SameHost)
+            .timeout_connect(Some(CONNECT_TIMEOUT))
+            .timeout_per_read(Some(READ_TIMEOUT))
+            .tls_config(roots)
+            .build();
+        Ok(Client {
+            agent: config.new_agent(),
+            token: environment::token(),
+            kind,
+            id: id.to_string(),
+            revision: revision.to_string(),
+            endpoint: endpoint.trim_end_matches('/').to_string(),
+        })
     }
 
-    /// The revision's current commit; empty if the hub names none.
+    /// The revision's current commit.
     pub(crate) fn commit(&self) -> Result<String, Failure> {
         let url = format!("{}/revision/{}", self.api_url(), encode(&self.revision));
-        let mut answer = self.get(&url, None, Asked::Revision)?;
-        Ok(self.json::<Info>(&mut answer, &url)?.sha.unwrap_or_default())
+        let mut answer = self.get(&url, 0, None)?;
+        let info: Info = serde_json::from_slice(&body(&mut answer)?).map_err(|error| {
+            Error::hub(&self.id, format!("the hub's response to {url} is invalid: {error}"))
+        })?;
+        info.sha.filter(|commit| is_content_address(commit)).ok_or_else(|| {
+            Error::hub(&self.id, "the hub names no commit for the revision").into()
+        })
     }
 
-    /// What is in a folder of the repository, `""` for its top, and with `is_deep` in the folders below.
+    /// The files in a folder of the repository, `""` for its top, and with `is_deep` in the folders below; none if there
+    /// is no such folder.
     pub(crate) fn list(
         &self,
         commit: &str,
         folder: &str,
         is_deep: bool,
-    ) -> Result<Listing, Failure> {
-        let mut found = Listing::default();
+    ) -> Result<Vec<RemoteFile>, Failure> {
+        let mut found = Vec::new();
         let mut url = format!("{}/tree/{}", self.api_url(), encode(commit));
         if !folder.is_empty() {
             url = format!("{url}/{}", encode_path(folder));
@@ -168,9 +149,16 @@ impl Client {
         let mut next = Some(url);
         for _ in 0..MAX_PAGES {
             let Some(url) = next else { return Ok(found) };
-            let mut answer = self.get(&url, None, Asked::List)?;
+            let mut answer = match self.get(&url, 0, None) {
+                Err(Failure::Status { status, .. })
+                    if status == StatusCode::NOT_FOUND && !folder.is_empty() =>
+                {
+                    return Ok(Vec::new());
+                }
+                answer => answer?,
+            };
             next = next_page(&answer);
-            add_page(&mut found, &self.body(&mut answer)?).map_err(|reason| {
+            add_page(&mut found, &body(&mut answer)?).map_err(|reason| {
                 Error::hub(&self.id, format!("the hub's listing at {url} {reason}"))
             })?;
         }
@@ -178,71 +166,70 @@ impl Client {
         Err(Error::hub(&self.id, reason).into())
     }
 
-    /// Reads a range of a file's bytes. A server or mirror without range support sends the whole file, of which
-    /// the rest is left out.
+    /// Gives `take` the bytes of a file from `start` on, piece by piece.
     pub(crate) fn read(
         &self,
         commit: &str,
         file: &RemoteFile,
-        range: Range<u64>,
+        start: u64,
         stop: &AtomicBool,
-    ) -> Result<Vec<u8>, Failure> {
-        let repo = Repo::with_revision(self.id.clone(), self.kind, commit.to_string());
-        let url = self.api.repo(repo).url(&encode_path(&file.name));
-        let is_whole = range == (0..file.size);
-        let asked = Asked::File(file.name.clone());
-        let mut answer = self.get(&url, Some(range.clone()).filter(|_| !is_whole), asked)?;
-        let mut before = if answer.status() == StatusCode::OK { range.start } else { 0 };
-        let wanted = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+        take: &mut dyn FnMut(&[u8]) -> Result<(), Error>,
+    ) -> Result<(), Failure> {
+        let url = format!("{}/resolve/{commit}/{}", self.page(), encode_path(&file.name));
+        let mut answer = self.get(&url, start, Some(file))?;
+        // A server or mirror without ranges sends the whole file.
+        let mut left_out = if answer.status() == StatusCode::OK { start } else { 0 };
+        let mut left = file.size - start;
         let mut body = answer.body_mut().as_reader();
-        let (mut bytes, mut buffer) = (Vec::new(), vec![0; READ_BYTES]);
-        // Up to the end of the response, so that its connection serves again, unless it is longer.
-        while bytes.len() <= wanted {
+        let mut buffer = vec![0; READ_BYTES];
+        while left > 0 {
             if stop.load(Ordering::Relaxed) {
                 return Err(Failure::Stopped);
             }
             let count = body.read(&mut buffer).map_err(|_| Failure::Broken)?;
             if count == 0 {
-                break;
+                return Err(Failure::Broken);
             }
-            let left_out = usize::try_from(before).map_or(count, |before| before.min(count));
-            before -= left_out as u64;
-            bytes.extend_from_slice(&buffer[left_out..count]);
+            // At most the bytes that were read.
+            let first = left_out.min(count as u64) as usize;
+            left_out -= first as u64;
+            let bytes = &buffer[first..count];
+            let bytes = &bytes[..left.min(bytes.len() as u64) as usize];
+            take(bytes)?;
+            left -= bytes.len() as u64;
         }
-        bytes.truncate(wanted);
-        Ok(bytes)
+        Ok(())
     }
 
     fn api_url(&self) -> String {
-        format!("{}/api/{}s/{}", self.endpoint, self.noun(), self.id)
-    }
-
-    /// What the repository holds.
-    fn noun(&self) -> &'static str {
-        match self.kind {
-            RepoType::Dataset => "dataset",
-            _ => "model",
-        }
+        format!("{}/api/{}s/{}", self.endpoint, self.kind.name(), self.id)
     }
 
     /// The repository's page, for people.
     pub(crate) fn page(&self) -> String {
         match self.kind {
-            RepoType::Dataset => format!("{}/datasets/{}", self.endpoint, self.id),
-            _ => format!("{}/{}", self.endpoint, self.id),
+            Kind::Dataset => format!("{}/datasets/{}", self.endpoint, self.id),
+            Kind::Model => format!("{}/{}", self.endpoint, self.id),
         }
     }
 
-    /// The response to a request, if it is a success.
+    /// The response to a request for the bytes from `start` on, if it is a success.
     fn get(
         &self,
         url: &str,
-        range: Option<Range<u64>>,
-        asked: Asked,
+        start: u64,
+        file: Option<&RemoteFile>,
     ) -> Result<Response<ureq::Body>, Failure> {
         let mut delays = RETRY_DELAYS.into_iter();
         let answer = loop {
-            let answer = self.call(url, range.clone());
+            let mut request = self.agent.get(url);
+            if let Some(token) = &self.token {
+                request = request.header("Authorization", format!("Bearer {token}"));
+            }
+            if start > 0 {
+                request = request.header("Range", format!("bytes={start}-"));
+            }
+            let answer = request.call();
             let again = match &answer {
                 Ok(answer) => [408, 429, 500, 502, 503, 504].contains(&answer.status().as_u16()),
                 Err(error) => is_passing(error),
@@ -256,57 +243,22 @@ impl Client {
             return Ok(answer);
         }
         let code = header(&answer, "X-Error-Code").unwrap_or_default();
-        Err(Failure::Status { status: answer.status(), code, url: url.to_string(), asked })
+        let (status, file) = (answer.status(), file.map(|file| file.name.clone()));
+        Err(Failure::Status { status, code, url: url.to_string(), file })
     }
+}
 
-    /// One attempt of a request, by hf-hub's agent and with its login.
-    fn call(
-        &self,
-        url: &str,
-        range: Option<Range<u64>>,
-    ) -> Result<Response<ureq::Body>, ureq::Error> {
-        let mut request = self.api.model(self.id.clone()).info_request().uri(url);
-        if let Some(Range { start, end }) = range {
-            request = request.header("Range", format!("bytes={start}-{}", end - 1));
-        }
-        let roots = TlsConfig::builder()
-            .provider(TlsProvider::Rustls)
-            .root_certs(RootCerts::PlatformVerifier)
-            .build();
-        request
-            .config()
-            .http_status_as_error(false)
-            // A range of compressed bytes would be a different one.
-            .accept_encoding(AutoHeaderValue::None)
-            .timeout_connect(Some(CONNECT_TIMEOUT))
-            .timeout_per_read(Some(READ_TIMEOUT))
-            .tls_config(roots)
-            .build()
-            .call()
-    }
-
-    /// A description as bytes.
-    fn body(&self, answer: &mut Response<ureq::Body>) -> Result<Vec<u8>, Failure> {
-        let body = answer.body_mut().with_config().limit(MAX_JSON_BYTES);
-        body.read_to_vec().map_err(|_| Failure::Broken)
-    }
-
-    fn json<T: DeserializeOwned>(
-        &self,
-        answer: &mut Response<ureq::Body>,
-        url: &str,
-    ) -> Result<T, Failure> {
-        serde_json::from_slice(&self.body(answer)?).map_err(|error| {
-            Error::hub(&self.id, format!("the hub's response to {url} is invalid: {error}")).into()
-        })
-    }
+/// A description as bytes.
+fn body(answer: &mut Response<ureq::Body>) -> Result<Vec<u8>, Failure> {
+    let body = answer.body_mut().with_config().limit(MAX_JSON_BYTES);
+    body.read_to_vec().map_err(|_| Failure::Broken)
 }
 
 /// Adds a page of a listing to those before.
 ///
 /// # Errors
 /// Says what is wrong with it: no JSON, a name that leaves the directory, or too many of them.
-pub(crate) fn add_page(found: &mut Listing, page: &[u8]) -> Result<(), String> {
+pub(crate) fn add_page(found: &mut Vec<RemoteFile>, page: &[u8]) -> Result<(), String> {
     let entries: Vec<Entry> =
         serde_json::from_slice(page).map_err(|error| format!("is invalid: {error}"))?;
     for entry in entries {
@@ -317,16 +269,12 @@ pub(crate) fn add_page(found: &mut Listing, page: &[u8]) -> Result<(), String> {
                 entry.path
             ));
         }
-        match entry.kind.as_str() {
-            "file" => {
-                found.files.push(RemoteFile { name: entry.path, size: entry.size, blob });
-            }
-            "directory" => found.folders.push(entry.path),
-            _ => {}
+        if entry.kind == "file" {
+            found.push(RemoteFile { name: entry.path, size: entry.size, blob });
         }
     }
-    match found.files.len() + found.folders.len() > MAX_ENTRIES {
-        true => Err(format!("has more than {MAX_ENTRIES} names: name a folder of the repository")),
+    match found.len() > MAX_FILES {
+        true => Err(format!("has more than {MAX_FILES} files: name a folder of the repository")),
         false => Ok(()),
     }
 }
@@ -371,52 +319,51 @@ impl Client {
     /// One sentence: a failure and its remedy.
     pub(crate) fn explain(&self, failure: Failure) -> Error {
         let Self { endpoint, revision, .. } = self;
-        let (noun, page) = (self.noun(), self.page());
+        let (noun, page) = (self.kind.name(), self.page());
         // A model may be meant to be a directory, a dataset is named as one of the hub.
         let (local, check) = match self.kind {
-            RepoType::Dataset => (String::new(), ""),
-            _ => (format!("{}, and ", no_directory()), "the path, "),
+            Kind::Dataset => (String::new(), ""),
+            Kind::Model => (format!("{}, and ", no_directory()), "the path, "),
         };
+        let login = "set HF_TOKEN to a token of your account or run `hf auth login`";
         let reason = match failure {
             Failure::Other(error) => return error,
             Failure::Stopped => return Error::Stopped,
             Failure::NoAnswer => format!(
-                "{local}no response from {endpoint}: check {check}the network, or set \
-                 HF_HUB_OFFLINE=1 to use the cache"
+                "{local}no response from {endpoint}: check {check}the network, or set HF_HUB_OFFLINE=1 to use the cache"
             ),
             Failure::Broken => format!(
-                "the connection to {endpoint} was lost: run the same command again to resume \
-                     the download"
+                "the connection to {endpoint} was lost: run the same command again to resume the download"
             ),
-            Failure::Status { status, code, url, asked } => {
-                let code = code.as_str();
-                match (status.as_u16(), asked) {
-                    (401, _) if code == "GatedRepo" => format!(
-                        "the {noun} is gated (401): accept its terms at {page}, then set HF_TOKEN \
-                         to a token of your account or run `hf auth login`"
+            Failure::Status { status, code, url, file } => {
+                match (status.as_u16(), code.as_str(), file) {
+                    (401, "GatedRepo", _) => {
+                        format!(
+                            "the {noun} is gated (401): accept its terms at {page}, then {login}"
+                        )
+                    }
+                    (401, _, _) => format!(
+                        "{local}the hub requires a login (401): check the name; for a private or gated {noun} request \
+                         access at {page} and {login}"
                     ),
-                    (401, _) => format!(
-                        "{local}the hub requires a login (401): check the name; for a private or \
-                         gated {noun} request access at {page} and set HF_TOKEN or run \
-                         `hf auth login`"
+                    (403, _, _) => format!(
+                        "the hub denies access (403): request it at {page}, and check that the token in HF_TOKEN may \
+                         read gated {noun}s"
                     ),
-                    (403, _) => format!(
-                        "the hub denies access (403): request it at {page}, and check that the \
-                         token in HF_TOKEN may read gated {noun}s"
-                    ),
-                    (404, Asked::Revision) if code == "RepoNotFound" => {
+                    (404, _, Some(file)) => {
+                        format!("{file} is listed but missing on the hub (404), see {page}")
+                    }
+                    (404, "RepoNotFound", None) => {
                         format!("{local}no such {noun} on the hub (404), see {page}")
                     }
-                    (404, Asked::Revision) => format!(
-                        "{local}no such {noun} on the hub, or it has no revision {revision} (404), \
-                         see {page}"
+                    (404, _, None) => format!(
+                        "{local}no such {noun} on the hub, or it has no revision {revision} (404), see {page}"
                     ),
-                    (404, Asked::File(name)) => {
-                        format!("{name} is listed but missing on the hub (404), see {page}")
+                    (429, _, _) => {
+                        "the hub limits the request rate (429): try again in a few minutes"
+                            .to_string()
                     }
-                    (429, _) => "the hub limits the request rate (429): try again in a few minutes"
-                        .to_string(),
-                    (_, _) => format!("the hub responds {status} to {url}"),
+                    _ => format!("the hub responds {status} to {url}"),
                 }
             }
         };

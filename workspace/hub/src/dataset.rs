@@ -1,16 +1,14 @@
-//! A dataset on the hub at one commit: what is in it, and its files, downloaded one by one.
+//! A dataset on the hub at one commit: its files, listed by folder and downloaded one by one.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use hf_hub::RepoType;
 use moh_hf::is_hub_id;
 
-use crate::client::{Asked, Failure, Listing, RemoteFile};
+use crate::cache::{Kind, RemoteFile};
 use crate::hub::DEFAULT_REVISION;
 use crate::repository::Repository;
-use crate::{Error, Hub, environment};
+use crate::{Error, Hub};
 
 /// A dataset on the hub, or with `HF_HUB_OFFLINE` in the cache, at the commit that its revision has now.
 pub struct Dataset {
@@ -26,8 +24,7 @@ pub struct Dataset {
 /// Fails if `id` is none, if the hub has no such dataset or denies access to it, or if it is not in the cache and
 /// only that may be used; the message names the remedy.
 pub fn dataset(id: &str, revision: Option<&str>) -> Result<Dataset, Error> {
-    let offline = environment::is_offline();
-    Hub { offline, ..Hub::default() }.dataset(id, revision)
+    Hub::from_environment().dataset(id, revision)
 }
 
 impl Hub {
@@ -41,7 +38,7 @@ impl Hub {
             return Err(Error::hub(id, reason));
         }
         let revision = revision.unwrap_or(DEFAULT_REVISION);
-        let repository = self.repository(RepoType::Dataset, id, revision)?;
+        let repository = self.repository(Kind::Dataset, id, revision)?;
         let commit = match self.offline {
             true => {
                 let commit = repository.folder.commit(revision);
@@ -55,7 +52,7 @@ impl Hub {
                     Error::hub(id, reason)
                 })?
             }
-            false => repository.commit().map_err(|failure| repository.client.explain(failure))?,
+            false => repository.client.commit().map_err(|failure| repository.client.explain(failure))?,
         };
         Ok(Dataset { repository, commit, is_offline: self.offline })
     }
@@ -65,11 +62,6 @@ impl Dataset {
     /// Its id, `OWNER/NAME`.
     pub fn id(&self) -> &str {
         &self.repository.id
-    }
-
-    /// The branch, tag or commit that was asked for.
-    pub fn revision(&self) -> &str {
-        &self.repository.revision
     }
 
     /// The commit of that revision.
@@ -87,22 +79,18 @@ impl Dataset {
         self.repository.client.page()
     }
 
-    /// What is in a folder, `""` for the top, and with `is_deep` in the folders below; nothing if there is no such
-    /// folder.
+    /// The files in a folder, `""` for the top, and with `is_deep` in the folders below; none if there is no such folder.
+    /// Of the cache, all files are given.
     ///
     /// # Errors
     /// Fails if the hub does not list it, or the cache cannot be read.
-    pub fn list(&self, folder: &str, is_deep: bool) -> Result<Listing, Error> {
-        if self.is_offline {
-            return Ok(within(self.repository.folder.files(&self.commit)?, folder, is_deep));
-        }
-        match self.repository.client.list(&self.commit, folder, is_deep) {
-            Err(Failure::Status { status, asked: Asked::List, .. })
-                if status.as_u16() == 404 && !folder.is_empty() =>
-            {
-                Ok(Listing::default())
-            }
-            listed => listed.map_err(|failure| self.repository.client.explain(failure)),
+    pub fn list(&self, folder: &str, is_deep: bool) -> Result<Vec<RemoteFile>, Error> {
+        let Repository { folder: cached, client, .. } = &self.repository;
+        match self.is_offline {
+            true => cached.files(&self.commit),
+            false => client
+                .list(&self.commit, folder, is_deep)
+                .map_err(|failure| client.explain(failure)),
         }
     }
 
@@ -110,8 +98,7 @@ impl Dataset {
     /// file, there. The next attempt resumes a partial download.
     ///
     /// # Errors
-    /// Fails if the hub does not provide the file, if it has not the hash that is listed, if `stop` was set, or if
-    /// the disk is full.
+    /// Fails if the hub does not provide the file, if `stop` was set, or if the disk is full.
     pub fn fetch(
         &self,
         file: &RemoteFile,
@@ -144,21 +131,4 @@ impl Dataset {
         }
         Ok(path)
     }
-}
-
-/// The files of a repository that are in a folder, and the folders there.
-fn within(files: Vec<RemoteFile>, folder: &str, is_deep: bool) -> Listing {
-    let start = if folder.is_empty() { String::new() } else { format!("{folder}/") };
-    let (mut found, mut folders) = (Listing::default(), BTreeSet::new());
-    for file in files {
-        let Some(rest) = file.name.strip_prefix(&start) else { continue };
-        let ends = rest.match_indices('/').map(|(end, _)| start.len() + end);
-        let ends = ends.take(if is_deep { usize::MAX } else { 1 });
-        folders.extend(ends.map(|end| file.name[..end].to_string()));
-        if is_deep || !rest.contains('/') {
-            found.files.push(file);
-        }
-    }
-    found.folders = folders.into_iter().collect();
-    found
 }

@@ -5,16 +5,15 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use hf_hub::{Repo, RepoType};
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::is_hub_id;
+use moh_hf::is_terms_file;
 use moh_hf::model_card::CARD_FILE;
 use moh_hf::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
 use moh_hf::weight_files::INDEX_FILE;
-use moh_hf::{WeightFiles, is_terms_file};
 
-use crate::cache::{Folder, is_content_address};
-use crate::client::{Failure, RemoteFile};
+use crate::cache::{Kind, RemoteFile};
+use crate::client::Failure;
 use crate::repository::Repository;
 use crate::{Error, environment};
 
@@ -56,8 +55,7 @@ pub fn resolve(
     revision: Option<&str>,
     progress: &mut dyn FnMut(&DownloadProgress<'_>),
 ) -> Result<PathBuf, Error> {
-    let offline = environment::is_offline();
-    Hub { offline, ..Hub::default() }.resolve(from, revision, progress)
+    Hub::from_environment().resolve(from, revision, progress)
 }
 
 /// The directory of a tokenizer, as [`resolve`] that of a model; of a hub id only the tokenizer's
@@ -70,8 +68,7 @@ pub fn resolve_tokenizer(
     revision: Option<&str>,
     progress: &mut dyn FnMut(&DownloadProgress<'_>),
 ) -> Result<PathBuf, Error> {
-    let offline = environment::is_offline();
-    Hub { offline, ..Hub::default() }.resolve_tokenizer(from, revision, progress)
+    Hub::from_environment().resolve_tokenizer(from, revision, progress)
 }
 
 /// The directory with a model's `config.json`, as [`resolve`] that of a model; of a hub id nothing else is
@@ -80,13 +77,7 @@ pub fn resolve_tokenizer(
 /// # Errors
 /// See [`resolve`].
 pub fn resolve_config(from: &str, revision: Option<&str>) -> Result<PathBuf, Error> {
-    let offline = environment::is_offline();
-    Hub { offline, ..Hub::default() }.resolve_config(from, revision)
-}
-
-/// The cached model of a hub id at a commit, if all of its files are there; the hub is not asked.
-pub fn cached(id: &str, commit: &str) -> Option<PathBuf> {
-    Hub::default().cached(id, commit)
+    Hub::from_environment().resolve_config(from, revision)
 }
 
 /// The files of a repository that are downloaded.
@@ -152,6 +143,11 @@ fn has_weights(snapshot: &Path) -> bool {
 }
 
 impl Hub {
+    /// The hub and the cache of the environment.
+    pub(crate) fn from_environment() -> Self {
+        Hub { offline: environment::is_offline(), ..Hub::default() }
+    }
+
     /// Resolves a model; see [`resolve`].
     ///
     /// # Errors
@@ -186,19 +182,6 @@ impl Hub {
         self.find(FileSet::Config, from, revision, &mut |_| ())
     }
 
-    /// See [`cached`].
-    pub fn cached(&self, id: &str, commit: &str) -> Option<PathBuf> {
-        if !is_hub_id(id) || !is_content_address(commit) {
-            return None;
-        }
-        let cache = self.cache_directory();
-        let name = Repo::new(id.to_string(), RepoType::Model).folder_name();
-        let snapshot = Folder::new(&cache, &name).snapshot(commit);
-        let is_complete =
-            || snapshot.join(CONFIG_FILE).is_file() && WeightFiles::open(&snapshot).is_ok();
-        is_complete().then_some(snapshot)
-    }
-
     fn find(
         &self,
         wanted: FileSet,
@@ -222,7 +205,7 @@ impl Hub {
             return Err(Error::file(path, reason));
         }
         let revision = revision.unwrap_or(DEFAULT_REVISION);
-        let repository = self.repository(RepoType::Model, from, revision)?;
+        let repository = self.repository(Kind::Model, from, revision)?;
         let download = Download { repository, wanted };
         if self.offline {
             return download.cached().ok_or_else(|| {
@@ -243,7 +226,7 @@ impl Hub {
 
     pub(crate) fn repository(
         &self,
-        kind: RepoType,
+        kind: Kind,
         id: &str,
         revision: &str,
     ) -> Result<Repository, Error> {
@@ -271,7 +254,7 @@ impl Download {
 
     fn run(&self, progress: &mut dyn FnMut(&DownloadProgress<'_>)) -> Result<PathBuf, Failure> {
         let Repository { folder, revision, .. } = &self.repository;
-        let commit = self.repository.commit()?;
+        let commit = self.repository.client.commit()?;
         let files = self.list(&commit)?;
         let total = files.iter().map(|file| file.size).sum();
         let (never, mut before) = (AtomicBool::new(false), 0);
@@ -289,7 +272,7 @@ impl Download {
     /// The files at the top level of the repository that are wanted; subdirectories (`original/`, `onnx/`) are
     /// never needed.
     fn list(&self, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
-        let mut files = self.repository.client.list(commit, "", false)?.files;
+        let mut files = self.repository.client.list(commit, "", false)?;
         files.retain(|file| self.wanted.has(&file.name));
         let main = self.wanted.main_file();
         let id = &self.repository.id;

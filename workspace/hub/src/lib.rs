@@ -3,25 +3,23 @@
 
 mod cache;
 mod client;
-mod content;
 mod dataset;
 mod environment;
 mod error;
 mod hub;
 mod repository;
 
-pub use cache::commit_of;
-pub use client::{Listing, RemoteFile};
+pub use cache::{RemoteFile, cached, commit_of};
 pub use dataset::{Dataset, dataset};
 pub use error::Error;
-pub use hub::{DownloadProgress, Hub, cached, resolve, resolve_config, resolve_tokenizer};
+pub use hub::{DownloadProgress, Hub, resolve, resolve_config, resolve_tokenizer};
 
 /// Reads a page of the hub's listing of a repository, for tests with hostile input.
 ///
 /// # Errors
 /// Says what is wrong with it.
 #[doc(hidden)]
-pub fn read_listing(page: &[u8]) -> Result<Listing, String> {
-    let mut found = Listing::default();
+pub fn read_listing(page: &[u8]) -> Result<Vec<RemoteFile>, String> {
+    let mut found = Vec::new();
     client::add_page(&mut found, page).map(|()| found)
 }

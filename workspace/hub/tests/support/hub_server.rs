@@ -4,12 +4,12 @@
 #![allow(dead_code)] // Each test uses a part of it.
 
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ring::digest::{Algorithm, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 use serde_json::json;
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -27,6 +27,8 @@ pub struct Behaviour {
     pub refuse: Option<(u16, &'static str)>,
     /// The same for files alone.
     pub refuse_files: Option<(u16, &'static str)>,
+    /// The login that files need.
+    pub token: Option<&'static str>,
     /// Bytes of large files sent before connections start to break.
     pub breaks_after: Option<usize>,
     /// The number of connections that break in the middle of a large file.
@@ -36,9 +38,7 @@ pub struct Behaviour {
     pub ignores_ranges: bool,
     /// Names in a page of a listing; all of them by default.
     pub page: Option<usize>,
-    /// Files that are listed with the hash of other bytes.
-    pub damaged: Vec<String>,
-    /// Method, path and range of each request.
+    /// Method and path of each request, and `START-` if it is one for the bytes from there on.
     pub log: Vec<String>,
 }
 
@@ -90,17 +90,22 @@ fn answer(mut stream: TcpStream, behaviour: &Mutex<Behaviour>, endpoint: &str) -
     }
     let mut request = lines.first()?.split(' ');
     let (method, path) = (request.next()?.to_string(), request.next()?.to_string());
-    let range = lines.iter().find_map(|line| {
-        let (name, value) = line.split_once(": ")?;
-        let (start, end) = value.strip_prefix("bytes=")?.split_once('-')?;
-        name.eq_ignore_ascii_case("range").then_some((start.parse().ok()?, end.parse().ok()?))
-    });
+    let header = |wanted: &str| {
+        let headers = lines.iter().filter_map(|line| line.split_once(": "));
+        let mut found = headers.filter(|(name, _)| name.eq_ignore_ascii_case(wanted));
+        found.next().map(|(_, value)| value)
+    };
+    let range = match header("range") {
+        Some(range) => Some(range.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok()?),
+        None => None,
+    };
     let mut behaviour = behaviour.lock().unwrap();
     behaviour.log.push(match range {
-        Some((start, end)) => format!("{method} {path} {start}-{end}"),
+        Some(start) => format!("{method} {path} {start}-"),
         None => format!("{method} {path}"),
     });
-    let (status, headers, body) = behaviour.respond(&path, range, endpoint);
+    let login = header("authorization").and_then(|login| login.strip_prefix("Bearer "));
+    let (status, headers, body) = behaviour.respond(&path, range, login, endpoint);
     let mut sent = body.len();
     let is_file = is_large(&path) && path.contains("/resolve/") && method == "GET";
     if is_file && let Some(left) = &mut behaviour.breaks_after {
@@ -128,25 +133,23 @@ fn answer(mut stream: TcpStream, behaviour: &Mutex<Behaviour>, endpoint: &str) -
     stream.flush().ok()
 }
 
-fn hex(algorithm: &'static Algorithm, parts: &[&[u8]]) -> String {
-    let digest = ring::digest::digest(algorithm, &parts.concat());
-    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 /// The hub's address of a file's content.
-pub fn address_of(name: &str, bytes: &[u8]) -> String {
-    match is_large(name) {
-        true => hex(&SHA256, &[bytes]),
-        false => {
-            hex(&SHA1_FOR_LEGACY_USE_ONLY, &[format!("blob {}\0", bytes.len()).as_bytes(), bytes])
-        }
-    }
+pub fn address_of(bytes: &[u8]) -> String {
+    let mut hasher = DefaultHasher::new();
+    bytes.hash(&mut hasher);
+    format!("{:016x}", hasher.finish())
 }
 
 type Answer = (u16, String, Vec<u8>);
 
 impl Behaviour {
-    fn respond(&self, path: &str, range: Option<(usize, usize)>, endpoint: &str) -> Answer {
+    fn respond(
+        &self,
+        path: &str,
+        range: Option<usize>,
+        login: Option<&str>,
+        endpoint: &str,
+    ) -> Answer {
         let refused = |(status, code)| (status, format!("X-Error-Code: {code}\r\n"), Vec::new());
         if let Some(refusal) = self.refuse {
             return refused(refusal);
@@ -167,12 +170,14 @@ impl Behaviour {
         match file {
             None => (404, "X-Error-Code: RevisionNotFound\r\n".to_string(), Vec::new()),
             Some(bytes) => {
-                if let Some(refusal) = self.refuse_files {
+                let gated =
+                    (self.token.is_some() && login != self.token).then_some((401, "GatedRepo"));
+                if let Some(refusal) = self.refuse_files.or(gated) {
                     return refused(refusal);
                 }
                 let headers = format!("ETag: \"x\"\r\nX-Repo-Commit: {commit}\r\n");
                 match range.filter(|_| !self.ignores_ranges) {
-                    Some((start, end)) => (206, headers, bytes[start..=end].to_vec()),
+                    Some(start) => (206, headers, bytes[start..].to_vec()),
                     None => (200, headers, bytes.clone()),
                 }
             }
@@ -202,12 +207,13 @@ impl Behaviour {
                 continue;
             }
             let bytes = &self.files[name];
-            let listed = if self.damaged.contains(name) { b"other" } else { bytes.as_slice() };
             let mut entry = json!({
-                "type": "file", "oid": address_of("", listed), "size": bytes.len(), "path": name,
+                "type": "file", "oid": address_of(bytes), "size": bytes.len(), "path": name,
             });
             if is_large(name) {
-                entry["lfs"] = json!({ "oid": address_of(name, listed) });
+                // The first one is the pointer's.
+                entry["oid"] = "0".into();
+                entry["lfs"] = json!({ "oid": address_of(bytes) });
             }
             entries.push(entry);
         }

@@ -87,7 +87,7 @@ impl Hub {
 /// The files of a dataset that a pattern matches. Only the folder before the first wildcard is listed.
 fn files_of(dataset: &Dataset, glob: &str) -> Result<Vec<moh_hub::RemoteFile>> {
     let (folder, is_deep) = folder_of(glob);
-    let mut listed = dataset.list(folder, is_deep)?.files;
+    let mut listed = dataset.list(folder, is_deep)?;
     listed.sort_by(|one, other| one.name.cmp(&other.name));
     // A file of that name wins over the pattern.
     if let Some(file) = listed.iter().find(|file| file.name == glob) {
