@@ -85,7 +85,7 @@ class Prepare(unittest.TestCase):
         build, test, test_nccl = (self.target / "cargo").read_text().splitlines()
         for words in [build, test]:
             features = words.partition("--features ")[2].split()[0].split(",")
-            self.assertEqual(features, ["moh-cli/nccl", "moh-kernels/cuda", "moh-model/cuda"])
+            self.assertEqual(features, ["moh-train/nccl", "moh-kernels/cuda", "moh-model/cuda"])
         self.assertIn("-p moh-comm --features nccl ", test_nccl)
 
     def test_an_archive_that_is_too_large_is_an_error(self):

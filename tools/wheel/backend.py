@@ -3,7 +3,7 @@
 maturin builds and packages the program of one crate, moh-generate, which has the fewest dependencies. Those of
 the other crates are built here, and go into the wheel as its scripts. MATURIN_PEP517_ARGS, or pip's
 `--config-settings build-args=...`, has arguments that `cargo build` and maturin both take: `--features
-moh-cli/nccl` for GPUs, for example. There are wheels only: a source distribution of the crates would lack the
+moh-train/nccl` for GPUs, for example. There are wheels only: a source distribution of the crates would lack the
 files that they embed from other directories.
 """
 
@@ -26,7 +26,7 @@ SCRIPTS = ROOT / "target" / "wheel-data" / "scripts"
 # maturin looks for the directory even when it writes metadata only.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
 # Built together, so that they have their dependencies in common.
-CRATES = ["moh-cli", "moh-serve", "moh-convert", "moh-prepare", "moh-report", "moh-bench"]
+CRATES = ["moh-train", "moh-cli", "moh-serve", "moh-convert", "moh-prepare", "moh-report", "moh-bench"]
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
@@ -40,9 +40,9 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
 
 
 def for_generate(config_settings):
-    """The settings with the features of moh-cli as those of moh-generate, which does not depend on it."""
+    """The settings with the features of moh-train as those of moh-generate, which does not depend on it."""
     arguments = maturin.get_maturin_pep517_args(config_settings)
-    arguments = [argument.replace("moh-cli/", "moh-generate/") for argument in arguments]
+    arguments = [argument.replace("moh-train/", "moh-generate/") for argument in arguments]
     return {**(config_settings or {}), "maturin.build-args": arguments}
 
 

@@ -10,7 +10,7 @@ use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{Active, HeadRequest, LayerHeads, SharedHeadSets};
 use moh_program::arguments::{at_least, between, not_negative};
 use moh_program::exit::Usage;
-use moh_program::models;
+use moh_program::options;
 use moh_program::table::aligned;
 use serde_json::{Value, json};
 
@@ -51,7 +51,7 @@ pub struct AttentionArguments {
     #[arg(value_parser = at_least::<usize>(0))]
     shared_heads: Vec<usize>,
     /// Type of queries, keys and values
-    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    #[arg(long, value_parser = options::element_types(), default_value = "f32")]
     dtype: ElementType,
     #[command(flatten)]
     device: DeviceArguments,

@@ -8,7 +8,7 @@ use moh_model::{BatchGenerator, BatchOptions, Chunk, Model, ModelConfig, Sequenc
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
 use moh_program::table::aligned;
-use moh_program::{exit, models};
+use moh_program::{exit, options};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
@@ -38,7 +38,7 @@ pub struct GenerationArguments {
     #[arg(long, value_name = "TOKENS", default_value_t = 32, value_parser = at_least::<usize>(1))]
     tokens: usize,
     /// Type of weights and activations
-    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    #[arg(long, value_parser = options::element_types(), default_value = "f32")]
     dtype: ElementType,
     #[command(flatten)]
     heads: HeadArguments,
@@ -124,7 +124,7 @@ fn measure_batch<B: Backend + Clone, T: Element>(
     tokens: usize,
 ) -> anyhow::Result<Measured> {
     // A token more, of the first pass.
-    let options = models::batch_options(model, context + tokens + 1);
+    let options = options::batch_options(model, context + tokens + 1);
     let (blocks, pass_tokens) = (batch * options.blocks, options.pass_tokens.max(batch));
     let options = BatchOptions { blocks, pass_tokens, ..options };
     let mut generator = BatchGenerator::new(model, options)?;

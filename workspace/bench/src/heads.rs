@@ -3,7 +3,7 @@
 use moh_model::{Active, HeadRequest, ModelConfig, RouterKind, SharedHeadSets};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
-use moh_program::models;
+use moh_program::options;
 
 #[derive(clap::Args)]
 pub struct HeadArguments {
@@ -18,7 +18,7 @@ pub struct HeadArguments {
     #[arg(long, value_name = "N", requires = "active", value_parser = at_least::<usize>(0))]
     shared_heads: Option<usize>,
     /// Router of the routed heads [default: query-norm]
-    #[arg(long, value_name = "NAME", requires = "active", value_parser = models::routers())]
+    #[arg(long, value_name = "NAME", requires = "active", value_parser = options::routers())]
     router: Option<RouterKind>,
     /// Dense attention, even if the recipe or the configuration has Mixture-of-Head
     #[arg(long, conflicts_with = "active")]

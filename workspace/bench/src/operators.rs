@@ -4,7 +4,7 @@ use moh_device::{InElements, in_elements};
 use moh_kernels::cases::{self, Case, Work};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_program::exit::Usage;
-use moh_program::models;
+use moh_program::options;
 use moh_program::table::aligned;
 use serde_json::{Value, json};
 
@@ -22,7 +22,7 @@ pub struct OperatorsArguments {
     #[arg(value_name = "NAME")]
     filter: Option<String>,
     /// Type of weights and activations; both if omitted
-    #[arg(long, value_parser = models::element_types())]
+    #[arg(long, value_parser = options::element_types())]
     dtype: Option<ElementType>,
     #[command(flatten)]
     device: DeviceArguments,

@@ -9,7 +9,7 @@ use moh_model::{ModelConfig, Recompute};
 use moh_plan::{Plan, step_config};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
-use moh_program::models;
+use moh_program::options;
 use moh_recipe::{MohOptions, PrecisionOptions, Recipe};
 use moh_run_directory::local_model_config;
 use moh_step::{Hyperparameters, StepConfig};
@@ -45,7 +45,7 @@ pub struct StepArguments {
     #[arg(value_parser = at_least::<usize>(0))]
     length: usize,
     /// Type of weights and activations; the recipe's or f32 if omitted
-    #[arg(long, value_parser = models::element_types())]
+    #[arg(long, value_parser = options::element_types())]
     dtype: Option<ElementType>,
     #[command(flatten)]
     heads: HeadArguments,

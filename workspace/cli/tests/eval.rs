@@ -21,8 +21,10 @@ mod support;
 #[path = "support/texts.rs"]
 mod texts;
 
+const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-eval");
+
 fn moh_eval(dir: &Path, line: &str) -> Command {
-    let mut command = program(env!("CARGO_BIN_EXE_moh-eval"), dir);
+    let mut command = program(PROGRAM, dir);
     command.args(line.split(' '));
     command
 }
@@ -354,7 +356,9 @@ fn a_checkpoint_of_a_run_is_evaluated_where_it_is() {
                 micro_batch = 2\nlearning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 1 }\n\
                 [checkpoint]\nevery_steps = 2\n";
     let dir = trainable(rest);
-    let mut train = program(env!("CARGO_BIN_EXE_moh-train"), dir.path());
+    // The programs are beside each other.
+    let train = Path::new(PROGRAM).with_file_name("moh-train");
+    let mut train = program(train.to_str().unwrap(), dir.path());
     train.args(["--recipe", "recipe.toml", "--set", "run.dtype=bf16"]);
     success(&mut train);
     let before =

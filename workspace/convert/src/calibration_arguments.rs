@@ -13,12 +13,12 @@ use clap::Args;
 use clap::error::ErrorKind;
 use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
 use moh_convert::{Calibrated, ConversionOptions};
-use moh_data::{JsonLines, TextTokenizer, TokenFile, Windows, with_ending};
+use moh_data::{JsonLines, TokenFile, Windows, with_ending};
 use moh_device::OpenDevice;
 use moh_model::{Active, HeadCounts, ModelConfig, SharedHeadSets};
 use moh_program::arguments::at_least;
-use moh_program::models;
 use moh_program::progress::Bar;
+use moh_text::TextTokenizer;
 
 /// Tokens of a window if the option is omitted, unless the model's context is shorter.
 const DEFAULT_LENGTH: usize = 2048;
@@ -162,7 +162,8 @@ impl CalibrationArguments {
         let refit = self.refit != Some(Switch::Off);
         let calibration = CalibrationOptions { moh, shared, refit, stored: None };
         let tokenizer = options.source_tokenizer();
-        let tokenizer = tokenizer.map_or(Ok(None), |directory| models::tokenizer(&directory))?;
+        let tokenizer =
+            tokenizer.map_or(Ok(None), |directory| moh_models::tokenizer(&directory))?;
         let option = || format!("--calibration {}", text.display());
         let tokens = self.tokens(text, &config, tokenizer.as_ref()).with_context(option)?;
         let mut bar = Bar::count("measuring layers", 0);
@@ -194,7 +195,7 @@ impl CalibrationArguments {
         let mut file = TokenFile::open(text)?;
         file.limit_vocabulary(config.vocab_size);
         if let Some(tokenizer) = tokenizer {
-            file.check_tokenizer(tokenizer, false)?;
+            tokenizer.check_file(&file, false)?;
         }
         let length = self.length(config, usize::try_from(file.num_tokens()).unwrap_or(usize::MAX));
         let windows = Windows::new(file, length)?;

@@ -4,7 +4,7 @@
 //! of a router with matrices, zeros or fitted ones: tensors are copied from the mapped source to the output in pieces,
 //! which several threads check and hash while they are written ([`moh_hf::model_directory`]).
 //! The system reads the next pieces meanwhile (`read_ahead`). On request the element type changes and the vocabulary
-//! grows (see [`moh_hf::vocabulary`]). A conversion uses constant memory.
+//! grows (see `vocabulary.rs`). A conversion uses constant memory.
 
 use std::collections::HashSet;
 use std::ops::ControlFlow;
@@ -18,8 +18,7 @@ use moh_hf::model_directory::{
     Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, PendingModel, Sink, TensorSpec, companion_files,
     prepare_model,
 };
-use moh_hf::vocabulary::DEFAULT_MULTIPLE;
-use moh_hf::{ConfigFile, Expansion, check_destination};
+use moh_hf::{ConfigFile, check_destination};
 use moh_kernels::DType;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
 use moh_model::{HeadRequest, ModelConfig, MohConfig};
@@ -27,6 +26,7 @@ use rayon::prelude::*;
 
 use crate::read_ahead::ReadAhead;
 use crate::source::{Source, SourceCheckpoint, Weights};
+use crate::vocabulary::{DEFAULT_MULTIPLE, Expansion};
 use crate::{Calibrated, Error, Receipt, Verification, card, verify};
 
 /// The attention of the converted model.
@@ -114,8 +114,8 @@ pub struct ConversionOptions {
     pub force: bool,
     /// A directory with the tokenizer whose larger vocabulary the model adopts.
     pub tokenizer: Option<PathBuf>,
-    /// Grow the vocabulary to a multiple of this; if `None`, to a multiple of [`DEFAULT_MULTIPLE`] with
-    /// `tokenizer`, and not at all without.
+    /// Grow the vocabulary to a multiple of this; if `None`, to a multiple of 128 with `tokenizer`, and not at all
+    /// without.
     pub pad_vocab_to: Option<usize>,
 }
 

@@ -8,7 +8,9 @@ mod error;
 mod read_ahead;
 mod receipt;
 mod source;
+mod spelling;
 pub mod verify;
+mod vocabulary;
 mod weights;
 
 pub use calibrated::{Calibrated, CalibrationReceipt, LayerReceipt};

@@ -24,7 +24,7 @@ use moh_kernels::DType;
 use moh_model::{Active, HeadCounts, HeadRequest, RouterKind, SharedHeadSets};
 use moh_program::arguments::{self, at_least};
 use moh_program::progress::Bar;
-use moh_program::{exit, models};
+use moh_program::{exit, options};
 
 use self::calibration_arguments::CalibrationArguments;
 
@@ -46,13 +46,16 @@ struct Arguments {
     /// Branch, tag or commit on the hub [default: main]
     #[arg(long)]
     revision: Option<String>,
+    /// Download the model of the hub to its cache, print its directory there, and convert nothing
+    #[arg(long, conflicts_with_all = ["out", "force", "receipt", "tokenizer", "pad_vocab_to"])]
+    download: bool,
     /// Attention of the output [default: moh, or, of a run and without a number of heads, as it was trained]
     #[arg(long, value_enum)]
     attention: Option<AttentionKind>,
     /// Router: query-norm, group (whole groups of heads that read one key/value head), within-group (as many
     /// heads of every group), static (shared heads alone), or learned and fitted by --calibration: two-stage and
     /// one-stage, which weigh heads, and linear [default: a Mixture-of-Head model's own, or query-norm]
-    #[arg(long, value_name = "NAME", value_parser = models::routers())]
+    #[arg(long, value_name = "NAME", value_parser = options::routers())]
     router: Option<RouterKind>,
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
     /// or half of the heads, or half of the active heads if --active is at most 0.5]
@@ -232,6 +235,10 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Err((kind, message)) = checked {
         Arguments::command().error(kind, message).exit();
     }
+    if arguments.download {
+        let directory = moh_models::locate(&arguments.from, arguments.revision.as_deref())?;
+        return Ok(writeln!(std::io::stdout(), "{}", directory.display())?);
+    }
     let attention = attention(arguments);
     let device = OpenDevice::open(arguments.device, true)
         .with_context(|| format!("--device {}", arguments.device))?;
@@ -248,7 +255,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
             arguments.from
         ),
         Some(checkpoint) => checkpoint.run.model(),
-        None => models::locate(&arguments.from, arguments.revision.as_deref())?,
+        None => moh_models::locate(&arguments.from, arguments.revision.as_deref())?,
     };
     let attention = match (attention, &checkpoint) {
         (Some(attention), _) => attention,

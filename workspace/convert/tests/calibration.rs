@@ -8,10 +8,10 @@ use std::process::Output;
 
 use assert_cmd::Command;
 use moh_data::{TokenFile, Windows};
-use moh_eval::{EvaluationText, Evaluator};
 use moh_hf::StoredModel;
 use moh_kernels::Cpu;
 use moh_model::Model;
+use moh_step::{EvaluationText, Evaluator};
 use serde_json::{Value, json};
 
 #[path = "../../cli/tests/support/source.rs"]
@@ -56,7 +56,7 @@ fn assert_loss_is_measured(dir: &Path, receipt: &Value) {
     let mut model: Model<Cpu, f32> = stored.load(Cpu, LENGTH).unwrap();
     let file = TokenFile::open(&quickstart().join("voyage")).unwrap();
     let windows = Windows::new(file, LENGTH).unwrap().spread(tokens / LENGTH as u64);
-    let text = EvaluationText { windows: &windows, count: windows.len(), tokenizer: None };
+    let text = EvaluationText { windows: &windows, count: windows.len(), decoded_bytes: None };
     let mut evaluator = Evaluator::new(&model, 4, LENGTH).unwrap();
     let loss = evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss;
     let measured = calibration["loss"].as_f64().unwrap();

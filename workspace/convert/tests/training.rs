@@ -1,24 +1,23 @@
-//! From a Hugging Face directory through conversion and training to an export: a run that takes on a larger
-//! vocabulary starts from the model that conversion would write.
+//! From a Hugging Face directory through conversion, which may enlarge the vocabulary, and training to an export.
 
 #![allow(clippy::unwrap_used)]
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
 use moh_comm::World;
 use moh_convert::{Calibrated, ConversionOptions, TargetAttention, convert};
-use moh_data::{TextTokenizer, TokenFile, Windows};
+use moh_data::{TokenFile, Windows};
 use moh_device::OpenDevice;
-use moh_eval::{EvaluationText, Evaluator};
 use moh_hf::{ConfigFile, StoredModel, WeightFiles, write_random_model};
 use moh_kernels::{Cpu, DType};
-use moh_model::layout::ModelLayout;
 use moh_model::{HeadCounts, Model, MohConfig, RouterKind};
 use moh_prepare::{AppendEos, Prepare, prepare};
 use moh_recipe::Recipe;
+use moh_step::{EvaluationText, Evaluator};
+use moh_text::TextTokenizer;
 use moh_train::{ModelSource, Outcome, RunOptions};
 use serde_json::{Value, json};
 
@@ -89,8 +88,6 @@ fn recipe(dir: &Path) -> Recipe {
         dtype = "f32"
         [model]
         from = "{}"
-        tokenizer = "{}"
-        pad_vocab_to = 32
         [data]
         sequence_length = 8
         sources = [{{ path = "{}" }}]
@@ -104,39 +101,99 @@ fn recipe(dir: &Path) -> Recipe {
         "#,
         path("run"),
         path("model"),
-        path("larger"),
-        path("tokens"),
+        path("own-tokens"),
     );
     Recipe::parse(&text, Path::new("recipe.toml"), &[]).unwrap()
 }
 
-#[test]
-fn a_run_starts_from_the_rows_that_conversion_writes() {
-    let dir = tempfile::tempdir().unwrap();
-    prepare_files(dir.path());
+/// Writes the model with the larger tokenizer's vocabulary to `expanded`.
+fn expand(dir: &Path) -> PathBuf {
     let options = ConversionOptions {
         attention: TargetAttention::Dense,
-        tokenizer: Some(dir.path().join("larger")),
+        tokenizer: Some(dir.join("larger")),
         pad_vocab_to: Some(32),
-        ..ConversionOptions::new(dir.path().join("model"), dir.path().join("expanded"))
+        ..ConversionOptions::new(dir.join("model"), dir.join("expanded"))
     };
-    let conversion = convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
+    let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
     conversion.publish().unwrap();
-    let expanded = WeightFiles::open(&dir.path().join("expanded")).unwrap();
+    options.out
+}
 
-    let recipe = recipe(dir.path());
-    let model = dir.path().join("model");
-    let source = ModelSource::open(&recipe, Path::new("recipe.toml"), Some(&model)).unwrap();
-    assert_eq!(source.config().vocab_size % 32, 0);
-    assert!(source.config().vocab_size > source.original_config().vocab_size);
-    let layout = ModelLayout::new(source.config());
-    for (_, segment) in layout.segments() {
-        let (mut ours, mut theirs) =
-            (vec![0f32; segment.range.len()], vec![0f32; segment.range.len()]);
-        source.fill(segment, &mut ours).unwrap();
-        expanded.read_f32(&segment.name, &mut theirs).unwrap();
-        assert_eq!(ours, theirs, "{}", segment.name);
+/// The recipe of the model in `expanded`, on text of the larger tokenizer.
+fn expanded_recipe(dir: &Path) -> Recipe {
+    let mut recipe = recipe(dir);
+    recipe.model.from = Some(dir.join("expanded").display().to_string());
+    recipe.data.sources[0].path = dir.join("tokens");
+    recipe
+}
+
+#[test]
+fn a_run_does_not_enlarge_the_vocabulary_and_names_the_command_that_does() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_files(dir.path());
+    let (model, larger) = (dir.path().join("model"), dir.path().join("larger"));
+    let mut recipe = recipe(dir.path());
+    (recipe.model.tokenizer, recipe.model.pad_vocab_to) = (Some(larger.clone()), Some(32));
+    let error = run(&mut recipe, &model).unwrap_err().to_string();
+    let command = format!(
+        "moh-convert --from {} --attention dense --tokenizer {} --pad-vocab-to 32 --out DIR",
+        model.display(),
+        larger.display()
+    );
+    assert!(error.contains(&command), "{error}");
+    assert!(!dir.path().join("run").exists());
+}
+
+/// Such a run of an earlier version keeps the configuration of the smaller model, and both tokenizers.
+#[test]
+fn a_run_that_has_enlarged_its_vocabulary_itself_resumes() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    prepare_files(dir);
+    let expanded = expand(dir);
+    let mut whole = expanded_recipe(dir);
+    whole.run.dir = dir.join("whole");
+    run(&mut whole, &expanded).unwrap();
+    let mut recipe = expanded_recipe(dir);
+    let outcome = run_until(&mut recipe, &expanded, 1).unwrap();
+    assert_eq!(outcome, Outcome::Stopped { step: 1 });
+
+    let (model, larger, kept) = (dir.join("model"), dir.join("larger"), dir.join("run/model"));
+    std::fs::create_dir(kept.join("tokenizer")).unwrap();
+    let mut hashes = serde_json::Map::new();
+    for (name, from) in [
+        ("config.json", model.join("config.json")),
+        ("tokenizer.json", model.join("tokenizer.json")),
+        ("tokenizer_config.json", model.join("tokenizer_config.json")),
+        ("special_tokens_map.json", model.join("special_tokens_map.json")),
+        ("tokenizer/tokenizer.json", larger.join("tokenizer.json")),
+    ] {
+        let bytes = std::fs::read(from).unwrap();
+        std::fs::write(kept.join(name), &bytes).unwrap();
+        hashes.insert(name.to_owned(), blake3::hash(&bytes).to_hex().as_str().into());
     }
+    let edit = |name: &str, edit: &dyn Fn(&str) -> String| {
+        let path = dir.join("run").join(name);
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(path, edit(&text)).unwrap();
+    };
+    edit("inputs.json", &|text| {
+        let mut inputs: Value = serde_json::from_str(text).unwrap();
+        inputs["model_files"] = Value::Object(hashes.clone());
+        inputs.to_string()
+    });
+    let keys = |from: &Path| format!("from = \"{}\"", from.display());
+    let tokenizer = format!("\ntokenizer = \"{}\"\npad_vocab_to = 32", larger.display());
+    edit("recipe.toml", &|text| {
+        let changed = text.replace(&keys(&expanded), &(keys(&model) + &tokenizer));
+        assert_ne!(changed, text);
+        changed
+    });
+    recipe.model.from = Some(model.display().to_string());
+    (recipe.model.tokenizer, recipe.model.pad_vocab_to) = (Some(larger), Some(32));
+    assert!(matches!(run(&mut recipe, &model).unwrap(), Outcome::Finished(_)));
+    let weights = |run: &str| std::fs::read(dir.join(run).join("export/model.safetensors"));
+    assert!(weights("run").unwrap() == weights("whole").unwrap());
 }
 
 #[test]
@@ -205,23 +262,27 @@ fn another_vocabulary_is_padded_as_in_training() {
 
 /// Runs the recipe on a model.
 fn run(recipe: &mut Recipe, model: &Path) -> Result<Outcome, moh_train::Error> {
-    moh_train::run(
-        recipe,
-        Path::new("recipe.toml"),
-        Some(model),
-        OpenDevice::Cpu,
-        &World::single(),
-        RunOptions::new(&AtomicBool::new(false)),
-        &mut |_| {},
-    )
+    run_until(recipe, model, u64::MAX)
+}
+
+/// The same, to a step.
+fn run_until(recipe: &mut Recipe, model: &Path, last: u64) -> Result<Outcome, moh_train::Error> {
+    let (stop, world) = (AtomicBool::new(false), World::single());
+    let (path, options) = (Path::new("recipe.toml"), RunOptions::new(&stop));
+    let mut stop_at = |event: Event<'_>| {
+        let is_last = matches!(event, Event::Step { step, .. } if step == last);
+        stop.fetch_or(is_last, Ordering::Relaxed);
+    };
+    moh_train::run(recipe, path, Some(model), OpenDevice::Cpu, &world, options, &mut stop_at)
 }
 
 #[test]
 fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
     let dir = tempfile::tempdir().unwrap();
     prepare_files(dir.path());
-    let mut recipe = recipe(dir.path());
-    let outcome = run(&mut recipe, &dir.path().join("model")).unwrap();
+    let expanded = expand(dir.path());
+    let mut recipe = expanded_recipe(dir.path());
+    let outcome = run(&mut recipe, &expanded).unwrap();
     assert!(matches!(outcome, Outcome::Finished(_)));
     let export = dir.path().join("run/export");
     let config = ConfigFile::read(&export).unwrap().config;
@@ -234,6 +295,27 @@ fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
     let exported = TextTokenizer::load(&export).unwrap();
     let larger = TextTokenizer::load(&dir.path().join("larger")).unwrap();
     assert_eq!(exported.hash(), larger.hash());
+}
+
+#[test]
+fn the_model_before_it_took_over_a_larger_vocabulary_teaches() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_files(dir.path());
+    let expanded = expand(dir.path());
+    let taught = |run_dir: &str, teacher: &str| {
+        let mut recipe = expanded_recipe(dir.path());
+        recipe.run.dir = dir.path().join(run_dir);
+        let teacher = dir.path().join(teacher);
+        recipe.stages[0].attention = AttentionKind::Dense;
+        recipe.stages[0].distill = serde_json::from_value(json!({ "teacher": teacher })).unwrap();
+        run(&mut recipe, &expanded).unwrap();
+        let metrics = std::fs::read_to_string(recipe.run.dir.join("metrics.jsonl")).unwrap();
+        let first: Value = serde_json::from_str(metrics.lines().next().unwrap()).unwrap();
+        first["distillation_loss"].as_f64().unwrap()
+    };
+    // The rows that both have are the same, and the others are left out of both distributions.
+    assert_eq!(taught("small", "model"), 0.0);
+    assert_eq!(taught("large", "expanded"), 0.0);
 }
 
 #[test]
@@ -297,7 +379,7 @@ fn measured(
 fn loss(directory: &Path, windows: &Windows) -> f64 {
     let stored = StoredModel::open(directory).unwrap();
     let mut model: Model<Cpu, f32> = stored.load(Cpu, windows.length()).unwrap();
-    let text = EvaluationText { windows, count: windows.len(), tokenizer: None };
+    let text = EvaluationText { windows, count: windows.len(), decoded_bytes: None };
     let mut evaluator = Evaluator::new(&model, 4, windows.length()).unwrap();
     evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss
 }
@@ -318,8 +400,6 @@ fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
         assert!((0..2).all(|layer| chosen.layer(layer).active() == 16), "{chosen:?}");
 
         let mut recipe = recipe(dir.path());
-        (recipe.model.tokenizer, recipe.model.pad_vocab_to) = (None, None);
-        recipe.data.sources[0].path = dir.path().join("own-tokens");
         let stage = &mut recipe.stages[0];
         stage.tokens *= 10;
         stage.distill = serde_json::from_value(json!({ "teacher": options.source })).unwrap();
@@ -384,8 +464,7 @@ fn token_files_of_the_smaller_tokenizer_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     prepare_files(dir.path());
     let mut recipe = recipe(dir.path());
-    recipe.model.tokenizer = None;
-    recipe.model.pad_vocab_to = None;
+    recipe.data.sources[0].path = dir.path().join("tokens");
     let error = run(&mut recipe, &dir.path().join("model")).unwrap_err();
-    assert!(error.to_string().contains("tokens.json"), "{error}");
+    assert!(error.to_string().contains("tokens: prepared with another tokenizer"), "{error}");
 }

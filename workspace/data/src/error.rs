@@ -11,6 +11,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// A file of a tokenizer could not be read.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
     /// An I/O error of a file.
     #[error("{}: cannot {action}: {source}", path.display())]
     Io {
@@ -29,36 +32,7 @@ pub enum Error {
         /// The problem.
         reason: String,
     },
-    /// A token file prepared with another tokenizer.
-    #[error(
-        "{}: prepared with another tokenizer than {}: {difference}: use the tokenizer of the token file, \
-         prepare the text again with this one, or accept it with --allow-other-tokenizer if it gives the \
-         same ids on a sample of the file",
-        path.display(), tokenizer.display()
-    )]
-    TokenizerMismatch {
-        /// The `.json` beside the token file.
-        path: PathBuf,
-        /// The tokenizer in use.
-        tokenizer: PathBuf,
-        /// What the tokenizer in use has otherwise.
-        difference: String,
-    },
-    /// A tokenizer that gives other ids than a token file has.
-    #[error(
-        "{}: does not give the ids of {}: {place}: use the tokenizer of the token file, or prepare the \
-         text again with this one",
-        tokenizer.display(), prefix.display()
-    )]
-    OtherIds {
-        /// The token file.
-        prefix: PathBuf,
-        /// The tokenizer in use.
-        tokenizer: PathBuf,
-        /// Where.
-        place: String,
-    },
-    /// A tokenizer that cannot be read or run.
+    /// A tokenizer that cannot be read.
     #[error("{}: {reason}", path.display())]
     Tokenizer {
         /// The `tokenizer.json`.

@@ -1,10 +1,10 @@
-//! Token files, tokenizers and a deterministic order.
+//! Token files and a deterministic order.
 //!
 //! [`TokenFileWriter`] writes a token file (Megatron's indexed dataset), and [`TokenFile`] reads
 //! one, from any writer. [`Verify`] finds what is wrong with one, and [`merge`] and [`divide`] copy the
 //! documents of some to others. [`TrainingData`] maps a sample number to its tokens, as a pure function of
-//! the seed; [`Windows`] divides a file for evaluation. [`TextTokenizer`] converts between text and
-//! ids.
+//! the seed; [`Windows`] divides a file for evaluation. [`TokenizerFile`] has what training needs of a tokenizer, without
+//! the library that runs it, and [`TokenDecoder`] the bytes of ids.
 
 mod content;
 mod copying;
@@ -20,14 +20,15 @@ mod mixture;
 mod pending;
 mod permutation;
 mod samples;
-mod text_stream;
+mod special_tokens;
+mod token_decoder;
 mod token_file;
 mod token_index;
 mod token_info;
 mod token_type;
 mod token_writer;
-mod tokenizer;
 mod tokenizer_content;
+mod tokenizer_file;
 mod tokenizer_match;
 mod verify;
 mod windows;
@@ -43,15 +44,16 @@ pub use merge::merge;
 pub use pending::{refuse_existing, with_ending};
 pub use permutation::key_of;
 pub use samples::{ORDER_VERSION, Order, Source, SourceStart, TrainingData};
-pub use text_stream::TextStream;
+pub use special_tokens::SpecialTokens;
+pub use token_decoder::TokenDecoder;
 pub use token_file::TokenFile;
 pub use token_info::{Provenance, TokenFileInfo};
 pub use token_type::TokenType;
 pub use token_writer::{
     CompleteTokenFile, TokenFileWriter, Written, publish_remaining, publish_token_files,
 };
-pub use tokenizer::TextTokenizer;
 pub use tokenizer_content::{TokenizerContent, TokenizerJson};
-pub use tokenizer_match::{BEGINNING_TOKENS, TokenizerMatch, beginning_blake3};
+pub use tokenizer_file::{TokenizerFile, read_tokenizer};
+pub use tokenizer_match::{BEGINNING_TOKENS, TokenizerMatch};
 pub use verify::{Problem, ProblemKind, Verification, Verify};
 pub use windows::Windows;

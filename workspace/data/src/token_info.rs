@@ -20,6 +20,10 @@ pub struct TokenFileInfo {
     /// What identifies the tokenizer, whatever the bytes of its file; absent from files of version 0.1.0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer_content: Option<TokenizerContent>,
+    /// blake3 of the tokenizer.json of other tokenizers that give the file's ids on a sample of it, as
+    /// `moh-data accept` has found.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub accepted_tokenizers: Vec<String>,
     /// blake3 of the text of the file's first 1024 tokens, as the tokenizer decodes them, in hexadecimal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub beginning_blake3: Option<String>,
@@ -59,9 +63,9 @@ pub struct TokenFileInfo {
 /// The origin of a token file: the fields of [`TokenFileInfo`] that a writer cannot derive.
 #[derive(Clone, Debug, Default)]
 pub struct Provenance {
-    /// [`crate::TextTokenizer::hash`], if there was a tokenizer.
+    /// blake3 of the tokenizer.json, in hexadecimal, if there was a tokenizer.
     pub tokenizer_hash: Option<String>,
-    /// [`crate::TextTokenizer::content`], if there was a tokenizer.
+    /// What identifies the tokenizer, whatever the bytes of its file, if there was a tokenizer.
     pub tokenizer_content: Option<TokenizerContent>,
     /// blake3 of the text of the first 1024 tokens, if there was a tokenizer.
     pub beginning_blake3: Option<String>,

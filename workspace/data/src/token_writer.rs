@@ -296,6 +296,7 @@ impl TokenFileWriter {
         let info = TokenFileInfo {
             tokenizer_hash: provenance.tokenizer_hash,
             tokenizer_content: provenance.tokenizer_content,
+            accepted_tokenizers: Vec::new(),
             beginning_blake3: provenance.beginning_blake3,
             vocabulary_size: self.vocab_size as u64,
             documents: self.written.documents,

@@ -1,16 +1,16 @@
-//! What a tokenizer is, whatever the bytes of its file: the content of `tokenizer.json` as the library reads
+//! What a tokenizer is, whatever the bytes of its file: the content of `tokenizer.json` as the library writes
 //! it, with every default filled in. Two files of the same content differ in the order of keys, in spaces, in
 //! defaults that one of them leaves out, in old spellings such as merges of one string, or in truncation and
-//! padding, which are disabled here.
+//! padding, which are disabled here. Without the library the defaults of a model of BPE are filled in, and no others:
+//! a file that leaves out others has other content than the library tells.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use serde::de::{MapAccess, Visitor};
+use serde::de::{self, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
-use tokenizers::Tokenizer;
 
 /// Characters of a value that a difference shows.
 const SHOWN_CHARACTERS: usize = 40;
@@ -20,6 +20,16 @@ const VOCABULARY: &str = "vocabulary";
 const MERGES: &str = "merges";
 /// Fields of a `tokenizer.json` that do not belong to its content: they are the same for all tokenizers here.
 const OTHER_FIELDS: [&str; 3] = ["version", "truncation", "padding"];
+/// Fields of a model of BPE that a file may leave out, with what the library writes then.
+const BPE_DEFAULTS: [(&str, &RawValue); 7] = [
+    ("dropout", RawValue::NULL),
+    ("unk_token", RawValue::NULL),
+    ("continuing_subword_prefix", RawValue::NULL),
+    ("end_of_word_suffix", RawValue::NULL),
+    ("fuse_unk", RawValue::FALSE),
+    ("byte_fallback", RawValue::FALSE),
+    ("ignore_merges", RawValue::FALSE),
+];
 
 /// Identifies the content of a tokenizer: the blake3 of each of its parts, in hexadecimal. A part is hashed as
 /// JSON without spaces whose keys are sorted.
@@ -38,8 +48,8 @@ impl TokenizerContent {
     }
 }
 
-/// A `tokenizer.json` as the library writes it, every default filled in, the keys of the vocabulary sorted. Its
-/// vocabulary and its merges, which are nearly all of it, stay text.
+/// A `tokenizer.json` as the library writes it, the keys of the vocabulary sorted. Its vocabulary and its merges, which
+/// are nearly all of it, stay text.
 #[derive(Debug)]
 pub struct TokenizerJson {
     /// All fields, the model without its vocabulary and its merges.
@@ -53,15 +63,13 @@ pub struct TokenizerJson {
 }
 
 impl TokenizerJson {
-    /// What the library writes of a tokenizer.
+    /// What the library has written of a tokenizer with these `tokens` of the model.
     ///
     /// # Errors
-    /// Fails if the library cannot write it.
-    pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Self, serde_json::Error> {
-        let text = serde_json::to_string(tokenizer)?;
-        let mut fields = fields_of(&text)?;
+    /// Fails if it is no tokenizer.
+    pub fn written(text: &str, mut tokens: Vec<(String, u32)>) -> Result<Self, serde_json::Error> {
+        let mut fields = fields_of(text)?;
         let mut model = fields_of(fields.remove("model").map_or("{}", RawValue::get))?;
-        let mut tokens: Vec<(String, u32)> = tokenizer.get_vocab(false).into_iter().collect();
         tokens.sort_unstable();
         let vocabulary = match model.remove("vocab") {
             Some(list) if !list.get().starts_with('{') => list.to_owned(),
@@ -72,26 +80,29 @@ impl TokenizerJson {
         Self::of_parts(fields, model, tokens, vocabulary, merges)
     }
 
-    /// What a `tokenizer.json` with a model of BPE says, without the defaults that it leaves out and with the keys of
-    /// the vocabulary in any order.
+    /// What a `tokenizer.json` says.
     ///
     /// # Errors
     /// Fails if it is none.
-    pub fn of_bpe_file(bytes: &[u8]) -> Result<Self, serde_json::Error> {
+    pub fn of_file(bytes: &[u8]) -> Result<Self, serde_json::Error> {
         let mut fields: BTreeMap<&str, &RawValue> = serde_json::from_slice(bytes)?;
         let mut model = fields_of(fields.remove("model").map_or("{}", RawValue::get))?;
         let vocabulary = model.remove("vocab").unwrap_or(RawValue::NULL);
         let Tokens(mut tokens) = serde_json::from_str(vocabulary.get())?;
         tokens.sort_unstable();
-        let mut merges = compact(model.remove("merges").map_or("[]", RawValue::get));
-        if merges.starts_with("[\"") {
-            // As older programs write them, with a space between.
-            let pairs: Vec<String> = serde_json::from_str(&merges)?;
-            let pairs: Vec<_> = pairs.iter().map(|merge| merge.split_once(' ')).collect();
-            merges = serde_json::to_string(&pairs)?;
+        let vocabulary = match vocabulary.get().starts_with('{') {
+            true => to_raw_value(&Vocabulary(&tokens))?,
+            false => to_raw_value(&serde_json::from_str::<Value>(vocabulary.get())?)?,
+        };
+        let merges =
+            model.remove("merges").map(RawValue::get).map(serde_json::from_str::<Vec<Merge>>);
+        let merges = merges.transpose()?;
+        if merges.is_some() {
+            for (name, default) in BPE_DEFAULTS {
+                model.entry(name).or_insert(default);
+            }
         }
-        let merges = RawValue::from_string(merges)?;
-        Self::of_parts(fields, model, tokens, vocabulary.to_owned(), merges)
+        Self::of_parts(fields, model, tokens, vocabulary, to_raw_value(&merges)?)
     }
 
     /// Of the fields but for the model, and those of the model but for its vocabulary and its merges.
@@ -108,7 +119,7 @@ impl TokenizerJson {
     }
 
     /// The hash of each part.
-    pub(crate) fn content(&self) -> TokenizerContent {
+    pub fn content(&self) -> TokenizerContent {
         let hash = |text: &str| blake3::hash(text.as_bytes()).to_hex().to_string();
         let mut hashes: BTreeMap<String, String> =
             self.small_parts().map(|(name, part)| (name, hash(&part.to_string()))).collect();
@@ -154,22 +165,6 @@ fn fields_of(object: &str) -> Result<BTreeMap<&str, &RawValue>, serde_json::Erro
     serde_json::from_str(object)
 }
 
-/// JSON without the white space between its values.
-fn compact(json: &str) -> String {
-    let (mut is_in_string, mut is_escaped) = (false, false);
-    let is_kept = |character: &char| {
-        let is_kept = is_in_string || !character.is_ascii_whitespace();
-        match character {
-            _ if is_escaped => is_escaped = false,
-            '\\' => is_escaped = is_in_string,
-            '"' => is_in_string = !is_in_string,
-            _ => {}
-        }
-        is_kept
-    };
-    json.chars().filter(is_kept).collect()
-}
-
 /// The object that has these fields.
 fn object(fields: BTreeMap<&str, &RawValue>) -> Result<Value, serde_json::Error> {
     let parse = |(name, text): (&str, &RawValue)| {
@@ -188,12 +183,13 @@ impl Serialize for Vocabulary<'_> {
     }
 }
 
-/// The fields of an object, all of them ids, in the order of the text.
+/// The tokens of a vocabulary with their ids, in the order of the text: of an object of ids, or of a list of tokens
+/// with their scores.
 struct Tokens(Vec<(String, u32)>);
 
 impl<'de> Deserialize<'de> for Tokens {
     fn deserialize<D: Deserializer<'de>>(reader: D) -> Result<Self, D::Error> {
-        reader.deserialize_map(TokensVisitor)
+        reader.deserialize_any(TokensVisitor)
     }
 }
 
@@ -203,7 +199,7 @@ impl<'de> Visitor<'de> for TokensVisitor {
     type Value = Tokens;
 
     fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str("an object of ids")
+        out.write_str("an object of ids, or a list of tokens with scores")
     }
 
     fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Tokens, M::Error> {
@@ -212,6 +208,47 @@ impl<'de> Visitor<'de> for TokensVisitor {
             tokens.push(token);
         }
         Ok(Tokens(tokens))
+    }
+
+    fn visit_seq<S: SeqAccess<'de>>(self, mut list: S) -> Result<Tokens, S::Error> {
+        let mut tokens = Vec::new();
+        while let Some((token, _)) = list.next_element::<(String, f64)>()? {
+            // Ids are below the number of bytes of a file.
+            tokens.push((token, tokens.len() as u32));
+        }
+        Ok(Tokens(tokens))
+    }
+}
+
+/// Two tokens that become one, as a pair, or as older programs write it: one string with a space between.
+#[derive(Serialize)]
+struct Merge(String, String);
+
+impl<'de> Deserialize<'de> for Merge {
+    fn deserialize<D: Deserializer<'de>>(reader: D) -> Result<Self, D::Error> {
+        reader.deserialize_any(MergeVisitor)
+    }
+}
+
+struct MergeVisitor;
+
+impl<'de> Visitor<'de> for MergeVisitor {
+    type Value = Merge;
+
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("a pair of tokens")
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Merge, E> {
+        let pair = text.split_once(' ');
+        let (first, second) = pair.ok_or_else(|| E::invalid_value(Unexpected::Str(text), &self))?;
+        Ok(Merge(first.to_owned(), second.to_owned()))
+    }
+
+    fn visit_seq<S: SeqAccess<'de>>(self, mut pair: S) -> Result<Merge, S::Error> {
+        let mut token =
+            |index| pair.next_element()?.ok_or_else(|| de::Error::invalid_length(index, &self));
+        Ok(Merge(token(0)?, token(1)?))
     }
 }
 

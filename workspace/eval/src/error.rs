@@ -18,4 +18,7 @@ pub enum Error {
     /// The token file could not be read.
     #[error(transparent)]
     Data(#[from] moh_data::Error),
+    /// The tokenizer failed.
+    #[error(transparent)]
+    Text(#[from] moh_text::Error),
 }

@@ -9,13 +9,12 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{ArgGroup, Parser};
-use moh_chat::{ChatTemplate, Conversation};
-use moh_data::TextTokenizer;
 use moh_device::{Compute, DeviceName};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{Generator, Model, Sampler, Sampling};
 use moh_program::arguments::at_least;
-use moh_program::{counted, exit, models};
+use moh_program::{counted, exit, options};
+use moh_text::{ChatTemplate, Conversation, TextTokenizer};
 
 /// Continue a text, or answer a message, with a model, dense or Mixture-of-Head.
 ///
@@ -80,7 +79,7 @@ struct Arguments {
     #[arg(long, default_value_t = 0, value_parser = at_least::<u64>(0))]
     seed: u64,
     /// Element type of the computation
-    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    #[arg(long, value_parser = options::element_types(), default_value = "f32")]
     dtype: ElementType,
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
@@ -101,7 +100,7 @@ fn main() -> ExitCode {
     exit::run(|| {
         let arguments = moh_program::arguments::parse::<Arguments>();
         check(&arguments)?;
-        models::open(arguments.device)?.compute(arguments.dtype, Generate(&arguments))
+        options::open_device(arguments.device)?.compute(arguments.dtype, Generate(&arguments))
     })
 }
 
@@ -148,9 +147,9 @@ impl Arguments {
 }
 
 fn generate<B: Backend, T: Element>(arguments: &Arguments, backend: B) -> anyhow::Result<()> {
-    let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
-    let tokenizer = models::required_tokenizer(&directory)?;
-    let context = models::context_length(&directory)?;
+    let directory = moh_models::locate(&arguments.model, arguments.revision.as_deref())?;
+    let tokenizer = moh_models::required_tokenizer(&directory)?;
+    let context = moh_models::context_length(&directory)?;
     let prompt = Prompt::read(arguments, &directory, &tokenizer)?;
     if prompt.ids.is_empty() || prompt.ids.len() >= context {
         anyhow::bail!(
@@ -161,7 +160,7 @@ fn generate<B: Backend, T: Element>(arguments: &Arguments, backend: B) -> anyhow
         );
     }
     let capacity = context.min(prompt.ids.len().saturating_add(arguments.max_tokens));
-    let model = models::load::<B, T>(backend, &directory, capacity)?;
+    let model = moh_models::load::<B, T>(backend, &directory, capacity)?;
     let ends = moh_hf::end_tokens(&directory, model.config())?;
     // On one of the operators' threads: a small model's token takes less time than waking them.
     model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt, &ends))
@@ -236,7 +235,7 @@ fn decode<B: Backend, T: Element>(
     };
     let vocab_size = tokenizer.vocab_size();
     let mut sampler = Sampler::new(arguments.seed, sampling, vocab_size).after(&prompt.ids);
-    let options = models::batch_options(model, capacity);
+    let options = options::batch_options(model, capacity);
     let mut generator = Generator::with_options(model, capacity, options)?;
     let mut text = tokenizer.stream(&prompt.ids, true);
     let mut out = stdout();

@@ -8,7 +8,6 @@ use std::process::Command;
 
 use moh_kernels::Cpu;
 use moh_model::Generator;
-use moh_program::models;
 use serde_json::Value;
 use support::options::take_negative_numbers;
 use support::{
@@ -88,7 +87,7 @@ fn rows_that_pad_the_vocabulary_are_never_chosen() {
             row[..4].copy_from_slice(&weight.to_le_bytes());
         }
     });
-    let model = models::load::<Cpu, f32>(Cpu, &dir.path().join("source"), 3).unwrap();
+    let model = moh_models::load::<Cpu, f32>(Cpu, &dir.path().join("source"), 3).unwrap();
     let logits = Generator::new(&model, 3).unwrap().extend(&[1, 2, 3]).unwrap();
     let largest = |row: &[f32]| (0..VOCABULARY).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
     assert!(largest(&logits) >= WORDS, "the test's own premise");

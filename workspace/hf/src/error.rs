@@ -8,9 +8,6 @@ pub enum Error {
     /// A file could not be read or written, or cannot be used.
     #[error(transparent)]
     File(#[from] moh_files::FileError),
-    /// A vocabulary cannot grow as requested.
-    #[error("{0}")]
-    Vocabulary(String),
     /// The model is invalid.
     #[error(transparent)]
     Model(#[from] moh_model::Error),

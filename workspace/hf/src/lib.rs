@@ -1,5 +1,4 @@
-//! Hugging Face's formats: configuration files, weight files, model directories, and (feature
-//! `vocabulary`) growing a vocabulary to a larger tokenizer's.
+//! Hugging Face's formats: configuration files, weight files, model directories, and models in the hub's cache.
 //!
 //! [`StoredModel`] opens a directory, whose files it checks and maps, and loads the model to a
 //! device. This writes a random Mixture-of-Head model, and loads it:
@@ -32,18 +31,13 @@ pub mod config_file;
 mod destination;
 mod error;
 mod generation_file;
+pub mod hub_cache;
 pub mod model_card;
 pub mod model_directory;
 mod random_model;
 mod shard;
-#[cfg(feature = "vocabulary")]
-mod special_tokens;
-#[cfg(feature = "vocabulary")]
-mod spelling;
 mod stored_model;
 mod transformers_code;
-#[cfg(feature = "vocabulary")]
-pub mod vocabulary;
 pub mod weight_files;
 
 pub use config_file::ConfigFile;
@@ -55,9 +49,5 @@ pub use model_directory::{
     Contents, PendingModel, TensorSpec, Written, prepare_model, write_model,
 };
 pub use random_model::write_random_model;
-#[cfg(feature = "vocabulary")]
-pub use special_tokens::SpecialTokens;
 pub use stored_model::StoredModel;
-#[cfg(feature = "vocabulary")]
-pub use vocabulary::Expansion;
 pub use weight_files::{TensorBytes, WeightFiles};

@@ -23,9 +23,11 @@ use crate::{Error, shard, transformers_code};
 /// The largest shard that transformers writes by default: 5 GB.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
+/// The file that holds a tokenizer.
+pub const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Files of a tokenizer; files that start with `chat_template` also belong to it.
 pub const TOKENIZER_FILES: [&str; 7] = [
-    "tokenizer.json",
+    TOKENIZER_FILE,
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -41,28 +41,6 @@ pub struct RemoteFile {
     pub blob: String,
 }
 
-/// The commit of a model that [`resolve`](crate::resolve) or [`cached`] has found in the cache.
-pub fn commit_of(snapshot: &Path) -> Option<&str> {
-    let parent = snapshot.parent()?.file_name()?;
-    let commit = snapshot.file_name()?.to_str()?;
-    (parent == SNAPSHOTS && is_content_address(commit)).then_some(commit)
-}
-
-/// The cached model of a hub id at a branch, a tag or a commit, if all of its files are there.
-pub fn cached(id: &str, revision: &str) -> Option<PathBuf> {
-    cached_in(&environment::cache_directory(), id, revision)
-}
-
-/// The same, in the cache `cache`.
-pub(crate) fn cached_in(cache: &Path, id: &str, revision: &str) -> Option<PathBuf> {
-    if !is_hub_id(id) || !is_contained(revision) {
-        return None;
-    }
-    let folder = Folder::new(cache, Kind::Model, id);
-    let snapshot = folder.snapshot(&folder.commit(revision)?);
-    let is_complete = snapshot.join(CONFIG_FILE).is_file() && WeightFiles::open(&snapshot).is_ok();
-    is_complete.then_some(snapshot)
-}
 /// Whether an untrusted name stays within the directory that it is joined to.
 pub(crate) fn is_contained(name: &str) -> bool {
     !name.is_empty()

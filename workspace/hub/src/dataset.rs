@@ -5,8 +5,9 @@ use std::sync::atomic::AtomicBool;
 
 use moh_hf::is_hub_id;
 
+use moh_hf::hub_cache::DEFAULT_REVISION;
+
 use crate::cache::{Kind, RemoteFile};
-use crate::hub::DEFAULT_REVISION;
 use crate::repository::Repository;
 use crate::{Error, Hub};
 

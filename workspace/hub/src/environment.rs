@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use moh_hf::hub_cache::home;
+
 /// The address of the hub: `HF_ENDPOINT`.
 pub(crate) fn endpoint() -> String {
     std::env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".to_string())
@@ -12,12 +14,6 @@ pub(crate) fn is_offline() -> bool {
     std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
         ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
     })
-}
-
-/// The cache: `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, or `hub` in [`home`].
-pub(crate) fn cache_directory() -> PathBuf {
-    let named = ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"].into_iter().find_map(path);
-    named.unwrap_or_else(|| home().join("hub"))
 }
 
 /// The login token: `HF_TOKEN`, the file named by `HF_TOKEN_PATH`, or the file of `hf auth login`;
@@ -32,16 +28,6 @@ pub(crate) fn token() -> Option<String> {
         let read = |file: PathBuf| std::fs::read_to_string(file).ok();
         let mut texts = files.filter_map(read).map(|text| text.trim().to_string());
         texts.find(|text| !text.is_empty())
-    })
-}
-
-/// The directory of Hugging Face's programs: `HF_HOME`, or else `huggingface` in the user's cache.
-fn home() -> PathBuf {
-    path("HF_HOME").unwrap_or_else(|| {
-        let user = path("XDG_CACHE_HOME").unwrap_or_else(|| {
-            path("HOME").unwrap_or_else(|| PathBuf::from("/tmp")).join(".cache")
-        });
-        user.join("huggingface")
     })
 }
 

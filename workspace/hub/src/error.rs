@@ -8,6 +8,9 @@ pub enum Error {
     /// A file could not be read or written, or cannot be used.
     #[error(transparent)]
     File(#[from] moh_files::FileError),
+    /// A name is neither a model directory nor a hub id.
+    #[error(transparent)]
+    Hf(#[from] moh_hf::Error),
     /// The caller stopped a download.
     #[error("stopped: the same command resumes the download")]
     Stopped,
@@ -25,10 +28,6 @@ impl Error {
     /// For `map_err`: adds the path to an I/O error.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
         move |source| moh_files::io(path)(source).into()
-    }
-
-    pub(crate) fn file(path: &Path, reason: impl Into<String>) -> Error {
-        moh_files::unusable(path, reason).into()
     }
 
     pub(crate) fn hub(id: &str, reason: impl Into<String>) -> Error {

@@ -1,12 +1,11 @@
 //! Locates a model: a directory, or an id on the Hugging Face hub, downloaded to its cache.
 
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use moh_hf::config_file::CONFIG_FILE;
-use moh_hf::is_hub_id;
+use moh_hf::hub_cache::{self, DEFAULT_REVISION};
 use moh_hf::is_terms_file;
 use moh_hf::model_card::CARD_FILE;
 use moh_hf::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
@@ -16,9 +15,6 @@ use crate::cache::{Kind, RemoteFile};
 use crate::client::Failure;
 use crate::repository::Repository;
 use crate::{Error, environment};
-
-/// The revision of a repository if none is named.
-pub(crate) const DEFAULT_REVISION: &str = "main";
 
 /// The progress of a download, over all of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,21 +67,11 @@ pub fn resolve_tokenizer(
     Hub::from_environment().resolve_tokenizer(from, revision, progress)
 }
 
-/// The directory with a model's `config.json`, as [`resolve`] that of a model; of a hub id nothing else is
-/// downloaded.
-///
-/// # Errors
-/// See [`resolve`].
-pub fn resolve_config(from: &str, revision: Option<&str>) -> Result<PathBuf, Error> {
-    Hub::from_environment().resolve_config(from, revision)
-}
-
 /// The files of a repository that are downloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FileSet {
     Model,
     Tokenizer,
-    Config,
 }
 
 impl FileSet {
@@ -94,26 +80,14 @@ impl FileSet {
         match self {
             FileSet::Model => is_wanted(name),
             FileSet::Tokenizer => TOKENIZER_FILES.contains(&name),
-            FileSet::Config => name == CONFIG_FILE,
         }
     }
 
     /// The file without which the others are useless.
     fn main_file(self) -> &'static str {
         match self {
-            FileSet::Model | FileSet::Config => CONFIG_FILE,
+            FileSet::Model => CONFIG_FILE,
             FileSet::Tokenizer => TOKENIZER_FILES[0],
-        }
-    }
-}
-
-/// A local model, which has no revisions.
-fn directory(path: &Path, revision: Option<&str>) -> Result<PathBuf, Error> {
-    match revision {
-        None => Ok(path.to_path_buf()),
-        Some(revision) => {
-            let reason = format!("revision {revision} was given, but only hub ids have revisions");
-            Err(Error::file(path, format!("is a directory: {reason}")))
         }
     }
 }
@@ -174,14 +148,6 @@ impl Hub {
         self.find(FileSet::Tokenizer, from, revision, progress)
     }
 
-    /// Finds a model's `config.json`; see [`resolve_config`].
-    ///
-    /// # Errors
-    /// See [`resolve`].
-    pub fn resolve_config(&self, from: &str, revision: Option<&str>) -> Result<PathBuf, Error> {
-        self.find(FileSet::Config, from, revision, &mut |_| ())
-    }
-
     fn find(
         &self,
         wanted: FileSet,
@@ -189,20 +155,8 @@ impl Hub {
         revision: Option<&str>,
         progress: &mut dyn FnMut(&DownloadProgress<'_>),
     ) -> Result<PathBuf, Error> {
-        let path = Path::new(from);
-        match fs::metadata(path) {
-            Ok(found) if found.is_dir() => return directory(path, revision),
-            Ok(_) => {
-                return Err(Error::file(path, "is a file, expected a model directory or a hub id"));
-            }
-            Err(error) if error.kind() == ErrorKind::PermissionDenied => {
-                return Err(Error::io(path)(error));
-            }
-            Err(_) => {}
-        }
-        if !is_hub_id(from) {
-            let reason = "no such directory, and not a hub id like meta-llama/Meta-Llama-3-8B";
-            return Err(Error::file(path, reason));
+        if let Some(directory) = hub_cache::directory(from, revision)? {
+            return Ok(directory);
         }
         let revision = revision.unwrap_or(DEFAULT_REVISION);
         let repository = self.repository(Kind::Model, from, revision)?;
@@ -221,7 +175,7 @@ impl Hub {
     }
 
     pub(crate) fn cache_directory(&self) -> PathBuf {
-        self.cache.clone().unwrap_or_else(environment::cache_directory)
+        self.cache.clone().unwrap_or_else(hub_cache::cache_directory)
     }
 
     pub(crate) fn repository(
@@ -247,7 +201,7 @@ impl Download {
         let Repository { folder, revision, .. } = &self.repository;
         let snapshot = folder.snapshot(&folder.commit(revision)?);
         let is_there = snapshot.join(self.wanted.main_file()).is_file()
-            // A configuration alone may have been fetched for a plan.
+            // Other programs may have fetched a configuration alone.
             && (self.wanted != FileSet::Model || has_weights(&snapshot));
         is_there.then_some(snapshot)
     }

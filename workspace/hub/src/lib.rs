@@ -9,10 +9,10 @@ mod error;
 mod hub;
 mod repository;
 
-pub use cache::{RemoteFile, cached, commit_of};
+pub use cache::RemoteFile;
 pub use dataset::{Dataset, dataset};
 pub use error::Error;
-pub use hub::{DownloadProgress, Hub, resolve, resolve_config, resolve_tokenizer};
+pub use hub::{DownloadProgress, Hub, resolve, resolve_tokenizer};
 
 /// Reads a page of the hub's listing of a repository, for tests with hostile input.
 ///

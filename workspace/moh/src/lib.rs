@@ -36,8 +36,6 @@
 //! with feature `cuda`, on NVIDIA GPUs (`Cuda`). Feature `tokenizer` adds `TextTokenizer`, which
 //! takes minutes to build.
 
-#[cfg(feature = "tokenizer")]
-pub use moh_data::TextTokenizer;
 pub use moh_hf::{ConfigFile, StoredModel, write_random_model};
 #[cfg(feature = "cuda")]
 pub use moh_kernels::Cuda;
@@ -46,3 +44,5 @@ pub use moh_model::{
     BatchGenerator, BatchOptions, Chunk, Generator, HeadCounts, LayerHeads, Model, ModelConfig,
     ModelOutput, MohConfig, PassHeads, Sampler, Sampling, SequenceId,
 };
+#[cfg(feature = "tokenizer")]
+pub use moh_text::TextTokenizer;

@@ -18,10 +18,7 @@ pub enum Error {
     /// The training data is invalid.
     #[error(transparent)]
     Data(#[from] moh_data::Error),
-    /// The buffers of evaluations cannot be counted.
-    #[error(transparent)]
-    Evaluation(#[from] moh_eval::Error),
-    /// The buffers of steps cannot be counted.
+    /// The buffers of steps and evaluations cannot be counted.
     #[error(transparent)]
     Step(#[from] moh_step::Error),
 }

@@ -3,7 +3,6 @@
 
 use moh_comm::Coordinates;
 use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
-use moh_eval::Evaluator;
 use moh_kernels::ranks::share;
 use moh_kernels::{CountedDevice, CountingMemory, Element, Memory as _, Purpose};
 use moh_model::layout::ModelLayout;
@@ -11,7 +10,9 @@ use moh_model::model_parallel::{ModelPart, TensorShare};
 use moh_model::parameters::Shard;
 use moh_model::{Activations, ModelBuffers, ModelConfig, PassSizes, Slots};
 use moh_recipe::{DeviceKind, Recipe, Stage};
-use moh_step::{OptimizerState, StepBuffers, StepConfig, StepSizes, pipeline_schedule, ranks};
+use moh_step::{
+    Evaluator, OptimizerState, StepBuffers, StepConfig, StepSizes, pipeline_schedule, ranks,
+};
 
 use super::steps::step_config;
 use super::work::{Layout, Work};

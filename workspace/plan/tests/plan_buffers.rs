@@ -8,14 +8,13 @@ use std::path::Path;
 
 use half::bf16;
 use moh_comm::{Coordinates, World};
-use moh_eval::Evaluator;
 use moh_kernels::{Cpu, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, Teacher};
 use moh_plan::{Layout, Plan, RankMemory, step_config};
 use moh_recipe::{Recipe, Stage, StageDataOptions};
-use moh_step::guard::Limits;
+use moh_step::{Evaluator, guard::Limits};
 use moh_step::{OptimizerState, Ranks, StepConfig, StepGroups, Stepper, Update};
 
 /// Columns of the MLP and rows of the vocabulary do not divide; 7 micro-batches.

@@ -7,13 +7,12 @@ use std::path::Path;
 
 use half::bf16;
 use moh_comm::World;
-use moh_eval::Evaluator;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 use moh_plan::{Plan, step_config};
 use moh_recipe::Recipe;
-use moh_step::{OptimizerState, StepGroups, Stepper};
+use moh_step::{Evaluator, OptimizerState, StepGroups, Stepper};
 
 const RECIPE: &str = r#"
 run = { dir = "runs/none", seed = 1, device = "cpu", dtype = "f32" }

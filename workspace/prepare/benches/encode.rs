@@ -16,8 +16,8 @@ use std::sync::LazyLock;
 
 use divan::counter::BytesCount;
 use divan::{Bencher, black_box};
-use moh_data::TextTokenizer;
 use moh_prepare::ids_of;
+use moh_text::TextTokenizer;
 use tokenizers_1::pipeline::{EncodeOptions, PipelineTokenizer};
 
 const VOCABULARY: usize = 32_000;

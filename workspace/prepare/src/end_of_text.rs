@@ -4,7 +4,8 @@
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
-use moh_data::{DocumentEnd, TextTokenizer};
+use moh_data::DocumentEnd;
+use moh_text::TextTokenizer;
 use serde_json::Value;
 
 use crate::{Error, Result};

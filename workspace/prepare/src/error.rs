@@ -13,12 +13,12 @@ pub enum Error {
     /// A file could not be read or written, or cannot be used.
     #[error(transparent)]
     File(#[from] moh_files::FileError),
-    /// A token file or a tokenizer could not be read or written.
+    /// A token file could not be read or written.
     #[error(transparent)]
     Data(#[from] moh_data::Error),
-    /// A chat template cannot be used.
+    /// A tokenizer or a chat template cannot be used.
     #[error(transparent)]
-    Chat(#[from] moh_chat::Error),
+    Text(#[from] moh_text::Error),
     /// Hugging Face's hub did not provide a dataset or a file of one.
     #[error(transparent)]
     Hub(#[from] moh_hub::Error),

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use moh_program::exit;
 
-use crate::program::{info, merge, prepare, show, split, verify};
+use crate::program::{accept, info, merge, prepare, show, split, verify};
 
 /// Convert text to token files, and inspect them.
 #[derive(Parser)]
@@ -60,6 +60,15 @@ enum Command {
         moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
         moh-data verify tokens")]
     Verify(verify::Arguments),
+    /// Accept another tokenizer than the one that token files were prepared with
+    ///
+    /// The tokenizer must have the same content, or give the same ids on a sample of each file: evenly spaced pieces,
+    /// decoded and encoded again. It is then recorded in PREFIX.json, and all programs accept it.
+    #[command(after_help = "Example:\n  \
+        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data accept --tokenizer tokenizer tokens")]
+    Accept(accept::Arguments),
     /// Make one token file of several, their documents one after the other
     ///
     /// Tokens are copied as they are stored: the files must have the same type of tokens and the same
@@ -85,6 +94,7 @@ fn main() -> ExitCode {
         Command::Info(arguments) => info::run(&arguments),
         Command::Show(arguments) => show::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
+        Command::Accept(arguments) => accept::run(&arguments),
         Command::Merge(arguments) => merge::run(&arguments),
         Command::Split(arguments) => split::run(&arguments),
     })

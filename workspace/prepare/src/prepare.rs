@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
-use moh_chat::{ChatTemplate, TrainedTurns};
-use moh_data::{DocumentEnd, TextTokenizer, TokenFileInfo, TokenFileWriter, key_of};
+use moh_data::{DocumentEnd, TokenFileInfo, TokenFileWriter, key_of};
+use moh_text::{ChatTemplate, TextTokenizer, TrainedTurns};
 use serde_json::{Value, json};
 
 use crate::encode::chat::ChatEncoder;

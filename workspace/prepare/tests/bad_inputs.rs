@@ -11,8 +11,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use arrow_array::{ArrayRef, RecordBatch, StringArray};
-use moh_data::TextTokenizer;
 use moh_prepare::{Observer, Prepare, Progress, prepare};
+use moh_text::TextTokenizer;
 use parquet::arrow::ArrowWriter;
 use parquet::file::properties::WriterProperties;
 

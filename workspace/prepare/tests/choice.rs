@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use moh_data::{TextTokenizer, TokenFile};
+use moh_data::TokenFile;
 use moh_prepare::{
     BadRecords, Counts, Error, Observer, Prepare, Prepared, Progress, Sample, Selection, prepare,
 };
+use moh_text::TextTokenizer;
 use serde_json::json;
 
 #[path = "support/small_tokenizer.rs"]

@@ -6,8 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use moh_data::{DocumentEnd, Error as DataError, TextTokenizer, TokenFile, TokenFileInfo};
+use moh_data::{DocumentEnd, Error as DataError, TokenFile, TokenFileInfo};
 use moh_prepare::{AppendEos, Error, Format, Observer, Place, Prepare, PreparedFile, Progress};
+use moh_text::TextTokenizer;
 
 #[path = "support/small_tokenizer.rs"]
 mod small_tokenizer;

@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::Path;
 
-use moh_data::TextTokenizer;
+use moh_text::TextTokenizer;
 use proptest::prelude::*;
 
 #[path = "support/small_tokenizer.rs"]

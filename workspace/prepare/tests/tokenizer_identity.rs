@@ -7,8 +7,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use moh_data::{Error, TextTokenizer, TokenFile, TokenizerMatch};
+use assert_cmd::Command;
+use moh_data::{TokenFile, TokenizerFile, TokenizerMatch};
 use moh_prepare::{AppendEos, Prepare, prepare};
+use moh_text::{Error, TextTokenizer};
 use serde_json::{Value, json};
 
 /// The tokenizer of the quickstart.
@@ -29,6 +31,11 @@ fn changed(dir: &Path, name: &str, change: impl FnOnce(&mut Value)) -> TextToken
     let mut json = quickstart();
     change(&mut json);
     tokenizer(dir, name, &json.to_string())
+}
+
+/// The file of a tokenizer, without the library.
+fn read(tokenizer: &TextTokenizer) -> TokenizerFile {
+    TokenizerFile::load(tokenizer.path()).unwrap()
 }
 
 /// A token file of documents of 10 to 5000 words.
@@ -78,11 +85,17 @@ fn a_tokenizer_that_was_written_again_has_the_same_content() {
     let rewritten = rewritten(dir.path());
     assert_ne!(original.hash(), rewritten.hash());
     assert_eq!(original.content().unwrap(), rewritten.content().unwrap());
-    assert_eq!(original.first_difference(&rewritten).unwrap(), None);
+    for tokenizer in [&original, &rewritten] {
+        let file = read(tokenizer);
+        assert_eq!(file.hash(), tokenizer.hash());
+        assert_eq!(file.content(), tokenizer.content().unwrap());
+        assert_eq!(file.vocab_size(), tokenizer.vocab_size());
+    }
+    assert_eq!(read(&original).first_difference(&read(&rewritten)), None);
     let prefix = token_file(dir.path(), &original);
     let file = TokenFile::open(&prefix).unwrap();
-    assert_eq!(file.check_tokenizer(&original, false).unwrap(), TokenizerMatch::Same);
-    assert_eq!(file.check_tokenizer(&rewritten, false).unwrap(), TokenizerMatch::Rewritten);
+    assert_eq!(original.check_file(&file, false).unwrap(), TokenizerMatch::Same);
+    assert_eq!(rewritten.check_file(&file, false).unwrap(), TokenizerMatch::Rewritten);
 }
 
 #[test]
@@ -126,14 +139,14 @@ fn a_token_file_that_records_bytes_alone_accepts_the_same_bytes() {
     info.as_object_mut().unwrap().shift_remove("tokenizer_content").unwrap();
     fs::write(&path, info.to_string()).unwrap();
     let file = TokenFile::open(&prefix).unwrap();
-    assert_eq!(file.check_tokenizer(&original, false).unwrap(), TokenizerMatch::Same);
-    let message = file.check_tokenizer(&rewritten, false).unwrap_err().to_string();
+    assert_eq!(original.check_file(&file, false).unwrap(), TokenizerMatch::Same);
+    let message = rewritten.check_file(&file, false).unwrap_err().to_string();
     assert!(message.contains("whether the content is the same is not known"), "{message}");
     assert!(message.contains("--allow-other-tokenizer"), "{message}");
-    assert_eq!(file.check_tokenizer(&rewritten, true).unwrap(), TokenizerMatch::SameIds);
+    assert_eq!(rewritten.check_file(&file, true).unwrap(), TokenizerMatch::SameIds);
     fs::remove_file(&path).unwrap();
     let file = TokenFile::open(&prefix).unwrap();
-    assert_eq!(file.check_tokenizer(&rewritten, false).unwrap(), TokenizerMatch::Unrecorded);
+    assert_eq!(rewritten.check_file(&file, false).unwrap(), TokenizerMatch::Unrecorded);
 }
 
 #[test]
@@ -143,10 +156,10 @@ fn the_first_difference_is_named() {
     let file = TokenFile::open(&token_file(dir.path(), &original)).unwrap();
     let check = |name: &str, in_file: &str, between: &str, change: &dyn Fn(&mut Value)| {
         let other = changed(dir.path(), name, change);
-        let message = file.check_tokenizer(&other, false).unwrap_err().to_string();
+        let message = other.check_file(&file, false).unwrap_err().to_string();
         assert!(message.contains("a.json: prepared with another tokenizer than "), "{message}");
         assert!(message.contains(&format!("tokenizer.json: {in_file}: use the ")), "{message}");
-        let found = other.first_difference(&original).unwrap().unwrap();
+        let found = read(&other).first_difference(&read(&original)).unwrap();
         assert!(found.starts_with(between), "{found}");
     };
     check("prefix", "model differs", "model.\"ignore_merges\": true, not false", &|json| {
@@ -174,13 +187,13 @@ fn another_tokenizer_is_accepted_only_with_the_same_ids() {
         });
         json["added_tokens"].as_array_mut().unwrap().push(token);
     });
-    assert!(file.check_tokenizer(&chat, false).is_err());
-    assert_eq!(file.check_tokenizer(&chat, true).unwrap(), TokenizerMatch::SameIds);
+    assert!(chat.check_file(&file, false).is_err());
+    assert_eq!(chat.check_file(&file, true).unwrap(), TokenizerMatch::SameIds);
     for (name, merges) in [("without", 0), ("fewer", 100)] {
         let other = changed(dir.path(), name, |json| {
             json["model"]["merges"].as_array_mut().unwrap().truncate(merges);
         });
-        let error = file.check_tokenizer(&other, true).unwrap_err();
+        let error = other.check_file(&file, true).unwrap_err();
         assert!(matches!(error, Error::OtherIds { .. }), "{error}");
         assert!(
             error.to_string().contains("in document 0, which it reads from token 0"),
@@ -195,6 +208,40 @@ fn another_tokenizer_is_accepted_only_with_the_same_ids() {
                 .into();
         });
     });
-    let message = file.check_tokenizer(&turned, true).unwrap_err().to_string();
+    let message = turned.check_file(&file, true).unwrap_err().to_string();
     assert!(message.contains("it reads their beginning as \""), "{message}");
+}
+
+#[test]
+fn an_accepted_tokenizer_is_recorded() {
+    let dir = tempfile::tempdir().unwrap();
+    let original = changed(dir.path(), "original", |_| {});
+    let prefix = token_file(dir.path(), &original);
+    changed(dir.path(), "fewer", |json| {
+        json["model"]["merges"].as_array_mut().unwrap().truncate(100);
+    });
+    let other = changed(dir.path(), "other", |json| {
+        json["normalizer"] = json!({"type": "NFC"});
+    });
+    let accept = |tokenizer: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_moh-data"));
+        command.current_dir(dir.path()).args(["accept", "--tokenizer", tokenizer, "a"]).assert()
+    };
+    let path = prefix.with_extension("json");
+    let before = fs::read(&path).unwrap();
+    let file = TokenFile::open(&prefix).unwrap();
+    assert!(other.check_file(&file, false).is_err());
+    for tokenizer in ["original", "fewer"] {
+        let _ = accept(tokenizer);
+        assert!(fs::read(&path).unwrap() == before, "{tokenizer}");
+    }
+    accept("other").success();
+    accept("other").success();
+    let file = TokenFile::open(&prefix).unwrap();
+    assert_eq!(other.check_file(&file, false).unwrap(), TokenizerMatch::SameIds);
+    assert_eq!(original.check_file(&file, false).unwrap(), TokenizerMatch::Same);
+    let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    assert_eq!(json["accepted_tokenizers"], json!([other.hash()]));
+    json.as_object_mut().unwrap().shift_remove("accepted_tokenizers");
+    assert_eq!(json, serde_json::from_slice::<Value>(&before).unwrap());
 }

@@ -1,9 +1,9 @@
-//! What every program needs: arguments, exit codes, progress, models by name, the processor, tables, numbers with their nouns,
-//! and dates.
+//! What every program needs: arguments and the values of common options, exit codes, progress, the processor, tables,
+//! numbers with their nouns, and dates.
 
 pub mod arguments;
 pub mod exit;
-pub mod models;
+pub mod options;
 pub mod processor;
 pub mod progress;
 pub mod table;

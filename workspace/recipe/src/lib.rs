@@ -354,7 +354,7 @@ impl Recipe {
         refuse(validate::faults(self, &BTreeSet::new()), path)
     }
 
-    /// Fills in the defaults that depend on the model's shape (before its vocabulary grows), and
+    /// Fills in the defaults that depend on the model's shape (before its vocabulary is padded), and
     /// checks the recipe against the model; messages name the recipe `path`.
     ///
     /// # Errors

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 
 use moh_hf::ConfigFile;
-use moh_hf::vocabulary::DEFAULT_MULTIPLE;
 use moh_model::{HeadCounts, ModelConfig, RouterKind};
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -11,6 +10,9 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::Recipe;
 use crate::Error;
 use crate::stage::{head_request, router_name};
+
+/// Rows of a new model with a tokenizer are a multiple of this by default.
+const DEFAULT_MULTIPLE: usize = 128;
 
 /// `[model]`: either `from` or `new`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -30,15 +32,15 @@ pub struct ModelOptions {
     /// theirs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config: Option<PathBuf>,
-    /// Directory of a tokenizer whose larger vocabulary the model adopts.
+    /// Directory of a new model's tokenizer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
     /// The vocabulary is padded to a multiple of this; default: 128 with `tokenizer`, and no
     /// padding without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pad_vocab_to: Option<usize>,
-    /// The size of the vocabulary after expansion and padding: a plan uses it if the tokenizer is
-    /// not available, and training checks it.
+    /// The size of the vocabulary after padding, also of a model whose `config` has a smaller one: a plan uses it,
+    /// and training checks it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vocab_size: Option<usize>,
     /// The shape of a new model.
@@ -234,7 +236,7 @@ impl NewModel {
 }
 
 impl Recipe {
-    /// The shape of the initial model, before its vocabulary grows, from `[model.new]`, `config` or
+    /// The shape of the initial model, before its vocabulary is padded, from `[model.new]`, `config` or
     /// the model directory `from`; `None` for a repository of the hub. Messages name the recipe `path`. A run in
     /// `from` is not looked into.
     ///

@@ -54,8 +54,8 @@ fn defaults_are_filled_in() {
     assert_eq!(new.max_position_embeddings, Some(32));
     assert_eq!(new.head_dim, Some(8));
     assert_eq!(recipe.model.pad_vocab_to, None);
-    let grown = with(&["model.tokenizer=dir"]);
-    assert_eq!(grown.model.pad_vocab_to, Some(128));
+    let padded = with(&["model.tokenizer=dir"]);
+    assert_eq!(padded.model.pad_vocab_to, Some(128));
 }
 
 #[test]

@@ -25,6 +25,8 @@ const MAX_STAGES: usize = 1000;
 const MAX_MINUTES: f64 = 525_600.0;
 /// Maximum sequence length; its square fits 64 bits.
 const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
+/// Maximum rows of a vocabulary.
+const MAX_VOCABULARY: usize = 1 << 24;
 /// Maximum length of the name of a stage or a validation set.
 const MAX_NAME: usize = 64;
 /// Maximum threads of a rank: twice the hardware threads of the largest machines.
@@ -182,6 +184,9 @@ fn check_source(faults: &mut Faults, model: &ModelOptions) {
 fn check_vocabulary(faults: &mut Faults, model: &ModelOptions) {
     if let Some(multiple) = model.pad_vocab_to {
         faults.at_least_one("model.pad_vocab_to", multiple as u64);
+        let is_possible = multiple <= MAX_VOCABULARY;
+        let reason = format!("must be at most {MAX_VOCABULARY}");
+        faults.check(is_possible, "model.pad_vocab_to", multiple, reason);
     }
     if let Some(size) = model.vocab_size {
         let padded = model.padded_vocabulary(size);
@@ -382,7 +387,7 @@ pub(super) fn stage_key(stage: &Stage, key: &str) -> String {
     format!("stage.{name}.{key}")
 }
 
-/// Every key that does not fit the model, given before its vocabulary grows.
+/// Every key that does not fit the model, given before its vocabulary is padded.
 pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<KeyFault> {
     let mut faults = Faults::default();
     check_fit(&mut faults, recipe, model);

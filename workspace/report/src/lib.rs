@@ -18,7 +18,6 @@ mod routing_history;
 pub mod run_log;
 mod runs;
 mod speed;
-pub mod summary_table;
 
 use std::io::{ErrorKind, Read as _};
 use std::path::{Path, PathBuf};
@@ -71,6 +70,21 @@ pub fn write_watched(
     refuse_other_files(out, force)?;
     write_page(out, &page::page(&runs, SystemTime::now(), refresh))?;
     Ok((runs.remarks, refresh))
+}
+
+/// Draws the losses of the run in a directory to its `run.svg`, and returns the file; `None` for other directories.
+///
+/// # Errors
+/// Fails if a file of the run cannot be read, or the picture cannot be written.
+pub fn draw(directory: &Path) -> anyhow::Result<Option<PathBuf>> {
+    if !run_log::is_run(directory) {
+        return Ok(None);
+    }
+    let log = run_log::RunLog::read(directory)?;
+    let path = moh_run_directory::RunDirectory::new(directory).picture();
+    let written = moh_files::write(&path, loss_chart::to_svg(&log).as_bytes());
+    written.with_context(|| path.display().to_string())?;
+    Ok(Some(path))
 }
 
 fn write_page(out: &Path, page: &str) -> anyhow::Result<()> {

@@ -3,9 +3,9 @@
 use maud::{Markup, html};
 use moh_files::units::percent;
 use moh_run_log::Evaluation;
+use moh_run_log::evaluation_label::label;
 
 use crate::run_log::RunLog;
-use crate::summary_table::label;
 
 /// A loss, and the same in bits per byte.
 type Cell = (f64, Option<f64>);

@@ -8,6 +8,7 @@ use moh_hf::ConfigFile;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_kernels::Backend;
 use moh_model::ModelConfig;
+use moh_recipe::shell::shell_word;
 use moh_recipe::{ModelOptions, Recipe};
 use moh_step::Ranks;
 use serde_json::Value;
@@ -97,7 +98,7 @@ pub fn config_file(stored: &StoredCheckpoint, directory: &Path) -> Result<Config
     Ok(ConfigFile::from_value(fields, directory)?)
 }
 
-/// The shape of a recipe's initial model, before its vocabulary grows, from the run in `model.from` or as
+/// The shape of a recipe's initial model, before its vocabulary is padded, from the run in `model.from` or as
 /// [`Recipe::model_config`]; `None` for a repository of the hub. Messages name the recipe `path`.
 ///
 /// # Errors
@@ -109,6 +110,33 @@ pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelCo
         return Ok(Some(name.config_file()?.config));
     }
     Ok(recipe.model_config(path)?)
+}
+
+/// Describes a run or a checkpoint, which is not a model; `None` for any other directory.
+pub fn not_a_model(directory: &Path) -> Option<String> {
+    let has = |name: &str| directory.join(name).exists();
+    let export = directory.join("export");
+    if has(CONFIG_FILE) {
+        None
+    } else if export.join(CONFIG_FILE).is_file() {
+        Some(format!("is a run, name its model: {}", export.display()))
+    } else if has("checkpoints") && has("recipe.toml") {
+        let command = export_command(&directory.to_string_lossy());
+        Some(format!("is a run that has not finished, {command}"))
+    } else if has("manifest.json") && has("manifest.json.b3") {
+        Some(
+            "is a checkpoint, not a model: name the export/ of its run, or export it: moh-convert \
+             --from RUN@STEP --out DIR"
+                .to_owned(),
+        )
+    } else {
+        None
+    }
+}
+
+/// How a checkpoint of a run becomes a model.
+pub fn export_command(run: &str) -> String {
+    format!("export its model: moh-convert --from {} --out DIR", shell_word(run))
 }
 
 /// Whether `name` is `run` with a step.

@@ -9,7 +9,9 @@ pub mod metrics_resume;
 mod run_directory;
 mod run_lock;
 
-pub use checkpoint_name::{CheckpointName, config_file, is_step_of, local_model_config};
+pub use checkpoint_name::{
+    CheckpointName, config_file, export_command, is_step_of, local_model_config, not_a_model,
+};
 pub use error::{Error, KeyChange};
 pub use run_directory::{RunDirectory, TOKENIZER, changes, join_names, leaves};
 pub use run_lock::RunLock;

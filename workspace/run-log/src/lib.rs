@@ -4,6 +4,7 @@
 mod calibration;
 mod error;
 mod evaluation;
+pub mod evaluation_label;
 mod json_lines;
 mod machine;
 pub mod metrics;

@@ -8,7 +8,7 @@ use clap::Parser;
 use moh_device::DeviceName;
 use moh_kernels::ElementType;
 use moh_program::arguments::at_least;
-use moh_program::models;
+use moh_program::options;
 
 /// Serve a model, dense or Mixture-of-Head, over HTTP with OpenAI's API
 ///
@@ -47,7 +47,7 @@ pub struct Arguments {
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// Element type of the computation
-    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    #[arg(long, value_parser = options::element_types(), default_value = "f32")]
     pub dtype: ElementType,
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]

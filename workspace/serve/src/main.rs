@@ -5,13 +5,13 @@ mod run;
 
 use std::process::ExitCode;
 
-use moh_program::{exit, models};
+use moh_program::{exit, options};
 
 fn main() -> ExitCode {
     exit::run(|| {
         let arguments = moh_program::arguments::parse::<arguments::Arguments>();
         let job = run::Serve::prepare(&arguments)?;
-        let device = models::open(arguments.device)?;
+        let device = options::open_device(arguments.device)?;
         let device = if arguments.deterministic { device.with_batch_invariance() } else { device };
         device.compute(arguments.dtype, job)
     })

@@ -8,17 +8,17 @@ use std::sync::{Arc, RwLock, Weak};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
-use moh_chat::ChatTemplate;
 use moh_device::{Compute, DeviceName, available_memory};
 use moh_kernels::{Backend, Element};
 use moh_model::{BatchOptions, Model, ModelConfig};
-use moh_program::{counted, exit, models};
+use moh_program::{counted, exit, options};
 use moh_serve::api::{self, Checkpoint, LayerDescription, Served};
 use moh_serve::engine::{Admission, Handle, Inbox, Limits, Scheduler, queue};
 use moh_serve::guard::Guard;
 use moh_serve::metrics::Metrics;
 use moh_serve::source::Source;
 use moh_serve::{page, server};
+use moh_text::ChatTemplate;
 
 use crate::arguments::Arguments;
 
@@ -69,7 +69,7 @@ fn describe(
     engine: Handle,
 ) -> anyhow::Result<Served> {
     let directory = source.tokenizer()?;
-    let tokenizer = models::required_tokenizer(&directory)?;
+    let tokenizer = moh_models::required_tokenizer(&directory)?;
     let positions = config.max_position_embeddings;
     let context = arguments.max_model_len.unwrap_or(positions);
     if context > positions {
@@ -277,7 +277,7 @@ fn cache_options<B: Backend, T: Element>(
         (bytes * tokens) as f64 / 1e9
     ));
     let pass_tokens = arguments.max_num_batched_tokens;
-    let options = models::batch_options(model, tokens);
+    let options = options::batch_options(model, tokens);
     Ok(BatchOptions { pass_tokens, blocks, block_length, independent: true, ..options })
 }
 

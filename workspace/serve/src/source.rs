@@ -6,7 +6,6 @@ use anyhow::{Context as _, bail};
 use moh_hf::{ConfigFile, StoredModel};
 use moh_kernels::{Backend, Element};
 use moh_model::{Model, ModelConfig};
-use moh_program::models;
 use moh_run_directory::{CheckpointName, RunDirectory};
 use moh_step::TensorKind;
 
@@ -36,7 +35,7 @@ impl Source {
                 let step = name.resolve_alone()?;
                 Ok(Source::Checkpoint { run: name.run, step })
             }
-            None => Ok(Source::Directory(models::locate(name, revision)?)),
+            None => Ok(Source::Directory(moh_models::locate(name, revision)?)),
         }
     }
 
@@ -131,6 +130,6 @@ fn load_directory<B: Backend, T: Element>(
     directory: &Path,
     positions: usize,
 ) -> anyhow::Result<Model<B, T>> {
-    let stored: StoredModel = models::stored(directory)?;
+    let stored: StoredModel = moh_models::stored(directory)?;
     Ok(stored.load(backend, positions)?)
 }

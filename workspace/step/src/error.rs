@@ -3,7 +3,7 @@
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The samples of a step could not be read: the error of the function that reads them.
+    /// The samples of a step or the windows of an evaluation could not be read: the error of what reads them.
     #[error(transparent)]
     Samples(Box<dyn std::error::Error + Send + Sync>),
     /// Another rank failed, which ends the run on this rank too.

@@ -1,11 +1,12 @@
 //! One optimisation step: the passes of its micro-batches, the exchange between data ranks, the gradient norm, and
-//! AdamW's update if the step is applied. The crates above decide what a recipe's step is and where its tokens come
+//! AdamW's update if the step is applied. Also the loss of a model on held-out text ([`Evaluator`]). The crates above decide what a recipe's step is and where its tokens come
 //! from. `examples/train_tiny.rs` trains a model with this crate.
 
 mod block_norms;
 mod data_parallel;
 mod error;
 pub mod guard;
+mod loss;
 mod not_finite;
 #[cfg(test)]
 mod on_ranks;
@@ -24,6 +25,7 @@ mod tiny_model;
 
 pub use block_norms::{BlockNorms, Norms};
 pub use error::Error;
+pub use loss::{DecodedBytes, EvaluationText, Evaluator, GoOn, Loss, LossSums};
 pub use not_finite::finite_or_nan;
 pub use optimizer::{GroupFactors, Hyperparameters, OptimizerState};
 pub use ranks::Ranks;

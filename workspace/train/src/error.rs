@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use moh_files::units::{bytes, counted};
+use moh_step::guard::SkipReason;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -133,6 +134,22 @@ pub enum Error {
         /// Step of the newest complete checkpoint, from which the run resumes.
         last_good: Option<u64>,
     },
+    /// A token file was prepared with another tokenizer than the model's.
+    #[error(
+        "{}: prepared with another tokenizer than {}: {difference}: use the tokenizer of the token file, prepare the \
+         text again with this one, or accept it if it gives the same ids on a sample of the text: {command}",
+        prefix.display(), tokenizer.display()
+    )]
+    OtherTokenizer {
+        /// The token file, without endings.
+        prefix: PathBuf,
+        /// The model's tokenizer.
+        tokenizer: PathBuf,
+        /// What it has otherwise.
+        difference: String,
+        /// The command that accepts it.
+        command: String,
+    },
     /// The recipe's model is not on this machine.
     #[error(
         "{}: model.from: no such directory, and the model is not downloaded: correct the path or id",
@@ -242,11 +259,7 @@ pub enum Error {
         /// The stage.
         stage: String,
     },
-    /// An evaluation failed.
-    #[error(transparent)]
-    Evaluation(#[from] moh_eval::Error),
-    /// The model could not be read, its vocabulary could not grow, or its export could not be
-    /// written.
+    /// The model could not be read, or its export could not be written.
     #[error(transparent)]
     Hf(#[from] moh_hf::Error),
 }

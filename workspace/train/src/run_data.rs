@@ -5,8 +5,11 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TokenizerMatch, TrainingData, Windows};
+use moh_data::{
+    DocumentEnd, TokenDecoder, TokenFile, TokenizerFile, TokenizerMatch, TrainingData, Windows,
+};
 use moh_plan::open_training;
+use moh_recipe::shell::shell_word;
 use moh_recipe::{Recipe, ValidationSet, validation_key};
 use moh_run_log::EvaluatedText;
 use moh_step::ReadSample;
@@ -65,43 +68,67 @@ pub(crate) struct RunData {
     training_files: Vec<(String, Arc<TokenFile>)>,
     /// The validation sets, in the recipe's order.
     pub validation: Vec<ValidationText>,
-    /// `None` if the model has no tokenizer.
-    pub tokenizer: Option<TextTokenizer>,
-    /// What a user should know of the tokenizer's match with the token files.
+    /// What counts the bytes of targets; `None` if the model has no tokenizer, or one that decodes otherwise.
+    pub decoder: Option<TokenDecoder>,
+    /// What a user should know of the tokenizer, and of its match with the token files.
     pub tokenizer_remarks: Vec<String>,
 }
 
 impl RunData {
-    /// Opens the data of `recipe`. With `allow_other_tokenizer`, the model's tokenizer may be another than that
-    /// of a token file, if it gives the same ids on a sample of it.
+    /// Opens the data of `recipe`.
     ///
     /// # Errors
     /// Fails if a file is missing or invalid, shorter than one window, or prepared with a different
     /// tokenizer.
-    pub(crate) fn open(
-        recipe: &Recipe,
-        source: &ModelSource,
-        allow_other_tokenizer: bool,
-    ) -> Result<Self, Error> {
+    pub(crate) fn open(recipe: &Recipe, source: &ModelSource) -> Result<Self, Error> {
         let vocab_size = source.config().vocab_size;
         let training = open_training(recipe, vocab_size)?;
         let validation = open_validation(recipe, vocab_size)?;
-        let tokenizer = source.tokenizer()?;
         let training_files = training_files(recipe, &training);
-        let tokenizer_remarks = Vec::new();
-        let mut data =
-            RunData { training, training_files, validation, tokenizer, tokenizer_remarks };
-        data.check_tokenizer(allow_other_tokenizer)?;
+        let (decoder, tokenizer_remarks) = (None, Vec::new());
+        let mut data = RunData { training, training_files, validation, decoder, tokenizer_remarks };
+        if let Some(tokenizer) = source.tokenizer()? {
+            data.tokenizer_remarks = data.check_tokenizer(&tokenizer)?;
+            data.decoder = tokenizer.decoder();
+            if data.decoder.is_none() && !data.validation.is_empty() {
+                data.tokenizer_remarks.push(format!(
+                    "{}: has a decoder that training does not know, so losses have no bits per byte: moh-eval loss \
+                     has them",
+                    tokenizer.path().display()
+                ));
+            }
+        }
         Ok(data)
     }
 
-    /// Compares the tokenizer with that of each token file.
-    fn check_tokenizer(&mut self, allow_other: bool) -> Result<(), Error> {
-        let Some(tokenizer) = &self.tokenizer else { return Ok(()) };
+    /// Compares the tokenizer with that of each token file, and returns what a user should know of it.
+    ///
+    /// # Errors
+    /// [`Error::OtherTokenizer`] with the files that were prepared with another one.
+    fn check_tokenizer(&self, tokenizer: &TokenizerFile) -> Result<Vec<String>, Error> {
         let mut files: BTreeMap<TokenizerMatch, BTreeSet<&Path>> = BTreeMap::new();
+        let mut others: BTreeMap<&Path, String> = BTreeMap::new();
+        let (hash, vocab_size) = (tokenizer.hash(), tokenizer.vocab_size());
         for (_, file) in self.token_files() {
-            let found = file.check_tokenizer(tokenizer, allow_other)?;
-            files.entry(found).or_default().insert(file.prefix());
+            let content = || Ok::<_, Error>(tokenizer.content());
+            match file.compare_tokenizer(hash, vocab_size, content)? {
+                Ok(found) => drop(files.entry(found).or_default().insert(file.prefix())),
+                Err(difference) => drop(others.insert(file.prefix(), difference)),
+            }
+        }
+        if let Some((prefix, difference)) = others.first_key_value() {
+            let word = |path: &Path| shell_word(&path.to_string_lossy());
+            let prefixes: Vec<String> = others.keys().map(|prefix| word(prefix)).collect();
+            return Err(Error::OtherTokenizer {
+                prefix: prefix.to_path_buf(),
+                tokenizer: tokenizer.path().to_owned(),
+                difference: difference.clone(),
+                command: format!(
+                    "moh-data accept --tokenizer {} {}",
+                    word(tokenizer.path()),
+                    prefixes.join(" ")
+                ),
+            });
         }
         let remarks = files.iter().filter_map(|(found, files)| {
             let (remark, first) = (found.remark()?, files.first()?.display());
@@ -111,8 +138,7 @@ impl RunData {
             };
             Some(format!("{}: {remark}: {first}{others}", tokenizer.path().display()))
         });
-        self.tokenizer_remarks = remarks.collect();
-        Ok(())
+        Ok(remarks.collect())
     }
 
     /// Reads the samples of the stage `index`.

@@ -5,15 +5,15 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use moh_checkpoint::{RunState, StoredCheckpoint, TensorRequest};
-use moh_data::TextTokenizer;
+use moh_data::{SpecialTokens, TokenizerFile};
 use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::companion_files;
-use moh_hf::{ConfigFile, Expansion, ModelCard, SpecialTokens, StoredModel, WeightFiles};
+use moh_hf::{ConfigFile, ModelCard, StoredModel, WeightFiles};
 use moh_kernels::DType;
 use moh_model::layout::Segment;
 use moh_model::tensors::{has_vocabulary_rows, tensors};
 use moh_model::{ModelConfig, initial};
-use moh_recipe::{Recipe, read_shape};
+use moh_recipe::{ModelOptions, Recipe, read_shape, shell};
 use moh_run_directory::{CheckpointName, RunDirectory, TOKENIZER};
 use moh_step::TensorKind;
 use serde_json::{Map, Value};
@@ -22,16 +22,17 @@ use crate::{Error, model_card};
 
 /// The initial model of a run.
 pub struct ModelSource {
-    /// The fields of `config.json`, before the vocabulary grows.
+    /// The fields of `config.json`, before the vocabulary is padded.
     config_file: ConfigFile,
-    /// The configuration after the vocabulary has grown.
+    /// The configuration with which training starts.
     config: ModelConfig,
+    /// The rows of the vocabulary, from the first on, that are the stored model's tokens; all rows of a new model.
+    kept_rows: usize,
     weights: Weights,
     /// The names of its tensors.
     tensors: HashSet<String>,
-    expansion: Option<Expansion>,
     tokenizer: Option<PathBuf>,
-    /// The directory of the tokenizer before `model.tokenizer`.
+    /// The directory of the tokenizer among the model's files.
     first_tokenizer: Option<PathBuf>,
     directory: Option<PathBuf>,
     /// The card of a model that is made from this one.
@@ -74,6 +75,7 @@ impl ModelSource {
         let tokenizer = model.tokenizer.as_deref();
         let name = model.from.as_deref().and_then(CheckpointName::parse);
         check_run_keys(recipe, path, name.is_some())?;
+        refuse_growth(model, path)?;
         let Some(name) = name else {
             return Self::from_parts(recipe, path, directory, tokenizer, WeightsFrom::Files);
         };
@@ -128,38 +130,34 @@ impl ModelSource {
             }
             (None, _, None) => return Err(Error::NoModel { path: path.to_owned() }),
         };
-        let mut source = ModelSource {
-            config: config_file.config.clone(),
+        let mut config = config_file.config.clone();
+        let tokenizer = tokenizer.map(Path::to_owned).or_else(|| first_tokenizer.clone());
+        let (rows, mut kept_rows) = (config.vocab_size, config.vocab_size);
+        config.vocab_size = recipe.model.padded_vocabulary(rows);
+        match (&weights, &first_tokenizer, &tokenizer) {
+            (Weights::Fresh { .. }, ..) => kept_rows = config.vocab_size,
+            // Of an earlier version, whose runs took over larger vocabularies.
+            (Weights::NotKept { .. }, Some(old), Some(new)) if old != new => {
+                let (old, new) = (TokenizerFile::load(old)?, TokenizerFile::load(new)?);
+                kept_rows = new.kept_rows(&old, rows);
+                config.vocab_size = recipe.model.padded_vocabulary(rows.max(new.vocab_size()));
+            }
+            _ => {}
+        }
+        let source = ModelSource {
+            config,
+            kept_rows,
             tensors: tensors(&config_file.config).into_iter().map(|tensor| tensor.name).collect(),
             config_file,
             weights,
-            expansion: None,
-            tokenizer: tokenizer.map(Path::to_owned).or_else(|| first_tokenizer.clone()),
+            tokenizer,
             first_tokenizer,
             directory: directory.map(Path::to_owned),
             card,
             warning,
         };
-        source.grow_vocabulary(recipe, tokenizer)?;
         source.check(recipe, path)?;
         Ok(source)
-    }
-
-    fn grow_vocabulary(&mut self, recipe: &Recipe, tokenizer: Option<&Path>) -> Result<(), Error> {
-        let rows = self.config.vocab_size;
-        if matches!(self.weights, Weights::Fresh { .. }) {
-            self.config.vocab_size = recipe.model.padded_vocabulary(rows);
-            return Ok(());
-        }
-        let old = self.first_tokenizer.as_ref().or(self.directory.as_ref());
-        let expansion = match (tokenizer, old, recipe.model.pad_vocab_to) {
-            (Some(new), Some(old), pad) => Expansion::plan(old, new, rows, pad)?,
-            (None, _, Some(multiple)) => Expansion::padding(rows, multiple)?,
-            _ => return Ok(()),
-        };
-        self.config.vocab_size = expansion.num_rows();
-        self.expansion = (!expansion.is_identity()).then_some(expansion);
-        Ok(())
     }
 
     /// Compares the model with the recipe's description.
@@ -177,7 +175,9 @@ impl ModelSource {
             let ours = &self.config_file.config;
             let shape_of = |c: &ModelConfig| {
                 let heads = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
-                let widths = (c.hidden_size, c.intermediate_size, c.vocab_size);
+                // With a size of its own in the recipe, that of the described model is another one.
+                let rows = recipe.model.vocab_size.is_none().then_some(c.vocab_size);
+                let widths = (c.hidden_size, c.intermediate_size, rows);
                 (heads, widths, c.num_hidden_layers, c.tie_word_embeddings)
             };
             if shape_of(&described) != shape_of(ours) {
@@ -193,7 +193,7 @@ impl ModelSource {
         &self.config
     }
 
-    /// The configuration before the vocabulary grows, which the recipe is checked against.
+    /// The configuration before the vocabulary is padded, which the recipe is checked against.
     pub fn original_config(&self) -> &ModelConfig {
         &self.config_file.config
     }
@@ -203,9 +203,9 @@ impl ModelSource {
         self.warning.as_deref()
     }
 
-    /// The rows of the vocabulary, from the first on, that are the same tokens as before it grew.
+    /// The rows of the vocabulary, from the first on, that are the stored model's tokens; all rows of a new model.
     pub(crate) fn kept_rows(&self) -> usize {
-        self.expansion.as_ref().map_or(self.config.vocab_size, Expansion::num_kept)
+        self.kept_rows
     }
 
     /// The fields of `config.json`.
@@ -244,15 +244,15 @@ impl ModelSource {
         self.tokenizer.as_deref()
     }
 
-    /// Loads the tokenizer, if the model has one.
+    /// Reads the tokenizer's file, if the model has one.
     ///
     /// # Errors
     /// Fails if the file is not a tokenizer.
-    pub fn tokenizer(&self) -> Result<Option<TextTokenizer>, Error> {
-        Ok(self.tokenizer.as_deref().map(TextTokenizer::load).transpose()?)
+    pub(crate) fn tokenizer(&self) -> Result<Option<TokenizerFile>, Error> {
+        Ok(self.tokenizer.as_deref().map(TokenizerFile::load).transpose()?)
     }
 
-    /// The directory of the tokenizer before `model.tokenizer`, if there was one.
+    /// The directory of the tokenizer among the model's files, if there is one.
     pub(crate) fn first_tokenizer(&self) -> Option<&Path> {
         self.first_tokenizer.as_deref()
     }
@@ -309,8 +309,8 @@ impl ModelSource {
         self.fill_state(TensorKind::Weight, segment, values)
     }
 
-    /// Fills one tensor, or its moments, with the initial elements. Rows of new tokens have zero moments, and a tensor that
-    /// the model does not have, which a later stage adds, begins as zeros.
+    /// Fills one tensor, or its moments, with the initial elements. Rows that pad a stored model's vocabulary are the mean
+    /// of the others, with zero moments. A tensor that the model does not have, which a later stage adds, begins as zeros.
     ///
     /// # Errors
     /// See [`ModelSource::fill`].
@@ -320,29 +320,29 @@ impl ModelSource {
         segment: &Segment,
         values: &mut [f32],
     ) -> Result<(), Error> {
-        let is_weight = kind == TensorKind::Weight;
         if !self.has(kind, &segment.name) {
             values.fill(0.0);
             return Ok(());
         }
-        let expansion = self.expansion.as_ref().filter(|_| has_vocabulary_rows(&segment.name));
-        let Some(expansion) = expansion else { return self.read(kind, segment, values) };
-        let width = self.config.hidden_size;
-        let mut old = vec![0f32; expansion.old_rows() * width];
-        self.read(kind, segment, &mut old)?;
-        let row = |id: u32, out: &mut [f32]| {
-            out.copy_from_slice(&old[id as usize * width..][..width]);
+        let stored = match self.is_padded(&segment.name) {
+            true => self.config_file.config.vocab_size * self.config.hidden_size,
+            false => values.len(),
         };
-        let rows = expansion.rows(width, &row);
-        let (kept, grown) = values.split_at_mut(expansion.num_kept() * width);
-        kept.copy_from_slice(&old[..kept.len()]);
-        for (row, out) in (expansion.num_kept()..).zip(grown.chunks_exact_mut(width)) {
-            match is_weight {
-                true => rows.read(row, out),
-                false => out.fill(0.0),
-            }
+        let (stored, padding) = values.split_at_mut(stored);
+        self.read(kind, segment, stored)?;
+        match kind {
+            TensorKind::Weight => pad_with_mean(stored, padding, self.config.hidden_size),
+            _ => padding.fill(0.0),
         }
         Ok(())
+    }
+
+    /// Whether a tensor has more rows than the stored model's.
+    fn is_padded(&self, tensor: &str) -> bool {
+        let is_stored = !matches!(self.weights, Weights::Fresh { .. });
+        is_stored
+            && has_vocabulary_rows(tensor)
+            && self.config.vocab_size > self.config_file.config.vocab_size
     }
 
     /// Fills elements of a tensor, or of its moments: a range of those of its slice on this rank.
@@ -356,9 +356,8 @@ impl ModelSource {
         range: Range<usize>,
         values: &mut [f32],
     ) -> Result<(), Error> {
-        let grows = self.expansion.is_some() && has_vocabulary_rows(&segment.name);
         match &self.weights {
-            Weights::Checkpoint { stored, .. } if !grows => {
+            Weights::Checkpoint { stored, .. } if !self.is_padded(&segment.name) => {
                 if !self.has(kind, &segment.name) {
                     values.fill(0.0);
                     return Ok(());
@@ -379,7 +378,7 @@ impl ModelSource {
         }
     }
 
-    /// Reads a tensor as it is stored, before the vocabulary grows.
+    /// Reads a tensor as it is stored, before the vocabulary is padded.
     fn read(&self, kind: TensorKind, segment: &Segment, out: &mut [f32]) -> Result<(), Error> {
         match &self.weights {
             Weights::Files(files) => Ok(files.read_f32(&segment.name, out)?),
@@ -437,6 +436,40 @@ fn check_run_keys(recipe: &Recipe, path: &Path, is_run: bool) -> Result<(), Erro
         return Err(differs(path, "model.revision", reason.to_owned()));
     }
     Ok(())
+}
+
+/// Refuses to take over a tokenizer's vocabulary, whose new rows the library of tokenizers spells.
+fn refuse_growth(model: &ModelOptions, path: &Path) -> Result<(), Error> {
+    let (Some(from), Some(tokenizer)) = (&model.from, &model.tokenizer) else { return Ok(()) };
+    let word = |text: &str| shell::shell_word(text);
+    let mut command = format!("moh-convert --from {}", word(from));
+    if let Some(revision) = &model.revision {
+        command += &format!(" --revision {}", word(revision));
+    }
+    command += &format!(" --attention dense --tokenizer {}", word(&tokenizer.to_string_lossy()));
+    if let Some(multiple) = model.pad_vocab_to {
+        command += &format!(" --pad-vocab-to {multiple}");
+    }
+    let reason = format!(
+        "is for a new model: for a model with the vocabulary of another tokenizer run {command} --out DIR, then set \
+         model.from = \"DIR\" and leave model.tokenizer out"
+    );
+    Err(differs(path, "model.tokenizer", reason))
+}
+
+/// Fills the rows of `padding` with the mean of the rows of `stored`, of `width` elements. It is accumulated in f64 in the
+/// order of the rows, so that it is the same on every machine.
+fn pad_with_mean(stored: &[f32], padding: &mut [f32], width: usize) {
+    if padding.is_empty() {
+        return;
+    }
+    let mut sum = vec![0.0f64; width];
+    for row in stored.chunks_exact(width) {
+        sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += f64::from(*value));
+    }
+    let count = (stored.len() / width) as f64;
+    let mean: Vec<f32> = sum.into_iter().map(|sum| (sum / count) as f32).collect();
+    padding.chunks_exact_mut(width).for_each(|row| row.copy_from_slice(&mean));
 }
 
 /// The directory, if it has a tokenizer.

@@ -1,12 +1,12 @@
 //! The teachers of a run's stages: the run's own model as it was loaded, a model directory, or a checkpoint of another
-//! run. A teacher has the model's shape, and its vocabulary or the one before this has grown: then the distributions are
-//! compared over the old rows alone.
+//! run. A teacher has the model's shape, and its vocabulary or the beginning of it: then the distributions are compared
+//! over the teacher's rows alone.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use moh_checkpoint::StoredCheckpoint;
-use moh_data::TextTokenizer;
+use moh_data::TokenizerFile;
 use moh_hf::{ConfigFile, StoredModel, WeightFiles};
 use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
@@ -119,30 +119,37 @@ impl TeacherSource {
                 "supports {longest} tokens (max_position_embeddings), but the stage's sequences have {length}"
             ));
         }
+        let load = |path: Option<&Path>| path.map(TokenizerFile::load).transpose();
+        let theirs = load(stored.tokenizer.as_deref())?;
         let original = source.original_config().vocab_size;
-        let (rows, tokenizer) = match own.vocab_size {
-            size if size == model.vocab_size => (size, source.tokenizer_directory()),
-            size if size == original => (source.kept_rows().min(size), source.first_tokenizer()),
+        let (rows, ours) = match own.vocab_size {
+            size if size == model.vocab_size => (size, load(source.tokenizer_directory())?),
+            size if size == original => {
+                (source.kept_rows().min(size), load(source.first_tokenizer())?)
+            }
             size => {
-                let grown = match original == model.vocab_size {
-                    true => String::new(),
-                    false => format!(", and {original} before it grows"),
-                };
-                return refuse(format!(
-                    "has a vocabulary of {size} rows, but the run's model has {}{grown}: name a teacher with the \
-                     same vocabulary",
-                    model.vocab_size
-                ));
+                let larger = load(source.tokenizer_directory())?.zip(theirs.as_ref());
+                let larger = larger.filter(|(ours, theirs)| ours.has_tokens_of(theirs));
+                match larger.filter(|_| size < model.vocab_size) {
+                    // The tokenizer before the model took over a larger vocabulary.
+                    Some((ours, theirs)) => (ours.kept_rows(theirs, size), None),
+                    None => {
+                        return refuse(format!(
+                            "has a vocabulary of {size} rows, but the run's model has {}: name a teacher with the \
+                             same vocabulary, or one whose tokens have the same ids in the model's tokenizer",
+                            model.vocab_size
+                        ));
+                    }
+                }
             }
         };
-        if let (Some(theirs), Some(ours)) = (&stored.tokenizer, tokenizer) {
-            let (theirs, ours) = (TextTokenizer::load(theirs)?, TextTokenizer::load(ours)?);
-            if let Some(difference) = theirs.first_difference(&ours)? {
-                return refuse(format!(
-                    "has another tokenizer than {}: {difference}: name a teacher with the same tokenizer",
-                    ours.path().display()
-                ));
-            }
+        if let (Some(theirs), Some(ours)) = (&theirs, &ours)
+            && let Some(difference) = theirs.first_difference(ours)
+        {
+            return refuse(format!(
+                "has another tokenizer than {}: {difference}: name a teacher with the same tokenizer",
+                ours.path().display()
+            ));
         }
         let mut hasher = blake3::Hasher::new();
         hasher.update(stored.identity.as_bytes());

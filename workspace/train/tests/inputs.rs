@@ -17,7 +17,7 @@ use moh_run_directory::RunDirectory;
 use moh_run_log::Summary;
 use moh_train::{Error, Event, Outcome, RunOptions};
 use serde_json::Value;
-use support::driver::{run_in, stop_at, watch};
+use support::driver::{stop_at, watch};
 use support::results::Results;
 use support::{TestRun, copy_all, files, write_tokens};
 
@@ -408,7 +408,7 @@ fn copy_tokenizer(place: &TestRun, name: &str, change: impl FnOnce(&mut Value)) 
 
 /// A recipe of one stage for a new model with this tokenizer.
 fn recipe_with_tokenizer(place: &TestRun, tokenizer: &Path) -> Recipe {
-    let vocabulary = moh_data::TextTokenizer::load(tokenizer).unwrap().vocab_size();
+    let vocabulary = moh_data::TokenizerFile::load(tokenizer).unwrap().vocab_size();
     let mut recipe = place.recipe(&[
         &format!("model.tokenizer={}", tokenizer.display()),
         &format!("model.new.vocab_size={vocabulary}"),
@@ -456,7 +456,7 @@ fn a_tokenizer_may_be_written_again_but_not_change() {
 }
 
 #[test]
-fn another_tokenizer_than_that_of_a_token_file_must_give_its_ids() {
+fn another_tokenizer_than_that_of_a_token_file_must_be_accepted() {
     let place = TestRun::new();
     let tokenizer = copy_tokenizer(&place, "tokenizer", |_| {});
     let info = place.dir.path().join("text.json");
@@ -466,11 +466,13 @@ fn another_tokenizer_than_that_of_a_token_file_must_give_its_ids() {
     let recipe = recipe_with_tokenizer(&place, &tokenizer);
     let error = train(&recipe).unwrap_err().to_string();
     assert!(error.contains("prepared with another tokenizer"), "{error}");
-    assert!(error.contains("--allow-other-tokenizer"), "{error}");
-    let stop = AtomicBool::new(false);
-    let options = RunOptions { allow_other_tokenizer: true, ..RunOptions::new(&stop) };
-    // Its tokens are random.
-    let outcome = run_in(&World::single(), &recipe, options, &mut |_| {});
-    let error = outcome.unwrap_err().to_string();
-    assert!(error.contains("tokenizer.json: does not give the ids of "), "{error}");
+    let [tokenizer, text] = [tokenizer.join("tokenizer.json"), place.dir.path().join("text")]
+        .map(|path| path.display().to_string());
+    let command = format!("moh-data accept --tokenizer {tokenizer} {text}");
+    assert!(error.ends_with(&command), "{error}");
+    // As that command records it.
+    let hash = blake3::hash(&fs::read(&tokenizer).unwrap()).to_hex();
+    json["accepted_tokenizers"] = serde_json::json!([hash.as_str()]);
+    fs::write(&info, json.to_string()).unwrap();
+    interrupt(&recipe);
 }

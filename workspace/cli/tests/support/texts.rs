@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use moh_data::TextTokenizer;
 use moh_prepare::{AppendEos, Prepare, prepare};
+use moh_text::TextTokenizer;
 
 /// Writes the token file `prefix` of a text, by the tokenizer of a directory, without end-of-text tokens.
 pub fn prepare_text(tokenizer: &Path, text: &Path, prefix: &Path) {

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use moh_chat::{ChatTemplate, Conversation, TrainedTurns};
 use moh_fuzz::Target;
+use moh_text::{ChatTemplate, Conversation, TrainedTurns};
 use serde_json::Value;
 
 use crate::{ALLOCATOR, outcome};

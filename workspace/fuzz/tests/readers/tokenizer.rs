@@ -1,7 +1,7 @@
 //! `tokenizer.json`.
 
-use moh_data::TextTokenizer;
 use moh_fuzz::Target;
+use moh_text::TextTokenizer;
 
 use crate::{ALLOCATOR, outcome, repository};
 

@@ -7,7 +7,9 @@ mod hub_server;
 
 use hub_server::{Behaviour, COMMIT, ID, Server, address_of};
 
-use crate::cache::{cached_in, commit_of, is_contained, is_content_address};
+use moh_hf::hub_cache::{commit_of, find_model};
+
+use crate::cache::{is_contained, is_content_address};
 
 fn files(weights: usize) -> HashMap<String, Vec<u8>> {
     let weights = (0..weights).map(|byte| (byte / 251) as u8).collect();
@@ -119,24 +121,6 @@ fn a_tokenizer_is_fetched_without_the_weights() {
     let Place { dir: _dir, hub } = place(&server);
     let error = hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap_err().to_string();
     assert!(error.contains("has no tokenizer.json"), "{error}");
-}
-
-#[test]
-fn a_plan_fetches_the_configuration_alone() {
-    let server = Server::start(Behaviour { files: files(10), ..Behaviour::default() });
-    let Place { dir: _dir, mut hub } = place(&server);
-    let path = hub.resolve_config(ID, None).unwrap();
-    let names: Vec<_> =
-        fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(names, ["config.json"]);
-    hub.offline = true;
-    assert_eq!(hub.resolve_config(ID, None).unwrap(), path);
-    // A configuration is not a model.
-    assert!(resolve_error(&hub).contains("is not in the cache"));
-    hub.offline = false;
-    assert_eq!(hub.resolve(ID, None, &mut |_| ()).unwrap(), path);
-    hub.offline = true;
-    assert_eq!(hub.resolve(ID, None, &mut |_| ()).unwrap(), path);
 }
 
 #[test]
@@ -297,7 +281,7 @@ fn a_directory_without_permission_is_no_hub_id() {
 }
 
 #[test]
-fn a_commit_is_found_in_the_cache_without_asking_the_hub_if_its_weights_are_there() {
+fn a_commit_that_was_downloaded_is_found_in_the_cache_while_its_weights_are_there() {
     let header = br#"{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
     let weights = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 4]].concat();
     let wanted = HashMap::from([
@@ -306,7 +290,7 @@ fn a_commit_is_found_in_the_cache_without_asking_the_hub_if_its_weights_are_ther
     ]);
     let server = Server::start(Behaviour { files: wanted, ..Behaviour::default() });
     let Place { dir, hub } = place(&server);
-    let cached = |id: &str, revision: &str| cached_in(&dir.path().join("hub"), id, revision);
+    let cached = |id: &str, commit: &str| find_model(&dir.path().join("hub"), id, commit);
     assert_eq!(cached(ID, COMMIT), None);
     let path = hub.resolve(ID, None, &mut |_| ()).unwrap();
     assert_eq!(commit_of(&path), Some(COMMIT));
@@ -318,7 +302,6 @@ fn a_commit_is_found_in_the_cache_without_asking_the_hub_if_its_weights_are_ther
     fs::write(reference, COMMIT.replace('0', "f")).unwrap();
     assert_eq!(cached(ID, COMMIT).as_ref(), Some(&path));
     assert_eq!(cached(ID, &COMMIT.replace('0', "f")), None);
-    assert_eq!(cached(ID, "main"), None);
     assert_eq!(cached("../tiny", COMMIT), None);
     assert_eq!(cached(ID, "../../tiny"), None);
     fs::remove_file(path.join("model.safetensors")).unwrap();

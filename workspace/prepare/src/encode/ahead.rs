@@ -24,7 +24,7 @@ impl LoadAhead {
     pub fn start(path: &Path) -> Self {
         let path = path.to_path_buf();
         let load = move || {
-            let json = TokenizerJson::of_bpe_file(&std::fs::read(path).ok()?).ok()?;
+            let json = TokenizerJson::of_file(&std::fs::read(path).ok()?).ok()?;
             let pipeline = Pipeline::load(&json).ok()?;
             Some(Loaded { json, pipeline })
         };

@@ -5,8 +5,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use moh_chat::{Conversation, Renderer, TrainingText};
-use moh_data::TextTokenizer;
+use moh_text::{Conversation, Renderer, TextTokenizer, TrainingText};
 use serde_json::Value;
 
 use crate::prepare::Chat;

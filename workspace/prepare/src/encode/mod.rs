@@ -11,7 +11,8 @@ mod spelling;
 #[cfg(test)]
 mod tests;
 
-use moh_data::{TextTokenizer, TokenizerJson};
+use moh_data::TokenizerJson;
+use moh_text::TextTokenizer;
 use tokenizers_1::pipeline::PipelineToken;
 
 pub use self::ahead::LoadAhead;

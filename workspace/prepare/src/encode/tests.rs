@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::sync::LazyLock;
 
-use moh_data::TextTokenizer;
+use moh_text::TextTokenizer;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokenizers_1::pipeline::PipelineToken;

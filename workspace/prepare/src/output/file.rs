@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use moh_data::{
-    BEGINNING_TOKENS, CompleteTokenFile, Provenance, TokenFile, TokenFileWriter, beginning_blake3,
-    publish_remaining, with_ending,
+    BEGINNING_TOKENS, CompleteTokenFile, Provenance, TokenFile, TokenFileWriter, publish_remaining,
+    with_ending,
 };
+use moh_text::beginning_blake3;
 
 use super::journal::FileState;
 use crate::end_of_text::Ending;

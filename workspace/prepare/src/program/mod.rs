@@ -1,5 +1,6 @@
 //! The commands of `moh-data`.
 
+pub mod accept;
 pub mod info;
 mod inputs;
 mod lengths;

@@ -6,15 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use moh_chat::{ChatTemplate, TrainedTurns};
-use moh_data::{DocumentEnd, TextTokenizer};
+use moh_data::DocumentEnd;
 use moh_prepare::{
     AppendEos, BadRecords, Chat, Counts, LoadAhead, Observer, Prepare, Prepared, PreparedFile,
     Progress, Sample, Selection, Split,
 };
 use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
-use moh_program::{counted, exit, models};
+use moh_program::{counted, exit};
+use moh_text::{ChatTemplate, TextTokenizer, TrainedTurns};
 
 use super::inputs::{self, InputArguments};
 use super::special_tokens;
@@ -114,7 +114,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         true => exit::stop_on_signals(&stop)?,
         false => exit::remove_temporary_files_on_signals()?,
     }
-    let file = models::tokenizer_file(&arguments.tokenizer, arguments.revision.as_deref())?;
+    let file = moh_models::tokenizer_file(&arguments.tokenizer, arguments.revision.as_deref())?;
     let ahead = (!arguments.chat).then(|| LoadAhead::start(&file));
     let tokenizer =
         TextTokenizer::load(&file)?.split_special_tokens(arguments.split_special_tokens);

@@ -1,7 +1,8 @@
 //! The tokenizer of a token file, as an option of the commands that show or verify text.
 
-use moh_data::{TextTokenizer, TokenFile};
-use moh_program::{exit, models};
+use moh_data::TokenFile;
+use moh_program::exit;
+use moh_text::TextTokenizer;
 
 #[derive(clap::Args)]
 pub struct TokenizerArguments {
@@ -25,8 +26,8 @@ impl TokenizerArguments {
     /// The tokenizer, if one is named, which is the one that the file records.
     pub fn load(&self, file: &TokenFile) -> anyhow::Result<Option<TextTokenizer>> {
         let Some(name) = &self.tokenizer else { return Ok(None) };
-        let tokenizer = models::named_tokenizer(name, self.revision.as_deref())?;
-        let found = file.check_tokenizer(&tokenizer, self.allow_other_tokenizer)?;
+        let tokenizer = moh_models::named_tokenizer(name, self.revision.as_deref())?;
+        let found = tokenizer.check_file(file, self.allow_other_tokenizer)?;
         if let Some(remark) = found.remark() {
             let (path, prefix) = (tokenizer.path().display(), file.prefix().display());
             exit::stderr_line(format_args!("note: {path}: {remark}: {prefix}"));

@@ -4,9 +4,10 @@ use std::io::{Write, stdout};
 use std::ops::Range;
 use std::path::PathBuf;
 
-use moh_data::{DocumentEnd, TextTokenizer, TokenFile};
+use moh_data::{DocumentEnd, TokenFile};
 use moh_program::arguments::at_least;
 use moh_program::counted;
+use moh_text::TextTokenizer;
 use serde_json::json;
 
 use super::recorded_tokenizer::TokenizerArguments;

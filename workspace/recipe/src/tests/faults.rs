@@ -320,6 +320,8 @@ fn a_model_is_either_loaded_or_new() {
     assert!(message.contains("--set: model: needs from"), "{message}");
     let message = refused(small(), &["model.pad_vocab_to=128", "model.vocab_size=1000"]);
     assert!(message.contains("such as 1024"), "{message}");
+    let message = refused(small(), &["model.pad_vocab_to=1099511627776"]);
+    assert!(message.contains("model.pad_vocab_to = 1099511627776: must be at most"), "{message}");
 }
 
 #[test]

@@ -19,9 +19,10 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Write a page that shows a run, or compares several, or shows what heads do
 ///
 /// The page is one HTML file that needs no network: losses by tokens, balance loss, learning rate, gradient
-/// norm, speed, how tokens use the heads, the table of losses, and the recipe. The run may be unfinished; it is
-/// read, never locked or changed. Of files that `moh-eval heads --json` has written, a page shows the loads by text,
-/// how alike heads are, and the heads of a sentence.
+/// norm, speed, how tokens use the heads, the table of losses, and the recipe. Beside the page of one run its losses are
+/// drawn to run.svg. The run may be unfinished; its other files are read, never locked or changed. Of files that
+/// `moh-eval heads --json` has written, a page shows the loads by text, how alike heads are, and the heads of a
+/// sentence.
 #[derive(Parser)]
 #[command(
     name = "moh-report",
@@ -87,7 +88,8 @@ fn write(arguments: &Arguments) -> anyhow::Result<()> {
     for remark in remarks {
         stderr_line(format_args!("warning: {remark}"));
     }
-    writeln!(stdout(), "{}", out.display())?;
+    let mut shown = stdout();
+    writeln!(shown, "{}", out.display())?;
     while let Some(time) = refresh {
         let start = Instant::now();
         while start.elapsed() < time && !is_stopped.load(Ordering::Relaxed) {
@@ -95,6 +97,11 @@ fn write(arguments: &Arguments) -> anyhow::Result<()> {
         }
         // The last page is the same in a browser from then on.
         refresh = write(!is_stopped.load(Ordering::Relaxed))?.1;
+    }
+    if let (None, [run]) = (&arguments.out, &arguments.runs[..])
+        && let Some(picture) = moh_report::draw(run)?
+    {
+        writeln!(shown, "{}", picture.display())?;
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use axum::extract::State;
 use axum::response::Response;
-use moh_chat::Conversation;
+use moh_text::Conversation;
 use serde_json::{Value, json};
 
 use super::choice::{ChoiceEvent, WholeChoice};
@@ -96,7 +96,7 @@ fn render(served: &Served, conversation: &Conversation) -> Result<Vec<u32>, ApiE
     let template = served.template.as_ref().ok_or_else(|| {
         ApiError::invalid("the model has no chat template: ask /v1/completions", None)
     })?;
-    let invalid = |error: moh_chat::Error| ApiError::invalid(error.to_string(), Some("messages"));
+    let invalid = |error: moh_text::Error| ApiError::invalid(error.to_string(), Some("messages"));
     let text = template
         .renderer()
         .and_then(|renderer| renderer.render(conversation, true))

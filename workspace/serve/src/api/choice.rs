@@ -1,6 +1,6 @@
 //! The text of a choice: what the engine generates, decoded, up to a stop string.
 
-use moh_data::TextStream;
+use moh_text::TextStream;
 
 use super::stop::StopStrings;
 use super::{ApiError, Served};

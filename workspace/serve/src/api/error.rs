@@ -65,8 +65,8 @@ impl From<Failure> for ApiError {
     }
 }
 
-impl From<moh_data::Error> for ApiError {
-    fn from(error: moh_data::Error) -> Self {
+impl From<moh_text::Error> for ApiError {
+    fn from(error: moh_text::Error) -> Self {
         ApiError::invalid(error.to_string(), None)
     }
 }

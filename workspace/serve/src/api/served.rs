@@ -6,8 +6,7 @@ use std::sync::{PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use axum::http::StatusCode;
-use moh_chat::ChatTemplate;
-use moh_data::TextTokenizer;
+use moh_text::{ChatTemplate, TextTokenizer};
 
 use super::ApiError;
 use crate::engine::Handle;

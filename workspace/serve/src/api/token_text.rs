@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use moh_data::TextTokenizer;
+use moh_text::TextTokenizer;
 
 /// What the lowest log-probability is shown as: JSON has no infinity.
 const LEAST_LOGPROB: f64 = -9999.0;

@@ -53,7 +53,7 @@ pub(super) async fn tokenizer_info(State(served): State<Arc<Served>>) -> Json<Va
     let tokenizer = &served.tokenizer;
     let token = |id: Option<u32>| id.and_then(|id| tokenizer.token(id));
     let beginning = tokenizer.encode_prompt("").ok().and_then(|ids| ids.first().copied());
-    let template = served.template.as_ref().map(moh_chat::ChatTemplate::text);
+    let template = served.template.as_ref().map(moh_text::ChatTemplate::text);
     Json(json!({
         "tokenizer_class": "PreTrainedTokenizerFast", "vocab_size": tokenizer.vocab_size(),
         "model_max_length": served.context, "bos_token": token(beginning),

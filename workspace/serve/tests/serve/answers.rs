@@ -5,7 +5,6 @@ use std::path::Path;
 
 use moh_kernels::Cpu;
 use moh_model::{Generator, LogProbabilities, Model};
-use moh_program::models;
 use serde_json::{Value, json};
 
 use crate::client::{Server, moh_serve, prepared};
@@ -13,7 +12,7 @@ use crate::support::WORDS;
 
 /// The model of the server.
 fn model(dir: &Path) -> Model<Cpu, f32> {
-    models::load(Cpu, &dir.join("moh"), 64).unwrap()
+    moh_models::load(Cpu, &dir.join("moh"), 64).unwrap()
 }
 
 fn best(logits: &[f32]) -> u32 {

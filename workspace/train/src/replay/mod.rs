@@ -94,7 +94,7 @@ pub fn replay(
     };
     recipe.resolve(path, source.original_config())?;
     // The run has accepted the tokenizer.
-    let data = RunData::open(&recipe, &source, true)?;
+    let data = RunData::open(&recipe, &source)?;
     check_order(run, &data.training)?;
     let teachers = &Teachers::open(&recipe, path, &source)?;
     let growth = growth::read_recorded(run)?;

@@ -43,9 +43,6 @@ pub struct RunOptions<'a> {
     pub resume_step: Option<u64>,
     /// The run stops with a checkpoint before this limit ends, by the first rank's clock.
     pub time_limit: Option<TimeLimit>,
-    /// Accepts a tokenizer of the model that is not the one of a token file, if it gives the same ids on a
-    /// sample of the file. A run that resumes has been accepted before.
-    pub allow_other_tokenizer: bool,
     /// Tells the free bytes of a file system: for tests.
     #[doc(hidden)]
     pub free_space: FreeSpace,
@@ -68,7 +65,6 @@ impl<'a> RunOptions<'a> {
             begin_anew: false,
             resume_step: None,
             time_limit: None,
-            allow_other_tokenizer: false,
             free_space,
             parent: None,
             processor: "",

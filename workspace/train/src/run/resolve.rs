@@ -53,7 +53,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
         };
         let resumed = resumes.then_some(&run).or(parent);
         resolve_origin(recipe, resumed, &mut ranks)?;
-        let opened = job.open(recipe, parent, resumed.is_some());
+        let opened = job.open(recipe, parent);
         let Opened { source, data, teachers } = ranks.agree(opened)?;
         // Steps count from 1; the first rank's option counts.
         let resume_step =
@@ -135,13 +135,8 @@ impl Job<'_> {
     }
 
     /// Opens the model, of a run that begins where its `parent` ends as that keeps it, the data and the teachers;
-    /// errors of the latter two are reported later. A run that `continues` itself or its parent has its tokenizer accepted.
-    fn open(
-        &self,
-        recipe: &mut Recipe,
-        parent: Option<&RunDirectory>,
-        continues: bool,
-    ) -> Result<Opened, Error> {
+    /// errors of the latter two are reported later.
+    fn open(&self, recipe: &mut Recipe, parent: Option<&RunDirectory>) -> Result<Opened, Error> {
         for stage in &recipe.stages {
             self.check_parallel(stage)?;
         }
@@ -155,7 +150,7 @@ impl Job<'_> {
             None => ModelSource::open(recipe, self.path, self.directory)?,
         };
         recipe.resolve(self.path, source.original_config())?;
-        let data = RunData::open(recipe, &source, continues || self.options.allow_other_tokenizer);
+        let data = RunData::open(recipe, &source);
         let teachers = Teachers::open(recipe, self.path, &source);
         Ok(Opened { source, data, teachers })
     }

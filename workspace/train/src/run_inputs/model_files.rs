@@ -5,13 +5,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use moh_data::TextTokenizer;
+use moh_data::TokenizerFile;
 use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::is_terms_file;
 use moh_hf::model_card::CARD_FILE;
-use moh_hf::model_directory::companion_files;
-use moh_hf::vocabulary::TOKENIZER_FILE;
+use moh_hf::model_directory::{TOKENIZER_FILE, companion_files};
 use moh_recipe::Recipe;
 use moh_run_directory::TOKENIZER;
 
@@ -92,7 +91,7 @@ impl ModelFiles {
             let difference = match (recorded.get(name), found.get(name)) {
                 (Some(recorded), Some(found)) if recorded == found => continue,
                 (Some(recorded), Some(_)) => match self.tokenizers(name, recorded, kept) {
-                    Some((now, before)) => match now.first_difference(&before)? {
+                    Some((now, before)) => match now.first_difference(&before) {
                         Some(difference) => format!("it has other content: {difference}"),
                         None => {
                             remarks.push(format!(
@@ -125,13 +124,13 @@ impl ModelFiles {
         name: &str,
         recorded: &str,
         kept: &Path,
-    ) -> Option<(TextTokenizer, TextTokenizer)> {
+    ) -> Option<(TokenizerFile, TokenizerFile)> {
         let kept = kept.join(name);
         if kept.file_name()? != TOKENIZER_FILE {
             return None;
         }
-        let before = TextTokenizer::load(&kept).ok().filter(|before| before.hash() == recorded)?;
-        Some((TextTokenizer::load(&self.files.get(name)?.path).ok()?, before))
+        let before = TokenizerFile::load(&kept).ok().filter(|before| before.hash() == recorded)?;
+        Some((TokenizerFile::load(&self.files.get(name)?.path).ok()?, before))
     }
 
     /// Writes the files to `place`, complete or not at all; nothing if there are none.

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use moh_eval::{EvaluationText, Evaluator, Loss, LossSums};
 use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 use moh_recipe::{Recipe, ValidationSet};
 use moh_run_log::{Evaluation, EvaluationPoint, RoutingLine, RoutingMoment, RoutingOf, Validation};
+use moh_step::{DecodedBytes, EvaluationText, Evaluator, Loss, LossSums};
 
 use super::Trainer;
 use super::stop_checks::StopChecks;
@@ -98,10 +98,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         index: usize,
         set: &ValidationSet,
     ) -> Result<Option<(Validation, RoutingStatistics)>, Error> {
+        let decoder = self.data.decoder.as_ref();
+        let decoded = decoder.map(|decoder| |ids: &[u32]| Ok(decoder.decoded_bytes(ids)));
         let text = EvaluationText {
             windows: &self.data.validation[index].windows,
             count: windows(self.inputs.recipe, set),
-            tokenizer: self.data.tokenizer.as_ref(),
+            decoded_bytes: decoded.as_ref().map(|bytes| bytes as &DecodedBytes<'_>),
         };
         let (events, ranks, stop) = (&mut self.events, &mut self.ranks, self.inputs.stop);
         let mut checks = StopChecks::new(self.parallel.pipeline);

@@ -4,13 +4,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use moh_data::TextTokenizer;
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
 use moh_prepare::{AppendEos, Prepare, prepare};
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_run_directory::RunDirectory;
+use moh_text::TextTokenizer;
 
 use super::results::{Results, assert_alike};
 

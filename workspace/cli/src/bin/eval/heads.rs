@@ -5,13 +5,13 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
-use moh_data::TextTokenizer;
 use moh_device::{DeviceName, OnDevice};
 use moh_eval::heads::{HeadDocument, HeadText, Sentence, SentenceToken, measure_heads, sentence};
 use moh_kernels::Backend;
 use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
-use moh_program::{exit, models};
+use moh_program::{exit, options};
+use moh_text::TextTokenizer;
 
 use crate::heads_report;
 use crate::model::NamedModel;
@@ -58,7 +58,7 @@ impl HeadsArguments {
         let model = NamedModel::open(name, self.revision.as_deref())?;
         let (length, texts) = self.texts(&model)?;
         let ids = self.sentence_ids(&model)?;
-        let device = models::open(self.device)?;
+        let device = options::open_device(self.device)?;
         let document = device.run(Heads { model: &model, length, texts, ids: ids.as_deref() })?;
         match self.json {
             true => {

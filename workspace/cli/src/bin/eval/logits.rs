@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use moh_device::{Compute, DeviceName};
 use moh_eval::{read_ids, write_logits};
 use moh_kernels::{Backend, Element, ElementType};
-use moh_program::models;
+use moh_program::options;
 
 #[derive(clap::Args)]
 pub(crate) struct LogitsArguments {
@@ -27,7 +27,7 @@ pub(crate) struct LogitsArguments {
     #[arg(long)]
     force: bool,
     /// Element type of the computation
-    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    #[arg(long, value_parser = options::element_types(), default_value = "f32")]
     dtype: ElementType,
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
@@ -36,7 +36,7 @@ pub(crate) struct LogitsArguments {
 
 impl LogitsArguments {
     pub(crate) fn run(&self) -> anyhow::Result<()> {
-        models::open(self.device)?.compute(self.dtype, Logits(self))
+        options::open_device(self.device)?.compute(self.dtype, Logits(self))
     }
 }
 
@@ -55,10 +55,10 @@ fn logits<B: Backend + Clone, T: Element>(
     backend: B,
 ) -> anyhow::Result<()> {
     make_room(&arguments.out, arguments.force)?;
-    let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
-    let ids = read_ids(&arguments.ids, models::context_length(&directory)?)?;
+    let directory = moh_models::locate(&arguments.model, arguments.revision.as_deref())?;
+    let ids = read_ids(&arguments.ids, moh_models::context_length(&directory)?)?;
     let length = ids.first().map_or(0, Vec::len);
-    let mut model = models::load::<B, T>(backend, &directory, length)?;
+    let mut model = moh_models::load::<B, T>(backend, &directory, length)?;
     let output = model.run(&ids)?;
     write_logits(&output, &arguments.out)?;
     writeln!(

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 
 use moh_data::Windows;
 use moh_device::{Compute, DeviceName};
-use moh_eval::{EvaluationText, Evaluator};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
 use moh_program::arguments::at_least;
 use moh_program::exit;
-use moh_program::models;
+use moh_program::options;
 use moh_program::progress::Bar;
+use moh_step::{DecodedBytes, Error, EvaluationText, Evaluator};
 
 use crate::loss_report::{LossMeasurement, print};
 use crate::model::NamedModel;
@@ -41,7 +41,7 @@ pub(crate) struct LossArguments {
     #[arg(long)]
     pub json: bool,
     /// Element type of the computation
-    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    #[arg(long, value_parser = options::element_types(), default_value = "f32")]
     pub dtype: ElementType,
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
@@ -62,7 +62,7 @@ impl LossArguments {
             let message = "--revision: is one model's, but several are named";
             return Err(exit::Usage(message.to_owned()).into());
         }
-        models::open(self.device)?.compute(self.dtype, Loss(self))
+        options::open_device(self.device)?.compute(self.dtype, Loss(self))
     }
 }
 
@@ -117,15 +117,18 @@ fn loss<B: Backend + Clone, T: Element>(
     named: &NamedModel,
     windows: &Windows,
     heads: bool,
-) -> anyhow::Result<(moh_eval::Loss, Option<moh_model::router::RoutingStatistics>)> {
+) -> anyhow::Result<(moh_step::Loss, Option<moh_model::router::RoutingStatistics>)> {
     // At most the number of sequences, which fits memory if the file did.
     let batch =
         (BATCH_TOKENS / windows.length()).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
     let mut evaluator = Evaluator::new(model, batch, windows.length())?;
     let mut routing = heads.then(|| model.routing_statistics());
     let mut bar = Bar::count("evaluating", windows.len());
-    let text =
-        EvaluationText { windows, count: windows.len(), tokenizer: named.tokenizer.as_ref() };
+    let tokenizer = named.tokenizer.as_ref();
+    let decoded = tokenizer
+        .map(|tokenizer| |ids: &[u32]| tokenizer.decoded_bytes(ids).map_err(Error::samples));
+    let decoded_bytes = decoded.as_ref().map(|bytes| bytes as &DecodedBytes<'_>);
+    let text = EvaluationText { windows, count: windows.len(), decoded_bytes };
     let mut progress = |done, total| bar.update(done, total);
     let found = evaluator.evaluate(model, text, routing.as_mut(), &mut progress)?;
     Ok((found, routing))

@@ -2,10 +2,10 @@
 
 use std::io::Write;
 
-use moh_eval::Loss;
 use moh_files::units::percent;
 use moh_model::router::RoutingStatistics;
 use moh_program::table::aligned;
+use moh_step::Loss;
 use serde_json::{Value, json};
 
 use crate::loss::LossArguments;

@@ -4,13 +4,12 @@
 use std::path::PathBuf;
 
 use moh_checkpoint::StoredCheckpoint;
-use moh_data::TextTokenizer;
 use moh_hf::ConfigFile;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
-use moh_program::models;
 use moh_run_directory::CheckpointName;
 use moh_step::TensorKind;
+use moh_text::TextTokenizer;
 
 /// A model before its weights are read.
 pub(crate) struct NamedModel {
@@ -40,11 +39,11 @@ impl NamedModel {
         if let Some(checkpoint) = CheckpointName::parse(name) {
             return Self::of_checkpoint(name, checkpoint);
         }
-        let directory = models::locate(name, revision)?;
+        let directory = moh_models::locate(name, revision)?;
         Ok(NamedModel {
             name: name.to_owned(),
             config: ConfigFile::read(&directory)?.config,
-            tokenizer: models::tokenizer(&directory)?,
+            tokenizer: moh_models::tokenizer(&directory)?,
             weights: Weights::Directory(directory),
         })
     }
@@ -70,7 +69,7 @@ impl NamedModel {
         positions: usize,
     ) -> anyhow::Result<Model<B, T>> {
         match &self.weights {
-            Weights::Directory(directory) => models::load(backend, directory, positions),
+            Weights::Directory(directory) => moh_models::load(backend, directory, positions),
             Weights::Checkpoint(..) => {
                 let mut read = self.tensors()?;
                 let config = self.config.clone();
@@ -88,7 +87,7 @@ impl NamedModel {
     pub(crate) fn tensors(&self) -> anyhow::Result<Tensors<'_>> {
         let (stored, dtype) = match &self.weights {
             Weights::Directory(directory) => {
-                let stored = models::stored(directory)?;
+                let stored = moh_models::stored(directory)?;
                 return Ok(Box::new(move |name, values| {
                     Ok(stored.weights.read_f32(name, values)?)
                 }));

@@ -20,7 +20,7 @@ pub(crate) fn windows(
     let mut file = TokenFile::open(prefix)?;
     file.limit_vocabulary(model.config.vocab_size);
     if let Some(tokenizer) = &model.tokenizer {
-        let found = file.check_tokenizer(tokenizer, allow_other_tokenizer)?;
+        let found = tokenizer.check_file(&file, allow_other_tokenizer)?;
         if let Some(remark) = found.remark() {
             let (path, data) = (tokenizer.path().display(), prefix.display());
             exit::stderr_line(format_args!("note: {path}: {remark}: {data}"));

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use moh_data::TextTokenizer;
+use moh_text::TextTokenizer;
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 use tokenizers::models::TrainerWrapper;

@@ -1,0 +1,274 @@
+//! The text of ids without the library of tokenizers, as that library decodes them without special tokens, by the
+//! decoders of Llama and Qwen and their kin. Paired with `TextTokenizer::decode` of crate `text`, with which tests
+//! compare it.
+
+use std::collections::{HashMap, HashSet};
+
+use serde_json::Value;
+
+use crate::TokenizerJson;
+
+/// A token that a tokenizer has beside those of its model, or that it treats otherwise.
+pub(crate) struct AddedToken {
+    pub id: u32,
+    pub content: String,
+    /// Whether a normalizer changes it as any text.
+    is_normalized: bool,
+    is_special: bool,
+}
+
+/// Decodes ids.
+#[derive(Clone, Debug)]
+pub struct TokenDecoder {
+    /// The tokens that are not special, by their ids.
+    tokens: HashMap<u32, String>,
+    /// What becomes of a list of tokens; `None` if spaces join them.
+    steps: Option<Vec<Step>>,
+}
+
+/// A step of a decoder: a list of texts to a list of texts, which are joined at the end.
+#[derive(Clone, Debug)]
+enum Step {
+    /// Characters of GPT-2's alphabet to bytes.
+    ByteLevel,
+    Replace {
+        pattern: String,
+        content: String,
+    },
+    /// `<0xE5>` to a byte.
+    ByteFallback,
+    /// Joins all.
+    Fuse,
+    /// Removes so many of a character from the beginning and the end of each.
+    Strip {
+        content: char,
+        start: usize,
+        stop: usize,
+    },
+    /// A mark to a space; `drops_first` those of the first text.
+    Metaspace {
+        mark: char,
+        drops_first: bool,
+    },
+}
+
+impl TokenDecoder {
+    /// The decoder of a tokenizer; `None` if it is none of the known.
+    pub(crate) fn new(json: &TokenizerJson) -> Option<Self> {
+        let steps = match &json.fields["decoder"] {
+            Value::Null => None,
+            decoder => Some(steps(decoder)?),
+        };
+        let added = json.added_tokens();
+        let mut tokens: HashMap<u32, String> =
+            json.tokens.iter().map(|(token, id)| (*id, token.clone())).collect();
+        for token in &added {
+            let shown = match token.is_normalized {
+                true => normalized(&token.content, &json.fields["normalizer"])?,
+                false => token.content.clone(),
+            };
+            tokens.insert(token.id, shown);
+        }
+        let special = added.into_iter().filter(|token| token.is_special);
+        let special: HashSet<String> = special.map(|token| token.content).collect();
+        tokens.retain(|_, token| !special.contains(token));
+        Some(Self { tokens, steps })
+    }
+
+    /// UTF-8 bytes of the decoded ids, without special tokens: the divisor of bits per byte, which
+    /// compares models with different vocabularies. Ids without a token, as in a padded vocabulary, have none.
+    pub fn decoded_bytes(&self, ids: &[u32]) -> u64 {
+        self.decode(ids).len() as u64
+    }
+
+    /// The text of ids, without special tokens.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        let tokens: Vec<String> =
+            ids.iter().filter_map(|id| self.tokens.get(id).cloned()).collect();
+        match &self.steps {
+            None => tokens.join(" "),
+            Some(steps) => steps.iter().fold(tokens, |texts, step| step.apply(texts)).concat(),
+        }
+    }
+}
+
+impl TokenizerJson {
+    /// The id of a token of the model.
+    pub(crate) fn id(&self, token: &str) -> Option<u32> {
+        let place = self.tokens.binary_search_by(|(other, _)| other.as_str().cmp(token)).ok()?;
+        Some(self.tokens[place].1)
+    }
+
+    /// The added tokens, with the ids that the library gives them: those of the model's tokens of the same name, or
+    /// the next ones after the model's.
+    pub(crate) fn added_tokens(&self) -> Vec<AddedToken> {
+        let listed = self.fields["added_tokens"].as_array().map_or(&[][..], Vec::as_slice);
+        let (mut added, mut places) = (Vec::<AddedToken>::new(), HashMap::new());
+        let mut next = self.tokens.len() as u32;
+        for token in listed {
+            let Some(content) = token["content"].as_str().filter(|text| !text.is_empty()) else {
+                continue;
+            };
+            let is = |name: &str| token[name].as_bool().unwrap_or(false);
+            let (is_normalized, is_special) = (is("normalized"), is("special"));
+            if let Some(&place) = places.get(content) {
+                // The last of them counts, but a token stays special.
+                let earlier: &mut AddedToken = &mut added[place];
+                (earlier.is_normalized, earlier.is_special) =
+                    (is_normalized, is_special || earlier.is_special);
+                continue;
+            }
+            let id = self.id(content).unwrap_or_else(|| {
+                next += 1;
+                next - 1
+            });
+            places.insert(content, added.len());
+            added.push(AddedToken { id, content: content.to_owned(), is_normalized, is_special });
+        }
+        added
+    }
+}
+
+/// The steps of a decoder; `None` if it is none of the known.
+fn steps(decoder: &Value) -> Option<Vec<Step>> {
+    let character = |name: &str| {
+        let mut characters = decoder[name].as_str()?.chars();
+        characters.next().filter(|_| characters.next().is_none())
+    };
+    let count = |name: &str| usize::try_from(decoder[name].as_u64()?).ok();
+    Some(match decoder["type"].as_str()? {
+        "Sequence" => {
+            let parts: Option<Vec<_>> = decoder["decoders"].as_array()?.iter().map(steps).collect();
+            return Some(parts?.concat());
+        }
+        "ByteLevel" => vec![Step::ByteLevel],
+        "Replace" => {
+            let (pattern, content) = replacement(decoder)?;
+            vec![Step::Replace { pattern: pattern.to_owned(), content: content.to_owned() }]
+        }
+        "ByteFallback" => vec![Step::ByteFallback],
+        "Fuse" => vec![Step::Fuse],
+        "Strip" => vec![Step::Strip {
+            content: character("content")?,
+            start: count("start")?,
+            stop: count("stop")?,
+        }],
+        "Metaspace" => {
+            let never =
+                decoder["prepend_scheme"] == "never" || decoder["add_prefix_space"] == false;
+            vec![Step::Metaspace { mark: character("replacement")?, drops_first: !never }]
+        }
+        _ => return None,
+    })
+}
+
+/// The pattern and the content of a `Replace`; `None` if its pattern is no text.
+fn replacement(replace: &Value) -> Option<(&str, &str)> {
+    let pattern = replace["pattern"]["String"].as_str().filter(|pattern| !pattern.is_empty())?;
+    Some((pattern, replace["content"].as_str()?))
+}
+
+/// A text after a normalizer; `None` if that is none of the known.
+fn normalized(text: &str, normalizer: &Value) -> Option<String> {
+    if normalizer.is_null() {
+        return Some(text.to_owned());
+    }
+    match normalizer["type"].as_str()? {
+        "Sequence" => {
+            let mut parts = normalizer["normalizers"].as_array()?.iter();
+            parts.try_fold(text.to_owned(), |text, part| normalized(&text, part))
+        }
+        "Prepend" if text.is_empty() => Some(String::new()),
+        "Prepend" => Some(format!("{}{text}", normalizer["prepend"].as_str()?)),
+        "Replace" => {
+            let (pattern, content) = replacement(normalizer)?;
+            Some(text.replace(pattern, content))
+        }
+        // They do not change ASCII.
+        "NFC" | "NFD" | "NFKC" | "NFKD" if text.is_ascii() => Some(text.to_owned()),
+        _ => None,
+    }
+}
+
+impl Step {
+    fn apply(&self, texts: Vec<String>) -> Vec<String> {
+        match self {
+            Step::ByteLevel => {
+                let bytes: Vec<u8> = texts.iter().flat_map(|text| bytes_of(text)).collect();
+                vec![String::from_utf8_lossy(&bytes).into_owned()]
+            }
+            Step::Replace { pattern, content } => {
+                texts.into_iter().map(|text| text.replace(pattern, content)).collect()
+            }
+            Step::ByteFallback => without_bytes(texts),
+            Step::Fuse => vec![texts.concat()],
+            &Step::Strip { content, start, stop } => {
+                texts.iter().map(|text| stripped(text, content, [start, stop]).to_owned()).collect()
+            }
+            &Step::Metaspace { mark, drops_first } => {
+                let spaced = |(index, text): (usize, &String)| match drops_first && index == 0 {
+                    true => text.replace(mark, ""),
+                    false => text.replace(mark, " "),
+                };
+                texts.iter().enumerate().map(spaced).collect()
+            }
+        }
+    }
+}
+
+/// A text without up to so many of a character at its beginning and its end.
+fn stripped(mut text: &str, content: char, [start, stop]: [usize; 2]) -> &str {
+    for _ in 0..start {
+        let Some(rest) = text.strip_prefix(content) else { break };
+        text = rest;
+    }
+    for _ in 0..stop {
+        let Some(rest) = text.strip_suffix(content) else { break };
+        text = rest;
+    }
+    text
+}
+
+/// The bytes that a text spells in GPT-2's alphabet; its own if it has another character.
+fn bytes_of(text: &str) -> Vec<u8> {
+    text.chars().map(byte_of).collect::<Option<_>>().unwrap_or_else(|| text.as_bytes().to_vec())
+}
+
+/// The byte of a character of GPT-2's alphabet: printable Latin-1 stands for itself, and the other bytes have the
+/// characters from U+0100 on.
+fn byte_of(character: char) -> Option<u8> {
+    let code = u32::from(character);
+    let byte = match code {
+        0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff => code,
+        0x100..=0x120 => code - 0x100,
+        0x121..=0x142 => code - 0x121 + 0x7f,
+        0x143 => 0xad,
+        _ => return None,
+    };
+    u8::try_from(byte).ok()
+}
+
+/// Replaces tokens of bytes by their text: those that follow each other together, or each by U+FFFD if they are no
+/// UTF-8.
+fn without_bytes(texts: Vec<String>) -> Vec<String> {
+    let (mut out, mut bytes) = (Vec::new(), Vec::new());
+    for text in texts.into_iter().map(Some).chain([None]) {
+        if let Some(byte) = text.as_deref().and_then(byte_token) {
+            bytes.push(byte);
+            continue;
+        }
+        if !bytes.is_empty() {
+            let count = bytes.len();
+            let spelled = String::from_utf8(std::mem::take(&mut bytes));
+            out.push(spelled.unwrap_or_else(|_| "\u{fffd}".repeat(count)));
+        }
+        out.extend(text);
+    }
+    out
+}
+
+/// The byte of a token such as `<0xE5>`.
+fn byte_token(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>').filter(|digits| digits.len() == 2)?;
+    u8::from_str_radix(digits, 16).ok()
+}

@@ -1,0 +1,252 @@
+//! The mean loss of a model over the windows of a token file.
+//!
+//! That over the first two windows:
+//!
+//! ```
+//! use moh_data::{TokenFile, Windows};
+//! use moh_hf::StoredModel;
+//! use moh_kernels::Cpu;
+//! use moh_step::{EvaluationText, Evaluator};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # std::env::set_current_dir("../..")?;
+//! let stored = StoredModel::open("recipes/quickstart".as_ref())?;
+//! let mut model = stored.load::<Cpu, f32>(Cpu, 64)?;
+//! let file = TokenFile::open("recipes/quickstart/voyage-valid".as_ref())?;
+//! let windows = Windows::new(file, 64)?;
+//!
+//! let text = EvaluationText { windows: &windows, count: 2, decoded_bytes: None };
+//! let mut evaluator = Evaluator::new(&model, 2, windows.length())?;
+//! let loss = evaluator.evaluate(&mut model, text, None, &mut |_, _| {})?;
+//! assert!(loss.tokens == 2 * 63 && loss.loss > 0.0);
+//! # Ok(())
+//! # }
+//! ```
+
+use std::f64::consts::LN_2;
+use std::ops::{ControlFlow, Range};
+
+use moh_data::Windows;
+use moh_kernels::cross_entropy::IGNORED;
+use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
+use moh_model::parameters::Shard;
+use moh_model::router::RoutingStatistics;
+use moh_model::{Activations, Model, PassShape, PassSizes, Recompute, Slots, StepSums};
+
+use crate::Error;
+
+/// The result of an evaluation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Loss {
+    /// Mean cross-entropy of the targets, in nats.
+    pub loss: f64,
+    /// Number of targets; those that a mask leaves out do not count.
+    pub tokens: u64,
+    /// The loss in bits per byte of the decoded targets; `None` if these are not counted.
+    pub bits_per_byte: Option<f64>,
+}
+
+impl Loss {
+    /// The exponential of the loss.
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
+
+/// Counts the bytes of decoded targets.
+pub type DecodedBytes<'a> = dyn Fn(&[u32]) -> Result<u64, Error> + 'a;
+
+/// The text of an evaluation.
+#[derive(Clone, Copy)]
+pub struct EvaluationText<'a> {
+    /// Its windows.
+    pub windows: &'a Windows,
+    /// How many of them, from the first on, are evaluated; all if there are fewer.
+    pub count: u64,
+    /// Counts the bytes of the targets of a window.
+    pub decoded_bytes: Option<&'a DecodedBytes<'a>>,
+}
+
+/// Sums over batches of windows.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct LossSums {
+    /// Cross-entropy summed over the targets, in nats.
+    pub cross_entropy: f64,
+    /// Number of targets.
+    pub tokens: u64,
+    /// Bytes of the decoded targets; 0 if they are not counted.
+    pub bytes: u64,
+}
+
+impl LossSums {
+    /// Divides the sums into means; the loss is NaN without a target.
+    pub fn loss(&self) -> Loss {
+        let LossSums { cross_entropy, tokens, bytes } = *self;
+        let bits_per_byte = (bytes > 0).then(|| cross_entropy / LN_2 / bytes as f64);
+        Loss { loss: cross_entropy / tokens as f64, tokens, bits_per_byte }
+    }
+}
+
+/// Whether an evaluation goes on, given the windows done and their total.
+pub type GoOn<'a, E> = dyn FnMut(u64, u64) -> Result<ControlFlow<()>, E> + 'a;
+
+/// The tokens of a batch, and the target after each.
+struct Tokens {
+    ids: Vec<u32>,
+    targets: Vec<u32>,
+    /// Of a window, whether each token is trained on.
+    mask: Vec<u8>,
+}
+
+/// The buffers of an evaluation, for batches of windows of one length.
+///
+/// A window of n tokens has n - 1 targets, as in Hugging Face; the last batch is padded with
+/// windows without targets.
+pub struct Evaluator<B: Memory, T: Element> {
+    activations: Activations<B, T>,
+    sums: StepSums<B>,
+}
+
+impl<M: Workspace, T: Element> Evaluator<M, T> {
+    /// Plans the buffers of an evaluation by the part of a model whose passes `part` describes, for
+    /// `batch` windows of `length` tokens at a time.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn of_part(
+        memory: &M,
+        part: PassSizes<'_>,
+        batch: usize,
+        length: usize,
+    ) -> Result<Self, Error> {
+        let sizes = part.of_pass(pass_shape(batch, length));
+        memory.for_purpose(Purpose::Evaluation, || {
+            Ok(Evaluator {
+                activations: Activations::with_slots(memory, &sizes, Slots::ONE)?,
+                sums: StepSums::new(memory)?,
+            })
+        })
+    }
+}
+
+fn pass_shape(batch: usize, length: usize) -> PassShape {
+    PassShape::evaluation(batch, length, Recompute::Block)
+}
+
+impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
+    /// Allocates buffers for `batch` windows of `length` tokens each.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
+    pub fn new(model: &Model<B, T>, batch: usize, length: usize) -> Result<Self, Error> {
+        let sizes = model.pass_sizes(pass_shape(batch, length))?;
+        Self::of_part(model.backend(), sizes, batch, length)
+    }
+
+    /// The loss over the windows of `text`. `progress` receives the number of windows done and
+    /// their total.
+    ///
+    /// # Errors
+    /// Fails if the token file cannot be read or has ids outside the vocabulary.
+    pub fn evaluate(
+        &mut self,
+        model: &mut Model<B, T>,
+        text: EvaluationText<'_>,
+        routing: Option<&mut RoutingStatistics>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Loss, Error> {
+        let mut go_on = |done, total| {
+            progress(done, total);
+            Ok::<_, Error>(ControlFlow::Continue(()))
+        };
+        let sums = self.evaluate_share(model, text, Shard::WHOLE, routing, &mut go_on)?;
+        let count = text.count.min(text.windows.len());
+        progress(count, count);
+        // It was never asked to stop.
+        Ok(sums.unwrap_or_default().loss())
+    }
+
+    /// This rank's contribution to the loss over the windows of `text`: data-parallel ranks take
+    /// batches in turn, and of a sharded model only the last stage's tensor rank 0 contributes.
+    /// Also adds this rank's contribution to the statistics `routing`, if they are asked for.
+    ///
+    /// `go_on` is called before each round of batches, in which each data-parallel rank has at most
+    /// one, with the windows that all ranks have done and their total: equally often on every rank,
+    /// so that it may communicate. If it breaks, which it must do on all ranks in the same round, the
+    /// evaluation ends with `None`.
+    ///
+    /// # Errors
+    /// See [`Evaluator::evaluate`]; the errors of `go_on`.
+    pub fn evaluate_share<E: From<Error>>(
+        &mut self,
+        model: &mut Model<B, T>,
+        text: EvaluationText<'_>,
+        shard: Shard,
+        mut routing: Option<&mut RoutingStatistics>,
+        go_on: &mut GoOn<'_, E>,
+    ) -> Result<Option<LossSums>, E> {
+        let shape = self.activations.shape();
+        let (count, batch) = (text.count.min(text.windows.len()), shape.batch as u64);
+        let mut tokens = Tokens {
+            ids: vec![0u32; shape.tokens()],
+            targets: vec![IGNORED; shape.tokens()],
+            mask: vec![1; shape.length],
+        };
+        let (mut sums, mut round) = (LossSums::default(), 0u64);
+        while round < count {
+            if go_on(round, count)?.is_break() {
+                return Ok(None);
+            }
+            let start = round + batch * shard.rank as u64;
+            if start < count {
+                let windows = start..count.min(start + batch);
+                let routing = routing.as_deref_mut();
+                self.add_batch(model, text, windows, &mut tokens, &mut sums, routing)?;
+            }
+            round += batch * shard.size as u64;
+        }
+        Ok(Some(sums))
+    }
+
+    /// Adds the loss of a batch of windows to the sums.
+    fn add_batch(
+        &mut self,
+        model: &mut Model<B, T>,
+        EvaluationText { windows, decoded_bytes, .. }: EvaluationText<'_>,
+        batch: Range<u64>,
+        Tokens { ids, targets, mask }: &mut Tokens,
+        sums: &mut LossSums,
+        routing: Option<&mut RoutingStatistics>,
+    ) -> Result<(), Error> {
+        let shape = self.activations.shape();
+        targets.fill(IGNORED);
+        let num_tokens = (batch.end - batch.start) as usize * shape.length;
+        let rows = ids.chunks_exact_mut(shape.length).zip(targets.chunks_mut(shape.length));
+        let counts = model.parallel().counts_losses();
+        let reads = self.activations.read_tokens();
+        for (number, (ids, targets)) in batch.zip(rows).filter(|_| reads) {
+            windows.read(number, ids).map_err(Error::samples)?;
+            windows.read_mask(number, mask).map_err(Error::samples)?;
+            let all = targets.iter_mut().zip(&ids[1..]).zip(&mask[1..]);
+            all.filter(|(_, mask)| **mask == 1).for_each(|((target, id), _)| *target = *id);
+            if !counts {
+                continue;
+            }
+            let counted: Vec<u32> =
+                targets.iter().copied().filter(|&target| target != IGNORED).collect();
+            sums.tokens += counted.len() as u64;
+            if let Some(decoded_bytes) = decoded_bytes {
+                sums.bytes += decoded_bytes(&counted)?;
+            }
+        }
+        let backend = model.backend().clone();
+        self.activations.upload(&backend, ids, targets, &[])?;
+        let Evaluator { activations, sums: on_device } = self;
+        backend.install(|| match routing {
+            Some(routing) => model.evaluate_routed(activations, on_device, routing, num_tokens),
+            None => model.evaluate(activations, on_device),
+        })?;
+        sums.cross_entropy += self.sums.take(&backend)?.cross_entropy;
+        Ok(())
+    }
+}

@@ -1,0 +1,27 @@
+//! Text and token ids, by Hugging Face's library of tokenizers.
+//!
+//! [`TextTokenizer`] converts between text and ids, and tells whether it is the tokenizer of a token file;
+//! [`TextStream`] decodes ids one by one.
+//!
+//! Conversations become texts by a tokenizer's chat template, the Jinja template by which its model expects messages,
+//! rendered as transformers' `apply_chat_template` does. [`ChatTemplate`] is read from a tokenizer's directory, and its
+//! [`Renderer`] renders any number of [`Conversation`]s. [`Renderer::training_text`] also finds what a model is trained
+//! on: the answers of the assistant.
+
+mod conversation;
+mod error;
+mod generation;
+mod python;
+mod renderer;
+mod template;
+mod text_stream;
+mod tokenizer;
+mod tokenizer_match;
+
+pub use conversation::Conversation;
+pub use error::{Error, Result};
+pub use renderer::{Renderer, TrainedTurns, TrainingText};
+pub use template::ChatTemplate;
+pub use text_stream::TextStream;
+pub use tokenizer::TextTokenizer;
+pub use tokenizer_match::beginning_blake3;

@@ -1,0 +1,283 @@
+//! Text to token ids and back, by a Hugging Face `tokenizer.json`. The file determines how text is
+//! split, and which ids its post-processor adds to a document. Truncation and padding, which some
+//! files keep from their training, are disabled.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use moh_data::{TokenizerContent, TokenizerJson, read_tokenizer};
+use tokenizers::models::bpe::BPE;
+use tokenizers::{
+    DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Tokenizer,
+    TokenizerImpl,
+};
+
+use crate::{Error, Result, TextStream};
+
+/// A tokenizer.
+pub struct TextTokenizer {
+    inner: Tokenizer,
+    path: PathBuf,
+    hash: String,
+    /// Computed on first use: it takes a second for the largest vocabularies.
+    content: OnceLock<TokenizerContent>,
+    /// The added tokens that are special, such as BOS and EOS.
+    special: BTreeSet<u32>,
+    vocab_size: usize,
+    /// The ids that the post-processor puts before a text, usually BOS.
+    prefix: Vec<u32>,
+    /// The last id that the post-processor puts after a text, usually EOS.
+    suffix: Option<u32>,
+}
+
+impl TextTokenizer {
+    /// Reads `path/tokenizer.json`, or `path` itself if it is a file.
+    ///
+    /// # Errors
+    /// Fails if it is missing or not a tokenizer.
+    pub fn load(path: &Path) -> Result<Self> {
+        let (path, bytes) = read_tokenizer(path)?;
+        Self::from_bytes(path, &bytes)
+    }
+
+    /// Parses the tokenizer in `bytes`; errors name `path`.
+    ///
+    /// # Errors
+    /// Fails if they are not a tokenizer.
+    pub fn from_bytes(path: PathBuf, bytes: &[u8]) -> Result<Self> {
+        let fault = |path: &Path, reason: String| Error::Tokenizer {
+            path: path.to_path_buf(),
+            reason: format!("not a valid tokenizer: {reason}"),
+        };
+        let mut inner = parse(bytes).map_err(|reason| fault(&path, reason))?;
+        inner.with_truncation(None).map_err(|error| fault(&path, error.to_string()))?;
+        inner.with_padding(None);
+        let Some(largest) = inner.get_vocab(true).into_values().max() else {
+            return Err(fault(&path, "its vocabulary is empty".to_owned()));
+        };
+        let encoded =
+            catch_panics(|| inner.encode_fast("a", true).map_err(|error| error.to_string()))
+                .map_err(|reason| fault(&path, reason))?;
+        let is_added: Vec<_> =
+            encoded.get_special_tokens_mask().iter().map(|&mask| mask == 1).collect();
+        let prefix = is_added.iter().take_while(|&&added| added).count();
+        let text_ends = is_added.iter().rposition(|&added| !added).map_or(prefix, |last| last + 1);
+        let suffix = encoded.get_ids()[text_ends..].last().copied();
+        let prefix = encoded.get_ids()[..prefix].to_vec();
+        let hash = blake3::hash(bytes).to_hex().to_string();
+        let added = inner.get_added_tokens_decoder();
+        let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+        Ok(Self {
+            inner,
+            path,
+            hash,
+            content: OnceLock::new(),
+            special,
+            vocab_size: largest as usize + 1,
+            prefix,
+            suffix,
+        })
+    }
+
+    /// Encodes special tokens that a text names as any other text, instead of as those tokens, if `split`.
+    /// The post-processor adds them in either case.
+    pub fn split_special_tokens(mut self, split: bool) -> Self {
+        self.inner.set_encode_special_tokens(split);
+        self
+    }
+
+    /// Whether special tokens that a text names are encoded as text.
+    pub fn splits_special_tokens(&self) -> bool {
+        self.inner.get_encode_special_tokens()
+    }
+
+    /// The last id that the post-processor puts after a text.
+    pub fn suffix(&self) -> Option<u32> {
+        self.suffix
+    }
+
+    /// The id of a token.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The token of an id.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// The `tokenizer.json`.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// blake3 of the `tokenizer.json`, in hexadecimal. Programs that write a tokenizer again change it; its
+    /// [content](TextTokenizer::content) stays the same.
+    pub fn hash(&self) -> &str {
+        &self.hash
+    }
+
+    /// What identifies the tokenizer, whatever the bytes of its file.
+    ///
+    /// # Errors
+    /// Fails if the library cannot write the tokenizer.
+    pub fn content(&self) -> Result<TokenizerContent> {
+        match self.content.get() {
+            Some(content) => Ok(content.clone()),
+            None => Ok(self.content_of(&self.json()?)),
+        }
+    }
+
+    /// As [`TextTokenizer::content`], of this tokenizer's [`TextTokenizer::json`].
+    pub fn content_of(&self, json: &TokenizerJson) -> TokenizerContent {
+        self.content.get_or_init(|| json.content()).clone()
+    }
+
+    /// The tokenizer as the library writes it.
+    ///
+    /// # Errors
+    /// Fails if the library cannot write the tokenizer.
+    pub fn json(&self) -> Result<TokenizerJson> {
+        let text = serde_json::to_string(&self.inner).map_err(|error| self.failure(&error))?;
+        let tokens = self.inner.get_vocab(false).into_iter().collect();
+        TokenizerJson::written(&text, tokens).map_err(|error| self.failure(&error))
+    }
+
+    /// The ids of the special tokens, in increasing order.
+    pub fn special_ids(&self) -> impl Iterator<Item = u32> + '_ {
+        self.special.iter().copied()
+    }
+
+    /// Whether an id is one of the special tokens.
+    pub(crate) fn is_special(&self, id: u32) -> bool {
+        self.special.contains(&id)
+    }
+
+    /// The largest id + 1.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// The ids of a text, with BOS and EOS as the tokenizer's post-processor adds them.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does; a byte-level one never does.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.ids(text, true)
+    }
+
+    /// The ids of a text to be continued: the post-processor's prefix and the text, without a
+    /// suffix such as EOS.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does.
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = self.prefix.clone();
+        ids.extend(self.ids(text, false)?);
+        Ok(ids)
+    }
+
+    /// The ids of a text without those that the post-processor adds. Special tokens that the text
+    /// names are encoded.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does.
+    pub fn encode_without_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
+        self.ids(text, false)
+    }
+
+    /// As [`TextTokenizer::encode_without_special_tokens`], with the bytes of the text that each id stands for, in
+    /// increasing order; those of a space before a word may be left out.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does.
+    pub fn encode_with_ranges(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        let encoding = self.inner.encode(text, false).map_err(|error| self.failure(&*error))?;
+        let ranges = encoding.get_offsets().iter().map(|&(start, end)| start..end);
+        Ok(encoding.get_ids().iter().copied().zip(ranges).collect())
+    }
+
+    fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        let encoding = self
+            .inner
+            .encode_fast(text, add_special_tokens)
+            .map_err(|error| self.failure(&*error))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of ids; `skip_special` leaves out BOS, EOS and other special tokens. Ids without a
+    /// token, as in a padded vocabulary, decode to nothing.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
+        self.inner.decode(ids, skip_special).map_err(|error| self.failure(&*error))
+    }
+
+    /// Decodes ids one by one as a continuation of `context`, for text shown during generation.
+    pub fn stream(&self, context: &[u32], skip_special: bool) -> TextStream<'_> {
+        TextStream::new(self, context, skip_special)
+    }
+
+    /// UTF-8 bytes of the decoded ids, without special tokens: the divisor of bits per byte, which
+    /// compares models with different vocabularies.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does.
+    pub fn decoded_bytes(&self, ids: &[u32]) -> Result<u64> {
+        Ok(self.decode(ids, true)?.len() as u64)
+    }
+
+    fn failure(&self, error: &(dyn std::error::Error + Send + Sync)) -> Error {
+        Error::Tokenizer { path: self.path.clone(), reason: error.to_string() }
+    }
+}
+
+impl std::fmt::Debug for TextTokenizer {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("TextTokenizer")
+            .field("path", &self.path)
+            .field("vocab_size", &self.vocab_size)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The decoder of a tokenizer. It is parsed before the library parses the file, because the library
+/// panics for a decoder that is not JSON.
+#[derive(serde::Deserialize)]
+struct Decoder {
+    #[serde(rename = "decoder")]
+    _decoder: Option<serde_json::Value>,
+}
+
+/// A tokenizer whose model is BPE. The library makes three copies of a model whose kind it does not know.
+type BpeTokenizer = TokenizerImpl<
+    BPE,
+    NormalizerWrapper,
+    PreTokenizerWrapper,
+    PostProcessorWrapper,
+    DecoderWrapper,
+>;
+
+/// Parses a tokenizer.
+fn parse(bytes: &[u8]) -> std::result::Result<Tokenizer, String> {
+    serde_json::from_slice::<Decoder>(bytes).map_err(|error| error.to_string())?;
+    catch_panics(|| match BpeTokenizer::from_bytes(bytes) {
+        Ok(tokenizer) => Ok(tokenizer.into()),
+        Err(_) => Tokenizer::from_bytes(bytes).map_err(|error| error.to_string()),
+    })
+}
+
+/// Calls the library, which panics for some contents that its types do not allow, such as a
+/// template with a token that it does not define.
+fn catch_panics<R>(
+    work: impl FnOnce() -> std::result::Result<R, String>,
+) -> std::result::Result<R, String> {
+    // After a panic the tokenizer is dropped, so nothing sees its state.
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
+        Ok(done) => done,
+        Err(_) => Err("its content contradicts itself".to_owned()),
+    }
+}

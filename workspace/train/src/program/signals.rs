@@ -1,0 +1,166 @@
+//! Signals that end a run with a checkpoint, and at a second one without.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+#[cfg(unix)]
+use std::sync::atomic::Ordering;
+#[cfg(unix)]
+use std::time::{Duration, Instant};
+
+use moh_comm::Launcher;
+use signal_hook::consts::{SIGINT, TERM_SIGNALS};
+
+/// Within this time a second signal is the same request: `timeout` and shells send one to a process and to
+/// its group.
+#[cfg(unix)]
+const SAME_REQUEST: Duration = Duration::from_millis(200);
+/// The same under a launcher, which passes on what its process group has received already.
+#[cfg(unix)]
+const SAME_REQUEST_LAUNCHED: Duration = Duration::from_secs(5);
+
+/// Takes the sentences for the user.
+pub(crate) type Say = Box<dyn Fn(&str) + Send>;
+
+/// Sets `stop` on SIGINT, SIGTERM and SIGQUIT, on SIGUSR1, and on SIGHUP unless the process was started
+/// with it ignored, as by nohup; `say` gets a sentence at once. A second signal ends the process, with 128
+/// and its number as exit code, after its temporary files are removed. Launchers repeat all signals but
+/// SIGINT while a job ends, so under one of them SIGINT alone does so.
+///
+/// # Errors
+/// Fails if the system refuses a handler or a thread.
+#[cfg(unix)]
+pub(crate) fn stop_on_signals(
+    stop: &Arc<AtomicBool>,
+    launcher: Launcher,
+    say: Say,
+) -> io::Result<()> {
+    use signal_hook::consts::{SIGHUP, SIGUSR1};
+    // mpirun forwards SIGUSR1 to its ranks; a SIGTERM makes it kill them within seconds.
+    let mut heard = [TERM_SIGNALS, &[SIGUSR1]].concat();
+    if is_ignored(SIGHUP) == Some(false) {
+        heard.push(SIGHUP);
+    }
+    let mut signals = signal_hook::iterator::Signals::new(heard)?;
+    let (mut requests, stop) = (Requests { launcher, first: None }, Arc::clone(stop));
+    std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        for signal in signals.forever() {
+            match requests.receive(signal, Instant::now()) {
+                Request::Stop => {
+                    // Before the flag: the run may end within microseconds, and says so then.
+                    say(&acknowledgement(launcher));
+                    stop.store(true, Ordering::Relaxed);
+                }
+                Request::Abort => {
+                    say(ABORTED);
+                    moh_files::exit_without_temporaries(128 + signal);
+                }
+                Request::Repeated => {}
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// Sets `stop` on SIGINT and SIGTERM. A second SIGINT ends the process.
+///
+/// # Errors
+/// Fails if the system refuses a handler.
+#[cfg(not(unix))]
+pub(crate) fn stop_on_signals(stop: &Arc<AtomicBool>, _: Launcher, _: Say) -> io::Result<()> {
+    signal_hook::flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(stop))?;
+    for signal in TERM_SIGNALS {
+        signal_hook::flag::register(*signal, Arc::clone(stop))?;
+    }
+    Ok(())
+}
+
+/// What is said when a second signal ends the process.
+#[cfg(unix)]
+const ABORTED: &str =
+    "aborted without a checkpoint: the same command continues from the newest one";
+
+/// What is said at the first signal.
+#[cfg(unix)]
+fn acknowledgement(launcher: Launcher) -> String {
+    let again = if launcher == Launcher::None { "again" } else { "SIGINT (Ctrl-C)" };
+    format!("stopping, with a checkpoint if a step was taken; {again} to abort without one")
+}
+
+/// What a signal asks for.
+#[cfg(unix)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Request {
+    Stop,
+    Abort,
+    /// Nothing new.
+    Repeated,
+}
+
+/// The signals so far.
+#[cfg(unix)]
+struct Requests {
+    launcher: Launcher,
+    /// When the first one was received.
+    first: Option<Instant>,
+}
+
+#[cfg(unix)]
+impl Requests {
+    fn receive(&mut self, signal: i32, now: Instant) -> Request {
+        let Some(first) = self.first else {
+            self.first = Some(now);
+            return Request::Stop;
+        };
+        let is_launched = self.launcher != Launcher::None;
+        let same = if is_launched { SAME_REQUEST_LAUNCHED } else { SAME_REQUEST };
+        let is_new = now.saturating_duration_since(first) >= same;
+        match is_new && (signal == SIGINT || !is_launched) {
+            true => Request::Abort,
+            false => Request::Repeated,
+        }
+    }
+}
+
+/// Whether this process ignores a signal; `None` where the system does not say so in a file.
+#[cfg(unix)]
+fn is_ignored(signal: i32) -> Option<bool> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
+    let mask = u64::from_str_radix(mask.trim(), 16).ok()?;
+    Some(mask >> (signal - 1) & 1 == 1)
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use signal_hook::consts::SIGTERM;
+
+    use super::*;
+
+    const MILLISECOND: Duration = Duration::from_millis(1);
+
+    fn received(launcher: Launcher, signals: &[(i32, u32)]) -> Vec<Request> {
+        let (start, mut requests) = (Instant::now(), Requests { launcher, first: None });
+        let receive =
+            |&(signal, at): &(i32, u32)| requests.receive(signal, start + at * MILLISECOND);
+        signals.iter().map(receive).collect()
+    }
+
+    #[test]
+    fn a_second_signal_aborts_unless_it_is_the_first_one_again() {
+        use Request::{Abort, Repeated, Stop};
+        let twice = [(SIGTERM, 0), (SIGTERM, 1), (SIGINT, 300)];
+        assert_eq!(received(Launcher::None, &twice), [Stop, Repeated, Abort]);
+        assert_eq!(received(Launcher::None, &[(SIGINT, 0), (SIGTERM, 200)]), [Stop, Abort]);
+    }
+
+    #[test]
+    fn what_a_launcher_repeats_does_not_abort() {
+        use Request::{Abort, Repeated, Stop};
+        // Slurm's pre-emption ends with a second SIGTERM; torchrun passes Ctrl-C on.
+        let signals = [(SIGTERM, 0), (SIGTERM, 30_000), (SIGINT, 31_000)];
+        assert_eq!(received(Launcher::Slurm, &signals), [Stop, Repeated, Abort]);
+        let signals = [(SIGINT, 0), (SIGINT, 100), (SIGINT, 5000)];
+        assert_eq!(received(Launcher::Torchrun, &signals), [Stop, Repeated, Abort]);
+    }
+}
