@@ -5,10 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use moh_hf::config_file::CONFIG_FILE;
-use moh_hf::{WeightFiles, is_hub_id};
-
-use crate::{Error, environment};
+use crate::Error;
 
 /// The folder of a repository's commits.
 const SNAPSHOTS: &str = "snapshots";

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use moh_program::arguments::at_least;
 use moh_program::exit::stderr_line;
-use moh_recipe::Recipe;
 use moh_run_directory::{CheckpointName, RunDirectory};
 use moh_train::open_device;
 
