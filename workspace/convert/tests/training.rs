@@ -15,10 +15,10 @@ use moh_hf::{ConfigFile, StoredModel, WeightFiles, write_random_model};
 use moh_kernels::{Cpu, DType};
 use moh_model::{HeadCounts, Model, MohConfig, RouterKind};
 use moh_prepare::{AppendEos, Prepare, prepare};
-use moh_recipe::Recipe;
+use moh_recipe::{AttentionKind, Recipe};
 use moh_step::{EvaluationText, Evaluator};
 use moh_text::TextTokenizer;
-use moh_train::{ModelSource, Outcome, RunOptions};
+use moh_train::{Event, ModelSource, Outcome, RunOptions};
 use serde_json::{Value, json};
 
 #[path = "../../prepare/tests/support/small_tokenizer.rs"]

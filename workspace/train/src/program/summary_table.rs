@@ -37,7 +37,7 @@ pub fn table(summary: &Summary) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Validation;
+    use moh_run_log::{Evaluation, EvaluationPoint, Validation};
 
     #[test]
     fn the_table_has_a_line_for_each_set() {
