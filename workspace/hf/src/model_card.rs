@@ -5,8 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
-use moh_files::{read_bounded, unless_missing};
 use moh_files::units::group_digits;
+use moh_files::{read_bounded, unless_missing};
 use moh_kernels::router::SharedHeads;
 use moh_model::{Architecture, ModelConfig, RouterKind};
 

@@ -125,9 +125,9 @@ impl Client {
         let info: Info = serde_json::from_slice(&body(&mut answer)?).map_err(|error| {
             Error::hub(&self.id, format!("the hub's response to {url} is invalid: {error}"))
         })?;
-        info.sha.filter(|commit| is_content_address(commit)).ok_or_else(|| {
-            Error::hub(&self.id, "the hub names no commit for the revision").into()
-        })
+        info.sha
+            .filter(|commit| is_content_address(commit))
+            .ok_or_else(|| Error::hub(&self.id, "the hub names no commit for the revision").into())
     }
 
     /// The files in a folder of the repository, `""` for its top, and with `is_deep` in the folders below; none if there

@@ -53,7 +53,9 @@ impl Hub {
                     Error::hub(id, reason)
                 })?
             }
-            false => repository.client.commit().map_err(|failure| repository.client.explain(failure))?,
+            false => {
+                repository.client.commit().map_err(|failure| repository.client.explain(failure))?
+            }
         };
         Ok(Dataset { repository, commit, is_offline: self.offline })
     }

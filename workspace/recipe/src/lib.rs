@@ -298,7 +298,8 @@ impl Recipe {
     /// # Errors
     /// As [`Recipe::parse`].
     pub fn parse_stored(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
-        let mut table = reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
+        let mut table =
+            reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
         if let Some(Value::Table(guard)) = table.get_mut("guard") {
             guard.remove("rewind");
         }
