@@ -131,10 +131,6 @@ def check_theirs(program, directory, kind):
     name = f"{kind.__name__} of Megatron-core"
     check(f"{name}, {report['documents']} documents", report["documents"] == len(documents))
     check(f"{name}, ids", same(ids_of(program, prefix, len(documents)), documents))
-    # What moh-data writes of it is one sequence a document.
-    run(program, "merge", "--out", directory / f"again-{kind.__name__}", prefix)
-    again = IndexedDataset(str(directory / f"again-{kind.__name__}"))
-    check(f"{name}, merged by moh-data", same(documents_of(again), documents))
 
 
 def check_mask(program, tokenizer, directory):

@@ -1,21 +1,16 @@
 //! Token files and a deterministic order.
 //!
 //! [`TokenFileWriter`] writes a token file (Megatron's indexed dataset), and [`TokenFile`] reads
-//! one, from any writer. [`Verify`] finds what is wrong with one, and [`merge`] and [`divide`] copy the
-//! documents of some to others. [`TrainingData`] maps a sample number to its tokens, as a pure function of
+//! one, from any writer. [`Verify`] finds what is wrong with one. [`TrainingData`] maps a sample number to its tokens, as a pure function of
 //! the seed; [`Windows`] divides a file for evaluation. [`TokenizerFile`] has what training needs of a tokenizer, without
 //! the library that runs it, and [`TokenDecoder`] the bytes of ids.
 
 mod content;
-mod copying;
-mod divide;
 mod document_end;
 mod error;
 mod json_lines;
-mod lengths;
 mod mapped;
 mod mask;
-mod merge;
 mod mixture;
 mod pending;
 mod permutation;
@@ -34,13 +29,10 @@ mod verify;
 mod windows;
 
 pub use content::TokenFileContent;
-pub use divide::divide;
 pub use document_end::DocumentEnd;
 pub use error::{Error, Result};
 pub use json_lines::{JsonLine, JsonLines};
-pub use lengths::{DocumentLengths, LengthBand};
 pub use mask::MaskInfo;
-pub use merge::merge;
 pub use pending::{refuse_existing, with_ending};
 pub use permutation::key_of;
 pub use samples::{ORDER_VERSION, Order, Source, SourceStart, TrainingData};

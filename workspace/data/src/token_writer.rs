@@ -49,7 +49,7 @@ impl TokenFileWriter {
     /// # Errors
     /// Fails if one of its files exists, or the directory is not writable.
     pub fn create(prefix: &Path, vocab_size: usize) -> Result<Self> {
-        Self::start(prefix, vocab_size, None, false, None, Written::default())
+        Self::start(prefix, vocab_size, false, None, Written::default())
     }
 
     /// Like [`TokenFileWriter::create`], but `finish` replaces existing files.
@@ -57,7 +57,7 @@ impl TokenFileWriter {
     /// # Errors
     /// Fails if the directory is not writable.
     pub fn replace(prefix: &Path, vocab_size: usize) -> Result<Self> {
-        Self::start(prefix, vocab_size, None, true, None, Written::default())
+        Self::start(prefix, vocab_size, true, None, Written::default())
     }
 
     /// Starts a token file whose files lie in `directory` until they are complete, or continues it after
@@ -74,23 +74,12 @@ impl TokenFileWriter {
         directory: &Path,
         written: Written,
     ) -> Result<Self> {
-        Self::start(prefix, vocab_size, None, overwrite, Some(directory), written)
-    }
-
-    /// Starts a token file for [`TokenFileWriter::push_stored`], whose tokens have this type.
-    pub(crate) fn start_stored(
-        prefix: &Path,
-        vocab_size: usize,
-        dtype: TokenType,
-        overwrite: bool,
-    ) -> Result<Self> {
-        Self::start(prefix, vocab_size, Some(dtype), overwrite, None, Written::default())
+        Self::start(prefix, vocab_size, overwrite, Some(directory), written)
     }
 
     fn start(
         prefix: &Path,
         vocab_size: usize,
-        dtype: Option<TokenType>,
         overwrite: bool,
         directory: Option<&Path>,
         written: Written,
@@ -100,7 +89,7 @@ impl TokenFileWriter {
             refuse_existing(path, overwrite)?;
         }
         let [bin, idx, ..] = outputs;
-        let dtype = dtype.unwrap_or_else(|| TokenType::for_vocabulary(vocab_size));
+        let dtype = TokenType::for_vocabulary(vocab_size);
         let lengths = HEADER_BYTES as u64 + 4 * written.documents;
         let bin = open(&bin, directory, written.tokens * dtype.bytes() as u64)?;
         let mut idx = open(&idx, directory, if written.documents == 0 { 0 } else { lengths })?;
@@ -197,27 +186,6 @@ impl TokenFileWriter {
         self.bin.write(&self.bytes)?;
         self.begun += tokens.len() as u64;
         Ok(())
-    }
-
-    /// Appends tokens to the document that has begun, or begins one, as they are stored. Ids are not checked.
-    ///
-    /// # Errors
-    /// Fails if the disk is full.
-    pub(crate) fn push_stored(&mut self, bytes: &[u8]) -> Result<()> {
-        self.bin.write(bytes)?;
-        self.begun += (bytes.len() / self.dtype.bytes()) as u64;
-        Ok(())
-    }
-
-    /// Appends the mask of stored tokens, whose bytes are not checked. A file without a mask takes none.
-    ///
-    /// # Errors
-    /// Fails if the disk is full.
-    pub(crate) fn push_stored_mask(&mut self, bytes: &[u8]) -> Result<()> {
-        match &mut self.mask {
-            Some(mask) => mask.write(bytes),
-            None => Ok(()),
-        }
     }
 
     /// Ends the document whose tokens were appended; without tokens it is an empty one.

@@ -6,8 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_data::{
-    DocumentEnd, DocumentLengths, Error, ProblemKind, Provenance, TokenFile, TokenFileWriter,
-    TokenType, Verify,
+    DocumentEnd, Error, ProblemKind, Provenance, TokenFile, TokenFileWriter, TokenType, Verify,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -100,7 +99,6 @@ fn a_sound_file_is_read_joined() {
     assert!(file.document_starts(3..7).is_err());
     assert_eq!(file.document(1).unwrap(), 3..6);
     assert!(file.document(2).is_err());
-    assert_eq!(DocumentLengths::of(&file).longest(), 3);
 }
 
 #[test]
@@ -410,7 +408,6 @@ proptest! {
             for document in 0..file.num_documents() {
                 file.document(document).unwrap();
             }
-            DocumentLengths::of(&file).longest();
         }
     }
 }

@@ -4,7 +4,7 @@
 //! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads, of conversations with a mask of the assistant's
 //! tokens. Reading, decoding, encoding and writing overlap on all cores; the result does not depend on their number.
 //! Files of datasets on the hub are downloaded ahead of their use. An interrupted preparation continues
-//! with the same call. [`split_token_file`] divides a token file afterwards.
+//! with the same call.
 
 mod decode;
 mod encode;
@@ -18,7 +18,6 @@ mod prepare;
 mod reader;
 mod remote;
 mod split;
-mod split_file;
 
 pub use encode::LoadAhead;
 #[doc(hidden)]
@@ -35,4 +34,3 @@ pub use reader::Format;
 #[doc(hidden)]
 pub use reader::read_documents;
 pub use split::Split;
-pub use split_file::split_token_file;

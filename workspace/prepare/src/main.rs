@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use moh_program::exit;
 
-use crate::program::{accept, info, merge, prepare, show, split, verify};
+use crate::program::{accept, info, prepare, show, verify};
 
 /// Convert text to token files, and inspect them.
 #[derive(Parser)]
@@ -39,7 +39,7 @@ enum Command {
     #[command(after_help = "Example (writes tokens.bin, tokens.idx and tokens.json):\n  \
         moh-data prepare --tokenizer model --out tokens text.jsonl")]
     Prepare(Box<prepare::Arguments>),
-    /// Show what a token file contains: its numbers, its tokenizer, and how long its documents are
+    /// Show what a token file contains: its numbers and its tokenizer
     #[command(after_help = "Example:\n  \
         moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
         moh-data info tokens")]
@@ -65,26 +65,9 @@ enum Command {
     /// The tokenizer must have the same content, or give the same ids on a sample of each file: evenly spaced pieces,
     /// decoded and encoded again. It is then recorded in PREFIX.json, and all programs accept it.
     #[command(after_help = "Example:\n  \
-        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
-        moh-data accept --tokenizer tokenizer tokens")]
+        moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
+        moh-data accept --tokenizer model tokens")]
     Accept(accept::Arguments),
-    /// Make one token file of several, their documents one after the other
-    ///
-    /// Tokens are copied as they are stored: the files must have the same type of tokens and the same
-    /// tokenizer.
-    #[command(after_help = "Example:\n  \
-        moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
-        moh-data prepare --tokenizer model --out more text.jsonl\n  \
-        moh-data merge --out all tokens more")]
-    Merge(merge::Arguments),
-    /// Divide a token file into PREFIX-train and PREFIX-validation
-    ///
-    /// The parts are those that moh-data prepare --split writes.
-    #[command(after_help = "Example (writes parts-train and parts-validation):\n  \
-        moh-data prepare --tokenizer model --out tokens text.jsonl\n  \
-        moh-data split --shares 0.9,0.1 --out parts tokens")]
-    Split(split::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -95,7 +78,5 @@ fn main() -> ExitCode {
         Command::Show(arguments) => show::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Accept(arguments) => accept::run(&arguments),
-        Command::Merge(arguments) => merge::run(&arguments),
-        Command::Split(arguments) => split::run(&arguments),
     })
 }

@@ -1,4 +1,4 @@
-//! `moh-data info`, `show`, `verify`, `merge` and `split` as processes, on small token files, sound and damaged.
+//! `moh-data info`, `show` and `verify` as processes, on small token files, sound and damaged.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -67,24 +67,9 @@ fn info_shows_how_long_documents_are() {
     let dir = tempfile::tempdir().unwrap();
     written(dir.path(), &[&[1, 2, 9], &[9], &[1, 9], &[1, 2, 3, 4, 9]]);
     let text = stdout(dir.path(), "info t");
-    let bar = "#".repeat(71);
-    let expected = format!(
-        "longest    5 tokens\nlengths    50% up to 2, 90% up to 5, 99% up to 5 tokens\n    1  1 {}\n  \
-         2-3  2 {bar}\n  4-7  1 {}\ndtype      u16\n",
-        &bar[..36],
-        &bar[..36],
-    );
-    assert!(text.contains(&expected), "{text}");
-    assert!(text.lines().all(|line| line.len() <= 80));
+    assert!(text.contains("longest    5 tokens\ndtype      u16\n"), "{text}");
     let found = parsed(dir.path(), "info t --json");
-    let band = |least: u64, most: u64, documents: u64| json!({"least": least, "most": most, "documents": documents});
-    assert_eq!(
-        found["lengths"],
-        json!({
-            "longest": 5, "percentiles": {"50": 2, "90": 5, "99": 5},
-            "histogram": [band(1, 1, 1), band(2, 3, 2), band(4, 7, 1)],
-        })
-    );
+    assert_eq!(found["longest"], 5);
     assert_eq!(
         (&found["documents"], &found["tokens"], &found["dtype"]),
         (&4.into(), &11.into(), &"u16".into())
@@ -239,80 +224,4 @@ fn verify_finds_every_fault() {
     fails(&["fault: t.json: not a valid token file: not a token file's metadata"]);
     let (code, _, err) = run(dir.path(), "verify none");
     assert!(code == 1 && err.starts_with("error: none.bin: cannot read: "), "{err}");
-}
-
-#[test]
-fn split_writes_what_prepare_with_a_split_writes() {
-    let dir = prepared();
-    stdout(dir.path(), "prepare --tokenizer tok --split 0.85,0.15 --out q s.jsonl");
-    let text = stdout(dir.path(), "split --shares 0.85,0.15 --out r p");
-    let bytes = |name: String| fs::read(dir.path().join(name)).unwrap();
-    for part in ["train", "validation"] {
-        for ending in ["bin", "idx"] {
-            let [prepared, split] =
-                ["q", "r"].map(|prefix| bytes(format!("{prefix}-{part}.{ending}")));
-            assert_eq!(prepared, split, "{part}.{ending}");
-        }
-        stdout(dir.path(), &format!("verify r-{part} --strict --tokenizer tok"));
-        let info = stdout(dir.path(), &format!("info r-{part}"));
-        assert!(info.ends_with("text       not recorded\nsource     s.jsonl\n"), "{info}");
-    }
-    assert!(text.starts_with("r-train: 51 documents, "), "{text}");
-    assert!(text.contains("\nr-validation: 9 documents, "), "{text}");
-    let (code, out, err) = run(dir.path(), "split --shares 0.85,0.15 --out r p");
-    assert!(code == 1 && out.is_empty() && err.contains("already exists"), "{err}");
-    let found = parsed(dir.path(), "split --shares 0.85,0.15 --out r p --force --json");
-    assert_eq!(
-        (&found["files"][0]["prefix"], &found["files"][1]["documents"]),
-        (&"r-train".into(), &9.into())
-    );
-    assert_eq!(found["files"][1]["recorded"]["eos_token"], "<|end_of_text|>");
-    let (code, _, err) = run(dir.path(), "split --shares 0.999,0.001 --out s p");
-    let expected = "error: s-validation: would have no document, of 60 in all: add documents";
-    assert!(code == 1 && err.starts_with(expected), "{err}");
-    let (code, _, err) = run(dir.path(), "split --shares 0.9,0.2 --out s p");
-    assert!(code == 2 && err.contains("that sum to 1"), "{err}");
-}
-
-#[test]
-fn merge_undoes_a_division_of_the_inputs() {
-    let dir = prepared();
-    let lines = fs::read_to_string(dir.path().join("s.jsonl")).unwrap();
-    let (head, tail) = lines.split_at(lines.find("\n").unwrap() + 1);
-    fs::write(dir.path().join("head.jsonl"), head).unwrap();
-    fs::write(dir.path().join("tail.jsonl"), tail).unwrap();
-    stdout(dir.path(), "prepare --tokenizer tok --out a head.jsonl");
-    stdout(dir.path(), "prepare --tokenizer tok --out b tail.jsonl");
-    let text = stdout(dir.path(), "merge --out m a b");
-    assert!(text.starts_with("m: 60 documents, "), "{text}");
-    for ending in ["bin", "idx"] {
-        let [whole, merged] =
-            ["p", "m"].map(|name| fs::read(dir.path().join(format!("{name}.{ending}"))).unwrap());
-        assert_eq!(whole, merged, "{ending}");
-    }
-    stdout(dir.path(), "verify m --strict --tokenizer tok");
-    let recorded =
-        |name: &str| parsed(dir.path(), &format!("info --json {name}"))["recorded"].clone();
-    let (mut whole, mut merged) = (recorded("p"), recorded("m"));
-    assert_eq!(merged["sources"], json!(["head.jsonl", "tail.jsonl"]));
-    for info in [&mut whole, &mut merged] {
-        // The first document alone does not have the first 1024 tokens.
-        for field in ["sources", "beginning_blake3"] {
-            info.as_object_mut().unwrap().remove(field);
-        }
-    }
-    assert_eq!(whole, merged);
-    let (code, _, err) = run(dir.path(), "merge --out m a b");
-    assert!(code == 1 && err.contains("already exists"), "{err}");
-    assert_eq!(parsed(dir.path(), "merge --out m --force --json b")["documents"], 59);
-    let (code, _, err) = run(dir.path(), "merge --out a --force a b");
-    assert!(code == 1 && err.contains("a: is both an input and an output"), "{err}");
-    write_tokenizer(&dir.path().join("other"), &[" word"]);
-    stdout(dir.path(), "prepare --tokenizer other --out c s.jsonl");
-    let (code, _, err) = run(dir.path(), "merge --out n a c");
-    let part = "error: c: cannot be merged with a: vocabulary of the tokenizer differs";
-    assert!(code == 1 && err.starts_with(part), "{err}");
-    let left = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
-    let left: Vec<String> = left.map(|name| name.into_string().unwrap()).collect();
-    assert!(left.iter().all(|name| !name.starts_with(['n', '.'])), "{left:?}");
 }

@@ -170,8 +170,7 @@ fn examples_in_the_help_work_when_pasted() {
         &["info", "--help"],
         &["show", "--help"],
         &["verify", "--help"],
-        &["merge", "--help"],
-        &["split", "--help"],
+        &["accept", "--help"],
     ] {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("text.jsonl"), documents(50)).unwrap();

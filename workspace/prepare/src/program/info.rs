@@ -3,11 +3,11 @@
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 
-use moh_data::{DocumentEnd, DocumentLengths, TokenFile};
+use moh_data::{DocumentEnd, TokenFile};
 use moh_program::counted;
 use serde_json::json;
 
-use super::{lengths, special_tokens};
+use super::special_tokens;
 
 #[derive(clap::Args)]
 pub struct Arguments {
@@ -22,20 +22,19 @@ pub struct Arguments {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let file = TokenFile::open(&arguments.prefix)?;
-    let found = DocumentLengths::of(&file);
+    let longest = longest(&file)?;
     let mut out = stdout().lock();
     if arguments.json {
         let report = json!({
             "prefix": arguments.prefix, "documents": file.num_documents(), "tokens": file.num_tokens(),
-            "dtype": file.token_type(), "lengths": lengths::to_json(&found), "recorded": file.info(),
+            "dtype": file.token_type(), "longest": longest, "recorded": file.info(),
         });
         writeln!(out, "{report}")?;
         return Ok(());
     }
     writeln!(out, "documents  {}", file.num_documents())?;
     writeln!(out, "tokens     {}", file.num_tokens())?;
-    writeln!(out, "longest    {}", counted(found.longest(), "token"))?;
-    lengths::write(&mut out, &found)?;
+    writeln!(out, "longest    {}", counted(longest, "token"))?;
     writeln!(out, "dtype      {}", file.token_type().name())?;
     let Some(info) = file.info() else {
         writeln!(out, "tokenizer  not recorded")?;
@@ -68,4 +67,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         writeln!(out, "source     {source}")?;
     }
     Ok(())
+}
+
+/// The tokens of the longest document; 0 without documents.
+fn longest(file: &TokenFile) -> moh_data::Result<u64> {
+    (0..file.num_documents()).try_fold(0, |longest, number| {
+        let document = file.document(number)?;
+        Ok(longest.max(document.end - document.start))
+    })
 }

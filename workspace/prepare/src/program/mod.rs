@@ -3,14 +3,10 @@
 pub mod accept;
 pub mod info;
 mod inputs;
-mod lengths;
-pub mod merge;
 pub mod prepare;
 mod recorded_tokenizer;
 pub mod show;
-pub mod split;
 pub mod verify;
-mod written;
 
 use std::collections::BTreeMap;
 
