@@ -81,9 +81,6 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     }
 
     /// Rotates queries and keys again, and selects heads if there is a router.
-    ///
-    /// # Errors
-    /// When the device fails.
     pub fn route(&mut self, backend: &B) -> Result<()> {
         let table = table::<B>(&self.cos, &self.sin);
         let rope = RopeArgs { shape: &self.shape, table, qkv: B::whole_mut(&mut self.qkv) };
@@ -97,9 +94,6 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     }
 
     /// The forward pass of attention.
-    ///
-    /// # Errors
-    /// When the device fails.
     pub fn forward(&mut self, backend: &B) -> Result<()> {
         let QkvShape { heads, kv_heads, head_dim, .. } = self.shape;
         let (first, end) = (heads * head_dim, B::len(&self.qkv));
@@ -118,9 +112,6 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     }
 
     /// The backward pass of attention.
-    ///
-    /// # Errors
-    /// When the device fails.
     pub fn backward(&mut self, backend: &B) -> Result<()> {
         backend.attention_backward(AttentionBackward {
             args: attention_args(self.shape, self.router.as_ref()),
@@ -134,9 +125,6 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     }
 
     /// The gradient of [`Self::route`], from the outputs of a backward pass of attention.
-    ///
-    /// # Errors
-    /// When the device fails.
     pub fn route_backward(&mut self, backend: &B) -> Result<()> {
         let table = table::<B>(&self.cos, &self.sin);
         let rope = RopeArgs { shape: &self.shape, table, qkv: B::whole_mut(&mut self.d_qkv) };

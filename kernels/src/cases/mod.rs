@@ -94,9 +94,6 @@ impl Work {
 
 impl<B: Backend> Case<B> {
     /// Allocates and fills the operator's buffers.
-    ///
-    /// # Errors
-    /// When the device has no room.
     pub fn prepare(&self, backend: &B) -> Result<Run<B>> {
         (self.prepare)(backend)
     }

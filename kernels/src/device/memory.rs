@@ -97,9 +97,6 @@ pub trait Memory: Send + Sync + Sized + 'static {
     }
 
     /// A buffer of `len` zeros.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Self::Buffer<S>>;
 
     /// Runs a constructor of buffers that have this purpose. It has an effect only on the counts of

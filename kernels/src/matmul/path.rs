@@ -64,9 +64,6 @@ impl Bf16Path {
 
 impl Cpu {
     /// The CPU, if the environment's settings for it can be followed.
-    ///
-    /// # Errors
-    /// See [`Bf16Path::from_environment`].
     pub fn open() -> Result<Self> {
         Bf16Path::from_environment().map(|_| Cpu)
     }

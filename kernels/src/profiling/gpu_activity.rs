@@ -36,9 +36,6 @@ impl Recording {
     }
 
     /// There is no recording to end.
-    ///
-    /// # Errors
-    /// None.
     pub fn finish(self) -> crate::Result<Vec<Activity>> {
         match self {}
     }

@@ -44,8 +44,5 @@ pub trait Workspace: Memory {
     /// Allocates the scratch memory of operators in these passes, with elements of type `T`, so
     /// that none is allocated or freed while they run. Without this call they allocate on first
     /// use.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()>;
 }

@@ -45,9 +45,6 @@ pub struct CalibrationBuffers<M: Memory> {
 
 impl<M: Memory> CalibrationBuffers<M> {
     /// Buffers for passes over `tokens` tokens of the model that `config` describes, and for this router.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn new(
         memory: &M,
         config: &ModelConfig,

@@ -79,9 +79,6 @@ impl Products {
     }
 
     /// (|Y - F W^T|^2 + lambda |W - W0|^2) / |Y|^2 of [`Self::fit`], without W: half of its work; 0 where Y is zero.
-    ///
-    /// # Errors
-    /// As [`Self::fit`].
     pub fn least(&self, start: ArrayView2<'_, f64>, ridge: f64) -> Result<f64> {
         let factor = self.factor(ridge)?;
         let mut weight = self.cross.clone();

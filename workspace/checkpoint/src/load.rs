@@ -30,9 +30,6 @@ pub fn load<B: Backend + Clone, T: Element, M: Element>(
 }
 
 /// Completes the weights of each data rank from the shards of the others.
-///
-/// # Errors
-/// Fails if another rank has failed.
 pub fn gather_weights<B: Backend, T: Element>(
     model: &mut Model<B, T>,
     data: &Group,

@@ -10,9 +10,6 @@ use crate::{Error, RunState, steps_at};
 
 impl RunState {
     /// Begins a stage with zero moments; the first one has the moments of the model's run, if there are any.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn begin_stage<B: Backend, M: Element>(
         &mut self,
         optimizer: &mut OptimizerState<B, M>,

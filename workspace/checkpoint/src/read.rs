@@ -46,9 +46,6 @@ pub fn newest<B: Backend>(
 
 /// The newest checkpoint whose bytes are good, the same on all ranks, which share the check of its
 /// hashes; `None` if no checkpoint is good. Changes nothing.
-///
-/// # Errors
-/// As [`newest`].
 pub fn newest_good<B: Backend>(
     run: &CheckpointDirectory,
     ranks: &mut Ranks<B>,
@@ -132,9 +129,6 @@ fn examine<B: Backend>(
 
 /// What this rank has read of the checkpoint of `step`; `None` on all ranks if one of them has found its
 /// bytes wrong, and the checkpoint is then renamed.
-///
-/// # Errors
-/// As [`newest`].
 pub fn quarantine_if_damaged<B: Backend, R>(
     run: &CheckpointDirectory,
     ranks: &mut Ranks<B>,

@@ -11,9 +11,6 @@ use crate::{CheckpointDirectory, Error};
 use moh_files::unless_missing;
 
 /// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.
-///
-/// # Errors
-/// Fails if a directory cannot be listed or removed.
 pub fn prune(run: &CheckpointDirectory, retention: &CheckpointOptions) -> Result<(), Error> {
     remove(run, &superseded(run, retention)?)
 }
@@ -51,9 +48,6 @@ pub fn superseded_by_good(
 }
 
 /// Removes the checkpoints of `steps`, and leftovers of earlier processes. The caller has locked the run directory.
-///
-/// # Errors
-/// Fails if a directory cannot be listed or removed.
 pub fn remove(run: &CheckpointDirectory, steps: &[u64]) -> Result<(), Error> {
     let all = run.checkpoints();
     for &step in steps {

@@ -83,9 +83,6 @@ pub(super) struct WrittenFile {
 
 /// Writes and syncs the file at `path`, which must not exist, with the snapshot's tensors of one kind.
 /// Conversion and hashing use the threads of rayon's current pool.
-///
-/// # Errors
-/// Fails if the file cannot be written.
 pub(super) fn write<T: Element, M: Element>(
     path: &Path,
     snapshot: &Snapshot<T, M>,

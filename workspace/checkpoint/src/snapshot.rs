@@ -97,9 +97,6 @@ pub struct Snapshot<T: Element, M: Element> {
 impl<T: Element, M: Element> Snapshot<T, M> {
     /// Allocates the buffers for `shard` of the tensors in `layout`, and writes to them once, so that
     /// the first copy does not wait for the system to find memory.
-    ///
-    /// # Errors
-    /// Fails if the host is out of memory.
     pub fn new(layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
         let shard = ShardTensors::new(layout, shard);
         let len = shard.len;
@@ -115,9 +112,6 @@ impl<T: Element, M: Element> Snapshot<T, M> {
 
     /// Copies the state from the device, on the CPU with all threads. The weights must be complete, and
     /// `model` and `optimizer` of the layout and shard that the buffers were allocated for.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn copy<B: Backend>(
         &mut self,
         model: &Model<B, T>,

@@ -22,9 +22,6 @@ const MAX_THREADS: usize = 4;
 
 /// Creates the directory in which all ranks write the checkpoint of `step`, and removes what an earlier
 /// attempt has left there. Dropping the result removes the directory, unless [`publish`] has renamed it.
-///
-/// # Errors
-/// Fails if the directory cannot be created.
 pub fn begin(run: &CheckpointDirectory, step: u64) -> Result<PendingDirectory, Error> {
     let all = run.checkpoints();
     moh_files::create_directory(&all).map_err(moh_files::io(&all))?;
@@ -42,9 +39,6 @@ type WrittenPart = (String, String, Vec<String>);
 
 /// Writes the files of rank `rank` of `size`, and the list of its tensors, into the directory that
 /// [`begin`] has created; returns what [`publish`] needs to know of them.
-///
-/// # Errors
-/// Fails if a file cannot be written.
 pub fn write_part<T: Element, M: Element>(
     run: &CheckpointDirectory,
     step: u64,

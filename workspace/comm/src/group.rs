@@ -130,9 +130,6 @@ impl Group {
 
     /// Allocates memory for `messages` messages of `bytes` bytes each in flight, so that sends
     /// allocate none. All groups of the process share it.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
         self.engine().map_or(Ok(()), |engine| engine.reserve_sends(messages, bytes))
     }

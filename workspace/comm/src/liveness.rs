@@ -90,9 +90,6 @@ impl Link {
     }
 
     /// Says goodbye and waits until all ranks have.
-    ///
-    /// # Errors
-    /// The fault that ended the job.
     pub(crate) fn close(&self) -> Result<()> {
         self.control.requests().goodbye = true;
         self.end();

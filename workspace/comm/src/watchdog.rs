@@ -62,8 +62,6 @@ impl Health {
         self.fault.get()
     }
 
-    /// # Errors
-    /// The fault that ended the job.
     pub(crate) fn check(&self) -> Result<()> {
         self.fault().map_or(Ok(()), |fault| Err(fault.clone().into()))
     }

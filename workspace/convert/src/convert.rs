@@ -149,9 +149,6 @@ impl ConversionOptions {
     }
 
     /// The configuration of the source.
-    ///
-    /// # Errors
-    /// Fails if it cannot be read.
     pub fn source_config(&self) -> Result<ModelConfig, Error> {
         match &self.checkpoint {
             Some(checkpoint) => Ok(checkpoint.config_file()?.config),

@@ -36,9 +36,6 @@ impl SourceCheckpoint {
     }
 
     /// The element type of the run's own export.
-    ///
-    /// # Errors
-    /// Fails if the run's recipe cannot be read.
     pub fn export_type(&self) -> Result<DType, Error> {
         Ok(self.run.stored_recipe()?.run.dtype.dtype())
     }

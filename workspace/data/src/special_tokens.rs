@@ -23,9 +23,6 @@ pub struct SpecialTokens {
 impl SpecialTokens {
     /// The `bos_token` and `eos_token` of `tokenizer_config.json` in `dir`, by their ids in
     /// `tokenizer.json`; none without that file.
-    ///
-    /// # Errors
-    /// Fails if a file cannot be read.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(CONFIG_FILE);
         let kind = "a tokenizer's configuration";

@@ -181,9 +181,6 @@ impl TokenFile {
     }
 
     /// The number of tokens at `positions` that are trained on.
-    ///
-    /// # Errors
-    /// As [`TokenFile::read_mask`].
     pub fn count_trained(&self, positions: Range<u64>) -> Result<u64> {
         let count = positions.end.saturating_sub(positions.start);
         self.check_range(positions.start, count)?;

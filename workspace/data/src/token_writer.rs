@@ -53,9 +53,6 @@ impl TokenFileWriter {
     }
 
     /// Like [`TokenFileWriter::create`], but `finish` replaces existing files.
-    ///
-    /// # Errors
-    /// Fails if the directory is not writable.
     pub fn replace(prefix: &Path, vocab_size: usize) -> Result<Self> {
         Self::start(prefix, vocab_size, true, None, Written::default())
     }
@@ -210,9 +207,6 @@ impl TokenFileWriter {
     }
 
     /// Syncs all complete documents to disk: [`TokenFileWriter::resume`] can continue after them.
-    ///
-    /// # Errors
-    /// Fails if the disk is full or fails.
     pub fn sync(&mut self) -> Result<()> {
         self.bin.sync()?;
         if let Some(mask) = &mut self.mask {
@@ -222,9 +216,6 @@ impl TokenFileWriter {
     }
 
     /// The first tokens of the file, at most `count`.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be read.
     pub fn beginning(&mut self, count: usize) -> Result<Vec<u32>> {
         let path = self.bin.path().to_path_buf();
         let item = self.dtype.bytes();
@@ -252,9 +243,6 @@ impl TokenFileWriter {
     }
 
     /// Completes the files and syncs them to disk, so that publishing only renames.
-    ///
-    /// # Errors
-    /// Fails if the disk is full.
     pub fn complete(mut self, provenance: Provenance) -> Result<CompleteTokenFile> {
         self.write_tables()?;
         let (content, trained_tokens) = self.content()?;

@@ -6,9 +6,6 @@ use std::path::{Path, PathBuf};
 use crate::{Error, Result, TokenDecoder, TokenizerContent, TokenizerJson};
 
 /// Reads `path/tokenizer.json`, or `path` itself if it is a file; returns its path too.
-///
-/// # Errors
-/// Fails if it cannot be read.
 pub fn read_tokenizer(path: &Path) -> Result<(PathBuf, Vec<u8>)> {
     let path = if path.is_file() { path.to_path_buf() } else { path.join("tokenizer.json") };
     let bytes = std::fs::read(&path).map_err(Error::io(&path, "read"))?;

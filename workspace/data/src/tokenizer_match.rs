@@ -80,9 +80,6 @@ impl TokenFile {
     }
 
     /// Records in `PREFIX.json` that the tokenizer with this hash gives the file's ids; nothing without that file.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written.
     pub fn accept_tokenizer(&self, hash: &str) -> Result<()> {
         let Some(mut info) = self.info().cloned() else { return Ok(()) };
         if !info.accepted_tokenizers.iter().any(|accepted| accepted == hash) {

@@ -76,9 +76,6 @@ impl OpenDevice {
 
     /// Opens a process's GPU by its local rank. If a launcher such as Slurm makes one GPU visible
     /// to each process, that GPU has number 0.
-    ///
-    /// # Errors
-    /// See [`OpenDevice::open`].
     pub fn open_local(local_rank: usize, deterministic: bool) -> Result<Self, Error> {
         #[cfg(feature = "cuda")]
         let ordinal = ordinal(local_rank, moh_kernels::Cuda::count()?);

@@ -7,9 +7,6 @@ use std::path::Path;
 use crate::{FileError, io, unusable};
 
 /// The bytes of a file of at most `most`; `kind` names such a file in the message of a larger one, as in "a recipe".
-///
-/// # Errors
-/// Fails if the file cannot be read, or is larger.
 pub fn read_bounded(path: &Path, most: u64, kind: &str) -> Result<Vec<u8>, FileError> {
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(io(path))?;
@@ -21,9 +18,6 @@ pub fn read_bounded(path: &Path, most: u64, kind: &str) -> Result<Vec<u8>, FileE
 }
 
 /// As [`read_bounded`]; `None` if there is nothing at `path`.
-///
-/// # Errors
-/// As [`read_bounded`].
 pub fn read_bounded_if_any(
     path: &Path,
     most: u64,

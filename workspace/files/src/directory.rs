@@ -39,9 +39,6 @@ impl PendingDirectory {
     /// Removes what killed processes left of directories with the final name `place`. A directory
     /// that one of them had moved aside to replace it gets its name back. Directories of running
     /// processes stay, and so do all of them where the file system has no locks.
-    ///
-    /// # Errors
-    /// Fails if a directory cannot be listed, removed or renamed.
     pub fn recover(place: &Path) -> io::Result<()> {
         let entries = match fs::read_dir(parent(place)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

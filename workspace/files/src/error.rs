@@ -36,9 +36,6 @@ pub fn unusable(path: &Path, reason: impl Into<String>) -> FileError {
 }
 
 /// The value of an operation on `path`; `None` if there is nothing at `path`.
-///
-/// # Errors
-/// Every other error of the operation.
 pub fn unless_missing<T>(path: &Path, result: io::Result<T>) -> Result<Option<T>, FileError> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

@@ -58,26 +58,17 @@ impl PendingFile {
     }
 
     /// The file, with all earlier writes flushed to it.
-    ///
-    /// # Errors
-    /// Fails if the disk is full or fails.
     pub fn flushed(&mut self) -> io::Result<&mut File> {
         self.writer.flush()?;
         Ok(self.writer.get_mut())
     }
 
     /// Syncs the contents to disk, so that publishing only renames.
-    ///
-    /// # Errors
-    /// Fails if the disk is full or fails.
     pub fn sync(&mut self) -> io::Result<()> {
         self.flushed()?.sync_all()
     }
 
     /// Renames the file to its final name, replacing an existing file.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be synced or renamed.
     pub fn replace(mut self) -> io::Result<()> {
         self.sync()?;
         self.temporary.persist(&self.path).map_err(|failed| failed.error)?;

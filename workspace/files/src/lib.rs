@@ -35,9 +35,6 @@ pub fn parent(path: &Path) -> &Path {
 }
 
 /// Creates the directory of a file or directory `path`, and those above it, where they are missing.
-///
-/// # Errors
-/// Fails if one cannot be created.
 pub fn create_parents(path: &Path) -> std::io::Result<()> {
     fs::create_dir_all(parent(path))
 }
@@ -54,9 +51,6 @@ pub fn create_directory(path: &Path) -> std::io::Result<()> {
 }
 
 /// Syncs the entries of a directory, new ones and renamed ones, to disk; a no-op except on Unix.
-///
-/// # Errors
-/// Fails if the directory cannot be opened or synced.
 pub fn sync_directory(path: &Path) -> std::io::Result<()> {
     match cfg!(unix) {
         true => File::open(path)?.sync_all(),
@@ -75,9 +69,6 @@ pub fn write_synced(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 }
 
 /// Removes a directory and its contents; a missing directory is not an error.
-///
-/// # Errors
-/// Fails if an entry cannot be removed.
 pub fn remove_directory(path: &Path) -> std::io::Result<()> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),

@@ -53,9 +53,6 @@ impl ConfigFile {
     }
 
     /// The configuration in a JSON object; `path` is what messages call it.
-    ///
-    /// # Errors
-    /// As [`ConfigFile::read`].
     pub fn from_value(value: Value, path: &Path) -> Result<Self, Error> {
         let fields = object(value, path)?;
         let config = parse::read_config(&Fields { map: &fields, path, prefix: "" })?;

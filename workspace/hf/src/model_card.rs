@@ -47,9 +47,6 @@ impl ModelCard {
     /// Begins the card of a model that is made from the one in the directory `source`. `files` is the directory with
     /// the source's README and licence. A model in the hub's cache is the base model; of any other one, the front matter
     /// says what the base model is.
-    ///
-    /// # Errors
-    /// Fails if `files` cannot be listed.
     pub fn of_source(source: &Path, files: &Path) -> Result<Self, Error> {
         let readme = files.join(CARD_FILE);
         // A README that cannot be read says nothing.

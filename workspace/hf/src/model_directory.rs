@@ -89,9 +89,6 @@ pub struct Written {
 }
 
 /// The existing tokenizer files in `tokenizer` and generation settings in `dir`.
-///
-/// # Errors
-/// Fails if a directory cannot be listed.
 pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut files = Vec::new();
     for entry in fs::read_dir(tokenizer).map_err(Error::io(tokenizer))? {
@@ -162,9 +159,6 @@ pub fn write_model<E: From<Error>>(
 
 /// As [`write_model`], but for the last step, which is [`PendingModel::publish`]. Removes what
 /// killed processes left of the same `out`.
-///
-/// # Errors
-/// As [`write_model`].
 pub fn prepare_model<E: From<Error>>(
     out: &Path,
     force: bool,

@@ -12,9 +12,6 @@ use crate::config_file::ConfigFile;
 use crate::model_directory::{Contents, TensorSpec, Written, write_model};
 
 /// Writes a random model with this configuration to `out`; see [`write_model`].
-///
-/// # Errors
-/// As [`write_model`].
 pub fn write_random_model(
     out: &Path,
     file: &ConfigFile,

@@ -29,9 +29,6 @@ impl StoredModel {
     ///
     /// As transformers does, a model with `tie_word_embeddings` whose files have an output head
     /// that differs from the embedding is not tied.
-    ///
-    /// # Errors
-    /// As [`ConfigFile::read`], [`WeightFiles::open`] and [`WeightFiles::check`].
     pub fn open(dir: &Path) -> Result<Self, Error> {
         let mut file = ConfigFile::read(dir)?;
         let weights = WeightFiles::open(dir)?;

@@ -72,9 +72,6 @@ impl Folder {
     }
 
     /// The file whose lock a download of `blob` holds.
-    ///
-    /// # Errors
-    /// Fails if its directory cannot be created.
     pub(crate) fn lock(&self, blob: &str) -> Result<PathBuf, Error> {
         fs::create_dir_all(&self.locks).map_err(Error::io(&self.locks))?;
         Ok(self.locks.join(format!("{blob}.lock")))
@@ -89,9 +86,6 @@ impl Folder {
     }
 
     /// Records the commit of a branch or a tag.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written.
     pub(crate) fn refer(&self, revision: &str, commit: &str) -> Result<(), Error> {
         if revision == commit {
             return Ok(());
@@ -104,9 +98,6 @@ impl Folder {
     }
 
     /// The file in the snapshot of a commit, if it is there; it is linked if its blob is.
-    ///
-    /// # Errors
-    /// Fails if the link cannot be written.
     pub(crate) fn cached(&self, commit: &str, file: &RemoteFile) -> Result<Option<PathBuf>, Error> {
         let has_size = |path: &Path| fs::metadata(path).is_ok_and(|found| found.len() == file.size);
         let pointer = self.snapshot(commit).join(&file.name);
@@ -120,9 +111,6 @@ impl Folder {
     }
 
     /// Links the snapshot's file to the blob, relatively, as Hugging Face's library does.
-    ///
-    /// # Errors
-    /// Fails if the link cannot be written.
     pub(crate) fn link(&self, commit: &str, file: &RemoteFile) -> Result<PathBuf, Error> {
         let pointer = self.snapshot(commit).join(&file.name);
         if let Some(parent) = pointer.parent() {
@@ -142,9 +130,6 @@ impl Folder {
     }
 
     /// The files in the snapshot of a commit, sorted by name; empty if it is not in the cache.
-    ///
-    /// # Errors
-    /// Fails if a directory cannot be read.
     pub(crate) fn files(&self, commit: &str) -> Result<Vec<RemoteFile>, Error> {
         let snapshot = self.snapshot(commit);
         let (mut files, mut folders) = (Vec::new(), vec![String::new()]);

@@ -30,9 +30,6 @@ pub fn dataset(id: &str, revision: Option<&str>) -> Result<Dataset, Error> {
 
 impl Hub {
     /// See [`dataset`].
-    ///
-    /// # Errors
-    /// See [`dataset`].
     pub fn dataset(&self, id: &str, revision: Option<&str>) -> Result<Dataset, Error> {
         if !is_hub_id(id) || !id.contains('/') {
             let reason = "is no dataset of the hub: expected OWNER/NAME, as in allenai/c4";

@@ -56,9 +56,6 @@ pub fn resolve(
 
 /// The directory of a tokenizer, as [`resolve`] that of a model; of a hub id only the tokenizer's
 /// files are downloaded.
-///
-/// # Errors
-/// See [`resolve`].
 pub fn resolve_tokenizer(
     from: &str,
     revision: Option<&str>,
@@ -123,9 +120,6 @@ impl Hub {
     }
 
     /// Resolves a model; see [`resolve`].
-    ///
-    /// # Errors
-    /// See [`resolve`].
     pub fn resolve(
         &self,
         from: &str,
@@ -136,9 +130,6 @@ impl Hub {
     }
 
     /// Resolves a tokenizer; see [`resolve_tokenizer`].
-    ///
-    /// # Errors
-    /// See [`resolve`].
     pub fn resolve_tokenizer(
         &self,
         from: &str,

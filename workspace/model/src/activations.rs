@@ -133,9 +133,6 @@ impl Slots {
 
 impl<B: Backend, T: Element> Activations<B, T> {
     /// Allocates the buffers of one pass of `model` at a time.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self, Error> {
         Self::with_slots(&model.backend, &model.pass_sizes(pass)?, Slots::ONE)
     }
@@ -144,9 +141,6 @@ impl<B: Backend, T: Element> Activations<B, T> {
 impl<M: Workspace, T: Element> Activations<M, T> {
     /// Allocates the buffers of passes of these sizes, and lets the device reserve its operators'
     /// scratch.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn with_slots(memory: &M, sizes: &PassSizes<'_>, slots: Slots) -> Result<Self, Error> {
         memory.reserve::<T>(&sizes.working_set())?;
         let saved = || {
@@ -175,9 +169,6 @@ impl<M: Workspace, T: Element> Activations<M, T> {
 
     /// Allocates the buffers of one pass of a teacher at a time, over the micro-batches of a student with passes
     /// of the same shape as `sizes`.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn of_teacher(memory: &M, sizes: PassSizes<'_>) -> Result<Self, Error> {
         let pass = PassShape { recompute: Recompute::Block, training: false, ..sizes.pass };
         // It reads the student's tokens.
@@ -299,9 +290,6 @@ impl<M: Memory, T: Element> PassActivations<M, T> {
 
 impl<M: Memory, T: Element> Blocks<M, T> {
     /// Allocates the buffers of `layers` blocks.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>, layers: usize) -> Result<Self, Error> {
         let recompute = sizes.pass.recompute;
         let copies = |shared: bool| if shared { layers.min(1) } else { layers };

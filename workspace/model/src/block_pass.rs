@@ -88,9 +88,6 @@ pub struct BlockOutput {
 impl<B: Backend> BlockPass<B> {
     /// Allocates a block of the model that `config` describes ([`block_alone`]), with weights of zeros, for passes
     /// over `batch` sequences of `length` tokens.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn new(
         backend: B,
         config: &ModelConfig,
@@ -106,9 +103,6 @@ impl<B: Backend> BlockPass<B> {
 
     /// Loads the weights of layer `layer`, from 0: `source` writes each tensor by its name in the whole
     /// model.
-    ///
-    /// # Errors
-    /// Fails if `source` or the device does.
     pub fn load<E: From<Error>>(
         &mut self,
         layer: usize,
@@ -207,9 +201,6 @@ impl<B: Backend> BlockPass<B> {
 
     /// The factors of all heads' outputs, after [`Self::select`]; `[N, H]`, 0 of heads that a token does not compute.
     /// `None` of a router that does not weigh heads.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn weights(&mut self) -> Result<Option<Vec<f32>>, Error> {
         let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
         let routing = &passes[0].blocks.buffers(0, scratch).saved.attention.routing;
@@ -222,9 +213,6 @@ impl<B: Backend> BlockPass<B> {
     }
 
     /// The block's normed input, which learned routers read, after [`Self::project`]; `[N, C]`.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn normed(&mut self) -> Result<Vec<f32>, Error> {
         let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
         let buffers = passes[0].blocks.buffers(0, scratch);
@@ -254,9 +242,6 @@ impl<B: Backend> BlockPass<B> {
     }
 
     /// The outputs of all heads before the output projection, after [`Self::project`]; `[N, H D]`.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn attend(&mut self) -> Result<Vec<f32>, Error> {
         let shape = self.activations.shape;
         let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
@@ -277,9 +262,6 @@ impl<B: Backend> BlockPass<B> {
     }
 
     /// The queries, `[N, H D]`, and keys, `[N, G D]`, as attention reads them, after [`Self::attend`].
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn queries_and_keys(&mut self) -> Result<(Vec<f32>, Vec<f32>), Error> {
         let shape = self.activations.shape;
         let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;

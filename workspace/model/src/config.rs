@@ -207,9 +207,6 @@ impl ModelConfig {
     }
 
     /// Checks head counts against this model, as [`MohConfig::validate`] does.
-    ///
-    /// # Errors
-    /// As [`MohConfig::validate`].
     pub fn check_moh(&self, moh: &MohConfig) -> Result<(), Error> {
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         moh.validate(heads, kv_heads, self.num_hidden_layers)

@@ -106,9 +106,6 @@ impl HeadRequest {
 
     /// As [`HeadRequest::resolve`], for the layers and heads of `model` and with its routing as the
     /// source's.
-    ///
-    /// # Errors
-    /// As [`HeadRequest::resolve`].
     pub fn for_model(&self, model: &ModelConfig) -> Result<MohConfig, Error> {
         let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
         self.resolve(heads, kv_heads, model.num_hidden_layers, model.moh.as_ref())

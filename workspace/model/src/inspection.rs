@@ -80,9 +80,6 @@ impl<B: Backend, T: Element> Model<B, T> {
 
 impl<B: Backend, T: Element> Model<B, T> {
     /// Adds the routings of the last forward pass of all layers to `statistics`.
-    ///
-    /// # Errors
-    /// As [`Model::add_magnitudes`].
     pub fn add_routings(
         &self,
         activations: &Activations<B, T>,

@@ -41,9 +41,6 @@ pub struct ModelBuffers<M: Memory, T: Element> {
 
 impl<M: Memory, T: Element> ModelBuffers<M, T> {
     /// Allocates zeros, for positions below `positions`.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn zeros(
         memory: &M,
         config: &ModelConfig,
@@ -89,9 +86,6 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Creates one rank's part of a model; `ranks` ranks can shard the optimiser state of its
     /// buffers ([`ModelLayout::of_part`]).
-    ///
-    /// # Errors
-    /// As [`Model::new`].
     pub fn of_part<E: From<Error>>(
         backend: B,
         config: ModelConfig,
@@ -315,9 +309,6 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// The routed heads that each token selected in the last forward pass: `[N, R]` for each layer,
     /// with R its routed heads in ascending order; empty for a dense layer. The activations have every block's routing
     /// unless they recompute blocks.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<u8>>, Error> {
         self.of_routings(activations, |routing, mask| {
             self.backend.download(routing.selected(), mask)
@@ -325,9 +316,6 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// The gates of the last forward pass, `[N, R]` for each layer as in [`Model::routed_mask`].
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<f32>>, Error> {
         self.of_routings(activations, |routing, gates| {
             self.backend.download(routing.gates(), gates)

@@ -319,9 +319,6 @@ impl ModelParallel {
 
     /// This rank's part of another model, of as many blocks, for passes without gradients. Each rank has the same blocks
     /// of both models.
-    ///
-    /// # Errors
-    /// As [`TensorShare::check`].
     pub fn of_frozen(&self, config: &ModelConfig) -> Result<Self, Error> {
         self.part.tensor.check(config)?;
         Ok(ModelParallel { tied_head: None, ..self.clone() })
@@ -364,9 +361,6 @@ impl ModelParallel {
 
     /// Reserves memory for this many messages of `bytes` bytes that other stages have not received
     /// yet.
-    ///
-    /// # Errors
-    /// Fails if there is not enough memory.
     pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<(), Error> {
         Ok(self.pipeline.reserve_sends(messages, bytes)?)
     }

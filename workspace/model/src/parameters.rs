@@ -84,17 +84,11 @@ pub type OnBuffer<'a, B, S> = &'a mut dyn FnMut(&mut FlatBuffers<B, S>, usize) -
 
 impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// Allocates whole buffers of zeros.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn zeros(backend: &B, layout: &ModelLayout) -> Result<Self, Error> {
         Self::zeros_of(backend, layout, Shard::WHOLE)
     }
 
     /// Allocates a shard of each buffer, of zeros.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn zeros_of(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
         let buffers = (layout.flats.iter())
             .map(|flat| Ok(Some(backend.allocate(shard.range(flat.len).len())?)))
@@ -170,9 +164,6 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// Fills what `shard` has of every tensor, within the local shard. `source` writes a range of
     /// the elements of the local slice of a tensor of a buffer, and `number` converts each to the
     /// element type.
-    ///
-    /// # Errors
-    /// Fails if `source` or the device fails.
     pub fn fill_shard<E: From<Error>>(
         &mut self,
         backend: &B,
@@ -204,9 +195,6 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     }
 
     /// Sets all elements to zero.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
         for flat in 0..self.buffers.len() {
             let buffer = self.flat_mut(flat);
@@ -234,9 +222,6 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     }
 
     /// Zeroes a stale buffer and marks it as written, before gradients of only some of its tensors are added.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn clear(&mut self, backend: &B, flat: usize) -> Result<(), Error> {
         if self.stale[flat] {
             backend.zero(B::whole_mut(self.flat_mut(flat)))?;
@@ -246,9 +231,6 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     }
 
     /// Zeroes a range of a stale buffer, for operators that can only accumulate.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn clear_stale(&mut self, backend: &B, parameters: &ParameterRange) -> Result<(), Error> {
         match self.accumulation(parameters.buffer) {
             Accumulation::Overwrite => Ok(backend.zero(self.get_mut(parameters))?),
@@ -260,9 +242,6 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
 impl<B: Memory, T: Element> FlatBuffers<B, T> {
     /// Fills the local slice of every tensor with the values that `source` writes of the whole
     /// tensor, rounded to `T`. `source` is not called for tensors without a local slice.
-    ///
-    /// # Errors
-    /// Fails if `source` or the device fails.
     pub fn fill<E: From<Error>>(
         &mut self,
         backend: &B,
@@ -287,17 +266,11 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
     }
 
     /// Copies the local slice of a tensor to the host as f32.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn read(&self, backend: &B, flat: usize, segment: &Segment) -> Result<Vec<f32>, Error> {
         self.read_range(backend, flat, segment.range.clone())
     }
 
     /// Copies a range of a buffer, within the local shard, to the host as f32.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn read_range(
         &self,
         backend: &B,

@@ -193,9 +193,6 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// On the stage with the head, adds the cross-entropy of the uploaded micro-batch to `sums`,
     /// without gradients.
-    ///
-    /// # Errors
-    /// As [`Model::forward`].
     pub fn evaluate(
         &mut self,
         activations: &mut Activations<B, T>,
@@ -207,9 +204,6 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// As [`Model::evaluate`]; also adds the routings of the micro-batch's first `tokens` tokens to
     /// `statistics`: of this rank's layers, on tensor rank 0 alone.
-    ///
-    /// # Errors
-    /// As [`Model::forward`].
     pub fn evaluate_routed(
         &mut self,
         activations: &mut Activations<B, T>,
@@ -242,9 +236,6 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
     /// gradients to `gradients`.
-    ///
-    /// # Errors
-    /// As [`Model::forward`] and [`Model::backward_chunk`].
     pub fn forward_backward<G: Element>(
         &mut self,
         activations: &mut Activations<B, T>,

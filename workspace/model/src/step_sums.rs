@@ -40,17 +40,11 @@ pub struct Sums {
 
 impl<B: Memory> StepSums<B> {
     /// Allocates zeros.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn new(backend: &B) -> Result<Self, Error> {
         Ok(StepSums(backend.allocate(COUNT)?))
     }
 
     /// Resets the sums to zero.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
         Ok(backend.zero(B::whole_mut(&mut self.0))?)
     }
@@ -75,17 +69,11 @@ impl<B: Memory> StepSums<B> {
     }
 
     /// All-reduces the sums over the ranks of `group`.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub fn all_reduce(&mut self, group: &Group) -> Result<(), Error> {
         Ok(group.all_reduce::<B, f64>(B::whole_mut(&mut self.0), Reduce::Sum)?)
     }
 
     /// Waits for the device, and returns the sums.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn read(&self, backend: &B) -> Result<Sums, Error> {
         let mut sums = [0f64; COUNT];
         backend.download(B::whole(&self.0), &mut sums)?;
@@ -97,9 +85,6 @@ impl<B: Memory> StepSums<B> {
     }
 
     /// Reads the sums and resets them.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn take(&mut self, backend: &B) -> Result<Sums, Error> {
         let sums = self.read(backend)?;
         self.zero(backend)?;

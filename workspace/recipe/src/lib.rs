@@ -276,9 +276,6 @@ impl Recipe {
     }
 
     /// As [`Recipe::load`], of the resolved recipe of a run, which may have a key that only earlier versions had.
-    ///
-    /// # Errors
-    /// As [`Recipe::load`].
     pub fn load_stored(path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a recipe")?;
         Self::parse_stored(&moh_files::utf8(path, bytes)?, path, overrides)
@@ -294,9 +291,6 @@ impl Recipe {
     }
 
     /// As [`Recipe::parse`], of the resolved recipe of a run.
-    ///
-    /// # Errors
-    /// As [`Recipe::parse`].
     pub fn parse_stored(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let mut table =
             reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
@@ -374,9 +368,6 @@ impl Recipe {
     }
 
     /// The recipe as a TOML table.
-    ///
-    /// # Errors
-    /// As [`Recipe::to_toml`].
     pub fn to_value(&self) -> Result<Value, Error> {
         Value::try_from(self).map_err(|error| unwritable(&error))
     }

@@ -77,9 +77,6 @@ impl CheckpointName {
     }
 
     /// As [`CheckpointName::resolve`], for a program of a single process.
-    ///
-    /// # Errors
-    /// See there.
     pub fn resolve_alone(&self) -> Result<u64, Error> {
         self.resolve(&mut alone()?)
     }

@@ -95,9 +95,6 @@ impl Extensions {
 
     /// Writes what is new of the records, and then `recipe`; returns where a recipe is that a user has edited. The
     /// caller has locked the directory.
-    ///
-    /// # Errors
-    /// Fails if a file cannot be written.
     pub fn store(&self, run: &RunDirectory, recipe: &Recipe) -> Result<Option<PathBuf>, Error> {
         if self.is_new {
             let path = run.growth();
@@ -114,9 +111,6 @@ impl Extensions {
 }
 
 /// The growth that the run directory records.
-///
-/// # Errors
-/// Fails if the file cannot be read.
 pub fn read_recorded(run: &RunDirectory) -> Result<Vec<StageExtension>, Error> {
     read(&run.growth())
 }

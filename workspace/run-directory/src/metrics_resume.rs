@@ -12,9 +12,6 @@ use crate::{Error, RunDirectory};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
 /// A file that lacks some is renamed, not removed.
-///
-/// # Errors
-/// Fails if the file cannot be read, replaced or renamed.
 pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<String>, Error> {
     let path = run.metrics();
     // The lines of a file that was begun again start after a later step than 0.
@@ -36,9 +33,6 @@ pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<S
 
 /// Prepares `routing.jsonl` for what follows `state`; returns a warning if it cannot be read. It is then
 /// renamed, not removed.
-///
-/// # Errors
-/// Fails if the file cannot be read, replaced or renamed.
 pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<String>, Error> {
     let (path, step) = (run.routing(), state.step);
     let is_evaluated = match step {

@@ -74,9 +74,6 @@ impl RunDirectory {
     /// Whether the run can be resumed without the model of `recipe`: it has completed a checkpoint, so the
     /// initial weights are not needed, not by a stage that [learns from them](moh_recipe::DistillOptions) either, it
     /// keeps the model's other files, and the recipe names the same model.
-    ///
-    /// # Errors
-    /// Fails if the stored recipe cannot be read.
     pub fn keeps_model(&self, recipe: &Recipe) -> Result<bool, Error> {
         let is_kept = self.model().is_dir() && self.inputs().is_file();
         if !is_kept || !self.is_run()? || !self.has_completed_work()? {

@@ -53,9 +53,6 @@ impl Machine {
     }
 
     /// Writes the file at `path` as a whole.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         let text =
             serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?;

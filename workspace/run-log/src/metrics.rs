@@ -205,9 +205,6 @@ pub struct MetricsWriter {
 impl MetricsWriter {
     /// Opens the file at `path` for appending, and creates it if it is missing. To resume, truncate
     /// it first with [`cut_back`].
-    ///
-    /// # Errors
-    /// Fails if the file cannot be opened.
     pub fn append_to(path: &Path) -> Result<Self, Error> {
         let file =
             OpenOptions::new().create(true).append(true).open(path).map_err(moh_files::io(path))?;
@@ -249,9 +246,6 @@ impl MetricsWriter {
     }
 
     /// Writes the lines that could not be written before.
-    ///
-    /// # Errors
-    /// Fails if they cannot be written this time either.
     pub fn flush(&mut self) -> Result<(), Error> {
         let mut append = || {
             if std::mem::replace(&mut self.is_torn, true) {
@@ -303,9 +297,6 @@ pub fn for_each(path: &Path, visit: impl FnMut(StepMetrics)) -> Result<(), Error
 
 /// The first line of the file at `path`; `None` if the file is missing or empty, or the line is not in
 /// the format of [`MetricsWriter`].
-///
-/// # Errors
-/// Fails if the file cannot be read.
 pub fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
     let Some(mut lines) = Lines::open(path)? else { return Ok(None) };
     match lines.next() {

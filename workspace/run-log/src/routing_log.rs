@@ -114,9 +114,6 @@ impl RoutingWriter {
     }
 
     /// Appends lines and syncs them: checkpoints do not wait for this file.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written.
     pub fn write(&mut self, lines: &[RoutingLine]) -> Result<(), Error> {
         if lines.is_empty() {
             return Ok(());

@@ -41,9 +41,6 @@ impl Summary {
     }
 
     /// Writes a summary as a whole.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         let text = match serde_json::to_vec_pretty(self) {
             Ok(text) => text,

@@ -45,9 +45,6 @@ pub struct TensorBoard {
 impl TensorBoard {
     /// Starts a new event file in `directory`, which is created if only it is missing. `steps_kept` is
     /// the step, over all stages, from which the run resumes: later steps of older files no longer count.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be created.
     pub fn create(directory: &Path, steps_kept: u64) -> Result<Self, Error> {
         moh_files::create_directory(directory).map_err(moh_files::io(directory))?;
         let continues = holds_events(directory)?;
@@ -67,9 +64,6 @@ impl TensorBoard {
     }
 
     /// Adds a point to each curve; `step` counts over all stages.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written.
     pub fn write(&mut self, step: u64, metrics: &StepMetrics) -> Result<(), Error> {
         let validation = metrics.validation;
         let scalars = [
@@ -99,9 +93,6 @@ impl TensorBoard {
 
     /// Adds a point to the curves of each layer that routes: the gates' entropy, and the extremes
     /// of the heads' loads.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written.
     pub fn write_routing(
         &mut self,
         step: u64,

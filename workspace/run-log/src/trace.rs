@@ -87,9 +87,6 @@ impl<B: Backend> StepTrace<B> {
 
     /// Writes the recorded spans, each rank into its own file: `path` gives its path from the step and, if there are
     /// several ranks, the rank.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written.
     pub fn write(
         self,
         path: impl FnOnce(u64, Option<usize>) -> PathBuf,

@@ -87,9 +87,6 @@ pub struct Arguments {
 
 impl Arguments {
     /// The keys of clients.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be read or has no key.
     pub fn keys(&self) -> anyhow::Result<Vec<String>> {
         self.api_key_file.as_deref().map_or_else(|| Ok(Vec::new()), read_keys)
     }

@@ -40,9 +40,6 @@ impl Source {
     }
 
     /// The model's configuration.
-    ///
-    /// # Errors
-    /// Fails if it cannot be read.
     pub fn config(&self) -> anyhow::Result<ModelConfig> {
         match self {
             Source::Directory(directory) => Ok(ConfigFile::read(directory)?.config),

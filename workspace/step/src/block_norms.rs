@@ -50,9 +50,6 @@ pub(crate) struct SquaredBlockNorms<M: Memory> {
 
 impl<M: Memory> SquaredBlockNorms<M> {
     /// Allocates zeros.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub(crate) fn new(memory: &M, layout: &ModelLayout) -> Result<Self, Error> {
         Ok(SquaredBlockNorms { squares: memory.allocate(2 * layout.flats.len())? })
     }
@@ -61,9 +58,6 @@ impl<M: Memory> SquaredBlockNorms<M> {
 impl<B: Backend> SquaredBlockNorms<B> {
     /// Computes the norms from each rank's shard of the gradients, which are summed over the data
     /// ranks, and of the weights. All ranks of `group` call this function.
-    ///
-    /// # Errors
-    /// Fails if the device or another rank has failed.
     pub(crate) fn measure<T: Element, G: Element>(
         &mut self,
         backend: &B,

@@ -72,9 +72,6 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     /// Starts the reduce-scatter of a buffer whose gradients are complete on this rank. The
     /// gradient of a head tied across two stages is completed by [`Self::finish_gradients`]
     /// instead.
-    ///
-    /// # Errors
-    /// Fails if the device or another rank has failed.
     pub fn start_gradients(
         &mut self,
         gradients: &mut FlatBuffers<B, G>,
@@ -88,9 +85,6 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
 
     /// Calls [`Self::start_gradients`] with zeros for every buffer, in the order of a backward
     /// pass; for a rank without a micro-batch in a step.
-    ///
-    /// # Errors
-    /// As [`Self::start_gradients`].
     pub fn start_zero_gradients(
         &mut self,
         gradients: &mut FlatBuffers<B, G>,
@@ -164,9 +158,6 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     }
 
     /// Starts the all-gather of a buffer of weights whose local shard has been updated.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub fn start_weights(
         &mut self,
         weights: &mut FlatBuffers<B, T>,
@@ -200,9 +191,6 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     }
 
     /// Calls [`Self::wait_for_weights`] for every buffer.
-    ///
-    /// # Errors
-    /// As [`Self::wait_for_weights`].
     pub fn wait_for_all_weights(&mut self, weights: &mut FlatBuffers<B, T>) -> Result<(), Error> {
         (0..self.weights.len()).try_for_each(|flat| self.wait_for_weights(weights, flat))
     }

@@ -110,9 +110,6 @@ pub struct Evaluator<B: Memory, T: Element> {
 impl<M: Workspace, T: Element> Evaluator<M, T> {
     /// Plans the buffers of an evaluation by the part of a model whose passes `part` describes, for
     /// `batch` windows of `length` tokens at a time.
-    ///
-    /// # Errors
-    /// When the device has no room.
     pub fn of_part(
         memory: &M,
         part: PassSizes<'_>,
@@ -135,9 +132,6 @@ fn pass_shape(batch: usize, length: usize) -> PassShape {
 
 impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     /// Allocates buffers for `batch` windows of `length` tokens each.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn new(model: &Model<B, T>, batch: usize, length: usize) -> Result<Self, Error> {
         let sizes = model.pass_sizes(pass_shape(batch, length))?;
         Self::of_part(model.backend(), sizes, batch, length)

@@ -90,9 +90,6 @@ pub struct OptimizerState<B: Memory, M: Element> {
 
 impl<B: Memory, M: Element> OptimizerState<B, M> {
     /// Creates zero moments of `shard`, for weights of type `T` that have no rounding error yet.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn zeros<T: Element>(
         memory: &B,
         layout: &ModelLayout,
@@ -112,9 +109,6 @@ impl<B: Memory, M: Element> OptimizerState<B, M> {
 
 impl<B: Backend, M: Element> OptimizerState<B, M> {
     /// Creates zero moments of `shard` for the given weights.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn new<T: Element>(model: &Model<B, T>, shard: Shard) -> Result<Self, Error> {
         Self::zeros::<T>(model.backend(), model.layout(), shard)
     }
@@ -126,9 +120,6 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
 
     /// Adds the squares of the shard's gradients to `sums`, but those of frozen groups; each tensor counts once over all
     /// ranks.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn add_squared_norm<G: Element>(
         &self,
         backend: &B,
@@ -193,9 +184,6 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
     }
 
     /// The f32 weights of a part of a buffer, within the local shard.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn exact_weights<T: Element>(
         &self,
         model: &Model<B, T>,
@@ -257,9 +245,6 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
 
     /// Replaces the local slice of a tensor, whose buffer and segment these are: the model's weights, and of their
     /// rounding errors what the shard has. All data ranks give the same values.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn set_weights<T: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -284,9 +269,6 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
     }
 
     /// Resets the moments; called at the start of each stage.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn reset(&mut self, backend: &B) -> Result<(), Error> {
         self.first_moment.zero(backend)?;
         self.second_moment.zero(backend)?;

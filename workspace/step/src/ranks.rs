@@ -37,18 +37,12 @@ pub struct Ranks<B: Backend> {
 }
 
 /// The buffer of the exchanged values: f64, as many as one message holds.
-///
-/// # Errors
-/// Fails if the device is out of memory.
 pub fn values<M: Memory>(memory: &M) -> Result<M::Buffer<f64>, Error> {
     Ok(memory.allocate(MAX_VALUES)?)
 }
 
 impl<B: Backend> Ranks<B> {
     /// The ranks of `group`, with buffers on `backend`.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn new(backend: B, group: Group) -> Result<Self, Error> {
         let values = values(&backend)?;
         Ok(Ranks { backend, group, values })
@@ -65,9 +59,6 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// The sums of the values over the ranks.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub fn sum<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N], Error> {
         self.reduce(values, Reduce::Sum)
     }
@@ -87,9 +78,6 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// The elementwise maximum of the values over the ranks.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub fn largest<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N], Error> {
         self.reduce(values, Reduce::Max)
     }
@@ -110,17 +98,11 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// Which of the flags are set on any rank.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub fn any_of<const N: usize>(&mut self, flags: [bool; N]) -> Result<[bool; N], Error> {
         Ok(self.largest(flags.map(f64::from))?.map(|flag| flag > 0.0))
     }
 
     /// Whether the flag is set on any rank.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub fn any(&mut self, flag: bool) -> Result<bool, Error> {
         let [any] = self.any_of([flag])?;
         Ok(any)
@@ -166,9 +148,6 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// As [`Self::rank0_computes`], for a condition.
-    ///
-    /// # Errors
-    /// See [`Self::rank0_computes`].
     pub fn rank0_decides<E: From<Error>>(
         &mut self,
         condition: impl FnOnce() -> Result<bool, E>,
@@ -177,9 +156,6 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// Runs `work` on the first rank alone; the others wait for it.
-    ///
-    /// # Errors
-    /// See [`Self::rank0_computes`].
     pub fn on_rank0<E: From<Error>>(
         &mut self,
         work: impl FnOnce() -> Result<(), E>,
@@ -189,9 +165,6 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// Every rank's text in rank order, on the first rank; empty on the others.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub fn gather(&mut self, text: Vec<u8>) -> Result<Vec<Vec<u8>>, Error> {
         let mut texts = Vec::new();
         if self.is_first() {
@@ -212,9 +185,6 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// The text of the first rank that has one, on all ranks.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub fn first_that_has(&mut self, text: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, Error> {
         let rank = self.group.rank() as f64;
         let [first] = self.largest([if text.is_some() { -rank } else { f64::NEG_INFINITY }])?;

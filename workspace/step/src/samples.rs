@@ -11,9 +11,6 @@ use crate::step_config::StepConfig;
 pub trait ReadSample {
     /// Writes sample `number`: to `window` a sequence and the token after it and, with a document mask,
     /// to `document_start` the position in the window at which each token's document starts.
-    ///
-    /// # Errors
-    /// Ends the step.
     fn read_sample(
         &self,
         number: u64,
@@ -23,18 +20,12 @@ pub trait ReadSample {
 
     /// Writes for each token of sample `number`, those of its window, whether it is trained on: 1, or else 0, and
     /// returns whether any may be 0. A token that is not is no target. By default all are.
-    ///
-    /// # Errors
-    /// Ends the step.
     fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, Error> {
         let _ = (number, mask);
         Ok(false)
     }
 
     /// The targets of a step's samples that are trained on, of all ranks; `None`, the default, if all are.
-    ///
-    /// # Errors
-    /// Ends the step.
     fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, Error> {
         let _ = samples;
         Ok(None)

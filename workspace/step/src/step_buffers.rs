@@ -35,9 +35,6 @@ pub struct StepBuffers<M: Memory, T: Element, G: Element> {
 
 impl<M: Workspace, T: Element, G: Element> StepBuffers<M, T, G> {
     /// Allocates the buffers, filled with zeros.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub fn new(memory: &M, sizes: &StepSizes<'_>) -> Result<Self, Error> {
         let StepSizes { layout, passes, slots, data_ranks, reduce } = *sizes;
         let gradients = || FlatBuffers::zeros(memory, layout);
@@ -59,9 +56,6 @@ pub(crate) struct Rounded<M: Memory> {
 impl<M: Memory> Rounded<M> {
     /// Allocates the copies for gradients of type `G`. Gradients are rounded if they are f32, `reduce` is
     /// bf16 and there are several data ranks.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
     pub(crate) fn new<G: Element>(
         memory: &M,
         layout: &ModelLayout,

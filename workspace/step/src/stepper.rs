@@ -51,9 +51,6 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
 /// Sees the activations of a step's passes.
 pub trait Observer<B: Backend, T: Element> {
     /// Called after the forward pass of a micro-batch through a chunk, with its activations at `slot`.
-    ///
-    /// # Errors
-    /// Ends the step.
     fn forward_done(
         &mut self,
         model: &Model<B, T>,
@@ -182,9 +179,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
 
     /// Waits for the updated weights of the last step; required before any use of them other than
     /// the next step.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub fn wait_for_weights(&mut self, model: &mut Model<B, T>) -> Result<(), Error> {
         Ok(self.data_parallel.wait_for_all_weights(model.weights_mut())?)
     }
@@ -275,9 +269,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
 
     /// The norm of each tensor's gradient of the last step, before clipping, in the order of the
     /// model; of the local shards.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn gradient_norms(&self, model: &Model<B, T>) -> Result<Vec<TensorGradient>, Error> {
         let (backend, layout) = (model.backend(), model.layout());
         let layers = model.config().num_hidden_layers;

@@ -48,9 +48,6 @@ impl ChatTemplate {
     }
 
     /// As [`ChatTemplate::load`]; `None` if there is no template.
-    ///
-    /// # Errors
-    /// Fails if a file cannot be read.
     pub fn find(directory: &Path) -> Result<Option<Self>> {
         let path = directory.join(TOKENIZER_CONFIG);
         let config: Value = match read(&path)? {

@@ -37,18 +37,12 @@ impl<'a> TextStream<'a> {
     }
 
     /// Adds an id and returns the new text; empty while a character is incomplete.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does.
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         self.advance(false)
     }
 
     /// The remaining text; an incomplete character at the end decodes as U+FFFD.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does.
     pub fn finish(mut self) -> Result<String> {
         self.advance(true)
     }

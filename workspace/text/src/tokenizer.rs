@@ -120,9 +120,6 @@ impl TextTokenizer {
     }
 
     /// What identifies the tokenizer, whatever the bytes of its file.
-    ///
-    /// # Errors
-    /// Fails if the library cannot write the tokenizer.
     pub fn content(&self) -> Result<TokenizerContent> {
         match self.content.get() {
             Some(content) => Ok(content.clone()),
@@ -136,9 +133,6 @@ impl TextTokenizer {
     }
 
     /// The tokenizer as the library writes it.
-    ///
-    /// # Errors
-    /// Fails if the library cannot write the tokenizer.
     pub fn json(&self) -> Result<TokenizerJson> {
         let text = serde_json::to_string(&self.inner).map_err(|error| self.failure(&error))?;
         let tokens = self.inner.get_vocab(false).into_iter().collect();
@@ -170,9 +164,6 @@ impl TextTokenizer {
 
     /// The ids of a text to be continued: the post-processor's prefix and the text, without a
     /// suffix such as EOS.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.prefix.clone();
         ids.extend(self.ids(text, false)?);
@@ -181,18 +172,12 @@ impl TextTokenizer {
 
     /// The ids of a text without those that the post-processor adds. Special tokens that the text
     /// names are encoded.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does.
     pub fn encode_without_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, false)
     }
 
     /// As [`TextTokenizer::encode_without_special_tokens`], with the bytes of the text that each id stands for, in
     /// increasing order; those of a space before a word may be left out.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does.
     pub fn encode_with_ranges(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
         let encoding = self.inner.encode(text, false).map_err(|error| self.failure(&*error))?;
         let ranges = encoding.get_offsets().iter().map(|&(start, end)| start..end);
@@ -209,9 +194,6 @@ impl TextTokenizer {
 
     /// The text of ids; `skip_special` leaves out BOS, EOS and other special tokens. Ids without a
     /// token, as in a padded vocabulary, decode to nothing.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         self.inner.decode(ids, skip_special).map_err(|error| self.failure(&*error))
     }
@@ -223,9 +205,6 @@ impl TextTokenizer {
 
     /// UTF-8 bytes of the decoded ids, without special tokens: the divisor of bits per byte, which
     /// compares models with different vocabularies.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does.
     pub fn decoded_bytes(&self, ids: &[u32]) -> Result<u64> {
         Ok(self.decode(ids, true)?.len() as u64)
     }

@@ -114,9 +114,6 @@ impl TextTokenizer {
 }
 
 /// blake3 of the text of a file's first tokens, in hexadecimal.
-///
-/// # Errors
-/// Fails if the tokenizer does.
 pub fn beginning_blake3(tokenizer: &TextTokenizer, tokens: &[u32]) -> Result<String> {
     Ok(blake3::hash(tokenizer.decode(tokens, false)?.as_bytes()).to_hex().to_string())
 }

@@ -30,9 +30,6 @@ const DESCRIPTION_BYTES: u64 = 32 << 10;
 
 /// The bytes that a user can still write on the file system of `path`. `None` if the system does not say,
 /// or says nonsense: no room at all, as some network file systems do, or more room than there is in all.
-///
-/// # Errors
-/// Fails if the file system cannot be asked.
 pub fn free_space(path: &Path) -> io::Result<Option<u64>> {
     #[cfg(target_os = "linux")]
     {

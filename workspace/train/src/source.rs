@@ -84,9 +84,6 @@ impl ModelSource {
     }
 
     /// Opens what a run keeps of the model of `recipe` in the directory `kept`, without its weights.
-    ///
-    /// # Errors
-    /// As [`ModelSource::open`].
     pub(crate) fn open_kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self, Error> {
         let directory = recipe.model.from.is_some().then_some(kept);
         let tokenizer = recipe.model.tokenizer.as_ref().map(|_| kept.join(TOKENIZER));
@@ -258,9 +255,6 @@ impl ModelSource {
     }
 
     /// The tokenizer and generation files that an export has.
-    ///
-    /// # Errors
-    /// Fails if a directory cannot be listed.
     pub(crate) fn companions(&self) -> Result<Vec<PathBuf>, Error> {
         let tokenizer = self.tokenizer.as_deref();
         // A run without a tokenizer keeps no files.
@@ -311,9 +305,6 @@ impl ModelSource {
 
     /// Fills one tensor, or its moments, with the initial elements. Rows that pad a stored model's vocabulary are the mean
     /// of the others, with zero moments. A tensor that the model does not have, which a later stage adds, begins as zeros.
-    ///
-    /// # Errors
-    /// See [`ModelSource::fill`].
     pub(crate) fn fill_state(
         &self,
         kind: TensorKind,
@@ -346,9 +337,6 @@ impl ModelSource {
     }
 
     /// Fills elements of a tensor, or of its moments: a range of those of its slice on this rank.
-    ///
-    /// # Errors
-    /// See [`ModelSource::fill`].
     pub(crate) fn fill_part(
         &self,
         kind: TensorKind,

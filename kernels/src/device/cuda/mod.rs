@@ -79,9 +79,6 @@ impl Cuda {
     }
 
     /// The number of GPUs visible to this process.
-    ///
-    /// # Errors
-    /// Fails if the driver is missing.
     #[cfg(feature = "cuda")]
     pub fn count() -> Result<usize> {
         driver::count()

@@ -47,9 +47,6 @@ pub trait Embedding: Memory {
     fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()>;
 
     /// `d_table[ids[n]] += d_out[n]`, in the order of n, for the rows in the table.
-    ///
-    /// # Errors
-    /// See [`Embedding::embedding_forward`].
     fn embedding_backward<T: Element, G: Element>(
         &self,
         args: EmbeddingBackward<'_, Self, T, G>,

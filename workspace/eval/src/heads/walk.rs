@@ -46,9 +46,6 @@ impl Walk {
 
     /// Calls `on_pass` with what each layer computes of each pass, the passes in order within each layer, and
     /// `progress` with the layers that are done and all; `false` if it breaks off.
-    ///
-    /// # Errors
-    /// Fails if `weights` or the device does.
     pub fn run<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
         &self,
         backend: &B,

@@ -341,9 +341,6 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
 
     /// Computes all tokens of a sequence that are not computed yet, in as many passes as they need. Returns the logits
     /// after the last one, `[V]`, or nothing if none was waiting.
-    ///
-    /// # Errors
-    /// As [`Self::pass`].
     pub fn finish_waiting(&mut self, sequence: SequenceId) -> Result<Vec<f32>, Error> {
         match self.last_chunk(sequence)? {
             Some(last) => Ok(self.pass(&[last])?.pop().unwrap_or_default()),

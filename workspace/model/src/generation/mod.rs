@@ -34,9 +34,6 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     }
 
     /// The same with other sizes of passes and blocks.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
     pub fn with_options(
         model: &'a Model<B, T>,
         capacity: usize,

@@ -49,24 +49,15 @@ pub trait Router<B: Backend, T: Element>: Send + Sync {
     /// Routes the tokens: begins the routing, writes its selection, gates and weights, and
     /// completes it ([`moh_kernels::router::Routers::complete_routing`]). When blocks are
     /// recomputed it is called again in the backward pass, and must select the same heads.
-    ///
-    /// # Errors
-    /// Fails if the device or another rank fails.
     fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> Result<()>;
 
     /// Adds the gradients that reach the block's input, queries, keys and values, and parameters
     /// through the router.
-    ///
-    /// # Errors
-    /// Fails if the device or another rank fails.
     fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> Result<()>;
 
     /// Adds `scale` times the router's own loss over the routed tokens to `out`, `[1]`: the paper's
     /// balance loss, unless the router overrides it. [`RouterGradient::balance_weight`] is its
     /// weight in the total loss.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     fn loss(
         &self,
         backend: &B,

@@ -37,9 +37,6 @@ pub struct LayerRouting {
 
 impl RoutingStatistics {
     /// Adds the first `tokens` tokens of a layer's routing.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn add<M: Memory>(
         &mut self,
         memory: &M,
@@ -89,9 +86,6 @@ impl LayerRouting {
     }
 
     /// Adds the first `tokens` tokens of a routing, or all if it has fewer.
-    ///
-    /// # Errors
-    /// Fails if the device fails.
     pub fn add<M: Memory>(
         &mut self,
         memory: &M,

@@ -62,9 +62,6 @@ impl Compression {
     }
 
     /// Decodes `source`.
-    ///
-    /// # Errors
-    /// Fails if there is no memory for the decoder.
     pub(super) fn decoder<R: BufRead + Send + 'static>(
         self,
         source: R,

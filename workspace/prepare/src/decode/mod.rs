@@ -124,9 +124,6 @@ impl Decoded {
     }
 
     /// Appends up to `bytes` to `buffer`, fewer only at the end, and returns how many.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be read or decoded.
     pub(crate) fn fill(&mut self, buffer: &mut Vec<u8>, bytes: usize) -> Result<usize> {
         let from_ahead = bytes.min(self.ahead.len());
         buffer.extend(self.ahead.drain(..from_ahead));
@@ -134,9 +131,6 @@ impl Decoded {
     }
 
     /// The next bytes, up to `bytes` of them and fewer only at the end; they stay to be read.
-    ///
-    /// # Errors
-    /// As [`Decoded::fill`].
     pub(crate) fn peek(&mut self, bytes: usize) -> Result<&[u8]> {
         let mut ahead = std::mem::take(&mut self.ahead);
         let missing = bytes.saturating_sub(ahead.len());

@@ -43,9 +43,6 @@ pub(crate) struct Encoder<'a> {
 
 impl<'a> Encoder<'a> {
     /// An encoder of a tokenizer, of which `ahead` may have loaded something already.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does.
     pub(crate) fn new(
         tokenizer: &'a TextTokenizer,
         json: &TokenizerJson,

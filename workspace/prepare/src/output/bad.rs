@@ -29,9 +29,6 @@ pub(crate) struct BadList {
 impl BadList {
     /// The list of a preparation whose last process ended while its files got their names; `None` if it has its
     /// name, or is empty.
-    ///
-    /// # Errors
-    /// Fails if it cannot be read.
     pub(crate) fn complete(path: &Path, directory: &Path) -> Result<Option<Self>> {
         let working = directory.join(NAME);
         match moh_files::unless_missing(&working, working.metadata())? {
@@ -99,18 +96,12 @@ impl BadList {
     }
 
     /// Syncs the list to disk, and returns its bytes.
-    ///
-    /// # Errors
-    /// Fails if the disk is full or fails.
     pub(crate) fn sync(&mut self) -> Result<u64> {
         self.file.sync().map_err(moh_files::io(&self.working))?;
         Ok(self.bytes)
     }
 
     /// Gives the synced list its name if it has a record.
-    ///
-    /// # Errors
-    /// Fails if it cannot be renamed.
     pub(crate) fn publish(self) -> Result<Option<PathBuf>> {
         if self.bytes == 0 {
             return Ok(None);

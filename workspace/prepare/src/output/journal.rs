@@ -177,26 +177,17 @@ impl Journal {
     }
 
     /// Records an input that was opened.
-    ///
-    /// # Errors
-    /// Fails if the disk is full or fails.
     pub(crate) fn input(&mut self, number: usize, identity: Identity) -> Result<()> {
         // Synced with the next checkpoint: without one, the input counts as unread.
         self.write(&Line::Input { number, identity })
     }
 
     /// Records a checkpoint, whose files are synced.
-    ///
-    /// # Errors
-    /// Fails if the disk is full or fails.
     pub(crate) fn checkpoint(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.append(&Line::Checkpoint(checkpoint.clone()))
     }
 
     /// Records that the token files lack only their names.
-    ///
-    /// # Errors
-    /// Fails if the disk is full or fails.
     pub(crate) fn complete(&mut self) -> Result<()> {
         self.append(&Line::Complete)
     }

@@ -291,9 +291,6 @@ impl<'a> Outputs<'a> {
     }
 
     /// Records how far the preparation is, unless an input can be read once.
-    ///
-    /// # Errors
-    /// Fails if the disk is full or fails.
     pub(crate) fn checkpoint(&mut self) -> Result<()> {
         if self.is_temporary.is_some() {
             return Ok(());

@@ -84,9 +84,6 @@ impl Seen {
     }
 
     /// Syncs the file to disk.
-    ///
-    /// # Errors
-    /// Fails if the disk is full or fails.
     pub(crate) fn sync(&mut self) -> Result<()> {
         let done = self.file.flush().and_then(|()| self.file.get_ref().sync_data());
         done.map_err(moh_files::io(&self.path)).map_err(Error::from)

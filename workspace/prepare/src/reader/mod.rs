@@ -101,9 +101,6 @@ fn utf8(bytes: &[u8]) -> Result<&str, usize> {
 
 /// Reads the documents of `path` as preparation does, with one thread, for benchmarks and tests with hostile
 /// input. `visit` is called with each document's text, and with what is wrong with a record.
-///
-/// # Errors
-/// Fails if `path` cannot be read.
 #[doc(hidden)]
 pub fn read_documents(
     path: &std::path::Path,

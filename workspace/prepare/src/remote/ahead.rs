@@ -88,9 +88,6 @@ impl Downloads {
     }
 
     /// Removes an input that was used, if it is this program's own download.
-    ///
-    /// # Errors
-    /// Fails if it cannot be removed.
     pub(crate) fn release(&self, number: usize) -> Result<()> {
         let Some(file) = self.shared.inputs[number].remote() else { return Ok(()) };
         let place = self.shared.place(file);

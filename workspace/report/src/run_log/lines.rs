@@ -40,9 +40,6 @@ impl LeftOut {
 
 /// Passes the number and the text of each complete line of the file at `path` to `visit`, and adds those that it
 /// refuses to `left_out`; returns how many lines there are. A missing file has none. Text after the last line is that of one that is being written.
-///
-/// # Errors
-/// Fails if the file cannot be read.
 pub(super) fn for_each(
     path: &Path,
     left_out: &mut Vec<LeftOut>,

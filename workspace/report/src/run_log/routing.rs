@@ -100,9 +100,6 @@ impl Evaluations {
 
 /// Reads the evaluations in the order of the run, and how each set's use of the heads changed. Lines that are not in
 /// the format, or have more heads than any model, are left out.
-///
-/// # Errors
-/// Fails if the file cannot be read.
 pub(super) fn read(
     path: &Path,
     left_out: &mut Vec<LeftOut>,

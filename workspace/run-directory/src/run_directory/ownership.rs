@@ -184,9 +184,6 @@ impl RunDirectory {
     }
 
     /// The files with the results of calibrations.
-    ///
-    /// # Errors
-    /// Fails if the directory cannot be listed.
     pub fn calibration_files(&self) -> Result<Vec<PathBuf>, Error> {
         let mut found = names(&self.root)?;
         found.retain(|name| name.starts_with(CALIBRATION));

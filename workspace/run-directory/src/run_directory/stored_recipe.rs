@@ -149,9 +149,6 @@ impl RunDirectory {
 
     /// Writes the resolved recipe into the directory, which the caller has locked and claimed. Returns where a
     /// `recipe.toml` is that a user has edited.
-    ///
-    /// # Errors
-    /// Fails if a file cannot be written.
     pub fn write_recipe(&self, recipe: &Recipe) -> Result<Option<PathBuf>, Error> {
         let (path, text) = (self.recipe(), recipe.to_toml()?);
         let found = unless_missing(&path, fs::read(&path))?;

@@ -136,17 +136,11 @@ impl FittedReader {
     }
 
     /// Reads all matrices, to check their hashes.
-    ///
-    /// # Errors
-    /// As [`Self::read`].
     pub fn check(&self) -> Result<(), Error> {
         self.matrices.iter().try_for_each(|matrix| self.values(matrix).map(|_| ()))
     }
 
     /// The matrix that is the tensor of this name; `None` if the file has none.
-    ///
-    /// # Errors
-    /// Fails if it cannot be read, or has another hash.
     pub fn read(&self, tensor: &str) -> Result<Option<Vec<f32>>, Error> {
         let matrix = self.matrices.iter().find(|matrix| matrix.name == tensor);
         matrix.map(|matrix| self.values(matrix)).transpose()

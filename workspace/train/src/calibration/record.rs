@@ -70,9 +70,6 @@ impl CalibrationRecord {
     }
 
     /// Reads the record of a calibration after `step` steps; `None` if there is none.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be read, or is no record.
     pub(crate) fn read(run: &RunDirectory, step: u64) -> Result<Option<Self>, Error> {
         let path = run.calibration(step);
         let kind = "the result of a calibration";

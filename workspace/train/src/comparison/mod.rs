@@ -154,9 +154,6 @@ impl Comparison {
 
     /// The places of the runs in [`Self::runs`] in the order in which a command goes through them: those that have
     /// begun first. They need no run that has not.
-    ///
-    /// # Errors
-    /// Fails if a directory cannot be listed.
     pub fn order(&self) -> Result<Vec<usize>, Error> {
         let mut order = Vec::new();
         for (place, run) in self.runs.iter().enumerate() {
@@ -173,9 +170,6 @@ impl Comparison {
 
     /// Whether a run is still to be trained or looked at: shared stages are not once every run that continues
     /// them has begun, so that their directory may then be removed.
-    ///
-    /// # Errors
-    /// Fails if a directory cannot be listed.
     pub fn needs(&self, run: &PlannedRun) -> Result<bool, Error> {
         if run.variant.is_some() {
             return Ok(true);

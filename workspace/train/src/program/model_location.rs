@@ -57,9 +57,6 @@ pub(crate) fn find(from: &str, revision: Option<&str>) -> anyhow::Result<PathBuf
 }
 
 /// The directory with the configuration of the model `from`.
-///
-/// # Errors
-/// See [`find`].
 pub(crate) fn find_config(from: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     match hub_cache::directory(from, revision)? {
         Some(directory) => Ok(directory),

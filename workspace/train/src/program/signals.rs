@@ -63,9 +63,6 @@ pub(crate) fn stop_on_signals(
 }
 
 /// Sets `stop` on SIGINT and SIGTERM. A second SIGINT ends the process.
-///
-/// # Errors
-/// Fails if the system refuses a handler.
 #[cfg(not(unix))]
 pub(crate) fn stop_on_signals(stop: &Arc<AtomicBool>, _: Launcher, _: Say) -> io::Result<()> {
     signal_hook::flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(stop))?;

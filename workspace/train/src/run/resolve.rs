@@ -185,9 +185,6 @@ pub(crate) fn adopt_origin(recipe: &mut Recipe, run: &RunDirectory) -> Result<()
 }
 
 /// The first of the runs that [keeps](RunDirectory::keeps_model) the model of `recipe`.
-///
-/// # Errors
-/// Fails if a stored recipe cannot be read.
 pub fn first_that_keeps_model<'a>(
     recipe: &Recipe,
     runs: impl IntoIterator<Item = &'a RunDirectory>,

@@ -32,9 +32,6 @@ struct ModelFile {
 
 impl ModelFiles {
     /// Reads the files of a model.
-    ///
-    /// # Errors
-    /// Fails if a file cannot be read.
     pub(super) fn read(source: &ModelSource, recipe: &Recipe) -> Result<Self, Error> {
         let mut files = BTreeMap::new();
         if let Some(directory) = source.directory() {
@@ -134,9 +131,6 @@ impl ModelFiles {
     }
 
     /// Writes the files to `place`, complete or not at all; nothing if there are none.
-    ///
-    /// # Errors
-    /// Fails if a file cannot be written.
     pub(super) fn write(&self, place: &Path) -> Result<(), Error> {
         if self.files.is_empty() {
             return Ok(moh_files::remove_directory(place).map_err(moh_files::io(place))?);

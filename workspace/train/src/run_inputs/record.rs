@@ -142,9 +142,6 @@ impl Record {
     }
 
     /// Writes the record.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written.
     pub(crate) fn write(&self, path: &Path) -> Result<(), Error> {
         let mut text =
             serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?;

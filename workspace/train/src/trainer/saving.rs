@@ -177,9 +177,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Waits for the checkpoint in flight. If there is none of the last step then, it is written, once
     /// more if it has failed before.
-    ///
-    /// # Errors
-    /// Fails if the checkpoint cannot be written.
     pub(super) fn finish_saving(&mut self) -> Result<(), Error> {
         self.wait_for_checkpoint()?;
         if !self.is_saved() {

@@ -36,9 +36,6 @@ impl StopChecks {
 
     /// Whether the ranks go on with the next round of batches; all of them get the same answer. Where there
     /// is one rank, it is asked before each round.
-    ///
-    /// # Errors
-    /// Fails if another rank has failed.
     pub(super) fn go_on<B: Backend>(
         &mut self,
         ranks: &mut Ranks<B>,

@@ -81,9 +81,6 @@ impl NamedModel {
     }
 
     /// What writes each tensor by its name, in f32.
-    ///
-    /// # Errors
-    /// Fails if the files cannot be opened.
     pub(crate) fn tensors(&self) -> anyhow::Result<Tensors<'_>> {
         let (stored, dtype) = match &self.weights {
             Weights::Directory(directory) => {
