@@ -205,7 +205,10 @@ fn a_hangup_stops_a_run_unless_it_is_ignored() {
         std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
         child.wait().unwrap().code()
     };
-    let (child, reader) = started(&mut moh_train(dir.path(), &["stage.adapt.tokens=64e6"]), 5);
+    // Whoever runs the tests may ignore it, which programs inherit.
+    let mut listening = program("env", dir.path());
+    listening.args(["--default-signal=HUP", PROGRAM, "--recipe", "recipe.toml"]);
+    let (child, reader) = started(listening.args(["--set", "stage.adapt.tokens=64e6"]), 5);
     hang_up(&child);
     assert_eq!(finish(child, reader), Some(75));
     let long = ["stage.adapt.tokens=25600"];
