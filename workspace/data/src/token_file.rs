@@ -140,6 +140,11 @@ impl TokenFile {
         self.index.documents() as u64
     }
 
+    /// Tokens of the longest document; 0 without documents.
+    pub fn longest_document(&self) -> u64 {
+        self.documents().map(|document| document.tokens).max().unwrap_or(0)
+    }
+
     /// Sequences that the documents consist of.
     pub(crate) fn num_sequences(&self) -> u64 {
         self.index.sequences() as u64

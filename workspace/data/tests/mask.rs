@@ -1,13 +1,11 @@
-//! Masks of token files: written, read, continued, replaced, merged and divided.
+//! Masks of token files: written, read, continued and replaced.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use moh_data::{
-    Provenance, TokenFile, TokenFileWriter, Written, divide, merge, publish_remaining, with_ending,
-};
+use moh_data::{Provenance, TokenFile, TokenFileWriter, Written, publish_remaining, with_ending};
 
 type Documents<'a> = [(&'a [u32], &'a [u8])];
 
@@ -91,6 +89,8 @@ fn what_is_no_mask_of_a_document_is_not_written() {
         let error = writer.push_masked_document(&[1], mask).unwrap_err().to_string();
         assert!(error.contains("expected 0 or 1 for each token"), "{error}");
     }
+    writer.push_tokens(&[1, 2]).unwrap();
+    writer.drop_document().unwrap();
     writer.push_masked_document(&[3], &[0]).unwrap();
     writer.push_document(&[4, 5]).unwrap();
     writer.finish(Provenance::default()).unwrap();
@@ -135,71 +135,4 @@ fn a_file_without_a_mask_replaces_one_with_it_even_if_it_is_interrupted() {
     drop(writer.complete(Provenance::default()).unwrap());
     publish_remaining(&prefix, &working, true, false).unwrap();
     assert_eq!(mask(&prefix), [1; 6]);
-}
-
-#[test]
-fn copies_of_documents_keep_their_masks() {
-    let dir = tempfile::tempdir().unwrap();
-    let [a, b, both, even, odd] =
-        ["a", "b", "both", "even", "odd"].map(|name| dir.path().join(name));
-    write(&a, DOCUMENTS);
-    write(&b, &DOCUMENTS[..1]);
-    let info = merge(&[a.clone(), b.clone()], &both, false, &mut |_, _| ()).unwrap();
-    assert_eq!(mask(&both), [0, 1, 1, 0, 1, 0, 0, 1, 1]);
-    let recorded = info.mask.unwrap();
-    assert_eq!(
-        (recorded.trained_tokens, recorded.chat_template_blake3.as_deref()),
-        (5, Some("abc"))
-    );
-    let outputs = [even.clone(), odd.clone()];
-    let part = |number: u64| usize::from(number % 2 == 1);
-    let infos = divide(&both, &outputs, false, &part, &mut |_, _| ()).unwrap();
-    assert_eq!((mask(&even), mask(&odd)), (vec![0, 1, 1, 0, 1, 1], vec![0, 1, 0]));
-    assert!(infos.iter().all(|info| info.mask.is_some()));
-}
-
-#[test]
-fn files_with_and_without_a_mask_are_not_merged() {
-    let dir = tempfile::tempdir().unwrap();
-    let [a, b, out]: [PathBuf; 3] = ["a", "b", "out"].map(|name| dir.path().join(name));
-    let failure = |inputs: [&PathBuf; 2]| {
-        let failed = merge(&inputs.map(Clone::clone), &out, false, &mut |_, _| ()).unwrap_err();
-        failed.to_string()
-    };
-    write(&a, DOCUMENTS);
-    write_without(&b);
-    let error = failure([&a, &b]);
-    assert!(error.contains("it has no mask of the tokens that are trained on"), "{error}");
-    assert!(error.contains("a recipe takes both as two sources"), "{error}");
-    let error = failure([&b, &a]);
-    assert!(error.contains("it has a mask of the tokens"), "{error}");
-    let writer = TokenFileWriter::replace(&b, 10).unwrap().with_mask().unwrap();
-    push(writer, DOCUMENTS).finish(provenance("def")).unwrap();
-    let error = failure([&a, &b]);
-    assert!(error.contains("chat_template_blake3 def, not abc"), "{error}");
-}
-
-#[test]
-fn masked_files_are_not_merged_where_one_alone_lacks_its_record() {
-    let dir = tempfile::tempdir().unwrap();
-    let [a, b, out]: [PathBuf; 3] = ["a", "b", "out"].map(|name| dir.path().join(name));
-    write(&a, DOCUMENTS);
-    write(&b, &DOCUMENTS[..1]);
-    fs::remove_file(with_ending(&b, ".json")).unwrap();
-    for (inputs, expected) in [
-        ([&a, &b], "it has no .json, which the first one has; fetch the missing one again"),
-        ([&b, &a], "it has a .json, which the first one has not; fetch the missing one again"),
-    ] {
-        let failed = merge(&inputs.map(Clone::clone), &out, false, &mut |_, _| ()).unwrap_err();
-        let error = failed.to_string();
-        assert!(error.contains(expected), "{error}");
-        assert!(error.contains("a recipe takes both as two sources"), "{error}");
-    }
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 4 + 3, "nothing of an output");
-    // The mask is part of the files, whatever is recorded of them.
-    fs::remove_file(with_ending(&a, ".json")).unwrap();
-    let info = merge(&[a, b], &out, false, &mut |_, _| ()).unwrap();
-    assert_eq!(mask(&out), [0, 1, 1, 0, 1, 0, 0, 1, 1]);
-    let recorded = info.mask.unwrap();
-    assert_eq!((recorded.trained_tokens, recorded.chat_template_blake3), (5, None));
 }

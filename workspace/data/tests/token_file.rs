@@ -99,6 +99,7 @@ fn a_sound_file_is_read_joined() {
     assert!(file.document_starts(3..7).is_err());
     assert_eq!(file.document(1).unwrap(), 3..6);
     assert!(file.document(2).is_err());
+    assert_eq!(file.longest_document(), 3);
 }
 
 #[test]

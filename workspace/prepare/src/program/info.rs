@@ -22,7 +22,7 @@ pub struct Arguments {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let file = TokenFile::open(&arguments.prefix)?;
-    let longest = longest(&file)?;
+    let longest = file.longest_document();
     let mut out = stdout().lock();
     if arguments.json {
         let report = json!({
@@ -67,12 +67,4 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         writeln!(out, "source     {source}")?;
     }
     Ok(())
-}
-
-/// The tokens of the longest document; 0 without documents.
-fn longest(file: &TokenFile) -> moh_data::Result<u64> {
-    (0..file.num_documents()).try_fold(0, |longest, number| {
-        let document = file.document(number)?;
-        Ok(longest.max(document.end - document.start))
-    })
 }
