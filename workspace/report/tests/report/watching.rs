@@ -41,7 +41,8 @@ fn a_watched_page_is_written_again_until_its_run_has_finished() {
     let last = page(dir.path());
     assert!(last.contains(">1234</td>") && !last.contains("http-equiv=\"refresh\""), "{last}");
     // Of a finished run there is one page.
-    assert_eq!(success(program(PROGRAM, dir.path()).args(["--watch", "run"])), "run/report.html\n");
+    let shown = success(program(PROGRAM, dir.path()).args(["--watch", "run"]));
+    assert_eq!(shown, "run/report.html\nrun/run.svg\n");
     assert!(!page(dir.path()).contains("http-equiv=\"refresh\""));
 }
 
