@@ -177,6 +177,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Exports the model and writes the summary, which marks the run as finished.
     fn finish(mut self) -> Result<Outcome, Error> {
+        // The export would make a directory again that was moved or removed.
+        self.ranks.on_rank0::<Error>(|| Ok(self.inputs.run.check_mark()?))?;
         if self.export()? == Exported::Stopped {
             return Ok(self.stopped());
         }
