@@ -129,7 +129,7 @@ static KINDS: LazyLock<Vec<Both>> = LazyLock::new(|| {
 
 proptest! {
     #[test]
-    fn any_ids_have_the_librarys_text(numbers in prop::collection::vec(any::<u32>(), 0..60)) {
+    fn any_ids_have_the_text_of_the_library(numbers in prop::collection::vec(any::<u32>(), 0..60)) {
         for Both { name, library, decoder } in KINDS.iter() {
             // Some ids have no token.
             let limit = library.vocab_size() as u32 + 5;
@@ -142,7 +142,7 @@ proptest! {
 }
 
 #[test]
-fn each_id_has_the_librarys_text() {
+fn each_id_has_the_text_of_the_library() {
     for Both { name, library, decoder } in KINDS.iter() {
         for id in 0..library.vocab_size() as u32 + 2 {
             for ids in [&[id][..], &[id, id], &[0, id, 1]] {
@@ -182,7 +182,7 @@ fn a_decoder_of_another_kind_is_none() {
 
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
-fn the_fixtures_tokenizer_has_the_librarys_text() {
+fn the_tokenizer_of_the_fixtures_has_the_text_of_the_library() {
     let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures/stories260K");
     let library = TextTokenizer::load(fixtures.as_ref()).unwrap();
     let decoder = TokenizerFile::load(fixtures.as_ref()).unwrap().decoder().unwrap();
