@@ -89,8 +89,6 @@ fn what_is_no_mask_of_a_document_is_not_written() {
         let error = writer.push_masked_document(&[1], mask).unwrap_err().to_string();
         assert!(error.contains("expected 0 or 1 for each token"), "{error}");
     }
-    writer.push_tokens(&[1, 2]).unwrap();
-    writer.drop_document().unwrap();
     writer.push_masked_document(&[3], &[0]).unwrap();
     writer.push_document(&[4, 5]).unwrap();
     writer.finish(Provenance::default()).unwrap();
