@@ -51,11 +51,11 @@ pub fn write(runs: &[PathBuf], out: &Path, force: bool) -> anyhow::Result<Vec<St
     Ok(write_watched(runs, out, force, false)?.0)
 }
 
-/// Writes the page as [`write`] does. If it `is_watched` and a run has not finished, browsers load the page again after
+/// Writes the page as [`write()`] does. If it `is_watched` and a run has not finished, browsers load the page again after
 /// the returned time, before which the caller writes it again.
 ///
 /// # Errors
-/// Fails as [`write`].
+/// Fails as [`write()`].
 pub fn write_watched(
     runs: &[PathBuf],
     out: &Path,
