@@ -17,7 +17,7 @@ use tokenizers_1::{canonicalize_value, from_json};
 use unicode_normalization::UnicodeNormalization;
 
 use super::joints::Joints;
-use super::shape::{SPACE_MARK, Shape, Words};
+use super::shape::{Shape, Words};
 use super::spelling::Spelling;
 
 /// A tokenizer in the faster library, and how its texts are encoded.
@@ -25,7 +25,8 @@ pub(super) struct Library {
     pipeline: PipelineTokenizer,
     options: EncodeOptions,
     pub(super) spelling: Spelling,
-    shape: Shape,
+    /// Whether a text becomes its NFC first.
+    nfc: bool,
     /// Of a tokenizer for which a text is one word: what splits it all the same.
     joints: Option<Joints>,
     /// The buffers of each thread that encodes words.
@@ -129,8 +130,9 @@ impl Library {
             padding: Override::Off,
             truncation: Override::Off,
         };
-        let (pipeline, buffers) = (pipeline.tokenizer, Mutex::default());
-        Self { pipeline, options, spelling, shape, joints, buffers }
+        let (nfc, buffers) = (shape.nfc, Mutex::default());
+        let pipeline = pipeline.tokenizer;
+        Self { pipeline, options, spelling, nfc, joints, buffers }
     }
 
     /// Appends the ids of a text; appends nothing and returns `false` if they do not spell it.
@@ -139,21 +141,12 @@ impl Library {
         let spelt = self.append(text, ids) && {
             let ids = PipelineToken::cast_slice(&ids[before..]);
             let is_of = |text: &str| self.spelling.is_of(text, ids);
-            is_of(text) || self.normalized(text).is_some_and(|text| is_of(&text))
+            is_of(text) || self.nfc && is_of(&text.nfc().collect::<String>())
         };
         if !spelt {
             ids.truncate(before);
         }
         spelt
-    }
-
-    /// What ids spell of a text that the tokenizer changes first.
-    fn normalized(&self, text: &str) -> Option<String> {
-        if self.shape.nfc {
-            return Some(text.nfc().collect());
-        }
-        let has_marks = !self.shape.is_byte_level() && text.contains(SPACE_MARK);
-        has_marks.then(|| text.replace(SPACE_MARK, " "))
     }
 
     /// Appends ids whose spelling is not checked; `false` if the library fails.

@@ -322,18 +322,6 @@ fn added_tokens_of_every_kind_are_left_to_the_faster_library() {
 }
 
 #[test]
-fn texts_that_the_tokenizer_changes_are_encoded_by_the_faster_library() {
-    for (name, tokenizer, encoder) in ENCODERS.iter() {
-        for text in ["one\u{2581}two \u{2581} three", "\u{2581}one", "one e\u{301}"] {
-            let (library, mut ids) = (encoder.library.as_ref().unwrap(), Vec::new());
-            assert!(library.encode(text, &mut ids), "{name} {text:?}");
-            let expected = tokenizer.encode_without_special_tokens(text).unwrap();
-            assert_eq!(PipelineToken::cast_slice(&ids), expected, "{name} {text:?}");
-        }
-    }
-}
-
-#[test]
 fn ids_that_do_not_spell_the_text_are_recognised() {
     for (name, tokenizer, encoder) in ENCODERS.iter() {
         let text = "Anna's kite, and ten more.";
