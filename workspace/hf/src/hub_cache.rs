@@ -11,7 +11,7 @@ use crate::{Error, WeightFiles, is_hub_id};
 /// The revision of a repository if none is named.
 pub const DEFAULT_REVISION: &str = "main";
 /// The folder of a repository's commits.
-const SNAPSHOTS: &str = "snapshots";
+pub const SNAPSHOTS: &str = "snapshots";
 
 /// The cache: `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, or `hub` in [`home`].
 pub fn cache_directory() -> PathBuf {
@@ -29,7 +29,8 @@ pub fn home() -> PathBuf {
     })
 }
 
-fn path(name: &str) -> Option<PathBuf> {
+/// The path that an environment variable holds.
+pub fn path(name: &str) -> Option<PathBuf> {
     std::env::var(name).ok().map(PathBuf::from)
 }
 
@@ -65,25 +66,39 @@ pub fn find_model(cache: &Path, id: &str, revision: &str) -> Option<PathBuf> {
 
 /// As [`find_model`], of a model of which the configuration is enough.
 pub fn find_config(cache: &Path, id: &str, revision: &str) -> Option<PathBuf> {
-    if !is_hub_id(id) {
+    if !is_hub_id(id) || !is_contained(revision) {
         return None;
     }
     let repository = cache.join(format!("models--{}", id.replace('/', "--")));
-    let commit = fs::read_to_string(repository.join("refs").join(revision));
-    let commit = commit.map_or_else(|_| revision.to_owned(), |text| text.trim().to_owned());
+    let commit = recorded_commit(&repository, revision);
     let snapshot = repository.join(SNAPSHOTS).join(&commit);
     let is_there = || snapshot.join(CONFIG_FILE).is_file();
-    (is_commit(&commit) && is_there()).then_some(snapshot)
+    (is_content_address(&commit) && is_there()).then_some(snapshot)
 }
 
 /// The commit of a model that [`find_model`] has found; `None` for other directories.
 pub fn commit_of(snapshot: &Path) -> Option<&str> {
     let parent = snapshot.parent()?.file_name()?;
     let commit = snapshot.file_name()?.to_str()?;
-    (parent == SNAPSHOTS && is_commit(commit)).then_some(commit)
+    (parent == SNAPSHOTS && is_content_address(commit)).then_some(commit)
 }
 
-fn is_commit(text: &str) -> bool {
+/// The commit that a branch, a tag or a commit had when it was downloaded last, as the folder of its repository records
+/// it; it is not checked.
+pub fn recorded_commit(repository: &Path, revision: &str) -> String {
+    let recorded = fs::read_to_string(repository.join("refs").join(revision));
+    recorded.map_or_else(|_| revision.to_owned(), |text| text.trim().to_owned())
+}
+
+/// Whether an untrusted name stays within the directory that it is joined to.
+pub fn is_contained(name: &str) -> bool {
+    !name.is_empty()
+        && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
+        && !name.contains(['\\', ':', '\0'])
+}
+
+/// Whether a text can name a commit or a blob.
+pub fn is_content_address(text: &str) -> bool {
     !text.is_empty() && text.len() <= 128 && text.chars().all(|c| c.is_ascii_alphanumeric())
 }
 
@@ -117,6 +132,7 @@ mod tests {
         for (id, revision) in [
             ("some/model", "refs/pr/2"),
             ("some/model", ".."),
+            ("some/model", "../refs/main"),
             ("some/other", "main"),
             ("../some/model", "main"),
         ] {

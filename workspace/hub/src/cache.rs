@@ -5,10 +5,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::Error;
+use moh_hf::hub_cache::{SNAPSHOTS, is_contained, recorded_commit};
 
-/// The folder of a repository's commits.
-const SNAPSHOTS: &str = "snapshots";
+use crate::Error;
 
 /// What a repository holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,17 +35,6 @@ pub struct RemoteFile {
     pub size: u64,
     /// Content address: the blob's name in the cache.
     pub blob: String,
-}
-
-/// Whether an untrusted name stays within the directory that it is joined to.
-pub(crate) fn is_contained(name: &str) -> bool {
-    !name.is_empty()
-        && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
-        && !name.contains(['\\', ':', '\0'])
-}
-
-pub(crate) fn is_content_address(text: &str) -> bool {
-    !text.is_empty() && text.len() <= 128 && text.chars().all(|c| c.is_ascii_alphanumeric())
 }
 
 /// A repository's folder in the cache.
@@ -79,9 +67,7 @@ impl Folder {
 
     /// The commit that a branch, a tag or a commit had when it was downloaded last; it need not be in the cache.
     pub(crate) fn commit(&self, revision: &str) -> Option<String> {
-        let reference = fs::read_to_string(self.root.join("refs").join(revision));
-        let commit =
-            reference.map_or_else(|_| revision.to_string(), |text| text.trim().to_string());
+        let commit = recorded_commit(&self.root, revision);
         is_contained(&commit).then_some(commit)
     }
 

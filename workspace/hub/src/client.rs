@@ -5,13 +5,14 @@ use std::io::Read;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use moh_hf::hub_cache::{is_contained, is_content_address};
 use serde::Deserialize;
 use ureq::Agent;
 use ureq::config::{AutoHeaderValue, RedirectAuthHeaders};
 use ureq::http::{Response, StatusCode, Uri};
 use ureq::tls::{RootCerts, TlsConfig};
 
-use crate::cache::{Kind, RemoteFile, is_contained, is_content_address};
+use crate::cache::{Kind, RemoteFile};
 use crate::hub::no_directory;
 use crate::{Error, environment};
 

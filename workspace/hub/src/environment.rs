@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use moh_hf::hub_cache::home;
+use moh_hf::hub_cache::{home, path};
 
 /// The address of the hub: `HF_ENDPOINT`.
 pub(crate) fn endpoint() -> String {
@@ -29,8 +29,4 @@ pub(crate) fn token() -> Option<String> {
         let mut texts = files.filter_map(read).map(|text| text.trim().to_string());
         texts.find(|text| !text.is_empty())
     })
-}
-
-fn path(name: &str) -> Option<PathBuf> {
-    std::env::var(name).ok().map(PathBuf::from)
 }

@@ -6,8 +6,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+use moh_hf::hub_cache::is_contained;
+
 use crate::Error;
-use crate::cache::{Folder, Kind, RemoteFile, is_contained};
+use crate::cache::{Folder, Kind, RemoteFile};
 use crate::client::{Client, Failure};
 
 /// Connections of a file that are lost one after the other without a byte.

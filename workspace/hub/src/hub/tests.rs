@@ -7,9 +7,7 @@ mod hub_server;
 
 use hub_server::{Behaviour, COMMIT, ID, Server, address_of};
 
-use moh_hf::hub_cache::{commit_of, find_model};
-
-use crate::cache::{is_contained, is_content_address};
+use moh_hf::hub_cache::{commit_of, find_model, is_contained, is_content_address};
 
 fn files(weights: usize) -> HashMap<String, Vec<u8>> {
     let weights = (0..weights).map(|byte| (byte / 251) as u8).collect();
