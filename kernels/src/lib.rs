@@ -5,6 +5,7 @@ mod backend;
 pub mod cases;
 mod device;
 mod matmul;
+pub mod open_device;
 mod operators;
 mod profiling;
 mod workspace;

@@ -171,7 +171,7 @@ mod tests {
     use moh_kernels::Cpu;
 
     use super::*;
-    use crate::ranks_on_threads::ranks_on_threads;
+    use moh_testkit::ranks::ranks_on_threads;
 
     const LIMIT: Duration = Duration::from_millis(20);
 

@@ -17,24 +17,17 @@ mod growth;
 mod listing;
 mod load;
 mod manifest;
-#[cfg(test)]
-#[path = "../../step/src/on_ranks.rs"]
-mod on_ranks;
 mod part;
 mod progress;
-#[cfg(test)]
-#[path = "../../step/src/ranks_on_threads.rs"]
-mod ranks_on_threads;
 mod read;
 mod read_error;
 mod retention;
+pub mod run_directory;
+pub mod run_log;
 mod shard_file;
 mod snapshot;
 mod stored;
 mod tensor_file;
-#[cfg(test)]
-#[path = "../../step/src/tiny_model.rs"]
-mod tiny_model;
 mod write;
 
 pub use checkpoint_directory::CheckpointDirectory;

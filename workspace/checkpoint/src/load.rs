@@ -60,7 +60,7 @@ mod tests {
     use super::super::{RunState, Snapshot, begin, prune, publish, write_part};
     use super::*;
     use crate::CheckpointDirectory;
-    use crate::tiny_model::tiny_model;
+    use moh_testkit::tiny_model;
 
     const RANKS: usize = 4;
 

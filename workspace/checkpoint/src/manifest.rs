@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use moh_run_log::{Evaluation, StageCalibration, StepMetrics};
+use crate::run_log::{Evaluation, StageCalibration, StepMetrics};
 use moh_step::TensorKind;
 use moh_step::guard::GuardState;
 use serde::{Deserialize, Serialize};

@@ -1,8 +1,8 @@
 //! How steps change the state of a run: shared by training and by the replay of a step.
 
+use crate::run_log::SkippedStep;
 use moh_kernels::{Backend, Element};
 use moh_recipe::{GuardOptions, Schedule, Stage};
-use moh_run_log::SkippedStep;
 use moh_step::guard::SkipReason;
 use moh_step::{OptimizerState, StepResult, Update};
 

@@ -146,7 +146,7 @@ mod tests {
 
     use super::super::manifest::tensor_file;
     use super::*;
-    use crate::tiny_model::tiny_model;
+    use moh_testkit::tiny_model;
 
     /// A model whose embedding fills more than a chunk.
     fn layout(ranks: usize) -> ModelLayout {

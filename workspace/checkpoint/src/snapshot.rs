@@ -153,7 +153,7 @@ mod tests {
     use moh_model::ModelConfig;
 
     use super::*;
-    use crate::tiny_model::tiny_model;
+    use moh_testkit::tiny_model;
 
     fn config() -> ModelConfig {
         tiny_model(2, 21, false)

@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, calibrate};
-use moh_device::{OnDevice, OpenDevice};
+use moh_kernels::open_device::{OnDevice, OpenDevice};
 use moh_kernels::{Backend, DType};
 use moh_model::tensors::{
     OUTPUT_PROJECTION, ROUTER, in_layer, layer_and_name, layer_of_output_projection,

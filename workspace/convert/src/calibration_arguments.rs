@@ -14,7 +14,7 @@ use clap::error::ErrorKind;
 use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
 use moh_convert::{Calibrated, ConversionOptions};
 use moh_data::{JsonLines, TokenFile, Windows, with_ending};
-use moh_device::OpenDevice;
+use moh_kernels::open_device::OpenDevice;
 use moh_model::{Active, HeadCounts, ModelConfig, SharedHeadSets};
 use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
@@ -163,7 +163,7 @@ impl CalibrationArguments {
         let calibration = CalibrationOptions { moh, shared, refit, stored: None };
         let tokenizer = options.source_tokenizer();
         let tokenizer =
-            tokenizer.map_or(Ok(None), |directory| moh_models::tokenizer(&directory))?;
+            tokenizer.map_or(Ok(None), |directory| moh_program::models::tokenizer(&directory))?;
         let option = || format!("--calibration {}", text.display());
         let tokens = self.tokens(text, &config, tokenizer.as_ref()).with_context(option)?;
         let mut bar = Bar::count("measuring layers", 0);

@@ -7,7 +7,7 @@ use candle_core::{DType as CandleType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::llama::{Cache, Config, Llama, Llama3RopeConfig, Llama3RopeType};
 use candle_transformers::models::qwen3;
-use moh_device::available_memory;
+use moh_kernels::open_device::available_memory;
 use moh_model::tensors::tensor_shapes;
 use moh_model::{Architecture, ModelConfig};
 

@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use moh_device::OpenDevice;
 use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::{
     Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, PendingModel, Sink, TensorSpec, companion_files,
@@ -20,6 +19,7 @@ use moh_hf::model_directory::{
 };
 use moh_hf::{ConfigFile, check_destination};
 use moh_kernels::DType;
+use moh_kernels::open_device::OpenDevice;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
 use moh_model::{HeadRequest, ModelConfig, MohConfig};
 use rayon::prelude::*;

@@ -22,7 +22,7 @@ pub enum Error {
     Train(#[from] moh_train::Error),
     /// A run has no such checkpoint.
     #[error(transparent)]
-    RunDirectory(#[from] moh_run_directory::Error),
+    RunDirectory(#[from] moh_checkpoint::run_directory::Error),
     /// A checkpoint of a run could not be read, or is damaged.
     #[error(transparent)]
     Checkpoint(#[from] moh_checkpoint::Error),

@@ -17,10 +17,10 @@ use moh_convert::{
     CalibrationReceipt, Conversion, ConversionOptions, Independent, Receipt, SourceCheckpoint,
     TargetAttention, Verification, convert,
 };
-use moh_device::{DeviceName, OpenDevice};
 use moh_files::{PendingFile, Registered};
 use moh_hf::{is_base_model, is_license_id};
 use moh_kernels::DType;
+use moh_kernels::open_device::{DeviceName, OpenDevice};
 use moh_model::{Active, HeadCounts, HeadRequest, RouterKind, SharedHeadSets};
 use moh_program::arguments::{self, at_least};
 use moh_program::progress::Bar;
@@ -236,7 +236,8 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Arguments::command().error(kind, message).exit();
     }
     if arguments.download {
-        let directory = moh_models::locate(&arguments.from, arguments.revision.as_deref())?;
+        let directory =
+            moh_program::models::locate(&arguments.from, arguments.revision.as_deref())?;
         return Ok(writeln!(std::io::stdout(), "{}", directory.display())?);
     }
     let attention = attention(arguments);
@@ -255,7 +256,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
             arguments.from
         ),
         Some(checkpoint) => checkpoint.run.model(),
-        None => moh_models::locate(&arguments.from, arguments.revision.as_deref())?,
+        None => moh_program::models::locate(&arguments.from, arguments.revision.as_deref())?,
     };
     let attention = match (attention, &checkpoint) {
         (Some(attention), _) => attention,

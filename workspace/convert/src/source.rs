@@ -6,10 +6,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use moh_checkpoint::StoredCheckpoint;
+use moh_checkpoint::run_directory::{CheckpointName, RunDirectory};
 use moh_hf::{ConfigFile, StoredModel, TensorBytes, WeightFiles};
 use moh_kernels::DType;
 use moh_model::tensors::tensor_shapes;
-use moh_run_directory::{CheckpointName, RunDirectory};
 use moh_step::TensorKind;
 
 use crate::Error;

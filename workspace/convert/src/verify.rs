@@ -9,9 +9,9 @@
 
 use std::path::Path;
 
-use moh_device::{OnDevice, OpenDevice};
 use moh_hf::StoredModel;
 use moh_kernels::Backend;
+use moh_kernels::open_device::{OnDevice, OpenDevice};
 use moh_model::tensors::layer_of_output_projection;
 use moh_model::{
     Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,

@@ -1,4 +1,4 @@
-//! Hugging Face's formats: configuration files, weight files, model directories, and models in the hub's cache.
+//! Hugging Face's formats: configuration files, weight files, model directories; models on the hub, and in its cache.
 //!
 //! [`StoredModel`] opens a directory, whose files it checks and maps, and loads the model to a
 //! device. This writes a random Mixture-of-Head model, and loads it:
@@ -31,6 +31,8 @@ pub mod config_file;
 mod destination;
 mod error;
 mod generation_file;
+#[cfg(feature = "hub")]
+pub mod hub;
 pub mod hub_cache;
 pub mod model_card;
 pub mod model_directory;

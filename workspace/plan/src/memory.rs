@@ -2,7 +2,7 @@
 //! that counts, and adds the memory outside buffers.
 
 use moh_comm::Coordinates;
-use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
+use moh_kernels::open_device::{InTrainingElements, TrainingTypes, in_training_elements};
 use moh_kernels::ranks::share;
 use moh_kernels::{CountedDevice, CountingMemory, Element, Memory as _, Purpose};
 use moh_model::layout::ModelLayout;

@@ -6,7 +6,7 @@ use moh_comm::Coordinates;
 
 use super::*;
 
-const SMALL: &str = include_str!("../../recipe/src/tests/small.toml");
+use moh_testkit::SMALL_RECIPE;
 
 fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
     let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
@@ -18,7 +18,7 @@ fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
 
 /// The small recipe and its model.
 pub(crate) fn small(overrides: &[&str]) -> (Recipe, ModelConfig) {
-    let (recipe, model) = read(SMALL, overrides);
+    let (recipe, model) = read(SMALL_RECIPE, overrides);
     let grown = grow_vocabulary(&recipe, &model);
     (recipe, grown)
 }
@@ -35,7 +35,7 @@ pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
 }
 
 fn plan(overrides: &[&str]) -> Plan {
-    let (recipe, model) = read(SMALL, overrides);
+    let (recipe, model) = read(SMALL_RECIPE, overrides);
     Plan::new(&recipe, &model).unwrap()
 }
 

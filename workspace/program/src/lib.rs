@@ -3,6 +3,8 @@
 
 pub mod arguments;
 pub mod exit;
+#[cfg(feature = "models")]
+pub mod models;
 pub mod options;
 pub mod processor;
 pub mod progress;

@@ -2,7 +2,7 @@
 
 use anyhow::Context as _;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use moh_device::{DeviceName, OpenDevice, available_memory};
+use moh_kernels::open_device::{DeviceName, OpenDevice, available_memory};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{BatchGenerator, BatchOptions, Model, RouterKind};
 

@@ -120,7 +120,7 @@ impl Recipe {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::{parse, small, with};
+    use crate::tests::{SMALL_RECIPE, parse, with};
 
     const OWN: &str = "learning_rate = { max = 2e-5, min = 1e-6, warmup_steps = 2 }\n[stage.data]\n\
                        sequence_length = 64\norder = \"sequential\"\n[[stage.data.sources]]\n\
@@ -128,7 +128,7 @@ mod tests {
 
     /// The small recipe whose second stage has data of its own.
     fn own() -> String {
-        let (before, _) = small().rsplit_once("learning_rate").unwrap();
+        let (before, _) = SMALL_RECIPE.rsplit_once("learning_rate").unwrap();
         format!("{before}{OWN}")
     }
 
@@ -223,11 +223,13 @@ mod tests {
             ),
             ("data.validation.path=a", "data.validation: unknown key"),
         ] {
-            let error = parse(small(), &[&format!("stage.moh.{key}")]).unwrap_err().to_string();
+            let error =
+                parse(SMALL_RECIPE, &[&format!("stage.moh.{key}")]).unwrap_err().to_string();
             assert!(error.contains(&format!("stage.moh.{expected}")), "{key}: {error}");
         }
         let weighted = "data.sources=[{path=\"a\", weight=2}]";
-        let error = parse(small(), &[weighted, "stage.moh.data.order=sequential"]).unwrap_err();
+        let error =
+            parse(SMALL_RECIPE, &[weighted, "stage.moh.data.order=sequential"]).unwrap_err();
         let expected = "--set: stage.moh.data.order = \"sequential\": reads each file once, but";
         assert!(error.to_string().contains(expected), "{error}");
     }

@@ -6,14 +6,10 @@ use std::path::{Path, PathBuf};
 
 use moh_model::{HeadCounts, MohConfig, RouterKind, SharedHeadSets};
 use moh_step::Hyperparameters;
+pub(super) use moh_testkit::SMALL_RECIPE;
 use proptest::prelude::*;
 
 use super::*;
-
-/// A recipe of two stages for a fresh model, with everything that has a default left out.
-pub(super) fn small() -> &'static str {
-    include_str!("tests/small.toml")
-}
 
 pub(super) fn parse(text: &str, overrides: &[&str]) -> Result<Recipe, Error> {
     let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
@@ -21,7 +17,7 @@ pub(super) fn parse(text: &str, overrides: &[&str]) -> Result<Recipe, Error> {
 }
 
 pub(super) fn with(overrides: &[&str]) -> Recipe {
-    parse(small(), overrides).unwrap()
+    parse(SMALL_RECIPE, overrides).unwrap()
 }
 
 /// The message of a recipe that is refused.
@@ -34,8 +30,8 @@ pub(super) fn refused(text: &str, overrides: &[&str]) -> String {
 
 /// `small` with one piece replaced.
 pub(super) fn edited(from: &str, to: &str) -> String {
-    assert!(small().contains(from));
-    small().replace(from, to)
+    assert!(SMALL_RECIPE.contains(from));
+    SMALL_RECIPE.replace(from, to)
 }
 
 #[test]
@@ -87,7 +83,7 @@ fn routing_is_resolved_against_the_models_heads() {
     let moh = fixed.stages[1].moh_config(&model).unwrap().unwrap();
     assert_eq!((moh.router, moh.routed_top_k), (RouterKind::Static, 0.into()));
     let some = ["stage.moh.moh.router=\"static\"", "stage.moh.moh.routed_top_k=1"];
-    let message = refused(small(), &some);
+    let message = refused(SMALL_RECIPE, &some);
     assert!(message.contains("routed_top_k = 1: must be 0"), "{message}");
     model.moh = model.moh.map(|moh| MohConfig { router: RouterKind::QueryNorm, ..moh });
 
@@ -133,15 +129,15 @@ fn a_new_model_may_be_one_of_mixture_of_head() {
     let heads = other.stages[1].moh_config(&model).unwrap().unwrap();
     assert_eq!((heads.router, heads.shared_heads), (RouterKind::TwoStage, 4.into()));
 
-    let message = refused(small(), &[two_stage]);
+    let message = refused(SMALL_RECIPE, &[two_stage]);
     assert!(message.contains("stage.adapt.moh: model.layers.0.self_attn.router"), "{message}");
-    let message = refused(small(), &["model.new.moh={ shared_heads = 4, routed_top_k = 5 }"]);
+    let message = refused(SMALL_RECIPE, &["model.new.moh={ shared_heads = 4, routed_top_k = 5 }"]);
     let expected = "model.new: moh: routed_top_k = 5: must be at most the 4 routed heads";
     assert!(message.contains(expected), "{message}");
-    let message = refused(small(), &["model.new.moh.router=best"]);
+    let message = refused(SMALL_RECIPE, &["model.new.moh.router=best"]);
     assert!(message.contains("model.new.moh.router"), "{message}");
     let message =
-        refused(small(), &["model.new.moh={ shared_heads = 1, shared_head_ids = [[0]] }"]);
+        refused(SMALL_RECIPE, &["model.new.moh={ shared_heads = 1, shared_head_ids = [[0]] }"]);
     assert!(message.contains("model.new.moh.shared_head_ids = [..]: is there beside"), "{message}");
 }
 
@@ -201,7 +197,7 @@ fn head_counts_that_do_not_fit_the_layers_are_refused() {
         ("shared_heads=\"4\"", "moh.shared_heads: must be a whole number from 0, or a list"),
         ("shared_heads={}", "moh.shared_heads: must be a whole number from 0, or a list"),
     ] {
-        let message = refused(small(), &[&format!("stage.moh.moh.{value}")]);
+        let message = refused(SMALL_RECIPE, &[&format!("stage.moh.moh.{value}")]);
         assert!(message.contains(&format!("stage.moh.{expected}")), "{message}");
     }
 }
@@ -211,7 +207,7 @@ fn a_recipe_that_does_not_fit_its_model_is_refused() {
     let path = Path::new("x.toml");
     let text = edited("[model.new]", "[model]\nfrom = \"org/name\"\n[unused]");
     let text = text.split("[unused]").next().unwrap().to_string()
-        + &small()[small().find("[data]").unwrap()..];
+        + &SMALL_RECIPE[SMALL_RECIPE.find("[data]").unwrap()..];
     let mut recipe = parse(
         &text,
         &[
@@ -311,7 +307,7 @@ fn a_text_needs_no_quotes_whatever_it_looks_like() {
 #[test]
 fn a_stage_without_tokens_says_nothing_of_its_warm_up() {
     for key in ["tokens", "batch_tokens"] {
-        let message = refused(small(), &[&format!("stage.moh.{key}=0")]);
+        let message = refused(SMALL_RECIPE, &[&format!("stage.moh.{key}=0")]);
         assert!(message.starts_with(&format!("--set: stage.moh.{key} = 0: ")), "{message}");
         assert!(!message.contains("warmup"), "{message}");
     }
@@ -356,7 +352,7 @@ fn wrong_overrides_are_named() {
         ("stage=[]", "--set: stage: must have from 1 to 1000 tables"),
     ];
     for (text, expected) in cases {
-        let message = refused(small(), &[text]);
+        let message = refused(SMALL_RECIPE, &[text]);
         assert!(message.contains(expected), "{text}: {message}");
     }
 }
@@ -403,8 +399,8 @@ proptest! {
         cut in 0..600usize, insert in "\\PC{0,8}",
     ) {
         let _ = parse(&text, &[&format!("{key}={value}"), &text]);
-        let _ = parse(small(), &[&format!("{key}={value}")]);
-        let cut = small().floor_char_boundary(cut);
-        let _ = parse(&format!("{}{insert}{}", &small()[..cut], &small()[cut..]), &[]);
+        let _ = parse(SMALL_RECIPE, &[&format!("{key}={value}")]);
+        let cut = SMALL_RECIPE.floor_char_boundary(cut);
+        let _ = parse(&format!("{}{insert}{}", &SMALL_RECIPE[..cut], &SMALL_RECIPE[cut..]), &[]);
     }
 }

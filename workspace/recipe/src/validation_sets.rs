@@ -66,7 +66,7 @@ pub(super) fn serialize<S: Serializer>(sets: &[ValidationSet], to: S) -> Result<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::{edited, parse, refused, small, with};
+    use crate::tests::{SMALL_RECIPE, edited, parse, refused, with};
 
     /// `small` with two validation sets.
     fn two_sets() -> String {
@@ -91,7 +91,7 @@ mod tests {
             "{text}"
         );
         assert_eq!(parse(&text, &[]).unwrap(), recipe);
-        assert!(parse(small(), &["data.validation=[]"]).unwrap().data.validation.is_empty());
+        assert!(parse(SMALL_RECIPE, &["data.validation=[]"]).unwrap().data.validation.is_empty());
     }
 
     #[test]

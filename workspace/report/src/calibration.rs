@@ -1,8 +1,8 @@
 //! What the calibrations of conversions have chosen: losses, shared heads, and what leaving out the others costs.
 
 use maud::{Markup, html};
+use moh_checkpoint::run_log::{CalibratedLayer, StageCalibration};
 use moh_program::counted;
-use moh_run_log::{CalibratedLayer, StageCalibration};
 
 use super::figure;
 use super::losses::shown;

@@ -6,6 +6,7 @@ pub mod chart;
 mod curves;
 mod figure;
 mod guard;
+pub mod head_measures;
 mod heads;
 pub mod loss_chart;
 mod losses;
@@ -81,7 +82,7 @@ pub fn draw(directory: &Path) -> anyhow::Result<Option<PathBuf>> {
         return Ok(None);
     }
     let log = run_log::RunLog::read(directory)?;
-    let path = moh_run_directory::RunDirectory::new(directory).picture();
+    let path = moh_checkpoint::run_directory::RunDirectory::new(directory).picture();
     let written = moh_files::write(&path, loss_chart::to_svg(&log).as_bytes());
     written.with_context(|| path.display().to_string())?;
     Ok(Some(path))

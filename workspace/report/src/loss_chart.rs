@@ -1,7 +1,7 @@
 //! The losses of a run by tokens, through all of its stages: `run.svg`, and the first chart of its page.
 
+use moh_checkpoint::run_log::{Evaluation, EvaluationPoint};
 use moh_model::HeadCounts;
-use moh_run_log::{Evaluation, EvaluationPoint};
 
 use crate::chart::scale::short;
 use crate::chart::thin::means;

@@ -1,9 +1,9 @@
 //! The table of losses at the moments of the runs, side by side.
 
 use maud::{Markup, html};
+use moh_checkpoint::run_log::Evaluation;
+use moh_checkpoint::run_log::evaluation_label::label;
 use moh_files::units::percent;
-use moh_run_log::Evaluation;
-use moh_run_log::evaluation_label::label;
 
 use crate::run_log::RunLog;
 

@@ -4,8 +4,8 @@ use std::time::{Duration, SystemTime};
 
 use indicatif::{HumanCount, HumanDuration};
 use maud::{Markup, html};
+use moh_checkpoint::run_log::Machine;
 use moh_recipe::{DeviceKind, Recipe};
-use moh_run_log::Machine;
 
 use super::curves::each;
 use super::figure;

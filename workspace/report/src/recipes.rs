@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use maud::{Markup, html};
-use moh_run_directory::leaves;
+use moh_checkpoint::run_directory::leaves;
 
 use crate::chart::printable;
 use crate::run_log::RunLog;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use maud::{Markup, html};
-use moh_run_log::{RoutingLine, RoutingMoment};
+use moh_checkpoint::run_log::{RoutingLine, RoutingMoment};
 
 use super::curves::{each, label};
 use super::{figure, routing_history};

@@ -95,7 +95,7 @@ impl Runs {
 
 /// When a run has last written a step, or else its recipe.
 fn written(run: &Path) -> SystemTime {
-    let run = moh_run_directory::RunDirectory::new(run);
+    let run = moh_checkpoint::run_directory::RunDirectory::new(run);
     let moment = |path: PathBuf| std::fs::metadata(path).and_then(|data| data.modified()).ok();
     moment(run.metrics()).or_else(|| moment(run.recipe())).unwrap_or(SystemTime::UNIX_EPOCH)
 }

@@ -2,8 +2,8 @@
 
 use indicatif::HumanBytes;
 use maud::{Markup, html};
+use moh_checkpoint::run_log::Speed;
 use moh_files::units::percent;
-use moh_run_log::Speed;
 
 use crate::chart::COLORS;
 use crate::chart::scale::short;

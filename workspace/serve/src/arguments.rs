@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use clap::Parser;
-use moh_device::DeviceName;
 use moh_kernels::ElementType;
+use moh_kernels::open_device::DeviceName;
 use moh_program::arguments::at_least;
 use moh_program::options;
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, RwLock, Weak};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
-use moh_device::{Compute, DeviceName, available_memory};
+use moh_kernels::open_device::{Compute, DeviceName, available_memory};
 use moh_kernels::{Backend, Element};
 use moh_model::{BatchOptions, Model, ModelConfig};
 use moh_program::{counted, exit, options};
@@ -69,7 +69,7 @@ fn describe(
     engine: Handle,
 ) -> anyhow::Result<Served> {
     let directory = source.tokenizer()?;
-    let tokenizer = moh_models::required_tokenizer(&directory)?;
+    let tokenizer = moh_program::models::required_tokenizer(&directory)?;
     let positions = config.max_position_embeddings;
     let context = arguments.max_model_len.unwrap_or(positions);
     if context > positions {

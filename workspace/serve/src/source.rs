@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use moh_checkpoint::run_directory::{CheckpointName, RunDirectory};
 use moh_hf::{ConfigFile, StoredModel};
 use moh_kernels::{Backend, Element};
 use moh_model::{Model, ModelConfig};
-use moh_run_directory::{CheckpointName, RunDirectory};
 use moh_step::TensorKind;
 
 /// Where the weights are.
@@ -35,7 +35,7 @@ impl Source {
                 let step = name.resolve_alone()?;
                 Ok(Source::Checkpoint { run: name.run, step })
             }
-            None => Ok(Source::Directory(moh_models::locate(name, revision)?)),
+            None => Ok(Source::Directory(moh_program::models::locate(name, revision)?)),
         }
     }
 
@@ -127,6 +127,6 @@ fn load_directory<B: Backend, T: Element>(
     directory: &Path,
     positions: usize,
 ) -> anyhow::Result<Model<B, T>> {
-    let stored: StoredModel = moh_models::stored(directory)?;
+    let stored: StoredModel = moh_program::models::stored(directory)?;
     Ok(stored.load(backend, positions)?)
 }

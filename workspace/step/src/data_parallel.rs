@@ -207,8 +207,8 @@ mod tests {
     use moh_model::model_parallel::ModelParallel;
 
     use super::*;
-    use crate::on_ranks;
-    use crate::tiny_model::tiny_model;
+    use moh_testkit::ranks;
+    use moh_testkit::tiny_model;
 
     /// A tied model of two blocks.
     fn config() -> ModelConfig {
@@ -236,7 +236,7 @@ mod tests {
         reduce: ElementType,
         work: impl Fn(&mut Rank) + Sync,
     ) {
-        on_ranks::on_ranks(tensor * data * stages, |world| {
+        ranks::on_ranks(tensor * data * stages, |world| {
             let (all, one) = (world.group().clone(), NonZeroUsize::MIN);
             let count = |count: usize| one.saturating_add(count - 1);
             let layout = RankLayout::new(all.size(), count(tensor), count(stages)).unwrap();

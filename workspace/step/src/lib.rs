@@ -8,20 +8,14 @@ mod error;
 pub mod guard;
 mod loss;
 mod not_finite;
-#[cfg(test)]
-mod on_ranks;
 mod optimizer;
 pub mod pipeline_schedule;
 pub mod ranks;
-#[cfg(test)]
-mod ranks_on_threads;
 mod samples;
 mod step_buffers;
 mod step_config;
 mod stepper;
 mod tensor_kind;
-#[cfg(test)]
-mod tiny_model;
 
 pub use block_norms::{BlockNorms, Norms};
 pub use error::Error;
@@ -34,7 +28,3 @@ pub use step_buffers::{StepBuffers, StepSizes};
 pub use step_config::{StepConfig, StepGroups, Update};
 pub use stepper::{Observer, StepResult, Stepper, TensorGradient};
 pub use tensor_kind::TensorKind;
-
-// The ranks of unit tests are in a file that other crates compile too.
-#[cfg(test)]
-extern crate self as moh_step;

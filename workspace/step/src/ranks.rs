@@ -226,7 +226,14 @@ impl<B: Backend> Ranks<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ranks_on_threads::ranks_on_threads as on_ranks;
+    use moh_kernels::Cpu;
+
+    /// The results of `work` on each of `size` ranks.
+    fn on_ranks<R: Send>(size: usize, work: impl Fn(&mut Ranks<Cpu>) -> R + Sync) -> Vec<R> {
+        moh_testkit::ranks::on_ranks(size, |world| {
+            work(&mut Ranks::new(Cpu, world.group().clone()).unwrap())
+        })
+    }
 
     #[test]
     fn the_first_rank_that_fails_tells_why() {

@@ -11,6 +11,8 @@
 mod conversation;
 mod error;
 mod generation;
+#[cfg(feature = "prepare")]
+pub mod prepare;
 mod python;
 mod renderer;
 mod template;

@@ -5,12 +5,12 @@ use std::io;
 use std::path::Path;
 
 use moh_checkpoint::Condition;
+use moh_checkpoint::run_directory::RunDirectory;
 use moh_files::units::bytes;
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
 use moh_plan::{DiskBytes, calibration_bytes, with_all_matrices};
 use moh_recipe::{Recipe, Stage};
-use moh_run_directory::RunDirectory;
 
 use crate::Error;
 use crate::source::ModelSource;
@@ -166,11 +166,11 @@ mod tests {
 
     use super::*;
 
-    const SMALL: &str = include_str!("../../recipe/src/tests/small.toml");
+    use moh_testkit::SMALL_RECIPE;
 
     fn recipe(changes: &[&str]) -> Recipe {
         let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
-        Recipe::parse(SMALL, Path::new("small.toml"), &changes).unwrap()
+        Recipe::parse(SMALL_RECIPE, Path::new("small.toml"), &changes).unwrap()
     }
 
     #[test]

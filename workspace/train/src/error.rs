@@ -176,7 +176,7 @@ pub enum Error {
         /// The recipe.
         path: PathBuf,
         /// The device's error.
-        source: moh_device::Error,
+        source: moh_kernels::open_device::Error,
     },
     /// Several GPUs in a build without NCCL.
     #[cfg(all(feature = "cuda", not(feature = "nccl")))]
@@ -209,13 +209,13 @@ pub enum Error {
     },
     /// The run directory cannot be used.
     #[error(transparent)]
-    RunDirectory(moh_run_directory::Error),
+    RunDirectory(moh_checkpoint::run_directory::Error),
     /// A checkpoint is missing or damaged, or cannot be written.
     #[error(transparent)]
     Checkpoint(moh_checkpoint::Error),
     /// A file of the run's logs cannot be read or written.
     #[error(transparent)]
-    RunLog(#[from] moh_run_log::Error),
+    RunLog(#[from] moh_checkpoint::run_log::Error),
     /// The training data cannot be opened.
     #[error(transparent)]
     Plan(#[from] moh_plan::Error),
@@ -275,14 +275,14 @@ impl From<moh_checkpoint::Error> for Error {
 }
 
 /// An error has one variant here, whichever crate met it.
-impl From<moh_run_directory::Error> for Error {
-    fn from(error: moh_run_directory::Error) -> Self {
+impl From<moh_checkpoint::run_directory::Error> for Error {
+    fn from(error: moh_checkpoint::run_directory::Error) -> Self {
         match error {
-            moh_run_directory::Error::Recipe(error) => Error::Recipe(error),
-            moh_run_directory::Error::Checkpoint(error) => Error::Checkpoint(error),
-            moh_run_directory::Error::RunLog(error) => Error::RunLog(error),
-            moh_run_directory::Error::Step(error) => Error::Step(error),
-            moh_run_directory::Error::Hf(error) => Error::Hf(error),
+            moh_checkpoint::run_directory::Error::Recipe(error) => Error::Recipe(error),
+            moh_checkpoint::run_directory::Error::Checkpoint(error) => Error::Checkpoint(error),
+            moh_checkpoint::run_directory::Error::RunLog(error) => Error::RunLog(error),
+            moh_checkpoint::run_directory::Error::Step(error) => Error::Step(error),
+            moh_checkpoint::run_directory::Error::Hf(error) => Error::Hf(error),
             error => Error::RunDirectory(error),
         }
     }

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use moh_checkpoint::StageExtension;
+use moh_checkpoint::run_log::{Evaluation, SkippedStep, StageCalibration, StepMetrics, Summary};
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_plan::SourceEpochs;
 use moh_recipe::Stage;
-use moh_run_log::{Evaluation, SkippedStep, StageCalibration, StepMetrics, Summary};
 
 /// An event of a run.
 #[derive(Debug)]

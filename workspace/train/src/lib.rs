@@ -7,13 +7,7 @@ mod error;
 mod event;
 mod export;
 pub mod model_card;
-#[cfg(test)]
-#[path = "../../step/src/on_ranks.rs"]
-mod on_ranks;
 mod open_device;
-#[cfg(test)]
-#[path = "../../step/src/ranks_on_threads.rs"]
-mod ranks_on_threads;
 mod rates;
 mod replay;
 mod resumption;

@@ -4,8 +4,8 @@ use std::env::consts::ARCH;
 use std::path::Path;
 
 use moh_comm::{Buffers, Launch, World, WorldOptions};
-use moh_device::{OnDevice, OpenDevice};
 use moh_kernels::Backend;
+use moh_kernels::open_device::{OnDevice, OpenDevice};
 use moh_recipe::{DeviceKind, Recipe};
 use moh_step::Ranks;
 

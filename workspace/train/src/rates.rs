@@ -1,10 +1,10 @@
 //! The rates of steps: model FLOP/s, and their share of the device's peak rate.
 
-use moh_device::ResidentMemory;
+use moh_checkpoint::run_log::Speed;
+use moh_kernels::open_device::ResidentMemory;
 use moh_kernels::{Backend, ElementType};
 use moh_model::ModelConfig;
 use moh_recipe::{Recipe, Stage};
-use moh_run_log::Speed;
 
 /// Peak rates of dense bf16 matrix products in TFLOP/s, from NVIDIA's data sheets, rounded as in
 /// torchtitan. The first whose words are all in the device's name counts.

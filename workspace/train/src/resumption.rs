@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use moh_run_directory::RunDirectory;
+use moh_checkpoint::run_directory::RunDirectory;
 
 use crate::Error;
 use crate::event::Event;

@@ -5,13 +5,13 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use moh_checkpoint::run_log::EvaluatedText;
 use moh_data::{
     DocumentEnd, TokenDecoder, TokenFile, TokenizerFile, TokenizerMatch, TrainingData, Windows,
 };
 use moh_plan::open_training;
 use moh_recipe::shell::shell_word;
 use moh_recipe::{Recipe, ValidationSet, validation_key};
-use moh_run_log::EvaluatedText;
 use moh_step::ReadSample;
 
 use crate::Error;

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::run_directory::{CheckpointName, RunDirectory, TOKENIZER};
 use moh_checkpoint::{RunState, StoredCheckpoint, TensorRequest};
 use moh_data::{SpecialTokens, TokenizerFile};
 use moh_hf::config_file::OUTPUT_REFITTED;
@@ -14,7 +15,6 @@ use moh_model::layout::Segment;
 use moh_model::tensors::{has_vocabulary_rows, tensors};
 use moh_model::{ModelConfig, initial};
 use moh_recipe::{ModelOptions, Recipe, read_shape, shell};
-use moh_run_directory::{CheckpointName, RunDirectory, TOKENIZER};
 use moh_step::TensorKind;
 use serde_json::{Map, Value};
 

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use moh_checkpoint::StoredCheckpoint;
+use moh_checkpoint::run_directory::CheckpointName;
 use moh_data::TokenizerFile;
 use moh_hf::{ConfigFile, StoredModel, WeightFiles};
 use moh_kernels::{Backend, Element};
@@ -13,7 +14,6 @@ use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{Distillation, Model, ModelConfig, PassShape, Teacher};
 use moh_recipe::{DistillOptions, Recipe, START, Stage};
-use moh_run_directory::CheckpointName;
 use moh_step::TensorKind;
 
 use crate::Error;

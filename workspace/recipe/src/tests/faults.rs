@@ -76,7 +76,7 @@ fn all_faults_of_a_recipe_come_at_once() {
     );
     // Hostile input is refused after a number of faults.
     let stages = "[[stage]]\nx = 1\n".repeat(5000);
-    assert!(refused(&format!("{}{stages}", small()), &[]).lines().count() <= 200);
+    assert!(refused(&format!("{}{stages}", SMALL_RECIPE), &[]).lines().count() <= 200);
 }
 
 #[test]
@@ -192,7 +192,7 @@ fn the_guard_has_limits() {
         ("guard.rewind=100", "unknown key"),
         ("guard.median=3", "unknown key"),
     ] {
-        let message = refused(small(), &[change]);
+        let message = refused(SMALL_RECIPE, &[change]);
         assert!(message.contains(expected), "{message}");
     }
 }
@@ -201,7 +201,7 @@ fn the_guard_has_limits() {
 fn the_peak_rate_is_a_positive_number() {
     assert_eq!(with(&["log.peak_tflops=989"]).log.peak_tflops, Some(989.0));
     for value in ["0", "-1", "nan", "inf"] {
-        let message = refused(small(), &[&format!("log.peak_tflops={value}")]);
+        let message = refused(SMALL_RECIPE, &[&format!("log.peak_tflops={value}")]);
         assert!(message.contains("must be a finite number above 0"), "{message}");
     }
 }
@@ -209,7 +209,7 @@ fn the_peak_rate_is_a_positive_number() {
 #[test]
 fn every_impossible_number_is_reported_at_once() {
     let message = refused(
-        small(),
+        SMALL_RECIPE,
         &[
             "data.sequence_length=1",
             "data.sources.0.weight=nan",
@@ -270,7 +270,7 @@ fn every_impossible_number_is_reported_at_once() {
 #[test]
 fn moments_that_rounding_would_freeze_are_refused() {
     let message = refused(
-        small(),
+        SMALL_RECIPE,
         &["run.dtype=bf16", "precision.moments=bf16", "stage.moh.optimizer.beta2=0.999"],
     );
     let expected =
@@ -282,13 +282,13 @@ fn moments_that_rounding_would_freeze_are_refused() {
 
 #[test]
 fn a_batch_that_is_not_whole_micro_batches_names_the_nearest() {
-    let message = refused(small(), &["stage.moh.batch_tokens=200"]);
+    let message = refused(SMALL_RECIPE, &["stage.moh.batch_tokens=200"]);
     let expected = "--set: stage.moh.batch_tokens = 200: must be a multiple of sequence_length x \
                     micro_batch = 32 x 2 = 64: nearest 192 and 256";
     assert_eq!(message, expected);
-    let message = refused(small(), &["stage.moh.batch_tokens=63"]);
+    let message = refused(SMALL_RECIPE, &["stage.moh.batch_tokens=63"]);
     assert!(message.ends_with("nearest 64"), "{message}");
-    refused(small(), &["stage.moh.micro_batch=9e15", "stage.moh.batch_tokens=9e15"]);
+    refused(SMALL_RECIPE, &["stage.moh.micro_batch=9e15", "stage.moh.batch_tokens=9e15"]);
 }
 
 #[test]
@@ -311,22 +311,22 @@ fn odd_and_duplicate_stage_names_are_refused() {
 
 #[test]
 fn a_model_is_either_loaded_or_new() {
-    let message = refused(small(), &["model.from=a/b"]);
+    let message = refused(SMALL_RECIPE, &["model.from=a/b"]);
     assert!(message.contains("model: has both from and [model.new]"), "{message}");
-    let message = refused(small(), &["model.revision=main", "model.config=c.json"]);
+    let message = refused(SMALL_RECIPE, &["model.revision=main", "model.config=c.json"]);
     assert!(message.contains("--set: model.revision: belongs to from"), "{message}");
     assert!(message.contains("--set: model.config: belongs to from"), "{message}");
-    let message = refused(small(), &["model={}"]);
+    let message = refused(SMALL_RECIPE, &["model={}"]);
     assert!(message.contains("--set: model: needs from"), "{message}");
-    let message = refused(small(), &["model.pad_vocab_to=128", "model.vocab_size=1000"]);
+    let message = refused(SMALL_RECIPE, &["model.pad_vocab_to=128", "model.vocab_size=1000"]);
     assert!(message.contains("such as 1024"), "{message}");
-    let message = refused(small(), &["model.pad_vocab_to=1099511627776"]);
+    let message = refused(SMALL_RECIPE, &["model.pad_vocab_to=1099511627776"]);
     assert!(message.contains("model.pad_vocab_to = 1099511627776: must be at most"), "{message}");
 }
 
 #[test]
 fn a_fresh_models_shape_is_checked() {
-    let message = refused(small(), &["model.new.hidden_size=0"]);
+    let message = refused(SMALL_RECIPE, &["model.new.hidden_size=0"]);
     assert!(message.contains("model.new"), "{message}");
     assert!(message.contains("hidden_size = 0: must be from 1"), "{message}");
     for hostile in [
@@ -341,13 +341,13 @@ fn a_fresh_models_shape_is_checked() {
         "stage.moh.moh.shared_heads=9",
         "stage.moh.moh.shared_heads=7",
     ] {
-        refused(small(), &[hostile]);
+        refused(SMALL_RECIPE, &[hostile]);
     }
 }
 
 #[test]
 fn sequential_order_takes_no_weights() {
-    let message = refused(small(), &["data.order=sequential", "data.sources.0.weight=2"]);
+    let message = refused(SMALL_RECIPE, &["data.order=sequential", "data.sources.0.weight=2"]);
     assert!(message.contains("must be 1 with order = \"sequential\""), "{message}");
 }
 
@@ -373,7 +373,7 @@ fn files_that_are_no_recipes_are_refused() {
     std::fs::write(&path, vec![b'\n'; 2 << 20]).unwrap();
     let message = Recipe::load(&path, &[]).unwrap_err().to_string();
     assert!(message.contains("a recipe has at most"), "{message}");
-    std::fs::write(&path, small()).unwrap();
+    std::fs::write(&path, SMALL_RECIPE).unwrap();
     assert_eq!(Recipe::load(&path, &[]).unwrap(), with(&[]));
 }
 
@@ -417,7 +417,7 @@ fn what_a_stage_cannot_learn_from_is_refused() {
             "unknown key, did you mean stage.moh.distill.weight",
         ),
     ] {
-        let message = refused(small(), &[&format!("stage.moh.distill={{ {options} }}")]);
+        let message = refused(SMALL_RECIPE, &[&format!("stage.moh.distill={{ {options} }}")]);
         let key = format!("stage.moh.distill.{key}");
         assert_eq!(message.lines().count(), 1, "{message}");
         assert!(message.contains(&key) && message.contains(reason), "{message}");
@@ -437,7 +437,8 @@ fn groups_that_cannot_be_trained_so_are_refused() {
         ("attention = 0, router = 0, rest = 0", "groups", "freezes all groups: leave one to train"),
         ("mlp = 1.0", "groups.mlp", "unknown key"),
     ] {
-        let message = refused(small(), &[&format!("stage.moh.optimizer.groups={{ {groups} }}")]);
+        let message =
+            refused(SMALL_RECIPE, &[&format!("stage.moh.optimizer.groups={{ {groups} }}")]);
         assert_eq!(message.lines().count(), 1, "{message}");
         let key = format!("stage.moh.optimizer.{key}");
         assert!(message.contains(&key) && message.contains(reason), "{message}");
@@ -480,14 +481,14 @@ fn calibrations_that_cannot_be_made_are_refused() {
             "changes nothing with shared = \"given\" and refit = false: leave it out",
         ),
     ] {
-        let message = refused(small(), &[&format!("stage.moh.moh={{ {moh} }}")]);
+        let message = refused(SMALL_RECIPE, &[&format!("stage.moh.moh={{ {moh} }}")]);
         assert_eq!(message.lines().count(), 1, "{message}");
         let key = format!("stage.moh.moh.{at}");
         assert!(message.contains(&key) && message.contains(reason), "{message}");
     }
     // A stage after one that has converted.
     let converted = ["stage.adapt.attention=\"moh\"", "stage.moh.moh={ calibration = {} }"];
-    let message = refused(small(), &converted);
+    let message = refused(SMALL_RECIPE, &converted);
     let reason = "the model of stage adapt is a Mixture-of-Head model already, and only a dense one is measured";
     assert!(message.contains(key) && message.contains(reason), "{message}");
     assert_eq!(message.lines().count(), 1, "{message}");
@@ -495,7 +496,7 @@ fn calibrations_that_cannot_be_made_are_refused() {
     let kept_of = |calibration: &str, moh: &str| {
         let moh = format!("stage.moh.moh={{ {moh} }}");
         let adapt = format!("stage.adapt.moh={{ calibration = {calibration} }}");
-        parse(small(), &["stage.adapt.attention=\"moh\"", &adapt, &moh])
+        parse(SMALL_RECIPE, &["stage.adapt.attention=\"moh\"", &adapt, &moh])
     };
     let kept = |moh: &str| kept_of("{}", moh);
     for moh in ["shared_heads = 3", "router = 'static', shared_heads = 6, routed_top_k = 0"] {
@@ -523,7 +524,7 @@ fn the_matrices_of_a_router_are_added_and_kept() {
     let routers = |first: &str, second: &str| {
         let [first, second] = [("adapt", first), ("moh", second)]
             .map(|(stage, router)| format!("stage.{stage}.moh={{ router = {router} }}"));
-        parse(small(), &[moh, &first, &second])
+        parse(SMALL_RECIPE, &[moh, &first, &second])
     };
     routers(two_stage, two_stage).unwrap();
     routers(query_norm, two_stage).unwrap();
@@ -538,7 +539,7 @@ fn the_matrices_of_a_router_are_added_and_kept() {
         assert!(message.contains(expected), "{message}");
     }
     let message = parse(
-        small(),
+        SMALL_RECIPE,
         &[moh, "stage.adapt.moh={ router = 'two-stage' }", "stage.moh.attention=\"dense\""],
     );
     let message = message.unwrap_err().to_string();
@@ -548,7 +549,8 @@ fn the_matrices_of_a_router_are_added_and_kept() {
     let expected =
         "stage.moh.moh.router = \"linear\": begins with matrices that are fitted to a text";
     assert!(message.contains(expected) && message.contains("choose another one"), "{message}");
-    let message = parse(small(), &["stage.moh.moh={ router = 'linear' }"]).unwrap_err().to_string();
+    let message =
+        parse(SMALL_RECIPE, &["stage.moh.moh={ router = 'linear' }"]).unwrap_err().to_string();
     assert!(message.contains(expected) && message.contains("add calibration"), "{message}");
     let fitted = "\"linear\", calibration = { shared = 'given', refit = false }";
     routers(fitted, "\"linear\"").unwrap();

@@ -1,7 +1,7 @@
 //! Curves over the layers: of shared and routed heads, of one model or of several.
 
+use crate::head_measures::{HeadDocument, LayerReport, OneHead};
 use maud::{Markup, html};
-use moh_eval::heads::{HeadDocument, LayerReport, OneHead};
 
 use super::{Model, mean};
 use crate::chart::{Line, Look};

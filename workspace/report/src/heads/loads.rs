@@ -1,7 +1,7 @@
 //! Loads of heads by text, a map for each layer side by side: the paper's Figure 3.
 
+use crate::head_measures::{HeadDocument, LayerReport, OneHead};
 use maud::{Markup, html};
-use moh_eval::heads::{HeadDocument, LayerReport, OneHead};
 
 use super::{Model, routes};
 use crate::chart::{Cell, HeatMap, HeatRow};

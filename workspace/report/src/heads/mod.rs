@@ -11,8 +11,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use crate::head_measures::{HeadDocument, OneHead};
 use maud::{Markup, html};
-use moh_eval::heads::{HeadDocument, OneHead};
 use moh_program::utc;
 
 use crate::chart::{color_bar, shorten};
@@ -127,7 +127,7 @@ fn named(documents: &[HeadDocument]) -> Vec<Model<'_>> {
 }
 
 /// Whether tokens select heads of a layer.
-fn routes(layer: &moh_eval::heads::LayerReport) -> bool {
+fn routes(layer: &crate::head_measures::LayerReport) -> bool {
     layer.heads.iter().any(|head| !head.shared)
 }
 

@@ -1,7 +1,7 @@
 //! Maps of how alike each two heads of a layer are.
 
+use crate::head_measures::LayerReport;
 use maud::{Markup, html};
-use moh_eval::heads::LayerReport;
 
 use super::Model;
 use crate::chart::{Cell, HeatMap, HeatRow};

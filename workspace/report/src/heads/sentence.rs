@@ -1,7 +1,7 @@
 //! The heads that each token of a sentence computes, and attention maps of shared and routed heads.
 
+use crate::head_measures::{Sentence, SentenceLayer, SentenceToken};
 use maud::{Markup, html};
-use moh_eval::heads::{Sentence, SentenceLayer, SentenceToken};
 
 use super::Model;
 use super::served::visible;

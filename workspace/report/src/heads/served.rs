@@ -1,7 +1,7 @@
 //! The tokens of whose occurrences the largest share computes a head.
 
+use crate::head_measures::OneHead;
 use maud::{Markup, html};
-use moh_eval::heads::OneHead;
 
 use super::Model;
 use crate::chart::shorten;

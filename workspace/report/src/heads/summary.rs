@@ -1,7 +1,7 @@
 //! Means over all layers: a column for each model.
 
+use crate::head_measures::{HeadDocument, LayerReport, OneHead};
 use maud::{Markup, html};
-use moh_eval::heads::{HeadDocument, LayerReport, OneHead};
 use moh_program::counted;
 
 use super::{Model, mean};

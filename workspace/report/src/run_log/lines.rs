@@ -1,5 +1,5 @@
 //! Lines of JSON for a page: a line that cannot be read is left out with a remark, so that one broken line costs
-//! neither the other lines nor the page. Training and `moh-train` are strict instead (`moh_run_log::metrics`).
+//! neither the other lines nor the page. Training and `moh-train` are strict instead (`moh_checkpoint::run_log::metrics`).
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read as _};
@@ -9,7 +9,7 @@ use anyhow::Context as _;
 
 use crate::chart::shorten;
 
-/// Maximum bytes of a line, as in `moh_run_log`.
+/// Maximum bytes of a line, as in `moh_checkpoint::run_log`.
 const MAX_LINE_BYTES: u64 = 64 << 10;
 
 /// Lines of a file that are named; the others are only counted.

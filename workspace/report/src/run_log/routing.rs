@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use moh_run_log::{RoutingLine, RoutingMoment};
+use moh_checkpoint::run_log::{RoutingLine, RoutingMoment};
 
 use super::lines::{self, LeftOut};
 use super::routing_history::RoutingHistory;

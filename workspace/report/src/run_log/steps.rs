@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use moh_checkpoint::run_log::{Speed, StepMetrics, Validation};
 use moh_model::AuxiliaryLosses;
-use moh_run_log::{Speed, StepMetrics, Validation};
 use moh_step::guard::SkipReason;
 
 use crate::chart::printable;

@@ -1,6 +1,6 @@
 use std::fs;
 
-use moh_run_log::RoutingMoment;
+use moh_checkpoint::run_log::RoutingMoment;
 
 use super::*;
 

@@ -4,8 +4,8 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::support::{failure, program, success};
 use super::{PROGRAM, check, drawing, empty, figures, step, write_run};
+use moh_testkit::programs::{failure, program, success};
 
 #[test]
 fn several_runs_are_compared() {

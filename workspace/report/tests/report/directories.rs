@@ -3,8 +3,8 @@
 use std::fs;
 use std::time::{Duration, SystemTime};
 
-use super::support::{failure, program, stderr, stdout};
 use super::{PROGRAM, check, empty, step, write_run};
+use moh_testkit::programs::{failure, program, stderr, stdout};
 
 #[test]
 fn the_runs_of_a_directory_are_compared() {

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::support::{failure, program, success};
 use super::{PROGRAM, check, empty, figures, step, write_run};
+use moh_testkit::programs::{failure, program, success};
 
 /// A report of a model with two heads in each of two layers, on two texts: both shared if it is dense, else the
 /// second one routed.

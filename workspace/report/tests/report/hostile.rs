@@ -4,9 +4,9 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::support::options::take_negative_numbers;
-use super::support::{failure, program, stderr, success};
 use super::{PROGRAM, check, empty, page, step, write_run};
+use moh_testkit::options::take_negative_numbers;
+use moh_testkit::programs::{failure, program, stderr, success};
 
 #[test]
 fn names_from_files_are_text() {

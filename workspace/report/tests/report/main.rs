@@ -1,27 +1,24 @@
 //! `moh-report` as a process: pages of runs in every state, hostile names, several runs, and a page that is
 //! watched.
 
-#![cfg(unix)]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 mod calibration;
 mod comparison;
 mod directories;
+mod head_measures;
 mod heads;
 mod hostile;
 mod routing;
 mod states;
-#[path = "../../../cli/tests/support/mod.rs"]
-mod support;
 mod watching;
-mod whole_page;
 
 use std::fs;
 use std::path::Path;
 
+use moh_testkit::programs::{program, success};
+use moh_testkit::whole_page::check;
 use serde_json::{Value, json};
-use support::{program, success};
-use whole_page::check;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-report");
 

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::support::{program, success};
 use super::{PROGRAM, check, drawing, empty, figures, page, step, write_run};
+use moh_testkit::programs::{program, success};
 
 /// A run `name` in `dir` of `evaluations` evaluations with this many layers and routed heads, of which head 0 of layer
 /// 1 is used less and less.

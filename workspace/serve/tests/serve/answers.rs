@@ -8,11 +8,11 @@ use moh_model::{Generator, LogProbabilities, Model};
 use serde_json::{Value, json};
 
 use crate::client::{Server, moh_serve, prepared};
-use crate::support::WORDS;
+use moh_testkit::programs::WORDS;
 
 /// The model of the server.
 fn model(dir: &Path) -> Model<Cpu, f32> {
-    moh_models::load(Cpu, &dir.join("moh"), 64).unwrap()
+    moh_program::models::load(Cpu, &dir.join("moh"), 64).unwrap()
 }
 
 fn best(logits: &[f32]) -> u32 {
@@ -338,7 +338,7 @@ fn options_that_cannot_be_are_refused() {
     let dir = prepared();
     let refused = |arguments: &[&str]| {
         let mut command = moh_serve(dir.path(), arguments);
-        crate::support::failure(dir.path(), &mut command, 1)
+        moh_testkit::programs::failure(dir.path(), &mut command, 1)
     };
     let message = refused(&["--model", "moh", "--watch-run"]);
     assert!(message.contains("is not a run") && message.contains("leave it out"), "{message}");

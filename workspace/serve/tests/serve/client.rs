@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::support::{edit_config, program, workplace, write_moh, write_tokenizer};
+use moh_testkit::programs::{edit_config, program, workplace, write_moh, write_tokenizer};
 
 /// Longer than any answer of the tests takes.
 pub const PATIENCE: Duration = Duration::from_secs(60);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::client::{PATIENCE, Server};
-use crate::trained_run::{RECIPE, SECOND_STAGE, prepared, train};
+use moh_testkit::trained_run::{RECIPE, SECOND_STAGE, prepared, train};
 
 fn answer(server: &Server) -> Value {
     let body = json!({ "prompt": "w1 w2 w5", "max_tokens": 8, "temperature": 0, "logprobs": 0 });

@@ -12,7 +12,7 @@ use moh_model::parameters::Shard;
 use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute, RouterKind};
 
 use super::*;
-use crate::on_ranks::on_ranks;
+use moh_testkit::ranks::on_ranks;
 
 mod groups;
 mod masks;

@@ -4,10 +4,10 @@
 use std::path::Path;
 
 use moh_calibrate::Calibration;
+use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::run_log::{CalibratedLayer, StageCalibration};
 use moh_kernels::{Backend, Element};
 use moh_model::{Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
-use moh_run_directory::RunDirectory;
-use moh_run_log::{CalibratedLayer, StageCalibration};
 use moh_step::OptimizerState;
 use serde::{Deserialize, Serialize};
 

@@ -14,10 +14,12 @@ mod variant;
 
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::run_directory::{
+    KeyChange, RunDirectory, RunLock, branch, changes, join_names,
+};
 use moh_files::TEMPORARY;
 use moh_recipe::Recipe;
 use moh_recipe::shell::command;
-use moh_run_directory::{KeyChange, RunDirectory, RunLock, branch, changes, join_names};
 pub(crate) use record::RECORD;
 pub use record::{Results, results};
 use variant::SHARED;
@@ -297,7 +299,8 @@ fn check_begun(run: &PlannedRun, path: &Path) -> Result<(), Error> {
         true => Ok(()),
         false => {
             let (path, another) = (directory.recipe(), None);
-            Err(moh_run_directory::Error::RecipeChanged { path, changes, another }.into())
+            Err(moh_checkpoint::run_directory::Error::RecipeChanged { path, changes, another }
+                .into())
         }
     }
 }

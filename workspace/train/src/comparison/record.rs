@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
-use moh_run_directory::RunDirectory;
-use moh_run_log::{Evaluation, Summary, metrics};
+use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::run_log::{Evaluation, Summary, metrics};
 use serde::{Deserialize, Serialize};
 
 use super::PlannedRun;
@@ -108,7 +108,7 @@ pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<(
 }
 
 impl<'a> Change<'a> {
-    fn new(change: &'a moh_run_directory::KeyChange) -> Self {
+    fn new(change: &'a moh_checkpoint::run_directory::KeyChange) -> Self {
         let (recipe, variant) = (change.before.as_deref(), change.now.as_deref());
         Change { key: &change.key, recipe, variant }
     }

@@ -1,11 +1,11 @@
 use super::*;
 
-const SMALL: &str = include_str!("../../../recipe/src/tests/small.toml");
+use moh_testkit::SMALL_RECIPE;
 
 /// A recipe of three stages, as a file.
 fn three_stages(directory: &Path) -> PathBuf {
     let path = directory.join("recipe.toml");
-    let mut recipe = Recipe::parse(SMALL, &path, &[]).unwrap();
+    let mut recipe = Recipe::parse(SMALL_RECIPE, &path, &[]).unwrap();
     recipe.run.dir = directory.join("compared");
     let stage = recipe.stages[0].clone();
     recipe.stages = ["one", "two", "three"]

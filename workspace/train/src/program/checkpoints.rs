@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use anyhow::bail;
 use clap::{Args, Subcommand};
 use indicatif::{HumanBytes, HumanCount};
+use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::{Condition, ListedCheckpoint, RunState};
 use moh_program::arguments::at_least;
 use moh_program::table::aligned;
 use moh_program::{counted, utc};
 use moh_recipe::{CheckpointOptions, Recipe};
-use moh_run_directory::RunDirectory;
 
 /// List, verify or remove the checkpoints of a run
 ///

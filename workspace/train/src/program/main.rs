@@ -21,12 +21,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
+use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::run_log::TraceSteps;
 use moh_comm::{OPERATION_LIMIT, RENDEZVOUS_LIMIT};
 use moh_program::arguments::{at_least, between};
 use moh_program::exit;
 use moh_recipe::Recipe;
-use moh_run_directory::RunDirectory;
-use moh_run_log::TraceSteps;
 use moh_train::{Comparison, Variant};
 
 use self::time_limit::parse_time_limit;

@@ -5,12 +5,12 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
+use moh_checkpoint::run_directory::{CheckpointName, RunDirectory, not_a_model};
 use moh_comm::World;
-use moh_device::OpenDevice;
 use moh_hf::hub_cache::{self, DEFAULT_REVISION};
+use moh_kernels::open_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_recipe::shell::shell_word;
-use moh_run_directory::{CheckpointName, RunDirectory, not_a_model};
 use moh_train::{first_that_keeps_model, share_text};
 
 /// The directory of the recipe's `model.from` on this rank; `None` if there is none, or if it is a run, or if one of

@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use indicatif::{HumanCount, HumanDuration};
+use moh_checkpoint::run_directory::local_model_config;
 use moh_hf::ConfigFile;
 use moh_model::ModelConfig;
 use moh_plan::{Hardware, Plan, StagePlan, Suggestions};
 use moh_program::exit;
 use moh_program::table::aligned;
 use moh_recipe::Recipe;
-use moh_run_directory::local_model_config;
 use moh_train::Comparison;
 
 use crate::{Arguments, model_location};

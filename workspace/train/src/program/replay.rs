@@ -3,9 +3,9 @@
 use std::io::{Write as _, stdout};
 use std::path::PathBuf;
 
+use moh_checkpoint::run_directory::{CheckpointName, RunDirectory};
 use moh_program::arguments::at_least;
 use moh_program::exit::stderr_line;
-use moh_run_directory::{CheckpointName, RunDirectory};
 use moh_train::open_device;
 
 use crate::model_location;

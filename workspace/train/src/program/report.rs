@@ -4,11 +4,11 @@ use std::io::{Write as _, stdout};
 use std::path::{Path, PathBuf};
 
 use crate::summary_table::table;
+use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::run_log::Summary;
 use moh_data::TokenFile;
 use moh_model::HeadCounts;
 use moh_recipe::{DeviceKind, MohOptions, Recipe};
-use moh_run_directory::RunDirectory;
-use moh_run_log::Summary;
 
 use crate::command_line::CommandLine;
 

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 use moh_checkpoint::StageExtension;
+use moh_checkpoint::run_log::{
+    CalibratedLayer, Evaluation, EvaluationPoint, SkippedStep, Speed, StageCalibration, StepMetrics,
+};
 use moh_kernels::MemoryInfo;
 use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_plan::SourceEpochs;
 use moh_recipe::{Recipe, Stage};
-use moh_run_log::{
-    CalibratedLayer, Evaluation, EvaluationPoint, SkippedStep, Speed, StageCalibration, StepMetrics,
-};
 use moh_train::Event;
 
 use moh_program::exit::stderr_line;
@@ -339,7 +339,7 @@ fn describe_rate(speed: &Speed) -> String {
 mod tests {
     use std::path::Path;
 
-    use moh_run_log::Validation;
+    use moh_checkpoint::run_log::Validation;
 
     use super::*;
 

@@ -1,9 +1,9 @@
 //! The table of a run's losses, with which it ends.
 
+use moh_checkpoint::run_log::Summary;
+use moh_checkpoint::run_log::evaluation_label::label;
 use moh_files::units::percent;
 use moh_program::table::aligned;
-use moh_run_log::Summary;
-use moh_run_log::evaluation_label::label;
 
 /// The table of a run's losses on all validation sets, with the fraction of the conversion loss on the
 /// first that training recovered; empty without validation.
@@ -37,7 +37,7 @@ pub fn table(summary: &Summary) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moh_run_log::{Evaluation, EvaluationPoint, Validation};
+    use moh_checkpoint::run_log::{Evaluation, EvaluationPoint, Validation};
 
     #[test]
     fn the_table_has_a_line_for_each_set() {

@@ -6,15 +6,15 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::run_log::{Summary, TraceSteps};
 use moh_comm::{Fault, Launch, Launcher, World, WorldOptions};
-use moh_device::OpenDevice;
+use moh_kernels::open_device::OpenDevice;
 use moh_kernels::span;
 use moh_program::exit::{self, StoppedEarly};
 use moh_program::processor;
 use moh_recipe::Recipe;
 use moh_recipe::shell::command;
-use moh_run_directory::RunDirectory;
-use moh_run_log::{Summary, TraceSteps};
 use moh_train::{Comparison, Outcome, RunOptions, TimeLimit, open_device};
 
 use crate::report::report;

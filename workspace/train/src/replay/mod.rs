@@ -6,9 +6,12 @@ mod samples;
 use std::collections::HashMap;
 use std::path::Path;
 
+use moh_checkpoint::run_directory::{RunDirectory, growth};
 use moh_checkpoint::{RunState, StageExtension, StoredCheckpoint, steps_at};
 use moh_comm::World;
-use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
+use moh_kernels::open_device::{
+    InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements,
+};
 use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
@@ -17,7 +20,6 @@ use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, BlockMagnitudes, Model, ModelConfig, MohConfig, PassSlot, Recompute};
 use moh_plan::step_config;
 use moh_recipe::{ParallelOptions, Recipe, Stage};
-use moh_run_directory::{RunDirectory, growth};
 use moh_step::guard::Limits;
 use moh_step::{
     Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient, TensorKind,

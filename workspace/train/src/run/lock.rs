@@ -1,10 +1,10 @@
 //! The second phase of a run: the first rank locks its directory and compares the recipe with that of an
 //! earlier run in it.
 
+use moh_checkpoint::run_directory::{RunDirectory, RunLock, branch};
+use moh_checkpoint::run_log::Summary;
 use moh_kernels::Backend;
 use moh_recipe::{Recipe, shell};
-use moh_run_directory::{RunDirectory, RunLock, branch};
-use moh_run_log::Summary;
 
 use super::Job;
 use super::resolve::Resolved;

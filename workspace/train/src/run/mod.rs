@@ -9,12 +9,12 @@ mod train;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
+use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::run_log::TraceSteps;
 use moh_comm::{Group, World};
-use moh_device::{OnDevice, OpenDevice};
 use moh_kernels::Backend;
+use moh_kernels::open_device::{OnDevice, OpenDevice};
 use moh_recipe::Recipe;
-use moh_run_directory::RunDirectory;
-use moh_run_log::TraceSteps;
 use moh_step::Ranks;
 
 use self::lock::RemainingWork;

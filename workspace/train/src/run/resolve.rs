@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
+use moh_checkpoint::run_directory::{CheckpointName, RunDirectory, branch, is_step_of};
 use moh_kernels::Backend;
 use moh_recipe::{ParallelOptions, Recipe, Stage};
-use moh_run_directory::{CheckpointName, RunDirectory, branch, is_step_of};
 use moh_step::Ranks;
 
 use super::Job;

@@ -3,11 +3,11 @@
 
 use std::path::PathBuf;
 
-use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
+use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::run_log::Machine;
+use moh_kernels::open_device::{InTrainingElements, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
 use moh_recipe::Recipe;
-use moh_run_directory::RunDirectory;
-use moh_run_log::Machine;
 use moh_step::Ranks;
 
 use super::Job;

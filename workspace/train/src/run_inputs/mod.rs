@@ -11,10 +11,10 @@ mod vocabulary;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
+use moh_checkpoint::run_directory::RunDirectory;
 use moh_data::TokenFile;
 use moh_kernels::Backend;
 use moh_recipe::{Recipe, is_below};
-use moh_run_directory::RunDirectory;
 use moh_step::Ranks;
 
 use self::model_files::ModelFiles;

@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::run_directory::TOKENIZER;
 use moh_data::TokenizerFile;
 use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
@@ -12,7 +13,6 @@ use moh_hf::is_terms_file;
 use moh_hf::model_card::CARD_FILE;
 use moh_hf::model_directory::{TOKENIZER_FILE, companion_files};
 use moh_recipe::Recipe;
-use moh_run_directory::TOKENIZER;
 
 use crate::Error;
 use crate::source::ModelSource;

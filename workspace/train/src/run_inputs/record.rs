@@ -5,9 +5,9 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::run_directory::RunDirectory;
 use moh_data::{ORDER_VERSION, TokenFile, TokenFileContent, TrainingData};
 use moh_recipe::{Recipe, is_below};
-use moh_run_directory::RunDirectory;
 use serde::{Deserialize, Serialize};
 
 use super::token_files::TokenFileState;

@@ -86,7 +86,7 @@ mod tests {
     use moh_data::{Provenance, TokenFileWriter};
 
     use super::*;
-    use crate::ranks_on_threads::ranks_on_threads;
+    use moh_testkit::ranks::ranks_on_threads;
 
     #[test]
     fn the_first_rank_learns_all_files_in_order() {

@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use moh_checkpoint::run_log::{
+    Evaluation, EvaluationPoint, RoutingLine, RoutingMoment, RoutingOf, Validation,
+};
 use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 use moh_recipe::{Recipe, ValidationSet};
-use moh_run_log::{Evaluation, EvaluationPoint, RoutingLine, RoutingMoment, RoutingOf, Validation};
 use moh_step::{DecodedBytes, EvaluationText, Evaluator, Loss, LossSums};
 
 use super::Trainer;
@@ -167,7 +169,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Ends TensorBoard's curves after a failure to write them: a log does not end a run.
-    pub(super) fn give_up_board(&mut self, error: &moh_run_log::Error) {
+    pub(super) fn give_up_board(&mut self, error: &moh_checkpoint::run_log::Error) {
         // A record may be torn: the file ends here, and a resumed run begins another one.
         self.board = None;
         let text = format!("{error}: TensorBoard's curves go on when the run is resumed");

@@ -14,15 +14,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use evaluation::Evaluated;
 use moh_checkpoint::RunState;
+use moh_checkpoint::run_directory::{RunDirectory, growth};
+use moh_checkpoint::run_log::{
+    EvaluationPoint, MetricsWriter, PartTimes, RoutingWriter, Summary, TensorBoard, TraceSteps,
+};
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::{Model, MohConfig};
 use moh_plan::SourceEpochs;
 use moh_recipe::{ParallelOptions, Recipe};
-use moh_run_directory::{RunDirectory, growth};
-use moh_run_log::{
-    EvaluationPoint, MetricsWriter, PartTimes, RoutingWriter, Summary, TensorBoard, TraceSteps,
-};
 use moh_step::{OptimizerState, Ranks, StepGroups};
 use saving::Saving;
 pub(crate) use start::attention_before;

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use moh_checkpoint::run_log::MetricsWriter;
 use moh_checkpoint::{CompleteCheckpoint, End, Flight, Snapshot, ThreadFlags, WritePart};
 use moh_kernels::{Backend, Element, span};
 use moh_model::Model;
-use moh_run_log::MetricsWriter;
 use moh_step::OptimizerState;
 
 use super::save_clock::{Due, SaveClock};

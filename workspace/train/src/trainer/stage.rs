@@ -3,11 +3,11 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use moh_checkpoint::run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
 use moh_checkpoint::steps_at;
 use moh_kernels::{Backend, Element, span};
 use moh_plan::step_config;
 use moh_recipe::Stage;
-use moh_run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
 use moh_step::guard::SkipReason;
 use moh_step::{Evaluator, StepConfig, StepResult, Stepper};
 

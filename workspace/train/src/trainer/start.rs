@@ -4,6 +4,9 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
+use moh_checkpoint::run_directory::growth::{self, Extensions};
+use moh_checkpoint::run_directory::{RunDirectory, metrics_resume};
+use moh_checkpoint::run_log::{MetricsWriter, RoutingWriter, TensorBoard};
 use moh_checkpoint::{RunState, StoredCheckpoint};
 use moh_comm::RankLayout;
 use moh_kernels::{Backend, Element};
@@ -12,9 +15,6 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, MohConfig};
 use moh_recipe::{ParallelOptions, Recipe};
-use moh_run_directory::growth::{self, Extensions};
-use moh_run_directory::{RunDirectory, metrics_resume};
-use moh_run_log::{MetricsWriter, RoutingWriter, TensorBoard};
 use moh_step::{OptimizerState, Ranks, StepGroups};
 
 use super::saving::Saving;
@@ -281,7 +281,7 @@ pub(crate) fn attention_before(
 ) -> Result<Option<MohConfig>, Error> {
     let Some(stored) = stored else { return Ok(source.config().moh.clone()) };
     let path = run.checkpoint(stored.manifest().state.step);
-    let moh = moh_run_directory::config_file(stored, &path)?.config.moh;
+    let moh = moh_checkpoint::run_directory::config_file(stored, &path)?.config.moh;
     // The hash of a manifest does not tell who wrote it.
     moh.as_ref().map_or(Ok(()), |moh| source.config().check_moh(moh))?;
     Ok(moh)

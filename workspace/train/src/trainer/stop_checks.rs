@@ -66,7 +66,7 @@ fn next(rounds: u64, fewest: u64, seconds: f64) -> u64 {
 mod tests {
 
     use super::*;
-    use crate::ranks_on_threads::ranks_on_threads;
+    use moh_testkit::ranks::ranks_on_threads;
 
     #[test]
     fn exchanges_are_half_a_second_apart_and_a_pipeline_is_seldom_emptied() {

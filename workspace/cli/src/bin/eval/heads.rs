@@ -5,12 +5,14 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
-use moh_device::{DeviceName, OnDevice};
-use moh_eval::heads::{HeadDocument, HeadText, Sentence, SentenceToken, measure_heads, sentence};
 use moh_kernels::Backend;
+use moh_kernels::open_device::{DeviceName, OnDevice};
 use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
 use moh_program::{exit, options};
+use moh_report::head_measures::{
+    HeadDocument, HeadText, Sentence, SentenceToken, measure_heads, sentence,
+};
 use moh_text::TextTokenizer;
 
 use crate::heads_report;

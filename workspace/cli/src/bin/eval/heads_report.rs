@@ -3,8 +3,8 @@
 use std::io::Write;
 use std::iter;
 
-use moh_eval::heads::{HeadDocument, LayerReport, OneHead, Sentence, SentenceLayer};
 use moh_program::table::aligned;
+use moh_report::head_measures::{HeadDocument, LayerReport, OneHead, Sentence, SentenceLayer};
 
 /// Writes a document as text.
 pub(crate) fn write(out: &mut impl Write, document: &HeadDocument) -> std::io::Result<()> {

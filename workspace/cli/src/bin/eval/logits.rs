@@ -3,9 +3,9 @@
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 
+use crate::logits_file::{read_ids, write_logits};
 use anyhow::Context as _;
-use moh_device::{Compute, DeviceName};
-use moh_eval::{read_ids, write_logits};
+use moh_kernels::open_device::{Compute, DeviceName};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_program::options;
 
@@ -55,10 +55,10 @@ fn logits<B: Backend + Clone, T: Element>(
     backend: B,
 ) -> anyhow::Result<()> {
     make_room(&arguments.out, arguments.force)?;
-    let directory = moh_models::locate(&arguments.model, arguments.revision.as_deref())?;
-    let ids = read_ids(&arguments.ids, moh_models::context_length(&directory)?)?;
+    let directory = moh_program::models::locate(&arguments.model, arguments.revision.as_deref())?;
+    let ids = read_ids(&arguments.ids, moh_program::models::context_length(&directory)?)?;
     let length = ids.first().map_or(0, Vec::len);
-    let mut model = moh_models::load::<B, T>(backend, &directory, length)?;
+    let mut model = moh_program::models::load::<B, T>(backend, &directory, length)?;
     let output = model.run(&ids)?;
     write_logits(&output, &arguments.out)?;
     writeln!(

@@ -4,7 +4,7 @@ use std::io::stdout;
 use std::path::PathBuf;
 
 use moh_data::Windows;
-use moh_device::{Compute, DeviceName};
+use moh_kernels::open_device::{Compute, DeviceName};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
 use moh_program::arguments::at_least;

@@ -3,6 +3,7 @@
 mod heads;
 mod heads_report;
 mod logits;
+mod logits_file;
 mod loss;
 mod loss_report;
 mod model;

@@ -4,10 +4,10 @@
 use std::path::PathBuf;
 
 use moh_checkpoint::StoredCheckpoint;
+use moh_checkpoint::run_directory::CheckpointName;
 use moh_hf::ConfigFile;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
-use moh_run_directory::CheckpointName;
 use moh_step::TensorKind;
 use moh_text::TextTokenizer;
 
@@ -39,11 +39,11 @@ impl NamedModel {
         if let Some(checkpoint) = CheckpointName::parse(name) {
             return Self::of_checkpoint(name, checkpoint);
         }
-        let directory = moh_models::locate(name, revision)?;
+        let directory = moh_program::models::locate(name, revision)?;
         Ok(NamedModel {
             name: name.to_owned(),
             config: ConfigFile::read(&directory)?.config,
-            tokenizer: moh_models::tokenizer(&directory)?,
+            tokenizer: moh_program::models::tokenizer(&directory)?,
             weights: Weights::Directory(directory),
         })
     }
@@ -69,7 +69,9 @@ impl NamedModel {
         positions: usize,
     ) -> anyhow::Result<Model<B, T>> {
         match &self.weights {
-            Weights::Directory(directory) => moh_models::load(backend, directory, positions),
+            Weights::Directory(directory) => {
+                moh_program::models::load(backend, directory, positions)
+            }
             Weights::Checkpoint(..) => {
                 let mut read = self.tensors()?;
                 let config = self.config.clone();
@@ -84,7 +86,7 @@ impl NamedModel {
     pub(crate) fn tensors(&self) -> anyhow::Result<Tensors<'_>> {
         let (stored, dtype) = match &self.weights {
             Weights::Directory(directory) => {
-                let stored = moh_models::stored(directory)?;
+                let stored = moh_program::models::stored(directory)?;
                 return Ok(Box::new(move |name, values| {
                     Ok(stored.weights.read_f32(name, values)?)
                 }));

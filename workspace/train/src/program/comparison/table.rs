@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 
+use moh_checkpoint::run_directory::KeyChange;
+use moh_checkpoint::run_log::{Evaluation, EvaluationPoint};
 use moh_files::units::{group_digits, percent};
 use moh_program::table::aligned;
-use moh_run_directory::KeyChange;
-use moh_run_log::{Evaluation, EvaluationPoint};
 use moh_train::comparison::Results;
 
 /// A variant that has finished.
@@ -120,7 +120,7 @@ fn loss(loss: f64, is_other: bool) -> String {
 
 #[cfg(test)]
 mod tests {
-    use moh_run_log::{EvaluatedText, Validation};
+    use moh_checkpoint::run_log::{EvaluatedText, Validation};
 
     use super::*;
 

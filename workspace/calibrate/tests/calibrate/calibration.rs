@@ -1,0 +1,358 @@
+//! Whole calibrations of small random models.
+
+use std::ops::ControlFlow;
+
+use crate::support::{LENGTH, config, moh, run_on, source, tokens, with_more_heads};
+use moh_calibrate::{Calibration, CalibrationOptions, Error, LayerCalibration, Shared, calibrate};
+use moh_kernels::{Cpu, DType};
+use moh_model::{HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
+
+/// A calibration, and the output projections that it refitted.
+fn run(config: &ModelConfig, options: &CalibrationOptions) -> (Calibration, Vec<Vec<f32>>) {
+    run_on(&Cpu, config, options)
+}
+
+/// The mean cross-entropy of a whole model over the calibration tokens, by its logits.
+fn loss(config: &ModelConfig, moh: Option<MohConfig>, projections: &[Vec<f32>]) -> f64 {
+    loss_with(config, moh, projections, &[])
+}
+
+/// The same, with the matrices of a router.
+fn loss_with(
+    config: &ModelConfig,
+    moh: Option<MohConfig>,
+    projections: &[Vec<f32>],
+    routers: &[Vec<f32>],
+) -> f64 {
+    let config = ModelConfig { moh, ..config.clone() };
+    let mut read = source(&config);
+    let mut model =
+        Model::<Cpu, f32>::new::<Error>(Cpu, config.clone(), LENGTH, |segment, values| {
+            read(&segment.name, values)?;
+            if segment.name.ends_with("router.stages.weight") {
+                values.fill(0.0);
+            }
+            for (name, tensors) in [("o_proj", projections), ("router", routers)] {
+                for (layer, tensor) in tensors.iter().enumerate() {
+                    if segment.name == format!("model.layers.{layer}.self_attn.{name}.weight") {
+                        values.copy_from_slice(tensor);
+                    }
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    let tokens = tokens(&config);
+    let windows: Vec<Vec<u32>> = tokens.ids().chunks(LENGTH).map(<[u32]>::to_vec).collect();
+    let output = model.run(&windows).unwrap();
+    let mut sum = 0.0;
+    for (window, logits) in windows.iter().zip(output.logits.chunks_exact(LENGTH * 60)) {
+        for (logits, &target) in logits.chunks_exact(60).zip(&window[1..]) {
+            let largest = f64::from(logits.iter().copied().fold(f32::MIN, f32::max));
+            let exponentials = logits.iter().map(|&logit| (f64::from(logit) - largest).exp());
+            sum += exponentials.sum::<f64>().ln() + largest - f64::from(logits[target as usize]);
+        }
+    }
+    sum / (windows.len() * (LENGTH - 1)) as f64
+}
+
+#[test]
+fn losses_are_those_of_whole_models() {
+    for (config, moh) in [
+        (config("llama"), moh(3, 2)),
+        (config("qwen3"), moh(3, 2)),
+        (with_more_heads(), moh(8, 4)),
+        (with_more_heads(), MohConfig { router: RouterKind::Group, ..moh(8, 4) }),
+    ] {
+        for (shared, stored) in [
+            (Shared::Calibrated, None),
+            (Shared::CalibratedNumber, Some(DType::BF16)),
+            (Shared::Given, None),
+        ] {
+            let options = CalibrationOptions { moh: moh.clone(), shared, refit: true, stored };
+            let (found, projections) = run(&config, &options);
+            assert_eq!(projections.len(), 3);
+            for (expected, measured) in [
+                (loss(&config, None, &[]), found.losses.dense),
+                (loss(&config, Some(moh.clone()), &[]), found.losses.given),
+                (loss(&config, Some(found.moh.clone()), &projections), found.losses.calibrated),
+            ] {
+                assert!(
+                    (expected - measured).abs() < 1e-5,
+                    "{moh:?} {shared:?}: {expected} {measured}"
+                );
+            }
+            let mut rounded = projections.concat();
+            DType::BF16.round(&mut rounded);
+            assert_eq!(rounded == projections.concat(), stored.is_some());
+            for (layer, measured) in found.layers.iter().enumerate() {
+                assert_eq!(found.moh.layer(layer).active(), moh.layer(layer).active());
+                assert_eq!(measured.shared, found.moh.layer(layer).shared);
+                assert!(measured.error.unwrap() < measured.error_before, "{measured:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn sets_are_better_than_the_first_heads_and_a_free_number_is_no_worse() {
+    let config = config("llama");
+    let run = |shared| {
+        run(&config, &CalibrationOptions { moh: moh(4, 2), shared, refit: true, stored: None }).0
+    };
+    let first_layer = |found: &Calibration| found.layers[0].error.unwrap();
+    let (given, sets) = (run(Shared::Given), run(Shared::Calibrated));
+    assert_eq!(given.moh.shared_heads, SharedHeadSets::from(4));
+    // The first layer sees the dense model's activations, on which sets are judged, on twice the tokens.
+    assert!(first_layer(&sets) < first_layer(&given), "{sets:?} {given:?}");
+    assert!(first_layer(&run(Shared::CalibratedNumber)) < 1.02 * first_layer(&sets));
+}
+
+#[test]
+fn all_heads_keep_the_dense_model() {
+    let config = config("llama");
+    let options =
+        CalibrationOptions { moh: moh(3, 5), shared: Shared::Given, refit: true, stored: None };
+    let (found, projections) = run(&config, &options);
+    assert!((found.losses.calibrated - found.losses.dense).abs() < 1e-5);
+    let mut old = vec![0f32; projections[1].len()];
+    source(&config)("model.layers.1.self_attn.o_proj.weight", &mut old).unwrap();
+    let change = projections[1].iter().zip(&old).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+    assert!(change < 1e-4, "{change}");
+}
+
+#[test]
+fn without_a_refit_the_weights_stay() {
+    let config = config("llama");
+    let options = CalibrationOptions {
+        moh: moh(4, 2),
+        shared: Shared::Calibrated,
+        refit: false,
+        stored: None,
+    };
+    let (found, projections) = run(&config, &options);
+    assert!(projections.is_empty() && found.layers.iter().all(|layer| layer.error.is_none()));
+    let expected = loss(&config, Some(found.moh.clone()), &[]);
+    assert!((expected - found.losses.calibrated).abs() < 1e-5);
+}
+
+#[test]
+fn the_bits_do_not_depend_on_the_threads() {
+    for (config, router, shared) in [
+        (config("llama"), RouterKind::QueryNorm, Shared::Calibrated),
+        (config("llama"), RouterKind::Linear, Shared::Calibrated),
+        (config("llama"), RouterKind::Linear, Shared::CalibratedTotal(14)),
+        (config("llama"), RouterKind::TwoStage, Shared::CalibratedTotal(14)),
+        (with_more_heads(), RouterKind::QueryNorm, Shared::CalibratedTotal(26)),
+    ] {
+        let moh = MohConfig { router, ..moh(4, 2) };
+        let options = CalibrationOptions { moh, shared, refit: true, stored: None };
+        let on = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| run(&config, &options))
+        };
+        assert_eq!(on(1), on(3));
+    }
+}
+
+#[test]
+fn layers_have_a_total_of_active_heads() {
+    for (config, router, total, unit) in [
+        (config("llama"), RouterKind::QueryNorm, 13, 1),
+        (config("llama"), RouterKind::Static, 12, 1),
+        (config("llama"), RouterKind::Group, 12, 2),
+        (config("llama"), RouterKind::WithinGroup, 16, 4),
+        (config("llama"), RouterKind::Linear, 12, 1),
+        (config("llama"), RouterKind::QueryNorm, 3, 1),
+        (config("llama"), RouterKind::QueryNorm, 23, 1),
+        (with_more_heads(), RouterKind::QueryNorm, 26, 1),
+        (with_more_heads(), RouterKind::Group, 28, 4),
+        (with_more_heads(), RouterKind::WithinGroup, 32, 4),
+    ] {
+        let moh = MohConfig { router, ..moh(0, 4) };
+        let moh = match router {
+            RouterKind::Static => {
+                MohConfig { shared_heads: 4.into(), routed_top_k: 0.into(), ..moh }
+            }
+            _ => moh,
+        };
+        let shared = Shared::CalibratedTotal(total);
+        let (found, projections) =
+            run(&config, &CalibrationOptions { moh, shared, refit: true, stored: None });
+        let active: Vec<usize> = (0..3).map(|layer| found.moh.layer(layer).active()).collect();
+        assert_eq!(active.iter().sum::<usize>(), total, "{router:?}: {active:?}");
+        assert!(active.iter().all(|&n| n >= unit && n.is_multiple_of(unit)), "{active:?}");
+        config.check_moh(&found.moh).unwrap();
+        assert_eq!(projections.len(), 3);
+        assert!((found.losses.given - found.losses.dense).abs() > 1e-6, "{router:?}");
+    }
+}
+
+/// The numbers that are chosen are those of a conversion that was compared with an even one.
+#[test]
+fn a_division_is_no_worse_than_the_same_number_in_each_layer() {
+    for (model_type, active) in [("llama", 3), ("llama", 6), ("qwen3", 4)] {
+        let config = config(model_type);
+        let moh = moh(active / 2, active - active / 2);
+        let run = |shared| {
+            let options =
+                CalibrationOptions { moh: moh.clone(), shared, refit: true, stored: None };
+            run(&config, &options).0
+        };
+        let even = run(Shared::CalibratedNumber);
+        let divided = run(Shared::CalibratedTotal(3 * active));
+        let (even, divided) = (even.losses.calibrated, divided.losses.calibrated);
+        assert!(divided <= even, "{model_type}, {active}: {divided} {even}");
+    }
+}
+
+/// A layer whose heads are all given as shared gets fewer too, also a number that no layer was measured with.
+#[test]
+fn a_division_has_its_total_whatever_heads_are_given() {
+    let config = with_more_heads();
+    let (heads, layers) = (config.num_attention_heads, config.num_hidden_layers);
+    assert!(heads > 8);
+    let shared_heads = HeadCounts::Each([vec![heads], vec![heads / 2; layers - 1]].concat()).into();
+    let routed_top_k = HeadCounts::Each([vec![0], vec![heads / 4; layers - 1]].concat());
+    let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k };
+    for total in [layers * heads - 1, layers * heads - 3, layers * (heads - 2) + 1] {
+        let shared = Shared::CalibratedTotal(total);
+        let options = CalibrationOptions { moh: moh.clone(), shared, refit: true, stored: None };
+        let found = run(&config, &options).0.moh;
+        let active: Vec<usize> = (0..layers).map(|layer| found.layer(layer).active()).collect();
+        assert_eq!(active.iter().sum::<usize>(), total, "{active:?}");
+    }
+}
+
+#[test]
+fn a_total_that_layers_cannot_have_is_refused() {
+    let config = config("llama");
+    for (router, total) in [
+        (RouterKind::QueryNorm, 2),
+        (RouterKind::QueryNorm, 25),
+        (RouterKind::Group, 13),
+        (RouterKind::Group, 4),
+        (RouterKind::WithinGroup, 8),
+    ] {
+        let moh = MohConfig { router, ..moh(0, 4) };
+        let options = CalibrationOptions {
+            moh,
+            shared: Shared::CalibratedTotal(total),
+            refit: true,
+            stored: None,
+        };
+        let found = calibrate::<Cpu, Error>(
+            &Cpu,
+            &config,
+            &options,
+            &tokens(&config),
+            &mut source(&config),
+            &mut |_, _| Ok(()),
+            &mut |_, _| ControlFlow::Continue(()),
+        );
+        let message = found.unwrap_err().to_string();
+        let expected = format!("{total} active heads in 3 layers: must be a multiple of ");
+        assert!(message.starts_with(&expected), "{message}");
+    }
+}
+
+/// A whole model with the fitted rows has the measured loss, so it routes as the measurement did.
+#[test]
+fn rows_are_fitted_for_the_stream_that_the_router_reads() {
+    for (model_type, router, shared) in [
+        ("llama", RouterKind::Linear, Shared::CalibratedNumber),
+        ("qwen3", RouterKind::Linear, Shared::CalibratedNumber),
+        ("llama", RouterKind::OneStage, Shared::Calibrated),
+        ("llama", RouterKind::TwoStage, Shared::Calibrated),
+        ("qwen3", RouterKind::TwoStage, Shared::CalibratedNumber),
+        ("llama", RouterKind::TwoStage, Shared::CalibratedTotal(13)),
+    ] {
+        let config = config(model_type);
+        let moh = MohConfig { router, ..moh(3, 2) };
+        let options = CalibrationOptions { moh, shared, refit: true, stored: None };
+        let (found, projections) = run(&config, &options);
+        for layer in found.layers.iter().filter(|layer| layer.shared.len() < 8) {
+            let fit = layer.router.as_ref().unwrap();
+            assert_eq!(fit.rows.len(), 8 * 32);
+            assert!(layer.error.unwrap() < layer.error_before, "{layer:?}");
+            assert!(fit.explained > 0.05 && fit.explained < 1.0, "{}", fit.explained);
+        }
+        let rows = |layer: &LayerCalibration| {
+            layer.router.as_ref().map_or_else(Vec::new, |fit| fit.rows.clone())
+        };
+        let routers: Vec<Vec<f32>> = found.layers.iter().map(rows).collect();
+        let expected = loss_with(&config, Some(found.moh.clone()), &projections, &routers);
+        let measured = found.losses.calibrated;
+        assert!(
+            (expected - measured).abs() < 1e-5,
+            "{model_type} {router:?}: {expected} {measured}"
+        );
+    }
+}
+
+#[test]
+fn a_layer_whose_heads_are_all_shared_is_left_dense() {
+    let config = config("llama");
+    let shared_heads = HeadCounts::Each(vec![8, 4, 4]).into();
+    let routed_top_k = HeadCounts::Each(vec![0, 2, 2]);
+    let moh = MohConfig { shared_heads, routed_top_k, ..moh(4, 2) };
+    let options =
+        CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true, stored: None };
+    let (found, _) = run(&config, &options);
+    assert_eq!((found.layers[0].shared.len(), found.layers[0].top_k), (8, 0));
+    assert!(found.layers[0].error.unwrap() < 1e-9);
+}
+
+#[test]
+fn weights_that_are_not_finite_are_named_by_layer() {
+    for (config, moh, shared) in [
+        (config("llama"), moh(4, 2), Shared::Given),
+        (config("llama"), moh(4, 2), Shared::Calibrated),
+        (with_more_heads(), moh(8, 2), Shared::Calibrated),
+        (with_more_heads(), moh(8, 2), Shared::CalibratedTotal(30)),
+    ] {
+        let mut read = source(&config);
+        let options = CalibrationOptions { moh, shared, refit: true, stored: None };
+        let found = calibrate::<Cpu, Error>(
+            &Cpu,
+            &config,
+            &options,
+            &tokens(&config),
+            &mut |name, values| {
+                read(name, values)?;
+                if name == "model.layers.1.self_attn.v_proj.weight" {
+                    // Of the last key/value head.
+                    *values.last_mut().unwrap() = f32::NAN;
+                }
+                Ok(())
+            },
+            &mut |_, _| Ok(()),
+            &mut |_, _| ControlFlow::Continue(()),
+        );
+        let message = found.unwrap_err().to_string();
+        assert!(
+            message.starts_with("layer 1: the heads' outputs have a value that is not finite"),
+            "{shared:?}: {message}"
+        );
+    }
+}
+
+#[test]
+fn a_calibration_stops_between_layers() {
+    let config = config("llama");
+    let mut calls = 0;
+    let found = calibrate::<Cpu, Error>(
+        &Cpu,
+        &config,
+        &CalibrationOptions { moh: moh(4, 2), shared: Shared::Given, refit: true, stored: None },
+        &tokens(&config),
+        &mut source(&config),
+        &mut |_, _| Ok(()),
+        &mut |done, all| {
+            calls += 1;
+            assert_eq!((done, all), (calls - 1, 3));
+            if done == 1 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        },
+    );
+    assert_eq!((found.unwrap(), calls), (None, 2));
+}

@@ -1,0 +1,192 @@
+//! A checkpoint of a run as the origin of a model: `RUN` or `RUN@STEP`.
+
+use std::fmt;
+use std::path::Path;
+
+use crate::{StoredCheckpoint, alone, newest_good, of_step, require};
+use moh_hf::ConfigFile;
+use moh_hf::config_file::CONFIG_FILE;
+use moh_kernels::Backend;
+use moh_model::ModelConfig;
+use moh_recipe::shell::shell_word;
+use moh_recipe::{ModelOptions, Recipe};
+use moh_step::Ranks;
+use serde_json::Value;
+
+use crate::run_directory::{Error, RunDirectory};
+
+/// The name of a checkpoint: a run directory and, after `@`, a step over all of its stages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CheckpointName {
+    /// The run.
+    pub run: RunDirectory,
+    /// The step; without one, the run's newest good checkpoint is meant.
+    pub step: Option<u64>,
+}
+
+impl CheckpointName {
+    /// Parses a name; `None` if it does not name a run directory: one with a `recipe.toml` and
+    /// `checkpoints/` that is not a model's.
+    pub fn parse(name: &str) -> Option<Self> {
+        let run = |path: &str| is_run(Path::new(path)).then(|| RunDirectory::new(path));
+        if let Some(run) = run(name) {
+            return Some(CheckpointName { run, step: None });
+        }
+        let (path, step) = split(name)?;
+        Some(CheckpointName { run: run(path)?, step: Some(step) })
+    }
+
+    /// The step, or that of the newest checkpoint whose bytes are good; of a finished run only the last
+    /// one will do. The ranks share the check of the hashes, and nothing is changed.
+    ///
+    /// # Errors
+    /// Fails if there is no such checkpoint, or if one cannot be read.
+    pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64, Error> {
+        let run = &self.run;
+        if let Some(step) = self.step {
+            ranks.on_rank0(|| require(&run.checkpoint_directory(), step))?;
+            return Ok(step);
+        }
+        // 0 where the newest good checkpoint is wanted.
+        let last = ranks.rank0_computes::<Error>(|| {
+            let finished = run.is_finished()?;
+            let steps = run.checkpoint_steps()?;
+            Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)
+        })?;
+        let found = match last > 0.0 {
+            true => Some(of_step(&run.checkpoint_directory(), ranks, last as u64)?),
+            false => newest_good(&run.checkpoint_directory(), ranks)?,
+        };
+        match found {
+            Some(stored) => Ok(stored.manifest().state.step),
+            None => Err(Error::NoGoodCheckpoint { path: run.checkpoints() }),
+        }
+    }
+
+    /// The model's configuration at the step, or at the newest checkpoint, whose tensors are not read.
+    ///
+    /// # Errors
+    /// Fails if there is no such checkpoint, or if its manifest cannot be used.
+    pub fn config_file(&self) -> Result<ConfigFile, Error> {
+        let step = match self.step {
+            Some(step) => step,
+            None => self.run.checkpoint_steps()?.last().copied().unwrap_or(0),
+        };
+        require(&self.run.checkpoint_directory(), step)?;
+        Ok(self.run.stored_model(step)?.1)
+    }
+
+    /// As [`CheckpointName::resolve`], for a program of a single process.
+    pub fn resolve_alone(&self) -> Result<u64, Error> {
+        self.resolve(&mut alone()?)
+    }
+}
+
+impl fmt::Display for CheckpointName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.run.root().display())?;
+        self.step.map_or(Ok(()), |step| write!(f, "@{step}"))
+    }
+}
+
+/// The model's configuration in a checkpoint; messages name its `directory`.
+pub fn config_file(stored: &StoredCheckpoint, directory: &Path) -> Result<ConfigFile, Error> {
+    let fields = Value::Object(stored.manifest().config.clone());
+    Ok(ConfigFile::from_value(fields, directory)?)
+}
+
+/// The shape of a recipe's initial model, before its vocabulary is padded, from the run in `model.from` or as
+/// [`Recipe::model_config`]; `None` for a repository of the hub. Messages name the recipe `path`.
+///
+/// # Errors
+/// Fails if the configuration cannot be read or is invalid.
+pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelConfig>, Error> {
+    let ModelOptions { new, config, from, .. } = &recipe.model;
+    if let (None, None, Some(name)) = (new, config, from.as_deref().and_then(CheckpointName::parse))
+    {
+        return Ok(Some(name.config_file()?.config));
+    }
+    Ok(recipe.model_config(path)?)
+}
+
+/// Describes a run or a checkpoint, which is not a model; `None` for any other directory.
+pub fn not_a_model(directory: &Path) -> Option<String> {
+    let has = |name: &str| directory.join(name).exists();
+    let export = directory.join("export");
+    if has(CONFIG_FILE) {
+        None
+    } else if export.join(CONFIG_FILE).is_file() {
+        Some(format!("is a run, name its model: {}", export.display()))
+    } else if has("checkpoints") && has("recipe.toml") {
+        let command = export_command(&directory.to_string_lossy());
+        Some(format!("is a run that has not finished, {command}"))
+    } else if has("manifest.json") && has("manifest.json.b3") {
+        Some(
+            "is a checkpoint, not a model: name the export/ of its run, or export it: moh-convert \
+             --from RUN@STEP --out DIR"
+                .to_owned(),
+        )
+    } else {
+        None
+    }
+}
+
+/// How a checkpoint of a run becomes a model.
+pub fn export_command(run: &str) -> String {
+    format!("export its model: moh-convert --from {} --out DIR", shell_word(run))
+}
+
+/// Whether `name` is `run` with a step.
+pub fn is_step_of(name: &str, run: &str) -> bool {
+    split(name).is_some_and(|(path, _)| path == run)
+}
+
+/// A path and the step after its last `@`.
+fn split(name: &str) -> Option<(&str, u64)> {
+    let (path, step) = name.rsplit_once('@')?;
+    Some((path, step.parse().ok().filter(|number: &u64| number.to_string() == step)?))
+}
+
+fn is_run(path: &Path) -> bool {
+    let run = RunDirectory::new(path);
+    run.checkpoints().is_dir() && run.recipe().is_file() && !path.join(CONFIG_FILE).exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_has_a_recipe_and_checkpoints_and_a_number_after_it_is_a_step() {
+        let temporary = tempfile::tempdir().unwrap();
+        let path = temporary.path().join("a@7");
+        let name = path.to_str().unwrap();
+        assert_eq!(CheckpointName::parse(name), None);
+        std::fs::create_dir_all(path.join("checkpoints")).unwrap();
+        assert_eq!(CheckpointName::parse(name), None);
+        std::fs::write(path.join("recipe.toml"), "").unwrap();
+        let run = RunDirectory::new(&path);
+        let named = |step| Some(CheckpointName { run: run.clone(), step });
+        assert_eq!(CheckpointName::parse(name), named(None));
+        assert_eq!(CheckpointName::parse(&format!("{name}@12")), named(Some(12)));
+        assert_eq!(named(Some(12)).unwrap().to_string(), format!("{name}@12"));
+        for bad in ["@", "@+1", "@012", "@1x", "@-1", "x@1", "@1@"] {
+            assert_eq!(CheckpointName::parse(&format!("{name}{bad}")), None, "{bad}");
+        }
+        std::fs::write(path.join("config.json"), "{}").unwrap();
+        assert_eq!(CheckpointName::parse(name), None);
+        assert!(is_step_of("r@3", "r") && !is_step_of("r", "r") && !is_step_of("r@3", "s"));
+    }
+
+    #[test]
+    fn a_run_without_a_good_checkpoint_is_no_origin() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        std::fs::create_dir_all(run.checkpoint(4)).unwrap();
+        let name = CheckpointName { run, step: None };
+        let error = name.resolve_alone().unwrap_err();
+        assert!(matches!(error, Error::NoGoodCheckpoint { .. }), "{error}");
+        let error = CheckpointName { step: Some(3), ..name }.resolve_alone().unwrap_err();
+        assert!(error.to_string().ends_with("step 3: name one of 4"), "{error}");
+    }
+}

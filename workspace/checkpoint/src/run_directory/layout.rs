@@ -1,0 +1,249 @@
+//! The run directory: its layout, its lock, and what it says of its run. Whose it is: `ownership.rs`; its
+//! recipe, and what a resumed run may change of it: `stored_recipe.rs`.
+
+mod ownership;
+mod stored_recipe;
+
+use std::path::{Path, PathBuf};
+
+use crate::run_log::Summary;
+use crate::{CheckpointDirectory, StoredCheckpoint};
+use moh_files::first_free_suffixed;
+use moh_hf::ConfigFile;
+use moh_recipe::{DistillOptions, Recipe, Stage};
+pub use ownership::join_names;
+pub use stored_recipe::{changes, leaves};
+
+use crate::run_directory::checkpoint_name::config_file;
+use crate::run_directory::{Error, RunLock};
+use moh_files::unless_missing;
+
+/// Begins the names of the files of a calibration.
+pub(crate) const CALIBRATION: &str = "calibration-step-";
+
+/// Begins the names of exports that held other files when the run wrote another one.
+const EXPORT_BEFORE: &str = "export-before-step-";
+
+/// The directory of the tokenizer among the files that a run keeps of its model.
+pub const TOKENIZER: &str = "tokenizer";
+
+/// The paths of a run directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunDirectory {
+    root: PathBuf,
+}
+
+impl RunDirectory {
+    /// The paths below `root`; accesses no file.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        RunDirectory { root: root.into() }
+    }
+
+    /// The directory itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The resolved recipe.
+    pub fn recipe(&self) -> PathBuf {
+        self.root.join("recipe.toml")
+    }
+
+    /// The content of the run's inputs.
+    pub fn inputs(&self) -> PathBuf {
+        self.root.join("inputs.json")
+    }
+
+    /// On what the run trains.
+    pub fn machine(&self) -> PathBuf {
+        self.root.join("machine.json")
+    }
+
+    /// What resuming needs of the run's model beside a checkpoint: configuration, tokenizers and the files
+    /// that an export copies.
+    pub fn model(&self) -> PathBuf {
+        self.root.join("model")
+    }
+
+    /// The directory of the tokenizer with which the run trains; `None` if it has none.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        let places = [self.model().join(TOKENIZER), self.model()];
+        places.into_iter().find(|place| place.join("tokenizer.json").is_file())
+    }
+
+    /// Whether the run can be resumed without the model of `recipe`: it has completed a checkpoint, so the
+    /// initial weights are not needed, not by a stage that [learns from them](moh_recipe::DistillOptions) either, it
+    /// keeps the model's other files, and the recipe names the same model.
+    pub fn keeps_model(&self, recipe: &Recipe) -> Result<bool, Error> {
+        let is_kept = self.model().is_dir() && self.inputs().is_file();
+        if !is_kept || !self.is_run()? || !self.has_completed_work()? {
+            return Ok(false);
+        }
+        let stored = self.stored_recipe()?;
+        let teaches = |stage: &Stage| stage.distill.as_ref().is_some_and(DistillOptions::is_start);
+        let is_done =
+            || Ok::<_, Error>(self.is_finished()? && recipe.num_steps() <= stored.num_steps());
+        if recipe.stages.iter().any(teaches) && !is_done()? {
+            return Ok(false);
+        }
+        let (stored, now) = (stored.model, &recipe.model);
+        Ok((&stored.from, &stored.revision, &stored.tokenizer)
+            == (&now.from, &now.revision, &now.tokenizer))
+    }
+
+    /// The metrics, one JSON object per step.
+    pub fn metrics(&self) -> PathBuf {
+        self.root.join("metrics.jsonl")
+    }
+
+    /// The routing of each evaluation.
+    pub fn routing(&self) -> PathBuf {
+        self.root.join("routing.jsonl")
+    }
+
+    /// The run's checkpoints.
+    pub fn checkpoint_directory(&self) -> CheckpointDirectory {
+        CheckpointDirectory::new(&self.root)
+    }
+
+    /// The checkpoint after `step` steps, whose tensors are not read.
+    ///
+    /// # Errors
+    /// Fails if it is missing, or if its manifest cannot be used.
+    pub fn stored(&self, step: u64) -> Result<StoredCheckpoint, Error> {
+        Ok(StoredCheckpoint::of_step(&self.checkpoint_directory(), step)?)
+    }
+
+    /// The checkpoint after `step` steps, and the model's configuration in it.
+    ///
+    /// # Errors
+    /// As [`RunDirectory::stored`]; fails if the configuration is invalid.
+    pub fn stored_model(&self, step: u64) -> Result<(StoredCheckpoint, ConfigFile), Error> {
+        let stored = self.stored(step)?;
+        let file = config_file(&stored, &self.checkpoint(step))?;
+        Ok((stored, file))
+    }
+
+    /// The directory of all checkpoints.
+    pub fn checkpoints(&self) -> PathBuf {
+        self.checkpoint_directory().checkpoints()
+    }
+
+    /// The checkpoint after `step` steps over all stages.
+    pub fn checkpoint(&self, step: u64) -> PathBuf {
+        self.checkpoint_directory().checkpoint(step)
+    }
+
+    /// The picture of the losses that `moh-report` draws.
+    pub fn picture(&self) -> PathBuf {
+        self.root.join("run.svg")
+    }
+
+    /// TensorBoard's event files.
+    pub fn tensorboard(&self) -> PathBuf {
+        self.root.join("tensorboard")
+    }
+
+    /// A file that records that a checkpoint was completed: a run that has it does not start over when
+    /// all of its checkpoints are gone.
+    pub fn marker(&self) -> PathBuf {
+        self.root.join("has-checkpoints")
+    }
+
+    /// The stages that have become longer.
+    pub fn growth(&self) -> PathBuf {
+        self.root.join("growth.jsonl")
+    }
+
+    /// The model in Hugging Face layout after the last stage.
+    pub fn export(&self) -> PathBuf {
+        self.root.join("export")
+    }
+
+    /// A free name for an export that holds other files, before the export of `step` is written.
+    pub fn export_aside(&self, step: u64) -> PathBuf {
+        first_free_suffixed(|suffix| self.root.join(format!("{EXPORT_BEFORE}{step}{suffix}")))
+    }
+
+    /// What a calibration after `step` steps over all stages has chosen.
+    pub fn calibration(&self, step: u64) -> PathBuf {
+        self.root.join(format!("{CALIBRATION}{step}.json"))
+    }
+
+    /// The output projections that it has refitted, and the matrices of routers that it has fitted.
+    pub fn calibrated_tensors(&self, step: u64) -> PathBuf {
+        self.root.join(format!("{CALIBRATION}{step}.safetensors"))
+    }
+
+    /// The results of a finished run.
+    pub fn summary(&self) -> PathBuf {
+        self.root.join("summary.json")
+    }
+
+    /// The timeline of a step, counted over all stages; `rank` is given if there are several.
+    pub fn trace(&self, step: u64, rank: Option<usize>) -> PathBuf {
+        let rank = rank.map_or_else(String::new, |rank| format!("-rank-{rank}"));
+        self.root.join(format!("trace-step-{step}{rank}.json"))
+    }
+
+    /// Creates the directory if it is missing and locks it against other processes. The caller has
+    /// [checked](Self::check) whose it is.
+    ///
+    /// # Errors
+    /// Fails if another process holds the lock, or the file system reports an error.
+    pub fn lock(&self) -> Result<RunLock, Error> {
+        std::fs::create_dir_all(&self.root).map_err(moh_files::io(&self.root))?;
+        RunLock::acquire(&self.root)
+    }
+
+    /// Steps of the complete checkpoints, ascending.
+    ///
+    /// # Errors
+    /// Fails if the directory exists and cannot be listed.
+    pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
+        Ok(self.checkpoint_directory().checkpoint_steps()?)
+    }
+
+    /// Whether the run has ever completed a checkpoint or finished: its marker or its summary exists, or a
+    /// checkpoint, good or damaged.
+    ///
+    /// # Errors
+    /// Fails if the directory of checkpoints exists and cannot be listed.
+    pub fn has_completed_work(&self) -> Result<bool, Error> {
+        let exists = |path: PathBuf| path.symlink_metadata().is_ok();
+        if [self.marker(), self.summary()].into_iter().any(exists) {
+            return Ok(true);
+        }
+        Ok(self.checkpoint_directory().has_names()?)
+    }
+
+    /// Writes the marker, if it is missing.
+    pub fn mark(&self) -> Result<(), Error> {
+        const TEXT: &str = "This run has completed a checkpoint. Where all of its checkpoints are gone, \
+                            it begins anew only with --begin-anew.\n";
+        let path = self.marker();
+        match path.is_file() {
+            true => Ok(()),
+            false => Ok(moh_files::write(&path, TEXT.as_bytes()).map_err(moh_files::io(&path))?),
+        }
+    }
+
+    /// Whether the run has finished: it has a summary and an export.
+    ///
+    /// # Errors
+    /// Fails if the summary cannot be read.
+    pub fn is_finished(&self) -> Result<bool, Error> {
+        let has_summary = Summary::read(&self.summary())?.is_some();
+        Ok(has_summary && self.export().join("config.json").is_file())
+    }
+
+    /// Removes the summary of a run that continues, which would call it finished.
+    pub fn remove_summary(&self) -> Result<(), Error> {
+        let path = self.summary();
+        unless_missing(&path, std::fs::remove_file(&path))?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

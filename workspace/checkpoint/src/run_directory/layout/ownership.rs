@@ -1,0 +1,254 @@
+//! Whose a directory is.
+//!
+//! A run takes a directory that is absent or empty, or that a run has marked: [`MARK`] is written before all other
+//! files, and no file is written into a directory without it. In a marked directory the names in `run_directory.rs`
+//! are the run's.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use moh_files::{PendingDirectory, TEMPORARY, first_free, first_free_suffixed};
+use moh_recipe::Recipe;
+
+use super::{CALIBRATION, RunDirectory};
+use crate::run_directory::Error;
+use crate::run_directory::run_lock::LOCK;
+use moh_files::unless_missing;
+
+/// The file that makes a directory a run's: it has the run's recipe.
+pub(super) const MARK: &str = ".moh-run";
+
+/// What the root of a file system has of its own.
+const OF_FILE_SYSTEM: &str = "lost+found";
+
+/// Maximum number of files of others that a message names.
+const MAX_NAMED: usize = 3;
+
+/// The names in a directory, sorted; none if it does not exist.
+fn names(directory: &Path) -> Result<Vec<String>, Error> {
+    let entries = unless_missing(directory, fs::read_dir(directory))?;
+    let mut names = Vec::new();
+    for entry in entries.into_iter().flatten() {
+        let entry = entry.map_err(moh_files::io(directory))?;
+        names.push(entry.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Names for a message: the first ones, and how many more there are.
+pub fn join_names(names: &[String]) -> String {
+    let shown = names[..names.len().min(MAX_NAMED)].join(", ");
+    match names.len().checked_sub(MAX_NAMED) {
+        Some(more @ 1..) => format!("{shown} and {more} more"),
+        _ => shown,
+    }
+}
+
+impl RunDirectory {
+    /// The run's mark, which has its recipe.
+    pub(super) fn mark_path(&self) -> PathBuf {
+        self.root.join(MARK)
+    }
+
+    /// The run whose `recipe.toml` is at `path`, itself or through links; `None` for any other file.
+    ///
+    /// # Errors
+    /// Fails if the directory of checkpoints exists and cannot be listed.
+    pub fn of_recipe(path: &Path) -> Result<Option<Self>, Error> {
+        let mut path = path.to_owned();
+        loop {
+            let run = RunDirectory::new(moh_files::parent(&path));
+            let is_its_name = path.file_name().is_some_and(|name| name == "recipe.toml");
+            if is_its_name && run.is_run()? {
+                return Ok(Some(run));
+            }
+            // A file that is there ends a chain of links.
+            let target = path.read_link().ok().filter(|_| path.is_file());
+            let Some(target) = target else { return Ok(None) };
+            path = path.parent().unwrap_or(Path::new("")).join(target);
+        }
+    }
+
+    /// Fails if the directory was moved or removed since the run has marked it. A file system that does not answer says
+    /// nothing.
+    ///
+    /// # Errors
+    /// Fails if the mark is not there.
+    pub fn check_mark(&self) -> Result<(), Error> {
+        let path = self.mark_path();
+        match fs::metadata(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                Err(moh_files::io(&path)(error).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Loads the recipe at `path` with `key=value` overrides. That of a run may have a key that only earlier versions
+    /// had.
+    ///
+    /// # Errors
+    /// As [`Recipe::load`]; fails also if the directory of checkpoints exists and cannot be listed.
+    pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
+        Ok(match Self::of_recipe(path)? {
+            Some(_) => Recipe::load_stored(path, overrides)?,
+            None => Recipe::load(path, overrides)?,
+        })
+    }
+
+    /// Whether the directory is a run's: marked, or with the recipe and checkpoints of a version without marks.
+    ///
+    /// # Errors
+    /// Fails if the directory of checkpoints exists and cannot be listed.
+    pub fn is_run(&self) -> Result<bool, Error> {
+        let has_checkpoints =
+            || Ok::<_, Error>(self.marker().is_file() || self.checkpoint_directory().has_names()?);
+        Ok(self.mark_path().is_file() || (self.recipe().is_file() && has_checkpoints()?))
+    }
+
+    /// Fails if a run must not take the directory: it is neither absent nor empty nor a run's.
+    ///
+    /// # Errors
+    /// [`Error::NotARun`] with what the directory holds, [`Error::NotADirectory`] if it is none; fails also if it
+    /// cannot be listed.
+    pub fn check(&self) -> Result<(), Error> {
+        if self.root.symlink_metadata().is_ok() && !self.root.is_dir() {
+            let what = match self.root.read_link() {
+                Ok(target) => format!("a link to {}, which is not a directory", target.display()),
+                Err(_) => "a file".to_owned(),
+            };
+            let instead = self.free_sibling();
+            return Err(Error::NotADirectory { path: self.root.clone(), what, instead });
+        }
+        if self.is_run()? {
+            return Ok(());
+        }
+        let found = self.occupants()?;
+        match found.is_empty() {
+            true => Ok(()),
+            false => Err(Error::NotARun {
+                path: self.root.clone(),
+                found: join_names(&found),
+                instead: self.free_sibling(),
+            }),
+        }
+    }
+
+    /// The names in the directory, but for those that a process leaves before it has marked its directory.
+    pub fn occupants(&self) -> Result<Vec<String>, Error> {
+        let mut found = names(&self.root)?;
+        let unfinished = format!("{TEMPORARY}{MARK}");
+        let precedes_mark = |name: &str| [LOCK, OF_FILE_SYSTEM].contains(&name);
+        found.retain(|name| !precedes_mark(name) && !name.starts_with(&unfinished));
+        Ok(found)
+    }
+
+    /// A free name beside the directory, or in it where it has no name of its own, as `.` has none.
+    pub fn free_sibling(&self) -> PathBuf {
+        let name = self.root.file_name();
+        let Some(name) = name.map(|name| name.to_string_lossy()) else {
+            return first_free_suffixed(|suffix| self.root.join(format!("run{suffix}")));
+        };
+        let parent = self.root.parent().unwrap_or(Path::new(""));
+        first_free(|n| parent.join(format!("{name}-{}", n.saturating_add(1))))
+    }
+
+    /// Fails if a new run in this directory would have a file that it reads under its own ones, or would lie in the
+    /// directory of a model that it reads. Each input has its key in the recipe; `is_model` are directories.
+    ///
+    /// # Errors
+    /// [`Error::HoldsInput`] with the first such input.
+    pub fn check_inputs<'a>(
+        &self,
+        inputs: impl Iterator<Item = (String, &'a Path, bool)>,
+    ) -> Result<(), Error> {
+        let root = absolute(&self.root);
+        for (key, input, is_model) in inputs {
+            let at = absolute(input);
+            let relation = match () {
+                () if at == root => "is",
+                () if at.starts_with(&root) => "holds",
+                () if is_model && root.starts_with(&at) => "lies inside",
+                () => continue,
+            };
+            return Err(Error::HoldsInput {
+                path: self.root.clone(),
+                relation,
+                key,
+                input: input.to_owned(),
+            });
+        }
+        Ok(())
+    }
+
+    /// The files with the results of calibrations.
+    pub fn calibration_files(&self) -> Result<Vec<PathBuf>, Error> {
+        let mut found = names(&self.root)?;
+        found.retain(|name| name.starts_with(CALIBRATION));
+        Ok(found.into_iter().map(|name| self.root.join(name)).collect())
+    }
+
+    /// Marks the directory as that of a run of `recipe`, unless it is a run's. The caller has locked it.
+    ///
+    /// # Errors
+    /// As [`Self::check`], and if the mark cannot be written.
+    pub fn claim(&self, recipe: &Recipe) -> Result<(), Error> {
+        self.check()?;
+        match self.is_run()? {
+            true => Ok(()),
+            false => self.write_mark(&recipe.to_toml()?),
+        }
+    }
+
+    /// Renames the directory of an earlier run to `NAME.before-1`, or the next free number, where that run can go on,
+    /// and creates an empty one in its place; returns the new path, or `None` without an earlier run. The caller has
+    /// locked the directory.
+    ///
+    /// # Errors
+    /// Fails if the directory cannot be renamed or created, or if this process works in it.
+    pub fn set_aside(&self) -> Result<Option<PathBuf>, Error> {
+        if !self.is_run()? {
+            return Ok(None);
+        }
+        // A link stays, and leads to the new directory.
+        let root = self.root.canonicalize().map_err(moh_files::io(&self.root))?;
+        // Relative paths of this process would lead into the earlier run.
+        if std::env::current_dir().is_ok_and(|current| current.starts_with(&root)) {
+            let reason = "is the working directory, so it cannot be renamed: start the command in another directory";
+            return Err(moh_files::unusable(&self.root, reason).into());
+        }
+        let name = root.file_name().unwrap_or_default().to_string_lossy();
+        let aside = first_free(|n| root.with_file_name(format!("{name}.before-{n}")));
+        fs::rename(&root, &aside).map_err(moh_files::io(&root))?;
+        fs::create_dir(&root).map_err(moh_files::io(&root))?;
+        let parent = moh_files::parent(&root);
+        moh_files::sync_directory(parent).map_err(moh_files::io(parent))?;
+        Ok(Some(aside))
+    }
+
+    /// Removes the leftovers of earlier processes, and gives an export that one of them was replacing its name back.
+    /// The caller has locked the directory.
+    pub fn clear_remains(&self) -> Result<(), Error> {
+        for place in [self.export(), self.model()] {
+            PendingDirectory::recover(&place).map_err(moh_files::io(&place))?;
+        }
+        Ok(crate::remove(&self.checkpoint_directory(), &[])?)
+    }
+}
+
+/// The path without links, whose end need not exist.
+fn absolute(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let mut missing = Vec::new();
+    let mut known = path.as_path();
+    loop {
+        if let Ok(found) = known.canonicalize() {
+            return missing.into_iter().rev().fold(found, |path: PathBuf, name| path.join(name));
+        }
+        let (Some(parent), Some(name)) = (known.parent(), known.file_name()) else { return path };
+        missing.push(name.to_owned());
+        known = parent;
+    }
+}

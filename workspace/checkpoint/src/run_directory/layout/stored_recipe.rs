@@ -1,0 +1,264 @@
+//! The recipe of a run, and what a resumed run may change of it.
+//!
+//! A resumed run must equal an uninterrupted one if its device is deterministic, so a directory with checkpoints
+//! accepts only its own recipe. What touches no weight may change, except by the order of sums: `run.dir`, `run.threads`, `log.*`,
+//! `checkpoint.*`, `memory.recompute`, `stage.NAME.parallel.*`, the validation sets, and what only checks or plans the
+//! model. `stage.NAME.tokens` may grow, and stages may be appended (`growth.rs`). The paths of token files and of the
+//! model may change too: their content is compared with `inputs.json` (`run_inputs/`). `guard.patience` may change, so
+//! that a run that has ended by it can go on.
+//!
+//! The run's mark has its recipe, and `recipe.toml` is a copy for its users, which they may edit: an edited one is
+//! compared with the mark as any other recipe is, and never lost.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::PathBuf;
+
+use moh_files::first_free_suffixed;
+use moh_recipe::shell::shell_word;
+use moh_recipe::{Recipe, Stage, is_below};
+use toml::Value;
+
+use super::RunDirectory;
+use crate::run_directory::{Error, KeyChange};
+use moh_files::unless_missing;
+
+/// Recipes of the run that a user has edited begin so.
+const EDITED: &str = "recipe-edited";
+/// Maximum bytes of a recipe that a run keeps.
+const MAX_BYTES: u64 = 4 << 20;
+/// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
+const MAY_CHANGE: [&str; 8] = [
+    "run.dir",
+    "run.threads",
+    "log.",
+    "checkpoint.",
+    "memory.recompute",
+    "model.config",
+    "model.vocab_size",
+    "guard.patience",
+];
+
+/// Begins a mark; the version of its format ends the line.
+const HEAD: &str = "# The mark of a moh-train run directory, with the run's recipe. Format ";
+/// The version of the format.
+const FORMAT: &str = "1";
+
+impl RunDirectory {
+    /// The recipe with which the run was started or last resumed.
+    ///
+    /// # Errors
+    /// Fails if it is missing or cannot be read.
+    pub fn stored_recipe(&self) -> Result<Recipe, Error> {
+        Ok(match self.marked_recipe()? {
+            Some(text) => Recipe::parse_stored(&text, &self.mark_path(), &[])?,
+            // Versions without marks kept it there alone.
+            None => Recipe::load_stored(&self.recipe(), &[])?,
+        })
+    }
+
+    /// The text of the recipe in the mark; `None` without a mark.
+    ///
+    /// # Errors
+    /// Fails if the mark cannot be read, or is of another format.
+    fn marked_recipe(&self) -> Result<Option<String>, Error> {
+        let path = self.mark_path();
+        let bytes = moh_files::read_bounded_if_any(&path, MAX_BYTES, "the mark of a run")?;
+        let Some(bytes) = bytes else { return Ok(None) };
+        let text = moh_files::utf8(&path, bytes)?;
+        let marked = text
+            .split_once('\n')
+            .and_then(|(head, recipe)| Some((head.strip_prefix(HEAD)?, recipe)));
+        let reason = match marked {
+            Some((FORMAT, recipe)) => return Ok(Some(recipe.to_owned())),
+            Some((other, _)) => {
+                format!(
+                    "format {other}, but this version reads {FORMAT}: use the version that wrote it"
+                )
+            }
+            None => {
+                "is not the mark of a run: restore it, or remove it to go by recipe.toml".to_owned()
+            }
+        };
+        Err(moh_files::unusable(&path, reason).into())
+    }
+
+    /// Writes the mark, with the text of a recipe.
+    pub(super) fn write_mark(&self, recipe: &str) -> Result<(), Error> {
+        let path = self.mark_path();
+        let text = format!("{HEAD}{FORMAT}\n{recipe}");
+        Ok(moh_files::write(&path, text.as_bytes()).map_err(moh_files::io(&path))?)
+    }
+
+    /// Compares the recipe with the stored one if the run has completed a checkpoint or finished: it is
+    /// resumed, and only some keys may change. Those of inputs may if the run records the content of its
+    /// inputs, which the caller compares. Returns whether a stage has become longer or was appended.
+    /// `command` is what started the program, for the message.
+    ///
+    /// # Errors
+    /// [`Error::RecipeChanged`] with every key that differs. Fails also if the stored recipe is
+    /// missing beside checkpoints or cannot be read.
+    pub fn check_recipe(&self, recipe: &Recipe, command: &str) -> Result<bool, Error> {
+        if !self.has_completed_work()? {
+            return Ok(false);
+        }
+        let stored = self.stored_recipe()?;
+        // Files that several stages read are read on, so another path must not make two of one, nor one of two.
+        let (before, mut now) = (stored.file_numbers(), recipe.file_numbers());
+        now.truncate(before.len());
+        let may_move = self.inputs().is_file() && before == now;
+        let longer = longer_stages(&stored, recipe);
+        let appended = appended_stages(&stored, recipe);
+        let is_appended = |key: &str| {
+            (key == STAGES && !appended.is_empty())
+                || appended.iter().any(|stage| is_below(key, &format!("stage.{}", stage.name)))
+        };
+        let forbidden = |change: &KeyChange| {
+            !may_change(&change.key)
+                && !longer.contains(&change.key)
+                && !is_appended(&change.key)
+                && (!may_move || !names_input(&change.key))
+        };
+        let changes: Vec<KeyChange> =
+            changes(&stored, recipe)?.into_iter().filter(forbidden).collect();
+        match changes.is_empty() {
+            true => Ok(!longer.is_empty() || !appended.is_empty()),
+            false => Err(Error::RecipeChanged {
+                path: self.recipe(),
+                changes,
+                another: self.another_run(recipe, command)?,
+            }),
+        }
+    }
+
+    /// The command of another run that starts from this one's newest checkpoint; `None` if there is none.
+    fn another_run(&self, recipe: &Recipe, command: &str) -> Result<Option<String>, Error> {
+        let Some(step) = self.checkpoint_steps()?.pop() else { return Ok(None) };
+        let from = format!("{}@{step}", self.root.display());
+        // Other keys of the model are about one that is not a run.
+        let keys = leaves(recipe)?;
+        let is_alone = keys.keys().filter(|key| is_below(key, "model")).eq(["model.from"]);
+        let model = match is_alone {
+            true => format!("model.from={from}"),
+            false => format!("model={{ from = {} }}", Value::String(from)),
+        };
+        let dir = format!("run.dir={}", self.free_sibling().display());
+        let sets = [model, dir].map(|set| format!(" --set {}", shell_word(&set)));
+        Ok(Some(format!("{command}{}", sets.concat())))
+    }
+
+    /// Writes the resolved recipe into the directory, which the caller has locked and claimed. Returns where a
+    /// `recipe.toml` is that a user has edited.
+    pub fn write_recipe(&self, recipe: &Recipe) -> Result<Option<PathBuf>, Error> {
+        let (path, text) = (self.recipe(), recipe.to_toml()?);
+        let found = unless_missing(&path, fs::read(&path))?;
+        let ours = self.marked_recipe()?;
+        let known = [Some(&text), ours.as_ref()];
+        let is_known = |found: &[u8]| known.iter().flatten().any(|text| text.as_bytes() == found);
+        let is_edited = found.is_some_and(|found| !is_known(&found));
+        let mut aside = None;
+        if is_edited {
+            let place =
+                first_free_suffixed(|suffix| self.root.join(format!("{EDITED}{suffix}.toml")));
+            fs::rename(&path, &place).map_err(moh_files::io(&place))?;
+            aside = Some(place);
+        }
+        self.write_mark(&text)?;
+        moh_files::write(&path, text.as_bytes()).map_err(moh_files::io(&path))?;
+        Ok(aside)
+    }
+}
+
+/// The keys of the stages that are longer in the second recipe.
+fn longer_stages(before: &Recipe, now: &Recipe) -> Vec<String> {
+    let is_longer = |stage: &&Stage| {
+        let known = before.stages.iter().find(|known| known.name == stage.name);
+        known.is_some_and(|known| known.tokens < stage.tokens)
+    };
+    let longer = now.stages.iter().filter(is_longer);
+    longer.map(|stage| format!("stage.{}.tokens", stage.name)).collect()
+}
+
+/// The stages after those of the first recipe, if the second one begins with its stages.
+fn appended_stages<'a>(before: &Recipe, now: &'a Recipe) -> &'a [Stage] {
+    match now.stages.split_at_checked(before.stages.len()) {
+        Some((known, appended))
+            if known.iter().zip(&before.stages).all(|(now, before)| now.name == before.name) =>
+        {
+            appended
+        }
+        _ => &[],
+    }
+}
+
+pub(super) fn may_change(key: &str) -> bool {
+    // After the stage's name, which may be "parallel" itself.
+    let of_stage = key.strip_prefix("stage.").and_then(|rest| rest.split_once('.'));
+    of_stage.is_some_and(|(_, key)| key.starts_with("parallel."))
+        || is_below(key, "data.validation")
+        || MAY_CHANGE.iter().any(|allowed| match allowed.ends_with('.') {
+            true => key.starts_with(allowed),
+            false => key == *allowed,
+        })
+}
+
+/// Whether the key names an input by its path alone.
+fn names_input(key: &str) -> bool {
+    // After the stage's name, which may be "data" itself.
+    let of_stage = key.strip_prefix("stage.").and_then(|rest| rest.split_once('.'));
+    let data = of_stage.map_or(key, |(_, key)| key);
+    (data.starts_with("data.sources.") && data.ends_with(".path"))
+        || (of_stage.is_some() && data == "distill.teacher")
+        || ["model.from", "model.revision", "model.tokenizer"].contains(&key)
+}
+
+/// The keys whose values differ between two recipes, in order.
+pub fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
+    let (before, now) = (leaves(before)?, leaves(now)?);
+    let keys: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+    let change = |key: &String| KeyChange {
+        key: key.clone(),
+        before: before.get(key).cloned(),
+        now: now.get(key).cloned(),
+    };
+    Ok(keys.into_iter().map(change).filter(|change| change.before != change.now).collect())
+}
+
+/// The key of the stages' order.
+const STAGES: &str = "stage";
+
+/// Every value of a recipe by its full key, stages by name. A list of values is one value.
+///
+/// # Errors
+/// Fails if TOML cannot represent a value, which a loaded recipe does not contain.
+pub fn leaves(recipe: &Recipe) -> Result<BTreeMap<String, String>, Error> {
+    let mut leaves = BTreeMap::new();
+    collect("", &recipe.to_value()?, &mut leaves);
+    // The order of stages is not the value of a single key.
+    let order: Vec<&str> = recipe.stages.iter().map(|s| s.name.as_str()).collect();
+    leaves.insert(STAGES.to_string(), order.join(", "));
+    Ok(leaves)
+}
+
+fn collect(key: &str, value: &Value, leaves: &mut BTreeMap<String, String>) {
+    let join = |part: &str| match key {
+        "" => part.to_string(),
+        key => format!("{key}.{part}"),
+    };
+    match value {
+        Value::Table(table) => {
+            for (part, value) in table {
+                collect(&join(part), value, leaves);
+            }
+        }
+        Value::Array(elements) if elements.iter().all(Value::is_table) => {
+            for (index, element) in elements.iter().enumerate() {
+                let part = moh_recipe::element_name(element, index);
+                collect(&join(&part), element, leaves);
+            }
+        }
+        value => {
+            leaves.insert(key.to_string(), value.to_string());
+        }
+    }
+}

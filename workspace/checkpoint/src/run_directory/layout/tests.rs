@@ -1,0 +1,209 @@
+//! Tests of the run directory and of the recipe that it accepts.
+
+use moh_recipe::Recipe;
+
+use super::stored_recipe::may_change;
+use super::*;
+
+use moh_testkit::SMALL_RECIPE;
+
+/// What a run does at its start.
+fn store(run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
+    run.check_recipe(recipe, "moh-train --recipe small.toml")?;
+    run.write_recipe(recipe).map(|_| ())
+}
+
+fn recipe(overrides: &[&str]) -> Recipe {
+    let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
+    Recipe::parse(SMALL_RECIPE, Path::new("small.toml"), &overrides).unwrap()
+}
+
+#[test]
+fn two_processes_cannot_lock_one_directory() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path().join("a/b"));
+    let lock = run.lock().unwrap();
+    assert!(matches!(run.lock(), Err(Error::Locked { .. })));
+    drop(lock);
+    run.lock().unwrap();
+}
+
+#[test]
+fn the_layout_has_the_documented_names() {
+    let run = RunDirectory::new("r");
+    assert_eq!(run.recipe(), Path::new("r/recipe.toml"));
+    assert_eq!(run.metrics(), Path::new("r/metrics.jsonl"));
+    assert_eq!(run.checkpoint(12), Path::new("r/checkpoints/step-12"));
+    assert_eq!(run.tensorboard(), Path::new("r/tensorboard"));
+    assert_eq!(run.export(), Path::new("r/export"));
+    assert_eq!(run.trace(12, None), Path::new("r/trace-step-12.json"));
+    assert_eq!(run.trace(12, Some(3)), Path::new("r/trace-step-12-rank-3.json"));
+}
+
+#[test]
+fn only_complete_checkpoints_are_listed() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    assert!(run.checkpoint_steps().unwrap().is_empty());
+    for name in [
+        "step-100",
+        "step-20",
+        ".tmp-step-30",
+        "damaged-step-40",
+        "step-",
+        "step-+5",
+        "step-007",
+        "step-9x",
+    ] {
+        std::fs::create_dir_all(run.checkpoints().join(name)).unwrap();
+    }
+    assert_eq!(run.checkpoint_steps().unwrap(), [20, 100]);
+}
+
+#[test]
+fn what_was_being_written_is_cleared_and_the_rest_stays() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    run.clear_remains().unwrap();
+    let remains = [run.checkpoints().join(".tmp-step-9"), run.root().join(".tmp-export-Ab3dE9")];
+    let kept = [
+        run.checkpoint(8),
+        run.checkpoints().join("damaged-step-7"),
+        run.checkpoints().join(".tmp-mine"),
+        run.root().join(".tmp-mine"),
+        run.root().join(".tmp-export-mine"),
+        run.tensorboard(),
+    ];
+    for directory in remains.iter().chain(&kept) {
+        std::fs::create_dir_all(directory).unwrap();
+        std::fs::write(directory.join("file"), "").unwrap();
+    }
+    run.clear_remains().unwrap();
+    assert!(remains.iter().all(|path| !path.exists()));
+    assert!(kept.iter().all(|path| path.join("file").is_file()));
+}
+
+#[test]
+fn a_stored_recipe_reads_back_equal() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    let _lock = run.lock().unwrap();
+    let recipe = recipe(&[]);
+    store(&run, &recipe).unwrap();
+    assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), recipe);
+}
+
+#[test]
+fn a_recipe_that_an_earlier_version_has_stored_is_read_and_is_no_users() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    let recipe = recipe(&[]);
+    store(&run, &recipe).unwrap();
+    for path in [run.recipe(), run.mark_path()] {
+        let text = std::fs::read_to_string(&path).unwrap();
+        let earlier = text.replace("patience = 10\n", "patience = 10\nrewind = 50\n");
+        assert_ne!(earlier, text);
+        std::fs::write(path, earlier).unwrap();
+    }
+    assert_eq!(run.stored_recipe().unwrap(), recipe);
+    let overrides = ["run.seed=1".to_owned()];
+    assert_eq!(RunDirectory::load_recipe(&run.recipe(), &overrides).unwrap(), recipe);
+    // In any other recipe the key is unknown.
+    let copy = temporary.path().join("copy.toml");
+    std::fs::copy(run.recipe(), &copy).unwrap();
+    let error = RunDirectory::load_recipe(&copy, &[]).unwrap_err().to_string();
+    assert!(error.contains("guard.rewind: unknown key"), "{error}");
+    assert_eq!(run.write_recipe(&recipe).unwrap(), None);
+    assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), recipe);
+}
+
+#[test]
+fn a_run_without_checkpoints_takes_any_recipe() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    store(&run, &recipe(&[])).unwrap();
+    let other = recipe(&["run.seed=9"]);
+    store(&run, &other).unwrap();
+    assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), other);
+}
+
+#[test]
+fn a_continued_run_reports_every_changed_key_and_keeps_the_stored_recipe() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    let first = recipe(&[]);
+    store(&run, &first).unwrap();
+    std::fs::create_dir_all(run.checkpoint(5)).unwrap();
+    store(&run, &first).unwrap();
+
+    let changed = recipe(&["run.seed=9", "stage.moh.learning_rate.min=0", "log.every_steps=7"]);
+    let error = store(&run, &changed).unwrap_err();
+    let Error::RecipeChanged { changes, .. } = &error else {
+        panic!("{error}");
+    };
+    let keys: Vec<&str> = changes.iter().map(|change| change.key.as_str()).collect();
+    assert_eq!(keys, ["run.seed", "stage.moh.learning_rate.min"]);
+    assert!(error.to_string().contains("run.seed: was 1, now 9"), "{error}");
+    assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), first);
+}
+
+#[test]
+fn a_resumed_run_accepts_allowed_changes_and_stores_them() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    store(&run, &recipe(&[])).unwrap();
+    std::fs::create_dir_all(run.checkpoint(5)).unwrap();
+    let changed = recipe(&[
+        "run.dir=elsewhere",
+        "log.tensorboard=false",
+        "checkpoint.keep=9",
+        "data.validation.every_steps=3",
+        "memory.recompute=none",
+        "guard.patience=3",
+    ]);
+    store(&run, &changed).unwrap();
+    assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), changed);
+}
+
+#[test]
+fn a_resumed_run_accepts_longer_stages_and_refuses_shorter_ones() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    let first = recipe(&[]);
+    store(&run, &first).unwrap();
+    std::fs::create_dir_all(run.checkpoint(5)).unwrap();
+    assert!(!run.check_recipe(&first, "").unwrap());
+    let tokens = |change: i64| {
+        let stage = &first.stages[1];
+        let tokens = stage.tokens.checked_add_signed(change).unwrap();
+        recipe(&[&format!("stage.{}.tokens={tokens}", stage.name)])
+    };
+    assert!(run.check_recipe(&tokens(1), "").unwrap());
+    let error = run.check_recipe(&tokens(-1), "").unwrap_err();
+    assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+}
+
+#[test]
+fn a_stage_named_like_a_key_may_change_that_key_alone() {
+    assert!(may_change("stage.parallel.parallel.tensor"));
+    for key in [
+        "stage.parallel.tokens",
+        "stage.parallel.learning_rate.max",
+        "parallel.tensor",
+        "data.validations",
+    ] {
+        assert!(!may_change(key), "{key}");
+    }
+}
+
+#[test]
+fn a_damaged_stored_recipe_is_an_error_that_names_it() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = RunDirectory::new(temporary.path());
+    std::fs::create_dir_all(run.checkpoint(5)).unwrap();
+    let missing = store(&run, &recipe(&[])).unwrap_err();
+    assert!(missing.to_string().contains("recipe.toml"), "{missing}");
+    std::fs::write(run.recipe(), "[run]\nseed = ").unwrap();
+    let damaged = store(&run, &recipe(&[])).unwrap_err();
+    assert!(damaged.to_string().contains("recipe.toml"), "{damaged}");
+}

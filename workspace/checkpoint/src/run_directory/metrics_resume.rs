@@ -1,0 +1,60 @@
+//! The logs of a run that continues: cut back to the checkpoint's step, or begun again where lines
+//! before it are lost. A log never keeps a run from its weights.
+
+use std::path::{Path, PathBuf};
+
+use crate::RunState;
+use crate::run_log::{metrics, routing_log};
+use moh_files::first_free_suffixed;
+use moh_recipe::Recipe;
+
+use crate::run_directory::{Error, RunDirectory};
+
+/// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
+/// A file that lacks some is renamed, not removed.
+pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<String>, Error> {
+    let path = run.metrics();
+    // The lines of a file that was begun again start after a later step than 0.
+    let first = metrics::first(&path)?.and_then(|line| recipe.steps_before(&line.stage, line.step));
+    if let Some(start) = first.or((step == 0).then_some(0)) {
+        match metrics::cut_back(&path, step.saturating_sub(start)) {
+            Err(
+                crate::run_log::Error::MetricsShort { .. } | crate::run_log::Error::JsonLine { .. },
+            ) => {}
+            done => return Ok(done.map(|()| None)?),
+        }
+    }
+    let shown = path.display();
+    let lost = format!("{shown}: does not have the lines of all {step} steps: begun again");
+    if path.symlink_metadata().is_err() {
+        return Ok(Some(format!("{lost} after step {step}")));
+    }
+    let aside = archive_log(&path, run.root(), "metrics", step)?;
+    Ok(Some(format!("{lost} after step {step}, the old file is {}", aside.display())))
+}
+
+/// Prepares `routing.jsonl` for what follows `state`; returns a warning if it cannot be read. It is then
+/// renamed, not removed.
+pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<String>, Error> {
+    let (path, step) = (run.routing(), state.step);
+    let is_evaluated = match step {
+        0 => !state.evaluations.is_empty(),
+        _ => state.unevaluated.is_none(),
+    };
+    match routing_log::cut_back(&path, step, is_evaluated) {
+        Err(error @ crate::run_log::Error::JsonLine { .. }) => {
+            let aside = archive_log(&path, run.root(), "routing", step)?;
+            let aside = aside.display();
+            Ok(Some(format!("{error}: begun again after step {step}, the old file is {aside}")))
+        }
+        done => Ok(done.map(|()| None)?),
+    }
+}
+
+/// Renames a log that is begun again after a step; returns its new path.
+fn archive_log(path: &Path, root: &Path, name: &str, step: u64) -> Result<PathBuf, Error> {
+    let aside =
+        first_free_suffixed(|suffix| root.join(format!("{name}-before-step-{step}{suffix}.jsonl")));
+    std::fs::rename(path, &aside).map_err(moh_files::io(path))?;
+    Ok(aside)
+}

@@ -1,0 +1,17 @@
+//! The directory of a run: its layout, its lock, whose it is, what a resumed run may change of its recipe, and the stages
+//! that became longer.
+
+pub mod branch;
+mod checkpoint_name;
+mod error;
+pub mod growth;
+mod layout;
+pub mod metrics_resume;
+mod run_lock;
+
+pub use checkpoint_name::{
+    CheckpointName, config_file, export_command, is_step_of, local_model_config, not_a_model,
+};
+pub use error::{Error, KeyChange};
+pub use layout::{RunDirectory, TOKENIZER, changes, join_names, leaves};
+pub use run_lock::RunLock;

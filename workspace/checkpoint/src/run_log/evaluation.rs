@@ -1,0 +1,100 @@
+//! The losses of a run at its points, and which of them can be compared.
+
+use std::collections::BTreeMap;
+
+use moh_model::HeadCounts;
+use moh_step::finite_or_nan;
+use serde::{Deserialize, Serialize};
+
+use crate::run_log::Validation;
+
+/// A loss at a point of the run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Evaluation {
+    /// The point of the run.
+    pub moment: EvaluationPoint,
+    /// Steps done at that point, over all stages.
+    pub step: u64,
+    /// Mean cross-entropy, in nats per token; null in JSON if it is not finite.
+    #[serde(deserialize_with = "finite_or_nan")]
+    pub loss: f64,
+    /// In bits per byte of the decoded targets; `None` without a tokenizer.
+    pub bits_per_byte: Option<f64>,
+    /// The validation set of these two, which was the recipe's first then; `None` in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub set: Option<String>,
+    /// The losses of the validation sets after the first, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub other_sets: BTreeMap<String, Validation>,
+    /// What was evaluated of each of these sets, by name; empty in files of earlier versions.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub texts: BTreeMap<String, EvaluatedText>,
+}
+
+/// What was evaluated of a validation set: losses of equal ones can be compared.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EvaluatedText {
+    /// blake3 of what identifies the content of its token file, in hexadecimal.
+    pub content: String,
+    /// The tokens that the model predicted.
+    pub targets: u64,
+}
+
+impl Evaluation {
+    /// Whether `all`, which has this evaluation, has more at this point: a stage that went on has several ends.
+    pub fn is_repeated(&self, all: &[Evaluation]) -> bool {
+        all.iter().filter(|other| other.moment == self.moment).count() > 1
+    }
+
+    /// Whether the losses are of one text; where it is not known, as far as the name of their set tells.
+    pub fn is_comparable(&self, other: &Evaluation) -> bool {
+        let text = |of: &Evaluation| Some(of.texts.get(of.set.as_ref()?)?.clone());
+        match (text(self), text(other)) {
+            (Some(ours), Some(theirs)) => ours == theirs,
+            _ => self.set.is_none() || other.set.is_none() || self.set == other.set,
+        }
+    }
+
+    /// The set's name, if another one of `all` is of another set.
+    pub fn set_among(&self, all: &[Evaluation]) -> Option<String> {
+        let is_needed = all.iter().any(|other| !other.is_comparable(self));
+        self.set.as_deref().filter(|_| is_needed).map(|set| self.numbered_name(set, all))
+    }
+
+    /// The name of a set; with a number from 2 on if sets of other texts had it before, among `all`.
+    pub fn numbered_name(&self, set: &str, all: &[Evaluation]) -> String {
+        let mut texts: Vec<&EvaluatedText> = Vec::new();
+        for text in all.iter().filter_map(|evaluation| evaluation.texts.get(set)) {
+            if !texts.contains(&text) {
+                texts.push(text);
+            }
+        }
+        let own = self.texts.get(set);
+        match texts.iter().position(|text| Some(*text) == own) {
+            Some(before @ 1..) => format!("{set} ({})", before + 1),
+            _ => set.to_owned(),
+        }
+    }
+}
+
+/// A point of a run at which the model is evaluated.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EvaluationPoint {
+    /// Before the first step.
+    Loaded,
+    /// At the start of a stage that changes the attention, before its first step.
+    Converted {
+        /// The stage's name.
+        stage: String,
+        /// Active heads per token from here on.
+        active_heads: HeadCounts,
+    },
+    /// After a stage.
+    Trained {
+        /// The stage's name.
+        stage: String,
+    },
+}

@@ -1,0 +1,13 @@
+//! The programs of this crate.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod bench;
+mod data;
+mod data_bad_inputs;
+mod data_inspect;
+mod data_remote;
+mod data_tokenizer_identity;
+mod eval;
+mod generate;
+mod negative_values;

@@ -1,0 +1,285 @@
+//! `moh-convert --calibration` as a user runs it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use assert_cmd::Command;
+use moh_data::{TokenFile, Windows};
+use moh_hf::StoredModel;
+use moh_kernels::Cpu;
+use moh_model::Model;
+use moh_step::{EvaluationText, Evaluator};
+use serde_json::{Value, json};
+
+fn quickstart() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart")
+}
+
+/// Converts the quickstart's model to `out`.
+fn convert(dir: &Path, arguments: &[&str]) -> Output {
+    let program = moh_testkit::programs::program(env!("CARGO_BIN_EXE_moh-convert"), dir);
+    let from = quickstart();
+    let mut command = Command::from_std(program);
+    command.args(["--from", from.to_str().unwrap(), "--out", "out"]);
+    command.args(arguments).output().unwrap()
+}
+
+/// Converts it with these words and so many calibration tokens of the voyage, and writes a receipt; what it prints.
+#[track_caller]
+fn calibrated(dir: &Path, words: &str, tokens: &str) -> String {
+    let text = quickstart().join("voyage");
+    let mut arguments: Vec<&str> = words.split_whitespace().collect();
+    arguments.extend(["--receipt", "receipt.json", "--calibration", text.to_str().unwrap()]);
+    arguments.extend(["--calibration-tokens", tokens]);
+    let output = convert(dir, &arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// Compares the loss of the model that was written, over the calibration tokens of the voyage, with the receipt's.
+#[track_caller]
+fn assert_loss_is_measured(dir: &Path, receipt: &Value) {
+    const LENGTH: usize = 512;
+    let calibration = &receipt["calibration"];
+    let tokens = calibration["tokens"].as_u64().unwrap();
+    let stored = StoredModel::open(&dir.join("out")).unwrap();
+    let mut model: Model<Cpu, f32> = stored.load(Cpu, LENGTH).unwrap();
+    let file = TokenFile::open(&quickstart().join("voyage")).unwrap();
+    let windows = Windows::new(file, LENGTH).unwrap().spread(tokens / LENGTH as u64);
+    let text = EvaluationText { windows: &windows, count: windows.len(), decoded_bytes: None };
+    let mut evaluator = Evaluator::new(&model, 4, LENGTH).unwrap();
+    let loss = evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss;
+    let measured = calibration["loss"].as_f64().unwrap();
+    assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
+}
+
+/// The message of a conversion that fails with this exit code and leaves nothing.
+fn refused(arguments: &[&str], code: i32) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("short.txt"), "A fisherman sailed out.").unwrap();
+    fs::write(dir.path().join("bad.jsonl"), "{\"text\": \"a\"}\n{\"title\": \"b\"}\n").unwrap();
+    let output = convert(dir.path(), arguments);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{stderr}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "{stderr}");
+    stderr
+}
+
+#[test]
+fn measured_heads_and_projections_lose_less() {
+    let dir = tempfile::tempdir().unwrap();
+    let stdout = calibrated(dir.path(), "--routed-top-k 2 --shared-heads 2", "8192");
+    assert!(stdout.contains("  measured on      8,192 tokens: loss "), "{stdout}");
+    assert!(
+        stdout.contains("tensors          50 of 56 unchanged, bit by bit, 6 refitted"),
+        "{stdout}"
+    );
+    assert!(stdout.contains("logits with all heads on are "), "{stdout}");
+    let receipt = json(&dir.path().join("receipt.json"));
+    let calibration = &receipt["calibration"];
+    let loss = |key: &str| calibration[key].as_f64().unwrap();
+    // The text is new to the model, which knows stories from a village.
+    assert!(loss("loss") < loss("loss_given"), "{calibration}");
+    assert_loss_is_measured(dir.path(), &receipt);
+    assert_eq!((&calibration["tokens"], &calibration["refit"]), (&json!(8192), &json!(true)));
+    let layers = calibration["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), 6);
+    for layer in layers {
+        assert_eq!(layer["routed_top_k"], 2);
+        assert!(layer["error"].as_f64() < layer["error_before"].as_f64(), "{layer}");
+    }
+    let config = json(&dir.path().join("out/config.json"));
+    let ids: Vec<&Value> = layers.iter().map(|layer| &layer["shared_heads"]).collect();
+    assert_eq!(config["moh_shared_head_ids"], json!(ids));
+    assert_eq!(config.get("moh_shared_heads"), None);
+    for tensor in receipt["tensors"].as_array().unwrap() {
+        let is_projection = tensor["name"].as_str().unwrap().ends_with("o_proj.weight");
+        assert_eq!(tensor["refitted"] == true, is_projection, "{tensor}");
+        assert_eq!(tensor["unchanged"], !is_projection, "{tensor}");
+    }
+    let card = fs::read_to_string(dir.path().join("out/README.md")).unwrap();
+    assert!(
+        card.contains("refitted the output projections") && card.contains("8,192 tokens"),
+        "{card}"
+    );
+
+    // What is converted to dense again is another model.
+    let program = moh_testkit::programs::program(env!("CARGO_BIN_EXE_moh-convert"), dir.path());
+    let arguments = ["--from", "out", "--attention", "dense", "--out", "dense"];
+    let output = Command::from_std(program).args(arguments).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && stderr.contains("is another model than"), "{stderr}");
+    assert_eq!(json(&dir.path().join("dense/config.json")).get("moh_output_refitted"), None);
+    let card = fs::read_to_string(dir.path().join("dense/README.md")).unwrap();
+    assert!(
+        card.contains("with all heads active it is not the dense model")
+            && card.contains("made every head serve every token"),
+        "{card}"
+    );
+}
+
+#[test]
+fn the_given_heads_and_weights_can_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    let stdout = calibrated(dir.path(), "--shared 0,5,6,7 --refit off", "4096");
+    assert!(
+        stdout.contains("heads            4 shared + 2 of 4 routed = 6 of 8 active\n"),
+        "{stdout}"
+    );
+    assert!(stdout.contains("tensors          56 of 56 unchanged"), "{stdout}");
+    let config = json(&dir.path().join("out/config.json"));
+    assert_eq!(config["moh_shared_head_ids"], json!(vec![[0, 5, 6, 7]; 6]));
+    assert_eq!(config.get("moh_output_refitted"), None);
+}
+
+#[test]
+fn heads_may_be_named_without_a_measurement() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--shared", "0,1;1,2;0,1;0,1;0,1;7", "--routed-top-k", "3"];
+    let output = convert(dir.path(), &arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let config = json(&dir.path().join("out/config.json"));
+    assert_eq!(config["moh_shared_head_ids"], json!([[0, 1], [1, 2], [0, 1], [0, 1], [0, 1], [7]]));
+}
+
+#[test]
+fn matrices_of_a_router_are_added_as_zeros() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = convert(dir.path(), &["--router", "two-stage"]);
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        stdout.contains("56 of 68 unchanged, bit by bit, 12 of routers added, zeros"),
+        "{stdout}"
+    );
+}
+
+/// Each layer gets its number of heads, and the model that is written has the loss that was measured with these, in its
+/// own type.
+#[test]
+fn an_average_share_is_divided_among_the_layers() {
+    let dir = tempfile::tempdir().unwrap();
+    calibrated(dir.path(), "--active auto:0.6 --router group --dtype bf16", "4096");
+    let receipt = json(&dir.path().join("receipt.json"));
+    let layers = receipt["calibration"]["layers"].as_array().unwrap();
+    let heads = |layer: &Value| {
+        let shared = layer["shared_heads"].as_array().unwrap().len() as u64;
+        shared + layer["routed_top_k"].as_u64().unwrap()
+    };
+    let active: Vec<u64> = layers.iter().map(heads).collect();
+    // 0.6 of 24 groups is 14 of them.
+    assert_eq!(active.iter().sum::<u64>(), 28, "{active:?}");
+    assert!(active.iter().all(|&n| n >= 2 && n % 2 == 0), "{active:?}");
+    let written = match &receipt["active_heads"] {
+        Value::Array(counts) => counts.iter().map(|n| n.as_u64().unwrap()).collect(),
+        count => vec![count.as_u64().unwrap(); 6],
+    };
+    assert_eq!(written, active);
+    assert_loss_is_measured(dir.path(), &receipt);
+}
+
+/// The rows that are written route as they did in the measurement: the loss on its tokens is the same.
+#[test]
+fn learned_routers_are_fitted() {
+    for (router, tensors) in [
+        ("linear", "50 of 62 unchanged, bit by bit, 6 refitted, 6 of routers fitted"),
+        (
+            "two-stage",
+            "50 of 68 unchanged, bit by bit, 6 refitted, 6 of routers fitted, 6 of routers added, zeros",
+        ),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let stdout = calibrated(dir.path(), &format!("--active 0.5 --router {router}"), "4096");
+        assert!(stdout.contains(tensors), "{stdout}");
+        assert!(stdout.contains("logits with all heads on are "), "{stdout}");
+        let receipt = json(&dir.path().join("receipt.json"));
+        assert_loss_is_measured(dir.path(), &receipt);
+        for layer in receipt["calibration"]["layers"].as_array().unwrap() {
+            let explained = layer["router_explained"].as_f64().unwrap();
+            assert!(explained > 0.0 && explained < 1.0, "{layer}");
+        }
+        let written = receipt["tensors"].as_array().unwrap().iter();
+        let matrices: Vec<&Value> = written
+            .filter(|tensor| tensor["name"].as_str().unwrap().ends_with(".self_attn.router.weight"))
+            .collect();
+        assert_eq!(matrices.len(), 6);
+        for tensor in matrices {
+            assert_eq!(
+                (&tensor["refitted"], &tensor["source_dtype"]),
+                (&json!(true), &Value::Null)
+            );
+        }
+        let config = json(&dir.path().join("out/config.json"));
+        assert_eq!(config["moh_router"], router);
+    }
+}
+
+#[test]
+fn bad_calibrations_are_refused_before_anything_is_written() {
+    let voyage = quickstart().join("voyage");
+    let voyage = voyage.to_str().unwrap();
+    for (arguments, code, expected) in [
+        (
+            &["--shared", "calibrated"][..],
+            2,
+            "--shared calibrated needs a text to measure heads on",
+        ),
+        (&["--refit", "on"], 2, "--refit on needs a text to measure heads on"),
+        (&["--shared", "0;1"], 1, "shared_head_ids has 2 entries, and the model 6 layers"),
+        (&["--shared", "0,9"], 1, "shared_head_ids of layer 0 has head 9: the heads are 0 to 7"),
+        (&["--shared", "best"], 2, "expected first, calibrated, or heads such as 0,5;1,2"),
+        (&["--calibration", "none"], 1, "--calibration none: "),
+        (&["--calibration", "short.txt"], 1, "14 calibration tokens: a fit of 128 inputs"),
+        (&["--calibration", "tokens.bin"], 1, "name it without .bin and .idx"),
+        (&["--shared", "0,5", "--shared-heads", "4"], 2, "gives their numbers too"),
+        (&["--calibration", "bad.jsonl"], 1, "line 2: `text` is missing or not a string"),
+        (&["--calibration", voyage, "--calibration-tokens", "0"], 2, "--calibration-tokens"),
+        (&["--calibration", voyage, "--calibration-length", "9999"], 1, "windows of 9999 tokens"),
+        (&["--calibration", voyage, "--attention", "dense"], 2, "--routed-top-k or --calibration"),
+        (&["--calibration-tokens", "99"], 2, "--calibration"),
+        (
+            &["--router", "linear"],
+            1,
+            "fitted to a text, as zeros or random ones would select heads that",
+        ),
+        (
+            &["--active", "auto:0.5"],
+            2,
+            "--active auto:R needs a text to measure heads on: --calibration",
+        ),
+        (&["--active", "auto"], 2, "expected a share such as 0.75, or auto:0.75"),
+        (&["--active", "auto:x"], 2, "expected a share such as 0.75, or auto:0.75"),
+        (
+            &["--active", "auto:0.5", "--shared-heads", "2", "--calibration", voyage],
+            2,
+            "--active auto:R chooses the heads of each layer",
+        ),
+        (
+            &["--active", "auto:0.5", "--shared", "first", "--calibration", voyage],
+            2,
+            "--active auto:R chooses the heads of each layer",
+        ),
+        (
+            &["--active", "auto:0.1", "--calibration", voyage],
+            1,
+            "--active auto:0.1 of 6 layers of 8 heads is 5 active heads, and each layer needs at least 1",
+        ),
+        (
+            &["--active", "auto:1", "--calibration", voyage],
+            1,
+            "--active auto:1 of 6 layers of 8 heads is all heads, which leaves nothing to choose",
+        ),
+        (
+            &["--active", "auto:1.5", "--calibration", voyage],
+            1,
+            "--active auto:1.5: must be a share of the heads, 0 to 1",
+        ),
+    ] {
+        let message = refused(arguments, code);
+        assert!(message.contains(expected), "{arguments:?}: {message}");
+    }
+}

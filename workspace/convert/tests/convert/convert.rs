@@ -1,0 +1,593 @@
+//! `moh-convert` as a user runs it: what it writes, and one sentence for every bad input.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+use moh_hf::weight_files::{INDEX_FILE, WEIGHTS_FILE};
+use moh_hf::{ConfigFile, write_random_model};
+use moh_kernels::DType;
+use moh_testkit::programs::{edit_config, edit_weights, names, workplace, write_source};
+use serde_json::{Value, json};
+
+/// The command in a directory, away from the user's own hub settings.
+fn moh_convert(dir: &Path) -> Command {
+    Command::from_std(moh_testkit::programs::program(env!("CARGO_BIN_EXE_moh-convert"), dir))
+}
+
+/// Runs, expects exit code 1 and one line on stderr, and that nothing was left behind.
+fn failure(dir: &Path, arguments: &[&str]) -> String {
+    let before = names(dir);
+    let output = moh_convert(dir).args(arguments).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(output.stdout.is_empty());
+    assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+    assert!(stderr.starts_with("error: "), "{stderr}");
+    assert_eq!(names(dir), before, "{stderr}");
+    stderr["error: ".len()..].trim_end().to_string()
+}
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = workplace();
+    let program = env!("CARGO_BIN_EXE_moh-convert");
+    assert!(moh_testkit::options::take_negative_numbers(program, &[], dir.path()) >= 12);
+    for (option, value, code, expected) in [
+        ("--active", "-0.5", 1, "--active -0.5: must be a share of the heads, 0 to 1"),
+        ("--shared-heads", "-1,2", 2, "expected an integer of at least 0, or one for each layer"),
+    ] {
+        let mut command = moh_convert(dir.path());
+        let output = command.args(["--from", "source", option, value]).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains(expected) && output.status.code() == Some(code), "{text}");
+    }
+}
+
+#[test]
+fn a_model_is_converted_beside_its_receipt() {
+    let dir = workplace();
+    let arguments = ["--from", "source", "--max-shard-size", "9KB", "--receipt", "receipt.json"];
+    let output = moh_convert(dir.path()).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(output.stderr.is_empty());
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    let expected = "\
+./source-MoH
+  heads            4 shared + 2 of 4 routed = 6 of 8 active
+  parameters       11,496
+  attention FLOPs  8.320e3 -> 6.240e3 per token at length 64 (75%)
+  tensors          21 of 21 unchanged, bit by bit (BLAKE3)
+  verified         1,776 logits with all heads on are equal to the source's
+";
+    assert!(stdout.starts_with(expected), "{stdout}");
+    let not_compared =
+        "candle           not compared: head_dim is not hidden_size / num_attention_heads";
+    assert!(stdout.contains(not_compared), "{stdout}");
+    let last = stdout.lines().last().unwrap();
+    assert!(last.starts_with("  written          45,984 bytes in 6 files, "), "{last}");
+    assert_eq!(names(dir.path()), ["receipt.json", "source", "source-MoH"]);
+    let receipt: Value =
+        serde_json::from_slice(&fs::read(dir.path().join("receipt.json")).unwrap()).unwrap();
+    assert_eq!(receipt["tensors"].as_array().unwrap().len(), 21);
+    assert_eq!(receipt["tensors"][0]["unchanged"], true);
+    let config = ConfigFile::read(&dir.path().join("source-MoH")).unwrap().config;
+    assert_eq!(config.moh.unwrap().routed_top_k, 2.into());
+}
+
+#[test]
+fn another_implementation_agrees_with_the_output() {
+    let llama3 = json!({
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    });
+    for (model_type, rope_scaling, tied, dtype) in [
+        ("llama", &llama3, false, "f32"),
+        ("llama", &llama3, true, "bf16"),
+        ("qwen3", &Value::Null, true, "bf16"),
+        ("qwen3", &Value::Null, false, "f32"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let head_dim = if model_type == "qwen3" { json!(16) } else { Value::Null };
+        let fields = json!({
+            "model_type": model_type, "vocab_size": 37, "hidden_size": 24, "head_dim": head_dim,
+            "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "tie_word_embeddings": tied, "max_position_embeddings": 64,
+            "initializer_range": 0.3, "rope_scaling": rope_scaling,
+        });
+        let file = ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
+        let source = dir.path().join("source");
+        write_random_model(&source, &file, DType::F32, u64::MAX, 1).unwrap();
+        let arguments = ["--from", "source", "--dtype", dtype, "--pad-vocab-to", "8", "--verify"];
+        let output = moh_convert(dir.path()).args(arguments).output().unwrap();
+        let stdout = String::from_utf8(output.stdout).unwrap();
+        assert!(
+            stdout.contains("candle           its logits of the last token are within"),
+            "{stdout}"
+        );
+        assert!(!stdout.contains("0e0") && !stdout.contains(" 0 of "), "{stdout}");
+        if dtype == "bf16" {
+            assert!(stdout.contains("converted to bf16 (BLAKE3)"), "{stdout}");
+            let verified = stdout.lines().find(|line| line.contains("verified")).unwrap();
+            assert!(verified.contains("weights in bf16 are within "), "{verified}");
+            assert!(stdout.contains("of the source's, and equal to those of its weights rounded"));
+        }
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_gpu_is_refused_by_a_build_without() {
+    let dir = workplace();
+    let message = failure(dir.path(), &["--from", "source", "--device", "cuda:1"]);
+    let expected =
+        "--device cuda:1: this build supports the CPU only: build it with --features cuda";
+    assert_eq!(message, expected);
+}
+
+#[test]
+fn the_other_options_reach_the_output() {
+    let dir = workplace();
+    let arguments = [
+        "--from",
+        "source",
+        "--shared-heads",
+        "2",
+        "--routed-top-k",
+        "3",
+        "--dtype",
+        "bf16",
+        "--pad-vocab-to",
+        "64",
+        "--out",
+        "deep/er/out",
+    ];
+    moh_convert(dir.path()).args(arguments).assert().success();
+    let file = ConfigFile::read(&dir.path().join("deep/er/out")).unwrap();
+    let moh = file.config.moh.unwrap();
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (2.into(), 3.into()));
+    assert_eq!(file.config.vocab_size, 64);
+    assert_eq!(file.fields["torch_dtype"], "bfloat16");
+    let arguments = ["--from", "deep/er/out", "--attention", "dense"];
+    moh_convert(dir.path()).args(arguments).assert().success();
+    let dense = ConfigFile::read(&dir.path().join("out-Dense")).unwrap();
+    assert_eq!(dense.config.moh, None);
+}
+
+#[test]
+fn counts_that_differ_by_layer_are_converted_and_shown() {
+    let dir = workplace();
+    let arguments = ["--from", "source", "--shared-heads", "8,2", "--routed-top-k", "0,3"];
+    let output = moh_convert(dir.path()).args(arguments).arg("--verify").output().unwrap();
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    let line = "  heads            2-8 shared + 0-3 of 0-6 routed = 5-8 of 8 active, by layer\n";
+    assert!(stdout.contains(line), "{stdout}");
+    let config = ConfigFile::read(&dir.path().join("source-MoH")).unwrap().config;
+    assert_eq!(config.active_heads(), [8, 5].into_iter().collect());
+}
+
+#[test]
+fn a_share_that_no_count_meets_says_what_it_became() {
+    let dir = workplace();
+    let lines = |active: &str| {
+        let arguments = ["--from", "source", "--active", active, "--out", active];
+        let output = moh_convert(dir.path()).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let stdout = String::from_utf8(output.stdout).unwrap();
+        stdout.lines().skip(1).take(2).map(|line| line.trim().to_string()).collect::<Vec<_>>()
+    };
+    let [heads, became] = lines("0.8").try_into().unwrap();
+    assert_eq!(heads, "heads            4 shared + 2 of 4 routed = 6 of 8 active");
+    assert_eq!(became, "--active 0.8 of 8 heads: 6 of 8, 0.75");
+    let [heads, next] = lines("0.5").try_into().unwrap();
+    assert_eq!(heads, "heads            2 shared + 2 of 6 routed = 4 of 8 active");
+    assert!(next.starts_with("parameters"), "{next}");
+}
+
+#[test]
+fn help_shows_an_example_and_usage_errors_exit_with_2() {
+    let dir = tempfile::tempdir().unwrap();
+    let help = moh_convert(dir.path()).arg("--help").output().unwrap();
+    assert!(help.status.success());
+    let text = String::from_utf8(help.stdout).unwrap();
+    let example = "moh-convert --from recipes/quickstart --active 0.75 --out quickstart-MoH";
+    assert!(text.contains(example), "{text}");
+    // As pasted, but for the directory that it writes.
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+    let out = dir.path().join("quickstart-MoH");
+    let arguments = ["--from", "recipes/quickstart", "--active", "0.75", "--out"];
+    moh_convert(root).args(arguments).arg(&out).assert().success();
+    assert_eq!(ConfigFile::read(&out).unwrap().config.active_heads(), 6.into());
+    for arguments in [
+        &[][..],
+        &["--from"],
+        &["--from", "x", "--active", "0.5", "--routed-top-k", "2"],
+        &["--from", "x", "--attention", "dense", "--active", "0.5"],
+        &["--from", "x", "--max-shard-size", "5 elephants"],
+        &["--from", "x", "--shared-heads", "-1"],
+        &["--from", "x", "--routed-top-k", "2,"],
+        &["--from", "x", "--dtype", "f8"],
+        &["--from", "x", "--frm", "y"],
+    ] {
+        moh_convert(dir.path()).args(arguments).assert().code(2);
+    }
+}
+
+#[test]
+fn sources_that_are_no_model_are_refused() {
+    let dir = workplace();
+    let from = |source: &str| failure(dir.path(), &["--from", source]);
+    assert!(from("no/such/dir").contains("no such directory, and not a hub id"));
+    assert!(from("org/name").contains("HF_HUB_OFFLINE"));
+    assert!(from("source/config.json").contains("is a file"));
+    fs::create_dir(dir.path().join("empty")).unwrap();
+    assert!(from("empty").contains("empty/config.json: No such file"));
+    fs::copy(dir.path().join("source/config.json"), dir.path().join("empty/config.json")).unwrap();
+    assert!(from("empty").contains("holds neither model.safetensors nor"));
+    // Not even root reads a directory as a file.
+    fs::remove_file(dir.path().join("empty/config.json")).unwrap();
+    fs::create_dir(dir.path().join("empty/config.json")).unwrap();
+    assert!(from("empty").contains("config.json: "));
+}
+
+#[test]
+fn configurations_that_do_not_fit_are_refused() {
+    for (key, value, expected) in [
+        ("model_type", json!("gpt2"), "config.json: model_type = \"gpt2\": only Llama"),
+        ("architectures", json!(["X"]), "config.json: architectures = [\"X\"]"),
+        ("num_key_value_heads", json!(3), "num_attention_heads = 8: must be a multiple of num_key"),
+        ("hidden_size", json!(u64::MAX), "hidden_size = 18446744073709551615: must be from 1"),
+        ("hidden_size", json!("wide"), "hidden_size: expected a whole number"),
+        ("hidden_size", json!(32), "has shape [37, 24]: the configuration says [37, 32]"),
+        ("num_hidden_layers", json!(1), "unexpected tensor model.layers.1."),
+        ("num_hidden_layers", json!(3), "model.layers.2.input_layernorm.weight is missing"),
+    ] {
+        let dir = workplace();
+        edit_config(dir.path(), |config| config[key] = value);
+        let message = failure(dir.path(), &["--from", "source"]);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn head_counts_that_do_not_fit_are_refused() {
+    let dir = workplace();
+    for (arguments, expected) in [
+        (&["--routed-top-k", "5"][..], "routed_top_k = 5: must be at most the 4 routed heads"),
+        (&["--active", "1.1"], "--active 1.1: must be a share of the heads"),
+        (&["--active", "nan"], "--active NaN: must be a share"),
+        (&["--active", "0"], "--active 0 of 8 heads leaves no head active"),
+        (&["--active", "0.95"], "all 8 heads: use a smaller share, or --active 1"),
+        (&["--shared-heads", "4", "--active", "0.25"], "is 2, fewer than the 4 shared heads"),
+        (
+            &["--shared-heads", "4", "--active", "0.5"],
+            "or --routed-top-k 0 for no active routed head",
+        ),
+        (&["--shared-heads", "6"], "shared_heads = 6: the default share of 0.75 of 8 heads is 6"),
+        (&["--shared-heads", "0", "--routed-top-k", "0"], "no head would be active"),
+        (&["--shared-heads", "7", "--active", "1"], "leaves one routed head"),
+        (&["--shared-heads", "9"], "shared_heads = 9: the model has 8 heads"),
+        (&["--shared-heads", "8,4,4", "--routed-top-k", "0"], "shared_heads has 3 entries"),
+        (&["--shared-heads", "8,9"], "shared_heads of layer 1 = 9: the model has 8 heads"),
+        (&["--shared-heads", "8,2", "--routed-top-k", "0,7"], "routed_top_k of layer 1 = 7: must"),
+        (&["--pad-vocab-to", "0"], "cannot be padded to a multiple of 0"),
+        (&["--tokenizer", "none"], "holds no tokenizer.json"),
+    ] {
+        let message = failure(dir.path(), &[&["--from", "source"], arguments].concat());
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn weights_that_are_damaged_are_refused() {
+    let dir = workplace();
+    let path = dir.path().join("source").join(WEIGHTS_FILE);
+    let good = fs::read(&path).unwrap();
+    let mut corrupt = good.clone();
+    corrupt[20] = b'}';
+    for (bytes, expected) in [
+        (&good[..4], "model.safetensors: is cut short"),
+        (&good[..100], "model.safetensors: is cut short or corrupt"),
+        (&good[..good.len() - 1], "model.safetensors: is cut short or corrupt"),
+        (&corrupt[..], "model.safetensors: has a corrupt safetensors header"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 99\n",
+            "model.safetensors: is a git-lfs pointer, not the weights: run git lfs pull",
+        ),
+    ] {
+        fs::write(&path, bytes).unwrap();
+        let message = failure(dir.path(), &["--from", "source"]);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_refused() {
+    let name = "model.layers.1.self_attn.k_proj.weight";
+    let of = |tensors: &[(String, Vec<usize>, Vec<u8>)]| {
+        tensors.iter().position(|(found, ..)| found == name).unwrap()
+    };
+    for (fault, expected) in [
+        ("missing", "k_proj.weight is missing"),
+        ("unexpected", "unexpected tensor model.layers.1.self_attn.k_proj.bias of shape [8]"),
+        ("shape", "k_proj.weight has shape [24, 8]: the configuration says [8, 24]"),
+        ("nan", "k_proj.weight has a value that is not finite, at element 5"),
+    ] {
+        let dir = workplace();
+        edit_weights(dir.path(), |tensors| {
+            let index = of(tensors);
+            match fault {
+                "missing" => drop(tensors.remove(index)),
+                "unexpected" => {
+                    let bias = "model.layers.1.self_attn.k_proj.bias".to_string();
+                    tensors.push((bias, vec![8], vec![0; 32]));
+                }
+                "shape" => tensors[index].1.reverse(),
+                _ => tensors[index].2[20..24].copy_from_slice(&f32::NAN.to_le_bytes()),
+            }
+        });
+        let message = failure(dir.path(), &["--from", "source"]);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn shards_that_are_missing_or_cut_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    write_source(&dir.path().join("source"), 9_000);
+    let shard = dir.path().join("source/model-00002-of-00006.safetensors");
+    let good = fs::read(&shard).unwrap();
+    fs::write(&shard, &good[..good.len() - 3]).unwrap();
+    let message = failure(dir.path(), &["--from", "source"]);
+    assert!(message.contains("model-00002-of-00006.safetensors: is cut short"), "{message}");
+    fs::remove_file(&shard).unwrap();
+    let message = failure(dir.path(), &["--from", "source"]);
+    assert!(message.contains("names the shard model-00002-of-00006.safetensors, which is missing"));
+    let index = dir.path().join("source").join(INDEX_FILE);
+    let text = fs::read_to_string(&index).unwrap().replace("model-00002", "../model-00002");
+    fs::write(index, text).unwrap();
+    let message = failure(dir.path(), &["--from", "source"]);
+    assert!(message.contains("must be a file of the directory"), "{message}");
+}
+
+#[test]
+fn a_destination_in_use_is_kept_unless_forced() {
+    let dir = workplace();
+    let out = dir.path().join("out");
+    fs::create_dir(&out).unwrap();
+    fs::write(out.join("notes"), "mine").unwrap();
+    let arguments = ["--from", "source", "--out", "out"];
+    assert!(failure(dir.path(), &arguments).contains("out: is not empty"));
+    let forced = ["--from", "source", "--out", "out", "--force"];
+    assert!(failure(dir.path(), &forced).contains("only a model directory is replaced"));
+    assert_eq!(fs::read_to_string(out.join("notes")).unwrap(), "mine");
+    fs::remove_file(out.join("notes")).unwrap();
+    moh_convert(dir.path()).args(arguments).assert().success();
+    moh_convert(dir.path()).args(forced).assert().success();
+    assert_eq!(names(dir.path()), ["out", "source"]);
+    let message = failure(dir.path(), &["--from", "source", "--out", "source", "--force"]);
+    assert!(message.contains("holds the source model"), "{message}");
+}
+
+#[test]
+fn a_directory_with_other_files_is_kept_though_forced() {
+    let dir = workplace();
+    let forced = ["--from", "source", "--out", "web", "--force"];
+    fs::create_dir(dir.path().join("web")).unwrap();
+    fs::write(dir.path().join("web/config.json"), "{\"port\": 8080}").unwrap();
+    assert!(failure(dir.path(), &forced).contains("web: is not a model directory"));
+    assert_eq!(names(&dir.path().join("web")), ["config.json"]);
+
+    let model = ["--from", "source", "--out", "model", "--force", "--attention", "dense"];
+    moh_convert(dir.path()).args(model).assert().success();
+    fs::create_dir(dir.path().join("model/checkpoint-500")).unwrap();
+    assert!(failure(dir.path(), &model).contains("also holds checkpoint-500"));
+    let here = ["--from", "../source", "--out", ".", "--force"];
+    let current = dir.path().join("model");
+    assert!(failure(&current, &here).contains("is the current directory or holds it"));
+    assert_eq!(names(&current), ["checkpoint-500", "config.json", "model.safetensors"]);
+}
+
+#[test]
+fn a_receipt_is_checked_before_the_conversion() {
+    let dir = workplace();
+    let with = |receipt| ["--from", "source", "--out", "out", "--receipt", receipt];
+    let message = failure(dir.path(), &with("source/config.json/receipt.json"));
+    assert!(message.starts_with("--receipt source/config.json/receipt.json: "), "{message}");
+    assert!(failure(dir.path(), &with("source")).contains("is a directory, name a file"));
+    fs::write(dir.path().join("mine.json"), "mine").unwrap();
+    let message = failure(dir.path(), &with("mine.json"));
+    assert!(message.contains("exists: choose another file, or --force to replace it"), "{message}");
+    assert_eq!(fs::read_to_string(dir.path().join("mine.json")).unwrap(), "mine");
+    moh_convert(dir.path()).args(with("mine.json")).arg("--force").assert().success();
+    assert!(fs::read_to_string(dir.path().join("mine.json")).unwrap().starts_with('{'));
+}
+
+#[test]
+fn the_directories_of_a_receipt_are_made_with_it() {
+    let dir = workplace();
+    let with = |out| ["--from", "source", "--out", out, "--receipt", "new/d/receipt.json"];
+    let message = failure(dir.path(), &with("source"));
+    assert!(message.contains("holds the source model"), "{message}");
+    moh_convert(dir.path()).args(with("out")).assert().success();
+    let receipt = fs::read_to_string(dir.path().join("new/d/receipt.json")).unwrap();
+    assert!(receipt.starts_with('{'), "{receipt}");
+}
+
+#[test]
+fn a_revision_of_a_directory_is_refused() {
+    let dir = workplace();
+    let message = failure(dir.path(), &["--from", "source", "--revision", "v2"]);
+    assert!(
+        message.contains(
+            "source: is a directory: revision v2 was given, but only hub ids have revisions"
+        ),
+        "{message}"
+    );
+}
+
+#[test]
+fn element_types_have_two_names() {
+    let dir = workplace();
+    for (name, torch_name) in [("f32", "float32"), ("bf16", "bfloat16"), ("f16", "float16")] {
+        for dtype in [name, torch_name] {
+            let arguments = ["--from", "source", "--dtype", dtype, "--out", dtype, "--no-verify"];
+            moh_convert(dir.path()).args(arguments).assert().success();
+            let file = ConfigFile::read(&dir.path().join(dtype)).unwrap();
+            assert_eq!(file.fields["torch_dtype"], torch_name);
+        }
+    }
+}
+
+/// With a limit on the size of files, as a full disk: `write` fails in the middle of a tensor.
+#[cfg(unix)]
+#[test]
+fn a_full_disk_leaves_nothing_behind() {
+    let dir = workplace();
+    let binary: PathBuf = Command::cargo_bin("moh-convert").unwrap().get_program().into();
+    // 16 blocks are 8 or 16 KB, depending on the shell; the weights have 46.
+    let script = format!("ulimit -f 16; exec '{}' --from source --out out", binary.display());
+    let output = Command::new("sh").arg("-c").arg(script).current_dir(dir.path()).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("model.safetensors: File too large"), "{stderr}");
+    assert_eq!(names(dir.path()), ["source"]);
+}
+
+/// A hub that gives every request the same answer.
+fn hub_that_answers(status: u16, code: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let reader = BufReader::new(stream.try_clone().unwrap());
+            for line in reader.lines().map_while(Result::ok) {
+                if line.is_empty() {
+                    break;
+                }
+            }
+            let answer = format!(
+                "HTTP/1.1 {status} X\r\nX-Error-Code: {code}\r\nContent-Length: 0\r\n\
+                 Connection: close\r\n\r\n"
+            );
+            let _ = stream.write_all(answer.as_bytes());
+        }
+    });
+    endpoint
+}
+
+/// A directory as a program that runs in it names it.
+fn place(dir: &Path) -> String {
+    dir.canonicalize().unwrap().display().to_string()
+}
+
+#[test]
+fn a_hub_that_refuses_is_one_sentence() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    for (endpoint, expected) in [
+        (hub_that_answers(401, "GatedRepo"), "the model is gated (401)"),
+        (hub_that_answers(403, ""), "the hub denies access (403)"),
+        (
+            hub_that_answers(404, "RepoNotFound"),
+            "no such directory in PLACE, and no such model on the hub (404)",
+        ),
+        (silent, "no such directory in PLACE, and no response from http://127.0.0.1"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = moh_convert(dir.path());
+        command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", endpoint);
+        let output = command.args(["--from", "org/name"]).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        let start = format!("error: org/name: {}", expected.replace("PLACE", &place(dir.path())));
+        assert!(stderr.starts_with(&start), "{stderr}");
+        assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+        assert!(names(dir.path()).is_empty());
+    }
+}
+
+/// The names of a directory's files with a card: its code, its licence and the card.
+const CARD_FILES: [&str; 5] = [
+    "LICENSE",
+    "README.md",
+    "USE_POLICY.md",
+    "configuration_moh_llama.py",
+    "modeling_moh_llama.py",
+];
+
+#[test]
+fn a_mixture_of_head_model_comes_with_its_code_a_card_and_the_terms_of_its_source() {
+    let dir = workplace();
+    let at = |name: &str| dir.path().join(name);
+    fs::write(at("source/README.md"), "---\nlicense: llama3\n---\n# Mine\n").unwrap();
+    fs::write(at("source/LICENSE"), "the terms").unwrap();
+    fs::write(at("source/USE_POLICY.md"), "the policy").unwrap();
+    let convert = |arguments: &[&str]| {
+        moh_convert(dir.path()).args(arguments).assert().success();
+    };
+    let read = |name: &str| fs::read_to_string(at(name)).unwrap();
+
+    convert(&["--from", "source", "--out", "moh"]);
+    let card = read("moh/README.md");
+    let begins = "---\nlicense: llama3\nlibrary_name: transformers\n";
+    assert!(card.starts_with(begins), "{card}");
+    for part in
+        ["# source with Mixture-of-Head attention", "trained nothing", "`LICENSE`, `USE_POLICY.md`"]
+    {
+        assert!(card.contains(part), "{part}\n{card}");
+    }
+    assert_eq!(read("moh/LICENSE"), "the terms");
+    // Once more in its place, and from its own output.
+    convert(&["--from", "source", "--out", "moh", "--force"]);
+    assert_eq!(read("moh/README.md"), card);
+    convert(&["--from", "moh", "--out", "again", "--shared-heads", "2"]);
+    assert_eq!(names(&at("again")), names(&at("moh")));
+    let again = read("again/README.md");
+    assert!(again.starts_with(begins) && again.contains("The base model is `moh`, a"), "{again}");
+    assert_eq!(again.matches("trained nothing").count(), 1);
+    // A dense model has none of them.
+    convert(&["--from", "moh", "--out", "dense", "--attention", "dense"]);
+    let without: Vec<String> =
+        names(&at("moh")).into_iter().filter(|name| !CARD_FILES.contains(&&**name)).collect();
+    assert_eq!(names(&at("dense")), without);
+    assert!(!read("dense/config.json").contains("auto_map"));
+    // A card that its reader has changed is replaced with its directory.
+    fs::write(at("moh/README.md"), card.replace("# source", "# My model")).unwrap();
+    assert!(failure(dir.path(), &["--from", "source", "--out", "moh"]).contains("is not empty"));
+    convert(&["--from", "source", "--out", "moh", "--force"]);
+    assert_eq!(read("moh/README.md"), card);
+}
+
+#[test]
+fn a_card_names_the_base_model_and_the_licence_of_the_readme_or_the_options() {
+    let dir = workplace();
+    let at = |name: &str| dir.path().join(name);
+    let read = |name: &str| fs::read_to_string(at(name)).unwrap();
+    let convert = |from: &str, out: &str, more: &[&str]| {
+        let arguments = [&["--from", from, "--out", out, "--no-verify"], more].concat();
+        moh_convert(dir.path()).args(arguments).assert().success();
+        read(&format!("{out}/README.md"))
+    };
+    let readme =
+        "---\nlicense: llama3.2\nbase_model: meta-llama/Llama-3.2-1B # mine\n---\n# Mine\n";
+    fs::write(at("source/README.md"), readme).unwrap();
+    let begins = "---\nbase_model: meta-llama/Llama-3.2-1B\nlicense: llama3.2\nlibrary_name: ";
+    let card = convert("source", "moh", &[]);
+    assert!(card.starts_with(begins), "{card}");
+    assert!(card.contains("Llama-3.2-1B). This model was made from `source`.\n"), "{card}");
+    let card = convert("moh", "again", &[]);
+    assert!(card.starts_with(begins), "{card}");
+    assert!(card.contains("Llama-3.2-1B). This model was made from `moh`.\n"), "{card}");
+    let named = ["--base-model", "acme/One", "--base-model", "acme/Two", "--license", "mit"];
+    let card = convert("moh", "named", &named);
+    let begins = "---\nbase_model:\n- acme/One\n- acme/Two\nlicense: mit\nlibrary_name: ";
+    assert!(card.starts_with(begins), "{card}");
+    assert!(convert("named", "from-named", &[]).starts_with(begins));
+    for refused in [["--base-model", "/mnt/x"], ["--license", "a b"]] {
+        moh_convert(dir.path()).args(["--from", "source"]).args(refused).assert().code(2);
+    }
+}

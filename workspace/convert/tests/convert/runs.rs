@@ -1,0 +1,152 @@
+//! `moh-convert` on runs of `moh-train`: the model of any checkpoint, as the run itself exports it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use assert_cmd::Command;
+use moh_hf::ConfigFile;
+use moh_kernels::DType;
+use moh_testkit::programs::{names, program};
+use moh_testkit::trained_run::{RECIPE, SECOND_STAGE, prepared, train};
+use serde_json::Value;
+
+fn moh_convert(dir: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::from_std(program(env!("CARGO_BIN_EXE_moh-convert"), dir));
+    command.args(arguments);
+    command
+}
+
+fn converted(dir: &Path, arguments: &[&str]) -> String {
+    let output = moh_convert(dir, arguments).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn failure(dir: &Path, arguments: &[&str]) -> String {
+    let before = names(dir);
+    let output = moh_convert(dir, arguments).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert_eq!(names(dir), before);
+    String::from_utf8(output.stderr).unwrap()
+}
+
+/// The files of a model directory.
+fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
+    entries.map(|path| (name(&path), fs::read(path).unwrap())).collect()
+}
+
+#[test]
+fn the_model_of_a_checkpoint_is_the_runs_own_export() {
+    for dtype in ["f32", "bf16"] {
+        let dir = prepared();
+        let place = dir.path();
+        // The end of the first stage is the end of a run without the second.
+        train(place, RECIPE, dtype);
+        fs::rename(place.join("run"), place.join("first")).unwrap();
+        train(place, &format!("{RECIPE}{SECOND_STAGE}"), dtype);
+        // The origin of the run is not needed.
+        fs::rename(place.join("source"), place.join("gone")).unwrap();
+        converted(place, &["--from", "run", "--to", "end"]);
+        let expected = files(&place.join("run/export"));
+        assert_eq!(expected.len(), 8, "{:?}", expected.keys());
+        let card = String::from_utf8(expected["README.md"].clone()).unwrap();
+        for line in [
+            "The base model is `source`, a model in a local directory.",
+            "`moh-train` trained it on 192 tokens in 6 steps, on sequences of 16 tokens:",
+            "| adapt | dense | 128 | 32 | 1e-2 to 1e-3 |",
+            "| moh | Mixture-of-Head | 64 | 32 | 5e-3 to 1e-3 |",
+        ] {
+            assert!(card.contains(&format!("\n{line}\n")), "{line}\n{card}");
+        }
+        assert!(files(&place.join("end")) == expected, "{dtype}");
+        let printed = converted(place, &["--from", "run@4", "--to", "middle"]);
+        assert!(printed.contains("8 shared + 0 of 0 routed = 8 of 8 active"), "{printed}");
+        assert!(files(&place.join("middle")) == files(&place.join("first/export")), "{dtype}");
+        assert!(files(&place.join("middle")) != expected);
+    }
+}
+
+#[test]
+fn options_apply_to_the_model_of_a_checkpoint() {
+    let dir = prepared();
+    let place = dir.path();
+    train(place, &format!("{RECIPE}{SECOND_STAGE}"), "bf16");
+    let config = |name: &str| ConfigFile::read(&place.join(name)).unwrap();
+    converted(
+        place,
+        &["--from", "run@6", "--attention", "dense", "--dtype", "f32", "--out", "dense"],
+    );
+    assert!(config("dense").config.moh.is_none());
+    assert_eq!(config("dense").fields["torch_dtype"], DType::F32.torch_name());
+    converted(place, &["--from", "run@2", "--active", "0.5", "--pad-vocab-to", "16"]);
+    let moh = config("run@2-MoH").config;
+    assert_eq!(moh.active_heads(), 4.into());
+    assert_eq!(moh.vocab_size, 48);
+    converted(place, &["--from", "run@5"]);
+    assert_eq!(config("run@5-MoH").config.active_heads(), 6.into());
+    let receipt = ["--from", "run@1", "--receipt", "receipt.json", "--dtype", "f32"];
+    converted(place, &receipt);
+    let receipt: Value =
+        serde_json::from_slice(&fs::read(place.join("receipt.json")).unwrap()).unwrap();
+    assert_eq!(receipt["source"], "run/checkpoints/step-1");
+    assert_eq!(receipt["tensors"][0]["source_dtype"], "f32");
+    assert_eq!(receipt["tensors"][0]["unchanged"], true);
+}
+
+#[test]
+fn a_damaged_or_missing_checkpoint_leaves_no_model() {
+    let dir = prepared();
+    let place = dir.path();
+    train(place, RECIPE, "f32");
+    let weights = fs::read_dir(place.join("run/checkpoints/step-3"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .find(|path| path.file_name().unwrap().to_string_lossy().starts_with("weights"))
+        .unwrap();
+    let mut bytes = fs::read(&weights).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    let error = failure(place, &["--from", "run@3"]);
+    assert!(error.contains("does not match its hash"), "{error}");
+    let error = failure(place, &["--from", "run@9"]);
+    assert!(error.contains("no checkpoint of step 9: name one of 1, 2, 3, 4"), "{error}");
+    let error = failure(place, &["--from", "run@2", "--revision", "main"]);
+    assert!(error.contains("only hub ids have a --revision"), "{error}");
+    let error = failure(place, &["--from", "run@2", "--verify"]);
+    assert!(error.contains("are compared with their hashes"), "{error}");
+    // Without a step, an unfinished run's newest good checkpoint.
+    for name in ["summary.json", "checkpoints/step-4/manifest.json"] {
+        fs::remove_file(place.join("run").join(name)).unwrap();
+    }
+    converted(place, &["--from", "run", "--out", "newest"]);
+    converted(place, &["--from", "run@2", "--out", "second"]);
+    assert!(files(&place.join("newest")) == files(&place.join("second")));
+}
+
+#[test]
+fn a_run_from_a_run_says_how_it_was_trained_and_keeps_the_terms() {
+    let dir = prepared();
+    let place = dir.path();
+    fs::write(place.join("source/LICENSE"), "the terms").unwrap();
+    train(place, RECIPE, "f32");
+    fs::remove_dir_all(place.join("source")).unwrap();
+    let second = format!("{RECIPE}{SECOND_STAGE}")
+        .replace("DIR/run", "DIR/second")
+        .replace("DIR/source", "DIR/run@2");
+    train(place, &second, "f32");
+    let export = files(&place.join("second/export"));
+    assert_eq!(export["LICENSE"], b"the terms");
+    let card = String::from_utf8(export["README.md"].clone()).unwrap();
+    for (part, count) in [
+        ("The base model is `run_2`, a model in a local directory.", 1),
+        ("on 192 tokens in 6 steps", 1),
+        ("| adapt | dense |", 1),
+        ("That of the base model: `LICENSE`.", 1),
+    ] {
+        assert_eq!(card.matches(part).count(), count, "{part}\n{card}");
+    }
+}

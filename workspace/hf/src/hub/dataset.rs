@@ -1,0 +1,134 @@
+//! A dataset on the hub at one commit: its files, listed by folder and downloaded one by one.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use crate::is_hub_id;
+
+use crate::hub_cache::DEFAULT_REVISION;
+
+use super::cache::{Kind, RemoteFile};
+use super::repository::Repository;
+use super::{Error, Hub};
+
+/// A dataset on the hub, or with `HF_HUB_OFFLINE` in the cache, at the commit that its revision has now.
+pub struct Dataset {
+    repository: Repository,
+    commit: String,
+    is_offline: bool,
+}
+
+/// The dataset `id`, `OWNER/NAME`, at a branch, tag or commit, `main` if none is given. The environment is read as
+/// Hugging Face's own programs do.
+///
+/// # Errors
+/// Fails if `id` is none, if the hub has no such dataset or denies access to it, or if it is not in the cache and
+/// only that may be used; the message names the remedy.
+pub fn dataset(id: &str, revision: Option<&str>) -> Result<Dataset, Error> {
+    Hub::from_environment().dataset(id, revision)
+}
+
+impl Hub {
+    /// See [`dataset`].
+    pub fn dataset(&self, id: &str, revision: Option<&str>) -> Result<Dataset, Error> {
+        if !is_hub_id(id) || !id.contains('/') {
+            let reason = "is no dataset of the hub: expected OWNER/NAME, as in allenai/c4";
+            return Err(Error::hub(id, reason));
+        }
+        let revision = revision.unwrap_or(DEFAULT_REVISION);
+        let repository = self.repository(Kind::Dataset, id, revision)?;
+        let commit = match self.offline {
+            true => {
+                let commit = repository.folder.commit(revision);
+                commit.filter(|commit| repository.folder.snapshot(commit).is_dir()).ok_or_else(|| {
+                    let cache = self.cache_directory();
+                    let cache = cache.display();
+                    let reason = format!(
+                        "its revision {revision} is not in the cache {cache}, and HF_HUB_OFFLINE is set: unset it to \
+                         download"
+                    );
+                    Error::hub(id, reason)
+                })?
+            }
+            false => {
+                repository.client.commit().map_err(|failure| repository.client.explain(failure))?
+            }
+        };
+        Ok(Dataset { repository, commit, is_offline: self.offline })
+    }
+}
+
+impl Dataset {
+    /// Its id, `OWNER/NAME`.
+    pub fn id(&self) -> &str {
+        &self.repository.id
+    }
+
+    /// The commit of that revision.
+    pub fn commit(&self) -> &str {
+        &self.commit
+    }
+
+    /// Whether only the cache is used, so that a listing has the files that are there.
+    pub fn is_offline(&self) -> bool {
+        self.is_offline
+    }
+
+    /// Its page on the hub, for people.
+    pub fn page(&self) -> String {
+        self.repository.client.page()
+    }
+
+    /// The files in a folder, `""` for the top, and with `is_deep` in the folders below; none if there is no such folder.
+    /// Of the cache, all files are given.
+    ///
+    /// # Errors
+    /// Fails if the hub does not list it, or the cache cannot be read.
+    pub fn list(&self, folder: &str, is_deep: bool) -> Result<Vec<RemoteFile>, Error> {
+        let Repository { folder: cached, client, .. } = &self.repository;
+        match self.is_offline {
+            true => cached.files(&self.commit),
+            false => client
+                .list(&self.commit, folder, is_deep)
+                .map_err(|failure| client.explain(failure)),
+        }
+    }
+
+    /// Downloads a file, unless it is in the cache, and returns its path: in the cache or, if `instead` names a
+    /// file, there. The next attempt resumes a partial download.
+    ///
+    /// # Errors
+    /// Fails if the hub does not provide the file, if `stop` was set, or if the disk is full.
+    pub fn fetch(
+        &self,
+        file: &RemoteFile,
+        instead: Option<&Path>,
+        stop: &AtomicBool,
+        report: &mut dyn FnMut(u64),
+    ) -> Result<PathBuf, Error> {
+        let Repository { id, revision, folder, client } = &self.repository;
+        if let Some(path) = folder.cached(&self.commit, file)? {
+            report(file.size);
+            return Ok(path);
+        }
+        if self.is_offline {
+            let reason = format!(
+                "{} is not in the cache, and HF_HUB_OFFLINE is set: unset it to download",
+                file.name
+            );
+            return Err(Error::hub(id, reason));
+        }
+        let fetched = match instead {
+            Some(path) => {
+                let fetched = self.repository.fetch_to(&self.commit, file, path, stop, report);
+                fetched.map(|()| path.to_path_buf())
+            }
+            None => self.repository.fetch(&self.commit, file, stop, report),
+        };
+        let path = fetched.map_err(|failure| client.explain(failure))?;
+        if instead.is_none() {
+            folder.refer(revision, &self.commit)?;
+        }
+        Ok(path)
+    }
+}

@@ -1,0 +1,36 @@
+//! The errors of downloads.
+
+use std::path::Path;
+
+/// An error of a download; its message is one sentence: what is wrong, where, and what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
+    /// A name is neither a model directory nor a hub id.
+    #[error(transparent)]
+    Hf(#[from] crate::Error),
+    /// The caller stopped a download.
+    #[error("stopped: the same command resumes the download")]
+    Stopped,
+    /// The hub did not provide the model or the dataset.
+    #[error("{id}: {reason}")]
+    Hub {
+        /// Its hub id.
+        id: String,
+        /// The cause and the remedy.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// For `map_err`: adds the path to an I/O error.
+    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
+        move |source| moh_files::io(path)(source).into()
+    }
+
+    pub(crate) fn hub(id: &str, reason: impl Into<String>) -> Error {
+        Error::Hub { id: id.to_string(), reason: reason.into() }
+    }
+}

@@ -1,0 +1,25 @@
+//! Locating models: a directory, or an id on the Hugging Face hub, downloaded to its cache. Datasets of the hub
+//! and their files.
+
+mod cache;
+mod client;
+mod dataset;
+mod environment;
+mod error;
+mod model;
+mod repository;
+
+pub use cache::RemoteFile;
+pub use dataset::{Dataset, dataset};
+pub use error::Error;
+pub use model::{DownloadProgress, Hub, resolve, resolve_tokenizer};
+
+/// Reads a page of the hub's listing of a repository, for tests with hostile input.
+///
+/// # Errors
+/// Says what is wrong with it.
+#[doc(hidden)]
+pub fn read_listing(page: &[u8]) -> Result<Vec<RemoteFile>, String> {
+    let mut found = Vec::new();
+    client::add_page(&mut found, page).map(|()| found)
+}

@@ -1,0 +1,239 @@
+//! Locates a model: a directory, or an id on the Hugging Face hub, downloaded to its cache.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use crate::config_file::CONFIG_FILE;
+use crate::hub_cache::{self, DEFAULT_REVISION};
+use crate::is_terms_file;
+use crate::model_card::CARD_FILE;
+use crate::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
+use crate::weight_files::INDEX_FILE;
+
+use super::cache::{Kind, RemoteFile};
+use super::client::Failure;
+use super::repository::Repository;
+use super::{Error, environment};
+
+/// The progress of a download, over all of its files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DownloadProgress<'a> {
+    /// The current file.
+    pub file: &'a str,
+    /// Downloaded bytes, including earlier runs.
+    pub bytes: u64,
+    /// Bytes of all files.
+    pub total: u64,
+}
+
+/// The source of models; the default reads the environment as Hugging Face's own programs do
+/// (`HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` or a stored login, `HF_HUB_OFFLINE`).
+#[derive(Debug, Clone, Default)]
+pub struct Hub {
+    /// Overrides `HF_ENDPOINT` and `https://huggingface.co`.
+    pub endpoint: Option<String>,
+    /// Overrides the environment's cache.
+    pub cache: Option<PathBuf>,
+    /// Use the cache only.
+    pub offline: bool,
+}
+
+/// The directory of a model: `from` itself if it is a directory, or else the cached model of that
+/// hub id, downloaded if necessary.
+///
+/// # Errors
+/// Fails if `from` is neither, if it is a directory and a revision is given, or if the hub does not
+/// provide the model; the message names the remedy.
+/// The next attempt resumes partial downloads.
+pub fn resolve(
+    from: &str,
+    revision: Option<&str>,
+    progress: &mut dyn FnMut(&DownloadProgress<'_>),
+) -> Result<PathBuf, Error> {
+    Hub::from_environment().resolve(from, revision, progress)
+}
+
+/// The directory of a tokenizer, as [`resolve`] that of a model; of a hub id only the tokenizer's
+/// files are downloaded.
+pub fn resolve_tokenizer(
+    from: &str,
+    revision: Option<&str>,
+    progress: &mut dyn FnMut(&DownloadProgress<'_>),
+) -> Result<PathBuf, Error> {
+    Hub::from_environment().resolve_tokenizer(from, revision, progress)
+}
+
+/// The files of a repository that are downloaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FileSet {
+    Model,
+    Tokenizer,
+}
+
+impl FileSet {
+    /// Whether the file `name` is one of them.
+    fn has(self, name: &str) -> bool {
+        match self {
+            FileSet::Model => is_wanted(name),
+            FileSet::Tokenizer => TOKENIZER_FILES.contains(&name),
+        }
+    }
+
+    /// The file without which the others are useless.
+    fn main_file(self) -> &'static str {
+        match self {
+            FileSet::Model => CONFIG_FILE,
+            FileSet::Tokenizer => TOKENIZER_FILES[0],
+        }
+    }
+}
+
+/// Says that a model is no local directory, for errors of the hub.
+pub(crate) fn no_directory() -> String {
+    match std::env::current_dir() {
+        Ok(current) => format!("no such directory in {}", current.display()),
+        Err(_) => "no such directory".to_string(),
+    }
+}
+
+fn is_wanted(name: &str) -> bool {
+    !name.contains(['/', '\\'])
+        && ([CONFIG_FILE, GENERATION_FILE, INDEX_FILE].contains(&name)
+            || TOKENIZER_FILES.contains(&name)
+            || name.ends_with(".safetensors")
+            || name.starts_with("chat_template")
+            || name == CARD_FILE
+            || is_terms_file(name))
+}
+
+/// Whether a snapshot has a file of weights.
+fn has_weights(snapshot: &Path) -> bool {
+    let Ok(files) = fs::read_dir(snapshot) else { return false };
+    files.flatten().any(|file| file.file_name().to_string_lossy().ends_with(".safetensors"))
+}
+
+impl Hub {
+    /// The hub and the cache of the environment.
+    pub(crate) fn from_environment() -> Self {
+        Hub { offline: environment::is_offline(), ..Hub::default() }
+    }
+
+    /// Resolves a model; see [`resolve`].
+    pub fn resolve(
+        &self,
+        from: &str,
+        revision: Option<&str>,
+        progress: &mut dyn FnMut(&DownloadProgress<'_>),
+    ) -> Result<PathBuf, Error> {
+        self.find(FileSet::Model, from, revision, progress)
+    }
+
+    /// Resolves a tokenizer; see [`resolve_tokenizer`].
+    pub fn resolve_tokenizer(
+        &self,
+        from: &str,
+        revision: Option<&str>,
+        progress: &mut dyn FnMut(&DownloadProgress<'_>),
+    ) -> Result<PathBuf, Error> {
+        self.find(FileSet::Tokenizer, from, revision, progress)
+    }
+
+    fn find(
+        &self,
+        wanted: FileSet,
+        from: &str,
+        revision: Option<&str>,
+        progress: &mut dyn FnMut(&DownloadProgress<'_>),
+    ) -> Result<PathBuf, Error> {
+        if let Some(directory) = hub_cache::directory(from, revision)? {
+            return Ok(directory);
+        }
+        let revision = revision.unwrap_or(DEFAULT_REVISION);
+        let repository = self.repository(Kind::Model, from, revision)?;
+        let download = Download { repository, wanted };
+        if self.offline {
+            return download.cached().ok_or_else(|| {
+                let (local, cache) = (no_directory(), self.cache_directory());
+                let cache = cache.display();
+                let reason = format!(
+                    "{local}, its revision {revision} is not in the cache {cache}, and HF_HUB_OFFLINE is set"
+                );
+                Error::hub(from, reason)
+            });
+        }
+        download.run(progress).map_err(|failure| download.repository.client.explain(failure))
+    }
+
+    pub(crate) fn cache_directory(&self) -> PathBuf {
+        self.cache.clone().unwrap_or_else(hub_cache::cache_directory)
+    }
+
+    pub(crate) fn repository(
+        &self,
+        kind: Kind,
+        id: &str,
+        revision: &str,
+    ) -> Result<Repository, Error> {
+        let endpoint = self.endpoint.clone().unwrap_or_else(environment::endpoint);
+        Repository::new(kind, id, revision, &endpoint, &self.cache_directory())
+    }
+}
+
+/// A download of one model.
+struct Download {
+    repository: Repository,
+    wanted: FileSet,
+}
+
+impl Download {
+    /// The snapshot of the revision, if it is cached.
+    fn cached(&self) -> Option<PathBuf> {
+        let Repository { folder, revision, .. } = &self.repository;
+        let snapshot = folder.snapshot(&folder.commit(revision)?);
+        let is_there = snapshot.join(self.wanted.main_file()).is_file()
+            // Other programs may have fetched a configuration alone.
+            && (self.wanted != FileSet::Model || has_weights(&snapshot));
+        is_there.then_some(snapshot)
+    }
+
+    fn run(&self, progress: &mut dyn FnMut(&DownloadProgress<'_>)) -> Result<PathBuf, Failure> {
+        let Repository { folder, revision, .. } = &self.repository;
+        let commit = self.repository.client.commit()?;
+        let files = self.list(&commit)?;
+        let total = files.iter().map(|file| file.size).sum();
+        let (never, mut before) = (AtomicBool::new(false), 0);
+        for file in &files {
+            let mut report = |bytes| {
+                progress(&DownloadProgress { file: &file.name, bytes: before + bytes, total });
+            };
+            self.repository.fetch(&commit, file, &never, &mut report)?;
+            before += file.size;
+        }
+        folder.refer(revision, &commit)?;
+        Ok(folder.snapshot(&commit))
+    }
+
+    /// The files at the top level of the repository that are wanted; subdirectories (`original/`, `onnx/`) are
+    /// never needed.
+    fn list(&self, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
+        let mut files = self.repository.client.list(commit, "", false)?;
+        files.retain(|file| self.wanted.has(&file.name));
+        let main = self.wanted.main_file();
+        let id = &self.repository.id;
+        if !files.iter().any(|file| file.name == main) {
+            return Err(Error::hub(id, format!("the model has no {main}")).into());
+        }
+        if self.wanted == FileSet::Model
+            && !files.iter().any(|file| file.name.ends_with(".safetensors"))
+        {
+            let reason = "the model has no weights in safetensors format: name a --revision that has \
+                          them, such as refs/pr/1 of a pull request that adds them";
+            return Err(Error::hub(id, reason).into());
+        }
+        Ok(files)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,5 @@
+//! The hub.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod datasets;

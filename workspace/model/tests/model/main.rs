@@ -1,0 +1,16 @@
+//! Models against references.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod attention_output;
+mod candle_reference;
+mod devices;
+mod generation;
+mod gradients;
+mod loading;
+mod moh_reference;
+mod qwen3;
+mod reference_vectors;
+mod routing_statistics;
+mod trial_router;
+mod two_stage;

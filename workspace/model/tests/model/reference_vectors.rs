@@ -1,0 +1,284 @@
+//! The model against vectors of an independent PyTorch implementation, computed in f64: logits,
+//! masks, losses and every gradient, dense and Mixture-of-Head.
+
+use std::path::Path;
+
+use moh_hf::{ConfigFile, Error, WeightFiles};
+use moh_kernels::Cpu;
+use moh_model::parameters::FlatBuffers;
+use moh_model::{
+    Activations, Active, AuxiliaryLoss, AuxiliaryLosses, Generator, HeadRequest, LossConfig, Model,
+    MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums,
+};
+use safetensors::SafeTensors;
+use serde_json::Value;
+
+/// Of logits, absolute.
+const LOGITS: f32 = 1e-4;
+/// Of losses and of each gradient (L2), relative.
+const RELATIVE: f64 = 1e-4;
+
+fn fixtures() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"))
+}
+
+fn load(dir: &Path, moh: Option<MohConfig>) -> Model<Cpu, f32> {
+    let mut config = ConfigFile::read(&dir.join("config.json")).unwrap().config;
+    config.moh = moh;
+    let weights = WeightFiles::open(dir).unwrap();
+    weights.check(&config).unwrap();
+    let positions = config.max_position_embeddings;
+    Model::new::<Error>(Cpu, config, positions, |segment, values| {
+        weights.read_f32(&segment.name, values)
+    })
+    .unwrap()
+}
+
+struct Vector {
+    bytes: Vec<u8>,
+    entry: Value,
+}
+
+impl Vector {
+    fn all(fixtures: &Path) -> Vec<Vector> {
+        let dir = fixtures.join("vectors");
+        let manifest: Value =
+            serde_json::from_slice(&std::fs::read(dir.join("manifest.json")).unwrap()).unwrap();
+        let vectors = manifest["vectors"].as_array().unwrap().iter();
+        let read = |entry: &Value| {
+            let bytes = std::fs::read(dir.join(entry["file"].as_str().unwrap())).unwrap();
+            Vector { bytes, entry: entry.clone() }
+        };
+        vectors.map(read).collect()
+    }
+
+    fn name(&self) -> &str {
+        self.entry["name"].as_str().unwrap()
+    }
+
+    fn number(&self, key: &str) -> f64 {
+        self.entry[key].as_f64().unwrap()
+    }
+
+    fn moh(&self) -> MohConfig {
+        MohConfig {
+            router: RouterKind::QueryNorm,
+            shared_heads: (self.entry["shared"].as_u64().unwrap() as usize).into(),
+            routed_top_k: (self.entry["routed_top_k"].as_u64().unwrap() as usize).into(),
+        }
+    }
+
+    fn bytes(&self, tensor: &str) -> Vec<u8> {
+        SafeTensors::deserialize(&self.bytes).unwrap().tensor(tensor).unwrap().data().to_vec()
+    }
+
+    fn f32(&self, tensor: &str) -> Vec<f32> {
+        let chunks = self.bytes(tensor);
+        chunks.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    /// Ids, and targets shifted by one with none at a sequence's end.
+    fn batch(&self) -> (usize, usize, Vec<u32>, Vec<u32>) {
+        let shape = self.entry["shape_ids"].as_array().unwrap();
+        let (batch, length) =
+            (shape[0].as_u64().unwrap() as usize, shape[1].as_u64().unwrap() as usize);
+        let ids: Vec<u32> = self
+            .bytes("input_ids")
+            .chunks_exact(8)
+            .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32)
+            .collect();
+        let shifted = |row: &[u32]| {
+            let mut targets = row[1..].to_vec();
+            targets.push(moh_kernels::cross_entropy::IGNORED);
+            targets
+        };
+        let targets = ids.chunks(length).flat_map(shifted).collect();
+        (batch, length, ids, targets)
+    }
+}
+
+fn worst(left: &[f32], right: &[f32]) -> f32 {
+    assert_eq!(left.len(), right.len());
+    left.iter().zip(right).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+fn relative_l2(left: &[f32], right: &[f32]) -> f64 {
+    assert_eq!(left.len(), right.len());
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let difference: f64 = left.iter().zip(right).map(|(a, b)| square(a - b)).sum();
+    let norm: f64 = right.iter().map(|&b| square(b)).sum();
+    (difference / norm.max(1e-30)).sqrt()
+}
+
+/// One training pass; returns (cross-entropy, balance loss).
+fn pass(
+    model: &mut Model<Cpu, f32>,
+    vector: &Vector,
+    recompute: Recompute,
+    straight_through: bool,
+    gradients: &mut FlatBuffers<Cpu, f32>,
+) -> (f64, f64, Activations<Cpu, f32>) {
+    let (batch, length, ids, targets) = vector.batch();
+    let shape = PassShape { batch, length, recompute, training: true, document_mask: false };
+    let mut activations = Activations::new(model, shape).unwrap();
+    activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
+    let mut sums = StepSums::new(&Cpu).unwrap();
+    let count = (batch * (length - 1)) as f64;
+    let scale = LossConfig {
+        cross_entropy: (1.0 / count) as f32,
+        auxiliary: AuxiliaryLosses::all(0.01),
+        straight_through,
+    };
+    model.forward_backward(&mut activations, gradients, scale, &mut sums).unwrap();
+    let Sums { cross_entropy, auxiliary, .. } = sums.take(&Cpu).unwrap();
+    let balance = auxiliary[AuxiliaryLoss::Balance];
+    (cross_entropy / count, balance, activations)
+}
+
+fn check_gradients(
+    model: &Model<Cpu, f32>,
+    vector: &Vector,
+    prefix: &str,
+    gradients: &FlatBuffers<Cpu, f32>,
+) {
+    for (flat, segment) in model.layout().segments() {
+        let ours = gradients.read(&Cpu, flat, segment).unwrap();
+        let expected = vector.f32(&format!("{prefix}.{}", segment.name));
+        let error = relative_l2(&ours, &expected);
+        assert!(error < RELATIVE, "{} {prefix}.{}: {error:e}", vector.name(), segment.name);
+    }
+}
+
+#[test]
+#[ignore = "needs the fixtures beside the repository"]
+fn dense_logits_loss_and_gradients_match_the_fixtures() {
+    let fixtures = fixtures();
+    for vector in Vector::all(fixtures) {
+        let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
+        let mut model = load(&dir, None);
+        let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
+        let (loss, balance, activations) =
+            pass(&mut model, &vector, Recompute::None, true, &mut gradients);
+        let error = worst(&model.logits(&activations).unwrap(), &vector.f32("dense_logits"));
+        assert!(error < LOGITS, "{}: logits off by {error}", vector.name());
+        let expected = vector.number("dense_ce");
+        assert!(((loss - expected) / expected).abs() < RELATIVE, "{loss} against {expected}");
+        assert_eq!(balance, 0.0);
+        check_gradients(&model, &vector, "grad_dense", &gradients);
+    }
+}
+
+#[test]
+#[ignore = "needs the fixtures beside the repository"]
+fn moh_logits_masks_gates_losses_and_gradients_match_the_fixtures() {
+    let fixtures = fixtures();
+    for vector in Vector::all(fixtures) {
+        let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
+        let mut model = load(&dir, Some(vector.moh()));
+        for (straight_through, prefix) in [(true, "grad"), (false, "grad_noste")] {
+            let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
+            let (loss, balance, activations) =
+                pass(&mut model, &vector, Recompute::None, straight_through, &mut gradients);
+            let error = worst(&model.logits(&activations).unwrap(), &vector.f32("moh_logits"));
+            assert!(error < LOGITS, "{}: logits off by {error}", vector.name());
+            assert_eq!(model.routed_mask(&activations).unwrap().concat(), vector.bytes("mask"));
+            let gates = worst(&model.gates(&activations).unwrap().concat(), &vector.f32("gates"));
+            assert!(gates < 1e-4, "{}: gates off by {gates}", vector.name());
+            for (ours, key) in [(loss, "moh_ce"), (balance, "lb"), (loss + 0.01 * balance, "total")]
+            {
+                let expected = vector.number(key);
+                let error = ((ours - expected) / expected).abs();
+                assert!(error < RELATIVE, "{} {key}: {ours} against {expected}", vector.name());
+            }
+            check_gradients(&model, &vector, prefix, &gradients);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs the fixtures beside the repository"]
+fn recomputing_gives_the_same_bits_of_the_fixtures() {
+    let fixtures = fixtures();
+    let vectors = Vector::all(fixtures);
+    let vector = &vectors[0];
+    let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
+    let mut model = load(&dir, Some(vector.moh()));
+    let mut run = |recompute| {
+        let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
+        let (loss, balance, _) = pass(&mut model, vector, recompute, true, &mut gradients);
+        let flats = model.layout().segments();
+        let values: Vec<Vec<f32>> =
+            flats.map(|(flat, s)| gradients.read(&Cpu, flat, s).unwrap()).collect();
+        (loss, balance, values)
+    };
+    let kept = run(Recompute::None);
+    assert!(kept == run(Recompute::Norms), "cheap recompute differs");
+    assert!(kept == run(Recompute::Block), "block recompute differs");
+}
+
+#[test]
+#[ignore = "needs the fixtures beside the repository"]
+fn greedy_continuations_match_the_fixtures() {
+    let fixtures = fixtures();
+    for (file, model) in
+        [("greedy-stories260K.json", "stories260K"), ("greedy-tiny-h8kv2.json", "tiny-h8kv2")]
+    {
+        let path = fixtures.join("vectors").join(file);
+        let cases: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        for case in cases["cases"].as_array().unwrap() {
+            let moh = case["shared"].as_u64().map(|shared| MohConfig {
+                router: RouterKind::QueryNorm,
+                shared_heads: (shared as usize).into(),
+                routed_top_k: (case["routed_top_k"].as_u64().unwrap() as usize).into(),
+            });
+            let model = load(&fixtures.join(model), moh);
+            let expected: Vec<u32> = case["ids"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|id| id.as_u64().unwrap() as u32)
+                .collect();
+            let prompt = case["prompt_len"].as_u64().unwrap() as usize;
+            assert_eq!(continue_greedily(&model, &expected[..prompt], expected.len()), expected);
+        }
+    }
+}
+
+fn continue_greedily(model: &Model<Cpu, f32>, prompt: &[u32], length: usize) -> Vec<u32> {
+    let mut generator = Generator::new(model, length).unwrap();
+    let mut ids = prompt.to_vec();
+    let mut logits = generator.extend(prompt).unwrap();
+    while ids.len() < length {
+        let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+        ids.push(best as u32);
+        if ids.len() < length {
+            logits = generator.extend(&[best as u32]).unwrap();
+        }
+    }
+    ids
+}
+
+#[test]
+#[ignore = "needs the fixtures beside the repository"]
+fn all_heads_active_is_the_dense_model_of_the_fixtures() {
+    let fixtures = fixtures();
+    let vectors = Vector::all(fixtures);
+    let (batch, length, ids, targets) = vectors[0].batch();
+    let logits = |moh| {
+        let mut model = load(&fixtures.join("stories260K"), moh);
+        let shape = PassShape {
+            batch,
+            length,
+            recompute: Recompute::Block,
+            training: false,
+            document_mask: false,
+        };
+        let mut activations = Activations::new(&model, shape).unwrap();
+        activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
+        model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
+        model.logits(&activations).unwrap()
+    };
+    let all = HeadRequest { active: Some(Active::Share(1.0)), ..HeadRequest::default() };
+    let all = all.resolve(8, 4, 2, None).unwrap();
+    assert_eq!(logits(Some(all)), logits(None));
+}

@@ -1,0 +1,97 @@
+//! Statistics of routings that an evaluation collects are those of the tables of selected heads and
+//! gates, on every device.
+
+#[cfg(feature = "cuda-emulator")]
+use moh_kernels::Cuda;
+use moh_kernels::{Backend, Cpu};
+use moh_model::router::RoutingStatistics;
+use moh_model::{
+    Activations, HeadCounts, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+};
+use moh_testkit::models::{SHAPE, config, model, upload};
+
+/// The second sequence of the micro-batch is padding.
+const TOKENS: usize = 40;
+
+fn moh(router: RouterKind, shared: [usize; 2], top_k: [usize; 2]) -> MohConfig {
+    let counts = |counts: [usize; 2]| HeadCounts::from_iter(counts);
+    MohConfig { router, shared_heads: counts(shared).into(), routed_top_k: counts(top_k) }
+}
+
+/// The statistics of an evaluation with this recomputation.
+fn evaluated<B: Backend + Clone>(
+    model: &mut Model<B, f32>,
+    recompute: Recompute,
+) -> RoutingStatistics {
+    let backend = model.backend().clone();
+    let shape = PassShape { recompute, training: false, ..SHAPE };
+    let mut activations = Activations::new(model, shape).unwrap();
+    upload(&backend, &mut activations, 0);
+    let mut statistics = model.routing_statistics();
+    let mut sums = StepSums::new(&backend).unwrap();
+    model.evaluate_routed(&mut activations, &mut sums, &mut statistics, TOKENS).unwrap();
+    statistics
+}
+
+fn agrees<B: Backend + Clone>(backend: B, moh: MohConfig) {
+    let mut model = model::<B, f32>(backend.clone(), config(16, true, Some(moh)));
+    let shape = PassShape { recompute: Recompute::None, training: false, ..SHAPE };
+    let mut activations = Activations::new(&model, shape).unwrap();
+    upload(&backend, &mut activations, 0);
+    model.forward(&mut activations, &mut StepSums::new(&backend).unwrap()).unwrap();
+    let masks = model.routed_mask(&activations).unwrap();
+    let gates = model.gates(&activations).unwrap();
+    let statistics = evaluated(&mut model, Recompute::None);
+    // Blocks that share one routing are counted as they are computed.
+    assert_eq!(evaluated(&mut model, Recompute::Block), statistics);
+    let layers: Vec<usize> = statistics.layers.iter().map(|layer| layer.layer).collect();
+    let routes = |&layer: &usize| model.config().routed_heads(layer) > 0;
+    assert_eq!(layers, (0..2).filter(routes).collect::<Vec<_>>());
+    for found in &statistics.layers {
+        let routed = model.config().routed_heads(found.layer);
+        assert_eq!((found.tokens, found.shared_heads.len()), (TOKENS as u64, 8 - routed));
+        let mask = &masks[found.layer][..TOKENS * routed];
+        let column = |head| mask.iter().skip(head).step_by(routed).map(|&bit| u64::from(bit)).sum();
+        assert_eq!(found.selected, (0..routed).map(column).collect::<Vec<u64>>());
+        let top_k = model.config().layer_heads(found.layer).top_k;
+        assert_eq!(found.selected.iter().sum::<u64>(), (TOKENS * top_k) as u64);
+        let gates = gates[found.layer][..TOKENS * routed].iter().map(|&gate| f64::from(gate));
+        let entropy = gates.map(|gate| -gate * gate.ln()).sum::<f64>() / TOKENS as f64;
+        assert!(
+            (found.mean_entropy() - entropy).abs() < 1e-6,
+            "{} {entropy}",
+            found.mean_entropy()
+        );
+        assert!(entropy > 0.0 && entropy < found.max_entropy());
+    }
+}
+
+fn on_each_device(moh: &MohConfig) {
+    agrees(Cpu, moh.clone());
+    #[cfg(feature = "cuda-emulator")]
+    agrees(Cuda::emulated(), moh.clone());
+}
+
+#[test]
+fn statistics_are_those_of_the_tables() {
+    on_each_device(&moh(RouterKind::QueryNorm, [3, 3], [2, 2]));
+}
+
+#[test]
+fn every_router_has_statistics() {
+    for (router, shared, top_k) in [
+        (RouterKind::Group, [0, 0], [4, 4]),
+        (RouterKind::WithinGroup, [0, 0], [4, 6]),
+        (RouterKind::Linear, [3, 3], [2, 2]),
+        (RouterKind::OneStage, [3, 0], [2, 4]),
+        (RouterKind::TwoStage, [3, 3], [2, 2]),
+    ] {
+        on_each_device(&moh(router, shared, top_k));
+    }
+}
+
+#[test]
+fn layers_with_other_heads_and_dense_ones_have_their_own() {
+    on_each_device(&moh(RouterKind::QueryNorm, [6, 1], [1, 4]));
+    on_each_device(&moh(RouterKind::QueryNorm, [8, 3], [0, 2]));
+}

@@ -1,0 +1,8 @@
+//! Plans, against memory and against published figures.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod plan_buffers;
+mod plan_memory;
+mod plan_published;
+mod recipes;

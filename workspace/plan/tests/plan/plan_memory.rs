@@ -1,0 +1,113 @@
+//! The planned memory against what a stage's buffers really take from the system.
+
+#![cfg(target_os = "linux")]
+
+use std::path::Path;
+use std::process::Command;
+
+use half::bf16;
+use moh_comm::World;
+use moh_kernels::{Cpu, Element};
+use moh_model::parameters::Shard;
+use moh_model::{Model, ModelConfig};
+use moh_plan::{Plan, step_config};
+use moh_recipe::Recipe;
+use moh_step::{Evaluator, OptimizerState, StepGroups, Stepper};
+
+const RECIPE: &str = r#"
+run = { dir = "runs/none", seed = 1, device = "cpu", dtype = "f32" }
+[model.new]
+vocab_size = 2048
+hidden_size = 256
+intermediate_size = 688
+num_hidden_layers = 4
+num_attention_heads = 8
+num_key_value_heads = 4
+[data]
+sequence_length = 512
+sources = [{ path = "none" }]
+validation = { path = "none", batches = 1 }
+[[stage]]
+name = "moh"
+attention = "moh"
+tokens = 4096
+batch_tokens = 4096
+micro_batch = 4
+learning_rate = { max = 1e-3, min = 1e-4, warmup_steps = 1 }
+"#;
+
+/// Private writable bytes of this process, whether or not they have been written to.
+fn own_bytes() -> u64 {
+    /// The kernel's unit.
+    const PAGE: u64 = 4096;
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+    text.split(' ').nth(5).unwrap().parse::<u64>().unwrap() * PAGE
+}
+
+/// Bytes that everything of a stage takes: weights, optimiser, gradients, activations, evaluation.
+fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelConfig) -> u64 {
+    // Threads have stacks of their own: not before they are there.
+    rayon::broadcast(|_| ());
+    let before = own_bytes();
+    let step = step_config(recipe, &recipe.stages[0]);
+    let (length, batch) = (step.sequence_length, step.micro_batch);
+    let model =
+        Model::<Cpu, T>::new::<moh_model::Error>(Cpu, config, length, |_, _| Ok(())).unwrap();
+    let optimizer = OptimizerState::<Cpu, M>::new(&model, Shard::WHOLE).unwrap();
+    let group = World::single().group().clone();
+    let groups = StepGroups { all: group.clone(), data: group };
+    let stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
+    let evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
+    let taken = own_bytes() - before;
+    // The next case must not find this one's memory free.
+    std::mem::forget((model, optimizer, stepper, evaluator));
+    taken
+}
+
+/// Set in the process that measures itself.
+const ALONE: &str = "MOH_TEST_ALONE";
+
+#[test]
+fn the_plan_counts_what_a_stage_allocates() {
+    // The bytes are those of a process: it has no other tests.
+    if std::env::var_os(ALONE).is_none() {
+        let name = "plan_memory::the_plan_counts_what_a_stage_allocates";
+        let mut alone = Command::new(std::env::current_exe().unwrap());
+        assert!(alone.args(["--exact", name]).env(ALONE, "1").status().unwrap().success());
+        return;
+    }
+    let cases = [
+        ("none", "f32", "query-norm"),
+        ("cheap", "bf16", "query-norm"),
+        ("block", "f32", "query-norm"),
+        ("none", "bf16", "two-stage"),
+    ];
+    // Threads keep their scratch: it is allocated here, and not counted afterwards.
+    cases.into_iter().for_each(|case| _ = planned_and_allocated(case));
+    for case in cases {
+        let (planned, allocated) = planned_and_allocated(case);
+        let ratio = planned as f64 / allocated as f64;
+        assert!((0.985..=1.005).contains(&ratio), "{case:?}: {planned} of {allocated}");
+    }
+}
+
+/// Bytes of a stage with this recomputation, element type and router, which the stage adds to the model.
+fn planned_and_allocated((recompute, dtype, router): (&str, &str, &str)) -> (u64, u64) {
+    let overrides = [
+        format!("memory.recompute={recompute}"),
+        format!("run.dtype={dtype}"),
+        format!("stage.moh.moh={{ router = \"{router}\" }}"),
+    ];
+    let path = Path::new("recipe.toml");
+    let recipe = Recipe::parse(RECIPE, path, &overrides).unwrap();
+    let config = recipe.model_config(path).unwrap().unwrap();
+    let memory = Plan::new(&recipe, &config).unwrap().stages[0].memory;
+    // No checkpoint is written here.
+    let planned = memory.total() - memory.other.staging - memory.other.thread_scratch;
+    let config = ModelConfig { moh: recipe.stages[0].moh_config(&config).unwrap(), ..config };
+    let allocated = match dtype {
+        "bf16" => allocated::<bf16, f32, f32>(&recipe, config),
+        _ => allocated::<f32, f32, f32>(&recipe, config),
+    };
+    (planned, allocated)
+}

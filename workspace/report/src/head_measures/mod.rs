@@ -1,0 +1,255 @@
+//! What the heads of a model do: which tokens compute them, how far they look, how alike they are, and how many
+//! dimensions their outputs have, by layer and head, on one or more texts.
+//!
+//! - **Load**: the share of a text's tokens that compute the head; 1 of a shared head.
+//! - **Gate entropy**: of a token's gates, in nats, the mean over tokens; at most ln of the routed heads.
+//! - **Distance** and **entropy** of attention: of a token's row a, sum of a_j (t - j) in tokens and -sum of a_j ln a_j in
+//!   nats, the mean over the tokens t, but the first of a window.
+//! - **Pattern similarity** of two heads: 1 - |a - b|_1 / 2 of their rows, the mean over the tokens that compute both. 1 of
+//!   a head with itself, 0 of two that attend to different tokens.
+//! - **Output similarity** of two heads: the cosine of their outputs before the output projection, likewise.
+//! - **Feature rank**: of the matrix of a head's outputs, `[tokens that compute it, head_dim]`, how many of the largest
+//!   singular values have 99% of the sum of the squares of all.
+//!
+//! Everything is computed from the queries, keys and outputs of the model's own pass, with the heads that it selects,
+//! in f64 and in an order that does not depend on the number of threads.
+
+mod document;
+mod error;
+mod features;
+mod pairs;
+mod patterns;
+mod sentence;
+mod served;
+mod walk;
+
+use std::ops::ControlFlow;
+
+use moh_kernels::Backend;
+use moh_model::ModelConfig;
+use moh_model::router::entropy;
+use serde::{Deserialize, Serialize};
+
+pub use error::Error;
+use features::FeatureSums;
+use patterns::{PatternSums, Window};
+use served::ServedTokens;
+use walk::{LayerPass, Walk};
+
+pub use document::{HeadDocument, Sentence, SentenceToken};
+pub use features::RANK_SHARE;
+pub use sentence::{SentenceLayer, sentence};
+pub use served::ServedToken;
+pub use walk::Source;
+
+/// A text that heads are measured on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeadText {
+    /// Its name in the report.
+    pub name: String,
+    /// Whole windows of tokens.
+    pub ids: Vec<u32>,
+}
+
+/// What the heads of a model do.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HeadReport {
+    /// The texts, in order.
+    pub texts: Vec<TextReport>,
+    /// Each layer, in order.
+    pub layers: Vec<LayerReport>,
+}
+
+/// A text of a report.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TextReport {
+    /// Its name.
+    pub name: String,
+    /// Tokens that were measured.
+    pub tokens: usize,
+}
+
+/// What the heads of a layer do.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LayerReport {
+    /// The layer, from 0.
+    pub layer: usize,
+    /// Mean entropy of the gates of each text's tokens, in nats; `None` in a layer that routes no heads.
+    pub gate_entropy: Option<Vec<f64>>,
+    /// The mean over all pairs of heads that some token computes; `None` without such a pair.
+    pub pattern_similarity: Option<f64>,
+    /// The same of outputs.
+    pub output_similarity: Option<f64>,
+    /// Of each head with each; `None` where no token computes both.
+    pub pattern_similarities: Vec<Vec<Option<f64>>>,
+    /// The same of outputs.
+    pub output_similarities: Vec<Vec<Option<f64>>>,
+    /// Each head, in order.
+    pub heads: Vec<OneHead>,
+}
+
+/// What a head does.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct OneHead {
+    /// The head, from 0.
+    pub head: usize,
+    /// Whether every token computes it.
+    pub shared: bool,
+    /// Share of each text's tokens that compute it.
+    pub load: Vec<f64>,
+    /// Rank of its outputs.
+    pub feature_rank: usize,
+    /// Mean distance of what tokens attend to, in tokens; `None` if no token computes it.
+    pub distance: Option<f64>,
+    /// Mean entropy of the rows of attention, in nats.
+    pub entropy: Option<f64>,
+    /// The tokens that compute it most often, of a routed head.
+    pub tokens: Vec<ServedToken>,
+}
+
+/// Measures the heads of the model that `config` describes on texts of whole windows of `length` tokens, on one
+/// device. `weights` writes each tensor by its name; `progress` is called with the layers that are done and all of them,
+/// and can stop the work with `ControlFlow::Break`, which gives `Ok(None)`.
+///
+/// # Errors
+/// Fails if `weights` fails, for a text that is not of whole windows, and if the device fails.
+pub fn measure_heads<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
+    backend: &B,
+    config: &ModelConfig,
+    texts: &[HeadText],
+    length: usize,
+    weights: Source<'_, E>,
+    progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
+) -> Result<Option<HeadReport>, E> {
+    for text in texts {
+        if length == 0 || text.ids.is_empty() || !text.ids.len().is_multiple_of(length) {
+            let HeadText { name, ids } = text;
+            let reason = format!("{name} has {} tokens: not whole windows of {length}", ids.len());
+            return Err(Error::Argument { reason }.into());
+        }
+    }
+    let ids: Vec<u32> = texts.iter().flat_map(|text| &text.ids).copied().collect();
+    let text_of: Vec<usize> = texts
+        .iter()
+        .enumerate()
+        .flat_map(|(index, text)| std::iter::repeat_n(index, text.ids.len() / length))
+        .collect();
+    let job = Job { config, texts, length, ids: &ids, text_of: &text_of };
+    let mut layers: Vec<LayerSums> = Vec::new();
+    let mut on_pass = |layer: usize, pass: LayerPass| {
+        if layers.len() == layer {
+            layers.push(LayerSums::new(config, texts.len()));
+        }
+        job.add(&mut layers[layer], &pass);
+    };
+    let whole =
+        Walk::new(&ids, length).run(backend, config, &ids, weights, &mut on_pass, progress)?;
+    if !whole {
+        return Ok(None);
+    }
+    let text = |text: &HeadText| TextReport { name: text.name.clone(), tokens: text.ids.len() };
+    let layers = layers.iter().enumerate().map(|(layer, sums)| job.report(layer, sums));
+    Ok(Some(HeadReport { texts: texts.iter().map(text).collect(), layers: layers.collect() }))
+}
+
+/// The sums of a layer over all tokens so far.
+struct LayerSums {
+    patterns: PatternSums,
+    features: FeatureSums,
+    served: ServedTokens,
+    /// Tokens of each text that compute each head, `[texts, H]`.
+    computed: Vec<u64>,
+    /// Sums of the entropies of the gates of each text's tokens, if the layer routes.
+    gate_entropy: Option<Vec<f64>>,
+}
+
+impl LayerSums {
+    fn new(config: &ModelConfig, texts: usize) -> Self {
+        let heads = config.num_attention_heads;
+        LayerSums {
+            patterns: PatternSums::new(heads),
+            features: FeatureSums::new(heads, config.head_dim),
+            served: ServedTokens::new(heads),
+            computed: vec![0; texts * heads],
+            gate_entropy: None,
+        }
+    }
+}
+
+struct Job<'a> {
+    config: &'a ModelConfig,
+    texts: &'a [HeadText],
+    length: usize,
+    ids: &'a [u32],
+    /// The text of each window.
+    text_of: &'a [usize],
+}
+
+impl Job<'_> {
+    /// Adds what a layer computes of some windows.
+    fn add(&self, sums: &mut LayerSums, pass: &LayerPass) {
+        let ModelConfig {
+            num_attention_heads: heads, num_key_value_heads: kv_heads, head_dim, ..
+        } = *self.config;
+        sums.features.add(&pass.outputs, &pass.active, heads);
+        let queries = pass.queries.chunks_exact(self.length * heads * head_dim);
+        let keys = pass.keys.chunks_exact(self.length * kv_heads * head_dim);
+        let active = pass.active.chunks_exact(self.length * heads);
+        for (((queries, keys), active), window) in
+            queries.zip(keys).zip(active).zip(pass.windows.clone())
+        {
+            sums.patterns.add(Window { queries, keys, active, heads, kv_heads, head_dim });
+            let computed = &mut sums.computed[self.text_of[window] * heads..][..heads];
+            let ids = &self.ids[window * self.length..][..self.length];
+            for (active, &id) in active.chunks_exact(heads).zip(ids) {
+                computed
+                    .iter_mut()
+                    .zip(active)
+                    .for_each(|(sum, &active)| *sum += u64::from(active));
+                sums.served.add(id, active);
+            }
+        }
+        if let Some(gates) = &pass.gates {
+            let entropies = sums.gate_entropy.get_or_insert_with(|| vec![0.0; self.texts.len()]);
+            for (gates, window) in gates.chunks_exact(self.length * heads).zip(pass.windows.clone())
+            {
+                entropies[self.text_of[window]] +=
+                    gates.chunks_exact(heads).map(entropy).sum::<f64>();
+            }
+        }
+    }
+
+    fn report(&self, layer: usize, sums: &LayerSums) -> LayerReport {
+        let LayerSums { patterns, features, served, computed, gate_entropy } = sums;
+        let heads = self.config.num_attention_heads;
+        let tokens: Vec<f64> = self.texts.iter().map(|text| text.ids.len() as f64).collect();
+        let mean = |sums: &[f64], head: usize| {
+            (patterns.rows[head] > 0.0).then(|| sums[head] / patterns.rows[head])
+        };
+        let (shared, ranks) = (self.config.layer_heads(layer).shared, features.ranks());
+        let head = |head: usize| OneHead {
+            head,
+            shared: shared.contains(head),
+            load: computed
+                .chunks_exact(heads)
+                .zip(&tokens)
+                .map(|(computed, tokens)| computed[head] as f64 / tokens)
+                .collect(),
+            feature_rank: ranks[head],
+            distance: mean(&patterns.distance, head),
+            entropy: mean(&patterns.entropy, head),
+            tokens: if shared.contains(head) { Vec::new() } else { served.most(head) },
+        };
+        LayerReport {
+            layer,
+            gate_entropy: gate_entropy
+                .as_ref()
+                .map(|sums| sums.iter().zip(&tokens).map(|(sum, tokens)| sum / tokens).collect()),
+            pattern_similarity: patterns.similarity.mean_of_all(),
+            output_similarity: features.similarity.mean_of_all(),
+            pattern_similarities: patterns.similarity.matrix(),
+            output_similarities: features.similarity.matrix(),
+            heads: (0..heads).map(head).collect(),
+        }
+    }
+}

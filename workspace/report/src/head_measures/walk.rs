@@ -1,0 +1,128 @@
+//! The layers of a model one after another, on windows of tokens whose residual stream is kept on the host: the
+//! memory of a layer and of the stream, whatever the size of the model.
+
+use std::collections::HashSet;
+use std::ops::{ControlFlow, Range};
+
+use moh_kernels::Backend;
+use moh_model::tensors::tensor_shapes;
+use moh_model::{BlockPass, EndsPass, ModelConfig, windows_of_pass};
+
+use crate::head_measures::Error;
+
+/// The source of a model's weights: writes a tensor by its name.
+pub type Source<'a, E> = &'a mut dyn FnMut(&str, &mut [f32]) -> Result<(), E>;
+
+/// What the heads of a layer compute of some windows.
+pub(super) struct LayerPass {
+    /// The windows, from 0.
+    pub windows: Range<usize>,
+    /// `[N, H D]`, as attention reads them.
+    pub queries: Vec<f32>,
+    /// `[N, G D]`.
+    pub keys: Vec<f32>,
+    /// The outputs of all heads before the output projection, `[N, H D]`.
+    pub outputs: Vec<f32>,
+    /// Whether a token computes a head, `[N, H]`.
+    pub active: Vec<u8>,
+    /// The gates of a layer that routes, `[N, H]`, 0 of shared heads.
+    pub gates: Option<Vec<f32>>,
+    /// The factors of the outputs, if the router weighs heads; `[N, H]`.
+    pub weights: Option<Vec<f32>>,
+}
+
+/// Windows of equal length, in passes.
+pub(super) struct Walk {
+    length: usize,
+    /// Windows of a pass, which divide all windows.
+    batch: usize,
+}
+
+impl Walk {
+    /// Passes over `ids`, whole windows of `length` tokens.
+    pub fn new(ids: &[u32], length: usize) -> Self {
+        Walk { length, batch: windows_of_pass(ids.len() / length, length) }
+    }
+
+    /// Calls `on_pass` with what each layer computes of each pass, the passes in order within each layer, and
+    /// `progress` with the layers that are done and all; `false` if it breaks off.
+    pub fn run<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
+        &self,
+        backend: &B,
+        config: &ModelConfig,
+        ids: &[u32],
+        weights: Source<'_, E>,
+        on_pass: &mut dyn FnMut(usize, LayerPass),
+        progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
+    ) -> Result<bool, E> {
+        let mut stream = self.embed(backend, config, ids, weights)?;
+        let names: HashSet<String> =
+            tensor_shapes(config).into_iter().map(|(name, _)| name).collect();
+        let mut block = BlockPass::new(backend.clone(), config, self.batch, self.length)?;
+        let (layers, elements) =
+            (config.num_hidden_layers, self.batch * self.length * config.hidden_size);
+        for layer in 0..layers {
+            if progress(layer, layers).is_break() {
+                return Ok(false);
+            }
+            block.load::<E>(layer, |name, values| match names.contains(name) {
+                true => weights(name, values),
+                // A learned router's, in a layer without routed heads.
+                false => {
+                    values.fill(0.0);
+                    Ok(())
+                }
+            })?;
+            for (index, x) in stream.chunks_exact_mut(elements).enumerate() {
+                let windows = index * self.batch..(index + 1) * self.batch;
+                on_pass(layer, pass(&mut block, config, layer, windows, x)?);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The residual stream before the first layer, `[tokens, C]`.
+    fn embed<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
+        &self,
+        backend: &B,
+        config: &ModelConfig,
+        ids: &[u32],
+        weights: Source<'_, E>,
+    ) -> Result<Vec<f32>, E> {
+        let mut ends =
+            EndsPass::new(backend.clone(), config, self.batch, self.length, &mut *weights)?;
+        let mut stream = Vec::with_capacity(ids.len() * config.hidden_size);
+        for ids in ids.chunks_exact(self.batch * self.length) {
+            stream.extend(ends.embed(ids)?);
+        }
+        Ok(stream)
+    }
+}
+
+/// What a layer computes of the residual stream `x`, which becomes that behind it.
+fn pass<B: Backend>(
+    block: &mut BlockPass<B>,
+    config: &ModelConfig,
+    layer: usize,
+    windows: Range<usize>,
+    x: &mut [f32],
+) -> Result<LayerPass, Error> {
+    let moh = config.moh.as_ref().map(|moh| moh.of_layer_alone(layer));
+    block.project(x)?;
+    let heads = config.num_attention_heads;
+    let (mut gates, mut weights) = (None, None);
+    let active = match &moh {
+        Some(moh) => {
+            let active = block.select(moh.clone())?;
+            if moh.router.selects() && moh.layer(0).shared.len() < heads {
+                (gates, weights) = (Some(block.gates()?), block.weights()?);
+            }
+            active
+        }
+        None => vec![1; x.len() / config.hidden_size * heads],
+    };
+    let outputs = block.attend()?;
+    let (queries, keys) = block.queries_and_keys()?;
+    x.copy_from_slice(&block.forward(x, moh)?.output);
+    Ok(LayerPass { windows, queries, keys, outputs, active, gates, weights })
+}

@@ -1,0 +1,28 @@
+//! What tests of several crates share: tiny models and their references, token files and tokenizers, ranks that threads
+//! play, programs without the user's settings, a hub on the loopback interface, and readers against mutated input.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc, missing_docs)]
+
+pub mod fuzz;
+pub mod hub_server;
+pub mod launcher;
+pub mod models;
+pub mod options;
+pub mod programs;
+pub mod ranks;
+#[cfg(feature = "reference")]
+pub mod reference;
+pub mod small_tokenizer;
+mod source;
+#[cfg(feature = "text")]
+pub mod texts;
+mod tiny_model;
+#[cfg(feature = "train")]
+pub mod trained_run;
+pub mod whole_page;
+
+pub use tiny_model::tiny_model;
+
+/// A recipe of two stages.
+pub const SMALL_RECIPE: &str = include_str!("small.toml");

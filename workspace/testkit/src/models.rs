@@ -1,0 +1,119 @@
+//! A tiny Llama, whose attention any test may change, and micro-batches for it.
+
+use moh_kernels::adamw::{AdamW, AdamWUpdate};
+use moh_kernels::{Backend, Element};
+use moh_model::layout::Segment;
+use moh_model::parameters::FlatBuffers;
+use moh_model::{
+    Activations, Architecture, AuxiliaryLosses, Error, LossConfig, Model, ModelConfig, MohConfig,
+    PassShape, Recompute, RopeConfig, StepSums, initial,
+};
+
+pub const VOCABULARY: u32 = 61;
+
+/// Two layers of eight heads, two of them key/value heads.
+pub fn config(head_dim: usize, tied: bool, moh: Option<MohConfig>) -> ModelConfig {
+    ModelConfig {
+        architecture: Architecture::Llama,
+        vocab_size: VOCABULARY as usize,
+        hidden_size: 48,
+        intermediate_size: 80,
+        num_hidden_layers: 2,
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        head_dim,
+        max_position_embeddings: 64,
+        rms_norm_eps: 1e-5,
+        rope: RopeConfig { theta: 1e4, scaling: None },
+        tie_word_embeddings: tied,
+        initializer_range: 0.02,
+        bos_token_id: None,
+        eos_token_ids: Vec::new(),
+        moh,
+    }
+}
+
+/// Random matrices, and norms around 1.
+pub fn fill(segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
+    initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
+    if segment.shape().len() == 1 {
+        values.iter_mut().for_each(|value| *value += 1.0);
+    }
+    Ok(())
+}
+
+/// A model with the weights of [`fill`].
+pub fn model<B: Backend, T: Element>(backend: B, config: ModelConfig) -> Model<B, T> {
+    Model::new::<Error>(backend, config, 64, fill).unwrap()
+}
+
+/// A micro-batch of `tokens` tokens, another one for each `number`, in documents of 23 and the rest
+/// of each 40.
+pub fn upload<B: Backend, T: Element>(
+    backend: &B,
+    activations: &mut Activations<B, T>,
+    number: u32,
+) {
+    let tokens = activations.shape().tokens() as u32;
+    let ids: Vec<u32> = (0..tokens).map(|i| (i * 37 + i * i + number) % VOCABULARY).collect();
+    let targets: Vec<u32> = ids.iter().map(|id| (id * 7 + 3) % VOCABULARY).collect();
+    let starts: Vec<u32> = (0..tokens).map(|i| if i % 40 < 23 { 0 } else { 23 }).collect();
+    activations.upload(backend, &ids, &targets, &starts).unwrap();
+}
+
+/// A training pass over the micro-batches of [`upload`].
+pub const SHAPE: PassShape = PassShape {
+    batch: 2,
+    length: 40,
+    recompute: Recompute::None,
+    training: true,
+    document_mask: true,
+};
+/// The factors of a step of one such micro-batch.
+pub const SCALE: LossConfig = LossConfig {
+    cross_entropy: 1.0 / 80.0,
+    auxiliary: AuxiliaryLosses::all(0.1),
+    straight_through: true,
+};
+pub const ADAMW: AdamW = AdamW {
+    learning_rate: 1e-3,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    clip_norm: 1.0,
+    grad_norm: 1.0,
+    step: 1,
+};
+
+/// Updates all weights by AdamW, with the norm of `gradients`; `moments` are the first and the
+/// second.
+pub fn update<B: Backend + Clone, T: Element, G: Element>(
+    model: &mut Model<B, T>,
+    step: &AdamW,
+    gradients: &FlatBuffers<B, G>,
+    moments: &mut [FlatBuffers<B, G>; 2],
+    sums: &mut StepSums<B>,
+) {
+    let backend = model.backend().clone();
+    let segments = model.layout().segments();
+    let parts: Vec<_> =
+        segments.map(|(flat, segment)| gradients.view(flat, segment.range.clone())).collect();
+    backend.squared_norms(&parts, sums.squared_norm_mut()).unwrap();
+    let squared_norm = sums.read(&backend).unwrap().squared_norm;
+    let step = &AdamW { grad_norm: squared_norm.sqrt(), ..*step };
+    let [first, second] = moments;
+    for flat in 0..model.layout().flats.len() {
+        let all = 0..model.layout().flats[flat].len;
+        backend
+            .adamw(AdamWUpdate {
+                step,
+                gradients: gradients.view(flat, all.clone()),
+                weights: model.weights_mut().view_mut(flat, all.clone()),
+                remainder: None,
+                first_moment: first.view_mut(flat, all.clone()),
+                second_moment: second.view_mut(flat, all),
+            })
+            .unwrap();
+    }
+}

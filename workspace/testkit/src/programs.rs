@@ -1,0 +1,166 @@
+//! Shared by the tests of the programs: tiny models, token files, and commands without the user's
+//! settings.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use moh_data::{Provenance, TokenFileWriter};
+use moh_hf::ConfigFile;
+use moh_model::{HeadCounts, MohConfig, RouterKind, SharedHeadSets};
+use serde_json::{Value, json};
+
+pub use crate::source::{
+    VOCABULARY, edit_config, edit_weights, isolate, names, program, repository, workplace,
+    write_source,
+};
+
+/// The start of a recipe that trains the model of [`write_source`] on the tokens of [`trainable`];
+/// the rest of `[data]` and the stages follow.
+pub const RECIPE_HEAD: &str = r#"
+[run]
+dir = "run"
+seed = 1
+device = "cpu"
+dtype = "f32"
+
+[model]
+from = "source"
+
+[data]
+sequence_length = 16
+sources = [{ path = "text" }]
+"#;
+
+/// A dense and a Mixture-of-Head stage of a recipe, with so many tokens each and in a step.
+pub fn two_stages([adapt, moh]: [u64; 2], batch_tokens: u64) -> String {
+    format!(
+        r#"
+[[stage]]
+name = "adapt"
+attention = "dense"
+tokens = {adapt}
+batch_tokens = {batch_tokens}
+micro_batch = 2
+learning_rate = {{ max = 1e-2, min = 1e-3, warmup_steps = 2 }}
+
+[[stage]]
+name = "moh"
+attention = "moh"
+moh = {{ shared_heads = 4, routed_top_k = 2 }}
+tokens = {moh}
+batch_tokens = {batch_tokens}
+micro_batch = 2
+learning_rate = {{ max = 5e-3, min = 1e-3, warmup_steps = 1 }}
+"#
+    )
+}
+
+/// A directory with that model, the token files `text` and `held-out`, and a recipe of the head and `rest`.
+pub fn trainable(rest: &str) -> tempfile::TempDir {
+    let dir = workplace();
+    write_tokens(&dir.path().join("text"), VOCABULARY, 2000, 1);
+    write_tokens(&dir.path().join("held-out"), VOCABULARY, 2000, 2);
+    fs::write(dir.path().join("recipe.toml"), format!("{RECIPE_HEAD}{rest}")).unwrap();
+    dir
+}
+
+/// A directory with a model in `source` whose logits are all 0.
+pub fn uniform() -> tempfile::TempDir {
+    let dir = workplace();
+    edit_weights(dir.path(), |tensors| {
+        for (name, _, bytes) in tensors {
+            if name == "lm_head.weight" {
+                bytes.fill(0);
+            }
+        }
+    });
+    dir
+}
+
+/// A token file of one document: ids below `vocabulary`, derived from a seed.
+pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
+    let mut state = seed;
+    let ids: Vec<u32> = (0..count)
+        .map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            ((state >> 33) % vocabulary as u64) as u32
+        })
+        .collect();
+    let mut writer = TokenFileWriter::replace(prefix, vocabulary).unwrap();
+    writer.push_document(&ids).unwrap();
+    writer.finish(Provenance::default()).unwrap();
+}
+
+/// Writes the model in `source` as a model whose tokens select heads.
+pub fn write_moh(
+    source: &Path,
+    out: &Path,
+    shared_heads: impl Into<SharedHeadSets>,
+    routed_top_k: impl Into<HeadCounts>,
+) {
+    let file = ConfigFile::read(source).unwrap();
+    let moh = Some(MohConfig {
+        router: RouterKind::QueryNorm,
+        shared_heads: shared_heads.into(),
+        routed_top_k: routed_top_k.into(),
+    });
+    fs::create_dir(out).unwrap();
+    for entry in fs::read_dir(source).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), out.join(entry.file_name())).unwrap();
+    }
+    let fields = file.to_json(&moh_model::ModelConfig { moh, ..file.config.clone() }, None);
+    fs::write(out.join("config.json"), Value::Object(fields).to_string()).unwrap();
+}
+
+/// The standard error of a command that fails with `code`, prints nothing else and leaves the names
+/// in `dir` unchanged: one line, without `error: `.
+pub fn failure(dir: &Path, command: &mut Command, code: i32) -> String {
+    let before = names(dir);
+    let output = command.output().unwrap();
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(code), "{text}");
+    assert_eq!(stdout(&output), "", "{text}");
+    assert_eq!(text.trim_end().lines().count(), 1, "{text}");
+    assert_eq!(names(dir), before, "{text}");
+    text.strip_prefix("error: ").unwrap().trim_end().to_owned()
+}
+
+/// The standard output of a command that succeeds.
+pub fn success(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    stdout(&output)
+}
+
+pub fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// The fixtures outside the repository.
+pub fn fixtures() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"))
+}
+
+/// Words of the tokenizer of [`write_tokenizer`]: `w0` to `w29`, fewer than [`VOCABULARY`].
+pub const WORDS: usize = 30;
+
+/// Writes a tokenizer whose token n is the word `wn`; different `unknown` words make different
+/// tokenizers.
+pub fn write_tokenizer(dir: &Path, unknown: &str) {
+    let words: serde_json::Map<String, Value> =
+        (0..WORDS).map(|id| (format!("w{id}"), id.into())).collect();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": unknown},
+    });
+    fs::create_dir_all(dir).unwrap();
+    fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+}

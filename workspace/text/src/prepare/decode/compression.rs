@@ -1,0 +1,126 @@
+//! What an input is compressed with, by its first bytes, and the decoders; encodings that are not decoded are
+//! refused with a remedy.
+
+use std::io::{self, BufRead, Read};
+use std::path::{Path, PathBuf};
+
+use super::gzip::Members;
+use crate::prepare::names::is_standard_input;
+
+/// What an input is compressed with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Compression {
+    None,
+    Gzip,
+    Zstandard,
+    Bzip2,
+    Xz,
+}
+
+/// bzip2's first bytes but for the level, a digit after the first three.
+const BZIP2: (&[u8], &[u8]) = (b"BZh", b"1AY&SY");
+/// bzip2's bytes after the level of a file without content.
+const EMPTY_BZIP2: &[u8] = b"\x17\x72\x45\x38\x50\x90";
+/// Encodings that are not decoded: their first bytes, their name, and a program that decodes them to
+/// standard output.
+const REFUSED: [(&[u8], &str, &str); 3] = [
+    (b"\x04\x22\x4d\x18", "LZ4", "lz4cat"),
+    (b"PK\x03\x04", "zip", "unzip -p"),
+    (b"7z\xbc\xaf\x27\x1c", "7-Zip", "7z x -so"),
+];
+/// Byte-order marks of text that is not UTF-8, and the name of its encoding; the longer ones first.
+const BYTE_ORDER_MARKS: [(&[u8], &str); 4] = [
+    (b"\xff\xfe\0\0", "UTF-32"),
+    (b"\0\0\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+];
+/// The base 2 logarithms of the smallest window limit of a decoder, which what is written without options needs,
+/// and of the largest.
+const WINDOW_LOGS: (u32, u32) = (23, 31);
+
+impl Compression {
+    /// The ends of names of compressed files.
+    pub(crate) const NAMES: [&str; 5] = ["gz", "zst", "bz2", "xz", "gzip"];
+
+    /// The compression of an input that starts with these bytes.
+    pub(crate) fn of(start: &[u8]) -> Self {
+        let (first, block) = BZIP2;
+        if start.starts_with(b"\x1f\x8b") {
+            Compression::Gzip
+        } else if start.starts_with(b"\x28\xb5\x2f\xfd") || is_skippable_frame(start) {
+            Compression::Zstandard
+        } else if start.starts_with(b"\xfd7zXZ\0") {
+            Compression::Xz
+        } else if start.starts_with(first)
+            && start.get(first.len() + 1..).is_some_and(|rest| rest == block || rest == EMPTY_BZIP2)
+        {
+            Compression::Bzip2
+        } else {
+            Compression::None
+        }
+    }
+
+    /// Decodes `source`.
+    pub(super) fn decoder<R: BufRead + Send + 'static>(
+        self,
+        source: R,
+        max_window_bytes: usize,
+    ) -> io::Result<Box<dyn Read + Send>> {
+        let (least, most) = WINDOW_LOGS;
+        let window_log = max_window_bytes.max(1).ilog2().clamp(least, most);
+        Ok(match self {
+            Compression::None => Box::new(source),
+            Compression::Gzip => Box::new(Members::new(source)),
+            Compression::Zstandard => {
+                let mut decoder = zstd::stream::read::Decoder::with_buffer(source)?;
+                decoder.window_log_max(window_log)?;
+                Box::new(decoder)
+            }
+            Compression::Bzip2 => Box::new(bzip2::bufread::MultiBzDecoder::new(source)),
+            Compression::Xz => {
+                let limit = max_window_bytes.max(1 << least) as u64;
+                let stream = liblzma::stream::Stream::new_stream_decoder(
+                    limit,
+                    liblzma::stream::CONCATENATED,
+                )
+                .map_err(io::Error::other)?;
+                Box::new(liblzma::bufread::XzDecoder::new_stream(source, stream))
+            }
+        })
+    }
+}
+
+/// Whether these bytes start a frame of Zstandard that holds no text, as pzstd writes.
+fn is_skippable_frame(start: &[u8]) -> bool {
+    matches!(start, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..])
+}
+
+/// Why an input that starts with these bytes cannot be read.
+pub(crate) fn refusal(path: &Path, start: &[u8]) -> Option<String> {
+    let name = match is_standard_input(path) {
+        true => PathBuf::from("FILE"),
+        false => path.to_path_buf(),
+    };
+    let shown = name.display();
+    let is_json = |name: &Path| {
+        name.extension()
+            .is_some_and(|end| ["json", "jsonl"].iter().any(|json| end.eq_ignore_ascii_case(json)))
+    };
+    if let Some((_, encoding, program)) =
+        REFUSED.into_iter().find(|(magic, ..)| start.starts_with(magic))
+    {
+        let inner = name.with_extension("");
+        let format = if is_json(&inner) || is_standard_input(path) { "jsonl" } else { "text" };
+        return Some(format!(
+            "compressed with {encoding}: decompress it into standard input, as in \
+             `{program} {shown} | moh-data prepare --format {format} ... -`"
+        ));
+    }
+    let (_, encoding) = BYTE_ORDER_MARKS.into_iter().find(|(mark, _)| start.starts_with(mark))?;
+    let format = if is_json(&name) || is_standard_input(path) { "jsonl" } else { "text" };
+    Some(format!(
+        "text in {encoding}: convert it to UTF-8, as in `iconv -f {encoding} -t UTF-8 {shown} | \
+         moh-data prepare --format {format} ... -`"
+    ))
+}

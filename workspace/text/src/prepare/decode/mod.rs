@@ -1,0 +1,221 @@
+//! The bytes of an input: a file or, named `-`, standard input, decompressed. What it is compressed with is
+//! decided by its first bytes, never by its name. Nothing is held but the decoder's window and what was
+//! looked at before.
+
+mod compression;
+mod gzip;
+#[cfg(test)]
+mod tests;
+
+use std::fs::File;
+use std::io::{self, BufReader, Cursor, ErrorKind, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::prepare::{Error, Result};
+
+pub(crate) use compression::Compression;
+pub(crate) use compression::refusal;
+
+/// Bytes at the start of an input that identify its encoding.
+const MAGIC_BYTES: u64 = 10;
+/// Size of a decoder's read buffer.
+const BUFFER_BYTES: usize = 1 << 18;
+/// Bytes that are discarded at once on the way to a place in a compressed input.
+const SKIPPED_BYTES: u64 = 1 << 20;
+
+/// The decoded bytes of an input, from some place on.
+pub(crate) struct Decoded {
+    path: PathBuf,
+    compression: Compression,
+    source: Box<dyn Read + Send>,
+    /// What was looked at and is not read yet.
+    ahead: Vec<u8>,
+    /// Bytes of the file as stored that were read.
+    stored: Arc<AtomicU64>,
+    /// Decoded bytes that left the decoder.
+    decoded: u64,
+}
+
+impl Decoded {
+    /// Decodes `path`, which is read from `source`; a decoder's window takes at most `max_window_bytes`.
+    ///
+    /// # Errors
+    /// Fails if it cannot be read, or is in an encoding that is not decoded.
+    pub(crate) fn new(path: &Path, source: Source, max_window_bytes: usize) -> Result<Self> {
+        let stored = Arc::new(AtomicU64::new(0));
+        let mut source = Counted { source, stored: stored.clone() };
+        let mut start = Vec::new();
+        let mut limited = source.by_ref().take(MAGIC_BYTES);
+        limited.read_to_end(&mut start).map_err(moh_files::io(path))?;
+        if let Some(reason) = refusal(path, &start) {
+            return Err(Error::input(path, reason));
+        }
+        let compression = Compression::of(&start);
+        let source = match compression {
+            Compression::None => {
+                return Ok(Self {
+                    path: path.to_path_buf(),
+                    compression,
+                    source: Box::new(source),
+                    decoded: start.len() as u64,
+                    ahead: start,
+                    stored,
+                });
+            }
+            _ => BufReader::with_capacity(BUFFER_BYTES, Cursor::new(start).chain(source)),
+        };
+        let source = compression.decoder(source, max_window_bytes).map_err(moh_files::io(path))?;
+        Ok(Self {
+            path: path.to_path_buf(),
+            compression,
+            source,
+            ahead: Vec::new(),
+            stored,
+            decoded: 0,
+        })
+    }
+
+    /// Decodes a file from `offset` on, a number of decoded bytes.
+    ///
+    /// # Errors
+    /// As [`Decoded::new`], and if the input ends before `offset`.
+    pub(crate) fn open_at(path: &Path, offset: u64, max_window_bytes: usize) -> Result<Self> {
+        let open = || File::open(path).map_err(moh_files::io(path));
+        let mut decoded = Self::new(path, Source::File(open()?), max_window_bytes)?;
+        if decoded.compression == Compression::None && offset > 0 {
+            let mut file = open()?;
+            let end = file.metadata().map_err(moh_files::io(path))?.len();
+            file.seek(SeekFrom::Start(offset.min(end))).map_err(moh_files::io(path))?;
+            decoded.source =
+                Box::new(Counted { source: Source::File(file), stored: decoded.stored.clone() });
+            decoded.stored.store(offset, Ordering::Relaxed);
+            decoded.ahead.clear();
+            decoded.decoded = offset.min(end);
+        }
+        let mut skipped = Vec::new();
+        while decoded.offset() < offset {
+            let bytes = (offset - decoded.offset()).min(SKIPPED_BYTES) as usize;
+            skipped.clear();
+            if decoded.fill(&mut skipped, bytes)? == 0 {
+                return Err(Error::input(
+                    path,
+                    format!("ends after {} bytes of text; it was longer before", decoded.offset()),
+                ));
+            }
+        }
+        Ok(decoded)
+    }
+
+    /// What the input is compressed with.
+    pub(crate) fn compression(&self) -> Compression {
+        self.compression
+    }
+
+    /// Decoded bytes before the next one.
+    pub(crate) fn offset(&self) -> u64 {
+        self.decoded - self.ahead.len() as u64
+    }
+
+    /// Bytes of the file as stored that were read so far.
+    pub(crate) fn stored_bytes(&self) -> u64 {
+        self.stored.load(Ordering::Relaxed)
+    }
+
+    /// Appends up to `bytes` to `buffer`, fewer only at the end, and returns how many.
+    pub(crate) fn fill(&mut self, buffer: &mut Vec<u8>, bytes: usize) -> Result<usize> {
+        let from_ahead = bytes.min(self.ahead.len());
+        buffer.extend(self.ahead.drain(..from_ahead));
+        Ok(from_ahead + self.decode(buffer, bytes - from_ahead)?)
+    }
+
+    /// The next bytes, up to `bytes` of them and fewer only at the end; they stay to be read.
+    pub(crate) fn peek(&mut self, bytes: usize) -> Result<&[u8]> {
+        let mut ahead = std::mem::take(&mut self.ahead);
+        let missing = bytes.saturating_sub(ahead.len());
+        let read = self.decode(&mut ahead, missing);
+        self.ahead = ahead;
+        read?;
+        Ok(&self.ahead)
+    }
+
+    fn decode(&mut self, buffer: &mut Vec<u8>, bytes: usize) -> Result<usize> {
+        let before = buffer.len();
+        // Nothing in advance: the buffer may be that of a record of many megabytes.
+        buffer.reserve_exact(bytes);
+        let read = self.source.by_ref().take(bytes as u64).read_to_end(buffer);
+        let decoded = buffer.len() - before;
+        self.decoded += decoded as u64;
+        read.map_err(|error| self.fault(error))
+    }
+
+    /// The error of a decoder, or of the file that it reads.
+    fn fault(&self, error: io::Error) -> Error {
+        if self.compression == Compression::None || error.raw_os_error().is_some() {
+            return moh_files::io(&self.path)(error).into();
+        }
+        let text = error.to_string();
+        let end = self.decoded;
+        let reason = if text.contains("too much memory") || text.contains("memory limit") {
+            format!(
+                "needs more memory to decompress than --memory gives it ({text}): raise --memory"
+            )
+        } else if error.kind() == ErrorKind::UnexpectedEof || text.contains("premature eof") {
+            format!("compressed data ends early after {end} bytes of text: fetch it again")
+        } else {
+            format!("compressed data is damaged after {end} bytes of text ({text}): fetch it again")
+        };
+        Error::input(&self.path, reason)
+    }
+}
+
+/// Its errors are those of [`Decoded::fill`].
+impl Read for Decoded {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if !self.ahead.is_empty() {
+            let read = self.ahead.as_slice().read(buffer)?;
+            self.ahead.drain(..read);
+            return Ok(read);
+        }
+        match self.source.read(buffer) {
+            Ok(read) => {
+                self.decoded += read as u64;
+                Ok(read)
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => Err(error),
+            Err(error) => Err(io::Error::other(self.fault(error))),
+        }
+    }
+}
+
+/// What an input is read from.
+pub(crate) enum Source {
+    /// A file or a pipe.
+    File(File),
+    /// Standard input.
+    Standard(io::Stdin),
+}
+
+impl Read for Source {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Source::File(file) => file.read(buffer),
+            Source::Standard(input) => input.read(buffer),
+        }
+    }
+}
+
+/// Counts what is read.
+struct Counted {
+    source: Source,
+    stored: Arc<AtomicU64>,
+}
+
+impl Read for Counted {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.source.read(buffer)?;
+        self.stored.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+}

@@ -1,0 +1,183 @@
+//! Conversations to ids and the mask of what a model is trained on: one encoding of the whole text that the chat
+//! template renders, as transformers' `apply_chat_template` makes, by the slower library, which tells the bytes that
+//! each id stands for. Nothing is put before or after the text: the template writes BOS and the ends of turns.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::{Conversation, Renderer, TextTokenizer, TrainingText};
+use serde_json::Value;
+
+use crate::prepare::preparation::Chat;
+use crate::prepare::{Error, Result};
+
+/// Renders and encodes conversations from any number of threads.
+pub(crate) struct ChatEncoder<'a> {
+    tokenizer: &'a TextTokenizer,
+    chat: Chat<'a>,
+    renderer: Renderer<'a>,
+    special: SpecialNames,
+}
+
+/// A rendered conversation.
+pub(crate) struct Rendered {
+    text: TrainingText,
+    /// The ids of the special tokens that messages name.
+    pub(crate) special: Vec<u32>,
+}
+
+/// The ids of a conversation.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct EncodedChat {
+    pub(crate) ids: Vec<u32>,
+    /// 1 for each id that is trained on, 0 for the others.
+    pub(crate) mask: Vec<u8>,
+}
+
+/// An id with the bytes of the text that it stands for.
+type Token = (u32, Range<usize>);
+
+impl<'a> ChatEncoder<'a> {
+    /// # Errors
+    /// Fails if the template is no Jinja.
+    pub(crate) fn new(tokenizer: &'a TextTokenizer, chat: Chat<'a>) -> Result<Self> {
+        if tokenizer.splits_special_tokens() {
+            return Err(Error::options(
+                "--split-special-tokens: the chat template's own special tokens would be text: leave it out",
+            ));
+        }
+        let renderer = chat.template.renderer()?;
+        Ok(Self { tokenizer, chat, renderer, special: SpecialNames::new(tokenizer) })
+    }
+
+    /// Renders a record that the fields of conversations make: an object with `messages` and `tools`.
+    ///
+    /// # Errors
+    /// Fails with the reason why it is no conversation, or none for the template.
+    pub(crate) fn render(&self, record: &str) -> Result<Rendered, String> {
+        let mut record: Value = serde_json::from_str(record)
+            .map_err(|error| format!("not a conversation in JSON: {error}"))?;
+        let mut take = |name: &str| record.get_mut(name).map_or(Value::Null, Value::take);
+        let conversation = Conversation::from_json(take("messages"), take("tools"))
+            .map_err(|error| error.to_string())?;
+        let text = self.renderer.training_text(&conversation, self.chat.turns);
+        let text = text.map_err(|error| error.to_string())?;
+        let mut special = Vec::new();
+        conversation.visit_texts(&mut |text| self.special.find(text, &mut special));
+        Ok(Rendered { text, special })
+    }
+
+    /// The ids of a rendered conversation.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does; a byte-level one never does.
+    pub(crate) fn encode(&self, rendered: &Rendered) -> Result<EncodedChat> {
+        let TrainingText { text, trained, is_exact } = &rendered.text;
+        let tokens = self.tokenizer.encode_with_ranges(text)?;
+        let is_special = |id: u32| self.special.contains(id);
+        let mut mask = vec![0; tokens.len()];
+        let mut next = 0;
+        for range in trained {
+            let mut range = range.clone();
+            if !is_exact {
+                range.end = end_of_turn(text, &tokens[next..], &range, is_special);
+            }
+            // Those whose bytes overlap, and all between the first and the last of them.
+            let overlaps = |(_, token): &Token| token.start < range.end && token.end > range.start;
+            let Some(first) = tokens[next..].iter().position(overlaps) else { continue };
+            let first = next + first;
+            let behind = tokens[first..].iter().position(|(_, token)| token.start >= range.end);
+            let end = behind.map_or(tokens.len(), |behind| first + behind);
+            let last = tokens[first..end].iter().rposition(overlaps).unwrap_or(0);
+            mask[first..=first + last].fill(1);
+            next = first;
+        }
+        Ok(EncodedChat { ids: tokens.into_iter().map(|(id, _)| id).collect(), mask })
+    }
+}
+
+impl Rendered {
+    pub(crate) fn text(&self) -> &str {
+        &self.text.text
+    }
+}
+
+/// The end of a turn within the range of its text: the end of its last special token, if nothing but white space
+/// follows that, such as the newline after <|im_end|>, which no model has to generate.
+fn end_of_turn(
+    text: &str,
+    tokens: &[Token],
+    range: &Range<usize>,
+    is_special: impl Fn(u32) -> bool,
+) -> usize {
+    let within = tokens
+        .iter()
+        .skip_while(|(_, token)| token.end <= range.start)
+        .take_while(|(_, token)| token.start < range.end);
+    let last = within.filter(|(id, _)| is_special(*id)).last();
+    match last {
+        Some((_, token))
+            if text.get(token.end..range.end).is_some_and(|rest| rest.trim().is_empty()) =>
+        {
+            token.end
+        }
+        _ => range.end,
+    }
+}
+
+/// The special tokens, to find their names in texts.
+struct SpecialNames {
+    /// By the first byte of their names.
+    names: BTreeMap<u8, Vec<(String, u32)>>,
+    ids: Vec<u32>,
+}
+
+impl SpecialNames {
+    fn new(tokenizer: &TextTokenizer) -> Self {
+        let mut names: BTreeMap<u8, Vec<(String, u32)>> = BTreeMap::new();
+        let ids: Vec<u32> = tokenizer.special_ids().collect();
+        for &id in &ids {
+            let Some(name) = tokenizer.token(id).filter(|name| !name.is_empty()) else { continue };
+            names.entry(name.as_bytes()[0]).or_default().push((name, id));
+        }
+        // The longest one that is there counts.
+        names.values_mut().for_each(|names| names.sort_by_key(|(name, _)| usize::MAX - name.len()));
+        Self { names, ids }
+    }
+
+    fn contains(&self, id: u32) -> bool {
+        self.ids.binary_search(&id).is_ok()
+    }
+
+    /// Appends the ids of the tokens that a text names, in order.
+    fn find(&self, text: &str, found: &mut Vec<u32>) {
+        let mut at = 0;
+        while let Some(&byte) = text.as_bytes().get(at) {
+            let here = self.names.get(&byte).into_iter().flatten();
+            let mut here =
+                here.filter(|(name, _)| text.as_bytes()[at..].starts_with(name.as_bytes()));
+            match here.next() {
+                Some((name, id)) => {
+                    found.push(*id);
+                    at += name.len();
+                }
+                None => at += 1,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_turn_ends_with_its_last_special_token() {
+        let text = "ab<e>\n \ncd";
+        let tokens = [(1, 0..2), (9, 2..5), (2, 5..8), (3, 8..10)];
+        let end = |range: Range<usize>| end_of_turn(text, &tokens, &range, |id| id == 9);
+        assert_eq!((end(0..8), end(1..6), end(0..5)), (5, 5, 5));
+        // Text follows, or there is no special token.
+        assert_eq!((end(0..10), end(5..8), end(0..2)), (10, 8, 2));
+    }
+}

@@ -1,0 +1,333 @@
+//! The text of a record: the option `--field` names a field, a path `a.b` of fields in fields, or gives a
+//! template as `{title}: {text}`. One type for JSON objects and the columns of tables.
+
+mod json;
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
+
+use crate::prepare::{Error, Result};
+
+/// Maximum number of keys or columns that an error lists.
+const MAX_SHOWN_KEYS: usize = 5;
+
+/// What `--field` says.
+#[derive(Clone, Debug)]
+pub(crate) struct Fields {
+    /// Each field that is wanted, once.
+    paths: Vec<String>,
+    parts: Vec<TemplatePart>,
+    /// The fields as a tree of keys.
+    tree: Node,
+    kind: Kind,
+}
+
+/// What a record's text is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// A field.
+    Field,
+    /// Fields in a template.
+    Template,
+    /// The messages of a conversation and the tools: the text is an object of JSON with both.
+    Chat,
+}
+
+/// The field of the tools that a conversation's assistant may call.
+const TOOLS: &str = "tools";
+
+#[derive(Clone, Debug)]
+enum TemplatePart {
+    Literal(String),
+    /// An index of the list of paths.
+    Field(usize),
+}
+
+/// A key of objects: the field that it is, and the keys in it.
+#[derive(Clone, Debug, Default)]
+struct Node {
+    /// An index of the list of [`Slots`].
+    slot: Option<usize>,
+    keys: Vec<(String, Node)>,
+}
+
+/// The values of a record's fields: for each path that of the key which is literally the path, and that of
+/// the key at its end.
+pub(crate) type Slots<'a> = Vec<Option<Value<'a>>>;
+
+/// The value of a field.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Value<'a> {
+    /// A string.
+    Text(&'a str),
+    /// A string as it is in JSON.
+    Escaped(&'a str),
+    /// A number or a truth value as JSON writes it.
+    Scalar(Cow<'a, str>),
+    /// Nothing.
+    Null,
+    /// An object or a list.
+    Json(Cow<'a, str>),
+    /// Another value without a text.
+    Other,
+}
+
+/// How errors speak of a kind of records.
+#[derive(Clone, Copy)]
+pub(crate) struct Nouns {
+    /// What a field is called.
+    pub(crate) field: &'static str,
+    /// What has the fields.
+    pub(crate) record: &'static str,
+}
+
+/// Of JSON lines.
+pub(crate) const LINE: Nouns = Nouns { field: "field", record: "line" };
+/// Of an array of JSON.
+pub(crate) const ELEMENT: Nouns = Nouns { field: "field", record: "element" };
+/// Of tables.
+pub(crate) const ROW: Nouns = Nouns { field: "column", record: "table" };
+
+impl Fields {
+    /// Reads the argument of `--field`.
+    ///
+    /// # Errors
+    /// Fails for a template whose braces do not match, or without a field.
+    pub(crate) fn parse(argument: &str) -> Result<Self> {
+        let is_template = argument.contains(['{', '}']);
+        let mut fields = Self::none(if is_template { Kind::Template } else { Kind::Field });
+        if is_template {
+            fields.template(argument).map_err(|problem| Error::Options {
+                reason: format!(
+                    "--field {argument:?}: {problem}; a template is text with names of fields in \
+                     braces, as \"{{title}}: {{text}}\", and {{{{ and }}}} for braces"
+                ),
+            })?;
+        } else {
+            fields.push_path(argument);
+        }
+        fields.grow_tree();
+        Ok(fields)
+    }
+
+    /// The messages of a conversation, in a field or at the end of a path of fields, and its tools if there are any.
+    pub(crate) fn of_chat(messages: &str) -> Self {
+        let mut fields = Self::none(Kind::Chat);
+        fields.push_path(messages);
+        fields.push_path(TOOLS);
+        fields.grow_tree();
+        fields
+    }
+
+    fn none(kind: Kind) -> Self {
+        Self { paths: Vec::new(), parts: Vec::new(), tree: Node::default(), kind }
+    }
+
+    fn grow_tree(&mut self) {
+        for (index, path) in self.paths.iter().enumerate() {
+            self.tree.insert(&[path], 2 * index);
+            let keys: Vec<&str> = path.split('.').collect();
+            if keys.len() > 1 {
+                self.tree.insert(&keys, 2 * index + 1);
+            }
+        }
+    }
+
+    fn template(&mut self, argument: &str) -> Result<(), &'static str> {
+        let mut literal = String::new();
+        let mut rest = argument;
+        while let Some(at) = rest.find(['{', '}']) {
+            literal.push_str(&rest[..at]);
+            let (brace, after) = rest[at..].split_at(1);
+            if let Some(doubled) = after.strip_prefix(brace) {
+                literal.push_str(brace);
+                rest = doubled;
+                continue;
+            }
+            if brace == "}" {
+                return Err("a brace is closed that is not open");
+            }
+            let (name, after) = after.split_once('}').ok_or("a brace is not closed")?;
+            if name.is_empty() || name.contains('{') {
+                return Err("braces without a name in them");
+            }
+            self.push_literal(&mut literal);
+            self.push_path(name);
+            rest = after;
+        }
+        literal.push_str(rest);
+        self.push_literal(&mut literal);
+        if self.paths.is_empty() {
+            return Err("it names no field");
+        }
+        Ok(())
+    }
+
+    fn push_literal(&mut self, literal: &mut String) {
+        if !literal.is_empty() {
+            self.parts.push(TemplatePart::Literal(std::mem::take(literal)));
+        }
+    }
+
+    fn push_path(&mut self, path: &str) {
+        let index = self.paths.iter().position(|known| known == path).unwrap_or_else(|| {
+            self.paths.push(path.to_owned());
+            self.paths.len() - 1
+        });
+        self.parts.push(TemplatePart::Field(index));
+    }
+
+    /// The fields that are wanted.
+    pub(crate) fn paths(&self) -> &[String] {
+        &self.paths
+    }
+
+    /// Whether numbers and truth values have a text, too.
+    pub(crate) fn is_template(&self) -> bool {
+        self.kind == Kind::Template
+    }
+
+    /// Whether lists have a text, as messages do.
+    pub(crate) fn is_chat(&self) -> bool {
+        self.kind == Kind::Chat
+    }
+
+    /// Whether a record may lack the field `path`.
+    pub(crate) fn is_optional(&self, path: &str) -> bool {
+        self.is_chat() && path == TOOLS
+    }
+
+    /// Slots for the values of a record.
+    pub(crate) fn slots<'a>(&self) -> Slots<'a> {
+        vec![None; 2 * self.paths.len()]
+    }
+
+    /// The text of a record with these values; `keys` are what it has, for the error.
+    ///
+    /// # Errors
+    /// Fails with the reason why the record is no document.
+    pub(crate) fn text<'a>(
+        &'a self,
+        slots: &Slots<'a>,
+        nouns: Nouns,
+        keys: impl Fn() -> Vec<String>,
+    ) -> Result<Cow<'a, str>, String> {
+        if self.is_chat() {
+            return self.conversation(slots, nouns, keys).map(Cow::Owned);
+        }
+        let part = |part: &'a TemplatePart| match part {
+            TemplatePart::Literal(text) => Ok(Cow::Borrowed(text.as_str())),
+            TemplatePart::Field(index) => self.field_text(*index, slots, nouns, &keys),
+        };
+        match &self.parts[..] {
+            [only] => part(only),
+            parts => {
+                let mut text = String::new();
+                for found in parts.iter().map(part) {
+                    text.push_str(&found?);
+                }
+                Ok(Cow::Owned(text))
+            }
+        }
+    }
+
+    /// The text of a field.
+    fn field_text<'a>(
+        &self,
+        index: usize,
+        slots: &Slots<'a>,
+        nouns: Nouns,
+        keys: &impl Fn() -> Vec<String>,
+    ) -> Result<Cow<'a, str>, String> {
+        let Some(value) = slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref()) else {
+            return Err(missing(&self.paths[index], nouns, &keys()));
+        };
+        let what = || format!("the {} {:?}", nouns.field, self.paths[index]);
+        match value {
+            Value::Text(text) => Ok(Cow::Borrowed(text)),
+            Value::Escaped(string) => {
+                unescaped(string).map_err(|reason| format!("{} is broken: {reason}", what()))
+            }
+            Value::Scalar(text) if self.is_template() => Ok(text.clone()),
+            Value::Null => Err(format!("{} is null", what())),
+            _ if self.is_template() => {
+                Err(format!("{} is not a string, number or truth value", what()))
+            }
+            _ => Err(format!("{} is not a string", what())),
+        }
+    }
+
+    /// The object of a conversation.
+    fn conversation(
+        &self,
+        slots: &Slots<'_>,
+        nouns: Nouns,
+        keys: impl Fn() -> Vec<String>,
+    ) -> Result<String, String> {
+        let value = |index: usize| slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref());
+        let messages = match value(0) {
+            Some(Value::Json(messages)) => messages,
+            Some(Value::Null) => {
+                return Err(format!("the {} {:?} is null", nouns.field, self.paths[0]));
+            }
+            Some(_) => {
+                return Err(format!(
+                    "the {} {:?} is not a list of messages",
+                    nouns.field, self.paths[0]
+                ));
+            }
+            None => return Err(missing(&self.paths[0], nouns, &keys())),
+        };
+        let tools = match value(1) {
+            None | Some(Value::Null) => Cow::Borrowed("null"),
+            Some(Value::Json(tools)) => Cow::Borrowed(&**tools),
+            // A text with the tools in JSON.
+            Some(Value::Escaped(tools)) => Cow::Borrowed(*tools),
+            Some(Value::Text(tools)) => serde_json::Value::from(*tools).to_string().into(),
+            Some(_) => return Err(format!("the {} {TOOLS:?} is not a list", nouns.field)),
+        };
+        Ok(format!("{{\"messages\":{messages},\"tools\":{tools}}}"))
+    }
+}
+
+impl Node {
+    fn insert(&mut self, keys: &[&str], slot: usize) {
+        let Some((first, rest)) = keys.split_first() else {
+            self.slot = Some(slot);
+            return;
+        };
+        let at = self.keys.iter().position(|(key, _)| key == first).unwrap_or_else(|| {
+            self.keys.push(((*first).to_owned(), Node::default()));
+            self.keys.len() - 1
+        });
+        self.keys[at].1.insert(rest, slot);
+    }
+
+    /// Forgets the values under this key: of a key that comes twice, the last value counts.
+    fn clear(&self, slots: &mut Slots<'_>) {
+        if let Some(slot) = self.slot {
+            slots[slot] = None;
+        }
+        self.keys.iter().for_each(|(_, node)| node.clear(slots));
+    }
+}
+
+/// The reason of a record without the field `path`.
+pub(crate) fn missing(path: &str, nouns: Nouns, keys: &[String]) -> String {
+    let Nouns { field, record } = nouns;
+    let shown: Vec<_> = keys.iter().take(MAX_SHOWN_KEYS).map(|key| format!("{key:?}")).collect();
+    let shown = if shown.is_empty() { "nothing".to_owned() } else { shown.join(", ") };
+    format!("no {field} {path:?}, the {record} has {shown}: name the text's {field} with --field")
+}
+
+/// What a string of JSON says.
+///
+/// # Errors
+/// Fails with the reason why it is not Unicode.
+fn unescaped(string: &str) -> Result<Cow<'_, str>, String> {
+    if memchr::memchr(b'\\', string.as_bytes()).is_none() {
+        return Ok(Cow::Borrowed(&string[1..string.len() - 1]));
+    }
+    serde_json::from_str(string).map(Cow::Owned).map_err(|fault| json::reason(&fault))
+}

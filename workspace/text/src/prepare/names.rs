@@ -1,0 +1,314 @@
+//! The names of inputs: files, globs, directories, `-` for standard input, and addresses of remote files. A glob
+//! and a directory stand for the files in them, sorted by path, so the order of documents is the same on every
+//! machine.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::prepare::remote::{Hub, RemoteFile, scheme};
+use crate::prepare::{Error, Result};
+
+/// The name of standard input.
+pub(crate) const STANDARD_INPUT: &str = "-";
+/// The endings of files that a directory stands for.
+const DATA_ENDINGS: [&str; 6] = ["jsonl", "json", "txt", "parquet", "arrow", "ndjson"];
+/// Endings of compressed files, after one of the others.
+const COMPRESSED_ENDINGS: [&str; 4] = ["gz", "zst", "bz2", "xz"];
+
+/// What is read, by name.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// Files, globs, directories, `-` for standard input, and files of datasets on the hub,
+    /// `hf://datasets/OWNER/NAME/GLOB`.
+    pub names: &'a [PathBuf],
+    /// Whether files of the hub stay in the cache that its other programs share; if not, they are removed when they
+    /// were used, unless they were there before.
+    pub keep: bool,
+}
+
+impl<'a> Inputs<'a> {
+    /// Names of inputs; what is downloaded stays in the hub's cache.
+    pub fn new(names: &'a [PathBuf]) -> Self {
+        Self { names, keep: true }
+    }
+}
+
+/// A file of the inputs.
+pub(crate) enum Input {
+    /// A file on this machine, or `-`.
+    Local(PathBuf),
+    /// One that has to be fetched.
+    Remote(RemoteFile),
+}
+
+impl Input {
+    /// Its name, for users and for records.
+    pub(crate) fn name(&self) -> &Path {
+        match self {
+            Input::Local(path) => path,
+            Input::Remote(file) => file.name(),
+        }
+    }
+
+    /// The path of one on this machine.
+    pub(crate) fn local(&self) -> Option<&Path> {
+        match self {
+            Input::Local(path) => Some(path),
+            Input::Remote(_) => None,
+        }
+    }
+
+    /// One that has to be fetched.
+    pub(crate) fn remote(&self) -> Option<&RemoteFile> {
+        match self {
+            Input::Local(_) => None,
+            Input::Remote(file) => Some(file),
+        }
+    }
+}
+
+/// Whether a preparation of these inputs can be continued: not if one of them is standard input or another
+/// pipe.
+pub fn can_continue(names: &[PathBuf]) -> bool {
+    // A name that is not there is a pattern of files.
+    let is_pipe = |name: &PathBuf| {
+        is_standard_input(name)
+            || name.metadata().is_ok_and(|kind| !kind.is_file() && !kind.is_dir())
+    };
+    !names.iter().any(is_pipe)
+}
+
+/// Whether `path` names standard input.
+pub(crate) fn is_standard_input(path: &Path) -> bool {
+    path.as_os_str() == STANDARD_INPUT
+}
+
+/// The files that `inputs` stand for, in order, and `-` where it is named.
+///
+/// # Errors
+/// Fails if there is no name, if a file cannot be read, if a glob or a directory has no file, if the hub does not
+/// answer or has no such file, or if a file is named twice.
+pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
+    let Inputs { names, keep } = inputs;
+    if names.is_empty() {
+        return Err(Error::options("no input: name at least one file"));
+    }
+    let mut hub = Hub::new(keep);
+    let mut inputs = Vec::new();
+    let locals = |paths: Vec<PathBuf>| paths.into_iter().map(Input::Local);
+    for name in names {
+        match name.metadata() {
+            _ if is_standard_input(name) => inputs.push(Input::Local(name.clone())),
+            Ok(kind) if kind.is_dir() => inputs.extend(locals(files_in(name)?)),
+            Ok(_) => inputs.push(Input::Local(name.clone())),
+            Err(_) if scheme(name).is_some() => {
+                inputs.extend(hub.expand(name)?.into_iter().map(Input::Remote));
+            }
+            Err(_) if is_glob(name) => inputs.extend(locals(files_of_glob(name)?)),
+            Err(error) => return Err(moh_files::io(name)(error).into()),
+        }
+    }
+    refuse_repeated(&inputs)?;
+    Ok(inputs)
+}
+
+/// Bytes of all inputs as they are stored; 0 if that is unknown, as of standard input and other pipes.
+pub(crate) fn total_bytes(inputs: &[Input]) -> Result<u64> {
+    let mut total = 0;
+    for input in inputs {
+        let path = match input {
+            Input::Local(path) => path,
+            Input::Remote(file) => {
+                total += file.bytes();
+                continue;
+            }
+        };
+        if is_standard_input(path) {
+            return Ok(0);
+        }
+        match path.metadata().map_err(moh_files::io(path))? {
+            kind if kind.is_file() => total += kind.len(),
+            _ => return Ok(0),
+        }
+    }
+    Ok(total)
+}
+
+fn refuse_repeated(inputs: &[Input]) -> Result<()> {
+    let reason =
+        "is named twice: name it once; a source's weight in a recipe reads its tokens more often";
+    let mut seen = BTreeSet::new();
+    for input in inputs {
+        let path = input.name();
+        if input.remote().is_some() {
+            if !seen.insert(path.to_path_buf()) {
+                return Err(Error::input(path, reason));
+            }
+            continue;
+        }
+        if is_standard_input(path) {
+            if !seen.insert(path.to_path_buf()) {
+                return Err(Error::input(path, "standard input can be read once: name it once"));
+            }
+            continue;
+        }
+        // A pipe has no canonical path, and is a file of its own.
+        let is_file = path.metadata().is_ok_and(|kind| kind.is_file());
+        if is_file && !seen.insert(path.canonicalize().map_err(moh_files::io(path))?) {
+            return Err(Error::input(path, reason));
+        }
+    }
+    Ok(())
+}
+
+fn is_glob(name: &Path) -> bool {
+    name.as_os_str().as_encoded_bytes().iter().any(|byte| b"*?[".contains(byte))
+}
+
+fn files_of_glob(name: &Path) -> Result<Vec<PathBuf>> {
+    let Some(pattern) = name.to_str() else {
+        return Err(Error::input(name, "is no file, and a pattern must be UTF-8"));
+    };
+    let found = glob::glob(pattern)
+        .map_err(|error| Error::input(name, format!("is no file and no pattern: {error}")))?;
+    let mut paths = Vec::new();
+    for path in found {
+        let path = path.map_err(|error| moh_files::io(error.path())(error.into()))?;
+        // A pattern that names a directory names its files with a further /*.
+        if !path.is_dir() {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    match paths.is_empty() {
+        true => Err(Error::input(name, "the pattern matches no file")),
+        false => Ok(paths),
+    }
+}
+
+/// The data files below a directory. Hidden ones and those whose name starts with `_` are left out, as
+/// programs write such files beside data.
+fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
+    let (mut paths, mut directories) = (Vec::new(), vec![directory.to_path_buf()]);
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(&directory).map_err(moh_files::io(&directory))? {
+            let path = entry.map_err(moh_files::io(&directory))?.path();
+            let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+            if name.starts_with(b".") || name.starts_with(b"_") {
+                continue;
+            }
+            if path.is_dir() {
+                directories.push(path);
+            } else if is_data(&path) {
+                paths.push(path);
+            }
+        }
+    }
+    paths.sort();
+    match paths.is_empty() {
+        true => Err(Error::input(
+            directory,
+            format!(
+                "the directory has no file that ends in .{}, with or without .{} after it: name files, \
+                 or a pattern such as {}",
+                DATA_ENDINGS.join(", ."),
+                COMPRESSED_ENDINGS.join(", ."),
+                directory.join("*").display()
+            ),
+        )),
+        false => Ok(paths),
+    }
+}
+
+/// Whether the name of a file says that it holds data.
+fn is_data(path: &Path) -> bool {
+    ends_in(&without_compression(path), &DATA_ENDINGS)
+}
+
+/// The name of a file before it was compressed.
+pub(crate) fn without_compression(path: &Path) -> PathBuf {
+    match ends_in(path, &COMPRESSED_ENDINGS) {
+        true => path.with_extension(""),
+        false => path.to_path_buf(),
+    }
+}
+
+fn ends_in(path: &Path, endings: &[&str]) -> bool {
+    path.extension().is_some_and(|end| endings.iter().any(|known| end.eq_ignore_ascii_case(known)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A directory with these files.
+    fn files(names: &[&str]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for name in names {
+            let path = dir.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, b"").unwrap();
+        }
+        dir
+    }
+
+    fn expanded(dir: &Path, names: &[&str]) -> Result<Vec<String>> {
+        let names: Vec<_> = names.iter().map(|name| dir.join(name)).collect();
+        let shown = |input: Input| input.name().strip_prefix(dir).unwrap().display().to_string();
+        Ok(expand(Inputs::new(&names))?.into_iter().map(shown).collect())
+    }
+
+    #[test]
+    fn directories_and_globs_stand_for_sorted_files() {
+        let dir = files(&[
+            "d/b.jsonl.zst",
+            "d/a.PARQUET",
+            "d/deep/c.txt",
+            "d/.hidden.txt",
+            "d/_SUCCESS.txt",
+            "d/README.md",
+            "d/x.gz",
+            "e[1].txt",
+            "f.txt",
+        ]);
+        let found = expanded(dir.path(), &["f.txt", "d"]).unwrap();
+        assert_eq!(found, ["f.txt", "d/a.PARQUET", "d/b.jsonl.zst", "d/deep/c.txt"]);
+        assert_eq!(expanded(dir.path(), &["d/*.jsonl*"]).unwrap(), ["d/b.jsonl.zst"]);
+        assert_eq!(expanded(dir.path(), &["**/*.txt"]).unwrap().len(), 5);
+        // A file of that name wins over the pattern.
+        assert_eq!(expanded(dir.path(), &["e[1].txt"]).unwrap(), ["e[1].txt"]);
+    }
+
+    #[test]
+    fn names_without_files_are_errors() {
+        let dir = files(&["d/README.md", "a.txt"]);
+        let refuse = |names: &[&str]| expanded(dir.path(), names).unwrap_err().to_string();
+        assert!(refuse(&["d"]).contains("has no file that ends in .jsonl, "));
+        assert!(refuse(&["*.parquet"]).ends_with("the pattern matches no file"));
+        assert!(refuse(&["[.txt"]).contains("is no file and no pattern: "));
+        assert!(refuse(&["missing.txt"]).contains("missing.txt: "));
+        assert!(refuse(&["a.txt", "*.txt"]).contains("a.txt: is named twice"));
+        let expand = |names: &[&str]| {
+            let names: Vec<_> = names.iter().map(PathBuf::from).collect();
+            let shown = |inputs: Vec<Input>| -> Vec<_> {
+                inputs.iter().map(|input| input.name().to_owned()).collect()
+            };
+            expand(Inputs::new(&names)).map(shown).map_err(|error| error.to_string())
+        };
+        assert!(expand(&[]).is_err());
+        assert_eq!(expand(&["-"]).unwrap(), [Path::new("-")]);
+        assert!(expand(&["-", "-"]).unwrap_err().contains("name it once"));
+        let error = expand(&["https://host/a.txt"]).unwrap_err();
+        assert!(
+            error.starts_with("https://host/a.txt: is no address of an input, as hf://"),
+            "{error}"
+        );
+        for name in ["s3://b/data/*.jsonl", "gs://b/x", "az://b/x", "abfs://b/x"] {
+            let expected = format!(
+                "{name}: objects of stores are not read: download them first, with `aws s3 cp` or `rclone copy`"
+            );
+            assert_eq!(expand(&[name]).unwrap_err(), expected);
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! The texts that were seen, for `--exact-dedup`: 16 bytes of the blake3 of each, in memory and in a file from
+//! which an interrupted preparation continues.
+
+use std::collections::HashSet;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::io::{BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+
+use crate::prepare::{Error, Result};
+
+/// Bytes of a hash.
+const HASH_BYTES: usize = 16;
+/// Bytes of memory for each hash at worst: a table that has just doubled is less than half full, and its
+/// predecessor exists while it is copied.
+const MEMORY_BYTES: u64 = 64;
+
+/// The hashes of the texts so far.
+#[derive(Debug)]
+pub(crate) struct Seen {
+    hashes: HashSet<u128, BuildHasherDefault<FirstBytes>>,
+    /// The most that memory has room for.
+    capacity: u64,
+    path: PathBuf,
+    file: BufWriter<std::fs::File>,
+}
+
+impl Seen {
+    /// The documents that `memory` bytes have room for.
+    pub(crate) fn capacity(memory: u64) -> u64 {
+        memory / MEMORY_BYTES
+    }
+
+    /// Starts with the first `count` hashes of the file `path`, and removes the rest of it; the file is
+    /// created if it is missing and `count` is 0.
+    ///
+    /// # Errors
+    /// Fails if the file is shorter or cannot be read or written.
+    pub(crate) fn resume(path: &Path, count: u64, memory: u64) -> Result<Self> {
+        let mut options = std::fs::File::options();
+        let mut file = options
+            .read(true)
+            .write(true)
+            .create(count == 0)
+            .truncate(false)
+            .open(path)
+            .map_err(moh_files::io(path))?;
+        let mut hashes = HashSet::default();
+        let mut reader = std::io::BufReader::new(&file);
+        let mut hash = [0; HASH_BYTES];
+        for _ in 0..count {
+            reader.read_exact(&mut hash).map_err(moh_files::io(path))?;
+            hashes.insert(u128::from_le_bytes(hash));
+        }
+        let length = count * HASH_BYTES as u64;
+        moh_files::shorten(&mut file, length).map_err(moh_files::io(path))?;
+        let capacity = Self::capacity(memory);
+        Ok(Self { hashes, capacity, path: path.to_path_buf(), file: BufWriter::new(file) })
+    }
+
+    /// Adds a text by the first bytes of its hash; whether it is new.
+    ///
+    /// # Errors
+    /// Fails if memory has no room for another one, or the disk is full.
+    pub(crate) fn insert(&mut self, hash: &blake3::Hash) -> Result<bool> {
+        let mut first = [0; HASH_BYTES];
+        first.copy_from_slice(&hash.as_bytes()[..HASH_BYTES]);
+        if !self.hashes.insert(u128::from_le_bytes(first)) {
+            return Ok(false);
+        }
+        if self.count() > self.capacity {
+            return Err(Error::options(format!(
+                "--exact-dedup: the inputs have more than {} different documents, which is what the memory has \
+                 room for: raise --memory",
+                self.capacity
+            )));
+        }
+        self.file.write_all(&first).map_err(moh_files::io(&self.path))?;
+        Ok(true)
+    }
+
+    /// The number of different texts.
+    pub(crate) fn count(&self) -> u64 {
+        self.hashes.len() as u64
+    }
+
+    /// Syncs the file to disk.
+    pub(crate) fn sync(&mut self) -> Result<()> {
+        let done = self.file.flush().and_then(|()| self.file.get_ref().sync_data());
+        done.map_err(moh_files::io(&self.path)).map_err(Error::from)
+    }
+}
+
+/// The hash of a hash: its first bytes.
+#[derive(Debug, Default)]
+struct FirstBytes(u64);
+
+impl Hasher for FirstBytes {
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes.iter().take(8) {
+            self.0 = self.0 << 8 | u64::from(byte);
+        }
+    }
+
+    fn write_u128(&mut self, number: u128) {
+        // The low half is as random as the whole.
+        self.0 = number as u64;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_is_new_once_and_again_after_what_was_not_recorded() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("seen");
+        let mut seen = Seen::resume(&path, 0, 1 << 20).unwrap();
+        let [one, two] = ["one", "two"].map(|text| blake3::hash(text.as_bytes()));
+        assert!(seen.insert(&one).unwrap() && !seen.insert(&one).unwrap());
+        assert!(seen.insert(&two).unwrap());
+        seen.sync().unwrap();
+        drop(seen);
+        let mut seen = Seen::resume(&path, 1, 1 << 20).unwrap();
+        assert!(!seen.insert(&one).unwrap() && seen.insert(&two).unwrap());
+        assert!(Seen::resume(&path, 3, 1 << 20).is_err());
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut seen = Seen::resume(&dir.path().join("seen"), 0, 2 * MEMORY_BYTES).unwrap();
+        for text in ["one", "two"] {
+            seen.insert(&blake3::hash(text.as_bytes())).unwrap();
+        }
+        let error = seen.insert(&blake3::hash(b"three")).unwrap_err().to_string();
+        assert!(error.contains("more than 2 different documents"), "{error}");
+    }
+}

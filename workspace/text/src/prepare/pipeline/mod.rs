@@ -1,0 +1,368 @@
+//! From inputs to encoded documents, in order. Readers cut inputs into chunks of whole records, the threads of
+//! the pool parse and encode them, and one thread receives the results in the order of the inputs. Several
+//! inputs, or parts of one, are read at once; each has its share of the memory, so that the first of them never
+//! waits for those after it.
+
+mod budget;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
+use std::thread::Scope;
+use std::time::Duration;
+
+use rayon::Scope as Tasks;
+use serde::{Deserialize, Serialize};
+
+use self::budget::{Budget, Permit};
+use crate::prepare::encode::Encoder;
+use crate::prepare::encode::chat::{ChatEncoder, Rendered};
+use crate::prepare::reader::{
+    self, BadRecord, Chunk, Format, Identity, OpenInput, Position, ReadOptions, Record,
+};
+use crate::prepare::remote::Downloads;
+use crate::prepare::{Error, Result};
+
+/// Bytes in memory for each byte of a chunk: its records, their texts, their ids, and what the encoder needs.
+const MEMORY_FACTOR: u64 = 8;
+/// Bytes of chunks in flight for each thread of the pool, of a part. More would leave the processor's caches before
+/// they are encoded.
+const AHEAD_BYTES: u64 = 4 << 20;
+/// Threads of the pool that one reader supplies with text.
+const THREADS_A_READER: usize = 4;
+/// Time after which the receiver hears that nothing has arrived.
+const WAIT: Duration = Duration::from_millis(50);
+
+/// A place between two records of the inputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Place {
+    /// The number of the input.
+    pub(crate) input: usize,
+    /// The part of it.
+    pub(crate) part: usize,
+    /// The place in the part.
+    pub(crate) position: Position,
+}
+
+/// How documents are read and encoded.
+pub(crate) struct Work<'a> {
+    pub(crate) inputs: &'a Downloads,
+    pub(crate) format: Option<Format>,
+    pub(crate) encoding: &'a Encoding<'a>,
+    pub(crate) read: Arc<ReadOptions>,
+    /// The id after each document.
+    pub(crate) end: Option<u32>,
+    /// Whether documents have a hash of their text.
+    pub(crate) hashes: bool,
+    /// Whether a document with this hash is encoded.
+    pub(crate) wants: &'a (dyn Fn(&blake3::Hash) -> bool + Sync),
+    /// Bytes of memory.
+    pub(crate) memory: u64,
+}
+
+/// What encodes records.
+pub(crate) enum Encoding<'a> {
+    /// Each is a text.
+    Texts(Encoder<'a>),
+    /// Each is a conversation.
+    Conversations(ChatEncoder<'a>),
+}
+
+/// What arrives, in the order of the inputs.
+pub(crate) enum Event {
+    /// An input, or a part of it, begins.
+    Opened(usize, Option<Identity>),
+    /// Records were read and encoded.
+    Batch(Batch),
+    /// All of an input has arrived.
+    Finished(usize),
+    /// Nothing has arrived for a while, as while an input is downloaded.
+    Waiting,
+}
+
+/// Some records.
+pub(crate) struct Batch {
+    /// After the last record, where reading can continue.
+    pub(crate) end: Place,
+    pub(crate) documents: Vec<Document>,
+    pub(crate) bad: Vec<BadRecord>,
+    /// Bytes of the input as it is stored.
+    pub(crate) input_bytes: u64,
+    /// Given back when the batch is dropped.
+    _permit: Permit,
+}
+
+/// A document.
+pub(crate) struct Document {
+    /// With the post-processor's ids and the end of the text. Empty for a text without tokens.
+    pub(crate) ids: Vec<u32>,
+    /// Of a conversation, 1 for each id that is trained on; else empty.
+    pub(crate) mask: Vec<u8>,
+    /// Special tokens that the text names.
+    pub(crate) special: Vec<u32>,
+    pub(crate) text_bytes: u64,
+    /// The hash of its text, where hashes are wanted.
+    pub(crate) hash: Option<blake3::Hash>,
+    /// Whether the document was encoded.
+    pub(crate) is_wanted: bool,
+}
+
+/// The parts of inputs that are being read.
+struct PartStream {
+    input: usize,
+    /// The input, and whether this is its last part.
+    opened: Result<(Arc<OpenInput>, bool)>,
+    batches: Receiver<Receiver<Result<Batch>>>,
+}
+
+/// Everything that the threads share.
+struct Shared<'a> {
+    work: &'a Work<'a>,
+    stopped: AtomicBool,
+    /// Bytes of chunks in flight, for each part.
+    share: u64,
+}
+
+/// Reads the inputs from `start` on, and gives `receive` what was read. An error of `receive` ends it.
+///
+/// # Errors
+/// Fails if an input cannot be read or encoded, or if `receive` fails.
+pub(crate) fn run(
+    work: &Work<'_>,
+    start: Place,
+    receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
+) -> Result<()> {
+    let ahead = rayon::current_num_threads().div_ceil(THREADS_A_READER) + 1;
+    // One more part ends while the next begins.
+    let parts = ahead as u64 + 1;
+    let most = rayon::current_num_threads() as u64 * AHEAD_BYTES;
+    let share = (work.memory / MEMORY_FACTOR / parts).clamp(1, most);
+    let shared = Shared { work, stopped: AtomicBool::new(false), share };
+    rayon::in_place_scope(|tasks| {
+        std::thread::scope(|threads| {
+            // One is received, one is ready to be.
+            let (parts, received) = sync_channel(ahead - 1);
+            let shared = &shared;
+            threads.spawn(move || feed(shared, start, threads, tasks, &parts));
+            let done = receive_all(work, &received, receive);
+            // Ends readers that wait for the receiver, and tasks that have not begun.
+            shared.stopped.store(true, Ordering::Relaxed);
+            work.inputs.stop();
+            drop(received);
+            done
+        })
+    })
+}
+
+fn receive_all(
+    work: &Work<'_>,
+    parts: &Receiver<PartStream>,
+    receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
+) -> Result<()> {
+    while let Some(PartStream { input, opened, batches }) = next(parts, receive)? {
+        let (open, is_last) = opened?;
+        let identity = work.inputs.identity(input).or_else(|| open.identity());
+        receive(Event::Opened(input, identity))?;
+        while let Some(batch) = next(&batches, receive)? {
+            // A task that gives nothing has panicked: the scope of tasks passes that on.
+            let Some(batch) = next(&batch, receive)? else { return Ok(()) };
+            match batch.and_then(|batch| receive(Event::Batch(batch))) {
+                Err(error) if !matches!(error, Error::Interrupted) => {
+                    // An input that changes while it is read has other faults than those that are found.
+                    open.check_unchanged()?;
+                    return Err(error);
+                }
+                done => done?,
+            }
+        }
+        if is_last {
+            open.check_unchanged()?;
+            receive(Event::Finished(input))?;
+            work.inputs.release(input)?;
+        }
+    }
+    Ok(())
+}
+
+/// What arrives next; `None` at the end. `receive` hears of a wait.
+fn next<T>(
+    channel: &Receiver<T>,
+    receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
+) -> Result<Option<T>> {
+    loop {
+        match channel.recv_timeout(WAIT) {
+            Ok(next) => return Ok(Some(next)),
+            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            Err(RecvTimeoutError::Timeout) => receive(Event::Waiting)?,
+        }
+    }
+}
+
+/// Opens the inputs in order and starts a reader for each part, as far ahead as `parts` has room.
+fn feed<'scope, 'env, 'tasks>(
+    shared: &'tasks Shared<'tasks>,
+    start: Place,
+    threads: &'scope Scope<'scope, 'env>,
+    tasks: &'scope Tasks<'tasks>,
+    parts: &SyncSender<PartStream>,
+) where
+    'tasks: 'scope,
+{
+    let mut from = start;
+    let work = shared.work;
+    for number in start.input..work.inputs.len() {
+        let open = work.inputs.path(number);
+        let open = open.and_then(|path| reader::open(&path, work.format, Arc::clone(&work.read)));
+        let open = match open {
+            Ok(open) => Arc::new(open),
+            Err(error) => {
+                // Without a receiver nobody waits for the error.
+                let _ = parts.send(PartStream::failed(number, error));
+                return;
+            }
+        };
+        let count = open.parts();
+        for part in from.part..count {
+            let budget = Budget::new(shared.share);
+            let (slots, batches) = channel();
+            let opened = Ok((Arc::clone(&open), part + 1 == count));
+            if parts.send(PartStream { input: number, opened, batches }).is_err() {
+                return;
+            }
+            let (open, position) = (Arc::clone(&open), from.position);
+            let place = Place { input: number, part, position };
+            threads.spawn(move || read_part(shared, &open, place, &budget, tasks, &slots));
+            from.position = Position::default();
+        }
+        from.part = 0;
+        from.position = Position::default();
+    }
+}
+
+impl PartStream {
+    fn failed(input: usize, error: Error) -> Self {
+        let (_, batches) = channel();
+        Self { input, opened: Err(error), batches }
+    }
+}
+
+/// Reads the chunks of a part, and has each encoded.
+fn read_part<'tasks>(
+    shared: &'tasks Shared<'tasks>,
+    open: &OpenInput,
+    mut place: Place,
+    budget: &Arc<Budget>,
+    tasks: &Tasks<'tasks>,
+    slots: &Sender<Receiver<Result<Batch>>>,
+) {
+    let fail = |error| {
+        let (result, slot) = sync_channel(1);
+        // The channel has room, and without a receiver nobody waits for the error.
+        let _ = result.send(Err(error)).map(|()| slots.send(slot));
+    };
+    let mut reader = match open.read(place.part, place.position) {
+        Ok(reader) => reader,
+        Err(error) => return fail(error),
+    };
+    loop {
+        let chunk = match reader.next_chunk() {
+            Ok(Some(chunk)) => chunk,
+            Ok(None) => return,
+            Err(error) => return fail(error),
+        };
+        place.position = chunk.end;
+        if shared.stopped.load(Ordering::Relaxed) {
+            return;
+        }
+        let permit = budget.take(chunk.bytes());
+        let (result, slot) = sync_channel(1);
+        if slots.send(slot).is_err() {
+            return;
+        }
+        let end = place;
+        tasks.spawn(move |_| {
+            if !shared.stopped.load(Ordering::Relaxed) {
+                // Without a receiver nobody waits for the documents.
+                let _ = result.send(encode(shared.work, &chunk, end, permit));
+            }
+        });
+    }
+}
+
+/// Parses and encodes the records of a chunk.
+fn encode(work: &Work<'_>, chunk: &Chunk, end: Place, permit: Permit) -> Result<Batch> {
+    let (documents, bad, input_bytes) = (Vec::new(), Vec::new(), chunk.input_bytes);
+    let mut batch = Batch { end, documents, bad, input_bytes, _permit: permit };
+    for record in chunk.documents() {
+        batch.push(work, record)?;
+    }
+    Ok(batch)
+}
+
+impl Batch {
+    /// Encodes a record and adds it.
+    fn push(&mut self, work: &Work<'_>, record: Record<'_>) -> Result<()> {
+        let record = match record {
+            Ok(record) => record,
+            Err(bad) => {
+                self.bad.push(bad);
+                return Ok(());
+            }
+        };
+        match work.encoding {
+            Encoding::Texts(encoder) => {
+                self.documents.push(encode_document(work, encoder, &record.text)?);
+            }
+            Encoding::Conversations(chat) => match chat.render(&record.text) {
+                Ok(rendered) => self.documents.push(encode_conversation(work, chat, &rendered)?),
+                Err(reason) => self.bad.push(BadRecord { place: record.place, reason }),
+            },
+        }
+        Ok(())
+    }
+}
+
+fn encode_conversation(
+    work: &Work<'_>,
+    chat: &ChatEncoder<'_>,
+    rendered: &Rendered,
+) -> Result<Document> {
+    let text = rendered.text();
+    let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
+    let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
+    let mut document = Document {
+        ids: Vec::new(),
+        mask: Vec::new(),
+        special: rendered.special.clone(),
+        text_bytes: text.len() as u64,
+        hash,
+        is_wanted,
+    };
+    if is_wanted {
+        let encoded = chat.encode(rendered)?;
+        (document.ids, document.mask) = (encoded.ids, encoded.mask);
+    }
+    Ok(document)
+}
+
+fn encode_document(work: &Work<'_>, encoder: &Encoder<'_>, text: &str) -> Result<Document> {
+    let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
+    let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
+    let mut document = Document {
+        ids: Vec::new(),
+        mask: Vec::new(),
+        special: Vec::new(),
+        text_bytes: text.len() as u64,
+        hash,
+        is_wanted,
+    };
+    if is_wanted {
+        let encoded = encoder.encode(text)?;
+        (document.ids, document.special) = (encoded.ids, encoded.special_in_text);
+        // A document without any token is left out.
+        if !document.ids.is_empty() {
+            document.ids.extend(work.end);
+        }
+    }
+    Ok(document)
+}

@@ -1,0 +1,120 @@
+//! A chunk of an input: records as they were read, and the documents in them.
+
+use std::borrow::Cow;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::columns::{self, Rows};
+use super::{Position, ReadOptions, array, lines, paragraphs};
+use crate::prepare::error::Place;
+use crate::prepare::{Error, Result};
+
+/// Records between two positions of an input.
+pub(crate) struct Chunk {
+    /// The position before the first record.
+    pub(crate) start: Position,
+    /// The position after the last record.
+    pub(crate) end: Position,
+    /// Bytes of the file as stored that were read since the chunk before, for progress.
+    pub(crate) input_bytes: u64,
+    pub(super) content: Content,
+    pub(super) options: Arc<ReadOptions>,
+}
+
+/// The records of a chunk.
+pub(super) enum Content {
+    /// Whole lines of JSON.
+    Lines(Vec<u8>),
+    /// Elements of an array of JSON, where they are in the bytes.
+    Elements(Vec<u8>, Vec<Range<usize>>),
+    /// Whole paragraphs.
+    Paragraphs(Vec<u8>),
+    /// Rows of a table.
+    Rows(Rows),
+    /// A text file.
+    Text(String),
+    /// A record that was skipped.
+    Bad(BadRecord),
+}
+
+/// A document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Document<'a> {
+    /// Its text.
+    pub(crate) text: Cow<'a, str>,
+    /// Where it is in the input.
+    pub(crate) place: Place,
+}
+
+impl<'a> Document<'a> {
+    /// The document of a record, of whose fields `text` is made.
+    ///
+    /// # Errors
+    /// Fails if there is no such text, with the reason, or if it is too long.
+    pub(super) fn new(
+        text: Result<Cow<'a, str>, String>,
+        place: Place,
+        options: &ReadOptions,
+    ) -> Record<'a> {
+        match text {
+            Ok(text) if text.len() > options.max_record_bytes => {
+                Err(BadRecord { place, reason: options.too_long("text") })
+            }
+            Ok(text) => Ok(Document { text, place }),
+            Err(reason) => Err(BadRecord { place, reason }),
+        }
+    }
+}
+
+/// A record that is no document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct BadRecord {
+    /// Where it is in the input.
+    pub(crate) place: Place,
+    /// The problem.
+    pub(crate) reason: String,
+}
+
+impl BadRecord {
+    /// The error of this record of `path`.
+    pub(crate) fn error(self, path: &Path) -> Error {
+        Error::Record { path: path.to_path_buf(), place: self.place, reason: self.reason }
+    }
+}
+
+/// A record's document, or why it is none.
+pub(crate) type Record<'a> = Result<Document<'a>, BadRecord>;
+
+impl Chunk {
+    /// Bytes of its records.
+    pub(crate) fn bytes(&self) -> u64 {
+        let bytes = match &self.content {
+            Content::Lines(bytes) | Content::Elements(bytes, _) | Content::Paragraphs(bytes) => {
+                bytes.len()
+            }
+            Content::Text(text) => text.len(),
+            Content::Rows(rows) => rows.bytes(&self.options.fields),
+            Content::Bad(_) => 0,
+        };
+        bytes as u64
+    }
+
+    /// The documents in the chunk.
+    pub(crate) fn documents(&self) -> Box<dyn Iterator<Item = Record<'_>> + Send + '_> {
+        let options = &*self.options;
+        match &self.content {
+            Content::Lines(bytes) => Box::new(lines::records(bytes, self.start, options)),
+            Content::Elements(bytes, elements) => {
+                Box::new(array::records(bytes, elements, self.start, options))
+            }
+            Content::Paragraphs(bytes) => Box::new(paragraphs::records(bytes, self.start, options)),
+            Content::Rows(rows) => Box::new(columns::records(rows, options)),
+            Content::Text(text) => {
+                let text = Cow::Borrowed(text.as_str());
+                Box::new(std::iter::once(Ok(Document { text, place: Place::Whole })))
+            }
+            Content::Bad(bad) => Box::new(std::iter::once(Err(bad.clone()))),
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! The format of an input, by what it starts with and its name.
+
+use std::path::Path;
+
+use crate::prepare::decode::Compression;
+use crate::prepare::names::is_standard_input;
+use crate::prepare::{Error, Result};
+
+/// The format of an input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// One JSON object per line, one document each.
+    JsonLines,
+    /// One JSON array of objects, one document each.
+    JsonArray,
+    /// One document.
+    Text,
+    /// A document for each paragraph; blank lines separate them.
+    Paragraphs,
+    /// A table of Parquet, a document per row.
+    Parquet,
+    /// A table of Arrow, in its file or stream format, a document per row.
+    Arrow,
+}
+
+/// Decoded bytes that decide the format.
+pub(super) const START_BYTES: usize = 1 << 12;
+
+/// The first bytes of Parquet.
+const PARQUET: &[u8] = b"PAR1";
+/// The first bytes of Parquet with an encrypted footer.
+const ENCRYPTED_PARQUET: &[u8] = b"PARE";
+/// The first bytes of Arrow's file format.
+pub(super) const ARROW_FILE: &[u8] = b"ARROW1\0\0";
+/// The first bytes of Arrow's stream format.
+const ARROW_STREAM: &[u8] = b"\xff\xff\xff\xff";
+
+/// The format of an input that starts with `start`: `given`, or that of its content or its name.
+///
+/// # Errors
+/// Fails for standard input without `given`, and if `given` cannot be the format.
+pub(super) fn format_of(path: &Path, start: &[u8], given: Option<Format>) -> Result<Format> {
+    let table = table(start);
+    if start.starts_with(ENCRYPTED_PARQUET) && table.is_none() && given != Some(Format::Text) {
+        return Err(Error::input(path, "encrypted Parquet: decrypt it first"));
+    }
+    match (given, table) {
+        (None, Some(table)) => Ok(table),
+        (Some(given), Some(table)) if given == table => Ok(table),
+        (Some(_), Some(table)) => Err(Error::input(
+            path,
+            format!("is {}, not what --format says: leave --format out", table.name()),
+        )),
+        (Some(given @ (Format::Parquet | Format::Arrow)), None) => Err(Error::input(
+            path,
+            format!("is not {}, which --format says: leave --format out", given.name()),
+        )),
+        (Some(given), None) => Ok(given),
+        (None, None) if is_standard_input(path) => Err(Error::input(
+            path,
+            "the format of standard input is unknown: add --format jsonl or --format text",
+        )),
+        (None, None) => Ok(of_text(path, start)),
+    }
+}
+
+/// The format of a table that starts with `start`.
+fn table(start: &[u8]) -> Option<Format> {
+    // Text may start with the letters of Parquet's name; a page header's first byte occurs in no text.
+    if start.starts_with(PARQUET) && start.get(PARQUET.len()) == Some(&0x15) {
+        Some(Format::Parquet)
+    } else if start.starts_with(ARROW_FILE) || start.starts_with(ARROW_STREAM) {
+        Some(Format::Arrow)
+    } else {
+        None
+    }
+}
+
+/// The format of an input that is no table.
+fn of_text(path: &Path, start: &[u8]) -> Format {
+    let start = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start);
+    let mut tokens = start.iter().filter(|byte| !byte.is_ascii_whitespace());
+    let tokens = (tokens.next(), tokens.next());
+    let is_array = matches!(tokens, (Some(b'['), Some(b'{' | b']')));
+    match kind_of_name(path) {
+        // An array of something else than objects is refused as such, not line by line.
+        Kind::Json if tokens.0 == Some(&b'[') => Format::JsonArray,
+        Kind::Json => Format::JsonLines,
+        Kind::Text => Format::Text,
+        Kind::Other if is_array => Format::JsonArray,
+        Kind::Other if matches!(tokens, (Some(b'{'), Some(b'"' | b'}'))) => Format::JsonLines,
+        Kind::Other => Format::Text,
+    }
+}
+
+enum Kind {
+    Json,
+    Text,
+    /// A name that says nothing.
+    Other,
+}
+
+fn kind_of_name(path: &Path) -> Kind {
+    let end_of = |path: &Path| path.extension().map(|end| end.to_ascii_lowercase());
+    let mut end = end_of(path);
+    if end.as_ref().is_some_and(|end| Compression::NAMES.iter().any(|name| end == *name)) {
+        end = path.file_stem().and_then(|stem| end_of(Path::new(stem)));
+    }
+    match end.as_ref().and_then(|end| end.to_str()) {
+        Some("json" | "jsonl" | "ndjson") => Kind::Json,
+        Some("txt" | "text" | "md") => Kind::Text,
+        _ => Kind::Other,
+    }
+}
+
+impl Format {
+    /// What it is called in messages.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Format::JsonLines => "JSON lines",
+            Format::JsonArray => "an array of JSON",
+            Format::Text | Format::Paragraphs => "text",
+            Format::Parquet => "Parquet",
+            Format::Arrow => "Arrow",
+        }
+    }
+}

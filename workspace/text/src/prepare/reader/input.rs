@@ -1,0 +1,150 @@
+//! An input that was looked at: its format, its parts, and readers of them.
+
+use std::fs::{File, Metadata};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::UNIX_EPOCH;
+
+use serde::{Deserialize, Serialize};
+
+use super::format::{Format, START_BYTES, format_of};
+use super::stream::Stream;
+use super::{Position, ReadOptions, Reader, array, columns, lines, paragraphs, text};
+use crate::prepare::decode::{Compression, Decoded, Source, refusal};
+use crate::prepare::names::is_standard_input;
+use crate::prepare::{Error, Result};
+
+/// An input that can be read, in parts that can be read at the same time.
+pub(crate) struct OpenInput {
+    path: PathBuf,
+    options: Arc<ReadOptions>,
+    pub(super) format: Format,
+    /// What is known of a table of Parquet before its rows are read.
+    parquet: Option<columns::ParquetTable>,
+    /// What the file was when it was opened; `None` for a pipe.
+    identity: Option<Identity>,
+    /// A pipe, which can be read once.
+    pipe: Mutex<Option<Decoded>>,
+}
+
+/// What tells whether a file has changed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Identity {
+    /// Its size as stored.
+    pub(crate) bytes: u64,
+    /// When it was changed last, in nanoseconds since 1970; 0 of a remote file.
+    pub(crate) modified_ns: u64,
+    /// The version that the store of a remote file names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) version: Option<String>,
+}
+
+impl Identity {
+    /// That of a remote file, whose copies differ in their times.
+    pub(crate) fn of_version(bytes: u64, version: &str) -> Self {
+        Self { bytes, modified_ns: 0, version: Some(version.to_owned()) }
+    }
+
+    fn of(metadata: &Metadata) -> Self {
+        let modified =
+            metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        Self {
+            bytes: metadata.len(),
+            modified_ns: modified.map_or(0, |since| since.as_nanos() as u64),
+            version: None,
+        }
+    }
+}
+
+/// Opens `path`, or standard input if it is `-`, and looks at its beginning. `format` is what `--format` says.
+///
+/// # Errors
+/// Fails if it cannot be read, is in an encoding or a format that is not read, or lacks a wanted column.
+pub(crate) fn open(
+    path: &Path,
+    format: Option<Format>,
+    options: Arc<ReadOptions>,
+) -> Result<OpenInput> {
+    let (source, identity) = if is_standard_input(path) {
+        (Source::Standard(std::io::stdin()), None)
+    } else {
+        let file = File::open(path).map_err(moh_files::io(path))?;
+        let metadata = file.metadata().map_err(moh_files::io(path))?;
+        // Anything else than a file would lose what was read when it is opened again.
+        (Source::File(file), metadata.is_file().then(|| Identity::of(&metadata)))
+    };
+    let mut decoded = Decoded::new(path, source, options.max_window_bytes)?;
+    let start = decoded.peek(START_BYTES)?;
+    if let Some(reason) = refusal(path, start) {
+        return Err(Error::input(path, reason));
+    }
+    let format = format_of(path, start, format)?;
+    let parquet = match format {
+        Format::Parquet if identity.is_none() || decoded.compression() != Compression::None => {
+            // The end of Parquet says where its columns are.
+            let reason = "a compressed file or a pipe with Parquet: write it to a file first";
+            return Err(Error::input(path, reason));
+        }
+        Format::Parquet => Some(columns::ParquetTable::open(path, &options)?),
+        _ => None,
+    };
+    let pipe = Mutex::new(identity.is_none().then_some(decoded));
+    let path = path.to_path_buf();
+    Ok(OpenInput { path, options, format, parquet, identity, pipe })
+}
+
+impl OpenInput {
+    /// What the file was when it was opened; `None` for a pipe.
+    pub(crate) fn identity(&self) -> Option<Identity> {
+        self.identity.clone()
+    }
+
+    /// Checks that the file is what it was when it was opened.
+    ///
+    /// # Errors
+    /// Fails if its size or time of change differs, or it is gone.
+    pub(crate) fn check_unchanged(&self) -> Result<()> {
+        let Some(identity) = &self.identity else { return Ok(()) };
+        let now = std::fs::metadata(&self.path).map_err(moh_files::io(&self.path))?;
+        if Identity::of(&now) == *identity {
+            return Ok(());
+        }
+        let reason = "was changed while it was read: prepare it again when it is complete";
+        Err(Error::input(&self.path, reason))
+    }
+
+    /// The number of parts; [`OpenInput::read`] reads each of them, and their order is that of the documents.
+    pub(crate) fn parts(&self) -> usize {
+        self.parquet.as_ref().map_or(1, columns::ParquetTable::parts)
+    }
+
+    /// Reads a part from a position on: its beginning, or the end of one of its chunks.
+    ///
+    /// # Errors
+    /// Fails if the input cannot be read, is shorter than `from`, or is a pipe that was read before.
+    pub(crate) fn read(&self, part: usize, from: Position) -> Result<Box<dyn Reader>> {
+        let (path, options) = (self.path.as_path(), Arc::clone(&self.options));
+        if let Some(table) = &self.parquet {
+            return table.read(path, part, from, options);
+        }
+        let decoded = match &self.identity {
+            Some(_) => Decoded::open_at(path, from.offset, options.max_window_bytes)?,
+            None => {
+                let pipe = self.pipe.lock().unwrap_or_else(PoisonError::into_inner).take();
+                pipe.filter(|_| from == Position::default()).ok_or_else(|| {
+                    Error::input(path, "can be read once: write it to a file to continue")
+                })?
+            }
+        };
+        if self.format == Format::Arrow {
+            return Ok(Box::new(columns::Arrow::new(path, decoded, from, options)?));
+        }
+        let stream = Stream::new(decoded, from, options);
+        Ok(match self.format {
+            Format::JsonLines => Box::new(lines::Lines(stream)),
+            Format::JsonArray => Box::new(array::Array { path: self.path.clone(), stream }),
+            Format::Paragraphs => Box::new(paragraphs::Paragraphs(stream)),
+            _ => Box::new(text::Text(stream)),
+        })
+    }
+}

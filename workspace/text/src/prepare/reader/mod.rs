@@ -1,0 +1,129 @@
+//! Readers of an input's documents. Each cuts its input between two records into chunks of about equal size,
+//! without reading the records, which another thread does: the text of a record, or the reason why it is no
+//! document. A reader starts at any end of a chunk again. Memory holds a chunk and a record, whose length is limited.
+
+mod array;
+mod chunk;
+mod columns;
+mod format;
+mod input;
+mod lines;
+mod paragraphs;
+mod stream;
+#[cfg(test)]
+mod tests;
+mod text;
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::prepare::Result;
+use crate::prepare::fields::Fields;
+
+pub(crate) use chunk::{BadRecord, Chunk, Record};
+pub use format::Format;
+pub(crate) use input::{Identity, OpenInput, open};
+
+/// Maximum bytes of a document: of its line, element or paragraph, of its file, and of its text.
+const MAX_DOCUMENT_BYTES: usize = 256_000_000;
+/// Bytes of a chunk: enough for the work of a thread, and few enough for many threads.
+const CHUNK_BYTES: usize = 1 << 20;
+/// The fewest bytes of a chunk.
+const LEAST_CHUNK_BYTES: usize = 1 << 16;
+
+/// How inputs are read.
+#[derive(Clone)]
+pub(crate) struct ReadOptions {
+    /// What is read of a record.
+    pub(crate) fields: Arc<Fields>,
+    /// Bytes of input in a chunk, about.
+    pub(crate) chunk_bytes: usize,
+    /// Maximum bytes of a record and of its text.
+    pub(crate) max_record_bytes: usize,
+    /// Maximum bytes of a decoder's window.
+    pub(crate) max_window_bytes: usize,
+}
+
+impl ReadOptions {
+    /// Options for readers that share `memory` bytes.
+    pub(crate) fn new(fields: Arc<Fields>, memory: u64) -> Self {
+        let memory = usize::try_from(memory).unwrap_or(usize::MAX);
+        Self {
+            fields,
+            // Less of a small memory, in which several of them are at once.
+            chunk_bytes: (memory / 128).clamp(LEAST_CHUNK_BYTES, CHUNK_BYTES),
+            max_record_bytes: MAX_DOCUMENT_BYTES,
+            max_window_bytes: memory / 3 * 2,
+        }
+    }
+
+    /// The bytes to be held in search of a record's end that is not in the first `bytes`.
+    fn grown(&self, bytes: usize) -> usize {
+        (2 * bytes).min(self.max_record_bytes + 1)
+    }
+
+    /// Why a record is not read.
+    fn too_long(&self, noun: &str) -> String {
+        let megabytes = self.max_record_bytes as f64 / 1e6;
+        format!("the {noun} has more than {megabytes} MB, the most of a document: split it")
+    }
+}
+
+/// A place between two records of a part of an input.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Position {
+    /// Decoded bytes before it; 0 in tables.
+    pub(crate) offset: u64,
+    /// Lines, paragraphs, elements or rows before it.
+    pub(crate) record: u64,
+}
+
+/// Reads a part of an input from some position on.
+pub(crate) trait Reader: Send {
+    /// The next chunk; `None` at the end.
+    ///
+    /// # Errors
+    /// Fails if the input cannot be read any further. A record that is no document is an error of
+    /// [`Chunk::documents`] instead.
+    fn next_chunk(&mut self) -> Result<Option<Chunk>>;
+}
+
+/// The text in a record's bytes.
+///
+/// # Errors
+/// Fails with the number of bytes before the first that is not UTF-8.
+fn utf8(bytes: &[u8]) -> Result<&str, usize> {
+    // Several times as fast as the standard library, but for texts of ASCII alone; it does not say where.
+    simdutf8::basic::from_utf8(bytes)
+        .or_else(|_| std::str::from_utf8(bytes).map_err(|fault| fault.valid_up_to()))
+}
+
+/// Reads the documents of `path` as preparation does, with one thread, for benchmarks and tests with hostile
+/// input. `visit` is called with each document's text, and with what is wrong with a record.
+#[doc(hidden)]
+pub fn read_documents(
+    path: &std::path::Path,
+    format: Option<Format>,
+    field: &str,
+    max_record_bytes: usize,
+    visit: &mut dyn FnMut(Result<&str, &str>),
+) -> Result<()> {
+    let options = ReadOptions {
+        max_record_bytes,
+        ..ReadOptions::new(Arc::new(Fields::parse(field)?), max_record_bytes as u64)
+    };
+    let input = open(path, format, Arc::new(options))?;
+    for part in 0..input.parts() {
+        let mut reader = input.read(part, Position::default())?;
+        while let Some(chunk) = reader.next_chunk()? {
+            for document in chunk.documents() {
+                match &document {
+                    Ok(document) => visit(Ok(&document.text)),
+                    Err(bad) => visit(Err(&bad.reason)),
+                }
+            }
+        }
+    }
+    input.check_unchanged()
+}

@@ -1,0 +1,303 @@
+//! Conversations: from their messages to a token file with a mask, in every format, with faults, and continued.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use arrow_array::builder::{ListBuilder, StringBuilder, StructBuilder};
+use arrow_array::{ArrayRef, RecordBatch, StringArray};
+use arrow_schema::{DataType, Field};
+use moh_data::{DocumentEnd, TokenFile, with_ending};
+use moh_text::prepare::{BadRecords, Chat, Observer, Prepare, PreparedFile, Progress, Selection};
+use moh_text::{ChatTemplate, TextTokenizer, TrainedTurns};
+use parquet::arrow::ArrowWriter;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
+
+const CHAT_ML: &str = "{%- if tools %}{{- '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}\
+     {%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + \
+     '<|im_end|>\n' }}{%- endfor %}\
+     {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}";
+const GENERATION: &str = "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}\
+     {%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}\
+     {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}";
+
+/// A directory with a byte-level tokenizer that has the special tokens of ChatML.
+fn workplace() -> (TempDir, TextTokenizer) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tok/tokenizer.json");
+    write_tokenizer(&dir.path().join("tok"), &WORDS);
+    let mut file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    for (id, content) in [(300, "<|im_start|>"), (301, "<|im_end|>")] {
+        file["added_tokens"].as_array_mut().unwrap().push(json!({
+            "id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false,
+        }));
+    }
+    let bytes = file.to_string().into_bytes();
+    let tokenizer = TextTokenizer::from_bytes(path, &bytes).unwrap();
+    (dir, tokenizer)
+}
+
+fn template(source: &str) -> ChatTemplate {
+    ChatTemplate::new(PathBuf::from("t.jinja"), source, BTreeMap::new())
+}
+
+fn turns(number: usize) -> Value {
+    json!([
+        { "role": "user", "content": format!("one {number}") },
+        { "role": "assistant", "content": "two" },
+        { "role": "user", "content": "one?" },
+        { "role": "assistant", "content": "three\u{1f6a2} " },
+    ])
+}
+
+fn lines(records: &[Value]) -> String {
+    records.iter().map(|record| format!("{record}\n")).collect()
+}
+
+struct Case<'a> {
+    tokenizer: &'a TextTokenizer,
+    source: &'a str,
+    turns: TrainedTurns,
+    field: &'a str,
+    bad_records: BadRecords,
+}
+
+impl<'a> Case<'a> {
+    fn new(tokenizer: &'a TextTokenizer, source: &'a str) -> Self {
+        let (turns, bad_records) = (TrainedTurns::All, BadRecords::Refuse);
+        Self { tokenizer, source, turns, field: "messages", bad_records }
+    }
+
+    fn run(&self, inputs: &[PathBuf], prefix: &Path) -> Result<Vec<PreparedFile>, String> {
+        let template = template(self.source);
+        let options = Prepare {
+            chat: Some(Chat { template: &template, turns: self.turns }),
+            field: self.field,
+            bad_records: self.bad_records,
+            overwrite: true,
+            ..Prepare::new(self.tokenizer, inputs, prefix)
+        };
+        let done = moh_text::prepare::prepare(options, &AtomicBool::new(false), &mut ());
+        done.map(|done| done.unwrap().files).map_err(|error| error.to_string())
+    }
+}
+
+/// Each document: its text, and the parts of it that are trained on.
+fn read(tokenizer: &TextTokenizer, prefix: &Path) -> Vec<(String, Vec<String>)> {
+    let file = TokenFile::open(prefix).unwrap();
+    assert!(file.has_mask());
+    let read = |number| {
+        let range = file.document(number).unwrap();
+        let count = usize::try_from(range.end - range.start).unwrap();
+        let (mut ids, mut mask) = (vec![0; count], vec![0; count]);
+        file.read(range.start, &mut ids).unwrap();
+        file.read_mask(range.start, &mut mask).unwrap();
+        let mut rest = &ids[..];
+        let mut trained = Vec::new();
+        for run in mask.chunk_by(|a, b| a == b) {
+            let (part, later) = rest.split_at(run.len());
+            if run[0] == 1 {
+                trained.push(tokenizer.decode(part, false).unwrap());
+            }
+            rest = later;
+        }
+        (tokenizer.decode(&ids, false).unwrap(), trained)
+    };
+    (0..file.num_documents()).map(read).collect()
+}
+
+#[test]
+fn the_mask_is_that_of_the_answers_with_the_tokens_that_end_them() {
+    let (dir, tokenizer) = workplace();
+    let (input, prefix) = (dir.path().join("a.jsonl"), dir.path().join("p"));
+    let share_gpt =
+        json!([{ "from": "human", "value": "one" }, { "from": "gpt", "value": "<|im_end|>" }]);
+    fs::write(
+        &input,
+        lines(&[
+            json!({ "messages": turns(1) }),
+            json!({ "messages": share_gpt, "tools": [{ "name": "f" }] }),
+            json!({ "messages": share_gpt, "tools": "[{\"name\": \"f\"}]" }),
+        ]),
+    )
+    .unwrap();
+    for source in [CHAT_ML, GENERATION] {
+        let files =
+            Case::new(&tokenizer, source).run(std::slice::from_ref(&input), &prefix).unwrap();
+        let documents = read(&tokenizer, &prefix);
+        assert_eq!(
+            documents[0].0,
+            "<|im_start|>user\none 1<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n\
+             <|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\nthree\u{1f6a2} <|im_end|>\n"
+        );
+        assert_eq!(documents[0].1, ["two<|im_end|>", "three\u{1f6a2} <|im_end|>"]);
+        assert_eq!(documents[1], documents[2]);
+        // A token that a message names is one, and is counted.
+        assert_eq!(documents[1].1, ["<|im_end|><|im_end|>"]);
+        assert_eq!(documents[1].0.contains("tools\n[{\"name\": \"f\"}]"), source == CHAT_ML);
+        let info = &files[0].info;
+        let special = info.special_tokens_in_text.clone().unwrap();
+        assert_eq!(special, BTreeMap::from([("<|im_end|>".to_owned(), 2)]));
+        let mask = info.mask.clone().unwrap();
+        let hash = template(source).blake3().to_owned();
+        assert_eq!(mask.chat_template_blake3, Some(hash));
+        let bytes = fs::read(with_ending(&prefix, ".mask")).unwrap();
+        assert_eq!(mask.trained_tokens, bytes.iter().map(|&byte| u64::from(byte)).sum::<u64>());
+        assert_eq!(info.eos_token, DocumentEnd::Unknown);
+    }
+    let last = Case { turns: TrainedTurns::Last, ..Case::new(&tokenizer, CHAT_ML) };
+    last.run(&[input], &prefix).unwrap();
+    assert_eq!(read(&tokenizer, &prefix)[0].1, ["three\u{1f6a2} <|im_end|>"]);
+}
+
+/// A column of messages, of each as many as `records` have; the field `name` is null.
+fn messages_column(records: &[Value]) -> ArrayRef {
+    let fields = ["role", "content", "name"];
+    let columns = fields.map(|name| Field::new(name, DataType::Utf8, true)).to_vec();
+    let builders = fields.map(|_| Box::new(StringBuilder::new()) as _).into();
+    let mut list = ListBuilder::new(StructBuilder::new(columns, builders));
+    for record in records {
+        for message in record.as_array().unwrap() {
+            let one = list.values();
+            for (index, name) in fields.iter().enumerate() {
+                one.field_builder::<StringBuilder>(index)
+                    .unwrap()
+                    .append_option(message[name].as_str());
+            }
+            one.append(true);
+        }
+        list.append(true);
+    }
+    Arc::new(list.finish())
+}
+
+#[test]
+fn every_format_gives_the_same_file() {
+    let (dir, tokenizer) = workplace();
+    let records: Vec<Value> = (0..500).map(turns).collect();
+    let objects: Vec<Value> = records.iter().map(|turns| json!({ "messages": turns })).collect();
+    let path = |name: &str| dir.path().join(name);
+    fs::write(path("a.jsonl"), lines(&objects)).unwrap();
+    fs::write(path("b.json"), Value::from(objects).to_string()).unwrap();
+    let tools: ArrayRef = Arc::new(StringArray::from(vec![None::<&str>; records.len()]));
+    let column = messages_column(&records);
+    let batch =
+        RecordBatch::try_from_iter([("messages", column.clone()), ("tools", tools)]).unwrap();
+    let mut writer =
+        ArrowWriter::try_new(fs::File::create(path("c.parquet")).unwrap(), batch.schema(), None)
+            .unwrap();
+    writer.write(&batch).unwrap();
+    writer.close().unwrap();
+    let batch = RecordBatch::try_from_iter([("messages", column)]).unwrap();
+    let mut writer = arrow_ipc::writer::FileWriter::try_new(
+        fs::File::create(path("d.arrow")).unwrap(),
+        &batch.schema(),
+    )
+    .unwrap();
+    writer.write(&batch).unwrap();
+    writer.finish().unwrap();
+    let bytes = ["a.jsonl", "b.json", "c.parquet", "d.arrow"].map(|name| {
+        let prefix = path("p");
+        Case::new(&tokenizer, CHAT_ML).run(&[path(name)], &prefix).unwrap();
+        [".bin", ".idx", ".mask"].map(|ending| fs::read(with_ending(&prefix, ending)).unwrap())
+    });
+    for other in &bytes[1..] {
+        assert!(other == &bytes[0]);
+    }
+    assert_eq!(read(&tokenizer, &path("p")).len(), 500);
+}
+
+#[test]
+fn a_record_that_is_no_conversation_is_bad_and_says_why() {
+    let (dir, tokenizer) = workplace();
+    let (input, prefix) = (dir.path().join("a.jsonl"), dir.path().join("p"));
+    let failure = |case: &Case<'_>, record: Value| {
+        fs::write(&input, lines(&[json!({ "messages": turns(1) }), record])).unwrap();
+        let error = case.run(std::slice::from_ref(&input), &prefix).unwrap_err();
+        assert!(error.contains("a.jsonl:2: ") && !with_ending(&prefix, ".bin").exists(), "{error}");
+        error
+    };
+    let case = Case::new(&tokenizer, CHAT_ML);
+    for (record, expected) in [
+        (json!({ "text": "a" }), "no field \"messages\""),
+        (json!({ "messages": null }), "\"messages\" is null"),
+        (json!({ "messages": "a" }), "\"messages\" is not a list of messages"),
+        (json!({ "messages": {} }), "the messages are not a list"),
+        (json!({ "messages": [] }), "no message"),
+        (json!({ "messages": [{ "role": "user", "content": 3 }] }), "chat template: "),
+        (json!({ "messages": turns(1), "tools": 3 }), "\"tools\" is not a list"),
+    ] {
+        let error = failure(&case, record);
+        assert!(error.contains(expected), "{error}");
+    }
+    let rewrites =
+        "{% for message in messages %}{{ loop.revindex }}{{ message.content }}{% endfor %}";
+    let error =
+        Case::new(&tokenizer, rewrites).run(std::slice::from_ref(&input), &prefix).unwrap_err();
+    assert!(error.contains("a.jsonl:1: ") && error.contains("--chat-train last"), "{error}");
+    // Skipped ones are listed.
+    let skips = BadRecords::Skip { max_share: 0.5 };
+    let skipping = Case { bad_records: skips, ..Case::new(&tokenizer, CHAT_ML) };
+    skipping.run(std::slice::from_ref(&input), &prefix).unwrap();
+    assert!(
+        fs::read_to_string(with_ending(&prefix, ".bad.jsonl")).unwrap().contains("is not a list")
+    );
+    fs::write(&input, lines(&[json!({ "messages": [{ "role": "user", "content": "one" }] })]))
+        .unwrap();
+    let error = case.run(&[input], &prefix).unwrap_err();
+    assert!(error.contains("no token would be trained on"), "{error}");
+    let error = Case::new(&tokenizer, "{% for").run(&[], &prefix).unwrap_err();
+    assert!(!error.is_empty());
+}
+
+#[test]
+fn a_stopped_preparation_continues_with_the_same_bytes() {
+    let (dir, tokenizer) = workplace();
+    let input = dir.path().join("a.jsonl");
+    let records: Vec<Value> =
+        (0..15_000).map(|number| json!({ "messages": turns(number) })).collect();
+    fs::write(&input, lines(&records)).unwrap();
+    let inputs = [input];
+    let [whole, prefix] = ["whole", "p"].map(|name| dir.path().join(name));
+    let template = template(CHAT_ML);
+    let options = |prefix| Prepare {
+        chat: Some(Chat { template: &template, turns: TrainedTurns::All }),
+        field: "messages",
+        split: Some("0.9,0.1".parse().unwrap()),
+        selection: Selection { exact_dedup: true, ..Selection::default() },
+        sync_every: std::time::Duration::ZERO,
+        ..Prepare::new(&tokenizer, &inputs, prefix)
+    };
+    moh_text::prepare::prepare(options(&whole), &AtomicBool::new(false), &mut ()).unwrap().unwrap();
+    /// Stops when more documents are written than at the first call.
+    struct Stops<'a>(&'a AtomicBool, Option<u64>);
+    impl Observer for Stops<'_> {
+        fn note(&mut self, _: &str) {}
+        fn progress(&mut self, progress: Progress) {
+            let first = *self.1.get_or_insert(progress.documents);
+            self.0.store(progress.documents > first, std::sync::atomic::Ordering::Relaxed);
+        }
+    }
+    let stop = AtomicBool::new(false);
+    let mut stopped = 0;
+    while moh_text::prepare::prepare(options(&prefix), &stop, &mut Stops(&stop, None))
+        .unwrap()
+        .is_none()
+    {
+        stopped += 1;
+    }
+    assert!(stopped > 1);
+    for part in ["-train", "-validation"] {
+        for ending in [".bin", ".idx", ".mask", ".json"] {
+            let bytes =
+                |prefix: &Path| fs::read(with_ending(&with_ending(prefix, part), ending)).unwrap();
+            assert!(bytes(&prefix) == bytes(&whole), "{part}{ending}");
+        }
+    }
+}

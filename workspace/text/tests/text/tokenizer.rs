@@ -1,0 +1,140 @@
+//! Tokenizers: round trips, framing, streaming, and the reference cases.
+
+use std::fs;
+use std::path::Path;
+
+use moh_text::TextTokenizer;
+use proptest::prelude::*;
+
+use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, write_tokenizer};
+
+const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
+
+const TEXT: &str = "Anna has a red kite. Anna gives the red kite to Ben. Ben isn't sad: he has a \
+                    kite now!\nThe kite flew over 1234 trees. Anna and Ben saw the kite fly.";
+
+fn tokenizer(dir: &Path) -> TextTokenizer {
+    write_tokenizer(&dir.join("tok"), &[" Anna", " kite", " the", "Anna", "isn"]);
+    TextTokenizer::load(&dir.join("tok")).unwrap()
+}
+
+#[test]
+fn texts_begin_with_bos_and_stay_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path());
+    let prompt = tokenizer.encode_prompt("Anna flew").unwrap();
+    assert_eq!(prompt[0], 0);
+    assert_eq!(tokenizer.decode(&prompt[1..], false).unwrap(), "Anna flew");
+    assert_eq!(tokenizer.encode("Anna flew").unwrap(), prompt);
+    assert_eq!(tokenizer.encode("").unwrap(), [0]);
+    assert_eq!(tokenizer.encode_prompt("").unwrap(), [0]);
+    assert_eq!(tokenizer.decoded_bytes(&tokenizer.encode("na\u{ef}ve").unwrap()).unwrap(), 6);
+    assert_eq!(tokenizer.decode(&[0, 1], false).unwrap(), format!("{BEGIN_OF_TEXT}{END_OF_TEXT}"));
+}
+
+#[test]
+fn a_missing_or_broken_tokenizer_names_its_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = TextTokenizer::load(dir.path()).unwrap_err().to_string();
+    assert!(missing.contains("tokenizer.json: cannot read"), "{missing}");
+    // The library panics in all but the first: the decoder is not JSON, and a normalizer lacks its
+    // table.
+    let texts: [&[u8]; 5] = [
+        b"{}",
+        br#"{"decoder": {"type": "Fuse", 1: 2}}"#,
+        b"{\"decoder\": {\"type\": \"\xff\"}}",
+        br#"{"decoder": {"type": 1e400}}"#,
+        br#"{"normalizer": {"type": "Precompiled"}}"#,
+    ];
+    for text in texts {
+        fs::write(dir.path().join("tokenizer.json"), text).unwrap();
+        let broken = TextTokenizer::load(dir.path()).unwrap_err().to_string();
+        assert!(broken.contains("tokenizer.json: not a valid tokenizer"), "{broken}");
+    }
+}
+
+#[test]
+fn truncation_and_padding_of_the_file_are_ignored() {
+    let dir = tempfile::tempdir().unwrap();
+    tokenizer(dir.path());
+    let path = dir.path().join("tok/tokenizer.json");
+    let mut json: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    json["truncation"] = serde_json::json!({
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
+    });
+    fs::write(&path, json.to_string()).unwrap();
+    let tokenizer = TextTokenizer::load(&dir.path().join("tok")).unwrap();
+    assert!(tokenizer.encode(TEXT).unwrap().len() > 20);
+}
+
+#[test]
+fn ill_formed_bytes_stream_without_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path());
+    let bytes = &tokenizer.encode_prompt("\u{1f600}").unwrap()[1..];
+    let mut stream = tokenizer.stream(&[], true);
+    let mut text = String::new();
+    for _ in 0..20 {
+        text += &stream.push(bytes[1]).unwrap();
+    }
+    text += &stream.push(tokenizer.encode_prompt("a").unwrap()[1]).unwrap();
+    text += &stream.finish().unwrap();
+    assert!(text.ends_with('a') && text.starts_with('\u{fffd}'), "{text}");
+    let mut stream = tokenizer.stream(&[], true);
+    assert_eq!(stream.push(bytes[0]).unwrap(), "");
+    assert_eq!(stream.finish().unwrap(), "\u{fffd}");
+}
+
+#[test]
+#[ignore = "needs the fixtures beside the repository"]
+fn the_reference_cases_of_the_fixtures_are_reproduced() {
+    let fixtures = Path::new(FIXTURES);
+    let (dir, cases) =
+        (fixtures.join("stories260K"), fixtures.join("vectors/tokenizer-cases.json"));
+    let tokenizer = TextTokenizer::load(&dir).unwrap();
+    assert_eq!(tokenizer.vocab_size(), 512);
+    let cases: Vec<serde_json::Value> =
+        serde_json::from_str(&fs::read_to_string(cases).unwrap()).unwrap();
+    assert!(!cases.is_empty());
+    for case in cases {
+        let text = case["text"].as_str().unwrap();
+        let ids: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
+        assert_eq!(tokenizer.encode(text).unwrap(), ids, "{text:?}");
+        let decoded = tokenizer.decode(&ids, true).unwrap();
+        assert_eq!(tokenizer.decoded_bytes(&ids).unwrap(), decoded.len() as u64);
+        // Special tokens and the tokenizer's own symbol for a space are not decoded.
+        if !text.contains(['<', '\u{2581}']) {
+            assert_eq!(decoded, text);
+        }
+        let mut stream = tokenizer.stream(&ids[..1], true);
+        let mut streamed = String::new();
+        for &id in &ids[1..] {
+            streamed += &stream.push(id).unwrap();
+        }
+        streamed += &stream.finish().unwrap();
+        // A continuation keeps the space that the decoder strips from the start of a text.
+        assert_eq!(streamed.trim_start(), decoded.trim_start());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn decoding_gives_the_text_back(text in "\\PC{0,40}[ \\n\\t]{0,9}[a-z']{0,9}\\PC{0,10}") {
+        // The stream cannot distinguish a long run of these from incomplete characters.
+        let text = text.replace('\u{fffd}', "");
+        static TOKENIZER: std::sync::OnceLock<TextTokenizer> = std::sync::OnceLock::new();
+        let tokenizer =
+            TOKENIZER.get_or_init(|| tokenizer(tempfile::tempdir().unwrap().path()));
+        let ids = tokenizer.encode(&text).unwrap();
+        prop_assert_eq!(tokenizer.decode(&ids, true).unwrap(), text.clone());
+        let mut stream = tokenizer.stream(&[], true);
+        let mut streamed = String::new();
+        for id in ids {
+            streamed += &stream.push(id).unwrap();
+        }
+        streamed += &stream.finish().unwrap();
+        prop_assert_eq!(streamed, text);
+    }
+}

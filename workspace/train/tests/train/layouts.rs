@@ -1,0 +1,39 @@
+//! A pretrained model in every layout of ranks, as processes started by mpirun: the losses, the
+//! weights and, except for ties, the selected heads are those of one rank.
+
+#![cfg(unix)]
+
+use crate::support::job::{PROGRAM, mpirun};
+use crate::support::stories::{Layout, Stories};
+use moh_recipe::Recipe;
+use moh_testkit::programs::stderr;
+
+fn train(stories: &Stories, layout: Layout) -> Recipe {
+    let recipe = stories.write_recipe(layout);
+    let place = recipe.parent().unwrap();
+    let words = ["-n", &layout.ranks.to_string(), PROGRAM, "--recipe"].map(str::to_owned);
+    let words = [&words[..], &[recipe.display().to_string()]].concat();
+    let done = mpirun(place, &words).output().unwrap();
+    assert!(done.status.success(), "{layout:?}: {}", stderr(&done));
+    Recipe::load(&recipe, &[]).unwrap()
+}
+
+fn as_one_rank(attention: &'static str) {
+    let mut stories = Stories::new(attention);
+    for layout in stories.layouts() {
+        let recipe = train(&stories, layout);
+        stories.compare(layout, &recipe);
+    }
+}
+
+#[test]
+#[ignore = "needs the feature mpi, mpirun and the fixtures beside the repository"]
+fn dense_models_train_as_on_one_rank() {
+    as_one_rank("dense");
+}
+
+#[test]
+#[ignore = "needs the feature mpi, mpirun and the fixtures beside the repository"]
+fn mixture_of_head_models_train_as_on_one_rank() {
+    as_one_rank("moh");
+}

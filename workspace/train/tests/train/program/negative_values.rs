@@ -1,0 +1,28 @@
+//! Values that begin with a hyphen: every option takes a negative number, and says what it expects.
+
+use super::PROGRAM;
+use moh_testkit::options::take_negative_numbers;
+use moh_testkit::programs::{program, stderr};
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = take_negative_numbers(PROGRAM, &[], dir.path());
+    assert!(options >= 15, "{options}");
+}
+
+#[test]
+fn an_error_names_the_values_that_an_option_takes() {
+    let dir = tempfile::tempdir().unwrap();
+    for (arguments, expected) in [
+        (&["--resume-step", "-1"][..], "a whole number of at least 1"),
+        (&["--rendezvous-timeout", "-1"], "a whole number from 1 to 2592000"),
+        (&["--time-limit", "-1h"], "expected a time such as 90m"),
+        (&["checkpoints", "run", "prune", "--keep", "-1"], "a whole number of at least 1"),
+    ] {
+        let output = program(PROGRAM, dir.path()).args(arguments).output().unwrap();
+        let text = stderr(&output);
+        assert!(text.contains(expected), "{arguments:?}: {text}");
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {text}");
+    }
+}

@@ -1,0 +1,179 @@
+//! Twenty-five steps of a small pretrained model on ranks in every arrangement; `MOH_EVERY_LAYOUT=1` tries all
+//! of them, else a few of each kind are.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use moh_checkpoint::run_directory::RunDirectory;
+use moh_hf::{ConfigFile, Error, WeightFiles};
+use moh_kernels::Cpu;
+use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
+use moh_recipe::{ParallelOptions, Recipe};
+use moh_text::TextTokenizer;
+use moh_text::prepare::{AppendEos, Prepare, prepare};
+
+use super::results::{Results, assert_alike};
+
+/// The variable.
+const EVERY: &str = "MOH_EVERY_LAYOUT";
+
+/// Tokens whose selected heads are compared after training.
+const TOKENS: usize = 24 * 32;
+
+/// Ranks and how they are arranged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    pub ranks: usize,
+    pub parallel: ParallelOptions,
+}
+
+/// Runs of stories260K, a model of five blocks and four key/value heads, on 24 sequences a step.
+pub struct Stories {
+    fixtures: PathBuf,
+    place: tempfile::TempDir,
+    attention: &'static str,
+    /// The run on one rank.
+    reference: Option<(Results, Vec<u8>)>,
+}
+
+impl Stories {
+    /// Runs with dense attention, or with three quarters of the heads.
+    pub fn new(attention: &'static str) -> Self {
+        let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
+        let place = tempfile::tempdir().unwrap();
+        let tokenizer = TextTokenizer::load(&fixtures.join("stories260K")).unwrap();
+        let inputs = [fixtures.join("data/stories-valid.jsonl")];
+        let prefix = place.path().join("stories");
+        let append_eos = AppendEos::Never;
+        let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
+        prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
+        let fixtures = fixtures.to_owned();
+        Stories { fixtures, place, attention, reference: None }
+    }
+
+    /// The model that all runs start from.
+    pub fn model(&self) -> PathBuf {
+        self.fixtures.join("stories260K")
+    }
+
+    /// One rank, then the arrangements of two to eight ranks that the model has: a few of each kind, or
+    /// all of them.
+    pub fn layouts(&self) -> Vec<Layout> {
+        let mut found = Vec::new();
+        for ranks in [1, 2, 3, 4, 6, 8] {
+            for tensor in [1, 2, 4] {
+                for pipeline in 1..=5 {
+                    let most = if pipeline > 1 { 5 / pipeline } else { 1 };
+                    let layout = |virtual_stages| Layout {
+                        ranks,
+                        parallel: ParallelOptions { tensor, pipeline, virtual_stages },
+                    };
+                    if ranks % (tensor * pipeline) == 0 {
+                        found.extend((1..=most).map(layout));
+                    }
+                }
+            }
+        }
+        if std::env::var_os(EVERY).is_none() {
+            let kinds = [
+                (1, 1, 1, 1),
+                (2, 1, 1, 1),
+                (2, 2, 1, 1),
+                (2, 1, 2, 2),
+                (3, 1, 3, 1),
+                (4, 4, 1, 1),
+                (6, 2, 3, 1),
+                (6, 1, 2, 1),
+                (8, 2, 2, 2),
+                (8, 1, 1, 1),
+            ];
+            found.retain(|layout| {
+                let ParallelOptions { tensor, pipeline, virtual_stages } = layout.parallel;
+                kinds.contains(&(layout.ranks, tensor, pipeline, virtual_stages))
+            });
+        }
+        found
+    }
+
+    /// Writes the recipe of a run, whose directory is new.
+    pub fn write_recipe(&self, layout: Layout) -> PathBuf {
+        let ParallelOptions { tensor, pipeline, virtual_stages } = layout.parallel;
+        let attention = match self.attention {
+            "dense" => "attention = \"dense\"",
+            _ => "attention = \"moh\"\nmoh = { shared_heads = 4, routed_top_k = 2 }",
+        };
+        let name = format!("run-{}-{tensor}-{pipeline}-{virtual_stages}", layout.ranks);
+        let text = format!(
+            r#"
+[run]
+dir = "{dir}/{name}"
+seed = 1
+device = "cpu"
+dtype = "f32"
+
+[model]
+from = "{model}"
+
+[data]
+sequence_length = 32
+sources = [{{ path = "{dir}/stories" }}]
+
+[[stage]]
+name = "only"
+{attention}
+tokens = 19_200
+batch_tokens = 768
+micro_batch = 2
+learning_rate = {{ max = 1e-3, min = 1e-4, warmup_steps = 5 }}
+parallel = {{ tensor = {tensor}, pipeline = {pipeline}, virtual_stages = {virtual_stages} }}
+"#,
+            dir = self.place.path().display(),
+            model = self.model().display(),
+        );
+        let path = self.place.path().join(format!("{name}.toml"));
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// Compares a finished run with that on one rank, the first one; tells in how many places the models
+    /// select other heads.
+    pub fn compare(&mut self, layout: Layout, recipe: &Recipe) {
+        let found = Results::of(recipe);
+        let selected = self.selected(recipe);
+        let Some((reference, expected)) = &self.reference else {
+            assert_eq!(layout.ranks, 1);
+            self.reference = Some((found, selected));
+            return;
+        };
+        let what = format!("{layout:?}, {}", self.attention);
+        assert_alike(&found, reference, &what);
+        let flips = selected.iter().zip(expected).filter(|(found, one)| found != one).count();
+        if !expected.is_empty() {
+            println!("{what}: {flips} of {} choices differ after training", expected.len());
+        }
+        assert_eq!(selected.len(), expected.len());
+        // Weights that agree to 1e-3 order but the closest norms in another way.
+        assert!(flips * 200 <= expected.len(), "{what}: {flips} of {} differ", expected.len());
+    }
+
+    /// Which routed heads the trained model selects for the first tokens of the text.
+    fn selected(&self, recipe: &Recipe) -> Vec<u8> {
+        let export = RunDirectory::new(&recipe.run.dir).export();
+        let config = ConfigFile::read(&export).unwrap().config;
+        let weights = WeightFiles::open(&export).unwrap();
+        let source = |segment: &moh_model::layout::Segment, values: &mut [f32]| {
+            weights.read_f32(&segment.name, values)
+        };
+        let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, 32, source).unwrap();
+        // Token files hold ids of small vocabularies in two bytes, one after the other.
+        let tokens = std::fs::read(self.place.path().join("stories.bin")).unwrap();
+        let ids: Vec<u32> = (tokens.chunks_exact(2).take(TOKENS))
+            .map(|id| u16::from_le_bytes([id[0], id[1]]).into())
+            .collect();
+        let shape = PassShape::evaluation(TOKENS / 32, 32, Recompute::None);
+        let mut activations = Activations::new(&model, shape).unwrap();
+        activations.upload(&Cpu, &ids, &ids, &[]).unwrap();
+        model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
+        model.routed_mask(&activations).unwrap().concat()
+    }
+}
