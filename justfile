@@ -28,7 +28,7 @@ emulated:
 
 # Several processes over MPI
 mpi:
-    cargo test --workspace --features moh-train/mpi --test ranks --test processes --test mpi --test layouts --test namespaces
+    cargo test --workspace --features moh-train/mpi --test comm --test train
 
 # Whether two programs compute the same runs
 compare-bits BEFORE AFTER:

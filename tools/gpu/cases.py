@@ -104,7 +104,7 @@ def correctness(programs, tests):
     cases += alone("attention_stress", 120)
     cases.append(together("linear", 90))
     cases.append(Case("devices", "tests", 90,
-                      [programs / "test-devices", "--include-ignored", "--nocapture", "--test-threads", "4"]))
+                      [programs / "test-devices", "devices::", "--include-ignored", "--nocapture", "--test-threads", "4"]))
     known = {"linear", *MODULES, *HOPPER}
     # Modules that this list does not know.
     cases += [together(module, 60) for module in [*MODULES, *sorted(listed - known)]]

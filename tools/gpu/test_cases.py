@@ -58,7 +58,7 @@ class Sources(unittest.TestCase):
             self.assertIn(test, modules[module])
         for module in [*cases.MODULES, *cases.HOPPER, "linear"]:
             self.assertTrue(modules.get(module), module)
-        self.assertTrue(rust_tests(ROOT / "workspace/model/tests/devices.rs"))
+        self.assertTrue(rust_tests(ROOT / "workspace/model/tests/model/devices.rs"))
         self.assertTrue(rust_tests(ROOT / "workspace/comm/src/engine/nccl/mod.rs"))
 
     def test_dense_attention_comes_first_and_small_heads_last(self):

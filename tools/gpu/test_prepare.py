@@ -22,14 +22,14 @@ class Prepare(unittest.TestCase):
                 touch target/compiled
                 echo "table of $MOH_CUDA_ARCHITECTURES" >"$MOH_CUDA_RESOURCES"
             fi
-            touch target/release/moh-{bench,train} target/{devices,moh_comm}
+            touch target/release/moh-{bench,train} target/{model,moh_comm}
             if [ ! -e target/operators ]; then
                 printf '#!/bin/sh\necho "rope::agrees: test"\n' >target/operators
                 chmod +x target/operators
             fi
             case $* in
                 *"-p moh-comm"*) names=moh_comm;;
-                test*) names="operators devices";;
+                test*) names="operators model";;
             esac
             for name in $names; do
                 echo '{"executable": "target/'$name'", "profile": {"test": true},' \\

@@ -1,7 +1,6 @@
 """The build backend of the Python package: maturin, for the programs of several crates.
 
-maturin builds and packages the program of one crate, moh-generate, which has the fewest dependencies. Those of
-the other crates are built here, and go into the wheel as its scripts. MATURIN_PEP517_ARGS, or pip's
+maturin builds and packages the programs of one crate, moh-cli. Those of the other crates are built here, and go into the wheel as its scripts. MATURIN_PEP517_ARGS, or pip's
 `--config-settings build-args=...`, has arguments that `cargo build` and maturin both take: `--features
 moh-train/nccl` for GPUs, for example. There are wheels only: a source distribution of the crates would lack the
 files that they embed from other directories.
@@ -26,23 +25,23 @@ SCRIPTS = ROOT / "target" / "wheel-data" / "scripts"
 # maturin looks for the directory even when it writes metadata only.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
 # Built together, so that they have their dependencies in common.
-CRATES = ["moh-train", "moh-cli", "moh-serve", "moh-convert", "moh-prepare", "moh-report", "moh-bench"]
+CRATES = ["moh-train", "moh-convert", "moh-serve", "moh-report"]
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     collect_programs(maturin.get_maturin_pep517_args(config_settings))
-    return maturin.build_wheel(wheel_directory, for_generate(config_settings), metadata_directory)
+    return maturin.build_wheel(wheel_directory, for_cli(config_settings), metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     collect_programs(maturin.get_maturin_pep517_args(config_settings))
-    return maturin.build_editable(wheel_directory, for_generate(config_settings), metadata_directory)
+    return maturin.build_editable(wheel_directory, for_cli(config_settings), metadata_directory)
 
 
-def for_generate(config_settings):
-    """The settings with the features of moh-train as those of moh-generate, which does not depend on it."""
+def for_cli(config_settings):
+    """The settings with the features of moh-train as those of moh-cli, which does not depend on it."""
     arguments = maturin.get_maturin_pep517_args(config_settings)
-    arguments = [argument.replace("moh-train/", "moh-generate/") for argument in arguments]
+    arguments = [argument.replace("moh-train/", "moh-cli/") for argument in arguments]
     return {**(config_settings or {}), "maturin.build-args": arguments}
 
 

@@ -1,5 +1,5 @@
 //! Models in the cache of Hugging Face's programs, as they are there: a folder for each repository, with snapshots of
-//! its commits, and a file with the commit of each branch and tag. Crate `hub` downloads to the same cache.
+//! its commits, and a file with the commit of each branch and tag. Module `hub` downloads to the same cache.
 
 use std::fs;
 use std::io::ErrorKind;
