@@ -1,8 +1,9 @@
 """The build backend of the Python package: maturin, for the programs of several crates.
 
-maturin builds and packages the programs of one crate, moh-cli. Those of the other crates are built here, and go into the wheel as its scripts. MATURIN_PEP517_ARGS, or pip's
-`--config-settings build-args=...`, has arguments that `cargo build` and maturin both take: `--features
-moh-train/nccl` for GPUs, for example. There are wheels only: a source distribution of the crates would lack the
+maturin builds and packages the program of one crate, moh-train, which has the fewest dependencies. Those of the
+other crates are built here, and go into the wheel as its scripts. MATURIN_PEP517_ARGS, or pip's `--config-settings
+build-args=...`, has arguments that `cargo build` and maturin both take: `--features moh-train/nccl` for GPUs, for
+example. There are wheels only: a source distribution of the crates would lack the
 files that they embed from other directories.
 """
 
@@ -25,28 +26,21 @@ SCRIPTS = ROOT / "target" / "wheel-data" / "scripts"
 # maturin looks for the directory even when it writes metadata only.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
 # Built together, so that they have their dependencies in common.
-CRATES = ["moh-train", "moh-convert", "moh-serve", "moh-report"]
+CRATES = ["moh-train", "moh-cli", "moh-convert", "moh-serve", "moh-report"]
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     collect_programs(maturin.get_maturin_pep517_args(config_settings))
-    return maturin.build_wheel(wheel_directory, for_cli(config_settings), metadata_directory)
+    return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     collect_programs(maturin.get_maturin_pep517_args(config_settings))
-    return maturin.build_editable(wheel_directory, for_cli(config_settings), metadata_directory)
-
-
-def for_cli(config_settings):
-    """The settings with the features of moh-train as those of moh-cli, which does not depend on it."""
-    arguments = maturin.get_maturin_pep517_args(config_settings)
-    arguments = [argument.replace("moh-train/", "moh-cli/") for argument in arguments]
-    return {**(config_settings or {}), "maturin.build-args": arguments}
+    return maturin.build_editable(wheel_directory, config_settings, metadata_directory)
 
 
 def collect_programs(build_arguments):
-    """Builds the programs of CRATES, and leaves nothing in SCRIPTS but them."""
+    """Builds the programs of CRATES, and leaves nothing in SCRIPTS but them, without the one that maturin packages."""
     if shutil.which("cargo") is None:
         sys.exit("building moh needs Rust, and cargo is not on the path: install it from https://rustup.rs")
     # maturin builds in release too unless told otherwise.
@@ -62,5 +56,5 @@ def collect_programs(build_arguments):
     SCRIPTS.mkdir(parents=True)
     for message in map(json.loads, built.stdout.splitlines()):
         program = message.get("executable")
-        if program:
+        if program and Path(program).stem != "moh-train":
             shutil.copy2(program, SCRIPTS)
