@@ -155,11 +155,8 @@ fn attention_args<B: Backend>(
     shape: QkvShape,
     router: Option<&(QueryNormRouter, Routing<B>)>,
 ) -> AttentionArgs<'_, B> {
-    let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
     let selection = router.map(|(_, routing)| routing.selection());
-    let (query_length, key_length, query_stride) = (length, length, shape.row());
-    let shape =
-        AttentionShape { batch, query_length, key_length, heads, kv_heads, head_dim, query_stride };
+    let shape = AttentionShape::of_qkv(&shape, shape.length);
     AttentionArgs { selection, ..AttentionArgs::causal(shape) }
 }
 
@@ -188,40 +185,18 @@ fn routers(shape: QkvShape) -> [(&'static str, QueryNormRouter); 3] {
 /// Query and key norms, forward and backward.
 fn qk_norm<B: Backend, T: Element>(shape: QkvShape) -> [Case<B>; 2] {
     let (elements, weights, eps) = (shape.tokens() * shape.row(), 2 * shape.head_dim, 1e-6);
-    let forward = move |backend: &B| {
-        let qkv = random_elements::<B, T>(backend, elements)?;
-        let weight = random_elements::<B, T>(backend, weights)?;
-        let mut normed = backend.allocate::<T>(elements)?;
-        Ok(move |backend: &B| {
-            backend.qk_norm_forward(QkNormForward {
-                shape: &shape,
-                eps,
-                qkv: B::whole(&qkv),
-                weight: B::whole(&weight),
-                normed: B::whole_mut(&mut normed),
-            })
-        })
-    };
-    let backward = move |backend: &B| {
-        let qkv = random_elements::<B, T>(backend, elements)?;
-        let weight = random_elements::<B, T>(backend, weights)?;
-        let mut d_qkv = random_elements::<B, T>(backend, elements)?;
-        let mut d_weight = backend.allocate::<f32>(weights)?;
-        Ok(move |backend: &B| {
-            backend.qk_norm_backward(QkNormBackward {
-                shape: &shape,
-                eps,
-                qkv: B::whole(&qkv),
-                weight: B::whole(&weight),
-                d_qkv: B::whole_mut(&mut d_qkv),
-                d_weight: B::whole_mut(&mut d_weight),
-            })
-        })
-    };
-    [
-        Case::new("qk_norm_forward", Work::moved::<T>(2 * elements), forward),
-        Case::new("qk_norm_backward", Work::moved::<T>(3 * elements), backward),
-    ]
+    let forward = case!("qk_norm_forward", Work::moved::<T>(2 * elements), |backend| [
+        read qkv = random_elements::<B, T>(backend, elements),
+        read weight = random_elements::<B, T>(backend, weights),
+        write normed = backend.allocate::<T>(elements),
+    ] backend.qk_norm_forward(QkNormForward { shape: &shape, eps, qkv, weight, normed }));
+    let backward = case!("qk_norm_backward", Work::moved::<T>(3 * elements), |backend| [
+        read qkv = random_elements::<B, T>(backend, elements),
+        read weight = random_elements::<B, T>(backend, weights),
+        write d_qkv = random_elements::<B, T>(backend, elements),
+        write d_weight = backend.allocate::<f32>(weights),
+    ] backend.qk_norm_backward(QkNormBackward { shape: &shape, eps, qkv, weight, d_qkv, d_weight }));
+    [forward, backward]
 }
 
 pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {

@@ -6,6 +6,25 @@
 //! key/value heads of 128. A GPU's shapes are those of LLaMA-3-8B ([`Sizes::LLAMA_8B`]). Attention in
 //! generation has contexts of 16,384 tokens.
 
+/// A case that creates these buffers and runs an operator on views of them, to `read` or `write`, or on what is no buffer
+/// itself.
+macro_rules! case {
+    ($name:expr, $work:expr, |$backend:ident| [
+        $($access:ident $buffer:ident = $new:expr),+ $(,)?
+    ] $run:expr) => {
+        Case::new($name, $work, move |$backend: &B| {
+            $(#[allow(unused_mut)] let mut $buffer = $new?;)+
+            Ok(move |$backend: &B| {
+                $(let $buffer = case!(@$access $buffer);)+
+                $run
+            })
+        })
+    };
+    (@read $buffer:ident) => { B::whole(&$buffer) };
+    (@write $buffer:ident) => { B::whole_mut(&mut $buffer) };
+    (@own $buffer:ident) => { &mut $buffer };
+}
+
 mod attention;
 mod generation;
 mod logits;

@@ -51,23 +51,6 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     cases
 }
 
-/// A case that creates these buffers and runs an operator on views of them, to `read` or `write`.
-macro_rules! case {
-    ($name:expr, $work:expr, |$backend:ident| [
-        $($access:ident $buffer:ident = $new:expr),+ $(,)?
-    ] $run:expr) => {
-        Case::new($name, $work, move |$backend: &B| {
-            $(#[allow(unused_mut)] let mut $buffer = $new?;)+
-            Ok(move |$backend: &B| {
-                $(let $buffer = case!(@$access $buffer);)+
-                $run
-            })
-        })
-    };
-    (@read $buffer:ident) => { B::whole(&$buffer) };
-    (@write $buffer:ident) => { B::whole_mut(&mut $buffer) };
-}
-
 fn embedding_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let Sizes { tokens, width, vocabulary, .. } = sizes;
     let rows = VocabularyRows::all(vocabulary);

@@ -160,14 +160,6 @@ impl Memory for CountingMemory {
         buffer.part(range)
     }
 
-    fn reborrow<'v, 'long: 'v, S: Scalar>(view: Counted<S>) -> Counted<S> {
-        view
-    }
-
-    fn reborrow_mut<S: Scalar>(view: &mut Counted<S>) -> Counted<S> {
-        *view
-    }
-
     fn part<'v, 'long: 'v, S: Scalar>(view: Counted<S>, range: Range<usize>) -> Counted<S> {
         view.part(range)
     }

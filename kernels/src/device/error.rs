@@ -29,11 +29,6 @@ impl Error {
             "{device} has no room for {bytes} bytes: use a smaller micro_batch or sequence_length"
         ))
     }
-
-    /// A token id has no row in the embedding.
-    pub(crate) fn outside_vocabulary(id: u32, vocab_size: usize) -> Self {
-        Error(format!("token id {id} is outside the vocabulary of {vocab_size}"))
-    }
 }
 
 /// Result of a backend's methods.
@@ -59,6 +54,13 @@ pub(crate) fn check_len(
         return Ok(());
     }
     Err(Error::shape(operator, format!("{what} holds {len} elements, expected {expected}")))
+}
+
+/// Refuses a token id without a row in the vocabulary.
+pub(crate) fn check_ids(mut ids: impl Iterator<Item = u32>, vocab_size: usize) -> Result<()> {
+    let outside = ids.find(|&id| id as usize >= vocab_size);
+    let refuse = |id| Error(format!("token id {id} is outside the vocabulary of {vocab_size}"));
+    outside.map_or(Ok(()), |id| Err(refuse(id)))
 }
 
 /// Returns an error with this `reason` unless `condition` is true.

@@ -73,6 +73,21 @@ impl Purpose {
     ];
 }
 
+/// Implements `Copy` for arguments that consist of views, of any memory: the derived implementation would be one for
+/// memories that are `Copy` themselves.
+macro_rules! copy_views {
+    ($($name:ident<$($parameter:ident: $bound:ident),+>),+) => {$(
+        impl<$($parameter: $bound),+> Clone for $name<'_, $($parameter),+> {
+            fn clone(&self) -> Self {
+                *self
+            }
+        }
+
+        impl<$($parameter: $bound),+> Copy for $name<'_, $($parameter),+> {}
+    )+};
+}
+pub(crate) use copy_views;
+
 /// The memory of a device.
 ///
 /// Every method may run asynchronously until [`Memory::synchronize`] or [`Memory::download`].
@@ -128,11 +143,26 @@ pub trait Memory: Send + Sync + Sized + 'static {
         Self::view_mut(buffer, 0..len)
     }
 
+    /// Elements of a view.
+    fn view_len<S: Scalar>(view: Self::View<'_, S>) -> usize {
+        Self::region::<S>(view).len
+    }
+
+    /// Elements of a mutable view.
+    fn view_mut_len<S: Scalar>(view: &Self::ViewMut<'_, S>) -> usize {
+        Self::view_len::<S>(Self::as_view(view))
+    }
+
     /// The same view with a shorter lifetime.
-    fn reborrow<'v, 'long: 'v, S: Scalar>(view: Self::View<'long, S>) -> Self::View<'v, S>;
+    fn reborrow<'v, 'long: 'v, S: Scalar>(view: Self::View<'long, S>) -> Self::View<'v, S> {
+        Self::part(view, 0..Self::view_len::<S>(view))
+    }
 
     /// Write access to the same elements with a shorter lifetime.
-    fn reborrow_mut<'v, S: Scalar>(view: &'v mut Self::ViewMut<'_, S>) -> Self::ViewMut<'v, S>;
+    fn reborrow_mut<'v, S: Scalar>(view: &'v mut Self::ViewMut<'_, S>) -> Self::ViewMut<'v, S> {
+        let len = Self::view_mut_len::<S>(view);
+        Self::part_mut(view, 0..len)
+    }
 
     /// Read access to a range of a view's elements.
     fn part<'v, 'long: 'v, S: Scalar>(

@@ -111,11 +111,10 @@ pub(super) fn most_shared_scratch<K: Kernel>(most: usize) -> [usize; 2] {
     [if most > K::DEPTH { partial } else { 0 }, packed[0].max(packed[1])]
 }
 
-/// `out = scale * left right`, plus the destination's addend, on `threads` of rayon's threads.
+/// `out = left right`, plus the destination's addend, on `threads` of rayon's threads.
 pub(super) fn multiply<K: Kernel, O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
-    scale: f32,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
     threads: usize,
@@ -138,7 +137,7 @@ pub(super) fn multiply<K: Kernel, O: Element, A: Element, B: Element>(
                     let position =
                         BlockPosition { row, column, first: start == 0, last: range.end == terms };
                     let width = columns.len();
-                    let output = position.output(&mut out, destination, scale, partial, width);
+                    let output = position.output(&mut out, destination, partial, width);
                     let right = right.rows(range.clone()).columns(columns.clone());
                     let packed = &mut packed[..packed_len::<K>(width, range.len())];
                     pack_right::<K, B>(right, packed, threads);
@@ -222,7 +221,6 @@ impl BlockPosition {
         &self,
         out: &mut MatrixMut<'_, O>,
         destination: Destination<'_, O>,
-        scale: f32,
         partial: &mut [f32],
         partial_stride: usize,
     ) -> Output {
@@ -245,7 +243,7 @@ impl BlockPosition {
         } else {
             Target::F32(partial.as_mut_ptr(), partial_stride)
         };
-        Output { scale, addend, target }
+        Output { addend, target }
     }
 }
 

@@ -50,11 +50,10 @@ pub(super) fn most_scratch(most: usize) -> [usize; 1] {
     [MAX_ROWS_F32.max(BLOCK_ROWS).saturating_mul(most)]
 }
 
-/// `out = scale * left right`, plus the destination's addend.
+/// `out = left right`, plus the destination's addend.
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
-    scale: f32,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
@@ -63,14 +62,13 @@ pub(super) fn multiply<O: Element, A: Element, B: Element>(
     // Elements that are f32 already are read in place.
     let rows = if left.as_f32().is_some() && B::DTYPE == DType::F32 { 0 } else { BLOCK_ROWS };
     with_scratch([rows.min(left.rows) * left.columns], |[values]| {
-        Arch::new().dispatch(Products { out, accumulate, scale, left, weight, values });
+        Arch::new().dispatch(Products { out, accumulate, left, weight, values });
     });
 }
 
 struct Products<'a, 'b, O, A, B> {
     out: MatrixMut<'a, O>,
     accumulate: bool,
-    scale: f32,
     left: Matrix<'a, A>,
     weight: Matrix<'a, B>,
     /// Room for some rows of the left matrix in f32.
@@ -170,7 +168,7 @@ impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
             let slots = &mut self.out.row_mut(row + r)[column..column + C];
             for (slot, product) in slots.iter_mut().zip(products) {
                 let before = if self.accumulate { slot.to_f32() } else { 0.0 };
-                *slot = O::from_f32(before + self.scale * product);
+                *slot = O::from_f32(before + product);
             }
         }
     }

@@ -39,29 +39,27 @@ use avx512::Avx512;
 use blocked::Kernel;
 use vector::Vector;
 
-/// `out = scale * left right`, plus the destination's addend, on the calling thread.
+/// `out = left right`, plus the destination's addend, on the calling thread.
 ///
 /// If one operand is bf16 and the other f32, the latter is rounded to bf16 on machines whose bf16
 /// instructions are used.
 pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
-    scale: f32,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
     check(&out, &destination, left.shape(), right.shape());
     if dot::applies(&left, &right) {
-        return dot::multiply(out, destination, scale, left, right);
+        return dot::multiply(out, destination, left, right);
     }
-    multiply(out, destination, scale, left, right, 1);
+    multiply(out, destination, left, right, 1);
 }
 
 /// A matmul in packed blocks on `threads` of rayon's threads.
 fn multiply<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
-    scale: f32,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
     threads: usize,
@@ -70,9 +68,9 @@ fn multiply<O: Element, A: Element, B: Element>(
     match Bf16Path::in_use() {
         #[cfg(target_arch = "x86_64")]
         Bf16Path::Avx512 if has_bf16 => {
-            blocked::multiply::<Avx512, _, _, _>(out, destination, scale, left, right, threads);
+            blocked::multiply::<Avx512, _, _, _>(out, destination, left, right, threads);
         }
-        _ => blocked::multiply::<Vector, _, _, _>(out, destination, scale, left, right, threads),
+        _ => blocked::multiply::<Vector, _, _, _>(out, destination, left, right, threads),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The epilogue of a product: its sums are scaled, an addend is added, and they are rounded and stored.
+//! The epilogue of a product: an addend is added to its sums, and they are rounded and stored.
 
 use half::bf16;
 use pulp::Simd;
@@ -8,7 +8,6 @@ use super::dot::widen;
 /// Where a tile's sums go.
 #[derive(Clone, Copy)]
 pub(super) struct Output {
-    pub(super) scale: f32,
     pub(super) addend: Addend,
     pub(super) target: Target,
 }
@@ -31,28 +30,19 @@ pub(super) enum Target {
 impl Output {
     /// The epilogue of a tile that starts at this row and column.
     pub(super) fn at(self, row: usize, column: usize) -> Output {
+        let at = |stride: usize| row * stride + column;
         let addend = match self.addend {
             Addend::Nothing => Addend::Nothing,
-            Addend::F32(start, stride) => {
-                Addend::F32(start.wrapping_add(row * stride + column), stride)
-            }
-            Addend::Bf16(start, stride) => {
-                Addend::Bf16(start.wrapping_add(row * stride + column), stride)
-            }
+            Addend::F32(start, stride) => Addend::F32(start.wrapping_add(at(stride)), stride),
+            Addend::Bf16(start, stride) => Addend::Bf16(start.wrapping_add(at(stride)), stride),
         };
         let target = match self.target {
-            Target::F32(start, stride) => {
-                Target::F32(start.wrapping_add(row * stride + column), stride)
-            }
-            Target::Bf16(start, stride) => {
-                Target::Bf16(start.wrapping_add(row * stride + column), stride)
-            }
+            Target::F32(start, stride) => Target::F32(start.wrapping_add(at(stride)), stride),
+            Target::Bf16(start, stride) => Target::Bf16(start.wrapping_add(at(stride)), stride),
         };
-        Output { addend, target, ..self }
+        Output { addend, target }
     }
-}
 
-impl Output {
     /// Stores a row of sums; the last of their vectors may have fewer columns.
     ///
     /// # Safety
@@ -67,15 +57,13 @@ impl Output {
         row: usize,
         columns: usize,
     ) {
-        let scale = simd.splat_f32s(self.scale);
         for (v, &sums) in sums.iter().enumerate() {
             let column = v * S::F32_LANES;
             let count = S::F32_LANES.min(columns - column);
             // SAFETY: these columns are among the caller's.
             unsafe {
                 let addend = self.addend.load(simd, row, column, count);
-                let value = simd.add_f32s(simd.mul_f32s(sums, scale), addend);
-                self.target.store(simd, row, column, count, value);
+                self.target.store(simd, row, column, count, simd.add_f32s(sums, addend));
             }
         }
     }

@@ -78,11 +78,10 @@ fn pack_by<K: Kernel, T: Element>(right: Matrix<'_, T>, mut out: &mut [u32]) {
     }
 }
 
-/// `out = scale * left right`, plus the destination's addend, on rayon's threads.
+/// `out = left right`, plus the destination's addend, on rayon's threads.
 pub(crate) fn matmul_packed<O: Element, A: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
-    scale: f32,
     left: Matrix<'_, A>,
     right: Packed<'_>,
 ) {
@@ -90,15 +89,8 @@ pub(crate) fn matmul_packed<O: Element, A: Element>(
     let operations = out.rows * out.columns * left.columns.max(1);
     let part = (operations / (PARTS_PER_THREAD * rayon::current_num_threads())).max(SMALL);
     let most = part / (out.rows.max(1) * left.columns.max(1));
-    with_kernel!(
-        K,
-        A,
-        {
-            let product = Product { destination, scale, left, right, first: 0 };
-            product.in_parts::<K>(out, most)
-        },
-        unreachable!("a packed matrix of elements that are not packed")
-    );
+    let product = Product { destination, left, right, first: 0 };
+    with_kernel!(K, A, product.in_parts::<K>(out, most), unreachable!("no packed matrix"));
 }
 
 /// The blocks of terms.
@@ -117,7 +109,6 @@ fn len<K: Kernel>(columns: usize, terms: usize) -> usize {
 #[derive(Clone, Copy)]
 struct Product<'a, O, A> {
     destination: Destination<'a, O>,
-    scale: f32,
     left: Matrix<'a, A>,
     right: Packed<'a>,
     first: usize,
@@ -162,8 +153,7 @@ impl<O: Element, A: Element> Product<'_, O, A> {
                         first: block.start == 0,
                         last: block.end == terms,
                     };
-                    let output =
-                        position.output(&mut out, self.destination, self.scale, partial, columns);
+                    let output = position.output(&mut out, self.destination, partial, columns);
                     let panel = K::panel_len(block.len());
                     let panels = &self.right.data[start + self.first / PANEL * panel..]
                         [..columns.div_ceil(PANEL) * panel];

@@ -12,25 +12,24 @@ const PARTS_PER_THREAD: usize = 2;
 /// Granularity of the division of columns.
 const COLUMN_STEP: usize = 64;
 
-/// `out = scale * left right`, plus the destination's addend, on rayon's threads; the bits do not
+/// `out = left right`, plus the destination's addend, on rayon's threads; the bits do not
 /// depend on their number.
 pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
-    scale: f32,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
     check(&out, &destination, left.shape(), right.shape());
     let operations = out.rows * out.columns * left.columns.max(1);
     if operations < SMALL {
-        return matmul(out, destination, scale, left, right);
+        return matmul(out, destination, left, right);
     }
     let threads = rayon::current_num_threads();
     if !dot::applies(&left, &right) {
-        return multiply(out, destination, scale, left, right, threads);
+        return multiply(out, destination, left, right, threads);
     }
-    inner_products_parallel(out, destination, scale, left, right);
+    inner_products_parallel(out, destination, left, right);
 }
 
 /// The same, where the bits of a row of the result depend on that row of the left matrix and on the right
@@ -38,53 +37,50 @@ pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
 pub(crate) fn matmul_of_rows<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
-    scale: f32,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
     check(&out, &destination, left.shape(), right.shape());
     assert!(dot::along_k(&left, &right), "the matrices are not contiguous along k");
-    inner_products_parallel(out, destination, scale, left, right);
+    inner_products_parallel(out, destination, left, right);
 }
 
 /// Inner products on rayon's threads.
 fn inner_products_parallel<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
-    scale: f32,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
     let operations = out.rows * out.columns * left.columns.max(1);
     let part = (operations / (PARTS_PER_THREAD * rayon::current_num_threads())).max(SMALL);
     let columns = part / (out.rows.max(1) * left.columns.max(1));
-    inner_products(out, destination, scale, left, right, columns);
+    inner_products(out, destination, left, right, columns);
 }
 
 /// Inner products in parts of about `most` columns.
 fn inner_products<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
-    scale: f32,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
     most: usize,
 ) {
     let columns = out.columns;
     if columns <= most + most / 4 || columns < 2 * COLUMN_STEP {
-        return dot::multiply(out, destination, scale, left, right);
+        return dot::multiply(out, destination, left, right);
     }
     let at = columns / 2 / COLUMN_STEP * COLUMN_STEP;
     let (first, second) = out.split_columns(at);
     rayon::join(
         || {
             let (destination, right) = (destination.columns(0..at), right.columns(0..at));
-            inner_products(first, destination, scale, left, right, most);
+            inner_products(first, destination, left, right, most);
         },
         || {
             let rest = at..columns;
             let (destination, right) = (destination.columns(rest.clone()), right.columns(rest));
-            inner_products(second, destination, scale, left, right, most);
+            inner_products(second, destination, left, right, most);
         },
     );
 }

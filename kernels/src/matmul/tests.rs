@@ -21,7 +21,6 @@ struct Case {
     destination: u8,
     /// Elements between the end of a row and the start of the next.
     gap: usize,
-    scale: f32,
     seed: u32,
 }
 
@@ -67,9 +66,22 @@ fn at<T: Element>(matrix: &Matrix<'_, T>, row: usize, column: usize) -> f64 {
     f64::from(element.to_f32())
 }
 
+/// A matmul by a right matrix that is packed before.
+fn by_packed<O: Element, A: Element, B: Element>(
+    out: MatrixMut<'_, O>,
+    destination: Destination<'_, O>,
+    left: Matrix<'_, A>,
+    right: Matrix<'_, B>,
+) {
+    let mut packed = vec![0; packed_len::<B>(right.rows, right.columns)];
+    pack(right, &mut packed);
+    let right = Packed::new::<B>(&packed, right.rows, right.columns);
+    matmul_packed(out, destination, left, right);
+}
+
 /// Compares a matmul with sums in f64.
 fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
-    let Case { shape: [m, n, k], gap, scale, seed, .. } = case;
+    let Case { shape: [m, n, k], gap, seed, .. } = case;
     let left = elements::<A>((m + gap) * (k + gap), seed);
     let right = elements::<B>((k + gap) * (n + gap), seed + 1);
     let left = view(&left, m, k, gap, case.left_transposed);
@@ -89,22 +101,13 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
     };
     let view_mut = MatrixMut::with_stride(&mut out, m, n, n + gap);
     match path {
-        Path::Serial => matmul(view_mut, destination, scale, left, right),
-        Path::Parallel => matmul_parallel(view_mut, destination, scale, left, right),
-        Path::Rows => matmul_of_rows(view_mut, destination, scale, left, right),
-        Path::Packed => {
-            let mut packed = vec![0; packed_len::<B>(right.rows, right.columns)];
-            pack(right, &mut packed);
-            let right = Packed::new::<B>(&packed, right.rows, right.columns);
-            matmul_packed(view_mut, destination, scale, left, right);
-        }
-        Path::Vector => {
-            blocked::multiply::<Vector, _, _, _>(view_mut, destination, scale, left, right, 1)
-        }
+        Path::Serial => matmul(view_mut, destination, left, right),
+        Path::Parallel => matmul_parallel(view_mut, destination, left, right),
+        Path::Rows => matmul_of_rows(view_mut, destination, left, right),
+        Path::Packed => by_packed(view_mut, destination, left, right),
+        Path::Vector => blocked::multiply::<Vector, _, _, _>(view_mut, destination, left, right, 1),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 => {
-            blocked::multiply::<Avx512, _, _, _>(view_mut, destination, scale, left, right, 1)
-        }
+        Path::Avx512 => blocked::multiply::<Avx512, _, _, _>(view_mut, destination, left, right, 1),
     }
     let (mut squares, mut error) = (1e-12, 0.0);
     for row in 0..m {
@@ -116,7 +119,7 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
             }
             let sum: f64 = (0..k).map(|i| at(&left, row, i) * at(&right, i, column)).sum();
             let added = added.map_or(0.0, |elements| f64::from(elements[index].to_f32()));
-            let expected = added + f64::from(scale) * sum;
+            let expected = added + sum;
             squares += expected * expected;
             error += (expected - f64::from(out[index].to_f32())).powi(2);
         }
@@ -171,15 +174,8 @@ fn matmuls_of_several_blocks_agree() {
             (1, [530, 300, 4]),
             (2, [2, 300, 300]),
         ] {
-            all_agree(Case {
-                shape,
-                left_transposed,
-                right_transposed,
-                destination,
-                gap: 0,
-                scale: 1.0,
-                seed: 1,
-            });
+            let (gap, seed) = (0, 1);
+            all_agree(Case { shape, left_transposed, right_transposed, destination, gap, seed });
         }
     }
 }
@@ -193,7 +189,7 @@ fn same_bits<A: Element>([m, n, k]: [usize; 3], transposed: [bool; 2]) {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let mut out = vec![0f32; m * n];
         let view = MatrixMut::new(&mut out, m, n);
-        pool.install(|| matmul_parallel(view, Destination::Overwrite, 1.0, left, right));
+        pool.install(|| matmul_parallel(view, Destination::Overwrite, left, right));
         out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
     });
     assert!(one == two && one == five, "{m} x {n} x {k}");
@@ -236,19 +232,15 @@ fn rows_are_independent<A: Element>(
 fn all_are_independent<A: Element>(shape: [usize; 3]) {
     let overwrite = || Destination::Overwrite;
     rows_are_independent::<A>(shape, "rows", |out, left, right| match left.rows <= 4 {
-        true => matmul_parallel(out, overwrite(), 1.0, left, right),
-        false => matmul_of_rows(out, overwrite(), 1.0, left, right),
+        true => matmul_parallel(out, overwrite(), left, right),
+        false => matmul_of_rows(out, overwrite(), left, right),
     });
     if packed_len::<A>(1, 1) == 0 {
         return;
     }
-    let by_packed = |out: MatrixMut<'_, A>, left: Matrix<'_, A>, right: Matrix<'_, A>| {
-        let mut packed = vec![0; packed_len::<A>(right.rows, right.columns)];
-        pack(right, &mut packed);
-        let right = Packed::new::<A>(&packed, right.rows, right.columns);
-        matmul_packed(out, overwrite(), 1.0, left, right);
-    };
-    rows_are_independent::<A>(shape, "packed", by_packed);
+    rows_are_independent::<A>(shape, "packed", |out, left, right| {
+        by_packed(out, overwrite(), left, right);
+    });
     // The bits are those of a matmul that packs for itself.
     let [m, n, k] = shape;
     let (left, right) = (elements::<A>(m * k, 3), elements::<A>(k * n, 4));
@@ -257,8 +249,8 @@ fn all_are_independent<A: Element>(shape: [usize; 3]) {
         let mut out = vec![A::from_f32(0.0); m * n];
         let view = MatrixMut::new(&mut out, m, n);
         match is_packed {
-            true => by_packed(view, left, right),
-            false => multiply(view, overwrite(), 1.0, left, right, 2),
+            true => by_packed(view, overwrite(), left, right),
+            false => multiply(view, overwrite(), left, right, 2),
         }
         out.into_iter().map(|element| element.to_f32().to_bits()).collect::<Vec<_>>()
     });
@@ -277,16 +269,8 @@ fn a_row_alone_has_the_bits_that_it_has_among_others() {
 fn sums_without_terms_are_the_addend() {
     for destination in 0..3 {
         for shape in [[5, 7, 0], [1, 7, 0], [0, 7, 3], [7, 0, 3], [0, 0, 0]] {
-            let [left_transposed, right_transposed] = [false, true];
-            all_agree(Case {
-                shape,
-                left_transposed,
-                right_transposed,
-                destination,
-                gap: 0,
-                scale: 2.0,
-                seed: 2,
-            });
+            let (left_transposed, right_transposed, gap, seed) = (false, true, 0, 2);
+            all_agree(Case { shape, left_transposed, right_transposed, destination, gap, seed });
         }
     }
 }
@@ -305,7 +289,6 @@ fn bf16_results_are_rounded_once() {
         matmul(
             MatrixMut::new(&mut out, rows, 1),
             Destination::Overwrite,
-            1.0,
             Matrix::new(&left, rows, terms),
             Matrix::new(&right, terms, 1),
         );
@@ -323,12 +306,9 @@ proptest! {
         right_transposed: bool,
         destination in 0u8..3,
         gap in 0usize..3,
-        scale in prop::sample::select(vec![1.0f32, 0.3, -2.0]),
         seed in 0u32..1_000_000,
     ) {
         let shape = [m, n, k];
-        all_agree(Case {
-            shape, left_transposed, right_transposed, destination, gap, scale, seed,
-        });
+        all_agree(Case { shape, left_transposed, right_transposed, destination, gap, seed });
     }
 }

@@ -2,7 +2,7 @@
 //! state.
 
 use crate::reference::{
-    F32_TOLERANCE, Random, assert_close, cases, download, flat, operators, tensor, tolerance,
+    F32_TOLERANCE, Random, STEP, assert_close, cases, download, flat, operators, tensor, tolerance,
     upload, wide,
 };
 use half::bf16;
@@ -11,18 +11,6 @@ use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_kernels::{Backend, Cpu, Element};
 #[cfg(feature = "cuda-emulator")]
 use moh_kernels::{Cuda, Memory as _};
-
-/// A large learning rate, so that the change of a weight shows above the weight's rounding.
-const STEP: AdamW = AdamW {
-    learning_rate: 0.1,
-    beta1: 0.9,
-    beta2: 0.999,
-    eps: 1e-8,
-    weight_decay: 0.1,
-    clip_norm: 1.0,
-    grad_norm: 1.0,
-    step: 1,
-};
 
 fn differences(after: &[f64], before: &[f64]) -> Vec<f64> {
     after.iter().zip(before).map(|(a, b)| a - b).collect()
@@ -182,8 +170,7 @@ fn the_squared_norm_accumulates() {
         let norm = download::<B, f64>(device, &out)[0];
         assert!((norm / expected - 1.0).abs() < 1e-14, "{norm} is not {expected}");
     }
-    on_each_device!(device => check::<_, f32>(device));
-    on_each_device!(device => check::<_, bf16>(device));
+    on_each_device!(device, T => check::<_, T>(device));
 }
 
 /// More segments than fit one launch, some of them empty, at different offsets from 16 bytes; and
@@ -208,8 +195,7 @@ fn many_segments_have_the_squared_norm_of_all_their_elements() {
         assert!((norm / expected - 1.0).abs() < 1e-14, "{norm} is not {expected}");
     }
     for count in [0, 1, 2, 128, 129, 300] {
-        on_each_device!(device => check::<_, f32>(device, count));
-        on_each_device!(device => check::<_, bf16>(device, count));
+        on_each_device!(device, T => check::<_, T>(device, count));
     }
 }
 

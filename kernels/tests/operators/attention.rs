@@ -5,10 +5,9 @@ use crate::reference::attention::{Case, Inputs, agrees, cached, documents, run};
 use crate::reference::operators::{self, Packed};
 use crate::reference::{
     F32_TOLERANCE, Random, assert_close, cases, first_shared, flat, qkv_shapes, routers_of_sets,
-    shared, tensor,
+    shared, tensor, wide,
 };
 use candle_core::Tensor;
-use half::bf16;
 use moh_kernels::attention::{
     Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
     Selection,
@@ -25,8 +24,7 @@ fn dense_attention_agrees() {
     for causal in [true, false] {
         for weighted in [false, true] {
             let case = Case { causal, weighted, ..Case::dense(SHAPE) };
-            on_each_device!(device => agrees::<_, f32>(device, &case, 1));
-            on_each_device!(device => agrees::<_, bf16>(device, &case, 1));
+            on_each_device!(device, T => agrees::<_, T>(device, &case, 1));
         }
     }
 }
@@ -36,8 +34,7 @@ fn attention_of_selected_heads_agrees() {
     for (shared_heads, top_k) in [(3, 5), (0, 2), (2, 0), (2, 10)] {
         for weighted in [false, true] {
             let case = Case { weighted, ..Case::routed(SHAPE, shared_heads, top_k) };
-            on_each_device!(device => agrees::<_, f32>(device, &case, 2));
-            on_each_device!(device => agrees::<_, bf16>(device, &case, 2));
+            on_each_device!(device, T => agrees::<_, T>(device, &case, 2));
         }
     }
 }
@@ -48,8 +45,7 @@ fn attention_within_documents_agrees() {
     for causal in [true, false] {
         let case =
             Case { document_start: document_start.clone(), causal, ..Case::routed(SHAPE, 3, 5) };
-        on_each_device!(device => agrees::<_, f32>(device, &case, 3));
-        on_each_device!(device => agrees::<_, bf16>(device, &case, 3));
+        on_each_device!(device, T => agrees::<_, T>(device, &case, 3));
     }
 }
 
@@ -65,8 +61,7 @@ fn attention_over_long_sequences_agrees() {
                 causal,
                 ..Case::routed(shape, 1, 2)
             };
-            on_each_device!(device => agrees::<_, f32>(device, &case, 5));
-            on_each_device!(device => agrees::<_, bf16>(device, &case, 5));
+            on_each_device!(device, T => agrees::<_, T>(device, &case, 5));
         }
     }
 }
@@ -75,8 +70,7 @@ fn attention_over_long_sequences_agrees() {
 fn a_whole_moh_attention_agrees_with_the_straight_through_gradient() {
     for (shared_heads, top_k) in [(3, 5), (0, 2), (4, 8)] {
         let case = Case { whole: true, ..Case::routed(SHAPE, shared_heads, top_k) };
-        on_each_device!(device => agrees::<_, f32>(device, &case, 4));
-        on_each_device!(device => agrees::<_, bf16>(device, &case, 4));
+        on_each_device!(device, T => agrees::<_, T>(device, &case, 4));
     }
 }
 
@@ -87,8 +81,7 @@ fn attention_of_any_set_of_shared_heads_agrees() {
         for (weighted, whole) in [(false, false), (true, false), (false, true)] {
             let router = Some(shared(set.iter().copied(), top_k));
             let case = Case { router, weighted, whole, ..Case::dense(SHAPE) };
-            on_each_device!(device => agrees::<_, f32>(device, &case, 6));
-            on_each_device!(device => agrees::<_, bf16>(device, &case, 6));
+            on_each_device!(device, T => agrees::<_, T>(device, &case, 6));
         }
     }
 }
@@ -103,7 +96,7 @@ fn backward_agrees_with_central_differences() {
     let seen = operators::visibility((1, 3, 3), true, 0, None).unwrap();
     let d_out = tensor(&inputs.d_out, (1, 3, 2, 4));
     let nudged = |at: usize, by: f64| {
-        let mut qkv = crate::reference::wide(&inputs.qkv);
+        let mut qkv = wide(&inputs.qkv);
         qkv[at] += by;
         let qkv = Tensor::from_vec(qkv, packed.dims(), &candle_core::Device::Cpu).unwrap();
         let [q, k, v] = packed.split(&qkv).unwrap();
@@ -133,18 +126,10 @@ fn cached_agrees<B: Backend, T: Element>(
 
 #[test]
 fn queries_at_an_offset_see_the_cache_contiguous_or_by_block_table() {
-    let shape = AttentionShape {
-        batch: 3,
-        query_length: 5,
-        key_length: 39,
-        heads: 6,
-        kv_heads: 2,
-        head_dim: 8,
-        query_stride: 80,
-    };
+    let shape = QkvShape { batch: 3, length: 5, heads: 6, kv_heads: 2, head_dim: 8 };
+    let shape = AttentionShape::of_qkv(&shape, 39);
     for block_length in [1, 7, 16, 64] {
-        on_each_device!(device => cached_agrees::<_, f32>(device, &shape, 31, block_length, 6));
-        on_each_device!(device => cached_agrees::<_, bf16>(device, &shape, 31, block_length, 6));
+        on_each_device!(device, T => cached_agrees::<_, T>(device, &shape, 31, block_length, 6));
     }
 }
 
@@ -153,20 +138,11 @@ fn one_query_sees_the_cache() {
     // Head dimensions of whole blocks of columns, of blocks and a remainder, and of less than a
     // block; all remainders of keys.
     for (head_dim, key_length) in [(8, 39), (48, 300), (22, 41), (6, 40), (2, 1)] {
-        let (query_length, query_stride) = (1, 10 * head_dim);
-        let shape = AttentionShape {
-            batch: 3,
-            query_length,
-            key_length,
-            heads: 6,
-            kv_heads: 2,
-            head_dim,
-            query_stride,
-        };
+        let shape = QkvShape { batch: 3, length: 1, heads: 6, kv_heads: 2, head_dim };
+        let shape = AttentionShape::of_qkv(&shape, key_length);
         // With and without keys after the query.
         for offset in [key_length - 1, key_length / 2] {
-            on_each_device!(device => cached_agrees::<_, f32>(device, &shape, offset, 7, 8));
-            on_each_device!(device => cached_agrees::<_, bf16>(device, &shape, offset, 7, 9));
+            on_each_device!(device, T => cached_agrees::<_, T>(device, &shape, offset, 7, 8));
         }
     }
 }
@@ -175,19 +151,12 @@ fn one_query_sees_the_cache() {
 #[test]
 fn the_last_token_alone_agrees_with_the_sequence() {
     let (length, heads, kv_heads, head_dim) = (70, 6, 2, 10);
-    let (row, width) = ((heads + 2 * kv_heads) * head_dim, heads * head_dim);
-    let shape = AttentionShape {
-        batch: 1,
-        query_length: length,
-        key_length: length,
-        heads,
-        kv_heads,
-        head_dim,
-        query_stride: row,
-    };
+    let shape = QkvShape { batch: 1, length, heads, kv_heads, head_dim };
+    let (row, width) = (shape.row(), heads * head_dim);
+    let shape = AttentionShape::of_qkv(&shape, length);
     let mut random = Random(3);
-    let (qkv, weights) =
-        (random.elements::<f32>(length * row), random.elements::<f32>(length * heads));
+    let qkv = random.elements::<f32>(length * row);
+    let weights = random.elements::<f32>(length * heads);
     let run = |tokens: usize| {
         let first = length - tokens;
         let shape = AttentionShape { query_length: tokens, ..shape };
@@ -217,7 +186,6 @@ fn the_last_token_alone_agrees_with_the_sequence() {
         (out[(tokens - 1) * width..].to_vec(), log_sum_exp[(tokens - 1) * heads..].to_vec())
     };
     let ((out, sums), (all_out, all_sums)) = (run(1), run(length));
-    let wide = |elements: &[f32]| elements.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
     assert_close("out", &out, &wide(&all_out), F32_TOLERANCE);
     assert_close("log_sum_exp", &sums, &wide(&all_sums), F32_TOLERANCE);
 }
@@ -274,7 +242,7 @@ fn any_case() -> impl Strategy<Value = Case> {
                 .then(|| first_shared(heads - routed_heads, second.index(routed_heads + 1)));
             let mut random = Random(mean_length as u64);
             let document_start = masked.then(|| documents(&shape, &mut random, mean_length));
-            Case { shape, router, weighted, causal, document_start, whole: false }
+            Case { router, weighted, causal, document_start, ..Case::dense(shape) }
         },
     )
 }
@@ -349,13 +317,11 @@ proptest! {
         choice: prop::sample::Index,
         seed: u64,
     ) {
-        let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
-        let query_length = length.min(key_length);
-        let query_stride = heads * head_dim + extra;
+        let query_length = shape.length.min(key_length);
+        let query_stride = shape.heads * shape.head_dim + extra;
         let query_offset = choice.index(key_length - query_length + 1);
-        let shape = AttentionShape {
-            batch, query_length, key_length, heads, kv_heads, head_dim, query_stride,
-        };
+        let shape = AttentionShape::of_qkv(&shape, key_length);
+        let shape = AttentionShape { query_length, query_stride, ..shape };
         on_each_device!(device => {
             cached_agrees::<_, f32>(device, &shape, query_offset, block_length, seed)
         });

@@ -186,8 +186,7 @@ fn prompts_and_generated_tokens_of_a_pass_agree() {
     let all = [prompt(0, 70), generated(40), prompt(33, 5), generated(0), prompt(16, 1)];
     for weighted in [false, true] {
         let setting = Setting { weighted, ..SETTING };
-        on_each_device!(device => agrees::<_, f32>(device, &setting, &all, 1));
-        on_each_device!(device => agrees::<_, bf16>(device, &setting, &all, 2));
+        on_each_device!(device, T => agrees::<_, T>(device, &setting, &all, 1));
     }
 }
 
@@ -200,8 +199,7 @@ fn long_sequences_agree() {
         [(10, 2, 20, 3), (3, 3, 80, 1), (4, 1, 128, 0), (2, 2, 200, 2)]
     {
         let setting = Setting { heads, kv_heads, head_dim, shared_heads, ..SETTING };
-        on_each_device!(device => agrees::<_, f32>(device, &setting, &all, 3));
-        on_each_device!(device => agrees::<_, bf16>(device, &setting, &all, 4));
+        on_each_device!(device, T => agrees::<_, T>(device, &setting, &all, 3));
     }
 }
 

@@ -136,17 +136,9 @@ fn every_path_of_several_packed_blocks_agrees() {
 #[test]
 fn every_path_of_queries_over_a_cache_agrees() {
     for head_dim in [64, 128] {
+        let shape = QkvShape { length: 40, ..shape(2, head_dim) };
         let query_stride = 4 * head_dim + 8;
-        let (batch, query_length, key_length, heads, kv_heads) = (2, 40, 170, 4, 2);
-        let shape = AttentionShape {
-            batch,
-            query_length,
-            key_length,
-            heads,
-            kv_heads,
-            head_dim,
-            query_stride,
-        };
+        let shape = AttentionShape { query_stride, ..AttentionShape::of_qkv(&shape, 170) };
         for device in devices() {
             for path in ALL.into_iter().filter(|&path| device.has_attention(path)) {
                 let device = device.clone().with_attention(path);

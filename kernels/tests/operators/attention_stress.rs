@@ -70,12 +70,12 @@ fn stress(case: &Case, change: impl Fn(usize, &mut [bf16])) {
     inputs.qkv.chunks_exact_mut(case.shape.row()).enumerate().for_each(|(at, row)| change(at, row));
 
     let tiled = gpu.clone().with_attention(AttentionPath::Tiled);
-    let expected = pass(&mut Prepared::new(&tiled, case, &inputs));
+    let expected = pass(&mut Prepared::new(&tiled, case, &inputs, None));
     assert_eq!(tiled.attention_path(), Some(AttentionPath::Tiled));
 
     let hopper = gpu.with_attention(AttentionPath::Hopper);
     let ordered = hopper.clone().with_deterministic(true);
-    let mut prepared = Prepared::new(&ordered, case, &inputs);
+    let mut prepared = Prepared::new(&ordered, case, &inputs, None);
     let first = pass(&mut prepared);
     agree(case, &first, &expected);
     for repeat in 1..REPEATS {
@@ -84,7 +84,7 @@ fn stress(case: &Case, change: impl Fn(usize, &mut [bf16])) {
     assert_eq!(ordered.attention_path(), Some(AttentionPath::Hopper));
 
     let unordered = hopper.with_deterministic(false);
-    let mut prepared = Prepared::new(&unordered, case, &inputs);
+    let mut prepared = Prepared::new(&unordered, case, &inputs, None);
     for _ in 0..UNORDERED {
         agree(case, &pass(&mut prepared), &expected);
     }

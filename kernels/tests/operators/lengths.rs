@@ -5,7 +5,6 @@ mod operators;
 
 use crate::reference::{cases, first_shared, shared, table};
 use moh_kernels::Backend;
-use moh_kernels::adamw::AdamW;
 use moh_kernels::attention::{
     AttentionArgs, AttentionForward, AttentionShape, KeyValues, Selection,
 };
@@ -29,16 +28,6 @@ const QUERIES: usize = 8;
 const KEYS: usize = 4;
 const ROUTER: QueryNormRouter = first_shared(1, 2);
 const HEAD: HeadShape = HeadShape::whole(TOKENS, WIDTH, 7);
-const STEP: AdamW = AdamW {
-    learning_rate: 0.1,
-    beta1: 0.9,
-    beta2: 0.95,
-    eps: 1e-8,
-    weight_decay: 0.1,
-    clip_norm: 1.0,
-    grad_norm: 1.0,
-    step: 1,
-};
 const ATTENTION: AttentionShape = AttentionShape {
     batch: 1,
     query_length: TOKENS,

@@ -36,31 +36,19 @@ fn agrees<B: Backend, T: Element, G: Element>(
     };
     device.linear_forward(args).unwrap();
     let (mut d_x_out, mut d_x_alone) = (upload(device, &d_x), garbage::<B, T>(device, x.len()));
-    for (buffer, accumulation) in
-        [(&mut d_x_out, Accumulation::Add), (&mut d_x_alone, Accumulation::Overwrite)]
-    {
-        let args = LinearBackwardInput {
-            inputs,
-            d_y: B::whole(&d_y_buffer),
-            weight: B::whole(&weight_buffer),
-            d_x: B::whole_mut(buffer),
-            accumulation,
-        };
-        device.linear_backward_input(args).unwrap();
-    }
     let mut d_weight_out = upload(device, &d_weight);
     let mut alone = garbage::<B, G>(device, weight.len());
-    for (buffer, accumulation) in
-        [(&mut d_weight_out, Accumulation::Add), (&mut alone, Accumulation::Overwrite)]
-    {
-        let args = LinearBackwardWeight {
-            inputs,
-            x: B::whole(&x_buffer),
-            d_y: B::whole(&d_y_buffer),
-            d_weight: B::whole_mut(buffer),
-            accumulation,
-        };
-        device.linear_backward_weight(args).unwrap();
+    for (d_x, d_weight, accumulation) in [
+        (&mut d_x_out, &mut d_weight_out, Accumulation::Add),
+        (&mut d_x_alone, &mut alone, Accumulation::Overwrite),
+    ] {
+        let (d_y, weight, d_x) =
+            (B::whole(&d_y_buffer), B::whole(&weight_buffer), B::whole_mut(d_x));
+        let args = LinearBackwardInput { inputs, d_y, weight, d_x, accumulation };
+        device.linear_backward_input::<T>(args).unwrap();
+        let (x, d_weight) = (B::whole(&x_buffer), B::whole_mut(d_weight));
+        let args = LinearBackwardWeight { inputs, x, d_y, d_weight, accumulation };
+        device.linear_backward_weight::<T, G>(args).unwrap();
     }
 
     let (x, weight) = (var(&x, (tokens, inputs)), var(&weight, (outputs, inputs)));
@@ -82,8 +70,7 @@ fn agrees<B: Backend, T: Element, G: Element>(
 fn forward_and_gradients_agree_over_more_than_one_task() {
     for with_residual in [false, true] {
         let shape = [300, 65, 131];
-        on_each_device!(device => agrees::<_, f32, f32>(device, shape, with_residual, 1));
-        on_each_device!(device => agrees::<_, bf16, f32>(device, shape, with_residual, 1));
+        on_each_device!(device, T => agrees::<_, T, f32>(device, shape, with_residual, 1));
         on_each_device!(device => agrees::<_, bf16, bf16>(device, shape, with_residual, 1));
     }
 }
@@ -100,8 +87,7 @@ fn the_gradient_of_no_token_is_zeros() {
             assert_eq!(download::<B, f32>(device, &d_weight), [expected; 6]);
         }
     }
-    on_each_device!(device => check::<_, f32>(device));
-    on_each_device!(device => check::<_, bf16>(device));
+    on_each_device!(device, T => check::<_, T>(device));
 }
 
 /// A step's first gradients overwrite the previous ones, and the weights' bits depend on them.
@@ -125,8 +111,7 @@ fn overwriting_is_adding_to_zeros() {
         });
         assert!(found[0] == found[1]);
     }
-    on_each_device!(device => check::<_, f32, f32>(device));
-    on_each_device!(device => check::<_, bf16, f32>(device));
+    on_each_device!(device, T => check::<_, T, f32>(device));
     on_each_device!(device => check::<_, bf16, bf16>(device));
 }
 
@@ -156,16 +141,9 @@ fn a_row_has_the_same_bits_among_any_number_of_rows() {
         let product = |rows: std::ops::Range<usize>| {
             let x = upload(gpu, &x[rows.start * inputs..rows.end * inputs]);
             let mut y = garbage::<B, T>(gpu, rows.len() * outputs);
-            let args = LinearForward {
-                inputs,
-                x: B::whole(&x),
-                weight: B::whole(&weight),
-                residual: None,
-                y: B::whole_mut(&mut y),
-                independent: false,
-                packed: None,
-            };
-            gpu.linear_forward(args).unwrap();
+            let (x, weight) = (B::whole(&x), B::whole(&weight));
+            let args = LinearForward::new(inputs, x, weight, B::whole_mut(&mut y));
+            gpu.linear_forward::<T>(args).unwrap();
             wide(&download::<B, T>(gpu, &y))
         };
         let all = product(0..ROWS);

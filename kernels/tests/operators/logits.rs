@@ -8,7 +8,6 @@ use crate::reference::{
 };
 use crate::tensor_parallel::{local_columns, on_ranks};
 use candle_core::{Device, Tensor};
-use half::bf16;
 use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::router::logits::{
     HeadWeights, LogitRouter, Logits, LogitsBackward, LogitsForward,
@@ -172,8 +171,7 @@ fn selection_gates_weights_and_gradients_agree() {
         for weights in WEIGHTS {
             let router = router(set, top_k, weights);
             for seed in [1, 2] {
-                on_each_device!(device => agrees::<_, f32>(device, [150, 12], router, seed));
-                on_each_device!(device => agrees::<_, bf16>(device, [150, 12], router, seed));
+                on_each_device!(device, T => agrees::<_, T>(device, [150, 12], router, seed));
             }
         }
     }
@@ -253,30 +251,20 @@ fn gradients_of_some_tokens_are_rows_of_all() {
     let logits: Vec<f32> = Random(3).elements(tokens * width);
     let delta: Vec<f32> = Random(4).elements(tokens * heads.count);
     let case = Case { heads, router, tokens, logits: &logits, delta: Some(&delta) };
-    on_each_device!(device => {
-        let all = route(device, &case, None).d_logits;
-        let mut routed = routing(device, &case);
-        forward(device, &case, &mut routed, None).unwrap();
-        let delta = upload(device, &delta);
+    on_each_device!(device => check(device, &case, width));
+
+    fn check<B: Backend>(device: &B, case: &Case<'_, f32>, width: usize) {
+        let all = route(device, case, None).d_logits;
+        let mut routed = routing(device, case);
+        forward(device, case, &mut routed, None).unwrap();
+        let delta = upload(device, case.delta.unwrap());
         let mut some = upload(device, &vec![7f32; 13 * width]);
-        let delta = Some(whole(device, &delta));
-        let (routing, ranks) = (&routed, None);
+        let (routing, delta, ranks) = (&routed, Some(B::whole(&delta)), None);
         let gradient = RouterGradient { routing, delta, balance_weight: BALANCE, ranks };
-        let args = LogitsBackward { tokens: 40..53, d_logits: whole_mut(device, &mut some), gradient };
-        device.logits_backward::<f32>(router, args).unwrap();
-        assert!(download(device, &some) == all[40 * width..53 * width]);
-    });
-}
-
-fn whole<'a, B: Backend>(_: &B, buffer: &'a B::Buffer<f32>) -> moh_kernels::View<'a, B, f32> {
-    B::whole(buffer)
-}
-
-fn whole_mut<'a, B: Backend>(
-    _: &B,
-    buffer: &'a mut B::Buffer<f32>,
-) -> moh_kernels::ViewMut<'a, B, f32> {
-    B::whole_mut(buffer)
+        let args = LogitsBackward { tokens: 40..53, d_logits: B::whole_mut(&mut some), gradient };
+        device.logits_backward::<f32>(case.router, args).unwrap();
+        assert!(download::<B, f32>(device, &some) == all[40 * width..53 * width]);
+    }
 }
 
 fn ranks_agree<B: Backend + Another, T: Element>(
@@ -332,8 +320,7 @@ fn ranks_select_the_same_heads_as_one_and_their_gradients_have_the_same_bits() {
             (HeadWeights::TwoStage, 4),
         ] {
             let (router, heads) = (router(set, top_k, weights), Heads { ranks, ..GROUPS });
-            on_each_device!(device => ranks_agree::<_, f32>(device, heads, router, 1));
-            on_each_device!(device => ranks_agree::<_, bf16>(device, heads, router, 2));
+            on_each_device!(device, T => ranks_agree::<_, T>(device, heads, router, 1));
         }
     }
 }

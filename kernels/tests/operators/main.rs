@@ -13,7 +13,6 @@ mod attention_paths;
 mod attention_stress;
 mod convert;
 mod cross_entropy;
-mod distillation;
 mod embedding;
 mod key_value_append;
 mod lengths;

@@ -8,16 +8,15 @@ mod shared_sets;
 use crate::reference::operators::{self, Packed};
 use crate::reference::{
     F32_TOLERANCE, Random, all_heads, assert_close, assert_sums_close, cases, columns, download,
-    first_shared, flat, gradient, no_rotation, rms, rope_tables, selection_and_gates, table,
-    tensor, tolerance, upload, var, wide,
+    first_shared, flat, gradient, no_rotation, rms, rope_tables, routers_of_sets,
+    selection_and_gates, table, tensor, tolerance, upload, var, wide,
 };
 use candle_core::Tensor;
 use half::bf16;
-use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeArgs};
 use moh_kernels::router::query_norm::{
     QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
-    QueryNormRouter,
+    QueryNormRouter, Selects,
 };
 use moh_kernels::router::{RouterGradient, Routing};
 use moh_kernels::{Backend, Cpu, Element, Memory, Result};
@@ -35,21 +34,42 @@ struct Routed<T> {
     d_qkv: Vec<T>,
 }
 
-#[derive(Clone, Copy)]
-struct Case<'a, T> {
+/// The inputs of a micro-batch.
+#[derive(Clone)]
+struct Inputs<T> {
     shape: QkvShape,
-    router: QueryNormRouter,
-    qkv: &'a [T],
-    d_qkv: &'a [T],
-    delta: Option<&'a [f32]>,
+    qkv: Vec<T>,
+    d_qkv: Vec<T>,
+    delta: Option<Vec<f32>>,
     balance: f32,
-    tables: &'a (Vec<f32>, Vec<f32>),
+    tables: (Vec<f32>, Vec<f32>),
 }
 
-/// A case on a device.
+impl<T: Element> Inputs<T> {
+    fn new(shape: QkvShape, seed: u64) -> Self {
+        let mut random = Random(seed);
+        Inputs {
+            shape,
+            qkv: random.elements(shape.tokens() * shape.row()),
+            d_qkv: random.elements(shape.tokens() * shape.row()),
+            delta: Some(random.elements(shape.tokens() * shape.heads)),
+            balance: BALANCE,
+            tables: rope_tables(shape.length, shape.head_dim),
+        }
+    }
+
+    /// With the identity rotation.
+    fn unrotated(shape: QkvShape, seed: u64) -> Self {
+        let tables = no_rotation(shape.length, shape.head_dim);
+        Inputs { tables, ..Self::new(shape, seed) }
+    }
+}
+
+/// Inputs on a device.
 struct Prepared<'a, B: Backend, T: Element> {
     device: &'a B,
-    case: Case<'a, T>,
+    inputs: &'a Inputs<T>,
+    router: QueryNormRouter,
     angles: [B::Buffer<f32>; 2],
     qkv: B::Buffer<T>,
     d_qkv: B::Buffer<T>,
@@ -57,68 +77,65 @@ struct Prepared<'a, B: Backend, T: Element> {
 }
 
 impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
-    fn new(device: &'a B, case: Case<'a, T>) -> Self {
+    fn new(device: &'a B, inputs: &'a Inputs<T>, router: QueryNormRouter) -> Self {
         Prepared {
             device,
-            case,
-            angles: [upload(device, &case.tables.0), upload(device, &case.tables.1)],
-            qkv: upload(device, case.qkv),
-            d_qkv: upload(device, case.d_qkv),
-            delta: case.delta.map(|delta| upload(device, delta)),
+            inputs,
+            router,
+            angles: [upload(device, &inputs.tables.0), upload(device, &inputs.tables.1)],
+            qkv: upload(device, &inputs.qkv),
+            d_qkv: upload(device, &inputs.d_qkv),
+            delta: inputs.delta.as_ref().map(|delta| upload(device, delta)),
         }
     }
 
     /// Routes and rotates in one pass.
     fn forward(&mut self, routing: &mut Routing<B>) -> Result<()> {
-        let Prepared { device, case, angles: [cos, sin], qkv, .. } = self;
+        let Prepared { device, inputs, angles: [cos, sin], qkv, .. } = self;
         let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
-        let rope = RopeArgs { shape: &case.shape, table, qkv };
+        let rope = RopeArgs { shape: &inputs.shape, table, qkv };
         let args = QueryNormRopeForward { rope, routing, all_reduce: None };
-        device.query_norm_rope_forward::<T>(case.router, args)
+        device.query_norm_rope_forward::<T>(self.router, args)
     }
 
     /// Routes.
     fn forward_alone(&self, routing: &mut Routing<B>) -> Result<()> {
-        let (shape, qkv) = (&self.case.shape, B::whole(&self.qkv));
+        let (shape, qkv) = (&self.inputs.shape, B::whole(&self.qkv));
         let args = QueryNormForward { shape, qkv, routing, all_reduce: None };
-        self.device.query_norm_forward::<T>(self.case.router, args)
+        self.device.query_norm_forward::<T>(self.router, args)
     }
 
     /// Rotates.
     fn rotate(&mut self) {
-        let Prepared { device, case, angles: [cos, sin], qkv, .. } = self;
+        let Prepared { device, inputs, angles: [cos, sin], qkv, .. } = self;
         let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
-        device.rope_forward::<T>(RopeArgs { shape: &case.shape, table, qkv }).unwrap();
+        device.rope_forward::<T>(RopeArgs { shape: &inputs.shape, table, qkv }).unwrap();
     }
 
     /// The gradients of [`Prepared::forward`].
     fn backward(&mut self, routing: &Routing<B>) {
-        let Prepared { device, case, angles: [cos, sin], qkv, d_qkv, delta } = self;
+        let Prepared { device, inputs, router, angles: [cos, sin], qkv, d_qkv, delta } = self;
         let (table, d_qkv) = (table(cos, sin), B::whole_mut(d_qkv));
-        let rope = RopeArgs { shape: &case.shape, table, qkv: d_qkv };
-        let gradient = router_gradient(case, routing, delta.as_ref());
+        let rope = RopeArgs { shape: &inputs.shape, table, qkv: d_qkv };
+        let gradient = router_gradient(inputs.balance, routing, delta.as_ref());
         let args = QueryNormRopeBackward { qkv: B::whole(qkv), rope, gradient };
-        device.query_norm_rope_backward::<T>(case.router, args).unwrap();
+        device.query_norm_rope_backward::<T>(*router, args).unwrap();
     }
 
     /// The gradients of [`Prepared::forward_alone`].
-    fn backward_alone(&mut self, routing: &Routing<B>) {
-        self.try_backward_alone(routing).unwrap();
-    }
-
-    fn try_backward_alone(&mut self, routing: &Routing<B>) -> Result<()> {
-        let Prepared { device, case, qkv, d_qkv, delta, .. } = self;
+    fn backward_alone(&mut self, routing: &Routing<B>) -> Result<()> {
+        let Prepared { device, inputs, router, qkv, d_qkv, delta, .. } = self;
         let (qkv, d_qkv) = (B::whole(qkv), B::whole_mut(d_qkv));
-        let gradient = router_gradient(case, routing, delta.as_ref());
-        let args = QueryNormBackward { shape: &case.shape, qkv, d_qkv, gradient };
-        device.query_norm_backward::<T>(case.router, args)
+        let gradient = router_gradient(inputs.balance, routing, delta.as_ref());
+        let args = QueryNormBackward { shape: &inputs.shape, qkv, d_qkv, gradient };
+        device.query_norm_backward::<T>(*router, args)
     }
 
     /// The gradients of [`Prepared::rotate`].
     fn rotate_back(&mut self) {
-        let Prepared { device, case, angles: [cos, sin], d_qkv, .. } = self;
+        let Prepared { device, inputs, angles: [cos, sin], d_qkv, .. } = self;
         let (table, qkv) = (table(cos, sin), B::whole_mut(d_qkv));
-        device.rope_backward::<T>(RopeArgs { shape: &case.shape, table, qkv }).unwrap();
+        device.rope_backward::<T>(RopeArgs { shape: &inputs.shape, table, qkv }).unwrap();
     }
 
     fn results(&self, routing: &Routing<B>) -> Routed<T> {
@@ -136,47 +153,50 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
     }
 }
 
-fn router_gradient<'a, B: Backend, T>(
-    case: &Case<'_, T>,
+fn router_gradient<'a, B: Backend>(
+    balance_weight: f32,
     routing: &'a Routing<B>,
     delta: Option<&'a B::Buffer<f32>>,
 ) -> RouterGradient<'a, B> {
     let delta = delta.map(|delta| B::whole(delta));
-    RouterGradient { routing, delta, balance_weight: case.balance, ranks: None }
+    RouterGradient { routing, delta, balance_weight, ranks: None }
 }
 
-/// A routing with room for one token more than a case has.
-fn routing<M: Memory, T>(memory: &M, case: &Case<'_, T>) -> Routing<M> {
-    let (tokens, heads) = (case.shape.tokens() + 1, all_heads(&case.shape));
-    Routing::new(memory, case.router.routing_shape(tokens, heads).unwrap()).unwrap()
+/// A routing with room for one token more than there are.
+fn routing<M: Memory>(memory: &M, shape: &QkvShape, router: QueryNormRouter) -> Routing<M> {
+    let (tokens, heads) = (shape.tokens() + 1, all_heads(shape));
+    Routing::new(memory, router.routing_shape(tokens, heads).unwrap()).unwrap()
 }
 
-fn route<B: Backend, T: Element>(device: &B, case: &Case<'_, T>) -> Routed<T> {
-    route_with(device, case, &mut routing(device, case))
+fn route<B: Backend, T: Element>(
+    device: &B,
+    inputs: &Inputs<T>,
+    router: QueryNormRouter,
+) -> Routed<T> {
+    route_with(device, inputs, router, &mut routing(device, &inputs.shape, router))
 }
 
 fn route_with<B: Backend, T: Element>(
     device: &B,
-    case: &Case<'_, T>,
+    inputs: &Inputs<T>,
+    router: QueryNormRouter,
     routing: &mut Routing<B>,
 ) -> Routed<T> {
-    let mut prepared = Prepared::new(device, *case);
+    let mut prepared = Prepared::new(device, inputs, router);
     prepared.forward(routing).unwrap();
     prepared.backward(routing);
     prepared.results(routing)
 }
 
 fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNormRouter, seed: u64) {
-    let mut random = Random(seed);
-    let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
+    let mut inputs = Inputs::<T>::new(shape, seed);
     // The router's gradient alone, or on top of another that arrives.
-    let arriving: Vec<T> = random.elements(qkv.len());
-    let d_qkv = if seed.is_multiple_of(2) { vec![T::zeroed(); qkv.len()] } else { arriving };
-    let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
-    let tables = &rope_tables(shape.length, shape.head_dim);
-    let (qkv, d_qkv, delta) = (&qkv[..], &d_qkv[..], &delta[..]);
-    let case = Case { shape, router, qkv, d_qkv, delta: Some(delta), balance: BALANCE, tables };
-    let actual = route(device, &case);
+    if seed.is_multiple_of(2) {
+        inputs.d_qkv.fill(T::zeroed());
+    }
+    let actual = route(device, &inputs, router);
+    let Inputs { qkv, d_qkv, delta, tables, .. } = &inputs;
+    let delta = delta.as_ref().unwrap();
 
     let packed = Packed::new(&shape);
     let (QueryNormRouter { shared, top_k, .. }, group) = (router, shape.heads / shape.kv_heads);
@@ -214,8 +234,7 @@ fn selection_gates_losses_and_gradients_agree_over_more_than_one_task() {
     for (shared_heads, top_k) in [(4, 5), (0, 3), (2, 10), (4, 0), (10, 1)] {
         let router = first_shared(shared_heads, top_k);
         for seed in [1, 2] {
-            on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
-            on_each_device!(device => agrees::<_, bf16>(device, shape, router, seed));
+            on_each_device!(device, T => agrees::<_, T>(device, shape, router, seed));
         }
     }
 }
@@ -231,11 +250,9 @@ fn many_heads_and_wide_heads_agree() {
     for (shape, shared_heads, top_k) in shapes.into_iter().chain(others) {
         let router = first_shared(shared_heads, top_k);
         for seed in [1, 2] {
-            on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
-            on_each_device!(device => agrees::<_, bf16>(device, shape, router, seed));
+            on_each_device!(device, T => agrees::<_, T>(device, shape, router, seed));
         }
-        on_each_device!(device => apart_is_together::<_, f32>(device, shape, router, 3));
-        on_each_device!(device => apart_is_together::<_, bf16>(device, shape, router, 3));
+        on_each_device!(device, T => apart_is_together::<_, T>(device, shape, router, 3));
     }
 }
 
@@ -260,52 +277,33 @@ fn agrees_with_differences(shape: QkvShape, router: QueryNormRouter) {
     /// The differences' own error: NUDGE^2 and rounding over NUDGE, about 1e-10, below f32's.
     const TOLERANCE: f64 = F32_TOLERANCE;
     let group = shape.heads / shape.kv_heads;
-    let mut random = Random(8);
-    let qkv: Vec<f32> = random.elements(shape.tokens() * shape.row());
-    let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
-    let (tables, d_qkv) = (no_rotation(shape.length, shape.head_dim), vec![0f32; qkv.len()]);
-    let delta_view = Some(&delta[..]);
-    let (qkv_view, d_qkv, tables) = (&qkv[..], &d_qkv[..], &tables);
-    let case =
-        Case { shape, router, qkv: qkv_view, d_qkv, delta: delta_view, balance: BALANCE, tables };
+    let mut inputs = Inputs::<f32>::unrotated(shape, 8);
+    inputs.d_qkv.fill(0.0);
+    let (qkv, delta) = (&inputs.qkv, inputs.delta.as_ref().unwrap());
 
     // The gradient treats the selection as a constant: the selection before the nudge.
     let packed = Packed::new(&shape);
-    let queries = packed.queries(&tensor(&qkv, packed.dims())).unwrap();
+    let queries = packed.queries(&tensor(qkv, packed.dims())).unwrap();
     let mask = operators::selection(&queries, router, group).unwrap();
     let loss = |qkv: Vec<f64>| {
         let qkv = Tensor::from_vec(qkv, packed.dims(), &candle_core::Device::Cpu).unwrap();
         let gates = operators::gates(&packed.queries(&qkv).unwrap(), router, group).unwrap();
         let balance = operators::balance_loss(&mask, &gates).unwrap().to_scalar::<f64>().unwrap();
-        let (gates, mask, delta) = (flat(&gates), flat(&mask), wide(&delta));
+        let (gates, mask, delta) = (flat(&gates), flat(&mask), wide(delta));
         let weighed: f64 =
             gates.iter().zip(mask).zip(delta).map(|((gate, m), d)| gate * m * d).sum();
         weighed + f64::from(BALANCE) * balance
     };
     let nudged = |at: usize, by: f64| {
-        let mut qkv = wide(&qkv);
+        let mut qkv = wide(qkv);
         qkv[at] += by;
         loss(qkv)
     };
     let expected: Vec<f64> =
         (0..qkv.len()).map(|at| (nudged(at, NUDGE) - nudged(at, -NUDGE)) / (2.0 * NUDGE)).collect();
     on_each_device!(device => {
-        assert_close("differences", &route(device, &case).d_qkv, &expected, TOLERANCE)
+        assert_close("differences", &route(device, &inputs, router).d_qkv, &expected, TOLERANCE)
     });
-}
-
-/// Queries in which every head of a token has the same elements in another order: equal norms.
-fn equal_norms<T: Element>(shape: &QkvShape, random: &mut Random) -> Vec<T> {
-    let mut qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
-    for row in qkv.chunks_exact_mut(shape.row()) {
-        let first: Vec<T> = row[..shape.head_dim].to_vec();
-        for head in row[..shape.heads * shape.head_dim].chunks_exact_mut(shape.head_dim) {
-            for (slot, from) in head.iter_mut().zip(random.permutation(shape.head_dim)) {
-                *slot = first[from as usize];
-            }
-        }
-    }
-    qkv
 }
 
 /// Equal norms select the lower heads, and add no gradient.
@@ -315,14 +313,17 @@ fn equal_norms_pass_nothing<B: Backend>(
     router: QueryNormRouter,
     seed: u64,
 ) {
-    let mut random = Random(seed);
-    let qkv: Vec<f32> = equal_norms(&shape, &mut random);
-    let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
-    let d_qkv: Vec<f32> = random.elements(qkv.len());
-    let (delta, tables) = (Some(&delta[..]), &no_rotation(shape.length, shape.head_dim));
-    let (qkv, d_qkv) = (&qkv[..], &d_qkv[..]);
-    let case = Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables };
-    let actual = route(device, &case);
+    let (mut inputs, mut random) = (Inputs::<f32>::unrotated(shape, seed), Random(seed));
+    // Every head of a token has the same elements in another order.
+    for row in inputs.qkv.chunks_exact_mut(shape.row()) {
+        let first = row[..shape.head_dim].to_vec();
+        for head in row[..shape.heads * shape.head_dim].chunks_exact_mut(shape.head_dim) {
+            for (slot, from) in head.iter_mut().zip(random.permutation(shape.head_dim)) {
+                *slot = first[from as usize];
+            }
+        }
+    }
+    let actual = route(device, &inputs, router);
     let columns = router.shared.leading()..shape.heads;
     let (shared, routed): (Vec<usize>, Vec<usize>) =
         columns.clone().partition(|&head| router.shared.contains(head));
@@ -336,84 +337,50 @@ fn equal_norms_pass_nothing<B: Backend>(
             assert!((actual.gates[at(head)] - 1.0 / routed.len() as f32).abs() < 1e-7);
         }
     }
-    assert!(actual.d_qkv == d_qkv, "a gradient of the router");
+    assert!(actual.d_qkv == inputs.d_qkv, "a gradient of the router");
 }
 
 #[test]
 fn a_query_of_norm_zero_gets_no_gradient_of_the_router() {
     let shape = QkvShape { batch: 1, length: 1, heads: 3, kv_heads: 1, head_dim: 2 };
     let router = first_shared(0, 2);
-    let qkv = [0f32, 0.0, 1.0, 0.0, 0.0, 2.0, 1.0, 1.0, 1.0, 1.0];
-    let (delta, tables) = ([1f32, 2.0, 3.0], &no_rotation(1, 2));
-    let (qkv, d_qkv, delta) = (&qkv[..], &[0f32; 10][..], Some(&delta[..]));
-    let case = Case { shape, router, qkv, d_qkv, delta, balance: 0.0, tables };
-    let routed = route(&Cpu, &case);
+    let inputs = Inputs {
+        qkv: vec![0f32, 0.0, 1.0, 0.0, 0.0, 2.0, 1.0, 1.0, 1.0, 1.0],
+        d_qkv: vec![0.0; 10],
+        delta: Some(vec![1.0, 2.0, 3.0]),
+        balance: 0.0,
+        ..Inputs::unrotated(shape, 1)
+    };
+    let routed = route(&Cpu, &inputs, router);
     assert_eq!(routed.mask, [0, 1, 1]);
     assert_eq!(routed.d_qkv[..2], [0.0; 2]);
     assert!(routed.d_qkv.iter().all(|x| x.is_finite()) && routed.d_qkv[2] != 0.0);
 }
 
-#[test]
-fn routers_that_cannot_work_are_refused() {
-    for (shared_heads, top_k) in [(5, 0), (3, 1), (3, 0), (0, 5), (2, 3)] {
-        let router = first_shared(shared_heads, top_k);
-        assert!(router.routing_shape(1, Heads::all(4)).is_err(), "{router:?} of 4 heads");
-        on_each_device!(device => refuses(device, router));
-    }
-
-    /// With room for any router of four heads.
-    fn refuses<B: Backend>(device: &B, router: QueryNormRouter) {
-        let shape = QkvShape { batch: 1, length: 1, heads: 4, kv_heads: 1, head_dim: 2 };
-        let (qkv, tables) = (&[1f32; 12][..], &no_rotation(1, 2));
-        let case = Case { shape, router, qkv, d_qkv: qkv, delta: None, balance: 0.0, tables };
-        let right = first_shared(0, 1);
-        let mut routing = routing(device, &Case { router: right, ..case });
-        let mut prepared = Prepared::new(device, case);
-        assert!(prepared.forward_alone(&mut routing).is_err(), "{router:?} of 4 heads");
-        assert!(prepared.forward(&mut routing).is_err(), "{router:?} of 4 heads");
-    }
+/// The router does not fit the heads of a layer, in which there is a routing with room for any.
+fn is_refused(shape: QkvShape, router: QueryNormRouter, expected: &str) {
+    let message = router.routing_shape(1, all_heads(&shape)).unwrap_err().to_string();
+    assert!(message.contains(expected), "{message}");
+    let inputs = Inputs::<f32>::new(shape, 1);
+    on_each_device!(device => {
+        let mut room = routing(device, &shape, first_shared(0, 1));
+        let mut prepared = Prepared::new(device, &inputs, router);
+        for refused in [prepared.forward_alone(&mut room), prepared.forward(&mut room)] {
+            let message = refused.unwrap_err().to_string();
+            assert!(message.contains(expected), "{message}");
+        }
+    });
 }
 
 #[test]
 fn all_heads_shared_is_dense() {
     let shape = QkvShape { batch: 1, length: 2, heads: 2, kv_heads: 1, head_dim: 2 };
-    let router = first_shared(2, 0);
-    let (qkv, tables): (Vec<f32>, _) = (Random(1).elements(16), &no_rotation(2, 2));
-    let (qkv, delta) = (&qkv[..], Some(&[1f32; 4][..]));
-    let case = Case { shape, router, qkv, d_qkv: qkv, delta, balance: 1.0, tables };
+    let inputs = Inputs::<f32>::unrotated(shape, 1);
     on_each_device!(device => {
-        let routed = route(device, &case);
-        assert_eq!((routed.balance_loss, &routed.d_qkv[..]), (0.0, qkv));
+        let routed = route(device, &inputs, first_shared(2, 0));
+        assert_eq!((routed.balance_loss, &routed.d_qkv), (0.0, &inputs.d_qkv));
         assert!(routed.mask.is_empty() && routed.gates.is_empty());
     });
-}
-
-/// One routing for layers whose shared heads differ, as a model that has buffers for one layer uses it.
-#[test]
-fn a_routing_serves_layers_of_more_shared_heads_and_fewer_tokens() {
-    fn check<B: Backend>(device: &B) {
-        let shape = QkvShape { batch: 1, length: 9, heads: 6, kv_heads: 2, head_dim: 4 };
-        let mut random = Random(9);
-        let qkv: Vec<f32> = random.elements(shape.tokens() * shape.row());
-        let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
-        let tables = &rope_tables(shape.length, shape.head_dim);
-        let of = |shared_heads, top_k, length: usize| {
-            let (shape, router) = (QkvShape { length, ..shape }, first_shared(shared_heads, top_k));
-            let qkv = &qkv[..length * shape.row()];
-            let delta = Some(&delta[..length * shape.heads]);
-            Case { shape, router, qkv, d_qkv: qkv, delta, balance: BALANCE, tables }
-        };
-        let mut routing = routing(device, &of(1, 2, 9));
-        for case in [of(3, 2, 5), of(1, 2, 9), of(6, 0, 7), of(2, 1, 9)] {
-            let (shared, own) = (route_with(device, &case, &mut routing), route(device, &case));
-            assert_eq!((shared.mask, shared.gates), (own.mask, own.gates));
-            assert_eq!(shared.balance_loss, own.balance_loss);
-            assert!(shared.d_qkv == own.d_qkv, "{:?}", case.router);
-        }
-        let mut fewer = Prepared::new(device, of(0, 2, 9));
-        assert!(fewer.forward(&mut routing).is_err());
-    }
-    on_each_device!(device => check(device));
 }
 
 /// Separate passes of the router and of RoPE over the queries, against both in one pass.
@@ -423,20 +390,14 @@ fn apart_is_together<B: Backend, T: Element>(
     router: QueryNormRouter,
     seed: u64,
 ) {
-    let mut random = Random(seed);
-    let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
-    let d_qkv: Vec<T> = random.elements(qkv.len());
-    let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
-    let tables = &rope_tables(shape.length, shape.head_dim);
-    let (qkv, d_qkv, delta) = (&qkv[..], &d_qkv[..], Some(&delta[..]));
-    let case = Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables };
-    let together = route(device, &case);
+    let inputs = Inputs::<T>::new(shape, seed);
+    let together = route(device, &inputs, router);
 
-    let (mut prepared, mut routing) = (Prepared::new(device, case), routing(device, &case));
+    let mut routing = routing(device, &shape, router);
+    let [mut prepared, mut unrotated] = [(); 2].map(|()| Prepared::new(device, &inputs, router));
     prepared.forward_alone(&mut routing).unwrap();
-    let mut unrotated = Prepared::new(device, case);
     prepared.rotate();
-    prepared.backward_alone(&routing);
+    prepared.backward_alone(&routing).unwrap();
     prepared.rotate_back();
     let apart = prepared.results(&routing);
     assert_eq!(apart.mask, together.mask);
@@ -452,7 +413,7 @@ fn apart_is_together<B: Backend, T: Element>(
 
     // The router's gradient of queries before RoPE is the same.
     unrotated.rotate_back();
-    unrotated.backward_alone(&routing);
+    unrotated.backward_alone(&routing).unwrap();
     let before = download::<B, T>(device, &unrotated.d_qkv);
     assert_close("d_qkv before RoPE", &before, &wide(&together.d_qkv), both);
 }
@@ -461,64 +422,65 @@ fn same_bits<T: Element>(a: &[T], b: &[T]) -> bool {
     bytemuck::cast_slice::<T, u8>(a) == bytemuck::cast_slice::<T, u8>(b)
 }
 
-/// Random shapes, each with a valid router.
-fn routed_shapes() -> impl Strategy<Value = (QkvShape, QueryNormRouter)> {
+/// Random shapes of at least two heads, each with a router of the first heads, of any set of them, or of groups.
+fn routers() -> impl Strategy<Value = (QkvShape, QueryNormRouter)> {
     let heads = (1usize..=3, 1usize..=6).prop_filter("two heads to route", |(g, n)| g * n > 1);
-    (1usize..3, 1usize..70, heads, 1usize..=128)
-        .prop_flat_map(|(batch, length, (kv_heads, group), half)| {
+    let sets = (1usize..3, 1usize..70, heads, 1usize..=128).prop_flat_map(
+        |(batch, length, (kv_heads, group), half)| {
             let heads = kv_heads * group;
             let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
-            (Just(shape), 2..=heads)
-        })
-        .prop_flat_map(|(shape, routed)| {
-            let router = move |top_k| first_shared(shape.heads - routed, top_k);
-            (Just(shape), (0..=routed).prop_map(router))
-        })
+            (Just(shape), routers_of_sets(heads))
+        },
+    );
+    prop_oneof![2 => sets, 1 => groups::group_routers()]
 }
 
 proptest! {
-    #![proptest_config(cases(48))]
+    #![proptest_config(cases(144))]
 
     #[test]
-    fn any_shape_agrees((shape, router) in routed_shapes(), seed: u64) {
+    fn any_router_agrees((shape, router) in routers(), seed: u64) {
+        prop_assume!(router.shared.len() < shape.heads);
         on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
     }
 
     #[test]
-    fn the_router_apart_from_rope_is_both_in_one_pass(
-        (shape, router) in routed_shapes(),
-        seed: u64,
-    ) {
-        on_each_device!(device => apart_is_together::<_, f32>(device, shape, router, seed));
-        on_each_device!(device => apart_is_together::<_, bf16>(device, shape, router, seed));
+    fn a_router_apart_from_rope_is_both_in_one_pass((shape, router) in routers(), seed: u64) {
+        on_each_device!(device, T => apart_is_together::<_, T>(device, shape, router, seed));
     }
+}
+
+proptest! {
+    #![proptest_config(cases(96))]
 
     #[test]
     fn gates_sum_to_one_and_every_token_selects_k_heads(
-        (shape, router) in routed_shapes(),
+        (shape, router) in routers(),
         seed: u64,
     ) {
-        let qkv: Vec<bf16> = Random(seed).elements(shape.tokens() * shape.row());
-        let (qkv, tables) = (&qkv[..], &no_rotation(shape.length, shape.head_dim));
-        let case = Case { shape, router, qkv, d_qkv: qkv, delta: None, balance: 0.0, tables };
+        let (delta, balance) = (None, 0.0);
+        let inputs = Inputs { delta, balance, ..Inputs::<bf16>::unrotated(shape, seed) };
         let routed = shape.heads - router.shared.len();
+        prop_assume!(routed > 0);
         on_each_device!(device => {
-            let actual = route(device, &case);
-            for (gates, mask) in actual.gates.chunks(routed).zip(actual.mask.chunks(routed)) {
+            let actual = route(device, &inputs, router);
+            let (mask, gates) = shared_sets::of_routed(&actual, &router, shape.heads);
+            for (gates, mask) in gates.chunks(routed).zip(mask.chunks(routed)) {
                 let sum: f64 = wide(gates).iter().sum();
                 prop_assert!((sum - 1.0).abs() < 1e-6, "gates sum to {sum}");
                 prop_assert_eq!(mask.iter().map(|&m| usize::from(m)).sum::<usize>(), router.top_k);
             }
             // Without delta and balance weight nothing is added.
-            prop_assert!(actual.d_qkv == qkv);
+            prop_assert!(actual.d_qkv == inputs.d_qkv);
         });
     }
 
     #[test]
     fn equal_norms_select_the_lower_heads_and_pass_no_gradient(
-        (shape, router) in routed_shapes(),
+        (shape, router) in routers(),
         seed: u64,
     ) {
+        prop_assume!(router.selects == Selects::Heads);
         on_each_device!(device => equal_norms_pass_nothing(device, shape, router, seed));
     }
 }

@@ -1,24 +1,19 @@
 //! Results have the same bits for any number of rayon's threads.
 
-use crate::reference::{Random, cases, first_shared, qkv_shapes, rope_tables, shared, table, wide};
+use crate::reference::attention::{Case, Inputs, run};
+use crate::reference::{Random, STEP, cases, first_shared, qkv_shapes, shared, wide};
 use half::bf16;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
-use moh_kernels::attention::{
-    Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
-};
 use moh_kernels::cross_entropy::{
     CrossEntropy, CrossEntropyArgs, HeadGradients, HeadShape, HeadTeacher,
 };
 use moh_kernels::embedding::{Embedding, EmbeddingBackward};
 use moh_kernels::linear::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use moh_kernels::qk_norm::{QkNorm, QkNormBackward, QkNormForward};
-use moh_kernels::ranks::{Heads, VocabularyRows};
+use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::rms_norm::{RmsNorm, RmsNormBackward, RmsNormForward};
-use moh_kernels::rope::{QkvShape, RopeArgs};
-use moh_kernels::router::query_norm::{
-    QueryNorm, QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter,
-};
-use moh_kernels::router::{RouterGradient, Routers, Routing};
+use moh_kernels::rope::QkvShape;
+use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::swiglu::Swiglu;
 use moh_kernels::{Accumulation, Cpu, Element, Workspace};
 use proptest::prelude::*;
@@ -39,68 +34,12 @@ fn all(buffers: &[&[f32]]) -> Vec<f64> {
     buffers.iter().flat_map(|buffer| wide(buffer)).collect()
 }
 
-/// Causal attention of the selected heads.
-fn selected(shape: AttentionShape, routing: &Routing<Cpu>) -> AttentionArgs<'_, Cpu> {
-    AttentionArgs { selection: Some(routing.selection()), ..AttentionArgs::causal(shape) }
-}
-
 /// Attention and router, forward and backward.
 fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) -> Vec<f64> {
-    let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
-    let (mut random, tokens) = (Random(seed), shape.tokens());
-    let mut qkv: Vec<T> = random.elements(tokens * shape.row());
-    let d_out: Vec<T> = random.elements(tokens * heads * head_dim);
-    let (cos, sin) = rope_tables(length, head_dim);
-    let rooms = router.routing_shape(tokens, Heads::all(heads)).unwrap();
-    let mut routing = Routing::new(&Cpu, rooms).unwrap();
-    let rope = RopeArgs::<Cpu, T> { shape: &shape, table: table::<Cpu>(&cos, &sin), qkv: &mut qkv };
-    let forward = QueryNormRopeForward { rope, routing: &mut routing, all_reduce: None };
-    Cpu.query_norm_rope_forward(router, forward).unwrap();
-    let attention = AttentionShape {
-        batch,
-        query_length: length,
-        key_length: length,
-        heads,
-        kv_heads,
-        head_dim,
-        query_stride: shape.row(),
-    };
-    let (keys, values) = (&qkv[heads * head_dim..], &qkv[(heads + kv_heads) * head_dim..]);
-    let key_values = KeyValues::Contiguous { keys, values, row_stride: shape.row() };
-    let (mut out, mut sums) = (d_out.clone(), vec![0f32; tokens * heads]);
-    let forward = AttentionForward::<Cpu, T> {
-        args: selected(attention, &routing),
-        queries: &qkv,
-        key_values,
-        out: &mut out,
-        log_sum_exp: &mut sums,
-    };
-    Cpu.attention_forward(forward).unwrap();
-    let (mut d_qkv, mut delta) = (qkv.clone(), sums.clone());
-    let backward = AttentionBackward::<Cpu, T> {
-        args: selected(attention, &routing),
-        qkv: &qkv,
-        out: &out,
-        log_sum_exp: &sums,
-        d_out: &d_out,
-        d_qkv: &mut d_qkv,
-        delta: Some(&mut delta),
-    };
-    Cpu.attention_backward(backward).unwrap();
-    let gradient = RouterGradient::<Cpu> {
-        routing: &routing,
-        delta: Some(&delta),
-        balance_weight: 0.5,
-        ranks: None,
-    };
-    let rope =
-        RopeArgs::<Cpu, T> { shape: &shape, table: table::<Cpu>(&cos, &sin), qkv: &mut d_qkv };
-    let backward = QueryNormRopeBackward::<Cpu, T> { qkv: &qkv, rope, gradient };
-    Cpu.query_norm_rope_backward(router, backward).unwrap();
-    let mut loss = [0f64];
-    Cpu.balance_loss(&routing, 1.0, &mut loss).unwrap();
-    let statistics = all(&[&sums, &delta, routing.gates()]);
-    [wide(&out), wide(&d_qkv), statistics, loss.to_vec()].concat()
+    let case = Case { router: Some(router), whole: true, ..Case::dense(shape) };
+    let found = run(&Cpu, &case, &Inputs::<T>::new(&case, seed));
+    let statistics = all(&[&found.log_sum_exp, &found.delta, &found.gates]);
+    [wide(&found.out), wide(&found.d_qkv), statistics, vec![found.balance_loss]].concat()
 }
 
 /// Query and key norms, forward and backward.
@@ -109,24 +48,15 @@ fn qk_norm<T: Element>(shape: QkvShape, seed: u64) -> Vec<f64> {
     let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
     let weight: Vec<T> = random.elements(2 * shape.head_dim);
     let (mut normed, mut d_weight) = (qkv.clone(), vec![0f32; weight.len()]);
-    let forward = QkNormForward::<Cpu, T> {
-        shape: &shape,
-        eps,
-        qkv: &qkv,
-        weight: &weight,
-        normed: &mut normed,
-    };
-    Cpu.qk_norm_forward(forward).unwrap();
+    let (shape, qkv, weight) = (&shape, &qkv[..], &weight[..]);
+    let args = QkNormForward::<Cpu, T> { shape, eps, qkv, weight, normed: &mut normed };
+    Cpu.qk_norm_forward(args).unwrap();
     let mut d_qkv = normed.clone();
-    let backward = QkNormBackward::<Cpu, T, f32> {
-        shape: &shape,
-        eps,
-        qkv: &qkv,
-        weight: &weight,
-        d_qkv: &mut d_qkv,
-        d_weight: &mut d_weight,
-    };
-    Cpu.qk_norm_backward(backward).unwrap();
+    {
+        let (d_qkv, d_weight) = (&mut d_qkv[..], &mut d_weight[..]);
+        let args = QkNormBackward::<Cpu, T, f32> { shape, eps, qkv, weight, d_qkv, d_weight };
+        Cpu.qk_norm_backward(args).unwrap();
+    }
     [wide(&normed), wide(&d_qkv), all(&[&d_weight])].concat()
 }
 
@@ -251,16 +181,7 @@ fn head<T: Element>(
 fn update<T: Element>(weights: &[T], gradients: &[f32]) -> (f64, Vec<T>, [Vec<f32>; 2]) {
     let mut norm = [0f64];
     Cpu.squared_norms(&[gradients], &mut norm).unwrap();
-    let step = AdamW {
-        learning_rate: 0.1,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        clip_norm: 1.0,
-        grad_norm: norm[0].sqrt(),
-        step: 3,
-    };
+    let step = AdamW { grad_norm: norm[0].sqrt(), step: 3, ..STEP };
     let (mut updated, zeros) = (weights.to_vec(), vec![0f32; weights.len()]);
     let [mut m, mut v] = [zeros.clone(), zeros];
     let args = AdamWUpdate::<Cpu, T, f32, f32> {

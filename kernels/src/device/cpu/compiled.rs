@@ -9,29 +9,36 @@ use std::any::Any;
 /// An instance of a function, as a pointer of its type.
 pub(crate) type Instance = &'static (dyn Any + Send + Sync);
 
-/// `compiled!(function::<T>(arguments): type)` calls `function::<T>`, a function of this type; likewise with two or
-/// three element types. The function is compiled in this crate for every choice of f32 and bf16.
+/// `compiled!(function::<T>(argument: type) -> type)` calls `function::<T>` with these variables as arguments of these
+/// types; likewise with two or three element types. Without a type of the result it is `Result<()>`. The function is
+/// compiled in this crate for every choice of f32 and bf16.
 macro_rules! compiled {
-    ($function:ident::<$t:ident>($($argument:expr),*): $type:ty) => {
-        compiled!(@call $function, [$t], [f32] [half::bf16], ($($argument),*), $type)
+    ($function:ident::<$($t:ident),+>($($argument:ident: $type:ty),*)) => {
+        compiled!($function::<$($t),+>($($argument: $type),*) -> $crate::error::Result<()>)
     };
-    ($function:ident::<$t:ident, $u:ident>($($argument:expr),*): $type:ty) => {
+    ($function:ident::<$($t:ident),+>($($argument:ident: $type:ty),*) -> $result:ty) => {
+        compiled!(@each [$($t),+] $function, ($($argument),*), fn($($type),*) -> $result)
+    };
+    (@each [$t:ident] $($call:tt)*) => {
+        compiled!(@call [$t], [f32] [half::bf16], $($call)*)
+    };
+    (@each [$t:ident, $u:ident] $($call:tt)*) => {
         compiled!(
-            @call $function, [$t, $u],
+            @call [$t, $u],
             [f32, f32] [f32, half::bf16] [half::bf16, f32] [half::bf16, half::bf16],
-            ($($argument),*), $type
+            $($call)*
         )
     };
-    ($function:ident::<$t:ident, $u:ident, $v:ident>($($argument:expr),*): $type:ty) => {
+    (@each [$t:ident, $u:ident, $v:ident] $($call:tt)*) => {
         compiled!(
-            @call $function, [$t, $u, $v],
+            @call [$t, $u, $v],
             [f32, f32, f32] [f32, f32, half::bf16] [f32, half::bf16, f32] [f32, half::bf16, half::bf16]
             [half::bf16, f32, f32] [half::bf16, f32, half::bf16]
             [half::bf16, half::bf16, f32] [half::bf16, half::bf16, half::bf16],
-            ($($argument),*), $type
+            $($call)*
         )
     };
-    (@call $function:ident, [$($t:ident),+], $([$($element:ty),+])+, ($($argument:expr),*), $type:ty) => {{
+    (@call [$($t:ident),+], $([$($element:ty),+])+, $function:ident, ($($argument:ident),*), $type:ty) => {{
         type Function<$($t),+> = $type;
         static INSTANCES: &[$crate::compiled::Instance] =
             &[$(&($function::<$($element),+> as Function<$($element),+>)),+];

@@ -63,14 +63,6 @@ impl Memory for Cpu {
         &mut buffer[range]
     }
 
-    fn reborrow<'v, 'long: 'v, S: Scalar>(view: &'long [S]) -> &'v [S] {
-        view
-    }
-
-    fn reborrow_mut<'v, S: Scalar>(view: &'v mut &mut [S]) -> &'v mut [S] {
-        view
-    }
-
     fn part<'v, 'long: 'v, S: Scalar>(view: &'long [S], range: Range<usize>) -> &'v [S] {
         &view[range]
     }

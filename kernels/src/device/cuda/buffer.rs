@@ -116,23 +116,10 @@ impl<S> CudaViewMut<'_, S> {
         CudaView { address: self.address, len: self.len, elements: PhantomData }
     }
 
-    /// The first `len` of its elements.
-    pub(crate) fn first(&mut self, len: usize) -> CudaViewMut<'_, S> {
-        assert!(len <= self.len, "{len} elements of a view of {}", self.len);
-        CudaViewMut { address: self.address, len, elements: PhantomData }
-    }
-
     /// A range of its elements.
     pub(crate) fn part(&mut self, range: Range<usize>) -> CudaViewMut<'_, S> {
         let CudaView { address, len, .. } = self.read().part(range);
         CudaViewMut { address, len, elements: PhantomData }
-    }
-
-    /// Its elements from `start` on.
-    pub(crate) fn after(&mut self, start: usize) -> CudaViewMut<'_, S> {
-        assert!(start <= self.len, "element {start} of a view of {}", self.len);
-        let address = self.address + (start * size_of::<S>()) as u64;
-        CudaViewMut { address, len: self.len - start, elements: PhantomData }
     }
 }
 

@@ -55,17 +55,13 @@ unsafe impl Send for Driver {}
 #[allow(unsafe_code)]
 unsafe impl Sync for Driver {}
 
-fn failed(device: &str, operation: &'static str, error: impl std::fmt::Display) -> Error {
-    Error::device(device, operation, error)
-}
-
 /// Reports a missing library as an error; cudarc would panic on the first call.
 fn libraries(device: &str) -> Result<()> {
     // SAFETY: only looks up shared libraries by name.
     #[allow(unsafe_code)]
     let (driver, blas) =
         unsafe { (sys::is_culib_present(), cudarc::cublaslt::sys::is_culib_present()) };
-    let missing = |library| Err(failed(device, "start", format!("{library} was not found")));
+    let missing = |library| Err(Error::device(device, "start", format!("{library} was not found")));
     match (driver, blas) {
         (false, _) => missing("NVIDIA's driver (libcuda.so.1)"),
         (_, false) => missing("cuBLASLt (libcublasLt.so.13; add its directory to LD_LIBRARY_PATH)"),
@@ -76,7 +72,8 @@ fn libraries(device: &str) -> Result<()> {
 /// The number of visible GPUs.
 pub(super) fn count() -> Result<usize> {
     libraries("GPUs")?;
-    let count = CudaContext::device_count().map_err(|error| failed("GPUs", "start", error))?;
+    let count =
+        CudaContext::device_count().map_err(|error| Error::device("GPUs", "start", error))?;
     Ok(count.max(0) as usize)
 }
 
@@ -85,10 +82,10 @@ impl Driver {
     pub(super) fn new(ordinal: usize) -> Result<Self> {
         let name = format!("GPU {ordinal}");
         libraries(&name)?;
-        let start = |error: DriverError| failed(&name, "start", error);
+        let start = |error: DriverError| Error::device(&name, "start", error);
         let context = CudaContext::new(ordinal).map_err(start)?;
         let name = context.name().map_or(name.clone(), |model| format!("{name} ({model})"));
-        let start = |error: DriverError| failed(&name, "start", error);
+        let start = |error: DriverError| Error::device(&name, "start", error);
         use sys::CUdevice_attribute as Attribute;
         let attribute = |attribute| context.attribute(attribute).map_err(start);
         let capability = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -96,7 +93,7 @@ impl Driver {
         if capability < MIN_CAPABILITY {
             let reason =
                 format!("compute capability {capability} is less than {MIN_CAPABILITY}, Ampere's");
-            return Err(failed(&name, "start", reason));
+            return Err(Error::device(&name, "start", reason));
         }
         // These kernels are empty for other capabilities, and in binaries without sm_90a.
         let runs_hopper = cfg!(hopper) && (capability, minor) == HOPPER;
@@ -109,7 +106,7 @@ impl Driver {
         // SAFETY: the image is a complete fat binary, written by the build.
         #[allow(unsafe_code)]
         let module = unsafe { result::module::load_data(KERNELS.0.as_ptr().cast()) };
-        let module = module.map_err(|error| failed(&name, "loading the kernels", error))?;
+        let module = module.map_err(|error| Error::device(&name, "loading the kernels", error))?;
         let matmuls = Mutex::new(Matmuls::new(&name)?);
         let functions = Mutex::default();
         Ok(Driver {
@@ -132,7 +129,7 @@ impl Driver {
         work: impl FnOnce() -> std::result::Result<R, DriverError>,
     ) -> Result<R> {
         let bound = self.context.bind_to_thread();
-        bound.and_then(|()| work()).map_err(|error| failed(&self.name, operation, error))
+        bound.and_then(|()| work()).map_err(|error| Error::device(&self.name, operation, error))
     }
 
     /// The kernel of that name, with this much dynamic shared memory enabled.
@@ -141,7 +138,8 @@ impl Driver {
         if let Some(function) = functions.get(kernel).filter(|f| f.shared_bytes >= shared_bytes) {
             return Ok(function.handle);
         }
-        let name = CString::new(kernel).map_err(|error| failed(&self.name, "launch", error))?;
+        let name =
+            CString::new(kernel).map_err(|error| Error::device(&self.name, "launch", error))?;
         let handle = self.run("looking for a kernel", || {
             // SAFETY: the module stays loaded as long as this value lives.
             #[allow(unsafe_code)]
@@ -221,7 +219,9 @@ impl Device for Driver {
                 sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         };
-        encoded.result().map_err(|error| failed(&self.name, "describing a tensor", error))?;
+        encoded
+            .result()
+            .map_err(|error| Error::device(&self.name, "describing a tensor", error))?;
         Ok(TensorMap { words: map.opaque })
     }
 
@@ -353,6 +353,6 @@ impl Device for Driver {
         self.run("matmul", || Ok(()))?;
         let mut matmuls = self.matmuls.lock().unwrap_or_else(PoisonError::into_inner);
         let started = matmuls.run(matmul, algorithms, self.stream);
-        started.map_err(|error| failed(&self.name, "matmul", error))
+        started.map_err(|error| Error::device(&self.name, "matmul", error))
     }
 }

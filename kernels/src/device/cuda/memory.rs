@@ -37,15 +37,6 @@ impl Memory for Cuda {
         buffer.view_mut(range)
     }
 
-    fn reborrow<'v, 'long: 'v, S: Scalar>(view: CudaView<'long, S>) -> CudaView<'v, S> {
-        view
-    }
-
-    fn reborrow_mut<'v, S: Scalar>(view: &'v mut CudaViewMut<'_, S>) -> CudaViewMut<'v, S> {
-        let len = view.len;
-        view.first(len)
-    }
-
     fn part<'v, 'long: 'v, S: Scalar>(
         view: CudaView<'long, S>,
         range: Range<usize>,

@@ -81,7 +81,7 @@ unsafe fn sums<const ROWS: usize, const VECTORS: usize>(terms: Terms) -> [[__m51
     sums
 }
 
-/// Scales the sums, adds the addend and stores them.
+/// Adds the addend to the sums and stores them.
 #[allow(unsafe_code)]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
@@ -90,7 +90,6 @@ unsafe fn finish<const ROWS: usize, const VECTORS: usize>(
     columns: usize,
     output: &Output,
 ) {
-    let scale = _mm512_set1_ps(output.scale);
     let rest = columns - (VECTORS - 1) * LANES;
     for (row, sums) in sums.into_iter().enumerate() {
         for (vector, sums) in sums.into_iter().enumerate() {
@@ -100,8 +99,7 @@ unsafe fn finish<const ROWS: usize, const VECTORS: usize>(
             // SAFETY: the mask covers only these columns, by the caller's promise.
             unsafe {
                 let addend = output.addend.load_masked(row, column, mask);
-                let value = _mm512_add_ps(_mm512_mul_ps(sums, scale), addend);
-                output.target.store_masked(row, column, mask, value);
+                output.target.store_masked(row, column, mask, _mm512_add_ps(sums, addend));
             }
         }
     }

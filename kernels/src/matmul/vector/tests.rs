@@ -8,7 +8,7 @@ use crate::matmul::output::{Addend, Target};
 use crate::matmul::tests::{elements, view};
 use crate::simd::tests::kinds;
 
-/// `0.5 left right + addend` of sizes that end within tiles and panels.
+/// `left right + addend` of sizes that end within tiles and panels.
 fn agrees<T: Element>(arch: Arch, [rows, columns, terms]: [usize; 3], transposed: bool) {
     let left_elements = elements::<T>(rows * terms, 1);
     let right_elements = elements::<T>(terms * columns, 2);
@@ -20,7 +20,6 @@ fn agrees<T: Element>(arch: Arch, [rows, columns, terms]: [usize; 3], transposed
     let mut packed = vec![0f32; pack::most_left_len(rows.min(ROWS), terms)];
     let mut out = vec![0f32; rows * columns];
     let output = Output {
-        scale: 0.5,
         addend: Addend::F32(addend.as_ptr(), columns),
         target: Target::F32(out.as_mut_ptr(), columns),
     };
@@ -36,7 +35,7 @@ fn agrees<T: Element>(arch: Arch, [rows, columns, terms]: [usize; 3], transposed
                 at(&left_elements, a) * at(&right_elements, b)
             });
             let index = row * columns + column;
-            let expected = 0.5 * terms.sum::<f64>() + f64::from(addend[index]);
+            let expected = terms.sum::<f64>() + f64::from(addend[index]);
             let error = (f64::from(out[index]) - expected).abs();
             assert!(error < 1e-4, "{arch:?} at ({row}, {column}): off by {error:e}");
         }

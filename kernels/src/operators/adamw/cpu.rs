@@ -4,7 +4,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::remainder::{join, split};
-use super::{AdamWUpdate, Constants, Optimizer, check};
+use super::{AdamWUpdate, Constants, Optimizer};
 use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
@@ -74,16 +74,14 @@ impl Parameters for Joined<'_> {
 
 impl Optimizer for Cpu {
     fn squared_norms<G: Element>(&self, xs: &[&[G]], out: &mut [f64]) -> Result<()> {
-        type Norms<G> = fn(&[&[G]], &mut [f64]) -> Result<()>;
-        compiled!(squared_norms::<G>(xs, out): Norms<G>)
+        compiled!(squared_norms::<G>(xs: &[&[G]], out: &mut [f64]))
     }
 
     fn adamw<T: Element, G: Element, S: Element>(
         &self,
         args: AdamWUpdate<'_, Self, T, G, S>,
     ) -> Result<()> {
-        type Update<T, G, S> = fn(AdamWUpdate<'_, Cpu, T, G, S>) -> Result<()>;
-        compiled!(adamw::<T, G, S>(args): Update<T, G, S>)
+        compiled!(adamw::<T, G, S>(args: AdamWUpdate<'_, Cpu, T, G, S>))
     }
 }
 
@@ -98,14 +96,9 @@ fn squared_norms<G: Element>(xs: &[&[G]], out: &mut [f64]) -> Result<()> {
 }
 
 fn adamw<T: Element, G: Element, S: Element>(args: AdamWUpdate<'_, Cpu, T, G, S>) -> Result<()> {
+    args.check()?;
     let AdamWUpdate { step, gradients, weights, remainder, .. } = args;
     let AdamWUpdate { first_moment, second_moment, .. } = args;
-    check::<T>(
-        gradients.len(),
-        weights.len(),
-        remainder.as_ref().map(|remainder| remainder.len()),
-        [first_moment.len(), second_moment.len()],
-    )?;
     let rule = Constants::new(step);
     let state = (
         gradients.par_chunks(CHUNK),

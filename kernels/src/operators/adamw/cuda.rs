@@ -5,7 +5,7 @@
 
 use bytemuck::Zeroable;
 
-use super::{AdamWUpdate, Constants, Optimizer, check};
+use super::{AdamWUpdate, Constants, Optimizer};
 use crate::cuda::parameters::adamw::{Segment, SquaredNorms, Sum, Update};
 use crate::cuda::{Cuda, CudaView, CudaViewMut, THREADS, blocks, name};
 use crate::error::{Result, check_len};
@@ -73,14 +73,9 @@ impl Optimizer for Cuda {
         &self,
         args: AdamWUpdate<'_, Self, T, G, S>,
     ) -> Result<()> {
+        args.check()?;
         let AdamWUpdate { step, gradients, weights, remainder, .. } = args;
         let AdamWUpdate { first_moment, second_moment, .. } = args;
-        check::<T>(
-            gradients.len,
-            weights.len,
-            remainder.as_ref().map(|remainder| remainder.len),
-            [first_moment.len, second_moment.len],
-        )?;
         let constants = Constants::new(step);
         let Constants { clip, keep, rate, root_correction, .. } = constants;
         let Constants { beta1, beta2, share1, share2, eps, .. } = constants;

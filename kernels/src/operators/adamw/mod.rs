@@ -106,19 +106,17 @@ impl Constants {
     }
 }
 
-/// Checks the lengths of an update of `len` parameters of type `T`.
-fn check<T: Element>(
-    len: usize,
-    weights: usize,
-    remainder: Option<usize>,
-    moments: [usize; 2],
-) -> Result<()> {
-    check_len("adamw", "weights", weights, len)?;
-    check_len("adamw", "first_moment", moments[0], len)?;
-    check_len("adamw", "second_moment", moments[1], len)?;
-    let Some(remainder) = remainder else { return Ok(()) };
-    ensure("adamw", T::DTYPE == DType::BF16, || {
-        format!("weights of {:?} have no remainder, only BF16 weights do", T::DTYPE)
-    })?;
-    check_len("adamw", "remainder", remainder, len)
+impl<M: Memory, T: Element, G: Element, S: Element> AdamWUpdate<'_, M, T, G, S> {
+    /// Checks the lengths.
+    fn check(&self) -> Result<()> {
+        let len = M::view_len::<G>(self.gradients);
+        check_len("adamw", "weights", M::view_mut_len::<T>(&self.weights), len)?;
+        check_len("adamw", "first_moment", M::view_mut_len::<S>(&self.first_moment), len)?;
+        check_len("adamw", "second_moment", M::view_mut_len::<S>(&self.second_moment), len)?;
+        let Some(remainder) = &self.remainder else { return Ok(()) };
+        ensure("adamw", T::DTYPE == DType::BF16, || {
+            format!("weights of {:?} have no remainder, only BF16 weights do", T::DTYPE)
+        })?;
+        check_len("adamw", "remainder", M::view_mut_len::<i16>(remainder), len)
+    }
 }

@@ -14,7 +14,7 @@ const PART: usize = 64 * 1024;
 
 impl Add for Cpu {
     fn add<T: Element>(&self, x: &[T], y: &[T], out: &mut [T]) -> Result<()> {
-        compiled!(add::<T>(x, y, out): fn(&[T], &[T], &mut [T]) -> Result<()>)
+        compiled!(add::<T>(x: &[T], y: &[T], out: &mut [T]))
     }
 }
 

@@ -14,7 +14,7 @@ pub(crate) mod cuda;
 mod sequences;
 
 use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
+use crate::memory::{Memory, View, ViewMut, copy_views};
 use crate::rope::QkvShape;
 use crate::scalar::Element;
 pub use sequences::{SequenceAttention, Span};
@@ -74,87 +74,10 @@ impl AttentionShape {
         check_len(operator, "log_sum_exp", log_sum_exp, self.tokens() * heads)
     }
 
-    fn check_queries(&self, operator: &'static str, queries: usize) -> Result<()> {
-        let rows = self.tokens();
-        let width = self.heads * self.head_dim;
-        let needed = if rows == 0 { 0 } else { (rows - 1) * self.query_stride + width };
-        ensure(operator, queries >= needed, || {
-            format!("queries hold {queries} elements, expected {needed}")
-        })
+    /// Elements from the first to the last of `rows` rows of `width` elements, `stride` apart.
+    fn extent(rows: usize, stride: usize, width: usize) -> usize {
+        rows.checked_sub(1).map_or(0, |before| before * stride + width)
     }
-
-    /// Keys and values in rows `row_stride` apart.
-    fn check_contiguous(
-        &self,
-        operator: &'static str,
-        lens: KeyValueLens,
-        row_stride: usize,
-    ) -> Result<()> {
-        let (rows, width) = (self.batch * self.key_length, self.kv_heads * self.head_dim);
-        let needed = if rows == 0 { 0 } else { (rows - 1) * row_stride + width };
-        lens.check(operator, needed)
-    }
-
-    /// Checks keys and values by block table. `blocks` is the number of blocks that the table's
-    /// entries refer to, if the host can read them; else that of the longest sequence, which has none
-    /// twice.
-    fn check_paged(
-        &self,
-        operator: &'static str,
-        lens: KeyValueLens,
-        table: usize,
-        block_length: usize,
-        blocks: Option<usize>,
-    ) -> Result<()> {
-        ensure(operator, block_length > 0, || "blocks of no token".into())?;
-        let of_sequence = self.key_length.div_ceil(block_length);
-        check_len(operator, "block_table", table, self.batch * of_sequence)?;
-        let rows = blocks.unwrap_or(of_sequence) * block_length;
-        lens.check(operator, rows * self.kv_heads * self.head_dim)
-    }
-
-    fn check_backward(&self, lens: &BackwardLens) -> Result<()> {
-        const OPERATOR: &str = "attention_backward";
-        let &AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = self;
-        self.check(OPERATOR, lens.out, lens.log_sum_exp)?;
-        check_len(OPERATOR, "d_out", lens.d_out, lens.out)?;
-        check_len(OPERATOR, "qkv", lens.qkv, self.tokens() * query_stride)?;
-        check_len(OPERATOR, "d_qkv", lens.d_qkv, lens.qkv)?;
-        ensure(OPERATOR, query_stride == (heads + 2 * kv_heads) * head_dim, || {
-            format!("rows of {query_stride} elements are not packed queries, keys and values")
-        })?;
-        ensure(OPERATOR, self.key_length == self.query_length, || {
-            let (queries, keys) = (self.query_length, self.key_length);
-            format!("{queries} queries but {keys} keys: the backward pass requires equal lengths")
-        })?;
-        lens.delta
-            .map_or(Ok(()), |delta| check_len(OPERATOR, "delta", delta, self.tokens() * heads))
-    }
-}
-
-/// Lengths of the buffers of keys and values.
-struct KeyValueLens {
-    keys: usize,
-    values: usize,
-}
-
-impl KeyValueLens {
-    fn check(&self, operator: &'static str, needed: usize) -> Result<()> {
-        let KeyValueLens { keys, values } = *self;
-        ensure(operator, keys >= needed && values >= needed, || {
-            format!("{keys} keys and {values} values, expected {needed}")
-        })
-    }
-}
-
-/// Lengths of the buffers of a backward pass.
-struct BackwardLens {
-    qkv: usize,
-    out: usize,
-    log_sum_exp: usize,
-    d_out: usize,
-    d_qkv: usize,
-    delta: Option<usize>,
 }
 
 /// The location of keys and values.
@@ -182,13 +105,37 @@ pub enum KeyValues<'a, M: Memory, T: Element> {
     },
 }
 
-impl<M: Memory, T: Element> Clone for KeyValues<'_, M, T> {
-    fn clone(&self) -> Self {
-        *self
+impl<M: Memory, T: Element> KeyValues<'_, M, T> {
+    /// Checks the lengths. `blocks` is the number of blocks that the table's entries refer to, if the
+    /// host can read them; else that of the longest sequence, which has none twice.
+    fn check(
+        &self,
+        operator: &'static str,
+        shape: &AttentionShape,
+        blocks: Option<usize>,
+    ) -> Result<()> {
+        let width = shape.kv_heads * shape.head_dim;
+        let (keys, values, needed) = match *self {
+            KeyValues::Contiguous { keys, values, row_stride } => {
+                let rows = shape.batch * shape.key_length;
+                (keys, values, AttentionShape::extent(rows, row_stride, width))
+            }
+            KeyValues::Paged { keys, values, block_table, block_length } => {
+                ensure(operator, block_length > 0, || "blocks of no token".into())?;
+                let of_sequence = shape.key_length.div_ceil(block_length);
+                let table = M::view_len::<u32>(block_table);
+                check_len(operator, "block_table", table, shape.batch * of_sequence)?;
+                (keys, values, blocks.unwrap_or(of_sequence) * block_length * width)
+            }
+        };
+        let (keys, values) = (M::view_len::<T>(keys), M::view_len::<T>(values));
+        ensure(operator, keys >= needed && values >= needed, || {
+            format!("{keys} keys and {values} values, expected {needed}")
+        })
     }
 }
 
-impl<M: Memory, T: Element> Copy for KeyValues<'_, M, T> {}
+copy_views!(KeyValues<M: Memory, T: Element>, Selection<M: Memory>, AttentionArgs<M: Memory>);
 
 /// The heads that each token computes: the result of a router.
 pub struct Selection<'a, M: Memory> {
@@ -199,14 +146,6 @@ pub struct Selection<'a, M: Memory> {
     /// Factors of the heads' outputs, `[B*T, H]`; 1 if `None`.
     pub weights: Option<View<'a, M, f32>>,
 }
-
-impl<M: Memory> Clone for Selection<'_, M> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<M: Memory> Copy for Selection<'_, M> {}
 
 /// Arguments of both the forward and the backward pass of attention.
 pub struct AttentionArgs<'a, M: Memory> {
@@ -222,14 +161,6 @@ pub struct AttentionArgs<'a, M: Memory> {
     /// The heads that each token computes; all if `None`.
     pub selection: Option<Selection<'a, M>>,
 }
-
-impl<M: Memory> Clone for AttentionArgs<'_, M> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<M: Memory> Copy for AttentionArgs<'_, M> {}
 
 impl<M: Memory> AttentionArgs<'_, M> {
     /// Causal attention of whole sequences, all heads computed.
@@ -248,31 +179,24 @@ impl<M: Memory> AttentionArgs<'_, M> {
         (self.shape.head_dim as f32).sqrt().recip()
     }
 
-    fn check(&self, operator: &'static str, lens: &SelectionLens) -> Result<()> {
+    fn check(&self, operator: &'static str) -> Result<()> {
         let (tokens, heads) = (self.shape.tokens(), self.shape.heads);
-        if let Some(selection) = &self.selection {
-            let shared = selection.shared_heads;
+        if let Some(Selection { shared_heads: shared, routed, weights }) = self.selection {
             ensure(operator, shared <= heads, || format!("{shared} shared heads of {heads}"))?;
-            check_len(operator, "the selection", lens.routed, tokens * (heads - shared))?;
+            let routed = M::view_len::<u8>(routed);
+            check_len(operator, "the selection", routed, tokens * (heads - shared))?;
+            if let Some(weights) = weights {
+                check_len(operator, "weights", M::view_len::<f32>(weights), tokens * heads)?;
+            }
         }
-        if let Some(weights) = lens.weights {
-            check_len(operator, "weights", weights, tokens * heads)?;
-        }
-        if let Some(document_start) = lens.document_start {
-            check_len(operator, "document_start", document_start, tokens)?;
+        if let Some(starts) = self.document_start {
+            check_len(operator, "document_start", M::view_len::<u32>(starts), tokens)?;
         }
         let end = self.query_offset.saturating_add(self.shape.query_length);
         ensure(operator, !self.causal || end <= self.shape.key_length, || {
             format!("queries up to position {end} of {} keys", self.shape.key_length)
         })
     }
-}
-
-/// Lengths of the views of [`AttentionArgs`].
-struct SelectionLens {
-    routed: usize,
-    weights: Option<usize>,
-    document_start: Option<usize>,
 }
 
 /// Arguments of [`Attention::attention_forward`].
@@ -288,6 +212,24 @@ pub struct AttentionForward<'a, M: Memory, T: Element> {
     /// Overwritten with the natural logarithm of the sum of exponentials of the scaled scores;
     /// `[B*T, H]`.
     pub log_sum_exp: ViewMut<'a, M, f32>,
+}
+
+impl<M: Memory, T: Element> AttentionForward<'_, M, T> {
+    /// Checks the lengths; `blocks` is that of [`KeyValues::check`].
+    fn check(&self, blocks: Option<usize>) -> Result<()> {
+        const OPERATOR: &str = "attention_forward";
+        let AttentionForward { args, queries, key_values, out, log_sum_exp } = self;
+        let shape = &args.shape;
+        shape.check(OPERATOR, M::view_mut_len::<T>(out), M::view_mut_len::<f32>(log_sum_exp))?;
+        args.check(OPERATOR)?;
+        key_values.check(OPERATOR, shape, blocks)?;
+        let width = shape.heads * shape.head_dim;
+        let needed = AttentionShape::extent(shape.tokens(), shape.query_stride, width);
+        let queries = M::view_len::<T>(*queries);
+        ensure(OPERATOR, queries >= needed, || {
+            format!("queries hold {queries} elements, expected {needed}")
+        })
+    }
 }
 
 /// Arguments of [`Attention::attention_backward`].
@@ -307,6 +249,32 @@ pub struct AttentionBackward<'a, M: Memory, T: Element> {
     /// Overwritten with `<d_out, O>`, O the head's output before its weight; 0 where not selected;
     /// `[B*T, H]`.
     pub delta: Option<ViewMut<'a, M, f32>>,
+}
+
+impl<M: Memory, T: Element> AttentionBackward<'_, M, T> {
+    /// Checks the lengths.
+    fn check(&self) -> Result<()> {
+        const OPERATOR: &str = "attention_backward";
+        let (shape, out) = (&self.args.shape, M::view_len::<T>(self.out));
+        let &AttentionShape { query_length, key_length, heads, kv_heads, head_dim, .. } = shape;
+        let (row, pairs) = (shape.query_stride, shape.tokens() * heads);
+        shape.check(OPERATOR, out, M::view_len::<f32>(self.log_sum_exp))?;
+        check_len(OPERATOR, "d_out", M::view_len::<T>(self.d_out), out)?;
+        check_len(OPERATOR, "qkv", M::view_len::<T>(self.qkv), shape.tokens() * row)?;
+        check_len(OPERATOR, "d_qkv", M::view_mut_len::<T>(&self.d_qkv), shape.tokens() * row)?;
+        ensure(OPERATOR, row == (heads + 2 * kv_heads) * head_dim, || {
+            format!("rows of {row} elements are not packed queries, keys and values")
+        })?;
+        ensure(OPERATOR, key_length == query_length, || {
+            format!(
+                "{query_length} queries but {key_length} keys: the backward pass requires equal lengths"
+            )
+        })?;
+        if let Some(delta) = &self.delta {
+            check_len(OPERATOR, "delta", M::view_mut_len::<f32>(delta), pairs)?;
+        }
+        self.args.check(OPERATOR)
+    }
 }
 
 /// Attention as an operator of a device.

@@ -62,15 +62,6 @@ pub struct SequenceAttention<'a, M: Memory, T: Element> {
     pub log_sum_exp: ViewMut<'a, M, f32>,
 }
 
-/// Lengths of the buffers of a call.
-pub(super) struct SequenceLens {
-    pub qkv: usize,
-    pub block_table: usize,
-    pub generated: usize,
-    pub out: usize,
-    pub log_sum_exp: usize,
-}
-
 /// The attention of some tokens of a sequence over all that are before them.
 pub(super) fn shape_of(shape: &QkvShape, span: &Span) -> AttentionShape {
     let key_length = span.position + span.rows.len();
@@ -84,80 +75,69 @@ pub(super) fn blocks_of(span: &Span, block_length: usize) -> Range<usize> {
     span.first_block..span.first_block + end.div_ceil(block_length)
 }
 
-/// Checks what all devices require.
-pub(super) fn check(
-    shape: &QkvShape,
-    sequences: &[Span],
-    block_length: usize,
-    lens: &SequenceLens,
-) -> Result<()> {
-    const OPERATOR: &str = "attention_of_sequences";
-    shape.check(OPERATOR)?;
-    ensure(OPERATOR, block_length > 0, || "blocks of no token".into())?;
-    check_len(OPERATOR, "qkv", lens.qkv, shape.tokens() * shape.row())?;
-    check_len(OPERATOR, "out", lens.out, shape.tokens() * shape.heads * shape.head_dim)?;
-    check_len(OPERATOR, "log_sum_exp", lens.log_sum_exp, shape.tokens() * shape.heads)?;
-    let generated = sequences.iter().filter(|span| !span.is_prompt).count();
-    check_len(OPERATOR, "generated", lens.generated, 3 * generated)?;
-    let mut end = 0;
-    for span in sequences {
-        let Range { start, end: last } = span.rows;
-        ensure(OPERATOR, start == end && start < last, || {
-            format!("rows {start}..{last} of a sequence after those up to {end}")
-        })?;
-        end = last;
-        ensure(OPERATOR, span.is_prompt || span.rows.len() == 1, || {
-            format!("{} generated tokens of a sequence: one at a time", span.rows.len())
-        })?;
-        let blocks = blocks_of(span, block_length);
-        ensure(OPERATOR, blocks.end <= lens.block_table, || {
-            format!("blocks {blocks:?} of a table of {}", lens.block_table)
-        })?;
-    }
-    ensure(OPERATOR, end == shape.tokens(), || {
-        format!("sequences of {end} tokens, expected {}", shape.tokens())
-    })
-}
-
-/// All tokens as one sequence, whose selection is to be checked before it is divided.
-pub(super) fn whole<'a, M: Memory>(
+/// Causal attention of the new tokens of a sequence, which are some of those of the pass.
+pub(super) fn args_of<'v, 'a: 'v, M: Memory>(
     shape: &QkvShape,
     selection: Option<Selection<'a, M>>,
-) -> AttentionArgs<'a, M> {
+    span: &Span,
+) -> AttentionArgs<'v, M> {
+    let part = |width: usize| span.rows.start * width..span.rows.end * width;
+    let of_span = |Selection { shared_heads, routed, weights }: Selection<'a, M>| Selection {
+        shared_heads,
+        routed: M::part(routed, part(shape.heads - shared_heads)),
+        weights: weights.map(|weights| M::part(weights, part(shape.heads))),
+    };
     AttentionArgs {
-        selection,
-        ..AttentionArgs::causal(AttentionShape::of_qkv(shape, shape.length))
+        query_offset: span.position,
+        selection: selection.map(of_span),
+        ..AttentionArgs::causal(shape_of(shape, span))
     }
 }
 
-/// The selection of some of the tokens.
-pub(super) fn selection_of<'v, 'a: 'v, M: Memory>(
-    selection: &Selection<'a, M>,
-    heads: usize,
-    rows: &Range<usize>,
-) -> Selection<'v, M> {
-    let part = |width: usize| rows.start * width..rows.end * width;
-    let routed = heads - selection.shared_heads.min(heads);
-    Selection {
-        shared_heads: selection.shared_heads,
-        routed: M::part(selection.routed, part(routed)),
-        weights: selection.weights.map(|weights| M::part(weights, part(heads))),
-    }
-}
-
-#[cfg(gpu)]
 impl<M: Memory, T: Element> SequenceAttention<'_, M, T> {
+    /// Checks what all devices require.
+    pub(super) fn check(&self) -> Result<()> {
+        const OPERATOR: &str = "attention_of_sequences";
+        let &SequenceAttention { shape, sequences, selection, block_length, .. } = self;
+        let (tokens, pairs) = (shape.tokens(), shape.tokens() * shape.heads);
+        shape.check(OPERATOR)?;
+        ensure(OPERATOR, block_length > 0, || "blocks of no token".into())?;
+        check_len(OPERATOR, "qkv", M::view_len::<T>(self.qkv), tokens * shape.row())?;
+        check_len(OPERATOR, "out", M::view_mut_len::<T>(&self.out), pairs * shape.head_dim)?;
+        check_len(OPERATOR, "log_sum_exp", M::view_mut_len::<f32>(&self.log_sum_exp), pairs)?;
+        let generated = sequences.iter().filter(|span| !span.is_prompt).count();
+        check_len(OPERATOR, "generated", M::view_len::<u32>(self.generated), 3 * generated)?;
+        let table = M::view_len::<u32>(self.block_table);
+        let mut end = 0;
+        for span in sequences {
+            let Range { start, end: last } = span.rows;
+            ensure(OPERATOR, start == end && start < last, || {
+                format!("rows {start}..{last} of a sequence after those up to {end}")
+            })?;
+            end = last;
+            ensure(OPERATOR, span.is_prompt || span.rows.len() == 1, || {
+                format!("{} generated tokens of a sequence: one at a time", span.rows.len())
+            })?;
+            let blocks = blocks_of(span, block_length);
+            ensure(OPERATOR, blocks.end <= table, || {
+                format!("blocks {blocks:?} of a table of {table}")
+            })?;
+        }
+        ensure(OPERATOR, end == tokens, || {
+            format!("sequences of {end} tokens, expected {tokens}")
+        })?;
+        // The selection of all tokens, before it is divided.
+        let whole = AttentionShape::of_qkv(shape, shape.length);
+        AttentionArgs { selection, ..AttentionArgs::causal(whole) }.check(OPERATOR)
+    }
+
     /// The attention of one of the sequences.
+    #[cfg(gpu)]
     pub(super) fn of<'v>(&'v mut self, span: &Span) -> AttentionForward<'v, M, T> {
         let shape = shape_of(self.shape, span);
         let part = |width: usize| span.rows.start * width..span.rows.end * width;
-        let of_selection = |selection| selection_of(selection, shape.heads, &span.rows);
         AttentionForward {
-            args: AttentionArgs {
-                query_offset: span.position,
-                selection: self.selection.as_ref().map(of_selection),
-                ..AttentionArgs::causal(shape)
-            },
+            args: args_of(self.shape, self.selection, span),
             queries: M::part(self.qkv, part(shape.query_stride)),
             key_values: KeyValues::Paged {
                 keys: M::reborrow(self.keys),

@@ -14,7 +14,7 @@ const PART: usize = 64 * 1024;
 
 impl Convert for Cpu {
     fn convert<X: Element, Y: Element>(&self, x: &[X], y: &mut [Y]) -> Result<()> {
-        compiled!(convert::<X, Y>(x, y): fn(&[X], &mut [Y]) -> Result<()>)
+        compiled!(convert::<X, Y>(x: &[X], y: &mut [Y]))
     }
 }
 

@@ -1,10 +1,7 @@
 //! The fused cross-entropy on a GPU. Logits have the type of x, and are computed in chunks of the
 //! scratch buffer.
 
-use super::teacher::{self, HeadTeacher};
-use super::{
-    CrossEntropy, CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape, Lens, check, check_ranks,
-};
+use super::{CrossEntropy, CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape, HeadTeacher};
 use crate::adamw;
 use crate::cuda::parameters::cross_entropy::{Losses, VocabParallel};
 use crate::cuda::parameters::distillation;
@@ -14,44 +11,21 @@ use crate::linear::Accumulation;
 use crate::memory::Memory;
 use crate::ranks::VocabularyRows;
 use crate::scalar::Element;
-use crate::workspace::gpu::{
-    chunk_elements, cross_entropy_scratch, cross_entropy_sums, logit_rows, row_loss_bytes,
-};
+use crate::workspace::gpu::{chunk_elements, logit_rows, row_loss_bytes};
 
 impl CrossEntropy for Cuda {
     fn cross_entropy<T: Element, G: Element>(
         &self,
         args: CrossEntropyArgs<'_, Self, T, G>,
     ) -> Result<()> {
+        args.check(self)?;
         let CrossEntropyArgs { shape, x, weight, targets, scratch, mut loss, .. } = args;
         let CrossEntropyArgs { teacher, mut gradients, mut ranks, .. } = args;
-        check(
-            &shape,
-            &Lens {
-                x: x.len,
-                weight: weight.len,
-                targets: targets.len,
-                scratch: (scratch.len, cross_entropy_scratch(&shape)),
-                loss: loss.len,
-                teacher: teacher.as_ref().map(|teacher| teacher::Found {
-                    width: teacher.width,
-                    x: teacher.x.len,
-                    weight: teacher.weight.len,
-                    rows: teacher.rows,
-                    temperature: teacher.temperature,
-                }),
-                gradients: gradients.as_ref().map(|g| [g.d_x.len, g.d_weight.len]),
-                sums: ranks
-                    .as_ref()
-                    .map(|ranks| (ranks.sums.len, cross_entropy_sums(&shape, ranks.ranks))),
-            },
-        )?;
-        check_ranks(&shape, ranks.as_ref())?;
         let HeadShape { tokens, width, vocab_size, .. } = shape;
         if let (0, Some(gradients)) = (tokens, &mut gradients)
             && gradients.accumulation == Accumulation::Overwrite
         {
-            self.zero(gradients.d_weight.first(shape.vocab_size * width))?;
+            self.zero(gradients.d_weight.part(0..vocab_size * width))?;
         }
         let losses = self.scratch(row_loss_bytes(tokens))?;
         // Elements of f32.
@@ -90,7 +64,7 @@ impl CrossEntropy for Cuda {
             }
         }
         if teacher.is_some() {
-            adamw::cuda::sum(self, teacher_losses, tokens, 1.0, loss.after(1))?;
+            adamw::cuda::sum(self, teacher_losses, tokens, 1.0, loss.part(1..2))?;
         }
         adamw::cuda::sum(self, losses, tokens, 1.0, loss)
     }
@@ -167,9 +141,9 @@ fn vocab_parallel_losses<T: Element>(
         rank: *rank as u32,
         ranks: *count as u32,
     };
-    cuda.zero(sums.first(table))?;
+    cuda.zero(sums.part(0..table))?;
     cuda.launch(&name::<T>("vocab_parallel_sums"), [tokens, 1], 0, &parameters)?;
-    all_reduce(sums.first(table))?;
+    all_reduce(sums.part(0..table))?;
     cuda.launch(&name::<T>("vocab_parallel_losses"), [tokens, 1], 0, &parameters)
 }
 
@@ -231,10 +205,10 @@ impl<T: Element> TeacherChunk<'_, '_, T> {
             rank: *rank as u32,
             ranks: *ranks as u32,
         };
-        cuda.zero(sums.first(table))?;
+        cuda.zero(sums.part(0..table))?;
         let sums_of_rank = name::<T>("vocab_parallel_distillation_sums");
         cuda.launch(&sums_of_rank, [tokens, 1], 0, &parameters)?;
-        all_reduce(sums.first(table))?;
+        all_reduce(sums.part(0..table))?;
         let losses_of_ranks = name::<T>("vocab_parallel_distillation_losses");
         cuda.launch(&losses_of_ranks, [tokens, 1], 0, &parameters)
     }

@@ -25,6 +25,7 @@ use crate::linear::Accumulation;
 use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::{AllReduce, VocabularyRows};
 use crate::scalar::Element;
+use crate::workspace::Workspace;
 
 /// Tokens of a GPU's chunk of f32 logits; a chunk of bf16 logits has twice as many.
 pub(crate) const GPU_CHUNK: usize = 1024;
@@ -139,51 +140,35 @@ pub trait CrossEntropy: Memory {
     ) -> Result<()>;
 }
 
-/// Lengths of the buffers of a call.
-struct Lens {
-    x: usize,
-    weight: usize,
-    targets: usize,
-    /// Actual and minimum length.
-    scratch: (usize, usize),
-    loss: usize,
-    teacher: Option<teacher::Found>,
-    /// Of d_x and d_weight.
-    gradients: Option<[usize; 2]>,
-    /// Actual and minimum length of the ranks' sums.
-    sums: Option<(usize, usize)>,
-}
-
-fn check(shape: &HeadShape, lens: &Lens) -> Result<()> {
-    const OPERATOR: &str = "cross_entropy";
-    let &HeadShape { tokens, width, vocab_size, .. } = shape;
-    ensure(OPERATOR, width > 0 && vocab_size > 0, || "the head is empty".into())?;
-    check_len(OPERATOR, "x", lens.x, tokens * width)?;
-    check_len(OPERATOR, "weight", lens.weight, vocab_size * width)?;
-    check_len(OPERATOR, "targets", lens.targets, tokens)?;
-    teacher::check(OPERATOR, shape, lens.teacher.as_ref())?;
-    check_len(OPERATOR, "loss", lens.loss, if shape.has_teacher { 2 } else { 1 })?;
-    let (scratch, least) = lens.scratch;
-    ensure(OPERATOR, scratch >= least, || {
-        format!("scratch of {scratch} elements, expected {least}")
-    })?;
-    if let Some((sums, least)) = lens.sums {
+impl<M: Workspace, T: Element, G: Element> CrossEntropyArgs<'_, M, T, G> {
+    /// Checks the lengths, and that a teacher and ranks fit the head.
+    fn check(&self, device: &M) -> Result<()> {
+        const OPERATOR: &str = "cross_entropy";
+        let HeadShape { tokens, width, vocab_size, .. } = self.shape;
+        ensure(OPERATOR, width > 0 && vocab_size > 0, || "the head is empty".into())?;
+        check_len(OPERATOR, "x", M::view_len::<T>(self.x), tokens * width)?;
+        check_len(OPERATOR, "weight", M::view_len::<T>(self.weight), vocab_size * width)?;
+        check_len(OPERATOR, "targets", M::view_len::<u32>(self.targets), tokens)?;
+        teacher::check(OPERATOR, &self.shape, self.teacher.as_ref())?;
+        let losses = if self.shape.has_teacher { 2 } else { 1 };
+        check_len(OPERATOR, "loss", M::view_mut_len::<f64>(&self.loss), losses)?;
+        let least = device.cross_entropy_scratch(&self.shape);
+        let scratch = M::view_mut_len::<f32>(&self.scratch);
+        ensure(OPERATOR, scratch >= least, || {
+            format!("scratch of {scratch} elements, expected {least}")
+        })?;
+        if let Some(HeadGradients { d_x, d_weight, .. }) = &self.gradients {
+            check_len(OPERATOR, "d_x", M::view_mut_len::<T>(d_x), tokens * width)?;
+            check_len(OPERATOR, "d_weight", M::view_mut_len::<G>(d_weight), vocab_size * width)?;
+        }
+        let Some(HeadRanks { rows, rank, ranks, sums, .. }) = &self.ranks else { return Ok(()) };
+        let least = device.cross_entropy_sums(&self.shape, *ranks);
+        let sums = M::view_mut_len::<f64>(sums);
         ensure(OPERATOR, sums >= least, || format!("{sums} sums, expected {least}"))?;
+        let fit =
+            rank < ranks && rows.count == vocab_size && rows.first + rows.count <= rows.vocab_size;
+        ensure(OPERATOR, fit, || {
+            format!("{rows:?} of rank {rank} of {ranks} do not fit a head of {vocab_size} rows")
+        })
     }
-    if let Some([d_x, d_weight]) = lens.gradients {
-        check_len(OPERATOR, "d_x", d_x, lens.x)?;
-        check_len(OPERATOR, "d_weight", d_weight, lens.weight)?;
-    }
-    Ok(())
-}
-
-/// Checks that ranks fit the head.
-fn check_ranks<M: Memory>(shape: &HeadShape, ranks: Option<&HeadRanks<'_, M>>) -> Result<()> {
-    let Some(HeadRanks { rows, rank, ranks: count, .. }) = ranks else { return Ok(()) };
-    let fit = rank < count
-        && rows.count == shape.vocab_size
-        && rows.first + rows.count <= rows.vocab_size;
-    ensure("cross_entropy", fit, || {
-        format!("{rows:?} of rank {rank} of {count} do not fit a head of {} rows", shape.vocab_size)
-    })
 }

@@ -32,29 +32,23 @@ pub struct HeadTeacher<'a, M: Memory, T: Element> {
     pub scale: f32,
 }
 
-/// What [`check`] checks of a teacher.
-pub(super) struct Found {
-    pub width: usize,
-    pub x: usize,
-    pub weight: usize,
-    pub rows: usize,
-    pub temperature: f32,
-}
-
 /// Checks that there is a teacher if the shape says so, and that it fits the head.
-pub(super) fn check(
+pub(super) fn check<M: Memory, T: Element>(
     operator: &'static str,
     shape: &HeadShape,
-    found: Option<&Found>,
+    teacher: Option<&HeadTeacher<'_, M, T>>,
 ) -> Result<()> {
-    ensure(operator, shape.has_teacher == found.is_some(), || {
+    ensure(operator, shape.has_teacher == teacher.is_some(), || {
         "a shape with a teacher needs one, and one without has none".into()
     })?;
-    let Some(&Found { width, x, weight, rows, temperature }) = found else { return Ok(()) };
+    let Some(&HeadTeacher { width, x, weight, rows, temperature, .. }) = teacher else {
+        return Ok(());
+    };
     ensure(operator, width > 0 && rows > 0, || "the teacher's head is empty".into())?;
     ensure(operator, temperature > 0.0 && temperature.is_finite(), || {
         format!("a temperature of {temperature}, expected a positive number")
     })?;
-    check_len(operator, "the teacher's x", x, shape.tokens * width)?;
+    check_len(operator, "the teacher's x", M::view_len::<T>(x), shape.tokens * width)?;
+    let weight = M::view_len::<T>(weight);
     check_len(operator, "the teacher's weight", weight, shape.vocab_size * width)
 }

@@ -1,16 +1,15 @@
 //! The CPU bodies of the embedding.
 
-use super::{Embedding, EmbeddingBackward, EmbeddingForward, Lens, check};
+use super::{Embedding, EmbeddingBackward, EmbeddingForward, check};
 use crate::cpu::Cpu;
-use crate::error::{Error, Result};
+use crate::error::{Result, check_ids};
 use crate::scalar::Element;
 
 impl Embedding for Cpu {
     fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()> {
         let EmbeddingForward { width, rows, ids, table, out } = args;
-        let lens = Lens { tokens: ids.len(), table: table.len(), activations: out.len() };
-        check("embedding_forward", width, rows, "out", &lens)?;
-        check_ids(ids, rows.vocab_size)?;
+        check("embedding_forward", width, rows, "out", [ids.len(), table.len(), out.len()])?;
+        check_ids(ids.iter().copied(), rows.vocab_size)?;
         for (&id, out) in ids.iter().zip(out.chunks_exact_mut(width)) {
             match rows.local(id) {
                 Some(row) => out.copy_from_slice(&table[row * width..][..width]),
@@ -25,9 +24,9 @@ impl Embedding for Cpu {
         args: EmbeddingBackward<'_, Self, T, G>,
     ) -> Result<()> {
         let EmbeddingBackward { width, rows, ids, d_out, d_table } = args;
-        let lens = Lens { tokens: ids.len(), table: d_table.len(), activations: d_out.len() };
-        check("embedding_backward", width, rows, "d_out", &lens)?;
-        check_ids(ids, rows.vocab_size)?;
+        let lens = [ids.len(), d_table.len(), d_out.len()];
+        check("embedding_backward", width, rows, "d_out", lens)?;
+        check_ids(ids.iter().copied(), rows.vocab_size)?;
         for (&id, d_out) in ids.iter().zip(d_out.chunks_exact(width)) {
             let Some(row) = rows.local(id) else { continue };
             let d_row = &mut d_table[row * width..][..width];
@@ -36,13 +35,5 @@ impl Embedding for Cpu {
             }
         }
         Ok(())
-    }
-}
-
-/// Refuses an id outside the vocabulary.
-fn check_ids(ids: &[u32], vocab_size: usize) -> Result<()> {
-    match ids.iter().find(|&&id| id as usize >= vocab_size) {
-        Some(&id) => Err(Error::outside_vocabulary(id, vocab_size)),
-        None => Ok(()),
     }
 }

@@ -2,7 +2,7 @@
 
 use bytemuck::Zeroable;
 
-use super::{Embedding, EmbeddingBackward, EmbeddingForward, Lens, check};
+use super::{Embedding, EmbeddingBackward, EmbeddingForward, check};
 use crate::cuda::parameters::embedding::Parameters;
 use crate::cuda::{Cuda, CudaView, name};
 use crate::error::Result;
@@ -26,8 +26,7 @@ impl Parameters {
 impl Embedding for Cuda {
     fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()> {
         let EmbeddingForward { width, rows, ids, table, out } = args;
-        let lens = Lens { tokens: ids.len, table: table.len, activations: out.len };
-        check("embedding_forward", width, rows, "out", &lens)?;
+        check("embedding_forward", width, rows, "out", [ids.len, table.len, out.len])?;
         let parameters = Parameters {
             table: table.address,
             rows: out.address,
@@ -41,8 +40,7 @@ impl Embedding for Cuda {
         args: EmbeddingBackward<'_, Self, T, G>,
     ) -> Result<()> {
         let EmbeddingBackward { width, rows, ids, d_out, d_table } = args;
-        let lens = Lens { tokens: ids.len, table: d_table.len, activations: d_out.len };
-        check("embedding_backward", width, rows, "d_out", &lens)?;
+        check("embedding_backward", width, rows, "d_out", [ids.len, d_table.len, d_out.len])?;
         let parameters = Parameters {
             table: d_table.address,
             rows: d_out.address,

@@ -53,26 +53,19 @@ pub trait Embedding: Memory {
     ) -> Result<()>;
 }
 
-/// Lengths of a call's buffers; `activations` are the tokens' rows.
-struct Lens {
-    tokens: usize,
-    table: usize,
-    activations: usize,
-}
-
-/// Checks the lengths of both passes; `activations` is the name of the tokens' rows.
+/// Checks the lengths of both passes: of the ids, of the table and of the tokens' rows, which have this name.
 fn check(
     operator: &'static str,
     width: usize,
     rows: VocabularyRows,
-    activations: &'static str,
-    lens: &Lens,
+    name: &'static str,
+    [tokens, table, activations]: [usize; 3],
 ) -> Result<()> {
     let VocabularyRows { vocab_size, first, count } = rows;
     ensure(operator, width > 0, || "rows have no width".into())?;
     ensure(operator, first + count <= vocab_size, || {
         format!("{count} rows from {first} on exceed a vocabulary of {vocab_size}")
     })?;
-    check_len(operator, "table", lens.table, count * width)?;
-    check_len(operator, activations, lens.activations, lens.tokens * width)
+    check_len(operator, "table", table, count * width)?;
+    check_len(operator, name, activations, tokens * width)
 }

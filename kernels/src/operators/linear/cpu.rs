@@ -12,8 +12,7 @@ use crate::scalar::Element;
 
 impl Linear for Cpu {
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()> {
-        type Forward<T> = fn(LinearForward<'_, Cpu, T>) -> Result<()>;
-        compiled!(forward::<T>(args): Forward<T>)
+        compiled!(forward::<T>(args: LinearForward<'_, Cpu, T>))
     }
 
     fn packed_len<T: Element>(&self, inputs: usize, outputs: usize) -> usize {
@@ -26,24 +25,21 @@ impl Linear for Cpu {
         weight: &[T],
         packed: &mut [u32],
     ) -> Result<()> {
-        type Pack<T> = fn(usize, &[T], &mut [u32]) -> Result<()>;
-        compiled!(pack::<T>(inputs, weight, packed): Pack<T>)
+        compiled!(pack::<T>(inputs: usize, weight: &[T], packed: &mut [u32]))
     }
 
     fn linear_backward_input<T: Element>(
         &self,
         args: LinearBackwardInput<'_, Self, T>,
     ) -> Result<()> {
-        type Backward<T> = fn(LinearBackwardInput<'_, Cpu, T>) -> Result<()>;
-        compiled!(backward_input::<T>(args): Backward<T>)
+        compiled!(backward_input::<T>(args: LinearBackwardInput<'_, Cpu, T>))
     }
 
     fn linear_backward_weight<T: Element, G: Element>(
         &self,
         args: LinearBackwardWeight<'_, Self, T, G>,
     ) -> Result<()> {
-        type Backward<T, G> = fn(LinearBackwardWeight<'_, Cpu, T, G>) -> Result<()>;
-        compiled!(backward_weight::<T, G>(args): Backward<T, G>)
+        compiled!(backward_weight::<T, G>(args: LinearBackwardWeight<'_, Cpu, T, G>))
     }
 }
 
@@ -66,10 +62,10 @@ fn forward<T: Element>(args: LinearForward<'_, Cpu, T>) -> Result<()> {
             check_len("linear_forward", "packed", packed.len(), len)?;
             ensure("linear_forward", len > 0, || format!("{:?} is not packed", T::DTYPE))?;
             let packed = Packed::new::<T>(packed, inputs, outputs);
-            matmul_packed(y, destination, 1.0, x, packed);
+            matmul_packed(y, destination, x, packed);
         }
-        None if independent => matmul_of_rows(y, destination, 1.0, x, weight),
-        None => matmul_parallel(y, destination, 1.0, x, weight),
+        None if independent => matmul_of_rows(y, destination, x, weight),
+        None => matmul_parallel(y, destination, x, weight),
     }
     Ok(())
 }
@@ -89,7 +85,7 @@ fn backward_input<T: Element>(args: LinearBackwardInput<'_, Cpu, T>) -> Result<(
     let d_x = MatrixMut::new(d_x, tokens, inputs);
     let d_y = Matrix::new(d_y, tokens, outputs);
     let weight = Matrix::new(weight, outputs, inputs);
-    matmul_parallel(d_x, accumulation.into(), 1.0, d_y, weight);
+    matmul_parallel(d_x, accumulation.into(), d_y, weight);
     Ok(())
 }
 
@@ -102,6 +98,6 @@ fn backward_weight<T: Element, G: Element>(
     let d_weight = MatrixMut::new(d_weight, outputs, inputs);
     let d_y = Matrix::new(d_y, tokens, outputs).transposed();
     let x = Matrix::new(x, tokens, inputs);
-    matmul_parallel(d_weight, accumulation.into(), 1.0, d_y, x);
+    matmul_parallel(d_weight, accumulation.into(), d_y, x);
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Lens, QkNorm, QkNormBackward, QkNormForward, check};
+use super::{QkNorm, QkNormBackward, QkNormForward, check};
 use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
@@ -18,24 +18,21 @@ const ROWS: usize = 32;
 
 impl QkNorm for Cpu {
     fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()> {
-        type Forward<T> = fn(QkNormForward<'_, Cpu, T>) -> Result<()>;
-        compiled!(forward::<T>(args): Forward<T>)
+        compiled!(forward::<T>(args: QkNormForward<'_, Cpu, T>))
     }
 
     fn qk_norm_backward<T: Element, G: Element>(
         &self,
         args: QkNormBackward<'_, Self, T, G>,
     ) -> Result<()> {
-        type Backward<T, G> = fn(QkNormBackward<'_, Cpu, T, G>) -> Result<()>;
-        compiled!(backward::<T, G>(args): Backward<T, G>)
+        compiled!(backward::<T, G>(args: QkNormBackward<'_, Cpu, T, G>))
     }
 }
 
 fn forward<T: Element>(args: QkNormForward<'_, Cpu, T>) -> Result<()> {
     const OPERATOR: &str = "qk_norm_forward";
     let QkNormForward { shape, eps, qkv, weight, normed } = args;
-    check(OPERATOR, shape, &Lens { qkv: qkv.len(), weight: weight.len() })?;
-    check_len(OPERATOR, "normed", normed.len(), qkv.len())?;
+    check(OPERATOR, shape, [qkv.len(), weight.len()], ("normed", normed.len()))?;
     let (row, dim) = (shape.row(), shape.head_dim);
     let parts = qkv.par_chunks(ROWS * row).zip(normed.par_chunks_mut(ROWS * row));
     parts.for_each(|(qkv, normed)| {
@@ -59,8 +56,7 @@ fn forward<T: Element>(args: QkNormForward<'_, Cpu, T>) -> Result<()> {
 fn backward<T: Element, G: Element>(args: QkNormBackward<'_, Cpu, T, G>) -> Result<()> {
     const OPERATOR: &str = "qk_norm_backward";
     let QkNormBackward { shape, eps, qkv, weight, d_qkv, d_weight } = args;
-    check(OPERATOR, shape, &Lens { qkv: qkv.len(), weight: weight.len() })?;
-    check_len(OPERATOR, "d_qkv", d_qkv.len(), qkv.len())?;
+    check(OPERATOR, shape, [qkv.len(), weight.len()], ("d_qkv", d_qkv.len()))?;
     check_len(OPERATOR, "d_weight", d_weight.len(), weight.len())?;
     let (row, dim) = (shape.row(), shape.head_dim);
     let normed = (shape.heads + shape.kv_heads) * dim;

@@ -1,6 +1,6 @@
 //! Query and key norms on a GPU.
 
-use super::{Lens, QkNorm, QkNormBackward, QkNormForward, check};
+use super::{QkNorm, QkNormBackward, QkNormForward, check};
 use crate::attention::AttentionShape;
 use crate::cuda::parameters::qk_norm::{Backward, Forward};
 use crate::cuda::{Cuda, THREADS, name};
@@ -19,8 +19,7 @@ impl QkNorm for Cuda {
     fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()> {
         const OPERATOR: &str = "qk_norm_forward";
         let QkNormForward { shape, eps, qkv, weight, normed } = args;
-        check(OPERATOR, shape, &Lens { qkv: qkv.len, weight: weight.len })?;
-        check_len(OPERATOR, "normed", normed.len, qkv.len)?;
+        check(OPERATOR, shape, [qkv.len, weight.len], ("normed", normed.len))?;
         let parameters = Forward {
             qkv: qkv.address,
             weight: weight.address,
@@ -41,8 +40,7 @@ impl QkNorm for Cuda {
     ) -> Result<()> {
         const OPERATOR: &str = "qk_norm_backward";
         let QkNormBackward { shape, eps, qkv, weight, d_qkv, d_weight } = args;
-        check(OPERATOR, shape, &Lens { qkv: qkv.len, weight: weight.len })?;
-        check_len(OPERATOR, "d_qkv", d_qkv.len, qkv.len)?;
+        check(OPERATOR, shape, [qkv.len, weight.len], ("d_qkv", d_qkv.len))?;
         check_len(OPERATOR, "d_weight", d_weight.len, weight.len)?;
         let (tokens, dim) = (shape.tokens(), shape.head_dim);
         let heads = tokens * (shape.heads + shape.kv_heads);

@@ -60,15 +60,15 @@ pub trait QkNorm: Memory {
     ) -> Result<()>;
 }
 
-/// Lengths of a call.
-struct Lens {
-    qkv: usize,
-    weight: usize,
-}
-
-/// Checks a shape and the lengths that both passes share.
-fn check(operator: &'static str, shape: &QkvShape, lens: &Lens) -> Result<()> {
+/// Checks a shape and the lengths that both passes share, and that of the output of this name.
+fn check(
+    operator: &'static str,
+    shape: &QkvShape,
+    [qkv, weight]: [usize; 2],
+    (name, output): (&'static str, usize),
+) -> Result<()> {
     shape.check(operator)?;
-    check_len(operator, "qkv", lens.qkv, shape.tokens() * shape.row())?;
-    check_len(operator, "weight", lens.weight, 2 * shape.head_dim)
+    check_len(operator, "qkv", qkv, shape.tokens() * shape.row())?;
+    check_len(operator, "weight", weight, 2 * shape.head_dim)?;
+    check_len(operator, name, output, qkv)
 }

@@ -17,8 +17,7 @@ const BLOCK: usize = 16;
 
 impl RelativeError for Cpu {
     fn relative_error<T: Element>(&self, args: RelativeErrorArgs<'_, Self, T>) -> Result<()> {
-        type Args<T> = fn(RelativeErrorArgs<'_, Cpu, T>) -> Result<()>;
-        compiled!(relative_error::<T>(args): Args<T>)
+        compiled!(relative_error::<T>(args: RelativeErrorArgs<'_, Cpu, T>))
     }
 }
 

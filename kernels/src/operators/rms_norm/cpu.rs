@@ -28,16 +28,14 @@ fn partial_len(tokens: usize, width: usize) -> usize {
 
 impl RmsNorm for Cpu {
     fn rms_norm_forward<T: Element>(&self, args: RmsNormForward<'_, Self, T>) -> Result<()> {
-        type Forward<T> = fn(RmsNormForward<'_, Cpu, T>) -> Result<()>;
-        compiled!(forward::<T>(args): Forward<T>)
+        compiled!(forward::<T>(args: RmsNormForward<'_, Cpu, T>))
     }
 
     fn rms_norm_backward<T: Element, G: Element>(
         &self,
         args: RmsNormBackward<'_, Self, T, G>,
     ) -> Result<()> {
-        type Backward<T, G> = fn(RmsNormBackward<'_, Cpu, T, G>) -> Result<()>;
-        compiled!(backward::<T, G>(args): Backward<T, G>)
+        compiled!(backward::<T, G>(args: RmsNormBackward<'_, Cpu, T, G>))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Lens, Rope, RopeArgs, RopeTable, check};
+use super::{Rope, RopeArgs, RopeTable, check};
 use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::Result;
@@ -27,8 +27,7 @@ fn rotate_in<T: Element>(
     args: RopeArgs<'_, Cpu, T>,
     direction: Direction,
 ) -> Result<()> {
-    type Rotate<T> = fn(&'static str, RopeArgs<'_, Cpu, T>, Direction) -> Result<()>;
-    compiled!(rotate::<T>(operator, args, direction): Rotate<T>)
+    compiled!(rotate::<T>(operator: &'static str, args: RopeArgs<'_, Cpu, T>, direction: Direction))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -43,8 +42,7 @@ fn rotate<T: Element>(
     direction: Direction,
 ) -> Result<()> {
     let RopeArgs { shape, table: RopeTable { cos, sin, first_position }, qkv } = args;
-    let lens = Lens { qkv: qkv.len(), cos: cos.len(), sin: sin.len() };
-    check(operator, shape, first_position, &lens)?;
+    check(operator, shape, first_position, [qkv.len(), cos.len(), sin.len()])?;
     let half = shape.head_dim / 2;
     let rotated = (shape.heads + shape.kv_heads) * shape.head_dim;
     qkv.par_chunks_mut(ROWS * shape.row()).enumerate().for_each(|(part, rows)| {

@@ -1,6 +1,6 @@
 //! Rotary position embedding on a GPU.
 
-use super::{Lens, Rope, RopeArgs, RopeTable, check};
+use super::{Rope, RopeArgs, RopeTable, check};
 use crate::cuda::parameters::rope::Parameters;
 use crate::cuda::{Cuda, name};
 use crate::error::Result;
@@ -13,8 +13,7 @@ impl Parameters {
         args: &RopeArgs<'_, Cuda, T>,
     ) -> Result<Self> {
         let RopeArgs { shape, table: RopeTable { cos, sin, first_position }, qkv } = args;
-        let lens = Lens { qkv: qkv.len, cos: cos.len, sin: sin.len };
-        check(operator, shape, *first_position, &lens)?;
+        check(operator, shape, *first_position, [qkv.len, cos.len, sin.len])?;
         Ok(Parameters {
             qkv: qkv.address,
             cos: cos.address,

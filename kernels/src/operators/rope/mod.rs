@@ -6,7 +6,7 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
+use crate::memory::{Memory, View, ViewMut, copy_views};
 use crate::scalar::Element;
 
 /// Shape of the packed queries, keys and values of a micro-batch: `[B*T, (H + 2G) * D]`.
@@ -62,13 +62,7 @@ pub struct RopeTable<'a, M: Memory> {
     pub first_position: usize,
 }
 
-impl<M: Memory> Clone for RopeTable<'_, M> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<M: Memory> Copy for RopeTable<'_, M> {}
+copy_views!(RopeTable<M: Memory>);
 
 /// Arguments of [`Rope`].
 pub struct RopeArgs<'a, M: Memory, T: Element> {
@@ -89,21 +83,13 @@ pub trait Rope: Memory {
     fn rope_backward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()>;
 }
 
-/// Lengths of a call.
-pub(crate) struct Lens {
-    pub qkv: usize,
-    pub cos: usize,
-    pub sin: usize,
-}
-
 /// Checks a shape, the length of its `qkv`, and that the table's cosines and sines cover it.
-pub(crate) fn check(
+fn check(
     operator: &'static str,
     shape: &QkvShape,
     first_position: usize,
-    lens: &Lens,
+    [qkv, cos, sin]: [usize; 3],
 ) -> Result<()> {
-    let &Lens { qkv, cos, sin } = lens;
     shape.check(operator)?;
     check_len(operator, "qkv", qkv, shape.tokens() * shape.row())?;
     let end = first_position.saturating_add(shape.length);

@@ -19,7 +19,7 @@ pub mod query_norm;
 mod shared_heads;
 
 use crate::attention::Selection;
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, Result, check_len, ensure};
 use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::{AllReduce, Heads};
 
@@ -122,7 +122,7 @@ impl<M: Memory> Routing<M> {
 
     /// Refuses counts of tokens or local heads that differ from the routing's.
     pub(crate) fn check(&self, operator: &'static str, tokens: usize, heads: usize) -> Result<()> {
-        crate::error::check_len(operator, "routing", self.tokens, tokens)?;
+        check_len(operator, "routing", self.tokens, tokens)?;
         self.check_heads(operator, heads)
     }
 
@@ -130,6 +130,14 @@ impl<M: Memory> Routing<M> {
         let local = self.heads().local();
         ensure(operator, heads == local, || {
             format!("the routing was made for {local} heads, not {heads}")
+        })
+    }
+
+    /// Refuses a routing without room for this many elements per token that the router saves.
+    fn check_saved(&self, operator: &'static str, per_token: usize) -> Result<()> {
+        let (saved, least) = (M::len(&self.saved), self.tokens * per_token);
+        ensure(operator, saved >= least, || {
+            format!("the routing saves {saved} elements, expected {least}")
         })
     }
 
@@ -266,6 +274,18 @@ pub struct RouterGradient<'a, M: Memory> {
     pub balance_weight: f32,
     /// Required if ranks share the heads and there is a delta.
     pub ranks: Option<RouterRanks<'a, M>>,
+}
+
+impl<M: Memory> RouterGradient<'_, M> {
+    /// Refuses a routing with other shared heads, and a delta of other pairs.
+    fn check(&self, operator: &'static str, shared: SharedHeads) -> Result<()> {
+        ensure(operator, self.routing.shared == shared, || {
+            "the routing was made with other shared heads".into()
+        })?;
+        let Some(delta) = self.delta else { return Ok(()) };
+        let pairs = self.routing.tokens * self.routing.heads().local();
+        check_len(operator, "delta", M::view_len::<f32>(delta), pairs)
+    }
 }
 
 /// Arguments of a router's backward pass if ranks share the heads.

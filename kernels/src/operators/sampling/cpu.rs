@@ -19,8 +19,7 @@ use crate::scalar::Element;
 
 impl Sample for Cpu {
     fn sample<T: Element>(&self, args: SampleArgs<'_, Self, T>) -> Result<Vec<Option<RowChoice>>> {
-        type Choices = Result<Vec<Option<RowChoice>>>;
-        compiled!(choose_all::<T>(args): fn(SampleArgs<'_, Cpu, T>) -> Choices)
+        compiled!(choose_all::<T>(args: SampleArgs<'_, Cpu, T>) -> Result<Vec<Option<RowChoice>>>)
     }
 }
 

@@ -8,7 +8,7 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{Error, Result, check_len, ensure};
+use crate::error::{Result, check_ids, check_len, ensure};
 use crate::memory::{Memory, View};
 use crate::scalar::Element;
 
@@ -134,8 +134,5 @@ fn check(vocabulary: usize, known: usize, logits: usize, rows: &[RowRequest]) ->
         RowToken::Given(id) => Some(id),
         RowToken::Sampled(_) => None,
     });
-    match given.into_iter().find(|&id| id as usize >= vocabulary) {
-        Some(id) => Err(Error::outside_vocabulary(id, vocabulary)),
-        None => Ok(()),
-    }
+    check_ids(given, vocabulary)
 }

@@ -17,7 +17,7 @@ const BLOCK: usize = 16;
 
 impl Swiglu for Cpu {
     fn swiglu_forward<T: Element>(&self, width: usize, gate_up: &[T], out: &mut [T]) -> Result<()> {
-        compiled!(forward::<T>(width, gate_up, out): fn(usize, &[T], &mut [T]) -> Result<()>)
+        compiled!(forward::<T>(width: usize, gate_up: &[T], out: &mut [T]))
     }
 
     fn swiglu_backward<T: Element>(
@@ -26,7 +26,7 @@ impl Swiglu for Cpu {
         gate_up: &mut [T],
         out: &mut [T],
     ) -> Result<()> {
-        compiled!(backward::<T>(width, gate_up, out): fn(usize, &mut [T], &mut [T]) -> Result<()>)
+        compiled!(backward::<T>(width: usize, gate_up: &mut [T], out: &mut [T]))
     }
 }
 

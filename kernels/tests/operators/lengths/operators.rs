@@ -1,8 +1,8 @@
 //! Every operator with its buffers in the order of its arguments, their valid lengths, and a call
 //! on buffers of given lengths.
 
-use super::{ATTENTION, HEAD, KEYS, QUERIES, ROUTER, ROW, SHAPE, STEP, TOKENS, WIDTH};
-use crate::reference::upload;
+use super::{ATTENTION, HEAD, KEYS, QUERIES, ROUTER, ROW, SHAPE, TOKENS, WIDTH};
+use crate::reference::{STEP, upload};
 use half::bf16;
 use moh_kernels::adamw::AdamWUpdate;
 use moh_kernels::attention::{

@@ -3,17 +3,19 @@
 use moh_kernels::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues, Selection,
 };
+use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::rope::{QkvShape, RopeArgs};
 use moh_kernels::router::query_norm::{
     QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter,
 };
-use moh_kernels::router::{RouterGradient, Routing, RoutingShape};
+use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape};
 use moh_kernels::{Backend, Element};
 
 use super::operators::{self, Packed};
 use super::{
     F32_TOLERANCE, Random, all_heads, assert_close, columns, download, first_shared, flat, garbage,
-    gradient, no_rotation, place, rope_tables, table, tensor, tolerance, upload, var,
+    gradient, no_rotation, place, rope_tables, selection_and_gates, table, tensor, tolerance,
+    upload, var,
 };
 
 /// An attention of a training step.
@@ -24,14 +26,16 @@ pub struct Case {
     pub weighted: bool,
     pub causal: bool,
     pub document_start: Option<Vec<u32>>,
+    /// The heads of the layer, of which those of `shape` are local.
+    pub heads: Heads,
     /// With RoPE, and the gradient of the unrotated queries through the router.
     pub whole: bool,
 }
 
 impl Case {
     pub fn dense(shape: QkvShape) -> Self {
-        let (weighted, causal, whole) = (false, true, false);
-        Case { shape, router: None, weighted, causal, document_start: None, whole }
+        let (weighted, causal, whole, heads) = (false, true, false, all_heads(&shape));
+        Case { shape, router: None, weighted, causal, document_start: None, heads, whole }
     }
 
     pub fn routed(shape: QkvShape, shared_heads: usize, top_k: usize) -> Self {
@@ -39,16 +43,7 @@ impl Case {
     }
 
     pub fn attention_shape(&self) -> AttentionShape {
-        let QkvShape { batch, length, heads, kv_heads, head_dim } = self.shape;
-        AttentionShape {
-            batch,
-            query_length: length,
-            key_length: length,
-            heads,
-            kv_heads,
-            head_dim,
-            query_stride: self.shape.row(),
-        }
+        AttentionShape::of_qkv(&self.shape, self.shape.length)
     }
 
     fn tables(&self) -> (Vec<f32>, Vec<f32>) {
@@ -96,6 +91,10 @@ pub struct Results<T> {
     pub log_sum_exp: Vec<f32>,
     pub delta: Vec<f32>,
     pub d_qkv: Vec<T>,
+    /// Of a router: the selection, the gates and the balance loss.
+    pub mask: Vec<u8>,
+    pub gates: Vec<f32>,
+    pub balance_loss: f64,
 }
 
 /// Weight of the balance loss where a case is a whole attention; exact in f32.
@@ -105,6 +104,7 @@ const BALANCE: f32 = 0.5;
 pub struct Prepared<'a, B: Backend, T: Element> {
     device: &'a B,
     case: &'a Case,
+    all_reduce: Option<AllReduce<'a, B>>,
     given: Given<B, T>,
     out: B::Buffer<T>,
     log_sum_exp: B::Buffer<f32>,
@@ -133,10 +133,9 @@ enum Selected<B: Backend> {
 
 impl<B: Backend> Selected<B> {
     fn new(device: &B, case: &Case, weights: &[f32]) -> Self {
-        let (tokens, heads) = (case.shape.tokens(), all_heads(&case.shape));
         match case.router {
             Some(router) => {
-                let shape = router.routing_shape(tokens, heads).unwrap();
+                let shape = router.routing_shape(case.shape.tokens(), case.heads).unwrap();
                 let shape = RoutingShape { weighted: case.weighted, ..shape };
                 Selected::Routed(router, Routing::new(device, shape).unwrap())
             }
@@ -161,7 +160,12 @@ impl<B: Backend> Selected<B> {
 }
 
 impl<B: Backend, T: Element> Given<B, T> {
-    fn new(device: &B, case: &Case, inputs: &Inputs<T>) -> Self {
+    fn new(
+        device: &B,
+        case: &Case,
+        inputs: &Inputs<T>,
+        all_reduce: Option<AllReduce<'_, B>>,
+    ) -> Self {
         let (cos, sin) = case.tables();
         let mut given = Given {
             angles: [upload(device, &cos), upload(device, &sin)],
@@ -170,23 +174,21 @@ impl<B: Backend, T: Element> Given<B, T> {
             selected: Selected::new(device, case, &inputs.weights),
             d_out: upload(device, &inputs.d_out),
         };
-        given.route(device, case, &inputs.weights);
-        given
-    }
-
-    /// Rotates queries and keys, and selects heads if there is a router.
-    fn route(&mut self, device: &B, case: &Case, weights: &[f32]) {
-        let Given { angles: [cos, sin], qkv, selected, .. } = self;
+        // Rotates queries and keys, and selects heads if there is a router.
+        let Given { angles: [cos, sin], qkv, selected, .. } = &mut given;
         let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
         let rope = RopeArgs { shape: &case.shape, table, qkv };
-        let Selected::Routed(router, routing) = selected else {
-            return device.rope_forward::<T>(rope).unwrap();
-        };
-        let args = QueryNormRopeForward { rope, routing, all_reduce: None };
-        device.query_norm_rope_forward::<T>(*router, args).unwrap();
-        if case.weighted {
-            device.upload(weights, routing.weights_mut()).unwrap();
+        match selected {
+            Selected::Routed(router, routing) => {
+                let args = QueryNormRopeForward { rope, routing, all_reduce };
+                device.query_norm_rope_forward::<T>(*router, args).unwrap();
+                if case.weighted {
+                    device.upload(&inputs.weights, routing.weights_mut()).unwrap();
+                }
+            }
+            _ => device.rope_forward::<T>(rope).unwrap(),
         }
+        given
     }
 
     fn args(&self, case: &Case) -> AttentionArgs<'_, B> {
@@ -201,12 +203,18 @@ impl<B: Backend, T: Element> Given<B, T> {
 }
 
 impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
-    pub fn new(device: &'a B, case: &'a Case, inputs: &Inputs<T>) -> Self {
+    pub fn new(
+        device: &'a B,
+        case: &'a Case,
+        inputs: &Inputs<T>,
+        all_reduce: Option<AllReduce<'a, B>>,
+    ) -> Self {
         let pairs = case.shape.tokens() * case.shape.heads;
         Prepared {
             device,
             case,
-            given: Given::new(device, case, inputs),
+            all_reduce,
+            given: Given::new(device, case, inputs, all_reduce),
             out: garbage::<B, T>(device, inputs.d_out.len()),
             log_sum_exp: garbage::<B, f32>(device, pairs),
             delta: garbage::<B, f32>(device, pairs),
@@ -251,33 +259,53 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
     /// Propagates the gradient through RoPE and the router, once.
     fn route_backward(&mut self) {
         let [cos, sin] = &self.given.angles;
+        let deltas = vec![7f64; self.case.heads.count * self.case.shape.tokens()];
+        let mut deltas = upload(self.device, &deltas);
         let (table, qkv) = (table(cos, sin), B::whole_mut(&mut self.d_qkv));
         let rope = RopeArgs { shape: &self.case.shape, table, qkv };
         let Selected::Routed(router, routing) = &self.given.selected else {
             return self.device.rope_backward::<T>(rope).unwrap();
         };
-        let gradient = RouterGradient {
-            routing,
-            delta: Some(B::whole(&self.delta)),
-            balance_weight: BALANCE,
-            ranks: None,
-        };
+        let len = self.case.shape.tokens() * routing.columns();
+        let deltas = B::view_mut(&mut deltas, 0..len);
+        let ranks = self.all_reduce.map(|all_reduce| RouterRanks { table: deltas, all_reduce });
+        let delta = Some(B::whole(&self.delta));
+        let gradient = RouterGradient { routing, delta, balance_weight: BALANCE, ranks };
         let args = QueryNormRopeBackward { qkv: B::whole(&self.given.qkv), rope, gradient };
         self.device.query_norm_rope_backward::<T>(*router, args).unwrap();
     }
 
     pub fn results(&self) -> Results<T> {
+        let device = self.device;
+        let (mut mask, mut gates, mut loss) = (Vec::new(), Vec::new(), upload(device, &[0f64]));
+        if let Selected::Routed(_, routing) = &self.given.selected {
+            (mask, gates) = selection_and_gates(device, routing);
+            device.balance_loss(routing, 1.0, B::whole_mut(&mut loss)).unwrap();
+        }
         Results {
-            out: download::<B, T>(self.device, &self.out),
-            log_sum_exp: download::<B, f32>(self.device, &self.log_sum_exp),
-            delta: download::<B, f32>(self.device, &self.delta),
-            d_qkv: download::<B, T>(self.device, &self.d_qkv),
+            out: download::<B, T>(device, &self.out),
+            log_sum_exp: download::<B, f32>(device, &self.log_sum_exp),
+            delta: download::<B, f32>(device, &self.delta),
+            d_qkv: download::<B, T>(device, &self.d_qkv),
+            mask,
+            gates,
+            balance_loss: download::<B, f64>(device, &loss)[0],
         }
     }
 }
 
 pub fn run<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) -> Results<T> {
-    let mut prepared = Prepared::new(device, case, inputs);
+    run_of_rank(device, case, inputs, None)
+}
+
+/// With heads that are divided among ranks.
+pub fn run_of_rank<B: Backend, T: Element>(
+    device: &B,
+    case: &Case,
+    inputs: &Inputs<T>,
+    all_reduce: Option<AllReduce<'_, B>>,
+) -> Results<T> {
+    let mut prepared = Prepared::new(device, case, inputs, all_reduce);
     prepared.forward();
     prepared.backward();
     if case.whole {

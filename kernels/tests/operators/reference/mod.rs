@@ -15,6 +15,7 @@ pub use gpu::gpu;
 use candle_core::backprop::GradStore;
 use candle_core::{DType as CandleType, Device, Shape, Tensor, Var};
 use half::bf16;
+use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
@@ -36,7 +37,8 @@ pub const VANISHING: f64 = 1e-3;
 /// the error of a gradient whose terms cancel.
 pub const ROUNDING: f64 = 1.2e-7;
 
-/// Runs the body once for every device of this build; a new device adds one line here.
+/// Runs the body once for every device of this build, with each type of elements if it has a name for them; a new device
+/// adds one line here.
 macro_rules! on_each_device {
     ($device:ident => $body:expr) => {{
         {
@@ -52,6 +54,14 @@ macro_rules! on_each_device {
         if let Some($device) = &$crate::reference::gpu() {
             $body;
         }
+    }};
+    ($device:ident, $element:ident => $body:expr) => {{
+        {
+            type $element = f32;
+            on_each_device!($device => $body);
+        }
+        type $element = half::bf16;
+        on_each_device!($device => $body);
     }};
 }
 
@@ -164,6 +174,18 @@ pub fn rope_tables(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
 pub fn no_rotation(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
     (vec![1.0; positions * head_dim / 2], vec![0.0; positions * head_dim / 2])
 }
+
+/// The first step, at a large learning rate, so that the change of a weight shows above the weight's rounding.
+pub const STEP: AdamW = AdamW {
+    learning_rate: 0.1,
+    beta1: 0.9,
+    beta2: 0.999,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    clip_norm: 1.0,
+    grad_norm: 1.0,
+    step: 1,
+};
 
 // ---- routers ----
 

@@ -5,6 +5,7 @@ use candle_core::{D, Device, Result, Tensor};
 use moh_kernels::adamw::AdamW;
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::rope::QkvShape;
+use moh_kernels::router::SharedHeads;
 use moh_kernels::router::logits::{HeadWeights, LogitRouter};
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 
@@ -244,16 +245,27 @@ pub fn softmax(scores: &Tensor) -> Result<Tensor> {
 /// squares, among equals the lower ones; `[N, H]`.
 pub fn selection(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<Tensor> {
     let QueryNormRouter { shared, top_k, selects } = router;
-    let squares = queries.sqr()?.sum(2)?.to_vec2::<f64>()?;
     let heads = queries.dim(1)?;
-    let (pool, top_k, size) = match selects {
-        Selects::Heads => (heads, top_k, 1),
-        Selects::Groups => (heads, top_k / group, group),
-        Selects::WithinGroups => (group, top_k / (heads / group), 1),
+    let pools = match selects {
+        Selects::Heads => [heads, top_k, 1],
+        Selects::Groups => [heads, top_k / group, group],
+        Selects::WithinGroups => [group, top_k / (heads / group), 1],
     };
-    let mut mask = Vec::with_capacity(squares.len() * heads);
-    for squares in &squares {
-        let sum = |first: usize| squares[first..first + size].iter().sum::<f64>();
+    largest(&queries.sqr()?.sum(2)?, heads, shared, pools)
+}
+
+/// 1 for shared heads, and in each pool of `pool` heads for the `top_k` parts of `size` heads with the largest sums of
+/// scores.
+fn largest(
+    scores: &Tensor,
+    heads: usize,
+    shared: SharedHeads,
+    [pool, top_k, size]: [usize; 3],
+) -> Result<Tensor> {
+    let scores = scores.to_vec2::<f64>()?;
+    let mut mask = Vec::with_capacity(scores.len() * heads);
+    for scores in &scores {
+        let sum = |first: usize| scores[first..first + size].iter().sum::<f64>();
         let mut chosen = Vec::new();
         for pool in (0..heads).step_by(pool).map(|first| first..first + pool) {
             let mut ranked: Vec<usize> =
@@ -265,7 +277,7 @@ pub fn selection(queries: &Tensor, router: QueryNormRouter, group: usize) -> Res
             (0..heads).map(|h| f64::from(u8::from(shared.contains(h) || chosen.contains(&h)))),
         );
     }
-    Tensor::from_vec(mask, (squares.len(), heads), &Device::Cpu)
+    Tensor::from_vec(mask, (scores.len(), heads), &Device::Cpu)
 }
 
 /// Gates `[N, H]` of the logits `[N, L]` of H heads, 0 for shared heads.
@@ -277,16 +289,7 @@ pub fn logit_gates(logits: &Tensor, router: LogitRouter, heads: usize) -> Result
 /// 1 for shared heads and for the routed heads of the largest logits, among equals the lower ones;
 /// `[N, H]`.
 pub fn logit_selection(logits: &Tensor, router: LogitRouter, heads: usize) -> Result<Tensor> {
-    let LogitRouter { shared, top_k, .. } = router;
-    let rows = logits.to_vec2::<f64>()?;
-    let mut mask = Vec::with_capacity(rows.len() * heads);
-    for row in &rows {
-        let mut ranked: Vec<usize> = (0..heads).filter(|&head| !shared.contains(head)).collect();
-        ranked.sort_by(|&a, &b| row[b].total_cmp(&row[a]).then(a.cmp(&b)));
-        let is_active = |head: usize| shared.contains(head) || ranked[..top_k].contains(&head);
-        mask.extend((0..heads).map(|head| f64::from(u8::from(is_active(head)))));
-    }
-    Tensor::from_vec(mask, (rows.len(), heads), &Device::Cpu)
+    largest(logits, heads, router.shared, [heads, router.top_k, 1])
 }
 
 /// The weights `[N, H]` of one-stage or two-stage routing of the logits `[N, L]` and the selection

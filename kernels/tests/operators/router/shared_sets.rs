@@ -2,57 +2,28 @@
 //! model whose heads are in another order, with the set first.
 
 use super::{
-    BALANCE, Case, Prepared, Routed, agrees, apart_is_together, equal_norms_pass_nothing, route,
-    route_with, routing, same_bits,
+    Inputs, Prepared, Routed, agrees, apart_is_together, equal_norms_pass_nothing, is_refused,
+    route, route_with, routers, routing, same_bits,
 };
 use crate::reference::{
-    F32_TOLERANCE, Random, assert_close, cases, first_shared, no_rotation, rope_tables,
-    routers_of_sets, selection_and_gates, shared, tolerance, upload, wide,
+    F32_TOLERANCE, Random, assert_close, cases, download, first_shared, selection_and_gates,
+    shared, tolerance, upload, wide,
 };
 use half::bf16;
 use moh_kernels::ranks::Heads;
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::query_norm::QueryNormRouter;
-use moh_kernels::router::{Routers, Routing, RoutingShape, SharedHeads};
+use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
+use moh_kernels::router::{Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Backend, Cpu, Element, Memory};
 use proptest::prelude::*;
 
-/// Random inputs of a micro-batch.
-pub(super) struct Inputs<T> {
-    shape: QkvShape,
-    pub qkv: Vec<T>,
-    pub d_qkv: Vec<T>,
-    delta: Vec<f32>,
-    pub tables: (Vec<f32>, Vec<f32>),
-}
-
 impl<T: Element> Inputs<T> {
-    pub fn new(shape: QkvShape, seed: u64) -> Self {
-        let mut random = Random(seed);
-        Inputs {
-            shape,
-            qkv: random.elements(shape.tokens() * shape.row()),
-            d_qkv: random.elements(shape.tokens() * shape.row()),
-            delta: random.elements(shape.tokens() * shape.heads),
-            tables: rope_tables(shape.length, shape.head_dim),
-        }
-    }
-
-    pub fn case(&self, router: QueryNormRouter) -> Case<'_, T> {
-        let Inputs { shape, qkv, d_qkv, delta, tables } = self;
-        let (shape, delta) = (*shape, Some(&delta[..]));
-        Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables }
-    }
-
     /// The same with query head `order[i]` at place i.
     fn in_order(&self, order: &[usize]) -> Self {
-        Inputs {
-            shape: self.shape,
-            qkv: in_order(&self.shape, &self.qkv, order),
-            d_qkv: in_order(&self.shape, &self.d_qkv, order),
-            delta: columns_in_order(&self.delta, self.shape.heads, order),
-            tables: self.tables.clone(),
-        }
+        let Inputs { shape, qkv, d_qkv, delta, balance, tables } = self.clone();
+        let delta = delta.map(|delta| columns_in_order(&delta, shape.heads, order));
+        let [qkv, d_qkv] = [qkv, d_qkv].map(|rows| in_order(&shape, &rows, order));
+        Inputs { shape, qkv, d_qkv, delta, balance, tables }
     }
 }
 
@@ -72,7 +43,11 @@ fn columns_in_order<S: Copy>(table: &[S], row: usize, order: &[usize]) -> Vec<S>
 
 /// The part of the tables that is of routed heads, in their order; asserts what is in the columns of
 /// shared heads.
-fn of_routed<T>(found: &Routed<T>, router: &QueryNormRouter, heads: usize) -> (Vec<u8>, Vec<f32>) {
+pub(super) fn of_routed<T>(
+    found: &Routed<T>,
+    router: &QueryNormRouter,
+    heads: usize,
+) -> (Vec<u8>, Vec<f32>) {
     let (mut mask, mut gates) = (Vec::new(), Vec::new());
     let columns = router.shared.leading()..heads;
     for (at, (&mark, &gate)) in found.mask.iter().zip(&found.gates).enumerate() {
@@ -99,9 +74,8 @@ fn order_is_irrelevant<B: Backend, T: Element>(
     let order: Vec<usize> = shared.heads().chain(routed).collect();
     let first = first_shared(shared.len(), top_k);
     let inputs = Inputs::<T>::new(shape, seed);
-    let found = route(device, &inputs.case(router));
-    let moved = inputs.in_order(&order);
-    let expected = route(device, &moved.case(first));
+    let found = route(device, &inputs, router);
+    let expected = route(device, &inputs.in_order(&order), first);
 
     let (mask, gates) = of_routed(&found, &router, shape.heads);
     assert_eq!(mask, expected.mask, "another selection");
@@ -132,11 +106,9 @@ fn sets_of_shared_heads_agree_over_more_than_one_task() {
     for (set, top_k) in sets {
         let router = shared(set.iter().copied(), top_k);
         for seed in [1, 2] {
-            on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
-            on_each_device!(device => agrees::<_, bf16>(device, shape, router, seed));
+            on_each_device!(device, T => agrees::<_, T>(device, shape, router, seed));
         }
-        on_each_device!(device => order_is_irrelevant::<_, f32>(device, shape, router, 3));
-        on_each_device!(device => order_is_irrelevant::<_, bf16>(device, shape, router, 4));
+        on_each_device!(device, T => order_is_irrelevant::<_, T>(device, shape, router, 3));
     }
 }
 
@@ -159,23 +131,22 @@ fn shared_heads_far_after_the_first_ones_agree() {
 fn a_shared_head_is_not_measured() {
     let shape = QkvShape { batch: 1, length: 3, heads: 6, kv_heads: 2, head_dim: 4 };
     let router = shared([0, 3], 2);
-    let mut inputs = Inputs::<f32>::new(shape, 6);
+    let inputs = Inputs::<f32>::unrotated(shape, 6);
     let (pairs, start) = (shape.tokens() * shape.heads, 3 * shape.head_dim);
     on_each_device!(device => {
-        let finite = route(device, &inputs.case(router));
-        let mut infinite = Inputs { tables: no_rotation(3, 4), ..Inputs::<f32>::new(shape, 6) };
-        inputs.tables = infinite.tables.clone();
+        let finite = route(device, &inputs, router);
+        let mut infinite = inputs.clone();
         for row in infinite.qkv.chunks_exact_mut(shape.row()) {
             row[start..start + shape.head_dim].fill(f32::INFINITY);
         }
         for pair in (3..pairs).step_by(shape.heads) {
-            infinite.delta[pair] = f32::NAN;
+            infinite.delta.as_mut().unwrap()[pair] = f32::NAN;
         }
-        let found = route(device, &infinite.case(router));
+        let found = route(device, &infinite, router);
         assert_eq!((found.mask, found.gates), (finite.mask, finite.gates));
         assert_eq!(found.balance_loss, finite.balance_loss);
-        let expected = route(device, &inputs.case(router)).d_qkv;
-        let rows = found.d_qkv.chunks_exact(shape.row()).zip(expected.chunks_exact(shape.row()));
+        let rows = finite.d_qkv.chunks_exact(shape.row());
+        let rows = found.d_qkv.chunks_exact(shape.row()).zip(rows);
         for (found, expected) in rows {
             assert_eq!(found[..start], expected[..start]);
             assert_eq!(found[start + shape.head_dim..], expected[start + shape.head_dim..]);
@@ -185,31 +156,23 @@ fn a_shared_head_is_not_measured() {
 
 #[test]
 fn sets_that_cannot_work_are_refused() {
+    let shape = QkvShape { batch: 1, length: 1, heads: 4, kv_heads: 1, head_dim: 2 };
     for (set, top_k, expected) in [
         (&[4][..], 0, "1 shared heads, up to head 4, of 4 heads"),
+        (&[0, 1, 2, 3, 4], 0, "5 shared heads, up to head 4, of 4 heads"),
         (&[0, 1, 2, 3, 9], 0, "5 shared heads, up to head 9, of 4 heads"),
+        (&[0, 1, 2], 0, "one routed head has no standard deviation"),
+        (&[0, 1, 2], 1, "one routed head has no standard deviation"),
         (&[1, 2, 3], 0, "one routed head has no standard deviation"),
         (&[0, 2, 3], 1, "one routed head has no standard deviation"),
+        (&[], 5, "top 5 of 4 routed heads"),
+        (&[0, 1], 3, "top 3 of 2 routed heads"),
         (&[3], 4, "top 4 of 3 routed heads"),
         (&[1, 3], 3, "top 3 of 2 routed heads"),
     ] {
         let router = shared(set.iter().copied(), top_k);
-        let message = router.routing_shape(1, Heads::all(4)).unwrap_err().to_string();
-        assert!(message.contains(expected), "{message}");
-        on_each_device!(device => refuses(device, router, expected));
-    }
-
-    /// With room for any router of four heads.
-    fn refuses<B: Backend>(device: &B, router: QueryNormRouter, expected: &str) {
-        let shape = QkvShape { batch: 1, length: 1, heads: 4, kv_heads: 1, head_dim: 2 };
-        let inputs = Inputs::<f32>::new(shape, 1);
-        let mut room = routing(device, &inputs.case(first_shared(0, 1)));
-        let mut prepared = Prepared::new(device, inputs.case(router));
-        for refused in [prepared.forward_alone(&mut room), prepared.forward(&mut room)] {
-            let message = refused.unwrap_err().to_string();
-            assert!(message.contains(expected), "{message}");
-        }
-        let refused = room.begin(1, router.shared);
+        is_refused(shape, router, expected);
+        let refused = routing(&Cpu, &shape, first_shared(0, 1)).begin(1, router.shared);
         assert_eq!(refused.is_err(), router.shared.heads().any(|head| head > 3));
     }
 }
@@ -246,131 +209,86 @@ fn every_token_is_routed_to_the_shared_heads() {
         let columns = 6 - set.leading();
         let (tokens, saved_per_token, weighted, logits) = (9, 0, false, 0);
         let shape = RoutingShape { tokens, heads, columns, saved_per_token, weighted, logits };
-        on_each_device!(device => {
-            let mut routing = Routing::new(device, shape).unwrap();
-            device.route_to_shared(7, set, &mut routing).unwrap();
-            let (mask, gates) = selection_and_gates(device, &routing);
-            let expected = (set.leading()..6).map(|head| u8::from(set.contains(head)));
-            assert_eq!(mask, expected.collect::<Vec<_>>().repeat(7));
-            assert!(gates.len() == 7 * columns && gates.iter().all(|&gate| gate == 0.0));
-            let local = routing.selection();
-            let leading = heads.local_below(set.leading());
-            let mut marks = vec![9u8; 7 * (heads.local() - leading)];
-            device.download(local.routed, &mut marks).unwrap();
-            let expected = (leading..heads.local())
-                .map(|local| u8::from(set.contains(heads.index(local))));
-            assert_eq!(marks, expected.collect::<Vec<_>>().repeat(7));
-            let mut loss = upload(device, &[0f64]);
-            device.balance_loss(&routing, 1.0, whole_mut(device, &mut loss)).unwrap();
-            assert_eq!(download(device, &loss), [0.0]);
-            assert!(device.route_to_shared(10, set, &mut routing).is_err());
-        });
+        on_each_device!(device => check(device, shape, set));
     }
 
-    fn download<B: Backend>(device: &B, buffer: &B::Buffer<f64>) -> Vec<f64> {
-        crate::reference::download::<B, f64>(device, buffer)
-    }
-
-    fn whole_mut<'a, B: Backend>(
-        _: &B,
-        buffer: &'a mut B::Buffer<f64>,
-    ) -> moh_kernels::ViewMut<'a, B, f64> {
-        B::whole_mut(buffer)
+    fn check<B: Backend>(device: &B, shape: RoutingShape, set: SharedHeads) {
+        let (heads, columns) = (shape.heads, shape.columns);
+        let mut routing = Routing::new(device, shape).unwrap();
+        device.route_to_shared(7, set, &mut routing).unwrap();
+        let (mask, gates) = selection_and_gates(device, &routing);
+        let expected = (set.leading()..6).map(|head| u8::from(set.contains(head)));
+        assert_eq!(mask, expected.collect::<Vec<_>>().repeat(7));
+        assert!(gates.len() == 7 * columns && gates.iter().all(|&gate| gate == 0.0));
+        let local = routing.selection();
+        let leading = heads.local_below(set.leading());
+        let mut marks = vec![9u8; 7 * (heads.local() - leading)];
+        device.download(local.routed, &mut marks).unwrap();
+        let expected =
+            (leading..heads.local()).map(|local| u8::from(set.contains(heads.index(local))));
+        assert_eq!(marks, expected.collect::<Vec<_>>().repeat(7));
+        let mut loss = upload(device, &[0f64]);
+        device.balance_loss(&routing, 1.0, B::whole_mut(&mut loss)).unwrap();
+        assert_eq!(download::<B, f64>(device, &loss), [0.0]);
+        assert!(device.route_to_shared(10, set, &mut routing).is_err());
     }
 }
 
-/// One routing for layers whose shared heads are different sets.
+/// One routing for layers whose shared heads differ, as a model that has buffers for one layer uses it, and for fewer
+/// tokens.
 #[test]
-fn a_routing_serves_layers_of_other_sets() {
+fn a_routing_serves_layers_of_other_sets_and_fewer_tokens() {
     let shape = QkvShape { batch: 1, length: 9, heads: 6, kv_heads: 2, head_dim: 4 };
     let inputs = Inputs::<f32>::new(shape, 9);
     on_each_device!(device => {
-        let mut room = routing(device, &inputs.case(shared([0, 3], 2)));
-        for router in
-            [shared([0, 3], 2), first_shared(3, 2), shared([0, 1, 4], 1), first_shared(6, 0)]
-        {
-            let case = inputs.case(router);
-            is_the_same(&route_with(device, &case, &mut room), &route(device, &case));
+        for (first, others, more) in [
+            (first_shared(1, 2), [(3, 2, 5), (1, 2, 9), (6, 0, 7), (2, 1, 9)].map(
+                |(count, top_k, length)| (first_shared(count, top_k), length),
+            ), first_shared(0, 2)),
+            (shared([0, 3], 2), [
+                (shared([0, 3], 2), 9),
+                (first_shared(3, 2), 9),
+                (shared([0, 1, 4], 1), 9),
+                (first_shared(6, 0), 9),
+            ], shared([3], 2)),
+        ] {
+            let mut room = routing(device, &shape, first);
+            for (router, length) in others {
+                let inputs = Inputs::<f32>::new(QkvShape { length, ..shape }, 9);
+                let found = route_with(device, &inputs, router, &mut room);
+                is_the_same(&found, &route(device, &inputs, router));
+            }
+            assert!(Prepared::new(device, &inputs, more).forward(&mut room).is_err());
         }
-        let mut more = Prepared::new(device, inputs.case(shared([3], 2)));
-        assert!(more.forward(&mut room).is_err());
     });
-}
-
-/// Random shapes of at least two heads, each with a router of a set.
-fn routed_sets() -> impl Strategy<Value = (QkvShape, QueryNormRouter)> {
-    let heads = (1usize..=3, 1usize..=6).prop_filter("two heads to route", |(g, n)| g * n > 1);
-    (1usize..3, 1usize..70, heads, 1usize..=64).prop_flat_map(
-        |(batch, length, (kv_heads, group), half)| {
-            let heads = kv_heads * group;
-            let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
-            (Just(shape), routers_of_sets(heads))
-        },
-    )
 }
 
 proptest! {
     #![proptest_config(cases(48))]
 
     #[test]
-    fn any_set_agrees((shape, router) in routed_sets(), seed: u64) {
-        prop_assume!(router.shared.len() < shape.heads);
-        on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
-    }
-
-    #[test]
     fn a_set_routes_like_the_first_heads_of_a_model_in_its_order(
-        (shape, router) in routed_sets(),
+        (shape, router) in routers(),
         seed: u64,
     ) {
-        on_each_device!(device => order_is_irrelevant::<_, f32>(device, shape, router, seed));
-        on_each_device!(device => order_is_irrelevant::<_, bf16>(device, shape, router, seed));
+        prop_assume!(router.selects == Selects::Heads);
+        on_each_device!(device, T => order_is_irrelevant::<_, T>(device, shape, router, seed));
     }
 
     #[test]
     fn the_first_heads_in_any_order_are_the_first_heads(
-        (shape, router) in routed_sets(),
+        (shape, router) in routers(),
         seed: u64,
     ) {
         let count = router.shared.len();
         let order = Random(seed).permutation(count);
         let set = shared(order.into_iter().map(|head| head as usize), router.top_k);
         prop_assert_eq!(set, first_shared(count, router.top_k));
+        prop_assume!(router.selects == Selects::Heads);
         let inputs = Inputs::<f32>::new(shape, seed);
         on_each_device!(device => is_the_same(
-            &route(device, &inputs.case(set)),
-            &route(device, &inputs.case(first_shared(count, router.top_k))),
+            &route(device, &inputs, set),
+            &route(device, &inputs, first_shared(count, router.top_k)),
         ));
-    }
-
-    #[test]
-    fn every_token_selects_the_shared_heads_and_k_others(
-        (shape, router) in routed_sets(),
-        seed: u64,
-    ) {
-        let inputs = Inputs::<bf16>::new(shape, seed);
-        let routed = shape.heads - router.shared.len();
-        on_each_device!(device => {
-            let found = route(device, &inputs.case(router));
-            let (mask, gates) = of_routed(&found, &router, shape.heads);
-            for (mask, gates) in mask.chunks(routed.max(1)).zip(gates.chunks(routed.max(1))) {
-                prop_assert_eq!(mask.iter().map(|&m| usize::from(m)).sum::<usize>(), router.top_k);
-                prop_assert!((wide(gates).iter().sum::<f64>() - 1.0).abs() < 1e-6);
-            }
-        });
-    }
-
-    #[test]
-    fn the_router_of_a_set_apart_from_rope_is_both_in_one_pass(
-        (shape, router) in routed_sets(),
-        seed: u64,
-    ) {
-        on_each_device!(device => apart_is_together::<_, f32>(device, shape, router, seed));
-        on_each_device!(device => apart_is_together::<_, bf16>(device, shape, router, seed));
-    }
-
-    #[test]
-    fn equal_norms_select_the_lower_routed_heads((shape, router) in routed_sets(), seed: u64) {
-        on_each_device!(device => equal_norms_pass_nothing(device, shape, router, seed));
     }
 }

@@ -241,7 +241,7 @@ fn multiply<T: Element, O: Element>(matmul: &Matmul) {
         (Some(_), Some(addend)) => Destination::AddTo(Matrix::new(addend, rows, columns)),
     };
     let out = MatrixMut::new(out, rows, columns);
-    matmul_parallel(out, destination, 1.0, matrix::<T>(&matmul.left), matrix::<T>(&matmul.right));
+    matmul_parallel(out, destination, matrix::<T>(&matmul.left), matrix::<T>(&matmul.right));
 }
 
 fn matrix<T: Element>(operand: &Operand) -> Matrix<'_, T> {

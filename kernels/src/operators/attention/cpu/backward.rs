@@ -12,7 +12,7 @@ use super::matmul::ROWS;
 use super::rows::Row;
 use super::tile::{BackwardTile, Head};
 use super::{KvHead, as_factors, for_each_task, for_each_tile, with_factors};
-use crate::attention::{AttentionArgs, AttentionBackward, AttentionShape, BackwardLens, KeyValues};
+use crate::attention::{AttentionArgs, AttentionBackward, AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
 use crate::error::Result;
@@ -40,18 +40,11 @@ fn backward_by<T: Element, F: Factor>(
     arch: Arch,
     backward: AttentionBackward<'_, Cpu, T>,
 ) -> Result<()> {
-    let AttentionBackward { args, qkv, out, log_sum_exp, d_out, d_qkv, delta } = backward;
+    backward.check()?;
+    let AttentionBackward { args, qkv, log_sum_exp, d_out, d_qkv, delta, .. } = backward;
     let shape = args.shape;
     let AttentionShape { heads, query_stride, .. } = shape;
-    shape.check_backward(&BackwardLens {
-        qkv: qkv.len(),
-        out: out.len(),
-        log_sum_exp: log_sum_exp.len(),
-        d_out: d_out.len(),
-        d_qkv: d_qkv.len(),
-        delta: delta.as_ref().map(|delta| delta.len()),
-    })?;
-    args.check_rows("attention_backward")?;
+    args.check_visible("attention_backward")?;
     let saved = Saved { qkv, log_sum_exp, d_out };
     if d_qkv.is_empty() {
         return Ok(());

@@ -8,7 +8,7 @@ use super::gather::{
 };
 use super::lanes::{KEYS, MAX_ROWS, NumLanes, padded_rows};
 use super::matmul::ROWS;
-use super::rows::{Row, check_key_values};
+use super::rows::{Row, blocks};
 use super::tile::{ForwardTile, Head};
 use super::{KvHead, as_factors, for_each_task, for_each_tile, token, with_factors};
 use crate::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
@@ -28,13 +28,10 @@ fn forward_by<T: Element, F: Factor>(
     arch: Arch,
     forward: AttentionForward<'_, Cpu, T>,
 ) -> Result<()> {
-    const OPERATOR: &str = "attention_forward";
+    forward.check(blocks(forward.key_values))?;
     let AttentionForward { args, queries, key_values, out, log_sum_exp } = forward;
     let shape = args.shape;
-    shape.check(OPERATOR, out.len(), log_sum_exp.len())?;
-    args.check_rows(OPERATOR)?;
-    check_key_values(OPERATOR, &shape, key_values)?;
-    shape.check_queries(OPERATOR, queries.len())?;
+    args.check_visible("attention_forward")?;
     if out.is_empty() {
         return Ok(());
     }

@@ -49,21 +49,21 @@ use sequences::forward as forward_sequences;
 
 impl Attention for Cpu {
     fn attention_forward<T: Element>(&self, args: AttentionForward<'_, Self, T>) -> Result<()> {
-        type Forward<T> = fn(Arch, AttentionForward<'_, Cpu, T>) -> Result<()>;
-        compiled!(forward::<T>(Arch::new(), args): Forward<T>)
+        let arch = Arch::new();
+        compiled!(forward::<T>(arch: Arch, args: AttentionForward<'_, Cpu, T>))
     }
 
     fn attention_of_sequences<T: Element>(
         &self,
         args: SequenceAttention<'_, Self, T>,
     ) -> Result<()> {
-        type Forward<T> = fn(Arch, SequenceAttention<'_, Cpu, T>) -> Result<()>;
-        compiled!(forward_sequences::<T>(Arch::new(), args): Forward<T>)
+        let arch = Arch::new();
+        compiled!(forward_sequences::<T>(arch: Arch, args: SequenceAttention<'_, Cpu, T>))
     }
 
     fn attention_backward<T: Element>(&self, args: AttentionBackward<'_, Self, T>) -> Result<()> {
-        type Backward<T> = fn(Arch, AttentionBackward<'_, Cpu, T>) -> Result<()>;
-        compiled!(backward::<T>(Arch::new(), args): Backward<T>)
+        let arch = Arch::new();
+        compiled!(backward::<T>(arch: Arch, args: AttentionBackward<'_, Cpu, T>))
     }
 }
 

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::KvHead;
-use crate::attention::{AttentionArgs, AttentionShape, KeyValueLens, KeyValues, SelectionLens};
+use crate::attention::{AttentionArgs, KeyValues};
 use crate::cpu::Cpu;
 use crate::error::{Result, ensure};
 use crate::scalar::Element;
@@ -21,17 +21,6 @@ pub(super) struct Row {
 }
 
 impl AttentionArgs<'_, Cpu> {
-    /// Refuses views that do not fit the shape, and queries that see no key.
-    pub(super) fn check_rows(&self, operator: &'static str) -> Result<()> {
-        let lens = SelectionLens {
-            routed: self.selection.map_or(0, |selection| selection.routed.len()),
-            weights: self.weights().map(<[f32]>::len),
-            document_start: self.document_start.map(<[u32]>::len),
-        };
-        self.check(operator, &lens)?;
-        self.check_visible(operator)
-    }
-
     fn weights(&self) -> Option<&[f32]> {
         self.selection.and_then(|selection| selection.weights)
     }
@@ -42,7 +31,7 @@ impl AttentionArgs<'_, Cpu> {
     }
 
     /// Refuses a query that sees no key, whose softmax would be 0 / 0, and bounds that decrease.
-    fn check_visible(&self, operator: &'static str) -> Result<()> {
+    pub(super) fn check_visible(&self, operator: &'static str) -> Result<()> {
         let length = self.shape.query_length;
         let checked =
             if self.document_start.is_some() { self.shape.tokens() } else { length.min(1) };
@@ -116,20 +105,8 @@ impl AttentionArgs<'_, Cpu> {
     }
 }
 
-pub(super) fn check_key_values<T: Element>(
-    operator: &'static str,
-    shape: &AttentionShape,
-    key_values: KeyValues<'_, Cpu, T>,
-) -> Result<()> {
-    match key_values {
-        KeyValues::Contiguous { keys, values, row_stride } => {
-            let lens = KeyValueLens { keys: keys.len(), values: values.len() };
-            shape.check_contiguous(operator, lens, row_stride)
-        }
-        KeyValues::Paged { keys, values, block_table, block_length } => {
-            let blocks = block_table.iter().max().map_or(0, |&block| block as usize + 1);
-            let lens = KeyValueLens { keys: keys.len(), values: values.len() };
-            shape.check_paged(operator, lens, block_table.len(), block_length, Some(blocks))
-        }
-    }
+/// The number of blocks that a block table's entries refer to.
+pub(super) fn blocks<T: Element>(key_values: KeyValues<'_, Cpu, T>) -> Option<usize> {
+    let KeyValues::Paged { block_table, .. } = key_values else { return None };
+    Some(block_table.iter().max().map_or(0, |&block| block as usize + 1))
 }

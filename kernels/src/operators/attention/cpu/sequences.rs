@@ -5,12 +5,10 @@ use pulp::Arch;
 
 use super::factor::Factor;
 use super::forward::{Outputs, forward_task};
-use super::rows::check_key_values;
+use super::rows::blocks;
 use super::{KvHead, run_tasks, token, with_factors};
-use crate::attention::sequences::{self, SequenceLens, blocks_of, selection_of, shape_of};
-use crate::attention::{
-    AttentionArgs, AttentionShape, KeyValues, Selection, SequenceAttention, Span,
-};
+use crate::attention::sequences::{args_of, blocks_of};
+use crate::attention::{AttentionArgs, KeyValues, SequenceAttention};
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::scalar::Element;
@@ -33,16 +31,8 @@ fn forward_by<T: Element, F: Factor>(
     arch: Arch,
     args: SequenceAttention<'_, Cpu, T>,
 ) -> Result<()> {
+    args.check()?;
     let SequenceAttention { shape, sequences, qkv, block_table, block_length, .. } = args;
-    let lens = SequenceLens {
-        qkv: qkv.len(),
-        block_table: block_table.len(),
-        generated: args.generated.len(),
-        out: args.out.len(),
-        log_sum_exp: args.log_sum_exp.len(),
-    };
-    sequences::check(shape, sequences, block_length, &lens)?;
-    sequences::whole(shape, args.selection).check_rows("attention_of_sequences")?;
     let (mut out, mut log_sum_exp) = (args.out, args.log_sum_exp);
     let mut parts = Vec::with_capacity(sequences.len());
     for span in sequences {
@@ -56,9 +46,8 @@ fn forward_by<T: Element, F: Factor>(
             block_table: &block_table[blocks_of(span, block_length)],
             block_length,
         };
-        let attention = attention_of(&args.selection, shape_of(shape, span), span);
-        attention.check_rows("attention_of_sequences")?;
-        check_key_values("attention_of_sequences", &attention.shape, key_values)?;
+        let attention = args_of(shape, args.selection, span);
+        key_values.check("attention_of_sequences", &attention.shape, blocks(key_values))?;
         parts.push(Part {
             args: attention,
             queries: &qkv[span.rows.start * shape.row()..span.rows.end * shape.row()],
@@ -80,18 +69,4 @@ fn forward_by<T: Element, F: Factor>(
         parts.iter().map(|part| part.args.shape.tokens() * part.args.shape.key_length).sum();
     run_tasks(parts.len() * shape.kv_heads, pairs * shape.heads, shape.head_dim, task);
     Ok(())
-}
-
-/// Causal attention of a sequence's new tokens.
-fn attention_of<'a>(
-    selection: &Option<Selection<'a, Cpu>>,
-    shape: AttentionShape,
-    span: &Span,
-) -> AttentionArgs<'a, Cpu> {
-    let selection = selection.as_ref();
-    AttentionArgs {
-        query_offset: span.position,
-        selection: selection.map(|selection| selection_of(selection, shape.heads, &span.rows)),
-        ..AttentionArgs::causal(shape)
-    }
 }

@@ -9,6 +9,7 @@ use crate::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
 };
 use crate::cpu::Cpu;
+use crate::rope::QkvShape;
 use crate::scalar::Element;
 use crate::simd::tests::kinds;
 
@@ -31,15 +32,7 @@ fn args(shape: AttentionShape, causal: bool, documents: &[u32]) -> AttentionArgs
 
 /// One sequence.
 fn shape(length: usize, heads: usize, kv_heads: usize, head_dim: usize) -> AttentionShape {
-    AttentionShape {
-        batch: 1,
-        query_length: length,
-        key_length: length,
-        heads,
-        kv_heads,
-        head_dim,
-        query_stride: (heads + 2 * kv_heads) * head_dim,
-    }
+    AttentionShape::of_qkv(&QkvShape { batch: 1, length, heads, kv_heads, head_dim }, length)
 }
 
 /// Output, log-sum-exp, gradients and delta, one after the other.

@@ -1,7 +1,8 @@
 //! Attention of generated tokens, one of each sequence (decode.cu).
 
 use super::super::Span;
-use super::{KeyValueLens, SequenceAttention, sequences};
+use super::{KeyValues, SequenceAttention};
+use crate::attention::sequences::{blocks_of, shape_of};
 use crate::cuda::parameters::decode_attention::Parameters;
 use crate::cuda::{Cuda, THREADS, address_or_null, name};
 use crate::error::{Result, ensure};
@@ -32,10 +33,12 @@ pub(super) fn forward<T: Element>(
     }
     for span in generated() {
         // The entries of the table are read by the GPU.
-        let blocks = sequences::blocks_of(span, args.block_length).len();
-        let lens = KeyValueLens { keys: args.keys.len, values: args.values.len };
-        let shape = sequences::shape_of(shape, span);
-        shape.check_paged(OPERATOR, lens, blocks, args.block_length, None)?;
+        let block_length = args.block_length;
+        let block_table = args.block_table.part(blocks_of(span, block_length));
+        let (keys, values) = (args.keys, args.values);
+        let key_values: KeyValues<'_, Cuda, T> =
+            KeyValues::Paged { keys, values, block_table, block_length };
+        key_values.check(OPERATOR, &shape_of(shape, span), None)?;
     }
     let width = WIDTHS.into_iter().find(|&width| shape.head_dim <= width);
     ensure(OPERATOR, width.is_some(), || {

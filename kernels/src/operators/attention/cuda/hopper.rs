@@ -216,7 +216,7 @@ mod tests {
             is_selected: impl Fn(usize, usize) -> bool,
             document_start: impl Fn(usize, usize) -> usize,
         ) -> Self {
-            let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
+            let QkvShape { length, heads, .. } = shape;
             let (tokens, pairs) = (shape.tokens(), shape.tokens() * heads);
             let selected: Vec<u8> =
                 (0..pairs).map(|at| u8::from(is_selected(at / heads, at % heads))).collect();
@@ -229,15 +229,7 @@ mod tests {
                 selected: uploaded(&cuda, &selected),
                 weights: uploaded(&cuda, &weights),
                 document_start: uploaded(&cuda, &starts),
-                shape: AttentionShape {
-                    batch,
-                    query_length: length,
-                    key_length: length,
-                    heads,
-                    kv_heads,
-                    head_dim,
-                    query_stride: shape.row(),
-                },
+                shape: AttentionShape::of_qkv(&shape, length),
                 cuda,
             }
         }

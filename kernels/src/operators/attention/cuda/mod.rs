@@ -11,10 +11,9 @@ mod tiled;
 
 pub use path::AttentionPath;
 
-use super::sequences::{self, SequenceLens};
 use super::{
-    Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, BackwardLens,
-    KeyValueLens, KeyValues, SelectionLens, SequenceAttention,
+    Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
+    SequenceAttention,
 };
 use crate::cuda::{Cuda, CudaView};
 use crate::error::{Result, ensure};
@@ -113,15 +112,9 @@ impl<'a> AttentionArgs<'a, Cuda> {
         self.routed_mask().is_some()
     }
 
-    fn check_views(&self, operator: &'static str) -> Result<()> {
-        let (tokens, shape) = (self.shape.tokens(), &self.shape);
-        let lens = SelectionLens {
-            routed: self.selection.map_or(0, |selection| selection.routed.len),
-            weights: self.weights().map(|weights| weights.len),
-            document_start: self.document_start.map(|starts| starts.len),
-        };
-        ensure(operator, tokens == 0 || shape.key_length > 0, || "query 0 sees no key".into())?;
-        self.check(operator, &lens)
+    fn check_visible(&self, operator: &'static str) -> Result<()> {
+        let (tokens, keys) = (self.shape.tokens(), self.shape.key_length);
+        ensure(operator, tokens == 0 || keys > 0, || "query 0 sees no key".into())
     }
 }
 
@@ -144,13 +137,10 @@ impl Attention for Cuda {
     }
 
     fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()> {
-        const OPERATOR: &str = "attention_forward";
+        forward.check(None)?;
         let AttentionForward { args, queries, key_values, out, log_sum_exp } = forward;
         let shape = &args.shape;
-        shape.check(OPERATOR, out.len, log_sum_exp.len)?;
-        args.check_views(OPERATOR)?;
-        check_key_values(shape, key_values)?;
-        shape.check_queries(OPERATOR, queries.len)?;
+        args.check_visible("attention_forward")?;
         let at = Addresses {
             q: queries.address,
             out: out.address,
@@ -172,15 +162,7 @@ impl Attention for Cuda {
         &self,
         mut args: SequenceAttention<'_, Self, T>,
     ) -> Result<()> {
-        let lens = SequenceLens {
-            qkv: args.qkv.len,
-            block_table: args.block_table.len,
-            generated: args.generated.len,
-            out: args.out.len,
-            log_sum_exp: args.log_sum_exp.len,
-        };
-        sequences::check(args.shape, args.sequences, args.block_length, &lens)?;
-        sequences::whole(args.shape, args.selection).check_views("attention_of_sequences")?;
+        args.check()?;
         decode::forward(self, &args)?;
         let mut prompts = args.sequences.iter().filter(|span| span.is_prompt);
         prompts.try_for_each(|span| self.attention_forward(args.of(span)))
@@ -190,17 +172,10 @@ impl Attention for Cuda {
         &self,
         backward: AttentionBackward<'_, Self, T>,
     ) -> Result<()> {
+        backward.check()?;
         let AttentionBackward { args, qkv, out, log_sum_exp, d_out, d_qkv, delta } = backward;
         let shape = &args.shape;
-        shape.check_backward(&BackwardLens {
-            qkv: qkv.len,
-            out: out.len,
-            log_sum_exp: log_sum_exp.len,
-            d_out: d_out.len,
-            d_qkv: d_qkv.len,
-            delta: delta.as_ref().map(|delta| delta.len),
-        })?;
-        args.check_views("attention_backward")?;
+        args.check_visible("attention_backward")?;
         let mut at = Addresses {
             out: out.address,
             log_sum_exp: log_sum_exp.address,
@@ -220,24 +195,6 @@ impl Attention for Cuda {
             AttentionPath::Hopper => hopper::backward(pass, others),
             AttentionPath::Tiled => tiled::backward(pass, others),
             AttentionPath::Plain => plain::backward::<T>(pass),
-        }
-    }
-}
-
-fn check_key_values<T: Element>(
-    shape: &AttentionShape,
-    key_values: KeyValues<'_, Cuda, T>,
-) -> Result<()> {
-    const OPERATOR: &str = "attention_forward";
-    match key_values {
-        KeyValues::Contiguous { keys, values, row_stride } => {
-            let lens = KeyValueLens { keys: keys.len, values: values.len };
-            shape.check_contiguous(OPERATOR, lens, row_stride)
-        }
-        KeyValues::Paged { keys, values, block_table, block_length } => {
-            // The entries of the table are read by the GPU.
-            let lens = KeyValueLens { keys: keys.len, values: values.len };
-            shape.check_paged(OPERATOR, lens, block_table.len, block_length, None)
         }
     }
 }

@@ -2,8 +2,7 @@
 //! heads are measured while they are in the caches, and kept as they are: three softmaxes have no common
 //! exponentials. Their gradients exponentiate them again.
 
-use std::iter::Sum;
-use std::ops::{Add, Range};
+use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use rayon::prelude::*;
@@ -17,31 +16,7 @@ use crate::scalar::Element;
 use crate::simd::vectorized;
 
 use super::BLOCK;
-use super::softmax::{PART, ROWS, sum_of_rows};
-
-/// The sums of a chunk's losses.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Losses {
-    pub cross_entropy: f64,
-    pub distillation: f64,
-}
-
-impl Add for Losses {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Losses {
-            cross_entropy: self.cross_entropy + other.cross_entropy,
-            distillation: self.distillation + other.distillation,
-        }
-    }
-}
-
-impl Sum for Losses {
-    fn sum<I: Iterator<Item = Self>>(losses: I) -> Self {
-        losses.fold(Losses::default(), Add::add)
-    }
-}
+use super::softmax::{PART, ROWS, add, sum_of_rows};
 
 /// What is known of a token's logits in a block. Exponentials are relative to the largest logit.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
@@ -195,15 +170,15 @@ impl<'a> Distillation<'a> {
         });
     }
 
-    /// The summed losses, in an order that depends only on the number of tokens; prepares the gradients of a scale of
+    /// The summed losses, the cross-entropy first, in an order that depends only on the number of tokens; prepares the gradients of a scale of
     /// the cross-entropy.
-    pub fn losses(&mut self, scale: Option<f32>) -> Losses {
+    pub fn losses(&mut self, scale: Option<f32>) -> [f64; 2] {
         self.target_scale = scale.unwrap_or_default();
         let (len, temperature) = (statistics_len(self.vocabulary.count), self.temperature);
         let distillation_scale = self.scale;
         sum_of_rows(self.statistics, self.targets, len, &|statistics, target| {
             if target == IGNORED {
-                return Losses::default();
+                return [0.0; 2];
             }
             let sums = TokenSums::of(statistics, true, temperature);
             if let Some(scale) = scale {
@@ -218,7 +193,7 @@ impl<'a> Distillation<'a> {
         &mut self,
         ranks: &mut HeadRanks<'_, Cpu>,
         scale: Option<f32>,
-    ) -> Result<Losses> {
+    ) -> Result<[f64; 2]> {
         self.target_scale = scale.unwrap_or_default();
         let HeadRanks { rank, ranks: count, sums, all_reduce, .. } = ranks;
         let (columns, len) = (columns(*count), statistics_len(self.vocabulary.count));
@@ -253,8 +228,8 @@ impl<'a> Distillation<'a> {
             }
             sums.losses(target[0], temperature)
         });
-        let losses = losses.sum();
-        Ok(if *rank == 0 { losses } else { Losses::default() })
+        let losses = losses.fold([0.0; 2], add);
+        Ok(if *rank == 0 { losses } else { [0.0; 2] })
     }
 
     /// Replaces a block's logits by their gradients; after the losses of a scale.
@@ -320,13 +295,10 @@ impl TokenSums {
         TokenSums { log_sum: all(0), student: all(1), teacher, difference: difference.sum() }
     }
 
-    /// The losses of a token whose target has this logit.
-    fn losses(&self, target: f64, temperature: f64) -> Losses {
+    /// The cross-entropy and the distillation loss of a token whose target has this logit.
+    fn losses(&self, target: f64, temperature: f64) -> [f64; 2] {
         let divergence = self.difference + self.student - self.teacher;
-        Losses {
-            cross_entropy: self.log_sum - target,
-            distillation: temperature * temperature * divergence,
-        }
+        [self.log_sum - target, temperature * temperature * divergence]
     }
 
     /// Replaces the first sums of a token by what makes its logits gradients of these scales.

@@ -6,16 +6,14 @@
 
 mod distillation;
 mod softmax;
-mod vocab_parallel;
 
 use std::ops::Range;
 
-use super::teacher::{self, HeadTeacher};
-use super::{CrossEntropy, CrossEntropyArgs, HeadShape, IGNORED, Lens, check, check_ranks};
+use super::{CrossEntropy, CrossEntropyArgs, HeadShape, HeadTeacher, IGNORED};
 use crate::compiled::compiled;
 use crate::convert::Convert as _;
 use crate::cpu::Cpu;
-use crate::error::{Error, Result};
+use crate::error::{Result, check_ids};
 use crate::linear::Accumulation;
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::ranks::VocabularyRows;
@@ -72,35 +70,18 @@ impl CrossEntropy for Cpu {
         &self,
         args: CrossEntropyArgs<'_, Self, T, G>,
     ) -> Result<()> {
-        type Args<T, G> = fn(CrossEntropyArgs<'_, Cpu, T, G>) -> Result<()>;
-        compiled!(cross_entropy::<T, G>(args): Args<T, G>)
+        compiled!(cross_entropy::<T, G>(args: CrossEntropyArgs<'_, Cpu, T, G>))
     }
 }
 
 fn cross_entropy<T: Element, G: Element>(args: CrossEntropyArgs<'_, Cpu, T, G>) -> Result<()> {
+    args.check(&Cpu)?;
     let CrossEntropyArgs { shape, x, weight, targets, scratch, loss, .. } = args;
     let CrossEntropyArgs { teacher, mut gradients, mut ranks, .. } = args;
-    let found = Lens {
-        x: x.len(),
-        weight: weight.len(),
-        targets: targets.len(),
-        scratch: (scratch.len(), self::scratch(&shape)),
-        loss: loss.len(),
-        teacher: teacher.as_ref().map(|teacher| teacher::Found {
-            width: teacher.width,
-            x: teacher.x.len(),
-            weight: teacher.weight.len(),
-            rows: teacher.rows,
-            temperature: teacher.temperature,
-        }),
-        gradients: gradients.as_ref().map(|g| [g.d_x.len(), g.d_weight.len()]),
-        sums: ranks.as_ref().map(|ranks| (ranks.sums.len(), self::sums(&shape, ranks.ranks))),
-    };
-    check(&shape, &found)?;
-    check_ranks(&shape, ranks.as_ref())?;
     let HeadShape { width, vocab_size, .. } = shape;
     let vocabulary = ranks.as_ref().map_or(VocabularyRows::all(vocab_size), |ranks| ranks.rows);
-    check_targets(targets, vocabulary.vocab_size)?;
+    let ids = targets.iter().copied().filter(|&id| id != IGNORED);
+    check_ids(ids, vocabulary.vocab_size)?;
     if let (0, Some(gradients)) = (targets.len(), &mut gradients)
         && gradients.accumulation == Accumulation::Overwrite
     {
@@ -130,8 +111,8 @@ fn cross_entropy<T: Element, G: Element>(args: CrossEntropyArgs<'_, Cpu, T, G>) 
                 None => distillation.losses(scale),
                 Some(ranks) => distillation.losses_over(ranks, scale)?,
             };
-            loss[0] += found.cross_entropy;
-            loss[1] += found.distillation;
+            loss[0] += found[0];
+            loss[1] += found[1];
             backward(&mut chunk, &mut |logits, _, block| {
                 distillation.differentiate(logits, other.logits_of(block), block);
             })?;
@@ -141,7 +122,7 @@ fn cross_entropy<T: Element, G: Element>(args: CrossEntropyArgs<'_, Cpu, T, G>) 
         chunk.exponentiate(&mut softmax);
         loss[0] += match &mut ranks {
             None => softmax.losses(scale),
-            Some(ranks) => vocab_parallel::losses(&mut softmax, scale, ranks)?,
+            Some(ranks) => softmax.losses_over(ranks, scale)?,
         };
         backward(&mut chunk, &mut |logits, number, block| {
             softmax.differentiate(logits, number, block, scale.unwrap_or_default());
@@ -203,7 +184,7 @@ impl<T: Element> Chunk<'_, T> {
         let tokens = self.tokens();
         let (logits, x, weight) = self.block(block);
         let out = MatrixMut::new(&mut *logits, tokens, block.len());
-        matmul_parallel(out, Destination::Overwrite, 1.0, x, weight.transposed());
+        matmul_parallel(out, Destination::Overwrite, x, weight.transposed());
         logits
     }
 
@@ -261,18 +242,10 @@ impl<T: Element> Chunk<'_, T> {
             let d_logits = Matrix::new(&*logits, tokens, block.len());
             let d_weight = &mut d_weight[block.start * width..block.end * width];
             let d_weight = MatrixMut::new(d_weight, block.len(), width);
-            matmul_parallel(d_weight, accumulation.into(), 1.0, d_logits.transposed(), x);
+            matmul_parallel(d_weight, accumulation.into(), d_logits.transposed(), x);
             let first = number == 0;
             let to = if first { Destination::Overwrite } else { Destination::Accumulate };
-            matmul_parallel(MatrixMut::new(d_x, tokens, width), to, 1.0, d_logits, weight);
+            matmul_parallel(MatrixMut::new(d_x, tokens, width), to, d_logits, weight);
         }
-    }
-}
-
-/// Refuses a target without a row.
-fn check_targets(targets: &[u32], vocab_size: usize) -> Result<()> {
-    match targets.iter().find(|&&id| id != IGNORED && id as usize >= vocab_size) {
-        Some(&id) => Err(Error::outside_vocabulary(id, vocab_size)),
-        None => Ok(()),
     }
 }

@@ -1,11 +1,12 @@
 //! The softmax of a chunk's logits, block by block of the vocabulary.
 
-use std::iter::Sum;
-use std::ops::{Add, Range};
+use std::ops::Range;
 
 use rayon::prelude::*;
 
-use crate::cross_entropy::IGNORED;
+use crate::cpu::Cpu;
+use crate::cross_entropy::{HeadRanks, IGNORED};
+use crate::error::Result;
 use crate::math::{exp, largest, sum};
 use crate::ranks::VocabularyRows;
 use crate::simd::vectorized;
@@ -20,7 +21,7 @@ pub(super) const PART: usize = 256;
 /// The statistics of each token's softmax.
 pub(super) struct Softmax<'a> {
     statistics: &'a mut [f32],
-    pub(super) targets: &'a [u32],
+    targets: &'a [u32],
     vocabulary: VocabularyRows,
 }
 
@@ -123,7 +124,7 @@ impl<'a> Softmax<'a> {
         let len = statistics_len(self.vocabulary.count);
         sum_of_rows(self.statistics, self.targets, len, &|statistics, target| {
             if target == IGNORED {
-                return 0.0;
+                return [0.0; 2];
             }
             let token = Token::of(statistics);
             let log_sum = token.log_sum(true);
@@ -131,16 +132,21 @@ impl<'a> Softmax<'a> {
             if let Some(scale) = scale {
                 set_factors(token.maxima_or_factors, log_sum, scale);
             }
-            loss
-        })
+            [loss, 0.0]
+        })[0]
     }
 
-    /// Writes what the other ranks need to know of each token into its row of their table, of
-    /// `columns` columns: in the rank's column the logarithm of the local sum, in the last one the
-    /// target's logit, if it is local.
-    pub(super) fn fill_table(&mut self, table: &mut [f64], columns: usize, rank: usize) {
-        let len = statistics_len(self.vocabulary.count);
-        let vocabulary = self.vocabulary;
+    /// The same over ranks with shards of the vocabulary: on rank 0, and zero on the others. Each rank writes to a row
+    /// of the table for each token: in its column the logarithm of the local sum, in the last one the target's logit,
+    /// if it is local.
+    pub(super) fn losses_over(
+        &mut self,
+        ranks: &mut HeadRanks<'_, Cpu>,
+        scale: Option<f32>,
+    ) -> Result<f64> {
+        let HeadRanks { rank, ranks: count, sums, all_reduce, .. } = ranks;
+        let (columns, len) = (*count + 1, statistics_len(self.vocabulary.count));
+        let table = &mut sums[..self.targets.len() * columns];
         let rows = table.chunks_exact_mut(columns).zip(self.statistics.chunks_exact_mut(len));
         for ((columns, statistics), &target) in rows.zip(self.targets) {
             columns.fill(0.0);
@@ -148,17 +154,13 @@ impl<'a> Softmax<'a> {
                 continue;
             }
             let token = Token::of(statistics);
-            let is_local = vocabulary.local(target).is_some();
-            columns[rank] = token.log_sum(is_local);
+            let is_local = self.vocabulary.local(target).is_some();
+            columns[*rank] = token.log_sum(is_local);
             if let Some(logit) = columns.last_mut().filter(|_| is_local) {
                 *logit = f64::from(*token.target);
             }
         }
-    }
-
-    /// The summed loss by a table that the ranks have summed; prepares the gradients of a scale.
-    pub(super) fn losses_by(&mut self, table: &[f64], columns: usize, scale: Option<f32>) -> f64 {
-        let len = statistics_len(self.vocabulary.count);
+        all_reduce(&mut *table)?;
         let rows = table.chunks_exact(columns).zip(self.statistics.chunks_exact_mut(len));
         let rows = rows.zip(self.targets).filter(|(_, target)| **target != IGNORED);
         let losses = rows.map(|((columns, statistics), _)| {
@@ -171,7 +173,8 @@ impl<'a> Softmax<'a> {
             }
             log_sum - target
         });
-        losses.sum()
+        let loss = losses.sum();
+        Ok(if *rank == 0 { loss } else { 0.0 })
     }
 
     /// Replaces block `number`'s exponentials by the gradients of the logits; after the losses.
@@ -199,13 +202,18 @@ fn set_factors(maxima: &mut [f32], log_sum: f64, scale: f32) {
     }
 }
 
-/// The sum of `row` over the tokens, in an order that depends only on their number.
-pub(super) fn sum_of_rows<S: Add<Output = S> + Sum + Send>(
+/// The sums of both losses of some tokens.
+pub(super) fn add(some: [f64; 2], others: [f64; 2]) -> [f64; 2] {
+    [some[0] + others[0], some[1] + others[1]]
+}
+
+/// The sums of `row`, both losses of a token, over the tokens, in an order that depends only on their number.
+pub(super) fn sum_of_rows(
     all: &mut [f32],
     targets: &[u32],
     len: usize,
-    row: &(impl Fn(&mut [f32], u32) -> S + Sync),
-) -> S {
+    row: &(impl Fn(&mut [f32], u32) -> [f64; 2] + Sync),
+) -> [f64; 2] {
     if targets.len() > ROWS {
         let half = targets.len().div_ceil(2);
         let (first, second) = all.split_at_mut(half * len);
@@ -214,12 +222,10 @@ pub(super) fn sum_of_rows<S: Add<Output = S> + Sum + Send>(
             || sum_of_rows(first, first_targets, len, row),
             || sum_of_rows(second, second_targets, len, row),
         );
-        return first + second;
+        return add(first, second);
     }
-    all.chunks_exact_mut(len)
-        .zip(targets)
-        .map(|(row_statistics, &target)| row(row_statistics, target))
-        .sum()
+    let rows = all.chunks_exact_mut(len).zip(targets);
+    rows.map(|(statistics, &target)| row(statistics, target)).fold([0.0; 2], add)
 }
 
 #[inline(always)]

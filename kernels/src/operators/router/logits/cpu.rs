@@ -41,9 +41,8 @@ impl Logits for Cpu {
     ) -> Result<()> {
         const OPERATOR: &str = "logits_backward";
         let LogitsBackward { tokens, d_logits, gradient } = args;
+        check_backward(OPERATOR, router, &tokens, d_logits.len(), &gradient)?;
         let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
-        let lens = (d_logits.len(), delta.map(<[f32]>::len));
-        check_backward(OPERATOR, router, &tokens, lens.0, lens.1, routing)?;
         let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;
         if routing.columns() == 0 {
             d_logits.fill(T::from_f32(0.0));

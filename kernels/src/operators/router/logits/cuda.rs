@@ -66,9 +66,8 @@ impl Logits for Cuda {
     ) -> Result<()> {
         const OPERATOR: &str = "logits_backward";
         let LogitsBackward { tokens, d_logits, gradient } = args;
+        check_backward(OPERATOR, router, &tokens, d_logits.len, &gradient)?;
         let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
-        let delta_len = delta.map(|delta| delta.len);
-        check_backward(OPERATOR, router, &tokens, d_logits.len, delta_len, routing)?;
         let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;
         if routing.columns() == 0 {
             return self.zero(d_logits);
@@ -85,7 +84,7 @@ impl Logits for Cuda {
             let elements = routing.tokens() * exchanged(router, routing);
             check_len(OPERATOR, "table", table.len, elements)?;
             parameters.deltas = table.address;
-            self.zero(table.first(table.len))?;
+            self.zero(table.part(0..table.len))?;
             self.launch("logits_spread", [routing.tokens(), 1], 0, &parameters)?;
             all_reduce(table)?;
         }

@@ -155,21 +155,16 @@ fn check_backward<M: Memory>(
     router: LogitRouter,
     tokens: &Range<usize>,
     d_logits: usize,
-    delta: Option<usize>,
-    routing: &Routing<M>,
+    gradient: &RouterGradient<'_, M>,
 ) -> Result<()> {
-    let heads = routing.heads();
+    let routing = gradient.routing;
     ensure(operator, tokens.start <= tokens.end && tokens.end <= routing.tokens(), || {
         format!("tokens {tokens:?} of {}", routing.tokens())
     })?;
-    let logits = router.logits(heads.count);
+    let logits = router.logits(routing.heads().count);
     check_len(operator, "d_logits", d_logits, tokens.len() * logits)?;
-    ensure(operator, routing.shared() == router.shared, || {
-        "the routing was made with other shared heads".into()
-    })?;
-    check_routing(operator, router, routing)?;
-    let deltas = routing.tokens() * heads.local();
-    delta.map_or(Ok(()), |delta| check_len(operator, "delta", delta, deltas))
+    gradient.check(operator, router.shared)?;
+    check_routing(operator, router, routing)
 }
 
 /// Refuses a routing without room for the logits or the weights.
@@ -178,11 +173,7 @@ fn check_routing<M: Memory>(
     router: LogitRouter,
     routing: &Routing<M>,
 ) -> Result<()> {
-    let least = routing.tokens() * router.logits(routing.heads().count);
-    let saved = M::len(&routing.saved);
-    ensure(operator, saved >= least, || {
-        format!("the routing saves {saved} elements, expected {least}")
-    })?;
+    routing.check_saved(operator, router.logits(routing.heads().count))?;
     ensure(operator, routing.shape.weighted || !router.weighs(), || {
         "the routing has no room for weights".into()
     })

@@ -4,8 +4,8 @@
 use bytemuck::Zeroable;
 
 use super::{
-    BackwardLens, QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward,
-    QueryNormRopeForward, QueryNormRouter, Selects, begin, check_backward,
+    QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
+    QueryNormRouter, Selects, begin, check_backward,
 };
 use crate::cuda::parameters::query_norm::Parameters;
 use crate::cuda::parameters::{rope, router};
@@ -152,11 +152,9 @@ impl<T: Element> Backward<'_, T> {
     fn run(&self, cuda: &Cuda, gradient: RouterGradient<'_, Cuda>) -> Result<()> {
         const OPERATOR: &str = "query_norm_backward";
         let Backward { router, shape, qkv, d_qkv: (d_qkv, d_qkv_len), rope } = *self;
+        check_backward(OPERATOR, router, shape, [qkv.len, d_qkv_len], &gradient)?;
         let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
         let tokens = shape.tokens();
-        let delta_len = delta.map(|delta| delta.len);
-        let lens = BackwardLens { qkv: qkv.len, d_qkv: d_qkv_len, delta: delta_len };
-        check_backward(OPERATOR, router, shape, &lens, routing)?;
         let mut parameters = Parameters::new(shape, routing);
         (parameters.qkv, parameters.d_qkv, parameters.rope) = (qkv.address, d_qkv, rope);
         parameters.balance_weight = balance_weight;
@@ -166,7 +164,7 @@ impl<T: Element> Backward<'_, T> {
         {
             check_len(OPERATOR, "table", table.len, tokens * routing.columns())?;
             parameters.deltas = table.address;
-            cuda.zero(table.first(table.len))?;
+            cuda.zero(table.part(0..table.len))?;
             cuda.launch("query_norm_spread", [tokens, 1], 0, &parameters)?;
             all_reduce(table)?;
         }

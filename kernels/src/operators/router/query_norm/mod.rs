@@ -218,30 +218,19 @@ fn begin<M: Memory>(
     Ok(routing.columns())
 }
 
-/// Lengths of a backward pass.
-struct BackwardLens {
-    qkv: usize,
-    d_qkv: usize,
-    delta: Option<usize>,
-}
-
-/// Checks a backward pass.
+/// Checks a backward pass, and the lengths of `qkv` and `d_qkv`.
 fn check_backward<M: Memory>(
     operator: &'static str,
     router: QueryNormRouter,
     shape: &QkvShape,
-    lens: &BackwardLens,
-    routing: &Routing<M>,
+    [qkv, d_qkv]: [usize; 2],
+    gradient: &RouterGradient<'_, M>,
 ) -> Result<()> {
-    check_shape(operator, shape, "d_qkv", lens.d_qkv)?;
-    check_len(operator, "qkv", lens.qkv, lens.d_qkv)?;
-    routing.check(operator, shape.tokens(), shape.heads)?;
-    ensure(operator, routing.shared() == router.shared, || {
-        "the routing was made with other shared heads".into()
-    })?;
-    check_routing(operator, router, shape, routing)?;
-    lens.delta
-        .map_or(Ok(()), |delta| check_len(operator, "delta", delta, shape.tokens() * shape.heads))
+    check_shape(operator, shape, "d_qkv", d_qkv)?;
+    check_len(operator, "qkv", qkv, d_qkv)?;
+    gradient.routing.check(operator, shape.tokens(), shape.heads)?;
+    gradient.check(operator, router.shared)?;
+    check_routing(operator, router, shape, gradient.routing)
 }
 
 fn check_shape(
@@ -266,9 +255,5 @@ fn check_routing<M: Memory>(
     ensure(operator, router.selects == Selects::Heads || made_for == size, || {
         format!("the routing was made for groups of {made_for} heads, not {size}")
     })?;
-    let per_token = routing.columns() + router.pools(routing.heads());
-    let (saved, least) = (M::len(&routing.saved), routing.tokens() * per_token);
-    ensure(operator, saved >= least, || {
-        format!("the routing saves {saved} elements, expected {least}")
-    })
+    routing.check_saved(operator, routing.columns() + router.pools(routing.heads()))
 }

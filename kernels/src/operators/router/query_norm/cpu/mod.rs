@@ -8,8 +8,8 @@ use rayon::prelude::*;
 
 use self::scores::{SHARED, Scores, is_shared};
 use super::{
-    BackwardLens, QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward,
-    QueryNormRopeForward, QueryNormRouter, begin, check_backward,
+    QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
+    QueryNormRouter, begin, check_backward,
 };
 use crate::compiled::compiled;
 use crate::cpu::Cpu;
@@ -23,10 +23,6 @@ use crate::simd::vectorized;
 
 /// Tokens of one task.
 const ROWS: usize = 64;
-
-/// The type of [`backward`].
-type Backward<T> =
-    fn(QueryNormRouter, &QkvShape, &[T], &mut [T], RouterGradient<'_, Cpu>) -> Result<()>;
 
 impl QueryNorm for Cpu {
     fn query_norm_forward<T: Element>(
@@ -42,7 +38,7 @@ impl QueryNorm for Cpu {
         if columns == 0 {
             return Ok(());
         }
-        compiled!(measure::<T>(shape, qkv, routing): fn(&QkvShape, &[T], &mut Routing<Cpu>));
+        compiled!(measure::<T>(shape: &QkvShape, qkv: &[T], routing: &mut Routing<Cpu>) -> ());
         if let Some(all_reduce) = all_reduce {
             all_reduce(&mut routing.saved[..tokens * columns])?;
         }
@@ -68,7 +64,9 @@ impl QueryNorm for Cpu {
         args: QueryNormBackward<'_, Self, T>,
     ) -> Result<()> {
         let QueryNormBackward { shape, qkv, d_qkv, gradient } = args;
-        compiled!(backward::<T>(router, shape, qkv, d_qkv, gradient): Backward<T>)
+        compiled!(backward::<T>(
+            router: QueryNormRouter, shape: &QkvShape, qkv: &[T], d_qkv: &mut [T], gradient: RouterGradient<'_, Cpu>
+        ))
     }
 
     fn query_norm_rope_backward<T: Element>(
@@ -79,7 +77,9 @@ impl QueryNorm for Cpu {
         let QueryNormRopeBackward { qkv, gradient, rope } = args;
         // A rotation preserves norms, so the router's gradient may be added in rotated coordinates.
         let (shape, d_qkv) = (rope.shape, &mut *rope.qkv);
-        compiled!(backward::<T>(router, shape, qkv, d_qkv, gradient): Backward<T>)?;
+        compiled!(backward::<T>(
+            router: QueryNormRouter, shape: &QkvShape, qkv: &[T], d_qkv: &mut [T], gradient: RouterGradient<'_, Cpu>
+        ))?;
         self.rope_backward(rope)
     }
 }
@@ -149,10 +149,9 @@ fn backward<T: Element>(
     gradient: RouterGradient<'_, Cpu>,
 ) -> Result<()> {
     const OPERATOR: &str = "query_norm_backward";
+    check_backward(OPERATOR, router, shape, [qkv.len(), d_qkv.len()], &gradient)?;
     let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
     let (tokens, columns) = (shape.tokens(), routing.columns());
-    let lens = BackwardLens { qkv: qkv.len(), d_qkv: d_qkv.len(), delta: delta.map(<[f32]>::len) };
-    check_backward(OPERATOR, router, shape, &lens, routing)?;
     let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;
     if columns == 0 {
         return Ok(());
