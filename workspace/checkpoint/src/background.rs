@@ -75,29 +75,23 @@ pub(crate) fn lower_priority() {
 mod tests {
     use super::*;
 
+    fn result<R: Send + 'static>(work: &mut Background<R>) -> Result<R, Panicked> {
+        std::iter::repeat_with(|| work.wait(Duration::from_secs(1))).flatten().next().unwrap()
+    }
+
     #[test]
     fn a_result_is_waited_for() {
         let (release, gate) = mpsc::channel::<()>();
         let mut work = Background::start("work", move || gate.recv().is_ok()).unwrap();
         assert!(work.wait(Duration::ZERO).is_none());
         release.send(()).unwrap();
-        let found = loop {
-            if let Some(found) = work.wait(Duration::from_secs(1)) {
-                break found;
-            }
-        };
-        assert!(matches!(found, Ok(true)));
+        assert!(matches!(result(&mut work), Ok(true)));
     }
 
     #[test]
     fn a_panic_is_not_a_result() {
         let mut work: Background<()> = Background::start("work", || panic!("on purpose")).unwrap();
-        let found = loop {
-            if let Some(found) = work.wait(Duration::from_secs(1)) {
-                break found;
-            }
-        };
-        assert!(matches!(found, Err(Panicked)));
+        assert!(matches!(result(&mut work), Err(Panicked)));
     }
 
     #[cfg(target_os = "linux")]
@@ -106,11 +100,7 @@ mod tests {
         let niceness = || rustix::process::getpriority_process(None).unwrap();
         let before = niceness();
         let mut work = Background::start("work", niceness).unwrap();
-        let found = loop {
-            if let Some(found) = work.wait(Duration::from_secs(1)) {
-                break found.unwrap();
-            }
-        };
+        let found = result(&mut work).unwrap();
         assert_eq!((found, niceness()), (NICENESS.max(before), before));
     }
 }

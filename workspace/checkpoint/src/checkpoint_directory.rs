@@ -41,9 +41,6 @@ impl CheckpointDirectory {
     }
 
     /// Steps of the complete checkpoints, ascending.
-    ///
-    /// # Errors
-    /// Fails if the directory exists and cannot be listed.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
         let directory = self.checkpoints();
         let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
@@ -59,9 +56,6 @@ impl CheckpointDirectory {
     }
 
     /// Whether there is a checkpoint, good or damaged, by its name.
-    ///
-    /// # Errors
-    /// Fails if the directory exists and cannot be listed.
     pub fn has_names(&self) -> Result<bool, Error> {
         let directory = self.checkpoints();
         let is_one = |name: &str| name.starts_with("step-") || name.starts_with(DAMAGED);

@@ -257,10 +257,8 @@ mod tests {
                 Box::new(move || if rank == 1 { panic!("on purpose") } else { Ok(Vec::new()) });
             (Flight::start("step-1".into(), 2, write, None), ())
         });
-        assert_eq!(
-            ended[0].0,
-            End::Failed("rank 1: step-1: the thread that wrote it panicked".into())
-        );
+        let cause = "rank 1: step-1: the thread that wrote it panicked";
+        assert_eq!(ended[0].0, End::Failed(cause.into()));
     }
 
     #[test]

@@ -44,9 +44,6 @@ pub enum Condition {
 }
 
 /// Every checkpoint of `run`, by condition and step; changes nothing.
-///
-/// # Errors
-/// Fails if the directory is not a run's, or a directory cannot be listed.
 pub fn list(run: &CheckpointDirectory) -> Result<Vec<ListedCheckpoint>, Error> {
     let mut found = Vec::new();
     for path in entries(&run.checkpoints())? {

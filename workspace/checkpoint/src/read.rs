@@ -96,10 +96,16 @@ pub fn verify(
 /// Fails, with the steps that there are, if the run has no checkpoint of `step`.
 pub fn require(run: &CheckpointDirectory, step: u64) -> Result<(), Error> {
     let found = run.checkpoint_steps()?;
-    match found.contains(&step) {
-        true => Ok(()),
-        false => Err(Error::NoCheckpoint { path: run.root().to_owned(), step, found }),
+    if found.contains(&step) {
+        return Ok(());
     }
+    let found: Vec<String> = found.iter().map(u64::to_string).collect();
+    let found = match found.is_empty() {
+        true => "it has none".to_owned(),
+        false => format!("name one of {}", found.join(", ")),
+    };
+    let run = run.root().display();
+    Err(Error::NoCheckpoint(format!("{run}: the run has no checkpoint of step {step}: {found}")))
 }
 
 /// The only rank of a program that does not train.
@@ -175,17 +181,18 @@ fn agree_on_damage<B: Backend, R>(
     let path = directory.join(String::from_utf8_lossy(&name).as_ref());
     let is_seen = ranks.any(path.exists())?;
     ranks.agree(match read {
-        Err(ReadError::Missing(error)) if is_seen => {
-            Err(Error::NotShared { source: Box::new(error) })
+        Err(ReadError::Missing(Error::File(FileError::Io { path, source }))) if is_seen => {
+            let reason = format!(
+                "{source}, but other ranks see the checkpoint: put the run directory on a file system that all ranks \
+                 share"
+            );
+            Err(moh_files::unusable(&path, reason).into())
         }
         read => Ok(read),
     })
 }
 
 /// Renames the checkpoints after `step` to `aside-step-N`, from which the run does not resume; returns the new paths.
-///
-/// # Errors
-/// Fails if the checkpoints cannot be listed, or one cannot be renamed.
 pub fn set_aside_later(run: &CheckpointDirectory, step: u64) -> Result<Vec<PathBuf>, Error> {
     let steps = run.checkpoint_steps()?;
     let mut renamed = Vec::new();

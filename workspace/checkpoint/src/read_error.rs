@@ -18,6 +18,16 @@ pub enum ReadError {
 }
 
 impl ReadError {
+    /// What is wrong with the bytes of the file at `path`.
+    pub(super) fn damaged(path: &Path, reason: impl Into<String>) -> ReadError {
+        ReadError::Damaged(moh_files::unusable(path, reason).into())
+    }
+
+    /// Why the file at `path` is of no use here.
+    pub(super) fn unusable(path: &Path, reason: impl Into<String>) -> ReadError {
+        moh_files::unusable(path, reason).into()
+    }
+
     /// For `map_err`: classifies an I/O error of the file at `path`.
     pub(super) fn io(path: &Path) -> impl Fn(io::Error) -> ReadError + '_ {
         |error| {

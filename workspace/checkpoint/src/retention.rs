@@ -16,9 +16,6 @@ pub fn prune(run: &CheckpointDirectory, retention: &CheckpointOptions) -> Result
 }
 
 /// The steps of the checkpoints that `retention` does not keep, ascending.
-///
-/// # Errors
-/// Fails if the directory of checkpoints cannot be listed.
 pub fn superseded(
     run: &CheckpointDirectory,
     retention: &CheckpointOptions,
@@ -32,9 +29,6 @@ pub fn superseded(
 
 /// As [`superseded`], without the newest checkpoint whose bytes are good, which is searched by reading
 /// from the newest on. Empty if no checkpoint is good.
-///
-/// # Errors
-/// As [`superseded`], and if a checkpoint cannot be read or has another format.
 pub fn superseded_by_good(
     run: &CheckpointDirectory,
     retention: &CheckpointOptions,

@@ -42,9 +42,6 @@ pub struct TensorRequest<'a> {
 
 impl StoredCheckpoint {
     /// Opens the run's checkpoint after `step` steps; its tensors are checked when they are read.
-    ///
-    /// # Errors
-    /// Fails if there is none, or its manifest is damaged.
     pub fn of_step(run: &CheckpointDirectory, step: u64) -> Result<Self, Error> {
         Ok(Self::open(&run.checkpoint(step), step)?)
     }
@@ -69,9 +66,6 @@ impl StoredCheckpoint {
     }
 
     /// The shape of a whole tensor.
-    ///
-    /// # Errors
-    /// Fails if the checkpoint lacks the tensor, or a list of its tensors cannot be read.
     pub fn shape(&self, name: &str) -> Result<Vec<usize>, Error> {
         for index in self.parts_with(name) {
             let part = self.part(index)?;
@@ -79,13 +73,10 @@ impl StoredCheckpoint {
                 return Ok(self.slice(entry)?.shape().to_vec());
             }
         }
-        Err(self.refuse(format!("contains no {name}")))
+        Err(moh_files::unusable(&self.path(), format!("contains no {name}")).into())
     }
 
     /// Reads a tensor as f32, from any number of shards.
-    ///
-    /// # Errors
-    /// Fails if the checkpoint lacks elements of it, has another length, or cannot be read.
     pub fn read_f32(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<(), Error> {
         let shape = self.shape(name)?;
         let slice = Slice::whole(shape);
@@ -95,16 +86,13 @@ impl StoredCheckpoint {
                 slice.shape(),
                 out.len()
             );
-            return Err(self.refuse(reason));
+            return Err(moh_files::unusable(&self.path(), reason).into());
         }
         let wanted = TensorRequest { name, slice: &slice, range: 0..out.len() };
         Ok(self.read(kind, &wanted, out)?)
     }
 
     /// Reads and checks every byte.
-    ///
-    /// # Errors
-    /// Fails if a file is damaged or cannot be read.
     pub fn verify(&self) -> Result<(), Error> {
         Ok(self.check_share(Shard { rank: 0, size: 1 })?)
     }
@@ -154,7 +142,7 @@ impl StoredCheckpoint {
                 if shard.shape() != slice.shape() {
                     let (theirs, ours) = (shard.shape(), slice.shape());
                     let reason = format!("{name} has the shape {theirs:?}, expected {ours:?}");
-                    return Err(ReadError::Unusable(self.refuse(reason)));
+                    return Err(ReadError::unusable(&self.path(), reason));
                 }
                 let [start, end] = entry.range;
                 let common = common(&runs, &shard.runs(start..end));
@@ -173,10 +161,13 @@ impl StoredCheckpoint {
         }
         match found == out.len() {
             true => Ok(()),
-            false => Err(ReadError::Unusable(self.refuse(match found {
-                0 => format!("contains no {name}"),
-                _ => format!("contains {found} of the {} elements of {name}", out.len()),
-            }))),
+            false => {
+                let reason = match found {
+                    0 => format!("contains no {name}"),
+                    _ => format!("contains {found} of the {} elements of {name}", out.len()),
+                };
+                Err(ReadError::unusable(&self.path(), reason))
+            }
         }
     }
 
@@ -194,7 +185,7 @@ impl StoredCheckpoint {
         let slice = entry.stored_shape().and_then(|_| entry.slice_of_tensor());
         slice.ok_or_else(|| {
             let reason = format!("the shard of {} does not lie within the tensor", entry.name);
-            ReadError::Damaged(self.refuse(reason))
+            ReadError::damaged(&self.path(), reason)
         })
     }
 
@@ -208,8 +199,8 @@ impl StoredCheckpoint {
         Ok(known.get_or_init(|| part))
     }
 
-    fn refuse(&self, reason: String) -> Error {
-        moh_files::unusable(&self.directory.join(MANIFEST), reason).into()
+    fn path(&self) -> PathBuf {
+        self.directory.join(MANIFEST)
     }
 }
 
@@ -226,26 +217,25 @@ pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState, Error>
 
 fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
     let path = directory.join(MANIFEST);
-    let refuse = |reason: String| Error::from(moh_files::unusable(&path, reason));
     let text = read_text(&path)?;
     let hash_path = directory.join(MANIFEST_HASH);
     let hash = fs::read(&hash_path).map_err(ReadError::io(&hash_path))?;
     if hash != format!("{}  {MANIFEST}\n", blake3::hash(&text)).as_bytes() {
         let reason = format!("does not match the hash in {MANIFEST_HASH}: it is damaged");
-        return Err(ReadError::Damaged(refuse(reason)));
+        return Err(ReadError::damaged(&path, reason));
     }
     // The bytes are undamaged: another version of this program can read them.
     if let Ok(Version { format }) = serde_json::from_slice(&text)
         && format != FORMAT
     {
         let reason = format!("format {format}: this program reads format {FORMAT}");
-        return Err(ReadError::Unusable(refuse(reason)));
+        return Err(ReadError::unusable(&path, reason));
     }
     let manifest: Manifest = serde_json::from_slice(&text)
-        .map_err(|error| ReadError::Unusable(refuse(format!("not a manifest: {error}"))))?;
+        .map_err(|error| ReadError::unusable(&path, format!("not a manifest: {error}")))?;
     if manifest.state.step != step {
         let reason = format!("is of step {}, not {step}", manifest.state.step);
-        return Err(ReadError::Damaged(refuse(reason)));
+        return Err(ReadError::damaged(&path, reason));
     }
     let files = manifest.parts.iter().map(|part| &part.file);
     check_names(&path, files)?;
@@ -255,13 +245,12 @@ fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
 fn read_part(directory: &Path, described: &PartFile) -> Result<RankPart, ReadError> {
     let path = directory.join(&described.file);
     let text = read_text(&path)?;
-    let refuse = |reason: String| Error::from(moh_files::unusable(&path, reason));
     if blake3::hash(&text).to_hex().as_str() != described.blake3 {
         let reason = format!("does not match its hash in {MANIFEST}: it is damaged");
-        return Err(ReadError::Damaged(refuse(reason)));
+        return Err(ReadError::damaged(&path, reason));
     }
     let part: RankPart = serde_json::from_slice(&text)
-        .map_err(|error| ReadError::Unusable(refuse(format!("not a list of tensors: {error}"))))?;
+        .map_err(|error| ReadError::unusable(&path, format!("not a list of tensors: {error}")))?;
     check_names(&path, part.files.iter().map(|file| &file.file))?;
     Ok(part)
 }
@@ -270,7 +259,7 @@ fn read_text(path: &Path) -> Result<Vec<u8>, ReadError> {
     let length = fs::metadata(path).map_err(ReadError::io(path))?.len();
     if length > MAX_TEXT_BYTES {
         let reason = format!("{length} bytes: a manifest has at most {MAX_TEXT_BYTES}");
-        return Err(ReadError::Unusable(Error::from(moh_files::unusable(path, reason))));
+        return Err(ReadError::unusable(path, reason));
     }
     fs::read(path).map_err(ReadError::io(path))
 }
@@ -280,7 +269,7 @@ fn check_names<'a>(path: &Path, names: impl Iterator<Item = &'a String>) -> Resu
     for name in names {
         if Path::new(name).file_name() != Some(name.as_ref()) {
             let reason = format!("{name:?} is not the name of a file");
-            return Err(ReadError::Damaged(Error::from(moh_files::unusable(path, reason))));
+            return Err(ReadError::damaged(path, reason));
         }
     }
     Ok(())

@@ -11,7 +11,6 @@ use safetensors::tensor::{Dtype, Metadata};
 use super::MAX_TEXT_BYTES;
 use super::part::{TensorEntry, TensorFile};
 use super::read_error::ReadError;
-use crate::Error;
 
 /// Files that are open at a time: those of a few ranks.
 const MAX_OPEN: usize = 48;
@@ -44,8 +43,7 @@ impl OpenFiles {
         blake3: &str,
     ) -> Result<Vec<f32>, ReadError> {
         let (dtype, bytes) = self.open(path)?.bytes(described, entry, blake3)?;
-        let refuse =
-            |reason: String| ReadError::Unusable(Error::from(moh_files::unusable(path, reason)));
+        let refuse = |reason: String| ReadError::unusable(path, reason);
         let values = to_f32(dtype, &bytes)
             .ok_or_else(|| refuse(format!("{} is {dtype:?}, expected F32 or BF16", entry.name)))?;
         // `bytes` has checked the file's shape, but not its length.
@@ -84,8 +82,7 @@ impl OpenFiles {
 impl OpenFile {
     fn open(path: &Path) -> Result<Self, ReadError> {
         let io = ReadError::io(path);
-        let refuse =
-            |reason: String| ReadError::Damaged(Error::from(moh_files::unusable(path, reason)));
+        let refuse = |reason: String| ReadError::damaged(path, reason);
         let mut file = File::open(path).map_err(&io)?;
         let length = file.metadata().map_err(&io)?.len();
         let mut head = [0u8; 8];
@@ -111,9 +108,7 @@ impl OpenFile {
         entry: &TensorEntry,
         blake3: &str,
     ) -> Result<(Dtype, Vec<u8>), ReadError> {
-        let refuse = |reason: String| {
-            ReadError::Damaged(Error::from(moh_files::unusable(&self.path, reason)))
-        };
+        let refuse = |reason: String| ReadError::damaged(&self.path, reason);
         let Some(info) = self.metadata.info(&entry.name) else {
             return Err(refuse(format!("contains no {}", entry.name)));
         };

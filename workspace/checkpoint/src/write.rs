@@ -92,9 +92,6 @@ fn bounds(ranges: &[Range<usize>]) -> Vec<[usize; 2]> {
 }
 
 /// Writes the manifest of the parts of all ranks, and renames the directory.
-///
-/// # Errors
-/// Fails if a file cannot be written or the directory cannot be renamed.
 pub fn publish(
     run: &CheckpointDirectory,
     pending: PendingDirectory,

@@ -239,9 +239,6 @@ impl Recipe {
     /// The shape of the initial model, before its vocabulary is padded, from `[model.new]`, `config` or
     /// the model directory `from`; `None` for a repository of the hub. Messages name the recipe `path`. A run in
     /// `from` is not looked into.
-    ///
-    /// # Errors
-    /// Fails if the configuration cannot be read or is invalid.
     pub fn model_config(&self, path: &Path) -> Result<Option<ModelConfig>, Error> {
         let ModelOptions { new, config, from, .. } = &self.model;
         if let Some(new) = new {
@@ -258,9 +255,6 @@ impl Recipe {
 }
 
 /// Reads the file of `model.config`; messages name the recipe `path` and the key.
-///
-/// # Errors
-/// Fails if the file is missing or not a model's configuration.
 pub fn read_shape(path: &Path, file: &Path) -> Result<ModelConfig, Error> {
     let fault = |error: moh_hf::Error| {
         let here = std::env::current_dir().ok().filter(|_| file.is_relative() && !file.exists());

@@ -28,7 +28,23 @@ pub(super) fn refused(text: &str, overrides: &[&str]) -> String {
     }
 }
 
-/// `small` with one piece replaced.
+/// [`SMALL_RECIPE`] with `overrides` is refused with a message that has `expected`, which is returned.
+#[track_caller]
+pub(super) fn refuses(overrides: &[&str], expected: &str) -> String {
+    let message = refused(SMALL_RECIPE, overrides);
+    assert!(message.contains(expected), "{expected}: {message}");
+    message
+}
+
+/// [`SMALL_RECIPE`] with `overrides` is refused in one line, which has the key and the reason.
+#[track_caller]
+pub(super) fn refuses_key(overrides: &[&str], key: &str, reason: &str) {
+    let message = refuses(overrides, key);
+    assert_eq!(message.lines().count(), 1, "{message}");
+    assert!(message.contains(reason), "{reason}: {message}");
+}
+
+/// [`SMALL_RECIPE`] with one piece replaced.
 pub(super) fn edited(from: &str, to: &str) -> String {
     assert!(SMALL_RECIPE.contains(from));
     SMALL_RECIPE.replace(from, to)
@@ -83,8 +99,7 @@ fn routing_is_resolved_against_the_models_heads() {
     let moh = fixed.stages[1].moh_config(&model).unwrap().unwrap();
     assert_eq!((moh.router, moh.routed_top_k), (RouterKind::Static, 0.into()));
     let some = ["stage.moh.moh.router=\"static\"", "stage.moh.moh.routed_top_k=1"];
-    let message = refused(SMALL_RECIPE, &some);
-    assert!(message.contains("routed_top_k = 1: must be 0"), "{message}");
+    refuses(&some, "routed_top_k = 1: must be 0");
     model.moh = model.moh.map(|moh| MohConfig { router: RouterKind::QueryNorm, ..moh });
 
     // A stage keeps the matrices of its model's router, with any head counts, and adds those that the model lacks.
@@ -129,16 +144,16 @@ fn a_new_model_may_be_one_of_mixture_of_head() {
     let heads = other.stages[1].moh_config(&model).unwrap().unwrap();
     assert_eq!((heads.router, heads.shared_heads), (RouterKind::TwoStage, 4.into()));
 
-    let message = refused(SMALL_RECIPE, &[two_stage]);
-    assert!(message.contains("stage.adapt.moh: model.layers.0.self_attn.router"), "{message}");
-    let message = refused(SMALL_RECIPE, &["model.new.moh={ shared_heads = 4, routed_top_k = 5 }"]);
-    let expected = "model.new: moh: routed_top_k = 5: must be at most the 4 routed heads";
-    assert!(message.contains(expected), "{message}");
-    let message = refused(SMALL_RECIPE, &["model.new.moh.router=best"]);
-    assert!(message.contains("model.new.moh.router"), "{message}");
-    let message =
-        refused(SMALL_RECIPE, &["model.new.moh={ shared_heads = 1, shared_head_ids = [[0]] }"]);
-    assert!(message.contains("model.new.moh.shared_head_ids = [..]: is there beside"), "{message}");
+    refuses(&[two_stage], "stage.adapt.moh: model.layers.0.self_attn.router");
+    refuses(
+        &["model.new.moh={ shared_heads = 4, routed_top_k = 5 }"],
+        "model.new: moh: routed_top_k = 5: must be at most the 4 routed heads",
+    );
+    refuses(&["model.new.moh.router=best"], "model.new.moh.router");
+    refuses(
+        &["model.new.moh={ shared_heads = 1, shared_head_ids = [[0]] }"],
+        "model.new.moh.shared_head_ids = [..]: is there beside",
+    );
 }
 
 #[test]
@@ -197,8 +212,7 @@ fn head_counts_that_do_not_fit_the_layers_are_refused() {
         ("shared_heads=\"4\"", "moh.shared_heads: must be a whole number from 0, or a list"),
         ("shared_heads={}", "moh.shared_heads: must be a whole number from 0, or a list"),
     ] {
-        let message = refused(SMALL_RECIPE, &[&format!("stage.moh.moh.{value}")]);
-        assert!(message.contains(&format!("stage.moh.{expected}")), "{message}");
+        refuses(&[&format!("stage.moh.moh.{value}")], &format!("stage.moh.{expected}"));
     }
 }
 
@@ -283,13 +297,8 @@ fn one_override_makes_the_dense_run_to_compare_with() {
 }
 
 #[test]
-fn a_directory_may_look_like_a_date() {
-    assert_eq!(with(&["run.dir=2026-11-21"]).run.dir, PathBuf::from("2026-11-21"));
-}
-
-#[test]
 fn a_text_needs_no_quotes_whatever_it_looks_like() {
-    for text in ["2024", "nan", "true", "1e9", "[a]", "{}", "a=b", "it's"] {
+    for text in ["2024", "2026-11-21", "nan", "true", "1e9", "[a]", "{}", "a=b", "it's"] {
         assert_eq!(with(&[&format!("run.dir={text}")]).run.dir, PathBuf::from(text));
         let recipe = with(&[&format!("data.sources.0.path={text}")]);
         assert_eq!(recipe.data.sources[0].path, PathBuf::from(text));
@@ -307,8 +316,7 @@ fn a_text_needs_no_quotes_whatever_it_looks_like() {
 #[test]
 fn a_stage_without_tokens_says_nothing_of_its_warm_up() {
     for key in ["tokens", "batch_tokens"] {
-        let message = refused(SMALL_RECIPE, &[&format!("stage.moh.{key}=0")]);
-        assert!(message.starts_with(&format!("--set: stage.moh.{key} = 0: ")), "{message}");
+        let message = refuses(&[&format!("stage.moh.{key}=0")], &format!("stage.moh.{key} = 0: "));
         assert!(!message.contains("warmup"), "{message}");
     }
 }
@@ -352,8 +360,7 @@ fn wrong_overrides_are_named() {
         ("stage=[]", "--set: stage: must have from 1 to 1000 tables"),
     ];
     for (text, expected) in cases {
-        let message = refused(SMALL_RECIPE, &[text]);
-        assert!(message.contains(expected), "{text}: {message}");
+        refuses(&[text], expected);
     }
 }
 

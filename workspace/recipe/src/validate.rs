@@ -311,9 +311,6 @@ fn check_name(faults: &mut Faults, key: &str, name: &str, new: bool, what: &str)
 }
 
 /// Refuses names that could not be the part of a key, or a file's name.
-///
-/// # Errors
-/// Says which names are allowed.
 pub fn fine_name(name: &str) -> Result<(), String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     let begins_well = name.starts_with(|c: char| c.is_ascii_alphanumeric());

@@ -115,9 +115,6 @@ fn most_checkpoints(recipe: &Recipe) -> u64 {
 /// Fails if the rest of a run does not fit on the file system of its directory; returns a warning if the
 /// file system does not say how much room it has. `resume_step` is the step from which the run was asked to
 /// resume. The caller has locked the directory.
-///
-/// # Errors
-/// [`Error::NoRoom`]; fails also if the run's files cannot be listed.
 pub(crate) fn check(
     run: &RunDirectory,
     resume_step: Option<u64>,
@@ -128,7 +125,7 @@ pub(crate) fn check(
 ) -> Result<Option<String>, Error> {
     let companions = source.companions()?;
     let copied = companions.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
-    let mut needs = Needs::new(recipe, source.config(), ranks, copied);
+    let mut needs = Needs::new(recipe, &source.config, ranks, copied);
     let calibrated = run.calibration_files()?;
     let calibrated = calibrated.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
     needs.calibrations = needs.calibrations.saturating_sub(calibrated);
@@ -142,14 +139,23 @@ pub(crate) fn check(
     let needed = needs.beside(existing);
     match free_space(run.root()) {
         Ok(Some(free)) if free >= needed => Ok(None),
-        Ok(Some(free)) => Err(Error::NoRoom {
-            path: run.root().to_owned(),
-            needed,
-            free,
-            checkpoint: needs.checkpoint,
-            num_checkpoints: needs.num_checkpoints,
-            keeps_for_good: recipe.checkpoint.keep_every > 0,
-        }),
+        Ok(Some(free)) => {
+            let Needs { checkpoint, num_checkpoints, .. } = needs;
+            let keep_every = match recipe.checkpoint.keep_every {
+                0 => "",
+                _ => " or raise checkpoint.keep_every",
+            };
+            let message = format!(
+                "{}: the run writes {} beside what is there, for {num_checkpoints} checkpoints of {} and the export, \
+                 but the file system has {} free: free some, lower checkpoint.keep{keep_every}, or choose another \
+                 run.dir",
+                run.root().display(),
+                bytes(needed),
+                bytes(checkpoint),
+                bytes(free)
+            );
+            Err(Error::NoRoom { needed, checkpoint, message })
+        }
         unknown => {
             let cause = unknown.err().map_or_else(String::new, |error| format!(" ({error})"));
             Ok(Some(format!(

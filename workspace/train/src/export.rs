@@ -62,7 +62,7 @@ pub(crate) fn write<B: Backend, T: Element>(
         .collect();
     let mut companions = source.companions()?;
     let card = model.config().moh.is_some().then(|| {
-        let card = model_card::trained(source.card(), recipe, state);
+        let card = model_card::trained(&source.card, recipe, state);
         companions.extend_from_slice(&card.terms);
         card.text(model.config())
     });

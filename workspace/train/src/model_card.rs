@@ -13,9 +13,6 @@ use moh_recipe::{AttentionKind, Recipe, Stage};
 use crate::Error;
 
 /// Describes the model of a run after `step` steps.
-///
-/// # Errors
-/// Fails if the run has no such checkpoint, or if its recipe cannot be read.
 pub fn of_run(run: &RunDirectory, step: u64) -> Result<ModelCard, Error> {
     let recipe = run.stored_recipe()?;
     let stored = run.stored(step)?;

@@ -19,8 +19,13 @@ use crate::Error;
 pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<OpenDevice, Error> {
     match recipe.run.device {
         DeviceKind::Cpu => Ok(OpenDevice::Cpu),
-        DeviceKind::Cuda => OpenDevice::open_local(local_rank, recipe.run.deterministic)
-            .map_err(|source| Error::Device { path: path.to_owned(), source }),
+        DeviceKind::Cuda => {
+            let opened = OpenDevice::open_local(local_rank, recipe.run.deterministic);
+            Ok(opened.map_err(|error| {
+                let reason = format!("run.device = \"cuda\": {error}, or use --set run.device=cpu");
+                moh_files::unusable(path, reason)
+            })?)
+        }
     }
 }
 
@@ -31,7 +36,11 @@ fn buffers(device: &OpenDevice) -> Result<Buffers, Error> {
         #[cfg(feature = "nccl")]
         OpenDevice::Cuda(cuda) => Ok(Buffers::Gpu(cuda.clone())),
         #[cfg(all(feature = "cuda", not(feature = "nccl")))]
-        OpenDevice::Cuda(_) => Err(Error::NoNccl),
+        OpenDevice::Cuda(_) => Err(Error::Invalid(
+            "several processes were started, but this program was built without NCCL: build it with \
+             --features nccl, or start one process"
+                .to_owned(),
+        )),
     }
 }
 
@@ -56,9 +65,6 @@ pub fn connect(
 
 /// The text of the first rank that has one, on all ranks of `world`, which call this together; empty if
 /// none has.
-///
-/// # Errors
-/// Fails if the device is out of memory, or if another rank has failed.
 pub fn share_text(
     device: &OpenDevice,
     world: &World,

@@ -10,7 +10,12 @@ use crate::event::Event;
 /// Refuses a run that has completed checkpoints and has none left.
 pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
     if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() {
-        return Err(Error::NoneLeft { path: run.root().to_owned() });
+        let reason = format!(
+            "the run has completed checkpoints, and none of them is left to resume from: put one back into {}, or \
+             give --begin-anew, which moves the run's files aside and begins again",
+            run.checkpoints().display()
+        );
+        return Err(moh_files::unusable(run.root(), reason).into());
     }
     Ok(())
 }

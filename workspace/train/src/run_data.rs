@@ -81,7 +81,7 @@ impl RunData {
     /// Fails if a file is missing or invalid, shorter than one window, or prepared with a different
     /// tokenizer.
     pub(crate) fn open(recipe: &Recipe, source: &ModelSource) -> Result<Self, Error> {
-        let vocab_size = source.config().vocab_size;
+        let vocab_size = source.config.vocab_size;
         let training = open_training(recipe, vocab_size)?;
         let validation = open_validation(recipe, vocab_size)?;
         let training_files = training_files(recipe, &training);
@@ -102,9 +102,6 @@ impl RunData {
     }
 
     /// Compares the tokenizer with that of each token file, and returns what a user should know of it.
-    ///
-    /// # Errors
-    /// [`Error::OtherTokenizer`] with the files that were prepared with another one.
     fn check_tokenizer(&self, tokenizer: &TokenizerFile) -> Result<Vec<String>, Error> {
         let mut files: BTreeMap<TokenizerMatch, BTreeSet<&Path>> = BTreeMap::new();
         let mut others: BTreeMap<&Path, String> = BTreeMap::new();
@@ -119,16 +116,15 @@ impl RunData {
         if let Some((prefix, difference)) = others.first_key_value() {
             let word = |path: &Path| shell_word(&path.to_string_lossy());
             let prefixes: Vec<String> = others.keys().map(|prefix| word(prefix)).collect();
-            return Err(Error::OtherTokenizer {
-                prefix: prefix.to_path_buf(),
-                tokenizer: tokenizer.path().to_owned(),
-                difference: difference.clone(),
-                command: format!(
-                    "moh-data accept --tokenizer {} {}",
-                    word(tokenizer.path()),
-                    prefixes.join(" ")
-                ),
-            });
+            let reason = format!(
+                "prepared with another tokenizer than {}: {difference}: use the tokenizer of the token file, prepare \
+                 the text again with this one, or accept it if it gives the same ids on a sample of the text: moh-data \
+                 accept --tokenizer {} {}",
+                tokenizer.path().display(),
+                word(tokenizer.path()),
+                prefixes.join(" ")
+            );
+            return Err(moh_files::unusable(prefix, reason).into());
         }
         let remarks = files.iter().filter_map(|(found, files)| {
             let (remark, first) = (found.remark()?, files.first()?.display());

@@ -25,29 +25,55 @@ pub struct ModelSource {
     /// The fields of `config.json`, before the vocabulary is padded.
     config_file: ConfigFile,
     /// The configuration with which training starts.
-    config: ModelConfig,
+    pub(crate) config: ModelConfig,
     /// The rows of the vocabulary, from the first on, that are the stored model's tokens; all rows of a new model.
-    kept_rows: usize,
+    pub(crate) kept_rows: usize,
     weights: Weights,
     /// The names of its tensors.
     tensors: HashSet<String>,
-    tokenizer: Option<PathBuf>,
-    /// The directory of the tokenizer among the model's files.
-    first_tokenizer: Option<PathBuf>,
-    directory: Option<PathBuf>,
+    /// The directory of the tokenizer, if the model has one.
+    pub(crate) tokenizer_directory: Option<PathBuf>,
+    /// The directory of the tokenizer among the model's files, if there is one.
+    pub(crate) first_tokenizer: Option<PathBuf>,
+    /// The model's directory, from which an export copies files.
+    pub(crate) directory: Option<PathBuf>,
     /// The card of a model that is made from this one.
-    card: ModelCard,
+    pub(crate) card: ModelCard,
     warning: Option<String>,
 }
 
-enum Weights {
+/// Weights on a disk.
+pub(crate) enum StoredWeights {
     Files(WeightFiles),
+    /// Those of a run, with its moments.
+    Checkpoint(Box<StoredCheckpoint>),
+}
+
+impl StoredWeights {
+    /// What tells them from others.
+    pub(crate) fn identity(&self) -> String {
+        match self {
+            StoredWeights::Files(files) => files.sample().to_hex().to_string(),
+            StoredWeights::Checkpoint(stored) => parts_identity(stored),
+        }
+    }
+
+    /// Reads a tensor, or its moments.
+    pub(crate) fn read(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<(), Error> {
+        match self {
+            StoredWeights::Files(files) => Ok(files.read_f32(name, out)?),
+            StoredWeights::Checkpoint(stored) => Ok(stored.read_f32(kind, name, out)?),
+        }
+    }
+}
+
+enum Weights {
     Fresh {
         seed: u64,
     },
-    /// Those of another run, with its moments on request.
-    Checkpoint {
-        stored: Box<StoredCheckpoint>,
+    /// With the moments of another run on request.
+    Stored {
+        weights: StoredWeights,
         moments: bool,
     },
     /// Those of a run that resumes, which come from its checkpoint.
@@ -123,9 +149,13 @@ impl ModelSource {
             (None, WeightsFrom::Files, Some(directory)) => {
                 let model = StoredModel::open(directory)?;
                 warning = model.warning;
-                (model.file, Weights::Files(model.weights))
+                let weights = StoredWeights::Files(model.weights);
+                (model.file, Weights::Stored { weights, moments: false })
             }
-            (None, _, None) => return Err(Error::NoModel { path: path.to_owned() }),
+            (None, _, None) => {
+                let reason = "model.from: no such directory, and the model is not downloaded: correct the path or id";
+                return Err(moh_files::unusable(path, reason).into());
+            }
         };
         let mut config = config_file.config.clone();
         let tokenizer = tokenizer.map(Path::to_owned).or_else(|| first_tokenizer.clone());
@@ -147,7 +177,7 @@ impl ModelSource {
             tensors: tensors(&config_file.config).into_iter().map(|tensor| tensor.name).collect(),
             config_file,
             weights,
-            tokenizer,
+            tokenizer_directory: tokenizer,
             first_tokenizer,
             directory: directory.map(Path::to_owned),
             card,
@@ -166,7 +196,7 @@ impl ModelSource {
             let reason = format!("{expected}, but the model has {found}");
             return Err(differs(path, "model.vocab_size", reason));
         }
-        let is_stored = matches!(self.weights, Weights::Files(_) | Weights::Checkpoint { .. });
+        let is_stored = matches!(self.weights, Weights::Stored { .. });
         if let Some(shape) = recipe.model.config.as_ref().filter(|_| is_stored) {
             let described = read_shape(path, shape)?;
             let ours = &self.config_file.config;
@@ -185,24 +215,14 @@ impl ModelSource {
         Ok(())
     }
 
-    /// The configuration with which training starts.
-    pub fn config(&self) -> &ModelConfig {
-        &self.config
-    }
-
     /// The configuration before the vocabulary is padded, which the recipe is checked against.
-    pub fn original_config(&self) -> &ModelConfig {
+    pub(crate) fn original_config(&self) -> &ModelConfig {
         &self.config_file.config
     }
 
     /// What a user should know about the model's files, in a sentence.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
-    }
-
-    /// The rows of the vocabulary, from the first on, that are the stored model's tokens; all rows of a new model.
-    pub(crate) fn kept_rows(&self) -> usize {
-        self.kept_rows
     }
 
     /// The fields of `config.json`.
@@ -226,37 +246,14 @@ impl ModelSource {
         fields
     }
 
-    /// The model's directory, from which an export copies files.
-    pub fn directory(&self) -> Option<&Path> {
-        self.directory.as_deref()
-    }
-
-    /// The card of a model that is made from this one.
-    pub(crate) fn card(&self) -> &ModelCard {
-        &self.card
-    }
-
-    /// The directory of the tokenizer, if the model has one.
-    pub fn tokenizer_directory(&self) -> Option<&Path> {
-        self.tokenizer.as_deref()
-    }
-
     /// Reads the tokenizer's file, if the model has one.
-    ///
-    /// # Errors
-    /// Fails if the file is not a tokenizer.
     pub(crate) fn tokenizer(&self) -> Result<Option<TokenizerFile>, Error> {
-        Ok(self.tokenizer.as_deref().map(TokenizerFile::load).transpose()?)
-    }
-
-    /// The directory of the tokenizer among the model's files, if there is one.
-    pub(crate) fn first_tokenizer(&self) -> Option<&Path> {
-        self.first_tokenizer.as_deref()
+        Ok(self.tokenizer_directory.as_deref().map(TokenizerFile::load).transpose()?)
     }
 
     /// The tokenizer and generation files that an export has.
     pub(crate) fn companions(&self) -> Result<Vec<PathBuf>, Error> {
-        let tokenizer = self.tokenizer.as_deref();
+        let tokenizer = self.tokenizer_directory.as_deref();
         // A run without a tokenizer keeps no files.
         let directory = self.directory.as_deref().filter(|directory| directory.is_dir());
         Ok(match (directory.or(tokenizer), tokenizer) {
@@ -270,35 +267,33 @@ impl ModelSource {
     /// What tells the weights that are read from others; `None` if they are new, or are not read.
     pub(crate) fn identity(&self) -> Option<String> {
         match &self.weights {
-            Weights::Files(files) => Some(files.sample().to_hex().to_string()),
-            Weights::Checkpoint { stored, .. } => Some(parts_identity(stored)),
+            Weights::Stored { weights, .. } => Some(weights.identity()),
             Weights::Fresh { .. } | Weights::NotKept { .. } => None,
         }
     }
 
     /// Whether the weights are another run's: f32, whatever `run.dtype` is.
     pub(crate) fn is_checkpoint(&self) -> bool {
-        matches!(self.weights, Weights::Checkpoint { .. })
+        matches!(self.weights, Weights::Stored { weights: StoredWeights::Checkpoint(_), .. })
     }
 
     /// Optimiser steps that the moments contain; 0 if they begin at zero.
     pub(crate) fn moment_steps(&self) -> u64 {
         match &self.weights {
-            Weights::Checkpoint { stored, moments: true } => stored.manifest().state.moment_steps,
+            Weights::Stored { weights: StoredWeights::Checkpoint(stored), moments: true } => {
+                stored.manifest().state.moment_steps
+            }
             _ => 0,
         }
     }
 
     /// Whether the model has a tensor, or goes on with its moments.
     fn has(&self, kind: TensorKind, tensor: &str) -> bool {
-        let has_moments = matches!(self.weights, Weights::Checkpoint { moments: true, .. });
+        let has_moments = matches!(self.weights, Weights::Stored { moments: true, .. });
         (kind == TensorKind::Weight || has_moments) && self.tensors.contains(tensor)
     }
 
     /// Fills one tensor with its initial elements.
-    ///
-    /// # Errors
-    /// Fails if the tensor cannot be read or is not finite.
     pub fn fill(&self, segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
         self.fill_state(TensorKind::Weight, segment, values)
     }
@@ -345,7 +340,9 @@ impl ModelSource {
         values: &mut [f32],
     ) -> Result<(), Error> {
         match &self.weights {
-            Weights::Checkpoint { stored, .. } if !self.is_padded(&segment.name) => {
+            Weights::Stored { weights: StoredWeights::Checkpoint(stored), .. }
+                if !self.is_padded(&segment.name) =>
+            {
                 if !self.has(kind, &segment.name) {
                     values.fill(0.0);
                     return Ok(());
@@ -369,14 +366,17 @@ impl ModelSource {
     /// Reads a tensor as it is stored, before the vocabulary is padded.
     fn read(&self, kind: TensorKind, segment: &Segment, out: &mut [f32]) -> Result<(), Error> {
         match &self.weights {
-            Weights::Files(files) => Ok(files.read_f32(&segment.name, out)?),
-            Weights::Checkpoint { stored, .. } => Ok(stored.read_f32(kind, &segment.name, out)?),
+            Weights::Stored { weights, .. } => weights.read(kind, &segment.name, out),
             Weights::Fresh { seed } => {
                 let deviation = self.config.initializer_range;
                 initial::initialize(*seed, deviation, &segment.name, segment.shape(), out);
                 Ok(())
             }
-            Weights::NotKept { recipe } => Err(Error::InitialModelNotRead { path: recipe.clone() }),
+            Weights::NotKept { recipe } => {
+                let reason = "the run begins with its initial model, and a run that resumes does not read its \
+                              weights: give the same command again, which reads them";
+                Err(moh_files::unusable(recipe, reason).into())
+            }
         }
     }
 }
@@ -393,7 +393,8 @@ fn open_checkpoint(
     }
     let Some(step) = name.step else { return refuse("names no step") };
     let (stored, file) = name.run.stored_model(step)?;
-    Ok((file, Weights::Checkpoint { stored: Box::new(stored), moments: recipe.model.moments }))
+    let weights = StoredWeights::Checkpoint(Box::new(stored));
+    Ok((file, Weights::Stored { weights, moments: recipe.model.moments }))
 }
 
 /// Whether `run` is the run of `recipe`.

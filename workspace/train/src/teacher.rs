@@ -5,10 +5,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::StoredCheckpoint;
 use moh_checkpoint::run_directory::CheckpointName;
 use moh_data::TokenizerFile;
-use moh_hf::{ConfigFile, StoredModel, WeightFiles};
+use moh_hf::{ConfigFile, StoredModel};
 use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
@@ -17,7 +16,7 @@ use moh_recipe::{DistillOptions, Recipe, START, Stage};
 use moh_step::TensorKind;
 
 use crate::Error;
-use crate::source::{ModelSource, differs, is_own_run, parts_identity, with_tokenizer};
+use crate::source::{ModelSource, StoredWeights, differs, is_own_run, with_tokenizer};
 
 /// The teachers of a recipe's stages, in order.
 pub(crate) struct Teachers(Vec<Option<TeacherSource>>);
@@ -25,29 +24,21 @@ pub(crate) struct Teachers(Vec<Option<TeacherSource>>);
 /// A teacher before its weights are on a device.
 pub(crate) struct TeacherSource {
     /// Its configuration, with the vocabulary of the run's model.
-    config: ModelConfig,
+    pub config: ModelConfig,
     /// The rows of the vocabulary that its weights have.
     stored_rows: usize,
     /// Those of them that are the same tokens in the run's model.
     rows: usize,
-    weights: Weights,
+    /// `None` for those of the run's initial model.
+    weights: Option<StoredWeights>,
     /// What tells it from others.
     identity: String,
-}
-
-enum Weights {
-    /// Those of the run's initial model.
-    Start,
-    Files(WeightFiles),
-    Checkpoint(Box<StoredCheckpoint>),
 }
 
 /// The files of a teacher that is not the run's own model.
 struct Stored {
     file: ConfigFile,
-    weights: Weights,
-    /// What tells the weights from others.
-    identity: String,
+    weights: StoredWeights,
     /// The directory of its tokenizer, if it has one.
     tokenizer: Option<PathBuf>,
 }
@@ -90,13 +81,13 @@ impl TeacherSource {
         stage: &Stage,
         options: &DistillOptions,
     ) -> Result<Self, Error> {
-        let model = source.config();
+        let model = &source.config;
         if options.is_start() {
             return Ok(TeacherSource {
                 config: model.clone(),
                 stored_rows: model.vocab_size,
-                rows: source.kept_rows(),
-                weights: Weights::Start,
+                rows: source.kept_rows,
+                weights: None,
                 // The record has the model's own.
                 identity: START.to_owned(),
             });
@@ -123,12 +114,14 @@ impl TeacherSource {
         let theirs = load(stored.tokenizer.as_deref())?;
         let original = source.original_config().vocab_size;
         let (rows, ours) = match own.vocab_size {
-            size if size == model.vocab_size => (size, load(source.tokenizer_directory())?),
+            size if size == model.vocab_size => {
+                (size, load(source.tokenizer_directory.as_deref())?)
+            }
             size if size == original => {
-                (source.kept_rows().min(size), load(source.first_tokenizer())?)
+                (source.kept_rows.min(size), load(source.first_tokenizer.as_deref())?)
             }
             size => {
-                let larger = load(source.tokenizer_directory())?.zip(theirs.as_ref());
+                let larger = load(source.tokenizer_directory.as_deref())?.zip(theirs.as_ref());
                 let larger = larger.filter(|(ours, theirs)| ours.has_tokens_of(theirs));
                 match larger.filter(|_| size < model.vocab_size) {
                     // The tokenizer before the model took over a larger vocabulary.
@@ -152,26 +145,18 @@ impl TeacherSource {
             ));
         }
         let mut hasher = blake3::Hasher::new();
-        hasher.update(stored.identity.as_bytes());
+        hasher.update(stored.weights.identity().as_bytes());
         hasher.update(serde_json::Value::Object(stored.file.fields.clone()).to_string().as_bytes());
         Ok(TeacherSource {
             config: ModelConfig { vocab_size: model.vocab_size, ..own.clone() },
             stored_rows: own.vocab_size,
             rows,
-            weights: stored.weights,
+            weights: Some(stored.weights),
             identity: hasher.finalize().to_hex().to_string(),
         })
     }
 
-    /// The configuration, with the vocabulary of the run's model.
-    pub fn config(&self) -> &ModelConfig {
-        &self.config
-    }
-
     /// Loads the teacher of `student`, of a run that starts from `source`, for its passes of shape `pass`.
-    ///
-    /// # Errors
-    /// Fails if a tensor cannot be read, or if the device is out of memory.
     pub fn load<B: Backend + Clone, T: Element>(
         &self,
         source: &ModelSource,
@@ -200,11 +185,8 @@ impl TeacherSource {
         let (stored, missing) = values.split_at_mut(stored);
         missing.fill(0.0);
         match &self.weights {
-            Weights::Start => source.fill(segment, stored),
-            Weights::Files(files) => Ok(files.read_f32(&segment.name, stored)?),
-            Weights::Checkpoint(checkpoint) => {
-                Ok(checkpoint.read_f32(TensorKind::Weight, &segment.name, stored)?)
-            }
+            None => source.fill(segment, stored),
+            Some(weights) => weights.read(TensorKind::Weight, &segment.name, stored),
         }
     }
 }
@@ -220,9 +202,8 @@ impl Stored {
                 );
             }
             let StoredModel { file, weights, .. } = StoredModel::open(Path::new(name))?;
-            let identity = weights.sample().to_hex().to_string();
-            let (weights, tokenizer) = (Weights::Files(weights), with_tokenizer(Path::new(name)));
-            return Ok(Stored { file, weights, identity, tokenizer });
+            let tokenizer = with_tokenizer(Path::new(name));
+            return Ok(Stored { file, weights: StoredWeights::Files(weights), tokenizer });
         };
         if is_own_run(&run, recipe) {
             return refuse(
@@ -233,8 +214,8 @@ impl Stored {
             return refuse("is a run: name one of its checkpoints, as RUN@STEP");
         };
         let (stored, file) = run.stored_model(step)?;
-        let (identity, tokenizer) = (parts_identity(&stored), run.tokenizer());
-        Ok(Stored { file, weights: Weights::Checkpoint(Box::new(stored)), identity, tokenizer })
+        let weights = StoredWeights::Checkpoint(Box::new(stored));
+        Ok(Stored { file, weights, tokenizer: run.tokenizer() })
     }
 }
 

@@ -22,13 +22,10 @@ pub fn is_free(run: &RunDirectory) -> Result<bool, Error> {
 
 /// Creates the directory of `run` from its `parent`, with the resolved `recipe`, whose first stages are the
 /// parent's. The directory must be [free](is_free).
-///
-/// # Errors
-/// Fails if the parent has no checkpoint, or a file cannot be copied.
 pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
     let steps = parent.checkpoint_steps()?;
     if steps.is_empty() {
-        return Err(Error::NoGoodCheckpoint { path: parent.checkpoints() });
+        return Err(parent.no_good_checkpoint());
     }
     let place = run.root();
     PendingDirectory::recover(place).map_err(moh_files::io(place))?;

@@ -72,13 +72,12 @@ impl Extensions {
             };
             let is_last = index + 1 == recipe.stages.len();
             if index < over && !is_last {
-                return Err(Error::StageOver {
-                    path: run.recipe(),
-                    stage: stage.name.clone(),
-                    before,
-                    now: stage.tokens,
-                    step: state.step,
-                });
+                let reason = format!(
+                    "stage.{}.tokens: was {before}, now {}: at step {} the stage is over, and only a stage that is \
+                     not, or the last one, can grow: set it back to {before}",
+                    stage.name, stage.tokens, state.step
+                );
+                return Err(moh_files::unusable(&run.recipe(), reason).into());
             }
             requested.push(StageExtension {
                 stage: stage.name.clone(),

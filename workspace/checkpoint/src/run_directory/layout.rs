@@ -107,17 +107,11 @@ impl RunDirectory {
     }
 
     /// The checkpoint after `step` steps, whose tensors are not read.
-    ///
-    /// # Errors
-    /// Fails if it is missing, or if its manifest cannot be used.
     pub fn stored(&self, step: u64) -> Result<StoredCheckpoint, Error> {
         Ok(StoredCheckpoint::of_step(&self.checkpoint_directory(), step)?)
     }
 
     /// The checkpoint after `step` steps, and the model's configuration in it.
-    ///
-    /// # Errors
-    /// As [`RunDirectory::stored`]; fails if the configuration is invalid.
     pub fn stored_model(&self, step: u64) -> Result<(StoredCheckpoint, ConfigFile), Error> {
         let stored = self.stored(step)?;
         let file = config_file(&stored, &self.checkpoint(step))?;
@@ -197,18 +191,18 @@ impl RunDirectory {
     }
 
     /// Steps of the complete checkpoints, ascending.
-    ///
-    /// # Errors
-    /// Fails if the directory exists and cannot be listed.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
         Ok(self.checkpoint_directory().checkpoint_steps()?)
     }
 
+    /// The error of a run of which no checkpoint has good bytes.
+    pub(crate) fn no_good_checkpoint(&self) -> Error {
+        let reason = "no checkpoint is good: moh-train checkpoints RUN verify names the damage";
+        moh_files::unusable(&self.checkpoints(), reason).into()
+    }
+
     /// Whether the run has ever completed a checkpoint or finished: its marker or its summary exists, or a
     /// checkpoint, good or damaged.
-    ///
-    /// # Errors
-    /// Fails if the directory of checkpoints exists and cannot be listed.
     pub fn has_completed_work(&self) -> Result<bool, Error> {
         let exists = |path: PathBuf| path.symlink_metadata().is_ok();
         if [self.marker(), self.summary()].into_iter().any(exists) {
@@ -229,9 +223,6 @@ impl RunDirectory {
     }
 
     /// Whether the run has finished: it has a summary and an export.
-    ///
-    /// # Errors
-    /// Fails if the summary cannot be read.
     pub fn is_finished(&self) -> Result<bool, Error> {
         let has_summary = Summary::read(&self.summary())?.is_some();
         Ok(has_summary && self.export().join("config.json").is_file())

@@ -18,9 +18,7 @@ pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<S
     let first = metrics::first(&path)?.and_then(|line| recipe.steps_before(&line.stage, line.step));
     if let Some(start) = first.or((step == 0).then_some(0)) {
         match metrics::cut_back(&path, step.saturating_sub(start)) {
-            Err(
-                crate::run_log::Error::MetricsShort { .. } | crate::run_log::Error::JsonLine { .. },
-            ) => {}
+            Err(crate::run_log::Error::Lines(_)) => {}
             done => return Ok(done.map(|()| None)?),
         }
     }
@@ -42,7 +40,7 @@ pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<Str
         _ => state.unevaluated.is_none(),
     };
     match routing_log::cut_back(&path, step, is_evaluated) {
-        Err(error @ crate::run_log::Error::JsonLine { .. }) => {
+        Err(error @ crate::run_log::Error::Lines(_)) => {
             let aside = archive_log(&path, run.root(), "routing", step)?;
             let aside = aside.display();
             Ok(Some(format!("{error}: begun again after step {step}, the old file is {aside}")))

@@ -21,9 +21,6 @@ pub struct RunLock {
 
 impl RunLock {
     /// Locks the directory `root`, which exists.
-    ///
-    /// # Errors
-    /// Fails if another process holds the lock, or the file system reports an error.
     pub(crate) fn acquire(root: &Path) -> Result<Self, Error> {
         Self::acquire_by(File::try_lock, root)
     }
@@ -43,7 +40,8 @@ impl RunLock {
         let warning = match try_lock(&file) {
             Ok(()) => None,
             Err(TryLockError::WouldBlock) => {
-                return Err(Error::Locked { path: root.to_owned() });
+                let reason = "another process trains in this run directory: wait for it, or use another run.dir";
+                return Err(moh_files::unusable(root, reason).into());
             }
             Err(TryLockError::Error(error)) if has_no_locks(&error) => Some(format!(
                 "{}: the file system has no locks, so nothing keeps a second process out of this run directory: \

@@ -43,6 +43,12 @@ pub struct EvaluatedText {
 }
 
 impl Evaluation {
+    /// A loss of which nothing else is known.
+    pub fn new(moment: EvaluationPoint, step: u64, loss: f64) -> Self {
+        let (other_sets, texts) = (BTreeMap::new(), BTreeMap::new());
+        Evaluation { moment, step, loss, bits_per_byte: None, set: None, other_sets, texts }
+    }
+
     /// Whether `all`, which has this evaluation, has more at this point: a stage that went on has several ends.
     pub fn is_repeated(&self, all: &[Evaluation]) -> bool {
         all.iter().filter(|other| other.moment == self.moment).count() > 1

@@ -76,6 +76,6 @@ impl Lines {
     }
 
     fn refuse_line(&self, line: u64, reason: String) -> Error {
-        Error::JsonLine { path: self.path.clone(), line, reason }
+        Error::Lines(format!("{}:{line}: {reason}", self.path.display()))
     }
 }

@@ -40,16 +40,18 @@ impl Machine {
     }
 
     /// Reads the file at `path`; `None` if it is missing.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be read or is not in its format.
     pub fn read(path: &Path) -> Result<Option<Self>, Error> {
         let kind = "the description of a machine";
         let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, kind)?;
         let Some(bytes) = bytes else { return Ok(None) };
-        serde_json::from_slice(&bytes)
-            .map(Some)
-            .map_err(|error| Error::Machine { path: path.to_owned(), reason: error.to_string() })
+        let machine = serde_json::from_slice(&bytes).map_err(|error| {
+            let reason = format!(
+                "is not a description of a machine: {error}: remove the file, which the run writes again when it \
+                 resumes"
+            );
+            moh_files::unusable(path, reason)
+        })?;
+        Ok(Some(machine))
     }
 
     /// Writes the file at `path` as a whole.

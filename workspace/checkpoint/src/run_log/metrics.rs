@@ -19,7 +19,7 @@ use crate::run_log::json_lines::Lines;
 use crate::run_log::speed::Speed;
 
 /// The measurements of one step.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(into = "Line", try_from = "Line")]
 pub struct StepMetrics {
     /// Name of the stage.
@@ -262,9 +262,6 @@ impl MetricsWriter {
 
     /// Writes all lines; returns a function that syncs them to disk, for another thread. A checkpoint of step N can
     /// be resumed only with N lines, so sync before completing one.
-    ///
-    /// # Errors
-    /// Fails if lines cannot be written, or if the process has no file descriptor left.
     pub fn sync_later(
         &mut self,
     ) -> Result<impl FnOnce() -> Result<(), Error> + Send + use<>, Error> {
@@ -276,9 +273,6 @@ impl MetricsWriter {
 }
 
 /// All complete lines of the file at `path`; an incomplete last line is skipped.
-///
-/// # Errors
-/// Fails if the file cannot be read, or a line is not in the format of [`MetricsWriter`].
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
     match Lines::open(path)? {
         Some(lines) => lines.parse(),
@@ -288,9 +282,6 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
 
 /// Passes each complete line of the file at `path` to `visit`, without holding them all; a missing file has
 /// none.
-///
-/// # Errors
-/// As [`read`], after the lines before the one that is refused.
 pub fn for_each(path: &Path, visit: impl FnMut(StepMetrics)) -> Result<(), Error> {
     Lines::open(path)?.map_or(Ok(()), |lines| lines.for_each(visit))
 }
@@ -301,7 +292,7 @@ pub fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
     let Some(mut lines) = Lines::open(path)? else { return Ok(None) };
     match lines.next() {
         Ok(line) => Ok(line.and_then(|line| serde_json::from_slice(line).ok())),
-        Err(Error::JsonLine { .. }) => Ok(None),
+        Err(Error::Lines(_)) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -314,23 +305,21 @@ pub fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
 /// Fails if the file has fewer complete lines, or cannot be read or replaced.
 pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
     let io = |error| moh_files::io(path)(error);
+    let short = |found| {
+        Err(Error::Lines(format!(
+            "{}: has {found} complete lines, but the checkpoint is of step {steps_kept}: restore the file, or resume \
+             from an earlier checkpoint",
+            path.display()
+        )))
+    };
     let Some(mut lines) = Lines::open(path)? else {
-        return match steps_kept {
-            0 => Ok(()),
-            expected => Err(Error::MetricsShort { path: path.to_path_buf(), found: 0, expected }),
-        };
+        return if steps_kept == 0 { Ok(()) } else { short(0) };
     };
     let mut out = moh_files::PendingFile::create(path).map_err(io)?;
     for found in 0..steps_kept {
         match lines.next()? {
             Some(line) => out.write_all(line).map_err(io)?,
-            None => {
-                return Err(Error::MetricsShort {
-                    path: path.to_path_buf(),
-                    found,
-                    expected: steps_kept,
-                });
-            }
+            None => return short(found),
         }
     }
     Ok(out.replace().map_err(io)?)
@@ -348,16 +337,11 @@ mod tests {
             step,
             tokens: step * 1024,
             loss: 2.5,
-            targets: None,
             auxiliary: AuxiliaryLosses::all(Some(0.5)),
             learning_rate: 3e-5,
             grad_norm: 1.25,
             tokens_per_second: 1e4,
-            validation: None,
-            skipped: None,
-            validation_sets: BTreeMap::new(),
-            block_norms: None,
-            speed: None,
+            ..StepMetrics::default()
         }
     }
 
@@ -501,15 +485,15 @@ mod tests {
         let path = directory.path().join("metrics.jsonl");
         cut_back(&path, 0).unwrap();
         assert!(!path.exists());
-        let missing = cut_back(&path, 1).unwrap_err();
-        assert!(matches!(missing, Error::MetricsShort { found: 0, .. }));
+        let missing = cut_back(&path, 1).unwrap_err().to_string();
+        assert!(missing.contains("has 0 complete lines, but"), "{missing}");
 
         write(&path, 1..=3);
         let mut text = std::fs::read(&path).unwrap();
         text.pop();
         std::fs::write(&path, &text).unwrap();
-        let short = cut_back(&path, 3).unwrap_err();
-        assert!(matches!(short, Error::MetricsShort { found: 2, expected: 3, .. }));
+        let short = cut_back(&path, 3).unwrap_err().to_string();
+        assert!(short.contains("has 2 complete lines, but the checkpoint is of step 3"), "{short}");
         assert_eq!(std::fs::read(&path).unwrap(), text);
         assert_eq!(read(&path).unwrap().len(), 2);
     }
@@ -525,24 +509,17 @@ mod tests {
                     \"validation_loss\":1}\n";
         let why = half.replace("validation_loss\":1", "samples\":[1,2]");
         let negative = half.replace("\"step\":1", "\"step\":-1");
-        for hostile in [&long, &nested, half, &why, &negative, "null\n", "\n", "\u{0}\n"] {
+        let texts = [&long, &nested, half, &why, &negative, "null\n", "\n", "\u{0}\n"];
+        for hostile in texts.map(str::as_bytes).into_iter().chain([&b"\xff\xfe\n"[..]]) {
             let _ = std::fs::remove_file(&path);
             write(&path, 1..=2);
             let mut text = std::fs::read(&path).unwrap();
-            text.extend_from_slice(hostile.as_bytes());
+            text.extend_from_slice(hostile);
             std::fs::write(&path, text).unwrap();
-            let error = read(&path).unwrap_err();
-            assert!(matches!(error, Error::JsonLine { line: 3, .. }), "{error}");
+            let error = read(&path).unwrap_err().to_string();
+            assert!(error.contains("metrics.jsonl:3: "), "{error}");
             cut_back(&path, 2).unwrap();
             assert_eq!(read(&path).unwrap(), [step(1), step(2)]);
         }
-    }
-
-    #[test]
-    fn bytes_that_are_not_text_are_refused() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("metrics.jsonl");
-        std::fs::write(&path, b"\xff\xfe\n").unwrap();
-        assert!(matches!(read(&path), Err(Error::JsonLine { line: 1, .. })));
     }
 }

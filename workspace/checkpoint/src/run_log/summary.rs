@@ -28,16 +28,11 @@ pub struct Summary {
 
 impl Summary {
     /// Reads a summary; `None` if the file is missing.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be read or is not a summary.
     pub fn read(path: &Path) -> Result<Option<Self>, Error> {
         let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, "a summary")?;
         let Some(bytes) = bytes else { return Ok(None) };
-        serde_json::from_slice(&bytes).map(Some).map_err(|error| Error::Summary {
-            path: path.to_owned(),
-            reason: format!("not a summary: {error}"),
-        })
+        let summary = serde_json::from_slice(&bytes);
+        Ok(summary.map_err(|error| moh_files::unusable(path, format!("not a summary: {error}")))?)
     }
 
     /// Writes a summary as a whole.
@@ -79,8 +74,6 @@ impl Summary {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
     use crate::run_log::EvaluatedText;
 
@@ -92,19 +85,9 @@ mod tests {
             EvaluationPoint::Converted { stage: stage("moh"), active_heads: 6.into() },
             EvaluationPoint::Trained { stage: stage("moh") },
         ];
-        let evaluations = moments
-            .into_iter()
-            .zip(losses)
-            .map(|(moment, loss)| Evaluation {
-                moment,
-                step: 0,
-                loss,
-                bits_per_byte: None,
-                set: None,
-                other_sets: BTreeMap::new(),
-                texts: BTreeMap::new(),
-            })
-            .collect();
+        let evaluations = moments.into_iter().zip(losses);
+        let evaluations =
+            evaluations.map(|(moment, loss)| Evaluation::new(moment, 0, loss)).collect();
         Summary { steps: 2, tokens: 64, heads: 8, evaluations, calibrations: Vec::new() }
     }
 

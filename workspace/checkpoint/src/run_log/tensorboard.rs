@@ -235,7 +235,6 @@ mod tests {
     use std::collections::BTreeMap;
 
     use moh_kernels::router::SharedHeads;
-    use moh_model::AuxiliaryLosses;
     use moh_step::BlockNorms;
 
     use super::*;
@@ -298,20 +297,12 @@ mod tests {
 
     fn metrics() -> StepMetrics {
         StepMetrics {
-            stage: "moh".to_string(),
-            step: 1,
-            tokens: 1024,
             loss: 2.5,
-            targets: None,
-            auxiliary: AuxiliaryLosses::default(),
             learning_rate: 0.5,
             grad_norm: 1.25,
             tokens_per_second: 1e4,
             validation: Some(Validation { loss: 3.5, bits_per_byte: Some(1.5) }),
-            skipped: None,
-            validation_sets: BTreeMap::new(),
-            block_norms: None,
-            speed: None,
+            ..StepMetrics::default()
         }
     }
 

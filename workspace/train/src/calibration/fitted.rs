@@ -105,9 +105,6 @@ struct Matrix {
 
 impl FittedReader {
     /// Opens the file of a model, whose matrices have these hashes.
-    ///
-    /// # Errors
-    /// Fails if it cannot be read, has another header, or another number of matrices.
     pub fn open(
         path: &Path,
         config: &ModelConfig,

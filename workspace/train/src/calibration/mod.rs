@@ -73,7 +73,7 @@ impl<'a> StageMeasurement<'a> {
         let Some(stage) = recipe.stages.get(state.stage) else { return Ok(None) };
         let Some(calibration) = stage.calibration() else { return Ok(None) };
         let Some(moh) = stage.moh_config(source.original_config())? else { return Ok(None) };
-        let dense = ModelConfig { moh: None, ..source.config().clone() };
+        let dense = ModelConfig { moh: None, ..source.config.clone() };
         let ids = first_tokens(data, state.sample, &calibration)?;
         let tokens = CalibrationTokens::new(ids, data.sequence_length(), &dense)
             .map_err(|source| error(recipe, &stage.name, source))?;
@@ -88,10 +88,6 @@ impl<'a> StageMeasurement<'a> {
     /// The result: that of before, if it is of the same weights, tokens and options, or else a new one, which the first
     /// rank writes into the run directory. `None` if `is_asked`, which tells whether this rank is asked to stop, is true
     /// on a rank meanwhile.
-    ///
-    /// # Errors
-    /// Fails if the weights cannot be read or measured, if the files cannot be read or written, and if another rank
-    /// fails.
     pub fn result<B: Backend + Clone>(
         &self,
         backend: &B,
@@ -307,8 +303,8 @@ impl From<moh_calibrate::Error> for Failure {
 }
 
 fn error(recipe: &Recipe, stage: &str, source: moh_calibrate::Error) -> Error {
-    let (path, source) = (recipe.run.dir.clone(), Box::new(source));
-    Error::Calibration { path, stage: stage.to_owned(), source }
+    let reason = format!("stage.{stage}.moh.calibration: {source}");
+    moh_files::unusable(&recipe.run.dir, reason).into()
 }
 
 /// The tokens of the first samples from `first` on, without the token after each.

@@ -161,9 +161,6 @@ impl CalibrationRecord {
     }
 
     /// Gives this rank's part of a model the fitted matrices, each rank its slices.
-    ///
-    /// # Errors
-    /// Fails if the file with them is missing or damaged, and if the device fails.
     pub(crate) fn apply<B: Backend + Clone, T: Element, M: Element>(
         &self,
         run: &RunDirectory,

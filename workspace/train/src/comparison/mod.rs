@@ -74,27 +74,26 @@ impl Comparison {
         let base = Recipe::load(path, overrides)?;
         let mut recipes: Vec<Recipe> = Vec::new();
         for (index, variant) in variants.iter().enumerate() {
-            let refuse = |reason: String| Error::Variant { name: variant.name.clone(), reason };
+            let refuse = |reason: &str| Err(variant::refuse(&variant.name, reason));
             // On some file systems names that differ in case are the same.
             let is_same = |other: &&Variant| other.name.eq_ignore_ascii_case(&variant.name);
             if variants[..index].iter().find(is_same).is_some() {
-                return Err(refuse("is the name of an earlier variant".to_owned()));
+                return refuse("is the name of an earlier variant");
             }
             let recipe = variant.load(path, overrides)?;
             if recipe.run.dir != base.run.dir {
-                let reason =
-                    "run.dir is the directory of the whole comparison: change it with --set";
-                return Err(refuse(reason.to_owned()));
+                return refuse(
+                    "run.dir is the directory of the whole comparison: change it with --set",
+                );
             }
             let device = |recipe: &Recipe| (recipe.run.device, recipe.run.deterministic);
             if device(&recipe) != device(&base) {
-                let reason = "run.device and run.deterministic are the same for all variants: change \
-                              them with --set";
-                return Err(refuse(reason.to_owned()));
+                return refuse(
+                    "run.device and run.deterministic are the same for all variants: change them with --set",
+                );
             }
             if let Some(same) = recipes.iter().position(|other| *other == recipe) {
-                let reason = format!("is the same as the variant {}", variants[same].name);
-                return Err(refuse(reason));
+                return refuse(&format!("is the same as the variant {}", variants[same].name));
             }
             recipes.push(recipe);
         }
@@ -208,7 +207,9 @@ impl Comparison {
         for name in known.unwrap_or_default() {
             let run = self.directory.join(&name);
             if self.runs.iter().all(|run| run.name != name) && run.exists() {
-                return Err(Error::VariantLeftOut { path: run });
+                let reason = "is a variant of this comparison that no --variant names: name it with the keys that \
+                              it was started with, or move it away";
+                return Err(moh_files::unusable(&run, reason).into());
             }
         }
         for run in &self.runs {
@@ -219,9 +220,6 @@ impl Comparison {
     }
 
     /// Writes `comparison.json` with the results of the variants that have finished.
-    ///
-    /// # Errors
-    /// Fails if the results of a run cannot be read, or the file cannot be written.
     pub fn write_record(&self) -> Result<(), Error> {
         record::write(&self.record(), &self.path, &self.runs)
     }
@@ -232,14 +230,16 @@ impl Comparison {
         let unfinished = format!("{TEMPORARY}{RECORD}");
         let mut found = directory.occupants()?;
         found.retain(|name| !name.starts_with(&unfinished));
-        match found.is_empty() {
-            true => Ok(()),
-            false => Err(Error::NotComparison {
-                path: self.directory.clone(),
-                found: join_names(&found),
-                instead: directory.free_sibling(),
-            }),
+        if found.is_empty() {
+            return Ok(());
         }
+        let reason = format!(
+            "is not the directory of a comparison, and holds {}: a comparison takes a directory that is new, empty or \
+             its own, so choose another one, such as --set run.dir={}",
+            join_names(&found),
+            directory.free_sibling().display()
+        );
+        Err(moh_files::unusable(&self.directory, reason).into())
     }
 }
 
@@ -297,11 +297,7 @@ fn check_begun(run: &PlannedRun, path: &Path) -> Result<(), Error> {
         .collect();
     match changes.is_empty() {
         true => Ok(()),
-        false => {
-            let (path, another) = (directory.recipe(), None);
-            Err(moh_checkpoint::run_directory::Error::RecipeChanged { path, changes, another }
-                .into())
-        }
+        false => Err(directory.recipe_changed(&changes, None).into()),
     }
 }
 

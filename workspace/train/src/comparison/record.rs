@@ -3,9 +3,10 @@
 
 use std::path::Path;
 
-use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::run_directory::{KeyChange, RunDirectory};
 use moh_checkpoint::run_log::{Evaluation, Summary, metrics};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use super::PlannedRun;
 use crate::Error;
@@ -16,39 +17,6 @@ pub(crate) const RECORD: &str = "comparison.json";
 const FORMAT: u32 = 1;
 /// Maximum bytes of a record: thousands of variants.
 const MAX_BYTES: u64 = 64 << 20;
-
-#[derive(Debug, Serialize)]
-struct Record<'a> {
-    format: u32,
-    recipe: &'a Path,
-    shared: Vec<SharedStages<'a>>,
-    variants: Vec<VariantRecord<'a>>,
-}
-
-/// A run of stages that variants share.
-#[derive(Debug, Serialize)]
-struct SharedStages<'a> {
-    name: &'a str,
-    stages: Vec<&'a str>,
-}
-
-#[derive(Debug, Serialize)]
-struct VariantRecord<'a> {
-    name: &'a str,
-    overrides: &'a [String],
-    /// Its first stages, which are shared.
-    shared_stages: Vec<&'a str>,
-    changes: Vec<Change<'a>>,
-    /// `None` until the variant has finished.
-    results: Option<Results>,
-}
-
-#[derive(Debug, Serialize)]
-struct Change<'a> {
-    key: &'a str,
-    recipe: Option<&'a str>,
-    variant: Option<&'a str>,
-}
 
 /// The results of a variant.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -67,9 +35,6 @@ pub struct Results {
 }
 
 /// The results of a run; `None` if it has not finished.
-///
-/// # Errors
-/// Fails if its summary or its metrics cannot be read.
 pub fn results(run: &RunDirectory) -> Result<Option<Results>, Error> {
     let Some(summary) = Summary::read(&run.summary())? else { return Ok(None) };
     Ok(Some(Results {
@@ -81,37 +46,30 @@ pub fn results(run: &RunDirectory) -> Result<Option<Results>, Error> {
     }))
 }
 
-/// Writes the record of `runs`, which compare variants of the `recipe`.
+/// Writes the record of `runs`, which compare variants of the `recipe`: each variant with what it changes, its first
+/// stages, which are shared, and its results, null until it has finished.
 pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<(), Error> {
-    let mut record = Record { format: FORMAT, recipe, shared: Vec::new(), variants: Vec::new() };
+    let recipe = serde_json::to_value(recipe).map_err(|error| moh_files::io(path)(error.into()))?;
+    let (mut shared, mut variants) = (Vec::new(), Vec::new());
     for run in runs {
-        let stages = |count| run.recipe.stages.iter().take(count).map(|stage| stage.name.as_str());
+        let stages = run.recipe.stages.iter().map(|stage| stage.name.as_str());
         let name = run.name.as_str();
-        match &run.variant {
-            None => {
-                let stages = stages(usize::MAX).collect();
-                record.shared.push(SharedStages { name, stages });
-            }
-            Some(variant) => record.variants.push(VariantRecord {
-                name,
-                overrides: &variant.overrides,
-                shared_stages: stages(run.num_shared).collect(),
-                changes: run.changes.iter().map(Change::new).collect(),
-                results: results(&run.directory())?,
-            }),
-        }
+        let Some(variant) = &run.variant else {
+            shared.push(json!({ "name": name, "stages": stages.collect::<Vec<_>>() }));
+            continue;
+        };
+        let change = |change: &KeyChange| json!({ "key": change.key, "recipe": change.before, "variant": change.now });
+        variants.push(json!({
+            "name": name,
+            "overrides": variant.overrides,
+            "shared_stages": stages.take(run.num_shared).collect::<Vec<_>>(),
+            "changes": run.changes.iter().map(change).collect::<Vec<_>>(),
+            "results": results(&run.directory())?,
+        }));
     }
-    let mut text =
-        serde_json::to_vec_pretty(&record).map_err(|error| moh_files::io(path)(error.into()))?;
-    text.push(b'\n');
-    Ok(moh_files::write(path, &text).map_err(moh_files::io(path))?)
-}
-
-impl<'a> Change<'a> {
-    fn new(change: &'a moh_checkpoint::run_directory::KeyChange) -> Self {
-        let (recipe, variant) = (change.before.as_deref(), change.now.as_deref());
-        Change { key: &change.key, recipe, variant }
-    }
+    let record =
+        json!({ "format": FORMAT, "recipe": recipe, "shared": shared, "variants": variants });
+    Ok(moh_files::write(path, format!("{record:#}\n").as_bytes()).map_err(moh_files::io(path))?)
 }
 
 /// What is read of a record: the names of its variants.

@@ -121,7 +121,7 @@ fn a_directory_with_other_files_is_not_taken_and_an_empty_one_is() {
     std::fs::create_dir(directory).unwrap();
     std::fs::write(directory.join("notes.txt"), "mine").unwrap();
     let error = comparison.claim().unwrap_err();
-    assert!(matches!(error, Error::NotComparison { .. }), "{error}");
+    assert!(error.to_string().contains("not the directory of a comparison, and holds notes.txt"));
     assert_eq!(std::fs::read_dir(directory).unwrap().count(), 1);
     std::fs::remove_file(directory.join("notes.txt")).unwrap();
     drop(comparison.claim().unwrap());
@@ -136,7 +136,7 @@ fn a_directory_with_other_files_is_not_taken_and_an_empty_one_is() {
     drop(plan(&path, &["a:stage.three.tokens=888888"]).unwrap().claim().unwrap());
     std::fs::create_dir(directory.join("a")).unwrap();
     let error = plan(&path, &["base"]).unwrap().claim().unwrap_err();
-    assert!(matches!(error, Error::VariantLeftOut { .. }), "{error}");
+    assert!(error.to_string().contains("compared/a: is a variant of this comparison that no"));
     std::fs::write(comparison.record(), "{").unwrap();
     let message = comparison.claim().unwrap_err().to_string();
     assert!(message.contains("comparison.json: not the record of a comparison"), "{message}");

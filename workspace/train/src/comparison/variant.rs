@@ -1,5 +1,6 @@
 //! A variant of a recipe as the command line names it: `name:key=value,key=value`.
 
+use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
@@ -19,6 +20,11 @@ pub struct Variant {
     pub overrides: Vec<String>,
 }
 
+/// The error of a variant, by its name or as it was given.
+pub(super) fn refuse(name: &str, reason: impl fmt::Display) -> Error {
+    Error::Invalid(format!("--variant {name}: {reason}"))
+}
+
 impl FromStr for Variant {
     type Err = Error;
 
@@ -27,7 +33,6 @@ impl FromStr for Variant {
     fn from_str(text: &str) -> Result<Self, Error> {
         let (name, rest) = text.split_once(':').unwrap_or((text, ""));
         let name = name.trim();
-        let refuse = |name: &str, reason: String| Error::Variant { name: name.to_owned(), reason };
         if let Err(reason) = fine_name(name) {
             let reason = format!("expected NAME:KEY=VALUE,KEY=VALUE, and the name {reason}");
             return Err(refuse(text, reason));
@@ -38,7 +43,7 @@ impl FromStr for Variant {
         }
         let parts = match rest.trim() {
             "" => Vec::new(),
-            rest => split(rest).map_err(|reason| refuse(name, reason.to_owned()))?,
+            rest => split(rest).map_err(|reason| refuse(name, reason))?,
         };
         for part in &parts {
             if part.split_once('=').is_none_or(|(key, _)| key.is_empty()) {

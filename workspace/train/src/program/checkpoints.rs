@@ -142,7 +142,7 @@ fn verify(run: &RunDirectory, steps: &[u64]) -> anyhow::Result<()> {
         let (is_good, verdict) = match moh_checkpoint::verify(&run.checkpoint_directory(), step) {
             Ok(Ok(_)) => (true, "complete, all hashes match".to_owned()),
             Ok(Err(error)) => (false, format!("damaged: {error}")),
-            Err(error @ moh_checkpoint::Error::NoCheckpoint { .. }) => return Err(error.into()),
+            Err(error @ moh_checkpoint::Error::NoCheckpoint(_)) => return Err(error.into()),
             Err(error) => (false, format!("cannot be read: {error}")),
         };
         faults += u64::from(!is_good);

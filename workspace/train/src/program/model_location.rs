@@ -15,9 +15,6 @@ use moh_train::{first_that_keeps_model, share_text};
 
 /// The directory of the recipe's `model.from` on this rank; `None` if there is none, or if it is a run, or if one of
 /// `runs`, this run or the one that it continues, keeps what it needs of it. All ranks call this together.
-///
-/// # Errors
-/// Fails if the model is not found on this rank or another.
 pub(crate) fn locate(
     recipe: &Recipe,
     runs: &[&RunDirectory],
@@ -43,9 +40,6 @@ pub(crate) fn locate(
 }
 
 /// The directory of the model `from`.
-///
-/// # Errors
-/// Fails if it is neither a model directory nor in the cache of the hub.
 pub(crate) fn find(from: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     if let Some(directory) = hub_cache::directory(from, revision)? {
         return match not_a_model(&directory) {

@@ -8,9 +8,6 @@ use moh_train::{Replay, SampleSource};
 use crate::run_view::auxiliary_losses;
 
 /// The step, its blocks, the gradients of its tensors and the sources of its samples.
-///
-/// # Errors
-/// Never, as writing to a string does not fail.
 pub(crate) fn tables(replay: &Replay) -> Result<String, fmt::Error> {
     let mut out = String::new();
     summary(&mut out, replay)?;

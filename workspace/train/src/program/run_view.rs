@@ -358,15 +358,7 @@ mod tests {
         let mut view = RunView { steps: 9, ranks: 1, bar: Some(bar.clone()), recent, measuring };
         view.show(Event::Evaluating { done: 12, total: 16 });
         assert_eq!(bar.message(), "evaluating 12/16");
-        let evaluation = Evaluation {
-            moment: EvaluationPoint::Loaded,
-            step: 0,
-            loss: 2.5,
-            bits_per_byte: None,
-            set: None,
-            other_sets: std::collections::BTreeMap::new(),
-            texts: std::collections::BTreeMap::new(),
-        };
+        let evaluation = Evaluation::new(EvaluationPoint::Loaded, 0, 2.5);
         view.show(Event::Evaluated { evaluation: &evaluation, heads: 4 });
         assert_eq!(bar.message(), "");
     }
@@ -412,15 +404,8 @@ mod tests {
     #[test]
     fn an_evaluation_shows_every_set() {
         let code = Validation { loss: 1.25, bits_per_byte: None };
-        let mut evaluation = Evaluation {
-            moment: EvaluationPoint::Loaded,
-            step: 0,
-            loss: 2.5,
-            bits_per_byte: None,
-            set: None,
-            other_sets: [("code".to_owned(), code)].into(),
-            texts: Default::default(),
-        };
+        let mut evaluation = Evaluation::new(EvaluationPoint::Loaded, 0, 2.5);
+        evaluation.other_sets.insert("code".to_owned(), code);
         let shown = describe_evaluation(&evaluation, 8);
         assert_eq!(shown, "validation before training: loss 2.5000, code 1.2500");
         evaluation.other_sets.clear();

@@ -26,9 +26,6 @@ pub(crate) type Say = Box<dyn Fn(&str) + Send>;
 /// with it ignored, as by nohup; `say` gets a sentence at once. A second signal ends the process, with 128
 /// and its number as exit code, after its temporary files are removed. Launchers repeat all signals but
 /// SIGINT while a job ends, so under one of them SIGINT alone does so.
-///
-/// # Errors
-/// Fails if the system refuses a handler or a thread.
 #[cfg(unix)]
 pub(crate) fn stop_on_signals(
     stop: &Arc<AtomicBool>,

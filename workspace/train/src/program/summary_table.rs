@@ -47,13 +47,9 @@ mod tests {
             tokens: 8,
             heads: 4,
             evaluations: vec![Evaluation {
-                moment: EvaluationPoint::Loaded,
-                step: 0,
-                loss: 2.0,
-                bits_per_byte: None,
                 set: Some("text".to_owned()),
                 other_sets: other_sets.into(),
-                texts: Default::default(),
+                ..Evaluation::new(EvaluationPoint::Loaded, 0, 2.0)
             }],
             calibrations: Vec::new(),
         };
@@ -80,14 +76,8 @@ mod tests {
 
     #[test]
     fn the_ends_of_a_stage_that_went_on_are_told_apart() {
-        let ended = |stage: &str, step| Evaluation {
-            moment: EvaluationPoint::Trained { stage: stage.to_owned() },
-            step,
-            loss: 2.0,
-            bits_per_byte: None,
-            set: None,
-            other_sets: Default::default(),
-            texts: Default::default(),
+        let ended = |stage: &str, step| {
+            Evaluation::new(EvaluationPoint::Trained { stage: stage.to_owned() }, step, 2.0)
         };
         let evaluations = vec![ended("adapt", 4), ended("moh", 8), ended("moh", 12)];
         let calibrations = Vec::new();

@@ -13,7 +13,6 @@ use moh_kernels::open_device::{
     InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements,
 };
 use moh_kernels::{Backend, Element};
-use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
@@ -32,7 +31,7 @@ use crate::run_data::RunData;
 use crate::run_inputs::check_order;
 use crate::source::ModelSource;
 use crate::teacher::Teachers;
-use crate::trainer::attention_before;
+use crate::trainer::{attention_before, initial_model};
 
 /// A replayed step.
 #[derive(Debug, Clone, PartialEq)]
@@ -81,7 +80,7 @@ pub fn replay(
 ) -> Result<Replay, Error> {
     let steps = recipe.num_steps();
     if step == 0 || step > steps {
-        return Err(Error::NoSuchStep { path: run.root().to_owned(), step, steps });
+        return Err(no_such_step(run.root(), step, steps));
     }
     for stage in &mut recipe.stages {
         stage.parallel = ParallelOptions::default();
@@ -105,10 +104,11 @@ pub fn replay(
     device.run(job)
 }
 
+fn no_such_step(run: &Path, step: u64, steps: u64) -> Error {
+    moh_files::unusable(run, format!("has no step {step}: use 1 to {steps}")).into()
+}
+
 /// The step of the checkpoint from which [`replay`] repeats the run; 0 for the initial model.
-///
-/// # Errors
-/// Fails if the run directory cannot be read, or a checkpoint's manifest is damaged.
 pub fn replay_from(run: &RunDirectory, step: u64) -> Result<u64, Error> {
     let stored = newest_before(run, step)?;
     Ok(stored.map_or(0, |stored| stored.manifest().state.step))
@@ -181,27 +181,20 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let mut state = state.unwrap_or_default();
         state.growth.clone_from(&job.growth);
         growth::reopen(&mut state, job.recipe);
-        let mut config = source.config().clone();
+        let mut config = source.config.clone();
         config.moh = attention_before(job.run, source, stored.as_ref())?;
         let length = job.recipe.longest_sequence();
-        let (mut model, mut optimizer);
-        if let Some(stored) = stored {
-            let whole = ModelParallel::whole(&config);
-            model = Model::<B, T>::zeros_of_part(backend, config, length, whole, 1)?;
-            optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
-            moh_checkpoint::load(stored, &mut model, &mut optimizer, &[])
-                .map_err(moh_checkpoint::Error::from)?;
-        } else {
-            let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
-            model = Model::new(backend, config, length, fill)?;
-            optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
-            if source.is_checkpoint() {
-                optimizer.fill(&mut model, |kind, segment, range, values| {
-                    source.fill_part(kind, segment, range, values)
-                })?;
-                state.moment_steps = source.moment_steps();
-            }
-        }
+        let whole = ModelParallel::whole(&config);
+        let Some(stored) = stored else {
+            let (model, optimizer) =
+                initial_model(backend, config, length, whole, Shard::WHOLE, source)?;
+            state.moment_steps = source.moment_steps();
+            return Ok(Replayer { job, model, optimizer, state });
+        };
+        let mut model = Model::zeros_of_part(backend, config, length, whole, 1)?;
+        let mut optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
+        moh_checkpoint::load(stored, &mut model, &mut optimizer, &[])
+            .map_err(moh_checkpoint::Error::from)?;
         Ok(Replayer { job, model, optimizer, state })
     }
 
@@ -210,8 +203,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let recipe = self.job.recipe;
         // The step is one of the recipe's, so a stage is left.
         let Some(stage) = recipe.stages.get(self.state.stage) else {
-            let (path, steps) = (recipe.run.dir.clone(), recipe.num_steps());
-            return Err(Error::NoSuchStep { path, step: self.job.step, steps });
+            return Err(no_such_step(&recipe.run.dir, self.job.step, recipe.num_steps()));
         };
         if self.state.stage_step == 0 {
             self.convert(stage)?;
@@ -253,8 +245,12 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let record = CalibrationRecord::read(run, self.state.step)?;
         let record = record.filter(|record| record.calibration.stage == stage.name);
         let Some(record) = record else {
-            let path = run.calibration(self.state.step);
-            return Err(Error::NoCalibration { path, stage: stage.name.clone() });
+            let reason = format!(
+                "the result of the calibration of stage {} is not there any more, and the steps before the stage's \
+                 first checkpoint cannot be replayed without it",
+                stage.name
+            );
+            return Err(moh_files::unusable(&run.calibration(self.state.step), reason).into());
         };
         let (moh, run) = (record.moh(given.router, self.model.config())?, *run);
         self.set_attention(Some(moh))?;

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use moh_checkpoint::run_directory::{CheckpointName, RunDirectory, branch, is_step_of};
+use moh_files::units::counted;
 use moh_kernels::Backend;
 use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_step::Ranks;
@@ -130,8 +131,15 @@ impl Job<'_> {
             return Ok(());
         }
         let ParallelOptions { tensor, pipeline, .. } = stage.parallel;
-        let (path, stage) = (self.path.to_owned(), stage.name.clone());
-        Err(Error::Parallel { path, stage, tensor, pipeline, ranks })
+        let reason = format!(
+            "stage.{}.parallel = {{ tensor = {tensor}, pipeline = {pipeline} }}: {} {} started: start a multiple of \
+             {}, or change the two",
+            stage.name,
+            counted(ranks as u64, "rank"),
+            if ranks == 1 { "was" } else { "were" },
+            tensor.saturating_mul(pipeline)
+        );
+        Err(moh_files::unusable(self.path, reason).into())
     }
 
     /// Opens the model, of a run that begins where its `parent` ends as that keeps it, the data and the teachers;

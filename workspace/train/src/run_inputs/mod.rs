@@ -8,7 +8,6 @@ mod record;
 mod token_files;
 mod vocabulary;
 
-use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 use moh_checkpoint::run_directory::RunDirectory;
@@ -53,8 +52,7 @@ impl RunInputs<'_> {
     /// hash of the content of each validation set; `None` if the run was asked to stop.
     ///
     /// # Errors
-    /// [`Error::InputChanged`] with the first file of training of other content, or the first id outside the
-    /// vocabulary; fails also if the record cannot be read or written.
+    /// The first file of training of other content, or the first id outside the vocabulary.
     pub(crate) fn settle<B: Backend>(
         &self,
         ranks: &mut Ranks<B>,
@@ -85,7 +83,7 @@ impl RunInputs<'_> {
         ranks: &mut Ranks<B>,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<InputCheck, Error> {
-        if !ranks.rank0_decides::<Error>(|| Ok(self.path().is_file()))? {
+        if !ranks.rank0_decides::<Error>(|| Ok(self.run.inputs().is_file()))? {
             return Ok(InputCheck::Passed);
         }
         let files = self.data.token_files();
@@ -102,7 +100,7 @@ impl RunInputs<'_> {
         found: &[TokenFileState],
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Record, Error> {
-        let path = self.path();
+        let path = self.run.inputs();
         let stored = Record::of_run(&path, self.resumes)?;
         let model = ModelFiles::read(self.source, self.recipe)?;
         let weights = self.source.identity();
@@ -117,8 +115,7 @@ impl RunInputs<'_> {
                 for text in model.check(&stored.model_files, &path, &kept)? {
                     events(Event::Warning { text: &text });
                 }
-                stored.check_weights(&path, self.recipe, weights.as_ref())?;
-                stored.check_teachers(&path, self.recipe, &teachers)?;
+                stored.check_models(&path, self.recipe, weights.as_ref(), &teachers)?;
                 teachers.extend(stored.teachers.clone());
                 for key in stored.changed_sets(files, found) {
                     let text = format!(
@@ -174,7 +171,7 @@ impl RunInputs<'_> {
         for (key, file) in files {
             let are_valid = ranks.rank0_decides::<Error>(|| {
                 let known = record.as_ref().and_then(|record| record.token_file(key)?.ids_below);
-                Ok(known.is_some_and(|ids| ids <= self.vocab_size()))
+                Ok(known.is_some_and(|ids| ids <= self.source.config.vocab_size as u64))
             })?;
             if are_valid {
                 continue;
@@ -193,19 +190,10 @@ impl RunInputs<'_> {
             ranks.on_rank0::<Error>(|| {
                 let Some(record) = &mut record else { return Ok(()) };
                 record.set_ids_below(key, ids_below);
-                record.write(&self.path())
+                record.write(&self.run.inputs())
             })?;
         }
         Ok(InputCheck::Passed)
-    }
-
-    /// The number of valid ids.
-    fn vocab_size(&self) -> u64 {
-        self.source.config().vocab_size as u64
-    }
-
-    fn path(&self) -> PathBuf {
-        self.run.inputs()
     }
 }
 

@@ -14,6 +14,7 @@ use moh_hf::model_card::CARD_FILE;
 use moh_hf::model_directory::{TOKENIZER_FILE, companion_files};
 use moh_recipe::Recipe;
 
+use super::record::input_changed;
 use crate::Error;
 use crate::source::ModelSource;
 
@@ -34,7 +35,7 @@ impl ModelFiles {
     /// Reads the files of a model.
     pub(super) fn read(source: &ModelSource, recipe: &Recipe) -> Result<Self, Error> {
         let mut files = BTreeMap::new();
-        if let Some(directory) = source.directory() {
+        if let Some(directory) = source.directory.as_deref() {
             let (path, key) = (directory.join(CONFIG_FILE), "model.from");
             // As the model was read, which may differ from its file in whether it is tied.
             let fields = &source.config_file().fields;
@@ -44,13 +45,13 @@ impl ModelFiles {
             files.insert(CONFIG_FILE.to_owned(), ModelFile { path, key, bytes });
             // A run that was the origin may have kept no files.
             if directory.is_dir() {
-                let tokenizer = source.first_tokenizer().unwrap_or(directory);
+                let tokenizer = source.first_tokenizer.as_deref().unwrap_or(directory);
                 add_companions(&mut files, directory, tokenizer, "", key)?;
             }
             add_card(&mut files, source, directory)?;
         }
         if recipe.model.tokenizer.is_some()
-            && let Some(directory) = source.tokenizer_directory()
+            && let Some(directory) = source.tokenizer_directory.as_deref()
         {
             let (prefix, key) = ("tokenizer/", "model.tokenizer");
             add_companions(&mut files, directory, directory, prefix, key)?;
@@ -70,7 +71,7 @@ impl ModelFiles {
     /// returns a sentence for each tokenizer whose bytes are others and whose content is the same.
     ///
     /// # Errors
-    /// [`Error::InputChanged`] with the first file of other content.
+    /// The first file of other content.
     pub(super) fn check(
         &self,
         recorded: &BTreeMap<String, String>,
@@ -104,12 +105,7 @@ impl ModelFiles {
                 (Some(_), None) => "it is missing".to_owned(),
                 (None, _) => "the run had no such file".to_owned(),
             };
-            return Err(Error::InputChanged {
-                path,
-                key: key.to_owned(),
-                difference,
-                record: record.to_owned(),
-            });
+            return Err(input_changed(&path, key, &difference, record));
         }
         Ok(remarks)
     }
@@ -157,7 +153,7 @@ fn add_card(
     source: &ModelSource,
     directory: &Path,
 ) -> Result<(), Error> {
-    let (card, key) = (source.card(), "model.from");
+    let (card, key) = (&source.card, "model.from");
     let bytes = card.kept_readme().into_bytes();
     let path = directory.join(CARD_FILE);
     files.insert(CARD_FILE.to_owned(), ModelFile { path, key, bytes });

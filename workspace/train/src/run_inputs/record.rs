@@ -67,9 +67,6 @@ impl Record {
     }
 
     /// The record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
-    ///
-    /// # Errors
-    /// Fails if a needed record cannot be read.
     pub(crate) fn of_run(path: &Path, needed: bool) -> Result<Option<Self>, Error> {
         match Self::read(path) {
             Err(error) if needed => Err(error),
@@ -149,43 +146,27 @@ impl Record {
         Ok(moh_files::write(path, &text).map_err(moh_files::io(path))?)
     }
 
-    /// Fails if the weights of `model.from` are read and are others than recorded; `path` is the record's.
-    pub(super) fn check_weights(
+    /// Fails if the weights of `model.from`, where they are read, or a teacher of `recipe` are others than recorded; `path`
+    /// is the record's.
+    pub(super) fn check_models(
         &self,
         path: &Path,
         recipe: &Recipe,
-        found: Option<&String>,
+        weights: Option<&String>,
+        teachers: &BTreeMap<String, String>,
     ) -> Result<(), Error> {
-        match (&self.weights, found) {
-            (Some(recorded), Some(found)) if recorded != found => Err(Error::InputChanged {
-                path: recipe.model.from.clone().unwrap_or_default().into(),
-                key: "model.from".to_owned(),
-                difference: "it has other weights".to_owned(),
-                record: path.to_owned(),
-            }),
-            _ => Ok(()),
+        let is_changed = |recorded: Option<&String>, found: Option<&String>| {
+            recorded.zip(found).is_some_and(|(recorded, found)| recorded != found)
+        };
+        if is_changed(self.weights.as_ref(), weights) {
+            let from = recipe.model.from.as_deref().unwrap_or_default();
+            return Err(input_changed(from.as_ref(), "model.from", "it has other weights", path));
         }
-    }
-
-    /// Fails with the first teacher of `recipe` that is another than recorded; `path` is the record's.
-    pub(super) fn check_teachers(
-        &self,
-        path: &Path,
-        recipe: &Recipe,
-        found: &BTreeMap<String, String>,
-    ) -> Result<(), Error> {
         for stage in &recipe.stages {
             let (key, Some(options)) = (stage.teacher_key(), &stage.distill) else { continue };
-            match (self.teachers.get(&key), found.get(&key)) {
-                (Some(recorded), Some(found)) if recorded != found => {
-                    return Err(Error::InputChanged {
-                        path: options.teacher.clone().into(),
-                        key,
-                        difference: "it is another teacher".to_owned(),
-                        record: path.to_owned(),
-                    });
-                }
-                _ => {}
+            if is_changed(self.teachers.get(&key), teachers.get(&key)) {
+                let teacher = options.teacher.as_ref();
+                return Err(input_changed(teacher, &key, "it is another teacher", path));
             }
         }
         Ok(())
@@ -215,23 +196,24 @@ impl Record {
                 }
                 _ => (".bin", "it has other tokens".to_owned()),
             };
-            let mut name = file.prefix().as_os_str().to_owned();
-            name.push(ending);
-            return Err(Error::InputChanged {
-                path: name.into(),
-                key: key.clone(),
-                difference,
-                record: path.to_owned(),
-            });
+            let name = moh_data::with_ending(file.prefix(), ending);
+            return Err(input_changed(&name, key, &difference, path));
         }
         Ok(())
     }
 }
 
+/// The error of an input, a file or directory, of other content than `record` has for its key.
+pub(super) fn input_changed(input: &Path, key: &str, difference: &str, record: &Path) -> Error {
+    let reason = format!(
+        "{key} is not the file that the run was started with ({difference}), as {} records: put that file back or name \
+         its path, or use another run.dir",
+        record.display()
+    );
+    moh_files::unusable(input, reason).into()
+}
+
 /// Fails if a run with several sources has no record of this version's order of samples.
-///
-/// # Errors
-/// Fails also if the record cannot be read.
 pub(crate) fn check_order(run: &RunDirectory, training: &[TrainingData]) -> Result<(), Error> {
     let path = run.inputs();
     let is_mixture = training.iter().any(|data| data.files().len() > 1);

@@ -13,7 +13,6 @@ use moh_step::OptimizerState;
 use super::save_clock::{Due, SaveClock};
 use super::{Inputs, Trainer};
 use crate::Error;
-use crate::error::last_good_checkpoint;
 use crate::event::Event;
 
 /// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
@@ -184,19 +183,25 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             self.wait_for_checkpoint()?;
         }
         match self.saving.failure.take() {
-            Some(Failure { step, cause }) if self.ranks.is_first() => Err(Error::NotSaved {
-                path: self.inputs.run.checkpoint(step),
-                cause,
-                last_good: self.saving.last_good,
-            }),
+            Some(Failure { step, cause }) if self.ranks.is_first() => {
+                let reason = format!(
+                    "the checkpoint could not be written: {cause}; {}: make room or repair the file system, and run \
+                     the same command again",
+                    self.last_good()
+                );
+                Err(moh_files::unusable(&self.inputs.run.checkpoint(step), reason).into())
+            }
             Some(_) => Err(moh_step::Error::OtherRank { rank: 0 }.into()),
             None => Ok(()),
         }
     }
 
-    /// Step of the newest complete checkpoint.
-    pub(super) fn last_good(&self) -> Option<u64> {
-        self.saving.last_good
+    /// A clause that says which checkpoint is the newest complete one.
+    pub(super) fn last_good(&self) -> String {
+        match self.saving.last_good {
+            Some(step) => format!("the last good checkpoint is of step {step}"),
+            None => "there is no good checkpoint yet".to_owned(),
+        }
     }
 
     /// Whether the newest complete checkpoint is of the last step, or there is no step yet.
@@ -250,7 +255,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Warns of a checkpoint that has failed, and says when the next attempt follows.
     pub(super) fn warn_of_failure(&mut self, again: &str) {
         let Some(Failure { step, cause }) = self.saving.failure.take() else { return };
-        let newest = last_good_checkpoint(self.saving.last_good);
+        let newest = self.last_good();
         let text = format!(
             "the checkpoint of step {step} could not be written: {cause}; {newest}, and another \
              one is tried {again}"

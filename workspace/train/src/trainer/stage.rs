@@ -16,7 +16,6 @@ use super::{Inputs, Progress, Trainer};
 use crate::calibration::{CalibrationRecord, StageMeasurement, attention_of};
 use crate::event::Event;
 use crate::rates::Rates;
-use crate::teacher::TeacherSource;
 use crate::{Error, TimeLimit};
 
 /// The buffers of a stage's steps.
@@ -45,13 +44,14 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.set_teacher(&config)?;
         let stepper = Stepper::new(&self.model, config, self.groups.clone())?;
         let evaluator = self.evaluator(stage.micro_batch)?;
+        let teacher = self.inputs.teachers.of_stage(self.state.stage);
         let mut work = Work {
             stage,
             rates: Rates::new(
                 self.inputs.recipe,
                 stage,
                 self.model.config(),
-                self.inputs.teachers.of_stage(self.state.stage).map(TeacherSource::config),
+                teacher.map(|teacher| &teacher.config),
                 self.model.backend(),
                 self.ranks.group().size(),
             ),
@@ -123,10 +123,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             grad_norm: result.grad_norm,
             tokens_per_second: stage.batch_tokens as f64 / times.seconds,
             skipped,
-            validation: None,
-            validation_sets: Losses::new(),
             block_norms: work.stepper.take_block_norms(),
             speed: self.metrics.is_some().then(|| work.rates.speed(self.model.backend(), times)),
+            ..StepMetrics::default()
         };
         self.end_step(work, metrics)
     }
@@ -183,16 +182,19 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn diverged(&mut self, reason: SkipReason) -> Result<Error, Error> {
         self.wait_for_checkpoint()?;
         self.warn_of_failure("when the run resumes");
-        Ok(match self.ranks.is_first() {
-            true => Error::Diverged {
-                path: self.inputs.run.root().to_owned(),
-                count: self.state.guard.in_a_row,
-                step: self.state.step,
-                reason,
-                last_good: self.last_good(),
-            },
-            false => moh_step::Error::OtherRank { rank: 0 }.into(),
-        })
+        if !self.ranks.is_first() {
+            return Ok(moh_step::Error::OtherRank { rank: 0 }.into());
+        }
+        let (root, count, step) =
+            (self.inputs.run.root(), self.state.guard.in_a_row, self.state.step);
+        let message = format!(
+            "{count} steps in a row up to step {step} were not applied, the last one because its {reason}; {}: to skip \
+             more, raise guard.patience, which a resumed run may change, or start another run from an earlier \
+             checkpoint with a lower learning_rate.max or another run.seed: --set model.from={}@STEP --set run.dir=DIR",
+            self.last_good(),
+            root.display()
+        );
+        Ok(moh_files::unusable(root, message).into())
     }
 
     /// As [`Trainer::compute_and_apply`], with the times of the step's parts.

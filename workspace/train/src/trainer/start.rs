@@ -127,7 +127,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     }
     growth::reopen(&mut state, recipe);
     let attention = attention_before(run, source, stored.as_ref())?;
-    let mut config = ModelConfig { moh: attention.clone(), ..source.config().clone() };
+    let mut config = ModelConfig { moh: attention.clone(), ..source.config.clone() };
     let mut added = Vec::new();
     if let Some(moh) = left.and_then(|left| left.gets_matrices.as_ref()) {
         added = config.added_tensors(Some(moh))?;
@@ -137,7 +137,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let divided = divide(ranks, parallel, &config);
     let (groups, place) = ranks.agree(divided)?;
     let data = groups.data.clone();
-    let (length, size) = (recipe.longest_sequence(), data.size());
+    let length = recipe.longest_sequence();
     let loaded = |state, model, optimizer| Loaded {
         state,
         extensions,
@@ -147,24 +147,19 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         model,
         optimizer,
     };
-    if stored.is_none() && !source.is_checkpoint() {
-        let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
-        let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
-        let optimizer = OptimizerState::new(&model, Shard::from_group(&data))?;
-        return Ok(Some(loaded(state, model, optimizer)));
-    }
     // Each data rank reads its shard, of this run's checkpoint or of another's.
-    let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
-    let mut optimizer = OptimizerState::new(&model, Shard::from_group(&data))?;
+    let shard = Shard::from_group(&data);
     let Some(stored) = stored else {
-        let filled = optimizer.fill(&mut model, |kind, segment, range, values| {
-            source.fill_part(kind, segment, range, values)
-        });
-        ranks.agree(filled)?;
-        moh_checkpoint::gather_weights(&mut model, &data)?;
+        let created = initial_model(backend.clone(), config, length, place, shard, source);
+        let (mut model, optimizer) = ranks.agree(created)?;
+        if source.is_checkpoint() {
+            moh_checkpoint::gather_weights(&mut model, &data)?;
+        }
         state.moment_steps = source.moment_steps();
         return Ok(Some(loaded(state, model, optimizer)));
     };
+    let mut model = Model::zeros_of_part(backend.clone(), config, length, place, shard.size)?;
+    let mut optimizer = OptimizerState::new(&model, shard)?;
     let stored = stored.read_by(Shard::from_group(ranks.group()));
     let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer, &added);
     if moh_checkpoint::quarantine_if_damaged(&checkpoints, ranks, state.step, read, &mut damaged)?
@@ -175,6 +170,33 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     moh_checkpoint::gather_weights(&mut model, &data)?;
     events(Event::Resumed { step: state.step });
     Ok(Some(loaded(state, model, optimizer)))
+}
+
+/// A model and the state of its optimizer.
+type ModelAndState<B, T, M> = (Model<B, T>, OptimizerState<B, M>);
+
+/// The initial model of a run, or a part of it, and the optimiser's state in its shard; of another run's weights, which the
+/// data ranks gather, the shard alone.
+pub(crate) fn initial_model<B: Backend + Clone, T: Element, M: Element>(
+    backend: B,
+    config: ModelConfig,
+    length: usize,
+    place: ModelParallel,
+    shard: Shard,
+    source: &ModelSource,
+) -> Result<ModelAndState<B, T, M>, Error> {
+    if !source.is_checkpoint() {
+        let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
+        let model = Model::of_part(backend, config, length, place, shard.size, fill)?;
+        let optimizer = OptimizerState::new(&model, shard)?;
+        return Ok((model, optimizer));
+    }
+    let mut model = Model::zeros_of_part(backend, config, length, place, shard.size)?;
+    let mut optimizer = OptimizerState::new(&model, shard)?;
+    optimizer.fill(&mut model, |kind, segment, range, values| {
+        source.fill_part(kind, segment, range, values)
+    })?;
+    Ok((model, optimizer))
 }
 
 /// Adds to the state the stages that have become longer, which the first rank reads and returns.
@@ -279,10 +301,10 @@ pub(crate) fn attention_before(
     source: &ModelSource,
     stored: Option<&StoredCheckpoint>,
 ) -> Result<Option<MohConfig>, Error> {
-    let Some(stored) = stored else { return Ok(source.config().moh.clone()) };
+    let Some(stored) = stored else { return Ok(source.config.moh.clone()) };
     let path = run.checkpoint(stored.manifest().state.step);
     let moh = moh_checkpoint::run_directory::config_file(stored, &path)?.config.moh;
     // The hash of a manifest does not tell who wrote it.
-    moh.as_ref().map_or(Ok(()), |moh| source.config().check_moh(moh))?;
+    moh.as_ref().map_or(Ok(()), |moh| source.config.check_moh(moh))?;
     Ok(moh)
 }

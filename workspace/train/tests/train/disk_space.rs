@@ -4,8 +4,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::support::driver::run_in;
-use crate::support::{TestRun, files};
-use moh_checkpoint::run_directory::RunDirectory;
+use crate::support::{TestRun, files, run_of};
 use moh_comm::World;
 use moh_recipe::Recipe;
 use moh_train::{Error, Event, FreeSpace, Outcome, RunOptions};
@@ -29,14 +28,14 @@ fn run_with(
 /// What the run writes and the room of one checkpoint, as its refusal tells them.
 fn needed(recipe: &Recipe) -> (u64, u64) {
     match run_with(recipe, |_| Ok(Some(1)), None).0 {
-        Err(Error::NoRoom { needed, free: 1, checkpoint, .. }) => (needed, checkpoint),
+        Err(Error::NoRoom { needed, checkpoint, .. }) => (needed, checkpoint),
         other => panic!("{other:?}"),
     }
 }
 
 /// Bytes of the checkpoints, of the export and of the calibrations.
 fn written(recipe: &Recipe) -> u64 {
-    let run = RunDirectory::new(&recipe.run.dir);
+    let run = run_of(recipe);
     let calibrations = run.calibration_files().unwrap();
     let calibrations: u64 = calibrations.iter().map(|path| path.metadata().unwrap().len()).sum();
     let directories = [run.checkpoints(), run.export()];
@@ -88,7 +87,7 @@ fn a_run_without_room_is_refused_before_any_work() {
     assert!(text.contains("run: the run writes ") && text.contains("1000 B free"), "{text}");
     let advice = "free some, lower checkpoint.keep, or choose another run.dir";
     assert!(text.contains("for 3 checkpoints of ") && text.ends_with(advice), "{text}");
-    let run = RunDirectory::new(&recipe.run.dir);
+    let run = run_of(&recipe);
     assert!(!run.metrics().exists() && !run.inputs().exists() && !run.checkpoints().exists());
 }
 
@@ -100,7 +99,7 @@ fn what_older_checkpoints_have_is_not_needed_again() {
     let stopped = run_with(&recipe, |_| Ok(Some(u64::MAX)), Some(6)).0;
     assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 6 });
     let (after, _) = needed(&recipe);
-    let existing = bytes(&RunDirectory::new(&recipe.run.dir).checkpoints());
+    let existing = bytes(&run_of(&recipe).checkpoints());
     assert!(existing > checkpoint && after == before - existing, "{before}, {after}, {existing}");
     // A run that has finished needs nothing.
     assert!(matches!(run_with(&recipe, |_| Ok(Some(u64::MAX)), None).0, Ok(Outcome::Finished(_))));

@@ -3,9 +3,8 @@
 
 use std::fs;
 
-use crate::support::driver::{Start, finish, stop_at};
-use crate::support::results::Results;
-use crate::support::{TestRun, files};
+use crate::support::driver::{finish, refusal, run, stop_at};
+use crate::support::{TestRun, files, flip, run_of};
 use moh_checkpoint::StoredCheckpoint;
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_hf::ConfigFile;
@@ -19,11 +18,8 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// A recipe that starts from `from`, in the directory `next`, with these overrides.
 fn next(place: &TestRun, from: &str, overrides: &[&str]) -> Recipe {
-    let mut recipe = place.recipe(&[&["checkpoint.keep=9"], overrides].concat());
-    recipe.run.dir = place.dir.path().join("next");
-    recipe.model.new = None;
-    recipe.model.from = Some(format!("{}{from}", place.dir.path().join("run").display()));
-    recipe
+    let from = format!("{}{from}", place.path("run").display());
+    place.recipe_from(from, "next", &[&["checkpoint.keep=9"], overrides].concat())
 }
 
 /// The recipe with the moments of the other run.
@@ -57,12 +53,12 @@ fn a_run_starts_from_the_exact_weights_of_another() {
         let place = TestRun::new();
         let dtype = format!("run.dtype={dtype}");
         stop_at(&place.recipe(&["checkpoint.keep=9", &dtype]), 6);
-        let run = RunDirectory::new(place.dir.path().join("run"));
+        let run = RunDirectory::new(place.path("run"));
         let moved = run.root().with_file_name("moved");
         for (from, step) in [("@4", 4), ("", 6)] {
             let recipe = next(&place, from, &[&STILL[..], &[&dtype]].concat());
             stop_at(&recipe, 1);
-            let own = RunDirectory::new(&recipe.run.dir);
+            let own = run_of(&recipe);
             let weights = |run: &RunDirectory, step| {
                 values(run, step, TensorKind::Weight, EMBEDDING, 64 * 16)
             };
@@ -85,18 +81,14 @@ fn moments_are_taken_over_with_the_steps_that_they_contain() {
     let rate = ["stage.adapt.learning_rate.max=1e-2", "stage.adapt.learning_rate.min=1e-2"];
     let whole = place.recipe(&[&rate[..], &["checkpoint.keep=9"]].concat());
     stop_at(&whole, 4);
-    let run = RunDirectory::new(&whole.run.dir);
+    let run = run_of(&whole);
     let moments = |recipe: &Recipe| {
         stop_at(recipe, 1);
-        let own = RunDirectory::new(&recipe.run.dir);
-        let state = StoredCheckpoint::of_step(&own.checkpoint_directory(), 1)
-            .unwrap()
-            .manifest()
-            .state
-            .clone();
+        let own = run_of(recipe);
+        let steps = own.stored(1).unwrap().manifest().state.moment_steps;
         let found = values(&own, 1, TensorKind::FirstMoment, EMBEDDING, 64 * 16);
         fs::remove_dir_all(own.root()).unwrap();
-        (state.moment_steps, found)
+        (steps, found)
     };
     let (steps, with) = moments(&with_moments(next(&place, "@4", &rate)));
     assert_eq!(steps, 5);
@@ -118,11 +110,9 @@ fn the_first_stage_keeps_the_attention_of_the_step_unless_it_has_another() {
     for (from, shared) in [("@8", 1), ("@4", 2)] {
         let mut recipe = next(&place, from, &[]);
         recipe.stages.remove(0);
-        recipe.stages[0].moh = None;
-        let moh = moh_recipe::MohOptions::default();
-        recipe.stages[0].moh = Some(moh);
+        recipe.stages[0].moh = Some(moh_recipe::MohOptions::default());
         stop_at(&recipe, 1);
-        let own = RunDirectory::new(&recipe.run.dir);
+        let own = run_of(&recipe);
         let stored = Recipe::load(&own.recipe(), &[]).unwrap();
         let heads = stored.stages[0].moh.clone().unwrap().shared_heads;
         assert_eq!(heads, Some(HeadCounts::All(shared)), "{from}");
@@ -137,69 +127,65 @@ fn a_run_from_a_run_continues_exactly_and_its_vocabulary_grows() {
     let mut recipe = with_moments(next(&place, "", &[]));
     recipe.model.pad_vocab_to = Some(48);
     let mut whole = recipe.clone();
-    whole.run.dir = place.dir.path().join("whole");
-    finish(&whole);
+    whole.run.dir = place.path("whole");
+    let expected = finish(&whole);
     stop_at(&recipe, 1);
     // Tokens beyond the data's 64 have rows, which begin with zero moments and get no gradient.
-    let own = RunDirectory::new(&recipe.run.dir);
+    let own = run_of(&recipe);
     let moments = values(&own, 1, TensorKind::FirstMoment, EMBEDDING, 96 * 16);
     assert!(moments[..64 * 16].iter().any(|&m| m != 0.0));
     assert!(moments[64 * 16..].iter().all(|&m| m == 0.0));
     for step in [4, 5, 7] {
         stop_at(&recipe, step);
     }
-    finish(&recipe);
-    assert!(Results::of(&recipe) == Results::of(&whole));
+    assert!(finish(&recipe) == expected);
     assert_eq!(ConfigFile::read(&own.export()).unwrap().config.vocab_size, 96);
-    assert!(matches!(Start::default().run(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
+    assert!(matches!(run(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
 }
 
 #[test]
 fn what_is_no_origin_is_refused_and_leaves_no_run() {
     let place = TestRun::new();
     finish(&place.recipe(&[]));
-    let run = RunDirectory::new(place.dir.path().join("run"));
+    let run = RunDirectory::new(place.path("run"));
     let before = files(place.dir.path());
-    let refused = |recipe: &Recipe| {
-        let error = Start::default().run(recipe).unwrap_err();
-        assert!(files(place.dir.path()) == before, "{error}");
-        error.to_string()
-    };
-    let error = refused(&next(&place, "@7", &[]));
-    assert!(error.ends_with("no checkpoint of step 7: name one of 8, 10"), "{error}");
-    let mut own = next(&place, "@8", &[]);
-    own.run.dir = run.root().to_owned();
-    let error = Start::default().run(&own).unwrap_err();
-    assert!(error.to_string().contains("is the run directory of this recipe"), "{error}");
-    let error = refused(&with_moments(next(&place, "/export", &[])));
-    assert!(error.contains("model.moments: only a run has moments"), "{error}");
     let mut with_revision = next(&place, "@8", &[]);
     with_revision.model.revision = Some("main".to_owned());
-    let error = refused(&with_revision);
-    assert!(error.contains("model.revision: only hub ids have revisions"), "{error}");
+    for (recipe, expected) in [
+        (next(&place, "@7", &[]), "no checkpoint of step 7: name one of 8, 10"),
+        (
+            with_moments(next(&place, "/export", &[])),
+            "model.moments: only a run has moments: set model.from to RUN or RUN@STEP",
+        ),
+        (with_revision, "model.revision: only hub ids have revisions, and model.from is a run"),
+    ] {
+        let error = refusal(&recipe);
+        assert!(error.ends_with(expected), "{error}");
+        assert!(files(place.dir.path()) == before, "{error}");
+    }
+    let mut own = next(&place, "@8", &[]);
+    own.run.dir = run.root().to_owned();
+    let error = refusal(&own);
+    assert!(error.contains("is the run directory of this recipe"), "{error}");
 }
 
 #[test]
 fn damage_of_a_finished_runs_last_checkpoint_is_not_passed_over() {
     let place = TestRun::new();
     finish(&place.recipe(&[]));
-    let run = RunDirectory::new(place.dir.path().join("run"));
-    let weights = run.checkpoint(10).join("weights.safetensors");
-    let mut bytes = fs::read(&weights).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
-    fs::write(&weights, bytes).unwrap();
+    let run = RunDirectory::new(place.path("run"));
+    flip(&run.checkpoint(10).join("weights.safetensors"), |length| length / 2);
     let before = files(place.dir.path());
     for from in ["", "@10"] {
-        let error = Start::default().run(&next(&place, from, &[])).unwrap_err();
-        assert!(error.to_string().contains("does not match its hash"), "{error}");
+        let error = refusal(&next(&place, from, &[]));
+        assert!(error.contains("does not match its hash"), "{error}");
     }
     // Of a run that has not finished, the checkpoint before it is taken.
     fs::remove_file(run.summary()).unwrap();
     stop_at(&next(&place, "", &[]), 1);
-    let stored = Recipe::load(&place.dir.path().join("next/recipe.toml"), &[]).unwrap();
+    let stored = Recipe::load(&place.path("next/recipe.toml"), &[]).unwrap();
     assert!(stored.model.from.unwrap().ends_with("run@8"));
-    let changed = |path: &std::path::Path| !path.starts_with(place.dir.path().join("next"));
+    let changed = |path: &std::path::Path| !path.starts_with(place.path("next"));
     let after: Vec<_> = files(place.dir.path()).into_keys().filter(|path| changed(path)).collect();
     assert_eq!(after.len() + 1, before.len());
 }

@@ -1,16 +1,13 @@
 //! Steps with bad numbers are not applied, and the run goes on; interrupted, it ends with the same bits. Too many of them
 //! in a row end it.
 
-use crate::support::TestRun;
-use crate::support::faulty::{
-    Fault, SEQUENCES, finish, finish_on, one_of, run_on, stop_at, test_run,
-};
+use crate::support::driver::{finish, finish_on, refusal, run_on, stop_at, warnings};
+use crate::support::faulty::{Fault, SEQUENCES, one_of, test_run};
 use crate::support::results::Results;
-use moh_checkpoint::run_directory::RunDirectory;
+use crate::support::{TestRun, arranged, run_of};
 use moh_checkpoint::run_log::metrics;
 use moh_recipe::Recipe;
-use moh_step::guard::SkipReason;
-use moh_train::{Error, Event, Outcome};
+use moh_train::Error;
 use serde_json::{Value, json};
 
 /// The steps of the whole run that were not applied, with the reasons.
@@ -24,17 +21,17 @@ fn steps_with_nan_are_not_applied_and_the_run_goes_on() {
     let samples = one_of([1, 4, 10]);
     let place = test_run(&samples, Fault::Absent);
     let reference = finish(&place.recipe(&[]));
-    for (ranks, changes) in [
-        (1, &[][..]),
-        (2, &[]),
-        (2, &["stage.adapt.parallel.tensor=2", "stage.moh.parallel.tensor=2"]),
-        (2, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.pipeline=2"]),
-        (4, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.tensor=2"]),
+    for (ranks, layout) in [
+        (1, [[1, 1, 1]; 2]),
+        (2, [[1, 1, 1]; 2]),
+        (2, [[2, 1, 1]; 2]),
+        (2, [[1, 2, 1]; 2]),
+        (4, [[1, 2, 1], [2, 1, 1]]),
     ] {
         let place = test_run(&samples, Fault::NotFinite);
-        let results = finish_on(ranks, &place.recipe(changes));
+        let results = finish_on(ranks, &arranged(place.recipe(&[]), layout));
         let reason = json!("gradient norm is not finite");
-        let what = format!("{ranks} ranks, {changes:?}");
+        let what = format!("{ranks} ranks, {layout:?}");
         assert_eq!(skipped(&results), [(1, &reason), (4, &reason), (10, &reason)], "{what}");
         assert_eq!(results.metrics.len(), reference.metrics.len());
         for (line, reference) in results.metrics.iter().zip(&reference.metrics) {
@@ -53,33 +50,39 @@ fn steps_with_nan_are_not_applied_and_the_run_goes_on() {
 #[test]
 fn a_stopped_run_with_bad_steps_continues_to_the_same_end() {
     let place = test_run(&one_of([1, 4, 5, 7]), Fault::NotFinite);
-    let reference = finish(&place.recipe_in("whole"));
+    let reference = finish(&place.recipe_in("whole", &[]));
     let recipe = place.recipe(&[]);
     for step in 1..10 {
-        assert!(stop_at(&recipe, step));
+        stop_at(&recipe, step);
     }
     assert!(finish(&recipe) == reference);
+}
+
+/// The message of a run that two steps in a row up to `step` have ended.
+fn diverged(recipe: &Recipe, step: u64, last_good: &str) -> String {
+    let root = recipe.run.dir.display();
+    format!(
+        "{root}: 2 steps in a row up to step {step} were not applied, the last one because its gradient norm is not \
+         finite; {last_good}: to skip more, raise guard.patience, which a resumed run may change, or start another \
+         run from an earlier checkpoint with a lower learning_rate.max or another run.seed: --set \
+         model.from={root}@STEP --set run.dir=DIR"
+    )
 }
 
 #[test]
 fn too_many_bad_steps_in_a_row_end_the_run_until_it_may_skip_more() {
     for (bad, last_good, kept) in [
         // At first, around the end of a stage, and after checkpoints of which the last one is between them.
-        ([1, 2], None, &[][..]),
-        ([5, 6], Some(5), &[2, 4, 5]),
-        ([8, 9], Some(8), &[5, 6, 8]),
+        ([1, 2], "there is no good checkpoint yet", &[][..]),
+        ([5, 6], "the last good checkpoint is of step 5", &[2, 4, 5]),
+        ([8, 9], "the last good checkpoint is of step 8", &[5, 6, 8]),
     ] {
         let place = test_run(&one_of(bad), Fault::NotFinite);
         let recipe = place.recipe(&["guard.patience=2"]);
-        let run = RunDirectory::new(&recipe.run.dir);
+        let run = run_of(&recipe);
         // Started again it resumes, and ends there again.
         for _ in 0..2 {
-            let error = run_on(1, &recipe, None, &|_| {}).pop().unwrap().unwrap_err();
-            let Error::Diverged { count: 2, step, reason, last_good: found, .. } = &error else {
-                panic!("{error}")
-            };
-            assert_eq!((*step, *found), (bad[1], last_good));
-            assert_eq!(*reason, SkipReason::GradNormNotFinite);
+            assert_eq!(refusal(&recipe), diverged(&recipe, bad[1], last_good));
             assert_eq!(run.checkpoint_steps().unwrap(), kept);
             let steps = metrics::read(&run.metrics()).unwrap().len() as u64;
             assert_eq!(steps, bad[1]);
@@ -96,16 +99,10 @@ fn all_ranks_end_where_too_many_steps_are_bad() {
     let place = test_run(&one_of([8, 9]), Fault::NotFinite);
     let layout = ["guard.patience=2", "stage.moh.parallel.pipeline=2"];
     let recipe = place.recipe(&layout);
-    let ended = run_on(2, &recipe, None, &|_| {});
+    let ended = run_on((2, 0..0), &recipe, &|_, _| {});
     let [Err(error), Err(other)] = &ended[..] else { panic!("{ended:?}") };
-    let root = recipe.run.dir.display();
-    let expected = format!(
-        "{root}: 2 steps in a row up to step 9 were not applied, the last one because its gradient norm is not \
-         finite; the last good checkpoint is of step 8: to skip more, raise guard.patience, which a resumed run \
-         may change, or start another run from an earlier checkpoint with a lower learning_rate.max or another \
-         run.seed: --set model.from={root}@STEP --set run.dir=DIR"
-    );
-    assert_eq!(error.to_string(), expected);
+    let last_good = "the last good checkpoint is of step 8";
+    assert_eq!(error.to_string(), diverged(&recipe, 9, last_good));
     assert!(matches!(other, Error::Step(moh_step::Error::OtherRank { rank: 0 })), "{other}");
 }
 
@@ -127,7 +124,7 @@ fn a_spike_is_not_applied_once_there_is_a_median() {
     let place = test_run(&spikes, Fault::Spike);
     let recipe = long(&place, &[]);
     for step in [31, 33, 40, 41, 42, 56] {
-        assert!(stop_at(&recipe, step));
+        stop_at(&recipe, step);
     }
     assert!(finish(&recipe) == reference);
     // Without a factor, only what is not finite is refused.
@@ -138,10 +135,9 @@ fn a_spike_is_not_applied_once_there_is_a_median() {
 #[test]
 fn a_resumed_run_refuses_another_factor() {
     let place = TestRun::new();
-    assert!(stop_at(&place.recipe(&[]), 3));
-    let changed = place.recipe(&["guard.factor=4"]);
-    let error = run_on(1, &changed, None, &|_| {}).pop().unwrap().unwrap_err();
-    assert!(error.to_string().contains("guard.factor: was 0.0, now 4"), "{error}");
+    stop_at(&place.recipe(&[]), 3);
+    let error = refusal(&place.recipe(&["guard.factor=4"]));
+    assert!(error.contains("guard.factor: was 0.0, now 4"), "{error}");
 }
 
 #[test]
@@ -150,16 +146,7 @@ fn a_loss_that_is_no_number_ends_neither_the_run_nor_its_checkpoints() {
     let rates = "stage.moh.learning_rate={max = 1e30, min = 1e29, warmup_steps = 0}";
     let place = TestRun::new();
     let recipe = place.recipe(&[rates]);
-    let warnings = std::sync::Mutex::new(Vec::new());
-    let hear = |event: &Event<'_>| {
-        if let Event::Warning { text } = event {
-            warnings.lock().unwrap().push((*text).to_owned());
-        }
-    };
-    for outcome in run_on(1, &recipe, None, &hear) {
-        assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
-    }
-    let warnings = warnings.into_inner().unwrap();
+    let warnings = warnings(&recipe);
     let expected =
         "the loss on validation set \"validation\" after step 6 is NaN, and is recorded as null";
     assert!(warnings.iter().any(|text| text == expected), "{warnings:?}");
@@ -173,7 +160,7 @@ fn a_loss_that_is_no_number_ends_neither_the_run_nor_its_checkpoints() {
     let place = TestRun::new();
     let recipe = place.recipe(&[rates]);
     for step in [6, 8, 9] {
-        assert!(stop_at(&recipe, step));
+        stop_at(&recipe, step);
     }
     assert!(finish(&recipe) == reference);
 }

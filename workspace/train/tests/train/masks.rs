@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::driver::{Start, finish, stop_at};
+use crate::support::driver::{finish, refusal, stop_at};
 use crate::support::results::Results;
 use crate::support::{TestRun, write_tokens};
 use moh_data::{Provenance, TokenFile, TokenFileWriter, with_ending};
@@ -25,10 +25,7 @@ fn mask(prefix: &Path, trains: impl Fn(u64) -> bool) {
 
 /// The results of a run, and the targets of each step.
 fn results(place: &TestRun, name: &str, overrides: &[&str]) -> (Results, Vec<Option<u64>>) {
-    let mut recipe = place.recipe(overrides);
-    recipe.run.dir = place.dir.path().join(name);
-    finish(&recipe);
-    let mut results = Results::of(&recipe);
+    let mut results = finish(&place.recipe_in(name, overrides));
     let take = |line: &mut Value| line.as_object_mut().unwrap().remove("targets");
     let targets = results.metrics.iter_mut().map(take);
     let targets = targets.map(|targets| targets.map(|targets| targets.as_u64().unwrap())).collect();
@@ -40,7 +37,7 @@ fn a_mask_of_ones_is_none() {
     let place = TestRun::new();
     let (expected, none) = results(&place, "run", &[]);
     assert_eq!(none, [None; 10]);
-    mask(&place.dir.path().join("text"), |_| true);
+    mask(&place.path("text"), |_| true);
     let (found, targets) = results(&place, "masked", &[]);
     assert_eq!(targets, [Some(64); 10]);
     assert!(found.weights == expected.weights && found.metrics == expected.metrics);
@@ -49,32 +46,30 @@ fn a_mask_of_ones_is_none() {
 #[test]
 fn a_run_that_was_stopped_ends_as_one_that_never_was() {
     let place = TestRun::new();
-    let text = place.dir.path().join("text");
+    let text = place.path("text");
     mask(&text, |position| position % 3 > 0);
     let (expected, targets) = results(&place, "whole", &[]);
     assert!(targets.iter().all(|targets| targets.is_some_and(|count| (30..60).contains(&count))));
     let recipe = place.recipe(&[]);
     stop_at(&recipe, 3);
     stop_at(&recipe, 7);
-    finish(&recipe);
-    let mut found = Results::of(&recipe);
+    let mut found = finish(&recipe);
     for (line, targets) in found.metrics.iter_mut().zip(targets) {
         assert_eq!(line.as_object_mut().unwrap().remove("targets").unwrap().as_u64(), targets);
     }
     assert!(found.weights == expected.weights && found.metrics == expected.metrics);
     // Another mask is another file.
-    let mut recipe = place.recipe(&[]);
-    recipe.run.dir = place.dir.path().join("again");
+    let recipe = place.recipe_in("again", &[]);
     stop_at(&recipe, 3);
     mask(&text, |position| position % 3 > 1);
-    let refused = Start::default().run(&recipe).unwrap_err().to_string();
+    let refused = refusal(&recipe);
     assert!(refused.contains("text"), "{refused}");
 }
 
 #[test]
 fn sources_with_and_without_a_mask_are_mixed() {
     let place = TestRun::new();
-    let [text, other] = ["text", "other"].map(|name| place.dir.path().join(name));
+    let [text, other] = ["text", "other"].map(|name| place.path(name));
     write_tokens(&other, 5, 60);
     mask(&text, |_| false);
     let sources = format!(
@@ -93,7 +88,7 @@ fn sources_with_and_without_a_mask_are_mixed() {
 #[test]
 fn steps_without_a_target_change_nothing_and_do_not_count_as_bad() {
     let place = TestRun::new();
-    mask(&place.dir.path().join("text"), |_| false);
+    mask(&place.path("text"), |_| false);
     let (found, targets) = results(&place, "run", &["guard.patience=2"]);
     assert_eq!(targets, [Some(0); 10]);
     for line in &found.metrics {
@@ -111,17 +106,16 @@ fn steps_without_a_target_change_nothing_and_do_not_count_as_bad() {
 #[test]
 fn a_validation_loss_is_that_of_the_targets_that_count() {
     let place = TestRun::new();
-    let path = |name: &str| place.dir.path().join(name);
     let mut sets = Vec::new();
     for name in ["whole", "these", "others"] {
-        write_tokens(&path(name), 2, 20);
+        write_tokens(&place.path(name), 2, 20);
         sets.push(format!(
             "{{name={name:?},path={:?},batches=2}}",
-            path(name).display().to_string()
+            place.path(name).display().to_string()
         ));
     }
-    mask(&path("these"), |position| position % 5 < 2);
-    mask(&path("others"), |position| position % 5 >= 2);
+    mask(&place.path("these"), |position| position % 5 < 2);
+    mask(&place.path("others"), |position| position % 5 >= 2);
     let sets = format!("data.validation=[{}]", sets.join(","));
     let (found, _) = results(&place, "run", &[&sets]);
     let summary: Value = serde_json::from_str(&found.summary).unwrap();
@@ -135,9 +129,7 @@ fn a_validation_loss_is_that_of_the_targets_that_count() {
     assert_eq!(some + rest, all);
     assert!(some > 0.0 && some < rest, "{some} {rest}");
     assert!(((these * some + others * rest) / all / whole - 1.0).abs() < 1e-12);
-    fs::remove_file(with_ending(&path("these"), ".mask")).unwrap();
-    let mut recipe = place.recipe(&[&sets]);
-    recipe.run.dir = path("again");
-    let refused = Start::default().run(&recipe).unwrap_err().to_string();
+    fs::remove_file(with_ending(&place.path("these"), ".mask")).unwrap();
+    let refused = refusal(&place.recipe_in("again", &[&sets]));
     assert!(refused.contains("these.mask: ") && refused.contains("it is missing"), "{refused}");
 }

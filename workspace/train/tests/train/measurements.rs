@@ -2,37 +2,18 @@
 //! speed of each step, on one rank and on several, interrupted or not.
 
 use std::fs;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::support::driver::{run_in, watch};
-use crate::support::results::Results;
-use crate::support::{TestRun, write_tokens};
-use moh_checkpoint::run_directory::RunDirectory;
+use crate::support::driver::{Start, finish, finish_on, stop_at};
+use crate::support::{TestRun, arranged, run_of, write_tokens};
 use moh_checkpoint::run_log::{
     RoutingLine, RoutingMoment, StepMetrics, Summary, metrics, routing_log,
 };
 use moh_recipe::Recipe;
-use moh_testkit::ranks::on_ranks;
-use moh_train::{Event, Outcome, RunOptions};
+use moh_train::Event;
 
 const SETS: &str = "data.validation=[{name = \"held-out\", path = \"HERE/held-out\", batches = 2, \
                     every_steps = 3}, {name = \"code\", path = \"HERE/code\", batches = 9, \
                     every_steps = 4}]";
-
-/// Runs a recipe on threads that play ranks; stops it after a step, if there is one.
-fn train(ranks: usize, recipe: &Recipe, stop_after: Option<u64>) {
-    on_ranks(ranks, |world| {
-        let stop = AtomicBool::new(false);
-        let done = run_in(world, recipe, RunOptions::new(&stop), &mut |event| {
-            if let Event::Step { step, .. } = event {
-                stop.store(stop_after == Some(step), Ordering::Relaxed);
-            }
-        });
-        let stopped = matches!(done, Ok(Outcome::Stopped { .. }));
-        assert!(stopped || matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
-        assert_eq!(stopped, stop_after.is_some());
-    });
-}
 
 /// A recipe with two validation sets and norms at every second step.
 fn recipe(place: &TestRun, name: &str, overrides: &[&str]) -> Recipe {
@@ -41,36 +22,26 @@ fn recipe(place: &TestRun, name: &str, overrides: &[&str]) -> Recipe {
         write_tokens(&here.join("code"), 3, 40);
     }
     let sets = SETS.replace("HERE", &here.display().to_string());
-    let overrides = [&[sets.as_str(), "log.norms_every_steps=2"], overrides].concat();
-    let mut recipe = place.recipe(&overrides);
-    recipe.run.dir = here.join(name);
-    recipe
+    place.recipe_in(name, &[&[sets.as_str(), "log.norms_every_steps=2"], overrides].concat())
 }
 
 fn steps_of(recipe: &Recipe) -> Vec<StepMetrics> {
-    metrics::read(&RunDirectory::new(&recipe.run.dir).metrics()).unwrap()
+    metrics::read(&run_of(recipe).metrics()).unwrap()
 }
 
 fn routing_of(recipe: &Recipe) -> Vec<RoutingLine> {
-    routing_log::read(&RunDirectory::new(&recipe.run.dir).routing()).unwrap()
+    routing_log::read(&run_of(recipe).routing()).unwrap()
 }
 
-/// Tensor-, pipeline- and virtual-stage-parallel ranks of both stages.
-fn layout([tensor, pipeline, virtual_stages]: [usize; 3]) -> Vec<String> {
-    let of = |stage: &str| {
-        format!(
-            "stage.{stage}.parallel={{tensor = {tensor}, pipeline = {pipeline}, virtual_stages = \
-             {virtual_stages}}}"
-        )
-    };
-    ["adapt", "moh"].map(of).to_vec()
+fn summary_of(recipe: &Recipe) -> Summary {
+    Summary::read(&run_of(recipe).summary()).unwrap().unwrap()
 }
 
 #[test]
 fn every_set_is_evaluated_when_it_is_due_and_the_first_is_the_runs() {
     let place = TestRun::new();
     let recipe = recipe(&place, "run", &[]);
-    train(1, &recipe, None);
+    finish(&recipe);
     for (number, step) in (1..).zip(steps_of(&recipe)) {
         let due = |every: u64| number % 5 == 0 || number % every == 0;
         let mut expected = Vec::new();
@@ -79,17 +50,16 @@ fn every_set_is_evaluated_when_it_is_due_and_the_first_is_the_runs() {
         assert_eq!(step.validation_sets.keys().collect::<Vec<_>>(), expected, "step {number}");
         assert_eq!(step.validation, step.validation_sets.get("held-out").copied());
     }
-    let summary = Summary::read(&RunDirectory::new(&recipe.run.dir).summary()).unwrap().unwrap();
+    let summary = summary_of(&recipe);
     assert_eq!(summary.evaluations.len(), 4);
     for evaluation in &summary.evaluations {
         assert_eq!(evaluation.other_sets.keys().collect::<Vec<_>>(), ["code"]);
         assert_ne!(evaluation.other_sets["code"].loss, evaluation.loss);
     }
     // The first set has the losses of a run with that set alone.
-    let alone = TestRun::recipe_in(&place, "alone");
-    train(1, &alone, None);
-    let one = Summary::read(&RunDirectory::new(&alone.run.dir).summary()).unwrap().unwrap();
-    for (evaluation, alone) in summary.evaluations.iter().zip(&one.evaluations) {
+    let alone = place.recipe_in("alone", &[]);
+    finish(&alone);
+    for (evaluation, alone) in summary.evaluations.iter().zip(&summary_of(&alone).evaluations) {
         assert_eq!(evaluation.loss, alone.loss);
         assert!(alone.other_sets.is_empty());
     }
@@ -99,7 +69,7 @@ fn every_set_is_evaluated_when_it_is_due_and_the_first_is_the_runs() {
 fn routing_is_counted_for_each_layer_set_and_evaluation_that_routes() {
     let place = TestRun::new();
     let recipe = recipe(&place, "run", &[]);
-    train(1, &recipe, None);
+    finish(&recipe);
     let lines = routing_of(&recipe);
     let mut expected = Vec::new();
     let mut evaluation = |step, moment, sets: &[&str]| {
@@ -133,25 +103,22 @@ fn routing_is_counted_for_each_layer_set_and_evaluation_that_routes() {
 fn a_dense_run_has_no_routing() {
     let place = TestRun::new();
     let recipe = recipe(&place, "run", &["stage.moh.attention=dense"]);
-    train(1, &recipe, None);
-    assert!(!RunDirectory::new(&recipe.run.dir).routing().exists());
+    finish(&recipe);
+    assert!(!run_of(&recipe).routing().exists());
 }
 
 #[test]
 fn a_resumed_run_measures_what_an_uninterrupted_one_does() {
     let place = TestRun::new();
     let whole = recipe(&place, "whole", &[]);
-    train(1, &whole, None);
-    let routing = |recipe: &Recipe| fs::read(RunDirectory::new(&recipe.run.dir).routing()).unwrap();
+    let results = finish(&whole);
+    let routing = |recipe: &Recipe| fs::read(run_of(recipe).routing()).unwrap();
     for step in [3, 5, 6, 9] {
         let resumed = recipe(&place, &format!("resumed-{step}"), &[]);
-        train(1, &resumed, Some(step));
-        let run = RunDirectory::new(&resumed.run.dir);
+        stop_at(&resumed, step);
         // Lines of steps after the checkpoint, as a killed process leaves them.
-        let later = routing(&whole);
-        fs::write(run.routing(), later).unwrap();
-        train(1, &resumed, None);
-        assert!(Results::of(&resumed) == Results::of(&whole), "step {step}");
+        fs::write(run_of(&resumed).routing(), routing(&whole)).unwrap();
+        assert!(finish(&resumed) == results, "step {step}");
         assert_eq!(routing(&resumed), routing(&whole), "step {step}");
     }
 }
@@ -160,10 +127,10 @@ fn a_resumed_run_measures_what_an_uninterrupted_one_does() {
 fn a_routing_log_that_cannot_be_read_is_set_aside_and_the_run_goes_on() {
     let place = TestRun::new();
     let recipe = recipe(&place, "run", &[]);
-    train(1, &recipe, Some(6));
-    let run = RunDirectory::new(&recipe.run.dir);
+    stop_at(&recipe, 6);
+    let run = run_of(&recipe);
     fs::write(run.routing(), "not a line\n").unwrap();
-    train(1, &recipe, None);
+    finish(&recipe);
     let aside = run.root().join("routing-before-step-6.jsonl");
     assert_eq!(fs::read_to_string(aside).unwrap(), "not a line\n");
     assert_eq!(routing_of(&recipe)[0].step, 8);
@@ -173,15 +140,14 @@ fn a_routing_log_that_cannot_be_read_is_set_aside_and_the_run_goes_on() {
 fn a_routing_log_that_cannot_be_written_is_a_warning_once() {
     let place = TestRun::new();
     let recipe = recipe(&place, "run", &[]);
-    let run = RunDirectory::new(&recipe.run.dir);
+    let run = run_of(&recipe);
     let mut warnings = Vec::new();
-    let done = watch(&recipe, |event, _| match event {
+    Start::default().finish_and_hear(&recipe, |event, _| match event {
         // The file appears with its first line, after the conversion at step 5.
         Event::Step { step: 4, .. } => fs::create_dir(run.routing()).unwrap(),
         Event::Warning { text } => warnings.push((*text).to_owned()),
         _ => {}
     });
-    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
     warnings.retain(|text| text.contains("routing.jsonl"));
     assert_eq!(warnings.len(), 1, "{warnings:?}");
     assert!(warnings[0].ends_with("recorded again when the run is resumed"), "{warnings:?}");
@@ -196,7 +162,7 @@ fn norms_by_block_add_up_to_the_global_norm() {
         ("bf16", vec!["run.dtype=bf16"]),
     ] {
         let recipe = recipe(&place, name, &overrides);
-        train(1, &recipe, None);
+        finish(&recipe);
         for (number, step) in (1u64..).zip(steps_of(&recipe)) {
             assert_eq!(step.block_norms.is_some(), number % 2 == 0, "{name}, step {number}");
             let Some(norms) = step.block_norms else { continue };
@@ -220,29 +186,19 @@ fn every_layout_of_ranks_measures_the_same() {
     for tied in ["false", "true"] {
         let tied = format!("model.new.tie_word_embeddings={tied}");
         let one = recipe(&place, &format!("one-{tied}"), &[&tied]);
-        train(1, &one, None);
+        finish(&one);
         let (steps, routing) = (steps_of(&one), routing_of(&one));
         for (ranks, parts) in
             [(2, [1, 1, 1]), (2, [2, 1, 1]), (2, [1, 2, 1]), (3, [1, 1, 1]), (4, [2, 2, 1])]
         {
-            let overrides = layout(parts);
-            let overrides: Vec<&str> = overrides.iter().map(String::as_str).collect();
-            let overrides = [overrides.as_slice(), &[&tied]].concat();
             let name = format!("{ranks}-{parts:?}-{tied}");
-            let divided = recipe(&place, &name, &overrides);
-            train(ranks, &divided, None);
+            let divided = arranged(recipe(&place, &name, &[&tied]), [parts; 2]);
+            finish_on(ranks, &divided);
             for (line, expected) in routing_of(&divided).iter().zip(&routing) {
-                assert_eq!(
-                    (line.step, line.moment, &line.validation, line.layer, line.tokens),
-                    (
-                        expected.step,
-                        expected.moment,
-                        &expected.validation,
-                        expected.layer,
-                        expected.tokens
-                    ),
-                    "{name}"
-                );
+                let place = |line: &RoutingLine| {
+                    (line.step, line.moment, line.validation.clone(), line.layer, line.tokens)
+                };
+                assert_eq!(place(line), place(expected), "{name}");
                 assert!((line.entropy - expected.entropy).abs() < 1e-3, "{name}: {line:?}");
                 // Rounding may order norms that are nearly equal in another way.
                 for (count, expected) in line.selected.iter().zip(&expected.selected) {
@@ -279,7 +235,7 @@ fn data_ranks_count_the_routing_of_equal_weights_exactly() {
         // A first stage that changes nothing that f32 could show.
         let rate = "stage.adapt.learning_rate={max = 1e-30, min = 0, warmup_steps = 0}";
         let recipe = recipe(&place, &format!("ranks-{ranks}"), &[rate]);
-        train(ranks, &recipe, None);
+        finish_on(ranks, &recipe);
         let mut lines = routing_of(&recipe);
         lines.retain(|line| line.moment == RoutingMoment::Converted);
         lines
@@ -295,7 +251,7 @@ fn data_ranks_count_the_routing_of_equal_weights_exactly() {
 fn the_speed_of_a_step_has_the_times_of_its_parts() {
     let place = TestRun::new();
     let peak = recipe(&place, "run", &["log.peak_tflops=0.5"]);
-    train(2, &peak, None);
+    finish_on(2, &peak);
     let steps = steps_of(&peak);
     for (number, step) in (1..).zip(&steps) {
         let speed = step.speed.unwrap();
@@ -317,6 +273,6 @@ fn the_speed_of_a_step_has_the_times_of_its_parts() {
     let flops = |step: &StepMetrics| step.speed.unwrap().tflops / step.tokens_per_second;
     assert!(flops(&steps[9]) < flops(&steps[0]));
     let unknown = recipe(&place, "unknown", &[]);
-    train(1, &unknown, None);
+    finish(&unknown);
     assert!(steps_of(&unknown).iter().all(|step| step.speed.unwrap().mfu.is_none()));
 }

@@ -1,22 +1,8 @@
 //! A step of a run is replayed from a checkpoint before it, with the numbers of the run, and nothing in the
 //! run directory changes.
 
-use std::path::Path;
-
-use crate::support::faulty::{finish, finish_on, stop_at};
-use crate::support::{TestRun, files};
-use moh_checkpoint::run_directory::RunDirectory;
-use moh_kernels::open_device::OpenDevice;
-use moh_recipe::Recipe;
-use moh_train::{Error, Replay};
-
-fn replay(recipe: &Recipe, step: u64) -> Result<Replay, Error> {
-    let run = RunDirectory::new(&recipe.run.dir);
-    let path = run.recipe();
-    // As the program reads it.
-    let stored = Recipe::load(&path, &[])?;
-    moh_train::replay(&run, stored, &path, None, OpenDevice::Cpu, step)
-}
+use crate::support::driver::{finish, finish_on, replay, stop_at};
+use crate::support::{TestRun, arranged, files, run_of, shorten};
 
 #[test]
 fn every_step_has_the_numbers_of_the_run() {
@@ -49,9 +35,9 @@ fn every_step_has_the_numbers_of_the_run() {
 fn the_parts_of_a_step_add_up() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    assert!(stop_at(&recipe, 9));
+    stop_at(&recipe, 9);
     // A process that trains in the directory does not matter.
-    let _lock = RunDirectory::new(&recipe.run.dir).lock().unwrap();
+    let _lock = run_of(&recipe).lock().unwrap();
     let found = replay(&recipe, 9).unwrap();
     assert_eq!((found.from, found.stage.as_str()), (8, "moh"));
     let squares: f64 = found.gradients.iter().map(|tensor| tensor.norm.powi(2)).sum();
@@ -80,13 +66,13 @@ fn samples_are_found_in_their_files() {
     let place = TestRun::new();
     let recipe = place.recipe(&["data.order=sequential"]);
     finish(&recipe);
-    assert_eq!(moh_train::replay_from(&RunDirectory::new(&recipe.run.dir), 3).unwrap(), 0);
+    assert_eq!(moh_train::replay_from(&run_of(&recipe), 3).unwrap(), 0);
     let found = replay(&recipe, 3).unwrap();
-    let file = moh_data::TokenFile::open(&place.dir.path().join("text")).unwrap();
+    let file = moh_data::TokenFile::open(&place.path("text")).unwrap();
     assert_eq!(found.samples.len(), 8);
     for (number, sample) in (16..).zip(&found.samples) {
         assert_eq!(sample.number, number);
-        assert_eq!(sample.path, place.dir.path().join("text"));
+        assert_eq!(sample.path, place.path("text"));
         assert_eq!((sample.tokens.end - sample.tokens.start, sample.tokens.start % 8), (9, 0));
         let (first, last) = (sample.documents.start, sample.documents.end - 1);
         assert!(file.document(first).unwrap().contains(&sample.tokens.start));
@@ -97,8 +83,7 @@ fn samples_are_found_in_their_files() {
 #[test]
 fn a_run_of_several_ranks_is_replayed_by_one() {
     let place = TestRun::new();
-    let layout = ["stage.adapt.parallel.tensor=2", "stage.moh.parallel.pipeline=2"];
-    let recipe = place.recipe(&layout);
+    let recipe = arranged(place.recipe(&[]), [[2, 1, 1], [1, 2, 1]]);
     let results = finish_on(2, &recipe);
     for step in [2, 10] {
         let found = replay(&recipe, step).unwrap();
@@ -117,11 +102,9 @@ fn what_cannot_be_replayed_is_refused() {
         let error = replay(&recipe, step).unwrap_err();
         assert!(error.to_string().contains(&format!("no step {step}: use 1 to 10")), "{error}");
     }
-    let weights = RunDirectory::new(&recipe.run.dir).checkpoint(8).join("weights.safetensors");
-    let bytes = std::fs::read(&weights).unwrap();
-    std::fs::write(&weights, &bytes[..bytes.len() - 9]).unwrap();
-    let before = files(Path::new(&recipe.run.dir));
+    shorten(&run_of(&recipe).checkpoint(8).join("weights.safetensors"));
+    let before = files(&recipe.run.dir);
     let error = replay(&recipe, 9).unwrap_err();
     assert!(error.to_string().contains("weights.safetensors"), "{error}");
-    assert!(files(Path::new(&recipe.run.dir)) == before);
+    assert!(files(&recipe.run.dir) == before);
 }

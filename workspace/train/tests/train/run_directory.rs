@@ -1,56 +1,33 @@
 //! A run directory is marked by a run or it is refused, and a directory that is moved or removed under a run is not made
 //! again.
 
-use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use crate::support::driver::{Start, finish, run_in, stop_at};
+use crate::support::driver::{
+    Start, finish, reference, resumed, run, run_on, stop_at, warnings, watch,
+};
 use crate::support::results::Results;
-use crate::support::{TestRun, copy_all, files, write_tokens};
+use crate::support::{TestRun, copy_all, files, run_of, write_tokens};
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_comm::World;
 use moh_kernels::open_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_testkit::ranks::on_ranks;
 use moh_train::{Error, Event, Outcome, RunOptions};
 
-/// Runs a recipe, which lies at `path`, with a model in `model`.
-fn train_at(
-    recipe: &Recipe,
-    path: &Path,
-    model: Option<&Path>,
-    begin_anew: bool,
-) -> Result<Outcome, Error> {
+/// The error of a recipe that lies at `path`.
+fn refusal_at(recipe: &Recipe, path: &Path) -> String {
     let (stop, world) = (AtomicBool::new(false), World::single());
-    let options = RunOptions { begin_anew, ..RunOptions::new(&stop) };
-    moh_train::run(&mut recipe.clone(), path, model, OpenDevice::Cpu, &world, options, &mut |_| {})
+    let directory = recipe.model.from.as_deref().map(Path::new);
+    let (device, options) = (OpenDevice::Cpu, RunOptions::new(&stop));
+    let done =
+        moh_train::run(&mut recipe.clone(), path, directory, device, &world, options, &mut |_| {});
+    done.unwrap_err().to_string()
 }
 
-fn train(recipe: &Recipe) -> Result<Outcome, Error> {
-    train_at(recipe, Path::new("recipe.toml"), None, false)
-}
-
-/// Trains, and hears the warnings.
-fn warnings(recipe: &Recipe) -> Vec<String> {
-    let mut found = Vec::new();
-    let done = Start::default().run_and_hear(recipe, &mut |event| {
-        if let Event::Warning { text } = event {
-            found.push((*text).to_owned());
-        }
-    });
-    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
-    found
-}
-
-fn names(directory: &Path) -> Vec<String> {
-    let entries = fs::read_dir(directory).unwrap();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
+/// Begins a run again, in a directory that may have one.
+const ANEW: Start<'_> = Start { resume_step: None, begin_anew: true, stop_at: 0, copies: &[] };
 
 #[test]
 fn a_directory_with_files_of_a_user_is_refused_and_unchanged() {
@@ -72,17 +49,10 @@ fn a_directory_with_files_of_a_user_is_refused_and_unchanged() {
             fs::write(path, "# mine").unwrap();
         }
         let before = files(root);
-        for begin_anew in [false, true] {
-            let error = train_at(&recipe, Path::new("recipe.toml"), None, begin_anew).unwrap_err();
-            assert!(
-                matches!(
-                    error,
-                    Error::RunDirectory(moh_checkpoint::run_directory::Error::NotARun { .. })
-                ),
-                "{error}"
-            );
-            let error = error.to_string();
-            assert!(error.contains(holds) && error.contains("/run-2"), "{error}");
+        for start in [Start::default(), ANEW] {
+            let error = start.run(&recipe).unwrap_err().to_string();
+            let expected = format!("run: is not a run directory, and {holds}");
+            assert!(error.contains(&expected) && error.contains("/run-2"), "{error}");
             assert_eq!(files(root), before);
         }
         fs::remove_dir_all(root).unwrap();
@@ -98,37 +68,37 @@ fn a_directory_with_files_of_a_user_is_refused_and_unchanged() {
 #[test]
 fn a_new_run_does_not_touch_what_it_reads() {
     let place = TestRun::new();
-    finish(&place.recipe_in("earlier"));
-    let model = RunDirectory::new(place.dir.path().join("earlier")).export();
-    let dir = place.dir.path();
-    let mut recipe = place.recipe(&[]);
-    recipe.model.new = None;
+    let earlier = place.recipe_in("earlier", &[]);
+    finish(&earlier);
+    let (dir, model) = (place.dir.path(), run_of(&earlier).export());
+    let mut recipe = place.recipe_from("", "run", &[]);
     recipe.stages.remove(0);
     // A directory that a run has marked, which ended before its first checkpoint.
     let marked = dir.join("marked");
     fs::create_dir(&marked).unwrap();
-    fs::copy(dir.join("earlier/.moh-run"), marked.join(".moh-run")).unwrap();
+    fs::copy(earlier.run.dir.join(".moh-run"), marked.join(".moh-run")).unwrap();
     copy_all(&model, &marked.join("mine"));
     write_tokens(&marked.join("tokens"), 1, 60);
     fs::write(marked.join("variant.toml"), "").unwrap();
     let other = Path::new("recipe.toml");
-    let source = &mut recipe.clone().data.sources[0];
+    let source = &recipe.data.sources[0].path.clone();
     for (run_dir, from, tokens, path, expected) in [
-        (&marked, &marked.join("mine"), &source.path, other, "run.dir holds"),
-        (&marked, &marked, &source.path, other, "run.dir is"),
-        (&model.join("run"), &model, &source.path, other, "run.dir lies inside"),
+        (&marked, &marked.join("mine"), source, other, "run.dir holds"),
+        (&marked, &marked, source, other, "run.dir is"),
+        (&model.join("run"), &model, source, other, "run.dir lies inside"),
         (&marked, &model, &marked.join("tokens"), other, "data.sources names"),
-        (&marked, &model, &source.path, &marked.join("variant.toml"), "--recipe names"),
+        (&marked, &model, source, &marked.join("variant.toml"), "--recipe names"),
     ] {
         recipe.run.dir = run_dir.clone();
         recipe.model.from = Some(from.display().to_string());
         recipe.data.sources[0].path = tokens.clone();
-        let model_files: BTreeMap<PathBuf, Vec<u8>> = files(dir);
-        let error = train_at(&recipe, path, Some(from), false).unwrap_err().to_string();
+        let before = files(dir);
+        let error = refusal_at(&recipe, path);
         assert!(error.contains(expected), "{error}");
-        assert_eq!(files(dir), model_files, "{expected}");
+        assert_eq!(files(dir), before, "{expected}");
     }
-    train_at(&recipe, other, Some(&model), false).unwrap();
+    recipe.data.sources[0].path.clone_from(source);
+    finish(&recipe);
     assert!(marked.join("mine/model.safetensors").is_file());
 }
 
@@ -139,42 +109,35 @@ fn beginning_anew_renames_the_directory_with_all_that_is_in_it() {
     let root = &recipe.run.dir;
     finish(&recipe);
     fs::write(root.join("notes.txt"), "mine").unwrap();
-    let run = files(root);
+    let all = files(root);
     // As a run of an earlier version.
     fs::remove_file(root.join(".moh-run")).unwrap();
-    train_at(&recipe, Path::new("recipe.toml"), None, true).unwrap();
+    ANEW.finish(&recipe);
     assert!(root.join(".moh-run").is_file() && !root.join("notes.txt").exists());
     let before = root.with_file_name("run.before-1");
-    for (path, bytes) in run {
+    for (path, bytes) in all {
         let name = path.strip_prefix(root).unwrap();
         assert!(name.ends_with(".moh-run") || fs::read(before.join(name)).unwrap() == bytes);
     }
     // The earlier run is one.
-    let moved = place.recipe(&[&dir_of(&before)]);
-    assert!(matches!(train(&moved), Ok(Outcome::AlreadyFinished(_))));
+    let moved = place.recipe_in("run.before-1", &[]);
+    assert!(matches!(run(&moved), Ok(Outcome::AlreadyFinished(_))));
     // Another process that trains is not disturbed.
     let _lock = RunDirectory::new(root).lock().unwrap();
-    let error = train_at(&recipe, Path::new("recipe.toml"), None, true).unwrap_err();
-    assert!(
-        matches!(error, Error::RunDirectory(moh_checkpoint::run_directory::Error::Locked { .. })),
-        "{error}"
-    );
+    let error = ANEW.run(&recipe).unwrap_err().to_string();
+    assert!(error.contains("run: another process trains in this run directory"), "{error}");
 }
 
 #[cfg(unix)]
 #[test]
 fn a_link_to_the_directory_of_a_run_that_begins_anew_stays() {
     let place = TestRun::new();
-    let (recipe, linked) = (place.recipe(&[]), place.recipe_in("link"));
+    let (recipe, linked) = (place.recipe(&[]), place.recipe_in("link", &[]));
     finish(&recipe);
     std::os::unix::fs::symlink(&recipe.run.dir, &linked.run.dir).unwrap();
-    train_at(&linked, Path::new("recipe.toml"), None, true).unwrap();
+    ANEW.finish(&linked);
     assert!(linked.run.dir.is_symlink() && linked.run.dir.join("summary.json").is_file());
     assert!(recipe.run.dir.with_file_name("run.before-1").join("summary.json").is_file());
-}
-
-fn dir_of(path: &Path) -> String {
-    format!("run.dir={}", path.display())
 }
 
 #[test]
@@ -190,14 +153,8 @@ fn a_run_of_an_earlier_version_resumes_and_is_marked() {
                 fs::remove_file(root.join(name)).unwrap();
             }
         }
-        let mut resumed = 0;
-        let done = Start::default().run_and_hear(&recipe, &mut |event| {
-            if let Event::Resumed { step } = event {
-                resumed = *step;
-            }
-        });
-        assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
-        assert!(resumed == 3 && root.join(".moh-run").is_file());
+        assert_eq!(resumed(&recipe), [3]);
+        assert!(root.join(".moh-run").is_file());
         fs::remove_dir_all(root).unwrap();
     }
 }
@@ -205,10 +162,8 @@ fn a_run_of_an_earlier_version_resumes_and_is_marked() {
 #[test]
 fn a_run_whose_files_have_what_only_earlier_versions_wrote_resumes() {
     let place = TestRun::new();
-    let whole = place.recipe_in("whole");
-    finish(&whole);
     let recipe = place.recipe(&[]);
-    let run = RunDirectory::new(&recipe.run.dir);
+    let run = run_of(&recipe);
     stop_at(&recipe, 3);
     let edit = |path: &Path, from: &str, to: &str| {
         let text = fs::read_to_string(path).unwrap();
@@ -223,16 +178,9 @@ fn a_run_whose_files_have_what_only_earlier_versions_wrote_resumes() {
     let before = hash();
     edit(&manifest, "\"in_a_row\":0,", "\"in_a_row\":0,\"rewinds\":1,");
     edit(&manifest.with_extension("json.b3"), &before, &hash());
-    let mut resumed = 0;
     let stored = RunDirectory::load_recipe(&run.recipe(), &[]).unwrap();
-    let done = Start::default().run_and_hear(&stored, &mut |event| {
-        if let Event::Resumed { step } = event {
-            resumed = *step;
-        }
-    });
-    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
-    assert_eq!(resumed, 3);
-    assert_eq!(Results::of(&recipe), Results::of(&whole));
+    assert_eq!(resumed(&stored), [3]);
+    assert_eq!(Results::of(&recipe), *reference());
     assert!(!run.root().join("recipe-edited.toml").exists());
 }
 
@@ -240,7 +188,7 @@ fn a_run_whose_files_have_what_only_earlier_versions_wrote_resumes() {
 fn an_edited_recipe_of_the_run_is_compared_and_kept() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    let path = RunDirectory::new(&recipe.run.dir).recipe();
+    let path = run_of(&recipe).recipe();
     stop_at(&recipe, 3);
     let text = fs::read_to_string(&path).unwrap();
     let load = |text: &str| {
@@ -248,15 +196,14 @@ fn an_edited_recipe_of_the_run_is_compared_and_kept() {
         Recipe::load(&path, &[]).unwrap()
     };
     // What the run was started with is known, whatever the file says.
-    let seed = load(&text.replace("seed = 1", "seed = 2 # mine"));
-    let error = train_at(&seed, &path, None, false).unwrap_err();
-    assert!(error.to_string().contains("run.seed: was 1, now 2"), "{error}");
+    let error = refusal_at(&load(&text.replace("seed = 1", "seed = 2 # mine")), &path);
+    assert!(error.contains("run.seed: was 1, now 2"), "{error}");
     assert!(fs::read_to_string(&path).unwrap().contains("# mine"));
     let edited = format!("# Longer.\n{}", text.replace("every_steps = 1", "every_steps = 5"));
     let edited = edited.replacen("tokens = 320", "tokens = 320 # as planned", 1);
     finish(&load(&edited));
     assert_eq!(fs::read_to_string(path.with_file_name("recipe-edited.toml")).unwrap(), edited);
-    let stored = RunDirectory::new(&recipe.run.dir).stored_recipe().unwrap();
+    let stored = run_of(&recipe).stored_recipe().unwrap();
     assert_eq!(Recipe::load(&path, &[]).unwrap(), stored);
     assert!(!path.with_file_name("recipe-edited-2.toml").exists());
 }
@@ -264,13 +211,11 @@ fn an_edited_recipe_of_the_run_is_compared_and_kept() {
 #[test]
 fn a_run_whose_directory_is_moved_ends_and_goes_on_in_the_new_place() {
     let place = TestRun::new();
-    let whole = place.recipe_in("whole");
-    finish(&whole);
-    let moved = place.recipe_in("moved");
+    let moved = place.recipe_in("moved", &[]);
     for other_is_made in [false, true] {
         let recipe = place.recipe(&[]);
         let dir = &recipe.run.dir;
-        let done = Start::default().run_and_hear(&recipe, &mut |event| {
+        let done = watch(&recipe, |event, _| {
             if matches!(event, Event::Checkpoint { step: 2, .. }) {
                 fs::rename(dir, &moved.run.dir).unwrap();
                 if other_is_made {
@@ -282,11 +227,10 @@ fn a_run_whose_directory_is_moved_ends_and_goes_on_in_the_new_place() {
         let (error, mark) = (done.unwrap_err(), dir.join(".moh-run"));
         assert!(error.to_string().starts_with(mark.to_str().unwrap()), "{error}");
         match other_is_made {
-            true => assert_eq!(names(dir), ["mine"]),
+            true => assert!(files(dir).into_keys().eq([dir.join("mine")])),
             false => assert!(!dir.exists()),
         }
-        finish(&moved);
-        assert_eq!(Results::of(&moved), Results::of(&whole));
+        assert_eq!(finish(&moved), *reference());
         fs::remove_dir_all(&moved.run.dir).unwrap();
         let _ = fs::remove_dir_all(dir);
     }
@@ -296,27 +240,16 @@ fn a_run_whose_directory_is_moved_ends_and_goes_on_in_the_new_place() {
 fn ranks_end_together_when_their_directory_is_moved() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    let stop = AtomicBool::new(false);
-    let ended = on_ranks(2, |world| {
-        run_in(world, &recipe, RunOptions::new(&stop), &mut |event| {
-            if matches!(event, Event::Step { step: 3, .. }) {
-                fs::rename(&recipe.run.dir, place.dir.path().join("moved")).unwrap();
-            }
-        })
+    let ended = run_on((2, 0..0), &recipe, &|event, _| {
+        if matches!(event, Event::Step { step: 3, .. }) {
+            fs::rename(&recipe.run.dir, place.path("moved")).unwrap();
+        }
     });
-    assert!(
-        matches!(
-            &ended[0],
-            Err(Error::RunDirectory(moh_checkpoint::run_directory::Error::File(_)))
-        ),
-        "{:?}",
-        ended[0]
-    );
-    assert!(
-        matches!(&ended[1], Err(Error::Step(moh_step::Error::OtherRank { rank: 0 }))),
-        "{:?}",
-        ended[1]
-    );
+    let [Err(error), Err(other)] = &ended[..] else { panic!("{ended:?}") };
+    let is_file =
+        matches!(error, Error::RunDirectory(moh_checkpoint::run_directory::Error::File(_)));
+    assert!(is_file, "{error}");
+    assert!(matches!(other, Error::Step(moh_step::Error::OtherRank { rank: 0 })), "{other}");
     assert!(!recipe.run.dir.exists());
 }
 
@@ -326,7 +259,7 @@ fn a_removed_directory_ends_the_run_and_is_not_made_again() {
     let place = TestRun::new();
     for every in ["checkpoint.every_steps=1", "checkpoint.every_steps=0"] {
         let recipe = place.recipe(&[every]);
-        let done = Start::default().run_and_hear(&recipe, &mut |event| {
+        let done = watch(&recipe, |event, _| {
             if matches!(event, Event::Step { step: 3, .. }) {
                 while fs::remove_dir_all(&recipe.run.dir).is_err() {}
             }
@@ -337,7 +270,7 @@ fn a_removed_directory_ends_the_run_and_is_not_made_again() {
     }
     // After the last step, before the export.
     let recipe = place.recipe(&[]);
-    let done = Start::default().run_and_hear(&recipe, &mut |event| {
+    let done = watch(&recipe, |event, _| {
         if matches!(event, Event::Checkpoint { step: 10, .. }) {
             fs::remove_dir_all(&recipe.run.dir).unwrap();
         }
@@ -351,18 +284,16 @@ fn a_removed_directory_ends_the_run_and_is_not_made_again() {
 fn an_export_with_other_files_is_kept_when_the_run_goes_on() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    let export = RunDirectory::new(&recipe.run.dir).export();
+    let (root, export) = (&recipe.run.dir, run_of(&recipe).export());
     finish(&recipe);
     fs::write(export.join("README.md"), "mine").unwrap();
     fs::write(export.join("model.gguf"), "mine").unwrap();
     let earlier = files(&export);
-    let longer = place.recipe(&["stage.moh.tokens=384"]);
-    let heard = warnings(&longer);
-    let aside = recipe.run.dir.join("export-before-step-11");
+    let heard = warnings(&place.recipe(&["stage.moh.tokens=384"]));
     assert!(heard.iter().any(|text| text.ends_with("export-before-step-11")), "{heard:?}");
     for (path, bytes) in earlier {
-        let name = path.file_name().unwrap();
-        assert_eq!(fs::read(aside.join(name)).unwrap(), bytes);
+        let kept = root.join("export-before-step-11").join(path.file_name().unwrap());
+        assert_eq!(fs::read(kept).unwrap(), bytes);
     }
     assert!(!export.join("model.gguf").exists() && export.join("config.json").is_file());
     // One that is no model is kept too, and one with the names of an export is replaced. What earlier versions
@@ -370,11 +301,11 @@ fn an_export_with_other_files_is_kept_when_the_run_goes_on() {
     fs::remove_file(export.join("config.json")).unwrap();
     let heard = warnings(&place.recipe(&["stage.moh.tokens=448"]));
     assert!(heard.iter().any(|text| text.ends_with("export-before-step-12")), "{heard:?}");
-    let record = recipe.run.dir.join("exported-files.json");
+    let record = root.join("exported-files.json");
     fs::write(&record, "{").unwrap();
     fs::write(export.join("README.md"), "mine").unwrap();
     assert!(warnings(&place.recipe(&["stage.moh.tokens=512"])).is_empty());
-    assert!(!recipe.run.dir.join("export-before-step-13").exists());
+    assert!(!root.join("export-before-step-13").exists());
     assert_ne!(fs::read(export.join("README.md")).unwrap(), b"mine");
     assert_eq!(fs::read(&record).unwrap(), b"{");
 }

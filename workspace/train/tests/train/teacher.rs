@@ -1,19 +1,17 @@
 //! Stages with a teacher: the same trajectory on any layout of ranks, the same bits after a stop, and what is refused.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use crate::support::driver::{Start, finish, run_in, stop_at};
+use crate::support::driver::{Start, finish, finish_on, refusal, stop_at};
 use crate::support::results::{Results, assert_alike};
-use crate::support::{TestRun, copy_all};
+use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, run_of};
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_recipe::{DistillOptions, Recipe};
-use moh_testkit::ranks::on_ranks;
-use moh_train::{Outcome, RunOptions};
+use serde_json::Value;
 
-/// Four layers, and eight micro-batches a step.
-const CHANGES: [&str; 3] =
-    ["model.new.num_hidden_layers=4", "stage.adapt.micro_batch=1", "stage.moh.micro_batch=1"];
+/// Four layers, for pipelines of four stages.
+const LAYERS: &str = "model.new.num_hidden_layers=4";
 
 /// A finished run, whose last checkpoint and export are teachers.
 struct Trained {
@@ -23,11 +21,14 @@ struct Trained {
 
 impl Trained {
     fn new() -> Self {
+        Self::with(&["run.seed=5"])
+    }
+
+    fn with(changes: &[&str]) -> Self {
         let place = TestRun::new();
-        let recipe = place.recipe(&[&CHANGES[..], &["run.seed=5"]].concat());
+        let recipe = place.recipe(&[&MICRO_BATCHES[..], &[LAYERS], changes].concat());
         finish(&recipe);
-        let run = RunDirectory::new(&recipe.run.dir);
-        Trained { place, run }
+        Trained { place, run: run_of(&recipe) }
     }
 
     /// Its last checkpoint, of a Mixture-of-Head model.
@@ -41,8 +42,8 @@ impl Trained {
 
     /// A recipe in its place that starts from the export and learns in the stage `taught` from `teacher`.
     fn recipe(&self, name: &str, taught: &str, teacher: &str, changes: &[&str]) -> Recipe {
-        let changes: Vec<&str> = CHANGES.iter().chain(changes).copied().collect();
-        let mut recipe = self.place.recipe(&changes);
+        let changes = [&MICRO_BATCHES[..], &[LAYERS], changes].concat();
+        let mut recipe = self.place.recipe_from(self.export(), name, &changes);
         let stage = recipe.stages.iter_mut().find(|stage| stage.name == taught).unwrap();
         stage.distill = Some(DistillOptions {
             teacher: teacher.to_owned(),
@@ -52,10 +53,15 @@ impl Trained {
             attention_output: 0.0,
             attention_output_tokens: None,
         });
-        recipe.run.dir = self.place.dir.path().join(name);
-        recipe.model.new = None;
-        recipe.model.from = Some(self.export());
         recipe
+    }
+
+    /// A directory with the export after a change.
+    fn changed(&self, name: &str, change: impl Fn(&Path)) -> String {
+        let directory = self.place.path(name);
+        copy_all(&self.run.export(), &directory);
+        change(&directory);
+        directory.display().to_string()
     }
 }
 
@@ -67,30 +73,9 @@ fn learn_outputs(recipe: &mut Recipe, taught: &str, weight: f64) {
     distill.attention_output_tokens = (weight > 0.0).then_some(2 * stage.batch_tokens);
 }
 
-fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
-    let outcomes = on_ranks(ranks, |world| {
-        let stop = std::sync::atomic::AtomicBool::new(false);
-        run_in(world, recipe, RunOptions::new(&stop), &mut |_| {})
-    });
-    for outcome in outcomes {
-        assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
-    }
-    Results::of(recipe)
-}
-
-/// Refuses the recipe on one rank, and returns the message.
-#[track_caller]
-fn refusal(recipe: &Recipe) -> String {
-    Start::default().run(recipe).unwrap_err().to_string()
-}
-
-/// The keys of the layout of both stages.
-fn layout(tensor: usize, pipeline: usize, chunks: usize) -> Vec<String> {
-    let keys = |stage: &str| {
-        let key = |name, value| format!("stage.{stage}.parallel.{name}={value}");
-        [key("tensor", tensor), key("pipeline", pipeline), key("virtual_stages", chunks)]
-    };
-    ["adapt", "moh"].into_iter().flat_map(keys).collect()
+/// A loss of each step that has it.
+fn losses(results: &Results, name: &str) -> Vec<f64> {
+    results.metrics.iter().filter_map(|line| line.get(name)?.as_f64()).collect()
 }
 
 #[test]
@@ -98,34 +83,28 @@ fn every_layout_with_a_teacher_ends_as_one_rank() {
     let trained = Trained::new();
     // Ranks, tensor, pipeline and chunks: data alone, with ranks that have no work, and each of the others.
     let layouts = [
-        (2, 1, 1, 1),
-        (11, 1, 1, 1),
-        (2, 2, 1, 1),
-        (2, 1, 2, 1),
-        (4, 2, 2, 1),
-        (4, 1, 4, 1),
-        (4, 1, 2, 2),
-        (8, 2, 2, 2),
+        (2, [1, 1, 1]),
+        (11, [1, 1, 1]),
+        (2, [2, 1, 1]),
+        (2, [1, 2, 1]),
+        (4, [2, 2, 1]),
+        (4, [1, 4, 1]),
+        (4, [1, 2, 2]),
+        (8, [2, 2, 2]),
     ];
     // The run's own model with a vocabulary that has grown, whose attention outputs are learned for two steps, and a
     // Mixture-of-Head teacher with documents apart. The other stage has none.
+    let apart = ["data.document_mask=true", "memory.recompute=block"];
     for (taught, teacher, changes, outputs) in [
         ("moh", "start".to_owned(), &["model.pad_vocab_to=96"][..], 4.0),
-        (
-            "adapt",
-            trained.checkpoint(),
-            &["data.document_mask=true", "memory.recompute=block"],
-            0.0,
-        ),
+        ("adapt", trained.checkpoint(), &apart, 0.0),
     ] {
-        let recipe = |name: &str, layout: &[String]| {
-            let layout = layout.iter().map(String::as_str);
-            let changes: Vec<&str> = changes.iter().copied().chain(layout).collect();
-            let mut recipe = trained.recipe(name, taught, &teacher, &changes);
+        let recipe = |name: &str, layout| {
+            let mut recipe = trained.recipe(name, taught, &teacher, changes);
             learn_outputs(&mut recipe, taught, outputs);
-            recipe
+            arranged(recipe, [layout; 2])
         };
-        let reference = finish_on(1, &recipe(&format!("{taught}-1"), &[]));
+        let reference = finish_on(1, &recipe(taught, [1, 1, 1]));
         for line in &reference.metrics {
             let found = line.get("distillation_loss").map(|loss| loss.as_f64().unwrap());
             assert_eq!(found.is_some(), line["stage"] == taught, "{line}");
@@ -135,21 +114,20 @@ fn every_layout_with_a_teacher_ends_as_one_rank() {
             assert_eq!(found.is_some(), outputs > 0.0 && first, "{line}");
             assert!(found.is_none_or(|loss| loss > 1e-4), "{line}");
         }
-        for (ranks, tensor, pipeline, chunks) in layouts {
-            let what = format!("{taught}-{ranks}-{tensor}-{pipeline}-{chunks}");
-            let keys = layout(tensor, pipeline, chunks);
-            let found = finish_on(ranks, &recipe(&what, &keys));
+        for (ranks, layout) in layouts {
+            let what = format!("{taught}, {ranks} ranks, {layout:?}");
+            let found = finish_on(ranks, &recipe(&what, layout));
             assert_alike(&found, &reference, &what);
             for (line, reference) in found.metrics.iter().zip(&reference.metrics) {
                 for name in ["distillation_loss", "attention_output_loss"] {
-                    let loss = |line: &serde_json::Value| line.get(name)?.as_f64();
+                    let loss = |line: &Value| line.get(name)?.as_f64();
                     if let Some((found, expected)) = loss(line).zip(loss(reference)) {
                         let error = (found / expected - 1.0).abs();
                         assert!(error < 1e-2, "{what}: {line}, {reference}");
                     }
                 }
             }
-            let repeated = finish_on(ranks, &recipe(&format!("{what}-again"), &keys));
+            let repeated = finish_on(ranks, &recipe(&format!("{what}, again"), layout));
             assert!(repeated.weights == found.weights, "{what}: other bits the second time");
         }
     }
@@ -169,20 +147,16 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
             learn_outputs(&mut recipe, "adapt", 1.0);
             recipe
         };
-        let whole = recipe("whole");
-        finish(&whole);
+        // What a process that was killed after step 4 would leave.
+        let copy = recipe("copy");
+        let copies = [(4, copy.run.dir.as_path())];
+        let whole = Start { copies: &copies, ..Start::default() }.finish(&recipe("whole"));
+        assert!(finish(&copy) == whole, "{teacher}: killed");
         let stopped = recipe("stopped");
         for step in [1, 3, 7] {
             stop_at(&stopped, step);
         }
-        finish(&stopped);
-        assert!(Results::of(&stopped) == Results::of(&whole), "{teacher}: stopped");
-        // What a process that was killed after step 4 would leave.
-        let (killed, copy) = (recipe("killed"), recipe("copy"));
-        let copied = Start { copy_at: Some((4, &copy.run.dir)), ..Start::default() };
-        copied.run(&killed).unwrap();
-        finish(&copy);
-        assert!(Results::of(&copy) == Results::of(&whole), "{teacher}: killed");
+        assert!(finish(&stopped) == whole, "{teacher}: stopped");
     }
 }
 
@@ -190,22 +164,20 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
 #[test]
 fn a_student_that_has_not_moved_has_no_distillation_loss() {
     let trained = Trained::new();
+    let padded = "model.pad_vocab_to=96";
     for (number, (teacher, change)) in [
         ("start".to_owned(), "data.document_mask=false"),
         ("start".to_owned(), "data.document_mask=true"),
-        ("start".to_owned(), "model.pad_vocab_to=96"),
-        (trained.export(), "model.pad_vocab_to=96"),
-        (trained.checkpoint(), "model.pad_vocab_to=96"),
+        ("start".to_owned(), padded),
+        (trained.export(), padded),
+        (trained.checkpoint(), padded),
     ]
     .into_iter()
     .enumerate()
     {
         let changes = ["stage.adapt.attention=moh", change];
         let recipe = trained.recipe(&format!("still-{number}"), "adapt", &teacher, &changes);
-        finish(&recipe);
-        let losses: Vec<f64> = (Results::of(&recipe).metrics.iter())
-            .filter_map(|line| line.get("distillation_loss")?.as_f64())
-            .collect();
+        let losses = losses(&finish(&recipe), "distillation_loss");
         assert_eq!((losses.len(), losses[0]), (5, 0.0), "{teacher} {change}");
         assert!(losses[1..].iter().all(|&loss| loss > 0.0), "{teacher} {change}: {losses:?}");
     }
@@ -214,15 +186,12 @@ fn a_student_that_has_not_moved_has_no_distillation_loss() {
 #[test]
 fn attention_outputs_are_learned() {
     let trained = Trained::new();
-    let mut recipe =
-        trained.recipe("outputs", "moh", "start", &["stage.moh.learning_rate.max=3e-3"]);
+    let rate = "stage.moh.learning_rate.max=3e-3";
+    let mut recipe = trained.recipe("outputs", "moh", "start", &[rate]);
     learn_outputs(&mut recipe, "moh", 1.0);
     let distill = recipe.stages[1].distill.as_mut().unwrap();
     (distill.weight, distill.cross_entropy, distill.attention_output_tokens) = (0.0, 0.0, None);
-    finish(&recipe);
-    let losses: Vec<f64> = (Results::of(&recipe).metrics.iter())
-        .filter_map(|line| line.get("attention_output_loss")?.as_f64())
-        .collect();
+    let losses = losses(&finish(&recipe), "attention_output_loss");
     assert_eq!(losses.len(), 5);
     assert!(losses[4] < 0.9 * losses[0], "{losses:?}");
 }
@@ -232,22 +201,11 @@ fn weights_that_leave_the_teacher_out_leave_the_run_as_it_is() {
     let trained = Trained::new();
     let mut without = trained.recipe("without", "moh", "start", &[]);
     without.stages[1].distill = None;
-    finish(&without);
     let mut with = trained.recipe("with", "moh", &trained.export(), &[]);
     let distill = with.stages[1].distill.as_mut().unwrap();
     // Too small to change an f32.
     (distill.weight, distill.cross_entropy) = (1e-30, 1.0);
-    finish(&with);
-    let (found, expected) = (Results::of(&with), Results::of(&without));
-    assert_alike(&found, &expected, "a weight of almost 0");
-}
-
-/// A directory with the export and another `config.json` or tokenizer.
-fn changed(trained: &Trained, name: &str, change: impl Fn(&Path)) -> String {
-    let directory: PathBuf = trained.place.dir.path().join(name);
-    copy_all(&trained.run.export(), &directory);
-    change(&directory);
-    directory.display().to_string()
+    assert_alike(&finish(&with), &finish(&without), "a weight of almost 0");
 }
 
 /// A tokenizer of words, one of them another.
@@ -263,28 +221,20 @@ fn write_tokenizer(directory: &Path, word: &str) {
 #[test]
 fn a_teacher_that_does_not_fit_is_refused_before_the_run_begins() {
     let trained = Trained::new();
-    let other = TestRun::new();
-    let other_vocabulary = other.recipe(&[CHANGES[0], "model.new.vocab_size=65"]);
-    finish(&other_vocabulary);
-    let others = RunDirectory::new(&other_vocabulary.run.dir);
-    let other_shape = TestRun::new();
-    finish(&other_shape.recipe(&[]));
-    let shape = RunDirectory::new(other_shape.dir.path().join("run"));
-    let short = changed(&trained, "short", |directory| {
+    let larger = Trained::with(&["model.new.vocab_size=65"]);
+    let shape = Trained::with(&["model.new.num_hidden_layers=2"]);
+    let short = trained.changed("short", |directory| {
         let path = directory.join("config.json");
-        let mut config: serde_json::Value =
-            serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         config["max_position_embeddings"] = 4.into();
         fs::write(&path, config.to_string()).unwrap();
     });
     let run = trained.run.root().display().to_string();
+    let own_size = "has a vocabulary of 65 rows, but the run's model has 64";
     for (teacher, reason) in [
-        (
-            others.export().display().to_string(),
-            "has a vocabulary of 65 rows, but the run's model has 64",
-        ),
-        (format!("{}@10", others.root().display()), "has a vocabulary of 65 rows"),
-        (format!("{}@10", shape.root().display()), "has another shape than the run's model"),
+        (larger.export(), own_size),
+        (larger.checkpoint(), own_size),
+        (shape.checkpoint(), "has another shape than the run's model"),
         (short, "supports 4 tokens (max_position_embeddings), but the stage's sequences have 8"),
         ("nowhere".to_owned(), "is no directory and no run: name a model directory"),
         (run.clone(), "is a run: name one of its checkpoints, as RUN@STEP"),
@@ -296,53 +246,49 @@ fn a_teacher_that_does_not_fit_is_refused_before_the_run_begins() {
         assert!(!recipe.run.dir.exists(), "{teacher}");
     }
     // The tokenizer of the run's model, and another one with as many tokens.
-    let model = changed(&trained, "model-with-tokenizer", |at| write_tokenizer(at, "b"));
-    let same = changed(&trained, "same", |at| write_tokenizer(at, "b"));
-    let different = changed(&trained, "different", |at| write_tokenizer(at, "c"));
-    let recipe = |name: &str, teacher: &str| {
-        let mut recipe = trained.recipe(name, "moh", teacher, &[]);
+    let [model, same, different] = [("model", "b"), ("same", "b"), ("different", "c")]
+        .map(|(name, word)| trained.changed(name, |directory| write_tokenizer(directory, word)));
+    let recipe = |teacher: &str| {
+        let mut recipe = trained.recipe("tokenizers", "moh", teacher, &[]);
         recipe.model.from = Some(model.clone());
         recipe
     };
-    let error = refusal(&recipe("tokenizers", &different));
+    let error = refusal(&recipe(&different));
     assert!(
         error.contains("stage.moh.distill.teacher") && error.contains("has another tokenizer than"),
         "{error}"
     );
-    finish(&recipe("tokenizers", &same));
+    finish(&recipe(&same));
 }
 
 #[test]
 fn a_run_that_resumes_has_its_teacher() {
     let trained = Trained::new();
-    let teacher = changed(&trained, "teacher", |_| {});
+    let teacher = trained.changed("teacher", |_| {});
     let recipe = |teacher: &str| trained.recipe("resumed", "moh", teacher, &[]);
     stop_at(&recipe(&teacher), 6);
     // It may move.
     let moved = format!("{teacher}-moved");
     fs::rename(&teacher, &moved).unwrap();
     stop_at(&recipe(&moved), 7);
-    let error = refusal(&recipe(&trained.checkpoint()));
-    assert!(
-        error.contains("stage.moh.distill.teacher") && error.contains("it is another teacher"),
-        "{error}"
-    );
-    let error = refusal(&recipe("start"));
-    assert!(error.contains("it is another teacher"), "{error}");
+    let put = |of: &Trained| {
+        let weights = of.run.export().join("model.safetensors");
+        fs::copy(weights, Path::new(&moved).join("model.safetensors")).unwrap();
+    };
+    let is_another = |teacher: &str| {
+        let error = refusal(&recipe(teacher));
+        assert!(
+            error.contains("stage.moh.distill.teacher is not") && error.contains("another teacher"),
+            "{error}"
+        );
+    };
+    is_another(&trained.checkpoint());
+    is_another("start");
     // Other weights in the same place.
-    let place = TestRun::new();
-    let other = place.recipe(&[&CHANGES[..], &["run.seed=6"]].concat());
-    finish(&other);
-    let weights = RunDirectory::new(&other.run.dir).export().join("model.safetensors");
-    fs::copy(weights, Path::new(&moved).join("model.safetensors")).unwrap();
-    let error = refusal(&recipe(&moved));
-    assert!(error.contains("it is another teacher"), "{error}");
+    put(&Trained::with(&["run.seed=6"]));
+    is_another(&moved);
     // Another weight of the loss is another run.
-    fs::copy(
-        trained.run.export().join("model.safetensors"),
-        Path::new(&moved).join("model.safetensors"),
-    )
-    .unwrap();
+    put(&trained);
     let mut heavier = recipe(&moved);
     heavier.stages[1].distill.as_mut().unwrap().weight = 3.0;
     let error = refusal(&heavier);
@@ -353,20 +299,16 @@ fn a_run_that_resumes_has_its_teacher() {
 #[test]
 fn a_run_that_learns_from_its_start_reads_its_model_again() {
     let trained = Trained::new();
-    let model = changed(&trained, "initial", |_| {});
-    let recipe = || {
-        let mut recipe = trained.recipe("own", "moh", "start", &[]);
-        recipe.model.from = Some(model.clone());
-        recipe
-    };
-    stop_at(&recipe(), 6);
-    let run = RunDirectory::new(&recipe().run.dir);
-    assert!(!run.keeps_model(&recipe()).unwrap());
+    let model = trained.changed("initial", |_| {});
+    let mut recipe = trained.recipe("own", "moh", "start", &[]);
+    recipe.model.from = Some(model.clone());
+    stop_at(&recipe, 6);
+    assert!(!run_of(&recipe).keeps_model(&recipe).unwrap());
     let (weights, aside) =
-        (Path::new(&model).join("model.safetensors"), trained.place.dir.path().join("aside"));
+        (Path::new(&model).join("model.safetensors"), trained.place.path("aside"));
     fs::rename(&weights, &aside).unwrap();
-    assert!(refusal(&recipe()).contains("initial"), "the weights are missing");
+    assert!(refusal(&recipe).contains("initial"), "the weights are missing");
     fs::rename(&aside, &weights).unwrap();
-    finish(&recipe());
-    assert!(run.keeps_model(&recipe()).unwrap());
+    finish(&recipe);
+    assert!(run_of(&recipe).keeps_model(&recipe).unwrap());
 }

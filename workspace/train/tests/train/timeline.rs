@@ -5,10 +5,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use crate::support::TestRun;
 use crate::support::driver::run_in;
 use crate::support::results::Results;
-use moh_checkpoint::run_directory::RunDirectory;
+use crate::support::{TestRun, run_of};
 use moh_checkpoint::run_log::TraceSteps;
 use moh_recipe::Recipe;
 use moh_testkit::ranks::on_ranks;
@@ -106,7 +105,7 @@ fn a_timeline_has_every_block_of_every_micro_batch_and_changes_no_bit() {
         let recipe = place.recipe(&[&format!("memory.recompute={recompute}")]);
         train(1, &recipe, &"2,9".parse().unwrap());
         assert!(Results::of(&recipe) == Results::of(&reference.recipe(&[])), "{recompute}");
-        let run = RunDirectory::new(&recipe.run.dir);
+        let run = run_of(&recipe);
         assert!(!run.trace(1, None).exists() && !run.trace(3, None).exists());
         for (step, last) in [(2, "checkpoint"), (9, "evaluation")] {
             let found = read(&run.trace(step, None), 0);
@@ -150,7 +149,7 @@ fn every_rank_writes_a_timeline_with_its_exchanges() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
     train(2, &recipe, &"3-4".parse().unwrap());
-    let run = RunDirectory::new(&recipe.run.dir);
+    let run = run_of(&recipe);
     for step in [3, 4] {
         assert!(!run.trace(step, None).exists());
         for rank in 0..2 {

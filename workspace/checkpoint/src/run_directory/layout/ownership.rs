@@ -53,9 +53,6 @@ impl RunDirectory {
     }
 
     /// The run whose `recipe.toml` is at `path`, itself or through links; `None` for any other file.
-    ///
-    /// # Errors
-    /// Fails if the directory of checkpoints exists and cannot be listed.
     pub fn of_recipe(path: &Path) -> Result<Option<Self>, Error> {
         let mut path = path.to_owned();
         loop {
@@ -73,9 +70,6 @@ impl RunDirectory {
 
     /// Fails if the directory was moved or removed since the run has marked it. A file system that does not answer says
     /// nothing.
-    ///
-    /// # Errors
-    /// Fails if the mark is not there.
     pub fn check_mark(&self) -> Result<(), Error> {
         let path = self.mark_path();
         match fs::metadata(&path) {
@@ -88,9 +82,6 @@ impl RunDirectory {
 
     /// Loads the recipe at `path` with `key=value` overrides. That of a run may have a key that only earlier versions
     /// had.
-    ///
-    /// # Errors
-    /// As [`Recipe::load`]; fails also if the directory of checkpoints exists and cannot be listed.
     pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
         Ok(match Self::of_recipe(path)? {
             Some(_) => Recipe::load_stored(path, overrides)?,
@@ -99,9 +90,6 @@ impl RunDirectory {
     }
 
     /// Whether the directory is a run's: marked, or with the recipe and checkpoints of a version without marks.
-    ///
-    /// # Errors
-    /// Fails if the directory of checkpoints exists and cannot be listed.
     pub fn is_run(&self) -> Result<bool, Error> {
         let has_checkpoints =
             || Ok::<_, Error>(self.marker().is_file() || self.checkpoint_directory().has_names()?);
@@ -109,31 +97,32 @@ impl RunDirectory {
     }
 
     /// Fails if a run must not take the directory: it is neither absent nor empty nor a run's.
-    ///
-    /// # Errors
-    /// [`Error::NotARun`] with what the directory holds, [`Error::NotADirectory`] if it is none; fails also if it
-    /// cannot be listed.
     pub fn check(&self) -> Result<(), Error> {
         if self.root.symlink_metadata().is_ok() && !self.root.is_dir() {
             let what = match self.root.read_link() {
                 Ok(target) => format!("a link to {}, which is not a directory", target.display()),
                 Err(_) => "a file".to_owned(),
             };
-            let instead = self.free_sibling();
-            return Err(Error::NotADirectory { path: self.root.clone(), what, instead });
+            let reason = format!(
+                "run.dir is {what}: choose a directory that is new or a run's, such as --set run.dir={}",
+                self.free_sibling().display()
+            );
+            return Err(moh_files::unusable(&self.root, reason).into());
         }
         if self.is_run()? {
             return Ok(());
         }
         let found = self.occupants()?;
-        match found.is_empty() {
-            true => Ok(()),
-            false => Err(Error::NotARun {
-                path: self.root.clone(),
-                found: join_names(&found),
-                instead: self.free_sibling(),
-            }),
+        if found.is_empty() {
+            return Ok(());
         }
+        let reason = format!(
+            "is not a run directory, and holds {}: a run takes a directory that is new, empty or its own, so choose \
+             another one, such as --set run.dir={}",
+            join_names(&found),
+            self.free_sibling().display()
+        );
+        Err(moh_files::unusable(&self.root, reason).into())
     }
 
     /// The names in the directory, but for those that a process leaves before it has marked its directory.
@@ -157,9 +146,6 @@ impl RunDirectory {
 
     /// Fails if a new run in this directory would have a file that it reads under its own ones, or would lie in the
     /// directory of a model that it reads. Each input has its key in the recipe; `is_model` are directories.
-    ///
-    /// # Errors
-    /// [`Error::HoldsInput`] with the first such input.
     pub fn check_inputs<'a>(
         &self,
         inputs: impl Iterator<Item = (String, &'a Path, bool)>,
@@ -173,12 +159,11 @@ impl RunDirectory {
                 () if is_model && root.starts_with(&at) => "lies inside",
                 () => continue,
             };
-            return Err(Error::HoldsInput {
-                path: self.root.clone(),
-                relation,
-                key,
-                input: input.to_owned(),
-            });
+            let reason = format!(
+                "run.dir {relation} {}, which {key} names and no run may change: choose another run.dir",
+                input.display()
+            );
+            return Err(moh_files::unusable(&self.root, reason).into());
         }
         Ok(())
     }
@@ -191,9 +176,6 @@ impl RunDirectory {
     }
 
     /// Marks the directory as that of a run of `recipe`, unless it is a run's. The caller has locked it.
-    ///
-    /// # Errors
-    /// As [`Self::check`], and if the mark cannot be written.
     pub fn claim(&self, recipe: &Recipe) -> Result<(), Error> {
         self.check()?;
         match self.is_run()? {

@@ -46,9 +46,6 @@ const FORMAT: &str = "1";
 
 impl RunDirectory {
     /// The recipe with which the run was started or last resumed.
-    ///
-    /// # Errors
-    /// Fails if it is missing or cannot be read.
     pub fn stored_recipe(&self) -> Result<Recipe, Error> {
         Ok(match self.marked_recipe()? {
             Some(text) => Recipe::parse_stored(&text, &self.mark_path(), &[])?,
@@ -58,9 +55,6 @@ impl RunDirectory {
     }
 
     /// The text of the recipe in the mark; `None` without a mark.
-    ///
-    /// # Errors
-    /// Fails if the mark cannot be read, or is of another format.
     fn marked_recipe(&self) -> Result<Option<String>, Error> {
         let path = self.mark_path();
         let bytes = moh_files::read_bounded_if_any(&path, MAX_BYTES, "the mark of a run")?;
@@ -94,10 +88,6 @@ impl RunDirectory {
     /// resumed, and only some keys may change. Those of inputs may if the run records the content of its
     /// inputs, which the caller compares. Returns whether a stage has become longer or was appended.
     /// `command` is what started the program, for the message.
-    ///
-    /// # Errors
-    /// [`Error::RecipeChanged`] with every key that differs. Fails also if the stored recipe is
-    /// missing beside checkpoints or cannot be read.
     pub fn check_recipe(&self, recipe: &Recipe, command: &str) -> Result<bool, Error> {
         if !self.has_completed_work()? {
             return Ok(false);
@@ -123,12 +113,23 @@ impl RunDirectory {
             changes(&stored, recipe)?.into_iter().filter(forbidden).collect();
         match changes.is_empty() {
             true => Ok(!longer.is_empty() || !appended.is_empty()),
-            false => Err(Error::RecipeChanged {
-                path: self.recipe(),
-                changes,
-                another: self.another_run(recipe, command)?,
-            }),
+            false => Err(self.recipe_changed(&changes, self.another_run(recipe, command)?)),
         }
+    }
+
+    /// The error of a recipe that differs from the run's; `another` is the command of another run that starts from this
+    /// one's newest checkpoint.
+    pub fn recipe_changed(&self, changes: &[KeyChange], another: Option<String>) -> Error {
+        let changes: Vec<String> = changes.iter().map(KeyChange::to_string).collect();
+        let another = another.map_or("another run.dir".to_owned(), |command| {
+            format!("begin another run from this one's newest checkpoint:\n  {command}")
+        });
+        let reason = format!(
+            "the recipe differs from the run's, and resuming would change results:\n{}\n\
+             use the recipe that the run was started with, or {another}",
+            changes.join("\n")
+        );
+        moh_files::unusable(&self.recipe(), reason).into()
     }
 
     /// The command of another run that starts from this one's newest checkpoint; `None` if there is none.
@@ -228,9 +229,6 @@ pub fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
 const STAGES: &str = "stage";
 
 /// Every value of a recipe by its full key, stages by name. A list of values is one value.
-///
-/// # Errors
-/// Fails if TOML cannot represent a value, which a loaded recipe does not contain.
 pub fn leaves(recipe: &Recipe) -> Result<BTreeMap<String, String>, Error> {
     let mut leaves = BTreeMap::new();
     collect("", &recipe.to_value()?, &mut leaves);

@@ -127,8 +127,7 @@ mod tests {
     fn evaluation(moment: EvaluationPoint, loss: f64, code: Option<f64>) -> Evaluation {
         let set = |loss| ("code".to_owned(), Validation { loss, bits_per_byte: Some(loss / 2.0) });
         let other_sets = code.map(set).into_iter().collect();
-        let (set, texts) = (None, Default::default());
-        Evaluation { moment, step: 0, loss, bits_per_byte: None, set, other_sets, texts }
+        Evaluation { other_sets, ..Evaluation::new(moment, 0, loss) }
     }
 
     fn results(evaluations: Vec<Evaluation>) -> Results {

@@ -4,13 +4,12 @@ use std::fs;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 
-use moh_checkpoint::run_directory::RunDirectory;
 use moh_recipe::Recipe;
 use moh_train::{Event, Outcome};
 
-use super::{STEPS, reference, remains, stop_at, train, watch};
-use crate::support::TestRun;
-use crate::support::results::Results;
+use super::{STEPS, killed_at, remains};
+use crate::support::driver::{finish, reference, stop_at, watch};
+use crate::support::{TestRun, run_of};
 
 /// Runs a recipe, asking it to stop before the batches number `batch` of its evaluations, or before the first
 /// ones of its evaluation number `evaluation`.
@@ -37,13 +36,13 @@ fn routing() -> &'static str {
     ROUTING.get_or_init(|| {
         let place = TestRun::new();
         let recipe = place.recipe(&[]);
-        train(&recipe).unwrap();
+        finish(&recipe);
         routing_of(&recipe)
     })
 }
 
 fn routing_of(recipe: &Recipe) -> String {
-    fs::read_to_string(RunDirectory::new(&recipe.run.dir).routing()).unwrap()
+    fs::read_to_string(run_of(recipe).routing()).unwrap()
 }
 
 /// Two batches each: as loaded, after the steps 3, 5, 6, 9 and 10, and after the conversion.
@@ -60,10 +59,9 @@ fn a_run_that_is_stopped_between_any_batches_of_an_evaluation_ends_the_same() {
             step => Outcome::Stopped { step },
         };
         assert_eq!(stop_in(&recipe, Some(batch), None), expected, "batch {batch}");
-        let run = RunDirectory::new(&recipe.run.dir);
-        assert_eq!(run.checkpoint_steps().unwrap().last(), Some(&step).filter(|&&step| step > 0));
-        assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-        assert!(Results::of(&recipe) == *reference(), "stopped before batch {batch}");
+        let steps = run_of(&recipe).checkpoint_steps().unwrap();
+        assert_eq!(steps.last(), Some(&step).filter(|&&step| step > 0));
+        assert!(finish(&recipe) == *reference(), "stopped before batch {batch}");
         assert!(routing_of(&recipe) == routing(), "stopped before batch {batch}");
     }
     let place = TestRun::new();
@@ -83,23 +81,20 @@ fn a_run_that_is_stopped_in_every_evaluation_ends_the_same() {
         // Again in the same one: the state stays.
         assert_eq!(stop_in(&recipe, None, Some(0)), Outcome::Stopped { step });
     }
-    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&recipe) == *reference());
+    assert!(finish(&recipe) == *reference());
     assert!(routing_of(&recipe) == routing());
 }
 
 #[test]
 fn a_run_that_is_killed_after_a_stop_in_an_evaluation_ends_the_same() {
     let place = TestRun::new();
-    let copy = place.recipe_in("copy");
+    let copy = place.recipe_in("copy", &[]);
     let recipe = place.recipe(&[]);
     // After the evaluation of step 9 that the checkpoint lacks, before any later checkpoint.
     assert_eq!(stop_in(&recipe, Some(10), None), Outcome::Stopped { step: 9 });
-    super::killed_at(&recipe, 9, &copy.run.dir);
-    let run = RunDirectory::new(&copy.run.dir);
-    assert_eq!(fs::read_to_string(run.metrics()).unwrap().lines().count(), 9);
-    assert!(matches!(train(&copy).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&copy) == *reference());
+    killed_at(&recipe, &[(9, &copy.run.dir)]);
+    assert_eq!(fs::read_to_string(run_of(&copy).metrics()).unwrap().lines().count(), 9);
+    assert!(finish(&copy) == *reference());
     assert!(routing_of(&copy) == routing());
 }
 
@@ -108,19 +103,16 @@ fn a_run_that_is_stopped_at_its_export_is_finished_by_the_same_command() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
     let is_unfinished = || {
-        let run = RunDirectory::new(&recipe.run.dir);
+        let run = run_of(&recipe);
         assert!(!run.export().exists() && !run.summary().exists());
         assert!(remains(&recipe).is_empty(), "{:?}", remains(&recipe));
     };
-    assert_eq!(stop_at(&recipe, STEPS), Outcome::Stopped { step: STEPS });
+    stop_at(&recipe, STEPS);
     is_unfinished();
     let again = watch(&recipe, |event, stop| {
-        if let Event::Resumed { .. } = event {
-            stop.store(true, Ordering::Relaxed);
-        }
+        stop.fetch_or(matches!(event, Event::Resumed { .. }), Ordering::Relaxed);
     });
     assert_eq!(again.unwrap(), Outcome::Stopped { step: STEPS });
     is_unfinished();
-    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&recipe) == *reference());
+    assert!(finish(&recipe) == *reference());
 }

@@ -2,13 +2,13 @@
 
 use std::fs;
 
-use moh_checkpoint::run_directory::RunDirectory;
-use moh_train::{Error, Event, Outcome};
+use moh_train::Outcome;
 use serde_json::Value;
 
-use super::{STEPS, killed_at, reference, remains, stop_at, train, uninterrupted, watch};
-use crate::support::TestRun;
+use super::{STEPS, killed_at, remains, uninterrupted};
+use crate::support::driver::{self, finish, reference, refusal, resumed, stop_at};
 use crate::support::results::Results;
+use crate::support::{TestRun, run_of};
 
 #[test]
 fn a_stopped_run_continues_to_the_same_end() {
@@ -16,17 +16,9 @@ fn a_stopped_run_continues_to_the_same_end() {
     for step in [1, 3, 4, 5, 6, 9] {
         let place = TestRun::new();
         let recipe = place.recipe(&[]);
-        assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
-        let run = RunDirectory::new(&recipe.run.dir);
-        assert_eq!(run.checkpoint_steps().unwrap().last(), Some(&step));
-        let mut resumed = Vec::new();
-        let done = watch(&recipe, |event, _| {
-            if let Event::Resumed { step } = event {
-                resumed.push(*step);
-            }
-        });
-        assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
-        assert_eq!(resumed, [step]);
+        stop_at(&recipe, step);
+        assert_eq!(run_of(&recipe).checkpoint_steps().unwrap().last(), Some(&step));
+        assert_eq!(resumed(&recipe), [step]);
         assert!(Results::of(&recipe) == *reference(), "stopped at step {step}");
     }
 }
@@ -34,12 +26,9 @@ fn a_stopped_run_continues_to_the_same_end() {
 #[test]
 fn a_run_continues_with_another_recomputation_and_the_same_bits() {
     let place = TestRun::new();
-    assert_eq!(stop_at(&place.recipe(&["memory.recompute=none"]), 4), Outcome::Stopped { step: 4 });
-    let middle = place.recipe(&["memory.recompute=block"]);
-    assert_eq!(stop_at(&middle, 7), Outcome::Stopped { step: 7 });
-    let last = place.recipe(&["memory.recompute=cheap"]);
-    assert!(matches!(train(&last).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&last) == *reference());
+    stop_at(&place.recipe(&["memory.recompute=none"]), 4);
+    stop_at(&place.recipe(&["memory.recompute=block"]), 7);
+    assert!(finish(&place.recipe(&["memory.recompute=cheap"])) == *reference());
 }
 
 #[test]
@@ -47,20 +36,21 @@ fn a_run_that_is_stopped_at_every_step_ends_the_same() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
     for step in 1..STEPS {
-        assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
+        stop_at(&recipe, step);
     }
-    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&recipe) == *reference());
+    assert!(finish(&recipe) == *reference());
 }
 
 #[test]
 fn a_killed_run_continues_to_the_same_end() {
+    let place = TestRun::new();
     // Before the first checkpoint, between two, at a stage's end, at the run's end.
-    for step in [1, 3, 5, 7, STEPS] {
-        let place = TestRun::new();
-        let mut recipe = place.recipe_in("copy");
-        killed_at(&place.recipe(&[]), step, &recipe.run.dir);
-        let run = RunDirectory::new(&recipe.run.dir);
+    let copies =
+        [1, 3, 5, 7, STEPS].map(|step| (step, place.recipe_in(&format!("copy-{step}"), &[])));
+    let paths = copies.each_ref().map(|(step, copy)| (*step, copy.run.dir.as_path()));
+    killed_at(&place.recipe(&[]), &paths);
+    for (step, mut recipe) in copies {
+        let run = run_of(&recipe);
         // Beyond the checkpoint, and torn.
         let mut text = fs::read_to_string(run.metrics()).unwrap();
         assert_eq!(text.lines().count() as u64, step);
@@ -77,12 +67,11 @@ fn a_killed_run_continues_to_the_same_end() {
             fs::create_dir_all(half.parent().unwrap()).unwrap();
             fs::write(half, b"half").unwrap();
         }
-        assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)), "killed at {step}");
-        assert!(Results::of(&recipe) == *reference(), "killed at {step}");
+        assert!(finish(&recipe) == *reference(), "killed at {step}");
         assert!(remains(&recipe).is_empty(), "{:?}", remains(&recipe));
         // And once more, to be sure that it is finished.
         recipe.log.tensorboard = false;
-        assert!(matches!(train(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
+        assert!(matches!(driver::run(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
     }
 }
 
@@ -99,19 +88,17 @@ fn layers_with_other_heads_continue_with_the_same_bits() {
     let place = TestRun::new();
     let recipe = place.recipe(&changes);
     for step in [3, 7] {
-        assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
+        stop_at(&recipe, step);
     }
-    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&recipe) == expected);
+    assert!(finish(&recipe) == expected);
 }
 
 #[test]
 fn a_list_of_equal_counts_continues_a_run_with_the_count() {
     let place = TestRun::new();
-    assert_eq!(stop_at(&place.recipe(&[]), 7), Outcome::Stopped { step: 7 });
+    stop_at(&place.recipe(&[]), 7);
     let recipe = place.recipe(&["stage.moh.moh={shared_heads=[1,1],routed_top_k=[2,2]}"]);
-    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&recipe) == *reference());
+    assert!(finish(&recipe) == *reference());
 }
 
 #[test]
@@ -119,21 +106,14 @@ fn another_recipe_is_refused_and_a_harmless_change_is_not() {
     let place = TestRun::new();
     stop_at(&place.recipe(&[]), 3);
     for change in ["run.seed=2", "stage.moh.tokens=256", "stage.adapt.learning_rate.max=1e-1"] {
-        let error = train(&place.recipe(&[change])).unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::RunDirectory(moh_checkpoint::run_directory::Error::RecipeChanged { .. })
-            ),
-            "{error}"
-        );
+        let error = refusal(&place.recipe(&[change]));
+        assert!(error.contains("the recipe differs from the run's"), "{error}");
         let (key, _) = change.split_once('=').unwrap();
-        assert!(error.to_string().contains(key), "{error}");
+        assert!(error.contains(&format!("\n  {key}: was ")), "{error}");
     }
     let harmless = ["log.every_steps=5", "log.tensorboard=false", "checkpoint.every_steps=3"];
     let recipe = place.recipe(&harmless);
-    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&recipe) == *reference());
+    assert!(finish(&recipe) == *reference());
 }
 
 #[test]
@@ -151,10 +131,9 @@ fn runs_of_every_element_type_and_data_option_continue_exactly() {
         let place = TestRun::new();
         let recipe = place.recipe(overrides);
         for step in [3, 5, 7] {
-            assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
+            stop_at(&recipe, step);
         }
-        train(&recipe).unwrap();
-        assert!(Results::of(&recipe) == expected, "{overrides:?}");
+        assert!(finish(&recipe) == expected, "{overrides:?}");
     }
 }
 

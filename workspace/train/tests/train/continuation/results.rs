@@ -1,52 +1,39 @@
 //! What a run leaves: checkpoints, metrics, an export; and runs that have finished.
 
 use std::fs;
-use std::sync::atomic::Ordering;
 
-use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::metrics;
 use moh_recipe::Schedule;
-use moh_train::{Error, Event, Outcome};
+use moh_train::Outcome;
 use serde_json::Value;
 
-use super::{STEPS, reference, train, uninterrupted, watch_anew};
-use crate::support::results::Results;
-use crate::support::{TestRun, files};
+use super::{STEPS, uninterrupted};
+use crate::support::driver::{Start, finish, reference, refusal, run};
+use crate::support::{TestRun, files, run_of};
 
 #[test]
-fn a_finished_run_stays_finished_without_its_checkpoints() {
+fn a_finished_run_stays_finished_without_its_data_and_its_checkpoints() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    let Outcome::Finished(summary) = train(&recipe).unwrap() else { panic!("did not finish") };
-    let run = RunDirectory::new(&recipe.run.dir);
-    fs::remove_dir_all(run.checkpoints()).unwrap();
-    let before = files(&recipe.run.dir);
-    assert_eq!(train(&recipe).unwrap(), Outcome::AlreadyFinished(summary));
-    assert!(files(&recipe.run.dir) == before);
-    let error = train(&place.recipe(&["run.seed=77"])).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            Error::RunDirectory(moh_checkpoint::run_directory::Error::RecipeChanged { .. })
-        ),
-        "{error}"
-    );
+    let Outcome::Finished(summary) = run(&recipe).unwrap() else { panic!("did not finish") };
+    let says_so_and_changes_nothing = || {
+        let before = files(&recipe.run.dir);
+        assert_eq!(run(&recipe).unwrap(), Outcome::AlreadyFinished(summary.clone()));
+        assert!(files(&recipe.run.dir) == before);
+    };
+    fs::remove_dir_all(run_of(&recipe).checkpoints()).unwrap();
+    says_so_and_changes_nothing();
+    let error = refusal(&place.recipe(&["run.seed=77"]));
+    assert!(error.contains("the recipe differs from the run's"), "{error}");
+    let text = fs::read(place.path("text.bin")).unwrap();
+    fs::remove_file(place.path("text.bin")).unwrap();
+    says_so_and_changes_nothing();
     // Nothing is left to export it again from.
-    fs::remove_dir_all(run.export()).unwrap();
+    fs::write(place.path("text.bin"), text).unwrap();
+    fs::remove_dir_all(run_of(&recipe).export()).unwrap();
     let before = files(&recipe.run.dir);
-    assert!(matches!(train(&recipe).unwrap_err(), Error::NoneLeft { .. }));
-    assert!(files(&recipe.run.dir) == before);
-}
-
-#[test]
-fn a_finished_run_says_so_and_changes_nothing() {
-    let place = TestRun::new();
-    let recipe = place.recipe(&[]);
-    let Outcome::Finished(summary) = train(&recipe).unwrap() else { panic!("did not finish") };
-    let before = files(&recipe.run.dir);
-    // Not even the data is needed any more.
-    fs::remove_file(place.dir.path().join("text.bin")).unwrap();
-    assert_eq!(train(&recipe).unwrap(), Outcome::AlreadyFinished(summary));
+    let error = refusal(&recipe);
+    assert!(error.contains("and none of them is left to resume from"), "{error}");
     assert!(files(&recipe.run.dir) == before);
 }
 
@@ -54,58 +41,50 @@ fn a_finished_run_says_so_and_changes_nothing() {
 fn an_export_that_is_missing_or_half_written_is_written_again() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    train(&recipe).unwrap();
+    finish(&recipe);
     let export = recipe.run.dir.join("export");
     for part in ["", "config.json"] {
         match part {
             "" => fs::remove_dir_all(&export).unwrap(),
             part => fs::remove_file(export.join(part)).unwrap(),
         }
-        assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-        assert!(Results::of(&recipe) == *reference(), "without export/{part}");
+        assert!(finish(&recipe) == *reference(), "without export/{part}");
     }
 }
 
 #[test]
 fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
     let place = TestRun::new();
-    train(&place.recipe(&[])).unwrap();
+    finish(&place.recipe(&[]));
     let recipe = place.recipe(&["run.seed=2"]);
     fs::remove_dir_all(recipe.run.dir.join("checkpoints")).unwrap();
-    assert!(matches!(
-        train(&recipe).unwrap_err(),
-        Error::RunDirectory(moh_checkpoint::run_directory::Error::RecipeChanged { .. })
-    ));
-    let stopped = watch_anew(&recipe, |event, stop| {
-        stop.fetch_or(matches!(event, Event::Step { step: 3, .. }), Ordering::Relaxed);
-    });
+    let error = refusal(&recipe);
+    assert!(error.contains("the recipe differs from the run's"), "{error}");
+    let stopped = Start { begin_anew: true, stop_at: 3, ..Start::default() }.run(&recipe);
     assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 3 });
-    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&recipe) == uninterrupted(&["run.seed=2"]));
+    assert!(finish(&recipe) == uninterrupted(&["run.seed=2"]));
 }
 
 #[test]
 fn the_newest_checkpoints_and_every_nth_are_kept() {
-    let place = TestRun::new();
-    let every = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_every=3"];
-    let recipe = place.recipe(&every);
-    train(&recipe).unwrap();
-    let run = RunDirectory::new(&recipe.run.dir);
-    assert_eq!(run.checkpoint_steps().unwrap(), [3, 6, 9, 10]);
-
-    let place = TestRun::new();
-    let recipe = place.recipe(&["checkpoint.every_steps=0", "checkpoint.keep=9"]);
-    train(&recipe).unwrap();
-    let run = RunDirectory::new(&recipe.run.dir);
-    assert_eq!(run.checkpoint_steps().unwrap(), [5, 10], "the stages' ends, always");
+    for (options, kept) in [
+        ("{ every_steps = 1, keep = 2, keep_every = 3 }", &[3, 6, 9, 10][..]),
+        // The stages' ends, always.
+        ("{ every_steps = 0, keep = 9 }", &[5, 10]),
+    ] {
+        let place = TestRun::new();
+        let recipe = place.recipe(&[&format!("checkpoint={options}")]);
+        finish(&recipe);
+        assert_eq!(run_of(&recipe).checkpoint_steps().unwrap(), kept, "{options}");
+    }
 }
 
 #[test]
 fn metrics_have_the_documented_fields() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    train(&recipe).unwrap();
-    let run = RunDirectory::new(&recipe.run.dir);
+    finish(&recipe);
+    let run = run_of(&recipe);
     let text = fs::read_to_string(run.metrics()).unwrap();
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(lines.len() as u64, STEPS);

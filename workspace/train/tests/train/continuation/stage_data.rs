@@ -2,23 +2,22 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::path::Path;
 
-use moh_checkpoint::run_directory::RunDirectory;
 use moh_data::TrainingData;
 use moh_plan::{SourceEpochs, open_training};
 use moh_recipe::Recipe;
-use moh_train::{Error, Outcome};
 use serde_json::Value;
 
-use super::{STEPS, killed_at, reference, stop_at, train};
-use crate::support::results::Results;
-use crate::support::{TestRun, files, write_tokens};
+use super::{STEPS, killed_at};
+use crate::support::driver::{finish, reference, refusal, stop_at};
+use crate::support::{TestRun, files, move_tokens, run_of, token_files, write_tokens};
 
 /// A directory with a second file, and overrides that give each stage a mixture and a sequence length of its own.
 fn mixtures() -> (TestRun, [String; 4]) {
     let place = TestRun::new();
     let dir = place.dir.path().display().to_string();
-    write_tokens(&place.dir.path().join("other"), 3, 60);
+    write_tokens(&place.path("other"), 3, 60);
     let adapt = format!("{{ path = \"{dir}/text\", weight = 3 }}, {{ path = \"{dir}/other\" }}");
     let moh = format!("{{ path = \"{dir}/other\", weight = 2 }}, {{ path = \"{dir}/text\" }}");
     let overrides = [
@@ -32,30 +31,24 @@ fn mixtures() -> (TestRun, [String; 4]) {
 
 fn recipe(place: &TestRun, overrides: &[String], name: &str) -> Recipe {
     let overrides: Vec<&str> = overrides.iter().map(String::as_str).collect();
-    let mut recipe = place.recipe(&[&overrides[..], &["stage.moh.micro_batch=2"]].concat());
-    recipe.run.dir = place.dir.path().join(name);
-    recipe
+    place.recipe_in(name, &[&overrides[..], &["stage.moh.micro_batch=2"]].concat())
 }
 
 #[test]
 fn two_mixtures_of_two_lengths_continue_exactly() {
     let (place, overrides) = mixtures();
-    let whole = recipe(&place, &overrides, "whole");
-    train(&whole).unwrap();
-    let expected = Results::of(&whole);
+    let copies = [3, 7].map(|step| (step, recipe(&place, &overrides, &format!("copy-{step}"))));
+    let paths = copies.each_ref().map(|(step, copy)| (*step, copy.run.dir.as_path()));
+    let expected = killed_at(&recipe(&place, &overrides, "whole"), &paths);
     assert!(expected.metrics[0] != reference().metrics[0], "another mixture");
     assert_eq!(expected.metrics[9]["tokens"], 640);
     let interrupted = recipe(&place, &overrides, "interrupted");
     for step in [2, 3, 5, 7, 8] {
-        assert_eq!(stop_at(&interrupted, step), Outcome::Stopped { step });
+        stop_at(&interrupted, step);
     }
-    train(&interrupted).unwrap();
-    assert!(Results::of(&interrupted) == expected);
-    for step in [3, 7] {
-        let copy = recipe(&place, &overrides, &format!("copy-{step}"));
-        killed_at(&recipe(&place, &overrides, &format!("killed-{step}")), step, &copy.run.dir);
-        train(&copy).unwrap();
-        assert!(Results::of(&copy) == expected, "killed at {step}");
+    assert!(finish(&interrupted) == expected);
+    for (step, copy) in copies {
+        assert!(finish(&copy) == expected, "killed at {step}");
     }
 }
 
@@ -64,51 +57,45 @@ fn the_files_of_a_stage_are_compared_by_content() {
     let (place, overrides) = mixtures();
     let recipe = recipe(&place, &overrides[1..], "run");
     stop_at(&recipe, 3);
-    let run = RunDirectory::new(&recipe.run.dir);
-    let record: Value = serde_json::from_slice(&fs::read(run.inputs()).unwrap()).unwrap();
+    let record = fs::read(run_of(&recipe).inputs()).unwrap();
+    let record: Value = serde_json::from_slice(&record).unwrap();
     let keys: Vec<_> = record["token_files"].as_object().unwrap().keys().collect();
     assert_eq!(keys, ["data.sources.0", "data.validation", "stage.moh.data.sources.0"]);
     // The same content at another path.
-    let (other, moved) = (place.dir.path().join("other"), place.dir.path().join("moved"));
-    for ending in ["bin", "idx", "json"] {
-        fs::rename(other.with_extension(ending), moved.with_extension(ending)).unwrap();
-    }
-    let mut with_moved = recipe.clone();
-    let sources = |recipe: &mut Recipe| recipe.stages[1].data.clone().unwrap().sources.unwrap();
-    let mut own = sources(&mut with_moved);
-    own[0].path.clone_from(&moved);
-    with_moved.stages[1].data.as_mut().unwrap().sources = Some(own.clone());
-    assert_eq!(stop_at(&with_moved, 6), Outcome::Stopped { step: 6 });
+    let with_path = |recipe: &Recipe, index: usize, path: &Path| {
+        let mut recipe = recipe.clone();
+        let data = recipe.stages[1].data.as_mut().unwrap();
+        data.sources.as_mut().unwrap()[index].path = path.to_owned();
+        recipe
+    };
+    let moved = place.path("moved");
+    move_tokens(&place.path("other"), &moved);
+    let with_moved = with_path(&recipe, 0, &moved);
+    stop_at(&with_moved, 6);
     // A copy of a file that several stages read would be read from its beginning.
-    let text = place.dir.path().join("text");
-    for ending in ["bin", "idx", "json"] {
-        let copy = place.dir.path().join("copy").with_extension(ending);
-        fs::copy(text.with_extension(ending), copy).unwrap();
+    let copy = place.path("copy");
+    for (from, to) in token_files(&place.path("text")).iter().zip(token_files(&copy)) {
+        fs::copy(from, to).unwrap();
     }
-    let mut with_copy = with_moved.clone();
-    own[1].path = place.dir.path().join("copy");
-    with_copy.stages[1].data.as_mut().unwrap().sources = Some(own);
-    let error = train(&with_copy).unwrap_err();
-    assert!(error.to_string().contains("stage.moh.data.sources.1.path"), "{error}");
+    let error = refusal(&with_path(&with_moved, 1, &copy));
+    assert!(error.contains("stage.moh.data.sources.1.path"), "{error}");
     // Other content.
     write_tokens(&moved, 4, 60);
     let before = files(&recipe.run.dir);
-    let error = train(&with_moved).unwrap_err();
-    let Error::InputChanged { key, .. } = &error else { panic!("{error}") };
-    assert_eq!(key, "stage.moh.data.sources.0");
-    assert_eq!(error.to_string().lines().count(), 1);
+    let error = refusal(&with_moved);
+    assert!(error.contains(": stage.moh.data.sources.0 is not the file"), "{error}");
+    assert_eq!(error.lines().count(), 1);
     assert!(files(&recipe.run.dir) == before);
 }
 
 #[test]
 fn the_runs_data_named_again_are_the_runs() {
     let place = TestRun::new();
-    let path = place.dir.path().join("text");
+    let path = place.path("text");
     let again = format!("stage.moh.data={{sources=[{{path=\"{}\"}}]}}", path.display());
     let recipe = place.recipe(&[&again]);
     stop_at(&recipe, 7);
-    train(&recipe).unwrap();
-    assert!(Results::of(&recipe) == *reference());
+    assert!(finish(&recipe) == *reference());
 }
 
 #[test]
@@ -116,20 +103,16 @@ fn a_stage_with_its_own_data_may_be_appended_and_grow() {
     let (place, overrides) = mixtures();
     let overrides =
         [&overrides[1..], &["model.new.max_position_embeddings=16".to_owned()]].concat();
-    let whole = recipe(&place, &overrides, "whole");
-    train(&whole).unwrap();
-    let longer = recipe(&place, &overrides, "longer");
+    let whole = finish(&recipe(&place, &overrides, "whole"));
+    let mut longer = recipe(&place, &overrides, "longer");
     let mut first = longer.clone();
     first.stages.truncate(1);
-    assert!(matches!(train(&first).unwrap(), Outcome::Finished(_)));
-    train(&longer).unwrap();
-    let [whole, found] = [&whole, &longer].map(Results::of);
+    finish(&first);
+    let found = finish(&longer);
     // A finished run has evaluated once more.
     assert!(found.weights == whole.weights && found.metrics == whole.metrics);
-    let mut longer = longer;
     longer.stages[1].tokens += 64;
-    train(&longer).unwrap();
-    let found = Results::of(&longer);
+    let found = finish(&longer);
     assert_eq!(found.metrics.len() as u64, STEPS + 1);
     assert!(found.metrics[..10] == whole.metrics);
 }
@@ -153,7 +136,7 @@ fn windows(recipe: &Recipe, training: &[TrainingData]) -> Vec<(u64, u64)> {
 fn no_window_comes_again_before_all_of_a_file_are_read() {
     let (place, overrides) = mixtures();
     for name in ["text", "other"] {
-        write_tokens(&place.dir.path().join(name), 5, 200);
+        write_tokens(&place.path(name), 5, 200);
     }
     // Two mixtures of one length; the third stage continues the first one's.
     let mut recipe = recipe(&place, &overrides[..2], "run");
@@ -167,7 +150,7 @@ fn no_window_comes_again_before_all_of_a_file_are_read() {
     let expected = [(0, "text"), (1, "other")];
     assert_eq!(epochs.len(), expected.len());
     for (source, (number, name)) in epochs.iter().zip(expected) {
-        assert_eq!(source.path, place.dir.path().join(name));
+        assert_eq!(source.path, place.path(name));
         assert_eq!(source.tokens_drawn, 8 * read(number));
         assert!(source.epochs < 1.0 && source.epochs > 0.0);
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started, terminate};
 use moh_testkit::programs::VOCABULARY;
-use moh_testkit::programs::{failure, names, program, stderr, success, write_tokens};
+use moh_testkit::programs::{names, program, stderr, success, write_tokens};
 
 const HALF: &str = "half:stage.moh.moh={ shared_heads = 2, routed_top_k = 2 }";
 const FAST: &str = "fast:stage.moh.learning_rate.max=1e-2,stage.moh.moh.routed_top_k=1";
@@ -177,22 +177,6 @@ fn a_comparison_is_not_continued_with_another_model_or_other_data() {
         );
         assert!(recipe() == before && !dir.join("compared/seed").exists(), "{text}");
     }
-}
-
-#[test]
-fn a_comparison_takes_no_directory_of_others() {
-    let dir = prepared();
-    let dir = dir.path();
-    fs::create_dir(dir.join("compared")).unwrap();
-    fs::write(dir.join("compared/notes.txt"), "mine").unwrap();
-    let message = failure(dir, &mut compare(dir, &["base", HALF], &[]), 1);
-    assert!(
-        message.starts_with("compared: is not the directory of a comparison, and holds notes.txt"),
-        "{message}"
-    );
-    assert_eq!(names(&dir.join("compared")), ["notes.txt"]);
-    let message = failure(dir, &mut compare(dir, &["half:stage.moh.moh.shared_head=2"], &[]), 1);
-    assert!(message.starts_with("--variant half: stage.moh.moh.shared_head: "), "{message}");
 }
 
 #[test]

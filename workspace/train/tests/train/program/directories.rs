@@ -7,7 +7,7 @@ use std::process::Command;
 
 use super::page::page;
 use super::{PROGRAM, moh_train, prepared, results, started};
-use moh_testkit::programs::{failure, names, program, stderr, success};
+use moh_testkit::programs::{failure, program, stderr, success};
 
 /// A few steps.
 const SHORT: [&str; 2] = ["stage.adapt.tokens=640", "stage.moh.tokens=640"];
@@ -28,16 +28,6 @@ fn a_project_with_its_model_data_and_recipe_is_not_a_run_directory() {
                     more: a run takes a directory that is new, empty or its own, so choose another one, such as --set run.dir=./run";
     assert_eq!(message, expected);
     assert!(fs::read(project.join("model/model.safetensors")).unwrap() == weights);
-    let message =
-        failure(project, &mut short(project, &["model.from=model", "run.dir=model/run"]), 1);
-    assert!(message.starts_with("model/run: run.dir lies inside model, which model.from names"));
-    // A file of that name alone is no finished run.
-    let stray = project.join("stray");
-    fs::create_dir(&stray).unwrap();
-    fs::write(stray.join("summary.json"), "{}").unwrap();
-    let message = failure(project, &mut short(project, &["model.from=model", "run.dir=stray"]), 1);
-    assert!(message.starts_with("stray: is not a run directory, and holds summary.json: "));
-    assert_eq!(names(&stray), ["summary.json"]);
 }
 
 #[test]
@@ -107,6 +97,9 @@ fn a_run_directory_that_is_no_directory_is_refused() {
     let message = failure(dir.path(), &mut short(dir.path(), &["run.dir=alink"]), 1);
     let expected = "alink: run.dir is a link to missing, which is not a directory: ";
     assert!(message.starts_with(expected), "{message}");
+    let message = failure(dir.path(), &mut short(dir.path(), &["run.dir=afile/deeper"]), 1);
+    assert!(message.starts_with("afile/deeper: "), "{message}");
+    assert_eq!(fs::read_to_string(dir.path().join("afile")).unwrap(), "mine");
 }
 
 #[test]

@@ -17,6 +17,8 @@ fn an_error_names_the_values_that_an_option_takes() {
     for (arguments, expected) in [
         (&["--resume-step", "-1"][..], "a whole number of at least 1"),
         (&["--rendezvous-timeout", "-1"], "a whole number from 1 to 2592000"),
+        (&["--plan", "--ranks", "0"], "'--ranks <N>': must be a whole number of at least 1"),
+        (&["--trace", "last"], "\"last\": expected steps, as in 3,10-12"),
         (&["--time-limit", "-1h"], "expected a time such as 90m"),
         (&["checkpoints", "run", "prune", "--keep", "-1"], "a whole number of at least 1"),
     ] {

@@ -39,16 +39,6 @@ fn steps_that_cannot_be_traced_are_refused() {
     };
     let message = failure(dir.path(), &mut trace("3,121"), 2);
     assert_eq!(message, "--trace: step 121: the run has 120 steps");
-    for (steps, expected) in [
-        ("0", "\"0\": steps count from 1"),
-        ("3,9-7", "\"9-7\": the range ends before it begins"),
-        ("last", "\"last\": expected steps, as in 3,10-12"),
-    ] {
-        let output = trace(steps).output().unwrap();
-        let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(2), "{text}");
-        assert!(text.contains("--trace <STEPS>") && text.contains(expected), "{text}");
-    }
     let output = trace("3").arg("--plan").output().unwrap();
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
     assert!(!dir.path().join("run").exists());

@@ -1,48 +1,71 @@
-//! Runs a recipe in this process: from a checkpoint, until a step, or with what a kill would leave.
+//! Runs a recipe in this process: on threads that play ranks, from a checkpoint, until a step, or with what a kill
+//! would leave.
 
+use std::ops::Range;
 use std::path::Path;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
 use moh_kernels::open_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, Outcome, RunOptions};
+use moh_train::{Error, Event, Outcome, Replay, RunOptions};
 
-use super::copy_running;
+use super::results::Results;
+use super::{TestRun, copy_running, run_of};
+use moh_testkit::ranks::on_ranks;
 
 /// How a run starts and ends.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Start<'a> {
     pub resume_step: Option<u64>,
+    pub begin_anew: bool,
     /// Asked to stop during this step; 0 for never.
     pub stop_at: u64,
-    /// Where its directory is copied to after the report of a step.
-    pub copy_at: Option<(u64, &'a Path)>,
+    /// Where its directory is copied to after the report of a step: what a process that was killed there leaves.
+    pub copies: &'a [(u64, &'a Path)],
 }
 
 impl Start<'_> {
     pub fn run(self, recipe: &Recipe) -> Result<Outcome, Error> {
-        self.run_and_hear(recipe, &mut |_| {})
+        self.run_and_hear(recipe, |_, _| {})
     }
 
+    /// Passes the events to `heard`, with what asks the run to stop.
     pub fn run_and_hear(
         self,
         recipe: &Recipe,
-        heard: &mut dyn FnMut(&Event<'_>),
+        mut heard: impl FnMut(&Event<'_>, &AtomicBool),
     ) -> Result<Outcome, Error> {
+        let Start { resume_step, begin_anew, stop_at, copies } = self;
         let stop = AtomicBool::new(false);
-        let options = RunOptions { resume_step: self.resume_step, ..RunOptions::new(&stop) };
+        let options = RunOptions { resume_step, begin_anew, ..RunOptions::new(&stop) };
         run_in(&World::single(), recipe, options, &mut |event| {
             if let Event::Step { step, .. } = event {
-                if step == self.stop_at {
-                    stop.store(true, Ordering::Relaxed);
-                }
-                if let Some((_, copy)) = self.copy_at.filter(|(at, _)| *at == step) {
+                stop.fetch_or(step == stop_at, Ordering::Relaxed);
+                for (_, copy) in copies.iter().filter(|(at, _)| *at == step) {
                     copy_running(&recipe.run.dir, copy);
                 }
             }
-            heard(&event);
+            heard(&event, &stop);
         })
+    }
+
+    /// As [`Start::run`], to the run's end.
+    #[track_caller]
+    pub fn finish(self, recipe: &Recipe) -> Results {
+        self.finish_and_hear(recipe, |_, _| {})
+    }
+
+    #[track_caller]
+    pub fn finish_and_hear(
+        self,
+        recipe: &Recipe,
+        heard: impl FnMut(&Event<'_>, &AtomicBool),
+    ) -> Results {
+        let done = self.run_and_hear(recipe, heard);
+        assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+        Results::of(recipe)
     }
 }
 
@@ -61,20 +84,96 @@ pub fn run_in(
 /// Runs or resumes a recipe, and hears its events with what asks it to stop.
 pub fn watch(
     recipe: &Recipe,
-    mut heard: impl FnMut(&Event<'_>, &AtomicBool),
+    heard: impl FnMut(&Event<'_>, &AtomicBool),
 ) -> Result<Outcome, Error> {
-    let stop = AtomicBool::new(false);
-    run_in(&World::single(), recipe, RunOptions::new(&stop), &mut |event| heard(&event, &stop))
+    Start::default().run_and_hear(recipe, heard)
+}
+
+pub fn run(recipe: &Recipe) -> Result<Outcome, Error> {
+    Start::default().run(recipe)
+}
+
+/// The message of the error with which a recipe ends.
+#[track_caller]
+pub fn refusal(recipe: &Recipe) -> String {
+    run(recipe).unwrap_err().to_string()
 }
 
 /// Runs or resumes a recipe to its end.
-pub fn finish(recipe: &Recipe) {
-    let done = Start::default().run(recipe);
-    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+#[track_caller]
+pub fn finish(recipe: &Recipe) -> Results {
+    Start::default().finish(recipe)
+}
+
+/// The same, from the checkpoint of a step.
+#[track_caller]
+pub fn finish_from(recipe: &Recipe, step: u64) -> Results {
+    Start { resume_step: Some(step), ..Start::default() }.finish(recipe)
+}
+
+/// As [`finish`]; returns the warnings.
+#[track_caller]
+pub fn warnings(recipe: &Recipe) -> Vec<String> {
+    let mut found = Vec::new();
+    Start::default().finish_and_hear(recipe, |event, _| {
+        if let Event::Warning { text } = event {
+            found.push((*text).to_owned());
+        }
+    });
+    found
+}
+
+/// As [`finish`]; returns the steps after which the run was resumed.
+#[track_caller]
+pub fn resumed(recipe: &Recipe) -> Vec<u64> {
+    let mut found = Vec::new();
+    Start::default().finish_and_hear(recipe, |event, _| {
+        if let Event::Resumed { step } = event {
+            found.push(*step);
+        }
+    });
+    found
 }
 
 /// Runs or resumes a recipe until it stops with a checkpoint of `step`.
+#[track_caller]
 pub fn stop_at(recipe: &Recipe, step: u64) {
     let stopped = Start { stop_at: step, ..Start::default() }.run(recipe);
     assert_eq!(stopped.unwrap(), Outcome::Stopped { step });
+}
+
+/// The results of the recipe as it stands.
+pub fn reference() -> &'static Results {
+    static REFERENCE: OnceLock<Results> = OnceLock::new();
+    REFERENCE.get_or_init(|| finish(&TestRun::new().recipe(&[])))
+}
+
+/// Runs a recipe on threads that play ranks, each with one thread of its own for the operators. The first rank hears of
+/// its events, with what asks the `reached` ranks to stop.
+pub fn run_on(
+    (ranks, reached): (usize, Range<usize>),
+    recipe: &Recipe,
+    heard: &(dyn Fn(&Event<'_>, &AtomicBool) + Sync),
+) -> Vec<Result<Outcome, Error>> {
+    let stop = AtomicBool::new(false);
+    on_ranks(ranks, |world| {
+        let never = AtomicBool::new(false);
+        let asked = if reached.contains(&world.rank()) { &stop } else { &never };
+        run_in(world, recipe, RunOptions::new(asked), &mut |event| heard(&event, &stop))
+    })
+}
+
+#[track_caller]
+pub fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
+    for done in run_on((ranks, 0..0), recipe, &|_, _| {}) {
+        assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+    }
+    Results::of(recipe)
+}
+
+/// Replays a step of a run, whose recipe is read as the program reads it.
+pub fn replay(recipe: &Recipe, step: u64) -> Result<Replay, Error> {
+    let run = run_of(recipe);
+    let stored = Recipe::load(&run.recipe(), &[])?;
+    moh_train::replay(&run, stored, &run.recipe(), None, OpenDevice::Cpu, step)
 }

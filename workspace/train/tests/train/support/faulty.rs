@@ -4,23 +4,17 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_data::{Order, Source, TrainingData};
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_model::Model;
 use moh_model::layout::Segment;
-use moh_recipe::Recipe;
-use moh_train::{Error, Event, Outcome, RunOptions};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
-use super::driver::run_in;
-use super::results::Results;
 use super::{TestRun, write_tokens_with};
-use moh_testkit::ranks::on_ranks;
 
 /// Sequences of a step of the small recipe.
 pub const SEQUENCES: u64 = 8;
@@ -40,13 +34,10 @@ pub enum Fault {
     Absent,
 }
 
-/// What the first rank hears: the events, before the next thing happens.
-pub type Hear<'a> = &'a (dyn Fn(&Event<'_>) + Sync);
-
 /// A directory with the token files of the small recipe, in which these samples have a fault, and a model.
 pub fn test_run(samples: &[u64], fault: Fault) -> TestRun {
     let place = TestRun::new();
-    let (text, vocab_size) = (place.dir.path().join("text"), 64 + samples.len());
+    let (text, vocab_size) = (place.path("text"), 64 + samples.len());
     let mut firsts = BTreeMap::new();
     write_tokens_with(&text, 1, DOCUMENTS, &firsts);
     let source = Source { path: text.clone(), weight: 1.0 };
@@ -56,7 +47,7 @@ pub fn test_run(samples: &[u64], fault: Fault) -> TestRun {
         firsts.insert(data.locate(sample).1, token);
     }
     write_tokens_with(&text, 1, DOCUMENTS, &firsts);
-    write_model(&place.dir.path().join("model"), vocab_size, fault);
+    write_model(&place.path("model"), vocab_size, fault);
     place
 }
 
@@ -86,44 +77,6 @@ fn write_model(directory: &Path, vocab_size: usize, fault: Fault) {
         (name, TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
     });
     safetensors::serialize_to_file(views, None, &directory.join("model.safetensors")).unwrap();
-}
-
-/// Runs a recipe on threads that play ranks; with `stop_at`, it is asked to stop after that step.
-pub fn run_on(
-    ranks: usize,
-    recipe: &Recipe,
-    stop_at: Option<u64>,
-    hear: Hear<'_>,
-) -> Vec<Result<Outcome, Error>> {
-    let stop = AtomicBool::new(false);
-    on_ranks(ranks, |world| {
-        let mut heard = |event: Event<'_>| {
-            hear(&event);
-            if let Event::Step { step, .. } = event
-                && Some(step) == stop_at
-            {
-                stop.store(true, Ordering::Relaxed);
-            }
-        };
-        run_in(world, recipe, RunOptions::new(&stop), &mut heard)
-    })
-}
-
-pub fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
-    for outcome in run_on(ranks, recipe, None, &|_| {}) {
-        assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
-    }
-    Results::of(recipe)
-}
-
-pub fn finish(recipe: &Recipe) -> Results {
-    finish_on(1, recipe)
-}
-
-/// Runs a recipe until it is asked to stop after `step`; whether it then had steps left.
-pub fn stop_at(recipe: &Recipe, step: u64) -> bool {
-    let outcome = run_on(1, recipe, Some(step), &|_| {}).pop().unwrap().unwrap();
-    matches!(outcome, Outcome::Stopped { .. })
 }
 
 /// One sample of each of these steps.

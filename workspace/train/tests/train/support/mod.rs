@@ -11,9 +11,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use moh_checkpoint::run_directory::RunDirectory;
 use moh_data::{Provenance, TokenFileWriter};
-use moh_recipe::Recipe;
+use moh_recipe::{ParallelOptions, Recipe};
 use tempfile::TempDir;
+
+/// Eight micro-batches a step.
+pub const MICRO_BATCHES: [&str; 2] = ["stage.adapt.micro_batch=1", "stage.moh.micro_batch=1"];
 
 /// Two stages of 5 steps of 8 sequences of 8 tokens; checkpoints after steps 2, 4, 5, 6, 8 and 10.
 fn recipe_text(dir: &Path) -> String {
@@ -91,11 +95,34 @@ impl TestRun {
     }
 
     /// The recipe in a run directory of another name.
-    pub fn recipe_in(&self, name: &str) -> Recipe {
-        let mut recipe = self.recipe(&[]);
-        recipe.run.dir = self.dir.path().join(name);
+    pub fn recipe_in(&self, name: &str, overrides: &[&str]) -> Recipe {
+        let mut recipe = self.recipe(overrides);
+        recipe.run.dir = self.path(name);
         recipe
     }
+
+    /// As [`TestRun::recipe_in`], of a run that starts from a model or from another run.
+    pub fn recipe_from(&self, from: impl Into<String>, name: &str, overrides: &[&str]) -> Recipe {
+        let mut recipe = self.recipe_in(name, overrides);
+        (recipe.model.new, recipe.model.from) = (None, Some(from.into()));
+        recipe
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+}
+
+/// The recipe with the layouts of its stages: tensor-parallel ranks, stages of a pipeline, and chunks of each.
+pub fn arranged(mut recipe: Recipe, layouts: [[usize; 3]; 2]) -> Recipe {
+    for (stage, [tensor, pipeline, virtual_stages]) in recipe.stages.iter_mut().zip(layouts) {
+        stage.parallel = ParallelOptions { tensor, pipeline, virtual_stages };
+    }
+    recipe
+}
+
+pub fn run_of(recipe: &Recipe) -> RunDirectory {
+    RunDirectory::new(&recipe.run.dir)
 }
 
 /// Documents of 1 to 12 tokens, in which a token depends on the one before it.
@@ -125,6 +152,35 @@ pub fn write_tokens_with(prefix: &Path, seed: u64, documents: u64, others: &BTre
         writer.push_document(&tokens).unwrap();
     }
     writer.finish(Provenance::default()).unwrap();
+}
+
+/// The files of a token file.
+pub fn token_files(prefix: &Path) -> [PathBuf; 3] {
+    ["bin", "idx", "json"].map(|ending| prefix.with_extension(ending))
+}
+
+pub fn move_tokens(from: &Path, to: &Path) {
+    for (from, to) in token_files(from).iter().zip(token_files(to)) {
+        fs::rename(from, to).unwrap();
+    }
+}
+
+pub fn remove_tokens(prefix: &Path) {
+    token_files(prefix).iter().for_each(|path| fs::remove_file(path).unwrap());
+}
+
+/// Changes a bit of the byte at a position, which may depend on the file's length.
+pub fn flip(path: &Path, position: impl Fn(usize) -> usize) {
+    let mut bytes = fs::read(path).unwrap();
+    let position = position(bytes.len());
+    bytes[position] ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+/// Cuts the last bytes of a file off.
+pub fn shorten(path: &Path) {
+    let bytes = fs::read(path).unwrap();
+    fs::write(path, &bytes[..bytes.len() - 7]).unwrap();
 }
 
 /// Copies a directory in which nothing changes meanwhile.
