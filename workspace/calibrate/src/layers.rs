@@ -125,13 +125,13 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     let mut job = Job::new(backend, config, options, tokens, weights)?;
     let mut steps = Steps { progress, done: 0, all: layers };
     if let Shared::CalibratedTotal(total) = options.shared
-        && job.divide(total, weights, &mut steps)?.is_none()
+        && job.divide(total, &mut steps)?.is_none()
     {
         return Ok(None);
     }
-    let Some(found) = job.convert(weights, refitted, &mut steps)? else { return Ok(None) };
-    let Streams { dense, given, calibrated } = &job.streams;
-    let losses = job.losses(&[dense, given, calibrated], weights)?;
+    let Some(found) = job.convert(refitted, &mut steps)? else { return Ok(None) };
+    let Streams { dense, given, calibrated } = std::mem::take(&mut job.streams);
+    let losses = job.losses(&[&dense, &given, &calibrated])?;
     let losses = Losses { dense: losses[0], given: losses[1], calibrated: losses[2] };
     let moh = MohConfig {
         shared_heads: found.iter().map(|layer| layer.shared).collect(),
@@ -158,11 +158,12 @@ impl Steps<'_> {
 }
 
 /// A calibration between two layers.
-struct Job<'a, B: Backend> {
+struct Job<'a, B: Backend, E> {
     backend: &'a B,
     config: &'a ModelConfig,
     options: &'a CalibrationOptions,
     tokens: &'a CalibrationTokens,
+    weights: Source<'a, E>,
     block: BlockPass<B>,
     sums: ProductSums<'a, B>,
     /// Of the outputs by which sets are judged.
@@ -184,6 +185,7 @@ struct Choice {
 }
 
 /// The residual streams before a layer, `[tokens, hidden_size]`.
+#[derive(Default)]
 struct Streams {
     dense: Vec<f32>,
     /// Of the routing that was given, with the source's weights.
@@ -191,13 +193,13 @@ struct Streams {
     calibrated: Vec<f32>,
 }
 
-impl<'a, B: Backend + Clone> Job<'a, B> {
-    fn new<E: From<Error> + From<moh_model::Error>>(
+impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B, E> {
+    fn new(
         backend: &'a B,
         config: &'a ModelConfig,
         options: &'a CalibrationOptions,
         tokens: &'a CalibrationTokens,
-        weights: Source<'_, E>,
+        weights: Source<'a, E>,
     ) -> Result<Self, E> {
         let (batch, length) = (tokens.batch(), tokens.length());
         let mut ends = EndsPass::new(backend.clone(), config, batch, length, &mut *weights)?;
@@ -221,6 +223,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             config,
             options,
             tokens,
+            weights,
             block: BlockPass::new(backend.clone(), &of_block, batch, length)?,
             sums: sums(fit),
             judged_sums: sums(search),
@@ -231,9 +234,8 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
     }
 
     /// Converts the layers in order; `None` if the work is stopped.
-    fn convert<E: From<Error> + From<moh_model::Error>>(
+    fn convert(
         &mut self,
-        weights: Source<'_, E>,
         refitted: OnProjection<'_, E>,
         steps: &mut Steps<'_>,
     ) -> Result<Option<Vec<LayerCalibration>>, E> {
@@ -242,27 +244,26 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
             if !steps.next() {
                 return Ok(None);
             }
-            found.push(self.layer(layer, weights, refitted)?);
+            found.push(self.layer(layer, refitted)?);
         }
         Ok(Some(found))
     }
 
     /// Chooses the shared heads of a layer, refits its output projection, and moves the residual streams
     /// behind it.
-    fn layer<E: From<Error> + From<moh_model::Error>>(
+    fn layer(
         &mut self,
         layer: usize,
-        weights: Source<'_, E>,
         refitted: OnProjection<'_, E>,
     ) -> Result<LayerCalibration, E> {
-        let old = self.load_source(layer, weights)?;
-        let router = self.fit_router(layer, &old, weights)?;
+        let old = self.load_source(layer)?;
+        let router = self.fit_router(layer, &old)?;
         let in_layer = |error: Error| error.in_layer(layer);
         let moh = self.choose(layer, &old).map_err(in_layer)?;
-        let products = self.measure::<E>(layer, &moh)?;
+        let products = self.measure(layer, &moh)?;
         let old = matrix::<f64>(&old, self.config.query_width());
         let error_before = products.error(old.view());
-        let fitted = self.refit(layer, &products, old.view(), router.as_ref(), weights)?;
+        let fitted = self.refit(layer, &products, old.view(), router.as_ref())?;
         if let Some((new, _)) = &fitted {
             refitted(layer, new)?;
         }
@@ -283,11 +284,7 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
     }
 
     /// The products of the fit of a layer with this routing, and the other streams behind the layer.
-    fn measure<E: From<Error> + From<moh_model::Error>>(
-        &mut self,
-        layer: usize,
-        moh: &MohConfig,
-    ) -> Result<crate::ridge::Products, E> {
+    fn measure(&mut self, layer: usize, moh: &MohConfig) -> Result<crate::ridge::Products, E> {
         let given = self.options.moh.of_layer_alone(layer);
         let elements = self.tokens.pass() * self.config.hidden_size;
         let Streams { dense, given: of_given, calibrated } = &mut self.streams;
@@ -355,14 +352,10 @@ impl<'a, B: Backend + Clone> Job<'a, B> {
     }
 
     /// The mean cross-entropies by residual streams behind the last layer, of the first tokens.
-    fn losses<E: From<Error> + From<moh_model::Error>>(
-        &self,
-        streams: &[&[f32]],
-        weights: Source<'_, E>,
-    ) -> Result<Vec<f64>, E> {
+    fn losses(&mut self, streams: &[&[f32]]) -> Result<Vec<f64>, E> {
         let (batch, length) = (self.tokens.batch(), self.tokens.length());
         let mut ends =
-            EndsPass::new(self.backend.clone(), self.config, batch, length, &mut *weights)?;
+            EndsPass::new(self.backend.clone(), self.config, batch, length, &mut *self.weights)?;
         let (pass, width) = (self.tokens.pass(), self.config.hidden_size);
         let mean = |stream: &&[f32]| {
             let passes = stream.chunks_exact(pass * width);

@@ -1,17 +1,5 @@
 //! Conversion by measurement: which heads of a layer are shared, and output projections refitted in closed
-//! form, from a model's activations on some text.
-//!
-//! Layers are converted in order, each on the activations of the layers that are converted already:
-//!
-//! 1. The set of shared heads is the one with which the layer's attention output, computed by the heads
-//!    that each token then computes and by the best output projection for them, is nearest to the dense
-//!    layer's.
-//! 2. The output projection W_O is refitted: with F the outputs of the computed heads in the converted
-//!    model, and Y the dense model's residual stream after attention less the converted one's before it,
-//!    the ridge least-squares solution of F W_O^T = Y nearest to the old W_O (module `ridge`).
-//!
-//! Before both, the matrix of a learned router is fitted. And before all, each layer's number of active heads can be
-//! chosen by what other numbers cost in loss.
+//! form, from a model's activations on some text. `docs/design.md` has the steps and their formulas.
 //!
 //! A layer and the residual streams of the calibration tokens are in memory, nothing else of the model.
 //! The same tokens give the same bits on a CPU, on any number of threads.

@@ -71,7 +71,6 @@ pub(crate) struct ProductSums<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> ProductSums<'a, B> {
-    /// Empty sums, computed in these buffers.
     pub fn new(backend: &'a B, buffers: ProductBuffers<B>) -> Self {
         let (n, m) = (buffers.n, buffers.m);
         let (sums, host) = (Products::zeros(n, m), vec![0.0; n.max(m) * n]);

@@ -39,7 +39,6 @@ pub struct Fit {
 }
 
 impl Products {
-    /// Zeros, of n columns of F and m columns of Y.
     pub fn zeros(n: usize, m: usize) -> Self {
         Products { gram: Array2::zeros((n, n)), cross: Array2::zeros((m, n)), target: 0.0 }
     }

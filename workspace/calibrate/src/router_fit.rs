@@ -1,15 +1,12 @@
-//! The rows of a learned router, fitted to what the heads contribute.
-//!
-//! Head h contributes W_O^h o_{t,h} to the attention output of token t. The rows W are the ridge
-//! least-squares solution of x_t W^T = y_t with x_t the block's normed input and
+//! The rows of a learned router, fitted to what the heads contribute: the ridge least-squares solution of x_t W^T = y_t
+//! with x_t the block's normed input and
 //!
 //! ```text
 //! c_{t,h} = |W_O^h o_{t,h}|        y_{t,h} = a (c_{t,h} - mean_h c_{t,h}) / s
 //! ```
 //!
-//! A softmax over the heads does not see the mean that is taken away. s is the layer's standard deviation
-//! over the heads of a token, so that a is that of the logits, whatever the size of the layer's output. With a = 1
-//! gates are neither equal nor saturated. A router that weighs heads begins with a smaller one ([`WEIGHING_SPREAD`]).
+//! s is the layer's standard deviation over the heads of a token, so that a is that of the logits. `docs/design.md` has
+//! the reasons.
 
 use moh_kernels::Backend;
 use moh_model::RouterKind;
@@ -22,9 +19,7 @@ use crate::{RIDGE, Result, matrix};
 
 /// Tokens that a thread takes at a time.
 const TOKENS: usize = 64;
-/// The standard deviation of the logits of a router that weighs heads. It selects the same heads with any, and weighs
-/// them by about 1 with a small one. With 0.3 models lose little before training, and most end lower after it than with 0.1;
-/// with 1 they lose more.
+/// The standard deviation of the logits of a router that weighs heads, by about 1 with a small one.
 const WEIGHING_SPREAD: f64 = 0.3;
 
 /// The fitted rows of a layer's router.

@@ -1,11 +1,5 @@
-//! The search for a layer's shared heads.
-//!
-//! A set is judged by the error of the layer's attention output after the best output projection for the
-//! heads that tokens then compute ([`Products::fit`]). Where a layer has few sets all are judged. Else a
-//! set is built from none by adding the head that helps most, and improved by exchanging a shared head
-//! for another one; both judge by the error without a new projection ([`HeadGrams::loss`]), which needs no
-//! fit. Of several numbers of heads the set with the least error after a fit goes on: of the best exchanges
-//! of its heads by the other measure some are judged by the fit, round after round.
+//! The search for a layer's shared heads: sets are judged by the error after a fit ([`Products::least`]), where there are
+//! too many of them also by the error without a new projection ([`HeadGrams::loss`]), which needs none.
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
@@ -43,7 +37,6 @@ pub(crate) struct LayerSample {
     judged: Array2<f64>,
     /// The output projection, `[width, heads * head_dim]`.
     weight: Array2<f32>,
-    /// Tokens of a pass.
     pass: usize,
 }
 

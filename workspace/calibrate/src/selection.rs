@@ -83,7 +83,6 @@ pub(crate) struct Scores {
 }
 
 impl Scores {
-    /// No tokens yet.
     pub fn new(ranking: Ranking) -> Self {
         Scores { order: Vec::new(), ranking }
     }

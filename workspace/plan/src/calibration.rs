@@ -2,16 +2,16 @@
 //! step. The formulas are in `docs/plan.md`.
 
 use moh_calibrate::{CalibrationBuffers, Division, Shared};
-use moh_kernels::{CountedDevice, CountingMemory, Purpose};
+use moh_kernels::Purpose;
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
     Activations, ModelBuffers, ModelConfig, MohConfig, PassSizes, RouterKind, Slots, block_alone,
     ends_alone, most_windows, pass_alone, windows_of_pass,
 };
-use moh_recipe::{CalibrationOptions, DeviceKind, SharedChoice};
+use moh_recipe::{CalibrationOptions, SharedChoice};
 
-use super::memory::fits_address_space;
+use super::memory::{counting, fits_address_space};
 use super::work::Work;
 use crate::Error;
 
@@ -106,10 +106,7 @@ fn device_bytes(work: &Work, router: RouterKind) -> Result<u64, Error> {
     if !fits_address_space(work) {
         return Ok(u64::MAX);
     }
-    let memory = CountingMemory::new(match work.recipe.run.device {
-        DeviceKind::Cpu => CountedDevice::Cpu,
-        DeviceKind::Cuda => CountedDevice::Gpu,
-    });
+    let memory = counting(work);
     let (model, length) = (&work.model, work.sequence_length());
     let pass = pass_alone(most_windows(length), length);
     for config in [&block_alone(model)?, &ends_alone(model)] {

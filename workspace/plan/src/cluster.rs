@@ -30,7 +30,6 @@ pub struct Cluster {
 /// One stage on its ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ClusterStage {
-    /// The layout of the ranks.
     pub layout: Layout,
     /// Maximum micro-batches of a step on any data rank.
     pub micro_batches: u64,

@@ -1,8 +1,5 @@
 //! A rank's traffic, computed from the sizes of its collectives and sends. The formulas are in
 //! `docs/plan.md`.
-//!
-//! In a ring of n ranks, an all-gather or reduce-scatter of S bytes sends (n - 1) / n of S from
-//! each rank; an all-reduce is both, one after the other.
 
 use std::iter::Sum;
 use std::ops::{Add, Mul};

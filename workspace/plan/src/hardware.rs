@@ -50,17 +50,11 @@ pub struct Hardware {
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceRates {
-    /// Memory in bytes.
     pub memory_bytes: u64,
-    /// Reserved memory, without a line in the plan: fragmentation, other programs.
     pub reserved_bytes: u64,
-    /// Matmuls in bf16, TFLOP/s.
     pub matmul_bf16_tflops: Rate,
-    /// Matmuls in f32, TFLOP/s.
     pub matmul_f32_tflops: Rate,
-    /// Speed of the attention core as a fraction of the matmuls' speed.
     pub attention_share: Rate,
-    /// Memory bandwidth of memory-bound operators, reads and writes together, GB/s.
     pub memory_gb_per_s: Rate,
 }
 
@@ -68,12 +62,9 @@ pub struct DeviceRates {
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Node {
-    /// Ranks of one node.
     pub ranks: usize,
-    /// Write bandwidth of one node to the checkpoints' file system, GB/s; unknown if omitted.
     #[serde(default)]
     pub filesystem_write_gb_per_s: Option<Rate>,
-    /// Speed at which one rank hashes a checkpoint, GB/s; unknown if omitted.
     #[serde(default)]
     pub hash_gb_per_s: Option<Rate>,
 }
@@ -82,13 +73,9 @@ pub struct Node {
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Network {
-    /// Bus bandwidth within a node, GB/s for each rank and direction.
     pub within_node_gb_per_s: Rate,
-    /// Bus bandwidth between nodes, GB/s for each rank and direction.
     pub between_nodes_gb_per_s: Rate,
-    /// Latency of an operation, microseconds.
     pub latency_us: Rate,
-    /// Fraction of the data-parallel communication that overlaps with computation, in [0, 1].
     pub data_overlap: Rate,
 }
 
@@ -133,18 +120,39 @@ impl Hardware {
 
     /// Keys whose values are out of range, each with the problem.
     fn problems(&self) -> Vec<Problem> {
-        let mut problems = self.device.problems();
-        problems.extend(self.node.problems());
-        problems.extend(self.network.problems());
-        problems
+        let Hardware { device, node, network, .. } = self;
+        let (memory, reserved) = (device.memory_bytes, device.reserved_bytes);
+        let smaller = format!("must be below memory_bytes = {memory}");
+        let optional = |key: &str, value: Option<Rate>| value.and_then(|value| rate(key, value));
+        let found = [
+            within("device.memory_bytes", memory, 1..=MAX_BYTES),
+            refuse(reserved < memory, "device.reserved_bytes", reserved, smaller),
+            rate("device.matmul_bf16_tflops", device.matmul_bf16_tflops),
+            rate("device.matmul_f32_tflops", device.matmul_f32_tflops),
+            within("device.attention_share", device.attention_share.value, MIN_SHARE..=10.0),
+            rate("device.memory_gb_per_s", device.memory_gb_per_s),
+            within("node.ranks", node.ranks, 1..=MAX_RANKS),
+            optional("node.filesystem_write_gb_per_s", node.filesystem_write_gb_per_s),
+            optional("node.hash_gb_per_s", node.hash_gb_per_s),
+            rate("network.within_node_gb_per_s", network.within_node_gb_per_s),
+            rate("network.between_nodes_gb_per_s", network.between_nodes_gb_per_s),
+            within("network.latency_us", network.latency_us.value, 0.0..=MAX_NUMBER),
+            within("network.data_overlap", network.data_overlap.value, 0.0..=1.0),
+        ];
+        found.into_iter().flatten().collect()
+    }
+
+    /// The rate of matmuls in `dtype`.
+    fn matmul_tflops(&self, dtype: ElementType) -> Rate {
+        match dtype {
+            ElementType::F32 => self.device.matmul_f32_tflops,
+            ElementType::BF16 => self.device.matmul_bf16_tflops,
+        }
     }
 
     /// FLOPs per second of matmuls in `dtype`.
     pub fn matmul(&self, dtype: ElementType) -> f64 {
-        1e12 * match dtype {
-            ElementType::F32 => self.device.matmul_f32_tflops.value,
-            ElementType::BF16 => self.device.matmul_bf16_tflops.value,
-        }
+        1e12 * self.matmul_tflops(dtype).value
     }
 
     /// Bytes of memory that are available to a rank.
@@ -169,12 +177,9 @@ impl Hardware {
 
     /// How the rates of computation in `dtype` are known.
     pub(super) fn compute_basis(&self, dtype: ElementType) -> Basis {
-        let DeviceRates { matmul_bf16_tflops, matmul_f32_tflops, .. } = self.device;
-        let matmul = match dtype {
-            ElementType::F32 => matmul_f32_tflops,
-            ElementType::BF16 => matmul_bf16_tflops,
-        };
-        matmul.basis.max(self.device.attention_share.basis).max(self.device.memory_gb_per_s.basis)
+        let DeviceRates { attention_share, memory_gb_per_s, .. } = self.device;
+        let matmul = self.matmul_tflops(dtype).basis;
+        matmul.max(attention_share.basis).max(memory_gb_per_s.basis)
     }
 
     /// How the rates of the network between `ranks` ranks are known.
@@ -193,23 +198,20 @@ impl Hardware {
     /// The rates of a plan, each with its name and unit.
     pub(super) fn rates(&self) -> Vec<(&'static str, Rate, &'static str)> {
         let (device, node, network) = (self.device, self.node, self.network);
-        let optional = [
-            ("checkpoints, written by a node", node.filesystem_write_gb_per_s),
-            ("checkpoints, hashed by a rank", node.hash_gb_per_s),
+        let rates = [
+            ("matrix products, bf16", Some(device.matmul_bf16_tflops), "TFLOP/s"),
+            ("matrix products, f32", Some(device.matmul_f32_tflops), "TFLOP/s"),
+            ("attention core", Some(device.attention_share), "of products"),
+            ("memory", Some(device.memory_gb_per_s), "GB/s"),
+            ("network within a node", Some(network.within_node_gb_per_s), "GB/s"),
+            ("network between nodes", Some(network.between_nodes_gb_per_s), "GB/s"),
+            ("latency", Some(network.latency_us), "us"),
+            ("overlap of the data ranks' exchange", Some(network.data_overlap), "of it"),
+            ("checkpoints, written by a node", node.filesystem_write_gb_per_s, "GB/s"),
+            ("checkpoints, hashed by a rank", node.hash_gb_per_s, "GB/s"),
         ];
-        let optional = optional.into_iter().filter_map(|(name, rate)| Some((name, rate?, "GB/s")));
-        let mut rates = vec![
-            ("matrix products, bf16", device.matmul_bf16_tflops, "TFLOP/s"),
-            ("matrix products, f32", device.matmul_f32_tflops, "TFLOP/s"),
-            ("attention core", device.attention_share, "of products"),
-            ("memory", device.memory_gb_per_s, "GB/s"),
-            ("network within a node", network.within_node_gb_per_s, "GB/s"),
-            ("network between nodes", network.between_nodes_gb_per_s, "GB/s"),
-            ("latency", network.latency_us, "us"),
-            ("overlap of the data ranks' exchange", network.data_overlap, "of it"),
-        ];
-        rates.extend(optional);
-        rates
+        let known = rates.into_iter().filter_map(|(name, rate, unit)| Some((name, rate?, unit)));
+        known.collect()
     }
 
     /// Number of nodes of `ranks` ranks.
@@ -241,46 +243,6 @@ impl Hardware {
     /// Seconds of an operation's latency.
     pub(super) fn latency(&self) -> f64 {
         1e-6 * self.network.latency_us.value
-    }
-}
-
-impl DeviceRates {
-    fn problems(&self) -> Vec<Problem> {
-        let (memory, reserved) = (self.memory_bytes, self.reserved_bytes);
-        let smaller = format!("must be below memory_bytes = {memory}");
-        let found = [
-            within("device.memory_bytes", memory, 1..=MAX_BYTES),
-            refuse(reserved < memory, "device.reserved_bytes", reserved, smaller),
-            rate("device.matmul_bf16_tflops", self.matmul_bf16_tflops),
-            rate("device.matmul_f32_tflops", self.matmul_f32_tflops),
-            within("device.attention_share", self.attention_share.value, MIN_SHARE..=10.0),
-            rate("device.memory_gb_per_s", self.memory_gb_per_s),
-        ];
-        found.into_iter().flatten().collect()
-    }
-}
-
-impl Node {
-    fn problems(&self) -> Vec<Problem> {
-        let found = [
-            within("node.ranks", self.ranks, 1..=MAX_RANKS),
-            self.filesystem_write_gb_per_s
-                .and_then(|value| rate("node.filesystem_write_gb_per_s", value)),
-            self.hash_gb_per_s.and_then(|value| rate("node.hash_gb_per_s", value)),
-        ];
-        found.into_iter().flatten().collect()
-    }
-}
-
-impl Network {
-    fn problems(&self) -> Vec<Problem> {
-        let found = [
-            rate("network.within_node_gb_per_s", self.within_node_gb_per_s),
-            rate("network.between_nodes_gb_per_s", self.between_nodes_gb_per_s),
-            within("network.latency_us", self.latency_us.value, 0.0..=MAX_NUMBER),
-            within("network.data_overlap", self.data_overlap.value, 0.0..=1.0),
-        ];
-        found.into_iter().flatten().collect()
     }
 }
 
@@ -356,23 +318,12 @@ mod tests {
             text.lines().position(|line| line.trim_start().starts_with(key)).unwrap() + 1
         };
         let at = |key: &str, rest: &str| format!("h.toml: line {}: {rest}", line(key));
+        let unknown = |key: &str, found: &str| {
+            at(key, &format!("network.{found}: unknown key, did you mean network.{key}"))
+        };
         for (old, new, expected) in [
-            (
-                "latency_us",
-                "latency_ms",
-                at(
-                    "latency_us",
-                    "network.latency_ms: unknown key, did you mean network.latency_us",
-                ),
-            ),
-            (
-                "data_overlap",
-                "data_overlaps",
-                at(
-                    "data_overlap",
-                    "network.data_overlaps: unknown key, did you mean network.data_overlap",
-                ),
-            ),
+            ("latency_us", "latency_ms", unknown("latency_us", "latency_ms")),
+            ("data_overlap", "data_overlaps", unknown("data_overlap", "data_overlaps")),
             ("ranks = 8", "ranks = 0", at("ranks", "node.ranks: must be from 1 to 1048576, not 0")),
             (
                 "ranks = 8",

@@ -32,7 +32,6 @@ pub struct Suggestions {
 pub struct StageSuggestions {
     /// The stage's name.
     pub stage: String,
-    /// Number of layouts considered.
     pub considered: usize,
     /// Number of layouts that fit in memory and leave 8% of it free.
     pub fitting: usize,
@@ -42,16 +41,13 @@ pub struct StageSuggestions {
     pub best: Vec<Suggestion>,
 }
 
-/// One layout of a stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Suggestion {
-    /// The layout of the ranks.
     pub layout: Layout,
     /// Sequences per micro-batch.
     pub micro_batch: usize,
     /// Memory of the rank that needs most, in bytes.
     pub bytes: u64,
-    /// The predicted speed.
     pub speed: PredictedSpeed,
 }
 

@@ -1,13 +1,6 @@
 //! The cost of a recipe, computed from the model's shape before anything is loaded: steps, memory,
-//! floating-point operations, time and disk; on many ranks also traffic and suggested layouts. The
-//! formulas of traffic and time and their sources are in `docs/plan.md`.
-//!
-//! **Floating-point operations** follow [`moh_model::flops`]: a multiply-add counts as two, only
-//! the causal half of attention counts, training is forward and backward, and recomputation
-//! (`memory.recompute`) does not count.
-//!
-//! **Disk**: a checkpoint holds the parameters in f32 and both moments; the export holds the
-//! parameters in `run.dtype`.
+//! floating-point operations ([`moh_model::flops`]), time and disk; on many ranks also traffic and suggested layouts.
+//! The formulas and their sources are in `docs/plan.md`.
 
 mod calibration;
 mod cluster;
@@ -26,21 +19,19 @@ mod work;
 
 use std::path::Path;
 
-pub use calibration::{CalibrationCost, calibration_bytes, measured_heads};
-pub use cluster::{Cluster, ClusterStage, PredictedSpeed};
-pub use communication::{Traffic, Volume};
+use calibration::CalibrationCost;
+pub use calibration::{calibration_bytes, measured_heads};
+use cluster::Cluster;
 pub use epochs::SourceEpochs;
 pub use error::Error;
-pub use hardware::{DeviceRates, Hardware, Network, Node};
-pub use layouts::{StageSuggestions, Suggestion, Suggestions};
-pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
+pub use hardware::Hardware;
+pub use layouts::Suggestions;
+pub use memory::RankMemory;
 use moh_data::Source;
 use moh_kernels::ElementType;
 use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute};
 use moh_recipe::{ParallelOptions, Recipe, Stage};
-pub use rate::{Basis, Rate};
 pub use steps::step_config;
-pub use time::StepTime;
 pub use training_data::open_training;
 pub use work::Layout;
 use work::Work;

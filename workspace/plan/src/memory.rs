@@ -23,45 +23,15 @@ const CONTEXT: u64 = 512 << 20;
 /// GPU memory of NCCL's channels.
 const NCCL: u64 = 1 << 30;
 
-/// Memory of weights, optimiser state and a teacher, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct StateBytes {
-    /// Weights in the compute dtype.
-    pub weights: u64,
-    /// The 16 bits by which bf16 weights differ from the optimiser's f32 weights.
-    pub remainder: u64,
-    /// Gradients.
-    pub gradients: u64,
-    /// Gradients rounded for the reduce-scatter, if `precision.reduce` is bf16.
-    pub rounded: u64,
-    /// Both moments.
-    pub moments: u64,
-    /// A teacher's weights, and the buffers of its passes.
-    pub teacher: u64,
-}
-
-/// Memory that depends on the micro-batch, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ActivationBytes {
-    /// Saved activations of all micro-batches in flight.
-    pub saved: u64,
-    /// Gradients of one block's activations.
-    pub block_gradients: u64,
-    /// All-gathered activations of the tensor ranks.
-    pub gathered: u64,
-    /// One chunk of logits.
-    pub logits: u64,
-    /// The buffers of the validation loss.
-    pub evaluation: u64,
-}
-
-/// Memory that no other line counts, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct OtherBytes {
-    /// Scratch of operators on a GPU.
-    pub scratch: u64,
-    /// Tables of rotary position embedding, and sums of losses and norms.
-    pub tables: u64,
+/// Memory of one rank, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RankMemory {
+    /// The rank in its pipeline, from 0.
+    pub pipeline_rank: usize,
+    /// Passes in flight, each of one micro-batch through one chunk.
+    pub in_flight: u64,
+    /// Buffers, in the order of [`Purpose::ALL`].
+    buffers: [u64; Purpose::ALL.len()],
     /// Copies of messages that other pipeline stages have not received yet.
     pub messages: u64,
     /// Scratch of the CPU's threads.
@@ -70,80 +40,23 @@ pub struct OtherBytes {
     pub libraries: u64,
     /// Host memory for the copy of the state that a checkpoint is written from.
     pub staging: u64,
-}
-
-/// Memory of one rank, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RankMemory {
-    /// The rank in its pipeline, from 0.
-    pub pipeline_rank: usize,
-    /// Passes in flight, each of one micro-batch through one chunk.
-    pub in_flight: u64,
-    /// Weights and optimiser state.
-    pub state: StateBytes,
-    /// Memory that depends on the micro-batch.
-    pub activations: ActivationBytes,
-    /// Other memory.
-    pub other: OtherBytes,
     /// The device.
     pub device: DeviceKind,
 }
 
-impl StateBytes {
-    /// What `memory` has counted.
-    fn new(memory: &CountingMemory) -> Self {
-        StateBytes {
-            weights: memory.bytes(Purpose::Weights),
-            remainder: memory.bytes(Purpose::Remainders),
-            gradients: memory.bytes(Purpose::Gradients),
-            rounded: memory.bytes(Purpose::RoundedGradients),
-            moments: memory.bytes(Purpose::Moments),
-            teacher: memory.bytes(Purpose::Teacher),
-        }
-    }
-
-    /// The total.
-    pub fn total(&self) -> u64 {
-        let StateBytes { weights, remainder, gradients, rounded, moments, teacher } = *self;
-        sum([weights, remainder, gradients, rounded, moments, teacher])
-    }
-}
-
-impl ActivationBytes {
-    /// What `memory` has counted.
-    fn new(memory: &CountingMemory) -> Self {
-        ActivationBytes {
-            saved: memory.bytes(Purpose::Activations),
-            block_gradients: memory.bytes(Purpose::ActivationGradients),
-            gathered: memory.bytes(Purpose::Gathered),
-            logits: memory.bytes(Purpose::Logits),
-            evaluation: memory.bytes(Purpose::Evaluation),
-        }
-    }
-
-    /// The total.
-    pub fn total(&self) -> u64 {
-        let ActivationBytes { saved, block_gradients, gathered, logits, evaluation } = *self;
-        sum([saved, block_gradients, gathered, logits, evaluation])
-    }
-}
-
-impl OtherBytes {
-    /// The total in the memory of `device`.
-    pub fn total(&self, device: DeviceKind) -> u64 {
-        let OtherBytes { scratch, tables, messages, thread_scratch, libraries, staging } = *self;
-        let on_host = match device {
-            DeviceKind::Cpu => [thread_scratch, staging],
-            DeviceKind::Cuda => [0; 2],
-        };
-        sum([scratch, tables, messages, libraries, sum(on_host)])
-    }
-}
-
 impl RankMemory {
+    /// The buffers with a purpose.
+    pub fn bytes(&self, purpose: Purpose) -> u64 {
+        self.buffers[purpose as usize]
+    }
+
     /// The total in the device's memory.
     pub fn total(&self) -> u64 {
-        sum([self.state.total(), self.activations.total(), self.other.total(self.device)])
+        let on_host = match self.device {
+            DeviceKind::Cpu => [self.thread_scratch, self.staging],
+            DeviceKind::Cuda => [0; 2],
+        };
+        sum([sum(self.buffers), self.messages, self.libraries, sum(on_host)])
     }
 
     /// Memory of the rank at `place` in `layout` in a stage of `recipe`, on a model with its grown
@@ -208,16 +121,21 @@ impl RankMemory {
         let part = &ModelPart { tensor, ..part.clone() };
         let device = work.recipe.run.device;
         let slots = stage.slots(micro_batches);
-        let (pipeline_rank, in_flight) = (place.pipeline, slots.passes as u64);
+        let mut found = RankMemory {
+            pipeline_rank: place.pipeline,
+            in_flight: slots.passes as u64,
+            buffers: [0; Purpose::ALL.len()],
+            messages: 0,
+            thread_scratch: 0,
+            libraries: 0,
+            staging: 0,
+            device,
+        };
         if !fits_address_space(work) {
-            let activations = ActivationBytes { saved: u64::MAX, ..ActivationBytes::default() };
-            let (state, other) = (StateBytes::default(), OtherBytes::default());
-            return Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device });
+            found.buffers[Purpose::Activations as usize] = u64::MAX;
+            return Ok(found);
         }
-        let memory = CountingMemory::new(match device {
-            DeviceKind::Cpu => CountedDevice::Cpu,
-            DeviceKind::Cuda => CountedDevice::Gpu,
-        });
+        let memory = counting(work);
         let data = work.layout.data.max(1);
         let layout = ModelLayout::of_part(&work.model, data, part);
         let (recipe, precision) = (work.recipe, &work.recipe.precision);
@@ -233,16 +151,12 @@ impl RankMemory {
             None => 0,
         };
         let messages = stage.messages(micro_batches).saturating_add(of_teacher) as u64;
-        let other = OtherBytes {
-            scratch: memory.bytes(Purpose::Scratch),
-            tables: memory.bytes(Purpose::Other),
-            messages: messages.saturating_mul(message as u64),
-            thread_scratch: memory.thread_scratch(),
-            libraries: libraries(&memory, device, work.layout.ranks()),
-            staging,
-        };
-        let (state, activations) = (StateBytes::new(&memory), ActivationBytes::new(&memory));
-        Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device })
+        found.buffers = Purpose::ALL.map(|purpose| memory.bytes(purpose));
+        found.messages = messages.saturating_mul(message as u64);
+        found.thread_scratch = memory.thread_scratch();
+        found.libraries = libraries(&memory, device, work.layout.ranks());
+        found.staging = staging;
+        Ok(found)
     }
 }
 
@@ -321,6 +235,14 @@ fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
         is_new
     };
     (0..ranks).filter(is_new).collect()
+}
+
+/// A memory that counts as the recipe's device does.
+pub(crate) fn counting(work: &Work) -> CountingMemory {
+    CountingMemory::new(match work.recipe.run.device {
+        DeviceKind::Cpu => CountedDevice::Cpu,
+        DeviceKind::Cuda => CountedDevice::Gpu,
+    })
 }
 
 /// Whether every buffer's length fits a `usize`.

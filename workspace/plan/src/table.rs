@@ -3,7 +3,7 @@
 use std::fmt;
 
 use moh_files::units::{bytes, counted, duration, flops, group_digits, moment, percent, traffic};
-use moh_kernels::ElementType;
+use moh_kernels::{ElementType, Purpose};
 use moh_model::Recompute;
 use moh_recipe::DeviceKind;
 
@@ -41,18 +41,6 @@ impl Table<'_, '_> {
         writeln!(self.f, "  {label:<LABEL$}{value:>COLUMN$}")
     }
 
-    /// A row with one value per stage, and how the rates that it rests on are known.
-    fn each_with_basis<T>(
-        &mut self,
-        label: &str,
-        basis: Basis,
-        stages: impl IntoIterator<Item = T>,
-        value: impl Fn(T) -> String,
-    ) -> fmt::Result {
-        self.cells(label, stages, value)?;
-        writeln!(self.f, "  {}", basis.name())
-    }
-
     /// A row with one value per stage.
     fn each<T>(
         &mut self,
@@ -60,21 +48,12 @@ impl Table<'_, '_> {
         stages: impl IntoIterator<Item = T>,
         value: impl Fn(T) -> String,
     ) -> fmt::Result {
-        self.cells(label, stages, value)?;
-        writeln!(self.f)
+        self.row(label, stages.into_iter().map(value), "")
     }
 
-    fn cells<T>(
-        &mut self,
-        label: &str,
-        stages: impl IntoIterator<Item = T>,
-        value: impl Fn(T) -> String,
-    ) -> fmt::Result {
-        write!(self.f, "  {label:<LABEL$}")?;
-        for (stage, width) in stages.into_iter().zip(&self.columns) {
-            write!(self.f, "{:>width$}", value(stage))?;
-        }
-        Ok(())
+    fn row(&mut self, label: &str, cells: impl Iterator<Item = String>, end: &str) -> fmt::Result {
+        let cells = cells.zip(&self.columns).map(|(cell, width)| format!("{cell:>width$}"));
+        writeln!(self.f, "  {label:<LABEL$}{}{end}", cells.collect::<String>())
     }
 
     /// A row of bytes, if any stage has some.
@@ -200,25 +179,29 @@ impl Plan {
             Recompute::Norms => "cheap",
             Recompute::Block => "block",
         };
-        let staging = |rank: &RankMemory| rank.other.staging;
-        table.bytes(&of("weights", self.dtype), stages, |rank| rank.state.weights)?;
-        table.bytes("remainders, 16 bits", stages, |rank| rank.state.remainder)?;
-        table.bytes(&of("gradients", gradients), stages, |rank| rank.state.gradients)?;
-        table.bytes("rounded gradients, bf16", stages, |rank| rank.state.rounded)?;
-        table.bytes(&of("moments", moments), stages, |rank| rank.state.moments)?;
-        table.bytes("teacher, with its passes", stages, |rank| rank.state.teacher)?;
+        let staging = |rank: &RankMemory| rank.staging;
+        table.bytes(&of("weights", self.dtype), stages, |rank| rank.bytes(Purpose::Weights))?;
+        table.bytes("remainders, 16 bits", stages, |rank| rank.bytes(Purpose::Remainders))?;
+        table.bytes(&of("gradients", gradients), stages, |rank| rank.bytes(Purpose::Gradients))?;
+        table.bytes("rounded gradients, bf16", stages, |rank| {
+            rank.bytes(Purpose::RoundedGradients)
+        })?;
+        table.bytes(&of("moments", moments), stages, |rank| rank.bytes(Purpose::Moments))?;
+        table.bytes("teacher, with its passes", stages, |rank| rank.bytes(Purpose::Teacher))?;
         let label = format!("activations, recompute {recompute}");
-        table.bytes(&label, stages, |rank| rank.activations.saved)?;
+        table.bytes(&label, stages, |rank| rank.bytes(Purpose::Activations))?;
         let label = "gradients of one block's activations";
-        table.bytes(label, stages, |rank| rank.activations.block_gradients)?;
-        table.bytes("gathered activations", stages, |rank| rank.activations.gathered)?;
-        table.bytes("logits, one chunk", stages, |rank| rank.activations.logits)?;
-        table.bytes("validation loss", stages, |rank| rank.activations.evaluation)?;
-        table.bytes("scratch of attention and others", stages, |rank| rank.other.scratch)?;
-        table.bytes("tables and sums", stages, |rank| rank.other.tables)?;
-        table.bytes("messages between stages", stages, |rank| rank.other.messages)?;
-        table.bytes("scratch of threads", stages, |rank| rank.other.thread_scratch)?;
-        table.bytes("driver and libraries, estimated", stages, |rank| rank.other.libraries)?;
+        table.bytes(label, stages, |rank| rank.bytes(Purpose::ActivationGradients))?;
+        table.bytes("gathered activations", stages, |rank| rank.bytes(Purpose::Gathered))?;
+        table.bytes("logits, one chunk", stages, |rank| rank.bytes(Purpose::Logits))?;
+        table.bytes("validation loss", stages, |rank| rank.bytes(Purpose::Evaluation))?;
+        table.bytes("scratch of attention and others", stages, |rank| {
+            rank.bytes(Purpose::Scratch)
+        })?;
+        table.bytes("tables and sums", stages, |rank| rank.bytes(Purpose::Other))?;
+        table.bytes("messages between stages", stages, |rank| rank.messages)?;
+        table.bytes("scratch of threads", stages, |rank| rank.thread_scratch)?;
+        table.bytes("driver and libraries, estimated", stages, |rank| rank.libraries)?;
         if stages.iter().any(|rank| rank.device == DeviceKind::Cuda) {
             table.bytes("sum", stages, RankMemory::total)?;
             return table.bytes("of the host: copy for checkpoints", stages, staging);
@@ -284,10 +267,10 @@ impl Plan {
             (stage, of_run, |s| duration(s.stage)),
         ];
         for (label, basis, value) in rows {
-            table.each_with_basis(label, basis, stages, value)?;
+            table.row(label, stages.iter().map(value), &known(basis))?;
         }
-        let run = [stages.iter().map(|s| s.stage).sum()];
-        table.each_with_basis("all stages", of_run, run, duration)
+        let run = duration(stages.iter().map(|s| s.stage).sum());
+        table.row("all stages", std::iter::once(run), &known(of_run))
     }
 
     fn write_fit(
@@ -347,9 +330,7 @@ impl Plan {
 fn write_layouts(table: &mut Table, cluster: &Cluster) -> fmt::Result {
     let stages = &cluster.stages;
     table.title(&format!("Layout of {}", counted(cluster.ranks as u64, "rank")))?;
-    table.each("tensor x data x pipeline", stages, |ClusterStage { layout, .. }| {
-        format!("{} x {} x {}", layout.tensor, layout.data, layout.pipeline)
-    })?;
+    table.each("tensor x data x pipeline", stages, |stage| stage.layout.to_string())?;
     table.each("virtual stages of each rank", stages, |stage| {
         stage.layout.virtual_stages.to_string()
     })?;
@@ -374,7 +355,9 @@ fn write_traffic(table: &mut Table, stages: &[ClusterStage]) -> fmt::Result {
 fn write_checkpoint(table: &mut Table, seconds: Option<f64>, hardware: &Hardware) -> fmt::Result {
     let label = "hashing and writing one checkpoint";
     match (seconds, hardware.checkpoint_basis()) {
-        (Some(seconds), Some(basis)) => table.each_with_basis(label, basis, [seconds], duration),
+        (Some(seconds), Some(basis)) => {
+            table.row(label, std::iter::once(duration(seconds)), &known(basis))
+        }
         _ => writeln!(
             table.f,
             "  {label}: not known; set node.filesystem_write_gb_per_s and node.hash_gb_per_s in the \
@@ -383,9 +366,14 @@ fn write_checkpoint(table: &mut Table, seconds: Option<f64>, hardware: &Hardware
     }
 }
 
+/// The end of a row that rests on rates: how they are known.
+fn known(basis: Basis) -> String {
+    format!("  {}", basis.name())
+}
+
 fn write_rates(f: &mut fmt::Formatter<'_>, hardware: &Hardware) -> fmt::Result {
     for (name, Rate { value, basis }, unit) in hardware.rates() {
-        writeln!(f, "  {name:<LABEL$}{:>COLUMN$}  {}", format!("{value} {unit}"), basis.name())?;
+        writeln!(f, "  {name:<LABEL$}{:>COLUMN$}{}", format!("{value} {unit}"), known(basis))?;
     }
     Ok(())
 }
@@ -428,14 +416,13 @@ fn write_suggestions(
          matmul      memory"
     )?;
     for (index, one) in best.iter().enumerate() {
-        let layout = one.layout;
-        let divided = format!("{} x {} x {}", layout.tensor, layout.data, layout.pipeline);
+        let divided = one.layout.to_string();
         let PredictedSpeed { step, tokens_per_second, matmul_share, .. } = one.speed;
         writeln!(
             f,
             "  {}. {divided:>24}  {:>7}  {:>11}  {:>10}  {:>12}  {:>8}  {:>6}  {:>10}",
             index + 1,
-            layout.virtual_stages,
+            one.layout.virtual_stages,
             one.micro_batch,
             moment(step.total()),
             group_digits(tokens_per_second as u64),

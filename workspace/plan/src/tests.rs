@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use moh_comm::Coordinates;
+use moh_kernels::Purpose;
 
 use super::*;
 
@@ -34,6 +35,13 @@ pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
     (recipe, grown)
 }
 
+/// Bytes of weights and the optimiser's state.
+fn state(memory: &RankMemory) -> u64 {
+    use Purpose::{Gradients, Moments, Remainders, RoundedGradients, Weights};
+    let purposes = [Weights, Remainders, Gradients, RoundedGradients, Moments];
+    purposes.map(|purpose| memory.bytes(purpose)).iter().sum()
+}
+
 fn plan(overrides: &[&str]) -> Plan {
     let (recipe, model) = read(SMALL_RECIPE, overrides);
     Plan::new(&recipe, &model).unwrap()
@@ -55,9 +63,9 @@ fn a_teacher_takes_its_weights_and_a_forward_pass() {
     let [before, after] = [&alone, &taught].map(|plan| plan.stages[1].clone());
     assert_eq!(taught.stages[0], alone.stages[0]);
     assert_eq!((before.teacher, after.teacher.as_deref()), (None, Some("another")));
-    assert_eq!(before.memory.state.teacher, 0);
-    assert!(after.memory.state.teacher > 4 * taught.parameters.1);
-    assert!(after.memory.activations.logits > before.memory.activations.logits);
+    assert_eq!(before.memory.bytes(Purpose::Teacher), 0);
+    assert!(after.memory.bytes(Purpose::Teacher) > 4 * taught.parameters.1);
+    assert!(after.memory.bytes(Purpose::Logits) > before.memory.bytes(Purpose::Logits));
     // Dense.
     let forward = alone.stages[0].forward_flops;
     assert_eq!(after.training_flops - before.training_flops, forward);
@@ -82,7 +90,7 @@ fn learning_attention_outputs_takes_the_attention_once_more() {
     let projections = (2 * m * (2 * n + 2 * g) * 3 + 2 * m * n) * model.num_hidden_layers;
     let token = projections as f64 + 3.0 * core;
     assert_eq!(after.training_flops - before.training_flops, token);
-    assert!(after.memory.activations.saved > before.memory.activations.saved);
+    assert!(after.memory.bytes(Purpose::Activations) > before.memory.bytes(Purpose::Activations));
     // Of the first step alone.
     let first = distill(", attention_output = 1.0, attention_output_tokens = 1");
     let part = plan(&[&first]).stages[1].training_flops - before.training_flops;
@@ -92,17 +100,17 @@ fn learning_attention_outputs_takes_the_attention_once_more() {
 #[test]
 fn state_bytes_follow_the_dtypes() {
     let f32 = plan(&[]);
-    let state = f32.stages[0].memory.state;
+    let memory = f32.stages[0].memory;
     let parameters = f32.parameters.1;
     assert_eq!(f32.parameters.0, parameters);
-    assert_eq!(state.weights, 4 * parameters);
-    assert_eq!(state.remainder, 0);
-    assert_eq!(state.total(), 16 * parameters);
+    assert_eq!(memory.bytes(Purpose::Weights), 4 * parameters);
+    assert_eq!(memory.bytes(Purpose::Remainders), 0);
+    assert_eq!(state(&memory), 16 * parameters);
     assert_eq!(f32.disk.checkpoint, 12 * parameters);
     let bf16 = plan(&["run.dtype=bf16", "precision.gradients=bf16", "precision.moments=bf16"]);
-    let state = bf16.stages[0].memory.state;
-    assert_eq!(state.weights, 2 * parameters);
-    assert_eq!(state.total(), (2 + 2 + 2 + 4) * parameters);
+    let memory = bf16.stages[0].memory;
+    assert_eq!(memory.bytes(Purpose::Weights), 2 * parameters);
+    assert_eq!(state(&memory), (2 + 2 + 2 + 4) * parameters);
     assert_eq!(bf16.disk.checkpoint, 8 * parameters);
     assert_eq!(bf16.disk.export, 2 * parameters);
 }
@@ -117,7 +125,7 @@ fn activation_bytes_are_those_of_the_tables() {
     let ends = stream + (stream + 4) + 8;
     let saved = |plan: Plan| {
         let stages = plan.stages.into_iter();
-        stages.map(|stage| stage.memory.activations.saved).collect::<Vec<_>>()
+        stages.map(|stage| stage.memory.bytes(Purpose::Activations)).collect::<Vec<_>>()
     };
     // A routing counts the tokens of its 4 heads.
     let expected = |routings: u64, blocks: fn(u64, u64) -> u64| {
@@ -130,13 +138,13 @@ fn activation_bytes_are_those_of_the_tables() {
     assert_eq!(saved(plan(&["memory.recompute=cheap"])), cheap);
     let block = expected(1, |block, norms| block + norms);
     assert_eq!(saved(plan(&["memory.recompute=block"])), block);
-    let activations = plan(&[]).stages[0].memory.activations;
-    assert_eq!(activations.block_gradients, 64 * (4 * 2 * 64 + 4 * 8));
+    let memory = plan(&[]).stages[0].memory;
+    assert_eq!(memory.bytes(Purpose::ActivationGradients), 64 * (4 * 2 * 64 + 4 * 8));
     // Of a token: logits, the gradient of its input, and three numbers of its softmax.
-    assert_eq!(activations.logits, 64 * (512 + 64 + 3) * 4);
+    assert_eq!(memory.bytes(Purpose::Logits), 64 * (512 + 64 + 3) * 4);
     // The validation loss keeps what whole recomputation keeps, and has sums of its own.
-    assert_eq!(activations.evaluation, block[0] + activations.logits + 5 * 8);
-    assert_eq!(activations.gathered, 0);
+    assert_eq!(memory.bytes(Purpose::Evaluation), block[0] + memory.bytes(Purpose::Logits) + 5 * 8);
+    assert_eq!(memory.bytes(Purpose::Gathered), 0);
 }
 
 #[test]
@@ -153,7 +161,7 @@ fn layers_with_other_heads_are_planned_one_by_one() {
     let share = attention(&mixed) / attention(&equal);
     assert!((share - 29.0 / 30.0).abs() < 1e-9, "{share}");
     // Every layer has room for the most routed heads, 8 instead of 4: 13 bytes each for 64 tokens, and a count.
-    let saved = |stage: &StagePlan| stage.memory.activations.saved;
+    let saved = |stage: &StagePlan| stage.memory.bytes(Purpose::Activations);
     assert_eq!(saved(&mixed) - saved(&equal), 5 * 4 * (64 * 13 + 4));
     assert!(plan(&counts).to_string().contains("3-8 of 8 heads"));
 }
@@ -168,14 +176,15 @@ fn dense_attention() -> f64 {
 fn data_ranks_divide_the_state_of_the_optimiser_alone() {
     // 8,297,648,128 parameters on 8 data ranks of one device each.
     let parallel = ["stage.moh.parallel.pipeline=1", "stage.adapt.parallel.tensor=1"];
-    let state = on_ranks(&parallel, 8)[0].state;
-    assert_eq!(state.weights, 2 * 8_297_648_128);
-    assert_eq!(state.gradients, 4 * 8_297_648_128);
-    assert_eq!(state.remainder, 8_297_648_128 / 8 * 2);
-    assert_eq!(state.moments, 8_297_648_128 / 8 * 4);
-    assert_eq!(state.rounded, 0);
+    let memory = on_ranks(&parallel, 8)[0];
+    assert_eq!(memory.bytes(Purpose::Weights), 2 * 8_297_648_128);
+    assert_eq!(memory.bytes(Purpose::Gradients), 4 * 8_297_648_128);
+    assert_eq!(memory.bytes(Purpose::Remainders), 8_297_648_128 / 8 * 2);
+    assert_eq!(memory.bytes(Purpose::Moments), 8_297_648_128 / 8 * 4);
+    assert_eq!(memory.bytes(Purpose::RoundedGradients), 0);
     let rounded = [&parallel[..], &["precision.reduce=bf16"]].concat();
-    assert_eq!(on_ranks(&rounded, 8)[0].state.rounded, 2 * 8_297_648_128);
+    let rounded = on_ranks(&rounded, 8)[0].bytes(Purpose::RoundedGradients);
+    assert_eq!(rounded, 2 * 8_297_648_128);
 }
 
 #[test]
@@ -187,13 +196,16 @@ fn tensor_ranks_keep_a_share_of_activations_and_one_gathered_buffer() {
     let norms = 2 * stream + 4;
     let wide = 7168 * 2;
     let per_token = 33 * stream + 32 * block + norms + wide + stream + 2 + 8;
-    assert_eq!(memory.activations.saved, 8192 * per_token);
+    assert_eq!(memory.bytes(Purpose::Activations), 8192 * per_token);
     // The stream's gradient on half the tokens, a branch's on all.
-    assert_eq!(memory.activations.block_gradients, 8192 * (4096 + 8192 + 64));
-    assert_eq!(memory.activations.gathered, 8192 * 8192);
+    assert_eq!(memory.bytes(Purpose::ActivationGradients), 8192 * (4096 + 8192 + 64));
+    assert_eq!(memory.bytes(Purpose::Gathered), 8192 * 8192);
     // 1024 tokens of half of 160,896 logits in f32, and what 2048 tokens of logits in bf16 add up.
-    assert_eq!(memory.activations.logits, 1024 * 80_448 * 4 + 2048 * 3 * 8);
-    assert_eq!(memory.state.weights, 2 * (32 * (109_051_904 + 8192) + 2 * 329_515_008 + 4096));
+    assert_eq!(memory.bytes(Purpose::Logits), 1024 * 80_448 * 4 + 2048 * 3 * 8);
+    assert_eq!(
+        memory.bytes(Purpose::Weights),
+        2 * (32 * (109_051_904 + 8192) + 2 * 329_515_008 + 4096)
+    );
 }
 
 #[test]
@@ -201,14 +213,14 @@ fn the_first_stage_of_a_pipeline_holds_most() {
     // 32 blocks and a head of three: 5 on the first stages, and 8 micro-batches in flight there.
     let memory = on_ranks(&[], 8)[1];
     assert_eq!((memory.pipeline_rank, memory.in_flight), (0, 8));
-    assert_eq!(memory.activations.logits, 0);
-    assert_eq!(memory.state.weights, 2 * (5 * (218_103_808 + 8192) + 659_030_016));
+    assert_eq!(memory.bytes(Purpose::Logits), 0);
+    assert_eq!(memory.bytes(Purpose::Weights), 2 * (5 * (218_103_808 + 8192) + 659_030_016));
     // Stream after the last block: 6; 16 routed heads have 13 bytes each and 8 for all.
     let block = (4096 + 2048) * 2 + 4096 * 2 + 128 + 8192 + 2 * 14_336 * 2 + 16 * 13 + 8;
     let per_token = 6 * 8192 + 5 * block + (2 * 8192 + 8) + 4;
     let shared = 14_336 * 2;
     let counts = 8 * 5 * 16 * 4;
-    assert_eq!(memory.activations.saved, 8192 * (8 * per_token + shared) + counts);
+    assert_eq!(memory.bytes(Purpose::Activations), 8192 * (8 * per_token + shared) + counts);
 }
 
 #[test]

@@ -1,9 +1,4 @@
 //! The time of a step on a machine with a hardware profile. The formulas are in `docs/plan.md`.
-//!
-//! A rank computes matmuls at their measured rate, the attention core at a fraction of it, and
-//! memory-bound operators at the memory bandwidth. Communication of tensor ranks and pipeline
-//! stages is exposed; communication of data ranks is exposed only where it does not overlap with
-//! the passes.
 
 use moh_model::model_parallel::ModelPart;
 use moh_model::{ModelConfig, Recompute};

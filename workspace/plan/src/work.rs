@@ -39,6 +39,12 @@ impl Layout {
     }
 }
 
+impl std::fmt::Display for Layout {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} x {} x {}", self.tensor, self.data, self.pipeline)
+    }
+}
+
 /// A stage of a recipe with its layout.
 pub(super) struct Work<'a> {
     pub recipe: &'a Recipe,
@@ -70,9 +76,7 @@ pub(super) struct Elements {
 /// Elements of the tensors of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BlockElements {
-    /// Its matrices.
     pub matrices: u128,
-    /// Its norms.
     pub norms: u128,
 }
 
@@ -174,12 +178,10 @@ impl<'a> Work<'a> {
         self.parts.iter().skip(rank).step_by(self.layout.pipeline.max(1))
     }
 
-    /// Tokens of a sequence.
     pub fn sequence_length(&self) -> usize {
         self.recipe.stage_data(self.stage).sequence_length
     }
 
-    /// Tokens of a micro-batch.
     pub fn tokens(&self) -> u128 {
         (self.sequence_length() as u128).saturating_mul(self.micro_batch as u128)
     }
@@ -190,7 +192,6 @@ impl<'a> Work<'a> {
         sequences / (self.micro_batch as u64).max(1)
     }
 
-    /// Maximum micro-batches of any data rank.
     pub fn own_micro_batches(&self) -> u64 {
         self.micro_batches().div_ceil(self.layout.data as u64)
     }

@@ -70,7 +70,7 @@ pub fn stderr_line(line: fmt::Arguments<'_>) {
 /// Fails if the system refuses a handler or a thread.
 pub fn remove_temporary_files_on_signals() -> std::io::Result<()> {
     #[cfg(unix)]
-    end_on_signals()?;
+    on_signals(end)?;
     Ok(())
 }
 
@@ -80,25 +80,29 @@ pub fn remove_temporary_files_on_signals() -> std::io::Result<()> {
 /// Fails if the system refuses a handler or a thread.
 pub fn removing_temporary_files_on_signals<R>(work: impl FnOnce() -> R) -> std::io::Result<R> {
     #[cfg(unix)]
-    let signals = end_on_signals()?;
+    let signals = on_signals(end)?;
     let result = work();
     #[cfg(unix)]
     signals.close();
     Ok(result)
 }
 
-/// Ends the program at a signal, until the handle is closed.
+/// Calls `act` with each SIGINT or SIGTERM that arrives, until the handle is closed.
 #[cfg(unix)]
-fn end_on_signals() -> std::io::Result<signal_hook::iterator::Handle> {
+fn on_signals(
+    act: impl FnMut(i32) + Send + 'static,
+) -> std::io::Result<signal_hook::iterator::Handle> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
     let handle = signals.handle();
-    std::thread::Builder::new().spawn(move || {
-        if let Some(signal) = signals.forever().next() {
-            moh_files::exit_without_temporaries(128 + signal);
-        }
-    })?;
+    std::thread::Builder::new().spawn(move || signals.forever().for_each(act))?;
     Ok(handle)
+}
+
+/// Ends the program at a signal, after its temporary files are removed.
+#[cfg(unix)]
+fn end(signal: i32) {
+    moh_files::exit_without_temporaries(128 + signal)
 }
 
 /// Sets `stop` when SIGINT or SIGTERM arrives, so that the program can save what it has done. A second signal
@@ -108,18 +112,13 @@ fn end_on_signals() -> std::io::Result<signal_hook::iterator::Handle> {
 /// Fails if the system refuses a handler or a thread.
 pub fn stop_on_signals(stop: &Arc<AtomicBool>) -> std::io::Result<()> {
     #[cfg(unix)]
-    {
-        use signal_hook::consts::{SIGINT, SIGTERM};
-        let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
-        let stop = Arc::clone(stop);
-        std::thread::Builder::new().spawn(move || {
-            for signal in signals.forever() {
-                if stop.swap(true, Ordering::Relaxed) {
-                    moh_files::exit_without_temporaries(128 + signal);
-                }
-            }
-        })?;
-    }
+    let stop = Arc::clone(stop);
+    #[cfg(unix)]
+    on_signals(move |signal| {
+        if stop.swap(true, Ordering::Relaxed) {
+            end(signal);
+        }
+    })?;
     Ok(())
 }
 

@@ -37,7 +37,6 @@ pub(super) fn label(name: &str) -> String {
     reversed(&shorten(&reversed(name), NAME_CHARACTERS))
 }
 
-/// The losses.
 pub(super) fn losses(logs: &[RunLog]) -> Markup {
     match logs {
         [log] => figure::wide(&loss_chart(log)),
@@ -128,8 +127,8 @@ fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
     let chart = |name: &str| {
         let lines = each(logs).zip(&of_runs).filter_map(|((look, log), sets)| {
             let (_, losses) = sets.iter().find(|(known, _)| known == name)?;
-            let points = losses.iter().map(|loss| (loss.tokens, loss.loss)).collect();
-            Some(Line { label: label(&log.name), points, look: Look { dots: true, ..look } })
+            let (label, points) = (label(&log.name), losses.clone());
+            Some(Line { label, points, look: Look { dots: true, ..look } })
         });
         let title = match name {
             "validation" => "Validation loss".to_owned(),
@@ -145,6 +144,20 @@ fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
 /// The runs with their looks, the same in all charts.
 pub(super) fn each(logs: &[RunLog]) -> impl Iterator<Item = (Look, &RunLog)> {
     logs.iter().enumerate().map(|(index, log)| (Look::nth(index), log))
+}
+
+/// The label and the look of curve `place` of a run, of the validation set `set`; with the run's name if there are several.
+pub(super) fn series(
+    logs: &[RunLog],
+    log: &RunLog,
+    run_look: Look,
+    set: &str,
+    place: usize,
+) -> (String, Look) {
+    match logs.len() {
+        1 => (set.to_owned(), Look::nth(place)),
+        _ => (format!("{}, {set}", label(&log.name)), Look { dash: place, ..run_look }),
+    }
 }
 
 /// A chart of `lines` over the tokens of runs, with a title and a unit.

@@ -48,7 +48,7 @@ pub(super) fn wide(chart: &LineChart) -> Markup {
     };
     html! {
         figure class="across" {
-            (caption(chart))
+            (caption(&chart.title, &chart.unit))
             @for ((class, _), log_values) in AXES.into_iter().zip([false, false, true]) {
                 div class=(class) { (drawn(&with_axes(chart, class != "linear", log_values))) }
             }
@@ -64,7 +64,7 @@ pub(super) fn panel_over_tokens(chart: &LineChart, log_values: bool) -> Markup {
     };
     html! {
         figure {
-            (caption(chart)) (key(chart))
+            (caption(&chart.title, &chart.unit)) (key(chart))
             (drawn("linear", false, false))
             @if log_values {
                 (drawn("log-tokens", true, false))
@@ -82,25 +82,26 @@ fn with_axes(chart: &LineChart, log_across: bool, log_values: bool) -> LineChart
 
 /// A chart over layers beside others.
 pub(super) fn panel(chart: &LineChart) -> Markup {
-    html! { figure { (caption(chart)) (key(chart)) (chart.draw(PANEL)) } }
+    html! { figure { (caption(&chart.title, &chart.unit)) (key(chart)) (chart.draw(PANEL)) } }
 }
 
 /// A map beside others.
 pub(super) fn map(map: &HeatMap) -> Markup {
     html! {
         figure {
-            figcaption { strong { (map.title) } }
+            (caption(&map.title, ""))
             (map.draw())
             @if !map.description.is_empty() { p class="note" { (map.description) } }
         }
     }
 }
 
-fn caption(chart: &LineChart) -> Markup {
+/// A title and, if it is not empty, a unit.
+pub(super) fn caption(title: &str, unit: &str) -> Markup {
     html! {
         figcaption {
-            strong { (chart.title) }
-            @if !chart.unit.is_empty() { " " span class="unit" { (chart.unit) } }
+            strong { (title) }
+            @if !unit.is_empty() { " " span class="unit" { (unit) } }
         }
     }
 }
@@ -121,9 +122,9 @@ fn key(chart: &LineChart) -> Markup {
 /// A piece of a curve.
 pub(super) fn sample(line: &Line) -> Markup {
     html! {
-        svg class={ "chart sample s" (line.look.color % crate::chart::COLORS) } width="30" height="10"
+        svg class={ "chart sample " (line.look.color_class()) } width="30" height="10"
             viewBox="0 0 30 10" aria-hidden="true" {
-            path class={ "line d" (line.look.dash % crate::chart::DASHES) } d="M1 5H29" {}
+            path class=(line.look.line_class()) d="M1 5H29" {}
             @if line.look.dots { circle class="dot" cx="15" cy="5" r="3.5" {} }
         }
     }

@@ -33,8 +33,8 @@ fn of_run(log: &RunLog) -> Markup {
         }
         div class="scroll" tabindex="0" { table {
             thead { tr { th scope="col" { "step" } th scope="col" { "reason" } th scope="col" { "samples" } } }
-            tbody { @for step in skipped.iter().rev().take(LISTED) { tr {
-                th scope="row" { @if let Some(step) = log.steps.all.get(step.index) { (log.number(step)) } }
+            tbody { @for (index, step) in skipped.iter().rev().take(LISTED) { tr {
+                th scope="row" { @if let Some(step) = log.steps.all.get(*index) { (log.number(step)) } }
                 td { (step.reason) }
                 td { (step.samples[0]) " to " (step.samples[1]) }
             } } }

@@ -2,13 +2,13 @@
 //! `moh-report` writes it. Another page shows what the heads of models do.
 
 mod calibration;
-pub mod chart;
+mod chart;
 mod curves;
 mod figure;
 mod guard;
 pub mod head_measures;
 mod heads;
-pub mod loss_chart;
+mod loss_chart;
 mod losses;
 mod numbers;
 mod overview;
@@ -16,7 +16,7 @@ mod page;
 mod recipes;
 mod routing;
 mod routing_history;
-pub mod run_log;
+mod run_log;
 mod runs;
 mod speed;
 
@@ -31,6 +31,9 @@ use runs::Runs;
 
 /// The page's name in the directory of a single run.
 pub const PAGE: &str = "report.html";
+
+/// The size of `run.svg`.
+const PICTURE_SIZE: chart::Size = chart::Size { width: 960.0, height: 480.0, labels: true };
 
 /// Bytes at the start of a page in which it says that it is one.
 const HEAD_BYTES: u64 = 1024;
@@ -83,7 +86,8 @@ pub fn draw(directory: &Path) -> anyhow::Result<Option<PathBuf>> {
     }
     let log = run_log::RunLog::read(directory)?;
     let path = moh_checkpoint::run_directory::RunDirectory::new(directory).picture();
-    let written = moh_files::write(&path, loss_chart::to_svg(&log).as_bytes());
+    let written =
+        moh_files::write(&path, loss_chart::loss_chart(&log).to_svg(PICTURE_SIZE).as_bytes());
     written.with_context(|| path.display().to_string())?;
     Ok(Some(path))
 }

@@ -5,18 +5,16 @@ use moh_model::HeadCounts;
 
 use crate::chart::scale::short;
 use crate::chart::thin::means;
-use crate::chart::{Line, LineChart, Look, Mark, Size};
+use crate::chart::{Line, LineChart, Look, Mark};
+use crate::curves::over_tokens;
 use crate::run_log::{RunLog, StageSteps, StepValue};
 use moh_program::counted;
 
 /// Points of a smoothed curve.
 const SMOOTH_POINTS: usize = 150;
 
-/// The size of `run.svg`.
-const FILE_SIZE: Size = Size { width: 960.0, height: 480.0, labels: true };
-
 /// The losses of `log`.
-pub fn loss_chart(log: &RunLog) -> LineChart {
+pub(super) fn loss_chart(log: &RunLog) -> LineChart {
     let mut lines = over_steps(log, "training", Look::nth(0), &|step| step.loss);
     for (index, (name, losses)) in log.validation().into_iter().enumerate() {
         let label = match index == 0 && name == "validation" {
@@ -25,30 +23,20 @@ pub fn loss_chart(log: &RunLog) -> LineChart {
         };
         lines.push(Line {
             label,
-            points: losses.iter().map(|loss| (loss.tokens, loss.loss)).collect(),
+            points: losses,
             look: Look { dots: true, ..Look::nth(index + 1) },
         });
     }
+    let (title, unit) = ("Training and validation loss", "cross-entropy, nats per token");
     LineChart {
-        title: "Training and validation loss".to_owned(),
-        unit: "cross-entropy, nats per token".to_owned(),
-        description: describe(&lines),
-        across: "tokens trained on".to_owned(),
         marks: marks(log),
-        skipped: skipped(log),
         seen: log.validation().iter().flat_map(|(set, _)| converted(log, set)).collect(),
-        lines,
-        ..LineChart::default()
+        ..over_tokens(std::slice::from_ref(log), title, unit, lines, false)
     }
 }
 
-/// `run.svg` of a run.
-pub fn to_svg(log: &RunLog) -> String {
-    loss_chart(log).to_svg(FILE_SIZE)
-}
-
 /// A quantity of each step: of a long run, its means over a faint curve of all steps.
-pub fn over_steps(log: &RunLog, label: &str, look: Look, value: &StepValue) -> Vec<Line> {
+pub(super) fn over_steps(log: &RunLog, label: &str, look: Look, value: &StepValue) -> Vec<Line> {
     let points = log.steps.curve(value);
     let label = label.to_owned();
     match smoothed(log, value) {
@@ -62,7 +50,7 @@ pub fn over_steps(log: &RunLog, label: &str, look: Look, value: &StepValue) -> V
 }
 
 /// Means of a quantity, none across the start of a stage; `None` for a run with few steps, which needs none.
-pub fn smoothed(log: &RunLog, value: &StepValue) -> Option<Vec<(f64, f64)>> {
+pub(super) fn smoothed(log: &RunLog, value: &StepValue) -> Option<Vec<(f64, f64)>> {
     let count = log.steps.all.len().div_ceil(SMOOTH_POINTS);
     if count < 2 {
         return None;
@@ -76,7 +64,7 @@ pub fn smoothed(log: &RunLog, value: &StepValue) -> Option<Vec<(f64, f64)>> {
 }
 
 /// The starts of the stages.
-pub fn marks(log: &RunLog) -> Vec<Mark> {
+pub(super) fn marks(log: &RunLog) -> Vec<Mark> {
     let start = |stage: &StageSteps| {
         let before = stage.first.checked_sub(1).and_then(|index| log.steps.all.get(index));
         let at = before.map_or(0.0, |step| step.tokens);
@@ -86,9 +74,9 @@ pub fn marks(log: &RunLog) -> Vec<Mark> {
 }
 
 /// The losses on a set after conversions, which the chart is there to show.
-pub fn converted(log: &RunLog, set: &str) -> Vec<f64> {
-    let first = log.first_set();
-    let is_its = |evaluation: &Evaluation| evaluation.set.as_deref().unwrap_or(&first) == set;
+pub(super) fn converted(log: &RunLog, set: &str) -> Vec<f64> {
+    let is_its =
+        |evaluation: &Evaluation| evaluation.set.as_deref().unwrap_or(&log.first_set) == set;
     let loss = |evaluation: &Evaluation| match evaluation.moment {
         EvaluationPoint::Converted { .. } if is_its(evaluation) => Some(evaluation.loss),
         EvaluationPoint::Converted { .. } => evaluation.other_sets.get(set).map(|set| set.loss),
@@ -115,13 +103,13 @@ fn stage_label(log: &RunLog, name: &str) -> String {
 }
 
 /// Places of the steps that were not applied.
-pub fn skipped(log: &RunLog) -> Vec<f64> {
-    let steps = log.steps.skipped.iter().filter_map(|skipped| log.steps.all.get(skipped.index));
+pub(super) fn skipped(log: &RunLog) -> Vec<f64> {
+    let steps = log.steps.skipped.iter().filter_map(|(index, _)| log.steps.all.get(*index));
     steps.map(|step| step.tokens).collect()
 }
 
 /// The first and last values of curves in words.
-pub fn describe(lines: &[Line]) -> String {
+pub(super) fn describe(lines: &[Line]) -> String {
     let described = lines.iter().filter(|line| !line.look.faint).filter_map(|line| {
         let finite = || line.points.iter().map(|point| point.1).filter(|value| value.is_finite());
         let (first, last) = (finite().next()?, finite().next_back()?);

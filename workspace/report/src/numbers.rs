@@ -93,9 +93,9 @@ fn validation(log: &RunLog) -> Markup {
                     @if losses.len() > ROWS { ": " (ROWS) " of " (losses.len()) " evaluations" }
                 }
                 thead { tr { th scope="col" { "tokens" } th scope="col" { "loss" } } }
-                tbody { @for index in picked(losses.len()) { @if let Some(loss) = losses.get(index) { tr {
-                    th scope="row" { (short(loss.tokens)) }
-                    td { (short(loss.loss)) }
+                tbody { @for index in picked(losses.len()) { @if let Some((tokens, loss)) = losses.get(index) { tr {
+                    th scope="row" { (short(*tokens)) }
+                    td { (short(*loss)) }
                 } } } }
             }
         }

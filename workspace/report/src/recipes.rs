@@ -8,7 +8,6 @@ use moh_checkpoint::run_directory::leaves;
 use crate::chart::printable;
 use crate::run_log::RunLog;
 
-/// The section.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     html! {
         section {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use maud::{Markup, html};
 use moh_checkpoint::run_log::{RoutingLine, RoutingMoment};
 
-use super::curves::{each, label};
+use super::curves::{each, label, series};
 use super::{figure, routing_history};
 use crate::chart::{Cell, HeatMap, HeatRow, Line, LineChart, Look, color_bar};
 use crate::loss_chart::describe;
@@ -14,15 +14,12 @@ use crate::run_log::{RoutingEvaluation, RunLog, load};
 /// Maps of a run, each of which has a cell for every layer and head, and sets in a chart.
 const MAX_MAPS: usize = 24;
 
-/// An evaluation as figures show it.
-struct Shown<'a>(&'a RoutingEvaluation);
-
-impl Shown<'_> {
+impl RoutingEvaluation {
     fn when(&self) -> String {
-        match self.0.moment {
+        match self.moment {
             RoutingMoment::Loaded => "as loaded".to_owned(),
             RoutingMoment::Converted => "converted, not tuned".to_owned(),
-            RoutingMoment::Step => format!("after step {}", self.0.step),
+            RoutingMoment::Step => format!("after step {}", self.step),
         }
     }
 
@@ -31,9 +28,9 @@ impl Shown<'_> {
             let cell = |selected| Cell::Share(load(line, selected));
             line.heads().map(|head| head.map_or(Cell::Shared, cell)).collect()
         };
-        let rows = self.0.layers.iter();
+        let rows = self.layers.iter();
         HeatMap {
-            title: format!("Load of the routed heads on {}, {}", self.0.set, self.when()),
+            title: format!("Load of the routed heads on {}, {}", self.set, self.when()),
             description: self.describe(),
             axes: "rows: layers, columns: heads".to_owned(),
             rows: rows
@@ -43,7 +40,7 @@ impl Shown<'_> {
     }
 
     fn describe(&self) -> String {
-        let loads = self.0.layers.values().flat_map(|line| {
+        let loads = self.layers.values().flat_map(|line| {
             line.selected.iter().map(|&selected| (load(line, selected), line.layer))
         });
         let loads: Vec<(f64, usize)> = loads.collect();
@@ -63,9 +60,7 @@ impl Shown<'_> {
     fn figure(&self) -> Markup {
         html! {
             figure {
-                figcaption {
-                    strong { (self.0.set) } " " span class="unit" { (self.when()) }
-                }
+                (figure::caption(&self.set, &self.when()))
                 (self.map().draw())
                 p class="note" { (self.describe()) }
                 details {
@@ -78,7 +73,7 @@ impl Shown<'_> {
 
     fn table(&self) -> Markup {
         let columns =
-            self.0.layers.values().map(|line| line.shared_heads + line.selected.len()).max();
+            self.layers.values().map(|line| line.shared_heads + line.selected.len()).max();
         html! {
             table {
                 caption { "Percent of the tokens that select each head; s: shared" }
@@ -87,7 +82,7 @@ impl Shown<'_> {
                     th scope="col" { "entropy" }
                     @for head in 0..columns.unwrap_or(0) { th scope="col" { (head) } }
                 } }
-                tbody { @for (layer, line) in &self.0.layers { tr {
+                tbody { @for (layer, line) in &self.layers { tr {
                     th scope="row" { (layer) }
                     td { (format!("{:.3}", line.entropy)) }
                     @for head in line.heads() { @match head {
@@ -117,7 +112,7 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
                 @if logs.len() > 1 { h3 { (log.name) } }
                 div class="panels" {
                     @for evaluation in by_set(log).into_iter().take(MAX_MAPS) {
-                        (Shown(evaluation).figure())
+                        (evaluation.figure())
                     }
                 }
                 @if log.routing.len() > MAX_MAPS {
@@ -132,9 +127,8 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
 
 /// The evaluations of a run by set, the first set first.
 fn by_set(log: &RunLog) -> Vec<&RoutingEvaluation> {
-    let first_set = log.first_set();
     let mut sorted: Vec<&RoutingEvaluation> = log.routing.iter().collect();
-    sorted.sort_by_key(|evaluation| (evaluation.set != first_set, &evaluation.set));
+    sorted.sort_by_key(|evaluation| (evaluation.set != log.first_set, &evaluation.set));
     sorted
 }
 
@@ -150,13 +144,10 @@ fn over_layers(logs: &[RunLog]) -> Markup {
         let newest: BTreeMap<&str, &RoutingEvaluation> =
             log.routing.iter().map(|evaluation| (evaluation.set.as_str(), evaluation)).collect();
         // In the order of the other charts: the sort is stable.
-        let (mut newest, first_set): (Vec<_>, _) = (newest.into_iter().collect(), log.first_set());
-        newest.sort_by_key(|(set, _)| *set != first_set);
+        let mut newest: Vec<_> = newest.into_iter().collect();
+        newest.sort_by_key(|(set, _)| *set != log.first_set);
         for (place, (set, evaluation)) in newest.into_iter().take(MAX_MAPS).enumerate() {
-            let (name, look) = match logs.len() {
-                1 => (set.to_owned(), Look::nth(place)),
-                _ => (format!("{}, {set}", label(&log.name)), Look { dash: place, ..run_look }),
-            };
+            let (name, look) = series(logs, log, run_look, set, place);
             entropy.push(line(&name, evaluation, look, |line| line.entropy));
             routed.extend(evaluation.layers.values().map(|line| line.selected.len()));
         }

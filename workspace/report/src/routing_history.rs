@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 
 use maud::{Markup, html};
 
-use super::curves::{each, label, over_tokens};
+use super::curves::{each, over_tokens, series};
 use super::figure;
 use crate::chart::{Cell, HeatRow, Line, LineChart, Look, TimeMap};
-use crate::run_log::{LayerLoads, Loads, RoutingHistory, RunLog, Spread};
+use crate::run_log::{Loads, RoutingHistory, RunLog, Spread};
 use moh_program::counted;
 
 /// Most cells of the maps of heads on a page, which its size follows.
@@ -65,13 +65,7 @@ fn charts(logs: &[RunLog]) -> Vec<LineChart> {
     let chart = |(title, unit, value): Measure| {
         let lines = each(logs).flat_map(|(run_look, log)| {
             log.routing_histories.iter().enumerate().map(move |(place, history)| {
-                let (label, look) = match logs.len() {
-                    1 => (history.set.clone(), Look::nth(place)),
-                    _ => {
-                        let name = format!("{}, {}", label(&log.name), history.set);
-                        (name, Look { dash: place, ..run_look })
-                    }
-                };
+                let (label, look) = series(logs, log, run_look, &history.set, place);
                 let point = |spread: &Spread| Some((log.tokens_after(spread.step)?, value(spread)));
                 let points = history.spreads.iter().filter_map(point).collect();
                 Line { label, points, look: Look { dots: true, ..look } }
@@ -118,7 +112,7 @@ fn maps(history: &RoutingHistory, max_cells: usize) -> Markup {
         }
         div class="panels" {
             figure {
-                (caption("Imbalance of each layer", "percent"))
+                (figure::caption("Imbalance of each layer", "percent"))
                 (map_of_layers(history, &layers).draw())
             }
             (heads(history, &seen))
@@ -136,20 +130,16 @@ fn heads(history: &RoutingHistory, layers: &[usize]) -> Markup {
     html! {
         @for &layer in layers {
             figure {
-                (caption(&format!("Layer {layer}"), "load of each head"))
+                (figure::caption(&format!("Layer {layer}"), "load of each head"))
                 (map_of_heads(history, layer).draw())
             }
         }
     }
 }
 
-fn caption(title: &str, unit: &str) -> Markup {
-    html! { figcaption { strong { (title) } " " span class="unit" { (unit) } } }
-}
-
 /// The most heads that a layer has at any time.
 fn num_heads(picked: &[Loads], layer: usize) -> usize {
-    let of = |loads: &Loads| Some(loads.layers.get(&layer)?.num_heads());
+    let of = |loads: &Loads| Some(loads.layers.get(&layer)?.heads.len());
     picked.iter().filter_map(of).max().unwrap_or(0)
 }
 
@@ -167,8 +157,12 @@ fn map_of_layers(history: &RoutingHistory, layers: &BTreeSet<usize>) -> TimeMap 
 
 fn map_of_heads(history: &RoutingHistory, layer: usize) -> TimeMap {
     let row = |number: usize| {
-        let cell =
-            |loads: &Loads| loads.layers.get(&layer).map_or(Cell::Absent, |l| l.cell(number));
+        let cell = |loads: &Loads| match loads.layers.get(&layer).and_then(|l| l.heads.get(number))
+        {
+            Some(Some(load)) => Cell::Share((*load).into()),
+            Some(None) => Cell::Shared,
+            None => Cell::Absent,
+        };
         HeatRow { label: number.to_string(), cells: history.picked.iter().map(cell).collect() }
     };
     let rows = (0..num_heads(&history.picked, layer)).map(row).collect();
@@ -204,18 +198,4 @@ fn map(
         ends(steps.len().checked_sub(1))
     );
     TimeMap { title, description, rows_are, rows, steps }
-}
-
-impl LayerLoads {
-    fn num_heads(&self) -> usize {
-        self.heads.len()
-    }
-
-    fn cell(&self, head: usize) -> Cell {
-        match self.heads.get(head) {
-            Some(Some(load)) => Cell::Share((*load).into()),
-            Some(None) => Cell::Shared,
-            None => Cell::Absent,
-        }
-    }
 }

@@ -19,7 +19,6 @@ const MAX_NAMED: usize = 8;
 /// Characters of the reason why a run is left out.
 const REASON_CHARACTERS: usize = 240;
 
-/// The runs of a page.
 #[derive(Debug)]
 pub struct Runs {
     /// The runs, with names that differ.

@@ -5,6 +5,7 @@ use maud::{Markup, html};
 use moh_checkpoint::run_log::Speed;
 use moh_files::units::percent;
 
+use super::figure;
 use crate::chart::COLORS;
 use crate::chart::scale::short;
 use crate::run_log::{RunLog, StageSteps};
@@ -18,7 +19,6 @@ type StepPart = (&'static str, fn(&Speed) -> f64);
 /// A row of the table: its name, and its text for a stage.
 type Row = (&'static str, fn(&StageSteps) -> String);
 
-/// The parts of a step.
 const PARTS: [StepPart; 6] = [
     ("data", |speed| speed.data),
     ("forward", |speed| speed.forward),
@@ -62,36 +62,26 @@ fn name(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> String {
 
 /// The parts of a mean step beside each other.
 fn bar(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> Markup {
-    let parts: Vec<(usize, &str, f64)> = PARTS
-        .iter()
-        .enumerate()
-        .map(|(index, (name, seconds))| {
-            (index % COLORS, *name, seconds(&stage.speed) / stage.timed as f64)
-        })
-        .filter(|(_, _, seconds)| {
-            seconds.is_finite()
-                && *seconds > f64::max(0.0, 0.0005 * mean(stage, stage.speed.seconds))
-        })
-        .collect();
+    let least = f64::max(0.0, 0.0005 * mean(stage, stage.speed.seconds));
+    let parts = PARTS.iter().enumerate().map(|(index, (name, seconds))| {
+        (index % COLORS, *name, seconds(&stage.speed) / stage.timed as f64)
+    });
+    let parts: Vec<(usize, &str, f64)> =
+        parts.filter(|(_, _, seconds)| seconds.is_finite() && *seconds > least).collect();
     let total: f64 = parts.iter().map(|part| part.2).sum();
-    let shares: Vec<String> = parts
-        .iter()
-        .map(|(_, name, seconds)| format!("{name} {}", percent(seconds / total)))
-        .collect();
+    let share =
+        |(_, name, seconds): &(usize, &str, f64)| format!("{name} {}", percent(seconds / total));
+    let shares: Vec<String> = parts.iter().map(share).collect();
     let mut end = 0.0;
-    let places: Vec<(usize, f64, f64)> = parts
-        .iter()
-        .map(|(color, _, seconds)| {
-            let (from, wide) = (end, BAR * seconds / total);
-            end += wide;
-            (*color, from, wide)
-        })
-        .collect();
+    let places = parts.iter().map(|(color, _, seconds)| {
+        let (from, wide) = (end, BAR * seconds / total);
+        end += wide;
+        (*color, from, wide)
+    });
+    let places: Vec<(usize, f64, f64)> = places.collect();
     html! {
         figure {
-            figcaption {
-                strong { "A step of " (name(logs, log, stage)) } " " span class="unit" { (duration(total)) }
-            }
+            (figure::caption(&format!("A step of {}", name(logs, log, stage)), &duration(total)))
             svg class="chart" role="img" width="400" height="24" viewBox="0 0 400 24" {
                 title { "Parts of a step" }
                 desc { (shares.join(", ")) }

@@ -1,17 +1,13 @@
-//! How many heads each layer gets of a number of active heads for all layers together.
-//!
-//! The model is converted with about the same number of heads in each layer. Beside this, each layer is converted with
-//! other numbers, in the model that the layers before it have become, and the residual stream behind it goes
-//! through the later layers as they are converted. What a number of heads costs a layer is the loss that it ends
-//! with, less that of the same number in each layer. The numbers with the least sum of costs are kept if a
-//! conversion with them has a lower loss than one with the same number in each layer.
+//! How many heads each layer gets of a number of active heads for all layers together: what a number costs a layer is
+//! measured by the loss that the residual stream behind it ends with.
+
+use std::mem::take;
 
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
 use moh_model::{LayerHeads, ModelConfig, MohConfig, RouterKind};
 
-use super::loading::Fitted;
-use super::{Choice, Job, Source, Steps, Streams, add_pass};
+use super::{Choice, Job, Steps, Streams, add_pass};
 use crate::budget::{allocate, between};
 use crate::search::LayerSample;
 use crate::selection::Ranking;
@@ -65,15 +61,10 @@ struct Variant {
     stream: Vec<f32>,
 }
 
-impl<B: Backend + Clone> Job<'_, B> {
+impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> {
     /// Chooses each layer's number of active heads, `total` in all layers together, and begins again before
     /// the first layer; `None` if the work is stopped.
-    pub(super) fn divide<E: From<Error> + From<moh_model::Error>>(
-        &mut self,
-        total: usize,
-        weights: Source<'_, E>,
-        steps: &mut Steps<'_>,
-    ) -> Result<Option<()>, E> {
+    pub(super) fn divide(&mut self, total: usize, steps: &mut Steps<'_>) -> Result<Option<()>, E> {
         let layers = self.config.num_hidden_layers;
         let (unit, units) = (self.unit(), self.config.num_attention_heads / self.unit());
         let is_possible =
@@ -96,9 +87,9 @@ impl<B: Backend + Clone> Job<'_, B> {
             if !steps.next() {
                 return Ok(None);
             }
-            self.measure_variants(layer, &division, &mut variants, weights)?;
+            self.measure_variants(layer, &division, &mut variants)?;
         }
-        let costs = self.costs(&variants, &division, weights)?;
+        let costs = self.costs(&variants, &division)?;
         self.begin_again(&start);
         let nearly_even = |(n, cost): (usize, f64)| match n == even || n == even + 1 {
             true => cost,
@@ -113,15 +104,14 @@ impl<B: Backend + Clone> Job<'_, B> {
         }
         drop(variants);
         candidates.dedup();
-        self.best_of(candidates, &start, weights, steps)
+        self.best_of(candidates, &start, steps)
     }
 
     /// Keeps the choices with which the model's loss on the tokens is the least.
-    fn best_of<E: From<Error> + From<moh_model::Error>>(
+    fn best_of(
         &mut self,
         candidates: Vec<Vec<Choice>>,
         start: &[f32],
-        weights: Source<'_, E>,
         steps: &mut Steps<'_>,
     ) -> Result<Option<()>, E> {
         let mut best = f64::INFINITY;
@@ -130,10 +120,11 @@ impl<B: Backend + Clone> Job<'_, B> {
             steps.all += candidates.len() * self.config.num_hidden_layers;
             for choices in candidates {
                 self.chosen.clone_from(&choices);
-                if self.convert(weights, &mut |_, _| Ok(()), steps)?.is_none() {
+                if self.convert(&mut |_, _| Ok(()), steps)?.is_none() {
                     return Ok(None);
                 }
-                let loss = self.losses(&[&self.streams.calibrated], weights)?[0];
+                let stream = take(&mut self.streams.calibrated);
+                let loss = self.losses(&[&stream])?[0];
                 if loss < best {
                     (best, kept) = (loss, choices);
                 }
@@ -148,20 +139,19 @@ impl<B: Backend + Clone> Job<'_, B> {
     fn begin_again(&mut self, start: &[f32]) {
         let Streams { dense, given, calibrated } = &mut self.streams;
         for stream in [dense, given, calibrated] {
-            stream.copy_from_slice(start);
+            start.clone_into(stream);
         }
     }
 
     /// Converts a layer with each number of heads, and moves all residual streams behind it.
-    fn measure_variants<E: From<Error> + From<moh_model::Error>>(
+    fn measure_variants(
         &mut self,
         layer: usize,
         division: &Division,
         variants: &mut Vec<Vec<Variant>>,
-        weights: Source<'_, E>,
     ) -> Result<(), E> {
-        let projection = self.load_source(layer, weights)?;
-        let router = self.fit_router(layer, &projection, weights)?;
+        let projection = self.load_source(layer)?;
+        let router = self.fit_router(layer, &projection)?;
         let sample = self.sample(&projection)?;
         let old = matrix::<f64>(&projection, self.config.query_width());
         let mut of_layer =
@@ -171,12 +161,12 @@ impl<B: Backend + Clone> Job<'_, B> {
         // The even number last: its projection is the one that the other streams go through.
         for variant in of_layer.iter_mut().rev() {
             let moh = self.options.moh.of_one_layer(variant.heads);
-            self.load(layer, Fitted { projection: None, router: router.as_ref() }, weights)?;
+            self.load(layer, None, router.as_ref())?;
             let products = match variant.active == division.even {
-                true => self.measure::<E>(layer, &moh)?,
+                true => self.measure(layer, &moh)?,
                 false => self.products(&moh)?,
             };
-            self.refit(layer, &products, old.view(), router.as_ref(), weights)?;
+            self.refit(layer, &products, old.view(), router.as_ref())?;
             for x in self.streams.calibrated[..carried].chunks_exact(elements) {
                 variant.stream.extend(self.block.forward(x, Some(moh.clone()))?.output);
             }
@@ -220,15 +210,14 @@ impl<B: Backend + Clone> Job<'_, B> {
     }
 
     /// What 1, 2 ... units cost each layer.
-    fn costs<E: From<Error> + From<moh_model::Error>>(
-        &self,
+    fn costs(
+        &mut self,
         variants: &[Vec<Variant>],
         division: &Division,
-        weights: Source<'_, E>,
     ) -> Result<Vec<Vec<f64>>, E> {
         let (unit, even) = (self.unit(), division.even / self.unit());
         let streams: Vec<&[f32]> = variants.iter().flatten().map(|it| &it.stream[..]).collect();
-        let losses = self.losses(&streams, weights)?;
+        let losses = self.losses(&streams)?;
         let mut losses = losses.into_iter();
         let mut costs = Vec::new();
         for variants in variants {

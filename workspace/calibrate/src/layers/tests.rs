@@ -36,14 +36,14 @@ fn excess(router: RouterKind, shared: usize, active: usize) -> Vec<f64> {
     let mut job = Job::new(&Cpu, &config, &options, &tokens, &mut read).unwrap();
     let mut excess = Vec::new();
     for layer in 0..config.num_hidden_layers {
-        let projection = job.load_source(layer, &mut read).unwrap();
+        let projection = job.load_source(layer).unwrap();
         let sample = job.sample(&projection).unwrap();
         let all = sample.best_set(&mut job.judged_sums, &[shared], active).unwrap();
         let numbers = std::iter::once(shared);
         let found = sample.best_by_exchange(&mut job.judged_sums, numbers, active).unwrap();
         excess.push(found.error / all.error - 1.0);
         // The next layer of the dense model.
-        job.measure::<Error>(layer, &moh.of_layer_alone(layer)).unwrap();
+        job.measure(layer, &moh.of_layer_alone(layer)).unwrap();
     }
     excess
 }

@@ -12,13 +12,33 @@ fn run(config: &ModelConfig, options: &CalibrationOptions) -> (Calibration, Vec<
     run_on(&Cpu, config, options)
 }
 
-/// The mean cross-entropy of a whole model over the calibration tokens, by its logits.
-fn loss(config: &ModelConfig, moh: Option<MohConfig>, projections: &[Vec<f32>]) -> f64 {
-    loss_with(config, moh, projections, &[])
+/// A refit whose projections stay in f32.
+fn refit(moh: MohConfig, shared: Shared) -> CalibrationOptions {
+    CalibrationOptions { moh, shared, refit: true, stored: None }
 }
 
-/// The same, with the matrices of a router.
-fn loss_with(
+/// The sentence with which a calibration of these weights fails.
+fn failure(
+    config: &ModelConfig,
+    options: &CalibrationOptions,
+    mut weights: impl FnMut(&str, &mut [f32]) -> Result<(), Error>,
+) -> String {
+    let tokens = tokens(config);
+    let mut go_on = |_, _| ControlFlow::Continue(());
+    let mut refitted = |_: usize, _: &[f32]| Ok(());
+    calibrate(&Cpu, config, options, &tokens, &mut weights, &mut refitted, &mut go_on)
+        .unwrap_err()
+        .to_string()
+}
+
+/// The active heads of the three layers.
+fn active(moh: &MohConfig) -> [usize; 3] {
+    [0, 1, 2].map(|layer| moh.layer(layer).active())
+}
+
+/// The mean cross-entropy over the calibration tokens, by its logits, of a whole model with these output projections and
+/// these matrices of a router.
+fn loss(
     config: &ModelConfig,
     moh: Option<MohConfig>,
     projections: &[Vec<f32>],
@@ -69,13 +89,16 @@ fn losses_are_those_of_whole_models() {
             (Shared::CalibratedNumber, Some(DType::BF16)),
             (Shared::Given, None),
         ] {
-            let options = CalibrationOptions { moh: moh.clone(), shared, refit: true, stored };
+            let options = CalibrationOptions { stored, ..refit(moh.clone(), shared) };
             let (found, projections) = run(&config, &options);
             assert_eq!(projections.len(), 3);
             for (expected, measured) in [
-                (loss(&config, None, &[]), found.losses.dense),
-                (loss(&config, Some(moh.clone()), &[]), found.losses.given),
-                (loss(&config, Some(found.moh.clone()), &projections), found.losses.calibrated),
+                (loss(&config, None, &[], &[]), found.losses.dense),
+                (loss(&config, Some(moh.clone()), &[], &[]), found.losses.given),
+                (
+                    loss(&config, Some(found.moh.clone()), &projections, &[]),
+                    found.losses.calibrated,
+                ),
             ] {
                 assert!(
                     (expected - measured).abs() < 1e-5,
@@ -85,8 +108,8 @@ fn losses_are_those_of_whole_models() {
             let mut rounded = projections.concat();
             DType::BF16.round(&mut rounded);
             assert_eq!(rounded == projections.concat(), stored.is_some());
+            assert_eq!(active(&found.moh), active(&moh));
             for (layer, measured) in found.layers.iter().enumerate() {
-                assert_eq!(found.moh.layer(layer).active(), moh.layer(layer).active());
                 assert_eq!(measured.shared, found.moh.layer(layer).shared);
                 assert!(measured.error.unwrap() < measured.error_before, "{measured:?}");
             }
@@ -97,9 +120,7 @@ fn losses_are_those_of_whole_models() {
 #[test]
 fn sets_are_better_than_the_first_heads_and_a_free_number_is_no_worse() {
     let config = config("llama");
-    let run = |shared| {
-        run(&config, &CalibrationOptions { moh: moh(4, 2), shared, refit: true, stored: None }).0
-    };
+    let run = |shared| run(&config, &refit(moh(4, 2), shared)).0;
     let first_layer = |found: &Calibration| found.layers[0].error.unwrap();
     let (given, sets) = (run(Shared::Given), run(Shared::Calibrated));
     assert_eq!(given.moh.shared_heads, SharedHeadSets::from(4));
@@ -111,9 +132,7 @@ fn sets_are_better_than_the_first_heads_and_a_free_number_is_no_worse() {
 #[test]
 fn all_heads_keep_the_dense_model() {
     let config = config("llama");
-    let options =
-        CalibrationOptions { moh: moh(3, 5), shared: Shared::Given, refit: true, stored: None };
-    let (found, projections) = run(&config, &options);
+    let (found, projections) = run(&config, &refit(moh(3, 5), Shared::Given));
     assert!((found.losses.calibrated - found.losses.dense).abs() < 1e-5);
     let mut old = vec![0f32; projections[1].len()];
     source(&config)("model.layers.1.self_attn.o_proj.weight", &mut old).unwrap();
@@ -124,15 +143,10 @@ fn all_heads_keep_the_dense_model() {
 #[test]
 fn without_a_refit_the_weights_stay() {
     let config = config("llama");
-    let options = CalibrationOptions {
-        moh: moh(4, 2),
-        shared: Shared::Calibrated,
-        refit: false,
-        stored: None,
-    };
+    let options = CalibrationOptions { refit: false, ..refit(moh(4, 2), Shared::Calibrated) };
     let (found, projections) = run(&config, &options);
     assert!(projections.is_empty() && found.layers.iter().all(|layer| layer.error.is_none()));
-    let expected = loss(&config, Some(found.moh.clone()), &[]);
+    let expected = loss(&config, Some(found.moh.clone()), &[], &[]);
     assert!((expected - found.losses.calibrated).abs() < 1e-5);
 }
 
@@ -145,8 +159,7 @@ fn the_bits_do_not_depend_on_the_threads() {
         (config("llama"), RouterKind::TwoStage, Shared::CalibratedTotal(14)),
         (with_more_heads(), RouterKind::QueryNorm, Shared::CalibratedTotal(26)),
     ] {
-        let moh = MohConfig { router, ..moh(4, 2) };
-        let options = CalibrationOptions { moh, shared, refit: true, stored: None };
+        let options = refit(MohConfig { router, ..moh(4, 2) }, shared);
         let on = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| run(&config, &options))
@@ -169,17 +182,10 @@ fn layers_have_a_total_of_active_heads() {
         (with_more_heads(), RouterKind::Group, 28, 4),
         (with_more_heads(), RouterKind::WithinGroup, 32, 4),
     ] {
-        let moh = MohConfig { router, ..moh(0, 4) };
-        let moh = match router {
-            RouterKind::Static => {
-                MohConfig { shared_heads: 4.into(), routed_top_k: 0.into(), ..moh }
-            }
-            _ => moh,
-        };
-        let shared = Shared::CalibratedTotal(total);
-        let (found, projections) =
-            run(&config, &CalibrationOptions { moh, shared, refit: true, stored: None });
-        let active: Vec<usize> = (0..3).map(|layer| found.moh.layer(layer).active()).collect();
+        let moh = if router == RouterKind::Static { moh(4, 0) } else { moh(0, 4) };
+        let options = refit(MohConfig { router, ..moh }, Shared::CalibratedTotal(total));
+        let (found, projections) = run(&config, &options);
+        let active = active(&found.moh);
         assert_eq!(active.iter().sum::<usize>(), total, "{router:?}: {active:?}");
         assert!(active.iter().all(|&n| n >= unit && n.is_multiple_of(unit)), "{active:?}");
         config.check_moh(&found.moh).unwrap();
@@ -194,14 +200,9 @@ fn a_division_is_no_worse_than_the_same_number_in_each_layer() {
     for (model_type, active) in [("llama", 3), ("llama", 6), ("qwen3", 4)] {
         let config = config(model_type);
         let moh = moh(active / 2, active - active / 2);
-        let run = |shared| {
-            let options =
-                CalibrationOptions { moh: moh.clone(), shared, refit: true, stored: None };
-            run(&config, &options).0
-        };
-        let even = run(Shared::CalibratedNumber);
-        let divided = run(Shared::CalibratedTotal(3 * active));
-        let (even, divided) = (even.losses.calibrated, divided.losses.calibrated);
+        let loss = |shared| run(&config, &refit(moh.clone(), shared)).0.losses.calibrated;
+        let even = loss(Shared::CalibratedNumber);
+        let divided = loss(Shared::CalibratedTotal(3 * active));
         assert!(divided <= even, "{model_type}, {active}: {divided} {even}");
     }
 }
@@ -216,10 +217,8 @@ fn a_division_has_its_total_whatever_heads_are_given() {
     let routed_top_k = HeadCounts::Each([vec![0], vec![heads / 4; layers - 1]].concat());
     let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k };
     for total in [layers * heads - 1, layers * heads - 3, layers * (heads - 2) + 1] {
-        let shared = Shared::CalibratedTotal(total);
-        let options = CalibrationOptions { moh: moh.clone(), shared, refit: true, stored: None };
-        let found = run(&config, &options).0.moh;
-        let active: Vec<usize> = (0..layers).map(|layer| found.layer(layer).active()).collect();
+        let options = refit(moh.clone(), Shared::CalibratedTotal(total));
+        let active = active(&run(&config, &options).0.moh);
         assert_eq!(active.iter().sum::<usize>(), total, "{active:?}");
     }
 }
@@ -235,22 +234,8 @@ fn a_total_that_layers_cannot_have_is_refused() {
         (RouterKind::WithinGroup, 8),
     ] {
         let moh = MohConfig { router, ..moh(0, 4) };
-        let options = CalibrationOptions {
-            moh,
-            shared: Shared::CalibratedTotal(total),
-            refit: true,
-            stored: None,
-        };
-        let found = calibrate::<Cpu, Error>(
-            &Cpu,
-            &config,
-            &options,
-            &tokens(&config),
-            &mut source(&config),
-            &mut |_, _| Ok(()),
-            &mut |_, _| ControlFlow::Continue(()),
-        );
-        let message = found.unwrap_err().to_string();
+        let options = refit(moh, Shared::CalibratedTotal(total));
+        let message = failure(&config, &options, source(&config));
         let expected = format!("{total} active heads in 3 layers: must be a multiple of ");
         assert!(message.starts_with(&expected), "{message}");
     }
@@ -269,8 +254,7 @@ fn rows_are_fitted_for_the_stream_that_the_router_reads() {
     ] {
         let config = config(model_type);
         let moh = MohConfig { router, ..moh(3, 2) };
-        let options = CalibrationOptions { moh, shared, refit: true, stored: None };
-        let (found, projections) = run(&config, &options);
+        let (found, projections) = run(&config, &refit(moh, shared));
         for layer in found.layers.iter().filter(|layer| layer.shared.len() < 8) {
             let fit = layer.router.as_ref().unwrap();
             assert_eq!(fit.rows.len(), 8 * 32);
@@ -281,7 +265,7 @@ fn rows_are_fitted_for_the_stream_that_the_router_reads() {
             layer.router.as_ref().map_or_else(Vec::new, |fit| fit.rows.clone())
         };
         let routers: Vec<Vec<f32>> = found.layers.iter().map(rows).collect();
-        let expected = loss_with(&config, Some(found.moh.clone()), &projections, &routers);
+        let expected = loss(&config, Some(found.moh.clone()), &projections, &routers);
         let measured = found.losses.calibrated;
         assert!(
             (expected - measured).abs() < 1e-5,
@@ -296,9 +280,7 @@ fn a_layer_whose_heads_are_all_shared_is_left_dense() {
     let shared_heads = HeadCounts::Each(vec![8, 4, 4]).into();
     let routed_top_k = HeadCounts::Each(vec![0, 2, 2]);
     let moh = MohConfig { shared_heads, routed_top_k, ..moh(4, 2) };
-    let options =
-        CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true, stored: None };
-    let (found, _) = run(&config, &options);
+    let (found, _) = run(&config, &refit(moh, Shared::CalibratedNumber));
     assert_eq!((found.layers[0].shared.len(), found.layers[0].top_k), (8, 0));
     assert!(found.layers[0].error.unwrap() < 1e-9);
 }
@@ -312,24 +294,14 @@ fn weights_that_are_not_finite_are_named_by_layer() {
         (with_more_heads(), moh(8, 2), Shared::CalibratedTotal(30)),
     ] {
         let mut read = source(&config);
-        let options = CalibrationOptions { moh, shared, refit: true, stored: None };
-        let found = calibrate::<Cpu, Error>(
-            &Cpu,
-            &config,
-            &options,
-            &tokens(&config),
-            &mut |name, values| {
-                read(name, values)?;
-                if name == "model.layers.1.self_attn.v_proj.weight" {
-                    // Of the last key/value head.
-                    *values.last_mut().unwrap() = f32::NAN;
-                }
-                Ok(())
-            },
-            &mut |_, _| Ok(()),
-            &mut |_, _| ControlFlow::Continue(()),
-        );
-        let message = found.unwrap_err().to_string();
+        let message = failure(&config, &refit(moh, shared), |name, values| {
+            read(name, values)?;
+            if name == "model.layers.1.self_attn.v_proj.weight" {
+                // Of the last key/value head.
+                *values.last_mut().unwrap() = f32::NAN;
+            }
+            Ok(())
+        });
         assert!(
             message.starts_with("layer 1: the heads' outputs have a value that is not finite"),
             "{shared:?}: {message}"
@@ -344,7 +316,7 @@ fn a_calibration_stops_between_layers() {
     let found = calibrate::<Cpu, Error>(
         &Cpu,
         &config,
-        &CalibrationOptions { moh: moh(4, 2), shared: Shared::Given, refit: true, stored: None },
+        &refit(moh(4, 2), Shared::Given),
         &tokens(&config),
         &mut source(&config),
         &mut |_, _| Ok(()),

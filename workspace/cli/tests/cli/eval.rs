@@ -7,6 +7,7 @@ use std::process::Command;
 use moh_data::{Provenance, TokenFileWriter};
 use moh_model::HeadCounts;
 use moh_report::head_measures::HeadDocument;
+use moh_testkit::options::take_negative_numbers;
 use moh_testkit::programs::{
     VOCABULARY, edit_config, failure, fixtures, names, program, stderr, stdout, success, trainable,
     uniform, workplace, write_moh, write_tokenizer, write_tokens,
@@ -23,6 +24,21 @@ fn moh_eval(dir: &Path, line: &str) -> Command {
     command
 }
 
+/// What `moh-eval` prints.
+fn told(dir: &Path, line: &str) -> String {
+    success(&mut moh_eval(dir, line))
+}
+
+/// The JSON that it prints.
+fn json(dir: &Path, line: &str) -> Value {
+    serde_json::from_str(&told(dir, &format!("{line} --json"))).unwrap()
+}
+
+/// The sentence with which it exits.
+fn refused(dir: &Path, line: &str, code: i32) -> String {
+    failure(dir, &mut moh_eval(dir, line), code)
+}
+
 /// A value that `moh-eval loss` prints, by name.
 fn printed(text: &str, name: &str) -> f64 {
     let line = text.lines().find(|line| line.starts_with(name)).unwrap();
@@ -34,7 +50,7 @@ fn a_uniform_model_has_the_loss_of_its_vocabulary() {
     let dir = uniform();
     write_tokens(&dir.path().join("text"), VOCABULARY, 333, 1);
     let line = "loss --model source --data text --sequence-length 10";
-    let text = success(&mut moh_eval(dir.path(), line));
+    let text = told(dir.path(), line);
     // 33 windows of 9 targets; ln 37 = 3.610918.
     let expected = "loss           3.610918\nperplexity     37.0000\n\
                     bits per byte  - (the model has no tokenizer)\ntokens         297\n";
@@ -44,17 +60,12 @@ fn a_uniform_model_has_the_loss_of_its_vocabulary() {
     assert!(stdout(&output).ends_with("tokens         315\n"), "{output:?}");
     let remark = "windows of 64 tokens, the model's context; --sequence-length changes that\n";
     assert_eq!(stderr(&output), remark);
-    let text = success(&mut moh_eval(dir.path(), &format!("{line} --dtype bf16")));
+    let text = told(dir.path(), &format!("{line} --dtype bf16"));
     assert!((printed(&text, "loss") - 37f64.ln()).abs() < 1e-6, "{text}");
-}
-
-#[test]
-fn bits_per_byte_count_the_bytes_of_the_targets() {
-    let dir = uniform();
+    // Bits per byte count the bytes of the targets.
     write_tokenizer(&dir.path().join("source"), "w0");
     write_tokens(&dir.path().join("text"), 10, 50, 1);
-    let line = "loss --model source --data text --sequence-length 10";
-    let text = success(&mut moh_eval(dir.path(), line));
+    let text = told(dir.path(), line);
     // 9 words of 2 bytes with 8 spaces between them.
     let expected = 37f64.log2() * 9.0 / 26.0;
     assert!((printed(&text, "bits per byte") - expected).abs() < 1e-6, "{text}");
@@ -65,7 +76,7 @@ fn the_routing_of_each_layer_is_printed_on_request() {
     let dir = workplace();
     write_tokens(&dir.path().join("text"), VOCABULARY, 333, 1);
     write_moh(&dir.path().join("source"), &dir.path().join("moh"), 4, 2);
-    let loss = |line: &str| success(&mut moh_eval(dir.path(), line));
+    let loss = |line: &str| told(dir.path(), line);
     let line = "loss --model moh --data text --sequence-length 10";
     let (plain, text) = (loss(line), loss(&format!("{line} --heads")));
     let routing = text.strip_prefix(plain.as_str()).unwrap();
@@ -90,13 +101,13 @@ fn what_heads_do_is_printed_by_layer_and_text() {
     write_tokens(&root.join("text"), VOCABULARY, 333, 1);
     write_tokens(&root.join("other"), VOCABULARY, 100, 2);
     write_moh(&root.join("source"), &root.join("moh"), 4, 2);
-    let heads = |line: &str| success(&mut moh_eval(root, &format!("heads {line}")));
+    let heads = |line: &str| told(root, &format!("heads {line}"));
     let line = "moh --data a=text --data other --sequence-length 10";
-    let json: Value = serde_json::from_str(&heads(&format!("{line} --json"))).unwrap();
+    let json = json(root, &format!("heads {line}"));
     let texts = serde_json::json!([{"name": "a", "tokens": 330}, {"name": "other", "tokens": 100}]);
     assert_eq!(json["texts"], texts);
-    let loss = "loss --model moh --data text --data other --sequence-length 10 --heads --json";
-    let loss: Value = serde_json::from_str(&success(&mut moh_eval(root, loss))).unwrap();
+    let loss = "loss --model moh --data text --data other --sequence-length 10 --heads";
+    let loss = self::json(root, loss);
     for layer in 0..2 {
         let found = &json["layers"][layer];
         for text in 0..2 {
@@ -164,8 +175,10 @@ fn logits_are_written_with_the_heads_that_were_selected() {
     fs::write(dir.path().join("ids.json"), "[[1, 2, 3, 4, 5], [36, 0, 7, 7, 7]]").unwrap();
     write_moh(&dir.path().join("source"), &dir.path().join("moh"), 4, 2);
     let logits = |model: &str| {
-        let line = format!("logits --model {model} --ids ids.json --out {model}.logits");
-        let text = success(&mut moh_eval(dir.path(), &line));
+        let text = told(
+            dir.path(),
+            &format!("logits --model {model} --ids ids.json --out {model}.logits"),
+        );
         assert_eq!(text, format!("{model}.logits: logits of 2 x 5 tokens\n"));
         fs::read(dir.path().join(format!("{model}.logits"))).unwrap()
     };
@@ -203,8 +216,7 @@ fn layers_with_other_heads_have_tables_of_their_own() {
             counts(shared),
             counts(top_k),
         );
-        let line = format!("logits --model {name} --ids ids.json --out {name}.logits");
-        success(&mut moh_eval(dir.path(), &line));
+        told(dir.path(), &format!("logits --model {name} --ids ids.json --out {name}.logits"));
         let bytes = fs::read(dir.path().join(format!("{name}.logits"))).unwrap();
         let tensors = SafeTensors::deserialize(&bytes).unwrap();
         assert_eq!(tensors.names().len(), 1 + expected.len());
@@ -232,24 +244,23 @@ fn ids_that_do_not_fit_are_refused() {
         (&format!("[{:?}]", [1; 65]), "ids.json: 65 ids exceed the model's 64 positions"),
     ] {
         fs::write(dir.path().join("ids.json"), text).unwrap();
-        let line = "logits --model source --ids ids.json --out out";
-        let message = failure(dir.path(), &mut moh_eval(dir.path(), line), 1);
+        let message = refused(dir.path(), "logits --model source --ids ids.json --out out", 1);
         assert!(message.contains(expected), "{message}");
     }
     fs::write(dir.path().join("ids.json"), "[[1]]").unwrap();
     for (ids, out, expected) in
         [("none", "out", "none: No such file"), ("ids.json", "ids.json/out", "ids.json/out: ")]
     {
-        let line = format!("logits --model source --ids {ids} --out {out}");
-        let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 1);
+        let message =
+            refused(dir.path(), &format!("logits --model source --ids {ids} --out {out}"), 1);
         assert!(message.starts_with(expected), "{message}");
     }
     fs::write(dir.path().join("out"), "theirs").unwrap();
     let line = "logits --model source --ids ids.json --out out";
-    let message = failure(dir.path(), &mut moh_eval(dir.path(), line), 1);
+    let message = refused(dir.path(), line, 1);
     assert_eq!(message, "out: already exists: choose another name, or replace it with --force");
     assert_eq!(fs::read(dir.path().join("out")).unwrap(), b"theirs");
-    success(&mut moh_eval(dir.path(), &format!("{line} --force")));
+    told(dir.path(), &format!("{line} --force"));
     success(&mut moh_eval(
         dir.path(),
         "logits --model source --ids ids.json --out new/directory/out",
@@ -270,8 +281,7 @@ fn windows_have_at_most_2048_tokens_unless_told_otherwise() {
     assert!(stderr(&output).starts_with(remark), "{output:?}");
     // A window beyond the text is refused before it takes memory.
     for (option, needed) in [("", "2048"), (" --sequence-length 1099511627776", "1099511627776")] {
-        let line = format!("loss --model source --data text{option}");
-        let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 1);
+        let message = refused(dir.path(), &format!("loss --model source --data text{option}"), 1);
         let expected = format!(
             "text: has 100 tokens, one window needs {needed}: add text, or lower --sequence-length"
         );
@@ -285,13 +295,13 @@ fn models_and_files_are_compared_in_one_table() {
     write_tokens(&dir.path().join("text"), VOCABULARY, 333, 1);
     write_tokens(&dir.path().join("other"), VOCABULARY, 100, 2);
     write_moh(&dir.path().join("source"), &dir.path().join("moh"), 4, 2);
-    let loss = |line: &str| success(&mut moh_eval(dir.path(), &format!("loss {line}")));
+    let loss = |line: &str| told(dir.path(), &format!("loss {line}"));
     let all = "--model source --model moh --data text --data other --sequence-length 10";
     let table = loss(all);
     let rows: Vec<Vec<&str>> =
         table.lines().map(|line| line.split_whitespace().collect()).collect();
     assert_eq!(rows.len(), 5, "{table}");
-    let json: Value = serde_json::from_str(&loss(&format!("{all} --heads --json"))).unwrap();
+    let json = json(dir.path(), &format!("loss {all} --heads"));
     assert_eq!((&json["dtype"], &json["sequence_length"]), (&"f32".into(), &10.into()));
     let pairs = [("source", "text"), ("source", "other"), ("moh", "text"), ("moh", "other")];
     for (place, (model, data)) in pairs.into_iter().enumerate() {
@@ -312,8 +322,7 @@ fn models_and_files_are_compared_in_one_table() {
             assert_eq!(layer["loads"].as_array().unwrap().len(), 4, "{layer}");
         }
     }
-    let line = format!("loss {all} --revision main");
-    let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 2);
+    let message = refused(dir.path(), &format!("loss {all} --revision main"), 2);
     assert!(message.starts_with("--revision: "), "{message}");
 }
 
@@ -331,8 +340,7 @@ fn a_limit_takes_windows_spread_over_the_file() {
     writer.push_document(&[window(8), window(24)].concat()).unwrap();
     writer.finish(Provenance::default()).unwrap();
     let loss = |line: &str| {
-        let line = format!("loss --model source --sequence-length 10 --json {line}");
-        let json: Value = serde_json::from_str(&success(&mut moh_eval(dir.path(), &line))).unwrap();
+        let json = json(dir.path(), &format!("loss --model source --sequence-length 10 {line}"));
         let found = &json["losses"][0];
         (found["windows"].as_u64().unwrap(), found["loss"].as_f64().unwrap().to_bits())
     };
@@ -357,18 +365,16 @@ fn a_checkpoint_of_a_run_is_evaluated_where_it_is() {
     success(&mut train);
     let before =
         (names(&dir.path().join("run")), names(&dir.path().join("run/checkpoints/step-2")));
-    let line = "loss --data text --sequence-length 16 --json";
+    let line = "loss --data text --sequence-length 16";
     let models = "--model run/export --model run@4 --model run --model run@2";
-    let text = success(&mut moh_eval(dir.path(), &format!("{line} {models}")));
-    let json: Value = serde_json::from_str(&text).unwrap();
+    let json = json(dir.path(), &format!("{line} {models}"));
     let loss = |place: usize| json["losses"][place]["loss"].as_f64().unwrap();
     // Weights are f32 in a checkpoint and bf16 in the export.
     assert_eq!((loss(1), loss(2)), (loss(0), loss(0)));
-    assert!(loss(3) != loss(0), "{text}");
+    assert!(loss(3) != loss(0), "{json}");
     let after = (names(&dir.path().join("run")), names(&dir.path().join("run/checkpoints/step-2")));
     assert_eq!(after, before);
-    let line = format!("{line} --model run@3");
-    let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 1);
+    let message = refused(dir.path(), &format!("{line} --model run@3"), 1);
     assert!(message.ends_with("no checkpoint of step 3: name one of 2, 4"), "{message}");
 }
 
@@ -378,26 +384,23 @@ fn runs_and_checkpoints_are_told_from_models() {
     let root = dir.path();
     fs::write(root.join("ids.json"), "[[1, 2]]").unwrap();
     let line = |model: &str| format!("logits --model {model} --ids ids.json --out logits");
-    let told = |model: &str| {
-        let line = line(model);
-        failure(root, &mut moh_eval(root, &line), 1)
-    };
+    let refused = |model: &str| refused(root, &line(model), 1);
     fs::create_dir_all(root.join("run/checkpoints/step-7")).unwrap();
     fs::write(root.join("run/recipe.toml"), "").unwrap();
     for name in ["manifest.json", "manifest.json.b3"] {
         fs::write(root.join("run/checkpoints/step-7").join(name), "").unwrap();
     }
-    assert!(told("run").starts_with("run: is a run that has not finished, "));
+    assert!(refused("run").starts_with("run: is a run that has not finished, "));
     fs::rename(root.join("run"), root.join("my run")).unwrap();
     let mut spaced = moh_eval(root, "logits --ids ids.json --out logits --model");
     let message = failure(root, spaced.arg("my run"), 1);
     assert!(message.ends_with("moh-convert --from 'my run' --out DIR"), "{message}");
     fs::rename(root.join("my run"), root.join("run")).unwrap();
-    let checkpoint = told("run/checkpoints/step-7");
+    let checkpoint = refused("run/checkpoints/step-7");
     assert!(checkpoint.starts_with("run/checkpoints/step-7: is a checkpoint, "), "{checkpoint}");
     fs::rename(root.join("source"), root.join("run/export")).unwrap();
-    assert_eq!(told("run"), "run: is a run, name its model: run/export");
-    success(&mut moh_eval(root, &line("run/export")));
+    assert_eq!(refused("run"), "run: is a run, name its model: run/export");
+    told(root, &line("run/export"));
 }
 
 #[test]
@@ -416,13 +419,15 @@ fn token_files_and_models_that_do_not_fit_are_refused() {
         ("--model source --data wide", "wide.bin: token "),
         ("--model ./none --data text", "./none: no such directory"),
     ] {
-        let line = format!("loss {arguments} --sequence-length 10");
-        let message = failure(root, &mut moh_eval(root, &line), 1);
+        let message = refused(root, &format!("loss {arguments} --sequence-length 10"), 1);
         assert!(message.starts_with(expected), "{message}");
     }
     for length in ["0", "1", "65"] {
-        let line = format!("loss --model source --data text --sequence-length {length}");
-        let message = failure(root, &mut moh_eval(root, &line), 2);
+        let message = refused(
+            root,
+            &format!("loss --model source --data text --sequence-length {length}"),
+            2,
+        );
         assert!(message.contains("must be 2 to 64, the model's context length"), "{message}");
     }
     let line = "loss --model source --data text --sequence-length many";
@@ -432,20 +437,24 @@ fn token_files_and_models_that_do_not_fit_are_refused() {
     write_tokenizer(&root.join("other"), "w1");
     fs::write(root.join("words.txt"), "w1 w2 w3 ".repeat(40)).unwrap();
     prepare_text(&root.join("other"), &root.join("words.txt"), &root.join("theirs"));
-    let line = "loss --model source --data theirs --sequence-length 10";
-    let message = failure(root, &mut moh_eval(root, line), 1);
+    let message = refused(root, "loss --model source --data theirs --sequence-length 10", 1);
     assert!(message.starts_with("theirs.json: prepared with another tokenizer"), "{message}");
     fs::write(root.join("source/tokenizer.json"), b"{\xff}").unwrap();
-    let line = "loss --model source --data text --sequence-length 10";
-    let message = failure(root, &mut moh_eval(root, line), 1);
+    let message = refused(root, "loss --model source --data text --sequence-length 10", 1);
     assert!(message.starts_with("source/tokenizer.json: not a valid tokenizer"), "{message}");
+}
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(take_negative_numbers(PROGRAM, &[], dir.path()) >= 15);
 }
 
 #[test]
 fn each_help_has_an_example() {
     let dir = tempfile::tempdir().unwrap();
     for line in ["--help", "loss --help", "logits --help", "heads --help"] {
-        let text = success(&mut moh_eval(dir.path(), line));
+        let text = told(dir.path(), line);
         assert!(text.contains("Example") && text.contains("\n  moh-eval "), "{text}");
     }
     assert_eq!(moh_eval(dir.path(), "none").output().unwrap().status.code(), Some(2));

@@ -8,16 +8,30 @@ use moh_kernels::Cpu;
 use moh_model::Generator;
 use moh_testkit::options::take_negative_numbers;
 use moh_testkit::programs::{
-    VOCABULARY, WORDS, edit_config, edit_weights, failure, fixtures, program, success, workplace,
-    write_moh, write_tokenizer,
+    VOCABULARY, WORDS, edit_config, edit_weights, failure, fixtures, program, stderr, stdout,
+    success, workplace, write_moh, write_tokenizer,
 };
 use serde_json::Value;
 
+const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-generate");
+
+/// The command on the model `source`.
+fn of_source(dir: &Path, options: &[&str]) -> Command {
+    let mut command = program(PROGRAM, dir);
+    command.args(["--model", "source"]).args(options);
+    command
+}
+
 /// The command on the model `source` and a prompt of three words.
 fn moh_generate(dir: &Path, options: &[&str]) -> Command {
-    let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), dir);
-    command.args(["--model", "source", "--prompt", "w1 w2 w3"]).args(options);
-    command
+    of_source(dir, &[&["--prompt", "w1 w2 w3"], options].concat())
+}
+
+/// Standard output and error of that command.
+fn told(dir: &Path, options: &[&str]) -> (String, String) {
+    let output = moh_generate(dir, options).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    (stdout(&output), stderr(&output))
 }
 
 /// A model in `source` whose tokenizer has fewer words than its vocabulary has rows.
@@ -42,13 +56,8 @@ fn greedy_text_is_always_the_same_and_as_long_as_asked() {
     for dtype in ["f32", "bf16"] {
         success(&mut moh_generate(dir.path(), &["--dtype", dtype, "--max-tokens", "2"]));
     }
-}
-
-#[test]
-fn the_speed_is_told_apart_from_the_prompt() {
-    let dir = prepared();
-    let output = moh_generate(dir.path(), &["--max-tokens", "9"]).output().unwrap();
-    let line = moh_testkit::programs::stderr(&output);
+    // The speed is told apart from the prompt.
+    let (_, line) = told(dir.path(), &["--max-tokens", "9"]);
     assert!(line.starts_with("9 tokens, ") && line.trim_end().ends_with(" s"), "{line}");
     let (_, rest) = line.split_once("tokens, ").unwrap();
     let (rate, rest) = rest.split_once(" tokens/s after a prompt of 3 tokens in ").unwrap();
@@ -98,21 +107,9 @@ fn rows_that_pad_the_vocabulary_are_never_chosen() {
 }
 
 #[test]
-fn an_end_token_ends_the_text() {
+fn a_file_names_the_end_and_the_output_says_why_it_ended() {
     let dir = prepared();
-    let text = success(&mut moh_generate(dir.path(), &["--max-tokens", "1"]));
-    let first: u32 = text.split_whitespace().last().unwrap()[1..].parse().unwrap();
-    edit_config(dir.path(), |config| config["eos_token_id"] = vec![first].into());
-    assert_eq!(success(&mut moh_generate(dir.path(), &[])), "w1 w2 w3\n");
-}
-
-#[test]
-fn the_generation_file_names_the_end_and_the_output_says_why_it_ended() {
-    let dir = prepared();
-    let run = |options: &[&str]| {
-        let output = moh_generate(dir.path(), options).output().unwrap();
-        (moh_testkit::programs::stdout(&output), moh_testkit::programs::stderr(&output))
-    };
+    let run = |options: &[&str]| told(dir.path(), options);
     let (text, _) = run(&["--max-tokens", "1"]);
     let first: u32 = text.split_whitespace().last().unwrap()[1..].parse().unwrap();
     let (text, reason) = run(&["--max-tokens", "3000"]);
@@ -124,6 +121,9 @@ fn the_generation_file_names_the_end_and_the_output_says_why_it_ended() {
     let (text, reason) = run(&[]);
     assert_eq!(text, "w1 w2 w3\n");
     assert!(reason.starts_with("0 tokens, ended by the model, "), "{reason}");
+    fs::remove_file(&file).unwrap();
+    edit_config(dir.path(), |config| config["eos_token_id"] = vec![first].into());
+    assert_eq!(run(&[]).0, "w1 w2 w3\n");
     fs::write(&file, "{\"eos_token_id\": \"w1\"}").unwrap();
     let message = failure(dir.path(), &mut moh_generate(dir.path(), &[]), 1);
     let expected = "source/generation_config.json: eos_token_id: expected a token id, found \"w1\"";
@@ -142,11 +142,7 @@ fn top_k_of_one_is_greedy() {
 #[test]
 fn limits_of_sampling_ask_for_it_or_say_that_they_have_no_effect() {
     let dir = prepared();
-    let run = |options: &[&str]| {
-        let output = moh_generate(dir.path(), options).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        (moh_testkit::programs::stdout(&output), moh_testkit::programs::stderr(&output))
-    };
+    let run = |options: &[&str]| told(dir.path(), options);
     let sampled = run(&["--top-p", "0.95", "--seed", "4"]);
     let explicit = run(&["--top-p", "0.95", "--seed", "4", "--temperature", "1"]);
     assert_eq!(sampled.0, explicit.0);
@@ -193,11 +189,7 @@ fn prompts_come_from_files_and_standard_input() {
     let dir = prepared();
     let expected = success(&mut moh_generate(dir.path(), &["--max-tokens", "9"]));
     fs::write(dir.path().join("prompt.txt"), "w1 w2 w3\n").unwrap();
-    let with = |file: &str| {
-        let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path());
-        command.args(["--model", "source", "--max-tokens", "9", "--prompt-file", file]);
-        command
-    };
+    let with = |file: &str| of_source(dir.path(), &["--max-tokens", "9", "--prompt-file", file]);
     assert_eq!(success(&mut with("prompt.txt")), expected);
     let input = fs::File::open(dir.path().join("prompt.txt")).unwrap();
     assert_eq!(success(with("-").stdin(input)), expected);
@@ -218,10 +210,8 @@ fn a_message_is_answered_in_the_chat_template() {
     assert!(message.starts_with("source: the tokenizer has no chat template"), "{message}");
     fs::write(dir.path().join("source/tokenizer_config.json"), config.to_string()).unwrap();
     let answer = success(&mut moh_generate(dir.path(), &options));
-    let mut plain = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path());
     let prompt = "w1 w7 w2 w1 w2 w3 w3";
-    plain.args(["--model", "source", "--max-tokens", "9", "--prompt", prompt]);
-    let continued = success(&mut plain);
+    let continued = success(&mut of_source(dir.path(), &["--max-tokens", "9", "--prompt", prompt]));
     assert_eq!(continued.strip_prefix(prompt).unwrap().trim(), answer.trim());
     assert_eq!(answer.split_whitespace().count(), 9);
     let output = moh_generate(dir.path(), &["--system", "w7"]).output().unwrap();
@@ -231,11 +221,10 @@ fn a_message_is_answered_in_the_chat_template() {
 #[test]
 fn every_option_takes_a_negative_number_for_its_value() {
     let dir = workplace();
-    let generate = env!("CARGO_BIN_EXE_moh-generate");
-    assert!(take_negative_numbers(generate, &[], dir.path()) >= 10);
-    let arguments = ["--model", "source", "--prompt", "- One", "--chat", "--system", "- Two"];
+    assert!(take_negative_numbers(PROGRAM, &[], dir.path()) >= 10);
+    let arguments = ["--prompt", "- One", "--chat", "--system", "- Two"];
     // The model has no tokenizer.
-    let message = failure(dir.path(), program(generate, dir.path()).args(arguments), 1);
+    let message = failure(dir.path(), &mut of_source(dir.path(), &arguments), 1);
     assert!(message.contains("tokenizer"), "{message}");
 }
 
@@ -243,14 +232,10 @@ fn every_option_takes_a_negative_number_for_its_value() {
 #[test]
 fn a_closed_standard_error_does_not_panic() {
     let dir = prepared();
-    for (options, code) in [(&["--max-tokens", "2"][..], 0), (&["--prompt", ""], 1)] {
+    for (prompt, code) in [("w1 w2 w3", 0), ("", 1)] {
         let full = fs::File::options().write(true).open("/dev/full").unwrap();
-        let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path());
-        command.args(["--model", "source"]).args(options).stderr(full);
-        if code == 0 {
-            command.args(["--prompt", "w1 w2 w3"]);
-        }
-        assert_eq!(command.output().unwrap().status.code(), Some(code), "{options:?}");
+        let mut command = of_source(dir.path(), &["--max-tokens", "2", "--prompt", prompt]);
+        assert_eq!(command.stderr(full).output().unwrap().status.code(), Some(code), "{prompt}");
     }
 }
 
@@ -270,10 +255,7 @@ fn a_context_length_beyond_all_memory_costs_only_what_is_generated() {
 fn prompts_and_models_that_do_not_fit_are_refused() {
     let dir = prepared();
     let root = dir.path();
-    let prompt = |prompt: &str| {
-        let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), root);
-        failure(root, command.args(["--model", "source", "--prompt", prompt]), 1)
-    };
+    let prompt = |prompt: &str| failure(root, &mut of_source(root, &["--prompt", prompt]), 1);
     assert!(prompt(&"w1 ".repeat(64)).starts_with("--prompt: 64 tokens, expected 1 to 63"));
     assert!(prompt("").starts_with("--prompt: 0 tokens, expected 1 to 63"));
 
@@ -304,8 +286,7 @@ fn wrong_usage_exits_with_two_and_the_help_has_an_example() {
     }
     let negative = failure(dir.path(), &mut moh_generate(dir.path(), &["--temperature", "-1"]), 2);
     assert_eq!(negative, "--temperature -1: must be at least 0");
-    let help = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path()).arg("--help").output();
-    let text = moh_testkit::programs::stdout(&help.unwrap());
+    let text = success(program(PROGRAM, dir.path()).arg("--help"));
     assert!(text.contains("Example") && text.contains("\n  moh-generate --model "), "{text}");
 }
 
@@ -340,7 +321,7 @@ fn the_known_story_of_the_fixtures_is_told() {
         }
         let new =
             case["ids"].as_array().unwrap().len() as u64 - case["prompt_len"].as_u64().unwrap();
-        let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path());
+        let mut command = program(PROGRAM, dir.path());
         command.arg("--model").arg(model).args(["--prompt", case["prompt"].as_str().unwrap()]);
         let found = success(command.args(["--max-tokens", &new.to_string()]));
         assert_eq!(found.trim_end(), text.trim_end());

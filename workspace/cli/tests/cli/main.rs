@@ -10,4 +10,3 @@ mod data_remote;
 mod data_tokenizer_identity;
 mod eval;
 mod generate;
-mod negative_values;

@@ -4,5 +4,4 @@
 
 mod plan_buffers;
 mod plan_memory;
-mod plan_published;
 mod recipes;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use half::bf16;
 use moh_comm::{Coordinates, World};
-use moh_kernels::{Cpu, Element};
+use moh_kernels::{Cpu, Element, Purpose};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, Teacher};
@@ -62,8 +62,8 @@ struct Found {
 }
 
 fn planned(memory: &RankMemory) -> Found {
-    let buffers = memory.state.total() + memory.activations.total() + memory.other.tables;
-    Found { buffers, scratch: memory.other.thread_scratch }
+    let buffers = Purpose::ALL.map(|purpose| memory.bytes(purpose)).iter().sum();
+    Found { buffers, scratch: memory.thread_scratch }
 }
 
 /// Constructs what a run constructs on this rank in the stage `index`, takes two steps, the second with norms by block, and

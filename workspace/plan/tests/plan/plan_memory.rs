@@ -103,7 +103,7 @@ fn planned_and_allocated((recompute, dtype, router): (&str, &str, &str)) -> (u64
     let config = recipe.model_config(path).unwrap().unwrap();
     let memory = Plan::new(&recipe, &config).unwrap().stages[0].memory;
     // No checkpoint is written here.
-    let planned = memory.total() - memory.other.staging - memory.other.thread_scratch;
+    let planned = memory.total() - memory.staging - memory.thread_scratch;
     let config = ModelConfig { moh: recipe.stages[0].moh_config(&config).unwrap(), ..config };
     let allocated = match dtype {
         "bf16" => allocated::<bf16, f32, f32>(&recipe, config),

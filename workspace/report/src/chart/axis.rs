@@ -1,6 +1,6 @@
 //! An axis of a chart, linear or logarithmic: where a value is on it, and its ticks.
 
-use super::scale::{Range, Ticks, is_drawable, round};
+use super::scale::{Range, Tick, is_drawable, round, ticks};
 
 /// Digits of the ticks within a power of ten, from few to many ticks.
 const DIGITS: [&[f64]; 5] = [
@@ -17,19 +17,11 @@ const NEARLY_LINEAR: f64 = 0.3;
 /// Powers of ten that a logarithmic axis has at least.
 const LEAST_DECADES: f64 = 1e-3;
 
-/// An axis.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Axis {
     /// Of the values, or of their decimal logarithms.
     range: Range,
     is_log: bool,
-}
-
-/// A tick.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Tick {
-    pub value: f64,
-    pub label: String,
 }
 
 impl Axis {
@@ -80,16 +72,11 @@ impl Axis {
     /// About `most` ticks; those of a linear axis are at least `least` apart.
     pub(super) fn ticks(&self, most: usize, least: f64) -> Vec<Tick> {
         let Range { low, high } = self.range;
-        let linear = |range| {
-            let ticks = Ticks::new(range, most, least);
-            let tick = |&value: &f64| Tick { value, label: ticks.label(value) };
-            ticks.values.iter().map(tick).collect()
-        };
         if !self.is_log {
-            return linear(self.range);
+            return ticks(self.range, most, least);
         }
         if high - low < NEARLY_LINEAR {
-            return linear(Range { low: 10f64.powf(low), high: 10f64.powf(high) });
+            return ticks(Range { low: 10f64.powf(low), high: 10f64.powf(high) }, most, least);
         }
         let most = most.max(2);
         let decades: Vec<i32> = (low.floor() as i32..=high.floor() as i32).collect();

@@ -15,44 +15,28 @@ const TOP: f64 = 20.0;
 const LABEL: usize = 12;
 
 /// The colours of viridis at 0, 0.1, .. 1: evenly lighter, and told apart by the colour-blind.
-const VIRIDIS: [[u8; 3]; 11] = [
-    [0x44, 0x01, 0x54],
-    [0x48, 0x24, 0x75],
-    [0x41, 0x44, 0x87],
-    [0x35, 0x5f, 0x8d],
-    [0x2a, 0x78, 0x8e],
-    [0x21, 0x91, 0x8c],
-    [0x22, 0xa8, 0x84],
-    [0x44, 0xbf, 0x70],
-    [0x7a, 0xd1, 0x51],
-    [0xbd, 0xdf, 0x26],
-    [0xfd, 0xe7, 0x25],
+const VIRIDIS: [u32; 11] = [
+    0x440154, 0x482475, 0x414487, 0x355f8d, 0x2a788e, 0x21918c, 0x22a884, 0x44bf70, 0x7ad151,
+    0xbddf26, 0xfde725,
 ];
 
-/// A cell of a map.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Cell {
     /// A share from 0 to 1.
     Share(f64),
     /// Always active.
     Shared,
-    /// Without a head.
     Absent,
 }
 
-/// A row of a map.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeatRow {
-    /// The row's name, or its number.
     pub label: String,
-    /// Its cells.
     pub cells: Vec<Cell>,
 }
 
-/// A map of shares.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeatMap {
-    /// What is seen.
     pub title: String,
     /// What the map says, for those who do not see it.
     pub description: String,
@@ -165,12 +149,12 @@ pub(super) fn viridis(share: f64) -> String {
     let place = share.clamp(0.0, 1.0) * (VIRIDIS.len() - 1) as f64;
     let index = (place as usize).min(VIRIDIS.len() - 2);
     let part = place - index as f64;
-    let mix = |channel: usize| {
-        let [from, to] =
-            [VIRIDIS[index], VIRIDIS[index + 1]].map(|color| f64::from(color[channel]));
+    let mix = |shift: usize| {
+        let channel = |color: u32| f64::from(color >> shift & 0xff);
+        let [from, to] = [VIRIDIS[index], VIRIDIS[index + 1]].map(channel);
         (from + part * (to - from)).round() as u8
     };
-    format!("#{:02x}{:02x}{:02x}", mix(0), mix(1), mix(2))
+    format!("#{:02x}{:02x}{:02x}", mix(16), mix(8), mix(0))
 }
 
 #[cfg(test)]

@@ -2,9 +2,9 @@
 
 use maud::{Markup, PreEscaped, html};
 
-use super::axis::{Axis, Tick};
+use super::axis::Axis;
 use super::marks::{self, Mark, Placed};
-use super::scale::{Range, is_drawable, short, weighted_range};
+use super::scale::{Range, Tick, is_drawable, short, weighted_range};
 use super::thin::{LineSegment, thin};
 use super::{COLORS, DASHES, STYLE, at, shorten, width};
 
@@ -55,23 +55,18 @@ impl Look {
     }
 }
 
-/// A curve.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Line {
-    /// Its label.
     pub label: String,
     /// Its points, in order; values that are not finite are gaps.
     pub points: Vec<(f64, f64)>,
-    /// Its look.
     pub look: Look,
 }
 
 /// The size of a drawn chart in pixels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Size {
-    /// Its width.
     pub width: f64,
-    /// Its height.
     pub height: f64,
     /// Whether there is room for labels at the ends of the curves.
     pub labels: bool,
@@ -80,13 +75,11 @@ pub struct Size {
 /// A chart of curves.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct LineChart {
-    /// What is seen.
     pub title: String,
     /// The unit of the values.
     pub unit: String,
     /// What the curves say, for those who do not see them.
     pub description: String,
-    /// The name of the horizontal axis.
     pub across: String,
     /// Whether the horizontal axis has whole numbers from 0, such as layers.
     pub whole: bool,
@@ -96,7 +89,6 @@ pub struct LineChart {
     pub log_across: bool,
     /// Whether the vertical axis is logarithmic, from the least positive value on.
     pub log_values: bool,
-    /// The curves.
     pub lines: Vec<Line>,
     /// The marks, from left to right.
     pub marks: Vec<Mark>,
@@ -306,9 +298,7 @@ impl LineChart {
             svg x=(at(plot.left)) y=(at(plot.top)) width=(at(wide)) height=(at(high)) {
                 @for line in &self.lines { (curve(line, plot)) }
             }
-            @for line in &self.lines {
-                @if line.look.dots { (dots(line, plot)) } @else { (lone_dots(line, plot)) }
-            }
+            @for line in &self.lines { (dots(line, plot)) }
         }
     }
 
@@ -418,29 +408,24 @@ fn curve(line: &Line, plot: &Plot) -> Markup {
     }
 }
 
-/// The points of a curve that have no neighbours, as dots.
-fn lone_dots(line: &Line, plot: &Plot) -> Markup {
-    let segments = thinned(line, plot);
-    let lone = segments.iter().filter(|segment| segment.len() == 1).flatten();
-    html! {
-        g class=(line.look.color_class()) {
-            @for &(x, y) in lone.filter(|(x, y)| plot.contains(*x, *y)) {
-                circle class="dot" r="3.5" cx=(at(plot.x(x))) cy=(at(plot.y(y))) {}
-            }
-        }
-    }
-}
-
-/// The points of a curve as dots that name their values, if they are not too many.
+/// The points of a curve as dots that name their values, if they are not too many; of a curve without dots, the points
+/// that have no neighbours.
 fn dots(line: &Line, plot: &Plot) -> Markup {
-    let points: Vec<&(f64, f64)> =
-        line.points.iter().filter(|(x, y)| plot.contains(*x, *y)).collect();
+    let is_seen = |&(x, y): &(f64, f64)| plot.contains(x, y);
+    let all = line.look.dots;
+    let points: Vec<(f64, f64)> = match all {
+        true => line.points.iter().copied().filter(is_seen).collect(),
+        false => {
+            let lone = thinned(line, plot).into_iter().filter(|segment| segment.len() == 1);
+            lone.flatten().filter(is_seen).collect()
+        }
+    };
     html! {
-        @if points.len() <= MAX_DOTS {
+        @if !all || points.len() <= MAX_DOTS {
             g class=(line.look.color_class()) {
-                @for &(x, y) in points {
+                @for (x, y) in points {
                     circle class="dot" r="3.5" cx=(at(plot.x(x))) cy=(at(plot.y(y))) {
-                        title { (line.label) ": " (short(y)) " at " (short(x)) }
+                        @if all { title { (line.label) ": " (short(y)) " at " (short(x)) } }
                     }
                 }
             }

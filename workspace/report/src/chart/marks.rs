@@ -16,12 +16,10 @@ pub(super) const MAX_MARKS: usize = 60;
 /// Pixels between a line and its label, or between two labels.
 const GAP: f64 = 5.0;
 
-/// A vertical line with a label.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mark {
     /// Its place on the horizontal axis.
     pub at: f64,
-    /// Its label.
     pub label: String,
 }
 
@@ -29,7 +27,6 @@ pub struct Mark {
 pub(super) struct Placed {
     /// The place that it labels.
     pub x: f64,
-    /// The label, shortened.
     pub label: String,
     /// Where the label begins.
     pub start: f64,

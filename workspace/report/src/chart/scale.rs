@@ -16,9 +16,7 @@ const WIDE_FENCE: f64 = 20.0;
 /// An interval of values, of which the first is less than the second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Range {
-    /// The lowest value.
     pub low: f64,
-    /// The highest value.
     pub high: f64,
 }
 
@@ -104,50 +102,44 @@ fn first_beyond<'a>(values: impl Iterator<Item = &'a (f64, f64)>, limit: f64) ->
     last
 }
 
-/// The ticks of an axis.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Ticks {
-    step: f64,
-    /// The largest absolute value, which decides about the unit of all.
-    largest: f64,
-    /// The values, ascending.
-    pub values: Vec<f64>,
+pub struct Tick {
+    pub value: f64,
+    pub label: String,
 }
 
-impl Ticks {
-    /// About `most` ticks within `range`, at multiples of 1, 2 or 5 times a power of ten, and of at
-    /// least `least`.
-    pub fn new(range: Range, most: usize, least: f64) -> Self {
-        let rough = ((range.high - range.low) / most.max(1) as f64).max(least);
-        let power = 10f64.powf(rough.log10().floor());
-        let steps = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
-        let step = steps
-            .into_iter()
-            .find(|step| *step >= rough * 0.75 && *step >= least)
-            .unwrap_or(10.0 * power);
-        let first = (range.low / step).ceil();
-        let values: Vec<f64> = (0..=2 * most.max(1))
-            .map(|index| (first + index as f64) * step)
-            .take_while(|&value| value <= range.high)
-            .collect();
-        let largest = values.iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));
-        Ticks { step, largest, values }
-    }
+/// About `most` ticks within `range`, ascending, at multiples of 1, 2 or 5 times a power of ten, and of at least `least`.
+pub fn ticks(range: Range, most: usize, least: f64) -> Vec<Tick> {
+    let rough = ((range.high - range.low) / most.max(1) as f64).max(least);
+    let power = 10f64.powf(rough.log10().floor());
+    let steps = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
+    let is_enough = |step: &f64| *step >= rough * 0.75 && *step >= least;
+    let step = steps.into_iter().find(is_enough).unwrap_or(10.0 * power);
+    let first = (range.low / step).ceil();
+    let values: Vec<f64> = (0..=2 * most.max(1))
+        .map(|index| (first + index as f64) * step)
+        .take_while(|&value| value <= range.high)
+        .collect();
+    let largest = values.iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));
+    values
+        .into_iter()
+        .map(|value| Tick { value, label: tick_label(value, step, largest) })
+        .collect()
+}
 
-    /// How a tick is written: all of an axis with the same unit and decimals.
-    pub fn label(&self, value: f64) -> String {
-        if value == 0.0 {
-            return "0".to_owned();
-        }
-        let (unit, suffix) = unit_of(self.largest);
-        let step = self.step / unit;
-        let is_small = self.largest < 1e-3 && step < 1e-4;
-        if is_small || self.largest >= 1e15 {
-            return scientific(value);
-        }
-        let decimals = (-step.log10() - 1e-9).ceil().max(0.0) as usize;
-        format!("{:.decimals$}{suffix}", value / unit)
+/// How a tick is written: all of an axis, up to the absolute value `largest`, with the same unit and decimals.
+fn tick_label(value: f64, step: f64, largest: f64) -> String {
+    if value == 0.0 {
+        return "0".to_owned();
     }
+    let (unit, suffix) = unit_of(largest);
+    let step = step / unit;
+    let is_small = largest < 1e-3 && step < 1e-4;
+    if is_small || largest >= 1e15 {
+        return scientific(value);
+    }
+    let decimals = (-step.log10() - 1e-9).ceil().max(0.0) as usize;
+    format!("{:.decimals$}{suffix}", value / unit)
 }
 
 /// The unit in which numbers up to `largest` are short, and its letter: B is 10^9, as in "8B parameters".
@@ -214,8 +206,7 @@ mod tests {
     }
 
     fn labels(low: f64, high: f64, most: usize) -> Vec<String> {
-        let ticks = Ticks::new(Range { low, high }, most, 0.0);
-        ticks.values.iter().map(|&value| ticks.label(value)).collect()
+        ticks(Range { low, high }, most, 0.0).into_iter().map(|tick| tick.label).collect()
     }
 
     #[test]
@@ -233,8 +224,8 @@ mod tests {
 
     #[test]
     fn ticks_of_layers_are_whole() {
-        let ticks = Ticks::new(Range { low: -0.5, high: 2.5 }, 8, 1.0);
-        assert_eq!(ticks.values, [0.0, 1.0, 2.0]);
+        let ticks = ticks(Range { low: -0.5, high: 2.5 }, 8, 1.0);
+        assert!(ticks.iter().map(|tick| tick.value).eq([0.0, 1.0, 2.0]), "{ticks:?}");
     }
 
     #[test]
@@ -274,9 +265,9 @@ mod tests {
                     range.low < range.high && (range.high - range.low).is_finite(),
                     "{values:?}"
                 );
-                let ticks = Ticks::new(range, 5, 0.0);
-                assert!(ticks.values.len() <= 11, "{values:?}: {ticks:?}");
-                assert!(ticks.values.iter().all(|&value| !ticks.label(value).is_empty()));
+                let ticks = ticks(range, 5, 0.0);
+                assert!(ticks.len() <= 11, "{values:?}: {ticks:?}");
+                assert!(ticks.iter().all(|tick| !tick.label.is_empty()));
             }
         }
         let one = value_range([5.0], &[], true);

@@ -7,80 +7,43 @@ use super::scale::is_drawable;
 /// Points that a line connects.
 pub type LineSegment = Vec<(f64, f64)>;
 
-/// The points of one column.
-#[derive(Default)]
-struct Column {
-    /// Which column; `None` before the first point.
-    number: Option<usize>,
-    /// The points that are kept: first, lowest, highest, last, each with its position in the curve.
-    kept: Option<[(usize, (f64, f64)); 4]>,
-}
-
-impl Column {
-    fn add(&mut self, at: usize, point: (f64, f64)) {
-        let new = (at, point);
-        match &mut self.kept {
-            None => self.kept = Some([new; 4]),
-            Some([_, lowest, highest, last]) => {
-                if point.1 < lowest.1.1 {
-                    *lowest = new;
-                }
-                if point.1 > highest.1.1 {
-                    *highest = new;
-                }
-                *last = new;
-            }
-        }
-    }
-
-    /// Moves the points into the last of `segments`. A column that had values but none that can be drawn
-    /// begins a new segment.
-    fn flush(&mut self, segments: &mut Vec<LineSegment>) {
-        if self.number.is_none() {
-            return;
-        }
-        match self.kept.take() {
-            None => segments.push(LineSegment::new()),
-            Some(mut kept) => {
-                kept.sort_unstable_by_key(|(at, _)| *at);
-                let mut before = None;
-                let points = kept.into_iter().filter(|(at, _)| before.replace(*at) != Some(*at));
-                let points = points.map(|(_, point)| point);
-                match segments.last_mut() {
-                    Some(segment) => segment.extend(points),
-                    None => segments.push(points.collect()),
-                }
-            }
-        }
-    }
-}
-
-/// The points of a curve, in order, for a chart whose axis `across` has `columns` pixels: at most four for
-/// each column. Values that are not finite interrupt the line.
+/// The points of a curve, in order, for a chart whose axis `across` has `columns` pixels: at most four for each column.
+/// Values that are not finite interrupt the line, where a column has no others.
 pub(super) fn thin(
     points: impl IntoIterator<Item = (f64, f64)>,
     across: Axis,
     columns: usize,
 ) -> Vec<LineSegment> {
-    let mut segments = Vec::new();
-    let mut column = Column::default();
-    for (i, (x, y)) in points.into_iter().enumerate() {
-        if !is_drawable(x) {
-            continue;
-        }
-        // A cast of a negative number gives 0.
-        let number = (across.place(x) * columns as f64) as usize;
-        if column.number != Some(number) {
-            column.flush(&mut segments);
-            column.number = Some(number);
-        }
-        if is_drawable(y) {
-            column.add(i, (x, y));
+    let points: Vec<_> = points.into_iter().filter(|point| is_drawable(point.0)).collect();
+    // A cast of a negative number gives 0.
+    let column = |point: &(f64, f64)| (across.place(point.0) * columns as f64) as usize;
+    let (mut segments, mut segment) = (Vec::new(), LineSegment::new());
+    for of_column in points.chunk_by(|a, b| column(a) == column(b)) {
+        let drawn: LineSegment =
+            of_column.iter().copied().filter(|point| is_drawable(point.1)).collect();
+        match drawn.is_empty() {
+            true => segments.push(std::mem::take(&mut segment)),
+            false => segment.extend(ends_and_extremes(&drawn)),
         }
     }
-    column.flush(&mut segments);
+    segments.push(segment);
     segments.retain(|segment| !segment.is_empty());
     segments
+}
+
+/// The first, lowest, highest and last of some points, each once and in order.
+fn ends_and_extremes(points: &[(f64, f64)]) -> LineSegment {
+    let most = |is_more: fn(f64, f64) -> bool| {
+        let more =
+            |most: usize, at: usize| if is_more(points[at].1, points[most].1) { at } else { most };
+        (0..points.len()).reduce(more)
+    };
+    let last = points.len().checked_sub(1);
+    let found = [last.map(|_| 0), most(|a, b| a < b), most(|a, b| a > b), last];
+    let mut places: Vec<usize> = found.into_iter().flatten().collect();
+    places.sort_unstable();
+    places.dedup();
+    places.into_iter().map(|at| points[at]).collect()
 }
 
 /// A mean spans at most this part of the points before it, so that the first ones have their own places on a

@@ -20,7 +20,6 @@ const BELOW: f64 = 36.0;
 /// A map of shares over time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TimeMap {
-    /// What is seen.
     pub title: String,
     /// What the map says, for those who do not see it.
     pub description: String,

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{HeadReport, LayerReport, SentenceLayer, TextReport};
+use super::{LayerReport, SentenceLayer, TextReport};
 use crate::head_measures::Error;
 
 /// Maximum bytes of a document.
@@ -48,17 +48,6 @@ pub struct SentenceToken {
 }
 
 impl HeadDocument {
-    /// A document of a report, a sentence or both.
-    pub fn new(
-        model: String,
-        sequence_length: usize,
-        report: Option<HeadReport>,
-        sentence: Option<Sentence>,
-    ) -> Self {
-        let (texts, layers) = report.map_or_else(Default::default, |r| (r.texts, r.layers));
-        HeadDocument { model, sequence_length, texts, layers, sentence }
-    }
-
     /// Reads the file `path`.
     ///
     /// # Errors

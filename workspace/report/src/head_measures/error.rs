@@ -9,16 +9,7 @@ pub enum Error {
     /// The model could not be read or run.
     #[error(transparent)]
     Model(#[from] moh_model::Error),
-    /// An argument cannot be used.
-    #[error("{reason}")]
-    Argument {
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// The token file could not be read.
-    #[error(transparent)]
-    Data(#[from] moh_data::Error),
-    /// The tokenizer failed.
-    #[error(transparent)]
-    Text(#[from] moh_text::Error),
+    /// A text or a sentence cannot be measured.
+    #[error("{0}")]
+    Invalid(String),
 }

@@ -28,16 +28,15 @@ impl FeatureSums {
     /// Adds tokens: their outputs `[N, H, D]`, and whether they compute a head, `[N, H]`.
     pub fn add(&mut self, outputs: &[f32], active: &[u8], heads: usize) {
         let dim = self.head_dim;
+        let tokens = || outputs.chunks_exact(heads * dim).zip(active.chunks_exact(heads));
         self.grams.par_chunks_mut(dim * dim).enumerate().for_each(|(head, gram)| {
-            for (output, active) in
-                outputs.chunks_exact(heads * dim).zip(active.chunks_exact(heads))
-            {
+            for (output, active) in tokens() {
                 if active[head] != 0 {
                     add_outer_product(gram, &output[head * dim..][..dim]);
                 }
             }
         });
-        for (output, active) in outputs.chunks_exact(heads * dim).zip(active.chunks_exact(heads)) {
+        for (output, active) in tokens() {
             self.add_cosines(output, active);
         }
     }

@@ -1,15 +1,5 @@
 //! What the heads of a model do: which tokens compute them, how far they look, how alike they are, and how many
-//! dimensions their outputs have, by layer and head, on one or more texts.
-//!
-//! - **Load**: the share of a text's tokens that compute the head; 1 of a shared head.
-//! - **Gate entropy**: of a token's gates, in nats, the mean over tokens; at most ln of the routed heads.
-//! - **Distance** and **entropy** of attention: of a token's row a, sum of a_j (t - j) in tokens and -sum of a_j ln a_j in
-//!   nats, the mean over the tokens t, but the first of a window.
-//! - **Pattern similarity** of two heads: 1 - |a - b|_1 / 2 of their rows, the mean over the tokens that compute both. 1 of
-//!   a head with itself, 0 of two that attend to different tokens.
-//! - **Output similarity** of two heads: the cosine of their outputs before the output projection, likewise.
-//! - **Feature rank**: of the matrix of a head's outputs, `[tokens that compute it, head_dim]`, how many of the largest
-//!   singular values have 99% of the sum of the squares of all.
+//! dimensions their outputs have, by layer and head, on one or more texts. `docs/formats.md` defines the figures.
 //!
 //! Everything is computed from the queries, keys and outputs of the model's own pass, with the heads that it selects,
 //! in f64 and in an order that does not depend on the number of threads.
@@ -34,7 +24,7 @@ pub use error::Error;
 use features::FeatureSums;
 use patterns::{PatternSums, Window};
 use served::ServedTokens;
-use walk::{LayerPass, Walk};
+use walk::{LayerPass, walk};
 
 pub use document::{HeadDocument, Sentence, SentenceToken};
 pub use features::RANK_SHARE;
@@ -125,15 +115,13 @@ pub fn measure_heads<B: Backend + Clone, E: From<Error> + From<moh_model::Error>
         if length == 0 || text.ids.is_empty() || !text.ids.len().is_multiple_of(length) {
             let HeadText { name, ids } = text;
             let reason = format!("{name} has {} tokens: not whole windows of {length}", ids.len());
-            return Err(Error::Argument { reason }.into());
+            return Err(Error::Invalid(reason).into());
         }
     }
     let ids: Vec<u32> = texts.iter().flat_map(|text| &text.ids).copied().collect();
-    let text_of: Vec<usize> = texts
-        .iter()
-        .enumerate()
-        .flat_map(|(index, text)| std::iter::repeat_n(index, text.ids.len() / length))
-        .collect();
+    let windows =
+        |(index, text): (usize, &HeadText)| std::iter::repeat_n(index, text.ids.len() / length);
+    let text_of: Vec<usize> = texts.iter().enumerate().flat_map(windows).collect();
     let job = Job { config, texts, length, ids: &ids, text_of: &text_of };
     let mut layers: Vec<LayerSums> = Vec::new();
     let mut on_pass = |layer: usize, pass: LayerPass| {
@@ -142,14 +130,18 @@ pub fn measure_heads<B: Backend + Clone, E: From<Error> + From<moh_model::Error>
         }
         job.add(&mut layers[layer], &pass);
     };
-    let whole =
-        Walk::new(&ids, length).run(backend, config, &ids, weights, &mut on_pass, progress)?;
-    if !whole {
+    if !walk(backend, config, &ids, length, weights, &mut on_pass, progress)? {
         return Ok(None);
     }
     let text = |text: &HeadText| TextReport { name: text.name.clone(), tokens: text.ids.len() };
     let layers = layers.iter().enumerate().map(|(layer, sums)| job.report(layer, sums));
     Ok(Some(HeadReport { texts: texts.iter().map(text).collect(), layers: layers.collect() }))
+}
+
+/// The mean of some values, if there are any.
+pub fn mean(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    let values: Vec<f64> = values.into_iter().collect();
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
 /// The sums of a layer over all tokens so far.
@@ -202,10 +194,8 @@ impl Job<'_> {
             let computed = &mut sums.computed[self.text_of[window] * heads..][..heads];
             let ids = &self.ids[window * self.length..][..self.length];
             for (active, &id) in active.chunks_exact(heads).zip(ids) {
-                computed
-                    .iter_mut()
-                    .zip(active)
-                    .for_each(|(sum, &active)| *sum += u64::from(active));
+                let of_heads = computed.iter_mut().zip(active);
+                of_heads.for_each(|(sum, &active)| *sum += u64::from(active));
                 sums.served.add(id, active);
             }
         }
@@ -223,6 +213,9 @@ impl Job<'_> {
         let LayerSums { patterns, features, served, computed, gate_entropy } = sums;
         let heads = self.config.num_attention_heads;
         let tokens: Vec<f64> = self.texts.iter().map(|text| text.ids.len() as f64).collect();
+        let by_text = |sums: &mut dyn Iterator<Item = f64>| -> Vec<f64> {
+            sums.zip(&tokens).map(|(sum, tokens)| sum / tokens).collect()
+        };
         let mean = |sums: &[f64], head: usize| {
             (patterns.rows[head] > 0.0).then(|| sums[head] / patterns.rows[head])
         };
@@ -230,11 +223,7 @@ impl Job<'_> {
         let head = |head: usize| OneHead {
             head,
             shared: shared.contains(head),
-            load: computed
-                .chunks_exact(heads)
-                .zip(&tokens)
-                .map(|(computed, tokens)| computed[head] as f64 / tokens)
-                .collect(),
+            load: by_text(&mut computed.chunks_exact(heads).map(|of_text| of_text[head] as f64)),
             feature_rank: ranks[head],
             distance: mean(&patterns.distance, head),
             entropy: mean(&patterns.entropy, head),
@@ -242,9 +231,7 @@ impl Job<'_> {
         };
         LayerReport {
             layer,
-            gate_entropy: gate_entropy
-                .as_ref()
-                .map(|sums| sums.iter().zip(&tokens).map(|(sum, tokens)| sum / tokens).collect()),
+            gate_entropy: gate_entropy.as_ref().map(|sums| by_text(&mut sums.iter().copied())),
             pattern_similarity: patterns.similarity.mean_of_all(),
             output_similarity: features.similarity.mean_of_all(),
             pattern_similarities: patterns.similarity.matrix(),

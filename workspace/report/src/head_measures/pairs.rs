@@ -21,9 +21,6 @@ impl Pairs {
     }
 
     pub fn merge(&mut self, other: &Self) {
-        let add = |to: &mut [f64], from: &[f64]| {
-            to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
-        };
         add(&mut self.sums, &other.sums);
         add(&mut self.counts, &other.counts);
     }
@@ -38,8 +35,7 @@ impl Pairs {
     pub fn mean_of_all(&self) -> Option<f64> {
         let pairs =
             (0..self.heads).flat_map(|low| (low + 1..self.heads).map(move |high| (low, high)));
-        let means: Vec<f64> = pairs.filter_map(|(low, high)| self.mean(low, high)).collect();
-        (!means.is_empty()).then(|| means.iter().sum::<f64>() / means.len() as f64)
+        super::mean(pairs.filter_map(|(low, high)| self.mean(low, high)))
     }
 
     /// The means of all heads with all, 1 of a head with itself.
@@ -49,6 +45,11 @@ impl Pairs {
             .map(|head| (0..self.heads).map(|other| value(head, other)).collect())
             .collect()
     }
+}
+
+/// Adds the elements of `from` to those of `to`.
+pub(super) fn add(to: &mut [f64], from: &[f64]) {
+    to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
 }
 
 #[cfg(test)]

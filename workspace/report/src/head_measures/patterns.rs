@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 
-use super::pairs::Pairs;
+use super::pairs::{Pairs, add};
 
 /// The queries and keys of one window in one layer, as attention reads them.
 #[derive(Debug, Clone, Copy)]
@@ -52,9 +52,6 @@ impl PatternSums {
     }
 
     fn merge(&mut self, other: &Self) {
-        let add = |to: &mut [f64], from: &[f64]| {
-            to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
-        };
         add(&mut self.rows, &other.rows);
         add(&mut self.distance, &other.distance);
         add(&mut self.entropy, &other.entropy);

@@ -7,7 +7,7 @@ use moh_model::ModelConfig;
 use serde::{Deserialize, Serialize};
 
 use super::patterns::Window;
-use super::walk::{LayerPass, Source, Walk};
+use super::walk::{LayerPass, Source, walk};
 use crate::head_measures::Error;
 
 /// A layer on a sentence.
@@ -43,12 +43,12 @@ pub fn sentence<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     let context = config.max_position_embeddings;
     if ids.is_empty() || ids.len() > context {
         let reason = format!("a sentence of {} tokens: must have 1 to {context}", ids.len());
-        return Err(Error::Argument { reason }.into());
+        return Err(Error::Invalid(reason).into());
     }
     let mut layers = Vec::new();
     let mut on_pass = |layer: usize, pass: LayerPass| layers.push(of_layer(config, layer, &pass));
     let mut go_on = |_, _| ControlFlow::Continue(());
-    Walk::new(ids, ids.len()).run(backend, config, ids, weights, &mut on_pass, &mut go_on)?;
+    walk(backend, config, ids, ids.len(), weights, &mut on_pass, &mut go_on)?;
     Ok(layers)
 }
 

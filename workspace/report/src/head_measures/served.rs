@@ -62,12 +62,8 @@ impl ServedTokens {
         };
         let mut all: Vec<ServedToken> =
             frequent.map(token).filter(|token| token.share > 0.0).collect();
-        all.sort_by(|a, b| {
-            b.share
-                .total_cmp(&a.share)
-                .then(b.occurrences.cmp(&a.occurrences))
-                .then(a.id.cmp(&b.id))
-        });
+        // Stable: of equal ones the lower id first.
+        all.sort_by(|a, b| b.share.total_cmp(&a.share).then(b.occurrences.cmp(&a.occurrences)));
         all.truncate(MOST);
         all
     }

@@ -31,72 +31,48 @@ pub(super) struct LayerPass {
     pub weights: Option<Vec<f32>>,
 }
 
-/// Windows of equal length, in passes.
-pub(super) struct Walk {
+/// Calls `on_pass` with what each layer computes of each pass over `ids`, whole windows of `length` tokens, the passes in
+/// order within each layer, and `progress` with the layers that are done and all; `false` if it breaks off.
+pub(super) fn walk<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
+    backend: &B,
+    config: &ModelConfig,
+    ids: &[u32],
     length: usize,
-    /// Windows of a pass, which divide all windows.
-    batch: usize,
-}
-
-impl Walk {
-    /// Passes over `ids`, whole windows of `length` tokens.
-    pub fn new(ids: &[u32], length: usize) -> Self {
-        Walk { length, batch: windows_of_pass(ids.len() / length, length) }
+    weights: Source<'_, E>,
+    on_pass: &mut dyn FnMut(usize, LayerPass),
+    progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
+) -> Result<bool, E> {
+    // Windows of a pass, which divide all windows.
+    let batch = windows_of_pass(ids.len() / length, length);
+    // The residual stream before the first layer, `[tokens, C]`.
+    let mut stream = Vec::with_capacity(ids.len() * config.hidden_size);
+    let mut ends = EndsPass::new(backend.clone(), config, batch, length, &mut *weights)?;
+    for ids in ids.chunks_exact(batch * length) {
+        stream.extend(ends.embed(ids)?);
     }
-
-    /// Calls `on_pass` with what each layer computes of each pass, the passes in order within each layer, and
-    /// `progress` with the layers that are done and all; `false` if it breaks off.
-    pub fn run<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
-        &self,
-        backend: &B,
-        config: &ModelConfig,
-        ids: &[u32],
-        weights: Source<'_, E>,
-        on_pass: &mut dyn FnMut(usize, LayerPass),
-        progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
-    ) -> Result<bool, E> {
-        let mut stream = self.embed(backend, config, ids, weights)?;
-        let names: HashSet<String> =
-            tensor_shapes(config).into_iter().map(|(name, _)| name).collect();
-        let mut block = BlockPass::new(backend.clone(), config, self.batch, self.length)?;
-        let (layers, elements) =
-            (config.num_hidden_layers, self.batch * self.length * config.hidden_size);
-        for layer in 0..layers {
-            if progress(layer, layers).is_break() {
-                return Ok(false);
-            }
-            block.load::<E>(layer, |name, values| match names.contains(name) {
-                true => weights(name, values),
-                // A learned router's, in a layer without routed heads.
-                false => {
-                    values.fill(0.0);
-                    Ok(())
-                }
-            })?;
-            for (index, x) in stream.chunks_exact_mut(elements).enumerate() {
-                let windows = index * self.batch..(index + 1) * self.batch;
-                on_pass(layer, pass(&mut block, config, layer, windows, x)?);
-            }
+    // Before the block takes its place.
+    drop(ends);
+    let names: HashSet<String> = tensor_shapes(config).into_iter().map(|(name, _)| name).collect();
+    let mut block = BlockPass::new(backend.clone(), config, batch, length)?;
+    let (layers, elements) = (config.num_hidden_layers, batch * length * config.hidden_size);
+    for layer in 0..layers {
+        if progress(layer, layers).is_break() {
+            return Ok(false);
         }
-        Ok(true)
-    }
-
-    /// The residual stream before the first layer, `[tokens, C]`.
-    fn embed<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
-        &self,
-        backend: &B,
-        config: &ModelConfig,
-        ids: &[u32],
-        weights: Source<'_, E>,
-    ) -> Result<Vec<f32>, E> {
-        let mut ends =
-            EndsPass::new(backend.clone(), config, self.batch, self.length, &mut *weights)?;
-        let mut stream = Vec::with_capacity(ids.len() * config.hidden_size);
-        for ids in ids.chunks_exact(self.batch * self.length) {
-            stream.extend(ends.embed(ids)?);
+        block.load::<E>(layer, |name, values| match names.contains(name) {
+            true => weights(name, values),
+            // A learned router's, in a layer without routed heads.
+            false => {
+                values.fill(0.0);
+                Ok(())
+            }
+        })?;
+        for (index, x) in stream.chunks_exact_mut(elements).enumerate() {
+            let windows = index * batch..(index + 1) * batch;
+            on_pass(layer, pass(&mut block, config, layer, windows, x)?);
         }
-        Ok(stream)
     }
+    Ok(true)
 }
 
 /// What a layer computes of the residual stream `x`, which becomes that behind it.

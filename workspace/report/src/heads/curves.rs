@@ -1,9 +1,9 @@
 //! Curves over the layers: of shared and routed heads, of one model or of several.
 
-use crate::head_measures::{HeadDocument, LayerReport, OneHead};
+use crate::head_measures::{HeadDocument, LayerReport, OneHead, mean};
 use maud::{Markup, html};
 
-use super::{Model, mean};
+use super::Model;
 use crate::chart::{Line, Look};
 use crate::figure;
 use crate::routing::by_layer;
@@ -39,7 +39,6 @@ const CHARTS: [Chart; 5] = [
     ("Entropy of attention", "nats", Values::Heads(|head| head.entropy)),
 ];
 
-/// The section.
 pub(super) fn section(models: &[Model<'_>]) -> Markup {
     html! {
         section {
@@ -59,39 +58,43 @@ pub(super) fn section(models: &[Model<'_>]) -> Markup {
 }
 
 fn lines(models: &[Model<'_>], values: &Values) -> Vec<Line> {
-    let several = models.len() > 1;
-    let label = |name: &str, kind: &str| match (several, kind) {
-        (true, "") => name.to_owned(),
-        (true, kind) => format!("{name}, {kind}"),
-        (false, kind) => kind.to_owned(),
-    };
     let mut lines = Vec::new();
-    for (number, Model { name, document }) in models.iter().enumerate() {
-        let color = Look { dots: true, color: number, ..Look::default() };
+    for (number, Model { document, .. }) in models.iter().enumerate() {
         match values {
             Values::Layer(value) => {
-                let points = points(document, value);
-                lines.push(Line { label: label(name, ""), points, look: color });
+                lines.push(line(models, number, 0, "", points(document, value)))
             }
             Values::Heads(value) => {
-                for (dash, (kind, shared)) in
-                    [("shared", true), ("routed", false)].into_iter().enumerate()
-                {
+                for (place, kind) in ["shared", "routed"].into_iter().enumerate() {
                     let of_kind = |layer: &LayerReport| {
-                        mean(layer.heads.iter().filter(|head| head.shared == shared), value)
+                        let heads = layer.heads.iter().filter(|head| head.shared == (place == 0));
+                        mean(heads.filter_map(value))
                     };
-                    let look = match several {
-                        true => Look { dash, ..color },
-                        false => Look { dots: true, ..Look::nth(dash) },
-                    };
-                    let points = points(document, of_kind);
-                    lines.push(Line { label: label(name, kind), points, look });
+                    lines.push(line(models, number, place, kind, points(document, of_kind)));
                 }
             }
         }
     }
     lines.retain(|line| !line.points.is_empty());
     lines
+}
+
+/// The curve `place`, `kind`, of a model: with the model's name and colour if there are several.
+fn line(
+    models: &[Model<'_>],
+    number: usize,
+    place: usize,
+    kind: &str,
+    points: Vec<(f64, f64)>,
+) -> Line {
+    let name = &models[number].name;
+    let of_several = Look { color: number, ..Look::nth(place) };
+    let (label, look) = match (models.len(), kind) {
+        (1, kind) => (kind.to_owned(), Look::nth(place)),
+        (_, "") => (name.clone(), of_several),
+        (_, kind) => (format!("{name}, {kind}"), of_several),
+    };
+    Line { label, points, look: Look { dots: true, ..look } }
 }
 
 fn points(document: &HeadDocument, value: impl Fn(&LayerReport) -> Option<f64>) -> Vec<(f64, f64)> {
@@ -102,18 +105,11 @@ fn points(document: &HeadDocument, value: impl Fn(&LayerReport) -> Option<f64>) 
 /// The entropy of the gates, a curve for each text of each model.
 fn gates(models: &[Model<'_>]) -> Markup {
     let mut lines = Vec::new();
-    for (model, Model { name, document }) in models.iter().enumerate() {
+    for (model, Model { document, .. }) in models.iter().enumerate() {
         for (number, text) in document.texts.iter().enumerate() {
             let points =
                 points(document, |layer| layer.gate_entropy.as_ref()?.get(number).copied());
-            let (label, look) = match models.len() {
-                1 => (text.name.clone(), Look::nth(number)),
-                _ => {
-                    let label = format!("{name}, {}", text.name);
-                    (label, Look { color: model, dash: number, ..Look::default() })
-                }
-            };
-            lines.push(Line { label, points, look: Look { dots: true, ..look } });
+            lines.push(line(models, model, number, &text.name, points));
         }
     }
     lines.retain(|line| !line.points.is_empty());

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use crate::head_measures::{HeadDocument, OneHead};
+use crate::head_measures::{HeadDocument, LayerReport};
 use maud::{Markup, html};
 use moh_program::utc;
 
@@ -127,17 +127,6 @@ fn named(documents: &[HeadDocument]) -> Vec<Model<'_>> {
 }
 
 /// Whether tokens select heads of a layer.
-fn routes(layer: &crate::head_measures::LayerReport) -> bool {
+fn routes(layer: &LayerReport) -> bool {
     layer.heads.iter().any(|head| !head.shared)
-}
-
-/// The mean of the values of some heads, if there are any.
-fn mean<'a>(
-    heads: impl Iterator<Item = &'a OneHead>,
-    value: impl Fn(&OneHead) -> Option<f64>,
-) -> Option<f64> {
-    let (sum, count) = heads
-        .filter_map(value)
-        .fold((0.0, 0.0), |(sum, count): (f64, f64), value| (sum + value, count + 1.0));
-    (count > 0.0).then(|| sum / count)
 }

@@ -11,11 +11,11 @@ use crate::figure;
 const MAX_CELLS: usize = 100_000;
 
 /// The maps of each layer, closed at first.
-pub(super) fn part(Model { name, document }: &Model<'_>) -> Markup {
+pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     let heads = document.layers.first().map_or(1, |layer| layer.heads.len());
     let most = (MAX_CELLS / (2 * heads * heads)).max(1);
     html! {
-        details data-part={ "pairs " (name) } {
+        details {
             summary { "Each pair of heads" }
             div class="panels" {
                 @for layer in document.layers.iter().take(most) {

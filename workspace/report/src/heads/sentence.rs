@@ -33,7 +33,6 @@ pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     }
 }
 
-/// The layers that route.
 fn routing(sentence: &Sentence) -> Vec<&SentenceLayer> {
     let routes = |layer: &&SentenceLayer| layer.shared_heads.len() < layer.maps.len();
     sentence.layers.iter().filter(routes).collect()

@@ -15,10 +15,10 @@ pub(super) fn has_tokens(model: &Model<'_>) -> bool {
 }
 
 /// A table of all routed heads, closed at first.
-pub(super) fn part(Model { name, document }: &Model<'_>) -> Markup {
+pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     let routed = |head: &&OneHead| !head.tokens.is_empty();
     html! {
-        details data-part={ "tokens " (name) } {
+        details {
             summary { "Tokens of each routed head, with the share of their occurrences that compute it" }
             div class="scroll" tabindex="0" { table {
                 thead { tr { th scope="col" { "layer" } th scope="col" { "head" } th scope="col" { "tokens" } } }

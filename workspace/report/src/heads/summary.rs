@@ -1,10 +1,10 @@
 //! Means over all layers: a column for each model.
 
-use crate::head_measures::{HeadDocument, LayerReport, OneHead};
+use crate::head_measures::{HeadDocument, LayerReport, OneHead, mean};
 use maud::{Markup, html};
 use moh_program::counted;
 
-use super::{Model, mean};
+use super::Model;
 use crate::chart::printable;
 
 /// A name and a value of a document.
@@ -31,17 +31,16 @@ const ROWS: [Row; 10] = [
     ("feature rank of shared heads", |document| rank(document, true)),
     ("feature rank of routed heads", |document| rank(document, false)),
     ("distance of attention, tokens", |document| {
-        number(mean(all_heads(document), |head| head.distance), 1)
+        number(mean(all_heads(document).filter_map(|head| head.distance)), 1)
     }),
     ("entropy of attention, nats", |document| {
-        number(mean(all_heads(document), |head| head.entropy), 3)
+        number(mean(all_heads(document).filter_map(|head| head.entropy)), 3)
     }),
     ("entropy of gates, nats", |document| {
-        number(of_layers(document, |layer| mean_of(layer.gate_entropy.as_deref()?)), 4)
+        number(of_layers(document, |layer| mean(layer.gate_entropy.iter().flatten().copied())), 4)
     }),
 ];
 
-/// The section.
 pub(super) fn section(models: &[Model<'_>]) -> Markup {
     html! {
         section {
@@ -76,16 +75,12 @@ fn heads(document: &HeadDocument, shared: bool) -> impl Iterator<Item = &OneHead
 }
 
 fn rank(document: &HeadDocument, shared: bool) -> String {
-    number(mean(heads(document, shared), |head| Some(head.feature_rank as f64)), 2)
+    number(mean(heads(document, shared).map(|head| head.feature_rank as f64)), 2)
 }
 
 /// The mean over the layers that have a value.
 fn of_layers(document: &HeadDocument, value: fn(&LayerReport) -> Option<f64>) -> Option<f64> {
-    mean_of(&document.layers.iter().filter_map(value).collect::<Vec<_>>())
-}
-
-fn mean_of(values: &[f64]) -> Option<f64> {
-    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+    mean(document.layers.iter().filter_map(value))
 }
 
 fn number(value: Option<f64>, digits: usize) -> String {

@@ -18,12 +18,10 @@ const MAX_NAMED: usize = 5;
 /// Characters of a reason, which may quote the line.
 const REASON_CHARACTERS: usize = 160;
 
-/// The lines of a file that were left out.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LeftOut {
     /// The file's name in the run directory.
     pub file: String,
-    /// How many lines.
     pub count: u64,
     /// The first of them: number from 1, and reason.
     pub first: Vec<(u64, String)>,

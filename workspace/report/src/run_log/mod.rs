@@ -20,21 +20,16 @@ use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::{Evaluation, EvaluationPoint, Machine, StepMetrics, Summary};
 use moh_recipe::Recipe;
 pub use routing::RoutingEvaluation;
-pub use routing_history::{LayerLoads, Loads, RoutingHistory, Spread, load};
-pub use steps::{SkippedStep, StageSteps, Step, StepValue, Steps};
+pub use routing_history::{Loads, RoutingHistory, Spread, load};
+pub use steps::{StageSteps, Step, StepValue, Steps};
 
 use crate::chart::printable;
-
-/// The name of a validation set that has none of its own.
-const ONLY_SET: &str = "validation";
 
 /// Maximum bytes of a recipe.
 const MAX_RECIPE_BYTES: u64 = 1 << 20;
 
-/// What a run directory says.
 #[derive(Debug)]
 pub struct RunLog {
-    /// The directory.
     pub root: PathBuf,
     /// A short name of the run: that of its directory.
     pub name: String,
@@ -42,13 +37,13 @@ pub struct RunLog {
     pub recipe: Option<Recipe>,
     /// Its text, or why there is none.
     pub recipe_text: Result<String, String>,
-    /// The steps.
+    /// The name of the first validation set, of which summaries speak: `validation` if it has none of its own.
+    pub first_set: String,
     pub steps: Steps,
     /// Steps of the run before the first one of `steps`.
     pub steps_before: u64,
     /// The results: of a run that has not finished, those of its newest checkpoint.
     pub summary: Summary,
-    /// Whether the run has finished.
     pub is_finished: bool,
     /// How evaluations use the routed heads: the newest of each set, and those after no step.
     pub routing: Vec<RoutingEvaluation>,
@@ -60,15 +55,6 @@ pub struct RunLog {
     pub written: Option<SystemTime>,
     /// The lines that cannot be read, by file.
     pub left_out: Vec<LeftOut>,
-}
-
-/// A loss at a place of the run.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LossPoint {
-    /// Tokens trained on.
-    pub tokens: f64,
-    /// In nats.
-    pub loss: f64,
 }
 
 impl RunLog {
@@ -88,9 +74,13 @@ impl RunLog {
         }
         let (recipe, recipe_text) = read_recipe(&run)?;
         let first_set = recipe.as_ref().and_then(|recipe| recipe.data.validation.first());
-        let first_set = first_set.map_or(ONLY_SET, |set| &set.name).to_owned();
-        let mut left_out = Vec::new();
-        let steps = read_steps(&run, &first_set, &mut left_out)?;
+        let first_set = printable(first_set.map_or("validation", |set| &set.name));
+        let (mut steps, mut left_out) = (Steps::default(), Vec::new());
+        steps.lines = lines::for_each(&run.metrics(), &mut left_out, |line, text| {
+            let metrics: StepMetrics = serde_json::from_slice(text).map_err(lines::reason)?;
+            steps.push(line, &metrics, &first_set);
+            Ok(())
+        })?;
         let first = recipe.as_ref().zip(steps.stages.first()).zip(steps.all.first());
         let before = first.and_then(|((recipe, stage), step)| {
             let before = recipe.steps_before(&stage.name, steps.first_number)?;
@@ -103,7 +93,6 @@ impl RunLog {
             None => of_newest_checkpoint(&run)?,
         };
         let (routing, mut routing_histories) = routing::read(&run.routing(), &mut left_out)?;
-        let first_set = printable(&first_set);
         routing_histories.sort_by(|a, b| {
             (a.set != first_set).cmp(&(b.set != first_set)).then_with(|| a.set.cmp(&b.set))
         });
@@ -114,6 +103,7 @@ impl RunLog {
             recipe_text,
             steps,
             steps_before: before.unwrap_or(0),
+            first_set,
             summary: printable_names(summary),
             is_finished,
             routing,
@@ -129,7 +119,6 @@ impl RunLog {
         self.steps_before.saturating_add(step.line)
     }
 
-    /// Steps done, over all stages.
     pub fn steps_done(&self) -> u64 {
         self.steps_before.saturating_add(self.steps.lines).max(self.summary.steps)
     }
@@ -144,15 +133,9 @@ impl RunLog {
         known.or_else(|| (step == self.summary.steps).then_some(self.summary.tokens as f64))
     }
 
-    /// The name of the first validation set, of which summaries speak.
-    pub fn first_set(&self) -> String {
-        let sets = self.recipe.as_ref().and_then(|recipe| recipe.data.validation.first());
-        sets.map_or_else(|| ONLY_SET.to_owned(), |set| printable(&set.name))
-    }
-
-    /// The losses of each validation set in the order of the run, the first set first. A conversion's loss
+    /// The losses of each validation set by tokens, in the order of the run, the first set first. A conversion's loss
     /// follows that of the stage before it, at the same tokens.
-    pub fn validation(&self) -> Vec<(String, Vec<LossPoint>)> {
+    pub fn validation(&self) -> Vec<(String, Vec<(f64, f64)>)> {
         let mut sets: BTreeMap<&str, Vec<(f64, bool, f64)>> = BTreeMap::new();
         for (name, losses) in &self.steps.validation {
             let of_steps = losses.iter().filter_map(|(index, validation)| {
@@ -160,22 +143,21 @@ impl RunLog {
             });
             sets.entry(name).or_default().extend(of_steps);
         }
-        let first_set = self.first_set();
         for evaluation in &self.summary.evaluations {
             let Some(tokens) = self.tokens_after(evaluation.step) else { continue };
             let is_converted = matches!(evaluation.moment, EvaluationPoint::Converted { .. });
             let mut add = |name, loss| {
                 sets.entry(name).or_default().push((tokens, is_converted, loss));
             };
-            add(evaluation.set.as_deref().unwrap_or(&first_set), evaluation.loss);
+            add(evaluation.set.as_deref().unwrap_or(&self.first_set), evaluation.loss);
             for (name, validation) in &evaluation.other_sets {
                 add(name, validation.loss);
             }
         }
-        let mut sets: Vec<(String, Vec<LossPoint>)> =
+        let mut sets: Vec<(String, Vec<(f64, f64)>)> =
             sets.into_iter().map(|(name, losses)| (name.to_owned(), in_order(losses))).collect();
         // The sort is stable, so that the others stay in the order of their names.
-        sets.sort_by_key(|(name, _)| *name != first_set);
+        sets.sort_by_key(|(name, _)| *name != self.first_set);
         sets
     }
 }
@@ -191,25 +173,11 @@ pub fn is_run(root: &Path) -> bool {
     found >= 2 || run.is_run().unwrap_or(true)
 }
 
-fn read_steps(
-    run: &RunDirectory,
-    first_set: &str,
-    left_out: &mut Vec<LeftOut>,
-) -> anyhow::Result<Steps> {
-    let mut steps = Steps::default();
-    let lines = lines::for_each(&run.metrics(), left_out, |line, text| {
-        let metrics: StepMetrics = serde_json::from_slice(text).map_err(lines::reason)?;
-        steps.push(line, &metrics, first_set);
-        Ok(())
-    })?;
-    Ok(Steps { lines, ..steps })
-}
-
 /// Losses by tokens; one that a step and the end of its stage both have is there once.
-fn in_order(mut losses: Vec<(f64, bool, f64)>) -> Vec<LossPoint> {
+fn in_order(mut losses: Vec<(f64, bool, f64)>) -> Vec<(f64, f64)> {
     losses.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     losses.dedup_by(|b, a| a.0 == b.0 && a.1 == b.1 && a.2.total_cmp(&b.2).is_eq());
-    losses.into_iter().map(|(tokens, _, loss)| LossPoint { tokens, loss }).collect()
+    losses.into_iter().map(|(tokens, _, loss)| (tokens, loss)).collect()
 }
 
 /// The recipe, if it can be read, and its text. A recipe of another version costs no more than the names in it.
@@ -237,26 +205,19 @@ fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
     let directory = run.checkpoint_directory();
     let mut opened =
         steps.iter().rev().filter_map(|&step| StoredCheckpoint::of_step(&directory, step).ok());
-    Ok(opened.next().map_or_else(
-        || Summary {
-            steps: 0,
-            tokens: 0,
-            heads: 0,
-            evaluations: Vec::new(),
-            calibrations: Vec::new(),
-        },
-        |stored| {
-            let manifest = stored.manifest();
-            let heads = manifest.config.get("num_attention_heads").and_then(|heads| heads.as_u64());
-            Summary {
-                steps: manifest.state.step,
-                tokens: manifest.state.tokens,
-                heads: heads.and_then(|heads| heads.try_into().ok()).unwrap_or(0),
-                evaluations: manifest.state.evaluations.clone(),
-                calibrations: manifest.state.calibrations.clone(),
-            }
-        },
-    ))
+    let Some(stored) = opened.next() else {
+        let (evaluations, calibrations) = (Vec::new(), Vec::new());
+        return Ok(Summary { steps: 0, tokens: 0, heads: 0, evaluations, calibrations });
+    };
+    let manifest = stored.manifest();
+    let heads = manifest.config.get("num_attention_heads").and_then(|heads| heads.as_u64());
+    Ok(Summary {
+        steps: manifest.state.step,
+        tokens: manifest.state.tokens,
+        heads: heads.and_then(|heads| heads.try_into().ok()).unwrap_or(0),
+        evaluations: manifest.state.evaluations.clone(),
+        calibrations: manifest.state.calibrations.clone(),
+    })
 }
 
 /// The last part of a path, or all of it where that says nothing, as in `..`.

@@ -17,13 +17,9 @@ const MAX_HEADS: usize = 1 << 16;
 /// How one validation set uses the heads.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoutingEvaluation {
-    /// The set.
     pub set: String,
-    /// Steps done, over all stages.
     pub step: u64,
-    /// What the evaluation follows.
     pub moment: RoutingMoment,
-    /// The layers that route.
     pub layers: BTreeMap<usize, RoutingLine>,
     /// Heads of these layers.
     heads: usize,
@@ -52,45 +48,36 @@ impl RoutingEvaluation {
     }
 }
 
-/// The evaluations of a file, as its lines come.
 #[derive(Default)]
 struct Evaluations {
     kept: Vec<RoutingEvaluation>,
-    /// Places of the newest ones in `kept`, by set.
-    newest: BTreeMap<String, usize>,
+    /// By set; more lines of them may come.
+    newest: BTreeMap<String, RoutingEvaluation>,
     histories: Vec<RoutingHistory>,
 }
 
 impl Evaluations {
     fn add(&mut self, line: RoutingLine) -> Result<(), String> {
-        let set = printable(&line.validation);
         let mut begun = RoutingEvaluation::new(&line);
-        let newest = self.newest.get(&set).copied();
-        if let Some(known) = newest.and_then(|at| self.kept.get_mut(at))
+        let set = begun.set.clone();
+        if let Some(known) = self.newest.get_mut(&set)
             && (known.step, known.moment) == (line.step, line.moment)
         {
             return known.add(line);
         }
         begun.add(line)?;
-        let known = newest.and_then(|at| self.kept.get_mut(at));
-        if let Some(known) = &known {
-            RoutingHistory::of_set(&mut self.histories, &set, |history| history.add(known));
-        }
-        match known {
-            Some(known) if known.moment == RoutingMoment::Step => *known = begun,
-            _ => {
-                self.newest.insert(set, self.kept.len());
-                self.kept.push(begun);
-            }
+        if let Some(complete) = self.newest.insert(set.clone(), begun) {
+            RoutingHistory::of_set(&mut self.histories, &set, |history| history.add(&complete));
+            self.kept.extend((complete.moment != RoutingMoment::Step).then_some(complete));
         }
         Ok(())
     }
 
     /// All evaluations, of which the newest are complete now.
     fn finish(mut self) -> (Vec<RoutingEvaluation>, Vec<RoutingHistory>) {
-        for (set, &at) in &self.newest {
-            let Some(newest) = self.kept.get(at) else { continue };
-            RoutingHistory::of_set(&mut self.histories, set, |history| history.finish(newest));
+        for (set, newest) in self.newest {
+            RoutingHistory::of_set(&mut self.histories, &set, |history| history.finish(&newest));
+            self.kept.push(newest);
         }
         // Stable, so that a conversion stays after the step that it follows.
         self.kept.sort_by_key(|evaluation| evaluation.step);

@@ -13,10 +13,8 @@ const MAX_PICKED: usize = 64;
 /// Most sets with a history.
 const MAX_SETS: usize = 8;
 
-/// The history of one validation set.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoutingHistory {
-    /// The set.
     pub set: String,
     /// How unequal the loads were at every evaluation.
     pub spreads: Vec<Spread>,
@@ -29,7 +27,6 @@ pub struct RoutingHistory {
 /// How unequal the loads of an evaluation are.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spread {
-    /// Steps done, over all stages.
     pub step: u64,
     /// The mean of the layers' imbalances.
     pub mean: f64,
@@ -42,20 +39,15 @@ pub struct Spread {
 /// The loads at an evaluation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Loads {
-    /// Steps done, over all stages.
     pub step: u64,
-    /// What the evaluation follows.
     pub moment: RoutingMoment,
-    /// The layers that route.
     pub layers: BTreeMap<usize, LayerLoads>,
 }
 
-/// The loads of a layer's heads.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerLoads {
     /// The share of the tokens that select each head; `None` for a shared one.
     pub heads: Vec<Option<f32>>,
-    /// How unequal they are.
     pub imbalance: f32,
 }
 

@@ -2,9 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use moh_checkpoint::run_log::{Speed, StepMetrics, Validation};
+use moh_checkpoint::run_log::{SkippedStep, Speed, StepMetrics, Validation};
 use moh_model::AuxiliaryLosses;
-use moh_step::guard::SkipReason;
 
 use crate::chart::printable;
 
@@ -19,38 +18,21 @@ pub struct Step {
     pub loss: f64,
     /// The auxiliary losses, unweighted.
     pub auxiliary: AuxiliaryLosses<f64>,
-    /// The learning rate.
     pub learning_rate: f64,
     /// Global gradient norm before clipping.
     pub grad_norm: f64,
-    /// Tokens per second.
     pub tokens_per_second: f64,
-    /// The model FLOPs utilization.
     pub mfu: f64,
 }
 
 /// A number of each step.
 pub type StepValue = dyn Fn(&Step) -> f64;
 
-/// A step that was not applied.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SkippedStep {
-    /// Its index in [`Steps::all`].
-    pub index: usize,
-    /// Why.
-    pub reason: SkipReason,
-    /// Its first and its last sample.
-    pub samples: [u64; 2],
-}
-
-/// The steps of one stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StageSteps {
-    /// The stage's name.
     pub name: String,
     /// Index of its first step in [`Steps::all`].
     pub first: usize,
-    /// Number of its steps.
     pub count: usize,
     /// Number of its steps with times.
     pub timed: usize,
@@ -60,15 +42,12 @@ pub struct StageSteps {
     pub rate: f64,
 }
 
-/// All steps of a run.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Steps {
-    /// The steps in order.
     pub all: Vec<Step>,
-    /// The stages that have begun.
     pub stages: Vec<StageSteps>,
-    /// Steps that were not applied.
-    pub skipped: Vec<SkippedStep>,
+    /// Those that were not applied, with their indices in `all`.
+    pub skipped: Vec<(usize, SkippedStep)>,
     /// The evaluations after steps, by set: index of the step, and losses.
     pub validation: BTreeMap<String, Vec<(usize, Validation)>>,
     /// The stage's own number of the first step; 0 without one.
@@ -85,10 +64,7 @@ impl Steps {
         if index == 0 {
             self.first_number = metrics.step;
         }
-        if let Some(skipped) = metrics.skipped {
-            let (reason, samples) = (skipped.reason, skipped.samples);
-            self.skipped.push(SkippedStep { index, reason, samples });
-        }
+        self.skipped.extend(metrics.skipped.map(|skipped| (index, skipped)));
         self.add_validation(index, metrics, first_set);
         self.add_to_stage(index, metrics);
         self.all.push(Step {
@@ -131,7 +107,6 @@ impl Steps {
         }
     }
 
-    /// The step of a line.
     pub(super) fn of_line(&self, line: u64) -> Option<&Step> {
         let found = self.all.binary_search_by_key(&line, |step| step.line);
         found.ok().and_then(|index| self.all.get(index))
@@ -161,7 +136,6 @@ fn add(sum: &mut Speed, speed: &Speed) {
     sum.checkpoint += speed.checkpoint;
     sum.tflops += speed.tflops;
     sum.mfu = speed.mfu.map_or(sum.mfu, |mfu| Some(sum.mfu.unwrap_or(0.0) + mfu));
-    sum.resident_bytes = sum.resident_bytes.max(speed.resident_bytes);
     sum.peak_resident_bytes = sum.peak_resident_bytes.max(speed.peak_resident_bytes);
     sum.device_bytes = sum.device_bytes.max(speed.device_bytes);
 }

@@ -5,20 +5,20 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::{empty, figures, page, step, write_run};
+use super::{empty, figures, page, step, write_run, write_summary};
 
 /// A finished run whose stage `m<oh` was calibrated, without a refit if `errors` are null.
 fn write_calibrated_run(dir: &Path, errors: [Value; 2]) {
     write_run(dir, "run", &[step("moh", 1, 64)]);
     let layers = [([0, 3], 0.5), ([1, 2], 0.25)].into_iter().zip(&errors);
-    let layers: Vec<Value> = layers
-        .map(|((heads, before), error)| match error {
-            Value::Null => json!({ "shared_heads": heads, "routed_top_k": 1, "error_before": before }),
-            error => {
-                json!({ "shared_heads": heads, "routed_top_k": 1, "error_before": before, "error": error })
-            }
-        })
-        .collect();
+    let layer = |((heads, before), error): (([usize; 2], f64), &Value)| {
+        let mut layer = json!({ "shared_heads": heads, "routed_top_k": 1, "error_before": before });
+        if !error.is_null() {
+            layer["error"] = error.clone();
+        }
+        layer
+    };
+    let layers: Vec<Value> = layers.map(layer).collect();
     let calibration = json!({
         "stage": "m<oh", "step": 140, "tokens": 16384, "loss_dense": 0.44, "loss_given": null, "loss": 0.453,
         "refit": errors[0] != Value::Null, "layers": layers,
@@ -26,7 +26,7 @@ fn write_calibrated_run(dir: &Path, errors: [Value; 2]) {
     let summary = json!({
         "steps": 1, "tokens": 64, "heads": 4, "evaluations": [], "calibrations": [calibration],
     });
-    fs::write(dir.join("run/summary.json"), summary.to_string()).unwrap();
+    write_summary(dir, "run", &summary);
 }
 
 #[test]

@@ -4,8 +4,8 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::{PROGRAM, check, drawing, empty, figures, step, write_run};
-use moh_testkit::programs::{failure, program, success};
+use super::{PROGRAM, compared, drawing, empty, figures, step, write_run, write_summary};
+use moh_testkit::programs::{failure, program};
 
 #[test]
 fn several_runs_are_compared() {
@@ -17,14 +17,11 @@ fn several_runs_are_compared() {
             { "moment": "loaded", "step": 0, "loss": 3.0, "bits_per_byte": null },
             { "moment": { "trained": { "stage": name } }, "step": count, "loss": 2.0, "bits_per_byte": 1.0 },
         ] });
-        fs::write(dir.path().join(name).join("summary.json"), summary.to_string()).unwrap();
+        write_summary(dir.path(), name, &summary);
     }
     let error = failure(dir.path(), program(PROGRAM, dir.path()).args(["one", "two"]), 2);
     assert!(error.contains("--out is missing"), "{error}");
-    let out = success(program(PROGRAM, dir.path()).args(["one", "two", "--out", "both.html"]));
-    assert_eq!(out, "both.html\n");
-    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
-    check(&page);
+    let page = compared(dir.path(), &["one", "two"]);
     for expected in
         ["2 runs", "Training loss", "Validation loss", "after stage one", "after stage two"]
     {
@@ -37,8 +34,7 @@ fn several_runs_are_compared() {
     // Curves differ in dashes, not in colour alone.
     assert!(page.contains("line d0") && page.contains("line d1"));
     // Runs of the same name are told apart by their paths.
-    success(program(PROGRAM, dir.path()).args(["one", "./one", "--out", "both.html"]));
-    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
+    let page = compared(dir.path(), &["one", "./one"]);
     assert!(page.contains("./one</th>"), "{page}");
 }
 
@@ -57,9 +53,7 @@ fn a_run_has_the_same_look_in_all_charts() {
     };
     let lines: String = [1, 2].map(|step| routing(step, 0) + &routing(step, 1)).concat();
     fs::write(dir.path().join("moh/routing.jsonl"), lines).unwrap();
-    success(program(PROGRAM, dir.path()).args(["dense", "moh", "--out", "both.html"]));
-    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
-    check(&page);
+    let page = compared(dir.path(), &["dense", "moh"]);
     assert!(page.contains("Of the tokens, 25.0% select the least used"), "the newest evaluation");
     for title in ["Active heads by layer", "Entropy of the gates by layer"] {
         let chart = page.split(&format!("<title>{title}</title>")).nth(1).unwrap();
@@ -78,9 +72,7 @@ fn runs_of_different_length_have_logarithmic_axes_to_choose() {
         let steps: Vec<Value> = (1..=count).map(|n| step("adapt", n, 64 * n)).collect();
         write_run(dir.path(), name, &steps);
     }
-    success(program(PROGRAM, dir.path()).args(["short", "long", "--out", "both.html"]));
-    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
-    check(&page);
+    let page = compared(dir.path(), &["short", "long"]);
     for axes in ["axes-linear", "axes-log-tokens", "axes-log-both"] {
         assert!(
             page.contains(&format!("<input type=\"radio\" name=\"axes\" id=\"{axes}\"")),

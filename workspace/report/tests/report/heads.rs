@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::{PROGRAM, check, empty, figures, step, write_run};
+use super::{PROGRAM, check, compared, empty, figures, step, write_run};
 use moh_testkit::programs::{failure, program, success};
 
 /// A report of a model with two heads in each of two layers, on two texts: both shared if it is dense, else the
@@ -103,12 +103,7 @@ fn models_are_compared_under_names_that_differ() {
     let dir = empty();
     write(dir.path(), "a.json", &report("runs/dense/export", true));
     write(dir.path(), "b.json", &report("runs/half/export", false));
-    let compare = |files: &[&str]| {
-        success(program(PROGRAM, dir.path()).args(files).args(["--out", "both.html"]));
-        let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
-        check(&page);
-        page
-    };
+    let compare = |files: &[&str]| compared(dir.path(), files);
     let page = compare(&["a.json", "b.json"]);
     assert!(page.contains("<th scope=\"col\">dense</th><th scope=\"col\">half</th>"));
     assert!(page.contains("<th scope=\"row\">shared heads</th><td>4</td><td>2</td>"));
@@ -191,19 +186,16 @@ fn runs_and_reports_of_heads_have_pages_of_their_own() {
     let dir = empty();
     write_run(dir.path(), "run", &[step("moh", 1, 64)]);
     write(dir.path(), "heads.json", &report("m", false));
-    let error = failure(dir.path(), program(PROGRAM, dir.path()).args(["run", "heads.json"]), 2);
-    assert!(
-        error.starts_with("runs and files of `moh-eval heads --json` have no page together"),
-        "{error}"
-    );
-    let error =
-        failure(dir.path(), program(PROGRAM, dir.path()).args(["heads.json", "heads.json"]), 2);
-    assert!(error.starts_with("--out is missing"), "{error}");
     // A file of its own is not replaced.
     fs::write(dir.path().join("heads.html"), "mine").unwrap();
-    let error = failure(dir.path(), program(PROGRAM, dir.path()).arg("heads.json"), 1);
-    assert!(error.starts_with("heads.html: is not a page of moh-report"), "{error}");
-    let error =
-        failure(dir.path(), program(PROGRAM, dir.path()).args(["--watch", "heads.json"]), 1);
-    assert!(error.starts_with("heads.json: "), "{error}");
+    let together = "runs and files of `moh-eval heads --json` have no page together";
+    for (arguments, code, expected) in [
+        (&["run", "heads.json"][..], 2, together),
+        (&["heads.json", "heads.json"], 2, "--out is missing"),
+        (&["heads.json"], 1, "heads.html: is not a page of moh-report"),
+        (&["--watch", "heads.json"], 1, "heads.json: "),
+    ] {
+        let error = failure(dir.path(), program(PROGRAM, dir.path()).args(arguments), code);
+        assert!(error.starts_with(expected), "{error}");
+    }
 }

@@ -38,13 +38,15 @@ fn names_from_files_are_text() {
 fn what_is_not_a_run_is_one_sentence() {
     let dir = empty();
     write_run(dir.path(), "run", &[step("adapt", 1, 64)]);
-    let error = failure(dir.path(), program(PROGRAM, dir.path()).arg("nowhere"), 1);
-    assert!(error.starts_with("nowhere: is not a run directory"), "{error}");
     fs::write(dir.path().join("run/summary.json"), "{}\n").unwrap();
-    let error = failure(dir.path(), program(PROGRAM, dir.path()).arg("run"), 1);
-    assert!(error.starts_with("run/summary.json: "), "{error}");
-    let error = failure(dir.path(), program(PROGRAM, dir.path()).args(["--watch", "nowhere"]), 1);
-    assert!(error.starts_with("nowhere: is not a run directory"), "{error}");
+    for (arguments, expected) in [
+        (&["nowhere"][..], "nowhere: is not a run directory"),
+        (&["run"], "run/summary.json: "),
+        (&["--watch", "nowhere"], "nowhere: is not a run directory"),
+    ] {
+        let error = failure(dir.path(), program(PROGRAM, dir.path()).args(arguments), 1);
+        assert!(error.starts_with(expected), "{error}");
+    }
 }
 
 #[test]

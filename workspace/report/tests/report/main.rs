@@ -53,6 +53,20 @@ fn page(dir: &Path, run: &str) -> String {
     page
 }
 
+/// The page that compares runs, or files.
+fn compared(dir: &Path, names: &[&str]) -> String {
+    let out = success(program(PROGRAM, dir).args(names).args(["--out", "both.html"]));
+    assert_eq!(out, "both.html\n");
+    let page = fs::read_to_string(dir.join("both.html")).unwrap();
+    check(&page);
+    page
+}
+
+/// Writes the results of a run.
+fn write_summary(dir: &Path, run: &str, summary: &Value) {
+    fs::write(dir.join(run).join("summary.json"), summary.to_string()).unwrap();
+}
+
 /// The figures with this title.
 fn figures<'a>(page: &'a str, title: &str) -> Vec<&'a str> {
     let figures = page.split("<figure").skip(1).filter_map(|text| text.split("</figure>").next());

@@ -6,8 +6,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::{PROGRAM, check, drawing, empty, figures, page, step, write_run};
-use moh_testkit::programs::{program, success};
+use super::{compared, drawing, empty, figures, page, step, write_run};
 
 /// A run `name` in `dir` of `evaluations` evaluations with this many layers and routed heads, of which head 0 of layer
 /// 1 is used less and less.
@@ -74,9 +73,7 @@ fn several_runs_have_their_loads_over_each_other() {
     let dir = empty();
     write_moh_run(dir.path(), "one", 5, 2, 4);
     write_moh_run(dir.path(), "two", 9, 2, 4);
-    success(program(PROGRAM, dir.path()).args(["one", "two", "--out", "both.html"]));
-    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
-    check(&page);
+    let page = compared(dir.path(), &["one", "two"]);
     let chart = figures(&page, "Imbalance of the loads")[0];
     assert!(chart.contains("one, te&lt;xt") && chart.contains("two, te&lt;xt"), "{chart}");
     assert_eq!(figures(&page, "Layer 1").len(), 2);

@@ -6,7 +6,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::{drawing, empty, figures, page, step, write_run};
+use super::{drawing, empty, figures, page, step, write_run, write_summary};
 
 #[test]
 fn a_run_that_has_just_begun_has_a_page() {
@@ -176,7 +176,7 @@ fn a_moment_that_a_longer_stage_repeats_has_its_step() {
     let summary = json!({
         "steps": 9, "tokens": 576, "heads": 8, "evaluations": [trained(5, gone), trained(9, come)],
     });
-    fs::write(dir.path().join("run/summary.json"), summary.to_string()).unwrap();
+    write_summary(dir.path(), "run", &summary);
     let page = page(dir.path(), "run");
     let rows: Vec<&str> = page
         .split("Losses before and after")

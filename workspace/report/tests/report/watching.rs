@@ -5,9 +5,8 @@ use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use super::{PROGRAM, empty, step, write_run};
+use super::{PROGRAM, check, empty, step, write_run};
 use moh_testkit::programs::{program, success};
-use moh_testkit::whole_page::check;
 
 const REFRESH: &str = "<meta http-equiv=\"refresh\" content=\"5\">";
 const SUMMARY: &str = r#"{"steps":2,"tokens":1234,"heads":8,"evaluations":[],"calibrations":[]}"#;

@@ -2,8 +2,8 @@
 //!
 //! The cases alternate, run by run, so that other load on the machine affects all of them.
 
+use half::bf16;
 use moh_kernels::cases::AttentionCase;
-use moh_kernels::open_device::{InElements, in_elements};
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::{Backend, Element, ElementType};
@@ -67,7 +67,6 @@ fn count() -> impl Fn(&str) -> Result<usize, String> + Clone + Send + Sync + 'st
     between(1, 1 << 16)
 }
 
-/// The measurements of one fraction of active heads.
 pub struct AttentionRow {
     router: Option<QueryNormRouter>,
     active_heads: usize,
@@ -108,7 +107,6 @@ impl AttentionRow {
     }
 }
 
-/// Measures the cases of the arguments and prints them.
 pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
     let shape = QkvShape {
         batch: arguments.batch,
@@ -183,22 +181,11 @@ impl Measurement for Job<'_> {
     type Output = (Vec<AttentionRow>, MachineLimits);
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
-        let rows = in_elements(self.arguments.dtype, Placed { bench, job: self })?;
+        let rows = match self.arguments.dtype {
+            ElementType::F32 => self.measure::<B, f32>(bench)?,
+            ElementType::BF16 => self.measure::<B, bf16>(bench)?,
+        };
         Ok((rows, MachineLimits::measure(bench)?))
-    }
-}
-
-/// A job with its device, before its element type is known.
-struct Placed<'a, B> {
-    bench: &'a Bench<B>,
-    job: Job<'a>,
-}
-
-impl<B: Backend> InElements for Placed<'_, B> {
-    type Output = anyhow::Result<Vec<AttentionRow>>;
-
-    fn run<T: Element>(self) -> Self::Output {
-        self.job.measure::<B, T>(self.bench)
     }
 }
 
@@ -299,40 +286,28 @@ fn as_text(
     machine: &MachineLimits,
 ) -> String {
     let dense = rows.first().map_or([0.0; 3], AttentionRow::seconds);
-    let table_rows: Vec<[String; 8]> = rows
-        .iter()
-        .map(|row| {
-            let [forward, backward, both] = row.seconds();
-            let (f, b) = row.operations;
-            let heads = match row.router {
-                None => "dense".to_owned(),
-                Some(QueryNormRouter { shared, top_k, .. }) => {
-                    format!("{} shared + {top_k} routed", shared.len())
-                }
-            };
-            let active = 100.0 * row.active_heads as f64 / arguments.heads as f64;
-            [
-                heads,
-                format!("{active:.0}%"),
-                format!("{:.2}", forward * 1e3),
-                format!("{:.2}", backward * 1e3),
-                format!("{:.2}", both * 1e3),
-                format!("{:.2}", row.route.median() * 1e3),
-                format!("{:.1}", (f + b) / both / 1e9),
-                format!("{:.3}", both / dense[2]),
-            ]
-        })
-        .collect();
-    let header = [
-        "heads",
-        "active",
-        "forward ms",
-        "backward ms",
-        "both ms",
-        "route ms",
-        "GFLOP/s",
-        "of dense",
-    ];
+    let table_rows = rows.iter().map(|row| {
+        let [forward, backward, both] = row.seconds();
+        let (f, b) = row.operations;
+        let heads = match row.router {
+            None => "dense".to_owned(),
+            Some(QueryNormRouter { shared, top_k, .. }) => {
+                format!("{} shared + {top_k} routed", shared.len())
+            }
+        };
+        let active = 100.0 * row.active_heads as f64 / arguments.heads as f64;
+        [
+            heads,
+            format!("{active:.0}%"),
+            format!("{:.2}", forward * 1e3),
+            format!("{:.2}", backward * 1e3),
+            format!("{:.2}", both * 1e3),
+            format!("{:.2}", row.route.median() * 1e3),
+            format!("{:.1}", (f + b) / both / 1e9),
+            format!("{:.3}", both / dense[2]),
+        ]
+    });
+    let header = "heads,active,forward ms,backward ms,both ms,route ms,GFLOP/s,of dense".split(',');
     let AttentionArguments { heads, kv_heads, head_dim, length, batch, dtype, .. } = arguments;
     // All cases have the same shape, and so the same path.
     let path = rows.first().and_then(|row| row.path);
@@ -341,6 +316,6 @@ fn as_text(
         dtype.name(),
         path.map_or(String::new(), |path| format!(", path {path}")),
         machine.line(),
-        aligned(header, &table_rows, &[0])
+        aligned(header, table_rows, &[0])
     )
 }

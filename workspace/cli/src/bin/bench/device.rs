@@ -20,7 +20,6 @@ pub struct DeviceArguments {
 
 /// A measurement that is generic over the device.
 pub trait Measurement {
-    /// The result.
     type Output;
 
     /// Runs the measurement; every [`Bench::time`] synchronises with the device.

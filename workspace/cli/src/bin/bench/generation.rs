@@ -49,7 +49,6 @@ pub struct GenerationArguments {
     json: bool,
 }
 
-/// The times of a batch of sequences.
 pub struct Measured {
     batch: usize,
     context: usize,
@@ -59,7 +58,6 @@ pub struct Measured {
     passes: Times,
 }
 
-/// Measures what the arguments ask for and prints it.
 pub fn run(arguments: &GenerationArguments) -> anyhow::Result<()> {
     let mut config = ConfigFile::read(&arguments.config)?.config;
     if let Some(rounding) = arguments.heads.apply(&mut config)? {
@@ -107,13 +105,9 @@ fn measure<B: Backend + Clone, T: Element>(
         fresh(segment, deviation, values);
         Ok::<_, moh_model::Error>(())
     })?;
-    let mut measured = Vec::new();
-    for &context in &arguments.context {
-        for &batch in &arguments.batch {
-            measured.push(measure_batch(&model, batch, context, arguments.tokens)?);
-        }
-    }
-    Ok(measured)
+    let batches = |&context| arguments.batch.iter().map(move |&batch| (batch, context));
+    let sizes = arguments.context.iter().flat_map(batches);
+    sizes.map(|(batch, context)| measure_batch(&model, batch, context, arguments.tokens)).collect()
 }
 
 /// The prompts of a batch, then `tokens` passes of a token of each sequence.
@@ -193,25 +187,22 @@ fn as_text(
     measured: &[Measured],
     machine: &MachineLimits,
 ) -> String {
-    let rows: Vec<[String; 5]> = measured
-        .iter()
-        .map(|row| {
-            let rates = row.passes.rates(row.batch as f64);
-            [
-                row.batch.to_string(),
-                row.context.to_string(),
-                format!("{:.0}", row.prompt_rate()),
-                format!("{:.1} (best {:.1})", rates.median, rates.best),
-                format!("{:.3}", row.passes.median() * 1e3),
-            ]
-        })
-        .collect();
+    let rows = measured.iter().map(|row| {
+        let rates = row.passes.rates(row.batch as f64);
+        [
+            row.batch.to_string(),
+            row.context.to_string(),
+            format!("{:.0}", row.prompt_rate()),
+            format!("{:.1} (best {:.1})", rates.median, rates.best),
+            format!("{:.3}", row.passes.median() * 1e3),
+        ]
+    });
     let header = ["sequences", "prompt tokens", "prompt tokens/s", "tokens/s", "ms/pass"];
     format!(
         "model    {}, {}\nmachine  {}\n\n{}",
         describe(config),
         arguments.dtype.name(),
         machine.line(),
-        aligned(header, &rows, &[0])
+        aligned(header, rows, &[0])
     )
 }

@@ -43,14 +43,12 @@ impl KernelTimes {
             *launches += 1;
             *nanoseconds += end.saturating_sub(*start);
         }
-        let mut kernels: Vec<_> = kernels
-            .into_iter()
-            .map(|(name, (launches, nanoseconds))| Kernel {
-                name: name.into(),
-                launches,
-                nanoseconds,
-            })
-            .collect();
+        let kernels = kernels.into_iter().map(|(name, (launches, nanoseconds))| Kernel {
+            name: name.into(),
+            launches,
+            nanoseconds,
+        });
+        let mut kernels: Vec<_> = kernels.collect();
         kernels.sort_by(|a, b| b.nanoseconds.cmp(&a.nanoseconds).then(a.name.cmp(&b.name)));
         KernelTimes { elapsed: until - start, busy, kernels }
     }
@@ -83,10 +81,9 @@ impl KernelTimes {
             [name, launches, milliseconds(nanoseconds), share(nanoseconds)]
         };
         let (shown, rest) = self.kernels.split_at(self.kernels.len().min(MAX_ROWS));
-        let mut rows: Vec<_> = shown
-            .iter()
-            .map(|kernel| row(&kernel.name, kernel.launches.to_string(), kernel.nanoseconds))
-            .collect();
+        let of_kernel =
+            |kernel: &Kernel| row(&kernel.name, kernel.launches.to_string(), kernel.nanoseconds);
+        let mut rows: Vec<_> = shown.iter().map(of_kernel).collect();
         if !rest.is_empty() {
             let launches: usize = rest.iter().map(|kernel| kernel.launches).sum();
             let nanoseconds = rest.iter().map(|kernel| kernel.nanoseconds).sum();

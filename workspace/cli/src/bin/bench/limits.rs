@@ -12,10 +12,8 @@ use crate::device::Bench;
 /// Seconds of measurement per limit, after one run to warm up.
 const SECONDS: f64 = 0.3;
 
-/// The machine's limits.
 #[derive(Debug, Clone)]
 pub struct MachineLimits {
-    /// The device.
     pub device: String,
     /// Threads of the CPU's operators.
     pub threads: usize,
@@ -39,7 +37,6 @@ impl MachineLimits {
         })
     }
 
-    /// One line of a table.
     pub fn line(&self) -> String {
         format!(
             "{}, {} threads, f32 matmul {}, bf16 matmul {}, copy {:.1} GB/s",
@@ -63,7 +60,6 @@ impl MachineLimits {
     }
 }
 
-/// Formats FLOP/s.
 pub fn gflops(per_second: f64) -> String {
     if per_second < 1e13 {
         format!("{:.1} GFLOP/s", per_second / 1e9)

@@ -17,7 +17,6 @@ pub struct MachineArguments {
     json: bool,
 }
 
-/// Measures the machine and prints it.
 pub fn run(arguments: &MachineArguments) -> anyhow::Result<()> {
     let machine = arguments.device.measure(Limits)?;
     let processor = processor::label();
@@ -29,7 +28,6 @@ pub fn run(arguments: &MachineArguments) -> anyhow::Result<()> {
     report::print(arguments.json, &json, &format!("{processor}: {}", machine.line()))
 }
 
-/// The limits alone.
 struct Limits;
 
 impl Measurement for Limits {

@@ -1,7 +1,7 @@
 //! `moh-bench operators`: every operator against the machine's limits.
 
+use half::bf16;
 use moh_kernels::cases::{self, Case, Work};
-use moh_kernels::open_device::{InElements, in_elements};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_program::exit::Usage;
 use moh_program::options;
@@ -53,7 +53,6 @@ impl OperatorRow {
     }
 }
 
-/// Measures the operators of the arguments and prints them.
 pub fn run(arguments: &OperatorsArguments) -> anyhow::Result<()> {
     let (rows, machine) = arguments.device.measure(arguments)?;
     report::print(arguments.json, &as_json(&rows, &machine), &as_text(&rows, &machine))
@@ -66,7 +65,10 @@ impl Measurement for &OperatorsArguments {
         let mut rows = Vec::new();
         for dtype in ElementType::ALL {
             if self.dtype.is_none_or(|only| only == dtype) {
-                rows.extend(in_elements(dtype, Cases { bench, arguments: self })?);
+                rows.extend(match dtype {
+                    ElementType::F32 => self.measure_cases::<B, f32>(bench)?,
+                    ElementType::BF16 => self.measure_cases::<B, bf16>(bench)?,
+                });
             }
         }
         if rows.is_empty() {
@@ -77,22 +79,16 @@ impl Measurement for &OperatorsArguments {
     }
 }
 
-/// The cases of a device, in elements of any type.
-struct Cases<'a, B> {
-    bench: &'a Bench<B>,
-    arguments: &'a OperatorsArguments,
-}
-
-impl<B: Backend> InElements for Cases<'_, B> {
-    type Output = anyhow::Result<Vec<OperatorRow>>;
-
-    fn run<T: Element>(self) -> Self::Output {
-        let Cases { bench, arguments } = self;
-        let chosen = |name: &str| arguments.filter.as_ref().is_none_or(|part| name.contains(part));
+impl OperatorsArguments {
+    fn measure_cases<B: Backend, T: Element>(
+        &self,
+        bench: &Bench<B>,
+    ) -> anyhow::Result<Vec<OperatorRow>> {
+        let chosen = |name: &str| self.filter.as_ref().is_none_or(|part| name.contains(part));
         let cases = cases::all::<B, T>(bench.sizes).into_iter().filter(|case| chosen(&case.name));
         let measure = |case: Case<B>| {
             let mut run = case.prepare(&bench.backend)?;
-            let times = bench.repeat(MIN_RUNS, arguments.seconds, || run(&bench.backend))?;
+            let times = bench.repeat(MIN_RUNS, self.seconds, || run(&bench.backend))?;
             Ok(OperatorRow { name: case.name, dtype: T::ELEMENT, work: case.work, times })
         };
         cases.map(measure).collect()
@@ -121,23 +117,20 @@ fn as_json(rows: &[OperatorRow], machine: &MachineLimits) -> Value {
 }
 
 fn as_text(rows: &[OperatorRow], machine: &MachineLimits) -> String {
-    let table_rows: Vec<[String; 5]> = rows
-        .iter()
-        .map(|row| {
-            let (rate, limit) = row.rate_and_limit(machine);
-            let unit = match row.work {
-                Work::Operations(_) => "GFLOP/s",
-                Work::Bytes(_) => "GB/s",
-            };
-            [
-                row.name.clone(),
-                row.dtype.name().to_owned(),
-                format!("{:.3}", row.times.median() * 1e3),
-                format!("{:.1} {unit:<7}", rate / 1e9),
-                format!("{:.0}%", 100.0 * rate / limit),
-            ]
-        })
-        .collect();
+    let table_rows = rows.iter().map(|row| {
+        let (rate, limit) = row.rate_and_limit(machine);
+        let unit = match row.work {
+            Work::Operations(_) => "GFLOP/s",
+            Work::Bytes(_) => "GB/s",
+        };
+        [
+            row.name.clone(),
+            row.dtype.name().to_owned(),
+            format!("{:.3}", row.times.median() * 1e3),
+            format!("{:.1} {unit:<7}", rate / 1e9),
+            format!("{:.0}%", 100.0 * rate / limit),
+        ]
+    });
     let header = ["operator", "type", "ms", "rate        ", "of limit"];
-    format!("{}\n\n{}", machine.line(), aligned(header, &table_rows, &[0]))
+    format!("{}\n\n{}", machine.line(), aligned(header, table_rows, &[0]))
 }

@@ -26,7 +26,6 @@ const MIN_STEPS: usize = 3;
 /// Seed of the weights and of the tokens.
 const SEED: u64 = 0;
 
-/// The measurements of a job's steps.
 pub struct StepMeasurement {
     times: Times,
     first: StepResult,
@@ -37,7 +36,6 @@ pub struct StepMeasurement {
     kernels: Option<KernelTimes>,
 }
 
-/// Measures the step of the arguments and prints it.
 pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
     span::connect_profiler()?;
     let job = StepJob::new(arguments)?;
@@ -104,7 +102,9 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     let mut model = model(config)?;
     model.set_teacher(teacher.transpose()?)?;
     let mut optimizer = OptimizerState::<B, M>::new(&model, Shard::WHOLE)?;
-    let mut stepper = Stepper::<B, T, G>::new(&model, step, alone())?;
+    let group = World::single().group().clone();
+    let groups = StepGroups { all: group.clone(), data: group };
+    let mut stepper = Stepper::<B, T, G>::new(&model, step, groups)?;
     let sequences = job.step.batch_sequences();
     let mut number = 0;
     let mut step = || {
@@ -160,12 +160,6 @@ fn kernel_times<B: Backend>(
     Ok(KernelTimes::new(&recording.finish().context("--kernels")?))
 }
 
-/// The groups of a single rank.
-fn alone() -> StepGroups {
-    let group = World::single().group().clone();
-    StepGroups { all: group.clone(), data: group }
-}
-
 /// Fills a tensor with random elements. They repeat in large tensors, because billions of random
 /// numbers would take longer than the measurement.
 pub fn fresh(segment: &Segment, deviation: f64, values: &mut [f32]) {
@@ -189,7 +183,6 @@ pub fn synthetic(sample: u64, vocabulary: u64, window: &mut [u32]) {
 }
 
 impl StepJob {
-    /// Tokens per step.
     fn tokens(&self) -> f64 {
         self.step.batch_sequences() as f64 * self.step.sequence_length as f64
     }

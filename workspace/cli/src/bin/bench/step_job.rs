@@ -65,7 +65,6 @@ pub struct StepArguments {
     pub json: bool,
 }
 
-/// A training step to measure.
 pub struct StepJob {
     pub config: ModelConfig,
     pub step: StepConfig,
@@ -75,7 +74,6 @@ pub struct StepJob {
 }
 
 impl StepJob {
-    /// The step of the arguments.
     pub fn new(arguments: &StepArguments) -> anyhow::Result<Self> {
         let mut job = match (&arguments.recipe, &arguments.config) {
             (Some(path), _) => of_recipe(path, arguments)?,

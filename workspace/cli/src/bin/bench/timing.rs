@@ -7,7 +7,6 @@ use serde_json::{Value, json};
 /// Seconds of repeated runs.
 #[derive(Debug, Clone, Default)]
 pub struct Times {
-    /// Seconds of each run.
     runs: Vec<f64>,
     /// Seconds of all timings together.
     spent: f64,
@@ -24,7 +23,6 @@ impl Times {
         result
     }
 
-    /// The number of timings.
     pub fn len(&self) -> usize {
         self.runs.len()
     }
@@ -62,14 +60,11 @@ impl Times {
 /// Rates in units per second.
 #[derive(Debug, Clone, Copy)]
 pub struct Rates {
-    /// The median run's.
     pub median: f64,
-    /// The best run's.
     pub best: f64,
 }
 
 impl Rates {
-    /// Median and best.
     pub fn json(self) -> Value {
         json!({"median": self.median, "best": self.best})
     }

@@ -161,7 +161,9 @@ impl OnDevice for Heads<'_> {
             Ok::<_, anyhow::Error>(Sentence { tokens, layers })
         };
         let sentence = ids.map(of_sentence).transpose()?;
-        Ok(HeadDocument::new(model.name.clone(), length, report, sentence))
+        let (texts, layers) = report.map_or_else(Default::default, |r| (r.texts, r.layers));
+        let model = model.name.clone();
+        Ok(HeadDocument { model, sequence_length: length, texts, layers, sentence })
     }
 }
 

@@ -4,7 +4,9 @@ use std::io::Write;
 use std::iter;
 
 use moh_program::table::aligned;
-use moh_report::head_measures::{HeadDocument, LayerReport, OneHead, Sentence, SentenceLayer};
+use moh_report::head_measures::{
+    HeadDocument, LayerReport, OneHead, Sentence, SentenceLayer, mean,
+};
 
 /// Writes a document as text.
 pub(crate) fn write(out: &mut impl Write, document: &HeadDocument) -> std::io::Result<()> {
@@ -27,24 +29,20 @@ fn write_report(out: &mut impl Write, report: &HeadDocument) -> std::io::Result<
     }
     let heads = || report.layers.iter().flat_map(|layer| &layer.heads);
     for (what, shared) in [("shared", true), ("routed", false)] {
-        let ranks: Vec<f64> = heads()
-            .filter(|head| head.shared == shared)
-            .map(|head| head.feature_rank as f64)
-            .collect();
-        if let Some(mean) = mean(&ranks) {
-            writeln!(out, "\nmean feature rank of {} {what} heads: {mean:.2}", ranks.len())?;
+        let of_kind = || heads().filter(|head| head.shared == shared);
+        if let Some(mean) = mean(of_kind().map(|head| head.feature_rank as f64)) {
+            let count = of_kind().count();
+            writeln!(out, "\nmean feature rank of {count} {what} heads: {mean:.2}")?;
         }
     }
     let of_layers = |value: fn(&LayerReport) -> Option<f64>| {
-        mean(&report.layers.iter().filter_map(value).collect::<Vec<_>>())
+        number(mean(report.layers.iter().filter_map(value)), 4)
     };
     let patterns = of_layers(|layer| layer.pattern_similarity);
     let outputs = of_layers(|layer| layer.output_similarity);
     writeln!(
         out,
-        "\nmean similarity of two heads: attention patterns {}, outputs {}",
-        number(patterns),
-        number(outputs)
+        "\nmean similarity of two heads: attention patterns {patterns}, outputs {outputs}"
     )
 }
 
@@ -53,8 +51,8 @@ fn write_layer(out: &mut impl Write, layer: &LayerReport) -> std::io::Result<()>
         out,
         "\nlayer {}: similarity of patterns {}, of outputs {}",
         layer.layer,
-        number(layer.pattern_similarity),
-        number(layer.output_similarity)
+        number(layer.pattern_similarity, 4),
+        number(layer.output_similarity, 4)
     )?;
     if let Some(entropies) = &layer.gate_entropy {
         let shown: Vec<String> = entropies.iter().map(|nats| format!("{nats:.4}")).collect();
@@ -77,8 +75,8 @@ fn row(head: &OneHead) -> [String; 6] {
         format!("{head}{mark}"),
         loads.join("  "),
         feature_rank.to_string(),
-        number_of(*distance, 1),
-        number_of(*entropy, 3),
+        number(*distance, 1),
+        number(*entropy, 3),
         tokens.join(", "),
     ]
 }
@@ -105,14 +103,6 @@ fn write_sentence(out: &mut impl Write, sentence: &Sentence) -> std::io::Result<
     write!(out, "{}", aligned(header.collect::<Vec<_>>(), rows, &left))
 }
 
-fn mean(values: &[f64]) -> Option<f64> {
-    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
-}
-
-fn number(value: Option<f64>) -> String {
-    number_of(value, 4)
-}
-
-fn number_of(value: Option<f64>, digits: usize) -> String {
+fn number(value: Option<f64>, digits: usize) -> String {
     value.map_or("-".to_owned(), |value| format!("{value:.digits$}"))
 }

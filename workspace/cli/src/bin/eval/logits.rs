@@ -46,29 +46,24 @@ impl Compute for Logits<'_> {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        logits::<B, T>(self.0, backend)
+        let arguments = self.0;
+        make_room(&arguments.out, arguments.force)?;
+        let directory =
+            moh_program::models::locate(&arguments.model, arguments.revision.as_deref())?;
+        let ids = read_ids(&arguments.ids, moh_program::models::context_length(&directory)?)?;
+        let length = ids.first().map_or(0, Vec::len);
+        let mut model = moh_program::models::load::<B, T>(backend, &directory, length)?;
+        let output = model.run(&ids)?;
+        write_logits(&output, &arguments.out)?;
+        writeln!(
+            stdout(),
+            "{}: logits of {} x {} tokens",
+            arguments.out.display(),
+            output.batch,
+            output.length
+        )?;
+        Ok(())
     }
-}
-
-fn logits<B: Backend + Clone, T: Element>(
-    arguments: &LogitsArguments,
-    backend: B,
-) -> anyhow::Result<()> {
-    make_room(&arguments.out, arguments.force)?;
-    let directory = moh_program::models::locate(&arguments.model, arguments.revision.as_deref())?;
-    let ids = read_ids(&arguments.ids, moh_program::models::context_length(&directory)?)?;
-    let length = ids.first().map_or(0, Vec::len);
-    let mut model = moh_program::models::load::<B, T>(backend, &directory, length)?;
-    let output = model.run(&ids)?;
-    write_logits(&output, &arguments.out)?;
-    writeln!(
-        stdout(),
-        "{}: logits of {} x {} tokens",
-        arguments.out.display(),
-        output.batch,
-        output.length
-    )?;
-    Ok(())
 }
 
 /// Makes the directory of the file of `--out`; fails if the file exists and `--force` is not given.

@@ -92,7 +92,25 @@ impl Compute for Generate<'_> {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        generate::<B, T>(self.0, backend)
+        let arguments = self.0;
+        let directory =
+            moh_program::models::locate(&arguments.model, arguments.revision.as_deref())?;
+        let tokenizer = moh_program::models::required_tokenizer(&directory)?;
+        let context = moh_program::models::context_length(&directory)?;
+        let prompt = Prompt::read(arguments, &directory, &tokenizer)?;
+        if prompt.ids.is_empty() || prompt.ids.len() >= context {
+            anyhow::bail!(
+                "{}: {} tokens, expected 1 to {}, less than the model's context length",
+                prompt.source,
+                prompt.ids.len(),
+                context.saturating_sub(1)
+            );
+        }
+        let capacity = context.min(prompt.ids.len().saturating_add(arguments.max_tokens));
+        let model = moh_program::models::load::<B, T>(backend, &directory, capacity)?;
+        let ends = moh_hf::end_tokens(&directory, model.config())?;
+        // On one of the operators' threads: a small model's token takes less time than waking them.
+        model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt, &ends))
     }
 }
 
@@ -144,26 +162,6 @@ impl Arguments {
     fn temperature(&self) -> f64 {
         self.temperature.unwrap_or(if self.limits_sampling() { 1.0 } else { 0.0 })
     }
-}
-
-fn generate<B: Backend, T: Element>(arguments: &Arguments, backend: B) -> anyhow::Result<()> {
-    let directory = moh_program::models::locate(&arguments.model, arguments.revision.as_deref())?;
-    let tokenizer = moh_program::models::required_tokenizer(&directory)?;
-    let context = moh_program::models::context_length(&directory)?;
-    let prompt = Prompt::read(arguments, &directory, &tokenizer)?;
-    if prompt.ids.is_empty() || prompt.ids.len() >= context {
-        anyhow::bail!(
-            "{}: {} tokens, expected 1 to {}, less than the model's context length",
-            prompt.source,
-            prompt.ids.len(),
-            context.saturating_sub(1)
-        );
-    }
-    let capacity = context.min(prompt.ids.len().saturating_add(arguments.max_tokens));
-    let model = moh_program::models::load::<B, T>(backend, &directory, capacity)?;
-    let ends = moh_hf::end_tokens(&directory, model.config())?;
-    // On one of the operators' threads: a small model's token takes less time than waking them.
-    model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt, &ends))
 }
 
 /// The tokens before the generated ones.

@@ -14,6 +14,18 @@ fn drawn(chart: &LineChart) -> String {
     chart.draw(SIZE).into_string()
 }
 
+/// Values that decrease a little, but for the first one, which is far above.
+fn falling() -> Vec<(f64, f64)> {
+    let value = |x: f64| if x == 0.0 { 9.5 } else { 3.0 - x / 100.0 };
+    (0..100).map(f64::from).map(|x| (x, value(x))).collect()
+}
+
+/// The number behind the first `start` of a drawing.
+fn after(text: &str, start: &str) -> f64 {
+    let rest = text.split(start).nth(1).unwrap();
+    rest.split([' ', '"']).next().unwrap().parse().unwrap()
+}
+
 #[test]
 fn a_chart_names_its_curves_and_marks() {
     let mut chart = chart(vec![
@@ -32,10 +44,7 @@ fn a_chart_names_its_curves_and_marks() {
 
 #[test]
 fn values_above_the_axis_are_cut_off_and_named() {
-    let mut points: Vec<(f64, f64)> =
-        (1..100).map(f64::from).map(|x| (x, 3.0 - x / 100.0)).collect();
-    points.insert(0, (0.0, 9.5));
-    let chart = chart(vec![line("training", points, Look::default())]);
+    let chart = chart(vec![line("training", falling(), Look::default())]);
     assert!(chart.values().is_below(4.0));
     let svg = drawn(&chart);
     assert!(svg.contains(">up to 9.500<"), "{svg}");
@@ -55,8 +64,8 @@ fn the_last_label_of_the_axis_is_not_cut_off() {
         let svg = LineChart { log_across, ..chart(lines) }.draw(small).into_string();
         // It ends there, however wide it is.
         let (before, _) = svg.split_once(&format!("text-anchor=\"end\">{label}<")).unwrap();
-        let place = before.rsplit(" x=\"").next().unwrap().split('"').next().unwrap();
-        assert!(place.parse::<f64>().unwrap() < 400.0, "{place}");
+        let place = after(before.rsplit("<text").next().unwrap(), " x=\"");
+        assert!(place < 400.0, "{place}");
     }
 }
 
@@ -77,18 +86,8 @@ fn labels_begin_right_of_the_axis() {
     let mut chart = chart(vec![line("training", vec![(0.0, 10.0), (9.0, 20.0)], Look::default())]);
     chart.marks = vec![Mark { at: 0.0, label: "adapt".into() }];
     let svg = drawn(&chart);
-    let axis: f64 = svg
-        .split("class=\"base\" d=\"M")
-        .nth(1)
-        .unwrap()
-        .split(' ')
-        .next()
-        .unwrap()
-        .parse()
-        .unwrap();
     let tag = svg.split(">adapt<").next().unwrap().rsplit('<').next().unwrap();
-    let x: f64 = tag.split("x=\"").nth(1).unwrap().split('"').next().unwrap().parse().unwrap();
-    assert!(x > axis + 3.0, "{tag}");
+    assert!(after(tag, "x=\"") > after(&svg, "class=\"base\" d=\"M") + 3.0, "{tag}");
 }
 
 #[test]
@@ -120,12 +119,8 @@ fn a_logarithmic_axis_gives_each_power_of_ten_the_same_room() {
     let linear = chart(vec![line("loss", points, look)]);
     let places = |chart: &LineChart| -> Vec<(f64, f64)> {
         let svg = drawn(chart);
-        let number = |tag: &str, name: &str| {
-            let text = tag.split(name).nth(1).unwrap();
-            text.split('"').nth(1).unwrap().parse().unwrap()
-        };
         let tags = svg.split("<circle").skip(1);
-        tags.map(|tag| (number(tag, "cx="), number(tag, "cy="))).collect()
+        tags.map(|tag| (after(tag, "cx=\""), after(tag, "cy=\""))).collect()
     };
     let near = |a: f64, b: f64| (a - b).abs() < 0.2;
     // The value that has no logarithm is not drawn, and the place that has none is at the left end.
@@ -143,10 +138,7 @@ fn a_logarithmic_axis_gives_each_power_of_ten_the_same_room() {
 
 #[test]
 fn a_peak_that_a_curve_and_its_background_share_is_named_once() {
-    let points: Vec<(f64, f64)> = (0..100)
-        .map(f64::from)
-        .map(|x| (x, if x == 0.0 { 9.5 } else { 3.0 - x / 100.0 }))
-        .collect();
+    let points = falling();
     let faint = Look { faint: true, ..Look::default() };
     let lines = vec![line("all", points.clone(), faint), line("means", points, Look::default())];
     assert_eq!(drawn(&chart(lines)).matches(">up to 9.500<").count(), 1);
