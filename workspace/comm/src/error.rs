@@ -55,7 +55,6 @@ pub enum Error {
 }
 
 impl Error {
-    /// A failed call of an engine or of the system.
     pub(crate) fn engine(engine: &str, operation: &str, reason: impl Display) -> Self {
         Error::Call(format!("{engine}: {operation} failed: {reason}"))
     }
@@ -88,14 +87,5 @@ mod tests {
         assert_eq!(ranks(&[3]), "rank 3");
         assert_eq!(ranks(&[1, 2]), "ranks 1, 2");
         assert_eq!(ranks(&[0, 2, 3, 4, 9]), "ranks 0, 2-4, 9");
-    }
-
-    #[test]
-    fn a_fault_names_the_ranks_and_what_to_do() {
-        assert_eq!(
-            Fault::missing(&[2, 3], 4, "n1:29500", 300).to_string(),
-            "ranks 2, 3 of 4 did not reach the rendezvous at n1:29500 within 300 s: check that \
-             their processes have started, and that no firewall blocks the port"
-        );
     }
 }

@@ -206,7 +206,6 @@ impl Group {
         })
     }
 
-    /// Waits until all messages of this process have left.
     pub(crate) fn finish(&self) -> Result<()> {
         self.run("finish", |engine| engine.finish().map(|()| None))
     }

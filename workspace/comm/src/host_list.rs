@@ -104,10 +104,7 @@ mod tests {
     #[test]
     fn lists_expand_as_scontrol_expands_them() {
         assert_eq!(hosts("n1"), ["n1"]);
-        assert_eq!(
-            hosts("gnode[10,20-25]"),
-            ["gnode10", "gnode20", "gnode21", "gnode22", "gnode23", "gnode24", "gnode25"]
-        );
+        assert_eq!(hosts("gnode[10,20-22]"), ["gnode10", "gnode20", "gnode21", "gnode22"]);
         assert_eq!(hosts("a,b[01-03]-x"), ["a", "b01-x", "b02-x", "b03-x"]);
         assert_eq!(hosts("r[1-2]n[8-9],z"), ["r1n8", "r1n9", "r2n8", "r2n9", "z"]);
         assert_eq!(hosts("n[008-011]"), ["n008", "n009", "n010", "n011"]);
@@ -136,13 +133,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_makes_it_panic(list in "\\PC{0,40}") {
-            let _ = expand(&list);
-        }
-
-        #[test]
-        fn no_text_of_its_own_alphabet_makes_it_panic(list in "[\\[\\],0-9a-c-]{0,40}") {
-            let _ = expand(&list);
+        fn no_text_makes_it_panic(any in "\\PC{0,40}", own in "[\\[\\],0-9a-c-]{0,40}") {
+            let _ = (expand(&any), expand(&own));
         }
 
         #[test]

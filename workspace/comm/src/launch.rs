@@ -10,7 +10,6 @@ use std::fmt;
 use crate::error::{Error, Result};
 use crate::host_list;
 
-/// Maximum ranks of a job.
 const MAX_RANKS: usize = 65_536;
 /// The default port for single-node jobs without a job id: PyTorch's default.
 const DEFAULT_PORT: u16 = 29_500;
@@ -85,9 +84,6 @@ impl Launch {
     }
 
     /// Reads this process's environment; `rendezvous`, as `HOST:PORT`, overrides the address in it.
-    ///
-    /// # Errors
-    /// As for [`Launch::parse`].
     pub fn from_environment(rendezvous: Option<&str>) -> Result<Self> {
         let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
@@ -138,7 +134,6 @@ impl fmt::Display for Address {
     }
 }
 
-/// The ranks and sizes of one launcher.
 #[derive(Debug, Clone, Copy)]
 struct Ranks {
     rank: usize,
@@ -147,7 +142,6 @@ struct Ranks {
     local_size: Option<usize>,
 }
 
-/// The names of one launcher's variables.
 struct Names {
     launcher: &'static str,
     rank: &'static str,
@@ -212,13 +206,13 @@ impl Variables<'_> {
                 check_agreement(same, inner, outer, &SLURM)?;
             }
         }
-        if let Some(ranks) = torchrun {
-            return Ok(Some((Launcher::Torchrun, ranks)));
-        }
-        if let Some(ranks) = self.complete(&OPEN_MPI)? {
-            return Ok(Some((Launcher::OpenMpi, ranks)));
-        }
-        Ok(self.slurm()?.map(|ranks| (Launcher::Slurm, ranks)))
+        Ok(if let Some(ranks) = torchrun {
+            Some((Launcher::Torchrun, ranks))
+        } else if let Some(ranks) = self.complete(&OPEN_MPI)? {
+            Some((Launcher::OpenMpi, ranks))
+        } else {
+            self.slurm()?.map(|ranks| (Launcher::Slurm, ranks))
+        })
     }
 
     /// Slurm's values, if this process is a task. The shell of `salloc` has only SLURM_NTASKS, and
@@ -252,15 +246,13 @@ impl Variables<'_> {
                 names.launcher
             )));
         };
-        let below = |name, number, limit_name: &str, limit| {
-            if number < limit {
-                return Ok(());
-            }
-            Err(Error::Call(format!(
+        let below = |name, number, limit_name: &str, limit| match number < limit {
+            true => Ok(()),
+            false => Err(Error::Call(format!(
                 "{name} = {number} is not below {limit_name} = {limit}: unset variables left over from \
                  another job, or start with {}",
                 names.launcher
-            )))
+            ))),
         };
         below(names.rank, rank, names.size, size)?;
         below(names.local_rank, local_rank, names.size, size)?;

@@ -107,11 +107,10 @@ fn mpirun_on_one_machine_meets_there_and_elsewhere_needs_an_address() {
     });
     assert!(jobs[0] != jobs[1] && jobs.iter().all(|port| (20_000..30_000).contains(port)));
     let spread = without(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE");
-    assert_eq!(
-        refusal(&spread),
-        "2 ranks have no address to meet at, mpirun does not provide rank 0's host: set \
-         MASTER_ADDR and MASTER_PORT, or give --rendezvous HOST:PORT with rank 0's host"
-    );
+    let expected = "2 ranks have no address to meet at, mpirun does not provide rank 0's host: \
+                    set MASTER_ADDR and MASTER_PORT, or give --rendezvous HOST:PORT with rank 0's \
+                    host";
+    assert_eq!(refusal(&spread), expected);
     let in_slurm = and(&[&spread, &SLURM]);
     assert_eq!(address(&parse(&in_slurm, None).unwrap()), "gnode10:23456");
 }
@@ -124,10 +123,8 @@ fn the_command_line_goes_before_every_variable() {
     }
     for text in ["", "here", "here:", ":7", "here:0", "here:70000", "a:b:7", "a b:7", "[]:7"] {
         let error = parse(&SLURM, Some(text)).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            format!("--rendezvous = {text}: expected HOST:PORT, such as node7:29500")
-        );
+        let expected = format!("--rendezvous = {text}: expected HOST:PORT, such as node7:29500");
+        assert_eq!(error, expected);
     }
 }
 
@@ -143,93 +140,75 @@ fn torchrun_wins_inside_srun_and_mpirun_inside_sbatch() {
 #[test]
 fn variables_set_by_hand_may_not_contradict_the_launcher() {
     let by_hand = [("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0")];
-    assert_eq!(
-        refusal(&and(&[&SLURM, &by_hand])),
-        "RANK = 0 of WORLD_SIZE = 4 contradicts SLURM_PROCID = 3 of SLURM_NTASKS = 4: unset RANK, \
-         WORLD_SIZE and LOCAL_RANK to follow srun"
-    );
-    assert_eq!(
-        refusal(&and(&[&OPEN_MPI, &by_hand])),
-        "RANK = 0 of WORLD_SIZE = 4 contradicts OMPI_COMM_WORLD_RANK = 1 of OMPI_COMM_WORLD_SIZE = 2: \
-         unset RANK, WORLD_SIZE and LOCAL_RANK to follow mpirun"
-    );
+    let expected = "RANK = 0 of WORLD_SIZE = 4 contradicts SLURM_PROCID = 3 of SLURM_NTASKS = 4: \
+                    unset RANK, WORLD_SIZE and LOCAL_RANK to follow srun";
+    assert_eq!(refusal(&and(&[&SLURM, &by_hand])), expected);
+    let expected = "RANK = 0 of WORLD_SIZE = 4 contradicts OMPI_COMM_WORLD_RANK = 1 of \
+                    OMPI_COMM_WORLD_SIZE = 2: unset RANK, WORLD_SIZE and LOCAL_RANK to follow \
+                    mpirun";
+    assert_eq!(refusal(&and(&[&OPEN_MPI, &by_hand])), expected);
 }
 
 #[test]
 fn incomplete_variables_are_named() {
-    assert_eq!(
-        refusal(&[("RANK", "0")]),
-        "RANK set without WORLD_SIZE and LOCAL_RANK: unset variables left over from another job, or \
-         start with torchrun, which sets all of them"
-    );
-    assert!(
-        refusal(&[("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")])
-            .starts_with("WORLD_SIZE and LOCAL_RANK set without RANK:")
-    );
-    assert!(
-        refusal(&without(&SLURM, "SLURM_NTASKS"))
-            .starts_with("SLURM_PROCID and SLURM_LOCALID set without SLURM_NTASKS:")
-    );
-    assert!(
-        refusal(&without(&OPEN_MPI, "OMPI_COMM_WORLD_SIZE"))
-            .contains("set without OMPI_COMM_WORLD_SIZE")
-    );
-    assert_eq!(
-        refusal(&without(&TORCHRUN, "MASTER_PORT")),
-        "MASTER_ADDR is set without MASTER_PORT: set both, or give --rendezvous HOST:PORT"
-    );
-    assert!(refusal(&TORCHRUN[..4]).contains("MASTER_ADDR and MASTER_PORT are not set"));
-    assert!(
-        refusal(&without(&SLURM, "SLURM_JOB_NODELIST")).contains("SLURM_JOB_NODELIST is not set")
-    );
+    let expected = "RANK set without WORLD_SIZE and LOCAL_RANK: unset variables left over from \
+                    another job, or start with torchrun, which sets all of them";
+    assert_eq!(refusal(&[("RANK", "0")]), expected);
+    let expected = "MASTER_ADDR is set without MASTER_PORT: set both, or give --rendezvous \
+                    HOST:PORT";
+    assert_eq!(refusal(&without(&TORCHRUN, "MASTER_PORT")), expected);
+    for (variables, expected) in [
+        (
+            vec![("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")],
+            "WORLD_SIZE and LOCAL_RANK set without RANK:",
+        ),
+        (
+            without(&SLURM, "SLURM_NTASKS"),
+            "SLURM_PROCID and SLURM_LOCALID set without SLURM_NTASKS:",
+        ),
+        (without(&OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "set without OMPI_COMM_WORLD_SIZE"),
+        (TORCHRUN[..4].to_vec(), "MASTER_ADDR and MASTER_PORT are not set"),
+        (without(&SLURM, "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST is not set"),
+    ] {
+        let message = refusal(&variables);
+        assert!(message.contains(expected), "{message}");
+    }
 }
 
 #[test]
 fn numbers_that_contradict_each_other_are_named() {
     let ranks = |rank, size, local| [("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local)];
-    assert!(refusal(&ranks("2", "2", "0")).starts_with("RANK = 2 is not below WORLD_SIZE = 2:"));
-    assert!(refusal(&ranks("0", "2", "3")).starts_with("LOCAL_RANK = 3 is not below WORLD_SIZE"));
-    assert!(refusal(&ranks("0", "0", "0")).starts_with("RANK = 0 is not below WORLD_SIZE = 0:"));
-    let local = and(&[&ranks("0", "2", "1"), &[("LOCAL_WORLD_SIZE", "1")]]);
-    assert!(refusal(&local).starts_with("LOCAL_RANK = 1 is not below LOCAL_WORLD_SIZE = 1:"));
-    let many = and(&[&ranks("0", "2", "1"), &[("LOCAL_WORLD_SIZE", "4")]]);
-    assert!(refusal(&many).starts_with("LOCAL_WORLD_SIZE = 4 is not below WORLD_SIZE + 1 = 3:"));
+    for (rank, size, local, local_size, expected) in [
+        ("2", "2", "0", "", "RANK = 2 is not below WORLD_SIZE = 2:"),
+        ("0", "2", "3", "", "LOCAL_RANK = 3 is not below WORLD_SIZE"),
+        ("0", "0", "0", "", "RANK = 0 is not below WORLD_SIZE = 0:"),
+        ("0", "2", "1", "1", "LOCAL_RANK = 1 is not below LOCAL_WORLD_SIZE = 1:"),
+        ("0", "2", "1", "4", "LOCAL_WORLD_SIZE = 4 is not below WORLD_SIZE + 1 = 3:"),
+    ] {
+        let local_size = [("LOCAL_WORLD_SIZE", local_size)];
+        let message = refusal(&and(&[&ranks(rank, size, local), &local_size]));
+        assert!(message.starts_with(expected), "{message}");
+    }
     for text in ["-1", "x", "1.5", "99999999999999999999", "70000"] {
         let error = refusal(&ranks("0", text, "0"));
         assert_eq!(error, format!("WORLD_SIZE = {text}: expected a number up to 65536"));
     }
 }
 
-const NAMES: [&str; 22] = [
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMIX_NAMESPACE",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_LOCALID",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_JOB_NODELIST",
-    "SLURM_STEP_NODELIST",
-    "SLURM_NODELIST",
-    "ENVIRONMENT",
-];
+/// The names of all variables that are read.
+fn names() -> Vec<&'static str> {
+    let of_launchers =
+        [&TORCHRUN[..], &SLURM, &OPEN_MPI].concat().into_iter().map(|(name, _)| name);
+    let agent = ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PMIX_NAMESPACE"];
+    let steps = ["SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_NODELIST", "ENVIRONMENT"];
+    of_launchers.chain(agent).chain(steps).collect()
+}
 
 proptest! {
     #[test]
     fn no_environment_makes_it_panic_or_gives_an_impossible_rank(
         values in prop::collection::btree_map(
-            prop::sample::select(&NAMES[..]),
+            prop::sample::select(names()),
             prop_oneof!["[0-9]{1,6}", "\\PC{0,12}", "[a-c\\[\\],0-9:-]{0,12}", Just("True".into())],
             0..12,
         ),

@@ -94,9 +94,6 @@ impl RankLayout {
     }
 
     /// Splits the group of all ranks; every rank must call it.
-    ///
-    /// # Errors
-    /// Fails for a group of another size, and as [`Group::split`].
     pub fn groups(&self, all: &Group) -> Result<Groups> {
         if all.size() != self.size() {
             return Err(Error::Call(format!(
@@ -133,11 +130,8 @@ mod tests {
         let layout = layout(12, 2, 3).unwrap();
         assert_eq!((layout.tensor(), layout.data(), layout.pipeline()), (2, 2, 3));
         let at = |tensor, data, pipeline| Coordinates { tensor, data, pipeline };
-        assert_eq!(layout.coordinates(0), at(0, 0, 0));
-        assert_eq!(layout.coordinates(1), at(1, 0, 0));
-        assert_eq!(layout.coordinates(2), at(0, 1, 0));
-        assert_eq!(layout.coordinates(4), at(0, 0, 1));
-        assert_eq!(layout.coordinates(11), at(1, 1, 2));
+        let found = [0, 1, 2, 4, 11].map(|rank| layout.coordinates(rank));
+        assert_eq!(found, [at(0, 0, 0), at(1, 0, 0), at(0, 1, 0), at(0, 0, 1), at(1, 1, 2)]);
         for rank in 0..12 {
             assert_eq!(layout.rank(layout.coordinates(rank)), rank);
         }
@@ -145,12 +139,9 @@ mod tests {
 
     #[test]
     fn sizes_that_do_not_divide_are_refused_with_the_multiple() {
-        let error = layout(6, 2, 2).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "6 ranks cannot be arranged as tensor = 2 x pipeline = 2: start a multiple of 4 ranks, \
-             or change the two"
-        );
+        let expected = "6 ranks cannot be arranged as tensor = 2 x pipeline = 2: start a multiple of 4 ranks, \
+                        or change the two";
+        assert_eq!(layout(6, 2, 2).unwrap_err().to_string(), expected);
         assert!(layout(0, 1, 1).is_err());
         assert!(layout(6, usize::MAX, usize::MAX).is_err());
     }

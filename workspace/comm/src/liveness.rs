@@ -16,12 +16,10 @@ use crate::wire::{Connection, Message, POLL_INTERVAL, Received, close_all};
 
 /// How long rank 0 waits for the other ranks to report their operations.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the final messages may take.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Heartbeats within the silence limit.
 const HEARTBEATS_PER_LIMIT: u32 = 6;
 
-/// Time limits.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub operation: Duration,

@@ -42,8 +42,12 @@ fn start(rank: usize, peers: Vec<Peer>, limits: Limits) -> Rank {
     Rank { link, health, faults }
 }
 
+fn start_all(ranks: &[usize], peers: Vec<Vec<Peer>>, limits: Limits) -> Vec<Rank> {
+    ranks.iter().zip(peers).map(|(&rank, peers)| start(rank, peers, limits)).collect()
+}
+
 fn ranks(size: usize, limits: Limits) -> Vec<Rank> {
-    meet(size).into_iter().enumerate().map(|(rank, peers)| start(rank, peers, limits)).collect()
+    start_all(&Vec::from_iter(0..size), meet(size), limits)
 }
 
 fn fault(rank: &Rank) -> String {
@@ -52,21 +56,15 @@ fn fault(rank: &Rank) -> String {
 
 #[test]
 fn ranks_that_say_goodbye_end_without_a_fault() {
-    let ranks = ranks(4, LIMITS);
-    let ends: Vec<_> = ranks
-        .into_iter()
-        .enumerate()
-        .map(|(at, rank)| {
-            std::thread::spawn(move || {
+    std::thread::scope(|scope| {
+        for (at, rank) in (0..).zip(ranks(4, LIMITS)) {
+            scope.spawn(move || {
                 // Rank 0 first, then the last: all wait for the slowest.
-                std::thread::sleep(Duration::from_millis(40) * at as u32);
-                rank.link.close()
-            })
-        })
-        .collect();
-    for end in ends {
-        end.join().unwrap().unwrap();
-    }
+                std::thread::sleep(Duration::from_millis(40) * at);
+                rank.link.close().unwrap();
+            });
+        }
+    });
 }
 
 #[test]
@@ -74,9 +72,7 @@ fn a_lost_connection_is_named_to_all() {
     let mut peers = meet(4);
     // The process of rank 2 is gone, and its connections are closed.
     drop(peers.remove(2));
-    let ranks: Vec<Rank> =
-        [0, 1, 3].into_iter().zip(peers).map(|(rank, peers)| start(rank, peers, LIMITS)).collect();
-    for rank in &ranks {
+    for rank in &start_all(&[0, 1, 3], peers, LIMITS) {
         let fault = fault(rank);
         assert!(fault.starts_with("rank 2 (") && fault.contains("died"), "{fault}");
         assert!(rank.link.close().is_err());
@@ -87,8 +83,8 @@ fn a_lost_connection_is_named_to_all() {
 fn all_notice_that_rank_0_is_gone() {
     let mut peers = meet(3);
     drop(peers.remove(0));
-    for (rank, peers) in [1, 2].into_iter().zip(peers) {
-        let fault = fault(&start(rank, peers, LIMITS));
+    for rank in &start_all(&[1, 2], peers, LIMITS) {
+        let fault = fault(rank);
         assert!(fault.starts_with("rank 0 (") && fault.contains("died"), "{fault}");
     }
 }
@@ -99,9 +95,7 @@ fn a_rank_that_falls_silent_is_named() {
     let mut peers = meet(3);
     // A connection that stays open without traffic: a stopped process, or a lost machine.
     let _frozen = peers.remove(1);
-    let ranks: Vec<Rank> =
-        [0, 2].into_iter().zip(peers).map(|(rank, peers)| start(rank, peers, limits)).collect();
-    for rank in &ranks {
+    for rank in &start_all(&[0, 2], peers, limits) {
         let fault = fault(rank);
         assert!(fault.starts_with("rank 1 (") && fault.contains("no sign of life"), "{fault}");
     }
@@ -112,8 +106,7 @@ fn a_long_rendezvous_is_no_silence() {
     let limits = Limits { silence: Duration::from_millis(800), ..LIMITS };
     let peers = meet(3);
     std::thread::sleep(Duration::from_millis(1000));
-    let start = |(rank, peers)| start(rank, peers, limits);
-    let ranks: Vec<Rank> = peers.into_iter().enumerate().map(start).collect();
+    let ranks = start_all(&[0, 1, 2], peers, limits);
     std::thread::sleep(Duration::from_millis(1500));
     for rank in &ranks {
         assert_eq!(rank.health.fault(), None);
@@ -127,11 +120,8 @@ fn a_rank_that_fails_tells_the_others_why() {
         ranks.remove(failing).link.fail("the disk is full");
         for rank in &ranks {
             let fault = fault(rank);
-            assert!(
-                fault.starts_with(&format!("rank {failing} ("))
-                    && fault.ends_with("failed: the disk is full"),
-                "{fault}"
-            );
+            assert!(fault.starts_with(&format!("rank {failing} (")), "{fault}");
+            assert!(fault.ends_with("failed: the disk is full"), "{fault}");
         }
     }
 }

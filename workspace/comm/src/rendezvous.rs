@@ -27,7 +27,6 @@ const MISMATCH_GRACE: Duration = Duration::from_secs(2);
 const BIND_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long refused connections may take to read the refusal and close.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time limit of one connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a connected rank waits for rank 0's answer beyond the time limit: rank 0 enforces the
 /// limit, and may have started later.
@@ -37,7 +36,6 @@ const RECONNECT_TIMEOUT: Duration = Duration::from_secs(40);
 /// Characters of a fingerprint shown in a message.
 const MAX_SHOWN_CHARS: usize = 120;
 
-/// Another process of the job.
 pub(crate) struct Peer {
     pub rank: usize,
     /// Host and process.
@@ -56,7 +54,6 @@ pub(crate) fn who(rank: usize, place: &str) -> String {
     format!("rank {rank} ({place})")
 }
 
-/// This process's host and id.
 pub(crate) fn place() -> String {
     format!("{}, process {}", host_name(), std::process::id())
 }
@@ -347,7 +344,6 @@ fn connect(address: &Address, me: &Hello) -> std::result::Result<Connection, Str
     Err(reason)
 }
 
-/// Rank 0's answer to a hello.
 enum Answer {
     /// Rank 0 and its payload.
     Welcome(Box<Peer>, Vec<u8>),

@@ -97,10 +97,8 @@ fn ranks_that_do_not_come_are_named_on_every_rank() {
 fn a_rank_without_rank_0_says_where_it_looked() {
     let address = free_address();
     let error = message(join(&address, &me(1, 2, ""), SHORT));
-    assert!(
-        error.starts_with(&format!("rendezvous at {address}: rank 1 found no rank 0 within 1 s:")),
-        "{error}"
-    );
+    let expected = format!("rendezvous at {address}: rank 1 found no rank 0 within 1 s:");
+    assert!(error.starts_with(&expected), "{error}");
     let nowhere = Address { host: "no.such.host.invalid".into(), port: 1 };
     let error = message(join(&nowhere, &me(1, 2, ""), SHORT));
     assert!(error.contains("no such host"), "{error}");
@@ -112,19 +110,11 @@ fn another_fingerprint_is_refused_on_every_rank_naming_the_one() {
     let host = host_thread(&address, me(0, 3, "moh 0.1\nlayers = 4\nseed = 1"), LIMIT);
     let same = join_thread(&address, me(1, 3, "moh 0.1\nlayers = 4\nseed = 1"));
     let other = join_thread(&address, me(2, 3, "moh 0.1\nlayers = 5\nseed = 1"));
-    for error in [
-        message(host.join().unwrap()),
-        message(same.join().unwrap()),
-        message(other.join().unwrap()),
-    ] {
-        assert!(error.starts_with("rank 2 ("), "{error}");
-        assert!(
-            error.ends_with(
-                "was started with `layers = 5`, rank 0 with `layers = 4`: start every rank with the \
-                 same program and the same recipe"
-            ),
-            "{error}"
-        );
+    let joined = [same, other].map(|rank| message(rank.join().unwrap()));
+    for error in [&message(host.join().unwrap()), &joined[0], &joined[1]] {
+        let expected = "was started with `layers = 5`, rank 0 with `layers = 4`: start every rank with the \
+                        same program and the same recipe";
+        assert!(error.starts_with("rank 2 (") && error.ends_with(expected), "{error}");
     }
 }
 

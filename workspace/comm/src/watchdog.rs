@@ -89,7 +89,6 @@ impl Health {
         Running { health: self, id }
     }
 
-    /// The longest-running operation and its age.
     pub(crate) fn longest_running(&self) -> Option<(String, Duration)> {
         let mut activity = self.activity();
         activity.remove_finished();

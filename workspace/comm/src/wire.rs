@@ -12,7 +12,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Fault;
 
-/// The version of the protocol.
 pub(crate) const PROTOCOL: u32 = 2;
 /// Maximum bytes of a message: a report of thousands of ranks, or a hello with a recipe of a
 /// megabyte, which quoting in TOML and again in JSON may make four times as long.
@@ -27,21 +26,29 @@ pub(crate) enum Message {
     /// The first message of another rank to rank 0.
     Hello(Hello),
     /// Rank 0's answer once all ranks have joined, with its payload.
-    Welcome { who: String, payload: Vec<u8> },
+    Welcome {
+        who: String,
+        payload: Vec<u8>,
+    },
     /// Rank 0's refusal of a rank.
     Refused(Refusal),
-    /// A heartbeat.
     Alive,
     /// The sender has ended without an error; rank 0 sends it when all ranks have.
     Goodbye,
     /// An operation of the sender has exceeded its limit.
-    Stuck { operation: String },
+    Stuck {
+        operation: String,
+    },
     /// Rank 0 asks for the receiver's operation.
     Ask,
     /// The answer to [`Message::Ask`].
-    Doing { text: String },
+    Doing {
+        text: String,
+    },
     /// The sender ends with an error.
-    Failed { reason: String },
+    Failed {
+        reason: String,
+    },
     /// Rank 0 sends the fault that ends the job.
     Fault(Fault),
 }
@@ -67,7 +74,6 @@ pub(crate) enum Refusal {
     Fault(Fault),
 }
 
-/// The result of reading a connection.
 #[derive(Debug)]
 pub(crate) enum Received {
     Nothing,
@@ -76,7 +82,6 @@ pub(crate) enum Received {
     Lost(String),
 }
 
-/// A non-blocking connection.
 pub(crate) struct Connection {
     stream: TcpStream,
     input: Vec<u8>,
@@ -99,9 +104,6 @@ fn decode(input: &mut Vec<u8>) -> Result<Option<Message>, String> {
 }
 
 /// Reads bytes as the rendezvous reads those of an unknown peer, for tests with hostile input.
-///
-/// # Errors
-/// Fails at the first bytes that are no message.
 #[doc(hidden)]
 pub fn check_messages(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes.to_vec();

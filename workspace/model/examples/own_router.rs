@@ -136,13 +136,7 @@ fn main() -> std::result::Result<(), Error> {
     )?;
 
     // Plain gradient descent on one sequence.
-    let shape = PassShape {
-        batch: 1,
-        length: 32,
-        recompute: Recompute::None,
-        training: true,
-        document_mask: false,
-    };
+    let shape = PassShape { training: true, ..PassShape::evaluation(1, 32, Recompute::None) };
     let ids: Vec<u32> = (0..33).map(|i| i * i % 64).collect();
     let mut activations = Activations::new(&model, shape)?;
     activations.upload(&Cpu, &ids[..32], &ids[1..], &[])?;

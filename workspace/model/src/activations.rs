@@ -38,7 +38,7 @@ pub enum Recompute {
 
 /// The saved activations of a pass's blocks.
 pub(crate) struct Blocks<B: Memory, T: Element> {
-    saved: Vec<SavedBlock<B, T>>,
+    pub(crate) saved: Vec<SavedBlock<B, T>>,
     recomputable: Vec<RecomputableBlock<B, T>>,
 }
 
@@ -183,9 +183,6 @@ impl<M: Workspace, T: Element> Activations<M, T> {
 
     /// Copies a micro-batch to the first slot on the device: ids and targets `[B*T]`, and with a
     /// document mask `document_start` `[B*T]`; only those that this stage reads.
-    ///
-    /// # Errors
-    /// Fails if a length differs from the planned shape.
     pub fn upload(
         &mut self,
         memory: &M,
@@ -206,9 +203,6 @@ impl<M: Workspace, T: Element> Activations<M, T> {
     }
 
     /// Copies a micro-batch to the given slot; see [`Activations::upload`].
-    ///
-    /// # Errors
-    /// Fails if a length differs from the planned shape.
     pub fn upload_to(
         &mut self,
         slot: usize,
@@ -218,11 +212,10 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         document_start: &[u32],
     ) -> Result<(), Error> {
         let tokens = &mut self.micro_batches[slot];
-        if M::len(&tokens.ids) > 0 {
-            memory.upload(ids, M::whole_mut(&mut tokens.ids))?;
-        }
-        if M::len(&tokens.targets) > 0 {
-            memory.upload(targets, M::whole_mut(&mut tokens.targets))?;
+        for (source, buffer) in [(ids, &mut tokens.ids), (targets, &mut tokens.targets)] {
+            if M::len(buffer) > 0 {
+                memory.upload(source, M::whole_mut(buffer))?;
+            }
         }
         if let Some(buffer) = &mut tokens.document_start {
             memory.upload(document_start, M::whole_mut(buffer))?;
@@ -234,12 +227,7 @@ impl<M: Workspace, T: Element> Activations<M, T> {
 impl<B: Backend> MicroBatch<B> {
     /// What layers read of it in passes of this shape.
     pub(crate) fn tokens(&self, shape: QkvShape) -> Tokens<'_, B> {
-        Tokens {
-            shape,
-            first_position: 0,
-            document_start: self.document_start.as_ref(),
-            independent: false,
-        }
+        Tokens { document_start: self.document_start.as_ref(), ..Tokens::whole(shape) }
     }
 }
 
@@ -309,13 +297,10 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         slot: usize,
         scratch: &'a mut Scratch<M, T>,
     ) -> BlockBuffers<'a, M, T> {
-        let (saved, recomputable) =
-            (slot.min(self.saved.len() - 1), slot.min(self.recomputable.len() - 1));
-        BlockBuffers {
-            saved: &mut self.saved[saved],
-            recomputable: &mut self.recomputable[recomputable],
-            scratch,
-        }
+        let Blocks { saved, recomputable } = self;
+        let (own, own_recomputable) = (slot.min(saved.len() - 1), slot.min(recomputable.len() - 1));
+        let (saved, recomputable) = (&mut saved[own], &mut recomputable[own_recomputable]);
+        BlockBuffers { saved, recomputable, scratch }
     }
 
     /// The routing of the block at index `slot` of its chunk.
@@ -323,20 +308,8 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         self.saved[slot.min(self.saved.len() - 1)].attention.routing.as_ref()
     }
 
-    /// The residual stream after attention, in the order of the blocks.
-    pub(crate) fn residuals(&self) -> impl Iterator<Item = &M::Buffer<T>> {
-        self.saved.iter().map(|saved| &saved.h)
-    }
-
     /// The saved routings, in the order of the blocks; `None` if all layers are dense.
     pub(crate) fn routings(&self) -> impl Iterator<Item = Option<&Routing<M>>> {
         self.saved.iter().map(|saved| saved.attention.routing.as_ref())
-    }
-}
-
-impl<B: Backend, T: Element> Model<B, T> {
-    /// Shape of a micro-batch's packed queries, keys and values of the local heads.
-    pub fn qkv_shape(&self, batch: usize, length: usize) -> QkvShape {
-        self.parallel.part().tensor.qkv_shape(&self.config, batch, length)
     }
 }

@@ -100,7 +100,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let buffers = attention_outputs.as_mut().zip(gradients.as_mut());
         let learned = match loss {
             None => None,
-            Some(loss) => Some((loss, buffers.ok_or_else(not_planned)?)),
+            Some(loss) => Some((loss, buffers.ok_or_else(|| Error::invalid(NOT_PLANNED))?)),
         };
         let mut teacher = self.take_teacher()?;
         let done = match learned {
@@ -157,7 +157,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             sum: sums.auxiliary(AuxiliaryLoss::AttentionOutput),
         })?;
         // The block's other tensors have no gradient of this loss.
-        loss.gradients.clear(cx.backend, block.attention_norm.buffer())?;
+        loss.gradients.clear(cx.backend, block.attention_norm.weight.buffer)?;
         let mut cx = BackwardContext {
             forward: cx,
             gradients: &mut *loss.gradients,
@@ -170,6 +170,4 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 }
 
-fn not_planned() -> Error {
-    Error::invalid("the passes are planned without an attention-output loss")
-}
+const NOT_PLANNED: &str = "the passes are planned without an attention-output loss";

@@ -2,12 +2,15 @@
 //! loads one layer after another. A conversion that measures heads reads a model of any size in this
 //! way, with the memory of a layer.
 
+use std::ops::Range;
+
 use moh_kernels::cross_entropy::IGNORED;
+use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Memory};
 
 use crate::activations::{Activations, PassActivations, PassShape, Recompute};
 use crate::layers::attention::AttentionBuffers;
-use crate::layers::{BlockBuffers, RouterLayer, Tokens};
+use crate::layers::{Attention, Block, BlockBuffers, Context, RouterLayer, Tokens};
 use crate::layout::Segment;
 use crate::model::Model;
 use crate::tensors::{in_layer, layer_and_name};
@@ -76,6 +79,14 @@ pub struct BlockPass<B: Backend> {
     router: Option<RouterLayer>,
 }
 
+/// See [`BlockPass::parts`].
+type Parts<'a, B> = (
+    Context<'a, B, f32>,
+    &'a Block,
+    &'a mut Vec<<B as Memory>::Buffer<f32>>,
+    BlockBuffers<'a, B, f32>,
+);
+
 /// What a block computes of a residual stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockOutput {
@@ -126,7 +137,7 @@ impl<B: Backend> BlockPass<B> {
         }
         config.moh = moh;
         let of_block = |spec| {
-            RouterLayer::after(spec, self.router.as_ref()).ok_or_else(|| {
+            RouterLayer::after(config, spec, self.router.as_ref()).ok_or_else(|| {
                 Error::invalid("the block was allocated without this router's matrices")
             })
         };
@@ -135,167 +146,123 @@ impl<B: Backend> BlockPass<B> {
         Ok(())
     }
 
+    /// What layers read, the block, the residual stream before and after it, and its buffers.
+    fn parts(&mut self) -> Parts<'_, B> {
+        let Activations { shape, passes, scratch, .. } = &mut self.activations;
+        let PassActivations { stream, blocks } = &mut passes[0];
+        let (cx, block) = (self.model.context(Tokens::whole(*shape)), &self.model.layers.blocks[0]);
+        (cx, block, stream, blocks.buffers(0, scratch))
+    }
+
     /// Computes queries, keys and values of the residual stream `x`, `[N, C]`, and returns the queries
     /// before RoPE, `[N, H D]`.
-    ///
-    /// # Errors
-    /// Fails for another length, and if the device fails.
     pub fn project(&mut self, x: &[f32]) -> Result<Vec<f32>, Error> {
-        let (shape, row) = (self.activations.shape, self.activations.shape.row());
-        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
-        let PassActivations { stream, blocks } = &mut passes[0];
-        model.backend.upload(x, B::whole_mut(&mut stream[0]))?;
-        let cx = model.context(tokens(shape));
-        let block = &model.layers.blocks[0];
-        let BlockBuffers { saved, recomputable, scratch } = blocks.buffers(0, scratch);
-        let normed =
-            block.attention_norm.forward(&cx, &stream[0], &mut recomputable.attention_norm)?;
+        let (cx, block, stream, buffers) = self.parts();
+        let (shape, BlockBuffers { saved, recomputable, scratch }) = (cx.tokens.shape, buffers);
+        cx.backend.upload(x, B::whole_mut(&mut stream[0]))?;
+        let norm = &mut recomputable.attention_norm;
+        let normed = block.attention_norm.forward(&cx, &stream[0], norm)?;
         block.attention.project(&cx, normed, &mut saved.attention, &mut scratch.gathered)?;
-        let mut qkv = vec![0f32; shape.tokens() * row];
-        model.backend.download(B::view(&saved.attention.qkv, 0..qkv.len()), &mut qkv)?;
-        let width = shape.heads * shape.head_dim;
-        Ok(qkv.chunks_exact(row).flat_map(|of_token| &of_token[..width]).copied().collect())
+        let qkv = download(cx.backend, &saved.attention.qkv, shape.tokens() * shape.row())?;
+        Ok(columns(&qkv, shape.row(), 0..shape.heads * shape.head_dim))
     }
 
     /// The heads that the router of `moh` makes each token compute, after [`Self::project`] and before
     /// [`Self::attend`]: `[N, H]`, 1 for shared and selected heads.
-    ///
-    /// # Errors
-    /// Fails if the configuration does not fit the block, and if the device fails.
     pub fn select(&mut self, moh: MohConfig) -> Result<Vec<u8>, Error> {
         self.set_attention(Some(moh))?;
-        let (shape, heads) = (self.activations.shape, self.activations.shape.heads);
-        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
-        let cx = model.context(tokens(shape));
-        let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
-        let attention = &mut saved.attention;
-        let router = model.layers.blocks[0].attention.router.as_ref();
+        let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
+        let (shape, attention) = (cx.tokens.shape, &mut saved.attention);
+        let router = block.attention.router.as_ref();
         let Some((router, routing)) = router.zip(attention.routing.as_mut()) else {
-            return Ok(vec![1; shape.tokens() * heads]);
+            return Ok(vec![1; shape.tokens() * shape.heads]);
         };
-        let x =
-            B::view(&recomputable.attention_norm.y, 0..shape.tokens() * model.config.hidden_size);
-        let qkv = B::view(&attention.qkv, 0..shape.tokens() * shape.row());
+        let (x, qkv) = (B::whole(&recomputable.attention_norm.y), B::whole(&attention.qkv));
         router.forward(&cx, x, qkv, routing, &mut attention.logits)?;
-        let (leading, columns) = (routing.shared().leading(), routing.columns());
-        let mut selected = vec![0u8; shape.tokens() * columns];
-        model.backend.download(routing.selected(), &mut selected)?;
-        Ok(of_all_heads(&selected, leading, columns, 1))
+        let mut selected = vec![0u8; shape.tokens() * routing.columns()];
+        cx.backend.download(routing.selected(), &mut selected)?;
+        Ok(of_all_heads(&selected, routing, 1))
     }
 
     /// The gates of all heads, after [`Self::select`] in a layer that routes; `[N, H]`, 0 of shared heads.
-    ///
-    /// # Errors
-    /// Fails if the layer does not route, and if the device fails.
     pub fn gates(&mut self) -> Result<Vec<f32>, Error> {
-        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
-        let attention = &passes[0].blocks.buffers(0, scratch).saved.attention;
-        let Some(routing) = &attention.routing else {
+        let (cx, .., buffers) = self.parts();
+        let Some(routing) = &buffers.saved.attention.routing else {
             return Err(Error::invalid("the block routes no heads"));
         };
-        let (leading, columns) = (routing.shared().leading(), routing.columns());
-        let mut gates = vec![0f32; routing.tokens() * columns];
-        model.backend.download(routing.gates(), &mut gates)?;
-        Ok(of_all_heads(&gates, leading, columns, 0.0))
+        let mut gates = vec![0f32; routing.tokens() * routing.columns()];
+        cx.backend.download(routing.gates(), &mut gates)?;
+        Ok(of_all_heads(&gates, routing, 0.0))
     }
 
     /// The factors of all heads' outputs, after [`Self::select`]; `[N, H]`, 0 of heads that a token does not compute.
     /// `None` of a router that does not weigh heads.
     pub fn weights(&mut self) -> Result<Option<Vec<f32>>, Error> {
-        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
-        let routing = &passes[0].blocks.buffers(0, scratch).saved.attention.routing;
-        let Some(routing) = routing.as_ref().filter(|routing| routing.is_weighted()) else {
+        let (cx, .., buffers) = self.parts();
+        let routing = buffers.saved.attention.routing.as_ref();
+        let Some(routing) = routing.filter(|routing| routing.is_weighted()) else {
             return Ok(None);
         };
         let mut weights = vec![0f32; routing.tokens() * routing.heads().count];
-        model.backend.download(routing.weights(), &mut weights)?;
+        cx.backend.download(routing.weights(), &mut weights)?;
         Ok(Some(weights))
     }
 
     /// The block's normed input, which learned routers read, after [`Self::project`]; `[N, C]`.
     pub fn normed(&mut self) -> Result<Vec<f32>, Error> {
-        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
-        let buffers = passes[0].blocks.buffers(0, scratch);
-        download(&model.backend, &buffers.recomputable.attention_norm.y)
+        let (cx, .., buffers) = self.parts();
+        download_all(cx.backend, &buffers.recomputable.attention_norm.y)
     }
 
     /// The logits of all heads by a learned router, after [`Self::project`]; `[N, H]`.
-    ///
-    /// # Errors
-    /// Fails if the block was allocated without such a router, and if the device fails.
     pub fn logits(&mut self) -> Result<Vec<f32>, Error> {
-        let (shape, heads) = (self.activations.shape, self.activations.shape.heads);
-        let Some(RouterLayer::Logits(router)) = self.router.clone() else {
+        let Some(linear) = self.router.as_ref().and_then(RouterLayer::logits) else {
             return Err(Error::invalid("the block was allocated without a learned router"));
         };
-        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
-        let cx = model.context(tokens(shape));
-        let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
-        let x =
-            B::view(&recomputable.attention_norm.y, 0..shape.tokens() * model.config.hidden_size);
-        router.logits(&cx, x, &mut saved.attention.logits)?;
+        let (cx, _, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
+        let (shape, logits) = (cx.tokens.shape, &mut saved.attention.logits);
+        linear.forward(&cx, B::whole(&recomputable.attention_norm.y), None, logits)?;
+        let host = download(cx.backend, logits, shape.tokens() * linear.outputs)?;
         // Those of two stages come after those of the heads.
-        let columns = router.router.logits(heads);
-        let mut host = vec![0f32; shape.tokens() * columns];
-        model.backend.download(B::view(&saved.attention.logits, 0..host.len()), &mut host)?;
-        Ok(host.chunks_exact(columns).flat_map(|of_token| &of_token[..heads]).copied().collect())
+        Ok(columns(&host, linear.outputs, 0..shape.heads))
     }
 
     /// The outputs of all heads before the output projection, after [`Self::project`]; `[N, H D]`.
     pub fn attend(&mut self) -> Result<Vec<f32>, Error> {
-        let shape = self.activations.shape;
-        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
-        let cx = model.context(tokens(shape));
-        let attention = model.layers.blocks[0].attention.clone().without_router();
-        let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
-        let mut buffers = AttentionBuffers {
-            saved: &mut saved.attention,
-            rotated: &mut recomputable.rotated,
-            cache: None,
-        };
+        let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
+        let attention = Attention { router: None, ..block.attention.clone() };
+        let (saved, rotated) = (&mut saved.attention, &mut recomputable.rotated);
+        let mut buffers = AttentionBuffers { saved, rotated, cache: None };
         let x = B::whole(&recomputable.attention_norm.y);
-        attention.rotate(&cx, x, &mut buffers)?;
+        attention.rotation.forward(&cx, None, x, &mut buffers)?;
         let attended = attention.attend(&cx, buffers)?;
-        let mut host = vec![0f32; shape.tokens() * shape.heads * shape.head_dim];
-        model.backend.download(attended, &mut host)?;
+        let mut host = vec![0f32; cx.num_tokens() * attention.output.inputs];
+        cx.backend.download(attended, &mut host)?;
         Ok(host)
     }
 
     /// The queries, `[N, H D]`, and keys, `[N, G D]`, as attention reads them, after [`Self::attend`].
     pub fn queries_and_keys(&mut self) -> Result<(Vec<f32>, Vec<f32>), Error> {
-        let shape = self.activations.shape;
-        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
-        let BlockBuffers { saved, recomputable, .. } = passes[0].blocks.buffers(0, scratch);
-        let rotation = &model.layers.blocks[0].attention.rotation;
-        let qkv = rotation.rotated(&saved.attention.qkv, &recomputable.rotated);
-        let mut rows = vec![0f32; shape.tokens() * shape.row()];
-        model.backend.download(B::view(qkv, 0..rows.len()), &mut rows)?;
+        let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
+        let shape = cx.tokens.shape;
+        let qkv = block.attention.rotation.rotated(&saved.attention.qkv, &recomputable.rotated);
+        let rows = download(cx.backend, qkv, shape.tokens() * shape.row())?;
         let (queries, keys) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-        let part = |range: std::ops::Range<usize>| {
-            rows.chunks_exact(shape.row()).flat_map(|row| &row[range.clone()]).copied().collect()
-        };
+        let part = |range| columns(&rows, shape.row(), range);
         Ok((part(0..queries), part(queries..queries + keys)))
     }
 
     /// The whole block on the residual stream `x`, `[N, C]`, with the attention of `moh`, or dense.
-    ///
-    /// # Errors
-    /// Fails for another length, if the configuration does not fit the block, and if the device
-    /// fails.
     pub fn forward(&mut self, x: &[f32], moh: Option<MohConfig>) -> Result<BlockOutput, Error> {
         self.set_attention(moh)?;
-        let shape = self.activations.shape;
-        let BlockPass { model, activations: Activations { passes, scratch, .. }, .. } = self;
-        let PassActivations { stream, blocks } = &mut passes[0];
-        model.backend.upload(x, B::whole_mut(&mut stream[0]))?;
+        let (cx, block, stream, BlockBuffers { saved, recomputable, scratch }) = self.parts();
+        cx.backend.upload(x, B::whole_mut(&mut stream[0]))?;
         let (input, output) = stream.split_at_mut(1);
-        let cx = model.context(tokens(shape));
-        let buffers = blocks.buffers(0, scratch);
-        model.layers.blocks[0].forward(&cx, &input[0], buffers, None, &mut output[0])?;
-        let after_attention = &blocks.buffers(0, scratch).saved.h;
+        let buffers = BlockBuffers { saved: &mut *saved, recomputable, scratch };
+        block.forward(&cx, &input[0], buffers, None, &mut output[0])?;
         Ok(BlockOutput {
-            after_attention: download(&model.backend, after_attention)?,
-            output: download(&model.backend, &output[0])?,
+            after_attention: download_all(cx.backend, &saved.h)?,
+            output: download_all(cx.backend, &output[0])?,
         })
     }
 }
@@ -310,9 +277,6 @@ pub struct EndsPass<B: Backend> {
 impl<B: Backend> EndsPass<B> {
     /// Loads the ends of the model that `config` describes, for passes over `batch` sequences of
     /// `length` tokens; `source` writes each tensor by its name.
-    ///
-    /// # Errors
-    /// Fails if `source` does, and if the device is out of memory.
     pub fn new<E: From<Error>>(
         backend: B,
         config: &ModelConfig,
@@ -328,27 +292,21 @@ impl<B: Backend> EndsPass<B> {
     }
 
     /// The residual stream before the first block, `[N, C]`, of the tokens `ids`, `[N]`.
-    ///
-    /// # Errors
-    /// Fails for another length or an id outside the vocabulary, and if the device fails.
     pub fn embed(&mut self, ids: &[u32]) -> Result<Vec<f32>, Error> {
         let EndsPass { model, activations, sums } = self;
         activations.upload(&model.backend, ids, ids, &[])?;
         model.forward(activations, sums)?;
-        download(&model.backend, &activations.passes[0].stream[0])
+        download_all(&model.backend, &activations.passes[0].stream[0])
     }
 
     /// The sum of the cross-entropies of `targets`, `[N]`, in nats, by the residual stream `x` after the
     /// last block, `[N, C]`; targets that are [`IGNORED`] do not count.
-    ///
-    /// # Errors
-    /// Fails for another length, and if the device fails.
     pub fn cross_entropy(&mut self, x: &[f32], targets: &[u32]) -> Result<f64, Error> {
         let EndsPass { model, activations, sums } = self;
         activations.upload(&model.backend, &vec![0; targets.len()], targets, &[])?;
         let Activations { shape, passes, head, .. } = &mut *activations;
         model.backend.upload(x, B::whole_mut(&mut passes[0].stream[0]))?;
-        let cx = model.context(tokens(*shape));
+        let cx = model.context(Tokens::whole(*shape));
         model.layers.final_norm.forward(&cx, &passes[0].stream[0], &mut head.normed)?;
         model.evaluate_head(activations, sums)?;
         Ok(sums.take(&model.backend)?.cross_entropy)
@@ -362,18 +320,23 @@ impl<B: Backend> EndsPass<B> {
 }
 
 /// Tables of a routing, `[N, columns]`, with columns for the first heads, which are shared.
-fn of_all_heads<V: Copy>(table: &[V], leading: usize, columns: usize, shared: V) -> Vec<V> {
-    let of_token = |row: &[V]| [&vec![shared; leading][..], row].concat();
-    table.chunks_exact(columns).flat_map(of_token).collect()
+fn of_all_heads<M: Memory, V: Copy>(table: &[V], routing: &Routing<M>, shared: V) -> Vec<V> {
+    let first = vec![shared; routing.shared().leading()];
+    table.chunks_exact(routing.columns()).flat_map(|row| [&first[..], row].concat()).collect()
 }
 
-/// Whole sequences without a document mask.
-fn tokens<'a, B: Backend>(shape: moh_kernels::rope::QkvShape) -> Tokens<'a, B> {
-    Tokens { shape, first_position: 0, document_start: None, independent: false }
+/// Some columns of a table with rows of `row` elements.
+fn columns(table: &[f32], row: usize, range: Range<usize>) -> Vec<f32> {
+    table.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
 }
 
-fn download<M: Memory>(memory: &M, buffer: &M::Buffer<f32>) -> Result<Vec<f32>, Error> {
-    let mut host = vec![0f32; M::len(buffer)];
-    memory.download(M::whole(buffer), &mut host)?;
+/// The first elements of a buffer.
+fn download<M: Memory>(memory: &M, from: &M::Buffer<f32>, len: usize) -> Result<Vec<f32>, Error> {
+    let mut host = vec![0f32; len];
+    memory.download(M::view(from, 0..len), &mut host)?;
     Ok(host)
+}
+
+fn download_all<M: Memory>(memory: &M, from: &M::Buffer<f32>) -> Result<Vec<f32>, Error> {
+    download(memory, from, M::len(from))
 }

@@ -254,6 +254,31 @@ impl ModelConfig {
 }
 
 #[cfg(test)]
+impl ModelConfig {
+    /// Llama 3 8B.
+    pub(crate) fn llama3_8b() -> Self {
+        ModelConfig {
+            architecture: Architecture::Llama,
+            vocab_size: 128_256,
+            hidden_size: 4096,
+            intermediate_size: 14_336,
+            num_hidden_layers: 32,
+            num_attention_heads: 32,
+            num_key_value_heads: 8,
+            head_dim: 128,
+            max_position_embeddings: 8192,
+            rms_norm_eps: 1e-5,
+            rope: RopeConfig { theta: 500_000.0, scaling: None },
+            tie_word_embeddings: false,
+            initializer_range: 0.02,
+            bos_token_id: Some(128_000),
+            eos_token_ids: vec![128_001],
+            moh: None,
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -113,46 +113,24 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::HeadCounts;
     use crate::RouterKind;
-    use crate::config::{MohConfig, RopeConfig};
+    use crate::config::MohConfig;
     use crate::tensors::{OUTPUT_HEAD, tensor_shapes};
-    use crate::{Architecture, HeadCounts};
-
-    /// Llama 3 8B.
-    fn llama3_8b() -> ModelConfig {
-        ModelConfig {
-            architecture: Architecture::Llama,
-            vocab_size: 128_256,
-            hidden_size: 4096,
-            intermediate_size: 14_336,
-            num_hidden_layers: 32,
-            num_attention_heads: 32,
-            num_key_value_heads: 8,
-            head_dim: 128,
-            max_position_embeddings: 8192,
-            rms_norm_eps: 1e-5,
-            rope: RopeConfig { theta: 500_000.0, scaling: None },
-            tie_word_embeddings: false,
-            initializer_range: 0.02,
-            bos_token_id: Some(128_000),
-            eos_token_ids: vec![128_001],
-            moh: None,
-        }
-    }
 
     #[test]
     fn llama3_8b_has_its_published_number_of_parameters() {
         // sum(p.numel() for p in LlamaForCausalLM(config).parameters())
-        assert_eq!(llama3_8b().num_parameters(), 8_030_261_248);
-        let shapes = tensor_shapes(&llama3_8b());
+        assert_eq!(ModelConfig::llama3_8b().num_parameters(), 8_030_261_248);
+        let shapes = tensor_shapes(&ModelConfig::llama3_8b());
         let elements: usize = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
-        assert_eq!(elements as u64, llama3_8b().num_parameters());
+        assert_eq!(elements as u64, ModelConfig::llama3_8b().num_parameters());
         assert_eq!(shapes.len(), 3 + 9 * 32);
     }
 
     #[test]
     fn a_tied_head_counts_once_and_is_not_in_the_files() {
-        let untied = llama3_8b();
+        let untied = ModelConfig::llama3_8b();
         let tied = ModelConfig { tie_word_embeddings: true, ..untied.clone() };
         assert_eq!(untied.num_parameters() - tied.num_parameters(), 128_256 * 4096);
         assert!(!tensor_shapes(&tied).iter().any(|(name, _)| name == OUTPUT_HEAD));
@@ -161,7 +139,7 @@ mod tests {
 
     #[test]
     fn flops_count_the_causal_half_of_the_active_heads() {
-        let dense = llama3_8b();
+        let dense = ModelConfig::llama3_8b();
         let moh = |shared_heads: HeadCounts, routed_top_k| ModelConfig {
             moh: Some(MohConfig {
                 router: RouterKind::QueryNorm,
@@ -188,14 +166,12 @@ mod tests {
 
     #[test]
     fn sizes_that_overflow_together_are_refused() {
-        let mut config = llama3_8b();
-        config.intermediate_size = 1 << 24;
-        config.hidden_size = 1 << 24;
-        assert!(config.check_limits().is_err());
-        let mut config = llama3_8b();
-        config.head_dim = 1 << 24;
-        config.num_attention_heads = 1 << 24;
-        assert!(config.check_limits().is_err());
-        assert!(llama3_8b().check_limits().is_ok());
+        let (sound, large) = (ModelConfig::llama3_8b(), 1 << 24);
+        assert!(sound.check_limits().is_ok());
+        let matrices =
+            ModelConfig { intermediate_size: large, hidden_size: large, ..sound.clone() };
+        assert!(matrices.check_limits().is_err());
+        let heads = ModelConfig { head_dim: large, num_attention_heads: large, ..sound };
+        assert!(heads.check_limits().is_err());
     }
 }

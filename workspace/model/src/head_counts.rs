@@ -41,15 +41,18 @@ impl HeadCounts {
         }
     }
 
+    /// One count, or one for each layer.
+    fn counts(&self) -> &[usize] {
+        match self {
+            HeadCounts::All(count) => std::slice::from_ref(count),
+            HeadCounts::Each(counts) => counts,
+        }
+    }
+
     /// The count of all layers; `None` if layers differ or the list is empty.
     pub fn uniform(&self) -> Option<usize> {
-        match self {
-            HeadCounts::All(count) => Some(*count),
-            HeadCounts::Each(counts) => {
-                let first = *counts.first()?;
-                counts.iter().all(|&count| count == first).then_some(first)
-            }
-        }
+        let first = *self.counts().first()?;
+        self.counts().iter().all(|&count| count == first).then_some(first)
     }
 
     /// Applies `change` to every count.
@@ -64,18 +67,12 @@ impl HeadCounts {
 
     /// The smallest count; 0 for an empty list.
     pub fn least(&self) -> usize {
-        match self {
-            HeadCounts::All(count) => *count,
-            HeadCounts::Each(counts) => counts.iter().copied().min().unwrap_or(0),
-        }
+        self.counts().iter().copied().min().unwrap_or(0)
     }
 
     /// The largest count; 0 for an empty list.
     pub fn most(&self) -> usize {
-        match self {
-            HeadCounts::All(count) => *count,
-            HeadCounts::Each(counts) => counts.iter().copied().max().unwrap_or(0),
-        }
+        self.counts().iter().copied().max().unwrap_or(0)
     }
 }
 
@@ -212,18 +209,8 @@ mod tests {
 
     #[test]
     fn what_is_no_number_is_refused() {
-        for value in [
-            json!(-1),
-            json!(1.5),
-            json!(1e300),
-            json!("4"),
-            json!(null),
-            json!({}),
-            json!([-1]),
-            json!([[4]]),
-            json!([4, "4"]),
-        ] {
-            assert!(serde_json::from_value::<HeadCounts>(value.clone()).is_err(), "{value}");
+        for text in ["-1", "1.5", "1e300", "\"4\"", "null", "{}", "[-1]", "[[4]]", "[4, \"4\"]"] {
+            assert!(serde_json::from_str::<HeadCounts>(text).is_err(), "{text}");
         }
     }
 

@@ -3,7 +3,7 @@
 
 use moh_kernels::{Backend, Element};
 
-use crate::activations::{Activations, PassSlot, Recompute};
+use crate::activations::{Activations, PassActivations, PassSlot, Recompute};
 use crate::router::RoutingStatistics;
 use crate::{Error, Model};
 
@@ -58,10 +58,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         slot: PassSlot,
         blocks: &mut [BlockMagnitudes],
     ) -> Result<(), Error> {
-        if activations.recompute == Recompute::Block {
-            return Err(not_saved());
-        }
-        let pass = &activations.passes[slot.slot];
+        let pass = saved(activations, slot)?;
         let mut host = Vec::new();
         let mut add = |buffer: &B::Buffer<T>, magnitude: &mut Magnitude| {
             host.resize(B::len(buffer), T::from_f32(0.0));
@@ -70,15 +67,13 @@ impl<B: Backend, T: Element> Model<B, T> {
             Ok::<_, Error>(())
         };
         let outputs = pass.stream.iter().skip(1);
-        for ((residual, output), block) in pass.blocks.residuals().zip(outputs).zip(blocks) {
-            add(residual, &mut block.attention)?;
+        for ((saved, output), block) in pass.blocks.saved.iter().zip(outputs).zip(blocks) {
+            add(&saved.h, &mut block.attention)?;
             add(output, &mut block.mlp)?;
         }
         Ok(())
     }
-}
 
-impl<B: Backend, T: Element> Model<B, T> {
     /// Adds the routings of the last forward pass of all layers to `statistics`.
     pub fn add_routings(
         &self,
@@ -86,11 +81,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         slot: PassSlot,
         statistics: &mut RoutingStatistics,
     ) -> Result<(), Error> {
-        if activations.recompute == Recompute::Block {
-            return Err(not_saved());
-        }
-        let routings = activations.passes[slot.slot].blocks.routings();
-        for (layer, routing) in routings.enumerate() {
+        let pass = saved(activations, slot)?;
+        for (layer, routing) in pass.blocks.routings().enumerate() {
             // A layer that does not route has a buffer, but no statistics.
             if let Some(routing) = routing {
                 statistics.add(self.backend(), layer, routing, usize::MAX)?;
@@ -100,8 +92,17 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 }
 
-fn not_saved() -> Error {
-    Error::invalid("activations that recompute whole blocks do not keep each block's")
+/// What a pass has left of each block.
+fn saved<B: Backend, T: Element>(
+    activations: &Activations<B, T>,
+    slot: PassSlot,
+) -> Result<&PassActivations<B, T>, Error> {
+    match activations.recompute {
+        Recompute::Block => {
+            Err(Error::invalid("activations that recompute whole blocks do not keep each block's"))
+        }
+        _ => Ok(&activations.passes[slot.slot]),
+    }
 }
 
 #[cfg(test)]

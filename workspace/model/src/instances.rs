@@ -20,7 +20,6 @@ fn instantiate<T: Element, G: Element>() {
     black_box([
         Model::<Cpu, T>::run as *const (),
         Model::<Cpu, T>::evaluate as *const (),
-        Model::<Cpu, T>::evaluate_routed as *const (),
         Model::<Cpu, T>::forward_backward::<G> as *const (),
         BatchGenerator::<Cpu, T>::new as *const (),
         BatchGenerator::<Cpu, T>::pass_choosing as *const (),

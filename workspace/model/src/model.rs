@@ -70,10 +70,6 @@ pub struct LossConfig {
 impl<B: Backend, T: Element> Model<B, T> {
     /// Creates a model for positions below `positions`; `source` writes the weights, tensor by
     /// tensor.
-    ///
-    /// # Errors
-    /// Fails if `source` fails, if the head counts do not fit the model, or if the device is out of
-    /// memory.
     pub fn new<E: From<Error>>(
         backend: B,
         config: ModelConfig,
@@ -100,9 +96,6 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// As [`Self::of_part`], with weights of zeros.
-    ///
-    /// # Errors
-    /// Fails if the configuration is invalid or the device is out of memory.
     pub fn zeros_of_part(
         backend: B,
         config: ModelConfig,
@@ -117,9 +110,6 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// As [`Self::new`], of `parallel`'s part, with other routers than the configuration's: one for
     /// each layer, `None` where the configuration's stays. Their parameters are tensors of the
     /// blocks.
-    ///
-    /// # Errors
-    /// As [`Self::new`]; fails if the number of routers is not the number of layers.
     pub fn with_routers<E: From<Error>>(
         backend: B,
         config: ModelConfig,
@@ -202,9 +192,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.config.moh = moh;
         for (layer, block) in self.layers.blocks.iter_mut().enumerate() {
             let before = block.attention.router.take();
-            let router = router::of_layer(&self.config, layer);
-            block.attention.router =
-                router.and_then(|router| RouterLayer::after(router, before.as_ref()));
+            block.attention.router = router::of_layer(&self.config, layer)
+                .and_then(|spec| RouterLayer::after(&self.config, spec, before.as_ref()));
         }
         Ok(())
     }
@@ -258,44 +247,33 @@ impl<B: Backend, T: Element> Model<B, T> {
     pub fn routing_statistics(&self) -> RoutingStatistics {
         let heads = self.config.num_attention_heads;
         let of_layer = |(layer, router): (usize, &RouterLayer)| {
-            LayerRouting::new(layer, router.shared_heads(&self.routers), heads)
+            LayerRouting::new(layer, router.spec.shared_heads(&self.routers), heads)
         };
         let routers = self.layer_routers().filter(|(_, router)| router.selects());
         RoutingStatistics { layers: routers.map(of_layer).collect() }
     }
 
     /// Sizes of passes with the model's own routers.
-    ///
-    /// # Errors
-    /// Fails if a router cannot route a layer's heads.
     pub fn pass_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>, Error> {
         let (config, part) = (&self.config, self.parallel.part());
         let heads = part.tensor.heads(config);
         let shape =
-            |router: &RouterLayer| router.routing_shape(&self.routers, pass.tokens(), heads);
+            |router: &RouterLayer| router.spec.routing_shape(&self.routers, pass.tokens(), heads);
         let routing = router::largest(self.layer_routers().map(|(_, router)| shape(router)))?;
         let (role, tensors) = (PassRole::Alone, self.layout.segments().count());
         Ok(PassSizes { config, part, pass, role, routing, tensors })
     }
 
     /// Logits of the last forward pass, `[N, V]`.
-    ///
-    /// # Errors
-    /// Fails if the device fails or is out of memory, and for a part of a model.
     pub fn logits(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
         if !self.is_whole() {
             return Err(Error::divided());
         }
-        self.project(B::whole(&activations.head.normed.y), activations.shape.tokens())
-    }
-
-    /// Logits of the normed rows `[tokens, C]`, on the host.
-    pub(crate) fn project(&self, normed: B::View<'_, T>, tokens: usize) -> Result<Vec<f32>, Error> {
-        let elements = tokens * self.config.vocab_size;
+        let elements = activations.shape.tokens() * self.config.vocab_size;
         let mut logits = self.backend.allocate::<T>(elements)?;
-        let y = B::whole_mut(&mut logits);
-        let normed = B::reborrow(normed);
-        self.layers.head.logits(&self.backend, &self.weights, normed, y, false, None)?;
+        let cx = self.context(Tokens::whole(activations.shape));
+        let normed = B::whole(&activations.head.normed.y);
+        self.layers.head.linear.forward(&cx, normed, None, &mut logits)?;
         self.to_host(B::whole(&logits), elements)
     }
 

@@ -250,7 +250,6 @@ impl ModelPart {
         self.chunks.iter().map(Range::len).sum()
     }
 
-    /// Whether the part has this block.
     pub(crate) fn holds(&self, layer: usize) -> bool {
         self.chunks.iter().any(|layers| layers.contains(&layer))
     }
@@ -260,30 +259,21 @@ impl ModelPart {
 #[derive(Debug, Clone)]
 pub struct ModelParallel {
     part: ModelPart,
-    /// The pipeline stages of this rank's tokens.
-    pipeline: Group,
-    /// The tensor-parallel ranks.
+    pub(crate) pipeline: Group,
     tensor: Group,
     /// The group of the first and the last stage if both have a tied head; `None` on other stages.
     tied_head: Option<Group>,
     /// The pipeline group for gradients. With virtual stages, gradients and outputs may travel
     /// between the same two ranks, and an engine may match messages by their order only.
-    backward: Group,
+    pub(crate) backward: Group,
 }
 
 impl ModelParallel {
     /// A rank with the whole model.
     pub fn whole(config: &ModelConfig) -> Self {
         let alone = World::single().group().clone();
-        let (pipeline, tensor) = (alone.clone(), alone);
-        let backward = pipeline.clone();
-        ModelParallel {
-            part: ModelPart::whole(config),
-            pipeline,
-            tensor,
-            tied_head: None,
-            backward,
-        }
+        let (part, pipeline, tensor) = (ModelPart::whole(config), alone.clone(), alone.clone());
+        ModelParallel { part, pipeline, tensor, tied_head: None, backward: alone }
     }
 
     /// Builds this rank's stage of `pipeline`, of `virtual_stages` chunks, sharded across `tensor`.
@@ -305,10 +295,8 @@ impl ModelParallel {
         let part = ModelPart { tensor: share, ..part };
         let shares = stages > 1 && config.tie_word_embeddings;
         let is_end = part.first || part.last;
-        let tied_head = match shares {
-            true => pipeline.split("tied head", is_end.then_some(0), rank)?,
-            false => None,
-        };
+        let split_ends = || pipeline.split("tied head", is_end.then_some(0), rank);
+        let tied_head = shares.then(split_ends).transpose()?.flatten();
         let backward = match virtual_stages {
             1 => None,
             _ => pipeline.split("pipeline backward", Some(0), rank)?,
@@ -370,14 +358,6 @@ impl ModelParallel {
         self.part.last && self.part.tensor.rank == 0
     }
 
-    pub(crate) fn pipeline(&self) -> &Group {
-        &self.pipeline
-    }
-
-    pub(crate) fn backward(&self) -> &Group {
-        &self.backward
-    }
-
     /// The ranks that shard the tensors of this part.
     pub fn tensor(&self) -> &Group {
         &self.tensor
@@ -393,11 +373,11 @@ impl ModelParallel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Architecture, MohConfig, RopeConfig, RouterKind};
+    use crate::{MohConfig, RouterKind};
 
     fn config(layers: usize, vocabulary: usize) -> ModelConfig {
+        let dense = ModelConfig::llama3_8b();
         ModelConfig {
-            architecture: Architecture::Llama,
             vocab_size: vocabulary,
             hidden_size: 32,
             intermediate_size: 64,
@@ -405,14 +385,7 @@ mod tests {
             num_attention_heads: 4,
             num_key_value_heads: 4,
             head_dim: 8,
-            max_position_embeddings: 64,
-            rms_norm_eps: 1e-6,
-            rope: RopeConfig { theta: 10_000.0, scaling: None },
-            tie_word_embeddings: false,
-            initializer_range: 0.02,
-            bos_token_id: None,
-            eos_token_ids: Vec::new(),
-            moh: None,
+            ..dense
         }
     }
 
@@ -475,9 +448,9 @@ mod tests {
         let share = TensorShare { rank: 0, ranks: 2 };
         assert_eq!(share.uneven_shared_heads(&config), None);
         for (shared_heads, expected) in [(2, None), (3, Some(vec![2, 1])), (1, Some(vec![1, 0]))] {
-            let router = crate::RouterKind::QueryNorm;
+            let router = RouterKind::QueryNorm;
             let (shared_heads, routed_top_k) = (shared_heads.into(), 1.into());
-            config.moh = Some(crate::MohConfig { router, shared_heads, routed_top_k });
+            config.moh = Some(MohConfig { router, shared_heads, routed_top_k });
             assert_eq!(share.uneven_shared_heads(&config), expected);
         }
     }
@@ -496,10 +469,8 @@ mod tests {
     fn more_stages_than_blocks_are_refused() {
         for stages in [0, 6] {
             let error = ModelPart::divide(&config(5, 10), stages, 1).unwrap_err().to_string();
-            assert!(
-                error.contains(&format!("5 layers cannot be divided into {stages}")),
-                "{error}"
-            );
+            let expected = format!("5 layers cannot be divided into {stages}");
+            assert!(error.contains(&expected), "{error}");
         }
     }
 }

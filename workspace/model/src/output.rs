@@ -35,14 +35,11 @@ impl ModelOutput {
     pub fn active_heads(&self, layer: usize, sequence: usize, position: usize) -> Vec<usize> {
         let (mask, shared) = (&self.routed_mask[layer], self.heads[layer].shared);
         let routed = mask.len() / (self.batch * self.length);
-        let mut of_token = mask[self.row(sequence, position) * routed..][..routed].iter();
+        assert!(sequence < self.batch && position < self.length, "no such token");
+        let row = sequence * self.length + position;
+        let mut of_token = mask[row * routed..][..routed].iter();
         let is_active = |head: &usize| shared.contains(*head) || of_token.next() == Some(&1);
         (0..shared.len() + routed).filter(is_active).collect()
-    }
-
-    fn row(&self, sequence: usize, position: usize) -> usize {
-        assert!(sequence < self.batch && position < self.length, "no such token");
-        sequence * self.length + position
     }
 }
 

@@ -48,7 +48,7 @@ impl Shard {
 }
 
 /// Where the parameters of a layer are: a range of one flat buffer.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Hash)]
 pub struct ParameterRange {
     /// The index of the buffer.
     pub buffer: usize,
@@ -68,6 +68,10 @@ impl ParameterRange {
 pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     start..a.end.min(b.end).max(start)
+}
+
+fn taken(flat: usize) -> ! {
+    panic!("buffer {flat} is used while a collective has it")
 }
 
 /// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each.
@@ -128,10 +132,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// # Panics
     /// Panics if the buffer is taken out.
     pub fn flat(&self, flat: usize) -> &B::Buffer<S> {
-        match &self.buffers[flat] {
-            Some(buffer) => buffer,
-            None => panic!("buffer {flat} is used while a collective has it"),
-        }
+        self.buffers[flat].as_ref().unwrap_or_else(|| taken(flat))
     }
 
     /// One mutable buffer, or the local shard of it.
@@ -139,10 +140,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// # Panics
     /// Panics if the buffer is taken out.
     pub fn flat_mut(&mut self, flat: usize) -> &mut B::Buffer<S> {
-        match &mut self.buffers[flat] {
-            Some(buffer) => buffer,
-            None => panic!("buffer {flat} is used while a collective has it"),
-        }
+        self.buffers[flat].as_mut().unwrap_or_else(|| taken(flat))
     }
 
     /// Takes a buffer out, for a collective.
@@ -150,10 +148,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// # Panics
     /// Panics if the buffer is already taken out.
     pub fn take(&mut self, flat: usize) -> B::Buffer<S> {
-        match self.buffers[flat].take() {
-            Some(buffer) => buffer,
-            None => panic!("buffer {flat} is used while a collective has it"),
-        }
+        self.buffers[flat].take().unwrap_or_else(|| taken(flat))
     }
 
     /// Puts back a buffer that was taken out.
@@ -196,12 +191,8 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
 
     /// Sets all elements to zero.
     pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
-        for flat in 0..self.buffers.len() {
-            let buffer = self.flat_mut(flat);
-            let len = B::len(buffer);
-            backend.zero(B::view_mut(buffer, 0..len))?;
-        }
-        Ok(())
+        (0..self.buffers.len())
+            .try_for_each(|flat| Ok(backend.zero(B::whole_mut(self.flat_mut(flat)))?))
     }
 
     /// Marks all buffers as stale at the start of a step: the next gradient overwrites them, which

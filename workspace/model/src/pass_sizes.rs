@@ -43,9 +43,6 @@ pub struct PassSizes<'a> {
 impl<'a> PassSizes<'a> {
     /// Sizes for the part whose tensors are those of `layout`, of the model that `config`
     /// describes.
-    ///
-    /// # Errors
-    /// Fails if the configuration's router cannot route the heads.
     pub fn new(
         config: &'a ModelConfig,
         layout: &ModelLayout,

@@ -1,15 +1,11 @@
 //! Forward and backward passes over micro-batches, of a whole model or of one pipeline stage.
 
 use moh_comm::Reduce;
-use moh_kernels::rope::QkvShape;
-use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, span};
 
 use crate::activations::{Activations, MicroBatch, PassActivations, PassSlot, Recompute};
 use crate::attention_output::{AttentionOutputLoss, TaughtLayer};
-use crate::layers::{
-    ActivationGradients, BackwardContext, BlockBuffers, HeadBuffers, HeadPass, Scratch, Tokens,
-};
+use crate::layers::{BackwardContext, BlockBuffers, HeadBuffers, HeadPass, Scratch, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossConfig, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
@@ -24,21 +20,16 @@ const BACKWARD: u32 = 4;
 
 /// What a forward pass through a chunk reads and writes.
 pub(crate) struct ForwardBuffers<'a, B: Backend, T: Element> {
-    pub shape: QkvShape,
-    pub tokens: &'a MicroBatch<B>,
+    pub ids: &'a B::Buffer<u32>,
+    pub tokens: Tokens<'a, B>,
     pub pass: &'a mut PassActivations<B, T>,
     pub scratch: &'a mut Scratch<B, T>,
     pub head: &'a mut HeadBuffers<B, T>,
 }
 
-impl<'a, B: Backend, T: Element> ForwardBuffers<'a, B, T> {
-    fn tokens(&self) -> Tokens<'a, B> {
-        self.tokens.tokens(self.shape)
-    }
-}
-
-/// Called with the routing of each layer that routes, after the layer's forward pass.
-type OnRouting<'a, B> = &'a mut dyn FnMut(&B, usize, &Routing<B>) -> Result<(), Error>;
+/// The statistics to which the routings of a micro-batch's first tokens are added, and the number of these tokens: of
+/// this rank's layers, on tensor rank 0 alone.
+pub type OnRouting<'a> = Option<(&'a mut RoutingStatistics, usize)>;
 
 impl<B: Backend, T: Element> Model<B, T> {
     /// The forward pass of one micro-batch up to the final norm, through all chunks of this rank's
@@ -51,14 +42,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        self.forward_all(activations, sums, &mut |_, _, _| Ok(()))
+        self.forward_routed(activations, sums, None)
     }
 
-    fn forward_all(
+    fn forward_routed(
         &mut self,
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
-        routed: OnRouting<'_, B>,
+        mut routed: OnRouting<'_>,
     ) -> Result<(), Error> {
         (0..self.parallel.part().chunks.len()).try_for_each(|chunk| {
             let slot = PassSlot { chunk, ..PassSlot::default() };
@@ -67,38 +58,27 @@ impl<B: Backend, T: Element> Model<B, T> {
                 let loss = None::<AttentionOutputLoss<'_, B, f32>>;
                 self.teach_chunk(activations, slot, loss, sums, ready)?;
             }
-            self.forward_chunk_of(activations, slot, sums, ready, routed)
+            let routed = routed.as_mut().map(|(statistics, tokens)| (&mut **statistics, *tokens));
+            self.forward_chunk(activations, slot, sums, ready, routed)
         })
     }
 
     /// The forward pass through one chunk, after that of the teacher if there is one ([`Model::teach_chunk`]). Receives
     /// its input from the previous stage and sends its output to the next. `before_use` is called with the weights before
     /// each buffer of them is used, and may wait for it.
-    ///
-    /// # Errors
-    /// As [`Model::forward`]; fails if `before_use` fails.
     pub fn forward_chunk(
         &mut self,
         activations: &mut Activations<B, T>,
         slot: PassSlot,
         sums: &mut StepSums<B>,
         before_use: OnBuffer<'_, B, T>,
-    ) -> Result<(), Error> {
-        self.forward_chunk_of(activations, slot, sums, before_use, &mut |_, _, _| Ok(()))
-    }
-
-    fn forward_chunk_of(
-        &mut self,
-        activations: &mut Activations<B, T>,
-        slot: PassSlot,
-        sums: &mut StepSums<B>,
-        before_use: OnBuffer<'_, B, T>,
-        routed: OnRouting<'_, B>,
+        mut routed: OnRouting<'_>,
     ) -> Result<(), Error> {
         let Activations { shape, micro_batches, passes, scratch, head, .. } = activations;
-        let tokens = &micro_batches[slot.micro_batch];
+        let micro_batch = &micro_batches[slot.micro_batch];
+        let (ids, tokens) = (&micro_batch.ids, micro_batch.tokens(*shape));
         let pass = &mut passes[slot.slot];
-        let mut buffers = ForwardBuffers { shape: *shape, tokens, pass, scratch, head };
+        let mut buffers = ForwardBuffers { ids, tokens, pass, scratch, head };
         let share = 1.0 / self.routed_layers() as f64;
         let of_losses = self.parallel.part().tensor.rank == 0;
         let layers = self.parallel.part().chunks[slot.chunk].clone();
@@ -109,9 +89,11 @@ impl<B: Backend, T: Element> Model<B, T> {
             let router = self.layers.blocks[layer].attention.router.as_ref();
             let routing = router.zip(buffers.pass.blocks.routing(i));
             if let Some((router, routing)) = routing.filter(|_| of_losses) {
-                let cx = self.context(buffers.tokens());
+                let cx = self.context(buffers.tokens);
                 router.loss(&cx, routing, share, sums.auxiliary(AuxiliaryLoss::Balance))?;
-                routed(&self.backend, layer, routing)?;
+                if let Some((statistics, tokens)) = &mut routed {
+                    statistics.add(&self.backend, layer, routing, *tokens)?;
+                }
             }
         }
         self.end_chunk(&mut buffers, slot.chunk, before_use)
@@ -128,7 +110,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.begin_chunk(&mut buffers, chunk, ready)?;
         for (i, layer) in self.parallel.part().chunks[chunk].clone().enumerate() {
             self.forward_block(&mut buffers, i, layer, ready)?;
-            let (cx, block) = (self.context(buffers.tokens()), &self.layers.blocks[layer]);
+            let (cx, block) = (self.context(buffers.tokens), &self.layers.blocks[layer]);
             let (input, _, blocks) = buffers.pass.around(i);
             let BlockBuffers { saved, scratch, .. } = blocks.buffers(i, buffers.scratch);
             taught(layer, TaughtLayer { cx, block, input, saved: &saved.attention, scratch })?;
@@ -143,16 +125,15 @@ impl<B: Backend, T: Element> Model<B, T> {
         chunk: usize,
         before_use: OnBuffer<'_, B, T>,
     ) -> Result<(), Error> {
-        let tokens = buffers.tokens();
         let input = &mut buffers.pass.stream[0];
         if self.parallel.begins_with(chunk) {
             before_use(&mut self.weights, ModelLayout::EMBEDDING)?;
-            let (cx, ids) = (self.context(tokens), B::whole(&buffers.tokens.ids));
+            let (cx, ids) = (self.context(buffers.tokens), B::whole(buffers.ids));
             return self.layers.embedding.forward(&cx, ids, input, &mut buffers.scratch.gathered);
         }
         let parallel = &self.parallel;
         let input = B::whole_mut(input);
-        Ok(parallel.pipeline().recv::<B, T>(input, parallel.previous(), FORWARD)?)
+        Ok(parallel.pipeline.recv::<B, T>(input, parallel.previous(), FORWARD)?)
     }
 
     /// Block `layer`, at `index` of its chunk.
@@ -165,7 +146,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         let _block = span::enter_numbered("block", layer as u64);
         before_use(&mut self.weights, self.layout.block_index(layer))?;
-        let cx = self.context(buffers.tokens());
+        let cx = self.context(buffers.tokens);
         let (before, after, blocks) = buffers.pass.around(index);
         let buffers = blocks.buffers(index, buffers.scratch);
         self.layers.blocks[layer].forward(&cx, before, buffers, None, after)
@@ -183,12 +164,12 @@ impl<B: Backend, T: Element> Model<B, T> {
             let _span = span::enter("head");
             before_use(&mut self.weights, self.layout.final_norm_index())?;
             before_use(&mut self.weights, self.layout.head_index())?;
-            let cx = self.context(buffers.tokens());
+            let cx = self.context(buffers.tokens);
             self.layers.final_norm.forward(&cx, output, &mut buffers.head.normed)?;
             return Ok(());
         }
         let (parallel, output) = (&self.parallel, B::whole(output));
-        Ok(parallel.pipeline().send::<B, T>(output, parallel.next(), FORWARD)?)
+        Ok(parallel.pipeline.send::<B, T>(output, parallel.next(), FORWARD)?)
     }
 
     /// On the stage with the head, adds the cross-entropy of the uploaded micro-batch to `sums`,
@@ -197,23 +178,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         &mut self,
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
+        routed: OnRouting<'_>,
     ) -> Result<(), Error> {
-        self.forward(activations, sums)?;
-        self.evaluate_head(activations, sums)
-    }
-
-    /// As [`Model::evaluate`]; also adds the routings of the micro-batch's first `tokens` tokens to
-    /// `statistics`: of this rank's layers, on tensor rank 0 alone.
-    pub fn evaluate_routed(
-        &mut self,
-        activations: &mut Activations<B, T>,
-        sums: &mut StepSums<B>,
-        statistics: &mut RoutingStatistics,
-        tokens: usize,
-    ) -> Result<(), Error> {
-        self.forward_all(activations, sums, &mut |backend, layer, routing| {
-            statistics.add(backend, layer, routing, tokens)
-        })?;
+        self.forward_routed(activations, sums, routed)?;
         self.evaluate_head(activations, sums)
     }
 
@@ -227,11 +194,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         let _span = span::enter("head");
         let Activations { shape, micro_batches, scratch, head: buffers, .. } = activations;
-        let tokens =
-            Tokens { shape: *shape, first_position: 0, document_start: None, independent: false };
         let (targets, teacher) = (&micro_batches[0].targets, None);
         let pass = HeadPass { targets, buffers, scratch, sums, teacher };
-        self.layers.head.loss(&self.context(tokens), pass)
+        self.layers.head.loss(&self.context(Tokens::whole(*shape)), pass)
     }
 
     /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
@@ -256,10 +221,6 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// is given with a step's last micro-batch: it is called with the gradients as soon as a buffer
     /// of this rank is complete. Each of the two stages of a tied head completes its own
     /// ([`ModelParallel::tied_head`](crate::model_parallel::ModelParallel::tied_head)).
-    ///
-    /// # Errors
-    /// Fails if the device, another rank or `complete` fails, and for activations without a
-    /// backward pass.
     pub fn backward_chunk<G: Element>(
         &self,
         activations: &mut Activations<B, T>,
@@ -292,16 +253,22 @@ impl<B: Backend, T: Element> Model<B, T> {
                 PassRole::Student { .. } => Some((self.teacher()?, scale)),
                 PassRole::Alone | PassRole::Teacher => None,
             };
+            let head_span = span::enter("head");
             let (buffers, scratch) = (&mut *head, &mut *scratch);
             let pass = HeadPass { targets, buffers, scratch, sums, teacher };
-            self.head_backward(&mut cx, output, pass, losses.cross_entropy, d)?;
+            let d_normed = layers.head.loss_and_backward(&mut cx, pass, losses.cross_entropy, d)?;
+            cx.backend.zero(B::whole_mut(&mut d.residual))?;
+            let norm = &layers.final_norm;
+            norm.backward(&mut cx, output, &head.normed.inv_rms, d_normed, d)?;
+            cx.gradients.mark_written(norm.weight.buffer);
+            drop(head_span);
             if layout.head_index() != ModelLayout::EMBEDDING || parallel.tied_head().is_some() {
                 self.complete(cx.gradients, layout.head_index(), &mut complete)?;
             }
             self.complete(cx.gradients, layout.final_norm_index(), &mut complete)?;
         } else {
             let d_output = B::whole_mut(&mut d.residual);
-            parallel.backward().recv::<B, T>(d_output, parallel.next(), BACKWARD)?;
+            parallel.backward.recv::<B, T>(d_output, parallel.next(), BACKWARD)?;
         }
         for (i, layer) in parallel.part().chunks[slot.chunk].clone().enumerate().rev() {
             let (block, input, mut buffers) =
@@ -315,31 +282,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         if !parallel.begins_with(slot.chunk) {
             let (d_input, previous) = (B::whole(&d.residual), parallel.previous());
-            return Ok(parallel.backward().send::<B, T>(d_input, previous, BACKWARD)?);
+            return Ok(parallel.backward.send::<B, T>(d_input, previous, BACKWARD)?);
         }
         layers.embedding.backward(&mut cx, B::whole(ids), d, &mut scratch.gathered)?;
         self.complete(cx.gradients, ModelLayout::EMBEDDING, &mut complete)
     }
 
-    /// Computes the gradient of the residual stream after the last block, `output`.
-    fn head_backward<G: Element>(
-        &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
-        output: &B::Buffer<T>,
-        mut pass: HeadPass<'_, B, T>,
-        scale: f32,
-        d: &mut ActivationGradients<B, T>,
-    ) -> Result<(), Error> {
-        let _span = span::enter("head");
-        let norm = &self.layers.final_norm;
-        let d_normed = self.layers.head.loss_and_backward(cx, pass.reborrow(), scale, d)?;
-        cx.backend.zero(B::whole_mut(&mut d.residual))?;
-        norm.backward(cx, output, &pass.buffers.normed.inv_rms, d_normed, d)?;
-        cx.gradients.mark_written(norm.buffer());
-        Ok(())
-    }
-
-    /// Passes on a buffer whose gradients are complete on this rank.
+    /// Passes on a buffer whose gradients are complete on this rank, those of replicated tensors summed over the
+    /// tensor-parallel ranks.
     fn complete<G: Element>(
         &self,
         gradients: &mut FlatBuffers<B, G>,
@@ -347,21 +297,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         complete: &mut Option<OnBuffer<'_, B, G>>,
     ) -> Result<(), Error> {
         let Some(complete) = complete else { return Ok(()) };
-        self.add_up_replicated(gradients, flat)?;
-        complete(gradients, flat)
-    }
-
-    /// All-reduces the gradients of replicated tensors over the tensor-parallel ranks.
-    fn add_up_replicated<G: Element>(
-        &self,
-        gradients: &mut FlatBuffers<B, G>,
-        flat: usize,
-    ) -> Result<(), Error> {
         let segments = self.layout.flats[flat].segments.iter();
         for segment in segments.filter(|segment| segment.replicated) {
             let part = gradients.view_mut(flat, segment.range.clone());
             self.parallel.tensor().all_reduce::<B, G>(part, Reduce::Sum)?;
         }
-        Ok(())
+        complete(gradients, flat)
     }
 }

@@ -93,10 +93,7 @@ impl Slice {
 
     /// The runs of the slice's elements `range`, in order.
     pub fn runs(&self, range: Range<usize>) -> Vec<SliceRun> {
-        let (rows, columns) = match self.indices.split_last() {
-            Some((columns, rows)) => (rows, columns),
-            None => return Vec::new(),
-        };
+        let Some((columns, rows)) = self.indices.split_last() else { return Vec::new() };
         let extent = self.shape[rows.len()];
         let width: usize = columns.iter().map(Range::len).sum();
         let mut runs = Vec::new();
@@ -108,10 +105,8 @@ impl Slice {
                 skipped -= from;
                 let len = (columns.len() - from).min(range.end - local);
                 if len > 0 {
-                    push(
-                        &mut runs,
-                        SliceRun { local, whole: row * extent + columns.start + from, len },
-                    );
+                    let whole = row * extent + columns.start + from;
+                    push(&mut runs, SliceRun { local, whole, len });
                     local += len;
                 }
             }
@@ -203,10 +198,8 @@ mod tests {
         let whole = values(&[4, 6]);
         let rows = Slice::along(vec![4, 6], 0, vec![0..1, 2..4]);
         assert_eq!(rows.extents(), [3, 6]);
-        assert_eq!(
-            rows.runs(0..18),
-            [SliceRun { local: 0, whole: 0, len: 6 }, SliceRun { local: 6, whole: 12, len: 12 }]
-        );
+        let run = |local, whole, len| SliceRun { local, whole, len };
+        assert_eq!(rows.runs(0..18), [run(0, 0, 6), run(6, 12, 12)]);
         let columns = Slice::along(vec![4, 6], 1, vec![1..2, 4..6]);
         assert_eq!(extract(&columns, 0..12, &whole), [1, 4, 5, 7, 10, 11, 13, 16, 17, 19, 22, 23]);
         assert_eq!(extract(&columns, 4..8, &whole), [10, 11, 13, 16]);

@@ -10,6 +10,7 @@ use moh_kernels::{Backend, Element};
 
 use crate::activations::{Activations, MicroBatch, PassShape};
 use crate::attention_output::TaughtLayer;
+use crate::layers::Tokens;
 use crate::model::Model;
 use crate::passes::ForwardBuffers;
 use crate::{Error, PassSizes};
@@ -70,23 +71,19 @@ impl<B: Backend, T: Element> Teacher<B, T> {
     /// layer after its pass.
     pub(crate) fn forward_chunk(
         &mut self,
-        tokens: &MicroBatch<B>,
+        micro_batch: &MicroBatch<B>,
         chunk: usize,
         taught: OnTaughtLayer<'_, B, T>,
     ) -> Result<(), Error> {
         let Activations { shape, passes, scratch, head, .. } = &mut self.activations;
-        let (shape, pass) = (*shape, &mut passes[0]);
+        let (ids, tokens) = (&micro_batch.ids, micro_batch.tokens(*shape));
+        let (pass, scratch) = (&mut passes[0], &mut *scratch);
         let buffers =
-            ForwardBuffers { shape, tokens, pass, scratch: &mut *scratch, head: &mut *head };
+            ForwardBuffers { ids, tokens, pass, scratch: &mut *scratch, head: &mut *head };
         self.model.forward_frozen(buffers, chunk, taught)?;
         if self.model.parallel().ends_with(chunk) {
             // The student's head reads all rows.
-            let cx = self.model.context(crate::layers::Tokens {
-                shape,
-                first_position: 0,
-                document_start: None,
-                independent: false,
-            });
+            let cx = self.model.context(Tokens::whole(*shape));
             let width = self.model.config().hidden_size;
             cx.all_gather(width, &head.normed.y, &mut scratch.gathered)?;
         }
@@ -101,7 +98,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
         HeadTeacher {
             width,
             x: B::view(input, 0..shape.tokens() * width),
-            weight: self.model.weights.get(&self.model.layers.head.weight),
+            weight: self.model.weights.get(&self.model.layers.head.linear.weight),
             rows: self.rows,
             temperature: self.temperature,
             scale,
@@ -131,9 +128,6 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Sizes of the teacher's passes of shape `pass`.
-    ///
-    /// # Errors
-    /// As [`Model::pass_sizes`]; fails without a teacher.
     pub fn teacher_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>, Error> {
         self.teacher()?.model.pass_sizes(pass)
     }

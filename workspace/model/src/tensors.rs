@@ -92,7 +92,6 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Elements of the tensor.
     pub(crate) fn elements(&self) -> u128 {
         self.shape.iter().map(|&extent| extent as u128).product()
     }
@@ -101,7 +100,7 @@ impl Tensor {
 /// The list to which layers add their tensors, one flat buffer's.
 pub(crate) struct TensorList<'a> {
     prefix: &'a str,
-    tensors: Vec<Tensor>,
+    pub tensors: Vec<Tensor>,
     /// The buffer, and whose share of it; `None` if only names and shapes are asked for.
     place: Option<Place<'a>>,
 }
@@ -135,11 +134,6 @@ impl<'a> TensorList<'a> {
         let mut list = TensorList { prefix, tensors: Vec::new(), place: None };
         layers(&mut list);
         list.tensors
-    }
-
-    /// The tensors, in order.
-    pub fn into_tensors(self) -> Vec<Tensor> {
-        self.tensors
     }
 
     /// Adds a matrix, with weight decay.

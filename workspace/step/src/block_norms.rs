@@ -6,7 +6,7 @@ use moh_model::layout::ModelLayout;
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, finite_or_nan};
+use crate::Error;
 
 /// The norms of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -36,6 +36,11 @@ pub struct Norms {
     pub head: Option<f64>,
 }
 
+/// A number; null, as which JSON has a number that is not finite, is NaN. For serde's `deserialize_with`.
+pub fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+}
+
 /// Numbers; null is NaN.
 fn list<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
     let numbers: Vec<Option<f64>> = Vec::deserialize(from)?;
@@ -49,7 +54,6 @@ pub(crate) struct SquaredBlockNorms<M: Memory> {
 }
 
 impl<M: Memory> SquaredBlockNorms<M> {
-    /// Allocates zeros.
     pub(crate) fn new(memory: &M, layout: &ModelLayout) -> Result<Self, Error> {
         Ok(SquaredBlockNorms { squares: memory.allocate(2 * layout.flats.len())? })
     }
@@ -87,7 +91,6 @@ impl<B: Backend> SquaredBlockNorms<B> {
 }
 
 impl Norms {
-    /// The norms of the flat buffers.
     fn new(layout: &ModelLayout, flats: &[f64]) -> Self {
         let last = layout.final_norm_index();
         Norms {

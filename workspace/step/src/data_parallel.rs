@@ -107,8 +107,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     pub fn finish_gradients(&mut self, gradients: &mut FlatBuffers<B, G>) -> Result<(), Error> {
         if let Some(stages) = &self.tied_head {
             let buffer = gradients.flat_mut(ModelLayout::EMBEDDING);
-            let whole = 0..B::len(buffer);
-            stages.all_reduce::<B, G>(B::view_mut(buffer, whole), Reduce::Sum)?;
+            stages.all_reduce::<B, G>(B::whole_mut(buffer), Reduce::Sum)?;
             self.start_reduce_scatter(gradients, ModelLayout::EMBEDDING)?;
         }
         (0..self.gradients.len()).try_for_each(|flat| self.wait_for_gradients(gradients, flat))
@@ -125,9 +124,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         let exact = gradients.take(flat);
         self.gradients[flat] = Some(match self.copies[flat].take() {
             Some(mut copy) => {
-                let whole = 0..B::len(&exact);
-                let into = B::view_mut(&mut copy, whole.clone());
-                self.backend.convert(B::view(&exact, whole), into)?;
+                self.backend.convert(B::whole(&exact), B::whole_mut(&mut copy))?;
                 let copy = self.group.start_reduce_scatter::<B, bf16>(copy, Reduce::Sum)?;
                 InFlight::Rounded(exact, copy)
             }
@@ -210,7 +207,6 @@ mod tests {
     use moh_testkit::ranks;
     use moh_testkit::tiny_model;
 
-    /// A tied model of two blocks.
     fn config() -> ModelConfig {
         tiny_model(2, 21, true)
     }
@@ -223,16 +219,9 @@ mod tests {
         exchange: DataParallel<Cpu, f32, f32>,
     }
 
-    /// Runs `work` on `data` data ranks of `stages` pipeline stages each, as threads.
-    fn on_ranks(data: usize, stages: usize, reduce: ElementType, work: impl Fn(&mut Rank) + Sync) {
-        on_layout(1, data, stages, reduce, work);
-    }
-
-    /// As [`on_ranks`], with `tensor` tensor-parallel ranks for each.
-    fn on_layout(
-        tensor: usize,
-        data: usize,
-        stages: usize,
+    /// Runs `work` on `data` data ranks of `stages` pipeline stages of `tensor` ranks each, as threads.
+    fn on_ranks(
+        [tensor, data, stages]: [usize; 3],
         reduce: ElementType,
         work: impl Fn(&mut Rank) + Sync,
     ) {
@@ -271,37 +260,46 @@ mod tests {
             }
         }
 
-        /// The gradients of the local shard of a buffer, each with its place in the buffer.
-        fn local_gradients(&self, flat: usize) -> impl Iterator<Item = (usize, f32)> {
-            let buffer = self.gradients.flat(flat);
-            let shard = Shard::from_group(&self.exchange.group).range(buffer.len());
-            shard.map(|at| (at, buffer[at]))
+        /// Compares the gradients of the local shard of every buffer, each by its buffer and its place in it.
+        fn assert_gradients(&self, expected: impl Fn(usize, usize) -> f32) {
+            for flat in self.model.layout().backward_order() {
+                let buffer = self.gradients.flat(flat);
+                for at in Shard::from_group(&self.exchange.group).range(buffer.len()) {
+                    assert_eq!(buffer[at], expected(flat, at), "{at} of buffer {flat}");
+                }
+            }
+        }
+
+        /// Fills this rank's shard of the weights with its number, and starts to gather all.
+        fn start_weights(&mut self) {
+            for flat in 0..self.model.layout().flats.len() {
+                let weights = self.model.weights_mut();
+                let buffer = weights.flat_mut(flat);
+                let shard = Shard::from_group(&self.exchange.group).range(buffer.len());
+                buffer[shard].fill(self.number as f32);
+                self.exchange.start_weights(weights, flat).unwrap();
+            }
         }
     }
 
     #[test]
     fn gradients_are_summed_for_the_local_shard_exactly_or_rounded_once() {
         for reduce in [ElementType::F32, ElementType::BF16] {
-            on_ranks(3, 1, reduce, move |rank| {
+            on_ranks([1, 3, 1], reduce, move |rank| {
                 for _step in 0..2 {
                     rank.fill_gradients();
                     rank.start_gradients();
                     let unused = || rank.gradients.flat(1).len();
                     assert!(catch_unwind(AssertUnwindSafe(unused)).is_err());
                     rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
-                    for flat in rank.model.layout().backward_order() {
-                        for (i, found) in rank.local_gradients(flat) {
-                            let of = |rank| gradient(rank, i);
-                            let round = |value: f32| bf16::from_f32(value).to_f32();
-                            let expected = match reduce {
-                                ElementType::F32 => of(0) + of(1) + of(2),
-                                ElementType::BF16 => {
-                                    round(round(of(0)) + round(of(1)) + round(of(2)))
-                                }
-                            };
-                            assert_eq!(found, expected, "{i} of buffer {flat}");
+                    rank.assert_gradients(|_, at| {
+                        let of = |rank| gradient(rank, at);
+                        let round = |value: f32| bf16::from_f32(value).to_f32();
+                        match reduce {
+                            ElementType::F32 => of(0) + of(1) + of(2),
+                            ElementType::BF16 => round(round(of(0)) + round(of(1)) + round(of(2))),
                         }
-                    }
+                    });
                 }
             });
         }
@@ -309,7 +307,7 @@ mod tests {
 
     #[test]
     fn a_rank_without_micro_batches_adds_zeros() {
-        on_ranks(2, 1, ElementType::F32, |rank| {
+        on_ranks([1, 2, 1], ElementType::F32, |rank| {
             rank.fill_gradients();
             if rank.number == 1 {
                 rank.gradients.mark_stale();
@@ -319,54 +317,44 @@ mod tests {
                 rank.start_gradients();
             }
             rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
-            for flat in rank.model.layout().backward_order() {
-                let used = rank.model.layout().flats[flat].used();
-                for (i, found) in rank.local_gradients(flat).filter(|(i, _)| used.contains(i)) {
-                    assert_eq!(found, gradient(0, i), "{i} of buffer {flat}");
-                }
-            }
+            let layout = rank.model.layout();
+            rank.assert_gradients(|flat, at| match layout.flats[flat].used().contains(&at) {
+                true => gradient(0, at),
+                // Padding does not change.
+                false => gradient(0, at) + gradient(1, at),
+            });
         });
     }
 
     #[test]
     fn a_tied_head_is_summed_over_both_stages_after_the_last_pass() {
         // Ranks 0 and 1 are the first stage, ranks 2 and 3 the last.
-        on_ranks(2, 2, ElementType::F32, |rank| {
+        on_ranks([1, 2, 2], ElementType::F32, |rank| {
             rank.fill_gradients();
             rank.start_gradients();
             // At hand until both stages are done.
             assert!(!rank.gradients.flat(ModelLayout::EMBEDDING).is_empty());
             rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
-            for flat in rank.model.layout().backward_order() {
-                for (i, found) in rank.local_gradients(flat) {
-                    let of = |rank| gradient(rank, i);
-                    let stage = rank.number / 2;
-                    let expected = match flat {
-                        ModelLayout::EMBEDDING => of(0) + of(1) + of(2) + of(3),
-                        _ => of(2 * stage) + of(2 * stage + 1),
-                    };
-                    assert_eq!(found, expected, "{i} of buffer {flat}");
+            let stage = rank.number / 2;
+            rank.assert_gradients(|flat, at| {
+                let of = |rank| gradient(rank, at);
+                match flat {
+                    ModelLayout::EMBEDDING => of(0) + of(1) + of(2) + of(3),
+                    _ => of(2 * stage) + of(2 * stage + 1),
                 }
-            }
+            });
         });
     }
 
     #[test]
     fn copies_of_norms_become_those_of_the_first_tensor_parallel_rank() {
         // Ranks 2 d and 2 d + 1 are the tensor-parallel ranks of data rank d.
-        on_layout(2, 3, 1, ElementType::F32, |rank| {
+        on_ranks([2, 3, 1], ElementType::F32, |rank| {
+            rank.start_weights();
             let Rank { number, model, exchange, .. } = rank;
-            let flats = model.layout().flats.len();
-            for flat in 0..flats {
-                let weights = model.weights_mut();
-                let buffer = weights.flat_mut(flat);
-                let shard = Shard::from_group(&exchange.group).range(buffer.len());
-                buffer[shard].fill(*number as f32);
-                exchange.start_weights(weights, flat).unwrap();
-            }
             exchange.wait_for_all_weights(model.weights_mut()).unwrap();
             let mut copies = 0;
-            for flat in 0..flats {
+            for flat in 0..model.layout().flats.len() {
                 let buffer = model.weights().flat(flat);
                 for segment in &model.layout().flats[flat].segments {
                     let owner = if segment.replicated { 0 } else { *number % 2 };
@@ -381,15 +369,9 @@ mod tests {
 
     #[test]
     fn weights_are_gathered_from_all_shards() {
-        on_ranks(3, 1, ElementType::F32, |rank| {
-            let Rank { number, model, exchange, .. } = rank;
-            for flat in 0..model.layout().flats.len() {
-                let weights = model.weights_mut();
-                let buffer = weights.flat_mut(flat);
-                let shard = Shard::from_group(&exchange.group).range(buffer.len());
-                buffer[shard].fill(*number as f32);
-                exchange.start_weights(weights, flat).unwrap();
-            }
+        on_ranks([1, 3, 1], ElementType::F32, |rank| {
+            rank.start_weights();
+            let Rank { model, exchange, .. } = rank;
             // One that is used first, then the others.
             exchange.wait_for_weights(model.weights_mut(), 1).unwrap();
             assert!(!model.weights().flat(1).is_empty());

@@ -168,9 +168,6 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     /// one, with the windows that all ranks have done and their total: equally often on every rank,
     /// so that it may communicate. If it breaks, which it must do on all ranks in the same round, the
     /// evaluation ends with `None`.
-    ///
-    /// # Errors
-    /// See [`Evaluator::evaluate`]; the errors of `go_on`.
     pub fn evaluate_share<E: From<Error>>(
         &mut self,
         model: &mut Model<B, T>,
@@ -202,7 +199,6 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         Ok(Some(sums))
     }
 
-    /// Adds the loss of a batch of windows to the sums.
     fn add_batch(
         &mut self,
         model: &mut Model<B, T>,
@@ -236,10 +232,8 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         let backend = model.backend().clone();
         self.activations.upload(&backend, ids, targets, &[])?;
         let Evaluator { activations, sums: on_device } = self;
-        backend.install(|| match routing {
-            Some(routing) => model.evaluate_routed(activations, on_device, routing, num_tokens),
-            None => model.evaluate(activations, on_device),
-        })?;
+        let routed = routing.map(|statistics| (statistics, num_tokens));
+        backend.install(|| model.evaluate(activations, on_device, routed))?;
         sums.cross_entropy += self.sums.take(&backend)?.cross_entropy;
         Ok(())
     }

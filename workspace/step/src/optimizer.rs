@@ -13,7 +13,7 @@ use moh_model::tensors::TensorGroup;
 use moh_model::{Model, StepSums};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, TensorKind};
+use crate::Error;
 
 /// AdamW with decoupled weight decay, and the limit of the gradient norm; each key of a recipe has a default.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -74,6 +74,24 @@ impl Default for Hyperparameters {
             groups: GroupFactors::default(),
         }
     }
+}
+
+/// The kind of a tensor of the training state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TensorKind {
+    /// The exact f32 weight.
+    Weight,
+    /// AdamW's first moment.
+    FirstMoment,
+    /// AdamW's second moment.
+    SecondMoment,
+}
+
+impl TensorKind {
+    /// All kinds.
+    pub const ALL: [TensorKind; 3] =
+        [TensorKind::Weight, TensorKind::FirstMoment, TensorKind::SecondMoment];
 }
 
 /// The optimiser's state or a shard of it: the moments and, for bf16 weights, the 16 bits that
@@ -137,12 +155,36 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(backend.squared_norms(&parts.collect::<Vec<_>>(), sums.squared_norm_mut())?)
     }
 
+    /// The f32 weights of a part of a buffer, within the local shard.
+    pub fn exact_weights<T: Element>(
+        &self,
+        model: &Model<B, T>,
+        flat: usize,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, Error> {
+        let backend = model.backend();
+        let mut weights = model.weights().read_range(backend, flat, range.clone())?;
+        let Some(remainder) = &self.remainder else { return Ok(weights) };
+        let mut left = vec![0; weights.len()];
+        backend.download(remainder.view(flat, range), &mut left)?;
+        for (weight, left) in weights.iter_mut().zip(left) {
+            *weight = join(bf16::from_f32(*weight), left);
+        }
+        Ok(weights)
+    }
+
+    /// Resets the moments; called at the start of each stage.
+    pub fn reset(&mut self, backend: &B) -> Result<(), Error> {
+        self.first_moment.zero(backend)?;
+        self.second_moment.zero(backend)?;
+        Ok(())
+    }
+}
+
+impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
     /// Updates the shard of the model's weights by one step.
     /// `step.weight_decay` applies to matrices only, and `groups` have factors of `step.learning_rate`. `updated` is called with the weights as soon
     /// as the shard of a buffer is updated.
-    ///
-    /// # Errors
-    /// Fails if the device or `updated` fails.
     pub fn update<T: Element, G: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -150,10 +192,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         step: &AdamW,
         groups: &GroupFactors,
         updated: OnBuffer<'_, B, T>,
-    ) -> Result<(), Error>
-    where
-        B: Clone,
-    {
+    ) -> Result<(), Error> {
         let backend = model.backend().clone();
         let of = |segment: &Segment| (segment.decays, groups.of(segment));
         let runs: Vec<_> = model.layout().flats.iter().map(|flat| flat.runs(of)).collect();
@@ -183,37 +222,13 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(())
     }
 
-    /// The f32 weights of a part of a buffer, within the local shard.
-    pub fn exact_weights<T: Element>(
-        &self,
-        model: &Model<B, T>,
-        flat: usize,
-        range: Range<usize>,
-    ) -> Result<Vec<f32>, Error> {
-        let backend = model.backend();
-        let mut weights = model.weights().read_range(backend, flat, range.clone())?;
-        let Some(remainder) = &self.remainder else { return Ok(weights) };
-        let mut left = vec![0; weights.len()];
-        backend.download(remainder.view(flat, range), &mut left)?;
-        for (weight, left) in weights.iter_mut().zip(left) {
-            *weight = join(bf16::from_f32(*weight), left);
-        }
-        Ok(weights)
-    }
-
     /// Fills the shard of the model's weights and of the state with the values that `read` writes: a
     /// range of the elements of a tensor's local slice, of each kind.
-    ///
-    /// # Errors
-    /// Fails if `read` or the device fails.
     pub fn fill<T: Element, E: From<moh_model::Error>>(
         &mut self,
         model: &mut Model<B, T>,
         read: impl Fn(TensorKind, &Segment, Range<usize>, &mut [f32]) -> Result<(), E>,
-    ) -> Result<(), E>
-    where
-        B: Clone,
-    {
+    ) -> Result<(), E> {
         let (backend, layout) = (model.backend().clone(), model.layout().clone());
         let shard = self.shard;
         let remainder = &mut self.remainder;
@@ -250,10 +265,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         model: &mut Model<B, T>,
         (flat, segment): (usize, &Segment),
         exact: &[f32],
-    ) -> Result<(), Error>
-    where
-        B: Clone,
-    {
+    ) -> Result<(), Error> {
         let backend = model.backend().clone();
         let rounded: Vec<T> = exact.iter().map(|&exact| T::from_f32(exact)).collect();
         backend.upload(&rounded, model.weights_mut().view_mut(flat, segment.range.clone()))?;
@@ -266,12 +278,5 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         let own = &exact[part.start - start..part.end - start];
         let left: Vec<i16> = own.iter().map(|&exact| split(exact).1).collect();
         Ok(backend.upload(&left, remainder.view_mut(flat, part))?)
-    }
-
-    /// Resets the moments; called at the start of each stage.
-    pub fn reset(&mut self, backend: &B) -> Result<(), Error> {
-        self.first_moment.zero(backend)?;
-        self.second_moment.zero(backend)?;
-        Ok(())
     }
 }

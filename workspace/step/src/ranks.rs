@@ -5,9 +5,7 @@ use moh_kernels::{Backend, Memory, Scalar};
 
 use crate::Error;
 
-/// Maximum values of one message.
 const MAX_VALUES: usize = 5;
-/// Tag of text messages.
 const TEXT: u32 = 1;
 
 /// The ranks of a run.
@@ -64,9 +62,6 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// Replaces the values, equally many on each rank, by their sums over the ranks.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory or another rank has failed.
     pub fn sum_all(&mut self, values: &mut [f64]) -> Result<(), Error> {
         if self.group.size() > 1 && !values.is_empty() {
             let mut buffer = self.backend.allocate::<f64>(values.len())?;
@@ -111,9 +106,6 @@ impl<B: Backend> Ranks<B> {
     /// Returns this rank's result if all ranks succeed. Otherwise the first failed rank returns its
     /// error, and the others return [`Error::OtherRank`], so that all end together and one reports
     /// the cause.
-    ///
-    /// # Errors
-    /// The error of this rank or [`Error::OtherRank`], as above.
     pub fn agree<R, E: From<Error>>(&mut self, result: Result<R, E>) -> Result<R, E> {
         let rank = self.group.rank() as f64;
         // The maximum of -rank over the failed ranks is the rank nearest to 0.
@@ -129,9 +121,6 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// Runs `work` on the first rank alone and returns its result, a number, on all ranks.
-    ///
-    /// # Errors
-    /// The error of `work`; on the other ranks [`Error::OtherRank`].
     pub fn rank0_computes<E: From<Error>>(
         &mut self,
         work: impl FnOnce() -> Result<f64, E>,
@@ -202,24 +191,21 @@ impl<B: Backend> Ranks<B> {
 
     fn broadcast<S: Scalar>(&self, values: &mut [S], root: usize) -> Result<(), Error> {
         let mut buffer = self.backend.allocate(values.len())?;
-        let whole = 0..values.len();
-        self.backend.upload(values, B::view_mut(&mut buffer, whole.clone()))?;
-        self.group.broadcast::<B, S>(B::view_mut(&mut buffer, whole.clone()), root)?;
-        Ok(self.backend.download(B::view(&buffer, whole), values)?)
+        self.backend.upload(values, B::whole_mut(&mut buffer))?;
+        self.group.broadcast::<B, S>(B::whole_mut(&mut buffer), root)?;
+        Ok(self.backend.download(B::whole(&buffer), values)?)
     }
 
     fn send<S: Scalar>(&self, values: &[S]) -> Result<(), Error> {
         let mut buffer = self.backend.allocate(values.len())?;
-        let whole = 0..values.len();
-        self.backend.upload(values, B::view_mut(&mut buffer, whole.clone()))?;
-        Ok(self.group.send::<B, S>(B::view(&buffer, whole), 0, TEXT)?)
+        self.backend.upload(values, B::whole_mut(&mut buffer))?;
+        Ok(self.group.send::<B, S>(B::whole(&buffer), 0, TEXT)?)
     }
 
     fn receive<S: Scalar>(&self, from: usize, values: &mut [S]) -> Result<(), Error> {
         let mut buffer = self.backend.allocate(values.len())?;
-        let whole = 0..values.len();
-        self.group.recv::<B, S>(B::view_mut(&mut buffer, whole.clone()), from, TEXT)?;
-        Ok(self.backend.download(B::view(&buffer, whole), values)?)
+        self.group.recv::<B, S>(B::whole_mut(&mut buffer), from, TEXT)?;
+        Ok(self.backend.download(B::whole(&buffer), values)?)
     }
 }
 
@@ -239,11 +225,8 @@ mod tests {
     fn the_first_rank_that_fails_tells_why() {
         let found = on_ranks(4, |ranks| {
             let rank = ranks.group().rank();
-            let result = if rank == 1 || rank == 3 {
-                Err(Error::samples(rank.to_string()))
-            } else {
-                Ok(rank)
-            };
+            let failed = rank == 1 || rank == 3;
+            let result = if failed { Err(Error::samples(rank.to_string())) } else { Ok(rank) };
             match ranks.agree(result) {
                 Err(Error::Samples(error)) => format!("failed {error}"),
                 Err(Error::OtherRank { rank }) => format!("because of {rank}"),

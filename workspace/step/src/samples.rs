@@ -51,7 +51,6 @@ where
     }
 }
 
-/// A micro-batch on the host.
 pub(crate) struct HostBatch {
     window: Vec<u32>,
     pub ids: Vec<u32>,

@@ -56,22 +56,15 @@ pub trait Observer<B: Backend, T: Element> {
         model: &Model<B, T>,
         activations: &Activations<B, T>,
         slot: PassSlot,
-    ) -> Result<(), Error>;
-}
-
-/// Sees nothing.
-struct Unobserved;
-
-impl<B: Backend, T: Element> Observer<B, T> for Unobserved {
-    fn forward_done(
-        &mut self,
-        _: &Model<B, T>,
-        _: &Activations<B, T>,
-        _: PassSlot,
     ) -> Result<(), Error> {
+        let _ = (model, activations, slot);
         Ok(())
     }
 }
+
+struct Unobserved;
+
+impl<B: Backend, T: Element> Observer<B, T> for Unobserved {}
 
 /// The measurements of a step, and whether it was applied.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -186,9 +179,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     /// Computes a step on the samples from `first` on, and applies it within the limits of `update`; the
     /// weights and the state of the optimiser are unchanged otherwise. With several data ranks, the
     /// weights are complete only after [`Self::wait_for_weights`].
-    ///
-    /// # Errors
-    /// Fails if `read`, the device or another rank fails.
     pub fn step<M: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -252,9 +242,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 
     /// Computes a step and its gradients without an update, and shows its passes to `observer`.
-    ///
-    /// # Errors
-    /// As [`Self::step`]; fails if `observer` fails.
     pub fn measure<M: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -383,7 +370,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                     });
                     model.teach_chunk(activations, pass_slot, loss, sums, &mut wait)?;
                 }
-                model.forward_chunk(activations, pass_slot, sums, &mut wait)?;
+                model.forward_chunk(activations, pass_slot, sums, &mut wait, None)?;
                 observer.forward_done(model, &self.activations, pass_slot)?;
             } else {
                 let _backward = span::enter_numbered("backward", number);

@@ -1,12 +1,15 @@
 //! A tiny Llama, whose attention any test may change, and micro-batches for it.
 
+use std::collections::HashMap;
+
 use moh_kernels::adamw::{AdamW, AdamWUpdate};
-use moh_kernels::{Backend, Element};
-use moh_model::layout::Segment;
+use moh_kernels::{Backend, Cpu, Element};
+use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, AuxiliaryLosses, Error, LossConfig, Model, ModelConfig, MohConfig,
-    PassShape, Recompute, RopeConfig, StepSums, initial,
+    Activations, Architecture, AuxiliaryLosses, Error, HeadCounts, LossConfig, Model, ModelConfig,
+    MohConfig, PassShape, Recompute, RopeConfig, RouterKind, SharedHeadSets, StepSums, Sums,
+    initial,
 };
 
 pub const VOCABULARY: u32 = 61;
@@ -33,13 +36,59 @@ pub fn config(head_dim: usize, tied: bool, moh: Option<MohConfig>) -> ModelConfi
     }
 }
 
+/// Three shared heads of eight, and two of the others for each token.
+pub const MOH: MohConfig = MohConfig {
+    router: RouterKind::QueryNorm,
+    shared_heads: SharedHeadSets::First(HeadCounts::All(3)),
+    routed_top_k: HeadCounts::All(2),
+};
+
+/// Shared and selected heads of each layer, or the same of all.
+pub fn moh(router: RouterKind, shared: &[usize], top_k: &[usize]) -> MohConfig {
+    let counts = |counts: &[usize]| match counts {
+        [count] => HeadCounts::All(*count),
+        counts => counts.iter().copied().collect(),
+    };
+    MohConfig { router, shared_heads: counts(shared).into(), routed_top_k: counts(top_k) }
+}
+
+pub const RECOMPUTE: [Recompute; 3] = [Recompute::None, Recompute::Norms, Recompute::Block];
+
 /// Random matrices, and norms around 1.
-pub fn fill(segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
-    initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
+pub fn draw(seed: u64, deviation: f64, segment: &Segment, values: &mut [f32]) {
+    initial::initialize(seed, deviation, &segment.name, &[values.len(), 1], values);
     if segment.shape().len() == 1 {
         values.iter_mut().for_each(|value| *value += 1.0);
     }
+}
+
+/// The weights of most tests.
+pub fn fill(segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
+    draw(3, 0.2, segment, values);
     Ok(())
+}
+
+/// Tensors by name.
+pub type Weights = HashMap<String, Vec<f32>>;
+
+/// Weights large enough for attention and MLP to matter; norms differ from 1.
+pub fn weights(config: &ModelConfig) -> Weights {
+    let layout = ModelLayout::new(config);
+    let tensors = layout.segments().map(|(_, segment)| {
+        let mut values = vec![0f32; segment.whole_len()];
+        draw(3, 0.3, segment, &mut values);
+        (segment.name.clone(), values)
+    });
+    tensors.collect()
+}
+
+/// A model with these weights, for 32 positions.
+pub fn model_of(config: ModelConfig, weights: &Weights) -> Model<Cpu, f32> {
+    Model::new::<Error>(Cpu, config, 32, |segment, values| {
+        values.copy_from_slice(&weights[&segment.name]);
+        Ok(())
+    })
+    .unwrap()
 }
 
 /// A model with the weights of [`fill`].
@@ -69,6 +118,21 @@ pub const SHAPE: PassShape = PassShape {
     training: true,
     document_mask: true,
 };
+/// A training pass over the first micro-batch: the gradients and sums.
+pub fn pass<B: Backend + Clone, T: Element>(
+    model: &mut Model<B, T>,
+    shape: PassShape,
+) -> (Activations<B, T>, FlatBuffers<B, f32>, Sums) {
+    let backend = model.backend().clone();
+    let mut activations = Activations::new(model, shape).unwrap();
+    upload(&backend, &mut activations, 0);
+    let mut gradients = FlatBuffers::zeros(&backend, model.layout()).unwrap();
+    let mut sums = StepSums::new(&backend).unwrap();
+    model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
+    let sums = sums.take(&backend).unwrap();
+    (activations, gradients, sums)
+}
+
 /// The factors of a step of one such micro-batch.
 pub const SCALE: LossConfig = LossConfig {
     cross_entropy: 1.0 / 80.0,

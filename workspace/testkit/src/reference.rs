@@ -7,6 +7,7 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::{silu, softmax};
 use moh_kernels::Cpu;
 use moh_kernels::cross_entropy::IGNORED;
+use moh_kernels::router::SharedHeads;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{AuxiliaryLoss, Model, ModelConfig, RouterKind, Sums};
 
@@ -303,14 +304,19 @@ pub fn configured(reference: &Reference, input: &RouterInput<'_>) -> Result<Opti
         (balance, weights) = (balance.zeros_like()?, selected);
     }
     // A shared head has weight 1 for every token.
-    let one = Tensor::ones((tokens, 1), DType::F64, &Device::Cpu)?;
-    let mut next = 0..routed;
-    let weight = |head| match heads.shared.contains(head) {
-        true => Ok(one.clone()),
-        false => weights.narrow(1, next.next().unwrap(), 1),
-    };
-    let weights: Vec<Tensor> = (0..count).map(weight).collect::<Result<_>>()?;
-    Ok(Some(Routed { weights: Tensor::cat(&weights, 1)?, balance, mask }))
+    let of_shared = Tensor::ones((tokens, count - routed), DType::F64, &Device::Cpu)?;
+    Ok(Some(Routed { weights: by_head(heads.shared, &of_shared, &weights)?, balance, mask }))
+}
+
+/// The weight of every (token, head), from those of shared and of routed heads in ascending order.
+fn by_head(shared: SharedHeads, of_shared: &Tensor, of_routed: &Tensor) -> Result<Tensor> {
+    let (mut next_shared, mut next_routed) = (0.., 0..);
+    let heads = 0..of_shared.dim(1)? + of_routed.dim(1)?;
+    let weights = heads.map(|head| match shared.contains(head) {
+        true => of_shared.narrow(1, next_shared.next().unwrap(), 1),
+        false => of_routed.narrow(1, next_routed.next().unwrap(), 1),
+    });
+    Tensor::cat(&weights.collect::<Result<Vec<_>>>()?, 1)
 }
 
 /// The routers by logits.
@@ -345,15 +351,7 @@ fn by_logits(reference: &Reference, input: &RouterInput<'_>, router: RouterKind)
         of_shared = of_shared.broadcast_mul(&stages.narrow(1, 0, 1)?)?;
         of_routed = of_routed.broadcast_mul(&stages.narrow(1, 1, 1)?)?;
     }
-    let weight = |head: usize| {
-        let at = |list: &[u32]| list.iter().position(|&other| other as usize == head);
-        match (at(&shared), at(&routed)) {
-            (Some(at), _) => of_shared.narrow(1, at, 1),
-            (_, at) => of_routed.narrow(1, at.unwrap(), 1),
-        }
-    };
-    let weights: Vec<Tensor> = (0..count).map(weight).collect::<Result<_>>()?;
-    Ok(Routed { weights: Tensor::cat(&weights, 1)?, balance, mask })
+    Ok(Routed { weights: by_head(heads.shared, &of_shared, &of_routed)?, balance, mask })
 }
 
 /// 1 for the `top_k` largest scores, lower heads first among equals.
@@ -372,8 +370,6 @@ pub fn micro_batch() -> (Vec<u32>, Vec<u32>) {
 
 #[track_caller]
 pub fn close(found: f64, expected: f64, what: &str) {
-    assert!(
-        (found - expected).abs() <= TOLERANCE * expected.abs(),
-        "{what}: {found}, not {expected}"
-    );
+    let most = TOLERANCE * expected.abs();
+    assert!((found - expected).abs() <= most, "{what}: {found}, not {expected}");
 }

@@ -19,41 +19,27 @@ use crate::watchdog::Outstanding;
 /// must stay valid until then.
 pub(crate) type Ticket = Option<Arc<dyn Outstanding>>;
 
-/// One group's communication backend. All ranks call the same operations in the same order, with
+/// One group's communication backend, with the operations of [`crate::Group`]. All ranks call the same operations in the same order, with
 /// regions of the same length and type. [`crate::Group`] has checked that ranks are within the
 /// group and, where required, that lengths are multiples of its size.
 pub(crate) trait Engine: Send + Sync {
-    /// Replaces the elements by their reduction over the ranks.
     fn all_reduce(&self, region: RegionMut<'_>, reduce: Reduce) -> Result<Ticket>;
-
-    /// Reduces chunk r of all ranks into rank r's chunk r; the other chunks are undefined
-    /// afterwards.
     fn reduce_scatter(&self, whole: RegionMut<'_>, reduce: Reduce) -> Result<Ticket>;
-
-    /// Copies rank r's chunk r to every rank.
     fn all_gather(&self, whole: RegionMut<'_>) -> Result<Ticket>;
-
-    /// Copies the elements of `root` to every rank.
     fn broadcast(&self, region: RegionMut<'_>, root: usize) -> Result<Ticket>;
 
-    /// Sends to another rank, without waiting for the receive; `region` may be reused once the
-    /// call, or the operation of its ticket, is done.
+    /// The `region` may be reused once the call, or the operation of its ticket, is done.
     fn send(&self, region: Region<'_>, to: usize, tag: u32) -> Result<Ticket>;
 
-    /// Allocates memory for `messages` messages of `bytes` bytes in flight, over all groups of this
-    /// process; memory allocated before counts. Engines without it allocate as they send.
+    /// Memory that was allocated before counts. Engines without it allocate as they send.
     fn reserve_sends(&self, _messages: usize, _bytes: usize) -> Result<()> {
         Ok(())
     }
 
-    /// Receives the next message of rank `from` with this tag. Messages with one tag arrive in the
-    /// order in which they were sent; an engine may ignore tags.
+    /// An engine may ignore tags.
     fn recv(&self, region: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket>;
 
-    /// Returns when every rank has called it.
     fn barrier(&self) -> Result<()>;
-
-    /// Splits the group: ranks of one colour form a group, ordered by key, then by rank.
     fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Member>>;
 
     /// Waits until all sent messages have left, before the job ends.
@@ -63,7 +49,6 @@ pub(crate) trait Engine: Send + Sync {
     fn abort(&self, code: i32) -> !;
 }
 
-/// One rank's membership in a group.
 pub(crate) struct Member {
     pub engine: Arc<dyn Engine>,
     pub rank: usize,

@@ -1,6 +1,5 @@
 //! A byte buffer aligned for every element type, reused from call to call.
 
-/// A growing buffer.
 #[derive(Default)]
 pub(crate) struct Scratch {
     words: Vec<u64>,
@@ -18,7 +17,6 @@ impl Scratch {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..len]
     }
 
-    /// Replaces the contents by these bytes.
     pub(crate) fn fill(&mut self, bytes: &[u8]) {
         self.of_len(bytes.len()).copy_from_slice(bytes);
     }

@@ -22,7 +22,6 @@ use crate::watchdog::Health;
 /// How often a waiting thread checks whether the job has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// One thread's end of a group.
 pub(crate) struct Threads {
     shared: Arc<SharedState>,
     rank: usize,
@@ -31,7 +30,6 @@ pub(crate) struct Threads {
     exchanges: Mutex<u64>,
 }
 
-/// The state that the threads of a group share.
 pub(crate) struct SharedState {
     size: usize,
     barrier: Mutex<Barrier>,
@@ -59,7 +57,6 @@ struct Barrier {
     left: Option<usize>,
 }
 
-/// One rank's contribution to an exchange.
 #[derive(Default)]
 struct Slot {
     call: Option<Call>,
@@ -81,7 +78,6 @@ struct Mailbox {
     /// By receiver, sender and tag.
     messages: HashMap<(usize, usize, u32), VecDeque<Scratch>>,
     free: Vec<Scratch>,
-    /// Ranks that left the group.
     left: Vec<usize>,
 }
 
@@ -125,7 +121,6 @@ fn not_host_memory(operation: &'static str) -> Error {
     failed(operation, "the buffer is in GPU memory: groups of threads transfer host memory only")
 }
 
-/// A rank of the group has left.
 fn left(rank: usize) -> Error {
     Error::Call(format!("rank {rank} left the group while other ranks waited for it"))
 }
@@ -177,7 +172,6 @@ impl Threads {
         Ok(Gathered { slots, number })
     }
 
-    /// Returns when all ranks have called it.
     fn wait_for_all(&self) -> Result<()> {
         let shared = &*self.shared;
         let mut barrier = locked(&shared.barrier);
@@ -313,12 +307,9 @@ impl Engine for Threads {
         let number = *gathered.number;
         drop(gathered);
         let Some(color) = color else { return Ok(None) };
-        let mut members: Vec<(u32, usize)> = Vec::new();
-        for (rank, &[has_color, its_color, key]) in requests.iter().enumerate() {
-            if has_color == 1 && its_color == color {
-                members.push((key, rank));
-            }
-        }
+        let own = (0..).zip(&requests).filter(|(_, request)| request[..2] == [1, color]);
+        let mut members: Vec<(u32, usize)> =
+            own.map(|(rank, request)| (request[2], rank)).collect();
         members.sort_unstable();
         let size = members.len();
         // This rank contributed its own colour to the exchange.

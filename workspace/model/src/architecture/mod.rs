@@ -4,10 +4,9 @@
 mod llama;
 mod qwen3;
 
-use crate::layers::{Block, Embedding, Head, RmsNorm, RouterLayer, RouterSpec};
+use crate::layers::{Block, Embedding, Head, Linear, RmsNorm, RouterLayer, RouterSpec};
 use crate::layout::{FlatLayout, ModelLayout};
 use crate::model_parallel::ModelPart;
-use crate::parameters::ParameterRange;
 use crate::tensors::{FINAL_NORM, Tensor, TensorList, in_layer};
 use crate::{ModelConfig, router};
 
@@ -51,10 +50,8 @@ pub(crate) struct Layers {
 }
 
 impl Layers {
-    /// The weights of all linear layers, and their inputs.
-    pub fn linear_weights(&self) -> Vec<(ParameterRange, usize)> {
-        let blocks = self.blocks.iter().flat_map(Block::linear_weights);
-        blocks.chain([self.head.linear_weight()]).collect()
+    pub fn linear_layers(&self) -> impl Iterator<Item = Linear> {
+        self.blocks.iter().flat_map(Block::linear_layers).chain([self.head.linear.clone()])
     }
 
     /// The layers of a model with these routers, and the flat buffers of the parameters of `part`:
@@ -77,7 +74,7 @@ impl Layers {
         let blocks = blocks.collect();
         let final_norm = buffers.add(part.last, "", |list| final_norm(list, config));
         let head = match tied {
-            true => Head::tied(config, &embedding),
+            true => Head::at(embedding.table.clone(), config),
             false => buffers.add(part.last, "", |list| Head::new(list, config)),
         };
         let mut flats = buffers.flats;
@@ -108,7 +105,7 @@ impl Buffers<'_> {
         let (config, share) = (self.config, self.part.tensor);
         let mut list = TensorList::in_buffer(self.flats.len(), config, share, prefix);
         let layers = layers(&mut list);
-        let tensors = if here { list.into_tensors() } else { Vec::new() };
+        let tensors = if here { list.tensors } else { Vec::new() };
         self.flats.push(FlatLayout::new(config, tensors, self.ranks, share));
         layers
     }
@@ -117,7 +114,7 @@ impl Buffers<'_> {
 /// Lists the tensors of a block, those of its router last, and returns its layers.
 fn block(list: &mut TensorList<'_>, config: &ModelConfig, router: Option<&RouterSpec>) -> Block {
     let mut block = config.architecture.block(list, config);
-    block.attention.router = router.map(|spec| RouterLayer::new(list, config, spec));
+    block.attention.router = router.map(|spec| RouterLayer::new(list, config, spec.clone()));
     block
 }
 
@@ -125,7 +122,6 @@ fn final_norm(list: &mut TensorList<'_>, config: &ModelConfig) -> RmsNorm {
     RmsNorm::new(list, FINAL_NORM, config.hidden_size, config.rms_norm_eps)
 }
 
-/// The tensors of the embedding.
 pub(crate) fn embedding_tensors(config: &ModelConfig) -> Vec<Tensor> {
     TensorList::tensors_of("", |list| Embedding::new(list, config))
 }

@@ -12,7 +12,7 @@ pub(super) fn block(list: &mut TensorList<'_>, config: &ModelConfig) -> Block {
     let norm = QkNorm::new(list, config.head_dim, eps);
     Block {
         attention_norm,
-        attention: attention.with_rotation(Rotation::NormedRope(norm)),
+        attention: Attention { rotation: Rotation::NormedRope(norm), ..attention },
         mlp_norm: RmsNorm::new(list, "post_attention_layernorm.weight", width, eps),
         mlp: Mlp::new(list, config),
     }

@@ -206,19 +206,22 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// Fails for an unknown sequence, a token outside the vocabulary, and if the sequence has all of the model's
     /// positions.
     pub fn push(&mut self, id: SequenceId, token: u32) -> Result<(), Error> {
-        let length = self.sequence(id)?.ids.len() + 1;
-        self.check(&[token], length)?;
-        self.sequence_mut(id)?.ids.push(token);
-        Ok(())
+        self.append(id, &[token], false)
     }
 
-    /// Appends tokens as a part of the prompt.
-    pub(super) fn extend(&mut self, id: SequenceId, tokens: &[u32]) -> Result<(), Error> {
-        let length = self.sequence(id)?.ids.len() + tokens.len();
-        self.check(tokens, length)?;
-        let sequence = self.sequence_mut(id)?;
+    /// Appends tokens, as a part of the prompt or one that was generated.
+    pub(super) fn append(
+        &mut self,
+        id: SequenceId,
+        tokens: &[u32],
+        is_prompt: bool,
+    ) -> Result<(), Error> {
+        self.check(tokens, self.sequence(id)?.ids.len() + tokens.len())?;
+        let sequence = self.sequences.get_mut(&id).ok_or_else(unknown)?;
         sequence.ids.extend_from_slice(tokens);
-        sequence.prompt = sequence.ids.len();
+        if is_prompt {
+            sequence.prompt = sequence.ids.len();
+        }
         Ok(())
     }
 
@@ -230,18 +233,12 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     }
 
     /// Tokens of a sequence that are not computed yet.
-    ///
-    /// # Errors
-    /// Fails for an unknown sequence.
     pub fn waiting(&self, id: SequenceId) -> Result<usize, Error> {
         let sequence = self.sequence(id)?;
         Ok(sequence.ids.len() - sequence.computed)
     }
 
     /// Blocks that a sequence still needs for so many more tokens.
-    ///
-    /// # Errors
-    /// Fails for an unknown sequence.
     pub fn needed_blocks(&self, id: SequenceId, tokens: usize) -> Result<usize, Error> {
         let sequence = self.sequence(id)?;
         let blocks = (sequence.computed + tokens).div_ceil(self.options.block_length);
@@ -349,9 +346,6 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     }
 
     /// Computes all tokens of a sequence that are not computed yet, of which there is one, and chooses the next one.
-    ///
-    /// # Errors
-    /// As [`Self::pass`]; fails if none was waiting or the logits are not finite.
     pub fn next_token(
         &mut self,
         sequence: SequenceId,
@@ -386,10 +380,6 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         self.sequences.get(&id).ok_or_else(unknown)
     }
 
-    fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence, Error> {
-        self.sequences.get_mut(&id).ok_or_else(unknown)
-    }
-
     /// Checks tokens of a sequence that becomes `length` long.
     fn check(&self, tokens: &[u32], length: usize) -> Result<(), Error> {
         let positions = self.model.positions();
@@ -398,10 +388,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         }
         let vocabulary = self.model.config.vocab_size;
         match tokens.iter().find(|&&id| id as usize >= vocabulary) {
-            Some(id) => {
-                let reason = format!("token {id} of a vocabulary of {vocabulary}");
-                Err(Error::Invalid(reason))
-            }
+            Some(id) => Err(Error::Invalid(format!("token {id} of a vocabulary of {vocabulary}"))),
             None => Ok(()),
         }
     }
@@ -494,12 +481,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     ) -> Result<(), Error> {
         let (model, n) = (self.model, pass.ids.len());
         let PassInputs { ids, rows, block_table, generated, rope } = &self.inputs;
-        let tokens = Tokens {
-            shape: model.qkv_shape(1, n),
-            first_position: 0,
-            document_start: None,
-            independent: self.options.independent,
-        };
+        let tokens = tokens_of(model, n, self.options.independent);
         let cx = Context { rope, packed: self.packed.as_ref(), ..model.context(tokens) };
         let (layers, gathered) = (&model.layers, &mut self.scratch.gathered);
         layers.embedding.forward(&cx, B::view(ids, 0..n), &mut self.stream[0], gathered)?;
@@ -550,14 +532,10 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         if B::len(&self.logits) < elements {
             self.logits = model.backend.allocate(elements)?;
         }
-        model.layers.head.logits(
-            &model.backend,
-            &model.weights,
-            B::view(&self.rows, 0..count * width),
-            B::view_mut(&mut self.logits, 0..elements),
-            self.options.independent,
-            self.packed.as_ref(),
-        )
+        let tokens = tokens_of(model, count, self.options.independent);
+        let cx = Context { packed: self.packed.as_ref(), ..model.context(tokens) };
+        let rows = B::view(&self.rows, 0..count * width);
+        model.layers.head.linear.forward(&cx, rows, None, &mut self.logits)
     }
 
     /// A chunk's tokens are computed: whole blocks of its prompt are remembered.
@@ -575,6 +553,16 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         }
         Ok(())
     }
+}
+
+/// So many tokens, for layers of all heads.
+fn tokens_of<'t, B: Backend, T: Element>(
+    model: &Model<B, T>,
+    count: usize,
+    independent: bool,
+) -> Tokens<'t, B> {
+    let shape = model.parallel.part().tensor.qkv_shape(&model.config, 1, count);
+    Tokens { independent, ..Tokens::whole(shape) }
 }
 
 /// Rows of logits that some chunks want.

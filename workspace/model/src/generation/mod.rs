@@ -69,9 +69,6 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     }
 
     /// Appends tokens and chooses the one after them on the device.
-    ///
-    /// # Errors
-    /// As [`Self::extend`]; fails if the logits are not finite.
     pub fn next_token(&mut self, ids: &[u32], sampler: &mut Sampler) -> Result<u32, Error> {
         let sequence = self.append(ids)?;
         self.batch.next_token(sequence, sampler)
@@ -82,14 +79,10 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         if end > self.capacity || ids.is_empty() {
             return Err(Error::too_long(end, self.capacity));
         }
-        let sequence = match (self.sequence, ids) {
-            (None, _) => self.batch.add(ids, 0)?,
-            (Some(sequence), [token]) => {
-                self.batch.push(sequence, *token)?;
-                sequence
-            }
-            (Some(sequence), _) => {
-                self.batch.extend(sequence, ids)?;
+        let sequence = match self.sequence {
+            None => self.batch.add(ids, 0)?,
+            Some(sequence) => {
+                self.batch.append(sequence, ids, ids.len() > 1)?;
                 sequence
             }
         };

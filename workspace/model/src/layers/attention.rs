@@ -14,10 +14,9 @@ use moh_kernels::router::Routing;
 use moh_kernels::{Accumulation, Backend, Element, Memory, View};
 
 use super::{
-    ActivationGradients, BackwardContext, ColumnParallelLinear, Context, ResidualSum, Rotation,
-    RouterLayer, RowParallelLinear, Scratch,
+    ActivationGradients, BackwardContext, Context, Linear, ResidualSum, Rotation, RouterLayer,
+    Scratch,
 };
-use crate::parameters::ParameterRange;
 use crate::pass_sizes::PassSizes;
 use crate::tensors::{Division, OUTPUT_PROJECTION, TensorList};
 use crate::{Error, ModelConfig};
@@ -25,8 +24,8 @@ use crate::{Error, ModelConfig};
 /// `y = residual + output(attention(rotation(qkv(x))))`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Attention {
-    qkv: ColumnParallelLinear,
-    output: RowParallelLinear,
+    pub qkv: Linear,
+    pub output: Linear,
     pub rotation: Rotation,
     /// In a layer with routed heads.
     pub router: Option<RouterLayer>,
@@ -48,7 +47,6 @@ pub(crate) struct SavedAttention<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> SavedAttention<M, T> {
-    /// Allocates the buffers of passes of these sizes.
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
         Ok(SavedAttention {
@@ -92,7 +90,6 @@ pub(crate) struct AttentionBuffers<'a, B: Backend, T: Element> {
 }
 
 impl Attention {
-    /// Lists the projections.
     pub fn new(list: &mut TensorList<'_>, config: &ModelConfig) -> Self {
         let hidden = config.hidden_size;
         let (queries, keys) = (config.query_width(), config.key_value_width());
@@ -103,30 +100,11 @@ impl Attention {
         ];
         let output = [hidden, queries];
         Attention {
-            qkv: ColumnParallelLinear::new(list, &qkv, hidden, Division::Heads),
-            output: RowParallelLinear::new(list, OUTPUT_PROJECTION, output, Division::Heads),
+            qkv: Linear::by_outputs(list, &qkv, hidden, Division::Heads),
+            output: Linear::by_inputs(list, OUTPUT_PROJECTION, output, Division::Heads),
             rotation: Rotation::Rope,
             router: None,
         }
-    }
-
-    /// The weights of its linear layers, and their inputs.
-    pub fn linear_weights(&self) -> Vec<(ParameterRange, usize)> {
-        let mut weights = vec![self.qkv.linear_weight(), self.output.linear_weight()];
-        if let Some(RouterLayer::Logits(router)) = &self.router {
-            weights.push(router.linear_weight());
-        }
-        weights
-    }
-
-    /// The same with another rotation of queries and keys.
-    pub fn with_rotation(self, rotation: Rotation) -> Self {
-        Attention { rotation, ..self }
-    }
-
-    /// The same, of all heads for every token.
-    pub fn without_router(self) -> Self {
-        Attention { router: None, ..self }
     }
 
     /// Adds attention of `x`, `[M, C]`, to the residual stream.
@@ -140,7 +118,7 @@ impl Attention {
     ) -> Result<(), Error> {
         let gathered = &mut scratch.gathered;
         let x = self.project(cx, x, buffers.saved, gathered)?;
-        self.rotate(cx, x, &mut buffers)?;
+        self.rotation.forward(cx, self.router.as_ref(), x, &mut buffers)?;
         let AttentionBuffers { saved, rotated, cache } = buffers;
         self.attend(cx, AttentionBuffers { saved: &mut *saved, rotated, cache })?;
         self.project_output(cx, saved, gathered, sum)
@@ -154,8 +132,8 @@ impl Attention {
         gathered: &mut Option<B::Buffer<T>>,
         sum: ResidualSum<'_, B, T>,
     ) -> Result<(), Error> {
-        let attended = B::view(&saved.attended, 0..cx.num_tokens() * self.output.inputs());
-        self.output.forward(cx, attended, gathered, sum)
+        let attended = B::view(&saved.attended, 0..cx.num_tokens() * self.output.inputs);
+        self.output.add_to_stream(cx, attended, gathered, sum)
     }
 
     /// Queries, keys and values of `x`, `[M, C]`, before RoPE. Returns `x` of all tokens, `[N, C]`.
@@ -166,20 +144,9 @@ impl Attention {
         saved: &mut SavedAttention<B, T>,
         gathered: &'v mut Option<B::Buffer<T>>,
     ) -> Result<View<'v, B, T>, Error> {
-        let x = self.qkv.gather_input(cx, x, gathered)?;
-        self.qkv.forward(cx, x, &mut saved.qkv)?;
+        let x = cx.all_gather(self.qkv.inputs, x, gathered)?;
+        self.qkv.forward(cx, x, None, &mut saved.qkv)?;
         Ok(x)
-    }
-
-    /// Selects each token's heads, if there is a router, by `x` of all tokens and by queries, and rotates
-    /// queries and keys.
-    pub fn rotate<B: Backend, T: Element>(
-        &self,
-        cx: &Context<'_, B, T>,
-        x: View<'_, B, T>,
-        buffers: &mut AttentionBuffers<'_, B, T>,
-    ) -> Result<(), Error> {
-        self.rotation.forward(cx, self.router.as_ref(), x, buffers)
     }
 
     /// The outputs of the local heads by rotated queries and keys, `[N, H D]`; of the heads that a
@@ -193,7 +160,7 @@ impl Attention {
         let AttentionBuffers { saved, rotated, cache } = buffers;
         let SavedAttention { qkv, attended, log_sum_exp, routing, .. } = saved;
         let qkv = self.rotation.rotated(qkv, rotated);
-        let (queries, routing) = (n * self.output.inputs(), self.routing(routing.as_ref()));
+        let (queries, routing) = (n * self.output.inputs, self.routing(routing.as_ref()));
         let out = B::view_mut(attended, 0..queries);
         let log_sum_exp = B::view_mut(log_sum_exp, 0..n * shape.heads);
         match cache {
@@ -238,10 +205,10 @@ impl Attention {
         let AttentionBuffers { saved, rotated, .. } = buffers;
         let Scratch { hidden: d_qkv, gathered } = scratch;
         let (n, shape) = (cx.num_tokens(), cx.tokens.shape);
-        let (queries, all) = (0..n * self.output.inputs(), 0..n * shape.row());
-        let d_y = self.output.gather_gradient(cx, &d.residual, gathered)?;
+        let (queries, all) = (0..n * self.output.inputs, 0..n * shape.row());
+        let d_y = cx.all_gather(self.output.outputs, &d.residual, gathered)?;
         self.output.backward_weight(cx, B::view(&saved.attended, queries.clone()), d_y)?;
-        self.output.backward_input(cx, d_y, &mut d.hidden)?;
+        self.output.backward_input(cx, d_y, &mut d.hidden, Accumulation::Overwrite)?;
         let routing = self.routing(saved.routing.as_ref());
         cx.backend.attention_backward(AttentionBackward {
             args: self.args(cx, shape.length, routing),
@@ -258,16 +225,6 @@ impl Attention {
             false => Accumulation::Overwrite,
         };
         self.qkv.backward(cx, x, B::view(d_qkv, all), gathered, &mut d.hidden, accumulation)
-    }
-
-    /// Rotates queries and keys again, where the copy is not saved.
-    pub fn recompute<B: Backend, T: Element>(
-        &self,
-        cx: &Context<'_, B, T>,
-        saved: &SavedAttention<B, T>,
-        rotated: &mut B::Buffer<T>,
-    ) -> Result<(), Error> {
-        self.rotation.recompute(cx, &saved.qkv, rotated)
     }
 
     /// The routing of a layer that has a router; others have a buffer for it.
@@ -307,7 +264,6 @@ fn key_values<'v, B: Backend, T: Element>(
     }
 }
 
-/// Appends the tokens' keys and values to the cache.
 fn append<B: Backend, T: Element>(
     cx: &Context<'_, B, T>,
     qkv: &B::Buffer<T>,

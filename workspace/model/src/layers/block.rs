@@ -3,14 +3,12 @@
 use moh_kernels::{Backend, Element, Memory, span};
 
 use super::attention::{AttentionBuffers, SavedAttention};
-use super::mlp::SavedMlp;
 use super::{
-    ActivationGradients, Attention, BackwardContext, CachedTokens, Context, Mlp, Normed,
-    ResidualSum, RmsNorm, Scratch,
+    ActivationGradients, Attention, BackwardContext, CachedTokens, Context, Linear, Mlp, Normed,
+    ResidualSum, RmsNorm, RouterLayer, Scratch,
 };
 use crate::Error;
 use crate::activations::Recompute;
-use crate::parameters::ParameterRange;
 use crate::pass_sizes::PassSizes;
 
 /// `h = x + attention(norm(x))`, `y = h + mlp(norm(h))`.
@@ -27,16 +25,18 @@ pub(crate) struct SavedBlock<M: Memory, T: Element> {
     pub attention: SavedAttention<M, T>,
     /// The residual stream after attention, `[M, C]`.
     pub h: M::Buffer<T>,
-    pub mlp: SavedMlp<M, T>,
+    /// Gate and up projections of the MLP, `[N, 2I]`. SwiGLU's output is not saved: its backward pass computes it
+    /// beside the gradients.
+    pub gate_up: M::Buffer<T>,
 }
 
 impl<M: Memory, T: Element> SavedBlock<M, T> {
-    /// Allocates the buffers of passes of these sizes.
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let width = sizes.share().mlp_width(sizes.config);
         Ok(SavedBlock {
             attention: SavedAttention::new(memory, sizes)?,
             h: memory.allocate(sizes.stream())?,
-            mlp: SavedMlp::new(memory, sizes)?,
+            gate_up: memory.allocate(sizes.tokens() * 2 * width)?,
         })
     }
 }
@@ -51,7 +51,6 @@ pub(crate) struct RecomputableBlock<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> RecomputableBlock<M, T> {
-    /// Allocates the buffers of passes of these sizes.
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         Ok(RecomputableBlock {
             attention_norm: Normed::new(memory, sizes)?,
@@ -69,9 +68,10 @@ pub(crate) struct BlockBuffers<'a, M: Memory, T: Element> {
 }
 
 impl Block {
-    /// The weights of its linear layers, and their inputs.
-    pub fn linear_weights(&self) -> Vec<(ParameterRange, usize)> {
-        [self.attention.linear_weights(), self.mlp.linear_weights()].concat()
+    pub fn linear_layers(&self) -> impl Iterator<Item = Linear> {
+        let Block { attention: Attention { qkv, output, router, .. }, mlp, .. } = self;
+        let router = router.as_ref().and_then(RouterLayer::logits);
+        [qkv, output, &mlp.gate_up, &mlp.down].into_iter().cloned().chain(router)
     }
 
     /// Computes the residual stream after the block, `y`, from the one before it, `x`; both `[M,
@@ -84,7 +84,7 @@ impl Block {
         cache: Option<CachedTokens<'_, B, T>>,
         y: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
-        let BlockBuffers { saved: SavedBlock { attention, h, mlp }, recomputable, scratch } =
+        let BlockBuffers { saved: SavedBlock { attention, h, gate_up }, recomputable, scratch } =
             buffers;
         let RecomputableBlock { attention_norm, rotated, mlp_norm } = recomputable;
         let attention = AttentionBuffers { saved: attention, rotated, cache };
@@ -98,7 +98,7 @@ impl Block {
         // y = h + mlp(norm(h))
         let _span = span::enter("mlp");
         let normed = self.mlp_norm.forward(cx, h, mlp_norm)?;
-        self.mlp.forward(cx, normed, mlp, scratch, ResidualSum { x: h, y })
+        self.mlp.forward(cx, normed, gate_up, scratch, ResidualSum { x: h, y })
     }
 
     /// The backward pass: replaces the gradient of `y` in `d.residual` by that of `x`, and adds the
@@ -110,14 +110,14 @@ impl Block {
         buffers: BlockBuffers<'_, B, T>,
         d: &mut ActivationGradients<B, T>,
     ) -> Result<(), Error> {
-        let BlockBuffers { saved: SavedBlock { attention, h, mlp }, recomputable, scratch } =
+        let BlockBuffers { saved: SavedBlock { attention, h, gate_up }, recomputable, scratch } =
             buffers;
         let RecomputableBlock { attention_norm, rotated, mlp_norm } = recomputable;
         let attention = AttentionBuffers { saved: attention, rotated, cache: None };
 
         // dh = dy + norm'(mlp'(dy))
         let span = span::enter("mlp");
-        let d_normed = self.mlp.backward(cx, &mlp_norm.y, mlp, scratch, d)?;
+        let d_normed = self.mlp.backward(cx, &mlp_norm.y, gate_up, scratch, d)?;
         self.mlp_norm.backward(cx, h, &mlp_norm.inv_rms, d_normed, d)?;
         drop(span);
 
@@ -125,7 +125,7 @@ impl Block {
         let _span = span::enter("attention");
         let d_normed = self.attention.backward(cx, &attention_norm.y, attention, scratch, d)?;
         self.attention_norm.backward(cx, x, &attention_norm.inv_rms, d_normed, d)?;
-        cx.gradients.mark_written(self.attention_norm.buffer());
+        cx.gradients.mark_written(self.attention_norm.weight.buffer);
         Ok(())
     }
 
@@ -137,7 +137,7 @@ impl Block {
         x: &B::Buffer<T>,
         buffers: &mut BlockBuffers<'_, B, T>,
     ) -> Result<(), Error> {
-        let BlockBuffers { saved: SavedBlock { attention, h, mlp }, recomputable, scratch } =
+        let BlockBuffers { saved: SavedBlock { attention, h, gate_up }, recomputable, scratch } =
             buffers;
         let RecomputableBlock { attention_norm, rotated, mlp_norm } = recomputable;
         if recompute == Recompute::None {
@@ -145,13 +145,13 @@ impl Block {
         }
         let normed = self.attention_norm.forward(cx, x, attention_norm)?;
         if recompute == Recompute::Norms {
-            self.attention.recompute(cx, attention, rotated)?;
+            self.attention.rotation.recompute(cx, &attention.qkv, rotated)?;
             self.mlp_norm.forward(cx, h, mlp_norm)?;
             return Ok(());
         }
         let attention = AttentionBuffers { saved: attention, rotated, cache: None };
         self.attention.forward(cx, normed, attention, scratch, ResidualSum { x, y: h })?;
         let normed = self.mlp_norm.forward(cx, h, mlp_norm)?;
-        self.mlp.recompute(cx, normed, mlp, scratch)
+        self.mlp.recompute(cx, normed, gate_up, scratch)
     }
 }

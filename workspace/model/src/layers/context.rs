@@ -7,6 +7,7 @@
 use std::ops::{Deref, Range};
 
 use moh_comm::Reduce;
+use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::{Backend, Element, Memory, Purpose, View, ViewMut};
 
@@ -30,6 +31,13 @@ pub(crate) struct Tokens<'a, B: Backend> {
     pub independent: bool,
 }
 
+impl<B: Backend> Tokens<'_, B> {
+    /// Whole sequences without a document mask.
+    pub fn whole(shape: QkvShape) -> Self {
+        Tokens { shape, first_position: 0, document_start: None, independent: false }
+    }
+}
+
 impl<B: Backend> Clone for Tokens<'_, B> {
     fn clone(&self) -> Self {
         *self
@@ -41,7 +49,6 @@ impl<B: Backend> Copy for Tokens<'_, B> {}
 /// What every layer of a pass reads.
 pub(crate) struct Context<'a, B: Backend, T: Element> {
     pub backend: &'a B,
-    /// The parameters of all layers.
     pub weights: &'a FlatBuffers<B, T>,
     pub parallel: &'a ModelParallel,
     pub rope: &'a RopeTables<B>,
@@ -82,7 +89,6 @@ pub(crate) struct Scratch<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> Scratch<M, T> {
-    /// Allocates the buffers of passes of these sizes.
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let share = sizes.share();
         let hidden = sizes.tokens() * share.mlp_width(sizes.config).max(sizes.qkv().row());
@@ -109,7 +115,6 @@ pub(crate) struct ActivationGradients<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> ActivationGradients<M, T> {
-    /// Allocates the buffers of passes of these sizes.
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
         let heads = share.heads(config);
@@ -134,14 +139,17 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
         self.tokens.shape.tokens()
     }
 
-    /// The packed copy of a weight, if there is one.
     pub fn packed(&self, weight: &ParameterRange) -> Option<View<'_, B, u32>> {
         self.packed?.get(weight)
     }
 
-    /// This rank's share of each tensor.
     pub fn share(&self) -> TensorShare {
         self.parallel.part().tensor
+    }
+
+    /// This rank's rows of a vocabulary.
+    pub fn vocabulary(&self, size: usize) -> VocabularyRows {
+        VocabularyRows::of_rank(size, self.share().rank, self.share().ranks)
     }
 
     /// Whether several ranks have shards of each tensor.

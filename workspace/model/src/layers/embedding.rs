@@ -1,7 +1,6 @@
 //! The embedding of tokens, whose rows tensor-parallel ranks divide.
 
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
-use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Element, View, span};
 
 use super::{ActivationGradients, BackwardContext, Context};
@@ -18,15 +17,10 @@ pub(crate) struct Embedding {
 }
 
 impl Embedding {
-    /// Lists the table.
     pub fn new(list: &mut TensorList<'_>, config: &ModelConfig) -> Self {
         let (vocabulary, width) = (config.vocab_size, config.hidden_size);
         let table = list.matrix(EMBEDDING, [vocabulary, width], Division::Vocabulary);
         Embedding { table, width, vocabulary }
-    }
-
-    fn rows<B: Backend, T: Element>(&self, cx: &Context<'_, B, T>) -> VocabularyRows {
-        VocabularyRows::of_rank(self.vocabulary, cx.share().rank, cx.share().ranks)
     }
 
     /// Writes the rows of the rank's own tokens, `[M, C]`.
@@ -38,7 +32,7 @@ impl Embedding {
         gathered: &mut Option<B::Buffer<T>>,
     ) -> Result<(), Error> {
         let _span = span::enter("embedding");
-        let (backend, width, rows) = (cx.backend, self.width, self.rows(cx));
+        let (backend, width, rows) = (cx.backend, self.width, cx.vocabulary(self.vocabulary));
         let (table, len) = (cx.weights.get(&self.table), cx.num_tokens() * width);
         let ids = B::reborrow(ids);
         let Some(partial) = gathered else {
@@ -66,7 +60,7 @@ impl Embedding {
         cx.gradients.mark_written(self.table.buffer);
         cx.forward.backend.embedding_backward(EmbeddingBackward {
             width: self.width,
-            rows: self.rows(cx),
+            rows: cx.vocabulary(self.vocabulary),
             ids: B::reborrow(ids),
             d_out: cx.forward.all_gather(self.width, &d.residual, gathered)?,
             d_table: cx.gradients.get_mut(&self.table),

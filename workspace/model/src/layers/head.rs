@@ -3,14 +3,11 @@
 use std::ops::Range;
 
 use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape};
-use moh_kernels::linear::LinearForward;
-use moh_kernels::ranks::VocabularyRows;
-use moh_kernels::{Backend, Element, Memory, Purpose, View, ViewMut, Workspace};
+use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
 
-use super::{ActivationGradients, BackwardContext, Context, Embedding, Normed, Scratch};
-use crate::generation::PackedWeights;
+use super::{ActivationGradients, BackwardContext, Context, Linear, Normed, Scratch};
 use crate::model_parallel::TensorShare;
-use crate::parameters::{FlatBuffers, ParameterRange};
+use crate::parameters::ParameterRange;
 use crate::pass_sizes::{PassRole, PassSizes};
 use crate::teacher::Teacher;
 use crate::tensors::{Division, OUTPUT_HEAD, TensorList};
@@ -19,16 +16,14 @@ use crate::{Error, ModelConfig, StepSums};
 /// The logits of the normed residual stream, and their cross-entropy.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Head {
-    /// `[V, C]`, the embedding's in a tied model.
-    pub weight: ParameterRange,
-    width: usize,
+    /// Its weight is the embedding's in a tied model.
+    pub linear: Linear,
     vocabulary: usize,
 }
 
 /// The buffers of the head, whose backward pass immediately follows its forward pass; they are
 /// empty on stages without it, and those of the loss on a teacher.
 pub(crate) struct HeadBuffers<M: Memory, T: Element> {
-    /// The head's input.
     pub normed: Normed<M, T>,
     scratch: M::Buffer<f32>,
     /// The sums that tensor-parallel ranks all-reduce.
@@ -36,7 +31,6 @@ pub(crate) struct HeadBuffers<M: Memory, T: Element> {
 }
 
 impl<M: Workspace, T: Element> HeadBuffers<M, T> {
-    /// Allocates the buffers of passes of these sizes.
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let shape = sizes.head();
         let sums = match sizes.share().ranks {
@@ -68,34 +62,18 @@ pub(crate) struct HeadPass<'a, B: Backend, T: Element> {
     pub teacher: Option<(&'a Teacher<B, T>, f32)>,
 }
 
-impl<B: Backend, T: Element> HeadPass<'_, B, T> {
-    /// The same with a shorter lifetime.
-    pub fn reborrow(&mut self) -> HeadPass<'_, B, T> {
-        HeadPass {
-            targets: self.targets,
-            buffers: self.buffers,
-            scratch: self.scratch,
-            sums: self.sums,
-            teacher: self.teacher,
-        }
-    }
-}
-
 impl Head {
-    /// Lists the weight.
     pub fn new(list: &mut TensorList<'_>, config: &ModelConfig) -> Self {
-        let (vocabulary, width) = (config.vocab_size, config.hidden_size);
-        let weight = list.matrix(OUTPUT_HEAD, [vocabulary, width], Division::Vocabulary);
-        Head { weight, width, vocabulary }
+        let shape = [config.vocab_size, config.hidden_size];
+        Self::at(list.matrix(OUTPUT_HEAD, shape, Division::Vocabulary), config)
     }
 
-    /// The head of a tied model, whose weight is the embedding's.
-    pub fn tied(config: &ModelConfig, embedding: &Embedding) -> Self {
-        let (vocabulary, width) = (config.vocab_size, config.hidden_size);
-        Head { weight: embedding.table.clone(), width, vocabulary }
+    /// The head with this weight, `[V, C]`.
+    pub fn at(weight: ParameterRange, config: &ModelConfig) -> Self {
+        let linear = Linear::at(weight, config.hidden_size);
+        Head { linear, vocabulary: config.vocab_size }
     }
 
-    /// Adds the cross-entropy to the sums.
     pub fn loss<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -116,13 +94,13 @@ impl Head {
     ) -> Result<Range<usize>, Error> {
         let gradients = HeadGradients::<B, T, G> {
             scale,
-            d_x: B::view_mut(&mut d.hidden, 0..cx.num_tokens() * self.width),
-            accumulation: cx.gradients.accumulation(self.weight.buffer),
-            d_weight: cx.gradients.get_mut(&self.weight),
+            d_x: B::view_mut(&mut d.hidden, 0..cx.num_tokens() * self.linear.inputs),
+            accumulation: cx.gradients.accumulation(self.linear.weight.buffer),
+            d_weight: cx.gradients.get_mut(&self.linear.weight),
         };
         self.cross_entropy(&cx.forward, pass, Some(gradients))?;
-        cx.gradients.mark_written(self.weight.buffer);
-        cx.reduce_scatter(self.width, &mut d.hidden)
+        cx.gradients.mark_written(self.linear.weight.buffer);
+        cx.reduce_scatter(self.linear.inputs, &mut d.hidden)
     }
 
     fn cross_entropy<B: Backend, T: Element, G: Element>(
@@ -132,14 +110,15 @@ impl Head {
         mut gradients: Option<HeadGradients<'_, B, T, G>>,
     ) -> Result<(), Error> {
         let HeadPass { targets, buffers, scratch, sums, teacher } = pass;
+        let width = self.linear.inputs;
         let TensorShare { rank, ranks } = cx.share();
-        let rows = VocabularyRows::of_rank(self.vocabulary, rank, ranks);
+        let rows = cx.vocabulary(self.vocabulary);
         let all_reduce = &cx.sum_over_ranks();
-        let shape = HeadShape::of_rows(cx.num_tokens(), self.width, rows, ranks);
+        let shape = HeadShape::of_rows(cx.num_tokens(), width, rows, ranks);
         cx.backend.cross_entropy(CrossEntropyArgs {
             shape: shape.with_teacher(teacher.is_some()),
-            x: cx.all_gather(self.width, &buffers.normed.y, &mut scratch.gathered)?,
-            weight: cx.weights.get(&self.weight),
+            x: cx.all_gather(width, &buffers.normed.y, &mut scratch.gathered)?,
+            weight: cx.weights.get(&self.linear.weight),
             targets: B::whole(targets),
             scratch: B::whole_mut(&mut buffers.scratch),
             loss: sums.of_head(teacher.is_some()),
@@ -154,32 +133,5 @@ impl Head {
             }),
         })?;
         Ok(())
-    }
-
-    /// The weight and its inputs.
-    pub fn linear_weight(&self) -> (ParameterRange, usize) {
-        (self.weight.clone(), self.width)
-    }
-
-    /// Writes the logits of normed rows, `[tokens, C]`, to `y`, `[tokens, V]`; of the whole vocabulary, which one rank must
-    /// have.
-    pub fn logits<'a, B: Backend, T: Element>(
-        &self,
-        backend: &B,
-        weights: &'a FlatBuffers<B, T>,
-        normed: View<'a, B, T>,
-        y: ViewMut<'a, B, T>,
-        independent: bool,
-        packed: Option<&'a PackedWeights<B>>,
-    ) -> Result<(), Error> {
-        Ok(backend.linear_forward(LinearForward {
-            inputs: self.width,
-            x: normed,
-            weight: weights.get(&self.weight),
-            residual: None,
-            y,
-            independent,
-            packed: packed.and_then(|packed| packed.get(&self.weight)),
-        })?)
     }
 }

@@ -2,57 +2,26 @@
 
 use std::ops::Range;
 
-use moh_kernels::{Accumulation, Backend, Element, Memory};
+use moh_kernels::{Accumulation, Backend, Element};
 
-use super::{
-    ActivationGradients, BackwardContext, ColumnParallelLinear, Context, ResidualSum,
-    RowParallelLinear, Scratch,
-};
-use crate::parameters::ParameterRange;
-use crate::pass_sizes::PassSizes;
+use super::{ActivationGradients, BackwardContext, Context, Linear, ResidualSum, Scratch};
 use crate::tensors::{Division, TensorList};
 use crate::{Error, ModelConfig};
 
 /// `y = residual + down(SwiGLU(gate_up(x)))`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Mlp {
-    gate_up: ColumnParallelLinear,
-    down: RowParallelLinear,
-}
-
-/// What the backward pass reads and is not cheap to recompute. SwiGLU's output is not saved: its
-/// backward pass computes it beside the gradients.
-pub(crate) struct SavedMlp<M: Memory, T: Element> {
-    /// Gate and up projections, `[N, 2I]`.
-    pub gate_up: M::Buffer<T>,
-}
-
-impl<M: Memory, T: Element> SavedMlp<M, T> {
-    /// Allocates the buffers of passes of these sizes.
-    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
-        let width = sizes.share().mlp_width(sizes.config);
-        Ok(SavedMlp { gate_up: memory.allocate(sizes.tokens() * 2 * width)? })
-    }
+    pub gate_up: Linear,
+    pub down: Linear,
 }
 
 impl Mlp {
-    /// The weights of its linear layers, and their inputs.
-    pub fn linear_weights(&self) -> Vec<(ParameterRange, usize)> {
-        vec![self.gate_up.linear_weight(), self.down.linear_weight()]
-    }
-
-    /// Lists the projections.
     pub fn new(list: &mut TensorList<'_>, config: &ModelConfig) -> Self {
         let (hidden, width) = (config.hidden_size, config.intermediate_size);
         let gate_up = [("mlp.gate_proj.weight", width), ("mlp.up_proj.weight", width)];
         Mlp {
-            gate_up: ColumnParallelLinear::new(list, &gate_up, hidden, Division::Mlp),
-            down: RowParallelLinear::new(
-                list,
-                "mlp.down_proj.weight",
-                [hidden, width],
-                Division::Mlp,
-            ),
+            gate_up: Linear::by_outputs(list, &gate_up, hidden, Division::Mlp),
+            down: Linear::by_inputs(list, "mlp.down_proj.weight", [hidden, width], Division::Mlp),
         }
     }
 
@@ -61,19 +30,19 @@ impl Mlp {
         &self,
         cx: &Context<'_, B, T>,
         x: &B::Buffer<T>,
-        saved: &mut SavedMlp<B, T>,
+        gate_up: &mut B::Buffer<T>,
         scratch: &mut Scratch<B, T>,
         sum: ResidualSum<'_, B, T>,
     ) -> Result<(), Error> {
-        self.recompute(cx, x, saved, scratch)?;
-        let (n, width) = (cx.num_tokens(), self.down.inputs());
+        self.recompute(cx, x, gate_up, scratch)?;
+        let (n, width) = (cx.num_tokens(), self.down.inputs);
         cx.backend.swiglu_forward(
             width,
-            B::view(&saved.gate_up, 0..n * 2 * width),
+            B::view(gate_up, 0..n * 2 * width),
             B::view_mut(&mut scratch.hidden, 0..n * width),
         )?;
         let hidden = B::view(&scratch.hidden, 0..n * width);
-        self.down.forward(cx, hidden, &mut scratch.gathered, sum)
+        self.down.add_to_stream(cx, hidden, &mut scratch.gathered, sum)
     }
 
     /// Recomputes the input of the backward pass.
@@ -81,11 +50,11 @@ impl Mlp {
         &self,
         cx: &Context<'_, B, T>,
         x: &B::Buffer<T>,
-        saved: &mut SavedMlp<B, T>,
+        gate_up: &mut B::Buffer<T>,
         scratch: &mut Scratch<B, T>,
     ) -> Result<(), Error> {
-        let x = self.gate_up.gather_input(cx, x, &mut scratch.gathered)?;
-        self.gate_up.forward(cx, x, &mut saved.gate_up)
+        let x = cx.all_gather(self.gate_up.inputs, x, &mut scratch.gathered)?;
+        self.gate_up.forward(cx, x, None, gate_up)
     }
 
     /// From the gradient of the residual stream computes that of `x` in `d.hidden`, and returns its
@@ -94,18 +63,18 @@ impl Mlp {
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,
         x: &B::Buffer<T>,
-        saved: &mut SavedMlp<B, T>,
+        gate_up: &mut B::Buffer<T>,
         scratch: &mut Scratch<B, T>,
         d: &mut ActivationGradients<B, T>,
     ) -> Result<Range<usize>, Error> {
         let Scratch { hidden, gathered } = scratch;
-        let (n, width) = (cx.num_tokens(), self.down.inputs());
-        let d_y = self.down.gather_gradient(cx, &d.residual, gathered)?;
-        self.down.backward_input(cx, d_y, hidden)?;
-        let gate_up = B::view_mut(&mut saved.gate_up, 0..n * 2 * width);
-        cx.backend.swiglu_backward(width, gate_up, B::view_mut(hidden, 0..n * width))?;
+        let (n, width) = (cx.num_tokens(), self.down.inputs);
+        let d_y = cx.all_gather(self.down.outputs, &d.residual, gathered)?;
+        self.down.backward_input(cx, d_y, hidden, Accumulation::Overwrite)?;
+        let projected = B::view_mut(gate_up, 0..n * 2 * width);
+        cx.backend.swiglu_backward(width, projected, B::view_mut(hidden, 0..n * width))?;
         self.down.backward_weight(cx, B::view(hidden, 0..n * width), d_y)?;
-        let d_gate_up = B::view(&saved.gate_up, 0..n * 2 * width);
+        let d_gate_up = B::view(gate_up, 0..n * 2 * width);
         let d_x = &mut d.hidden;
         self.gate_up.backward(cx, x, d_gate_up, gathered, d_x, Accumulation::Overwrite)
     }

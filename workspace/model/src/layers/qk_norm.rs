@@ -16,7 +16,6 @@ pub(crate) struct QkNorm {
 }
 
 impl QkNorm {
-    /// Lists the weights.
     pub fn new(list: &mut TensorList<'_>, head_dim: usize, eps: f64) -> Self {
         let queries = list.norm("self_attn.q_norm.weight", head_dim);
         let keys = list.norm("self_attn.k_norm.weight", head_dim);

@@ -14,7 +14,7 @@ use crate::tensors::TensorList;
 /// RMSNorm with a weight, `[C]`, that all ranks have.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RmsNorm {
-    weight: ParameterRange,
+    pub weight: ParameterRange,
     eps: f64,
 }
 
@@ -27,7 +27,6 @@ pub(crate) struct Normed<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> Normed<M, T> {
-    /// Allocates the buffers of passes of these sizes.
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         Ok(Normed {
             y: memory.allocate(sizes.stream())?,
@@ -37,14 +36,8 @@ impl<M: Memory, T: Element> Normed<M, T> {
 }
 
 impl RmsNorm {
-    /// Lists the weight, `[width]`.
     pub fn new(list: &mut TensorList<'_>, name: &str, width: usize, eps: f64) -> Self {
         RmsNorm { weight: list.norm(name, width), eps }
-    }
-
-    /// The flat buffer that has the weight.
-    pub fn buffer(&self) -> usize {
-        self.weight.buffer
     }
 
     /// Norms the residual stream `x`, `[M, C]`; returns the output.

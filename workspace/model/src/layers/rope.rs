@@ -22,7 +22,6 @@ impl<M: Memory> RopeTables<M> {
         Ok(RopeTables { cos: memory.allocate(len)?, sin: memory.allocate(len)? })
     }
 
-    /// Writes the tables.
     pub fn fill(&mut self, memory: &M, rope: &RopeConfig, head_dim: usize) -> Result<(), Error> {
         let positions = M::len(&self.cos) / (head_dim / 2).max(1);
         let (cos, sin) = table(rope, head_dim, positions);
@@ -31,38 +30,12 @@ impl<M: Memory> RopeTables<M> {
     }
 }
 
-/// The rotation of queries and keys by their positions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Rope;
-
-impl Rope {
-    /// The operator's arguments for the queries and keys of `qkv`, or for their gradients.
-    pub fn args<'v, B: Backend, T: Element>(
-        self,
-        cx: &'v Context<'_, B, T>,
-        qkv: ViewMut<'v, B, T>,
-    ) -> RopeArgs<'v, B, T> {
-        let RopeTables { cos, sin } = cx.rope;
-        let first_position = cx.tokens.first_position;
+impl<B: Backend, T: Element> Context<'_, B, T> {
+    /// The arguments of a rotation of the queries and keys of `qkv`, or of their gradients, by their positions.
+    pub fn rope_args<'v>(&'v self, qkv: ViewMut<'v, B, T>) -> RopeArgs<'v, B, T> {
+        let RopeTables { cos, sin } = self.rope;
+        let first_position = self.tokens.first_position;
         let table = RopeTable { cos: B::whole(cos), sin: B::whole(sin), first_position };
-        RopeArgs { shape: &cx.tokens.shape, table, qkv }
-    }
-
-    /// Rotates queries and keys.
-    pub fn forward<B: Backend, T: Element>(
-        self,
-        cx: &Context<'_, B, T>,
-        mut qkv: ViewMut<'_, B, T>,
-    ) -> Result<(), Error> {
-        Ok(cx.backend.rope_forward(self.args(cx, B::reborrow_mut(&mut qkv)))?)
-    }
-
-    /// Replaces the gradients of rotated queries and keys by those of unrotated ones.
-    pub fn backward<B: Backend, T: Element>(
-        self,
-        cx: &Context<'_, B, T>,
-        mut d_qkv: ViewMut<'_, B, T>,
-    ) -> Result<(), Error> {
-        Ok(cx.backend.rope_backward(self.args(cx, B::reborrow_mut(&mut d_qkv)))?)
+        RopeArgs { shape: &self.tokens.shape, table, qkv }
     }
 }

@@ -7,7 +7,6 @@
 use moh_kernels::{Backend, Element, View};
 
 use super::attention::{AttentionBuffers, SavedAttention};
-use super::rope::Rope;
 use super::router::RouterInputs;
 use super::{ActivationGradients, BackwardContext, Context, QkNorm, RouterLayer};
 use crate::Error;
@@ -47,7 +46,9 @@ impl Rotation {
             (Rotation::Rope, Some((router, routing))) => {
                 router.forward_and_rotate(cx, x, B::view_mut(qkv, all), routing, logits)
             }
-            (Rotation::Rope, None) => Rope.forward(cx, B::view_mut(qkv, all)),
+            (Rotation::Rope, None) => {
+                Ok(cx.backend.rope_forward(cx.rope_args(B::view_mut(qkv, all)))?)
+            }
             (Rotation::NormedRope(_), routing) => {
                 if let Some((router, routing)) = routing {
                     router.forward(cx, x, B::view(qkv, all), routing, logits)?;
@@ -67,7 +68,7 @@ impl Rotation {
         let Rotation::NormedRope(norm) = self else { return Ok(()) };
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
         norm.forward(cx, B::view(qkv, all.clone()), B::view_mut(rotated, all.clone()))?;
-        Rope.forward(cx, B::view_mut(rotated, all))
+        Ok(cx.backend.rope_forward(cx.rope_args(B::view_mut(rotated, all)))?)
     }
 
     /// Replaces the gradients of queries and keys in `d_qkv`, as attention reads them, by the
@@ -93,9 +94,12 @@ impl Rotation {
             (Rotation::Rope, Some((router, inputs))) => {
                 router.backward_and_rotate(cx, &inputs, logits, d, d_qkv)
             }
-            (Rotation::Rope, None) => Rope.backward(cx, d_qkv),
+            (Rotation::Rope, None) => {
+                let gradients = B::reborrow_mut(&mut d_qkv);
+                Ok(cx.backend.rope_backward(cx.rope_args(gradients))?)
+            }
             (Rotation::NormedRope(norm), inputs) => {
-                Rope.backward(cx, B::reborrow_mut(&mut d_qkv))?;
+                cx.backend.rope_backward(cx.rope_args(B::reborrow_mut(&mut d_qkv)))?;
                 norm.backward(cx, qkv, B::reborrow_mut(&mut d_qkv))?;
                 inputs.map_or(Ok(()), |(router, inputs)| {
                     router.backward(cx, &inputs, logits, d, d_qkv)

@@ -3,28 +3,34 @@
 //! The routers of a configuration ([`RouterKind`](crate::RouterKind)) are called here; any other one
 //! implements [`Router`](crate::router::Router). It reads the block's normed input x, and the
 //! projection's queries, keys and values.
+//!
+//! The routers by logits, z = x W^T, are "linear", whose gates are straight-through, "two-stage", which weighs
+//! the heads (equations 5 and 6, normalised as in the authors' code), and "one-stage", which does so without the
+//! weights of the two stages. [`moh_kernels::router::logits`] has the formulas.
+//! Row i of `self_attn.router.weight`, `[heads, C]`, is that of head i, whether it is shared or routed;
+//! the two rows of `self_attn.router.stages.weight` are those of the two stages. So tensors do not depend
+//! on the set of shared heads. Rows that a router does not read get no gradient: those of shared heads
+//! without weights, and the stages without shared heads.
 
+use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight};
 use moh_kernels::ranks::{AllReduce, Heads};
-use moh_kernels::router::logits::LogitRouter;
+use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
 use moh_kernels::router::query_norm::{
     QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
     QueryNormRouter,
 };
 use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape, SharedHeads};
-use moh_kernels::{Backend, Element, View, ViewMut};
+use moh_kernels::{Accumulation, Backend, Element, View, ViewMut};
 
-use super::logit_router::LogitLayer;
-use super::rope::Rope;
-use super::{ActivationGradients, BackwardContext, Context};
+use super::{ActivationGradients, BackwardContext, Context, Linear};
 use crate::parameters::ParameterRange;
 use crate::router::{
-    CustomRouters, LayerGradients, Parameters, Router, RouterBackward, RouterForward,
-    RouterParameter,
+    CustomRouters, LayerGradients, Parameters, RouterBackward, RouterForward, RouterParameter,
 };
-use crate::tensors::{Division, TensorList};
+use crate::tensors::{Division, ROUTER, ROUTER_STAGES, TensorList};
 use crate::{Error, ModelConfig};
 
-/// What a layer's router is before the layer has its parameters.
+/// What selects the heads of a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum RouterSpec {
     /// A router by the norms of queries.
@@ -38,37 +44,50 @@ pub(crate) enum RouterSpec {
 }
 
 impl RouterSpec {
-    /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`, by a configuration's
-    /// router; a custom router says its own.
-    pub fn routing_shape(
+    /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`.
+    pub fn routing_shape<B: Backend, T: Element>(
         &self,
+        routers: &CustomRouters<B, T>,
         tokens: usize,
         heads: Heads,
-    ) -> Option<moh_kernels::Result<RoutingShape>> {
+    ) -> moh_kernels::Result<RoutingShape> {
         match self {
-            RouterSpec::QueryNorm(router) => Some(router.routing_shape(tokens, heads)),
-            RouterSpec::Static(shared) => Some(Ok(static_shape(*shared, tokens, heads))),
-            RouterSpec::Logits(router) => Some(router.routing_shape(tokens, heads)),
-            RouterSpec::Custom { .. } => None,
+            RouterSpec::QueryNorm(router) => router.routing_shape(tokens, heads),
+            RouterSpec::Static(shared) => Ok(RoutingShape {
+                tokens,
+                heads,
+                columns: heads.count - shared.leading(),
+                saved_per_token: 0,
+                weighted: false,
+                logits: 0,
+            }),
+            RouterSpec::Logits(router) => router.routing_shape(tokens, heads),
+            RouterSpec::Custom { index, .. } => routers[*index].routing_shape(tokens, heads),
+        }
+    }
+
+    pub fn shared_heads<B: Backend, T: Element>(
+        &self,
+        routers: &CustomRouters<B, T>,
+    ) -> SharedHeads {
+        match self {
+            RouterSpec::QueryNorm(router) => router.shared,
+            RouterSpec::Static(shared) => *shared,
+            RouterSpec::Logits(router) => router.shared,
+            RouterSpec::Custom { index, .. } => routers[*index].shared_heads(),
         }
     }
 }
 
 /// A router, and where its parameters are.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum RouterLayer {
-    QueryNorm(QueryNormRouter),
-    Static(SharedHeads),
-    Logits(LogitLayer),
-    Custom(CustomRouter),
-}
-
-/// One of the model's [`CustomRouters`] as a layer.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct CustomRouter {
-    index: usize,
+pub(crate) struct RouterLayer {
+    pub spec: RouterSpec,
     /// Width of the block's input, C.
     width: usize,
+    /// Heads of the layer.
+    heads: usize,
+    /// Its matrices; of a router by logits that of the heads, then that of the stages.
     parameters: Vec<ParameterRange>,
 }
 
@@ -83,73 +102,73 @@ pub(crate) struct RouterInputs<'a, B: Backend, T: Element> {
 
 impl RouterLayer {
     /// Lists the router's parameters, which every tensor-parallel rank has.
-    pub fn new(list: &mut TensorList<'_>, config: &ModelConfig, spec: &RouterSpec) -> Self {
-        let width = config.hidden_size;
-        match spec {
-            RouterSpec::QueryNorm(router) => RouterLayer::QueryNorm(*router),
-            RouterSpec::Static(shared) => RouterLayer::Static(*shared),
+    pub fn new(list: &mut TensorList<'_>, config: &ModelConfig, spec: RouterSpec) -> Self {
+        let (width, heads) = (config.hidden_size, config.num_attention_heads);
+        let mut matrix = |name: &str, shape| list.matrix(name, shape, Division::Replicated);
+        let parameters = match &spec {
+            RouterSpec::QueryNorm(_) | RouterSpec::Static(_) => Vec::new(),
             RouterSpec::Logits(router) => {
-                RouterLayer::Logits(LogitLayer::new(list, config, *router))
+                let weight = matrix(ROUTER, [heads, width]);
+                let has_stages = router.weights == HeadWeights::TwoStage;
+                let stages = has_stages.then(|| matrix(ROUTER_STAGES, [2, width]));
+                [weight].into_iter().chain(stages).collect()
             }
-            RouterSpec::Custom { index, parameters } => {
-                let matrix = |RouterParameter { name, shape }: &RouterParameter| {
-                    list.matrix(name, *shape, Division::Replicated)
-                };
-                let parameters = parameters.iter().map(matrix).collect();
-                RouterLayer::Custom(CustomRouter { index: *index, width, parameters })
-            }
-        }
+            RouterSpec::Custom { parameters, .. } => parameters
+                .iter()
+                .map(|matrix_of| matrix(&matrix_of.name, matrix_of.shape))
+                .collect(),
+        };
+        RouterLayer { spec, width, heads, parameters }
     }
 
     /// The router of a configuration, with the matrices of `before`, the router that the layer had,
     /// if it needs any; `None` if that has none.
-    pub fn after(spec: RouterSpec, before: Option<&RouterLayer>) -> Option<Self> {
-        match (spec, before) {
-            (RouterSpec::QueryNorm(router), _) => Some(RouterLayer::QueryNorm(router)),
-            (RouterSpec::Static(shared), _) => Some(RouterLayer::Static(shared)),
-            (RouterSpec::Logits(router), Some(RouterLayer::Logits(before))) => {
-                Some(RouterLayer::Logits(before.with_heads(router)))
-            }
-            (RouterSpec::Logits(_) | RouterSpec::Custom { .. }, _) => None,
-        }
+    pub fn after(
+        config: &ModelConfig,
+        spec: RouterSpec,
+        before: Option<&RouterLayer>,
+    ) -> Option<Self> {
+        let (width, heads) = (config.hidden_size, config.num_attention_heads);
+        let parameters = match (&spec, before) {
+            (RouterSpec::QueryNorm(_) | RouterSpec::Static(_), _) => Vec::new(),
+            (
+                RouterSpec::Logits(_),
+                Some(RouterLayer { spec: RouterSpec::Logits(_), parameters, .. }),
+            ) => parameters.clone(),
+            (RouterSpec::Logits(_) | RouterSpec::Custom { .. }, _) => return None,
+        };
+        Some(RouterLayer { spec, width, heads, parameters })
     }
 
-    /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`.
-    pub fn routing_shape<B: Backend, T: Element>(
-        &self,
-        routers: &CustomRouters<B, T>,
-        tokens: usize,
-        heads: Heads,
-    ) -> moh_kernels::Result<RoutingShape> {
-        match self {
-            RouterLayer::QueryNorm(router) => router.routing_shape(tokens, heads),
-            RouterLayer::Static(shared) => Ok(static_shape(*shared, tokens, heads)),
-            RouterLayer::Logits(layer) => layer.router.routing_shape(tokens, heads),
-            RouterLayer::Custom(custom) => routers[custom.index].routing_shape(tokens, heads),
-        }
+    /// The linear layer of the logits, those of the heads first; of a router by logits.
+    pub fn logits(&self) -> Option<Linear> {
+        let RouterSpec::Logits(router) = &self.spec else { return None };
+        Some(self.logits_of(router))
     }
 
-    /// The heads that every token computes.
-    pub fn shared_heads<B: Backend, T: Element>(
-        &self,
-        routers: &CustomRouters<B, T>,
-    ) -> SharedHeads {
-        match self {
-            RouterLayer::QueryNorm(router) => router.shared,
-            RouterLayer::Static(shared) => *shared,
-            RouterLayer::Logits(layer) => layer.router.shared,
-            RouterLayer::Custom(custom) => routers[custom.index].shared_heads(),
-        }
+    fn logits_of(&self, router: &LogitRouter) -> Linear {
+        let has_stages = router.logits(self.heads) > self.heads;
+        let matrices = self.parameters.iter().take(1 + usize::from(has_stages));
+        Linear::at(ParameterRange::joined(matrices.cloned()), self.width)
     }
 
     /// Whether tokens select heads, so that there are gates, loads and a balance loss.
     pub fn selects(&self) -> bool {
-        !matches!(self, RouterLayer::Static(_))
+        !matches!(self.spec, RouterSpec::Static(_))
     }
 
     /// Whether the router's gradient reaches the block's input beside queries, keys and values.
     pub fn reads_input(&self) -> bool {
-        matches!(self, RouterLayer::Logits(_) | RouterLayer::Custom(_))
+        matches!(self.spec, RouterSpec::Logits(_) | RouterSpec::Custom { .. })
+    }
+
+    /// What the balance loss sum_i f_i P_i is multiplied by: in the authors' code of two-stage routing
+    /// the number of routed heads.
+    fn balance_factor<B: Backend>(&self, routing: &Routing<B>) -> f64 {
+        match &self.spec {
+            RouterSpec::Logits(router) if router.weighs() => routing.routed() as f64,
+            _ => 1.0,
+        }
     }
 
     /// Adds `scale` times the router's auxiliary loss over the routed tokens to `out`, `[1]`.
@@ -160,16 +179,14 @@ impl RouterLayer {
         scale: f64,
         mut out: ViewMut<'_, B, f64>,
     ) -> Result<(), Error> {
-        let out = B::reborrow_mut(&mut out);
-        match self {
-            RouterLayer::QueryNorm(_) => cx.backend.balance_loss(routing, scale, out)?,
-            RouterLayer::Static(_) => {}
-            RouterLayer::Logits(layer) => {
-                let scale = scale * layer.balance_factor(routing);
+        let (scale, out) = (scale * self.balance_factor(routing), B::reborrow_mut(&mut out));
+        match &self.spec {
+            RouterSpec::Static(_) => {}
+            RouterSpec::QueryNorm(_) | RouterSpec::Logits(_) => {
                 cx.backend.balance_loss(routing, scale, out)?
             }
-            RouterLayer::Custom(custom) => {
-                custom.router(cx).loss(cx.backend, routing, scale, out)?
+            RouterSpec::Custom { index, .. } => {
+                cx.routers[*index].loss(cx.backend, routing, scale, out)?
             }
         }
         Ok(())
@@ -188,22 +205,35 @@ impl RouterLayer {
         let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
         let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
         let (x, qkv) = (B::reborrow(x), B::reborrow(qkv));
-        match self {
-            RouterLayer::QueryNorm(router) => cx.backend.query_norm_forward(
+        match &self.spec {
+            RouterSpec::QueryNorm(router) => cx.backend.query_norm_forward(
                 *router,
                 QueryNormForward { shape, qkv, routing, all_reduce },
             )?,
-            RouterLayer::Static(shared) => {
+            RouterSpec::Static(shared) => {
                 cx.backend.route_to_shared(cx.num_tokens(), *shared, routing)?
             }
-            RouterLayer::Logits(layer) => layer.forward(cx, x, routing, logits, all_reduce)?,
-            RouterLayer::Custom(custom) => {
-                let parameters = custom.parameters(cx);
+            RouterSpec::Logits(router) => {
+                let (linear, tokens) = (self.logits_of(router), cx.num_tokens());
+                linear.forward(cx, x, None, logits)?;
+                let logits = B::view(logits, 0..tokens * linear.outputs);
+                let args = LogitsForward { logits, tokens, routing, all_reduce };
+                cx.backend.logits_forward(*router, args)?
+            }
+            RouterSpec::Custom { index, .. } => {
+                let parameters = self.parameters(cx);
                 let args = RouterForward { shape, x, qkv, parameters, routing, all_reduce };
-                custom.router(cx).forward(cx.backend, args)?;
+                cx.routers[*index].forward(cx.backend, args)?
             }
         }
         Ok(())
+    }
+
+    fn parameters<'v, B: Backend, T: Element>(
+        &'v self,
+        cx: &Context<'v, B, T>,
+    ) -> Parameters<'v, B, T> {
+        Parameters { weights: cx.weights, ranges: &self.parameters }
     }
 
     /// As [`Self::forward`], then rotates queries and keys in place; the routers by norms do both in one
@@ -216,11 +246,11 @@ impl RouterLayer {
         routing: &mut Routing<B>,
         logits: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
-        let RouterLayer::QueryNorm(router) = self else {
+        let RouterSpec::QueryNorm(router) = &self.spec else {
             self.forward(cx, x, B::as_view(&qkv), routing, logits)?;
-            return Rope.forward(cx, qkv);
+            return Ok(cx.backend.rope_forward(cx.rope_args(B::reborrow_mut(&mut qkv)))?);
         };
-        let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut qkv)));
+        let (sum, rope) = (cx.sum_over_ranks(), cx.rope_args(B::reborrow_mut(&mut qkv)));
         let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
         let args = QueryNormRopeForward { rope, routing, all_reduce };
         Ok(cx.backend.query_norm_rope_forward(*router, args)?)
@@ -237,19 +267,71 @@ impl RouterLayer {
         d: &mut ActivationGradients<B, T>,
         mut d_qkv: ViewMut<'_, B, T>,
     ) -> Result<(), Error> {
-        let RouterInputs { qkv, routing, .. } = *inputs;
-        match self {
-            RouterLayer::QueryNorm(router) => {
-                let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
-                let (qkv, d_qkv) = (B::reborrow(qkv), B::reborrow_mut(&mut d_qkv));
-                let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
-                let args = QueryNormBackward { shape, qkv, d_qkv, gradient };
-                Ok(cx.backend.query_norm_backward(*router, args)?)
-            }
-            RouterLayer::Static(_) => Ok(()),
-            RouterLayer::Logits(layer) => layer.backward(cx, inputs, logits, d),
-            RouterLayer::Custom(custom) => custom.backward(cx, inputs, d, d_qkv),
+        let RouterInputs { x, qkv, routing } = *inputs;
+        if !self.selects() {
+            return Ok(());
         }
+        for parameter in &self.parameters {
+            cx.gradients.clear_stale(cx.forward.backend, parameter)?;
+        }
+        let (width, own) = (self.width, cx.own_tokens());
+        let tokens = own.start()..own.start() + own.local();
+        let elements = tokens.start * width..tokens.end * width;
+        if self.reads_input() {
+            cx.backend.zero(B::view_mut(&mut d.hidden, 0..cx.num_tokens() * width))?;
+        }
+        let (sum, x) = (cx.forward.sum_over_ranks(), B::view(x, 0..elements.len()));
+        match &self.spec {
+            RouterSpec::Static(_) => {}
+            RouterSpec::QueryNorm(router) => {
+                let (shape, qkv) = (&cx.tokens.shape, B::reborrow(qkv));
+                let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
+                let d_qkv = B::reborrow_mut(&mut d_qkv);
+                let args = QueryNormBackward { shape, qkv, d_qkv, gradient };
+                cx.backend.query_norm_backward(*router, args)?
+            }
+            RouterSpec::Logits(router) => {
+                let (linear, accumulation) = (self.logits_of(router), Accumulation::Add);
+                let d_logits = 0..tokens.len() * linear.outputs;
+                let mut gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
+                gradient.balance_weight *= self.balance_factor(routing) as f32;
+                let written = B::view_mut(logits, d_logits.clone());
+                let args = LogitsBackward { tokens, d_logits: written, gradient };
+                cx.backend.logits_backward(*router, args)?;
+                cx.forward.backend.linear_backward_weight(LinearBackwardWeight {
+                    inputs: width,
+                    x: B::reborrow(x),
+                    d_y: B::view(logits, d_logits.clone()),
+                    d_weight: cx.gradients.get_mut(&linear.weight),
+                    accumulation,
+                })?;
+                cx.backend.linear_backward_input(LinearBackwardInput {
+                    inputs: width,
+                    d_y: B::view(logits, d_logits),
+                    weight: cx.weights.get(&linear.weight),
+                    d_x: B::view_mut(&mut d.hidden, elements),
+                    accumulation,
+                })?
+            }
+            RouterSpec::Custom { index, .. } => {
+                let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
+                let (cx, gradients) = (&cx.forward, &mut *cx.gradients);
+                let (backend, ranges) = (cx.backend, &self.parameters[..]);
+                let args = RouterBackward {
+                    shape: &cx.tokens.shape,
+                    x: B::reborrow(x),
+                    qkv: B::reborrow(qkv),
+                    parameters: self.parameters(cx),
+                    gradient,
+                    tokens,
+                    d_x: B::view_mut(&mut d.hidden, elements),
+                    d_qkv: B::reborrow_mut(&mut d_qkv),
+                    d_parameters: &mut LayerGradients { backend, gradients, ranges },
+                };
+                cx.routers[*index].backward(backend, args)?
+            }
+        }
+        Ok(())
     }
 
     /// As [`Self::backward`], then replaces the gradients of rotated queries and keys by those of
@@ -262,78 +344,22 @@ impl RouterLayer {
         d: &mut ActivationGradients<B, T>,
         mut d_qkv: ViewMut<'_, B, T>,
     ) -> Result<(), Error> {
-        let RouterLayer::QueryNorm(router) = self else {
+        let RouterSpec::QueryNorm(router) = &self.spec else {
             self.backward(cx, inputs, logits, d, B::reborrow_mut(&mut d_qkv))?;
-            return Rope.backward(cx, d_qkv);
+            return Ok(cx.backend.rope_backward(cx.rope_args(B::reborrow_mut(&mut d_qkv)))?);
         };
         let RouterInputs { qkv, routing, .. } = *inputs;
-        let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut d_qkv)));
+        let (sum, rope) = (cx.sum_over_ranks(), cx.rope_args(B::reborrow_mut(&mut d_qkv)));
         let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
         let args = QueryNormRopeBackward { qkv: B::reborrow(qkv), rope, gradient };
         Ok(cx.backend.query_norm_rope_backward(*router, args)?)
     }
 }
 
-/// Sizes of a routing to the shared heads alone.
-fn static_shape(shared: SharedHeads, tokens: usize, heads: Heads) -> RoutingShape {
-    let columns = heads.count - shared.leading();
-    RoutingShape { tokens, heads, columns, saved_per_token: 0, weighted: false, logits: 0 }
-}
-
-impl CustomRouter {
-    /// Its implementation.
-    fn router<'v, B: Backend, T: Element>(&self, cx: &Context<'v, B, T>) -> &'v dyn Router<B, T> {
-        &*cx.routers[self.index]
-    }
-
-    fn parameters<'v, B: Backend, T: Element>(
-        &'v self,
-        cx: &Context<'v, B, T>,
-    ) -> Parameters<'v, B, T> {
-        Parameters { weights: cx.weights, ranges: &self.parameters }
-    }
-
-    fn backward<B: Backend, T: Element, G: Element>(
-        &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
-        inputs: &RouterInputs<'_, B, T>,
-        d: &mut ActivationGradients<B, T>,
-        mut d_qkv: ViewMut<'_, B, T>,
-    ) -> Result<(), Error> {
-        let RouterInputs { x, qkv, routing } = *inputs;
-        let (width, own, sum) = (self.width, cx.own_tokens(), cx.forward.sum_over_ranks());
-        let tokens = own.start()..own.start() + own.local();
-        let elements = tokens.start * width..tokens.end * width;
-        for parameter in &self.parameters {
-            cx.gradients.clear_stale(cx.forward.backend, parameter)?;
-        }
-        cx.backend.zero(B::view_mut(&mut d.hidden, 0..cx.num_tokens() * width))?;
-        let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
-        let (cx, gradients) = (&cx.forward, &mut *cx.gradients);
-        let mut d_parameters =
-            LayerGradients { backend: cx.backend, gradients, ranges: &self.parameters };
-        self.router(cx).backward(
-            cx.backend,
-            RouterBackward {
-                shape: &cx.tokens.shape,
-                x: B::view(x, 0..elements.len()),
-                qkv: B::reborrow(qkv),
-                parameters: self.parameters(cx),
-                gradient,
-                tokens,
-                d_x: B::view_mut(&mut d.hidden, elements),
-                d_qkv: B::reborrow_mut(&mut d_qkv),
-                d_parameters: &mut d_parameters,
-            },
-        )?;
-        Ok(())
-    }
-}
-
 /// The gradients that reach a layer's router. Ranks that share the heads exchange the deltas of all
 /// heads if the router weights them, else those of the columns. The gradient of a weight is no
 /// straight-through one.
-pub(super) fn gradient<'v, B: Backend, T: Element, G: Element>(
+fn gradient<'v, B: Backend, T: Element, G: Element>(
     cx: &BackwardContext<'_, B, T, G>,
     routing: &'v Routing<B>,
     delta: &'v B::Buffer<f32>,

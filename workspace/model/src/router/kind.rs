@@ -101,13 +101,9 @@ impl RouterKind {
     /// The heads in whose multiples a token selects them.
     pub(crate) fn unit(self, groups: HeadGroups) -> usize {
         match self {
-            RouterKind::QueryNorm
-            | RouterKind::Static
-            | RouterKind::Linear
-            | RouterKind::OneStage
-            | RouterKind::TwoStage => 1,
             RouterKind::Group => groups.size(),
             RouterKind::WithinGroup => groups.kv_heads.max(1),
+            _ => 1,
         }
     }
 
@@ -195,65 +191,37 @@ mod tests {
             let checked = router.check(LayerHeads { shared, top_k }, groups, " of layer 3");
             checked.map_err(|error| error.to_string())
         };
+        use RouterKind::{Group, Linear, OneStage, QueryNorm, Static, TwoStage, WithinGroup};
         for (router, shared, top_k) in [
-            (RouterKind::Group, &[2, 3, 6, 7][..], 2),
-            (RouterKind::Group, &[0, 1, 2, 3, 4, 5], 2),
-            (RouterKind::WithinGroup, &[0, 3, 4, 7], 4),
-            (RouterKind::WithinGroup, &[], 4),
-            (RouterKind::Static, &[0, 5, 6, 7], 0),
-            (RouterKind::Static, &[0, 1, 2, 3, 4, 5, 6], 0),
-            (RouterKind::Linear, &[0, 1, 2, 3, 4, 5, 6], 0),
-            (RouterKind::TwoStage, &[0, 1, 2, 3, 4, 5, 7], 1),
+            (Group, &[2, 3, 6, 7][..], 2),
+            (Group, &[0, 1, 2, 3, 4, 5], 2),
+            (WithinGroup, &[0, 3, 4, 7], 4),
+            (WithinGroup, &[], 4),
+            (Static, &[0, 5, 6, 7], 0),
+            (Static, &[0, 1, 2, 3, 4, 5, 6], 0),
+            (Linear, &[0, 1, 2, 3, 4, 5, 6], 0),
+            (TwoStage, &[0, 1, 2, 3, 4, 5, 7], 1),
         ] {
             assert_eq!(check(router, shared, top_k), Ok(()), "{router:?}");
         }
         for (router, shared, top_k, expected) in [
+            (Group, &[0, 1, 2][..], 2, "shared_heads# are no whole groups: the router \"group\""),
+            (Group, &[0, 1], 3, "routed_top_k# = 3: must be a multiple of 2, the heads of a group"),
+            (WithinGroup, &[0, 1, 2, 3], 4, "shared_heads# are not equally many in every group"),
             (
-                RouterKind::Group,
-                &[0, 1, 2][..],
-                2,
-                "shared_heads of layer 3 are no whole groups: the router \"group\"",
-            ),
-            (
-                RouterKind::Group,
-                &[0, 1],
-                3,
-                "routed_top_k of layer 3 = 3: must be a multiple of 2, the heads of a group",
-            ),
-            (
-                RouterKind::WithinGroup,
-                &[0, 1, 2, 3],
-                4,
-                "shared_heads of layer 3 are not equally many in every group",
-            ),
-            (
-                RouterKind::WithinGroup,
+                WithinGroup,
                 &[0, 2, 4, 6],
                 2,
-                "routed_top_k of layer 3 = 2: must be a multiple of 4, the key/value heads",
+                "routed_top_k# = 2: must be a multiple of 4, the key/value",
             ),
-            (
-                RouterKind::TwoStage,
-                &[3],
-                0,
-                "routed_top_k of layer 3 = 0: the router \"two-stage\"",
-            ),
-            (
-                RouterKind::OneStage,
-                &[3],
-                0,
-                "routed_top_k of layer 3 = 0: the router \"one-stage\"",
-            ),
-            (RouterKind::Static, &[0], 1, "routed_top_k of layer 3 = 1: must be 0, tokens of"),
-            (
-                RouterKind::QueryNorm,
-                &[0, 1, 2, 3, 4, 5, 7],
-                1,
-                "shared_heads of layer 3 = 7 of 8 leaves one routed head",
-            ),
+            (TwoStage, &[3], 0, "routed_top_k# = 0: the router \"two-stage\""),
+            (OneStage, &[3], 0, "routed_top_k# = 0: the router \"one-stage\""),
+            (Static, &[0], 1, "routed_top_k# = 1: must be 0, tokens of"),
+            (QueryNorm, &[0, 1, 2, 3, 4, 5, 7], 1, "shared_heads# = 7 of 8 leaves one routed head"),
         ] {
+            let expected = expected.replace('#', " of layer 3");
             let message = check(router, shared, top_k).unwrap_err();
-            assert!(message.starts_with(expected), "{message}");
+            assert!(message.starts_with(&expected), "{message}");
         }
     }
 }

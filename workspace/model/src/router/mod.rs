@@ -18,7 +18,7 @@ use moh_kernels::rope::QkvShape;
 use moh_kernels::router::logits::{HeadWeights, LogitRouter};
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::router::{RouterGradient, Routing, RoutingShape, SharedHeads};
-use moh_kernels::{Backend, Element, Result, View, ViewMut};
+use moh_kernels::{Backend, Cpu, Element, Result, View, ViewMut};
 
 pub(crate) use kind::HeadGroups;
 pub use kind::RouterKind;
@@ -32,9 +32,6 @@ use crate::{LayerHeads, ModelConfig};
 /// Selects the active heads of each token of a layer.
 pub trait Router<B: Backend, T: Element>: Send + Sync {
     /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`.
-    ///
-    /// # Errors
-    /// Fails if the router cannot route these heads.
     fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape>;
 
     /// The heads that every token computes.
@@ -147,16 +144,15 @@ pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<RouterSpec>
 }
 
 /// Sizes of a routing that fits every layer of a configuration; `None` if all layers are dense.
-///
-/// # Errors
-/// Heads that the router cannot route.
 pub(crate) fn routing_shape_of(
     config: &ModelConfig,
     tokens: usize,
     heads: Heads,
 ) -> Result<Option<RoutingShape>> {
+    // A configuration has none of these.
+    let custom = CustomRouters::<Cpu, f32>::new();
     let routers = (0..config.num_hidden_layers).filter_map(|layer| of_layer(config, layer));
-    largest(routers.filter_map(|router| router.routing_shape(tokens, heads)))
+    largest(routers.map(|router| router.routing_shape(&custom, tokens, heads)))
 }
 
 /// Sizes that serve each of the layers.

@@ -21,9 +21,6 @@ impl<B: Backend, T: Element> Copy for Parameters<'_, B, T> {}
 
 impl<'a, B: Backend, T: Element> Parameters<'a, B, T> {
     /// The parameter of index `parameter`, `[outputs, inputs]`.
-    ///
-    /// # Errors
-    /// Fails for a parameter that the router does not have.
     pub fn get(&self, parameter: usize) -> Result<View<'a, B, T>> {
         Ok(self.weights.get(range(self.ranges, parameter)?))
     }
@@ -42,10 +39,6 @@ pub trait ParameterGradients<B: Backend, T: Element> {
     /// Adds `d_y^T x` to the gradient of the parameter of index `parameter` in
     /// [`Router::parameters`](super::Router::parameters), `[outputs, inputs]`: with x `[tokens,
     /// inputs]` and `d_y` `[tokens, outputs]`, the gradient of `y = x W^T`.
-    ///
-    /// # Errors
-    /// Fails for a parameter that the router does not have, for other lengths, and if the device
-    /// fails.
     fn add_linear(
         &mut self,
         parameter: usize,

@@ -5,11 +5,10 @@ use candle_core::Tensor;
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, AttentionOutputLoss, AuxiliaryLoss, Error, HeadCounts, Model,
-    ModelConfig, MohConfig, PassRole, PassShape, PassSlot, RouterKind, Slots, StepSums, Teacher,
-    initial,
+    Activations, Architecture, AttentionOutputLoss, AuxiliaryLoss, Error, Model, ModelConfig,
+    MohConfig, PassRole, PassShape, PassSlot, RouterKind, Slots, StepSums, Teacher,
 };
-use moh_testkit::models::{SHAPE, config, model, upload};
+use moh_testkit::models::{SHAPE, config, draw, model, moh, upload};
 use moh_testkit::reference::{Reference, assert_gradient, configured, micro_batch};
 
 /// The loss's weight over layers and tokens.
@@ -19,10 +18,7 @@ const SCALE: f32 = 0.7 / (3.0 * 80.0);
 fn teacher(config: &ModelConfig) -> Model<Cpu, f32> {
     let config = ModelConfig { moh: None, ..config.clone() };
     Model::new::<Error>(Cpu, config, 64, |segment, values| {
-        initial::initialize(4, 0.2, &segment.name, &[values.len(), 1], values);
-        if segment.shape().len() == 1 {
-            values.iter_mut().for_each(|value| *value += 1.0);
-        }
+        draw(4, 0.2, segment, values);
         Ok(())
     })
     .unwrap()
@@ -68,15 +64,10 @@ fn is_the_formula(architecture: Architecture, moh: MohConfig) {
                 scale: SCALE,
                 straight_through: true,
             };
-            student
-                .teach_chunk(
-                    &mut activations,
-                    PassSlot::default(),
-                    Some(loss),
-                    &mut sums,
-                    &mut |_, _| Ok(()),
-                )
-                .unwrap();
+            let (slot, loss) = (PassSlot::default(), Some(loss));
+            let taught =
+                student.teach_chunk(&mut activations, slot, loss, &mut sums, &mut |_, _| Ok(()));
+            taught.unwrap();
         }
     }
     let (ids, _) = micro_batch();
@@ -99,18 +90,13 @@ fn is_the_formula(architecture: Architecture, moh: MohConfig) {
     assert!(attention.filter(|name| all.get(&reference.weights[*name]).is_some()).count() >= 12);
 }
 
-fn moh(router: RouterKind, shared: [usize; 3], top_k: [usize; 3]) -> MohConfig {
-    let counts = HeadCounts::from_iter;
-    MohConfig { router, shared_heads: counts(shared).into(), routed_top_k: counts(top_k) }
-}
-
 #[test]
 fn losses_and_gradients_are_those_of_the_formula() {
     for architecture in Architecture::ALL {
         // One layer is dense.
-        is_the_formula(architecture, moh(RouterKind::QueryNorm, [3, 8, 1], [2, 0, 4]));
-        is_the_formula(architecture, moh(RouterKind::Static, [4; 3], [0; 3]));
-        is_the_formula(architecture, moh(RouterKind::TwoStage, [3; 3], [2; 3]));
+        is_the_formula(architecture, moh(RouterKind::QueryNorm, &[3, 8, 1], &[2, 0, 4]));
+        is_the_formula(architecture, moh(RouterKind::Static, &[4], &[0]));
+        is_the_formula(architecture, moh(RouterKind::TwoStage, &[3], &[2]));
     }
 }
 

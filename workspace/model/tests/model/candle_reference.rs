@@ -1,7 +1,6 @@
 //! The model against candle's Llama, and its gradients against differences of its own loss: what
 //! can be checked with nothing but the repository.
 
-use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -10,12 +9,13 @@ use candle_transformers::models::llama::{Cache, Llama, LlamaConfig};
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_kernels::cross_entropy::IGNORED;
-use moh_model::layout::ModelLayout;
+use moh_model::layout::Segment;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, AuxiliaryLoss, AuxiliaryLosses, Error, LossConfig, Model,
-    ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums, initial,
+    Activations, Architecture, AuxiliaryLoss, AuxiliaryLosses, LossConfig, Model, PassShape,
+    Recompute, RouterKind, StepSums, Sums,
 };
+use moh_testkit::models::{model_of, moh, weights};
 use serde_json::{Value, json};
 
 fn config_json(heads: usize, kv_heads: usize, tied: bool, scaling: Value) -> Value {
@@ -26,44 +26,6 @@ fn config_json(heads: usize, kv_heads: usize, tied: bool, scaling: Value) -> Val
         "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
         "tie_word_embeddings": tied, "rope_scaling": scaling,
     })
-}
-
-/// Weights large enough for attention and MLP to matter; norms differ from 1.
-fn weights(config: &ModelConfig) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
-    let draw = |name: &str, shape: &[usize]| {
-        let mut values = vec![0f32; shape.iter().product()];
-        initial::initialize(3, 0.3, name, &[values.len(), 1], &mut values);
-        if shape.len() == 1 {
-            values.iter_mut().for_each(|value| *value += 1.0);
-        }
-        values
-    };
-    ModelLayout::new(config)
-        .segments()
-        .map(|(_, s)| (s.name.clone(), (s.shape().to_vec(), draw(&s.name, s.shape()))))
-        .collect()
-}
-
-fn model(
-    config: ModelConfig,
-    weights: &HashMap<String, (Vec<usize>, Vec<f32>)>,
-) -> Model<Cpu, f32> {
-    Model::new::<Error>(Cpu, config, 32, |segment, values| {
-        values.copy_from_slice(&weights[&segment.name].1);
-        Ok(())
-    })
-    .unwrap()
-}
-
-fn activations(
-    model: &Model<Cpu, f32>,
-    batch: usize,
-    length: usize,
-    training: bool,
-) -> Activations<Cpu, f32> {
-    let recompute = Recompute::None;
-    let shape = PassShape { batch, length, recompute, training, document_mask: false };
-    Activations::new(model, shape).unwrap()
 }
 
 #[test]
@@ -83,21 +45,20 @@ fn logits_are_those_of_candles_llama() {
         let weights = weights(&config);
         let ids: Vec<u32> = (0..19).map(|i| (i * 11 + 5) % 37).collect();
 
-        let mut ours = model(config, &weights);
-        let mut activations = activations(&ours, 1, ids.len(), false);
+        let mut ours = model_of(config, &weights);
+        let shape = PassShape::evaluation(1, ids.len(), Recompute::None);
+        let mut activations = Activations::new(&ours, shape).unwrap();
         activations.upload(&Cpu, &ids, &ids, &[]).unwrap();
         ours.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
         let logits = ours.logits(&activations).unwrap();
         let last = &logits[(ids.len() - 1) * 37..];
 
         let device = Device::Cpu;
-        let tensors = (weights.iter())
-            .map(|(name, (shape, values))| {
-                (name.clone(), Tensor::from_slice(values, shape.as_slice(), &device).unwrap())
-            })
-            .collect();
+        let tensors = ours.layout().segments().map(|(_, Segment { name, slice, .. })| {
+            (name.clone(), Tensor::from_slice(&weights[name], slice.shape(), &device).unwrap())
+        });
         let candle = serde_json::from_value::<LlamaConfig>(json).unwrap().into_config(false);
-        let builder = VarBuilder::from_tensors(tensors, DType::F32, &device);
+        let builder = VarBuilder::from_tensors(tensors.collect(), DType::F32, &device);
         let llama = Llama::load(builder, &candle).unwrap();
         let mut cache = Cache::new(false, DType::F32, &candle, &device).unwrap();
         let input = Tensor::from_slice(&ids, (1, ids.len()), &device).unwrap();
@@ -116,10 +77,11 @@ fn total_loss(
     targets: &[u32],
     count: f64,
 ) -> (f64, Vec<Vec<u8>>) {
-    let mut activations = activations(model, 2, ids.len() / 2, false);
+    let shape = PassShape::evaluation(2, ids.len() / 2, Recompute::None);
+    let mut activations = Activations::new(model, shape).unwrap();
     activations.upload(&Cpu, ids, targets, &[]).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
-    model.evaluate(&mut activations, &mut sums).unwrap();
+    model.evaluate(&mut activations, &mut sums, None).unwrap();
     let Sums { cross_entropy, auxiliary, .. } = sums.take(&Cpu).unwrap();
     let balance = auxiliary[AuxiliaryLoss::Balance];
     (cross_entropy / count + 0.1 * balance, model.routed_mask(&activations).unwrap())
@@ -129,8 +91,7 @@ fn total_loss(
 fn gradients_are_differences_of_the_loss() {
     let json = config_json(6, 2, false, Value::Null);
     let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
-    let moh =
-        MohConfig { router: RouterKind::QueryNorm, shared_heads: 2.into(), routed_top_k: 2.into() };
+    let moh = moh(RouterKind::QueryNorm, &[2], &[2]);
     let both = |architecture| [(architecture, None), (architecture, Some(moh.clone()))];
     for (architecture, moh) in Architecture::ALL.into_iter().flat_map(both) {
         (config.architecture, config.moh) = (architecture, moh);
@@ -138,8 +99,9 @@ fn gradients_are_differences_of_the_loss() {
         let ids: Vec<u32> = (0..22).map(|i| (i * 7 + i * i) % 37).collect();
         let mut targets: Vec<u32> = (0..22).map(|i| (i * 5 + 1) % 37).collect();
         targets[10] = IGNORED;
-        let mut ours = model(config.clone(), &weights);
-        let mut activations = activations(&ours, 2, 11, true);
+        let mut ours = model_of(config.clone(), &weights);
+        let shape = PassShape { training: true, ..PassShape::evaluation(2, 11, Recompute::None) };
+        let mut activations = Activations::new(&ours, shape).unwrap();
         activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
         let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, ours.layout()).unwrap();
         let scale = LossConfig {
@@ -156,11 +118,11 @@ fn gradients_are_differences_of_the_loss() {
             let step = 5e-4;
             let moved = |sign: f64| {
                 let mut weights = weights.clone();
-                let values = &mut weights.get_mut(&segment.name).unwrap().1;
+                let values = weights.get_mut(&segment.name).unwrap();
                 for (value, g) in values.iter_mut().zip(&gradient) {
                     *value += (sign * step * f64::from(*g) / norm) as f32;
                 }
-                total_loss(&mut model(config.clone(), &weights), &ids, &targets, 21.0)
+                total_loss(&mut model_of(config.clone(), &weights), &ids, &targets, 21.0)
             };
             let ((above, mask_above), (below, mask_below)) = (moved(1.0), moved(-1.0));
             assert_eq!(mask_above, mask_below, "{}: a selection changed", segment.name);

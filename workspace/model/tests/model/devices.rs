@@ -8,14 +8,16 @@ use half::bf16;
 #[cfg(feature = "cuda-emulator")]
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Cpu, Cuda, Element};
+#[cfg(feature = "cuda-emulator")]
 use moh_model::parameters::FlatBuffers;
+#[cfg(feature = "cuda-emulator")]
+use moh_model::{Activations, StepSums};
 use moh_model::{
-    Activations, Architecture, AuxiliaryLoss, HeadCounts, ModelConfig, MohConfig, PassShape,
-    Recompute, RouterKind, SharedHeadSets, StepSums, Sums,
+    Architecture, AuxiliaryLoss, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, Sums,
 };
 #[cfg(feature = "cuda-emulator")]
-use moh_testkit::models::{ADAMW, update};
-use moh_testkit::models::{SCALE, SHAPE, config, model, upload};
+use moh_testkit::models::{ADAMW, RECOMPUTE, SCALE, update, upload};
+use moh_testkit::models::{MOH, SHAPE, config, model, moh};
 
 /// Losses, selected heads and all gradients of one micro-batch.
 struct Pass {
@@ -24,16 +26,14 @@ struct Pass {
     gradients: Vec<f32>,
 }
 
-fn pass<B: Backend, T: Element>(backend: B, config: ModelConfig, recompute: Recompute) -> Pass {
+fn pass<B: Backend + Clone, T: Element>(
+    backend: B,
+    config: ModelConfig,
+    recompute: Recompute,
+) -> Pass {
     let mut model = model::<B, T>(backend, config);
     let shape = PassShape { recompute, ..SHAPE };
-    let mut activations = Activations::new(&model, shape).unwrap();
-    let backend = model.backend();
-    upload(backend, &mut activations, 0);
-    let mut sums = StepSums::new(backend).unwrap();
-    let mut gradients = FlatBuffers::<B, f32>::zeros(backend, model.layout()).unwrap();
-    model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
-    let losses = sums.take(model.backend()).unwrap();
+    let (activations, gradients, losses) = moh_testkit::models::pass(&mut model, shape);
     let mask = match recompute {
         Recompute::Block => Vec::new(),
         _ => model.routed_mask(&activations).unwrap().concat(),
@@ -100,16 +100,9 @@ fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
     assert!(error < most, "gradients: relative error {error} with {others} other selections");
 }
 
-const MOH: MohConfig = MohConfig {
-    router: RouterKind::QueryNorm,
-    shared_heads: SharedHeadSets::First(HeadCounts::All(3)),
-    routed_top_k: HeadCounts::All(2),
-};
-
 /// Other heads in each of the two layers.
 fn mixed(shared: [usize; 2], top_k: [usize; 2]) -> MohConfig {
-    let counts = |counts: [usize; 2]| HeadCounts::from_iter(counts);
-    MohConfig { shared_heads: counts(shared).into(), routed_top_k: counts(top_k), ..MOH }
+    moh(RouterKind::QueryNorm, &shared, &top_k)
 }
 
 #[test]
@@ -139,18 +132,13 @@ fn a_pass_with_other_heads_in_each_layer_is_the_cpus() {
 
 /// Each router with heads that it can route: 8 that read 2 key/value heads.
 fn routers() -> [MohConfig; 6] {
-    let moh = |router, shared: usize, top_k: usize| MohConfig {
-        router,
-        shared_heads: shared.into(),
-        routed_top_k: top_k.into(),
-    };
     [
-        moh(RouterKind::Group, 0, 4),
-        moh(RouterKind::WithinGroup, 0, 6),
-        moh(RouterKind::Static, 5, 0),
-        moh(RouterKind::Linear, 3, 2),
-        moh(RouterKind::OneStage, 3, 2),
-        moh(RouterKind::TwoStage, 3, 2),
+        moh(RouterKind::Group, &[0], &[4]),
+        moh(RouterKind::WithinGroup, &[0], &[6]),
+        moh(RouterKind::Static, &[5], &[0]),
+        moh(RouterKind::Linear, &[3], &[2]),
+        moh(RouterKind::OneStage, &[3], &[2]),
+        moh(RouterKind::TwoStage, &[3], &[2]),
     ]
 }
 
@@ -192,7 +180,7 @@ fn take_steps<T: Element>(config: ModelConfig, recompute: Recompute) {
         let constants = AdamW { step, ..ADAMW };
         update(&mut model, &constants, &gradients, &mut moments, &mut sums);
         upload(&cuda, &mut evaluation, 0);
-        model.evaluate(&mut evaluation, &mut sums).unwrap();
+        model.evaluate(&mut evaluation, &mut sums, None).unwrap();
         sums.read(&cuda).unwrap();
         assert_eq!(memory_calls(), planned, "step {step}");
     }
@@ -231,7 +219,7 @@ fn digests_of_passes() {
     }
     for moh in [None, Some(MOH), Some(mixed([8, 3], [0, 2]))] {
         for architecture in Architecture::ALL {
-            for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
+            for recompute in RECOMPUTE {
                 let config =
                     |head_dim| ModelConfig { architecture, ..config(head_dim, true, moh.clone()) };
                 print::<f32>(config(16), recompute);

@@ -6,26 +6,22 @@ use half::bf16;
 use moh_kernels::Cuda;
 use moh_kernels::{Backend, Cpu, Element};
 use moh_model::{
-    Architecture, BatchGenerator, BatchOptions, Chunk, Generator, HeadCounts, Model, ModelConfig,
-    MohConfig, PassHeads, RouterKind, SequenceId,
+    Architecture, BatchGenerator, BatchOptions, Chunk, Generator, Model, ModelConfig, MohConfig,
+    PassHeads, RouterKind, SequenceId,
 };
-use moh_testkit::models::{VOCABULARY, config, model};
-
-fn moh(router: RouterKind, shared: usize, top_k: usize) -> MohConfig {
-    MohConfig { router, shared_heads: shared.into(), routed_top_k: HeadCounts::from(top_k) }
-}
+use moh_testkit::models::{VOCABULARY, config, model, moh};
 
 /// A dense model, and one with each router, of both architectures.
 fn configs() -> Vec<ModelConfig> {
     let routers = [
         None,
-        Some(moh(RouterKind::QueryNorm, 3, 2)),
-        Some(moh(RouterKind::Group, 0, 4)),
-        Some(moh(RouterKind::WithinGroup, 0, 4)),
-        Some(moh(RouterKind::Static, 5, 0)),
-        Some(moh(RouterKind::Linear, 3, 2)),
-        Some(moh(RouterKind::OneStage, 3, 2)),
-        Some(moh(RouterKind::TwoStage, 3, 2)),
+        Some(moh(RouterKind::QueryNorm, &[3], &[2])),
+        Some(moh(RouterKind::Group, &[0], &[4])),
+        Some(moh(RouterKind::WithinGroup, &[0], &[4])),
+        Some(moh(RouterKind::Static, &[5], &[0])),
+        Some(moh(RouterKind::Linear, &[3], &[2])),
+        Some(moh(RouterKind::OneStage, &[3], &[2])),
+        Some(moh(RouterKind::TwoStage, &[3], &[2])),
     ];
     let of = |moh: Option<MohConfig>| {
         Architecture::ALL.map(|architecture| {
@@ -44,7 +40,6 @@ fn options(pass_tokens: usize, blocks: usize) -> BatchOptions {
     BatchOptions { pass_tokens, blocks, block_length: 8, pack_weights: true, independent: true }
 }
 
-/// The likeliest token.
 fn best(logits: &[f32]) -> u32 {
     (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32
 }
@@ -175,7 +170,8 @@ fn a_sequence_has_the_same_bits_alone_and_among_others() {
 
 #[test]
 fn prompts_that_begin_alike_share_their_blocks() {
-    let model = model::<Cpu, f32>(Cpu, config(10, false, Some(moh(RouterKind::TwoStage, 3, 2))));
+    let model =
+        model::<Cpu, f32>(Cpu, config(10, false, Some(moh(RouterKind::TwoStage, &[3], &[2]))));
     let common = prompt(27, 3);
     let with = |tail: &[u32]| [&common, tail].concat();
     let prompts = [with(&[1, 2, 3]), with(&[4]), with(&[1, 2, 3]), common[..20].to_vec()];
@@ -207,7 +203,8 @@ fn prompts_that_begin_alike_share_their_blocks() {
 
 #[test]
 fn a_single_sequence_takes_tokens_in_any_parts() {
-    let model = model::<Cpu, f32>(Cpu, config(10, true, Some(moh(RouterKind::QueryNorm, 3, 2))));
+    let model =
+        model::<Cpu, f32>(Cpu, config(10, true, Some(moh(RouterKind::QueryNorm, &[3], &[2]))));
     let ids = prompt(50, 3);
     let expected = Generator::new(&model, 64).unwrap().extend(&ids).unwrap();
     let mut parts = Generator::with_options(&model, 64, options(7, 8)).unwrap();
@@ -298,11 +295,7 @@ fn the_logits_of_all_tokens_of_a_prompt_are_those_of_a_whole_pass() {
 }
 
 fn heads_are_those_of_whole_passes<B: Backend + Clone>(backend: B) {
-    let by_layer = MohConfig {
-        shared_heads: [3, 8].into_iter().collect::<HeadCounts>().into(),
-        routed_top_k: [2, 0].into_iter().collect(),
-        ..moh(RouterKind::QueryNorm, 0, 0)
-    };
+    let by_layer = moh(RouterKind::QueryNorm, &[3, 8], &[2, 0]);
     let others = configs().into_iter().map(|config| config.moh);
     for moh in others.chain([Some(by_layer)]) {
         let mut model = model::<B, f32>(backend.clone(), config(10, true, moh.clone()));

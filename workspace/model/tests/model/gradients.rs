@@ -1,20 +1,12 @@
-//! Gradients that a step begins with: those of the step before, marked as stale, are as good as
-//! zeros.
+//! Flat buffers of weights and gradients: weights on their way from a source to the device, and gradients that a
+//! step begins with, those of the step before, which are as good as zeros when they are marked as stale.
 
 use half::bf16;
 use moh_kernels::{Cpu, Element};
+use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::FlatBuffers;
-use moh_model::{
-    Activations, AuxiliaryLosses, Error, HeadCounts, LossConfig, MohConfig, PassShape, Recompute,
-    RouterKind, SharedHeadSets, StepSums,
-};
-use moh_testkit::models::{VOCABULARY, config, model};
-
-const MOH: MohConfig = MohConfig {
-    router: RouterKind::QueryNorm,
-    shared_heads: SharedHeadSets::First(HeadCounts::All(3)),
-    routed_top_k: HeadCounts::All(2),
-};
+use moh_model::{Activations, Error, Model, ModelConfig, PassShape, Recompute, StepSums};
+use moh_testkit::models::{MOH, RECOMPUTE, SCALE, SHAPE, config, model, upload};
 
 /// The gradients of two micro-batches, from `before` in every element: added to it or, where it is
 /// stale, overwriting it.
@@ -25,8 +17,7 @@ fn of_two_passes<T: Element, G: Element>(
     stale: bool,
 ) -> Vec<f32> {
     let mut model = model::<Cpu, T>(Cpu, config(16, tied, Some(MOH)));
-    let (batch, length) = (2, 20);
-    let shape = PassShape { batch, length, recompute, training: true, document_mask: false };
+    let shape = PassShape { length: 20, recompute, document_mask: false, ..SHAPE };
     let mut activations = Activations::new(&model, shape).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
     let mut gradients = FlatBuffers::<Cpu, G>::zeros(&Cpu, model.layout()).unwrap();
@@ -38,16 +29,9 @@ fn of_two_passes<T: Element, G: Element>(
     if stale {
         gradients.mark_stale();
     }
-    let scale = LossConfig {
-        cross_entropy: 1.0 / 80.0,
-        auxiliary: AuxiliaryLosses::all(0.1),
-        straight_through: true,
-    };
-    for pass in 0..2 {
-        let ids: Vec<u32> = (0..40).map(|i| (i * 37 + pass) % VOCABULARY).collect();
-        let targets: Vec<u32> = ids.iter().map(|id| (id * 7 + 3) % VOCABULARY).collect();
-        activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
-        model.forward_backward(&mut activations, &mut gradients, scale, &mut sums).unwrap();
+    for number in 0..2 {
+        upload(&Cpu, &mut activations, number);
+        model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
     }
     let segments = model.layout().segments();
     segments.flat_map(|(flat, segment)| gradients.read(&Cpu, flat, segment).unwrap()).collect()
@@ -57,7 +41,7 @@ fn of_two_passes<T: Element, G: Element>(
 fn stale_gradients_are_zeros_to_the_bit() {
     fn check<T: Element, G: Element>() {
         for tied in [false, true] {
-            for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
+            for recompute in RECOMPUTE {
                 let expected = of_two_passes::<T, G>(tied, recompute, 0.0, false);
                 let found = of_two_passes::<T, G>(tied, recompute, f32::NAN, true);
                 // 0 and -0 are equal, as they are to the update.
@@ -70,4 +54,24 @@ fn stale_gradients_are_zeros_to_the_bit() {
     check::<f32, f32>();
     check::<bf16, f32>();
     check::<bf16, bf16>();
+}
+
+/// Elements that a device takes at a time.
+const UPLOAD: usize = 1 << 20;
+
+#[test]
+fn a_tensor_of_several_uploads_is_loaded_in_order() {
+    let embedding = UPLOAD / 48 + 5;
+    let config =
+        ModelConfig { vocab_size: embedding, num_hidden_layers: 0, ..config(6, true, None) };
+    let value = |at: usize| (at % 1009) as f32;
+    let source = |_: &Segment, values: &mut [f32]| {
+        values.iter_mut().enumerate().for_each(|(at, place)| *place = value(at));
+        Ok::<_, Error>(())
+    };
+    let model = Model::<Cpu, f32>::new(Cpu::open().unwrap(), config, 64, source).unwrap();
+    let segment = &model.layout().flats[ModelLayout::EMBEDDING].segments[0];
+    let loaded = model.weights().read(model.backend(), ModelLayout::EMBEDDING, segment).unwrap();
+    assert!(loaded.len() > UPLOAD && !loaded.len().is_multiple_of(UPLOAD));
+    assert!(loaded.iter().enumerate().all(|(at, &found)| found == value(at)));
 }

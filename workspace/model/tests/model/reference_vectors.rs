@@ -7,8 +7,8 @@ use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Active, AuxiliaryLoss, AuxiliaryLosses, Generator, HeadRequest, LossConfig, Model,
-    MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums,
+    Activations, Active, AuxiliaryLoss, AuxiliaryLosses, EndsPass, Generator, HeadRequest,
+    LossConfig, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -34,6 +34,12 @@ fn load(dir: &Path, moh: Option<MohConfig>) -> Model<Cpu, f32> {
     .unwrap()
 }
 
+fn moh_of(entry: &Value) -> MohConfig {
+    let count = |key: &str| entry[key].as_u64().unwrap() as usize;
+    let (shared_heads, routed_top_k) = (count("shared").into(), count("routed_top_k").into());
+    MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k }
+}
+
 struct Vector {
     bytes: Vec<u8>,
     entry: Value,
@@ -52,6 +58,10 @@ impl Vector {
         vectors.map(read).collect()
     }
 
+    fn model(&self, moh: Option<MohConfig>) -> Model<Cpu, f32> {
+        load(&fixtures().join("vectors").join(self.entry["model"].as_str().unwrap()), moh)
+    }
+
     fn name(&self) -> &str {
         self.entry["name"].as_str().unwrap()
     }
@@ -61,11 +71,7 @@ impl Vector {
     }
 
     fn moh(&self) -> MohConfig {
-        MohConfig {
-            router: RouterKind::QueryNorm,
-            shared_heads: (self.entry["shared"].as_u64().unwrap() as usize).into(),
-            routed_top_k: (self.entry["routed_top_k"].as_u64().unwrap() as usize).into(),
-        }
+        moh_of(&self.entry)
     }
 
     fn bytes(&self, tensor: &str) -> Vec<u8> {
@@ -79,20 +85,14 @@ impl Vector {
 
     /// Ids, and targets shifted by one with none at a sequence's end.
     fn batch(&self) -> (usize, usize, Vec<u32>, Vec<u32>) {
-        let shape = self.entry["shape_ids"].as_array().unwrap();
-        let (batch, length) =
-            (shape[0].as_u64().unwrap() as usize, shape[1].as_u64().unwrap() as usize);
+        let [batch, length]: [usize; 2] =
+            serde_json::from_value(self.entry["shape_ids"].clone()).unwrap();
         let ids: Vec<u32> = self
             .bytes("input_ids")
             .chunks_exact(8)
             .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32)
             .collect();
-        let shifted = |row: &[u32]| {
-            let mut targets = row[1..].to_vec();
-            targets.push(moh_kernels::cross_entropy::IGNORED);
-            targets
-        };
-        let targets = ids.chunks(length).flat_map(shifted).collect();
+        let targets = EndsPass::<Cpu>::targets(&ids, length);
         (batch, length, ids, targets)
     }
 }
@@ -119,7 +119,7 @@ fn pass(
     gradients: &mut FlatBuffers<Cpu, f32>,
 ) -> (f64, f64, Activations<Cpu, f32>) {
     let (batch, length, ids, targets) = vector.batch();
-    let shape = PassShape { batch, length, recompute, training: true, document_mask: false };
+    let shape = PassShape { training: true, ..PassShape::evaluation(batch, length, recompute) };
     let mut activations = Activations::new(model, shape).unwrap();
     activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
@@ -152,10 +152,8 @@ fn check_gradients(
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn dense_logits_loss_and_gradients_match_the_fixtures() {
-    let fixtures = fixtures();
-    for vector in Vector::all(fixtures) {
-        let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
-        let mut model = load(&dir, None);
+    for vector in Vector::all(fixtures()) {
+        let mut model = vector.model(None);
         let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
         let (loss, balance, activations) =
             pass(&mut model, &vector, Recompute::None, true, &mut gradients);
@@ -171,10 +169,8 @@ fn dense_logits_loss_and_gradients_match_the_fixtures() {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn moh_logits_masks_gates_losses_and_gradients_match_the_fixtures() {
-    let fixtures = fixtures();
-    for vector in Vector::all(fixtures) {
-        let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
-        let mut model = load(&dir, Some(vector.moh()));
+    for vector in Vector::all(fixtures()) {
+        let mut model = vector.model(Some(vector.moh()));
         for (straight_through, prefix) in [(true, "grad"), (false, "grad_noste")] {
             let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
             let (loss, balance, activations) =
@@ -198,11 +194,8 @@ fn moh_logits_masks_gates_losses_and_gradients_match_the_fixtures() {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn recomputing_gives_the_same_bits_of_the_fixtures() {
-    let fixtures = fixtures();
-    let vectors = Vector::all(fixtures);
-    let vector = &vectors[0];
-    let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
-    let mut model = load(&dir, Some(vector.moh()));
+    let vector = &Vector::all(fixtures())[0];
+    let mut model = vector.model(Some(vector.moh()));
     let mut run = |recompute| {
         let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
         let (loss, balance, _) = pass(&mut model, vector, recompute, true, &mut gradients);
@@ -226,18 +219,9 @@ fn greedy_continuations_match_the_fixtures() {
         let path = fixtures.join("vectors").join(file);
         let cases: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
         for case in cases["cases"].as_array().unwrap() {
-            let moh = case["shared"].as_u64().map(|shared| MohConfig {
-                router: RouterKind::QueryNorm,
-                shared_heads: (shared as usize).into(),
-                routed_top_k: (case["routed_top_k"].as_u64().unwrap() as usize).into(),
-            });
+            let moh = case["shared"].is_u64().then(|| moh_of(&case));
             let model = load(&fixtures.join(model), moh);
-            let expected: Vec<u32> = case["ids"]
-                .as_array()
-                .unwrap()
-                .iter()
-                .map(|id| id.as_u64().unwrap() as u32)
-                .collect();
+            let expected: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
             let prompt = case["prompt_len"].as_u64().unwrap() as usize;
             assert_eq!(continue_greedily(&model, &expected[..prompt], expected.len()), expected);
         }
@@ -266,13 +250,7 @@ fn all_heads_active_is_the_dense_model_of_the_fixtures() {
     let (batch, length, ids, targets) = vectors[0].batch();
     let logits = |moh| {
         let mut model = load(&fixtures.join("stories260K"), moh);
-        let shape = PassShape {
-            batch,
-            length,
-            recompute: Recompute::Block,
-            training: false,
-            document_mask: false,
-        };
+        let shape = PassShape::evaluation(batch, length, Recompute::Block);
         let mut activations = Activations::new(&model, shape).unwrap();
         activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
         model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();

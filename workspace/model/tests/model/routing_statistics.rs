@@ -5,18 +5,11 @@
 use moh_kernels::Cuda;
 use moh_kernels::{Backend, Cpu};
 use moh_model::router::RoutingStatistics;
-use moh_model::{
-    Activations, HeadCounts, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums,
-};
-use moh_testkit::models::{SHAPE, config, model, upload};
+use moh_model::{Activations, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums};
+use moh_testkit::models::{SHAPE, config, model, moh, upload};
 
 /// The second sequence of the micro-batch is padding.
 const TOKENS: usize = 40;
-
-fn moh(router: RouterKind, shared: [usize; 2], top_k: [usize; 2]) -> MohConfig {
-    let counts = |counts: [usize; 2]| HeadCounts::from_iter(counts);
-    MohConfig { router, shared_heads: counts(shared).into(), routed_top_k: counts(top_k) }
-}
 
 /// The statistics of an evaluation with this recomputation.
 fn evaluated<B: Backend + Clone>(
@@ -29,7 +22,7 @@ fn evaluated<B: Backend + Clone>(
     upload(&backend, &mut activations, 0);
     let mut statistics = model.routing_statistics();
     let mut sums = StepSums::new(&backend).unwrap();
-    model.evaluate_routed(&mut activations, &mut sums, &mut statistics, TOKENS).unwrap();
+    model.evaluate(&mut activations, &mut sums, Some((&mut statistics, TOKENS))).unwrap();
     statistics
 }
 
@@ -57,41 +50,28 @@ fn agrees<B: Backend + Clone>(backend: B, moh: MohConfig) {
         assert_eq!(found.selected.iter().sum::<u64>(), (TOKENS * top_k) as u64);
         let gates = gates[found.layer][..TOKENS * routed].iter().map(|&gate| f64::from(gate));
         let entropy = gates.map(|gate| -gate * gate.ln()).sum::<f64>() / TOKENS as f64;
-        assert!(
-            (found.mean_entropy() - entropy).abs() < 1e-6,
-            "{} {entropy}",
-            found.mean_entropy()
-        );
+        let mean = found.mean_entropy();
+        assert!((mean - entropy).abs() < 1e-6, "{mean} {entropy}");
         assert!(entropy > 0.0 && entropy < found.max_entropy());
     }
 }
 
-fn on_each_device(moh: &MohConfig) {
-    agrees(Cpu, moh.clone());
-    #[cfg(feature = "cuda-emulator")]
-    agrees(Cuda::emulated(), moh.clone());
-}
-
 #[test]
 fn statistics_are_those_of_the_tables() {
-    on_each_device(&moh(RouterKind::QueryNorm, [3, 3], [2, 2]));
-}
-
-#[test]
-fn every_router_has_statistics() {
     for (router, shared, top_k) in [
+        (RouterKind::QueryNorm, [3, 3], [2, 2]),
+        // Layers with other heads, and dense ones.
+        (RouterKind::QueryNorm, [6, 1], [1, 4]),
+        (RouterKind::QueryNorm, [8, 3], [0, 2]),
         (RouterKind::Group, [0, 0], [4, 4]),
         (RouterKind::WithinGroup, [0, 0], [4, 6]),
         (RouterKind::Linear, [3, 3], [2, 2]),
         (RouterKind::OneStage, [3, 0], [2, 4]),
         (RouterKind::TwoStage, [3, 3], [2, 2]),
     ] {
-        on_each_device(&moh(router, shared, top_k));
+        let moh = moh(router, &shared, &top_k);
+        agrees(Cpu, moh.clone());
+        #[cfg(feature = "cuda-emulator")]
+        agrees(Cuda::emulated(), moh);
     }
-}
-
-#[test]
-fn layers_with_other_heads_and_dense_ones_have_their_own() {
-    on_each_device(&moh(RouterKind::QueryNorm, [6, 1], [1, 4]));
-    on_each_device(&moh(RouterKind::QueryNorm, [8, 3], [0, 2]));
 }

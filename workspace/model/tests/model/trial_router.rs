@@ -15,10 +15,10 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::{FlatBuffers, OnBuffer};
 use moh_model::router::Router;
 use moh_model::{
-    Activations, Architecture, Error, HeadCounts, Model, ModelConfig, MohConfig, PassShape,
-    PassSlot, Recompute, RouterKind, StepSums, Sums,
+    Activations, Architecture, Error, Model, ModelConfig, PassShape, PassSlot, Recompute,
+    RouterKind, StepSums, Sums,
 };
-use moh_testkit::models::{ADAMW, SCALE, SHAPE, fill, update, upload};
+use moh_testkit::models::{ADAMW, RECOMPUTE, SCALE, SHAPE, fill, moh, update, upload};
 use moh_testkit::reference::{Reference, Routed, RouterInput, configured, micro_batch, select};
 
 /// Shared and selected heads of the layers with a trial router: few of eight, and most of them.
@@ -31,11 +31,7 @@ fn trial(layer: usize) -> Option<TwoStage> {
 
 /// Layers 0 and 1 would be dense, layers 2 and 3 have the query-norm router.
 fn config(architecture: Architecture) -> ModelConfig {
-    let moh = MohConfig {
-        router: RouterKind::QueryNorm,
-        shared_heads: HeadCounts::Each(vec![8, 8, 3, 3]).into(),
-        routed_top_k: [0, 0, 2, 2].into_iter().collect(),
-    };
+    let moh = moh(RouterKind::QueryNorm, &[8, 8, 3, 3], &[0, 0, 2, 2]);
     let config = moh_testkit::models::config(10, false, Some(moh));
     ModelConfig { architecture, num_hidden_layers: 4, ..config }
 }
@@ -101,12 +97,12 @@ fn route(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed
 #[test]
 fn losses_and_gradients_are_those_of_an_f64_model() {
     for architecture in Architecture::ALL {
-        for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
-            let mut model = whole::<Cpu, f32>(Cpu, architecture);
-            let reference = Reference::of(&model, route);
+        let mut model = whole::<Cpu, f32>(Cpu, architecture);
+        let reference = Reference::of(&model, route);
+        let (ids, targets) = micro_batch();
+        let expected = reference.forward(&ids, &targets, 2).unwrap();
+        for recompute in RECOMPUTE {
             let (gradients, sums, activations) = pass(&mut model, recompute);
-            let (ids, targets) = micro_batch();
-            let expected = reference.forward(&ids, &targets, 2).unwrap();
             if recompute != Recompute::Block {
                 assert!(model.routed_mask(&activations).unwrap() == expected.masks);
             }
@@ -125,7 +121,6 @@ fn ranks_that_share_the_heads_have_the_gradients_of_the_whole() {
 /// The routers of configurations, of 8 heads that read 2 key/value heads.
 #[test]
 fn ranks_that_share_the_heads_of_a_configurations_router_have_the_gradients_of_the_whole() {
-    let layers = |counts: [usize; 4]| HeadCounts::from_iter(counts);
     for (router, shared, top_k) in [
         (RouterKind::Group, [0, 4, 8, 0], [4, 4, 0, 8]),
         (RouterKind::WithinGroup, [0, 0, 8, 0], [4, 6, 0, 2]),
@@ -133,8 +128,7 @@ fn ranks_that_share_the_heads_of_a_configurations_router_have_the_gradients_of_t
         (RouterKind::Linear, [5, 1, 8, 0], [2, 4, 0, 3]),
         (RouterKind::TwoStage, [5, 1, 8, 2], [2, 4, 0, 6]),
     ] {
-        let (shared_heads, routed_top_k) = (layers(shared).into(), layers(top_k));
-        let moh = Some(MohConfig { router, shared_heads, routed_top_k });
+        let moh = Some(moh(router, &shared, &top_k));
         let config =
             ModelConfig { num_hidden_layers: 4, ..moh_testkit::models::config(10, false, moh) };
         ranks_agree(&config, &|parallel| {

@@ -34,13 +34,6 @@ struct Gates {
     ab: [f64; 2],
 }
 
-/// The gradients of a token's three lists of logits.
-struct Logits {
-    routed: Vec<f64>,
-    shared: Vec<f64>,
-    stages: Vec<f64>,
-}
-
 fn softmax(logits: &[f64]) -> Vec<f64> {
     let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let exponentials: Vec<f64> = logits.iter().map(|logit| (logit - largest).exp()).collect();
@@ -76,8 +69,8 @@ impl Gates {
         self.s.iter().map(|s| a * s).chain(self.r.iter().map(|r| b * r)).collect()
     }
 
-    /// The gradients of the logits, from those of the weights and of p.
-    fn backward(&self, d_weights: &[f64], d_p: &[f64]) -> Logits {
+    /// The gradients of the logits of each parameter, from those of the weights and of p.
+    fn backward(&self, d_weights: &[f64], d_p: &[f64]) -> [Vec<f64>; 3] {
         let (d_shared, d_routed) = d_weights.split_at(self.s.len());
         let d_routed: Vec<f64> =
             d_routed.iter().zip(&self.selected).map(|(d, &on)| if on { *d } else { 0.0 }).collect();
@@ -88,15 +81,12 @@ impl Gates {
         // The softmax over the selected heads alone, and the one over all.
         let routed = softmax_backward(&self.r, &scaled(&d_routed, b), kept.max(f64::MIN_POSITIVE));
         let all = softmax_backward(&self.p, d_p, 1.0);
-        Logits {
-            routed: routed.iter().zip(all).map(|(r, p)| r + p).collect(),
-            shared: softmax_backward(&self.s, &scaled(d_shared, a), self.s.len() as f64),
-            stages: softmax_backward(
-                &[a, b],
-                &[dot(d_shared, &self.s), dot(&d_routed, &self.r)],
-                2.0,
-            ),
-        }
+        let d_stages = [dot(d_shared, &self.s), dot(&d_routed, &self.r)];
+        [
+            routed.iter().zip(all).map(|(r, p)| r + p).collect(),
+            softmax_backward(&self.s, &scaled(d_shared, a), self.s.len() as f64),
+            softmax_backward(&self.ab, &d_stages, 2.0),
+        ]
     }
 }
 
@@ -132,12 +122,11 @@ impl TwoStage {
             tables.push(logits.iter().map(|logit| f64::from(logit.to_f32())).collect::<Vec<_>>());
         }
         let outputs = self.outputs();
-        let row = |table: usize, token: usize| {
-            &tables[table][token * outputs[table]..(token + 1) * outputs[table]]
+        let of_token = |token: usize| {
+            let row = |table: usize| &tables[table][token * outputs[table]..][..outputs[table]];
+            Gates::new(self, [0, 1, 2].map(row))
         };
-        Ok((0..tokens)
-            .map(|token| Gates::new(self, [row(0, token), row(1, token), row(2, token)]))
-            .collect())
+        Ok((0..tokens).map(of_token).collect())
     }
 
     /// `<dO, O>` of all heads of the layer, `[tokens, heads]`, of the local ones of each rank.
@@ -247,13 +236,12 @@ impl<B: Backend, T: Element> Router<B, T> for TwoStage {
             let token = own.start + token;
             token * self.heads..(token + 1) * self.heads
         };
-        let logits: Vec<Logits> = (gates.iter().enumerate())
+        let logits: Vec<[Vec<f64>; 3]> = (gates.iter().enumerate())
             .map(|(token, gates)| gates.backward(&deltas[of_token(token)], &d_p))
             .collect();
-        let list = |of: fn(&Logits) -> &Vec<f64>| logits.iter().flat_map(of).copied().collect();
-        let lists: [Vec<f64>; 3] =
-            [list(|logits| &logits.routed), list(|logits| &logits.shared), list(|l| &l.stages)];
-        (lists.iter().enumerate())
-            .try_for_each(|(parameter, d)| self.add_gradients(backend, parameter, d, &mut args))
+        (0..3).try_for_each(|parameter| {
+            let d: Vec<f64> = logits.iter().flat_map(|d| &d[parameter]).copied().collect();
+            self.add_gradients(backend, parameter, &d, &mut args)
+        })
     }
 }

@@ -1,41 +1,35 @@
 //! A step that is not applied leaves nothing behind, on every layout of ranks.
 
 use std::num::NonZeroUsize;
-use std::path::Path;
 use std::sync::Mutex;
 
 use moh_comm::{RankLayout, World};
-use moh_hf::ConfigFile;
 use moh_kernels::{Cpu, ElementType};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
-use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute, RouterKind};
+use moh_model::{ModelConfig, MohConfig, Recompute, RouterKind};
 
 use super::*;
 use moh_testkit::ranks::on_ranks;
+use moh_testkit::tiny_model;
 
 mod groups;
 mod masks;
 
 /// Sequences of a step, each a micro-batch.
 const SEQUENCES: u64 = 4;
-/// Tokens of a sequence.
 const LENGTH: usize = 8;
 
 fn config(tied: bool) -> ModelConfig {
-    let fields = serde_json::json!({
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
-        "max_position_embeddings": LENGTH, "tie_word_embeddings": tied,
-    });
-    let mut config = ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config;
-    config.moh = Some(MohConfig {
-        router: RouterKind::QueryNorm,
-        shared_heads: 1.into(),
-        routed_top_k: HeadCounts::from(2),
-    });
-    config
+    let moh =
+        MohConfig { router: RouterKind::QueryNorm, shared_heads: 1.into(), routed_top_k: 2.into() };
+    ModelConfig {
+        hidden_size: 16,
+        intermediate_size: 24,
+        num_attention_heads: 4,
+        moh: Some(moh),
+        ..tiny_model(2, 32, tied)
+    }
 }
 
 fn step_config(reduce: ElementType) -> StepConfig {
@@ -53,6 +47,11 @@ fn step_config(reduce: ElementType) -> StepConfig {
     }
 }
 
+fn read_tokens(sample: u64, window: &mut [u32], _: Option<&mut [u32]>) -> Result<(), Error> {
+    (0..).zip(window).for_each(|(at, id)| *id = ((sample * 31 + at * 7) % 32) as u32);
+    Ok(())
+}
+
 /// The arrangement of a rank's job.
 #[derive(Debug, Clone, Copy)]
 struct Ranks {
@@ -63,7 +62,12 @@ struct Ranks {
     reduce: ElementType,
 }
 
-/// A rank, and the steps that it has taken.
+impl Ranks {
+    fn run<R: Send>(self, work: impl Fn(&World) -> R + Sync) -> Vec<R> {
+        on_ranks(self.data * self.tensor * self.pipeline, work)
+    }
+}
+
 struct Rank<T: Element> {
     model: Model<Cpu, T>,
     optimizer: OptimizerState<Cpu, f32>,
@@ -105,13 +109,11 @@ impl<T: Element> Rank<T> {
 
     /// Takes a step from sample `first` on, as the `number`th update.
     fn step(&mut self, first: u64, number: u64, limits: Limits) -> StepResult {
-        let read = |sample: u64, window: &mut [u32], _: Option<&mut [u32]>| {
-            for (i, id) in window.iter_mut().enumerate() {
-                *id = ((sample * 31 + i as u64 * 7) % 32) as u32;
-            }
-            Ok(())
-        };
         let update = Update { number, learning_rate: 1e-2, limits };
+        self.take(read_tokens, first, update)
+    }
+
+    fn take(&mut self, read: impl ReadSample + Send, first: u64, update: Update) -> StepResult {
         self.stepper.step(&mut self.model, &mut self.optimizer, read, first, update).unwrap()
     }
 
@@ -170,7 +172,7 @@ fn a_step_that_is_not_applied_leaves_nothing_behind() {
     {
         for (tied, reduce) in [(true, ElementType::F32), (false, ElementType::BF16)] {
             let ranks = Ranks { data, tensor, pipeline, tied, reduce };
-            on_ranks(ranks.data * ranks.tensor * ranks.pipeline, |world| {
+            ranks.run(|world| {
                 leaves_nothing_behind::<f32>(world, ranks);
                 leaves_nothing_behind::<half::bf16>(world, ranks);
             });
@@ -205,7 +207,7 @@ impl ReadSample for &Recording {
 #[test]
 fn each_rank_reads_its_samples_of_the_next_step_ahead() {
     let ranks = Ranks { data: 2, tensor: 1, pipeline: 1, tied: false, reduce: ElementType::F32 };
-    on_ranks(2, |world| {
+    ranks.run(|world| {
         let Rank { mut model, mut optimizer, mut stepper } = Rank::<f32>::new(world, ranks);
         let recording = Recording::default();
         let own = 2 * world.rank() as u64;

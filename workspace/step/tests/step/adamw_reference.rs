@@ -7,7 +7,7 @@ use moh_kernels::Cpu;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_model::parameters::{FlatBuffers, Shard};
 use moh_model::{
-    Activations, AuxiliaryLoss, AuxiliaryLosses, LossConfig, Model, MohConfig, PassShape,
+    Activations, AuxiliaryLoss, AuxiliaryLosses, EndsPass, LossConfig, Model, MohConfig, PassShape,
     Recompute, RouterKind, StepSums, Sums,
 };
 use moh_step::{GroupFactors, OptimizerState};
@@ -54,17 +54,9 @@ fn ten_steps(vectors: &Path, entry: &Value) {
     let ids: Vec<u32> = (ids.data().chunks_exact(8))
         .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32)
         .collect();
-    let targets: Vec<u32> = ids
-        .chunks(length)
-        .flat_map(|row| row[1..].iter().copied().chain([moh_kernels::cross_entropy::IGNORED]))
-        .collect();
-    let shape = PassShape {
-        batch,
-        length,
-        recompute: Recompute::None,
-        training: true,
-        document_mask: false,
-    };
+    let targets = EndsPass::<Cpu>::targets(&ids, length);
+    let shape =
+        PassShape { training: true, ..PassShape::evaluation(batch, length, Recompute::None) };
     let mut activations = Activations::new(&model, shape).unwrap();
     activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
     let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout()).unwrap();

@@ -9,22 +9,16 @@ use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::{Cpu, ElementType};
 use moh_model::parameters::Shard;
 use moh_model::{
-    Architecture, AuxiliaryLoss, Distillation, HeadCounts, Model, ModelConfig, MohConfig,
-    Recompute, RouterKind, SharedHeadSets, Teacher,
+    Architecture, AuxiliaryLoss, Distillation, Model, ModelConfig, Recompute, Teacher,
 };
 use moh_step::guard::Limits;
 use moh_step::{
     Error, Hyperparameters, OptimizerState, ReadSample, StepConfig, StepGroups, StepResult,
     Stepper, Update,
 };
-use moh_testkit::models::{SCALE, SHAPE, VOCABULARY, config, model};
+use moh_testkit::models::{MOH, RECOMPUTE, SCALE, SHAPE, VOCABULARY, config, model};
 use moh_testkit::reference::{Pass, Reference, close, configured, counted};
 
-const MOH: MohConfig = MohConfig {
-    router: RouterKind::QueryNorm,
-    shared_heads: SharedHeadSets::First(HeadCounts::All(3)),
-    routed_top_k: HeadCounts::All(2),
-};
 const MICRO_BATCHES: u64 = 2;
 
 /// Samples of the pseudorandom tokens of [`token`].
@@ -193,7 +187,7 @@ fn is_the_reference(architecture: Architecture, recompute: Recompute, has_teache
 #[test]
 fn ignored_targets_have_no_part_in_the_loss_and_gradient_of_a_step() {
     for architecture in Architecture::ALL {
-        for recompute in [Recompute::None, Recompute::Norms, Recompute::Block] {
+        for recompute in RECOMPUTE {
             for has_teacher in [false, true] {
                 is_the_reference(architecture, recompute, has_teacher);
             }

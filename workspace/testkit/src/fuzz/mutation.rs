@@ -23,28 +23,10 @@ const INTEGERS: [u64; 14] = [
     u64::MAX,
 ];
 /// Text that takes the place of a number or a word.
-const WORDS: [&str; 20] = [
-    "0",
-    "-1",
-    "1",
-    "4294967295",
-    "9223372036854775807",
-    "18446744073709551615",
-    "18446744073709551616",
-    "1e308",
-    "1e400",
-    "-0.0",
-    "1.5",
-    "null",
-    "true",
-    "\"\"",
-    "[]",
-    "{}",
-    "nan",
-    "inf",
-    "\"../../etc\"",
-    "\"\\u0000\"",
-];
+const WORDS: &str = concat!(
+    "0 -1 1 4294967295 9223372036854775807 18446744073709551615 18446744073709551616 1e308 1e400 -0.0 1.5 ",
+    r#"null true "" [] {} nan inf "../../etc" "\u0000""#
+);
 
 /// One of the corpus with a few mutations, of at most `longest` bytes.
 pub(crate) fn mutated(corpus: &[Vec<u8>], longest: usize, random: &mut Rng) -> Vec<u8> {
@@ -122,8 +104,8 @@ fn integer(input: &mut [u8], at: usize, random: &mut Rng) {
 /// Replaces the number or word at a position.
 fn word(input: &mut Vec<u8>, at: usize, random: &mut Rng) {
     if let Some(range) = word_at(input, at) {
-        let by = WORDS[random.usize(0..WORDS.len())];
-        replace(input, range, by.as_bytes());
+        let words: Vec<&str> = WORDS.split(' ').collect();
+        replace(input, range, words[random.usize(0..words.len())].as_bytes());
     }
 }
 

@@ -2,11 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use moh_testkit::fuzz::Target;
 use moh_text::{ChatTemplate, Conversation, TrainedTurns};
 use serde_json::Value;
 
-use crate::{ALLOCATOR, outcome};
+use crate::{outcome, target};
 
 const TEMPLATES: [&str; 3] = [
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}\
@@ -48,25 +47,16 @@ fn template(source: &str) -> ChatTemplate {
 #[test]
 fn a_mutated_chat_template_renders_or_is_refused() {
     let conversation = Conversation::of_texts([("user", "a b"), ("assistant", "c")]);
-    let target = Target {
-        name: "chat-template",
-        seeds: &TEMPLATES.map(|template| template.as_bytes().to_vec()),
-        memory: 64 << 20,
-        allocator: &ALLOCATOR,
-    };
-    target.run(|input| render(&template(&String::from_utf8_lossy(input)), &conversation));
+    let seeds = &TEMPLATES.map(|template| template.as_bytes().to_vec());
+    target("chat-template", seeds, 64)
+        .run(|input| render(&template(&String::from_utf8_lossy(input)), &conversation));
 }
 
 #[test]
 fn a_mutated_conversation_is_rendered_or_refused() {
     let templates = TEMPLATES.map(template);
-    let target = Target {
-        name: "conversation",
-        seeds: &[CONVERSATION.as_bytes().to_vec()],
-        memory: 64 << 20,
-        allocator: &ALLOCATOR,
-    };
-    target.run(|input| {
+    let seeds = &[CONVERSATION.as_bytes().to_vec()];
+    target("conversation", seeds, 64).run(|input| {
         let mut record: Value = serde_json::from_slice(input).map_err(|error| error.to_string())?;
         let mut take = |name: &str| record.get_mut(name).map_or(Value::Null, Value::take);
         let conversation = Conversation::from_json(take("messages"), take("tools"));

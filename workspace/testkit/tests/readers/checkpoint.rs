@@ -13,12 +13,11 @@ use moh_data::{Provenance, TokenFileWriter};
 use moh_kernels::open_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
-use moh_testkit::fuzz::Target;
 use moh_train::RunOptions;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::{ALLOCATOR, outcome};
+use crate::{outcome, target};
 
 const STEP: u64 = 2;
 
@@ -86,16 +85,14 @@ fn read(run: &RunDirectory) -> Result<(), String> {
     outcome(read.and_then(|()| stored.verify()))
 }
 
-fn target<'a>(name: &'a str, seeds: &'a [Vec<u8>]) -> Target<'a> {
-    // What JSON is parsed into, and a tensor of the small model.
-    Target { name, seeds, memory: 32 << 20, allocator: &ALLOCATOR }
-}
+/// MiB of what JSON is parsed into, and a tensor of the small model.
+const MEMORY: usize = 32;
 
 #[test]
 fn a_mutated_manifest_is_read_or_refused() {
     let (_dir, run) = copy();
     let seed = fs::read(run.checkpoint(STEP).join("manifest.json")).unwrap();
-    target("manifest", &[seed]).run(|input| {
+    target("manifest", &[seed], MEMORY).run(|input| {
         write_manifest(&run, input);
         read(&run)
     });
@@ -107,7 +104,7 @@ fn a_mutated_part_is_read_or_refused() {
     let (manifest, part) =
         (run.checkpoint(STEP).join("manifest.json"), run.checkpoint(STEP).join("tensors.json"));
     let manifest: Value = serde_json::from_slice(&fs::read(manifest).unwrap()).unwrap();
-    target("part", &[fs::read(&part).unwrap()]).run(|input| {
+    target("part", &[fs::read(&part).unwrap()], MEMORY).run(|input| {
         fs::write(&part, input).unwrap();
         let mut manifest = manifest.clone();
         manifest["parts"][0]["blake3"] = json!(blake3::hash(input).to_hex().as_str());
@@ -120,7 +117,7 @@ fn a_mutated_part_is_read_or_refused() {
 fn mutated_tensors_of_a_checkpoint_are_refused() {
     let (_dir, run) = copy();
     let weights = run.checkpoint(STEP).join("weights.safetensors");
-    target("checkpoint-weights", &[fs::read(&weights).unwrap()]).run(|input| {
+    target("checkpoint-weights", &[fs::read(&weights).unwrap()], MEMORY).run(|input| {
         fs::write(&weights, input).unwrap();
         read(&run)
     });

@@ -1,9 +1,12 @@
-//! `config.json`.
+//! `config.json`, `tokenizer.json` and recipes.
+
+use std::path::Path;
 
 use moh_hf::ConfigFile;
-use moh_testkit::fuzz::Target;
+use moh_recipe::Recipe;
+use moh_text::TextTokenizer;
 
-use crate::{ALLOCATOR, outcome, repository};
+use crate::{outcome, repository, target};
 
 #[test]
 fn a_mutated_configuration_is_read_or_refused() {
@@ -15,14 +18,31 @@ fn a_mutated_configuration_is_read_or_refused() {
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}, "tie_word_embeddings": true, "hidden_act": "silu",
         "moh_router": "query-norm", "moh_shared_heads": [1, 2], "moh_routed_top_k": 1, "eos_token_id": [1, 2]}"#;
-    let target = Target {
-        name: "config",
-        seeds: &[repository("recipes/quickstart/config.json"), mixture.to_vec()],
-        memory: 16 << 20,
-        allocator: &ALLOCATOR,
-    };
-    target.run(|input| {
+    let seeds = &[repository("recipes/quickstart/config.json"), mixture.to_vec()];
+    target("config", seeds, 16).run(|input| {
         std::fs::write(&path, input).unwrap();
         outcome(ConfigFile::read(&path))
+    });
+}
+
+#[test]
+fn a_mutated_tokenizer_is_read_or_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokenizer.json");
+    let seeds = &[repository("recipes/quickstart/tokenizer.json")];
+    target("tokenizer", seeds, 64).run(|input| {
+        std::fs::write(&path, input).unwrap();
+        let tokenizer = TextTokenizer::load(&path).map_err(|error| error.to_string())?;
+        outcome(tokenizer.encode("One day, a boat."))
+    });
+}
+
+#[test]
+fn a_mutated_recipe_is_read_or_refused() {
+    let seeds = ["quickstart", "moh-llama3-8b", "stories260k"]
+        .map(|name| repository(&format!("recipes/{name}.toml")));
+    target("recipe", &seeds, 64).run(|input| {
+        let text = String::from_utf8_lossy(input);
+        outcome(Recipe::parse(&text, Path::new("recipe.toml"), &[]))
     });
 }

@@ -3,10 +3,9 @@
 use std::time::SystemTime;
 
 use moh_report::head_measures::HeadDocument;
-use moh_testkit::fuzz::Target;
 use serde_json::{Value, json};
 
-use crate::{ALLOCATOR, outcome};
+use crate::{outcome, target};
 
 /// A report of two heads on two texts, with a sentence of two tokens.
 fn report() -> Value {
@@ -43,8 +42,7 @@ fn a_mutated_report_has_a_page_or_is_refused() {
     let path = dir.path().join("heads.json");
     let seeds = [report().to_string().into_bytes()];
     // A megabyte of numbers, each of which may become a cell of a map.
-    let target = Target { name: "heads", seeds: &seeds, memory: 512 << 20, allocator: &ALLOCATOR };
-    target.run(|input| {
+    target("heads", &seeds, 512).run(|input| {
         std::fs::write(&path, input).unwrap();
         let read = HeadDocument::read(&path);
         if let Ok(document) = &read {

@@ -6,22 +6,24 @@
 mod chat;
 mod checkpoint;
 mod configuration;
-mod dataset;
 mod documents;
 mod heads;
 mod model_card;
-mod recipe;
 mod rendezvous;
-mod tokenizer;
 mod tokens;
 mod weights;
 
 use std::fmt::Display;
 
-use moh_testkit::fuzz::PeakAlloc;
+use moh_testkit::fuzz::{PeakAlloc, Target};
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+/// A reader that may take so many MiB beside its input.
+fn target<'a>(name: &'a str, seeds: &'a [Vec<u8>], mebibytes: usize) -> Target<'a> {
+    Target { name, seeds, memory: mebibytes << 20, allocator: &ALLOCATOR }
+}
 
 /// The outcome of a reader as text.
 fn outcome<T, E: Display>(read: Result<T, E>) -> Result<(), String> {

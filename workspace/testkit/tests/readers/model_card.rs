@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use moh_hf::{ConfigFile, ModelCard};
-use moh_testkit::fuzz::Target;
 
-use crate::{ALLOCATOR, outcome, repository};
+use crate::{outcome, repository, target};
 
 #[test]
 fn a_mutated_readme_gives_a_card() {
@@ -22,9 +21,7 @@ fn a_mutated_readme_gives_a_card() {
     };
     let seeds =
         [card.text(&config).into_bytes(), card.kept_readme().into_bytes(), repository("README.md")];
-    let target =
-        Target { name: "model_card", seeds: &seeds, memory: 16 << 20, allocator: &ALLOCATOR };
-    target.run(|input| {
+    target("model_card", &seeds, 16).run(|input| {
         std::fs::write(&path, input).unwrap();
         let read = || ModelCard::of_source(Path::new("other"), dir.path());
         let found = read();

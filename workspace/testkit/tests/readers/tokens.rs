@@ -1,9 +1,8 @@
 //! The index of a token file, and its mask.
 
 use moh_data::{Provenance, TokenFile, TokenFileWriter, Verify};
-use moh_testkit::fuzz::Target;
 
-use crate::{ALLOCATOR, outcome};
+use crate::{outcome, target};
 
 #[test]
 fn a_mutated_token_index_is_read_or_refused() {
@@ -15,13 +14,8 @@ fn a_mutated_token_index_is_read_or_refused() {
     }
     writer.finish(Provenance::default()).unwrap();
     let index = prefix.with_extension("idx");
-    let target = Target {
-        name: "token-index",
-        seeds: &[std::fs::read(&index).unwrap()],
-        memory: 1 << 20,
-        allocator: &ALLOCATOR,
-    };
-    target.run(|input| {
+    let seeds = &[std::fs::read(&index).unwrap()];
+    target("token-index", seeds, 1).run(|input| {
         std::fs::write(&index, input).unwrap();
         let verify = Verify { prefix: &prefix, vocabulary: None, end_of_text: None };
         outcome(verify.run(&mut |_, _| ()).map(|_| ()))?;
@@ -45,13 +39,8 @@ fn a_mutated_mask_is_read_or_refused() {
     }
     writer.finish(Provenance::default()).unwrap();
     let mask = prefix.with_extension("mask");
-    let target = Target {
-        name: "token-mask",
-        seeds: &[std::fs::read(&mask).unwrap()],
-        memory: 1 << 20,
-        allocator: &ALLOCATOR,
-    };
-    target.run(|input| {
+    let seeds = &[std::fs::read(&mask).unwrap()];
+    target("token-mask", seeds, 1).run(|input| {
         std::fs::write(&mask, input).unwrap();
         let verify = Verify { prefix: &prefix, vocabulary: None, end_of_text: None };
         let found = verify.run(&mut |_, _| ()).map_err(|error| error.to_string())?;

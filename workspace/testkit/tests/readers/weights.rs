@@ -1,11 +1,10 @@
 //! Safetensors files and their index.
 
 use moh_hf::WeightFiles;
-use moh_testkit::fuzz::Target;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
-use crate::{ALLOCATOR, outcome};
+use crate::{outcome, target};
 
 /// A file with two tensors.
 fn weights() -> Vec<u8> {
@@ -29,14 +28,9 @@ fn read_all(dir: &std::path::Path) -> Result<(), String> {
 #[test]
 fn mutated_safetensors_are_read_or_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let target = Target {
-        name: "safetensors",
-        seeds: &[weights()],
-        // The header is parsed into a tree.
-        memory: 32 << 20,
-        allocator: &ALLOCATOR,
-    };
-    target.run(|input| {
+    // The header is parsed into a tree.
+    let seeds = &[weights()];
+    target("safetensors", seeds, 32).run(|input| {
         std::fs::write(dir.path().join("model.safetensors"), input).unwrap();
         read_all(dir.path())
     });
@@ -49,13 +43,8 @@ fn a_mutated_index_is_read_or_refused() {
     let index = br#"{"metadata": {"total_size": 32}, "weight_map": {
         "model.embed_tokens.weight": "model-00001-of-00001.safetensors",
         "model.norm.weight": "model-00001-of-00001.safetensors"}}"#;
-    let target = Target {
-        name: "safetensors-index",
-        seeds: &[index.to_vec()],
-        memory: 32 << 20,
-        allocator: &ALLOCATOR,
-    };
-    target.run(|input| {
+    let seeds = &[index.to_vec()];
+    target("safetensors-index", seeds, 32).run(|input| {
         std::fs::write(dir.path().join("model.safetensors.index.json"), input).unwrap();
         read_all(dir.path())
     });

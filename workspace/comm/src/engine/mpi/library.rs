@@ -34,7 +34,6 @@ pub(super) fn failed(operation: &'static str, reason: impl Display) -> Error {
     Error::engine("MPI", operation, reason)
 }
 
-/// The initialised library.
 pub(super) struct Library {
     universe: Option<Universe>,
     calls: Arc<Calls>,
@@ -81,7 +80,6 @@ unsafe impl Send for Library {}
 unsafe impl Sync for Library {}
 
 impl Library {
-    /// Initialises MPI, once per process.
     pub(super) fn start(health: Arc<Health>) -> Result<Self> {
         let (universe, threading) = mpi::initialize_with_threading(Threading::Serialized)
             .ok_or_else(|| failed("MPI_Init", "MPI has been started in this process already"))?;
@@ -107,7 +105,6 @@ impl Library {
         Ok(library)
     }
 
-    /// The communicator of all processes.
     pub(super) fn world(&self) -> ffi::MPI_Comm {
         // SAFETY: a constant of the bindings, set before the program starts.
         #[allow(unsafe_code)]
@@ -206,7 +203,6 @@ impl Library {
         scratch::reserve(&mut self.queue().free, messages, bytes);
     }
 
-    /// Waits until all sent messages have left.
     pub(super) fn wait_for_sends(&self) -> Result<()> {
         loop {
             {
@@ -226,7 +222,6 @@ impl Library {
         self.finished.store(true, Ordering::Relaxed);
     }
 
-    /// Ends all processes of the job.
     pub(super) fn abort(&self, code: i32) -> ! {
         // No lock: another thread may hold it in a call that never returns.
         // SAFETY: allowed at any time between initialisation and finalisation.
@@ -315,7 +310,6 @@ fn null_request() -> ffi::MPI_Request {
     }
 }
 
-/// Converts a return code to an error.
 fn check(operation: &'static str, code: c_int) -> Result<()> {
     if code == 0 {
         return Ok(());

@@ -31,7 +31,6 @@ const MAX_MESSAGE_BYTES: usize = 1 << 30;
 /// Alignment of the received pieces in scratch memory, in elements.
 const PIECE_ALIGNMENT: usize = 8;
 
-/// One rank's handle of a communicator.
 struct Communicator {
     raw: ffi::MPI_Comm,
     /// Created by a split, so it has to be freed.

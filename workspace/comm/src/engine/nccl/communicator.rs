@@ -20,7 +20,6 @@ pub(super) fn failed(operation: &'static str, reason: impl Display) -> Error {
     Error::engine("NCCL", operation, reason)
 }
 
-/// This process's GPU.
 pub(super) struct Device {
     pub cuda: Cuda,
     compute: CudaStream,
@@ -121,7 +120,6 @@ impl Drop for Event {
     }
 }
 
-/// An NCCL communicator and its stream.
 pub(super) struct NcclCommunicator {
     raw: sys::ncclComm_t,
     stream: driver::CUstream,
@@ -311,7 +309,6 @@ impl Drop for NcclCommunicator {
     }
 }
 
-/// Converts an NCCL result to an error.
 pub(super) fn check(
     operation: &'static str,
     code: sys::ncclResult_t,

@@ -21,9 +21,6 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 static FUNCTIONS: OnceLock<std::result::Result<Functions, String>> = OnceLock::new();
 
 /// Loads NCCL; every other function of this module requires it.
-///
-/// # Errors
-/// Fails if the library or one of its functions is missing.
 pub(super) fn load() -> Result<()> {
     match FUNCTIONS.get_or_init(|| open(&NAMES).and_then(Functions::new)) {
         Ok(_) => Ok(()),

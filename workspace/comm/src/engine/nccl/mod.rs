@@ -42,14 +42,12 @@ impl PendingSend {
     }
 }
 
-/// One rank's end of a group.
 struct Nccl {
     communicator: NcclCommunicator,
     rank: usize,
     /// The members' ranks in the world.
     ranks: Vec<usize>,
     shared: Arc<Shared>,
-    /// The buffer that barriers reduce.
     barrier_buffer: Mutex<<Cuda as Memory>::Buffer<u32>>,
 }
 
@@ -63,7 +61,6 @@ pub(crate) fn unique_id() -> Result<Vec<u8>> {
     Ok(bytemuck::cast_slice(&id.internal).to_vec())
 }
 
-/// Connects the GPUs of all ranks.
 pub(crate) fn world(
     launch: &Launch,
     id: &[u8],
@@ -106,7 +103,6 @@ fn reduction(reduce: Reduce) -> sys::ncclRedOp_t {
     }
 }
 
-/// A region in GPU memory.
 struct GpuRegion {
     dtype: DType,
     len: usize,
@@ -121,7 +117,6 @@ impl GpuRegion {
         Ok(GpuRegion { dtype: region.dtype, len: region.len, address })
     }
 
-    /// The address of an element.
     fn at(&self, element: usize) -> *mut c_void {
         (self.address + (element * self.dtype.bytes()) as u64) as *mut c_void
     }

@@ -33,13 +33,8 @@ fn trained(world: &World, ranks: Ranks, attention: f64, rate: f64) -> (Rank<f32>
     let mut rank = Rank::<f32>::new(world, ranks);
     rank.stepper.config.optimizer.clip_norm = UNCLIPPED;
     rank.stepper.config.optimizer.groups = GroupFactors { attention, ..GroupFactors::default() };
-    let read = |sample: u64, window: &mut [u32], _: Option<&mut [u32]>| {
-        (0..).zip(window).for_each(|(i, id)| *id = ((sample * 31 + i * 7) % 32) as u32);
-        Ok(())
-    };
     let update = Update { number: 1, learning_rate: rate, limits: Limits::FINITE };
-    let Rank { model, optimizer, stepper } = &mut rank;
-    let result = stepper.step(model, optimizer, read, 0, update).unwrap();
+    let result = rank.take(read_tokens, 0, update);
     (rank, result.grad_norm)
 }
 
@@ -48,7 +43,7 @@ fn groups_have_rates_of_their_own_and_frozen_ones_stay() {
     let (attention, rest) = (TensorGroup::Attention, TensorGroup::Rest);
     for (data, tensor, pipeline) in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)] {
         let ranks = Ranks { data, tensor, pipeline, tied: true, reduce: ElementType::F32 };
-        on_ranks(data * tensor * pipeline, |world| {
+        ranks.run(|world| {
             let before = bits(&mut Rank::<f32>::new(world, ranks), attention);
             let (mut whole, norm) = trained(world, ranks, 1.0, 1e-2);
             let (mut slow, _) = trained(world, ranks, 1.0, 5e-3);
@@ -68,7 +63,7 @@ fn groups_have_rates_of_their_own_and_frozen_ones_stay() {
 #[test]
 fn the_norm_of_gradients_is_that_of_the_groups_that_train() {
     let ranks = Ranks { data: 1, tensor: 1, pipeline: 1, tied: false, reduce: ElementType::F32 };
-    on_ranks(1, |world| {
+    ranks.run(|world| {
         let (rank, found) = trained(world, ranks, 0.0, 1e-2);
         let norms = rank.stepper.gradient_norms(&rank.model).unwrap();
         let trains = norms.iter().filter(|it| TensorGroup::of(&it.name) != TensorGroup::Attention);

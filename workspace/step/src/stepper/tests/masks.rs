@@ -21,12 +21,9 @@ impl ReadSample for Masked {
         &self,
         number: u64,
         window: &mut [u32],
-        _: Option<&mut [u32]>,
+        document_start: Option<&mut [u32]>,
     ) -> Result<(), Error> {
-        for (at, id) in (0..).zip(window) {
-            *id = ((number * 31 + at * 7) % 32) as u32;
-        }
-        Ok(())
+        read_tokens(number, window, document_start)
     }
 
     fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, Error> {
@@ -45,8 +42,7 @@ impl ReadSample for Masked {
 
 impl<T: Element> Rank<T> {
     fn masked_step(&mut self, read: Masked) -> StepResult {
-        let update = Update { number: 1, learning_rate: 1e-2, limits: Limits::FINITE };
-        self.stepper.step(&mut self.model, &mut self.optimizer, read, 0, update).unwrap()
+        self.take(read, 0, Update { number: 1, learning_rate: 1e-2, limits: Limits::FINITE })
     }
 }
 
@@ -56,7 +52,7 @@ fn on_layouts(work: impl Fn(&World, Ranks) + Sync) {
     for (data, tensor, pipeline) in LAYOUTS {
         for tied in [true, false] {
             let ranks = Ranks { data, tensor, pipeline, tied, reduce: ElementType::F32 };
-            on_ranks(data * tensor * pipeline, |world| work(world, ranks));
+            ranks.run(|world| work(world, ranks));
         }
     }
 }
@@ -99,9 +95,7 @@ fn the_loss_is_the_mean_over_the_targets_of_the_whole_step() {
 fn every_layout_takes_the_same_step() {
     let results = |data, tensor, pipeline| {
         let ranks = Ranks { data, tensor, pipeline, tied: false, reduce: ElementType::F32 };
-        let found = on_ranks(data * tensor * pipeline, |world| {
-            Rank::<f32>::new(world, ranks).masked_step(Masked::by(some))
-        });
+        let found = ranks.run(|world| Rank::<f32>::new(world, ranks).masked_step(Masked::by(some)));
         assert!(found.iter().all(|result| *result == found[0]), "all ranks have the same sums");
         found[0]
     };
