@@ -8,7 +8,7 @@ fn every_operation_is_right_on_threads() {
         std::thread::scope(|scope| {
             for world in World::threads(size) {
                 scope.spawn(move || {
-                    collectives::check(world.group());
+                    crate::collectives::check(world.group());
                     world.close().unwrap();
                 });
             }

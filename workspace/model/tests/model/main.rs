@@ -7,7 +7,6 @@ mod candle_reference;
 mod devices;
 mod generation;
 mod gradients;
-mod loading;
 mod moh_reference;
 mod qwen3;
 mod reference_vectors;
