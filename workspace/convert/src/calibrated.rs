@@ -37,7 +37,6 @@ struct Projections {
     file: File,
     /// The directory that it is in, for messages.
     directory: PathBuf,
-    /// Bytes of a projection.
     bytes: usize,
 }
 
@@ -81,10 +80,6 @@ impl Calibrated {
     /// Measures the source of a conversion on a device, with its weights in the output's element type. What is fitted is
     /// stored in this type too, unless `calibration` says otherwise. `text` is what a receipt calls the tokens; `progress`
     /// is called with the layers that are done and all of them, and can stop the work.
-    ///
-    /// # Errors
-    /// Fails if the output may not be written, if the source is not a dense model, if the heads do not fit it, if it
-    /// cannot be measured, and with [`Error::Interrupted`].
     pub fn measure(
         options: &ConversionOptions,
         calibration: &CalibrationOptions,

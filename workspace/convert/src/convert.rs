@@ -39,52 +39,35 @@ pub enum TargetAttention {
 }
 
 impl TargetAttention {
-    /// The Mixture-of-Head configuration for `model`.
-    ///
-    /// # Errors
-    /// Fails if the counts do not fit the model.
-    pub fn configure(&self, model: &ModelConfig) -> Result<Option<MohConfig>, Error> {
+    fn request(&self) -> Option<&HeadRequest> {
         match self {
-            TargetAttention::Dense => Ok(None),
-            TargetAttention::Moh(request) => Ok(Some(request.for_model(model)?)),
+            TargetAttention::Dense => None,
+            TargetAttention::Moh(request) => Some(request),
         }
     }
 
+    /// The Mixture-of-Head configuration for `model`.
+    pub fn configure(&self, model: &ModelConfig) -> Result<Option<MohConfig>, Error> {
+        Ok(self.request().map(|request| request.for_model(model)).transpose()?)
+    }
+
     /// The active heads of all layers of `model` together, if a share of these is asked for.
-    ///
-    /// # Errors
-    /// Fails if the layers cannot have that share.
     pub fn total(&self, model: &ModelConfig) -> Result<Option<usize>, Error> {
-        match self {
-            TargetAttention::Dense => Ok(None),
-            TargetAttention::Moh(request) => {
-                let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
-                let (layers, source) = (model.num_hidden_layers, model.moh.as_ref());
-                Ok(request.total(heads, kv_heads, layers, source)?)
-            }
-        }
+        let Some(request) = self.request() else { return Ok(None) };
+        let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
+        Ok(request.total(heads, kv_heads, model.num_hidden_layers, model.moh.as_ref())?)
     }
 
     /// What a share of active heads became for `model`, if it could not be met exactly.
     pub fn rounding(&self, model: &ModelConfig) -> Option<String> {
-        match self {
-            TargetAttention::Dense => None,
-            TargetAttention::Moh(request) => {
-                let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
-                request.rounding(heads, kv_heads, model.moh.as_ref())
-            }
-        }
+        let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
+        self.request()?.rounding(heads, kv_heads, model.moh.as_ref())
     }
 
     /// What is weak about the counts that a share of active heads became for `model`.
     pub fn weakness(&self, model: &ModelConfig) -> Option<String> {
-        match self {
-            TargetAttention::Dense => None,
-            TargetAttention::Moh(request) => {
-                let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
-                request.weakness(heads, kv_heads, model.moh.as_ref())
-            }
-        }
+        let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
+        self.request()?.weakness(heads, kv_heads, model.moh.as_ref())
     }
 }
 
@@ -137,9 +120,7 @@ impl ConversionOptions {
             pad_vocab_to: None,
         }
     }
-}
 
-impl ConversionOptions {
     /// The directory of the source's tokenizer; `None` for a run that has none.
     pub fn source_tokenizer(&self) -> Option<PathBuf> {
         match &self.checkpoint {
@@ -193,18 +174,12 @@ impl Conversion {
     }
 
     /// Compares the output with the source on a device.
-    ///
-    /// # Errors
-    /// Fails if a model cannot be read, or if they differ by more than rounding explains.
     pub fn verify(&self, device: OpenDevice) -> Result<Verification, Error> {
         let refit = self.receipt.calibration.as_ref().is_some_and(|calibration| calibration.refit);
         verify::verify(&self.receipt.source, self.pending.path(), self.kept_rows, refit, device)
     }
 
     /// Gives the output its name. A model directory that it replaces has the name until then.
-    ///
-    /// # Errors
-    /// Fails if the destination has changed in the meantime, or if a directory cannot be renamed.
     pub fn publish(self) -> Result<Receipt, Error> {
         self.pending.publish()?;
         Ok(self.receipt)
@@ -310,7 +285,6 @@ impl<'a> Plan<'a> {
         self.expansion.as_ref().filter(|_| has_vocabulary_rows(tensor))
     }
 
-    /// Writes the model directory.
     fn write(
         &self,
         progress: &mut dyn FnMut(ConversionProgress) -> ControlFlow<()>,
@@ -570,7 +544,6 @@ impl Converter<'_, '_> {
     }
 }
 
-/// Elements per parallel task.
 const PARALLEL_ELEMENTS: usize = 1 << 16;
 
 /// Index of the first element that is infinite or not a number.

@@ -440,29 +440,18 @@ fn print_receipt(
 fn describe_tensors(receipt: &Receipt) -> String {
     let (total, unchanged) = (receipt.tensors.len(), receipt.num_unchanged());
     let (converted, dtype) = (receipt.num_converted(), receipt.tensors.first().map(|t| t.dtype));
-    let mut parts = Vec::new();
-    if unchanged > 0 {
-        parts.push(format!("{unchanged} of {total} unchanged, bit by bit"));
-    }
-    if converted > 0 {
-        parts.push(format!("{converted} of {total} converted to {}", dtype.unwrap_or_default()));
-    }
     let (refitted, fitted) = (receipt.num_refitted(), receipt.num_fitted());
-    if refitted > 0 {
-        parts.push(format!("{refitted} refitted"));
-    }
-    if fitted > 0 {
-        parts.push(format!("{fitted} of routers fitted"));
-    }
     let added = receipt.num_added();
-    if added > 0 {
-        parts.push(format!("{added} of routers added, zeros"));
-    }
-    let grown = total - unchanged - converted - refitted - fitted - added;
-    if grown > 0 {
-        parts.push(format!("{grown} with new rows"));
-    }
-    parts.join(", ")
+    let parts = [
+        (unchanged, format!("of {total} unchanged, bit by bit")),
+        (converted, format!("of {total} converted to {}", dtype.unwrap_or_default())),
+        (refitted, "refitted".to_owned()),
+        (fitted, "of routers fitted".to_owned()),
+        (added, "of routers added, zeros".to_owned()),
+        (total - unchanged - converted - refitted - fitted - added, "with new rows".to_owned()),
+    ];
+    let some = parts.iter().filter(|(count, _)| *count > 0);
+    some.map(|(count, what)| format!("{count} {what}")).collect::<Vec<_>>().join(", ")
 }
 
 fn print_verification(found: &Verification, out: &mut impl Write) -> std::io::Result<()> {

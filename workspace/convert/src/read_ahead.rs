@@ -24,9 +24,6 @@ pub(crate) struct ReadAhead<'a> {
 
 impl<'a> ReadAhead<'a> {
     /// Starts to read `tensors`, which are needed in this order.
-    ///
-    /// # Errors
-    /// Fails if the source lacks a tensor.
     pub fn start(
         weights: &Weights,
         tensors: impl IntoIterator<Item = &'a TensorSpec>,

@@ -26,9 +26,6 @@ pub struct SourceCheckpoint {
 impl SourceCheckpoint {
     /// The checkpoint that `name` names as `RUN` or `RUN@STEP`; `None` if it names no run. Without a step
     /// it is the run's newest good one, which is read for that.
-    ///
-    /// # Errors
-    /// Fails if the run has no such checkpoint, or if one cannot be read.
     pub fn from_name(name: &str) -> Result<Option<Self>, Error> {
         let Some(name) = CheckpointName::parse(name) else { return Ok(None) };
         let step = name.resolve_alone()?;
@@ -41,9 +38,6 @@ impl SourceCheckpoint {
     }
 
     /// The configuration of the model at the step.
-    ///
-    /// # Errors
-    /// Fails if there is no such checkpoint, or if its manifest cannot be used.
     pub fn config_file(&self) -> Result<ConfigFile, Error> {
         let name = CheckpointName { run: self.run.clone(), step: Some(self.step) };
         Ok(name.config_file()?)
@@ -58,7 +52,6 @@ pub(crate) struct Source {
     pub warning: Option<String>,
 }
 
-/// The weights of a source.
 pub(crate) enum Weights {
     Files(WeightFiles),
     /// f32 tensors, each of which is read and compared with its hash when it is needed.
@@ -115,7 +108,6 @@ impl Weights {
         }
     }
 
-    /// A tensor's values.
     pub(crate) fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), Error> {
         match self {
             Weights::Files(files) => Ok(files.read_f32(name, out)?),

@@ -66,9 +66,6 @@ pub struct Verification {
 
 /// Compares the model in `out` with the one in `source` it was converted from, of whose vocabulary the
 /// first `kept_rows` rows are in both, on a device that gives the same bits in every run.
-///
-/// # Errors
-/// Fails if a model cannot be read, or if weights or logits differ by more than rounding explains.
 pub(crate) fn verify(
     source: &Path,
     out: &Path,

@@ -108,9 +108,6 @@ impl Expansion {
     }
 
     /// Plans an expansion that only pads the rows to a multiple of `multiple`.
-    ///
-    /// # Errors
-    /// Fails if the multiple is zero or too large.
     pub fn padding(old_rows: usize, multiple: usize) -> Result<Self, Error> {
         let rows = pad(old_rows, Some(multiple))?;
         Ok(Expansion {

@@ -31,9 +31,6 @@ fn name<S: serde::Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
 
 /// Compares the tensors that both models have, by their configurations, but those that are `refitted`; of those with a
 /// row for each token, the first `kept_rows`. `None` if no tensor has another element type than the source's.
-///
-/// # Errors
-/// Fails if a weight differs by more than rounding explains.
 pub(crate) fn compare(
     source: &WeightFiles,
     output: &WeightFiles,

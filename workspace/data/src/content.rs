@@ -6,7 +6,6 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes of a block.
 const BLOCK_BYTES: usize = 4096;
 /// Blocks of a file; smaller files are hashed whole.
 const BLOCKS: usize = 256;

@@ -11,7 +11,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file of a tokenizer could not be read.
+    /// A file of a tokenizer could not be read, or cannot be used.
     #[error(transparent)]
     File(#[from] moh_files::FileError),
     /// An I/O error of a file.
@@ -28,14 +28,6 @@ pub enum Error {
     #[error("{}: not a valid token file: {reason}", path.display())]
     TokenFile {
         /// The invalid file.
-        path: PathBuf,
-        /// The problem.
-        reason: String,
-    },
-    /// A tokenizer that cannot be read.
-    #[error("{}: {reason}", path.display())]
-    Tokenizer {
-        /// The `tokenizer.json`.
         path: PathBuf,
         /// The problem.
         reason: String,
@@ -81,12 +73,10 @@ impl Error {
         self
     }
 
-    /// An invalid token file.
     pub(crate) fn token_file(path: &Path, reason: impl Into<String>) -> Self {
         Self::TokenFile { path: path.to_path_buf(), reason: reason.into() }
     }
 
-    /// An argument out of range.
     pub(crate) fn argument(name: &str, value: u64, reason: impl Display) -> Self {
         Self::Invalid(format!("{name} = {value}: {reason}"))
     }

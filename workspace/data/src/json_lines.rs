@@ -12,7 +12,6 @@ use crate::{Error, Result};
 pub struct JsonLines<R> {
     path: PathBuf,
     reader: R,
-    /// Maximum bytes of a line.
     max_line_bytes: u64,
     line: u64,
     bytes: Vec<u8>,
@@ -34,10 +33,6 @@ impl<R: BufRead> JsonLines<R> {
     }
 
     /// The next object; `None` at the end.
-    ///
-    /// # Errors
-    /// Fails if the input cannot be read, or for a line that is too long, not UTF-8 or not an
-    /// object.
     pub fn next_object(&mut self) -> Result<Option<JsonLine>> {
         loop {
             self.bytes.clear();

@@ -37,7 +37,7 @@ pub use pending::{refuse_existing, with_ending};
 pub use permutation::key_of;
 pub use samples::{ORDER_VERSION, Order, Source, SourceStart, TrainingData};
 pub use special_tokens::SpecialTokens;
-pub use token_decoder::TokenDecoder;
+pub use token_decoder::{TokenDecoder, bytes_of_token};
 pub use token_file::TokenFile;
 pub use token_info::{Provenance, TokenFileInfo};
 pub use token_type::TokenType;

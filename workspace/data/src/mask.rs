@@ -30,7 +30,6 @@ pub struct MaskInfo {
     pub chat_template_blake3: Option<String>,
 }
 
-/// An open mask.
 pub(crate) struct Mask {
     path: PathBuf,
     bytes: Mmap,
@@ -38,9 +37,6 @@ pub(crate) struct Mask {
 
 impl Mask {
     /// Opens the mask of a token file with so many tokens; `None` if it has none.
-    ///
-    /// # Errors
-    /// Fails if it cannot be read, or has not a byte for each token.
     pub(crate) fn open(prefix: &Path, tokens: u64) -> Result<Option<Self>> {
         let path = with_ending(prefix, ENDING);
         match path.symlink_metadata() {
@@ -72,9 +68,6 @@ impl Mask {
     }
 
     /// Reads the bytes from position `start` on; the range lies within the file.
-    ///
-    /// # Errors
-    /// Fails on a byte other than 0 and 1.
     pub(crate) fn read(&self, start: u64, out: &mut [u8]) -> Result<()> {
         let bytes = self.part(start..start + out.len() as u64);
         self.check(bytes, start)?;
@@ -93,9 +86,6 @@ impl Mask {
     }
 
     /// The number of tokens in a range within the file that are trained on.
-    ///
-    /// # Errors
-    /// Fails on a byte other than 0 and 1.
     pub(crate) fn count(&self, range: Range<u64>) -> Result<u64> {
         let start = range.start;
         let bytes = self.part(range);

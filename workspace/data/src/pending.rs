@@ -35,7 +35,6 @@ impl Pending {
         self.file.path()
     }
 
-    /// Appends bytes.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).map_err(Error::io(self.file.path(), "write"))
     }
@@ -53,9 +52,6 @@ impl Pending {
     }
 
     /// Renames the file to its final name.
-    ///
-    /// # Errors
-    /// Fails if a file of that name exists, unless `overwrite` replaces it, or on an I/O error.
     pub(crate) fn publish(self, overwrite: bool) -> Result<()> {
         let path = self.path().to_path_buf();
         let done = if overwrite { self.file.replace() } else { self.file.publish() };
@@ -67,9 +63,6 @@ impl Pending {
 }
 
 /// Checks that an output does not exist, or may be overwritten.
-///
-/// # Errors
-/// [`Error::Exists`] if it exists and may not be overwritten.
 pub fn refuse_existing(path: &Path, overwrite: bool) -> Result<()> {
     if !overwrite && path.symlink_metadata().is_ok() {
         return Err(Error::Exists { path: path.to_path_buf() });

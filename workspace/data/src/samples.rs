@@ -69,10 +69,6 @@ pub struct TrainingData {
 
 impl TrainingData {
     /// Opens the token files; reading an id of `vocab_size` or above is an error.
-    ///
-    /// # Errors
-    /// Fails if a file is invalid or shorter than one window, or if a weight is not a positive
-    /// number.
     pub fn open(
         sources: &[Source],
         sequence_length: usize,
@@ -88,9 +84,6 @@ impl TrainingData {
     }
 
     /// As [`TrainingData::open`], on the files that `open` returns for the index and the source.
-    ///
-    /// # Errors
-    /// As [`TrainingData::open`]; fails if `open` does.
     pub fn of_files(
         sources: &[Source],
         sequence_length: usize,
@@ -179,9 +172,6 @@ impl TrainingData {
 
     /// Reads for sample `number` whether each of its tokens is trained on, 1, or not, 0; `mask` has
     /// `sequence_length + 1` bytes. Whether the sample's file has a mask.
-    ///
-    /// # Errors
-    /// Fails if the mask has another byte.
     pub fn mask(&self, number: u64, mask: &mut [u8]) -> Result<bool> {
         let (source, start) = self.locate(number);
         let file = &self.files[source];
@@ -191,9 +181,6 @@ impl TrainingData {
 
     /// The targets of these samples that are trained on: the tokens after the first one of each, but for those that
     /// a mask leaves out. `None` if no source has a mask, so that all are.
-    ///
-    /// # Errors
-    /// Fails if a mask has a byte other than 0 and 1.
     pub fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
         if !self.files.iter().any(|file| file.has_mask()) {
             return Ok(None);
@@ -231,9 +218,6 @@ impl TrainingData {
     /// `document_start` receives, for each of the `sequence_length` positions, the position in the
     /// window at which its document starts, for attention within documents. A document that began
     /// before the window starts at 0.
-    ///
-    /// # Errors
-    /// Fails if an id is outside the vocabulary.
     ///
     /// # Panics
     /// If a slice has the wrong length.

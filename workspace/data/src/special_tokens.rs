@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::{Error, Result, TokenizerFile};
+use crate::{Result, TokenizerFile};
 
 /// The file that names a tokenizer's special tokens.
 const CONFIG_FILE: &str = "tokenizer_config.json";
@@ -28,10 +28,8 @@ impl SpecialTokens {
         let kind = "a tokenizer's configuration";
         let bytes = moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, kind)?;
         let Some(bytes) = bytes else { return Ok(Self::default()) };
-        let config: Value = serde_json::from_slice(&bytes).map_err(|error| Error::Tokenizer {
-            path,
-            reason: format!("not valid JSON: {error}"),
-        })?;
+        let config: Value = serde_json::from_slice(&bytes)
+            .map_err(|error| moh_files::unusable(&path, format!("not valid JSON: {error}")))?;
         let tokenizer = TokenizerFile::load(dir)?;
         let id = |key: &str| id_of(&tokenizer, config.get(key)?);
         Ok(SpecialTokens { bos: id("bos_token"), eos: id("eos_token") })

@@ -229,6 +229,12 @@ fn stripped(mut text: &str, content: char, [start, stop]: [usize; 2]) -> &str {
     text
 }
 
+/// The bytes of a token of a byte, such as `<0x0A>`, or of one of byte-level BPE; `None` if it is neither.
+pub fn bytes_of_token(token: &str) -> Option<Vec<u8>> {
+    let byte = byte_token(token).map(|byte| vec![byte]);
+    byte.or_else(|| token.chars().map(byte_of).collect())
+}
+
 /// The bytes that a text spells in GPT-2's alphabet; its own if it has another character.
 fn bytes_of(text: &str) -> Vec<u8> {
     text.chars().map(byte_of).collect::<Option<_>>().unwrap_or_else(|| text.as_bytes().to_vec())
@@ -271,4 +277,25 @@ fn without_bytes(texts: Vec<String>) -> Vec<String> {
 fn byte_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>').filter(|digits| digits.len() == 2)?;
     u8::from_str_radix(digits, 16).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_read_from_the_names_of_tokens() {
+        assert_eq!(bytes_of_token("<0x0A>"), Some(vec![10]));
+        assert_eq!((byte_token("<0xZZ>"), byte_token("<0x1>")), (None, None));
+        for (token, bytes) in [
+            ("\u{120}a", Some(b" a".to_vec())),
+            ("\u{10a}", Some(b"\n".to_vec())),
+            ("\u{e2}\u{122}", Some(vec![0xe2, 0x80])),
+            ("\u{143}", Some(vec![0xad])), // The last one.
+            ("\u{144}", None),
+            (" ", None),
+        ] {
+            assert_eq!(bytes_of_token(token), bytes, "{token}");
+        }
+    }
 }

@@ -26,9 +26,7 @@ pub(crate) struct StoredDocument {
     pub(crate) number: u64,
     /// The position of its first token.
     pub(crate) start: u64,
-    /// How many tokens it has.
     pub(crate) tokens: u64,
-    /// Its sequences in the index.
     sequences: Range<usize>,
 }
 
@@ -80,9 +78,6 @@ impl TokenFile {
     }
 
     /// Reads `PREFIX.json`, if it exists.
-    ///
-    /// # Errors
-    /// Fails if it is not the metadata of a token file with these numbers of documents and tokens.
     pub(crate) fn read_info(&mut self) -> Result<()> {
         let path = with_ending(&self.prefix, ".json");
         let Some(info) = TokenFileInfo::read(&path)? else { return Ok(()) };
@@ -102,10 +97,6 @@ impl TokenFile {
     }
 
     /// Opens `PREFIX.mask`, if it exists.
-    ///
-    /// # Errors
-    /// Fails if it has another length than the file, or exists where `PREFIX.json` records none, or the
-    /// other way around.
     pub(crate) fn open_mask(&mut self) -> Result<()> {
         self.mask = Mask::open(&self.prefix, self.num_tokens())?;
         let Some(info) = &self.info else { return Ok(()) };
@@ -132,12 +123,12 @@ impl TokenFile {
 
     /// Tokens in the file.
     pub fn num_tokens(&self) -> u64 {
-        self.index.tokens()
+        self.index.tokens
     }
 
     /// Documents in the file.
     pub fn num_documents(&self) -> u64 {
-        self.index.documents() as u64
+        self.index.documents as u64
     }
 
     /// Tokens of the longest document; 0 without documents.
@@ -147,12 +138,12 @@ impl TokenFile {
 
     /// Sequences that the documents consist of.
     pub(crate) fn num_sequences(&self) -> u64 {
-        self.index.sequences() as u64
+        self.index.sequences as u64
     }
 
     /// The stored type of a token.
     pub fn token_type(&self) -> TokenType {
-        self.index.dtype()
+        self.index.dtype
     }
 
     /// The contents of `PREFIX.json`, if it exists.
@@ -165,15 +156,11 @@ impl TokenFile {
         self.mask.is_some()
     }
 
-    /// The mask.
     pub(crate) fn mask(&self) -> Option<&Mask> {
         self.mask.as_ref()
     }
 
     /// Reads for `out.len()` tokens from position `start` on whether they are trained on: 1, or else 0.
-    ///
-    /// # Errors
-    /// Fails beyond the end of the file, or if the mask has another byte there.
     pub fn read_mask(&self, start: u64, out: &mut [u8]) -> Result<()> {
         self.check_range(start, out.len() as u64)?;
         match &self.mask {
@@ -199,7 +186,7 @@ impl TokenFile {
     /// The documents, in order.
     pub(crate) fn documents(&self) -> impl Iterator<Item = StoredDocument> + '_ {
         let (mut next, mut position) = (0, 0);
-        (0..self.index.documents()).map(move |number| {
+        (0..self.index.documents).map(move |number| {
             let sequences = next..self.index.first_sequence(number + 1);
             next = sequences.end;
             let tokens = sequences.clone().map(|sequence| self.index.length(sequence)).sum();
@@ -212,11 +199,11 @@ impl TokenFile {
 
     /// Sequences that do not begin where the one before them ends: how many, and the first.
     pub(crate) fn displaced(&self) -> (u64, Option<u64>) {
-        if self.index.is_contiguous() {
+        if self.index.is_contiguous {
             return (0, None);
         }
         let (mut count, mut first, mut end) = (0, None, 0);
-        for sequence in 0..self.index.sequences() {
+        for sequence in 0..self.index.sequences {
             if self.index.offset(sequence) != end {
                 count += 1;
                 first = first.or(Some(sequence as u64));
@@ -227,7 +214,6 @@ impl TokenFile {
         (count, first)
     }
 
-    /// Bytes of the `.bin`.
     pub(crate) fn bin_bytes(&self) -> u64 {
         self.bin.len() as u64
     }
@@ -254,7 +240,7 @@ impl TokenFile {
     /// tokens and of the mask.
     pub fn content(&self) -> TokenFileContent {
         TokenFileContent::from_bytes(
-            self.index.bytes(),
+            &self.index.map,
             &self.bin,
             self.mask.as_ref().map(Mask::bytes),
         )
@@ -264,9 +250,6 @@ impl TokenFile {
     /// with which this `content` was written, if `PREFIX.json` records it, or else the number of
     /// ids that the stored type can hold. `None` for a signed type without a record, because it may
     /// hold negative ids.
-    ///
-    /// # Errors
-    /// Fails if `PREFIX.json` describes other content.
     pub fn ids_below(&self, content: &TokenFileContent) -> Result<Option<u64>> {
         let recorded = self.info.as_ref().and_then(|info| {
             let described = info.content.as_ref()?;
@@ -285,21 +268,14 @@ impl TokenFile {
 
     /// The largest id in a range of positions; 0 if it is empty. The range is divided among the
     /// threads.
-    ///
-    /// # Errors
-    /// Fails beyond the end of the file, or on an id outside the vocabulary (see
-    /// [`TokenFile::limit_vocabulary`]): the first one in the range.
     pub fn largest_id(&self, range: Range<u64>) -> Result<u32> {
         self.check_range(range.start, range.end.saturating_sub(range.start))?;
         let pieces: Vec<u64> = range.clone().step_by(SCAN_TOKENS).collect();
         let largest: Vec<Result<u32>> = pieces
             .into_par_iter()
             .map(|start| {
-                // At most SCAN_TOKENS.
-                let count = (range.end - start).min(SCAN_TOKENS as u64) as usize;
-                let mut tokens = vec![0; count];
-                self.read(start, &mut tokens)?;
-                Ok(tokens.into_iter().max().unwrap_or(0))
+                let piece = start..range.end.min(start + SCAN_TOKENS as u64);
+                Ok(self.ids(piece)?.into_iter().max().unwrap_or(0))
             })
             .collect();
         largest.into_iter().try_fold(0, |largest, piece| Ok(largest.max(piece?)))
@@ -313,7 +289,7 @@ impl TokenFile {
     pub fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
         self.check_range(start, out.len() as u64)?;
         let item = self.token_type().bytes() as u64;
-        if self.index.is_contiguous() {
+        if self.index.is_contiguous {
             return self.widen(start * item, start, out, self.limit);
         }
         let (mut sequence, first) = self.index.locate(start);
@@ -330,6 +306,16 @@ impl TokenFile {
         Ok(())
     }
 
+    /// The tokens at these positions.
+    pub fn ids(&self, positions: Range<u64>) -> Result<Vec<u32>> {
+        let count = positions.end.saturating_sub(positions.start);
+        self.check_range(positions.start, count)?;
+        // Tokens of a mapped file, so their number fits usize.
+        let mut ids = vec![0; count as usize];
+        self.read(positions.start, &mut ids)?;
+        Ok(ids)
+    }
+
     /// Lets the system read the mask of `count` tokens from position `start` on from the disk, without waiting for it.
     pub(crate) fn read_mask_ahead(&self, start: u64, count: u64) {
         if let Some(mask) = &self.mask {
@@ -342,7 +328,7 @@ impl TokenFile {
     /// beside the first one.
     pub fn read_ahead(&self, start: u64, count: u64) {
         let item = self.token_type().bytes() as u64;
-        let offset = match self.index.is_contiguous() {
+        let offset = match self.index.is_contiguous {
             true => start.saturating_mul(item),
             false if start < self.num_tokens() => {
                 let (sequence, first) = self.index.locate(start);
@@ -370,9 +356,6 @@ impl TokenFile {
 
     /// The first positions of all documents that start inside `range`, in order. Empty documents
     /// are left out.
-    ///
-    /// # Errors
-    /// Fails if the range exceeds the file.
     pub fn document_starts(&self, range: Range<u64>) -> Result<Vec<u64>> {
         self.check_range(range.start, range.end.saturating_sub(range.start))?;
         let (mut sequence, mut position) = self.index.locate(range.start);
@@ -385,7 +368,7 @@ impl TokenFile {
             sequence += 1;
         }
         let mut starts = Vec::new();
-        for document in self.index.document_from(sequence)..self.index.documents() {
+        for document in self.index.document_from(sequence)..self.index.documents {
             let first = self.index.first_sequence(document);
             position += (sequence..first).map(|passed| self.index.length(passed)).sum::<u64>();
             sequence = first;
@@ -401,16 +384,13 @@ impl TokenFile {
 
     /// The numbers of the documents that the tokens at `positions` belong to. An empty range counts
     /// as its first position.
-    ///
-    /// # Errors
-    /// Fails if the range exceeds the file.
     pub fn documents_of(&self, positions: Range<u64>) -> Result<Range<u64>> {
         self.check_range(positions.start, positions.end.saturating_sub(positions.start).max(1))?;
         let start = |document| self.index.start(self.index.first_sequence(document));
         // The number of documents that start below a position. Of documents that start at the same
         // position, all but the last are empty.
         let below = |position| {
-            let (mut low, mut high) = (0, self.index.documents());
+            let (mut low, mut high) = (0, self.index.documents);
             while low < high {
                 let middle = low.midpoint(high);
                 if start(middle) < position { low = middle + 1 } else { high = middle }
@@ -423,18 +403,15 @@ impl TokenFile {
     }
 
     /// The positions of a document's tokens.
-    ///
-    /// # Errors
-    /// Fails if there is no such document.
     pub fn document(&self, number: u64) -> Result<Range<u64>> {
         let number = usize::try_from(number)
             .ok()
-            .filter(|&number| number < self.index.documents())
+            .filter(|&number| number < self.index.documents)
             .ok_or_else(|| {
-                let documents = self.index.documents();
-                let reason = format!("the file has {documents} documents, counted from 0");
-                Error::argument("document", number, reason)
-            })?;
+            let documents = self.index.documents;
+            let reason = format!("the file has {documents} documents, counted from 0");
+            Error::argument("document", number, reason)
+        })?;
         let bound = |document| self.index.start(self.index.first_sequence(document));
         Ok(bound(number)..bound(number + 1))
     }
@@ -456,9 +433,9 @@ impl std::fmt::Debug for TokenFile {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         out.debug_struct("TokenFile")
             .field("prefix", &self.prefix)
-            .field("documents", &self.index.documents())
-            .field("sequences", &self.index.sequences())
-            .field("tokens", &self.index.tokens())
+            .field("documents", &self.index.documents)
+            .field("sequences", &self.index.sequences)
+            .field("tokens", &self.index.tokens)
             .finish_non_exhaustive()
     }
 }

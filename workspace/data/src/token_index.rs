@@ -12,7 +12,6 @@ use crate::{Error, Result, TokenType};
 
 /// The first bytes of every index.
 pub(crate) const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
-/// The only version.
 pub(crate) const VERSION: u64 = 1;
 /// Bytes before the tables.
 pub(crate) const HEADER_BYTES: usize = 34;
@@ -22,23 +21,20 @@ const STRIDE: usize = 64;
 
 /// A validated index.
 pub(crate) struct TokenIndex {
-    map: Mmap,
-    dtype: TokenType,
-    sequences: usize,
-    documents: usize,
-    tokens: u64,
+    /// The bytes of the file.
+    pub(crate) map: Mmap,
+    pub(crate) dtype: TokenType,
+    pub(crate) sequences: usize,
+    pub(crate) documents: usize,
+    pub(crate) tokens: u64,
     /// Position of the first token of sequences 0, STRIDE, 2 STRIDE, ...
     starts: Vec<u64>,
     /// Sequences are consecutive in the `.bin`, starting at its first byte.
-    contiguous: bool,
+    pub(crate) is_contiguous: bool,
 }
 
 impl TokenIndex {
     /// Maps the index at `path` and validates it against a `.bin` of `bin_bytes` bytes.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be read, if a length, offset or bound is out of range, or if a
-    /// sequence lies beyond the `.bin`.
     pub(crate) fn open(path: &Path, bin_bytes: u64) -> Result<Self> {
         let fault = |reason: String| Error::token_file(path, reason);
         let map = map(path)?;
@@ -78,14 +74,14 @@ impl TokenIndex {
             documents: bounds - 1,
             tokens: 0,
             starts: Vec::with_capacity(sequences.div_ceil(STRIDE)),
-            contiguous: true,
+            is_contiguous: true,
         };
         index.check_sequences(bin_bytes).map_err(fault)?;
         index.check_documents().map_err(fault)?;
         Ok(index)
     }
 
-    /// Validates lengths and offsets, and sets `tokens`, `starts` and `contiguous`.
+    /// Validates lengths and offsets, and sets `tokens`, `starts` and `is_contiguous`.
     fn check_sequences(&mut self, bin_bytes: u64) -> Result<(), String> {
         let item = self.dtype.bytes() as u64;
         let mut tokens = 0u64;
@@ -113,7 +109,7 @@ impl TokenIndex {
                      truncated, or not the .bin of this index"
                 ));
             }
-            self.contiguous &= offset == tokens * item;
+            self.is_contiguous &= offset == tokens * item;
             tokens = tokens
                 .checked_add(length)
                 .filter(|tokens| tokens.checked_mul(item).is_some())
@@ -158,32 +154,6 @@ impl TokenIndex {
         HEADER_BYTES + 12 * self.sequences
     }
 
-    /// The bytes of the file.
-    pub(crate) fn bytes(&self) -> &[u8] {
-        &self.map
-    }
-
-    pub(crate) fn dtype(&self) -> TokenType {
-        self.dtype
-    }
-
-    pub(crate) fn sequences(&self) -> usize {
-        self.sequences
-    }
-
-    pub(crate) fn documents(&self) -> usize {
-        self.documents
-    }
-
-    pub(crate) fn tokens(&self) -> u64 {
-        self.tokens
-    }
-
-    pub(crate) fn is_contiguous(&self) -> bool {
-        self.contiguous
-    }
-
-    /// Tokens of a sequence.
     pub(crate) fn length(&self, sequence: usize) -> u64 {
         i32_at(&self.map, HEADER_BYTES + 4 * sequence) as u64
     }
@@ -193,7 +163,7 @@ impl TokenIndex {
         i64_at(&self.map, self.offsets() + 8 * sequence) as u64
     }
 
-    /// First sequence of a document; for `documents()`, the number of sequences.
+    /// First sequence of a document; for `documents`, the number of sequences.
     pub(crate) fn first_sequence(&self, document: usize) -> usize {
         i64_at(&self.map, self.bounds() + 8 * document) as usize
     }

@@ -85,9 +85,6 @@ pub struct Provenance {
 
 impl TokenFileInfo {
     /// Reads a `PREFIX.json`; `None` if it does not exist.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be read, is too large, or is not a token file's metadata.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
         match std::fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -106,7 +103,6 @@ impl TokenFileInfo {
         })
     }
 
-    /// The bytes of a `PREFIX.json`.
     pub(crate) fn to_json(&self) -> Vec<u8> {
         // A struct of integers, strings, a list and a map with keys of strings always serialises.
         let mut text = serde_json::to_vec_pretty(self).unwrap_or_default();

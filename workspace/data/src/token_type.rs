@@ -38,7 +38,6 @@ impl TokenType {
         }
     }
 
-    /// The code in the index.
     pub(crate) fn code(self) -> u8 {
         match self {
             Self::U8 => 1,

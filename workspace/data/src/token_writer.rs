@@ -45,9 +45,6 @@ pub struct Written {
 
 impl TokenFileWriter {
     /// Starts a token file for ids below `vocab_size`.
-    ///
-    /// # Errors
-    /// Fails if one of its files exists, or the directory is not writable.
     pub fn create(prefix: &Path, vocab_size: usize) -> Result<Self> {
         Self::start(prefix, vocab_size, false, None, Written::default())
     }
@@ -60,10 +57,6 @@ impl TokenFileWriter {
     /// Starts a token file whose files lie in `directory` until they are complete, or continues it after
     /// `written`; what the files have after that is removed. They stay there when the writer is dropped.
     /// `overwrite` lets `finish` replace existing files.
-    ///
-    /// # Errors
-    /// Fails if a file to be continued is shorter than `written`, if one of the final names exists and
-    /// may not be replaced, or if the directory is not writable.
     pub fn resume(
         prefix: &Path,
         vocab_size: usize,
@@ -114,9 +107,6 @@ impl TokenFileWriter {
     }
 
     /// The same with a mask of the tokens that are trained on, before any more documents are appended.
-    ///
-    /// # Errors
-    /// Fails if a mask to be continued is shorter than what was written, or the directory is not writable.
     pub fn with_mask(mut self) -> Result<Self> {
         let [.., mask] = Self::outputs(&self.prefix);
         self.mask = Some(open(&mask, self.directory.as_deref(), self.written.tokens)?);
@@ -129,10 +119,6 @@ impl TokenFileWriter {
     }
 
     /// Appends a document; with a mask, all of its tokens are trained on.
-    ///
-    /// # Errors
-    /// Fails if an id is outside the vocabulary, if the document has more tokens than the format
-    /// can count, or if the disk is full.
     pub fn push_document(&mut self, tokens: &[u32]) -> Result<()> {
         if let Some(mask) = &mut self.mask {
             mask.write(&vec![1; tokens.len()])?;
@@ -142,10 +128,6 @@ impl TokenFileWriter {
     }
 
     /// Appends a document, with 1 in `mask` for each of its tokens that is trained on, and 0 for the others.
-    ///
-    /// # Errors
-    /// As [`TokenFileWriter::push_document`]; fails if the file has no mask, or if this one is not that of
-    /// the tokens.
     pub fn push_masked_document(&mut self, tokens: &[u32], mask: &[u8]) -> Result<()> {
         let fault = |reason| Error::argument("bytes in a mask", mask.len() as u64, reason);
         let Some(file) = &mut self.mask else {
@@ -186,9 +168,6 @@ impl TokenFileWriter {
     }
 
     /// Ends the document whose tokens were appended; without tokens it is an empty one.
-    ///
-    /// # Errors
-    /// Fails if it has more tokens than the format can count, or if the disk is full.
     pub(crate) fn end_document(&mut self) -> Result<()> {
         let length = i32::try_from(self.begun).map_err(|_| {
             let reason = format!("the format stores at most {}: split the document", i32::MAX);
@@ -352,9 +331,6 @@ pub struct CompleteTokenFile {
 
 /// Gives the files of a complete token file in `directory`, which has a mask or not, their final names, as far as an
 /// interrupted [`publish_token_files`] has not.
-///
-/// # Errors
-/// Fails if a name is taken and may not be replaced, or on an I/O error.
 pub fn publish_remaining(
     prefix: &Path,
     directory: &Path,

@@ -64,9 +64,6 @@ pub struct TokenizerJson {
 
 impl TokenizerJson {
     /// What the library has written of a tokenizer with these `tokens` of the model.
-    ///
-    /// # Errors
-    /// Fails if it is no tokenizer.
     pub fn written(text: &str, mut tokens: Vec<(String, u32)>) -> Result<Self, serde_json::Error> {
         let mut fields = fields_of(text)?;
         let mut model = fields_of(fields.remove("model").map_or("{}", RawValue::get))?;
@@ -81,9 +78,6 @@ impl TokenizerJson {
     }
 
     /// What a `tokenizer.json` says.
-    ///
-    /// # Errors
-    /// Fails if it is none.
     pub fn of_file(bytes: &[u8]) -> Result<Self, serde_json::Error> {
         let mut fields: BTreeMap<&str, &RawValue> = serde_json::from_slice(bytes)?;
         let mut model = fields_of(fields.remove("model").map_or("{}", RawValue::get))?;

@@ -22,14 +22,10 @@ pub struct TokenizerFile {
 
 impl TokenizerFile {
     /// Reads `path/tokenizer.json`, or `path` itself if it is a file.
-    ///
-    /// # Errors
-    /// Fails if it is missing or not a tokenizer.
     pub fn load(path: &Path) -> Result<Self> {
         let (path, bytes) = read_tokenizer(path)?;
-        let json = TokenizerJson::of_file(&bytes).map_err(|error| Error::Tokenizer {
-            path: path.clone(),
-            reason: format!("not a valid tokenizer: {error}"),
+        let json = TokenizerJson::of_file(&bytes).map_err(|error| {
+            moh_files::unusable(&path, format!("not a valid tokenizer: {error}"))
         })?;
         Ok(Self { path, hash: blake3::hash(&bytes).to_hex().to_string(), json })
     }
@@ -80,7 +76,6 @@ impl TokenizerFile {
         new.min().map_or(rows, |first| rows.min(first as usize))
     }
 
-    /// All tokens with their ids.
     fn ids(&self) -> HashMap<String, u32> {
         let added = self.json.added_tokens().into_iter().map(|added| (added.content, added.id));
         self.json.tokens.iter().cloned().chain(added).collect()

@@ -39,9 +39,6 @@ impl TokenizerMatch {
 impl TokenFile {
     /// Compares a tokenizer with this hash and number of ids with the recorded one; its content is asked for if the
     /// hash is another. The inner error says what the tokenizer has otherwise.
-    ///
-    /// # Errors
-    /// The error of `content`.
     pub fn compare_tokenizer<E>(
         &self,
         hash: &str,

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rayon::iter::{IntoParallelRefIterator as _, ParallelIterator as _};
 use rayon::slice::{ParallelSlice as _, ParallelSliceMut as _};
+use serde::Serialize;
 
 use crate::pending::with_ending;
 use crate::token_file::{ALL_IDS, StoredDocument};
@@ -64,7 +65,8 @@ pub struct Problem {
 
 /// The kinds of problems. Training on a file with a fault fails or reads other text; the others may be
 /// intended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ProblemKind {
     /// The tables of the `.idx` contradict themselves or the `.bin`: nothing else is verified.
     Tables,
@@ -89,22 +91,6 @@ pub enum ProblemKind {
 }
 
 impl ProblemKind {
-    /// The name in machine-readable output.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Tables => "tables",
-            Self::Offsets => "offsets",
-            Self::Size => "size",
-            Self::Record => "record",
-            Self::Mask => "mask",
-            Self::Ids => "ids",
-            Self::EndOfText => "end_of_text",
-            Self::Empty => "empty",
-            Self::Duplicates => "duplicates",
-            Self::Untrained => "untrained",
-        }
-    }
-
     /// Whether it is a fault of the file, not of its text.
     pub fn is_fault(self) -> bool {
         !matches!(self, Self::EndOfText | Self::Empty | Self::Duplicates | Self::Untrained)
@@ -147,6 +133,18 @@ impl Verify<'_> {
 
 fn problem(kind: ProblemKind, count: u64, document: Option<u64>, message: String) -> Problem {
     Problem { kind, count, document, message }
+}
+
+/// A problem of so many documents, of which the first is named.
+fn of_documents(
+    file: &TokenFile,
+    kind: ProblemKind,
+    count: u64,
+    first: u64,
+    what: &str,
+) -> Problem {
+    let documents = of(count, "document", file.num_documents());
+    problem(kind, count, Some(first), format!("{}: {documents} {what}", bin(file).display()))
 }
 
 fn bin(file: &TokenFile) -> PathBuf {
@@ -229,7 +227,6 @@ impl Scan {
         Self { outside: 0, first_outside: None, ends, empty: 0, first_empty: None, marks }
     }
 
-    /// Reads all documents.
     fn read(&mut self, file: &TokenFile, limit: u64, progress: &mut dyn FnMut(u64, u64)) {
         let item = file.token_type().bytes() as u64;
         let mut documents = file.documents();
@@ -293,22 +290,14 @@ impl Scan {
             Some(id) => format!("of id {id}"),
             None => format!("assumed to have the id {assumed}, which ends most of them"),
         };
-        let message = format!(
-            "{}: {} do not end with {end}, {assumed}, first document {first}",
-            bin(file).display(),
-            of(count, "document", file.num_documents()),
-        );
-        Some(problem(ProblemKind::EndOfText, count, Some(first), message))
+        let what = format!("do not end with {end}, {assumed}, first document {first}");
+        Some(of_documents(file, ProblemKind::EndOfText, count, first, &what))
     }
 
     fn empty(&self, file: &TokenFile) -> Option<Problem> {
         let first = self.first_empty?;
-        let message = format!(
-            "{}: {} have no tokens, first document {first}",
-            bin(file).display(),
-            of(self.empty, "document", file.num_documents()),
-        );
-        Some(problem(ProblemKind::Empty, self.empty, Some(first), message))
+        let what = format!("have no tokens, first document {first}");
+        Some(of_documents(file, ProblemKind::Empty, self.empty, first, &what))
     }
 
     fn duplicates(&mut self, file: &TokenFile) -> Option<Problem> {
@@ -325,13 +314,11 @@ impl Scan {
             }
         }
         let (copy, original) = first?;
-        let message = format!(
-            "{}: {} ({:.2}%) repeat an earlier one, first document {copy}, which repeats document {original}",
-            bin(file).display(),
-            of(count, "document", file.num_documents()),
-            100.0 * count as f64 / file.num_documents() as f64,
+        let percent = 100.0 * count as f64 / file.num_documents() as f64;
+        let what = format!(
+            "({percent:.2}%) repeat an earlier one, first document {copy}, which repeats document {original}"
         );
-        Some(problem(ProblemKind::Duplicates, count, Some(copy), message))
+        Some(of_documents(file, ProblemKind::Duplicates, count, copy, &what))
     }
 }
 
@@ -349,7 +336,6 @@ fn next_wave(
     wave
 }
 
-/// Reads a document.
 fn examine(file: &TokenFile, document: &StoredDocument, limit: u64) -> Found {
     let dtype = file.token_type();
     let mut hasher = blake3::Hasher::new();

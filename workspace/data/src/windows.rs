@@ -17,9 +17,6 @@ pub struct Windows {
 
 impl Windows {
     /// Divides `file` into windows of `length` tokens.
-    ///
-    /// # Errors
-    /// Fails if `length` leaves no target, or the file is shorter than one window.
     pub fn new(file: TokenFile, length: usize) -> Result<Self> {
         if length < 2 {
             let reason = "a window needs at least two tokens to have a target";
@@ -69,9 +66,6 @@ impl Windows {
 
     /// Reads window `number` into `tokens`, which has [`Windows::length`] entries.
     ///
-    /// # Errors
-    /// Fails if there is no such window, or an id is outside the vocabulary.
-    ///
     /// # Panics
     /// If `tokens` has the wrong length.
     pub fn read(&self, number: u64, tokens: &mut [u32]) -> Result<()> {
@@ -80,9 +74,6 @@ impl Windows {
     }
 
     /// Reads whether each token of window `number` is trained on, 1, or not, 0; all are without a mask.
-    ///
-    /// # Errors
-    /// Fails if there is no such window, or the mask has another byte.
     ///
     /// # Panics
     /// If `mask` has the wrong length.

@@ -30,9 +30,6 @@ pub fn read_bounded_if_any(
 }
 
 /// The text of a file with these bytes.
-///
-/// # Errors
-/// Fails if they are not UTF-8.
 pub fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String, FileError> {
     String::from_utf8(bytes).map_err(|error| unusable(path, format!("not text in UTF-8: {error}")))
 }

@@ -28,9 +28,6 @@ pub struct PendingDirectory {
 
 impl PendingDirectory {
     /// Starts a directory with the final name `place`, under a unique temporary name.
-    ///
-    /// # Errors
-    /// Fails if the parent directory is missing or not writable.
     pub fn create(place: &Path) -> io::Result<Self> {
         let (path, lock) = unique(place, "")?;
         Ok(PendingDirectory { place: place.to_path_buf(), path, published: false, _lock: lock })
@@ -61,9 +58,6 @@ impl PendingDirectory {
     /// Starts a directory with the final name `place`, under a temporary name that several
     /// processes know: [`PendingDirectory::shared_path`]. Leftovers of an earlier process are
     /// removed.
-    ///
-    /// # Errors
-    /// Fails if the parent directory is missing, or the directory cannot be removed or created.
     pub fn create_shared(place: &Path) -> io::Result<Self> {
         let path = Self::shared_path(place);
         remove_directory(&path)?;

@@ -9,7 +9,6 @@ use tempfile::TempPath;
 use crate::temporary::{self, Registered};
 use crate::{parent, sync_directory};
 
-/// Size of the write buffer.
 const BUFFER_BYTES: usize = 1 << 20;
 
 /// A file that gets its name when it is complete.
@@ -25,9 +24,6 @@ pub struct PendingFile {
 impl PendingFile {
     /// Starts a file with the final name `path`. Temporary files of `path` that a killed process
     /// has left are removed.
-    ///
-    /// # Errors
-    /// Fails if its directory is missing or not writable.
     pub fn create(path: &Path) -> io::Result<Self> {
         let (file, temporary, registered) = temporary::create(path)?;
         let writer = BufWriter::with_capacity(BUFFER_BYTES, file);

@@ -40,9 +40,6 @@ pub fn create_parents(path: &Path) -> std::io::Result<()> {
 }
 
 /// Creates a directory in one that exists, unless it is there.
-///
-/// # Errors
-/// Fails if the directory around it is missing, or it cannot be created.
 pub fn create_directory(path: &Path) -> std::io::Result<()> {
     match fs::create_dir(path) {
         Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(error),
@@ -59,9 +56,6 @@ pub fn sync_directory(path: &Path) -> std::io::Result<()> {
 }
 
 /// Writes and syncs a new file: for files of a [`PendingDirectory`], which need no temporary name.
-///
-/// # Errors
-/// Fails if the file exists or cannot be written.
 pub fn write_synced(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let mut file = File::create_new(path)?;
     file.write_all(bytes)?;

@@ -43,10 +43,6 @@ pub struct ConfigFile {
 
 impl ConfigFile {
     /// Reads `config.json`; `path` is the file or the model directory that holds it.
-    ///
-    /// # Errors
-    /// When the file cannot be read, is not a JSON object, or describes a model that this program
-    /// does not compute; the message names the file and the key.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let path = &if path.is_dir() { path.join(CONFIG_FILE) } else { path.to_path_buf() };
         Self::from_value(Value::Object(read_object(path)?), path)

@@ -44,7 +44,6 @@ pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
     check_replaceable(out, &entries)
 }
 
-/// An entry of a directory.
 struct Entry {
     name: String,
     is_file: bool,

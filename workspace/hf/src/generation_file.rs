@@ -11,10 +11,6 @@ use crate::model_directory::GENERATION_FILE;
 /// The tokens after which generation ends, of the model in `directory`: `eos_token_id` of
 /// `generation_config.json`, or, as in transformers, of `config.json` where that file or its field
 /// is missing.
-///
-/// # Errors
-/// Fails if the file cannot be read, is not a JSON object, or its field is not an id or a list of
-/// ids.
 pub fn end_tokens(directory: &Path, config: &ModelConfig) -> Result<Vec<u32>, Error> {
     let path = directory.join(GENERATION_FILE);
     if !path.is_file() {

@@ -35,9 +35,6 @@ pub fn path(name: &str) -> Option<PathBuf> {
 }
 
 /// The directory that `from` names, a model that has no revisions; `None` if `from` is the id of a repository instead.
-///
-/// # Errors
-/// Fails if it is neither, or if it is a directory and a revision is given.
 pub fn directory(from: &str, revision: Option<&str>) -> Result<Option<PathBuf>, Error> {
     let path = Path::new(from);
     match (fs::metadata(path), revision) {

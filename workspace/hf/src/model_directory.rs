@@ -72,6 +72,17 @@ pub struct Contents<'a> {
     pub card: Option<&'a str>,
 }
 
+impl<'a> Contents<'a> {
+    /// The contents of a directory without other files.
+    pub fn new(
+        config: &'a Map<String, Value>,
+        tensors: &'a [TensorSpec],
+        max_shard_bytes: u64,
+    ) -> Self {
+        Contents { config, tensors, max_shard_bytes, companions: &[], card: None }
+    }
+}
+
 /// Receives the next bytes of a tensor.
 pub type Sink<'a, E> = dyn FnMut(&[u8]) -> Result<(), E> + 'a;
 /// Produces a tensor: passes all of its little-endian bytes, in order, to the sink.

@@ -24,13 +24,7 @@ pub fn write_random_model(
         .into_iter()
         .map(|(name, shape)| TensorSpec { name, shape, dtype })
         .collect();
-    let model = Contents {
-        config: &fields,
-        tensors: &tensors,
-        max_shard_bytes,
-        companions: &[],
-        card: None,
-    };
+    let model = Contents::new(&fields, &tensors, max_shard_bytes);
     let deviation = file.config.initializer_range;
     write_model(out, false, &model, &mut |spec, sink| {
         let mut values = vec![0f32; spec.shape.iter().product()];

@@ -48,9 +48,6 @@ impl StoredModel {
 
     /// Loads the model to a device, for sequences of up to `positions` tokens; weights of another
     /// type than `T` are converted.
-    ///
-    /// # Errors
-    /// Fails if a tensor cannot be read, or if the device is out of memory.
     pub fn load<B: Backend, T: Element>(
         &self,
         backend: B,
@@ -105,13 +102,7 @@ mod tests {
         let spec = |(name, shape)| TensorSpec { name, shape, dtype: DType::F32 };
         let mut tensors: Vec<_> = tensor_shapes(&file.config).into_iter().map(spec).collect();
         tensors.push(TensorSpec { name: OUTPUT_HEAD.into(), shape: vec![5, 4], dtype });
-        let contents = Contents {
-            config: &file.fields,
-            tensors: &tensors,
-            max_shard_bytes: u64::MAX,
-            companions: &[],
-            card: None,
-        };
+        let contents = Contents::new(&file.fields, &tensors, u64::MAX);
         write_model::<Error>(dir, false, &contents, &mut |spec, sink| {
             let mut values = vec![1.0; spec.shape.iter().product()];
             if spec.name == OUTPUT_HEAD

@@ -54,9 +54,6 @@ pub fn header_type(dtype: DType) -> safetensors::Dtype {
 
 /// The beginning of a safetensors file of these tensors in this order: the length of its header, and the header, with
 /// `format`, such as "pt", in its metadata.
-///
-/// # Errors
-/// Fails if the sizes exceed the address space.
 pub fn safetensors_header(
     format: Option<&str>,
     tensors: impl Iterator<Item = (String, DType, Vec<usize>)>,
@@ -128,9 +125,6 @@ fn refuse<T>(path: &Path, reason: impl Into<String>) -> Result<T, Error> {
 impl WeightFiles {
     /// Maps the weights in `dir`: `model.safetensors` if it exists, as transformers does, or else
     /// the shards of `model.safetensors.index.json`.
-    ///
-    /// # Errors
-    /// Fails if files are missing, truncated or corrupt, or if the index does not match its shards.
     pub fn open(dir: &Path) -> Result<Self, Error> {
         let single = dir.join(WEIGHTS_FILE);
         let index = dir.join(INDEX_FILE);
@@ -238,9 +232,6 @@ impl WeightFiles {
     }
 
     /// The tensor of that name, in its file's element type.
-    ///
-    /// # Errors
-    /// Fails if there is no such tensor, or if its elements are not f32, f16 or bf16.
     pub fn get(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
         let tensor = self.find(name)?;
         let shard = &self.shards[tensor.shard];
@@ -320,10 +311,6 @@ impl WeightFiles {
     }
 
     /// Reads a tensor into `out` as f32.
-    ///
-    /// # Errors
-    /// Fails if there is no such tensor, if `out` has a different length, or if an element is not
-    /// finite.
     pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), Error> {
         let TensorBytes { dtype, shape, bytes } = self.get(name)?;
         let elements = bytes.len() / dtype.bytes();
@@ -382,7 +369,6 @@ fn blocks(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..count).map(move |block| step * block..step * block + bytes)
 }
 
-/// Maps a file for reading.
 #[allow(unsafe_code)]
 fn map(file: &File) -> std::io::Result<Mmap> {
     if !file.metadata()?.is_file() {

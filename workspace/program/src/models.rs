@@ -6,7 +6,7 @@ use crate::exit;
 use crate::progress::Bar;
 use anyhow::{Context as _, bail};
 use moh_checkpoint::run_directory::{CheckpointName, export_command, not_a_model};
-use moh_hf::hub::{DownloadProgress, resolve, resolve_tokenizer};
+use moh_hf::hub::{DownloadProgress, Hub};
 use moh_hf::{ConfigFile, StoredModel};
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
@@ -18,7 +18,8 @@ pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
         bail!("{model}: is a checkpoint of a run, {}", export_command(model));
     }
     let mut show = ShowDownload::default();
-    let directory = resolve(model, revision, &mut |download| show.update(download))?;
+    let directory =
+        Hub::from_environment().resolve(model, revision, &mut |download| show.update(download))?;
     match not_a_model(&directory) {
         None => Ok(directory),
         Some(kind) => bail!("{}: {kind}", directory.display()),
@@ -38,7 +39,8 @@ pub fn tokenizer_file(name: &str, revision: Option<&str>) -> anyhow::Result<Path
         return Ok(path.to_path_buf());
     }
     let mut show = ShowDownload::default();
-    let directory = resolve_tokenizer(name, revision, &mut |download| show.update(download))?;
+    let directory = Hub::from_environment()
+        .resolve_tokenizer(name, revision, &mut |download| show.update(download))?;
     Ok(directory.join("tokenizer.json"))
 }
 

@@ -8,7 +8,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::{Metric, Registry, Unit};
 
 use crate::engine::FinishReason;
 
@@ -55,90 +55,70 @@ struct Finish {
     reason: &'static str,
 }
 
+/// A new metric, which the registry shows.
+fn registered<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
+    let metric = M::default();
+    registry.register(name, help, metric.clone());
+    metric
+}
+
+/// A new histogram of times.
+fn times(registry: &mut Registry, name: &str, help: &str) -> Histogram {
+    let histogram = Histogram::new(SECONDS);
+    registry.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+    histogram
+}
+
 impl Default for Metrics {
     fn default() -> Self {
-        let histogram = || Histogram::new(SECONDS);
-        let mut metrics = Metrics {
-            registry: Registry::with_prefix("moh"),
-            running: Gauge::default(),
-            waiting: Gauge::default(),
-            cache: Gauge::default(),
-            heads: Family::default(),
-            finished: Family::default(),
-            first_token: histogram(),
-            between_tokens: histogram(),
-            generated_tokens: Counter::default(),
-            prompt_tokens: Counter::default(),
-            cached_tokens: Counter::default(),
-            preempted: Counter::default(),
-            cancelled: Counter::default(),
-            late: Counter::default(),
-            failed: Counter::default(),
-            refused: Counter::default(),
-        };
-        metrics.register();
-        metrics
+        let mut all = Registry::with_prefix("moh");
+        let registry = &mut all;
+        let help_of_cached = "Tokens of prompts that an earlier prompt had left in the cache";
+        let help_of_preempted = "Sequences that gave up their blocks to be computed again";
+        let help_of_late = "Sequences that were given up at --request-timeout";
+        // In the order of the text.
+        Metrics {
+            running: registered(registry, "requests_running", "Sequences that are computed"),
+            waiting: registered(registry, "requests_waiting", "Sequences that wait to be computed"),
+            cache: registered(
+                registry,
+                "kv_cache_usage_ratio",
+                "Share of the cache's blocks in use",
+            ),
+            heads: registered(
+                registry,
+                "heads_computed_ratio",
+                "Share of the layer's heads that a token computes",
+            ),
+            finished: registered(
+                registry,
+                "requests_finished",
+                "Sequences that have ended, by the reason",
+            ),
+            cancelled: registered(registry, "requests_cancelled", "Sequences whose clients left"),
+            late: registered(registry, "requests_late", help_of_late),
+            failed: registered(registry, "requests_failed", "Sequences that could not be computed"),
+            refused: registered(registry, "requests_refused", "Requests that found the queue full"),
+            preempted: registered(registry, "preemptions", help_of_preempted),
+            prompt_tokens: registered(registry, "prompt_tokens", "Tokens of prompts"),
+            cached_tokens: registered(registry, "prompt_tokens_cached", help_of_cached),
+            generated_tokens: registered(registry, "generation_tokens", "Tokens generated"),
+            first_token: times(
+                registry,
+                "time_to_first_token",
+                "Time from a request to its first token",
+            ),
+            between_tokens: times(
+                registry,
+                "inter_token_latency",
+                "Time between two tokens of a sequence",
+            ),
+            registry: all,
+        }
     }
 }
 
 impl Metrics {
-    fn register(&mut self) {
-        let registry = &mut self.registry;
-        registry.register("requests_running", "Sequences that are computed", self.running.clone());
-        registry.register(
-            "requests_waiting",
-            "Sequences that wait to be computed",
-            self.waiting.clone(),
-        );
-        registry.register(
-            "kv_cache_usage_ratio",
-            "Share of the cache's blocks in use",
-            self.cache.clone(),
-        );
-        registry.register(
-            "heads_computed_ratio",
-            "Share of the layer's heads that a token computes",
-            self.heads.clone(),
-        );
-        registry.register(
-            "requests_finished",
-            "Sequences that have ended, by the reason",
-            self.finished.clone(),
-        );
-        for (name, help, counter) in [
-            ("requests_cancelled", "Sequences whose clients left", &self.cancelled),
-            ("requests_late", "Sequences that were given up at --request-timeout", &self.late),
-            ("requests_failed", "Sequences that could not be computed", &self.failed),
-            ("requests_refused", "Requests that found the queue full", &self.refused),
-            (
-                "preemptions",
-                "Sequences that gave up their blocks to be computed again",
-                &self.preempted,
-            ),
-            ("prompt_tokens", "Tokens of prompts", &self.prompt_tokens),
-            (
-                "prompt_tokens_cached",
-                "Tokens of prompts that an earlier prompt had left in the cache",
-                &self.cached_tokens,
-            ),
-            ("generation_tokens", "Tokens generated", &self.generated_tokens),
-        ] {
-            registry.register(name, help, counter.clone());
-        }
-        registry.register_with_unit(
-            "time_to_first_token",
-            "Time from a request to its first token",
-            Unit::Seconds,
-            self.first_token.clone(),
-        );
-        registry.register_with_unit(
-            "inter_token_latency",
-            "Time between two tokens of a sequence",
-            Unit::Seconds,
-            self.between_tokens.clone(),
-        );
-    }
-
     /// The share of the heads that a token computes in each layer.
     pub fn set_heads(&self, shares: impl IntoIterator<Item = f64>) {
         for (layer, share) in shares.into_iter().enumerate() {

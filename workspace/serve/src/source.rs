@@ -26,9 +26,6 @@ pub enum Source {
 impl Source {
     /// The model that `name` names: a run, as `RUN` for its newest checkpoint or `RUN@STEP`, a directory, or a
     /// repository of the hub, which is downloaded if necessary.
-    ///
-    /// # Errors
-    /// Fails if there is no such model.
     pub fn locate(name: &str, revision: Option<&str>) -> anyhow::Result<Self> {
         match CheckpointName::parse(name) {
             Some(name) => {
@@ -51,9 +48,6 @@ impl Source {
     }
 
     /// The directory with the tokenizer.
-    ///
-    /// # Errors
-    /// Fails if a run has none.
     pub fn tokenizer(&self) -> anyhow::Result<PathBuf> {
         match self {
             Source::Directory(directory) => Ok(directory.clone()),
@@ -80,9 +74,6 @@ impl Source {
     }
 
     /// The run of the checkpoint.
-    ///
-    /// # Errors
-    /// Fails for another model.
     pub fn run(&self) -> anyhow::Result<&RunDirectory> {
         match self {
             Source::Checkpoint { run, .. } => Ok(run),
@@ -102,9 +93,6 @@ impl Source {
     }
 
     /// Loads the model for sequences of up to `positions` tokens.
-    ///
-    /// # Errors
-    /// Fails if a weight cannot be read, or if the device is out of memory.
     pub fn load<B: Backend, T: Element>(
         &self,
         backend: B,

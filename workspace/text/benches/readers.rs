@@ -12,7 +12,6 @@ use moh_text::prepare::{Format, read_documents};
 
 /// Bytes of the lines, about.
 const BYTES: usize = 64 << 20;
-/// Bytes of the longest record.
 const RECORD_BYTES: usize = 2 * BYTES;
 /// Sentences of ASCII, of other letters, and with an escape every few letters.
 const SENTENCES: [&str; 3] = [

@@ -45,22 +45,19 @@ impl Conversation {
     /// have one type for each column store them.
     ///
     /// # Errors
-    /// [`Error::Conversation`] if `messages` are not at least one such object, or `tools` no list.
+    /// [`Error::Invalid`] if `messages` are not at least one such object, or `tools` no list.
     pub fn from_json(messages: Value, tools: Value) -> Result<Self> {
         let Value::Array(messages) = messages else {
-            return Err(Error::conversation("the messages are not a list"));
+            return Err(Error::Invalid("the messages are not a list".to_owned()));
         };
         if messages.is_empty() {
-            return Err(Error::conversation("the conversation has no message"));
+            return Err(Error::Invalid("the conversation has no message".to_owned()));
         }
         let messages = messages.into_iter().enumerate();
         let messages: Result<Vec<Value>> = messages
             .map(|(index, message)| {
                 let fault = |reason: &str| {
-                    Error::conversation(format!(
-                        "message {} of the conversation {reason}",
-                        index + 1
-                    ))
+                    Error::Invalid(format!("message {} of the conversation {reason}", index + 1))
                 };
                 match message {
                     Value::Object(fields) => self::message(fields).map_err(|reason| fault(&reason)),
@@ -148,7 +145,7 @@ fn message(mut fields: Map<String, Value>) -> Result<Value, String> {
 /// The tools as a list, or null.
 fn tools(tools: Value) -> Result<Value> {
     let fault =
-        || Error::conversation("the tools are neither a list nor a text with a list in JSON");
+        || Error::Invalid("the tools are neither a list nor a text with a list in JSON".to_owned());
     let tools = match tools {
         Value::String(text) if text.trim().is_empty() => Value::Null,
         Value::String(text) => serde_json::from_str(&text).map_err(|_| fault())?,

@@ -22,6 +22,7 @@ mod tokenizer_match;
 
 pub use conversation::Conversation;
 pub use error::{Error, Result};
+pub use moh_data::bytes_of_token;
 pub use renderer::{Renderer, TrainedTurns, TrainingText};
 pub use template::ChatTemplate;
 pub use text_stream::TextStream;

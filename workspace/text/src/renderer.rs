@@ -18,7 +18,6 @@ use crate::{ChatTemplate, Conversation, Error, Result, python};
 const MAX_INSTRUCTIONS: u64 = 100_000_000;
 /// Maximum bytes of a rendered text.
 const MAX_BYTES: usize = 1 << 30;
-/// The name of the template.
 const NAME: &str = "chat";
 
 /// Which of the assistant's turns a model is trained on.
@@ -103,9 +102,6 @@ impl<'a> Renderer<'a> {
     }
 
     /// The text of a conversation, with `prompts` up to where the model's next answer begins.
-    ///
-    /// # Errors
-    /// Fails if the template rejects the messages, or does not end.
     pub fn render(&self, conversation: &Conversation, prompts: bool) -> Result<String> {
         let values = Values::new(conversation);
         let marked = self.render_first(&values, values.messages.len(), prompts)?;
@@ -125,12 +121,13 @@ impl<'a> Renderer<'a> {
         let count = values.messages.len();
         let last = count.saturating_sub(1);
         if turns == TrainedTurns::Last && !conversation.is_answer(last) {
-            return Err(Error::conversation("the last message is not the assistant's"));
+            return Err(Error::Invalid("the last message is not the assistant's".to_owned()));
         }
         if self.template.has_generation {
             if conversation.contains(&MARKS) {
-                return Err(Error::conversation(
-                    "the conversation contains U+FDD0 or U+FDD1, which are no characters: remove them",
+                return Err(Error::Invalid(
+                    "the conversation contains U+FDD0 or U+FDD1, which are no characters: remove them"
+                        .to_owned(),
                 ));
             }
             let (text, mut trained) = take_marks(&self.render_first(&values, count, false)?);
@@ -178,10 +175,7 @@ impl<'a> Renderer<'a> {
         let template = self.environment.get_template(NAME).map_err(fault)?;
         let mut text = Limited(Vec::new());
         template.render_captured_to(variables, &mut text).map_err(fault)?;
-        String::from_utf8(text.0).map_err(|_| Error::Template {
-            path: self.template.path.clone(),
-            reason: "its text is not UTF-8".to_owned(),
-        })
+        String::from_utf8(text.0).map_err(|_| unusable(self.template, "its text is not UTF-8"))
     }
 }
 
@@ -199,12 +193,16 @@ fn fault(template: &ChatTemplate, error: &minijinja::Error) -> Error {
         (ErrorKind::WriteFailure, Some(source)) => source.to_string(),
         _ => error.to_string(),
     };
-    Error::Template { path: template.path.clone(), reason }
+    unusable(template, &reason)
+}
+
+fn unusable(template: &ChatTemplate, reason: &str) -> Error {
+    moh_files::unusable(&template.path, format!("chat template: {reason}")).into()
 }
 
 /// A conversation in which the text of a turn cannot be found.
 fn other_beginning(turn: usize) -> Error {
-    Error::conversation(format!(
+    Error::Invalid(format!(
         "the chat template's text of the messages up to message {}, or of those before it with a prompt, is not the \
          beginning of the whole text, so that the assistant's tokens are not known: give the template \
          {{% generation %}} blocks, or train on the last message alone with --chat-train last",

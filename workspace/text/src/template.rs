@@ -34,9 +34,6 @@ impl ChatTemplate {
     /// Reads the template of the tokenizer in `directory`: `chat_template.jinja`, or else
     /// `chat_template` of `tokenizer_config.json` (a string, or a list of named templates, of which
     /// `default` is used).
-    ///
-    /// # Errors
-    /// Fails if a file cannot be read or there is no template.
     pub fn load(directory: &Path) -> Result<Self> {
         Self::find(directory)?.ok_or_else(|| {
             let reason = format!(
@@ -82,9 +79,6 @@ impl ChatTemplate {
     }
 
     /// Compiles the template.
-    ///
-    /// # Errors
-    /// Fails if it is no Jinja.
     pub fn renderer(&self) -> Result<Renderer<'_>> {
         Renderer::new(self)
     }

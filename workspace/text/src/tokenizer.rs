@@ -34,32 +34,22 @@ pub struct TextTokenizer {
 
 impl TextTokenizer {
     /// Reads `path/tokenizer.json`, or `path` itself if it is a file.
-    ///
-    /// # Errors
-    /// Fails if it is missing or not a tokenizer.
     pub fn load(path: &Path) -> Result<Self> {
         let (path, bytes) = read_tokenizer(path)?;
         Self::from_bytes(path, &bytes)
     }
 
     /// Parses the tokenizer in `bytes`; errors name `path`.
-    ///
-    /// # Errors
-    /// Fails if they are not a tokenizer.
     pub fn from_bytes(path: PathBuf, bytes: &[u8]) -> Result<Self> {
-        let fault = |path: &Path, reason: String| Error::Tokenizer {
-            path: path.to_path_buf(),
-            reason: format!("not a valid tokenizer: {reason}"),
-        };
-        let mut inner = parse(bytes).map_err(|reason| fault(&path, reason))?;
-        inner.with_truncation(None).map_err(|error| fault(&path, error.to_string()))?;
+        let fault =
+            |reason: String| moh_files::unusable(&path, format!("not a valid tokenizer: {reason}"));
+        let mut inner = parse(bytes).map_err(fault)?;
+        inner.with_truncation(None).map_err(|error| fault(error.to_string()))?;
         inner.with_padding(None);
-        let Some(largest) = inner.get_vocab(true).into_values().max() else {
-            return Err(fault(&path, "its vocabulary is empty".to_owned()));
-        };
-        let encoded =
-            catch_panics(|| inner.encode_fast("a", true).map_err(|error| error.to_string()))
-                .map_err(|reason| fault(&path, reason))?;
+        let largest = inner.get_vocab(true).into_values().max();
+        let largest = largest.ok_or_else(|| fault("its vocabulary is empty".to_owned()))?;
+        let encode = || inner.encode_fast("a", true).map_err(|error| error.to_string());
+        let encoded = catch_panics(encode).map_err(fault)?;
         let is_added: Vec<_> =
             encoded.get_special_tokens_mask().iter().map(|&mask| mask == 1).collect();
         let prefix = is_added.iter().take_while(|&&added| added).count();
@@ -155,9 +145,6 @@ impl TextTokenizer {
     }
 
     /// The ids of a text, with BOS and EOS as the tokenizer's post-processor adds them.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does; a byte-level one never does.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, true)
     }
@@ -210,7 +197,7 @@ impl TextTokenizer {
     }
 
     fn failure(&self, error: &(dyn std::error::Error + Send + Sync)) -> Error {
-        Error::Tokenizer { path: self.path.clone(), reason: error.to_string() }
+        moh_files::unusable(&self.path, error.to_string()).into()
     }
 }
 
@@ -240,7 +227,6 @@ type BpeTokenizer = TokenizerImpl<
     DecoderWrapper,
 >;
 
-/// Parses a tokenizer.
 fn parse(bytes: &[u8]) -> std::result::Result<Tokenizer, String> {
     serde_json::from_slice::<Decoder>(bytes).map_err(|error| error.to_string())?;
     catch_panics(|| match BpeTokenizer::from_bytes(bytes) {

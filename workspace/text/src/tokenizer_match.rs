@@ -14,9 +14,7 @@ use moh_data::{BEGINNING_TOKENS, TokenFile, TokenizerMatch, with_ending};
 
 use crate::{Error, Result, TextTokenizer};
 
-/// Pieces of a sample.
 const PIECES: u64 = 64;
-/// Maximum tokens of a piece.
 const PIECE_TOKENS: u64 = 1024;
 /// Ids beside a cut that do not count.
 const CUT_TOKENS: usize = 128;
@@ -40,22 +38,25 @@ impl TextTokenizer {
             self.check_ids(file)?;
             return Ok(TokenizerMatch::SameIds);
         }
-        let (path, tokenizer) = (with_ending(file.prefix(), ".json"), self.path().to_path_buf());
-        Err(Error::TokenizerMismatch { path, tokenizer, difference })
+        Err(Error::Invalid(format!(
+            "{}: prepared with another tokenizer than {}: {difference}: use the tokenizer of the token file, \
+             prepare the text again with this one, or accept it, if it gives the same ids on a sample of the \
+             file, with --allow-other-tokenizer, or for all programs with moh-data accept",
+            with_ending(file.prefix(), ".json").display(),
+            self.path().display()
+        )))
     }
 
     /// Checks that the tokenizer reads the recorded text at the beginning, and gives the ids of the sample.
     fn check_ids(&self, file: &TokenFile) -> Result<()> {
-        let mut beginning = vec![0; BEGINNING_TOKENS.min(file.num_tokens() as usize)];
-        file.read(0, &mut beginning)?;
+        let beginning = file.ids(0..file.num_tokens().min(BEGINNING_TOKENS as u64))?;
         let recorded = file.info().and_then(|info| info.beginning_blake3.as_deref());
         if let Some(recorded) = recorded
             && recorded != beginning_blake3(self, &beginning)?
         {
             let text = self.decode(&beginning, false)?;
-            return Err(
-                self.other_ids(file, format!("it reads their beginning as {:?}", shown(&text)))
-            );
+            let place = format!("it reads their beginning as {:?}", shown(&text));
+            return Err(self.other_ids(file, &place));
         }
         let mut compared = 0;
         let pieces = PIECES.min(file.num_tokens());
@@ -66,8 +67,7 @@ impl TextTokenizer {
             compared += self.check_piece(file, start)?;
         }
         if compared == 0 {
-            let place = "no text in it is long enough to compare".to_owned();
-            return Err(self.other_ids(file, place));
+            return Err(self.other_ids(file, "no text in it is long enough to compare"));
         }
         Ok(())
     }
@@ -79,9 +79,7 @@ impl TextTokenizer {
         let document = file.document(number)?;
         let start = if start - document.start < PIECE_TOKENS { document.start } else { start };
         let end = document.end.min(start + PIECE_TOKENS);
-        // At most PIECE_TOKENS.
-        let mut ids = vec![0; (end - start) as usize];
-        file.read(start, &mut ids)?;
+        let ids = file.ids(start..end)?;
         let stretch = longest_text(&ids, self);
         let begins = start == document.start && is_special(&ids[..stretch.start], self);
         let ends = end == document.end && is_special(&ids[stretch.end..], self);
@@ -104,12 +102,16 @@ impl TextTokenizer {
         let shown = shown(&text);
         let place =
             format!("in document {number}, which it reads from token {start} on as {shown:?}");
-        Err(self.other_ids(file, place))
+        Err(self.other_ids(file, &place))
     }
 
-    fn other_ids(&self, file: &TokenFile, place: String) -> Error {
-        let (prefix, tokenizer) = (file.prefix().to_path_buf(), self.path().to_path_buf());
-        Error::OtherIds { prefix, tokenizer, place }
+    fn other_ids(&self, file: &TokenFile, place: &str) -> Error {
+        Error::Invalid(format!(
+            "{}: does not give the ids of {}: {place}: use the tokenizer of the token file, or prepare the \
+             text again with this one",
+            self.path().display(),
+            file.prefix().display()
+        ))
     }
 }
 

@@ -4,23 +4,44 @@ use std::fs;
 use std::path::Path;
 
 use assert_cmd::Command;
+use moh_data::{DocumentEnd, Provenance, TokenFileWriter};
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
 
-fn moh_data(dir: &Path, arguments: &[&str]) -> assert_cmd::assert::Assert {
+/// Runs `moh-data` with these words and standard input; its exit code, standard output and standard error.
+fn run_from(dir: &Path, input: &[u8], line: &str) -> (i32, String, String) {
     let mut command = Command::new(PROGRAM);
-    command.current_dir(dir).args(arguments).assert()
+    command.current_dir(dir).args(line.split_whitespace()).write_stdin(input);
+    let done = command.output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (done.status.code().unwrap(), text(done.stdout), text(done.stderr))
 }
 
-fn stdout(done: &assert_cmd::assert::Assert) -> String {
-    String::from_utf8(done.get_output().stdout.clone()).unwrap()
+fn run(dir: &Path, line: &str) -> (i32, String, String) {
+    run_from(dir, b"", line)
 }
 
-fn stderr(done: &assert_cmd::assert::Assert) -> String {
-    String::from_utf8(done.get_output().stderr.clone()).unwrap()
+/// Standard output of a command that succeeds.
+fn stdout(dir: &Path, line: &str) -> String {
+    let (code, out, err) = run(dir, line);
+    assert_eq!((code, err.as_str()), (0, ""), "{line}: {out}");
+    out
+}
+
+fn parsed(dir: &Path, line: &str) -> Value {
+    serde_json::from_str(&stdout(dir, line)).unwrap()
+}
+
+/// Standard error of a command that ends with this exit code, and prints nothing.
+fn refusal(dir: &Path, input: &[u8], line: &str, code: i32) -> String {
+    let (found, out, err) = run_from(dir, input, line);
+    assert_eq!((found, out.as_str()), (code, ""), "{line}: {err}");
+    assert!(code != 1 || err.lines().count() == 1, "{err}");
+    err
 }
 
 /// Documents of many words, as JSON lines.
@@ -38,72 +59,55 @@ fn prepared() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("s.jsonl"), documents(50)).unwrap();
     write_tokenizer(&dir.path().join("tok"), &WORDS);
-    let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>()).success();
-    run("prepare --tokenizer tok --out p s.jsonl");
+    stdout(dir.path(), "prepare --tokenizer tok --out p s.jsonl");
     dir
+}
+
+/// The names in a directory, in order.
+fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
 }
 
 #[test]
 fn documents_become_a_token_file() {
     let dir = prepared();
-    let mut names: Vec<_> = fs::read_dir(dir.path())
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    assert_eq!(names, ["p.bin", "p.idx", "p.json", "s.jsonl", "tok"]);
-    let done = moh_data(dir.path(), &["info", "p"]).success();
-    let text = stdout(&done);
+    assert_eq!(names(dir.path()), ["p.bin", "p.idx", "p.json", "s.jsonl", "tok"]);
+    let text = stdout(dir.path(), "info p");
     let tokens = fs::metadata(dir.path().join("p.bin")).unwrap().len() / 2;
-    assert!(
-        text.starts_with(&format!("documents  50\ntokens     {tokens}\nlongest    ")),
-        "{text}"
-    );
+    let start = format!("documents  50\ntokens     {tokens}\nlongest    ");
+    assert!(text.starts_with(&start), "{text}");
     assert!(text.contains("\ndtype      u16\n"), "{text}");
     assert!(text.contains("\nvocabulary 276\neos token  <|end_of_text|>\n"), "{text}");
     assert!(text.ends_with("source     s.jsonl\n"), "{text}");
-    assert_eq!(stderr(&done), "");
     fs::remove_file(dir.path().join("p.json")).unwrap();
-    let text = stdout(&moh_data(dir.path(), &["info", "p"]).success());
+    let text = stdout(dir.path(), "info p");
     assert!(text.ends_with("tokenizer  not recorded\n"), "{text}");
-}
-
-#[test]
-fn outputs_are_kept_unless_forced() {
-    let dir = prepared();
-    let prepare = ["prepare", "--tokenizer", "tok", "--out", "p", "s.jsonl"];
-    let text = stderr(&moh_data(dir.path(), &prepare).code(1));
-    assert!(text.starts_with("error: ") && text.contains("already exists"), "{text}");
-    assert_eq!(text.lines().count(), 1, "{text}");
-    moh_data(dir.path(), &[&prepare[..], &["--force"]].concat()).success();
 }
 
 #[test]
 fn special_tokens_in_texts_are_a_warning() {
     let dir = prepared();
     fs::write(dir.path().join("a.txt"), "one <|end_of_text|> two <|end_of_text|>").unwrap();
-    let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>()).success();
-    let text = stderr(&run("prepare --tokenizer tok --out a a.txt"));
+    let (code, _, text) = run(dir.path(), "prepare --tokenizer tok --out a a.txt");
     let expected = "warning: a: special tokens in the text became those tokens (<|end_of_text|> 2): \
                     --split-special-tokens encodes them as text\n";
-    assert_eq!(text, expected);
-    assert!(stdout(&run("info a")).contains("\nin texts   <|end_of_text|> 2\n"));
-    let done = run("prepare --tokenizer tok --split-special-tokens --force --out a a.txt");
-    assert_eq!(stderr(&done), "");
-    assert!(stdout(&run("info a")).contains("\nin texts   special tokens are text\n"));
+    assert_eq!((code, text.as_str()), (0, expected));
+    assert!(stdout(dir.path(), "info a").contains("\nin texts   <|end_of_text|> 2\n"));
+    stdout(dir.path(), "prepare --tokenizer tok --split-special-tokens --force --out a a.txt");
+    assert!(stdout(dir.path(), "info a").contains("\nin texts   special tokens are text\n"));
 }
 
 #[test]
 fn directories_of_outputs_are_made_and_errors_name_the_users_path() {
-    let dir = tempfile::tempdir().unwrap();
-    let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>());
-    fs::write(dir.path().join("s.jsonl"), documents(20)).unwrap();
-    write_tokenizer(&dir.path().join("tok"), &WORDS);
-    run("prepare --tokenizer tok --out tokens/new/p s.jsonl").success();
+    let dir = prepared();
+    stdout(dir.path(), "prepare --tokenizer tok --out tokens/new/p s.jsonl");
     assert!(dir.path().join("tokens/new/p.json").is_file());
     fs::write(dir.path().join("file"), "").unwrap();
-    let prepare = "prepare --tokenizer tok --out file/p s.jsonl";
-    let text = stderr(&run(prepare).code(1));
+    let text = refusal(dir.path(), b"", "prepare --tokenizer tok --out file/p s.jsonl", 1);
     assert!(text.starts_with("error: file/p.prepare: "), "{text}");
     assert!(!text.contains(".tmp-") && !text.contains("at path"), "{text}");
 }
@@ -112,134 +116,94 @@ fn directories_of_outputs_are_made_and_errors_name_the_users_path() {
 fn errors_are_one_sentence_and_name_the_file() {
     let dir = prepared();
     fs::write(dir.path().join("bad.jsonl"), "{\"body\": \"a\"}\n").unwrap();
-    let prepare = ["prepare", "--tokenizer", "tok", "--out", "q"];
-    let cases: [(Vec<&str>, &str); 4] = [
-        ([&prepare[..], &["bad.jsonl"]].concat(), "error: bad.jsonl:1: no field \"text\""),
-        ([&prepare[..], &["none.txt"]].concat(), "error: none.txt: No such file"),
-        (vec!["info", "none"], "error: none.bin: cannot read: No such file"),
-        (vec!["info", "p.idxx"], "error: p.idxx.bin: cannot read"),
-    ];
-    for (arguments, start) in cases {
-        let done = moh_data(dir.path(), &arguments).code(1);
-        let text = stderr(&done);
-        assert!(text.starts_with(start) && text.lines().count() == 1, "{text}");
-        assert_eq!(stdout(&done), "");
+    for (line, start) in [
+        ("prepare --tokenizer tok --out q bad.jsonl", "error: bad.jsonl:1: no field \"text\""),
+        ("prepare --tokenizer tok --out q none.txt", "error: none.txt: No such file"),
+        ("prepare --tokenizer tok --out p s.jsonl", "error: p.bin: already exists"),
+        ("info none", "error: none.bin: cannot read: No such file"),
+        ("info p.idxx", "error: p.idxx.bin: cannot read"),
+    ] {
+        let text = refusal(dir.path(), b"", line, 1);
+        assert!(text.starts_with(start), "{text}");
     }
-    moh_data(dir.path(), &[&prepare[..], &["--field", "body", "bad.jsonl"]].concat()).success();
+    stdout(dir.path(), "prepare --tokenizer tok --out q --field body bad.jsonl");
 }
 
 #[test]
 fn wrong_usage_exits_with_two() {
     let dir = tempfile::tempdir().unwrap();
-    let cases: [&[&str]; 4] =
-        [&[], &["prepare"], &["prepare", "--tokenizer", "tok", "--out", "a"], &["unknown"]];
-    for case in cases {
-        moh_data(dir.path(), case).code(2);
+    for line in ["", "prepare", "prepare --tokenizer tok --out a", "unknown"] {
+        assert_eq!(run(dir.path(), line).0, 2, "{line}");
     }
-    moh_data(dir.path(), &["--version"]).success();
+    stdout(dir.path(), "--version");
 }
 
 #[test]
 fn every_option_takes_a_negative_number_and_says_what_it_expects() {
     let dir = prepared();
     assert!(moh_testkit::options::take_negative_numbers(PROGRAM, &[], dir.path()) >= 18);
-    for (arguments, expected) in [
-        (&["prepare", "--split", "-0.1,1.1"][..], "expected two shares above 0 that sum to 1"),
-        (&["prepare", "--min-tokens", "-1"], "a whole number of at least 1"),
-        (&["prepare", "--sample", "-1"], "a share of the documents above 0"),
-        (&["prepare", "--memory", "1MB"], "at least 64 MB, as in 500MB or 2GB"),
-        (&["prepare", "--skip-bad-lines", "--max-bad", "1"], "as in 0.1%"),
+    for (line, expected) in [
+        ("prepare --split -0.1,1.1", "expected two shares above 0 that sum to 1"),
+        ("prepare --split 0.9,0.2", "that sum to 1"),
+        ("prepare --min-tokens -1", "a whole number of at least 1"),
+        ("prepare --sample -1", "a share of the documents above 0"),
+        ("prepare --memory 1MB", "at least 64 MB, as in 500MB or 2GB"),
+        ("prepare --skip-bad-lines --max-bad 1", "as in 0.1%"),
     ] {
-        let text = stderr(&moh_data(dir.path(), arguments).code(2));
-        assert!(text.contains(expected), "{arguments:?}: {text}");
+        let text = refusal(dir.path(), b"", line, 2);
+        assert!(text.contains(expected), "{line}: {text}");
     }
 }
 
 #[test]
 fn examples_in_the_help_work_when_pasted() {
-    for help in [
-        &["--help"][..],
-        &["prepare", "--help"],
-        &["info", "--help"],
-        &["show", "--help"],
-        &["verify", "--help"],
-        &["accept", "--help"],
-    ] {
+    for command in ["", "prepare", "info", "show", "verify", "accept"] {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("text.jsonl"), documents(50)).unwrap();
         write_tokenizer(&dir.path().join("model"), &WORDS);
-        let text = stdout(&moh_data(dir.path(), help).success());
+        let text = stdout(dir.path(), &format!("{command} --help"));
         let lines = text.lines().filter_map(|line| line.trim().strip_prefix("moh-data "));
         let examples: Vec<_> = lines.collect();
         assert!(!examples.is_empty(), "{text}");
         for example in examples {
-            moh_data(dir.path(), &example.split(' ').collect::<Vec<_>>()).success();
+            assert_eq!(run(dir.path(), example).0, 0, "{example}");
         }
     }
-}
-
-#[cfg(unix)]
-#[test]
-fn a_reader_that_goes_away_is_no_error() {
-    let dir = prepared();
-    let (reader, writer) = std::io::pipe().unwrap();
-    drop(reader);
-    let status = std::process::Command::new(PROGRAM)
-        .args(["info", "p"])
-        .current_dir(dir.path())
-        .stdout(writer)
-        .status()
-        .unwrap();
-    assert!(status.success(), "{status}");
-}
-
-/// The names in a directory, in order.
-fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<_> = fs::read_dir(dir)
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    names
-}
-
-/// `moh-data prepare --tokenizer tok ...` with these bytes as standard input.
-fn prepare_from(dir: &Path, input: &[u8], arguments: &str) -> assert_cmd::assert::Assert {
-    let mut command = Command::new(PROGRAM);
-    let arguments = arguments.split(' ').filter(|argument| !argument.is_empty());
-    command.current_dir(dir).args(["prepare", "--tokenizer", "tok"]).args(arguments);
-    command.write_stdin(input).assert()
 }
 
 #[test]
 fn the_summary_names_the_token_that_ends_documents() {
     let dir = prepared();
-    let run = |arguments: &str| prepare_from(dir.path(), b"", arguments);
-    let text = stdout(&run("--out a s.jsonl").success());
-    assert!(text.starts_with("a: 50 documents, "), "{text}");
-    assert!(text.ends_with(" bytes of text; each document ends with <|end_of_text|>\n"), "{text}");
-    let text = stdout(&run("--eos-token <|begin_of_text|> --out b s.jsonl").success());
-    assert!(text.ends_with("; each document ends with <|begin_of_text|>\n"), "{text}");
-    let text = stdout(&run("--no-append-eos --out c s.jsonl").success());
-    assert!(text.ends_with("; documents end without an end-of-text token\n"), "{text}");
+    let prepare = "prepare --tokenizer tok";
     let eos = |name: &str| {
         let text = fs::read_to_string(dir.path().join(name)).unwrap();
-        serde_json::from_str::<serde_json::Value>(&text).unwrap()["eos_token"].clone()
+        serde_json::from_str::<Value>(&text).unwrap()["eos_token"].clone()
     };
-    assert_eq!(
-        (eos("a.json"), eos("b.json")),
-        ("<|end_of_text|>".into(), "<|begin_of_text|>".into())
-    );
-    assert_eq!(eos("c.json"), serde_json::Value::Null);
-    let text = stdout(&moh_data(dir.path(), &["info", "c"]).success());
-    assert!(text.contains("\neos token  none\n"), "{text}");
+    for (options, end, recorded) in [
+        ("", " bytes of text; each document ends with <|end_of_text|>\n", json!("<|end_of_text|>")),
+        (
+            "--eos-token <|begin_of_text|>",
+            "; each document ends with <|begin_of_text|>\n",
+            json!("<|begin_of_text|>"),
+        ),
+        ("--no-append-eos", "; documents end without an end-of-text token\n", Value::Null),
+    ] {
+        let text = stdout(dir.path(), &format!("{prepare} --force {options} --out a s.jsonl"));
+        assert!(text.starts_with("a: 50 documents, ") && text.ends_with(end), "{text}");
+        assert_eq!(eos("a.json"), recorded);
+    }
+    assert!(stdout(dir.path(), "info a").contains("\neos token  none\n"));
     for name in ["tokenizer_config.json", "special_tokens_map.json"] {
         fs::remove_file(dir.path().join("tok").join(name)).unwrap();
     }
-    let text = stderr(&run("--out d s.jsonl").code(1));
+    let text = refusal(dir.path(), b"", &format!("{prepare} --out d s.jsonl"), 1);
     assert!(text.starts_with("error: tok/tokenizer.json: no end-of-text token: "), "{text}");
-    assert_eq!(text.lines().count(), 1, "{text}");
-    run("--eos-token x --no-append-eos --out d s.jsonl").code(2);
+    refusal(
+        dir.path(),
+        b"",
+        &format!("{prepare} --eos-token x --no-append-eos --out d s.jsonl"),
+        2,
+    );
     assert!(!dir.path().join("d.bin").exists());
 }
 
@@ -248,39 +212,41 @@ fn standard_input_and_pipes_are_read_once() {
     let dir = prepared();
     let lines = fs::read(dir.path().join("s.jsonl")).unwrap();
     let expected = fs::read(dir.path().join("p.bin")).unwrap();
+    let prepare = |input: &[u8], arguments: &str| {
+        run_from(dir.path(), input, &format!("prepare --tokenizer tok {arguments}"))
+    };
     // The second name is a pipe that is not called `-`.
     for (out, input) in [("a", "-"), ("b", "/dev/stdin")] {
         if cfg!(not(unix)) && input != "-" {
             continue;
         }
-        let arguments = format!("--format jsonl --out {out} {input}");
-        let done = prepare_from(dir.path(), &lines, &arguments).success();
-        assert!(stdout(&done).starts_with(&format!("{out}: 50 documents, ")));
+        let (code, text, err) = prepare(&lines, &format!("--format jsonl --out {out} {input}"));
+        assert!(code == 0 && text.starts_with(&format!("{out}: 50 documents, ")), "{err}");
         assert_eq!(fs::read(dir.path().join(format!("{out}.bin"))).unwrap(), expected);
     }
-    let done = prepare_from(dir.path(), b"one text\nin two lines", "--format text --out c -");
-    assert!(stdout(&done.success()).starts_with("c: 1 document, "));
-    let text = stderr(&prepare_from(dir.path(), &lines, "--out d -").code(1));
-    assert!(text.contains("add --format jsonl or --format text"), "{text}");
-    let text = stderr(&prepare_from(dir.path(), &lines, "--format jsonl --out d - -").code(1));
-    assert!(text.contains("name it once"), "{text}");
-    let text = stderr(&prepare_from(dir.path(), &lines[..90], "--format jsonl --out d -").code(1));
-    assert!(text.starts_with("error: -:1: broken JSON at column"), "{text}");
+    let (code, text, err) = prepare(b"one text\nin two lines", "--format text --out c -");
+    assert!(code == 0 && text.starts_with("c: 1 document, "), "{err}");
+    for (input, arguments, part) in [
+        (&lines[..], "--out d -", "add --format jsonl or --format text"),
+        (&lines, "--format jsonl --out d - -", "name it once"),
+        (&lines[..90], "--format jsonl --out d -", "error: -:1: broken JSON at column"),
+    ] {
+        let line = format!("prepare --tokenizer tok {arguments}");
+        let text = refusal(dir.path(), input, &line, 1);
+        assert!(text.contains(part), "{text}");
+    }
     assert!(names(dir.path()).iter().all(|name| !name.starts_with(['d', '.'])));
 }
 
 #[test]
 fn a_split_writes_two_token_files() {
     let dir = prepared();
-    let done = prepare_from(dir.path(), b"", "--split 0.98,0.02 --out q s.jsonl").success();
-    let text = stdout(&done);
+    let text = stdout(dir.path(), "prepare --tokenizer tok --split 0.98,0.02 --out q s.jsonl");
     let lines: Vec<_> = text.lines().collect();
     assert!(lines[0].starts_with("q-train: 49 documents, "), "{text}");
     assert!(lines[1].starts_with("q-validation: 1 document, "), "{text}");
     assert_eq!(lines.len(), 2);
-    moh_data(dir.path(), &["info", "q-train"]).success();
-    let text = stderr(&prepare_from(dir.path(), b"", "--split 0.9,0.2 --out r s.jsonl").code(2));
-    assert!(text.contains("that sum to 1"), "{text}");
+    stdout(dir.path(), "info q-train");
 }
 
 #[test]
@@ -295,7 +261,8 @@ fn a_tokenizer_is_a_directory_a_file_or_a_hub_id() {
     let bin = |name: &str| fs::read(dir.path().join(name)).unwrap();
     run("tok/tokenizer.json", "a").success();
     assert_eq!(bin("a.bin"), bin("p.bin"));
-    let text = stderr(&run("org/name", "b").code(1));
+    let done = run("org/name", "b").code(1);
+    let text = String::from_utf8(done.get_output().stderr.clone()).unwrap();
     assert!(text.starts_with("error: org/name: ") && text.contains("not in the cache"), "{text}");
     let repository = cache.join("models--org--name");
     let snapshot = repository.join("snapshots/abc");
@@ -314,17 +281,15 @@ fn one_of_something_is_singular() {
     let dir = prepared();
     fs::write(dir.path().join("tok/tokenizer_config.json"), "{}").unwrap();
     let json = fs::read_to_string(dir.path().join("tok/tokenizer.json")).unwrap();
-    let mut json: serde_json::Value = serde_json::from_str(&json).unwrap();
-    json["post_processor"] = serde_json::Value::Null;
+    let mut json: Value = serde_json::from_str(&json).unwrap();
+    json["post_processor"] = Value::Null;
     fs::write(dir.path().join("tok/tokenizer.json"), json.to_string()).unwrap();
-    let done = prepare_from(dir.path(), b"a", "--format text --no-append-eos --out one -");
-    let text = stdout(&done.success());
-    assert!(text.starts_with("one: 1 document, 1 token, 1 byte of text; "), "{text}");
-    let text = stdout(&moh_data(dir.path(), &["info", "one"]).success());
-    assert!(
-        text.contains("longest    1 token\n") && text.contains("text       1 byte\n"),
-        "{text}"
-    );
+    let line = "prepare --tokenizer tok --format text --no-append-eos --out one -";
+    let (code, text, err) = run_from(dir.path(), b"a", line);
+    assert!(code == 0 && text.starts_with("one: 1 document, 1 token, 1 byte of text; "), "{err}");
+    let text = stdout(dir.path(), "info one");
+    assert!(text.contains("longest    1 token\n"), "{text}");
+    assert!(text.contains("text       1 byte\n"), "{text}");
 }
 
 #[cfg(target_os = "linux")]
@@ -412,11 +377,11 @@ fn what_a_killed_run_left_is_replaced_and_what_a_running_one_uses_stays() {
     assert_eq!(Waiting::start(dir.path(), "q").signal("-KILL").code(), None);
     assert!(dir.path().join("q.prepare").exists());
     let mut other = Waiting::start(dir.path(), "other");
-    prepare_from(dir.path(), b"", "--out q s.jsonl").success();
+    stdout(dir.path(), "prepare --tokenizer tok --out q s.jsonl");
     let bin = |name: &str| fs::read(dir.path().join(name)).unwrap();
     assert_eq!(bin("q.bin"), bin("p.bin"));
     assert!(!dir.path().join("q.prepare").exists());
-    let text = stderr(&prepare_from(dir.path(), b"", "--out other s.jsonl").code(1));
+    let text = refusal(dir.path(), b"", "prepare --tokenizer tok --out other s.jsonl", 1);
     assert!(text.contains("another process prepares this token file"), "{text}");
     assert!(dir.path().join("other.prepare").exists());
     other.signal("-TERM");
@@ -432,7 +397,7 @@ fn a_killed_run_continues_and_ends_with_the_same_bytes() {
     }
     let arguments = "--split 0.9,0.1 --exact-dedup --sync-every 0 --out whole";
     let inputs = (0..6).map(|number| format!(" part{number}.jsonl")).collect::<String>();
-    prepare_from(dir.path(), b"", &format!("{arguments}{inputs}")).success();
+    stdout(dir.path(), &format!("prepare --tokenizer tok {arguments}{inputs}"));
     let arguments = format!("{}{inputs}", arguments.replace("whole", "cut"));
     let mut kills = 0;
     loop {
@@ -462,4 +427,186 @@ fn a_killed_run_continues_and_ends_with_the_same_bytes() {
         }
     }
     assert!(names(dir.path()).iter().all(|name| !name.ends_with(".prepare")));
+}
+
+/// A token file `t` of ids below 10 with these documents, which says that they end with </s>.
+fn written(dir: &Path, documents: &[&[u32]]) {
+    let mut writer = TokenFileWriter::replace(&dir.join("t"), 10).unwrap();
+    for document in documents {
+        writer.push_document(document).unwrap();
+    }
+    let eos_token = DocumentEnd::Token("</s>".to_owned());
+    writer.finish(Provenance { eos_token, ..Provenance::default() }).unwrap();
+}
+
+fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = fs::read(path).unwrap();
+    change(&mut bytes);
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn info_shows_how_long_documents_are() {
+    let dir = tempfile::tempdir().unwrap();
+    written(dir.path(), &[&[1, 2, 9], &[9], &[1, 9], &[1, 2, 3, 4, 9]]);
+    let text = stdout(dir.path(), "info t");
+    assert!(text.contains("longest    5 tokens\ndtype      u16\n"), "{text}");
+    let found = parsed(dir.path(), "info t --json");
+    assert_eq!(found["longest"], 5);
+    assert_eq!(
+        (&found["documents"], &found["tokens"], &found["dtype"]),
+        (&4.into(), &11.into(), &"u16".into())
+    );
+    assert_eq!((&found["prefix"], &found["recorded"]["eos_token"]), (&"t".into(), &"</s>".into()));
+    fs::remove_file(dir.path().join("t.json")).unwrap();
+    assert_eq!(parsed(dir.path(), "info --json t")["recorded"], Value::Null);
+    written(dir.path(), &[]);
+    assert!(stdout(dir.path(), "info t").contains("longest    0 tokens\ndtype"));
+}
+
+#[test]
+fn show_decodes_a_document() {
+    let dir = prepared();
+    let text = stdout(dir.path(), "show p --doc 2 --tokenizer tok");
+    let (head, body) = text.split_once('\n').unwrap();
+    assert!(
+        head.starts_with("document 2: ") && head.ends_with("; ends with <|end_of_text|>"),
+        "{head}"
+    );
+    let line: Value = serde_json::from_str(documents(3).lines().nth(2).unwrap()).unwrap();
+    let expected = line["text"].as_str().unwrap();
+    assert_eq!(body, format!("<|begin_of_text|>{expected}<|end_of_text|>\n"));
+    let found = parsed(dir.path(), "show p --doc 2 --tokenizer tok --json");
+    assert_eq!(found["text"], body.trim_end());
+    assert_eq!(
+        (&found["document"], &found["more_tokens"], &found["ends_with_eos"]),
+        (&2.into(), &0.into(), &true.into())
+    );
+    assert_eq!(found["tokens"], found["ids"].as_array().unwrap().len());
+    let text = stdout(dir.path(), "show p --doc 49 --tokenizer tok/tokenizer.json --max-tokens 3");
+    assert!(text.lines().nth(1).unwrap().starts_with("<|begin_of_text|>"), "{text}");
+    assert!(text.ends_with(" more tokens: --max-tokens shows more\n"), "{text}");
+    let start = found["start"].as_u64().unwrap();
+    let line = format!("show p --tokens {}..{} --tokenizer tok --json", start, start + 1);
+    let first = parsed(dir.path(), &line);
+    assert_eq!(
+        (&first["document"], &first["ids"][0], &first["ends_with_eos"]),
+        (&2.into(), &found["ids"][0], &Value::Null)
+    );
+}
+
+#[test]
+fn show_without_a_tokenizer_prints_ids() {
+    let dir = tempfile::tempdir().unwrap();
+    written(dir.path(), &[&[1, 2, 9], &[], &[4, 5]]);
+    let expected = "document 0: 3 tokens from token 0 on; the last id is 9\n1 2 9\n";
+    assert_eq!(stdout(dir.path(), "show t --doc 0"), expected);
+    assert_eq!(stdout(dir.path(), "show t --doc 1"), "document 1: 0 tokens from token 3 on\n\n");
+    let expected =
+        "document 0: 3 tokens from token 2 on\n9 4\nand 1 more token: --max-tokens shows more\n";
+    assert_eq!(stdout(dir.path(), "show t --tokens 2..5 --max-tokens 2"), expected);
+    for (line, code, part) in [
+        ("show t --doc 3", 1, "error: document = 3: the file has 3 documents"),
+        ("show t --tokens 4..6", 1, "cannot read tokens 4..6: the file has 5"),
+        ("show t --tokens 4..4", 2, "as in 100..110"),
+        ("show t", 2, "--doc <N>"),
+        ("show t --doc 0 --tokens 0..1", 2, "cannot be used with"),
+    ] {
+        let text = refusal(dir.path(), b"", line, code);
+        assert!(text.contains(part), "{line}: {text}");
+    }
+}
+
+#[test]
+fn show_refuses_another_tokenizer() {
+    let dir = prepared();
+    write_tokenizer(&dir.path().join("other"), &[" word"]);
+    let err = refusal(dir.path(), b"", "show p --doc 0 --tokenizer other", 1);
+    assert!(err.contains("prepared with another tokenizer than other/tokenizer.json"), "{err}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_reader_that_goes_away_is_no_error() {
+    let dir = prepared();
+    for line in ["show p --doc 3", "show p --doc 3 --json", "info p", "info p --json", "verify p"] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = std::process::Command::new(PROGRAM);
+        command.args(line.split(' ')).current_dir(dir.path()).stdout(writer);
+        assert!(command.status().unwrap().success(), "{line}");
+    }
+}
+
+#[test]
+fn verify_passes_what_was_prepared() {
+    let dir = prepared();
+    let text = stdout(dir.path(), "verify p --strict --tokenizer tok");
+    assert!(text.starts_with("p: no fault in 50 documents and "), "{text}");
+    let size = &parsed(dir.path(), "info p --json")["recorded"]["vocabulary_size"];
+    assert!(text.ends_with(&format!("; all ids are below {size}\n")), "{text}");
+    let found = parsed(dir.path(), "verify p --json");
+    assert_eq!((&found["is_sound"], &found["problems"]), (&true.into(), &json!([])));
+    assert_eq!((&found["documents"], &found["vocabulary_size"]), (&50.into(), size));
+    fs::remove_file(dir.path().join("p.json")).unwrap();
+    assert!(stdout(dir.path(), "verify p").contains("no vocabulary is recorded"));
+    let (code, out, _) = run(dir.path(), "verify p --vocab-size 2");
+    assert!(code == 1 && out.contains("are outside the vocabulary of 2, first "), "{out}");
+}
+
+#[test]
+fn verify_tells_what_may_be_intended_and_fails_on_it_if_strict() {
+    let dir = tempfile::tempdir().unwrap();
+    written(dir.path(), &[&[1, 9], &[2], &[], &[1, 9]]);
+    let text = stdout(dir.path(), "verify t");
+    let starts = [
+        "warning: t.bin: 1 of 4 documents do not end with </s>",
+        "warning: t.bin: 1 of 4 documents have no tokens, first document 2",
+        "warning: t.bin: 1 of 4 documents (25.00%) repeat an earlier one, first document 3",
+        "t: no fault in 4 documents and 5 tokens; all ids are below 10",
+    ];
+    assert_eq!(text.lines().count(), starts.len());
+    assert!(text.lines().zip(starts).all(|(line, start)| line.starts_with(start)), "{text}");
+    let (code, out, err) = run(dir.path(), "verify t --strict");
+    assert_eq!((code, err.as_str()), (1, "error: t: 3 kinds of fault, listed above\n"));
+    assert!(out.lines().all(|line| line.starts_with("fault: t.bin: ")), "{out}");
+    let (code, out, _) = run(dir.path(), "verify t --strict --json");
+    let found: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((code, &found["is_sound"]), (1, &false.into()));
+    let kinds = found["problems"].as_array().unwrap().iter().map(|problem| &problem["kind"]);
+    assert_eq!(kinds.collect::<Vec<_>>(), ["end_of_text", "empty", "duplicates"]);
+}
+
+#[test]
+fn verify_finds_every_fault() {
+    let dir = tempfile::tempdir().unwrap();
+    let fresh = || written(dir.path(), &[&[1, 2, 9], &[3, 9]]);
+    let [bin, idx, record] = ["t.bin", "t.idx", "t.json"].map(|name| dir.path().join(name));
+    let fails = |starts: &[&str]| {
+        let (code, out, err) = run(dir.path(), "verify t");
+        assert_eq!(code, 1, "{out}");
+        assert!(err.starts_with("error: t: ") && err.lines().count() == 1, "{err}");
+        let faults: Vec<&str> = out.lines().filter(|line| line.starts_with("fault: ")).collect();
+        assert_eq!(faults.len(), starts.len(), "{out}");
+        assert!(faults.iter().zip(starts).all(|(line, start)| line.contains(start)), "{out}");
+    };
+    fresh();
+    change(&idx, |bytes| bytes.truncate(40));
+    fails(&["fault: t.idx: not a valid token file: 40 bytes for 2 sequences"]);
+    fresh();
+    // The second of two offsets, after the header and two lengths.
+    change(&idx, |bytes| bytes[34 + 2 * 4 + 8] = 2);
+    fails(&["fault: t.idx: 1 of 2 sequences do not begin where", "fault: t.json: not a valid"]);
+    fresh();
+    change(&bin, |bytes| bytes[2] = 200);
+    let ids = "fault: t.bin: the ids of 1 of 5 tokens are outside the vocabulary of 10, first 200, token 1";
+    fails(&["fault: t.json: not a valid token file: it describes another .bin", ids]);
+    fresh();
+    change(&bin, |bytes| bytes.extend([0, 0]));
+    fails(&["fault: t.bin: 12 bytes, but the documents of the index have 10", "fault: t.json: "]);
+    fresh();
+    change(&record, |bytes| bytes.truncate(20));
+    fails(&["fault: t.json: not a valid token file: not a token file's metadata"]);
+    let err = refusal(dir.path(), b"", "verify none", 1);
+    assert!(err.starts_with("error: none.bin: cannot read: "), "{err}");
 }

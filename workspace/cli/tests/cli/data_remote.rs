@@ -213,32 +213,20 @@ fn what_a_dataset_lacks_is_one_sentence_with_a_remedy() {
 }
 
 #[test]
-fn refusals_are_one_sentence() {
-    let place = Place::new(&["a.jsonl"]);
-    place.server.set(|server| server.refuse = Some((404, "RepoNotFound")));
-    let text = place.refuse(&address("a.jsonl"));
-    assert!(text.starts_with("org/tiny: no such dataset on the hub (404), see http://"), "{text}");
-    place.server.set(|server| server.refuse = Some((401, "RepoNotFound")));
-    assert!(place.refuse(&address("a.jsonl")).contains("for a private or gated dataset"));
-    place.server.set(|server| server.refuse = None);
-
+fn files_behind_a_token_are_fetched_with_it() {
     // The description of a gated dataset is public, its files are not.
-    let of_files = |change: &dyn Fn(&mut Behaviour)| {
-        place.server.set(change);
-        let output =
-            place.output(&format!("prepare --tokenizer tok --out x {}", address("a.jsonl")));
-        assert_eq!(output.status.code(), Some(1));
-        String::from_utf8(output.stderr).unwrap()
-    };
-    let text = of_files(&|server| server.refuse_files = Some((401, "GatedRepo")));
+    let place = Place::new(&["a.jsonl"]);
+    place.server.set(|server| server.refuse_files = Some((401, "GatedRepo")));
+    let text = place.refuse(&address("a.jsonl"));
     assert!(
-        text.starts_with("error: org/tiny: the dataset is gated (401): accept its terms at "),
+        text.starts_with("org/tiny: the dataset is gated (401): accept its terms at "),
         "{text}"
     );
-    let text = of_files(&|server| {
+    place.server.set(|server| {
         server.refuse_files = None;
         server.token = Some("secret");
     });
+    let text = place.refuse(&address("a.jsonl"));
     assert!(text.contains("then set HF_TOKEN to a token of your account"), "{text}");
     let line = format!("prepare --tokenizer tok --out x {}", address("a.jsonl"));
     let output = place.command(&line).env("HF_TOKEN", "secret").output().unwrap();

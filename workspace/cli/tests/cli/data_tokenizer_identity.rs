@@ -7,8 +7,8 @@ use std::sync::atomic::AtomicBool;
 
 use assert_cmd::Command;
 use moh_data::{TokenFile, TokenizerFile, TokenizerMatch};
+use moh_text::TextTokenizer;
 use moh_text::prepare::{AppendEos, Prepare, prepare};
-use moh_text::{Error, TextTokenizer};
 use serde_json::{Value, json};
 
 /// The tokenizer of the quickstart.
@@ -191,12 +191,9 @@ fn another_tokenizer_is_accepted_only_with_the_same_ids() {
         let other = changed(dir.path(), name, |json| {
             json["model"]["merges"].as_array_mut().unwrap().truncate(merges);
         });
-        let error = other.check_file(&file, true).unwrap_err();
-        assert!(matches!(error, Error::OtherIds { .. }), "{error}");
-        assert!(
-            error.to_string().contains("in document 0, which it reads from token 0"),
-            "{error}"
-        );
+        let error = other.check_file(&file, true).unwrap_err().to_string();
+        assert!(error.contains("tokenizer.json: does not give the ids of "), "{error}");
+        assert!(error.contains("in document 0, which it reads from token 0"), "{error}");
     }
     // The same tokens under other ids read as another text.
     let turned = changed(dir.path(), "turned", |json| {

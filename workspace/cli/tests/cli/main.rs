@@ -5,7 +5,6 @@
 mod bench;
 mod data;
 mod data_bad_inputs;
-mod data_inspect;
 mod data_remote;
 mod data_tokenizer_identity;
 mod eval;

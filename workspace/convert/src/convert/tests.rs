@@ -2,7 +2,7 @@ use std::fs;
 
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
-use moh_model::{Active, HeadCounts, RouterKind, SharedHeadSets};
+use moh_model::{Active, HeadCounts, RouterKind};
 use serde_json::{Value, json};
 
 use super::*;
@@ -22,6 +22,13 @@ fn model(dir: &Path, dtype: DType, tied: bool) -> PathBuf {
 
 fn go(options: &ConversionOptions) -> Result<Receipt, Error> {
     convert(options, &mut |_| ControlFlow::Continue(()))?.publish()
+}
+
+/// Writes a conversion, and compares it with its source.
+fn verified(options: &ConversionOptions) -> Conversion {
+    let conversion = convert(options, &mut |_| ControlFlow::Continue(())).unwrap();
+    conversion.verify(OpenDevice::Cpu).unwrap();
+    conversion
 }
 
 fn config(dir: &Path) -> Value {
@@ -128,9 +135,7 @@ fn the_matrices_of_two_stage_routing_are_added_and_removed() {
     let two_stage = dir.path().join("two-stage");
     let attention = to(RouterKind::TwoStage);
     let options = ConversionOptions { attention, ..ConversionOptions::new(&source, &two_stage) };
-    let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
-    conversion.verify(OpenDevice::Cpu).unwrap();
-    let receipt = conversion.publish().unwrap();
+    let receipt = verified(&options).publish().unwrap();
     assert_eq!(config(&two_stage)["moh_router"], "two-stage");
     let weights = WeightFiles::open(&two_stage).unwrap();
     weights.check(&ConfigFile::read(&two_stage).unwrap().config).unwrap();
@@ -278,8 +283,7 @@ fn a_conversion_that_fails_verification_replaces_nothing() {
             dtype: Some(dtype),
             ..ConversionOptions::new(&source, &out)
         };
-        let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
-        conversion.verify(OpenDevice::Cpu).unwrap();
+        let conversion = verified(&options);
         let weights = conversion.pending.path().join("model.safetensors");
         let mut bytes = fs::read(&weights).unwrap();
         // The most significant byte of the last weight.
@@ -331,11 +335,7 @@ fn a_tied_source_with_a_head_of_its_own_is_written_untied() {
     assert_ne!(text, tied);
     fs::write(source.join("config.json"), tied).unwrap();
     let out = dir.path().join("out");
-    let conversion =
-        convert(&ConversionOptions::new(&source, &out), &mut |_| ControlFlow::Continue(()));
-    let conversion = conversion.unwrap();
-    conversion.verify(OpenDevice::Cpu).unwrap();
-    let receipt = conversion.publish().unwrap();
+    let receipt = verified(&ConversionOptions::new(&source, &out)).publish().unwrap();
     assert!(
         receipt.warning.unwrap().contains("lm_head.weight differs from model.embed_tokens.weight")
     );
@@ -389,27 +389,41 @@ fn padding_adds_mean_rows_to_both_ends() {
 
 #[test]
 fn counts_that_do_not_fit_are_refused() {
-    let moh = |shared: Option<usize>, active| {
-        let shared_heads = shared.map(SharedHeadSets::from);
-        TargetAttention::Moh(HeadRequest { router: None, shared_heads, active: Some(active) })
+    let counts = |list: &[usize]| match *list {
+        [count] => HeadCounts::All(count),
+        _ => list.iter().copied().collect(),
     };
-    let top_k = |count: usize| Active::RoutedTopK(HeadCounts::All(count));
+    let moh = |shared: &[usize], active: Option<Active>| {
+        let shared_heads = (!shared.is_empty()).then(|| counts(shared).into());
+        TargetAttention::Moh(HeadRequest { router: None, shared_heads, active })
+    };
+    let share = |share: f64| Some(Active::Share(share));
+    let top_k = |list: &[usize]| Some(Active::RoutedTopK(counts(list)));
     let dir = tempfile::tempdir().unwrap();
     let model = ConfigFile::read(&model(dir.path(), DType::F32, false)).unwrap().config;
     for (attention, expected) in [
-        (moh(None, Active::Share(1.5)), "--active 1.5: must be a share"),
-        (moh(None, Active::Share(f64::NAN)), "--active NaN: must be a share"),
-        (moh(Some(4), Active::Share(0.25)), "fewer than the 4 shared heads"),
-        (moh(Some(4), Active::Share(0.5)), "all of them shared heads"),
-        (moh(Some(7), Active::Share(1.0)), "leaves one routed head"),
-        (moh(Some(9), top_k(0)), "shared_heads = 9: the model has 8 heads"),
-        (moh(Some(4), top_k(5)), "must be at most the 4 routed heads"),
-        (moh(Some(4), top_k(usize::MAX)), "must be at most the 4 routed heads"),
+        (moh(&[], share(1.5)), "--active 1.5: must be a share of the heads"),
+        (moh(&[], share(f64::NAN)), "--active NaN: must be a share"),
+        (moh(&[], share(0.0)), "--active 0 of 8 heads leaves no head active"),
+        (moh(&[], share(0.95)), "all 8 heads: use a smaller share, or --active 1"),
+        (moh(&[4], share(0.25)), "is 2, fewer than the 4 shared heads"),
+        (moh(&[4], share(0.5)), "all of them shared heads"),
+        (moh(&[4], share(0.5)), "or --routed-top-k 0 for no active routed head"),
+        (moh(&[7], share(1.0)), "leaves one routed head"),
+        (moh(&[6], None), "shared_heads = 6: the default share of 0.75 of 8 heads is 6"),
+        (moh(&[9], None), "shared_heads = 9: the model has 8 heads"),
+        (moh(&[9], top_k(&[0])), "shared_heads = 9: the model has 8 heads"),
+        (moh(&[], top_k(&[5])), "routed_top_k = 5: must be at most the 4 routed heads"),
+        (moh(&[4], top_k(&[usize::MAX])), "must be at most the 4 routed heads"),
+        (moh(&[0], top_k(&[0])), "no head would be active"),
+        (moh(&[8, 4], top_k(&[0])), "shared_heads has 2 entries"),
+        (moh(&[8, 9, 8], None), "shared_heads of layer 1 = 9: the model has 8 heads"),
+        (moh(&[8, 2, 4], top_k(&[0, 7, 0])), "routed_top_k of layer 1 = 7: must"),
     ] {
         let message = attention.configure(&model).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
     }
-    let moh = moh(None, top_k(3)).configure(&model).unwrap().unwrap();
+    let moh = moh(&[], top_k(&[3])).configure(&model).unwrap().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (4.into(), 3.into()));
     assert_eq!(TargetAttention::Dense.configure(&model).unwrap(), None);
 }

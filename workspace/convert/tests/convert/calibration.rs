@@ -222,64 +222,53 @@ fn learned_routers_are_fitted() {
 fn bad_calibrations_are_refused_before_anything_is_written() {
     let voyage = quickstart().join("voyage");
     let voyage = voyage.to_str().unwrap();
-    for (arguments, code, expected) in [
+    for (line, code, expected) in [
+        ("--shared calibrated", 2, "--shared calibrated needs a text to measure heads on"),
+        ("--refit on", 2, "--refit on needs a text to measure heads on"),
+        ("--shared 0;1", 1, "shared_head_ids has 2 entries, and the model 6 layers"),
+        ("--shared 0,9", 1, "shared_head_ids of layer 0 has head 9: the heads are 0 to 7"),
+        ("--shared best", 2, "expected first, calibrated, or heads such as 0,5;1,2"),
+        ("--calibration none", 1, "--calibration none: "),
+        ("--calibration short.txt", 1, "14 calibration tokens: a fit of 128 inputs"),
+        ("--calibration tokens.bin", 1, "name it without .bin and .idx"),
+        ("--shared 0,5 --shared-heads 4", 2, "gives their numbers too"),
+        ("--calibration bad.jsonl", 1, "line 2: `text` is missing or not a string"),
+        ("--calibration VOYAGE --calibration-tokens 0", 2, "--calibration-tokens"),
+        ("--calibration VOYAGE --calibration-length 9999", 1, "windows of 9999 tokens"),
+        ("--calibration VOYAGE --attention dense", 2, "--routed-top-k or --calibration"),
+        ("--calibration-tokens 99", 2, "--calibration"),
+        ("--router linear", 1, "fitted to a text, as zeros or random ones would select heads that"),
+        ("--active auto:0.5", 2, "--active auto:R needs a text to measure heads on: --calibration"),
+        ("--active auto", 2, "expected a share such as 0.75, or auto:0.75"),
+        ("--active auto:x", 2, "expected a share such as 0.75, or auto:0.75"),
         (
-            &["--shared", "calibrated"][..],
-            2,
-            "--shared calibrated needs a text to measure heads on",
-        ),
-        (&["--refit", "on"], 2, "--refit on needs a text to measure heads on"),
-        (&["--shared", "0;1"], 1, "shared_head_ids has 2 entries, and the model 6 layers"),
-        (&["--shared", "0,9"], 1, "shared_head_ids of layer 0 has head 9: the heads are 0 to 7"),
-        (&["--shared", "best"], 2, "expected first, calibrated, or heads such as 0,5;1,2"),
-        (&["--calibration", "none"], 1, "--calibration none: "),
-        (&["--calibration", "short.txt"], 1, "14 calibration tokens: a fit of 128 inputs"),
-        (&["--calibration", "tokens.bin"], 1, "name it without .bin and .idx"),
-        (&["--shared", "0,5", "--shared-heads", "4"], 2, "gives their numbers too"),
-        (&["--calibration", "bad.jsonl"], 1, "line 2: `text` is missing or not a string"),
-        (&["--calibration", voyage, "--calibration-tokens", "0"], 2, "--calibration-tokens"),
-        (&["--calibration", voyage, "--calibration-length", "9999"], 1, "windows of 9999 tokens"),
-        (&["--calibration", voyage, "--attention", "dense"], 2, "--routed-top-k or --calibration"),
-        (&["--calibration-tokens", "99"], 2, "--calibration"),
-        (
-            &["--router", "linear"],
-            1,
-            "fitted to a text, as zeros or random ones would select heads that",
-        ),
-        (
-            &["--active", "auto:0.5"],
-            2,
-            "--active auto:R needs a text to measure heads on: --calibration",
-        ),
-        (&["--active", "auto"], 2, "expected a share such as 0.75, or auto:0.75"),
-        (&["--active", "auto:x"], 2, "expected a share such as 0.75, or auto:0.75"),
-        (
-            &["--active", "auto:0.5", "--shared-heads", "2", "--calibration", voyage],
+            "--active auto:0.5 --shared-heads 2 --calibration VOYAGE",
             2,
             "--active auto:R chooses the heads of each layer",
         ),
         (
-            &["--active", "auto:0.5", "--shared", "first", "--calibration", voyage],
+            "--active auto:0.5 --shared first --calibration VOYAGE",
             2,
             "--active auto:R chooses the heads of each layer",
         ),
         (
-            &["--active", "auto:0.1", "--calibration", voyage],
+            "--active auto:0.1 --calibration VOYAGE",
             1,
             "--active auto:0.1 of 6 layers of 8 heads is 5 active heads, and each layer needs at least 1",
         ),
         (
-            &["--active", "auto:1", "--calibration", voyage],
+            "--active auto:1 --calibration VOYAGE",
             1,
             "--active auto:1 of 6 layers of 8 heads is all heads, which leaves nothing to choose",
         ),
         (
-            &["--active", "auto:1.5", "--calibration", voyage],
+            "--active auto:1.5 --calibration VOYAGE",
             1,
             "--active auto:1.5: must be a share of the heads, 0 to 1",
         ),
     ] {
-        let message = refused(arguments, code);
-        assert!(message.contains(expected), "{arguments:?}: {message}");
+        let of = |word| if word == "VOYAGE" { voyage } else { word };
+        let message = refused(&line.split(' ').map(of).collect::<Vec<_>>(), code);
+        assert!(message.contains(expected), "{line}: {message}");
     }
 }

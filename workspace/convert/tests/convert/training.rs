@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
 use moh_comm::World;
-use moh_convert::{Calibrated, ConversionOptions, TargetAttention, convert};
+use moh_convert::{Calibrated, ConversionOptions, Receipt, TargetAttention, convert};
 use moh_data::{TokenFile, Windows};
 use moh_hf::{ConfigFile, StoredModel, WeightFiles, write_random_model};
 use moh_kernels::open_device::OpenDevice;
@@ -23,18 +23,15 @@ use moh_testkit::small_tokenizer::{END_OF_TEXT, write_tokenizer};
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";
 
-/// As [`prepare_model`], with a Llama.
-fn prepare_files(dir: &Path) {
-    prepare_model(dir, "llama");
+/// A directory with [`prepare_model`]'s files of a Llama.
+fn prepared() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_model(dir.path(), "llama", 4, 2);
+    dir
 }
 
 /// A model with its tokenizer, a tokenizer that adds two tokens to it, and text to train on by each of them.
-fn prepare_model(dir: &Path, model_type: &str) {
-    prepare_model_of(dir, model_type, 4, 2);
-}
-
-/// The same, with other numbers of heads and of key/value heads.
-fn prepare_model_of(dir: &Path, model_type: &str, heads: usize, kv_heads: usize) {
+fn prepare_model(dir: &Path, model_type: &str, heads: usize, kv_heads: usize) {
     std::fs::write(dir.join("text.jsonl"), TEXT.repeat(20)).unwrap();
     let inputs = [dir.join("text.jsonl")];
     let old = dir.join("model");
@@ -109,9 +106,15 @@ fn expand(dir: &Path) -> PathBuf {
         pad_vocab_to: Some(32),
         ..ConversionOptions::new(dir.join("model"), dir.join("expanded"))
     };
-    let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
-    conversion.publish().unwrap();
+    converted(&options);
     options.out
+}
+
+/// Writes a conversion that is verified.
+fn converted(options: &ConversionOptions) -> Receipt {
+    let conversion = convert(options, &mut |_| ControlFlow::Continue(())).unwrap();
+    conversion.verify(OpenDevice::Cpu).unwrap();
+    conversion.publish().unwrap()
 }
 
 /// The recipe of the model in `expanded`, on text of the larger tokenizer.
@@ -124,8 +127,7 @@ fn expanded_recipe(dir: &Path) -> Recipe {
 
 #[test]
 fn a_run_does_not_enlarge_the_vocabulary_and_names_the_command_that_does() {
-    let dir = tempfile::tempdir().unwrap();
-    prepare_files(dir.path());
+    let dir = prepared();
     let (model, larger) = (dir.path().join("model"), dir.path().join("larger"));
     let mut recipe = recipe(dir.path());
     (recipe.model.tokenizer, recipe.model.pad_vocab_to) = (Some(larger.clone()), Some(32));
@@ -142,9 +144,8 @@ fn a_run_does_not_enlarge_the_vocabulary_and_names_the_command_that_does() {
 /// Such a run of an earlier version keeps the configuration of the smaller model, and both tokenizers.
 #[test]
 fn a_run_that_has_enlarged_its_vocabulary_itself_resumes() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = prepared();
     let dir = dir.path();
-    prepare_files(dir);
     let expanded = expand(dir);
     let mut whole = expanded_recipe(dir);
     whole.run.dir = dir.join("whole");
@@ -195,8 +196,7 @@ fn a_run_that_has_enlarged_its_vocabulary_itself_resumes() {
 
 #[test]
 fn a_new_model_takes_the_special_tokens_of_its_tokenizer() {
-    let dir = tempfile::tempdir().unwrap();
-    prepare_files(dir.path());
+    let dir = prepared();
     let mut recipe = recipe(dir.path());
     recipe.model.from = None;
     recipe.model.tokenizer = Some(dir.path().join("model"));
@@ -226,8 +226,7 @@ fn a_new_model_takes_the_special_tokens_of_its_tokenizer() {
 
 #[test]
 fn a_run_keeps_the_head_of_a_model_that_is_not_really_tied() {
-    let dir = tempfile::tempdir().unwrap();
-    prepare_files(dir.path());
+    let dir = prepared();
     let model = dir.path().join("model");
     let text = std::fs::read_to_string(model.join("config.json")).unwrap();
     let tied = text.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
@@ -246,15 +245,12 @@ fn a_run_keeps_the_head_of_a_model_that_is_not_really_tied() {
 
 #[test]
 fn another_vocabulary_is_padded_as_in_training() {
-    let dir = tempfile::tempdir().unwrap();
-    prepare_files(dir.path());
+    let dir = prepared();
     let options = ConversionOptions {
         tokenizer: Some(dir.path().join("larger")),
         ..ConversionOptions::new(dir.path().join("model"), dir.path().join("expanded"))
     };
-    let conversion = convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
-    conversion.verify(OpenDevice::Cpu).unwrap();
-    assert_eq!(conversion.receipt().vocab_size[1] % 128, 0);
+    assert_eq!(converted(&options).vocab_size[1] % 128, 0);
 }
 
 /// Runs the recipe on a model.
@@ -275,8 +271,7 @@ fn run_until(recipe: &mut Recipe, model: &Path, last: u64) -> Result<Outcome, mo
 
 #[test]
 fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
-    let dir = tempfile::tempdir().unwrap();
-    prepare_files(dir.path());
+    let dir = prepared();
     let expanded = expand(dir.path());
     let mut recipe = expanded_recipe(dir.path());
     let outcome = run(&mut recipe, &expanded).unwrap();
@@ -296,8 +291,7 @@ fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
 
 #[test]
 fn the_model_before_it_took_over_a_larger_vocabulary_teaches() {
-    let dir = tempfile::tempdir().unwrap();
-    prepare_files(dir.path());
+    let dir = prepared();
     let expanded = expand(dir.path());
     // A text without new tokens, of which the smaller teacher knows nothing, and without a record of its tokenizer.
     std::fs::remove_file(dir.path().join("own-tokens.json")).unwrap();
@@ -320,15 +314,11 @@ fn the_model_before_it_took_over_a_larger_vocabulary_teaches() {
 #[test]
 fn a_qwen3_is_converted_trained_and_exported() {
     let dir = tempfile::tempdir().unwrap();
-    prepare_model(dir.path(), "qwen3");
-    let (source, converted) = (dir.path().join("model"), dir.path().join("converted"));
-    let options = ConversionOptions::new(source.clone(), converted.clone());
-    let conversion = convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
-    conversion.verify(OpenDevice::Cpu).unwrap();
-    conversion.publish().unwrap();
-
+    prepare_model(dir.path(), "qwen3", 4, 2);
+    let options = ConversionOptions::new(dir.path().join("model"), dir.path().join("converted"));
+    converted(&options);
     let mut recipe = recipe(dir.path());
-    let outcome = run(&mut recipe, &converted).unwrap();
+    let outcome = run(&mut recipe, &options.out).unwrap();
     assert!(matches!(outcome, Outcome::Finished(_)));
     let export = dir.path().join("run/export");
     let file = ConfigFile::read(&export).unwrap();
@@ -388,13 +378,11 @@ fn loss(directory: &Path, windows: &Windows) -> f64 {
 fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
     for router in [RouterKind::QueryNorm, RouterKind::Group, RouterKind::TwoStage] {
         let dir = tempfile::tempdir().unwrap();
-        prepare_model_of(dir.path(), "qwen3", 32, 8);
+        prepare_model(dir.path(), "qwen3", 32, 8);
         let text = windows(&dir.path().join("own-tokens"), 16);
         let place = (dir.path().join("model"), dir.path().join("converted"));
         let options = measured(place, router, 16, &text);
-        let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
-        conversion.verify(OpenDevice::Cpu).unwrap();
-        conversion.publish().unwrap();
+        converted(&options);
         let chosen = ConfigFile::read(&options.out).unwrap().config.moh.unwrap();
         assert!((0..2).all(|layer| chosen.layer(layer).active() == 16), "{chosen:?}");
 
@@ -436,8 +424,7 @@ fn the_stories_of_the_fixtures_keep_their_loss() {
         let place = (source.clone(), dir.path().join(format!("converted-{active}")));
         let text = windows(&dir.path().join("train"), 256).spread(64);
         let options = measured(place, RouterKind::QueryNorm, active, &text);
-        let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
-        conversion.publish().unwrap();
+        converted(&options);
         let found = loss(&options.out, &valid);
         assert!(found <= untuned, "{active} heads, untuned: {found}");
 
@@ -460,8 +447,7 @@ fn the_stories_of_the_fixtures_keep_their_loss() {
 
 #[test]
 fn token_files_of_the_smaller_tokenizer_are_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    prepare_files(dir.path());
+    let dir = prepared();
     let mut recipe = recipe(dir.path());
     recipe.data.sources[0].path = dir.path().join("tokens");
     let error = run(&mut recipe, &dir.path().join("model")).unwrap_err();

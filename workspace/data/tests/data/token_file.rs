@@ -58,10 +58,15 @@ fn place(bin: &[u8], idx: &[u8]) -> (TempDir, PathBuf) {
     (dir, prefix)
 }
 
-fn write(prefix: &Path, vocabulary: usize, documents: &[Vec<u32>]) {
-    let mut writer = TokenFileWriter::create(prefix, vocabulary).unwrap();
-    documents.iter().for_each(|document| writer.push_document(document).unwrap());
+/// A file of these documents, of a vocabulary of so many ids.
+fn written<D: AsRef<[u32]>>(dir: &TempDir, name: &str, ids: usize, documents: &[D]) -> PathBuf {
+    let prefix = dir.path().join(name);
+    let mut writer = TokenFileWriter::replace(&prefix, ids).unwrap();
+    for document in documents {
+        writer.push_document(document.as_ref()).unwrap();
+    }
     writer.finish(Provenance::default()).unwrap();
+    prefix
 }
 
 fn u16s(ids: &[u16]) -> Vec<u8> {
@@ -69,9 +74,7 @@ fn u16s(ids: &[u16]) -> Vec<u8> {
 }
 
 fn read_all(file: &TokenFile) -> Vec<u32> {
-    let mut tokens = vec![0; file.num_tokens() as usize];
-    file.read(0, &mut tokens).unwrap();
-    tokens
+    file.ids(0..file.num_tokens()).unwrap()
 }
 
 #[track_caller]
@@ -255,10 +258,9 @@ fn a_writer_leaves_three_files_or_none() {
     let dir = tempfile::tempdir().unwrap();
     let prefix = dir.path().join("t");
     let names = || {
-        let mut names: Vec<_> = fs::read_dir(dir.path())
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-            .collect();
+        let entries = fs::read_dir(dir.path()).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names
     };
@@ -287,10 +289,7 @@ fn a_writer_leaves_three_files_or_none() {
     assert_eq!(TokenFile::open(&prefix).unwrap().info(), Some(&info));
     assert!(matches!(TokenFileWriter::create(&prefix, 10), Err(Error::Exists { .. })));
 
-    let mut writer = TokenFileWriter::replace(&prefix, 70_000).unwrap();
-    writer.push_document(&[69_999]).unwrap();
-    writer.finish(Provenance::default()).unwrap();
-    let file = TokenFile::open(&prefix).unwrap();
+    let file = TokenFile::open(&written(&dir, "t", 70_000, &[[69_999u32]])).unwrap();
     assert_eq!((file.token_type(), read_all(&file)), (TokenType::I32, vec![69_999]));
     assert_eq!(names().len(), 3);
 }
@@ -299,11 +298,8 @@ fn a_writer_leaves_three_files_or_none() {
 fn a_json_of_other_files_is_refused() {
     let (dir, prefix) = place(&u16s(&[0; 6]), &Index::sound().bytes());
     let json = dir.path().join("t.v1.json");
-    fs::write(
-        &json,
-        "{\"vocabulary_size\": 9, \"documents\": 2, \"tokens\": 7, \"dtype\": \"u16\"}",
-    )
-    .unwrap();
+    let other = r#"{"vocabulary_size": 9, "documents": 2, "tokens": 7, "dtype": "u16"}"#;
+    fs::write(&json, other).unwrap();
     assert_refused(TokenFile::open(&prefix), "do not belong together");
     fs::write(&json, "[]").unwrap();
     assert_refused(TokenFile::open(&prefix), "t.v1.json");
@@ -319,9 +315,8 @@ proptest! {
         cut in (0.0f64..1.0, 0.0f64..1.0),
     ) {
         let dir = tempfile::tempdir().unwrap();
-        let prefix = dir.path().join("t");
-        write(&prefix, if large { 65_500 } else { 65_499 }, &documents);
-        let file = TokenFile::open(&prefix).unwrap();
+        let vocabulary = if large { 65_500 } else { 65_499 };
+        let file = TokenFile::open(&written(&dir, "t", vocabulary, &documents)).unwrap();
         let joined = documents.concat();
         prop_assert_eq!(read_all(&file), joined.clone());
         prop_assert_eq!(file.num_documents(), documents.len() as u64);
@@ -329,8 +324,7 @@ proptest! {
         let total = joined.len() as f64;
         let (a, b) = ((cut.0 * total) as u64, (cut.1 * total) as u64);
         let range = a.min(b)..a.max(b);
-        let mut part = vec![0; (range.end - range.start) as usize];
-        file.read(range.start, &mut part).unwrap();
+        let part = file.ids(range.clone()).unwrap();
         prop_assert_eq!(&part[..], &joined[range.start as usize..range.end as usize]);
 
         let mut expected = Vec::new();
@@ -372,11 +366,9 @@ fn the_largest_id_and_the_first_one_outside_are_found_across_pieces() {
     // Three pieces of a thread, and a part.
     let count = 3 * (1 << 18) + 77;
     let dir = tempfile::tempdir().unwrap();
-    let prefix = dir.path().join("large");
     let mut tokens: Vec<u32> = (0..count).map(|at| at as u32 % 500).collect();
     (tokens[300_000], tokens[700_000]) = (900, 990);
-    write(&prefix, 1000, &[tokens]);
-    let mut file = TokenFile::open(&prefix).unwrap();
+    let mut file = TokenFile::open(&written(&dir, "large", 1000, &[tokens])).unwrap();
     let all = 0..count as u64;
     assert_eq!(file.largest_id(all.clone()).unwrap(), 990);
     assert_eq!(file.largest_id(0..300_000).unwrap(), 499);
@@ -398,12 +390,8 @@ fn what_is_known_of_the_ids_is_proven_by_type_or_record() {
     assert_eq!(file.ids_below(&file.content()).unwrap(), None);
 
     let dir = tempfile::tempdir().unwrap();
-    let file = |name: &str, last: u32| {
-        let prefix = dir.path().join(name);
-        write(&prefix, 300, &[vec![1, 2, last]]);
-        prefix
-    };
-    let (one, other) = (file("one", 3), file("other", 299));
+    let [one, other] = [("one", 3u32), ("other", 299)]
+        .map(|(name, last)| written(&dir, name, 300, &[[1, 2, last]]));
     let file = TokenFile::open(&one).unwrap();
     assert_eq!(file.ids_below(&file.content()).unwrap(), Some(300));
     // The same lengths, so the index is the same; the record is not of these tokens.

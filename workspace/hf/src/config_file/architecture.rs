@@ -67,10 +67,6 @@ impl Kind {
     }
 
     /// The kind that `model_type` and `architectures` name.
-    ///
-    /// # Errors
-    /// Fails if they name no supported architecture or contradict each other, or if a dense model
-    /// has Mixture-of-Head fields.
     pub fn read(fields: &Fields<'_>) -> Result<Self, Error> {
         let known = || {
             let names: Vec<_> =

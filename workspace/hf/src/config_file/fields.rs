@@ -36,14 +36,22 @@ impl<'a> Fields<'a> {
         }
     }
 
-    pub fn count(&self, key: &str) -> Result<Option<usize>, Error> {
-        let Some(value) = self.get(key) else {
-            return Ok(None);
-        };
-        match whole_number(value) {
-            Some(number) => Ok(Some(number)),
-            None => self.wrong_type(key, value, "a whole number"),
+    /// The value of `key`, of which `read` returns `None` if it is not what is `expected`.
+    fn typed<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match read(value) {
+            Some(found) => Ok(Some(found)),
+            None => self.wrong_type(key, value, expected),
         }
+    }
+
+    pub fn count(&self, key: &str) -> Result<Option<usize>, Error> {
+        self.typed(key, "a whole number", whole_number)
     }
 
     /// A head count: an integer, or a list with one integer for each layer.
@@ -60,12 +68,9 @@ impl<'a> Fields<'a> {
 
     /// A list of heads for each layer.
     pub fn head_ids(&self, key: &str) -> Result<Option<Vec<Vec<usize>>>, Error> {
-        let Some(value) = self.get(key) else { return Ok(None) };
         let heads = |layer: &Value| layer.as_array()?.iter().map(whole_number).collect();
-        match value.as_array().and_then(|layers| layers.iter().map(heads).collect()) {
-            Some(ids) => Ok(Some(ids)),
-            None => self.wrong_type(key, value, "a list of whole numbers for each layer"),
-        }
+        let ids = |layers: &Value| layers.as_array()?.iter().map(heads).collect();
+        self.typed(key, "a list of whole numbers for each layer", ids)
     }
 
     /// A count from 1 to `limit`.
@@ -79,13 +84,7 @@ impl<'a> Fields<'a> {
     }
 
     pub fn number(&self, key: &str) -> Result<Option<f64>, Error> {
-        let Some(value) = self.get(key) else {
-            return Ok(None);
-        };
-        match value.as_f64() {
-            Some(number) => Ok(Some(number)),
-            None => self.wrong_type(key, value, "a number"),
-        }
+        self.typed(key, "a number", Value::as_f64)
     }
 
     /// A number above zero.
@@ -99,31 +98,16 @@ impl<'a> Fields<'a> {
     }
 
     pub fn flag(&self, key: &str) -> Result<bool, Error> {
-        let Some(value) = self.get(key) else {
-            return Ok(false);
-        };
-        match value.as_bool() {
-            Some(flag) => Ok(flag),
-            None => self.wrong_type(key, value, "true or false"),
-        }
+        Ok(self.typed(key, "true or false", Value::as_bool)?.unwrap_or(false))
     }
 
     pub fn text(&self, key: &str) -> Result<Option<&'a str>, Error> {
-        let Some(value) = self.get(key) else {
-            return Ok(None);
-        };
-        match value.as_str() {
-            Some(text) => Ok(Some(text)),
-            None => self.wrong_type(key, value, "a string"),
-        }
+        self.typed(key, "a string", Value::as_str)
     }
 
     pub fn object(&self, key: &str, prefix: &'a str) -> Result<Option<Fields<'a>>, Error> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Fields { map, path: self.path, prefix })),
-            Some(value) => self.wrong_type(key, value, "an object"),
-        }
+        let map = self.typed(key, "an object", Value::as_object)?;
+        Ok(map.map(|map| Fields { map, path: self.path, prefix }))
     }
 
     /// Token ids: one, or a list.

@@ -13,7 +13,6 @@ use crate::Error;
 
 /// Maximum width, head count or vocabulary size.
 const MAX_DIMENSION: usize = 1 << 24;
-/// Maximum number of layers.
 const MAX_LAYERS: usize = 10_000;
 /// Maximum context length, in tokens.
 const MAX_POSITIONS: usize = 1 << 40;
@@ -104,7 +103,6 @@ fn refuse_unsupported(architecture: Architecture, fields: &Fields<'_>) -> Result
     Ok(())
 }
 
-/// Rejects sliding-window attention.
 fn refuse_sliding_windows(fields: &Fields<'_>) -> Result<(), Error> {
     const REASON: &str = "sliding windows are not supported, every layer has full attention";
     if fields.flag("use_sliding_window")? {

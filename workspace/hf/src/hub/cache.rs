@@ -77,9 +77,8 @@ impl Folder {
             return Ok(());
         }
         let reference = self.root.join("refs").join(revision);
-        if let Some(parent) = reference.parent() {
-            fs::create_dir_all(parent).map_err(Error::io(parent))?;
-        }
+        let parent = moh_files::parent(&reference);
+        fs::create_dir_all(parent).map_err(Error::io(parent))?;
         fs::write(&reference, commit).map_err(Error::io(&reference))
     }
 
@@ -99,9 +98,8 @@ impl Folder {
     /// Links the snapshot's file to the blob, relatively, as Hugging Face's library does.
     pub(crate) fn link(&self, commit: &str, file: &RemoteFile) -> Result<PathBuf, Error> {
         let pointer = self.snapshot(commit).join(&file.name);
-        if let Some(parent) = pointer.parent() {
-            fs::create_dir_all(parent).map_err(Error::io(parent))?;
-        }
+        let parent = moh_files::parent(&pointer);
+        fs::create_dir_all(parent).map_err(Error::io(parent))?;
         moh_files::unless_missing(&pointer, fs::remove_file(&pointer))?;
         #[cfg(unix)]
         let linked = {

@@ -24,14 +24,12 @@ const RETRY_DELAYS: [Duration; 3] =
     [Duration::from_millis(100), Duration::from_millis(200), Duration::from_millis(400)];
 /// Maximum bytes of a page of a repository's description.
 const MAX_JSON_BYTES: u64 = 64 << 20;
-/// Maximum files of a listing.
 const MAX_FILES: usize = 4_000_000;
 /// Maximum pages of a listing, which have a thousand names each.
 const MAX_PAGES: usize = 4_000;
 /// Bytes that are read at a time.
 const READ_BYTES: usize = 1 << 16;
 
-/// Why a request failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// The hub refused a request, for a file if there is one.
@@ -88,9 +86,6 @@ struct Lfs {
 
 impl Client {
     /// Creates a client for the repository `id` at `endpoint`, with the environment's login.
-    ///
-    /// # Errors
-    /// Fails if the endpoint is not a URL.
     pub(crate) fn new(kind: Kind, id: &str, revision: &str, endpoint: &str) -> Result<Self, Error> {
         let is_address = |uri: Uri| uri.scheme().is_some() && uri.host().is_some();
         let reason = || format!("{endpoint} is not the URL of a hub like https://huggingface.co");
@@ -119,7 +114,6 @@ impl Client {
         })
     }
 
-    /// The revision's current commit.
     pub(crate) fn commit(&self) -> Result<String, Failure> {
         let url = format!("{}/revision/{}", self.api_url(), encode(&self.revision));
         let mut answer = self.get(&url, 0, None)?;
@@ -256,9 +250,6 @@ fn body(answer: &mut Response<ureq::Body>) -> Result<Vec<u8>, Failure> {
 }
 
 /// Adds a page of a listing to those before.
-///
-/// # Errors
-/// Says what is wrong with it: no JSON, a name that leaves the directory, or too many of them.
 pub(crate) fn add_page(found: &mut Vec<RemoteFile>, page: &[u8]) -> Result<(), String> {
     let entries: Vec<Entry> =
         serde_json::from_slice(page).map_err(|error| format!("is invalid: {error}"))?;

@@ -3,9 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use crate::is_hub_id;
-
 use crate::hub_cache::DEFAULT_REVISION;
+use crate::is_hub_id;
 
 use super::cache::{Kind, RemoteFile};
 use super::repository::Repository;
@@ -18,18 +17,8 @@ pub struct Dataset {
     is_offline: bool,
 }
 
-/// The dataset `id`, `OWNER/NAME`, at a branch, tag or commit, `main` if none is given. The environment is read as
-/// Hugging Face's own programs do.
-///
-/// # Errors
-/// Fails if `id` is none, if the hub has no such dataset or denies access to it, or if it is not in the cache and
-/// only that may be used; the message names the remedy.
-pub fn dataset(id: &str, revision: Option<&str>) -> Result<Dataset, Error> {
-    Hub::from_environment().dataset(id, revision)
-}
-
 impl Hub {
-    /// See [`dataset`].
+    /// The dataset `id`, `OWNER/NAME`, at a branch, tag or commit, `main` if none is given.
     pub fn dataset(&self, id: &str, revision: Option<&str>) -> Result<Dataset, Error> {
         if !is_hub_id(id) || !id.contains('/') {
             let reason = "is no dataset of the hub: expected OWNER/NAME, as in allenai/c4";
@@ -81,9 +70,6 @@ impl Dataset {
 
     /// The files in a folder, `""` for the top, and with `is_deep` in the folders below; none if there is no such folder.
     /// Of the cache, all files are given.
-    ///
-    /// # Errors
-    /// Fails if the hub does not list it, or the cache cannot be read.
     pub fn list(&self, folder: &str, is_deep: bool) -> Result<Vec<RemoteFile>, Error> {
         let Repository { folder: cached, client, .. } = &self.repository;
         match self.is_offline {
@@ -96,9 +82,6 @@ impl Dataset {
 
     /// Downloads a file, unless it is in the cache, and returns its path: in the cache or, if `instead` names a
     /// file, there. The next attempt resumes a partial download.
-    ///
-    /// # Errors
-    /// Fails if the hub does not provide the file, if `stop` was set, or if the disk is full.
     pub fn fetch(
         &self,
         file: &RemoteFile,

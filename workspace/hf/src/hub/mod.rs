@@ -10,14 +10,11 @@ mod model;
 mod repository;
 
 pub use cache::RemoteFile;
-pub use dataset::{Dataset, dataset};
+pub use dataset::Dataset;
 pub use error::Error;
-pub use model::{DownloadProgress, Hub, resolve, resolve_tokenizer};
+pub use model::{DownloadProgress, Hub};
 
 /// Reads a page of the hub's listing of a repository, for tests with hostile input.
-///
-/// # Errors
-/// Says what is wrong with it.
 #[doc(hidden)]
 pub fn read_listing(page: &[u8]) -> Result<Vec<RemoteFile>, String> {
     let mut found = Vec::new();

@@ -39,31 +39,6 @@ pub struct Hub {
     pub offline: bool,
 }
 
-/// The directory of a model: `from` itself if it is a directory, or else the cached model of that
-/// hub id, downloaded if necessary.
-///
-/// # Errors
-/// Fails if `from` is neither, if it is a directory and a revision is given, or if the hub does not
-/// provide the model; the message names the remedy.
-/// The next attempt resumes partial downloads.
-pub fn resolve(
-    from: &str,
-    revision: Option<&str>,
-    progress: &mut dyn FnMut(&DownloadProgress<'_>),
-) -> Result<PathBuf, Error> {
-    Hub::from_environment().resolve(from, revision, progress)
-}
-
-/// The directory of a tokenizer, as [`resolve`] that of a model; of a hub id only the tokenizer's
-/// files are downloaded.
-pub fn resolve_tokenizer(
-    from: &str,
-    revision: Option<&str>,
-    progress: &mut dyn FnMut(&DownloadProgress<'_>),
-) -> Result<PathBuf, Error> {
-    Hub::from_environment().resolve_tokenizer(from, revision, progress)
-}
-
 /// The files of a repository that are downloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FileSet {
@@ -115,11 +90,17 @@ fn has_weights(snapshot: &Path) -> bool {
 
 impl Hub {
     /// The hub and the cache of the environment.
-    pub(crate) fn from_environment() -> Self {
+    pub fn from_environment() -> Self {
         Hub { offline: environment::is_offline(), ..Hub::default() }
     }
 
-    /// Resolves a model; see [`resolve`].
+    /// The directory of a model: `from` itself if it is a directory, or else the cached model of that
+    /// hub id, downloaded if necessary.
+    ///
+    /// # Errors
+    /// Fails if `from` is neither, if it is a directory and a revision is given, or if the hub does not
+    /// provide the model; the message names the remedy.
+    /// The next attempt resumes partial downloads.
     pub fn resolve(
         &self,
         from: &str,
@@ -129,7 +110,8 @@ impl Hub {
         self.find(FileSet::Model, from, revision, progress)
     }
 
-    /// Resolves a tokenizer; see [`resolve_tokenizer`].
+    /// The directory of a tokenizer, as [`Hub::resolve`] that of a model; of a hub id only the tokenizer's
+    /// files are downloaded.
     pub fn resolve_tokenizer(
         &self,
         from: &str,
@@ -180,7 +162,6 @@ impl Hub {
     }
 }
 
-/// A download of one model.
 struct Download {
     repository: Repository,
     wanted: FileSet,

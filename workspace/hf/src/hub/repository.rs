@@ -25,9 +25,6 @@ pub(crate) struct Repository {
 
 impl Repository {
     /// The repository `id` at `endpoint`, with its folder in `cache`.
-    ///
-    /// # Errors
-    /// Fails if `revision` is none, or the endpoint is not a URL.
     pub(crate) fn new(
         kind: Kind,
         id: &str,

@@ -23,15 +23,8 @@ fn config() -> Map<String, Value> {
 }
 
 fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error> {
-    let tensors = specs();
-    let config = config();
-    let model = Contents {
-        config: &config,
-        tensors: &tensors,
-        max_shard_bytes,
-        companions: &[],
-        card: None,
-    };
+    let (tensors, config) = (specs(), config());
+    let model = Contents::new(&config, &tensors, max_shard_bytes);
     write_model(out, force, &model, &mut |spec, sink| {
         content(spec).chunks(3).try_for_each(&mut *sink)
     })
@@ -136,13 +129,7 @@ fn a_file_that_arrives_while_the_model_is_written_is_kept() {
     let out = dir.path().join("m");
     write(&out, false, 1000).unwrap();
     let (tensors, config) = (specs(), config());
-    let model = Contents {
-        config: &config,
-        tensors: &tensors,
-        max_shard_bytes: 1000,
-        companions: &[],
-        card: None,
-    };
+    let model = Contents::new(&config, &tensors, 1000);
     let fill: &mut Fill<'_, Error> = &mut |spec, sink| sink(&content(spec));
     let pending = prepare_model(&out, true, &model, fill).unwrap();
     fs::write(out.join("thesis.txt"), "mine").unwrap();
@@ -168,17 +155,10 @@ fn an_error_leaves_what_was_there() {
     let out = dir.path().join("m");
     write(&out, false, 1000).unwrap();
     let before = fs::read(out.join(WEIGHTS_FILE)).unwrap();
-    let tensors = specs();
-    let config = Map::new();
+    let (tensors, config) = (specs(), Map::new());
     let missing = [PathBuf::from("/no/such/file")];
     for (companions, bytes) in [(&missing[..0], 5), (&missing[..0], 100), (&missing[..], 0)] {
-        let model = Contents {
-            config: &config,
-            tensors: &tensors,
-            max_shard_bytes: 40,
-            companions,
-            card: None,
-        };
+        let model = Contents { companions, ..Contents::new(&config, &tensors, 40) };
         let result =
             write_model(&out, true, &model, &mut |spec, sink: &mut Sink<'_, Error>| match bytes {
                 0 => sink(&content(spec)),

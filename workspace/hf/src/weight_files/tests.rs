@@ -148,7 +148,9 @@ fn corrupt_headers_are_refused() {
     };
     let long = [&bytes[..], &[0]].concat();
     let huge = [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat();
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 99\n";
     for (file, expected) in [
+        (pointer.to_vec(), "is a git-lfs pointer, not the weights: run git lfs pull"),
         (long, "do not end at its"),
         (huge, "length is absurd"),
         (header("{\"a\": 1}", 0), "corrupt safetensors header"),

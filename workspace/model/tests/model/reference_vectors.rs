@@ -219,7 +219,7 @@ fn greedy_continuations_match_the_fixtures() {
         let path = fixtures.join("vectors").join(file);
         let cases: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
         for case in cases["cases"].as_array().unwrap() {
-            let moh = case["shared"].is_u64().then(|| moh_of(&case));
+            let moh = case["shared"].is_u64().then(|| moh_of(case));
             let model = load(&fixtures.join(model), moh);
             let expected: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
             let prompt = case["prompt_len"].as_u64().unwrap() as usize;

@@ -179,7 +179,6 @@ impl Format for Completions {
     }
 }
 
-/// The fields of a choice.
 fn fields<'a>(
     text: &str,
     logprobs: Value,

@@ -20,7 +20,6 @@ const WAITING_EVENTS: usize = 64;
 /// The time in which a client has to take one of them.
 const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Sends events to a client.
 #[derive(Debug, Clone)]
 pub(super) struct EventSender {
     sender: Sender<Bytes>,

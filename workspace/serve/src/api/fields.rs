@@ -12,9 +12,6 @@ pub struct Fields(Map<String, Value>);
 
 impl Fields {
     /// The fields of a body.
-    ///
-    /// # Errors
-    /// Fails if it is no JSON object.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
         match serde_json::from_slice(body) {
             Ok(Value::Object(fields)) => Ok(Fields(fields)),
@@ -24,9 +21,6 @@ impl Fields {
     }
 
     /// Takes a field; `None` if it is missing or null. `expected` says what it should be.
-    ///
-    /// # Errors
-    /// Fails for a value of another type.
     pub fn take<T: DeserializeOwned>(
         &mut self,
         name: &'static str,
@@ -42,9 +36,6 @@ impl Fields {
     }
 
     /// As [`Fields::take`], within bounds; `default` if it is missing.
-    ///
-    /// # Errors
-    /// Fails for another value.
     pub fn number(
         &mut self,
         name: &'static str,
@@ -60,9 +51,6 @@ impl Fields {
     }
 
     /// Drops a field that has no other meaning here than these values.
-    ///
-    /// # Errors
-    /// Fails for any other value.
     pub fn accept(&mut self, name: &'static str, values: &[Value]) -> Result<(), ApiError> {
         match self.0.remove(name) {
             Some(value) if !value.is_null() && !values.contains(&value) => {
@@ -81,8 +69,7 @@ impl Fields {
         self.0.remove(name);
     }
 
-    /// # Errors
-    /// Fails if a field that is not null was not taken.
+    /// Refuses a field that was not taken, unless it is null.
     pub fn finish(self) -> Result<(), ApiError> {
         match self.0.into_iter().find(|(_, value)| !value.is_null()) {
             None => Ok(()),

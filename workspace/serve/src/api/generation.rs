@@ -100,7 +100,6 @@ impl<F: Format> Generation<F> {
         Ok(axum::Json(whole(generation, choices).await?).into_response())
     }
 
-    /// Choices of all prompts.
     fn count(&self) -> Option<usize> {
         self.prompts.len().checked_mul(self.options.choices)
     }
@@ -128,7 +127,6 @@ impl<F: Format> Generation<F> {
         prompts.map(group).collect()
     }
 
-    /// The prompt of a choice.
     fn prompt_of(&self, index: usize) -> usize {
         index / self.options.choices
     }

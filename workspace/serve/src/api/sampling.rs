@@ -53,9 +53,6 @@ struct StreamOptions {
 
 impl GenerationOptions {
     /// Takes the fields.
-    ///
-    /// # Errors
-    /// Fails for values without meaning.
     pub fn take(fields: &mut Fields, served: &Served) -> Result<Self, ApiError> {
         let choices = fields.take::<usize>("n", "a whole number")?.unwrap_or(1);
         if choices == 0 || choices > MAX_CHOICES {

@@ -80,8 +80,7 @@ impl Served {
         self.request_timeout.and_then(|timeout| Instant::now().checked_add(timeout))
     }
 
-    /// # Errors
-    /// Fails while the server ends, and if a request names another model.
+    /// Refuses requests while the server ends, and those that name another model.
     pub fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
         if self.is_ending.load(Ordering::Relaxed) {
             return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is ending"));
@@ -99,8 +98,7 @@ impl Served {
         }
     }
 
-    /// # Errors
-    /// Fails if more tokens are asked for than the context has room for after the prompt.
+    /// Refuses to generate more tokens than the context has room for after a prompt.
     pub fn check_room(
         &self,
         prompt: usize,
@@ -122,9 +120,6 @@ impl Served {
     }
 
     /// The most tokens that can be generated after a prompt, which the field `name` gave.
-    ///
-    /// # Errors
-    /// Fails if the prompt is empty, exceeds the context, or has an id outside the vocabulary.
     pub fn room_after(&self, prompt: &[u32], name: &str) -> Result<usize, ApiError> {
         let invalid = |message: String| Err(ApiError::invalid(message, Some(name)));
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= self.vocab_size) {

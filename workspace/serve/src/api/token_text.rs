@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use moh_text::TextTokenizer;
+use moh_text::{TextTokenizer, bytes_of_token};
 
 /// What the lowest log-probability is shown as: JSON has no infinity.
 const LEAST_LOGPROB: f64 = -9999.0;
@@ -45,50 +45,9 @@ fn text_and_bytes(tokenizer: &TextTokenizer, id: u32) -> (String, Vec<u8>) {
         return (text.clone(), text.into_bytes());
     }
     let token = tokenizer.token(id).unwrap_or_default();
-    let Some(bytes) =
-        byte_of_fallback(&token).map(|byte| vec![byte]).or_else(|| byte_level(&token))
-    else {
+    let Some(bytes) = bytes_of_token(&token) else {
         return (text.clone(), text.into_bytes());
     };
     let shown = bytes.iter().map(|byte| format!("\\x{byte:02x}")).collect::<String>();
     (format!("bytes:{shown}"), bytes)
-}
-
-/// The byte of a token such as `<0x0A>`.
-fn byte_of_fallback(token: &str) -> Option<u8> {
-    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
-    u8::from_str_radix(digits, 16).ok()
-}
-
-/// The bytes of a token of byte-level BPE, which writes those that are no printable character of Latin-1 as the
-/// characters from U+0100 on (GPT-2's alphabet).
-fn byte_level(token: &str) -> Option<Vec<u8>> {
-    let is_printable = |byte: u8| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
-    let byte = |character: char| {
-        let code = u32::from(character);
-        match u8::try_from(code) {
-            Ok(byte) => Some(byte).filter(|&byte| is_printable(byte)),
-            Err(_) => (0..=u8::MAX)
-                .filter(|&byte| !is_printable(byte))
-                .nth(usize::try_from(code).ok()?.checked_sub(0x100)?),
-        }
-    };
-    token.chars().map(byte).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_are_read_from_the_names_of_tokens() {
-        assert_eq!(byte_of_fallback("<0x0A>"), Some(10));
-        assert_eq!(byte_of_fallback("<0xZZ>"), None);
-        assert_eq!(byte_level("\u{120}a"), Some(b" a".to_vec()));
-        assert_eq!(byte_level("\u{10a}"), Some(b"\n".to_vec()));
-        assert_eq!(byte_level("\u{e2}\u{122}"), Some(vec![0xe2, 0x80]));
-        assert_eq!(byte_level("\u{143}"), Some(vec![0xad]), "the last one");
-        assert_eq!(byte_level("\u{144}"), None);
-        assert_eq!(byte_level(" "), None);
-    }
 }

@@ -137,9 +137,6 @@ impl Handle {
 
     /// Submits requests, all or none. Those of a group have the same prompt: the first one computes it, and the others
     /// share what it has left.
-    ///
-    /// # Errors
-    /// Fails if the queue has less room.
     pub fn submit(&self, groups: Vec<Vec<Request>>) -> Result<Vec<Vec<Events>>, QueueFull> {
         let count = groups.iter().map(Vec::len).sum::<usize>();
         let capacity = self.capacity;

@@ -65,9 +65,6 @@ struct Planned {
 
 impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     /// Allocates the buffers.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory, and for sizes of 0.
     pub fn new(
         model: &'a Model<B, T>,
         options: BatchOptions,

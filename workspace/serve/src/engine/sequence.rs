@@ -19,7 +19,6 @@ pub(super) struct Sequence {
     sampler: Sampler,
     /// In the generator.
     pub id: SequenceId,
-    /// Generated tokens.
     generated: Vec<u32>,
     /// How many of them the generator has: it computes them one by one, again after it had to give up its blocks, so
     /// that the bits stay the same.

@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 use crate::client::{Server, moh_serve, prepared};
 use moh_testkit::programs::WORDS;
 
-/// The model of the server.
 fn model(dir: &Path) -> Model<Cpu, f32> {
     moh_program::models::load(Cpu, &dir.join("moh"), 64).unwrap()
 }
@@ -340,15 +339,17 @@ fn options_that_cannot_be_are_refused() {
         let mut command = moh_serve(dir.path(), arguments);
         moh_testkit::programs::failure(dir.path(), &mut command, 1)
     };
-    let message = refused(&["--model", "moh", "--watch-run"]);
-    assert!(message.contains("is not a run") && message.contains("leave it out"), "{message}");
-    let message = refused(&["--model", "moh", "--max-model-len", "65"]);
-    assert!(message.contains("--max-model-len 65: the model has 64 positions"), "{message}");
-    let message = refused(&["--model", "moh", "--api-key-file", "none"]);
-    assert!(message.starts_with("--api-key-file none: "), "{message}");
     fs::write(dir.path().join("keys"), "\n \n").unwrap();
-    let message = refused(&["--model", "moh", "--api-key-file", "keys"]);
-    assert!(message.contains("contains no key"), "{message}");
+    for (options, expected) in [
+        (&["--watch-run"][..], "is not a run"),
+        (&["--watch-run"], "leave it out"),
+        (&["--max-model-len", "65"], "--max-model-len 65: the model has 64 positions"),
+        (&["--api-key-file", "none"], "--api-key-file none: "),
+        (&["--api-key-file", "keys"], "contains no key"),
+    ] {
+        let message = refused(&[&["--model", "moh"], options].concat());
+        assert!(message.contains(expected), "{message}");
+    }
     fs::remove_file(dir.path().join("moh/tokenizer.json")).unwrap();
     let message = refused(&["--model", "moh"]);
     assert!(message.contains("contains no tokenizer.json"), "{message}");

@@ -67,6 +67,14 @@ impl Server {
         self.raw(&self.request(path, body.to_string().as_bytes()))
     }
 
+    /// Asks for a completion, whose answer is not read yet.
+    pub fn begin(&self, body: &Value) -> TcpStream {
+        let mut stream = self.connect();
+        let request = self.request("/v1/completions", body.to_string().as_bytes());
+        stream.write_all(&request).unwrap();
+        stream
+    }
+
     /// The bytes of a request.
     pub fn request(&self, path: &str, body: &[u8]) -> Vec<u8> {
         let headers = format!("{}Content-Length: {}\r\n", self.headers(), body.len());

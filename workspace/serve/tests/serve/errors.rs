@@ -88,13 +88,15 @@ fn a_field_that_cannot_be_is_named() {
         assert!(answer.error().contains(expected), "{}", answer.error());
     }
     assert!(server.post("/tokenize", &json!({})).error().contains("the prompt is missing"));
-    assert!(
-        server.post("/detokenize", &json!({ "tokens": "a" })).error().contains("tokens must be")
-    );
-    let answer = server.get("/v1/completions");
-    assert_eq!((answer.status, answer.error()), (405, "/v1/completions does not take GET".into()));
-    let answer = server.get("/nothing");
-    assert_eq!((answer.status, answer.error()), (404, "there is no path /nothing".into()));
+    let tokens = json!({ "tokens": "a" });
+    assert!(server.post("/detokenize", &tokens).error().contains("tokens must be"));
+    for (path, status, expected) in [
+        ("/v1/completions", 405, "/v1/completions does not take GET"),
+        ("/nothing", 404, "there is no path /nothing"),
+    ] {
+        let answer = server.get(path);
+        assert_eq!((answer.status, answer.error().as_str()), (status, expected));
+    }
     // What asks for nothing is no error.
     let nothing = json!({
         "prompt": "w1", "max_tokens": 1, "skip_special_tokens": true, "min_tokens": 0, "best_of": 1,
@@ -148,9 +150,7 @@ fn hostile_requests_do_not_harm_the_others() {
     // A stream whose client reads nothing, and one that leaves.
     let body = json!({ "prompt": "w1 w2", "max_tokens": 60, "stream": true, "temperature": 0 });
     for _ in 0..2 {
-        let mut stream = server.connect();
-        stream.write_all(&server.request("/v1/completions", body.to_string().as_bytes())).unwrap();
-        open.push(stream);
+        open.push(server.begin(&body));
     }
     assert_eq!(text(), expected);
     drop(open);
@@ -218,9 +218,7 @@ fn a_full_queue_asks_to_come_again() {
     assert!(answer.error().contains("more than the 4 choices that may wait"), "{}", answer.error());
     // One of these is computed, and three wait.
     let four = |stream: bool| json!({ "prompt": "w1", "n": 4, "max_tokens": 60, "stream": stream, "ignore_eos": true });
-    let mut stream = server.connect();
-    let request = server.request("/v1/completions", four(true).to_string().as_bytes());
-    stream.write_all(&request).unwrap();
+    let mut stream = server.begin(&four(true));
     stream.read_exact(&mut [0; 1]).unwrap();
     let answer = server.post("/v1/completions", &four(false));
     assert_eq!((answer.status, answer.head.contains("retry-after: 1")), (429, true));

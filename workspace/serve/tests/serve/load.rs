@@ -1,6 +1,6 @@
 //! Many clients at once, some of which leave, and few blocks.
 
-use std::io::{Read as _, Write as _};
+use std::io::Read as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
@@ -32,10 +32,7 @@ fn together(server: &Server, expected: &[Value]) {
                     let mut body = body(number);
                     if number % 3 == 1 {
                         body["stream"] = json!(true);
-                        let mut stream = server.connect();
-                        let request =
-                            server.request("/v1/completions", body.to_string().as_bytes());
-                        stream.write_all(&request).unwrap();
+                        let mut stream = server.begin(&body);
                         let mut begin = vec![0; number * 13 % 400];
                         let _ = stream.read_exact(&mut begin);
                     } else if number % 3 == 2 {
@@ -106,11 +103,7 @@ fn a_client_that_leaves_frees_its_place() {
         for _ in 0..300 {
             let body =
                 json!({ "prompt": "w1", "max_tokens": 63, "stream": stream, "ignore_eos": true });
-            let mut client = server.connect();
-            client
-                .write_all(&server.request("/v1/completions", body.to_string().as_bytes()))
-                .unwrap();
-            clients.push(client);
+            clients.push(server.begin(&body));
         }
         // A client that leaves before its request is read has none that could be cancelled.
         server.wait_until("moh_requests_waiting", |waiting| waiting > 0.0);
@@ -132,8 +125,7 @@ fn a_signal_lets_answers_finish() {
     let whole = server.post("/v1/completions", &body).events().len();
     let mut streams = Vec::new();
     for _ in 0..30 {
-        let mut stream = server.connect();
-        stream.write_all(&server.request("/v1/completions", body.to_string().as_bytes())).unwrap();
+        let mut stream = server.begin(&body);
         // The answer has begun.
         stream.read_exact(&mut [0; 1]).unwrap();
         streams.push(stream);

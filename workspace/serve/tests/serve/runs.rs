@@ -17,6 +17,15 @@ fn step(server: &Server) -> u64 {
     server.get("/v1/models").json()["data"][0]["moh"]["step"].as_u64().unwrap()
 }
 
+/// Waits until the server has the checkpoint of a step.
+fn wait_for_step(server: &Server, wanted: u64) {
+    let start = Instant::now();
+    while step(server) != wanted {
+        assert!(start.elapsed() < PATIENCE, "step {}", step(server));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
 #[test]
 fn a_checkpoint_is_served_as_its_export_is() {
     let dir = prepared();
@@ -82,20 +91,13 @@ fn heads_are_those_of_the_checkpoint_that_is_served() {
     let server = Server::of("run@4", place, &["--watch-run"]);
     let active =
         || server.get("/v1/models").json()["data"][0]["moh"]["layers"][0]["active"].clone();
-    let start = Instant::now();
-    while step(&server) != 6 {
-        assert!(start.elapsed() < PATIENCE, "step {}", step(&server));
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    wait_for_step(&server, 6);
     assert_eq!(active(), 6);
     assert_eq!(server.metric("moh_heads_computed_ratio{layer=\"0\"}"), 0.75);
     // Without the newest checkpoint, as where the run resumes from an earlier one, the one before is served again.
     for last in ["step-5", "step-6"] {
         fs::rename(place.join("run/checkpoints").join(last), place.join(last)).unwrap();
     }
-    while step(&server) != 4 {
-        assert!(start.elapsed() < PATIENCE, "step {}", step(&server));
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    wait_for_step(&server, 4);
     assert_eq!(active(), 8);
 }

@@ -10,11 +10,6 @@ use serde_json::Value;
 
 use crate::prepare::{Error, Result};
 
-/// The error of a file of the tokenizer.
-fn unusable(path: &Path, reason: impl Into<String>) -> Error {
-    moh_files::unusable(path, reason).into()
-}
-
 /// The files beside a `tokenizer.json` that name special tokens; the first that names one counts.
 const NAMING_FILES: [&str; 2] = ["tokenizer_config.json", "special_tokens_map.json"];
 /// Maximum bytes of such a file.
@@ -41,10 +36,6 @@ pub(crate) struct Ending {
 }
 
 impl Ending {
-    /// The ending that `choice` selects.
-    ///
-    /// # Errors
-    /// Fails if the token is not in the vocabulary, or if no token is known.
     pub(crate) fn choose(tokenizer: &TextTokenizer, choice: AppendEos<'_>) -> Result<Self> {
         let suffix = tokenizer.suffix();
         let by_suffix = || suffix.and_then(|id| tokenizer.token(id)).into();
@@ -56,7 +47,7 @@ impl Ending {
         let Some((token, file)) = named else {
             return match suffix {
                 Some(_) => Ok(Self { append: None, end: by_suffix() }),
-                None => Err(unusable(
+                None => Err(Error::unusable(
                     tokenizer.path(),
                     format!(
                         "no end-of-text token: the post-processor adds none, and neither {} nor \
@@ -69,7 +60,7 @@ impl Ending {
         };
         let Some(id) = tokenizer.id(&token) else {
             let by = file.map_or("--eos-token".to_owned(), |file| format!("eos_token of {file}"));
-            return Err(unusable(
+            return Err(Error::unusable(
                 tokenizer.path(),
                 format!(
                     "has no token {token:?}, which {by} names: name one of its tokens with \
@@ -94,7 +85,7 @@ fn named_eos(tokenizer: &Path) -> Result<Option<(String, Option<&'static str>)>>
             token => token,
         };
         let Value::String(token) = content else {
-            return Err(unusable(
+            return Err(Error::unusable(
                 &path,
                 "eos_token: expected a string, or an object with the string content: correct it, or name \
                  a token with --eos-token",
@@ -112,7 +103,7 @@ fn read_json(path: &Path) -> Result<Option<Value>> {
         opened => opened.map_err(moh_files::io(path))?,
     };
     let fault = |reason: String| {
-        unusable(
+        Error::unusable(
             path,
             format!("{reason}: correct it, or name the end-of-text token with --eos-token"),
         )

@@ -1,7 +1,7 @@
 //! The errors of this crate.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The result of this crate's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -22,55 +22,29 @@ pub enum Error {
     /// Hugging Face's hub did not provide a dataset or a file of one.
     #[error(transparent)]
     Hub(#[from] moh_hf::hub::Error),
-    /// A line or row of an input is not a document.
-    #[error("{}{place}: {reason}", path.display())]
-    Record {
-        /// The input.
-        path: PathBuf,
-        /// Where in it.
-        place: Place,
-        /// The problem.
-        reason: String,
-    },
-    /// An input cannot be used as it is.
-    #[error("{}: {reason}", path.display())]
-    Input {
-        /// The input.
-        path: PathBuf,
-        /// The problem and the remedy.
-        reason: String,
-    },
     /// The caller stopped the preparation.
     #[error("stopped: the same call continues")]
     Interrupted,
-    /// Nothing is there to be prepared, or an option does not fit.
-    #[error("{reason}")]
-    Options {
-        /// What is missing or does not fit.
-        reason: String,
-    },
+    /// A record is not a document, nothing is there to be prepared, or an option does not fit.
+    #[error("{0}")]
+    Invalid(String),
 }
 
 impl Error {
-    /// Nothing to be prepared, or an option that does not fit.
-    pub(crate) fn options(reason: impl Into<String>) -> Self {
-        Self::Options { reason: reason.into() }
-    }
-
     /// Whether the same call may succeed when a network or a disk is back, so that nothing is thrown away.
     pub(crate) fn is_passing(&self) -> bool {
         matches!(self, Error::Hub(_))
     }
 
-    /// An input that cannot be used as it is.
-    pub(crate) fn input(path: &Path, reason: impl Into<String>) -> Self {
-        Self::Input { path: path.to_path_buf(), reason: reason.into() }
+    /// A file that cannot be used as it is.
+    pub(crate) fn unusable(path: &Path, reason: impl Into<String>) -> Self {
+        moh_files::unusable(path, reason).into()
     }
 }
 
 /// A place in an input, counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub(crate) enum Place {
     /// A line.
     Line(u64),
     /// A row of a table, or an element of a JSON array.

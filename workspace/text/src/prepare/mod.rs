@@ -23,7 +23,7 @@ pub use encode::LoadAhead;
 #[doc(hidden)]
 pub use encode::ids_of;
 pub use end_of_text::AppendEos;
-pub use error::{Error, Place, Result};
+pub use error::{Error, Result};
 pub use names::{Inputs, can_continue};
 pub use output::Counts;
 pub use preparation::{

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use crate::prepare::remote::{Hub, RemoteFile, scheme};
 use crate::prepare::{Error, Result};
 
-/// The name of standard input.
 pub(crate) const STANDARD_INPUT: &str = "-";
 /// The endings of files that a directory stands for.
 const DATA_ENDINGS: [&str; 6] = ["jsonl", "json", "txt", "parquet", "arrow", "ndjson"];
@@ -79,20 +78,15 @@ pub fn can_continue(names: &[PathBuf]) -> bool {
     !names.iter().any(is_pipe)
 }
 
-/// Whether `path` names standard input.
 pub(crate) fn is_standard_input(path: &Path) -> bool {
     path.as_os_str() == STANDARD_INPUT
 }
 
 /// The files that `inputs` stand for, in order, and `-` where it is named.
-///
-/// # Errors
-/// Fails if there is no name, if a file cannot be read, if a glob or a directory has no file, if the hub does not
-/// answer or has no such file, or if a file is named twice.
 pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
     let Inputs { names, keep } = inputs;
     if names.is_empty() {
-        return Err(Error::options("no input: name at least one file"));
+        return Err(Error::Invalid("no input: name at least one file".to_owned()));
     }
     let mut hub = Hub::new(keep);
     let mut inputs = Vec::new();
@@ -141,22 +135,18 @@ fn refuse_repeated(inputs: &[Input]) -> Result<()> {
     let mut seen = BTreeSet::new();
     for input in inputs {
         let path = input.name();
-        if input.remote().is_some() {
-            if !seen.insert(path.to_path_buf()) {
-                return Err(Error::input(path, reason));
-            }
-            continue;
-        }
-        if is_standard_input(path) {
-            if !seen.insert(path.to_path_buf()) {
-                return Err(Error::input(path, "standard input can be read once: name it once"));
-            }
-            continue;
-        }
-        // A pipe has no canonical path, and is a file of its own.
-        let is_file = path.metadata().is_ok_and(|kind| kind.is_file());
-        if is_file && !seen.insert(path.canonicalize().map_err(moh_files::io(path))?) {
-            return Err(Error::input(path, reason));
+        let identity = match input {
+            Input::Local(_) if is_standard_input(path) => path.to_path_buf(),
+            // A pipe has no canonical path, and is a file of its own.
+            Input::Local(_) if !path.metadata().is_ok_and(|kind| kind.is_file()) => continue,
+            Input::Local(_) => path.canonicalize().map_err(moh_files::io(path))?,
+            Input::Remote(_) => path.to_path_buf(),
+        };
+        if !seen.insert(identity) {
+            return Err(match is_standard_input(path) {
+                true => Error::unusable(path, "standard input can be read once: name it once"),
+                false => Error::unusable(path, reason),
+            });
         }
     }
     Ok(())
@@ -168,10 +158,10 @@ fn is_glob(name: &Path) -> bool {
 
 fn files_of_glob(name: &Path) -> Result<Vec<PathBuf>> {
     let Some(pattern) = name.to_str() else {
-        return Err(Error::input(name, "is no file, and a pattern must be UTF-8"));
+        return Err(Error::unusable(name, "is no file, and a pattern must be UTF-8"));
     };
     let found = glob::glob(pattern)
-        .map_err(|error| Error::input(name, format!("is no file and no pattern: {error}")))?;
+        .map_err(|error| Error::unusable(name, format!("is no file and no pattern: {error}")))?;
     let mut paths = Vec::new();
     for path in found {
         let path = path.map_err(|error| moh_files::io(error.path())(error.into()))?;
@@ -182,7 +172,7 @@ fn files_of_glob(name: &Path) -> Result<Vec<PathBuf>> {
     }
     paths.sort();
     match paths.is_empty() {
-        true => Err(Error::input(name, "the pattern matches no file")),
+        true => Err(Error::unusable(name, "the pattern matches no file")),
         false => Ok(paths),
     }
 }
@@ -207,7 +197,7 @@ fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
     }
     paths.sort();
     match paths.is_empty() {
-        true => Err(Error::input(
+        true => Err(Error::unusable(
             directory,
             format!(
                 "the directory has no file that ends in .{}, with or without .{} after it: name files, \

@@ -371,9 +371,6 @@ fn output_files(options: &Prepare<'_>) -> Vec<PathBuf> {
 
 /// Checks that no output is one of the inputs, which `--force` would replace: the prefix's `.json`
 /// may be one.
-///
-/// # Errors
-/// Fails if one is, or if an input cannot be read.
 pub(crate) fn refuse_inputs_as_outputs(inputs: &[Input], outputs: &[PathBuf]) -> Result<()> {
     // Only a file can be an output, and a pipe has no canonical path.
     let files = inputs.iter().filter_map(Input::local);
@@ -382,7 +379,7 @@ pub(crate) fn refuse_inputs_as_outputs(inputs: &[Input], outputs: &[PathBuf]) ->
         for output in outputs {
             if output.canonicalize().is_ok_and(|output| output == input) {
                 let reason = "is both an input and an output: choose another output";
-                return Err(Error::input(output, reason));
+                return Err(Error::unusable(output, reason));
             }
         }
     }

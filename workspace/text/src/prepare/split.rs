@@ -25,12 +25,9 @@ pub struct Split {
     smaller_is_training: bool,
 }
 
-/// A part of a [`Split`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SplitPart {
-    /// For training.
     Training,
-    /// For validation.
     Validation,
 }
 

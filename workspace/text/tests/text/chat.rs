@@ -94,9 +94,8 @@ fn read(tokenizer: &TextTokenizer, prefix: &Path) -> Vec<(String, Vec<String>)> 
     assert!(file.has_mask());
     let read = |number| {
         let range = file.document(number).unwrap();
-        let count = usize::try_from(range.end - range.start).unwrap();
-        let (mut ids, mut mask) = (vec![0; count], vec![0; count]);
-        file.read(range.start, &mut ids).unwrap();
+        let ids = file.ids(range.clone()).unwrap();
+        let mut mask = vec![0; ids.len()];
         file.read_mask(range.start, &mut mask).unwrap();
         let mut rest = &ids[..];
         let mut trained = Vec::new();

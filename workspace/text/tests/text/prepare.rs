@@ -1,14 +1,18 @@
-//! Preparation: from files of text to a token file.
+//! Preparation: from files of text to a token file; which documents are written, and what becomes of records that are
+//! none.
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use moh_data::{DocumentEnd, Error as DataError, TokenFile, TokenFileInfo};
 use moh_text::TextTokenizer;
 use moh_text::prepare::{
-    AppendEos, Error, Format, Observer, Place, Prepare, PreparedFile, Progress,
+    AppendEos, BadRecords, Counts, Error, Format, Observer, Prepare, Prepared, PreparedFile,
+    Progress, Sample, Selection,
 };
+use serde_json::{Value, json};
 
 use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, WORDS, write_tokenizer};
 
@@ -19,10 +23,14 @@ fn tokenizer(dir: &Path) -> TextTokenizer {
     TextTokenizer::load(&dir.join("tok")).unwrap()
 }
 
+/// Prepares without a stop.
+fn prepare_all(options: Prepare<'_>) -> Result<Prepared, Error> {
+    Ok(moh_text::prepare::prepare(options, &AtomicBool::new(false), &mut ())?.unwrap())
+}
+
 /// Writes the token files of `options`.
 fn prepare(options: Prepare<'_>) -> Result<Vec<PreparedFile>, Error> {
-    let prepared = moh_text::prepare::prepare(options, &AtomicBool::new(false), &mut ())?;
-    Ok(prepared.unwrap().files)
+    prepare_all(options).map(|prepared| prepared.files)
 }
 
 /// The one token file that was written.
@@ -43,19 +51,34 @@ fn run(
     only(prepare(options))
 }
 
+fn lines(texts: impl IntoIterator<Item = impl AsRef<str>>) -> String {
+    texts.into_iter().map(|text| format!("{}\n", json!({"text": text.as_ref()}))).collect()
+}
+
+/// The ids of each document of a token file.
+fn documents(prefix: &Path) -> Vec<Vec<u32>> {
+    let file = TokenFile::open(prefix).unwrap();
+    let ids = |number| file.ids(file.document(number).unwrap()).unwrap();
+    (0..file.num_documents()).map(ids).collect()
+}
+
+/// The texts of a token file.
+fn texts(tokenizer: &TextTokenizer, prefix: &Path) -> Vec<String> {
+    documents(prefix).iter().map(|ids| tokenizer.decode(ids, true).unwrap()).collect()
+}
+
 #[test]
 fn documents_keep_their_order_over_many_batches() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer(dir.path());
-    let lines = dir.path().join("a.jsonl");
-    let texts: Vec<String> = (0..40_000).map(|number| format!("document {number}")).collect();
-    let json: String =
-        texts.iter().map(|text| format!("{}\n", serde_json::json!({"text": text}))).collect();
-    fs::write(&lines, &json).unwrap();
-    let whole = dir.path().join("b.txt");
+    let mut expected: Vec<String> =
+        (0..40_000).map(|number| format!("document {number}")).collect();
+    let json = lines(&expected);
+    let [input, whole, prefix] = ["a.jsonl", "b.txt", "out"].map(|name| dir.path().join(name));
+    fs::write(&input, &json).unwrap();
     fs::write(&whole, "the last\none").unwrap();
-    let prefix = dir.path().join("out");
-    let inputs = [lines, whole];
+    expected.push("the last\none".to_owned());
+    let inputs = [input, whole];
     struct Seen(Vec<(u64, u64)>);
     impl Observer for Seen {
         fn note(&mut self, sentence: &str) {
@@ -71,23 +94,16 @@ fn documents_keep_their_order_over_many_batches() {
     let seen = seen.0;
     let info = TokenFile::open(&prefix).unwrap().info().unwrap().clone();
     assert_eq!(info.documents, 40_001);
-    let text_bytes: usize = texts.iter().map(String::len).sum();
-    assert_eq!(info.text_bytes, text_bytes as u64 + 12);
+    let text_bytes: usize = expected.iter().map(String::len).sum();
+    assert_eq!(info.text_bytes, text_bytes as u64);
     assert_eq!(info.vocabulary_size, tokenizer.vocab_size() as u64);
     assert_eq!(info.tokenizer_hash.as_deref(), Some(tokenizer.hash()));
     assert_eq!(info.sources.len(), 2);
     let total = json.len() as u64 + 12;
     assert_eq!(seen[seen.len() - 1], (total, total));
     assert!(seen.len() > 1 && seen.is_sorted());
-    let file = TokenFile::open(&prefix).unwrap();
-    for number in [0, 16_383, 16_384, 39_999, 40_000] {
-        let range = file.document(number).unwrap();
-        let mut ids = vec![0; (range.end - range.start) as usize];
-        file.read(range.start, &mut ids).unwrap();
-        let text = texts.get(number as usize).map_or("the last\none", String::as_str);
-        assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
-        assert_eq!((ids[0], ids[ids.len() - 1]), (0, 1));
-    }
+    assert!(texts(&tokenizer, &prefix) == expected);
+    assert!(documents(&prefix).iter().all(|ids| (ids[0], ids[ids.len() - 1]) == (0, 1)));
 }
 
 #[test]
@@ -104,12 +120,16 @@ fn faults_leave_nothing_behind() {
     let empty = dir.path().join("empty.jsonl");
     fs::write(&empty, "\n").unwrap();
     let missing = dir.path().join("missing.txt");
-    let fail = |inputs: &[PathBuf]| run(&tokenizer, inputs, &prefix, false).unwrap_err();
-    assert!(matches!(fail(&[good.clone(), bad]), Error::Record { place: Place::Line(2), .. }));
-    assert!(matches!(fail(&[good.clone(), missing]), Error::File(_)));
-    assert!(matches!(fail(std::slice::from_ref(&out)), Error::Input { .. }));
-    assert!(matches!(fail(&[empty]), Error::Options { .. }));
-    assert!(matches!(fail(&[]), Error::Options { .. }));
+    for (inputs, expected) in [
+        (&[good.clone(), bad][..], "bad.jsonl:2: "),
+        (&[good.clone(), missing], "missing.txt: "),
+        (std::slice::from_ref(&out), "out: the directory has no file that ends in "),
+        (&[empty], "the inputs contain no text"),
+        (&[], "no input: name at least one file"),
+    ] {
+        let error = run(&tokenizer, inputs, &prefix, false).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
     assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
     let nowhere = good.join("p");
     assert!(run(&tokenizer, std::slice::from_ref(&good), &nowhere, false).is_err());
@@ -158,19 +178,13 @@ fn ended(
     append_eos: AppendEos<'_>,
 ) -> Result<(Vec<Vec<u32>>, DocumentEnd), Error> {
     let input = dir.join("two.jsonl");
-    fs::write(&input, "{\"text\": \"one\"}\n{\"text\": \"\"}\n").unwrap();
+    fs::write(&input, lines(["one", ""])).unwrap();
     let (inputs, prefix) = ([input], dir.join("two"));
     let options =
         Prepare { append_eos, overwrite: true, ..Prepare::new(tokenizer, &inputs, &prefix) };
     only(prepare(options))?;
-    let file = TokenFile::open(&prefix).unwrap();
-    let documents = (0..file.num_documents()).map(|number| {
-        let range = file.document(number).unwrap();
-        let mut ids = vec![0; (range.end - range.start) as usize];
-        file.read(range.start, &mut ids).unwrap();
-        ids
-    });
-    Ok((documents.collect(), file.info().unwrap().eos_token.clone()))
+    let end = TokenFile::open(&prefix).unwrap().info().unwrap().eos_token.clone();
+    Ok((documents(&prefix), end))
 }
 
 /// A directory whose tokenizer has this post-processor, and these other files.
@@ -181,15 +195,15 @@ fn with_post_processor(
 ) -> TextTokenizer {
     tokenizer(dir);
     let text = fs::read_to_string(dir.join("tok/tokenizer.json")).unwrap();
-    let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut json: Value = serde_json::from_str(&text).unwrap();
     let piece = |name: &&str| match *name {
-        "text" => serde_json::json!({"Sequence": {"id": "A", "type_id": 0}}),
-        name => serde_json::json!({"SpecialToken": {"id": name, "type_id": 0}}),
+        "text" => json!({"Sequence": {"id": "A", "type_id": 0}}),
+        name => json!({"SpecialToken": {"id": name, "type_id": 0}}),
     };
-    json["post_processor"] = template.map_or(serde_json::Value::Null, |names| {
+    json["post_processor"] = template.map_or(Value::Null, |names| {
         let pieces: Vec<_> = names.iter().map(piece).collect();
-        let token = |name: &str, id| serde_json::json!({"id": name, "ids": [id], "tokens": [name]});
-        serde_json::json!({
+        let token = |name: &str, id| json!({"id": name, "ids": [id], "tokens": [name]});
+        json!({
             "type": "TemplateProcessing", "single": pieces, "pair": pieces,
             "special_tokens": {
                 BEGIN_OF_TEXT: token(BEGIN_OF_TEXT, 0), END_OF_TEXT: token(END_OF_TEXT, 1),
@@ -268,18 +282,17 @@ fn older_token_files_have_no_record_of_their_end() {
     let trained = tokenizer(dir.path());
     ended(dir.path(), &trained, AppendEos::Default).unwrap();
     let path = dir.path().join("two.json");
-    let mut json: serde_json::Value =
-        serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
     assert_eq!(json["eos_token"], END_OF_TEXT);
     json.as_object_mut().unwrap().remove("eos_token");
     fs::write(&path, json.to_string()).unwrap();
     let end =
         || TokenFile::open(&dir.path().join("two")).unwrap().info().unwrap().eos_token.clone();
     assert_eq!(end(), DocumentEnd::Unknown);
-    json["eos_token"] = serde_json::Value::Null;
+    json["eos_token"] = Value::Null;
     fs::write(&path, json.to_string()).unwrap();
     assert_eq!(end(), DocumentEnd::Nothing);
-    json["eos_token"] = serde_json::json!(1);
+    json["eos_token"] = json!(1);
     fs::write(&path, json.to_string()).unwrap();
     let error = TokenFile::open(&dir.path().join("two")).unwrap_err().to_string();
     assert!(error.contains("two.json: not a valid token file"), "{error}");
@@ -291,9 +304,7 @@ fn a_split_shares_no_document_and_loses_none() {
     let tokenizer = tokenizer(dir.path());
     let input = dir.path().join("a.jsonl");
     let text = |number: u64| format!("document {number}");
-    let lines =
-        |count| (0..count).map(|number| format!("{}\n", serde_json::json!({"text": text(number)})));
-    fs::write(&input, lines(20_000).collect::<String>()).unwrap();
+    fs::write(&input, lines((0..20_000).map(text))).unwrap();
     let (inputs, prefix) = ([input.clone()], dir.path().join("out"));
     let split = Some("0.99,0.01".parse().unwrap());
     let options = Prepare { split, ..Prepare::new(&tokenizer, &inputs, &prefix) };
@@ -301,26 +312,19 @@ fn a_split_shares_no_document_and_loses_none() {
     let names = ["out-train", "out-validation"].map(|name| dir.path().join(name));
     assert_eq!(prepared.iter().map(|part| part.prefix.clone()).collect::<Vec<_>>(), names);
     assert_eq!((prepared[0].info.documents, prepared[1].info.documents), (19_800, 200));
-    let mut texts = Vec::new();
+    let mut found = Vec::new();
     for PreparedFile { prefix, info } in &prepared {
-        let file = TokenFile::open(prefix).unwrap();
-        let first = texts.len();
-        for number in 0..info.documents {
-            let range = file.document(number).unwrap();
-            let mut ids = vec![0; (range.end - range.start) as usize];
-            file.read(range.start, &mut ids).unwrap();
-            texts.push(tokenizer.decode(&ids, true).unwrap());
-        }
-        let bytes: usize = texts[first..].iter().map(String::len).sum();
-        assert_eq!(info.text_bytes, bytes as u64);
+        let part = texts(&tokenizer, prefix);
+        assert_eq!(info.text_bytes, part.iter().map(String::len).sum::<usize>() as u64);
         // Each part keeps the order of the documents.
         let number = |text: &String| text["document ".len()..].parse::<u64>().unwrap();
-        assert!(texts[first..].is_sorted_by_key(number));
+        assert!(part.is_sorted_by_key(number));
+        found.extend(part);
     }
-    texts.sort();
+    found.sort();
     let mut expected: Vec<_> = (0..20_000).map(text).collect();
     expected.sort();
-    assert_eq!(texts, expected);
+    assert_eq!(found, expected);
 
     // The same documents give the same files, and one that exists keeps both.
     let bin = fs::read(dir.path().join("out-validation.bin")).unwrap();
@@ -330,7 +334,7 @@ fn a_split_shares_no_document_and_loses_none() {
     prepare(Prepare { overwrite: true, ..options }).unwrap();
     assert_eq!(fs::read(dir.path().join("out-validation.bin")).unwrap(), bin);
 
-    fs::write(&input, lines(1).collect::<String>()).unwrap();
+    fs::write(&input, lines([text(0)])).unwrap();
     let options = Prepare { overwrite: true, ..options };
     let error = prepare(options).unwrap_err().to_string();
     assert!(
@@ -347,24 +351,20 @@ fn special_tokens_in_a_text_are_counted_or_encoded_as_text() {
     let input = dir.path().join("a.txt");
     fs::write(&input, format!("one {END_OF_TEXT} two{BEGIN_OF_TEXT}{END_OF_TEXT}")).unwrap();
     let prefix = dir.path().join("p");
-    let ids = |info: &TokenFileInfo| {
-        let mut ids = vec![0; info.tokens as usize];
-        TokenFile::open(&prefix).unwrap().read(0, &mut ids).unwrap();
-        ids
-    };
+    let ids = || documents(&prefix).concat();
     let info = run(&tokenizer, std::slice::from_ref(&input), &prefix, false).unwrap();
     let counts = [(BEGIN_OF_TEXT.to_owned(), 1), (END_OF_TEXT.to_owned(), 2)];
     assert_eq!(info.special_tokens_in_text, Some(counts.into()));
     // BOS and EOS of the document itself are not in its text.
     let special = |ids: &[u32]| ids.iter().filter(|&&id| id < 2).count();
-    assert_eq!(special(&ids(&info)), 5);
+    assert_eq!(special(&ids()), 5);
     assert_eq!(TokenFile::open(&prefix).unwrap().info(), Some(&info));
 
     let tokenizer = tokenizer.split_special_tokens(true);
     let split = run(&tokenizer, std::slice::from_ref(&input), &prefix, true).unwrap();
     assert_eq!(split.special_tokens_in_text, Some([].into()));
     assert!(split.split_special_tokens && !info.split_special_tokens);
-    let ids = ids(&split);
+    let ids = ids();
     assert_eq!((special(&ids), ids[0], ids[ids.len() - 1]), (2, 0, 1));
     let text = fs::read_to_string(&input).unwrap();
     assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
@@ -391,12 +391,8 @@ fn a_book_is_split_by_its_paragraphs() {
     let prepared = prepare(options).unwrap();
     let documents: Vec<u64> = prepared.iter().map(|part| part.info.documents).collect();
     assert_eq!(documents, [18, 2]);
-    let file = TokenFile::open(&prefix.with_file_name("out-validation")).unwrap();
-    let range = file.document(0).unwrap();
-    let mut ids = vec![0; (range.end - range.start) as usize];
-    file.read(range.start, &mut ids).unwrap();
     // Document 0, as `the_division_is_pinned` has it.
-    assert_eq!(tokenizer.decode(&ids, true).unwrap(), paragraphs[0]);
+    assert_eq!(texts(&tokenizer, &prefix.with_file_name("out-validation"))[0], paragraphs[0]);
 }
 
 #[test]
@@ -413,4 +409,232 @@ fn an_input_that_is_named_twice_is_refused() {
     assert!(error.contains("a.txt: is named twice: name it once"), "{error}");
     // Two files of the same text are two files.
     assert_eq!(run(&tokenizer, &[one, two], &prefix, false).unwrap().documents, 2);
+}
+
+/// A directory with a tokenizer and inputs of JSON lines.
+struct Place {
+    dir: tempfile::TempDir,
+    tokenizer: TextTokenizer,
+    inputs: Vec<PathBuf>,
+}
+
+impl Place {
+    fn new(inputs: &[String]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let tokenizer = tokenizer(dir.path());
+        let path = |number| dir.path().join(format!("{number}.jsonl"));
+        for (number, text) in inputs.iter().enumerate() {
+            fs::write(path(number), text).unwrap();
+        }
+        let inputs = (0..inputs.len()).map(path).collect();
+        Self { dir, tokenizer, inputs }
+    }
+
+    fn prefix(&self) -> PathBuf {
+        self.dir.path().join("out")
+    }
+
+    fn options<'a>(&'a self, prefix: &'a Path) -> Prepare<'a> {
+        Prepare { overwrite: true, ..Prepare::new(&self.tokenizer, &self.inputs, prefix) }
+    }
+
+    /// Prepares with a change of the options, and returns the texts that were written too.
+    fn run(&self, change: impl FnOnce(&mut Prepare<'_>)) -> Result<(Prepared, Vec<String>), Error> {
+        let prefix = self.prefix();
+        let mut options = self.options(&prefix);
+        change(&mut options);
+        let prepared = prepare_all(options)?;
+        Ok((prepared, texts(&self.tokenizer, &prefix)))
+    }
+}
+
+#[test]
+fn short_and_long_documents_are_left_out() {
+    let place = Place::new(&[lines(["one", "one two", "one two three", "one two three one"])]);
+    // Two tokens begin and end each document, and each word is one.
+    let selection = Selection { min_tokens: Some(4), max_tokens: Some(5), ..Selection::default() };
+    let (prepared, texts) = place.run(|options| options.selection = selection).unwrap();
+    assert_eq!(texts, ["one two", "one two three"]);
+    let expected = Counts { records: 4, short: 1, long: 1, ..Counts::default() };
+    assert_eq!(prepared.counts, expected);
+    let selection = Selection { min_tokens: Some(100), ..Selection::default() };
+    let error = place.run(|options| options.selection = selection).unwrap_err().to_string();
+    assert!(error.contains("no document is left: the options leave all of them out"), "{error}");
+    assert!(!place.dir.path().join("out.prepare").exists());
+}
+
+#[test]
+fn a_text_is_written_once_whatever_input_has_it() {
+    let place = Place::new(&[lines(["one", "two", "one"]), lines(["two", "three"])]);
+    let selection = Selection { exact_dedup: true, ..Selection::default() };
+    let (prepared, texts) = place.run(|options| options.selection = selection).unwrap();
+    assert_eq!(texts, ["one", "two", "three"]);
+    assert_eq!(prepared.counts.duplicates, 2);
+}
+
+#[test]
+fn a_sample_is_a_share_of_the_texts_wherever_they_lie() {
+    let texts: Vec<String> = (0..2000).map(|number| format!("text {number}")).collect();
+    let (forth, back) = (lines(&texts), lines(texts.iter().rev()));
+    let sample = |text: &String, share, seed| {
+        let sample = Some(Sample { share, seed });
+        let selection = Selection { sample, ..Selection::default() };
+        let place = Place::new(std::slice::from_ref(text));
+        let mut texts = place.run(|options| options.selection = selection).unwrap().1;
+        texts.sort();
+        texts
+    };
+    let quarter = sample(&forth, 0.25, 1);
+    assert!((430..570).contains(&quarter.len()), "{}", quarter.len());
+    assert_eq!(sample(&back, 0.25, 1), quarter);
+    assert_ne!(sample(&forth, 0.25, 2), quarter);
+    // A larger share has the smaller one's documents.
+    let half = sample(&forth, 0.5, 1);
+    assert!(quarter.iter().all(|text| half.contains(text)));
+    assert_eq!(sample(&forth, 1.0, 1).len(), 2000);
+}
+
+#[test]
+fn bad_records_are_skipped_up_to_a_limit_and_listed() {
+    let bad = "{\"text\": 1}\nno json\n{\"body\": \"two\"}\n";
+    let place = Place::new(&[format!("{}{bad}{}", lines(["one"]), lines(["two"]))]);
+    let skip = |max_share| BadRecords::Skip { max_share };
+    let (prepared, texts) = place.run(|options| options.bad_records = skip(0.6)).unwrap();
+    assert_eq!(texts, ["one", "two"]);
+    assert_eq!((prepared.counts.records, prepared.counts.bad), (5, 3));
+    let list = fs::read_to_string(prepared.bad_list.unwrap()).unwrap();
+    let list: Vec<Value> = list.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(list.len(), 3);
+    assert_eq!((&list[0]["line"], &list[2]["line"]), (&json!(2), &json!(4)));
+    assert!(list[1]["reason"].as_str().unwrap().contains("broken JSON"), "{}", list[1]);
+    assert!(list[0]["path"].as_str().unwrap().ends_with("0.jsonl"));
+
+    let error = place.run(|options| options.bad_records = skip(0.5)).unwrap_err().to_string();
+    assert!(error.contains("3 of 5 records are bad, 60.000% and more than --max-bad 50%"));
+    let error = place.run(|_| {}).unwrap_err().to_string();
+    assert!(error.contains("0.jsonl:2: the field \"text\" is not a string"), "{error}");
+}
+
+/// Stops a preparation after some batches.
+struct StopAfter<'a> {
+    batches: usize,
+    stop: &'a AtomicBool,
+    notes: Vec<String>,
+}
+
+impl Observer for StopAfter<'_> {
+    fn note(&mut self, sentence: &str) {
+        self.notes.push(sentence.to_owned());
+    }
+
+    fn progress(&mut self, progress: Progress) {
+        if progress.reading.bytes == 0 {
+            // Nothing has arrived yet.
+            return;
+        }
+        self.batches = self.batches.saturating_sub(1);
+        self.stop.store(self.batches == 0, Ordering::Relaxed);
+    }
+}
+
+/// Inputs of several batches: long and short documents, some twice, some bad.
+fn many() -> Vec<String> {
+    let text = |number: usize| format!("one {} ", number % 700).repeat(1 + number * number % 400);
+    let file = |file: usize| {
+        let line = |number| match number % 97 {
+            5 => "no document\n".to_owned(),
+            _ => format!("{}\n", json!({"text": text(file * 500 + number)})),
+        };
+        (0..900).map(line).collect()
+    };
+    (0..4).map(file).collect()
+}
+
+#[test]
+fn a_stopped_preparation_continues_and_ends_with_the_same_bytes() {
+    let whole = Place::new(&many());
+    let change = |options: &mut Prepare<'_>| {
+        options.selection =
+            Selection { exact_dedup: true, max_tokens: Some(2000), ..Selection::default() };
+        options.bad_records = BadRecords::Skip { max_share: 0.1 };
+        options.sync_every = Duration::ZERO;
+    };
+    let (prepared, _) = whole.run(change).unwrap();
+    let place = Place::new(&many());
+    let prefix = place.prefix();
+    let mut options = place.options(&prefix);
+    change(&mut options);
+    let (mut stops, mut done) = (0, None);
+    while done.is_none() {
+        let stop = AtomicBool::new(false);
+        let mut observer = StopAfter { batches: 1 + stops % 3, stop: &stop, notes: Vec::new() };
+        done = moh_text::prepare::prepare(options, &stop, &mut observer).unwrap();
+        let continued = observer.notes.iter().any(|note| note.starts_with("continues after"));
+        assert_eq!(continued, stops > 0, "{:?}", observer.notes);
+        stops += 1;
+    }
+    assert!(stops > 2, "{stops}");
+    assert_eq!(done.unwrap().counts, prepared.counts);
+    let read = |place: &Place, name: &str| fs::read(place.dir.path().join(name)).unwrap();
+    for name in ["out.bin", "out.idx"] {
+        assert!(read(&whole, name) == read(&place, name), "{name} differs");
+    }
+    // The paths in the list are those of two directories.
+    let list = |place: &Place| {
+        let text = String::from_utf8(read(place, "out.bad.jsonl")).unwrap();
+        text.replace(&place.dir.path().display().to_string(), "")
+    };
+    assert_eq!(list(&whole), list(&place));
+}
+
+#[test]
+fn an_input_that_changed_meanwhile_is_named_and_so_is_another_option() {
+    let place = Place::new(&many());
+    let prefix = place.prefix();
+    let options = Prepare {
+        bad_records: BadRecords::Skip { max_share: 0.1 },
+        sync_every: Duration::ZERO,
+        ..place.options(&prefix)
+    };
+    let stop = AtomicBool::new(false);
+    let mut observer = StopAfter { batches: 2, stop: &stop, notes: Vec::new() };
+    assert!(moh_text::prepare::prepare(options, &stop, &mut observer).unwrap().is_none());
+    let error = prepare_all(Prepare { field: "body", ..options }).unwrap_err().to_string();
+    assert!(error.contains("another field (\"text\", not \"body\")"), "{error}");
+    let text = fs::read_to_string(&place.inputs[0]).unwrap();
+    fs::write(&place.inputs[0], format!("{text}{}", lines(["one"]))).unwrap();
+    let error = prepare_all(options).unwrap_err().to_string();
+    assert!(error.contains("0.jsonl: has changed since the interrupted preparation"), "{error}");
+    let prepared = prepare_all(Prepare { begin_anew: true, ..options }).unwrap();
+    assert!(prepared.counts.records > 3600);
+}
+
+#[test]
+fn a_preparation_that_lacks_only_names_gets_them() {
+    let place = Place::new(&[lines(["one", "two"]) + "no document\n"]);
+    let prefix = place.prefix();
+    let options = Prepare {
+        bad_records: BadRecords::Skip { max_share: 0.5 },
+        overwrite: false,
+        ..place.options(&prefix)
+    };
+    // The name of the index is taken when the others have theirs.
+    struct Take(PathBuf);
+    impl Observer for Take {
+        fn note(&mut self, _: &str) {}
+        fn progress(&mut self, _: Progress) {
+            fs::create_dir_all(&self.0).unwrap();
+        }
+    }
+    let taken = place.dir.path().join("out.idx");
+    let error =
+        moh_text::prepare::prepare(options, &AtomicBool::new(false), &mut Take(taken.clone()))
+            .unwrap_err();
+    assert!(error.to_string().contains("out.idx: already exists"), "{error}");
+    fs::remove_dir(&taken).unwrap();
+    let prepared = prepare_all(options).unwrap();
+    assert_eq!((prepared.counts.records, prepared.counts.bad), (3, 1));
+    assert_eq!(fs::read_to_string(prepared.bad_list.unwrap()).unwrap().lines().count(), 1);
+    assert_eq!(texts(&place.tokenizer, &prefix), ["one", "two"]);
+    assert!(!place.dir.path().join("out.prepare").exists());
 }

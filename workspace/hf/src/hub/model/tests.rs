@@ -31,6 +31,15 @@ fn place(server: &Server) -> Place {
     Place { dir, hub }
 }
 
+/// The names of a directory's files, in order.
+fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
 fn resolve_error(hub: &Hub) -> String {
     let message = hub.resolve(ID, None, &mut |_| ()).unwrap_err().to_string();
     assert!(!message.contains('\n'), "{message}");
@@ -65,11 +74,6 @@ fn a_model_is_fetched_once_into_the_shared_cache() {
     let root = dir.path().join("hub/models--org--tiny");
     assert_eq!(path, root.join("snapshots").join(COMMIT));
     assert_eq!(fs::read_to_string(root.join("refs/main")).unwrap(), COMMIT);
-    let mut names: Vec<_> = fs::read_dir(&path)
-        .unwrap()
-        .map(|e| e.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
     let expected = [
         "README.md",
         "added_tokens.json",
@@ -78,7 +82,7 @@ fn a_model_is_fetched_once_into_the_shared_cache() {
         "model.safetensors",
         "tokenizer.json",
     ];
-    assert_eq!(names, expected);
+    assert_eq!(names(&path), expected);
     for name in expected {
         assert_eq!(fs::read(path.join(name)).unwrap(), wanted[name]);
     }
@@ -96,12 +100,7 @@ fn a_tokenizer_is_fetched_without_the_weights() {
     let server = Server::start(Behaviour { files: files(1000), ..Behaviour::default() });
     let Place { dir: _dir, mut hub } = place(&server);
     let path = hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap();
-    let mut names: Vec<_> = fs::read_dir(&path)
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    assert_eq!(names, ["added_tokens.json", "tokenizer.json"]);
+    assert_eq!(names(&path), ["added_tokens.json", "tokenizer.json"]);
     hub.offline = true;
     assert_eq!(hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap(), path);
     // A tokenizer is not a model.

@@ -61,7 +61,6 @@ impl Compression {
         }
     }
 
-    /// Decodes `source`.
     pub(super) fn decoder<R: BufRead + Send + 'static>(
         self,
         source: R,

@@ -40,9 +40,6 @@ pub(crate) struct Decoded {
 
 impl Decoded {
     /// Decodes `path`, which is read from `source`; a decoder's window takes at most `max_window_bytes`.
-    ///
-    /// # Errors
-    /// Fails if it cannot be read, or is in an encoding that is not decoded.
     pub(crate) fn new(path: &Path, source: Source, max_window_bytes: usize) -> Result<Self> {
         let stored = Arc::new(AtomicU64::new(0));
         let mut source = Counted { source, stored: stored.clone() };
@@ -50,7 +47,7 @@ impl Decoded {
         let mut limited = source.by_ref().take(MAGIC_BYTES);
         limited.read_to_end(&mut start).map_err(moh_files::io(path))?;
         if let Some(reason) = refusal(path, &start) {
-            return Err(Error::input(path, reason));
+            return Err(Error::unusable(path, reason));
         }
         let compression = Compression::of(&start);
         let source = match compression {
@@ -78,9 +75,6 @@ impl Decoded {
     }
 
     /// Decodes a file from `offset` on, a number of decoded bytes.
-    ///
-    /// # Errors
-    /// As [`Decoded::new`], and if the input ends before `offset`.
     pub(crate) fn open_at(path: &Path, offset: u64, max_window_bytes: usize) -> Result<Self> {
         let open = || File::open(path).map_err(moh_files::io(path));
         let mut decoded = Self::new(path, Source::File(open()?), max_window_bytes)?;
@@ -99,7 +93,7 @@ impl Decoded {
             let bytes = (offset - decoded.offset()).min(SKIPPED_BYTES) as usize;
             skipped.clear();
             if decoded.fill(&mut skipped, bytes)? == 0 {
-                return Err(Error::input(
+                return Err(Error::unusable(
                     path,
                     format!("ends after {} bytes of text; it was longer before", decoded.offset()),
                 ));
@@ -166,7 +160,7 @@ impl Decoded {
         } else {
             format!("compressed data is damaged after {end} bytes of text ({text}): fetch it again")
         };
-        Error::input(&self.path, reason)
+        Error::unusable(&self.path, reason)
     }
 }
 
@@ -191,9 +185,7 @@ impl Read for Decoded {
 
 /// What an input is read from.
 pub(crate) enum Source {
-    /// A file or a pipe.
     File(File),
-    /// Standard input.
     Standard(io::Stdin),
 }
 

@@ -6,7 +6,6 @@ use flate2::write::GzEncoder;
 
 use super::*;
 
-/// Bytes of the text.
 const TEXT_BYTES: usize = 300_000;
 
 /// Text that compresses little.

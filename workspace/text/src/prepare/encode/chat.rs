@@ -19,14 +19,12 @@ pub(crate) struct ChatEncoder<'a> {
     special: SpecialNames,
 }
 
-/// A rendered conversation.
 pub(crate) struct Rendered {
     text: TrainingText,
     /// The ids of the special tokens that messages name.
     pub(crate) special: Vec<u32>,
 }
 
-/// The ids of a conversation.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct EncodedChat {
     pub(crate) ids: Vec<u32>,
@@ -38,12 +36,10 @@ pub(crate) struct EncodedChat {
 type Token = (u32, Range<usize>);
 
 impl<'a> ChatEncoder<'a> {
-    /// # Errors
-    /// Fails if the template is no Jinja.
     pub(crate) fn new(tokenizer: &'a TextTokenizer, chat: Chat<'a>) -> Result<Self> {
         if tokenizer.splits_special_tokens() {
-            return Err(Error::options(
-                "--split-special-tokens: the chat template's own special tokens would be text: leave it out",
+            return Err(Error::Invalid(
+                "--split-special-tokens: the chat template's own special tokens would be text: leave it out".to_owned(),
             ));
         }
         let renderer = chat.template.renderer()?;
@@ -51,9 +47,6 @@ impl<'a> ChatEncoder<'a> {
     }
 
     /// Renders a record that the fields of conversations make: an object with `messages` and `tools`.
-    ///
-    /// # Errors
-    /// Fails with the reason why it is no conversation, or none for the template.
     pub(crate) fn render(&self, record: &str) -> Result<Rendered, String> {
         let mut record: Value = serde_json::from_str(record)
             .map_err(|error| format!("not a conversation in JSON: {error}"))?;
@@ -68,9 +61,6 @@ impl<'a> ChatEncoder<'a> {
     }
 
     /// The ids of a rendered conversation.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does; a byte-level one never does.
     pub(crate) fn encode(&self, rendered: &Rendered) -> Result<EncodedChat> {
         let TrainingText { text, trained, is_exact } = &rendered.text;
         let tokens = self.tokenizer.encode_with_ranges(text)?;

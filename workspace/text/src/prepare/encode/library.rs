@@ -41,10 +41,6 @@ pub(super) struct Pipeline {
 }
 
 impl Pipeline {
-    /// Loads a tokenizer.
-    ///
-    /// # Errors
-    /// Fails with the library's reason.
     pub(super) fn load(json: &TokenizerJson) -> Result<Self, String> {
         let fields = canonical_fields(json)?;
         let load = || from_json(&canonical(&fields, json)?).map_err(|error| error.to_string());

@@ -77,9 +77,6 @@ impl<'a> Encoder<'a> {
     }
 
     /// The ids of a document.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does; a byte-level one never does.
     pub(crate) fn encode(&self, text: &str) -> Result<Encoded> {
         let Some(suffix) = &self.suffix else {
             let in_text = self.tokenizer.encode_without_special_tokens(text)?;
@@ -108,14 +105,11 @@ fn extend(ids: &mut Vec<PipelineToken>, more: &[u32]) {
 }
 
 /// The number of ids of each of several documents, by the faster library; for benchmarks.
-///
-/// # Errors
-/// Fails if the faster library does not cover the tokenizer.
 #[doc(hidden)]
 pub fn ids_of(tokenizer: &TextTokenizer) -> Result<impl FnMut(&str) -> Result<usize>> {
     let encoder = Encoder::new(tokenizer, &tokenizer.json()?, None)?;
     if let Some(reason) = encoder.fallback() {
-        return Err(Error::input(tokenizer.path(), reason));
+        return Err(Error::unusable(tokenizer.path(), reason));
     }
     Ok(move |text: &str| Ok(encoder.encode(text)?.ids.len()))
 }
@@ -141,7 +135,6 @@ fn checked(
     Ok(library)
 }
 
-/// The ids of special tokens.
 struct Special {
     /// By id less the first, whether it is special.
     is_special: Vec<bool>,

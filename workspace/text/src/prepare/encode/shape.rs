@@ -69,9 +69,6 @@ pub(super) enum Prepends {
 
 impl Shape {
     /// The form of a tokenizer with every default filled in.
-    ///
-    /// # Errors
-    /// Fails with the part that is none of the known.
     pub(super) fn new(json: &Value) -> Result<Self, String> {
         let model = &json["model"];
         let given = |name: &str| !matches!(&model[name], Value::Null) && model[name] != "";

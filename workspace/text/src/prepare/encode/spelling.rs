@@ -82,7 +82,6 @@ impl Spelling {
         spelling
     }
 
-    /// The bytes of an id.
     fn bytes_of(&self, id: u32) -> Option<&[u8]> {
         let id = id as usize;
         let (start, end) = (*self.starts.get(id)?, *self.starts.get(id + 1)?);

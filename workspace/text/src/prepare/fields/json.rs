@@ -11,9 +11,6 @@ use super::{Fields, MAX_SHOWN_KEYS, Node, Nouns, Slots, Value};
 
 impl Fields {
     /// The text of an object of JSON; `slots` are overwritten.
-    ///
-    /// # Errors
-    /// Fails with the reason why `object` is no document.
     pub(crate) fn of_json<'a>(
         &'a self,
         object: &'a str,

@@ -56,10 +56,8 @@ struct Node {
 /// the key at its end.
 pub(crate) type Slots<'a> = Vec<Option<Value<'a>>>;
 
-/// The value of a field.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value<'a> {
-    /// A string.
     Text(&'a str),
     /// A string as it is in JSON.
     Escaped(&'a str),
@@ -91,18 +89,15 @@ pub(crate) const ROW: Nouns = Nouns { field: "column", record: "table" };
 
 impl Fields {
     /// Reads the argument of `--field`.
-    ///
-    /// # Errors
-    /// Fails for a template whose braces do not match, or without a field.
     pub(crate) fn parse(argument: &str) -> Result<Self> {
         let is_template = argument.contains(['{', '}']);
         let mut fields = Self::none(if is_template { Kind::Template } else { Kind::Field });
         if is_template {
-            fields.template(argument).map_err(|problem| Error::Options {
-                reason: format!(
+            fields.template(argument).map_err(|problem| {
+                Error::Invalid(format!(
                     "--field {argument:?}: {problem}; a template is text with names of fields in \
                      braces, as \"{{title}}: {{text}}\", and {{{{ and }}}} for braces"
-                ),
+                ))
             })?;
         } else {
             fields.push_path(argument);
@@ -178,7 +173,6 @@ impl Fields {
         self.parts.push(TemplatePart::Field(index));
     }
 
-    /// The fields that are wanted.
     pub(crate) fn paths(&self) -> &[String] {
         &self.paths
     }
@@ -204,9 +198,6 @@ impl Fields {
     }
 
     /// The text of a record with these values; `keys` are what it has, for the error.
-    ///
-    /// # Errors
-    /// Fails with the reason why the record is no document.
     pub(crate) fn text<'a>(
         &'a self,
         slots: &Slots<'a>,
@@ -232,7 +223,6 @@ impl Fields {
         }
     }
 
-    /// The text of a field.
     fn field_text<'a>(
         &self,
         index: usize,
@@ -322,9 +312,6 @@ pub(crate) fn missing(path: &str, nouns: Nouns, keys: &[String]) -> String {
 }
 
 /// What a string of JSON says.
-///
-/// # Errors
-/// Fails with the reason why it is not Unicode.
 fn unescaped(string: &str) -> Result<Cow<'_, str>, String> {
     if memchr::memchr(b'\\', string.as_bytes()).is_none() {
         return Ok(Cow::Borrowed(&string[1..string.len() - 1]));

@@ -7,9 +7,10 @@ use moh_files::PendingFile;
 use serde_json::json;
 
 use super::Counts;
+use crate::prepare::error::Place;
 use crate::prepare::preparation::BadRecords;
 use crate::prepare::reader::BadRecord;
-use crate::prepare::{Error, Place, Result};
+use crate::prepare::{Error, Result};
 
 /// Bad records after which their share is checked while more are read; before, a few of the first records
 /// would be a large share.
@@ -39,9 +40,6 @@ impl BadList {
 
     /// Continues the list for `path` in `directory` after `bytes`; it is created if it is missing and `bytes`
     /// is 0.
-    ///
-    /// # Errors
-    /// Fails if it is shorter, or cannot be read or written.
     pub(crate) fn resume(path: &Path, directory: &Path, bytes: u64) -> Result<Self> {
         let working = directory.join(NAME);
         let file = PendingFile::resume(path, &working, bytes).map_err(moh_files::io(&working))?;
@@ -77,16 +75,13 @@ impl BadList {
 
     /// Checks the share of bad records: of all that there are if `is_end`, else of those so far, if they are
     /// many.
-    ///
-    /// # Errors
-    /// Fails if it is larger than allowed.
     pub(crate) fn check(&self, allowed: BadRecords, counts: Counts, is_end: bool) -> Result<()> {
         let BadRecords::Skip { max_share } = allowed else { return Ok(()) };
         let share = counts.bad as f64 / counts.records.max(1) as f64;
         if share <= max_share || (!is_end && counts.bad <= CHECKED_AFTER) {
             return Ok(());
         }
-        Err(Error::options(format!(
+        Err(Error::Invalid(format!(
             "{} of {} records are bad, {:.3}% and more than --max-bad {}%: correct the inputs, or allow more",
             counts.bad,
             counts.records,

@@ -12,9 +12,8 @@ use moh_data::{
 use super::journal::FileState;
 use crate::prepare::end_of_text::Ending;
 use crate::prepare::preparation::PreparedFile;
-use crate::prepare::{Prepare, Result, Split};
+use crate::prepare::{Error, Prepare, Result, Split};
 
-/// One token file.
 pub(super) struct Output {
     pub(super) writer: TokenFileWriter,
     pub(super) text_bytes: u64,
@@ -25,9 +24,6 @@ pub(super) struct Output {
 
 impl Output {
     /// Starts a token file in `directory`, or continues it after `state`.
-    ///
-    /// # Errors
-    /// Fails if it exists and may not be replaced, if it is shorter than `state`, or if the disk does.
     pub(super) fn resume(
         options: &Prepare<'_>,
         prefix: &Path,
@@ -57,9 +53,6 @@ impl Output {
     }
 
     /// Completes it, but for its name.
-    ///
-    /// # Errors
-    /// Fails if the tokenizer does, or if the disk is full.
     pub(super) fn complete(
         mut self,
         options: &Prepare<'_>,
@@ -93,9 +86,6 @@ pub(crate) fn prefixes(options: &Prepare<'_>) -> Vec<PathBuf> {
 }
 
 /// Names the files of a preparation that was interrupted when all of them were complete.
-///
-/// # Errors
-/// Fails if a file is gone, or on an I/O error.
 pub(super) fn publish_again(
     options: &Prepare<'_>,
     prefixes: &[PathBuf],
@@ -107,7 +97,7 @@ pub(super) fn publish_again(
         let info = TokenFile::open(prefix)?.info().cloned();
         let Some(info) = info else {
             let reason = "the interrupted preparation wrote it, and it is gone: begin anew with --begin-anew";
-            return Err(moh_files::unusable(&with_ending(prefix, ".json"), reason).into());
+            return Err(Error::unusable(&with_ending(prefix, ".json"), reason));
         };
         files.push(PreparedFile { prefix: prefix.clone(), info });
     }

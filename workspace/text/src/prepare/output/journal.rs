@@ -11,10 +11,10 @@ use moh_data::Written;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::prepare::Result;
 use crate::prepare::pipeline::Place;
 use crate::prepare::reader::Identity;
 use crate::prepare::remote::moved;
+use crate::prepare::{Error, Result};
 
 /// Maximum bytes of a journal that is read.
 const MAX_BYTES: u64 = 1 << 30;
@@ -41,7 +41,6 @@ enum Line {
 pub(crate) struct Checkpoint {
     /// Where reading continues.
     pub(crate) place: Place,
-    /// Each token file.
     pub(crate) files: Vec<FileState>,
     pub(crate) counts: super::Counts,
     /// Bytes of inputs as they are stored.
@@ -83,9 +82,6 @@ pub(crate) struct Recorded {
 
 impl Journal {
     /// Opens the journal `path` of a preparation, or starts it with `request`.
-    ///
-    /// # Errors
-    /// Fails if another process has it open, if it is of another request, or on an I/O error.
     pub(crate) fn open(path: &Path, request: &Request) -> Result<(Self, Recorded)> {
         let mut options = File::options();
         let options = options.read(true).write(true).create(true).truncate(false);
@@ -93,7 +89,7 @@ impl Journal {
         // Without locks, as on some network file systems, nothing tells that another process is there.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             let reason = "another process prepares this token file: wait until it ends, or choose another --out";
-            return Err(moh_files::unusable(path, reason).into());
+            return Err(Error::unusable(path, reason));
         }
         let mut text = Vec::new();
         let mut limited = Read::by_ref(&mut file).take(MAX_BYTES);
@@ -126,10 +122,8 @@ impl Journal {
         let (mut request, mut recorded) = (Request::new(), Recorded::default());
         for (number, line) in text.split_inclusive(|&byte| byte == b'\n').enumerate() {
             let line = serde_json::from_slice(line).map_err(|error| {
-                moh_files::unusable(
-                    &self.path,
-                    format!("line {}: {error}: begin anew with --begin-anew", number + 1),
-                )
+                let reason = format!("line {}: {error}: begin anew with --begin-anew", number + 1);
+                Error::unusable(&self.path, reason)
             })?;
             match line {
                 Line::Request(found) => request = found,
@@ -162,18 +156,15 @@ impl Journal {
                 "holds what an interrupted preparation has done, and since then {moved} to continue, or begin anew with \
                  --begin-anew"
             );
-            return Err(moh_files::unusable(directory, reason).into());
+            return Err(Error::unusable(directory, reason));
         }
-        Err(moh_files::unusable(
-            directory,
-            format!(
-                "holds what an interrupted preparation has done with another {name} ({}, not {}): give the \
-                 command that was interrupted, or begin anew with --begin-anew",
-                shown(found),
-                shown(request)
-            ),
-        )
-        .into())
+        let reason = format!(
+            "holds what an interrupted preparation has done with another {name} ({}, not {}): give the \
+             command that was interrupted, or begin anew with --begin-anew",
+            shown(found),
+            shown(request)
+        );
+        Err(Error::unusable(directory, reason))
     }
 
     /// Records an input that was opened.

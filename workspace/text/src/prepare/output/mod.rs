@@ -53,7 +53,6 @@ pub struct Counts {
 /// The token files of a preparation.
 pub(crate) struct Outputs<'a> {
     options: &'a Prepare<'a>,
-    /// The files of the inputs.
     paths: &'a [PathBuf],
     directory: PathBuf,
     journal: Journal,
@@ -62,20 +61,13 @@ pub(crate) struct Outputs<'a> {
     files: Vec<Output>,
     seen: Option<Seen>,
     bad: BadList,
-    state: State,
+    /// What the next checkpoint records; that of the files is added then.
+    state: Checkpoint,
     /// The last checkpoint of this process.
     synced: Instant,
     has_checkpoint: bool,
     /// Where an input can be read once: the directory goes when a signal ends the program.
     is_temporary: Option<Registered>,
-}
-
-/// What a checkpoint records beside the files.
-#[derive(Default)]
-struct State {
-    place: Place,
-    counts: Counts,
-    input_bytes: u64,
 }
 
 /// What a preparation begins with.
@@ -120,24 +112,17 @@ impl<'a> Outputs<'a> {
         }
         let Recorded { checkpoint, inputs, .. } = recorded;
         let has_checkpoint = checkpoint.is_some();
-        let checkpoint = checkpoint.unwrap_or_default();
+        let state = checkpoint.unwrap_or_default();
         let mut files = Vec::with_capacity(prefixes.len());
         for (number, prefix) in prefixes.iter().enumerate() {
-            let state = checkpoint.files.get(number).cloned().unwrap_or_default();
-            files.push(Output::resume(options, prefix, &directory, state)?);
+            let file = state.files.get(number).cloned().unwrap_or_default();
+            files.push(Output::resume(options, prefix, &directory, file)?);
         }
         let seen = match options.selection.exact_dedup {
-            true => {
-                Some(Seen::resume(&directory.join("seen"), checkpoint.seen, options.memory / 4)?)
-            }
+            true => Some(Seen::resume(&directory.join("seen"), state.seen, options.memory / 4)?),
             false => None,
         };
-        let bad = BadList::resume(&bad_list, &directory, checkpoint.bad_bytes)?;
-        let state = State {
-            place: checkpoint.place,
-            counts: checkpoint.counts,
-            input_bytes: checkpoint.input_bytes,
-        };
+        let bad = BadList::resume(&bad_list, &directory, state.bad_bytes)?;
         let place = state.place;
         let outputs = Outputs {
             options,
@@ -180,7 +165,7 @@ impl<'a> Outputs<'a> {
             Some(known) if *known != identity => {
                 let reason = "has changed since the interrupted preparation read it: restore it, or begin \
                               anew with --begin-anew";
-                Err(Error::input(&self.paths[number], reason))
+                Err(Error::unusable(&self.paths[number], reason))
             }
             Some(_) => Ok(()),
             None => {
@@ -295,22 +280,17 @@ impl<'a> Outputs<'a> {
         if self.is_temporary.is_some() {
             return Ok(());
         }
-        let mut files = Vec::with_capacity(self.files.len());
+        self.state.files.clear();
         for file in &mut self.files {
             file.writer.sync()?;
-            files.push(file.state());
+            self.state.files.push(file.state());
         }
         if let Some(seen) = &mut self.seen {
             seen.sync()?;
+            self.state.seen = seen.count();
         }
-        self.journal.checkpoint(&Checkpoint {
-            place: self.state.place,
-            files,
-            counts: self.state.counts,
-            input_bytes: self.state.input_bytes,
-            seen: self.seen.as_ref().map_or(0, Seen::count),
-            bad_bytes: self.bad.sync()?,
-        })?;
+        self.state.bad_bytes = self.bad.sync()?;
+        self.journal.checkpoint(&self.state)?;
         self.has_checkpoint = true;
         self.synced = Instant::now();
         Ok(())
@@ -325,18 +305,12 @@ impl<'a> Outputs<'a> {
     }
 
     /// Checks that what was written is worth a name.
-    ///
-    /// # Errors
-    /// Fails if there is nothing to write, if a part of a split has no document, or if too many records are bad.
     pub(crate) fn check(&self) -> Result<()> {
         self.bad.check(self.options.bad_records, self.state.counts, true)?;
         self.refuse_empty()
     }
 
     /// Completes the token files and gives them their names.
-    ///
-    /// # Errors
-    /// Fails if a name was taken meanwhile, or if the disk is full.
     pub(crate) fn finish(
         mut self,
         ending: &Ending,
@@ -363,14 +337,17 @@ impl<'a> Outputs<'a> {
         let documents: u64 = self.files.iter().map(|file| file.writer.written().documents).sum();
         let counts = &self.state.counts;
         if documents == 0 && counts.records > counts.bad + counts.empty {
-            return Err(Error::options("no document is left: the options leave all of them out"));
+            return Err(Error::Invalid(
+                "no document is left: the options leave all of them out".to_owned(),
+            ));
         }
         if self.files.iter().all(|file| file.text_bytes == 0) {
-            return Err(Error::options("the inputs contain no text"));
+            return Err(Error::Invalid("the inputs contain no text".to_owned()));
         }
         if self.options.chat.is_some() && self.files.iter().all(|file| file.trained == 0) {
-            return Err(Error::options(
-                "no token would be trained on: no conversation has a text of the assistant's",
+            return Err(Error::Invalid(
+                "no token would be trained on: no conversation has a text of the assistant's"
+                    .to_owned(),
             ));
         }
         let Some(file) = self.files.iter().find(|file| file.writer.written().documents == 0) else {
@@ -383,7 +360,7 @@ impl<'a> Outputs<'a> {
             }
             _ => "add documents, or give it a larger share in --split",
         };
-        Err(Error::options(format!(
+        Err(Error::Invalid(format!(
             "{}: would have no document, of {documents} in all: {remedy}",
             file.writer.prefix().display()
         )))

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 
 use crate::prepare::{Error, Result};
 
-/// Bytes of a hash.
 const HASH_BYTES: usize = 16;
 /// Bytes of memory for each hash at worst: a table that has just doubled is less than half full, and its
 /// predecessor exists while it is copied.
@@ -32,9 +31,6 @@ impl Seen {
 
     /// Starts with the first `count` hashes of the file `path`, and removes the rest of it; the file is
     /// created if it is missing and `count` is 0.
-    ///
-    /// # Errors
-    /// Fails if the file is shorter or cannot be read or written.
     pub(crate) fn resume(path: &Path, count: u64, memory: u64) -> Result<Self> {
         let mut options = std::fs::File::options();
         let mut file = options
@@ -58,9 +54,6 @@ impl Seen {
     }
 
     /// Adds a text by the first bytes of its hash; whether it is new.
-    ///
-    /// # Errors
-    /// Fails if memory has no room for another one, or the disk is full.
     pub(crate) fn insert(&mut self, hash: &blake3::Hash) -> Result<bool> {
         let mut first = [0; HASH_BYTES];
         first.copy_from_slice(&hash.as_bytes()[..HASH_BYTES]);
@@ -68,7 +61,7 @@ impl Seen {
             return Ok(false);
         }
         if self.count() > self.capacity {
-            return Err(Error::options(format!(
+            return Err(Error::Invalid(format!(
                 "--exact-dedup: the inputs have more than {} different documents, which is what the memory has \
                  room for: raise --memory",
                 self.capacity
@@ -83,7 +76,6 @@ impl Seen {
         self.hashes.len() as u64
     }
 
-    /// Syncs the file to disk.
     pub(crate) fn sync(&mut self) -> Result<()> {
         let done = self.file.flush().and_then(|()| self.file.get_ref().sync_data());
         done.map_err(moh_files::io(&self.path)).map_err(Error::from)

@@ -36,11 +36,8 @@ const WAIT: Duration = Duration::from_millis(50);
 /// A place between two records of the inputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Place {
-    /// The number of the input.
     pub(crate) input: usize,
-    /// The part of it.
     pub(crate) part: usize,
-    /// The place in the part.
     pub(crate) position: Position,
 }
 
@@ -56,15 +53,12 @@ pub(crate) struct Work<'a> {
     pub(crate) hashes: bool,
     /// Whether a document with this hash is encoded.
     pub(crate) wants: &'a (dyn Fn(&blake3::Hash) -> bool + Sync),
-    /// Bytes of memory.
     pub(crate) memory: u64,
 }
 
 /// What encodes records.
 pub(crate) enum Encoding<'a> {
-    /// Each is a text.
     Texts(Encoder<'a>),
-    /// Each is a conversation.
     Conversations(ChatEncoder<'a>),
 }
 
@@ -80,7 +74,6 @@ pub(crate) enum Event {
     Waiting,
 }
 
-/// Some records.
 pub(crate) struct Batch {
     /// After the last record, where reading can continue.
     pub(crate) end: Place,
@@ -92,7 +85,6 @@ pub(crate) struct Batch {
     _permit: Permit,
 }
 
-/// A document.
 pub(crate) struct Document {
     /// With the post-processor's ids and the end of the text. Empty for a text without tokens.
     pub(crate) ids: Vec<u32>,
@@ -115,7 +107,6 @@ struct PartStream {
     batches: Receiver<Receiver<Result<Batch>>>,
 }
 
-/// Everything that the threads share.
 struct Shared<'a> {
     work: &'a Work<'a>,
     stopped: AtomicBool,
@@ -124,9 +115,6 @@ struct Shared<'a> {
 }
 
 /// Reads the inputs from `start` on, and gives `receive` what was read. An error of `receive` ends it.
-///
-/// # Errors
-/// Fails if an input cannot be read or encoded, or if `receive` fails.
 pub(crate) fn run(
     work: &Work<'_>,
     start: Place,
@@ -311,10 +299,12 @@ impl Batch {
         };
         match work.encoding {
             Encoding::Texts(encoder) => {
-                self.documents.push(encode_document(work, encoder, &record.text)?);
+                self.documents.push(Document::of_text(work, encoder, &record.text)?);
             }
             Encoding::Conversations(chat) => match chat.render(&record.text) {
-                Ok(rendered) => self.documents.push(encode_conversation(work, chat, &rendered)?),
+                Ok(rendered) => {
+                    self.documents.push(Document::of_conversation(work, chat, &rendered)?);
+                }
                 Err(reason) => self.bad.push(BadRecord { place: record.place, reason }),
             },
         }
@@ -322,47 +312,39 @@ impl Batch {
     }
 }
 
-fn encode_conversation(
-    work: &Work<'_>,
-    chat: &ChatEncoder<'_>,
-    rendered: &Rendered,
-) -> Result<Document> {
-    let text = rendered.text();
-    let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
-    let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
-    let mut document = Document {
-        ids: Vec::new(),
-        mask: Vec::new(),
-        special: rendered.special.clone(),
-        text_bytes: text.len() as u64,
-        hash,
-        is_wanted,
-    };
-    if is_wanted {
-        let encoded = chat.encode(rendered)?;
-        (document.ids, document.mask) = (encoded.ids, encoded.mask);
+impl Document {
+    /// A document with this text, which is not encoded yet.
+    fn new(work: &Work<'_>, text: &str) -> Self {
+        let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
+        let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
+        let (ids, mask, special) = (Vec::new(), Vec::new(), Vec::new());
+        Self { ids, mask, special, text_bytes: text.len() as u64, hash, is_wanted }
     }
-    Ok(document)
-}
 
-fn encode_document(work: &Work<'_>, encoder: &Encoder<'_>, text: &str) -> Result<Document> {
-    let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
-    let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
-    let mut document = Document {
-        ids: Vec::new(),
-        mask: Vec::new(),
-        special: Vec::new(),
-        text_bytes: text.len() as u64,
-        hash,
-        is_wanted,
-    };
-    if is_wanted {
-        let encoded = encoder.encode(text)?;
-        (document.ids, document.special) = (encoded.ids, encoded.special_in_text);
-        // A document without any token is left out.
-        if !document.ids.is_empty() {
-            document.ids.extend(work.end);
+    fn of_conversation(
+        work: &Work<'_>,
+        chat: &ChatEncoder<'_>,
+        rendered: &Rendered,
+    ) -> Result<Self> {
+        let mut document = Self::new(work, rendered.text());
+        document.special = rendered.special.clone();
+        if document.is_wanted {
+            let encoded = chat.encode(rendered)?;
+            (document.ids, document.mask) = (encoded.ids, encoded.mask);
         }
+        Ok(document)
     }
-    Ok(document)
+
+    fn of_text(work: &Work<'_>, encoder: &Encoder<'_>, text: &str) -> Result<Self> {
+        let mut document = Self::new(work, text);
+        if document.is_wanted {
+            let encoded = encoder.encode(text)?;
+            (document.ids, document.special) = (encoded.ids, encoded.special_in_text);
+            // A document without any token is left out.
+            if !document.ids.is_empty() {
+                document.ids.extend(work.end);
+            }
+        }
+        Ok(document)
+    }
 }

@@ -19,7 +19,6 @@ pub(super) struct Array {
     pub(super) stream: Stream,
 }
 
-/// Finds elements.
 struct Scan {
     state: State,
     /// Bytes that were looked at.
@@ -36,7 +35,6 @@ enum State {
     Before,
     /// Before the first element, or the bracket that closes it.
     First,
-    /// After a comma.
     Next,
     /// In an element, within so many brackets.
     Element(usize),
@@ -122,7 +120,7 @@ impl Array {
         let reason = format!(
             "not an array of JSON ({reason}, after {record} elements and {offset} bytes of text)"
         );
-        Error::input(&self.path, reason)
+        Error::unusable(&self.path, reason)
     }
 
     /// Reads past the end of an element that is too long, of which `bytes` were read.
@@ -191,7 +189,6 @@ impl Reader for Array {
     }
 }
 
-/// The records of elements.
 pub(super) fn records<'a>(
     bytes: &'a [u8],
     elements: &'a [Range<usize>],

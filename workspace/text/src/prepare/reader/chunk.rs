@@ -22,26 +22,19 @@ pub(crate) struct Chunk {
     pub(super) options: Arc<ReadOptions>,
 }
 
-/// The records of a chunk.
 pub(super) enum Content {
     /// Whole lines of JSON.
     Lines(Vec<u8>),
     /// Elements of an array of JSON, where they are in the bytes.
     Elements(Vec<u8>, Vec<Range<usize>>),
-    /// Whole paragraphs.
     Paragraphs(Vec<u8>),
-    /// Rows of a table.
     Rows(Rows),
-    /// A text file.
     Text(String),
-    /// A record that was skipped.
     Bad(BadRecord),
 }
 
-/// A document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Document<'a> {
-    /// Its text.
     pub(crate) text: Cow<'a, str>,
     /// Where it is in the input.
     pub(crate) place: Place,
@@ -49,9 +42,6 @@ pub(crate) struct Document<'a> {
 
 impl<'a> Document<'a> {
     /// The document of a record, of whose fields `text` is made.
-    ///
-    /// # Errors
-    /// Fails if there is no such text, with the reason, or if it is too long.
     pub(super) fn new(
         text: Result<Cow<'a, str>, String>,
         place: Place,
@@ -72,14 +62,13 @@ impl<'a> Document<'a> {
 pub(crate) struct BadRecord {
     /// Where it is in the input.
     pub(crate) place: Place,
-    /// The problem.
     pub(crate) reason: String,
 }
 
 impl BadRecord {
     /// The error of this record of `path`.
     pub(crate) fn error(self, path: &Path) -> Error {
-        Error::Record { path: path.to_path_buf(), place: self.place, reason: self.reason }
+        Error::Invalid(format!("{}{}: {}", path.display(), self.place, self.reason))
     }
 }
 
@@ -87,7 +76,6 @@ impl BadRecord {
 pub(crate) type Record<'a> = Result<Document<'a>, BadRecord>;
 
 impl Chunk {
-    /// Bytes of its records.
     pub(crate) fn bytes(&self) -> u64 {
         let bytes = match &self.content {
             Content::Lines(bytes) | Content::Elements(bytes, _) | Content::Paragraphs(bytes) => {
@@ -100,7 +88,6 @@ impl Chunk {
         bytes as u64
     }
 
-    /// The documents in the chunk.
     pub(crate) fn documents(&self) -> Box<dyn Iterator<Item = Record<'_>> + Send + '_> {
         let options = &*self.options;
         match &self.content {

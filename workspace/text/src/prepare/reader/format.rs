@@ -6,27 +6,28 @@ use crate::prepare::decode::Compression;
 use crate::prepare::names::is_standard_input;
 use crate::prepare::{Error, Result};
 
-/// The format of an input.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The format of an input, as `--format` names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Format {
-    /// One JSON object per line, one document each.
+    /// One JSON object per line
+    #[value(name = "jsonl")]
     JsonLines,
-    /// One JSON array of objects, one document each.
+    /// One array of JSON objects
+    #[value(name = "json")]
     JsonArray,
-    /// One document.
+    /// Plain text, one document
     Text,
-    /// A document for each paragraph; blank lines separate them.
+    /// Plain text, a document for each paragraph; blank lines separate them
     Paragraphs,
-    /// A table of Parquet, a document per row.
+    /// Tables of Parquet
     Parquet,
-    /// A table of Arrow, in its file or stream format, a document per row.
+    /// Tables of Arrow
     Arrow,
 }
 
 /// Decoded bytes that decide the format.
 pub(super) const START_BYTES: usize = 1 << 12;
 
-/// The first bytes of Parquet.
 const PARQUET: &[u8] = b"PAR1";
 /// The first bytes of Parquet with an encrypted footer.
 const ENCRYPTED_PARQUET: &[u8] = b"PARE";
@@ -36,27 +37,24 @@ pub(super) const ARROW_FILE: &[u8] = b"ARROW1\0\0";
 const ARROW_STREAM: &[u8] = b"\xff\xff\xff\xff";
 
 /// The format of an input that starts with `start`: `given`, or that of its content or its name.
-///
-/// # Errors
-/// Fails for standard input without `given`, and if `given` cannot be the format.
 pub(super) fn format_of(path: &Path, start: &[u8], given: Option<Format>) -> Result<Format> {
     let table = table(start);
     if start.starts_with(ENCRYPTED_PARQUET) && table.is_none() && given != Some(Format::Text) {
-        return Err(Error::input(path, "encrypted Parquet: decrypt it first"));
+        return Err(Error::unusable(path, "encrypted Parquet: decrypt it first"));
     }
     match (given, table) {
         (None, Some(table)) => Ok(table),
         (Some(given), Some(table)) if given == table => Ok(table),
-        (Some(_), Some(table)) => Err(Error::input(
+        (Some(_), Some(table)) => Err(Error::unusable(
             path,
             format!("is {}, not what --format says: leave --format out", table.name()),
         )),
-        (Some(given @ (Format::Parquet | Format::Arrow)), None) => Err(Error::input(
+        (Some(given @ (Format::Parquet | Format::Arrow)), None) => Err(Error::unusable(
             path,
             format!("is not {}, which --format says: leave --format out", given.name()),
         )),
         (Some(given), None) => Ok(given),
-        (None, None) if is_standard_input(path) => Err(Error::input(
+        (None, None) if is_standard_input(path) => Err(Error::unusable(
             path,
             "the format of standard input is unknown: add --format jsonl or --format text",
         )),

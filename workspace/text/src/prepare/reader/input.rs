@@ -57,9 +57,6 @@ impl Identity {
 }
 
 /// Opens `path`, or standard input if it is `-`, and looks at its beginning. `format` is what `--format` says.
-///
-/// # Errors
-/// Fails if it cannot be read, is in an encoding or a format that is not read, or lacks a wanted column.
 pub(crate) fn open(
     path: &Path,
     format: Option<Format>,
@@ -76,14 +73,14 @@ pub(crate) fn open(
     let mut decoded = Decoded::new(path, source, options.max_window_bytes)?;
     let start = decoded.peek(START_BYTES)?;
     if let Some(reason) = refusal(path, start) {
-        return Err(Error::input(path, reason));
+        return Err(Error::unusable(path, reason));
     }
     let format = format_of(path, start, format)?;
     let parquet = match format {
         Format::Parquet if identity.is_none() || decoded.compression() != Compression::None => {
             // The end of Parquet says where its columns are.
             let reason = "a compressed file or a pipe with Parquet: write it to a file first";
-            return Err(Error::input(path, reason));
+            return Err(Error::unusable(path, reason));
         }
         Format::Parquet => Some(columns::ParquetTable::open(path, &options)?),
         _ => None,
@@ -100,9 +97,6 @@ impl OpenInput {
     }
 
     /// Checks that the file is what it was when it was opened.
-    ///
-    /// # Errors
-    /// Fails if its size or time of change differs, or it is gone.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
         let Some(identity) = &self.identity else { return Ok(()) };
         let now = std::fs::metadata(&self.path).map_err(moh_files::io(&self.path))?;
@@ -110,7 +104,7 @@ impl OpenInput {
             return Ok(());
         }
         let reason = "was changed while it was read: prepare it again when it is complete";
-        Err(Error::input(&self.path, reason))
+        Err(Error::unusable(&self.path, reason))
     }
 
     /// The number of parts; [`OpenInput::read`] reads each of them, and their order is that of the documents.
@@ -132,7 +126,7 @@ impl OpenInput {
             None => {
                 let pipe = self.pipe.lock().unwrap_or_else(PoisonError::into_inner).take();
                 pipe.filter(|_| from == Position::default()).ok_or_else(|| {
-                    Error::input(path, "can be read once: write it to a file to continue")
+                    Error::unusable(path, "can be read once: write it to a file to continue")
                 })?
             }
         };

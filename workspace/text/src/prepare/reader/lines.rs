@@ -64,7 +64,6 @@ impl Reader for Lines {
     }
 }
 
-/// The records of whole lines.
 pub(super) fn records<'a>(
     bytes: &'a [u8],
     start: Position,

@@ -32,7 +32,6 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// The fewest bytes of a chunk.
 const LEAST_CHUNK_BYTES: usize = 1 << 16;
 
-/// How inputs are read.
 #[derive(Clone)]
 pub(crate) struct ReadOptions {
     /// What is read of a record.

@@ -116,7 +116,6 @@ fn paragraphs(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// The records of paragraphs.
 pub(super) fn records<'a>(
     bytes: &'a [u8],
     start: Position,

@@ -8,7 +8,6 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::prepare::error::Place;
-use crate::prepare::{Error, Result};
 
 /// Options with chunks that hold the tests' documents whole.
 pub(super) fn options() -> ReadOptions {
@@ -126,12 +125,9 @@ fn faults_name_the_line() {
         (b"{\"text\": \"a\\ud83d\"}", 1, "the field \"text\" is broken: "),
     ];
     for (bytes, expected, part) in cases {
-        let error = texts("a.jsonl", bytes).unwrap_err();
-        assert!(error.to_string().contains(part), "{error}");
-        assert!(
-            matches!(error, Error::Record { place: Place::Line(line), .. } if line == expected),
-            "{error}"
-        );
+        let error = texts("a.jsonl", bytes).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+        assert!(error.contains(&format!("a.jsonl:{expected}: ")), "{error}");
     }
 }
 

@@ -9,7 +9,6 @@ use crate::prepare::error::Place;
 /// The byte-order mark in UTF-8, which is no part of the text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Reads a text.
 pub(super) struct Text(pub(super) Stream);
 
 impl Reader for Text {

@@ -7,7 +7,6 @@ const DATASETS: &str = "hf://datasets/";
 /// Beginnings of the hub's own branches, which have slashes in their names and stand in addresses as they are.
 const OWN_BRANCHES: [&str; 2] = ["refs/convert/", "refs/pr/"];
 
-/// The parts of an address.
 #[derive(Debug, PartialEq)]
 pub(super) struct Address<'a> {
     pub(super) id: &'a str,

@@ -26,11 +26,9 @@ pub(crate) struct Downloads {
     fetched: Mutex<Option<Receiver<Result<PathBuf>>>>,
     /// Not joined: the program may end while the hub does not answer.
     thread: JoinHandle<()>,
-    /// Bytes of all remote files.
     total: u64,
 }
 
-/// What the thread shares.
 struct Shared {
     inputs: Vec<Input>,
     /// Of this program's own downloads.
@@ -57,7 +55,6 @@ impl Downloads {
         Self { shared, fetched: Mutex::new(Some(receiver)), thread, total }
     }
 
-    /// The number of inputs.
     pub(crate) fn len(&self) -> usize {
         self.shared.inputs.len()
     }

@@ -43,10 +43,6 @@ impl Hub {
     }
 
     /// The files that an address stands for, sorted by name.
-    ///
-    /// # Errors
-    /// Fails if it is no address of files in a dataset, if the hub does not answer, or if the dataset has no such
-    /// file.
     pub(crate) fn expand(&mut self, name: &Path) -> Result<Vec<RemoteFile>> {
         let Some(Address { id, revision, glob }) = name.to_str().and_then(Address::parse) else {
             let reason = match scheme(name) {
@@ -61,7 +57,7 @@ impl Hub {
                     "is no address of an input, as hf://datasets/OWNER/NAME/GLOB is: download other files first"
                 }
             };
-            return Err(Error::input(name, reason));
+            return Err(Error::unusable(name, reason));
         };
         let dataset = self.open(id, revision)?;
         let file = |file: moh_hf::hub::RemoteFile| {
@@ -78,7 +74,8 @@ impl Hub {
         if let Some((_, dataset)) = self.open.iter().find(is_it) {
             return Ok(Arc::clone(dataset));
         }
-        let dataset = Arc::new(moh_hf::hub::dataset(id, revision.as_deref())?);
+        let dataset =
+            Arc::new(moh_hf::hub::Hub::from_environment().dataset(id, revision.as_deref())?);
         self.open.push((revision, Arc::clone(&dataset)));
         Ok(dataset)
     }
@@ -95,7 +92,7 @@ fn files_of(dataset: &Dataset, glob: &str) -> Result<Vec<moh_hf::hub::RemoteFile
     }
     let name = at_commit(dataset.id(), dataset.commit(), glob);
     let pattern = Pattern::new(glob)
-        .map_err(|error| Error::input(&name, format!("is no pattern: {error}")))?;
+        .map_err(|error| Error::unusable(&name, format!("is no pattern: {error}")))?;
     let matches = |file: &&moh_hf::hub::RemoteFile| pattern.matches_with(&file.name, OPTIONS);
     let files: Vec<_> = listed.iter().filter(matches).cloned().collect();
     if files.is_empty() {
@@ -111,7 +108,7 @@ fn files_of(dataset: &Dataset, glob: &str) -> Result<Vec<moh_hf::hub::RemoteFile
                 format!("{place} has {names}; the files of a folder are FOLDER/*")
             }
         };
-        return Err(Error::input(&name, format!("matches no file: {there}")));
+        return Err(Error::unusable(&name, format!("matches no file: {there}")));
     }
     if dataset.is_offline() {
         check_shards(&name, &files)?;
@@ -150,7 +147,7 @@ fn check_shards(name: &Path, files: &[moh_hf::hub::RemoteFile]) -> Result<()> {
                 "{count} of the {total} files {set}-* are in the cache, and HF_HUB_OFFLINE is set: unset it to download \
                  the others"
             );
-            Err(Error::input(name, reason))
+            Err(Error::unusable(name, reason))
         }
     }
 }

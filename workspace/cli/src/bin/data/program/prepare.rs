@@ -8,15 +8,14 @@ use std::time::Duration;
 
 use moh_data::DocumentEnd;
 use moh_program::arguments::at_least;
-use moh_program::progress::Bar;
+use moh_program::progress::{Bar, of_bytes};
 use moh_program::{counted, exit};
 use moh_text::prepare::{
-    AppendEos, BadRecords, Chat, Counts, LoadAhead, Observer, Prepare, Prepared, PreparedFile,
-    Progress, Sample, Selection, Split,
+    AppendEos, BadRecords, Chat, Counts, Format, Inputs, LoadAhead, Observer, Prepare, Prepared,
+    PreparedFile, Progress, Reading, Sample, Selection, Split,
 };
 use moh_text::{ChatTemplate, TextTokenizer, TrainedTurns};
 
-use super::inputs::{self, InputArguments};
 use super::special_tokens;
 
 #[derive(clap::Args)]
@@ -76,8 +75,19 @@ pub struct Arguments {
     /// The assistant's turns that are trained on
     #[arg(long, value_enum, default_value = "all", requires = "chat")]
     chat_train: Turns,
-    #[command(flatten)]
-    inputs: InputArguments,
+    /// Field of the text: a name, a path such as a.b, or a template such as "{title}: {text}" [default: text]
+    #[arg(long)]
+    field: Option<String>,
+    /// Format of all inputs [default: by their content and names]
+    #[arg(long, value_enum)]
+    format: Option<Format>,
+    /// Remove files of the hub when they were used, unless its cache has had them
+    #[arg(long)]
+    no_keep: bool,
+    /// Files, globs and directories, those of datasets on the hub as hf://datasets/OWNER/NAME[@REVISION]/GLOB; - is
+    /// standard input, which needs --format
+    #[arg(required = true, value_name = "INPUT")]
+    names: Vec<PathBuf>,
     /// Replace an existing token file
     #[arg(long)]
     force: bool,
@@ -94,20 +104,9 @@ enum Turns {
     Last,
 }
 
-impl Arguments {
-    fn selection(&self) -> Selection {
-        Selection {
-            min_tokens: self.min_tokens,
-            max_tokens: self.max_tokens,
-            sample: self.sample.map(|share| Sample { share, seed: self.seed }),
-            exact_dedup: self.exact_dedup,
-        }
-    }
-}
-
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let inputs = arguments.inputs.inputs();
+    let inputs = Inputs { names: &arguments.names, keep: !arguments.no_keep };
     let stop = Arc::new(AtomicBool::new(false));
     // What can be read once cannot be continued: nothing is saved.
     match moh_text::prepare::can_continue(inputs.names) {
@@ -129,15 +128,24 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let options = Prepare {
         ahead: ahead.as_ref(),
-        format: arguments.inputs.format(),
-        field: arguments.inputs.field(if arguments.chat { "messages" } else { "text" }),
+        format: arguments.format,
+        field: match &arguments.field {
+            Some(field) => field,
+            None if arguments.chat => "messages",
+            None => "text",
+        },
         chat: template.as_ref().map(|template| Chat { template, turns }),
         append_eos: match &arguments.eos_token {
             Some(token) => AppendEos::Token(token),
             None if arguments.no_append_eos => AppendEos::Never,
             None => AppendEos::Default,
         },
-        selection: arguments.selection(),
+        selection: Selection {
+            min_tokens: arguments.min_tokens,
+            max_tokens: arguments.max_tokens,
+            sample: arguments.sample.map(|share| Sample { share, seed: arguments.seed }),
+            exact_dedup: arguments.exact_dedup,
+        },
         bad_records: match arguments.skip_bad_lines {
             true => BadRecords::Skip { max_share: arguments.max_bad },
             false => BadRecords::Refuse,
@@ -173,11 +181,19 @@ impl Observer for Show {
 
     fn progress(&mut self, progress: Progress) {
         let Progress { reading, documents, tokens } = progress;
+        let Reading { bytes, total_bytes, downloaded_bytes, download_bytes } = reading;
         let first = *self.first_tokens.get_or_insert(tokens);
-        inputs::show(&mut self.bar, reading, |elapsed| {
+        self.bar.describe(|elapsed| {
             let rate = (tokens - first) as f64 / elapsed.as_secs_f64().max(1e-3);
-            format!("{}, {} tokens/s", counted(documents, "document"), rate as u64)
+            let documents = counted(documents, "document");
+            let mut text = format!("{documents}, {} tokens/s", rate as u64);
+            // While some of the remote inputs is missing.
+            if downloaded_bytes < download_bytes {
+                text += &format!(", downloaded {}", of_bytes(downloaded_bytes, download_bytes));
+            }
+            text
         });
+        self.bar.update(bytes, total_bytes);
     }
 }
 

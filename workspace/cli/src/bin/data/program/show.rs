@@ -10,7 +10,7 @@ use moh_program::counted;
 use moh_text::TextTokenizer;
 use serde_json::json;
 
-use super::recorded_tokenizer::TokenizerArguments;
+use super::TokenizerArguments;
 
 #[derive(clap::Args)]
 pub struct Arguments {
@@ -38,7 +38,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let file = TokenFile::open(&arguments.prefix)?;
     let (document, range) = place(&file, arguments)?;
     let shown = range.start..range.end.min(range.start.saturating_add(arguments.max_tokens));
-    let ids = read(&file, shown.clone())?;
+    let ids = file.ids(shown.clone())?;
     let mask = file.has_mask().then(|| read_mask(&file, shown.clone())).transpose()?;
     let tokenizer = arguments.tokenizer.load(&file)?;
     let text = tokenizer.as_ref().map(|tokenizer| tokenizer.decode(&ids, false)).transpose()?;
@@ -48,7 +48,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     // Only a document has an end.
     let last = match arguments.doc {
-        Some(_) => read(&file, range.end.saturating_sub(1).max(range.start)..range.end)?.pop(),
+        Some(_) => file.ids(range.end.saturating_sub(1).max(range.start)..range.end)?.pop(),
         None => None,
     };
     let end_id = tokenizer.as_ref().zip(recorded_end);
@@ -107,13 +107,6 @@ fn place(file: &TokenFile, arguments: &Arguments) -> anyhow::Result<(u64, Range<
             Ok((doc, file.document(doc)?))
         }
     }
-}
-
-fn read(file: &TokenFile, range: Range<u64>) -> anyhow::Result<Vec<u32>> {
-    // In the mapped file, so its length fits usize.
-    let mut ids = vec![0; (range.end - range.start) as usize];
-    file.read(range.start, &mut ids)?;
-    Ok(ids)
 }
 
 fn read_mask(file: &TokenFile, range: Range<u64>) -> anyhow::Result<Vec<u8>> {

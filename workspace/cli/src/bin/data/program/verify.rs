@@ -10,7 +10,7 @@ use moh_program::counted;
 use moh_program::progress::Bar;
 use serde_json::{Value, json};
 
-use super::recorded_tokenizer::TokenizerArguments;
+use super::TokenizerArguments;
 
 #[derive(clap::Args)]
 pub struct Arguments {
@@ -73,7 +73,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// The id of the recorded end of text, if a tokenizer is named.
 fn end_of_text(arguments: &Arguments) -> anyhow::Result<Option<u32>> {
-    if !arguments.tokenizer.is_named() {
+    if arguments.tokenizer.tokenizer.is_none() {
         return Ok(None);
     }
     let file = TokenFile::open(&arguments.prefix)?;
@@ -87,7 +87,7 @@ fn end_of_text(arguments: &Arguments) -> anyhow::Result<Option<u32>> {
 fn to_json(arguments: &Arguments, found: &Verification, is_sound: bool) -> Value {
     let problems = found.problems.iter().map(|problem| {
         json!({
-            "kind": problem.kind.name(), "is_fault": arguments.strict || problem.kind.is_fault(),
+            "kind": problem.kind, "is_fault": arguments.strict || problem.kind.is_fault(),
             "count": problem.count, "document": problem.document, "message": problem.message,
         })
     });

@@ -65,7 +65,6 @@ pub(crate) fn text(length: usize, seed: u64) -> String {
     text
 }
 
-/// One kind of tokenizer.
 pub(crate) struct Kind {
     pub(crate) name: &'static str,
     pub(crate) json: Value,

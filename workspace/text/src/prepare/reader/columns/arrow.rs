@@ -19,7 +19,6 @@ use crate::prepare::{Error, Result};
 const MARK_BYTES: usize = 64;
 /// Bytes of the marker and the length before a message.
 const PREFIX_BYTES: usize = 8;
-/// Maximum bytes of a schema.
 const MAX_SCHEMA_BYTES: usize = 1 << 26;
 
 /// Reads the wanted columns of a table.
@@ -125,7 +124,7 @@ impl Arrow {
             let Some(batch) = self.next_batch()? else {
                 let rows = self.position.record;
                 let reason = format!("ends after {rows} rows; it was longer before");
-                return Err(Error::input(&self.path, reason));
+                return Err(Error::unusable(&self.path, reason));
             };
             let rows = (batch.num_rows() as u64).min(from.record - self.position.record);
             self.position.record += rows;
@@ -150,7 +149,7 @@ impl Arrow {
                 let end = end.map_err(|error| fault(path, error.into()))?;
                 if self.is_file && !end.ends_with(b"ARROW1") {
                     let reason = "the table ends early: fetch it again";
-                    return Err(Error::input(path, reason));
+                    return Err(Error::unusable(path, reason));
                 }
                 return Ok(None);
             }

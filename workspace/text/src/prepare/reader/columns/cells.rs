@@ -115,7 +115,6 @@ impl<'a> Cells<'a> {
         self.columns.iter().any(|column| column.is_null(row))
     }
 
-    /// The value in a row.
     pub(super) fn value(&self, row: usize) -> Value<'a> {
         if self.is_null(row) {
             return Value::Null;

@@ -35,5 +35,5 @@ pub(super) fn damaged(path: &Path, reason: impl Display) -> Error {
     // Some reasons are followed by where they were found, line by line.
     let reason = reason.to_string();
     let reason = reason.lines().next().unwrap_or_default().trim_end_matches('.');
-    Error::input(path, format!("the table is damaged ({reason}): fetch it again"))
+    Error::unusable(path, format!("the table is damaged ({reason}): fetch it again"))
 }

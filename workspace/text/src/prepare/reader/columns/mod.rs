@@ -34,7 +34,6 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// Bytes of the wanted values.
     pub(super) fn bytes(&self, fields: &Fields) -> usize {
         let columns = columns(&self.batch, fields).flatten();
         let rows = 0..self.batch.num_rows();
@@ -56,7 +55,6 @@ impl Rows {
     }
 }
 
-/// The records of rows.
 pub(super) fn records<'a>(
     rows: &'a Rows,
     options: &'a ReadOptions,
@@ -106,7 +104,7 @@ fn check(path: &Path, schema: &Schema, fields: &Fields) -> Result<()> {
                 continue;
             }
             let names: Vec<_> = schema.fields().iter().map(|field| field.name().clone()).collect();
-            return Err(Error::input(path, missing(wanted, ROW, &names)));
+            return Err(Error::unusable(path, missing(wanted, ROW, &names)));
         };
         let kind = found.data_type();
         let is_known = is_text(kind) && (!fields.is_chat() || fields.is_optional(wanted))
@@ -118,7 +116,7 @@ fn check(path: &Path, schema: &Schema, fields: &Fields) -> Result<()> {
         if !is_known {
             let expected = if fields.is_chat() { "a list of structures" } else { "text" };
             let reason = format!("the column {wanted:?} is {kind}, not {expected}");
-            return Err(Error::input(path, reason));
+            return Err(Error::unusable(path, reason));
         }
     }
     Ok(())

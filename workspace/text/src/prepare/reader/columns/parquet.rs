@@ -23,7 +23,6 @@ const MAX_BATCH_ROWS: u64 = 1 << 13;
 /// A table whose footer was read.
 pub(in super::super) struct Table {
     metadata: ArrowReaderMetadata,
-    /// The wanted columns.
     wanted: Vec<usize>,
 }
 
@@ -57,7 +56,6 @@ impl Table {
         Ok(Self { metadata, wanted })
     }
 
-    /// The number of row groups.
     pub(in super::super) fn parts(&self) -> usize {
         self.metadata.metadata().num_row_groups()
     }
@@ -127,7 +125,6 @@ struct Group {
     batch: Option<RecordBatch>,
     /// Rows of the table before this group.
     before: u64,
-    /// Rows of this group.
     rows: u64,
     /// Bytes of the wanted columns in the file.
     stored: u64,
