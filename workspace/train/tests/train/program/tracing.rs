@@ -51,7 +51,7 @@ const PROFILER: &str = "NVTX_INJECTION64_PATH";
 fn a_profiler_hears_of_every_span() {
     let dir = prepared();
     let library = dir.path().join("profiler.so");
-    let source = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/profiler.c"));
+    let source = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/train/support/profiler.c"));
     let mut compiler = Command::new("cc");
     compiler.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(source);
     assert!(compiler.status().unwrap().success());
