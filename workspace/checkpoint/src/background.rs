@@ -22,10 +22,7 @@ pub(crate) struct Background<R> {
 pub(crate) struct Panicked;
 
 impl<R: Send + 'static> Background<R> {
-    /// Starts `work` on a thread with a low priority.
-    ///
-    /// # Errors
-    /// Fails if the system has no thread left; `work` is then dropped.
+    /// Starts `work` on a thread with a low priority. Fails if the system has no thread left; `work` is then dropped.
     pub(crate) fn start(name: &str, work: impl FnOnce() -> R + Send + 'static) -> io::Result<Self> {
         let (sender, result) = mpsc::sync_channel(1);
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {

@@ -9,6 +9,15 @@ pub enum Error {
     /// The run has no checkpoint of the requested step.
     #[error("{0}")]
     NoCheckpoint(String),
+    /// A log has an invalid line, or fewer lines than the checkpoint's steps.
+    #[error("{0}")]
+    Lines(String),
+    /// A recipe is invalid.
+    #[error(transparent)]
+    Recipe(#[from] moh_recipe::Error),
+    /// The configuration of a model cannot be used, or an export cannot be read.
+    #[error(transparent)]
+    Hf(#[from] moh_hf::Error),
     /// Another rank failed, or the device.
     #[error(transparent)]
     Step(#[from] moh_step::Error),

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use moh_checkpoint::run_directory::RunCheckpoint;
 use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::{
     Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, PendingModel, Sink, TensorSpec, companion_files,
@@ -25,7 +26,7 @@ use moh_model::{HeadRequest, ModelConfig, MohConfig};
 use rayon::prelude::*;
 
 use crate::read_ahead::ReadAhead;
-use crate::source::{Source, SourceCheckpoint, Weights};
+use crate::source::{Source, Weights};
 use crate::vocabulary::{DEFAULT_MULTIPLE, Expansion};
 use crate::{Calibrated, Error, Receipt, Verification, card, verify};
 
@@ -77,7 +78,7 @@ pub struct ConversionOptions {
     /// The model directory to read; of a run, its `model/`.
     pub source: PathBuf,
     /// The checkpoint of a run to convert, instead of the weights in `source`.
-    pub checkpoint: Option<SourceCheckpoint>,
+    pub checkpoint: Option<RunCheckpoint>,
     /// The ids of the base models in the card; the source's if empty.
     pub base_models: Vec<String>,
     /// The id of the licence in the card; the source's if `None`.

@@ -20,10 +20,7 @@ pub enum Error {
     /// The card of a run could not be made.
     #[error(transparent)]
     Train(#[from] moh_train::Error),
-    /// A run has no such checkpoint.
-    #[error(transparent)]
-    RunDirectory(#[from] moh_checkpoint::run_directory::Error),
-    /// A checkpoint of a run could not be read, or is damaged.
+    /// A run has no such checkpoint, or it could not be read, or is damaged.
     #[error(transparent)]
     Checkpoint(#[from] moh_checkpoint::Error),
     /// The source could not be measured.

@@ -17,6 +17,5 @@ pub use calibrated::{Calibrated, CalibrationReceipt, LayerReceipt};
 pub use convert::{Conversion, ConversionOptions, TargetAttention, convert};
 pub use error::Error;
 pub use receipt::{Receipt, TensorReceipt};
-pub use source::SourceCheckpoint;
 pub use verify::{Independent, Verification};
 pub use weights::Rounding;

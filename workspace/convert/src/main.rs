@@ -13,9 +13,10 @@ use anyhow::{Context, bail};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
+use moh_checkpoint::run_directory::RunCheckpoint;
 use moh_convert::{
-    CalibrationReceipt, Conversion, ConversionOptions, Independent, Receipt, SourceCheckpoint,
-    TargetAttention, Verification, convert,
+    CalibrationReceipt, Conversion, ConversionOptions, Independent, Receipt, TargetAttention,
+    Verification, convert,
 };
 use moh_files::{PendingFile, Registered};
 use moh_hf::{is_base_model, is_license_id};
@@ -221,7 +222,7 @@ fn attention(arguments: &Arguments) -> Option<TargetAttention> {
 }
 
 /// The attention that a checkpoint was trained with.
-fn trained_attention(checkpoint: &SourceCheckpoint) -> anyhow::Result<TargetAttention> {
+fn trained_attention(checkpoint: &RunCheckpoint) -> anyhow::Result<TargetAttention> {
     Ok(match checkpoint.config_file()?.config.moh {
         // A Mixture-of-Head model keeps its own heads.
         Some(_) => TargetAttention::Moh(HeadRequest::default()),
@@ -246,7 +247,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(path) = &arguments.receipt {
         check_receipt(path, arguments.force)?;
     }
-    let checkpoint = SourceCheckpoint::from_name(&arguments.from)?;
+    let checkpoint = RunCheckpoint::from_name(&arguments.from)?;
     let source = match &checkpoint {
         Some(_) if arguments.revision.is_some() => {
             bail!("{}: is a run: only hub ids have a --revision", arguments.from)

@@ -6,43 +6,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use moh_checkpoint::StoredCheckpoint;
-use moh_checkpoint::run_directory::{CheckpointName, RunDirectory};
+use moh_checkpoint::run_directory::RunCheckpoint;
 use moh_hf::{ConfigFile, StoredModel, TensorBytes, WeightFiles};
 use moh_kernels::DType;
 use moh_model::tensors::tensor_shapes;
 use moh_step::TensorKind;
 
 use crate::Error;
-
-/// A checkpoint of a run.
-#[derive(Debug, Clone)]
-pub struct SourceCheckpoint {
-    /// The run.
-    pub run: RunDirectory,
-    /// Steps over all stages.
-    pub step: u64,
-}
-
-impl SourceCheckpoint {
-    /// The checkpoint that `name` names as `RUN` or `RUN@STEP`; `None` if it names no run. Without a step
-    /// it is the run's newest good one, which is read for that.
-    pub fn from_name(name: &str) -> Result<Option<Self>, Error> {
-        let Some(name) = CheckpointName::parse(name) else { return Ok(None) };
-        let step = name.resolve_alone()?;
-        Ok(Some(SourceCheckpoint { run: name.run, step }))
-    }
-
-    /// The element type of the run's own export.
-    pub fn export_type(&self) -> Result<DType, Error> {
-        Ok(self.run.stored_recipe()?.run.dtype.dtype())
-    }
-
-    /// The configuration of the model at the step.
-    pub fn config_file(&self) -> Result<ConfigFile, Error> {
-        let name = CheckpointName { run: self.run.clone(), step: Some(self.step) };
-        Ok(name.config_file()?)
-    }
-}
 
 /// The opened source of a conversion.
 pub(crate) struct Source {
@@ -66,7 +36,7 @@ impl Source {
     /// Opens the model in `directory`, or that of a checkpoint.
     pub(crate) fn open(
         directory: &Path,
-        checkpoint: Option<&SourceCheckpoint>,
+        checkpoint: Option<&RunCheckpoint>,
     ) -> Result<Self, Error> {
         let Some(checkpoint) = checkpoint else {
             let StoredModel { file, weights, warning } = StoredModel::open(directory)?;

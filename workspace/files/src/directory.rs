@@ -197,15 +197,8 @@ fn lock(path: &Path) -> Locked {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::temporary::tests::names;
     use crate::write_synced;
-
-    fn names(dir: &Path) -> Vec<String> {
-        let entries = fs::read_dir(dir).unwrap();
-        let mut names: Vec<_> =
-            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        names
-    }
 
     fn pending(place: &Path, text: &str) -> PendingDirectory {
         let pending = PendingDirectory::create(place).unwrap();
@@ -267,6 +260,7 @@ mod tests {
         pending.publish().unwrap();
         assert_eq!(names(&place), ["new"]);
     }
+
     /// A directory as a killed process leaves it: nothing removes it, and nothing locks it.
     fn killed(dir: &Path, name: &str) -> PathBuf {
         let path = dir.join(name);

@@ -8,19 +8,17 @@ mod bounded;
 mod directory;
 mod error;
 mod file;
-mod free_name;
 mod temporary;
 pub mod units;
 
 use std::fs::{self, File};
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub use bounded::{read_bounded, read_bounded_if_any, utf8};
 pub use directory::PendingDirectory;
 pub use error::{FileError, io, unless_missing, unusable};
 pub use file::{PendingFile, shorten, write};
-pub use free_name::{first_free, first_free_suffixed};
 pub use temporary::{Publication, Registered, exit_without_temporaries};
 
 /// Prefix of the names of incomplete and replaced files.
@@ -67,5 +65,25 @@ pub fn remove_directory(path: &Path) -> std::io::Result<()> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
+    }
+}
+
+/// The first of the names with the suffixes "", "-2", "-3", ... that does not exist.
+pub fn first_free_suffixed(name: impl Fn(&str) -> PathBuf) -> PathBuf {
+    first_free(|n| match n {
+        1 => name(""),
+        _ => name(&format!("-{n}")),
+    })
+}
+
+/// The first of the names for 1, 2, ... that does not exist.
+pub fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
+    let mut number = 1;
+    loop {
+        let path = name(number);
+        if path.symlink_metadata().is_err() {
+            return path;
+        }
+        number += 1;
     }
 }

@@ -135,10 +135,10 @@ fn remove_leftovers(directory: &Path, prefix: &OsStr) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn names(directory: &Path) -> Vec<String> {
+    pub(crate) fn names(directory: &Path) -> Vec<String> {
         let entries = fs::read_dir(directory).unwrap();
         let mut names: Vec<_> =
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

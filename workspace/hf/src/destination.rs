@@ -12,7 +12,7 @@ use crate::config_file::{CONFIG_FILE, ConfigFile};
 use crate::model_card::{CARD_FILE, is_terms_file};
 use crate::model_directory::{GENERATION_FILE, is_tokenizer_file};
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE};
-use crate::{Error, shard, transformers_code};
+use crate::{Error, transformers_code};
 
 /// Directories in which version control keeps a repository.
 const REPOSITORIES: [&str; 4] = [".git", ".hg", ".jj", ".svn"];
@@ -107,8 +107,26 @@ fn is_written(name: &str) -> bool {
     [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_FILE, CARD_FILE].contains(&name)
         || is_tokenizer_file(name)
         || is_terms_file(name)
-        || shard::is_name(name)
+        || is_shard_name(name)
         || transformers_code::is_name(name)
+}
+
+/// The name of weight file `number` of `count`, from 1, as transformers writes it.
+pub(crate) fn shard_name(number: usize, count: usize) -> String {
+    format!("model-{number:05}-of-{count:05}.safetensors")
+}
+
+/// Whether [`shard_name`] gives this name for some numbers.
+fn is_shard_name(text: &str) -> bool {
+    let numbers = text
+        .strip_prefix("model-")
+        .and_then(|rest| rest.strip_suffix(".safetensors"))
+        .and_then(|rest| rest.split_once("-of-"));
+    let Some((number, count)) = numbers else { return false };
+    match (number.parse(), count.parse()) {
+        (Ok(number), Ok(count)) => text == shard_name(number, count),
+        _ => false,
+    }
 }
 
 #[cfg(test)]

@@ -11,6 +11,17 @@ pub enum Error {
     /// The model is invalid.
     #[error(transparent)]
     Model(#[from] moh_model::Error),
+    /// The caller stopped a download.
+    #[error("stopped: the same command resumes the download")]
+    Stopped,
+    /// The hub did not provide the model or the dataset.
+    #[error("{id}: {reason}")]
+    Hub {
+        /// Its hub id.
+        id: String,
+        /// The cause and the remedy.
+        reason: String,
+    },
 }
 
 impl Error {
@@ -21,5 +32,10 @@ impl Error {
 
     pub(crate) fn file(path: &Path, reason: impl Into<String>) -> Error {
         moh_files::unusable(path, reason).into()
+    }
+
+    #[cfg(feature = "hub")]
+    pub(crate) fn hub(id: &str, reason: impl Into<String>) -> Error {
+        Error::Hub { id: id.to_string(), reason: reason.into() }
     }
 }

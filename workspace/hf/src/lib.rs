@@ -36,8 +36,6 @@ pub mod hub;
 pub mod hub_cache;
 pub mod model_card;
 pub mod model_directory;
-mod random_model;
-mod shard;
 mod stored_model;
 mod transformers_code;
 pub mod weight_files;
@@ -48,8 +46,7 @@ pub use error::Error;
 pub use generation_file::end_tokens;
 pub use model_card::{ModelCard, is_base_model, is_hub_id, is_license_id, is_terms_file};
 pub use model_directory::{
-    Contents, PendingModel, TensorSpec, Written, prepare_model, write_model,
+    Contents, PendingModel, TensorSpec, Written, prepare_model, write_model, write_random_model,
 };
-pub use random_model::write_random_model;
 pub use stored_model::StoredModel;
 pub use weight_files::{TensorBytes, WeightFiles};

@@ -12,13 +12,15 @@ use std::path::{Path, PathBuf};
 use blake3::{Hash, Hasher};
 use moh_files::{PendingDirectory, write_synced};
 use moh_kernels::DType;
+use moh_model::initial::initialize;
+use moh_model::tensors::tensor_shapes;
 use serde_json::{Map, Value, json};
 
-use crate::config_file::CONFIG_FILE;
-use crate::destination::check_destination;
+use crate::config_file::{CONFIG_FILE, ConfigFile};
+use crate::destination::{check_destination, shard_name};
 use crate::model_card::CARD_FILE;
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, safetensors_header};
-use crate::{Error, shard, transformers_code};
+use crate::{Error, transformers_code};
 
 /// The largest shard that transformers writes by default: 5 GB.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
@@ -251,7 +253,7 @@ fn write_tensors<E: From<Error>>(
     for (number, shard) in shards.iter().enumerate() {
         let name = match shards.len() {
             1 => WEIGHTS_FILE.to_string(),
-            count => shard::name(number + 1, count),
+            count => shard_name(number + 1, count),
         };
         let path = dir.join(&name);
         let tensors: Vec<&TensorSpec> = shard.iter().map(|&index| &model.tensors[index]).collect();
@@ -323,6 +325,31 @@ fn open_as_reader(dir: &Path, tensors: &[TensorSpec]) -> Result<(), Error> {
 /// Size of the pieces of a tensor: large enough to share among two threads, small compared with the
 /// memory of a conversion.
 pub const PIECE_BYTES: usize = 8 << 20;
+
+/// Writes a random model with this configuration to `out`, with the weights with which training from scratch starts;
+/// see [`write_model`].
+pub fn write_random_model(
+    out: &Path,
+    file: &ConfigFile,
+    dtype: DType,
+    max_shard_bytes: u64,
+    seed: u64,
+) -> Result<Written, Error> {
+    let fields = file.to_json(&file.config, Some(dtype));
+    let tensors: Vec<TensorSpec> = tensor_shapes(&file.config)
+        .into_iter()
+        .map(|(name, shape)| TensorSpec { name, shape, dtype })
+        .collect();
+    let model = Contents::new(&fields, &tensors, max_shard_bytes);
+    let deviation = file.config.initializer_range;
+    write_model(out, false, &model, &mut |spec, sink| {
+        let mut values = vec![0f32; spec.shape.iter().product()];
+        initialize(seed, deviation, &spec.name, &spec.shape, &mut values);
+        let mut bytes = vec![0; values.len() * dtype.bytes()];
+        dtype.write(&values, &mut bytes);
+        sink(&bytes)
+    })
+}
 
 #[cfg(test)]
 mod tests;

@@ -110,10 +110,8 @@ impl MohOptions {
     }
 }
 
-/// The heads that keys ask for; shared ones by their ids or by their numbers.
-///
-/// # Errors
-/// Fails for ids that are no set of a layer's heads.
+/// The heads that keys ask for; shared ones by their ids or by their numbers. Fails for ids that are no set of a
+/// layer's heads.
 pub(crate) fn head_request(
     router: Option<RouterKind>,
     shared_heads: Option<HeadCounts>,

@@ -2,7 +2,7 @@
 
 use maud::{Markup, html};
 use moh_checkpoint::run_log::Evaluation;
-use moh_checkpoint::run_log::evaluation_label::label;
+use moh_checkpoint::run_log::label;
 use moh_files::units::percent;
 
 use crate::run_log::RunLog;

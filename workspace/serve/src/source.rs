@@ -1,10 +1,10 @@
 //! The model that is served: a directory in Hugging Face layout, or a checkpoint of a run as it stands.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context as _, bail};
-use moh_checkpoint::run_directory::{CheckpointName, RunDirectory};
-use moh_hf::{ConfigFile, StoredModel};
+use moh_checkpoint::run_directory::{RunCheckpoint, RunDirectory};
+use moh_hf::ConfigFile;
 use moh_kernels::{Backend, Element};
 use moh_model::{Model, ModelConfig};
 use moh_step::TensorKind;
@@ -15,23 +15,15 @@ pub enum Source {
     /// A model in a directory.
     Directory(PathBuf),
     /// A checkpoint of a run.
-    Checkpoint {
-        /// The run.
-        run: RunDirectory,
-        /// Steps over all stages.
-        step: u64,
-    },
+    Checkpoint(RunCheckpoint),
 }
 
 impl Source {
     /// The model that `name` names: a run, as `RUN` for its newest checkpoint or `RUN@STEP`, a directory, or a
     /// repository of the hub, which is downloaded if necessary.
     pub fn locate(name: &str, revision: Option<&str>) -> anyhow::Result<Self> {
-        match CheckpointName::parse(name) {
-            Some(name) => {
-                let step = name.resolve_alone()?;
-                Ok(Source::Checkpoint { run: name.run, step })
-            }
+        match RunCheckpoint::from_name(name)? {
+            Some(checkpoint) => Ok(Source::Checkpoint(checkpoint)),
             None => Ok(Source::Directory(moh_program::models::locate(name, revision)?)),
         }
     }
@@ -40,10 +32,7 @@ impl Source {
     pub fn config(&self) -> anyhow::Result<ModelConfig> {
         match self {
             Source::Directory(directory) => Ok(ConfigFile::read(directory)?.config),
-            Source::Checkpoint { run, step } => {
-                let name = CheckpointName { run: run.clone(), step: Some(*step) };
-                Ok(name.config_file()?.config)
-            }
+            Source::Checkpoint(checkpoint) => Ok(checkpoint.config_file()?.config),
         }
     }
 
@@ -51,7 +40,7 @@ impl Source {
     pub fn tokenizer(&self) -> anyhow::Result<PathBuf> {
         match self {
             Source::Directory(directory) => Ok(directory.clone()),
-            Source::Checkpoint { run, .. } => run.tokenizer().with_context(|| {
+            Source::Checkpoint(RunCheckpoint { run, .. }) => run.tokenizer().with_context(|| {
                 format!("{}: the run has no tokenizer, which text requires", run.root().display())
             }),
         }
@@ -61,7 +50,7 @@ impl Source {
     pub fn files(&self) -> PathBuf {
         match self {
             Source::Directory(directory) => directory.clone(),
-            Source::Checkpoint { run, .. } => run.model(),
+            Source::Checkpoint(checkpoint) => checkpoint.run.model(),
         }
     }
 
@@ -69,14 +58,14 @@ impl Source {
     pub fn step(&self) -> Option<u64> {
         match self {
             Source::Directory(_) => None,
-            Source::Checkpoint { step, .. } => Some(*step),
+            Source::Checkpoint(checkpoint) => Some(checkpoint.step),
         }
     }
 
     /// The run of the checkpoint.
     pub fn run(&self) -> anyhow::Result<&RunDirectory> {
         match self {
-            Source::Checkpoint { run, .. } => Ok(run),
+            Source::Checkpoint(checkpoint) => Ok(&checkpoint.run),
             Source::Directory(directory) => bail!(
                 "{}: is not a run, whose checkpoints --watch-run follows: leave it out",
                 directory.display()
@@ -87,7 +76,9 @@ impl Source {
     /// Another checkpoint of the same run.
     pub fn at(&self, step: u64) -> Self {
         match self {
-            Source::Checkpoint { run, .. } => Source::Checkpoint { run: run.clone(), step },
+            Source::Checkpoint(RunCheckpoint { run, .. }) => {
+                Source::Checkpoint(RunCheckpoint { run: run.clone(), step })
+            }
             directory @ Source::Directory(_) => directory.clone(),
         }
     }
@@ -99,8 +90,10 @@ impl Source {
         positions: usize,
     ) -> anyhow::Result<Model<B, T>> {
         match self {
-            Source::Directory(directory) => load_directory(backend, directory, positions),
-            Source::Checkpoint { run, step } => {
+            Source::Directory(directory) => {
+                moh_program::models::load(backend, directory, positions)
+            }
+            Source::Checkpoint(RunCheckpoint { run, step }) => {
                 let stored = run.stored(*step)?;
                 Model::new(backend, self.config()?, positions, |segment, values| {
                     Ok(stored.read_f32(TensorKind::Weight, &segment.name, values)?)
@@ -108,13 +101,4 @@ impl Source {
             }
         }
     }
-}
-
-fn load_directory<B: Backend, T: Element>(
-    backend: B,
-    directory: &Path,
-    positions: usize,
-) -> anyhow::Result<Model<B, T>> {
-    let stored: StoredModel = moh_program::models::stored(directory)?;
-    Ok(stored.load(backend, positions)?)
 }

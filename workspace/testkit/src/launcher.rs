@@ -1,4 +1,4 @@
-//! The end of mpirun.
+//! Waiting, also for the end of mpirun.
 //!
 //! After the death of a rank, mpirun of Open MPI 4.1 may wait for a lock of PMIx 4.2 (in
 //! `PMIx_server_finalize`) for ever, when all ranks have ended.
@@ -9,6 +9,16 @@ use std::time::{Duration, Instant};
 
 /// How long mpirun may have no process before it is killed.
 const LIMIT: Duration = Duration::from_secs(10);
+
+/// Waits for a condition, or fails.
+#[track_caller]
+pub fn wait_until(limit: Duration, what: &str, mut so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !so() {
+        assert!(start.elapsed() < limit, "{what}: not within {limit:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
 
 /// A running mpirun.
 pub struct Launcher {

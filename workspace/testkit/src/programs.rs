@@ -116,22 +116,29 @@ pub fn write_moh(
 
 /// The standard error of a command that fails with `code`, prints nothing else and leaves the names
 /// in `dir` unchanged: one line, without `error: `.
+#[track_caller]
 pub fn failure(dir: &Path, command: &mut Command, code: i32) -> String {
     let before = names(dir);
-    let output = command.output().unwrap();
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(code), "{text}");
-    assert_eq!(stdout(&output), "", "{text}");
+    let (printed, text) = exits(command, code);
+    assert_eq!(printed, "", "{text}");
     assert_eq!(text.trim_end().lines().count(), 1, "{text}");
     assert_eq!(names(dir), before, "{text}");
     text.strip_prefix("error: ").unwrap().trim_end().to_owned()
 }
 
 /// The standard output of a command that succeeds.
+#[track_caller]
 pub fn success(command: &mut Command) -> String {
+    exits(command, 0).0
+}
+
+/// The standard output and the standard error of a command that ends with this code.
+#[track_caller]
+pub fn exits(command: &mut Command, code: i32) -> (String, String) {
     let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    stdout(&output)
+    let (printed, text) = (stdout(&output), stderr(&output));
+    assert_eq!(output.status.code(), Some(code), "{printed}{text}");
+    (printed, text)
 }
 
 pub fn stdout(output: &Output) -> String {
@@ -153,14 +160,19 @@ pub const WORDS: usize = 30;
 /// Writes a tokenizer whose token n is the word `wn`; different `unknown` words make different
 /// tokenizers.
 pub fn write_tokenizer(dir: &Path, unknown: &str) {
+    fs::create_dir_all(dir).unwrap();
+    fs::write(dir.join("tokenizer.json"), word_tokenizer(WORDS, unknown)).unwrap();
+}
+
+/// The file of such a tokenizer of so many words.
+pub fn word_tokenizer(words: usize, unknown: &str) -> String {
     let words: serde_json::Map<String, Value> =
-        (0..WORDS).map(|id| (format!("w{id}"), id.into())).collect();
+        (0..words).map(|id| (format!("w{id}"), id.into())).collect();
     let tokenizer = json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
         "normalizer": null, "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": null, "decoder": null,
         "model": {"type": "WordLevel", "vocab": words, "unk_token": unknown},
     });
-    fs::create_dir_all(dir).unwrap();
-    fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    tokenizer.to_string()
 }

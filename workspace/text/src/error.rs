@@ -13,7 +13,29 @@ pub enum Error {
     /// A token file or a tokenizer's file could not be read.
     #[error(transparent)]
     Data(#[from] moh_data::Error),
-    /// A token file of another tokenizer, or a value that is no conversation or does not suit the template.
+    /// A token file of another tokenizer, a value that is no conversation or does not suit the template, a record that
+    /// is no document, or an option that does not fit.
     #[error("{0}")]
     Invalid(String),
+    /// Hugging Face's hub did not provide a dataset or a file of one.
+    #[cfg(feature = "prepare")]
+    #[error(transparent)]
+    Hub(#[from] moh_hf::Error),
+    /// The caller stopped a preparation.
+    #[error("stopped: the same call continues")]
+    Interrupted,
+}
+
+impl Error {
+    /// Whether the same call may succeed when a network or a disk is back, so that nothing is thrown away.
+    #[cfg(feature = "prepare")]
+    pub(crate) fn is_passing(&self) -> bool {
+        matches!(self, Error::Hub(_))
+    }
+
+    /// A file that cannot be used as it is.
+    #[cfg(feature = "prepare")]
+    pub(crate) fn unusable(path: &std::path::Path, reason: impl Into<String>) -> Self {
+        moh_files::unusable(path, reason).into()
+    }
 }

@@ -19,15 +19,10 @@ pub enum Error {
         /// The sentence.
         message: String,
     },
-    /// The run directory cannot be used.
-    #[error(transparent)]
-    RunDirectory(moh_checkpoint::run_directory::Error),
-    /// A checkpoint is missing or damaged, or cannot be written.
+    /// The run directory cannot be used, or a checkpoint or a log of the run is missing or damaged, or cannot be
+    /// written.
     #[error(transparent)]
     Checkpoint(moh_checkpoint::Error),
-    /// A file of the run's logs cannot be read or written.
-    #[error(transparent)]
-    RunLog(#[from] moh_checkpoint::run_log::Error),
     /// The training data cannot be opened.
     #[error(transparent)]
     Plan(#[from] moh_plan::Error),
@@ -60,15 +55,6 @@ impl From<moh_checkpoint::Error> for Error {
         match error {
             moh_checkpoint::Error::Step(error) => Error::Step(error),
             error => Error::Checkpoint(error),
-        }
-    }
-}
-
-impl From<moh_checkpoint::run_directory::Error> for Error {
-    fn from(error: moh_checkpoint::run_directory::Error) -> Self {
-        match error {
-            moh_checkpoint::run_directory::Error::Step(error) => Error::Step(error),
-            error => Error::RunDirectory(error),
         }
     }
 }

@@ -10,7 +10,6 @@ pub mod model_card;
 mod open_device;
 mod rates;
 mod replay;
-mod resumption;
 mod run;
 mod run_data;
 mod run_inputs;

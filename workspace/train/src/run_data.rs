@@ -75,11 +75,8 @@ pub(crate) struct RunData {
 }
 
 impl RunData {
-    /// Opens the data of `recipe`.
-    ///
-    /// # Errors
-    /// Fails if a file is missing or invalid, shorter than one window, or prepared with a different
-    /// tokenizer.
+    /// Opens the data of `recipe`. Fails if a file is missing or invalid, shorter than one window, or prepared with a
+    /// different tokenizer.
     pub(crate) fn open(recipe: &Recipe, source: &ModelSource) -> Result<Self, Error> {
         let vocab_size = source.config.vocab_size;
         let training = open_training(recipe, vocab_size)?;

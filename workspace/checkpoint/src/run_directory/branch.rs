@@ -10,7 +10,8 @@ use std::path::Path;
 use moh_files::PendingDirectory;
 use moh_recipe::Recipe;
 
-use crate::run_directory::{Error, RunDirectory};
+use crate::Error;
+use crate::run_directory::RunDirectory;
 use moh_files::unless_missing;
 
 /// Whether the directory of `run` is absent or empty.

@@ -6,14 +6,15 @@ use std::path::Path;
 use crate::{StoredCheckpoint, alone, newest_good, of_step, require};
 use moh_hf::ConfigFile;
 use moh_hf::config_file::CONFIG_FILE;
-use moh_kernels::Backend;
+use moh_kernels::{Backend, DType};
 use moh_model::ModelConfig;
 use moh_recipe::shell::shell_word;
 use moh_recipe::{ModelOptions, Recipe};
 use moh_step::Ranks;
 use serde_json::Value;
 
-use crate::run_directory::{Error, RunDirectory};
+use crate::Error;
+use crate::run_directory::RunDirectory;
 
 /// The name of a checkpoint: a run directory and, after `@`, a step over all of its stages.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,19 +61,38 @@ impl CheckpointName {
         }
     }
 
-    /// The model's configuration at the step, or at the newest checkpoint, whose tensors are not read.
-    pub fn config_file(&self) -> Result<ConfigFile, Error> {
-        let step = match self.step {
-            Some(step) => step,
-            None => self.run.checkpoint_steps()?.last().copied().unwrap_or(0),
-        };
-        require(&self.run.checkpoint_directory(), step)?;
-        Ok(self.run.stored_model(step)?.1)
+    /// As [`CheckpointName::resolve`], for a program of a single process.
+    pub fn resolve_alone(self) -> Result<RunCheckpoint, Error> {
+        let step = self.resolve(&mut alone()?)?;
+        Ok(RunCheckpoint { run: self.run, step })
+    }
+}
+
+/// A checkpoint of a run.
+#[derive(Debug, Clone)]
+pub struct RunCheckpoint {
+    /// The run.
+    pub run: RunDirectory,
+    /// Steps over all stages.
+    pub step: u64,
+}
+
+impl RunCheckpoint {
+    /// The checkpoint that `name` names as `RUN` or `RUN@STEP`; `None` if it names no run. Without a step
+    /// it is the run's newest good one, which is read for that.
+    pub fn from_name(name: &str) -> Result<Option<Self>, Error> {
+        CheckpointName::parse(name).map(CheckpointName::resolve_alone).transpose()
     }
 
-    /// As [`CheckpointName::resolve`], for a program of a single process.
-    pub fn resolve_alone(&self) -> Result<u64, Error> {
-        self.resolve(&mut alone()?)
+    /// The element type of the run's own export.
+    pub fn export_type(&self) -> Result<DType, Error> {
+        Ok(self.run.stored_recipe()?.run.dtype.dtype())
+    }
+
+    /// The model's configuration at the step; no tensor is read.
+    pub fn config_file(&self) -> Result<ConfigFile, Error> {
+        require(&self.run.checkpoint_directory(), self.step)?;
+        Ok(self.run.stored_model(self.step)?.1)
     }
 }
 
@@ -95,7 +115,9 @@ pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelCo
     let ModelOptions { new, config, from, .. } = &recipe.model;
     if let (None, None, Some(name)) = (new, config, from.as_deref().and_then(CheckpointName::parse))
     {
-        return Ok(Some(name.config_file()?.config));
+        let newest = || name.run.checkpoint_steps().map(|steps| steps.last().copied().unwrap_or(0));
+        let step = name.step.map_or_else(newest, Ok)?;
+        return Ok(Some(RunCheckpoint { run: name.run, step }.config_file()?.config));
     }
     Ok(recipe.model_config(path)?)
 }
@@ -175,7 +197,7 @@ mod tests {
         let run = RunDirectory::new(temporary.path());
         std::fs::create_dir_all(run.checkpoint(4)).unwrap();
         let name = CheckpointName { run, step: None };
-        let error = name.resolve_alone().unwrap_err().to_string();
+        let error = name.clone().resolve_alone().unwrap_err().to_string();
         assert!(
             error.contains("checkpoints: no checkpoint is good: moh-train checkpoints"),
             "{error}"

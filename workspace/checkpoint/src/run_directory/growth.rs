@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use crate::{RunState, StageExtension, steps_at};
 use moh_recipe::{Recipe, Stage};
 
-use crate::run_directory::{Error, RunDirectory};
+use crate::Error;
+use crate::run_directory::RunDirectory;
 
 /// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;

@@ -12,10 +12,11 @@ use moh_files::first_free_suffixed;
 use moh_hf::ConfigFile;
 use moh_recipe::{DistillOptions, Recipe, Stage};
 pub use ownership::join_names;
-pub use stored_recipe::{changes, leaves};
+pub use stored_recipe::{KeyChange, changes, leaves};
 
+use crate::Error;
+use crate::run_directory::RunLock;
 use crate::run_directory::checkpoint_name::config_file;
-use crate::run_directory::{Error, RunLock};
 use moh_files::unless_missing;
 
 /// Begins the names of the files of a calibration.
@@ -108,7 +109,7 @@ impl RunDirectory {
 
     /// The checkpoint after `step` steps, whose tensors are not read.
     pub fn stored(&self, step: u64) -> Result<StoredCheckpoint, Error> {
-        Ok(StoredCheckpoint::of_step(&self.checkpoint_directory(), step)?)
+        StoredCheckpoint::of_step(&self.checkpoint_directory(), step)
     }
 
     /// The checkpoint after `step` steps, and the model's configuration in it.
@@ -192,7 +193,7 @@ impl RunDirectory {
 
     /// Steps of the complete checkpoints, ascending.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
-        Ok(self.checkpoint_directory().checkpoint_steps()?)
+        self.checkpoint_directory().checkpoint_steps()
     }
 
     /// The error of a run of which no checkpoint has good bytes.
@@ -208,7 +209,7 @@ impl RunDirectory {
         if [self.marker(), self.summary()].into_iter().any(exists) {
             return Ok(true);
         }
-        Ok(self.checkpoint_directory().has_names()?)
+        self.checkpoint_directory().has_names()
     }
 
     /// Writes the marker, if it is missing.

@@ -8,7 +8,8 @@ use crate::run_log::{metrics, routing_log};
 use moh_files::first_free_suffixed;
 use moh_recipe::Recipe;
 
-use crate::run_directory::{Error, RunDirectory};
+use crate::Error;
+use crate::run_directory::RunDirectory;
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
 /// A file that lacks some is renamed, not removed.
@@ -18,8 +19,8 @@ pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<S
     let first = metrics::first(&path)?.and_then(|line| recipe.steps_before(&line.stage, line.step));
     if let Some(start) = first.or((step == 0).then_some(0)) {
         match metrics::cut_back(&path, step.saturating_sub(start)) {
-            Err(crate::run_log::Error::Lines(_)) => {}
-            done => return Ok(done.map(|()| None)?),
+            Err(Error::Lines(_)) => {}
+            done => return done.map(|()| None),
         }
     }
     let shown = path.display();
@@ -40,12 +41,12 @@ pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<Str
         _ => state.unevaluated.is_none(),
     };
     match routing_log::cut_back(&path, step, is_evaluated) {
-        Err(error @ crate::run_log::Error::Lines(_)) => {
+        Err(error @ Error::Lines(_)) => {
             let aside = archive_log(&path, run.root(), "routing", step)?;
             let aside = aside.display();
             Ok(Some(format!("{error}: begun again after step {step}, the old file is {aside}")))
         }
-        done => Ok(done.map(|()| None)?),
+        done => done.map(|()| None),
     }
 }
 

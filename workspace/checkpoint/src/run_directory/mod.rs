@@ -3,15 +3,14 @@
 
 pub mod branch;
 mod checkpoint_name;
-mod error;
 pub mod growth;
 mod layout;
 pub mod metrics_resume;
 mod run_lock;
 
 pub use checkpoint_name::{
-    CheckpointName, config_file, export_command, is_step_of, local_model_config, not_a_model,
+    CheckpointName, RunCheckpoint, config_file, export_command, is_step_of, local_model_config,
+    not_a_model,
 };
-pub use error::{Error, KeyChange};
-pub use layout::{RunDirectory, TOKENIZER, changes, join_names, leaves};
+pub use layout::{KeyChange, RunDirectory, TOKENIZER, changes, join_names, leaves};
 pub use run_lock::RunLock;

@@ -5,7 +5,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::ErrorKind;
 use std::path::Path;
 
-use crate::run_directory::Error;
+use crate::Error;
 
 /// The file that is locked; it stays.
 pub(crate) const LOCK: &str = ".lock";

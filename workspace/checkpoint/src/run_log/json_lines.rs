@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use crate::run_log::Error;
+use crate::Error;
 use moh_files::unless_missing;
 
 /// Maximum bytes of a line.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::run_log::Error;
+use crate::Error;
 
 /// Maximum bytes of the file.
 const MAX_BYTES: u64 = 64 << 10;

@@ -14,7 +14,7 @@ use moh_step::guard::SkipReason;
 use moh_step::{BlockNorms, finite_or_nan};
 use serde::{Deserialize, Serialize};
 
-use crate::run_log::Error;
+use crate::Error;
 use crate::run_log::json_lines::Lines;
 use crate::run_log::speed::Speed;
 

@@ -2,9 +2,7 @@
 //! `machine.json` and `summary.json`. Writers and readers take paths; where a run keeps its files is decided above.
 
 mod calibration;
-mod error;
 mod evaluation;
-pub mod evaluation_label;
 mod json_lines;
 mod machine;
 pub mod metrics;
@@ -16,8 +14,7 @@ mod tensorboard;
 mod trace;
 
 pub use calibration::{CalibratedLayer, StageCalibration};
-pub use error::Error;
-pub use evaluation::{EvaluatedText, Evaluation, EvaluationPoint};
+pub use evaluation::{EvaluatedText, Evaluation, EvaluationPoint, label};
 pub use machine::Machine;
 pub use metrics::{MetricsWriter, SkippedStep, StepMetrics, Validation};
 pub use part_times::PartTimes;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use moh_model::router::LayerRouting;
 use serde::{Deserialize, Serialize};
 
-use crate::run_log::Error;
+use crate::Error;
 use crate::run_log::json_lines::Lines;
 
 /// The routing of one layer over one validation set.

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::run_log::{Error, Evaluation, EvaluationPoint, StageCalibration};
+use crate::Error;
+use crate::run_log::{Evaluation, EvaluationPoint, StageCalibration};
 
 /// Maximum bytes of a summary.
 const MAX_BYTES: u64 = 64 << 20;

@@ -13,7 +13,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use moh_model::router::{LayerRouting, RoutingStatistics};
 use moh_step::Norms;
 
-use crate::run_log::{Error, Speed, StepMetrics};
+use crate::Error;
+use crate::run_log::{Speed, StepMetrics};
 
 const PREFIX: &str = "events.out.tfevents.";
 

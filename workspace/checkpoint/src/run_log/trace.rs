@@ -12,7 +12,7 @@ use moh_kernels::Backend;
 use moh_kernels::span::{self, Label, Lane, Listening, Sink};
 use serde_json::{Value, json};
 
-use crate::run_log::Error;
+use crate::Error;
 use crate::run_log::part_times::PartTimes;
 
 /// The lanes of a timeline.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use moh_testkit::options::take_negative_numbers;
-use moh_testkit::programs::{failure, program, repository, stderr, success, workplace};
+use moh_testkit::programs::{exits, failure, program, repository, success, workplace};
 use serde_json::Value;
 
 fn moh_bench(dir: &Path, arguments: &str) -> Command {
@@ -81,11 +81,8 @@ fn generation_of_several_sequences_is_measured() {
         let model = found["model"].as_str().unwrap();
         assert_eq!(model.ends_with("dense"), !options.contains("group"), "{model}");
     }
-    let message = failure(
-        dir.path(),
-        &mut moh_bench(dir.path(), "generation --config source --batch 99999999999"),
-        2,
-    );
+    let mut command = moh_bench(dir.path(), "generation --config source --batch 99999999999");
+    let message = failure(dir.path(), &mut command, 2);
     assert!(
         message.starts_with("99999999999 sequences of 289 tokens: must be at most"),
         "{message}"
@@ -215,8 +212,7 @@ fn the_help_of_every_command_has_an_example() {
     for wrong in
         ["", "step", "step --config a --recipe b", "attention --kv-heads 0", "machine --size 9"]
     {
-        let output = moh_bench(dir.path(), wrong).output().unwrap();
-        assert_eq!(output.status.code(), Some(2), "{wrong}");
+        exits(&mut moh_bench(dir.path(), wrong), 2);
     }
 }
 
@@ -225,8 +221,6 @@ fn every_option_takes_a_negative_number_for_its_value() {
     let dir = tempfile::tempdir().unwrap();
     let options = take_negative_numbers(env!("CARGO_BIN_EXE_moh-bench"), &[], dir.path());
     assert!(options >= 15, "{options}");
-    let output = moh_bench(dir.path(), "attention --shared-heads -1,2").output().unwrap();
-    let text = stderr(&output);
+    let (_, text) = exits(&mut moh_bench(dir.path(), "attention --shared-heads -1,2"), 2);
     assert!(text.contains("a whole number of at least 0"), "{text}");
-    assert_eq!(output.status.code(), Some(2), "{text}");
 }

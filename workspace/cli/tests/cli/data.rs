@@ -8,6 +8,9 @@ use moh_data::{DocumentEnd, Provenance, TokenFileWriter};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::PATIENCE;
+use moh_testkit::launcher::wait_until;
+use moh_testkit::programs::names;
 use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
@@ -61,15 +64,6 @@ fn prepared() -> TempDir {
     write_tokenizer(&dir.path().join("tok"), &WORDS);
     stdout(dir.path(), "prepare --tokenizer tok --out p s.jsonl");
     dir
-}
-
-/// The names in a directory, in order.
-fn names(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
 }
 
 #[test]
@@ -198,12 +192,8 @@ fn the_summary_names_the_token_that_ends_documents() {
     }
     let text = refusal(dir.path(), b"", &format!("{prepare} --out d s.jsonl"), 1);
     assert!(text.starts_with("error: tok/tokenizer.json: no end-of-text token: "), "{text}");
-    refusal(
-        dir.path(),
-        b"",
-        &format!("{prepare} --eos-token x --no-append-eos --out d s.jsonl"),
-        2,
-    );
+    let both = format!("{prepare} --eos-token x --no-append-eos --out d s.jsonl");
+    refusal(dir.path(), b"", &both, 2);
     assert!(!dir.path().join("d.bin").exists());
 }
 
@@ -329,12 +319,8 @@ impl Waiting {
         command.args(["prepare", "--tokenizer", "tok", "--format", "jsonl", "--out", out, "-"]);
         command.current_dir(dir).stdin(Stdio::piped());
         let run = Waiting(command.spawn().unwrap());
-        let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
         let opened = dir.join(format!("{out}.prepare/{out}.idx"));
-        while !opened.exists() {
-            assert!(std::time::Instant::now() < patience, "{:?}", names(dir));
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
+        wait_until(PATIENCE, "the files of the run", || opened.exists());
         run
     }
 

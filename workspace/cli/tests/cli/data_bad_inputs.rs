@@ -9,18 +9,13 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use arrow_array::{ArrayRef, RecordBatch, StringArray};
-use moh_text::TextTokenizer;
 use moh_text::prepare::{Observer, Prepare, Progress, prepare};
 use parquet::arrow::ArrowWriter;
 use parquet::file::properties::WriterProperties;
 
-use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
-
-/// Writes a tokenizer to a directory.
-fn tokenizer(dir: &Path) -> TextTokenizer {
-    write_tokenizer(&dir.join("tok"), &WORDS);
-    TextTokenizer::load(&dir.join("tok")).unwrap()
-}
+use moh_testkit::programs::{names, stderr};
+use moh_testkit::small_tokenizer::WORDS;
+use moh_testkit::texts::small_tokenizer;
 
 fn table(texts: &[String]) -> RecordBatch {
     let texts = StringArray::from_iter_values(texts);
@@ -46,10 +41,6 @@ fn lines(texts: &[String]) -> String {
     texts.iter().map(|text| format!("{{\"text\": \"{text}\"}}\n")).collect()
 }
 
-fn stderr(done: &Output) -> String {
-    String::from_utf8(done.stderr.clone()).unwrap()
-}
-
 /// `moh-data prepare --tokenizer tok --out out ...`, behind `before` of a shell.
 fn run(dir: &Path, before: &str, arguments: &str) -> Output {
     let program = env!("CARGO_BIN_EXE_moh-data");
@@ -59,18 +50,14 @@ fn run(dir: &Path, before: &str, arguments: &str) -> Output {
 
 /// The names of token files in a directory.
 fn outputs(dir: &Path) -> Vec<String> {
-    let names = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string());
-    let mut names: Vec<_> =
-        names.map(Result::unwrap).filter(|name| name.starts_with("out")).collect();
-    names.sort();
-    names
+    names(dir).into_iter().filter(|name| name.starts_with("out")).collect()
 }
 
 #[cfg(unix)]
 #[test]
 fn a_damaged_table_is_one_sentence_even_where_its_reader_panics() {
     let dir = tempfile::tempdir().unwrap();
-    tokenizer(dir.path());
+    small_tokenizer(dir.path(), &WORDS);
     let texts: Vec<String> = (0..100).map(|row| format!("one two three {row}")).collect();
     let reads = |name: &str, bytes: &[u8]| {
         fs::write(dir.path().join(name), bytes).unwrap();
@@ -105,7 +92,7 @@ fn a_damaged_table_is_one_sentence_even_where_its_reader_panics() {
 #[test]
 fn a_full_disk_leaves_no_final_name_and_the_command_goes_on_when_there_is_room() {
     let dir = tempfile::tempdir().unwrap();
-    tokenizer(dir.path());
+    small_tokenizer(dir.path(), &WORDS);
     let texts: Vec<String> = (0..60_000).map(|line| format!("one two three {line}")).collect();
     fs::write(dir.path().join("a.jsonl"), lines(&texts)).unwrap();
     let arguments = "--no-append-eos --sync-every 0 --memory 64MB a.jsonl";
@@ -145,7 +132,7 @@ impl<F: FnOnce() + Send> Observer for Change<F> {
 #[test]
 fn an_input_that_changes_while_it_is_read_is_named_in_every_format() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
+    let tokenizer = small_tokenizer(dir.path(), &WORDS);
     // More than is read before the first documents are written, with little memory.
     let texts: Vec<String> =
         (0..500).map(|row| format!("{row} ") + &"one two ".repeat(1000)).collect();

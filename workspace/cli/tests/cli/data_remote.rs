@@ -3,10 +3,13 @@
 use std::collections::HashMap;
 use std::fs;
 use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::PATIENCE;
 use moh_testkit::hub_server::{Behaviour, COMMIT, ID, Server};
+use moh_testkit::launcher::wait_until;
+use moh_testkit::programs::{exits, stderr, success};
 use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
@@ -53,16 +56,14 @@ impl Place {
         command
     }
 
-    fn output(&self, line: &str) -> Output {
-        self.command(line).output().unwrap()
+    /// What a command that fails tells.
+    fn fail(&self, line: &str) -> String {
+        exits(&mut self.command(line), 1).1
     }
 
     /// Runs a command that succeeds, and returns what it prints.
     fn run(&self, line: &str) -> String {
-        let output = self.output(line);
-        let stderr = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.success(), "{line}: {stderr}");
-        String::from_utf8(output.stdout).unwrap()
+        success(&mut self.command(line))
     }
 
     fn prepare(&self, inputs: &str) -> String {
@@ -71,9 +72,7 @@ impl Place {
 
     /// The one sentence of a preparation that fails.
     fn refuse(&self, inputs: &str) -> String {
-        let output = self.output(&format!("prepare --tokenizer tok --out refused {inputs}"));
-        let stderr = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        let stderr = self.fail(&format!("prepare --tokenizer tok --out refused {inputs}"));
         assert_eq!(stderr.lines().count(), 1, "{stderr}");
         assert!(!self.path("refused.prepare").exists());
         stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
@@ -154,8 +153,7 @@ fn offline_the_cache_serves_and_says_what_it_lacks() {
     ]);
     let offline = |inputs: &str| {
         let line = format!("prepare --tokenizer tok --force --out out {inputs}");
-        let output = place.command(&line).env("HF_HUB_OFFLINE", "1").output().unwrap();
-        String::from_utf8(output.stderr).unwrap()
+        stderr(&place.command(&line).env("HF_HUB_OFFLINE", "1").output().unwrap())
     };
     let text = offline(&address("data/*"));
     assert!(text.starts_with("error: org/tiny: its revision main is not in the cache"), "{text}");
@@ -229,8 +227,7 @@ fn files_behind_a_token_are_fetched_with_it() {
     let text = place.refuse(&address("a.jsonl"));
     assert!(text.contains("then set HF_TOKEN to a token of your account"), "{text}");
     let line = format!("prepare --tokenizer tok --out x {}", address("a.jsonl"));
-    let output = place.command(&line).env("HF_TOKEN", "secret").output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    success(place.command(&line).env("HF_TOKEN", "secret"));
 }
 
 #[test]
@@ -262,13 +259,11 @@ fn one_file_is_fetched_ahead_of_its_use() {
     let files = format!("{} pipe {}", address("a.jsonl"), address("[b-d].jsonl"));
     let line = format!("prepare --tokenizer tok --format jsonl --out out {files}");
     let mut child = place.command(&line).spawn().unwrap();
-    let start = Instant::now();
     let mut asked = 0;
-    while asked < 2 {
-        assert!(start.elapsed() < Duration::from_secs(60));
-        std::thread::sleep(Duration::from_millis(5));
+    wait_until(PATIENCE, "requests for two files", || {
         asked += place.downloads();
-    }
+        asked >= 2
+    });
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!((asked, place.downloads()), (2, 0));
     fs::write(place.path("pipe"), "").unwrap();
@@ -285,17 +280,13 @@ fn large() -> Place {
 
 /// Waits until the journal of the token file `out` has a line that contains `text`.
 fn wait_for(place: &Place, text: &str) {
-    let (path, start) = (place.path("out.prepare/journal.jsonl"), Instant::now());
-    while !fs::read_to_string(&path).is_ok_and(|journal| journal.contains(text)) {
-        assert!(start.elapsed() < Duration::from_secs(60), "no {text}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let journal = || fs::read_to_string(place.path("out.prepare/journal.jsonl"));
+    wait_until(PATIENCE, text, || journal().is_ok_and(|journal| journal.contains(text)));
 }
 
 #[cfg(unix)]
 fn interrupt(child: &std::process::Child) {
-    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
-    assert!(kill.unwrap().success());
+    success(Command::new("kill").args(["-INT", &child.id().to_string()]));
 }
 
 #[cfg(unix)]
@@ -311,12 +302,8 @@ fn an_interrupted_download_stops_at_once_and_goes_on_without_files_that_were_use
         // The second file breaks off, and the connections after it never answer.
         let first = place.server.behaviour.lock().unwrap().files["a.jsonl"].len();
         place.server.set(|server| server.breaks_after = Some(first + 100_000));
-        let output = place.output(&line);
-        let text = String::from_utf8(output.stderr).unwrap();
-        assert!(
-            output.status.code() == Some(1) && text.contains("run the same command again"),
-            "{text}"
-        );
+        let text = place.fail(&line);
+        assert!(text.contains("run the same command again"), "{text}");
         place.server.set(|server| {
             server.breaks_after = None;
             server.stalls = true;
@@ -337,13 +324,8 @@ fn an_interrupted_download_stops_at_once_and_goes_on_without_files_that_were_use
         place.server.log();
         place.run(&line);
         assert_eq!(place.tokens("out"), expected);
-        let again = place
-            .server
-            .log()
-            .iter()
-            .filter(|line| line.contains("/resolve/") && line.contains("a.jsonl"))
-            .count();
-        assert_eq!(again, 0);
+        let is_again = |line: &String| line.contains("/resolve/") && line.contains("a.jsonl");
+        assert!(!place.server.log().iter().any(is_again));
         assert!(!place.path("out.prepare").exists());
     }
 }
@@ -374,14 +356,13 @@ fn a_dataset_that_moved_on_is_named_with_the_commit_to_go_on_with() {
     };
     let first = place.server.behaviour.lock().unwrap().files["a.jsonl"].len();
     place.server.set(|server| server.breaks_after = Some(first + 1000));
-    assert_eq!(place.output(&line("")).status.code(), Some(1));
+    place.fail(&line(""));
     let moved = "f".repeat(40);
     place.server.set(|server| {
         server.breaks_after = None;
         server.commit = Some(moved.clone());
     });
-    let output = place.output(&line(""));
-    let text = String::from_utf8(output.stderr).unwrap();
+    let text = place.fail(&line(""));
     let expected = format!(
         "error: out.prepare: holds what an interrupted preparation has done, and since then the dataset {ID} was at commit \
          {COMMIT} and is now at {moved}: name {ID}@{COMMIT} to continue, or begin anew with --begin-anew\n"
@@ -401,9 +382,8 @@ fn a_full_disk_is_one_sentence_and_the_download_resumes() {
     let mut command = Command::new("sh");
     command.current_dir(place.dir.path()).args(["-c", &script, "sh"]).args(line.split_whitespace());
     command.env("HF_ENDPOINT", &place.server.endpoint).env("HF_HOME", place.path("home"));
-    let output = command.output().unwrap();
-    let text = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.code() == Some(1) && text.lines().count() == 1, "{text}");
+    let (_, text) = exits(&mut command, 1);
+    assert_eq!(text.lines().count(), 1, "{text}");
     assert!(text.starts_with("error: org/tiny: no space for a.jsonl, of "), "{text}");
     assert!(text.contains("free some, then the same command resumes the download"), "{text}");
     place.run(&line);

@@ -3,12 +3,13 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
 
 use assert_cmd::Command;
 use moh_data::{TokenFile, TokenizerFile, TokenizerMatch};
+use moh_testkit::small_tokenizer::END_OF_TEXT;
+use moh_testkit::texts::prepare_text;
 use moh_text::TextTokenizer;
-use moh_text::prepare::{AppendEos, Prepare, prepare};
+use moh_text::prepare::AppendEos;
 use serde_json::{Value, json};
 
 /// The tokenizer of the quickstart.
@@ -46,10 +47,8 @@ fn token_file(dir: &Path, tokenizer: &TextTokenizer) -> PathBuf {
     let lines: String =
         [10, 5000, 300].map(|length| format!("{}\n", json!({"text": text(length)}))).concat();
     fs::write(dir.join("a.jsonl"), lines).unwrap();
-    let (inputs, prefix) = ([dir.join("a.jsonl")], dir.join("a"));
-    let append_eos = AppendEos::Token("<|end_of_text|>");
-    let options = Prepare { append_eos, ..Prepare::new(tokenizer, &inputs, &prefix) };
-    prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
+    let (text, prefix, end) = (dir.join("a.jsonl"), dir.join("a"), AppendEos::Token(END_OF_TEXT));
+    prepare_text(tokenizer.path(), &text, &prefix, end);
     prefix
 }
 
@@ -103,20 +102,10 @@ fn the_content_of_recorded_files_stays_comparable() {
     let dir = tempfile::tempdir().unwrap();
     let content = changed(dir.path(), "original", |_| {}).content().unwrap();
     let content: Value = serde_json::to_value(content).unwrap();
-    let parts: Vec<&String> = content.as_object().unwrap().keys().collect();
-    assert_eq!(
-        parts.iter().map(|part| part.as_str()).collect::<Vec<_>>(),
-        [
-            "added_tokens",
-            "decoder",
-            "merges",
-            "model",
-            "normalizer",
-            "post_processor",
-            "pre_tokenizer",
-            "vocabulary"
-        ]
-    );
+    let parts: Vec<&str> = content.as_object().unwrap().keys().map(String::as_str).collect();
+    let expected =
+        "added_tokens decoder merges model normalizer post_processor pre_tokenizer vocabulary";
+    assert_eq!(parts.join(" "), expected);
     let null = blake3::hash(b"null").to_hex().to_string();
     assert_eq!(content["normalizer"], null);
     assert_eq!(content["model"], blake3::hash(MODEL.as_bytes()).to_hex().to_string());

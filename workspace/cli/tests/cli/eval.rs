@@ -9,10 +9,11 @@ use moh_model::HeadCounts;
 use moh_report::head_measures::HeadDocument;
 use moh_testkit::options::take_negative_numbers;
 use moh_testkit::programs::{
-    VOCABULARY, edit_config, failure, fixtures, names, program, stderr, stdout, success, trainable,
-    uniform, workplace, write_moh, write_tokenizer, write_tokens,
+    VOCABULARY, edit_config, exits, failure, fixtures, names, program, success, trainable, uniform,
+    workplace, write_moh, write_tokenizer, write_tokens,
 };
 use moh_testkit::texts::prepare_text;
+use moh_text::prepare::AppendEos;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
@@ -56,10 +57,11 @@ fn a_uniform_model_has_the_loss_of_its_vocabulary() {
                     bits per byte  - (the model has no tokenizer)\ntokens         297\n";
     assert_eq!(text, expected);
     // The model's context, 64 tokens, if no length is given.
-    let output = moh_eval(dir.path(), "loss --model source --data text").output().unwrap();
-    assert!(stdout(&output).ends_with("tokens         315\n"), "{output:?}");
+    let (text, told_beside) =
+        exits(&mut moh_eval(dir.path(), "loss --model source --data text"), 0);
+    assert!(text.ends_with("tokens         315\n"), "{text}");
     let remark = "windows of 64 tokens, the model's context; --sequence-length changes that\n";
-    assert_eq!(stderr(&output), remark);
+    assert_eq!(told_beside, remark);
     let text = told(dir.path(), &format!("{line} --dtype bf16"));
     assert!((printed(&text, "loss") - 37f64.ln()).abs() < 1e-6, "{text}");
     // Bits per byte count the bytes of the targets.
@@ -261,10 +263,7 @@ fn ids_that_do_not_fit_are_refused() {
     assert_eq!(message, "out: already exists: choose another name, or replace it with --force");
     assert_eq!(fs::read(dir.path().join("out")).unwrap(), b"theirs");
     told(dir.path(), &format!("{line} --force"));
-    success(&mut moh_eval(
-        dir.path(),
-        "logits --model source --ids ids.json --out new/directory/out",
-    ));
+    told(dir.path(), "logits --model source --ids ids.json --out new/directory/out");
     assert!(dir.path().join("new/directory/out").is_file());
 }
 
@@ -274,11 +273,11 @@ fn windows_have_at_most_2048_tokens_unless_told_otherwise() {
     write_tokens(&dir.path().join("text"), VOCABULARY, 100, 1);
     write_tokens(&dir.path().join("long"), VOCABULARY, 5000, 1);
     edit_config(dir.path(), |config| config["max_position_embeddings"] = (1u64 << 40).into());
-    let output = moh_eval(dir.path(), "loss --model source --data long").output().unwrap();
-    assert!(stdout(&output).ends_with("tokens         4094\n"), "{output:?}");
+    let (text, told) = exits(&mut moh_eval(dir.path(), "loss --model source --data long"), 0);
+    assert!(text.ends_with("tokens         4094\n"), "{text}");
     let remark =
         "windows of 2048 tokens, of the model's context of 1099511627776; --sequence-length";
-    assert!(stderr(&output).starts_with(remark), "{output:?}");
+    assert!(told.starts_with(remark), "{told}");
     // A window beyond the text is refused before it takes memory.
     for (option, needed) in [("", "2048"), (" --sequence-length 1099511627776", "1099511627776")] {
         let message = refused(dir.path(), &format!("loss --model source --data text{option}"), 1);
@@ -348,8 +347,7 @@ fn a_limit_takes_windows_spread_over_the_file() {
     assert_eq!((two.0, all.0), (2, 33));
     assert_eq!(loss("--data text --limit 2"), two);
     assert_eq!(loss("--data text --limit 99"), all);
-    let mut none = moh_eval(dir.path(), "loss --model source --data text --limit 0");
-    assert_eq!(none.output().unwrap().status.code(), Some(2));
+    exits(&mut moh_eval(dir.path(), "loss --model source --data text --limit 0"), 2);
 }
 
 #[test]
@@ -430,13 +428,13 @@ fn token_files_and_models_that_do_not_fit_are_refused() {
         );
         assert!(message.contains("must be 2 to 64, the model's context length"), "{message}");
     }
-    let line = "loss --model source --data text --sequence-length many";
-    assert_eq!(moh_eval(root, line).output().unwrap().status.code(), Some(2));
+    exits(&mut moh_eval(root, "loss --model source --data text --sequence-length many"), 2);
 
     write_tokenizer(&root.join("source"), "w0");
     write_tokenizer(&root.join("other"), "w1");
     fs::write(root.join("words.txt"), "w1 w2 w3 ".repeat(40)).unwrap();
-    prepare_text(&root.join("other"), &root.join("words.txt"), &root.join("theirs"));
+    let (words, theirs) = (root.join("words.txt"), root.join("theirs"));
+    prepare_text(&root.join("other"), &words, &theirs, AppendEos::Never);
     let message = refused(root, "loss --model source --data theirs --sequence-length 10", 1);
     assert!(message.starts_with("theirs.json: prepared with another tokenizer"), "{message}");
     fs::write(root.join("source/tokenizer.json"), b"{\xff}").unwrap();
@@ -457,7 +455,7 @@ fn each_help_has_an_example() {
         let text = told(dir.path(), line);
         assert!(text.contains("Example") && text.contains("\n  moh-eval "), "{text}");
     }
-    assert_eq!(moh_eval(dir.path(), "none").output().unwrap().status.code(), Some(2));
+    exits(&mut moh_eval(dir.path(), "none"), 2);
 }
 
 #[test]
@@ -468,7 +466,7 @@ fn the_stories_of_the_fixtures_have_their_known_loss() {
     let (model, stories) =
         (fixtures.join("stories260K"), fixtures.join("data/stories-valid.jsonl"));
     // The known loss is that of stories without an end-of-text token.
-    prepare_text(&model, &stories, &dir.path().join("valid"));
+    prepare_text(&model, &stories, &dir.path().join("valid"), AppendEos::Never);
     let mut command = moh_eval(dir.path(), "loss --data valid --sequence-length 256");
     let text = success(command.arg("--model").arg(model));
     // shared/fixtures/README.md: windows of 256 tokens with 255 targets each.

@@ -8,8 +8,8 @@ use moh_kernels::Cpu;
 use moh_model::Generator;
 use moh_testkit::options::take_negative_numbers;
 use moh_testkit::programs::{
-    VOCABULARY, WORDS, edit_config, edit_weights, failure, fixtures, program, stderr, stdout,
-    success, workplace, write_moh, write_tokenizer,
+    VOCABULARY, WORDS, edit_config, edit_weights, exits, failure, fixtures, program, success,
+    workplace, write_moh, write_tokenizer,
 };
 use serde_json::Value;
 
@@ -29,9 +29,7 @@ fn moh_generate(dir: &Path, options: &[&str]) -> Command {
 
 /// Standard output and error of that command.
 fn told(dir: &Path, options: &[&str]) -> (String, String) {
-    let output = moh_generate(dir, options).output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    (stdout(&output), stderr(&output))
+    exits(&mut moh_generate(dir, options), 0)
 }
 
 /// A model in `source` whose tokenizer has fewer words than its vocabulary has rows.
@@ -195,8 +193,7 @@ fn prompts_come_from_files_and_standard_input() {
     assert_eq!(success(with("-").stdin(input)), expected);
     let message = failure(dir.path(), &mut with("none.txt"), 1);
     assert!(message.starts_with("--prompt-file none.txt: "), "{message}");
-    let output = with("prompt.txt").args(["--prompt", "w1"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(2), "one prompt");
+    exits(with("prompt.txt").args(["--prompt", "w1"]), 2);
 }
 
 #[test]
@@ -214,8 +211,8 @@ fn a_message_is_answered_in_the_chat_template() {
     let continued = success(&mut of_source(dir.path(), &["--max-tokens", "9", "--prompt", prompt]));
     assert_eq!(continued.strip_prefix(prompt).unwrap().trim(), answer.trim());
     assert_eq!(answer.split_whitespace().count(), 9);
-    let output = moh_generate(dir.path(), &["--system", "w7"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(2), "a system message without --chat");
+    // A system message without --chat.
+    exits(&mut moh_generate(dir.path(), &["--system", "w7"]), 2);
 }
 
 #[test]
@@ -235,7 +232,7 @@ fn a_closed_standard_error_does_not_panic() {
     for (prompt, code) in [("w1 w2 w3", 0), ("", 1)] {
         let full = fs::File::options().write(true).open("/dev/full").unwrap();
         let mut command = of_source(dir.path(), &["--max-tokens", "2", "--prompt", prompt]);
-        assert_eq!(command.stderr(full).output().unwrap().status.code(), Some(code), "{prompt}");
+        exits(command.stderr(full), code);
     }
 }
 
@@ -280,9 +277,7 @@ fn wrong_usage_exits_with_two_and_the_help_has_an_example() {
         &["--max-tokens", "-1"],
         &["--none"],
     ] {
-        let output = moh_generate(dir.path(), options).output().unwrap();
-        assert_eq!(output.status.code(), Some(2), "{options:?}");
-        assert!(output.stdout.is_empty());
+        assert_eq!(exits(&mut moh_generate(dir.path(), options), 2).0, "", "{options:?}");
     }
     let negative = failure(dir.path(), &mut moh_generate(dir.path(), &["--temperature", "-1"]), 2);
     assert_eq!(negative, "--temperature -1: must be at least 0");
@@ -297,8 +292,7 @@ fn a_gpu_is_refused_by_a_build_without() {
     let message = failure(dir.path(), &mut moh_generate(dir.path(), &["--device", "cuda"]), 1);
     let expected = "--device cuda: this build supports the CPU only: build it with --features cuda";
     assert_eq!(message, expected);
-    let output = moh_generate(dir.path(), &["--device", "gpu"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(2));
+    exits(&mut moh_generate(dir.path(), &["--device", "gpu"]), 2);
 }
 
 #[test]

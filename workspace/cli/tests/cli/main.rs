@@ -9,3 +9,6 @@ mod data_remote;
 mod data_tokenizer_identity;
 mod eval;
 mod generate;
+
+/// How long a test waits for what another process does.
+const PATIENCE: std::time::Duration = std::time::Duration::from_secs(60);

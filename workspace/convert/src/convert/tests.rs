@@ -20,6 +20,21 @@ fn model(dir: &Path, dtype: DType, tied: bool) -> PathBuf {
     path
 }
 
+/// A directory with such a model of f32.
+fn place() -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path(), DType::F32, false);
+    (dir, source)
+}
+
+/// The values of a tensor.
+fn values(files: &WeightFiles, name: &str) -> Vec<f32> {
+    let tensor = files.get(name).unwrap();
+    let mut values = vec![0.0; tensor.shape.iter().product()];
+    files.read_f32(name, &mut values).unwrap();
+    values
+}
+
 fn go(options: &ConversionOptions) -> Result<Receipt, Error> {
     convert(options, &mut |_| ControlFlow::Continue(()))?.publish()
 }
@@ -69,8 +84,7 @@ fn conversion_changes_no_weight() {
 #[test]
 fn layers_have_the_counts_that_they_are_given() {
     let counts = |list: [usize; 3]| list.into_iter().collect::<HeadCounts>();
-    let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), DType::F32, false);
+    let (dir, source) = place();
     let shared_heads = || Some(counts([8, 2, 5]).into());
     let moh = |shared_heads, active| {
         TargetAttention::Moh(HeadRequest { router: None, shared_heads, active: Some(active) })
@@ -108,8 +122,7 @@ fn layers_have_the_counts_that_they_are_given() {
 
 #[test]
 fn a_routed_source_keeps_its_counts() {
-    let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), DType::F32, false);
+    let (dir, source) = place();
     let half = TargetAttention::Moh(HeadRequest {
         active: Some(Active::Share(0.5)),
         ..HeadRequest::default()
@@ -189,8 +202,7 @@ fn back_to_dense_gives_the_source() {
 
 #[test]
 fn the_element_type_changes_on_request() {
-    let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), DType::F32, false);
+    let (dir, source) = place();
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         let out = dir.path().join(dtype.torch_name());
         let receipt =
@@ -201,10 +213,7 @@ fn the_element_type_changes_on_request() {
         assert_eq!(config(&out)["torch_dtype"], dtype.torch_name());
         let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
         for name in from.names() {
-            let elements = from.get(name).unwrap().bytes.len() / 4;
-            let (mut a, mut b) = (vec![0.0; elements], vec![0.0; elements]);
-            from.read_f32(name, &mut a).unwrap();
-            to.read_f32(name, &mut b).unwrap();
+            let (a, b) = (values(&from, name), values(&to, name));
             let smallest = 2f32.powi(-25); // half of f16's
             let tolerance = 1.0 / 256.0; // half a unit in bf16's last place
             assert!(
@@ -232,8 +241,7 @@ fn poke(source: &Path, name: &str, element: usize, value: f32) {
 
 #[test]
 fn weights_that_are_not_finite_are_named_and_nothing_is_left() {
-    let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), DType::F32, false);
+    let (dir, source) = place();
     let name = "model.layers.1.mlp.up_proj.weight";
     poke(&source, name, 7, f32::NAN);
     let message =
@@ -256,8 +264,7 @@ fn weights_that_are_not_finite_are_named_and_nothing_is_left() {
 
 #[test]
 fn an_interruption_leaves_nothing() {
-    let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), DType::F32, false);
+    let (dir, source) = place();
     let options = ConversionOptions::new(&source, dir.path().join("out"));
     let mut pieces = 0;
     let error = convert(&options, &mut |_| {
@@ -271,8 +278,7 @@ fn an_interruption_leaves_nothing() {
 
 #[test]
 fn a_conversion_that_fails_verification_replaces_nothing() {
-    let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), DType::F32, false);
+    let (dir, source) = place();
     let out = dir.path().join("out");
     go(&ConversionOptions { dtype: Some(DType::F16), ..ConversionOptions::new(&source, &out) })
         .unwrap();
@@ -302,8 +308,7 @@ fn a_conversion_that_fails_verification_replaces_nothing() {
 
 #[test]
 fn verification_measures_against_the_source_in_its_own_type() {
-    let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), DType::F32, false);
+    let (dir, source) = place();
     let out = dir.path().join("out");
     let options =
         ConversionOptions { dtype: Some(DType::BF16), ..ConversionOptions::new(&source, &out) };
@@ -313,10 +318,7 @@ fn verification_measures_against_the_source_in_its_own_type() {
     let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
     let mut largest = 0f64;
     for name in from.names() {
-        let elements = from.get(name).unwrap().bytes.len() / 4;
-        let (mut a, mut b) = (vec![0.0; elements], vec![0.0; elements]);
-        from.read_f32(name, &mut a).unwrap();
-        to.read_f32(name, &mut b).unwrap();
+        let (a, b) = (values(&from, name), values(&to, name));
         let differences = a.iter().zip(&b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
         largest = differences.fold(largest, f64::max);
     }
@@ -328,8 +330,7 @@ fn verification_measures_against_the_source_in_its_own_type() {
 
 #[test]
 fn a_tied_source_with_a_head_of_its_own_is_written_untied() {
-    let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), DType::F32, false);
+    let (dir, source) = place();
     let text = fs::read_to_string(source.join("config.json")).unwrap();
     let tied = text.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
     assert_ne!(text, tied);
@@ -346,8 +347,7 @@ fn a_tied_source_with_a_head_of_its_own_is_written_untied() {
 
 #[test]
 fn the_source_is_never_replaced() {
-    let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), DType::F32, false);
+    let (dir, source) = place();
     for out in [source.clone(), dir.path().to_path_buf()] {
         let options = ConversionOptions { force: true, ..ConversionOptions::new(&source, out) };
         assert!(go(&options).unwrap_err().to_string().contains("holds the source model"));
@@ -371,9 +371,7 @@ fn padding_adds_mean_rows_to_both_ends() {
         for name in [EMBEDDING, OUTPUT_HEAD].into_iter().take(if tied { 1 } else { 2 }) {
             let old = from.get(name).unwrap().bytes;
             assert_eq!(&to.get(name).unwrap().bytes[..old.len()], old);
-            let (mut rows, mut grown) = (vec![0.0; 37 * 24], vec![0.0; 48 * 24]);
-            from.read_f32(name, &mut rows).unwrap();
-            to.read_f32(name, &mut grown).unwrap();
+            let (rows, grown) = (values(&from, name), values(&to, name));
             for row in grown[37 * 24..].chunks_exact(24) {
                 for (column, value) in row.iter().enumerate() {
                     let sum: f64 =
@@ -431,10 +429,9 @@ fn counts_that_do_not_fit_are_refused() {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn the_fixtures_convert() {
-    let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
     for name in ["stories260K", "stories260K-sharded-bf16", "tiny-h8kv2"] {
         let dir = tempfile::tempdir().unwrap();
-        let (source, out) = (fixtures.join(name), dir.path().join("out"));
+        let (source, out) = (moh_testkit::programs::fixtures().join(name), dir.path().join("out"));
         let receipt = go(&ConversionOptions::new(&source, &out)).unwrap();
         assert_eq!(receipt.num_unchanged(), receipt.tensors.len());
         for entry in fs::read_dir(&source).unwrap() {

@@ -210,9 +210,7 @@ proptest::proptest! {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn the_fixtures_tokenizer_spells_with_and_without_a_space() {
-    let dir =
-        Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures/stories260K"));
-    let old = load(dir).unwrap();
+    let old = load(&moh_testkit::programs::fixtures().join("stories260K")).unwrap();
     let speller = Speller::new(&old);
     let text =
         |ids: Vec<u32>| -> String { ids.iter().map(|id| old.id_to_token(*id).unwrap()).collect() };

@@ -2,27 +2,27 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Output;
 
-use assert_cmd::Command;
 use moh_data::{TokenFile, Windows};
 use moh_hf::StoredModel;
 use moh_kernels::Cpu;
 use moh_model::Model;
 use moh_step::{EvaluationText, Evaluator};
+use moh_testkit::programs::exits;
 use serde_json::{Value, json};
+
+use crate::moh_convert;
 
 fn quickstart() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart")
 }
 
-/// Converts the quickstart's model to `out`.
-fn convert(dir: &Path, arguments: &[&str]) -> Output {
-    let program = moh_testkit::programs::program(env!("CARGO_BIN_EXE_moh-convert"), dir);
+/// Converts the quickstart's model to `out`, with this exit code; what it prints.
+#[track_caller]
+fn convert(dir: &Path, arguments: &[&str], code: i32) -> (String, String) {
     let from = quickstart();
-    let mut command = Command::from_std(program);
-    command.args(["--from", from.to_str().unwrap(), "--out", "out"]);
-    command.args(arguments).output().unwrap()
+    let mut command = moh_convert(dir, &["--from", from.to_str().unwrap(), "--out", "out"]);
+    exits(command.args(arguments), code)
 }
 
 /// Converts it with these words and so many calibration tokens of the voyage, and writes a receipt; what it prints.
@@ -32,9 +32,7 @@ fn calibrated(dir: &Path, words: &str, tokens: &str) -> String {
     let mut arguments: Vec<&str> = words.split_whitespace().collect();
     arguments.extend(["--receipt", "receipt.json", "--calibration", text.to_str().unwrap()]);
     arguments.extend(["--calibration-tokens", tokens]);
-    let output = convert(dir, &arguments);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
+    convert(dir, &arguments, 0).0
 }
 
 fn json(path: &Path) -> Value {
@@ -63,9 +61,7 @@ fn refused(arguments: &[&str], code: i32) -> String {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("short.txt"), "A fisherman sailed out.").unwrap();
     fs::write(dir.path().join("bad.jsonl"), "{\"text\": \"a\"}\n{\"title\": \"b\"}\n").unwrap();
-    let output = convert(dir.path(), arguments);
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(code), "{stderr}");
+    let (_, stderr) = convert(dir.path(), arguments, code);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "{stderr}");
     stderr
 }
@@ -109,11 +105,9 @@ fn measured_heads_and_projections_lose_less() {
     );
 
     // What is converted to dense again is another model.
-    let program = moh_testkit::programs::program(env!("CARGO_BIN_EXE_moh-convert"), dir.path());
     let arguments = ["--from", "out", "--attention", "dense", "--out", "dense"];
-    let output = Command::from_std(program).args(arguments).output().unwrap();
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success() && stderr.contains("is another model than"), "{stderr}");
+    let (_, stderr) = exits(&mut moh_convert(dir.path(), &arguments), 0);
+    assert!(stderr.contains("is another model than"), "{stderr}");
     assert_eq!(json(&dir.path().join("dense/config.json")).get("moh_output_refitted"), None);
     let card = fs::read_to_string(dir.path().join("dense/README.md")).unwrap();
     assert!(
@@ -141,8 +135,7 @@ fn the_given_heads_and_weights_can_stay() {
 fn heads_may_be_named_without_a_measurement() {
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--shared", "0,1;1,2;0,1;0,1;0,1;7", "--routed-top-k", "3"];
-    let output = convert(dir.path(), &arguments);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    convert(dir.path(), &arguments, 0);
     let config = json(&dir.path().join("out/config.json"));
     assert_eq!(config["moh_shared_head_ids"], json!([[0, 1], [1, 2], [0, 1], [0, 1], [0, 1], [7]]));
 }
@@ -150,8 +143,7 @@ fn heads_may_be_named_without_a_measurement() {
 #[test]
 fn matrices_of_a_router_are_added_as_zeros() {
     let dir = tempfile::tempdir().unwrap();
-    let output = convert(dir.path(), &["--router", "two-stage"]);
-    let stdout = String::from_utf8(output.stdout).unwrap();
+    let (stdout, _) = convert(dir.path(), &["--router", "two-stage"], 0);
     assert!(
         stdout.contains("56 of 68 unchanged, bit by bit, 12 of routers added, zeros"),
         "{stdout}"

@@ -1,45 +1,27 @@
 //! `moh-convert` as a user runs it: what it writes, and one sentence for every bad input.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::process::Command;
 
-use assert_cmd::Command;
 use moh_hf::{ConfigFile, write_random_model};
 use moh_kernels::DType;
-use moh_testkit::programs::{names, workplace};
+use moh_testkit::programs::{exits, names, workplace};
 use serde_json::{Value, json};
 
-/// The command in a directory, away from the user's own hub settings.
-fn moh_convert(dir: &Path) -> Command {
-    Command::from_std(moh_testkit::programs::program(env!("CARGO_BIN_EXE_moh-convert"), dir))
-}
-
-/// Runs, expects exit code 1 and one line on stderr, and that nothing was left behind.
-fn failure(dir: &Path, arguments: &[&str]) -> String {
-    let before = names(dir);
-    let output = moh_convert(dir).args(arguments).output().unwrap();
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(1), "{stderr}");
-    assert!(output.stdout.is_empty());
-    assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
-    assert!(stderr.starts_with("error: "), "{stderr}");
-    assert_eq!(names(dir), before, "{stderr}");
-    stderr["error: ".len()..].trim_end().to_string()
-}
+use crate::{PROGRAM, converted, failure, moh_convert};
 
 #[test]
 fn every_option_takes_a_negative_number_for_its_value() {
     let dir = workplace();
-    let program = env!("CARGO_BIN_EXE_moh-convert");
-    assert!(moh_testkit::options::take_negative_numbers(program, &[], dir.path()) >= 12);
+    assert!(moh_testkit::options::take_negative_numbers(PROGRAM, &[], dir.path()) >= 12);
     for (option, value, code, expected) in [
         ("--active", "-0.5", 1, "--active -0.5: must be a share of the heads, 0 to 1"),
         ("--shared-heads", "-1,2", 2, "expected an integer of at least 0, or one for each layer"),
     ] {
-        let mut command = moh_convert(dir.path());
-        let output = command.args(["--from", "source", option, value]).output().unwrap();
-        let text = String::from_utf8(output.stderr).unwrap();
-        assert!(text.contains(expected) && output.status.code() == Some(code), "{text}");
+        let mut command = moh_convert(dir.path(), &["--from", "source", option, value]);
+        let (_, text) = exits(&mut command, code);
+        assert!(text.contains(expected), "{text}");
     }
 }
 
@@ -47,10 +29,8 @@ fn every_option_takes_a_negative_number_for_its_value() {
 fn a_model_is_converted_beside_its_receipt() {
     let dir = workplace();
     let arguments = ["--from", "source", "--max-shard-size", "9KB", "--receipt", "receipt.json"];
-    let output = moh_convert(dir.path()).args(arguments).output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    assert!(output.stderr.is_empty());
-    let stdout = String::from_utf8(output.stdout).unwrap();
+    let (stdout, stderr) = exits(&mut moh_convert(dir.path(), &arguments), 0);
+    assert_eq!(stderr, "");
     let expected = "\
 ./source-MoH
   heads            4 shared + 2 of 4 routed = 6 of 8 active
@@ -98,8 +78,7 @@ fn another_implementation_agrees_with_the_output() {
         let source = dir.path().join("source");
         write_random_model(&source, &file, DType::F32, u64::MAX, 1).unwrap();
         let arguments = ["--from", "source", "--dtype", dtype, "--pad-vocab-to", "8", "--verify"];
-        let output = moh_convert(dir.path()).args(arguments).output().unwrap();
-        let stdout = String::from_utf8(output.stdout).unwrap();
+        let stdout = converted(dir.path(), &arguments);
         assert!(
             stdout.contains("candle           its logits of the last token are within"),
             "{stdout}"
@@ -128,14 +107,13 @@ fn a_gpu_is_refused_by_a_build_without() {
 fn the_other_options_reach_the_output() {
     let dir = workplace();
     let line = "--from source --shared-heads 2 --routed-top-k 3 --dtype bf16 --pad-vocab-to 64 --out deep/er/out";
-    moh_convert(dir.path()).args(line.split(' ')).assert().success();
+    converted(dir.path(), &line.split(' ').collect::<Vec<_>>());
     let file = ConfigFile::read(&dir.path().join("deep/er/out")).unwrap();
     let moh = file.config.moh.unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (2.into(), 3.into()));
     assert_eq!(file.config.vocab_size, 64);
     assert_eq!(file.fields["torch_dtype"], "bfloat16");
-    let arguments = ["--from", "deep/er/out", "--attention", "dense"];
-    moh_convert(dir.path()).args(arguments).assert().success();
+    converted(dir.path(), &["--from", "deep/er/out", "--attention", "dense"]);
     let dense = ConfigFile::read(&dir.path().join("out-Dense")).unwrap();
     assert_eq!(dense.config.moh, None);
 }
@@ -143,9 +121,8 @@ fn the_other_options_reach_the_output() {
 #[test]
 fn counts_that_differ_by_layer_are_converted_and_shown() {
     let dir = workplace();
-    let arguments = ["--from", "source", "--shared-heads", "8,2", "--routed-top-k", "0,3"];
-    let output = moh_convert(dir.path()).args(arguments).arg("--verify").output().unwrap();
-    let stdout = String::from_utf8(output.stdout).unwrap();
+    let heads = ["--shared-heads", "8,2", "--routed-top-k", "0,3"];
+    let stdout = converted(dir.path(), &[&["--from", "source", "--verify"], &heads[..]].concat());
     let line = "  heads            2-8 shared + 0-3 of 0-6 routed = 5-8 of 8 active, by layer\n";
     assert!(stdout.contains(line), "{stdout}");
     let config = ConfigFile::read(&dir.path().join("source-MoH")).unwrap().config;
@@ -157,9 +134,7 @@ fn a_share_that_no_count_meets_says_what_it_became() {
     let dir = workplace();
     let lines = |active: &str| {
         let arguments = ["--from", "source", "--active", active, "--out", active];
-        let output = moh_convert(dir.path()).args(arguments).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        let stdout = String::from_utf8(output.stdout).unwrap();
+        let stdout = converted(dir.path(), &arguments);
         stdout.lines().skip(1).take(2).map(|line| line.trim().to_string()).collect::<Vec<_>>()
     };
     let [heads, became] = lines("0.8").try_into().unwrap();
@@ -173,16 +148,14 @@ fn a_share_that_no_count_meets_says_what_it_became() {
 #[test]
 fn help_shows_an_example_and_usage_errors_exit_with_2() {
     let dir = tempfile::tempdir().unwrap();
-    let help = moh_convert(dir.path()).arg("--help").output().unwrap();
-    assert!(help.status.success());
-    let text = String::from_utf8(help.stdout).unwrap();
+    let text = converted(dir.path(), &["--help"]);
     let example = "moh-convert --from recipes/quickstart --active 0.75 --out quickstart-MoH";
     assert!(text.contains(example), "{text}");
     // As pasted, but for the directory that it writes.
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let out = dir.path().join("quickstart-MoH");
     let arguments = ["--from", "recipes/quickstart", "--active", "0.75", "--out"];
-    moh_convert(root).args(arguments).arg(&out).assert().success();
+    exits(moh_convert(root, &arguments).arg(&out), 0);
     assert_eq!(ConfigFile::read(&out).unwrap().config.active_heads(), 6.into());
     for arguments in [
         &[][..],
@@ -195,7 +168,7 @@ fn help_shows_an_example_and_usage_errors_exit_with_2() {
         &["--from", "x", "--dtype", "f8"],
         &["--from", "x", "--frm", "y"],
     ] {
-        moh_convert(dir.path()).args(arguments).assert().code(2);
+        exits(&mut moh_convert(dir.path(), arguments), 2);
     }
 }
 
@@ -231,8 +204,8 @@ fn a_destination_in_use_is_kept_unless_forced() {
     assert!(failure(dir.path(), &forced).contains("only a model directory is replaced"));
     assert_eq!(fs::read_to_string(out.join("notes")).unwrap(), "mine");
     fs::remove_file(out.join("notes")).unwrap();
-    moh_convert(dir.path()).args(arguments).assert().success();
-    moh_convert(dir.path()).args(forced).assert().success();
+    converted(dir.path(), &arguments);
+    converted(dir.path(), &forced);
     assert_eq!(names(dir.path()), ["out", "source"]);
 }
 
@@ -247,7 +220,7 @@ fn a_receipt_is_checked_before_the_conversion() {
     let message = failure(dir.path(), &with("mine.json"));
     assert!(message.contains("exists: choose another file, or --force to replace it"), "{message}");
     assert_eq!(fs::read_to_string(dir.path().join("mine.json")).unwrap(), "mine");
-    moh_convert(dir.path()).args(with("mine.json")).arg("--force").assert().success();
+    converted(dir.path(), &[&with("mine.json")[..], &["--force"]].concat());
     assert!(fs::read_to_string(dir.path().join("mine.json")).unwrap().starts_with('{'));
 }
 
@@ -257,7 +230,7 @@ fn the_directories_of_a_receipt_are_made_with_it() {
     let with = |out| ["--from", "source", "--out", out, "--receipt", "new/d/receipt.json"];
     let message = failure(dir.path(), &with("source"));
     assert!(message.contains("holds the source model"), "{message}");
-    moh_convert(dir.path()).args(with("out")).assert().success();
+    converted(dir.path(), &with("out"));
     let receipt = fs::read_to_string(dir.path().join("new/d/receipt.json")).unwrap();
     assert!(receipt.starts_with('{'), "{receipt}");
 }
@@ -268,7 +241,7 @@ fn element_types_have_two_names() {
     for (name, torch_name) in [("f32", "float32"), ("bf16", "bfloat16"), ("f16", "float16")] {
         for dtype in [name, torch_name] {
             let arguments = ["--from", "source", "--dtype", dtype, "--out", dtype, "--no-verify"];
-            moh_convert(dir.path()).args(arguments).assert().success();
+            converted(dir.path(), &arguments);
             let file = ConfigFile::read(&dir.path().join(dtype)).unwrap();
             assert_eq!(file.fields["torch_dtype"], torch_name);
         }
@@ -280,12 +253,10 @@ fn element_types_have_two_names() {
 #[test]
 fn a_full_disk_leaves_nothing_behind() {
     let dir = workplace();
-    let binary: PathBuf = Command::cargo_bin("moh-convert").unwrap().get_program().into();
     // 16 blocks are 8 or 16 KB, depending on the shell; the weights have 46.
-    let script = format!("ulimit -f 16; exec '{}' --from source --out out", binary.display());
-    let output = Command::new("sh").arg("-c").arg(script).current_dir(dir.path()).output().unwrap();
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    let script = format!("ulimit -f 16; exec '{PROGRAM}' --from source --out out");
+    let mut shell = Command::new("sh");
+    let (_, stderr) = exits(shell.arg("-c").arg(script).current_dir(dir.path()), 1);
     assert!(stderr.contains("model.safetensors: File too large"), "{stderr}");
     assert_eq!(names(dir.path()), ["source"]);
 }
@@ -306,9 +277,7 @@ fn a_mixture_of_head_model_comes_with_its_code_a_card_and_the_terms_of_its_sourc
     fs::write(at("source/README.md"), "---\nlicense: llama3\n---\n# Mine\n").unwrap();
     fs::write(at("source/LICENSE"), "the terms").unwrap();
     fs::write(at("source/USE_POLICY.md"), "the policy").unwrap();
-    let convert = |arguments: &[&str]| {
-        moh_convert(dir.path()).args(arguments).assert().success();
-    };
+    let convert = |arguments: &[&str]| converted(dir.path(), arguments);
     let read = |name: &str| fs::read_to_string(at(name)).unwrap();
 
     convert(&["--from", "source", "--out", "moh"]);
@@ -349,7 +318,7 @@ fn a_card_names_the_base_model_and_the_licence_of_the_readme_or_the_options() {
     let read = |name: &str| fs::read_to_string(at(name)).unwrap();
     let convert = |from: &str, out: &str, more: &[&str]| {
         let arguments = [&["--from", from, "--out", out, "--no-verify"], more].concat();
-        moh_convert(dir.path()).args(arguments).assert().success();
+        converted(dir.path(), &arguments);
         read(&format!("{out}/README.md"))
     };
     let readme =
@@ -368,6 +337,6 @@ fn a_card_names_the_base_model_and_the_licence_of_the_readme_or_the_options() {
     assert!(card.starts_with(begins), "{card}");
     assert!(convert("named", "from-named", &[]).starts_with(begins));
     for refused in [["--base-model", "/mnt/x"], ["--license", "a b"]] {
-        moh_convert(dir.path()).args(["--from", "source"]).args(refused).assert().code(2);
+        exits(moh_convert(dir.path(), &["--from", "source"]).args(refused), 2);
     }
 }

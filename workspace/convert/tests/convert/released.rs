@@ -7,14 +7,15 @@
 use std::fs;
 use std::path::Path;
 
-use assert_cmd::Command;
 use moh_hf::weight_files::{INDEX_FILE, WEIGHTS_FILE};
 use moh_hf::{ConfigFile, write_random_model};
 use moh_kernels::DType;
-use moh_testkit::programs::names;
+use moh_testkit::programs::{exits, names};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use serde_json::{Map, Value, json};
+
+use crate::{failure, moh_convert};
 
 const LAYERS: usize = 3;
 
@@ -92,13 +93,9 @@ fn the_released_model_becomes_one_of_ours() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
     write_released(&root.join("MoH-LLaMA3-8B"));
-    let mut command =
-        Command::from_std(moh_testkit::programs::program(env!("CARGO_BIN_EXE_moh-convert"), root));
     let line = "--from MoH-LLaMA3-8B --shared-heads 16 --routed-top-k 8 --out ours";
-    let output = command.args(line.split(' ')).output().unwrap();
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success() && stderr.is_empty(), "{stderr}");
-    let stdout = String::from_utf8(output.stdout).unwrap();
+    let (stdout, stderr) = exits(moh_convert(root, &[]).args(line.split(' ')), 0);
+    assert!(stderr.is_empty(), "{stderr}");
     assert!(stdout.contains("16 shared + 8 of 16 routed = 24 of 32 active"), "{stdout}");
     assert!(stdout.contains("30 of 30 unchanged, bit by bit"), "{stdout}");
     assert!(stdout.contains("logits with all heads on are equal to the source's"), "{stdout}");
@@ -140,11 +137,6 @@ fn pickled_weights_name_the_remedy() {
         }
     }
     fs::remove_file(root.join("source").join(INDEX_FILE)).unwrap();
-    let mut command =
-        Command::from_std(moh_testkit::programs::program(env!("CARGO_BIN_EXE_moh-convert"), root));
-    let output = command.args(["--from", "source"]).output().unwrap();
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(1), "{stderr}");
-    assert!(stderr.contains("its PyTorch weights (.bin, .pth) must be saved as safetensors"));
-    assert_eq!(names(root), ["source"]);
+    let message = failure(root, &["--from", "source"]);
+    assert!(message.contains("its PyTorch weights (.bin, .pth) must be saved as safetensors"));
 }

@@ -4,32 +4,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use assert_cmd::Command;
 use moh_hf::ConfigFile;
-use moh_kernels::DType;
-use moh_testkit::programs::{names, program};
-use moh_testkit::trained_run::{RECIPE, SECOND_STAGE, prepared, train};
+use moh_kernels::{DType, ElementType};
+use moh_testkit::trained_run::{prepared, train};
 use serde_json::Value;
 
-fn moh_convert(dir: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::from_std(program(env!("CARGO_BIN_EXE_moh-convert"), dir));
-    command.args(arguments);
-    command
-}
-
-fn converted(dir: &Path, arguments: &[&str]) -> String {
-    let output = moh_convert(dir, arguments).output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    String::from_utf8(output.stdout).unwrap()
-}
-
-fn failure(dir: &Path, arguments: &[&str]) -> String {
-    let before = names(dir);
-    let output = moh_convert(dir, arguments).output().unwrap();
-    assert_eq!(output.status.code(), Some(1), "{output:?}");
-    assert_eq!(names(dir), before);
-    String::from_utf8(output.stderr).unwrap()
-}
+use crate::{converted, failure};
 
 /// The files of a model directory.
 fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
@@ -40,13 +20,13 @@ fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
 
 #[test]
 fn the_model_of_a_checkpoint_is_the_runs_own_export() {
-    for dtype in ["f32", "bf16"] {
+    for dtype in [ElementType::F32, ElementType::BF16] {
         let dir = prepared();
         let place = dir.path();
         // The end of the first stage is the end of a run without the second.
-        train(place, RECIPE, dtype);
+        train(place, 1, |recipe| recipe.run.dtype = dtype);
         fs::rename(place.join("run"), place.join("first")).unwrap();
-        train(place, &format!("{RECIPE}{SECOND_STAGE}"), dtype);
+        train(place, 2, |recipe| recipe.run.dtype = dtype);
         // The origin of the run is not needed.
         fs::rename(place.join("source"), place.join("gone")).unwrap();
         converted(place, &["--from", "run", "--to", "end"]);
@@ -61,10 +41,10 @@ fn the_model_of_a_checkpoint_is_the_runs_own_export() {
         ] {
             assert!(card.contains(&format!("\n{line}\n")), "{line}\n{card}");
         }
-        assert!(files(&place.join("end")) == expected, "{dtype}");
+        assert!(files(&place.join("end")) == expected, "{dtype:?}");
         let printed = converted(place, &["--from", "run@4", "--to", "middle"]);
         assert!(printed.contains("8 shared + 0 of 0 routed = 8 of 8 active"), "{printed}");
-        assert!(files(&place.join("middle")) == files(&place.join("first/export")), "{dtype}");
+        assert!(files(&place.join("middle")) == files(&place.join("first/export")), "{dtype:?}");
         assert!(files(&place.join("middle")) != expected);
     }
 }
@@ -73,7 +53,7 @@ fn the_model_of_a_checkpoint_is_the_runs_own_export() {
 fn options_apply_to_the_model_of_a_checkpoint() {
     let dir = prepared();
     let place = dir.path();
-    train(place, &format!("{RECIPE}{SECOND_STAGE}"), "bf16");
+    train(place, 2, |recipe| recipe.run.dtype = ElementType::BF16);
     let config = |name: &str| ConfigFile::read(&place.join(name)).unwrap();
     converted(
         place,
@@ -100,7 +80,7 @@ fn options_apply_to_the_model_of_a_checkpoint() {
 fn a_damaged_or_missing_checkpoint_leaves_no_model() {
     let dir = prepared();
     let place = dir.path();
-    train(place, RECIPE, "f32");
+    train(place, 1, |_| {});
     let weights = fs::read_dir(place.join("run/checkpoints/step-3"))
         .unwrap()
         .map(|entry| entry.unwrap().path())
@@ -132,12 +112,12 @@ fn a_run_from_a_run_says_how_it_was_trained_and_keeps_the_terms() {
     let dir = prepared();
     let place = dir.path();
     fs::write(place.join("source/LICENSE"), "the terms").unwrap();
-    train(place, RECIPE, "f32");
+    train(place, 1, |_| {});
     fs::remove_dir_all(place.join("source")).unwrap();
-    let second = format!("{RECIPE}{SECOND_STAGE}")
-        .replace("DIR/run", "DIR/second")
-        .replace("DIR/source", "DIR/run@2");
-    train(place, &second, "f32");
+    train(place, 2, |recipe| {
+        recipe.run.dir = place.join("second");
+        recipe.model.from = Some(place.join("run@2").display().to_string());
+    });
     let export = files(&place.join("second/export"));
     assert_eq!(export["LICENSE"], b"the terms");
     let card = String::from_utf8(export["README.md"].clone()).unwrap();

@@ -15,11 +15,13 @@ use moh_model::{HeadCounts, Model, MohConfig, RouterKind};
 use moh_recipe::{AttentionKind, Recipe};
 use moh_step::{EvaluationText, Evaluator};
 use moh_text::TextTokenizer;
-use moh_text::prepare::{AppendEos, Prepare, prepare};
+use moh_text::prepare::AppendEos;
 use moh_train::{Event, ModelSource, Outcome, RunOptions};
 use serde_json::{Value, json};
 
+use moh_testkit::programs::fixtures;
 use moh_testkit::small_tokenizer::{END_OF_TEXT, write_tokenizer};
+use moh_testkit::texts::prepare_text;
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";
 
@@ -33,7 +35,6 @@ fn prepared() -> tempfile::TempDir {
 /// A model with its tokenizer, a tokenizer that adds two tokens to it, and text to train on by each of them.
 fn prepare_model(dir: &Path, model_type: &str, heads: usize, kv_heads: usize) {
     std::fs::write(dir.join("text.jsonl"), TEXT.repeat(20)).unwrap();
-    let inputs = [dir.join("text.jsonl")];
     let old = dir.join("model");
     write_tokenizer(&old, &[" left"]);
     let rows = TextTokenizer::load(&old).unwrap().vocab_size();
@@ -62,10 +63,8 @@ fn prepare_model(dir: &Path, model_type: &str, heads: usize, kv_heads: usize) {
     std::fs::create_dir(&new).unwrap();
     std::fs::write(new.join("tokenizer.json"), larger.to_string()).unwrap();
     for (tokenizer, prefix) in [(&new, "tokens"), (&old, "own-tokens")] {
-        let (tokenizer, prefix) = (TextTokenizer::load(tokenizer).unwrap(), dir.join(prefix));
-        let append_eos = AppendEos::Token(END_OF_TEXT);
-        let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
-        prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
+        let (text, end) = (dir.join("text.jsonl"), AppendEos::Token(END_OF_TEXT));
+        prepare_text(tokenizer, &text, &dir.join(prefix), end);
     }
 }
 
@@ -407,16 +406,11 @@ fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
 #[ignore = "needs the fixtures beside the repository"]
 fn the_stories_of_the_fixtures_keep_their_loss() {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let fixtures = repository.join("../shared/fixtures");
     let dir = tempfile::tempdir().unwrap();
-    let source = fixtures.join("stories260K");
-    let tokenizer = TextTokenizer::load(&source).unwrap();
+    let source = fixtures().join("stories260K");
     for part in ["train", "valid"] {
-        let (inputs, prefix) =
-            ([fixtures.join(format!("data/stories-{part}.jsonl"))], dir.path().join(part));
-        let append_eos = AppendEos::Never;
-        let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
-        prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
+        let text = fixtures().join(format!("data/stories-{part}.jsonl"));
+        prepare_text(&source, &text, &dir.path().join(part), AppendEos::Never);
     }
     let path = |name: &str| dir.path().join(name).display().to_string();
     let valid = windows(&dir.path().join("valid"), 256);

@@ -401,7 +401,7 @@ fn files_that_are_no_configuration_are_refused() {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn the_fixtures_configurations_are_read() {
-    let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
+    let fixtures = moh_testkit::programs::fixtures();
     let old = ConfigFile::read(&fixtures.join("stories260K")).unwrap().config;
     let new = ConfigFile::read(&fixtures.join("stories260K-sharded-bf16")).unwrap().config;
     assert_eq!(old, new);

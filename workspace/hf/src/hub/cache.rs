@@ -5,9 +5,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::Error;
 use crate::hub_cache::{SNAPSHOTS, is_contained, recorded_commit};
-
-use super::Error;
 
 /// What a repository holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

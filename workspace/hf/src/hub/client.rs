@@ -5,6 +5,7 @@ use std::io::Read;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::Error;
 use crate::hub_cache::{is_contained, is_content_address};
 use serde::Deserialize;
 use ureq::Agent;
@@ -13,8 +14,8 @@ use ureq::http::{Response, StatusCode, Uri};
 use ureq::tls::{RootCerts, TlsConfig};
 
 use super::cache::{Kind, RemoteFile};
+use super::environment;
 use super::model::no_directory;
-use super::{Error, environment};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum silence within a response.

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use crate::hub_cache::DEFAULT_REVISION;
-use crate::is_hub_id;
+use crate::{Error, is_hub_id};
 
+use super::Hub;
 use super::cache::{Kind, RemoteFile};
 use super::repository::Repository;
-use super::{Error, Hub};
 
 /// A dataset on the hub, or with `HF_HUB_OFFLINE` in the cache, at the commit that its revision has now.
 pub struct Dataset {

@@ -5,13 +5,11 @@ mod cache;
 mod client;
 mod dataset;
 mod environment;
-mod error;
 mod model;
 mod repository;
 
 pub use cache::RemoteFile;
 pub use dataset::Dataset;
-pub use error::Error;
 pub use model::{DownloadProgress, Hub};
 
 /// Reads a page of the hub's listing of a repository, for tests with hostile input.

@@ -6,15 +6,15 @@ use std::sync::atomic::AtomicBool;
 
 use crate::config_file::CONFIG_FILE;
 use crate::hub_cache::{self, DEFAULT_REVISION};
-use crate::is_terms_file;
 use crate::model_card::CARD_FILE;
 use crate::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
 use crate::weight_files::INDEX_FILE;
+use crate::{Error, is_terms_file};
 
 use super::cache::{Kind, RemoteFile};
 use super::client::Failure;
+use super::environment;
 use super::repository::Repository;
-use super::{Error, environment};
 
 /// The progress of a download, over all of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,9 +6,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+use crate::Error;
 use crate::hub_cache::is_contained;
 
-use super::Error;
 use super::cache::{Folder, Kind, RemoteFile};
 use super::client::{Client, Failure};
 

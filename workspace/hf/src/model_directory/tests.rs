@@ -1,4 +1,5 @@
 use super::*;
+use moh_testkit::programs::names;
 use std::io;
 
 fn spec(name: &str, shape: &[usize], dtype: DType) -> TensorSpec {
@@ -28,14 +29,6 @@ fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error
     write_model(out, force, &model, &mut |spec, sink| {
         content(spec).chunks(3).try_for_each(&mut *sink)
     })
-}
-
-fn names(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
 }
 
 #[test]

@@ -265,9 +265,8 @@ fn other_element_types_are_refused() {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn the_fixtures_weights_are_read() {
-    let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
     for name in ["stories260K", "stories260K-sharded-bf16", "tiny-h8kv2"] {
-        let dir = fixtures.join(name);
+        let dir = moh_testkit::programs::fixtures().join(name);
         let config = ConfigFile::read(&dir).unwrap().config;
         let files = WeightFiles::open(&dir).unwrap();
         files.check(&config).unwrap();

@@ -5,7 +5,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
-use moh_hf::hub::{Dataset, Error, Hub, RemoteFile, read_listing};
+use moh_hf::Error;
+use moh_hf::hub::{Dataset, Hub, RemoteFile, read_listing};
 
 use moh_testkit::hub_server::{Behaviour, COMMIT, ID, Server};
 

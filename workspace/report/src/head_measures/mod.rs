@@ -5,7 +5,6 @@
 //! in f64 and in an order that does not depend on the number of threads.
 
 mod document;
-mod error;
 mod features;
 mod pairs;
 mod patterns;
@@ -20,7 +19,6 @@ use moh_model::ModelConfig;
 use moh_model::router::entropy;
 use serde::{Deserialize, Serialize};
 
-pub use error::Error;
 use features::FeatureSums;
 use patterns::{PatternSums, Window};
 use served::ServedTokens;
@@ -31,6 +29,20 @@ pub use features::RANK_SHARE;
 pub use sentence::{SentenceLayer, sentence};
 pub use served::ServedToken;
 pub use walk::Source;
+
+/// An error of measuring heads; its message is one sentence: what is wrong, where, and what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file could not be read or written, or cannot be used.
+    #[error(transparent)]
+    File(#[from] moh_files::FileError),
+    /// The model could not be read or run.
+    #[error(transparent)]
+    Model(#[from] moh_model::Error),
+    /// A text or a sentence cannot be measured.
+    #[error("{0}")]
+    Invalid(String),
+}
 
 /// A text that heads are measured on.
 #[derive(Debug, Clone, PartialEq, Eq)]

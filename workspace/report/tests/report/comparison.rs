@@ -2,17 +2,18 @@
 
 use std::fs;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::{PROGRAM, compared, drawing, empty, figures, step, write_run, write_summary};
+use super::{
+    PROGRAM, compared, drawing, empty, figures, step, write_run, write_steps, write_summary,
+};
 use moh_testkit::programs::{failure, program};
 
 #[test]
 fn several_runs_are_compared() {
     let dir = empty();
     for (name, count) in [("one", 20), ("two", 30)] {
-        let steps: Vec<Value> = (1..=count).map(|n| step("adapt", n, 64 * n)).collect();
-        write_run(dir.path(), name, &steps);
+        write_steps(dir.path(), name, "adapt", count);
         let summary = json!({ "steps": count, "tokens": 64 * count, "heads": 8, "evaluations": [
             { "moment": "loaded", "step": 0, "loss": 3.0, "bits_per_byte": null },
             { "moment": { "trained": { "stage": name } }, "step": count, "loss": 2.0, "bits_per_byte": 1.0 },
@@ -69,8 +70,7 @@ fn a_run_has_the_same_look_in_all_charts() {
 fn runs_of_different_length_have_logarithmic_axes_to_choose() {
     let dir = empty();
     for (name, count) in [("short", 10), ("long", 10_000)] {
-        let steps: Vec<Value> = (1..=count).map(|n| step("adapt", n, 64 * n)).collect();
-        write_run(dir.path(), name, &steps);
+        write_steps(dir.path(), name, "adapt", count);
     }
     let page = compared(dir.path(), &["short", "long"]);
     for axes in ["axes-linear", "axes-log-tokens", "axes-log-both"] {

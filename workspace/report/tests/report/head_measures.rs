@@ -8,8 +8,7 @@ use std::ops::ControlFlow;
 use moh_kernels::Cpu;
 use moh_model::tensors::tensor_shapes;
 use moh_model::{
-    Architecture, HeadCounts, Model, ModelConfig, MohConfig, RopeConfig, RouterKind,
-    SharedHeadSets, initial,
+    Architecture, HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets, initial,
 };
 use moh_report::head_measures::Error;
 use moh_report::head_measures::{HeadReport, HeadText, measure_heads, sentence};
@@ -17,24 +16,8 @@ use moh_report::head_measures::{HeadReport, HeadText, measure_heads, sentence};
 const LENGTH: usize = 24;
 
 fn config(architecture: Architecture, moh: Option<MohConfig>) -> ModelConfig {
-    ModelConfig {
-        architecture,
-        vocab_size: 61,
-        hidden_size: 48,
-        intermediate_size: 80,
-        num_hidden_layers: 3,
-        num_attention_heads: 8,
-        num_key_value_heads: 4,
-        head_dim: 6,
-        max_position_embeddings: 64,
-        rms_norm_eps: 1e-5,
-        rope: RopeConfig { theta: 1e4, scaling: None },
-        tie_word_embeddings: true,
-        initializer_range: 0.2,
-        bos_token_id: None,
-        eos_token_ids: Vec::new(),
-        moh,
-    }
+    let config = moh_testkit::models::config(6, true, moh);
+    ModelConfig { architecture, num_hidden_layers: 3, num_key_value_heads: 4, ..config }
 }
 
 /// Layers that share 2 heads, all of them, and two others.

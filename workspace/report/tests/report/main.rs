@@ -40,6 +40,12 @@ fn write_run(dir: &Path, name: &str, steps: &[Value]) {
     fs::write(run.join("metrics.jsonl"), lines).unwrap();
 }
 
+/// The same, of `count` steps of 64 tokens.
+fn write_steps(dir: &Path, name: &str, stage: &str, count: u64) {
+    let steps: Vec<Value> = (1..=count).map(|number| step(stage, number, 64 * number)).collect();
+    write_run(dir, name, &steps);
+}
+
 fn empty() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }

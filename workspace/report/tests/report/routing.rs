@@ -4,15 +4,14 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::{compared, drawing, empty, figures, page, step, write_run};
+use super::{compared, drawing, empty, figures, page, write_steps};
 
 /// A run `name` in `dir` of `evaluations` evaluations with this many layers and routed heads, of which head 0 of layer
 /// 1 is used less and less.
 fn write_moh_run(dir: &Path, name: &str, evaluations: u64, layers: u64, heads: usize) {
-    let steps: Vec<Value> = (1..=evaluations).map(|n| step("moh", n, 64 * n)).collect();
-    write_run(dir, name, &steps);
+    write_steps(dir, name, "moh", evaluations);
     let mut text = String::new();
     for step in 1..=evaluations {
         for layer in 0..layers {

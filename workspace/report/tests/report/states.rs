@@ -6,7 +6,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::{drawing, empty, figures, page, step, write_run, write_summary};
+use super::{drawing, empty, figures, page, step, write_run, write_steps, write_summary};
 
 #[test]
 fn a_run_that_has_just_begun_has_a_page() {
@@ -49,8 +49,7 @@ fn one_step_without_a_number_has_a_page() {
 #[test]
 fn a_dense_run_has_no_maps_and_an_unfinished_one_says_so() {
     let dir = empty();
-    let steps: Vec<Value> = (1..=30).map(|n| step("adapt", n, 64 * n)).collect();
-    write_run(dir.path(), "run", &steps);
+    write_steps(dir.path(), "run", "adapt", 30);
     let page = page(dir.path(), "run");
     assert!(page.contains("not finished, in stage adapt"));
     assert!(!page.contains("Balance loss") && !page.contains("How tokens use the heads"));
@@ -162,8 +161,7 @@ fn measured_quantities_of_a_long_run_are_means_over_a_faint_curve() {
 #[test]
 fn a_moment_that_a_longer_stage_repeats_has_its_step() {
     let dir = empty();
-    let steps: Vec<Value> = (1..=9).map(|n| step("moh", n, 64 * n)).collect();
-    write_run(dir.path(), "run", &steps);
+    write_steps(dir.path(), "run", "moh", 9);
     let trained = |step: u64, sets: Value| {
         json!({
             "moment": { "trained": { "stage": "moh" } }, "step": step, "loss": 2.0, "bits_per_byte": null,

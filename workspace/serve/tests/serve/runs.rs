@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::client::{PATIENCE, Server};
-use moh_testkit::trained_run::{RECIPE, SECOND_STAGE, prepared, train};
+use moh_testkit::launcher::wait_until;
+use moh_testkit::trained_run::{prepared, train};
 
 fn answer(server: &Server) -> Value {
     let body = json!({ "prompt": "w1 w2 w5", "max_tokens": 8, "temperature": 0, "logprobs": 0 });
@@ -19,18 +20,14 @@ fn step(server: &Server) -> u64 {
 
 /// Waits until the server has the checkpoint of a step.
 fn wait_for_step(server: &Server, wanted: u64) {
-    let start = Instant::now();
-    while step(server) != wanted {
-        assert!(start.elapsed() < PATIENCE, "step {}", step(server));
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    wait_until(PATIENCE, &format!("step {wanted}"), || step(server) == wanted);
 }
 
 #[test]
 fn a_checkpoint_is_served_as_its_export_is() {
     let dir = prepared();
     let place = dir.path();
-    train(place, &format!("{RECIPE}{SECOND_STAGE}"), "f32");
+    train(place, 2, |_| {});
     let newest = Server::of("run", place, &[]);
     assert_eq!(step(&newest), 6);
     assert_eq!(answer(&newest), answer(&Server::of("run/export", place, &[])));
@@ -55,7 +52,7 @@ fn choices(server: &Server) -> Value {
 fn a_run_is_followed_to_its_next_checkpoint() {
     let dir = prepared();
     let place = dir.path();
-    train(place, RECIPE, "f32");
+    train(place, 1, |_| {});
     let expected = choices(&Server::of("run", place, &[]));
     // As if the last checkpoint were not written yet.
     let last = place.join("run/checkpoints/step-4");
@@ -87,7 +84,7 @@ fn a_run_is_followed_to_its_next_checkpoint() {
 fn heads_are_those_of_the_checkpoint_that_is_served() {
     let dir = prepared();
     let place = dir.path();
-    train(place, &format!("{RECIPE}{SECOND_STAGE}"), "f32");
+    train(place, 2, |_| {});
     let server = Server::of("run@4", place, &["--watch-run"]);
     let active =
         || server.get("/v1/models").json()["data"][0]["moh"]["layers"][0]["active"].clone();

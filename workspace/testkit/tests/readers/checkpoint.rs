@@ -4,16 +4,13 @@
 use std::fs;
 use std::path::Path;
 use std::sync::LazyLock;
-use std::sync::atomic::AtomicBool;
 
 use moh_checkpoint::StoredCheckpoint;
 use moh_checkpoint::run_directory::RunDirectory;
-use moh_comm::World;
 use moh_data::{Provenance, TokenFileWriter};
-use moh_kernels::open_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
-use moh_train::RunOptions;
+use moh_testkit::trained_run::run;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -49,12 +46,7 @@ learning_rate = {{ max = 1e-2, min = 1e-3, warmup_steps = 1 }}
 "#,
         dir = dir.path().display()
     );
-    let path = Path::new("recipe.toml");
-    let mut recipe = Recipe::parse(&text, path, &[]).unwrap();
-    let (world, stop) = (World::single(), AtomicBool::new(false));
-    let options = RunOptions::new(&stop);
-    let device = OpenDevice::Cpu;
-    moh_train::run(&mut recipe, path, None, device, &world, options, &mut |_| {}).unwrap();
+    run(&mut Recipe::parse(&text, Path::new("recipe.toml"), &[]).unwrap(), None);
     dir
 });
 

@@ -9,7 +9,6 @@
 mod decode;
 mod encode;
 mod end_of_text;
-mod error;
 mod fields;
 mod names;
 mod output;
@@ -19,11 +18,11 @@ mod reader;
 mod remote;
 mod split;
 
+pub use crate::{Error, Result};
 pub use encode::LoadAhead;
 #[doc(hidden)]
 pub use encode::ids_of;
 pub use end_of_text::AppendEos;
-pub use error::{Error, Result};
 pub use names::{Inputs, can_continue};
 pub use output::Counts;
 pub use preparation::{

@@ -14,13 +14,12 @@ use moh_text::prepare::{
 };
 use serde_json::{Value, json};
 
-use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, WORDS, write_tokenizer};
-
-const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
+use moh_testkit::programs::fixtures;
+use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, WORDS};
+use moh_testkit::texts::small_tokenizer;
 
 fn tokenizer(dir: &Path) -> TextTokenizer {
-    write_tokenizer(&dir.join("tok"), &WORDS);
-    TextTokenizer::load(&dir.join("tok")).unwrap()
+    small_tokenizer(dir, &WORDS)
 }
 
 /// Prepares without a stop.
@@ -158,10 +157,9 @@ fn outputs_are_overwritten_only_when_told() {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn the_stories_of_the_fixtures_have_their_number_of_tokens() {
-    let fixtures = Path::new(FIXTURES);
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = TextTokenizer::load(&fixtures.join("stories260K")).unwrap();
-    let inputs = [fixtures.join("data/stories-valid.jsonl")];
+    let tokenizer = TextTokenizer::load(&fixtures().join("stories260K")).unwrap();
+    let inputs = [fixtures().join("data/stories-valid.jsonl")];
     // 93.4 K tokens of text; the tokenizer adds BOS to each story, and preparation EOS.
     for (append_eos, added) in [(AppendEos::Never, 261), (AppendEos::Default, 2 * 261)] {
         let prefix = dir.path().join(format!("p{added}"));
@@ -300,21 +298,19 @@ fn older_token_files_have_no_record_of_their_end() {
 
 #[test]
 fn a_split_shares_no_document_and_loses_none() {
-    let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
-    let input = dir.path().join("a.jsonl");
     let text = |number: u64| format!("document {number}");
-    fs::write(&input, lines((0..20_000).map(text))).unwrap();
-    let (inputs, prefix) = ([input.clone()], dir.path().join("out"));
+    let place = Place::new(&[lines((0..20_000).map(text))]);
+    let Place { dir, tokenizer, inputs } = &place;
+    let prefix = place.prefix();
     let split = Some("0.99,0.01".parse().unwrap());
-    let options = Prepare { split, ..Prepare::new(&tokenizer, &inputs, &prefix) };
+    let options = Prepare { split, overwrite: false, ..place.options(&prefix) };
     let prepared = prepare(options).unwrap();
     let names = ["out-train", "out-validation"].map(|name| dir.path().join(name));
     assert_eq!(prepared.iter().map(|part| part.prefix.clone()).collect::<Vec<_>>(), names);
     assert_eq!((prepared[0].info.documents, prepared[1].info.documents), (19_800, 200));
     let mut found = Vec::new();
     for PreparedFile { prefix, info } in &prepared {
-        let part = texts(&tokenizer, prefix);
+        let part = texts(tokenizer, prefix);
         assert_eq!(info.text_bytes, part.iter().map(String::len).sum::<usize>() as u64);
         // Each part keeps the order of the documents.
         let number = |text: &String| text["document ".len()..].parse::<u64>().unwrap();
@@ -334,7 +330,7 @@ fn a_split_shares_no_document_and_loses_none() {
     prepare(Prepare { overwrite: true, ..options }).unwrap();
     assert_eq!(fs::read(dir.path().join("out-validation.bin")).unwrap(), bin);
 
-    fs::write(&input, lines([text(0)])).unwrap();
+    fs::write(&inputs[0], lines([text(0)])).unwrap();
     let options = Prepare { overwrite: true, ..options };
     let error = prepare(options).unwrap_err().to_string();
     assert!(

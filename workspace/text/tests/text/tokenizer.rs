@@ -6,16 +6,15 @@ use std::path::Path;
 use moh_text::TextTokenizer;
 use proptest::prelude::*;
 
-use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, write_tokenizer};
-
-const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
+use moh_testkit::programs::fixtures;
+use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT};
+use moh_testkit::texts::small_tokenizer;
 
 const TEXT: &str = "Anna has a red kite. Anna gives the red kite to Ben. Ben isn't sad: he has a \
                     kite now!\nThe kite flew over 1234 trees. Anna and Ben saw the kite fly.";
 
 fn tokenizer(dir: &Path) -> TextTokenizer {
-    write_tokenizer(&dir.join("tok"), &[" Anna", " kite", " the", "Anna", "isn"]);
-    TextTokenizer::load(&dir.join("tok")).unwrap()
+    small_tokenizer(dir, &[" Anna", " kite", " the", "Anna", "isn"])
 }
 
 #[test]
@@ -89,10 +88,8 @@ fn ill_formed_bytes_stream_without_an_error() {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn the_reference_cases_of_the_fixtures_are_reproduced() {
-    let fixtures = Path::new(FIXTURES);
-    let (dir, cases) =
-        (fixtures.join("stories260K"), fixtures.join("vectors/tokenizer-cases.json"));
-    let tokenizer = TextTokenizer::load(&dir).unwrap();
+    let cases = fixtures().join("vectors/tokenizer-cases.json");
+    let tokenizer = TextTokenizer::load(&fixtures().join("stories260K")).unwrap();
     assert_eq!(tokenizer.vocab_size(), 512);
     let cases: Vec<serde_json::Value> =
         serde_json::from_str(&fs::read_to_string(cases).unwrap()).unwrap();

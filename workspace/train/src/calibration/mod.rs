@@ -324,10 +324,8 @@ fn first_tokens(
 }
 
 /// The attention of the stage `index`, whose model had that of `before`: the recipe's, but for heads that a stage
-/// before it has calibrated. Of a stage that is calibrated itself, without the calibration.
-///
-/// # Errors
-/// Fails if the recipe's heads do not fit the model.
+/// before it has calibrated. Of a stage that is calibrated itself, without the calibration. Fails if the recipe's heads
+/// do not fit the model.
 pub(crate) fn attention_of(
     recipe: &Recipe,
     index: usize,

@@ -114,10 +114,8 @@ impl CalibrationRecord {
         Ok(serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?)
     }
 
-    /// The routing that was chosen, with the stage's router.
-    ///
-    /// # Errors
-    /// Fails if the record's heads are not those of the model that `config` describes.
+    /// The routing that was chosen, with the stage's router. Fails if the record's heads are not those of the model
+    /// that `config` describes.
     pub(crate) fn moh(
         &self,
         router: RouterKind,

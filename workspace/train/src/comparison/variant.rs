@@ -58,10 +58,8 @@ impl FromStr for Variant {
 }
 
 impl Variant {
-    /// Reads the recipe at `path`, which is valid with `overrides`, with those of the variant.
-    ///
-    /// # Errors
-    /// As [`Recipe::load`]; faults name the variant.
+    /// Reads the recipe at `path`, which is valid with `overrides`, with those of the variant. Fails as
+    /// [`Recipe::load`]; faults name the variant.
     pub(super) fn load(&self, path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
         let overrides: Vec<String> = overrides.iter().chain(&self.overrides).cloned().collect();
         let loaded = Recipe::load(path, &overrides).map_err(|error| match error {

@@ -1,7 +1,7 @@
 //! The table of a run's losses, with which it ends.
 
 use moh_checkpoint::run_log::Summary;
-use moh_checkpoint::run_log::evaluation_label::label;
+use moh_checkpoint::run_log::label;
 use moh_files::units::percent;
 use moh_program::table::aligned;
 

@@ -10,10 +10,7 @@ const SLURM_END: &str = "SLURM_JOB_END_TIME";
 const MAX_SECONDS: u64 = 366 * 24 * 3600;
 
 /// Parses a length of time with units, such as `90m` or `1h30m` (d, h, m, s), or as Slurm writes times:
-/// `MINUTES:SECONDS`, `HOURS:MINUTES:SECONDS`, `DAYS-HOURS`, `DAYS-HOURS:MINUTES` and
-/// `DAYS-HOURS:MINUTES:SECONDS`.
-///
-/// # Errors
+/// `MINUTES:SECONDS`, `HOURS:MINUTES:SECONDS`, `DAYS-HOURS`, `DAYS-HOURS:MINUTES` and `DAYS-HOURS:MINUTES:SECONDS`.
 /// Fails with the expected forms if the text has none of them, or is zero or longer than a year.
 pub(crate) fn parse_time_limit(text: &str) -> Result<Duration, String> {
     let seconds = if text.contains([':', '-']) { slurm(text) } else { with_units(text) };

@@ -1,14 +1,14 @@
 //! The replay of one step of a run, to find why its numbers are bad: from the newest checkpoint before it,
 //! without the step's update and without a change to the run directory.
 
-mod samples;
-
 use std::collections::HashMap;
-use std::path::Path;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 use moh_checkpoint::run_directory::{RunDirectory, growth};
 use moh_checkpoint::{RunState, StageExtension, StoredCheckpoint, steps_at};
 use moh_comm::World;
+use moh_data::TrainingData;
 use moh_kernels::open_device::{
     InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements,
 };
@@ -23,7 +23,6 @@ use moh_step::guard::Limits;
 use moh_step::{
     Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient, TensorKind,
 };
-pub use samples::SampleSource;
 
 use crate::Error;
 use crate::calibration::{CalibrationRecord, attention_of};
@@ -58,6 +57,19 @@ pub struct Replay {
     pub routing: RoutingStatistics,
     /// Its samples, in order.
     pub samples: Vec<SampleSource>,
+}
+
+/// The place of a sample's text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SampleSource {
+    /// The sample's number.
+    pub number: u64,
+    /// The token file, without its endings.
+    pub path: PathBuf,
+    /// Positions of its tokens in the file; the last one is only a target.
+    pub tokens: Range<u64>,
+    /// The documents of the file that these tokens are of.
+    pub documents: Range<u64>,
 }
 
 /// Replays step `step` of the run in `run`, whose recipe is `recipe`; messages name it `path`. `directory`
@@ -333,7 +345,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             blocks: seen.blocks,
             gradients,
             routing: seen.routing,
-            samples: samples::sources(&self.job.data.training[self.state.stage], samples)?,
+            samples: sources(&self.job.data.training[self.state.stage], samples)?,
         })
     }
 }
@@ -354,4 +366,16 @@ impl<B: Backend, T: Element> Observer<B, T> for Seen {
         model.add_magnitudes(activations, slot, &mut self.blocks)?;
         Ok(model.add_routings(activations, slot, &mut self.routing)?)
     }
+}
+
+/// The places of samples.
+fn sources(data: &TrainingData, samples: Range<u64>) -> Result<Vec<SampleSource>, Error> {
+    let source = |number| {
+        let (source, start) = data.locate(number);
+        let file = &data.files()[source];
+        let tokens = start..start + data.sequence_length() as u64 + 1;
+        let documents = file.documents_of(tokens.clone())?;
+        Ok(SampleSource { number, path: file.prefix().to_owned(), tokens, documents })
+    };
+    samples.map(source).collect()
 }

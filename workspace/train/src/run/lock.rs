@@ -10,7 +10,7 @@ use super::Job;
 use super::resolve::Resolved;
 use crate::Error;
 use crate::event::Event;
-use crate::resumption::check_resumable;
+use crate::trainer::check_resumable;
 
 /// A run whose directory the first rank has locked.
 pub(super) struct LockedRun<'a, B: Backend> {

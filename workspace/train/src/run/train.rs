@@ -16,10 +16,9 @@ use super::resolve::Resolved;
 use crate::Error;
 use crate::disk_space;
 use crate::event::{Event, Outcome};
-use crate::resumption::warn_of_edited;
 use crate::run_data::RunData;
 use crate::run_inputs::{InputCheck, RunInputs};
-use crate::trainer::{Inputs, train};
+use crate::trainer::{Inputs, train, warn_of_edited};
 
 impl<B: Backend + Clone> LockedRun<'_, B> {
     /// Compares the inputs of a finished run with those that it was started with, and stores its recipe. While the

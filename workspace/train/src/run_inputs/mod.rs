@@ -47,12 +47,10 @@ pub(crate) enum InputCheck {
 }
 
 impl RunInputs<'_> {
-    /// Compares the inputs with the record of a run that resumes, writes the record, and reads the files
-    /// whose ids are not known to be in the vocabulary. All ranks call it; the first one calls `events`. Returns a
-    /// hash of the content of each validation set; `None` if the run was asked to stop.
-    ///
-    /// # Errors
-    /// The first file of training of other content, or the first id outside the vocabulary.
+    /// Compares the inputs with the record of a run that resumes, writes the record, and reads the files whose ids are
+    /// not known to be in the vocabulary. All ranks call it; the first one calls `events`. Returns a hash of the
+    /// content of each validation set; `None` if the run was asked to stop. Fails with the first file of training of
+    /// other content, or the first id outside the vocabulary.
     pub(crate) fn settle<B: Backend>(
         &self,
         ranks: &mut Ranks<B>,
@@ -74,10 +72,8 @@ impl RunInputs<'_> {
     }
 
     /// Compares the inputs of a run that has no work to do with its record, and records their paths; nothing without a
-    /// record. All ranks call it; the first one calls `events`.
-    ///
-    /// # Errors
-    /// As [`Self::settle`], but for ids, which are not read.
+    /// record. All ranks call it; the first one calls `events`. Fails as [`Self::settle`], but for ids, which are not
+    /// read.
     pub(crate) fn compare<B: Backend>(
         &self,
         ranks: &mut Ranks<B>,

@@ -67,11 +67,9 @@ impl ModelFiles {
         files.map(|(name, file)| (name.clone(), hash(file))).collect()
     }
 
-    /// Compares the files with those that the run recorded in `record` and keeps in the directory `kept`, and
-    /// returns a sentence for each tokenizer whose bytes are others and whose content is the same.
-    ///
-    /// # Errors
-    /// The first file of other content.
+    /// Compares the files with those that the run recorded in `record` and keeps in the directory `kept`, and returns a
+    /// sentence for each tokenizer whose bytes are others and whose content is the same. Fails with the first file of
+    /// other content.
     pub(super) fn check(
         &self,
         recorded: &BTreeMap<String, String>,

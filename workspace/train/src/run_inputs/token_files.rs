@@ -18,10 +18,7 @@ pub(super) struct TokenFileState {
     pub ids_below: Option<u64>,
 }
 
-/// Every file, on the first rank; empty on the others. Each rank reads its share. `None` if a rank was asked
-/// to stop.
-///
-/// # Errors
+/// Every file, on the first rank; empty on the others. Each rank reads its share. `None` if a rank was asked to stop.
 /// Fails if a file's `PREFIX.json` describes other content, or if another rank has failed.
 pub(super) fn find<B: Backend>(
     ranks: &mut Ranks<B>,

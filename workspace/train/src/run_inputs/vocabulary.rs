@@ -13,12 +13,9 @@ use crate::Error;
 /// Tokens that a rank reads in a round: a fraction of a second at a disk's speed, seconds at a slow network's.
 const ROUND_TOKENS: u64 = 1 << 24;
 
-/// The number of ids up to the largest in `file`, whose own limit is the vocabulary; `None` if `stop` was
-/// set on a rank. `progress` hears the tokens that were read.
-///
-/// # Errors
-/// The first id outside the vocabulary that the first rank with one has found; fails also if another
-/// rank has failed.
+/// The number of ids up to the largest in `file`, whose own limit is the vocabulary; `None` if `stop` was set on a
+/// rank. `progress` hears the tokens that were read. Fails with the first id outside the vocabulary that the first rank
+/// with one has found, and if another rank has failed.
 pub(super) fn scan<B: Backend>(
     ranks: &mut Ranks<B>,
     file: &TokenFile,

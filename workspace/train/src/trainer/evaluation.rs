@@ -169,7 +169,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Ends TensorBoard's curves after a failure to write them: a log does not end a run.
-    pub(super) fn give_up_board(&mut self, error: &moh_checkpoint::run_log::Error) {
+    pub(super) fn give_up_board(&mut self, error: &moh_checkpoint::Error) {
         // A record may be torn: the file ends here, and a resumed run begins another one.
         self.board = None;
         let text = format!("{error}: TensorBoard's curves go on when the run is resumed");

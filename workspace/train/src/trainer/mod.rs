@@ -25,7 +25,7 @@ use moh_plan::SourceEpochs;
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_step::{OptimizerState, Ranks, StepGroups};
 use saving::Saving;
-pub(crate) use start::{attention_before, initial_model};
+pub(crate) use start::{attention_before, check_resumable, initial_model, warn_of_edited};
 
 use crate::event::{Event, Outcome};
 use crate::export::{self, Exported};

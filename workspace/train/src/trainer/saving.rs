@@ -91,11 +91,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(agreed)
     }
 
-    /// Copies the state and begins to write its checkpoint; the weights must be complete. A checkpoint
-    /// in flight is waited for first, so that the same ones are written at any speed.
-    ///
-    /// # Errors
-    /// Fails if the run directory was moved or removed. A checkpoint that cannot be written is a warning later.
+    /// Copies the state and begins to write its checkpoint; the weights must be complete. A checkpoint in flight is
+    /// waited for first, so that the same ones are written at any speed. Fails if the run directory was moved or
+    /// removed. A checkpoint that cannot be written is a warning later.
     pub(super) fn save(&mut self) -> Result<(), Error> {
         let _span = span::enter("checkpoint");
         self.wait_for_checkpoint()?;

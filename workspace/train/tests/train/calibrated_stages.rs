@@ -23,7 +23,7 @@ use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, ROUTER_STAGES, in_layer};
 use moh_plan::open_training;
-use moh_recipe::{DistillOptions, Recipe, START};
+use moh_recipe::{Recipe, START};
 use moh_step::TensorKind;
 use moh_train::{Event, Outcome, RunOptions, TimeLimit};
 use safetensors::SafeTensors;
@@ -610,14 +610,8 @@ fn the_teacher_of_the_start_is_the_model_before_its_refit() {
     let child = |name: &str| {
         let mut child = place.recipe_from(&from, name, &FIRST);
         for stage in &mut child.stages {
-            stage.distill = Some(DistillOptions {
-                teacher: START.to_owned(),
-                weight: 1.0,
-                cross_entropy: 1.0,
-                temperature: 1.0,
-                attention_output: 0.0,
-                attention_output_tokens: None,
-            });
+            let distill = serde_json::json!({ "teacher": START, "cross_entropy": 1.0 });
+            stage.distill = serde_json::from_value(distill).unwrap();
         }
         child
     };

@@ -6,11 +6,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use moh_testkit::programs::{
-    failure, names, program, stderr, stdout, success, trainable, two_stages,
-};
-
-const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
+use crate::PROGRAM;
+use crate::support::flip;
+use moh_testkit::programs::{exits, failure, names, program, success, trainable, two_stages};
 
 /// A directory with a finished run of six steps with a checkpoint after each.
 fn finished() -> tempfile::TempDir {
@@ -33,10 +31,7 @@ fn damage(dir: &Path, step: u64) {
         .map(|entry| entry.unwrap().path())
         .find(|path| path.file_name().unwrap().to_string_lossy().starts_with("weights"))
         .unwrap();
-    let mut bytes = fs::read(&path).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
-    fs::write(path, bytes).unwrap();
+    flip(&path, |length| length / 2);
 }
 
 /// The lines of the list without its head, in words.
@@ -74,12 +69,10 @@ fn verification_finds_damage_and_renames_nothing() {
     assert_eq!(text, (1..=6).map(good).collect::<String>());
     damage(dir.path(), 6);
     let before = names(&dir.path().join("run/checkpoints"));
-    let output = checkpoints(dir.path(), &["verify", "6", "2"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    let text = stdout(&output);
+    let (text, error) = exits(&mut checkpoints(dir.path(), &["verify", "6", "2"]), 1);
     assert!(text.starts_with("step 6: damaged: ") && text.ends_with(&good(2)), "{text}");
     assert!(text.contains("does not match its hash"), "{text}");
-    assert!(stderr(&output).ends_with("1 of 2 checkpoints cannot be used\n"), "{output:?}");
+    assert!(error.ends_with("1 of 2 checkpoints cannot be used\n"), "{error}");
     assert_eq!(names(&dir.path().join("run/checkpoints")), before);
     let error = failure(dir.path(), &mut checkpoints(dir.path(), &["verify", "17"]), 1);
     assert!(error.ends_with("no checkpoint of step 17: name one of 1, 2, 3, 4, 5, 6"), "{error}");
@@ -129,6 +122,5 @@ fn what_is_not_a_run_has_no_checkpoints() {
         failure(dir.path(), program(PROGRAM, dir.path()).args(["checkpoints", "source"]), 1);
     assert!(error.starts_with("source: is not a run directory"), "{error}");
     let mixed = ["--recipe", "recipe.toml", "checkpoints", "run"];
-    let output = program(PROGRAM, dir.path()).args(mixed).output().unwrap();
-    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    exits(program(PROGRAM, dir.path()).args(mixed), 2);
 }

@@ -3,18 +3,18 @@
 
 #![cfg(unix)]
 
-use crate::support::job::{PROGRAM, mpirun};
+use crate::PROGRAM;
+use crate::support::job::mpirun;
 use crate::support::stories::{Layout, Stories};
 use moh_recipe::Recipe;
-use moh_testkit::programs::stderr;
+use moh_testkit::programs::success;
 
 fn train(stories: &Stories, layout: Layout) -> Recipe {
     let recipe = stories.write_recipe(layout);
     let place = recipe.parent().unwrap();
     let words = ["-n", &layout.ranks.to_string(), PROGRAM, "--recipe"].map(str::to_owned);
     let words = [&words[..], &[recipe.display().to_string()]].concat();
-    let done = mpirun(place, &words).output().unwrap();
-    assert!(done.status.success(), "{layout:?}: {}", stderr(&done));
+    success(&mut mpirun(place, &words));
     Recipe::load(&recipe, &[]).unwrap()
 }
 

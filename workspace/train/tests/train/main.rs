@@ -23,3 +23,5 @@ mod saving;
 mod support;
 mod teacher;
 mod timeline;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");

@@ -15,8 +15,7 @@ fn mask(prefix: &Path, trains: impl Fn(u64) -> bool) {
     let mut writer = TokenFileWriter::replace(prefix, 64).unwrap().with_mask().unwrap();
     for number in 0..file.num_documents() {
         let range = file.document(number).unwrap();
-        let mut ids = vec![0; usize::try_from(range.end - range.start).unwrap()];
-        file.read(range.start, &mut ids).unwrap();
+        let ids = file.ids(range.clone()).unwrap();
         let mask: Vec<u8> = range.map(|position| u8::from(trains(position))).collect();
         writer.push_masked_document(&ids, &mask).unwrap();
     }

@@ -9,9 +9,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use crate::PROGRAM;
 use crate::support::job::{
-    Job, PROGRAM, arguments, assert_alike, losses, prepared, process_of, wait_for_steps, wait_until,
+    Job, arguments, assert_alike, losses, prepared, process_of, wait_for_steps,
 };
+use moh_testkit::launcher::wait_until;
 use moh_testkit::programs::{isolate, program, success};
 
 /// The time within which every rank detects that a host is disconnected.

@@ -4,13 +4,14 @@
 
 use std::fs;
 use std::net::TcpListener;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::PROGRAM;
 use crate::support::job::{
-    Job, PROGRAM, arguments, assert_alike, losses, mpirun, prepared, process_of, signal,
-    wait_for_steps,
+    Job, arguments, assert_alike, losses, mpirun, prepared, process_of, signal, wait_for_steps,
 };
-use moh_testkit::programs::{program, stderr};
+use moh_testkit::programs::{exits, program, stderr, success};
 
 /// A fault ends a job within this time; a silent rank 0 is detected last.
 const BOUND: Duration = Duration::from_secs(60);
@@ -22,6 +23,13 @@ fn ranks(count: usize, overrides: &[&str]) -> Vec<String> {
     words
 }
 
+/// The error of a job that fails before it has a run directory.
+fn refused(dir: &Path, words: &[String]) -> String {
+    let done = mpirun(dir, words).output().unwrap();
+    assert!(!done.status.success() && !dir.join("run").exists());
+    stderr(&done)
+}
+
 #[test]
 #[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn processes_end_as_one_alone() {
@@ -31,10 +39,8 @@ fn processes_end_as_one_alone() {
         let name = format!("run{count}-{stages}");
         let changes = [format!("run.dir={name}"), format!("stage.moh.parallel.pipeline={stages}")];
         let changes: Vec<&str> = changes.iter().map(String::as_str).collect();
-        let done = mpirun(dir.path(), &ranks(count, &changes)).output().unwrap();
-        assert!(done.status.success(), "{}", stderr(&done));
         // Only one rank prints the report.
-        let text = String::from_utf8(done.stdout).unwrap();
+        let text = success(&mut mpirun(dir.path(), &ranks(count, &changes)));
         assert_eq!(text.matches("Try next:").count(), 1, "{text}");
         let found = losses(&dir.path().join(name));
         assert_alike(&found, &losses(&dir.path().join("run1-1")));
@@ -45,8 +51,7 @@ fn processes_end_as_one_alone() {
 #[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn a_rank_that_is_killed_is_named_and_the_rest_continues_with_fewer() {
     let dir = prepared();
-    let alone = mpirun(dir.path(), &ranks(1, &["run.dir=whole"])).output().unwrap();
-    assert!(alone.status.success(), "{}", stderr(&alone));
+    success(&mut mpirun(dir.path(), &ranks(1, &["run.dir=whole"])));
 
     let job = Job::start(&mut mpirun(dir.path(), &ranks(3, &[])), dir.path());
     wait_for_steps(&dir.path().join("run"), 12);
@@ -55,9 +60,8 @@ fn a_rank_that_is_killed_is_named_and_the_rest_continues_with_fewer() {
     assert!(!status.success());
     assert!(text.contains("rank 2 "), "{text}");
 
-    let resumed = mpirun(dir.path(), &ranks(2, &[])).output().unwrap();
-    assert!(resumed.status.success(), "{}", stderr(&resumed));
-    assert!(stderr(&resumed).contains("continuing after step "), "{}", stderr(&resumed));
+    let (_, told) = exits(&mut mpirun(dir.path(), &ranks(2, &[])), 0);
+    assert!(told.contains("continuing after step "), "{told}");
     assert_alike(&losses(&dir.path().join("run")), &losses(&dir.path().join("whole")));
 }
 
@@ -68,11 +72,8 @@ fn ranks_with_other_recipes_are_refused_before_they_begin() {
     let mut words = ranks(1, &[]);
     words.push(":".into());
     words.extend(ranks(1, &["run.seed=2"]));
-    let done = mpirun(dir.path(), &words).output().unwrap();
-    assert!(!done.status.success());
-    let text = stderr(&done);
+    let text = refused(dir.path(), &words);
     assert!(text.contains("rank 1") && text.contains("seed = 2"), "{text}");
-    assert!(!dir.path().join("run").exists());
 }
 
 #[test]
@@ -87,13 +88,10 @@ fn another_build_of_the_program_is_refused_before_it_begins() {
     let mut words = ranks(1, &[]);
     words.extend([":", "-n", "1", other.to_str().unwrap()].map(str::to_owned));
     words.extend(arguments(&[]));
-    let done = mpirun(dir.path(), &words).output().unwrap();
-    assert!(!done.status.success());
-    let text = stderr(&done);
+    let text = refused(dir.path(), &words);
     let version = concat!("`program ", env!("CARGO_PKG_VERSION"), " ");
     assert!(text.contains(&format!("was started with {version}")), "{text}");
     assert!(text.contains(&format!("rank 0 with {version}")), "{text}");
-    assert!(!dir.path().join("run").exists());
 }
 
 /// One rank of two, as a launcher starts it, without the other; returns its error.
@@ -112,11 +110,10 @@ fn alone_of_two(rank: usize, limit: [&str; 2]) -> String {
     command.envs([("RANK", rank.as_str()), ("WORLD_SIZE", "2"), ("LOCAL_RANK", &rank)]);
     command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port.to_string())]);
     let start = Instant::now();
-    let done = command.output().unwrap();
+    let (_, text) = exits(&mut command, 1);
     assert!(start.elapsed() >= Duration::from_secs(1) && start.elapsed() < BOUND);
-    assert_eq!(done.status.code(), Some(1));
     assert!(!dir.path().join("run").exists());
-    stderr(&done)
+    text
 }
 
 #[test]
@@ -146,9 +143,8 @@ fn a_job_that_mpirun_is_asked_to_stop_ends_with_a_checkpoint() {
     assert_eq!(status.code(), Some(75), "{text}");
     assert!(text.contains("stopped after step ") && text.contains(" with a checkpoint"), "{text}");
 
-    let resumed = mpirun(dir.path(), &ranks(2, &[])).output().unwrap();
-    assert!(resumed.status.success(), "{}", stderr(&resumed));
-    assert!(stderr(&resumed).contains("continuing after step "), "{}", stderr(&resumed));
+    let (_, told) = exits(&mut mpirun(dir.path(), &ranks(2, &[])), 0);
+    assert!(told.contains("continuing after step "), "{told}");
     assert_eq!(losses(&dir.path().join("run")).len(), 80);
 }
 
@@ -189,8 +185,6 @@ fn a_rank_0_that_hangs_is_named_once_it_has_been_silent() {
 fn an_error_that_all_ranks_see_is_told_once() {
     let dir = prepared();
     fs::remove_file(dir.path().join("text.bin")).unwrap();
-    let done = mpirun(dir.path(), &ranks(3, &[])).output().unwrap();
-    assert!(!done.status.success());
-    assert_eq!(stderr(&done).matches("text.bin").count(), 1, "{}", stderr(&done));
-    assert!(!dir.path().join("run").exists());
+    let text = refused(dir.path(), &ranks(3, &[]));
+    assert_eq!(text.matches("text.bin").count(), 1, "{text}");
 }

@@ -246,8 +246,7 @@ fn ranks_end_together_when_their_directory_is_moved() {
         }
     });
     let [Err(error), Err(other)] = &ended[..] else { panic!("{ended:?}") };
-    let is_file =
-        matches!(error, Error::RunDirectory(moh_checkpoint::run_directory::Error::File(_)));
+    let is_file = matches!(error, Error::Checkpoint(moh_checkpoint::Error::File(_)));
     assert!(is_file, "{error}");
     assert!(matches!(other, Error::Step(moh_step::Error::OtherRank { rank: 0 })), "{other}");
     assert!(!recipe.run.dir.exists());

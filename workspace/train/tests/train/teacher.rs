@@ -7,8 +7,8 @@ use crate::support::driver::{Start, finish, finish_on, refusal, stop_at};
 use crate::support::results::{Results, assert_alike};
 use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, run_of};
 use moh_checkpoint::run_directory::RunDirectory;
-use moh_recipe::{DistillOptions, Recipe};
-use serde_json::Value;
+use moh_recipe::Recipe;
+use serde_json::{Value, json};
 
 /// Four layers, for pipelines of four stages.
 const LAYERS: &str = "model.new.num_hidden_layers=4";
@@ -45,14 +45,9 @@ impl Trained {
         let changes = [&MICRO_BATCHES[..], &[LAYERS], changes].concat();
         let mut recipe = self.place.recipe_from(self.export(), name, &changes);
         let stage = recipe.stages.iter_mut().find(|stage| stage.name == taught).unwrap();
-        stage.distill = Some(DistillOptions {
-            teacher: teacher.to_owned(),
-            weight: 2.0,
-            cross_entropy: 0.5,
-            temperature: 1.5,
-            attention_output: 0.0,
-            attention_output_tokens: None,
-        });
+        let distill =
+            json!({ "teacher": teacher, "weight": 2, "cross_entropy": 0.5, "temperature": 1.5 });
+        stage.distill = serde_json::from_value(distill).unwrap();
         recipe
     }
 
@@ -210,7 +205,7 @@ fn weights_that_leave_the_teacher_out_leave_the_run_as_it_is() {
 
 /// A tokenizer of words, one of them another.
 fn write_tokenizer(directory: &Path, word: &str) {
-    let tokenizer = serde_json::json!({
+    let tokenizer = json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
         "pre_tokenizer": { "type": "Whitespace" }, "post_processor": null, "decoder": null,
         "model": { "type": "WordLevel", "vocab": { "a": 0, word: 1 }, "unk_token": "a" },

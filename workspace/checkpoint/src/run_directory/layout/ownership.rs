@@ -12,7 +12,7 @@ use moh_files::{PendingDirectory, TEMPORARY, first_free, first_free_suffixed};
 use moh_recipe::Recipe;
 
 use super::{CALIBRATION, RunDirectory};
-use crate::run_directory::Error;
+use crate::Error;
 use crate::run_directory::run_lock::LOCK;
 use moh_files::unless_missing;
 
@@ -216,7 +216,7 @@ impl RunDirectory {
         for place in [self.export(), self.model()] {
             PendingDirectory::recover(&place).map_err(moh_files::io(&place))?;
         }
-        Ok(crate::remove(&self.checkpoint_directory(), &[])?)
+        crate::remove(&self.checkpoint_directory(), &[])
     }
 }
 

@@ -11,8 +11,8 @@
 //! compared with the mark as any other recipe is, and never lost.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::PathBuf;
+use std::{fmt, fs};
 
 use moh_files::first_free_suffixed;
 use moh_recipe::shell::shell_word;
@@ -20,7 +20,7 @@ use moh_recipe::{Recipe, Stage, is_below};
 use toml::Value;
 
 use super::RunDirectory;
-use crate::run_directory::{Error, KeyChange};
+use crate::Error;
 use moh_files::unless_missing;
 
 /// Recipes of the run that a user has edited begin so.
@@ -43,6 +43,25 @@ const MAY_CHANGE: [&str; 8] = [
 const HEAD: &str = "# The mark of a moh-train run directory, with the run's recipe. Format ";
 /// The version of the format.
 const FORMAT: &str = "1";
+
+/// A key whose value differs between two recipes; `None` where a recipe lacks it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyChange {
+    /// The full key, stages by name.
+    pub key: String,
+    /// The value in the run's recipe.
+    pub before: Option<String>,
+    /// The new value.
+    pub now: Option<String>,
+}
+
+impl fmt::Display for KeyChange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [before, now] =
+            [&self.before, &self.now].map(|value| value.as_deref().unwrap_or("absent"));
+        write!(f, "  {}: was {before}, now {now}", self.key)
+    }
+}
 
 impl RunDirectory {
     /// The recipe with which the run was started or last resumed.

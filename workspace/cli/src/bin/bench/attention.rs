@@ -16,7 +16,6 @@ use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
 use crate::limits::MachineLimits;
-use crate::report;
 use crate::timing::Times;
 
 /// Minimum runs of every case.
@@ -131,7 +130,7 @@ pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
             moh_program::exit::stderr_line(format_args!("{rounding}"));
         }
     }
-    report::print(
+    crate::print(
         arguments.json,
         &as_json(arguments, &rows, &machine),
         &as_text(arguments, &rows, &machine),

@@ -14,7 +14,6 @@ use serde_json::{Value, json};
 use crate::device::{Bench, DeviceArguments, Measurement};
 use crate::heads::HeadArguments;
 use crate::limits::MachineLimits;
-use crate::report;
 use crate::step::{describe, fresh, synthetic};
 use crate::timing::Times;
 
@@ -73,7 +72,7 @@ pub fn run(arguments: &GenerationArguments) -> anyhow::Result<()> {
     // The shape's speed does not depend on the positions that it was trained for.
     config.max_position_embeddings = config.max_position_embeddings.max(length);
     let (measured, machine) = arguments.device.measure((&config, arguments))?;
-    report::print(
+    crate::print(
         arguments.json,
         &as_json(arguments, &config, &measured, &machine),
         &as_text(arguments, &config, &measured, &machine),

@@ -6,7 +6,6 @@ use serde_json::json;
 
 use crate::device::{Bench, DeviceArguments, Measurement};
 use crate::limits::MachineLimits;
-use crate::report;
 
 #[derive(clap::Args)]
 pub struct MachineArguments {
@@ -25,7 +24,7 @@ pub fn run(arguments: &MachineArguments) -> anyhow::Result<()> {
         "bf16_path": Bf16Path::in_use().to_string(),
         "machine": machine.json(),
     });
-    report::print(arguments.json, &json, &format!("{processor}: {}", machine.line()))
+    crate::print(arguments.json, &json, &format!("{processor}: {}", machine.line()))
 }
 
 struct Limits;

@@ -8,15 +8,16 @@ mod kernels;
 mod limits;
 mod machine;
 mod operators;
-mod report;
 mod step;
 mod step_job;
 mod timing;
 
+use std::io::{Write as _, stdout};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use moh_program::exit;
+use serde_json::Value;
 
 /// Measure training steps and operators on this machine.
 ///
@@ -80,4 +81,13 @@ fn main() -> ExitCode {
         Command::Operators(arguments) => operators::run(&arguments),
         Command::Machine(arguments) => machine::run(&arguments),
     })
+}
+
+/// Prints a measurement: `json` if `as_json`, or else `text`.
+fn print(as_json: bool, json: &Value, text: &str) -> anyhow::Result<()> {
+    match as_json {
+        true => writeln!(stdout(), "{json:#}")?,
+        false => writeln!(stdout(), "{}", text.trim_end())?,
+    }
+    Ok(())
 }

@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
 use crate::limits::MachineLimits;
-use crate::report;
 use crate::timing::Times;
 
 /// Minimum runs of a case, after one to warm up.
@@ -55,7 +54,7 @@ impl OperatorRow {
 
 pub fn run(arguments: &OperatorsArguments) -> anyhow::Result<()> {
     let (rows, machine) = arguments.device.measure(arguments)?;
-    report::print(arguments.json, &as_json(&rows, &machine), &as_text(&rows, &machine))
+    crate::print(arguments.json, &as_json(&rows, &machine), &as_text(&rows, &machine))
 }
 
 impl Measurement for &OperatorsArguments {

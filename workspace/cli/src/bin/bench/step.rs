@@ -15,7 +15,6 @@ use serde_json::{Value, json};
 use crate::device::{Bench, Measurement};
 use crate::kernels::KernelTimes;
 use crate::limits::{self, MachineLimits, gflops};
-use crate::report;
 use crate::step_job::{StepArguments, StepJob};
 use crate::timing::Times;
 
@@ -40,7 +39,7 @@ pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
     span::connect_profiler()?;
     let job = StepJob::new(arguments)?;
     let (measured, machine) = arguments.device.measure((&job, arguments))?;
-    report::print(
+    crate::print(
         arguments.json,
         &as_json(&job, &measured, &machine, arguments.warmup),
         &as_text(&job, &measured, &machine),

@@ -1,13 +1,18 @@
 //! `moh-data`: prepares and inspects token files.
 
-mod program;
+mod accept;
+mod info;
+mod prepare;
+mod show;
+mod verify;
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use moh_data::TokenFile;
 use moh_program::exit;
-
-use crate::program::{accept, info, prepare, show, verify};
+use moh_text::TextTokenizer;
 
 /// Convert text to token files, and inspect them.
 #[derive(Parser)]
@@ -79,4 +84,39 @@ fn main() -> ExitCode {
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Accept(arguments) => accept::run(&arguments),
     })
+}
+
+/// Special tokens that texts name with their number; `None` if there are none.
+fn special_tokens(found: Option<&BTreeMap<String, u64>>) -> Option<String> {
+    let shown = |(token, count): (&String, &u64)| format!("{token} {count}");
+    let found = found.filter(|found| !found.is_empty())?;
+    Some(found.iter().map(shown).collect::<Vec<_>>().join(", "))
+}
+
+// No documentation comment: clap would make it the text of the commands' help.
+#[derive(clap::Args)]
+struct TokenizerArguments {
+    /// Tokenizer of the file: a directory with tokenizer.json, the file itself, or a hub id
+    #[arg(long, value_name = "DIR|FILE|ID")]
+    tokenizer: Option<String>,
+    /// Branch, tag or commit on the hub [default: main]
+    #[arg(long, requires = "tokenizer")]
+    revision: Option<String>,
+    /// Accept another tokenizer that gives the same ids on a sample of the file
+    #[arg(long, requires = "tokenizer")]
+    allow_other_tokenizer: bool,
+}
+
+impl TokenizerArguments {
+    /// The tokenizer, if one is named, which is the one that the file records.
+    fn load(&self, file: &TokenFile) -> anyhow::Result<Option<TextTokenizer>> {
+        let Some(name) = &self.tokenizer else { return Ok(None) };
+        let tokenizer = moh_program::models::named_tokenizer(name, self.revision.as_deref())?;
+        let found = tokenizer.check_file(file, self.allow_other_tokenizer)?;
+        if let Some(remark) = found.remark() {
+            let (path, prefix) = (tokenizer.path().display(), file.prefix().display());
+            exit::stderr_line(format_args!("note: {path}: {remark}: {prefix}"));
+        }
+        Ok(Some(tokenizer))
+    }
 }

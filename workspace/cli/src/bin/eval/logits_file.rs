@@ -12,10 +12,8 @@ use moh_files::FileError;
 /// Maximum bytes of a list of ids, which is computed in one pass.
 const MAX_FILE_BYTES: u64 = 1 << 28;
 
-/// Reads a JSON list of equally long lists of ids.
-///
-/// # Errors
-/// Fails if the file has other contents, or a sequence is longer than `positions`.
+/// Reads a JSON list of equally long lists of ids. Fails if the file has other contents, or a sequence is longer than
+/// `positions`.
 pub(crate) fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, FileError> {
     let io = |source| moh_files::io(path)(source);
     let refuse = |reason: String| Err(moh_files::unusable(path, reason));
@@ -47,11 +45,9 @@ pub(crate) fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, F
     Ok(ids)
 }
 
-/// Writes `logits` f32 and, for a Mixture-of-Head model, which heads tokens selected, u8:
-/// `routed_mask`, or `routed_mask.N` of each layer N that routes where layers differ.
-///
-/// # Errors
-/// Fails if the file cannot be written; no partial file is left.
+/// Writes `logits` f32 and, for a Mixture-of-Head model, which heads tokens selected, u8: `routed_mask`, or
+/// `routed_mask.N` of each layer N that routes where layers differ. Fails if the file cannot be written; no partial
+/// file is left.
 pub(crate) fn write_logits(output: &ModelOutput, path: &Path) -> Result<(), FileError> {
     let io = |source| moh_files::io(path)(source);
     let refuse = |error: safetensors::SafeTensorError| moh_files::unusable(path, error.to_string());

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use moh_checkpoint::StoredCheckpoint;
-use moh_checkpoint::run_directory::CheckpointName;
+use moh_checkpoint::run_directory::RunCheckpoint;
 use moh_hf::ConfigFile;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
@@ -31,13 +31,20 @@ enum Weights {
 }
 
 impl NamedModel {
-    /// Finds the model `name`; one of the hub is downloaded if necessary.
-    ///
-    /// # Errors
-    /// Fails if there is no such model, or if its configuration or tokenizer cannot be read.
+    /// Finds the model `name`; one of the hub is downloaded if necessary. Fails if there is no such model, or if its
+    /// configuration or tokenizer cannot be read.
     pub(crate) fn open(name: &str, revision: Option<&str>) -> anyhow::Result<Self> {
-        if let Some(checkpoint) = CheckpointName::parse(name) {
-            return Self::of_checkpoint(name, checkpoint);
+        if let Some(checkpoint) = RunCheckpoint::from_name(name)? {
+            let RunCheckpoint { run, step } = &checkpoint;
+            let (stored, file) = run.stored_model(*step)?;
+            let tokenizer = run.tokenizer().map(|path| TextTokenizer::load(&path)).transpose()?;
+            let weights = Weights::Checkpoint(Box::new(stored), checkpoint.export_type()?);
+            return Ok(NamedModel {
+                name: name.to_owned(),
+                config: file.config,
+                tokenizer,
+                weights,
+            });
         }
         let directory = moh_program::models::locate(name, revision)?;
         Ok(NamedModel {
@@ -48,20 +55,7 @@ impl NamedModel {
         })
     }
 
-    fn of_checkpoint(name: &str, checkpoint: CheckpointName) -> anyhow::Result<Self> {
-        let run = checkpoint.run.clone();
-        let step = checkpoint.resolve_alone()?;
-        let tokenizer = run.tokenizer().map(|path| TextTokenizer::load(&path)).transpose()?;
-        let dtype = run.stored_recipe()?.run.dtype.dtype();
-        let (stored, file) = run.stored_model(step)?;
-        let weights = Weights::Checkpoint(Box::new(stored), dtype);
-        Ok(NamedModel { name: name.to_owned(), config: file.config, tokenizer, weights })
-    }
-
-    /// Loads the weights for sequences of up to `positions` tokens. Those of a checkpoint are what an export
-    /// of it has.
-    ///
-    /// # Errors
+    /// Loads the weights for sequences of up to `positions` tokens. Those of a checkpoint are what an export of it has.
     /// Fails if they cannot be read, or if the device has no room.
     pub(crate) fn load<B: Backend, T: Element>(
         &self,

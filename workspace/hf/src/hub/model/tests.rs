@@ -3,6 +3,7 @@ use std::collections::HashMap;
 use std::net::TcpListener;
 
 use moh_testkit::hub_server::{Behaviour, COMMIT, ID, Server, address_of};
+use moh_testkit::programs::names;
 
 use crate::hub_cache::{commit_of, find_model, is_contained, is_content_address};
 
@@ -29,15 +30,6 @@ fn place(server: &Server) -> Place {
     let cache = Some(dir.path().join("hub"));
     let hub = Hub { endpoint: Some(server.endpoint.clone()), cache, offline: false };
     Place { dir, hub }
-}
-
-/// The names of a directory's files, in order.
-fn names(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
 }
 
 fn resolve_error(hub: &Hub) -> String {

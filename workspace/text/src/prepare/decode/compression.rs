@@ -4,7 +4,8 @@
 use std::io::{self, BufRead, Read};
 use std::path::{Path, PathBuf};
 
-use super::gzip::Members;
+use flate2::bufread::GzDecoder;
+
 use crate::prepare::names::is_standard_input;
 
 /// What an input is compressed with.
@@ -122,4 +123,40 @@ pub(crate) fn refusal(path: &Path, start: &[u8]) -> Option<String> {
         "text in {encoding}: convert it to UTF-8, as in `iconv -f {encoding} -t UTF-8 {shown} | \
          moh-data prepare --format {format} ... -`"
     ))
+}
+
+/// The first bytes of a member of gzip.
+const GZIP_MAGIC: &[u8] = b"\x1f\x8b";
+
+/// Decodes the members of a file of gzip one after another. What follows the last one is ignored, as gzip itself does:
+/// zeros that fill a tape's block, or a signature.
+struct Members<R> {
+    /// Always there between calls.
+    member: Option<GzDecoder<R>>,
+    is_finished: bool,
+}
+
+impl<R: BufRead> Members<R> {
+    fn new(reader: R) -> Self {
+        Self { member: Some(GzDecoder::new(reader)), is_finished: false }
+    }
+}
+
+impl<R: BufRead> Read for Members<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while let (Some(member), false) = (&mut self.member, self.is_finished || buffer.is_empty())
+        {
+            let read = member.read(buffer)?;
+            if read > 0 {
+                return Ok(read);
+            }
+            let Some(mut reader) = self.member.take().map(GzDecoder::into_inner) else { break };
+            // A buffer of the reader may end between the two bytes; one of them is enough to go on.
+            let rest = reader.fill_buf()?;
+            self.is_finished =
+                rest.is_empty() || !GZIP_MAGIC.starts_with(&rest[..rest.len().min(2)]);
+            self.member = Some(GzDecoder::new(reader));
+        }
+        Ok(0)
+    }
 }

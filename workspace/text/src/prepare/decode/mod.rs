@@ -3,7 +3,6 @@
 //! looked at before.
 
 mod compression;
-mod gzip;
 #[cfg(test)]
 mod tests;
 

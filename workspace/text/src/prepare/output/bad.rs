@@ -7,9 +7,9 @@ use moh_files::PendingFile;
 use serde_json::json;
 
 use super::Counts;
-use crate::prepare::error::Place;
 use crate::prepare::preparation::BadRecords;
 use crate::prepare::reader::BadRecord;
+use crate::prepare::reader::Place;
 use crate::prepare::{Error, Result};
 
 /// Bad records after which their share is checked while more are read; before, a few of the first records
@@ -46,10 +46,8 @@ impl BadList {
         Ok(Self { working, file, bytes })
     }
 
-    /// Adds a record of the input `path`.
-    ///
-    /// # Errors
-    /// The record, if bad records are not skipped; fails if too many were, or the disk is full.
+    /// Adds a record of the input `path`. Fails with the record, if bad records are not skipped, if too many were, or
+    /// if the disk is full.
     pub(crate) fn push(
         &mut self,
         path: &Path,

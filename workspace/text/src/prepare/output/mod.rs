@@ -79,11 +79,8 @@ pub(crate) enum Begun<'a> {
 }
 
 impl<'a> Outputs<'a> {
-    /// Starts the token files, or continues those of an interrupted preparation.
-    ///
-    /// # Errors
-    /// Fails if an output exists, if another process prepares it, or if an interrupted preparation had another
-    /// request.
+    /// Starts the token files, or continues those of an interrupted preparation. Fails if an output exists, if another
+    /// process prepares it, or if an interrupted preparation had another request.
     pub(crate) fn begin(
         options: &'a Prepare<'a>,
         paths: &'a [PathBuf],
@@ -141,11 +138,8 @@ impl<'a> Outputs<'a> {
         Ok(Begun::Outputs(Box::new(outputs), place))
     }
 
-    /// Takes what was read.
-    ///
-    /// # Errors
-    /// Fails if an input changed since an interrupted preparation read it, if a record is bad and bad records
-    /// are not skipped, or if too many are, and if the disk is full.
+    /// Takes what was read. Fails if an input changed since an interrupted preparation read it, if a record is bad and
+    /// bad records are not skipped, or if too many are, and if the disk is full.
     pub(crate) fn receive(&mut self, event: Event) -> Result<()> {
         match event {
             Event::Opened(number, identity) => self.opened(number, identity),

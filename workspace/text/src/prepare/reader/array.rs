@@ -3,10 +3,9 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use super::chunk::{BadRecord, Chunk, Content, Document, Record};
+use super::chunk::{BadRecord, Chunk, Content, Document, Place, Record};
 use super::stream::Stream;
 use super::{Position, ReadOptions, Reader, utf8};
-use crate::prepare::error::Place;
 use crate::prepare::fields::ELEMENT;
 use crate::prepare::{Error, Result};
 

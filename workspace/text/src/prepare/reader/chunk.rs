@@ -1,14 +1,35 @@
 //! A chunk of an input: records as they were read, and the documents in them.
 
 use std::borrow::Cow;
+use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::columns::{self, Rows};
 use super::{Position, ReadOptions, array, lines, paragraphs};
-use crate::prepare::error::Place;
 use crate::prepare::{Error, Result};
+
+/// A place in an input, counted from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// A line.
+    Line(u64),
+    /// A row of a table, or an element of a JSON array.
+    Row(u64),
+    /// The whole input, as of plain text.
+    Whole,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Line(line) => write!(out, ":{line}"),
+            Place::Row(row) => write!(out, ": row {row}"),
+            Place::Whole => Ok(()),
+        }
+    }
+}
 
 /// Records between two positions of an input.
 pub(crate) struct Chunk {

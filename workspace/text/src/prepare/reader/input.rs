@@ -112,10 +112,8 @@ impl OpenInput {
         self.parquet.as_ref().map_or(1, columns::ParquetTable::parts)
     }
 
-    /// Reads a part from a position on: its beginning, or the end of one of its chunks.
-    ///
-    /// # Errors
-    /// Fails if the input cannot be read, is shorter than `from`, or is a pipe that was read before.
+    /// Reads a part from a position on: its beginning, or the end of one of its chunks. Fails if the input cannot be
+    /// read, is shorter than `from`, or is a pipe that was read before.
     pub(crate) fn read(&self, part: usize, from: Position) -> Result<Box<dyn Reader>> {
         let (path, options) = (self.path.as_path(), Arc::clone(&self.options));
         if let Some(table) = &self.parquet {

@@ -1,10 +1,9 @@
 //! JSON lines: one object per line, blank lines in between.
 
-use super::chunk::{BadRecord, Chunk, Content, Document, Record};
+use super::chunk::{BadRecord, Chunk, Content, Document, Place, Record};
 use super::stream::Stream;
 use super::{Position, ReadOptions, Reader, utf8};
 use crate::prepare::Result;
-use crate::prepare::error::Place;
 use crate::prepare::fields::{LINE, Slots};
 
 /// Cuts an input between lines.

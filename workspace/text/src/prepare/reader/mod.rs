@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use crate::prepare::Result;
 use crate::prepare::fields::Fields;
 
-pub(crate) use chunk::{BadRecord, Chunk, Record};
+pub(crate) use chunk::{BadRecord, Chunk, Place, Record};
 pub use format::Format;
 pub(crate) use input::{Identity, OpenInput, open};
 
@@ -80,18 +80,12 @@ pub(crate) struct Position {
 
 /// Reads a part of an input from some position on.
 pub(crate) trait Reader: Send {
-    /// The next chunk; `None` at the end.
-    ///
-    /// # Errors
-    /// Fails if the input cannot be read any further. A record that is no document is an error of
-    /// [`Chunk::documents`] instead.
+    /// The next chunk; `None` at the end. Fails if the input cannot be read any further. A record that is no document
+    /// is an error of [`Chunk::documents`] instead.
     fn next_chunk(&mut self) -> Result<Option<Chunk>>;
 }
 
-/// The text in a record's bytes.
-///
-/// # Errors
-/// Fails with the number of bytes before the first that is not UTF-8.
+/// The text in a record's bytes. Fails with the number of bytes before the first that is not UTF-8.
 fn utf8(bytes: &[u8]) -> Result<&str, usize> {
     // Several times as fast as the standard library, but for texts of ASCII alone; it does not say where.
     simdutf8::basic::from_utf8(bytes)

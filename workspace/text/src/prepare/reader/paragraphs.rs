@@ -1,10 +1,9 @@
 //! Text with a document in each paragraph; blank lines separate them.
 
-use super::chunk::{BadRecord, Chunk, Content, Document, Record};
+use super::chunk::{BadRecord, Chunk, Content, Document, Place, Record};
 use super::stream::Stream;
 use super::{Position, ReadOptions, Reader, utf8};
 use crate::prepare::Result;
-use crate::prepare::error::Place;
 
 /// Cuts an input after blank lines.
 pub(super) struct Paragraphs(pub(super) Stream);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::*;
-use crate::prepare::error::Place;
+use crate::prepare::reader::Place;
 
 /// Options with chunks that hold the tests' documents whole.
 pub(super) fn options() -> ReadOptions {

@@ -1,10 +1,9 @@
 //! A text file, one document.
 
 use super::Reader;
-use super::chunk::{BadRecord, Chunk, Content};
+use super::chunk::{BadRecord, Chunk, Content, Place};
 use super::stream::Stream;
 use crate::prepare::Result;
-use crate::prepare::error::Place;
 
 /// The byte-order mark in UTF-8, which is no part of the text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";

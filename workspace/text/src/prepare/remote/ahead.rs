@@ -59,10 +59,8 @@ impl Downloads {
         self.shared.inputs.len()
     }
 
-    /// The path of an input on this machine, when it is there. A remote input is asked for once, in order.
-    ///
-    /// # Errors
-    /// Fails if it cannot be downloaded, and with [`Error::Interrupted`] after the end.
+    /// The path of an input on this machine, when it is there. A remote input is asked for once, in order. Fails if it
+    /// cannot be downloaded, and with [`Error::Interrupted`] after the end.
     pub(crate) fn path(&self, number: usize) -> Result<PathBuf> {
         if let Input::Local(path) = &self.shared.inputs[number] {
             return Ok(path.clone());

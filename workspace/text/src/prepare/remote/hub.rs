@@ -180,10 +180,8 @@ impl RemoteFile {
     }
 
     /// Downloads it, unless it is in the cache, and returns its path there or, if files do not stay in the cache, the
-    /// path `place`. `report` gets the bytes that are there. The next call resumes a partial download.
-    ///
-    /// # Errors
-    /// Fails if the hub does not provide it or the disk is full, and with [`Error::Interrupted`] if `stop` was set.
+    /// path `place`. `report` gets the bytes that are there. The next call resumes a partial download. Fails if the hub
+    /// does not provide it or the disk is full, and with [`Error::Interrupted`] if `stop` was set.
     pub(crate) fn fetch(
         &self,
         place: &Path,
@@ -192,7 +190,7 @@ impl RemoteFile {
     ) -> Result<PathBuf> {
         let instead = (!self.keep).then_some(place);
         self.dataset.fetch(&self.file, instead, stop, report).map_err(|error| match error {
-            moh_hf::hub::Error::Stopped => Error::Interrupted,
+            moh_hf::Error::Stopped => Error::Interrupted,
             error => error.into(),
         })
     }

@@ -8,8 +8,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started, terminate};
-use moh_testkit::programs::VOCABULARY;
-use moh_testkit::programs::{names, program, stderr, success, write_tokens};
+use moh_testkit::programs::{VOCABULARY, exits, names, program, success, write_tokens};
 
 const HALF: &str = "half:stage.moh.moh={ shared_heads = 2, routed_top_k = 2 }";
 const FAST: &str = "fast:stage.moh.learning_rate.max=1e-2,stage.moh.moh.routed_top_k=1";
@@ -39,7 +38,7 @@ fn record(dir: &Path) -> Value {
 fn variants_end_as_they_would_alone_and_a_later_one_joins_them() {
     let dir = prepared();
     let dir = dir.path();
-    let half = "stage.moh.moh={ shared_heads = 2, routed_top_k = 2 }";
+    let half = HALF.strip_prefix("half:").unwrap();
     alone(dir, "whole", &SHORT);
     alone(dir, "half", &[&SHORT[..], &[half]].concat());
     let text = success(&mut compare(dir, &["base", HALF], &SHORT));
@@ -64,9 +63,7 @@ fn variants_end_as_they_would_alone_and_a_later_one_joins_them() {
     // The shared stages are trained once, and finished variants are not trained again.
     let export = compared.join("half/export/model.safetensors");
     let before = fs::metadata(&export).unwrap().ino();
-    let output = compare(dir, &["base", HALF, SEED, FAST], &SHORT).output().unwrap();
-    let shown = stderr(&output);
-    assert!(output.status.success(), "{shown}");
+    let (_, shown) = exits(&mut compare(dir, &["base", HALF, SEED, FAST], &SHORT), 0);
     // By the variant with another seed.
     assert_eq!(shown.matches("adapt 1/60: ").count(), 1, "{shown}");
     assert!(shown.contains("variant seed: shares no stage, since it changes run.seed"), "{shown}");
@@ -74,7 +71,7 @@ fn variants_end_as_they_would_alone_and_a_later_one_joins_them() {
     assert_eq!(fs::metadata(&export).unwrap().ino(), before);
     // The lines of the shared stages are the variant's own.
     let [whole, fast, seed] = [dir.join("whole"), compared.join("fast"), compared.join("seed")]
-        .map(|run| results(&run).2);
+        .map(|run| results(&run).metrics);
     assert_eq!(fast[..30], whole[..30]);
     assert_ne!(fast[31]["loss"], whole[31]["loss"]);
     assert_ne!(seed[0]["loss"], whole[0]["loss"]);
@@ -118,9 +115,8 @@ fn a_changed_comparison_is_refused_before_anything_is_trained() {
     success(&mut compare(dir, &["base", HALF], &SHORT));
     let before = fs::read_to_string(dir.join("compared/comparison.json")).unwrap();
     let refused = |variants: &[&str], overrides: &[&str]| {
-        let output = compare(dir, variants, &[&SHORT[..], overrides].concat()).output().unwrap();
-        let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(1), "{text}");
+        let mut command = compare(dir, variants, &[&SHORT[..], overrides].concat());
+        let (_, text) = exits(&mut command, 1);
         assert!(!text.contains("variant base: "), "{text}");
         let now = fs::read_to_string(dir.join("compared/comparison.json")).unwrap();
         assert_eq!(before, now);
@@ -167,9 +163,7 @@ fn a_comparison_is_not_continued_with_another_model_or_other_data() {
     for (key, value) in [("data.sources.0.path", "other-text"), ("model.from", "other-model")] {
         let change = format!("{key}={value}");
         let overrides = [&SHORT[..], &[&change]].concat();
-        let output = compare(dir, &[SEED, "base", HALF], &overrides).output().unwrap();
-        let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(1), "{text}");
+        let (_, text) = exits(&mut compare(dir, &[SEED, "base", HALF], &overrides), 1);
         let key = key.trim_end_matches(".path");
         assert!(
             text.contains(&format!("{key} is not the file that the run was started")),

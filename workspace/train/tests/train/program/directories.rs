@@ -7,7 +7,7 @@ use std::process::Command;
 
 use super::page::page;
 use super::{PROGRAM, moh_train, prepared, results, started};
-use moh_testkit::programs::{failure, program, stderr, success};
+use moh_testkit::programs::{exits, failure, program, success};
 
 /// A few steps.
 const SHORT: [&str; 2] = ["stage.adapt.tokens=640", "stage.moh.tokens=640"];
@@ -53,18 +53,17 @@ fn the_recipe_of_a_moved_run_is_that_run_unless_the_command_names_another() {
     fs::rename(dir.path().join("run"), dir.path().join("moved")).unwrap();
     let start = |set: &[&str]| {
         let mut command = program(PROGRAM, dir.path());
-        command.args(["--recipe", "moved/recipe.toml"]).args(set).output().unwrap()
+        exits(command.args(["--recipe", "moved/recipe.toml"]).args(set), 0)
     };
-    let output = start(&[]);
+    let (printed, told) = start(&[]);
     let expected =
         "moved/recipe.toml is the recipe of the run beside it, so run.dir is moved, not run\n";
-    assert_eq!(stderr(&output), expected);
-    assert!(output.stdout.starts_with(b"this run has already finished\n"));
+    assert_eq!(told, expected);
+    assert!(printed.starts_with("this run has already finished\n"));
     assert!(!dir.path().join("run").exists());
     // It is stored, and says no more.
-    assert_eq!(stderr(&start(&[])), "");
-    let output = start(&["--set", "run.dir=again"]);
-    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(start(&[]).1, "");
+    start(&["--set", "run.dir=again"]);
     assert!(results(&dir.path().join("again")) == results(&dir.path().join("moved")));
 }
 
@@ -77,10 +76,11 @@ fn a_link_to_the_recipe_of_a_moved_run_is_that_run() {
     for (target, link) in [("moved/recipe.toml", "g.toml"), ("g.toml", "again.toml")] {
         std::os::unix::fs::symlink(target, dir.path().join(link)).unwrap();
     }
-    let output = program(PROGRAM, dir.path()).args(["--recipe", "again.toml"]).output().unwrap();
+    let mut command = program(PROGRAM, dir.path());
+    let (printed, told) = exits(command.args(["--recipe", "again.toml"]), 0);
     let expected = "again.toml is a link to the recipe of a run, so run.dir is moved, not run\n";
-    assert_eq!(stderr(&output), expected);
-    assert!(output.stdout.starts_with(b"this run has already finished\n"));
+    assert_eq!(told, expected);
+    assert!(printed.starts_with("this run has already finished\n"));
     assert!(!dir.path().join("run").exists());
 }
 
@@ -107,8 +107,7 @@ fn another_recipe_is_refused_with_a_command_that_starts_another_run() {
     let dir = prepared();
     success(&mut short(dir.path(), &["run.dir=first run"]));
     let changed = ["run.dir=first run", "run.seed=2"];
-    let output = short(dir.path(), &changed).output().unwrap();
-    let text = stderr(&output);
+    let (_, text) = exits(&mut short(dir.path(), &changed), 1);
     assert!(text.contains("run.seed: was 1, now 2\n"), "{text}");
     let command = text.lines().last().unwrap().trim();
     let expected = "moh-train --recipe recipe.toml --set stage.adapt.tokens=640 --set \
@@ -149,11 +148,8 @@ fn validation_sets_may_change_and_a_stage_may_follow_a_finished_run() {
                 micro_batch = 2\nlearning_rate = { max = 1e-3, min = 1e-3, warmup_steps = 1 }\n";
     assert_ne!(other, recipe);
     fs::write(dir.path().join("recipe.toml"), other + more).unwrap();
-    let output = short(dir.path(), &[]).output().unwrap();
-    let text = stderr(&output);
-    assert!(output.status.success(), "{text}");
+    let (table, text) = exits(&mut short(dir.path(), &[]), 0);
     assert!(text.contains("continuing after step 20 of 30\n"), "{text}");
-    let table = String::from_utf8(output.stdout).unwrap();
     for expected in
         ["as loaded, validation ", "after stage moh, validation ", "after stage more, book "]
     {

@@ -13,16 +13,15 @@ mod refusals;
 mod stopping;
 mod tracing;
 
-use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Stdio};
 
-use serde_json::Value;
-
+use crate::PROGRAM;
+use crate::support::job::{arguments, signal};
+use crate::support::results::Results;
+use moh_checkpoint::run_directory::RunDirectory;
 use moh_testkit::programs::{program, trainable, two_stages};
-
-const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
 /// The validation of the recipe.
 const VALIDATION: &str = "validation = { path = \"held-out\", batches = 2, every_steps = 9 }";
@@ -35,10 +34,7 @@ fn prepared() -> tempfile::TempDir {
 
 fn moh_train(dir: &Path, overrides: &[&str]) -> Command {
     let mut command = program(PROGRAM, dir);
-    command.args(["--recipe", "recipe.toml"]);
-    for change in overrides {
-        command.args(["--set", change]);
-    }
+    command.args(arguments(overrides));
     command
 }
 
@@ -53,42 +49,15 @@ fn started(command: &mut Command, lines: usize) -> (Child, BufReader<ChildStderr
 }
 
 fn terminate(child: &Child) {
-    signal(child, "TERM");
+    signal(child.id(), "TERM");
 }
-
-fn signal(child: &Child, name: &str) {
-    let name = format!("-{name}");
-    let done = Command::new("kill").args([&name, &child.id().to_string()]).status().unwrap();
-    assert!(done.success());
-}
-
-/// The results of a finished run, without the speed.
-#[derive(PartialEq)]
-struct Results(Vec<u8>, String, Vec<Value>);
 
 fn results(run: &Path) -> Results {
-    let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    let line = |line: &str| {
-        let mut value: Value = serde_json::from_str(line).unwrap();
-        for field in ["tokens_per_second", "speed"] {
-            value.as_object_mut().unwrap().remove(field).unwrap();
-        }
-        value
-    };
-    Results(
-        fs::read(run.join("export/model.safetensors")).unwrap(),
-        fs::read_to_string(run.join("summary.json")).unwrap(),
-        metrics.lines().map(line).collect(),
-    )
+    Results::of_run(run)
 }
 
 /// The newest checkpoint's step; 0 without a checkpoint.
 fn newest_checkpoint(run: &Path) -> u64 {
-    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return 0 };
-    entries
-        .filter_map(|entry| {
-            entry.unwrap().file_name().to_str()?.strip_prefix("step-")?.parse().ok()
-        })
-        .max()
-        .unwrap_or(0)
+    let steps = RunDirectory::new(run).checkpoint_steps().unwrap();
+    steps.last().copied().unwrap_or(0)
 }

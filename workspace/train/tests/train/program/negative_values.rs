@@ -2,7 +2,7 @@
 
 use super::PROGRAM;
 use moh_testkit::options::take_negative_numbers;
-use moh_testkit::programs::{program, stderr};
+use moh_testkit::programs::{exits, program};
 
 #[test]
 fn every_option_takes_a_negative_number_for_its_value() {
@@ -22,9 +22,7 @@ fn an_error_names_the_values_that_an_option_takes() {
         (&["--time-limit", "-1h"], "expected a time such as 90m"),
         (&["checkpoints", "run", "prune", "--keep", "-1"], "a whole number of at least 1"),
     ] {
-        let output = program(PROGRAM, dir.path()).args(arguments).output().unwrap();
-        let text = stderr(&output);
+        let (_, text) = exits(program(PROGRAM, dir.path()).args(arguments), 2);
         assert!(text.contains(expected), "{arguments:?}: {text}");
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {text}");
     }
 }

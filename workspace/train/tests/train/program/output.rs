@@ -7,15 +7,13 @@ use moh_recipe::Recipe;
 use serde_json::Value;
 
 use super::{PROGRAM, moh_train, prepared};
-use moh_testkit::programs::{failure, program, stderr, stdout, success, trainable, two_stages};
+use moh_testkit::programs::{exits, failure, program, success, trainable, two_stages};
 
 #[test]
 fn lines_count_the_steps_of_all_stages() {
     let dir = prepared();
     let overrides = ["stage.adapt.tokens=128", "stage.moh.tokens=192"];
-    let output = moh_train(dir.path(), &overrides).output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let text = stderr(&output);
+    let (_, text) = exits(&mut moh_train(dir.path(), &overrides), 0);
     let steps = text.lines().filter_map(|line| line.split_once(": loss").map(|(step, _)| step));
     let steps: Vec<&str> = steps.filter(|step| !step.starts_with("validation")).collect();
     assert_eq!(steps, ["adapt 1/5", "adapt 2/5", "moh 3/5", "moh 4/5", "moh 5/5"], "{text}");
@@ -24,8 +22,7 @@ fn lines_count_the_steps_of_all_stages() {
 #[test]
 fn lines_name_data_stages_and_evaluations() {
     let dir = prepared();
-    let output = moh_train(dir.path(), &[]).output().unwrap();
-    let (text, table) = (stderr(&output), stdout(&output));
+    let (table, text) = exits(&mut moh_train(dir.path(), &[]), 0);
     // 480 sequences of 16 tokens; the file has 124 of them.
     let mut lines = text.lines();
     assert_eq!(lines.next(), Some("data text: 3.87 epochs, 7,680 tokens of 2,000"));
@@ -101,9 +98,8 @@ fn a_text_without_end_of_text_is_warned_of() {
         fs::write(&path, json.to_string()).unwrap();
         let _ = fs::remove_dir_all(dir.path().join("run"));
         let short = ["stage.adapt.tokens=128", "stage.moh.tokens=64"];
-        let output = moh_train(dir.path(), &short).output().unwrap();
-        assert!(output.status.success(), "{}", stderr(&output));
-        stderr(&output).lines().filter(|line| line.starts_with("warning: text: ")).count()
+        let (_, text) = exits(&mut moh_train(dir.path(), &short), 0);
+        text.lines().filter(|line| line.starts_with("warning: text: ")).count()
     };
     // Without a record, with none, and with a token.
     assert_eq!(warning(&|_| {}), 0);
@@ -123,9 +119,7 @@ fn validation_on_the_text_of_training_is_warned_of() {
         let _ = fs::remove_dir_all(dir.path().join("run"));
         let validation = format!("data.validation.path={validation}");
         let short = ["stage.adapt.tokens=128", "stage.moh.tokens=64", &validation];
-        let output = moh_train(dir.path(), &short).output().unwrap();
-        assert!(output.status.success(), "{}", stderr(&output));
-        let text = stderr(&output);
+        let (_, text) = exits(&mut moh_train(dir.path(), &short), 0);
         let found = text.lines().filter(|line| line.starts_with("warning: data.validation: "));
         found.map(str::to_owned).collect::<Vec<_>>()
     };
@@ -139,14 +133,11 @@ fn validation_on_the_text_of_training_is_warned_of() {
 fn a_run_without_validation_has_no_table() {
     let stages = two_stages([64, 64], 64);
     let dir = trainable(&stages.replace("warmup_steps = 2", "warmup_steps = 1"));
-    let output = moh_train(dir.path(), &[]).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    assert!(stdout(&output).starts_with("model    run/export\n"));
-    assert!(stderr(&output).contains("stage adapt: dense attention, 8 heads, 1 step\n"));
+    let (printed, told) = exits(&mut moh_train(dir.path(), &[]), 0);
+    assert!(printed.starts_with("model    run/export\n"), "{printed}");
+    assert!(told.contains("stage adapt: dense attention, 8 heads, 1 step\n"), "{told}");
     // A finished run says so again.
-    let output = moh_train(dir.path(), &[]).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    assert!(stdout(&output).contains("\nmodel    run/export\n"));
+    assert!(success(&mut moh_train(dir.path(), &[])).contains("\nmodel    run/export\n"));
 }
 
 #[test]

@@ -7,9 +7,10 @@ use serde_json::Value;
 
 use super::{PROGRAM, moh_train, prepared};
 use moh_testkit::programs::{
-    VOCABULARY, failure, program, stderr, success, write_tokenizer, write_tokens,
+    VOCABULARY, exits, failure, program, stderr, success, write_tokenizer, write_tokens,
 };
 use moh_testkit::texts::prepare_text;
+use moh_text::prepare::AppendEos;
 
 #[test]
 fn recipes_that_do_not_fit_are_refused() {
@@ -38,8 +39,7 @@ fn recipes_that_do_not_fit_are_refused() {
 fn wrong_usage_exits_with_two() {
     let dir = prepared();
     for arguments in [&[][..], &["--plan"], &["recipe.toml"], &["--recipe"]] {
-        let output = program(PROGRAM, dir.path()).args(arguments).output().unwrap();
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        exits(program(PROGRAM, dir.path()).args(arguments), 2);
     }
     for arguments in [
         &["--device-tflops", "9"][..],
@@ -51,8 +51,7 @@ fn wrong_usage_exits_with_two() {
         &["--rendezvous-timeout", "0"],
         &["--operation-timeout", "99999999999"],
     ] {
-        let output = moh_train(dir.path(), &[]).args(arguments).output().unwrap();
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        exits(moh_train(dir.path(), &[]).args(arguments), 2);
     }
     let negative = ["--plan", "--device-tflops", "-5"];
     let message = failure(dir.path(), moh_train(dir.path(), &[]).args(negative), 2);
@@ -94,7 +93,8 @@ fn a_token_file_of_another_tokenizer_is_refused() {
     write_tokenizer(&root.join("other"), "w1");
     fs::write(root.join("words.txt"), "w1 w2 w3 ".repeat(40)).unwrap();
     let prepare = |tokenizer: &str, out: &str| {
-        prepare_text(&root.join(tokenizer), &root.join("words.txt"), &root.join(out));
+        let (tokenizer, words) = (root.join(tokenizer), root.join("words.txt"));
+        prepare_text(&tokenizer, &words, &root.join(out), AppendEos::Never);
     };
     prepare("other", "theirs");
     prepare("source", "ours");

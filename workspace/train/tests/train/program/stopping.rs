@@ -6,9 +6,10 @@ use std::path::Path;
 use std::process::{Child, ChildStderr, Command};
 use std::time::{Duration, Instant};
 
-use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, signal, started, terminate};
+use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started, terminate};
+use crate::support::job::signal;
 use moh_testkit::programs::{
-    VOCABULARY, failure, isolate, names, program, stderr, success, write_tokens,
+    VOCABULARY, exits, failure, isolate, names, program, success, write_tokens,
 };
 
 #[test]
@@ -60,9 +61,8 @@ fn a_terminated_run_exits_with_75_and_continues() {
         "stopped after step {step} with a checkpoint: run the same command again to continue"
     );
     assert_eq!(rest.lines().last(), Some(last.as_str()));
-    let output = moh_train(dir.path(), &long).output().unwrap();
-    assert!(output.status.success());
-    assert!(stderr(&output).starts_with(&format!("continuing after step {step} of 460\n")));
+    let (_, text) = exits(&mut moh_train(dir.path(), &long), 0);
+    assert!(text.starts_with(&format!("continuing after step {step} of 460\n")), "{text}");
     assert!(results(&dir.path().join("run")) == results(&dir.path().join("whole")));
 }
 
@@ -90,7 +90,7 @@ fn a_signal_is_acknowledged_at_once_and_obeyed_within_an_evaluation() {
         let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 1);
         std::thread::sleep(Duration::from_millis(100));
         let asked = Instant::now();
-        signal(&child, name);
+        signal(child.id(), name);
         let mut line = next_line(&mut reader);
         if line.starts_with("warning: ") {
             line = next_line(&mut reader);
@@ -118,12 +118,12 @@ fn a_second_signal_aborts_without_a_checkpoint() {
         let dir = prepared();
         let (mut child, mut reader) = in_a_long_step(dir.path());
         let asked = Instant::now();
-        signal(&child, first);
+        signal(child.id(), first);
         assert_eq!(next_line(&mut reader), ACKNOWLEDGED);
         // The same request, as `timeout` sends it to the process and to its group.
-        signal(&child, first);
+        signal(child.id(), first);
         std::thread::sleep(Duration::from_millis(300));
-        signal(&child, second);
+        signal(child.id(), second);
         let line = "aborted without a checkpoint: the same command continues from the newest one\n";
         assert_eq!(next_line(&mut reader), line);
         assert_eq!(child.wait().unwrap().code(), Some(code));
@@ -160,9 +160,7 @@ fn a_time_limit_and_the_end_of_a_job_stop_a_run_with_75() {
     let dir = prepared();
     let endless = ["stage.adapt.tokens=64e6"];
     let stopped = |command: &mut Command| {
-        let output = command.output().unwrap();
-        let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(75), "{text}");
+        let (_, text) = exits(command, 75);
         let step = newest_checkpoint(&dir.path().join("run"));
         assert!(text.ends_with(&format!(
             "stopped after step {step} with a checkpoint: run the same command again to continue\n"
@@ -202,7 +200,6 @@ fn a_stopped_run_continues_when_its_model_is_gone_and_a_new_one_does_not_start()
 #[test]
 fn a_hangup_stops_a_run_unless_it_is_ignored() {
     let dir = prepared();
-    let hang_up = |child: &Child| signal(child, "HUP");
     let finish = |mut child: Child, mut reader: BufReader<ChildStderr>| {
         std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
         child.wait().unwrap().code()
@@ -211,14 +208,14 @@ fn a_hangup_stops_a_run_unless_it_is_ignored() {
     let mut listening = program("env", dir.path());
     listening.args(["--default-signal=HUP", PROGRAM, "--recipe", "recipe.toml"]);
     let (child, reader) = started(listening.args(["--set", "stage.adapt.tokens=64e6"]), 5);
-    hang_up(&child);
+    signal(child.id(), "HUP");
     assert_eq!(finish(child, reader), Some(75));
     let long = ["stage.adapt.tokens=25600"];
     // As nohup starts a program.
     let mut shell = program("sh", dir.path());
     shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\"", PROGRAM, "--recipe", "recipe.toml"]);
     let (child, reader) = started(shell.args(["--set", long[0], "--set", "run.dir=other"]), 5);
-    hang_up(&child);
+    signal(child.id(), "HUP");
     assert_eq!(finish(child, reader), Some(0));
 }
 
@@ -250,9 +247,7 @@ fn a_full_disk_keeps_the_newest_checkpoint_and_room_continues() {
     let script = format!("ulimit -f 32; exec '{PROGRAM}' --recipe recipe.toml");
     let mut shell = Command::new("sh");
     isolate(&mut shell, dir.path());
-    let output = shell.arg("-c").arg(script).output().unwrap();
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(1), "{text}");
+    let (_, text) = exits(shell.arg("-c").arg(script), 1);
     let last = text.lines().last().unwrap();
     assert!(last.starts_with("error: ") && last.contains("File too large"), "{text}");
     let good = format!("the last good checkpoint is of step {step}");
@@ -265,8 +260,7 @@ fn a_full_disk_keeps_the_newest_checkpoint_and_room_continues() {
     let left = names(&run.join("checkpoints"));
     let whole: Vec<_> = left.iter().filter(|name| !name.starts_with(".tmp-")).collect();
     assert_eq!(whole, before.iter().filter(|name| !name.starts_with(".tmp-")).collect::<Vec<_>>());
-    let output = moh_train(dir.path(), &[]).output().unwrap();
-    assert!(output.status.success());
-    assert!(stderr(&output).starts_with(&format!("continuing after step {step} of 120\n")));
+    let (_, text) = exits(&mut moh_train(dir.path(), &[]), 0);
+    assert!(text.starts_with(&format!("continuing after step {step} of 120\n")), "{text}");
     assert!(results(&run) == results(&dir.path().join("whole")));
 }

@@ -7,7 +7,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use super::{moh_train, prepared, results};
-use moh_testkit::programs::{failure, names, stderr, success};
+use moh_testkit::programs::{exits, failure, names, success};
 
 #[test]
 fn chosen_steps_leave_a_timeline_and_others_none() {
@@ -39,8 +39,7 @@ fn steps_that_cannot_be_traced_are_refused() {
     };
     let message = failure(dir.path(), &mut trace("3,121"), 2);
     assert_eq!(message, "--trace: step 121: the run has 120 steps");
-    let output = trace("3").arg("--plan").output().unwrap();
-    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    exits(trace("3").arg("--plan"), 2);
     assert!(!dir.path().join("run").exists());
 }
 

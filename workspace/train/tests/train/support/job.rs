@@ -4,14 +4,12 @@ use std::fs;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 
-use moh_testkit::launcher::Launcher;
+use moh_testkit::launcher::{Launcher, wait_until};
 use moh_testkit::programs::{isolate, trainable};
-
-pub const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
 /// Maximum ranks of a job.
 const MAX_RANKS: usize = 4;
@@ -117,15 +115,6 @@ pub fn assert_alike(found: &[f64], expected: &[f64]) {
 pub fn wait_for_steps(run: &Path, steps: usize) {
     let made = || fs::read_to_string(run.join("metrics.jsonl")).unwrap_or_default().lines().count();
     wait_until(Duration::from_secs(120), &format!("{steps} steps"), || made() >= steps);
-}
-
-/// Waits for a condition, or fails.
-pub fn wait_until(limit: Duration, what: &str, mut so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !so() {
-        assert!(start.elapsed() < limit, "{what}: not within {limit:?}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }
 
 /// The process of rank `rank` of the job in `dir`.

@@ -1,6 +1,7 @@
 //! What a finished run left behind, and whether two runs came to the same.
 
 use std::fs;
+use std::path::Path;
 
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_recipe::Recipe;
@@ -18,7 +19,11 @@ pub struct Results {
 
 impl Results {
     pub fn of(recipe: &Recipe) -> Self {
-        let run = RunDirectory::new(&recipe.run.dir);
+        Results::of_run(&recipe.run.dir)
+    }
+
+    pub fn of_run(root: &Path) -> Self {
+        let run = RunDirectory::new(root);
         let text = fs::read_to_string(run.metrics()).unwrap();
         assert!(text.ends_with('\n'));
         let line = |line: &str| {

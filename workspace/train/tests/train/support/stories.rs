@@ -1,16 +1,17 @@
 //! Twenty-five steps of a small pretrained model on ranks in every arrangement; `MOH_EVERY_LAYOUT=1` tries all
 //! of them, else a few of each kind are.
 
-use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::path::PathBuf;
 
 use moh_checkpoint::run_directory::RunDirectory;
+use moh_data::TokenFile;
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
 use moh_recipe::{ParallelOptions, Recipe};
-use moh_text::TextTokenizer;
-use moh_text::prepare::{AppendEos, Prepare, prepare};
+use moh_testkit::programs::fixtures;
+use moh_testkit::texts::prepare_text;
+use moh_text::prepare::AppendEos;
 
 use super::results::{Results, assert_alike};
 
@@ -29,7 +30,6 @@ pub struct Layout {
 
 /// Runs of stories260K, a model of five blocks and four key/value heads, on 24 sequences a step.
 pub struct Stories {
-    fixtures: PathBuf,
     place: tempfile::TempDir,
     attention: &'static str,
     /// The run on one rank.
@@ -39,21 +39,11 @@ pub struct Stories {
 impl Stories {
     /// Runs with dense attention, or with three quarters of the heads.
     pub fn new(attention: &'static str) -> Self {
-        let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
         let place = tempfile::tempdir().unwrap();
-        let tokenizer = TextTokenizer::load(&fixtures.join("stories260K")).unwrap();
-        let inputs = [fixtures.join("data/stories-valid.jsonl")];
-        let prefix = place.path().join("stories");
-        let append_eos = AppendEos::Never;
-        let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
-        prepare(options, &AtomicBool::new(false), &mut ()).unwrap();
-        let fixtures = fixtures.to_owned();
-        Stories { fixtures, place, attention, reference: None }
-    }
-
-    /// The model that all runs start from.
-    pub fn model(&self) -> PathBuf {
-        self.fixtures.join("stories260K")
+        let stories = fixtures().join("data/stories-valid.jsonl");
+        let (model, prefix) = (fixtures().join("stories260K"), place.path().join("stories"));
+        prepare_text(&model, &stories, &prefix, AppendEos::Never);
+        Stories { place, attention, reference: None }
     }
 
     /// One rank, then the arrangements of two to eight ranks that the model has: a few of each kind, or
@@ -128,7 +118,7 @@ learning_rate = {{ max = 1e-3, min = 1e-4, warmup_steps = 5 }}
 parallel = {{ tensor = {tensor}, pipeline = {pipeline}, virtual_stages = {virtual_stages} }}
 "#,
             dir = self.place.path().display(),
-            model = self.model().display(),
+            model = fixtures().join("stories260K").display(),
         );
         let path = self.place.path().join(format!("{name}.toml"));
         std::fs::write(&path, text).unwrap();
@@ -165,11 +155,8 @@ parallel = {{ tensor = {tensor}, pipeline = {pipeline}, virtual_stages = {virtua
             weights.read_f32(&segment.name, values)
         };
         let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, 32, source).unwrap();
-        // Token files hold ids of small vocabularies in two bytes, one after the other.
-        let tokens = std::fs::read(self.place.path().join("stories.bin")).unwrap();
-        let ids: Vec<u32> = (tokens.chunks_exact(2).take(TOKENS))
-            .map(|id| u16::from_le_bytes([id[0], id[1]]).into())
-            .collect();
+        let file = TokenFile::open(&self.place.path().join("stories")).unwrap();
+        let ids = file.ids(0..TOKENS as u64).unwrap();
         let shape = PassShape::evaluation(TOKENS / 32, 32, Recompute::None);
         let mut activations = Activations::new(&model, shape).unwrap();
         activations.upload(&Cpu, &ids, &ids, &[]).unwrap();

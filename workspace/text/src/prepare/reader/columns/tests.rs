@@ -20,8 +20,8 @@ use parquet::basic::{BrotliLevel, Compression, Encoding, GzipLevel, ZstdLevel};
 use parquet::file::properties::{WriterProperties, WriterVersion};
 use parquet::schema::types::ColumnPath;
 
-use crate::prepare::error::Place;
 use crate::prepare::fields::Fields;
+use crate::prepare::reader::Place;
 use crate::prepare::reader::tests::{documents, options};
 use crate::prepare::reader::{BadRecord, Format, ReadOptions, open};
 
