@@ -3,12 +3,13 @@
 //!
 //!     cargo run --release -p moh-checkpoint --example read_checkpoint -- runs/quickstart
 
-use moh_checkpoint::{CheckpointDirectory, StoredCheckpoint};
+use moh_checkpoint::StoredCheckpoint;
+use moh_checkpoint::run_directory::RunDirectory;
 use moh_step::TensorKind;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let run = std::env::args().nth(1).unwrap_or_else(|| "runs/quickstart".to_owned());
-    let run = CheckpointDirectory::new(run);
+    let run = RunDirectory::new(run);
     let steps = run.checkpoint_steps()?;
     let Some(&newest) = steps.last() else {
         return Err(format!("{}: has no checkpoint", run.root().display()).into());

@@ -10,7 +10,6 @@
 //! and changes nothing.
 
 mod background;
-mod checkpoint_directory;
 mod error;
 mod flight;
 mod growth;
@@ -30,7 +29,6 @@ mod stored;
 mod tensor_file;
 mod write;
 
-pub use checkpoint_directory::CheckpointDirectory;
 pub use error::Error;
 pub use flight::{CompleteCheckpoint, End, Flight, ThreadFlags, WritePart};
 pub use growth::{StageExtension, steps_at};

@@ -9,9 +9,21 @@ use moh_files::TEMPORARY;
 use super::MANIFEST_HASH;
 use super::manifest::RunState;
 use super::stored::read_state;
-use crate::checkpoint_directory::{ASIDE, DAMAGED};
-use crate::{CheckpointDirectory, Error};
+use crate::Error;
+use crate::run_directory::RunDirectory;
 use moh_files::unless_missing;
+
+/// Prefix of the names of checkpoints whose bytes are wrong.
+pub(crate) const DAMAGED: &str = "damaged-step-";
+
+/// Prefix of the names of checkpoints after the step from which the run resumed.
+pub(crate) const ASIDE: &str = "aside-step-";
+
+/// Whether this is the name of a checkpoint that was being written or removed.
+pub(crate) fn is_unfinished_checkpoint(name: &str) -> bool {
+    let rest = name.strip_prefix(TEMPORARY);
+    rest.is_some_and(|rest| rest.starts_with("step-") || rest.starts_with("removed-step-"))
+}
 
 /// A directory with a checkpoint, complete or not.
 #[derive(Debug)]
@@ -44,7 +56,7 @@ pub enum Condition {
 }
 
 /// Every checkpoint of `run`, by condition and step; changes nothing.
-pub fn list(run: &CheckpointDirectory) -> Result<Vec<ListedCheckpoint>, Error> {
+pub fn list(run: &RunDirectory) -> Result<Vec<ListedCheckpoint>, Error> {
     let mut found = Vec::new();
     for path in entries(&run.checkpoints())? {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -122,7 +134,7 @@ mod tests {
     #[test]
     fn everything_is_listed_and_what_cannot_be_read_has_its_reason() {
         let temporary = tempfile::tempdir().unwrap();
-        let run = CheckpointDirectory::new(temporary.path());
+        let run = RunDirectory::new(temporary.path());
         assert!(list(&run).unwrap().is_empty());
         for name in ["step-9", "step-10", "damaged-step-4", "aside-step-12", ".tmp-step-11"] {
             let path = run.checkpoints().join(name);

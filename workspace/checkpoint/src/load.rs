@@ -59,7 +59,7 @@ mod tests {
 
     use super::super::{RunState, Snapshot, begin, prune, publish, write_part};
     use super::*;
-    use crate::CheckpointDirectory;
+    use crate::run_directory::RunDirectory;
     use moh_testkit::tiny_model;
 
     const RANKS: usize = 4;
@@ -81,7 +81,7 @@ mod tests {
         (name.len() * 1000 + at * 4 + kind as usize) as f32
     }
 
-    fn write_on(ranks: usize, run: &CheckpointDirectory) {
+    fn write_on(ranks: usize, run: &RunDirectory) {
         std::fs::create_dir_all(run.root()).unwrap();
         let pending = begin(run, 5).unwrap();
         let parts = (0..ranks).map(|rank| {
@@ -104,7 +104,7 @@ mod tests {
     }
 
     /// Checks what rank `rank` of `ranks` loads.
-    fn check(run: &CheckpointDirectory, rank: usize, ranks: usize) {
+    fn check(run: &RunDirectory, rank: usize, ranks: usize) {
         let stored = StoredCheckpoint::of_step(run, 5).unwrap();
         let stored = stored.read_by(Shard { rank, size: ranks });
         let (mut model, mut optimizer) = part(rank, ranks);
@@ -128,7 +128,7 @@ mod tests {
     fn any_number_of_ranks_loads_what_any_number_has_written() {
         let dir = tempfile::tempdir().unwrap();
         for written in [1, 3, RANKS] {
-            let run = CheckpointDirectory::new(dir.path().join(written.to_string()));
+            let run = RunDirectory::new(dir.path().join(written.to_string()));
             write_on(written, &run);
             for ranks in [1, 2, 3, RANKS, 7] {
                 (0..ranks).for_each(|rank| check(&run, rank, ranks));
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn a_rank_opens_the_files_that_it_needs_and_no_others() {
         let dir = tempfile::tempdir().unwrap();
-        let run = CheckpointDirectory::new(dir.path());
+        let run = RunDirectory::new(dir.path());
         write_on(RANKS, &run);
         let files: Vec<_> = std::fs::read_dir(run.checkpoint(5)).unwrap().flatten().collect();
         for file in files {

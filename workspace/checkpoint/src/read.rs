@@ -12,8 +12,9 @@ use moh_step::Ranks;
 use super::MANIFEST;
 use super::read_error::ReadError;
 use super::stored::StoredCheckpoint;
-use crate::checkpoint_directory::{ASIDE, DAMAGED};
-use crate::{CheckpointDirectory, Error};
+use crate::Error;
+use crate::listing::{ASIDE, DAMAGED};
+use crate::run_directory::RunDirectory;
 
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
 pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);
@@ -26,7 +27,7 @@ pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);
 /// format, if only some ranks see its files, or if another rank has failed. The checkpoints are then
 /// unchanged.
 pub fn newest<B: Backend>(
-    run: &CheckpointDirectory,
+    run: &RunDirectory,
     ranks: &mut Ranks<B>,
     damaged: OnDamage<'_>,
 ) -> Result<Option<StoredCheckpoint>, Error> {
@@ -47,7 +48,7 @@ pub fn newest<B: Backend>(
 /// The newest checkpoint whose bytes are good, the same on all ranks, which share the check of its
 /// hashes; `None` if no checkpoint is good. Changes nothing.
 pub fn newest_good<B: Backend>(
-    run: &CheckpointDirectory,
+    run: &RunDirectory,
     ranks: &mut Ranks<B>,
 ) -> Result<Option<StoredCheckpoint>, Error> {
     let mut below = f64::INFINITY;
@@ -72,7 +73,7 @@ pub fn newest_good<B: Backend>(
 /// # Errors
 /// Fails if there is none, if it is damaged, and otherwise as [`newest`]. Nothing is changed.
 pub fn of_step<B: Backend>(
-    run: &CheckpointDirectory,
+    run: &RunDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
 ) -> Result<StoredCheckpoint, Error> {
@@ -85,16 +86,13 @@ pub fn of_step<B: Backend>(
 ///
 /// # Errors
 /// Fails if there is no such checkpoint, or if it cannot be read or has another format.
-pub fn verify(
-    run: &CheckpointDirectory,
-    step: u64,
-) -> Result<Result<StoredCheckpoint, Error>, Error> {
+pub fn verify(run: &RunDirectory, step: u64) -> Result<Result<StoredCheckpoint, Error>, Error> {
     require(run, step)?;
     examine(run, &mut alone()?, step)
 }
 
 /// Fails, with the steps that there are, if the run has no checkpoint of `step`.
-pub fn require(run: &CheckpointDirectory, step: u64) -> Result<(), Error> {
+pub fn require(run: &RunDirectory, step: u64) -> Result<(), Error> {
     let found = run.checkpoint_steps()?;
     if found.contains(&step) {
         return Ok(());
@@ -117,7 +115,7 @@ pub fn alone() -> Result<Ranks<Cpu>, Error> {
 /// the inner error says that bytes are wrong, and is [`Error::OtherRank`] where only another rank has
 /// found it.
 fn examine<B: Backend>(
-    run: &CheckpointDirectory,
+    run: &RunDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
 ) -> Result<Result<StoredCheckpoint, Error>, Error> {
@@ -136,7 +134,7 @@ fn examine<B: Backend>(
 /// What this rank has read of the checkpoint of `step`; `None` on all ranks if one of them has found its
 /// bytes wrong, and the checkpoint is then renamed.
 pub fn quarantine_if_damaged<B: Backend, R>(
-    run: &CheckpointDirectory,
+    run: &RunDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
     read: Result<R, ReadError>,
@@ -193,7 +191,7 @@ fn agree_on_damage<B: Backend, R>(
 }
 
 /// Renames the checkpoints after `step` to `aside-step-N`, from which the run does not resume; returns the new paths.
-pub fn set_aside_later(run: &CheckpointDirectory, step: u64) -> Result<Vec<PathBuf>, Error> {
+pub fn set_aside_later(run: &RunDirectory, step: u64) -> Result<Vec<PathBuf>, Error> {
     let steps = run.checkpoint_steps()?;
     let mut renamed = Vec::new();
     // From the newest on, so that those that are left are always the first ones.
@@ -206,11 +204,11 @@ pub fn set_aside_later(run: &CheckpointDirectory, step: u64) -> Result<Vec<PathB
 }
 
 /// A free name for a checkpoint that is set aside, beside earlier ones of its step.
-fn free_name(run: &CheckpointDirectory, prefix: &str, step: u64) -> PathBuf {
+fn free_name(run: &RunDirectory, prefix: &str, step: u64) -> PathBuf {
     first_free_suffixed(|suffix| run.checkpoints().join(format!("{prefix}{step}{suffix}")))
 }
 
-fn rename(run: &CheckpointDirectory, step: u64, aside: &Path) -> Result<(), Error> {
+fn rename(run: &RunDirectory, step: u64, aside: &Path) -> Result<(), Error> {
     fs::rename(run.checkpoint(step), aside).map_err(moh_files::io(aside))?;
     Ok(moh_files::sync_directory(&run.checkpoints()).map_err(moh_files::io(&run.checkpoints()))?)
 }

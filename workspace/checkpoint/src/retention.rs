@@ -6,20 +6,18 @@ use moh_files::TEMPORARY;
 use moh_recipe::CheckpointOptions;
 
 use super::read::{alone, newest_good};
-use crate::checkpoint_directory::is_unfinished_checkpoint;
-use crate::{CheckpointDirectory, Error};
+use crate::Error;
+use crate::listing::is_unfinished_checkpoint;
+use crate::run_directory::RunDirectory;
 use moh_files::unless_missing;
 
 /// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.
-pub fn prune(run: &CheckpointDirectory, retention: &CheckpointOptions) -> Result<(), Error> {
+pub fn prune(run: &RunDirectory, retention: &CheckpointOptions) -> Result<(), Error> {
     remove(run, &superseded(run, retention)?)
 }
 
 /// The steps of the checkpoints that `retention` does not keep, ascending.
-pub fn superseded(
-    run: &CheckpointDirectory,
-    retention: &CheckpointOptions,
-) -> Result<Vec<u64>, Error> {
+pub fn superseded(run: &RunDirectory, retention: &CheckpointOptions) -> Result<Vec<u64>, Error> {
     let mut steps = run.checkpoint_steps()?;
     let keep = usize::try_from(retention.keep.max(1)).unwrap_or(usize::MAX);
     steps.truncate(steps.len().saturating_sub(keep));
@@ -30,7 +28,7 @@ pub fn superseded(
 /// As [`superseded`], without the newest checkpoint whose bytes are good, which is searched by reading
 /// from the newest on. Empty if no checkpoint is good.
 pub fn superseded_by_good(
-    run: &CheckpointDirectory,
+    run: &RunDirectory,
     retention: &CheckpointOptions,
 ) -> Result<Vec<u64>, Error> {
     let mut steps = superseded(run, retention)?;
@@ -42,7 +40,7 @@ pub fn superseded_by_good(
 }
 
 /// Removes the checkpoints of `steps`, and leftovers of earlier processes. The caller has locked the run directory.
-pub fn remove(run: &CheckpointDirectory, steps: &[u64]) -> Result<(), Error> {
+pub fn remove(run: &RunDirectory, steps: &[u64]) -> Result<(), Error> {
     let all = run.checkpoints();
     for &step in steps {
         // Renamed first, so that a partially removed checkpoint never looks complete.
@@ -67,7 +65,7 @@ mod tests {
     #[test]
     fn the_newest_and_every_mth_checkpoint_are_kept() {
         let temporary = tempfile::tempdir().unwrap();
-        let run = CheckpointDirectory::new(temporary.path());
+        let run = RunDirectory::new(temporary.path());
         for step in [2, 4, 5, 6, 8] {
             fs::create_dir_all(run.checkpoint(step)).unwrap();
         }
@@ -88,7 +86,7 @@ mod tests {
     #[test]
     fn nothing_is_superseded_where_no_checkpoint_is_good() {
         let temporary = tempfile::tempdir().unwrap();
-        let run = CheckpointDirectory::new(temporary.path());
+        let run = RunDirectory::new(temporary.path());
         for step in [2, 4] {
             fs::create_dir_all(run.checkpoint(step)).unwrap();
         }

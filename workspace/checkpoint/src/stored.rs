@@ -15,7 +15,8 @@ use super::part::{RankPart, TensorEntry};
 use super::read_error::ReadError;
 use super::tensor_file::OpenFiles;
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
-use crate::{CheckpointDirectory, Error};
+use crate::Error;
+use crate::run_directory::RunDirectory;
 
 /// A checkpoint whose manifest is valid.
 #[derive(Debug)]
@@ -42,7 +43,7 @@ pub struct TensorRequest<'a> {
 
 impl StoredCheckpoint {
     /// Opens the run's checkpoint after `step` steps; its tensors are checked when they are read.
-    pub fn of_step(run: &CheckpointDirectory, step: u64) -> Result<Self, Error> {
+    pub fn of_step(run: &RunDirectory, step: u64) -> Result<Self, Error> {
         Ok(Self::open(&run.checkpoint(step), step)?)
     }
 

@@ -15,14 +15,15 @@ use super::manifest::{Manifest, RunState, tensor_file};
 use super::part::{RankPart, TensorEntry, TensorFile};
 use super::snapshot::{ShardTensor, Snapshot};
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES, shard_file};
-use crate::{CheckpointDirectory, Error};
+use crate::Error;
+use crate::run_directory::RunDirectory;
 
 /// Maximum threads of a rank that convert and hash a checkpoint's bytes.
 const MAX_THREADS: usize = 4;
 
 /// Creates the directory in which all ranks write the checkpoint of `step`, and removes what an earlier
 /// attempt has left there. Dropping the result removes the directory, unless [`publish`] has renamed it.
-pub fn begin(run: &CheckpointDirectory, step: u64) -> Result<PendingDirectory, Error> {
+pub fn begin(run: &RunDirectory, step: u64) -> Result<PendingDirectory, Error> {
     let all = run.checkpoints();
     moh_files::create_directory(&all).map_err(moh_files::io(&all))?;
     Ok(PendingDirectory::create_shared(&run.checkpoint(step))
@@ -30,7 +31,7 @@ pub fn begin(run: &CheckpointDirectory, step: u64) -> Result<PendingDirectory, E
 }
 
 /// The directory of an incomplete checkpoint.
-fn folder(run: &CheckpointDirectory, step: u64) -> PathBuf {
+fn folder(run: &RunDirectory, step: u64) -> PathBuf {
     PendingDirectory::shared_path(&run.checkpoint(step))
 }
 
@@ -40,7 +41,7 @@ type WrittenPart = (String, String, Vec<String>);
 /// Writes the files of rank `rank` of `size`, and the list of its tensors, into the directory that
 /// [`begin`] has created; returns what [`publish`] needs to know of them.
 pub fn write_part<T: Element, M: Element>(
-    run: &CheckpointDirectory,
+    run: &RunDirectory,
     step: u64,
     rank: usize,
     size: usize,
@@ -93,7 +94,7 @@ fn bounds(ranges: &[Range<usize>]) -> Vec<[usize; 2]> {
 
 /// Writes the manifest of the parts of all ranks, and renames the directory.
 pub fn publish(
-    run: &CheckpointDirectory,
+    run: &RunDirectory,
     pending: PendingDirectory,
     state: RunState,
     config: Map<String, Value>,

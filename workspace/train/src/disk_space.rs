@@ -131,7 +131,7 @@ pub(crate) fn check(
     needs.calibrations = needs.calibrations.saturating_sub(calibrated);
     // Later checkpoints are moved aside and stay.
     let goes = |step: u64| resume_step.is_none_or(|resumed| step <= resumed);
-    let existing = moh_checkpoint::list(&run.checkpoint_directory())?
+    let existing = moh_checkpoint::list(run)?
         .iter()
         .filter(|found| found.condition == Condition::Complete && goes(found.step))
         .map(|found| found.bytes)

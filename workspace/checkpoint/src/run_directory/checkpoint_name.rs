@@ -42,7 +42,7 @@ impl CheckpointName {
     pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64, Error> {
         let run = &self.run;
         if let Some(step) = self.step {
-            ranks.on_rank0(|| require(&run.checkpoint_directory(), step))?;
+            ranks.on_rank0(|| require(run, step))?;
             return Ok(step);
         }
         // 0 where the newest good checkpoint is wanted.
@@ -52,8 +52,8 @@ impl CheckpointName {
             Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)
         })?;
         let found = match last > 0.0 {
-            true => Some(of_step(&run.checkpoint_directory(), ranks, last as u64)?),
-            false => newest_good(&run.checkpoint_directory(), ranks)?,
+            true => Some(of_step(run, ranks, last as u64)?),
+            false => newest_good(run, ranks)?,
         };
         match found {
             Some(stored) => Ok(stored.manifest().state.step),
@@ -91,7 +91,7 @@ impl RunCheckpoint {
 
     /// The model's configuration at the step; no tensor is read.
     pub fn config_file(&self) -> Result<ConfigFile, Error> {
-        require(&self.run.checkpoint_directory(), self.step)?;
+        require(&self.run, self.step)?;
         Ok(self.run.stored_model(self.step)?.1)
     }
 }

@@ -6,8 +6,9 @@ mod stored_recipe;
 
 use std::path::{Path, PathBuf};
 
+use crate::StoredCheckpoint;
+use crate::listing::DAMAGED;
 use crate::run_log::Summary;
-use crate::{CheckpointDirectory, StoredCheckpoint};
 use moh_files::first_free_suffixed;
 use moh_hf::ConfigFile;
 use moh_recipe::{DistillOptions, Recipe, Stage};
@@ -102,14 +103,9 @@ impl RunDirectory {
         self.root.join("routing.jsonl")
     }
 
-    /// The run's checkpoints.
-    pub fn checkpoint_directory(&self) -> CheckpointDirectory {
-        CheckpointDirectory::new(&self.root)
-    }
-
     /// The checkpoint after `step` steps, whose tensors are not read.
     pub fn stored(&self, step: u64) -> Result<StoredCheckpoint, Error> {
-        StoredCheckpoint::of_step(&self.checkpoint_directory(), step)
+        StoredCheckpoint::of_step(self, step)
     }
 
     /// The checkpoint after `step` steps, and the model's configuration in it.
@@ -121,12 +117,12 @@ impl RunDirectory {
 
     /// The directory of all checkpoints.
     pub fn checkpoints(&self) -> PathBuf {
-        self.checkpoint_directory().checkpoints()
+        self.root.join("checkpoints")
     }
 
     /// The checkpoint after `step` steps over all stages.
     pub fn checkpoint(&self, step: u64) -> PathBuf {
-        self.checkpoint_directory().checkpoint(step)
+        self.checkpoints().join(format!("step-{step}"))
     }
 
     /// The picture of the losses that `moh-report` draws.
@@ -193,7 +189,17 @@ impl RunDirectory {
 
     /// Steps of the complete checkpoints, ascending.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
-        self.checkpoint_directory().checkpoint_steps()
+        let directory = self.checkpoints();
+        let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
+        let mut steps = Vec::new();
+        for entry in entries.into_iter().flatten() {
+            let name = entry.map_err(moh_files::io(&directory))?.file_name();
+            let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
+            // Only the spelling of `checkpoint`: no sign, no leading zero.
+            steps.extend(step.filter(|&step: &u64| name == *format!("step-{step}")));
+        }
+        steps.sort_unstable();
+        Ok(steps)
     }
 
     /// The error of a run of which no checkpoint has good bytes.
@@ -209,7 +215,18 @@ impl RunDirectory {
         if [self.marker(), self.summary()].into_iter().any(exists) {
             return Ok(true);
         }
-        self.checkpoint_directory().has_names()
+        self.has_names()
+    }
+
+    /// Whether there is a checkpoint, good or damaged, by its name.
+    pub(crate) fn has_names(&self) -> Result<bool, Error> {
+        let directory = self.checkpoints();
+        let is_one = |name: &str| name.starts_with("step-") || name.starts_with(DAMAGED);
+        let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
+        Ok(entries
+            .into_iter()
+            .flatten()
+            .any(|entry| entry.is_ok_and(|entry| entry.file_name().to_str().is_some_and(is_one))))
     }
 
     /// Writes the marker, if it is missing.

@@ -15,7 +15,6 @@ use std::time::SystemTime;
 
 use anyhow::{Context as _, bail};
 pub use lines::LeftOut;
-use moh_checkpoint::StoredCheckpoint;
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::{Evaluation, EvaluationPoint, Machine, StepMetrics, Summary};
 use moh_recipe::Recipe;
@@ -202,10 +201,7 @@ fn read_recipe(run: &RunDirectory) -> anyhow::Result<(Option<Recipe>, Result<Str
 /// replaced at any time, and a damaged one is the concern of the run.
 fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
     let steps = run.checkpoint_steps()?;
-    let directory = run.checkpoint_directory();
-    let mut opened =
-        steps.iter().rev().filter_map(|&step| StoredCheckpoint::of_step(&directory, step).ok());
-    let Some(stored) = opened.next() else {
+    let Some(stored) = steps.iter().rev().find_map(|&step| run.stored(step).ok()) else {
         let (evaluations, calibrations) = (Vec::new(), Vec::new());
         return Ok(Summary { steps: 0, tokens: 0, heads: 0, evaluations, calibrations });
     };

@@ -69,8 +69,7 @@ fn write_manifest(run: &RunDirectory, text: &[u8]) {
 }
 
 fn read(run: &RunDirectory) -> Result<(), String> {
-    let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), STEP)
-        .map_err(|error| error.to_string())?;
+    let stored = StoredCheckpoint::of_step(run, STEP).map_err(|error| error.to_string())?;
     let mut values = [0f32; 32 * 8];
     let name = "model.embed_tokens.weight";
     let read = stored.read_f32(TensorKind::Weight, name, &mut values);

@@ -82,7 +82,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Prints a table of all checkpoints.
 fn list(run: &RunDirectory) -> anyhow::Result<()> {
-    let found = moh_checkpoint::list(&run.checkpoint_directory())?;
+    let found = moh_checkpoint::list(run)?;
     let mut out = stdout();
     if found.is_empty() {
         writeln!(out, "{}: no checkpoints", run.root().display())?;
@@ -139,7 +139,7 @@ fn verify(run: &RunDirectory, steps: &[u64]) -> anyhow::Result<()> {
     let mut faults = 0;
     let mut out = stdout();
     for &step in &steps {
-        let (is_good, verdict) = match moh_checkpoint::verify(&run.checkpoint_directory(), step) {
+        let (is_good, verdict) = match moh_checkpoint::verify(run, step) {
             Ok(Ok(_)) => (true, "complete, all hashes match".to_owned()),
             Ok(Err(error)) => (false, format!("damaged: {error}")),
             Err(error @ moh_checkpoint::Error::NoCheckpoint(_)) => return Err(error.into()),
@@ -161,9 +161,9 @@ fn verify(run: &RunDirectory, steps: &[u64]) -> anyhow::Result<()> {
 /// Removes the checkpoints that `retention` does not keep.
 fn prune(run: &RunDirectory, retention: &CheckpointOptions, dry_run: bool) -> anyhow::Result<()> {
     let _lock = run.lock()?;
-    let steps = moh_checkpoint::superseded_by_good(&run.checkpoint_directory(), retention)?;
+    let steps = moh_checkpoint::superseded_by_good(run, retention)?;
     if !dry_run {
-        moh_checkpoint::remove(&run.checkpoint_directory(), &steps)?;
+        moh_checkpoint::remove(run, &steps)?;
     }
     let what = if dry_run { "would remove" } else { "removed" };
     let mut out = stdout();

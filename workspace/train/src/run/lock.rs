@@ -91,7 +91,7 @@ impl Job<'_> {
             check_resumable(run)?;
         }
         if let Some(step) = resume_step {
-            moh_checkpoint::require(&run.checkpoint_directory(), step)?;
+            moh_checkpoint::require(run, step)?;
         }
         let resumes = run.has_completed_work()?;
         Ok(DirectoryState { _lock: Some(lock), finished, resumes, grows })

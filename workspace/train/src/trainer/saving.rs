@@ -136,7 +136,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let (run, retention, state) = (run.clone(), recipe.checkpoint, self.state.clone());
         let config = source.fields(recipe, &state, self.model.config(), None);
         let sync_metrics = self.metrics.as_mut().map(MetricsWriter::sync_later).transpose()?;
-        let pending = moh_checkpoint::begin(&run.checkpoint_directory(), state.step)?;
+        let pending = moh_checkpoint::begin(&run, state.step)?;
         // While steps are not applied the older ones stay: if the run diverges, it may resume from one of them.
         let prunes = self.state.guard.in_a_row == 0;
         let background = Arc::clone(&self.background);
@@ -145,12 +145,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             let _span = span::enter("complete checkpoint");
             // Resuming from the checkpoint of step n requires n lines of metrics.
             sync_metrics.map_or(Ok(()), |sync| sync())?;
-            let directory = run.checkpoint_directory();
-            moh_checkpoint::publish(&directory, pending, state, config, parts)?;
-            let pruned =
-                if prunes { moh_checkpoint::prune(&directory, &retention) } else { Ok(()) };
-            let afterwards = [run.mark().map_err(Error::from), pruned.map_err(Error::from)];
-            let failed = afterwards.into_iter().filter_map(Result::err);
+            moh_checkpoint::publish(&run, pending, state, config, parts)?;
+            let pruned = if prunes { moh_checkpoint::prune(&run, &retention) } else { Ok(()) };
+            let failed = [run.mark(), pruned].into_iter().filter_map(Result::err);
             Ok(failed.map(|error| error.to_string()).collect())
         }))
     }
@@ -161,7 +158,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         // A thread that had the snapshot has ended with its flight.
         let snapshot = Arc::get_mut(&mut self.saving.snapshot).expect("no checkpoint is in flight");
         snapshot.copy(&self.model, &self.optimizer)?;
-        let (run, step) = (self.inputs.run.checkpoint_directory(), self.state.step);
+        let (run, step) = (self.inputs.run.clone(), self.state.step);
         let (rank, size) = (self.ranks.group().rank(), self.ranks.group().size());
         let snapshot = Arc::clone(&self.saving.snapshot);
         let background = Arc::clone(&self.background);

@@ -102,10 +102,9 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let mut damaged = |path: &Path, error: &moh_checkpoint::Error| {
         events(Event::DamagedCheckpoint { path, error });
     };
-    let checkpoints = run.checkpoint_directory();
     let stored = match inputs.resume_step {
-        Some(step) => Some(moh_checkpoint::of_step(&checkpoints, ranks, step)?),
-        None => moh_checkpoint::newest(&checkpoints, ranks, &mut damaged)?,
+        Some(step) => Some(moh_checkpoint::of_step(run, ranks, step)?),
+        None => moh_checkpoint::newest(run, ranks, &mut damaged)?,
     };
     // After damage to the last one there may be none.
     ranks.on_rank0(|| check_resumable(run))?;
@@ -161,8 +160,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let mut optimizer = OptimizerState::new(&model, shard)?;
     let stored = stored.read_by(Shard::from_group(ranks.group()));
     let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer, &added);
-    if moh_checkpoint::quarantine_if_damaged(&checkpoints, ranks, state.step, read, &mut damaged)?
-        .is_none()
+    if moh_checkpoint::quarantine_if_damaged(run, ranks, state.step, read, &mut damaged)?.is_none()
     {
         return Ok(None);
     }
@@ -231,7 +229,7 @@ fn settle<B: Backend>(
         // First: without it the run is unfinished, wherever this ends.
         run.remove_summary()?;
         if let Some(step) = resume_step {
-            aside = moh_checkpoint::set_aside_later(&run.checkpoint_directory(), step)?;
+            aside = moh_checkpoint::set_aside_later(run, step)?;
         }
         edited = extensions.store(run, recipe)?;
         Ok(())

@@ -80,7 +80,7 @@ fn dense_run(place: &TestRun) -> RunDirectory {
 /// What crate `moh-calibrate` finds for the checkpoint of step 5 on 16 samples from the 40th on, and the output
 /// projections.
 fn expected(recipe: &Recipe, shared: Shared) -> (Calibration, Vec<Vec<f32>>) {
-    let stored = StoredCheckpoint::of_step(&run_of(recipe).checkpoint_directory(), 5).unwrap();
+    let stored = StoredCheckpoint::of_step(&run_of(recipe), 5).unwrap();
     let config = moh_checkpoint::run_directory::config_file(&stored, Path::new("config.json"))
         .unwrap()
         .config;
@@ -155,7 +155,7 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     assert_eq!(config.fields["moh_output_refitted"], true);
     // The checkpoint of the boundary is the dense model's, and those of the stage have the heads.
     let fields = |step| {
-        let stored = StoredCheckpoint::of_step(&run.checkpoint_directory(), step).unwrap();
+        let stored = StoredCheckpoint::of_step(&run, step).unwrap();
         stored.manifest().config.clone()
     };
     assert!(

@@ -30,10 +30,7 @@ fn with_moments(mut recipe: Recipe) -> Recipe {
 
 fn values(run: &RunDirectory, step: u64, kind: TensorKind, name: &str, len: usize) -> Vec<f32> {
     let mut values = vec![0.0; len];
-    StoredCheckpoint::of_step(&run.checkpoint_directory(), step)
-        .unwrap()
-        .read_f32(kind, name, &mut values)
-        .unwrap();
+    StoredCheckpoint::of_step(run, step).unwrap().read_f32(kind, name, &mut values).unwrap();
     values
 }
 

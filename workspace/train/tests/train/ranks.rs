@@ -250,7 +250,7 @@ fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
         let run = if world.rank() == 0 { &shared } else { &other };
         let mut ranks = moh_step::Ranks::new(moh_kernels::Cpu, world.group().clone()).unwrap();
         let mut ignore = |_: &Path, _: &moh_checkpoint::Error| {};
-        let found = moh_checkpoint::newest(&run.checkpoint_directory(), &mut ranks, &mut ignore);
+        let found = moh_checkpoint::newest(run, &mut ranks, &mut ignore);
         let error = found.unwrap_err().to_string();
         let is_told = error.contains("manifest.json: ")
             && error.ends_with(

@@ -39,7 +39,7 @@ fn a_run_resumes_from_an_earlier_checkpoint_to_the_same_end() {
         assert_eq!(heard, moved);
         assert!(found == *reference(), "from {step}");
     }
-    let listed = moh_checkpoint::list(&run_directory.checkpoint_directory()).unwrap();
+    let listed = moh_checkpoint::list(&run_directory).unwrap();
     let aside = |one: &&ListedCheckpoint| one.condition == Condition::MovedAside;
     assert_eq!(listed.iter().filter(aside).count(), 1 + 3 + 3);
     assert!(listed.iter().all(|one| one.state.as_ref().is_ok_and(|state| state.step == one.step)));

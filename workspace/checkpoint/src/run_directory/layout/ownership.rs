@@ -91,8 +91,7 @@ impl RunDirectory {
 
     /// Whether the directory is a run's: marked, or with the recipe and checkpoints of a version without marks.
     pub fn is_run(&self) -> Result<bool, Error> {
-        let has_checkpoints =
-            || Ok::<_, Error>(self.marker().is_file() || self.checkpoint_directory().has_names()?);
+        let has_checkpoints = || Ok::<_, Error>(self.marker().is_file() || self.has_names()?);
         Ok(self.mark_path().is_file() || (self.recipe().is_file() && has_checkpoints()?))
     }
 
@@ -216,7 +215,7 @@ impl RunDirectory {
         for place in [self.export(), self.model()] {
             PendingDirectory::recover(&place).map_err(moh_files::io(&place))?;
         }
-        crate::remove(&self.checkpoint_directory(), &[])
+        crate::remove(self, &[])
     }
 }
 

@@ -157,7 +157,7 @@ fn no_flipped_byte_of_a_checkpoint_goes_unseen() {
     fs::remove_dir_all(run.checkpoint(2)).unwrap();
     let find = || {
         let mut ignore = |_: &Path, _: &moh_checkpoint::Error| {};
-        newest(&run.checkpoint_directory(), &mut alone().unwrap(), &mut ignore).unwrap()
+        newest(&run, &mut alone().unwrap(), &mut ignore).unwrap()
     };
     for file in FILES {
         let length = fs::read(good.join(file)).unwrap().len();
