@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, calibrate};
+use moh_checkpoint::run_log::CalibratedLayer;
 use moh_kernels::open_device::{OnDevice, OpenDevice};
 use moh_kernels::{Backend, DType};
 use moh_model::tensors::{
@@ -56,24 +57,7 @@ pub struct CalibrationReceipt {
     /// Whether the output projections are refitted.
     pub refit: bool,
     /// Each layer, in order.
-    pub layers: Vec<LayerReceipt>,
-}
-
-/// What a calibration chose for a layer.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct LayerReceipt {
-    /// The shared heads.
-    pub shared_heads: Vec<usize>,
-    /// Routed heads that a token selects.
-    pub routed_top_k: usize,
-    /// The relative squared error of the attention output with the source's output projection.
-    pub error_before: f64,
-    /// The same with the refitted one.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub error: Option<f64>,
-    /// The share of the heads' contributions, but for each token's mean, that the fit of a router explains.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub router_explained: Option<f64>,
+    pub layers: Vec<CalibratedLayer>,
 }
 
 impl Calibrated {
@@ -146,14 +130,7 @@ impl Calibrated {
 
     /// What the receipt says of it.
     pub fn receipt(&self) -> CalibrationReceipt {
-        let Calibration { layers, losses, .. } = &self.calibration;
-        let layer = |layer: &moh_calibrate::LayerCalibration| LayerReceipt {
-            shared_heads: layer.shared.heads().collect(),
-            routed_top_k: layer.top_k,
-            error_before: layer.error_before,
-            error: layer.error,
-            router_explained: layer.router.as_ref().map(|fit| fit.explained),
-        };
+        let losses = &self.calibration.losses;
         CalibrationReceipt {
             text: self.text.clone(),
             tokens: self.tokens,
@@ -161,7 +138,7 @@ impl Calibrated {
             loss_given: losses.given,
             loss: losses.calibrated,
             refit: self.projections.is_some(),
-            layers: layers.iter().map(layer).collect(),
+            layers: moh_train::calibrated_layers(&self.calibration),
         }
     }
 }

@@ -11,8 +11,8 @@ use moh_model::{HeadCounts, MohConfig, RouterKind, SharedHeadSets};
 use serde_json::{Value, json};
 
 pub use crate::source::{
-    VOCABULARY, edit_config, edit_weights, isolate, names, program, repository, workplace,
-    write_source,
+    VOCABULARY, edit_config, edit_json, edit_weights, isolate, names, program, read_json,
+    repository, workplace, write_source,
 };
 
 /// The start of a recipe that trains the model of [`write_source`] on the tokens of [`trainable`];

@@ -33,10 +33,18 @@ pub fn write_source(path: &Path, max_shard_bytes: u64) {
 
 /// Changes fields of `source/config.json`.
 pub fn edit_config(dir: &Path, edit: impl FnOnce(&mut Value)) {
-    let path = dir.join("source/config.json");
-    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    edit(&mut config);
-    fs::write(path, config.to_string()).unwrap();
+    edit_json(&dir.join("source/config.json"), edit);
+}
+
+/// Changes a file of JSON.
+pub fn edit_json(path: &Path, edit: impl FnOnce(&mut Value)) {
+    let mut json = read_json(path);
+    edit(&mut json);
+    fs::write(path, json.to_string()).unwrap();
+}
+
+pub fn read_json(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
 /// Rewrites the weight file of `source` with other tensors; values are f32.

@@ -18,6 +18,7 @@ mod teacher;
 mod time_limit;
 mod trainer;
 
+pub use calibration::calibrated_layers;
 pub use comparison::{Comparison, Variant};
 pub use disk_space::{FreeSpace, free_space};
 pub use error::Error;

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use crate::PATIENCE;
 use moh_testkit::launcher::wait_until;
-use moh_testkit::programs::names;
+use moh_testkit::programs::{edit_json, names, read_json};
 use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
@@ -169,10 +169,7 @@ fn examples_in_the_help_work_when_pasted() {
 fn the_summary_names_the_token_that_ends_documents() {
     let dir = prepared();
     let prepare = "prepare --tokenizer tok";
-    let eos = |name: &str| {
-        let text = fs::read_to_string(dir.path().join(name)).unwrap();
-        serde_json::from_str::<Value>(&text).unwrap()["eos_token"].clone()
-    };
+    let eos = |name: &str| read_json(&dir.path().join(name))["eos_token"].clone();
     for (options, end, recorded) in [
         ("", " bytes of text; each document ends with <|end_of_text|>\n", json!("<|end_of_text|>")),
         (
@@ -270,10 +267,8 @@ fn a_tokenizer_is_a_directory_a_file_or_a_hub_id() {
 fn one_of_something_is_singular() {
     let dir = prepared();
     fs::write(dir.path().join("tok/tokenizer_config.json"), "{}").unwrap();
-    let json = fs::read_to_string(dir.path().join("tok/tokenizer.json")).unwrap();
-    let mut json: Value = serde_json::from_str(&json).unwrap();
-    json["post_processor"] = Value::Null;
-    fs::write(dir.path().join("tok/tokenizer.json"), json.to_string()).unwrap();
+    let tokenizer = dir.path().join("tok/tokenizer.json");
+    edit_json(&tokenizer, |json| json["post_processor"] = Value::Null);
     let line = "prepare --tokenizer tok --format text --no-append-eos --out one -";
     let (code, text, err) = run_from(dir.path(), b"a", line);
     assert!(code == 0 && text.starts_with("one: 1 document, 1 token, 1 byte of text; "), "{err}");

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
 use moh_data::{TokenFile, TokenizerFile, TokenizerMatch};
+use moh_testkit::programs::{edit_json, read_json, repository};
 use moh_testkit::small_tokenizer::END_OF_TEXT;
 use moh_testkit::texts::prepare_text;
 use moh_text::TextTokenizer;
@@ -14,8 +15,7 @@ use serde_json::{Value, json};
 
 /// The tokenizer of the quickstart.
 fn quickstart() -> Value {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/quickstart/tokenizer.json");
-    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+    read_json(&repository().join("recipes/quickstart/tokenizer.json"))
 }
 
 /// A tokenizer with this file in a directory of its own.
@@ -122,9 +122,9 @@ fn a_token_file_that_records_bytes_alone_accepts_the_same_bytes() {
     let rewritten = rewritten(dir.path());
     let prefix = token_file(dir.path(), &original);
     let path = prefix.with_extension("json");
-    let mut info: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    info.as_object_mut().unwrap().shift_remove("tokenizer_content").unwrap();
-    fs::write(&path, info.to_string()).unwrap();
+    edit_json(&path, |info| {
+        drop(info.as_object_mut().unwrap().shift_remove("tokenizer_content").unwrap())
+    });
     let file = TokenFile::open(&prefix).unwrap();
     assert_eq!(original.check_file(&file, false).unwrap(), TokenizerMatch::Same);
     let message = rewritten.check_file(&file, false).unwrap_err().to_string();
@@ -224,7 +224,7 @@ fn an_accepted_tokenizer_is_recorded() {
     let file = TokenFile::open(&prefix).unwrap();
     assert_eq!(other.check_file(&file, false).unwrap(), TokenizerMatch::SameIds);
     assert_eq!(original.check_file(&file, false).unwrap(), TokenizerMatch::Same);
-    let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let mut json = read_json(&path);
     assert_eq!(json["accepted_tokenizers"], json!([other.hash()]));
     json.as_object_mut().unwrap().shift_remove("accepted_tokenizers");
     assert_eq!(json, serde_json::from_slice::<Value>(&before).unwrap());

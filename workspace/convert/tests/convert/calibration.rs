@@ -8,7 +8,7 @@ use moh_hf::StoredModel;
 use moh_kernels::Cpu;
 use moh_model::Model;
 use moh_step::{EvaluationText, Evaluator};
-use moh_testkit::programs::exits;
+use moh_testkit::programs::{exits, read_json};
 use serde_json::{Value, json};
 
 use crate::moh_convert;
@@ -33,10 +33,6 @@ fn calibrated(dir: &Path, words: &str, tokens: &str) -> String {
     arguments.extend(["--receipt", "receipt.json", "--calibration", text.to_str().unwrap()]);
     arguments.extend(["--calibration-tokens", tokens]);
     convert(dir, &arguments, 0).0
-}
-
-fn json(path: &Path) -> Value {
-    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
 /// Compares the loss of the model that was written, over the calibration tokens of the voyage, with the receipt's.
@@ -76,7 +72,7 @@ fn measured_heads_and_projections_lose_less() {
         "{stdout}"
     );
     assert!(stdout.contains("logits with all heads on are "), "{stdout}");
-    let receipt = json(&dir.path().join("receipt.json"));
+    let receipt = read_json(&dir.path().join("receipt.json"));
     let calibration = &receipt["calibration"];
     let loss = |key: &str| calibration[key].as_f64().unwrap();
     // The text is new to the model, which knows stories from a village.
@@ -89,7 +85,7 @@ fn measured_heads_and_projections_lose_less() {
         assert_eq!(layer["routed_top_k"], 2);
         assert!(layer["error"].as_f64() < layer["error_before"].as_f64(), "{layer}");
     }
-    let config = json(&dir.path().join("out/config.json"));
+    let config = read_json(&dir.path().join("out/config.json"));
     let ids: Vec<&Value> = layers.iter().map(|layer| &layer["shared_heads"]).collect();
     assert_eq!(config["moh_shared_head_ids"], json!(ids));
     assert_eq!(config.get("moh_shared_heads"), None);
@@ -108,7 +104,7 @@ fn measured_heads_and_projections_lose_less() {
     let arguments = ["--from", "out", "--attention", "dense", "--out", "dense"];
     let (_, stderr) = exits(&mut moh_convert(dir.path(), &arguments), 0);
     assert!(stderr.contains("is another model than"), "{stderr}");
-    assert_eq!(json(&dir.path().join("dense/config.json")).get("moh_output_refitted"), None);
+    assert_eq!(read_json(&dir.path().join("dense/config.json")).get("moh_output_refitted"), None);
     let card = fs::read_to_string(dir.path().join("dense/README.md")).unwrap();
     assert!(
         card.contains("with all heads active it is not the dense model")
@@ -126,7 +122,7 @@ fn the_given_heads_and_weights_can_stay() {
         "{stdout}"
     );
     assert!(stdout.contains("tensors          56 of 56 unchanged"), "{stdout}");
-    let config = json(&dir.path().join("out/config.json"));
+    let config = read_json(&dir.path().join("out/config.json"));
     assert_eq!(config["moh_shared_head_ids"], json!(vec![[0, 5, 6, 7]; 6]));
     assert_eq!(config.get("moh_output_refitted"), None);
 }
@@ -136,7 +132,7 @@ fn heads_may_be_named_without_a_measurement() {
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--shared", "0,1;1,2;0,1;0,1;0,1;7", "--routed-top-k", "3"];
     convert(dir.path(), &arguments, 0);
-    let config = json(&dir.path().join("out/config.json"));
+    let config = read_json(&dir.path().join("out/config.json"));
     assert_eq!(config["moh_shared_head_ids"], json!([[0, 1], [1, 2], [0, 1], [0, 1], [0, 1], [7]]));
 }
 
@@ -156,7 +152,7 @@ fn matrices_of_a_router_are_added_as_zeros() {
 fn an_average_share_is_divided_among_the_layers() {
     let dir = tempfile::tempdir().unwrap();
     calibrated(dir.path(), "--active auto:0.6 --router group --dtype bf16", "4096");
-    let receipt = json(&dir.path().join("receipt.json"));
+    let receipt = read_json(&dir.path().join("receipt.json"));
     let layers = receipt["calibration"]["layers"].as_array().unwrap();
     let heads = |layer: &Value| {
         let shared = layer["shared_heads"].as_array().unwrap().len() as u64;
@@ -188,7 +184,7 @@ fn learned_routers_are_fitted() {
         let stdout = calibrated(dir.path(), &format!("--active 0.5 --router {router}"), "4096");
         assert!(stdout.contains(tensors), "{stdout}");
         assert!(stdout.contains("logits with all heads on are "), "{stdout}");
-        let receipt = json(&dir.path().join("receipt.json"));
+        let receipt = read_json(&dir.path().join("receipt.json"));
         assert_loss_is_measured(dir.path(), &receipt);
         for layer in receipt["calibration"]["layers"].as_array().unwrap() {
             let explained = layer["router_explained"].as_f64().unwrap();
@@ -205,7 +201,7 @@ fn learned_routers_are_fitted() {
                 (&json!(true), &Value::Null)
             );
         }
-        let config = json(&dir.path().join("out/config.json"));
+        let config = read_json(&dir.path().join("out/config.json"));
         assert_eq!(config["moh_router"], router);
     }
 }

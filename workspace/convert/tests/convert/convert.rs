@@ -6,7 +6,7 @@ use std::process::Command;
 
 use moh_hf::{ConfigFile, write_random_model};
 use moh_kernels::DType;
-use moh_testkit::programs::{exits, names, workplace};
+use moh_testkit::programs::{exits, names, read_json, workplace};
 use serde_json::{Value, json};
 
 use crate::{PROGRAM, converted, failure, moh_convert};
@@ -46,8 +46,7 @@ fn a_model_is_converted_beside_its_receipt() {
     let last = stdout.lines().last().unwrap();
     assert!(last.starts_with("  written          45,984 bytes in 6 files, "), "{last}");
     assert_eq!(names(dir.path()), ["receipt.json", "source", "source-MoH"]);
-    let receipt: Value =
-        serde_json::from_slice(&fs::read(dir.path().join("receipt.json")).unwrap()).unwrap();
+    let receipt = read_json(&dir.path().join("receipt.json"));
     assert_eq!(receipt["tensors"].as_array().unwrap().len(), 21);
     assert_eq!(receipt["tensors"][0]["unchanged"], true);
     let config = ConfigFile::read(&dir.path().join("source-MoH")).unwrap().config;

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use moh_hf::ConfigFile;
 use moh_kernels::{DType, ElementType};
+use moh_testkit::programs::read_json;
 use moh_testkit::trained_run::{prepared, train};
-use serde_json::Value;
 
 use crate::{converted, failure};
 
@@ -69,8 +69,7 @@ fn options_apply_to_the_model_of_a_checkpoint() {
     assert_eq!(config("run@5-MoH").config.active_heads(), 6.into());
     let receipt = ["--from", "run@1", "--receipt", "receipt.json", "--dtype", "f32"];
     converted(place, &receipt);
-    let receipt: Value =
-        serde_json::from_slice(&fs::read(place.join("receipt.json")).unwrap()).unwrap();
+    let receipt = read_json(&place.join("receipt.json"));
     assert_eq!(receipt["source"], "run/checkpoints/step-1");
     assert_eq!(receipt["tensors"][0]["source_dtype"], "f32");
     assert_eq!(receipt["tensors"][0]["unchanged"], true);

@@ -16,6 +16,7 @@ use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use moh_testkit::programs::read_json;
 use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const CHAT_ML: &str = "{%- if tools %}{{- '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}\
@@ -31,7 +32,7 @@ fn workplace() -> (TempDir, TextTokenizer) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tok/tokenizer.json");
     write_tokenizer(&dir.path().join("tok"), &WORDS);
-    let mut file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let mut file = read_json(&path);
     for (id, content) in [(300, "<|im_start|>"), (301, "<|im_end|>")] {
         file["added_tokens"].as_array_mut().unwrap().push(json!({
             "id": id, "content": content, "special": true, "single_word": false, "lstrip": false,

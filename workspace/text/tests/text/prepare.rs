@@ -14,7 +14,7 @@ use moh_text::prepare::{
 };
 use serde_json::{Value, json};
 
-use moh_testkit::programs::fixtures;
+use moh_testkit::programs::{edit_json, fixtures, read_json};
 use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, WORDS};
 use moh_testkit::texts::small_tokenizer;
 
@@ -192,8 +192,7 @@ fn with_post_processor(
     files: &[(&str, &str)],
 ) -> TextTokenizer {
     tokenizer(dir);
-    let text = fs::read_to_string(dir.join("tok/tokenizer.json")).unwrap();
-    let mut json: Value = serde_json::from_str(&text).unwrap();
+    let mut json = read_json(&dir.join("tok/tokenizer.json"));
     let piece = |name: &&str| match *name {
         "text" => json!({"Sequence": {"id": "A", "type_id": 0}}),
         name => json!({"SpecialToken": {"id": name, "type_id": 0}}),
@@ -280,18 +279,15 @@ fn older_token_files_have_no_record_of_their_end() {
     let trained = tokenizer(dir.path());
     ended(dir.path(), &trained, AppendEos::Default).unwrap();
     let path = dir.path().join("two.json");
-    let mut json: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-    assert_eq!(json["eos_token"], END_OF_TEXT);
-    json.as_object_mut().unwrap().remove("eos_token");
-    fs::write(&path, json.to_string()).unwrap();
+    edit_json(&path, |json| {
+        assert_eq!(json.as_object_mut().unwrap().remove("eos_token").unwrap(), END_OF_TEXT);
+    });
     let end =
         || TokenFile::open(&dir.path().join("two")).unwrap().info().unwrap().eos_token.clone();
     assert_eq!(end(), DocumentEnd::Unknown);
-    json["eos_token"] = Value::Null;
-    fs::write(&path, json.to_string()).unwrap();
+    edit_json(&path, |json| json["eos_token"] = Value::Null);
     assert_eq!(end(), DocumentEnd::Nothing);
-    json["eos_token"] = json!(1);
-    fs::write(&path, json.to_string()).unwrap();
+    edit_json(&path, |json| json["eos_token"] = json!(1));
     let error = TokenFile::open(&dir.path().join("two")).unwrap_err().to_string();
     assert!(error.contains("two.json: not a valid token file"), "{error}");
 }

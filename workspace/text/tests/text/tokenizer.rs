@@ -6,7 +6,7 @@ use std::path::Path;
 use moh_text::TextTokenizer;
 use proptest::prelude::*;
 
-use moh_testkit::programs::fixtures;
+use moh_testkit::programs::{edit_json, fixtures, read_json};
 use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT};
 use moh_testkit::texts::small_tokenizer;
 
@@ -56,13 +56,11 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
 fn truncation_and_padding_of_the_file_are_ignored() {
     let dir = tempfile::tempdir().unwrap();
     tokenizer(dir.path());
-    let path = dir.path().join("tok/tokenizer.json");
-    let mut json: serde_json::Value =
-        serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-    json["truncation"] = serde_json::json!({
-        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
+    edit_json(&dir.path().join("tok/tokenizer.json"), |json| {
+        json["truncation"] = serde_json::json!({
+            "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
+        });
     });
-    fs::write(&path, json.to_string()).unwrap();
     let tokenizer = TextTokenizer::load(&dir.path().join("tok")).unwrap();
     assert!(tokenizer.encode(TEXT).unwrap().len() > 20);
 }
@@ -91,10 +89,9 @@ fn the_reference_cases_of_the_fixtures_are_reproduced() {
     let cases = fixtures().join("vectors/tokenizer-cases.json");
     let tokenizer = TextTokenizer::load(&fixtures().join("stories260K")).unwrap();
     assert_eq!(tokenizer.vocab_size(), 512);
-    let cases: Vec<serde_json::Value> =
-        serde_json::from_str(&fs::read_to_string(cases).unwrap()).unwrap();
-    assert!(!cases.is_empty());
-    for case in cases {
+    let cases = read_json(&cases);
+    assert!(!cases.as_array().unwrap().is_empty());
+    for case in cases.as_array().unwrap() {
         let text = case["text"].as_str().unwrap();
         let ids: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
         assert_eq!(tokenizer.encode(text).unwrap(), ids, "{text:?}");

@@ -28,6 +28,7 @@ use moh_plan::measured_heads;
 use moh_recipe::{CalibrationOptions, Recipe, SharedChoice, Stage};
 use moh_step::{Ranks, TensorKind};
 pub(crate) use record::CalibrationRecord;
+pub use record::calibrated_layers;
 
 use crate::Error;
 use crate::event::Event;

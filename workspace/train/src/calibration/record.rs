@@ -36,6 +36,18 @@ pub(crate) struct CalibrationRecord {
     routers: Vec<String>,
 }
 
+/// What a calibration has chosen for each layer.
+pub fn calibrated_layers(found: &Calibration) -> Vec<CalibratedLayer> {
+    let layer = |layer: &moh_calibrate::LayerCalibration| CalibratedLayer {
+        shared_heads: layer.shared.heads().collect(),
+        routed_top_k: layer.top_k,
+        error_before: layer.error_before,
+        error: layer.error,
+        router_explained: layer.router.as_ref().map(|fit| fit.explained),
+    };
+    found.layers.iter().map(layer).collect()
+}
+
 impl CalibrationRecord {
     /// The record of a calibration of a stage after `step` steps on so many tokens, with the hashes of the matrices that
     /// it has fitted.
@@ -49,13 +61,6 @@ impl CalibrationRecord {
     ) -> Self {
         let layers = if fitted.projections { found.layers.len() } else { 0 };
         let routers = hashes.split_off(layers);
-        let layer = |layer: &moh_calibrate::LayerCalibration| CalibratedLayer {
-            shared_heads: layer.shared.heads().collect(),
-            routed_top_k: layer.top_k,
-            error_before: layer.error_before,
-            error: layer.error,
-            router_explained: layer.router.as_ref().map(|fit| fit.explained),
-        };
         let calibration = StageCalibration {
             stage: stage.to_owned(),
             step,
@@ -64,7 +69,7 @@ impl CalibrationRecord {
             loss_given: found.losses.given,
             loss: found.losses.calibrated,
             refit: fitted.projections,
-            layers: found.layers.iter().map(layer).collect(),
+            layers: calibrated_layers(found),
         };
         CalibrationRecord { format: FORMAT, identity, calibration, projections: hashes, routers }
     }

@@ -25,9 +25,9 @@ use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, ROUTER_STAGES, in_layer};
 use moh_plan::open_training;
 use moh_recipe::{Recipe, START};
 use moh_step::TensorKind;
+use moh_testkit::programs::edit_json;
 use moh_train::{Event, Outcome, RunOptions, TimeLimit};
 use safetensors::SafeTensors;
-use serde_json::Value;
 
 /// The second stage converts, after 5 steps of 8 samples, and is calibrated on 16 sequences.
 const SECOND: &str =
@@ -342,12 +342,12 @@ fn a_result_is_used_again_if_it_is_whole_and_of_the_same_run() {
         ("matrices", |_, matrices| flip(matrices, |length| length - 1)),
         // Of one layer more than the model has.
         ("layers", |path, _| {
-            let mut record: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
-            for list in ["/calibration/layers", "/projections"] {
-                let list = record.pointer_mut(list).unwrap().as_array_mut().unwrap();
-                list.push(list[0].clone());
-            }
-            fs::write(path, record.to_string()).unwrap();
+            edit_json(path, |record| {
+                for list in ["/calibration/layers", "/projections"] {
+                    let list = record.pointer_mut(list).unwrap().as_array_mut().unwrap();
+                    list.push(list[0].clone());
+                }
+            });
         }),
     ];
     for (name, change) in changes {

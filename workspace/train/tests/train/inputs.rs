@@ -12,6 +12,7 @@ use crate::support::{
 use moh_checkpoint::run_log::Summary;
 use moh_data::{Provenance, TokenFileWriter};
 use moh_recipe::Recipe;
+use moh_testkit::programs::{edit_json, read_json};
 use moh_train::{Event, Outcome};
 use serde_json::Value;
 
@@ -220,8 +221,7 @@ fn ids_are_read_once_in_a_run_and_never_with_a_proof() {
     });
     assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 3 });
     assert_eq!(checked, [("late".into(), 0, 3000), ("late".into(), 3000, 3000)]);
-    let record = fs::read(run_of(&recipe).inputs()).unwrap();
-    let record: Value = serde_json::from_slice(&record).unwrap();
+    let record = read_json(&run_of(&recipe).inputs());
     assert_eq!(record["token_files"]["data.sources.0"]["ids_below"], 64);
     assert_eq!(record["token_files"]["data.validation"]["ids_below"], 64);
     watch(&recipe, |event, _| assert!(!is_check(event))).unwrap();
@@ -316,13 +316,10 @@ fn with_tokenizer(
     let tokenizer = place.path(name);
     fs::create_dir(&tokenizer).unwrap();
     let quickstart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart");
-    for name in ["tokenizer_config.json", "special_tokens_map.json"] {
+    for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
         fs::copy(quickstart.join(name), tokenizer.join(name)).unwrap();
     }
-    let text = fs::read(quickstart.join("tokenizer.json")).unwrap();
-    let mut json: Value = serde_json::from_slice(&text).unwrap();
-    change(&mut json);
-    fs::write(tokenizer.join("tokenizer.json"), json.to_string()).unwrap();
+    edit_json(&tokenizer.join("tokenizer.json"), change);
     let vocabulary = moh_data::TokenizerFile::load(&tokenizer).unwrap().vocab_size();
     let mut recipe = place.recipe(&[
         &format!("model.tokenizer={}", tokenizer.display()),
@@ -372,9 +369,7 @@ fn another_tokenizer_than_that_of_a_token_file_must_be_accepted() {
     let place = TestRun::new();
     let (tokenizer, recipe) = with_tokenizer(&place, "tokenizer", |_| {});
     let info = place.path("text.json");
-    let mut json: Value = serde_json::from_slice(&fs::read(&info).unwrap()).unwrap();
-    json["tokenizer_hash"] = "00".into();
-    fs::write(&info, json.to_string()).unwrap();
+    edit_json(&info, |json| json["tokenizer_hash"] = "00".into());
     let error = refusal(&recipe);
     assert!(error.contains("prepared with another tokenizer"), "{error}");
     let [tokenizer, text] = [tokenizer.join("tokenizer.json"), place.path("text")]
@@ -383,7 +378,6 @@ fn another_tokenizer_than_that_of_a_token_file_must_be_accepted() {
     assert!(error.ends_with(&command), "{error}");
     // As that command records it.
     let hash = blake3::hash(&fs::read(&tokenizer).unwrap()).to_hex();
-    json["accepted_tokenizers"] = serde_json::json!([hash.as_str()]);
-    fs::write(&info, json.to_string()).unwrap();
+    edit_json(&info, |json| json["accepted_tokenizers"] = serde_json::json!([hash.as_str()]));
     stop_at(&recipe, 3);
 }

@@ -8,6 +8,7 @@ use crate::support::results::{Results, assert_alike};
 use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, run_of};
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_recipe::Recipe;
+use moh_testkit::programs::edit_json;
 use serde_json::{Value, json};
 
 /// Four layers, for pipelines of four stages.
@@ -219,10 +220,9 @@ fn a_teacher_that_does_not_fit_is_refused_before_the_run_begins() {
     let larger = Trained::with(&["model.new.vocab_size=65"]);
     let shape = Trained::with(&["model.new.num_hidden_layers=2"]);
     let short = trained.changed("short", |directory| {
-        let path = directory.join("config.json");
-        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        config["max_position_embeddings"] = 4.into();
-        fs::write(&path, config.to_string()).unwrap();
+        edit_json(&directory.join("config.json"), |json| {
+            json["max_position_embeddings"] = 4.into()
+        });
     });
     let run = trained.run.root().display().to_string();
     let own_size = "has a vocabulary of 65 rows, but the run's model has 64";

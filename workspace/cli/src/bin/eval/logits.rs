@@ -36,29 +36,25 @@ pub(crate) struct LogitsArguments {
 
 impl LogitsArguments {
     pub(crate) fn run(&self) -> anyhow::Result<()> {
-        options::open_device(self.device)?.compute(self.dtype, Logits(self))
+        options::open_device(self.device)?.compute(self.dtype, self)
     }
 }
 
-struct Logits<'a>(&'a LogitsArguments);
-
-impl Compute for Logits<'_> {
+impl Compute for &LogitsArguments {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let arguments = self.0;
-        make_room(&arguments.out, arguments.force)?;
-        let directory =
-            moh_program::models::locate(&arguments.model, arguments.revision.as_deref())?;
-        let ids = read_ids(&arguments.ids, moh_program::models::context_length(&directory)?)?;
+        make_room(&self.out, self.force)?;
+        let directory = moh_program::models::locate(&self.model, self.revision.as_deref())?;
+        let ids = read_ids(&self.ids, moh_program::models::context_length(&directory)?)?;
         let length = ids.first().map_or(0, Vec::len);
         let mut model = moh_program::models::load::<B, T>(backend, &directory, length)?;
         let output = model.run(&ids)?;
-        write_logits(&output, &arguments.out)?;
+        write_logits(&output, &self.out)?;
         writeln!(
             stdout(),
             "{}: logits of {} x {} tokens",
-            arguments.out.display(),
+            self.out.display(),
             output.batch,
             output.length
         )?;

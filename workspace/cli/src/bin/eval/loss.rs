@@ -62,52 +62,44 @@ impl LossArguments {
             let message = "--revision: is one model's, but several are named";
             return Err(exit::Usage(message.to_owned()).into());
         }
-        options::open_device(self.device)?.compute(self.dtype, Loss(self))
+        options::open_device(self.device)?.compute(self.dtype, self)
     }
 }
 
-struct Loss<'a>(&'a LossArguments);
-
-impl Compute for Loss<'_> {
+impl Compute for &LossArguments {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let arguments = self.0;
-        let revision = arguments.revision.as_deref();
+        let revision = self.revision.as_deref();
         let open = |name: &String| NamedModel::open(name, revision);
-        let models = arguments.models.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-        let length = window_length(&models, arguments.sequence_length)?;
+        let models = self.models.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+        let length = window_length(&models, self.sequence_length)?;
         // All files before the first model: a length that exceeds a file may also exceed the memory.
         let texts = |model: &NamedModel| {
             let text = |prefix: &PathBuf| {
-                let windows = windows(model, prefix, length, arguments.allow_other_tokenizer)?;
-                Ok::<_, anyhow::Error>(match arguments.limit {
+                let windows = windows(model, prefix, length, self.allow_other_tokenizer)?;
+                Ok::<_, anyhow::Error>(match self.limit {
                     Some(limit) => windows.spread(limit),
                     None => windows,
                 })
             };
-            arguments.data.iter().map(text).collect::<Result<Vec<_>, _>>()
+            self.data.iter().map(text).collect::<Result<Vec<_>, _>>()
         };
         let texts = models.iter().map(texts).collect::<Result<Vec<_>, _>>()?;
-        if arguments.sequence_length.is_none() {
+        if self.sequence_length.is_none() {
             say_length(length, &models);
         }
         let mut measured = Vec::new();
         for (named, texts) in models.iter().zip(&texts) {
             let mut model = named.load::<B, T>(backend.clone(), length)?;
-            for (windows, prefix) in texts.iter().zip(&arguments.data) {
-                let (loss, routing) = loss(&mut model, named, windows, arguments.heads)?;
+            for (windows, prefix) in texts.iter().zip(&self.data) {
+                let (loss, routing) = loss(&mut model, named, windows, self.heads)?;
                 let (model, data) = (named.name.clone(), prefix.display().to_string());
-                measured.push(LossMeasurement {
-                    model,
-                    data,
-                    windows: windows.len(),
-                    loss,
-                    routing,
-                });
+                let windows = windows.len();
+                measured.push(LossMeasurement { model, data, windows, loss, routing });
             }
         }
-        print(&mut stdout(), arguments, length, &measured)
+        print(&mut stdout(), self, length, &measured)
     }
 }
 

@@ -86,18 +86,14 @@ struct Arguments {
     device: DeviceName,
 }
 
-struct Generate<'a>(&'a Arguments);
-
-impl Compute for Generate<'_> {
+impl Compute for &Arguments {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let arguments = self.0;
-        let directory =
-            moh_program::models::locate(&arguments.model, arguments.revision.as_deref())?;
+        let directory = moh_program::models::locate(&self.model, self.revision.as_deref())?;
         let tokenizer = moh_program::models::required_tokenizer(&directory)?;
         let context = moh_program::models::context_length(&directory)?;
-        let prompt = Prompt::read(arguments, &directory, &tokenizer)?;
+        let prompt = Prompt::read(self, &directory, &tokenizer)?;
         if prompt.ids.is_empty() || prompt.ids.len() >= context {
             anyhow::bail!(
                 "{}: {} tokens, expected 1 to {}, less than the model's context length",
@@ -106,11 +102,11 @@ impl Compute for Generate<'_> {
                 context.saturating_sub(1)
             );
         }
-        let capacity = context.min(prompt.ids.len().saturating_add(arguments.max_tokens));
+        let capacity = context.min(prompt.ids.len().saturating_add(self.max_tokens));
         let model = moh_program::models::load::<B, T>(backend, &directory, capacity)?;
         let ends = moh_hf::end_tokens(&directory, model.config())?;
         // On one of the operators' threads: a small model's token takes less time than waking them.
-        model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt, &ends))
+        model.backend().install(|| decode(self, &tokenizer, &model, &prompt, &ends))
     }
 }
 
@@ -118,7 +114,7 @@ fn main() -> ExitCode {
     exit::run(|| {
         let arguments = moh_program::arguments::parse::<Arguments>();
         check(&arguments)?;
-        options::open_device(arguments.device)?.compute(arguments.dtype, Generate(&arguments))
+        options::open_device(arguments.device)?.compute(arguments.dtype, &arguments)
     })
 }
 

@@ -3,7 +3,6 @@
 mod kinds;
 
 use std::collections::HashSet;
-use std::path::Path;
 use std::sync::LazyLock;
 
 use crate::TextTokenizer;
@@ -13,8 +12,6 @@ use tokenizers_1::pipeline::PipelineToken;
 
 use super::shape::PATTERNS;
 use super::{Encoder, LoadAhead};
-
-const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
 
 /// Every kind with its name, trained once, as it is and with special tokens encoded as text.
 static KINDS: LazyLock<Vec<(&str, TextTokenizer)>> = LazyLock::new(|| {
@@ -214,7 +211,7 @@ fn documents_of_ten_megabytes_have_the_ids_of_the_slower_library() {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn the_stories_of_the_fixtures_have_the_ids_of_the_slower_library() {
-    let fixtures = Path::new(FIXTURES);
+    let fixtures = moh_testkit::programs::fixtures();
     let stories = std::fs::read_to_string(fixtures.join("data/stories-valid.jsonl")).unwrap();
     let tokenizer = TextTokenizer::load(&fixtures.join("stories260K")).unwrap();
     let encoder = Encoder::new(&tokenizer, &tokenizer.json().unwrap(), None).unwrap();

@@ -8,7 +8,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started, terminate};
-use moh_testkit::programs::{VOCABULARY, exits, names, program, success, write_tokens};
+use moh_testkit::programs::{VOCABULARY, exits, names, program, read_json, success, write_tokens};
 
 const HALF: &str = "half:stage.moh.moh={ shared_heads = 2, routed_top_k = 2 }";
 const FAST: &str = "fast:stage.moh.learning_rate.max=1e-2,stage.moh.moh.routed_top_k=1";
@@ -31,7 +31,7 @@ fn alone(dir: &Path, name: &str, overrides: &[&str]) {
 }
 
 fn record(dir: &Path) -> Value {
-    serde_json::from_slice(&fs::read(dir.join("compared/comparison.json")).unwrap()).unwrap()
+    read_json(&dir.join("compared/comparison.json"))
 }
 
 #[test]

@@ -7,7 +7,7 @@ use moh_recipe::Recipe;
 use serde_json::Value;
 
 use super::{PROGRAM, moh_train, prepared};
-use moh_testkit::programs::{exits, failure, program, success, trainable, two_stages};
+use moh_testkit::programs::{edit_json, exits, failure, program, success, trainable, two_stages};
 
 #[test]
 fn lines_count_the_steps_of_all_stages() {
@@ -92,10 +92,7 @@ fn the_commands_to_try_next_hold_as_they_are_and_compare_like_with_like() {
 fn a_text_without_end_of_text_is_warned_of() {
     let dir = prepared();
     let warning = |change: &dyn Fn(&mut Value)| {
-        let path = dir.path().join("text.json");
-        let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        change(&mut json);
-        fs::write(&path, json.to_string()).unwrap();
+        edit_json(&dir.path().join("text.json"), change);
         let _ = fs::remove_dir_all(dir.path().join("run"));
         let short = ["stage.adapt.tokens=128", "stage.moh.tokens=64"];
         let (_, text) = exits(&mut moh_train(dir.path(), &short), 0);
