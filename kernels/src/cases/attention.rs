@@ -9,9 +9,7 @@ use crate::error::Result;
 use crate::qk_norm::{QkNormBackward, QkNormForward};
 use crate::ranks::Heads;
 use crate::rope::{QkvShape, RopeArgs, RopeTable};
-use crate::router::query_norm::{
-    QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter, Selects,
-};
+use crate::router::query_norm::{QueryNormBackward, QueryNormForward, QueryNormRouter, Selects};
 use crate::router::{RouterGradient, Routing, SharedHeads};
 use crate::scalar::Element;
 
@@ -83,14 +81,13 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     /// Rotates queries and keys again, and selects heads if there is a router.
     pub fn route(&mut self, backend: &B) -> Result<()> {
         let table = table::<B>(&self.cos, &self.sin);
-        let rope = RopeArgs { shape: &self.shape, table, qkv: B::whole_mut(&mut self.qkv) };
-        match &mut self.router {
-            Some((router, routing)) => {
-                let args = QueryNormRopeForward { rope, routing, all_reduce: None };
-                backend.query_norm_rope_forward(*router, args)
-            }
-            None => backend.rope_forward(rope),
-        }
+        let (shape, qkv) = (&self.shape, B::whole_mut(&mut self.qkv));
+        let Some((router, routing)) = &mut self.router else {
+            return backend.rope_forward(RopeArgs { shape, table, qkv });
+        };
+        let (router, rope, all_reduce) = (*router, Some(table), None);
+        let args = QueryNormForward { router, shape, qkv, rope, routing, all_reduce };
+        backend.query_norm_forward(args)
     }
 
     /// The forward pass of attention.
@@ -127,9 +124,9 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     /// The gradient of [`Self::route`], from the outputs of a backward pass of attention.
     pub fn route_backward(&mut self, backend: &B) -> Result<()> {
         let table = table::<B>(&self.cos, &self.sin);
-        let rope = RopeArgs { shape: &self.shape, table, qkv: B::whole_mut(&mut self.d_qkv) };
+        let (shape, d_qkv) = (&self.shape, B::whole_mut(&mut self.d_qkv));
         let Some((router, routing)) = &self.router else {
-            return backend.rope_backward(rope);
+            return backend.rope_backward(RopeArgs { shape, table, qkv: d_qkv });
         };
         let gradient = RouterGradient {
             routing,
@@ -137,9 +134,9 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
             balance_weight: 0.01,
             ranks: None,
         };
-        let qkv = B::whole(&self.qkv);
-        let backward = QueryNormRopeBackward { qkv, rope, gradient };
-        backend.query_norm_rope_backward(*router, backward)
+        let (router, qkv, rope) = (*router, B::whole(&self.qkv), Some(table));
+        let backward = QueryNormBackward { router, shape, qkv, d_qkv, rope, gradient };
+        backend.query_norm_backward(backward)
     }
 }
 

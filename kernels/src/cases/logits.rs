@@ -19,8 +19,8 @@ fn routing<B: Backend, T: Element>(
     let mut routing = Routing::new(backend, router.routing_shape(tokens, Heads::all(heads))?)?;
     let logits = random_elements::<B, T>(backend, tokens * router.logits(heads))?;
     let (logits, routed) = (B::whole(&logits), &mut routing);
-    let args = LogitsForward { logits, tokens, routing: routed, all_reduce: None };
-    backend.logits_forward::<T>(router, args)?;
+    let args = LogitsForward { router, logits, tokens, routing: routed, all_reduce: None };
+    backend.logits_forward::<T>(args)?;
     Ok(routing)
 }
 
@@ -37,14 +37,15 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
         let forward = case!(format!("{name}_forward"), moved, |backend| [
             read logits = random_elements::<B, T>(backend, elements),
             own routing = routing::<B, T>(backend, router, shape),
-        ] backend.logits_forward::<T>(router, LogitsForward {
-            logits, tokens, routing, all_reduce: None,
+        ] backend.logits_forward::<T>(LogitsForward {
+            router, logits, tokens, routing, all_reduce: None,
         }));
         let backward = case!(format!("{name}_backward"), moved, |backend| [
             write d_logits = random_elements::<B, T>(backend, elements),
             read delta = random_elements::<B, f32>(backend, tokens * heads),
             own routing = routing::<B, T>(backend, router, shape),
-        ] backend.logits_backward::<T>(router, LogitsBackward {
+        ] backend.logits_backward::<T>(LogitsBackward {
+            router,
             tokens: 0..tokens,
             d_logits,
             gradient: RouterGradient {

@@ -10,13 +10,10 @@ use moh_kernels::attention::{
 };
 use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::ranks::Heads;
-use moh_kernels::rope::{QkvShape, RopeArgs};
-use moh_kernels::router::query_norm::{
-    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
-    QueryNormRouter,
-};
+use moh_kernels::rope::QkvShape;
+use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormRouter};
 use moh_kernels::router::{RouterGradient, Routing, RoutingShape};
-use operators::{OPERATORS, call, fits, routing, zeros};
+use operators::{OPERATORS, call, fits, route, routing, zeros};
 use proptest::prelude::*;
 
 const SHAPE: QkvShape = QkvShape { batch: 1, length: 3, heads: 4, kv_heads: 2, head_dim: 2 };
@@ -83,21 +80,12 @@ fn refuses_heads<B: Backend>(device: &B, heads: usize) {
     let shape = &QkvShape { heads, ..SHAPE };
     let len = TOKENS * shape.row();
     let mut routing = routing(device, TOKENS);
-    let (angles, qkv) = (zeros::<B, f32>(device, TOKENS), zeros::<B, f32>(device, len));
-    let mut d_qkv = zeros::<B, f32>(device, len);
-    let rope = rope_args(shape, &angles, &mut d_qkv);
-    let backward = QueryNormRopeBackward { qkv: B::whole(&qkv), rope, gradient: balance(&routing) };
-    assert!(device.query_norm_rope_backward(ROUTER, backward).is_err());
-    let backward = QueryNormBackward::<B, f32> {
-        shape,
-        qkv: B::whole(&qkv),
-        d_qkv: B::whole_mut(&mut d_qkv),
-        gradient: balance(&routing),
-    };
-    assert!(device.query_norm_backward(ROUTER, backward).is_err());
+    for rotates in [false, true] {
+        assert!(!routes_back(device, ROUTER, shape, len, rotates, &routing));
+    }
 
     let attention = AttentionShape { heads, query_stride: shape.row(), ..ATTENTION };
-    let selection = Some(routing.selection());
+    let (selection, qkv) = (Some(routing.selection()), zeros::<B, f32>(device, len));
     let mut out = zeros::<B, f32>(device, TOKENS * heads * SHAPE.head_dim);
     let mut sums = zeros(device, TOKENS * heads);
     let forward = AttentionForward {
@@ -113,28 +101,27 @@ fn refuses_heads<B: Backend>(device: &B, heads: usize) {
     };
     assert!(device.attention_forward(forward).is_err());
 
-    let forward = QueryNormForward::<B, f32> {
-        shape,
-        qkv: B::whole(&qkv),
-        routing: &mut routing,
-        all_reduce: None,
-    };
-    assert!(device.query_norm_forward(ROUTER, forward).is_err());
-    let rope = rope_args(shape, &angles, &mut d_qkv);
-    let forward = QueryNormRopeForward { rope, routing: &mut routing, all_reduce: None };
-    assert!(device.query_norm_rope_forward(ROUTER, forward).is_err());
+    for rotates in [false, true] {
+        assert!(route(device, ROUTER, shape, len, rotates, &mut routing).is_err());
+    }
 }
 
-fn balance<B: Backend>(routing: &Routing<B>) -> RouterGradient<'_, B> {
-    RouterGradient { routing, delta: None, balance_weight: 1.0, ranks: None }
-}
-
-fn rope_args<'a, B: Backend>(
-    shape: &'a QkvShape,
-    angles: &'a B::Buffer<f32>,
-    qkv: &'a mut B::Buffer<f32>,
-) -> RopeArgs<'a, B, f32> {
-    RopeArgs { shape, table: table(angles, angles), qkv: B::whole_mut(qkv) }
+/// Whether the backward pass accepts `len` elements of queries, keys and values.
+fn routes_back<B: Backend>(
+    device: &B,
+    router: QueryNormRouter,
+    shape: &QkvShape,
+    len: usize,
+    rotates: bool,
+    routing: &Routing<B>,
+) -> bool {
+    let (angles, qkv) = (zeros(device, TOKENS), zeros::<B, f32>(device, len));
+    let mut d_qkv = zeros::<B, f32>(device, TOKENS * shape.row());
+    let rope = rotates.then(|| table(&angles, &angles));
+    let gradient = RouterGradient { routing, delta: None, balance_weight: 1.0, ranks: None };
+    let (qkv, d_qkv) = (B::whole::<f32>(&qkv), B::whole_mut(&mut d_qkv));
+    let args = QueryNormBackward { router, shape, qkv, d_qkv, rope, gradient };
+    device.query_norm_backward(args).is_ok()
 }
 
 #[test]
@@ -174,25 +161,16 @@ fn refuses_of_shared_heads<B: Backend>(device: &B) {
         (QueryNormRouter { top_k: 1, ..router }, &SHAPE, right, false),
         (router, &SHAPE, right, true),
     ] {
-        let (angles, mut qkv) = (zeros(device, TOKENS), zeros::<B, f32>(device, len));
-        let rope = rope_args(shape, &angles, &mut qkv);
-        let forward = QueryNormRopeForward { rope, routing: &mut routing, all_reduce: None };
-        assert_eq!(device.query_norm_rope_forward(router, forward).is_ok(), fits);
-        let (qkv, routing) = (B::whole::<f32>(&qkv), &mut routing);
-        let forward = QueryNormForward { shape, qkv, routing, all_reduce: None };
-        assert_eq!(device.query_norm_forward(router, forward).is_ok(), fits);
+        for rotates in [true, false] {
+            assert_eq!(route(device, router, shape, len, rotates, &mut routing).is_ok(), fits);
+        }
     }
     for (shape, len, fits) in
         [(&SHAPE, right - 1, false), (other, TOKENS * other.row(), false), (&SHAPE, right, true)]
     {
-        let (qkv, mut d_qkv) = (zeros::<B, f32>(device, len), zeros(device, TOKENS * shape.row()));
-        let angles = zeros(device, TOKENS);
-        let (gradient, rope) = (balance(&routing), rope_args(shape, &angles, &mut d_qkv));
-        let backward = QueryNormRopeBackward { qkv: B::whole(&qkv), rope, gradient };
-        assert_eq!(device.query_norm_rope_backward(router, backward).is_ok(), fits);
-        let (gradient, d_qkv) = (balance(&routing), B::whole_mut(&mut d_qkv));
-        let backward = QueryNormBackward { shape, qkv: B::whole(&qkv), d_qkv, gradient };
-        assert_eq!(device.query_norm_backward::<f32>(router, backward).is_ok(), fits);
+        for rotates in [true, false] {
+            assert_eq!(routes_back(device, router, shape, len, rotates, &routing), fits);
+        }
     }
 }
 
@@ -202,16 +180,13 @@ fn the_lengths_of_a_set_of_shared_heads_are_those_of_its_columns() {
     fn check<B: Backend>(device: &B) {
         let router = shared([0, 2], 1);
         let right = router.routing_shape(TOKENS, Heads::all(SHAPE.heads)).unwrap();
-        let qkv = zeros::<B, f32>(device, TOKENS * ROW);
         for (columns, saved_per_token, fits) in
             [(3, 4, true), (4, 4, true), (2, 4, false), (3, 3, false)]
         {
             let rooms = RoutingShape { columns, saved_per_token, ..right };
             let mut routing = Routing::new(device, rooms).unwrap();
-            let (qkv, routing_mut) = (B::whole::<f32>(&qkv), &mut routing);
-            let forward =
-                QueryNormForward { shape: &SHAPE, qkv, routing: routing_mut, all_reduce: None };
-            assert_eq!(device.query_norm_forward(router, forward).is_ok(), fits);
+            let routed = route(device, router, &SHAPE, TOKENS * ROW, false, &mut routing);
+            assert_eq!(routed.is_ok(), fits);
             for len in [2 * TOKENS, 3 * TOKENS, 4 * TOKENS].into_iter().filter(|_| fits) {
                 let gates = device.download(routing.gates(), &mut vec![0.0; len]);
                 let selected = device.download(routing.selected(), &mut vec![0; len]);
@@ -229,10 +204,7 @@ fn a_routing_that_saves_too_little_is_refused() {
         let right = ROUTER.routing_shape(TOKENS, Heads::all(SHAPE.heads)).unwrap();
         let saved_per_token = right.saved_per_token - 1;
         let mut routing = Routing::new(device, RoutingShape { saved_per_token, ..right }).unwrap();
-        let qkv = zeros::<B, f32>(device, TOKENS * ROW);
-        let (shape, qkv) = (&SHAPE, B::whole::<f32>(&qkv));
-        let forward = QueryNormForward { shape, qkv, routing: &mut routing, all_reduce: None };
-        assert!(device.query_norm_forward(ROUTER, forward).is_err());
+        assert!(route(device, ROUTER, &SHAPE, TOKENS * ROW, false, &mut routing).is_err());
     }
     on_each_device!(device => refuses(device));
 }

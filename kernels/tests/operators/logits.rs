@@ -59,8 +59,8 @@ fn forward<B: Backend, T: Element>(
     all_reduce: Option<AllReduce<'_, B>>,
 ) -> Result<()> {
     let logits = upload(device, case.logits);
-    let (logits, tokens) = (B::whole::<T>(&logits), case.tokens);
-    device.logits_forward(case.router, LogitsForward { logits, tokens, routing, all_reduce })
+    let (router, logits, tokens) = (case.router, B::whole::<T>(&logits), case.tokens);
+    device.logits_forward(LogitsForward { router, logits, tokens, routing, all_reduce })
 }
 
 fn route<B: Backend, T: Element>(
@@ -90,8 +90,8 @@ fn route<B: Backend, T: Element>(
         ranks: all_reduce
             .map(|all_reduce| RouterRanks { table: B::whole_mut(&mut table), all_reduce }),
     };
-    let (tokens, d) = (0..case.tokens, B::whole_mut::<T>(&mut d_logits));
-    device.logits_backward(case.router, LogitsBackward { tokens, d_logits: d, gradient }).unwrap();
+    let (router, tokens, d) = (case.router, 0..case.tokens, B::whole_mut::<T>(&mut d_logits));
+    device.logits_backward(LogitsBackward { router, tokens, d_logits: d, gradient }).unwrap();
     let (mask, gates) = selection_and_gates(device, &routing);
     let mut loss = upload(device, &[1.0f64]);
     device.balance_loss(&routing, 2.0, B::whole_mut(&mut loss)).unwrap();
@@ -261,8 +261,9 @@ fn gradients_of_some_tokens_are_rows_of_all() {
         let mut some = upload(device, &vec![7f32; 13 * width]);
         let (routing, delta, ranks) = (&routed, Some(B::whole(&delta)), None);
         let gradient = RouterGradient { routing, delta, balance_weight: BALANCE, ranks };
-        let args = LogitsBackward { tokens: 40..53, d_logits: B::whole_mut(&mut some), gradient };
-        device.logits_backward::<f32>(case.router, args).unwrap();
+        let (router, tokens, d_logits) = (case.router, 40..53, B::whole_mut(&mut some));
+        let args = LogitsBackward { router, tokens, d_logits, gradient };
+        device.logits_backward::<f32>(args).unwrap();
         assert!(download::<B, f32>(device, &some) == all[40 * width..53 * width]);
     }
 }
@@ -362,8 +363,8 @@ fn routers_that_cannot_work_are_refused() {
     let backward = |router, tokens, d_logits: &mut [f32]| {
         let (routing, delta, ranks) = (&routing, None, None);
         let gradient = RouterGradient { routing, delta, balance_weight: 1.0, ranks };
-        let args = LogitsBackward::<Cpu, f32> { tokens, d_logits, gradient };
-        Cpu.logits_backward(router, args).unwrap_err().to_string()
+        let args = LogitsBackward::<Cpu, f32> { router, tokens, d_logits, gradient };
+        Cpu.logits_backward(args).unwrap_err().to_string()
     };
     let other = LogitRouter { shared: SharedHeads::first(3), ..two_stage };
     let message = backward(other, 0..1, &mut [0.0; 14]);

@@ -15,8 +15,7 @@ use candle_core::Tensor;
 use half::bf16;
 use moh_kernels::rope::{QkvShape, RopeArgs};
 use moh_kernels::router::query_norm::{
-    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
-    QueryNormRouter, Selects,
+    QueryNormBackward, QueryNormForward, QueryNormRouter, Selects,
 };
 use moh_kernels::router::{RouterGradient, Routing};
 use moh_kernels::{Backend, Cpu, Element, Memory, Result};
@@ -89,20 +88,13 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         }
     }
 
-    /// Routes and rotates in one pass.
-    fn forward(&mut self, routing: &mut Routing<B>) -> Result<()> {
-        let Prepared { device, inputs, angles: [cos, sin], qkv, .. } = self;
-        let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
-        let rope = RopeArgs { shape: &inputs.shape, table, qkv };
-        let args = QueryNormRopeForward { rope, routing, all_reduce: None };
-        device.query_norm_rope_forward::<T>(self.router, args)
-    }
-
-    /// Routes.
-    fn forward_alone(&self, routing: &mut Routing<B>) -> Result<()> {
-        let (shape, qkv) = (&self.inputs.shape, B::whole(&self.qkv));
-        let args = QueryNormForward { shape, qkv, routing, all_reduce: None };
-        self.device.query_norm_forward::<T>(self.router, args)
+    /// Routes and, with a table, rotates in one pass.
+    fn route(&mut self, rotates: bool, routing: &mut Routing<B>) -> Result<()> {
+        let &mut Prepared { device, inputs: Inputs { shape, .. }, router, .. } = self;
+        let ([cos, sin], qkv) = (&self.angles, B::whole_mut(&mut self.qkv));
+        let (rope, all_reduce) = (rotates.then(|| table(cos, sin)), None);
+        let args = QueryNormForward { router, shape, qkv, rope, routing, all_reduce };
+        device.query_norm_forward::<T>(args)
     }
 
     /// Rotates.
@@ -112,23 +104,15 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         device.rope_forward::<T>(RopeArgs { shape: &inputs.shape, table, qkv }).unwrap();
     }
 
-    /// The gradients of [`Prepared::forward`].
-    fn backward(&mut self, routing: &Routing<B>) {
-        let Prepared { device, inputs, router, angles: [cos, sin], qkv, d_qkv, delta } = self;
-        let (table, d_qkv) = (table(cos, sin), B::whole_mut(d_qkv));
-        let rope = RopeArgs { shape: &inputs.shape, table, qkv: d_qkv };
-        let gradient = router_gradient(inputs.balance, routing, delta.as_ref());
-        let args = QueryNormRopeBackward { qkv: B::whole(qkv), rope, gradient };
-        device.query_norm_rope_backward::<T>(*router, args).unwrap();
-    }
-
-    /// The gradients of [`Prepared::forward_alone`].
-    fn backward_alone(&mut self, routing: &Routing<B>) -> Result<()> {
-        let Prepared { device, inputs, router, qkv, d_qkv, delta, .. } = self;
-        let (qkv, d_qkv) = (B::whole(qkv), B::whole_mut(d_qkv));
-        let gradient = router_gradient(inputs.balance, routing, delta.as_ref());
-        let args = QueryNormBackward { shape: &inputs.shape, qkv, d_qkv, gradient };
-        device.query_norm_backward::<T>(*router, args)
+    /// The gradients of [`Prepared::route`].
+    fn backward(&mut self, rotates: bool, routing: &Routing<B>) -> Result<()> {
+        let &mut Prepared { device, inputs: Inputs { shape, balance, .. }, router, .. } = self;
+        let ([cos, sin], d_qkv) = (&self.angles, B::whole_mut(&mut self.d_qkv));
+        let (qkv, rope) = (B::whole(&self.qkv), rotates.then(|| table(cos, sin)));
+        let delta = self.delta.as_ref().map(|delta| B::whole(delta));
+        let gradient = RouterGradient { routing, delta, balance_weight: *balance, ranks: None };
+        let args = QueryNormBackward { router, shape, qkv, d_qkv, rope, gradient };
+        device.query_norm_backward::<T>(args)
     }
 
     /// The gradients of [`Prepared::rotate`].
@@ -153,15 +137,6 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
     }
 }
 
-fn router_gradient<'a, B: Backend>(
-    balance_weight: f32,
-    routing: &'a Routing<B>,
-    delta: Option<&'a B::Buffer<f32>>,
-) -> RouterGradient<'a, B> {
-    let delta = delta.map(|delta| B::whole(delta));
-    RouterGradient { routing, delta, balance_weight, ranks: None }
-}
-
 /// A routing with room for one token more than there are.
 fn routing<M: Memory>(memory: &M, shape: &QkvShape, router: QueryNormRouter) -> Routing<M> {
     let (tokens, heads) = (shape.tokens() + 1, all_heads(shape));
@@ -183,8 +158,8 @@ fn route_with<B: Backend, T: Element>(
     routing: &mut Routing<B>,
 ) -> Routed<T> {
     let mut prepared = Prepared::new(device, inputs, router);
-    prepared.forward(routing).unwrap();
-    prepared.backward(routing);
+    prepared.route(true, routing).unwrap();
+    prepared.backward(true, routing).unwrap();
     prepared.results(routing)
 }
 
@@ -365,8 +340,8 @@ fn is_refused(shape: QkvShape, router: QueryNormRouter, expected: &str) {
     on_each_device!(device => {
         let mut room = routing(device, &shape, first_shared(0, 1));
         let mut prepared = Prepared::new(device, &inputs, router);
-        for refused in [prepared.forward_alone(&mut room), prepared.forward(&mut room)] {
-            let message = refused.unwrap_err().to_string();
+        for rotates in [false, true] {
+            let message = prepared.route(rotates, &mut room).unwrap_err().to_string();
             assert!(message.contains(expected), "{message}");
         }
     });
@@ -395,9 +370,9 @@ fn apart_is_together<B: Backend, T: Element>(
 
     let mut routing = routing(device, &shape, router);
     let [mut prepared, mut unrotated] = [(); 2].map(|()| Prepared::new(device, &inputs, router));
-    prepared.forward_alone(&mut routing).unwrap();
+    prepared.route(false, &mut routing).unwrap();
     prepared.rotate();
-    prepared.backward_alone(&routing).unwrap();
+    prepared.backward(false, &routing).unwrap();
     prepared.rotate_back();
     let apart = prepared.results(&routing);
     assert_eq!(apart.mask, together.mask);
@@ -413,7 +388,7 @@ fn apart_is_together<B: Backend, T: Element>(
 
     // The router's gradient of queries before RoPE is the same.
     unrotated.rotate_back();
-    unrotated.backward_alone(&routing).unwrap();
+    unrotated.backward(false, &routing).unwrap();
     let before = download::<B, T>(device, &unrotated.d_qkv);
     assert_close("d_qkv before RoPE", &before, &wide(&together.d_qkv), both);
 }

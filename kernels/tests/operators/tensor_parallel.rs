@@ -15,9 +15,7 @@ use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::ranks::{AllReduce, Heads, VocabularyRows};
 use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
 use moh_kernels::router::Routing;
-use moh_kernels::router::query_norm::{
-    QueryNorm, QueryNormForward, QueryNormRopeForward, QueryNormRouter, Selects,
-};
+use moh_kernels::router::query_norm::{QueryNorm, QueryNormForward, QueryNormRouter, Selects};
 use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, ViewMut};
 use proptest::prelude::*;
 
@@ -139,19 +137,19 @@ fn divided_heads_that_exchange_nothing_are_refused() {
     let shape = QkvShape { batch: 1, length: 1, heads: 2, kv_heads: 1, head_dim: 2 };
     let heads = Heads { count: 4, group_size: 2, rank: 0, ranks: 2 };
     let mut routing = Routing::new(&Cpu, router.routing_shape(1, heads).unwrap()).unwrap();
-    let forward = QueryNormForward::<Cpu, f32> {
-        shape: &shape,
-        qkv: &[1f32; 8],
-        routing: &mut routing,
-        all_reduce: None,
-    };
-    let refused = Cpu.query_norm_forward(router, forward);
-    assert!(refused.unwrap_err().to_string().contains("divided among 2 ranks"));
     let table = RopeTable::<Cpu> { cos: &[1.0], sin: &[0.0], first_position: 0 };
-    let rope = RopeArgs::<Cpu, f32> { shape: &shape, table, qkv: &mut [1f32; 8] };
-    let forward = QueryNormRopeForward { rope, routing: &mut routing, all_reduce: None };
-    let refused = Cpu.query_norm_rope_forward(router, forward);
-    assert!(refused.unwrap_err().to_string().contains("divided among 2 ranks"));
+    for rope in [None, Some(table)] {
+        let forward = QueryNormForward::<Cpu, f32> {
+            router,
+            shape: &shape,
+            qkv: &mut [1f32; 8],
+            rope,
+            routing: &mut routing,
+            all_reduce: None,
+        };
+        let refused = Cpu.query_norm_forward(forward);
+        assert!(refused.unwrap_err().to_string().contains("divided among 2 ranks"));
+    }
     let three = router.routing_shape(1, Heads { ranks: 3, ..heads }).unwrap();
     assert!(Routing::new(&Cpu, three).is_err());
 }

@@ -177,8 +177,9 @@ impl<B: Backend> BlockPass<B> {
         let Some((router, routing)) = router.zip(attention.routing.as_mut()) else {
             return Ok(vec![1; shape.tokens() * shape.heads]);
         };
-        let (x, qkv) = (B::whole(&recomputable.attention_norm.y), B::whole(&attention.qkv));
-        router.forward(&cx, x, qkv, routing, &mut attention.logits)?;
+        let x = B::whole(&recomputable.attention_norm.y);
+        let qkv = B::whole_mut(&mut attention.qkv);
+        router.forward(&cx, x, qkv, false, routing, &mut attention.logits)?;
         let mut selected = vec![0u8; shape.tokens() * routing.columns()];
         cx.backend.download(routing.selected(), &mut selected)?;
         Ok(of_all_heads(&selected, routing, 1))

@@ -2,7 +2,7 @@
 //! on buffers of given lengths.
 
 use super::{ATTENTION, HEAD, KEYS, QUERIES, ROUTER, ROW, SHAPE, TOKENS, WIDTH};
-use crate::reference::{STEP, upload};
+use crate::reference::{STEP, table, upload};
 use half::bf16;
 use moh_kernels::adamw::AdamWUpdate;
 use moh_kernels::attention::{
@@ -19,9 +19,7 @@ use moh_kernels::relative_error::RelativeErrorArgs;
 use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
 use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
-use moh_kernels::router::query_norm::{
-    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
-};
+use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormForward, QueryNormRouter};
 use moh_kernels::router::{RouterGradient, Routing, SharedHeads};
 use moh_kernels::{Accumulation, Backend, Result, Scalar, View, ViewMut};
 
@@ -137,44 +135,44 @@ operators! { device;
     "rope_backward" [read cos: f32 = 4, read sin: f32 = 4, write qkv: f32 = TOKENS * ROW]
     device.rope_backward::<f32>(rotation(cos, sin, qkv));
 
-    "query_norm_forward" [read qkv: f32 = TOKENS * ROW, length tokens: usize >= TOKENS]
-    device.query_norm_forward::<f32>(ROUTER, QueryNormForward {
-        shape: &SHAPE, qkv, routing: &mut room(device, tokens)?, all_reduce: None,
+    "query_norm_forward" [write qkv: f32 = TOKENS * ROW, length tokens: usize >= TOKENS]
+    device.query_norm_forward::<f32>(QueryNormForward {
+        router: ROUTER, shape: &SHAPE, qkv, rope: None, routing: &mut room(device, tokens)?,
+        all_reduce: None,
     });
 
-    "query_norm_rope_forward" [
+    "query_norm_forward with RoPE" [
         read cos: f32 = 4, read sin: f32 = 4, write qkv: f32 = TOKENS * ROW,
         length tokens: usize >= TOKENS
-    ] device.query_norm_rope_forward::<f32>(ROUTER, QueryNormRopeForward {
-        rope: rotation(cos, sin, qkv),
-        routing: &mut room(device, tokens)?,
-        all_reduce: None,
+    ] device.query_norm_forward::<f32>(QueryNormForward {
+        router: ROUTER, shape: &SHAPE, qkv, rope: Some(RopeTable { cos, sin, first_position: 0 }),
+        routing: &mut room(device, tokens)?, all_reduce: None,
     });
 
     "query_norm_backward" [
         read qkv: f32 = TOKENS * ROW, write d_qkv: f32 = TOKENS * ROW, length tokens: usize = TOKENS,
         read delta: f32 = TOKENS * 4
-    ] device.query_norm_backward::<f32>(ROUTER, QueryNormBackward {
-        shape: &SHAPE, qkv, d_qkv, gradient: gradient(&routing(device, tokens), delta),
+    ] device.query_norm_backward::<f32>(QueryNormBackward {
+        router: ROUTER, shape: &SHAPE, qkv, d_qkv, rope: None,
+        gradient: gradient(&routing(device, tokens), delta),
     });
 
-    "query_norm_rope_backward" [
+    "query_norm_backward with RoPE" [
         read cos: f32 = 4, read sin: f32 = 4, read qkv: f32 = TOKENS * ROW,
         write d_qkv: f32 = TOKENS * ROW, length tokens: usize = TOKENS, read delta: f32 = TOKENS * 4
-    ] device.query_norm_rope_backward::<f32>(ROUTER, QueryNormRopeBackward {
-        qkv,
-        rope: rotation(cos, sin, d_qkv),
+    ] device.query_norm_backward::<f32>(QueryNormBackward {
+        router: ROUTER, shape: &SHAPE, qkv, d_qkv, rope: Some(RopeTable { cos, sin, first_position: 0 }),
         gradient: gradient(&routing(device, tokens), delta),
     });
 
     "logits_forward" [read logits: f32 = TOKENS * 6, length tokens: usize >= TOKENS]
-    device.logits_forward::<f32>(LOGIT_ROUTER, LogitsForward {
-        logits, tokens: TOKENS, routing: &mut logit_room(device, tokens)?, all_reduce: None,
+    device.logits_forward::<f32>(LogitsForward {
+        router: LOGIT_ROUTER, logits, tokens: TOKENS, routing: &mut logit_room(device, tokens)?, all_reduce: None,
     });
 
     "logits_backward" [write d_logits: f32 = 2 * 6, read delta: f32 = TOKENS * 4]
-    device.logits_backward::<f32>(LOGIT_ROUTER, LogitsBackward {
-        tokens: 1..3, d_logits, gradient: gradient(&logit_routing(device), delta),
+    device.logits_backward::<f32>(LogitsBackward {
+        router: LOGIT_ROUTER, tokens: 1..3, d_logits, gradient: gradient(&logit_routing(device), delta),
     });
 
     "balance_loss" [write out: f64 = 1] device.balance_loss(&routing(device, TOKENS), 1.0, out);
@@ -316,11 +314,25 @@ fn room<B: Backend>(device: &B, tokens: usize) -> Result<Routing<B>> {
 /// A routing of `tokens` tokens.
 pub fn routing<B: Backend>(device: &B, tokens: usize) -> Routing<B> {
     let shape = &QkvShape { length: tokens, ..SHAPE };
-    let qkv = zeros::<B, f32>(device, tokens * ROW);
-    let (qkv, mut routing) = (B::whole::<f32>(&qkv), room(device, tokens).unwrap());
-    let forward = QueryNormForward { shape, qkv, routing: &mut routing, all_reduce: None };
-    device.query_norm_forward(ROUTER, forward).unwrap();
+    let mut routing = room(device, tokens).unwrap();
+    route(device, ROUTER, shape, tokens * ROW, false, &mut routing).unwrap();
     routing
+}
+
+/// Routes queries of zeros, and rotates them as many `rotates`.
+pub fn route<B: Backend>(
+    device: &B,
+    router: QueryNormRouter,
+    shape: &QkvShape,
+    len: usize,
+    rotates: bool,
+    routing: &mut Routing<B>,
+) -> Result<()> {
+    let (angles, mut qkv) = (zeros(device, TOKENS), zeros::<B, f32>(device, len));
+    let rope = rotates.then(|| table(&angles, &angles));
+    let (qkv, all_reduce) = (B::whole_mut::<f32>(&mut qkv), None);
+    let args = QueryNormForward { router, shape, qkv, rope, routing, all_reduce };
+    device.query_norm_forward(args)
 }
 
 /// A two-stage router of one shared head.
@@ -336,9 +348,14 @@ fn logit_room<B: Backend>(device: &B, tokens: usize) -> Result<Routing<B>> {
 fn logit_routing<B: Backend>(device: &B) -> Routing<B> {
     let logits = zeros::<B, f32>(device, TOKENS * 6);
     let mut routing = logit_room(device, TOKENS).unwrap();
-    let (logits, tokens) = (B::whole::<f32>(&logits), TOKENS);
-    let forward = LogitsForward { logits, tokens, routing: &mut routing, all_reduce: None };
-    device.logits_forward(LOGIT_ROUTER, forward).unwrap();
+    let forward = LogitsForward {
+        router: LOGIT_ROUTER,
+        logits: B::whole::<f32>(&logits),
+        tokens: TOKENS,
+        routing: &mut routing,
+        all_reduce: None,
+    };
+    device.logits_forward(forward).unwrap();
     routing
 }
 

@@ -5,9 +5,7 @@ use moh_kernels::attention::{
 };
 use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::rope::{QkvShape, RopeArgs};
-use moh_kernels::router::query_norm::{
-    QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter,
-};
+use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormForward, QueryNormRouter};
 use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape};
 use moh_kernels::{Backend, Element};
 
@@ -176,17 +174,17 @@ impl<B: Backend, T: Element> Given<B, T> {
         };
         // Rotates queries and keys, and selects heads if there is a router.
         let Given { angles: [cos, sin], qkv, selected, .. } = &mut given;
-        let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
-        let rope = RopeArgs { shape: &case.shape, table, qkv };
+        let (shape, table, qkv) = (&case.shape, table(cos, sin), B::whole_mut(qkv));
         match selected {
             Selected::Routed(router, routing) => {
-                let args = QueryNormRopeForward { rope, routing, all_reduce };
-                device.query_norm_rope_forward::<T>(*router, args).unwrap();
+                let (router, rope) = (*router, Some(table));
+                let args = QueryNormForward { router, shape, qkv, rope, routing, all_reduce };
+                device.query_norm_forward::<T>(args).unwrap();
                 if case.weighted {
                     device.upload(&inputs.weights, routing.weights_mut()).unwrap();
                 }
             }
-            _ => device.rope_forward::<T>(rope).unwrap(),
+            _ => device.rope_forward::<T>(RopeArgs { shape, table, qkv }).unwrap(),
         }
         given
     }
@@ -261,18 +259,20 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         let [cos, sin] = &self.given.angles;
         let deltas = vec![7f64; self.case.heads.count * self.case.shape.tokens()];
         let mut deltas = upload(self.device, &deltas);
-        let (table, qkv) = (table(cos, sin), B::whole_mut(&mut self.d_qkv));
-        let rope = RopeArgs { shape: &self.case.shape, table, qkv };
+        let (table, d_qkv) = (table(cos, sin), B::whole_mut(&mut self.d_qkv));
+        let shape = &self.case.shape;
         let Selected::Routed(router, routing) = &self.given.selected else {
-            return self.device.rope_backward::<T>(rope).unwrap();
+            let args = RopeArgs { shape, table, qkv: d_qkv };
+            return self.device.rope_backward::<T>(args).unwrap();
         };
         let len = self.case.shape.tokens() * routing.columns();
         let deltas = B::view_mut(&mut deltas, 0..len);
         let ranks = self.all_reduce.map(|all_reduce| RouterRanks { table: deltas, all_reduce });
         let delta = Some(B::whole(&self.delta));
         let gradient = RouterGradient { routing, delta, balance_weight: BALANCE, ranks };
-        let args = QueryNormRopeBackward { qkv: B::whole(&self.given.qkv), rope, gradient };
-        self.device.query_norm_rope_backward::<T>(*router, args).unwrap();
+        let (router, qkv, rope) = (*router, B::whole(&self.given.qkv), Some(table));
+        let args = QueryNormBackward { router, shape, qkv, d_qkv, rope, gradient };
+        self.device.query_norm_backward::<T>(args).unwrap();
     }
 
     pub fn results(&self) -> Results<T> {

@@ -188,16 +188,16 @@ fn a_routing_of_other_groups_or_shared_heads_is_refused() {
     let shape = QkvShape { batch: 1, length: 1, heads: 6, kv_heads: 3, head_dim: 2 };
     let router = whole_groups(&shape, [0], 1);
     let inputs = Inputs::<f32>::new(shape, 1);
-    let prepared = Prepared::new(&Cpu, &inputs, router);
+    let mut prepared = Prepared::new(&Cpu, &inputs, router);
     let of_pairs = Heads { group_size: 1, ..all_heads(&shape) };
     let rooms = router.routing_shape(1, of_pairs).unwrap();
     let mut other = moh_kernels::router::Routing::new(&Cpu, rooms).unwrap();
-    let message = prepared.forward_alone(&mut other).unwrap_err().to_string();
+    let message = prepared.route(false, &mut other).unwrap_err().to_string();
     assert!(message.contains("made for groups of 1 heads, not 2"), "{message}");
     let mut routed = routing(&Cpu, &shape, router);
-    prepared.forward_alone(&mut routed).unwrap();
+    prepared.route(false, &mut routed).unwrap();
     let mut changed = Prepared::new(&Cpu, &inputs, whole_groups(&shape, [1], 1));
-    let message = changed.backward_alone(&routed).unwrap_err().to_string();
+    let message = changed.backward(false, &routed).unwrap_err().to_string();
     assert!(message.contains("made with other shared heads"), "{message}");
 }
 

@@ -41,21 +41,13 @@ impl Rotation {
     ) -> Result<(), Error> {
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
         let SavedAttention { qkv, routing, logits, .. } = &mut *buffers.saved;
-        let routing = router.zip(routing.as_mut());
-        match (self, routing) {
-            (Rotation::Rope, Some((router, routing))) => {
-                router.forward_and_rotate(cx, x, B::view_mut(qkv, all), routing, logits)
-            }
-            (Rotation::Rope, None) => {
-                Ok(cx.backend.rope_forward(cx.rope_args(B::view_mut(qkv, all)))?)
-            }
-            (Rotation::NormedRope(_), routing) => {
-                if let Some((router, routing)) = routing {
-                    router.forward(cx, x, B::view(qkv, all), routing, logits)?;
-                }
-                self.recompute(cx, qkv, buffers.rotated)
-            }
+        let in_place = *self == Rotation::Rope;
+        if let Some((router, routing)) = router.zip(routing.as_mut()) {
+            router.forward(cx, x, B::view_mut(qkv, all), in_place, routing, logits)?;
+        } else if in_place {
+            cx.backend.rope_forward(cx.rope_args(B::view_mut(qkv, all)))?;
         }
+        self.recompute(cx, qkv, buffers.rotated)
     }
 
     /// Rotates queries and keys again if they are in a copy.
@@ -92,7 +84,7 @@ impl Rotation {
             .map(|(router, routing)| (router, RouterInputs { x, qkv, routing }));
         match (self, inputs) {
             (Rotation::Rope, Some((router, inputs))) => {
-                router.backward_and_rotate(cx, &inputs, logits, d, d_qkv)
+                router.backward(cx, &inputs, logits, d, d_qkv, true)
             }
             (Rotation::Rope, None) => {
                 let gradients = B::reborrow_mut(&mut d_qkv);
@@ -102,7 +94,7 @@ impl Rotation {
                 cx.backend.rope_backward(cx.rope_args(B::reborrow_mut(&mut d_qkv)))?;
                 norm.backward(cx, qkv, B::reborrow_mut(&mut d_qkv))?;
                 inputs.map_or(Ok(()), |(router, inputs)| {
-                    router.backward(cx, &inputs, logits, d, d_qkv)
+                    router.backward(cx, &inputs, logits, d, d_qkv, false)
                 })
             }
         }

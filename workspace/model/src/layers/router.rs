@@ -15,10 +15,7 @@
 use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight};
 use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
-use moh_kernels::router::query_norm::{
-    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
-    QueryNormRouter,
-};
+use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormForward, QueryNormRouter};
 use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape, SharedHeads};
 use moh_kernels::{Accumulation, Backend, Element, View, ViewMut};
 
@@ -192,39 +189,45 @@ impl RouterLayer {
         Ok(())
     }
 
-    /// Selects each token's heads by `x`, `[N, C]` of all tokens, and by `qkv` before RoPE. `logits` has
-    /// room for those of a router by logits.
+    /// Selects each token's heads by `x`, `[N, C]` of all tokens, and by `qkv` before RoPE, then rotates
+    /// queries and keys in place if `rotates`; the routers by norms do both in one pass over the queries.
+    /// `logits` has room for those of a router by logits.
     pub fn forward<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
         x: View<'_, B, T>,
-        qkv: View<'_, B, T>,
+        mut qkv: ViewMut<'_, B, T>,
+        rotates: bool,
         routing: &mut Routing<B>,
         logits: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
         let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
         let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
-        let (x, qkv) = (B::reborrow(x), B::reborrow(qkv));
+        let x = B::reborrow(x);
         match &self.spec {
-            RouterSpec::QueryNorm(router) => cx.backend.query_norm_forward(
-                *router,
-                QueryNormForward { shape, qkv, routing, all_reduce },
-            )?,
+            &RouterSpec::QueryNorm(router) => {
+                let (qkv, rope) = (B::reborrow_mut(&mut qkv), rotates.then(|| cx.rope_table()));
+                let args = QueryNormForward { router, shape, qkv, rope, routing, all_reduce };
+                return Ok(cx.backend.query_norm_forward(args)?);
+            }
             RouterSpec::Static(shared) => {
                 cx.backend.route_to_shared(cx.num_tokens(), *shared, routing)?
             }
-            RouterSpec::Logits(router) => {
-                let (linear, tokens) = (self.logits_of(router), cx.num_tokens());
+            &RouterSpec::Logits(router) => {
+                let (linear, tokens) = (self.logits_of(&router), cx.num_tokens());
                 linear.forward(cx, x, None, logits)?;
                 let logits = B::view(logits, 0..tokens * linear.outputs);
-                let args = LogitsForward { logits, tokens, routing, all_reduce };
-                cx.backend.logits_forward(*router, args)?
+                let args = LogitsForward { router, logits, tokens, routing, all_reduce };
+                cx.backend.logits_forward(args)?
             }
             RouterSpec::Custom { index, .. } => {
-                let parameters = self.parameters(cx);
+                let (qkv, parameters) = (B::as_view(&qkv), self.parameters(cx));
                 let args = RouterForward { shape, x, qkv, parameters, routing, all_reduce };
                 cx.routers[*index].forward(cx.backend, args)?
             }
+        }
+        if rotates {
+            cx.backend.rope_forward(cx.rope_args(B::reborrow_mut(&mut qkv)))?;
         }
         Ok(())
     }
@@ -236,29 +239,10 @@ impl RouterLayer {
         Parameters { weights: cx.weights, ranges: &self.parameters }
     }
 
-    /// As [`Self::forward`], then rotates queries and keys in place; the routers by norms do both in one
-    /// pass over the queries.
-    pub fn forward_and_rotate<B: Backend, T: Element>(
-        &self,
-        cx: &Context<'_, B, T>,
-        x: View<'_, B, T>,
-        mut qkv: ViewMut<'_, B, T>,
-        routing: &mut Routing<B>,
-        logits: &mut B::Buffer<T>,
-    ) -> Result<(), Error> {
-        let RouterSpec::QueryNorm(router) = &self.spec else {
-            self.forward(cx, x, B::as_view(&qkv), routing, logits)?;
-            return Ok(cx.backend.rope_forward(cx.rope_args(B::reborrow_mut(&mut qkv)))?);
-        };
-        let (sum, rope) = (cx.sum_over_ranks(), cx.rope_args(B::reborrow_mut(&mut qkv)));
-        let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
-        let args = QueryNormRopeForward { rope, routing, all_reduce };
-        Ok(cx.backend.query_norm_rope_forward(*router, args)?)
-    }
-
     /// Adds the router's gradients to those of queries, keys and values in `d_qkv`, and to those of
     /// its parameters; those of logits overwrite `logits`. A router that reads the block's input writes the gradient of it to `d.hidden`:
-    /// `[N, C]`, zeros for the tokens of other ranks.
+    /// `[N, C]`, zeros for the tokens of other ranks. If the forward pass `rotates`, then replaces the gradients
+    /// of rotated queries and keys by those of unrotated ones.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,
@@ -266,11 +250,9 @@ impl RouterLayer {
         logits: &mut B::Buffer<T>,
         d: &mut ActivationGradients<B, T>,
         mut d_qkv: ViewMut<'_, B, T>,
+        rotates: bool,
     ) -> Result<(), Error> {
         let RouterInputs { x, qkv, routing } = *inputs;
-        if !self.selects() {
-            return Ok(());
-        }
         for parameter in &self.parameters {
             cx.gradients.clear_stale(cx.forward.backend, parameter)?;
         }
@@ -283,21 +265,21 @@ impl RouterLayer {
         let (sum, x) = (cx.forward.sum_over_ranks(), B::view(x, 0..elements.len()));
         match &self.spec {
             RouterSpec::Static(_) => {}
-            RouterSpec::QueryNorm(router) => {
+            &RouterSpec::QueryNorm(router) => {
                 let (shape, qkv) = (&cx.tokens.shape, B::reborrow(qkv));
                 let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
-                let d_qkv = B::reborrow_mut(&mut d_qkv);
-                let args = QueryNormBackward { shape, qkv, d_qkv, gradient };
-                cx.backend.query_norm_backward(*router, args)?
+                let (d_qkv, rope) = (B::reborrow_mut(&mut d_qkv), rotates.then(|| cx.rope_table()));
+                let args = QueryNormBackward { router, shape, qkv, d_qkv, rope, gradient };
+                return Ok(cx.backend.query_norm_backward(args)?);
             }
-            RouterSpec::Logits(router) => {
-                let (linear, accumulation) = (self.logits_of(router), Accumulation::Add);
+            &RouterSpec::Logits(router) => {
+                let (linear, accumulation) = (self.logits_of(&router), Accumulation::Add);
                 let d_logits = 0..tokens.len() * linear.outputs;
                 let mut gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
                 gradient.balance_weight *= self.balance_factor(routing) as f32;
                 let written = B::view_mut(logits, d_logits.clone());
-                let args = LogitsBackward { tokens, d_logits: written, gradient };
-                cx.backend.logits_backward(*router, args)?;
+                let args = LogitsBackward { router, tokens, d_logits: written, gradient };
+                cx.backend.logits_backward(args)?;
                 cx.forward.backend.linear_backward_weight(LinearBackwardWeight {
                     inputs: width,
                     x: B::reborrow(x),
@@ -331,28 +313,10 @@ impl RouterLayer {
                 cx.routers[*index].backward(backend, args)?
             }
         }
+        if rotates {
+            cx.backend.rope_backward(cx.rope_args(B::reborrow_mut(&mut d_qkv)))?;
+        }
         Ok(())
-    }
-
-    /// As [`Self::backward`], then replaces the gradients of rotated queries and keys by those of
-    /// unrotated ones.
-    pub fn backward_and_rotate<B: Backend, T: Element, G: Element>(
-        &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
-        inputs: &RouterInputs<'_, B, T>,
-        logits: &mut B::Buffer<T>,
-        d: &mut ActivationGradients<B, T>,
-        mut d_qkv: ViewMut<'_, B, T>,
-    ) -> Result<(), Error> {
-        let RouterSpec::QueryNorm(router) = &self.spec else {
-            self.backward(cx, inputs, logits, d, B::reborrow_mut(&mut d_qkv))?;
-            return Ok(cx.backend.rope_backward(cx.rope_args(B::reborrow_mut(&mut d_qkv)))?);
-        };
-        let RouterInputs { qkv, routing, .. } = *inputs;
-        let (sum, rope) = (cx.sum_over_ranks(), cx.rope_args(B::reborrow_mut(&mut d_qkv)));
-        let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
-        let args = QueryNormRopeBackward { qkv: B::reborrow(qkv), rope, gradient };
-        Ok(cx.backend.query_norm_rope_backward(*router, args)?)
     }
 }
 

@@ -13,13 +13,9 @@ use crate::scalar::Element;
 const ROWS: usize = 64;
 
 impl Logits for Cpu {
-    fn logits_forward<T: Element>(
-        &self,
-        router: LogitRouter,
-        args: LogitsForward<'_, Self, T>,
-    ) -> Result<()> {
+    fn logits_forward<T: Element>(&self, args: LogitsForward<'_, Self, T>) -> Result<()> {
         const OPERATOR: &str = "logits_forward";
-        let LogitsForward { logits, tokens, routing, all_reduce } = args;
+        let LogitsForward { router, logits, tokens, routing, all_reduce } = args;
         begin(OPERATOR, router, tokens, logits.len(), routing)?;
         let all_reduce = exchange(OPERATOR, routing.heads(), all_reduce)?;
         if routing.columns() == 0 {
@@ -34,13 +30,9 @@ impl Logits for Cpu {
         self.complete_routing(routing)
     }
 
-    fn logits_backward<T: Element>(
-        &self,
-        router: LogitRouter,
-        args: LogitsBackward<'_, Self, T>,
-    ) -> Result<()> {
+    fn logits_backward<T: Element>(&self, args: LogitsBackward<'_, Self, T>) -> Result<()> {
         const OPERATOR: &str = "logits_backward";
-        let LogitsBackward { tokens, d_logits, gradient } = args;
+        let LogitsBackward { router, tokens, d_logits, gradient } = args;
         check_backward(OPERATOR, router, &tokens, d_logits.len(), &gradient)?;
         let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
         let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;

@@ -33,13 +33,9 @@ impl Parameters {
 }
 
 impl Logits for Cuda {
-    fn logits_forward<T: Element>(
-        &self,
-        router: LogitRouter,
-        args: LogitsForward<'_, Self, T>,
-    ) -> Result<()> {
+    fn logits_forward<T: Element>(&self, args: LogitsForward<'_, Self, T>) -> Result<()> {
         const OPERATOR: &str = "logits_forward";
-        let LogitsForward { logits, tokens, routing, all_reduce } = args;
+        let LogitsForward { router, logits, tokens, routing, all_reduce } = args;
         begin(OPERATOR, router, tokens, logits.len, routing)?;
         let all_reduce = exchange(OPERATOR, routing.heads(), all_reduce)?;
         if routing.columns() == 0 || tokens == 0 {
@@ -59,13 +55,9 @@ impl Logits for Cuda {
         self.complete_routing(routing)
     }
 
-    fn logits_backward<T: Element>(
-        &self,
-        router: LogitRouter,
-        args: LogitsBackward<'_, Self, T>,
-    ) -> Result<()> {
+    fn logits_backward<T: Element>(&self, args: LogitsBackward<'_, Self, T>) -> Result<()> {
         const OPERATOR: &str = "logits_backward";
-        let LogitsBackward { tokens, d_logits, gradient } = args;
+        let LogitsBackward { router, tokens, d_logits, gradient } = args;
         check_backward(OPERATOR, router, &tokens, d_logits.len, &gradient)?;
         let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
         let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;

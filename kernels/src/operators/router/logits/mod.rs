@@ -96,6 +96,8 @@ impl LogitRouter {
 
 /// Arguments of [`Logits::logits_forward`].
 pub struct LogitsForward<'a, M: Memory, T: Element> {
+    /// The router.
+    pub router: LogitRouter,
     /// The logits of all heads, then those of the two stages, if there are any; `[N, logits]`.
     pub logits: View<'a, M, T>,
     /// Number of tokens, N.
@@ -108,6 +110,8 @@ pub struct LogitsForward<'a, M: Memory, T: Element> {
 
 /// Arguments of [`Logits::logits_backward`].
 pub struct LogitsBackward<'a, M: Memory, T: Element> {
+    /// The router.
+    pub router: LogitRouter,
     /// The tokens whose gradients are asked for, M of N.
     pub tokens: Range<usize>,
     /// Overwritten; `[M, logits]`.
@@ -120,18 +124,10 @@ pub struct LogitsBackward<'a, M: Memory, T: Element> {
 /// Routers by logits as operators of a device.
 pub trait Logits: Routers {
     /// Routes the tokens by their logits.
-    fn logits_forward<T: Element>(
-        &self,
-        router: LogitRouter,
-        args: LogitsForward<'_, Self, T>,
-    ) -> Result<()>;
+    fn logits_forward<T: Element>(&self, args: LogitsForward<'_, Self, T>) -> Result<()>;
 
     /// The gradients of the logits of some tokens.
-    fn logits_backward<T: Element>(
-        &self,
-        router: LogitRouter,
-        args: LogitsBackward<'_, Self, T>,
-    ) -> Result<()>;
+    fn logits_backward<T: Element>(&self, args: LogitsBackward<'_, Self, T>) -> Result<()>;
 }
 
 /// Checks a forward pass of `logits` elements and begins its routing.

@@ -34,7 +34,7 @@
 //! are skipped. A rank writes it for its own heads, so the sum over the ranks keeps it.
 //!
 //! RoPE preserves norms, so a GPU routes and rotates in one pass over the queries
-//! ([`QueryNorm::query_norm_rope_forward`]) if no other operator is between the two, as in a Llama.
+//! ([`QueryNormForward::rope`]) if no other operator is between the two, as in a Llama.
 
 mod cpu;
 #[cfg(gpu)]
@@ -44,7 +44,7 @@ use super::{RouterGradient, Routers, Routing, RoutingShape, SharedHeads};
 use crate::error::{Result, check_len, ensure};
 use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::{AllReduce, Heads};
-use crate::rope::{QkvShape, Rope, RopeArgs};
+use crate::rope::{QkvShape, Rope, RopeTable};
 use crate::scalar::Element;
 
 /// The shared heads, and the number of routed heads that a token selects.
@@ -126,10 +126,14 @@ impl QueryNormRouter {
 
 /// Arguments of [`QueryNorm::query_norm_forward`].
 pub struct QueryNormForward<'a, M: Memory, T: Element> {
+    /// The router.
+    pub router: QueryNormRouter,
     /// Shape of `qkv`, of local heads.
     pub shape: &'a QkvShape,
-    /// Queries before RoPE, keys and values; `[B*T, (H + 2G) D]`.
-    pub qkv: View<'a, M, T>,
+    /// Queries before RoPE, keys and values; `[B*T, (H + 2G) D]`. Changed by the rotation alone.
+    pub qkv: ViewMut<'a, M, T>,
+    /// The rotation of `qkv` that follows, if it does.
+    pub rope: Option<RopeTable<'a, M>>,
     /// Overwritten.
     pub routing: &'a mut Routing<M>,
     /// The sum over the ranks that share the heads; required if there are several. It is called the
@@ -137,18 +141,10 @@ pub struct QueryNormForward<'a, M: Memory, T: Element> {
     pub all_reduce: Option<AllReduce<'a, M>>,
 }
 
-/// Arguments of [`QueryNorm::query_norm_rope_forward`].
-pub struct QueryNormRopeForward<'a, M: Memory, T: Element> {
-    /// The rotation that follows.
-    pub rope: RopeArgs<'a, M, T>,
-    /// Overwritten.
-    pub routing: &'a mut Routing<M>,
-    /// As in [`QueryNormForward`].
-    pub all_reduce: Option<AllReduce<'a, M>>,
-}
-
 /// Arguments of [`QueryNorm::query_norm_backward`].
 pub struct QueryNormBackward<'a, M: Memory, T: Element> {
+    /// The router.
+    pub router: QueryNormRouter,
     /// Shape of `qkv`.
     pub shape: &'a QkvShape,
     /// Queries, keys and values, either both these and `d_qkv` before RoPE or both after it;
@@ -156,51 +152,20 @@ pub struct QueryNormBackward<'a, M: Memory, T: Element> {
     pub qkv: View<'a, M, T>,
     /// Added to; `[B*T, (H + 2G) D]`.
     pub d_qkv: ViewMut<'a, M, T>,
-    /// The router's other inputs.
-    pub gradient: RouterGradient<'a, M>,
-}
-
-/// Arguments of [`QueryNorm::query_norm_rope_backward`].
-pub struct QueryNormRopeBackward<'a, M: Memory, T: Element> {
-    /// The output of the forward pass: rotated queries and keys; `[B*T, (H + 2G) D]`.
-    pub qkv: View<'a, M, T>,
-    /// The rotation, with the gradients of rotated queries and keys, which are rotated back in
-    /// place.
-    pub rope: RopeArgs<'a, M, T>,
+    /// The rotation of the forward pass, if `d_qkv` is after it and is to be rotated back.
+    pub rope: Option<RopeTable<'a, M>>,
     /// The router's other inputs.
     pub gradient: RouterGradient<'a, M>,
 }
 
 /// The query-norm router as operators of a device.
 pub trait QueryNorm: Routers + Rope {
-    /// Routes the tokens by their queries.
-    fn query_norm_forward<T: Element>(
-        &self,
-        router: QueryNormRouter,
-        args: QueryNormForward<'_, Self, T>,
-    ) -> Result<()>;
-
     /// Routes the tokens by their queries, then rotates queries and keys.
-    fn query_norm_rope_forward<T: Element>(
-        &self,
-        router: QueryNormRouter,
-        args: QueryNormRopeForward<'_, Self, T>,
-    ) -> Result<()>;
+    fn query_norm_forward<T: Element>(&self, args: QueryNormForward<'_, Self, T>) -> Result<()>;
 
-    /// Adds the router's gradient to the gradient of the queries, both before or both after RoPE.
-    fn query_norm_backward<T: Element>(
-        &self,
-        router: QueryNormRouter,
-        args: QueryNormBackward<'_, Self, T>,
-    ) -> Result<()>;
-
-    /// Replaces the gradients of rotated queries and keys by the gradients of the unrotated ones,
-    /// and adds the router's gradient.
-    fn query_norm_rope_backward<T: Element>(
-        &self,
-        router: QueryNormRouter,
-        args: QueryNormRopeBackward<'_, Self, T>,
-    ) -> Result<()>;
+    /// Adds the router's gradient to the gradient of the queries, and replaces the gradients of rotated
+    /// queries and keys by those of unrotated ones.
+    fn query_norm_backward<T: Element>(&self, args: QueryNormBackward<'_, Self, T>) -> Result<()>;
 }
 
 /// Checks a forward pass over `qkv` elements and begins its routing; returns the number of columns.

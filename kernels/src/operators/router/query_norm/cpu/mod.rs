@@ -8,14 +8,13 @@ use rayon::prelude::*;
 
 use self::scores::{SHARED, Scores, is_shared};
 use super::{
-    QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
-    QueryNormRouter, begin, check_backward,
+    QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRouter, begin, check_backward,
 };
 use crate::compiled::compiled;
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
-use crate::rope::{QkvShape, Rope};
+use crate::rope::{QkvShape, Rope, RopeArgs};
 use crate::router::cpu::load;
 use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
 use crate::scalar::Element;
@@ -25,62 +24,30 @@ use crate::simd::vectorized;
 const ROWS: usize = 64;
 
 impl QueryNorm for Cpu {
-    fn query_norm_forward<T: Element>(
-        &self,
-        router: QueryNormRouter,
-        args: QueryNormForward<'_, Self, T>,
-    ) -> Result<()> {
+    fn query_norm_forward<T: Element>(&self, args: QueryNormForward<'_, Self, T>) -> Result<()> {
         const OPERATOR: &str = "query_norm_forward";
-        let QueryNormForward { shape, qkv, routing, all_reduce } = args;
+        let QueryNormForward { router, shape, qkv, rope, routing, all_reduce } = args;
         let (tokens, heads) = (shape.tokens(), routing.heads());
         let columns = begin(OPERATOR, router, shape, qkv.len(), routing)?;
         let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
-        if columns == 0 {
-            return Ok(());
+        if columns > 0 {
+            compiled!(measure::<T>(shape: &QkvShape, qkv: &[T], routing: &mut Routing<Cpu>) -> ());
+            if let Some(all_reduce) = all_reduce {
+                all_reduce(&mut routing.saved[..tokens * columns])?;
+            }
+            choose(routing, &Scores::new(router, routing));
+            self.complete_routing(routing)?;
         }
-        compiled!(measure::<T>(shape: &QkvShape, qkv: &[T], routing: &mut Routing<Cpu>) -> ());
-        if let Some(all_reduce) = all_reduce {
-            all_reduce(&mut routing.saved[..tokens * columns])?;
-        }
-        choose(routing, &Scores::new(router, routing));
-        self.complete_routing(routing)
+        rope.map_or(Ok(()), |table| self.rope_forward(RopeArgs { shape, table, qkv }))
     }
 
-    fn query_norm_rope_forward<T: Element>(
-        &self,
-        router: QueryNormRouter,
-        args: QueryNormRopeForward<'_, Self, T>,
-    ) -> Result<()> {
-        let QueryNormRopeForward { rope, routing, all_reduce } = args;
-        let (shape, qkv) = (rope.shape, &*rope.qkv);
-        let route = QueryNormForward { shape, qkv, routing, all_reduce };
-        self.query_norm_forward(router, route)?;
-        self.rope_forward(rope)
-    }
-
-    fn query_norm_backward<T: Element>(
-        &self,
-        router: QueryNormRouter,
-        args: QueryNormBackward<'_, Self, T>,
-    ) -> Result<()> {
-        let QueryNormBackward { shape, qkv, d_qkv, gradient } = args;
-        compiled!(backward::<T>(
-            router: QueryNormRouter, shape: &QkvShape, qkv: &[T], d_qkv: &mut [T], gradient: RouterGradient<'_, Cpu>
-        ))
-    }
-
-    fn query_norm_rope_backward<T: Element>(
-        &self,
-        router: QueryNormRouter,
-        args: QueryNormRopeBackward<'_, Self, T>,
-    ) -> Result<()> {
-        let QueryNormRopeBackward { qkv, gradient, rope } = args;
+    fn query_norm_backward<T: Element>(&self, args: QueryNormBackward<'_, Self, T>) -> Result<()> {
+        let QueryNormBackward { router, shape, qkv, d_qkv, rope, gradient } = args;
         // A rotation preserves norms, so the router's gradient may be added in rotated coordinates.
-        let (shape, d_qkv) = (rope.shape, &mut *rope.qkv);
         compiled!(backward::<T>(
             router: QueryNormRouter, shape: &QkvShape, qkv: &[T], d_qkv: &mut [T], gradient: RouterGradient<'_, Cpu>
         ))?;
-        self.rope_backward(rope)
+        rope.map_or(Ok(()), |table| self.rope_backward(RopeArgs { shape, table, qkv: d_qkv }))
     }
 }
 
