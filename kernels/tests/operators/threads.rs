@@ -1,13 +1,12 @@
 //! Results have the same bits for any number of rayon's threads.
 
+use crate::cross_entropy::{Head, Teacher};
+use crate::embedding;
 use crate::reference::attention::{Case, Inputs, run};
 use crate::reference::{Random, STEP, cases, first_shared, qkv_shapes, shared, wide};
 use half::bf16;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
-use moh_kernels::cross_entropy::{
-    CrossEntropy, CrossEntropyArgs, HeadGradients, HeadShape, HeadTeacher,
-};
-use moh_kernels::embedding::{Embedding, EmbeddingBackward};
+use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::linear::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use moh_kernels::qk_norm::{QkNorm, QkNormBackward, QkNormForward};
 use moh_kernels::ranks::VocabularyRows;
@@ -15,7 +14,7 @@ use moh_kernels::rms_norm::{RmsNorm, RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::swiglu::Swiglu;
-use moh_kernels::{Accumulation, Cpu, Element, Workspace};
+use moh_kernels::{Accumulation, Cpu, Element};
 use proptest::prelude::*;
 
 /// Runs `body` on pools of one, two and five threads and asserts equal results.
@@ -115,66 +114,21 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     Cpu.swiglu_forward(width, &gate_up, &mut silu).unwrap();
     Cpu.swiglu_backward(width, &mut d_gate_up, &mut silu.clone()).unwrap();
 
-    let shape = HeadShape::whole(tokens, width, outputs);
-    let reversed: Vec<T> = weight.iter().rev().copied().collect();
-    let (losses, d_hidden) = head(shape, [&y, &weight, &reversed], &ids, &mut d_weight);
-    let backward = EmbeddingBackward::<Cpu, T, f32> {
-        width,
-        rows: VocabularyRows::all(outputs),
-        ids: &ids,
-        d_out: &d_x,
-        d_table: &mut d_weight,
-    };
-    Cpu.embedding_backward(backward).unwrap();
-    let (norm, updated, [m, v]) = update(&weight, &d_weight);
-    let stored = [&y, &d_x, &product, &d_y, &silu, &d_gate_up, &d_hidden, &updated];
-    let stored = stored.iter().flat_map(|elements| wide(elements)).collect();
-    [stored, all(&[&inv_rms, &d_scale, &d_weight, &m, &v]), losses, vec![norm]].concat()
-}
-
-/// The losses and the gradient of x, first without a teacher, then with another head on the same x; accumulates
-/// the gradient of the weight.
-fn head<T: Element>(
-    shape: HeadShape,
-    [x, weight, other]: [&[T]; 3],
-    targets: &[u32],
-    d_weight: &mut [f32],
-) -> (Vec<f64>, Vec<T>) {
-    let mut d_x = x.to_vec();
-    let mut losses = Vec::new();
-    for has_teacher in [false, true] {
-        let shape = shape.with_teacher(has_teacher);
-        let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&shape)];
-        let mut loss = vec![0f64; if has_teacher { 2 } else { 1 }];
-        let gradients = HeadGradients::<Cpu, T, f32> {
-            scale: 0.1,
-            d_x: &mut d_x,
-            d_weight,
-            accumulation: Accumulation::Add,
-        };
-        let teacher = has_teacher.then_some(HeadTeacher {
-            width: shape.width,
-            x,
-            weight: other,
-            rows: shape.vocab_size,
-            temperature: 2.0,
-            scale: 0.3,
-        });
-        let args = CrossEntropyArgs::<Cpu, T, f32> {
-            shape,
-            x,
-            weight,
-            targets,
-            scratch: &mut scratch,
-            loss: &mut loss,
-            teacher,
-            gradients: Some(gradients),
-            ranks: None,
-        };
-        Cpu.cross_entropy(args).unwrap();
-        losses.extend(loss);
+    let (shape, mut losses) = (HeadShape::whole(tokens, width, outputs), Vec::new());
+    let teacher = Teacher { width, rows: outputs, temperature: 2.0 };
+    for teacher in [None, Some(teacher)] {
+        let head = Head::<T>::new(shape, teacher, &mut random);
+        let gradients = Some((&d_weight[..], Accumulation::Add));
+        let (found, d_hidden, added) = head.run(&Cpu, None, gradients).unwrap();
+        losses.extend([found, wide(&d_hidden)].concat());
+        d_weight = added;
     }
-    (losses, d_x)
+    let all_rows = VocabularyRows::all(outputs);
+    let (embedded, d_table) = embedding::run(&Cpu, all_rows, &ids, &weight, &d_x, &d_weight);
+    let (norm, updated, [m, v]) = update(&weight, &d_table);
+    let stored = [&y, &d_x, &product, &d_y, &silu, &d_gate_up, &embedded, &updated];
+    let stored = stored.iter().flat_map(|elements| wide(elements)).collect();
+    [stored, all(&[&inv_rms, &d_scale, &d_table, &m, &v]), losses, vec![norm]].concat()
 }
 
 /// The squared norm of the gradients, and a step of AdamW: weights and both moments.

@@ -1,10 +1,10 @@
-//! Architectures: each file lists the layers of a block. The ends of a model, its embedding, final
-//! norm and head, are the same in all of them.
+//! Architectures: the layers of a block. The ends of a model, its embedding, final norm and head, are
+//! the same in all of them.
 
-mod llama;
-mod qwen3;
-
-use crate::layers::{Block, Embedding, Head, Linear, RmsNorm, RouterLayer, RouterSpec};
+use crate::layers::{
+    Attention, Block, Embedding, Head, Linear, Mlp, QkNorm, RmsNorm, Rotation, RouterLayer,
+    RouterSpec,
+};
 use crate::layout::{FlatLayout, ModelLayout};
 use crate::model_parallel::ModelPart;
 use crate::tensors::{FINAL_NORM, Tensor, TensorList, in_layer};
@@ -13,9 +13,9 @@ use crate::{ModelConfig, router};
 /// The architecture of a model's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Architecture {
-    /// Llama 1 to 3.
+    /// Llama 1 to 3 (arXiv 2302.13971, 2407.21783).
     Llama,
-    /// Qwen3: a Llama with norms of queries and keys.
+    /// Qwen3 (arXiv 2505.09388): a Llama with norms of queries and keys.
     Qwen3,
 }
 
@@ -34,10 +34,15 @@ impl Architecture {
     /// Lists the tensors of a block, in the architecture's order, and returns its layers
     /// without a router.
     fn block(self, list: &mut TensorList<'_>, config: &ModelConfig) -> Block {
-        match self {
-            Architecture::Llama => llama::block(list, config),
-            Architecture::Qwen3 => qwen3::block(list, config),
+        let (width, eps) = (config.hidden_size, config.rms_norm_eps);
+        let attention_norm = RmsNorm::new(list, "input_layernorm.weight", width, eps);
+        let mut attention = Attention::new(list, config);
+        if self.norms_queries_and_keys() {
+            let norm = QkNorm::new(list, config.head_dim, eps);
+            attention.rotation = Rotation::NormedRope(norm);
         }
+        let mlp_norm = RmsNorm::new(list, "post_attention_layernorm.weight", width, eps);
+        Block { attention_norm, attention, mlp_norm, mlp: Mlp::new(list, config) }
     }
 }
 
