@@ -49,7 +49,6 @@ fn rerun_with_the_compilers() {
     }
 }
 
-/// Writes the structs of the kernels' parameters in Rust.
 fn declare_parameters(out: &Path) {
     let mut structs = parameters::Structs::default();
     for source in cuda_sources(Path::new("src")) {
@@ -59,7 +58,6 @@ fn declare_parameters(out: &Path) {
     std::fs::write(out, structs.text()).expect("OUT_DIR is writable");
 }
 
-/// The files of a folder that nvcc compiles or that they include, by name.
 fn cuda_sources(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).expect("cargo sets the directory");
     let mut paths: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();

@@ -45,7 +45,6 @@ pub fn kernels(report: &str) -> Vec<Kernel> {
     kernels
 }
 
-/// The number before `unit` in a line.
 fn before(line: &str, unit: &str) -> Option<u32> {
     let text = &line[..line.find(unit)?];
     text.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()

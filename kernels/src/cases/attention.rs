@@ -179,7 +179,6 @@ fn routers(shape: QkvShape) -> [(&'static str, QueryNormRouter); 3] {
     ]
 }
 
-/// Query and key norms, forward and backward.
 fn qk_norm<B: Backend, T: Element>(shape: QkvShape) -> [Case<B>; 2] {
     let (elements, weights, eps) = (shape.tokens() * shape.row(), 2 * shape.head_dim, 1e-6);
     let forward = case!("qk_norm_forward", Work::moved::<T>(2 * elements), |backend| [

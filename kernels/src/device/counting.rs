@@ -69,7 +69,6 @@ impl CountingMemory {
         of_one.saturating_mul(rayon::current_num_threads() as u64)
     }
 
-    /// The device whose memory is counted.
     pub(crate) fn device(&self) -> CountedDevice {
         self.device
     }
@@ -79,7 +78,6 @@ impl CountingMemory {
         self.counts.bytes[Purpose::Scratch as usize].fetch_max(bytes, Ordering::Relaxed);
     }
 
-    /// Counts scratch of each thread.
     pub(crate) fn reserve_thread_scratch(&self, bytes: u64) {
         self.counts.thread_scratch.fetch_max(bytes, Ordering::Relaxed);
     }

@@ -174,7 +174,6 @@ impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
     }
 }
 
-/// Converts elements to f32.
 #[inline(always)]
 pub(super) fn widen<T: Element>(elements: &[T], out: &mut [f32]) {
     for (slot, element) in out.iter_mut().zip(elements) {

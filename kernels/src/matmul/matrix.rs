@@ -45,12 +45,10 @@ impl<'a, T> Matrix<'a, T> {
         Matrix { data, rows, columns, row_stride, column_stride: 1 }
     }
 
-    /// Rows and columns.
     pub(super) fn shape(&self) -> [usize; 2] {
         [self.rows, self.columns]
     }
 
-    /// A range of columns.
     pub(crate) fn columns(self, columns: Range<usize>) -> Self {
         assert!(columns.start <= columns.end && columns.end <= self.columns);
         // An empty matrix has no element to start at.
@@ -59,7 +57,6 @@ impl<'a, T> Matrix<'a, T> {
         Matrix { data: &self.data[start..], columns: columns.len(), ..self }
     }
 
-    /// A range of rows.
     pub(crate) fn rows(self, rows: Range<usize>) -> Self {
         self.transposed().columns(rows).transposed()
     }
@@ -75,7 +72,6 @@ impl<'a, T> Matrix<'a, T> {
         }
     }
 
-    /// The elements of a contiguous row.
     pub(super) fn row(&self, row: usize) -> &'a [T] {
         assert!(row < self.rows && self.column_stride == 1);
         &self.data[row * self.row_stride..][..self.columns]

@@ -64,7 +64,6 @@ pub(crate) fn packed_len<T: Element>(terms: usize, columns: usize) -> usize {
     with_kernel!(K, T, blocks::<K>(terms).map(|block| len::<K>(columns, block.len())).sum(), 0)
 }
 
-/// Packs a matrix.
 pub(crate) fn pack<T: Element>(right: Matrix<'_, T>, out: &mut [u32]) {
     assert_eq!(out.len(), packed_len::<T>(right.rows, right.columns), "no room for the matrix");
     with_kernel!(K, T, pack_by::<K, T>(right, out), ());
@@ -93,14 +92,12 @@ pub(crate) fn matmul_packed<O: Element, A: Element>(
     with_kernel!(K, A, product.in_parts::<K>(out, most), unreachable!("no packed matrix"));
 }
 
-/// The blocks of terms.
 fn blocks<K: Kernel>(terms: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     let depth = depth::<K>(terms).max(1);
     // Without terms the addend still has to be stored.
     (0..terms.max(1)).step_by(depth).map(move |start| start..terms.min(start + depth))
 }
 
-/// Elements of a packed block.
 fn len<K: Kernel>(columns: usize, terms: usize) -> usize {
     super::blocked::packed_len::<K>(columns, terms)
 }

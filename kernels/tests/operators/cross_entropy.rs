@@ -77,7 +77,6 @@ impl<T: Element> Head<T> {
         }
     }
 
-    /// The rows of a rank.
     pub fn rows<B: Backend>(&self, divided: &Option<Divided<'_, B>>) -> VocabularyRows {
         let (rank, ranks) = divided.map_or((0, 1), |(rank, ranks, _)| (rank, ranks));
         VocabularyRows::of_rank(self.shape.vocab_size, rank, ranks)

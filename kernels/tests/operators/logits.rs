@@ -39,7 +39,6 @@ struct Found<T> {
     d_logits: Vec<T>,
 }
 
-/// What a router does to the heads' outputs.
 const WEIGHTS: [HeadWeights; 3] = [HeadWeights::One, HeadWeights::OneStage, HeadWeights::TwoStage];
 
 fn router(shared: &[usize], top_k: usize, weights: HeadWeights) -> LogitRouter {

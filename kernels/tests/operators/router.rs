@@ -24,7 +24,6 @@ use proptest::prelude::*;
 /// Weight of the balance loss in the total, exact in f32.
 const BALANCE: f32 = 0.5;
 
-/// The results of a device on one micro-batch.
 struct Routed<T> {
     mask: Vec<u8>,
     gates: Vec<f32>,
@@ -33,7 +32,6 @@ struct Routed<T> {
     d_qkv: Vec<T>,
 }
 
-/// The inputs of a micro-batch.
 #[derive(Clone)]
 struct Inputs<T> {
     shape: QkvShape,
@@ -64,7 +62,6 @@ impl<T: Element> Inputs<T> {
     }
 }
 
-/// Inputs on a device.
 struct Prepared<'a, B: Backend, T: Element> {
     device: &'a B,
     inputs: &'a Inputs<T>,
@@ -97,7 +94,6 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         device.query_norm_forward::<T>(args)
     }
 
-    /// Rotates.
     fn rotate(&mut self) {
         let Prepared { device, inputs, angles: [cos, sin], qkv, .. } = self;
         let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));

@@ -33,7 +33,6 @@ fn all(buffers: &[&[f32]]) -> Vec<f64> {
     buffers.iter().flat_map(|buffer| wide(buffer)).collect()
 }
 
-/// Attention and router, forward and backward.
 fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) -> Vec<f64> {
     let case = Case { router: Some(router), whole: true, ..Case::dense(shape) };
     let found = run(&Cpu, &case, &Inputs::<T>::new(&case, seed));
@@ -41,7 +40,6 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
     [wide(&found.out), wide(&found.d_qkv), statistics, vec![found.balance_loss]].concat()
 }
 
-/// Query and key norms, forward and backward.
 fn qk_norm<T: Element>(shape: QkvShape, seed: u64) -> Vec<f64> {
     let (mut random, eps) = (Random(seed), 1e-6);
     let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());

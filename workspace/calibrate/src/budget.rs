@@ -47,7 +47,6 @@ mod tests {
 
     use super::*;
 
-    /// The cost of an allocation.
     fn cost(costs: &[Vec<f64>], units: &[usize]) -> f64 {
         costs.iter().zip(units).map(|(costs, &n)| costs[n - 1]).sum()
     }

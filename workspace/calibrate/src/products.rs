@@ -108,7 +108,6 @@ impl<'a, B: Backend> ProductSums<'a, B> {
     }
 }
 
-/// Adds a matrix, row by row.
 fn add(sum: &mut Array2<f64>, values: &[f32]) {
     let columns = sum.ncols();
     let rows: Vec<_> = sum.rows_mut().into_iter().zip(values.chunks_exact(columns)).collect();

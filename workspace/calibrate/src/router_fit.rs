@@ -32,7 +32,6 @@ pub struct RouterFit {
     pub explained: f64,
 }
 
-/// The sums over tokens of a router's fit.
 pub(crate) struct RouterSums<'a, B: Backend> {
     sums: ProductSums<'a, B>,
     heads: usize,

@@ -128,7 +128,6 @@ impl Scores {
     }
 }
 
-/// The selection of a layer with a set of shared heads.
 #[derive(Debug, Clone)]
 pub(crate) struct Selector {
     shared: Vec<bool>,

@@ -48,12 +48,10 @@ impl CalibrationTokens {
         self.length
     }
 
-    /// Windows of a pass.
     pub(crate) fn batch(&self) -> usize {
         self.batch
     }
 
-    /// Tokens of a pass.
     pub(crate) fn pass(&self) -> usize {
         self.batch * self.length
     }

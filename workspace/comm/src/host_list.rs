@@ -23,7 +23,6 @@ fn too_many() -> String {
     format!("more than {MAX_HOSTS} hosts")
 }
 
-/// The entries between commas outside brackets.
 fn entries(list: &str) -> Result<Vec<&str>, String> {
     let (mut parts, mut start, mut inside) = (Vec::new(), 0, false);
     for (i, byte) in list.bytes().enumerate() {

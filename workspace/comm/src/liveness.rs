@@ -39,7 +39,6 @@ struct Control {
     changed: Condvar,
 }
 
-/// What the process asks its monitoring thread to do.
 #[derive(Default)]
 struct Requests {
     goodbye: bool,

@@ -9,7 +9,6 @@ use crate::launch::Launcher;
 const LIMIT: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(1500);
 
-/// A free address of this machine.
 pub(crate) fn free_address() -> Address {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     Address { host: "127.0.0.1".into(), port }

@@ -16,7 +16,6 @@ pub enum DocumentEnd {
 }
 
 impl DocumentEnd {
-    /// Whether the file has no record.
     pub(crate) fn is_unknown(&self) -> bool {
         *self == DocumentEnd::Unknown
     }

@@ -68,7 +68,6 @@ impl<R: BufRead> JsonLines<R> {
     }
 }
 
-/// The fields of a JSON object.
 fn object(line: &str) -> Result<Map<String, Value>, String> {
     let value = serde_json::from_str(line).map_err(|fault| {
         // The column is useful; "line 1" is not.

@@ -7,7 +7,6 @@ use memmap2::Mmap;
 
 use crate::{Error, Result};
 
-/// Maps a whole file for reading.
 pub(crate) fn map(path: &Path) -> Result<Mmap> {
     let file = File::open(path).map_err(Error::io(path, "read"))?;
     let kind = file.metadata().map_err(Error::io(path, "read"))?;

@@ -85,7 +85,6 @@ impl Mixture {
         self.before.len() - 1
     }
 
-    /// The node of these two or more sources.
     fn node(&self, sources: &Range<usize>) -> Node {
         let middle = sources.start.midpoint(sources.end);
         let weight = |from: usize, to: usize| u128::from(self.before[to] - self.before[from]);

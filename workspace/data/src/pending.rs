@@ -30,7 +30,6 @@ impl Pending {
         Ok(Self { file: file.map_err(Error::io(&working, "continue"))? })
     }
 
-    /// The final name.
     pub(crate) fn path(&self) -> &Path {
         self.file.path()
     }

@@ -136,7 +136,6 @@ impl TokenFile {
         self.documents().map(|document| document.tokens).max().unwrap_or(0)
     }
 
-    /// Sequences that the documents consist of.
     pub(crate) fn num_sequences(&self) -> u64 {
         self.index.sequences as u64
     }
@@ -183,7 +182,6 @@ impl TokenFile {
         }
     }
 
-    /// The documents, in order.
     pub(crate) fn documents(&self) -> impl Iterator<Item = StoredDocument> + '_ {
         let (mut next, mut position) = (0, 0);
         (0..self.index.documents).map(move |number| {

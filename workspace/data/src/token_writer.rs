@@ -392,7 +392,6 @@ pub fn publish_token_files(
     Ok(infos)
 }
 
-/// Removes a file that is replaced, if it exists.
 fn remove_old(path: &Path) -> Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::io(path, "replace")(error)),

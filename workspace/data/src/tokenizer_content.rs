@@ -154,7 +154,6 @@ impl TokenizerJson {
     }
 }
 
-/// The fields of an object of JSON, as text.
 fn fields_of(object: &str) -> Result<BTreeMap<&str, &RawValue>, serde_json::Error> {
     serde_json::from_str(object)
 }
@@ -269,7 +268,6 @@ fn difference(place: &str, ours: &Value, others: &Value) -> String {
     }
 }
 
-/// The beginning of a value.
 fn shown(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(SHOWN_CHARACTERS) {

@@ -48,9 +48,7 @@ pub struct Activations<B: Memory, T: Element> {
     pub(crate) shape: QkvShape,
     pub(crate) recompute: Recompute,
     pub(crate) role: PassRole,
-    /// A slot for each micro-batch in flight.
     pub(crate) micro_batches: Vec<MicroBatch<B>>,
-    /// A slot for each pass in flight.
     pub(crate) passes: Vec<PassActivations<B, T>>,
     pub(crate) scratch: Scratch<B, T>,
     pub(crate) head: HeadBuffers<B, T>,

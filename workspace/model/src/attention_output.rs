@@ -119,7 +119,6 @@ impl<B: Backend, T: Element> Model<B, T> {
         done
     }
 
-    /// The loss of a layer.
     fn attention_output<G: Element>(
         &self,
         tokens: Tokens<'_, B>,

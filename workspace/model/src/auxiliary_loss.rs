@@ -15,7 +15,6 @@ pub enum AuxiliaryLoss {
     AttentionOutput,
 }
 
-/// Number of auxiliary losses.
 const COUNT: usize = AuxiliaryLoss::ALL.len();
 
 impl AuxiliaryLoss {

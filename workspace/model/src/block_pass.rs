@@ -79,7 +79,6 @@ pub struct BlockPass<B: Backend> {
     router: Option<RouterLayer>,
 }
 
-/// See [`BlockPass::parts`].
 type Parts<'a, B> = (
     Context<'a, B, f32>,
     &'a Block,

@@ -148,7 +148,6 @@ impl HeadRequest {
         Ok(Some(total))
     }
 
-    /// The router of the counts.
     fn router(&self, source: Option<&MohConfig>) -> RouterKind {
         self.router.or(source.map(|moh| moh.router)).unwrap_or(RouterKind::QueryNorm)
     }

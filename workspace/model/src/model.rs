@@ -277,7 +277,6 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.to_host(B::whole(&logits), elements)
     }
 
-    /// Downloads elements.
     pub(crate) fn to_host(&self, view: B::View<'_, T>, elements: usize) -> Result<Vec<f32>, Error> {
         let mut host = vec![T::from_f32(0.0); elements];
         self.backend.download(view, &mut host)?;

@@ -103,7 +103,6 @@ impl TensorShare {
         HeadShape::of_rows(tokens, config.hidden_size, self.vocabulary(config), self.ranks)
     }
 
-    /// The local slice of a tensor.
     pub(crate) fn slice(&self, config: &ModelConfig, tensor: &Tensor) -> Slice {
         let shape = tensor.shape.clone();
         match tensor.division {
@@ -327,12 +326,10 @@ impl ModelParallel {
         self.pipeline.rank()
     }
 
-    /// Whether this chunk is the model's first.
     pub(crate) fn begins_with(&self, chunk: usize) -> bool {
         self.part.first && chunk == 0
     }
 
-    /// Whether this chunk is the model's last.
     pub(crate) fn ends_with(&self, chunk: usize) -> bool {
         self.part.last && chunk + 1 == self.part.chunks.len()
     }

@@ -106,7 +106,6 @@ impl<'a> PassSizes<'a> {
         shape.with_teacher(matches!(self.role, PassRole::Student { .. }))
     }
 
-    /// Scratch of the operators in these passes.
     pub(crate) fn working_set(&self) -> WorkingSet {
         let (config, qkv) = (self.config, self.qkv());
         let widths = [

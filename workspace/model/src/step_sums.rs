@@ -14,7 +14,6 @@ const BALANCE: usize = 3;
 const ATTENTION_OUTPUT: usize = 4;
 const COUNT: usize = 2 + AuxiliaryLoss::ALL.len();
 
-/// The place of an auxiliary loss.
 const fn place(loss: AuxiliaryLoss) -> usize {
     match loss {
         AuxiliaryLoss::Balance => BALANCE,

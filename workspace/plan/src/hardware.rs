@@ -15,15 +15,12 @@ use toml::Value;
 use super::rate::{Basis, Rate};
 use crate::Error;
 
-/// Maximum bytes of a profile.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Maximum of rates and times; products of several of them still fit an f64.
 const MAX_NUMBER: f64 = 1e12;
 /// Minimum speed of attention relative to matmuls.
 const MIN_SHARE: f64 = 1e-3;
-/// Maximum bytes of memory.
 const MAX_BYTES: u64 = 1 << 50;
-/// Maximum ranks of a node.
 const MAX_RANKS: usize = 1 << 20;
 
 /// Share of a device's memory that suggested layouts leave free.

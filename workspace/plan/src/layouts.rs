@@ -9,7 +9,6 @@ use super::hardware::Hardware;
 use super::work::{Layout, Work};
 use super::{DiskBytes, grow_vocabulary};
 
-/// Number of layouts shown for each stage.
 const SHOWN: usize = 5;
 /// Maximum micro-batch: matmuls do not get faster beyond this.
 const MAX_SEQUENCES: u64 = 64;

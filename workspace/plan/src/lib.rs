@@ -193,7 +193,6 @@ pub fn with_all_matrices(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
     all.max_by_key(ModelConfig::num_parameters).unwrap_or_else(|| model.clone())
 }
 
-/// The model after its vocabulary has grown.
 fn grow_vocabulary(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
     let padded = || recipe.model.padded_vocabulary(model.vocab_size);
     ModelConfig { vocab_size: recipe.model.vocab_size.unwrap_or_else(padded), ..model.clone() }

@@ -160,7 +160,6 @@ impl RankMemory {
     }
 }
 
-/// All buffers of a rank in a stage.
 struct Buffers<'a> {
     work: &'a Work<'a>,
     part: &'a ModelPart,
@@ -214,7 +213,6 @@ fn libraries(memory: &CountingMemory, device: DeviceKind, ranks: usize) -> u64 {
     }
 }
 
-/// The parts of all ranks of a pipeline.
 fn parts(work: &Work) -> Result<Vec<ModelPart>, Error> {
     let Layout { pipeline, virtual_stages, .. } = work.layout;
     Ok(ModelPart::divide(&work.model, pipeline.max(1), virtual_stages.max(1))?)

@@ -21,7 +21,6 @@ const LABEL: usize = 40;
 /// Minimum width of a column.
 const COLUMN: usize = 18;
 
-/// The text of a value.
 type Value<T> = fn(&T) -> String;
 
 /// Writes a table: a label, then a column for each stage.
@@ -36,7 +35,6 @@ impl Table<'_, '_> {
         writeln!(self.f, "\n{title}")
     }
 
-    /// A row of one value.
     fn one(&mut self, label: &str, value: &str) -> fmt::Result {
         writeln!(self.f, "  {label:<LABEL$}{value:>COLUMN$}")
     }

@@ -17,7 +17,6 @@ fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
     (recipe, model)
 }
 
-/// The small recipe and its model.
 pub(crate) fn small(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let (recipe, model) = read(SMALL_RECIPE, overrides);
     let grown = grow_vocabulary(&recipe, &model);

@@ -446,7 +446,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 }
 
-/// The position of this rank's part of the model in its pipeline.
 fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::PipelineStage {
     let parallel = model.parallel();
     pipeline_schedule::PipelineStage {

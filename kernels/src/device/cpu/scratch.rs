@@ -75,7 +75,6 @@ pub(crate) struct ScratchBytes {
 }
 
 impl ScratchBytes {
-    /// All of it.
     pub(crate) fn total(self) -> usize {
         self.own.saturating_add(self.shared)
     }

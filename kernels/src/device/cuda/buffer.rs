@@ -8,7 +8,6 @@ use super::device::Device;
 use crate::error::Result;
 use crate::scalar::Scalar;
 
-/// Device memory, freed when it is dropped.
 pub(crate) struct Allocation {
     device: Arc<dyn Device>,
     address: u64,
@@ -16,7 +15,6 @@ pub(crate) struct Allocation {
 }
 
 impl Allocation {
-    /// Allocates `bytes` zeros.
     pub(crate) fn new(device: &Arc<dyn Device>, bytes: usize) -> Result<Self> {
         Ok(Allocation { device: Arc::clone(device), address: device.allocate(bytes)?, bytes })
     }
@@ -94,7 +92,6 @@ impl<S> Clone for CudaView<'_, S> {
 impl<S> Copy for CudaView<'_, S> {}
 
 impl<S> CudaView<'_, S> {
-    /// A range of its elements.
     pub(crate) fn part(self, range: Range<usize>) -> Self {
         let Range { start, end } = range;
         assert!(start <= end && end <= self.len, "elements {start}..{end} of {}", self.len);
@@ -116,7 +113,6 @@ impl<S> CudaViewMut<'_, S> {
         CudaView { address: self.address, len: self.len, elements: PhantomData }
     }
 
-    /// A range of its elements.
     pub(crate) fn part(&mut self, range: Range<usize>) -> CudaViewMut<'_, S> {
         let CudaView { address, len, .. } = self.read().part(range);
         CudaViewMut { address, len, elements: PhantomData }

@@ -44,13 +44,10 @@ pub(crate) trait Device: Send + Sync {
     /// Waits for the work so far and copies to the host.
     fn download(&self, from: u64, destination: &mut [u8]) -> Result<()>;
 
-    /// Copies within the device.
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()>;
 
-    /// Fills with zeros.
     fn zero(&self, at: u64, bytes: usize) -> Result<()>;
 
-    /// Waits for the work so far.
     fn synchronize(&self) -> Result<()>;
 
     /// The GPU's context and stream; `None` for an emulated device.
@@ -70,7 +67,6 @@ pub(crate) trait Device: Send + Sync {
         parameters: &[&[u8]],
     ) -> Result<()>;
 
-    /// Computes a matmul.
     fn matmul(&self, matmul: &Matmul, algorithms: Algorithms) -> Result<()>;
 }
 

@@ -69,7 +69,6 @@ fn libraries(device: &str) -> Result<()> {
     }
 }
 
-/// The number of visible GPUs.
 pub(super) fn count() -> Result<usize> {
     libraries("GPUs")?;
     let count =

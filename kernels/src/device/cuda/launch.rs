@@ -21,7 +21,6 @@ pub(crate) fn name<T: Element>(kernel: &str) -> String {
 }
 
 impl Cuda {
-    /// Computes a matmul.
     pub(crate) fn matmul(&self, matmul: &Matmul) -> Result<()> {
         self.device().matmul(matmul, self.algorithms())
     }

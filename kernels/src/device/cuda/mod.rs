@@ -135,12 +135,10 @@ impl Cuda {
         self.algorithms != Algorithms::Fastest
     }
 
-    /// The algorithms of matmuls.
     pub(crate) fn algorithms(&self) -> Algorithms {
         self.algorithms
     }
 
-    /// Maximum shared memory of a block, in bytes.
     pub(crate) fn most_shared_bytes(&self) -> usize {
         self.most_shared_bytes
     }

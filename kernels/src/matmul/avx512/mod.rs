@@ -23,7 +23,6 @@ const RIGHT: usize = 1 << 21;
 /// Bytes of a pair of terms.
 const PAIR: usize = size_of::<u32>();
 
-/// Whether this machine has bf16 instructions.
 pub(super) fn available() -> bool {
     is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")

@@ -32,7 +32,6 @@ pub(crate) const fn interleaved(start: usize, distance: usize) -> [u16; VECTOR] 
     order
 }
 
-/// The number of pairs of `terms` terms.
 pub(super) const fn pairs(terms: usize) -> usize {
     terms.div_ceil(2)
 }

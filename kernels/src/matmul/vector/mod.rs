@@ -61,7 +61,6 @@ impl Kernel for Vector {
     }
 }
 
-/// The rows of a task.
 struct Rows<'a, T> {
     left: Matrix<'a, T>,
     packed: &'a mut [f32],

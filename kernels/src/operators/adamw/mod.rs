@@ -107,7 +107,6 @@ impl Constants {
 }
 
 impl<M: Memory, T: Element, G: Element, S: Element> AdamWUpdate<'_, M, T, G, S> {
-    /// Checks the lengths.
     fn check(&self) -> Result<()> {
         let len = M::view_len::<G>(self.gradients);
         check_len("adamw", "weights", M::view_mut_len::<T>(&self.weights), len)?;

@@ -20,7 +20,6 @@ pub trait Add: Memory {
     ) -> Result<()>;
 }
 
-/// Refuses lengths that differ.
 fn check([x, y, out]: [usize; 3]) -> Result<()> {
     check_len("add", "y", y, x)?;
     check_len("add", "out", out, x)

@@ -252,7 +252,6 @@ pub struct AttentionBackward<'a, M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> AttentionBackward<'_, M, T> {
-    /// Checks the lengths.
     fn check(&self) -> Result<()> {
         const OPERATOR: &str = "attention_backward";
         let (shape, out) = (&self.args.shape, M::view_len::<T>(self.out));

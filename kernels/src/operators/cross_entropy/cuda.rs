@@ -70,7 +70,6 @@ impl CrossEntropy for Cuda {
     }
 }
 
-/// A chunk of tokens.
 struct Chunk {
     /// `[tokens of the chunk, V]`.
     logits: Operand,
@@ -81,7 +80,6 @@ struct Chunk {
 }
 
 impl Chunk {
-    /// Computes the logits.
     fn logits(&self, cuda: &Cuda) -> Result<()> {
         let Chunk { logits, x, weight } = *self;
         cuda.matmul(&Matmul { out: logits, left: x, right: weight.transposed(), addend: None })

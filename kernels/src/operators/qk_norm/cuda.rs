@@ -8,7 +8,6 @@ use crate::error::{Result, check_len};
 use crate::scalar::Element;
 use crate::workspace::gpu::{QK_NORM_GROUPS, qk_norm_bytes};
 
-/// Threads of a warp.
 const WARP: usize = 32;
 /// Heads of a block in the forward pass, as in qk_norm.cu.
 const HEADS: usize = 64;

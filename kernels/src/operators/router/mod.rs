@@ -176,7 +176,6 @@ impl<M: Memory> Routing<M> {
         self.weighted
     }
 
-    /// The columns of the local heads.
     pub(crate) fn local_columns(&self) -> Vec<usize> {
         let (heads, leading) = (self.heads(), self.shared.leading());
         (self.local_leading()..heads.local()).map(|at| heads.index(at) - leading).collect()

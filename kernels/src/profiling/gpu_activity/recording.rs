@@ -34,7 +34,6 @@ type Completed = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
 /// `cuptiActivityGetNextRecord`.
 type NextRecord = unsafe extern "C" fn(*mut u8, usize, *mut *mut u8) -> c_int;
 
-/// The functions of CUPTI.
 #[derive(Clone, Copy)]
 struct Cupti {
     register: unsafe extern "C" fn(Requested, Completed) -> c_int,

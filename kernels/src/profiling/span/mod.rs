@@ -116,7 +116,6 @@ impl Drop for Listening {
     }
 }
 
-/// The sink of this thread.
 pub(crate) fn of_thread() -> Option<Arc<dyn Sink>> {
     OF_THREAD.with_borrow(Clone::clone)
 }

@@ -85,7 +85,6 @@ pub(crate) fn sequences_at_once(shape: &AttentionShape) -> usize {
     (MAX_BACKWARD_BYTES / one).clamp(1, shape.batch.max(1))
 }
 
-/// Scratch of Hopper's backward pass.
 pub(crate) fn hopper_backward_bytes(shape: &AttentionShape, routed: bool) -> usize {
     packed_before_areas(shape, routed) + Areas::new(shape, sequences_at_once(shape)).bytes()
 }

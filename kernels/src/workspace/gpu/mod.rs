@@ -60,12 +60,10 @@ pub(crate) fn row_loss_bytes(tokens: usize) -> usize {
     tokens * size_of::<f64>()
 }
 
-/// Scratch of the balance loss.
 pub(crate) fn balance_loss_bytes(routed: usize) -> usize {
     routed * size_of::<f64>()
 }
 
-/// Scratch of a norm's backward pass.
 pub(crate) fn norm_bytes(tokens: usize, width: usize) -> usize {
     tokens.min(NORM_GROUPS) * width * size_of::<f32>()
 }

@@ -46,7 +46,6 @@ macro_rules! operators {
         $call:expr;)+) => {
         pub const OPERATORS: &[&str] = &[$($name),+];
 
-        /// The valid lengths of an operator's buffers.
         pub fn fits<B: Backend>($device: &B, operator: &str) -> Vec<Fit> {
             match operator {
                 $($name => vec![$(Fit { right: $len, or_more: stringify!($fit) == ">=" }),+],)+
@@ -54,7 +53,6 @@ macro_rules! operators {
             }
         }
 
-        /// Runs an operator on buffers of these lengths.
         #[allow(unused_mut)]
         pub fn call<B: Backend>($device: &B, operator: &str, lengths: &[usize]) -> Result<()> {
             let mut lengths = lengths.iter().copied();
@@ -306,12 +304,10 @@ pub fn zeros<B: Backend, S: Scalar>(device: &B, len: usize) -> B::Buffer<S> {
     device.allocate(len).unwrap()
 }
 
-/// A routing with room for `tokens` tokens.
 fn room<B: Backend>(device: &B, tokens: usize) -> Result<Routing<B>> {
     Routing::new(device, ROUTER.routing_shape(tokens, Heads::all(SHAPE.heads))?)
 }
 
-/// A routing of `tokens` tokens.
 pub fn routing<B: Backend>(device: &B, tokens: usize) -> Routing<B> {
     let shape = &QkvShape { length: tokens, ..SHAPE };
     let mut routing = room(device, tokens).unwrap();
@@ -339,12 +335,10 @@ pub fn route<B: Backend>(
 const LOGIT_ROUTER: LogitRouter =
     LogitRouter { shared: SharedHeads::first(1), top_k: 2, weights: HeadWeights::TwoStage };
 
-/// A routing by logits with room for `tokens` tokens.
 fn logit_room<B: Backend>(device: &B, tokens: usize) -> Result<Routing<B>> {
     Routing::new(device, LOGIT_ROUTER.routing_shape(tokens, Heads::all(SHAPE.heads))?)
 }
 
-/// A routing by logits.
 fn logit_routing<B: Backend>(device: &B) -> Routing<B> {
     let logits = zeros::<B, f32>(device, TOKENS * 6);
     let mut routing = logit_room(device, TOKENS).unwrap();
@@ -359,7 +353,6 @@ fn logit_routing<B: Backend>(device: &B) -> Routing<B> {
     routing
 }
 
-/// The rotation of queries and keys.
 fn rotation<'a, B: Backend>(
     cos: View<'a, B, f32>,
     sin: View<'a, B, f32>,
@@ -368,7 +361,6 @@ fn rotation<'a, B: Backend>(
     RopeArgs { shape: &SHAPE, table: RopeTable { cos, sin, first_position: 0 }, qkv }
 }
 
-/// The gradient that reaches the router through `delta`.
 fn gradient<'a, B: Backend>(
     routing: &'a Routing<B>,
     delta: View<'a, B, f32>,

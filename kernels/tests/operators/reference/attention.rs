@@ -65,7 +65,6 @@ pub fn documents(shape: &QkvShape, random: &mut Random, mean_length: usize) -> V
     document_start
 }
 
-/// The inputs of a case.
 pub struct Inputs<T> {
     pub qkv: Vec<T>,
     pub d_out: Vec<T>,
@@ -83,7 +82,6 @@ impl<T: Element> Inputs<T> {
     }
 }
 
-/// The results of a device.
 pub struct Results<T> {
     pub out: Vec<T>,
     pub log_sum_exp: Vec<f32>,

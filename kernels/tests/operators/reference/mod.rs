@@ -232,7 +232,6 @@ pub fn routers_of_sets(heads: usize) -> impl Strategy<Value = QueryNormRouter> {
 
 // ---- buffers on a device ----
 
-/// The table of these cosines and sines, for positions from 0 on.
 pub fn table<'a, B: Backend>(cos: &'a B::Buffer<f32>, sin: &'a B::Buffer<f32>) -> RopeTable<'a, B> {
     RopeTable { cos: B::whole(cos), sin: B::whole(sin), first_position: 0 }
 }
@@ -249,7 +248,6 @@ pub fn garbage<B: Backend, T: Element>(device: &B, len: usize) -> B::Buffer<T> {
     upload(device, &vec![T::from_f32(777.0); len])
 }
 
-/// The elements of a buffer.
 pub fn download<B: Backend, S: Scalar>(device: &B, buffer: &B::Buffer<S>) -> Vec<S> {
     let mut elements = vec![S::zeroed(); B::len(buffer)];
     device.download(B::whole(buffer), &mut elements).unwrap();
@@ -277,7 +275,6 @@ pub fn tensor<T: Element>(elements: &[T], shape: impl Into<Shape>) -> Tensor {
     Tensor::from_vec(wide(elements), shape, &Device::Cpu).unwrap()
 }
 
-/// An input of the reference that has a gradient.
 pub fn var<T: Element>(elements: &[T], shape: impl Into<Shape>) -> Var {
     Var::from_tensor(&tensor(elements, shape)).unwrap()
 }
@@ -288,7 +285,6 @@ pub fn flat(tensor: &Tensor) -> Vec<f64> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Gradients of `<out, d_out>`.
 pub fn backward(out: &Tensor, d_out: &Tensor) -> GradStore {
     (out * d_out).unwrap().sum_all().unwrap().backward().unwrap()
 }
@@ -303,7 +299,6 @@ pub fn added<T: Element>(before: &[T], gradient: &[f64]) -> Vec<f64> {
     wide(before).iter().zip(gradient).map(|(a, b)| a + b).collect()
 }
 
-/// A range of columns of a row-major matrix.
 pub fn columns<S: Copy>(matrix: &[S], row: usize, range: std::ops::Range<usize>) -> Vec<S> {
     matrix.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
 }

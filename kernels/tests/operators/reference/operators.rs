@@ -85,18 +85,15 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// The layout of `shape`.
     pub fn new(shape: &QkvShape) -> Self {
         let &QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
         Packed { batch, length, heads, kv_heads, head_dim }
     }
 
-    /// Dimensions of the tensor.
     pub fn dims(&self) -> (usize, usize, usize, usize) {
         (self.batch, self.length, self.heads + 2 * self.kv_heads, self.head_dim)
     }
 
-    /// Queries, keys and values.
     pub fn split(&self, qkv: &Tensor) -> Result<[Tensor; 3]> {
         let &Packed { heads, kv_heads, .. } = self;
         Ok([
@@ -129,7 +126,6 @@ impl Packed {
         [cos, sin].map(|table| super::tensor(&table[part.clone()], (self.length, half)))
     }
 
-    /// Rotates queries and keys.
     pub fn rotate(&self, qkv: &Tensor, [cos, sin]: &[Tensor; 2]) -> Result<Tensor> {
         let turned = qkv.narrow(2, 0, self.heads + self.kv_heads)?;
         let values = qkv.narrow(2, self.heads + self.kv_heads, self.kv_heads)?;
@@ -221,7 +217,6 @@ fn normalised_gates(
     placed(&softmax(&scores)?, routed, heads)
 }
 
-/// Some columns of a matrix.
 fn chosen(matrix: &Tensor, columns: &[usize]) -> Result<Tensor> {
     let indices: Vec<u32> = columns.iter().map(|&column| column as u32).collect();
     matrix.index_select(&Tensor::from_vec(indices, columns.len(), &Device::Cpu)?, 1)
@@ -235,7 +230,6 @@ fn placed(matrix: &Tensor, columns: &[usize], count: usize) -> Result<Tensor> {
     matrix.matmul(&Tensor::from_vec(places.collect::<Vec<_>>(), shape, &Device::Cpu)?)
 }
 
-/// The softmax of each row.
 pub fn softmax(scores: &Tensor) -> Result<Tensor> {
     let exponentials = scores.broadcast_sub(&scores.max_keepdim(1)?.detach())?.exp()?;
     exponentials.broadcast_div(&exponentials.sum_keepdim(1)?)

@@ -21,7 +21,6 @@ impl Scratch {
         self.of_len(bytes.len()).copy_from_slice(bytes);
     }
 
-    /// The bytes that it can hold without another allocation.
     #[cfg(any(feature = "mpi", test))]
     fn capacity(&self) -> usize {
         self.words.len() * size_of::<u64>()

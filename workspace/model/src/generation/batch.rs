@@ -565,7 +565,6 @@ fn tokens_of<'t, B: Backend, T: Element>(
     Tokens { independent, ..Tokens::whole(shape) }
 }
 
-/// Rows of logits that some chunks want.
 fn logits_of(chunks: &[Chunk]) -> usize {
     chunks.iter().map(|chunk| chunk.logits).sum()
 }

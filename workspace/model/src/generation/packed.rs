@@ -37,7 +37,6 @@ impl<B: Backend> PackedWeights<B> {
     }
 }
 
-/// Bytes of the packed weights of a model.
 pub(crate) fn packed_bytes<B: Backend, T: Element>(model: &Model<B, T>) -> u64 {
     let bytes = |Linear { inputs, outputs, .. }: Linear| {
         (model.backend.packed_len::<T>(inputs, outputs) * size_of::<u32>()) as u64

@@ -11,7 +11,6 @@ const ROOT: u64 = 0;
 /// The content of a block: what is before it, and its tokens.
 type Key = (u64, Box<[u32]>);
 
-/// A block of the pool.
 #[derive(Debug, Clone, Default)]
 struct Block {
     /// Sequences that use it.

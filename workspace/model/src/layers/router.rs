@@ -82,7 +82,6 @@ pub(crate) struct RouterLayer {
     pub spec: RouterSpec,
     /// Width of the block's input, C.
     width: usize,
-    /// Heads of the layer.
     heads: usize,
     /// Its matrices; of a router by logits that of the heads, then that of the stages.
     parameters: Vec<ParameterRange>,

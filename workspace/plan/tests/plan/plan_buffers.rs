@@ -141,13 +141,11 @@ fn allocated<T: Element, G: Element, M: Element>(
     found
 }
 
-/// Compares every rank of a layout.
 fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str]) {
     let (recipe, config) = read(overrides);
     compare_stage::<T, G, M>(layout, (&recipe, 0), &config);
 }
 
-/// As [`compare`], in the stage `index`.
 fn compare_stage<T: Element, G: Element, M: Element>(
     layout: Layout,
     (recipe, index): (&Recipe, usize),

@@ -52,7 +52,6 @@ fn read_tokens(sample: u64, window: &mut [u32], _: Option<&mut [u32]>) -> Result
     Ok(())
 }
 
-/// The arrangement of a rank's job.
 #[derive(Debug, Clone, Copy)]
 struct Ranks {
     data: usize,
@@ -107,7 +106,6 @@ impl<T: Element> Rank<T> {
         result
     }
 
-    /// Takes a step from sample `first` on, as the `number`th update.
     fn step(&mut self, first: u64, number: u64, limits: Limits) -> StepResult {
         let update = Update { number, learning_rate: 1e-2, limits };
         self.take(read_tokens, first, update)

@@ -53,7 +53,6 @@ impl Drop for Stopwatch {
     }
 }
 
-/// Destroys an event that is no longer used.
 fn destroy(event: CUevent) {
     // SAFETY: `Stopwatch::new` created the event. A destructor cannot report errors.
     #[allow(unsafe_code)]

@@ -61,7 +61,6 @@ impl Plan {
         plan(&key.operands, found?)
     }
 
-    /// Destroys the descriptors.
     pub(super) fn destroy(self) {
         // SAFETY: `new` created them, and no matmul uses them any more. A destructor cannot report
         // errors.

@@ -19,7 +19,6 @@ use crate::error::Result;
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
 
-/// The inputs of the backward pass.
 #[derive(Clone, Copy)]
 struct Saved<'a, T> {
     qkv: &'a [T],
@@ -113,7 +112,6 @@ fn width(head_dim: usize, lanes: usize) -> usize {
     if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) }
 }
 
-/// Lengths of a task's scratch.
 pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 16] {
     let head_dim = shape.head_dim;
     let lanes = arch.dispatch(NumLanes);

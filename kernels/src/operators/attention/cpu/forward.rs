@@ -48,7 +48,6 @@ fn forward_by<T: Element, F: Factor>(
     Ok(())
 }
 
-/// The outputs of the tasks.
 pub(super) struct Outputs<'a, T> {
     out: DisjointColumns<'a, T>,
     log_sum_exp: DisjointColumns<'a, f32>,
@@ -87,7 +86,6 @@ impl<'a, T: Element> Outputs<'a, T> {
     }
 }
 
-/// Lengths of a task's scratch.
 pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 7] {
     let lanes = arch.dispatch(NumLanes);
     let padded = shape.head_dim.next_multiple_of(ROWS);

@@ -120,13 +120,11 @@ pub(super) struct Run<'a, T> {
 }
 
 impl<'a, T> Run<'a, T> {
-    /// The key of a row.
     #[inline(always)]
     pub(super) fn key(&self, row: usize) -> &'a [T] {
         &self.keys[row * self.stride..][..self.head_dim]
     }
 
-    /// The value of a row.
     #[inline(always)]
     pub(super) fn value(&self, row: usize) -> &'a [T] {
         &self.values[row * self.stride..][..self.head_dim]
@@ -150,7 +148,6 @@ impl<'a, T: Element> HeadRows<'a, T> {
         HeadRows { shape, key_values, kv_head }
     }
 
-    /// The key of a position.
     #[inline(always)]
     pub(super) fn key(&self, position: usize) -> &'a [T] {
         match self.key_values {
@@ -160,7 +157,6 @@ impl<'a, T: Element> HeadRows<'a, T> {
         }
     }
 
-    /// The value of a position.
     #[inline(always)]
     pub(super) fn value(&self, position: usize) -> &'a [T] {
         match self.key_values {

@@ -18,7 +18,6 @@ pub(super) fn forward<T: Element>(arch: Arch, args: SequenceAttention<'_, Cpu, T
     with_factors!(F, T, arch, forward_by::<T, F>(arch, args))
 }
 
-/// A sequence.
 struct Part<'a, T: Element> {
     args: AttentionArgs<'a, Cpu>,
     queries: &'a [T],

@@ -11,7 +11,6 @@ use super::rows::Row;
 use crate::attention::AttentionArgs;
 use crate::cpu::Cpu;
 
-/// A key/value head.
 #[derive(Clone, Copy)]
 pub(super) struct Head {
     /// D rounded up to [`ROWS`].

@@ -23,7 +23,6 @@ const KEYS: usize = 4;
 /// Values that are summed at a time.
 const VALUES: usize = 4;
 
-/// Lengths of a task's scratch.
 pub(super) fn scratch(shape: &AttentionShape) -> [usize; 3] {
     let group = shape.group_size();
     [group * shape.head_dim, group * shape.key_length, group * shape.head_dim]
@@ -72,7 +71,6 @@ pub(super) fn forward_task<T: Element>(
 /// read for all rows while it is in the cache.
 struct Weighted<'a, 'v, T: Element> {
     source: &'a HeadRows<'v, T>,
-    /// Of each row.
     queries: &'a [&'a [T]],
     head_dim: usize,
     scale: f32,

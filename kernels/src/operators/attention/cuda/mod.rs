@@ -102,7 +102,6 @@ impl<'a> AttentionArgs<'a, Cuda> {
         self.selection.map(|selection| selection.routed).filter(|mask| mask.len > 0)
     }
 
-    /// Factors of the outputs.
     fn weights(&self) -> Option<CudaView<'a, f32>> {
         self.selection.and_then(|selection| selection.weights)
     }

@@ -147,7 +147,6 @@ fn teacher_chunk<'a, T: Element>(
     Chunk { width, x, weight, logits, keeps: false }
 }
 
-/// A chunk of tokens.
 struct Chunk<'a, T> {
     width: usize,
     x: &'a [T],
@@ -179,7 +178,6 @@ impl<T: Element> Chunk<'_, T> {
         (logits, Matrix::new(self.x, tokens, width), Matrix::new(weight, block.len(), width))
     }
 
-    /// Computes a block's logits.
     fn compute(&mut self, block: &Range<usize>) -> &mut [f32] {
         let tokens = self.tokens();
         let (logits, x, weight) = self.block(block);

@@ -210,12 +210,10 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// The gate of a head.
     fn gate(&self, head: usize) -> f64 {
         if self.is_shared(head) { 0.0 } else { self.routed.of(self.logits[head]) }
     }
 
-    /// Whether a routed head is selected.
     fn is_selected(&self, selected: &[u8], head: usize) -> bool {
         !self.is_shared(head) && selected[head - self.router.shared.leading()] == 1
     }

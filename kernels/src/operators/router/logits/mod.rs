@@ -145,7 +145,6 @@ fn begin<M: Memory>(
     check_routing(operator, router, routing)
 }
 
-/// Checks a backward pass.
 fn check_backward<M: Memory>(
     operator: &'static str,
     router: LogitRouter,

@@ -7,7 +7,6 @@ use half::bf16;
 use moh_comm::{Group, RankLayout, Reduce};
 use moh_kernels::{Cpu, Element, Scalar};
 
-/// Elements of a rank, and their plain reductions.
 trait Case: Scalar {
     fn element(rank: usize, at: usize) -> Self;
     fn sum(elements: impl Iterator<Item = Self>) -> Self;

@@ -83,7 +83,6 @@ fn rank_of_mpirun() {
     world.close().unwrap();
 }
 
-/// Runs `size` ranks.
 fn mpirun(size: usize, role: &str) -> Output {
     mpirun_with(&[], size, role)
 }
@@ -97,7 +96,6 @@ fn mpirun_with(settings: &[&str], size: usize, role: &str) -> Output {
     output(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
 }
 
-/// Waits for the end of mpirun.
 fn output(mpirun: Child) -> Output {
     let mut launcher = Launcher::new(mpirun.id());
     let (ended, end) = mpsc::channel::<()>();

@@ -107,7 +107,6 @@ fn choose(routing: &mut Routing<Cpu>, scores: &Scores) {
         });
 }
 
-/// Adds the router's gradient to the gradient of the queries.
 fn backward<T: Element>(
     router: QueryNormRouter,
     shape: &QkvShape,
