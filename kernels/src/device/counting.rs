@@ -27,7 +27,7 @@ pub enum CountedDevice {
 /// as [`Purpose::Scratch`], on the CPU for each thread ([`CountingMemory::thread_scratch`]).
 #[derive(Debug, Clone)]
 pub struct CountingMemory {
-    device: CountedDevice,
+    pub(crate) device: CountedDevice,
     counts: Arc<Counts>,
 }
 
@@ -67,10 +67,6 @@ impl CountingMemory {
     pub fn thread_scratch(&self) -> u64 {
         let of_one = self.counts.thread_scratch.load(Ordering::Relaxed);
         of_one.saturating_mul(rayon::current_num_threads() as u64)
-    }
-
-    pub(crate) fn device(&self) -> CountedDevice {
-        self.device
     }
 
     /// Counts scratch of this many bytes, which all passes share.

@@ -111,10 +111,9 @@ pub(super) fn most_shared_scratch<K: Kernel>(most: usize) -> [usize; 2] {
     [if most > K::DEPTH { partial } else { 0 }, packed[0].max(packed[1])]
 }
 
-/// `out = left right`, plus the destination's addend, on `threads` of rayon's threads.
+/// `out = left right`, as its destination says, on `threads` of rayon's threads.
 pub(super) fn multiply<K: Kernel, O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
     threads: usize,
@@ -137,7 +136,7 @@ pub(super) fn multiply<K: Kernel, O: Element, A: Element, B: Element>(
                     let position =
                         BlockPosition { row, column, first: start == 0, last: range.end == terms };
                     let width = columns.len();
-                    let output = position.output(&mut out, destination, partial, width);
+                    let output = position.output(&mut out, partial, width);
                     let right = right.rows(range.clone()).columns(columns.clone());
                     let packed = &mut packed[..packed_len::<K>(width, range.len())];
                     pack_right::<K, B>(right, packed, threads);
@@ -220,14 +219,13 @@ impl BlockPosition {
     pub(super) fn output<O: Element>(
         &self,
         out: &mut MatrixMut<'_, O>,
-        destination: Destination<'_, O>,
         partial: &mut [f32],
         partial_stride: usize,
     ) -> Output {
         let &BlockPosition { row, column, first, last } = self;
         let start = out.start.wrapping_add(row * out.row_stride + column);
         let f32_out = O::DTYPE == DType::F32;
-        let addend = match destination {
+        let addend = match out.destination {
             _ if !first && f32_out => Addend::F32(start.cast_const().cast(), out.row_stride),
             _ if !first => Addend::F32(partial.as_ptr(), partial_stride),
             Destination::Overwrite => Addend::Nothing,

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use pulp::{Arch, Simd, WithSimd};
 
-use super::matrix::{Destination, Matrix, MatrixMut};
+use super::matrix::{Matrix, MatrixMut};
 use crate::scalar::{DType, Element};
 use crate::scratch::with_scratch;
 
@@ -50,14 +50,13 @@ pub(super) fn most_scratch(most: usize) -> [usize; 1] {
     [MAX_ROWS_F32.max(BLOCK_ROWS).saturating_mul(most)]
 }
 
-/// `out = left right`, plus the destination's addend.
+/// `out = left right`, as its destination says.
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
-    let accumulate = destination.prepare(&mut out);
+    let accumulate = out.prepare();
     let weight = right.transposed();
     // Elements that are f32 already are read in place.
     let rows = if left.as_f32().is_some() && B::DTYPE == DType::F32 { 0 } else { BLOCK_ROWS };

@@ -92,21 +92,23 @@ impl<'a, T: Element> Matrix<'a, T> {
     }
 }
 
-/// A mutable row-major matrix with a stride; several threads can write its blocks.
+/// A mutable row-major matrix with a stride, and what a matmul does to it: overwrites it, unless another destination is
+/// set. Several threads can write its blocks.
 pub(crate) struct MatrixMut<'a, T> {
     pub(super) start: *mut T,
     pub(super) rows: usize,
     pub(super) columns: usize,
     pub(super) row_stride: usize,
+    pub(super) destination: Destination<'a, T>,
     owner: PhantomData<&'a mut [T]>,
 }
 
 // SAFETY: the view is the only access to its elements (created from a unique slice, split into
-// disjoint blocks), and T itself may move between threads.
+// disjoint blocks), and T itself may move between threads and, in an addend, be shared by them.
 #[allow(unsafe_code)]
-unsafe impl<T: Send> Send for MatrixMut<'_, T> {}
+unsafe impl<T: Send + Sync> Send for MatrixMut<'_, T> {}
 
-impl<'a, T> MatrixMut<'a, T> {
+impl<'a, T: Element> MatrixMut<'a, T> {
     /// A row-major matrix that starts at the slice's start.
     pub(crate) fn new(data: &'a mut [T], rows: usize, columns: usize) -> Self {
         Self::with_stride(data, rows, columns, columns)
@@ -120,14 +122,27 @@ impl<'a, T> MatrixMut<'a, T> {
         row_stride: usize,
     ) -> Self {
         assert!(fits(data.len(), rows, columns, row_stride), "the matrix leaves its slice");
-        MatrixMut { start: data.as_mut_ptr(), rows, columns, row_stride, owner: PhantomData }
+        let (start, destination) = (data.as_mut_ptr(), Destination::Overwrite);
+        MatrixMut { start, rows, columns, row_stride, destination, owner: PhantomData }
+    }
+
+    /// The same matrix as another destination.
+    pub(crate) fn with(self, destination: impl Into<Destination<'a, T>>) -> Self {
+        MatrixMut { destination: destination.into(), ..self }
     }
 
     /// The columns before `column`, and the rest.
     pub(super) fn split_columns(self, column: usize) -> (Self, Self) {
         assert!(column <= self.columns);
-        let rest = MatrixMut { columns: self.columns - column, ..self.view_from(0, column) };
-        (MatrixMut { columns: column, ..self }, rest)
+        let part = |columns: Range<usize>| MatrixMut {
+            columns: columns.len(),
+            destination: match self.destination {
+                Destination::AddTo(addend) => Destination::AddTo(addend.columns(columns.clone())),
+                other => other,
+            },
+            ..self.view_from(0, columns.start)
+        };
+        (part(0..column), part(column..self.columns))
     }
 
     /// A view that starts at (row, column); the caller sets its shape.
@@ -146,6 +161,16 @@ impl<'a, T> MatrixMut<'a, T> {
         unsafe {
             std::slice::from_raw_parts_mut(self.start.add(row * self.row_stride), self.columns)
         }
+    }
+
+    /// Copies the addend into the matrix; true if the matmul must accumulate.
+    pub(super) fn prepare(&mut self) -> bool {
+        if let Destination::AddTo(addend) = self.destination {
+            for row in 0..self.rows {
+                self.row_mut(row).copy_from_slice(addend.row(row));
+            }
+        }
+        !matches!(self.destination, Destination::Overwrite)
     }
 }
 
@@ -167,26 +192,6 @@ impl<T> From<Accumulation> for Destination<'_, T> {
             Accumulation::Overwrite => Destination::Overwrite,
             Accumulation::Add => Destination::Accumulate,
         }
-    }
-}
-
-impl<T: Element> Destination<'_, T> {
-    /// The destination for a range of the output's columns.
-    pub(super) fn columns(self, columns: Range<usize>) -> Self {
-        match self {
-            Destination::AddTo(addend) => Destination::AddTo(addend.columns(columns)),
-            other => other,
-        }
-    }
-
-    /// Copies the addend into the output; true if the matmul must accumulate.
-    pub(super) fn prepare(&self, out: &mut MatrixMut<'_, T>) -> bool {
-        if let Destination::AddTo(addend) = self {
-            for row in 0..out.rows {
-                out.row_mut(row).copy_from_slice(addend.row(row));
-            }
-        }
-        !matches!(self, Destination::Overwrite)
     }
 }
 

@@ -39,27 +39,25 @@ use avx512::Avx512;
 use blocked::Kernel;
 use vector::Vector;
 
-/// `out = left right`, plus the destination's addend, on the calling thread.
+/// `out = left right`, as its destination says, on the calling thread.
 ///
 /// If one operand is bf16 and the other f32, the latter is rounded to bf16 on machines whose bf16
 /// instructions are used.
 pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
-    check(&out, &destination, left.shape(), right.shape());
+    check(&out, left.shape(), right.shape());
     if dot::applies(&left, &right) {
-        return dot::multiply(out, destination, left, right);
+        return dot::multiply(out, left, right);
     }
-    multiply(out, destination, left, right, 1);
+    multiply(out, left, right, 1);
 }
 
 /// A matmul in packed blocks on `threads` of rayon's threads.
 fn multiply<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
     threads: usize,
@@ -68,9 +66,9 @@ fn multiply<O: Element, A: Element, B: Element>(
     match Bf16Path::in_use() {
         #[cfg(target_arch = "x86_64")]
         Bf16Path::Avx512 if has_bf16 => {
-            blocked::multiply::<Avx512, _, _, _>(out, destination, left, right, threads);
+            blocked::multiply::<Avx512, _, _, _>(out, left, right, threads);
         }
-        _ => blocked::multiply::<Vector, _, _, _>(out, destination, left, right, threads),
+        _ => blocked::multiply::<Vector, _, _, _>(out, left, right, threads),
     }
 }
 
@@ -95,18 +93,13 @@ pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> ScratchBytes {
 /// Panics if the shapes do not match.
 fn check<O: Element>(
     out: &MatrixMut<'_, O>,
-    destination: &Destination<'_, O>,
     [rows, left_columns]: [usize; 2],
     [right_rows, columns]: [usize; 2],
 ) {
     assert_eq!(left_columns, right_rows, "the inner dimensions differ");
     assert_eq!((out.rows, out.columns), (rows, columns), "the output has the wrong shape");
-    if let Destination::AddTo(addend) = destination {
-        assert_eq!(
-            (addend.rows, addend.columns),
-            (out.rows, out.columns),
-            "the addend has the wrong shape"
-        );
+    if let Destination::AddTo(addend) = &out.destination {
+        assert_eq!(addend.shape(), [rows, columns], "the addend has the wrong shape");
         assert_eq!(addend.column_stride, 1, "the addend is not row-major");
     }
 }

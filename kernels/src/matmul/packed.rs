@@ -8,7 +8,7 @@
 use super::avx512::Avx512;
 use super::blocked::{BlockPosition, Kernel, PANEL, depth};
 use super::check;
-use super::matrix::{Destination, Matrix, MatrixMut};
+use super::matrix::{Matrix, MatrixMut};
 use super::path::Bf16Path;
 use super::vector::Vector;
 use crate::scalar::{DType, Element};
@@ -77,19 +77,18 @@ fn pack_by<K: Kernel, T: Element>(right: Matrix<'_, T>, mut out: &mut [u32]) {
     }
 }
 
-/// `out = left right`, plus the destination's addend, on rayon's threads.
+/// `out = left right`, as its destination says, on rayon's threads.
 pub(crate) fn matmul_packed<O: Element, A: Element>(
     out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Packed<'_>,
 ) {
-    check(&out, &destination, left.shape(), [right.terms, right.columns]);
+    check(&out, left.shape(), [right.terms, right.columns]);
     let operations = out.rows * out.columns * left.columns.max(1);
     let part = (operations / (PARTS_PER_THREAD * rayon::current_num_threads())).max(SMALL);
     let most = part / (out.rows.max(1) * left.columns.max(1));
-    let product = Product { destination, left, right, first: 0 };
-    with_kernel!(K, A, product.in_parts::<K>(out, most), unreachable!("no packed matrix"));
+    let product = Product { left, right, first: 0 };
+    with_kernel!(K, A, product.in_parts::<K, O>(out, most), unreachable!("no packed matrix"));
 }
 
 fn blocks<K: Kernel>(terms: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
@@ -104,35 +103,29 @@ fn len<K: Kernel>(columns: usize, terms: usize) -> usize {
 
 /// A matmul of some columns, from `first` on.
 #[derive(Clone, Copy)]
-struct Product<'a, O, A> {
-    destination: Destination<'a, O>,
+struct Product<'a, A> {
     left: Matrix<'a, A>,
     right: Packed<'a>,
     first: usize,
 }
 
-impl<O: Element, A: Element> Product<'_, O, A> {
+impl<A: Element> Product<'_, A> {
     /// In parts of about `most` columns, whole panels.
-    fn in_parts<K: Kernel>(self, out: MatrixMut<'_, O>, most: usize) {
+    fn in_parts<K: Kernel, O: Element>(self, out: MatrixMut<'_, O>, most: usize) {
         let columns = out.columns;
         if columns <= most + most / 4 || columns < 2 * PANEL {
-            return self.multiply::<K>(out);
+            return self.multiply::<K, O>(out);
         }
         let at = columns / 2 / PANEL * PANEL;
         let (first, second) = out.split_columns(at);
-        let (before, after) =
-            (self.destination.columns(0..at), self.destination.columns(at..columns));
         rayon::join(
-            || Product { destination: before, ..self }.in_parts::<K>(first, most),
-            || {
-                let first = self.first + at;
-                Product { destination: after, first, ..self }.in_parts::<K>(second, most);
-            },
+            || self.in_parts::<K, O>(first, most),
+            || Product { first: self.first + at, ..self }.in_parts::<K, O>(second, most),
         );
     }
 
     /// On the calling thread.
-    fn multiply<K: Kernel>(self, mut out: MatrixMut<'_, O>) {
+    fn multiply<K: Kernel, O: Element>(self, mut out: MatrixMut<'_, O>) {
         let (terms, columns) = (self.right.terms, out.columns);
         if out.rows == 0 || columns == 0 {
             return;
@@ -150,7 +143,7 @@ impl<O: Element, A: Element> Product<'_, O, A> {
                         first: block.start == 0,
                         last: block.end == terms,
                     };
-                    let output = position.output(&mut out, self.destination, partial, columns);
+                    let output = position.output(&mut out, partial, columns);
                     let panel = K::panel_len(block.len());
                     let panels = &self.right.data[start + self.first / PANEL * panel..]
                         [..columns.div_ceil(PANEL) * panel];

@@ -1,7 +1,7 @@
 //! Matmuls on rayon's threads: packed ones share their blocks; the columns of inner products are halved
 //! until a thread's part is small enough.
 
-use super::matrix::{Destination, Matrix, MatrixMut};
+use super::matrix::{Matrix, MatrixMut};
 use super::{check, dot, matmul, multiply};
 use crate::scalar::Element;
 
@@ -12,75 +12,64 @@ const PARTS_PER_THREAD: usize = 2;
 /// Granularity of the division of columns.
 const COLUMN_STEP: usize = 64;
 
-/// `out = left right`, plus the destination's addend, on rayon's threads; the bits do not
+/// `out = left right`, as its destination says, on rayon's threads; the bits do not
 /// depend on their number.
 pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
-    check(&out, &destination, left.shape(), right.shape());
+    check(&out, left.shape(), right.shape());
     let operations = out.rows * out.columns * left.columns.max(1);
     if operations < SMALL {
-        return matmul(out, destination, left, right);
+        return matmul(out, left, right);
     }
     let threads = rayon::current_num_threads();
     if !dot::applies(&left, &right) {
-        return multiply(out, destination, left, right, threads);
+        return multiply(out, left, right, threads);
     }
-    inner_products_parallel(out, destination, left, right);
+    inner_products_parallel(out, left, right);
 }
 
 /// The same, where the bits of a row of the result depend on that row of the left matrix and on the right
 /// matrix alone, however many rows there are. Both are contiguous along k.
 pub(crate) fn matmul_of_rows<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
-    check(&out, &destination, left.shape(), right.shape());
+    check(&out, left.shape(), right.shape());
     assert!(dot::along_k(&left, &right), "the matrices are not contiguous along k");
-    inner_products_parallel(out, destination, left, right);
+    inner_products_parallel(out, left, right);
 }
 
 /// Inner products on rayon's threads.
 fn inner_products_parallel<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
     let operations = out.rows * out.columns * left.columns.max(1);
     let part = (operations / (PARTS_PER_THREAD * rayon::current_num_threads())).max(SMALL);
     let columns = part / (out.rows.max(1) * left.columns.max(1));
-    inner_products(out, destination, left, right, columns);
+    inner_products(out, left, right, columns);
 }
 
 /// Inner products in parts of about `most` columns.
 fn inner_products<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
     most: usize,
 ) {
     let columns = out.columns;
     if columns <= most + most / 4 || columns < 2 * COLUMN_STEP {
-        return dot::multiply(out, destination, left, right);
+        return dot::multiply(out, left, right);
     }
     let at = columns / 2 / COLUMN_STEP * COLUMN_STEP;
     let (first, second) = out.split_columns(at);
     rayon::join(
-        || {
-            let (destination, right) = (destination.columns(0..at), right.columns(0..at));
-            inner_products(first, destination, left, right, most);
-        },
-        || {
-            let rest = at..columns;
-            let (destination, right) = (destination.columns(rest.clone()), right.columns(rest));
-            inner_products(second, destination, left, right, most);
-        },
+        || inner_products(first, left, right.columns(0..at), most),
+        || inner_products(second, left, right.columns(at..columns), most),
     );
 }

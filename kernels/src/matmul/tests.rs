@@ -69,14 +69,13 @@ fn at<T: Element>(matrix: &Matrix<'_, T>, row: usize, column: usize) -> f64 {
 /// A matmul by a right matrix that is packed before.
 fn by_packed<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
     let mut packed = vec![0; packed_len::<B>(right.rows, right.columns)];
     pack(right, &mut packed);
     let right = Packed::new::<B>(&packed, right.rows, right.columns);
-    matmul_packed(out, destination, left, right);
+    matmul_packed(out, left, right);
 }
 
 /// Compares a matmul with sums in f64.
@@ -99,15 +98,15 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
         1 => Destination::Accumulate,
         _ => Destination::AddTo(view(&addend, m, n, gap, false)),
     };
-    let view_mut = MatrixMut::with_stride(&mut out, m, n, n + gap);
+    let view_mut = MatrixMut::with_stride(&mut out, m, n, n + gap).with(destination);
     match path {
-        Path::Serial => matmul(view_mut, destination, left, right),
-        Path::Parallel => matmul_parallel(view_mut, destination, left, right),
-        Path::Rows => matmul_of_rows(view_mut, destination, left, right),
-        Path::Packed => by_packed(view_mut, destination, left, right),
-        Path::Vector => blocked::multiply::<Vector, _, _, _>(view_mut, destination, left, right, 1),
+        Path::Serial => matmul(view_mut, left, right),
+        Path::Parallel => matmul_parallel(view_mut, left, right),
+        Path::Rows => matmul_of_rows(view_mut, left, right),
+        Path::Packed => by_packed(view_mut, left, right),
+        Path::Vector => blocked::multiply::<Vector, _, _, _>(view_mut, left, right, 1),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 => blocked::multiply::<Avx512, _, _, _>(view_mut, destination, left, right, 1),
+        Path::Avx512 => blocked::multiply::<Avx512, _, _, _>(view_mut, left, right, 1),
     }
     let (mut squares, mut error) = (1e-12, 0.0);
     for row in 0..m {
@@ -189,7 +188,7 @@ fn same_bits<A: Element>([m, n, k]: [usize; 3], transposed: [bool; 2]) {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let mut out = vec![0f32; m * n];
         let view = MatrixMut::new(&mut out, m, n);
-        pool.install(|| matmul_parallel(view, Destination::Overwrite, left, right));
+        pool.install(|| matmul_parallel(view, left, right));
         out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
     });
     assert!(one == two && one == five, "{m} x {n} x {k}");
@@ -230,16 +229,15 @@ fn rows_are_independent<A: Element>(
 
 /// The two implementations whose rows are independent, and that of a few rows.
 fn all_are_independent<A: Element>(shape: [usize; 3]) {
-    let overwrite = || Destination::Overwrite;
     rows_are_independent::<A>(shape, "rows", |out, left, right| match left.rows <= 4 {
-        true => matmul_parallel(out, overwrite(), left, right),
-        false => matmul_of_rows(out, overwrite(), left, right),
+        true => matmul_parallel(out, left, right),
+        false => matmul_of_rows(out, left, right),
     });
     if packed_len::<A>(1, 1) == 0 {
         return;
     }
     rows_are_independent::<A>(shape, "packed", |out, left, right| {
-        by_packed(out, overwrite(), left, right);
+        by_packed(out, left, right);
     });
     // The bits are those of a matmul that packs for itself.
     let [m, n, k] = shape;
@@ -249,8 +247,8 @@ fn all_are_independent<A: Element>(shape: [usize; 3]) {
         let mut out = vec![A::from_f32(0.0); m * n];
         let view = MatrixMut::new(&mut out, m, n);
         match is_packed {
-            true => by_packed(view, overwrite(), left, right),
-            false => multiply(view, overwrite(), left, right, 2),
+            true => by_packed(view, left, right),
+            false => multiply(view, left, right, 2),
         }
         out.into_iter().map(|element| element.to_f32().to_bits()).collect::<Vec<_>>()
     });
@@ -288,7 +286,6 @@ fn bf16_results_are_rounded_once() {
         let mut out = vec![bf16::ZERO; rows];
         matmul(
             MatrixMut::new(&mut out, rows, 1),
-            Destination::Overwrite,
             Matrix::new(&left, rows, terms),
             Matrix::new(&right, terms, 1),
         );

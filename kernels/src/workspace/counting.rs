@@ -9,21 +9,21 @@ use crate::scalar::Element;
 
 impl Workspace for CountingMemory {
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize {
-        match self.device() {
+        match self.device {
             CountedDevice::Cpu => cross_entropy::cpu::scratch(shape),
             CountedDevice::Gpu => gpu::cross_entropy_scratch(shape),
         }
     }
 
     fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize {
-        match self.device() {
+        match self.device {
             CountedDevice::Cpu => cross_entropy::cpu::sums(shape, ranks),
             CountedDevice::Gpu => gpu::cross_entropy_sums(shape, ranks),
         }
     }
 
     fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()> {
-        match self.device() {
+        match self.device {
             CountedDevice::Cpu => {
                 let bytes = cpu::thread_scratch_bytes::<T>(passes).total() as u64;
                 self.reserve_thread_scratch(bytes);

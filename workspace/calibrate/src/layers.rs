@@ -201,7 +201,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         tokens: &'a CalibrationTokens,
         weights: Source<'a, E>,
     ) -> Result<Self, E> {
-        let (batch, length) = (tokens.batch(), tokens.length());
+        let (batch, length) = (tokens.batch, tokens.length());
         let mut ends = EndsPass::new(backend.clone(), config, batch, length, &mut *weights)?;
         let mut dense = Vec::with_capacity(tokens.ids().len() * config.hidden_size);
         for ids in tokens.ids().chunks_exact(tokens.pass()) {
@@ -353,7 +353,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
 
     /// The mean cross-entropies by residual streams behind the last layer, of the first tokens.
     fn losses(&mut self, streams: &[&[f32]]) -> Result<Vec<f64>, E> {
-        let (batch, length) = (self.tokens.batch(), self.tokens.length());
+        let (batch, length) = (self.tokens.batch, self.tokens.length());
         let mut ends =
             EndsPass::new(self.backend.clone(), self.config, batch, length, &mut *self.weights)?;
         let (pass, width) = (self.tokens.pass(), self.config.hidden_size);

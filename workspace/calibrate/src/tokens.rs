@@ -10,7 +10,7 @@ pub struct CalibrationTokens {
     ids: Vec<u32>,
     length: usize,
     /// Windows of a pass, which divide all windows.
-    batch: usize,
+    pub(crate) batch: usize,
 }
 
 impl CalibrationTokens {
@@ -48,10 +48,6 @@ impl CalibrationTokens {
         self.length
     }
 
-    pub(crate) fn batch(&self) -> usize {
-        self.batch
-    }
-
     pub(crate) fn pass(&self) -> usize {
         self.batch * self.length
     }
@@ -78,9 +74,9 @@ mod tests {
     #[test]
     fn passes_have_equally_many_whole_windows() {
         let tokens = CalibrationTokens::new(vec![1; 100], 16, &config()).unwrap();
-        assert_eq!((tokens.ids().len(), tokens.batch(), tokens.pass()), (96, 6, 96));
+        assert_eq!((tokens.ids().len(), tokens.batch, tokens.pass()), (96, 6, 96));
         let many = CalibrationTokens::new(vec![1; 64 * 130], 64, &config()).unwrap();
-        assert_eq!((many.batch(), many.search_passes(32)), (26, 3));
+        assert_eq!((many.batch, many.search_passes(32)), (26, 3));
         assert_eq!(many.search_passes(64 * 130), 5);
     }
 

@@ -4,17 +4,18 @@
 //! ranks, which communicate most, share a node; then data; the pipeline varies slowest:
 //! `rank = tensor + T (data + D pipeline)`.
 
-use std::num::NonZeroUsize;
-
 use crate::error::{Error, Result};
 use crate::group::Group;
 
 /// The sizes of the three parallel dimensions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankLayout {
-    tensor: usize,
-    data: usize,
-    pipeline: usize,
+    /// The tensor-parallel size.
+    pub tensor: usize,
+    /// The data-parallel size.
+    pub data: usize,
+    /// The pipeline-parallel size.
+    pub pipeline: usize,
 }
 
 /// A rank's coordinate in each dimension.
@@ -44,8 +45,7 @@ impl RankLayout {
     ///
     /// # Errors
     /// Fails unless `tensor * pipeline` divides `size`.
-    pub fn new(size: usize, tensor: NonZeroUsize, pipeline: NonZeroUsize) -> Result<Self> {
-        let (tensor, pipeline) = (tensor.get(), pipeline.get());
+    pub fn new(size: usize, tensor: usize, pipeline: usize) -> Result<Self> {
         match tensor.checked_mul(pipeline) {
             Some(model) if size > 0 && size.is_multiple_of(model) => {
                 Ok(RankLayout { tensor, data: size / model, pipeline })
@@ -61,21 +61,6 @@ impl RankLayout {
     /// The number of ranks.
     pub fn size(&self) -> usize {
         self.tensor * self.data * self.pipeline
-    }
-
-    /// The tensor-parallel size.
-    pub fn tensor(&self) -> usize {
-        self.tensor
-    }
-
-    /// The data-parallel size.
-    pub fn data(&self) -> usize {
-        self.data
-    }
-
-    /// The pipeline-parallel size.
-    pub fn pipeline(&self) -> usize {
-        self.pipeline
     }
 
     /// The coordinates of `rank`; for a rank beyond the size, the pipeline coordinate is out of
@@ -120,15 +105,10 @@ impl RankLayout {
 mod tests {
     use super::*;
 
-    fn layout(size: usize, tensor: usize, pipeline: usize) -> Result<RankLayout> {
-        let size_of = |n| NonZeroUsize::new(n).unwrap();
-        RankLayout::new(size, size_of(tensor), size_of(pipeline))
-    }
-
     #[test]
     fn tensor_varies_fastest_then_data_then_pipeline() {
-        let layout = layout(12, 2, 3).unwrap();
-        assert_eq!((layout.tensor(), layout.data(), layout.pipeline()), (2, 2, 3));
+        let layout = RankLayout::new(12, 2, 3).unwrap();
+        assert_eq!((layout.tensor, layout.data, layout.pipeline), (2, 2, 3));
         let at = |tensor, data, pipeline| Coordinates { tensor, data, pipeline };
         let found = [0, 1, 2, 4, 11].map(|rank| layout.coordinates(rank));
         assert_eq!(found, [at(0, 0, 0), at(1, 0, 0), at(0, 1, 0), at(0, 0, 1), at(1, 1, 2)]);
@@ -141,8 +121,9 @@ mod tests {
     fn sizes_that_do_not_divide_are_refused_with_the_multiple() {
         let expected = "6 ranks cannot be arranged as tensor = 2 x pipeline = 2: start a multiple of 4 ranks, \
                         or change the two";
-        assert_eq!(layout(6, 2, 2).unwrap_err().to_string(), expected);
-        assert!(layout(0, 1, 1).is_err());
-        assert!(layout(6, usize::MAX, usize::MAX).is_err());
+        assert_eq!(RankLayout::new(6, 2, 2).unwrap_err().to_string(), expected);
+        assert!(RankLayout::new(0, 1, 1).is_err());
+        assert!(RankLayout::new(6, 0, 1).is_err());
+        assert!(RankLayout::new(6, usize::MAX, usize::MAX).is_err());
     }
 }

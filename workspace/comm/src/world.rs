@@ -76,7 +76,11 @@ impl World {
     /// A world of one process.
     pub fn single() -> Self {
         let health = Arc::new(Health::new(WorldOptions::default().on_fault));
-        World { group: Group::single("world", health), link: None, local_rank: 0, closed: false }
+        Self::of(Group::single("world", health), None, 0)
+    }
+
+    fn of(group: Group, link: Option<Link>, local_rank: usize) -> Self {
+        World { group, link, local_rank, closed: false }
     }
 
     /// `size` worlds, for threads as the ranks of a job; when a thread drops its world or panics,
@@ -90,13 +94,8 @@ impl World {
         let healths: Vec<Arc<Health>> = (0..size).map(health).collect();
         let members = threads::group(healths.iter().cloned());
         let worlds = members.into_iter().zip(healths).enumerate();
-        let world = |(rank, (member, health))| World {
-            group: Group::new("world", member, health),
-            link: None,
-            local_rank: rank,
-            closed: false,
-        };
-        worlds.map(world).collect()
+        let group = |(member, health)| Group::new("world", member, health);
+        worlds.map(|(rank, world)| Self::of(group(world), None, rank)).collect()
     }
 
     /// Connects to the other processes of the job, and starts the engine for these buffers. A job
@@ -169,8 +168,7 @@ impl World {
         let health = Arc::new(Health::new(on_fault));
         let Launch { rank, size, local_rank, .. } = *launch;
         if size == 1 {
-            let group = Group::single("world", health);
-            return Ok(World { group, link: None, local_rank, closed: false });
+            return Ok(Self::of(Group::single("world", health), None, local_rank));
         }
         let address = launch.rendezvous.as_ref().ok_or_else(|| {
             Error::Call(format!("{size} ranks have no address to meet at: give one"))
@@ -188,7 +186,7 @@ impl World {
         match engine(launch, &payload, Arc::clone(&health)) {
             Ok(engine) => {
                 let group = Group::new("world", Member { engine, rank, size }, health);
-                Ok(World { group, link: Some(link), local_rank, closed: false })
+                Ok(Self::of(group, Some(link), local_rank))
             }
             Err(error) => {
                 link.fail(&error.to_string());

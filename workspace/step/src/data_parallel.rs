@@ -195,7 +195,6 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
 
 #[cfg(test)]
 mod tests {
-    use std::num::NonZeroUsize;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use moh_comm::RankLayout;
@@ -226,10 +225,8 @@ mod tests {
         work: impl Fn(&mut Rank) + Sync,
     ) {
         ranks::on_ranks(tensor * data * stages, |world| {
-            let (all, one) = (world.group().clone(), NonZeroUsize::MIN);
-            let count = |count: usize| one.saturating_add(count - 1);
-            let layout = RankLayout::new(all.size(), count(tensor), count(stages)).unwrap();
-            let groups = layout.groups(&all).unwrap();
+            let all = world.group().clone();
+            let groups = RankLayout::new(all.size(), tensor, stages).unwrap().groups(&all).unwrap();
             let parallel =
                 ModelParallel::new(&config(), groups.pipeline, 1, groups.tensor).unwrap();
             let model = Model::of_part::<Error>(Cpu, config(), 8, parallel, data, |_, _| Ok(()));

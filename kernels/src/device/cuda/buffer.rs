@@ -10,21 +10,13 @@ use crate::scalar::Scalar;
 
 pub(crate) struct Allocation {
     device: Arc<dyn Device>,
-    address: u64,
-    bytes: usize,
+    pub(crate) address: u64,
+    pub(crate) bytes: usize,
 }
 
 impl Allocation {
     pub(crate) fn new(device: &Arc<dyn Device>, bytes: usize) -> Result<Self> {
         Ok(Allocation { device: Arc::clone(device), address: device.allocate(bytes)?, bytes })
-    }
-
-    pub(crate) fn address(&self) -> u64 {
-        self.address
-    }
-
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
     }
 }
 
@@ -52,7 +44,7 @@ impl<S: Scalar> CudaBuffer<S> {
     }
 
     pub(crate) fn address(&self) -> u64 {
-        self.memory.address()
+        self.memory.address
     }
 
     pub(crate) fn view(&self, range: Range<usize>) -> CudaView<'_, S> {

@@ -22,7 +22,7 @@ pub(crate) fn name<T: Element>(kernel: &str) -> String {
 
 impl Cuda {
     pub(crate) fn matmul(&self, matmul: &Matmul) -> Result<()> {
-        self.device().matmul(matmul, self.algorithms())
+        self.device().matmul(matmul, self.algorithms)
     }
 
     /// Launches a kernel on `grid` blocks, or nothing if a size is 0.

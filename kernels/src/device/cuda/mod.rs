@@ -46,8 +46,8 @@ pub struct Cuda {
     /// The path that it used last.
     pub(crate) last_path: Arc<Mutex<Option<usize>>>,
     /// Maximum shared memory of a block.
-    most_shared_bytes: usize,
-    algorithms: Algorithms,
+    pub(crate) most_shared_bytes: usize,
+    pub(crate) algorithms: Algorithms,
 }
 
 /// Ignores poisoning: guarded values are consistent whenever a thread can panic.
@@ -135,14 +135,6 @@ impl Cuda {
         self.algorithms != Algorithms::Fastest
     }
 
-    pub(crate) fn algorithms(&self) -> Algorithms {
-        self.algorithms
-    }
-
-    pub(crate) fn most_shared_bytes(&self) -> usize {
-        self.most_shared_bytes
-    }
-
     pub(crate) fn device(&self) -> &dyn Device {
         &*self.device
     }
@@ -158,12 +150,12 @@ impl Cuda {
     /// [`Workspace::reserve`](crate::Workspace::reserve) comes first.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<u64> {
         let mut scratch = locked(&self.scratch);
-        if let Some(memory) = scratch.as_ref().filter(|memory| memory.bytes() >= bytes) {
-            return Ok(memory.address());
+        if let Some(memory) = scratch.as_ref().filter(|memory| memory.bytes >= bytes) {
+            return Ok(memory.address);
         }
         *scratch = None;
         let memory = Allocation::new(&self.device, bytes)?;
-        let address = memory.address();
+        let address = memory.address;
         *scratch = Some(memory);
         Ok(address)
     }
@@ -172,10 +164,10 @@ impl Cuda {
     pub(crate) fn counter(&self) -> Result<u64> {
         let mut counter = locked(&self.counter);
         if let Some(memory) = counter.as_ref() {
-            return Ok(memory.address());
+            return Ok(memory.address);
         }
         let memory = Allocation::new(&self.device, gpu_sizes::COUNTER)?;
-        Ok(counter.insert(memory).address())
+        Ok(counter.insert(memory).address)
     }
 }
 

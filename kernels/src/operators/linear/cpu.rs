@@ -55,17 +55,17 @@ fn forward<T: Element>(args: LinearForward<'_, Cpu, T>) -> Result<()> {
     };
     let x = Matrix::new(x, tokens, inputs);
     let weight = Matrix::new(weight, outputs, inputs).transposed();
-    let y = MatrixMut::new(y, tokens, outputs);
+    let y = MatrixMut::new(y, tokens, outputs).with(destination);
     match packed {
         Some(packed) => {
             let len = matmul::packed_len::<T>(inputs, outputs);
             check_len("linear_forward", "packed", packed.len(), len)?;
             ensure("linear_forward", len > 0, || format!("{:?} is not packed", T::DTYPE))?;
             let packed = Packed::new::<T>(packed, inputs, outputs);
-            matmul_packed(y, destination, x, packed);
+            matmul_packed(y, x, packed);
         }
-        None if independent => matmul_of_rows(y, destination, x, weight),
-        None => matmul_parallel(y, destination, x, weight),
+        None if independent => matmul_of_rows(y, x, weight),
+        None => matmul_parallel(y, x, weight),
     }
     Ok(())
 }
@@ -82,10 +82,10 @@ fn backward_input<T: Element>(args: LinearBackwardInput<'_, Cpu, T>) -> Result<(
     let LinearBackwardInput { inputs, d_y, weight, d_x, accumulation } = args;
     let (tokens, outputs) =
         check("linear_backward_input", inputs, d_x.len(), weight.len(), d_y.len())?;
-    let d_x = MatrixMut::new(d_x, tokens, inputs);
+    let d_x = MatrixMut::new(d_x, tokens, inputs).with(accumulation);
     let d_y = Matrix::new(d_y, tokens, outputs);
     let weight = Matrix::new(weight, outputs, inputs);
-    matmul_parallel(d_x, accumulation.into(), d_y, weight);
+    matmul_parallel(d_x, d_y, weight);
     Ok(())
 }
 
@@ -95,9 +95,9 @@ fn backward_weight<T: Element, G: Element>(
     let LinearBackwardWeight { inputs, x, d_y, d_weight, accumulation } = args;
     let (tokens, outputs) =
         check("linear_backward_weight", inputs, x.len(), d_weight.len(), d_y.len())?;
-    let d_weight = MatrixMut::new(d_weight, outputs, inputs);
+    let d_weight = MatrixMut::new(d_weight, outputs, inputs).with(accumulation);
     let d_y = Matrix::new(d_y, tokens, outputs).transposed();
     let x = Matrix::new(x, tokens, inputs);
-    matmul_parallel(d_weight, accumulation.into(), d_y, x);
+    matmul_parallel(d_weight, d_y, x);
     Ok(())
 }

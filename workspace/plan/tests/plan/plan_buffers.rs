@@ -1,11 +1,10 @@
 //! The planned memory of every rank against the buffers that it allocates, byte for byte, and steps that
 //! allocate nothing.
 
-use std::num::NonZeroUsize;
 use std::path::Path;
 
 use half::bf16;
-use moh_comm::{Coordinates, World};
+use moh_comm::{Coordinates, RankLayout, World};
 use moh_kernels::{Cpu, Element, Purpose};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
@@ -79,10 +78,8 @@ fn allocated<T: Element, G: Element, M: Element>(
     let before = Cpu.allocated();
     let all = world.group().clone();
     let _ranks = Ranks::new(Cpu, all.clone()).unwrap();
-    let [tensor, pipeline] =
-        [layout.tensor, layout.pipeline].map(|n| NonZeroUsize::new(n).unwrap());
-    let groups =
-        moh_comm::RankLayout::new(all.size(), tensor, pipeline).unwrap().groups(&all).unwrap();
+    let arranged = RankLayout::new(all.size(), layout.tensor, layout.pipeline).unwrap();
+    let groups = arranged.groups(&all).unwrap();
     let virtual_stages = layout.virtual_stages;
     let parallel =
         ModelParallel::new(&config, groups.pipeline, virtual_stages, groups.tensor).unwrap();
@@ -156,11 +153,7 @@ fn compare_stage<T: Element, G: Element, M: Element>(
         std::thread::spawn(move || {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
             pool.install(|| {
-                let arranged = moh_comm::RankLayout::new(
-                    layout.ranks(),
-                    NonZeroUsize::new(layout.tensor).unwrap(),
-                    NonZeroUsize::new(layout.pipeline).unwrap(),
-                );
+                let arranged = RankLayout::new(layout.ranks(), layout.tensor, layout.pipeline);
                 let place: Coordinates = arranged.unwrap().coordinates(world.rank());
                 let stage = &recipe.stages[index];
                 let memory = RankMemory::of_rank(&recipe, stage, &config, layout, place).unwrap();

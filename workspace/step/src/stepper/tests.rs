@@ -1,6 +1,5 @@
 //! A step that is not applied leaves nothing behind, on every layout of ranks.
 
-use std::num::NonZeroUsize;
 use std::sync::Mutex;
 
 use moh_comm::{RankLayout, World};
@@ -75,10 +74,8 @@ struct Rank<T: Element> {
 
 impl<T: Element> Rank<T> {
     fn new(world: &World, ranks: Ranks) -> Self {
-        let count = |count| NonZeroUsize::new(count).unwrap();
         let all = world.group().clone();
-        let layout =
-            RankLayout::new(all.size(), count(ranks.tensor), count(ranks.pipeline)).unwrap();
+        let layout = RankLayout::new(all.size(), ranks.tensor, ranks.pipeline).unwrap();
         let groups = layout.groups(&all).unwrap();
         let config = config(ranks.tied);
         let part = ModelParallel::new(&config, groups.pipeline, 1, groups.tensor).unwrap();

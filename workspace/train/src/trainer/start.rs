@@ -1,6 +1,5 @@
 //! The start of a trainer: from the newest valid checkpoint, or from the recipe's initial model.
 
-use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -257,9 +256,7 @@ fn divide<B: Backend>(
     config: &ModelConfig,
 ) -> Result<(StepGroups, ModelParallel), Error> {
     let all = ranks.group().clone();
-    // Validated with the recipe; the model's own check would reject 1.
-    let count = |count: usize| NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN);
-    let layout = RankLayout::new(all.size(), count(parallel.tensor), count(parallel.pipeline))?;
+    let layout = RankLayout::new(all.size(), parallel.tensor, parallel.pipeline)?;
     let groups = layout.groups(&all)?;
     let virtual_stages = parallel.virtual_stages;
     let parallel = ModelParallel::new(config, groups.pipeline, virtual_stages, groups.tensor)?;

@@ -240,8 +240,8 @@ fn multiply<T: Element, O: Element>(matmul: &Matmul) {
         (Some(_), None) => Destination::Accumulate,
         (Some(_), Some(addend)) => Destination::AddTo(Matrix::new(addend, rows, columns)),
     };
-    let out = MatrixMut::new(out, rows, columns);
-    matmul_parallel(out, destination, matrix::<T>(&matmul.left), matrix::<T>(&matmul.right));
+    let out = MatrixMut::new(out, rows, columns).with(destination);
+    matmul_parallel(out, matrix::<T>(&matmul.left), matrix::<T>(&matmul.right));
 }
 
 fn matrix<T: Element>(operand: &Operand) -> Matrix<'_, T> {

@@ -57,8 +57,8 @@ pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
         && at.are_multiples_of(shape, ALIGNMENT)
         && at.fit_32_bits(shape)
         && device.runs_hopper()
-        && forward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes()
-        && backward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes()
+        && forward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes
+        && backward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes
 }
 
 /// A range of sequences of a problem whose rows are packed.

@@ -79,7 +79,7 @@ pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
 /// shared memory. No other kernel of this path requires more.
 fn dkdv(cuda: &Cuda, width: usize) -> Option<&'static Tiling> {
     let tilings: &[Tiling] = if width == 128 { &[DKDV, SMALL_DKDV] } else { &[DKDV] };
-    tilings.iter().find(|tiling| tiling.shared_bytes(width) <= cuda.most_shared_bytes())
+    tilings.iter().find(|tiling| tiling.shared_bytes(width) <= cuda.most_shared_bytes)
 }
 
 /// The width of a problem that these kernels support, checked by `supports`.

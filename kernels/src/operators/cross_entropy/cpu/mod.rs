@@ -182,7 +182,7 @@ impl<T: Element> Chunk<'_, T> {
         let tokens = self.tokens();
         let (logits, x, weight) = self.block(block);
         let out = MatrixMut::new(&mut *logits, tokens, block.len());
-        matmul_parallel(out, Destination::Overwrite, x, weight.transposed());
+        matmul_parallel(out, x, weight.transposed());
         logits
     }
 
@@ -239,11 +239,11 @@ impl<T: Element> Chunk<'_, T> {
             differentiate(logits, number, &block);
             let d_logits = Matrix::new(&*logits, tokens, block.len());
             let d_weight = &mut d_weight[block.start * width..block.end * width];
-            let d_weight = MatrixMut::new(d_weight, block.len(), width);
-            matmul_parallel(d_weight, accumulation.into(), d_logits.transposed(), x);
+            let d_weight = MatrixMut::new(d_weight, block.len(), width).with(accumulation);
+            matmul_parallel(d_weight, d_logits.transposed(), x);
             let first = number == 0;
             let to = if first { Destination::Overwrite } else { Destination::Accumulate };
-            matmul_parallel(MatrixMut::new(d_x, tokens, width), to, d_logits, weight);
+            matmul_parallel(MatrixMut::new(d_x, tokens, width).with(to), d_logits, weight);
         }
     }
 }

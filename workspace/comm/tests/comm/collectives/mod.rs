@@ -1,8 +1,6 @@
 //! Every operation of a group against plain loops: the same body on every engine. Each rank calls
 //! [`check`]; rank r's elements are a function of r, so that every rank knows the expected results.
 
-use std::num::NonZeroUsize;
-
 use half::bf16;
 use moh_comm::{Group, RankLayout, Reduce};
 use moh_kernels::{Cpu, Element, Scalar};
@@ -176,8 +174,7 @@ fn splits(group: &Group) {
         if !size.is_multiple_of(tensor * pipeline) {
             continue;
         }
-        let one = |size| NonZeroUsize::new(size).unwrap();
-        let layout = RankLayout::new(size, one(tensor), one(pipeline)).unwrap();
+        let layout = RankLayout::new(size, tensor, pipeline).unwrap();
         let groups = layout.groups(group).unwrap();
         let at = layout.coordinates(rank);
         for (group, coordinate, size) in [
