@@ -13,7 +13,7 @@ use crate::reference::{
 use half::bf16;
 use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::ranks::{AllReduce, Heads, VocabularyRows};
-use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
+use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::Routing;
 use moh_kernels::router::query_norm::{QueryNorm, QueryNormForward, QueryNormRouter, Selects};
 use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, ViewMut};
@@ -137,13 +137,13 @@ fn divided_heads_that_exchange_nothing_are_refused() {
     let shape = QkvShape { batch: 1, length: 1, heads: 2, kv_heads: 1, head_dim: 2 };
     let heads = Heads { count: 4, group_size: 2, rank: 0, ranks: 2 };
     let mut routing = Routing::new(&Cpu, router.routing_shape(1, heads).unwrap()).unwrap();
-    let table = RopeTable::<Cpu> { cos: &[1.0], sin: &[0.0], first_position: 0 };
-    for rope in [None, Some(table)] {
+    for rotates in [false, true] {
+        let table = || RopeTable { cos: &[1.0][..], sin: &[0.0][..], first_position: 0 };
         let forward = QueryNormForward::<Cpu, f32> {
             router,
             shape: &shape,
             qkv: &mut [1f32; 8],
-            rope,
+            rope: rotates.then(table),
             routing: &mut routing,
             all_reduce: None,
         };

@@ -1,5 +1,5 @@
 //! The tensors of a model: name, shape, sharding, and whether weight decay applies. Layers list them
-//! (`layers/`, in the order of `architecture/`); layout, parameters, operations, checks of weight
+//! (`layers/`, in the order of `architecture.rs`); layout, parameters, operations, checks of weight
 //! files and plans follow from the lists. Names and shapes are Hugging Face's.
 
 use crate::model_parallel::TensorShare;
