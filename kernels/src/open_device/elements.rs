@@ -1,16 +1,7 @@
-//! Dispatches element types chosen at run time to type parameters.
+//! Dispatches the element types of a training state, chosen at run time, to type parameters.
 
 use crate::{Element, ElementType};
 use half::bf16;
-
-/// Work that is generic over its element type.
-pub trait InElements {
-    /// The result of the work.
-    type Output;
-
-    /// Runs the work in elements of type `T`.
-    fn run<T: Element>(self) -> Self::Output;
-}
 
 /// Work that is generic over a training state: weights and activations `T`, gradients `G`, moments
 /// `M`.
@@ -33,14 +24,6 @@ pub struct TrainingTypes {
     pub moments: ElementType,
 }
 
-/// Runs `work` in elements of type `dtype`.
-pub fn in_elements<W: InElements>(dtype: ElementType, work: W) -> W::Output {
-    match dtype {
-        ElementType::F32 => work.run::<f32>(),
-        ElementType::BF16 => work.run::<bf16>(),
-    }
-}
-
 /// Runs `work` on a training state of these types.
 pub fn in_training_elements<W: InTrainingElements>(types: TrainingTypes, work: W) -> W::Output {
     match types.weights {
@@ -61,13 +44,15 @@ fn with_weights<W: InTrainingElements, T: Element>(types: TrainingTypes, work: W
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Backend;
+    use crate::open_device::{Compute, OpenDevice};
 
     struct Name;
 
-    impl InElements for Name {
+    impl Compute for Name {
         type Output = ElementType;
 
-        fn run<T: Element>(self) -> ElementType {
+        fn run<B: Backend + Clone, T: Element>(self, _: B) -> ElementType {
             T::ELEMENT
         }
     }
@@ -83,7 +68,7 @@ mod tests {
     #[test]
     fn every_type_reaches_the_work() {
         for weights in ElementType::ALL {
-            assert_eq!(in_elements(weights, Name), weights);
+            assert_eq!(OpenDevice::Cpu.compute(weights, Name), weights);
             for gradients in ElementType::ALL {
                 for moments in ElementType::ALL {
                     let types = TrainingTypes { weights, gradients, moments };

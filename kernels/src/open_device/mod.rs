@@ -7,9 +7,7 @@ mod host_memory;
 mod name;
 mod open;
 
-pub use elements::{
-    InElements, InTrainingElements, TrainingTypes, in_elements, in_training_elements,
-};
+pub use elements::{InTrainingElements, TrainingTypes, in_training_elements};
 pub use host_memory::{ResidentMemory, available_memory};
 pub use name::DeviceName;
 pub use open::{Compute, Error, OnDevice, OpenDevice};

@@ -1,8 +1,11 @@
 //! Opening a device.
 
-use crate::{Backend, Cpu, Element, ElementType};
+use std::marker::PhantomData;
 
-use super::{DeviceName, InElements, in_elements};
+use half::bf16;
+
+use super::DeviceName;
+use crate::{Backend, Cpu, Element, ElementType};
 
 /// A device that cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -95,35 +98,21 @@ impl OpenDevice {
 
     /// Runs `work` on the device, in elements of type `dtype`.
     pub fn compute<W: Compute>(self, dtype: ElementType, work: W) -> W::Output {
-        self.run(Typed { dtype, work })
+        match dtype {
+            ElementType::F32 => self.run(Typed(work, PhantomData::<f32>)),
+            ElementType::BF16 => self.run(Typed(work, PhantomData::<bf16>)),
+        }
     }
 }
 
 /// Work with its element type, before its device is known.
-struct Typed<W> {
-    dtype: ElementType,
-    work: W,
-}
+struct Typed<W, T>(W, PhantomData<T>);
 
-/// Work with its device, before its element type is known.
-struct Placed<B, W> {
-    backend: B,
-    work: W,
-}
-
-impl<W: Compute> OnDevice for Typed<W> {
+impl<W: Compute, T: Element> OnDevice for Typed<W, T> {
     type Output = W::Output;
 
     fn run<B: Backend + Clone>(self, backend: B) -> W::Output {
-        in_elements(self.dtype, Placed { backend, work: self.work })
-    }
-}
-
-impl<B: Backend + Clone, W: Compute> InElements for Placed<B, W> {
-    type Output = W::Output;
-
-    fn run<T: Element>(self) -> W::Output {
-        self.work.run::<B, T>(self.backend)
+        self.0.run::<B, T>(backend)
     }
 }
 
