@@ -37,9 +37,9 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
         relative_error::<B, T>(sizes),
         swiglu_forward::<B, T>(sizes),
         swiglu_backward::<B, T>(sizes),
-        cross_entropy::<B, T>(sizes, "cross_entropy_forward", false),
-        cross_entropy::<B, T>(sizes, "cross_entropy_forward_backward", true),
-        cross_entropy_with_teacher::<B, T>(sizes),
+        cross_entropy::<B, T>(sizes, "cross_entropy_forward", false, false),
+        cross_entropy::<B, T>(sizes, "cross_entropy_forward_backward", true, false),
+        cross_entropy::<B, T>(sizes, "cross_entropy_with_teacher", true, true),
         sample::<B, T>(sizes, "sample likeliest", 0.0),
         sample::<B, T>(sizes, "sample top-p", 1.0),
         key_value_append::<B, T>(sizes),
@@ -223,52 +223,33 @@ fn swiglu_backward<B: Backend, T: Element>(Sizes { tokens, mlp, .. }: Sizes) -> 
     ] backend.swiglu_backward::<T>(mlp, gate_up, out))
 }
 
+/// A teacher has the same width.
 fn cross_entropy<B: Backend, T: Element>(
     Sizes { tokens, width, vocabulary, .. }: Sizes,
     name: &str,
     with_gradients: bool,
+    with_teacher: bool,
 ) -> Case<B> {
-    let matmuls = if with_gradients { 3 } else { 1 };
-    let shape = HeadShape::whole(tokens, width, vocabulary);
+    let heads = 1 + usize::from(with_teacher);
+    let matmuls = heads + if with_gradients { 2 } else { 0 };
+    let shape = HeadShape::whole(tokens, width, vocabulary).with_teacher(with_teacher);
+    let other_width = if with_teacher { width } else { 0 };
     case!(name, Work::matmuls(matmuls, tokens, width, vocabulary), |backend| [
         read x = random_elements::<B, T>(backend, tokens * width),
         read weight = random_elements::<B, T>(backend, vocabulary * width),
+        read other_x = random_elements::<B, T>(backend, tokens * other_width),
+        read other_weight = random_elements::<B, T>(backend, vocabulary * other_width),
         read targets = ids(backend, tokens, vocabulary),
         write scratch = backend.allocate::<f32>(backend.cross_entropy_scratch(&shape)),
-        write loss = backend.allocate::<f64>(1),
-        write d_x = backend.allocate::<T>(tokens * width),
-        write d_weight = backend.allocate::<f32>(vocabulary * width),
-    ] backend.cross_entropy(CrossEntropyArgs {
-        shape, x, weight, targets, scratch, loss, teacher: None,
-        gradients: with_gradients.then_some(HeadGradients {
-            scale: 1.0, d_x, d_weight, accumulation: Accumulation::Add,
-        }),
-        ranks: None,
-    }))
-}
-
-/// With gradients, and a teacher of the same width.
-fn cross_entropy_with_teacher<B: Backend, T: Element>(
-    Sizes { tokens, width, vocabulary, .. }: Sizes,
-) -> Case<B> {
-    let shape = HeadShape::whole(tokens, width, vocabulary).with_teacher(true);
-    let work = Work::matmuls(4, tokens, width, vocabulary);
-    case!("cross_entropy_with_teacher", work, |backend| [
-        read x = random_elements::<B, T>(backend, tokens * width),
-        read weight = random_elements::<B, T>(backend, vocabulary * width),
-        read other_x = random_elements::<B, T>(backend, tokens * width),
-        read other_weight = random_elements::<B, T>(backend, vocabulary * width),
-        read targets = ids(backend, tokens, vocabulary),
-        write scratch = backend.allocate::<f32>(backend.cross_entropy_scratch(&shape)),
-        write loss = backend.allocate::<f64>(2),
+        write loss = backend.allocate::<f64>(heads),
         write d_x = backend.allocate::<T>(tokens * width),
         write d_weight = backend.allocate::<f32>(vocabulary * width),
     ] backend.cross_entropy(CrossEntropyArgs {
         shape, x, weight, targets, scratch, loss,
-        teacher: Some(HeadTeacher {
+        teacher: with_teacher.then_some(HeadTeacher {
             width, x: other_x, weight: other_weight, rows: vocabulary, temperature: 1.0, scale: 1.0,
         }),
-        gradients: Some(HeadGradients {
+        gradients: with_gradients.then_some(HeadGradients {
             scale: 1.0, d_x, d_weight, accumulation: Accumulation::Add,
         }),
         ranks: None,

@@ -48,7 +48,8 @@ impl RunState {
         self.tokens += stage.batch_tokens;
         self.sample += sequences;
         match result.skipped {
-            Some(SkipReason::NoTargets) => self.guard.count_without_targets(),
+            // It says nothing about the model.
+            Some(SkipReason::NoTargets) => self.guard.skipped += 1,
             skipped => {
                 self.guard.count(skipped.is_some(), result.loss, result.grad_norm, guard.factor);
             }

@@ -68,7 +68,6 @@ pub struct World {
     group: Group,
     /// `None` in a world of one process, or of threads.
     link: Option<Link>,
-    local_rank: usize,
     closed: bool,
 }
 
@@ -76,11 +75,11 @@ impl World {
     /// A world of one process.
     pub fn single() -> Self {
         let health = Arc::new(Health::new(WorldOptions::default().on_fault));
-        Self::of(Group::single("world", health), None, 0)
+        Self::of(Group::single("world", health), None)
     }
 
-    fn of(group: Group, link: Option<Link>, local_rank: usize) -> Self {
-        World { group, link, local_rank, closed: false }
+    fn of(group: Group, link: Option<Link>) -> Self {
+        World { group, link, closed: false }
     }
 
     /// `size` worlds, for threads as the ranks of a job; when a thread drops its world or panics,
@@ -93,9 +92,9 @@ impl World {
         let health = |_| Arc::new(Health::new(WorldOptions::default().on_fault));
         let healths: Vec<Arc<Health>> = (0..size).map(health).collect();
         let members = threads::group(healths.iter().cloned());
-        let worlds = members.into_iter().zip(healths).enumerate();
-        let group = |(member, health)| Group::new("world", member, health);
-        worlds.map(|(rank, world)| Self::of(group(world), None, rank)).collect()
+        let worlds = members.into_iter().zip(healths);
+        let world = |(member, health)| Self::of(Group::new("world", member, health), None);
+        worlds.map(world).collect()
     }
 
     /// Connects to the other processes of the job, and starts the engine for these buffers. A job
@@ -166,9 +165,9 @@ impl World {
             on_fault,
         } = options;
         let health = Arc::new(Health::new(on_fault));
-        let Launch { rank, size, local_rank, .. } = *launch;
+        let Launch { rank, size, .. } = *launch;
         if size == 1 {
-            return Ok(Self::of(Group::single("world", health), None, local_rank));
+            return Ok(Self::of(Group::single("world", health), None));
         }
         let address = launch.rendezvous.as_ref().ok_or_else(|| {
             Error::Call(format!("{size} ranks have no address to meet at: give one"))
@@ -186,7 +185,7 @@ impl World {
         match engine(launch, &payload, Arc::clone(&health)) {
             Ok(engine) => {
                 let group = Group::new("world", Member { engine, rank, size }, health);
-                Ok(Self::of(group, Some(link), local_rank))
+                Ok(Self::of(group, Some(link)))
             }
             Err(error) => {
                 link.fail(&error.to_string());
@@ -208,11 +207,6 @@ impl World {
     /// The number of ranks.
     pub fn size(&self) -> usize {
         self.group.size()
-    }
-
-    /// This process's rank on its machine.
-    pub fn local_rank(&self) -> usize {
-        self.local_rank
     }
 
     /// Ends the job without an error: waits until every rank has called it. The caller has dropped

@@ -112,11 +112,6 @@ impl GuardState {
         Limits { loss: limit(&self.losses), grad_norm: limit(&self.grad_norms) }
     }
 
-    /// Counts a step without a target, which says nothing about the model.
-    pub fn count_without_targets(&mut self) {
-        self.skipped += 1;
-    }
-
     /// Counts a step. The medians need its values only with a `factor` above 0.
     pub fn count(&mut self, skipped: bool, loss: f64, grad_norm: f64, factor: f64) {
         if skipped {

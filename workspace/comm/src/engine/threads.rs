@@ -121,6 +121,14 @@ fn not_host_memory(operation: &'static str) -> Error {
     failed(operation, "the buffer is in GPU memory: groups of threads transfer host memory only")
 }
 
+/// A call without a reduction or a root, and the elements in host memory.
+fn call<'a>(operation: &'static str, region: RegionMut<'a>) -> Result<(Call, &'a mut [u8])> {
+    let RegionMut { dtype, len, location: LocationMut::Host(elements) } = region else {
+        return Err(not_host_memory(operation));
+    };
+    Ok((Call { operation, dtype, len, reduce: None, root: None }, elements))
+}
+
 fn left(rank: usize) -> Error {
     Error::Call(format!("rank {rank} left the group while other ranks waited for it"))
 }
@@ -207,34 +215,25 @@ fn describe(call: Option<&Call>) -> String {
 
 impl Engine for Threads {
     fn all_reduce(&self, region: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
-        let RegionMut { dtype, len, location: LocationMut::Host(out) } = region else {
-            return Err(not_host_memory("all_reduce"));
-        };
-        let call = Call { operation: "all_reduce", dtype, len, reduce: Some(how), root: None };
-        let gathered = self.exchange(call, out)?;
-        reduce(dtype, how, out, self.shared.size, |rank| Some(gathered.contribution(rank)));
+        let (call, out) = call("all_reduce", region)?;
+        let gathered = self.exchange(Call { reduce: Some(how), ..call }, out)?;
+        reduce(call.dtype, how, out, self.shared.size, |rank| Some(gathered.contribution(rank)));
         Ok(None)
     }
 
     fn reduce_scatter(&self, whole: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
-        let RegionMut { dtype, len, location: LocationMut::Host(out) } = whole else {
-            return Err(not_host_memory("reduce_scatter"));
-        };
-        let call = Call { operation: "reduce_scatter", dtype, len, reduce: Some(how), root: None };
+        let (call, out) = call("reduce_scatter", whole)?;
         let size = self.shared.size;
         let own = out.len() / size * self.rank..out.len() / size * (self.rank + 1);
-        let gathered = self.exchange(call, out)?;
-        reduce(dtype, how, &mut out[own.clone()], size, |rank| {
+        let gathered = self.exchange(Call { reduce: Some(how), ..call }, out)?;
+        reduce(call.dtype, how, &mut out[own.clone()], size, |rank| {
             Some(&gathered.contribution(rank)[own.clone()])
         });
         Ok(None)
     }
 
     fn all_gather(&self, whole: RegionMut<'_>) -> Result<Ticket> {
-        let RegionMut { dtype, len, location: LocationMut::Host(out) } = whole else {
-            return Err(not_host_memory("all_gather"));
-        };
-        let call = Call { operation: "all_gather", dtype, len, reduce: None, root: None };
+        let (call, out) = call("all_gather", whole)?;
         let chunk = out.len() / self.shared.size;
         let gathered = self.exchange(call, &out[chunk * self.rank..chunk * (self.rank + 1)])?;
         for rank in 0..self.shared.size {
@@ -244,12 +243,9 @@ impl Engine for Threads {
     }
 
     fn broadcast(&self, region: RegionMut<'_>, root: usize) -> Result<Ticket> {
-        let RegionMut { dtype, len, location: LocationMut::Host(out) } = region else {
-            return Err(not_host_memory("broadcast"));
-        };
-        let call = Call { operation: "broadcast", dtype, len, reduce: None, root: Some(root) };
+        let (call, out) = call("broadcast", region)?;
         let contribution: &[u8] = if root == self.rank { out } else { &[] };
-        let gathered = self.exchange(call, contribution)?;
+        let gathered = self.exchange(Call { root: Some(root), ..call }, contribution)?;
         out.copy_from_slice(gathered.contribution(root));
         Ok(None)
     }

@@ -39,6 +39,10 @@ fn verify(prefix: &Path) -> Verification {
     found
 }
 
+fn problems_with(prefix: &Path, vocabulary: Option<u64>, end_of_text: Option<u32>) -> Vec<Problem> {
+    Verify { prefix, vocabulary, end_of_text }.run(&mut |_, _| ()).unwrap().problems
+}
+
 /// Kind, count and first document of each problem.
 fn kinds(prefix: &Path) -> Vec<(ProblemKind, u64, Option<u64>)> {
     let problems = verify(prefix).problems.into_iter();
@@ -84,8 +88,7 @@ fn documents_tell_how_the_file_was_made() {
     ] {
         assert!(messages.contains(part), "{messages}");
     }
-    let verify = Verify { prefix: &prefix, vocabulary: None, end_of_text: Some(2) };
-    let problems = verify.run(&mut |_, _| ()).unwrap().problems;
+    let problems = problems_with(&prefix, None, Some(2));
     assert_eq!((problems[0].count, problems[0].document), (4, Some(0)));
     assert!(problems[0].message.contains("with </s>, of id 2, first"), "{}", problems[0].message);
 }
@@ -103,8 +106,7 @@ fn ids_outside_the_vocabulary_are_counted() {
     assert_eq!((found.problems[1].kind, found.problems[1].count), (ProblemKind::Ids, 2));
     let part = ".bin: the ids of 2 of 9 tokens are outside the vocabulary of 10, first 10, token 4, in document 1";
     assert!(found.problems[1].message.ends_with(part), "{}", found.problems[1].message);
-    let verify = Verify { prefix: &prefix, vocabulary: Some(11), end_of_text: None };
-    let problems = verify.run(&mut |_, _| ()).unwrap().problems;
+    let problems = problems_with(&prefix, Some(11), None);
     assert_eq!((problems[1].kind, problems[1].count), (ProblemKind::Ids, 1));
     assert_eq!(problems[1].document, Some(2));
 }
@@ -114,11 +116,10 @@ fn a_large_document_is_read_by_several_threads() {
     let mut large = vec![1; 3 << 20];
     large[(2 << 20) + 5] = 9;
     let (_dir, prefix) = written(&[&[2, END], &large]);
-    let verify = Verify { prefix: &prefix, vocabulary: Some(9), end_of_text: None };
-    let problems = verify.run(&mut |_, _| ()).unwrap().problems;
+    let problems = problems_with(&prefix, Some(9), None);
     assert_eq!((problems[0].kind, problems[0].count), (ProblemKind::Ids, 2));
     change(&prefix, ".bin", |bytes| bytes[2] = 0);
-    let problems = verify.run(&mut |_, _| ()).unwrap().problems;
+    let problems = problems_with(&prefix, Some(9), None);
     let ids = problems.iter().find(|problem| problem.kind == ProblemKind::Ids).unwrap();
     let part = format!("first 9, token {}, in document 1", (2 << 20) + 5 + 2);
     assert!(ids.message.ends_with(&part), "{}", ids.message);
@@ -126,25 +127,22 @@ fn a_large_document_is_read_by_several_threads() {
 
 #[test]
 fn damaged_tables_are_found() {
-    let tables = |found: Vec<(ProblemKind, u64, Option<u64>)>| {
-        assert_eq!(found, [(ProblemKind::Tables, 1, None)]);
-    };
-    let (_dir, prefix) = sound();
-    change(&prefix, ".idx", |bytes| bytes.truncate(bytes.len() - 3));
-    tables(kinds(&prefix));
-    let (_dir, prefix) = sound();
-    change(&prefix, ".idx", Vec::clear);
-    tables(kinds(&prefix));
-    let (_dir, prefix) = sound();
-    change(&prefix, ".bin", |bytes| bytes.truncate(17));
-    tables(kinds(&prefix));
     // The second of three offsets, after the header and three lengths.
-    let offset = 34 + 3 * 4 + 8;
+    const OFFSET: usize = 34 + 3 * 4 + 8;
+    type Damage = fn(&mut Vec<u8>);
+    let damages: [(&str, Damage); 4] = [
+        (".idx", |bytes| bytes.truncate(bytes.len() - 3)),
+        (".idx", Vec::clear),
+        (".bin", |bytes| bytes.truncate(17)),
+        (".idx", |bytes| bytes[OFFSET + 7] = 128),
+    ];
+    for (ending, damage) in damages {
+        let (_dir, prefix) = sound();
+        change(&prefix, ending, damage);
+        assert_eq!(kinds(&prefix), [(ProblemKind::Tables, 1, None)]);
+    }
     let (_dir, prefix) = sound();
-    change(&prefix, ".idx", |bytes| bytes[offset + 7] = 128);
-    tables(kinds(&prefix));
-    let (_dir, prefix) = sound();
-    change(&prefix, ".idx", |bytes| bytes[offset] = 4);
+    change(&prefix, ".idx", |bytes| bytes[OFFSET] = 4);
     let found = kinds(&prefix);
     assert_eq!(found[..2], [(ProblemKind::Offsets, 2, None), (ProblemKind::Record, 1, None)]);
     let message = &verify(&prefix).problems[0].message;
