@@ -1,6 +1,6 @@
 """Writes the logits of small random Qwen3 models, computed by Hugging Face's transformers.
 
-    peer-venv/bin/python tools/peer/qwen3_logits.py > workspace/model/tests/qwen3_logits.json
+    peer-venv/bin/python tools/peer/qwen3_logits.py > workspace/model/tests/model/qwen3_logits.json
 
 The weights are those of `moh_model::initial::initialize`, norms moved to be around 1, so that the file
 holds configurations, token ids and logits alone.
