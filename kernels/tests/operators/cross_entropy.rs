@@ -57,6 +57,21 @@ type Found<T, G> = (Vec<f64>, Vec<T>, Vec<G>);
 
 impl<T: Element> Head<T> {
     pub fn new(shape: HeadShape, teacher: Option<Teacher>, random: &mut Random) -> Self {
+        let head = Self::without_targets(shape, teacher, random);
+        head.with_targets(random)
+    }
+
+    fn with_targets(self, random: &mut Random) -> Self {
+        let HeadShape { tokens, vocab_size, .. } = self.shape;
+        let mut target = || match random.below(4) {
+            0 => IGNORED,
+            _ => random.below(vocab_size) as u32,
+        };
+        let targets = (0..tokens).map(|_| target()).collect();
+        Head { targets, ..self }
+    }
+
+    fn without_targets(shape: HeadShape, teacher: Option<Teacher>, random: &mut Random) -> Self {
         let HeadShape { tokens, width, vocab_size, .. } = shape;
         let teachers_width = teacher.map_or(0, |teacher| teacher.width);
         Head {
@@ -66,12 +81,7 @@ impl<T: Element> Head<T> {
             teacher,
             teachers_x: random.elements(tokens * teachers_width),
             teachers_weight: random.elements(vocab_size * teachers_width),
-            targets: (0..tokens)
-                .map(|_| match random.below(4) {
-                    0 => IGNORED,
-                    _ => random.below(vocab_size) as u32,
-                })
-                .collect(),
+            targets: Vec::new(),
             scales: [SCALE, TEACHER_SCALE],
             before: [2.0, 3.0],
         }
@@ -149,8 +159,9 @@ fn agrees<B: Backend, T: Element, G: Element>(
 ) {
     let HeadShape { tokens, width, vocab_size, .. } = shape;
     let mut random = Random(seed);
-    let head = Head::<T>::new(shape, teacher, &mut random);
+    let head = Head::<T>::without_targets(shape, teacher, &mut random);
     let before: Vec<G> = random.elements(head.weight.len());
+    let head = head.with_targets(&mut random);
     let run = |gradients| head.run::<_, G>(device, None, gradients).unwrap();
     let (loss_alone, ..) = run(None);
     let (losses, d_x, d_weight) = run(Some((&before, Accumulation::Add)));
