@@ -237,7 +237,7 @@ fn rows_of_the_heads_give_the_losses_and_their_gradients_in_parts() {
 }
 
 proptest! {
-    #![proptest_config(cases(36))]
+    #![proptest_config(cases(48))]
 
     #[test]
     fn any_division_routes_alike(
