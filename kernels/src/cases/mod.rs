@@ -6,8 +6,8 @@
 //! key/value heads of 128. A GPU's shapes are those of LLaMA-3-8B ([`Sizes::LLAMA_8B`]). Attention in
 //! generation has contexts of 16,384 tokens.
 
-/// A case that creates these buffers and runs an operator on views of them, to `read` or `write`, or on what is no buffer
-/// itself.
+/// Builds a case, which creates buffers and runs an operator on them. `read` and `write` pass a view of a buffer; `own`
+/// passes a mutable reference to a value that is not a buffer.
 macro_rules! case {
     ($name:expr, $work:expr, |$backend:ident| [
         $($access:ident $buffer:ident = $new:expr),+ $(,)?

@@ -106,8 +106,8 @@ pub enum KeyValues<'a, M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> KeyValues<'_, M, T> {
-    /// Checks the lengths. `blocks` is the number of blocks that the table's entries refer to, if the
-    /// host can read them; else that of the longest sequence, which has none twice.
+    /// Checks the lengths. `blocks` is the number of blocks that the table's entries refer to; `None` if the host cannot
+    /// read the table. The keys and values must then hold the blocks of one sequence, which are all different.
     fn check(
         &self,
         operator: &'static str,
@@ -215,7 +215,7 @@ pub struct AttentionForward<'a, M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> AttentionForward<'_, M, T> {
-    /// Checks the lengths; `blocks` is that of [`KeyValues::check`].
+    /// Checks the lengths. `blocks` has the meaning that it has in [`KeyValues::check`].
     fn check(&self, blocks: Option<usize>) -> Result<()> {
         const OPERATOR: &str = "attention_forward";
         let AttentionForward { args, queries, key_values, out, log_sum_exp } = self;

@@ -75,7 +75,7 @@ pub(super) fn blocks_of(span: &Span, block_length: usize) -> Range<usize> {
     span.first_block..span.first_block + end.div_ceil(block_length)
 }
 
-/// Causal attention of the new tokens of a sequence, which are some of those of the pass.
+/// Returns the arguments of causal attention for one sequence: `span` selects its new tokens among the tokens of the pass.
 pub(super) fn args_of<'v, 'a: 'v, M: Memory>(
     shape: &QkvShape,
     selection: Option<Selection<'a, M>>,
