@@ -59,6 +59,6 @@ fn case<B: Backend, T: Element>(shape: QkvShape, active: usize) -> Case<B> {
         shape: &shape,
         sequences: &std::array::from_fn::<_, SEQUENCES, _>(span),
         selection: Some(Selection { shared_heads: 0, routed, weights: None }),
-        qkv, keys, values, block_table, generated, block_length: BLOCK_LENGTH, out, log_sum_exp,
+        score_factor: 1.0, qkv, keys, values, block_table, generated, block_length: BLOCK_LENGTH, out, log_sum_exp,
     }))
 }

@@ -1,7 +1,7 @@
 //! Attention of sequences of different lengths against its reference, and that no sequence depends on the
 //! others, nor on how its prompt is divided.
 
-use crate::reference::operators;
+use crate::reference::operators::{self, SCORE_FACTOR};
 use crate::reference::{
     F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, garbage, place, tensor,
     tolerance, upload,
@@ -113,6 +113,7 @@ fn run<B: Backend, T: Element>(
             routed: B::whole(&routed),
             weights: weighted.then(|| B::whole(&weights)),
         }),
+        score_factor: SCORE_FACTOR,
         qkv: B::whole(&qkv),
         keys: B::whole(&keys),
         values: B::whole(&values),
@@ -263,6 +264,7 @@ fn sequences_that_do_not_fit_are_refused() {
             shape: &shape,
             sequences,
             selection: None,
+            score_factor: 1.0,
             qkv: &qkv,
             keys: &keys,
             values: &keys,

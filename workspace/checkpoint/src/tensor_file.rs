@@ -83,7 +83,7 @@ impl OpenFile {
     fn open(path: &Path) -> Result<Self, ReadError> {
         let io = ReadError::io(path);
         let refuse = |reason: String| ReadError::damaged(path, reason);
-        let mut file = File::open(path).map_err(&io)?;
+        let mut file = moh_files::open(path).map_err(&io)?;
         let length = file.metadata().map_err(&io)?.len();
         let mut head = [0u8; 8];
         file.read_exact(&mut head).map_err(&io)?;

@@ -9,7 +9,7 @@ use candle_transformers::models::llama::{Cache, Config, Llama, Llama3RopeConfig,
 use candle_transformers::models::qwen3;
 use moh_kernels::open_device::available_memory;
 use moh_model::tensors::tensor_shapes;
-use moh_model::{Architecture, ModelConfig};
+use moh_model::{Architecture, ModelConfig, RopeScaling};
 
 use crate::Error;
 
@@ -23,10 +23,11 @@ pub(crate) fn obstacle(config: &ModelConfig) -> Option<&'static str> {
         Architecture::Llama if other_width => {
             return Some("head_dim is not hidden_size / num_attention_heads");
         }
-        Architecture::Qwen3 if config.rope.scaling.is_some() => {
-            return Some("the model scales RoPE");
-        }
         Architecture::Llama | Architecture::Qwen3 => {}
+    }
+    match (config.rope.scaling, config.architecture) {
+        (None, _) | (Some(RopeScaling::Llama3(_)), Architecture::Llama) => {}
+        _ => return Some("the model scales RoPE"),
     }
     let bytes = config.num_parameters().saturating_mul(4);
     match available_memory() {
@@ -94,13 +95,16 @@ fn llama_config(config: &ModelConfig, positions: usize) -> Config {
         rope_theta: config.rope.theta as f32,
         bos_token_id: config.bos_token_id,
         eos_token_id: None,
-        rope_scaling: config.rope.scaling.map(|scaling| Llama3RopeConfig {
-            factor: scaling.factor as f32,
-            low_freq_factor: scaling.low_freq_factor as f32,
-            high_freq_factor: scaling.high_freq_factor as f32,
-            original_max_position_embeddings: scaling.original_max_position_embeddings,
-            rope_type: Llama3RopeType::Llama3,
-        }),
+        rope_scaling: match config.rope.scaling {
+            Some(RopeScaling::Llama3(scaling)) => Some(Llama3RopeConfig {
+                factor: scaling.factor as f32,
+                low_freq_factor: scaling.low_freq_factor as f32,
+                high_freq_factor: scaling.high_freq_factor as f32,
+                original_max_position_embeddings: scaling.original_max_position_embeddings,
+                rope_type: Llama3RopeType::Llama3,
+            }),
+            _ => None,
+        },
         max_position_embeddings: positions,
         tie_word_embeddings: config.tie_word_embeddings,
     }

@@ -8,7 +8,7 @@ use memmap2::Mmap;
 use crate::{Error, Result};
 
 pub(crate) fn map(path: &Path) -> Result<Mmap> {
-    let file = File::open(path).map_err(Error::io(path, "read"))?;
+    let file = moh_files::open(path).map_err(Error::io(path, "read"))?;
     let kind = file.metadata().map_err(Error::io(path, "read"))?;
     if !kind.is_file() {
         return Err(Error::token_file(path, "not a regular file"));

@@ -1,16 +1,37 @@
 //! Files of other people, which are not read beyond a limit.
 
-use std::fs::File;
-use std::io::{ErrorKind, Read as _};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read as _};
+#[cfg(unix)]
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
-use crate::{FileError, io, unusable};
+use crate::{FileError, unusable};
+
+/// Opens a file. A pipe with a name, whose reader would wait until somebody writes, is an error; one of this process, as
+/// a shell makes for `<(command)`, is not.
+pub fn open(path: &Path) -> io::Result<File> {
+    let is_own = path.starts_with("/dev") || path.starts_with("/proc");
+    #[cfg(unix)]
+    if !is_own && fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo()) {
+        return Err(io::Error::new(ErrorKind::InvalidInput, "is a pipe, expected a file"));
+    }
+    File::open(path).map_err(|error| {
+        match error.kind() == ErrorKind::NotFound && path.is_symlink() {
+            true => {
+                io::Error::other("is a link to a file that is missing: download or copy that again")
+            }
+            false => error,
+        }
+    })
+}
 
 /// The bytes of a file of at most `most`; `kind` names such a file in the message of a larger one, as in "a recipe".
 pub fn read_bounded(path: &Path, most: u64, kind: &str) -> Result<Vec<u8>, FileError> {
     let mut bytes = Vec::new();
-    let file = File::open(path).map_err(io(path))?;
-    let read = file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(io(path))?;
+    let file = open(path).map_err(crate::io(path))?;
+    let read =
+        file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(crate::io(path))?;
     match read as u64 > most {
         true => Err(unusable(path, format!("more than {most} bytes: {kind} has at most {most}"))),
         false => Ok(bytes),
@@ -64,5 +85,19 @@ mod tests {
         assert!(read_bounded(&path, 4, "a file").is_err());
         assert_eq!(read_bounded_if_any(&path, 4, "a file").unwrap(), None);
         assert!(read_bounded_if_any(dir.path(), 4, "a file").is_err());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_pipe_is_not_waited_for_and_a_link_to_nothing_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pipe");
+        std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        let message = read_bounded(&path, 4, "a file").unwrap_err().to_string();
+        assert!(message.ends_with("pipe: is a pipe, expected a file"), "{message}");
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink("nowhere", &link).unwrap();
+        let message = read_bounded(&link, 4, "a file").unwrap_err().to_string();
+        assert!(message.contains("link: is a link to a file that is missing"), "{message}");
     }
 }

@@ -1,22 +1,22 @@
 //! `config.json`, read and written.
 //!
 //! Every field is kept in its order, so that a converted model differs from its source only in what
-//! conversion changes. Both styles are read: `rope_theta` + `rope_scaling` (transformers 4) and
-//! `rope_parameters` (transformers 5), beside which `rope_theta` is written too where it says all; what Hugging Face's configuration would do differently from
-//! this program (biases, sliding windows, other activations, other RoPE types, quantised weights)
-//! is refused.
+//! conversion changes. What transformers would compute differently from this program (biases, sliding windows, other
+//! activations, quantised weights) is refused, by one list of keys.
 
 mod architecture;
 pub(crate) mod fields;
+mod keys;
 mod parse;
+mod rope;
 
 use std::path::Path;
 
 use moh_kernels::DType;
-use moh_model::{Llama3Scaling, ModelConfig};
+use moh_model::ModelConfig;
 use serde_json::{Map, Value, json};
 
-use crate::Error;
+use crate::{Error, other_formats};
 use architecture::{Kind, own_fields};
 use fields::{Fields, kind};
 
@@ -44,7 +44,13 @@ pub struct ConfigFile {
 impl ConfigFile {
     /// Reads `config.json`; `path` is the file or the model directory that holds it.
     pub fn read(path: &Path) -> Result<Self, Error> {
-        let path = &if path.is_dir() { path.join(CONFIG_FILE) } else { path.to_path_buf() };
+        let file = path.join(CONFIG_FILE);
+        if path.is_dir() && !file.exists() && !file.is_symlink() {
+            let other = other_formats::of_directory(path);
+            let reason = other.unwrap_or(format!("has no {CONFIG_FILE}, so it is not a model"));
+            return Err(Error::file(path, reason));
+        }
+        let path = if path.is_dir() { &file } else { path };
         Self::from_value(Value::Object(read_object(path)?), path)
     }
 
@@ -112,12 +118,7 @@ impl ConfigFile {
             }
             None => {}
         }
-        // Readers that know the older style alone, such as mistral.rs, look for the base of RoPE there.
-        if fields.get("rope_parameters").is_some_and(Value::is_object)
-            && config.rope.scaling.is_none()
-        {
-            fields.insert("rope_theta".to_string(), json!(config.rope.theta));
-        }
+        rope::write(&mut fields, &config.rope);
         if let Some(dtype) = dtype {
             let known = ["dtype", "torch_dtype"].map(|key| (key, fields.contains_key(key)));
             let default =
@@ -171,23 +172,13 @@ fn new_fields(config: &ModelConfig) -> Vec<(&'static str, Value)> {
         ("num_hidden_layers", json!(config.num_hidden_layers)),
         ("num_key_value_heads", json!(config.num_key_value_heads)),
         ("rms_norm_eps", json!(config.rms_norm_eps)),
-        ("rope_scaling", config.rope.scaling.map_or(Value::Null, scaling_json)),
+        ("rope_scaling", config.rope.scaling.as_ref().map_or(Value::Null, rope::to_json)),
         ("rope_theta", json!(config.rope.theta)),
         ("tie_word_embeddings", json!(config.tie_word_embeddings)),
         ("use_cache", json!(true)),
         ("vocab_size", json!(config.vocab_size)),
     ]);
     fields
-}
-
-fn scaling_json(scaling: Llama3Scaling) -> Value {
-    json!({
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    })
 }
 
 #[cfg(test)]

@@ -36,6 +36,7 @@ pub mod hub;
 pub mod hub_cache;
 pub mod model_card;
 pub mod model_directory;
+mod other_formats;
 mod stored_model;
 mod transformers_code;
 pub mod weight_files;

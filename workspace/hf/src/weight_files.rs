@@ -19,6 +19,7 @@ use safetensors::tensor::{Metadata, SafeTensorError, TensorInfo};
 use serde_json::Value;
 
 use crate::Error;
+use crate::other_formats::{self, ADAPTER_FILE};
 
 /// Name of a single weight file.
 pub const WEIGHTS_FILE: &str = "model.safetensors";
@@ -128,6 +129,14 @@ impl WeightFiles {
     pub fn open(dir: &Path) -> Result<Self, Error> {
         let single = dir.join(WEIGHTS_FILE);
         let index = dir.join(INDEX_FILE);
+        let has_model = [&single, &index].iter().any(|file| file.exists());
+        if has_model && dir.join(ADAPTER_FILE).exists() {
+            let reason = format!(
+                "has {ADAPTER_FILE} beside a model, so that transformers loads that adapter's base instead: remove the \
+                 adapter, or merge it in PEFT by merge_and_unload()"
+            );
+            return refuse(dir, reason);
+        }
         if single.is_file() {
             let mut files = WeightFiles::empty(single.clone());
             files.add_shard(single, None)?;
@@ -139,18 +148,14 @@ impl WeightFiles {
         if !dir.is_dir() {
             return refuse(dir, "is not a directory");
         }
-        let has_pickles = std::fs::read_dir(dir).is_ok_and(|entries| {
-            entries.flatten().any(|entry| {
-                let path = entry.path();
-                path.extension().is_some_and(|ext| ext == "bin" || ext == "pth" || ext == "pt")
-            })
-        });
-        let advice = if has_pickles {
-            "; its PyTorch weights (.bin, .pth) must be saved as safetensors first"
-        } else {
-            ""
-        };
-        refuse(dir, format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}{advice}"))
+        for link in [&single, &index] {
+            // A link without its file.
+            if link.is_symlink() {
+                moh_files::open(link).map_err(moh_files::io(link))?;
+            }
+        }
+        let other = other_formats::of_directory(dir);
+        refuse(dir, other.unwrap_or(format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")))
     }
 
     fn empty(path: PathBuf) -> Self {
@@ -165,6 +170,9 @@ impl WeightFiles {
         let mut files = WeightFiles::empty(index.clone());
         for name in names {
             let path = dir.join(name);
+            if path.is_symlink() {
+                moh_files::open(&path).map_err(moh_files::io(&path))?;
+            }
             if !path.is_file() {
                 return refuse(&index, format!("names the shard {name}, which is missing"));
             }
@@ -190,7 +198,7 @@ impl WeightFiles {
         index: Option<(&String, &HashMap<String, String>)>,
     ) -> Result<(), Error> {
         let io = |source| Error::from(moh_files::io(&path)(source));
-        let file = File::open(&path).map_err(io)?;
+        let file = moh_files::open(&path).map_err(io)?;
         let map = map(&file).map_err(io)?;
         if map.starts_with(LFS_POINTER) {
             let reason =
@@ -259,10 +267,11 @@ impl WeightFiles {
     }
 
     fn find(&self, name: &str) -> Result<&Tensor, Error> {
-        match self.by_name.get(name) {
-            Some(&index) => Ok(&self.tensors[index]),
-            None => refuse(&self.path, format!("{name} is missing")),
+        if let Some(&index) = self.by_name.get(name) {
+            return Ok(&self.tensors[index]);
         }
+        let other = self.names().find_map(other_formats::of_tensor);
+        refuse(&self.path, other.unwrap_or(format!("{name} is missing")))
     }
 
     /// The file of a tensor, for messages.

@@ -44,13 +44,55 @@ pub struct ModelConfig {
     pub moh: Option<MohConfig>,
 }
 
-/// Rotary position embedding: `theta`, and Llama 3's scaling if the model uses it.
+/// Rotary position embedding.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeConfig {
     /// Base of the geometric sequence of wavelengths.
     pub theta: f64,
-    /// `rope_type = "llama3"`.
-    pub scaling: Option<Llama3Scaling>,
+    /// How frequencies differ from powers of `theta`; `None` for `rope_type = "default"`.
+    pub scaling: Option<RopeScaling>,
+}
+
+impl RopeConfig {
+    /// The factor of attention scores beside 1 / sqrt(head_dim). Queries and keys, which the factor of YaRN multiplies
+    /// each in other implementations, keep their norms.
+    pub fn score_factor(&self) -> f32 {
+        match self.scaling {
+            Some(RopeScaling::Yarn(yarn)) => yarn.attention_factor.powi(2) as f32,
+            _ => 1.0,
+        }
+    }
+}
+
+/// A scaling of the frequencies.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// Divides all of them (`rope_type = "linear"`).
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// That of Llama 3.1 and later.
+    Llama3(Llama3Scaling),
+    /// That of long contexts of Qwen3.
+    Yarn(YarnScaling),
+}
+
+/// YaRN (Peng et al., arXiv 2309.00071; `rope_type = "yarn"`).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct YarnScaling {
+    /// Divisor of the low frequencies.
+    pub factor: f64,
+    /// Context length before scaling, in tokens.
+    pub original_max_position_embeddings: usize,
+    /// Frequencies that turn more often within the original length are unchanged.
+    pub beta_fast: f64,
+    /// Frequencies that turn less often are divided by `factor`.
+    pub beta_slow: f64,
+    /// Factor of rotated queries and of rotated keys.
+    pub attention_factor: f64,
+    /// Whether the range of pairs between the two is widened to whole pairs.
+    pub truncate: bool,
 }
 
 /// The frequency scaling of Llama 3.1 and later (`rope_type = "llama3"`).

@@ -89,7 +89,9 @@ pub use block_pass::{
     BlockOutput, BlockPass, EndsPass, block_alone, ends_alone, most_windows, pass_alone,
     windows_of_pass,
 };
-pub use config::{LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig};
+pub use config::{
+    LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RopeScaling, YarnScaling,
+};
 pub use error::Error;
 pub use generation::{BatchGenerator, BatchOptions, Chunk, Generator, PassHeads, SequenceId};
 pub use head_counts::HeadCounts;

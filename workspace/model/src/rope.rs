@@ -2,16 +2,42 @@
 
 use std::f64::consts::TAU;
 
-use crate::{Llama3Scaling, RopeConfig};
+use crate::{Llama3Scaling, RopeConfig, RopeScaling, YarnScaling};
 
 /// Frequencies of the `head_dim / 2` pairs, in radians per position.
 pub fn frequencies(rope: &RopeConfig, head_dim: usize) -> Vec<f64> {
-    (0..head_dim / 2)
-        .map(|pair| {
-            let frequency = rope.theta.powf(-(2.0 * pair as f64) / head_dim as f64);
-            rope.scaling.map_or(frequency, |scaling| scaled(frequency, &scaling))
-        })
-        .collect()
+    let frequency = |pair: usize| rope.theta.powf(-(2.0 * pair as f64) / head_dim as f64);
+    let frequencies = (0..head_dim / 2).map(frequency);
+    match rope.scaling {
+        None => frequencies.collect(),
+        Some(RopeScaling::Linear { factor }) => frequencies.map(|f| f / factor).collect(),
+        Some(RopeScaling::Llama3(scaling)) => frequencies.map(|f| scaled(f, &scaling)).collect(),
+        Some(RopeScaling::Yarn(yarn)) => {
+            let [low, high] = interpolated_pairs(&yarn, rope.theta, head_dim);
+            let share = |pair: usize| ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0);
+            let pairs = frequencies.enumerate();
+            pairs.map(|(pair, f)| blended(f, yarn.factor, 1.0 - share(pair))).collect()
+        }
+    }
+}
+
+/// The pairs, as fractions of them, below which YaRN keeps frequencies and above which it divides them (section 3.2 of
+/// the paper, by numbers of turns within the original length).
+fn interpolated_pairs(yarn: &YarnScaling, theta: f64, head_dim: usize) -> [f64; 2] {
+    let original = yarn.original_max_position_embeddings as f64;
+    let pair = |turns: f64| head_dim as f64 * (original / (turns * TAU)).ln() / (2.0 * theta.ln());
+    let (mut low, mut high) = (pair(yarn.beta_fast), pair(yarn.beta_slow));
+    if yarn.truncate {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
+    // As transformers does where both are the same.
+    [low, if low == high { high + 0.001 } else { high }]
+}
+
+/// `share` of a frequency, and the rest of it divided by `factor`.
+fn blended(frequency: f64, factor: f64, share: f64) -> f64 {
+    (1.0 - share) * frequency / factor + share * frequency
 }
 
 /// Llama 3.1's scaling: long wavelengths are multiplied by `factor`, short ones are unchanged, and
@@ -26,7 +52,7 @@ fn scaled(frequency: f64, scaling: &Llama3Scaling) -> f64 {
     } else {
         let share = (turns - scaling.low_freq_factor)
             / (scaling.high_freq_factor - scaling.low_freq_factor);
-        (1.0 - share) * frequency / scaling.factor + share * frequency
+        blended(frequency, scaling.factor, share)
     }
 }
 
@@ -57,6 +83,35 @@ mod tests {
         assert_eq!(scaled(long, &scaling), long / 8.0);
         let expected = between * (2.0 / 3.0 / 8.0 + 1.0 / 3.0);
         assert!((scaled(between, &scaling) - expected).abs() < 1e-18);
+    }
+
+    /// transformers 5.24.0, `_compute_yarn_parameters` with head_dim 16, in f32.
+    #[test]
+    fn yarn_keeps_fast_pairs_divides_slow_ones_and_blends_between() {
+        let yarn = YarnScaling {
+            factor: 4.0,
+            original_max_position_embeddings: 4096,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: 1.25,
+            truncate: true,
+        };
+        let of = |yarn| {
+            let rope = RopeConfig { theta: 1e4, scaling: Some(RopeScaling::Yarn(yarn)) };
+            (frequencies(&rope, 16), rope.score_factor())
+        };
+        assert_eq!(of(yarn).1, 1.5625);
+        let ends = |between: [f64; 3]| {
+            [[1.0, 0.3162278, 0.1], between, [0.00025, 7.905695e-05, 0.0]].concat()
+        };
+        for (truncate, between) in [
+            (true, [0.02569351, 0.00625, 0.001383497]),
+            (false, [0.02861361, 0.006556971, 0.001285632]),
+        ] {
+            let found = of(YarnScaling { truncate, ..yarn }).0;
+            let close = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-6 * b;
+            assert!(found.iter().zip(&ends(between)).all(close), "{found:?}");
+        }
     }
 
     #[test]

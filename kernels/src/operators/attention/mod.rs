@@ -1,12 +1,12 @@
 //! Attention over the heads that a token selected, grouped-query, with the softmax of scaled
-//! scores: O = softmax(q k^T / sqrt(D)) v.
+//! scores: O = softmax(f q k^T / sqrt(D)) v, with a factor f that is 1 for most models.
 //!
 //! For each key/value head the selected (token, query head) rows are packed in token order, so
 //! work is proportional to the number of selected rows; dense attention is the case in which
 //! every row is selected. Keys and values exist for every token.
 //!
 //! Backward, with P the probabilities, dP = dO v^T and delta = sum(P dP) = `<dO, O>`:
-//! dS = P (dP - delta), dq = dS k / sqrt(D), dk = dS^T q / sqrt(D), dv = P^T dO.
+//! dS = P (dP - delta), dq = f dS k / sqrt(D), dk = f dS^T q / sqrt(D), dv = P^T dO.
 
 pub(crate) mod cpu;
 #[cfg(gpu)]
@@ -160,6 +160,8 @@ pub struct AttentionArgs<'a, M: Memory> {
     pub document_start: Option<View<'a, M, u32>>,
     /// The heads that each token computes; all if `None`.
     pub selection: Option<Selection<'a, M>>,
+    /// The factor of the scores beside 1 / sqrt(D).
+    pub score_factor: f32,
 }
 
 impl<M: Memory> AttentionArgs<'_, M> {
@@ -171,12 +173,13 @@ impl<M: Memory> AttentionArgs<'_, M> {
             query_offset: 0,
             document_start: None,
             selection: None,
+            score_factor: 1.0,
         }
     }
 
-    /// The factor of the scores, 1 / sqrt(D).
+    /// The factor of the products of queries and keys.
     fn scale(&self) -> f32 {
-        (self.shape.head_dim as f32).sqrt().recip()
+        self.score_factor * (self.shape.head_dim as f32).sqrt().recip()
     }
 
     fn check(&self, operator: &'static str) -> Result<()> {

@@ -44,6 +44,8 @@ pub struct SequenceAttention<'a, M: Memory, T: Element> {
     pub sequences: &'a [Span],
     /// The heads that each token computes; all if `None`.
     pub selection: Option<Selection<'a, M>>,
+    /// The factor of the scores beside 1 / sqrt(D).
+    pub score_factor: f32,
     /// Rotated queries, keys and values of the new tokens; `[N, (H + 2G) D]`.
     pub qkv: View<'a, M, T>,
     /// Keys, also of the new tokens, `[blocks, G, block_length, D]`.
@@ -79,6 +81,7 @@ pub(super) fn blocks_of(span: &Span, block_length: usize) -> Range<usize> {
 pub(super) fn args_of<'v, 'a: 'v, M: Memory>(
     shape: &QkvShape,
     selection: Option<Selection<'a, M>>,
+    score_factor: f32,
     span: &Span,
 ) -> AttentionArgs<'v, M> {
     let part = |width: usize| span.rows.start * width..span.rows.end * width;
@@ -90,6 +93,7 @@ pub(super) fn args_of<'v, 'a: 'v, M: Memory>(
     AttentionArgs {
         query_offset: span.position,
         selection: selection.map(of_span),
+        score_factor,
         ..AttentionArgs::causal(shape_of(shape, span))
     }
 }
@@ -137,7 +141,7 @@ impl<M: Memory, T: Element> SequenceAttention<'_, M, T> {
         let shape = shape_of(self.shape, span);
         let part = |width: usize| span.rows.start * width..span.rows.end * width;
         AttentionForward {
-            args: args_of(self.shape, self.selection, span),
+            args: args_of(self.shape, self.selection, self.score_factor, span),
             queries: M::part(self.qkv, part(shape.query_stride)),
             key_values: KeyValues::Paged {
                 keys: M::reborrow(self.keys),

@@ -227,7 +227,7 @@ operators! { device;
             rows: row..row + 1, position: 2, first_block: 2 * row, is_prompt: false,
         }),
         selection: Some(selection(ROUTER.shared.len(), routed, weights)),
-        qkv, keys, values, block_table, generated, block_length: 2, out, log_sum_exp,
+        score_factor: 1.0, qkv, keys, values, block_table, generated, block_length: 2, out, log_sum_exp,
     });
 
     "attention_backward" [

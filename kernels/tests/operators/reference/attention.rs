@@ -9,7 +9,7 @@ use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormForward, Query
 use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape};
 use moh_kernels::{Backend, Element};
 
-use super::operators::{self, Packed};
+use super::operators::{self, Packed, SCORE_FACTOR};
 use super::{
     F32_TOLERANCE, Random, all_heads, assert_close, columns, download, first_shared, flat, garbage,
     gradient, no_rotation, place, rope_tables, selection_and_gates, table, tensor, tolerance,
@@ -194,6 +194,7 @@ impl<B: Backend, T: Element> Given<B, T> {
             query_offset: 0,
             document_start: self.document_start.as_ref().map(|starts| B::whole(starts)),
             selection: self.selected.selection(case.shape.heads),
+            score_factor: SCORE_FACTOR,
         }
     }
 }
@@ -452,7 +453,11 @@ pub fn cached<B: Backend, T: Element>(
         },
     };
     let forward = AttentionForward {
-        args: AttentionArgs { query_offset, ..AttentionArgs::causal(*shape) },
+        args: AttentionArgs {
+            query_offset,
+            score_factor: SCORE_FACTOR,
+            ..AttentionArgs::causal(*shape)
+        },
         queries: B::whole(&query_buffer),
         key_values,
         out: B::whole_mut(&mut out),

@@ -334,6 +334,9 @@ pub fn visibility(
     Tensor::from_vec(mask, (batch, queries, keys), &Device::Cpu)
 }
 
+/// The factor of the scores in all tests with this reference.
+pub const SCORE_FACTOR: f32 = 1.25;
+
 /// Output `[B, T, H, D]` of every head before its weight, and the log-sum-exp `[B, T, H]`.
 ///
 /// q `[B, T, H, D]`, k and v `[B, keys, G, D]`, mask `[B, T, keys]`.
@@ -346,7 +349,8 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<(T
         |x: &Tensor| x.contiguous()?.index_select(&owner, 2)?.transpose(1, 2)?.contiguous();
     let (k, v) = (by_head(k)?, by_head(v)?);
     let q = q.transpose(1, 2)?.contiguous()?;
-    let scores = (q.matmul(&k.t()?.contiguous()?)? / (head_dim as f64).sqrt())?;
+    let scale = f64::from(SCORE_FACTOR) / (head_dim as f64).sqrt();
+    let scores = (q.matmul(&k.t()?.contiguous()?)? * scale)?;
     let scores = scores.broadcast_add(&mask.unsqueeze(1)?)?;
     let log_sum_exp = log_sum_exp(&scores)?;
     let probabilities = scores.broadcast_sub(&log_sum_exp.unsqueeze(3)?)?.exp()?;

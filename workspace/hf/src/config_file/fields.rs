@@ -87,12 +87,11 @@ impl<'a> Fields<'a> {
         self.typed(key, "a number", Value::as_f64)
     }
 
-    /// A number above zero.
+    /// A number above zero that f32 can have.
     pub fn positive(&self, key: &str) -> Result<Option<f64>, Error> {
         match self.number(key)? {
-            Some(number) if !(number > 0.0 && number.is_finite()) => {
-                self.error(key, format!(" = {number}: must be above 0"))
-            }
+            Some(number) if !(number as f32 > 0.0 && (number as f32).is_finite()) => self
+                .error(key, format!(" = {number:?}: must be above 0 and within the range of f32")),
             number => Ok(number),
         }
     }

@@ -1,34 +1,23 @@
 //! Parses the fields of a `config.json`.
 
 use moh_model::flops::LimitExceeded;
-use moh_model::{
-    Architecture, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind, SharedHeadSets,
-};
-use serde_json::Value;
+use moh_model::{Architecture, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 
-use super::MOH_KEYS;
 use super::architecture::Kind;
-use super::fields::{Fields, kind};
+use super::fields::Fields;
+use super::{MOH_KEYS, keys, rope};
 use crate::Error;
 
 /// Maximum width, head count or vocabulary size.
 const MAX_DIMENSION: usize = 1 << 24;
 const MAX_LAYERS: usize = 10_000;
 /// Maximum context length, in tokens.
-const MAX_POSITIONS: usize = 1 << 40;
+pub(super) const MAX_POSITIONS: usize = 1 << 40;
 
 /// The configuration that the fields describe.
 pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     let Kind { architecture, is_moh } = Kind::read(fields)?;
-    let activation = fields.text("hidden_act")?.unwrap_or("silu");
-    if activation != "silu" && activation != "swish" {
-        return fields.error("hidden_act", format!(" = \"{activation}\": must be \"silu\""));
-    }
-    refuse_unsupported(architecture, fields)?;
-    if fields.get("quantization_config").is_some() {
-        let reason = ": quantised weights are not supported, start from the unquantised model";
-        return fields.error("quantization_config", reason.to_string());
-    }
+    keys::check(fields, architecture == Architecture::Llama)?;
 
     let dimension = |key| fields.required(key, fields.size(key, MAX_DIMENSION)?);
     let vocab_size = dimension("vocab_size")?;
@@ -50,6 +39,7 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     }
     let head_dim = read_head_dim(architecture, fields, hidden_size, heads)?;
     let positions = fields.size("max_position_embeddings", MAX_POSITIONS)?;
+    let positions = positions.unwrap_or(default_positions(architecture));
 
     let moh = if is_moh {
         Some(read_moh(fields, [heads, key_value_heads], num_hidden_layers)?)
@@ -65,9 +55,9 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
         num_attention_heads: heads,
         num_key_value_heads: key_value_heads,
         head_dim,
-        max_position_embeddings: positions.unwrap_or(default_positions(architecture)),
+        max_position_embeddings: positions,
         rms_norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(1e-6),
-        rope: read_rope(fields)?,
+        rope: rope::read(fields, positions)?,
         tie_word_embeddings: fields.flag("tie_word_embeddings")?,
         initializer_range: fields.positive("initializer_range")?.unwrap_or(0.02),
         bos_token_id: match fields.get("bos_token_id") {
@@ -83,42 +73,6 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
             fields.path,
             format!("the sizes make {what}, more than the {limit} that are supported"),
         )),
-    }
-}
-
-/// Rejects settings that change a model's outputs and are not implemented.
-fn refuse_unsupported(architecture: Architecture, fields: &Fields<'_>) -> Result<(), Error> {
-    let biases: &[&str] = match architecture {
-        Architecture::Llama => &["attention_bias", "mlp_bias"],
-        Architecture::Qwen3 => &["attention_bias"],
-    };
-    for key in biases {
-        if fields.flag(key)? {
-            return fields.error(key, " = true: layers with biases are not supported".to_string());
-        }
-    }
-    if architecture == Architecture::Qwen3 {
-        refuse_sliding_windows(fields)?;
-    }
-    Ok(())
-}
-
-fn refuse_sliding_windows(fields: &Fields<'_>) -> Result<(), Error> {
-    const REASON: &str = "sliding windows are not supported, every layer has full attention";
-    if fields.flag("use_sliding_window")? {
-        return fields.error("use_sliding_window", format!(" = true: {REASON}"));
-    }
-    match fields.get("layer_types") {
-        None => Ok(()),
-        Some(Value::Array(layers)) => {
-            match layers.iter().find(|&layer| layer != "full_attention") {
-                None => Ok(()),
-                Some(other) => {
-                    fields.error("layer_types", format!(" has {}: {REASON}", kind(other)))
-                }
-            }
-        }
-        Some(value) => fields.wrong_type("layer_types", value, "a list"),
     }
 }
 
@@ -188,61 +142,4 @@ fn read_moh(
     };
     moh.validate(heads, kv_heads, layers).or_else(|error| named(fields, &error))?;
     Ok(moh)
-}
-
-fn read_rope(fields: &Fields<'_>) -> Result<RopeConfig, Error> {
-    let top_theta = fields.positive("rope_theta")?;
-    let (rope, theta) = match fields.object("rope_parameters", "rope_parameters.")? {
-        Some(rope) => {
-            let theta = rope.positive("rope_theta")?.or(top_theta);
-            (Some(rope), theta)
-        }
-        None => (fields.object("rope_scaling", "rope_scaling.")?, top_theta),
-    };
-    for fields in std::iter::once(fields).chain(&rope) {
-        if let Some(factor) = fields.number("partial_rotary_factor")?
-            && factor != 1.0
-        {
-            let reason = format!(" = {factor}: must be 1, RoPE rotates every element of a head");
-            return fields.error("partial_rotary_factor", reason);
-        }
-    }
-    let scaling = match rope {
-        None => None,
-        Some(rope) => read_scaling(&rope)?,
-    };
-    Ok(RopeConfig { theta: theta.unwrap_or(10_000.0), scaling })
-}
-
-fn read_scaling(rope: &Fields<'_>) -> Result<Option<Llama3Scaling>, Error> {
-    let (key, name) = match rope.text("rope_type")? {
-        Some(name) => ("rope_type", name),
-        None => ("type", rope.text("type")?.unwrap_or("default")),
-    };
-    match name {
-        "default" => return Ok(None),
-        "llama3" => {}
-        other => {
-            let reason =
-                format!(" = \"{}\": must be \"default\" or \"llama3\"", other.escape_debug());
-            return rope.error(key, reason);
-        }
-    }
-    let required = |key| rope.required(key, rope.positive(key)?);
-    let original = "original_max_position_embeddings";
-    let scaling = Llama3Scaling {
-        factor: required("factor")?,
-        low_freq_factor: required("low_freq_factor")?,
-        high_freq_factor: required("high_freq_factor")?,
-        original_max_position_embeddings: rope
-            .required(original, rope.size(original, MAX_POSITIONS)?)?,
-    };
-    if scaling.high_freq_factor <= scaling.low_freq_factor {
-        let reason = format!(
-            " = {}: must be above low_freq_factor = {}",
-            scaling.high_freq_factor, scaling.low_freq_factor
-        );
-        return rope.error("high_freq_factor", reason);
-    }
-    Ok(Some(scaling))
 }

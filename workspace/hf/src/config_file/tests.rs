@@ -1,4 +1,7 @@
-use moh_model::{Architecture, HeadCounts, MohConfig, RopeConfig, RouterKind, SharedHeadSets};
+use moh_model::{
+    Architecture, HeadCounts, Llama3Scaling, MohConfig, RopeConfig, RopeScaling, RouterKind,
+    SharedHeadSets, YarnScaling,
+};
 
 use super::*;
 
@@ -46,57 +49,121 @@ fn moh(
     read(fields)
 }
 
-#[test]
-fn both_styles_of_rope_are_read() {
-    let old = with("rope_theta", json!(10_000)).unwrap().config;
-    assert_eq!(old.rope, RopeConfig { theta: 10_000.0, scaling: None });
-    let new = with("rope_parameters", json!({"rope_theta": 20.5, "rope_type": "default"}));
-    assert_eq!(new.unwrap().config.rope, RopeConfig { theta: 20.5, scaling: None });
-    let scaling = json!({
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    });
-    let expected = Llama3Scaling {
-        factor: 8.0,
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position_embeddings: 64,
-    };
-    let old = with("rope_scaling", scaling.clone()).unwrap().config;
-    assert_eq!(old.rope, RopeConfig { theta: 500_000.0, scaling: Some(expected) });
-    let mut new = scaling.clone();
-    new["rope_theta"] = json!(7.0);
-    let new = with("rope_parameters", new).unwrap().config;
-    assert_eq!(new.rope, RopeConfig { theta: 7.0, scaling: Some(expected) });
-    let mut older = scaling;
-    older["type"] = json!("llama3");
-    older.as_object_mut().unwrap().shift_remove("rope_type");
-    let older = with("rope_scaling", older).unwrap().config;
-    assert_eq!(older.rope.scaling, Some(expected));
+/// The fields without `rope_theta`, and with these.
+fn with_rope(entries: Value) -> Result<ConfigFile, String> {
+    let mut fields = with("rope_theta", Value::Null).unwrap().fields;
+    fields.extend(entries.as_object().unwrap().clone());
+    read(Value::Object(fields))
 }
 
 #[test]
-fn the_base_of_default_rope_is_written_in_both_styles() {
-    let theta_of = |file: &ConfigFile| file.to_json(&file.config, None).get("rope_theta").cloned();
-    let new_style = |rope: Value| {
-        let mut fields = with("rope_parameters", rope).unwrap().fields;
-        fields.shift_remove("rope_theta");
-        read(Value::Object(fields)).unwrap()
+fn rope_is_read_as_transformers_reads_it() {
+    let linear = |factor| Some(RopeScaling::Linear { factor });
+    let llama3 = |original_max_position_embeddings| {
+        let (factor, low_freq_factor, high_freq_factor) = (8.0, 1.0, 4.0);
+        Some(RopeScaling::Llama3(Llama3Scaling {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings,
+        }))
     };
-    let default = new_style(json!({"rope_type": "default", "rope_theta": 20.5}));
-    assert_eq!(theta_of(&default), Some(json!(20.5)));
-    let written = read(Value::Object(default.to_json(&default.config, None))).unwrap();
-    assert_eq!(written.config, default.config);
-    // The reader prefers the newer style, so the older one follows it.
-    let both = with("rope_parameters", json!({"rope_theta": 20.5})).unwrap();
-    assert_eq!(both.fields["rope_theta"], json!(500_000.0));
-    assert_eq!(theta_of(&both), Some(json!(20.5)));
-    // Read without the rest, the base of scaled RoPE would be that of another model.
-    let scaled = new_style(json!({
-        "rope_type": "llama3", "rope_theta": 20.5, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-    }));
-    assert_eq!(theta_of(&scaled), None);
+    let three = json!({
+        "rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    });
+    let plus = |table: &Value, key: &str, value: Value| {
+        let mut table = table.clone();
+        table[key] = value;
+        table
+    };
+    let scaled = json!({"type": "linear", "factor": 2});
+    let default = json!({"rope_type": "default", "rope_theta": 20.5});
+    for (entries, theta, scaling) in [
+        (json!({}), 1e4, None),
+        (json!({"rope_theta": 7, "rope_scaling": null}), 7.0, None),
+        (json!({"rope_theta": 7, "rope_parameters": {}, "rope_scaling": {}}), 7.0, None),
+        (json!({"rope_theta": 7, "rope_parameters": default}), 20.5, None),
+        (json!({"rope_theta": 7, "rope_scaling": three}), 7.0, llama3(64)),
+        (json!({"rope_parameters": plus(&three, "rope_theta", json!(7.5))}), 7.5, llama3(64)),
+        (json!({"rope_scaling": plus(&three, "rope_theta", json!(7.5))}), 7.5, llama3(64)),
+        (json!({"rope_scaling": scaled, "rope_parameters": default}), 1e4, linear(2.0)),
+        (json!({"rope_scaling": {}, "rope_parameters": scaled, "rope_theta": 7}), 7.0, linear(2.0)),
+        (json!({"rope_scaling": plus(&scaled, "rope_type", json!("default"))}), 1e4, None),
+        (json!({"rope_scaling": three, "original_max_position_embeddings": 32}), 1e4, llama3(32)),
+    ] {
+        let file = with_rope(entries.clone()).unwrap();
+        assert_eq!(file.config.rope, RopeConfig { theta, scaling }, "{entries}");
+        // What is written reads the same, as a whole and by readers of one style alone.
+        let written = file.to_json(&file.config, None);
+        for ignored in ["", "rope_parameters", "rope_scaling"] {
+            let mut fields = written.clone();
+            let other = ["rope_scaling", "rope_parameters"].map(|key| fields.get(key).cloned());
+            let alone = other.iter().flatten().filter(|table| table.is_object()).count() < 2;
+            if ignored == "rope_scaling" && alone {
+                continue;
+            }
+            fields.shift_remove(ignored);
+            let found = read(Value::Object(fields)).unwrap().config.rope;
+            assert_eq!(found, file.config.rope, "{entries} without {ignored:?}");
+        }
+    }
+    let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128});
+    let attention = 0.1 * 4f64.ln() + 1.0;
+    let many = json!({"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 16, "truncate": false});
+    let quotient = (0.2 * 4f64.ln() + 1.0) / (0.05 * 4f64.ln() + 1.0);
+    for (more, factor, [beta_fast, attention_factor], truncate) in [
+        (json!({}), 4.0, [32.0, attention], true),
+        (json!({"factor": null}), 4.0, [32.0, attention], true),
+        (json!({"attention_factor": 1.5}), 4.0, [32.0, 1.5], true),
+        (json!({"mscale": 2.0, "mscale_all_dim": 0}), 4.0, [32.0, attention], true),
+        (json!({"factor": 0.5, "truncate": null}), 0.5, [32.0, 1.0], false),
+        (many, 4.0, [16.0, quotient], false),
+    ] {
+        let mut table = yarn.clone();
+        table.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let found = with_rope(json!({"rope_scaling": table})).unwrap().config.rope;
+        let (original_max_position_embeddings, beta_slow) = (128, 1.0);
+        let expected = YarnScaling {
+            factor,
+            original_max_position_embeddings,
+            beta_fast,
+            beta_slow,
+            attention_factor,
+            truncate,
+        };
+        assert_eq!(found, RopeConfig { theta: 1e4, scaling: Some(RopeScaling::Yarn(expected)) });
+    }
+    for (entries, expected) in [
+        (json!({"rope_theta": null}), "rope_theta is null"),
+        (
+            json!({"rope_theta": 7, "rope_scaling": {"rope_theta": null}}),
+            "rope_scaling.rope_theta is",
+        ),
+        (json!({"rope_parameters": {"rope_theta": 0}}), "rope_parameters.rope_theta = 0.0"),
+        (json!({"rope_theta": 1e308}), "rope_theta = 1e308: must be above 0 and within"),
+        (
+            json!({"rope_parameters": {"full_attention": default}}),
+            "rope_parameters.full_attention is a",
+        ),
+        (json!({"rope_scaling": [1]}), "rope_scaling: expected an object"),
+        (json!({"rope_scaling": {"rope_type": "dynamic"}}), "rope_scaling.rope_type = \"dynamic\""),
+        (json!({"rope_scaling": {"type": "longrope"}}), "rope_scaling.type = \"longrope\": must"),
+        (json!({"rope_scaling": {"type": null}}), "rope_scaling.type is missing"),
+        (json!({"rope_scaling": {"rope_type": "llama3"}}), "rope_scaling.factor is missing"),
+        (json!({"rope_scaling": {"rope_type": "yarn"}}), "rope_scaling.factor is missing"),
+        (
+            json!({"rope_theta": 1, "rope_scaling": yarn}),
+            "rope_scaling.rope_theta = 1: must be above",
+        ),
+        (
+            json!({"rope_parameters": {"partial_rotary_factor": 0.5}}),
+            "rope_parameters.partial_rotary",
+        ),
+    ] {
+        let message = with_rope(entries).unwrap_err();
+        assert!(message.starts_with(&format!("m/config.json: {expected}")), "{message}");
+    }
 }
 
 #[test]
@@ -130,16 +197,17 @@ fn other_architectures_are_refused() {
         ("model_type", json!(3), "model_type: expected a string, found 3"),
         ("architectures", json!(["Qwen2ForCausalLM"]), "architectures = [\"Qwen2ForCausalLM\"]"),
         ("architectures", json!("LlamaForCausalLM"), "architectures: expected a list"),
-        ("hidden_act", json!("gelu"), "hidden_act = \"gelu\": must be \"silu\""),
+        ("hidden_act", json!("gelu"), "hidden_act = \"gelu\": other activations"),
         ("attention_bias", json!(true), "attention_bias = true"),
         ("mlp_bias", json!(true), "mlp_bias = true"),
-        ("quantization_config", json!({"bits": 4}), "quantization_config: quantised"),
+        ("quantization_config", json!({"bits": 4}), "quantization_config = an object: quantised"),
         ("partial_rotary_factor", json!(0.5), "partial_rotary_factor = 0.5"),
-        ("rope_scaling", json!({"rope_type": "yarn"}), "rope_scaling.rope_type = \"yarn\""),
-        ("rope_scaling", json!({"type": "linear", "factor": 2}), "rope_scaling.type = \"linear\""),
-        ("rope_scaling", json!([1]), "rope_scaling: expected an object"),
-        ("rope_scaling", json!({"rope_type": "llama3"}), "rope_scaling.factor is missing"),
-        ("rope_parameters", json!({"rope_theta": 0}), "rope_parameters.rope_theta = 0"),
+        ("is_causal", json!(false), "is_causal = false: only causal"),
+        ("sliding_window", json!(64), "sliding_window = 64: sliding windows"),
+        ("attention_chunk_size", json!(64), "attention_chunk_size = 64: attention in chunks"),
+        ("layer_types", json!(["full_attention", "x"]), "layer_types has \"x\": every layer"),
+        ("per_layer_config", json!({"0": {}}), "per_layer_config = an object: layers of"),
+        ("rms_norm_eps", json!(1e300), "rms_norm_eps = 1e300: must be above 0 and within"),
     ] {
         let message = refusal(key, value);
         assert!(message.starts_with(expected), "{message}");
@@ -167,7 +235,7 @@ fn sizes_that_make_no_model_are_refused() {
         ("num_key_value_heads", json!(0), "num_key_value_heads = 0"),
         ("head_dim", json!(0), "head_dim = 0"),
         ("head_dim", json!(15), "head_dim = 15: must be even"),
-        ("rms_norm_eps", json!(-1), "rms_norm_eps = -1: must be above 0"),
+        ("rms_norm_eps", json!(-1), "rms_norm_eps = -1.0: must be above 0"),
         ("tie_word_embeddings", json!(1), "tie_word_embeddings: expected true or false"),
         ("max_position_embeddings", json!(0), "max_position_embeddings = 0"),
     ] {
@@ -311,15 +379,16 @@ fn conversion_changes_only_its_own_fields() {
 #[test]
 fn a_new_file_reads_back_as_its_configuration() {
     let mut config = moh("query-norm", 4, 2).unwrap().config;
-    config.rope.scaling = Some(Llama3Scaling {
-        factor: 8.0,
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position_embeddings: 64,
-    });
     config.eos_token_ids = vec![2, 3];
-    let file = ConfigFile::new(&config);
-    assert_eq!(read(Value::Object(file.fields)).unwrap().config, config);
+    for table in [
+        json!({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}),
+        json!({"rope_type": "yarn", "factor": 8, "truncate": false, "beta_slow": 0.5}),
+        json!({"rope_type": "linear", "factor": 8}),
+    ] {
+        config.rope = with_rope(json!({"rope_scaling": table})).unwrap().config.rope;
+        let file = ConfigFile::new(&config);
+        assert_eq!(read(Value::Object(file.fields)).unwrap().config, config);
+    }
 }
 
 /// A Qwen3's `config.json`, with one field replaced.
@@ -365,7 +434,7 @@ fn what_a_qwen3_may_have_and_is_not_computed_is_refused() {
         ("layer_types", json!([7]), "layer_types has 7"),
         ("layer_types", json!("full_attention"), "layer_types: expected a list"),
         ("num_key_value_heads", Value::Null, "num_key_value_heads is missing"),
-        ("rope_scaling", json!({"rope_type": "yarn"}), "rope_scaling.rope_type = \"yarn\""),
+        ("rope_scaling", json!({"rope_type": "dynamic"}), "rope_scaling.rope_type = \"dynamic\""),
         ("model_type", json!("moh_llama"), "architectures contradicts model_type"),
         ("moh_routed_top_k", json!(2), "moh_routed_top_k: a model with Mixture-of-Head fields has"),
     ] {
@@ -407,7 +476,9 @@ fn the_fixtures_configurations_are_read() {
     assert_eq!(old, new);
     assert_eq!(old.num_parameters(), 260_032);
     let scaled = ConfigFile::read(&fixtures.join("tiny-h8kv2")).unwrap().config;
-    assert_eq!(scaled.rope.scaling.unwrap().factor, 8.0);
+    assert!(
+        matches!(scaled.rope.scaling, Some(RopeScaling::Llama3(llama3)) if llama3.factor == 8.0)
+    );
     assert_eq!((scaled.head_dim, scaled.num_key_value_heads), (16, 2));
 }
 

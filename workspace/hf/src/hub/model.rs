@@ -8,6 +8,7 @@ use crate::config_file::CONFIG_FILE;
 use crate::hub_cache::{self, DEFAULT_REVISION};
 use crate::model_card::CARD_FILE;
 use crate::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
+use crate::other_formats::ADAPTER_FILE;
 use crate::weight_files::INDEX_FILE;
 use crate::{Error, is_terms_file};
 
@@ -74,7 +75,7 @@ pub(crate) fn no_directory() -> String {
 
 fn is_wanted(name: &str) -> bool {
     !name.contains(['/', '\\'])
-        && ([CONFIG_FILE, GENERATION_FILE, INDEX_FILE].contains(&name)
+        && ([CONFIG_FILE, GENERATION_FILE, INDEX_FILE, ADAPTER_FILE].contains(&name)
             || TOKENIZER_FILES.contains(&name)
             || name.ends_with(".safetensors")
             || name.starts_with("chat_template")

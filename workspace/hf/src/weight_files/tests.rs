@@ -118,8 +118,20 @@ fn the_sample_is_that_of_the_tensors_and_not_of_their_files() {
 fn a_directory_without_weights_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     assert!(open_error(&dir).ends_with(&format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")));
-    std::fs::write(dir.path().join("pytorch_model.bin"), b"x").unwrap();
-    assert!(open_error(&dir).contains("must be saved as safetensors first"));
+    for (file, expected) in [
+        ("pytorch_model.bin", "holds PyTorch weights, which must be saved as safetensors first"),
+        ("model.gguf", "holds weights of llama.cpp"),
+        ("consolidated.00.pth", "holds Meta's own format"),
+        ("adapter_config.json", "holds an adapter of PEFT, not a model: merge"),
+    ] {
+        std::fs::write(dir.path().join(file), b"x").unwrap();
+        assert!(open_error(&dir).contains(expected), "{}", open_error(&dir));
+        let message = ConfigFile::read(dir.path()).unwrap_err().to_string();
+        assert!(message.contains(expected), "{message}");
+    }
+    let whole = single(&tensors(&config(false)));
+    std::fs::write(whole.path().join("adapter_config.json"), b"x").unwrap();
+    assert!(open_error(&whole).contains("has adapter_config.json beside a model"));
     let message = WeightFiles::open(&dir.path().join("none")).unwrap_err().to_string();
     assert!(message.ends_with("is not a directory"), "{message}");
 }
@@ -215,6 +227,18 @@ fn tensors_must_be_those_of_the_configuration() {
     missing.remove("model.layers.1.mlp.up_proj.weight");
     let message = check_error(&missing, &config);
     assert!(message.ends_with("model.layers.1.mlp.up_proj.weight is missing"), "{message}");
+    for (name, expected) in [
+        ("model.layers.1.mlp.up_proj.base_layer.weight", "was saved with an adapter of PEFT in it"),
+        (
+            "_orig_mod.model.layers.1.mlp.up_proj.weight",
+            "has names that begin with _orig_mod.: save",
+        ),
+    ] {
+        let mut wrapped = missing.clone();
+        wrapped.insert(name.to_owned(), (vec![1], vec![0; 4]));
+        let message = check_error(&wrapped, &config);
+        assert!(message.contains(expected), "{message}");
+    }
     let mut wrong = complete.clone();
     wrong.get_mut("model.norm.weight").unwrap().0 = vec![2, 2];
     let message = check_error(&wrong, &config);

@@ -27,6 +27,8 @@ pub(crate) struct Attention {
     pub qkv: Linear,
     pub output: Linear,
     pub rotation: Rotation,
+    /// The factor of the scores that RoPE asks for.
+    pub score_factor: f32,
     /// In a layer with routed heads.
     pub router: Option<RouterLayer>,
 }
@@ -103,6 +105,7 @@ impl Attention {
             qkv: Linear::by_outputs(list, &qkv, hidden, Division::Heads),
             output: Linear::by_inputs(list, OUTPUT_PROJECTION, output, Division::Heads),
             rotation: Rotation::Rope,
+            score_factor: config.rope.score_factor(),
             router: None,
         }
     }
@@ -171,6 +174,7 @@ impl Attention {
                     shape,
                     sequences: cache.spans,
                     selection: routing.map(Routing::selection),
+                    score_factor: self.score_factor,
                     qkv: B::view(qkv, 0..n * shape.row()),
                     keys: B::whole(&cache.layer.keys),
                     values: B::whole(&cache.layer.values),
@@ -243,6 +247,7 @@ impl Attention {
             query_offset: cx.tokens.first_position,
             document_start: cx.tokens.document_start.map(|starts| B::whole(starts)),
             selection: routing.map(Routing::selection),
+            score_factor: self.score_factor,
             ..AttentionArgs::causal(AttentionShape::of_qkv(&cx.tokens.shape, key_length))
         }
     }

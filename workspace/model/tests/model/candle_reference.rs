@@ -89,7 +89,9 @@ fn total_loss(
 
 #[test]
 fn gradients_are_differences_of_the_loss() {
-    let json = config_json(6, 2, false, Value::Null);
+    // A factor of the scores, which must not reach the router's gradient.
+    let yarn = json!({"rope_type": "yarn", "factor": 4, "attention_factor": 1.4});
+    let json = config_json(6, 2, false, yarn);
     let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
     let moh = moh(RouterKind::QueryNorm, &[2], &[2]);
     let both = |architecture| [(architecture, None), (architecture, Some(moh.clone()))];

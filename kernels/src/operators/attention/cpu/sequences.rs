@@ -45,7 +45,7 @@ fn forward_by<T: Element, F: Factor>(
             block_table: &block_table[blocks_of(span, block_length)],
             block_length,
         };
-        let attention = args_of(shape, args.selection, span);
+        let attention = args_of(shape, args.selection, args.score_factor, span);
         key_values.check("attention_of_sequences", &attention.shape, blocks(key_values))?;
         parts.push(Part {
             args: attention,

@@ -70,7 +70,7 @@ pub(super) fn forward<T: Element>(
         routed: (heads - shared_heads) as u32,
         split: SPLIT as u32,
         splits: splits as u32,
-        scale: 1.0 / (shape.head_dim as f32).sqrt(),
+        scale: args.score_factor / (shape.head_dim as f32).sqrt(),
         padding: 0,
     };
     let kernel = name::<T>(&format!("decode_attention_{width}"));

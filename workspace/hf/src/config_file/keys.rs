@@ -1,0 +1,84 @@
+//! The keys of a configuration that change what a model computes, by `keys.json`: read, or refused unless they have one of
+//! some values. Those without an effect are listed too, so that a test can find keys of new releases of transformers
+//! that nobody has looked at.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::fields::{Fields, kind};
+use crate::Error;
+
+/// The values that a key may have, and why no others.
+type OneOf = BTreeMap<String, (Vec<Value>, String)>;
+
+#[derive(Deserialize)]
+struct Keys {
+    /// Keys that are read and cannot be null.
+    not_null: Vec<String>,
+    one_of: OneOf,
+    one_of_in_llama: OneOf,
+    /// Keys with lists.
+    each_one_of: OneOf,
+    rope: RopeKeys,
+}
+
+/// The keys of a table of RoPE.
+#[derive(Deserialize)]
+struct RopeKeys {
+    one_of: OneOf,
+}
+
+impl Keys {
+    fn new() -> Self {
+        serde_json::from_str(include_str!("keys.json"))
+            .expect("a file of this crate, which tests read")
+    }
+}
+
+/// Refuses values of a configuration that change a model's outputs and are not implemented.
+pub(super) fn check(fields: &Fields<'_>, is_llama: bool) -> Result<(), Error> {
+    let keys = Keys::new();
+    if let Some(key) = keys.not_null.iter().find(|key| fields.map.get(*key) == Some(&Value::Null)) {
+        return fields.error(key, " is null: leave it out for its default".to_owned());
+    }
+    check_values(fields, &keys.one_of)?;
+    if is_llama {
+        check_values(fields, &keys.one_of_in_llama)?;
+    }
+    for (key, (allowed, reason)) in &keys.each_one_of {
+        match fields.get(key) {
+            None => {}
+            Some(Value::Array(list)) => {
+                if let Some(other) = list.iter().find(|value| !allowed.contains(value)) {
+                    return fields.error(key, format!(" has {}: {reason}", kind(other)));
+                }
+            }
+            Some(value) => return fields.wrong_type(key, value, "a list"),
+        }
+    }
+    Ok(())
+}
+
+/// As [`check`], of a table of RoPE.
+pub(super) fn check_rope(table: &Fields<'_>) -> Result<(), Error> {
+    check_values(table, &Keys::new().rope.one_of)?;
+    match table.map.iter().find(|(_, value)| value.is_object()) {
+        None => Ok(()),
+        Some((key, _)) => {
+            table.error(key, " is a table: RoPE that differs by layer is not supported".to_owned())
+        }
+    }
+}
+
+fn check_values(fields: &Fields<'_>, keys: &OneOf) -> Result<(), Error> {
+    for (key, (allowed, reason)) in keys {
+        if let Some(value) = fields.map.get(key)
+            && !allowed.contains(value)
+        {
+            return fields.error(key, format!(" = {}: {reason}", kind(value)));
+        }
+    }
+    Ok(())
+}
