@@ -2,7 +2,7 @@
 
 use crate::run_log::SkippedStep;
 use moh_kernels::{Backend, Element};
-use moh_recipe::{GuardOptions, Schedule, Stage};
+use moh_recipe::{GuardOptions, Recipe, Schedule, Stage};
 use moh_step::guard::SkipReason;
 use moh_step::{OptimizerState, StepResult, Update};
 
@@ -55,6 +55,45 @@ impl RunState {
             }
         }
         result.skipped.map(|reason| SkippedStep { reason, samples })
+    }
+
+    /// Compares the counters with those of a run of `recipe` at this stage and step of it, whose initial moments contain
+    /// `moment_steps` steps.
+    ///
+    /// # Errors
+    /// Names a counter that such a run does not have.
+    pub fn check(&self, recipe: &Recipe, moment_steps: u64) -> Result<(), String> {
+        let &RunState { stage, stage_step, .. } = self;
+        let all = recipe.stages.len();
+        let Some(earlier) = recipe.stages.get(..stage) else {
+            return Err(format!("is of stage {stage}, but the recipe has {all}"));
+        };
+        let steps = earlier.iter().map(|stage| (stage, stage.num_steps()));
+        let current = recipe.stages.get(stage).map(|stage| (stage, stage_step));
+        let mut expected = [0u64; 3];
+        for (stage, steps) in steps.chain(current) {
+            let of_step = [1, stage.batch_tokens, recipe.batch_sequences(stage)];
+            let sums = expected.iter_mut().zip(of_step);
+            sums.for_each(|(sum, count)| *sum = sum.saturating_add(steps.saturating_mul(count)));
+        }
+        let found = [("step", self.step), ("tokens", self.tokens), ("sample", self.sample)];
+        for ((name, found), expected) in found.into_iter().zip(expected) {
+            if found != expected {
+                return Err(format!(
+                    "has {name} = {found} after step {stage_step} of stage {stage}, not {expected}"
+                ));
+            }
+        }
+        // Between stages they are the previous stage's.
+        let steps = if stage_step == 0 { self.step } else { stage_step };
+        let most = steps.saturating_add(if stage <= 1 { moment_steps } else { 0 });
+        let least = stage_step.saturating_sub(self.guard.skipped);
+        match (least..=most).contains(&self.moment_steps) {
+            true => Ok(()),
+            false => {
+                Err(format!("has moment_steps = {}, expected {least} to {most}", self.moment_steps))
+            }
+        }
     }
 
     /// Continues with the next stage.

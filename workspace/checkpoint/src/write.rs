@@ -8,6 +8,7 @@ use std::{fs, thread};
 use moh_files::{PendingDirectory, write_synced};
 use moh_kernels::Element;
 use moh_step::TensorKind;
+use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -52,6 +53,7 @@ pub fn write_part<T: Element, M: Element>(
     // Its threads have the low priority of the thread that starts them.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     let pool = pool.map_err(|error| moh_files::io(&folder)(std::io::Error::other(error)))?;
+    pool.install(|| check_finite(&folder, snapshot))?;
     let mut tensors: Vec<TensorEntry> = snapshot.shard.tensors.iter().map(entry).collect();
     let mut files = TensorKind::ALL
         .map(|kind| TensorFile { file: tensor_file(kind, rank, size), dtype: String::new() });
@@ -70,6 +72,21 @@ pub fn write_part<T: Element, M: Element>(
     let written: WrittenPart = (file, hash.to_hex().to_string(), names);
     // Plain text always serialises.
     Ok(serde_json::to_vec(&written).map_err(|error| moh_files::io(&folder)(error.into()))?)
+}
+
+/// Refuses weights of a run that has diverged.
+fn check_finite<T: Element, M: Element>(
+    folder: &Path,
+    snapshot: &Snapshot<T, M>,
+) -> Result<(), Error> {
+    for tensor in &snapshot.shard.tensors {
+        let weights = &snapshot.weights[tensor.host.clone()];
+        if weights.par_iter().any(|weight| !weight.to_f32().is_finite()) {
+            let reason = format!("{} has values that are not finite", tensor.segment.name);
+            return Err(moh_files::unusable(folder, reason).into());
+        }
+    }
+    Ok(())
 }
 
 /// The entry of a tensor, which lacks the hashes.

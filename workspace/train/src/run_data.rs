@@ -152,6 +152,17 @@ impl RunData {
         sources.chain(validation).collect()
     }
 
+    /// The windows of a token file of training.
+    pub(crate) fn training_windows(
+        &self,
+        recipe: &Recipe,
+        vocab_size: usize,
+    ) -> Result<Windows, Error> {
+        // A stage has a source at least.
+        let prefix = self.training_files.first().map_or(Path::new(""), |(_, file)| file.prefix());
+        open_windows(prefix, recipe, vocab_size)
+    }
+
     /// Records the content of the validation sets, in their order.
     pub(crate) fn set_contents(&mut self, contents: Vec<String>) {
         for (set, content) in self.validation.iter_mut().zip(contents) {
@@ -185,12 +196,16 @@ fn training_files(recipe: &Recipe, training: &[TrainingData]) -> Vec<(String, Ar
 fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationText>, Error> {
     let sets = &recipe.data.validation;
     let open = |set: &ValidationSet| {
-        let mut file = TokenFile::open(&set.path)?;
-        file.limit_vocabulary(vocab_size);
-        let windows = Windows::new(file, recipe.data.sequence_length);
-        let windows = windows.map_err(|error| error.with_length(LENGTH))?;
+        let windows = open_windows(&set.path, recipe, vocab_size)?;
         let evaluated = EvaluatedText { content: String::new(), targets: 0 };
         Ok(ValidationText { key: validation_key(sets, set), windows, evaluated })
     };
     sets.iter().map(open).collect()
+}
+
+fn open_windows(prefix: &Path, recipe: &Recipe, vocab_size: usize) -> Result<Windows, Error> {
+    let mut file = TokenFile::open(prefix)?;
+    file.limit_vocabulary(vocab_size);
+    let windows = Windows::new(file, recipe.data.sequence_length);
+    Ok(windows.map_err(|error| error.with_length(LENGTH))?)
 }

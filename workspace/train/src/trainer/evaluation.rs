@@ -1,6 +1,7 @@
 //! Evaluations on the validation data.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 
 use moh_checkpoint::run_log::{
     Evaluation, EvaluationPoint, RoutingLine, RoutingMoment, RoutingOf, Validation,
@@ -11,8 +12,8 @@ use moh_model::router::RoutingStatistics;
 use moh_recipe::{Recipe, ValidationSet};
 use moh_step::{DecodedBytes, EvaluationText, Evaluator, Loss, LossSums};
 
-use super::Trainer;
 use super::stop_checks::StopChecks;
+use super::{Inputs, Trainer};
 use crate::Error;
 use crate::event::Event;
 
@@ -139,6 +140,29 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
         let Loss { loss, bits_per_byte, .. } = found;
         Ok(Some((Validation { loss, bits_per_byte }, routing)))
+    }
+
+    /// Refuses a model whose loss on a window of the training data is not finite, after updates that were too large.
+    pub(super) fn check_loss(&mut self) -> Result<(), Error> {
+        let Inputs { recipe, run, .. } = self.inputs;
+        let windows = self.data.training_windows(recipe, self.model.config().vocab_size)?;
+        let mut evaluator = Evaluator::new(&self.model, 1, windows.length())?;
+        let text = EvaluationText { windows: &windows, count: 1, decoded_bytes: None };
+        let shard = Shard::from_group(&self.groups.data);
+        let mut go_on = |_, _| Ok::<_, Error>(ControlFlow::Continue(()));
+        let sums = evaluator.evaluate_share(&mut self.model, text, shard, None, &mut go_on)?;
+        let [loss] = self.ranks.sum([sums.unwrap_or_default().cross_entropy])?;
+        let (path, root) = (run.checkpoint(self.state.step), run.root().display());
+        self.ranks.on_rank0::<Error>(|| match loss.is_finite() {
+            true => Ok(()),
+            false => {
+                let reason = format!(
+                    "the model has the loss {loss}, so it is not exported: start another run from an earlier \
+                     checkpoint with a lower learning_rate.max: --set model.from={root}@STEP --set run.dir=DIR"
+                );
+                Err(moh_files::unusable(&path, reason).into())
+            }
+        })
     }
 
     fn write_routing(

@@ -179,6 +179,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn finish(mut self) -> Result<Outcome, Error> {
         // The export would make a directory again that was moved or removed.
         self.ranks.on_rank0::<Error>(|| Ok(self.inputs.run.check_mark()?))?;
+        self.check_loss()?;
         if self.export()? == Exported::Stopped {
             return Ok(self.stopped());
         }

@@ -115,14 +115,12 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         state.clone_from(&left.state);
     }
     let extensions = plan_growth(inputs, &mut state, ranks)?;
-    if state.stage > recipe.stages.len() {
-        return Err(moh_files::unusable(
-            &run.checkpoint(state.step),
-            format!("is of stage {}, which the recipe does not have", state.stage),
-        )
-        .into());
-    }
     growth::reopen(&mut state, recipe);
+    // The hash of a manifest does not tell who wrote it.
+    if stored.is_some() {
+        let checked = state.check(recipe, source.moment_steps());
+        checked.map_err(|reason| moh_files::unusable(&run.checkpoint(state.step), reason))?;
+    }
     let attention = attention_before(run, source, stored.as_ref())?;
     let mut config = ModelConfig { moh: attention.clone(), ..source.config.clone() };
     let mut added = Vec::new();
@@ -298,7 +296,6 @@ pub(crate) fn attention_before(
     let Some(stored) = stored else { return Ok(source.config.moh.clone()) };
     let path = run.checkpoint(stored.manifest().state.step);
     let moh = moh_checkpoint::run_directory::config_file(stored, &path)?.config.moh;
-    // The hash of a manifest does not tell who wrote it.
     moh.as_ref().map_or(Ok(()), |moh| source.config.check_moh(moh))?;
     Ok(moh)
 }

@@ -1,18 +1,20 @@
 //! Steps with bad numbers are not applied, and the run goes on; interrupted, it ends with the same bits. Too many of them
 //! in a row end it.
 
-use crate::support::driver::{finish, finish_on, refusal, run_on, stop_at, warnings};
+use crate::support::driver::{finish, finish_on, refusal, run_in, run_on, stop_at};
 use crate::support::faulty::{Fault, SEQUENCES, one_of, test_run};
-use crate::support::results::Results;
+use crate::support::results::metrics_of;
 use crate::support::{TestRun, arranged, run_of};
 use moh_checkpoint::run_log::metrics;
+use moh_comm::World;
 use moh_recipe::Recipe;
-use moh_train::Error;
+use moh_train::{Error, Event, RunOptions};
 use serde_json::{Value, json};
+use std::sync::atomic::AtomicBool;
 
 /// The steps of the whole run that were not applied, with the reasons.
-fn skipped(results: &Results) -> Vec<(usize, &Value)> {
-    let lines = results.metrics.iter().enumerate();
+fn skipped(metrics: &[Value]) -> Vec<(usize, &Value)> {
+    let lines = metrics.iter().enumerate();
     lines.filter_map(|(at, line)| Some((at + 1, line.get("skipped")?))).collect()
 }
 
@@ -32,7 +34,11 @@ fn steps_with_nan_are_not_applied_and_the_run_goes_on() {
         let results = finish_on(ranks, &arranged(place.recipe(&[]), layout));
         let reason = json!("gradient norm is not finite");
         let what = format!("{ranks} ranks, {layout:?}");
-        assert_eq!(skipped(&results), [(1, &reason), (4, &reason), (10, &reason)], "{what}");
+        assert_eq!(
+            skipped(&results.metrics),
+            [(1, &reason), (4, &reason), (10, &reason)],
+            "{what}"
+        );
         assert_eq!(results.metrics.len(), reference.metrics.len());
         for (line, reference) in results.metrics.iter().zip(&reference.metrics) {
             for key in ["stage", "step", "tokens", "learning_rate"] {
@@ -120,7 +126,7 @@ fn a_spike_is_not_applied_once_there_is_a_median() {
     let place = test_run(&spikes, Fault::Spike);
     let reference = finish(&long(&place, &[]));
     let reason = json!("gradient norm is above guard.factor times its median");
-    assert_eq!(skipped(&reference), [(41, &reason), (56, &reason)]);
+    assert_eq!(skipped(&reference.metrics), [(41, &reason), (56, &reason)]);
     let place = test_run(&spikes, Fault::Spike);
     let recipe = long(&place, &[]);
     for step in [31, 33, 40, 41, 42, 56] {
@@ -129,7 +135,7 @@ fn a_spike_is_not_applied_once_there_is_a_median() {
     assert!(finish(&recipe) == reference);
     // Without a factor, only what is not finite is refused.
     let place = test_run(&spikes, Fault::Spike);
-    assert!(skipped(&finish(&long(&place, &["guard.factor=0"]))).is_empty());
+    assert!(skipped(&finish(&long(&place, &["guard.factor=0"])).metrics).is_empty());
 }
 
 #[test]
@@ -141,26 +147,52 @@ fn a_resumed_run_refuses_another_factor() {
 }
 
 #[test]
-fn a_loss_that_is_no_number_ends_neither_the_run_nor_its_checkpoints() {
-    // The first update of the second stage makes every later value NaN.
+fn a_loss_that_is_no_number_ends_a_run_without_an_export() {
+    // The first update of the second stage makes every later loss NaN.
     let rates = "stage.moh.learning_rate={max = 1e30, min = 1e29, warmup_steps = 0}";
+    let ended = |recipe: &Recipe| {
+        let error = refusal(recipe);
+        let path = run_of(recipe).checkpoint(10);
+        let expected = format!("{}: the model has the loss NaN, so it is not", path.display());
+        assert!(error.starts_with(&expected), "{error}");
+        assert!(!run_of(recipe).export().exists() && !run_of(recipe).summary().exists());
+        metrics_of(&recipe.run.dir)
+    };
     let place = TestRun::new();
     let recipe = place.recipe(&[rates]);
-    let warnings = warnings(&recipe);
+    let (mut warnings, silent) = (Vec::new(), AtomicBool::new(false));
+    let done = run_in(&World::single(), &recipe, RunOptions::new(&silent), &mut |event| {
+        if let Event::Warning { text } = event {
+            warnings.push(text.to_owned());
+        }
+    });
+    assert!(done.is_err());
     let expected =
         "the loss on validation set \"validation\" after step 6 is NaN, and is recorded as null";
     assert!(warnings.iter().any(|text| text == expected), "{warnings:?}");
-    let reference = Results::of(&recipe);
+    let reference = ended(&recipe);
     let reason = json!("loss is not finite");
     assert_eq!(skipped(&reference), [7, 8, 9, 10].map(|step| (step, &reason)));
-    assert!(reference.metrics[5]["validation_loss"].is_null());
-    assert!(reference.metrics[9]["validation_loss"].is_null());
-    let summary: Value = serde_json::from_str(&reference.summary).unwrap();
-    assert!(summary["evaluations"][3]["loss"].is_null());
+    assert!(reference[5]["validation_loss"].is_null());
+    assert!(reference[9]["validation_loss"].is_null());
     let place = TestRun::new();
     let recipe = place.recipe(&[rates]);
     for step in [6, 8, 9] {
         stop_at(&recipe, step);
     }
-    assert!(finish(&recipe) == reference);
+    assert!(ended(&recipe) == reference);
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_in_no_checkpoint() {
+    // The last step makes them infinite.
+    let rates = "stage.moh.learning_rate={max = 1e39, min = 1e-3, warmup_steps = 5}";
+    for more in ["checkpoint.every_steps=1", "checkpoint.every_steps=5"] {
+        let place = TestRun::new();
+        let recipe = place.recipe(&[rates, more]);
+        let error = refusal(&recipe);
+        assert!(error.contains(" has values that are not finite; the last good"), "{error}");
+        let kept = run_of(&recipe).checkpoint_steps().unwrap();
+        assert_eq!((kept.last(), run_of(&recipe).export().exists()), (Some(&5), false), "{more}");
+    }
 }

@@ -7,6 +7,7 @@ use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::{alone, newest};
 use moh_recipe::Recipe;
 use moh_train::Event;
+use serde_json::Value;
 
 use super::killed_at;
 use crate::support::driver::{Start, finish, reference, refusal, stop_at, warnings};
@@ -89,13 +90,29 @@ fn what_cannot_be_read_is_not_taken_for_damage() {
     // Another version's format, whose other fields are unknown.
     let [manifest, hash] = ["manifest.json", "manifest.json.b3"].map(|name| newest.join(name));
     let saved = [&manifest, &hash].map(|path| (path, fs::read(path).unwrap()));
-    let text = r#"{"format":99,"new":{}}"#;
-    fs::write(&manifest, text).unwrap();
-    fs::write(&hash, format!("{}  manifest.json\n", blake3::hash(text.as_bytes()))).unwrap();
-    let before = files(&recipe.run.dir);
-    let error = refusal(&recipe);
-    assert!(error.ends_with("format 99: this program reads format 4"), "{error}");
-    assert!(files(&recipe.run.dir) == before);
+    let refused = |text: &str, expected: &str| {
+        fs::write(&manifest, text).unwrap();
+        fs::write(&hash, format!("{}  manifest.json\n", blake3::hash(text.as_bytes()))).unwrap();
+        let before = files(&recipe.run.dir);
+        let error = refusal(&recipe);
+        assert!(error.contains(expected), "{error}");
+        assert!(files(&recipe.run.dir) == before);
+    };
+    refused(r#"{"format":99,"new":{}}"#, "format 99: this program reads format 4");
+    // Counters that contradict each other.
+    for (counter, value, expected) in [
+        ("stage", 0, "has step = 8 after step 3 of stage 0, not 3"),
+        ("stage", 9, "is of stage 9, but the recipe has 2"),
+        ("stage_step", 4, "has step = 8 after step 4 of stage 1, not 9"),
+        ("tokens", 0, "has tokens = 0 after step 3"),
+        ("sample", 0, "has sample = 0 after step 3"),
+        ("moment_steps", 4, "has moment_steps = 4, expected 3 to 3"),
+        ("moment_steps", 2, "has moment_steps = 2, expected 3 to 3"),
+    ] {
+        let mut other: Value = serde_json::from_slice(&saved[0].1).unwrap();
+        other["state"][counter] = value.into();
+        refused(&other.to_string(), expected);
+    }
     for (path, bytes) in saved {
         fs::write(path, bytes).unwrap();
     }

@@ -24,22 +24,27 @@ impl Results {
 
     pub fn of_run(root: &Path) -> Self {
         let run = RunDirectory::new(root);
-        let text = fs::read_to_string(run.metrics()).unwrap();
-        assert!(text.ends_with('\n'));
-        let line = |line: &str| {
-            let mut value: Value = serde_json::from_str(line).unwrap();
-            for field in ["tokens_per_second", "speed"] {
-                value.as_object_mut().unwrap().remove(field).unwrap();
-            }
-            value
-        };
         Results {
             weights: fs::read(run.export().join("model.safetensors")).unwrap(),
             config: fs::read_to_string(run.export().join("config.json")).unwrap(),
             summary: fs::read_to_string(run.summary()).unwrap(),
-            metrics: text.lines().map(line).collect(),
+            metrics: metrics_of(root),
         }
     }
+}
+
+/// The lines of a run's metrics, without the speeds.
+pub fn metrics_of(root: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(RunDirectory::new(root).metrics()).unwrap();
+    assert!(text.ends_with('\n'));
+    let line = |line: &str| {
+        let mut value: Value = serde_json::from_str(line).unwrap();
+        for field in ["tokens_per_second", "speed"] {
+            value.as_object_mut().unwrap().remove(field).unwrap();
+        }
+        value
+    };
+    text.lines().map(line).collect()
 }
 
 /// Relative L2 difference of two exports.
