@@ -28,8 +28,8 @@ from transformers.models.qwen3 import modeling_qwen3
 KEYS = json.loads((REPOSITORY / "workspace/hf/src/config_file/keys.json").read_text())
 MODULES = [cache_utils, masking_utils, modeling_llama, modeling_qwen3, modeling_rope_utils]
 CONFIGS = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
-# Both sides add in f32 in another order, and transformers computes frequencies in f32.
-TOLERANCE = 2e-3
+# Of the largest logit: both sides add in f32 in another order, and transformers computes frequencies in f32.
+TOLERANCE = 5e-5
 
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 LLAMA3 = {
@@ -79,6 +79,8 @@ SAME = {
     "yarn without truncation": {"rope_scaling": {**YARN, "truncate": False, "beta_fast": 5, "beta_slow": 0.7}},
     "yarn without an original length": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "yarn without a factor": {"rope_scaling": {**YARN, "factor": None}},
+    "yarn that scales nothing": {"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": None}},
+    "yarn, older name of the type": {"rope_parameters": {"type": "yarn", "factor": 2, "rope_theta": 1e6}},
     "yarn, base inside": {"rope_scaling": {**YARN, "rope_theta": 50.0}, "rope_theta": 900.0},
     "a whole rotary factor": {"partial_rotary_factor": 1.0, "rope_theta": 500.0},
     "causal": {"is_causal": True},
