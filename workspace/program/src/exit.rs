@@ -6,9 +6,8 @@ use std::fmt;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-#[cfg(unix)]
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// The program failed.
 pub const ERROR: u8 = 1;
@@ -100,26 +99,88 @@ fn on_signals(
 }
 
 /// Ends the program at a signal, after its temporary files are removed.
-#[cfg(unix)]
 fn end(signal: i32) {
     moh_files::exit_without_temporaries(128 + signal)
 }
 
-/// Sets `stop` when SIGINT or SIGTERM arrives, so that the program can save what it has done. A second signal
-/// ends it, after its temporary files are removed, with 128 and the signal's number as exit code.
+/// Within this time a second signal is the same request: `timeout` and shells send one to a process and to its
+/// group.
+pub const SAME_REQUEST: Duration = Duration::from_millis(200);
+/// The time that work has to end after a signal; what does not look at it then ends with the program.
+const PATIENCE: Duration = Duration::from_secs(4);
+
+/// What a signal asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// To end in order.
+    Stop,
+    /// To end at once.
+    Abort,
+    /// Nothing new.
+    Repeated,
+}
+
+/// The signals so far.
+#[derive(Debug)]
+pub struct Requests {
+    same: Duration,
+    /// When the first one was received.
+    first: Option<Instant>,
+}
+
+impl Requests {
+    /// No signal yet; one within `same` of the first is the same request.
+    pub fn new(same: Duration) -> Self {
+        Requests { same, first: None }
+    }
+
+    /// What a signal asks for that is received now.
+    pub fn receive(&mut self, now: Instant) -> Request {
+        let Some(first) = self.first else {
+            self.first = Some(now);
+            return Request::Stop;
+        };
+        match now.saturating_duration_since(first) >= self.same {
+            true => Request::Abort,
+            false => Request::Repeated,
+        }
+    }
+}
+
+/// Calls `first` with the first SIGINT or SIGTERM that arrives. A second one ends the program, after its temporary
+/// files are removed, with 128 and the signal's number as exit code.
+///
+/// # Errors
+/// Fails if the system refuses a handler or a thread.
+pub fn at_first_signal(first: impl FnOnce(i32) + Send + 'static) -> std::io::Result<()> {
+    let (mut requests, mut first) = (Requests::new(SAME_REQUEST), Some(first));
+    let act = move |signal| match requests.receive(Instant::now()) {
+        Request::Stop => first.take().into_iter().for_each(|first| first(signal)),
+        Request::Abort => end(signal),
+        Request::Repeated => {}
+    };
+    #[cfg(unix)]
+    on_signals(act)?;
+    #[cfg(not(unix))]
+    drop(act);
+    Ok(())
+}
+
+/// Sets `stop` when SIGINT or SIGTERM arrives, so that the program can save what it has done. If it has not ended in
+/// some seconds, or at a second signal, it ends as [`at_first_signal`] says.
 ///
 /// # Errors
 /// Fails if the system refuses a handler or a thread.
 pub fn stop_on_signals(stop: &Arc<AtomicBool>) -> std::io::Result<()> {
-    #[cfg(unix)]
     let stop = Arc::clone(stop);
-    #[cfg(unix)]
-    on_signals(move |signal| {
-        if stop.swap(true, Ordering::Relaxed) {
+    at_first_signal(move |signal| {
+        stop.store(true, Ordering::Relaxed);
+        // Without the thread a second signal ends the program.
+        let _ = std::thread::Builder::new().spawn(move || {
+            std::thread::sleep(PATIENCE);
             end(signal);
-        }
-    })?;
-    Ok(())
+        });
+    })
 }
 
 /// Makes a file that exceeds a limit an error of `write`, like a full disk; by default the signal
@@ -168,6 +229,15 @@ mod tests {
         assert_eq!(code(Err(StoppedEarly("later".to_owned()).into())), number(75));
         let broken = std::io::Error::from(ErrorKind::BrokenPipe);
         assert_eq!(code(Err(broken).context("cannot print")), number(0));
+    }
+
+    #[test]
+    fn a_second_signal_aborts_unless_it_is_the_first_one_again() {
+        let (start, mut requests) = (Instant::now(), Requests::new(SAME_REQUEST));
+        let expected = [Request::Stop, Request::Repeated, Request::Repeated, Request::Abort];
+        let received =
+            [0, 50, 199, 200].map(|at| requests.receive(start + Duration::from_millis(at)));
+        assert_eq!(received, expected);
     }
 
     #[test]

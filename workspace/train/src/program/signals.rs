@@ -9,13 +9,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use moh_comm::Launcher;
+#[cfg(unix)]
+use moh_program::exit::{Request, Requests, SAME_REQUEST};
 use signal_hook::consts::{SIGINT, TERM_SIGNALS};
 
-/// Within this time a second signal is the same request: `timeout` and shells send one to a process and to
-/// its group.
-#[cfg(unix)]
-const SAME_REQUEST: Duration = Duration::from_millis(200);
-/// The same under a launcher, which passes on what its process group has received already.
+/// Within this time a second signal is the same request under a launcher, which passes on what its process group has
+/// received already.
 #[cfg(unix)]
 const SAME_REQUEST_LAUNCHED: Duration = Duration::from_secs(5);
 
@@ -39,10 +38,10 @@ pub(crate) fn stop_on_signals(
         heard.push(SIGHUP);
     }
     let mut signals = signal_hook::iterator::Signals::new(heard)?;
-    let (mut requests, stop) = (Requests { launcher, first: None }, Arc::clone(stop));
+    let (mut requests, stop) = (requests(launcher), Arc::clone(stop));
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for signal in signals.forever() {
-            match requests.receive(signal, Instant::now()) {
+            match receive(&mut requests, launcher, signal, Instant::now()) {
                 Request::Stop => {
                     // Before the flag: the run may end within microseconds, and says so then.
                     say(&acknowledgement(launcher));
@@ -81,38 +80,18 @@ fn acknowledgement(launcher: Launcher) -> String {
     format!("stopping, with a checkpoint if a step was taken; {again} to abort without one")
 }
 
-/// What a signal asks for.
 #[cfg(unix)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Request {
-    Stop,
-    Abort,
-    /// Nothing new.
-    Repeated,
+fn requests(launcher: Launcher) -> Requests {
+    let is_launched = launcher != Launcher::None;
+    Requests::new(if is_launched { SAME_REQUEST_LAUNCHED } else { SAME_REQUEST })
 }
 
-/// The signals so far.
+/// What a signal asks for. Under a launcher only SIGINT ends the process without a checkpoint.
 #[cfg(unix)]
-struct Requests {
-    launcher: Launcher,
-    /// When the first one was received.
-    first: Option<Instant>,
-}
-
-#[cfg(unix)]
-impl Requests {
-    fn receive(&mut self, signal: i32, now: Instant) -> Request {
-        let Some(first) = self.first else {
-            self.first = Some(now);
-            return Request::Stop;
-        };
-        let is_launched = self.launcher != Launcher::None;
-        let same = if is_launched { SAME_REQUEST_LAUNCHED } else { SAME_REQUEST };
-        let is_new = now.saturating_duration_since(first) >= same;
-        match is_new && (signal == SIGINT || !is_launched) {
-            true => Request::Abort,
-            false => Request::Repeated,
-        }
+fn receive(requests: &mut Requests, launcher: Launcher, signal: i32, now: Instant) -> Request {
+    match requests.receive(now) {
+        Request::Abort if signal != SIGINT && launcher != Launcher::None => Request::Repeated,
+        request => request,
     }
 }
 
@@ -134,10 +113,11 @@ mod tests {
     const MILLISECOND: Duration = Duration::from_millis(1);
 
     fn received(launcher: Launcher, signals: &[(i32, u32)]) -> Vec<Request> {
-        let (start, mut requests) = (Instant::now(), Requests { launcher, first: None });
-        let receive =
-            |&(signal, at): &(i32, u32)| requests.receive(signal, start + at * MILLISECOND);
-        signals.iter().map(receive).collect()
+        let (start, mut requests) = (Instant::now(), requests(launcher));
+        let mut receive = |&(signal, at): &(i32, u32)| {
+            receive(&mut requests, launcher, signal, start + at * MILLISECOND)
+        };
+        signals.iter().map(&mut receive).collect()
     }
 
     #[test]
