@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use moh_model::ModelConfig;
 use moh_model::parameters::Shard;
 use moh_model::slice::{Slice, common};
 use moh_step::TensorKind;
@@ -75,6 +76,24 @@ impl StoredCheckpoint {
             }
         }
         Err(moh_files::unusable(&self.path(), format!("contains no {name}")).into())
+    }
+
+    /// Refuses a configuration whose weights would not fit in the files.
+    pub(crate) fn check_size(&self, config: &ModelConfig) -> Result<(), Error> {
+        let needed = config.num_parameters().saturating_mul(size_of::<f32>() as u64);
+        let mut stored = 0u64;
+        for entry in fs::read_dir(&self.directory).map_err(moh_files::io(&self.directory))? {
+            let length = entry.and_then(|entry| entry.metadata()).map(|it| it.len());
+            stored = stored.saturating_add(length.map_err(moh_files::io(&self.directory))?);
+            if stored >= needed {
+                return Ok(());
+            }
+        }
+        let reason = format!(
+            "the configuration asks for {needed} bytes of weights, and all files beside it have {stored}: the \
+             checkpoint is damaged, name another one"
+        );
+        Err(moh_files::unusable(&self.path(), reason).into())
     }
 
     /// Reads a tensor as f32, from any number of shards.

@@ -112,6 +112,8 @@ impl RunDirectory {
     pub fn stored_model(&self, step: u64) -> Result<(StoredCheckpoint, ConfigFile), Error> {
         let stored = self.stored(step)?;
         let file = config_file(&stored, &self.checkpoint(step))?;
+        // Before anybody allocates what a configuration of other sizes asks for.
+        stored.check_size(&file.config)?;
         Ok((stored, file))
     }
 

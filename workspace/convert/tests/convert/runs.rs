@@ -91,6 +91,17 @@ fn a_damaged_or_missing_checkpoint_leaves_no_model() {
     fs::write(&weights, bytes).unwrap();
     let error = failure(place, &["--from", "run@3"]);
     assert!(error.contains("does not match its hash"), "{error}");
+    // Sizes that nobody has stored are refused before they are allocated.
+    let manifest = place.join("run/checkpoints/step-1/manifest.json");
+    let mut json = read_json(&manifest);
+    json["config"]["num_hidden_layers"] = 10_000.into();
+    json["config"]["intermediate_size"] = (1 << 24).into();
+    let text = json.to_string();
+    fs::write(&manifest, &text).unwrap();
+    let hash = blake3::hash(text.as_bytes());
+    fs::write(manifest.with_extension("json.b3"), format!("{hash}  manifest.json\n")).unwrap();
+    let error = failure(place, &["--from", "run@1"]);
+    assert!(error.contains("the configuration asks for"), "{error}");
     let error = failure(place, &["--from", "run@9"]);
     assert!(error.contains("no checkpoint of step 9: name one of 1, 2, 3, 4"), "{error}");
     let error = failure(place, &["--from", "run@2", "--revision", "main"]);
