@@ -24,6 +24,7 @@ use moh_kernels::DType;
 use moh_kernels::open_device::{DeviceName, OpenDevice};
 use moh_model::{Active, HeadCounts, HeadRequest, RouterKind, SharedHeadSets};
 use moh_program::arguments::{self, at_least};
+use moh_program::models::Place;
 use moh_program::progress::Bar;
 use moh_program::{exit, options};
 
@@ -247,17 +248,13 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(path) = &arguments.receipt {
         check_receipt(path, arguments.force)?;
     }
-    let checkpoint = RunCheckpoint::from_name(&arguments.from)?;
-    let source = match &checkpoint {
-        Some(_) if arguments.revision.is_some() => {
-            bail!("{}: is a run: only hub ids have a --revision", arguments.from)
-        }
-        Some(_) if arguments.verify => bail!(
+    let (source, checkpoint) = match Place::find(&arguments.from, arguments.revision.as_deref())? {
+        Place::Checkpoint(_) if arguments.verify => bail!(
             "{}: --verify compares with a model's files: the tensors of a run are compared with their hashes",
             arguments.from
         ),
-        Some(checkpoint) => checkpoint.run.model(),
-        None => moh_program::models::locate(&arguments.from, arguments.revision.as_deref())?,
+        Place::Checkpoint(checkpoint) => (checkpoint.run.model(), Some(checkpoint)),
+        Place::Directory(directory) => (directory, None),
     };
     let attention = match (attention, &checkpoint) {
         (Some(attention), _) => attention,

@@ -1,22 +1,154 @@
 //! Models and tokenizers by name, for programs: located, on the hub too, and loaded.
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use crate::exit;
 use crate::progress::Bar;
 use anyhow::{Context as _, bail};
-use moh_checkpoint::run_directory::{CheckpointName, export_command, not_a_model};
+use moh_checkpoint::run_directory::{RunCheckpoint, not_a_model};
 use moh_hf::hub::{DownloadProgress, Hub};
 use moh_hf::{ConfigFile, StoredModel};
 use moh_kernels::{Backend, Element};
-use moh_model::Model;
+use moh_model::{Model, ModelConfig};
 use moh_text::TextTokenizer;
+
+/// Where a model is.
+#[derive(Debug, Clone)]
+pub enum Place {
+    /// In a directory in Hugging Face layout.
+    Directory(PathBuf),
+    /// In a run: the model is the one that an export of the checkpoint has.
+    Checkpoint(RunCheckpoint),
+}
+
+impl Place {
+    /// The place of the model `name`: a run, as `RUN` for its newest good checkpoint or `RUN@STEP`, a directory, or a
+    /// repository of the hub, which is downloaded if necessary.
+    pub fn find(name: &str, revision: Option<&str>) -> anyhow::Result<Self> {
+        match RunCheckpoint::from_name(name)? {
+            Some(_) if revision.is_some() => {
+                bail!("{name}: is a run: only hub ids have a --revision")
+            }
+            Some(checkpoint) => Ok(Place::Checkpoint(checkpoint)),
+            None => Ok(Place::Directory(locate(name, revision)?)),
+        }
+    }
+}
+
+/// A model by name, whose weights are not read yet.
+#[derive(Debug)]
+pub struct NamedModel {
+    /// As the user names it.
+    pub name: String,
+    /// Its configuration.
+    pub config: ModelConfig,
+    place: Place,
+    /// Read when it is first asked for.
+    tokenizer: OnceLock<Option<TextTokenizer>>,
+}
+
+/// Writes a tensor by its name, in f32.
+pub type Tensors = Box<dyn FnMut(&str, &mut [f32]) -> anyhow::Result<()> + Send>;
+
+impl NamedModel {
+    /// Finds the model `name`, as [`Place::find`] does, and reads its configuration.
+    pub fn open(name: &str, revision: Option<&str>) -> anyhow::Result<Self> {
+        Self::at(name, Place::find(name, revision)?)
+    }
+
+    /// The model at a place, which the user names so.
+    pub fn at(name: &str, place: Place) -> anyhow::Result<Self> {
+        let config = match &place {
+            Place::Directory(directory) => ConfigFile::read(directory)?.config,
+            Place::Checkpoint(checkpoint) => checkpoint.config_file()?.config,
+        };
+        Ok(NamedModel { name: name.to_owned(), config, place, tokenizer: OnceLock::new() })
+    }
+
+    /// The checkpoint, if the model is one of a run.
+    pub fn checkpoint(&self) -> Option<&RunCheckpoint> {
+        match &self.place {
+            Place::Checkpoint(checkpoint) => Some(checkpoint),
+            Place::Directory(_) => None,
+        }
+    }
+
+    /// The directory with the other files of the model.
+    pub fn files(&self) -> PathBuf {
+        match &self.place {
+            Place::Directory(directory) => directory.clone(),
+            Place::Checkpoint(checkpoint) => checkpoint.run.model(),
+        }
+    }
+
+    /// The directory of the tokenizer and its chat template, if there is a tokenizer.
+    pub fn tokenizer_directory(&self) -> Option<PathBuf> {
+        match &self.place {
+            Place::Directory(directory) => {
+                Some(directory.clone()).filter(|it| it.join("tokenizer.json").is_file())
+            }
+            Place::Checkpoint(checkpoint) => checkpoint.run.tokenizer(),
+        }
+    }
+
+    /// The tokenizer, if there is one.
+    pub fn tokenizer(&self) -> anyhow::Result<Option<&TextTokenizer>> {
+        if let Some(known) = self.tokenizer.get() {
+            return Ok(known.as_ref());
+        }
+        let directory = self.tokenizer_directory();
+        let found = directory.map(|directory| TextTokenizer::load(&directory)).transpose()?;
+        Ok(self.tokenizer.get_or_init(|| found).as_ref())
+    }
+
+    /// The tokenizer, and its directory.
+    pub fn required_tokenizer(&self) -> anyhow::Result<(TextTokenizer, PathBuf)> {
+        let directory = self.tokenizer_directory().with_context(|| match &self.place {
+            Place::Directory(directory) => {
+                format!("{}: contains no tokenizer.json, which text requires", directory.display())
+            }
+            Place::Checkpoint(_) => {
+                format!("{}: the run has no tokenizer, which text requires", self.name)
+            }
+        })?;
+        Ok((TextTokenizer::load(&directory)?, directory))
+    }
+
+    /// Loads the model to a device, for sequences of up to `positions` tokens.
+    pub fn load<B: Backend, T: Element>(
+        &self,
+        backend: B,
+        positions: usize,
+    ) -> anyhow::Result<Model<B, T>> {
+        match &self.place {
+            Place::Directory(directory) => load(backend, directory, positions),
+            Place::Checkpoint(_) => {
+                let (mut read, config) = (self.tensors()?, self.config.clone());
+                Model::new(backend, config, positions, |segment, values: &mut [f32]| {
+                    read(&segment.name, values)
+                })
+            }
+        }
+    }
+
+    /// What reads each tensor.
+    pub fn tensors(&self) -> anyhow::Result<Tensors> {
+        Ok(match &self.place {
+            Place::Directory(directory) => {
+                let stored = stored(directory)?;
+                Box::new(move |name, values| Ok(stored.weights.read_f32(name, values)?))
+            }
+            Place::Checkpoint(checkpoint) => {
+                let mut read = checkpoint.exported()?;
+                Box::new(move |name, values| Ok(read(name, values)?))
+            }
+        })
+    }
+}
 
 /// The directory of a model: itself, or a repository of the hub, downloaded if necessary.
 pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
-    if let Some(CheckpointName { step: Some(_), .. }) = CheckpointName::parse(model) {
-        bail!("{model}: is a checkpoint of a run, {}", export_command(model));
-    }
     let mut show = ShowDownload::default();
     let directory =
         Hub::from_environment().resolve(model, revision, &mut |download| show.update(download))?;
@@ -72,11 +204,6 @@ pub fn stored(directory: &Path) -> anyhow::Result<StoredModel> {
         exit::stderr_line(format_args!("warning: {warning}"));
     }
     Ok(stored)
-}
-
-/// The context length of the model in `directory`, in tokens.
-pub fn context_length(directory: &Path) -> anyhow::Result<usize> {
-    Ok(ConfigFile::read(directory)?.config.max_position_embeddings)
 }
 
 /// The tokenizer in a model's directory, if it exists.

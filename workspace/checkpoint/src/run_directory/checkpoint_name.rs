@@ -10,7 +10,7 @@ use moh_kernels::{Backend, DType};
 use moh_model::ModelConfig;
 use moh_recipe::shell::shell_word;
 use moh_recipe::{ModelOptions, Recipe};
-use moh_step::Ranks;
+use moh_step::{Ranks, TensorKind};
 use serde_json::Value;
 
 use crate::Error;
@@ -89,6 +89,23 @@ impl RunCheckpoint {
         Ok(self.run.stored_recipe()?.run.dtype.dtype())
     }
 
+    /// Reads tensors by their names, in f32, as an export of the checkpoint has them: rounded to its element type.
+    pub fn exported(
+        &self,
+    ) -> Result<impl FnMut(&str, &mut [f32]) -> Result<(), Error> + Send + use<>, Error> {
+        let (stored, dtype) = (self.run.stored(self.step)?, self.export_type()?);
+        let mut bytes = Vec::new();
+        Ok(move |name: &str, values: &mut [f32]| {
+            stored.read_f32(TensorKind::Weight, name, values)?;
+            if dtype != DType::F32 {
+                bytes.resize(values.len() * dtype.bytes(), 0);
+                dtype.write(values, &mut bytes);
+                dtype.read(&bytes, values);
+            }
+            Ok(())
+        })
+    }
+
     /// The model's configuration at the step; no tensor is read.
     pub fn config_file(&self) -> Result<ConfigFile, Error> {
         require(&self.run, self.step)?;
@@ -145,7 +162,7 @@ pub fn not_a_model(directory: &Path) -> Option<String> {
 }
 
 /// How a checkpoint of a run becomes a model.
-pub fn export_command(run: &str) -> String {
+fn export_command(run: &str) -> String {
     format!("export its model: moh-convert --from {} --out DIR", shell_word(run))
 }
 

@@ -9,8 +9,7 @@ pub mod metrics_resume;
 mod run_lock;
 
 pub use checkpoint_name::{
-    CheckpointName, RunCheckpoint, config_file, export_command, is_step_of, local_model_config,
-    not_a_model,
+    CheckpointName, RunCheckpoint, config_file, is_step_of, local_model_config, not_a_model,
 };
 pub use layout::{KeyChange, RunDirectory, TOKENIZER, changes, join_names, leaves};
 pub use run_lock::RunLock;

@@ -372,6 +372,12 @@ fn a_checkpoint_of_a_run_is_evaluated_where_it_is() {
     assert!(loss(3) != loss(0), "{json}");
     let after = (names(&dir.path().join("run")), names(&dir.path().join("run/checkpoints/step-2")));
     assert_eq!(after, before);
+    fs::write(dir.path().join("ids.json"), "[[1, 2, 3]]").unwrap();
+    for (model, out) in [("run/export", "a"), ("run@4", "b")] {
+        told(dir.path(), &format!("logits --ids ids.json --model {model} --out {out}"));
+    }
+    let [a, b] = ["a", "b"].map(|name| fs::read(dir.path().join(name)).unwrap());
+    assert!(a == b);
     let message = refused(dir.path(), &format!("{line} --model run@3"), 1);
     assert!(message.ends_with("no checkpoint of step 3: name one of 2, 4"), "{message}");
 }
@@ -388,15 +394,11 @@ fn runs_and_checkpoints_are_told_from_models() {
     for name in ["manifest.json", "manifest.json.b3"] {
         fs::write(root.join("run/checkpoints/step-7").join(name), "").unwrap();
     }
-    assert!(refused("run").starts_with("run: is a run that has not finished, "));
-    fs::rename(root.join("run"), root.join("my run")).unwrap();
-    let mut spaced = moh_eval(root, "logits --ids ids.json --out logits --model");
-    let message = failure(root, spaced.arg("my run"), 1);
-    assert!(message.ends_with("moh-convert --from 'my run' --out DIR"), "{message}");
-    fs::rename(root.join("my run"), root.join("run")).unwrap();
+    assert!(refused("run").contains("no checkpoint is good"));
     let checkpoint = refused("run/checkpoints/step-7");
     assert!(checkpoint.starts_with("run/checkpoints/step-7: is a checkpoint, "), "{checkpoint}");
     fs::rename(root.join("source"), root.join("run/export")).unwrap();
+    fs::remove_file(root.join("run/recipe.toml")).unwrap();
     assert_eq!(refused("run"), "run: is a run, name its model: run/export");
     told(root, &line("run/export"));
 }

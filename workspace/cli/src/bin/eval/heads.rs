@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use moh_kernels::Backend;
 use moh_kernels::open_device::{DeviceName, OnDevice};
 use moh_program::arguments::at_least;
+use moh_program::models::NamedModel;
 use moh_program::progress::Bar;
 use moh_program::{exit, options};
 use moh_report::head_measures::{
@@ -16,7 +17,6 @@ use moh_report::head_measures::{
 use moh_text::TextTokenizer;
 
 use crate::heads_report;
-use crate::model::NamedModel;
 use crate::windows::{say_length, window_length, windows};
 
 #[derive(clap::Args)]
@@ -93,7 +93,7 @@ impl HeadsArguments {
     /// The ids of `--sentence`, if it is given.
     fn sentence_ids(&self, model: &NamedModel) -> anyhow::Result<Option<Vec<u32>>> {
         let Some(text) = &self.sentence else { return Ok(None) };
-        let Some(tokenizer) = &model.tokenizer else {
+        let Some(tokenizer) = model.tokenizer()? else {
             let message = format!("--sentence: {} has no tokenizer", model.name);
             return Err(exit::Usage(message).into());
         };
@@ -133,7 +133,8 @@ impl OnDevice for Heads<'_> {
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
         let Heads { model, length, texts, ids } = self;
         let mut tensors = model.tensors()?;
-        let text = |id| token_text(model.tokenizer.as_ref(), id);
+        let tokenizer = model.tokenizer()?;
+        let text = |id| token_text(tokenizer, id);
         let mut report = None;
         if !texts.is_empty() {
             let mut bar = Bar::count("measuring layers", model.config.num_hidden_layers as u64);
@@ -153,7 +154,7 @@ impl OnDevice for Heads<'_> {
         }
         let layers = report.iter_mut().flat_map(|report| &mut report.layers);
         for token in layers.flat_map(|layer| &mut layer.heads).flat_map(|head| &mut head.tokens) {
-            token.text = model.tokenizer.as_ref().map(|_| text(token.id));
+            token.text = tokenizer.map(|_| text(token.id));
         }
         let of_sentence = |ids: &[u32]| {
             let layers = sentence::<B, anyhow::Error>(&backend, &model.config, ids, &mut *tensors)?;

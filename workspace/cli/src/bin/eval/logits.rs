@@ -7,11 +7,12 @@ use crate::logits_file::{read_ids, write_logits};
 use anyhow::Context as _;
 use moh_kernels::open_device::{Compute, DeviceName};
 use moh_kernels::{Backend, Element, ElementType};
+use moh_program::models::NamedModel;
 use moh_program::options;
 
 #[derive(clap::Args)]
 pub(crate) struct LogitsArguments {
-    /// Directory of the model, or its id on the hub
+    /// Model: a directory, an id on the hub, or a run's checkpoint, RUN or RUN@STEP
     #[arg(long)]
     model: String,
     /// Branch, tag or commit of the hub's model
@@ -45,10 +46,10 @@ impl Compute for &LogitsArguments {
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
         make_room(&self.out, self.force)?;
-        let directory = moh_program::models::locate(&self.model, self.revision.as_deref())?;
-        let ids = read_ids(&self.ids, moh_program::models::context_length(&directory)?)?;
+        let named = NamedModel::open(&self.model, self.revision.as_deref())?;
+        let ids = read_ids(&self.ids, named.config.max_position_embeddings)?;
         let length = ids.first().map_or(0, Vec::len);
-        let mut model = moh_program::models::load::<B, T>(backend, &directory, length)?;
+        let mut model = named.load::<B, T>(backend, length)?;
         let output = model.run(&ids)?;
         write_logits(&output, &self.out)?;
         writeln!(

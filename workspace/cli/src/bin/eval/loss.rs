@@ -9,12 +9,12 @@ use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
 use moh_program::arguments::at_least;
 use moh_program::exit;
+use moh_program::models::NamedModel;
 use moh_program::options;
 use moh_program::progress::Bar;
 use moh_step::{DecodedBytes, Error, EvaluationText, Evaluator};
 
 use crate::loss_report::{LossMeasurement, print};
-use crate::model::NamedModel;
 use crate::windows::{say_length, window_length, windows};
 
 /// Maximum tokens of a pass; longer windows are evaluated one at a time.
@@ -116,7 +116,7 @@ fn loss<B: Backend + Clone, T: Element>(
     let mut evaluator = Evaluator::new(model, batch, windows.length())?;
     let mut routing = heads.then(|| model.routing_statistics());
     let mut bar = Bar::count("evaluating", windows.len());
-    let tokenizer = named.tokenizer.as_ref();
+    let tokenizer = named.tokenizer()?;
     let decoded = tokenizer
         .map(|tokenizer| |ids: &[u32]| tokenizer.decoded_bytes(ids).map_err(Error::samples));
     let decoded_bytes = decoded.as_ref().map(|bytes| bytes as &DecodedBytes<'_>);

@@ -6,7 +6,6 @@ mod logits;
 mod logits_file;
 mod loss;
 mod loss_report;
-mod model;
 mod windows;
 
 use std::process::ExitCode;

@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use moh_data::{TokenFile, Windows};
+use moh_program::models::NamedModel;
 use moh_program::{counted, exit};
-
-use crate::model::NamedModel;
 
 /// Tokens of a window if the option is omitted, unless a model's context is shorter.
 const DEFAULT_LENGTH: usize = 2048;
@@ -19,7 +18,7 @@ pub(crate) fn windows(
 ) -> anyhow::Result<Windows> {
     let mut file = TokenFile::open(prefix)?;
     file.limit_vocabulary(model.config.vocab_size);
-    if let Some(tokenizer) = &model.tokenizer {
+    if let Some(tokenizer) = model.tokenizer()? {
         let found = tokenizer.check_file(&file, allow_other_tokenizer)?;
         if let Some(remark) = found.remark() {
             let (path, data) = (tokenizer.path().display(), prefix.display());

@@ -13,6 +13,7 @@ use moh_kernels::open_device::{Compute, DeviceName};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{Generator, Model, Sampler, Sampling};
 use moh_program::arguments::at_least;
+use moh_program::models::NamedModel;
 use moh_program::{counted, exit, options};
 use moh_text::{ChatTemplate, Conversation, TextTokenizer};
 
@@ -32,7 +33,7 @@ use moh_text::{ChatTemplate, Conversation, TextTokenizer};
         moh-generate --model recipes/quickstart --prompt \"Once upon a time\" --temperature 0.8"
 )]
 struct Arguments {
-    /// Directory of the model, or its id on the hub
+    /// Model: a directory, an id on the hub, or a run's checkpoint, RUN or RUN@STEP
     #[arg(long)]
     model: String,
     /// Branch, tag or commit of the hub's model
@@ -90,9 +91,9 @@ impl Compute for &Arguments {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let directory = moh_program::models::locate(&self.model, self.revision.as_deref())?;
-        let tokenizer = moh_program::models::required_tokenizer(&directory)?;
-        let context = moh_program::models::context_length(&directory)?;
+        let named = NamedModel::open(&self.model, self.revision.as_deref())?;
+        let (tokenizer, directory) = named.required_tokenizer()?;
+        let context = named.config.max_position_embeddings;
         let prompt = Prompt::read(self, &directory, &tokenizer)?;
         if prompt.ids.is_empty() || prompt.ids.len() >= context {
             anyhow::bail!(
@@ -103,8 +104,8 @@ impl Compute for &Arguments {
             );
         }
         let capacity = context.min(prompt.ids.len().saturating_add(self.max_tokens));
-        let model = moh_program::models::load::<B, T>(backend, &directory, capacity)?;
-        let ends = moh_hf::end_tokens(&directory, model.config())?;
+        let model = named.load::<B, T>(backend, capacity)?;
+        let ends = moh_hf::end_tokens(&named.files(), model.config())?;
         // On one of the operators' threads: a small model's token takes less time than waking them.
         model.backend().install(|| decode(self, &tokenizer, &model, &prompt, &ends))
     }
