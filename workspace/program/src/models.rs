@@ -213,11 +213,3 @@ pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
     }
     Ok(Some(TextTokenizer::load(directory)?))
 }
-
-/// The tokenizer in a model's directory; an error if it does not exist.
-pub fn required_tokenizer(directory: &Path) -> anyhow::Result<TextTokenizer> {
-    let found = tokenizer(directory)?;
-    found.with_context(|| {
-        format!("{}: contains no tokenizer.json, which text requires", directory.display())
-    })
-}

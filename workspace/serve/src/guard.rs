@@ -1,6 +1,7 @@
 //! Who may ask: clients with a key, or where none is needed this machine's own programs and pages.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN};
@@ -11,26 +12,28 @@ use axum::response::{IntoResponse, Response};
 use crate::api::ApiError;
 
 /// Whose requests are answered.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug)]
 pub struct Guard {
     /// Hashes of the keys, one of which is required if there are any. The time in which hashes are compared tells nothing
     /// of the keys.
     keys: Vec<blake3::Hash>,
-    /// Whether a request must be addressed to this machine, and come from no other site's page.
-    is_local: bool,
+    /// The address that is listened at.
+    address: IpAddr,
+    /// Other names of this machine.
+    names: Vec<String>,
 }
 
 impl Guard {
-    /// Requires one of these keys, if there are any. A local server without keys answers requests for its own names
-    /// alone: a page of another site can neither ask it nor make a name of its own lead to it.
-    pub fn new<'a>(keys: impl IntoIterator<Item = &'a str>, is_local: bool) -> Self {
-        let keys: Vec<_> = keys.into_iter().map(|key| blake3::hash(key.as_bytes())).collect();
-        let is_local = is_local && keys.is_empty();
-        Guard { keys, is_local }
+    /// Requires one of these keys, if there are any. A server without keys answers requests for its own names alone:
+    /// loopback names, its address, and these names. A page of another site can neither ask it nor make a name of its own
+    /// lead to it.
+    pub fn new(keys: &[String], address: IpAddr, names: &[String]) -> Self {
+        let keys = keys.iter().map(|key| blake3::hash(key.as_bytes())).collect();
+        Guard { keys, address, names: names.to_vec() }
     }
 
     /// Answers a request that is not allowed, or passes it on.
-    pub async fn check(State(guard): State<Guard>, request: Request, next: Next) -> Response {
+    pub async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
         match guard.allows(request.uri(), request.headers()) {
             Ok(()) => next.run(request).await,
             Err(error) => error.into_response(),
@@ -38,15 +41,15 @@ impl Guard {
     }
 
     fn allows(&self, uri: &Uri, headers: &HeaderMap) -> Result<(), ApiError> {
-        if self.is_local {
-            let host =
-                text(headers, &HOST).map(str::to_owned).or_else(|| uri.host().map(Into::into));
-            if !host.as_deref().is_some_and(is_local_name) {
-                let message = "the request is for another host: ask for localhost";
-                return Err(ApiError::new(StatusCode::MISDIRECTED_REQUEST, message));
-            }
+        let hosts = headers.get_all(HOST).iter().map(|host| host.to_str().unwrap_or_default());
+        let hosts: Vec<_> = hosts.chain(uri.host()).collect();
+        let is_for_this = !hosts.is_empty() && hosts.iter().all(|host| self.is_own(host));
+        if (self.keys.is_empty() || !self.names.is_empty()) && !is_for_this {
+            let message = "the request is for another host: ask for localhost or the server's address, or start it \
+                           with --allowed-host and the name";
+            return Err(ApiError::new(StatusCode::MISDIRECTED_REQUEST, message));
         }
-        if self.keys.is_empty() && !is_own_page(headers) {
+        if self.keys.is_empty() && !self.is_own_page(headers) {
             let message = "pages of other sites may not ask this server";
             return Err(ApiError::new(StatusCode::FORBIDDEN, message));
         }
@@ -66,31 +69,48 @@ impl Guard {
             )),
         }
     }
+
+    /// Whether a host, perhaps with a port, is this machine by a name that nobody else can give it: localhost, a loopback
+    /// address, the address that is listened at, or an allowed name. Where it listens at all addresses, an address leads
+    /// to none but this machine.
+    fn is_own(&self, host: &str) -> bool {
+        let name = without_port(host);
+        let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+        match address {
+            Ok(found) if found.is_loopback() || found == self.address => true,
+            Ok(_) if self.address.is_unspecified() => true,
+            _ => name.eq_ignore_ascii_case("localhost") || self.is_allowed(name),
+        }
+    }
+
+    /// Whether it is one of the names that were given.
+    fn is_allowed(&self, name: &str) -> bool {
+        self.names.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
+    }
+
+    /// Whether a request comes from no page, or from one of the host that it asks, or of an allowed name, as behind a
+    /// proxy.
+    fn is_own_page(&self, headers: &HeaderMap) -> bool {
+        let Some(origin) = headers.get(ORIGIN) else { return true };
+        let site = origin.to_str().ok().and_then(|origin| origin.split_once("://"));
+        site.is_some_and(|(_, site)| {
+            let is_host = |host: &str| host.eq_ignore_ascii_case(site);
+            self.is_allowed(without_port(site)) || text(headers, &HOST).is_some_and(is_host)
+        })
+    }
 }
 
 fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// Whether a host, perhaps with a port, is this machine by a name that nobody else can give it: localhost, or a loopback
-/// address.
-fn is_local_name(host: &str) -> bool {
+/// A host's name without its port.
+fn without_port(host: &str) -> &str {
     let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit());
-    let name = match host.rsplit_once(':') {
+    match host.rsplit_once(':') {
         Some((name, port)) if is_port(port) => name,
         _ => host,
-    };
-    let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
-    name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback())
-}
-
-/// Whether a request comes from no page, or from one of the host that it asks.
-fn is_own_page(headers: &HeaderMap) -> bool {
-    let Some(origin) = headers.get(ORIGIN) else { return true };
-    let site = origin.to_str().ok().and_then(|origin| origin.split_once("://"));
-    site.is_some_and(|(_, site)| {
-        text(headers, &HOST).is_some_and(|host| host.eq_ignore_ascii_case(site))
-    })
+    }
 }
 
 #[cfg(test)]
@@ -98,44 +118,71 @@ mod tests {
     use super::*;
 
     fn status(guard: &Guard, path: &str, headers: &[(HeaderName, &str)]) -> Option<u64> {
-        let headers = headers.iter().map(|(name, value)| (name.clone(), value.parse().unwrap()));
-        let allowed = guard.allows(&path.parse().unwrap(), &headers.collect());
+        let mut map = HeaderMap::new();
+        for (name, value) in headers {
+            map.append(name, value.parse().unwrap());
+        }
+        let allowed = guard.allows(&path.parse().unwrap(), &map);
         allowed.err().and_then(|error| error.to_json()["error"]["code"].as_u64())
     }
 
+    fn guard(keys: &[&str], address: &str, names: &[&str]) -> Guard {
+        let owned = |texts: &[&str]| texts.iter().map(|&it| it.to_owned()).collect::<Vec<_>>();
+        Guard::new(&owned(keys), address.parse().unwrap(), &owned(names))
+    }
+
     #[test]
-    fn a_local_server_answers_for_its_own_names_and_pages() {
-        let guard = Guard::new([], true);
+    fn a_server_without_keys_answers_for_its_own_names_and_pages() {
+        let local = guard(&[], "127.0.0.1", &[]);
+        let named = guard(&[], "10.0.0.1", &["gpu.example.org"]);
+        let open = guard(&[], "0.0.0.0", &[]);
+        let both = guard(&["one"], "0.0.0.0", &["gpu.example.org"]);
         for host in ["localhost:8000", "LOCALHOST", "127.0.0.1:80", "127.0.0.2", "[::1]:9", "[::1]"]
         {
-            assert_eq!(status(&guard, "/v1/models", &[(HOST, host)]), None, "{host}");
+            for guard in [&local, &named, &open] {
+                assert_eq!(status(guard, "/v1/models", &[(HOST, host)]), None, "{host}");
+            }
         }
-        for host in
-            ["example.org", "localhost.example.org:8000", "", "127.0.0.1.org", ":80", "10.0.0.1"]
-        {
-            assert_eq!(status(&guard, "/", &[(HOST, host)]), Some(421), "{host}");
+        for host in ["example.org", "localhost.example.org:8000", "", "127.0.0.1.org", ":80"] {
+            for guard in [&local, &named, &open, &both] {
+                assert_eq!(status(guard, "/", &[(HOST, host)]), Some(421), "{host}");
+                assert_eq!(status(guard, "/", &[(HOST, "localhost"), (HOST, host)]), Some(421));
+            }
         }
-        assert_eq!(status(&guard, "/", &[]), Some(421));
-        let open = Guard::new([], false);
-        assert_eq!(status(&open, "/", &[(HOST, "example.org")]), None);
-        for (guard, host) in [(&guard, "localhost:8000"), (&open, "example.org:8000")] {
+        for (guard, path, host, expected) in [
+            (&local, "/", "10.0.0.1", Some(421)),
+            (&local, "http://example.org/", "localhost", Some(421)),
+            (&local, "http://localhost/", "localhost", None),
+            (&named, "/", "10.0.0.1:8000", None),
+            (&named, "/", "10.0.0.2", Some(421)),
+            (&named, "/", "GPU.example.org:8000", None),
+            (&open, "/", "10.0.0.2", None),
+            (&both, "/", "gpu.example.org", None),
+        ] {
+            assert_eq!(status(guard, path, &[(HOST, host)]), expected, "{path} {host}");
+        }
+        assert_eq!(status(&local, "/", &[]), Some(421));
+        for (guard, host) in [(&local, "localhost:8000"), (&open, "10.0.0.1:8000")] {
             let own = format!("http://{host}");
             let from = |origin| status(guard, "/", &[(HOST, host), (ORIGIN, origin)]);
             assert_eq!(from(&own), None);
             assert_eq!(from("http://example.com"), Some(403));
+            assert_eq!(from("https://gpu.example.org"), Some(403));
             assert_eq!(from("null"), Some(403));
         }
+        let proxied = [(HOST, "localhost:8000"), (ORIGIN, "https://gpu.example.org")];
+        assert_eq!(status(&named, "/", &proxied), None);
     }
 
     #[test]
     fn a_key_is_required_where_there_is_one() {
-        let guard = Guard::new(["one", "two"], true);
+        let guard = guard(&["one", "two"], "127.0.0.1", &[]);
         let with = |value| status(&guard, "/v1/models", &[(AUTHORIZATION, value)]);
         assert_eq!(with("Bearer one"), None);
         assert_eq!(with("bearer two "), None);
         assert_eq!(with("Bearer three"), Some(401));
         assert_eq!(with("one"), Some(401));
-        assert_eq!(status(&guard, "/v1/models", &[]), Some(401));
+        assert_eq!(status(&guard, "/v1/models", &[(HOST, "example.org")]), Some(401));
         assert_eq!(status(&guard, "/metrics", &[]), Some(401));
         assert_eq!(status(&guard, "/health", &[]), None);
         assert_eq!(status(&guard, "/", &[]), None);

@@ -7,4 +7,3 @@ pub mod guard;
 pub mod metrics;
 pub mod page;
 pub mod server;
-pub mod source;

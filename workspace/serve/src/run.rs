@@ -3,20 +3,21 @@
 use std::io::{Write as _, stdout};
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock, Weak};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
+use moh_checkpoint::run_directory::RunCheckpoint;
 use moh_kernels::open_device::{Compute, DeviceName, available_memory};
 use moh_kernels::{Backend, Element};
 use moh_model::{BatchOptions, Model, ModelConfig};
+use moh_program::models::{NamedModel, Place};
 use moh_program::{counted, exit, options};
-use moh_serve::api::{self, Checkpoint, LayerDescription, Served};
+use moh_serve::api::{self, Checkpoint, LayerDescription, Served, TextLimits};
 use moh_serve::engine::{Admission, Handle, Inbox, Limits, Scheduler, queue};
 use moh_serve::guard::Guard;
 use moh_serve::metrics::Metrics;
-use moh_serve::source::Source;
 use moh_serve::{page, server};
 use moh_text::ChatTemplate;
 
@@ -28,16 +29,16 @@ const IDLE: Duration = Duration::from_millis(100);
 const WATCH: Duration = Duration::from_secs(2);
 /// Bytes of the cache on a GPU, and where the memory that is available is not known, unless told otherwise.
 const DEFAULT_CACHE_BYTES: u64 = 4 << 30;
-/// Threads that parse, tokenize and render for clients.
-const BLOCKING_THREADS: usize = 4;
-/// The time that tasks have to end after the last connection.
-const LAST_TASKS: Duration = Duration::from_secs(5);
+/// Bytes of memory at most where it is not known how many are available.
+const MAX_BYTES: u64 = 1 << 44;
+/// The time that the rest has to end after a signal, once nothing is computed any more: connections, and templates that
+/// do not end.
+const LAST_TASKS: Duration = Duration::from_secs(4);
 
 /// A server that is about to start.
 pub struct Serve<'a> {
     arguments: &'a Arguments,
-    source: Source,
-    config: ModelConfig,
+    model: NamedModel,
     served: Arc<Served>,
     inbox: Inbox,
     guard: Guard,
@@ -47,29 +48,25 @@ pub struct Serve<'a> {
 impl<'a> Serve<'a> {
     /// Reads all but the weights, and takes the port.
     pub fn prepare(arguments: &'a Arguments) -> anyhow::Result<Self> {
-        let source = Source::locate(&arguments.model, arguments.revision.as_deref())?;
-        if arguments.watch_run {
-            source.run()?;
+        let model = NamedModel::open(&arguments.model, arguments.revision.as_deref())?;
+        if arguments.watch_run && model.checkpoint().is_none() {
+            bail!(
+                "{}: is not a run, whose checkpoints --watch-run follows: leave it out",
+                model.name
+            );
         }
-        let config = source.config()?;
-        let keys = arguments.keys()?;
-        let guard = Guard::new(keys.iter().map(String::as_str), arguments.host.is_loopback());
+        let guard = arguments.guard()?;
         let (engine, inbox) = queue(arguments.max_queue);
-        let served = Arc::new(describe(arguments, &source, &config, engine)?);
+        let served = Arc::new(describe(arguments, &model, engine)?);
         let listener = listen(SocketAddr::new(arguments.host, arguments.port))?;
-        Ok(Serve { arguments, source, config, served, inbox, guard, listener })
+        Ok(Serve { arguments, model, served, inbox, guard, listener })
     }
 }
 
 /// What clients are told.
-fn describe(
-    arguments: &Arguments,
-    source: &Source,
-    config: &ModelConfig,
-    engine: Handle,
-) -> anyhow::Result<Served> {
-    let directory = source.tokenizer()?;
-    let tokenizer = moh_program::models::required_tokenizer(&directory)?;
+fn describe(arguments: &Arguments, model: &NamedModel, engine: Handle) -> anyhow::Result<Served> {
+    let (tokenizer, directory) = model.required_tokenizer()?;
+    let config = &model.config;
     let positions = config.max_position_embeddings;
     let context = arguments.max_model_len.unwrap_or(positions);
     if context > positions {
@@ -77,8 +74,9 @@ fn describe(
     }
     let served = Served {
         name: arguments.served_model_name.clone().unwrap_or_else(|| arguments.model.clone()),
-        end_tokens: moh_hf::end_tokens(&source.files(), config)?,
+        end_tokens: moh_hf::end_tokens(&model.files(), config)?,
         template: template(&directory)?,
+        limits: TextLimits::new(&tokenizer, context),
         tokenizer,
         context,
         vocab_size: config.vocab_size,
@@ -89,14 +87,20 @@ fn describe(
         is_ending: AtomicBool::new(false),
         started: SystemTime::now(),
     };
-    served.set_checkpoint(checkpoint(source, config));
+    served.set_checkpoint(checkpoint(model));
     Ok(served)
 }
 
 /// What clients are told of a checkpoint.
-fn checkpoint(source: &Source, config: &ModelConfig) -> Checkpoint {
-    let layers = (0..config.num_hidden_layers).map(|layer| heads(config, layer)).collect();
-    Checkpoint { step: source.step(), layers }
+fn checkpoint(model: &NamedModel) -> Checkpoint {
+    let layers = 0..model.config.num_hidden_layers;
+    let layers = layers.map(|layer| heads(&model.config, layer)).collect();
+    Checkpoint { step: step(model), layers }
+}
+
+/// The step of the checkpoint, if the model is one of a run.
+fn step(model: &NamedModel) -> Option<u64> {
+    model.checkpoint().map(|checkpoint| checkpoint.step)
 }
 
 fn heads(config: &ModelConfig, layer: usize) -> LayerDescription {
@@ -124,16 +128,19 @@ impl Compute for Serve<'_> {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let Serve { arguments, source, config, served, inbox, guard, listener } = self;
+        let Serve { arguments, model: named, served, inbox, guard, listener } = self;
         let (positions, metrics) = (served.context, Arc::clone(&served.metrics));
         let vocab_size = served.tokenizer.vocab_size();
-        let model: Model<B, T> = source.load(backend.clone(), positions)?;
-        let options = cache_options(arguments, &config, &model)?;
-        let newest = Arc::new(AtomicU64::new(source.step().unwrap_or_default()));
+        let sizes = cache_sizes::<T>(arguments, &named.config, positions)?;
+        let model: Model<B, T> = named.load(backend.clone(), positions)?;
+        let tokens = sizes.blocks * sizes.block_length;
+        let BatchOptions { pack_weights, .. } = options::batch_options(&model, tokens);
+        let options = BatchOptions { pack_weights, ..sizes };
+        let newest = Arc::new(AtomicU64::new(step(&named).unwrap_or_default()));
         if arguments.watch_run {
-            watch(&source, Arc::clone(&newest))?;
+            watch(&named, Arc::clone(&newest))?;
         }
-        let mut engine = Engine { source, inbox, newest, served: Arc::downgrade(&served) };
+        let mut engine = Engine { named, inbox, newest, served: Arc::downgrade(&served) };
         start(served, guard, listener, arguments.max_connections)?;
 
         let limits = Limits {
@@ -160,7 +167,7 @@ impl Compute for Serve<'_> {
 /// What the engine's thread needs beside a model.
 struct Engine {
     /// The model that is computed.
-    source: Source,
+    named: NamedModel,
     inbox: Inbox,
     /// The step of the run's newest checkpoint.
     newest: Arc<AtomicU64>,
@@ -171,7 +178,7 @@ struct Engine {
 impl Engine {
     /// Whether the run has no other newest checkpoint.
     fn is_current(&self) -> bool {
-        self.source.step().is_none_or(|step| step == self.newest.load(Ordering::Relaxed))
+        step(&self.named).is_none_or(|step| step == self.newest.load(Ordering::Relaxed))
     }
 
     /// Computes until nobody can ask any more, or else until there is another checkpoint.
@@ -200,16 +207,19 @@ impl Engine {
     ) -> Option<Model<B, T>> {
         loop {
             let newest = self.newest.load(Ordering::Relaxed);
-            for source in [self.source.at(newest), self.source.clone()] {
-                match load(&source, backend, positions) {
-                    Ok((model, checkpoint)) => {
-                        self.source = source;
-                        self.tell(checkpoint, newest);
+            let last = self.named.checkpoint()?.clone();
+            for checkpoint in [RunCheckpoint { step: newest, ..last.clone() }, last] {
+                let step = checkpoint.step;
+                let named = NamedModel::at(&self.named.name, Place::Checkpoint(checkpoint));
+                let loaded = named.and_then(|it| Ok((it.load(backend.clone(), positions)?, it)));
+                match loaded {
+                    Ok((model, named)) => {
+                        self.named = named;
+                        self.tell(newest);
                         return Some(model);
                     }
                     Err(error) => exit::stderr_line(format_args!(
-                        "warning: step {} cannot be served: {error:#}",
-                        source.step().unwrap_or_default()
+                        "warning: step {step} cannot be served: {error:#}"
                     )),
                 }
             }
@@ -221,37 +231,30 @@ impl Engine {
 
     /// Says which checkpoint is served. If it is not the newest one, which could not be loaded then, that is not tried
     /// again; one that was written meanwhile is.
-    fn tell(&self, checkpoint: Checkpoint, newest: u64) {
-        if let Some(step) = checkpoint.step {
+    fn tell(&self, newest: u64) {
+        if let Some(step) = step(&self.named) {
             exit::stderr_line(format_args!("serves step {step} now"));
             let (success, failure) = (Ordering::Relaxed, Ordering::Relaxed);
             // An error says that there is a newer one.
             let _ = self.newest.compare_exchange(newest, step, success, failure);
         }
         if let Some(served) = self.served.upgrade() {
-            served.set_checkpoint(checkpoint);
+            served.set_checkpoint(checkpoint(&self.named));
         }
     }
 }
 
-fn load<B: Backend + Clone, T: Element>(
-    source: &Source,
-    backend: &B,
-    positions: usize,
-) -> anyhow::Result<(Model<B, T>, Checkpoint)> {
-    let checkpoint = checkpoint(source, &source.config()?);
-    Ok((source.load(backend.clone(), positions)?, checkpoint))
-}
-
-/// The sizes of the cache and of passes.
-fn cache_options<B: Backend, T: Element>(
+/// The sizes of the cache and of passes, which have to fit in the memory.
+fn cache_sizes<T: Element>(
     arguments: &Arguments,
     config: &ModelConfig,
-    model: &Model<B, T>,
+    context: usize,
 ) -> anyhow::Result<BatchOptions> {
-    let (context, block_length) = (model.positions(), arguments.block_size);
+    let (block_length, pass_tokens) = (arguments.block_size, arguments.max_num_batched_tokens);
     let blocks_of = |tokens: usize| tokens.div_ceil(block_length);
     let bytes = 2 * config.num_hidden_layers * config.key_value_width() * size_of::<T>();
+    let on_host = arguments.device == DeviceName::Cpu;
+    let available = available_memory().filter(|_| on_host);
     let blocks = match arguments.kv_cache_tokens {
         Some(tokens) if blocks_of(tokens) < blocks_of(context) => bail!(
             "--kv-cache-tokens {tokens}: a sequence may need {context}: set --max-model-len lower, or this higher"
@@ -259,31 +262,52 @@ fn cache_options<B: Backend, T: Element>(
         Some(tokens) => blocks_of(tokens),
         None => {
             let most = blocks_of(context).saturating_mul(arguments.max_num_seqs);
-            let available = match arguments.device {
-                DeviceName::Cpu => {
-                    available_memory().map_or(DEFAULT_CACHE_BYTES, |bytes| bytes / 4)
-                }
-                _ => DEFAULT_CACHE_BYTES,
-            };
+            let available = available.map_or(DEFAULT_CACHE_BYTES, |bytes| bytes / 4);
             let affordable = available / (bytes * block_length).max(1) as u64;
             let affordable = usize::try_from(affordable).unwrap_or(usize::MAX);
             affordable.clamp(blocks_of(context), most.max(blocks_of(context)))
         }
     };
-    let tokens = blocks * block_length;
+    let product = |factors: [usize; 3]| factors.iter().map(|&it| it as u128).product::<u128>();
+    let cache = product([blocks, block_length, bytes]);
+    let attention = config.num_attention_heads * config.head_dim;
+    let row = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * attention;
+    let context_option = format!("--max-model-len {context}");
+    let cache_option = match arguments.kv_cache_tokens {
+        Some(tokens) => format!("--kv-cache-tokens {tokens}"),
+        None if block_length > context => format!("--block-size {block_length}"),
+        None => context_option.clone(),
+    };
+    // Cosines and sines of every position, and the rows of a pass, roughly.
+    for (option, needed) in [
+        (context_option, product([context, config.head_dim, size_of::<f32>()])),
+        (cache_option, cache),
+        (
+            format!("--max-num-batched-tokens {pass_tokens}"),
+            product([pass_tokens, row, size_of::<T>()])
+                + product([pass_tokens, blocks_of(context).min(blocks), size_of::<u32>()]),
+        ),
+    ] {
+        let most = available.unwrap_or(MAX_BYTES);
+        if needed > u128::from(most) {
+            let (needed, most) = (needed as f64 / 1e9, most as f64 / 1e9);
+            bail!(
+                "{option}: needs {needed:.1} GB of memory, and {most:.1} GB are available: set it lower"
+            );
+        }
+    }
     exit::stderr_line(format_args!(
         "cache of {}, {:.2} GB",
-        counted(tokens as u64, "token"),
-        (bytes * tokens) as f64 / 1e9
+        counted((blocks * block_length) as u64, "token"),
+        cache as f64 / 1e9
     ));
-    let pass_tokens = arguments.max_num_batched_tokens;
-    let options = options::batch_options(model, tokens);
-    Ok(BatchOptions { pass_tokens, blocks, block_length, independent: true, ..options })
+    let sizes = BatchOptions::for_tokens(block_length);
+    Ok(BatchOptions { pass_tokens, blocks, block_length, independent: true, ..sizes })
 }
 
 /// Looks for other checkpoints as long as the program runs.
-fn watch(source: &Source, newest: Arc<AtomicU64>) -> anyhow::Result<()> {
-    let run = source.run()?.clone();
+fn watch(model: &NamedModel, newest: Arc<AtomicU64>) -> anyhow::Result<()> {
+    let Some(RunCheckpoint { run, .. }) = model.checkpoint().cloned() else { return Ok(()) };
     std::thread::Builder::new().name("watch".to_owned()).spawn(move || {
         let mut known = newest.load(Ordering::Relaxed);
         loop {
@@ -309,73 +333,47 @@ fn start(
 ) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
-        .max_blocking_threads(BLOCKING_THREADS)
         .thread_name("clients")
         .enable_io()
         .enable_time()
         .build()?;
     let address = listener.local_addr()?;
-    let app = api::routes(Arc::clone(&served))
-        .merge(page::routes())
-        .layer(axum::middleware::from_fn_with_state(guard, Guard::check));
-    let (listener, signals) = {
+    let app = api::routes(Arc::clone(&served), page::routes())
+        .layer(axum::middleware::from_fn_with_state(Arc::new(guard), Guard::check));
+    let listener = {
         let _context = runtime.enter();
-        (tokio::net::TcpListener::from_std(listener)?, Signals::new()?)
+        tokio::net::TcpListener::from_std(listener)?
     };
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    exit::at_first_signal(move |_| {
+        served.is_ending.store(true, Ordering::Relaxed);
+        exit::stderr_line(format_args!(
+            "finishing the answers that were begun; again to end without them"
+        ));
+        // Before the engine's queue loses its last handle.
+        let active = served.engine.active();
+        let _ = std::thread::Builder::new().spawn(move || end_when_idle(&active));
+        let _ = stop.send(());
+    })?;
     writeln!(stdout(), "{}", server::url(address))?;
     stdout().flush()?;
     std::thread::Builder::new().name("server".to_owned()).spawn(move || {
-        runtime.block_on(async move {
-            server::serve(listener, app, max_connections, signals.first(&served)).await;
-        });
+        runtime.block_on(server::serve(listener, app, max_connections, async {
+            let _ = stopped.await;
+        }));
         runtime.shutdown_timeout(LAST_TASKS);
     })?;
     Ok(())
 }
 
-/// The signals that end the server.
-struct Signals {
-    #[cfg(unix)]
-    signals: [tokio::signal::unix::Signal; 2],
-}
-
-impl Signals {
-    fn new() -> anyhow::Result<Self> {
-        Ok(Signals {
-            #[cfg(unix)]
-            signals: {
-                use tokio::signal::unix::{SignalKind, signal};
-                [signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?]
-            },
-        })
-    }
-
-    /// Waits for the first one. A second one ends the program at once.
-    async fn first(mut self, served: &Served) {
-        self.next().await;
-        served.is_ending.store(true, Ordering::Relaxed);
-        exit::stderr_line(format_args!(
-            "finishing the answers that were begun; again to end without them"
-        ));
-        tokio::spawn(async move {
-            let signal = self.next().await;
-            moh_files::exit_without_temporaries(128 + signal);
-        });
-    }
-
-    #[cfg(unix)]
-    async fn next(&mut self) -> i32 {
-        let [interrupt, terminate] = &mut self.signals;
-        tokio::select! {
-            _ = interrupt.recv() => 2,
-            _ = terminate.recv() => 15,
+/// Ends the program some seconds after the last sequence, whatever connections and tasks wait for.
+fn end_when_idle(active: &AtomicUsize) {
+    let mut last = Instant::now();
+    while last.elapsed() < LAST_TASKS {
+        std::thread::sleep(Duration::from_millis(50));
+        if active.load(Ordering::Relaxed) > 0 {
+            last = Instant::now();
         }
     }
-
-    #[cfg(not(unix))]
-    async fn next(&mut self) -> i32 {
-        // Without the handler nothing would end the program.
-        let _ = tokio::signal::ctrl_c().await;
-        2
-    }
+    moh_files::exit_without_temporaries(0);
 }

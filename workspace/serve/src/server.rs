@@ -1,20 +1,30 @@
 //! Connections, within limits: of their number, of the size of a request's head, and of the times in which it arrives and
-//! in which an answer is taken.
+//! in which an answer is taken. Where there is no place for one more, those that have waited longest for their clients
+//! make room. A client that has left is noticed, whatever it has sent before.
 
+mod held;
 mod writing;
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use axum::Router;
+use axum::body::Body;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::AbortHandle;
+use tokio::time::{MissedTickBehavior, interval, timeout};
 use writing::Writing;
+
+pub use held::Held;
 
 /// The time in which the head of a request has to arrive, the first one's from the connection on.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -24,8 +34,66 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 const MAX_HEAD_BYTES: usize = 32 << 10;
 /// Headers of a request at most.
 const MAX_HEADERS: usize = 64;
-/// The time between two attempts to accept, after one has failed.
+/// The time between two attempts to accept, after one has failed, or to find a place.
 const PAUSE: Duration = Duration::from_millis(100);
+/// The time for which a connection may wait for its client in any case.
+const MIN_WAIT: Duration = Duration::from_secs(1);
+/// The time between two looks whether a client has left.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// What a connection does: it waits for its client, or the client for an answer.
+#[derive(Debug)]
+pub struct Phase(Mutex<Option<Instant>>);
+
+impl Phase {
+    fn new() -> Self {
+        Phase(Mutex::new(Some(Instant::now())))
+    }
+
+    fn waits_since(&self) -> MutexGuard<'_, Option<Instant>> {
+        // A value is replaced whole: a panic leaves no half of one.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A request has arrived, which is answered now.
+    pub fn answers(&self) {
+        *self.waits_since() = None;
+    }
+}
+
+/// The end of an answer: the next request is waited for.
+struct Answered(Arc<Phase>);
+
+impl Drop for Answered {
+    fn drop(&mut self) {
+        *self.0.waits_since() = Some(Instant::now());
+    }
+}
+
+/// The open connections.
+#[derive(Default)]
+struct Connections {
+    open: Mutex<BTreeMap<u64, (Arc<Phase>, AbortHandle)>>,
+}
+
+impl Connections {
+    fn open(&self) -> MutexGuard<'_, BTreeMap<u64, (Arc<Phase>, AbortHandle)>> {
+        // A panic leaves an entry in it or not.
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Closes a quarter of the connections that wait for their clients, those that have waited longest.
+    fn make_room(&self) {
+        let open = self.open();
+        let since = open
+            .values()
+            .filter_map(|(phase, task)| Some((*phase.waits_since())?).map(|it| (it, task)));
+        let mut waiting: Vec<_> = since.filter(|(since, _)| since.elapsed() >= MIN_WAIT).collect();
+        waiting.sort_by_key(|(since, _)| *since);
+        let count = waiting.len().div_ceil(4);
+        waiting.into_iter().take(count).for_each(|(_, task)| task.abort());
+    }
+}
 
 /// Serves `app` until `stop` is done, and then finishes what was begun.
 pub async fn serve(
@@ -34,47 +102,91 @@ pub async fn serve(
     max_connections: usize,
     stop: impl Future<Output = ()>,
 ) {
-    let connections = Arc::new(Semaphore::new(max_connections));
+    let places = Arc::new(Semaphore::new(max_connections));
+    let connections = Arc::new(Connections::default());
     let graceful = GracefulShutdown::new();
     let mut stop = std::pin::pin!(stop);
-    loop {
+    for number in 0.. {
         let accepted = tokio::select! {
-            accepted = accept(&listener, &connections) => accepted,
+            accepted = accept(&listener, &places, &connections) => accepted,
             () = &mut stop => break,
         };
-        let Some((stream, permit)) = accepted else { continue };
+        let Some((stream, place)) = accepted else { continue };
         // A token is sent as soon as it is there; without this option it waits for the next one.
         let _ = stream.set_nodelay(true);
-        let service = TowerToHyperService::new(app.clone());
+        let phase = Arc::new(Phase::new());
+        let (inner, of_requests) = (TowerToHyperService::new(app.clone()), Arc::clone(&phase));
+        let service = service_fn(move |mut request: hyper::Request<Incoming>| {
+            request.extensions_mut().insert(Arc::clone(&of_requests));
+            let answered = Answered(Arc::clone(&of_requests));
+            let response = inner.call(request);
+            async move {
+                let body = |body| Body::new(Held::new(body, answered));
+                response.await.map(|response| response.map(body))
+            }
+        });
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(HEAD_TIMEOUT)
             .max_buf_size(MAX_HEAD_BYTES)
             .max_headers(MAX_HEADERS)
-            .serve_connection(TokioIo::new(Writing::new(stream, WRITE_TIMEOUT)), service);
+            .serve_connection(TokioIo::new(Writing::of_client(stream, WRITE_TIMEOUT)), service);
         let connection = graceful.watch(connection);
-        tokio::spawn(async move {
-            // A client that has left is no concern of the others.
-            let _ = connection.await;
-            drop(permit);
+        let others = Arc::clone(&connections);
+        // Before the task can remove its entry.
+        let mut open = connections.open();
+        let task = tokio::spawn(async move {
+            let _place = place;
+            let _entry = Entry { connections: others, number };
+            let mut connection = std::pin::pin!(connection);
+            let mut look = interval(LOOK);
+            look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            loop {
+                tokio::select! {
+                    // A client that has left is no concern of the others.
+                    _ = &mut connection => return,
+                    // The connection is polled again, and looks.
+                    _ = look.tick() => {}
+                }
+            }
         });
+        open.insert(number, (phase, task.abort_handle()));
     }
     drop(listener);
     graceful.shutdown().await;
 }
 
-/// The next connection, when there may be one more.
+/// A connection among the open ones.
+struct Entry {
+    connections: Arc<Connections>,
+    number: u64,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.connections.open().remove(&self.number);
+    }
+}
+
+/// The next connection, and its place.
 async fn accept(
     listener: &TcpListener,
-    connections: &Arc<Semaphore>,
+    places: &Arc<Semaphore>,
+    connections: &Connections,
 ) -> Option<(TcpStream, OwnedSemaphorePermit)> {
-    let permit = Arc::clone(connections).acquire_owned().await.ok()?;
-    match listener.accept().await {
-        Ok((stream, _)) => Some((stream, permit)),
-        Err(_) => {
-            // Of one connection, or of too many open files.
-            tokio::time::sleep(PAUSE).await;
-            None
+    let Ok((stream, _)) = listener.accept().await else {
+        // Of one connection, or of too many open files.
+        connections.make_room();
+        tokio::time::sleep(PAUSE).await;
+        return None;
+    };
+    loop {
+        if let Ok(place) = Arc::clone(places).try_acquire_owned() {
+            return Some((stream, place));
+        }
+        connections.make_room();
+        if let Ok(place) = timeout(PAUSE, Arc::clone(places).acquire_owned()).await {
+            return Some((stream, place.ok()?));
         }
     }
 }

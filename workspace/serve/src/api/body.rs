@@ -1,42 +1,44 @@
-//! The body of a request, within limits of its size and of the time in which it arrives.
+//! The body of a request, within limits of its size and of the time in which it arrives. A body reserves what has arrived
+//! of it and nothing else, so that those that do not arrive keep nobody waiting.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody as _};
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::time::{Instant, timeout_at};
 use tokio_stream::StreamExt as _;
 
-use super::{ApiError, Fields, off_thread};
+use super::work::{Kind, LONG_BYTES, off_thread};
+use super::{ApiError, Fields};
+use crate::server::Phase;
 
 /// Bytes of a body at most: more than the text of any context.
 const MAX_BYTES: usize = 8 << 20;
 /// The time in which a body has to arrive.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
-/// KiB of the bodies that are read or parsed at the same time.
-static BODY_KIB: Semaphore = Semaphore::const_new(256 << 10);
+/// The time in which [`LONG_BYTES`] more of a long body have to arrive, or find room.
+const PART_TIMEOUT: Duration = Duration::from_secs(2);
+/// KiB of the bodies that have arrived and are not worked through, beside the first [`LONG_BYTES`] of each.
+static ROOM_KIB: Semaphore = Semaphore::const_new(64 << 10);
+
+/// The room of a body, until it is dropped.
+pub(super) type Room = Option<SemaphorePermit<'static>>;
 
 impl<S: Sync> FromRequest<S> for Fields {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
+        let phase = request.extensions().get::<Arc<Phase>>().cloned();
         let body = request.into_body();
         check_length(&body, MAX_BYTES)?;
-        // Of a body without a length, as much as it may have.
-        let length = body.size_hint().exact().map_or(MAX_BYTES, |bytes| bytes as usize);
-        let kib = (length >> 10) as u32 + 1;
-        let reading = async {
-            let room = BODY_KIB.acquire_many(kib).await;
-            Ok::<_, ApiError>((room, read(body, MAX_BYTES).await?))
-        };
-        let Ok(read) = tokio::time::timeout(READ_TIMEOUT, reading).await else {
-            let seconds = READ_TIMEOUT.as_secs();
-            let message = format!("the body did not arrive within {seconds} seconds");
-            return Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, message));
-        };
-        let (_room, bytes) = read?;
-        off_thread(move || Fields::parse(&bytes)).await
+        let (bytes, room) = read(body, MAX_BYTES, PART_TIMEOUT).await?;
+        if let Some(phase) = phase {
+            phase.answers();
+        }
+        off_thread(Kind::Body, bytes.len(), move || Fields::parse(&bytes, room)).await
     }
 }
 
@@ -53,9 +55,21 @@ fn too_long(most: usize) -> ApiError {
     ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
 }
 
-async fn read(body: Body, most: usize) -> Result<Vec<u8>, ApiError> {
-    let (mut bytes, mut stream) = (Vec::new(), body.into_data_stream());
-    while let Some(part) = stream.next().await {
+async fn read(
+    body: Body,
+    most: usize,
+    part_timeout: Duration,
+) -> Result<(Vec<u8>, Room), ApiError> {
+    let (mut bytes, mut room) = (Vec::new(), None::<SemaphorePermit<'static>>);
+    let mut stream = body.into_data_stream();
+    let end = Instant::now() + READ_TIMEOUT;
+    let (mut last, mut part_end) = (0, end);
+    loop {
+        let Ok(part) = timeout_at(part_end, stream.next()).await else {
+            let message = "the body does not arrive: send it faster, or a shorter one";
+            return Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, message));
+        };
+        let Some(part) = part else { return Ok((bytes, room)) };
         let part = part.map_err(|error| {
             ApiError::invalid(format!("the body cannot be read: {error}"), None)
         })?;
@@ -63,24 +77,62 @@ async fn read(body: Body, most: usize) -> Result<Vec<u8>, ApiError> {
             return Err(too_long(most));
         }
         bytes.extend_from_slice(&part);
+        let needed = bytes.len().saturating_sub(LONG_BYTES).div_ceil(1 << 10);
+        let more = needed - room.as_ref().map_or(0, SemaphorePermit::num_permits);
+        if more > 0 {
+            let found =
+                timeout_at(Instant::now() + part_timeout, ROOM_KIB.acquire_many(more as u32));
+            let Ok(Ok(found)) = found.await else {
+                let message = "the bodies of other requests take all the room: ask again later";
+                return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message));
+            };
+            match &mut room {
+                Some(room) => room.merge(found),
+                None => room = Some(found),
+            }
+        }
+        if bytes.len() - last >= LONG_BYTES {
+            (last, part_end) = (bytes.len(), end.min(Instant::now() + part_timeout));
+        }
     }
-    Ok(bytes)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+
     use super::*;
+
+    const SHORT: Duration = Duration::from_millis(50);
 
     #[tokio::test]
     async fn a_body_is_read_up_to_its_limit() {
-        assert_eq!(read(Body::from("12345"), 5).await.unwrap(), b"12345");
-        let error = read(Body::from("123456"), 5).await.unwrap_err();
+        assert_eq!(read(Body::from("12345"), 5, SHORT).await.unwrap().0, b"12345");
+        let error = read(Body::from("123456"), 5, SHORT).await.unwrap_err();
         assert_eq!(error.to_json()["error"]["code"], 413);
         assert_eq!(check_length(&Body::from("123456"), 5), Err(error.clone()));
         assert_eq!(check_length(&Body::from("12345"), 5), Ok(()));
         // Without a length.
-        let parts = ["123", "456"].map(Ok::<_, std::convert::Infallible>);
+        let parts = ["123", "456"].map(Ok::<_, Infallible>);
         let endless = Body::from_stream(tokio_stream::iter(parts));
-        assert_eq!(read(endless, 5).await.unwrap_err(), error);
+        assert_eq!(read(endless, 5, SHORT).await.unwrap_err(), error);
+    }
+
+    #[tokio::test]
+    async fn bodies_reserve_what_has_arrived_of_them() {
+        let stalled = |bytes: usize| {
+            let begin = tokio_stream::once(Ok::<_, Infallible>(vec![b' '; bytes]));
+            Body::from_stream(begin.chain(tokio_stream::pending()))
+        };
+        // Those of which little has come leave all the room.
+        let all = ROOM_KIB.available_permits();
+        let open = tokio::spawn(read(stalled(LONG_BYTES), MAX_BYTES, SHORT));
+        // A long one has to go on, and gives its room back.
+        let long = tokio::spawn(read(stalled(LONG_BYTES + 5000), MAX_BYTES, SHORT));
+        tokio::task::yield_now().await;
+        assert_eq!(ROOM_KIB.available_permits(), all - 5);
+        let error = long.await.unwrap().unwrap_err();
+        assert_eq!((error.status.as_u16(), ROOM_KIB.available_permits()), (408, all));
+        open.abort();
     }
 }

@@ -12,6 +12,7 @@ use super::choice::{ChoiceEvent, WholeChoice};
 use super::generation::{Format, Generation};
 use super::sampling::{GenerationOptions, MAX_LOGPROBS, drop_defaults};
 use super::token_text::{TokenTexts, finite};
+use super::work::within_limit;
 use super::{ApiError, Fields, Served, answer_id};
 use crate::engine::GeneratedToken;
 
@@ -47,18 +48,22 @@ pub(super) async fn chat_completions(
     fields.accept("echo", &[json!(false)])?;
     fields.accept("functions", &[json!([])])?;
     fields.accept("function_call", &[json!("none"), json!("auto")])?;
+    served.check_count(1, options.choices)?;
     drop_defaults(&mut fields)?;
-    fields.finish()?;
+    let body = fields.finish()?;
 
     let conversation = conversation(messages)?;
     let rendering = Arc::clone(&served);
-    let prompt = super::off_thread(move || render(&rendering, &conversation)).await?;
+    let what = "the chat template";
+    let text = within_limit(what, move || render(&rendering, &conversation)).await?;
+    let (prompt, _) = served.encode(text, false, served.context, "messages").await?;
+    drop(body);
     let room = served.room_after(&prompt, "messages")?;
     served.check_room(prompt.len(), room, max_tokens, limit)?;
     Generation {
         id: answer_id("chatcmpl"),
         created: super::unix_seconds(SystemTime::now()),
-        prompts: vec![prompt],
+        prompts: vec![prompt.into()],
         max_tokens: vec![max_tokens.unwrap_or(room).min(room)],
         logprobs: logprobs.then_some(top_logprobs.unwrap_or(0)),
         prompt_logprobs: None,
@@ -91,17 +96,13 @@ fn conversation(mut messages: Value) -> Result<Conversation, ApiError> {
     Conversation::from_json(messages, Value::Null).map_err(|error| invalid(error.to_string()))
 }
 
-/// The tokens of a conversation; the template has BOS where the model expects one.
-fn render(served: &Served, conversation: &Conversation) -> Result<Vec<u32>, ApiError> {
+/// The text of a conversation; the template has BOS where the model expects one.
+fn render(served: &Served, conversation: &Conversation) -> Result<String, ApiError> {
     let template = served.template.as_ref().ok_or_else(|| {
         ApiError::invalid("the model has no chat template: ask /v1/completions", None)
     })?;
-    let invalid = |error: moh_text::Error| ApiError::invalid(error.to_string(), Some("messages"));
-    let text = template
-        .renderer()
-        .and_then(|renderer| renderer.render(conversation, true))
-        .map_err(invalid)?;
-    Ok(served.tokenizer.encode_without_special_tokens(&text)?)
+    let rendered = template.renderer().and_then(|renderer| renderer.render(conversation, true));
+    rendered.map_err(|error| ApiError { param: Some("messages".to_owned()), ..error.into() })
 }
 
 /// The JSON of chats.
@@ -113,6 +114,7 @@ impl Format for Chat {
 
     const OBJECT: &'static str = "chat.completion";
     const PART: &'static str = "chat.completion.chunk";
+    const ENTRY_BYTES: usize = 800;
 
     fn whole(&self, generation: &Generation<Self>, _: usize, choice: &WholeChoice) -> Value {
         let mut fields = json!({
@@ -141,7 +143,7 @@ impl Format for Chat {
     ) -> Option<Value> {
         let (text, tokens, heads, reason) = match piece {
             ChoiceEvent::Prompt(_) => return None,
-            ChoiceEvent::Token(token, text) => {
+            ChoiceEvent::Token(token, text, _) => {
                 (&**text, std::slice::from_ref(token), &token.heads, None)
             }
             ChoiceEvent::End(text, reason) => (&**text, &[][..], &Vec::new(), Some(*reason)),

@@ -3,6 +3,7 @@
 use moh_text::TextStream;
 
 use super::stop::StopStrings;
+use super::token_text::Offsets;
 use super::{ApiError, Served};
 use crate::engine::{ComputedPrompt, Event, Events, FinishReason, GeneratedToken};
 
@@ -11,8 +12,8 @@ use crate::engine::{ComputedPrompt, Event, Events, FinishReason, GeneratedToken}
 pub(super) enum ChoiceEvent {
     /// The prompt is computed.
     Prompt(ComputedPrompt),
-    /// A token, and the text that it makes certain.
-    Token(GeneratedToken, String),
+    /// A token, the text that it makes certain, and the characters that the tokens before it have generated.
+    Token(GeneratedToken, String, usize),
     /// The rest of the text, and why it ends.
     End(String, &'static str),
 }
@@ -23,13 +24,14 @@ pub(super) struct ChoiceReader<'a> {
     events: Events,
     text: Option<TextStream<'a>>,
     stops: StopStrings<'a>,
+    offsets: Offsets,
 }
 
 impl<'a> ChoiceReader<'a> {
     /// A choice after a prompt.
     pub fn new(served: &'a Served, prompt: &[u32], stops: &'a [String], events: Events) -> Self {
         let text = Some(served.tokenizer.stream(prompt, true));
-        ChoiceReader { events, text, stops: StopStrings::new(stops) }
+        ChoiceReader { events, text, stops: StopStrings::new(stops), offsets: Offsets::default() }
     }
 
     /// The next piece; `None` after the end.
@@ -58,8 +60,9 @@ impl<'a> ChoiceReader<'a> {
                     Some(text) if !token.is_end => text.push(token.id)?,
                     _ => String::new(),
                 };
+                let before = self.offsets.next(&new);
                 let text = self.stops.push(&new);
-                Ok(ChoiceEvent::Token(token, text))
+                Ok(ChoiceEvent::Token(token, text, before))
             }
             Event::Finished(reason) => {
                 let rest = self.text.take().map_or(Ok(String::new()), TextStream::finish)?;
@@ -80,6 +83,8 @@ impl<'a> ChoiceReader<'a> {
 pub(super) struct WholeChoice {
     pub prompt: ComputedPrompt,
     pub tokens: Vec<GeneratedToken>,
+    /// Characters of the text before each token.
+    pub offsets: Vec<usize>,
     pub text: String,
     pub reason: &'static str,
 }
@@ -91,8 +96,9 @@ impl WholeChoice {
         while let Some(piece) = reader.next().await {
             match piece? {
                 ChoiceEvent::Prompt(prompt) => whole.prompt = prompt,
-                ChoiceEvent::Token(token, text) => {
+                ChoiceEvent::Token(token, text, offset) => {
                     whole.tokens.push(token);
+                    whole.offsets.push(offset);
                     whole.text.push_str(&text);
                 }
                 ChoiceEvent::End(text, reason) => {

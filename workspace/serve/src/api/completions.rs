@@ -11,7 +11,8 @@ use serde_json::{Map, Value, json};
 use super::choice::{ChoiceEvent, WholeChoice};
 use super::generation::{Format, Generation};
 use super::sampling::{GenerationOptions, MAX_LOGPROBS, drop_defaults};
-use super::token_text::{TokenTexts, finite};
+use super::token_text::{Offsets, TokenTexts, finite};
+use super::work::{Kind, off_thread};
 use super::{ApiError, Fields, Served, answer_id};
 use crate::engine::{ComputedPrompt, GeneratedToken, TokenHeads};
 use moh_model::LogProbabilities;
@@ -52,10 +53,11 @@ pub(super) async fn completions(
     fields.accept("best_of", &[json!(options.choices)])?;
     fields.accept("suffix", &[])?;
     drop_defaults(&mut fields)?;
-    fields.finish()?;
+    let body = fields.finish()?;
 
-    let (prompts, texts) = read_prompts(Arc::clone(&served), prompts, special).await?;
-    let room = |prompt: &Vec<u32>| {
+    let (prompts, texts) = read_prompts(&served, prompts, special, options.choices).await?;
+    drop(body);
+    let room = |prompt: &Arc<[u32]>| {
         let room = served.room_after(prompt, "prompt")?;
         served.check_room(prompt.len(), room, max_tokens, "max_tokens")?;
         Ok(max_tokens.unwrap_or(MAX_TOKENS).min(room))
@@ -77,42 +79,51 @@ pub(super) async fn completions(
     .await
 }
 
-/// The ids and the texts of the prompts.
+/// The ids and the texts of prompts.
+type Read = (Vec<Arc<[u32]>>, Vec<String>);
+
+/// Reads the prompts, each of which gets so many choices. One text after the other: a long list does not keep the lists
+/// of others waiting.
 async fn read_prompts(
-    served: Arc<Served>,
+    served: &Arc<Served>,
     prompts: Prompts,
     special: bool,
-) -> Result<(Vec<Vec<u32>>, Vec<String>), ApiError> {
-    let read = move || {
-        let tokenizer = &served.tokenizer;
-        let encode = |text: &String| match special {
-            true => tokenizer.encode_prompt(text),
-            false => tokenizer.encode_without_special_tokens(text),
-        };
-        let texts = match prompts {
-            Prompts::Text(text) => vec![text],
-            Prompts::Texts(texts) => texts,
-            Prompts::Ids(ids) => return of_ids(&served, vec![ids]),
-            Prompts::ManyIds(lists) => return of_ids(&served, lists),
-        };
-        Ok((texts.iter().map(encode).collect::<Result<_, _>>()?, texts))
+    choices: usize,
+) -> Result<Read, ApiError> {
+    let texts = match prompts {
+        Prompts::Text(text) => vec![text],
+        Prompts::Texts(texts) => texts,
+        Prompts::Ids(ids) => return of_ids(served, vec![ids], choices).await,
+        Prompts::ManyIds(lists) => return of_ids(served, lists, choices).await,
     };
-    let (prompts, texts) = super::off_thread(read).await?;
-    if prompts.is_empty() {
-        return Err(ApiError::invalid("prompt is an empty list", Some("prompt")));
+    served.check_count(texts.len(), choices)?;
+    let (mut prompts, mut kept) = (Vec::new(), Vec::new());
+    for text in texts {
+        let (ids, text) = served.encode(text, special, served.context, "prompt").await?;
+        // Before the next one is read.
+        served.room_after(&ids, "prompt")?;
+        prompts.push(ids.into());
+        kept.push(text);
     }
-    Ok((prompts, texts))
+    Ok((prompts, kept))
 }
 
-fn of_ids(
-    served: &Served,
+async fn of_ids(
+    served: &Arc<Served>,
     prompts: Vec<Vec<u32>>,
-) -> Result<(Vec<Vec<u32>>, Vec<String>), ApiError> {
+    choices: usize,
+) -> Result<Read, ApiError> {
+    served.check_count(prompts.len(), choices)?;
     // Before they are decoded, which ignores what has no token.
     prompts.iter().try_for_each(|prompt| served.room_after(prompt, "prompt").map(|_| ()))?;
-    let decode = |prompt: &Vec<u32>| served.tokenizer.decode(prompt, true);
-    let texts = prompts.iter().map(decode).collect::<Result<_, _>>()?;
-    Ok((prompts, texts))
+    let bytes = prompts.iter().map(|prompt| 8 * prompt.len()).sum();
+    let served = Arc::clone(served);
+    off_thread(Kind::Text, bytes, move || {
+        let decode = |prompt: &Vec<u32>| served.tokenizer.decode(prompt, true);
+        let texts = prompts.iter().map(decode).collect::<Result<_, _>>()?;
+        Ok((prompts.into_iter().map(Arc::from).collect(), texts))
+    })
+    .await
 }
 
 /// The JSON of completions.
@@ -125,18 +136,24 @@ struct Completions {
 }
 
 impl Format for Completions {
-    /// Characters before the next token.
-    type State = usize;
+    type State = ();
 
     const OBJECT: &'static str = "text_completion";
     const PART: &'static str = Self::OBJECT;
+    const ENTRY_BYTES: usize = 200;
+
+    fn repeated(&self, prompt: usize) -> &str {
+        self.texts.as_ref().map_or("", |texts| &texts[prompt])
+    }
 
     fn whole(&self, generation: &Generation<Self>, prompt: usize, choice: &WholeChoice) -> Value {
-        let echo = self.texts.as_ref().map_or("", |texts| &texts[prompt]);
+        let echo = self.repeated(prompt);
         let ids = &generation.prompts[prompt];
-        let mut lists = LogprobLists::new(generation, 0);
+        let mut lists = LogprobLists::new(generation);
         lists.prompt(ids, &choice.prompt, self.texts.is_some());
-        choice.tokens.iter().for_each(|token| lists.generated(token));
+        for (token, offset) in choice.tokens.iter().zip(&choice.offsets) {
+            lists.generated(token, echo.chars().count() + offset);
+        }
         let heads = choice.tokens.iter().flat_map(|token| &token.heads);
         fields(
             &format!("{echo}{}", choice.text),
@@ -147,35 +164,33 @@ impl Format for Completions {
         )
     }
 
-    fn begin(&self, _: &Generation<Self>, _: usize) -> (usize, Option<Value>) {
-        (0, None)
+    fn begin(&self, _: &Generation<Self>, _: usize) -> ((), Option<Value>) {
+        ((), None)
     }
 
     fn part(
         &self,
         generation: &Generation<Self>,
-        offset: &mut usize,
+        (): &mut (),
         prompt: usize,
         piece: &ChoiceEvent,
     ) -> Option<Value> {
         let wanted = generation.options.heads;
-        let mut lists = LogprobLists::new(generation, *offset);
-        let part = match piece {
+        let mut lists = LogprobLists::new(generation);
+        Some(match piece {
             ChoiceEvent::Prompt(computed) => {
                 let text = &self.texts.as_ref()?[prompt];
                 lists.prompt(&generation.prompts[prompt], computed, true);
                 fields(text, lists.to_json(), None, computed.heads.iter(), wanted)
             }
-            ChoiceEvent::Token(token, text) => {
-                lists.generated(token);
+            ChoiceEvent::Token(token, text, offset) => {
+                lists.generated(token, self.repeated(prompt).chars().count() + offset);
                 fields(text, lists.to_json(), None, token.heads.iter(), wanted)
             }
             ChoiceEvent::End(text, reason) => {
                 fields(text, Value::Null, Some(reason), [].iter(), wanted)
             }
-        };
-        *offset = lists.offset;
-        Some(part)
+        })
     }
 }
 
@@ -200,12 +215,12 @@ struct LogprobLists<'a> {
     tokens: Vec<String>,
     token_logprobs: Vec<Option<f64>>,
     top_logprobs: Vec<Option<Map<String, Value>>>,
+    /// Characters of the text before each token.
     text_offset: Vec<usize>,
-    offset: usize,
 }
 
 impl<'a> LogprobLists<'a> {
-    fn new(generation: &'a Generation<Completions>, offset: usize) -> Self {
+    fn new(generation: &'a Generation<Completions>) -> Self {
         LogprobLists {
             texts: TokenTexts::new(&generation.served.tokenizer, generation.format.as_ids),
             is_wanted: generation.logprobs.is_some(),
@@ -213,7 +228,6 @@ impl<'a> LogprobLists<'a> {
             token_logprobs: Vec::new(),
             top_logprobs: Vec::new(),
             text_offset: Vec::new(),
-            offset,
         }
     }
 
@@ -221,22 +235,23 @@ impl<'a> LogprobLists<'a> {
     fn prompt(&mut self, ids: &[u32], prompt: &ComputedPrompt, is_repeated: bool) {
         if is_repeated && self.is_wanted {
             let known = prompt.logprobs.iter().map(Some);
+            let mut text = self.texts.tokenizer().stream(&[], true);
+            let mut offsets = Offsets::default();
             for (&id, logprobs) in ids.iter().zip(std::iter::once(None).chain(known)) {
-                self.push(id, logprobs);
+                self.push(id, logprobs, offsets.next(&text.push(id).unwrap_or_default()));
             }
         }
     }
 
-    fn generated(&mut self, token: &GeneratedToken) {
+    fn generated(&mut self, token: &GeneratedToken, offset: usize) {
         if self.is_wanted {
-            self.push(token.id, token.logprobs.as_ref());
+            self.push(token.id, token.logprobs.as_ref(), offset);
         }
     }
 
-    fn push(&mut self, id: u32, logprobs: Option<&LogProbabilities>) {
+    fn push(&mut self, id: u32, logprobs: Option<&LogProbabilities>, offset: usize) {
         let text = self.texts.of(id).0.clone();
-        self.text_offset.push(self.offset);
-        self.offset += text.chars().count();
+        self.text_offset.push(offset);
         self.token_logprobs.push(logprobs.map(|logprobs| finite(logprobs.of_token)));
         let top = logprobs.map(|logprobs| {
             let mut top = Map::new();

@@ -1,13 +1,17 @@
 //! Errors as OpenAI's API has them: a status, and a message that says what to do.
 
+use std::fmt::Display;
+use std::path::Path;
+
 use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
+use moh_files::FileError;
 use serde_json::{Value, json};
 
 use crate::engine::{Failure, QueueFull};
 
-/// Seconds after which a client should ask again when the queue is full.
+/// Seconds after which a client should ask again when there is no place now.
 const RETRY_SECONDS: u32 = 1;
 
 /// What is answered to a request that cannot be served.
@@ -66,8 +70,18 @@ impl From<Failure> for ApiError {
 }
 
 impl From<moh_text::Error> for ApiError {
+    /// The sentence, with the name of a file alone: where it is does not concern a client.
     fn from(error: moh_text::Error) -> Self {
-        ApiError::invalid(error.to_string(), None)
+        let named = |path: &Path, reason: &dyn Display| {
+            let name = path.file_name().unwrap_or_default().display();
+            format!("{name}: {reason}")
+        };
+        let message = match &error {
+            moh_text::Error::File(FileError::Io { path, source }) => named(path, source),
+            moh_text::Error::File(FileError::Unusable { path, reason }) => named(path, reason),
+            error => error.to_string(),
+        };
+        ApiError::invalid(message, None)
     }
 }
 
@@ -77,7 +91,7 @@ impl IntoResponse for ApiError {
         if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        if self.status == StatusCode::TOO_MANY_REQUESTS {
+        if matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(RETRY_SECONDS));
         }
         response

@@ -1,20 +1,32 @@
 //! The fields of a request's JSON. Each is taken by its name and type, and what is left over is an error that names
 //! it: nothing that a client asks for is ignored.
 
+use axum::http::StatusCode;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::ApiError;
+use super::body::Room;
+
+/// Values of a body at most: each takes far more memory than its text.
+const MAX_VALUES: usize = 1 << 19;
 
 /// The fields that are not taken yet.
 #[derive(Debug)]
-pub struct Fields(Map<String, Value>);
+pub struct Fields {
+    fields: Map<String, Value>,
+    room: Room,
+}
 
 impl Fields {
-    /// The fields of a body.
-    pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
+    /// The fields of a body, which has this room.
+    pub(super) fn parse(body: &[u8], room: Room) -> Result<Self, ApiError> {
+        if num_values(body) > MAX_VALUES {
+            let message = format!("the body has more than {MAX_VALUES} values: divide it");
+            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
+        }
         match serde_json::from_slice(body) {
-            Ok(Value::Object(fields)) => Ok(Fields(fields)),
+            Ok(Value::Object(fields)) => Ok(Fields { fields, room }),
             Ok(_) => Err(ApiError::invalid("the body is not a JSON object", None)),
             Err(error) => Err(ApiError::invalid(format!("the body is not JSON: {error}"), None)),
         }
@@ -26,7 +38,7 @@ impl Fields {
         name: &'static str,
         expected: &str,
     ) -> Result<Option<T>, ApiError> {
-        match self.0.remove(name) {
+        match self.fields.remove(name) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => match serde_json::from_value(value) {
                 Ok(value) => Ok(Some(value)),
@@ -52,7 +64,7 @@ impl Fields {
 
     /// Drops a field that has no other meaning here than these values.
     pub fn accept(&mut self, name: &'static str, values: &[Value]) -> Result<(), ApiError> {
-        match self.0.remove(name) {
+        match self.fields.remove(name) {
             Some(value) if !value.is_null() && !values.contains(&value) => {
                 let message = match values {
                     [] => format!("{name} is not supported: leave it out"),
@@ -66,13 +78,13 @@ impl Fields {
 
     /// Drops a field that never changes an answer.
     pub fn ignore(&mut self, name: &str) {
-        self.0.remove(name);
+        self.fields.remove(name);
     }
 
-    /// Refuses a field that was not taken, unless it is null.
-    pub fn finish(self) -> Result<(), ApiError> {
-        match self.0.into_iter().find(|(_, value)| !value.is_null()) {
-            None => Ok(()),
+    /// Refuses a field that was not taken, unless it is null. What was taken keeps the room of the body.
+    pub(super) fn finish(self) -> Result<Room, ApiError> {
+        match self.fields.into_iter().find(|(_, value)| !value.is_null()) {
+            None => Ok(self.room),
             Some((name, _)) => {
                 let shown: String = name.chars().take(100).collect();
                 Err(ApiError::invalid(
@@ -81,5 +93,34 @@ impl Fields {
                 ))
             }
         }
+    }
+}
+
+/// The number of values of a JSON text, or somewhat more.
+fn num_values(text: &[u8]) -> usize {
+    let (mut count, mut in_string, mut is_escaped) = (1, false, false);
+    for &byte in text {
+        match (in_string, byte) {
+            (true, _) if is_escaped => is_escaped = false,
+            (true, b'\\') => is_escaped = true,
+            (_, b'"') => in_string = !in_string,
+            (false, b',' | b'[' | b'{') => count += 1,
+            _ => {}
+        }
+    }
+    count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_body_has_a_limited_number_of_values() {
+        assert_eq!(num_values(br#"{"a": [1, "\",[", {}]}"#), 6);
+        let list = |count: usize| format!("{{\"a\": [{}1]}}", "1,".repeat(count)).into_bytes();
+        assert!(Fields::parse(&list(MAX_VALUES - 3), None).is_ok());
+        let error = Fields::parse(&list(MAX_VALUES), None).unwrap_err();
+        assert_eq!(error.status, StatusCode::PAYLOAD_TOO_LARGE);
     }
 }

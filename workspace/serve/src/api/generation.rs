@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::body::Body;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
@@ -9,16 +10,18 @@ use tokio::task::JoinSet;
 
 use super::choice::{ChoiceEvent, ChoiceReader, WholeChoice};
 use super::events::{Disconnected, EventSender, events};
+use super::memory::Memory;
 use super::sampling::GenerationOptions;
 use super::{ApiError, Served};
 use crate::engine::{Events, Request};
+use crate::server::Held;
 
 /// What is generated, and how it becomes JSON.
 #[derive(Debug)]
 pub(super) struct Generation<F> {
     pub served: Arc<Served>,
     pub options: GenerationOptions,
-    pub prompts: Vec<Vec<u32>>,
+    pub prompts: Vec<Arc<[u32]>>,
     /// Tokens that are generated at most, for each prompt.
     pub max_tokens: Vec<usize>,
     pub logprobs: Option<usize>,
@@ -41,6 +44,13 @@ pub(super) trait Format: Send + Sync + Sized + 'static {
     const OBJECT: &'static str;
     /// The type of a part of one in a stream.
     const PART: &'static str;
+    /// Bytes of memory of a log-probability in an answer, roughly.
+    const ENTRY_BYTES: usize;
+
+    /// The text of the prompt `prompt`, if choices begin with it.
+    fn repeated(&self, _prompt: usize) -> &str {
+        ""
+    }
 
     /// A whole choice of the prompt `prompt`.
     fn whole(&self, generation: &Generation<Self>, prompt: usize, choice: &WholeChoice) -> Value;
@@ -57,6 +67,11 @@ pub(super) trait Format: Send + Sync + Sized + 'static {
         piece: &ChoiceEvent,
     ) -> Option<Value>;
 }
+
+/// Bytes of memory of a number in a list of an answer.
+const NUMBER_BYTES: usize = 96;
+/// Bytes of memory of a token in an answer, without what is listed of it.
+const TOKEN_BYTES: usize = 128;
 
 /// Tokens of a request.
 #[derive(Debug, Clone, Copy, Default)]
@@ -79,38 +94,56 @@ impl Usage {
 impl<F: Format> Generation<F> {
     /// Generates, and answers.
     pub async fn answer(self) -> Result<Response, ApiError> {
-        let (count, capacity) = (self.count(), self.served.engine.capacity());
-        if count.is_none_or(|count| count > capacity) {
-            let message = format!(
-                "the request asks for more than the {capacity} choices that may wait: divide it"
-            );
-            return Err(ApiError::invalid(message, Some("n")));
-        }
+        let memory = Memory::reserve(self.bytes())?;
         let submitted = self.served.engine.submit(self.requests());
         let choices = submitted.inspect_err(|_| {
             self.served.metrics.refused.inc();
         })?;
         let choices: Vec<Events> = choices.into_iter().flatten().collect();
         let generation = Arc::new(self);
-        if generation.options.stream {
+        let response = if generation.options.stream {
             let (sender, response) = events();
             tokio::spawn(stream(generation, choices, sender));
-            return Ok(response);
-        }
-        Ok(axum::Json(whole(generation, choices).await?).into_response())
+            response
+        } else {
+            axum::Json(whole(generation, choices).await?).into_response()
+        };
+        Ok(response.map(|body| Body::new(Held::new(body, memory))))
     }
 
-    fn count(&self) -> Option<usize> {
-        self.prompts.len().checked_mul(self.options.choices)
+    /// Bytes of memory that the answer takes at most, roughly. The parts of a stream take less, as they are sent before the
+    /// next ones are made; what the engine has computed may wait for the client.
+    fn bytes(&self) -> usize {
+        let (entry, number) = match self.options.stream {
+            true => (2 * size_of::<(u32, f64)>(), size_of::<usize>()),
+            false => (F::ENTRY_BYTES, NUMBER_BYTES),
+        };
+        let checkpoint = self.served.checkpoint();
+        let heads: usize = checkpoint.layers.iter().map(|layer| layer.active + 3).sum();
+        let token = |entry: usize, number: usize, logprobs: Option<usize>, has_heads: bool| {
+            let listed = logprobs.map_or(0, |count| (count + 2) * entry);
+            TOKEN_BYTES + listed + if has_heads { heads * number } else { 0 }
+        };
+        let generated = token(entry, number, self.logprobs, self.options.heads);
+        // A stream has the prompt in one part.
+        let echoed = token(F::ENTRY_BYTES, NUMBER_BYTES, self.prompt_logprobs, self.prompt_heads);
+        let prompts = self.prompts.iter().zip(&self.max_tokens).enumerate();
+        let of_prompt = |(index, (prompt, &max_tokens)): (usize, (&Arc<[u32]>, &usize))| {
+            let repeated = prompt.len().saturating_mul(echoed);
+            let text = 3 * self.format.repeated(index).len();
+            repeated.saturating_add(max_tokens.saturating_mul(generated)).saturating_add(text)
+        };
+        let all = prompts.map(of_prompt).fold(0, usize::saturating_add);
+        all.saturating_mul(self.options.choices)
     }
 
     /// A group of requests for each prompt.
     fn requests(&self) -> Vec<Vec<Request>> {
         let deadline = self.served.deadline();
         let prompts = self.prompts.iter().zip(&self.max_tokens);
-        let group = |(prompt, &max_tokens): (&Vec<u32>, &usize)| {
+        let group = |(prompt, &max_tokens): (&Arc<[u32]>, &usize)| {
             let one = |choice: usize| Request {
-                prompt: prompt.clone(),
+                prompt: Arc::clone(prompt),
                 max_tokens,
                 sampling: self.options.sampling.clone(),
                 seed: self.options.seed.wrapping_add(choice as u64),
@@ -137,7 +170,7 @@ impl<F: Format> Generation<F> {
     }
 
     fn prompt_usage(&self) -> Usage {
-        Usage { prompt: self.prompts.iter().map(Vec::len).sum(), ..Usage::default() }
+        Usage { prompt: self.prompts.iter().map(|prompt| prompt.len()).sum(), ..Usage::default() }
     }
 
     /// An answer, or a part of a stream, with its choices.

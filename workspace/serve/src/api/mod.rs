@@ -8,12 +8,15 @@ mod error;
 mod events;
 mod fields;
 mod generation;
+mod memory;
 mod models;
 mod sampling;
 mod served;
 mod stop;
+mod texts;
 mod token_text;
 mod tokens;
+mod work;
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -25,10 +28,11 @@ use axum::routing::{get, post};
 pub use error::ApiError;
 pub use fields::Fields;
 pub use served::{Checkpoint, LayerDescription, Served};
+pub use texts::TextLimits;
 
-/// The paths of the API.
-pub fn routes(served: Arc<Served>) -> Router {
-    Router::new()
+/// The paths of the API, and others.
+pub fn routes(served: Arc<Served>, others: Router<Arc<Served>>) -> Router {
+    others
         .route("/v1/completions", post(completions::completions))
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/models", get(models::models))
@@ -44,6 +48,10 @@ pub fn routes(served: Arc<Served>) -> Router {
 }
 
 async fn no_path(uri: Uri) -> ApiError {
+    not_found(&uri)
+}
+
+fn not_found(uri: &Uri) -> ApiError {
     let shown: String = uri.path().chars().take(200).collect();
     ApiError::new(StatusCode::NOT_FOUND, format!("there is no path {shown}"))
 }
@@ -62,13 +70,4 @@ fn answer_id(prefix: &str) -> String {
 /// Seconds from 1970 to a time.
 fn unix_seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-/// Runs work that would keep the other clients waiting.
-async fn off_thread<R: Send + 'static>(
-    work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
-) -> Result<R, ApiError> {
-    let lost =
-        || ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "the request made the server fail");
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(lost()))
 }

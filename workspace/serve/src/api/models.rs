@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
-use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
+use axum::http::{StatusCode, Uri};
 use axum::response::IntoResponse;
 use serde_json::{Value, json};
 
-use super::{ApiError, Served, unix_seconds};
+use super::{ApiError, Served, not_found, unix_seconds};
 
 /// The models: one.
 pub(super) async fn models(State(served): State<Arc<Served>>) -> Json<Value> {
@@ -20,8 +21,11 @@ pub(super) async fn models(State(served): State<Arc<Served>>) -> Json<Value> {
 /// A model.
 pub(super) async fn model(
     State(served): State<Arc<Served>>,
-    Path(name): Path<String>,
+    uri: Uri,
+    name: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
+    // One that is no UTF-8 is no model's.
+    let Path(name) = name.map_err(|_| not_found(&uri))?;
     served.check_model(Some(&name))?;
     Ok(Json(description(&served)))
 }

@@ -44,13 +44,6 @@ enum OneOrMany<T> {
     Many(Vec<T>),
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct StreamOptions {
-    #[serde(default)]
-    include_usage: bool,
-}
-
 impl GenerationOptions {
     /// Takes the fields.
     pub fn take(fields: &mut Fields, served: &Served) -> Result<Self, ApiError> {
@@ -60,8 +53,7 @@ impl GenerationOptions {
         }
         let seed = fields.take::<i64>("seed", "a whole number")?;
         let stream = fields.take("stream", "true or false")?.unwrap_or(false);
-        let of_stream: Option<StreamOptions> =
-            fields.take("stream_options", "an object with include_usage alone")?;
+        let of_stream = stream_options(fields)?;
         if of_stream.is_some() && !stream {
             let message = "stream_options is of streams: set stream, or leave it out";
             return Err(ApiError::invalid(message, Some("stream_options")));
@@ -73,9 +65,22 @@ impl GenerationOptions {
             stops: stops(fields)?,
             end_tokens: end_tokens(fields, served)?,
             stream,
-            include_usage: of_stream.is_some_and(|options| options.include_usage),
+            include_usage: of_stream.unwrap_or(false),
             heads: fields.take("moh_heads", "true or false")?.unwrap_or(false),
         })
+    }
+}
+
+/// Whether the usage is wanted; `None` without options. A list is no object, though serde takes it for one.
+fn stream_options(fields: &mut Fields) -> Result<Option<bool>, ApiError> {
+    const NAME: &str = "stream_options";
+    let expected = "an object with include_usage alone";
+    let Some(options) = fields.take::<BTreeMap<String, Option<bool>>>(NAME, expected)? else {
+        return Ok(None);
+    };
+    match options.keys().all(|key| key == "include_usage") {
+        true => Ok(Some(options.values().any(|value| *value == Some(true)))),
+        false => Err(ApiError::invalid(format!("{NAME} must be {expected}"), Some(NAME))),
     }
 }
 
@@ -127,8 +132,12 @@ fn logit_bias(fields: &mut Fields, served: &Served) -> Result<Vec<(u32, f32)>, A
         return Err(ApiError::invalid(message, Some(NAME)));
     }
     let one = |(id, bias): (String, f32)| match id.parse::<u32>() {
-        Ok(id) if (id as usize) < served.vocab_size && (-100.0..=100.0).contains(&bias) => {
-            Ok((id, bias))
+        Ok(number)
+            if (number as usize) < served.vocab_size
+                && number.to_string() == id
+                && (-100.0..=100.0).contains(&bias) =>
+        {
+            Ok((number, bias))
         }
         _ => {
             let shown: String = id.chars().take(20).collect();
@@ -171,6 +180,7 @@ fn end_tokens(fields: &mut Fields, served: &Served) -> Result<Vec<u32>, ApiError
         let message = format!("{NAME} has more than {MAX_TOKENS_NAMED} ids");
         return Err(ApiError::invalid(message, Some(NAME)));
     }
+    served.check_ids(&named, NAME)?;
     ends.extend(named);
     Ok(ends)
 }

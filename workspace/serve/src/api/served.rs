@@ -1,5 +1,6 @@
 //! What the handlers know of the model that is served.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use axum::http::StatusCode;
 use moh_text::{ChatTemplate, TextTokenizer};
 
-use super::ApiError;
+use super::{ApiError, TextLimits};
 use crate::engine::Handle;
 use crate::metrics::Metrics;
 
@@ -23,6 +24,8 @@ pub struct Served {
     pub template: Option<ChatTemplate>,
     /// Tokens of a sequence at most.
     pub context: usize,
+    /// How long a text may be.
+    pub limits: TextLimits,
     /// Rows of the model's vocabulary.
     pub vocab_size: usize,
     /// The checkpoint that is served, which may change.
@@ -88,13 +91,34 @@ impl Served {
         match name {
             Some(name) if name != self.name => {
                 let shown: String = name.chars().take(200).collect();
-                let message = format!("model {shown:?} is not served: ask for {:?}", self.name);
+                let one = match Path::new(&self.name).is_absolute() {
+                    true => "the one that GET /v1/models names".to_owned(),
+                    false => format!("{:?}", self.name),
+                };
+                let message = format!("model {shown:?} is not served: ask for {one}");
                 Err(ApiError {
                     param: Some("model".to_owned()),
                     ..ApiError::new(StatusCode::NOT_FOUND, message)
                 })
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Refuses more choices than may wait, of so many prompts, and none.
+    pub fn check_count(&self, prompts: usize, choices: usize) -> Result<(), ApiError> {
+        if prompts == 0 {
+            return Err(ApiError::invalid("prompt is an empty list", Some("prompt")));
+        }
+        let capacity = self.engine.capacity();
+        match prompts.checked_mul(choices).is_some_and(|count| count <= capacity) {
+            true => Ok(()),
+            false => {
+                let message = format!(
+                    "the request asks for more than the {capacity} choices that may wait: divide it"
+                );
+                Err(ApiError::invalid(message, Some("n")))
+            }
         }
     }
 
@@ -119,13 +143,23 @@ impl Served {
         }
     }
 
+    /// Refuses ids outside the vocabulary, which the field `name` gave.
+    pub fn check_ids(&self, ids: &[u32], name: &str) -> Result<(), ApiError> {
+        match ids.iter().find(|&&id| id as usize >= self.vocab_size) {
+            None => Ok(()),
+            Some(id) => {
+                let vocabulary = self.vocab_size;
+                let message =
+                    format!("token id {id} is outside the vocabulary of {vocabulary} ids");
+                Err(ApiError::invalid(message, Some(name)))
+            }
+        }
+    }
+
     /// The most tokens that can be generated after a prompt, which the field `name` gave.
     pub fn room_after(&self, prompt: &[u32], name: &str) -> Result<usize, ApiError> {
         let invalid = |message: String| Err(ApiError::invalid(message, Some(name)));
-        if let Some(id) = prompt.iter().find(|&&id| id as usize >= self.vocab_size) {
-            let vocabulary = self.vocab_size;
-            return invalid(format!("token id {id} is outside the vocabulary of {vocabulary} ids"));
-        }
+        self.check_ids(prompt, name)?;
         let (tokens, context) = (prompt.len(), self.context);
         match context.checked_sub(tokens) {
             _ if tokens == 0 => invalid("the prompt has no tokens".to_owned()),

@@ -21,6 +21,11 @@ impl<'a> TokenTexts<'a> {
         TokenTexts { tokenizer, as_ids, known: HashMap::new() }
     }
 
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &'a TextTokenizer {
+        self.tokenizer
+    }
+
     /// The text of a token after others, and its bytes. Bytes that are no text are written as `bytes:\xe2\x80`.
     pub fn of(&mut self, id: u32) -> &(String, Vec<u8>) {
         let (tokenizer, as_ids) = (self.tokenizer, self.as_ids);
@@ -28,6 +33,27 @@ impl<'a> TokenTexts<'a> {
             let (text, bytes) = text_and_bytes(tokenizer, id);
             (if as_ids { format!("token_id:{id}") } else { text }, bytes)
         })
+    }
+}
+
+/// Where tokens are in a text.
+#[derive(Debug, Default)]
+pub(super) struct Offsets {
+    characters: usize,
+    /// Whether the tokens before the next one begin a character.
+    is_open: bool,
+}
+
+impl Offsets {
+    /// The characters before a token, which makes this text certain. That of tokens which turned out to be no character
+    /// is before it.
+    pub fn next(&mut self, new: &str) -> usize {
+        let count = new.chars().count();
+        let broken = new.chars().take_while(|&character| character == '\u{fffd}').count();
+        let before = self.characters + if self.is_open && broken < count { broken } else { 0 };
+        self.characters += count;
+        self.is_open = new.is_empty();
+        before
     }
 }
 

@@ -6,7 +6,11 @@ use axum::Json;
 use axum::extract::State;
 use serde_json::{Value, json};
 
+use super::work::{Kind, off_thread};
 use super::{ApiError, Fields, Served};
+
+/// Bytes of a token's text, roughly.
+const ID_BYTES: usize = 8;
 
 /// The ids of a text.
 pub(super) async fn tokenize(
@@ -19,12 +23,9 @@ pub(super) async fn tokenize(
         .ok_or_else(|| ApiError::invalid("the prompt is missing", Some("prompt")))?;
     let special = fields.take("add_special_tokens", "true or false")?.unwrap_or(true);
     let with_texts = fields.take("return_token_strs", "true or false")?.unwrap_or(false);
-    fields.finish()?;
-    super::off_thread(move || {
-        let ids = match special {
-            true => served.tokenizer.encode_prompt(&text)?,
-            false => served.tokenizer.encode_without_special_tokens(&text)?,
-        };
+    let _room = fields.finish()?;
+    let (ids, _) = served.encode(text, special, served.limits.tokens(), "prompt").await?;
+    off_thread(Kind::Text, ids.len() * ID_BYTES, move || {
         let texts = || ids.iter().map(|&id| served.tokenizer.token(id)).collect::<Vec<_>>();
         Ok(Json(json!({
             "count": ids.len(), "max_model_len": served.context, "tokens": ids,
@@ -43,8 +44,19 @@ pub(super) async fn detokenize(
     let ids = fields
         .take::<Vec<u32>>("tokens", "a list of token ids")?
         .ok_or_else(|| ApiError::invalid("tokens are missing", Some("tokens")))?;
-    fields.finish()?;
-    let text = super::off_thread(move || Ok(served.tokenizer.decode(&ids, false)?)).await?;
+    let _room = fields.finish()?;
+    let (name, most) = (Some("tokens"), served.limits.tokens());
+    if ids.len() > most {
+        let message = format!("tokens has {} ids, and {most} are the most", ids.len());
+        return Err(ApiError::invalid(message, name));
+    }
+    served.check_ids(&ids, "tokens")?;
+    if let Some(id) = ids.iter().find(|&&id| served.tokenizer.token(id).is_none()) {
+        return Err(ApiError::invalid(format!("token id {id} has no token"), name));
+    }
+    let bytes = ids.len() * ID_BYTES;
+    let decode = move || Ok(served.tokenizer.decode(&ids, false)?);
+    let text = off_thread(Kind::Text, bytes, decode).await?;
     Ok(Json(json!({ "prompt": text })))
 }
 

@@ -34,6 +34,7 @@ impl Events {
 pub(super) struct EventSender {
     sender: UnboundedSender<Event>,
     is_enough: Arc<AtomicBool>,
+    _active: Counted,
 }
 
 impl EventSender {
@@ -68,6 +69,8 @@ pub struct QueueFull {
 pub struct Handle {
     sender: Sender<Submission>,
     waiting: Arc<AtomicUsize>,
+    /// Sequences that wait or are computed.
+    active: Arc<AtomicUsize>,
     capacity: usize,
     is_closed: Arc<AtomicBool>,
 }
@@ -105,16 +108,23 @@ pub struct Submission {
     /// Whether the first of the sequences with this prompt has computed it.
     pub(super) prompt_done: Arc<AtomicBool>,
     pub(super) is_first: bool,
-    /// Whether a sequence that was submitted together with this one is computed, or was.
+    /// Whether a sequence that was submitted together with this one is computed, or was: they have it in common.
     pub(super) has_begun: Arc<AtomicBool>,
-    place: Place,
+    place: Counted,
 }
 
-/// A place in the queue, until it is dropped.
+/// One of what a number counts, until it is dropped.
 #[derive(Debug)]
-struct Place(Arc<AtomicUsize>);
+struct Counted(Arc<AtomicUsize>);
 
-impl Drop for Place {
+impl Counted {
+    fn new(number: &Arc<AtomicUsize>) -> Self {
+        number.fetch_add(1, Ordering::Relaxed);
+        Counted(Arc::clone(number))
+    }
+}
+
+impl Drop for Counted {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -126,7 +136,7 @@ pub fn queue(capacity: usize) -> (Handle, Inbox) {
     let waiting = Arc::new(AtomicUsize::new(0));
     let is_closed = Arc::new(AtomicBool::new(false));
     let inbox = Inbox { receiver, is_closed: Arc::clone(&is_closed) };
-    (Handle { sender, waiting, capacity, is_closed }, inbox)
+    (Handle { sender, waiting, active: Arc::default(), capacity, is_closed }, inbox)
 }
 
 impl Handle {
@@ -150,7 +160,8 @@ impl Handle {
             let submit = |(number, request): (usize, Request)| {
                 let (sender, receiver) = unbounded_channel();
                 let is_enough: Arc<AtomicBool> = Arc::default();
-                let events = EventSender { sender, is_enough: Arc::clone(&is_enough) };
+                let (is_enough_too, _active) = (Arc::clone(&is_enough), Counted::new(&self.active));
+                let events = EventSender { sender, is_enough: is_enough_too, _active };
                 // Without an engine the events end at once.
                 let _ = self.sender.send(Submission {
                     request,
@@ -159,13 +170,19 @@ impl Handle {
                     prompt_done: Arc::clone(&prompt_done),
                     is_first: number == 0,
                     has_begun: Arc::clone(&has_begun),
-                    place: Place(Arc::clone(&self.waiting)),
+                    // Counted above, with the others.
+                    place: Counted(Arc::clone(&self.waiting)),
                 });
                 Events { receiver, is_enough }
             };
             group.into_iter().enumerate().map(submit).collect()
         };
         Ok(groups.into_iter().map(submit).collect())
+    }
+
+    /// The number of sequences that wait or are computed.
+    pub fn active(&self) -> Arc<AtomicUsize> {
+        Arc::clone(&self.active)
     }
 
     /// Whether the engine has ended.

@@ -1,5 +1,6 @@
 //! What is asked of the engine, and what it answers.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use moh_model::{LogProbabilities, Sampling};
@@ -8,7 +9,7 @@ use moh_model::{LogProbabilities, Sampling};
 #[derive(Debug, Clone)]
 pub struct Request {
     /// The tokens of the prompt, at least one, all in the vocabulary.
-    pub prompt: Vec<u32>,
+    pub prompt: Arc<[u32]>,
     /// Tokens to generate at most; with 0 the prompt alone is computed.
     pub max_tokens: usize,
     /// How they are sampled.

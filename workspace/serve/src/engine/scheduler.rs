@@ -1,8 +1,9 @@
 //! Continuous batching: every pass computes a token of each sequence that generates, and parts of the prompts of
 //! others. A sequence joins as soon as there is room, and leaves when it ends.
 //!
-//! Sequences are computed in the order of their arrival. When the blocks do not suffice, the sequence that joined last
-//! gives up its own and is computed again later, with the same result.
+//! Sequences join in the order of their arrival, but a short prompt passes long ones: those being computed leave it some
+//! places and blocks, and most of a pass's room for prompts goes to those that need the fewest passes. When the blocks
+//! do not suffice, the sequence that joined last gives up its own and is computed again later, with the same result.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,6 +21,12 @@ use crate::metrics::Metrics;
 
 /// Elements of the logits of a prompt's tokens that a pass returns at most.
 const MAX_PROMPT_LOGITS: usize = 1 << 24;
+/// The share of the places that is kept for short prompts: one of so many.
+const PLACES_KEPT: usize = 8;
+/// The share of the blocks that is kept for them, and of a pass's room for prompts that is kept for the oldest one.
+const RESERVE: usize = 4;
+/// The time after which others no longer pass a sequence that cannot join.
+const MAX_PASSED: Duration = Duration::from_secs(30);
 
 /// How much is computed together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,6 +58,8 @@ pub struct Scheduler<'a, B: Backend, T: Element> {
     preempted: VecDeque<Sequence>,
     /// By when they joined.
     running: Vec<Sequence>,
+    /// Since when a sequence could not join that others may pass.
+    blocked: Option<Instant>,
     metrics: Arc<Metrics>,
 }
 
@@ -78,7 +87,18 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         };
         let (waiting, preempted, running) = (VecDeque::new(), VecDeque::new(), Vec::new());
         let batch = BatchGenerator::new(model, options)?;
-        Ok(Scheduler { model, batch, limits, vocab_size, waiting, preempted, running, metrics })
+        let blocked = None;
+        Ok(Scheduler {
+            model,
+            batch,
+            limits,
+            vocab_size,
+            waiting,
+            preempted,
+            running,
+            blocked,
+            metrics,
+        })
     }
 
     /// Adds a sequence that waits.
@@ -120,9 +140,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     pub fn step(&mut self, admission: Admission) {
         self.drop_ended();
         self.resume_preempted();
-        if self.preempted.is_empty() {
-            self.admit(admission);
-        }
+        self.admit(admission);
         let plan = self.plan();
         if !plan.is_empty()
             && let Err(error) = self.compute(&plan)
@@ -161,9 +179,10 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             && let Some(sequence) = self.preempted.front()
         {
             let (prompt, share) = (sequence.request.prompt.clone(), sequence.shared_tokens());
-            match self.try_join(&prompt, share, sequence.tokens_to_restart()) {
+            match self.try_join(&prompt, share, sequence.tokens_to_restart(), false) {
                 Ok(None) => return,
                 Ok(Some((id, _))) => {
+                    self.blocked = None;
                     self.running.extend(self.preempted.pop_front().map(|mut sequence| {
                         sequence.restart(id);
                         sequence
@@ -178,27 +197,38 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
     }
 
-    /// Lets waiting sequences join while there is room for their prompts.
+    /// Lets waiting sequences join while there is room for their prompts. The first one for which there is not keeps
+    /// those behind it waiting, but for short ones.
     fn admit(&mut self, admission: Admission) {
-        let mut next = 0;
+        let (mut next, mut is_blocked) = (0, !self.preempted.is_empty());
         while self.has_place()
             && let Some(waiting) = self.waiting.get(next)
         {
             let may_join =
                 admission == Admission::Open || waiting.has_begun.load(Ordering::Relaxed);
-            if !may_join || !waiting.is_ready() {
+            if !may_join || !waiting.is_ready() || self.is_many(waiting) {
                 next += 1;
                 continue;
             }
             let (prompt, share) = (waiting.request.prompt.clone(), waiting.request.shared_tokens());
-            let joined = self.try_join(&prompt, share, prompt.len() + 1);
+            let joined = match self.may_pass(&prompt)
+                || !(is_blocked || self.running.len() >= self.most())
+            {
+                true => self.try_join(&prompt, share, prompt.len() + 1, is_blocked),
+                false => Ok(None),
+            };
             if matches!(joined, Ok(None)) {
-                return;
+                is_blocked = true;
+                next += 1;
+                continue;
             }
-            let Some(submission) = self.waiting.remove(next) else { return };
+            let Some(submission) = self.waiting.remove(next) else { break };
             match joined {
-                Ok(None) => return,
+                Ok(None) => {}
                 Ok(Some((id, shared))) => {
+                    if !is_blocked {
+                        self.blocked = None;
+                    }
                     self.metrics.prompt_tokens.inc_by(prompt.len() as u64);
                     self.metrics.cached_tokens.inc_by(shared as u64);
                     self.running.push(Sequence::new(submission, self.vocab_size, id, shared));
@@ -209,6 +239,31 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
                 }
             }
         }
+        match is_blocked {
+            true => _ = self.blocked.get_or_insert_with(Instant::now),
+            false if next >= self.waiting.len() => self.blocked = None,
+            false => {}
+        }
+    }
+
+    /// Whether a prompt is short, so that a few passes compute it while others generate.
+    fn is_short(&self, prompt: &[u32]) -> bool {
+        prompt.len() <= 2 * self.limits.prompt_tokens.min(self.batch.options().pass_tokens)
+    }
+
+    /// Whether a prompt may be computed before others that wait: a short one, unless they have waited long.
+    fn may_pass(&self, prompt: &[u32]) -> bool {
+        self.is_short(prompt) && self.blocked.is_none_or(|since| since.elapsed() < MAX_PASSED)
+    }
+
+    /// The places that may be taken when a long prompt joins, and those that the sequences of one request may have.
+    fn most(&self) -> usize {
+        self.limits.sequences - self.limits.sequences / PLACES_KEPT
+    }
+
+    /// Whether the request of a waiting sequence has as many places as it may have.
+    fn is_many(&self, waiting: &Submission) -> bool {
+        self.running.iter().filter(|sequence| sequence.is_of(waiting)).count() >= self.most()
     }
 
     /// Whether one more sequence may be computed.
@@ -217,19 +272,31 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     }
 
     /// Adds a sequence to the generator if there are blocks for its first `tokens` tokens beside those that the prompts of
-    /// the others still need; at most `share` tokens are those of an earlier prompt. Returns it, and how many tokens of its
-    /// prompt are computed already.
+    /// the others still need; at most `share` tokens are those of an earlier prompt. One that passes another has a part of
+    /// the blocks only, together with those that did so before, and a long one leaves this part. Returns it, and how many
+    /// tokens of its prompt are computed already.
     fn try_join(
         &mut self,
         prompt: &[u32],
         share: usize,
         tokens: usize,
+        passes: bool,
     ) -> Result<Option<(SequenceId, usize)>, Error> {
         let promised = self.promised_blocks();
         let id = self.batch.add(prompt, share)?;
         let shared = prompt.len() - self.batch.waiting(id)?;
         let needed = self.batch.needed_blocks(id, tokens - shared)?;
-        if promised + needed > self.batch.free_blocks() && !self.running.is_empty() {
+        let BatchOptions { blocks, block_length, .. } = self.batch.options();
+        let reserve = blocks / RESERVE;
+        let of_short = self.running.iter().filter(|it| self.is_short(&it.request.prompt));
+        let short_blocks: usize = of_short.map(|it| it.length().div_ceil(block_length)).sum();
+        let kept = match self.is_short(prompt) {
+            true => 0,
+            false => reserve.saturating_sub(short_blocks),
+        };
+        let is_much = passes && short_blocks + needed > reserve;
+        let has_blocks = promised + needed + kept <= self.batch.free_blocks();
+        if (is_much || !has_blocks) && !self.running.is_empty() {
             self.batch.remove(id);
             return Ok(None);
         }
@@ -272,7 +339,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             let first = sequence.length() - self.batch.waiting(sequence.id).unwrap_or(0);
             Planned { index, first, chunk: Chunk { sequence: sequence.id, tokens, logits } }
         };
-        let (decoding, prompts): (Vec<usize>, Vec<usize>) =
+        let (decoding, mut prompts): (Vec<usize>, Vec<usize>) =
             (0..self.running.len()).partition(|&index| self.running[index].is_decoding());
         let wanted = |index: usize| usize::from(self.running[index].chooses_next());
         let token = |index: usize| planned(index, 1, wanted(index));
@@ -282,13 +349,22 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             room = room.min(self.limits.prompt_tokens);
         }
         let mut logits_room = (MAX_PROMPT_LOGITS / self.model.config().vocab_size.max(1)).max(1);
+        // A part of the room is that of the prompt that joined first; of the rest, the shortest prompt gets what it needs,
+        // then the next one, and what none of them needs is the first one's too.
+        let waits = |index: usize| self.batch.waiting(self.running[index].id).unwrap_or(0);
+        let oldest = prompts.first().copied();
+        let mut kept = oldest.map_or(0, |index| waits(index).min(room / RESERVE));
+        let mut kept_logits = logits_room / RESERVE;
+        prompts.sort_by_key(|&index| self.running[index].request.prompt.len());
         for index in prompts {
-            let sequence = &self.running[index];
-            let waiting = self.batch.waiting(sequence.id).unwrap_or(0);
-            let mut tokens = waiting.min(room);
-            let wants_all = sequence.wants_prompt_logits();
+            if Some(index) == oldest {
+                (kept, kept_logits) = (0, 0);
+            }
+            let waiting = waits(index);
+            let mut tokens = waiting.min(room - kept);
+            let wants_all = self.running[index].wants_prompt_logits();
             if wants_all {
-                tokens = tokens.min(logits_room);
+                tokens = tokens.min(logits_room - kept_logits);
                 logits_room -= tokens;
             }
             if tokens == 0 {

@@ -16,6 +16,8 @@ pub(super) struct Sequence {
     pub events: EventSender,
     arrived: Instant,
     prompt_done: Arc<AtomicBool>,
+    /// The sequences that were submitted together have it in common.
+    has_begun: Arc<AtomicBool>,
     sampler: Sampler,
     /// In the generator.
     pub id: SequenceId,
@@ -52,6 +54,7 @@ impl Sequence {
         shared_tokens: usize,
     ) -> Self {
         let (arrived, prompt_done) = (submission.arrived, Arc::clone(&submission.prompt_done));
+        let has_begun = Arc::clone(&submission.has_begun);
         let (request, events) = submission.admit();
         let sampler = Sampler::new(request.seed, request.sampling.clone(), vocab_size);
         let prompt = ComputedPrompt { cached_tokens: shared_tokens, ..ComputedPrompt::default() };
@@ -61,6 +64,7 @@ impl Sequence {
             events,
             arrived,
             prompt_done,
+            has_begun,
             id,
             generated: Vec::new(),
             pushed: 0,
@@ -83,6 +87,11 @@ impl Sequence {
     /// Tokens that are to be computed before it can go on where it was.
     pub fn tokens_to_restart(&self) -> usize {
         self.request.prompt.len() + self.generated.len() + 1
+    }
+
+    /// Whether it was submitted together with another one.
+    pub fn is_of(&self, submission: &Submission) -> bool {
+        Arc::ptr_eq(&self.has_begun, &submission.has_begun)
     }
 
     /// Lets the others with the same prompt join.

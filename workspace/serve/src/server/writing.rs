@@ -1,25 +1,33 @@
-//! A stream that fails when its reader takes nothing for some time.
+//! A stream that fails when its reader takes nothing for some time, or has left. hyper reads no more while bytes that
+//! follow a request wait, so that it would not see the end of the stream behind them.
 
 use std::io;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::task::{Context, Poll, Waker, ready};
+use std::time::{Duration, Instant};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
+
+/// The time for which a client that has closed its side may still be answered.
+const LAST_ANSWER: Duration = Duration::from_millis(300);
 
 /// A stream with a limit of the time in which some of what is written has to be taken.
 pub(super) struct Writing<S> {
     stream: S,
+    has_left: fn(&S) -> bool,
+    /// When it was seen that the client has left.
+    left: Option<Instant>,
     timeout: Duration,
     /// The end of the time, while a write waits.
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> Writing<S> {
-    /// A stream whose writes wait at most so long.
-    pub fn new(stream: S, timeout: Duration) -> Self {
-        Writing { stream, timeout, deadline: None }
+    /// A stream whose writes wait at most so long, and whose client may leave.
+    fn new(stream: S, timeout: Duration, has_left: fn(&S) -> bool) -> Self {
+        Writing { stream, has_left, left: None, timeout, deadline: None }
     }
 
     /// What was polled, or an error if it has waited too long.
@@ -37,6 +45,20 @@ impl<S> Writing<S> {
         ready!(deadline.as_mut().poll(context));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
+}
+
+impl Writing<TcpStream> {
+    /// The stream to a client.
+    pub fn of_client(stream: TcpStream, timeout: Duration) -> Self {
+        Self::new(stream, timeout, has_closed)
+    }
+}
+
+/// Whether a client has closed its side, whatever it has sent before that is not read.
+fn has_closed(stream: &TcpStream) -> bool {
+    let ready = std::pin::pin!(stream.ready(Interest::READABLE));
+    let ready = ready.poll(&mut Context::from_waker(Waker::noop()));
+    matches!(ready, Poll::Ready(Ok(ready)) if ready.is_read_closed())
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Writing<S> {
@@ -72,7 +94,14 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Writing<S> {
         self.stream.is_write_vectored()
     }
 
+    // hyper flushes whenever its connection is polled.
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if (self.has_left)(&self.stream) {
+            let left = *self.left.get_or_insert_with(Instant::now);
+            if left.elapsed() >= LAST_ANSWER {
+                return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+            }
+        }
         let polled = Pin::new(&mut self.stream).poll_flush(context);
         self.within_time(context, polled)
     }
@@ -92,7 +121,7 @@ mod tests {
     #[tokio::test]
     async fn a_reader_that_takes_nothing_is_left() {
         let (near, _far) = tokio::io::duplex(8);
-        let mut writing = Writing::new(near, Duration::from_millis(20));
+        let mut writing = Writing::new(near, Duration::from_millis(20), |_| false);
         writing.write_all(b"12345678").await.unwrap();
         let error = writing.write_all(b"9").await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
@@ -101,7 +130,7 @@ mod tests {
     #[tokio::test]
     async fn a_slow_reader_gets_all() {
         let (near, mut far) = tokio::io::duplex(1);
-        let mut writing = Writing::new(near, Duration::from_secs(60));
+        let mut writing = Writing::new(near, Duration::from_secs(60), |_| false);
         let sent = tokio::spawn(async move { writing.write_all(b"1234").await });
         let mut taken = [0; 4];
         far.read_exact(&mut taken).await.unwrap();

@@ -55,6 +55,9 @@ fn completions_are_the_models() {
         assert_eq!(lists["top_logprobs"][index][&token], lists["token_logprobs"][index]);
     }
     let text = choice["text"].as_str().unwrap();
+    for (token, offset) in texts(&lists["tokens"]).zip(offsets(lists)) {
+        assert!(text[offset..].starts_with(token), "{offset}: {token}");
+    }
     let tokens: Vec<_> = lists["tokens"].as_array().unwrap().iter().map(Value::as_str).collect();
     assert_eq!(text, tokens.into_iter().flatten().collect::<String>());
     assert_eq!(choice["finish_reason"], "length");
@@ -76,6 +79,41 @@ fn completions_are_the_models() {
     assert_eq!(server.texts(&with("prompt", json!([[7], [1, 2, 3]]))), both);
     assert_eq!(server.texts(&with("echo", json!(true))), [format!("w1 w2 w3{text}")]);
     assert_eq!(server.texts(&with("max_tokens", json!(0))), [""]);
+}
+
+fn texts(list: &Value) -> impl Iterator<Item = &str> {
+    list.as_array().unwrap().iter().map(|text| text.as_str().unwrap())
+}
+
+fn offsets(lists: &Value) -> impl Iterator<Item = usize> {
+    let list = lists["text_offset"].as_array().unwrap();
+    list.iter().map(|offset| offset.as_u64().unwrap() as usize)
+}
+
+#[test]
+fn offsets_are_those_of_the_text() {
+    let quickstart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/quickstart");
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::of(quickstart, dir.path(), &[]);
+    for as_ids in [false, true] {
+        // The hidden token at the beginning, bytes that are no text alone, and tokens that are sampled almost evenly.
+        let body = json!({
+            "prompt": "one caf\u{e9} \u{1f642} two", "echo": true, "logprobs": 0, "max_tokens": 200, "seed": 1,
+            "temperature": 2, "return_tokens_as_token_ids": as_ids, "ignore_eos": true,
+        });
+        let choice = server.completion(&body)["choices"][0].clone();
+        let text: Vec<char> = choice["text"].as_str().unwrap().chars().collect();
+        let found: Vec<_> = offsets(&choice["logprobs"]).collect();
+        assert_eq!(found[..2], [0, 0]);
+        assert!(found.is_sorted() && *found.last().unwrap() <= text.len(), "{found:?}");
+        let tokens: Vec<_> = texts(&choice["logprobs"]["tokens"]).collect();
+        assert!(as_ids || tokens.iter().any(|token| token.starts_with("bytes:")));
+        for (token, offset) in tokens.into_iter().zip(found) {
+            let is_shown = !["bytes:", "<|", "token_id:"].iter().any(|it| token.starts_with(it));
+            let here: String = text[offset..].iter().take(token.chars().count()).collect();
+            assert!(!is_shown || here == token, "{offset}: {here:?} {token:?}");
+        }
+    }
 }
 
 #[test]
@@ -339,16 +377,36 @@ fn options_that_cannot_be_are_refused() {
         let mut command = moh_serve(dir.path(), arguments);
         moh_testkit::programs::failure(dir.path(), &mut command, 1)
     };
-    fs::write(dir.path().join("keys"), "\n \n").unwrap();
+    fs::write(dir.path().join("keys"), "\n \n# one\n").unwrap();
+    fs::write(dir.path().join("umlaut"), "one\nschl\u{fc}ssel\n").unwrap();
     for (options, expected) in [
         (&["--watch-run"][..], "is not a run"),
         (&["--watch-run"], "leave it out"),
         (&["--max-model-len", "65"], "--max-model-len 65: the model has 64 positions"),
         (&["--api-key-file", "none"], "--api-key-file none: "),
         (&["--api-key-file", "keys"], "contains no key"),
+        (&["--api-key-file", "umlaut"], "--api-key-file umlaut: the key in line 2 has characters"),
+        (&["--kv-cache-tokens", "1000000000000000"], "--kv-cache-tokens 1000000000000000: needs"),
+        (&["--kv-cache-tokens", "18446744073709551615"], "GB are available: set it lower"),
     ] {
         let message = refused(&[&["--model", "moh"], options].concat());
         assert!(message.contains(expected), "{message}");
+    }
+    for (option, value) in [
+        ("--max-connections", "18446744073709551615"),
+        ("--max-queue", "1048577"),
+        ("--max-num-seqs", "18446744073709551615"),
+        ("--max-num-batched-tokens", "18446744073709551615"),
+        ("--chunked-prefill-size", "18446744073709551615"),
+        ("--block-size", "18446744073709551615"),
+        ("--request-timeout", "18446744073709551615"),
+        ("--allowed-host", "http://example.org"),
+        ("--host", "0.0.0.0"),
+        ("--host", "::"),
+    ] {
+        let mut command = moh_serve(dir.path(), &["--model", "moh", option, value]);
+        let (_, message) = moh_testkit::programs::exits(&mut command, 2);
+        assert!(message.contains(option), "{message}");
     }
     fs::remove_file(dir.path().join("moh/tokenizer.json")).unwrap();
     let message = refused(&["--model", "moh"]);

@@ -47,6 +47,15 @@ fn a_field_that_cannot_be_is_named() {
         ),
         ("logit_bias", json!({ "4": 101 }), "logit_bias of \"4\""),
         ("logit_bias", json!({ "w4": 1 }), "logit_bias of \"w4\""),
+        ("logit_bias", json!({ "04": 1 }), "logit_bias of \"04\""),
+        ("logit_bias", json!({ "+4": 1 }), "logit_bias of \"+4\""),
+        ("stop_token_ids", json!([37]), "token id 37 is outside the vocabulary of 37 ids"),
+        (
+            "prompt",
+            json!("w1 ".repeat(1500)),
+            "prompt: the text has 4500 bytes, and 64 tokens are the most",
+        ),
+        ("prompt", json!("w".repeat(1 << 20)), "prompt: the text has 1048576 bytes"),
         ("n", json!(0), "n must be from 1 to 128"),
         ("n", json!(1_000_000), "n must be from 1 to 128"),
         ("logprobs", json!(21), "logprobs must be at most 20"),
@@ -56,6 +65,8 @@ fn a_field_that_cannot_be_is_named() {
         ("stop", json!([1]), "stop must be a string or a list of strings"),
         ("stream", json!("yes"), "stream must be true or false"),
         ("stream_options", json!({ "include_usage": true }), "set stream, or leave it out"),
+        ("stream_options", json!([]), "stream_options must be an object"),
+        ("stream_options", json!({ "usage": true }), "stream_options must be an object"),
         ("seed", json!(1.5), "seed must be a whole number"),
     ] {
         let mut body = json!({ "prompt": "w1", "max_tokens": 1 });
@@ -88,13 +99,28 @@ fn a_field_that_cannot_be_is_named() {
         assert!(answer.error().contains(expected), "{}", answer.error());
     }
     assert!(server.post("/tokenize", &json!({})).error().contains("the prompt is missing"));
-    let tokens = json!({ "tokens": "a" });
-    assert!(server.post("/detokenize", &tokens).error().contains("tokens must be"));
-    for (path, status, expected) in [
-        ("/v1/completions", 405, "/v1/completions does not take GET"),
-        ("/nothing", 404, "there is no path /nothing"),
+    for (tokens, expected) in [
+        (json!("a"), "tokens must be"),
+        (json!([1, 37]), "token id 37 is outside the vocabulary of 37 ids"),
+        (json!(vec![1; 1025]), "tokens has 1025 ids, and 1024 are the most"),
     ] {
-        let answer = server.get(path);
+        let error = server.post("/detokenize", &json!({ "tokens": tokens })).error();
+        assert!(error.contains(expected), "{error}");
+    }
+    let long = json!({ "prompt": "w1 ".repeat(20_000) });
+    let error = server.post("/tokenize", &long).error();
+    assert!(error.contains("has more than 1536 tokens, and 1024 tokens are the most"), "{error}");
+    for (method, path, status, expected) in [
+        ("GET", "/v1/completions", 405, "/v1/completions does not take GET"),
+        ("PUT", "/", 405, "/ does not take PUT"),
+        ("POST", "/page.js", 405, "/page.js does not take POST"),
+        ("OPTIONS", "/v1/models", 405, "/v1/models does not take OPTIONS"),
+        ("GET", "/nothing", 404, "there is no path /nothing"),
+        ("GET", "/v1/models/%ff", 404, "there is no path /v1/models/%ff"),
+        ("GET", "/v1/models/", 404, "there is no path /v1/models/"),
+    ] {
+        let answer =
+            server.raw(format!("{method} {path} HTTP/1.1\r\n{}\r\n", server.headers()).as_bytes());
         assert_eq!((answer.status, answer.error().as_str()), (status, expected));
     }
     // What asks for nothing is no error.
@@ -180,9 +206,48 @@ fn endless_chunks(server: &Server) -> u16 {
 }
 
 #[test]
+fn what_does_not_arrive_or_end_keeps_nobody_waiting() {
+    let dir = prepared();
+    let hang = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}";
+    std::fs::write(dir.path().join("moh/chat_template.jinja"), hang).unwrap();
+    let mut server = Server::start(dir.path(), &["--max-connections", "40"]);
+    let post = format!("POST /v1/completions HTTP/1.1\r\n{}", server.headers());
+    let mut open = Vec::new();
+    for number in 0..39 {
+        let mut stream = server.connect();
+        let length = ["Content-Length: 8388608", "Transfer-Encoding: chunked"][number % 2];
+        stream.write_all(format!("{post}{length}\r\n\r\n").as_bytes()).unwrap();
+        open.push(stream);
+    }
+    // The second time there are more connections than places.
+    for _ in 0..2 {
+        let start = Instant::now();
+        server.completion(&json!({ "prompt": "w1 w2", "max_tokens": 5 }));
+        assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+        std::thread::sleep(Duration::from_secs(1));
+        open.extend((0..40).map(|_| server.connect()));
+    }
+    let large = json!({ "prompt": vec![vec![5; 60]; 8], "n": 128, "max_tokens": 4, "echo": true,
+        "moh_heads": true, "logprobs": 20 });
+    let answer = server.post("/v1/completions", &large);
+    assert!(answer.status == 400 && answer.error().contains("MiB are the most"));
+    let chat = json!({ "messages": [{ "role": "user", "content": "w1" }], "max_tokens": 1 });
+    let answer = server.post("/v1/chat/completions", &chat);
+    assert!(answer.status == 400 && !answer.text().contains('/'), "{}", answer.text());
+    for _ in 0..8 {
+        let request = server.request("/v1/chat/completions", chat.to_string().as_bytes());
+        server.connect().write_all(&request).unwrap();
+    }
+    let start = Instant::now();
+    server.signal("-TERM");
+    assert_eq!(server.exit_code(), Some(0));
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+#[test]
 fn a_key_is_required_where_there_is_one() {
     let dir = prepared();
-    std::fs::write(dir.path().join("keys"), "one\n\ntwo\n").unwrap();
+    std::fs::write(dir.path().join("keys"), "\u{feff}one\n\n# four\r\ntwo\r\n").unwrap();
     let server = Server::start(dir.path(), &["--api-key-file", "keys"]);
     let with = |header: &str| {
         let headers = format!("{}{header}", server.headers());
@@ -190,6 +255,8 @@ fn a_key_is_required_where_there_is_one() {
     };
     assert_eq!(with(""), 401);
     assert_eq!(with("Authorization: Bearer three\r\n"), 401);
+    assert_eq!(with("Authorization: Bearer # four\r\n"), 401);
+    assert_eq!(with("Authorization: Bearer one\r\n"), 200);
     assert_eq!(with("Authorization: Bearer two\r\n"), 200);
     assert_eq!(server.get("/health").status, 200);
     assert_eq!(server.get("/").status, 200);

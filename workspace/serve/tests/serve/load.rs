@@ -1,6 +1,6 @@
 //! Many clients at once, some of which leave, and few blocks.
 
-use std::io::Read as _;
+use std::io::{Read as _, Write as _};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
@@ -96,14 +96,20 @@ fn prompts_that_begin_alike_are_computed_once() {
 fn a_client_that_leaves_frees_its_place() {
     let dir = prepared();
     let server = Server::start(dir.path(), &["--max-num-seqs", "1"]);
-    for stream in [true, false] {
+    let second = server.request("/v1/completions", b"{\"prompt\": \"w1\"}");
+    let cases =
+        [(true, &b""[..]), (false, b""), (true, b"\r\n"), (false, b"\r\n"), (false, &second)];
+    for (stream, rest) in cases {
         let before = server.metric("moh_requests_cancelled_total");
         let mut clients = Vec::new();
-        // One of them is computed, and the others wait; all leave.
+        // One of them is computed, and the others wait; all leave, whatever bytes they have sent.
         for _ in 0..300 {
-            let body =
-                json!({ "prompt": "w1", "max_tokens": 63, "stream": stream, "ignore_eos": true });
-            clients.push(server.begin(&body));
+            let body = json!({
+                "prompt": "w1", "n": 3, "max_tokens": 63, "stream": stream, "ignore_eos": true,
+            });
+            let mut client = server.begin(&body);
+            client.write_all(rest).unwrap();
+            clients.push(client);
         }
         // A client that leaves before its request is read has none that could be cancelled.
         server.wait_until("moh_requests_waiting", |waiting| waiting > 0.0);
@@ -130,7 +136,9 @@ fn a_signal_lets_answers_finish() {
         stream.read_exact(&mut [0; 1]).unwrap();
         streams.push(stream);
     }
+    // As `timeout` sends one to the process and to its group.
     server.signal("-TERM");
+    server.signal("-INT");
     for stream in streams {
         let answer = Answer::read_rest(stream);
         assert_eq!(answer.matches("data: ").count(), whole + 1, "{answer}");

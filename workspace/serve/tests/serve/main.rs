@@ -6,4 +6,5 @@ mod answers;
 mod client;
 mod errors;
 mod load;
+mod passes;
 mod runs;

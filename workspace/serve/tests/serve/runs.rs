@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::client::{PATIENCE, Server};
+use moh_kernels::ElementType;
 use moh_testkit::launcher::wait_until;
 use moh_testkit::trained_run::{prepared, train};
 
@@ -27,7 +28,8 @@ fn wait_for_step(server: &Server, wanted: u64) {
 fn a_checkpoint_is_served_as_its_export_is() {
     let dir = prepared();
     let place = dir.path();
-    train(place, 2, |_| {});
+    // Weights are f32 in a checkpoint and bf16 in the export.
+    train(place, 2, |recipe| recipe.run.dtype = ElementType::BF16);
     let newest = Server::of("run", place, &[]);
     assert_eq!(step(&newest), 6);
     assert_eq!(answer(&newest), answer(&Server::of("run/export", place, &[])));

@@ -1,0 +1,91 @@
+//! Texts to ids, within limits: what a text costs grows with the model's context, and not with the text.
+
+use std::sync::Arc;
+
+use moh_text::TextTokenizer;
+
+use super::work::{Kind, off_thread};
+use super::{ApiError, Served};
+
+/// A normalizer makes a text so many times shorter at most, as where it composes characters.
+const SHORTER: usize = 4;
+/// Bytes of the shortest longest token: one of a vocabulary of words stands for any unknown word.
+const MIN_LONGEST: usize = 16;
+/// Bytes of the beginning of a text that is tokenized first, for each token that there may be: more than those of usual
+/// text.
+const BEGINNING: usize = 10;
+/// Contexts of a text of `/tokenize`, or of ids of `/detokenize`, at most.
+const CONTEXTS: usize = 16;
+
+/// How long the texts of requests may be.
+#[derive(Debug, Clone, Copy)]
+pub struct TextLimits {
+    context: usize,
+    /// Bytes of the longest token.
+    longest: usize,
+}
+
+impl TextLimits {
+    /// The limits of a tokenizer and a model's context.
+    pub fn new(tokenizer: &TextTokenizer, context: usize) -> Self {
+        let ids = 0..u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX);
+        let longest = ids.filter_map(|id| tokenizer.token(id)).map(|token| token.len()).max();
+        TextLimits { context, longest: longest.unwrap_or(0).max(MIN_LONGEST) }
+    }
+
+    /// Tokens of a text or list of `/tokenize` and `/detokenize` at most.
+    pub(super) fn tokens(&self) -> usize {
+        self.context.saturating_mul(CONTEXTS)
+    }
+
+    /// The ids of a text, of which there are not far more than `most`; the field `name` gave it.
+    fn encode(
+        &self,
+        tokenizer: &TextTokenizer,
+        text: &str,
+        special: bool,
+        most: usize,
+        name: &str,
+    ) -> Result<Vec<u32>, ApiError> {
+        let refuse = |has: String| {
+            let message = format!("{name}: the text has {has}, and {most} tokens are the most");
+            Err(ApiError::invalid(message, Some(name)))
+        };
+        if text.len() > most.saturating_mul(SHORTER * self.longest) {
+            return refuse(format!("{} bytes", text.len()));
+        }
+        let mut length = most.saturating_mul(BEGINNING).max(1 << 12);
+        while length < text.len() {
+            let beginning = &text[..text.floor_char_boundary(length)];
+            // Its last tokens may be others than in the whole text.
+            let found = tokenizer.encode_without_special_tokens(beginning)?.len();
+            if found > most + most / 2 + 16 {
+                return refuse(format!("more than {} tokens", most + most / 2));
+            }
+            length = length.saturating_mul(4);
+        }
+        Ok(match special {
+            true => tokenizer.encode_prompt(text)?,
+            false => tokenizer.encode_without_special_tokens(text)?,
+        })
+    }
+}
+
+impl Served {
+    /// The ids of a text that the field `name` gave, of which there are not far more than `most`, and the text.
+    pub(super) async fn encode(
+        self: &Arc<Self>,
+        text: String,
+        special: bool,
+        most: usize,
+        name: &'static str,
+    ) -> Result<(Vec<u32>, String), ApiError> {
+        let served = Arc::clone(self);
+        let bytes = text.len();
+        let work = move || {
+            let ids = served.limits.encode(&served.tokenizer, &text, special, most, name)?;
+            Ok((ids, text))
+        };
+        off_thread(Kind::Text, bytes, work).await
+    }
+}
