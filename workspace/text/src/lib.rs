@@ -11,6 +11,7 @@
 mod conversation;
 mod error;
 mod generation;
+mod panics;
 #[cfg(feature = "prepare")]
 pub mod prepare;
 mod python;

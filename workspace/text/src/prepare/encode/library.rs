@@ -2,7 +2,8 @@
 //! of a 64-bit hash, so that one in 4 billion unknown words becomes another word's token. Hence no ids leave here
 //! that do not spell their text (`spelling`), and its panics are caught.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use moh_data::TokenizerJson;
@@ -18,7 +19,8 @@ use unicode_normalization::UnicodeNormalization;
 
 use super::joints::Joints;
 use super::shape::{Shape, Words};
-use super::spelling::Spelling;
+use super::spelling::{Spelling, alphabet};
+use crate::panics::quietly;
 
 /// A tokenizer in the faster library, and how its texts are encoded.
 pub(super) struct Library {
@@ -29,6 +31,7 @@ pub(super) struct Library {
     nfc: bool,
     /// Of a tokenizer for which a text is one word: what splits it all the same.
     joints: Option<Joints>,
+    lacking: Lacking,
     /// The buffers of each thread that encodes words.
     buffers: Mutex<Vec<Buffers>>,
 }
@@ -38,15 +41,53 @@ pub(super) struct Pipeline {
     tokenizer: PipelineTokenizer,
     /// All that it was loaded from, but for the vocabulary and the merges.
     fields: Value,
+    lacking: Lacking,
+}
+
+/// The ids of the bytes that a vocabulary has no tokens for, which the library demands of it. Their ids follow those of
+/// the vocabulary, so that added tokens have later ones there than here. A text with one of them is not spelt by its
+/// ids.
+#[derive(Clone)]
+struct Lacking(Range<u32>);
+
+impl Lacking {
+    /// The ids, and the vocabulary with tokens for them.
+    fn of<'a>(json: &'a TokenizerJson, fields: &Value) -> Result<(Self, Cow<'a, str>), String> {
+        let vocabulary = json.vocabulary.get();
+        let is_missing =
+            |token: &String| json.tokens.binary_search_by(|(other, _)| other.cmp(token)).is_err();
+        let names: Vec<String> = match &fields["model"] {
+            model if model["byte_level"] == true => alphabet().filter(is_missing).collect(),
+            model if model["byte_fallback"] == true => {
+                (0..=u8::MAX).map(|byte| format!("<0x{byte:02X}>")).filter(is_missing).collect()
+            }
+            _ => Vec::new(),
+        };
+        let first = json.tokens.len() as u32;
+        if names.is_empty() {
+            return Ok((Self(first..first), vocabulary.into()));
+        }
+        if json.tokens.iter().any(|&(_, id)| id >= first) {
+            return Err("its vocabulary lacks bytes and has gaps".to_owned());
+        }
+        let more: Map<String, Value> =
+            names.into_iter().zip(first..).map(|(name, id)| (name, id.into())).collect();
+        let lacking = Self(first..first + more.len() as u32);
+        let more = Value::Object(more).to_string();
+        let known = vocabulary.strip_suffix('}').ok_or("its vocabulary is a list")?;
+        let comma = if first == 0 { "" } else { "," };
+        Ok((lacking, format!("{known}{comma}{}", &more[1..]).into()))
+    }
 }
 
 impl Pipeline {
     pub(super) fn load(json: &TokenizerJson) -> Result<Self, String> {
         let fields = canonical_fields(json)?;
-        let load = || from_json(&canonical(&fields, json)?).map_err(|error| error.to_string());
-        let tokenizer =
-            catch_unwind(AssertUnwindSafe(load)).unwrap_or_else(|_| Err("it panics".to_owned()))?;
-        Ok(Self { tokenizer, fields })
+        let (lacking, vocabulary) = Lacking::of(json, &fields)?;
+        let text = canonical(&fields, json, &vocabulary)?;
+        let load = || from_json(&text).map_err(|error| error.to_string());
+        let tokenizer = quietly(load).unwrap_or_else(|| Err("it panics".to_owned()))?;
+        Ok(Self { tokenizer, fields, lacking })
     }
 
     /// Whether a tokenizer is the same, but for the vocabulary and the merges.
@@ -85,8 +126,8 @@ fn canonical_fields(json: &TokenizerJson) -> Result<Value, String> {
     Ok(fields)
 }
 
-/// The tokenizer with these fields, of which vocabulary and merges are what the slower library writes, too.
-fn canonical(fields: &Value, json: &TokenizerJson) -> Result<String, String> {
+/// The tokenizer with these fields and this vocabulary, of which the merges are what the slower library writes, too.
+fn canonical(fields: &Value, json: &TokenizerJson, vocabulary: &str) -> Result<String, String> {
     let without = |object: &Value, names: &[&str]| match object {
         Value::Object(fields) => {
             let mut fields = fields.clone();
@@ -97,7 +138,7 @@ fn canonical(fields: &Value, json: &TokenizerJson) -> Result<String, String> {
     };
     let model = CanonicalModel {
         others: without(&fields["model"], &["vocab", "merges"]),
-        vocab: &json.vocabulary,
+        vocab: serde_json::from_str(vocabulary).map_err(|error| error.to_string())?,
         merges: &json.merges,
     };
     let canonical = Canonical { others: without(fields, &["model"]), model };
@@ -127,8 +168,8 @@ impl Library {
             truncation: Override::Off,
         };
         let (nfc, buffers) = (shape.nfc, Mutex::default());
-        let pipeline = pipeline.tokenizer;
-        Self { pipeline, options, spelling, nfc, joints, buffers }
+        let Pipeline { tokenizer: pipeline, lacking, .. } = pipeline;
+        Self { pipeline, options, spelling, nfc, joints, lacking, buffers }
     }
 
     /// Appends the ids of a text; appends nothing and returns `false` if they do not spell it.
@@ -145,15 +186,27 @@ impl Library {
         spelt
     }
 
-    /// Appends ids whose spelling is not checked; `false` if the library fails.
+    /// Appends ids whose spelling is not checked, [`u32::MAX`] for each byte that the vocabulary has no token for;
+    /// `false` if the library fails.
     pub(super) fn append(&self, text: &str, ids: &mut Vec<PipelineToken>) -> bool {
+        let (before, Range { start, end }) = (ids.len(), self.lacking.0.clone());
         let append = || match &self.joints {
             Some(joints) => self.append_words(text, joints, ids),
             None => self.pipeline.encode_into(text, &self.options, ids),
         };
         // The library's buffers are cleared before each use, ours are lost in a panic, and the caller drops the ids
         // that it leaves.
-        catch_unwind(AssertUnwindSafe(append)).is_ok_and(|done| done.is_ok())
+        let is_done = quietly(append).is_some_and(|done| done.is_ok());
+        if start < end {
+            for token in &mut ids[before..] {
+                *token = match u32::from(*token) {
+                    id if id < start => continue,
+                    id if id < end => u32::MAX.into(),
+                    id => (id - (end - start)).into(),
+                };
+            }
+        }
+        is_done
     }
 
     /// Appends ids as the library does, but word by word. The library looks a word up before it merges its

@@ -150,7 +150,8 @@ fn splitter(json: &Value) -> Option<Splitter> {
         "ByteLevel" if is_byte_level(fields, true) => Some(Splitter::Pattern),
         "Sequence" => match &fields.get("pretokenizers")?.as_array()?[..] {
             [Value::Object(split), Value::Object(bytes)]
-                if is_pattern(split) && is_byte_level(bytes, false) =>
+                if is_pattern(split) && is_byte_level(bytes, false)
+                    || is_digits(split) && is_byte_level(bytes, true) =>
             {
                 Some(Splitter::Pattern)
             }
@@ -179,6 +180,12 @@ fn is_byte_level(fields: &Map<String, Value>, splits: bool) -> bool {
     fields.get("type").is_some_and(|kind| kind == "ByteLevel")
         && is("add_prefix_space", false)
         && is("use_regex", splits)
+}
+
+/// SmolLM's and StarCoder's: each digit is a word.
+fn is_digits(fields: &Map<String, Value>) -> bool {
+    fields.get("type").is_some_and(|kind| kind == "Digits")
+        && fields.get("individual_digits") == Some(&Value::Bool(true))
 }
 
 fn is_pattern(fields: &Map<String, Value>) -> bool {

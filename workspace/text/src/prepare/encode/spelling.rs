@@ -165,6 +165,12 @@ fn byte_level_alphabet() -> Vec<Option<u8>> {
     printed.chain((0..=255).filter(|byte| !is_printable(byte)).map(Some)).collect()
 }
 
+/// The characters of that alphabet, each as a token.
+pub(super) fn alphabet() -> impl Iterator<Item = String> {
+    let numbers = (0_u32..).zip(byte_level_alphabet()).filter(|(_, byte)| byte.is_some());
+    numbers.filter_map(|(number, _)| char::from_u32(number).map(String::from))
+}
+
 /// The byte of a token such as `<0x0A>`.
 pub(super) fn fallback_byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;

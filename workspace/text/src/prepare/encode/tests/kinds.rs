@@ -99,6 +99,7 @@ pub(crate) fn all(size: usize, text: &str) -> Vec<Kind> {
     let framed = json!([{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]);
     vec![
         byte_level("GPT-2", None, json!({"post_processor": bytes(true)})),
+        lacking(digits(byte_level("SmolLM", None, json!({"special": ["<|endoftext|>", "<|im_start|>"]})))),
         byte_level("Llama 3", Some(PATTERNS[1]), json!({
             "model": {"ignore_merges": true},
             "special": ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>"],
@@ -145,6 +146,7 @@ pub(crate) fn all(size: usize, text: &str) -> Vec<Kind> {
             "pre_tokenizer": metaspace("never", false), "added_tokens": llama,
         })),
         spanning.kind("spanning", json!({"normalizer": prepended, "added_tokens": llama})),
+        lacking(pieces.kind("lacking", json!({"normalizer": prepended, "added_tokens": llama}))),
         joined.kind("Gemma", json!({
             "normalizer": spaces(),
             "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false},
@@ -152,6 +154,30 @@ pub(crate) fn all(size: usize, text: &str) -> Vec<Kind> {
                 .chain(joined.runs.iter().map(|(run, id)| described(run, *id, &[], false))).collect::<Vec<_>>(),
         })),
     ]
+}
+
+/// Without the tokens of some bytes, the ids of later ones moved up.
+fn lacking(mut kind: Kind) -> Kind {
+    let vocabulary = kind.json["model"]["vocab"].as_object_mut().unwrap();
+    let bytes = ["\u{104}", "\u{106}", "\u{f1}", "\u{ff}", "<0x04>", "<0xF1>"];
+    let removed: Vec<u64> =
+        bytes.iter().filter_map(|byte| vocabulary.remove(*byte)?.as_u64()).collect();
+    assert!(removed.len() > 1);
+    let moved = |id: &Value| {
+        let id = id.as_u64().unwrap();
+        json!(id - removed.iter().filter(|&&removed| removed < id).count() as u64)
+    };
+    vocabulary.values_mut().for_each(|id| *id = moved(id));
+    let added = kind.json["added_tokens"].as_array_mut().unwrap();
+    added.iter_mut().for_each(|token| token["id"] = moved(&token["id"]));
+    kind
+}
+
+fn digits(mut kind: Kind) -> Kind {
+    kind.json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [
+        {"type": "Digits", "individual_digits": true}, bytes(true),
+    ]});
+    kind
 }
 
 fn spaces() -> Value {

@@ -7,17 +7,16 @@ mod parquet;
 #[cfg(test)]
 mod tests;
 
-use std::cell::Cell;
 use std::fmt::Display;
-use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::Path;
-use std::sync::{Arc, Once};
+use std::sync::Arc;
 
 use arrow_array::RecordBatch;
 use arrow_schema::{DataType, Field, Fields as Columns, Schema};
 
 use super::chunk::{Chunk, Content, Document, Place, Record};
 use super::{Position, ReadOptions};
+use crate::panics::quietly;
 use crate::prepare::fields::{Fields, ROW, missing};
 use crate::prepare::{Error, Result};
 
@@ -26,26 +25,9 @@ pub(super) use parquet::Table as ParquetTable;
 
 use cells::Cells;
 
-thread_local! {
-    /// Whether a panic of this thread becomes an error.
-    static IS_CAUGHT: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Calls a reader of a table: the crates of Arrow and Parquet panic for some damaged files. A panic is an error, too, and nothing else is said about it.
+/// Calls a reader of a table: the crates of Arrow and Parquet panic for some damaged files, which is an error, too.
 fn guarded<T>(path: &Path, read: impl FnOnce() -> Result<T>) -> Result<T> {
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let others = take_hook();
-        set_hook(Box::new(move |panic| {
-            if !IS_CAUGHT.get() {
-                others(panic);
-            }
-        }));
-    });
-    IS_CAUGHT.set(true);
-    let read = catch_unwind(AssertUnwindSafe(read));
-    IS_CAUGHT.set(false);
-    read.unwrap_or_else(|_| Err(damaged(path, "a length or an offset is wrong")))
+    quietly(read).unwrap_or_else(|| Err(damaged(path, "a length or an offset is wrong")))
 }
 
 /// The error of a table that cannot be read.
