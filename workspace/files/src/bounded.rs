@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind, Read as _};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
-use crate::{FileError, unusable};
+use crate::{FileError, is_file, unusable};
 
 /// Opens a file. A pipe with a name, whose reader would wait until somebody writes, is an error; one of this process, as
 /// a shell makes for `<(command)`, is not.
@@ -16,19 +16,13 @@ pub fn open(path: &Path) -> io::Result<File> {
     if !is_own && fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo()) {
         return Err(io::Error::new(ErrorKind::InvalidInput, "is a pipe, expected a file"));
     }
-    File::open(path).map_err(|error| {
-        match error.kind() == ErrorKind::NotFound && path.is_symlink() {
-            true => {
-                io::Error::other("is a link to a file that is missing: download or copy that again")
-            }
-            false => error,
-        }
-    })
+    File::open(path)
 }
 
 /// The bytes of a file of at most `most`; `kind` names such a file in the message of a larger one, as in "a recipe".
 pub fn read_bounded(path: &Path, most: u64, kind: &str) -> Result<Vec<u8>, FileError> {
     let mut bytes = Vec::new();
+    is_file(path)?;
     let file = open(path).map_err(crate::io(path))?;
     let read =
         file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(crate::io(path))?;
@@ -38,7 +32,7 @@ pub fn read_bounded(path: &Path, most: u64, kind: &str) -> Result<Vec<u8>, FileE
     }
 }
 
-/// As [`read_bounded`]; `None` if there is nothing at `path`.
+/// As [`read_bounded`]; `None` if there is nothing at `path`, not even a link.
 pub fn read_bounded_if_any(
     path: &Path,
     most: u64,
@@ -85,19 +79,24 @@ mod tests {
         assert!(read_bounded(&path, 4, "a file").is_err());
         assert_eq!(read_bounded_if_any(&path, 4, "a file").unwrap(), None);
         assert!(read_bounded_if_any(dir.path(), 4, "a file").is_err());
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink("gone", &path).unwrap();
+            let message = read_bounded_if_any(&path, 4, "a file").unwrap_err().to_string();
+            assert!(
+                message.contains("none: is a link to gone, where there is nothing"),
+                "{message}"
+            );
+        }
     }
 
     #[cfg(unix)]
     #[test]
-    fn a_pipe_is_not_waited_for_and_a_link_to_nothing_is_named() {
+    fn a_pipe_is_not_waited_for() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pipe");
         std::process::Command::new("mkfifo").arg(&path).status().unwrap();
         let message = read_bounded(&path, 4, "a file").unwrap_err().to_string();
         assert!(message.ends_with("pipe: is a pipe, expected a file"), "{message}");
-        let link = dir.path().join("link");
-        std::os::unix::fs::symlink("nowhere", &link).unwrap();
-        let message = read_bounded(&link, 4, "a file").unwrap_err().to_string();
-        assert!(message.contains("link: is a link to a file that is missing"), "{message}");
     }
 }

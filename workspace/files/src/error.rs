@@ -42,3 +42,20 @@ pub fn unless_missing<T>(path: &Path, result: io::Result<T>) -> Result<Option<T>
         result => result.map(Some).map_err(io(path)),
     }
 }
+
+/// Whether there is a file at `path`.
+///
+/// # Errors
+/// Fails if there is a link to nothing, which whoever copies a directory would leave out.
+pub fn is_file(path: &Path) -> Result<bool, FileError> {
+    match (path.metadata(), path.read_link()) {
+        (Err(error), Ok(target)) if error.kind() == io::ErrorKind::NotFound => {
+            let reason = format!(
+                "is a link to {}, where there is nothing: fetch the file again, or remove the link",
+                target.display()
+            );
+            Err(unusable(path, reason))
+        }
+        (found, _) => Ok(found.is_ok_and(|found| found.is_file())),
+    }
+}

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 pub use bounded::{open, read_bounded, read_bounded_if_any, utf8};
 pub use directory::PendingDirectory;
-pub use error::{FileError, io, unless_missing, unusable};
+pub use error::{FileError, io, is_file, unless_missing, unusable};
 pub use file::{PendingFile, shorten, write};
 pub use temporary::{Publication, Registered, exit_without_temporaries};
 

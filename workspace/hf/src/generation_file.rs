@@ -13,7 +13,7 @@ use crate::model_directory::GENERATION_FILE;
 /// is missing.
 pub fn end_tokens(directory: &Path, config: &ModelConfig) -> Result<Vec<u32>, Error> {
     let path = directory.join(GENERATION_FILE);
-    if !path.is_file() {
+    if !moh_files::is_file(&path)? {
         return Ok(config.eos_token_ids.clone());
     }
     let map = read_object(&path)?;

@@ -50,7 +50,7 @@ impl ModelCard {
     pub fn of_source(source: &Path, files: &Path) -> Result<Self, Error> {
         let readme = files.join(CARD_FILE);
         // A README that cannot be read says nothing.
-        let readme = match readme.is_file() {
+        let readme = match moh_files::is_file(&readme)? {
             true => read_bounded(&readme, MAX_FILE_BYTES, "a README").unwrap_or_default(),
             false => Vec::new(),
         };
@@ -329,8 +329,8 @@ fn terms_of(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     for entry in entries.into_iter().flatten() {
         let path = entry.map_err(Error::io(directory))?.path();
         let is_terms = path.file_name().and_then(|name| name.to_str()).is_some_and(is_terms_file);
-        let is_read = |file: std::fs::Metadata| file.is_file() && file.len() <= MAX_FILE_BYTES;
-        if is_terms && path.metadata().is_ok_and(is_read) {
+        let is_small = |file: std::fs::Metadata| file.len() <= MAX_FILE_BYTES;
+        if is_terms && moh_files::is_file(&path)? && path.metadata().is_ok_and(is_small) {
             files.push(path);
         }
     }

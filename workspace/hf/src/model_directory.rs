@@ -101,17 +101,21 @@ pub struct Written {
     pub shards: usize,
 }
 
-/// The existing tokenizer files in `tokenizer` and generation settings in `dir`.
+/// The existing tokenizer files in `tokenizer` and generation settings in `dir`; one that is a link to nothing is an
+/// error.
 pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut files = Vec::new();
     for entry in fs::read_dir(tokenizer).map_err(Error::io(tokenizer))? {
         let path = entry.map_err(Error::io(tokenizer))?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if is_tokenizer_file(name) && path.is_file() {
+        if is_tokenizer_file(name) && moh_files::is_file(&path)? {
             files.push(path);
         }
     }
-    files.extend(Some(dir.join(GENERATION_FILE)).filter(|path| path.is_file()));
+    let generation = dir.join(GENERATION_FILE);
+    if moh_files::is_file(&generation)? {
+        files.push(generation);
+    }
     files.sort();
     Ok(files)
 }

@@ -137,22 +137,16 @@ impl WeightFiles {
             );
             return refuse(dir, reason);
         }
-        if single.is_file() {
+        if moh_files::is_file(&single)? {
             let mut files = WeightFiles::empty(single.clone());
             files.add_shard(single, None)?;
             return Ok(files);
         }
-        if index.is_file() {
+        if moh_files::is_file(&index)? {
             return Self::open_index(dir, index);
         }
         if !dir.is_dir() {
             return refuse(dir, "is not a directory");
-        }
-        for link in [&single, &index] {
-            // A link without its file.
-            if link.is_symlink() {
-                moh_files::open(link).map_err(moh_files::io(link))?;
-            }
         }
         let other = other_formats::of_directory(dir);
         refuse(dir, other.unwrap_or(format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")))
@@ -170,10 +164,7 @@ impl WeightFiles {
         let mut files = WeightFiles::empty(index.clone());
         for name in names {
             let path = dir.join(name);
-            if path.is_symlink() {
-                moh_files::open(&path).map_err(moh_files::io(&path))?;
-            }
-            if !path.is_file() {
+            if !moh_files::is_file(&path)? {
                 return refuse(&index, format!("names the shard {name}, which is missing"));
             }
             files.add_shard(path, Some((name, &weight_map)))?;

@@ -210,4 +210,12 @@ fn companions_are_the_tokenizers_and_the_generation_settings() {
     let files = companion_files(&source, &tokenizer).unwrap();
     let expected = ["s/generation_config.json", "t/chat_template.jinja", "t/tokenizer.json"];
     assert_eq!(files, expected.map(|name| dir.path().join(name)));
+    #[cfg(unix)]
+    for (name, place) in [("added_tokens.json", &tokenizer), ("generation_config.json", &source)] {
+        let _ = fs::remove_file(place.join(name));
+        std::os::unix::fs::symlink("../gone", place.join(name)).unwrap();
+        let message = companion_files(&source, &tokenizer).unwrap_err().to_string();
+        assert!(message.contains(&format!("{name}: is a link to ../gone")), "{message}");
+        fs::remove_file(place.join(name)).unwrap();
+    }
 }
