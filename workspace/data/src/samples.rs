@@ -65,6 +65,8 @@ pub struct TrainingData {
     sequence_length: usize,
     order: Order,
     seed: u64,
+    /// Whether the first token of a document is no target.
+    by_document: bool,
 }
 
 impl TrainingData {
@@ -112,7 +114,14 @@ impl TrainingData {
         }
         let start = |number| SourceStart { number, windows: 0 };
         let starts = (0..files.len() as u64).map(start).collect();
-        Ok(Self { files, starts, first: 0, mixture, sequence_length, order, seed })
+        let by_document = false;
+        Ok(Self { files, starts, first: 0, mixture, sequence_length, order, seed, by_document })
+    }
+
+    /// The same data, for attention within documents if `by_document`: the first token of a document is no target then,
+    /// because no token before it belongs to its document.
+    pub fn by_document(self, by_document: bool) -> Self {
+        Self { by_document, ..self }
     }
 
     /// The same data, whose first sample has the number `first`, and whose sources begin at `starts`.
@@ -171,22 +180,34 @@ impl TrainingData {
     }
 
     /// Reads for sample `number` whether each of its tokens is trained on, 1, or not, 0; `mask` has
-    /// `sequence_length + 1` bytes. Whether the sample's file has a mask.
+    /// `sequence_length + 1` bytes. Whether any may be 0.
     pub fn mask(&self, number: u64, mask: &mut [u8]) -> Result<bool> {
         let (source, start) = self.locate(number);
         let file = &self.files[source];
         file.read_mask(start, mask)?;
-        Ok(file.has_mask())
+        if self.by_document {
+            for first in file.document_starts(start..start + mask.len() as u64)? {
+                // Lies inside the window, whose length is a usize.
+                mask[(first - start) as usize] = 0;
+            }
+        }
+        Ok(self.by_document || file.has_mask())
     }
 
     /// The targets of these samples that are trained on: the tokens after the first one of each, but for those that
-    /// a mask leaves out. `None` if no source has a mask, so that all are.
+    /// [`TrainingData::mask`] leaves out. `None` if there is none to leave out, so that all are.
     pub fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
-        if !self.files.iter().any(|file| file.has_mask()) {
+        if !self.by_document && !self.files.iter().any(|file| file.has_mask()) {
             return Ok(None);
         }
         let mut count = 0;
+        let mut mask = vec![0; self.sequence_length + 1];
         for number in samples {
+            if self.by_document {
+                self.mask(number, &mut mask)?;
+                count += mask[1..].iter().filter(|&&trained| trained != 0).count() as u64;
+                continue;
+            }
             let (source, start) = self.locate(number);
             let targets = start + 1..start + 1 + self.sequence_length as u64;
             count += self.files[source].count_trained(targets)?;

@@ -56,7 +56,7 @@ pub fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<Vec<TrainingD
                 }
             }
         }
-        opened.push(training.beginning_at(first, starts));
+        opened.push(training.beginning_at(first, starts).by_document(data.document_mask));
     }
     Ok(opened)
 }

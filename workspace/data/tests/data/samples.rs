@@ -80,6 +80,24 @@ fn positions_know_where_their_document_starts() {
 }
 
 #[test]
+fn within_documents_the_first_token_of_one_is_no_target() {
+    let dir = tempfile::tempdir().unwrap();
+    let sources = [source(counting_file(&dir, "a", 0, &[3, 0, 1, 2, 9]), 1.0)];
+    let open = || TrainingData::open(&sources, 3, Order::Sequential, 0, 100_000).unwrap();
+    let data = open().by_document(true);
+    let mut masks = [[9; 4]; 3];
+    for (number, mask) in masks.iter_mut().enumerate() {
+        assert!(data.mask(number as u64, mask).unwrap());
+    }
+    // Documents begin at 0, 3, 4 and 6; that of the last target is seen as well.
+    assert_eq!(masks, [[0, 1, 1, 0], [0, 0, 1, 0], [0, 1, 1, 1]]);
+    assert_eq!(data.trained_targets(0..3).unwrap(), Some(2 + 1 + 3));
+    let (others, mut mask) = (open(), [9; 4]);
+    assert!(!others.mask(1, &mut mask).unwrap());
+    assert_eq!((mask, others.trained_targets(0..3).unwrap()), ([1; 4], None));
+}
+
+#[test]
 fn data_that_follow_others_begin_after_the_windows_that_these_have_read() {
     let dir = tempfile::tempdir().unwrap();
     let [a, b] =
