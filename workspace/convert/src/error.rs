@@ -14,6 +14,9 @@ pub enum Error {
     /// The progress callback stopped the conversion; nothing was written.
     #[error("interrupted: nothing was written")]
     Interrupted,
+    /// A tokenizer could not be read, or cannot be used.
+    #[error(transparent)]
+    Text(#[from] moh_text::Error),
     /// A model could not be read or written.
     #[error(transparent)]
     Hf(#[from] moh_hf::Error),

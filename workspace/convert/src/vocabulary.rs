@@ -10,14 +10,14 @@ use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::path::Path;
 
+use moh_data::MAX_TOKENS;
 use moh_hf::model_directory::TOKENIZER_FILE;
+use moh_text::TextTokenizer;
 use tokenizers::Tokenizer;
 
 use crate::Error;
 use crate::spelling::Speller;
 
-/// Maximum number of tokens; each id is a row of the model.
-const MAX_TOKENS: usize = 1 << 24;
 /// Rows of a model that adopts another tokenizer's vocabulary are a multiple of this by default.
 pub(crate) const DEFAULT_MULTIPLE: usize = 128;
 
@@ -45,9 +45,9 @@ impl Expansion {
         old_rows: usize,
         pad_to: Option<usize>,
     ) -> Result<Self, Error> {
-        let old = load(old_dir)?;
-        let new = load(new_dir)?;
-        Self::between(&old, &new, new_dir, old_rows, pad_to)
+        let old = TextTokenizer::load(old_dir)?;
+        let new = TextTokenizer::load(new_dir)?;
+        Self::between(old.library(), new.library(), new_dir, old_rows, pad_to)
     }
 
     /// As [`Expansion::plan`], with loaded tokenizers; messages name `new_dir`.
@@ -197,16 +197,6 @@ fn by_id(vocabulary: &HashMap<String, u32>) -> Vec<(u32, &str)> {
     let mut tokens: Vec<_> = vocabulary.iter().map(|(token, id)| (*id, token.as_str())).collect();
     tokens.sort_unstable();
     tokens
-}
-
-fn load(dir: &Path) -> Result<Tokenizer, Error> {
-    let path = dir.join(TOKENIZER_FILE);
-    if !path.is_file() {
-        let reason = format!("holds no {TOKENIZER_FILE}, which its vocabulary is read from");
-        return Err(Error::file(dir, reason));
-    }
-    Tokenizer::from_file(&path)
-        .map_err(|error| Error::file(&path, format!("not a tokenizer: {error}").replace('\n', " ")))
 }
 
 #[cfg(test)]

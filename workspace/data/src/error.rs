@@ -84,8 +84,9 @@ impl Error {
     /// A token id of the file `path`, at `position` of the whole file, outside the model's vocabulary.
     pub(crate) fn outside_vocabulary(path: &Path, position: u64, id: i64, vocabulary: u64) -> Self {
         Self::Invalid(format!(
-            "{}: token {position} has the id {id}, outside the vocabulary of {vocabulary}: use the tokenizer \
-             that the file was prepared with, or prepare the text again",
+            "{}: token {position} has the id {id}, outside the vocabulary of {vocabulary}: if it is a token of the \
+             model's tokenizer, for which the model has no row, give it one with moh-convert --tokenizer, and otherwise \
+             prepare the text again with that tokenizer",
             path.display()
         ))
     }

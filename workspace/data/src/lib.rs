@@ -5,6 +5,7 @@
 //! the seed; [`Windows`] divides a file for evaluation. [`TokenizerFile`] has what training needs of a tokenizer, without
 //! the library that runs it, and [`TokenDecoder`] the bytes of ids.
 
+mod added_tokens;
 mod content;
 mod document_end;
 mod error;
@@ -15,7 +16,6 @@ mod mixture;
 mod pending;
 mod permutation;
 mod samples;
-mod special_tokens;
 mod token_decoder;
 mod token_file;
 mod token_index;
@@ -25,6 +25,7 @@ mod token_writer;
 mod tokenizer_content;
 mod tokenizer_file;
 mod tokenizer_match;
+mod tokenizer_source;
 mod verify;
 mod windows;
 
@@ -36,7 +37,6 @@ pub use mask::MaskInfo;
 pub use pending::{refuse_existing, with_ending};
 pub use permutation::key_of;
 pub use samples::{ORDER_VERSION, Order, Source, SourceStart, TrainingData};
-pub use special_tokens::SpecialTokens;
 pub use token_decoder::{TokenDecoder, bytes_of_token};
 pub use token_file::TokenFile;
 pub use token_info::{Provenance, TokenFileInfo};
@@ -45,7 +45,8 @@ pub use token_writer::{
     CompleteTokenFile, TokenFileWriter, Written, publish_remaining, publish_token_files,
 };
 pub use tokenizer_content::{TokenizerContent, TokenizerJson};
-pub use tokenizer_file::{TokenizerFile, read_tokenizer};
+pub use tokenizer_file::TokenizerFile;
 pub use tokenizer_match::{BEGINNING_TOKENS, TokenizerMatch};
+pub use tokenizer_source::{MAX_TOKENS, TokenizerSource};
 pub use verify::{Problem, ProblemKind, Verification, Verify};
 pub use windows::Windows;

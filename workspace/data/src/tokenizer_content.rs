@@ -178,7 +178,7 @@ impl Serialize for Vocabulary<'_> {
 
 /// The tokens of a vocabulary with their ids, in the order of the text: of an object of ids, or of a list of tokens
 /// with their scores.
-struct Tokens(Vec<(String, u32)>);
+pub(crate) struct Tokens(pub(crate) Vec<(String, u32)>);
 
 impl<'de> Deserialize<'de> for Tokens {
     fn deserialize<D: Deserializer<'de>>(reader: D) -> Result<Self, D::Error> {

@@ -1,43 +1,46 @@
 //! A `tokenizer.json` without the library that runs it: what tells it from others, its ids, and their bytes.
 
 use std::collections::{HashMap, HashSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use crate::{Error, Result, TokenDecoder, TokenizerContent, TokenizerJson};
-
-/// Reads `path/tokenizer.json`, or `path` itself if it is a file; returns its path too.
-pub fn read_tokenizer(path: &Path) -> Result<(PathBuf, Vec<u8>)> {
-    let path = if path.is_file() { path.to_path_buf() } else { path.join("tokenizer.json") };
-    let bytes = std::fs::read(&path).map_err(Error::io(&path, "read"))?;
-    Ok((path, bytes))
-}
+use crate::{Result, TokenDecoder, TokenizerContent, TokenizerJson, TokenizerSource};
 
 /// A tokenizer's file.
 #[derive(Debug)]
 pub struct TokenizerFile {
-    path: PathBuf,
+    source: TokenizerSource,
     hash: String,
     json: TokenizerJson,
 }
 
 impl TokenizerFile {
-    /// Reads `path/tokenizer.json`, or `path` itself if it is a file.
+    /// Reads `path/tokenizer.json`, or `path` itself if it is a file, and the files beside it.
     pub fn load(path: &Path) -> Result<Self> {
-        let (path, bytes) = read_tokenizer(path)?;
-        let json = TokenizerJson::of_file(&bytes).map_err(|error| {
-            moh_files::unusable(&path, format!("not a valid tokenizer: {error}"))
+        let source = TokenizerSource::read(path)?;
+        let json = TokenizerJson::of_file(&source.json).map_err(|error| {
+            moh_files::unusable(&source.path, format!("not a valid tokenizer: {error}"))
         })?;
-        Ok(Self { path, hash: blake3::hash(&bytes).to_hex().to_string(), json })
+        Ok(Self { hash: source.hash(), source, json })
     }
 
     /// The `tokenizer.json`.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.source.path
     }
 
-    /// blake3 of the file, in hexadecimal.
+    /// blake3 of the tokenizer, in hexadecimal; see [`TokenizerSource::hash`].
     pub fn hash(&self) -> &str {
         &self.hash
+    }
+
+    /// What a user should know of files that disagree, in a sentence each.
+    pub fn remarks(&self) -> &[String] {
+        &self.source.remarks
+    }
+
+    /// The id of the special token with a name, such as `eos_token`.
+    pub fn special(&self, name: &str) -> Option<u32> {
+        self.id(&self.source.special.get(name)?.0)
     }
 
     /// What identifies the tokenizer, whatever the bytes of its file.

@@ -98,21 +98,21 @@ impl NamedModel {
             return Ok(known.as_ref());
         }
         let directory = self.tokenizer_directory();
-        let found = directory.map(|directory| TextTokenizer::load(&directory)).transpose()?;
+        let rows = self.config.vocab_size;
+        let found = directory.map(|directory| model_tokenizer(&directory, rows)).transpose()?;
         Ok(self.tokenizer.get_or_init(|| found).as_ref())
     }
 
     /// The tokenizer, and its directory.
     pub fn required_tokenizer(&self) -> anyhow::Result<(TextTokenizer, PathBuf)> {
-        let directory = self.tokenizer_directory().with_context(|| match &self.place {
-            Place::Directory(directory) => {
-                format!("{}: contains no tokenizer.json, which text requires", directory.display())
-            }
-            Place::Checkpoint(_) => {
+        let directory = match &self.place {
+            // The error says which files of tokenizers there are.
+            Place::Directory(directory) => directory.clone(),
+            Place::Checkpoint(checkpoint) => checkpoint.run.tokenizer().with_context(|| {
                 format!("{}: the run has no tokenizer, which text requires", self.name)
-            }
-        })?;
-        Ok((TextTokenizer::load(&directory)?, directory))
+            })?,
+        };
+        Ok((model_tokenizer(&directory, self.config.vocab_size)?, directory))
     }
 
     /// Loads the model to a device, for sequences of up to `positions` tokens.
@@ -161,7 +161,16 @@ pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
 /// Loads a tokenizer: a `tokenizer.json`, a directory with one, or that of a repository of the hub,
 /// downloaded if necessary.
 pub fn named_tokenizer(name: &str, revision: Option<&str>) -> anyhow::Result<TextTokenizer> {
-    Ok(TextTokenizer::load(&tokenizer_file(name, revision)?)?)
+    load_tokenizer(&tokenizer_file(name, revision)?)
+}
+
+/// Loads the tokenizer in a directory, or a `tokenizer.json`, and prints what is to be known of its files.
+pub fn load_tokenizer(path: &Path) -> anyhow::Result<TextTokenizer> {
+    let tokenizer = TextTokenizer::load(path)?;
+    for remark in tokenizer.remarks() {
+        exit::stderr_line(format_args!("warning: {remark}"));
+    }
+    Ok(tokenizer)
 }
 
 /// The `tokenizer.json` of [`named_tokenizer`].
@@ -208,8 +217,29 @@ pub fn stored(directory: &Path) -> anyhow::Result<StoredModel> {
 
 /// The tokenizer in a model's directory, if it exists.
 pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
-    if !directory.join("tokenizer.json").is_file() {
-        return Ok(None);
+    match moh_files::is_file(&directory.join("tokenizer.json"))? {
+        true => load_tokenizer(directory).map(Some),
+        false => Ok(None),
     }
-    Ok(Some(TextTokenizer::load(directory)?))
+}
+
+/// The tokenizer in the directory of a model with so many rows; an error if it does not exist. Prints what is to be known
+/// of its files, and of tokens that the model has no rows for.
+fn model_tokenizer(directory: &Path, rows: usize) -> anyhow::Result<TextTokenizer> {
+    let tokenizer = load_tokenizer(directory)?;
+    let ids = rows as u64..tokenizer.vocab_size() as u64;
+    let mut tokens = ids.filter_map(|id| Some((id, tokenizer.token(u32::try_from(id).ok()?)?)));
+    if let Some((id, token)) = tokens.next() {
+        exit::stderr_line(format_args!(
+            "warning: {}: the token {token:?} has the id {id}{}, and the model has {rows} rows: a text with such a token \
+             is refused: leave it out, or give the tokens rows with moh-convert --tokenizer {}",
+            tokenizer.path().display(),
+            match tokens.count() {
+                0 => String::new(),
+                more => format!(", {more} more have later ones"),
+            },
+            directory.display()
+        ));
+    }
+    Ok(tokenizer)
 }

@@ -7,19 +7,21 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use moh_data::{TokenizerContent, TokenizerJson, read_tokenizer};
+use moh_data::{TokenizerContent, TokenizerJson, TokenizerSource};
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
     DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Tokenizer,
     TokenizerImpl,
 };
 
+use crate::panics::quietly;
 use crate::{Error, Result, TextStream};
 
 /// A tokenizer.
 pub struct TextTokenizer {
     inner: Tokenizer,
-    path: PathBuf,
+    /// Without the bytes.
+    source: TokenizerSource,
     hash: String,
     /// Computed on first use: it takes a second for the largest vocabularies.
     content: OnceLock<TokenizerContent>,
@@ -33,35 +35,61 @@ pub struct TextTokenizer {
 }
 
 impl TextTokenizer {
-    /// Reads `path/tokenizer.json`, or `path` itself if it is a file.
+    /// Reads `path/tokenizer.json`, or `path` itself if it is a file, and the files beside it.
     pub fn load(path: &Path) -> Result<Self> {
-        let (path, bytes) = read_tokenizer(path)?;
-        Self::from_bytes(path, &bytes)
+        Self::new(TokenizerSource::read(path)?)
     }
 
     /// Parses the tokenizer in `bytes`; errors name `path`.
     pub fn from_bytes(path: PathBuf, bytes: &[u8]) -> Result<Self> {
-        let fault =
-            |reason: String| moh_files::unusable(&path, format!("not a valid tokenizer: {reason}"));
+        Self::new(TokenizerSource::of_bytes(path, bytes.to_vec(), false)?)
+    }
+
+    /// The tokenizer that its files describe.
+    pub fn new(mut source: TokenizerSource) -> Result<Self> {
+        let bytes = &std::mem::take(&mut source.json)[..];
+        let fault = |reason: String| {
+            moh_files::unusable(&source.path, format!("not a valid tokenizer: {reason}"))
+        };
         let mut inner = parse(bytes).map_err(fault)?;
         inner.with_truncation(None).map_err(|error| fault(error.to_string()))?;
         inner.with_padding(None);
         let largest = inner.get_vocab(true).into_values().max();
         let largest = largest.ok_or_else(|| fault("its vocabulary is empty".to_owned()))?;
+        let splits = source.settings.get("split_special_tokens") == Some(&true);
+        inner.set_encode_special_tokens(splits);
         let encode = || inner.encode_fast("a", true).map_err(|error| error.to_string());
         let encoded = catch_panics(encode).map_err(fault)?;
         let is_added: Vec<_> =
             encoded.get_special_tokens_mask().iter().map(|&mask| mask == 1).collect();
-        let prefix = is_added.iter().take_while(|&&added| added).count();
-        let text_ends = is_added.iter().rposition(|&added| !added).map_or(prefix, |last| last + 1);
+        let text_starts = is_added.iter().take_while(|&&added| added).count();
+        let text_ends =
+            is_added.iter().rposition(|&added| !added).map_or(text_starts, |last| last + 1);
         let suffix = encoded.get_ids()[text_ends..].last().copied();
-        let prefix = encoded.get_ids()[..prefix].to_vec();
+        let prefix = encoded.get_ids()[..text_starts].to_vec();
         let hash = blake3::hash(bytes).to_hex().to_string();
         let added = inner.get_added_tokens_decoder();
         let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+        let puts_space = encoded.get_tokens()[text_starts..]
+            .first()
+            .is_some_and(|token| token.starts_with(['\u{120}', '\u{2581}']));
+        let config = source.path.with_file_name("tokenizer_config.json");
+        for (name, puts, what) in [
+            ("add_bos_token", !prefix.is_empty(), "a token before"),
+            ("add_eos_token", suffix.is_some(), "a token after"),
+            ("add_prefix_space", puts_space, "a space before"),
+        ] {
+            let Some(set) = source.settings.get(name).filter(|&&set| set != puts) else { continue };
+            let what = if puts { what.to_owned() } else { what.replacen('a', "no", 1) };
+            source.remarks.push(format!(
+                "{}: {name} is {set}, and tokenizer.json, which counts here as for transformers' TokenizersBackend, puts \
+                 {what} a text",
+                config.display()
+            ));
+        }
         Ok(Self {
             inner,
-            path,
+            source,
             hash,
             content: OnceLock::new(),
             special,
@@ -72,9 +100,10 @@ impl TextTokenizer {
     }
 
     /// Encodes special tokens that a text names as any other text, instead of as those tokens, if `split`.
-    /// The post-processor adds them in either case.
+    /// The post-processor adds them in either case. A tokenizer whose configuration says so does it always.
     pub fn split_special_tokens(mut self, split: bool) -> Self {
-        self.inner.set_encode_special_tokens(split);
+        let is_split = split || self.inner.get_encode_special_tokens();
+        self.inner.set_encode_special_tokens(is_split);
         self
     }
 
@@ -100,11 +129,27 @@ impl TextTokenizer {
 
     /// The `tokenizer.json`.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.source.path
     }
 
-    /// blake3 of the `tokenizer.json`, in hexadecimal. Programs that write a tokenizer again change it; its
-    /// [content](TextTokenizer::content) stays the same.
+    /// What a user should know of files that disagree, in a sentence each.
+    pub fn remarks(&self) -> &[String] {
+        &self.source.remarks
+    }
+
+    /// The special token with a name, such as `eos_token`, and the file that names it.
+    pub fn special(&self, name: &str) -> Option<(&str, &'static str)> {
+        let (token, file) = self.source.special.get(name)?;
+        Some((token, file))
+    }
+
+    /// The tokenizer in the library's own form.
+    pub fn library(&self) -> &Tokenizer {
+        &self.inner
+    }
+
+    /// blake3 of the tokenizer, in hexadecimal; see [`TokenizerSource::hash`]. Programs that write a tokenizer again
+    /// change it; its [content](TextTokenizer::content) stays the same.
     pub fn hash(&self) -> &str {
         &self.hash
     }
@@ -166,23 +211,20 @@ impl TextTokenizer {
     /// As [`TextTokenizer::encode_without_special_tokens`], with the bytes of the text that each id stands for, in
     /// increasing order; those of a space before a word may be left out.
     pub fn encode_with_ranges(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
-        let encoding = self.inner.encode(text, false).map_err(|error| self.failure(&*error))?;
+        let encoding = self.call(|| self.inner.encode(text, false))?;
         let ranges = encoding.get_offsets().iter().map(|&(start, end)| start..end);
         Ok(encoding.get_ids().iter().copied().zip(ranges).collect())
     }
 
     fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        let encoding = self
-            .inner
-            .encode_fast(text, add_special_tokens)
-            .map_err(|error| self.failure(&*error))?;
+        let encoding = self.call(|| self.inner.encode_fast(text, add_special_tokens))?;
         Ok(encoding.get_ids().to_vec())
     }
 
     /// The text of ids; `skip_special` leaves out BOS, EOS and other special tokens. Ids without a
     /// token, as in a padded vocabulary, decode to nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        self.inner.decode(ids, skip_special).map_err(|error| self.failure(&*error))
+        self.call(|| self.inner.decode(ids, skip_special))
     }
 
     /// Decodes ids one by one as a continuation of `context`, for text shown during generation.
@@ -196,15 +238,21 @@ impl TextTokenizer {
         Ok(self.decode(ids, true)?.len() as u64)
     }
 
+    /// Calls the library, whose panics are errors.
+    fn call<T>(&self, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+        let done = quietly(work).unwrap_or_else(|| Err("its content contradicts itself".into()));
+        done.map_err(|error| self.failure(&*error))
+    }
+
     fn failure(&self, error: &(dyn std::error::Error + Send + Sync)) -> Error {
-        moh_files::unusable(&self.path, error.to_string()).into()
+        moh_files::unusable(&self.source.path, error.to_string()).into()
     }
 }
 
 impl std::fmt::Debug for TextTokenizer {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         out.debug_struct("TextTokenizer")
-            .field("path", &self.path)
+            .field("path", &self.source.path)
             .field("vocab_size", &self.vocab_size)
             .finish_non_exhaustive()
     }
@@ -241,8 +289,5 @@ fn catch_panics<R>(
     work: impl FnOnce() -> std::result::Result<R, String>,
 ) -> std::result::Result<R, String> {
     // After a panic the tokenizer is dropped, so nothing sees its state.
-    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
-        Ok(done) => done,
-        Err(_) => Err("its content contradicts itself".to_owned()),
-    }
+    quietly(work).unwrap_or_else(|| Err("its content contradicts itself".to_owned()))
 }

@@ -86,6 +86,7 @@ impl RunData {
         let mut data = RunData { training, training_files, validation, decoder, tokenizer_remarks };
         if let Some(tokenizer) = source.tokenizer()? {
             data.tokenizer_remarks = data.check_tokenizer(&tokenizer)?;
+            data.tokenizer_remarks.extend_from_slice(tokenizer.remarks());
             data.decoder = tokenizer.decoder();
             if data.decoder.is_none() && !data.validation.is_empty() {
                 data.tokenizer_remarks.push(format!(

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use moh_checkpoint::run_directory::{CheckpointName, RunDirectory, TOKENIZER};
 use moh_checkpoint::{RunState, StoredCheckpoint, TensorRequest};
-use moh_data::{SpecialTokens, TokenizerFile};
+use moh_data::TokenizerFile;
 use moh_hf::config_file::OUTPUT_REFITTED;
 use moh_hf::model_directory::companion_files;
 use moh_hf::{ConfigFile, ModelCard, StoredModel, WeightFiles};
@@ -473,11 +473,12 @@ pub(crate) fn differs(path: &Path, key: &str, reason: String) -> Error {
 /// Gives a new model the special tokens of its tokenizer that its recipe leaves out, so that generation
 /// from an export ends where the tokenizer says.
 fn adopt_special_tokens(config: &mut ModelConfig, tokenizer: &Path) -> Result<(), Error> {
-    let tokens = SpecialTokens::read(tokenizer)?;
-    let has_row = |id: &u32| (*id as usize) < config.vocab_size;
+    let tokenizer = TokenizerFile::load(tokenizer)?;
+    let rows = config.vocab_size;
+    let special = |name| tokenizer.special(name).filter(|&id| (id as usize) < rows);
     if config.eos_token_ids.is_empty() {
-        config.eos_token_ids = tokens.eos.filter(has_row).into_iter().collect();
+        config.eos_token_ids = special("eos_token").into_iter().collect();
     }
-    config.bos_token_id = config.bos_token_id.or(tokens.bos.filter(has_row));
+    config.bos_token_id = config.bos_token_id.or(special("bos_token"));
     Ok(())
 }

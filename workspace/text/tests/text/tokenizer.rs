@@ -35,7 +35,7 @@ fn texts_begin_with_bos_and_stay_open() {
 fn a_missing_or_broken_tokenizer_names_its_file() {
     let dir = tempfile::tempdir().unwrap();
     let missing = TextTokenizer::load(dir.path()).unwrap_err().to_string();
-    assert!(missing.contains("tokenizer.json: cannot read"), "{missing}");
+    assert!(missing.contains("contains no tokenizer.json"), "{missing}");
     // The library panics in all but the first: the decoder is not JSON, and a normalizer lacks its
     // table.
     let texts: [&[u8]; 5] = [
@@ -50,6 +50,46 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
         let broken = TextTokenizer::load(dir.path()).unwrap_err().to_string();
         assert!(broken.contains("tokenizer.json: not a valid tokenizer"), "{broken}");
     }
+}
+
+#[test]
+fn settings_that_the_tokenizer_does_not_follow_are_named_once() {
+    let dir = tempfile::tempdir().unwrap();
+    tokenizer(dir.path());
+    let remarks = |settings: serde_json::Value| {
+        edit_json(&dir.path().join("tok/tokenizer_config.json"), |config| *config = settings);
+        TextTokenizer::load(&dir.path().join("tok")).unwrap().remarks().to_vec()
+    };
+    let follows = serde_json::json!(
+        {"add_bos_token": true, "add_eos_token": false, "add_prefix_space": false});
+    assert!(remarks(follows).is_empty());
+    let others = serde_json::json!(
+        {"add_bos_token": false, "add_eos_token": true, "add_prefix_space": true});
+    let [begin, end, space] = &remarks(others)[..] else { panic!() };
+    assert!(
+        begin.contains("add_bos_token is false") && begin.ends_with("puts a token before a text"),
+        "{begin}"
+    );
+    assert!(
+        end.contains("add_eos_token is true") && end.ends_with("puts no token after a text"),
+        "{end}"
+    );
+    assert!(space.ends_with("puts no space before a text"), "{space}");
+}
+
+#[test]
+fn a_tokenizer_splits_special_tokens_where_its_configuration_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    tokenizer(dir.path());
+    let ids = |splits: bool| {
+        edit_json(&dir.path().join("tok/tokenizer_config.json"), |config| {
+            config["split_special_tokens"] = splits.into();
+        });
+        let tokenizer = TextTokenizer::load(&dir.path().join("tok")).unwrap();
+        tokenizer.split_special_tokens(false).encode_without_special_tokens(END_OF_TEXT).unwrap()
+    };
+    assert_eq!(ids(false), [1]);
+    assert!(ids(true).len() > 1);
 }
 
 #[test]

@@ -120,7 +120,9 @@ impl ModelFiles {
         if kept.file_name()? != TOKENIZER_FILE {
             return None;
         }
-        let before = TokenizerFile::load(&kept).ok().filter(|before| before.hash() == recorded)?;
+        let before = std::fs::read(&kept).ok()?;
+        let before = (blake3::hash(&before).to_hex().as_str() == recorded).then_some(&kept)?;
+        let before = TokenizerFile::load(before).ok()?;
         Some((TokenizerFile::load(&self.files.get(name)?.path).ok()?, before))
     }
 

@@ -14,7 +14,7 @@ use moh_text::prepare::{
     AppendEos, BadRecords, Chat, Counts, Format, Inputs, LoadAhead, Observer, Prepare, Prepared,
     PreparedFile, Progress, Reading, Sample, Selection, Split,
 };
-use moh_text::{ChatTemplate, TextTokenizer, TrainedTurns};
+use moh_text::{ChatTemplate, TrainedTurns};
 
 use super::special_tokens;
 
@@ -116,8 +116,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let file =
         moh_program::models::tokenizer_file(&arguments.tokenizer, arguments.revision.as_deref())?;
     let ahead = (!arguments.chat).then(|| LoadAhead::start(&file));
-    let tokenizer =
-        TextTokenizer::load(&file)?.split_special_tokens(arguments.split_special_tokens);
+    let tokenizer = moh_program::models::load_tokenizer(&file)?
+        .split_special_tokens(arguments.split_special_tokens);
     let template = match arguments.chat {
         true => Some(ChatTemplate::load(moh_files::parent(tokenizer.path()))?),
         false => None,

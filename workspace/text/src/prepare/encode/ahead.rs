@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use moh_data::TokenizerJson;
+use moh_data::{TokenizerJson, TokenizerSource};
 
 use super::library::Pipeline;
 
@@ -24,7 +24,7 @@ impl LoadAhead {
     pub fn start(path: &Path) -> Self {
         let path = path.to_path_buf();
         let load = move || {
-            let json = TokenizerJson::of_file(&std::fs::read(path).ok()?).ok()?;
+            let json = TokenizerJson::of_file(&TokenizerSource::read(&path).ok()?.json).ok()?;
             let pipeline = Pipeline::load(&json).ok()?;
             Some(Loaded { json, pipeline })
         };
