@@ -6,7 +6,7 @@
 //! (`bos_token` and its kin, then fields that end in `_token`, then those of an `extra_special_tokens` with names), then
 //! `extra_special_tokens`, or `additional_special_tokens` if there are none.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
@@ -41,6 +41,7 @@ pub(crate) struct Added {
 }
 
 const PROPERTIES: [&str; 5] = ["single_word", "lstrip", "rstrip", "normalized", "special"];
+const NORMALIZED: usize = 3;
 const SPECIAL: usize = 4;
 
 impl Added {
@@ -74,6 +75,22 @@ impl Added {
         token
     }
 
+    /// Whether a normalizer changes it as any text.
+    pub(crate) fn is_normalized(&self) -> bool {
+        self.properties[NORMALIZED]
+    }
+
+    pub(crate) fn is_special(&self) -> bool {
+        self.properties[SPECIAL]
+    }
+
+    /// The token when it is added to one of the same content, which stays special.
+    pub(crate) fn after(&self, before: Option<&Self>) -> Self {
+        let mut token = self.clone();
+        token.properties[SPECIAL] |= before.is_some_and(Self::is_special);
+        token
+    }
+
     /// Whether adding one after the other changes nothing.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         (&self.content, self.properties) == (&other.content, other.properties)
@@ -85,228 +102,190 @@ impl Added {
 pub(crate) struct Others {
     /// The tokens that are added, one after the other.
     pub added: Vec<Added>,
-    pub special: BTreeMap<String, (String, &'static str)>,
+    pub special: BTreeMap<String, String>,
     pub settings: BTreeMap<String, bool>,
 }
 
 impl Others {
     /// Reads the files beside `path`, a `tokenizer.json` with these tokens and this padding.
     pub(crate) fn read(path: &Path, own: &[Added], padding: Option<&Value>) -> Result<Self> {
-        let mut fields = Fields::read(path)?;
-        let is_listed = match fields.values.get(EXTRA) {
-            Some(Value::Array(list)) => !list.is_empty(),
-            Some(Value::Object(names)) => !names.is_empty(),
-            _ => false,
-        };
-        if !is_listed && let Some(additional) = fields.values.shift_remove(ADDITIONAL) {
+        let mut fields = Fields { path, values: read(path, CONFIG_FILE)?, of_map: HashSet::new() };
+        if !fields.values.get(EXTRA).is_some_and(is_listed)
+            && let Some(additional) = fields.values.shift_remove(ADDITIONAL)
+        {
             fields.values.insert(EXTRA.to_owned(), additional);
         }
-        let mut names = fields.take_names(path)?;
-        let (first, by_content) = match fields.values.shift_remove(DECODER) {
-            Some(decoder) => decoded(path, &decoder)?,
-            None => fields.legacy(path, own, &mut names)?,
-        };
+        let mut names = fields.take_names();
+        let mut first = BTreeMap::new();
+        match fields.values.shift_remove(DECODER) {
+            Some(decoder) => fields.decoded(&decoder, &mut first)?,
+            None => fields.legacy(own, &mut names, &mut first)?,
+        }
         if let Some(token) = padding.and_then(|padding| padding.get("pad_token")) {
             fields.values.entry("pad_token").or_insert_with(|| token.clone());
         }
-        let special = fields.special(path, names, &by_content)?;
-        let named: HashSet<String> =
-            special.iter().map(|(_, token)| token.content.clone()).collect();
-        let known = own.iter().chain(&first).map(|token| token.content.clone());
-        let known: HashSet<String> = known.collect();
-        let mut added = first;
-        let mut more: Vec<Added> = Vec::new();
-        for token in special.iter().map(|(_, token)| token.clone()).chain(fields.extra(path)?) {
+        let special = fields.special(names, &first)?;
+        let mut added: Vec<Added> = first.into_values().collect();
+        let known: HashSet<String> =
+            own.iter().chain(&added).map(|token| token.content.clone()).collect();
+        let begin = added.len();
+        for token in special.iter().map(|(_, token)| token.clone()).chain(fields.extra()?) {
             let is_again = |other: &Added| other.is_text == token.is_text && other.is_same(&token);
-            if !known.contains(&token.content) && !more.iter().any(is_again) {
-                more.push(token);
+            if !known.contains(&token.content) && !added[begin..].iter().any(is_again) {
+                added.push(token);
             }
         }
-        added.extend(more);
-        for token in added.iter_mut().filter(|token| named.contains(&token.content)) {
-            token.properties[SPECIAL] = true;
+        for token in &mut added {
+            token.properties[SPECIAL] |=
+                special.iter().any(|(_, other)| other.content == token.content);
         }
         let setting = |(name, value): (String, Value)| Some((name, value.as_bool()?));
-        Ok(Self {
-            added,
-            settings: fields.values.into_iter().filter_map(setting).collect(),
-            special: special
-                .into_iter()
-                .map(|(name, token)| (name, (token.content, token.file)))
-                .collect(),
-        })
+        let settings = fields.values.into_iter().filter_map(setting).collect();
+        let special = special.into_iter().map(|(name, token)| (name, token.content));
+        Ok(Self { added, settings, special: special.collect() })
     }
 }
 
-/// Tokens in the order of their ids, and the tokens of a file by their contents.
-type Decoded = (Vec<Added>, HashMap<String, Added>);
-
-/// The tokens of an `added_tokens_decoder`.
-fn decoded(path: &Path, decoder: &Value) -> Result<Decoded> {
-    let fault = |reason: String| fault(path, CONFIG_FILE, DECODER, &reason);
-    let entries =
-        decoder.as_object().ok_or_else(|| fault("expected an object of tokens".to_owned()))?;
-    let mut tokens = BTreeMap::new();
-    for (id, token) in entries {
-        let number: u64 =
-            id.parse().map_err(|_| fault(format!("{id:?} is no id: expected a number")))?;
-        let token = Added::of_value(token, CONFIG_FILE).filter(|_| token.is_object());
-        let token = token
-            .ok_or_else(|| fault(format!("{id}: expected an object with the string content")))?;
-        tokens.insert(number, Added { id: Some(number), ..token });
-    }
-    Ok(with_contents(tokens))
+fn is_listed(value: &Value) -> bool {
+    value.as_array().is_some_and(|list| !list.is_empty())
+        || value.as_object().is_some_and(|names| !names.is_empty())
 }
 
-fn with_contents(tokens: BTreeMap<u64, Added>) -> Decoded {
-    let by_content = tokens.values().map(|token| (token.content.clone(), token.clone())).collect();
-    (tokens.into_values().collect(), by_content)
+/// Whether a field of any tokenizer names a special token of one model.
+fn is_of_model(name: &str) -> bool {
+    name.ends_with("_token") && !NAMED.contains(&name)
 }
 
 /// The fields of `tokenizer_config.json`, and those that `special_tokens_map.json` adds or replaces.
-struct Fields {
+struct Fields<'a> {
+    /// The `tokenizer.json`.
+    path: &'a Path,
     values: Map<String, Value>,
     /// Those of `special_tokens_map.json`.
     of_map: HashSet<String>,
 }
 
-/// Special tokens with their names.
-type Names = Vec<(String, Added)>;
-
-impl Fields {
-    fn read(path: &Path) -> Result<Self> {
-        Ok(Self { values: read(path, CONFIG_FILE)?, of_map: HashSet::new() })
-    }
-
-    fn file(&self, name: &str) -> &'static str {
-        if self.of_map.contains(name) { MAP_FILE } else { CONFIG_FILE }
+impl Fields<'_> {
+    fn fault(&self, file: &str, name: &str, reason: &str) -> Error {
+        let path = self.path.with_file_name(file);
+        moh_files::unusable(&path, format!("{name}: {reason}: correct it")).into()
     }
 
     /// The token of a field.
-    fn token(&self, path: &Path, name: &str, value: &Value) -> Result<Added> {
-        let file = self.file(name);
-        Added::of_value(value, file).ok_or_else(|| {
-            fault(path, file, name, "expected a string, or an object with the string content")
-        })
+    fn token(&self, name: &str, value: &Value) -> Result<Added> {
+        let file = if self.of_map.contains(name) { MAP_FILE } else { CONFIG_FILE };
+        let reason = "expected a string, or an object with the string content";
+        Added::of_value(value, file).ok_or_else(|| self.fault(file, name, reason))
     }
 
     /// Takes out the special tokens with other names than [`NAMED`].
-    fn take_names(&mut self, path: &Path) -> Result<Names> {
-        let is_name = |(name, value): &(&String, &Value)| {
-            name.ends_with("_token") && !NAMED.contains(&&name[..]) && value.is_string()
-        };
+    fn take_names(&mut self) -> Map<String, Value> {
+        let is_name = |(name, value): &(&String, &Value)| is_of_model(name) && value.is_string();
         let names = self.values.iter().filter(is_name);
-        let names: Map<String, Value> =
+        let mut names: Map<String, Value> =
             names.map(|(name, value)| (name.clone(), value.clone())).collect();
         names.keys().for_each(|name| drop(self.values.shift_remove(name)));
-        let of_model = self.values.shift_remove(OF_MODEL);
-        let mut all = Names::new();
-        self.add_names(path, names, &mut all)?;
-        self.take_extra_names(path, &mut all)?;
-        if let Some(Value::Object(names)) = of_model.filter(|_| all.is_empty()) {
-            self.add_names(path, names, &mut all)?;
+        self.take_extra_names(&mut names);
+        match self.values.shift_remove(OF_MODEL) {
+            Some(Value::Object(of_model)) if names.is_empty() => of_model,
+            _ => names,
         }
-        Ok(all)
     }
 
     /// Takes out `extra_special_tokens` if they have names.
-    fn take_extra_names(&mut self, path: &Path, all: &mut Names) -> Result<()> {
-        match self.values.shift_remove(EXTRA) {
-            Some(Value::Object(names)) => self.add_names(path, names, all),
-            Some(other) => {
-                self.values.insert(EXTRA.to_owned(), other);
-                Ok(())
-            }
-            None => Ok(()),
+    fn take_extra_names(&mut self, names: &mut Map<String, Value>) {
+        if let Some(Value::Object(extra)) = self.values.get_mut(EXTRA) {
+            names.extend(std::mem::take(extra));
+            self.values.shift_remove(EXTRA);
         }
     }
 
-    fn add_names(&self, path: &Path, names: Map<String, Value>, all: &mut Names) -> Result<()> {
-        for (name, value) in names {
-            let token = self.token(path, &name, &value)?;
-            match all.iter_mut().find(|(other, _)| *other == name) {
-                Some(known) => known.1 = token,
-                None => all.push((name, token)),
-            }
+    /// The tokens of `added_tokens_decoder` by their ids.
+    fn decoded(&self, decoder: &Value, tokens: &mut BTreeMap<u64, Added>) -> Result<()> {
+        let fault = |name: &str| {
+            let reason =
+                format!("{name}: expected an id with an object, which has the string content");
+            self.fault(CONFIG_FILE, DECODER, &reason)
+        };
+        for (name, token) in decoder.as_object().ok_or_else(|| fault("not an object"))? {
+            let id = name.parse().map_err(|_| fault(name))?;
+            let token = Added::of_value(token, CONFIG_FILE).filter(|_| token.is_object());
+            tokens.insert(id, Added { id: Some(id), ..token.ok_or_else(|| fault(name))? });
         }
         Ok(())
     }
 
-    /// Adds the fields of `special_tokens_map.json`, and returns the tokens of `added_tokens.json` and of `own`.
-    fn legacy(&mut self, path: &Path, own: &[Added], names: &mut Names) -> Result<Decoded> {
-        for (name, mut value) in read(path, MAP_FILE)? {
-            let tokens = match &mut value {
+    /// Adds the fields of `special_tokens_map.json`, and the tokens of `added_tokens.json` and of `own` by their ids.
+    fn legacy(
+        &mut self,
+        own: &[Added],
+        names: &mut Map<String, Value>,
+        tokens: &mut BTreeMap<u64, Added>,
+    ) -> Result<()> {
+        for (name, mut value) in read(self.path, MAP_FILE)? {
+            let listed = match &mut value {
                 Value::Array(list) if name == EXTRA => &mut list[..],
                 token if name != EXTRA => std::slice::from_mut(token),
                 _ => &mut [],
             };
-            for token in tokens.iter_mut().filter_map(Value::as_object_mut) {
+            for token in listed.iter_mut().filter_map(Value::as_object_mut) {
                 token.insert("special".to_owned(), true.into());
             }
-            if let (Value::Array(more), Some(Value::Array(list))) =
-                (&mut value, self.values.get(&name))
-                && name == EXTRA
-            {
-                more.splice(0..0, list.iter().cloned());
+            let before = self.values.get(&name).filter(|_| name == EXTRA);
+            if let (Value::Array(list), Some(Value::Array(before))) = (&mut value, before) {
+                list.splice(0..0, before.iter().cloned());
             }
             self.of_map.insert(name.clone());
             self.values.insert(name, value);
         }
-        self.take_extra_names(path, names)?;
-        let named = NAMED.iter().filter_map(|name| self.values.get(*name));
+        self.take_extra_names(names);
         let extra = self.values.get(EXTRA).and_then(Value::as_array).into_iter().flatten();
-        let special: HashSet<String> = named
-            .chain(extra)
-            .filter_map(|value| Some(Added::of_value(value, "")?.content))
-            .collect();
-        let mut tokens = BTreeMap::new();
-        for (content, id) in read(path, ADDED_FILE)? {
-            let id = id.as_u64();
-            let number = id.ok_or_else(|| fault(path, ADDED_FILE, &content, "expected an id"))?;
-            let token = Added::new(&content, special.contains(&content), ADDED_FILE);
-            tokens.insert(number, Added { id, ..token });
+        let special = NAMED.iter().filter_map(|name| self.values.get(*name)).chain(extra);
+        let special: Vec<Added> = special.filter_map(|value| Added::of_value(value, "")).collect();
+        for (content, id) in read(self.path, ADDED_FILE)? {
+            let number = id.as_u64();
+            let number =
+                number.ok_or_else(|| self.fault(ADDED_FILE, &content, "expected an id"))?;
+            let is_special = special.iter().any(|token| token.content == content);
+            let token = Added::new(&content, is_special, ADDED_FILE);
+            tokens.insert(number, Added { id: Some(number), ..token });
         }
-        let own = own.iter().filter_map(|token| Some((token.id?, token.clone())));
-        tokens.extend(own);
-        Ok(with_contents(tokens))
+        tokens.extend(own.iter().filter_map(|token| Some((token.id?, token.clone()))));
+        Ok(())
     }
 
     /// The special tokens with their names, those of [`NAMED`] with the properties of the tokens of the same content.
-    fn special(&self, path: &Path, names: Names, known: &HashMap<String, Added>) -> Result<Names> {
-        let mut all = Names::new();
-        for name in NAMED {
-            let Some(value) = self.values.get(name).filter(|value| !value.is_null()) else {
-                continue;
-            };
-            let token = self.token(path, name, value)?;
-            all.push((name.to_owned(), known.get(&token.content).cloned().unwrap_or(token)));
-        }
-        for (name, value) in &self.values {
-            let is_token = value.is_string()
-                || value.is_object()
-                    && (self.of_map.contains(name) || value["__type"] == "AddedToken");
-            if is_token && name.ends_with("_token") && !NAMED.contains(&&name[..]) {
-                all.push((name.clone(), self.token(path, name, value)?));
-            }
-        }
-        for (name, token) in names {
-            match all.iter_mut().find(|(other, _)| *other == name) {
-                Some(known) => known.1 = token,
-                None => all.push((name, token)),
-            }
-        }
-        Ok(all)
+    fn special(
+        &self,
+        names: Map<String, Value>,
+        known: &BTreeMap<u64, Added>,
+    ) -> Result<Vec<(String, Added)>> {
+        let named = NAMED.iter().filter_map(|name| self.values.get_key_value(*name));
+        let is_token = |(name, value): &(&String, &Value)| {
+            let is_object = self.of_map.contains(*name) || value["__type"] == "AddedToken";
+            is_of_model(name) && (value.is_string() || value.is_object() && is_object)
+        };
+        let named = named.filter(|(_, value)| !value.is_null());
+        let all = named.chain(self.values.iter().filter(is_token));
+        let mut all: Map<String, Value> =
+            all.map(|(name, value)| (name.clone(), value.clone())).collect();
+        all.extend(names);
+        let token = |(name, value): (String, Value)| {
+            let token = self.token(&name, &value)?;
+            let same = known.values().rev().find(|other| other.content == token.content);
+            let same = same.filter(|_| !is_of_model(&name)).cloned();
+            Ok((name, same.unwrap_or(token)))
+        };
+        all.into_iter().map(token).collect()
     }
 
     /// The special tokens without names.
-    fn extra(&self, path: &Path) -> Result<Vec<Added>> {
+    fn extra(&self) -> Result<Vec<Added>> {
         let name = if self.values.contains_key(EXTRA) { EXTRA } else { ADDITIONAL };
         match self.values.get(name) {
             None | Some(Value::Null) => Ok(Vec::new()),
-            Some(Value::Array(list)) => {
-                list.iter().map(|value| self.token(path, name, value)).collect()
-            }
-            Some(_) => Err(fault(path, self.file(name), name, "expected a list of tokens")),
+            Some(Value::Array(list)) => list.iter().map(|value| self.token(name, value)).collect(),
+            Some(_) => Err(self.fault(CONFIG_FILE, name, "expected a list of tokens")),
         }
     }
 }
@@ -316,11 +295,8 @@ fn read(path: &Path, name: &str) -> Result<Map<String, Value>> {
     let path = path.with_file_name(name);
     let bytes = moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, "a file of a tokenizer")?;
     let Some(bytes) = bytes else { return Ok(Map::new()) };
-    serde_json::from_slice(&bytes).map_err(|error| {
-        moh_files::unusable(&path, format!("not a JSON object: {error}: correct it")).into()
-    })
-}
-
-fn fault(path: &Path, file: &str, name: &str, reason: &str) -> Error {
-    moh_files::unusable(&path.with_file_name(file), format!("{name}: {reason}: correct it")).into()
+    let fields = serde_json::from_slice(&bytes);
+    Ok(fields.map_err(|error| {
+        moh_files::unusable(&path, format!("not a JSON object: {error}: correct it"))
+    })?)
 }

@@ -2,20 +2,12 @@
 //! decoders of Llama and Qwen and their kin. Paired with `TextTokenizer::decode` of crate `text`, with which tests
 //! compare it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde_json::Value;
 
 use crate::TokenizerJson;
-
-/// A token that a tokenizer has beside those of its model, or that it treats otherwise.
-pub(crate) struct AddedToken {
-    pub id: u32,
-    pub content: String,
-    /// Whether a normalizer changes it as any text.
-    is_normalized: bool,
-    is_special: bool,
-}
+use crate::added_tokens::Added;
 
 /// Decodes ids.
 #[derive(Clone, Debug)]
@@ -54,24 +46,23 @@ enum Step {
 
 impl TokenDecoder {
     /// The decoder of a tokenizer; `None` if it is none of the known.
-    pub(crate) fn new(json: &TokenizerJson) -> Option<Self> {
+    pub(crate) fn new(json: &TokenizerJson, added: &BTreeMap<u32, Added>) -> Option<Self> {
         let steps = match &json.fields["decoder"] {
             Value::Null => None,
             decoder => Some(steps(decoder)?),
         };
-        let added = json.added_tokens();
         let mut tokens: HashMap<u32, String> =
             json.tokens.iter().map(|(token, id)| (*id, token.clone())).collect();
-        for token in &added {
-            let shown = match token.is_normalized {
+        for (id, token) in added {
+            let shown = match token.is_normalized() {
                 true => normalized(&token.content, &json.fields["normalizer"])?,
                 false => token.content.clone(),
             };
-            tokens.insert(token.id, shown);
+            tokens.insert(*id, shown);
         }
-        let special = added.into_iter().filter(|token| token.is_special);
-        let special: HashSet<String> = special.map(|token| token.content).collect();
-        tokens.retain(|_, token| !special.contains(token));
+        let special = added.values().filter(|token| token.is_special());
+        let special: HashSet<&str> = special.map(|token| &token.content[..]).collect();
+        tokens.retain(|_, token| !special.contains(&token[..]));
         Some(Self { tokens, steps })
     }
 
@@ -97,35 +88,6 @@ impl TokenizerJson {
     pub(crate) fn id(&self, token: &str) -> Option<u32> {
         let place = self.tokens.binary_search_by(|(other, _)| other.as_str().cmp(token)).ok()?;
         Some(self.tokens[place].1)
-    }
-
-    /// The added tokens, with the ids that the library gives them: those of the model's tokens of the same name, or
-    /// the next ones after the model's.
-    pub(crate) fn added_tokens(&self) -> Vec<AddedToken> {
-        let listed = self.fields["added_tokens"].as_array().map_or(&[][..], Vec::as_slice);
-        let (mut added, mut places) = (Vec::<AddedToken>::new(), HashMap::new());
-        let mut next = self.tokens.len() as u32;
-        for token in listed {
-            let Some(content) = token["content"].as_str().filter(|text| !text.is_empty()) else {
-                continue;
-            };
-            let is = |name: &str| token[name].as_bool().unwrap_or(false);
-            let (is_normalized, is_special) = (is("normalized"), is("special"));
-            if let Some(&place) = places.get(content) {
-                // The last of them counts, but a token stays special.
-                let earlier: &mut AddedToken = &mut added[place];
-                (earlier.is_normalized, earlier.is_special) =
-                    (is_normalized, is_special || earlier.is_special);
-                continue;
-            }
-            let id = self.id(content).unwrap_or_else(|| {
-                next += 1;
-                next - 1
-            });
-            places.insert(content, added.len());
-            added.push(AddedToken { id, content: content.to_owned(), is_normalized, is_special });
-        }
-        added
     }
 }
 

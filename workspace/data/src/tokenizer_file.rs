@@ -40,7 +40,7 @@ impl TokenizerFile {
 
     /// The id of the special token with a name, such as `eos_token`.
     pub fn special(&self, name: &str) -> Option<u32> {
-        self.id(&self.source.special.get(name)?.0)
+        self.id(self.source.special.get(name)?)
     }
 
     /// What identifies the tokenizer, whatever the bytes of its file.
@@ -56,8 +56,8 @@ impl TokenizerFile {
 
     /// The id of a token.
     pub fn id(&self, token: &str) -> Option<u32> {
-        let added = self.json.added_tokens().into_iter().find(|added| added.content == token);
-        added.map(|added| added.id).or_else(|| self.json.id(token))
+        let added = self.source.added.iter().find(|(_, added)| added.content == token);
+        added.map(|(id, _)| *id).or_else(|| self.json.id(token))
     }
 
     /// The largest id + 1.
@@ -80,12 +80,12 @@ impl TokenizerFile {
     }
 
     fn ids(&self) -> HashMap<String, u32> {
-        let added = self.json.added_tokens().into_iter().map(|added| (added.content, added.id));
+        let added = self.source.added.iter().map(|(id, added)| (added.content.clone(), *id));
         self.json.tokens.iter().cloned().chain(added).collect()
     }
 
     /// What tells the bytes of ids; `None` if the tokenizer decodes as none of the known.
     pub fn decoder(&self) -> Option<TokenDecoder> {
-        TokenDecoder::new(&self.json)
+        TokenDecoder::new(&self.json, &self.source.added)
     }
 }

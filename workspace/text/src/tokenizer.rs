@@ -137,10 +137,9 @@ impl TextTokenizer {
         &self.source.remarks
     }
 
-    /// The special token with a name, such as `eos_token`, and the file that names it.
-    pub fn special(&self, name: &str) -> Option<(&str, &'static str)> {
-        let (token, file) = self.source.special.get(name)?;
-        Some((token, file))
+    /// The special token with a name, such as `eos_token`.
+    pub fn special(&self, name: &str) -> Option<&str> {
+        self.source.special.get(name).map(String::as_str)
     }
 
     /// The tokenizer in the library's own form.

@@ -32,13 +32,10 @@ impl Ending {
         let by_suffix = || suffix.and_then(|id| tokenizer.token(id)).into();
         let named = match choice {
             AppendEos::Never => return Ok(Self { append: None, end: by_suffix() }),
-            AppendEos::Token(token) => Some((token.to_owned(), None)),
-            AppendEos::Default => {
-                let named = tokenizer.special("eos_token");
-                named.map(|(token, file)| (token.to_owned(), Some(file)))
-            }
+            AppendEos::Token(token) => Some(token),
+            AppendEos::Default => tokenizer.special("eos_token"),
         };
-        let Some((token, file)) = named else {
+        let Some(token) = named else {
             return match suffix {
                 Some(_) => Ok(Self { append: None, end: by_suffix() }),
                 None => Err(Error::unusable(
@@ -49,17 +46,13 @@ impl Ending {
                 )),
             };
         };
-        let Some(id) = tokenizer.id(&token) else {
-            let by = file.map_or("--eos-token".to_owned(), |file| format!("eos_token of {file}"));
-            return Err(Error::unusable(
-                tokenizer.path(),
-                format!(
-                    "has no token {token:?}, which {by} names: name one of its tokens with \
-                     --eos-token"
-                ),
-            ));
+        let Some(id) = tokenizer.id(token) else {
+            let reason = format!(
+                "has no token {token:?}, which --eos-token names: name one of its tokens with --eos-token"
+            );
+            return Err(Error::unusable(tokenizer.path(), reason));
         };
         let append = (suffix != Some(id)).then_some(id);
-        Ok(Self { append, end: DocumentEnd::Token(token) })
+        Ok(Self { append, end: DocumentEnd::Token(token.to_owned()) })
     }
 }

@@ -267,10 +267,14 @@ fn an_unknown_eos_token_is_an_error_before_anything_is_written() {
     assert!(error.contains("--eos-token") && error.contains("--no-append-eos"), "{error}");
     let error = refuse(&[NAMES_EOS], AppendEos::Token("<eod>"));
     assert!(error.contains("has no token \"<eod>\", which --eos-token names"), "{error}");
-    let other = ("special_tokens_map.json", r#"{"eos_token": {"content": "<eod>"}}"#);
-    let error = refuse(&[other], AppendEos::Default);
-    assert!(error.contains("eos_token of special_tokens_map.json"), "{error}");
     assert!(!dir.join("two.bin").exists());
+    // A token that a file beside the tokenizer names is added to it.
+    let other = ("special_tokens_map.json", r#"{"eos_token": {"content": "<eod>"}}"#);
+    let tokenizer = with_post_processor(dir, Some(&[BEGIN_OF_TEXT, "text"]), &[other]);
+    assert!(tokenizer.remarks()[0].contains("has no token \"<eod>\""), "{:?}", tokenizer.remarks());
+    let (documents, end) = ended(dir, &tokenizer, AppendEos::Default).unwrap();
+    assert_eq!(end, DocumentEnd::Token("<eod>".to_owned()));
+    assert_eq!(documents[0].last(), tokenizer.id("<eod>").as_ref());
 }
 
 #[test]
