@@ -27,9 +27,10 @@ def rows(options, programs, folder):
 
 def compare(options, programs, config, shape, dtype, optimizer) -> Row:
     repeats, seconds = (3, 1.0) if options.quick else (5, 3.0)
-    theirs = {"eager": TorchStep(shape, dtype, False, optimizer)}
-    if not options.no_compile:
-        theirs["compile"] = TorchStep(shape, dtype, True, optimizer)
+    modes = [("eager", False), ("compile", True)][:1 if options.no_compile else 2]
+    theirs = {mode: TorchStep(shape, dtype, compiled, optimizer) for mode, compiled in modes}
+    if dtype == "bf16":
+        theirs |= {f"{mode}, bf16 weights": TorchStep(shape, dtype, compiled, optimizer, pure=True) for mode, compiled in modes}
     steps = {}
     for mode in list(theirs):
         try:
@@ -38,7 +39,7 @@ def compare(options, programs, config, shape, dtype, optimizer) -> Row:
         except Exception as error:  # torch.compile without a C++ compiler, for one
             if mode == "eager":
                 raise
-            print(f"torch.compile skipped: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"{mode} skipped: {str(error).splitlines()[0]}", file=sys.stderr)
             del theirs[mode]
     first = programs.step(config, shape, dtype, 3)
     own_steps = enough(first["seconds"]["median"], seconds)

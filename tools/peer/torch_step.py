@@ -37,16 +37,16 @@ def adamw(model, kind: str):
 
 
 class TorchStep:
-    """Training steps; bf16 is autocast over f32 weights."""
+    """Training steps; bf16 is autocast over f32 weights, or `pure`: weights, gradients and moments in bf16."""
 
-    def __init__(self, shape, dtype: str, compiled: bool, optimizer: str):
+    def __init__(self, shape, dtype: str, compiled: bool, optimizer: str, pure: bool = False):
         self.shape = shape
-        self.model = build(shape)
+        self.model = build(shape).to(torch.bfloat16 if pure else torch.float32)
         self.parameters = list(self.model.parameters())
         self.optimizer = adamw(self.model, optimizer)
         self.cast = (
             (lambda: torch.autocast("cpu", dtype=torch.bfloat16))
-            if dtype == "bf16"
+            if dtype == "bf16" and not pure
             else contextlib.nullcontext
         )
         self.loss = torch.compile(self._loss) if compiled else self._loss

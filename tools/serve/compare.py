@@ -8,7 +8,8 @@ is left out. This script's own needs transformers, torch and sentencepiece. The 
 shapes of tools/peer, and every server has the same weights and number of threads. Prompts are computed before, and their
 keys and values cached; then as many clients as sequences ask for `--tokens` tokens each at once. The time of the same
 requests for one token is subtracted. In each of the `--rounds` every server is started once, for all contexts and numbers of
-sequences. transformers computes passes of a token of each sequence after a cache of random keys and values, without a server.
+sequences. After each server transformers computes passes of a token of each sequence after a cache of random keys and
+values, without a server. llama.cpp's cache has the type of the weights, f32 or bf16, as ours and vLLM's have; its default is f16.
 """
 
 import argparse
@@ -103,10 +104,9 @@ def measure(options, engines, shape, dtype, model, folder):
                     found[context, batch][engine.name] += speeds
                     median = statistics.median(speeds)
                     print(f"{engine.name}, {shape.name}, {dtype}: {batch} after {context}: {median:.1f} tokens/s", flush=True)
-    if options.transformers:
-        for context, batch in loads:
-            times = passes(model, batch, context, options.tokens)
-            found[context, batch]["transformers"] = [batch / statistics.median(times)]
+            for context, batch in loads if options.transformers else ():
+                times = passes(model, batch, context, options.tokens)
+                found[context, batch].setdefault("transformers", []).append(batch / statistics.median(times))
     return found
 
 
