@@ -53,6 +53,11 @@ class Results:
         """Those of all seeds."""
         return list(self.by_seed(variant, share, steps).values())
 
+    def devices(self, variant, share, steps):
+        """Where they were trained."""
+        wanted = (variant, share, steps)
+        return {row.get("device", "cpu") for row in self.rows if (row["variant"], row["share"], row["steps"]) == wanted}
+
     def untuned(self, variant, share):
         loss = self.of_source.get((variant, share))
         return f"{loss:.4f}" if loss else ""
@@ -105,16 +110,17 @@ def table(results):
 
 def lead(results, routed, fixed, share, steps):
     """By how much routing ends below fixed heads: the mean, bold if it is more than twice the spread of the seeds of either
-    line, and each seed."""
+    line, and each seed. A star: the lines were trained on different devices."""
+    star = "" if results.devices(routed, share, steps) == results.devices(fixed, share, steps) else "*"
     routed, fixed = results.by_seed(routed, share, steps), results.by_seed(fixed, share, steps)
     seeds = sorted(routed.keys() & fixed.keys())
     if not seeds:
         return ""
     leads = [fixed[seed] - routed[seed] for seed in seeds]
-    mean = f"{statistics.mean(leads):+.4f}"
+    mean = f"{statistics.mean(leads):+.4f}{star}"
     if len(seeds) == 1:
         return mean
-    if statistics.mean(leads) > 2 * max(spread(routed.values()), spread(fixed.values())):
+    if not star and statistics.mean(leads) > 2 * max(spread(routed.values()), spread(fixed.values())):
         mean = f"**{mean}**"
     return f"{mean} ({', '.join(f'{seed:+.4f}' for seed in leads)})"
 
