@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(os.environ.get("MOH_PROGRAMS", REPOSITORY / "target" / "debug"))
-FIXTURES = REPOSITORY.parent / "shared" / "fixtures"
+FIXTURES = Path(os.environ.get("MOH_FIXTURES", REPOSITORY.parent / "shared" / "fixtures"))
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 VOCABULARY = 160
 # Keys of a recipe of one step, whose first moment is the gradient times 1 - beta1.

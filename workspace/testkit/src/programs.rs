@@ -2,7 +2,7 @@
 //! settings.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use moh_data::{Provenance, TokenFileWriter};
@@ -149,9 +149,16 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// The fixtures outside the repository.
-pub fn fixtures() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"))
+/// The fixtures beside the repository, or those that `tools/fixtures` has made where `MOH_FIXTURES` says.
+pub fn fixtures() -> PathBuf {
+    let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
+    std::env::var_os("MOH_FIXTURES").map_or_else(|| beside.into(), PathBuf::from)
+}
+
+/// A figure of [`fixtures`]: that of those that are made, or of stories260K.
+pub fn figure(name: &str, of_stories: f64) -> f64 {
+    let made = fixtures().join("figures.json");
+    if made.exists() { read_json(&made)[name].as_f64().unwrap() } else { of_stories }
 }
 
 /// Words of the tokenizer of [`write_tokenizer`]: `w0` to `w29`, fewer than [`VOCABULARY`].

@@ -9,8 +9,8 @@ use moh_model::HeadCounts;
 use moh_report::head_measures::HeadDocument;
 use moh_testkit::options::take_negative_numbers;
 use moh_testkit::programs::{
-    VOCABULARY, edit_config, exits, failure, fixtures, names, program, success, trainable, uniform,
-    workplace, write_moh, write_tokenizer, write_tokens,
+    VOCABULARY, edit_config, exits, failure, figure, fixtures, names, program, success, trainable,
+    uniform, workplace, write_moh, write_tokenizer, write_tokens,
 };
 use moh_testkit::texts::prepare_text;
 use moh_text::prepare::AppendEos;
@@ -471,6 +471,7 @@ fn the_stories_of_the_fixtures_have_their_known_loss() {
     prepare_text(&model, &stories, &dir.path().join("valid"), AppendEos::Never);
     let mut command = moh_eval(dir.path(), "loss --data valid --sequence-length 256");
     let text = success(command.arg("--model").arg(model));
-    // shared/fixtures/README.md: windows of 256 tokens with 255 targets each.
-    assert!((printed(&text, "loss") - 1.2202).abs() < 0.001, "{text}");
+    // In windows of 256 tokens with 255 targets each.
+    let expected = figure("loss", 1.2202);
+    assert!((printed(&text, "loss") - expected).abs() < 0.001, "{text}: not {expected}");
 }

@@ -401,10 +401,10 @@ fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
 }
 
 /// Heads chosen by measurement lose little of stories260K, and 300 steps with the dense model as the teacher win most of
-/// it back; dense, the loss is 1.2202.
+/// it back; dense, the loss is 1.2202. Routers that ignore the token have 1.3715 at best with four heads, untuned.
 #[test]
-#[ignore = "needs the fixtures beside the repository"]
-fn the_stories_of_the_fixtures_keep_their_loss() {
+#[ignore = "needs stories260K in ../shared/fixtures, beside the repository"]
+fn stories260k_keeps_its_loss() {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let dir = tempfile::tempdir().unwrap();
     let source = fixtures().join("stories260K");
@@ -414,7 +414,7 @@ fn the_stories_of_the_fixtures_keep_their_loss() {
     }
     let path = |name: &str| dir.path().join(name).display().to_string();
     let valid = windows(&dir.path().join("valid"), 256);
-    for (active, untuned, tuned) in [(6, 1.275, 1.240), (4, 1.40, 1.280)] {
+    for (active, untuned, tuned) in [(6, 1.275, 1.240), (4, 1.365, 1.265)] {
         let place = (source.clone(), dir.path().join(format!("converted-{active}")));
         let text = windows(&dir.path().join("train"), 256).spread(64);
         let options = measured(place, RouterKind::QueryNorm, active, &text);

@@ -7,9 +7,10 @@ use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Active, AuxiliaryLoss, AuxiliaryLosses, EndsPass, Generator, HeadRequest,
-    LossConfig, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums,
+    Activations, AuxiliaryLoss, AuxiliaryLosses, EndsPass, Generator, LossConfig, Model, MohConfig,
+    PassShape, Recompute, RouterKind, StepSums, Sums,
 };
+use moh_testkit::programs::fixtures;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -17,10 +18,6 @@ use serde_json::Value;
 const LOGITS: f32 = 1e-4;
 /// Of losses and of each gradient (L2), relative.
 const RELATIVE: f64 = 1e-4;
-
-fn fixtures() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"))
-}
 
 fn load(dir: &Path, moh: Option<MohConfig>) -> Model<Cpu, f32> {
     let mut config = ConfigFile::read(&dir.join("config.json")).unwrap().config;
@@ -46,8 +43,8 @@ struct Vector {
 }
 
 impl Vector {
-    fn all(fixtures: &Path) -> Vec<Vector> {
-        let dir = fixtures.join("vectors");
+    fn all() -> Vec<Vector> {
+        let dir = fixtures().join("vectors");
         let manifest: Value =
             serde_json::from_slice(&std::fs::read(dir.join("manifest.json")).unwrap()).unwrap();
         let vectors = manifest["vectors"].as_array().unwrap().iter();
@@ -152,24 +149,30 @@ fn check_gradients(
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn dense_logits_loss_and_gradients_match_the_fixtures() {
-    for vector in Vector::all(fixtures()) {
+    for vector in Vector::all() {
         let mut model = vector.model(None);
         let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
         let (loss, balance, activations) =
             pass(&mut model, &vector, Recompute::None, true, &mut gradients);
-        let error = worst(&model.logits(&activations).unwrap(), &vector.f32("dense_logits"));
+        let logits = model.logits(&activations).unwrap();
+        let error = worst(&logits, &vector.f32("dense_logits"));
         assert!(error < LOGITS, "{}: logits off by {error}", vector.name());
         let expected = vector.number("dense_ce");
         assert!(((loss - expected) / expected).abs() < RELATIVE, "{loss} against {expected}");
         assert_eq!(balance, 0.0);
         check_gradients(&model, &vector, "grad_dense", &gradients);
+        // All of the eight heads are the dense model, to the bit.
+        let all = MohConfig { shared_heads: 4.into(), routed_top_k: 4.into(), ..vector.moh() };
+        let mut moh = vector.model(Some(all));
+        let (.., all) = pass(&mut moh, &vector, Recompute::Block, true, &mut gradients);
+        assert_eq!(moh.logits(&all).unwrap(), logits);
     }
 }
 
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn moh_logits_masks_gates_losses_and_gradients_match_the_fixtures() {
-    for vector in Vector::all(fixtures()) {
+    for vector in Vector::all() {
         let mut model = vector.model(Some(vector.moh()));
         for (straight_through, prefix) in [(true, "grad"), (false, "grad_noste")] {
             let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
@@ -194,7 +197,7 @@ fn moh_logits_masks_gates_losses_and_gradients_match_the_fixtures() {
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn recomputing_gives_the_same_bits_of_the_fixtures() {
-    let vector = &Vector::all(fixtures())[0];
+    let vector = &Vector::all()[0];
     let mut model = vector.model(Some(vector.moh()));
     let mut run = |recompute| {
         let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
@@ -240,23 +243,4 @@ fn continue_greedily(model: &Model<Cpu, f32>, prompt: &[u32], length: usize) -> 
         }
     }
     ids
-}
-
-#[test]
-#[ignore = "needs the fixtures beside the repository"]
-fn all_heads_active_is_the_dense_model_of_the_fixtures() {
-    let fixtures = fixtures();
-    let vectors = Vector::all(fixtures);
-    let (batch, length, ids, targets) = vectors[0].batch();
-    let logits = |moh| {
-        let mut model = load(&fixtures.join("stories260K"), moh);
-        let shape = PassShape::evaluation(batch, length, Recompute::Block);
-        let mut activations = Activations::new(&model, shape).unwrap();
-        activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
-        model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
-        model.logits(&activations).unwrap()
-    };
-    let all = HeadRequest { active: Some(Active::Share(1.0)), ..HeadRequest::default() };
-    let all = all.resolve(8, 4, 2, None).unwrap();
-    assert_eq!(logits(Some(all)), logits(None));
 }

@@ -17,14 +17,13 @@ use serde_json::Value;
 #[test]
 #[ignore = "needs the fixtures beside the repository"]
 fn ten_adamw_steps_match_the_fixtures() {
-    let vectors =
-        Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures/vectors"));
+    let vectors = moh_testkit::programs::fixtures().join("vectors");
     let manifest: Value =
         serde_json::from_slice(&std::fs::read(vectors.join("manifest.json")).unwrap()).unwrap();
     let mut compared = 0;
     for entry in manifest["vectors"].as_array().unwrap() {
         if entry["adamw"].is_object() {
-            ten_steps(vectors, entry);
+            ten_steps(&vectors, entry);
             compared += 1;
         }
     }

@@ -177,15 +177,3 @@ fn a_decoder_of_another_kind_is_none() {
         json["added_tokens"].as_array_mut().unwrap().push(added("<Tool>", false, true));
     }));
 }
-
-#[test]
-#[ignore = "needs the fixtures beside the repository"]
-fn the_tokenizer_of_the_fixtures_has_the_text_of_the_library() {
-    let model = moh_testkit::programs::fixtures().join("stories260K");
-    let library = TextTokenizer::load(&model).unwrap();
-    let decoder = TokenizerFile::load(&model).unwrap().decoder().unwrap();
-    for text in ["Once upon a time", " two  spaces", "\u{20ac} caf\u{e9}\n"] {
-        let ids = library.encode(text).unwrap();
-        assert_eq!(decoder.decode(&ids), library.decode(&ids, true).unwrap());
-    }
-}

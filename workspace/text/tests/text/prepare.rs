@@ -14,7 +14,7 @@ use moh_text::prepare::{
 };
 use serde_json::{Value, json};
 
-use moh_testkit::programs::{edit_json, fixtures, read_json};
+use moh_testkit::programs::{edit_json, figure, fixtures, read_json};
 use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, WORDS};
 use moh_testkit::texts::small_tokenizer;
 
@@ -160,12 +160,14 @@ fn the_stories_of_the_fixtures_have_their_number_of_tokens() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = TextTokenizer::load(&fixtures().join("stories260K")).unwrap();
     let inputs = [fixtures().join("data/stories-valid.jsonl")];
-    // 93.4 K tokens of text; the tokenizer adds BOS to each story, and preparation EOS.
-    for (append_eos, added) in [(AppendEos::Never, 261), (AppendEos::Default, 2 * 261)] {
+    let count = |name, of_stories| figure(name, of_stories) as u64;
+    let (stories, tokens) = (count("documents", 261.0), count("tokens", 93_392.0));
+    // The tokenizer adds BOS to each story, and preparation EOS.
+    for (append_eos, added) in [(AppendEos::Never, stories), (AppendEos::Default, 2 * stories)] {
         let prefix = dir.path().join(format!("p{added}"));
         let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
         let info = only(prepare(options)).unwrap();
-        assert_eq!((info.documents, info.tokens), (261, 93_392 + added));
+        assert_eq!((info.documents, info.tokens), (stories, tokens + added));
     }
 }
 

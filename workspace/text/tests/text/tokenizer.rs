@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use moh_data::TokenizerFile;
 use moh_text::TextTokenizer;
 use proptest::prelude::*;
 
@@ -127,7 +128,9 @@ fn ill_formed_bytes_stream_without_an_error() {
 #[ignore = "needs the fixtures beside the repository"]
 fn the_reference_cases_of_the_fixtures_are_reproduced() {
     let cases = fixtures().join("vectors/tokenizer-cases.json");
-    let tokenizer = TextTokenizer::load(&fixtures().join("stories260K")).unwrap();
+    let model = fixtures().join("stories260K");
+    let tokenizer = TextTokenizer::load(&model).unwrap();
+    let decoder = TokenizerFile::load(&model).unwrap().decoder().unwrap();
     assert_eq!(tokenizer.vocab_size(), 512);
     let cases = read_json(&cases);
     assert!(!cases.as_array().unwrap().is_empty());
@@ -137,6 +140,7 @@ fn the_reference_cases_of_the_fixtures_are_reproduced() {
         assert_eq!(tokenizer.encode(text).unwrap(), ids, "{text:?}");
         let decoded = tokenizer.decode(&ids, true).unwrap();
         assert_eq!(tokenizer.decoded_bytes(&ids).unwrap(), decoded.len() as u64);
+        assert_eq!(decoder.decode(&ids), decoded);
         // Special tokens and the tokenizer's own symbol for a space are not decoded.
         if !text.contains(['<', '\u{2581}']) {
             assert_eq!(decoded, text);
