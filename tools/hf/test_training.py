@@ -108,10 +108,10 @@ class Gradients(Models):
         ids = random_ids(model, 2, 24)
         for each in [exact, model]:
             each(ids, labels=ids, output_router_logits=True).loss.backward()
-        name = "model.layers.0.self_attn.o_proj.weight"
-        ours, theirs = gradients(exact)[name], gradients(model)[name].float()
-        self.assertTrue(all(gradient.isfinite().all() for gradient in gradients(model).values()))
-        self.assertGreater(torch.cosine_similarity(ours.flatten(), theirs.flatten(), 0).item(), 0.9)
+        rounded = gradients(model)
+        for name, ours in gradients(exact).items():
+            theirs = rounded[name].float()
+            self.assertLess((theirs - ours).norm().item(), 0.1 * ours.norm().item(), name)
 
 
 class BalanceLoss(Models):

@@ -166,8 +166,8 @@ mod tests {
         for (router, size, spread) in [
             (RouterKind::Linear, 1e-3, 1.0),
             (RouterKind::Linear, 1e3, 1.0),
-            (RouterKind::OneStage, 1.0, WEIGHING_SPREAD),
-            (RouterKind::TwoStage, 1e3, WEIGHING_SPREAD),
+            (RouterKind::OneStage, 1.0, 0.3),
+            (RouterKind::TwoStage, 1e3, 0.3),
         ] {
             let mut rng = StdRng::seed_from_u64(2);
             let (inputs, norms, map) = planted(&mut rng, size, 512);
