@@ -103,15 +103,21 @@ class Gradients(Models):
         with self.assertRaisesRegex(ValueError, "use_reentrant"):
             model(ids, labels=ids, output_router_logits=True, use_cache=False)
 
-    def test_bf16_has_finite_gradients_near_those_of_f32(self):
-        exact, model = load(self.model("qwen3")).train(), load(self.model("qwen3"), dtype=torch.bfloat16).train()
-        ids = random_ids(model, 2, 24)
-        for each in [exact, model]:
-            each(ids, labels=ids, output_router_logits=True).loss.backward()
-        rounded = gradients(model)
-        for name, ours in gradients(exact).items():
-            theirs = rounded[name].float()
-            self.assertLess((theirs - ours).norm().item(), 0.1 * ours.norm().item(), name)
+    def test_bf16_has_the_gradients_of_f32(self):
+        # Of the first ids whose tokens select the same heads: near ties fall otherwise in bf16.
+        for seed in range(1, 9):
+            models = [load(self.model("qwen3"), dtype=dtype).train() for dtype in (torch.float32, torch.bfloat16)]
+            ids = random_ids(models[0], 2, 24, seed=seed)
+            exact, rounded = (model(ids, labels=ids, output_router_logits=True) for model in models)
+            if all(map(torch.equal, exact.selected_heads, rounded.selected_heads)):
+                break
+        else:
+            self.fail("no ids whose tokens select the same heads")
+        exact.loss.backward()
+        rounded.loss.backward()
+        found = gradients(models[1])
+        for name, expected in gradients(models[0]).items():
+            self.assertLess((found[name].float() - expected).norm().item(), 0.08 * expected.norm().item(), name)
 
 
 class BalanceLoss(Models):
