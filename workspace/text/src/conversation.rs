@@ -1,8 +1,15 @@
-//! A conversation: messages and tools as JSON, in the form that templates expect.
+//! A conversation: messages and tools as JSON, in the form that templates expect, which is what transformers'
+//! `apply_chat_template` gives them.
 
 use serde_json::{Map, Value};
 
+use crate::numbers::beyond_json;
 use crate::{Error, Result};
+
+/// The names of what the assistant thought. transformers gives it to templates by the first two, whatever its name.
+pub(crate) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+/// Keys of messages that are obeyed or that hold no text, whatever the template reads.
+const KNOWN_KEYS: [&str; 6] = ["role", "content", "name", "tool_call_id", "weight", "train"];
 
 /// ShareGPT's names of who speaks, with the roles of chat templates.
 const SHARE_GPT_ROLES: [(&str, &str); 11] = [
@@ -26,6 +33,8 @@ pub struct Conversation {
     messages: Vec<Value>,
     /// A list of JSON schemas, or null.
     tools: Value,
+    /// Whether parts are joined for a template that reads texts, and a text is a part for one that reads parts.
+    pub(crate) adapts_content: bool,
 }
 
 impl Conversation {
@@ -37,11 +46,13 @@ impl Conversation {
                 ("content".to_owned(), content.into()),
             ]))
         };
-        Self { messages: messages.into_iter().map(message).collect(), tools: Value::Null }
+        let messages = messages.into_iter().map(message).collect();
+        Self { messages, tools: Value::Null, adapts_content: false }
     }
 
     /// A conversation of a list of messages, and of the list of tools or null. Messages are objects with the
-    /// string `role`, or ShareGPT's with `from` and `value`. Tools may be a text with their JSON, as tables that
+    /// string `role`, or ShareGPT's with `from` and `value`; their keys that are null are left out, and what the
+    /// assistant thought has all names that templates know. Tools may be a text with their JSON, as tables that
     /// have one type for each column store them.
     ///
     /// # Errors
@@ -65,7 +76,26 @@ impl Conversation {
                 }
             })
             .collect();
-        Ok(Self { messages: messages?, tools: self::tools(tools)? })
+        Ok(Self { messages: messages?, tools: self::tools(tools)?, adapts_content: false })
+    }
+
+    /// A conversation of an object of JSON with `messages` and `tools`, as Python reads it: with integers of any size
+    /// and NaN.
+    ///
+    /// # Errors
+    /// As [`Conversation::from_json`]; fails if the text is no JSON.
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut record: Value = serde_json::from_str(&beyond_json(text))
+            .map_err(|error| Error::Invalid(format!("not a conversation in JSON: {error}")))?;
+        let mut take = |name: &str| record.get_mut(name).map_or(Value::Null, Value::take);
+        Self::from_json(take("messages"), take("tools"))
+    }
+
+    /// The same conversation, in which each content is what the template reads: a list of parts of text becomes a text,
+    /// or a text a list.
+    #[must_use]
+    pub fn with_adapted_content(self) -> Self {
+        Self { adapts_content: true, ..self }
     }
 
     /// The messages.
@@ -97,6 +127,33 @@ impl Conversation {
         self.messages.get(index).is_some_and(|message| message["role"] == "assistant")
     }
 
+    /// Whether a model is trained on message `index`: one of the assistant's, unless its `weight`, OpenAI's key, or
+    /// its `train`, axolotl's, says no.
+    pub(crate) fn is_trained(&self, index: usize) -> bool {
+        let says_no = |key: &str| {
+            let value = &self.messages[index][key];
+            value.as_f64() == Some(0.0) || value.as_bool() == Some(false)
+        };
+        self.is_answer(index) && !says_no("weight") && !says_no("train")
+    }
+
+    /// The keys of each message with a value that a template of this source does not name, and that means nothing here.
+    pub(crate) fn unnamed_keys<'s>(
+        &'s self,
+        is_named: impl Fn(&str) -> bool + 's,
+    ) -> impl Iterator<Item = &'s str> {
+        let fields = self.messages.iter().filter_map(Value::as_object).flatten();
+        let unnamed = fields.filter(move |(key, value)| {
+            let key = key.as_str();
+            // Reasoning that has one of its names has all of them.
+            let is_reasoning = REASONING.contains(&key);
+            let is_read =
+                is_named(key) || is_reasoning && REASONING.iter().any(|key| is_named(key));
+            !KNOWN_KEYS.contains(&key) && !is_read && !is_empty(value) && key != "thinking"
+        });
+        unnamed.map(|(key, _)| key.as_str())
+    }
+
     /// Whether a string of the conversation, or a key, contains one of these characters.
     pub(crate) fn contains(&self, characters: &[char]) -> bool {
         fn within(value: &Value, characters: &[char]) -> bool {
@@ -114,13 +171,47 @@ impl Conversation {
     }
 }
 
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::String(text) => text.is_empty(),
+        Value::Array(values) => values.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        _ => false,
+    }
+}
+
 /// A message with a role; ShareGPT's becomes one.
 fn message(mut fields: Map<String, Value>) -> Result<Value, String> {
-    match fields.get("role") {
-        Some(Value::String(_)) => return Ok(Value::Object(fields)),
-        Some(_) => return Err("has a role that is not a string".to_owned()),
-        None => {}
+    fields.retain(|_, value| !value.is_null());
+    let weight =
+        fields.get("weight").is_none_or(|weight| matches!(weight.as_f64(), Some(0.0 | 1.0)));
+    if !weight {
+        return Err("has a weight that is neither 0 nor 1".to_owned());
     }
+    if !fields.get("train").is_none_or(Value::is_boolean) {
+        return Err("has a \"train\" that is neither true nor false".to_owned());
+    }
+    let fields = match fields.get("role") {
+        Some(Value::String(_)) => fields,
+        Some(_) => return Err("has a role that is not a string".to_owned()),
+        None => share_gpt(fields)?,
+    };
+    Ok(Value::Object(with_reasoning(fields)))
+}
+
+/// The message with what the assistant thought by all of its names, in transformers' order of keys.
+fn with_reasoning(mut fields: Map<String, Value>) -> Map<String, Value> {
+    let Some(thought) = REASONING.iter().find_map(|name| fields.get(*name)).cloned() else {
+        return fields;
+    };
+    let older = fields.shift_remove("thinking").unwrap_or_else(|| thought.clone());
+    fields.shift_insert(0, "thinking".to_owned(), older);
+    fields.insert("reasoning_content".to_owned(), thought);
+    fields
+}
+
+/// A message of ShareGPT's with a role.
+fn share_gpt(mut fields: Map<String, Value>) -> Result<Map<String, Value>, String> {
     let known = |from: &str| SHARE_GPT_ROLES.iter().find(|(name, _)| *name == from);
     let role = match fields.get("from") {
         Some(Value::String(from)) => match known(from) {
@@ -139,7 +230,7 @@ fn message(mut fields: Map<String, Value>) -> Result<Value, String> {
     message.insert("role".to_owned(), role.into());
     message.insert("content".to_owned(), value);
     message.extend(fields);
-    Ok(Value::Object(message))
+    Ok(message)
 }
 
 /// The tools as a list, or null.

@@ -95,7 +95,7 @@ fn end_of_raw(text: &str) -> usize {
     text.len()
 }
 
-/// Takes the marks out of a rendered text; the text that was between them, in order and joined where it touches.
+/// Takes the marks out of a rendered text; the text that was between them, in order.
 pub(crate) fn take_marks(marked: &str) -> (String, Vec<Range<usize>>) {
     let mut text = String::with_capacity(marked.len());
     let (mut ranges, mut depth, mut start) = (Vec::<Range<usize>>::new(), 0usize, 0);
@@ -112,11 +112,8 @@ pub(crate) fn take_marks(marked: &str) -> (String, Vec<Range<usize>>) {
             depth += 1;
         } else {
             depth = depth.saturating_sub(1);
-            if depth == 0 && start < text.len() {
-                match ranges.last_mut() {
-                    Some(last) if last.end == start => last.end = text.len(),
-                    _ => ranges.push(start..text.len()),
-                }
+            if depth == 0 {
+                ranges.push(start..text.len());
             }
         }
     }
@@ -164,7 +161,7 @@ mod tests {
         let [open, close] = MARKS;
         let marked =
             format!("a{open}bc{close}{open}d{close}e{open}{open}f{close}g{close}h{open}{close}");
-        assert_eq!(take_marks(&marked), ("abcdefgh".to_owned(), vec![1..4, 5..7]));
+        assert_eq!(take_marks(&marked), ("abcdefgh".to_owned(), vec![1..3, 3..4, 5..7, 8..8]));
         assert_eq!(take_marks("abc"), ("abc".to_owned(), vec![]));
     }
 }

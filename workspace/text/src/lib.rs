@@ -6,15 +6,19 @@
 //! Conversations become texts by a tokenizer's chat template, the Jinja template by which its model expects messages,
 //! rendered as transformers' `apply_chat_template` does. [`ChatTemplate`] is read from a tokenizer's directory, and its
 //! [`Renderer`] renders any number of [`Conversation`]s. [`Renderer::training_text`] also finds what a model is trained
-//! on: the answers of the assistant.
+//! on: the answers of the assistant. [`RenderThreads`] give up a template that does not end.
 
+mod bounds;
 mod conversation;
 mod error;
 mod generation;
+mod numbers;
 mod panics;
 #[cfg(feature = "prepare")]
 pub mod prepare;
 mod python;
+mod reads;
+mod render_threads;
 mod renderer;
 mod template;
 mod text_stream;
@@ -24,6 +28,7 @@ mod tokenizer_match;
 pub use conversation::Conversation;
 pub use error::{Error, Result};
 pub use moh_data::bytes_of_token;
+pub use render_threads::RenderThreads;
 pub use renderer::{Renderer, TrainedTurns, TrainingText};
 pub use template::ChatTemplate;
 pub use text_stream::TextStream;

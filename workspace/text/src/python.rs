@@ -1,87 +1,170 @@
-//! Values as Python writes them, where a template's text depends on it: `tojson` is transformers' `json.dumps`, which
-//! neither escapes HTML nor leaves out spaces, and numbers and truth values print as Python's.
+//! Values as Python writes them: `tojson` is transformers' `json.dumps`, which neither escapes HTML nor leaves out
+//! spaces, and what is printed is Python's `str`. Both are charged while they are written, so that no value that contains
+//! itself many times is written whole.
 
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State, Value};
 use serde_json::Value as Json;
 
+use crate::bounds::Charge;
+use crate::numbers::number;
+
 /// Maximum spaces of a level of `tojson`.
 const MAX_INDENT: usize = 64;
 
+/// A value of a conversation for templates.
+pub(crate) fn from_json(json: &Json) -> Result<Value, String> {
+    Ok(match json {
+        Json::Null => Value::from(()),
+        Json::Bool(value) => Value::from(*value),
+        Json::Number(value) => match (value.as_i64(), value.as_u64()) {
+            (Some(value), _) => Value::from(value),
+            (None, Some(value)) => Value::from(value),
+            // Without a feature that is off, every other number is a float.
+            (None, None) => Value::from(value.as_f64().unwrap_or(f64::NAN)),
+        },
+        Json::String(text) => match number(text) {
+            Some(number) => number?,
+            None => Value::from(text.as_str()),
+        },
+        Json::Array(values) => {
+            Value::from(values.iter().map(from_json).collect::<Result<Vec<_>, _>>()?)
+        }
+        Json::Object(fields) => {
+            let pairs = fields.iter().map(|(key, value)| Ok((key.as_str(), from_json(value)?)));
+            Value::from_pairs(pairs.collect::<Result<Vec<_>, String>>()?)
+        }
+    })
+}
+
 /// The filter `tojson` of transformers: `json.dumps` with `ensure_ascii=False`.
-pub(crate) fn tojson(value: &Value, arguments: Kwargs) -> Result<Value, Error> {
+pub(crate) fn tojson(state: &State, value: &Value, arguments: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = arguments.get("indent")?;
     let separators: Option<Vec<String>> = arguments.get("separators")?;
     let sorts: Option<bool> = arguments.get("sort_keys")?;
     let ascii: Option<bool> = arguments.get("ensure_ascii")?;
     arguments.assert_all_used()?;
-    let fault = |reason: String| Error::new(ErrorKind::InvalidOperation, reason);
     if let Some(indent) = indent.filter(|indent| *indent > MAX_INDENT) {
         return Err(fault(format!("tojson: an indent of {indent}, expected at most {MAX_INDENT}")));
-    }
-    if value.is_undefined() {
-        return Err(fault("tojson: the value is undefined".to_owned()));
     }
     let [items, keys] = match separators.as_deref() {
         None => [if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()],
         Some([items, keys]) => [items.clone(), keys.clone()],
         Some(_) => return Err(fault("tojson: expected two separators".to_owned())),
     };
-    let json = serde_json::to_value(value).map_err(|error| fault(format!("tojson: {error}")))?;
     let (sorts, ascii) = (sorts.unwrap_or(false), ascii.unwrap_or(false));
-    let mut writer = JsonWriter { text: String::new(), indent, items, keys, sorts, ascii };
-    writer.value(&json, 0);
+    let json = Some(JsonStyle { indent, sorts, ascii });
+    let mut writer = Writer { text: String::new(), charge: Charge::new(state), items, keys, json };
+    writer.value(value, 0)?;
     Ok(Value::from_safe_string(writer.text))
 }
 
-/// Writes JSON as Python's `json.dumps`.
-struct JsonWriter {
-    text: String,
+/// Prints the value of an expression as Python does.
+pub(crate) fn print(
+    out: &mut Output<'_>,
+    state: &mut State<'_, '_>,
+    value: &Value,
+) -> Result<(), Error> {
+    match value.as_str() {
+        Some(text) => out.write_str(text).map_err(Error::from),
+        None => out.write_str(&text(state, value)?).map_err(Error::from),
+    }
+}
+
+/// Python's `str` of a value; empty of an undefined one.
+pub(crate) fn text(state: &State, value: &Value) -> Result<String, Error> {
+    if let Some(text) = value.as_str() {
+        return Ok(text.to_owned());
+    }
+    if value.is_undefined() {
+        return Ok(String::new());
+    }
+    let (items, keys) = (", ".to_owned(), ": ".to_owned());
+    let mut writer =
+        Writer { text: String::new(), charge: Charge::new(state), items, keys, json: None };
+    writer.value(value, 0)?;
+    Ok(writer.text)
+}
+
+fn fault(reason: String) -> Error {
+    Error::new(ErrorKind::InvalidOperation, reason)
+}
+
+struct JsonStyle {
     indent: Option<usize>,
-    items: String,
-    keys: String,
     sorts: bool,
     ascii: bool,
 }
 
-impl JsonWriter {
-    fn value(&mut self, value: &Json, depth: usize) {
-        match value {
-            Json::Number(number) => match number.as_f64().filter(|_| number.is_f64()) {
-                Some(number) => self.text.push_str(&float(number)),
-                None => self.text.push_str(&number.to_string()),
+/// Writes a value as `json.dumps`, or as `repr` without a style of JSON.
+struct Writer<'s, 't, 'e> {
+    text: String,
+    charge: Charge<'s, 't, 'e>,
+    items: String,
+    keys: String,
+    json: Option<JsonStyle>,
+}
+
+impl Writer<'_, '_, '_> {
+    fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
+        self.charge.node(value, depth)?;
+        let is_json = self.json.is_some();
+        match value.kind() {
+            ValueKind::None => self.text.push_str(if is_json { "null" } else { "None" }),
+            ValueKind::Bool => self.text.push_str(match (is_json, value.is_true()) {
+                (true, true) => "true",
+                (true, false) => "false",
+                (false, true) => "True",
+                (false, false) => "False",
+            }),
+            ValueKind::Number => match f64::try_from(value.clone()) {
+                Ok(number) if !value.is_integer() => self.text.push_str(&float(number, is_json)),
+                _ => self.text.push_str(&value.to_string()),
             },
-            Json::String(text) => self.string(text),
-            Json::Array(values) => {
-                self.text.push('[');
-                for (index, value) in values.iter().enumerate() {
-                    self.next_item(index, depth + 1);
-                    self.value(value, depth + 1);
+            ValueKind::String => self.string(value.as_str().unwrap_or_default()),
+            ValueKind::Seq | ValueKind::Iterable => {
+                let is_tuple = value.is_tuple() && !is_json;
+                let (open, close) = if is_tuple { ('(', ')') } else { ('[', ']') };
+                self.text.push(open);
+                let mut count = 0;
+                for item in value.try_iter()?.checked() {
+                    self.next_item(count, depth + 1);
+                    self.value(&item?, depth + 1)?;
+                    count += 1;
                 }
-                self.end(values.is_empty(), depth, ']');
+                self.text.push_str(if is_tuple && count == 1 { "," } else { "" });
+                self.end(count == 0, depth, close);
             }
-            Json::Object(fields) => {
-                let mut fields: Vec<_> = fields.iter().collect();
-                if self.sorts {
-                    fields.sort_by_key(|(key, _)| *key);
+            ValueKind::Map => {
+                let mut keys = value.try_iter()?.checked().collect::<Result<Vec<_>, _>>()?;
+                if self.json.as_ref().is_some_and(|style| style.sorts) {
+                    keys.sort();
                 }
                 self.text.push('{');
-                for (index, (key, value)) in fields.iter().enumerate() {
+                for (index, key) in keys.iter().enumerate() {
                     self.next_item(index, depth + 1);
-                    self.string(key);
-                    self.text.push_str(&self.keys.clone());
-                    self.value(value, depth + 1);
+                    let is_text = key.as_str().is_some();
+                    self.text.push_str(if is_json && !is_text { "\"" } else { "" });
+                    self.value(key, depth + 1)?;
+                    self.text.push_str(if is_json && !is_text { "\"" } else { "" });
+                    self.text.push_str(&self.keys);
+                    self.value(&value.get_item(key)?, depth + 1)?;
                 }
-                self.end(fields.is_empty(), depth, '}');
+                self.end(keys.is_empty(), depth, '}');
             }
-            value => self.text.push_str(&value.to_string()),
+            kind if is_json => return Err(fault(format!("tojson: the value is {kind}"))),
+            _ => self.text.push_str(&value.to_string()),
         }
+        Ok(())
     }
 
     fn string(&mut self, text: &str) {
+        let Some(style) = &self.json else {
+            return self.text.push_str(&format!("{:?}", Value::from(text)));
+        };
         // Both escape the same characters, the same way.
         let quoted = Json::from(text).to_string();
-        if !self.ascii {
+        if !style.ascii {
             self.text.push_str(&quoted);
             return;
         }
@@ -98,7 +181,7 @@ impl JsonWriter {
 
     fn next_item(&mut self, index: usize, depth: usize) {
         if index > 0 {
-            self.text.push_str(&self.items.clone());
+            self.text.push_str(&self.items);
         }
         self.new_line(depth);
     }
@@ -111,15 +194,25 @@ impl JsonWriter {
     }
 
     fn new_line(&mut self, depth: usize) {
-        if let Some(indent) = self.indent {
+        if let Some(indent) = self.json.as_ref().and_then(|style| style.indent) {
             self.text.push('\n');
             self.text.extend(std::iter::repeat_n(' ', indent * depth));
         }
     }
 }
 
-/// A float as Python's `repr`: the shortest digits that read back, with an exponent below 1e-4 and from 1e16 on.
-fn float(number: f64) -> String {
+/// A float as Python's `repr`, the shortest digits that read back, with an exponent below 1e-4 and from 1e16 on, or as
+/// `json.dumps`, which has other names for those that are not finite.
+fn float(number: f64, is_json: bool) -> String {
+    if !number.is_finite() {
+        let name = match (is_json, number.is_nan()) {
+            (true, true) => "NaN",
+            (false, true) => "nan",
+            (true, false) => "Infinity",
+            (false, false) => "inf",
+        };
+        return if number < 0.0 { format!("-{name}") } else { name.to_owned() };
+    }
     let scientific = format!("{number:e}");
     let Some((digits, exponent)) = scientific.split_once('e') else {
         return scientific;
@@ -133,24 +226,6 @@ fn float(number: f64) -> String {
     }
 }
 
-/// Prints a value of an expression as Python does.
-pub(crate) fn print(
-    out: &mut Output<'_>,
-    state: &mut State<'_, '_>,
-    value: &Value,
-) -> Result<(), Error> {
-    let text = match value.kind() {
-        ValueKind::None => "None".to_owned(),
-        ValueKind::Bool => if value.is_true() { "True" } else { "False" }.to_owned(),
-        ValueKind::Number => match f64::try_from(value.clone()) {
-            Ok(number) if !value.is_integer() => float(number),
-            _ => return minijinja::escape_formatter(out, state, value),
-        },
-        _ => return minijinja::escape_formatter(out, state, value),
-    };
-    out.write_str(&text).map_err(Error::from)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -160,16 +235,16 @@ mod tests {
         // python3: repr(x)
         for (number, expected) in [
             (0.0, "0.0"),
-            (1.0, "1.0"),
             (-2.5, "-2.5"),
             (0.0001, "0.0001"),
             (0.00001, "1e-05"),
-            (1.5e-7, "1.5e-07"),
             (1e15, "1000000000000000.0"),
             (1e16, "1e+16"),
             (1.25e100, "1.25e+100"),
+            (f64::NEG_INFINITY, "-inf"),
         ] {
-            assert_eq!(float(number), expected);
+            assert_eq!(float(number, false), expected);
         }
+        assert_eq!(float(f64::NAN, true), "NaN");
     }
 }

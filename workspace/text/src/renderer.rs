@@ -3,21 +3,34 @@
 //! A template with blocks `{% generation %}` says itself what the assistant generates. Of others it is the
 //! text behind the prompt for a turn, which is the text of the messages before it with `add_generation_prompt`, up to
 //! the end of the text of the messages with it. Both must be beginnings of the whole text.
+//!
+//! The work of a rendering is bounded by that of a long conversation of its length ([`crate::bounds`]); a
+//! [`RenderThreads`](crate::RenderThreads) bounds its time, too.
 
+use std::borrow::{Borrow, Cow};
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use minijinja::machinery::{self, CompiledTemplate, TemplateConfig};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{Environment, ErrorKind, State, context};
-use minijinja_contrib::pycompat;
+use minijinja::value::{Kwargs, Value};
+use minijinja::{AutoEscape, Environment, ErrorKind, State, context};
+use serde_json::Value as Json;
 
 use crate::generation::{FUNCTION, MARKS, take_marks};
-use crate::{ChatTemplate, Conversation, Error, Result, python};
+use crate::reads::Reads;
+use crate::template::Source;
+use crate::{ChatTemplate, Conversation, Error, Result, bounds, python};
 
-/// Maximum instructions of a rendering, so that every template ends.
-const MAX_INSTRUCTIONS: u64 = 100_000_000;
-/// Maximum bytes of a rendered text.
-const MAX_BYTES: usize = 1 << 30;
+/// The instructions of a rendering, each of which stands for 64 bytes of memory as well: at least as many, and for each
+/// byte and message of the conversation, of which no more than so many count.
+const LEAST_WORK: u64 = 4_000_000;
+const WORK_OF_BYTES: u64 = 2;
+const WORK_OF_MESSAGE: u64 = 1_000;
+const MAX_COUNTED_MESSAGES: u64 = 12_000;
 const NAME: &str = "chat";
 
 /// Which of the assistant's turns a model is trained on.
@@ -40,72 +53,63 @@ pub struct TrainingText {
     pub trained: Vec<Range<usize>>,
     /// Whether the template itself named them; otherwise they may end with what follows the token that ends a turn.
     pub is_exact: bool,
+    /// How many messages have a content that is a list, where the template expects a text.
+    pub lists: u64,
+    /// The keys that the template does not name, and how many messages have each.
+    pub unnamed: BTreeMap<String, u64>,
 }
 
 /// A compiled template; threads may share it.
 pub struct Renderer<'a> {
-    template: &'a ChatTemplate,
     environment: Environment<'a>,
+    special_tokens: Value,
+    default: Compiled<'a>,
+    /// What renders conversations with tools, if it is another.
+    for_tools: Option<Compiled<'a>>,
+    /// Renderings that were begun.
+    pub(crate) begun: Arc<AtomicU64>,
+}
+
+struct Compiled<'a> {
+    source: &'a Source,
+    code: CompiledTemplate<'a>,
 }
 
 /// A conversation as values of the engine, which are cheap to copy.
 struct Values {
     messages: Vec<Value>,
     tools: Value,
-}
-
-impl Values {
-    fn new(conversation: &Conversation) -> Self {
-        let messages = conversation.messages().iter();
-        Self {
-            messages: messages.map(|message| Value::from(Serde(message))).collect(),
-            tools: Value::from(Serde(conversation.tools())),
-        }
-    }
-}
-
-/// A text that is rendered, whose length is limited.
-struct Limited(Vec<u8>);
-
-impl std::io::Write for Limited {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        if bytes.len() > MAX_BYTES - self.0.len() {
-            return Err(std::io::Error::other(format!(
-                "the text is longer than {MAX_BYTES} bytes"
-            )));
-        }
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
+    work: u64,
 }
 
 impl<'a> Renderer<'a> {
     pub(crate) fn new(template: &'a ChatTemplate) -> Result<Self> {
-        let fault = |error: minijinja::Error| fault(template, &error);
         let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(fault)?);
-        environment.set_fuel(Some(MAX_INSTRUCTIONS));
-        environment.set_unknown_method_callback(pycompat::unknown_method_callback);
+        bounds::install(&mut environment);
         environment.set_formatter(python::print);
         environment.add_filter("tojson", python::tojson);
         environment.add_function("raise_exception", |message: String| {
             Err::<String, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
         environment.add_function(FUNCTION, mark);
-        environment.add_template(NAME, &template.source).map_err(fault)?;
-        Ok(Self { template, environment })
+        Ok(Self {
+            environment,
+            special_tokens: Value::from_pairs(template.special_tokens.clone()),
+            default: Compiled::new(&template.default)?,
+            for_tools: template.for_tools.as_ref().map(Compiled::new).transpose()?,
+            begun: Arc::default(),
+        })
     }
 
     /// The text of a conversation, with `prompts` up to where the model's next answer begins.
+    ///
+    /// # Errors
+    /// Fails if the template refuses the conversation, does not suit it, or takes too much work.
     pub fn render(&self, conversation: &Conversation, prompts: bool) -> Result<String> {
-        let values = Values::new(conversation);
-        let marked = self.render_first(&values, values.messages.len(), prompts)?;
-        Ok(if self.template.has_generation { take_marks(&marked).0 } else { marked })
+        let compiled = self.template_of(conversation);
+        let values = self.values(compiled, conversation)?;
+        let marked = self.render_first(compiled, &values, values.messages.len(), prompts)?;
+        Ok(if compiled.source.has_generation { take_marks(&marked).0 } else { marked })
     }
 
     /// The whole text of a conversation, and which of it is the assistant's.
@@ -117,66 +121,204 @@ impl<'a> Renderer<'a> {
         conversation: &Conversation,
         turns: TrainedTurns,
     ) -> Result<TrainingText> {
-        let values = Values::new(conversation);
+        let compiled = self.template_of(conversation);
+        let values = self.values(compiled, conversation)?;
         let count = values.messages.len();
         let last = count.saturating_sub(1);
         if turns == TrainedTurns::Last && !conversation.is_answer(last) {
             return Err(Error::Invalid("the last message is not the assistant's".to_owned()));
         }
-        if self.template.has_generation {
+        let first = if turns == TrainedTurns::Last { last } else { 0 };
+        let text = self.render_first(compiled, &values, count, false)?;
+        let reads = self.reads(compiled);
+        let mut made = TrainingText {
+            text,
+            trained: Vec::new(),
+            is_exact: compiled.source.has_generation,
+            lists: conversation
+                .messages()
+                .iter()
+                .filter(|message| reads.misses_list(message))
+                .count() as u64,
+            unnamed: BTreeMap::new(),
+        };
+        for key in conversation.unnamed_keys(|key| compiled.source.names.contains(key)) {
+            *made.unnamed.entry(key.to_owned()).or_default() += 1;
+        }
+        if made.is_exact {
             if conversation.contains(&MARKS) {
                 return Err(Error::Invalid(
                     "the conversation contains U+FDD0 or U+FDD1, which are no characters: remove them"
                         .to_owned(),
                 ));
             }
-            let (text, mut trained) = take_marks(&self.render_first(&values, count, false)?);
-            if turns == TrainedTurns::Last {
-                trained.drain(..trained.len().saturating_sub(1));
-            }
-            return Ok(TrainingText { text, trained, is_exact: true });
+            let (text, blocks) = take_marks(&made.text);
+            made.text = text;
+            made.trained = trained_blocks(blocks, conversation, turns)?;
+            return Ok(made);
         }
-        let text = self.render_first(&values, count, false)?;
-        let first = if turns == TrainedTurns::Last { last } else { 0 };
-        let mut trained = Vec::new();
-        for index in (first..count).filter(|&index| conversation.is_answer(index)) {
-            let before = self.render_first(&values, index, true)?;
+        for index in (first..count).filter(|&index| conversation.is_trained(index)) {
+            let before = self.render_first(compiled, &values, index, true)?;
             // Without another message behind it, the turn ends where the text does.
             let through = match index == last {
-                true => text.len(),
+                true => made.text.len(),
                 false => {
-                    let through = self.render_first(&values, index + 1, false)?;
-                    if !text.starts_with(&through) {
+                    let through = self.render_first(compiled, &values, index + 1, false)?;
+                    if !made.text.starts_with(&through) {
                         return Err(other_beginning(index));
                     }
                     through.len()
                 }
             };
-            if !text.starts_with(&before) || before.len() > through {
+            if !made.text.starts_with(&before) || before.len() > through {
                 return Err(other_beginning(index));
             }
-            trained.push(before.len()..through);
+            made.trained.push(before.len()..through);
         }
-        Ok(TrainingText { text, trained, is_exact: false })
+        Ok(made)
+    }
+
+    fn template_of(&self, conversation: &Conversation) -> &Compiled<'a> {
+        match &self.for_tools {
+            Some(compiled) if !conversation.tools().is_null() => compiled,
+            _ => &self.default,
+        }
+    }
+
+    /// What a template reads of messages, which is tried once.
+    fn reads(&self, compiled: &Compiled<'a>) -> &'a Reads {
+        compiled.source.reads.get_or_init(|| {
+            Reads::find(&mut |messages, tools| {
+                let values = Values::new(messages.iter(), tools).ok()?;
+                self.render_first(compiled, &values, messages.len(), false).ok()
+            })
+        })
+    }
+
+    fn values(&self, compiled: &Compiled<'a>, conversation: &Conversation) -> Result<Values> {
+        let adapts = conversation.adapts_content;
+        let adapted =
+            conversation.messages().iter().map(|message| match Reads::may_adapt(message, adapts) {
+                true => self.reads(compiled).adapted(message, adapts),
+                false => Ok(Cow::Borrowed(message)),
+            });
+        Values::new(adapted.collect::<Result<Vec<_>>>()?.iter(), conversation.tools())
     }
 
     /// The text of the first `count` messages, with the marks of blocks `generation`.
-    fn render_first(&self, values: &Values, count: usize, prompts: bool) -> Result<String> {
-        let fault = |error: minijinja::Error| fault(self.template, &error);
-        let tokens = Value::from_pairs(self.template.special_tokens.clone());
+    fn render_first(
+        &self,
+        compiled: &Compiled<'a>,
+        values: &Values,
+        count: usize,
+        prompts: bool,
+    ) -> Result<String> {
+        self.begun.fetch_add(1, Ordering::Relaxed);
         // As in transformers, what is not there is none instead of undefined.
         let variables = context! {
             messages => values.messages[..count].to_vec(),
             tools => values.tools.clone(),
             documents => (),
             add_generation_prompt => prompts,
-            ..tokens
+            ..self.special_tokens.clone()
         };
-        let template = self.environment.get_template(NAME).map_err(fault)?;
-        let mut text = Limited(Vec::new());
-        template.render_captured_to(variables, &mut text).map_err(fault)?;
-        String::from_utf8(text.0).map_err(|_| unusable(self.template, "its text is not UTF-8"))
+        let mut environment = self.environment.clone();
+        environment.set_fuel(Some(values.work));
+        let CompiledTemplate { instructions, blocks, .. } = &compiled.code;
+        let mut text = String::new();
+        let mut out = machinery::make_string_output(&mut text);
+        let done = machinery::eval(
+            &environment,
+            instructions,
+            variables,
+            blocks,
+            &mut out,
+            AutoEscape::None,
+        );
+        done.map_err(|error| fault(compiled.source, &error, values.work))?;
+        Ok(text)
     }
+}
+
+impl<'a> Compiled<'a> {
+    fn new(source: &'a Source) -> Result<Self> {
+        let refused = |error: minijinja::Error| {
+            Error::from(moh_files::unusable(&source.path, format!("chat template: {error}")))
+        };
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        let config = TemplateConfig {
+            syntax_config: syntax.map_err(refused)?,
+            default_auto_escape: Arc::new(|_| AutoEscape::None),
+        };
+        let mut code = CompiledTemplate::new(NAME, &source.calls, &config).map_err(refused)?;
+        bounds::replace(&mut code.instructions);
+        Ok(Self { source, code })
+    }
+}
+
+impl Values {
+    fn new<'m, M: Borrow<Json> + 'm>(
+        messages: impl Iterator<Item = &'m M>,
+        tools: &Json,
+    ) -> Result<Self> {
+        let mut bytes = bytes_of(tools);
+        let messages = messages.map(|message| {
+            bytes += bytes_of(message.borrow());
+            python::from_json(message.borrow()).map_err(Error::Invalid)
+        });
+        let messages = messages.collect::<Result<Vec<_>>>()?;
+        let counted = (messages.len() as u64).min(MAX_COUNTED_MESSAGES);
+        let work = LEAST_WORK + bytes / WORK_OF_BYTES + counted * WORK_OF_MESSAGE;
+        Ok(Self { messages, tools: python::from_json(tools).map_err(Error::Invalid)?, work })
+    }
+}
+
+/// The bytes of a value's texts and a few for each value.
+fn bytes_of(value: &Json) -> u64 {
+    8 + match value {
+        Json::String(text) => text.len() as u64,
+        Json::Array(values) => values.iter().map(bytes_of).sum(),
+        Json::Object(fields) => {
+            fields.iter().map(|(key, value)| key.len() as u64 + bytes_of(value)).sum()
+        }
+        _ => 0,
+    }
+}
+
+/// The text of the blocks `generation` of turns that are trained on.
+fn trained_blocks(
+    mut blocks: Vec<Range<usize>>,
+    conversation: &Conversation,
+    turns: TrainedTurns,
+) -> Result<Vec<Range<usize>>> {
+    let count = conversation.messages().len();
+    let answers: Vec<usize> = (0..count).filter(|&index| conversation.is_answer(index)).collect();
+    let first = if turns == TrainedTurns::Last { count.saturating_sub(1) } else { 0 };
+    let is_trained = |index: usize| conversation.is_trained(index) && index >= first;
+    let is_one_each = blocks.len() == answers.len();
+    if is_one_each {
+        let mut answers = answers.iter();
+        blocks.retain(|_| answers.next().is_some_and(|&index| is_trained(index)));
+    } else if let Some(index) = answers.iter().find(|&&index| !conversation.is_trained(index)) {
+        return Err(Error::Invalid(format!(
+            "message {} is not to be trained on, and the chat template writes {} blocks {{% generation %}} for {} \
+             messages of the assistant's, so that its block is not known: leave out its weight and train",
+            index + 1,
+            blocks.len(),
+            answers.len()
+        )));
+    }
+    let mut joined = Vec::<Range<usize>>::new();
+    for block in blocks.into_iter().filter(|block| !block.is_empty()) {
+        match joined.last_mut() {
+            Some(last) if last.end == block.start => last.end = block.end,
+            _ => joined.push(block),
+        }
+    }
+    if turns == TrainedTurns::Last && !is_one_each {
+        joined.drain(..joined.len().saturating_sub(1));
+    }
+    Ok(joined)
 }
 
 /// The block `generation`: its text between marks.
@@ -186,18 +328,17 @@ fn mark(state: &mut State<'_, '_>, arguments: Kwargs) -> Result<Value, minijinja
     Ok(Value::from_safe_string(format!("{open}{}{close}", caller.call(state, &[])?)))
 }
 
-fn fault(template: &ChatTemplate, error: &minijinja::Error) -> Error {
-    use std::error::Error as _;
-    // What a writer refused is the cause of a general error.
-    let reason = match (error.kind(), error.source()) {
-        (ErrorKind::WriteFailure, Some(source)) => source.to_string(),
+/// The error of a rendering names the template's file alone: a server shows it to its clients.
+fn fault(source: &Source, error: &minijinja::Error, work: u64) -> Error {
+    let reason = match error.kind() {
+        ErrorKind::OutOfFuel => format!(
+            "it takes more than the {work} steps, each with 64 bytes, that a conversation of this length may take: \
+             look for a loop that does not end or a value that grows in it"
+        ),
         _ => error.to_string(),
     };
-    unusable(template, &reason)
-}
-
-fn unusable(template: &ChatTemplate, reason: &str) -> Error {
-    moh_files::unusable(&template.path, format!("chat template: {reason}")).into()
+    let name = source.path.file_name().map_or(source.path.as_path(), Path::new);
+    moh_files::unusable(name, format!("chat template: {reason}")).into()
 }
 
 /// A conversation in which the text of a turn cannot be found.
@@ -212,9 +353,8 @@ fn other_beginning(turn: usize) -> Error {
 
 impl std::fmt::Debug for Renderer<'_> {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_struct("Renderer").field("template", self.template).finish_non_exhaustive()
+        out.debug_struct("Renderer")
+            .field("template", &self.default.source.path)
+            .finish_non_exhaustive()
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,50 +1,78 @@
 //! The chat template of a tokenizer, and the files that it is read from.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use moh_files::unusable;
 use serde_json::Value;
 
+use crate::reads::Reads;
 use crate::{Renderer, Result, generation};
 
 /// A template in a file of its own.
 const TEMPLATE_FILE: &str = "chat_template.jinja";
-/// The tokenizer's settings: its special tokens, and the template if it has no file.
+/// The directory of further templates, each `NAME.jinja`.
+const NAMED_TEMPLATES: &str = "additional_chat_templates";
+/// The names of the template of conversations with tools, and of all others.
+const FOR_TOOLS: &str = "tool_use";
+const DEFAULT: &str = "default";
+/// The tokenizer's settings: its special tokens, and the templates if they have no files.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-/// Maximum bytes of either file.
+/// Maximum bytes of a file.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
-/// A chat template with the special tokens that it may name.
+/// A chat template with the special tokens that it may name, and another one for conversations with tools if there is one.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    /// With the blocks `generation` in terms of Jinja.
-    pub(crate) source: String,
-    /// As the file has it.
-    text: String,
-    /// Whether it has such blocks.
-    pub(crate) has_generation: bool,
-    pub(crate) path: PathBuf,
+    pub(crate) default: Source,
+    pub(crate) for_tools: Option<Source>,
     /// `bos_token` and the others by their names.
     pub(crate) special_tokens: BTreeMap<String, String>,
     blake3: String,
 }
 
+/// One template.
+#[derive(Debug)]
+pub(crate) struct Source {
+    /// With the blocks `generation` in terms of Jinja.
+    pub(crate) calls: String,
+    /// As the file has it.
+    text: String,
+    /// Whether it has such blocks.
+    pub(crate) has_generation: bool,
+    pub(crate) path: PathBuf,
+    /// The words in it, among which are all keys of messages that it names.
+    pub(crate) names: BTreeSet<String>,
+    /// What it reads of messages, once that was tried.
+    pub(crate) reads: OnceLock<Reads>,
+}
+
+impl Source {
+    fn new(path: PathBuf, text: &str) -> Self {
+        let (calls, has_generation) = generation::as_calls(text);
+        let words = text.split(|letter: char| !letter.is_alphanumeric() && letter != '_');
+        let names = words.map(str::to_owned).collect();
+        let (text, reads) = (text.to_owned(), OnceLock::new());
+        Self { calls, text, has_generation, path, names, reads }
+    }
+}
+
 impl ChatTemplate {
-    /// Reads the template of the tokenizer in `directory`: `chat_template.jinja`, or else
-    /// `chat_template` of `tokenizer_config.json` (a string, or a list of named templates, of which
-    /// `default` is used).
+    /// Reads the templates of the tokenizer in `directory`, as transformers does: `chat_template.jinja` and those in
+    /// `additional_chat_templates`, or else `chat_template` of `tokenizer_config.json`, a text or templates by their
+    /// names. Conversations with tools are rendered by the one named `tool_use`, if there is one, all others by `default`.
     pub fn load(directory: &Path) -> Result<Self> {
         Self::find(directory)?.ok_or_else(|| {
             let reason = format!(
                 "the tokenizer has no chat template, neither {TEMPLATE_FILE} nor chat_template in \
-                 {TOKENIZER_CONFIG}: leave out --chat"
+                 {TOKENIZER_CONFIG}, or none with the name {DEFAULT}: leave out --chat"
             );
             unusable(directory, reason).into()
         })
     }
 
-    /// As [`ChatTemplate::load`]; `None` if there is no template.
+    /// As [`ChatTemplate::load`]; `None` if there is no template, or none for conversations without tools.
     pub fn find(directory: &Path) -> Result<Option<Self>> {
         let path = directory.join(TOKENIZER_CONFIG);
         let config: Value = match read(&path)? {
@@ -52,28 +80,52 @@ impl ChatTemplate {
                 .map_err(|error| unusable(&path, format!("not valid JSON: {error}")))?,
             None => Value::Null,
         };
-        let special_tokens = special_tokens(&config);
-        let file = directory.join(TEMPLATE_FILE);
-        if let Some(text) = read(&file)? {
-            return Ok(Some(Self::new(file, &text, special_tokens)));
+        let additional = directory.join(NAMED_TEMPLATES);
+        let mut texts = [None, None];
+        for (found, name) in texts.iter_mut().zip([DEFAULT, FOR_TOOLS]) {
+            let mut file = additional.join(format!("{name}.jinja"));
+            if name == DEFAULT && !file.exists() {
+                file = directory.join(TEMPLATE_FILE);
+            }
+            *found = read(&file)?.map(|text| Source::new(file, &text));
         }
-        Ok(default_template(&config).map(|text| Self::new(path, text, special_tokens)))
+        let has_files = texts.iter().any(Option::is_some) || has_templates(&additional);
+        if !has_files {
+            texts = [DEFAULT, FOR_TOOLS].map(|name| {
+                named(&config["chat_template"], name).map(|text| Source::new(path.clone(), text))
+            });
+        }
+        let [default, for_tools] = texts;
+        Ok(default.map(|default| Self::of(default, for_tools, special_tokens(&config))))
     }
 
     /// A template of these words, which errors name `path`, with its special tokens by their names, such as
     /// `bos_token`.
     pub fn new(path: PathBuf, text: &str, special_tokens: BTreeMap<String, String>) -> Self {
-        let blake3 = blake3::hash(text.as_bytes()).to_hex().to_string();
-        let (source, has_generation) = generation::as_calls(text);
-        Self { source, text: text.to_owned(), has_generation, path, special_tokens, blake3 }
+        Self::of(Source::new(path, text), None, special_tokens)
     }
 
-    /// The template as its file has it.
+    fn of(
+        default: Source,
+        for_tools: Option<Source>,
+        special_tokens: BTreeMap<String, String>,
+    ) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(default.text.as_bytes());
+        if let Some(other) = &for_tools {
+            // No template has this byte.
+            hasher.update(&[0xff]).update(other.text.as_bytes());
+        }
+        let blake3 = hasher.finalize().to_hex().to_string();
+        Self { default, for_tools, special_tokens, blake3 }
+    }
+
+    /// The template of conversations without tools, as its file has it.
     pub fn text(&self) -> &str {
-        &self.text
+        &self.default.text
     }
 
-    /// blake3 of the template, in hexadecimal.
+    /// blake3 of the template, in hexadecimal; with one for tools, of both of them with the byte 255 in between.
     pub fn blake3(&self) -> &str {
         &self.blake3
     }
@@ -90,14 +142,22 @@ fn read(path: &Path) -> Result<Option<String>> {
     Ok(bytes.map(|bytes| moh_files::utf8(path, bytes)).transpose()?)
 }
 
-fn default_template(config: &Value) -> Option<&str> {
-    match config.get("chat_template")? {
-        Value::Array(templates) => {
-            templates.iter().find(|template| template["name"] == "default")?.get("template")?
+/// Whether a directory has templates, so that those of the settings do not count.
+fn has_templates(directory: &Path) -> bool {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.into_iter().any(|entry| entry.path().extension().is_some_and(|end| end == "jinja"))
+}
+
+/// The template of this name: a text is the default.
+fn named<'c>(templates: &'c Value, name: &str) -> Option<&'c str> {
+    match templates {
+        Value::String(text) => (name == DEFAULT).then_some(text.as_str()),
+        // Of a name that comes twice, the last one counts.
+        Value::Array(list) => {
+            list.iter().rfind(|template| template["name"] == name)?["template"].as_str()
         }
-        template => template,
+        templates => templates[name].as_str(),
     }
-    .as_str()
 }
 
 /// The fields such as `bos_token`, each a string or an object with the field `content`.

@@ -77,23 +77,20 @@ pub(super) async fn chat_completions(
 }
 
 /// A conversation, whose texts may be lists of parts.
-fn conversation(mut messages: Value) -> Result<Conversation, ApiError> {
+fn conversation(messages: Value) -> Result<Conversation, ApiError> {
     let invalid = |message: String| ApiError::invalid(message, Some("messages"));
-    for message in messages.as_array_mut().into_iter().flatten() {
-        let Some(content) = message.get_mut("content") else { continue };
-        if let Value::Array(parts) = content {
-            let text = |part: &Value| match (part["type"].as_str(), part["text"].as_str()) {
-                (Some("text"), Some(text)) => Ok(text.to_owned()),
-                (kind, _) => Err(invalid(format!(
-                    "a part of a message has type {:?}, and only \"text\" is supported",
-                    kind.unwrap_or_default()
-                ))),
-            };
-            let texts: Vec<String> = parts.iter().map(text).collect::<Result<_, _>>()?;
-            *content = texts.join("\n").into();
+    for message in messages.as_array().into_iter().flatten() {
+        let parts = message["content"].as_array().into_iter().flatten();
+        for part in parts.filter(|part| part["type"] != "text" || !part["text"].is_string()) {
+            return Err(invalid(format!(
+                "a part of a message has type {:?}, and only \"text\" with a text is supported",
+                part["type"].as_str().unwrap_or_default()
+            )));
         }
     }
-    Conversation::from_json(messages, Value::Null).map_err(|error| invalid(error.to_string()))
+    let conversation = Conversation::from_json(messages, Value::Null);
+    let conversation = conversation.map_err(|error| invalid(error.to_string()))?;
+    Ok(conversation.with_adapted_content())
 }
 
 /// The text of a conversation; the template has BOS where the model expects one.

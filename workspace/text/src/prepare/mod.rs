@@ -25,6 +25,7 @@ pub use encode::ids_of;
 pub use end_of_text::AppendEos;
 pub use names::{Inputs, can_continue};
 pub use output::Counts;
+pub use pipeline::ChatNotes;
 pub use preparation::{
     BadRecords, Chat, Observer, Prepare, Prepared, PreparedFile, Progress, Reading, Sample,
     Selection, prepare,

@@ -15,6 +15,9 @@ const DATA_ENDINGS: [&str; 6] = ["jsonl", "json", "txt", "parquet", "arrow", "nd
 /// Endings of compressed files, after one of the others.
 const COMPRESSED_ENDINGS: [&str; 4] = ["gz", "zst", "bz2", "xz"];
 
+/// The file in which `DatasetDict.save_to_disk` lists the directories of its splits.
+const SPLITS: &str = "dataset_dict.json";
+
 /// What is read, by name.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
@@ -182,6 +185,9 @@ fn files_of_glob(name: &Path) -> Result<Vec<PathBuf>> {
 fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
     let (mut paths, mut directories) = (Vec::new(), vec![directory.to_path_buf()]);
     while let Some(directory) = directories.pop() {
+        refuse_splits(&directory)?;
+        let has = |name: &str| directory.join(name).exists();
+        let is_dataset = has("dataset_info.json") && has("state.json") || has(SPLITS);
         for entry in fs::read_dir(&directory).map_err(moh_files::io(&directory))? {
             let path = entry.map_err(moh_files::io(&directory))?.path();
             let name = path.file_name().unwrap_or_default().as_encoded_bytes();
@@ -190,7 +196,7 @@ fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
             }
             if path.is_dir() {
                 directories.push(path);
-            } else if is_data(&path) {
+            } else if is_data(&path) && !(is_dataset && is_beside_rows(&path)) {
                 paths.push(path);
             }
         }
@@ -209,6 +215,32 @@ fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
         )),
         false => Ok(paths),
     }
+}
+
+/// Refuses what `DatasetDict.save_to_disk` writes of several splits: none of them may be meant, such as that of tests.
+fn refuse_splits(directory: &Path) -> Result<()> {
+    let Ok(bytes) = fs::read(directory.join(SPLITS)) else { return Ok(()) };
+    let file: serde_json::Value = serde_json::from_slice(&bytes).unwrap_or_default();
+    let splits = file["splits"].as_array().into_iter().flatten();
+    let splits: Vec<&str> = splits.filter_map(serde_json::Value::as_str).collect();
+    match splits[..] {
+        [first, _, ..] => Err(Error::unusable(
+            directory,
+            format!(
+                "is a dataset with the splits {}: name those that are wanted, such as {}",
+                splits.join(", "),
+                directory.join(first).display()
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Whether a file of a dataset that `save_to_disk` wrote is not one of its rows.
+fn is_beside_rows(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+    name.ends_with(b".json")
+        || [&b"cache-"[..], b"indices-", b"tmp"].iter().any(|&first| name.starts_with(first))
 }
 
 /// Whether the name of a file says that it holds data.
@@ -259,11 +291,30 @@ mod tests {
             "d/_SUCCESS.txt",
             "d/README.md",
             "d/x.gz",
+            "d/set/dataset_info.json",
+            "d/set/state.json",
+            "d/set/cache-1.arrow",
+            "d/set/data-00000-of-00001.arrow",
             "e[1].txt",
             "f.txt",
         ]);
         let found = expanded(dir.path(), &["f.txt", "d"]).unwrap();
-        assert_eq!(found, ["f.txt", "d/a.PARQUET", "d/b.jsonl.zst", "d/deep/c.txt"]);
+        assert_eq!(
+            found,
+            [
+                "f.txt",
+                "d/a.PARQUET",
+                "d/b.jsonl.zst",
+                "d/deep/c.txt",
+                "d/set/data-00000-of-00001.arrow"
+            ]
+        );
+        let splits = dir.path().join("d/dataset_dict.json");
+        fs::write(&splits, r#"{"splits": ["set"]}"#).unwrap();
+        assert_eq!(expanded(dir.path(), &["d"]).unwrap(), found[1..]);
+        fs::write(&splits, r#"{"splits": ["set", "test"]}"#).unwrap();
+        let error = expanded(dir.path(), &["d"]).unwrap_err().to_string();
+        assert!(error.contains("is a dataset with the splits set, test: name those"), "{error}");
         assert_eq!(expanded(dir.path(), &["d/*.jsonl*"]).unwrap(), ["d/b.jsonl.zst"]);
         assert_eq!(expanded(dir.path(), &["**/*.txt"]).unwrap().len(), 5);
         // A file of that name wins over the pattern.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
-use crate::{ChatTemplate, TextTokenizer, TrainedTurns};
+use crate::{RenderThreads, TextTokenizer, TrainedTurns};
 use moh_data::{DocumentEnd, TokenFileInfo, TokenFileWriter, key_of};
 use serde_json::{Value, json};
 
@@ -16,7 +16,7 @@ use crate::prepare::end_of_text::Ending;
 use crate::prepare::fields::Fields;
 use crate::prepare::names::{Input, Inputs, expand, is_standard_input, total_bytes};
 use crate::prepare::output::{Begun, Counts, Outputs, Request};
-use crate::prepare::pipeline::{self, Encoding, Work};
+use crate::prepare::pipeline::{self, ChatNotes, Encoding, Work};
 use crate::prepare::reader::{Format, ReadOptions};
 use crate::prepare::remote::{Downloads, scheme};
 use crate::prepare::{AppendEos, Error, Result, Split};
@@ -66,7 +66,7 @@ pub struct Prepare<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct Chat<'a> {
     /// Writes a conversation as text.
-    pub template: &'a ChatTemplate,
+    pub template: &'a RenderThreads,
     /// The assistant's turns that are trained on.
     pub turns: TrainedTurns,
 }
@@ -138,6 +138,8 @@ pub struct Prepared {
     pub files: Vec<PreparedFile>,
     /// What became of the records.
     pub counts: Counts,
+    /// What the chat template did not read of them.
+    pub notes: ChatNotes,
     /// The list of bad records, if there are any.
     pub bad_list: Option<PathBuf>,
 }
@@ -212,7 +214,7 @@ impl<'a> Prepare<'a> {
         ];
         let chat = self.chat.map(|Chat { template, turns }| {
             let turns = if turns == TrainedTurns::Last { "last" } else { "all" };
-            ("chat", json!([template.blake3(), turns]))
+            ("chat", json!([template.template().blake3(), turns]))
         });
         // Without conversations it is the request that earlier versions recorded.
         let fields = fields.into_iter().chain(chat);
@@ -336,8 +338,7 @@ pub fn prepare(
             return Err(error);
         }
     }
-    let (files, counts, bad_list) = outputs.finish(&ending)?;
-    Ok(Some(Prepared { files, counts, bad_list }))
+    outputs.finish(&ending).map(Some)
 }
 
 /// The files that `inputs` stand for; `None` if `stop` was set before they are known. A hub that does not answer is left

@@ -11,7 +11,7 @@ use arrow_array::{ArrayRef, RecordBatch, StringArray};
 use arrow_schema::{DataType, Field};
 use moh_data::{DocumentEnd, TokenFile, with_ending};
 use moh_text::prepare::{BadRecords, Chat, Observer, Prepare, PreparedFile, Progress, Selection};
-use moh_text::{ChatTemplate, TextTokenizer, TrainedTurns};
+use moh_text::{ChatTemplate, RenderThreads, TextTokenizer, TrainedTurns};
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -76,7 +76,8 @@ impl<'a> Case<'a> {
     }
 
     fn run(&self, inputs: &[PathBuf], prefix: &Path) -> Result<Vec<PreparedFile>, String> {
-        let template = template(self.source);
+        let template =
+            RenderThreads::new(template(self.source)).map_err(|error| error.to_string())?;
         let options = Prepare {
             chat: Some(Chat { template: &template, turns: self.turns }),
             field: self.field,
@@ -265,7 +266,7 @@ fn a_stopped_preparation_continues_with_the_same_bytes() {
     fs::write(&input, lines(&records)).unwrap();
     let inputs = [input];
     let [whole, prefix] = ["whole", "p"].map(|name| dir.path().join(name));
-    let template = template(CHAT_ML);
+    let template = RenderThreads::new(template(CHAT_ML)).unwrap();
     let options = |prefix| Prepare {
         chat: Some(Chat { template: &template, turns: TrainedTurns::All }),
         field: "messages",

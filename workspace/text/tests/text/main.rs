@@ -5,4 +5,5 @@
 mod chat;
 mod decoder;
 mod prepare;
+mod renderer;
 mod tokenizer;

@@ -11,10 +11,10 @@ use moh_program::arguments::at_least;
 use moh_program::progress::{Bar, of_bytes};
 use moh_program::{counted, exit};
 use moh_text::prepare::{
-    AppendEos, BadRecords, Chat, Counts, Format, Inputs, LoadAhead, Observer, Prepare, Prepared,
-    PreparedFile, Progress, Reading, Sample, Selection, Split,
+    AppendEos, BadRecords, Chat, ChatNotes, Counts, Format, Inputs, LoadAhead, Observer, Prepare,
+    Prepared, PreparedFile, Progress, Reading, Sample, Selection, Split,
 };
-use moh_text::{ChatTemplate, TrainedTurns};
+use moh_text::{ChatTemplate, RenderThreads, TrainedTurns};
 
 use super::special_tokens;
 
@@ -119,7 +119,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let tokenizer = moh_program::models::load_tokenizer(&file)?
         .split_special_tokens(arguments.split_special_tokens);
     let template = match arguments.chat {
-        true => Some(ChatTemplate::load(moh_files::parent(tokenizer.path()))?),
+        true => {
+            let template = ChatTemplate::load(moh_files::parent(tokenizer.path()))?;
+            Some(RenderThreads::new(template)?)
+        }
         false => None,
     };
     let turns = match arguments.chat_train {
@@ -233,6 +236,9 @@ fn report(prepared: &Prepared) -> anyhow::Result<()> {
     if !left_out.is_empty() {
         writeln!(out, "left out: {}", left_out.join(", "))?;
     }
+    for note in chat_notes(&prepared.notes) {
+        exit::stderr_line(format_args!("warning: {note}"));
+    }
     if let Some(list) = &prepared.bad_list {
         let bad = prepared.counts.bad;
         exit::stderr_line(format_args!(
@@ -247,6 +253,7 @@ fn report(prepared: &Prepared) -> anyhow::Result<()> {
 /// How many documents were left out for which reason.
 fn left_out(counts: &Counts) -> Vec<String> {
     let reasons = [
+        (counts.empty, "without a token"),
         (counts.short, "with too few tokens"),
         (counts.long, "with too many tokens"),
         (counts.not_sampled, "outside the sample"),
@@ -254,6 +261,24 @@ fn left_out(counts: &Counts) -> Vec<String> {
     ];
     let some = reasons.into_iter().filter(|&(count, _)| count > 0);
     some.map(|(count, reason)| format!("{} {reason}", counted(count, "document"))).collect()
+}
+
+/// What the chat template did not read.
+fn chat_notes(notes: &ChatNotes) -> Vec<String> {
+    let keys = notes.unnamed.iter();
+    let keys: Vec<_> =
+        keys.map(|(key, &count)| format!("{key:?} in {}", counted(count, "message"))).collect();
+    let unread = (!keys.is_empty()).then(|| {
+        format!("the chat template names none of these keys of messages: {}", keys.join(", "))
+    });
+    let lists = (notes.lists > 0).then(|| {
+        format!(
+            "{} with a list of parts as content, where the chat template expects a text, so that the list is written \
+             as Python writes it: make each a text",
+            counted(notes.lists, "message")
+        )
+    });
+    unread.into_iter().chain(lists).collect()
 }
 
 /// A share of a whole: above 0, at most 1.

@@ -5,6 +5,7 @@ use std::fs;
 use std::io::{Read as _, Write as _, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Context as _;
@@ -15,7 +16,7 @@ use moh_model::{Generator, Model, Sampler, Sampling};
 use moh_program::arguments::at_least;
 use moh_program::models::NamedModel;
 use moh_program::{counted, exit, options};
-use moh_text::{ChatTemplate, Conversation, TextTokenizer};
+use moh_text::{ChatTemplate, Conversation, RenderThreads, TextTokenizer};
 
 /// Continue a text, or answer a message, with a model, dense or Mixture-of-Head.
 ///
@@ -192,8 +193,8 @@ impl Prompt {
         }
         let system = arguments.system.as_deref().map(|text| ("system", text));
         let conversation = Conversation::of_texts(system.into_iter().chain([("user", &*text)]));
-        let template = ChatTemplate::load(directory)?;
-        let rendered = template.renderer()?.render(&conversation, true)?;
+        let template = RenderThreads::new(ChatTemplate::load(directory)?)?;
+        let rendered = template.render(&Arc::new(conversation), true)?;
         // The template contains BOS where the model expects one.
         let ids = tokenizer.encode_without_special_tokens(&rendered)?;
         Ok(Prompt { source, ids, shown: String::new() })

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use flate2::bufread::GzDecoder;
 
 use crate::prepare::names::is_standard_input;
+use crate::prepare::reader::kinds;
 
 /// What an input is compressed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,6 +108,11 @@ pub(crate) fn refusal(path: &Path, start: &[u8]) -> Option<String> {
         name.extension()
             .is_some_and(|end| ["json", "jsonl"].iter().any(|json| end.eq_ignore_ascii_case(json)))
     };
+    let is_zip = start.starts_with(b"PK\x03\x04") && !is_standard_input(path);
+    let end = name.extension().and_then(|end| end.to_str()).filter(|end| *end != "zip" && is_zip);
+    if let Some(reason) = end.and_then(|end| kinds::refusal(path, Some(end), &[])) {
+        return Some(reason);
+    }
     if let Some((_, encoding, program)) =
         REFUSED.into_iter().find(|(magic, ..)| start.starts_with(magic))
     {

@@ -4,23 +4,22 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-
-use crate::{Conversation, Renderer, TextTokenizer, TrainingText};
-use serde_json::Value;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use crate::prepare::preparation::Chat;
 use crate::prepare::{Error, Result};
+use crate::{Conversation, TextTokenizer, TrainingText};
 
 /// Renders and encodes conversations from any number of threads.
 pub(crate) struct ChatEncoder<'a> {
     tokenizer: &'a TextTokenizer,
     chat: Chat<'a>,
-    renderer: Renderer<'a>,
     special: SpecialNames,
 }
 
 pub(crate) struct Rendered {
-    text: TrainingText,
+    pub(crate) text: TrainingText,
     /// The ids of the special tokens that messages name.
     pub(crate) special: Vec<u32>,
 }
@@ -42,19 +41,14 @@ impl<'a> ChatEncoder<'a> {
                 "--split-special-tokens: the chat template's own special tokens would be text: leave it out".to_owned(),
             ));
         }
-        let renderer = chat.template.renderer()?;
-        Ok(Self { tokenizer, chat, renderer, special: SpecialNames::new(tokenizer) })
+        Ok(Self { tokenizer, chat, special: SpecialNames::new(tokenizer) })
     }
 
-    /// Renders a record that the fields of conversations make: an object with `messages` and `tools`.
-    pub(crate) fn render(&self, record: &str) -> Result<Rendered, String> {
-        let mut record: Value = serde_json::from_str(record)
-            .map_err(|error| format!("not a conversation in JSON: {error}"))?;
-        let mut take = |name: &str| record.get_mut(name).map_or(Value::Null, Value::take);
-        let conversation = Conversation::from_json(take("messages"), take("tools"))
-            .map_err(|error| error.to_string())?;
-        let text = self.renderer.training_text(&conversation, self.chat.turns);
-        let text = text.map_err(|error| error.to_string())?;
+    /// Renders a record that the fields of conversations make: an object with `messages` and `tools`. A failure is the
+    /// record's, but for [`Error::Interrupted`], soon after `stop` is set.
+    pub(crate) fn render(&self, record: &str, stop: &AtomicBool) -> Result<Rendered> {
+        let conversation = Arc::new(Conversation::parse(record)?);
+        let text = self.chat.template.training_text(&conversation, self.chat.turns, stop)?;
         let mut special = Vec::new();
         conversation.visit_texts(&mut |text| self.special.find(text, &mut special));
         Ok(Rendered { text, special })
@@ -62,7 +56,7 @@ impl<'a> ChatEncoder<'a> {
 
     /// The ids of a rendered conversation.
     pub(crate) fn encode(&self, rendered: &Rendered) -> Result<EncodedChat> {
-        let TrainingText { text, trained, is_exact } = &rendered.text;
+        let TrainingText { text, trained, is_exact, .. } = &rendered.text;
         let tokens = self.tokenizer.encode_with_ranges(text)?;
         let is_special = |id: u32| self.special.contains(id);
         let mut mask = vec![0; tokens.len()];
@@ -83,12 +77,6 @@ impl<'a> ChatEncoder<'a> {
             next = first;
         }
         Ok(EncodedChat { ids: tokens.into_iter().map(|(id, _)| id).collect(), mask })
-    }
-}
-
-impl Rendered {
-    pub(crate) fn text(&self) -> &str {
-        &self.text.text
     }
 }
 

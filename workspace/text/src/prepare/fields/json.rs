@@ -8,6 +8,7 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::{Fields, MAX_SHOWN_KEYS, Node, Nouns, Slots, Value};
+use crate::numbers::{MARK, finite_json};
 
 impl Fields {
     /// The text of an object of JSON; `slots` are overwritten.
@@ -19,9 +20,34 @@ impl Fields {
     ) -> Result<Cow<'a, str>, String> {
         slots.fill(None);
         if read_object(&self.tree, object, slots).is_err() {
+            return self.of_json_of_python(object, nouns).map(Cow::Owned);
+        }
+        self.text(slots, nouns, || keys(object)).map_err(|reason| match list_of_records(object) {
+            Some(key) if reason.starts_with("no ") => format!(
+                "{reason}; if its list {key:?} has the documents, write them as lines, as in `jq -c '.{key}[]' FILE`"
+            ),
+            _ => reason,
+        })
+    }
+
+    /// The text of an object that Python wrote, with NaN or infinities in it.
+    fn of_json_of_python(&self, object: &str, nouns: Nouns) -> Result<String, String> {
+        let marked = finite_json(object);
+        let mut slots = self.slots();
+        if matches!(marked, Cow::Borrowed(_))
+            || read_object(&self.tree, &marked, &mut slots).is_err()
+        {
             return Err(fault(object, nouns));
         }
-        self.text(slots, nouns, || keys(object))
+        let text = self.text(&slots, nouns, || keys(&marked))?.into_owned();
+        // Templates of conversations get the numbers.
+        match !self.is_chat() && text.contains(MARK) && !object.contains(MARK) {
+            true => Err(format!(
+                "a field has NaN or Infinity, which are no JSON and no text: write a string, or leave the {} out",
+                nouns.record
+            )),
+            false => Ok(text),
+        }
     }
 }
 
@@ -113,6 +139,17 @@ fn fault(object: &str, nouns: Nouns) -> String {
 pub(super) fn reason(fault: &serde_json::Error) -> String {
     let text = fault.to_string();
     text.split(" at line ").next().unwrap_or(&text).to_owned()
+}
+
+/// The first key in a text of JSON whose value is a list of objects; not one of conversations.
+pub(crate) fn list_of_records(text: &str) -> Option<&str> {
+    let lists =
+        text.match_indices('[').filter(|(at, _)| text[at + 1..].trim_start().starts_with('{'));
+    let keys = lists.filter_map(|(at, _)| {
+        let before = text[..at].trim_end().strip_suffix(':')?.trim_end().strip_suffix('"')?;
+        before.rsplit('"').next()
+    });
+    keys.into_iter().find(|key| !["messages", "conversations", "tools"].contains(key))
 }
 
 /// The first keys of an object.

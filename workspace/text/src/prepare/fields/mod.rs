@@ -7,6 +7,8 @@ mod tests;
 
 use std::borrow::Cow;
 
+pub(crate) use self::json::list_of_records;
+
 use crate::prepare::{Error, Result};
 
 /// Maximum number of keys or columns that an error lists.

@@ -66,6 +66,23 @@ fn a_value_without_a_text_is_refused() {
 }
 
 #[test]
+fn numbers_that_python_alone_writes_are_read_where_no_field_has_them() {
+    let object =
+        r#"{"a": NaN, "t": "NaN, -Infinity", "x": [1, -Infinity, {"y": Infinity}], "n": 1}"#;
+    assert_eq!(text("t", object).unwrap(), "NaN, -Infinity");
+    assert_eq!(text("{t} {n}", object).unwrap(), "NaN, -Infinity 1");
+    for argument in ["a", "{t} {a}", "x"] {
+        let error = text(argument, object).unwrap_err();
+        assert!(error.contains("NaN") || error == "the field \"x\" is not a string", "{error}");
+    }
+    assert!(text("t", r#"{"a": nan, "t": ""}"#).unwrap_err().starts_with("broken JSON at column"));
+    let error = text("text", r#"{"version": 1, "data": [{"text": "a"}]}"#).unwrap_err();
+    assert!(error.ends_with(
+        "if its list \"data\" has the documents, write them as lines, as in `jq -c '.data[]' FILE`"
+    ));
+}
+
+#[test]
 fn a_template_with_a_wrong_brace_is_refused() {
     for (argument, part) in [
         ("{text", "a brace is not closed"),

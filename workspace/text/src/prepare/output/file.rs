@@ -72,7 +72,9 @@ impl Output {
             eos_token: ending.end.clone(),
             special_tokens_in_text: Some(self.special.into_iter().filter_map(named).collect()),
             split_special_tokens: tokenizer.splits_special_tokens(),
-            chat_template_blake3: options.chat.map(|chat| chat.template.blake3().to_owned()),
+            chat_template_blake3: options
+                .chat
+                .map(|chat| chat.template.template().blake3().to_owned()),
         })?)
     }
 }

@@ -43,6 +43,8 @@ pub(crate) struct Checkpoint {
     pub(crate) place: Place,
     pub(crate) files: Vec<FileState>,
     pub(crate) counts: super::Counts,
+    #[serde(default)]
+    pub(crate) notes: super::ChatNotes,
     /// Bytes of inputs as they are stored.
     pub(crate) input_bytes: u64,
     /// Hashes of texts, for `--exact-dedup`.

@@ -23,7 +23,7 @@ use self::journal::{Journal, Recorded};
 use self::seen::Seen;
 use crate::prepare::end_of_text::Ending;
 use crate::prepare::names::can_continue;
-use crate::prepare::pipeline::{Batch, Document, Event, Place};
+use crate::prepare::pipeline::{Batch, ChatNotes, Document, Event, Place};
 use crate::prepare::preparation::{Prepared, PreparedFile};
 use crate::prepare::reader::{Format, Identity};
 use crate::prepare::{Error, Prepare, Result};
@@ -104,8 +104,8 @@ impl<'a> Outputs<'a> {
             let list = BadList::complete(&bad_list, &directory)?;
             let bad_list = list.map(BadList::publish).transpose()?.flatten();
             let files = publish_again(options, &prefixes, &directory)?;
-            let counts = recorded.checkpoint.map_or_else(Counts::default, |last| last.counts);
-            return Ok(Begun::Complete(Prepared { files, counts, bad_list }));
+            let Checkpoint { counts, notes, .. } = recorded.checkpoint.unwrap_or_default();
+            return Ok(Begun::Complete(Prepared { files, counts, notes, bad_list }));
         }
         let Recorded { checkpoint, inputs, .. } = recorded;
         let has_checkpoint = checkpoint.is_some();
@@ -179,6 +179,7 @@ impl<'a> Outputs<'a> {
         for document in &batch.documents {
             self.document(document)?;
         }
+        self.state.notes.add(batch.notes.lists, &batch.notes.unnamed);
         self.state.input_bytes += batch.input_bytes;
         self.state.place = batch.end;
         if self.synced.elapsed() >= self.options.sync_every {
@@ -305,10 +306,7 @@ impl<'a> Outputs<'a> {
     }
 
     /// Completes the token files and gives them their names.
-    pub(crate) fn finish(
-        mut self,
-        ending: &Ending,
-    ) -> Result<(Vec<PreparedFile>, Counts, Option<PathBuf>)> {
+    pub(crate) fn finish(mut self, ending: &Ending) -> Result<Prepared> {
         // The counts, for one that is interrupted from here on.
         self.checkpoint()?;
         let mut complete = Vec::with_capacity(self.files.len());
@@ -319,12 +317,12 @@ impl<'a> Outputs<'a> {
         self.bad.sync()?;
         self.journal.complete()?;
         let infos = publish_token_files(complete, self.options.overwrite)?;
-        let bad = self.bad.publish()?;
+        let bad_list = self.bad.publish()?;
         drop(self.journal);
         moh_files::remove_directory(&self.directory).map_err(moh_files::io(&self.directory))?;
         let files = prefixes.into_iter().zip(infos);
         let files = files.map(|(prefix, info)| PreparedFile { prefix, info }).collect();
-        Ok((files, self.state.counts, bad))
+        Ok(Prepared { files, counts: self.state.counts, notes: self.state.notes, bad_list })
     }
 
     fn refuse_empty(&self) -> Result<()> {

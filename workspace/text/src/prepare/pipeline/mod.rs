@@ -5,6 +5,7 @@
 
 mod budget;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
@@ -30,8 +31,30 @@ const MEMORY_FACTOR: u64 = 8;
 const AHEAD_BYTES: u64 = 4 << 20;
 /// Threads of the pool that one reader supplies with text.
 const THREADS_A_READER: usize = 4;
+/// Maximum number of keys that are counted.
+const MAX_UNNAMED: usize = 100;
 /// Time after which the receiver hears that nothing has arrived.
 const WAIT: Duration = Duration::from_millis(50);
+
+/// What the chat template does not read of conversations.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChatNotes {
+    /// Messages whose content is a list, where the template writes a text.
+    pub lists: u64,
+    /// The keys that it does not name, and how many messages have each.
+    pub unnamed: BTreeMap<String, u64>,
+}
+
+impl ChatNotes {
+    pub(crate) fn add(&mut self, lists: u64, unnamed: &BTreeMap<String, u64>) {
+        self.lists += lists;
+        for (key, count) in unnamed {
+            if self.unnamed.len() < MAX_UNNAMED || self.unnamed.contains_key(key) {
+                *self.unnamed.entry(key.clone()).or_default() += count;
+            }
+        }
+    }
+}
 
 /// A place between two records of the inputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,6 +104,7 @@ pub(crate) struct Batch {
     pub(crate) bad: Vec<BadRecord>,
     /// Bytes of the input as it is stored.
     pub(crate) input_bytes: u64,
+    pub(crate) notes: ChatNotes,
     /// Given back when the batch is dropped.
     _permit: Permit,
 }
@@ -271,25 +295,27 @@ fn read_part<'tasks>(
         tasks.spawn(move |_| {
             if !shared.stopped.load(Ordering::Relaxed) {
                 // Without a receiver nobody waits for the documents.
-                let _ = result.send(encode(shared.work, &chunk, end, permit));
+                let _ = result.send(encode(shared, &chunk, end, permit));
             }
         });
     }
 }
 
 /// Parses and encodes the records of a chunk.
-fn encode(work: &Work<'_>, chunk: &Chunk, end: Place, permit: Permit) -> Result<Batch> {
+fn encode(shared: &Shared<'_>, chunk: &Chunk, end: Place, permit: Permit) -> Result<Batch> {
     let (documents, bad, input_bytes) = (Vec::new(), Vec::new(), chunk.input_bytes);
-    let mut batch = Batch { end, documents, bad, input_bytes, _permit: permit };
+    let mut batch =
+        Batch { end, documents, bad, input_bytes, notes: ChatNotes::default(), _permit: permit };
     for record in chunk.documents() {
-        batch.push(work, record)?;
+        batch.push(shared, record)?;
     }
     Ok(batch)
 }
 
 impl Batch {
     /// Encodes a record and adds it.
-    fn push(&mut self, work: &Work<'_>, record: Record<'_>) -> Result<()> {
+    fn push(&mut self, shared: &Shared<'_>, record: Record<'_>) -> Result<()> {
+        let work = shared.work;
         let record = match record {
             Ok(record) => record,
             Err(bad) => {
@@ -301,11 +327,15 @@ impl Batch {
             Encoding::Texts(encoder) => {
                 self.documents.push(Document::of_text(work, encoder, &record.text)?);
             }
-            Encoding::Conversations(chat) => match chat.render(&record.text) {
+            Encoding::Conversations(chat) => match chat.render(&record.text, &shared.stopped) {
                 Ok(rendered) => {
+                    self.notes.add(rendered.text.lists, &rendered.text.unnamed);
                     self.documents.push(Document::of_conversation(work, chat, &rendered)?);
                 }
-                Err(reason) => self.bad.push(BadRecord { place: record.place, reason }),
+                Err(Error::Interrupted) => return Err(Error::Interrupted),
+                Err(error) => {
+                    self.bad.push(BadRecord { place: record.place, reason: error.to_string() });
+                }
             },
         }
         Ok(())
@@ -326,7 +356,7 @@ impl Document {
         chat: &ChatEncoder<'_>,
         rendered: &Rendered,
     ) -> Result<Self> {
-        let mut document = Self::new(work, rendered.text());
+        let mut document = Self::new(work, &rendered.text.text);
         document.special = rendered.special.clone();
         if document.is_wanted {
             let encoded = chat.encode(rendered)?;

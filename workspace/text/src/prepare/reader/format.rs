@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
+use super::kinds;
 use crate::prepare::decode::Compression;
+use crate::prepare::fields::list_of_records;
 use crate::prepare::names::is_standard_input;
 use crate::prepare::{Error, Result};
 
@@ -58,7 +60,7 @@ pub(super) fn format_of(path: &Path, start: &[u8], given: Option<Format>) -> Res
             path,
             "the format of standard input is unknown: add --format jsonl or --format text",
         )),
-        (None, None) => Ok(of_text(path, start)),
+        (None, None) => of_text(path, start).map_err(|reason| Error::unusable(path, reason)),
     }
 }
 
@@ -74,21 +76,39 @@ fn table(start: &[u8]) -> Option<Format> {
     }
 }
 
-/// The format of an input that is no table.
-fn of_text(path: &Path, start: &[u8]) -> Format {
+/// The format of an input that is no table, or why it is none of text.
+fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
     let start = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start);
     let mut tokens = start.iter().filter(|byte| !byte.is_ascii_whitespace());
     let tokens = (tokens.next(), tokens.next());
     let is_array = matches!(tokens, (Some(b'['), Some(b'{' | b']')));
-    match kind_of_name(path) {
+    let end = end_of_name(path);
+    Ok(match kind_of_name(end.as_deref()) {
         // An array of something else than objects is refused as such, not line by line.
         Kind::Json if tokens.0 == Some(&b'[') => Format::JsonArray,
-        Kind::Json => Format::JsonLines,
+        Kind::Json => match several_lines(start) {
+            Some(reason) => return Err(reason),
+            None => Format::JsonLines,
+        },
         Kind::Text => Format::Text,
         Kind::Other if is_array => Format::JsonArray,
         Kind::Other if matches!(tokens, (Some(b'{'), Some(b'"' | b'}'))) => Format::JsonLines,
-        Kind::Other => Format::Text,
-    }
+        Kind::Other => match kinds::refusal(path, end.as_deref(), start) {
+            Some(reason) => return Err(reason),
+            None => Format::Text,
+        },
+    })
+}
+
+/// Why an object that begins on the first line and ends on a later one is not read.
+fn several_lines(start: &[u8]) -> Option<String> {
+    let start = String::from_utf8_lossy(start);
+    let (first, _) = start.trim_start().split_once('\n')?;
+    let parsed = serde_json::from_str::<serde::de::IgnoredAny>(first);
+    parsed.is_err_and(|error| error.is_eof()).then(|| {
+        let list = list_of_records(&start).map_or(".".to_owned(), |key| format!("'.{key}[]'"));
+        format!("is an object of JSON over several lines, not one a line: write lines, as in `jq -c {list} FILE`")
+    })
 }
 
 enum Kind {
@@ -98,13 +118,18 @@ enum Kind {
     Other,
 }
 
-fn kind_of_name(path: &Path) -> Kind {
+/// The end of a name, without that of a compression.
+fn end_of_name(path: &Path) -> Option<String> {
     let end_of = |path: &Path| path.extension().map(|end| end.to_ascii_lowercase());
     let mut end = end_of(path);
     if end.as_ref().is_some_and(|end| Compression::NAMES.iter().any(|name| end == *name)) {
         end = path.file_stem().and_then(|stem| end_of(Path::new(stem)));
     }
-    match end.as_ref().and_then(|end| end.to_str()) {
+    end.and_then(|end| end.into_string().ok())
+}
+
+fn kind_of_name(end: Option<&str>) -> Kind {
+    match end {
         Some("json" | "jsonl" | "ndjson") => Kind::Json,
         Some("txt" | "text" | "md") => Kind::Text,
         _ => Kind::Other,

@@ -7,6 +7,7 @@ mod chunk;
 mod columns;
 mod format;
 mod input;
+pub(crate) mod kinds;
 mod lines;
 mod paragraphs;
 mod stream;

@@ -1,0 +1,235 @@
+//! What bounds the time and the memory of a template. The engine has fuel: an instruction takes one, 64 bytes of a string
+//! that it makes another, two items that a filter visits one more. It takes none for what lists that are joined, values
+//! that are compared and lists within lists cost, nor for what Python's methods do. These instructions are replaced by
+//! calls of functions of this module, which charge before they work; [`Charge`] does for values that are written.
+
+use minijinja::machinery::{Instruction, Instructions};
+use minijinja::value::{Rest, Tuple, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja_contrib::pycompat;
+
+use crate::python;
+
+/// Maximum lists in lists: what walks a value needs a part of the stack for each.
+const MAX_DEPTH: usize = 200;
+/// Maximum digits of a width in a format.
+const MAX_WIDTH_DIGITS: usize = 4;
+/// Parts of a unit of fuel, in which values are charged: [`NODE`] for each, and one for four bytes.
+const PARTS: u64 = 16;
+const NODE: u64 = 8;
+
+type Operator = fn(&State, &Value, &Value) -> Result<Value, Error>;
+
+/// What replaces instructions of two operands; the names are none of a template's.
+const OPERATORS: [(&str, Operator); 9] = [
+    ("+", add),
+    ("~", |state, a, b| Ok(Value::from(python::text(state, a)? + &python::text(state, b)?))),
+    ("==", |state, a, b| compared(state, a, b).map(|()| Value::from(a == b))),
+    ("!=", |state, a, b| compared(state, a, b).map(|()| Value::from(a != b))),
+    ("<", |state, a, b| compared(state, a, b).map(|()| Value::from(a < b))),
+    ("<=", |state, a, b| compared(state, a, b).map(|()| Value::from(a <= b))),
+    (">", |state, a, b| compared(state, a, b).map(|()| Value::from(a > b))),
+    (">=", |state, a, b| compared(state, a, b).map(|()| Value::from(a >= b))),
+    ("in", is_in),
+];
+
+/// The functions and methods of templates that are charged here.
+pub(crate) fn install(environment: &mut Environment<'_>) {
+    for (name, operator) in OPERATORS {
+        environment
+            .add_function(name, move |state: &State, a: Value, b: Value| operator(state, &a, &b));
+    }
+    environment.add_function("[]", |state: &State, values: Rest<Value>| {
+        nested(state, &values).map(|()| Value::from(values.to_vec()))
+    });
+    environment.add_function("()", |state: &State, values: Rest<Value>| {
+        nested(state, &values).map(|()| Value::from(Tuple::from(&values[..])))
+    });
+    environment.add_function("{}", |state: &State, values: Rest<Value>| {
+        let pairs = values.as_chunks().0.iter().map(|[key, value]| (key.clone(), value.clone()));
+        nested(state, &values).map(|()| Value::from_pairs(pairs))
+    });
+    environment.add_filter("string", |state: &State, value: Value| python::text(state, &value));
+    environment.set_unknown_method_callback(|state, value, method, arguments| {
+        charge_method(state, value, method, arguments)?;
+        pycompat::unknown_method_callback(state, value, method, arguments)
+    });
+}
+
+/// Replaces the instructions that the engine does not charge.
+pub(crate) fn replace(instructions: &mut Instructions<'_>) {
+    for index in 0.. {
+        let Some(instruction) = instructions.get_mut(index) else { return };
+        let (name, count) = match instruction {
+            Instruction::Add => ("+", 2),
+            Instruction::StringConcat => ("~", 2),
+            Instruction::Eq => ("==", 2),
+            Instruction::Ne => ("!=", 2),
+            Instruction::Lt => ("<", 2),
+            Instruction::Lte => ("<=", 2),
+            Instruction::Gt => (">", 2),
+            Instruction::Gte => (">=", 2),
+            Instruction::In => ("in", 2),
+            Instruction::BuildList(Some(count)) => ("[]", *count),
+            Instruction::BuildTuple(Some(count)) => ("()", *count),
+            Instruction::BuildMap(count) => ("{}", 2 * *count),
+            _ => continue,
+        };
+        // A longer one is written out in the template, and costs its length.
+        if let Ok(count) = u16::try_from(count) {
+            *instruction = Instruction::CallFunction(name, Some(count));
+        }
+    }
+}
+
+/// Takes fuel for values, in parts of a unit.
+pub(crate) struct Charge<'s, 't, 'e> {
+    state: &'s State<'t, 'e>,
+    parts: u64,
+}
+
+impl<'s, 't, 'e> Charge<'s, 't, 'e> {
+    pub(crate) fn new(state: &'s State<'t, 'e>) -> Self {
+        Self { state, parts: 0 }
+    }
+
+    fn take(&mut self, parts: u64) -> Result<(), Error> {
+        self.parts += parts;
+        match self.parts / PARTS {
+            0 => Ok(()),
+            fuel => {
+                self.parts %= PARTS;
+                self.state.consume_fuel(fuel)
+            }
+        }
+    }
+
+    /// A value without those within it, in as many lists.
+    pub(crate) fn node(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
+        if depth > MAX_DEPTH {
+            return Err(fault(format!("a value within more than {MAX_DEPTH} others")));
+        }
+        self.take(NODE + value.as_str().map_or(0, |text| text.len() as u64 / 4))
+    }
+
+    /// A value and all within it.
+    fn walk(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
+        self.node(value, depth)?;
+        let kind = value.kind();
+        if !matches!(kind, ValueKind::Seq | ValueKind::Iterable | ValueKind::Map) {
+            return Ok(());
+        }
+        let Ok(items) = value.try_iter() else { return Ok(()) };
+        for item in items.checked() {
+            let item = item?;
+            self.walk(&item, depth + 1)?;
+            if kind == ValueKind::Map {
+                self.walk(&value.get_item(&item)?, depth + 1)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn fault(reason: String) -> Error {
+    Error::new(ErrorKind::InvalidOperation, reason)
+}
+
+/// Refuses what would take all of the fuel when it is made.
+fn has_fuel(state: &State, bytes: usize) -> Result<(), Error> {
+    match state.fuel_levels() {
+        Some((_, left)) if bytes as u64 / 64 >= left => Err(ErrorKind::OutOfFuel.into()),
+        _ => Ok(()),
+    }
+}
+
+fn add(state: &State, a: &Value, b: &Value) -> Result<Value, Error> {
+    if let (Some(a), Some(b)) = (a.as_str(), b.as_str()) {
+        has_fuel(state, a.len() + b.len())?;
+        return Ok(Value::from([a, b].concat()));
+    }
+    let is_list = |value: &Value| matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable);
+    if is_list(a) && is_list(b) && a.is_tuple() == b.is_tuple() {
+        let (mut items, mut charge) = (Vec::new(), Charge::new(state));
+        for item in a.try_iter()?.checked().chain(b.try_iter()?.checked()) {
+            charge.take(NODE)?;
+            items.push(item?);
+        }
+        return Ok(if a.is_tuple() { Tuple::from(items).into() } else { items.into() });
+    }
+    let is_number = |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool);
+    let is_whole = |value: &Value| value.is_integer() || value.kind() == ValueKind::Bool;
+    let sum = match (is_number(a) && is_number(b), is_whole(a) && is_whole(b)) {
+        (true, true) => {
+            let whole = |value: &Value| i128::try_from(value.clone());
+            whole(a)?.checked_add(whole(b)?).map(Value::from)
+        }
+        (true, false) => Some((f64::try_from(a.clone())? + f64::try_from(b.clone())?).into()),
+        _ => None,
+    };
+    sum.ok_or_else(|| fault(format!("cannot add {} and {}", a.kind(), b.kind())))
+}
+
+fn compared(state: &State, a: &Value, b: &Value) -> Result<(), Error> {
+    let mut charge = Charge::new(state);
+    match (a.as_object(), b.as_object()) {
+        (Some(_), Some(_)) => charge.walk(a, 0).and_then(|()| charge.walk(b, 0)),
+        _ => charge.node(a, 0),
+    }
+}
+
+fn is_in(state: &State, value: &Value, container: &Value) -> Result<Value, Error> {
+    let kind = container.kind();
+    if matches!(kind, ValueKind::None | ValueKind::Bool | ValueKind::Number) {
+        return Err(fault(format!("cannot look for a value in {kind}")));
+    }
+    if value.as_object().is_some() {
+        compared(state, value, container)?;
+    }
+    minijinja::tests::is_in(state, value, container).map(Value::from)
+}
+
+/// What a new list or map has within it: all of it is walked when it is written or compared, however often it is there.
+fn nested(state: &State, values: &[Value]) -> Result<(), Error> {
+    let mut charge = Charge::new(state);
+    let mut inner = values.iter().filter(|value| value.as_object().is_some());
+    inner.try_for_each(|value| charge.walk(value, 1))
+}
+
+/// What a method of Python's reads and makes.
+fn charge_method(
+    state: &State,
+    value: &Value,
+    method: &str,
+    arguments: &[Value],
+) -> Result<(), Error> {
+    let mut charge = Charge::new(state);
+    let Some(text) = value.as_str() else {
+        return if method == "count" { charge.walk(value, 0) } else { Ok(()) };
+    };
+    charge.node(value, 0)?;
+    let argument = |index: usize| arguments.get(index).and_then(Value::as_str).unwrap_or_default();
+    let count = |part: &str| if part.is_empty() { text.len() } else { text.matches(part).count() };
+    let made = match (method, arguments.first()) {
+        ("replace", _) => count(argument(0)).saturating_mul(argument(1).len()),
+        ("split" | "splitlines", _) => size_of::<Value>().saturating_mul(match argument(0) {
+            "" => text.len(),
+            separator => count(separator),
+        }),
+        ("join", Some(list)) => {
+            charge.walk(list, 0)?;
+            list.len().unwrap_or(0).saturating_mul(text.len())
+        }
+        ("format", _) => {
+            let mut runs = text.split(|digit: char| !digit.is_ascii_digit());
+            match runs.find(|run| run.len() > MAX_WIDTH_DIGITS) {
+                Some(width) => {
+                    return Err(fault(format!("format: the width {width} is too large")));
+                }
+                None => 10usize.pow(MAX_WIDTH_DIGITS as u32) * text.matches('{').count(),
+            }
+        }
+        _ => 0,
+    };
+    has_fuel(state, made)
+}

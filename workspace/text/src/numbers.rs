@@ -1,0 +1,118 @@
+//! Numbers that Python reads in JSON, and serde_json does not: NaN, infinities, and integers beyond 64 bits. They become
+//! strings with a mark before the text is parsed, and numbers again when a template gets them.
+
+use std::borrow::Cow;
+
+use minijinja::Value;
+
+/// No character: Unicode reserves it for a program's own use.
+pub(crate) const MARK: char = '\u{fdd2}';
+
+/// The text with such numbers as marked strings.
+pub(crate) fn beyond_json(text: &str) -> Cow<'_, str> {
+    marked(text, |token| is_not_finite(token) || is_large(token))
+}
+
+/// The text with NaN and infinities as marked strings.
+#[cfg(feature = "prepare")]
+pub(crate) fn finite_json(text: &str) -> Cow<'_, str> {
+    marked(text, is_not_finite)
+}
+
+/// The number of a marked string; `None` of any other string.
+pub(crate) fn number(text: &str) -> Option<Result<Value, String>> {
+    let token = text.strip_prefix(MARK)?;
+    if is_not_finite(token) {
+        // Rust reads the names that Python writes.
+        return token.parse().ok().map(|number: f64| Ok(number.into()));
+    }
+    if !is_large(token) {
+        return None;
+    }
+    let signed = token.parse().map(|number: i128| number.into());
+    let number = signed.or_else(|_| token.parse().map(|number: u128| number.into()));
+    Some(number.map_err(|_| format!("the integer {token} has more than 128 bits")))
+}
+
+fn marked(text: &str, is_beyond: impl Fn(&str) -> bool) -> Cow<'_, str> {
+    let bytes = text.as_bytes();
+    let (mut marked, mut copied, mut at) = (String::new(), 0, 0);
+    while at < bytes.len() {
+        match bytes[at] {
+            b'"' => at = end_of_string(bytes, at + 1),
+            byte if is_of_token(byte) => {
+                let end = bytes[at..].iter().position(|&byte| !is_of_token(byte));
+                let end = end.map_or(bytes.len(), |length| at + length);
+                let token = &text[at..end];
+                if is_beyond(token) {
+                    marked.push_str(&text[copied..at]);
+                    marked.push_str(&format!("\"{MARK}{token}\""));
+                    copied = end;
+                }
+                at = end;
+            }
+            _ => at += 1,
+        }
+    }
+    if copied == 0 {
+        return Cow::Borrowed(text);
+    }
+    marked.push_str(&text[copied..]);
+    Cow::Owned(marked)
+}
+
+/// The place behind the quote that ends a string.
+fn end_of_string(bytes: &[u8], mut at: usize) -> usize {
+    while let Some(&byte) = bytes.get(at) {
+        match byte {
+            b'"' => return at + 1,
+            b'\\' => at += 2,
+            _ => at += 1,
+        }
+    }
+    bytes.len()
+}
+
+fn is_of_token(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.')
+}
+
+fn is_not_finite(token: &str) -> bool {
+    matches!(token, "NaN" | "Infinity" | "-Infinity")
+}
+
+/// Whether a token is an integer of more than 64 bits.
+fn is_large(token: &str) -> bool {
+    let digits = token.strip_prefix('-').unwrap_or(token);
+    let is_integer = digits.bytes().all(|byte| byte.is_ascii_digit()) && !digits.starts_with('0');
+    let fits = || token.parse::<i64>().is_ok() || token.parse::<u64>().is_ok();
+    digits.len() >= 19 && is_integer && !fits()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_beyond_json_are_marked_outside_strings() {
+        for (text, expected) in [
+            ("[18446744073709551615, -9223372036854775808, 1.5e99, \"NaN\"]", None),
+            ("[\"a\\\"NaN\", 12345678901234567890.5, -0, nan]", None),
+            ("{\"a\":NaN}", Some("{\"a\":\"\u{fdd2}NaN\"}")),
+            (
+                "[-Infinity,18446744073709551616]",
+                Some("[\"\u{fdd2}-Infinity\",\"\u{fdd2}18446744073709551616\"]"),
+            ),
+        ] {
+            assert_eq!(beyond_json(text), expected.unwrap_or(text));
+        }
+        let shown = |text: &str| number(text).map(|number| number.map(|number| number.to_string()));
+        assert_eq!(
+            shown("\u{fdd2}-9223372036854775809"),
+            Some(Ok("-9223372036854775809".to_owned()))
+        );
+        assert_eq!((shown("\u{fdd2}7"), shown("NaN")), (None, None));
+        let error = shown(&format!("{MARK}{}", "9".repeat(40))).unwrap().unwrap_err();
+        assert!(error.ends_with("9 has more than 128 bits"), "{error}");
+    }
+}

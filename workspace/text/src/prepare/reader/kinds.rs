@@ -1,0 +1,121 @@
+//! Files that are neither text nor a table that is read, by their names and first bytes: read as text, each would be one
+//! document without a word.
+
+use std::path::Path;
+
+/// The ends of names of a kind, what it is, and what to do.
+const KINDS: [(&[&str], &str, &str); 10] = [
+    (
+        &["csv", "tsv", "tab", "psv"],
+        "a table of separated values",
+        "write it as Parquet, as in `pandas.read_csv(NAME).to_parquet(\"x.parquet\")`",
+    ),
+    (
+        &["xlsx", "xls", "xlsm", "ods", "orc", "avro", "dta", "sav", "h5", "hdf5", "numbers"],
+        "a table of another format",
+        "write its rows as Parquet or JSON lines, with pandas for example",
+    ),
+    (
+        &["html", "htm", "xhtml", "mhtml", "xml", "svg", "rss"],
+        "markup",
+        "extract its text, with trafilatura or pandoc for example, or read the markup itself with --format text",
+    ),
+    (
+        &["pdf", "docx", "doc", "odt", "rtf", "epub", "pptx", "ppt", "odp", "mobi", "djvu", "ps"],
+        "a formatted document",
+        "extract its text, with pandoc or pdftotext for example",
+    ),
+    (&["ipynb"], "a notebook", "convert it, as in `jupyter nbconvert --to markdown`"),
+    (
+        &[
+            "npy",
+            "npz",
+            "pkl",
+            "pickle",
+            "pt",
+            "pth",
+            "ckpt",
+            "bin",
+            "idx",
+            "mask",
+            "safetensors",
+            "gguf",
+            "onnx",
+            "msgpack",
+            "tfrecord",
+            "mat",
+            "rds",
+            "joblib",
+        ],
+        "binary data, such as arrays or weights",
+        "write the texts in it as JSON lines",
+    ),
+    (
+        &["sqlite", "sqlite3", "db", "duckdb", "mdb", "lmdb", "sql"],
+        "a database",
+        "write its rows as JSON lines, as `sqlite3 -json` does in an array",
+    ),
+    (
+        &[
+            "png", "jpg", "jpeg", "gif", "webp", "bmp", "tif", "tiff", "ico", "heic", "mp3", "wav",
+            "flac", "ogg", "m4a", "mp4", "mkv", "avi", "mov", "webm",
+        ],
+        "an image, sound or film",
+        "name files of text",
+    ),
+    (
+        &[
+            "tar", "tgz", "tbz2", "txz", "rar", "jar", "whl", "iso", "cab", "deb", "rpm", "zip",
+            "7z",
+        ],
+        "an archive",
+        "unpack it and name the files in it",
+    ),
+    (&["exe", "dll", "so", "o", "a", "pyc", "class", "wasm"], "a program", "name files of text"),
+];
+/// First bytes, and an end of names of the kind.
+const FIRST_BYTES: [(&[u8], &str); 12] = [
+    (b"%pdf-", "pdf"),
+    (b"{\\rtf", "rtf"),
+    (b"<!doctype html", "html"),
+    (b"<html", "html"),
+    (b"<?xml", "xml"),
+    (b"\x93numpy", "npy"),
+    (b"sqlite format 3\0", "sqlite"),
+    (b"\x89png", "png"),
+    (b"\xff\xd8\xff", "jpg"),
+    (b"gif8", "gif"),
+    (b"\x89hdf", "h5"),
+    (b"\x7felf", "exe"),
+];
+/// The first bytes of what Git keeps in place of a large file.
+const GIT_LFS: &[u8] = b"version https://git-lfs.github.com/";
+
+/// Why a file is not read whose name without a compression's ends in `end`, and which starts with `start`.
+pub(crate) fn refusal(name: &Path, end: Option<&str>, start: &[u8]) -> Option<String> {
+    if start.starts_with(GIT_LFS) {
+        return Some(
+            "is a pointer of Git LFS: fetch the file itself, with `git lfs pull`".to_owned(),
+        );
+    }
+    let end = end.map(str::to_ascii_lowercase);
+    if let Some(table @ ("parquet" | "arrow" | "feather")) = end.as_deref() {
+        return Some(format!("is no table of {table}, as its name says: fetch it again"));
+    }
+    let small: Vec<u8> = start.iter().take(16).map(u8::to_ascii_lowercase).collect();
+    let small = small.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&small);
+    let content = FIRST_BYTES.iter().find(|(bytes, _)| small.starts_with(bytes));
+    let end = end.as_deref().filter(|end| kind(end).is_some()).or(content.map(|(_, end)| *end));
+    let (what, remedy) = match end.and_then(kind) {
+        Some(found) => found,
+        None if start.contains(&0) => kind("bin")?,
+        None => return None,
+    };
+    let remedy = remedy.replace("NAME", &format!("{:?}", name.display().to_string()));
+    Some(format!("is {what}, which is not read: {remedy}; --format text makes it a document"))
+}
+
+fn kind(end: &str) -> Option<(&'static str, &'static str)> {
+    let found = KINDS.iter().find(|(ends, ..)| ends.contains(&end));
+    found.map(|(_, what, remedy)| (*what, *remedy))
+}
