@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use crate::config_file::CONFIG_FILE;
 use crate::hub_cache::{self, DEFAULT_REVISION};
 use crate::model_card::CARD_FILE;
-use crate::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
+use crate::model_directory::{GENERATION_FILE, TOKENIZER_FILES, is_tokenizer_file};
 use crate::other_formats::ADAPTER_FILE;
 use crate::weight_files::INDEX_FILE;
 use crate::{Error, is_terms_file};
@@ -52,7 +52,7 @@ impl FileSet {
     fn has(self, name: &str) -> bool {
         match self {
             FileSet::Model => is_wanted(name),
-            FileSet::Tokenizer => TOKENIZER_FILES.contains(&name),
+            FileSet::Tokenizer => is_tokenizer_file(name),
         }
     }
 
@@ -76,9 +76,8 @@ pub(crate) fn no_directory() -> String {
 fn is_wanted(name: &str) -> bool {
     !name.contains(['/', '\\'])
         && ([CONFIG_FILE, GENERATION_FILE, INDEX_FILE, ADAPTER_FILE].contains(&name)
-            || TOKENIZER_FILES.contains(&name)
+            || is_tokenizer_file(name)
             || name.ends_with(".safetensors")
-            || name.starts_with("chat_template")
             || name == CARD_FILE
             || is_terms_file(name))
 }

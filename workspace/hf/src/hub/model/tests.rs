@@ -92,7 +92,7 @@ fn a_tokenizer_is_fetched_without_the_weights() {
     let server = Server::start(Behaviour { files: files(1000), ..Behaviour::default() });
     let Place { dir: _dir, mut hub } = place(&server);
     let path = hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap();
-    assert_eq!(names(&path), ["added_tokens.json", "tokenizer.json"]);
+    assert_eq!(names(&path), ["added_tokens.json", "chat_template.jinja", "tokenizer.json"]);
     hub.offline = true;
     assert_eq!(hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap(), path);
     // A tokenizer is not a model.
