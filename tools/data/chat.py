@@ -282,8 +282,8 @@ FURTHER = {
     "inst tools": (INST_TOOLS, "object", "text"),
     "prints": (PRINTS, "prints", "prints"),
     "named": ({"default": THINKS.replace("<think>", "<none>"), "tool_use": QWEN_TOOLS.replace("<|im_start|>", "<|im_end|>"), "rag": "{{ raise_exception('rag') }}"},
-              "object", "text"),
-    "named in files": ({"default": CHAT_ML.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}"), "tool_use": INST_TOOLS}, "object", "text"),
+              "by tools", "text"),
+    "named in files": ({"default": VISION, "tool_use": INST_TOOLS}, "by tools", "text"),
 }
 
 
@@ -317,6 +317,8 @@ def generated(count, seed, arguments, content, flat):
                 message[key] = None
         if chance.random() < 0.2:
             message["annotations"] = text()
+        if chance.random() < 0.2:
+            message["loss"] = chance.choice([0.5, 1e22, float("nan"), float("-inf")])
         return message
     for number in range(count):
         messages = [noise({"role": "system", "content": said()})] if chance.random() < 0.3 else []
@@ -342,10 +344,10 @@ def generated(count, seed, arguments, content, flat):
         yield row
 
 
-def as_read(messages, arguments):
+def as_read(messages, arguments, tools=None):
     """The messages whose arguments are objects where the template reads objects."""
     messages = copy.deepcopy(messages)
-    if arguments == "object":
+    if arguments == "object" or arguments == "by tools" and tools:
         for message in messages:
             for call in message.get("tool_calls") or []:
                 if isinstance(call["function"]["arguments"], str):
@@ -380,7 +382,7 @@ def table(rows):
     part = pyarrow.struct([("type", pyarrow.string()), ("text", pyarrow.string())])
     lists = isinstance(rows[0]["messages"][-1]["content"], list)
     keys = sorted({key for row in rows for message in row["messages"] for key in message} - {"role"})
-    kinds = {"content": pyarrow.list_(part) if lists else pyarrow.string(), "tool_calls": pyarrow.list_(call), "weight": pyarrow.float64(), "train": pyarrow.bool_()}
+    kinds = {"content": pyarrow.list_(part) if lists else pyarrow.string(), "tool_calls": pyarrow.list_(call), "weight": pyarrow.float64(), "loss": pyarrow.float64(), "train": pyarrow.bool_()}
     message = pyarrow.struct([("role", pyarrow.string())] + [(key, kinds.get(key, pyarrow.string())) for key in keys])
     schema = pyarrow.schema([("messages", pyarrow.list_(message)), ("tools", pyarrow.string()), ("score", pyarrow.float64())])
     return pyarrow.Table.from_pylist([{**row, "tools": row.get("tools")} for row in rows], schema=schema)
@@ -419,7 +421,7 @@ def compare_further(name, program, server, scratch):
         for row, (ids, mask) in zip(rows, found, strict=True):
             tools = row.get("tools")
             tools = json.loads(tools) if isinstance(tools, str) else tools
-            expected = expected_of(tokenizer, as_read(row["messages"], arguments), tools)
+            expected = expected_of(tokenizer, as_read(row["messages"], arguments, tools), tools)
             if (ids, mask) != expected:
                 different += 1
                 if different == 1:
@@ -428,6 +430,28 @@ def compare_further(name, program, server, scratch):
     print(f"{name}: other ids, masks or notes in {different} of 120 rows")
     if server:
         different += compare_served(name, server, tokenizer, directory, list(generated(8, name, arguments, content, False)))
+    return different
+
+
+def compare_cases(path):
+    """The cases of the crate's test: their texts are transformers' own."""
+    different, count = 0, 0
+    for case in json.loads(path.read_text()):
+        if "text" not in case:
+            continue
+        messages = json.loads(case["messages"]) if isinstance(case["messages"], str) else case["messages"]
+        others = "adapted" in case or "unnamed" in case or any("tool_calls" in message or "from" in message for message in messages)
+        if others:
+            continue
+        tools = json.loads(case.get("tools") or "null") if isinstance(case.get("tools"), str) else case.get("tools")
+        rendered, _ = render_jinja_template(
+            conversations=[_normalize_chat_messages(messages)], tools=tools or None, chat_template=case["template"],
+            add_generation_prompt=case.get("prompts", False), bos_token="<s>", eos_token="</s>")
+        count += 1
+        if rendered[0] != case["text"]:
+            different += 1
+            print(case["template"], rendered[0], case["text"], sep="\n")
+    print(f"{path.name}: {different} of {count} texts are others")
     return different
 
 
@@ -512,7 +536,7 @@ def write_tokenizer(directory, template, in_files=True):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     texts = ["the ship left the harbour in 1984", "def f(x): return x", "assistant user system model"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin_of_text|>", eos_token="</s>")
     made.chat_template = template
@@ -578,6 +602,7 @@ def main():
             twins = masks.get("blocks") == masks.get("plain")
             print(f"{name}: the masks with and without blocks are {'the same' if twins else 'different'}")
             failures += not twins
+        failures += compare_cases(Path(__file__).parents[2] / "workspace/text/tests/text/templates.json")
         for name in FURTHER:
             failures += compare_further(name, os.path.abspath(arguments.program), arguments.server, scratch) > 0
     sys.exit(1 if failures else 0)
