@@ -23,7 +23,7 @@ type Operator = fn(&State, &Value, &Value) -> Result<Value, Error>;
 /// What replaces instructions of two operands; the names are none of a template's.
 const OPERATORS: [(&str, Operator); 9] = [
     ("+", add),
-    ("~", |state, a, b| Ok(Value::from(python::text(state, a)? + &python::text(state, b)?))),
+    ("~", joined),
     ("==", |state, a, b| compared(state, a, b).map(|()| Value::from(a == b))),
     ("!=", |state, a, b| compared(state, a, b).map(|()| Value::from(a != b))),
     ("<", |state, a, b| compared(state, a, b).map(|()| Value::from(a < b))),
@@ -140,6 +140,13 @@ fn has_fuel(state: &State, bytes: usize) -> Result<(), Error> {
     match state.fuel_levels() {
         Some((_, left)) if bytes as u64 / 64 >= left => Err(ErrorKind::OutOfFuel.into()),
         _ => Ok(()),
+    }
+}
+
+fn joined(state: &State, a: &Value, b: &Value) -> Result<Value, Error> {
+    match (a.as_str(), b.as_str()) {
+        (Some(_), Some(_)) => add(state, a, b),
+        _ => Ok(Value::from(python::text(state, a)? + &python::text(state, b)?)),
     }
 }
 

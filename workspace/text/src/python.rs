@@ -225,26 +225,3 @@ fn float(number: f64, is_json: bool) -> String {
         _ => format!("{number:?}"),
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn floats_are_those_of_python() {
-        // python3: repr(x)
-        for (number, expected) in [
-            (0.0, "0.0"),
-            (-2.5, "-2.5"),
-            (0.0001, "0.0001"),
-            (0.00001, "1e-05"),
-            (1e15, "1000000000000000.0"),
-            (1e16, "1e+16"),
-            (1.25e100, "1.25e+100"),
-            (f64::NEG_INFINITY, "-inf"),
-        ] {
-            assert_eq!(float(number, false), expected);
-        }
-        assert_eq!(float(f64::NAN, true), "NaN");
-    }
-}

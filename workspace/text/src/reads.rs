@@ -57,9 +57,13 @@ impl Reads {
         self.content[role.unwrap_or(0)]
     }
 
-    /// Whether the content is a list, and the template writes a text.
-    pub(crate) fn misses_list(&self, message: &Value) -> bool {
-        message["content"].is_array() && self.of_role(message) == Content::Text
+    /// Whether the content is a list where the template writes a text, or a text where it reads a list.
+    pub(crate) fn misreads(&self, message: &Value) -> bool {
+        match &message["content"] {
+            Value::Array(_) => self.of_role(message) == Content::Text,
+            Value::String(text) => self.of_role(message) == Content::Parts && !text.is_empty(),
+            _ => false,
+        }
     }
 
     /// Whether a message may have to be another for some templates.

@@ -53,8 +53,8 @@ pub struct TrainingText {
     pub trained: Vec<Range<usize>>,
     /// Whether the template itself named them; otherwise they may end with what follows the token that ends a turn.
     pub is_exact: bool,
-    /// How many messages have a content that is a list, where the template expects a text.
-    pub lists: u64,
+    /// How many messages have a content that is a list where the template writes a text, or the reverse.
+    pub misread: u64,
     /// The keys that the template does not name, and how many messages have each.
     pub unnamed: BTreeMap<String, u64>,
 }
@@ -131,15 +131,12 @@ impl<'a> Renderer<'a> {
         let first = if turns == TrainedTurns::Last { last } else { 0 };
         let text = self.render_first(compiled, &values, count, false)?;
         let reads = self.reads(compiled);
+        let messages = conversation.messages().iter();
         let mut made = TrainingText {
             text,
             trained: Vec::new(),
             is_exact: compiled.source.has_generation,
-            lists: conversation
-                .messages()
-                .iter()
-                .filter(|message| reads.misses_list(message))
-                .count() as u64,
+            misread: messages.filter(|message| reads.misreads(message)).count() as u64,
             unnamed: BTreeMap::new(),
         };
         for key in conversation.unnamed_keys(|key| compiled.source.names.contains(key)) {

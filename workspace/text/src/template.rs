@@ -180,14 +180,30 @@ mod tests {
     use crate::Conversation;
 
     fn rendered(config: &Value, file: Option<&str>) -> Result<String, String> {
+        rendered_in(config, file, &[], &Value::Null)
+    }
+
+    /// With templates in files of their own, for a conversation with these tools.
+    fn rendered_in(
+        config: &Value,
+        file: Option<&str>,
+        named: &[[&str; 2]],
+        tools: &Value,
+    ) -> Result<String, String> {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join(TOKENIZER_CONFIG), config.to_string()).unwrap();
         if let Some(text) = file {
             fs::write(dir.path().join(TEMPLATE_FILE), text).unwrap();
         }
+        fs::create_dir(dir.path().join(NAMED_TEMPLATES)).unwrap();
+        for [name, text] in named {
+            fs::write(dir.path().join(NAMED_TEMPLATES).join(name), text).unwrap();
+        }
         let template = ChatTemplate::load(dir.path()).map_err(|error| error.to_string())?;
         let renderer = template.renderer().map_err(|error| error.to_string())?;
-        let asked = Conversation::of_texts([("system", "s"), ("user", "q")]);
+        let asked =
+            json!([{ "role": "system", "content": "s" }, { "role": "user", "content": "q" }]);
+        let asked = Conversation::from_json(asked, tools.clone()).unwrap();
         renderer.render(&asked, true).map_err(|error| error.to_string())
     }
 
@@ -199,6 +215,27 @@ mod tests {
         ] });
         assert_eq!(rendered(&named, None).unwrap(), "2");
         assert_eq!(rendered(&named, Some("file")).unwrap(), "file");
+        let (tools, files) = (json!([{ "name": "f" }]), [["tool_use.jinja", "of a file"]]);
+        let by_name = json!({ "chat_template": { "default": "d", "tool_use": "t" } });
+        for (config, file, files, expected) in [
+            (&named, None, &[][..], "tools"),
+            (&by_name, None, &[], "t"),
+            (&json!({ "chat_template": "one" }), None, &[], "one"),
+            (&named, Some("file"), &files, "of a file"),
+            (&named, Some("file"), &[["default.jinja", "other"]], "other"),
+        ] {
+            assert_eq!(rendered_in(config, file, files, &tools).unwrap(), expected);
+        }
+        // Files count, whatever the settings have.
+        assert!(
+            rendered_in(&named, None, &files, &tools).unwrap_err().contains("no chat template")
+        );
+        let of = |for_tools: Option<&str>| {
+            let other = for_tools.map(|text| Source::new(PathBuf::new(), text));
+            ChatTemplate::of(Source::new(PathBuf::new(), "d"), other, BTreeMap::new()).blake3
+        };
+        assert_eq!(of(None), blake3::hash(b"d").to_hex().to_string());
+        assert_ne!(of(None), of(Some("")));
     }
 
     #[test]

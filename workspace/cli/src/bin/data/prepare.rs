@@ -271,14 +271,14 @@ fn chat_notes(notes: &ChatNotes) -> Vec<String> {
     let unread = (!keys.is_empty()).then(|| {
         format!("the chat template names none of these keys of messages: {}", keys.join(", "))
     });
-    let lists = (notes.lists > 0).then(|| {
+    let misread = (notes.misread > 0).then(|| {
         format!(
-            "{} with a list of parts as content, where the chat template expects a text, so that the list is written \
-             as Python writes it: make each a text",
-            counted(notes.lists, "message")
+            "{} with a list of parts as content, where the chat template writes a text, or with a text where it reads \
+             parts: the text that is trained on is not what they say",
+            counted(notes.misread, "message")
         )
     });
-    unread.into_iter().chain(lists).collect()
+    unread.into_iter().chain(misread).collect()
 }
 
 /// A share of a whole: above 0, at most 1.

@@ -65,6 +65,8 @@ pub(crate) enum Value<'a> {
     Escaped(&'a str),
     /// A number or a truth value as JSON writes it.
     Scalar(Cow<'a, str>),
+    /// A float that JSON cannot write, as Python's writes it.
+    NotFinite(&'static str),
     /// Nothing.
     Null,
     /// An object or a list.

@@ -179,7 +179,7 @@ impl<'a> Outputs<'a> {
         for document in &batch.documents {
             self.document(document)?;
         }
-        self.state.notes.add(batch.notes.lists, &batch.notes.unnamed);
+        self.state.notes.add(batch.notes.misread, &batch.notes.unnamed);
         self.state.input_bytes += batch.input_bytes;
         self.state.place = batch.end;
         if self.synced.elapsed() >= self.options.sync_every {

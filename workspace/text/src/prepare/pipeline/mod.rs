@@ -39,15 +39,15 @@ const WAIT: Duration = Duration::from_millis(50);
 /// What the chat template does not read of conversations.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChatNotes {
-    /// Messages whose content is a list, where the template writes a text.
-    pub lists: u64,
+    /// Messages whose content is a list where the template writes a text, or the reverse.
+    pub misread: u64,
     /// The keys that it does not name, and how many messages have each.
     pub unnamed: BTreeMap<String, u64>,
 }
 
 impl ChatNotes {
-    pub(crate) fn add(&mut self, lists: u64, unnamed: &BTreeMap<String, u64>) {
-        self.lists += lists;
+    pub(crate) fn add(&mut self, misread: u64, unnamed: &BTreeMap<String, u64>) {
+        self.misread += misread;
         for (key, count) in unnamed {
             if self.unnamed.len() < MAX_UNNAMED || self.unnamed.contains_key(key) {
                 *self.unnamed.entry(key.clone()).or_default() += count;
@@ -329,7 +329,7 @@ impl Batch {
             }
             Encoding::Conversations(chat) => match chat.render(&record.text, &shared.stopped) {
                 Ok(rendered) => {
-                    self.notes.add(rendered.text.lists, &rendered.text.unnamed);
+                    self.notes.add(rendered.text.misread, &rendered.text.unnamed);
                     self.documents.push(Document::of_conversation(work, chat, &rendered)?);
                 }
                 Err(Error::Interrupted) => return Err(Error::Interrupted),

@@ -145,9 +145,13 @@ impl<'a> Cells<'a> {
 }
 
 /// A number as JSON writes it, which has none for infinity.
-fn finite<'a>(value: impl serde::Serialize) -> Value<'a> {
+fn finite<'a>(value: impl serde::Serialize + Into<f64>) -> Value<'a> {
     match serde_json::to_string(&value) {
         Ok(text) if text != "null" => Value::Scalar(Cow::Owned(text)),
-        _ => Value::Other,
+        _ => Value::NotFinite(match value.into() {
+            f64::INFINITY => "Infinity",
+            f64::NEG_INFINITY => "-Infinity",
+            _ => "NaN",
+        }),
     }
 }

@@ -7,6 +7,7 @@ use arrow_schema::DataType;
 use serde_json::{Map, Value as Json};
 
 use super::cells::Cells;
+use crate::numbers::MARK;
 use crate::prepare::fields::Value;
 
 /// The values of a column of lists or structures.
@@ -104,6 +105,7 @@ fn json(cells: &Cells<'_>, row: usize) -> Json {
     }
     match cells.value(row) {
         Value::Text(text) => text.into(),
+        Value::NotFinite(name) => format!("{MARK}{name}").into(),
         // As JSON writes it.
         Value::Scalar(text) => serde_json::from_str(&text).unwrap_or(Json::Null),
         _ => Json::Null,
