@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import safetensors.numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -392,7 +393,8 @@ def prepare(program, tokenizer, prefix, path):
     command = [program, "prepare", "--chat", "--tokenizer", tokenizer, "--out", prefix, "--force", path]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(f"{path.name}: {done.stderr}")
+        print(f"{path.name}: {done.stderr}")
+        return [], done.stderr
     return read(prefix), done.stderr
 
 
@@ -408,17 +410,25 @@ def compare_further(name, program, server, scratch):
         found, notes = prepare(program, directory, scratch / "out", path)
         if flat:
             # A table tells no order of keys, and no null from a key that is missing.
-            pyarrow.parquet.write_table(table(rows), path := path.with_suffix(".parquet"))
-            order = pyarrow.parquet.read_table(path)["messages"].to_pylist()
+            pyarrow.parquet.write_table(rows_of := table(rows), path.with_suffix(".parquet"))
+            with pyarrow.ipc.new_file(path.with_suffix(".arrow"), rows_of.schema) as file, pyarrow.ipc.new_stream(path.with_suffix(".stream"), rows_of.schema) as stream:
+                file.write_table(rows_of)
+                stream.write_table(rows_of)
+            path.with_suffix(".json").write_text(json.dumps(rows))
+            different += prepare(program, directory, scratch / "out", path.with_suffix(".json"))[0] != found
+            tables = [prepare(program, directory, scratch / "out", path.with_suffix(end))[0] for end in [".parquet", ".arrow", ".stream"]]
+            different += tables[0] != tables[1] or tables[0] != tables[2]
             if arguments != "prints" and name != "thinks by older name":
-                different += prepare(program, directory, scratch / "out", path)[0] != found
+                different += tables[0] != found
             else:
-                found, _ = prepare(program, directory, scratch / "out", path)
+                order = pyarrow.parquet.read_table(path.with_suffix(".parquet"))["messages"].to_pylist()
+                found = tables[0]
                 rows = [{**row, "messages": without_nulls(messages)} for row, messages in zip(rows, order)]
         elif "annotations" not in str(template):
             unread = sum("annotations" in message for row in rows for message in row["messages"])
             different += content != "prints" and f'"annotations" in {unread} messages' not in notes
-        for row, (ids, mask) in zip(rows, found, strict=True):
+        different += len(rows) != len(found)
+        for row, (ids, mask) in zip(rows, found):
             tools = row.get("tools")
             tools = json.loads(tools) if isinstance(tools, str) else tools
             expected = expected_of(tokenizer, as_read(row["messages"], arguments, tools), tools)

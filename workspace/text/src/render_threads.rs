@@ -7,8 +7,6 @@ use std::time::{Duration, Instant};
 
 use crate::{ChatTemplate, Conversation, Error, Renderer, Result, TrainedTurns, TrainingText};
 
-/// The time of a rendering, of which a training text has several.
-const MAX_TIME: Duration = Duration::from_secs(3);
 /// Time after which a caller looks whether it is to stop.
 const WAIT: Duration = Duration::from_millis(20);
 /// Threads that were given up and still run, with which no other is started.
@@ -16,12 +14,13 @@ const MAX_GIVEN_UP: usize = 4;
 /// The stack of a thread, of which only what is used takes memory: dropping a list in lists needs a part for each.
 const STACK_BYTES: usize = 1 << 28;
 
-/// Renders conversations, each in a thread of its own that is given up after three seconds; callers from any number of
-/// threads share it. A rendering that was given up may go on in its thread, within bounded memory, until it ends or the
-/// process does.
+/// Renders conversations, each in a thread of its own that is given up after some time; callers from any number of threads
+/// share it. A rendering that was given up may go on in its thread, within bounded memory, until it ends or the process
+/// does.
 #[derive(Debug)]
 pub struct RenderThreads {
     template: Arc<ChatTemplate>,
+    limit: Duration,
     idle: Mutex<Vec<RenderThread>>,
     given_up: Arc<AtomicUsize>,
 }
@@ -38,14 +37,15 @@ struct RenderThread {
 type Work = Box<dyn FnOnce(&Renderer<'_>) + Send>;
 
 impl RenderThreads {
-    /// Threads for this template, which is compiled once to see that it can be.
+    /// Threads for this template, which is compiled once to see that it can be. A rendering, of which a training text has
+    /// several, is given up after `limit`.
     ///
     /// # Errors
     /// Fails if the template is no Jinja.
-    pub fn new(template: ChatTemplate) -> Result<Self> {
+    pub fn new(template: ChatTemplate, limit: Duration) -> Result<Self> {
         template.renderer()?;
         let (template, idle) = (Arc::new(template), Mutex::default());
-        Ok(Self { template, idle, given_up: Arc::default() })
+        Ok(Self { template, limit, idle, given_up: Arc::default() })
     }
 
     /// The template.
@@ -106,17 +106,17 @@ impl RenderThreads {
                 (begun, since) = (now, Instant::now());
             }
             let is_stopped = stop.load(Ordering::Relaxed);
-            if is_stopped || since.elapsed() > MAX_TIME {
+            if is_stopped || since.elapsed() > self.limit {
                 self.given_up.fetch_add(1, Ordering::Relaxed);
                 thread.is_given_up.store(true, Ordering::Relaxed);
-                return Err(if is_stopped { Error::Interrupted } else { too_long() });
+                return Err(if is_stopped { Error::Interrupted } else { self.too_long() });
             }
         }
     }
 
     fn start(&self) -> Result<RenderThread> {
         if self.given_up.load(Ordering::Relaxed) >= MAX_GIVEN_UP {
-            return Err(too_long());
+            return Err(self.too_long());
         }
         let (work, received) = channel::<Work>();
         let thread = RenderThread { work, begun: Arc::default(), is_given_up: Arc::default() };
@@ -137,12 +137,12 @@ impl RenderThreads {
         })?;
         Ok(thread)
     }
-}
 
-fn too_long() -> Error {
-    Error::Invalid(format!(
-        "the chat template takes longer than {} s for a conversation: look for a loop that does not end or a value that \
-         grows in it",
-        MAX_TIME.as_secs()
-    ))
+    fn too_long(&self) -> Error {
+        Error::Invalid(format!(
+            "the chat template takes longer than {} s for a conversation: look for a loop that does not end or a value \
+             that grows in it",
+            self.limit.as_secs()
+        ))
+    }
 }

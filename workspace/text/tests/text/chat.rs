@@ -1,18 +1,15 @@
-//! Conversations: from their messages to a token file with a mask, in every format, with faults, and continued.
+//! Conversations: from their messages to a token file with a mask, with faults, and continued. `tools/data/chat.py` compares
+//! them with transformers, in every format.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
-use arrow_array::builder::{ListBuilder, StringBuilder, StructBuilder};
-use arrow_array::{ArrayRef, RecordBatch, StringArray};
-use arrow_schema::{DataType, Field};
 use moh_data::{DocumentEnd, TokenFile, with_ending};
 use moh_text::prepare::{BadRecords, Chat, Observer, Prepare, PreparedFile, Progress, Selection};
 use moh_text::{ChatTemplate, RenderThreads, TextTokenizer, TrainedTurns};
-use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -76,8 +73,8 @@ impl<'a> Case<'a> {
     }
 
     fn run(&self, inputs: &[PathBuf], prefix: &Path) -> Result<Vec<PreparedFile>, String> {
-        let template =
-            RenderThreads::new(template(self.source)).map_err(|error| error.to_string())?;
+        let template = RenderThreads::new(template(self.source), Duration::MAX)
+            .map_err(|error| error.to_string())?;
         let options = Prepare {
             chat: Some(Chat { template: &template, turns: self.turns }),
             field: self.field,
@@ -157,63 +154,6 @@ fn the_mask_is_that_of_the_answers_with_the_tokens_that_end_them() {
     assert_eq!(read(&tokenizer, &prefix)[0].1, ["three\u{1f6a2} <|im_end|>"]);
 }
 
-/// A column of messages, of each as many as `records` have; the field `name` is null.
-fn messages_column(records: &[Value]) -> ArrayRef {
-    let fields = ["role", "content", "name"];
-    let columns = fields.map(|name| Field::new(name, DataType::Utf8, true)).to_vec();
-    let builders = fields.map(|_| Box::new(StringBuilder::new()) as _).into();
-    let mut list = ListBuilder::new(StructBuilder::new(columns, builders));
-    for record in records {
-        for message in record.as_array().unwrap() {
-            let one = list.values();
-            for (index, name) in fields.iter().enumerate() {
-                one.field_builder::<StringBuilder>(index)
-                    .unwrap()
-                    .append_option(message[name].as_str());
-            }
-            one.append(true);
-        }
-        list.append(true);
-    }
-    Arc::new(list.finish())
-}
-
-#[test]
-fn every_format_gives_the_same_file() {
-    let (dir, tokenizer) = workplace();
-    let records: Vec<Value> = (0..500).map(turns).collect();
-    let objects: Vec<Value> = records.iter().map(|turns| json!({ "messages": turns })).collect();
-    let path = |name: &str| dir.path().join(name);
-    fs::write(path("a.jsonl"), lines(&objects)).unwrap();
-    fs::write(path("b.json"), Value::from(objects).to_string()).unwrap();
-    let tools: ArrayRef = Arc::new(StringArray::from(vec![None::<&str>; records.len()]));
-    let column = messages_column(&records);
-    let batch =
-        RecordBatch::try_from_iter([("messages", column.clone()), ("tools", tools)]).unwrap();
-    let mut writer =
-        ArrowWriter::try_new(fs::File::create(path("c.parquet")).unwrap(), batch.schema(), None)
-            .unwrap();
-    writer.write(&batch).unwrap();
-    writer.close().unwrap();
-    let batch = RecordBatch::try_from_iter([("messages", column)]).unwrap();
-    let mut writer = arrow_ipc::writer::FileWriter::try_new(
-        fs::File::create(path("d.arrow")).unwrap(),
-        &batch.schema(),
-    )
-    .unwrap();
-    writer.write(&batch).unwrap();
-    writer.finish().unwrap();
-    let bytes = ["a.jsonl", "b.json", "c.parquet", "d.arrow"].map(|name| {
-        let prefix = path("p");
-        Case::new(&tokenizer, CHAT_ML).run(&[path(name)], &prefix).unwrap();
-        [".bin", ".idx", ".mask"].map(|ending| fs::read(with_ending(&prefix, ending)).unwrap())
-    });
-    for other in &bytes[1..] {
-        assert!(other == &bytes[0]);
-    }
-    assert_eq!(read(&tokenizer, &path("p")).len(), 500);
-}
-
 #[test]
 fn a_record_that_is_no_conversation_is_bad_and_says_why() {
     let (dir, tokenizer) = workplace();
@@ -266,7 +206,7 @@ fn a_stopped_preparation_continues_with_the_same_bytes() {
     fs::write(&input, lines(&records)).unwrap();
     let inputs = [input];
     let [whole, prefix] = ["whole", "p"].map(|name| dir.path().join(name));
-    let template = RenderThreads::new(template(CHAT_ML)).unwrap();
+    let template = RenderThreads::new(template(CHAT_ML), Duration::MAX).unwrap();
     let options = |prefix| Prepare {
         chat: Some(Chat { template: &template, turns: TrainedTurns::All }),
         field: "messages",

@@ -18,6 +18,9 @@ use moh_text::{ChatTemplate, RenderThreads, TrainedTurns};
 
 use super::special_tokens;
 
+/// The time after which a chat template is given up, far longer than its work may take on an idle processor.
+const RENDERING_TIME: Duration = Duration::from_secs(60);
+
 #[derive(clap::Args)]
 pub struct Arguments {
     /// Tokenizer: a directory with tokenizer.json, the file itself, or a hub id
@@ -121,7 +124,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let template = match arguments.chat {
         true => {
             let template = ChatTemplate::load(moh_files::parent(tokenizer.path()))?;
-            Some(RenderThreads::new(template)?)
+            Some(RenderThreads::new(template, RENDERING_TIME)?)
         }
         false => None,
     };

@@ -6,7 +6,7 @@ use std::io::{Read as _, Write as _, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{ArgGroup, Parser};
@@ -17,6 +17,9 @@ use moh_program::arguments::at_least;
 use moh_program::models::NamedModel;
 use moh_program::{counted, exit, options};
 use moh_text::{ChatTemplate, Conversation, RenderThreads, TextTokenizer};
+
+/// The time after which a chat template is given up.
+const RENDERING_TIME: Duration = Duration::from_secs(60);
 
 /// Continue a text, or answer a message, with a model, dense or Mixture-of-Head.
 ///
@@ -193,7 +196,7 @@ impl Prompt {
         }
         let system = arguments.system.as_deref().map(|text| ("system", text));
         let conversation = Conversation::of_texts(system.into_iter().chain([("user", &*text)]));
-        let template = RenderThreads::new(ChatTemplate::load(directory)?)?;
+        let template = RenderThreads::new(ChatTemplate::load(directory)?, RENDERING_TIME)?;
         let rendered = template.render(&Arc::new(conversation), true)?;
         // The template contains BOS where the model expects one.
         let ids = tokenizer.encode_without_special_tokens(&rendered)?;

@@ -95,32 +95,9 @@ fn a_text_file_is_one_document() {
 
 #[test]
 fn what_is_neither_text_nor_a_table_is_refused_by_its_kind() {
-    let cases: [(&str, &[u8], &str); 14] = [
-        (
-            "a.csv",
-            b"text\na\n",
-            "is a table of separated values, which is not read: write it as Parquet",
-        ),
-        ("a.TSV.gz", b"a\tb\n", "is a table of separated values"),
-        ("a.html", b"hello", "is markup"),
-        ("page", b"\xef\xbb\xbf<!DOCTYPE html><p>", "is markup"),
-        ("a.pdf", b"", "is a formatted document"),
-        ("scan", b"%PDF-1.7 ", "is a formatted document"),
-        ("a.docx", b"PK\x03\x04", "is a formatted document"),
-        ("a.npy", b"a", "is binary data, such as arrays or weights"),
-        ("a.bin", b"\x01\0\x02\0", "is binary data"),
-        ("x", b"abc\0", "is binary data"),
-        ("a.sqlite", b"", "is a database"),
-        ("a.parquet", b"not one", "is no table of parquet, as its name says"),
-        ("a.txt.1", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
-        (
-            "a.json",
-            b"{\n  \"version\": [1],\n  \"data\": [\n    {\"text\": \"a\"}\n  ]\n}\n",
-            "is an object of JSON over several lines, not one a line: write lines, as in `jq -c '.data[]' FILE`",
-        ),
-    ];
-    for (name, bytes, expected) in cases {
-        let error = texts(name, bytes).unwrap_err().to_string();
+    let cases: Vec<[String; 3]> = serde_json::from_str(include_str!("kinds.json")).unwrap();
+    for [name, text, expected] in cases {
+        let error = texts(&name, text.as_bytes()).unwrap_err().to_string();
         assert!(error.contains(&format!("{name}: {expected}")), "{error}");
     }
     let (_dir, path) = written("a.csv", b"a,b\n");
