@@ -83,7 +83,7 @@ fn conversation(messages: Value) -> Result<Conversation, ApiError> {
         let parts = message["content"].as_array().into_iter().flatten();
         for part in parts.filter(|part| part["type"] != "text" || !part["text"].is_string()) {
             return Err(invalid(format!(
-                "a part of a message has type {:?}, and only \"text\" with a text is supported",
+                "a part of a message has type {:?}, and only \"text\" is supported",
                 part["type"].as_str().unwrap_or_default()
             )));
         }

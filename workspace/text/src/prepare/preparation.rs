@@ -271,7 +271,7 @@ pub fn prepare(
             let json = options.tokenizer.json()?;
             // Recorded at the end, and half of its work is done.
             options.tokenizer.content_of(&json);
-            Encoding::Texts(Encoder::new(options.tokenizer, &json, options.ahead)?)
+            Encoding::Texts(Box::new(Encoder::new(options.tokenizer, &json, options.ahead)?))
         }
     };
     let request = options.request(&paths, &ending);

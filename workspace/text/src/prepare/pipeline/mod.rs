@@ -81,7 +81,7 @@ pub(crate) struct Work<'a> {
 
 /// What encodes records.
 pub(crate) enum Encoding<'a> {
-    Texts(Encoder<'a>),
+    Texts(Box<Encoder<'a>>),
     Conversations(ChatEncoder<'a>),
 }
 
