@@ -23,6 +23,8 @@ use crate::prepare::{AppendEos, Error, Result, Split};
 
 /// The version of what a preparation writes: one that was interrupted is continued by the same version alone.
 const VERSION: u64 = 1;
+/// The version of what becomes of conversations.
+const CHAT_VERSION: u64 = 2;
 /// Time after which the listing of remote inputs notices that it is to stop.
 const LISTING_WAIT: Duration = Duration::from_millis(50);
 
@@ -214,7 +216,7 @@ impl<'a> Prepare<'a> {
         ];
         let chat = self.chat.map(|Chat { template, turns }| {
             let turns = if turns == TrainedTurns::Last { "last" } else { "all" };
-            ("chat", json!([template.template().blake3(), turns]))
+            ("chat", json!([template.template().blake3(), turns, CHAT_VERSION]))
         });
         // Without conversations it is the request that earlier versions recorded.
         let fields = fields.into_iter().chain(chat);
