@@ -79,14 +79,14 @@ pub(super) async fn chat_completions(
 /// A conversation, whose texts may be lists of parts.
 fn conversation(messages: Value) -> Result<Conversation, ApiError> {
     let invalid = |message: String| ApiError::invalid(message, Some("messages"));
-    for message in messages.as_array().into_iter().flatten() {
-        let parts = message["content"].as_array().into_iter().flatten();
-        for part in parts.filter(|part| part["type"] != "text" || !part["text"].is_string()) {
-            return Err(invalid(format!(
-                "a part of a message has type {:?}, and only \"text\" is supported",
-                part["type"].as_str().unwrap_or_default()
-            )));
-        }
+    let messages_of = messages.as_array().into_iter().flatten();
+    let mut parts = messages_of.filter_map(|message| message["content"].as_array()).flatten();
+    let other = parts.find(|part| part["type"] != "text" || !part["text"].is_string());
+    if let Some(part) = other {
+        return Err(invalid(format!(
+            "a part of a message has type {:?}, and only \"text\" is supported",
+            part["type"].as_str().unwrap_or_default()
+        )));
     }
     let conversation = Conversation::from_json(messages, Value::Null);
     let conversation = conversation.map_err(|error| invalid(error.to_string()))?;
