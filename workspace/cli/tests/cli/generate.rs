@@ -201,13 +201,13 @@ fn a_message_is_answered_in_the_chat_template() {
     let dir = prepared();
     let template = "{% for message in messages %}{{ 'w1 ' if message.role == 'system' else 'w2 ' }}\
          {{ message.content }} {% endfor %}{% if add_generation_prompt %}{{ bos_token }}{% endif %}";
-    let config = serde_json::json!({ "chat_template": template, "bos_token": "w3" });
+    let config = serde_json::json!({ "chat_template": template, "bos_token": "w36" });
     let options = ["--max-tokens", "9", "--chat", "--system", "w7"];
     let message = failure(dir.path(), &mut moh_generate(dir.path(), &options), 1);
     assert!(message.starts_with("source: the tokenizer has no chat template"), "{message}");
     fs::write(dir.path().join("source/tokenizer_config.json"), config.to_string()).unwrap();
     let answer = success(&mut moh_generate(dir.path(), &options));
-    let prompt = "w1 w7 w2 w1 w2 w3 w3";
+    let prompt = "w1 w7 w2 w1 w2 w3 w36";
     let continued = success(&mut of_source(dir.path(), &["--max-tokens", "9", "--prompt", prompt]));
     assert_eq!(continued.strip_prefix(prompt).unwrap().trim(), answer.trim());
     assert_eq!(answer.split_whitespace().count(), 9);
