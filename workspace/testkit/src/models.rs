@@ -96,17 +96,16 @@ pub fn model<B: Backend, T: Element>(backend: B, config: ModelConfig) -> Model<B
     Model::new::<Error>(backend, config, 64, fill).unwrap()
 }
 
-/// A micro-batch of `tokens` tokens, another one for each `number`, in documents of 23 and the rest
-/// of each 40.
+/// A micro-batch, another one for each `number`, in documents of 23 tokens and the rest of each sequence.
 pub fn upload<B: Backend, T: Element>(
     backend: &B,
     activations: &mut Activations<B, T>,
     number: u32,
 ) {
-    let tokens = activations.shape().tokens() as u32;
+    let (tokens, length) = (activations.shape().tokens() as u32, activations.shape().length as u32);
     let ids: Vec<u32> = (0..tokens).map(|i| (i * 37 + i * i + number) % VOCABULARY).collect();
     let targets: Vec<u32> = ids.iter().map(|id| (id * 7 + 3) % VOCABULARY).collect();
-    let starts: Vec<u32> = (0..tokens).map(|i| if i % 40 < 23 { 0 } else { 23 }).collect();
+    let starts: Vec<u32> = (0..tokens).map(|i| if i % length < 23 { 0 } else { 23 }).collect();
     activations.upload(backend, &ids, &targets, &starts).unwrap();
 }
 

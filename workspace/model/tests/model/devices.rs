@@ -5,7 +5,7 @@
 use half::bf16;
 #[cfg(feature = "cuda-emulator")]
 use moh_kernels::adamw::AdamW;
-use moh_kernels::{Backend, Cpu, Cuda, Element};
+use moh_kernels::{Backend, Cpu, Cuda, DType, Element};
 #[cfg(feature = "cuda-emulator")]
 use moh_model::parameters::FlatBuffers;
 #[cfg(feature = "cuda-emulator")]
@@ -28,9 +28,10 @@ fn pass<B: Backend + Clone, T: Element>(
     backend: B,
     config: ModelConfig,
     recompute: Recompute,
+    length: usize,
 ) -> Pass {
     let mut model = model::<B, T>(backend, config);
-    let shape = PassShape { recompute, ..SHAPE };
+    let shape = PassShape { recompute, length, ..SHAPE };
     let (activations, gradients, losses) = moh_testkit::models::pass(&mut model, shape);
     let mask = match recompute {
         Recompute::Block => Vec::new(),
@@ -53,9 +54,19 @@ fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
 fn agree<T: Element>(moh: Option<MohConfig>, recompute: Recompute, tolerance: f64) {
     for architecture in Architecture::ALL {
         let config = || ModelConfig { architecture, ..config(16, true, moh.clone()) };
-        let expected = pass::<Cpu, T>(Cpu, config(), recompute);
+        // In bf16 the queries of later blocks differ by roundings, and a near tie may fall otherwise: then
+        // sequences of fewer tokens are compared.
+        let lengths = [SHAPE.length, 24, 16, 12, 8, 6];
+        let tries = if T::DTYPE == DType::F32 { 1 } else { lengths.len() };
         for device in devices() {
-            agrees(&pass::<Cuda, T>(device, config(), recompute), &expected, tolerance);
+            let both = |&length: &usize| {
+                let found = pass::<Cuda, T>(device.clone(), config(), recompute, length);
+                (found, pass::<Cpu, T>(Cpu, config(), recompute, length))
+            };
+            let mut passes = lengths[..tries].iter().map(both);
+            let alike = passes.find(|(found, expected)| found.mask == expected.mask);
+            let (found, expected) = alike.expect("tokens select the same heads");
+            agrees(&found, &expected, tolerance);
         }
     }
 }
@@ -89,15 +100,8 @@ fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
     {
         assert!((a - b).abs() <= tolerance * b.abs(), "loss {a}, expected {b}");
     }
-    // In bf16 the queries of later blocks differ by roundings, and a near tie may fall otherwise.
-    let others = found.mask.iter().zip(&expected.mask).filter(|(a, b)| a != b).count();
-    assert!(others * 50 <= expected.mask.len(), "{others} of {} selections", expected.mask.len());
-    // A token that takes another head changes two selections, and in these models the gradients by
-    // 5% to 7% of their norm.
-    let tokens = others.div_ceil(2) as f64;
     let error = relative_error(&found.gradients, &expected.gradients);
-    let most = tolerance * (1.0 + 16.0 * tokens).sqrt();
-    assert!(error < most, "gradients: relative error {error} with {others} other selections");
+    assert!(error < tolerance, "gradients: relative error {error}");
 }
 
 /// Other heads in each of the two layers.
@@ -211,7 +215,8 @@ fn digests_of_passes() {
     fn print<T: Element>(config: ModelConfig, recompute: Recompute) {
         use std::hash::{DefaultHasher, Hash, Hasher};
         let name = format!("{:?}, {:?}, {:?}", T::DTYPE, config.architecture, config.moh);
-        let Pass { losses, gradients, .. } = pass::<Cuda, T>(Cuda::emulated(), config, recompute);
+        let Pass { losses, gradients, .. } =
+            pass::<Cuda, T>(Cuda::emulated(), config, recompute, SHAPE.length);
         let mut hasher = DefaultHasher::new();
         losses.cross_entropy.to_bits().hash(&mut hasher);
         gradients.iter().for_each(|gradient| gradient.to_bits().hash(&mut hasher));
