@@ -12,4 +12,3 @@ mod qwen3;
 mod reference_vectors;
 mod routing_statistics;
 mod trial_router;
-mod two_stage;

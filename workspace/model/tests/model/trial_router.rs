@@ -1,19 +1,21 @@
-//! A learned router that the library does not know, two-stage routing (`support/two_stage.rs`),
-//! trains through the public interface, beside a dense layer and one with the configuration's router:
-//! losses and gradients are those of an f64 model, on one rank and on several.
+//! A router that the configuration does not have trains through the public interface, beside a dense layer and one
+//! with the configuration's router: losses and gradients are those of an f64 model, on one rank and on several.
 
 use std::sync::Arc;
 
-use crate::two_stage::TwoStage;
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::ops::softmax;
 use half::bf16;
 use moh_comm::World;
 use moh_kernels::adamw::AdamW;
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::linear::{LinearBackwardInput, LinearForward};
+use moh_kernels::ranks::Heads;
+use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
+use moh_kernels::router::{RoutingShape, SharedHeads};
+use moh_kernels::{Accumulation, Backend, Cpu, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::{FlatBuffers, OnBuffer};
-use moh_model::router::Router;
+use moh_model::router::{Router, RouterBackward, RouterForward, RouterParameter};
 use moh_model::{
     Activations, Architecture, Error, Model, ModelConfig, PassShape, PassSlot, Recompute,
     RouterKind, StepSums, Sums,
@@ -24,9 +26,56 @@ use moh_testkit::reference::{Reference, Routed, RouterInput, configured, micro_b
 /// Shared and selected heads of the layers with a trial router: few of eight, and most of them.
 const TRIALS: [Option<[usize; 2]>; 4] = [None, Some([2, 3]), None, Some([5, 1])];
 
+const WIDTH: usize = 48;
+const HEADS: usize = 8;
+const LOGITS: usize = HEADS + 2;
+
+/// The logits of heads and stages by one matrix of the block's normed input.
+struct TwoStage(LogitRouter);
+
 fn trial(layer: usize) -> Option<TwoStage> {
     let [shared_heads, top_k] = TRIALS[layer]?;
-    Some(TwoStage { width: 48, heads: 8, shared_heads, top_k })
+    let (shared, weights) = (SharedHeads::first(shared_heads), HeadWeights::TwoStage);
+    Some(TwoStage(LogitRouter { shared, top_k, weights }))
+}
+
+impl<B: Backend, T: Element> Router<B, T> for TwoStage {
+    fn routing_shape(&self, tokens: usize, heads: Heads) -> moh_kernels::Result<RoutingShape> {
+        self.0.routing_shape(tokens, heads)
+    }
+
+    fn shared_heads(&self) -> SharedHeads {
+        self.0.shared
+    }
+
+    fn parameters(&self, hidden_size: usize) -> Vec<RouterParameter> {
+        vec![RouterParameter { name: "router.weight".to_owned(), shape: [LOGITS, hidden_size] }]
+    }
+
+    fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> moh_kernels::Result<()> {
+        let RouterForward { shape, x, parameters, routing, all_reduce, .. } = args;
+        let (tokens, weight) = (shape.tokens(), parameters.get(0)?);
+        let mut logits = backend.allocate::<T>(tokens * LOGITS)?;
+        let y = B::whole_mut(&mut logits);
+        backend.linear_forward(LinearForward::new(WIDTH, x, weight, y))?;
+        let (router, logits) = (self.0, B::whole(&logits));
+        backend.logits_forward(LogitsForward { router, logits, tokens, routing, all_reduce })
+    }
+
+    fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> moh_kernels::Result<()> {
+        let RouterBackward { tokens, x, parameters, gradient, d_x, d_parameters, .. } = args;
+        let mut d_logits = backend.allocate::<T>(tokens.len() * LOGITS)?;
+        let (router, written) = (self.0, B::whole_mut(&mut d_logits));
+        backend.logits_backward(LogitsBackward { router, tokens, d_logits: written, gradient })?;
+        d_parameters.add_linear(0, WIDTH, x, B::whole(&d_logits))?;
+        backend.linear_backward_input(LinearBackwardInput {
+            inputs: WIDTH,
+            d_y: B::whole(&d_logits),
+            weight: parameters.get(0)?,
+            d_x,
+            accumulation: Accumulation::Add,
+        })
+    }
 }
 
 /// Layers 0 and 1 would be dense, layers 2 and 3 have the query-norm router.
@@ -51,7 +100,6 @@ fn whole<B: Backend, T: Element>(backend: B, architecture: Architecture) -> Mode
     model(backend, architecture, ModelParallel::whole(&config(architecture)))
 }
 
-/// The gradients and sums of a training pass.
 fn pass<B: Backend + Clone>(
     model: &mut Model<B, f32>,
     recompute: Recompute,
@@ -75,19 +123,18 @@ fn pass<B: Backend + Clone>(
 
 /// The router of [`TwoStage`], or the configuration's.
 fn route(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
-    let Some(TwoStage { shared_heads, top_k, .. }) = trial(input.layer) else {
+    let Some([shared_heads, top_k]) = TRIALS[input.layer] else {
         return configured(reference, input);
     };
-    let logits = |name: &str| {
-        reference.linear(input.x, &format!("model.layers.{}.router.{name}", input.layer))
-    };
-    let p = softmax(&logits("routed")?, D::Minus1)?;
+    let all = reference.linear(input.x, &format!("model.layers.{}.router", input.layer))?;
+    let softmax_of = |first, count| softmax(&all.narrow(1, first, count)?, D::Minus1);
+    let p = softmax_of(shared_heads, HEADS - shared_heads)?;
     let mask: Vec<u8> = p.to_vec2::<f64>()?.iter().flat_map(|p| select(p, top_k)).collect();
     let selected = Tensor::from_slice(&mask, p.shape(), &Device::Cpu)?.to_dtype(DType::F64)?;
     let kept = (&p * &selected)?;
     let r = (kept.broadcast_div(&kept.sum_keepdim(1)?)? * top_k as f64)?;
-    let s = (softmax(&logits("shared")?, D::Minus1)? * shared_heads as f64)?;
-    let stages = (softmax(&logits("stages")?, D::Minus1)? * 2.0)?;
+    let s = (softmax_of(0, shared_heads)? * shared_heads as f64)?;
+    let stages = (softmax_of(HEADS, 2)? * 2.0)?;
     let (a, b) = (stages.narrow(1, 0, 1)?, stages.narrow(1, 1, 1)?);
     let weights = Tensor::cat(&[s.broadcast_mul(&a)?, r.broadcast_mul(&b)?], 1)?;
     let balance = (selected.mean(0)? * p.mean(0)?)?.sum_all()?;
