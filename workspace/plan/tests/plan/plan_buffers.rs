@@ -43,7 +43,7 @@ const MIXED_TOP_K: &str = "stage.moh.moh.routed_top_k=[0, 3, 2, 4, 0]";
 const TEACHER: &str = "stage.moh.distill={ teacher = \"another\" }";
 const QWEN3: &str = "model.new.model_type=qwen3";
 
-fn read(overrides: &[&str]) -> (Recipe, ModelConfig) {
+pub fn read(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
     let path = Path::new("recipe.toml");
     let recipe = Recipe::parse(RECIPE, path, &overrides).unwrap();
@@ -54,9 +54,7 @@ fn read(overrides: &[&str]) -> (Recipe, ModelConfig) {
 /// What a rank has allocated and planned.
 #[derive(Debug, PartialEq)]
 struct Found {
-    /// Bytes of buffers.
     buffers: u64,
-    /// Bytes of a thread's scratch.
     scratch: u64,
 }
 

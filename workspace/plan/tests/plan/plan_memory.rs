@@ -2,9 +2,9 @@
 
 #![cfg(target_os = "linux")]
 
-use std::path::Path;
 use std::process::Command;
 
+use crate::plan_buffers::read;
 use half::bf16;
 use moh_comm::World;
 use moh_kernels::{Cpu, Element};
@@ -14,27 +14,18 @@ use moh_plan::{Plan, step_config};
 use moh_recipe::Recipe;
 use moh_step::{Evaluator, OptimizerState, StepGroups, Stepper};
 
-const RECIPE: &str = r#"
-run = { dir = "runs/none", seed = 1, device = "cpu", dtype = "f32" }
-[model.new]
-vocab_size = 2048
-hidden_size = 256
-intermediate_size = 688
-num_hidden_layers = 4
-num_attention_heads = 8
-num_key_value_heads = 4
-[data]
-sequence_length = 512
-sources = [{ path = "none" }]
-validation = { path = "none", batches = 1 }
-[[stage]]
-name = "moh"
-attention = "moh"
-tokens = 4096
-batch_tokens = 4096
-micro_batch = 4
-learning_rate = { max = 1e-3, min = 1e-4, warmup_steps = 1 }
-"#;
+/// A larger model, with an MLP and a vocabulary of whole tiles.
+const SIZES: [&str; 9] = [
+    "model.new.vocab_size=2048",
+    "model.new.hidden_size=256",
+    "model.new.intermediate_size=688",
+    "model.new.num_hidden_layers=4",
+    "data.sequence_length=512",
+    "data.document_mask=false",
+    "stage.moh.tokens=4096",
+    "stage.moh.batch_tokens=4096",
+    "stage.moh.micro_batch=4",
+];
 
 /// Private writable bytes of this process, whether or not they have been written to.
 fn own_bytes() -> u64 {
@@ -93,14 +84,12 @@ fn the_plan_counts_what_a_stage_allocates() {
 
 /// Bytes of a stage with this recomputation, element type and router, which the stage adds to the model.
 fn planned_and_allocated((recompute, dtype, router): (&str, &str, &str)) -> (u64, u64) {
-    let overrides = [
-        format!("memory.recompute={recompute}"),
-        format!("run.dtype={dtype}"),
-        format!("stage.moh.moh={{ router = \"{router}\" }}"),
+    let case = [
+        &format!("memory.recompute={recompute}"),
+        &format!("run.dtype={dtype}"),
+        &*format!("stage.moh.moh={{ router = \"{router}\" }}"),
     ];
-    let path = Path::new("recipe.toml");
-    let recipe = Recipe::parse(RECIPE, path, &overrides).unwrap();
-    let config = recipe.model_config(path).unwrap().unwrap();
+    let (recipe, config) = read(&[&SIZES[..], &case].concat());
     let memory = Plan::new(&recipe, &config).unwrap().stages[0].memory;
     // No checkpoint is written here.
     let planned = memory.total() - memory.staging - memory.thread_scratch;
