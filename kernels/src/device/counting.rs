@@ -33,14 +33,12 @@ pub struct CountingMemory {
 
 #[derive(Debug, Default)]
 struct Counts {
-    /// Bytes by purpose.
     bytes: [AtomicU64; Purpose::ALL.len()],
     /// Index of the purpose of the constructor that is running; the last index if there is none.
     purpose: AtomicUsize,
     thread_scratch: AtomicU64,
 }
 
-/// Allocations without a purpose.
 const UNNAMED: usize = Purpose::ALL.len() - 1;
 
 impl CountingMemory {

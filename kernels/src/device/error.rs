@@ -18,12 +18,10 @@ impl Error {
         Error(format!("{operator}: {reason}"))
     }
 
-    /// A device is missing, unfit or failing.
     pub(crate) fn device(device: &str, operation: &str, reason: impl Display) -> Self {
         Error(format!("{device}: {operation} failed: {reason}"))
     }
 
-    /// The device has no room for a buffer.
     pub(crate) fn no_room(device: &str, bytes: usize) -> Self {
         Error(format!(
             "{device} has no room for {bytes} bytes: use a smaller micro_batch or sequence_length"

@@ -148,7 +148,6 @@ pub(super) fn multiply<K: Kernel, O: Element, A: Element, B: Element>(
     });
 }
 
-/// Packs a right block on the threads.
 fn pack_right<K: Kernel, T: Element>(right: Matrix<'_, T>, out: &mut [u32], threads: usize) {
     if threads == 1 || out.len() < SMALL {
         return K::pack_right(right, out);

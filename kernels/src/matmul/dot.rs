@@ -34,7 +34,6 @@ const MAX_LANES: usize = 16;
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
-/// Whether both matrices are contiguous along k.
 pub(super) fn along_k<A, B>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
     left.column_stride == 1 && right.row_stride == 1
 }

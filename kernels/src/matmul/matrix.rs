@@ -79,7 +79,6 @@ impl<'a, T> Matrix<'a, T> {
 }
 
 impl<'a, T: Element> Matrix<'a, T> {
-    /// The same matrix if its elements are f32.
     pub(super) fn as_f32(&self) -> Option<Matrix<'a, f32>> {
         self.cast()
     }
@@ -152,7 +151,6 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         MatrixMut { start, owner: PhantomData, ..*self }
     }
 
-    /// The elements of a row.
     pub(super) fn row_mut(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows);
         // SAFETY: the row is within the view's slice (checked there, and above), and the view is
@@ -195,7 +193,6 @@ impl<T> From<Accumulation> for Destination<'_, T> {
     }
 }
 
-/// The slice if its elements are of type `U`.
 fn cast<T: Element, U: Element>(data: &[T]) -> Option<&[U]> {
     fn checked<T: Pod, U: Pod>(data: &[T]) -> Option<&[U]> {
         bytemuck::try_cast_slice(data).ok()

@@ -16,7 +16,6 @@ use crate::scratch::with_scratch;
 
 /// Multiply-adds of a part of the columns below which threads cost more than they save.
 const SMALL: usize = 1 << 16;
-/// Parts of the columns per thread.
 const PARTS_PER_THREAD: usize = 2;
 /// Rows that are multiplied at a time: partial sums of so many rows are in scratch.
 const ROWS: usize = 192;
@@ -27,7 +26,6 @@ pub(crate) struct Packed<'a> {
     data: &'a [u32],
     /// Its terms, rows of the matrix.
     terms: usize,
-    /// Its columns.
     columns: usize,
 }
 

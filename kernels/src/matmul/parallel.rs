@@ -7,7 +7,6 @@ use crate::scalar::Element;
 
 /// Multiply-adds below which threads cost more than they save.
 const SMALL: usize = 1 << 16;
-/// Parts of inner products per thread.
 const PARTS_PER_THREAD: usize = 2;
 /// Granularity of the division of columns.
 const COLUMN_STEP: usize = 64;
@@ -43,7 +42,6 @@ pub(crate) fn matmul_of_rows<O: Element, A: Element, B: Element>(
     inner_products_parallel(out, left, right);
 }
 
-/// Inner products on rayon's threads.
 fn inner_products_parallel<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,

@@ -52,7 +52,6 @@ impl Bf16Path {
         }
     }
 
-    /// The fastest implementation on this processor.
     fn of_processor() -> Self {
         #[cfg(target_arch = "x86_64")]
         if super::avx512::available() && has_full_rate() {

@@ -24,7 +24,6 @@ struct Case {
     seed: u32,
 }
 
-/// The implementation.
 #[derive(Debug, Clone, Copy)]
 enum Path {
     Serial,

@@ -6,7 +6,6 @@ use std::arch::x86_64::*;
 use super::matrix::Matrix;
 use crate::simd::vectorized;
 
-/// Side of a square.
 pub(super) const SQUARE: usize = 16;
 
 /// Writes a matrix that is contiguous along its columns in row-major order, rows `stride` elements
@@ -76,7 +75,6 @@ fn mask(count: usize) -> u16 {
     if count < SQUARE { (1 << count) - 1 } else { u16::MAX }
 }
 
-/// Transposes a square of 32-bit elements.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]

@@ -311,7 +311,6 @@ fn with_teacher(weight: &[f32], teachers: &[f32], temperature: f32) -> Head<f32>
     }
 }
 
-/// The CPU's losses, and the gradient of x.
 fn losses(head: &Head<f32>) -> (Vec<f64>, f32) {
     let before = vec![777f32; head.weight.len()];
     let found = head.run(&Cpu, None, Some((&before, Accumulation::Overwrite))).unwrap();

@@ -35,7 +35,6 @@ const ATTENTION: AttentionShape = AttentionShape {
     query_stride: ROW,
 };
 
-/// The lengths that fit.
 fn right<B: Backend>(device: &B, operator: &str) -> Vec<usize> {
     fits(device, operator).iter().map(|fit| fit.right).collect()
 }

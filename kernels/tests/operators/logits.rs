@@ -242,7 +242,6 @@ fn equal_logits_give_weights_of_one_to_the_lower_heads() {
     }
 }
 
-/// The gradients of some of the tokens are those rows of all.
 #[test]
 fn gradients_of_some_tokens_are_rows_of_all() {
     let (router, tokens, heads) = (router(&[0, 3], 2, HeadWeights::TwoStage), 70, Heads::all(6));

@@ -15,7 +15,6 @@ pub enum Error {
 }
 
 impl Error {
-    /// A sum over tokens is not finite.
     pub(crate) const NOT_FINITE: Error = Error::Fit(
         "the heads' outputs have a value that is not finite: the model or its text cannot be used",
     );

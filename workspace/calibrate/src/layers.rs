@@ -178,7 +178,6 @@ struct Job<'a, B: Backend, E> {
 /// What is known of a layer's heads before its set is searched for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Choice {
-    /// Active heads.
     active: usize,
     /// Which ones, if a search has found them.
     heads: Option<LayerHeads>,

@@ -46,7 +46,6 @@ pub use snapshot::{Snapshot, staging_bytes};
 pub use stored::{StoredCheckpoint, TensorRequest};
 pub use write::{begin, publish, write_part};
 
-/// Name of the manifest in a checkpoint's directory.
 const MANIFEST: &str = "manifest.json";
 /// Name of the file with the manifest's own hash, in the format of `b3sum --check`.
 const MANIFEST_HASH: &str = "manifest.json.b3";

@@ -96,7 +96,6 @@ fn condition(name: &str) -> Option<(Condition, u64)> {
     Some((Condition::Unfinished, step(rest)?))
 }
 
-/// The paths in a directory; none if it is missing.
 fn entries(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     let entries = unless_missing(directory, fs::read_dir(directory))?;
     entries

@@ -103,7 +103,6 @@ mod tests {
         publish(run, pending, state, Map::new(), &parts).unwrap();
     }
 
-    /// Checks what rank `rank` of `ranks` loads.
     fn check(run: &RunDirectory, rank: usize, ranks: usize) {
         let stored = StoredCheckpoint::of_step(run, 5).unwrap();
         let stored = stored.read_by(Shard { rank, size: ranks });

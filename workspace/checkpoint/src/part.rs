@@ -51,7 +51,6 @@ impl RankPart {
         rank_file_name("tensors", "json", rank, size)
     }
 
-    /// The file with the part's tensors of a kind.
     pub(super) fn file(&self, kind: TensorKind) -> &TensorFile {
         &self.files[kind as usize]
     }

@@ -88,7 +88,6 @@ pub fn staging_bytes<T: Element, M: Element>(layout: &ModelLayout, shard: Shard)
 pub struct Snapshot<T: Element, M: Element> {
     pub(super) shard: ShardTensors,
     pub(super) weights: Vec<T>,
-    /// The rounding errors of bf16 weights.
     pub(super) remainder: Option<Vec<i16>>,
     pub(super) first_moment: Vec<M>,
     pub(super) second_moment: Vec<M>,

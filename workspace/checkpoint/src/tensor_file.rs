@@ -15,7 +15,6 @@ use super::read_error::ReadError;
 /// Files that are open at a time: those of a few ranks.
 const MAX_OPEN: usize = 48;
 
-/// The files that were read last.
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles {
     /// The one that was used last at the end.
@@ -53,7 +52,6 @@ impl OpenFiles {
         }
     }
 
-    /// Reads a shard and checks its hash.
     pub(super) fn check(
         &self,
         path: &Path,

@@ -195,7 +195,6 @@ fn numbers_that_contradict_each_other_are_named() {
     }
 }
 
-/// The names of all variables that are read.
 fn names() -> Vec<&'static str> {
     let of_launchers =
         [&TORCHRUN[..], &SLURM, &OPEN_MPI].concat().into_iter().map(|(name, _)| name);

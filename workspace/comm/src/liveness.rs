@@ -17,7 +17,6 @@ use crate::wire::{Connection, Message, POLL_INTERVAL, Received, close_all};
 /// How long rank 0 waits for the other ranks to report their operations.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Heartbeats within the silence limit.
 const HEARTBEATS_PER_LIMIT: u32 = 6;
 
 #[derive(Debug, Clone, Copy)]
@@ -119,7 +118,6 @@ struct Monitored {
 
 /// Rank 0's inquiry to all ranks about a stuck operation.
 struct Inquiry {
-    /// The rank of the stuck operation.
     who: String,
     operation: String,
     /// What each rank is doing, by rank.

@@ -26,7 +26,6 @@ pub(crate) struct Health {
 struct Activity {
     next_id: u64,
     running: Vec<Entry>,
-    /// The operation that ended last.
     last: Option<Operation>,
 }
 

@@ -119,7 +119,6 @@ impl Connection {
         Ok(Connection { stream, input, output, last_received: Instant::now() })
     }
 
-    /// The next message, if one has arrived.
     pub(crate) fn receive(&mut self) -> Received {
         loop {
             match decode(&mut self.input) {

@@ -29,7 +29,6 @@ pub struct AttentionOutputLoss<'a, B: Backend, G: Element> {
     pub straight_through: bool,
 }
 
-/// The activations of one layer's attention, and the attention outputs.
 pub(crate) struct AttentionOutputs<M: Memory, T: Element> {
     saved: SavedAttention<M, T>,
     norm: Normed<M, T>,

@@ -330,7 +330,6 @@ fn columns(table: &[f32], row: usize, range: Range<usize>) -> Vec<f32> {
     table.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
 }
 
-/// The first elements of a buffer.
 fn download<M: Memory>(memory: &M, from: &M::Buffer<f32>, len: usize) -> Result<Vec<f32>, Error> {
     let mut host = vec![0f32; len];
     memory.download(M::view(from, 0..len), &mut host)?;

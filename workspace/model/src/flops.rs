@@ -53,13 +53,11 @@ impl ModelConfig {
         self.count_parameters() as u64
     }
 
-    /// Elements of the tensors of all blocks.
     fn block_parameters(&self) -> u128 {
         let blocks = (0..self.num_hidden_layers).flat_map(|layer| block_tensors(self, layer));
         blocks.map(|tensor| tensor.elements()).sum()
     }
 
-    /// Mean elements of the tensors of a block.
     pub(crate) fn mean_block_parameters(&self) -> f64 {
         self.block_parameters() as f64 / self.num_hidden_layers.max(1) as f64
     }

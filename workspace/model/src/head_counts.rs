@@ -82,7 +82,6 @@ impl From<usize> for HeadCounts {
     }
 }
 
-/// The counts of the layers, in order.
 impl FromIterator<usize> for HeadCounts {
     fn from_iter<I: IntoIterator<Item = usize>>(counts: I) -> Self {
         HeadCounts::Each(counts.into_iter().collect())

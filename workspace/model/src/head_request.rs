@@ -241,7 +241,6 @@ impl Share {
         }
     }
 
-    /// Active heads per token.
     fn active(self, heads: usize) -> usize {
         rounded(self.share, heads / self.unit) * self.unit
     }

@@ -15,7 +15,6 @@ use crate::{BatchGenerator, BlockPass, Generator, Model};
 static INSTANCES: [fn(); 3] =
     [instantiate::<f32, f32>, instantiate::<bf16, f32>, instantiate::<bf16, bf16>];
 
-/// Models of `T` with gradients of `G`.
 fn instantiate<T: Element, G: Element>() {
     black_box([
         Model::<Cpu, T>::run as *const (),

@@ -36,7 +36,6 @@ pub struct PassSizes<'a> {
     pub(crate) role: PassRole,
     /// Sizes of a routing that fits every layer; `None` if all layers are dense.
     pub(crate) routing: Option<RoutingShape>,
-    /// Tensors of the part.
     pub(crate) tensors: usize,
 }
 

@@ -34,7 +34,6 @@ pub struct Sampler {
     random: StdRng,
     sampling: Sampling,
     vocab_size: usize,
-    /// Tokens of the prompt.
     prompt: BTreeSet<u32>,
     /// How often each token was selected.
     selected: BTreeMap<u32, u32>,

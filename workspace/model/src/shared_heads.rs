@@ -84,7 +84,6 @@ impl SharedHeadSets {
     }
 }
 
-/// The sets of the layers, in order.
 impl FromIterator<SharedHeads> for SharedHeadSets {
     fn from_iter<I: IntoIterator<Item = SharedHeads>>(sets: I) -> Self {
         SharedHeadSets::Sets(sets.into_iter().collect())

@@ -53,7 +53,6 @@ impl Sum for Volume {
 }
 
 impl Volume {
-    /// An all-gather or reduce-scatter of `bytes` in a ring of `ranks`.
     fn ring(ranks: usize, bytes: f64) -> Volume {
         match ranks {
             0 | 1 => Volume::default(),

@@ -18,7 +18,6 @@ use crate::Error;
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Maximum of rates and times; products of several of them still fit an f64.
 const MAX_NUMBER: f64 = 1e12;
-/// Minimum speed of attention relative to matmuls.
 const MIN_SHARE: f64 = 1e-3;
 const MAX_BYTES: u64 = 1 << 50;
 const MAX_RANKS: usize = 1 << 20;
@@ -139,7 +138,6 @@ impl Hardware {
         found.into_iter().flatten().collect()
     }
 
-    /// The rate of matmuls in `dtype`.
     fn matmul_tflops(&self, dtype: ElementType) -> Rate {
         match dtype {
             ElementType::F32 => self.device.matmul_f32_tflops,
@@ -237,7 +235,6 @@ impl Hardware {
         1e9 * if within { within_node_gb_per_s } else { between_nodes_gb_per_s }.value
     }
 
-    /// Seconds of an operation's latency.
     pub(super) fn latency(&self) -> f64 {
         1e-6 * self.network.latency_us.value
     }
@@ -287,7 +284,6 @@ mod tests {
         include_str!("../../../recipes/hardware/h100-sxm.toml").to_string()
     }
 
-    /// The message of a profile in which `old` is `new`.
     fn refused(old: &str, new: &str) -> String {
         let text = profile();
         assert!(text.contains(old), "{old}");

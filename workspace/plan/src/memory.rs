@@ -77,7 +77,6 @@ impl RankMemory {
         Self::at(&work, &parts(&work)?[place.pipeline], place, own)
     }
 
-    /// Memory of the rank of `work` that needs most.
     pub(super) fn fullest(work: &Work) -> Result<RankMemory, Error> {
         let (parts, data) = (parts(work)?, work.layout.data as u64);
         let count = |count| usize::try_from(count).unwrap_or(usize::MAX);
@@ -218,7 +217,6 @@ fn parts(work: &Work) -> Result<Vec<ModelPart>, Error> {
     Ok(ModelPart::divide(&work.model, pipeline.max(1), virtual_stages.max(1))?)
 }
 
-/// The tensor ranks with different sizes.
 fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
     let (model, ranks) = (&work.model, work.layout.tensor.max(1));
     let mut seen = Vec::new();

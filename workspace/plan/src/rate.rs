@@ -45,7 +45,6 @@ impl<'de> Deserialize<'de> for Rate {
     }
 }
 
-/// The fields of a [`Rate`].
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Fields {

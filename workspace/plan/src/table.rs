@@ -18,7 +18,6 @@ use crate::SourceEpochs;
 
 /// Width of a row's label.
 const LABEL: usize = 40;
-/// Minimum width of a column.
 const COLUMN: usize = 18;
 
 type Value<T> = fn(&T) -> String;
@@ -26,7 +25,6 @@ type Value<T> = fn(&T) -> String;
 /// Writes a table: a label, then a column for each stage.
 struct Table<'a, 'f> {
     f: &'a mut fmt::Formatter<'f>,
-    /// Widths of the columns.
     columns: Vec<usize>,
 }
 

@@ -52,7 +52,6 @@ use lines::Lines;
 use overrides::Origins;
 use reader::known_keys;
 
-/// Maximum bytes of a recipe.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// A training run.
@@ -102,7 +101,6 @@ pub struct Run {
     #[serde(default)]
     pub deterministic: bool,
     /// Threads of each rank; default: `RAYON_NUM_THREADS`, or else one for each core that the rank may use.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
 }
 
@@ -201,7 +199,6 @@ pub struct LogOptions {
     pub norms_every_steps: u64,
     /// Peak rate of a rank's device in TFLOP/s, for the model FLOPs utilization; default: that of
     /// the GPU by its name, if it is known.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_tflops: Option<f64>,
 }
 

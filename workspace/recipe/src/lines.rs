@@ -75,7 +75,6 @@ impl Lines {
     }
 }
 
-/// The name of a list's element.
 fn name_of<'a>(element: &'a Spanned<DeValue<'_>>) -> Option<&'a str> {
     element.get_ref().get("name")?.get_ref().as_str()
 }

@@ -11,7 +11,6 @@ pub struct Problem {
     pub key: String,
     /// The problem.
     pub reason: String,
-    /// The field that is missing.
     pub(super) missing: Option<&'static str>,
 }
 
@@ -52,7 +51,6 @@ impl Problem {
         Problem { key: String::new(), reason, missing: None }
     }
 
-    /// Sets the problem's path, unless it has one.
     pub(super) fn at(mut self, path: &str) -> Self {
         if self.key.is_empty() {
             self.key = self.missing.map_or_else(|| path.to_string(), |field| join(path, field));

@@ -60,7 +60,6 @@ mod tests {
         Schedule::new(LearningRateOptions { max, min, warmup_steps, decay, decay_steps }, steps)
     }
 
-    /// The rates of all steps of a stage, from 1.0 to 0.5.
     fn rates(decay: Decay, warmup_steps: u64, decay_steps: Option<u64>, steps: u64) -> Vec<f64> {
         let rates = LearningRateOptions { max: 1.0, min: 0.5, warmup_steps, decay, decay_steps };
         let schedule = Schedule::new(rates, steps);

@@ -20,7 +20,6 @@ pub(super) fn with(overrides: &[&str]) -> Recipe {
     parse(SMALL_RECIPE, overrides).unwrap()
 }
 
-/// The message of a recipe that is refused.
 pub(super) fn refused(text: &str, overrides: &[&str]) -> String {
     match parse(text, overrides) {
         Ok(recipe) => panic!("accepted: {recipe:?}"),

@@ -19,13 +19,11 @@ use super::{
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
 const MAX_TOKENS: u64 = 1 << 53;
-/// Maximum number of stages.
 const MAX_STAGES: usize = 1000;
 /// Longest interval between checkpoints, in minutes: a year.
 const MAX_MINUTES: f64 = 525_600.0;
 /// Maximum sequence length; its square fits 64 bits.
 const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
-/// Maximum rows of a vocabulary.
 const MAX_VOCABULARY: usize = 1 << 24;
 /// Maximum length of the name of a stage or a validation set.
 const MAX_NAME: usize = 64;
@@ -52,7 +50,6 @@ impl Faults<'_> {
         }
     }
 
-    /// Adds a fault without a value.
     fn add(&mut self, key: &str, reason: impl Display) {
         self.push(key, None, reason);
     }

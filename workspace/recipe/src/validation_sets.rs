@@ -68,7 +68,6 @@ mod tests {
     use super::*;
     use crate::tests::{SMALL_RECIPE, edited, parse, refused, with};
 
-    /// `small` with two validation sets.
     fn two_sets() -> String {
         let list = "[[data.validation]]\nname = \"text\"\npath = \"data/b\"\nbatches = 4\n\
                     [[data.validation]]\nname = \"code\"\npath = \"data/c\"\nbatches = 2\nevery_steps = 7\n";

@@ -47,7 +47,6 @@ fn of_stage(calibration: &StageCalibration) -> Markup {
     }
 }
 
-/// The errors by layer.
 fn errors(calibration: &StageCalibration) -> LineChart {
     type Error = fn(&CalibratedLayer) -> Option<f64>;
     let series: [(&str, Error); 2] = [

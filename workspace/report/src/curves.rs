@@ -10,7 +10,6 @@ use crate::chart::{Line, LineChart, Look, Mark, shorten};
 use crate::loss_chart::{converted, describe, loss_chart, marks, over_steps, skipped, smoothed};
 use crate::run_log::{RunLog, Step, StepValue};
 
-/// Characters of a run's name in a chart.
 const NAME_CHARACTERS: usize = 28;
 
 /// A quantity of each step, with its chart.
@@ -107,7 +106,6 @@ impl Quantity {
     }
 }
 
-/// The training losses of several runs, smoothed.
 fn training_losses(logs: &[RunLog]) -> LineChart {
     let lines =
         each(logs).map(|(look, log)| smooth(log, label(&log.name), look, &|step| step.loss));

@@ -80,7 +80,6 @@ fn with_axes(chart: &LineChart, log_across: bool, log_values: bool) -> LineChart
     LineChart { log_across, log_values, ..chart.clone() }
 }
 
-/// A chart over layers beside others.
 pub(super) fn panel(chart: &LineChart) -> Markup {
     html! { figure { (caption(&chart.title, &chart.unit)) (key(chart)) (chart.draw(PANEL)) } }
 }
@@ -96,7 +95,6 @@ pub(super) fn map(map: &HeatMap) -> Markup {
     }
 }
 
-/// A title and, if it is not empty, a unit.
 pub(super) fn caption(title: &str, unit: &str) -> Markup {
     html! {
         figcaption {
@@ -119,7 +117,6 @@ fn key(chart: &LineChart) -> Markup {
     }
 }
 
-/// A piece of a curve.
 pub(super) fn sample(line: &Line) -> Markup {
     html! {
         svg class={ "chart sample " (line.look.color_class()) } width="30" height="10"

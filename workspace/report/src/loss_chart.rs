@@ -10,10 +10,8 @@ use crate::curves::over_tokens;
 use crate::run_log::{RunLog, StageSteps, StepValue};
 use moh_program::counted;
 
-/// Points of a smoothed curve.
 const SMOOTH_POINTS: usize = 150;
 
-/// The losses of `log`.
 pub(super) fn loss_chart(log: &RunLog) -> LineChart {
     let mut lines = over_steps(log, "training", Look::nth(0), &|step| step.loss);
     for (index, (name, losses)) in log.validation().into_iter().enumerate() {
@@ -63,7 +61,6 @@ pub(super) fn smoothed(log: &RunLog, value: &StepValue) -> Option<Vec<(f64, f64)
     Some(log.steps.stages.iter().flat_map(of_stage).collect())
 }
 
-/// The starts of the stages.
 pub(super) fn marks(log: &RunLog) -> Vec<Mark> {
     let start = |stage: &StageSteps| {
         let before = stage.first.checked_sub(1).and_then(|index| log.steps.all.get(index));

@@ -17,10 +17,8 @@ use moh_program::{counted, utc};
 /// Recent steps from which the remaining time is estimated.
 const RECENT: usize = 50;
 
-/// Names and values of a run.
 type Facts = Vec<(&'static str, String)>;
 
-/// The overview of the runs at a moment.
 pub(super) fn section(logs: &[RunLog], now: SystemTime) -> Markup {
     let facts: Vec<Facts> = logs.iter().map(|log| facts(log, now)).collect();
     html! {
@@ -57,7 +55,6 @@ fn table(logs: &[RunLog], facts: &[Facts]) -> Markup {
     }
 }
 
-/// The facts of a run, the same names for each.
 fn facts(log: &RunLog, now: SystemTime) -> Facts {
     let last = log.steps.all.last();
     let number = |value: Option<f64>| value.map_or("-".to_owned(), short);

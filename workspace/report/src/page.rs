@@ -19,7 +19,6 @@ const GENERATOR: &str = "<meta name=\"generator\" content=\"moh-report";
 /// for one.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
 
-/// Characters of the names in a page's title.
 pub(super) const TITLE_CHARACTERS: usize = 120;
 
 /// Whether a file that starts with these bytes is such a page.

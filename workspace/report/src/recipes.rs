@@ -38,7 +38,6 @@ fn without_controls(text: &str) -> String {
     lines.join("\n")
 }
 
-/// The keys whose values differ.
 fn differences(logs: &[RunLog]) -> Markup {
     let of_runs: Option<Vec<BTreeMap<String, String>>> =
         logs.iter().map(|log| leaves(log.recipe.as_ref()?).ok()).collect();

@@ -125,7 +125,6 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// The evaluations of a run by set, the first set first.
 fn by_set(log: &RunLog) -> Vec<&RoutingEvaluation> {
     let mut sorted: Vec<&RoutingEvaluation> = log.routing.iter().collect();
     sorted.sort_by_key(|evaluation| (evaluation.set != log.first_set, &evaluation.set));
@@ -190,7 +189,6 @@ fn line(
     }
 }
 
-/// A chart over layers.
 pub(super) fn by_layer(title: &str, unit: &str, lines: Vec<Line>) -> LineChart {
     LineChart {
         title: title.to_owned(),

@@ -10,7 +10,6 @@ use crate::chart::COLORS;
 use crate::chart::scale::short;
 use crate::run_log::{RunLog, StageSteps};
 
-/// Width of the bar of a stage's parts.
 const BAR: f64 = 400.0;
 
 /// A part of a step: its name, and its seconds.
@@ -52,7 +51,6 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// A stage's name, with that of its run if there are several.
 fn name(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> String {
     match logs.len() {
         1 => stage.name.clone(),

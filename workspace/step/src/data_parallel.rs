@@ -40,7 +40,6 @@ pub(crate) struct DataParallel<B: Backend, T: Element, G: Element> {
     tied_head: Option<Group>,
     /// The ranks that have copies of replicated tensors.
     tensor: Group,
-    /// The ranges of replicated tensors in each buffer.
     replicated: Vec<Vec<Range<usize>>>,
     gradients: Vec<Option<InFlight<B, G>>>,
     weights: Vec<Option<Pending<B::Buffer<T>>>>,
@@ -211,7 +210,6 @@ mod tests {
     }
 
     struct Rank {
-        /// Its number in the job.
         number: usize,
         model: Model<Cpu, f32>,
         gradients: FlatBuffers<Cpu, f32>,

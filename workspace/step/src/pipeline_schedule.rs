@@ -150,7 +150,6 @@ impl PipelineStage {
         (micro_batches / self.stages).max(1)
     }
 
-    /// All passes in one direction.
     fn passes_in_direction(&self, micro_batches: usize, forward: bool) -> Vec<ChunkPass> {
         let count = self.rounds(micro_batches);
         let start = |round: usize| round * micro_batches / count;
@@ -182,7 +181,6 @@ mod tests {
         PipelineStage { number, stages, chunks }
     }
 
-    /// Slots that the passes of a step take.
     fn slots(passes: &[ChunkPass]) -> usize {
         passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(0)
     }

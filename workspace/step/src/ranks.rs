@@ -214,7 +214,6 @@ mod tests {
     use super::*;
     use moh_kernels::Cpu;
 
-    /// The results of `work` on each of `size` ranks.
     fn on_ranks<R: Send>(size: usize, work: impl Fn(&mut Ranks<Cpu>) -> R + Sync) -> Vec<R> {
         moh_testkit::ranks::on_ranks(size, |world| {
             work(&mut Ranks::new(Cpu, world.group().clone()).unwrap())

@@ -319,7 +319,6 @@ fn by_head(shared: SharedHeads, of_shared: &Tensor, of_routed: &Tensor) -> Resul
     Tensor::cat(&weights.collect::<Result<Vec<_>>>()?, 1)
 }
 
-/// The routers by logits.
 fn by_logits(reference: &Reference, input: &RouterInput<'_>, router: RouterKind) -> Result<Routed> {
     let config = &reference.config;
     let (heads, count) = (config.layer_heads(input.layer), config.num_attention_heads);

@@ -47,7 +47,6 @@ pub fn free_space(path: &Path) -> io::Result<Option<u64>> {
 /// What a run writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Needs {
-    /// One checkpoint.
     checkpoint: u64,
     /// The most checkpoints at one time: those that are kept, and one that is written before an older one is
     /// removed.
@@ -94,7 +93,6 @@ fn calibrations(recipe: &Recipe, model: &ModelConfig) -> u64 {
     recipe.stages.iter().filter_map(of_stage).fold(0, u64::saturating_add)
 }
 
-/// The most checkpoints that exist at one time.
 fn most_checkpoints(recipe: &Recipe) -> u64 {
     let moh_recipe::CheckpointOptions { every_steps, every_minutes, keep, keep_every } =
         recipe.checkpoint;

@@ -15,7 +15,6 @@ use moh_step::TensorKind;
 use crate::source::ModelSource;
 use crate::{Error, model_card};
 
-/// Whether an export is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exported {
     Complete,

@@ -106,7 +106,6 @@ fn stages(recipe: &Recipe, state: &RunState) -> String {
     table
 }
 
-/// A table of the losses.
 fn losses(evaluations: &[Evaluation]) -> String {
     let mut table = "| | loss | bits per byte |\n|---|---|---|".to_owned();
     for evaluation in evaluations {

@@ -49,7 +49,6 @@ impl Rates {
         }
     }
 
-    /// The speed of a step with these times.
     pub(crate) fn speed<B: Backend>(&self, backend: &B, times: Speed) -> Speed {
         let tflops = self.flops / times.seconds.max(1e-9) / 1e12;
         let memory = ResidentMemory::read();

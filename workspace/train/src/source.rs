@@ -29,9 +29,7 @@ pub struct ModelSource {
     /// The rows of the vocabulary, from the first on, that are the stored model's tokens; all rows of a new model.
     pub(crate) kept_rows: usize,
     weights: Weights,
-    /// The names of its tensors.
     tensors: HashSet<String>,
-    /// The directory of the tokenizer, if the model has one.
     pub(crate) tokenizer_directory: Option<PathBuf>,
     /// The directory of the tokenizer among the model's files, if there is one.
     pub(crate) first_tokenizer: Option<PathBuf>,
@@ -58,7 +56,6 @@ impl StoredWeights {
         }
     }
 
-    /// Reads a tensor, or its moments.
     pub(crate) fn read(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<(), Error> {
         match self {
             StoredWeights::Files(files) => Ok(files.read_f32(name, out)?),
@@ -397,7 +394,6 @@ fn open_checkpoint(
     Ok((file, Weights::Stored { weights, moments: recipe.model.moments }))
 }
 
-/// Whether `run` is the run of `recipe`.
 pub(crate) fn is_own_run(run: &RunDirectory, recipe: &Recipe) -> bool {
     let same = |path: &Path| path.canonicalize().ok();
     same(run.root()).is_some_and(|from| Some(from) == same(&recipe.run.dir))

@@ -29,7 +29,6 @@ impl TimeLimit {
         if ends(&other, from) < ends(&self, from) { other } else { self }
     }
 
-    /// The time that is left.
     fn left(&self, now: Instant) -> Duration {
         self.length.saturating_sub(now.saturating_duration_since(self.start))
     }

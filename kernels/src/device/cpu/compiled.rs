@@ -47,7 +47,6 @@ macro_rules! compiled {
 }
 pub(crate) use compiled;
 
-/// The instance of this type.
 pub(crate) fn find<F: Any>(instances: &[Instance]) -> &'static F {
     let found = instances.iter().find_map(|instance| instance.downcast_ref());
     // Element types are f32 and bf16: `compiled!` lists every choice of them.

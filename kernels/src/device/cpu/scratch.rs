@@ -65,7 +65,6 @@ pub(crate) fn bytes(lengths: &[usize]) -> usize {
     lines(lengths).saturating_mul(size_of::<Line>())
 }
 
-/// Bytes of scratch of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct ScratchBytes {
     /// Of [`with_scratch`].

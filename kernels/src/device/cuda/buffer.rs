@@ -111,7 +111,6 @@ impl<S> CudaViewMut<'_, S> {
     }
 }
 
-/// The address of an optional view, or null.
 pub(crate) fn address_or_null<S>(view: Option<CudaView<'_, S>>) -> u64 {
     view.map_or(0, |view| view.address)
 }

@@ -43,7 +43,6 @@ pub struct Cuda {
     counter: Arc<Mutex<Option<Allocation>>>,
     /// The number of the first path that an operator with several paths tries.
     pub(crate) first_path: usize,
-    /// The path that it used last.
     pub(crate) last_path: Arc<Mutex<Option<usize>>>,
     /// Maximum shared memory of a block.
     pub(crate) most_shared_bytes: usize,

@@ -15,7 +15,6 @@ const LANES: usize = 16;
 /// The memory layout of a tile's terms.
 #[derive(Clone, Copy)]
 pub(super) struct Terms {
-    /// Pairs of terms.
     pub(super) pairs: usize,
     /// The first pair of the first row.
     pub(super) left: *const u32,

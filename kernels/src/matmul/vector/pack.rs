@@ -92,7 +92,6 @@ impl Left {
         }
     }
 
-    /// The block from a row on.
     pub(super) fn row(self, row: usize) -> Left {
         Left { start: self.start.wrapping_add(row * self.row_stride), ..self }
     }

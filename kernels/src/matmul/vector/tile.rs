@@ -21,11 +21,9 @@ pub(super) fn shape<S: Simd>() -> (usize, usize) {
     (rows, VECTORS * S::F32_LANES)
 }
 
-/// The operands of a tile.
 #[derive(Clone, Copy)]
 pub(super) struct Operands {
     pub(super) terms: usize,
-    /// The tile's rows.
     pub(super) left: Left,
     /// The tile's columns of a packed panel.
     pub(super) right: *const f32,

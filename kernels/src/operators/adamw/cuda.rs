@@ -13,7 +13,6 @@ use crate::scalar::Element;
 
 /// Segments per launch: a kernel takes 4 KiB of parameters.
 const SEGMENTS: usize = 128;
-/// Minimum elements per block: 8 per thread.
 const MIN_BLOCK_ELEMENTS: usize = 8 * THREADS;
 
 /// The table of up to [`SEGMENTS`] segments, with one block per `of_block` elements of each, and

@@ -148,7 +148,6 @@ fn vocab_parallel_losses<T: Element>(
 /// The teacher's part of a chunk of tokens.
 struct TeacherChunk<'c, 'a, T: Element> {
     teacher: &'c HeadTeacher<'a, Cuda, T>,
-    /// The first token.
     first: usize,
     /// Addresses of its logits, and of the tokens' distillation losses.
     logits: u64,

@@ -17,7 +17,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub use lane::Lane;
 pub use nvtx::connect_profiler;
 
-/// The number of sinks in this process.
 static SINKS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {

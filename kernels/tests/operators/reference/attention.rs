@@ -117,13 +117,11 @@ struct Given<B: Backend, T: Element> {
     d_out: B::Buffer<T>,
 }
 
-/// The selection of a case.
 enum Selected<B: Backend> {
     /// All heads, with unscaled outputs.
     All,
     /// All heads, with scaled outputs: no head is routed.
     Weighted { routed: B::Buffer<u8>, weights: B::Buffer<f32> },
-    /// A router.
     Routed(QueryNormRouter, Routing<B>),
 }
 
@@ -313,7 +311,6 @@ pub fn run_of_rank<B: Backend, T: Element>(
     prepared.results()
 }
 
-/// The results of the reference.
 struct Expected {
     out: Vec<f64>,
     log_sum_exp: Vec<f64>,

@@ -36,7 +36,6 @@ fn in_order<T: Copy>(shape: &QkvShape, rows: &[T], order: &[usize]) -> Vec<T> {
     rows.chunks_exact(shape.row()).flat_map(of_row).flatten().collect()
 }
 
-/// The columns `order` of a table.
 fn columns_in_order<S: Copy>(table: &[S], row: usize, order: &[usize]) -> Vec<S> {
     table.chunks_exact(row).flat_map(|row| order.iter().map(|&column| row[column])).collect()
 }

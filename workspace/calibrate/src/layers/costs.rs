@@ -53,7 +53,6 @@ impl Division {
     }
 }
 
-/// A number of active heads of a layer.
 struct Variant {
     active: usize,
     heads: LayerHeads,

@@ -14,7 +14,6 @@ use moh_recipe::{Recipe, Stage};
 use crate::Error;
 use crate::run_directory::RunDirectory;
 
-/// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Puts the state of a run between two stages, or at its end, back into the stage that was over, if that has grown

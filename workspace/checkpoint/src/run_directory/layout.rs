@@ -204,7 +204,6 @@ impl RunDirectory {
         Ok(steps)
     }
 
-    /// The error of a run of which no checkpoint has good bytes.
     pub(crate) fn no_good_checkpoint(&self) -> Error {
         let reason = "no checkpoint is good: moh-train checkpoints RUN verify names the damage";
         moh_files::unusable(&self.checkpoints(), reason).into()

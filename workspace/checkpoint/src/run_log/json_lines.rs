@@ -10,7 +10,6 @@ use serde::de::DeserializeOwned;
 use crate::Error;
 use moh_files::unless_missing;
 
-/// Maximum bytes of a line.
 const MAX_LINE_BYTES: u64 = 64 << 10;
 
 /// Iterates over the complete lines of a file, with a maximum length.

@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// Maximum bytes of the file.
 const MAX_BYTES: u64 = 64 << 10;
 
 /// The hardware and the program of a run.

@@ -11,7 +11,6 @@ use moh_kernels::span::{Label, Sink};
 
 use crate::run_log::speed::Speed;
 
-/// A part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StepPart {
     Data,

@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::run_log::{Evaluation, EvaluationPoint, StageCalibration};
 
-/// Maximum bytes of a summary.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// The results of a finished run.

@@ -203,7 +203,6 @@ fn masked_crc(data: &[u8]) -> u32 {
     crc32c::crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// The start of an `Event`.
 fn event(step: u64) -> Vec<u8> {
     let mut event = Vec::new();
     put_varint(&mut event, EVENT_WALL_TIME << 3 | FIXED64);

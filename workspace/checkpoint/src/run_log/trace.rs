@@ -15,7 +15,6 @@ use serde_json::{Value, json};
 use crate::Error;
 use crate::run_log::part_times::PartTimes;
 
-/// The lanes of a timeline.
 const LANES: [&str; 2] = ["step", "background"];
 
 /// Steps to trace, counted over all stages from 1: a list of steps and ranges, such as `3,10-12`.
@@ -191,7 +190,6 @@ impl Spans {
         }
     }
 
-    /// Ends the open spans.
     fn end_all(&mut self, now: Duration) {
         while !self.open.is_empty() {
             self.exit(now);

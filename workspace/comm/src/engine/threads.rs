@@ -51,7 +51,6 @@ struct PendingSplit {
 struct Barrier {
     /// Ranks that have arrived at the current barrier.
     arrived: usize,
-    /// Barriers completed so far.
     number: u64,
     /// The first rank that left the group.
     left: Option<usize>,

@@ -67,7 +67,6 @@ pub struct Chunk {
 /// The tokens of a sequence, and the blocks of those that are computed.
 struct Sequence {
     ids: Vec<u32>,
-    /// Tokens of its prompt.
     prompt: usize,
     /// Tokens whose keys and values are in its blocks.
     computed: usize,
@@ -112,7 +111,6 @@ struct PassInputs<B: Backend> {
     rope: RopeTables<B>,
 }
 
-/// The tokens of a pass on the host.
 #[derive(Default)]
 struct PassTokens {
     ids: Vec<u32>,

@@ -12,7 +12,6 @@ pub struct PassHeads {
     layers: Vec<LayerSelection>,
 }
 
-/// The heads that tokens select in a layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct LayerSelection {
     heads: LayerHeads,

@@ -13,7 +13,6 @@ type Key = (u64, Box<[u32]>);
 
 #[derive(Debug, Clone, Default)]
 struct Block {
-    /// Sequences that use it.
     users: u32,
     /// When the last one left, if there is none.
     left: u64,

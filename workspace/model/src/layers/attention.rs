@@ -82,7 +82,6 @@ pub(crate) struct CachedTokens<'a, B: Backend, T: Element> {
     pub spans: &'a [Span],
 }
 
-/// The buffers of one layer's attention.
 pub(crate) struct AttentionBuffers<'a, B: Backend, T: Element> {
     pub saved: &'a mut SavedAttention<B, T>,
     /// The copy of [`Rotation::NormedRope`], else empty.

@@ -41,7 +41,6 @@ impl<M: Memory, T: Element> SavedBlock<M, T> {
     }
 }
 
-/// The activations of a block that are cheap to recompute.
 pub(crate) struct RecomputableBlock<M: Memory, T: Element> {
     pub attention_norm: Normed<M, T>,
     /// Queries and keys as attention reads them, and values, where they are not rotated in place;

@@ -48,7 +48,6 @@ pub trait ParameterGradients<B: Backend, T: Element> {
     ) -> Result<()>;
 }
 
-/// The gradients of one layer's router among all gradients.
 pub(crate) struct LayerGradients<'a, B: Backend, G: Element> {
     pub backend: &'a B,
     pub gradients: &'a mut FlatBuffers<B, G>,

@@ -56,7 +56,6 @@ fn stale_gradients_are_zeros_to_the_bit() {
     check::<bf16, bf16>();
 }
 
-/// Elements that a device takes at a time.
 const UPLOAD: usize = 1 << 20;
 
 #[test]

@@ -12,7 +12,6 @@ use super::heat::{Cell, HeatRow, Rectangle, viridis};
 /// Colours of the shares from 0 to 1.
 const LEVELS: usize = 41;
 
-/// The colour of a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Color {
     Shared,
@@ -33,7 +32,6 @@ impl Color {
     }
 }
 
-/// Draws the cells of `rows` into a rectangle.
 pub(super) fn draw(rows: &[HeatRow], Rectangle { x, y, width, height }: Rectangle) -> Markup {
     let columns = rows.iter().map(|row| row.cells.len()).max().unwrap_or(0).max(1);
     html! {
@@ -51,7 +49,6 @@ pub(super) fn draw(rows: &[HeatRow], Rectangle { x, y, width, height }: Rectangl
     }
 }
 
-/// The strokes of each colour, in cells.
 fn paths(rows: &[HeatRow]) -> BTreeMap<Color, String> {
     let mut paths = BTreeMap::<Color, String>::new();
     for (number, row) in rows.iter().enumerate() {

@@ -4,14 +4,12 @@ use maud::{Markup, html};
 
 use super::{at, cells, shorten, width};
 
-/// Width of a map.
 const WIDTH: f64 = 400.0;
 
 /// Pixels for the labels of the rows, at least, and above the columns.
 pub(super) const LEFT: f64 = 34.0;
 const TOP: f64 = 20.0;
 
-/// Most characters of the label of a row.
 const LABEL: usize = 12;
 
 /// The colours of viridis at 0, 0.1, .. 1: evenly lighter, and told apart by the colour-blind.
@@ -144,7 +142,6 @@ pub(super) fn every(size: f64, label: f64) -> usize {
     (label / size).ceil().max(1.0) as usize
 }
 
-/// The colour of a share.
 pub(super) fn viridis(share: f64) -> String {
     let place = share.clamp(0.0, 1.0) * (VIRIDIS.len() - 1) as f64;
     let index = (place as usize).min(VIRIDIS.len() - 2);

@@ -23,7 +23,6 @@ const ARROW: f64 = 4.0;
 /// Pixels beyond the plot to which a line that leaves it is drawn.
 const BEYOND: f64 = 1e5;
 
-/// Distance of labels at the ends of curves.
 const LABEL_DISTANCE: f64 = 15.0;
 
 /// How a curve looks.

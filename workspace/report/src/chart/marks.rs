@@ -4,7 +4,6 @@ use maud::{Markup, html};
 
 use super::{at, shorten, width};
 
-/// Height of a row of labels.
 const ROW: f64 = 16.0;
 
 /// Labels beyond this many rows are left out, as their lines are then all one sees.
@@ -61,7 +60,6 @@ pub(super) fn place_labels(
     found
 }
 
-/// The height of rows of labels.
 pub(super) fn height(labels: &[Placed]) -> f64 {
     let rows = labels.iter().map(|label| label.row + 1).max().unwrap_or(0).min(MAX_ROWS);
     rows as f64 * ROW

@@ -7,7 +7,6 @@ use super::heat::{HeatRow, LEFT, Rectangle, every};
 use super::scale::round;
 use super::{at, width};
 
-/// Width of a map.
 const WIDTH: f64 = 400.0;
 
 /// Pixels above and right of the cells.

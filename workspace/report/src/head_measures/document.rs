@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 use super::{LayerReport, SentenceLayer, TextReport};
 use crate::head_measures::Error;
 
-/// Maximum bytes of a document.
 const MAX_BYTES: u64 = 256 << 20;
 
 /// What the heads of a model do.
@@ -103,7 +102,6 @@ impl HeadDocument {
     }
 }
 
-/// Checks a layer of a sentence of so many tokens.
 fn check_sentence(tokens: usize, layer: &SentenceLayer) -> Result<(), String> {
     let heads = layer.maps.len();
     expect("lists of active heads", layer.active.len(), tokens)?;

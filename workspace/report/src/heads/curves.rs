@@ -8,7 +8,6 @@ use crate::chart::{Line, Look};
 use crate::figure;
 use crate::routing::by_layer;
 
-/// The title, the unit and the values of a chart.
 type Chart = (&'static str, &'static str, Values);
 
 /// What a chart has a curve of, for each model.

@@ -7,7 +7,6 @@ use super::{Model, routes};
 use crate::chart::{Cell, HeatMap, HeatRow};
 use crate::figure;
 
-/// Most maps of a document.
 const MAX_MAPS: usize = 128;
 
 /// The maps of the layers that route.

@@ -18,7 +18,6 @@ use moh_program::utc;
 use crate::chart::{color_bar, shorten};
 use crate::page::{TITLE_CHARACTERS, shell};
 
-/// Characters of the name of a model.
 const NAME_CHARACTERS: usize = 60;
 
 /// Most parts of a model's path that are its name.
@@ -36,7 +35,6 @@ pub fn write_heads(files: &[PathBuf], out: &Path, force: bool) -> anyhow::Result
     crate::write_page(out, &heads_page(&documents, SystemTime::now()))
 }
 
-/// A model on the page.
 struct Model<'a> {
     /// A short name that no other model of the page has.
     name: String,

@@ -7,7 +7,6 @@ use super::Model;
 use crate::chart::{Cell, HeatMap, HeatRow};
 use crate::figure;
 
-/// Most cells of a document's maps.
 const MAX_CELLS: usize = 100_000;
 
 /// The maps of each layer, closed at first.

@@ -6,7 +6,6 @@ use maud::{Markup, html};
 use super::Model;
 use crate::chart::shorten;
 
-/// Characters of a token.
 const TOKEN_CHARACTERS: usize = 24;
 
 /// Whether a model has such tokens.

@@ -24,7 +24,6 @@ pub use steps::{StageSteps, Step, StepValue, Steps};
 
 use crate::chart::printable;
 
-/// Maximum bytes of a recipe.
 const MAX_RECIPE_BYTES: u64 = 1 << 20;
 
 #[derive(Debug)]
@@ -223,7 +222,6 @@ fn name(root: &Path) -> String {
     printable(&name.to_string_lossy())
 }
 
-/// A summary whose names can be shown.
 fn printable_names(mut summary: Summary) -> Summary {
     for Evaluation { moment, set, other_sets, texts, .. } in &mut summary.evaluations {
         *set = set.take().map(|name| printable(&name));

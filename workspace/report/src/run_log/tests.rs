@@ -11,7 +11,6 @@ fn run(files: &[(&str, &str)]) -> tempfile::TempDir {
     directory(&[&[(".moh-run", "")], files].concat())
 }
 
-/// A directory with these files.
 fn directory(files: &[(&str, &str)]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, text) in files {

@@ -50,7 +50,6 @@ fn empty() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// The page of a run.
 fn page(dir: &Path, run: &str) -> String {
     let out = success(program(PROGRAM, dir).arg(run));
     assert_eq!(out, format!("{run}/report.html\n{run}/run.svg\n"));
@@ -68,12 +67,10 @@ fn compared(dir: &Path, names: &[&str]) -> String {
     page
 }
 
-/// Writes the results of a run.
 fn write_summary(dir: &Path, run: &str, summary: &Value) {
     fs::write(dir.join(run).join("summary.json"), summary.to_string()).unwrap();
 }
 
-/// The figures with this title.
 fn figures<'a>(page: &'a str, title: &str) -> Vec<&'a str> {
     let figures = page.split("<figure").skip(1).filter_map(|text| text.split("</figure>").next());
     figures.filter(|figure| figure.contains(&format!("<strong>{title}</strong>"))).collect()

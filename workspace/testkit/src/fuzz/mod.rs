@@ -15,9 +15,7 @@ use std::time::{Duration, Instant};
 
 pub use peak_alloc::PeakAlloc;
 
-/// Maximum inputs of a corpus.
 const MAX_CORPUS_INPUTS: usize = 2000;
-/// Maximum bytes of an input.
 const MAX_INPUT_BYTES: usize = 1 << 20;
 
 /// How often a call that takes too much memory is measured again, and the time before.

@@ -3,7 +3,6 @@
 
 use fastrand::Rng;
 
-/// Maximum mutations of an input.
 const MAX_MUTATIONS: usize = 6;
 /// Integers at the limits of the readers' arithmetic.
 const INTEGERS: [u64; 14] = [
@@ -109,7 +108,6 @@ fn word(input: &mut Vec<u8>, at: usize, random: &mut Rng) {
     }
 }
 
-/// Copies one word to the place of another.
 fn swap_words(input: &mut Vec<u8>, random: &mut Rng) {
     let (a, b) = (random.usize(0..=input.len()), random.usize(0..=input.len()));
     if let (Some(a), Some(b)) = (word_at(input, a), word_at(input, b)) {

@@ -30,7 +30,6 @@ fn outcome<T, E: Display>(read: Result<T, E>) -> Result<(), String> {
     read.map(|_| ()).map_err(|error| error.to_string())
 }
 
-/// A file of the repository.
 fn repository(path: &str) -> Vec<u8> {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
     std::fs::read(std::path::Path::new(root).join(path)).unwrap()

@@ -18,7 +18,6 @@ fn weights() -> Vec<u8> {
     safetensors::serialize(tensors, None).unwrap()
 }
 
-/// Reads all tensors of the model in `dir`.
 fn read_all(dir: &std::path::Path) -> Result<(), String> {
     let files = WeightFiles::open(dir).map_err(|error| error.to_string())?;
     let mut values = [0f32; 6];

@@ -42,7 +42,6 @@ pub(crate) struct StageMeasurement<'a> {
     recipe: &'a Recipe,
     run: &'a RunDirectory,
     source: &'a ModelSource,
-    /// The stage's name.
     stage: &'a str,
     /// Steps before it, over all stages.
     step: u64,
@@ -276,7 +275,6 @@ impl<'a> StageMeasurement<'a> {
     }
 }
 
-/// Why a calibration ended.
 enum Failure {
     Run(Error),
     Calibration(moh_calibrate::Error),

@@ -14,9 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::fitted::{Fitted, FittedReader};
 use crate::Error;
 
-/// The version of the file's format.
 const FORMAT: u32 = 1;
-/// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// The result of a calibration.

@@ -33,7 +33,6 @@ use crate::source::ModelSource;
 #[derive(Debug)]
 pub struct Comparison {
     directory: PathBuf,
-    /// The recipe's file.
     path: PathBuf,
     runs: Vec<PlannedRun>,
 }

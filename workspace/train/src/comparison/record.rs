@@ -13,7 +13,6 @@ use crate::Error;
 
 /// The name of the file in the directory of a comparison.
 pub(crate) const RECORD: &str = "comparison.json";
-/// The version of the format.
 const FORMAT: u32 = 1;
 /// Maximum bytes of a record: thousands of variants.
 const MAX_BYTES: u64 = 64 << 20;

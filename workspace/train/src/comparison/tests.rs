@@ -2,7 +2,6 @@ use super::*;
 
 use moh_testkit::SMALL_RECIPE;
 
-/// A recipe of three stages, as a file.
 fn three_stages(directory: &Path) -> PathBuf {
     let path = directory.join("recipe.toml");
     let mut recipe = Recipe::parse(SMALL_RECIPE, &path, &[]).unwrap();

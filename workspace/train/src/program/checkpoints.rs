@@ -80,7 +80,6 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     }
 }
 
-/// Prints a table of all checkpoints.
 fn list(run: &RunDirectory) -> anyhow::Result<()> {
     let found = moh_checkpoint::list(run)?;
     let mut out = stdout();

@@ -38,7 +38,6 @@ impl CommandLine {
         self
     }
 
-    /// Adds an option with a value.
     pub(crate) fn option(mut self, name: &str, value: impl AsRef<str>) -> Self {
         let value = value.as_ref();
         // A value that begins as an option does would be taken for one.
@@ -47,7 +46,6 @@ impl CommandLine {
         self
     }
 
-    /// Adds an option whose value is a path.
     pub(crate) fn path_option(self, name: &str, path: &Path) -> Self {
         self.option(name, path.to_string_lossy())
     }

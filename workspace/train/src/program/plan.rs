@@ -18,7 +18,6 @@ use moh_train::Comparison;
 
 use crate::{Arguments, model_location};
 
-/// Prints the plan of `recipe`, which is the file `path`.
 pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> anyhow::Result<()> {
     check_rate(arguments)?;
     let config = resolve(&mut recipe, path)?;

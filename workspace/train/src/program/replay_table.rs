@@ -81,7 +81,6 @@ fn loads(out: &mut String, replay: &Replay) -> fmt::Result {
     write!(out, "\n{}", aligned(["block", "loads of the routed heads"], rows, &[0, 1]))
 }
 
-/// The norm of a block's gradient.
 fn block_norm(replay: &Replay, layer: usize) -> f64 {
     let tensors = replay.gradients.iter().filter(|tensor| tensor.block == Some(layer));
     tensors.map(|tensor| tensor.norm.powi(2)).sum::<f64>().sqrt()

@@ -25,7 +25,6 @@ const WINDOW: usize = 50;
 /// Tokens of a file from which on a line says that it is read to check its ids.
 const SHOWN_CHECK: u64 = 100_000_000;
 
-/// The view of one run.
 pub(crate) struct RunView {
     /// Steps of all stages, which the bar and the lines count.
     steps: u64,
@@ -37,7 +36,6 @@ pub(crate) struct RunView {
 }
 
 impl RunView {
-    /// Creates the view of a run of `recipe` on `ranks` ranks.
     pub(crate) fn new(recipe: &Recipe, ranks: usize) -> Self {
         let steps = recipe.num_steps();
         let bar = draws_bars().then(|| {
@@ -51,7 +49,6 @@ impl RunView {
         RunView { steps, ranks, bar, recent, measuring: [Instant::now(); 2] }
     }
 
-    /// Shows an event.
     pub(crate) fn show(&mut self, event: Event<'_>) {
         match event {
             Event::DamagedCheckpoint { path, error } => {
@@ -172,7 +169,6 @@ impl RunView {
         move |text| print(bar.as_ref(), text)
     }
 
-    /// Removes the bar.
     pub(crate) fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -206,7 +202,6 @@ impl RunView {
         Duration::from_secs_f64(per_step * self.steps.saturating_sub(step) as f64)
     }
 
-    /// Prints a line above the bar.
     fn line(&self, text: &str) {
         print(self.bar.as_ref(), text);
     }

@@ -73,7 +73,6 @@ pub(crate) fn stop_on_signals(stop: &Arc<AtomicBool>, _: Launcher, _: Say) -> io
 const ABORTED: &str =
     "aborted without a checkpoint: the same command continues from the newest one";
 
-/// What is said at the first signal.
 #[cfg(unix)]
 fn acknowledgement(launcher: Launcher) -> String {
     let again = if launcher == Launcher::None { "again" } else { "SIGINT (Ctrl-C)" };

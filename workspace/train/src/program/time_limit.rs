@@ -38,7 +38,6 @@ fn with_units(text: &str) -> Option<u64> {
     total
 }
 
-/// Seconds of a time as Slurm writes it.
 fn slurm(text: &str) -> Option<u64> {
     let (days, time) = match text.split_once('-') {
         Some((days, time)) => (Some(days), time),

@@ -319,7 +319,6 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         Ok(())
     }
 
-    /// Computes the step without its update.
     fn measure<G: Element>(
         &mut self,
         stage: &Stage,
@@ -350,7 +349,6 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
     }
 }
 
-/// What the forward passes of a step show.
 struct Seen {
     blocks: Vec<BlockMagnitudes>,
     routing: RoutingStatistics,

@@ -97,7 +97,6 @@ impl Job<'_> {
         Ok(DirectoryState { _lock: Some(lock), finished, resumes, grows })
     }
 
-    /// The command that started the program.
     fn command(&self) -> String {
         match self.options.command {
             "" => shell::command(self.path, []),

@@ -18,21 +18,17 @@ use super::record::input_changed;
 use crate::Error;
 use crate::source::ModelSource;
 
-/// The files by their names in `model/`.
 pub(super) struct ModelFiles {
     files: BTreeMap<String, ModelFile>,
 }
 
 struct ModelFile {
-    /// Where the file was read.
     path: PathBuf,
-    /// Its key in the recipe.
     key: &'static str,
     bytes: Vec<u8>,
 }
 
 impl ModelFiles {
-    /// Reads the files of a model.
     pub(super) fn read(source: &ModelSource, recipe: &Recipe) -> Result<Self, Error> {
         let mut files = BTreeMap::new();
         if let Some(directory) = source.directory.as_deref() {

@@ -16,12 +16,10 @@ use moh_files::unless_missing;
 
 /// Begins the keys of the validation sets' files.
 pub(super) const VALIDATION: &str = "data.validation";
-/// The version of the format.
 const FORMAT: u32 = 1;
 /// Maximum bytes of a record: tens of thousands of token files.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// The inputs of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     format: u32,
@@ -42,7 +40,6 @@ pub(crate) struct Record {
     pub(super) teachers: BTreeMap<String, String>,
 }
 
-/// A token file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FileRecord {
     /// The path without endings.
@@ -109,7 +106,6 @@ impl Record {
         self.token_files.values().find(|file| file.content == *content)?.ids_below
     }
 
-    /// The token file of a key.
     pub(super) fn token_file(&self, key: &str) -> Option<&FileRecord> {
         self.token_files.get(key)
     }
@@ -138,7 +134,6 @@ impl Record {
         changed.map(|((key, _), _)| key.as_str()).collect()
     }
 
-    /// Writes the record.
     pub(crate) fn write(&self, path: &Path) -> Result<(), Error> {
         let mut text =
             serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?;

@@ -10,7 +10,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// A token file as it is now.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct TokenFileState {
     pub content: TokenFileContent,

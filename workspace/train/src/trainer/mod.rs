@@ -79,9 +79,7 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     board: Option<TensorBoard>,
     /// `Some` on the first rank.
     routing: Option<RoutingWriter>,
-    /// The times of the parts of steps.
     part_times: Arc<PartTimes>,
-    /// The spans of work in the background.
     background: Arc<Lane>,
     state: RunState,
     saving: Saving<T, M>,

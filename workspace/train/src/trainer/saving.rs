@@ -117,7 +117,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(())
     }
 
-    /// Warns once if the metrics were removed.
     fn warn_of_removed_metrics(&mut self) {
         let Some(writer) = self.metrics.as_mut() else { return };
         if writer.finds_removed() {
@@ -204,7 +203,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.saving.last_good.unwrap_or(0) == self.state.step
     }
 
-    /// Waits for the checkpoint in flight, if there is one.
     pub(super) fn wait_for_checkpoint(&mut self) -> Result<(), Error> {
         while self.saving.flight.is_some() {
             self.exchange(EXCHANGE_EVERY, Due::default())?;

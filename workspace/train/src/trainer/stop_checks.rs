@@ -17,9 +17,7 @@ const EVERY: Duration = Duration::from_millis(500);
 /// takes a round for each further stage: at most a quarter of the time of these rounds.
 const ROUNDS_PER_STAGE: u64 = 4;
 
-/// The exchanges of one evaluation.
 pub(super) struct StopChecks {
-    /// Fewest rounds between two exchanges.
     fewest: u64,
     /// Rounds between the last exchange and the next, and those of them that are left.
     rounds: u64,

@@ -52,7 +52,6 @@ const TOTAL: [&str; 3] = [
      calibration = { tokens = 128, shared = 'calibrated-total' } }",
     FIRST[2],
 ];
-/// The second stage converts to a learned router.
 const LEARNED: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2, \
                        calibration = { tokens = 128 } }";
 /// The first stage does, with the given heads and weights but the router's, and the second one keeps it.
@@ -121,7 +120,6 @@ fn exported(recipe: &Recipe, name: &str) -> Vec<Vec<f32>> {
     (0..2).map(layer).collect()
 }
 
-/// The configuration of the export.
 fn config_of(recipe: &Recipe) -> ConfigFile {
     ConfigFile::read(&run_of(recipe).export()).unwrap()
 }

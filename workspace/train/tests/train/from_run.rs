@@ -13,7 +13,6 @@ use moh_recipe::Recipe;
 use moh_step::TensorKind;
 use moh_train::Outcome;
 
-/// The weight of the embedding.
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// A recipe that starts from `from`, in the directory `next`, with these overrides.
@@ -22,7 +21,6 @@ fn next(place: &TestRun, from: &str, overrides: &[&str]) -> Recipe {
     place.recipe_from(from, "next", &[&["checkpoint.keep=9"], overrides].concat())
 }
 
-/// The recipe with the moments of the other run.
 fn with_moments(mut recipe: Recipe) -> Recipe {
     recipe.model.moments = true;
     recipe

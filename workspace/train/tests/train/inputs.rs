@@ -16,12 +16,10 @@ use moh_testkit::programs::{edit_json, read_json};
 use moh_train::{Event, Outcome};
 use serde_json::Value;
 
-/// The override of the training data's path.
 fn source(prefix: &Path) -> String {
     format!("data.sources.0.path={}", prefix.display())
 }
 
-/// The recipe in the run directory.
 fn stored(recipe: &Recipe) -> Recipe {
     Recipe::load(&run_of(recipe).recipe(), &[]).unwrap()
 }

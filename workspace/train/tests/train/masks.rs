@@ -22,7 +22,6 @@ fn mask(prefix: &Path, trains: impl Fn(u64) -> bool) {
     writer.finish(Provenance::default()).unwrap();
 }
 
-/// The results of a run, and the targets of each step.
 fn results(place: &TestRun, name: &str, overrides: &[&str]) -> (Results, Vec<Option<u64>>) {
     let mut results = finish(&place.recipe_in(name, overrides));
     let take = |line: &mut Value| line.as_object_mut().unwrap().remove("targets");

@@ -121,7 +121,6 @@ fn errors(dir: &Path, rank: usize) -> String {
     fs::read_to_string(dir.join(format!("errors{rank}"))).unwrap_or_default()
 }
 
-/// The losses of a single process.
 fn losses_alone(dir: &Path) -> Vec<f64> {
     let mut command = program(PROGRAM, dir);
     success(command.args(arguments(&["run.dir=alone"])).env("RAYON_NUM_THREADS", "1"));

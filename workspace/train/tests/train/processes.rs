@@ -16,7 +16,6 @@ use moh_testkit::programs::{exits, program, stderr, success};
 /// A fault ends a job within this time; a silent rank 0 is detected last.
 const BOUND: Duration = Duration::from_secs(60);
 
-/// The arguments of mpirun for `count` ranks, with overrides of their recipe.
 fn ranks(count: usize, overrides: &[&str]) -> Vec<String> {
     let mut words = vec!["-n".to_owned(), count.to_string(), PROGRAM.to_owned()];
     words.extend(arguments(overrides));

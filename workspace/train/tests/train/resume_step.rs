@@ -84,7 +84,6 @@ fn a_step_without_a_good_checkpoint_is_refused_and_nothing_moves() {
 /// Batches of 64 tokens: eight steps of a stage instead of five.
 const LONGER: [&str; 2] = ["stage.adapt.tokens=512", "stage.moh.tokens=512"];
 
-/// The learning rates of a run's steps.
 fn learning_rates(recipe: &Recipe) -> Vec<f64> {
     let lines = metrics::read(&run_of(recipe).metrics()).unwrap();
     lines.into_iter().map(|line| line.learning_rate).collect()

@@ -16,7 +16,6 @@ use moh_kernels::open_device::OpenDevice;
 use moh_recipe::Recipe;
 use moh_train::{Error, Event, Outcome, RunOptions};
 
-/// The error of a recipe that lies at `path`.
 fn refusal_at(recipe: &Recipe, path: &Path) -> String {
     let (stop, world) = (AtomicBool::new(false), World::single());
     let directory = recipe.model.from.as_deref().map(Path::new);

@@ -42,14 +42,12 @@ impl Node {
         self.children.iter().map(|child| child.name.as_str()).collect()
     }
 
-    /// The only child of this name.
     fn child(&self, name: &str) -> &Node {
         let found: Vec<_> = self.children.iter().filter(|child| child.name == name).collect();
         assert_eq!(found.len(), 1, "{name} in {}: {:?}", self.name, self.names());
         found[0]
     }
 
-    /// Spans of this name at any depth.
     fn count(&self, name: &str) -> usize {
         let below: usize = self.children.iter().map(|child| child.count(name)).sum();
         below + usize::from(self.name == name)
@@ -90,7 +88,6 @@ fn read(path: &Path, rank: u64) -> Node {
     open.pop().unwrap()
 }
 
-/// Ends the innermost span.
 fn close(open: &mut Vec<Node>) {
     let node = open.pop().unwrap();
     open.last_mut().unwrap().children.push(node);

@@ -20,7 +20,6 @@ use super::device::{Algorithms, Matmul, Operand};
 use crate::error::{Error, Result};
 use plan::Plan;
 
-/// Device memory of cuBLASLt's workspace.
 const WORKSPACE: usize = crate::gpu_sizes::MATMUL;
 /// Algorithms that are timed.
 const CANDIDATES: usize = 8;

@@ -34,7 +34,6 @@ pub(super) fn backward<T: Element>(
     with_factors!(F, T, arch, backward_by::<T, F>(arch, backward))
 }
 
-/// The backward pass by these factors.
 fn backward_by<T: Element, F: Factor>(
     arch: Arch,
     backward: AttentionBackward<'_, Cpu, T>,

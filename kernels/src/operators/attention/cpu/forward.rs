@@ -23,7 +23,6 @@ pub(super) fn forward<T: Element>(arch: Arch, forward: AttentionForward<'_, Cpu,
     with_factors!(F, T, arch, forward_by::<T, F>(arch, forward))
 }
 
-/// The forward pass by these factors.
 fn forward_by<T: Element, F: Factor>(
     arch: Arch,
     forward: AttentionForward<'_, Cpu, T>,

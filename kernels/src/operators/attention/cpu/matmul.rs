@@ -30,7 +30,6 @@ pub(super) struct Sizes {
     pub columns: usize,
 }
 
-/// The operands of a matmul.
 pub(super) struct Matmul<'a, F> {
     pub sizes: Sizes,
     pub left: Left<'a, F>,

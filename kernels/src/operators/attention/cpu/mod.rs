@@ -109,7 +109,6 @@ fn as_factors<F: Factor>(scratch: &mut [f32]) -> &mut [F] {
     bytemuck::cast_slice_mut(scratch)
 }
 
-/// A key/value head of a sequence.
 #[derive(Clone, Copy)]
 struct KvHead {
     sequence: usize,

@@ -74,7 +74,6 @@ struct Weighted<'a, 'v, T: Element> {
     queries: &'a [&'a [T]],
     head_dim: usize,
     scale: f32,
-    /// The positions of the keys.
     visible: Range<usize>,
     /// Room for the queries in f32.
     factors: &'a mut [f32],

@@ -6,7 +6,6 @@ use crate::cuda::{THREADS, address_or_null, name};
 use crate::error::{Result, ensure};
 use crate::scalar::Element;
 
-/// Widest head.
 const MAX_HEAD_DIM: usize = 256;
 /// Warps per block; each computes one row.
 const WARPS: usize = THREADS / 32;

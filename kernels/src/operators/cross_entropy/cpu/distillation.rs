@@ -22,7 +22,6 @@ use super::softmax::{PART, ROWS, add, sum_of_rows};
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct BlockSums {
-    /// The largest logit.
     largest: f32,
     /// The sum of the exponentials without the target's.
     others: f32,
@@ -50,7 +49,6 @@ struct Scaled {
     factor: f32,
 }
 
-/// Elements of a block's sums.
 const SUMS: usize = size_of::<BlockSums>() / size_of::<f32>();
 /// Elements of the three [`Scaled`], which take the place of the first block's sums.
 const SCALED: usize = 3 * size_of::<Scaled>() / size_of::<f32>();

@@ -236,7 +236,6 @@ impl<'a> Row<'a> {
         self.router.shared.len() as f64 * self.shared.of(self.logits[head])
     }
 
-    /// That of a selected head.
     fn of_selected(&self, stages: &Stages, head: usize) -> f64 {
         self.router.top_k as f64 * self.gate(head) / stages.kept
     }

@@ -41,7 +41,6 @@ const MAY_CHANGE: [&str; 8] = [
 
 /// Begins a mark; the version of its format ends the line.
 const HEAD: &str = "# The mark of a moh-train run directory, with the run's recipe. Format ";
-/// The version of the format.
 const FORMAT: &str = "1";
 
 /// A key whose value differs between two recipes; `None` where a recipe lacks it.
@@ -189,7 +188,6 @@ impl RunDirectory {
     }
 }
 
-/// The keys of the stages that are longer in the second recipe.
 fn longer_stages(before: &Recipe, now: &Recipe) -> Vec<String> {
     let is_longer = |stage: &&Stage| {
         let known = before.stages.iter().find(|known| known.name == stage.name);

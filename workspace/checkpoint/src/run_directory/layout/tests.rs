@@ -7,7 +7,6 @@ use super::*;
 
 use moh_testkit::SMALL_RECIPE;
 
-/// A run directory of its own.
 fn empty() -> (tempfile::TempDir, RunDirectory) {
     let temporary = tempfile::tempdir().unwrap();
     let run = RunDirectory::new(temporary.path());
@@ -28,7 +27,6 @@ fn begun(recipe: &Recipe) -> (tempfile::TempDir, RunDirectory) {
     (temporary, run)
 }
 
-/// The recipe in the directory.
 fn found(run: &RunDirectory) -> Recipe {
     Recipe::load(&run.recipe(), &[]).unwrap()
 }

@@ -18,7 +18,6 @@ use crate::device::{Bench, DeviceArguments, Measurement};
 use crate::limits::MachineLimits;
 use crate::timing::Times;
 
-/// Minimum runs of every case.
 const MIN_RUNS: usize = 3;
 /// Maximum tokens of a measurement: a larger number is a typing error.
 const MAX_TOKENS: usize = 1 << 24;

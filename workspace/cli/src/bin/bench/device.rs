@@ -35,7 +35,6 @@ impl DeviceArguments {
     }
 }
 
-/// A measurement and the device that it is for.
 struct DeviceMeasurement<M> {
     device: DeviceName,
     measurement: M,

@@ -20,7 +20,6 @@ use crate::timing::Times;
 
 /// Seconds of the measured steps together, if their number is not given.
 const SECONDS: f64 = 5.0;
-/// Minimum number of steps then.
 const MIN_STEPS: usize = 3;
 /// Seed of the weights and of the tokens.
 const SEED: u64 = 0;
@@ -186,7 +185,6 @@ impl StepJob {
         self.step.batch_sequences() as f64 * self.step.sequence_length as f64
     }
 
-    /// The configuration of a teacher, which is dense.
     fn teacher(&self) -> ModelConfig {
         ModelConfig { moh: None, ..self.config.clone() }
     }

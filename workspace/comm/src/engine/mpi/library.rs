@@ -56,7 +56,6 @@ struct Calls {
 struct SendQueue {
     outstanding: Vec<PendingSend>,
     free: Vec<Scratch>,
-    /// Why a message could not be sent.
     failure: Option<Error>,
     ended: bool,
 }

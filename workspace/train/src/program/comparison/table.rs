@@ -8,7 +8,6 @@ use moh_files::units::{group_digits, percent};
 use moh_program::table::aligned;
 use moh_train::comparison::Results;
 
-/// A variant that has finished.
 pub(super) struct Row<'a> {
     pub name: &'a str,
     pub changes: &'a [KeyChange],

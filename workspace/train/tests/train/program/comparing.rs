@@ -14,7 +14,6 @@ const HALF: &str = "half:stage.moh.moh={ shared_heads = 2, routed_top_k = 2 }";
 const FAST: &str = "fast:stage.moh.learning_rate.max=1e-2,stage.moh.moh.routed_top_k=1";
 /// Differs from the recipe from its first step on.
 const SEED: &str = "seed:run.seed=5";
-/// Stages of 30 steps.
 const SHORT: [&str; 2] = ["stage.adapt.tokens=1920", "stage.moh.tokens=1920"];
 
 fn compare(dir: &Path, variants: &[&str], overrides: &[&str]) -> Command {

@@ -9,7 +9,6 @@ use super::page::page;
 use super::{PROGRAM, moh_train, prepared, results, started};
 use moh_testkit::programs::{exits, failure, program, success};
 
-/// A few steps.
 const SHORT: [&str; 2] = ["stage.adapt.tokens=640", "stage.moh.tokens=640"];
 
 fn short(dir: &Path, overrides: &[&str]) -> Command {

@@ -56,7 +56,6 @@ fn results(run: &Path) -> Results {
     Results::of_run(run)
 }
 
-/// The newest checkpoint's step; 0 without a checkpoint.
 fn newest_checkpoint(run: &Path) -> u64 {
     let steps = RunDirectory::new(run).checkpoint_steps().unwrap();
     steps.last().copied().unwrap_or(0)

@@ -26,7 +26,6 @@ const DOCUMENTS: u64 = 800;
 /// What the chosen samples do.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Fault {
-    /// Their gradients are not finite.
     NotFinite,
     /// Their gradients are thousands of times larger than others.
     Spike,

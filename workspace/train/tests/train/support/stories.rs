@@ -15,7 +15,6 @@ use moh_text::prepare::AppendEos;
 
 use super::results::{Results, assert_alike};
 
-/// The variable.
 const EVERY: &str = "MOH_EVERY_LAYOUT";
 
 /// Tokens whose selected heads are compared after training.
@@ -32,7 +31,6 @@ pub struct Layout {
 pub struct Stories {
     place: tempfile::TempDir,
     attention: &'static str,
-    /// The run on one rank.
     reference: Option<(Results, Vec<u8>)>,
 }
 

@@ -110,7 +110,6 @@ fn add_up_groups(squares: &mut [f64], size: usize) {
     }
 }
 
-/// The norms of routed heads.
 #[inline(always)]
 fn routed(norms: &[f64]) -> impl Iterator<Item = f64> {
     norms.iter().copied().filter(|&norm| !is_shared(norm))
