@@ -11,7 +11,7 @@ use moh_kernels::adamw::AdamW;
 use moh_kernels::linear::{LinearBackwardInput, LinearForward};
 use moh_kernels::ranks::Heads;
 use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
-use moh_kernels::router::{RoutingShape, SharedHeads};
+use moh_kernels::router::{RouterGradient, RouterRanks, RoutingShape, SharedHeads};
 use moh_kernels::{Accumulation, Backend, Cpu, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::{FlatBuffers, OnBuffer};
@@ -54,7 +54,7 @@ impl<B: Backend, T: Element> Router<B, T> for TwoStage {
 
     fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> moh_kernels::Result<()> {
         let RouterForward { shape, x, parameters, routing, all_reduce, .. } = args;
-        let (tokens, weight) = (shape.tokens(), parameters.get(0)?);
+        let (tokens, x, weight) = (shape.tokens(), B::reborrow(x), B::reborrow(parameters.get(0)?));
         let mut logits = backend.allocate::<T>(tokens * LOGITS)?;
         let y = B::whole_mut(&mut logits);
         backend.linear_forward(LinearForward::new(WIDTH, x, weight, y))?;
@@ -63,7 +63,14 @@ impl<B: Backend, T: Element> Router<B, T> for TwoStage {
     }
 
     fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> moh_kernels::Result<()> {
-        let RouterBackward { tokens, x, parameters, gradient, d_x, d_parameters, .. } = args;
+        let RouterBackward { tokens, x, parameters, gradient, mut d_x, d_parameters, .. } = args;
+        let RouterGradient { routing, delta, balance_weight, mut ranks } = gradient;
+        let ranks = ranks.as_mut().map(|RouterRanks { table, all_reduce }| RouterRanks {
+            table: B::reborrow_mut(table),
+            all_reduce: *all_reduce,
+        });
+        let delta = delta.map(|delta| B::reborrow(delta));
+        let gradient = RouterGradient { routing, delta, balance_weight, ranks };
         let mut d_logits = backend.allocate::<T>(tokens.len() * LOGITS)?;
         let (router, written) = (self.0, B::whole_mut(&mut d_logits));
         backend.logits_backward(LogitsBackward { router, tokens, d_logits: written, gradient })?;
@@ -71,8 +78,8 @@ impl<B: Backend, T: Element> Router<B, T> for TwoStage {
         backend.linear_backward_input(LinearBackwardInput {
             inputs: WIDTH,
             d_y: B::whole(&d_logits),
-            weight: parameters.get(0)?,
-            d_x,
+            weight: B::reborrow(parameters.get(0)?),
+            d_x: B::reborrow_mut(&mut d_x),
             accumulation: Accumulation::Add,
         })
     }

@@ -176,14 +176,13 @@ struct Job<'a> {
 }
 
 impl Measurement for Job<'_> {
-    type Output = (Vec<AttentionRow>, MachineLimits);
+    type Output = Vec<AttentionRow>;
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
-        let rows = match self.arguments.dtype {
-            ElementType::F32 => self.measure::<B, f32>(bench)?,
-            ElementType::BF16 => self.measure::<B, bf16>(bench)?,
-        };
-        Ok((rows, MachineLimits::measure(bench)?))
+        match self.arguments.dtype {
+            ElementType::F32 => self.measure::<B, f32>(bench),
+            ElementType::BF16 => self.measure::<B, bf16>(bench),
+        }
     }
 }
 

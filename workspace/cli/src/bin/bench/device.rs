@@ -5,6 +5,7 @@ use moh_kernels::Backend;
 use moh_kernels::cases::Sizes;
 use moh_kernels::open_device::{DeviceName, OnDevice, OpenDevice};
 
+use crate::limits::MachineLimits;
 use crate::timing::Times;
 
 /// The device, and whether its results are reproducible.
@@ -27,8 +28,12 @@ pub trait Measurement {
 }
 
 impl DeviceArguments {
-    /// Runs the measurement on the device.
-    pub fn measure<M: Measurement>(&self, measurement: M) -> anyhow::Result<M::Output> {
+    /// Runs the measurement on the device, then that of the machine's limits, whose matrices and copies must not count
+    /// as its memory.
+    pub fn measure<M: Measurement>(
+        &self,
+        measurement: M,
+    ) -> anyhow::Result<(M::Output, MachineLimits)> {
         let device = OpenDevice::open(self.device, self.deterministic)
             .with_context(|| format!("--device {}", self.device))?;
         device.run(DeviceMeasurement { device: self.device, measurement })
@@ -41,7 +46,7 @@ struct DeviceMeasurement<M> {
 }
 
 impl<M: Measurement> OnDevice for DeviceMeasurement<M> {
-    type Output = anyhow::Result<M::Output>;
+    type Output = anyhow::Result<(M::Output, MachineLimits)>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
         let bench = match self.device {
@@ -61,7 +66,7 @@ impl<M: Measurement> OnDevice for DeviceMeasurement<M> {
                 shortest: 1e-2,
             },
         };
-        self.measurement.on(&bench)
+        Ok((self.measurement.on(&bench)?, MachineLimits::measure(&bench)?))
     }
 }
 

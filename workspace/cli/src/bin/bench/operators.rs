@@ -58,7 +58,7 @@ pub fn run(arguments: &OperatorsArguments) -> anyhow::Result<()> {
 }
 
 impl Measurement for &OperatorsArguments {
-    type Output = (Vec<OperatorRow>, MachineLimits);
+    type Output = Vec<OperatorRow>;
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let mut rows = Vec::new();
@@ -74,7 +74,7 @@ impl Measurement for &OperatorsArguments {
             let filter = self.filter.as_deref().unwrap_or_default();
             return Err(Usage(format!("{filter}: no operator's name contains it")).into());
         }
-        Ok((rows, MachineLimits::measure(bench)?))
+        Ok(rows)
     }
 }
 

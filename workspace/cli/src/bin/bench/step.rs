@@ -8,6 +8,7 @@ use moh_kernels::{Backend, Element, span};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, Teacher, initial};
+use moh_recipe::PrecisionOptions;
 use moh_step::guard::Limits;
 use moh_step::{OptimizerState, StepGroups, StepResult, Stepper, Update};
 use serde_json::{Value, json};
@@ -46,19 +47,14 @@ pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
 }
 
 impl Measurement for (&StepJob, &StepArguments) {
-    type Output = (StepMeasurement, MachineLimits);
+    type Output = StepMeasurement;
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let (job, arguments) = self;
-        let backend = &bench.backend;
-        let types = TrainingTypes {
-            weights: job.dtype,
-            gradients: job.precision.gradients,
-            moments: job.precision.moments,
-        };
-        let measured = in_training_elements(types, Steps { backend, job, arguments })?;
-        // Measured last: its matrices and copies must not count as memory of the step.
-        Ok((measured, MachineLimits::measure(bench)?))
+        let (backend, weights) = (&bench.backend, job.dtype);
+        let PrecisionOptions { gradients, moments, .. } = job.precision;
+        let types = TrainingTypes { weights, gradients, moments };
+        in_training_elements(types, Steps { backend, job, arguments })
     }
 }
 
