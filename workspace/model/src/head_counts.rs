@@ -6,6 +6,7 @@
 
 use std::fmt;
 
+use serde::de::value::SeqAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
 
@@ -163,12 +164,8 @@ impl<'de> Visitor<'de> for CountsVisitor {
         }
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<HeadCounts, A::Error> {
-        let mut counts = Vec::new();
-        while let Some(count) = list.next_element()? {
-            counts.push(count);
-        }
-        Ok(HeadCounts::Each(counts))
+    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<HeadCounts, A::Error> {
+        Vec::deserialize(SeqAccessDeserializer::new(list)).map(HeadCounts::Each)
     }
 }
 

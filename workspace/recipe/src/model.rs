@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use moh_hf::ConfigFile;
 use moh_model::{HeadCounts, ModelConfig, RouterKind};
+use serde::de::value::SeqAccessDeserializer;
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -145,12 +146,8 @@ impl<'de> Deserialize<'de> for TokenIds {
                     .map_err(|_| E::invalid_value(de::Unexpected::Signed(id), &self))
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<TokenIds, A::Error> {
-                let mut ids = Vec::new();
-                while let Some(id) = list.next_element()? {
-                    ids.push(id);
-                }
-                Ok(TokenIds::Many(ids))
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<TokenIds, A::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(list)).map(TokenIds::Many)
             }
         }
 

@@ -280,14 +280,8 @@ enum Failure {
     Calibration(moh_calibrate::Error),
 }
 
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Failure::Run(error)
-    }
-}
-
-impl From<moh_model::Error> for Failure {
-    fn from(error: moh_model::Error) -> Self {
+impl<E: Into<Error>> From<E> for Failure {
+    fn from(error: E) -> Self {
         Failure::Run(error.into())
     }
 }

@@ -9,9 +9,7 @@ use moh_checkpoint::run_directory::{RunDirectory, growth};
 use moh_checkpoint::{RunState, StageExtension, StoredCheckpoint, steps_at};
 use moh_comm::World;
 use moh_data::TrainingData;
-use moh_kernels::open_device::{
-    InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements,
-};
+use moh_kernels::open_device::{InTrainingElements, OnDevice, OpenDevice, in_training_elements};
 use moh_kernels::{Backend, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
@@ -26,6 +24,7 @@ use moh_step::{
 
 use crate::Error;
 use crate::calibration::{CalibrationRecord, attention_of};
+use crate::run::types;
 use crate::run_data::RunData;
 use crate::run_inputs::check_order;
 use crate::source::ModelSource;
@@ -148,13 +147,7 @@ impl OnDevice for Job<'_> {
     type Output = Result<Replay, Error>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
-        let precision = &self.recipe.precision;
-        let types = TrainingTypes {
-            weights: self.recipe.run.dtype,
-            gradients: precision.gradients,
-            moments: precision.moments,
-        };
-        in_training_elements(types, Replaying { job: self, backend })
+        in_training_elements(types(self.recipe), Replaying { job: self, backend })
     }
 }
 

@@ -26,6 +26,7 @@ use crate::{Error, TimeLimit};
 
 pub(crate) use self::resolve::adopt_origin;
 pub use self::resolve::first_that_keeps_model;
+pub(crate) use self::train::types;
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 

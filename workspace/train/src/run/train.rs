@@ -7,7 +7,7 @@ use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::Machine;
 use moh_kernels::open_device::{InTrainingElements, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
-use moh_recipe::Recipe;
+use moh_recipe::{PrecisionOptions, Recipe};
 use moh_step::Ranks;
 
 use super::Job;
@@ -36,16 +36,10 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
                 || stage_data(&stored) != stage_data(recipe))
         })?;
         if names_others || !ranks.any(data.is_err())? {
-            let (data, resumes, stop) = (&ranks.agree(data)?, state.resumes, job.options.stop);
-            let inputs = RunInputs {
-                run: &run,
-                recipe,
-                source: &source,
-                data,
-                teachers: teachers.as_ref().ok(),
-                resumes,
-                stop,
-            };
+            let (data, teachers) = (&ranks.agree(data)?, teachers.as_ref().ok());
+            let (run, source, stop) = (&run, &source, job.options.stop);
+            let resumes = state.resumes;
+            let inputs = RunInputs { run, recipe, source, data, teachers, resumes, stop };
             let compared = inputs.compare(&mut ranks, events)?;
             if compared == InputCheck::Stopped {
                 return Ok(compared);
@@ -103,12 +97,7 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
             resume_step,
             left: None,
         };
-        let types = TrainingTypes {
-            weights: recipe.run.dtype,
-            gradients: recipe.precision.gradients,
-            moments: recipe.precision.moments,
-        };
-        in_training_elements(types, Training { backend, ranks, inputs, data, events })
+        in_training_elements(types(recipe), Training { backend, ranks, inputs, data, events })
     }
 }
 
@@ -129,6 +118,12 @@ impl Job<'_> {
         run.clear_remains()?;
         Ok(edited)
     }
+}
+
+/// The element types of a recipe's training.
+pub(crate) fn types(recipe: &Recipe) -> TrainingTypes {
+    let PrecisionOptions { gradients, moments, .. } = recipe.precision;
+    TrainingTypes { weights: recipe.run.dtype, gradients, moments }
 }
 
 /// A run on its device, before its element types are known.
