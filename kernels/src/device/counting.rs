@@ -88,7 +88,7 @@ impl CountingMemory {
 }
 
 /// A buffer of a [`CountingMemory`], and a view of one.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub struct Counted<S> {
     len: usize,
     elements: PhantomData<S>,
@@ -105,14 +105,6 @@ impl<S> Counted<S> {
         Counted::new(range.len())
     }
 }
-
-impl<S> Clone for Counted<S> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<S> Copy for Counted<S> {}
 
 impl Memory for CountingMemory {
     type Buffer<S: Scalar> = Counted<S>;

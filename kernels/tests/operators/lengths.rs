@@ -197,17 +197,6 @@ fn the_lengths_of_a_set_of_shared_heads_are_those_of_its_columns() {
     on_each_device!(device => check(device));
 }
 
-#[test]
-fn a_routing_that_saves_too_little_is_refused() {
-    fn refuses<B: Backend>(device: &B) {
-        let right = ROUTER.routing_shape(TOKENS, Heads::all(SHAPE.heads)).unwrap();
-        let saved_per_token = right.saved_per_token - 1;
-        let mut routing = Routing::new(device, RoutingShape { saved_per_token, ..right }).unwrap();
-        assert!(route(device, ROUTER, &SHAPE, TOKENS * ROW, false, &mut routing).is_err());
-    }
-    on_each_device!(device => refuses(device));
-}
-
 proptest! {
     #![proptest_config(cases(64))]
     #[test]

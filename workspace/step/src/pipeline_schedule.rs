@@ -271,26 +271,16 @@ mod tests {
     }
 
     #[test]
-    fn no_stages_wait_for_each_other_forever() {
+    fn a_pipeline_waits_for_no_longer_than_it_takes_to_fill_and_drain() {
         for stages in 2..6 {
             for chunks in 1..4 {
                 for micro_batches in 0..14 {
                     let time = time(stages, chunks, micro_batches);
                     assert!(time.is_some(), "{stages} x {chunks}, {micro_batches} micro-batches");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn a_pipeline_waits_for_no_longer_than_it_takes_to_fill_and_drain() {
-        for stages in 2..6 {
-            for chunks in 1..4 {
-                for micro_batches in stages..14 {
                     // A stage is busy for 2 m v passes, and waits for 2 (p - 1), for any number of
                     // chunks.
                     let least = 2 * micro_batches * chunks + 2 * (stages - 1);
-                    assert_eq!(time(stages, chunks, micro_batches), Some(least));
+                    assert!(micro_batches < stages || time == Some(least), "{time:?}, not {least}");
                 }
             }
         }

@@ -121,7 +121,10 @@ enum Selected<B: Backend> {
     /// All heads, with unscaled outputs.
     All,
     /// All heads, with scaled outputs: no head is routed.
-    Weighted { routed: B::Buffer<u8>, weights: B::Buffer<f32> },
+    Weighted {
+        routed: B::Buffer<u8>,
+        weights: B::Buffer<f32>,
+    },
     Routed(QueryNormRouter, Routing<B>),
 }
 

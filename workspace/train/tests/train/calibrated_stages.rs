@@ -12,11 +12,10 @@ use crate::support::driver::{
     Start, finish, finish_on, refusal, replay, run_in, run_on, stop_at, watch,
 };
 use crate::support::results::{Results, assert_alike};
-use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, flip, run_of};
+use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, flip, run_of, summary_of};
 use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Shared, calibrate};
 use moh_checkpoint::StoredCheckpoint;
 use moh_checkpoint::run_directory::RunDirectory;
-use moh_checkpoint::run_log::Summary;
 use moh_checkpoint::run_log::routing_log::{self, RoutingMoment};
 use moh_comm::World;
 use moh_hf::ConfigFile;
@@ -122,10 +121,6 @@ fn exported(recipe: &Recipe, name: &str) -> Vec<Vec<f32>> {
 
 fn config_of(recipe: &Recipe) -> ConfigFile {
     ConfigFile::read(&run_of(recipe).export()).unwrap()
-}
-
-fn summary_of(recipe: &Recipe) -> Summary {
-    Summary::read(&run_of(recipe).summary()).unwrap().unwrap()
 }
 
 /// The heads that the calibration of a run has chosen in each layer.

@@ -7,9 +7,8 @@ use std::sync::atomic::Ordering;
 
 use crate::support::driver::{finish, refusal, replay, run, stop_at, warnings, watch};
 use crate::support::{
-    TestRun, copy_all, files, flip, move_tokens, remove_tokens, run_of, write_tokens,
+    TestRun, copy_all, files, flip, move_tokens, remove_tokens, run_of, summary_of, write_tokens,
 };
-use moh_checkpoint::run_log::Summary;
 use moh_data::{Provenance, TokenFileWriter};
 use moh_recipe::Recipe;
 use moh_testkit::programs::{edit_json, read_json};
@@ -128,7 +127,7 @@ fn losses_say_on_which_text_and_on_how_many_of_its_tokens_they_are() {
         let _ = fs::remove_dir_all(&recipe.run.dir);
         stop_at(&place.recipe(&[]), 3);
         finish(&recipe);
-        let summary = Summary::read(&run_of(&recipe).summary()).unwrap().unwrap();
+        let summary = summary_of(&recipe);
         let [loaded, adapted, .., end] = &summary.evaluations[..] else { panic!("{summary:?}") };
         assert!(adapted.is_comparable(end) && !loaded.is_comparable(end), "{change}: {summary:?}");
         // Windows of 8 tokens, in micro-batches of 4.

@@ -4,10 +4,8 @@
 use std::fs;
 
 use crate::support::driver::{Start, finish, finish_on, stop_at};
-use crate::support::{TestRun, arranged, run_of, write_tokens};
-use moh_checkpoint::run_log::{
-    RoutingLine, RoutingMoment, StepMetrics, Summary, metrics, routing_log,
-};
+use crate::support::{TestRun, arranged, run_of, summary_of, write_tokens};
+use moh_checkpoint::run_log::{RoutingLine, RoutingMoment, StepMetrics, metrics, routing_log};
 use moh_recipe::Recipe;
 use moh_train::Event;
 
@@ -31,10 +29,6 @@ fn steps_of(recipe: &Recipe) -> Vec<StepMetrics> {
 
 fn routing_of(recipe: &Recipe) -> Vec<RoutingLine> {
     routing_log::read(&run_of(recipe).routing()).unwrap()
-}
-
-fn summary_of(recipe: &Recipe) -> Summary {
-    Summary::read(&run_of(recipe).summary()).unwrap().unwrap()
 }
 
 #[test]

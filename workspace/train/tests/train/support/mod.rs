@@ -12,6 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::run_log::Summary;
 use moh_data::{Provenance, TokenFileWriter};
 use moh_recipe::{ParallelOptions, Recipe};
 use tempfile::TempDir;
@@ -123,6 +124,10 @@ pub fn arranged(mut recipe: Recipe, layouts: [[usize; 3]; 2]) -> Recipe {
 
 pub fn run_of(recipe: &Recipe) -> RunDirectory {
     RunDirectory::new(&recipe.run.dir)
+}
+
+pub fn summary_of(recipe: &Recipe) -> Summary {
+    Summary::read(&run_of(recipe).summary()).unwrap().unwrap()
 }
 
 /// Documents of 1 to 12 tokens, in which a token depends on the one before it.
