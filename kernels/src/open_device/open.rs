@@ -1,10 +1,11 @@
-//! Opening a device.
+//! Opening a device, and from a recipe's element types to type parameters.
 
+use std::fmt;
 use std::marker::PhantomData;
+use std::str::FromStr;
 
 use half::bf16;
 
-use super::DeviceName;
 use crate::{Backend, Cpu, Element, ElementType};
 
 /// A device that cannot be opened.
@@ -121,13 +122,137 @@ fn ordinal(local_rank: usize, gpus: usize) -> usize {
     if gpus == 1 { 0 } else { local_rank }
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod tests {
-    use super::ordinal;
+/// Work that is generic over a training state: weights and activations `T`, gradients `G`, moments
+/// `M`.
+pub trait InTrainingElements {
+    /// The result of the work.
+    type Output;
 
+    /// Runs the work on a state of these types.
+    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output;
+}
+
+/// The element types of a training state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrainingTypes {
+    /// Weights and activations.
+    pub weights: ElementType,
+    /// Gradients.
+    pub gradients: ElementType,
+    /// Both optimiser moments.
+    pub moments: ElementType,
+}
+
+/// Runs `work` on a training state of these types.
+pub fn in_training_elements<W: InTrainingElements>(types: TrainingTypes, work: W) -> W::Output {
+    match types.weights {
+        ElementType::F32 => with_weights::<W, f32>(types, work),
+        ElementType::BF16 => with_weights::<W, bf16>(types, work),
+    }
+}
+
+fn with_weights<W: InTrainingElements, T: Element>(types: TrainingTypes, work: W) -> W::Output {
+    match (types.gradients, types.moments) {
+        (ElementType::F32, ElementType::F32) => work.run::<T, f32, f32>(),
+        (ElementType::F32, ElementType::BF16) => work.run::<T, f32, bf16>(),
+        (ElementType::BF16, ElementType::F32) => work.run::<T, bf16, f32>(),
+        (ElementType::BF16, ElementType::BF16) => work.run::<T, bf16, bf16>(),
+    }
+}
+
+/// A device that is not open yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DeviceName {
+    /// The CPU.
+    #[default]
+    Cpu,
+    /// An NVIDIA GPU, by its number on this machine.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |digits: &str| {
+            let plain = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+            digits.parse().ok().filter(|_| plain)
+        };
+        match text.split_once(':') {
+            None if text == "cpu" => Ok(DeviceName::Cpu),
+            None if text == "cuda" => Ok(DeviceName::Cuda(0)),
+            Some(("cuda", digits)) if let Some(ordinal) = number(digits) => {
+                Ok(DeviceName::Cuda(ordinal))
+            }
+            _ => Err("expected cpu, cuda or cuda:N".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceName::Cpu => f.write_str("cpu"),
+            DeviceName::Cuda(0) => f.write_str("cuda"),
+            DeviceName::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[cfg(feature = "cuda")]
     #[test]
     fn a_process_that_sees_one_gpu_takes_it() {
         assert_eq!([0, 3].map(|rank| ordinal(rank, 1)), [0, 0]);
         assert_eq!([0, 3].map(|rank| ordinal(rank, 8)), [0, 3]);
+    }
+
+    struct Name;
+
+    impl Compute for Name {
+        type Output = ElementType;
+
+        fn run<B: Backend + Clone, T: Element>(self, _: B) -> ElementType {
+            T::ELEMENT
+        }
+    }
+
+    impl InTrainingElements for Name {
+        type Output = TrainingTypes;
+
+        fn run<T: Element, G: Element, M: Element>(self) -> TrainingTypes {
+            TrainingTypes { weights: T::ELEMENT, gradients: G::ELEMENT, moments: M::ELEMENT }
+        }
+    }
+
+    #[test]
+    fn every_type_reaches_the_work() {
+        for weights in ElementType::ALL {
+            assert_eq!(OpenDevice::Cpu.compute(weights, Name), weights);
+            for gradients in ElementType::ALL {
+                for moments in ElementType::ALL {
+                    let types = TrainingTypes { weights, gradients, moments };
+                    assert_eq!(in_training_elements(types, Name), types);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn devices_are_named_by_kind_and_number() {
+        for (text, expected) in [
+            ("cpu", DeviceName::Cpu),
+            ("cuda", DeviceName::Cuda(0)),
+            ("cuda:3", DeviceName::Cuda(3)),
+        ] {
+            assert_eq!(text.parse(), Ok(expected));
+            assert_eq!(expected.to_string(), text);
+        }
+        for text in ["", "gpu", "cpu:0", "cuda:", "cuda:-1", "cuda:+1", "cuda:x", "CUDA"] {
+            assert!(text.parse::<DeviceName>().is_err(), "{text}");
+        }
     }
 }

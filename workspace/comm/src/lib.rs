@@ -49,7 +49,6 @@ mod host_list;
 mod launch;
 mod layout;
 mod liveness;
-mod pending;
 mod reduce;
 mod rendezvous;
 mod watchdog;
@@ -60,7 +59,6 @@ pub use error::{Error, Fault, Result};
 pub use group::Group;
 pub use launch::{Address, Launch, Launcher};
 pub use layout::{Coordinates, Groups, RankLayout};
-pub use pending::Pending;
 pub use reduce::Reduce;
 pub use rendezvous::host_name;
 #[doc(hidden)]

@@ -5,13 +5,11 @@
 mod calibration;
 mod cluster;
 mod communication;
-mod epochs;
 mod error;
 mod hardware;
 mod layouts;
 mod memory;
 mod rate;
-mod steps;
 mod table;
 mod time;
 mod training_data;
@@ -22,7 +20,6 @@ use std::path::Path;
 use calibration::CalibrationCost;
 pub use calibration::{calibration_bytes, measured_heads};
 use cluster::Cluster;
-pub use epochs::SourceEpochs;
 pub use error::Error;
 pub use hardware::Hardware;
 pub use layouts::Suggestions;
@@ -31,10 +28,9 @@ use moh_data::Source;
 use moh_kernels::ElementType;
 use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute};
 use moh_recipe::{ParallelOptions, Recipe, Stage};
-pub use steps::step_config;
-pub use training_data::open_training;
-pub use work::Layout;
+pub use training_data::{SourceEpochs, open_training};
 use work::Work;
+pub use work::{Layout, step_config};
 
 /// The cost of a recipe.
 #[derive(Debug, Clone, PartialEq)]

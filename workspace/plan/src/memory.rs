@@ -14,8 +14,7 @@ use moh_step::{
     Evaluator, OptimizerState, StepBuffers, StepConfig, StepSizes, pipeline_schedule, ranks,
 };
 
-use super::steps::step_config;
-use super::work::{Layout, Work};
+use super::work::{Layout, Work, step_config};
 use crate::Error;
 
 /// GPU memory of a process before its first buffer: the driver's context and the kernels.

@@ -6,8 +6,9 @@
 
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::{ModelPart, TensorShare};
-use moh_model::{LayerHeads, ModelConfig, MohConfig, SharedHeadSets};
-use moh_recipe::{ParallelOptions, Recipe, Stage};
+use moh_model::{AuxiliaryLosses, LayerHeads, ModelConfig, MohConfig, SharedHeadSets};
+use moh_recipe::{MohOptions, ParallelOptions, Recipe, Stage};
+use moh_step::StepConfig;
 
 /// The layout of a stage's ranks: tensor fastest, then data, pipeline slowest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -258,6 +259,25 @@ impl<'a> Work<'a> {
             part.num_blocks() as u64 + ends
         };
         self.parts(rank).map(flats).sum()
+    }
+}
+
+/// The settings of the steps of `stage` of `recipe`.
+pub fn step_config(recipe: &Recipe, stage: &Stage) -> StepConfig {
+    let data = recipe.stage_data(stage);
+    let tokens = stage.micro_batch * data.sequence_length;
+    StepConfig {
+        stage: stage.name.clone(),
+        sequence_length: data.sequence_length,
+        micro_batch: stage.micro_batch,
+        micro_batches: stage.batch_tokens / tokens as u64,
+        document_mask: data.document_mask,
+        recompute: recipe.memory.recompute,
+        auxiliary_weights: (stage.moh.as_ref())
+            .map_or(AuxiliaryLosses::all(0.0), MohOptions::auxiliary_weights),
+        distillation: stage.distillation(),
+        optimizer: stage.optimizer,
+        reduce: recipe.precision.reduce,
     }
 }
 

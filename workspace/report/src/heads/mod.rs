@@ -1,8 +1,7 @@
 //! The page of what heads do: documents of `moh-eval heads --json`, of one model or of several that it compares.
 
 mod curves;
-mod loads;
-mod pairs;
+mod maps;
 mod sentence;
 mod served;
 mod summary;
@@ -64,7 +63,7 @@ pub fn heads_page(documents: &[HeadDocument], now: SystemTime) -> String {
                          serve one kind of text more than another."
                     }
                     (color_bar())
-                    (each(&models, has_routed, loads::part))
+                    (each(&models, has_routed, maps::loads))
                 }
             }
             (curves::section(&models))
@@ -74,7 +73,7 @@ pub fn heads_page(documents: &[HeadDocument], now: SystemTime) -> String {
                     "Patterns: 1 less half of the distance of two heads' rows of attention, 100 for equal ones. Outputs: \
                      their cosine, 0 or less in the darkest colour."
                 }
-                (each(&models, |_| true, pairs::part))
+                (each(&models, |_| true, maps::pairs))
             }
             @if models.iter().any(served::has_tokens) {
                 section {

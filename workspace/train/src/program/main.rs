@@ -6,7 +6,6 @@ mod comparison;
 mod model_location;
 mod plan;
 mod replay;
-mod replay_table;
 mod report;
 mod run_view;
 mod signals;

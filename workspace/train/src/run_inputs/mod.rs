@@ -6,7 +6,6 @@
 pub(crate) mod model_files;
 mod record;
 mod token_files;
-mod vocabulary;
 
 use std::sync::atomic::AtomicBool;
 
@@ -179,7 +178,7 @@ impl RunInputs<'_> {
                     events(Event::CheckingIds { path, done, total });
                 }
             };
-            let Some(ids_below) = vocabulary::scan(ranks, file, self.stop, &mut progress)? else {
+            let Some(ids_below) = token_files::scan(ranks, file, self.stop, &mut progress)? else {
                 return Ok(InputCheck::Stopped);
             };
             progress(total);

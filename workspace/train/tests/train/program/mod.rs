@@ -5,7 +5,6 @@
 
 mod comparing;
 mod directories;
-mod negative_values;
 mod output;
 mod page;
 mod plans;

@@ -1,16 +1,17 @@
-//! One sentence per invalid input.
+//! One sentence per invalid input, and values that begin with a hyphen.
 
 use std::fs;
 use std::path::Path;
 
-use serde_json::Value;
-
-use super::{PROGRAM, moh_train, prepared};
+use moh_testkit::options::take_negative_numbers;
 use moh_testkit::programs::{
     VOCABULARY, exits, failure, program, stderr, success, write_tokenizer, write_tokens,
 };
 use moh_testkit::texts::prepare_text;
 use moh_text::prepare::AppendEos;
+use serde_json::Value;
+
+use super::{PROGRAM, moh_train, prepared};
 
 #[test]
 fn recipes_that_do_not_fit_are_refused() {
@@ -138,4 +139,27 @@ fn a_shell_with_a_launchers_variables_is_told_which_ones() {
          was built without MPI: build it with --features mpi, or unset these variables to start one \
          process";
     assert_eq!(message, expected);
+}
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = take_negative_numbers(PROGRAM, &[], dir.path());
+    assert!(options >= 15, "{options}");
+}
+
+#[test]
+fn an_error_names_the_values_that_an_option_takes() {
+    let dir = tempfile::tempdir().unwrap();
+    for (arguments, expected) in [
+        (&["--resume-step", "-1"][..], "a whole number of at least 1"),
+        (&["--rendezvous-timeout", "-1"], "a whole number from 1 to 2592000"),
+        (&["--plan", "--ranks", "0"], "'--ranks <N>': must be a whole number of at least 1"),
+        (&["--trace", "last"], "\"last\": expected steps, as in 3,10-12"),
+        (&["--time-limit", "-1h"], "expected a time such as 90m"),
+        (&["checkpoints", "run", "prune", "--keep", "-1"], "a whole number of at least 1"),
+    ] {
+        let (_, text) = exits(program(PROGRAM, dir.path()).args(arguments), 2);
+        assert!(text.contains(expected), "{arguments:?}: {text}");
+    }
 }
