@@ -4,14 +4,12 @@ use super::{Case, Sizes, Work, random_elements, upload};
 use crate::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
 };
-use crate::backend::Backend;
-use crate::error::Result;
 use crate::qk_norm::{QkNormBackward, QkNormForward};
 use crate::ranks::Heads;
 use crate::rope::{QkvShape, RopeArgs, RopeTable};
 use crate::router::query_norm::{QueryNormBackward, QueryNormForward, QueryNormRouter, Selects};
 use crate::router::{RouterGradient, Routing, SharedHeads};
-use crate::scalar::Element;
+use crate::{Backend, Element, Result};
 
 /// Causal attention over random queries, keys and values, of all heads or of the heads that the
 /// router selects.

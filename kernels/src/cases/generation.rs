@@ -3,9 +3,8 @@
 
 use super::{Case, Sizes, Work, random_elements, upload};
 use crate::attention::{Selection, SequenceAttention, Span};
-use crate::backend::Backend;
 use crate::rope::QkvShape;
-use crate::scalar::Element;
+use crate::{Backend, Element};
 
 const SEQUENCES: usize = 8;
 /// Tokens of a sequence, with the new one.

@@ -1,13 +1,11 @@
 //! Cases of the routers by logits.
 
 use super::{Case, Sizes, Work, random_elements};
-use crate::backend::Backend;
-use crate::error::Result;
 use crate::ranks::Heads;
 use crate::rope::QkvShape;
 use crate::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
 use crate::router::{RouterGradient, Routing, SharedHeads};
-use crate::scalar::Element;
+use crate::{Backend, Element, Result};
 
 /// A router, which routes once, and its routing.
 fn routing<B: Backend, T: Element>(

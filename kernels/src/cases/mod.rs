@@ -32,10 +32,8 @@ mod rows;
 
 pub use attention::AttentionCase;
 
-use crate::backend::Backend;
-use crate::error::Result;
 use crate::rope::QkvShape;
-use crate::scalar::{Element, Scalar};
+use crate::{Backend, Element, Result, Scalar};
 
 /// Sizes of the model whose operators are measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,6 @@
 
 use super::{Case, Sizes, Work, ids, random_elements, upload};
 use crate::adamw::{AdamW, AdamWUpdate};
-use crate::backend::Backend;
 use crate::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadShape, HeadTeacher};
 use crate::embedding::{EmbeddingBackward, EmbeddingForward};
 use crate::key_value_cache::KeyValueAppend;
@@ -12,7 +11,7 @@ use crate::relative_error::RelativeErrorArgs;
 use crate::rms_norm::{RmsNormBackward, RmsNormForward};
 use crate::rope::QkvShape;
 use crate::sampling::{RowRequest, RowSampling, RowToken, SampleArgs};
-use crate::scalar::{DType, Element};
+use crate::{Backend, DType, Element};
 
 /// Linear layers beside the model's own: one of the smallest models, and the projection to a
 /// vocabulary, which does not fit a cache.

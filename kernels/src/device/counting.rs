@@ -5,11 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use crate::error::{Error, Result};
-use crate::gpu_sizes;
-use crate::memory::{Memory, Purpose};
-use crate::region::{Location, LocationMut, Region, RegionMut};
-use crate::scalar::Scalar;
+use crate::{
+    Error, Location, LocationMut, Memory, Purpose, Region, RegionMut, Result, Scalar, gpu_sizes,
+};
 
 /// A device whose memory is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,9 +5,7 @@
 
 use std::ops::Range;
 
-use crate::error::Result;
-use crate::region::{Region, RegionMut};
-use crate::scalar::Scalar;
+use crate::{Region, RegionMut, Result, Scalar};
 
 /// Read access to a part of a [`Memory`]'s buffer.
 pub type View<'a, M, S> = <M as Memory>::View<'a, S>;

@@ -3,8 +3,7 @@
 
 use std::ops::Range;
 
-use crate::error::Result;
-use crate::memory::ViewMut;
+use crate::{Result, ViewMut};
 
 /// Sums a table over the ranks that share an operator, in place. All of them call it the same
 /// number of times, with tables of the same shape.

@@ -3,8 +3,7 @@
 use std::fmt;
 use std::sync::OnceLock;
 
-use crate::cpu::Cpu;
-use crate::error::{Error, Result};
+use crate::{Cpu, Error, Result};
 
 /// How the CPU multiplies bf16 matrices.
 ///

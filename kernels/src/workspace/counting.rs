@@ -1,11 +1,8 @@
 //! Scratch that is counted, as the counted device would reserve it.
 
 use super::{WorkingSet, Workspace, cpu, gpu};
-use crate::counting::{CountedDevice, CountingMemory};
 use crate::cross_entropy::{self, HeadShape};
-use crate::error::Result;
-use crate::gpu_sizes;
-use crate::scalar::Element;
+use crate::{CountedDevice, CountingMemory, Element, Result, gpu_sizes};
 
 impl Workspace for CountingMemory {
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize {

@@ -1,15 +1,9 @@
 //! Scratch of rayon's threads on a CPU.
 
 use super::{WorkingSet, Workspace};
-use crate::attention;
-use crate::cpu::Cpu;
 use crate::cross_entropy::{self, HeadShape};
-use crate::error::Result;
-use crate::matmul;
-use crate::qk_norm;
-use crate::rms_norm;
-use crate::scalar::Element;
 use crate::scratch::{self, ScratchBytes};
+use crate::{Cpu, Element, Result, attention, matmul, qk_norm, rms_norm};
 
 /// Maximum bytes of scratch of a thread in these passes.
 pub(super) fn thread_scratch_bytes<T: Element>(passes: &WorkingSet) -> ScratchBytes {

@@ -1,11 +1,9 @@
 //! Scratch of a GPU, one buffer.
 
 use super::{WorkingSet, Workspace, gpu};
-use crate::attention;
 use crate::cross_entropy::HeadShape;
 use crate::cuda::Cuda;
-use crate::error::Result;
-use crate::scalar::Element;
+use crate::{Element, Result, attention};
 
 impl Workspace for Cuda {
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize {

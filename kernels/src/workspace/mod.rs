@@ -9,9 +9,7 @@ pub(crate) mod gpu;
 
 use crate::attention::AttentionShape;
 use crate::cross_entropy::HeadShape;
-use crate::error::Result;
-use crate::memory::Memory;
-use crate::scalar::Element;
+use crate::{Element, Memory, Result};
 
 /// Passes and a step that a device can reserve memory for ([`Workspace::reserve`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,10 +7,9 @@ use std::time::SystemTime;
 use moh_files::TEMPORARY;
 
 use super::MANIFEST_HASH;
-use super::manifest::RunState;
 use super::stored::read_state;
-use crate::Error;
 use crate::run_directory::RunDirectory;
+use crate::{Error, RunState};
 use moh_files::unless_missing;
 
 /// Prefix of the names of checkpoints whose bytes are wrong.

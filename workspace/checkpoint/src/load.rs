@@ -7,9 +7,7 @@ use moh_model::Model;
 use moh_model::layout::Segment;
 use moh_step::OptimizerState;
 
-use super::read_error::ReadError;
-use super::stored::{StoredCheckpoint, TensorRequest};
-use crate::Error;
+use crate::{Error, ReadError, StoredCheckpoint, TensorRequest};
 
 /// Fills this rank's shard of the model's weights and the optimiser's state. The tensors that are named in `added` are not
 /// in the checkpoint, and begin as zeros.

@@ -10,11 +10,9 @@ use moh_model::parameters::Shard;
 use moh_step::Ranks;
 
 use super::MANIFEST;
-use super::read_error::ReadError;
-use super::stored::StoredCheckpoint;
-use crate::Error;
 use crate::listing::{ASIDE, DAMAGED};
 use crate::run_directory::RunDirectory;
+use crate::{Error, ReadError, StoredCheckpoint};
 
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
 pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);

@@ -5,10 +5,9 @@ use std::fs;
 use moh_files::TEMPORARY;
 use moh_recipe::CheckpointOptions;
 
-use super::read::{alone, newest_good};
-use crate::Error;
 use crate::listing::is_unfinished_checkpoint;
 use crate::run_directory::RunDirectory;
+use crate::{Error, alone, newest_good};
 use moh_files::unless_missing;
 
 /// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.

@@ -9,8 +9,7 @@ use half::bf16;
 use safetensors::tensor::{Dtype, Metadata};
 
 use super::MAX_TEXT_BYTES;
-use super::part::{TensorEntry, TensorFile};
-use super::read_error::ReadError;
+use crate::{ReadError, TensorEntry, TensorFile};
 
 /// Files that are open at a time: those of a few ranks.
 const MAX_OPEN: usize = 48;

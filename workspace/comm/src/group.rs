@@ -7,9 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use moh_kernels::{Memory, Scalar, span};
 
 use crate::engine::{Engine, Member, Ticket};
-use crate::error::{Error, Result};
-use crate::reduce::Reduce;
 use crate::watchdog::{Health, Operation};
+use crate::{Error, Reduce, Result};
 
 /// A group of ranks. Clones are the same group.
 ///

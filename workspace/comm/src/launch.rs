@@ -7,8 +7,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::error::{Error, Result};
-use crate::host_list;
+use crate::{Error, Result, host_list};
 
 const MAX_RANKS: usize = 65_536;
 /// The default port for single-node jobs without a job id: PyTorch's default.

@@ -4,8 +4,7 @@
 //! ranks, which communicate most, share a node; then data; the pipeline varies slowest:
 //! `rank = tensor + T (data + D pipeline)`.
 
-use crate::error::{Error, Result};
-use crate::group::Group;
+use crate::{Error, Group, Result};
 
 /// The sizes of the three parallel dimensions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -56,7 +56,7 @@ mod wire;
 mod world;
 
 pub use error::{Error, Fault, Result};
-pub use group::Group;
+pub use group::{Group, Pending};
 pub use launch::{Address, Launch, Launcher};
 pub use layout::{Coordinates, Groups, RankLayout};
 pub use reduce::Reduce;

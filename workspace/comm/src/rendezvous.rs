@@ -10,11 +10,10 @@ use std::fmt::Display;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Fault, Result};
-use crate::launch::{Address, Launch};
 use crate::wire::{
     Connection, Hello, Message, POLL_INTERVAL, PROTOCOL, Received, Refusal, close_all,
 };
+use crate::{Address, Error, Fault, Launch, Result};
 
 /// How long a new connection may take to send its hello.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -4,12 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::engine::{Engine, Member, threads};
-use crate::error::{Error, Fault, Result};
-use crate::group::Group;
-use crate::launch::Launch;
 use crate::liveness::{Limits, Link};
-use crate::rendezvous;
 use crate::watchdog::Health;
+use crate::{Error, Fault, Group, Launch, Result, rendezvous};
 
 /// How long the other processes may take to report the fault before the engine ends the job.
 const ABORT_GRACE: Duration = Duration::from_millis(500);

@@ -11,9 +11,8 @@ use moh_kernels::{Cpu, Region, RegionMut};
 use super::*;
 use crate::engine::Ticket;
 use crate::engine::threads::{SharedState, Threads};
-use crate::launch::Address;
-use crate::reduce::Reduce;
 use crate::rendezvous::tests::{free_address, launch};
+use crate::{Address, Reduce};
 
 fn on_threads<R: Send + 'static>(
     worlds: Vec<World>,

@@ -13,13 +13,11 @@ use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
 use crate::attention_output::AttentionOutputs;
 use crate::layers::{
     ActivationGradients, BlockBuffers, HeadBuffers, RecomputableBlock, SavedBlock, Scratch, Tokens,
 };
-use crate::model::Model;
-use crate::pass_sizes::{PassRole, PassSizes};
+use crate::{Error, Model, PassRole, PassSizes};
 
 /// The activations that the backward pass recomputes, as a recipe names them; `docs/plan.md` lists the
 /// bytes of each setting.

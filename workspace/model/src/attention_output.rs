@@ -10,14 +10,12 @@
 use moh_kernels::relative_error::RelativeErrorArgs;
 use moh_kernels::{Backend, Element, Memory, span};
 
-use crate::activations::{Activations, PassSlot};
 use crate::layers::attention::{AttentionBuffers, SavedAttention};
 use crate::layers::{
     ActivationGradients, BackwardContext, Block, Context, Normed, ResidualSum, Scratch, Tokens,
 };
 use crate::parameters::{FlatBuffers, OnBuffer};
-use crate::pass_sizes::{PassRole, PassSizes};
-use crate::{AuxiliaryLoss, Error, Model, StepSums};
+use crate::{Activations, AuxiliaryLoss, Error, Model, PassRole, PassSizes, PassSlot, StepSums};
 
 /// What the attention-output loss of a pass writes.
 pub struct AttentionOutputLoss<'a, B: Backend, G: Element> {

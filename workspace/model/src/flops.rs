@@ -9,8 +9,8 @@
 //! token and head (the router reads the queries): Mixture-of-Head saves operations in the core
 //! only, and none in the output projection.
 
+use crate::ModelConfig;
 use crate::architecture::{block_tensors, embedding_tensors, output_tensors};
-use crate::config::ModelConfig;
 use crate::tensors::{Tensor, has_vocabulary_rows, tensors};
 
 /// Maximum number of parameters; products of sizes then fit 64 bits.
@@ -111,10 +111,8 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::HeadCounts;
-    use crate::RouterKind;
-    use crate::config::MohConfig;
     use crate::tensors::{OUTPUT_HEAD, tensor_shapes};
+    use crate::{HeadCounts, MohConfig, RouterKind};
 
     #[test]
     fn llama3_8b_has_its_published_number_of_parameters() {

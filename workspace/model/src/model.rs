@@ -6,16 +6,15 @@ use std::sync::Arc;
 use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, Memory, Purpose};
 
-use crate::activations::{Activations, PassShape};
 use crate::architecture::Layers;
 use crate::layers::{Context, RopeTables, RouterLayer, RouterSpec, Tokens};
 use crate::layout::{ModelLayout, Segment};
 use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
-use crate::pass_sizes::{PassRole, PassSizes};
 use crate::router::{self, CustomRouters, LayerRouting, Router, RoutingStatistics};
-use crate::teacher::Teacher;
-use crate::{AuxiliaryLosses, Error, ModelConfig};
+use crate::{
+    Activations, AuxiliaryLosses, Error, ModelConfig, PassRole, PassShape, PassSizes, Teacher,
+};
 
 /// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the
 /// whole model, or a rank's part of it.

@@ -2,10 +2,7 @@
 
 use moh_kernels::{Backend, Element};
 
-use crate::activations::{Activations, PassShape, Recompute};
-use crate::config::LayerHeads;
-use crate::model::Model;
-use crate::{Error, StepSums};
+use crate::{Activations, Error, LayerHeads, Model, PassShape, Recompute, StepSums};
 
 /// The logits of sequences of equal length, and the heads that each token used.
 #[derive(Debug, Clone, PartialEq)]

@@ -7,10 +7,9 @@ use moh_kernels::rope::QkvShape;
 use moh_kernels::router::RoutingShape;
 use moh_kernels::{Element, WorkingSet};
 
-use crate::activations::PassShape;
 use crate::layout::ModelLayout;
 use crate::model_parallel::{ModelPart, TensorShare, TokenShare};
-use crate::{Error, ModelConfig, router};
+use crate::{Error, ModelConfig, PassShape, router};
 
 /// What a model's passes are in distillation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -8,12 +8,11 @@
 use moh_kernels::cross_entropy::HeadTeacher;
 use moh_kernels::{Backend, Element};
 
-use crate::activations::{Activations, MicroBatch, PassShape};
+use crate::activations::MicroBatch;
 use crate::attention_output::TaughtLayer;
 use crate::layers::Tokens;
-use crate::model::Model;
 use crate::passes::ForwardBuffers;
-use crate::{Error, PassSizes};
+use crate::{Activations, Error, Model, PassShape, PassSizes};
 
 /// How a teacher's distribution is learned.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -7,12 +7,10 @@ use moh_model::ModelConfig;
 use moh_recipe::{Recipe, Stage};
 
 use super::communication::Traffic;
-use super::hardware::Hardware;
-use super::memory::RankMemory;
 use super::time::StepTime;
-use super::work::{Layout, Work};
+use super::work::Work;
 use super::{Plan, grow_vocabulary};
-use crate::Error;
+use crate::{Error, Hardware, Layout, RankMemory};
 
 /// The stages of a plan on a number of ranks.
 #[derive(Debug, Clone, PartialEq)]

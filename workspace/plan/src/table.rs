@@ -9,12 +9,10 @@ use moh_recipe::DeviceKind;
 
 use super::calibration::CalibrationCost;
 use super::cluster::{Cluster, ClusterStage, PredictedSpeed};
-use super::hardware::Hardware;
-use super::layouts::{StageSuggestions, Suggestions};
-use super::memory::RankMemory;
+use super::layouts::StageSuggestions;
 use super::rate::{Basis, Rate};
 use super::{DiskBytes, Plan, StagePlan};
-use crate::SourceEpochs;
+use crate::{Hardware, RankMemory, SourceEpochs, Suggestions};
 
 /// Width of a row's label.
 const LABEL: usize = 40;

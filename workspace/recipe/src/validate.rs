@@ -11,11 +11,10 @@ use moh_data::{Order, Source};
 use moh_kernels::ElementType;
 use moh_model::{ModelConfig, MohConfig};
 
-use super::overrides::is_below;
 use super::{
-    CheckpointOptions, DeviceKind, GuardOptions, KeyFault, LogOptions, ModelOptions, NewModel,
-    ParallelOptions, Recipe, Stage, ValidationSet, validation_key,
+    CheckpointOptions, DeviceKind, GuardOptions, KeyFault, LogOptions, Recipe, validation_key,
 };
+use crate::{ModelOptions, NewModel, ParallelOptions, Stage, ValidationSet, is_below};
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
 const MAX_TOKENS: u64 = 1 << 53;

@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use moh_kernels::cross_entropy::IGNORED;
 
-use crate::Error;
-use crate::step_config::StepConfig;
+use crate::{Error, StepConfig};
 
 /// Reads the samples of a step. Closures implement it.
 pub trait ReadSample {

@@ -12,8 +12,7 @@ use moh_model::layout::ModelLayout;
 use moh_plan::{DiskBytes, calibration_bytes, with_all_matrices};
 use moh_recipe::{Recipe, Stage};
 
-use crate::Error;
-use crate::source::ModelSource;
+use crate::{Error, ModelSource};
 
 /// The bytes that can be written on the file system of a path; `None` where it does not say so.
 pub type FreeSpace = fn(&Path) -> io::Result<Option<u64>>;

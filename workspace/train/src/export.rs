@@ -12,8 +12,7 @@ use moh_model::layout::ModelLayout;
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
 
-use crate::source::ModelSource;
-use crate::{Error, model_card};
+use crate::{Error, ModelSource, model_card};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exported {

@@ -12,11 +12,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use crate::error::{Error, Result, check_len};
-use crate::memory::Memory;
-use crate::region::{Location, LocationMut, Region, RegionMut};
-use crate::scalar::Scalar;
-use crate::span;
+use crate::error::check_len;
+use crate::{Error, Location, LocationMut, Memory, Region, RegionMut, Result, Scalar, span};
 
 /// Elements that one task copies or sets to zero.
 const PART: usize = 256 * 1024;

@@ -5,8 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::device::Device;
-use crate::error::Result;
-use crate::scalar::Scalar;
+use crate::{Result, Scalar};
 
 pub(crate) struct Allocation {
     device: Arc<dyn Device>,

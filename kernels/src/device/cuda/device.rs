@@ -2,9 +2,7 @@
 //! matmuls run in the order of their calls, asynchronously.
 
 use super::parameters::TensorMap;
-use crate::error::Result;
-use crate::memory::MemoryInfo;
-use crate::scalar::DType;
+use crate::{DType, MemoryInfo, Result};
 
 /// A device's memory, kernels and matmuls.
 pub(crate) trait Device: Send + Sync {

@@ -9,8 +9,7 @@ use cudarc::driver::{CudaContext, DriverError, result, sys};
 use super::device::{Algorithms, BoxedTensor, Device, Matmul};
 use super::matmul::Matmuls;
 use super::parameters::TensorMap;
-use crate::error::{Error, Result};
-use crate::memory::MemoryInfo;
+use crate::{Error, MemoryInfo, Result};
 
 /// The kernels, compiled for several generations of GPUs (build/main.rs).
 static KERNELS: &Aligned<[u8]> =

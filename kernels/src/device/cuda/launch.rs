@@ -3,9 +3,8 @@
 use bytemuck::Pod;
 
 use super::{Cuda, Matmul};
-use crate::error::Result;
 use crate::gpu_sizes::MAX_BLOCKS;
-use crate::scalar::Element;
+use crate::{Element, Result};
 
 /// Threads per block, unless a kernel specifies another number (`operators.cuh`).
 pub(crate) const THREADS: usize = 256;

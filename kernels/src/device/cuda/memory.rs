@@ -3,10 +3,8 @@
 use std::ops::Range;
 
 use super::{Cuda, CudaBuffer, CudaView, CudaViewMut};
-use crate::error::{Result, check_len};
-use crate::memory::{Memory, MemoryInfo};
-use crate::region::{Location, LocationMut, Region, RegionMut};
-use crate::scalar::Scalar;
+use crate::error::check_len;
+use crate::{Location, LocationMut, Memory, MemoryInfo, Region, RegionMut, Result, Scalar};
 
 impl Memory for Cuda {
     type Buffer<S: Scalar> = CudaBuffer<S>;

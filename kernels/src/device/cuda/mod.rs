@@ -29,8 +29,7 @@ pub(crate) use device::{Algorithms, BoxedTensor, Device, Matmul, Operand};
 pub use emulator::EmulatedCalls;
 pub(crate) use launch::{THREADS, blocks, name};
 
-use crate::error::Result;
-use crate::gpu_sizes;
+use crate::{Result, gpu_sizes};
 use buffer::Allocation;
 
 /// A GPU.

@@ -6,11 +6,10 @@ use rayon::prelude::*;
 use super::remainder::{join, split};
 use super::{AdamWUpdate, Constants, Optimizer};
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::{Result, check_len};
+use crate::error::check_len;
 use crate::math::sum_of_squares;
-use crate::scalar::Element;
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 /// Elements per task.
 const CHUNK: usize = 16 * 1024;

@@ -14,9 +14,8 @@ mod cpu;
 pub(crate) mod cuda;
 pub mod remainder;
 
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
-use crate::scalar::{DType, Element};
+use crate::error::{check_len, ensure};
+use crate::{DType, Element, Memory, Result, View, ViewMut};
 
 /// Constants of one step on one range of parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -4,10 +4,8 @@ use rayon::prelude::*;
 
 use super::{Add, check};
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::Result;
-use crate::scalar::Element;
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 /// Elements of one task.
 const PART: usize = 64 * 1024;

@@ -3,8 +3,7 @@
 use super::{Add, check};
 use crate::cuda::parameters::addition::Parameters;
 use crate::cuda::{Cuda, CudaView, CudaViewMut, blocks, name};
-use crate::error::Result;
-use crate::scalar::Element;
+use crate::{Element, Result};
 
 impl Add for Cuda {
     fn add<T: Element>(

@@ -5,9 +5,8 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{Result, check_len};
-use crate::memory::{Memory, View, ViewMut};
-use crate::scalar::Element;
+use crate::error::check_len;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// The addition as an operator of a device.
 pub trait Add: Memory {

@@ -6,10 +6,9 @@ use std::ops::Range;
 use super::{AttentionArgs, AttentionShape, Selection};
 #[cfg(gpu)]
 use super::{AttentionForward, KeyValues};
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
+use crate::error::{check_len, ensure};
 use crate::rope::QkvShape;
-use crate::scalar::Element;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// The new tokens of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]

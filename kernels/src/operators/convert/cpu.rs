@@ -4,10 +4,9 @@ use rayon::prelude::*;
 
 use super::Convert;
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::{Result, check_len};
-use crate::scalar::Element;
+use crate::error::check_len;
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 /// Elements of one task.
 const PART: usize = 64 * 1024;

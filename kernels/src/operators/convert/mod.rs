@@ -4,9 +4,7 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::Result;
-use crate::memory::{Memory, View, ViewMut};
-use crate::scalar::Element;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// The conversion as an operator of a device.
 pub trait Convert: Memory {

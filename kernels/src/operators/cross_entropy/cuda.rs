@@ -2,16 +2,13 @@
 //! scratch buffer.
 
 use super::{CrossEntropy, CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape, HeadTeacher};
-use crate::adamw;
 use crate::cuda::parameters::cross_entropy::{Losses, VocabParallel};
 use crate::cuda::parameters::distillation;
 use crate::cuda::{Cuda, Matmul, Operand, name};
-use crate::error::Result;
 use crate::linear::Accumulation;
-use crate::memory::Memory;
 use crate::ranks::VocabularyRows;
-use crate::scalar::Element;
 use crate::workspace::gpu::{chunk_elements, logit_rows, row_loss_bytes};
+use crate::{Element, Memory, Result, adamw};
 
 impl CrossEntropy for Cuda {
     fn cross_entropy<T: Element, G: Element>(

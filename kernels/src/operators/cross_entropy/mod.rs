@@ -20,12 +20,10 @@ mod teacher;
 
 pub use teacher::HeadTeacher;
 
-use crate::error::{Result, check_len, ensure};
+use crate::error::{check_len, ensure};
 use crate::linear::Accumulation;
-use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::{AllReduce, VocabularyRows};
-use crate::scalar::Element;
-use crate::workspace::Workspace;
+use crate::{Element, Memory, Result, View, ViewMut, Workspace};
 
 /// Tokens of a GPU's chunk of f32 logits; a chunk of bf16 logits has twice as many.
 pub(crate) const GPU_CHUNK: usize = 1024;

@@ -9,9 +9,8 @@
 //! Z_s - Z_t: one pass over the logits gives all three sums. Ranks with shards of the rows exchange theirs in further
 //! columns of their table.
 
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View};
-use crate::scalar::Element;
+use crate::error::{check_len, ensure};
+use crate::{Element, Memory, Result, View};
 
 use super::HeadShape;
 

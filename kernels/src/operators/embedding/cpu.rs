@@ -1,9 +1,8 @@
 //! The CPU bodies of the embedding.
 
 use super::{Embedding, EmbeddingBackward, EmbeddingForward, check};
-use crate::cpu::Cpu;
-use crate::error::{Result, check_ids};
-use crate::scalar::Element;
+use crate::error::check_ids;
+use crate::{Cpu, Element, Result};
 
 impl Embedding for Cpu {
     fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()> {

@@ -5,9 +5,8 @@ use bytemuck::Zeroable;
 use super::{Embedding, EmbeddingBackward, EmbeddingForward, check};
 use crate::cuda::parameters::embedding::Parameters;
 use crate::cuda::{Cuda, CudaView, name};
-use crate::error::Result;
 use crate::ranks::VocabularyRows;
-use crate::scalar::Element;
+use crate::{Element, Result};
 
 impl Parameters {
     /// The arguments of both passes; `table` and `rows` are null.

@@ -5,10 +5,9 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
+use crate::error::{check_len, ensure};
 use crate::ranks::VocabularyRows;
-use crate::scalar::Element;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// Arguments of [`Embedding::embedding_forward`].
 pub struct EmbeddingForward<'a, M: Memory, T: Element> {

@@ -1,9 +1,8 @@
 //! The CPU body of appending to the cache.
 
 use super::{KeyValueAppend, KeyValueCache, check};
-use crate::cpu::Cpu;
-use crate::error::{Result, ensure};
-use crate::scalar::Element;
+use crate::error::ensure;
+use crate::{Cpu, Element, Result};
 
 impl KeyValueCache for Cpu {
     fn key_value_append<T: Element>(&self, args: KeyValueAppend<'_, Self, T>) -> Result<()> {

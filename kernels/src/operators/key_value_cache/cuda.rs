@@ -3,8 +3,7 @@
 use super::{KeyValueAppend, KeyValueCache, check};
 use crate::cuda::parameters::key_value_cache::Append;
 use crate::cuda::{Cuda, name};
-use crate::error::Result;
-use crate::scalar::Element;
+use crate::{Element, Result};
 
 impl KeyValueCache for Cuda {
     fn key_value_append<T: Element>(&self, args: KeyValueAppend<'_, Self, T>) -> Result<()> {

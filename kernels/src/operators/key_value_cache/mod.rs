@@ -4,10 +4,9 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
+use crate::error::{check_len, ensure};
 use crate::rope::QkvShape;
-use crate::scalar::Element;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// Arguments of [`KeyValueCache::key_value_append`].
 pub struct KeyValueAppend<'a, M: Memory, T: Element> {

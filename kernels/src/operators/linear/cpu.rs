@@ -3,12 +3,11 @@
 
 use super::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward, check};
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::{Result, check_len, ensure};
+use crate::error::{check_len, ensure};
 use crate::matmul::{
     self, Destination, Matrix, MatrixMut, Packed, matmul_of_rows, matmul_packed, matmul_parallel,
 };
-use crate::scalar::Element;
+use crate::{Cpu, Element, Result};
 
 impl Linear for Cpu {
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()> {

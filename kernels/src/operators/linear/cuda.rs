@@ -4,9 +4,8 @@ use super::{
     Accumulation, Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward, check,
 };
 use crate::cuda::{Cuda, Matmul, Operand};
-use crate::error::{Result, check_len};
-use crate::memory::{Memory, View, ViewMut};
-use crate::scalar::Element;
+use crate::error::check_len;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 impl Linear for Cuda {
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()> {

@@ -6,10 +6,9 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{Result, check_len, ensure};
+use crate::error::{check_len, ensure};
 pub use crate::matmul::Accumulation;
-use crate::memory::{Memory, View, ViewMut};
-use crate::scalar::Element;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// Arguments of [`Linear::linear_forward`].
 pub struct LinearForward<'a, M: Memory, T: Element> {

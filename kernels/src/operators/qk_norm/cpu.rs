@@ -4,14 +4,13 @@ use rayon::prelude::*;
 
 use super::{QkNorm, QkNormBackward, QkNormForward, check};
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::{Result, check_len};
+use crate::error::check_len;
 use crate::math::sum_of_squares;
 use crate::rms_norm::cpu::{add_partial_sums, inner, normalize_row};
 use crate::rope::QkvShape;
-use crate::scalar::Element;
 use crate::scratch::{self, with_scratch};
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 /// Tokens of one task.
 const ROWS: usize = 32;

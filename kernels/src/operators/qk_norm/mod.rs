@@ -12,10 +12,9 @@ pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use crate::error::{Result, check_len};
-use crate::memory::{Memory, View, ViewMut};
+use crate::error::check_len;
 use crate::rope::QkvShape;
-use crate::scalar::Element;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// Arguments of [`QkNorm::qk_norm_forward`].
 pub struct QkNormForward<'a, M: Memory, T: Element> {

@@ -4,11 +4,9 @@ use rayon::prelude::*;
 
 use super::{RelativeError, RelativeErrorArgs, check};
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::Result;
 use crate::math::{sum_of_squares, total};
-use crate::scalar::Element;
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 /// Rows of one task.
 const ROWS: usize = 16;

@@ -4,9 +4,8 @@ use super::{RelativeError, RelativeErrorArgs, check};
 use crate::adamw::cuda::sum;
 use crate::cuda::parameters::relative_error::Parameters;
 use crate::cuda::{Cuda, name};
-use crate::error::Result;
-use crate::scalar::Element;
 use crate::workspace::gpu::row_loss_bytes;
+use crate::{Element, Result};
 
 impl RelativeError for Cuda {
     fn relative_error<T: Element>(&self, args: RelativeErrorArgs<'_, Self, T>) -> Result<()> {

@@ -5,9 +5,8 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
-use crate::scalar::Element;
+use crate::error::{check_len, ensure};
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// Arguments of [`RelativeError::relative_error`].
 pub struct RelativeErrorArgs<'a, M: Memory, T: Element> {

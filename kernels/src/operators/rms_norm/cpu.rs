@@ -4,12 +4,11 @@ use rayon::prelude::*;
 
 use super::{RmsNorm, RmsNormBackward, RmsNormForward, check};
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::{Result, check_len};
+use crate::error::check_len;
 use crate::math::{sum_of_squares, total};
-use crate::scalar::Element;
 use crate::scratch::{self, with_scratch};
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 /// Tokens per task.
 const ROWS: usize = 64;

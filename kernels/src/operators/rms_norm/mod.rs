@@ -7,9 +7,8 @@ pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
-use crate::scalar::Element;
+use crate::error::{check_len, ensure};
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// Arguments of [`RmsNorm::rms_norm_forward`].
 pub struct RmsNormForward<'a, M: Memory, T: Element> {

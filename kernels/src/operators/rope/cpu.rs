@@ -4,10 +4,8 @@ use rayon::prelude::*;
 
 use super::{Rope, RopeArgs, RopeTable, check};
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::Result;
-use crate::scalar::Element;
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 /// Tokens of one task.
 const ROWS: usize = 32;

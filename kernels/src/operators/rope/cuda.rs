@@ -3,8 +3,7 @@
 use super::{Rope, RopeArgs, RopeTable, check};
 use crate::cuda::parameters::rope::Parameters;
 use crate::cuda::{Cuda, name};
-use crate::error::Result;
-use crate::scalar::Element;
+use crate::{Element, Result};
 
 impl Parameters {
     /// Checks the arguments and returns their addresses.

@@ -12,10 +12,8 @@ use super::{
     LogProbabilities, RowChoice, RowRequest, RowSampling, RowToken, Sample, SampleArgs, check,
 };
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::Result;
 use crate::math::largest;
-use crate::scalar::Element;
+use crate::{Cpu, Element, Result};
 
 impl Sample for Cpu {
     fn sample<T: Element>(&self, args: SampleArgs<'_, Self, T>) -> Result<Vec<Option<RowChoice>>> {

@@ -5,8 +5,7 @@ use super::{
 };
 use crate::cuda::parameters::sampling::{Change, Parameters, Row};
 use crate::cuda::{Cuda, name};
-use crate::error::Result;
-use crate::scalar::Element;
+use crate::{Element, Result};
 
 /// The given token of a row whose token is to be chosen, and the chosen one of a row with a logit that is not a number.
 const NONE: u32 = u32::MAX;

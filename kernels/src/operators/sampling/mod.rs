@@ -8,9 +8,8 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{Result, check_ids, check_len, ensure};
-use crate::memory::{Memory, View};
-use crate::scalar::Element;
+use crate::error::{check_ids, check_len, ensure};
+use crate::{Element, Memory, Result, View};
 
 /// How the token of a row of logits is chosen.
 #[derive(Debug, Clone, PartialEq)]

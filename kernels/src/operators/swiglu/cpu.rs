@@ -4,11 +4,9 @@ use rayon::prelude::*;
 
 use super::{Swiglu, check};
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::Result;
 use crate::math::sigmoid;
-use crate::scalar::Element;
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 /// Tokens per task.
 const ROWS: usize = 16;

@@ -3,8 +3,7 @@
 use super::{Swiglu, check};
 use crate::cuda::parameters::swiglu::Parameters;
 use crate::cuda::{Cuda, CudaView, CudaViewMut, name};
-use crate::error::Result;
-use crate::scalar::Element;
+use crate::{Element, Result};
 
 impl Swiglu for Cuda {
     fn swiglu_forward<T: Element>(

@@ -8,9 +8,8 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
-use crate::scalar::Element;
+use crate::error::{check_len, ensure};
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// SwiGLU as an operator of a device.
 pub trait Swiglu: Memory {

@@ -11,9 +11,8 @@ use std::sync::Arc;
 
 use moh_kernels::{Region, RegionMut};
 
-use crate::error::Result;
-use crate::reduce::Reduce;
 use crate::watchdog::Outstanding;
+use crate::{Reduce, Result};
 
 /// The rest of an operation whose call has returned; `None` if it is done. The operation's memory
 /// must stay valid until then.

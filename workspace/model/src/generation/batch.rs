@@ -10,12 +10,10 @@ use moh_kernels::{Backend, Element};
 use super::heads::PassHeads;
 use super::packed::PackedWeights;
 use super::pool::BlockPool;
-use crate::Error;
-use crate::activations::{Blocks, PassShape, Recompute};
+use crate::activations::Blocks;
 use crate::layers::{CachedTokens, Context, LayerCache, Normed, RopeTables, Scratch, Tokens};
-use crate::model::Model;
 use crate::rope::table;
-use crate::sampler::Sampler;
+use crate::{Error, Model, PassShape, Recompute, Sampler};
 
 /// Sizes of a [`BatchGenerator`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

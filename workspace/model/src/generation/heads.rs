@@ -3,8 +3,7 @@
 use moh_kernels::Memory;
 use moh_kernels::router::Routing;
 
-use crate::Error;
-use crate::config::LayerHeads;
+use crate::{Error, LayerHeads};
 
 /// The heads of the tokens of a pass, in the order of its chunks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -12,8 +12,7 @@ pub use batch::{BatchGenerator, BatchOptions, Chunk, SequenceId};
 pub use heads::PassHeads;
 pub(crate) use packed::PackedWeights;
 
-use crate::model::Model;
-use crate::{Error, Sampler};
+use crate::{Error, Model, Sampler};
 
 /// A sequence that is being generated, alone.
 pub struct Generator<'a, B: Backend, T: Element> {

@@ -5,10 +5,9 @@ use std::collections::HashMap;
 
 use moh_kernels::{Backend, Element, View};
 
-use crate::Error;
 use crate::layers::Linear;
-use crate::model::Model;
 use crate::parameters::ParameterRange;
+use crate::{Error, Model};
 
 /// The packed weights of a model; none on a device that does not pack them.
 pub(crate) struct PackedWeights<B: Backend> {

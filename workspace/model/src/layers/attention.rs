@@ -17,9 +17,8 @@ use super::{
     ActivationGradients, BackwardContext, Context, Linear, ResidualSum, Rotation, RouterLayer,
     Scratch,
 };
-use crate::pass_sizes::PassSizes;
 use crate::tensors::{Division, OUTPUT_PROJECTION, TensorList};
-use crate::{Error, ModelConfig};
+use crate::{Error, ModelConfig, PassSizes};
 
 /// `y = residual + output(attention(rotation(qkv(x))))`.
 #[derive(Debug, Clone, PartialEq)]

@@ -7,9 +7,7 @@ use super::{
     ActivationGradients, Attention, BackwardContext, CachedTokens, Context, Linear, Mlp, Normed,
     ResidualSum, RmsNorm, RouterLayer, Scratch,
 };
-use crate::Error;
-use crate::activations::Recompute;
-use crate::pass_sizes::PassSizes;
+use crate::{Error, PassSizes, Recompute};
 
 /// `h = x + attention(norm(x))`, `y = h + mlp(norm(h))`.
 #[derive(Debug, Clone, PartialEq)]

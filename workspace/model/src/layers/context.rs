@@ -12,12 +12,11 @@ use moh_kernels::rope::QkvShape;
 use moh_kernels::{Backend, Element, Memory, Purpose, View, ViewMut};
 
 use super::RopeTables;
-use crate::Error;
 use crate::generation::PackedWeights;
 use crate::model_parallel::{ModelParallel, TensorShare, TokenShare};
 use crate::parameters::{FlatBuffers, ParameterRange};
-use crate::pass_sizes::PassSizes;
 use crate::router::CustomRouters;
+use crate::{Error, PassSizes};
 
 /// The tokens that a pass computes; they may be fewer than the buffers' capacity.
 pub(crate) struct Tokens<'a, B: Backend> {

@@ -8,10 +8,8 @@ use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
 use super::{ActivationGradients, BackwardContext, Context, Linear, Normed, Scratch};
 use crate::model_parallel::TensorShare;
 use crate::parameters::ParameterRange;
-use crate::pass_sizes::{PassRole, PassSizes};
-use crate::teacher::Teacher;
 use crate::tensors::{Division, OUTPUT_HEAD, TensorList};
-use crate::{Error, ModelConfig, StepSums};
+use crate::{Error, ModelConfig, PassRole, PassSizes, StepSums, Teacher};
 
 /// The logits of the normed residual stream, and their cross-entropy.
 #[derive(Debug, Clone, PartialEq)]

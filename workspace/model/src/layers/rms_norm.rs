@@ -6,10 +6,9 @@ use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
 use moh_kernels::{Backend, Element, Memory};
 
 use super::{ActivationGradients, BackwardContext, Context};
-use crate::Error;
 use crate::parameters::ParameterRange;
-use crate::pass_sizes::PassSizes;
 use crate::tensors::TensorList;
+use crate::{Error, PassSizes};
 
 /// RMSNorm with a weight, `[C]`, that all ranks have.
 #[derive(Debug, Clone, PartialEq)]

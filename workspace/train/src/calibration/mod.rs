@@ -30,9 +30,8 @@ use moh_step::{Ranks, TensorKind};
 pub(crate) use record::CalibrationRecord;
 pub use record::calibrated_layers;
 
-use crate::Error;
-use crate::event::Event;
-use crate::source::{ModelSource, parts_identity};
+use crate::source::parts_identity;
+use crate::{Error, Event, ModelSource};
 
 /// The time between two exchanges of the ranks that wait for a calibration: far below the time limit of an operation.
 const EXCHANGE_EVERY: Duration = Duration::from_secs(1);

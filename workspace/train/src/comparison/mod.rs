@@ -25,9 +25,8 @@ pub use record::{Results, results};
 use variant::SHARED;
 pub use variant::Variant;
 
-use crate::Error;
 use crate::run::adopt_origin;
-use crate::source::ModelSource;
+use crate::{Error, ModelSource};
 
 /// The runs of a comparison.
 #[derive(Debug)]

@@ -22,14 +22,13 @@ use moh_step::{
     Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient, TensorKind,
 };
 
-use crate::Error;
 use crate::calibration::{CalibrationRecord, attention_of};
 use crate::run::types;
 use crate::run_data::RunData;
 use crate::run_inputs::check_order;
-use crate::source::ModelSource;
 use crate::teacher::Teachers;
 use crate::trainer::{attention_before, initial_model};
+use crate::{Error, ModelSource};
 
 /// A replayed step.
 #[derive(Debug, Clone, PartialEq)]

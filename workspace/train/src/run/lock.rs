@@ -8,9 +8,8 @@ use moh_recipe::{Recipe, shell};
 
 use super::Job;
 use super::resolve::Resolved;
-use crate::Error;
-use crate::event::Event;
 use crate::trainer::check_resumable;
+use crate::{Error, Event};
 
 /// A run whose directory the first rank has locked.
 pub(super) struct LockedRun<'a, B: Backend> {

@@ -19,10 +19,8 @@ use moh_step::Ranks;
 
 use self::lock::RemainingWork;
 use self::resolve::Resolved;
-use crate::disk_space::{FreeSpace, free_space};
-use crate::event::{Event, Outcome};
 use crate::run_inputs::InputCheck;
-use crate::{Error, TimeLimit};
+use crate::{Error, Event, FreeSpace, Outcome, TimeLimit, free_space};
 
 pub(crate) use self::resolve::adopt_origin;
 pub use self::resolve::first_that_keeps_model;

@@ -9,10 +9,9 @@ use moh_recipe::{ParallelOptions, Recipe, Stage};
 use moh_step::Ranks;
 
 use super::Job;
-use crate::Error;
 use crate::run_data::RunData;
-use crate::source::ModelSource;
 use crate::teacher::Teachers;
+use crate::{Error, ModelSource};
 
 /// A run whose recipe is resolved, and whose directory nobody holds yet.
 pub(super) struct Resolved<'a, B: Backend> {

@@ -13,12 +13,10 @@ use moh_step::Ranks;
 use super::Job;
 use super::lock::LockedRun;
 use super::resolve::Resolved;
-use crate::Error;
-use crate::disk_space;
-use crate::event::{Event, Outcome};
 use crate::run_data::RunData;
 use crate::run_inputs::{InputCheck, RunInputs};
 use crate::trainer::{Inputs, train, warn_of_edited};
+use crate::{Error, Event, Outcome, disk_space};
 
 impl<B: Backend + Clone> LockedRun<'_, B> {
     /// Compares the inputs of a finished run with those that it was started with, and stores its recipe. While the

@@ -20,9 +20,8 @@ pub(crate) use self::record::check_order;
 use self::record::{FileRecord, Record, VALIDATION};
 use self::token_files::TokenFileState;
 use crate::run_data::RunData;
-use crate::source::ModelSource;
 use crate::teacher::Teachers;
-use crate::{Error, Event};
+use crate::{Error, Event, ModelSource};
 
 /// A run whose inputs are compared with its record.
 pub(crate) struct RunInputs<'a> {

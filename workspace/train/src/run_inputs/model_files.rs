@@ -15,8 +15,7 @@ use moh_hf::model_directory::{TOKENIZER_FILE, companion_files};
 use moh_recipe::Recipe;
 
 use super::record::input_changed;
-use crate::Error;
-use crate::source::ModelSource;
+use crate::{Error, ModelSource};
 
 pub(super) struct ModelFiles {
     files: BTreeMap<String, ModelFile>,

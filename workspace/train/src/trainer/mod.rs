@@ -27,12 +27,10 @@ use moh_step::{OptimizerState, Ranks, StepGroups};
 use saving::Saving;
 pub(crate) use start::{attention_before, check_resumable, initial_model, warn_of_edited};
 
-use crate::event::{Event, Outcome};
 use crate::export::{self, Exported};
 use crate::run_data::RunData;
-use crate::source::ModelSource;
 use crate::teacher::Teachers;
-use crate::{Error, TimeLimit};
+use crate::{Error, Event, ModelSource, Outcome, TimeLimit};
 
 /// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]

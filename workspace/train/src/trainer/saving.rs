@@ -12,8 +12,7 @@ use moh_step::OptimizerState;
 
 use super::save_clock::{Due, SaveClock};
 use super::{Inputs, Trainer};
-use crate::Error;
-use crate::event::Event;
+use crate::{Error, Event};
 
 /// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
 /// the time limit of an operation, however long the checkpoint takes.

@@ -14,9 +14,8 @@ use moh_step::{Evaluator, StepConfig, StepResult, Stepper};
 use super::evaluation::{Evaluated, Losses};
 use super::{Inputs, Progress, Trainer};
 use crate::calibration::{CalibrationRecord, StageMeasurement, attention_of};
-use crate::event::Event;
 use crate::rates::Rates;
-use crate::{Error, TimeLimit};
+use crate::{Error, Event, TimeLimit};
 
 /// The buffers of a stage's steps.
 struct Work<'a, B: Backend, T: Element, G: Element> {

@@ -18,10 +18,8 @@ use moh_step::{OptimizerState, Ranks, StepGroups};
 
 use super::saving::Saving;
 use super::{Inputs, Trainer};
-use crate::Error;
-use crate::event::Event;
 use crate::run_data::RunData;
-use crate::source::ModelSource;
+use crate::{Error, Event, ModelSource};
 
 impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
     /// Loads the requested or the newest valid checkpoint, or else the recipe's initial model.

@@ -11,10 +11,8 @@ use half::bf16;
 
 use super::device::{Algorithms, BoxedTensor, Device, Matmul, Operand};
 use super::parameters::TensorMap;
-use crate::error::{Error, Result};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
-use crate::memory::MemoryInfo;
-use crate::scalar::{DType, Element};
+use crate::{DType, Element, Error, MemoryInfo, Result};
 
 /// Host memory as a device's memory.
 #[derive(Default)]

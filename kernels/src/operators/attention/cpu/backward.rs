@@ -13,11 +13,9 @@ use super::rows::Row;
 use super::tile::{BackwardTile, Head};
 use super::{KvHead, as_factors, for_each_task, for_each_tile, with_factors};
 use crate::attention::{AttentionArgs, AttentionBackward, AttentionShape, KeyValues};
-use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
-use crate::error::Result;
-use crate::scalar::Element;
 use crate::scratch::with_scratch;
+use crate::{Cpu, Element, Result};
 
 #[derive(Clone, Copy)]
 struct Saved<'a, T> {

@@ -12,11 +12,9 @@ use super::rows::{Row, blocks};
 use super::tile::{ForwardTile, Head};
 use super::{KvHead, as_factors, for_each_task, for_each_tile, token, with_factors};
 use crate::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
-use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
-use crate::error::Result;
-use crate::scalar::Element;
 use crate::scratch::with_scratch;
+use crate::{Cpu, Element, Result};
 
 /// The forward pass with the vector instructions of `arch`.
 pub(super) fn forward<T: Element>(arch: Arch, forward: AttentionForward<'_, Cpu, T>) -> Result<()> {

@@ -6,10 +6,9 @@ use super::KvHead;
 use super::factor::Factor;
 use super::rows::Row;
 use crate::attention::{AttentionShape, KeyValues};
-use crate::cpu::Cpu;
 use crate::matmul::{Matrix, to_row_major};
-use crate::scalar::Element;
 use crate::simd::vectorized;
+use crate::{Cpu, Element};
 
 /// Copies `count` rows as factors of terms along the columns: `[rows, width / TERMS]`. Padding, and
 /// the rows after them, are set to zero.

@@ -34,10 +34,7 @@ use super::{
     SequenceAttention,
 };
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::Result;
-use crate::scalar::Element;
-use crate::scratch;
+use crate::{Cpu, Element, Result, scratch};
 use backward::backward;
 use factor::Factor;
 use forward::forward;

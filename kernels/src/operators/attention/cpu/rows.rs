@@ -5,9 +5,8 @@ use std::ops::Range;
 
 use super::KvHead;
 use crate::attention::{AttentionArgs, KeyValues};
-use crate::cpu::Cpu;
-use crate::error::{Result, ensure};
-use crate::scalar::Element;
+use crate::error::ensure;
+use crate::{Cpu, Element, Result};
 
 /// A (token, query head) pair.
 #[derive(Clone, Copy)]

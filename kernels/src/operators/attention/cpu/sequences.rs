@@ -9,9 +9,7 @@ use super::rows::blocks;
 use super::{KvHead, run_tasks, token, with_factors};
 use crate::attention::sequences::{args_of, blocks_of};
 use crate::attention::{AttentionArgs, KeyValues, SequenceAttention};
-use crate::cpu::Cpu;
-use crate::error::Result;
-use crate::scalar::Element;
+use crate::{Cpu, Element, Result};
 
 /// The forward pass with the vector instructions of `arch`.
 pub(super) fn forward<T: Element>(arch: Arch, args: SequenceAttention<'_, Cpu, T>) -> Result<()> {

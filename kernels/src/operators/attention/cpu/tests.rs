@@ -8,10 +8,9 @@ use half::bf16;
 use crate::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
 };
-use crate::cpu::Cpu;
 use crate::rope::QkvShape;
-use crate::scalar::Element;
 use crate::simd::tests::kinds;
+use crate::{Cpu, Element};
 
 /// Implementations differ in fused operations, and in the order of a tile's sums.
 const TOLERANCE: f64 = 2e-6;

@@ -10,11 +10,10 @@ use super::forward::Outputs;
 use super::gather::{HeadRows, Run};
 use super::rows::Row;
 use crate::attention::{AttentionArgs, AttentionShape, KeyValues};
-use crate::cpu::Cpu;
 use crate::math::{exp, largest, sum};
 use crate::matmul::{join, prefetch, products, separate, vector_of_two};
-use crate::scalar::{DType, Element};
 use crate::scratch::with_scratch;
+use crate::{Cpu, DType, Element};
 
 /// Interleaved parts of a short inner product's sum.
 const PARTS: usize = 8;

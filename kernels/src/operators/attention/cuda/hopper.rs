@@ -10,11 +10,10 @@ use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed};
 use crate::cuda::BoxedTensor;
 use crate::cuda::parameters::hopper_attention::{Maps, Scratch};
 use crate::cuda::parameters::tiled_attention::Parameters;
-use crate::error::Result;
-use crate::scalar::Element;
 use crate::workspace::gpu::attention::{
     Areas, ROWS, hopper_supports, packed_before_areas, row_tiles, sequences_at_once, tile_bytes,
 };
+use crate::{Element, Result};
 
 /// Threads per block of the forward and backward kernels, and of the kernels before and after the
 /// backward one.
@@ -166,10 +165,10 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::Memory;
     use crate::attention::cuda::Addresses;
     use crate::attention::{AttentionArgs, AttentionShape, Selection};
     use crate::cuda::{Cuda, CudaBuffer};
-    use crate::memory::Memory;
     use crate::rope::QkvShape;
     use crate::workspace::gpu::attention::hopper_backward_bytes;
 

@@ -3,9 +3,8 @@
 use super::Pass;
 use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed};
 use crate::cuda::Cuda;
-use crate::error::Result;
-use crate::scalar::{DType, Element};
 use crate::workspace::gpu::attention::MAX_TILED_HEAD_DIM;
+use crate::{DType, Element, Result};
 
 /// Widths of a head that kernels are compiled for; narrower heads are padded with zeros.
 const WIDTHS: [usize; 4] = [32, 64, 96, MAX_TILED_HEAD_DIM];

@@ -7,13 +7,11 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 use rayon::prelude::*;
 
-use crate::cpu::Cpu;
 use crate::cross_entropy::{HeadRanks, HeadTeacher, IGNORED};
-use crate::error::Result;
 use crate::math::{exp, largest, sum};
 use crate::ranks::VocabularyRows;
-use crate::scalar::Element;
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 use super::BLOCK;
 use super::softmax::{PART, ROWS, add, sum_of_rows};

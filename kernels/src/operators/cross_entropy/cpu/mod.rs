@@ -12,12 +12,11 @@ use std::ops::Range;
 use super::{CrossEntropy, CrossEntropyArgs, HeadShape, HeadTeacher, IGNORED};
 use crate::compiled::compiled;
 use crate::convert::Convert as _;
-use crate::cpu::Cpu;
-use crate::error::{Result, check_ids};
+use crate::error::check_ids;
 use crate::linear::Accumulation;
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::ranks::VocabularyRows;
-use crate::scalar::{DType, Element};
+use crate::{Cpu, DType, Element, Result};
 use distillation::Distillation;
 use softmax::Softmax;
 

@@ -4,12 +4,11 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use crate::cpu::Cpu;
 use crate::cross_entropy::{HeadRanks, IGNORED};
-use crate::error::Result;
 use crate::math::{exp, largest, sum};
 use crate::ranks::VocabularyRows;
 use crate::simd::vectorized;
+use crate::{Cpu, Result};
 
 use super::BLOCK;
 

@@ -3,11 +3,10 @@
 use rayon::prelude::*;
 
 use super::{LogitRouter, Logits, LogitsBackward, LogitsForward, begin, check_backward, exchanged};
-use crate::cpu::Cpu;
-use crate::error::{Result, check_len};
+use crate::error::check_len;
 use crate::router::cpu::load;
 use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
-use crate::scalar::Element;
+use crate::{Cpu, Element, Result};
 
 /// Tokens of one task.
 const ROWS: usize = 64;

@@ -6,10 +6,9 @@ use super::{LogitRouter, Logits, LogitsBackward, LogitsForward, begin, check_bac
 use crate::cuda::parameters::logits::Parameters;
 use crate::cuda::parameters::router;
 use crate::cuda::{Cuda, address_or_null, blocks, name};
-use crate::error::{Result, check_len};
-use crate::memory::Memory;
+use crate::error::check_len;
 use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
-use crate::scalar::Element;
+use crate::{Element, Memory, Result};
 
 /// Tokens of a block, one for each warp, as in logits.cu.
 const TOKENS: usize = 8;

@@ -32,10 +32,9 @@ pub(crate) mod cuda;
 use std::ops::Range;
 
 use super::{RouterGradient, Routers, Routing, RoutingShape, SharedHeads};
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
+use crate::error::{check_len, ensure};
 use crate::ranks::{AllReduce, Heads};
-use crate::scalar::Element;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// A router by logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,11 +9,10 @@ use super::{
 use crate::cuda::parameters::query_norm::Parameters;
 use crate::cuda::parameters::{rope, router};
 use crate::cuda::{Cuda, address_or_null, name};
-use crate::error::{Result, check_len};
-use crate::memory::Memory;
+use crate::error::check_len;
 use crate::rope::{QkvShape, RopeArgs};
 use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
-use crate::scalar::Element;
+use crate::{Element, Memory, Result};
 
 /// Tokens of a block, as in query_norm.cu.
 const TOKENS: usize = 2;

@@ -41,11 +41,10 @@ mod cpu;
 pub(crate) mod cuda;
 
 use super::{RouterGradient, Routers, Routing, RoutingShape, SharedHeads};
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
+use crate::error::{check_len, ensure};
 use crate::ranks::{AllReduce, Heads};
 use crate::rope::{QkvShape, Rope, RopeTable};
-use crate::scalar::Element;
+use crate::{Element, Memory, Result, View, ViewMut};
 
 /// The shared heads, and the number of routed heads that a token selects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -16,10 +16,9 @@ use mpi::ffi;
 use self::library::{Library, failed};
 use super::scratch::Scratch;
 use super::{Engine, Member, Ticket};
-use crate::error::Result;
-use crate::launch::Launch;
-use crate::reduce::{Reduce, reduce};
+use crate::reduce::reduce;
 use crate::watchdog::Health;
+use crate::{Launch, Reduce, Result};
 
 /// Bytes that a rank receives at a time when it reduces.
 const PIECE_BYTES: usize = 4 << 20;

@@ -16,10 +16,8 @@ use moh_kernels::{Cuda, DType, Location, LocationMut, Memory, Region, RegionMut}
 
 use self::communicator::{Device, Event, NcclCommunicator, check, failed};
 use super::{Engine, Member, Ticket};
-use crate::error::Result;
-use crate::launch::Launch;
-use crate::reduce::Reduce;
 use crate::watchdog::{Health, Outstanding};
+use crate::{Launch, Reduce, Result};
 
 /// State shared by all groups of this process.
 struct Shared {

@@ -11,14 +11,13 @@ use super::{
     QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRouter, begin, check_backward,
 };
 use crate::compiled::compiled;
-use crate::cpu::Cpu;
-use crate::error::{Result, check_len};
+use crate::error::check_len;
 use crate::math::sum_of_squares;
 use crate::rope::{QkvShape, Rope, RopeArgs};
 use crate::router::cpu::load;
 use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
-use crate::scalar::Element;
 use crate::simd::vectorized;
+use crate::{Cpu, Element, Result};
 
 /// Tokens of one task.
 const ROWS: usize = 64;
