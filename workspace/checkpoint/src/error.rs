@@ -31,3 +31,6 @@ pub enum Error {
     #[error(transparent)]
     Model(#[from] moh_model::Error),
 }
+
+/// A result of this crate.
+pub type Result<V, E = Error> = std::result::Result<V, E>;

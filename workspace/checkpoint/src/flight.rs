@@ -12,12 +12,12 @@ use moh_kernels::Backend;
 use moh_step::Ranks;
 
 use super::background::Background;
-use crate::Error;
+use crate::{Error, Result};
 
 /// A rank's part of a checkpoint: its manifest entries, as text.
 type EncodedPart = Vec<u8>;
 /// Writes a rank's part.
-pub type WritePart = Box<dyn FnOnce() -> Result<EncodedPart, Error> + Send>;
+pub type WritePart = Box<dyn FnOnce() -> Result<EncodedPart> + Send>;
 /// Completes a checkpoint of these parts; returns a sentence for each later failure.
 pub type CompleteCheckpoint = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Cause> + Send>;
 /// Why a checkpoint could not be written or completed.
@@ -110,7 +110,7 @@ impl Flight {
         &mut self,
         any: ThreadFlags,
         ranks: &mut Ranks<B>,
-    ) -> Result<Option<End>, Error> {
+    ) -> Result<Option<End>> {
         if any.running {
             return Ok(None);
         }
@@ -201,8 +201,8 @@ mod tests {
     fn flight(
         rank: usize,
         size: usize,
-        part: Result<EncodedPart, Error>,
-        complete: Result<Vec<String>, Error>,
+        part: Result<EncodedPart>,
+        complete: Result<Vec<String>>,
     ) -> (Flight, mpsc::Receiver<Vec<EncodedPart>>) {
         let (given, received) = mpsc::channel();
         let complete: CompleteCheckpoint = Box::new(move |parts| {

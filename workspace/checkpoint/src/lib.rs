@@ -29,7 +29,7 @@ mod stored;
 mod tensor_file;
 mod write;
 
-pub use error::Error;
+pub use error::{Error, Result};
 pub use flight::{CompleteCheckpoint, End, Flight, ThreadFlags, WritePart};
 pub use growth::{StageExtension, steps_at};
 pub use listing::{Condition, ListedCheckpoint, list};

@@ -9,7 +9,7 @@ use moh_files::TEMPORARY;
 use super::MANIFEST_HASH;
 use super::stored::read_state;
 use crate::run_directory::RunDirectory;
-use crate::{Error, RunState};
+use crate::{Result, RunState};
 use moh_files::unless_missing;
 
 /// Prefix of the names of checkpoints whose bytes are wrong.
@@ -34,7 +34,7 @@ pub struct ListedCheckpoint {
     /// Whether the run can resume from it.
     pub condition: Condition,
     /// The state of the run at its step, or why its manifest does not say. The tensors are not read.
-    pub state: Result<RunState, Error>,
+    pub state: Result<RunState>,
     /// Bytes of its files.
     pub bytes: u64,
     /// When it was completed, if the file system knows.
@@ -55,7 +55,7 @@ pub enum Condition {
 }
 
 /// Every checkpoint of `run`, by condition and step; changes nothing.
-pub fn list(run: &RunDirectory) -> Result<Vec<ListedCheckpoint>, Error> {
+pub fn list(run: &RunDirectory) -> Result<Vec<ListedCheckpoint>> {
     let mut found = Vec::new();
     for path in entries(&run.checkpoints())? {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -95,7 +95,7 @@ fn condition(name: &str) -> Option<(Condition, u64)> {
     Some((Condition::Unfinished, step(rest)?))
 }
 
-fn entries(directory: &Path) -> Result<Vec<PathBuf>, Error> {
+fn entries(directory: &Path) -> Result<Vec<PathBuf>> {
     let entries = unless_missing(directory, fs::read_dir(directory))?;
     entries
         .into_iter()

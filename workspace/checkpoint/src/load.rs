@@ -3,11 +3,10 @@
 
 use moh_comm::Group;
 use moh_kernels::{Backend, Element};
-use moh_model::Model;
-use moh_model::layout::Segment;
+use moh_model::{Model, Segment};
 use moh_step::OptimizerState;
 
-use crate::{Error, ReadError, StoredCheckpoint, TensorRequest};
+use crate::{ReadError, Result, StoredCheckpoint, TensorRequest};
 
 /// Fills this rank's shard of the model's weights and the optimiser's state. The tensors that are named in `added` are not
 /// in the checkpoint, and begin as zeros.
@@ -28,10 +27,7 @@ pub fn load<B: Backend + Clone, T: Element, M: Element>(
 }
 
 /// Completes the weights of each data rank from the shards of the others.
-pub fn gather_weights<B: Backend, T: Element>(
-    model: &mut Model<B, T>,
-    data: &Group,
-) -> Result<(), Error> {
+pub fn gather_weights<B: Backend, T: Element>(model: &mut Model<B, T>, data: &Group) -> Result<()> {
     if data.size() == 1 {
         return Ok(());
     }
@@ -48,16 +44,14 @@ pub fn gather_weights<B: Backend, T: Element>(
 #[cfg(test)]
 mod tests {
     use moh_kernels::Cpu;
-    use moh_model::ModelConfig;
-    use moh_model::model_parallel::ModelParallel;
-    use moh_model::parameters::Shard;
+    use moh_model::{ModelConfig, ModelParallel, Shard};
     use moh_recipe::CheckpointOptions;
     use moh_step::TensorKind;
     use serde_json::Map;
 
     use super::super::{RunState, Snapshot, begin, prune, publish, write_part};
     use super::*;
-    use crate::run_directory::RunDirectory;
+    use crate::{Error, RunDirectory};
     use moh_testkit::tiny_model;
 
     const RANKS: usize = 4;

@@ -6,7 +6,7 @@ use moh_recipe::{GuardOptions, Recipe, Schedule, Stage};
 use moh_step::guard::SkipReason;
 use moh_step::{OptimizerState, StepResult, Update};
 
-use crate::{Error, RunState, steps_at};
+use crate::{Result, RunState, steps_at};
 
 impl RunState {
     /// Begins a stage with zero moments; the first one has the moments of the model's run, if there are any.
@@ -14,7 +14,7 @@ impl RunState {
         &mut self,
         optimizer: &mut OptimizerState<B, M>,
         backend: &B,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         if self.step > 0 || self.moment_steps == 0 {
             optimizer.reset(backend)?;
             self.moment_steps = 0;

@@ -12,7 +12,7 @@ use moh_step::Ranks;
 use super::MANIFEST;
 use crate::listing::{ASIDE, DAMAGED};
 use crate::run_directory::RunDirectory;
-use crate::{Error, ReadError, StoredCheckpoint};
+use crate::{Error, ReadError, Result, StoredCheckpoint};
 
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
 pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);
@@ -28,7 +28,7 @@ pub fn newest<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
     damaged: OnDamage<'_>,
-) -> Result<Option<StoredCheckpoint>, Error> {
+) -> Result<Option<StoredCheckpoint>> {
     loop {
         // Steps count from 1, so 0 means none; f64 represents them exactly.
         let listed = || Ok(run.checkpoint_steps()?.last().copied().unwrap_or(0) as f64);
@@ -48,7 +48,7 @@ pub fn newest<B: Backend>(
 pub fn newest_good<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
-) -> Result<Option<StoredCheckpoint>, Error> {
+) -> Result<Option<StoredCheckpoint>> {
     let mut below = f64::INFINITY;
     loop {
         let listed = || {
@@ -74,7 +74,7 @@ pub fn of_step<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
-) -> Result<StoredCheckpoint, Error> {
+) -> Result<StoredCheckpoint> {
     ranks.on_rank0(|| require(run, step))?;
     let found = examine(run, ranks, step)?;
     ranks.agree(found)
@@ -84,13 +84,13 @@ pub fn of_step<B: Backend>(
 ///
 /// # Errors
 /// Fails if there is no such checkpoint, or if it cannot be read or has another format.
-pub fn verify(run: &RunDirectory, step: u64) -> Result<Result<StoredCheckpoint, Error>, Error> {
+pub fn verify(run: &RunDirectory, step: u64) -> Result<Result<StoredCheckpoint>> {
     require(run, step)?;
     examine(run, &mut alone()?, step)
 }
 
 /// Fails, with the steps that there are, if the run has no checkpoint of `step`.
-pub fn require(run: &RunDirectory, step: u64) -> Result<(), Error> {
+pub fn require(run: &RunDirectory, step: u64) -> Result<()> {
     let found = run.checkpoint_steps()?;
     if found.contains(&step) {
         return Ok(());
@@ -105,7 +105,7 @@ pub fn require(run: &RunDirectory, step: u64) -> Result<(), Error> {
 }
 
 /// The only rank of a program that does not train.
-pub fn alone() -> Result<Ranks<Cpu>, Error> {
+pub fn alone() -> Result<Ranks<Cpu>> {
     Ok(Ranks::new(Cpu, World::single().group().clone())?)
 }
 
@@ -116,7 +116,7 @@ fn examine<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
-) -> Result<Result<StoredCheckpoint, Error>, Error> {
+) -> Result<Result<StoredCheckpoint>> {
     let directory = run.checkpoint(step);
     let opened = StoredCheckpoint::open(&directory, step).and_then(|stored| {
         stored.check_share(Shard::from_group(ranks.group()))?;
@@ -137,7 +137,7 @@ pub fn quarantine_if_damaged<B: Backend, R>(
     step: u64,
     read: Result<R, ReadError>,
     damaged: OnDamage<'_>,
-) -> Result<Option<R>, Error> {
+) -> Result<Option<R>> {
     let directory = run.checkpoint(step);
     let read = agree_on_damage(ranks, &directory, read)?.map_err(Error::from);
     if !ranks.any(read.is_err())? {
@@ -162,7 +162,7 @@ fn agree_on_damage<B: Backend, R>(
     ranks: &mut Ranks<B>,
     directory: &Path,
     read: Result<R, ReadError>,
-) -> Result<Result<R, ReadError>, Error> {
+) -> Result<Result<R, ReadError>> {
     let read = ranks.agree(match read {
         Err(ReadError::Unusable(error)) => Err(error),
         read => Ok(read),
@@ -189,7 +189,7 @@ fn agree_on_damage<B: Backend, R>(
 }
 
 /// Renames the checkpoints after `step` to `aside-step-N`, from which the run does not resume; returns the new paths.
-pub fn set_aside_later(run: &RunDirectory, step: u64) -> Result<Vec<PathBuf>, Error> {
+pub fn set_aside_later(run: &RunDirectory, step: u64) -> Result<Vec<PathBuf>> {
     let steps = run.checkpoint_steps()?;
     let mut renamed = Vec::new();
     // From the newest on, so that those that are left are always the first ones.
@@ -206,7 +206,7 @@ fn free_name(run: &RunDirectory, prefix: &str, step: u64) -> PathBuf {
     first_free_suffixed(|suffix| run.checkpoints().join(format!("{prefix}{step}{suffix}")))
 }
 
-fn rename(run: &RunDirectory, step: u64, aside: &Path) -> Result<(), Error> {
+fn rename(run: &RunDirectory, step: u64, aside: &Path) -> Result<()> {
     fs::rename(run.checkpoint(step), aside).map_err(moh_files::io(aside))?;
     Ok(moh_files::sync_directory(&run.checkpoints()).map_err(moh_files::io(&run.checkpoints()))?)
 }

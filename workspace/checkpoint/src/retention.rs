@@ -7,16 +7,16 @@ use moh_recipe::CheckpointOptions;
 
 use crate::listing::is_unfinished_checkpoint;
 use crate::run_directory::RunDirectory;
-use crate::{Error, alone, newest_good};
+use crate::{Result, alone, newest_good};
 use moh_files::unless_missing;
 
 /// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.
-pub fn prune(run: &RunDirectory, retention: &CheckpointOptions) -> Result<(), Error> {
+pub fn prune(run: &RunDirectory, retention: &CheckpointOptions) -> Result<()> {
     remove(run, &superseded(run, retention)?)
 }
 
 /// The steps of the checkpoints that `retention` does not keep, ascending.
-pub fn superseded(run: &RunDirectory, retention: &CheckpointOptions) -> Result<Vec<u64>, Error> {
+pub fn superseded(run: &RunDirectory, retention: &CheckpointOptions) -> Result<Vec<u64>> {
     let mut steps = run.checkpoint_steps()?;
     let keep = usize::try_from(retention.keep.max(1)).unwrap_or(usize::MAX);
     steps.truncate(steps.len().saturating_sub(keep));
@@ -26,10 +26,7 @@ pub fn superseded(run: &RunDirectory, retention: &CheckpointOptions) -> Result<V
 
 /// As [`superseded`], without the newest checkpoint whose bytes are good, which is searched by reading
 /// from the newest on. Empty if no checkpoint is good.
-pub fn superseded_by_good(
-    run: &RunDirectory,
-    retention: &CheckpointOptions,
-) -> Result<Vec<u64>, Error> {
+pub fn superseded_by_good(run: &RunDirectory, retention: &CheckpointOptions) -> Result<Vec<u64>> {
     let mut steps = superseded(run, retention)?;
     if !steps.is_empty() {
         let good = newest_good(run, &mut alone()?)?.map(|stored| stored.manifest().state.step);
@@ -39,7 +36,7 @@ pub fn superseded_by_good(
 }
 
 /// Removes the checkpoints of `steps`, and leftovers of earlier processes. The caller has locked the run directory.
-pub fn remove(run: &RunDirectory, steps: &[u64]) -> Result<(), Error> {
+pub fn remove(run: &RunDirectory, steps: &[u64]) -> Result<()> {
     let all = run.checkpoints();
     for &step in steps {
         // Renamed first, so that a partially removed checkpoint never looks complete.

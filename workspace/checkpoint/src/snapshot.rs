@@ -13,7 +13,7 @@ use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use moh_step::OptimizerState;
 
-use crate::Error;
+use crate::Result;
 
 /// A tensor's elements in a rank's shard.
 #[derive(Debug, Clone)]
@@ -96,7 +96,7 @@ pub struct Snapshot<T: Element, M: Element> {
 impl<T: Element, M: Element> Snapshot<T, M> {
     /// Allocates the buffers for `shard` of the tensors in `layout`, and writes to them once, so that
     /// the first copy does not wait for the system to find memory.
-    pub fn new(layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
+    pub fn new(layout: &ModelLayout, shard: Shard) -> Result<Self> {
         let shard = ShardTensors::new(layout, shard);
         let len = shard.len;
         let has_remainder = T::DTYPE == bf16::DTYPE;
@@ -115,7 +115,7 @@ impl<T: Element, M: Element> Snapshot<T, M> {
         &mut self,
         model: &Model<B, T>,
         optimizer: &OptimizerState<B, M>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let Snapshot { shard, weights, remainder, first_moment, second_moment } = self;
         let (backend, runs) = (model.backend(), &shard.runs);
         copy_runs(backend, runs, model.weights(), weights)?;
@@ -128,7 +128,7 @@ impl<T: Element, M: Element> Snapshot<T, M> {
 }
 
 /// Zeros of the host's memory, every page of which has been written.
-fn touched<S: Scalar>(len: usize) -> Result<Vec<S>, Error> {
+fn touched<S: Scalar>(len: usize) -> Result<Vec<S>> {
     let mut buffer = Cpu.allocate(len)?;
     Cpu.zero(&mut buffer)?;
     Ok(buffer)
@@ -139,7 +139,7 @@ fn copy_runs<B: Backend, S: Scalar>(
     runs: &[Run],
     from: &FlatBuffers<B, S>,
     to: &mut [S],
-) -> Result<(), Error> {
+) -> Result<()> {
     for Run { flat, range, host } in runs {
         let to = &mut to[*host..host + range.len()];
         backend.download(from.view(*flat, range.clone()), to)?;

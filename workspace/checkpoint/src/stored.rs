@@ -16,7 +16,7 @@ use super::part::{RankPart, TensorEntry};
 use super::read_error::ReadError;
 use super::tensor_file::OpenFiles;
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
-use crate::Error;
+use crate::Result;
 use crate::run_directory::RunDirectory;
 
 /// A checkpoint whose manifest is valid.
@@ -44,7 +44,7 @@ pub struct TensorRequest<'a> {
 
 impl StoredCheckpoint {
     /// Opens the run's checkpoint after `step` steps; its tensors are checked when they are read.
-    pub fn of_step(run: &RunDirectory, step: u64) -> Result<Self, Error> {
+    pub fn of_step(run: &RunDirectory, step: u64) -> Result<Self> {
         Ok(Self::open(&run.checkpoint(step), step)?)
     }
 
@@ -68,7 +68,7 @@ impl StoredCheckpoint {
     }
 
     /// The shape of a whole tensor.
-    pub fn shape(&self, name: &str) -> Result<Vec<usize>, Error> {
+    pub fn shape(&self, name: &str) -> Result<Vec<usize>> {
         for index in self.parts_with(name) {
             let part = self.part(index)?;
             if let Some(entry) = part.tensors.iter().find(|entry| entry.name == name) {
@@ -79,7 +79,7 @@ impl StoredCheckpoint {
     }
 
     /// Refuses a configuration whose weights would not fit in the files.
-    pub(crate) fn check_size(&self, config: &ModelConfig) -> Result<(), Error> {
+    pub(crate) fn check_size(&self, config: &ModelConfig) -> Result<()> {
         let needed = config.num_parameters().saturating_mul(size_of::<f32>() as u64);
         let mut stored = 0u64;
         for entry in fs::read_dir(&self.directory).map_err(moh_files::io(&self.directory))? {
@@ -97,7 +97,7 @@ impl StoredCheckpoint {
     }
 
     /// Reads a tensor as f32, from any number of shards.
-    pub fn read_f32(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<(), Error> {
+    pub fn read_f32(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<()> {
         let shape = self.shape(name)?;
         let slice = Slice::whole(shape);
         if slice.len() != out.len() {
@@ -113,7 +113,7 @@ impl StoredCheckpoint {
     }
 
     /// Reads and checks every byte.
-    pub fn verify(&self) -> Result<(), Error> {
+    pub fn verify(&self) -> Result<()> {
         Ok(self.check_share(Shard { rank: 0, size: 1 })?)
     }
 
@@ -138,7 +138,7 @@ impl StoredCheckpoint {
         kind: TensorKind,
         wanted: &TensorRequest<'_>,
         out: &mut [f32],
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         Ok(self.read(kind, wanted, out)?)
     }
 
@@ -231,7 +231,7 @@ struct Version {
 }
 
 /// The state of the run in the manifest of a checkpoint's directory.
-pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState, Error> {
+pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState> {
     Ok(read_manifest(directory, step)?.state)
 }
 

@@ -16,15 +16,15 @@ use super::manifest::{Manifest, RunState, tensor_file};
 use super::part::{RankPart, TensorEntry, TensorFile};
 use super::snapshot::{ShardTensor, Snapshot};
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES, shard_file};
-use crate::Error;
 use crate::run_directory::RunDirectory;
+use crate::{Error, Result};
 
 /// Maximum threads of a rank that convert and hash a checkpoint's bytes.
 const MAX_THREADS: usize = 4;
 
 /// Creates the directory in which all ranks write the checkpoint of `step`, and removes what an earlier
 /// attempt has left there. Dropping the result removes the directory, unless [`publish`] has renamed it.
-pub fn begin(run: &RunDirectory, step: u64) -> Result<PendingDirectory, Error> {
+pub fn begin(run: &RunDirectory, step: u64) -> Result<PendingDirectory> {
     let all = run.checkpoints();
     moh_files::create_directory(&all).map_err(moh_files::io(&all))?;
     Ok(PendingDirectory::create_shared(&run.checkpoint(step))
@@ -47,7 +47,7 @@ pub fn write_part<T: Element, M: Element>(
     rank: usize,
     size: usize,
     snapshot: &Snapshot<T, M>,
-) -> Result<Vec<u8>, Error> {
+) -> Result<Vec<u8>> {
     let folder = folder(run, step);
     let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MAX_THREADS));
     // Its threads have the low priority of the thread that starts them.
@@ -116,7 +116,7 @@ pub fn publish(
     state: RunState,
     config: Map<String, Value>,
     parts: &[Vec<u8>],
-) -> Result<(), Error> {
+) -> Result<()> {
     let folder = folder(run, state.step);
     let place = run.checkpoint(state.step);
     let mut written: Vec<WrittenPart> = Vec::new();
@@ -133,7 +133,7 @@ pub fn publish(
     Ok(pending.publish().map_err(moh_files::io(&place))?)
 }
 
-fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), Error> {
+fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<()> {
     let hash = write_text(&folder.join(MANIFEST), manifest)?;
     let path = folder.join(MANIFEST_HASH);
     Ok(write_synced(&path, format!("{hash}  {MANIFEST}\n").as_bytes())
@@ -141,7 +141,7 @@ fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), Error> {
 }
 
 /// Writes a value as JSON that a reader takes; returns the hash of the text.
-fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash, Error> {
+fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash> {
     let io = moh_files::io(path);
     let text = match serde_json::to_vec(value) {
         Ok(text) => text,

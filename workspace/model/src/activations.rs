@@ -17,7 +17,7 @@ use crate::attention_output::AttentionOutputs;
 use crate::layers::{
     ActivationGradients, BlockBuffers, HeadBuffers, RecomputableBlock, SavedBlock, Scratch, Tokens,
 };
-use crate::{Error, Model, PassRole, PassSizes};
+use crate::{Error, Model, PassRole, PassSizes, Result};
 
 /// The activations that the backward pass recomputes, as a recipe names them; `docs/plan.md` lists the
 /// bytes of each setting.
@@ -129,7 +129,7 @@ impl Slots {
 
 impl<B: Backend, T: Element> Activations<B, T> {
     /// Allocates the buffers of one pass of `model` at a time.
-    pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self, Error> {
+    pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self> {
         Self::with_slots(&model.backend, &model.pass_sizes(pass)?, Slots::ONE)
     }
 }
@@ -137,13 +137,13 @@ impl<B: Backend, T: Element> Activations<B, T> {
 impl<M: Workspace, T: Element> Activations<M, T> {
     /// Allocates the buffers of passes of these sizes, and lets the device reserve its operators'
     /// scratch.
-    pub fn with_slots(memory: &M, sizes: &PassSizes<'_>, slots: Slots) -> Result<Self, Error> {
+    pub fn with_slots(memory: &M, sizes: &PassSizes<'_>, slots: Slots) -> Result<Self> {
         memory.reserve::<T>(&sizes.working_set())?;
         let saved = || {
             let micro_batches = (0..slots.micro_batches).map(|_| MicroBatch::new(memory, sizes));
-            let micro_batches = micro_batches.collect::<Result<_, Error>>()?;
+            let micro_batches = micro_batches.collect::<Result<_>>()?;
             let passes = (0..slots.passes).map(|_| PassActivations::new(memory, sizes));
-            Ok::<_, Error>((micro_batches, passes.collect::<Result<_, Error>>()?))
+            Ok::<_, Error>((micro_batches, passes.collect::<Result<_>>()?))
         };
         let (micro_batches, passes) = memory.for_purpose(Purpose::Activations, saved)?;
         let attention_outputs =
@@ -165,7 +165,7 @@ impl<M: Workspace, T: Element> Activations<M, T> {
 
     /// Allocates the buffers of one pass of a teacher at a time, over the micro-batches of a student with passes
     /// of the same shape as `sizes`.
-    pub fn of_teacher(memory: &M, sizes: PassSizes<'_>) -> Result<Self, Error> {
+    pub fn of_teacher(memory: &M, sizes: PassSizes<'_>) -> Result<Self> {
         let pass = PassShape { recompute: Recompute::Block, training: false, ..sizes.pass };
         // It reads the student's tokens.
         let slots = Slots { micro_batches: 0, passes: 1 };
@@ -185,7 +185,7 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         ids: &[u32],
         targets: &[u32],
         document_start: &[u32],
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         self.upload_to(0, memory, ids, targets, document_start)
     }
 
@@ -206,7 +206,7 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         ids: &[u32],
         targets: &[u32],
         document_start: &[u32],
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let tokens = &mut self.micro_batches[slot];
         for (source, buffer) in [(ids, &mut tokens.ids), (targets, &mut tokens.targets)] {
             if M::len(buffer) > 0 {
@@ -228,7 +228,7 @@ impl<B: Backend> MicroBatch<B> {
 }
 
 impl<M: Memory> MicroBatch<M> {
-    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let part = sizes.part;
         let allocate = |read: bool| memory.allocate(if read { sizes.tokens() } else { 0 });
         Ok(MicroBatch {
@@ -261,7 +261,7 @@ impl<M: Memory, T: Element> PassActivations<M, T> {
         &self.stream[layers % self.stream.len()]
     }
 
-    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let layers = sizes.part.chunks.iter().map(Range::len).max().unwrap_or(0);
         let streams = if sizes.role == PassRole::Teacher { 2 } else { layers + 1 };
         let stream = (0..streams).map(|_| memory.allocate(sizes.stream()));
@@ -274,7 +274,7 @@ impl<M: Memory, T: Element> PassActivations<M, T> {
 
 impl<M: Memory, T: Element> Blocks<M, T> {
     /// Allocates the buffers of `layers` blocks.
-    pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>, layers: usize) -> Result<Self, Error> {
+    pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>, layers: usize) -> Result<Self> {
         let recompute = sizes.pass.recompute;
         let copies = |shared: bool| if shared { layers.min(1) } else { layers };
         let saved = 0..copies(recompute == Recompute::Block);

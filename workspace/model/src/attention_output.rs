@@ -15,7 +15,9 @@ use crate::layers::{
     ActivationGradients, BackwardContext, Block, Context, Normed, ResidualSum, Scratch, Tokens,
 };
 use crate::parameters::{FlatBuffers, OnBuffer};
-use crate::{Activations, AuxiliaryLoss, Error, Model, PassRole, PassSizes, PassSlot, StepSums};
+use crate::{
+    Activations, AuxiliaryLoss, Error, Model, PassRole, PassSizes, PassSlot, Result, StepSums,
+};
 
 /// What the attention-output loss of a pass writes.
 pub struct AttentionOutputLoss<'a, B: Backend, G: Element> {
@@ -41,7 +43,7 @@ pub(crate) struct AttentionOutputs<M: Memory, T: Element> {
 
 impl<M: Memory, T: Element> AttentionOutputs<M, T> {
     /// Allocates the buffers of passes of these sizes; `None` in passes without the loss.
-    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Option<Self>, Error> {
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Option<Self>> {
         if sizes.role != (PassRole::Student { attention_output: true }) {
             return Ok(None);
         }
@@ -88,7 +90,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         loss: Option<AttentionOutputLoss<'_, B, G>>,
         sums: &mut StepSums<B>,
         before_use: OnBuffer<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let Activations { shape, micro_batches, scratch, attention_outputs, gradients, .. } =
             activations;
         let _span = span::enter("teacher");
@@ -124,7 +126,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         loss: &mut AttentionOutputLoss<'_, B, G>,
         buffers: Buffers<'_, B, T>,
         sums: &mut StepSums<B>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let Buffers { outputs, scratch, d } = buffers;
         let AttentionOutputs { saved, norm, rotated, zeros, own, target } = outputs;
         let TaughtLayer { cx: teacher, block, input, saved: of_teacher, scratch: gathered } =

@@ -14,7 +14,7 @@ use crate::layers::{Attention, Block, BlockBuffers, Context, RouterLayer, Tokens
 use crate::layout::Segment;
 use crate::model::Model;
 use crate::tensors::{in_layer, layer_and_name};
-use crate::{Error, ModelConfig, MohConfig, RouterKind, SharedHeadSets, StepSums, router};
+use crate::{Error, ModelConfig, MohConfig, Result, RouterKind, SharedHeadSets, StepSums, router};
 
 /// Most tokens of a pass; longer windows are computed one at a time.
 const PASS_TOKENS: usize = 4096;
@@ -35,7 +35,7 @@ pub fn windows_of_pass(windows: usize, length: usize) -> usize {
 ///
 /// # Errors
 /// Fails if the model has more heads than a set can name.
-pub fn block_alone(config: &ModelConfig) -> Result<ModelConfig, Error> {
+pub fn block_alone(config: &ModelConfig) -> Result<ModelConfig> {
     let heads = config.num_attention_heads;
     let every_set = |moh: &MohConfig| {
         // No set has more columns than that of no head, and the last head leaves as many columns as none.
@@ -98,12 +98,7 @@ pub struct BlockOutput {
 impl<B: Backend> BlockPass<B> {
     /// Allocates a block of the model that `config` describes ([`block_alone`]), with weights of zeros, for passes
     /// over `batch` sequences of `length` tokens.
-    pub fn new(
-        backend: B,
-        config: &ModelConfig,
-        batch: usize,
-        length: usize,
-    ) -> Result<Self, Error> {
+    pub fn new(backend: B, config: &ModelConfig, batch: usize, length: usize) -> Result<Self> {
         let zeros = |_: &Segment, _: &mut [f32]| Ok::<_, Error>(());
         let model = Model::new(backend, block_alone(config)?, length, zeros)?;
         let activations = Activations::new(&model, pass_alone(batch, length))?;
@@ -129,7 +124,7 @@ impl<B: Backend> BlockPass<B> {
     }
 
     /// Gives the block another attention; its tensors stay.
-    fn set_attention(&mut self, moh: Option<MohConfig>) -> Result<(), Error> {
+    fn set_attention(&mut self, moh: Option<MohConfig>) -> Result<()> {
         let Model { config, layers, .. } = &mut self.model;
         if let Some(moh) = &moh {
             config.check_moh(moh)?;
@@ -155,7 +150,7 @@ impl<B: Backend> BlockPass<B> {
 
     /// Computes queries, keys and values of the residual stream `x`, `[N, C]`, and returns the queries
     /// before RoPE, `[N, H D]`.
-    pub fn project(&mut self, x: &[f32]) -> Result<Vec<f32>, Error> {
+    pub fn project(&mut self, x: &[f32]) -> Result<Vec<f32>> {
         let (cx, block, stream, buffers) = self.parts();
         let (shape, BlockBuffers { saved, recomputable, scratch }) = (cx.tokens.shape, buffers);
         cx.backend.upload(x, B::whole_mut(&mut stream[0]))?;
@@ -168,7 +163,7 @@ impl<B: Backend> BlockPass<B> {
 
     /// The heads that the router of `moh` makes each token compute, after [`Self::project`] and before
     /// [`Self::attend`]: `[N, H]`, 1 for shared and selected heads.
-    pub fn select(&mut self, moh: MohConfig) -> Result<Vec<u8>, Error> {
+    pub fn select(&mut self, moh: MohConfig) -> Result<Vec<u8>> {
         self.set_attention(Some(moh))?;
         let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
         let (shape, attention) = (cx.tokens.shape, &mut saved.attention);
@@ -185,7 +180,7 @@ impl<B: Backend> BlockPass<B> {
     }
 
     /// The gates of all heads, after [`Self::select`] in a layer that routes; `[N, H]`, 0 of shared heads.
-    pub fn gates(&mut self) -> Result<Vec<f32>, Error> {
+    pub fn gates(&mut self) -> Result<Vec<f32>> {
         let (cx, .., buffers) = self.parts();
         let Some(routing) = &buffers.saved.attention.routing else {
             return Err(Error::invalid("the block routes no heads"));
@@ -197,7 +192,7 @@ impl<B: Backend> BlockPass<B> {
 
     /// The factors of all heads' outputs, after [`Self::select`]; `[N, H]`, 0 of heads that a token does not compute.
     /// `None` of a router that does not weigh heads.
-    pub fn weights(&mut self) -> Result<Option<Vec<f32>>, Error> {
+    pub fn weights(&mut self) -> Result<Option<Vec<f32>>> {
         let (cx, .., buffers) = self.parts();
         let routing = buffers.saved.attention.routing.as_ref();
         let Some(routing) = routing.filter(|routing| routing.is_weighted()) else {
@@ -209,13 +204,13 @@ impl<B: Backend> BlockPass<B> {
     }
 
     /// The block's normed input, which learned routers read, after [`Self::project`]; `[N, C]`.
-    pub fn normed(&mut self) -> Result<Vec<f32>, Error> {
+    pub fn normed(&mut self) -> Result<Vec<f32>> {
         let (cx, .., buffers) = self.parts();
         download_all(cx.backend, &buffers.recomputable.attention_norm.y)
     }
 
     /// The logits of all heads by a learned router, after [`Self::project`]; `[N, H]`.
-    pub fn logits(&mut self) -> Result<Vec<f32>, Error> {
+    pub fn logits(&mut self) -> Result<Vec<f32>> {
         let Some(linear) = self.router.as_ref().and_then(RouterLayer::logits) else {
             return Err(Error::invalid("the block was allocated without a learned router"));
         };
@@ -228,7 +223,7 @@ impl<B: Backend> BlockPass<B> {
     }
 
     /// The outputs of all heads before the output projection, after [`Self::project`]; `[N, H D]`.
-    pub fn attend(&mut self) -> Result<Vec<f32>, Error> {
+    pub fn attend(&mut self) -> Result<Vec<f32>> {
         let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
         let attention = Attention { router: None, ..block.attention.clone() };
         let (saved, rotated) = (&mut saved.attention, &mut recomputable.rotated);
@@ -242,7 +237,7 @@ impl<B: Backend> BlockPass<B> {
     }
 
     /// The queries, `[N, H D]`, and keys, `[N, G D]`, as attention reads them, after [`Self::attend`].
-    pub fn queries_and_keys(&mut self) -> Result<(Vec<f32>, Vec<f32>), Error> {
+    pub fn queries_and_keys(&mut self) -> Result<(Vec<f32>, Vec<f32>)> {
         let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
         let shape = cx.tokens.shape;
         let qkv = block.attention.rotation.rotated(&saved.attention.qkv, &recomputable.rotated);
@@ -253,7 +248,7 @@ impl<B: Backend> BlockPass<B> {
     }
 
     /// The whole block on the residual stream `x`, `[N, C]`, with the attention of `moh`, or dense.
-    pub fn forward(&mut self, x: &[f32], moh: Option<MohConfig>) -> Result<BlockOutput, Error> {
+    pub fn forward(&mut self, x: &[f32], moh: Option<MohConfig>) -> Result<BlockOutput> {
         self.set_attention(moh)?;
         let (cx, block, stream, BlockBuffers { saved, recomputable, scratch }) = self.parts();
         cx.backend.upload(x, B::whole_mut(&mut stream[0]))?;
@@ -292,7 +287,7 @@ impl<B: Backend> EndsPass<B> {
     }
 
     /// The residual stream before the first block, `[N, C]`, of the tokens `ids`, `[N]`.
-    pub fn embed(&mut self, ids: &[u32]) -> Result<Vec<f32>, Error> {
+    pub fn embed(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
         let EndsPass { model, activations, sums } = self;
         activations.upload(&model.backend, ids, ids, &[])?;
         model.forward(activations, sums)?;
@@ -301,7 +296,7 @@ impl<B: Backend> EndsPass<B> {
 
     /// The sum of the cross-entropies of `targets`, `[N]`, in nats, by the residual stream `x` after the
     /// last block, `[N, C]`; targets that are [`IGNORED`] do not count.
-    pub fn cross_entropy(&mut self, x: &[f32], targets: &[u32]) -> Result<f64, Error> {
+    pub fn cross_entropy(&mut self, x: &[f32], targets: &[u32]) -> Result<f64> {
         let EndsPass { model, activations, sums } = self;
         activations.upload(&model.backend, &vec![0; targets.len()], targets, &[])?;
         let Activations { shape, passes, head, .. } = &mut *activations;
@@ -330,12 +325,12 @@ fn columns(table: &[f32], row: usize, range: Range<usize>) -> Vec<f32> {
     table.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
 }
 
-fn download<M: Memory>(memory: &M, from: &M::Buffer<f32>, len: usize) -> Result<Vec<f32>, Error> {
+fn download<M: Memory>(memory: &M, from: &M::Buffer<f32>, len: usize) -> Result<Vec<f32>> {
     let mut host = vec![0f32; len];
     memory.download(M::view(from, 0..len), &mut host)?;
     Ok(host)
 }
 
-fn download_all<M: Memory>(memory: &M, from: &M::Buffer<f32>) -> Result<Vec<f32>, Error> {
+fn download_all<M: Memory>(memory: &M, from: &M::Buffer<f32>) -> Result<Vec<f32>> {
     download(memory, from, M::len(from))
 }

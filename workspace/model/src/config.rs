@@ -5,7 +5,7 @@ use moh_kernels::router::SharedHeads;
 
 use crate::architecture::block_tensors;
 use crate::router::HeadGroups;
-use crate::{Architecture, Error, HeadCounts, RouterKind, SharedHeadSets};
+use crate::{Architecture, Error, HeadCounts, Result, RouterKind, SharedHeadSets};
 
 /// Shape and constants of a model, as `config.json` gives them.
 #[derive(Debug, Clone, PartialEq)]
@@ -137,7 +137,7 @@ impl LayerHeads {
     }
 
     /// Checks a layer's counts against its query heads; messages append `place` to the names.
-    fn validate(self, router: RouterKind, groups: HeadGroups, place: &str) -> Result<(), Error> {
+    fn validate(self, router: RouterKind, groups: HeadGroups, place: &str) -> Result<()> {
         let heads = groups.heads;
         let LayerHeads { shared: set, top_k } = self;
         let refuse = |reason: String| Err(Error::Invalid(reason));
@@ -175,7 +175,7 @@ impl MohConfig {
     /// Fails if a list's length is not the number of layers, if a layer shares a head that it lacks or
     /// has more shared or active heads than heads, if its router cannot route these counts, or if none
     /// of its heads is active. Messages name the layer, from 0, if layers differ.
-    pub fn validate(&self, heads: usize, kv_heads: usize, layers: usize) -> Result<(), Error> {
+    pub fn validate(&self, heads: usize, kv_heads: usize, layers: usize) -> Result<()> {
         let groups = HeadGroups { heads, kv_heads };
         let shared_key = match self.shared_heads {
             SharedHeadSets::First(_) => "shared_heads",
@@ -249,7 +249,7 @@ impl ModelConfig {
     }
 
     /// Checks head counts against this model, as [`MohConfig::validate`] does.
-    pub fn check_moh(&self, moh: &MohConfig) -> Result<(), Error> {
+    pub fn check_moh(&self, moh: &MohConfig) -> Result<()> {
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         moh.validate(heads, kv_heads, self.num_hidden_layers)
     }
@@ -259,7 +259,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// Names the first tensor that the other attention would leave unused.
-    pub fn added_tensors(&self, moh: Option<&MohConfig>) -> Result<Vec<String>, Error> {
+    pub fn added_tensors(&self, moh: Option<&MohConfig>) -> Result<Vec<String>> {
         let other = ModelConfig { moh: moh.cloned(), ..self.clone() };
         let mut added = Vec::new();
         for layer in 0..self.num_hidden_layers {

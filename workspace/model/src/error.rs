@@ -50,3 +50,6 @@ impl Error {
         Error::no_token("one is not finite")
     }
 }
+
+/// A result of this crate.
+pub type Result<V, E = Error> = std::result::Result<V, E>;

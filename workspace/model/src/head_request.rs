@@ -10,7 +10,7 @@
 //! groups, and none is shared. Without a router all active heads are shared.
 
 use crate::router::HeadGroups;
-use crate::{Error, HeadCounts, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
+use crate::{Error, HeadCounts, ModelConfig, MohConfig, Result, RouterKind, SharedHeadSets};
 
 /// The share of active heads where a user gives no count.
 pub const DEFAULT_ACTIVE_SHARE: f64 = 0.75;
@@ -78,7 +78,7 @@ impl HeadRequest {
         kv_heads: usize,
         layers: usize,
         source: Option<&MohConfig>,
-    ) -> Result<MohConfig, Error> {
+    ) -> Result<MohConfig> {
         let (router, groups) = (self.router(source), HeadGroups { heads, kv_heads });
         let given = self.shared_heads.clone();
         let (shared_heads, routed_top_k) = match (self.share(groups, source), &self.active) {
@@ -106,7 +106,7 @@ impl HeadRequest {
 
     /// As [`HeadRequest::resolve`], for the layers and heads of `model` and with its routing as the
     /// source's.
-    pub fn for_model(&self, model: &ModelConfig) -> Result<MohConfig, Error> {
+    pub fn for_model(&self, model: &ModelConfig) -> Result<MohConfig> {
         let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
         self.resolve(heads, kv_heads, model.num_hidden_layers, model.moh.as_ref())
     }
@@ -123,7 +123,7 @@ impl HeadRequest {
         kv_heads: usize,
         layers: usize,
         source: Option<&MohConfig>,
-    ) -> Result<Option<usize>, Error> {
+    ) -> Result<Option<usize>> {
         let Some(Active::Average(average)) = self.active else { return Ok(None) };
         let refuse = |reason: String| Err(Error::Invalid(reason));
         if !(0.0..=1.0).contains(&average) {
@@ -261,7 +261,7 @@ impl Share {
     }
 
     /// Active routed heads of the layers, beside these numbers of shared heads.
-    fn routed_top_k(self, heads: usize, shared: &HeadCounts) -> Result<HeadCounts, Error> {
+    fn routed_top_k(self, heads: usize, shared: &HeadCounts) -> Result<HeadCounts> {
         let Share { share, is_default, .. } = self;
         let refuse = |reason: String| Err(Error::Invalid(reason));
         if !(0.0..=1.0).contains(&share) {
@@ -292,7 +292,7 @@ impl Share {
 
     /// Active routed heads of a layer with this many shared heads; messages append `place` to the
     /// layer's counts.
-    fn routed(self, heads: usize, shared: usize, place: &str) -> Result<usize, Error> {
+    fn routed(self, heads: usize, shared: usize, place: &str) -> Result<usize> {
         let active = self.active(heads);
         let dense_layer = shared >= heads;
         if !self.router.selects() {

@@ -5,7 +5,7 @@ use moh_kernels::{Backend, Element};
 
 use crate::activations::{Activations, PassActivations, PassSlot, Recompute};
 use crate::router::RoutingStatistics;
-use crate::{Error, Model};
+use crate::{Error, Model, Result};
 
 /// The magnitude of many values.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -57,7 +57,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &Activations<B, T>,
         slot: PassSlot,
         blocks: &mut [BlockMagnitudes],
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let pass = saved(activations, slot)?;
         let mut host = Vec::new();
         let mut add = |buffer: &B::Buffer<T>, magnitude: &mut Magnitude| {
@@ -80,7 +80,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &Activations<B, T>,
         slot: PassSlot,
         statistics: &mut RoutingStatistics,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let pass = saved(activations, slot)?;
         for (layer, routing) in pass.blocks.routings().enumerate() {
             // A layer that does not route has a buffer, but no statistics.
@@ -96,7 +96,7 @@ impl<B: Backend, T: Element> Model<B, T> {
 fn saved<B: Backend, T: Element>(
     activations: &Activations<B, T>,
     slot: PassSlot,
-) -> Result<&PassActivations<B, T>, Error> {
+) -> Result<&PassActivations<B, T>> {
     match activations.recompute {
         Recompute::Block => {
             Err(Error::invalid("activations that recompute whole blocks do not keep each block's"))

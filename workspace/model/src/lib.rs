@@ -92,7 +92,7 @@ pub use block_pass::{
 pub use config::{
     LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RopeScaling, YarnScaling,
 };
-pub use error::Error;
+pub use error::{Error, Result};
 pub use generation::{BatchGenerator, BatchOptions, Chunk, Generator, PassHeads, SequenceId};
 pub use head_counts::HeadCounts;
 pub use head_request::{Active, DEFAULT_ACTIVE_SHARE, HeadRequest};

@@ -13,7 +13,8 @@ use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
 use crate::router::{self, CustomRouters, LayerRouting, Router, RoutingStatistics};
 use crate::{
-    Activations, AuxiliaryLosses, Error, ModelConfig, PassRole, PassShape, PassSizes, Teacher,
+    Activations, AuxiliaryLosses, Error, ModelConfig, PassRole, PassShape, PassSizes, Result,
+    Teacher,
 };
 
 /// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the
@@ -45,7 +46,7 @@ impl<M: Memory, T: Element> ModelBuffers<M, T> {
         config: &ModelConfig,
         layout: &ModelLayout,
         positions: usize,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let weights = || FlatBuffers::zeros(memory, layout);
         Ok(ModelBuffers {
             weights: memory.for_purpose(Purpose::Weights, weights)?,
@@ -101,7 +102,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         positions: usize,
         parallel: ModelParallel,
         ranks: usize,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let routers = router::of_config(&config);
         Self::zeros_with(backend, config, positions, parallel, ranks, &routers)
     }
@@ -142,7 +143,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         parallel: ModelParallel,
         ranks: usize,
         routers: &[Option<RouterSpec>],
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let (layers, flats) = Layers::new(&config, routers, ranks, parallel.part());
         let layout = ModelLayout { flats, num_blocks: config.num_hidden_layers };
         if let Some(moh) = &config.moh {
@@ -180,7 +181,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ///
     /// # Errors
     /// Fails if the head counts do not fit the model, or if the router has matrices that it lacks.
-    pub fn set_moh(&mut self, moh: Option<crate::MohConfig>) -> Result<(), Error> {
+    pub fn set_moh(&mut self, moh: Option<crate::MohConfig>) -> Result<()> {
         if let Some(moh) = &moh {
             self.config.check_moh(moh)?;
         }
@@ -253,7 +254,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Sizes of passes with the model's own routers.
-    pub fn pass_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>, Error> {
+    pub fn pass_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>> {
         let (config, part) = (&self.config, self.parallel.part());
         let heads = part.tensor.heads(config);
         let shape =
@@ -264,7 +265,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Logits of the last forward pass, `[N, V]`.
-    pub fn logits(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
+    pub fn logits(&self, activations: &Activations<B, T>) -> Result<Vec<f32>> {
         if !self.is_whole() {
             return Err(Error::divided());
         }
@@ -276,7 +277,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.to_host(B::whole(&logits), elements)
     }
 
-    pub(crate) fn to_host(&self, view: B::View<'_, T>, elements: usize) -> Result<Vec<f32>, Error> {
+    pub(crate) fn to_host(&self, view: B::View<'_, T>, elements: usize) -> Result<Vec<f32>> {
         let mut host = vec![T::from_f32(0.0); elements];
         self.backend.download(view, &mut host)?;
         Ok(host.iter().map(|value| value.to_f32()).collect())
@@ -285,14 +286,14 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// The routed heads that each token selected in the last forward pass: `[N, R]` for each layer,
     /// with R its routed heads in ascending order; empty for a dense layer. The activations have every block's routing
     /// unless they recompute blocks.
-    pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<u8>>, Error> {
+    pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<u8>>> {
         self.of_routings(activations, |routing, mask| {
             self.backend.download(routing.selected(), mask)
         })
     }
 
     /// The gates of the last forward pass, `[N, R]` for each layer as in [`Model::routed_mask`].
-    pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<f32>>, Error> {
+    pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<f32>>> {
         self.of_routings(activations, |routing, gates| {
             self.backend.download(routing.gates(), gates)
         })
@@ -303,7 +304,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self,
         activations: &Activations<B, T>,
         read: impl Fn(&Routing<B>, &mut [S]) -> moh_kernels::Result<()>,
-    ) -> Result<Vec<Vec<S>>, Error> {
+    ) -> Result<Vec<Vec<S>>> {
         let table = |routing: Option<&Routing<B>>| {
             // A layer without a router never begins its routing, which then has no tokens.
             let Some(routing) = routing else { return Ok(Vec::new()) };

@@ -15,7 +15,7 @@ use moh_kernels::rope::QkvShape;
 
 use crate::slice::Slice;
 use crate::tensors::{Division, Tensor};
-use crate::{Error, ModelConfig};
+use crate::{Error, ModelConfig, Result};
 
 /// A rank's shard of every tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +35,7 @@ impl TensorShare {
     /// # Errors
     /// Fails if the ranks do not divide the key/value heads, or outnumber the rows to
     /// shard.
-    pub fn check(&self, config: &ModelConfig) -> Result<(), Error> {
+    pub fn check(&self, config: &ModelConfig) -> Result<()> {
         let least = config.intermediate_size.min(config.vocab_size);
         if config.num_key_value_heads.is_multiple_of(self.ranks) && self.ranks <= least {
             return Ok(());
@@ -201,11 +201,7 @@ impl ModelPart {
     ///
     /// # Errors
     /// Fails if there are no stages, or fewer blocks than chunks.
-    pub fn divide(
-        config: &ModelConfig,
-        stages: usize,
-        virtual_stages: usize,
-    ) -> Result<Vec<Self>, Error> {
+    pub fn divide(config: &ModelConfig, stages: usize, virtual_stages: usize) -> Result<Vec<Self>> {
         let chunks = Self::chunks(config, stages.saturating_mul(virtual_stages))?;
         let part = |stage: usize| ModelPart {
             chunks: chunks.iter().skip(stage).step_by(stages).cloned().collect(),
@@ -218,7 +214,7 @@ impl ModelPart {
 
     /// Divides the blocks into this many chunks so that the largest load is minimal; the head
     /// counts as the number of blocks with as many weights.
-    fn chunks(config: &ModelConfig, stages: usize) -> Result<Vec<Range<usize>>, Error> {
+    fn chunks(config: &ModelConfig, stages: usize) -> Result<Vec<Range<usize>>> {
         let layers = config.num_hidden_layers;
         if !(1..=layers).contains(&stages) {
             return Err(Error::undivided(layers, stages));
@@ -286,7 +282,7 @@ impl ModelParallel {
         pipeline: Group,
         virtual_stages: usize,
         tensor: Group,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let share = TensorShare { rank: tensor.rank(), ranks: tensor.size() };
         share.check(config)?;
         let (rank, stages) = (pipeline.rank(), pipeline.size());
@@ -306,7 +302,7 @@ impl ModelParallel {
 
     /// This rank's part of another model, of as many blocks, for passes without gradients. Each rank has the same blocks
     /// of both models.
-    pub fn of_frozen(&self, config: &ModelConfig) -> Result<Self, Error> {
+    pub fn of_frozen(&self, config: &ModelConfig) -> Result<Self> {
         self.part.tensor.check(config)?;
         Ok(ModelParallel { tied_head: None, ..self.clone() })
     }
@@ -346,7 +342,7 @@ impl ModelParallel {
 
     /// Reserves memory for this many messages of `bytes` bytes that other stages have not received
     /// yet.
-    pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<(), Error> {
+    pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
         Ok(self.pipeline.reserve_sends(messages, bytes)?)
     }
 

@@ -2,7 +2,7 @@
 
 use moh_kernels::{Backend, Element};
 
-use crate::{Activations, Error, LayerHeads, Model, PassShape, Recompute, StepSums};
+use crate::{Activations, Error, LayerHeads, Model, PassShape, Recompute, Result, StepSums};
 
 /// The logits of sequences of equal length, and the heads that each token used.
 #[derive(Debug, Clone, PartialEq)]
@@ -47,7 +47,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// # Errors
     /// Fails for sequences that differ in length, are empty or exceed the model's positions, for an
     /// id outside the vocabulary, if the device is out of memory, and for a part of a model.
-    pub fn run(&mut self, ids: &[Vec<u32>]) -> Result<ModelOutput, Error> {
+    pub fn run(&mut self, ids: &[Vec<u32>]) -> Result<ModelOutput> {
         let (batch, length) = (ids.len(), ids.first().map_or(0, Vec::len));
         if let Some(sequence) = ids.iter().position(|row| row.len() != length) {
             let tokens = ids[sequence].len();

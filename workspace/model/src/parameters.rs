@@ -8,9 +8,9 @@ use std::ops::Range;
 use moh_comm::Group;
 use moh_kernels::{Accumulation, Element, Memory, Scalar, View, ViewMut};
 
-use crate::Error;
 use crate::layout::{ModelLayout, Segment};
 use crate::slice::SliceRun;
+use crate::{Error, Result};
 
 /// Most elements that are converted at a time: a tensor of gigabytes has no second copy on the host.
 const UPLOAD: usize = 1 << 20;
@@ -84,19 +84,19 @@ pub struct FlatBuffers<B: Memory, S: Scalar> {
 }
 
 /// A callback that receives the buffers and the index of one of them.
-pub type OnBuffer<'a, B, S> = &'a mut dyn FnMut(&mut FlatBuffers<B, S>, usize) -> Result<(), Error>;
+pub type OnBuffer<'a, B, S> = &'a mut dyn FnMut(&mut FlatBuffers<B, S>, usize) -> Result<()>;
 
 impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// Allocates whole buffers of zeros.
-    pub fn zeros(backend: &B, layout: &ModelLayout) -> Result<Self, Error> {
+    pub fn zeros(backend: &B, layout: &ModelLayout) -> Result<Self> {
         Self::zeros_of(backend, layout, Shard::WHOLE)
     }
 
     /// Allocates a shard of each buffer, of zeros.
-    pub fn zeros_of(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
+    pub fn zeros_of(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self> {
         let buffers = (layout.flats.iter())
             .map(|flat| Ok(Some(backend.allocate(shard.range(flat.len).len())?)))
-            .collect::<Result<Vec<_>, Error>>()?;
+            .collect::<Result<Vec<_>>>()?;
         Ok(FlatBuffers { stale: vec![false; buffers.len()], buffers, shard })
     }
 
@@ -190,7 +190,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     }
 
     /// Sets all elements to zero.
-    pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
+    pub fn zero(&mut self, backend: &B) -> Result<()> {
         (0..self.buffers.len())
             .try_for_each(|flat| Ok(backend.zero(B::whole_mut(self.flat_mut(flat)))?))
     }
@@ -213,7 +213,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     }
 
     /// Zeroes a stale buffer and marks it as written, before gradients of only some of its tensors are added.
-    pub fn clear(&mut self, backend: &B, flat: usize) -> Result<(), Error> {
+    pub fn clear(&mut self, backend: &B, flat: usize) -> Result<()> {
         if self.stale[flat] {
             backend.zero(B::whole_mut(self.flat_mut(flat)))?;
             self.mark_written(flat);
@@ -222,7 +222,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     }
 
     /// Zeroes a range of a stale buffer, for operators that can only accumulate.
-    pub fn clear_stale(&mut self, backend: &B, parameters: &ParameterRange) -> Result<(), Error> {
+    pub fn clear_stale(&mut self, backend: &B, parameters: &ParameterRange) -> Result<()> {
         match self.accumulation(parameters.buffer) {
             Accumulation::Overwrite => Ok(backend.zero(self.get_mut(parameters))?),
             Accumulation::Add => Ok(()),
@@ -257,17 +257,12 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
     }
 
     /// Copies the local slice of a tensor to the host as f32.
-    pub fn read(&self, backend: &B, flat: usize, segment: &Segment) -> Result<Vec<f32>, Error> {
+    pub fn read(&self, backend: &B, flat: usize, segment: &Segment) -> Result<Vec<f32>> {
         self.read_range(backend, flat, segment.range.clone())
     }
 
     /// Copies a range of a buffer, within the local shard, to the host as f32.
-    pub fn read_range(
-        &self,
-        backend: &B,
-        flat: usize,
-        range: Range<usize>,
-    ) -> Result<Vec<f32>, Error> {
+    pub fn read_range(&self, backend: &B, flat: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let mut stored = vec![T::from_f32(0.0); range.len()];
         backend.download(self.view(flat, range), &mut stored)?;
         Ok(stored.iter().map(|value| value.to_f32()).collect())

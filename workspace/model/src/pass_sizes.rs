@@ -9,7 +9,7 @@ use moh_kernels::{Element, WorkingSet};
 
 use crate::layout::ModelLayout;
 use crate::model_parallel::{ModelPart, TensorShare, TokenShare};
-use crate::{Error, ModelConfig, PassShape, router};
+use crate::{ModelConfig, PassShape, Result, router};
 
 /// What a model's passes are in distillation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -46,7 +46,7 @@ impl<'a> PassSizes<'a> {
         layout: &ModelLayout,
         part: &'a ModelPart,
         pass: PassShape,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let heads = part.tensor.heads(config);
         let routing = router::routing_shape_of(config, pass.tokens(), heads)?;
         let (role, tensors) = (PassRole::Alone, layout.segments().count());

@@ -12,7 +12,7 @@ use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::pass_sizes::PassRole;
 use crate::router::RoutingStatistics;
 use crate::teacher::OnTaughtLayer;
-use crate::{AuxiliaryLoss, Error, StepSums};
+use crate::{AuxiliaryLoss, Error, Result, StepSums};
 
 /// Message tags of the residual stream and of its gradient.
 const FORWARD: u32 = 3;
@@ -41,7 +41,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         &mut self,
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         self.forward_routed(activations, sums, None)
     }
 
@@ -50,7 +50,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
         mut routed: OnRouting<'_>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         (0..self.parallel.part().chunks.len()).try_for_each(|chunk| {
             let slot = PassSlot { chunk, ..PassSlot::default() };
             let ready: OnBuffer<'_, B, T> = &mut |_, _| Ok(());
@@ -73,7 +73,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
         before_use: OnBuffer<'_, B, T>,
         mut routed: OnRouting<'_>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let Activations { shape, micro_batches, passes, scratch, head, .. } = activations;
         let micro_batch = &micro_batches[slot.micro_batch];
         let (ids, tokens) = (&micro_batch.ids, micro_batch.tokens(*shape));
@@ -105,7 +105,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         mut buffers: ForwardBuffers<'_, B, T>,
         chunk: usize,
         taught: OnTaughtLayer<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let ready: OnBuffer<'_, B, T> = &mut |_, _| Ok(());
         self.begin_chunk(&mut buffers, chunk, ready)?;
         for (i, layer) in self.parallel.part().chunks[chunk].clone().enumerate() {
@@ -124,7 +124,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         buffers: &mut ForwardBuffers<'_, B, T>,
         chunk: usize,
         before_use: OnBuffer<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let input = &mut buffers.pass.stream[0];
         if self.parallel.begins_with(chunk) {
             before_use(&mut self.weights, ModelLayout::EMBEDDING)?;
@@ -143,7 +143,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         index: usize,
         layer: usize,
         before_use: OnBuffer<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let _block = span::enter_numbered("block", layer as u64);
         before_use(&mut self.weights, self.layout.block_index(layer))?;
         let cx = self.context(buffers.tokens);
@@ -158,7 +158,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         buffers: &mut ForwardBuffers<'_, B, T>,
         chunk: usize,
         before_use: OnBuffer<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let output = buffers.pass.output(self.parallel.part().chunks[chunk].len());
         if self.parallel.ends_with(chunk) {
             let _span = span::enter("head");
@@ -179,7 +179,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
         routed: OnRouting<'_>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         self.forward_routed(activations, sums, routed)?;
         self.evaluate_head(activations, sums)
     }
@@ -188,7 +188,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self,
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         if !self.parallel.part().last {
             return Ok(());
         }
@@ -207,7 +207,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         gradients: &mut FlatBuffers<B, G>,
         losses: LossConfig,
         sums: &mut StepSums<B>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         self.forward(activations, sums)?;
         (0..self.parallel.part().chunks.len()).rev().try_for_each(|chunk| {
             let slot = PassSlot { chunk, ..PassSlot::default() };
@@ -229,7 +229,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         losses: LossConfig,
         sums: &mut StepSums<B>,
         mut complete: Option<OnBuffer<'_, B, G>>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let Activations { shape, recompute, role, micro_batches, passes, scratch, head, .. } =
             activations;
         let d = &mut activations.gradients;
@@ -295,7 +295,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         gradients: &mut FlatBuffers<B, G>,
         flat: usize,
         complete: &mut Option<OnBuffer<'_, B, G>>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let Some(complete) = complete else { return Ok(()) };
         let segments = self.layout.flats[flat].segments.iter();
         for segment in segments.filter(|segment| segment.replicated) {

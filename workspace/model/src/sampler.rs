@@ -13,7 +13,7 @@ use moh_kernels::sampling::{
 use rand::rngs::StdRng;
 use rand::{RngCore as _, SeedableRng as _};
 
-use crate::Error;
+use crate::{Error, Result};
 
 /// Selects tokens from logits.
 ///
@@ -87,7 +87,7 @@ impl Sampler {
     ///
     /// # Errors
     /// Fails if a logit is not a number or infinite, but for -infinity.
-    pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Error> {
+    pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
         let known = logits.len().min(self.vocab_size);
         if known == 0 {
             return Err(Error::no_token("there are none"));

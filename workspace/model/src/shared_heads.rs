@@ -4,7 +4,7 @@ use std::fmt;
 
 use moh_kernels::router::SharedHeads;
 
-use crate::{Error, HeadCounts};
+use crate::{Error, HeadCounts, Result};
 
 /// The heads of each layer that every token computes. Sets of first heads equal their counts.
 ///
@@ -31,7 +31,7 @@ impl SharedHeadSets {
     /// # Errors
     /// Fails if a layer names a head twice, or one that is 256 or more heads after the first that it
     /// leaves out; the message names the layer, from 0.
-    pub fn from_ids(layers: &[Vec<usize>]) -> Result<Self, Error> {
+    pub fn from_ids(layers: &[Vec<usize>]) -> Result<Self> {
         let of_layer = |(layer, heads): (usize, &Vec<usize>)| {
             let refuse = |reason: String| Error::Invalid(reason);
             let set = SharedHeads::from_heads(heads.iter().copied())

@@ -3,7 +3,7 @@
 use moh_comm::{Group, Reduce};
 use moh_kernels::Memory;
 
-use crate::{AuxiliaryLoss, AuxiliaryLosses, Error};
+use crate::{AuxiliaryLoss, AuxiliaryLosses, Result};
 
 /// The places of the sums.
 const CROSS_ENTROPY: usize = 0;
@@ -39,12 +39,12 @@ pub struct Sums {
 
 impl<B: Memory> StepSums<B> {
     /// Allocates zeros.
-    pub fn new(backend: &B) -> Result<Self, Error> {
+    pub fn new(backend: &B) -> Result<Self> {
         Ok(StepSums(backend.allocate(COUNT)?))
     }
 
     /// Resets the sums to zero.
-    pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
+    pub fn zero(&mut self, backend: &B) -> Result<()> {
         Ok(backend.zero(B::whole_mut(&mut self.0))?)
     }
 
@@ -68,12 +68,12 @@ impl<B: Memory> StepSums<B> {
     }
 
     /// All-reduces the sums over the ranks of `group`.
-    pub fn all_reduce(&mut self, group: &Group) -> Result<(), Error> {
+    pub fn all_reduce(&mut self, group: &Group) -> Result<()> {
         Ok(group.all_reduce::<B, f64>(B::whole_mut(&mut self.0), Reduce::Sum)?)
     }
 
     /// Waits for the device, and returns the sums.
-    pub fn read(&self, backend: &B) -> Result<Sums, Error> {
+    pub fn read(&self, backend: &B) -> Result<Sums> {
         let mut sums = [0f64; COUNT];
         backend.download(B::whole(&self.0), &mut sums)?;
         Ok(Sums {
@@ -84,7 +84,7 @@ impl<B: Memory> StepSums<B> {
     }
 
     /// Reads the sums and resets them.
-    pub fn take(&mut self, backend: &B) -> Result<Sums, Error> {
+    pub fn take(&mut self, backend: &B) -> Result<Sums> {
         let sums = self.read(backend)?;
         self.zero(backend)?;
         Ok(sums)

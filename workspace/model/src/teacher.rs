@@ -12,7 +12,7 @@ use crate::activations::MicroBatch;
 use crate::attention_output::TaughtLayer;
 use crate::layers::Tokens;
 use crate::passes::ForwardBuffers;
-use crate::{Activations, Error, Model, PassShape, PassSizes};
+use crate::{Activations, Error, Model, PassShape, PassSizes, Result};
 
 /// How a teacher's distribution is learned.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,7 +29,7 @@ pub struct Distillation {
 
 /// Called with the number of a layer, and what the teacher has of it.
 pub(crate) type OnTaughtLayer<'a, B, T> =
-    &'a mut dyn FnMut(usize, TaughtLayer<'_, B, T>) -> Result<(), Error>;
+    &'a mut dyn FnMut(usize, TaughtLayer<'_, B, T>) -> Result<()>;
 
 /// A frozen model with the buffers of its passes.
 pub struct Teacher<B: Backend, T: Element> {
@@ -45,12 +45,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
     ///
     /// # Errors
     /// Fails if the device is out of memory or there are no such rows.
-    pub fn new(
-        model: Model<B, T>,
-        pass: PassShape,
-        rows: usize,
-        temperature: f64,
-    ) -> Result<Self, Error> {
+    pub fn new(model: Model<B, T>, pass: PassShape, rows: usize, temperature: f64) -> Result<Self> {
         let vocabulary = model.config().vocab_size;
         if !(1..=vocabulary).contains(&rows) {
             let reason =
@@ -73,7 +68,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
         micro_batch: &MicroBatch<B>,
         chunk: usize,
         taught: OnTaughtLayer<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let Activations { shape, passes, scratch, head, .. } = &mut self.activations;
         let (ids, tokens) = (&micro_batch.ids, micro_batch.tokens(*shape));
         let (pass, scratch) = (&mut passes[0], &mut *scratch);
@@ -112,7 +107,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ///
     /// # Errors
     /// Fails if the vocabularies differ.
-    pub fn set_teacher(&mut self, teacher: Option<Teacher<B, T>>) -> Result<(), Error> {
+    pub fn set_teacher(&mut self, teacher: Option<Teacher<B, T>>) -> Result<()> {
         let rows = self.config.vocab_size;
         if let Some(found) = teacher.as_ref().map(|teacher| teacher.model.config().vocab_size)
             && found != rows
@@ -127,16 +122,16 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Sizes of the teacher's passes of shape `pass`.
-    pub fn teacher_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>, Error> {
+    pub fn teacher_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>> {
         self.teacher()?.model.pass_sizes(pass)
     }
 
-    pub(crate) fn teacher(&self) -> Result<&Teacher<B, T>, Error> {
+    pub(crate) fn teacher(&self) -> Result<&Teacher<B, T>> {
         self.teacher.as_deref().ok_or_else(no_teacher)
     }
 
     /// Takes the teacher, which the caller puts back.
-    pub(crate) fn take_teacher(&mut self) -> Result<Box<Teacher<B, T>>, Error> {
+    pub(crate) fn take_teacher(&mut self) -> Result<Box<Teacher<B, T>>> {
         self.teacher.take().ok_or_else(no_teacher)
     }
 }

@@ -6,7 +6,7 @@ use moh_model::layout::ModelLayout;
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::Result;
 
 /// The norms of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -54,7 +54,7 @@ pub(crate) struct SquaredBlockNorms<M: Memory> {
 }
 
 impl<M: Memory> SquaredBlockNorms<M> {
-    pub(crate) fn new(memory: &M, layout: &ModelLayout) -> Result<Self, Error> {
+    pub(crate) fn new(memory: &M, layout: &ModelLayout) -> Result<Self> {
         Ok(SquaredBlockNorms { squares: memory.allocate(2 * layout.flats.len())? })
     }
 }
@@ -70,7 +70,7 @@ impl<B: Backend> SquaredBlockNorms<B> {
         gradients: &FlatBuffers<B, G>,
         shard: Shard,
         group: &Group,
-    ) -> Result<BlockNorms, Error> {
+    ) -> Result<BlockNorms> {
         let (flats, squares) = (layout.flats.len(), &mut self.squares);
         backend.zero(B::whole_mut(squares))?;
         for flat in 0..flats {
@@ -110,7 +110,7 @@ fn add<B: Backend, E: Element>(
     shard: Shard,
     flat: usize,
     out: B::ViewMut<'_, f64>,
-) -> Result<(), Error> {
+) -> Result<()> {
     let buffer = &layout.flats[flat];
     let local = shard.range(buffer.len);
     let counted = buffer.segments.iter().filter(|segment| segment.counted);

@@ -29,3 +29,6 @@ impl Error {
         Error::Samples(error.into())
     }
 }
+
+/// A result of this crate.
+pub type Result<V, E = Error> = std::result::Result<V, E>;

@@ -16,7 +16,7 @@ mod step_config;
 mod stepper;
 
 pub use block_norms::{BlockNorms, Norms, finite_or_nan};
-pub use error::Error;
+pub use error::{Error, Result};
 pub use loss::{DecodedBytes, EvaluationText, Evaluator, GoOn, Loss, LossSums};
 pub use optimizer::{GroupFactors, Hyperparameters, OptimizerState, TensorKind};
 pub use ranks::Ranks;

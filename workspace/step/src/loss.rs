@@ -33,7 +33,7 @@ use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, Model, PassShape, PassSizes, Recompute, Slots, StepSums};
 
-use crate::Error;
+use crate::{Error, Result};
 
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -54,7 +54,7 @@ impl Loss {
 }
 
 /// Counts the bytes of decoded targets.
-pub type DecodedBytes<'a> = dyn Fn(&[u32]) -> Result<u64, Error> + 'a;
+pub type DecodedBytes<'a> = dyn Fn(&[u32]) -> Result<u64> + 'a;
 
 /// The text of an evaluation.
 #[derive(Clone, Copy)]
@@ -110,12 +110,7 @@ pub struct Evaluator<B: Memory, T: Element> {
 impl<M: Workspace, T: Element> Evaluator<M, T> {
     /// Plans the buffers of an evaluation by the part of a model whose passes `part` describes, for
     /// `batch` windows of `length` tokens at a time.
-    pub fn of_part(
-        memory: &M,
-        part: PassSizes<'_>,
-        batch: usize,
-        length: usize,
-    ) -> Result<Self, Error> {
+    pub fn of_part(memory: &M, part: PassSizes<'_>, batch: usize, length: usize) -> Result<Self> {
         let sizes = part.of_pass(pass_shape(batch, length));
         memory.for_purpose(Purpose::Evaluation, || {
             Ok(Evaluator {
@@ -132,7 +127,7 @@ fn pass_shape(batch: usize, length: usize) -> PassShape {
 
 impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     /// Allocates buffers for `batch` windows of `length` tokens each.
-    pub fn new(model: &Model<B, T>, batch: usize, length: usize) -> Result<Self, Error> {
+    pub fn new(model: &Model<B, T>, batch: usize, length: usize) -> Result<Self> {
         let sizes = model.pass_sizes(pass_shape(batch, length))?;
         Self::of_part(model.backend(), sizes, batch, length)
     }
@@ -148,7 +143,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         text: EvaluationText<'_>,
         routing: Option<&mut RoutingStatistics>,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Loss, Error> {
+    ) -> Result<Loss> {
         let mut go_on = |done, total| {
             progress(done, total);
             Ok::<_, Error>(ControlFlow::Continue(()))
@@ -207,7 +202,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         Tokens { ids, targets, mask }: &mut Tokens,
         sums: &mut LossSums,
         routing: Option<&mut RoutingStatistics>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let shape = self.activations.shape();
         targets.fill(IGNORED);
         let num_tokens = (batch.end - batch.start) as usize * shape.length;

@@ -13,7 +13,7 @@ use moh_model::tensors::TensorGroup;
 use moh_model::{Model, StepSums};
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::Result;
 
 /// AdamW with decoupled weight decay, and the limit of the gradient norm; each key of a recipe has a default.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -108,11 +108,7 @@ pub struct OptimizerState<B: Memory, M: Element> {
 
 impl<B: Memory, M: Element> OptimizerState<B, M> {
     /// Creates zero moments of `shard`, for weights of type `T` that have no rounding error yet.
-    pub fn zeros<T: Element>(
-        memory: &B,
-        layout: &ModelLayout,
-        shard: Shard,
-    ) -> Result<Self, Error> {
+    pub fn zeros<T: Element>(memory: &B, layout: &ModelLayout, shard: Shard) -> Result<Self> {
         let remainder = || FlatBuffers::zeros_of(memory, layout, shard);
         let remainder = || memory.for_purpose(Purpose::Remainders, remainder);
         let moment = || FlatBuffers::zeros_of(memory, layout, shard);
@@ -127,7 +123,7 @@ impl<B: Memory, M: Element> OptimizerState<B, M> {
 
 impl<B: Backend, M: Element> OptimizerState<B, M> {
     /// Creates zero moments of `shard` for the given weights.
-    pub fn new<T: Element>(model: &Model<B, T>, shard: Shard) -> Result<Self, Error> {
+    pub fn new<T: Element>(model: &Model<B, T>, shard: Shard) -> Result<Self> {
         Self::zeros::<T>(model.backend(), model.layout(), shard)
     }
 
@@ -145,7 +141,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         gradients: &FlatBuffers<B, G>,
         groups: &GroupFactors,
         sums: &mut StepSums<B>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let counts = |segment: &Segment| segment.counted && groups.of(segment) > 0.0;
         let counted = layout.segments().filter(|(_, segment)| counts(segment));
         let parts = counted.filter_map(|(flat, segment)| {
@@ -161,7 +157,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         model: &Model<B, T>,
         flat: usize,
         range: Range<usize>,
-    ) -> Result<Vec<f32>, Error> {
+    ) -> Result<Vec<f32>> {
         let backend = model.backend();
         let mut weights = model.weights().read_range(backend, flat, range.clone())?;
         let Some(remainder) = &self.remainder else { return Ok(weights) };
@@ -174,7 +170,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
     }
 
     /// Resets the moments; called at the start of each stage.
-    pub fn reset(&mut self, backend: &B) -> Result<(), Error> {
+    pub fn reset(&mut self, backend: &B) -> Result<()> {
         self.first_moment.zero(backend)?;
         self.second_moment.zero(backend)?;
         Ok(())
@@ -192,7 +188,7 @@ impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
         step: &AdamW,
         groups: &GroupFactors,
         updated: OnBuffer<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let backend = model.backend().clone();
         let of = |segment: &Segment| (segment.decays, groups.of(segment));
         let runs: Vec<_> = model.layout().flats.iter().map(|flat| flat.runs(of)).collect();
@@ -265,7 +261,7 @@ impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
         model: &mut Model<B, T>,
         (flat, segment): (usize, &Segment),
         exact: &[f32],
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let backend = model.backend().clone();
         let rounded: Vec<T> = exact.iter().map(|&exact| T::from_f32(exact)).collect();
         backend.upload(&rounded, model.weights_mut().view_mut(flat, segment.range.clone()))?;

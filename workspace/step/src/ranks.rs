@@ -3,7 +3,7 @@
 use moh_comm::{Group, Reduce};
 use moh_kernels::{Backend, Memory, Scalar};
 
-use crate::Error;
+use crate::{Error, Result};
 
 const MAX_VALUES: usize = 5;
 const TEXT: u32 = 1;
@@ -35,13 +35,13 @@ pub struct Ranks<B: Backend> {
 }
 
 /// The buffer of the exchanged values: f64, as many as one message holds.
-pub fn values<M: Memory>(memory: &M) -> Result<M::Buffer<f64>, Error> {
+pub fn values<M: Memory>(memory: &M) -> Result<M::Buffer<f64>> {
     Ok(memory.allocate(MAX_VALUES)?)
 }
 
 impl<B: Backend> Ranks<B> {
     /// The ranks of `group`, with buffers on `backend`.
-    pub fn new(backend: B, group: Group) -> Result<Self, Error> {
+    pub fn new(backend: B, group: Group) -> Result<Self> {
         let values = values(&backend)?;
         Ok(Ranks { backend, group, values })
     }
@@ -57,12 +57,12 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// The sums of the values over the ranks.
-    pub fn sum<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N], Error> {
+    pub fn sum<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N]> {
         self.reduce(values, Reduce::Sum)
     }
 
     /// Replaces the values, equally many on each rank, by their sums over the ranks.
-    pub fn sum_all(&mut self, values: &mut [f64]) -> Result<(), Error> {
+    pub fn sum_all(&mut self, values: &mut [f64]) -> Result<()> {
         if self.group.size() > 1 && !values.is_empty() {
             let mut buffer = self.backend.allocate::<f64>(values.len())?;
             self.backend.upload(values, B::whole_mut(&mut buffer))?;
@@ -73,15 +73,11 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// The elementwise maximum of the values over the ranks.
-    pub fn largest<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N], Error> {
+    pub fn largest<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N]> {
         self.reduce(values, Reduce::Max)
     }
 
-    fn reduce<const N: usize>(
-        &mut self,
-        mut values: [f64; N],
-        reduce: Reduce,
-    ) -> Result<[f64; N], Error> {
+    fn reduce<const N: usize>(&mut self, mut values: [f64; N], reduce: Reduce) -> Result<[f64; N]> {
         const { assert!(N <= MAX_VALUES, "more values than one message holds") };
         if self.group.size() > 1 {
             let view = B::view_mut(&mut self.values, 0..N);
@@ -93,12 +89,12 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// Which of the flags are set on any rank.
-    pub fn any_of<const N: usize>(&mut self, flags: [bool; N]) -> Result<[bool; N], Error> {
+    pub fn any_of<const N: usize>(&mut self, flags: [bool; N]) -> Result<[bool; N]> {
         Ok(self.largest(flags.map(f64::from))?.map(|flag| flag > 0.0))
     }
 
     /// Whether the flag is set on any rank.
-    pub fn any(&mut self, flag: bool) -> Result<bool, Error> {
+    pub fn any(&mut self, flag: bool) -> Result<bool> {
         let [any] = self.any_of([flag])?;
         Ok(any)
     }
@@ -154,7 +150,7 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// Every rank's text in rank order, on the first rank; empty on the others.
-    pub fn gather(&mut self, text: Vec<u8>) -> Result<Vec<Vec<u8>>, Error> {
+    pub fn gather(&mut self, text: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         let mut texts = Vec::new();
         if self.is_first() {
             texts.push(text);
@@ -174,7 +170,7 @@ impl<B: Backend> Ranks<B> {
     }
 
     /// The text of the first rank that has one, on all ranks.
-    pub fn first_that_has(&mut self, text: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, Error> {
+    pub fn first_that_has(&mut self, text: Option<Vec<u8>>) -> Result<Option<Vec<u8>>> {
         let rank = self.group.rank() as f64;
         let [first] = self.largest([if text.is_some() { -rank } else { f64::NEG_INFINITY }])?;
         if first == f64::NEG_INFINITY || self.group.size() == 1 {
@@ -189,20 +185,20 @@ impl<B: Backend> Ranks<B> {
         Ok(Some(text))
     }
 
-    fn broadcast<S: Scalar>(&self, values: &mut [S], root: usize) -> Result<(), Error> {
+    fn broadcast<S: Scalar>(&self, values: &mut [S], root: usize) -> Result<()> {
         let mut buffer = self.backend.allocate(values.len())?;
         self.backend.upload(values, B::whole_mut(&mut buffer))?;
         self.group.broadcast::<B, S>(B::whole_mut(&mut buffer), root)?;
         Ok(self.backend.download(B::whole(&buffer), values)?)
     }
 
-    fn send<S: Scalar>(&self, values: &[S]) -> Result<(), Error> {
+    fn send<S: Scalar>(&self, values: &[S]) -> Result<()> {
         let mut buffer = self.backend.allocate(values.len())?;
         self.backend.upload(values, B::whole_mut(&mut buffer))?;
         Ok(self.group.send::<B, S>(B::whole(&buffer), 0, TEXT)?)
     }
 
-    fn receive<S: Scalar>(&self, from: usize, values: &mut [S]) -> Result<(), Error> {
+    fn receive<S: Scalar>(&self, from: usize, values: &mut [S]) -> Result<()> {
         let mut buffer = self.backend.allocate(values.len())?;
         self.group.recv::<B, S>(B::whole_mut(&mut buffer), from, TEXT)?;
         Ok(self.backend.download(B::whole(&buffer), values)?)

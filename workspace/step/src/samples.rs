@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use moh_kernels::cross_entropy::IGNORED;
 
-use crate::{Error, StepConfig};
+use crate::{Result, StepConfig};
 
 /// Reads the samples of a step. Closures implement it.
 pub trait ReadSample {
@@ -15,17 +15,17 @@ pub trait ReadSample {
         number: u64,
         window: &mut [u32],
         document_start: Option<&mut [u32]>,
-    ) -> Result<(), Error>;
+    ) -> Result<()>;
 
     /// Writes for each token of sample `number`, those of its window, whether it is trained on: 1, or else 0, and
     /// returns whether any may be 0. A token that is not is no target. By default all are.
-    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, Error> {
+    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool> {
         let _ = (number, mask);
         Ok(false)
     }
 
     /// The targets of a step's samples that are trained on, of all ranks; `None`, the default, if all are.
-    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, Error> {
+    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
         let _ = samples;
         Ok(None)
     }
@@ -38,14 +38,14 @@ pub trait ReadSample {
 
 impl<F> ReadSample for F
 where
-    F: Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+    F: Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<()>,
 {
     fn read_sample(
         &self,
         number: u64,
         window: &mut [u32],
         document_start: Option<&mut [u32]>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         self(number, window, document_start)
     }
 }
@@ -74,7 +74,7 @@ impl HostBatch {
     }
 
     /// Reads the samples from `first` on, one for each sequence.
-    pub fn read(&mut self, length: usize, read: &impl ReadSample, first: u64) -> Result<(), Error> {
+    pub fn read(&mut self, length: usize, read: &impl ReadSample, first: u64) -> Result<()> {
         let sequences =
             self.ids.chunks_exact_mut(length).zip(self.targets.chunks_exact_mut(length));
         for (index, (ids, targets)) in sequences.enumerate() {

@@ -6,7 +6,7 @@ use moh_model::layout::ModelLayout;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, PassSizes, Slots, StepSums};
 
-use crate::Error;
+use crate::Result;
 use crate::block_norms::SquaredBlockNorms;
 
 /// What the sizes follow from.
@@ -35,7 +35,7 @@ pub struct StepBuffers<M: Memory, T: Element, G: Element> {
 
 impl<M: Workspace, T: Element, G: Element> StepBuffers<M, T, G> {
     /// Allocates the buffers, filled with zeros.
-    pub fn new(memory: &M, sizes: &StepSizes<'_>) -> Result<Self, Error> {
+    pub fn new(memory: &M, sizes: &StepSizes<'_>) -> Result<Self> {
         let StepSizes { layout, passes, slots, data_ranks, reduce } = *sizes;
         let gradients = || FlatBuffers::zeros(memory, layout);
         Ok(StepBuffers {

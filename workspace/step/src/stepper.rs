@@ -15,7 +15,7 @@ use moh_model::{
     StepSums, Sums,
 };
 
-use crate::Error;
+use crate::Result;
 use crate::block_norms::{BlockNorms, SquaredBlockNorms};
 use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
@@ -56,7 +56,7 @@ pub trait Observer<B: Backend, T: Element> {
         model: &Model<B, T>,
         activations: &Activations<B, T>,
         slot: PassSlot,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let _ = (model, activations, slot);
         Ok(())
     }
@@ -108,7 +108,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     ///
     /// # Errors
     /// Fails if the device is out of memory, or if the configuration has a teacher and the model has none.
-    pub fn new(model: &Model<B, T>, config: StepConfig, groups: StepGroups) -> Result<Self, Error> {
+    pub fn new(model: &Model<B, T>, config: StepConfig, groups: StepGroups) -> Result<Self> {
         // The step's schedule is in memory, so its length fits a `usize`.
         let micro_batches = usize::try_from(config.micro_batches).unwrap_or(usize::MAX);
         let own = share(micro_batches, groups.data.rank(), groups.data.size());
@@ -172,7 +172,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
 
     /// Waits for the updated weights of the last step; required before any use of them other than
     /// the next step.
-    pub fn wait_for_weights(&mut self, model: &mut Model<B, T>) -> Result<(), Error> {
+    pub fn wait_for_weights(&mut self, model: &mut Model<B, T>) -> Result<()> {
         Ok(self.data_parallel.wait_for_all_weights(model.weights_mut())?)
     }
 
@@ -186,7 +186,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         read: impl ReadSample + Send,
         first: u64,
         update: Update,
-    ) -> Result<StepResult, Error> {
+    ) -> Result<StepResult> {
         let backend = model.backend().clone();
         backend.install(|| self.compute_and_apply(&backend, model, optimizer, read, first, update))
     }
@@ -199,7 +199,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         read: impl ReadSample,
         first: u64,
         update: Update,
-    ) -> Result<StepResult, Error> {
+    ) -> Result<StepResult> {
         let result = self.compute(backend, model, optimizer, read, first, &mut Unobserved)?;
         if self.measures_norms {
             let _norms = span::enter("block norms");
@@ -249,14 +249,14 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         read: impl ReadSample + Send,
         first: u64,
         observer: &mut (dyn Observer<B, T> + Send),
-    ) -> Result<StepResult, Error> {
+    ) -> Result<StepResult> {
         let backend = model.backend().clone();
         backend.install(|| self.compute(&backend, model, optimizer, read, first, observer))
     }
 
     /// The norm of each tensor's gradient of the last step, before clipping, in the order of the
     /// model; of the local shards.
-    pub fn gradient_norms(&self, model: &Model<B, T>) -> Result<Vec<TensorGradient>, Error> {
+    pub fn gradient_norms(&self, model: &Model<B, T>) -> Result<Vec<TensorGradient>> {
         let (backend, layout) = (model.backend(), model.layout());
         let layers = model.config().num_hidden_layers;
         let mut norms = Vec::new();
@@ -282,7 +282,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         read: impl ReadSample,
         first: u64,
         observer: &mut dyn Observer<B, T>,
-    ) -> Result<StepResult, Error> {
+    ) -> Result<StepResult> {
         // Each rank counts those of the whole step: the ranks need not wait for each other's counts.
         let step = first..first.saturating_add(self.config.batch_sequences());
         let trained = read.trained_targets(step)?;
@@ -324,7 +324,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         first: u64,
         targets: f64,
         observer: &mut dyn Observer<B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let distillation = self.config.distillation;
         let (weights, count) = (self.config.auxiliary_weights, self.config.micro_batches as f64);
         let auxiliary = |loss| match loss {
@@ -436,7 +436,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         first: u64,
         number: u64,
         slot: usize,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let _data = span::enter("data");
         self.read_ahead(read, first);
         let first = first + number * self.config.micro_batch as u64;

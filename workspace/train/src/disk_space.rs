@@ -12,7 +12,7 @@ use moh_model::layout::ModelLayout;
 use moh_plan::{DiskBytes, calibration_bytes, with_all_matrices};
 use moh_recipe::{Recipe, Stage};
 
-use crate::{Error, ModelSource};
+use crate::{Error, ModelSource, Result};
 
 /// The bytes that can be written on the file system of a path; `None` where it does not say so.
 pub type FreeSpace = fn(&Path) -> io::Result<Option<u64>>;
@@ -119,7 +119,7 @@ pub(crate) fn check(
     source: &ModelSource,
     ranks: usize,
     free_space: FreeSpace,
-) -> Result<Option<String>, Error> {
+) -> Result<Option<String>> {
     let companions = source.companions()?;
     let copied = companions.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
     let mut needs = Needs::new(recipe, &source.config, ranks, copied);

@@ -58,3 +58,6 @@ impl From<moh_checkpoint::Error> for Error {
         }
     }
 }
+
+/// A result of this crate.
+pub type Result<V, E = Error> = std::result::Result<V, E>;

@@ -12,7 +12,7 @@ use moh_model::layout::ModelLayout;
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
 
-use crate::{Error, ModelSource, model_card};
+use crate::{Error, ModelSource, Result, model_card};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exported {
@@ -43,8 +43,8 @@ pub(crate) fn write<B: Backend, T: Element>(
     recipe: &Recipe,
     model: &Model<B, T>,
     state: &RunState,
-    go_on: &mut dyn FnMut() -> Result<bool, Error>,
-) -> Result<Exported, Error> {
+    go_on: &mut dyn FnMut() -> Result<bool>,
+) -> Result<Exported> {
     let (dtype, step) = (recipe.run.dtype.dtype(), state.step);
     let config = source.fields(recipe, state, model.config(), Some(dtype));
     let stored = match model.is_whole() {
@@ -92,7 +92,7 @@ pub(crate) fn write<B: Backend, T: Element>(
 
 /// Renames an export that the next one may not replace, because it holds other files than a model directory's.
 /// Returns the new path.
-pub(crate) fn keep_foreign(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, Error> {
+pub(crate) fn keep_foreign(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>> {
     let place = run.export();
     if check_destination(&place, true).is_ok() {
         return Ok(None);
@@ -104,11 +104,7 @@ pub(crate) fn keep_foreign(run: &RunDirectory, step: u64) -> Result<Option<PathB
 }
 
 /// The elements of a tensor of the checkpoint at `path`.
-fn stored_values(
-    stored: &StoredCheckpoint,
-    path: &Path,
-    spec: &TensorSpec,
-) -> Result<Vec<f32>, Error> {
+fn stored_values(stored: &StoredCheckpoint, path: &Path, spec: &TensorSpec) -> Result<Vec<f32>> {
     let mut values = vec![0f32; spec.shape.iter().product()];
     let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
     read.map_err(|error| Error::from(moh_files::unusable(path, error.to_string())))?;
@@ -116,10 +112,7 @@ fn stored_values(
 }
 
 /// The elements of a tensor of a whole model; none of a tensor that it does not have.
-fn own_values<B: Backend, T: Element>(
-    model: &Model<B, T>,
-    spec: &TensorSpec,
-) -> Result<Vec<f32>, Error> {
+fn own_values<B: Backend, T: Element>(model: &Model<B, T>, spec: &TensorSpec) -> Result<Vec<f32>> {
     let mut segments = model.layout().segments();
     match segments.find(|(_, segment)| segment.name == spec.name) {
         Some((flat, segment)) => Ok(model.weights().read(model.backend(), flat, segment)?),

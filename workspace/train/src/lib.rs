@@ -21,7 +21,7 @@ mod trainer;
 pub use calibration::calibrated_layers;
 pub use comparison::{Comparison, Variant};
 pub use disk_space::{FreeSpace, free_space};
-pub use error::Error;
+pub use error::{Error, Result};
 pub use event::{Event, Outcome};
 pub use open_device::{connect, open_device, share_text};
 pub use replay::{Replay, SampleSource, replay, replay_from};

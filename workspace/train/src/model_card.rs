@@ -10,17 +10,17 @@ use moh_files::units::group_digits;
 use moh_hf::ModelCard;
 use moh_recipe::{AttentionKind, Recipe, Stage};
 
-use crate::Error;
+use crate::Result;
 
 /// Describes the model of a run after `step` steps.
-pub fn of_run(run: &RunDirectory, step: u64) -> Result<ModelCard, Error> {
+pub fn of_run(run: &RunDirectory, step: u64) -> Result<ModelCard> {
     let recipe = run.stored_recipe()?;
     let stored = run.stored(step)?;
     Ok(trained(&of_kept(&recipe, &run.model())?, &recipe, &stored.manifest().state))
 }
 
 /// Describes the model that `recipe` starts from, by what a run keeps of it in the directory `kept`.
-pub(crate) fn of_kept(recipe: &Recipe, kept: &Path) -> Result<ModelCard, Error> {
+pub(crate) fn of_kept(recipe: &Recipe, kept: &Path) -> Result<ModelCard> {
     Ok(match &recipe.model.from {
         Some(from) => ModelCard::of_source(Path::new(from), kept)?,
         None => ModelCard::default(),

@@ -9,14 +9,14 @@ use moh_kernels::open_device::{OnDevice, OpenDevice};
 use moh_recipe::{DeviceKind, Recipe};
 use moh_step::Ranks;
 
-use crate::Error;
+use crate::Result;
 
 /// Opens the device of `recipe`; on a machine with several GPUs, the one with this process's local
 /// rank.
 ///
 /// # Errors
 /// Fails if this build or this machine has no such device; the message names the recipe `path`.
-pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<OpenDevice, Error> {
+pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<OpenDevice> {
     match recipe.run.device {
         DeviceKind::Cpu => Ok(OpenDevice::Cpu),
         DeviceKind::Cuda => {
@@ -30,13 +30,13 @@ pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<Op
 }
 
 /// The memory of the buffers that ranks exchange.
-fn buffers(device: &OpenDevice) -> Result<Buffers, Error> {
+fn buffers(device: &OpenDevice) -> Result<Buffers> {
     match device {
         OpenDevice::Cpu => Ok(Buffers::Host),
         #[cfg(feature = "nccl")]
         OpenDevice::Cuda(cuda) => Ok(Buffers::Gpu(cuda.clone())),
         #[cfg(all(feature = "cuda", not(feature = "nccl")))]
-        OpenDevice::Cuda(_) => Err(Error::Invalid(
+        OpenDevice::Cuda(_) => Err(crate::Error::Invalid(
             "several processes were started, but this program was built without NCCL: build it with \
              --features nccl, or start one process"
                 .to_owned(),
@@ -55,7 +55,7 @@ pub fn connect(
     device: &OpenDevice,
     recipes: &[&Recipe],
     options: WorldOptions,
-) -> Result<World, Error> {
+) -> Result<World> {
     if launch.size == 1 {
         return Ok(World::single());
     }
@@ -65,15 +65,11 @@ pub fn connect(
 
 /// The text of the first rank that has one, on all ranks of `world`, which call this together; empty if
 /// none has.
-pub fn share_text(
-    device: &OpenDevice,
-    world: &World,
-    text: Option<String>,
-) -> Result<String, Error> {
+pub fn share_text(device: &OpenDevice, world: &World, text: Option<String>) -> Result<String> {
     struct Share<'a>(&'a World, Option<Vec<u8>>);
 
     impl OnDevice for Share<'_> {
-        type Output = Result<Option<Vec<u8>>, Error>;
+        type Output = Result<Option<Vec<u8>>>;
 
         fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
             Ok(Ranks::new(backend, self.0.group().clone())?.first_that_has(self.1)?)
@@ -87,7 +83,7 @@ pub fn share_text(
 
 /// The properties that all ranks must share: the program, byte for byte, and the recipes. Two builds
 /// of one version, or two processor architectures, may give different results.
-fn fingerprint(recipes: &[&Recipe]) -> Result<String, Error> {
+fn fingerprint(recipes: &[&Recipe]) -> Result<String> {
     let program = std::env::current_exe().and_then(|path| {
         let mut hasher = blake3::Hasher::new();
         hasher.update_mmap_rayon(path)?;

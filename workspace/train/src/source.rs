@@ -18,7 +18,7 @@ use moh_recipe::{ModelOptions, Recipe, read_shape, shell};
 use moh_step::TensorKind;
 use serde_json::{Map, Value};
 
-use crate::{Error, model_card};
+use crate::{Error, Result, model_card};
 
 /// The initial model of a run.
 pub struct ModelSource {
@@ -56,7 +56,7 @@ impl StoredWeights {
         }
     }
 
-    pub(crate) fn read(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<(), Error> {
+    pub(crate) fn read(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<()> {
         match self {
             StoredWeights::Files(files) => Ok(files.read_f32(name, out)?),
             StoredWeights::Checkpoint(stored) => Ok(stored.read_f32(kind, name, out)?),
@@ -93,7 +93,7 @@ impl ModelSource {
     ///
     /// # Errors
     /// Fails if files are missing or invalid, or differ from the recipe's description of the model.
-    pub fn open(recipe: &Recipe, path: &Path, directory: Option<&Path>) -> Result<Self, Error> {
+    pub fn open(recipe: &Recipe, path: &Path, directory: Option<&Path>) -> Result<Self> {
         let model = &recipe.model;
         let tokenizer = model.tokenizer.as_deref();
         let name = model.from.as_deref().and_then(CheckpointName::parse);
@@ -107,7 +107,7 @@ impl ModelSource {
     }
 
     /// Opens what a run keeps of the model of `recipe` in the directory `kept`, without its weights.
-    pub(crate) fn open_kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self, Error> {
+    pub(crate) fn open_kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self> {
         let directory = recipe.model.from.is_some().then_some(kept);
         let tokenizer = recipe.model.tokenizer.as_ref().map(|_| kept.join(TOKENIZER));
         Self::from_parts(recipe, path, directory, tokenizer.as_deref(), WeightsFrom::Kept)
@@ -120,7 +120,7 @@ impl ModelSource {
         directory: Option<&Path>,
         tokenizer: Option<&Path>,
         weights_from: WeightsFrom,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let mut warning = None;
         let mut first_tokenizer = directory.and_then(with_tokenizer);
         let card = match (&weights_from, directory) {
@@ -185,7 +185,7 @@ impl ModelSource {
     }
 
     /// Compares the model with the recipe's description.
-    fn check(&self, recipe: &Recipe, path: &Path) -> Result<(), Error> {
+    fn check(&self, recipe: &Recipe, path: &Path) -> Result<()> {
         if let Some(expected) = recipe.model.vocab_size
             && expected != self.config.vocab_size
         {
@@ -244,12 +244,12 @@ impl ModelSource {
     }
 
     /// Reads the tokenizer's file, if the model has one.
-    pub(crate) fn tokenizer(&self) -> Result<Option<TokenizerFile>, Error> {
+    pub(crate) fn tokenizer(&self) -> Result<Option<TokenizerFile>> {
         Ok(self.tokenizer_directory.as_deref().map(TokenizerFile::load).transpose()?)
     }
 
     /// The tokenizer and generation files that an export has.
-    pub(crate) fn companions(&self) -> Result<Vec<PathBuf>, Error> {
+    pub(crate) fn companions(&self) -> Result<Vec<PathBuf>> {
         let tokenizer = self.tokenizer_directory.as_deref();
         // A run without a tokenizer keeps no files.
         let directory = self.directory.as_deref().filter(|directory| directory.is_dir());
@@ -291,7 +291,7 @@ impl ModelSource {
     }
 
     /// Fills one tensor with its initial elements.
-    pub fn fill(&self, segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
+    pub fn fill(&self, segment: &Segment, values: &mut [f32]) -> Result<()> {
         self.fill_state(TensorKind::Weight, segment, values)
     }
 
@@ -302,7 +302,7 @@ impl ModelSource {
         kind: TensorKind,
         segment: &Segment,
         values: &mut [f32],
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         if !self.has(kind, &segment.name) {
             values.fill(0.0);
             return Ok(());
@@ -335,7 +335,7 @@ impl ModelSource {
         segment: &Segment,
         range: Range<usize>,
         values: &mut [f32],
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         match &self.weights {
             Weights::Stored { weights: StoredWeights::Checkpoint(stored), .. }
                 if !self.is_padded(&segment.name) =>
@@ -361,7 +361,7 @@ impl ModelSource {
     }
 
     /// Reads a tensor as it is stored, before the vocabulary is padded.
-    fn read(&self, kind: TensorKind, segment: &Segment, out: &mut [f32]) -> Result<(), Error> {
+    fn read(&self, kind: TensorKind, segment: &Segment, out: &mut [f32]) -> Result<()> {
         match &self.weights {
             Weights::Stored { weights, .. } => weights.read(kind, &segment.name, out),
             Weights::Fresh { seed } => {
@@ -383,7 +383,7 @@ fn open_checkpoint(
     name: &CheckpointName,
     recipe: &Recipe,
     path: &Path,
-) -> Result<(ConfigFile, Weights), Error> {
+) -> Result<(ConfigFile, Weights)> {
     let refuse = |reason: &str| Err(differs(path, "model.from", format!("{name}: {reason}")));
     if is_own_run(&name.run, recipe) {
         return refuse("is the run directory of this recipe: choose another run.dir");
@@ -410,7 +410,7 @@ pub(crate) fn parts_identity(stored: &StoredCheckpoint) -> String {
 }
 
 /// Refuses keys that do not fit a model that is a run, or one that is not.
-fn check_run_keys(recipe: &Recipe, path: &Path, is_run: bool) -> Result<(), Error> {
+fn check_run_keys(recipe: &Recipe, path: &Path, is_run: bool) -> Result<()> {
     let model = &recipe.model;
     if model.moments && !is_run {
         let reason = "only a run has moments: set model.from to RUN or RUN@STEP";
@@ -424,7 +424,7 @@ fn check_run_keys(recipe: &Recipe, path: &Path, is_run: bool) -> Result<(), Erro
 }
 
 /// Refuses to take over a tokenizer's vocabulary, whose new rows the library of tokenizers spells.
-fn refuse_growth(model: &ModelOptions, path: &Path) -> Result<(), Error> {
+fn refuse_growth(model: &ModelOptions, path: &Path) -> Result<()> {
     let (Some(from), Some(tokenizer)) = (&model.from, &model.tokenizer) else { return Ok(()) };
     let word = |text: &str| shell::shell_word(text);
     let mut command = format!("moh-convert --from {}", word(from));
@@ -468,7 +468,7 @@ pub(crate) fn differs(path: &Path, key: &str, reason: String) -> Error {
 
 /// Gives a new model the special tokens of its tokenizer that its recipe leaves out, so that generation
 /// from an export ends where the tokenizer says.
-fn adopt_special_tokens(config: &mut ModelConfig, tokenizer: &Path) -> Result<(), Error> {
+fn adopt_special_tokens(config: &mut ModelConfig, tokenizer: &Path) -> Result<()> {
     let tokenizer = TokenizerFile::load(tokenizer)?;
     let rows = config.vocab_size;
     let special = |name| tokenizer.special(name).filter(|&id| (id as usize) < rows);

@@ -15,7 +15,7 @@ use moh_model::{Distillation, Model, ModelConfig, PassShape, Teacher};
 use moh_recipe::{DistillOptions, Recipe, START, Stage};
 use moh_step::TensorKind;
 
-use crate::Error;
+use crate::Result;
 use crate::source::{ModelSource, StoredWeights, differs, is_own_run, with_tokenizer};
 
 /// The teachers of a recipe's stages, in order.
@@ -48,7 +48,7 @@ impl Teachers {
     ///
     /// # Errors
     /// Fails if a teacher's files are missing or invalid, or if it has another shape, vocabulary or tokenizer.
-    pub fn open(recipe: &Recipe, path: &Path, source: &ModelSource) -> Result<Self, Error> {
+    pub fn open(recipe: &Recipe, path: &Path, source: &ModelSource) -> Result<Self> {
         let of_stage = |stage: &Stage| {
             let options = stage.distill.as_ref();
             options
@@ -80,7 +80,7 @@ impl TeacherSource {
         source: &ModelSource,
         stage: &Stage,
         options: &DistillOptions,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let model = &source.config;
         if options.is_start() {
             return Ok(TeacherSource {
@@ -163,7 +163,7 @@ impl TeacherSource {
         student: &Model<B, T>,
         pass: PassShape,
         distillation: Distillation,
-    ) -> Result<Teacher<B, T>, Error> {
+    ) -> Result<Teacher<B, T>> {
         let parallel = student.parallel().of_frozen(&self.config)?;
         let (backend, config) = (student.backend().clone(), self.config.clone());
         let fill = |segment: &Segment, values: &mut [f32]| self.fill(source, segment, values);
@@ -172,12 +172,7 @@ impl TeacherSource {
     }
 
     /// Fills one tensor; rows that the teacher does not have are zeros.
-    fn fill(
-        &self,
-        source: &ModelSource,
-        segment: &Segment,
-        values: &mut [f32],
-    ) -> Result<(), Error> {
+    fn fill(&self, source: &ModelSource, segment: &Segment, values: &mut [f32]) -> Result<()> {
         let stored = match has_vocabulary_rows(&segment.name) {
             true => self.stored_rows * self.config.hidden_size,
             false => values.len(),
@@ -193,7 +188,7 @@ impl TeacherSource {
 
 impl Stored {
     /// Opens the teacher that `key` of the recipe at `path` names.
-    fn open(recipe: &Recipe, path: &Path, key: &str, name: &str) -> Result<Self, Error> {
+    fn open(recipe: &Recipe, path: &Path, key: &str, name: &str) -> Result<Self> {
         let refuse = |reason: &str| Err(differs(path, key, format!("{name} {reason}")));
         let Some(CheckpointName { run, step }) = CheckpointName::parse(name) else {
             if !Path::new(name).is_dir() {

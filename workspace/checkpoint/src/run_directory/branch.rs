@@ -10,12 +10,12 @@ use std::path::Path;
 use moh_files::PendingDirectory;
 use moh_recipe::Recipe;
 
-use crate::Error;
+use crate::Result;
 use crate::run_directory::RunDirectory;
 use moh_files::unless_missing;
 
 /// Whether the directory of `run` is absent or empty.
-pub fn is_free(run: &RunDirectory) -> Result<bool, Error> {
+pub fn is_free(run: &RunDirectory) -> Result<bool> {
     let root = run.root();
     let entries = unless_missing(root, fs::read_dir(root))?;
     Ok(entries.is_none_or(|mut entries| entries.next().is_none()))
@@ -23,7 +23,7 @@ pub fn is_free(run: &RunDirectory) -> Result<bool, Error> {
 
 /// Creates the directory of `run` from its `parent`, with the resolved `recipe`, whose first stages are the
 /// parent's. The directory must be [free](is_free).
-pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
+pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Result<()> {
     let steps = parent.checkpoint_steps()?;
     if steps.is_empty() {
         return Err(parent.no_good_checkpoint());
@@ -73,7 +73,7 @@ fn copy_directory(
     from: &Path,
     to: &Path,
     copy: fn(&Path, &Path) -> std::io::Result<()>,
-) -> Result<(), Error> {
+) -> Result<()> {
     let Some(entries) = unless_missing(from, fs::read_dir(from))? else { return Ok(()) };
     fs::create_dir_all(to).map_err(moh_files::io(to))?;
     for entry in entries {

@@ -13,8 +13,8 @@ use moh_recipe::{ModelOptions, Recipe};
 use moh_step::{Ranks, TensorKind};
 use serde_json::Value;
 
-use crate::Error;
 use crate::run_directory::RunDirectory;
+use crate::{Error, Result};
 
 /// The name of a checkpoint: a run directory and, after `@`, a step over all of its stages.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,7 +39,7 @@ impl CheckpointName {
 
     /// The step, or that of the newest checkpoint whose bytes are good; of a finished run only the last
     /// one will do. The ranks share the check of the hashes, and nothing is changed.
-    pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64, Error> {
+    pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64> {
         let run = &self.run;
         if let Some(step) = self.step {
             ranks.on_rank0(|| require(run, step))?;
@@ -62,7 +62,7 @@ impl CheckpointName {
     }
 
     /// As [`CheckpointName::resolve`], for a program of a single process.
-    pub fn resolve_alone(self) -> Result<RunCheckpoint, Error> {
+    pub fn resolve_alone(self) -> Result<RunCheckpoint> {
         let step = self.resolve(&mut alone()?)?;
         Ok(RunCheckpoint { run: self.run, step })
     }
@@ -80,12 +80,12 @@ pub struct RunCheckpoint {
 impl RunCheckpoint {
     /// The checkpoint that `name` names as `RUN` or `RUN@STEP`; `None` if it names no run. Without a step
     /// it is the run's newest good one, which is read for that.
-    pub fn from_name(name: &str) -> Result<Option<Self>, Error> {
+    pub fn from_name(name: &str) -> Result<Option<Self>> {
         CheckpointName::parse(name).map(CheckpointName::resolve_alone).transpose()
     }
 
     /// The element type of the run's own export.
-    pub fn export_type(&self) -> Result<DType, Error> {
+    pub fn export_type(&self) -> Result<DType> {
         Ok(self.run.stored_recipe()?.run.dtype.dtype())
     }
 
@@ -107,7 +107,7 @@ impl RunCheckpoint {
     }
 
     /// The model's configuration at the step; no tensor is read.
-    pub fn config_file(&self) -> Result<ConfigFile, Error> {
+    pub fn config_file(&self) -> Result<ConfigFile> {
         require(&self.run, self.step)?;
         Ok(self.run.stored_model(self.step)?.1)
     }
@@ -121,14 +121,14 @@ impl fmt::Display for CheckpointName {
 }
 
 /// The model's configuration in a checkpoint; messages name its `directory`.
-pub fn config_file(stored: &StoredCheckpoint, directory: &Path) -> Result<ConfigFile, Error> {
+pub fn config_file(stored: &StoredCheckpoint, directory: &Path) -> Result<ConfigFile> {
     let fields = Value::Object(stored.manifest().config.clone());
     Ok(ConfigFile::from_value(fields, directory)?)
 }
 
 /// The shape of a recipe's initial model, before its vocabulary is padded, from the run in `model.from` or as
 /// [`Recipe::model_config`]; `None` for a repository of the hub. Messages name the recipe `path`.
-pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelConfig>, Error> {
+pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelConfig>> {
     let ModelOptions { new, config, from, .. } = &recipe.model;
     if let (None, None, Some(name)) = (new, config, from.as_deref().and_then(CheckpointName::parse))
     {

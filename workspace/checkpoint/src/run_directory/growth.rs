@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use crate::{RunState, StageExtension, steps_at};
 use moh_recipe::{Recipe, Stage};
 
-use crate::Error;
 use crate::run_directory::RunDirectory;
+use crate::{Error, Result};
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
@@ -49,7 +49,7 @@ impl Extensions {
     ///
     /// # Errors
     /// Fails if a stage is longer that is over, or if a file cannot be read.
-    pub fn plan(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Self, Error> {
+    pub fn plan(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Self> {
         if state.step == 0 {
             return Ok(Extensions::default());
         }
@@ -94,7 +94,7 @@ impl Extensions {
 
     /// Writes what is new of the records, and then `recipe`; returns where a recipe is that a user has edited. The
     /// caller has locked the directory.
-    pub fn store(&self, run: &RunDirectory, recipe: &Recipe) -> Result<Option<PathBuf>, Error> {
+    pub fn store(&self, run: &RunDirectory, recipe: &Recipe) -> Result<Option<PathBuf>> {
         if self.is_new {
             let path = run.growth();
             let mut text = Vec::new();
@@ -110,7 +110,7 @@ impl Extensions {
 }
 
 /// The growth that the run directory records.
-pub fn read_recorded(run: &RunDirectory) -> Result<Vec<StageExtension>, Error> {
+pub fn read_recorded(run: &RunDirectory) -> Result<Vec<StageExtension>> {
     read(&run.growth())
 }
 
@@ -119,7 +119,7 @@ fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
 }
 
 /// The records of a file; none if it is missing.
-fn read(path: &Path) -> Result<Vec<StageExtension>, Error> {
+fn read(path: &Path) -> Result<Vec<StageExtension>> {
     let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
     let text = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a record of extensions")?;
     let Some(text) = text else { return Ok(Vec::new()) };

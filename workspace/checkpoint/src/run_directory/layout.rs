@@ -15,9 +15,9 @@ use moh_recipe::{DistillOptions, Recipe, Stage};
 pub use ownership::join_names;
 pub use stored_recipe::{KeyChange, changes, leaves};
 
-use crate::Error;
 use crate::run_directory::RunLock;
 use crate::run_directory::checkpoint_name::config_file;
+use crate::{Error, Result};
 use moh_files::unless_missing;
 
 /// Begins the names of the files of a calibration.
@@ -76,7 +76,7 @@ impl RunDirectory {
     /// Whether the run can be resumed without the model of `recipe`: it has completed a checkpoint, so the
     /// initial weights are not needed, not by a stage that [learns from them](moh_recipe::DistillOptions) either, it
     /// keeps the model's other files, and the recipe names the same model.
-    pub fn keeps_model(&self, recipe: &Recipe) -> Result<bool, Error> {
+    pub fn keeps_model(&self, recipe: &Recipe) -> Result<bool> {
         let is_kept = self.model().is_dir() && self.inputs().is_file();
         if !is_kept || !self.is_run()? || !self.has_completed_work()? {
             return Ok(false);
@@ -104,12 +104,12 @@ impl RunDirectory {
     }
 
     /// The checkpoint after `step` steps, whose tensors are not read.
-    pub fn stored(&self, step: u64) -> Result<StoredCheckpoint, Error> {
+    pub fn stored(&self, step: u64) -> Result<StoredCheckpoint> {
         StoredCheckpoint::of_step(self, step)
     }
 
     /// The checkpoint after `step` steps, and the model's configuration in it.
-    pub fn stored_model(&self, step: u64) -> Result<(StoredCheckpoint, ConfigFile), Error> {
+    pub fn stored_model(&self, step: u64) -> Result<(StoredCheckpoint, ConfigFile)> {
         let stored = self.stored(step)?;
         let file = config_file(&stored, &self.checkpoint(step))?;
         // Before anybody allocates what a configuration of other sizes asks for.
@@ -184,13 +184,13 @@ impl RunDirectory {
     ///
     /// # Errors
     /// Fails if another process holds the lock, or the file system reports an error.
-    pub fn lock(&self) -> Result<RunLock, Error> {
+    pub fn lock(&self) -> Result<RunLock> {
         std::fs::create_dir_all(&self.root).map_err(moh_files::io(&self.root))?;
         RunLock::acquire(&self.root)
     }
 
     /// Steps of the complete checkpoints, ascending.
-    pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
+    pub fn checkpoint_steps(&self) -> Result<Vec<u64>> {
         let directory = self.checkpoints();
         let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
         let mut steps = Vec::new();
@@ -211,7 +211,7 @@ impl RunDirectory {
 
     /// Whether the run has ever completed a checkpoint or finished: its marker or its summary exists, or a
     /// checkpoint, good or damaged.
-    pub fn has_completed_work(&self) -> Result<bool, Error> {
+    pub fn has_completed_work(&self) -> Result<bool> {
         let exists = |path: PathBuf| path.symlink_metadata().is_ok();
         if [self.marker(), self.summary()].into_iter().any(exists) {
             return Ok(true);
@@ -220,7 +220,7 @@ impl RunDirectory {
     }
 
     /// Whether there is a checkpoint, good or damaged, by its name.
-    pub(crate) fn has_names(&self) -> Result<bool, Error> {
+    pub(crate) fn has_names(&self) -> Result<bool> {
         let directory = self.checkpoints();
         let is_one = |name: &str| name.starts_with("step-") || name.starts_with(DAMAGED);
         let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
@@ -231,7 +231,7 @@ impl RunDirectory {
     }
 
     /// Writes the marker, if it is missing.
-    pub fn mark(&self) -> Result<(), Error> {
+    pub fn mark(&self) -> Result<()> {
         const TEXT: &str = "This run has completed a checkpoint. Where all of its checkpoints are gone, \
                             it begins anew only with --begin-anew.\n";
         let path = self.marker();
@@ -242,13 +242,13 @@ impl RunDirectory {
     }
 
     /// Whether the run has finished: it has a summary and an export.
-    pub fn is_finished(&self) -> Result<bool, Error> {
+    pub fn is_finished(&self) -> Result<bool> {
         let has_summary = Summary::read(&self.summary())?.is_some();
         Ok(has_summary && self.export().join("config.json").is_file())
     }
 
     /// Removes the summary of a run that continues, which would call it finished.
-    pub fn remove_summary(&self) -> Result<(), Error> {
+    pub fn remove_summary(&self) -> Result<()> {
         let path = self.summary();
         unless_missing(&path, std::fs::remove_file(&path))?;
         Ok(())

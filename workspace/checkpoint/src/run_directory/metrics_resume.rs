@@ -8,12 +8,12 @@ use crate::run_log::{metrics, routing_log};
 use moh_files::first_free_suffixed;
 use moh_recipe::Recipe;
 
-use crate::Error;
 use crate::run_directory::RunDirectory;
+use crate::{Error, Result};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
 /// A file that lacks some is renamed, not removed.
-pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<String>, Error> {
+pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<String>> {
     let path = run.metrics();
     // The lines of a file that was begun again start after a later step than 0.
     let first = metrics::first(&path)?.and_then(|line| recipe.steps_before(&line.stage, line.step));
@@ -34,7 +34,7 @@ pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<S
 
 /// Prepares `routing.jsonl` for what follows `state`; returns a warning if it cannot be read. It is then
 /// renamed, not removed.
-pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<String>, Error> {
+pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<String>> {
     let (path, step) = (run.routing(), state.step);
     let is_evaluated = match step {
         0 => !state.evaluations.is_empty(),
@@ -51,7 +51,7 @@ pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<Str
 }
 
 /// Renames a log that is begun again after a step; returns its new path.
-fn archive_log(path: &Path, root: &Path, name: &str, step: u64) -> Result<PathBuf, Error> {
+fn archive_log(path: &Path, root: &Path, name: &str, step: u64) -> Result<PathBuf> {
     let aside =
         first_free_suffixed(|suffix| root.join(format!("{name}-before-step-{step}{suffix}.jsonl")));
     std::fs::rename(path, &aside).map_err(moh_files::io(path))?;

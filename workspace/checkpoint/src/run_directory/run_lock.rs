@@ -5,7 +5,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::ErrorKind;
 use std::path::Path;
 
-use crate::Error;
+use crate::Result;
 
 /// The file that is locked; it stays.
 pub(crate) const LOCK: &str = ".lock";
@@ -21,7 +21,7 @@ pub struct RunLock {
 
 impl RunLock {
     /// Locks the directory `root`, which exists.
-    pub(crate) fn acquire(root: &Path) -> Result<Self, Error> {
+    pub(crate) fn acquire(root: &Path) -> Result<Self> {
         Self::acquire_by(File::try_lock, root)
     }
 
@@ -29,7 +29,7 @@ impl RunLock {
     fn acquire_by(
         try_lock: impl Fn(&File) -> Result<(), TryLockError>,
         root: &Path,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let path = root.join(LOCK);
         let file = OpenOptions::new()
             .create(true)
@@ -69,8 +69,9 @@ mod tests {
     use std::io;
 
     use super::*;
+    use crate::Error;
 
-    fn acquire(root: &Path, errno: i32) -> Result<RunLock, Error> {
+    fn acquire(root: &Path, errno: i32) -> Result<RunLock> {
         let fails = |_: &File| Err(TryLockError::Error(io::Error::from_raw_os_error(errno)));
         RunLock::acquire_by(fails, root)
     }

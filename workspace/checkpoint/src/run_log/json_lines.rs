@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use crate::Error;
+use crate::{Error, Result};
 use moh_files::unless_missing;
 
 const MAX_LINE_BYTES: u64 = 64 << 10;
@@ -22,7 +22,7 @@ pub(crate) struct Lines {
 
 impl Lines {
     /// `None` if the file is missing.
-    pub(crate) fn open(path: &Path) -> Result<Option<Self>, Error> {
+    pub(crate) fn open(path: &Path) -> Result<Option<Self>> {
         let file = unless_missing(path, File::open(path))?;
         Ok(file.map(|file| Lines {
             path: path.to_path_buf(),
@@ -33,7 +33,7 @@ impl Lines {
     }
 
     /// The next line with its newline; `None` at the end. An incomplete last line is skipped.
-    pub(crate) fn next(&mut self) -> Result<Option<&[u8]>, Error> {
+    pub(crate) fn next(&mut self) -> Result<Option<&[u8]>> {
         self.line.clear();
         let mut bounded = (&mut self.file).take(MAX_LINE_BYTES);
         bounded.read_until(b'\n', &mut self.line).map_err(moh_files::io(&self.path))?;
@@ -49,17 +49,14 @@ impl Lines {
     }
 
     /// The values of all lines that are left.
-    pub(crate) fn parse<T: DeserializeOwned>(self) -> Result<Vec<T>, Error> {
+    pub(crate) fn parse<T: DeserializeOwned>(self) -> Result<Vec<T>> {
         let mut values = Vec::new();
         self.for_each(|value| values.push(value))?;
         Ok(values)
     }
 
     /// Passes the value of each line that is left to `visit`.
-    pub(crate) fn for_each<T: DeserializeOwned>(
-        mut self,
-        mut visit: impl FnMut(T),
-    ) -> Result<(), Error> {
+    pub(crate) fn for_each<T: DeserializeOwned>(mut self, mut visit: impl FnMut(T)) -> Result<()> {
         while let Some(line) = self.next()? {
             match serde_json::from_slice(line) {
                 Ok(value) => visit(value),

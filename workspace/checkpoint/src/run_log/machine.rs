@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::Result;
 
 const MAX_BYTES: u64 = 64 << 10;
 
@@ -39,7 +39,7 @@ impl Machine {
     }
 
     /// Reads the file at `path`; `None` if it is missing.
-    pub fn read(path: &Path) -> Result<Option<Self>, Error> {
+    pub fn read(path: &Path) -> Result<Option<Self>> {
         let kind = "the description of a machine";
         let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, kind)?;
         let Some(bytes) = bytes else { return Ok(None) };
@@ -54,7 +54,7 @@ impl Machine {
     }
 
     /// Writes the file at `path` as a whole.
-    pub fn write(&self, path: &Path) -> Result<(), Error> {
+    pub fn write(&self, path: &Path) -> Result<()> {
         let text =
             serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?;
         Ok(moh_files::write(path, &text).map_err(moh_files::io(path))?)

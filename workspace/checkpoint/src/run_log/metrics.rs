@@ -14,9 +14,9 @@ use moh_step::guard::SkipReason;
 use moh_step::{BlockNorms, finite_or_nan};
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
 use crate::run_log::json_lines::Lines;
 use crate::run_log::speed::Speed;
+use crate::{Error, Result};
 
 /// The measurements of one step.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -205,7 +205,7 @@ pub struct MetricsWriter {
 impl MetricsWriter {
     /// Opens the file at `path` for appending, and creates it if it is missing. To resume, truncate
     /// it first with [`cut_back`].
-    pub fn append_to(path: &Path) -> Result<Self, Error> {
+    pub fn append_to(path: &Path) -> Result<Self> {
         let file =
             OpenOptions::new().create(true).append(true).open(path).map_err(moh_files::io(path))?;
         let len = file.metadata().map_err(moh_files::io(path))?.len();
@@ -218,7 +218,7 @@ impl MetricsWriter {
     ///
     /// # Errors
     /// Fails if the file cannot be written; the line is then kept and written with the next one.
-    pub fn write(&mut self, metrics: &StepMetrics) -> Result<(), Error> {
+    pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
         let io = moh_files::io(&self.path);
         let mut line = match serde_json::to_vec(metrics) {
             Ok(line) => line,
@@ -246,7 +246,7 @@ impl MetricsWriter {
     }
 
     /// Writes the lines that could not be written before.
-    pub fn flush(&mut self) -> Result<(), Error> {
+    pub fn flush(&mut self) -> Result<()> {
         let mut append = || {
             if std::mem::replace(&mut self.is_torn, true) {
                 self.file.set_len(self.len)?;
@@ -262,9 +262,7 @@ impl MetricsWriter {
 
     /// Writes all lines; returns a function that syncs them to disk, for another thread. A checkpoint of step N can
     /// be resumed only with N lines, so sync before completing one.
-    pub fn sync_later(
-        &mut self,
-    ) -> Result<impl FnOnce() -> Result<(), Error> + Send + use<>, Error> {
+    pub fn sync_later(&mut self) -> Result<impl FnOnce() -> Result<()> + Send + use<>> {
         self.flush()?;
         let file = self.file.try_clone().map_err(moh_files::io(&self.path))?;
         let path = self.path.clone();
@@ -273,7 +271,7 @@ impl MetricsWriter {
 }
 
 /// All complete lines of the file at `path`; an incomplete last line is skipped.
-pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
+pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     match Lines::open(path)? {
         Some(lines) => lines.parse(),
         None => Err(moh_files::io(path)(std::io::ErrorKind::NotFound.into()).into()),
@@ -282,13 +280,13 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
 
 /// Passes each complete line of the file at `path` to `visit`, without holding them all; a missing file has
 /// none.
-pub fn for_each(path: &Path, visit: impl FnMut(StepMetrics)) -> Result<(), Error> {
+pub fn for_each(path: &Path, visit: impl FnMut(StepMetrics)) -> Result<()> {
     Lines::open(path)?.map_or(Ok(()), |lines| lines.for_each(visit))
 }
 
 /// The first line of the file at `path`; `None` if the file is missing or empty, or the line is not in
 /// the format of [`MetricsWriter`].
-pub fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
+pub fn first(path: &Path) -> Result<Option<StepMetrics>> {
     let Some(mut lines) = Lines::open(path)? else { return Ok(None) };
     match lines.next() {
         Ok(line) => Ok(line.and_then(|line| serde_json::from_slice(line).ok())),
@@ -303,7 +301,7 @@ pub fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
 ///
 /// # Errors
 /// Fails if the file has fewer complete lines, or cannot be read or replaced.
-pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
+pub fn cut_back(path: &Path, steps_kept: u64) -> Result<()> {
     let io = |error| moh_files::io(path)(error);
     let short = |found| {
         Err(Error::Lines(format!(

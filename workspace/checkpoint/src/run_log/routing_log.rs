@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use moh_model::router::LayerRouting;
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::Result;
 use crate::run_log::json_lines::Lines;
 
 /// The routing of one layer over one validation set.
@@ -114,7 +114,7 @@ impl RoutingWriter {
     }
 
     /// Appends lines and syncs them: checkpoints do not wait for this file.
-    pub fn write(&mut self, lines: &[RoutingLine]) -> Result<(), Error> {
+    pub fn write(&mut self, lines: &[RoutingLine]) -> Result<()> {
         if lines.is_empty() {
             return Ok(());
         }
@@ -137,14 +137,14 @@ impl RoutingWriter {
 }
 
 /// All complete lines of the file at `path`; none if it is missing.
-pub fn read(path: &Path) -> Result<Vec<RoutingLine>, Error> {
+pub fn read(path: &Path) -> Result<Vec<RoutingLine>> {
     Lines::open(path)?.map_or(Ok(Vec::new()), Lines::parse)
 }
 
 /// Removes the lines that a run writes again when it resumes after step `step`; the others stay byte for byte. It writes
 /// the lines of later steps again, those of a conversion after the step, and, unless `is_evaluated`, those of the step
 /// itself (of step 0, those of the loaded model). The replacement is atomic.
-pub fn cut_back(path: &Path, step: u64, is_evaluated: bool) -> Result<(), Error> {
+pub fn cut_back(path: &Path, step: u64, is_evaluated: bool) -> Result<()> {
     let io = |error| moh_files::io(path)(error);
     let Some(mut lines) = Lines::open(path)? else { return Ok(()) };
     let mut out = moh_files::PendingFile::create(path).map_err(io)?;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::Result;
 use crate::run_log::{Evaluation, EvaluationPoint, StageCalibration};
 
 const MAX_BYTES: u64 = 64 << 20;
@@ -28,7 +28,7 @@ pub struct Summary {
 
 impl Summary {
     /// Reads a summary; `None` if the file is missing.
-    pub fn read(path: &Path) -> Result<Option<Self>, Error> {
+    pub fn read(path: &Path) -> Result<Option<Self>> {
         let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, "a summary")?;
         let Some(bytes) = bytes else { return Ok(None) };
         let summary = serde_json::from_slice(&bytes);
@@ -36,7 +36,7 @@ impl Summary {
     }
 
     /// Writes a summary as a whole.
-    pub fn write(&self, path: &Path) -> Result<(), Error> {
+    pub fn write(&self, path: &Path) -> Result<()> {
         let text = match serde_json::to_vec_pretty(self) {
             Ok(text) => text,
             Err(error) => return Err(moh_files::io(path)(error.into()).into()),

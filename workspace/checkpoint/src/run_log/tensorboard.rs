@@ -13,7 +13,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use moh_model::router::{LayerRouting, RoutingStatistics};
 use moh_step::Norms;
 
-use crate::Error;
+use crate::Result;
 use crate::run_log::{Speed, StepMetrics};
 
 const PREFIX: &str = "events.out.tfevents.";
@@ -46,7 +46,7 @@ pub struct TensorBoard {
 impl TensorBoard {
     /// Starts a new event file in `directory`, which is created if only it is missing. `steps_kept` is
     /// the step, over all stages, from which the run resumes: later steps of older files no longer count.
-    pub fn create(directory: &Path, steps_kept: u64) -> Result<Self, Error> {
+    pub fn create(directory: &Path, steps_kept: u64) -> Result<Self> {
         moh_files::create_directory(directory).map_err(moh_files::io(directory))?;
         let continues = holds_events(directory)?;
         let (path, file) = new_file(directory)?;
@@ -65,7 +65,7 @@ impl TensorBoard {
     }
 
     /// Adds a point to each curve; `step` counts over all stages.
-    pub fn write(&mut self, step: u64, metrics: &StepMetrics) -> Result<(), Error> {
+    pub fn write(&mut self, step: u64, metrics: &StepMetrics) -> Result<()> {
         let validation = metrics.validation;
         let scalars = [
             ("loss", Some(metrics.loss)),
@@ -99,7 +99,7 @@ impl TensorBoard {
         step: u64,
         validation: &str,
         routing: &RoutingStatistics,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let of = |layer: &LayerRouting| {
             let (smallest, largest) = layer.extreme_loads();
             let tag = |what| format!("routing/{validation}/layer_{:03}/{what}", layer.layer);
@@ -114,7 +114,7 @@ impl TensorBoard {
         if scalars.is_empty() { Ok(()) } else { self.write_scalars(step, &scalars) }
     }
 
-    fn write_scalars(&mut self, step: u64, scalars: &[(String, f64)]) -> Result<(), Error> {
+    fn write_scalars(&mut self, step: u64, scalars: &[(String, f64)]) -> Result<()> {
         let mut summary = Vec::new();
         for (tag, value) in scalars {
             let mut scalar = Vec::new();
@@ -128,7 +128,7 @@ impl TensorBoard {
         self.write_record(&event)
     }
 
-    fn write_record(&mut self, data: &[u8]) -> Result<(), Error> {
+    fn write_record(&mut self, data: &[u8]) -> Result<()> {
         let length = (data.len() as u64).to_le_bytes();
         let mut record = Vec::with_capacity(data.len() + 16);
         record.extend(length);
@@ -140,7 +140,7 @@ impl TensorBoard {
 }
 
 /// Whether the directory has event files.
-fn holds_events(directory: &Path) -> Result<bool, Error> {
+fn holds_events(directory: &Path) -> Result<bool> {
     let mut entries = std::fs::read_dir(directory).map_err(moh_files::io(directory))?;
     let is_one = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(PREFIX);
     Ok(entries.any(|entry| entry.is_ok_and(|entry| is_one(&entry.file_name()))))
@@ -172,7 +172,7 @@ fn speed_scalars(speed: &Speed) -> Vec<(String, f64)> {
 }
 
 /// A file whose name sorts after the existing ones, the order in which TensorBoard reads them.
-fn new_file(directory: &Path) -> Result<(PathBuf, File), Error> {
+fn new_file(directory: &Path) -> Result<(PathBuf, File)> {
     let io = |error| moh_files::io(directory)(error);
     let mut newest = now().as_secs();
     for entry in std::fs::read_dir(directory).map_err(io)? {

@@ -12,7 +12,7 @@ use moh_kernels::Backend;
 use moh_kernels::span::{self, Label, Lane, Listening, Sink};
 use serde_json::{Value, json};
 
-use crate::Error;
+use crate::Result;
 use crate::run_log::part_times::PartTimes;
 
 const LANES: [&str; 2] = ["step", "background"];
@@ -90,7 +90,7 @@ impl<B: Backend> StepTrace<B> {
         self,
         path: impl FnOnce(u64, Option<usize>) -> PathBuf,
         group: &Group,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let rank = group.rank();
         let path = path(self.step, (group.size() > 1).then_some(rank));
         self.lane.connect(None);

@@ -13,7 +13,7 @@ use super::pool::BlockPool;
 use crate::activations::Blocks;
 use crate::layers::{CachedTokens, Context, LayerCache, Normed, RopeTables, Scratch, Tokens};
 use crate::rope::table;
-use crate::{Error, Model, PassShape, Recompute, Sampler};
+use crate::{Error, Model, PassShape, Recompute, Result, Sampler};
 
 /// Sizes of a [`BatchGenerator`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,7 +123,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     ///
     /// # Errors
     /// Fails if the device is out of memory or the model is a part, and for sizes of 0.
-    pub fn new(model: &'a Model<B, T>, options: BatchOptions) -> Result<Self, Error> {
+    pub fn new(model: &'a Model<B, T>, options: BatchOptions) -> Result<Self> {
         let BatchOptions { pass_tokens, blocks, block_length, pack_weights, .. } = options;
         if !model.is_whole() {
             return Err(Error::divided());
@@ -150,7 +150,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             options,
             packed: pack_weights.then(|| PackedWeights::new(model)).transpose()?,
             pool: BlockPool::new(blocks, block_length),
-            cache: (0..config.num_hidden_layers).map(|_| layer()).collect::<Result<_, Error>>()?,
+            cache: (0..config.num_hidden_layers).map(|_| layer()).collect::<Result<_>>()?,
             sequences: BTreeMap::new(),
             next: 0,
             inputs: PassInputs {
@@ -180,7 +180,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     ///
     /// # Errors
     /// Fails without tokens, for a token outside the vocabulary, and for more tokens than the model has positions.
-    pub fn add(&mut self, prompt: &[u32], share: usize) -> Result<SequenceId, Error> {
+    pub fn add(&mut self, prompt: &[u32], share: usize) -> Result<SequenceId> {
         self.check(prompt, prompt.len())?;
         let (blocks, content) = self.pool.share(&prompt[..share.min(prompt.len() - 1)]);
         let sequence = Sequence {
@@ -201,17 +201,12 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// # Errors
     /// Fails for an unknown sequence, a token outside the vocabulary, and if the sequence has all of the model's
     /// positions.
-    pub fn push(&mut self, id: SequenceId, token: u32) -> Result<(), Error> {
+    pub fn push(&mut self, id: SequenceId, token: u32) -> Result<()> {
         self.append(id, &[token], false)
     }
 
     /// Appends tokens, as a part of the prompt or one that was generated.
-    pub(super) fn append(
-        &mut self,
-        id: SequenceId,
-        tokens: &[u32],
-        is_prompt: bool,
-    ) -> Result<(), Error> {
+    pub(super) fn append(&mut self, id: SequenceId, tokens: &[u32], is_prompt: bool) -> Result<()> {
         self.check(tokens, self.sequence(id)?.ids.len() + tokens.len())?;
         let sequence = self.sequences.get_mut(&id).ok_or_else(unknown)?;
         sequence.ids.extend_from_slice(tokens);
@@ -229,13 +224,13 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     }
 
     /// Tokens of a sequence that are not computed yet.
-    pub fn waiting(&self, id: SequenceId) -> Result<usize, Error> {
+    pub fn waiting(&self, id: SequenceId) -> Result<usize> {
         let sequence = self.sequence(id)?;
         Ok(sequence.ids.len() - sequence.computed)
     }
 
     /// Blocks that a sequence still needs for so many more tokens.
-    pub fn needed_blocks(&self, id: SequenceId, tokens: usize) -> Result<usize, Error> {
+    pub fn needed_blocks(&self, id: SequenceId, tokens: usize) -> Result<usize> {
         let sequence = self.sequence(id)?;
         let blocks = (sequence.computed + tokens).div_ceil(self.options.block_length);
         Ok(blocks.saturating_sub(sequence.blocks.len()))
@@ -257,7 +252,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// # Errors
     /// Fails without changing anything for an unknown sequence, one that has fewer tokens, several generated tokens
     /// of one, more tokens than a pass has, and too few free blocks; and if the device fails.
-    pub fn pass(&mut self, chunks: &[Chunk]) -> Result<Vec<Vec<f32>>, Error> {
+    pub fn pass(&mut self, chunks: &[Chunk]) -> Result<Vec<Vec<f32>>> {
         let vocabulary = self.model.config.vocab_size;
         let elements = logits_of(chunks) * vocabulary;
         let all = self.compute_pass(chunks, None, |generator| {
@@ -284,7 +279,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         requests: &[RowRequest],
         known: usize,
         heads: Option<&mut PassHeads>,
-    ) -> Result<Vec<Vec<Option<RowChoice>>>, Error> {
+    ) -> Result<Vec<Vec<Option<RowChoice>>>> {
         let vocabulary = self.model.config.vocab_size;
         let wanted = logits_of(chunks);
         if wanted != requests.len() {
@@ -309,8 +304,8 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         &mut self,
         chunks: &[Chunk],
         heads: Option<&mut PassHeads>,
-        read: impl FnOnce(&Self) -> Result<R, Error> + Send,
-    ) -> Result<R, Error> {
+        read: impl FnOnce(&Self) -> Result<R> + Send,
+    ) -> Result<R> {
         self.check_pass(chunks)?;
         let mut tokens = PassTokens::default();
         for chunk in chunks {
@@ -334,7 +329,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
 
     /// Computes all tokens of a sequence that are not computed yet, in as many passes as they need. Returns the logits
     /// after the last one, `[V]`, or nothing if none was waiting.
-    pub fn finish_waiting(&mut self, sequence: SequenceId) -> Result<Vec<f32>, Error> {
+    pub fn finish_waiting(&mut self, sequence: SequenceId) -> Result<Vec<f32>> {
         match self.last_chunk(sequence)? {
             Some(last) => Ok(self.pass(&[last])?.pop().unwrap_or_default()),
             None => Ok(Vec::new()),
@@ -342,11 +337,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     }
 
     /// Computes all tokens of a sequence that are not computed yet, of which there is one, and chooses the next one.
-    pub fn next_token(
-        &mut self,
-        sequence: SequenceId,
-        sampler: &mut Sampler,
-    ) -> Result<u32, Error> {
+    pub fn next_token(&mut self, sequence: SequenceId, sampler: &mut Sampler) -> Result<u32> {
         let Some(last) = self.last_chunk(sequence)? else {
             return Err(Error::no_token("there are none"));
         };
@@ -360,7 +351,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
 
     /// Computes the tokens of a sequence that are not computed yet but for the last pass, which it returns; nothing if no
     /// token was waiting.
-    fn last_chunk(&mut self, sequence: SequenceId) -> Result<Option<Chunk>, Error> {
+    fn last_chunk(&mut self, sequence: SequenceId) -> Result<Option<Chunk>> {
         let most = self.options.pass_tokens;
         loop {
             let tokens = self.waiting(sequence)?;
@@ -372,12 +363,12 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         }
     }
 
-    fn sequence(&self, id: SequenceId) -> Result<&Sequence, Error> {
+    fn sequence(&self, id: SequenceId) -> Result<&Sequence> {
         self.sequences.get(&id).ok_or_else(unknown)
     }
 
     /// Checks tokens of a sequence that becomes `length` long.
-    fn check(&self, tokens: &[u32], length: usize) -> Result<(), Error> {
+    fn check(&self, tokens: &[u32], length: usize) -> Result<()> {
         let positions = self.model.positions();
         if tokens.is_empty() || length > positions {
             return Err(Error::too_long(length, positions));
@@ -389,7 +380,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         }
     }
 
-    fn check_pass(&self, chunks: &[Chunk]) -> Result<(), Error> {
+    fn check_pass(&self, chunks: &[Chunk]) -> Result<()> {
         let fail = |reason: String| Err(Error::Invalid(reason));
         let (mut tokens, mut blocks) = (0, 0);
         for (number, chunk) in chunks.iter().enumerate() {
@@ -427,7 +418,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     }
 
     /// Gives a chunk's tokens their blocks, and adds them to the pass.
-    fn place(&mut self, chunk: &Chunk, pass: &mut PassTokens) -> Result<(), Error> {
+    fn place(&mut self, chunk: &Chunk, pass: &mut PassTokens) -> Result<()> {
         let (block_length, half) = (self.options.block_length, self.model.config.head_dim / 2);
         let needed = self.needed_blocks(chunk.sequence, chunk.tokens)?;
         let new: Option<Vec<u32>> = (0..needed).map(|_| self.pool.allocate()).collect();
@@ -456,7 +447,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(())
     }
 
-    fn upload(&mut self, tokens: &PassTokens) -> Result<(), Error> {
+    fn upload(&mut self, tokens: &PassTokens) -> Result<()> {
         let (backend, inputs) = (&self.model.backend, &mut self.inputs);
         let PassTokens { ids, rows, block_table, angles: [cos, sin], .. } = tokens;
         backend.upload(ids, B::view_mut(&mut inputs.ids, 0..ids.len()))?;
@@ -470,11 +461,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     }
 
     /// All blocks and the final norm; records the heads of the tokens where they are wanted.
-    fn compute(
-        &mut self,
-        pass: &PassTokens,
-        mut heads: Option<&mut PassHeads>,
-    ) -> Result<(), Error> {
+    fn compute(&mut self, pass: &PassTokens, mut heads: Option<&mut PassHeads>) -> Result<()> {
         let (model, n) = (self.model, pass.ids.len());
         let PassInputs { ids, rows, block_table, generated, rope } = &self.inputs;
         let tokens = tokens_of(model, n, self.options.independent);
@@ -508,7 +495,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     }
 
     /// The logits that are wanted, of one chunk after another.
-    fn compute_logits(&mut self, chunks: &[Chunk], pass: &PassTokens) -> Result<(), Error> {
+    fn compute_logits(&mut self, chunks: &[Chunk], pass: &PassTokens) -> Result<()> {
         let (model, width) = (self.model, self.model.config.hidden_size);
         let mut count = 0;
         for (chunk, span) in chunks.iter().zip(&pass.spans) {
@@ -535,7 +522,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     }
 
     /// A chunk's tokens are computed: whole blocks of its prompt are remembered.
-    fn finish(&mut self, chunk: &Chunk) -> Result<(), Error> {
+    fn finish(&mut self, chunk: &Chunk) -> Result<()> {
         let block_length = self.options.block_length;
         let sequence = self.sequences.get_mut(&chunk.sequence).ok_or_else(unknown)?;
         sequence.computed += chunk.tokens;

@@ -3,7 +3,7 @@
 use moh_kernels::Memory;
 use moh_kernels::router::Routing;
 
-use crate::{Error, LayerHeads};
+use crate::{LayerHeads, Result};
 
 /// The heads of the tokens of a pass, in the order of its chunks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -30,7 +30,7 @@ impl PassHeads {
         heads: LayerHeads,
         count: usize,
         routing: Option<&Routing<M>>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let (mut selected, mut columns) = (Vec::new(), 0);
         if let Some(routing) = routing.filter(|_| heads.top_k > 0) {
             columns = routing.columns();

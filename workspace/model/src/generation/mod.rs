@@ -12,7 +12,7 @@ pub use batch::{BatchGenerator, BatchOptions, Chunk, SequenceId};
 pub use heads::PassHeads;
 pub(crate) use packed::PackedWeights;
 
-use crate::{Error, Model, Sampler};
+use crate::{Error, Model, Result, Sampler};
 
 /// A sequence that is being generated, alone.
 pub struct Generator<'a, B: Backend, T: Element> {
@@ -28,7 +28,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     ///
     /// # Errors
     /// Fails if the device is out of memory, and if the model has fewer positions or is a part.
-    pub fn new(model: &'a Model<B, T>, capacity: usize) -> Result<Self, Error> {
+    pub fn new(model: &'a Model<B, T>, capacity: usize) -> Result<Self> {
         Self::with_options(model, capacity, BatchOptions::for_tokens(capacity))
     }
 
@@ -37,7 +37,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         model: &'a Model<B, T>,
         capacity: usize,
         options: BatchOptions,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         if capacity > model.positions() {
             return Err(Error::too_long(capacity, model.positions()));
         }
@@ -62,18 +62,18 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     ///
     /// # Errors
     /// Fails without tokens, for a token outside the vocabulary, and if the capacity is exceeded.
-    pub fn extend(&mut self, ids: &[u32]) -> Result<Vec<f32>, Error> {
+    pub fn extend(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
         let sequence = self.append(ids)?;
         self.batch.finish_waiting(sequence)
     }
 
     /// Appends tokens and chooses the one after them on the device.
-    pub fn next_token(&mut self, ids: &[u32], sampler: &mut Sampler) -> Result<u32, Error> {
+    pub fn next_token(&mut self, ids: &[u32], sampler: &mut Sampler) -> Result<u32> {
         let sequence = self.append(ids)?;
         self.batch.next_token(sequence, sampler)
     }
 
-    fn append(&mut self, ids: &[u32]) -> Result<SequenceId, Error> {
+    fn append(&mut self, ids: &[u32]) -> Result<SequenceId> {
         let end = self.position + ids.len();
         if end > self.capacity || ids.is_empty() {
             return Err(Error::too_long(end, self.capacity));

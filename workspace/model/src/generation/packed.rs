@@ -7,7 +7,7 @@ use moh_kernels::{Backend, Element, View};
 
 use crate::layers::Linear;
 use crate::parameters::ParameterRange;
-use crate::{Error, Model};
+use crate::{Model, Result};
 
 /// The packed weights of a model; none on a device that does not pack them.
 pub(crate) struct PackedWeights<B: Backend> {
@@ -16,7 +16,7 @@ pub(crate) struct PackedWeights<B: Backend> {
 
 impl<B: Backend> PackedWeights<B> {
     /// Packs all linear layers' weights.
-    pub fn new<T: Element>(model: &Model<B, T>) -> Result<Self, Error> {
+    pub fn new<T: Element>(model: &Model<B, T>) -> Result<Self> {
         let (backend, mut weights) = (&model.backend, HashMap::new());
         for Linear { weight, outputs, inputs } in model.layers.linear_layers() {
             let len = backend.packed_len::<T>(inputs, outputs);

@@ -18,7 +18,7 @@ use super::{
     Scratch,
 };
 use crate::tensors::{Division, OUTPUT_PROJECTION, TensorList};
-use crate::{Error, ModelConfig, PassSizes};
+use crate::{ModelConfig, PassSizes, Result};
 
 /// `y = residual + output(attention(rotation(qkv(x))))`.
 #[derive(Debug, Clone, PartialEq)]
@@ -48,7 +48,7 @@ pub(crate) struct SavedAttention<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> SavedAttention<M, T> {
-    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
         Ok(SavedAttention {
             qkv: memory.allocate(tokens * sizes.qkv().row())?,
@@ -116,7 +116,7 @@ impl Attention {
         mut buffers: AttentionBuffers<'_, B, T>,
         scratch: &mut Scratch<B, T>,
         sum: ResidualSum<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let gathered = &mut scratch.gathered;
         let x = self.project(cx, x, buffers.saved, gathered)?;
         self.rotation.forward(cx, self.router.as_ref(), x, &mut buffers)?;
@@ -132,7 +132,7 @@ impl Attention {
         saved: &SavedAttention<B, T>,
         gathered: &mut Option<B::Buffer<T>>,
         sum: ResidualSum<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let attended = B::view(&saved.attended, 0..cx.num_tokens() * self.output.inputs);
         self.output.add_to_stream(cx, attended, gathered, sum)
     }
@@ -144,7 +144,7 @@ impl Attention {
         x: &'v B::Buffer<T>,
         saved: &mut SavedAttention<B, T>,
         gathered: &'v mut Option<B::Buffer<T>>,
-    ) -> Result<View<'v, B, T>, Error> {
+    ) -> Result<View<'v, B, T>> {
         let x = cx.all_gather(self.qkv.inputs, x, gathered)?;
         self.qkv.forward(cx, x, None, &mut saved.qkv)?;
         Ok(x)
@@ -156,7 +156,7 @@ impl Attention {
         &self,
         cx: &Context<'_, B, T>,
         buffers: AttentionBuffers<'v, B, T>,
-    ) -> Result<View<'v, B, T>, Error> {
+    ) -> Result<View<'v, B, T>> {
         let (n, shape) = (cx.num_tokens(), &cx.tokens.shape);
         let AttentionBuffers { saved, rotated, cache } = buffers;
         let SavedAttention { qkv, attended, log_sum_exp, routing, .. } = saved;
@@ -203,7 +203,7 @@ impl Attention {
         buffers: AttentionBuffers<'_, B, T>,
         scratch: &mut Scratch<B, T>,
         d: &mut ActivationGradients<B, T>,
-    ) -> Result<Range<usize>, Error> {
+    ) -> Result<Range<usize>> {
         let AttentionBuffers { saved, rotated, .. } = buffers;
         let Scratch { hidden: d_qkv, gathered } = scratch;
         let (n, shape) = (cx.num_tokens(), cx.tokens.shape);
@@ -271,7 +271,7 @@ fn append<B: Backend, T: Element>(
     cx: &Context<'_, B, T>,
     qkv: &B::Buffer<T>,
     cache: &mut CachedTokens<'_, B, T>,
-) -> Result<(), Error> {
+) -> Result<()> {
     let shape = &cx.tokens.shape;
     cx.backend.key_value_append(KeyValueAppend {
         shape,

@@ -7,7 +7,7 @@ use super::{
     ActivationGradients, Attention, BackwardContext, CachedTokens, Context, Linear, Mlp, Normed,
     ResidualSum, RmsNorm, RouterLayer, Scratch,
 };
-use crate::{Error, PassSizes, Recompute};
+use crate::{PassSizes, Recompute, Result};
 
 /// `h = x + attention(norm(x))`, `y = h + mlp(norm(h))`.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,7 +29,7 @@ pub(crate) struct SavedBlock<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> SavedBlock<M, T> {
-    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let width = sizes.share().mlp_width(sizes.config);
         Ok(SavedBlock {
             attention: SavedAttention::new(memory, sizes)?,
@@ -48,7 +48,7 @@ pub(crate) struct RecomputableBlock<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> RecomputableBlock<M, T> {
-    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         Ok(RecomputableBlock {
             attention_norm: Normed::new(memory, sizes)?,
             rotated: memory.allocate(sizes.rotated())?,
@@ -80,7 +80,7 @@ impl Block {
         buffers: BlockBuffers<'_, B, T>,
         cache: Option<CachedTokens<'_, B, T>>,
         y: &mut B::Buffer<T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let BlockBuffers { saved: SavedBlock { attention, h, gate_up }, recomputable, scratch } =
             buffers;
         let RecomputableBlock { attention_norm, rotated, mlp_norm } = recomputable;
@@ -106,7 +106,7 @@ impl Block {
         x: &B::Buffer<T>,
         buffers: BlockBuffers<'_, B, T>,
         d: &mut ActivationGradients<B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let BlockBuffers { saved: SavedBlock { attention, h, gate_up }, recomputable, scratch } =
             buffers;
         let RecomputableBlock { attention_norm, rotated, mlp_norm } = recomputable;
@@ -133,7 +133,7 @@ impl Block {
         cx: &Context<'_, B, T>,
         x: &B::Buffer<T>,
         buffers: &mut BlockBuffers<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let BlockBuffers { saved: SavedBlock { attention, h, gate_up }, recomputable, scratch } =
             buffers;
         let RecomputableBlock { attention_norm, rotated, mlp_norm } = recomputable;

@@ -16,7 +16,7 @@ use crate::generation::PackedWeights;
 use crate::model_parallel::{ModelParallel, TensorShare, TokenShare};
 use crate::parameters::{FlatBuffers, ParameterRange};
 use crate::router::CustomRouters;
-use crate::{Error, PassSizes};
+use crate::{PassSizes, Result};
 
 /// The tokens that a pass computes; they may be fewer than the buffers' capacity.
 pub(crate) struct Tokens<'a, B: Backend> {
@@ -88,7 +88,7 @@ pub(crate) struct Scratch<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> Scratch<M, T> {
-    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let share = sizes.share();
         let hidden = sizes.tokens() * share.mlp_width(sizes.config).max(sizes.qkv().row());
         let rows = sizes.token_share().padded() * sizes.config.hidden_size;
@@ -114,7 +114,7 @@ pub(crate) struct ActivationGradients<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> ActivationGradients<M, T> {
-    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
         let heads = share.heads(config);
         let normed = sizes.token_share().padded() * config.hidden_size;
@@ -168,7 +168,7 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
         width: usize,
         own: &'v B::Buffer<T>,
         gathered: &'v mut Option<B::Buffer<T>>,
-    ) -> Result<View<'v, B, T>, Error> {
+    ) -> Result<View<'v, B, T>> {
         let share = self.own_tokens();
         let len = share.local() * width;
         let Some(gathered) = gathered else { return Ok(B::view(own, 0..len)) };
@@ -181,11 +181,7 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
 
     /// Reduce-scatters the rows of `width` elements in `partial`; returns the range of this rank's
     /// rows in it.
-    pub fn reduce_scatter(
-        &self,
-        width: usize,
-        partial: &mut B::Buffer<T>,
-    ) -> Result<Range<usize>, Error> {
+    pub fn reduce_scatter(&self, width: usize, partial: &mut B::Buffer<T>) -> Result<Range<usize>> {
         let share = self.own_tokens();
         let start = share.start() * width;
         if self.is_tensor_parallel() {

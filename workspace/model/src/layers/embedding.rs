@@ -6,7 +6,7 @@ use moh_kernels::{Backend, Element, View, span};
 use super::{ActivationGradients, BackwardContext, Context};
 use crate::parameters::ParameterRange;
 use crate::tensors::{Division, EMBEDDING, TensorList};
-use crate::{Error, ModelConfig};
+use crate::{ModelConfig, Result};
 
 /// A row, `[C]`, for each token of the vocabulary.
 #[derive(Debug, Clone, PartialEq)]
@@ -30,7 +30,7 @@ impl Embedding {
         ids: View<'_, B, u32>,
         out: &mut B::Buffer<T>,
         gathered: &mut Option<B::Buffer<T>>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let _span = span::enter("embedding");
         let (backend, width, rows) = (cx.backend, self.width, cx.vocabulary(self.vocabulary));
         let (table, len) = (cx.weights.get(&self.table), cx.num_tokens() * width);
@@ -54,7 +54,7 @@ impl Embedding {
         ids: View<'_, B, u32>,
         d: &ActivationGradients<B, T>,
         gathered: &mut Option<B::Buffer<T>>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let _span = span::enter("embedding");
         cx.gradients.clear_stale(cx.forward.backend, &self.table)?;
         cx.gradients.mark_written(self.table.buffer);

@@ -9,7 +9,7 @@ use super::{ActivationGradients, BackwardContext, Context, Linear, Normed, Scrat
 use crate::model_parallel::TensorShare;
 use crate::parameters::ParameterRange;
 use crate::tensors::{Division, OUTPUT_HEAD, TensorList};
-use crate::{Error, ModelConfig, PassRole, PassSizes, StepSums, Teacher};
+use crate::{Error, ModelConfig, PassRole, PassSizes, Result, StepSums, Teacher};
 
 /// The logits of the normed residual stream, and their cross-entropy.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,7 +29,7 @@ pub(crate) struct HeadBuffers<M: Memory, T: Element> {
 }
 
 impl<M: Workspace, T: Element> HeadBuffers<M, T> {
-    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let shape = sizes.head();
         let sums = match sizes.share().ranks {
             1 => 0,
@@ -76,7 +76,7 @@ impl Head {
         &self,
         cx: &Context<'_, B, T>,
         pass: HeadPass<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         self.cross_entropy::<B, T, f32>(cx, pass, None)
     }
 
@@ -89,7 +89,7 @@ impl Head {
         pass: HeadPass<'_, B, T>,
         scale: f32,
         d: &mut ActivationGradients<B, T>,
-    ) -> Result<Range<usize>, Error> {
+    ) -> Result<Range<usize>> {
         let gradients = HeadGradients::<B, T, G> {
             scale,
             d_x: B::view_mut(&mut d.hidden, 0..cx.num_tokens() * self.linear.inputs),
@@ -106,7 +106,7 @@ impl Head {
         cx: &Context<'_, B, T>,
         pass: HeadPass<'_, B, T>,
         mut gradients: Option<HeadGradients<'_, B, T, G>>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let HeadPass { targets, buffers, scratch, sums, teacher } = pass;
         let width = self.linear.inputs;
         let TensorShare { rank, ranks } = cx.share();

@@ -8,7 +8,7 @@ use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForwa
 use moh_kernels::{Accumulation, Backend, Element, View};
 
 use super::{BackwardContext, Context};
-use crate::Error;
+use crate::Result;
 use crate::parameters::ParameterRange;
 use crate::tensors::{Division, TensorList};
 
@@ -64,7 +64,7 @@ impl Linear {
         x: View<'_, B, T>,
         residual: Option<View<'_, B, T>>,
         y: &mut B::Buffer<T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         Ok(cx.backend.linear_forward(LinearForward {
             inputs: self.inputs,
             x: B::reborrow(x),
@@ -84,7 +84,7 @@ impl Linear {
         x: View<'_, B, T>,
         gathered: &mut Option<B::Buffer<T>>,
         sum: ResidualSum<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let len = cx.own_tokens().local() * self.outputs;
         let residual = B::view(sum.x, 0..len);
         let Some(partial) = gathered else { return self.forward(cx, x, Some(residual), sum.y) };
@@ -103,7 +103,7 @@ impl Linear {
         gathered: &mut Option<B::Buffer<T>>,
         d_x: &mut B::Buffer<T>,
         accumulation: Accumulation,
-    ) -> Result<Range<usize>, Error> {
+    ) -> Result<Range<usize>> {
         let x = cx.all_gather(self.inputs, x, gathered)?;
         self.backward_weight(cx, x, B::reborrow(d_y))?;
         self.backward_input(cx, d_y, d_x, accumulation)?;
@@ -115,7 +115,7 @@ impl Linear {
         cx: &mut BackwardContext<'_, B, T, G>,
         x: View<'_, B, T>,
         d_y: View<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let accumulation = cx.gradients.accumulation(self.weight.buffer);
         Ok(cx.forward.backend.linear_backward_weight(LinearBackwardWeight {
             inputs: self.inputs,
@@ -133,7 +133,7 @@ impl Linear {
         d_y: View<'_, B, T>,
         d_x: &mut B::Buffer<T>,
         accumulation: Accumulation,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         Ok(cx.backend.linear_backward_input(LinearBackwardInput {
             inputs: self.inputs,
             d_y: B::reborrow(d_y),

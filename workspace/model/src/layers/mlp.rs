@@ -6,7 +6,7 @@ use moh_kernels::{Accumulation, Backend, Element};
 
 use super::{ActivationGradients, BackwardContext, Context, Linear, ResidualSum, Scratch};
 use crate::tensors::{Division, TensorList};
-use crate::{Error, ModelConfig};
+use crate::{ModelConfig, Result};
 
 /// `y = residual + down(SwiGLU(gate_up(x)))`.
 #[derive(Debug, Clone, PartialEq)]
@@ -33,7 +33,7 @@ impl Mlp {
         gate_up: &mut B::Buffer<T>,
         scratch: &mut Scratch<B, T>,
         sum: ResidualSum<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         self.recompute(cx, x, gate_up, scratch)?;
         let (n, width) = (cx.num_tokens(), self.down.inputs);
         cx.backend.swiglu_forward(
@@ -52,7 +52,7 @@ impl Mlp {
         x: &B::Buffer<T>,
         gate_up: &mut B::Buffer<T>,
         scratch: &mut Scratch<B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let x = cx.all_gather(self.gate_up.inputs, x, &mut scratch.gathered)?;
         self.gate_up.forward(cx, x, None, gate_up)
     }
@@ -66,7 +66,7 @@ impl Mlp {
         gate_up: &mut B::Buffer<T>,
         scratch: &mut Scratch<B, T>,
         d: &mut ActivationGradients<B, T>,
-    ) -> Result<Range<usize>, Error> {
+    ) -> Result<Range<usize>> {
         let Scratch { hidden, gathered } = scratch;
         let (n, width) = (cx.num_tokens(), self.down.inputs);
         let d_y = cx.all_gather(self.down.outputs, &d.residual, gathered)?;

@@ -4,7 +4,7 @@ use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
 use moh_kernels::{Backend, Element, View, ViewMut};
 
 use super::{BackwardContext, Context};
-use crate::Error;
+use crate::Result;
 use crate::parameters::ParameterRange;
 use crate::tensors::TensorList;
 
@@ -28,7 +28,7 @@ impl QkNorm {
         cx: &Context<'_, B, T>,
         qkv: View<'_, B, T>,
         mut normed: ViewMut<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         cx.backend.qk_norm_forward(QkNormForward {
             shape: &cx.tokens.shape,
             eps: self.eps,
@@ -46,7 +46,7 @@ impl QkNorm {
         cx: &mut BackwardContext<'_, B, T, G>,
         qkv: View<'_, B, T>,
         mut d_qkv: ViewMut<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         cx.gradients.clear_stale(cx.forward.backend, &self.weight)?;
         cx.forward.backend.qk_norm_backward(QkNormBackward {
             shape: &cx.forward.tokens.shape,

@@ -8,7 +8,7 @@ use moh_kernels::{Backend, Element, Memory};
 use super::{ActivationGradients, BackwardContext, Context};
 use crate::parameters::ParameterRange;
 use crate::tensors::TensorList;
-use crate::{Error, PassSizes};
+use crate::{PassSizes, Result};
 
 /// RMSNorm with a weight, `[C]`, that all ranks have.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,7 +26,7 @@ pub(crate) struct Normed<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> Normed<M, T> {
-    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         Ok(Normed {
             y: memory.allocate(sizes.stream())?,
             inv_rms: memory.allocate(sizes.token_share().per_rank)?,
@@ -45,7 +45,7 @@ impl RmsNorm {
         cx: &Context<'_, B, T>,
         x: &B::Buffer<T>,
         normed: &'v mut Normed<B, T>,
-    ) -> Result<&'v B::Buffer<T>, Error> {
+    ) -> Result<&'v B::Buffer<T>> {
         let (tokens, width) = (cx.own_tokens().local(), self.weight.range.len());
         cx.backend.rms_norm_forward(RmsNormForward {
             eps: self.eps,
@@ -66,7 +66,7 @@ impl RmsNorm {
         inv_rms: &B::Buffer<f32>,
         d_y: Range<usize>,
         d: &mut ActivationGradients<B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let (tokens, len) = (cx.own_tokens().local(), d_y.len());
         cx.gradients.clear_stale(cx.forward.backend, &self.weight)?;
         cx.forward.backend.rms_norm_backward(RmsNormBackward {

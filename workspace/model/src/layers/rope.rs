@@ -5,7 +5,7 @@ use moh_kernels::{Backend, Element, Memory, ViewMut};
 
 use super::Context;
 use crate::rope::table;
-use crate::{Error, RopeConfig};
+use crate::{Result, RopeConfig};
 
 /// Cosines and sines of the angles on a device, which all layers share.
 pub(crate) struct RopeTables<M: Memory> {
@@ -17,12 +17,12 @@ pub(crate) struct RopeTables<M: Memory> {
 
 impl<M: Memory> RopeTables<M> {
     /// Allocates zeros for this many positions.
-    pub fn zeros(memory: &M, head_dim: usize, positions: usize) -> Result<Self, Error> {
+    pub fn zeros(memory: &M, head_dim: usize, positions: usize) -> Result<Self> {
         let len = positions * (head_dim / 2);
         Ok(RopeTables { cos: memory.allocate(len)?, sin: memory.allocate(len)? })
     }
 
-    pub fn fill(&mut self, memory: &M, rope: &RopeConfig, head_dim: usize) -> Result<(), Error> {
+    pub fn fill(&mut self, memory: &M, rope: &RopeConfig, head_dim: usize) -> Result<()> {
         let positions = M::len(&self.cos) / (head_dim / 2).max(1);
         let (cos, sin) = table(rope, head_dim, positions);
         memory.upload(&cos, M::whole_mut(&mut self.cos))?;

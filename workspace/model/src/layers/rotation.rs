@@ -9,7 +9,7 @@ use moh_kernels::{Backend, Element, View};
 use super::attention::{AttentionBuffers, SavedAttention};
 use super::router::RouterInputs;
 use super::{ActivationGradients, BackwardContext, Context, QkNorm, RouterLayer};
-use crate::Error;
+use crate::Result;
 
 /// How queries and keys become those that attention reads.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,7 +38,7 @@ impl Rotation {
         router: Option<&RouterLayer>,
         x: View<'_, B, T>,
         buffers: &mut AttentionBuffers<'_, B, T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
         let SavedAttention { qkv, routing, logits, .. } = &mut *buffers.saved;
         let in_place = *self == Rotation::Rope;
@@ -56,7 +56,7 @@ impl Rotation {
         cx: &Context<'_, B, T>,
         qkv: &B::Buffer<T>,
         rotated: &mut B::Buffer<T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let Rotation::NormedRope(norm) = self else { return Ok(()) };
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
         norm.forward(cx, B::view(qkv, all.clone()), B::view_mut(rotated, all.clone()))?;
@@ -74,7 +74,7 @@ impl Rotation {
         saved: &mut SavedAttention<B, T>,
         d: &mut ActivationGradients<B, T>,
         d_qkv: &mut B::Buffer<T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
         let SavedAttention { qkv, routing, logits, .. } = saved;
         let qkv = B::view(qkv, all.clone());

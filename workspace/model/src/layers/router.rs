@@ -25,7 +25,7 @@ use crate::router::{
     CustomRouters, LayerGradients, Parameters, RouterBackward, RouterForward, RouterParameter,
 };
 use crate::tensors::{Division, ROUTER, ROUTER_STAGES, TensorList};
-use crate::{Error, ModelConfig};
+use crate::{ModelConfig, Result};
 
 /// What selects the heads of a layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -174,7 +174,7 @@ impl RouterLayer {
         routing: &Routing<B>,
         scale: f64,
         mut out: ViewMut<'_, B, f64>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let (scale, out) = (scale * self.balance_factor(routing), B::reborrow_mut(&mut out));
         match &self.spec {
             RouterSpec::Static(_) => {}
@@ -199,7 +199,7 @@ impl RouterLayer {
         rotates: bool,
         routing: &mut Routing<B>,
         logits: &mut B::Buffer<T>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
         let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
         let x = B::reborrow(x);
@@ -250,7 +250,7 @@ impl RouterLayer {
         d: &mut ActivationGradients<B, T>,
         mut d_qkv: ViewMut<'_, B, T>,
         rotates: bool,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let RouterInputs { x, qkv, routing } = *inputs;
         for parameter in &self.parameters {
             cx.gradients.clear_stale(cx.forward.backend, parameter)?;

@@ -1,6 +1,6 @@
 //! The routers of a configuration, by name, and which head counts each can route.
 
-use crate::{Error, LayerHeads};
+use crate::{Error, LayerHeads, Result};
 
 /// How each token's heads are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,12 +109,7 @@ impl RouterKind {
 
     /// Refuses counts of a layer that this router cannot route, of heads that the layer has; messages
     /// append `place` to the names.
-    pub(crate) fn check(
-        self,
-        layer: LayerHeads,
-        groups: HeadGroups,
-        place: &str,
-    ) -> Result<(), Error> {
+    pub(crate) fn check(self, layer: LayerHeads, groups: HeadGroups, place: &str) -> Result<()> {
         let refuse = |reason: String| Err(Error::Invalid(reason));
         let LayerHeads { shared, top_k } = layer;
         let (heads, size) = (groups.heads, groups.size());

@@ -7,7 +7,7 @@
 use moh_kernels::Memory;
 use moh_kernels::router::{Routing, SharedHeads};
 
-use crate::Error;
+use crate::Result;
 
 /// The fraction of a nat in which each token's entropy is counted. With it, f64 holds the sum over
 /// 2^30 tokens exactly.
@@ -43,7 +43,7 @@ impl RoutingStatistics {
         layer: usize,
         routing: &Routing<M>,
         tokens: usize,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         match self.layers.iter_mut().find(|known| known.layer == layer) {
             Some(statistics) => statistics.add(memory, routing, tokens),
             None => Ok(()),
@@ -91,7 +91,7 @@ impl LayerRouting {
         memory: &M,
         routing: &Routing<M>,
         tokens: usize,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let len = routing.tokens() * routing.columns();
         let (mut selected, mut gates) = (vec![0u8; len], vec![0f32; len]);
         memory.download(routing.selected(), &mut selected)?;

@@ -64,6 +64,7 @@ impl<B: Backend, T: Element> Router<B, T> for TwoStage {
 
     fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> moh_kernels::Result<()> {
         let RouterBackward { tokens, x, parameters, gradient, mut d_x, d_parameters, .. } = args;
+        let mut d_logits = backend.allocate::<T>(tokens.len() * LOGITS)?;
         let RouterGradient { routing, delta, balance_weight, mut ranks } = gradient;
         let ranks = ranks.as_mut().map(|RouterRanks { table, all_reduce }| RouterRanks {
             table: B::reborrow_mut(table),
@@ -71,7 +72,6 @@ impl<B: Backend, T: Element> Router<B, T> for TwoStage {
         });
         let delta = delta.map(|delta| B::reborrow(delta));
         let gradient = RouterGradient { routing, delta, balance_weight, ranks };
-        let mut d_logits = backend.allocate::<T>(tokens.len() * LOGITS)?;
         let (router, written) = (self.0, B::whole_mut(&mut d_logits));
         backend.logits_backward(LogitsBackward { router, tokens, d_logits: written, gradient })?;
         d_parameters.add_linear(0, WIDTH, x, B::whole(&d_logits))?;

@@ -4,9 +4,7 @@ use std::sync::Mutex;
 
 use moh_comm::{RankLayout, World};
 use moh_kernels::{Cpu, ElementType};
-use moh_model::model_parallel::ModelParallel;
-use moh_model::parameters::Shard;
-use moh_model::{ModelConfig, MohConfig, Recompute, RouterKind};
+use moh_model::{ModelConfig, ModelParallel, MohConfig, Recompute, RouterKind, Shard};
 
 use super::*;
 use moh_testkit::ranks::on_ranks;
@@ -46,7 +44,7 @@ fn step_config(reduce: ElementType) -> StepConfig {
     }
 }
 
-fn read_tokens(sample: u64, window: &mut [u32], _: Option<&mut [u32]>) -> Result<(), Error> {
+fn read_tokens(sample: u64, window: &mut [u32], _: Option<&mut [u32]>) -> Result<()> {
     (0..).zip(window).for_each(|(at, id)| *id = ((sample * 31 + at * 7) % 32) as u32);
     Ok(())
 }
@@ -183,12 +181,7 @@ struct Recording {
 }
 
 impl ReadSample for &Recording {
-    fn read_sample(
-        &self,
-        number: u64,
-        window: &mut [u32],
-        _: Option<&mut [u32]>,
-    ) -> Result<(), Error> {
+    fn read_sample(&self, number: u64, window: &mut [u32], _: Option<&mut [u32]>) -> Result<()> {
         self.read.lock().unwrap().push(number);
         window.fill(3);
         Ok(())

@@ -14,7 +14,7 @@ use moh_kernels::DType;
 use moh_model::ModelConfig;
 use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, in_layer};
 
-use crate::Error;
+use crate::Result;
 
 /// What a file has of each layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +59,7 @@ pub(super) struct FittedWriter {
 
 impl FittedWriter {
     /// Begins the file of a model.
-    pub fn create(path: &Path, config: &ModelConfig, fitted: Fitted) -> Result<Self, Error> {
+    pub fn create(path: &Path, config: &ModelConfig, fitted: Fitted) -> Result<Self> {
         let create = || {
             let mut file = PendingFile::create(path)?;
             file.write_all(&header(&fitted.matrices(config))?)?;
@@ -70,7 +70,7 @@ impl FittedWriter {
     }
 
     /// Adds the next matrix.
-    pub fn add(&mut self, values: &[f32]) -> Result<(), Error> {
+    pub fn add(&mut self, values: &[f32]) -> Result<()> {
         self.bytes.resize(size_of_val(values), 0);
         DType::F32.write(values, &mut self.bytes);
         self.hashes.push(blake3::hash(&self.bytes).to_hex().to_string());
@@ -79,7 +79,7 @@ impl FittedWriter {
     }
 
     /// Gives the file its name, in place of an earlier one; returns the hashes of the matrices.
-    pub fn finish(self) -> Result<Vec<String>, Error> {
+    pub fn finish(self) -> Result<Vec<String>> {
         let path = self.file.path().to_owned();
         self.file.replace().map_err(moh_files::io(&path))?;
         Ok(self.hashes)
@@ -110,7 +110,7 @@ impl FittedReader {
         config: &ModelConfig,
         fitted: Fitted,
         hashes: &[&str],
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let mut file = File::open(path).map_err(moh_files::io(path))?;
         let matrices = fitted.matrices(config);
         let expected = header(&matrices).map_err(moh_files::io(path))?;
@@ -133,17 +133,17 @@ impl FittedReader {
     }
 
     /// Reads all matrices, to check their hashes.
-    pub fn check(&self) -> Result<(), Error> {
+    pub fn check(&self) -> Result<()> {
         self.matrices.iter().try_for_each(|matrix| self.values(matrix).map(|_| ()))
     }
 
     /// The matrix that is the tensor of this name; `None` if the file has none.
-    pub fn read(&self, tensor: &str) -> Result<Option<Vec<f32>>, Error> {
+    pub fn read(&self, tensor: &str) -> Result<Option<Vec<f32>>> {
         let matrix = self.matrices.iter().find(|matrix| matrix.name == tensor);
         matrix.map(|matrix| self.values(matrix)).transpose()
     }
 
-    fn values(&self, matrix: &Matrix) -> Result<Vec<f32>, Error> {
+    fn values(&self, matrix: &Matrix) -> Result<Vec<f32>> {
         let Matrix { name, hash, start, elements } = matrix;
         let (mut bytes, mut file) = (vec![0; elements * DType::F32.bytes()], &self.file);
         let read = file.seek(SeekFrom::Start(*start)).and_then(|_| file.read_exact(&mut bytes));

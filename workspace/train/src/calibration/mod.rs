@@ -31,7 +31,7 @@ pub(crate) use record::CalibrationRecord;
 pub use record::calibrated_layers;
 
 use crate::source::parts_identity;
-use crate::{Error, Event, ModelSource};
+use crate::{Error, Event, ModelSource, Result};
 
 /// The time between two exchanges of the ranks that wait for a calibration: far below the time limit of an operation.
 const EXCHANGE_EVERY: Duration = Duration::from_secs(1);
@@ -68,7 +68,7 @@ impl<'a> StageMeasurement<'a> {
         source: &'a ModelSource,
         state: &RunState,
         data: &TrainingData,
-    ) -> Result<Option<Self>, Error> {
+    ) -> Result<Option<Self>> {
         let Some(stage) = recipe.stages.get(state.stage) else { return Ok(None) };
         let Some(calibration) = stage.calibration() else { return Ok(None) };
         let Some(moh) = stage.moh_config(source.original_config())? else { return Ok(None) };
@@ -93,7 +93,7 @@ impl<'a> StageMeasurement<'a> {
         ranks: &mut Ranks<B>,
         is_asked: &dyn Fn() -> bool,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Option<CalibrationRecord>, Error> {
+    ) -> Result<Option<CalibrationRecord>> {
         let mut known = None;
         ranks.on_rank0::<Error>(|| {
             known = self.known(&self.weights()?)?;
@@ -112,19 +112,19 @@ impl<'a> StageMeasurement<'a> {
     }
 
     /// The routing of a result.
-    pub fn moh(&self, record: &CalibrationRecord) -> Result<MohConfig, Error> {
+    pub fn moh(&self, record: &CalibrationRecord) -> Result<MohConfig> {
         Ok(record.moh(self.options.moh.router, &self.dense)?)
     }
 
     /// The result in the run directory, if it is complete and of the same weights, tokens and options.
-    fn known(&self, weights: &Weights<'_>) -> Result<Option<CalibrationRecord>, Error> {
+    fn known(&self, weights: &Weights<'_>) -> Result<Option<CalibrationRecord>> {
         let identity = self.identity(weights);
         let record = CalibrationRecord::read(self.run, self.step)?;
         let record = record.filter(|record| record.identity == identity);
         Ok(record.filter(|record| record.has_fitted(self.run, &self.dense)))
     }
 
-    fn weights(&self) -> Result<Weights<'a>, Error> {
+    fn weights(&self) -> Result<Weights<'a>> {
         if self.step > 0 {
             return Ok(Weights::Checkpoint(Box::new(self.run.stored(self.step)?)));
         }
@@ -174,7 +174,7 @@ impl<'a> StageMeasurement<'a> {
         ranks: &mut Ranks<B>,
         is_asked: &dyn Fn() -> bool,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Option<CalibrationRecord>, Error> {
+    ) -> Result<Option<CalibrationRecord>> {
         if !ranks.is_first() {
             while !ranks.any_of([is_asked(), false])?[1] {}
             return Ok(None);
@@ -218,7 +218,7 @@ impl<'a> StageMeasurement<'a> {
         &self,
         backend: &B,
         progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
-    ) -> Result<Option<CalibrationRecord>, Error> {
+    ) -> Result<Option<CalibrationRecord>> {
         let weights = self.weights()?;
         let path = self.run.calibrated_tensors(self.step);
         let fitted = Fitted {
@@ -260,7 +260,7 @@ impl<'a> StageMeasurement<'a> {
     }
 
     /// Reads a tensor that is measured.
-    fn read(&self, weights: &Weights<'_>, name: &str, values: &mut [f32]) -> Result<(), Error> {
+    fn read(&self, weights: &Weights<'_>, name: &str, values: &mut [f32]) -> Result<()> {
         match weights {
             Weights::Checkpoint(stored) => Ok(stored.read_f32(TensorKind::Weight, name, values)?),
             Weights::Initial(source, segments) => match segments.get(name) {
@@ -304,7 +304,7 @@ fn first_tokens(
     data: &TrainingData,
     first: u64,
     calibration: &CalibrationOptions,
-) -> Result<Vec<u32>, Error> {
+) -> Result<Vec<u32>> {
     let length = data.sequence_length();
     let mut window = vec![0; length + 1];
     let mut ids = Vec::new();
@@ -323,7 +323,7 @@ pub(crate) fn attention_of(
     index: usize,
     source: &ModelSource,
     before: Option<&MohConfig>,
-) -> Result<Option<MohConfig>, Error> {
+) -> Result<Option<MohConfig>> {
     let Some(stage) = recipe.stages.get(index) else { return Ok(before.cloned()) };
     let moh = stage.moh_config(source.original_config())?;
     let calibrated = recipe.calibrated_stage(index).filter(|of| of.name != stage.name);

@@ -12,7 +12,7 @@ use moh_step::OptimizerState;
 use serde::{Deserialize, Serialize};
 
 use super::fitted::{Fitted, FittedReader};
-use crate::Error;
+use crate::{Error, Result};
 
 const FORMAT: u32 = 1;
 const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -73,7 +73,7 @@ impl CalibrationRecord {
     }
 
     /// Reads the record of a calibration after `step` steps; `None` if there is none.
-    pub(crate) fn read(run: &RunDirectory, step: u64) -> Result<Option<Self>, Error> {
+    pub(crate) fn read(run: &RunDirectory, step: u64) -> Result<Option<Self>> {
         let path = run.calibration(step);
         let kind = "the result of a calibration";
         let text = moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, kind)?;
@@ -81,7 +81,7 @@ impl CalibrationRecord {
     }
 
     /// The record in a text; messages name it `path`.
-    pub(super) fn parse(text: &[u8], path: &Path) -> Result<Self, Error> {
+    pub(super) fn parse(text: &[u8], path: &Path) -> Result<Self> {
         let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
         let record: Self = serde_json::from_slice(text).map_err(|error| {
             refuse(format!(
@@ -113,7 +113,7 @@ impl CalibrationRecord {
         Ok(record)
     }
 
-    pub(super) fn text(&self, path: &Path) -> Result<Vec<u8>, Error> {
+    pub(super) fn text(&self, path: &Path) -> Result<Vec<u8>> {
         Ok(serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?)
     }
 
@@ -141,11 +141,7 @@ impl CalibrationRecord {
     }
 
     /// The file with the matrices of a model; `None` if none were fitted.
-    fn open(
-        &self,
-        run: &RunDirectory,
-        config: &ModelConfig,
-    ) -> Result<Option<FittedReader>, Error> {
+    fn open(&self, run: &RunDirectory, config: &ModelConfig) -> Result<Option<FittedReader>> {
         let (projections, routers) = (!self.projections.is_empty(), !self.routers.is_empty());
         let fitted = Fitted { projections, routers };
         if fitted.is_empty() {
@@ -167,7 +163,7 @@ impl CalibrationRecord {
         run: &RunDirectory,
         model: &mut Model<B, T>,
         optimizer: &mut OptimizerState<B, M>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let Some(reader) = self.open(run, model.config())? else { return Ok(()) };
         let layout = model.layout().clone();
         for (flat, segment) in layout.segments() {
@@ -206,7 +202,7 @@ mod tests {
         })
     }
 
-    fn parse(record: &Value) -> Result<CalibrationRecord, Error> {
+    fn parse(record: &Value) -> Result<CalibrationRecord> {
         CalibrationRecord::parse(record.to_string().as_bytes(), Path::new("record.json"))
     }
 

@@ -26,7 +26,7 @@ use variant::SHARED;
 pub use variant::Variant;
 
 use crate::run::adopt_origin;
-use crate::{Error, ModelSource};
+use crate::{ModelSource, Result};
 
 /// The runs of a comparison.
 #[derive(Debug)]
@@ -68,7 +68,7 @@ impl Comparison {
     /// # Errors
     /// Fails if a recipe is invalid, or if variants have one name, are equal, or differ in what is the
     /// comparison's.
-    pub fn plan(path: &Path, overrides: &[String], variants: Vec<Variant>) -> Result<Self, Error> {
+    pub fn plan(path: &Path, overrides: &[String], variants: Vec<Variant>) -> Result<Self> {
         let base = Recipe::load(path, overrides)?;
         let mut recipes: Vec<Recipe> = Vec::new();
         for (index, variant) in variants.iter().enumerate() {
@@ -153,7 +153,7 @@ impl Comparison {
 
     /// The places of the runs in [`Self::runs`] in the order in which a command goes through them: those that have
     /// begun first. They need no run that has not.
-    pub fn order(&self) -> Result<Vec<usize>, Error> {
+    pub fn order(&self) -> Result<Vec<usize>> {
         let mut order = Vec::new();
         for (place, run) in self.runs.iter().enumerate() {
             order.push((!run.directory().has_completed_work()?, place));
@@ -169,7 +169,7 @@ impl Comparison {
 
     /// Whether a run is still to be trained or looked at: shared stages are not once every run that continues
     /// them has begun, so that their directory may then be removed.
-    pub fn needs(&self, run: &PlannedRun) -> Result<bool, Error> {
+    pub fn needs(&self, run: &PlannedRun) -> Result<bool> {
         if run.variant.is_some() {
             return Ok(true);
         }
@@ -196,7 +196,7 @@ impl Comparison {
     /// Fails if the directory is not a comparison's, if that of a run in it is not the run's, if a run was started
     /// with other keys, if it has a variant that is not named, if another process holds it, or if a file cannot
     /// be read or written.
-    pub fn claim(&self) -> Result<RunLock, Error> {
+    pub fn claim(&self) -> Result<RunLock> {
         let known = record::names(&self.record())?;
         if known.is_none() {
             self.check()?;
@@ -218,12 +218,12 @@ impl Comparison {
     }
 
     /// Writes `comparison.json` with the results of the variants that have finished.
-    pub fn write_record(&self) -> Result<(), Error> {
+    pub fn write_record(&self) -> Result<()> {
         record::write(&self.record(), &self.path, &self.runs)
     }
 
     /// Fails if the directory is neither absent nor empty nor a comparison's.
-    fn check(&self) -> Result<(), Error> {
+    fn check(&self) -> Result<()> {
         let directory = RunDirectory::new(&self.directory);
         let unfinished = format!("{TEMPORARY}{RECORD}");
         let mut found = directory.occupants()?;
@@ -268,7 +268,7 @@ fn common_stages(base: &Recipe, variant: &Recipe) -> usize {
 
 /// Refuses a run that was started with other keys than may change. One that keeps nothing of its model is
 /// compared when its turn comes.
-fn check_begun(run: &PlannedRun, path: &Path) -> Result<(), Error> {
+fn check_begun(run: &PlannedRun, path: &Path) -> Result<()> {
     let directory = run.directory();
     directory.check()?;
     if !directory.has_completed_work()? {

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::PlannedRun;
-use crate::Error;
+use crate::{Error, Result};
 
 /// The name of the file in the directory of a comparison.
 pub(crate) const RECORD: &str = "comparison.json";
@@ -34,7 +34,7 @@ pub struct Results {
 }
 
 /// The results of a run; `None` if it has not finished.
-pub fn results(run: &RunDirectory) -> Result<Option<Results>, Error> {
+pub fn results(run: &RunDirectory) -> Result<Option<Results>> {
     let Some(summary) = Summary::read(&run.summary())? else { return Ok(None) };
     Ok(Some(Results {
         steps: summary.steps,
@@ -47,7 +47,7 @@ pub fn results(run: &RunDirectory) -> Result<Option<Results>, Error> {
 
 /// Writes the record of `runs`, which compare variants of the `recipe`: each variant with what it changes, its first
 /// stages, which are shared, and its results, null until it has finished.
-pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<(), Error> {
+pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<()> {
     let recipe = serde_json::to_value(recipe).map_err(|error| moh_files::io(path)(error.into()))?;
     let (mut shared, mut variants) = (Vec::new(), Vec::new());
     for run in runs {
@@ -84,7 +84,7 @@ struct KnownVariant {
 }
 
 /// The names of a record's variants; `None` if there is no record.
-pub(super) fn names(path: &Path) -> Result<Option<Vec<String>>, Error> {
+pub(super) fn names(path: &Path) -> Result<Option<Vec<String>>> {
     let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, "the record of a comparison")?;
     let Some(bytes) = bytes else { return Ok(None) };
     let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
@@ -99,7 +99,7 @@ pub(super) fn names(path: &Path) -> Result<Option<Vec<String>>, Error> {
 }
 
 /// The mean speed of the steps of a run's last stage.
-fn tokens_per_second(run: &RunDirectory) -> Result<Option<f64>, Error> {
+fn tokens_per_second(run: &RunDirectory) -> Result<Option<f64>> {
     let (mut stage, mut before) = (String::new(), None);
     let (mut tokens, mut seconds) = (0.0, 0.0);
     metrics::for_each(&run.metrics(), |step| {

@@ -14,7 +14,7 @@ fn three_stages(directory: &Path) -> PathBuf {
     path
 }
 
-fn plan(path: &Path, variants: &[&str]) -> Result<Comparison, Error> {
+fn plan(path: &Path, variants: &[&str]) -> Result<Comparison> {
     let variants = variants.iter().map(|text| text.parse()).collect::<Result<_, _>>()?;
     Comparison::plan(path, &[], variants)
 }

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use moh_recipe::{Recipe, fine_name};
 
-use crate::Error;
+use crate::{Error, Result};
 
 /// Begins the names of the directories of shared stages.
 pub(super) const SHARED: &str = "shared-";
@@ -30,7 +30,7 @@ impl FromStr for Variant {
 
     /// Parses `name:key=value,key=value`. Commas between brackets, braces or quotes belong to a value, as in
     /// `stage.moh.moh.shared_heads=[8,4]`.
-    fn from_str(text: &str) -> Result<Self, Error> {
+    fn from_str(text: &str) -> Result<Self> {
         let (name, rest) = text.split_once(':').unwrap_or((text, ""));
         let name = name.trim();
         if let Err(reason) = fine_name(name) {
@@ -60,7 +60,7 @@ impl FromStr for Variant {
 impl Variant {
     /// Reads the recipe at `path`, which is valid with `overrides`, with those of the variant. Fails as
     /// [`Recipe::load`]; faults name the variant.
-    pub(super) fn load(&self, path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
+    pub(super) fn load(&self, path: &Path, overrides: &[String]) -> Result<Recipe> {
         let overrides: Vec<String> = overrides.iter().chain(&self.overrides).cloned().collect();
         let loaded = Recipe::load(path, &overrides).map_err(|error| match error {
             moh_recipe::Error::Recipe { mut faults } => {

@@ -28,7 +28,7 @@ use crate::run_data::RunData;
 use crate::run_inputs::check_order;
 use crate::teacher::Teachers;
 use crate::trainer::{attention_before, initial_model};
-use crate::{Error, ModelSource};
+use crate::{Error, ModelSource, Result};
 
 /// A replayed step.
 #[derive(Debug, Clone, PartialEq)]
@@ -87,7 +87,7 @@ pub fn replay(
     directory: Option<&Path>,
     device: OpenDevice,
     step: u64,
-) -> Result<Replay, Error> {
+) -> Result<Replay> {
     let steps = recipe.num_steps();
     if step == 0 || step > steps {
         return Err(no_such_step(run.root(), step, steps));
@@ -119,13 +119,13 @@ fn no_such_step(run: &Path, step: u64, steps: u64) -> Error {
 }
 
 /// The step of the checkpoint from which [`replay`] repeats the run; 0 for the initial model.
-pub fn replay_from(run: &RunDirectory, step: u64) -> Result<u64, Error> {
+pub fn replay_from(run: &RunDirectory, step: u64) -> Result<u64> {
     let stored = newest_before(run, step)?;
     Ok(stored.map_or(0, |stored| stored.manifest().state.step))
 }
 
 /// The newest checkpoint before a step; its tensors are checked when they are read.
-fn newest_before(run: &RunDirectory, step: u64) -> Result<Option<StoredCheckpoint>, Error> {
+fn newest_before(run: &RunDirectory, step: u64) -> Result<Option<StoredCheckpoint>> {
     let found = run.checkpoint_steps()?.into_iter().rfind(|&found| found < step);
     Ok(found.map(|found| run.stored(found)).transpose()?)
 }
@@ -143,7 +143,7 @@ struct Job<'a> {
 }
 
 impl OnDevice for Job<'_> {
-    type Output = Result<Replay, Error>;
+    type Output = Result<Replay>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
         in_training_elements(types(self.recipe), Replaying { job: self, backend })
@@ -157,7 +157,7 @@ struct Replaying<'a, B: Backend> {
 }
 
 impl<B: Backend + Clone> InTrainingElements for Replaying<'_, B> {
-    type Output = Result<Replay, Error>;
+    type Output = Result<Replay>;
 
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         let mut replayer = Replayer::<B, T, M>::new(self.backend, self.job)?;
@@ -179,7 +179,7 @@ struct Replayer<'a, B: Backend, T: Element, M: Element> {
 
 impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
     /// Loads the checkpoint, or the initial model.
-    fn new(backend: B, job: Job<'a>) -> Result<Self, Error> {
+    fn new(backend: B, job: Job<'a>) -> Result<Self> {
         let (source, stored) = (job.source, &job.stored);
         let state = stored.as_ref().map(|stored| stored.manifest().state.clone());
         let mut state = state.unwrap_or_default();
@@ -203,7 +203,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
     }
 
     /// Takes the steps of the current stage up to the one that is replayed, if it is one of them.
-    fn advance<G: Element>(&mut self) -> Result<Option<Replay>, Error> {
+    fn advance<G: Element>(&mut self) -> Result<Option<Replay>> {
         let recipe = self.job.recipe;
         // The step is one of the recipe's, so a stage is left.
         let Some(stage) = recipe.stages.get(self.state.stage) else {
@@ -239,7 +239,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
     }
 
     /// Sets the attention with which a stage begins, and what its calibration has chosen.
-    fn convert(&mut self, stage: &Stage) -> Result<(), Error> {
+    fn convert(&mut self, stage: &Stage) -> Result<()> {
         let Job { run, recipe, source, .. } = &self.job;
         let before = self.model.config().moh.clone();
         let moh = attention_of(recipe, self.state.stage, source, before.as_ref())?;
@@ -262,7 +262,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
     }
 
     /// Gives the model another attention, and matrices of zeros that its router needs.
-    fn set_attention(&mut self, moh: Option<MohConfig>) -> Result<(), Error> {
+    fn set_attention(&mut self, moh: Option<MohConfig>) -> Result<()> {
         let added = self.model.config().added_tensors(moh.as_ref())?;
         if added.is_empty() {
             return Ok(self.model.set_moh(moh)?);
@@ -298,11 +298,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         Ok(())
     }
 
-    fn step<G: Element>(
-        &mut self,
-        stage: &Stage,
-        stepper: &mut Stepper<B, T, G>,
-    ) -> Result<(), Error> {
+    fn step<G: Element>(&mut self, stage: &Stage, stepper: &mut Stepper<B, T, G>) -> Result<()> {
         let guard = &self.job.recipe.guard;
         let update = self.state.next_update(stage, guard);
         let (read, first) = (self.job.data.sample_reader(self.state.stage), self.state.sample);
@@ -315,7 +311,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         &mut self,
         stage: &Stage,
         stepper: &mut Stepper<B, T, G>,
-    ) -> Result<Replay, Error> {
+    ) -> Result<Replay> {
         let update = self.state.next_update(stage, &self.job.recipe.guard);
         let (read, first) = (self.job.data.sample_reader(self.state.stage), self.state.sample);
         let mut seen = Seen {
@@ -359,7 +355,7 @@ impl<B: Backend, T: Element> Observer<B, T> for Seen {
 }
 
 /// The places of samples.
-fn sources(data: &TrainingData, samples: Range<u64>) -> Result<Vec<SampleSource>, Error> {
+fn sources(data: &TrainingData, samples: Range<u64>) -> Result<Vec<SampleSource>> {
     let source = |number| {
         let (source, start) = data.locate(number);
         let file = &data.files()[source];

@@ -9,7 +9,7 @@ use moh_recipe::{Recipe, shell};
 use super::Job;
 use super::resolve::Resolved;
 use crate::trainer::check_resumable;
-use crate::{Error, Event};
+use crate::{Error, Event, Result};
 
 /// A run whose directory the first rank has locked.
 pub(super) struct LockedRun<'a, B: Backend> {
@@ -40,10 +40,7 @@ pub(super) struct DirectoryState {
 
 impl<'a, B: Backend> Resolved<'a, B> {
     /// Locks the run directory, and begins a run that continues another one.
-    pub fn lock(
-        mut self,
-        events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<RemainingWork<'a, B>, Error> {
+    pub fn lock(mut self, events: &mut dyn FnMut(Event<'_>)) -> Result<RemainingWork<'a, B>> {
         let Resolved { job, ranks, run, recipe, parent, resume_step, .. } = &mut self;
         let mut state = DirectoryState::default();
         let finished = ranks.rank0_decides::<Error>(|| {
@@ -71,7 +68,7 @@ impl Job<'_> {
         recipe: &Recipe,
         resume_step: Option<u64>,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<DirectoryState, Error> {
+    ) -> Result<DirectoryState> {
         let mut lock = run.lock()?;
         if self.options.begin_anew
             && let Some(aside) = run.set_aside()?

@@ -20,7 +20,7 @@ use moh_step::Ranks;
 use self::lock::RemainingWork;
 use self::resolve::Resolved;
 use crate::run_inputs::InputCheck;
-use crate::{Error, Event, FreeSpace, Outcome, TimeLimit, free_space};
+use crate::{Event, FreeSpace, Outcome, Result, TimeLimit, free_space};
 
 pub(crate) use self::resolve::adopt_origin;
 pub use self::resolve::first_that_keeps_model;
@@ -91,7 +91,7 @@ pub fn run(
     world: &World,
     options: RunOptions<'_>,
     events: &mut dyn FnMut(Event<'_>),
-) -> Result<Outcome, Error> {
+) -> Result<Outcome> {
     let job = Job { path, directory, group: world.group(), options };
     device.run(Start { job: &job, recipe, events })
 }
@@ -104,7 +104,7 @@ struct Start<'a> {
 }
 
 impl OnDevice for Start<'_> {
-    type Output = Result<Outcome, Error>;
+    type Output = Result<Outcome>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
         self.job.run(backend, self.recipe, self.events)
@@ -125,7 +125,7 @@ impl Job<'_> {
         backend: B,
         recipe: &mut Recipe,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, Error> {
+    ) -> Result<Outcome> {
         let ranks = Ranks::new(backend.clone(), self.group.clone())?;
         match Resolved::new(self, ranks, recipe)?.lock(events)? {
             RemainingWork::Unfinished(run) => run.train(backend, events),

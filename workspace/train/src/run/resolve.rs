@@ -11,7 +11,7 @@ use moh_step::Ranks;
 use super::Job;
 use crate::run_data::RunData;
 use crate::teacher::Teachers;
-use crate::{Error, ModelSource};
+use crate::{Error, ModelSource, Result};
 
 /// A run whose recipe is resolved, and whose directory nobody holds yet.
 pub(super) struct Resolved<'a, B: Backend> {
@@ -21,9 +21,9 @@ pub(super) struct Resolved<'a, B: Backend> {
     pub recipe: &'a Recipe,
     pub source: ModelSource,
     /// A finished run does not need its data.
-    pub data: Result<RunData, Error>,
+    pub data: Result<RunData>,
     /// Nor its teachers.
-    pub teachers: Result<Teachers, Error>,
+    pub teachers: Result<Teachers>,
     /// The run that this one continues.
     pub parent: Option<&'a RunDirectory>,
     /// The step of the checkpoint to resume from, if not the newest.
@@ -32,11 +32,7 @@ pub(super) struct Resolved<'a, B: Backend> {
 
 impl<'a, B: Backend> Resolved<'a, B> {
     /// Resolves the recipe, the same on every rank.
-    pub fn new(
-        job: &'a Job<'a>,
-        mut ranks: Ranks<B>,
-        recipe: &'a mut Recipe,
-    ) -> Result<Self, Error> {
+    pub fn new(job: &'a Job<'a>, mut ranks: Ranks<B>, recipe: &'a mut Recipe) -> Result<Self> {
         let run = RunDirectory::new(&recipe.run.dir);
         let begin_anew = job.options.begin_anew;
         let resumes = ranks.rank0_decides::<Error>(|| {
@@ -70,16 +66,16 @@ impl<'a, B: Backend> Resolved<'a, B> {
 /// What a run reads.
 struct Opened {
     source: ModelSource,
-    data: Result<RunData, Error>,
-    teachers: Result<Teachers, Error>,
+    data: Result<RunData>,
+    teachers: Result<Teachers>,
 }
 
 /// Fails on all ranks if a rank on which `matters` holds has an error.
 fn agree_if<B: Backend, R>(
     ranks: &mut Ranks<B>,
-    result: Result<R, Error>,
+    result: Result<R>,
     matters: bool,
-) -> Result<Result<R, Error>, Error> {
+) -> Result<Result<R>> {
     match ranks.any(result.is_err() && matters)? {
         true => Ok(Ok(ranks.agree(result)?)),
         false => Ok(result),
@@ -88,7 +84,7 @@ fn agree_if<B: Backend, R>(
 
 impl Job<'_> {
     /// Fails if the directory of a new run has what the run reads, or lies in a model that it reads.
-    fn check_inputs(&self, run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
+    fn check_inputs(&self, run: &RunDirectory, recipe: &Recipe) -> Result<()> {
         let model = &recipe.model;
         let origin = model.from.as_deref().and_then(CheckpointName::parse);
         let directories = [
@@ -124,7 +120,7 @@ impl Job<'_> {
     }
 
     /// Fails if the number of ranks is not a multiple of a stage's tensor x pipeline.
-    fn check_parallel(&self, stage: &Stage) -> Result<(), Error> {
+    fn check_parallel(&self, stage: &Stage) -> Result<()> {
         let ranks = self.group.size();
         if stage.parallel.data_ranks(ranks).is_some() {
             return Ok(());
@@ -143,7 +139,7 @@ impl Job<'_> {
 
     /// Opens the model, of a run that begins where its `parent` ends as that keeps it, the data and the teachers;
     /// errors of the latter two are reported later.
-    fn open(&self, recipe: &mut Recipe, parent: Option<&RunDirectory>) -> Result<Opened, Error> {
+    fn open(&self, recipe: &mut Recipe, parent: Option<&RunDirectory>) -> Result<Opened> {
         for stage in &recipe.stages {
             self.check_parallel(stage)?;
         }
@@ -169,7 +165,7 @@ fn resolve_origin<B: Backend>(
     recipe: &mut Recipe,
     resumed: Option<&RunDirectory>,
     ranks: &mut Ranks<B>,
-) -> Result<(), Error> {
+) -> Result<()> {
     let Some(from) = recipe.model.from.clone() else { return Ok(()) };
     if let Some(run) = resumed {
         ranks.agree(adopt_origin(recipe, run))?;
@@ -181,7 +177,7 @@ fn resolve_origin<B: Backend>(
 }
 
 /// Adds the step with which `run` began to a `model.from` that is a run without one.
-pub(crate) fn adopt_origin(recipe: &mut Recipe, run: &RunDirectory) -> Result<(), Error> {
+pub(crate) fn adopt_origin(recipe: &mut Recipe, run: &RunDirectory) -> Result<()> {
     let stored = run.stored_recipe()?.model.from;
     let is_its_step =
         |stored: &String| recipe.model.from.as_ref().is_some_and(|from| is_step_of(stored, from));
@@ -195,7 +191,7 @@ pub(crate) fn adopt_origin(recipe: &mut Recipe, run: &RunDirectory) -> Result<()
 pub fn first_that_keeps_model<'a>(
     recipe: &Recipe,
     runs: impl IntoIterator<Item = &'a RunDirectory>,
-) -> Result<Option<&'a RunDirectory>, Error> {
+) -> Result<Option<&'a RunDirectory>> {
     for run in runs {
         if run.keeps_model(recipe)? {
             return Ok(Some(run));

@@ -16,12 +16,12 @@ use super::resolve::Resolved;
 use crate::run_data::RunData;
 use crate::run_inputs::{InputCheck, RunInputs};
 use crate::trainer::{Inputs, train, warn_of_edited};
-use crate::{Error, Event, Outcome, disk_space};
+use crate::{Error, Event, Outcome, Result, disk_space};
 
 impl<B: Backend + Clone> LockedRun<'_, B> {
     /// Compares the inputs of a finished run with those that it was started with, and stores its recipe. While the
     /// recipe names the same ones, the data may be gone.
-    pub fn check_finished(self, events: &mut dyn FnMut(Event<'_>)) -> Result<InputCheck, Error> {
+    pub fn check_finished(self, events: &mut dyn FnMut(Event<'_>)) -> Result<InputCheck> {
         let LockedRun { resolved, state } = self;
         let Resolved { job, mut ranks, run, recipe, source, data, teachers, .. } = resolved;
         let names_others = ranks.rank0_decides::<Error>(|| {
@@ -51,7 +51,7 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
     }
 
     /// Trains the remaining steps, and exports the model.
-    pub fn train(self, backend: B, events: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Error> {
+    pub fn train(self, backend: B, events: &mut dyn FnMut(Event<'_>)) -> Result<Outcome> {
         let LockedRun { resolved, state } = self;
         let Resolved { job, mut ranks, run, recipe, source, data, teachers, resume_step, .. } =
             resolved;
@@ -108,7 +108,7 @@ impl Job<'_> {
         recipe: &Recipe,
         grows: bool,
         device: String,
-    ) -> Result<Option<PathBuf>, Error> {
+    ) -> Result<Option<PathBuf>> {
         // The step from which a stage is longer is known once a checkpoint is open.
         let edited = if grows { None } else { run.write_recipe(recipe)? };
         let ranks = self.group.size();
@@ -134,7 +134,7 @@ struct Training<'a, B: Backend> {
 }
 
 impl<B: Backend + Clone> InTrainingElements for Training<'_, B> {
-    type Output = Result<Outcome, Error>;
+    type Output = Result<Outcome>;
 
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         let Training { backend, ranks, inputs, data, events } = self;

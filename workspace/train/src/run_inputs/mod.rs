@@ -21,7 +21,7 @@ use self::record::{FileRecord, Record, VALIDATION};
 use self::token_files::TokenFileState;
 use crate::run_data::RunData;
 use crate::teacher::Teachers;
-use crate::{Error, Event, ModelSource};
+use crate::{Error, Event, ModelSource, Result};
 
 /// A run whose inputs are compared with its record.
 pub(crate) struct RunInputs<'a> {
@@ -53,7 +53,7 @@ impl RunInputs<'_> {
         &self,
         ranks: &mut Ranks<B>,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Option<Vec<String>>, Error> {
+    ) -> Result<Option<Vec<String>>> {
         let files = self.data.token_files();
         let found = token_files::find(ranks, &files, self.stop)?;
         let Some(found) = found else { return Ok(None) };
@@ -76,7 +76,7 @@ impl RunInputs<'_> {
         &self,
         ranks: &mut Ranks<B>,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<InputCheck, Error> {
+    ) -> Result<InputCheck> {
         if !ranks.rank0_decides::<Error>(|| Ok(self.run.inputs().is_file()))? {
             return Ok(InputCheck::Passed);
         }
@@ -93,7 +93,7 @@ impl RunInputs<'_> {
         files: &[(String, &TokenFile)],
         found: &[TokenFileState],
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Record, Error> {
+    ) -> Result<Record> {
         let path = self.run.inputs();
         let stored = Record::of_run(&path, self.resumes)?;
         let model = ModelFiles::read(self.source, self.recipe)?;
@@ -161,7 +161,7 @@ impl RunInputs<'_> {
         files: &[(String, &TokenFile)],
         mut record: Option<Record>,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<InputCheck, Error> {
+    ) -> Result<InputCheck> {
         for (key, file) in files {
             let are_valid = ranks.rank0_decides::<Error>(|| {
                 let known = record.as_ref().and_then(|record| record.token_file(key)?.ids_below);

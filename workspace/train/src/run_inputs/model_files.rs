@@ -15,7 +15,7 @@ use moh_hf::model_directory::{TOKENIZER_FILE, companion_files};
 use moh_recipe::Recipe;
 
 use super::record::input_changed;
-use crate::{Error, ModelSource};
+use crate::{ModelSource, Result};
 
 pub(super) struct ModelFiles {
     files: BTreeMap<String, ModelFile>,
@@ -28,7 +28,7 @@ struct ModelFile {
 }
 
 impl ModelFiles {
-    pub(super) fn read(source: &ModelSource, recipe: &Recipe) -> Result<Self, Error> {
+    pub(super) fn read(source: &ModelSource, recipe: &Recipe) -> Result<Self> {
         let mut files = BTreeMap::new();
         if let Some(directory) = source.directory.as_deref() {
             let (path, key) = (directory.join(CONFIG_FILE), "model.from");
@@ -70,7 +70,7 @@ impl ModelFiles {
         recorded: &BTreeMap<String, String>,
         record: &Path,
         kept: &Path,
-    ) -> Result<Vec<String>, Error> {
+    ) -> Result<Vec<String>> {
         let found = self.hashes();
         let mut remarks = Vec::new();
         let names: BTreeSet<&String> = found.keys().chain(recorded.keys()).collect();
@@ -122,7 +122,7 @@ impl ModelFiles {
     }
 
     /// Writes the files to `place`, complete or not at all; nothing if there are none.
-    pub(super) fn write(&self, place: &Path) -> Result<(), Error> {
+    pub(super) fn write(&self, place: &Path) -> Result<()> {
         if self.files.is_empty() {
             return Ok(moh_files::remove_directory(place).map_err(moh_files::io(place))?);
         }
@@ -147,7 +147,7 @@ fn add_card(
     files: &mut BTreeMap<String, ModelFile>,
     source: &ModelSource,
     directory: &Path,
-) -> Result<(), Error> {
+) -> Result<()> {
     let (card, key) = (&source.card, "model.from");
     let bytes = card.kept_readme().into_bytes();
     let path = directory.join(CARD_FILE);
@@ -168,7 +168,7 @@ fn add_companions(
     tokenizer: &Path,
     prefix: &str,
     key: &'static str,
-) -> Result<(), Error> {
+) -> Result<()> {
     for path in companion_files(directory, tokenizer)? {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
         let bytes = std::fs::read(&path).map_err(moh_files::io(&path))?;

@@ -11,7 +11,7 @@ use moh_recipe::{Recipe, is_below};
 use serde::{Deserialize, Serialize};
 
 use super::token_files::TokenFileState;
-use crate::Error;
+use crate::{Error, Result};
 use moh_files::unless_missing;
 
 /// Begins the keys of the validation sets' files.
@@ -64,14 +64,14 @@ impl Record {
     }
 
     /// The record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
-    pub(crate) fn of_run(path: &Path, needed: bool) -> Result<Option<Self>, Error> {
+    pub(crate) fn of_run(path: &Path, needed: bool) -> Result<Option<Self>> {
         match Self::read(path) {
             Err(error) if needed => Err(error),
             read => Ok(read.ok().flatten()),
         }
     }
 
-    fn read(path: &Path) -> Result<Option<Self>, Error> {
+    fn read(path: &Path) -> Result<Option<Self>> {
         let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(moh_files::io(path))?;
@@ -134,7 +134,7 @@ impl Record {
         changed.map(|((key, _), _)| key.as_str()).collect()
     }
 
-    pub(crate) fn write(&self, path: &Path) -> Result<(), Error> {
+    pub(crate) fn write(&self, path: &Path) -> Result<()> {
         let mut text =
             serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?;
         text.push(b'\n');
@@ -149,7 +149,7 @@ impl Record {
         recipe: &Recipe,
         weights: Option<&String>,
         teachers: &BTreeMap<String, String>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let is_changed = |recorded: Option<&String>, found: Option<&String>| {
             recorded.zip(found).is_some_and(|(recorded, found)| recorded != found)
         };
@@ -173,7 +173,7 @@ impl Record {
         path: &Path,
         files: &[(String, &TokenFile)],
         found: &[TokenFileState],
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         for ((key, file), found) in files.iter().zip(found) {
             // The recipe's other keys are compared before: the sources are as many as they were.
             let recorded = self.token_files.get(key).filter(|_| !is_below(key, VALIDATION));
@@ -209,7 +209,7 @@ pub(super) fn input_changed(input: &Path, key: &str, difference: &str, record: &
 }
 
 /// Fails if a run with several sources has no record of this version's order of samples.
-pub(crate) fn check_order(run: &RunDirectory, training: &[TrainingData]) -> Result<(), Error> {
+pub(crate) fn check_order(run: &RunDirectory, training: &[TrainingData]) -> Result<()> {
     let path = run.inputs();
     let is_mixture = training.iter().any(|data| data.files().len() > 1);
     if !is_mixture

@@ -10,7 +10,7 @@ use moh_kernels::Backend;
 use moh_step::Ranks;
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::{Error, Result};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct TokenFileState {
@@ -25,7 +25,7 @@ pub(super) fn find<B: Backend>(
     ranks: &mut Ranks<B>,
     files: &[(String, &TokenFile)],
     stop: &AtomicBool,
-) -> Result<Option<Vec<TokenFileState>>, Error> {
+) -> Result<Option<Vec<TokenFileState>>> {
     let (rank, size) = (ranks.group().rank(), ranks.group().size());
     let find = |(_, file): &(String, &TokenFile)| {
         let content = file.content();
@@ -60,7 +60,7 @@ pub(super) fn find<B: Backend>(
 pub(super) fn share_contents<B: Backend>(
     ranks: &mut Ranks<B>,
     found: &[TokenFileState],
-) -> Result<Vec<String>, Error> {
+) -> Result<Vec<String>> {
     let hash = |found: &TokenFileState| {
         let content = serde_json::to_vec(&found.content)?;
         Ok(blake3::hash(&content).to_hex().to_string())
@@ -90,7 +90,7 @@ pub(super) fn scan<B: Backend>(
     file: &TokenFile,
     stop: &AtomicBool,
     progress: &mut dyn FnMut(u64),
-) -> Result<Option<u64>, Error> {
+) -> Result<Option<u64>> {
     let (rank, size) = (ranks.group().rank() as u64, ranks.group().size() as u64);
     let tokens = file.num_tokens();
     let (mut done, mut largest) = (0, 0.0);

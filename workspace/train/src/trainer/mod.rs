@@ -30,7 +30,7 @@ pub(crate) use start::{attention_before, check_resumable, initial_model, warn_of
 use crate::export::{self, Exported};
 use crate::run_data::RunData;
 use crate::teacher::Teachers;
-use crate::{Error, Event, ModelSource, Outcome, TimeLimit};
+use crate::{Error, Event, ModelSource, Outcome, Result, TimeLimit};
 
 /// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]
@@ -92,7 +92,7 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
     inputs: Inputs<'_>,
     data: RunData,
     events: &mut dyn FnMut(Event<'_>),
-) -> Result<Outcome, Error> {
+) -> Result<Outcome> {
     let mut silence = |_: Event<'_>| {};
     let events = if ranks.is_first() { events } else { &mut silence };
     for path in data.without_end_of_text() {
@@ -141,7 +141,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         (self.events)(Event::Sources(&sources));
     }
 
-    fn run(&mut self) -> Result<Progress, Error> {
+    fn run(&mut self) -> Result<Progress> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
             let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
             if self.evaluate_at(EvaluationPoint::Loaded, batch)? == Evaluated::Stopped {
@@ -172,7 +172,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Exports the model and writes the summary, which marks the run as finished.
-    fn finish(mut self) -> Result<Outcome, Error> {
+    fn finish(mut self) -> Result<Outcome> {
         // The export would make a directory again that was moved or removed.
         self.ranks.on_rank0::<Error>(|| Ok(self.inputs.run.check_mark()?))?;
         self.check_loss()?;
@@ -193,7 +193,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Exports the model on the first rank, unless a rank is asked to stop meanwhile: then there is no new
     /// export, and the last checkpoint has the model.
-    fn export(&mut self) -> Result<Exported, Error> {
+    fn export(&mut self) -> Result<Exported> {
         let Trainer { ranks, model, state, events, .. } = self;
         let Inputs { run, source, recipe, stop, .. } = self.inputs;
         let is_asked = || stop.load(Ordering::Relaxed);

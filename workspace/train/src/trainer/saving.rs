@@ -12,7 +12,7 @@ use moh_step::OptimizerState;
 
 use super::save_clock::{Due, SaveClock};
 use super::{Inputs, Trainer};
-use crate::{Error, Event};
+use crate::{Error, Event, Result};
 
 /// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
 /// the time limit of an operation, however long the checkpoint takes.
@@ -55,7 +55,7 @@ impl<T: Element, M: Element> Saving<T, M> {
         model: &Model<B, T>,
         optimizer: &OptimizerState<B, M>,
         last_good: Option<u64>,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         Ok(Saving {
             snapshot: Arc::new(Snapshot::new(model.layout(), optimizer.shard())?),
             flight: None,
@@ -83,7 +83,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// The exchange of all ranks at the end of a step, which also follows the checkpoint in flight.
-    pub(super) fn agree_after_step(&mut self) -> Result<Agreed, Error> {
+    pub(super) fn agree_after_step(&mut self) -> Result<Agreed> {
         let due = self.saving.clock.step_ends(Instant::now());
         let agreed = self.exchange(Duration::ZERO, due)?;
         self.warn_of_failure("in a minute, or when the next checkpoint is due");
@@ -93,7 +93,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Copies the state and begins to write its checkpoint; the weights must be complete. A checkpoint in flight is
     /// waited for first, so that the same ones are written at any speed. Fails if the run directory was moved or
     /// removed. A checkpoint that cannot be written is a warning later.
-    pub(super) fn save(&mut self) -> Result<(), Error> {
+    pub(super) fn save(&mut self) -> Result<()> {
         let _span = span::enter("checkpoint");
         self.wait_for_checkpoint()?;
         self.warn_of_failure("now");
@@ -129,7 +129,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Creates the directory of a checkpoint, on the first rank; returns the function that completes it.
-    fn begin(&mut self) -> Result<CompleteCheckpoint, Error> {
+    fn begin(&mut self) -> Result<CompleteCheckpoint> {
         let Inputs { run, recipe, source, .. } = self.inputs;
         let (run, retention, state) = (run.clone(), recipe.checkpoint, self.state.clone());
         let config = source.fields(recipe, &state, self.model.config(), None);
@@ -151,7 +151,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Copies the state to the host; returns the function that writes this rank's part of the checkpoint.
-    fn copy_state(&mut self) -> Result<WritePart, Error> {
+    fn copy_state(&mut self) -> Result<WritePart> {
         let _span = span::enter("copy");
         // A thread that had the snapshot has ended with its flight.
         let snapshot = Arc::get_mut(&mut self.saving.snapshot).expect("no checkpoint is in flight");
@@ -169,7 +169,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Waits for the checkpoint in flight. If there is none of the last step then, it is written, once
     /// more if it has failed before.
-    pub(super) fn finish_saving(&mut self) -> Result<(), Error> {
+    pub(super) fn finish_saving(&mut self) -> Result<()> {
         self.wait_for_checkpoint()?;
         if !self.is_saved() {
             self.save()?;
@@ -202,7 +202,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.saving.last_good.unwrap_or(0) == self.state.step
     }
 
-    pub(super) fn wait_for_checkpoint(&mut self) -> Result<(), Error> {
+    pub(super) fn wait_for_checkpoint(&mut self) -> Result<()> {
         while self.saving.flight.is_some() {
             self.exchange(EXCHANGE_EVERY, Due::default())?;
         }
@@ -211,7 +211,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Waits at most `limit` for this rank's part of a checkpoint in flight, exchanges flags with the
     /// other ranks and follows the checkpoint. `due` counts on the first rank.
-    fn exchange(&mut self, limit: Duration, due: Due) -> Result<Agreed, Error> {
+    fn exchange(&mut self, limit: Duration, due: Due) -> Result<Agreed> {
         let flight = self.saving.flight.as_mut();
         let ThreadFlags { running, failed } =
             flight.map_or_else(ThreadFlags::default, |(_, flight)| flight.wait(limit));

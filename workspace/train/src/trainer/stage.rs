@@ -15,7 +15,7 @@ use super::evaluation::{Evaluated, Losses};
 use super::{Inputs, Progress, Trainer};
 use crate::calibration::{CalibrationRecord, StageMeasurement, attention_of};
 use crate::rates::Rates;
-use crate::{Error, Event, TimeLimit};
+use crate::{Error, Event, Result, TimeLimit};
 
 /// The buffers of a stage's steps.
 struct Work<'a, B: Backend, T: Element, G: Element> {
@@ -28,7 +28,7 @@ struct Work<'a, B: Backend, T: Element, G: Element> {
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Trains the remaining steps of the current stage.
-    pub(super) fn run_stage(&mut self, stage: &Stage) -> Result<Progress, Error> {
+    pub(super) fn run_stage(&mut self, stage: &Stage) -> Result<Progress> {
         if self.state.stage_step == 0 {
             // A calibration reads the checkpoint with which the stage before ends.
             if stage.calibration().is_some() {
@@ -87,7 +87,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Loads the teacher of the current stage, in place of an earlier stage's.
-    fn set_teacher(&mut self, config: &StepConfig) -> Result<(), Error> {
+    fn set_teacher(&mut self, config: &StepConfig) -> Result<()> {
         let Inputs { teachers, source, .. } = self.inputs;
         // Both would not fit the memory that is planned.
         self.model.set_teacher(None)?;
@@ -100,7 +100,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Takes the next step, and ends it.
-    fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress, Error> {
+    fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress> {
         let _step = span::enter_numbered("step", self.state.step + 1);
         let stage = work.stage;
         self.saving.step_begins();
@@ -136,7 +136,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         &mut self,
         work: &mut Work<'_, B, T, G>,
         mut metrics: StepMetrics,
-    ) -> Result<Progress, Error> {
+    ) -> Result<Progress> {
         let stage = work.stage;
         // The step has been counted already.
         let before = self.state.step.saturating_sub(1);
@@ -178,7 +178,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// The error of a run whose guard has refused as many steps in a row as the recipe's patience, the last one for
     /// this reason. The checkpoint in flight is complete then.
-    fn diverged(&mut self, reason: SkipReason) -> Result<Error, Error> {
+    fn diverged(&mut self, reason: SkipReason) -> Result<Error> {
         self.wait_for_checkpoint()?;
         self.warn_of_failure("when the run resumes");
         if !self.ranks.is_first() {
@@ -197,10 +197,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// As [`Trainer::compute_and_apply`], with the times of the step's parts.
-    fn compute_timed(
-        &mut self,
-        work: &mut Work<'_, B, T, G>,
-    ) -> Result<(StepResult, Speed), Error> {
+    fn compute_timed(&mut self, work: &mut Work<'_, B, T, G>) -> Result<(StepResult, Speed)> {
         // What a checkpoint or another rank has taken since the step before is no part of this one.
         let checkpoint = self.part_times.take().checkpoint;
         let started = Instant::now();
@@ -210,7 +207,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Computes the stage's next step and updates the weights.
-    fn compute_and_apply(&mut self, work: &mut Work<'_, B, T, G>) -> Result<StepResult, Error> {
+    fn compute_and_apply(&mut self, work: &mut Work<'_, B, T, G>) -> Result<StepResult> {
         let update = self.state.next_update(work.stage, &self.inputs.recipe.guard);
         let norms = self.inputs.recipe.log.norms_every_steps;
         let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
@@ -225,7 +222,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         &mut self,
         work: &mut Work<'_, B, T, G>,
         last: bool,
-    ) -> Result<Option<Losses>, Error> {
+    ) -> Result<Option<Losses>> {
         let sets = &self.inputs.recipe.data.validation;
         let due: Vec<bool> = sets.iter().map(|set| self.is_due(set, last)).collect();
         if !due.contains(&true) {
@@ -247,7 +244,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Sets the stage's attention and the moments with which it begins; evaluates the model if its
     /// attention changed. If a rank was asked to stop meanwhile, or if the model needs more tensors, the stage has not
     /// begun.
-    fn begin_stage(&mut self, stage: &Stage) -> Result<Progress, Error> {
+    fn begin_stage(&mut self, stage: &Stage) -> Result<Progress> {
         let Inputs { recipe, source, run, .. } = self.inputs;
         let before = self.attention.clone();
         let mut moh = attention_of(recipe, self.state.stage, source, before.as_ref())?;
@@ -303,7 +300,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn calibrate(
         &mut self,
         measurement: &StageMeasurement<'_>,
-    ) -> Result<Option<CalibrationRecord>, Error> {
+    ) -> Result<Option<CalibrationRecord>> {
         let _span = span::enter("calibration");
         // An earlier stage's teacher is not needed any more, and its memory may be.
         self.model.set_teacher(None)?;

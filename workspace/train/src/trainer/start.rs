@@ -19,7 +19,7 @@ use moh_step::{OptimizerState, Ranks, StepGroups};
 use super::saving::Saving;
 use super::{Inputs, Trainer};
 use crate::run_data::RunData;
-use crate::{Error, Event, ModelSource};
+use crate::{Error, Event, ModelSource, Result};
 
 impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
     /// Loads the requested or the newest valid checkpoint, or else the recipe's initial model.
@@ -29,7 +29,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         inputs: Inputs<'a>,
         data: RunData,
         events: &'e mut dyn FnMut(Event<'_>),
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         let Inputs { recipe, run, .. } = inputs;
         let Loaded { state, extensions, parallel, groups, attention, model, optimizer } = loop {
             if let Some(loaded) = load(&backend, &mut ranks, &inputs, events)? {
@@ -94,7 +94,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     ranks: &mut Ranks<B>,
     inputs: &Inputs<'_>,
     events: &mut dyn FnMut(Event<'_>),
-) -> Result<Option<Loaded<B, T, M>>, Error> {
+) -> Result<Option<Loaded<B, T, M>>> {
     let Inputs { recipe, source, run, .. } = *inputs;
     let mut damaged = |path: &Path, error: &moh_checkpoint::Error| {
         events(Event::DamagedCheckpoint { path, error });
@@ -176,7 +176,7 @@ pub(crate) fn initial_model<B: Backend + Clone, T: Element, M: Element>(
     place: ModelParallel,
     shard: Shard,
     source: &ModelSource,
-) -> Result<ModelAndState<B, T, M>, Error> {
+) -> Result<ModelAndState<B, T, M>> {
     if !source.is_checkpoint() {
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
         let model = Model::of_part(backend, config, length, place, shard.size, fill)?;
@@ -196,7 +196,7 @@ fn plan_growth<B: Backend>(
     inputs: &Inputs<'_>,
     state: &mut RunState,
     ranks: &mut Ranks<B>,
-) -> Result<Extensions, Error> {
+) -> Result<Extensions> {
     let mut extensions = Extensions::default();
     let json = |error: serde_json::Error| moh_files::io(inputs.run.root())(error.into());
     let mut text = None;
@@ -217,7 +217,7 @@ fn settle<B: Backend>(
     extensions: &Extensions,
     ranks: &mut Ranks<B>,
     events: &mut dyn FnMut(Event<'_>),
-) -> Result<(), Error> {
+) -> Result<()> {
     let Inputs { run, recipe, resume_step, .. } = *inputs;
     let (mut aside, mut edited) = (Vec::new(), None);
     ranks.on_rank0::<Error>(|| {
@@ -250,7 +250,7 @@ fn divide<B: Backend>(
     ranks: &Ranks<B>,
     parallel: ParallelOptions,
     config: &ModelConfig,
-) -> Result<(StepGroups, ModelParallel), Error> {
+) -> Result<(StepGroups, ModelParallel)> {
     let all = ranks.group().clone();
     let layout = RankLayout::new(all.size(), parallel.tensor, parallel.pipeline)?;
     let groups = layout.groups(&all)?;
@@ -269,7 +269,7 @@ struct Writers {
 }
 
 /// Opens the first rank's logs, truncated to the state's step.
-fn open_writers(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Writers, Error> {
+fn open_writers(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Writers> {
     let steps = state.recorded_steps();
     let metrics = metrics_resume::resume(run, recipe, steps)?;
     let routing = metrics_resume::resume_routing(run, state)?;
@@ -290,7 +290,7 @@ pub(crate) fn attention_before(
     run: &RunDirectory,
     source: &ModelSource,
     stored: Option<&StoredCheckpoint>,
-) -> Result<Option<MohConfig>, Error> {
+) -> Result<Option<MohConfig>> {
     let Some(stored) = stored else { return Ok(source.config.moh.clone()) };
     let path = run.checkpoint(stored.manifest().state.step);
     let moh = moh_checkpoint::run_directory::config_file(stored, &path)?.config.moh;
@@ -299,7 +299,7 @@ pub(crate) fn attention_before(
 }
 
 /// Refuses a run that has completed checkpoints and has none left.
-pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
+pub(crate) fn check_resumable(run: &RunDirectory) -> Result<()> {
     if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() {
         let reason = format!(
             "the run has completed checkpoints, and none of them is left to resume from: put one back into {}, or \

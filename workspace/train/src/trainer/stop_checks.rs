@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use moh_kernels::Backend;
 use moh_step::Ranks;
 
-use crate::Error;
+use crate::Result;
 
 /// The time between two exchanges, which take well below a thousandth of it.
 const EVERY: Duration = Duration::from_millis(500);
@@ -38,7 +38,7 @@ impl StopChecks {
         &mut self,
         ranks: &mut Ranks<B>,
         stop: &AtomicBool,
-    ) -> Result<ControlFlow<()>, Error> {
+    ) -> Result<ControlFlow<()>> {
         if ranks.group().size() > 1 && self.left > 0 {
             self.left -= 1;
             return Ok(ControlFlow::Continue(()));

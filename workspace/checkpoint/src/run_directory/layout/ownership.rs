@@ -12,8 +12,8 @@ use moh_files::{PendingDirectory, TEMPORARY, first_free, first_free_suffixed};
 use moh_recipe::Recipe;
 
 use super::{CALIBRATION, RunDirectory};
-use crate::Error;
 use crate::run_directory::run_lock::LOCK;
+use crate::{Error, Result};
 use moh_files::unless_missing;
 
 /// The file that makes a directory a run's: it has the run's recipe.
@@ -26,7 +26,7 @@ const OF_FILE_SYSTEM: &str = "lost+found";
 const MAX_NAMED: usize = 3;
 
 /// The names in a directory, sorted; none if it does not exist.
-fn names(directory: &Path) -> Result<Vec<String>, Error> {
+fn names(directory: &Path) -> Result<Vec<String>> {
     let entries = unless_missing(directory, fs::read_dir(directory))?;
     let mut names = Vec::new();
     for entry in entries.into_iter().flatten() {
@@ -53,7 +53,7 @@ impl RunDirectory {
     }
 
     /// The run whose `recipe.toml` is at `path`, itself or through links; `None` for any other file.
-    pub fn of_recipe(path: &Path) -> Result<Option<Self>, Error> {
+    pub fn of_recipe(path: &Path) -> Result<Option<Self>> {
         let mut path = path.to_owned();
         loop {
             let run = RunDirectory::new(moh_files::parent(&path));
@@ -70,7 +70,7 @@ impl RunDirectory {
 
     /// Fails if the directory was moved or removed since the run has marked it. A file system that does not answer says
     /// nothing.
-    pub fn check_mark(&self) -> Result<(), Error> {
+    pub fn check_mark(&self) -> Result<()> {
         let path = self.mark_path();
         match fs::metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
@@ -82,7 +82,7 @@ impl RunDirectory {
 
     /// Loads the recipe at `path` with `key=value` overrides. That of a run may have a key that only earlier versions
     /// had.
-    pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
+    pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe> {
         Ok(match Self::of_recipe(path)? {
             Some(_) => Recipe::load_stored(path, overrides)?,
             None => Recipe::load(path, overrides)?,
@@ -90,13 +90,13 @@ impl RunDirectory {
     }
 
     /// Whether the directory is a run's: marked, or with the recipe and checkpoints of a version without marks.
-    pub fn is_run(&self) -> Result<bool, Error> {
+    pub fn is_run(&self) -> Result<bool> {
         let has_checkpoints = || Ok::<_, Error>(self.marker().is_file() || self.has_names()?);
         Ok(self.mark_path().is_file() || (self.recipe().is_file() && has_checkpoints()?))
     }
 
     /// Fails if a run must not take the directory: it is neither absent nor empty nor a run's.
-    pub fn check(&self) -> Result<(), Error> {
+    pub fn check(&self) -> Result<()> {
         if self.root.symlink_metadata().is_ok() && !self.root.is_dir() {
             let what = match self.root.read_link() {
                 Ok(target) => format!("a link to {}, which is not a directory", target.display()),
@@ -125,7 +125,7 @@ impl RunDirectory {
     }
 
     /// The names in the directory, but for those that a process leaves before it has marked its directory.
-    pub fn occupants(&self) -> Result<Vec<String>, Error> {
+    pub fn occupants(&self) -> Result<Vec<String>> {
         let mut found = names(&self.root)?;
         let unfinished = format!("{TEMPORARY}{MARK}");
         let precedes_mark = |name: &str| [LOCK, OF_FILE_SYSTEM].contains(&name);
@@ -148,7 +148,7 @@ impl RunDirectory {
     pub fn check_inputs<'a>(
         &self,
         inputs: impl Iterator<Item = (String, &'a Path, bool)>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let root = absolute(&self.root);
         for (key, input, is_model) in inputs {
             let at = absolute(input);
@@ -168,14 +168,14 @@ impl RunDirectory {
     }
 
     /// The files with the results of calibrations.
-    pub fn calibration_files(&self) -> Result<Vec<PathBuf>, Error> {
+    pub fn calibration_files(&self) -> Result<Vec<PathBuf>> {
         let mut found = names(&self.root)?;
         found.retain(|name| name.starts_with(CALIBRATION));
         Ok(found.into_iter().map(|name| self.root.join(name)).collect())
     }
 
     /// Marks the directory as that of a run of `recipe`, unless it is a run's. The caller has locked it.
-    pub fn claim(&self, recipe: &Recipe) -> Result<(), Error> {
+    pub fn claim(&self, recipe: &Recipe) -> Result<()> {
         self.check()?;
         match self.is_run()? {
             true => Ok(()),
@@ -189,7 +189,7 @@ impl RunDirectory {
     ///
     /// # Errors
     /// Fails if the directory cannot be renamed or created, or if this process works in it.
-    pub fn set_aside(&self) -> Result<Option<PathBuf>, Error> {
+    pub fn set_aside(&self) -> Result<Option<PathBuf>> {
         if !self.is_run()? {
             return Ok(None);
         }
@@ -211,7 +211,7 @@ impl RunDirectory {
 
     /// Removes the leftovers of earlier processes, and gives an export that one of them was replacing its name back.
     /// The caller has locked the directory.
-    pub fn clear_remains(&self) -> Result<(), Error> {
+    pub fn clear_remains(&self) -> Result<()> {
         for place in [self.export(), self.model()] {
             PendingDirectory::recover(&place).map_err(moh_files::io(&place))?;
         }

@@ -20,7 +20,7 @@ use moh_recipe::{Recipe, Stage, is_below};
 use toml::Value;
 
 use super::RunDirectory;
-use crate::Error;
+use crate::{Error, Result};
 use moh_files::unless_missing;
 
 /// Recipes of the run that a user has edited begin so.
@@ -64,7 +64,7 @@ impl fmt::Display for KeyChange {
 
 impl RunDirectory {
     /// The recipe with which the run was started or last resumed.
-    pub fn stored_recipe(&self) -> Result<Recipe, Error> {
+    pub fn stored_recipe(&self) -> Result<Recipe> {
         Ok(match self.marked_recipe()? {
             Some(text) => Recipe::parse_stored(&text, &self.mark_path(), &[])?,
             // Versions without marks kept it there alone.
@@ -73,7 +73,7 @@ impl RunDirectory {
     }
 
     /// The text of the recipe in the mark; `None` without a mark.
-    fn marked_recipe(&self) -> Result<Option<String>, Error> {
+    fn marked_recipe(&self) -> Result<Option<String>> {
         let path = self.mark_path();
         let bytes = moh_files::read_bounded_if_any(&path, MAX_BYTES, "the mark of a run")?;
         let Some(bytes) = bytes else { return Ok(None) };
@@ -96,7 +96,7 @@ impl RunDirectory {
     }
 
     /// Writes the mark, with the text of a recipe.
-    pub(super) fn write_mark(&self, recipe: &str) -> Result<(), Error> {
+    pub(super) fn write_mark(&self, recipe: &str) -> Result<()> {
         let path = self.mark_path();
         let text = format!("{HEAD}{FORMAT}\n{recipe}");
         Ok(moh_files::write(&path, text.as_bytes()).map_err(moh_files::io(&path))?)
@@ -106,7 +106,7 @@ impl RunDirectory {
     /// resumed, and only some keys may change. Those of inputs may if the run records the content of its
     /// inputs, which the caller compares. Returns whether a stage has become longer or was appended.
     /// `command` is what started the program, for the message.
-    pub fn check_recipe(&self, recipe: &Recipe, command: &str) -> Result<bool, Error> {
+    pub fn check_recipe(&self, recipe: &Recipe, command: &str) -> Result<bool> {
         if !self.has_completed_work()? {
             return Ok(false);
         }
@@ -151,7 +151,7 @@ impl RunDirectory {
     }
 
     /// The command of another run that starts from this one's newest checkpoint; `None` if there is none.
-    fn another_run(&self, recipe: &Recipe, command: &str) -> Result<Option<String>, Error> {
+    fn another_run(&self, recipe: &Recipe, command: &str) -> Result<Option<String>> {
         let Some(step) = self.checkpoint_steps()?.pop() else { return Ok(None) };
         let from = format!("{}@{step}", self.root.display());
         // Other keys of the model are about one that is not a run.
@@ -168,7 +168,7 @@ impl RunDirectory {
 
     /// Writes the resolved recipe into the directory, which the caller has locked and claimed. Returns where a
     /// `recipe.toml` is that a user has edited.
-    pub fn write_recipe(&self, recipe: &Recipe) -> Result<Option<PathBuf>, Error> {
+    pub fn write_recipe(&self, recipe: &Recipe) -> Result<Option<PathBuf>> {
         let (path, text) = (self.recipe(), recipe.to_toml()?);
         let found = unless_missing(&path, fs::read(&path))?;
         let ours = self.marked_recipe()?;
@@ -231,7 +231,7 @@ fn names_input(key: &str) -> bool {
 }
 
 /// The keys whose values differ between two recipes, in order.
-pub fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
+pub fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>> {
     let (before, now) = (leaves(before)?, leaves(now)?);
     let keys: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
     let change = |key: &String| KeyChange {
@@ -246,7 +246,7 @@ pub fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
 const STAGES: &str = "stage";
 
 /// Every value of a recipe by its full key, stages by name. A list of values is one value.
-pub fn leaves(recipe: &Recipe) -> Result<BTreeMap<String, String>, Error> {
+pub fn leaves(recipe: &Recipe) -> Result<BTreeMap<String, String>> {
     let mut leaves = BTreeMap::new();
     collect("", &recipe.to_value()?, &mut leaves);
     // The order of stages is not the value of a single key.

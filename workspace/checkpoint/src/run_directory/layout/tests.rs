@@ -32,7 +32,7 @@ fn found(run: &RunDirectory) -> Recipe {
 }
 
 /// What a run does at its start.
-fn store(run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
+fn store(run: &RunDirectory, recipe: &Recipe) -> Result<()> {
     run.check_recipe(recipe, "moh-train --recipe small.toml")?;
     run.write_recipe(recipe).map(|_| ())
 }

@@ -22,18 +22,18 @@ impl ReadSample for Masked {
         number: u64,
         window: &mut [u32],
         document_start: Option<&mut [u32]>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         read_tokens(number, window, document_start)
     }
 
-    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, Error> {
+    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool> {
         for (at, byte) in (0..).zip(mask) {
             *byte = u8::from((self.trains)(number, at));
         }
         Ok(self.has_mask)
     }
 
-    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, Error> {
+    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
         let targets = samples.flat_map(|sample| (1..=LENGTH as u64).map(move |at| (sample, at)));
         let count = targets.filter(|&(sample, at)| (self.trains)(sample, at)).count();
         Ok(self.has_mask.then_some(count as u64))
