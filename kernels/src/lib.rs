@@ -16,6 +16,7 @@ use device::cpu::{compiled, disjoint, math, scratch, simd};
 use device::cuda;
 use device::{counting, cpu, error, gpu_sizes, region};
 pub use device::{memory, ranks, scalar};
+use error::{check_ids, check_len, ensure};
 pub use operators::{
     adamw, add, attention, convert, cross_entropy, embedding, key_value_cache, linear, qk_norm,
     relative_error, rms_norm, rope, router, sampling, swiglu,
@@ -36,6 +37,8 @@ pub use cuda::EmulatedCalls;
 pub use error::{Error, Result, with_cause};
 pub use matmul::{Accumulation, Bf16Path};
 pub use memory::{Memory, MemoryInfo, Purpose, View, ViewMut};
+pub use ranks::Heads;
 pub use region::{Location, LocationMut, Region, RegionMut};
+pub use rope::QkvShape;
 pub use scalar::{DType, Element, ElementType, Scalar};
 pub use workspace::{WorkingSet, Workspace};

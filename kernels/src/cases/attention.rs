@@ -5,11 +5,10 @@ use crate::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
 };
 use crate::qk_norm::{QkNormBackward, QkNormForward};
-use crate::ranks::Heads;
-use crate::rope::{QkvShape, RopeArgs, RopeTable};
+use crate::rope::{RopeArgs, RopeTable};
 use crate::router::query_norm::{QueryNormBackward, QueryNormForward, QueryNormRouter, Selects};
 use crate::router::{RouterGradient, Routing, SharedHeads};
-use crate::{Backend, Element, Result};
+use crate::{Backend, Element, Heads, QkvShape, Result};
 
 /// Causal attention over random queries, keys and values, of all heads or of the heads that the
 /// router selects.

@@ -3,8 +3,7 @@
 
 use super::{Case, Sizes, Work, random_elements, upload};
 use crate::attention::{Selection, SequenceAttention, Span};
-use crate::rope::QkvShape;
-use crate::{Backend, Element};
+use crate::{Backend, Element, QkvShape};
 
 const SEQUENCES: usize = 8;
 /// Tokens of a sequence, with the new one.

@@ -1,11 +1,9 @@
 //! Cases of the routers by logits.
 
 use super::{Case, Sizes, Work, random_elements};
-use crate::ranks::Heads;
-use crate::rope::QkvShape;
 use crate::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
 use crate::router::{RouterGradient, Routing, SharedHeads};
-use crate::{Backend, Element, Result};
+use crate::{Backend, Element, Heads, QkvShape, Result};
 
 /// A router, which routes once, and its routing.
 fn routing<B: Backend, T: Element>(

@@ -32,8 +32,7 @@ mod rows;
 
 pub use attention::AttentionCase;
 
-use crate::rope::QkvShape;
-use crate::{Backend, Element, Result, Scalar};
+use crate::{Backend, Element, QkvShape, Result, Scalar};
 
 /// Sizes of the model whose operators are measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,9 +9,8 @@ use crate::linear::{Accumulation, LinearBackwardInput, LinearBackwardWeight, Lin
 use crate::ranks::VocabularyRows;
 use crate::relative_error::RelativeErrorArgs;
 use crate::rms_norm::{RmsNormBackward, RmsNormForward};
-use crate::rope::QkvShape;
 use crate::sampling::{RowRequest, RowSampling, RowToken, SampleArgs};
-use crate::{Backend, DType, Element};
+use crate::{Backend, DType, Element, QkvShape};
 
 /// Linear layers beside the model's own: one of the smallest models, and the projection to a
 /// vocabulary, which does not fit a cache.

@@ -12,8 +12,7 @@ use moh_kernels::attention::{
     Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
     Selection,
 };
-use moh_kernels::rope::QkvShape;
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Backend, Cpu, Element, QkvShape};
 use proptest::prelude::*;
 
 /// Rows in several tiles of 64, none of them full.

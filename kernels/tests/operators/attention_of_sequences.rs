@@ -8,8 +8,7 @@ use crate::reference::{
 };
 use half::bf16;
 use moh_kernels::attention::{Attention, Selection, SequenceAttention, Span};
-use moh_kernels::rope::QkvShape;
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Backend, Cpu, Element, QkvShape};
 use proptest::prelude::*;
 
 /// New tokens of a sequence after `position` others.

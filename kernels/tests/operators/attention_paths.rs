@@ -7,8 +7,7 @@ use crate::reference::Random;
 use crate::reference::attention::{Case, Inputs, agrees, agrees_on, cached, documents, run};
 use half::bf16;
 use moh_kernels::attention::AttentionShape;
-use moh_kernels::rope::QkvShape;
-use moh_kernels::{AttentionPath, Cuda};
+use moh_kernels::{AttentionPath, Cuda, QkvShape};
 
 /// The GPUs of this build, emulated and real.
 fn devices() -> impl Iterator<Item = Cuda> {

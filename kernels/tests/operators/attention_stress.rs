@@ -4,8 +4,7 @@
 #![cfg(feature = "cuda")]
 
 use half::bf16;
-use moh_kernels::rope::QkvShape;
-use moh_kernels::{AttentionPath, Cuda};
+use moh_kernels::{AttentionPath, Cuda, QkvShape};
 
 use crate::reference::attention::{Case, Inputs, Prepared, Results, documents};
 use crate::reference::{BF16_TOLERANCE, F32_TOLERANCE, Random, assert_close, columns, gpu, wide};

@@ -2,8 +2,7 @@
 
 use crate::reference::{Random, cases, columns, download, place, qkv_shapes, upload};
 use moh_kernels::key_value_cache::{KeyValueAppend, KeyValueCache};
-use moh_kernels::rope::QkvShape;
-use moh_kernels::{Backend, Cpu};
+use moh_kernels::{Backend, Cpu, QkvShape};
 
 fn appends<B: Backend>(device: &B, shape: QkvShape, [block_length, free]: [usize; 2], seed: u64) {
     let (mut random, width) = (Random(seed), shape.kv_heads * shape.head_dim);

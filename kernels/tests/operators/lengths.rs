@@ -4,15 +4,13 @@
 mod operators;
 
 use crate::reference::{cases, first_shared, shared, table};
-use moh_kernels::Backend;
 use moh_kernels::attention::{
     AttentionArgs, AttentionForward, AttentionShape, KeyValues, Selection,
 };
 use moh_kernels::cross_entropy::HeadShape;
-use moh_kernels::ranks::Heads;
-use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormRouter};
 use moh_kernels::router::{RouterGradient, Routing, RoutingShape};
+use moh_kernels::{Backend, Heads, QkvShape};
 use operators::{OPERATORS, call, fits, route, routing, zeros};
 use proptest::prelude::*;
 

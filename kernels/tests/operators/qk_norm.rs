@@ -7,8 +7,7 @@ use crate::reference::{
 };
 use half::bf16;
 use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
-use moh_kernels::rope::QkvShape;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, QkvShape};
 
 const EPS: f64 = 1e-6;
 

@@ -11,10 +11,9 @@ use moh_kernels::linear::{Linear, LinearBackwardInput, LinearBackwardWeight, Lin
 use moh_kernels::qk_norm::{QkNorm, QkNormBackward, QkNormForward};
 use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::rms_norm::{RmsNorm, RmsNormBackward, RmsNormForward};
-use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::swiglu::Swiglu;
-use moh_kernels::{Accumulation, Cpu, Element};
+use moh_kernels::{Accumulation, Cpu, Element, QkvShape};
 use proptest::prelude::*;
 
 /// Runs `body` on pools of one, two and five threads and asserts equal results.

@@ -3,8 +3,7 @@
 //!
 //!     cargo run --release -p moh-checkpoint --example read_checkpoint -- runs/quickstart
 
-use moh_checkpoint::StoredCheckpoint;
-use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_step::TensorKind;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

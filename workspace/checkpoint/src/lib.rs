@@ -42,6 +42,7 @@ pub use read::{
 };
 pub use read_error::ReadError;
 pub use retention::{prune, remove, superseded, superseded_by_good};
+pub use run_directory::RunDirectory;
 pub use snapshot::{Snapshot, staging_bytes};
 pub use stored::{StoredCheckpoint, TensorRequest};
 pub use write::{begin, publish, write_part};

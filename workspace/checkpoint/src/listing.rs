@@ -8,8 +8,7 @@ use moh_files::TEMPORARY;
 
 use super::MANIFEST_HASH;
 use super::stored::read_state;
-use crate::run_directory::RunDirectory;
-use crate::{Result, RunState};
+use crate::{Result, RunDirectory, RunState};
 use moh_files::unless_missing;
 
 /// Prefix of the names of checkpoints whose bytes are wrong.

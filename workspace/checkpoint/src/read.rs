@@ -6,13 +6,12 @@ use std::path::{Path, PathBuf};
 use moh_comm::World;
 use moh_files::{FileError, first_free_suffixed};
 use moh_kernels::{Backend, Cpu};
-use moh_model::parameters::Shard;
+use moh_model::Shard;
 use moh_step::Ranks;
 
 use super::MANIFEST;
 use crate::listing::{ASIDE, DAMAGED};
-use crate::run_directory::RunDirectory;
-use crate::{Error, ReadError, Result, StoredCheckpoint};
+use crate::{Error, ReadError, Result, RunDirectory, StoredCheckpoint};
 
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
 pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);

@@ -6,8 +6,7 @@ use moh_files::TEMPORARY;
 use moh_recipe::CheckpointOptions;
 
 use crate::listing::is_unfinished_checkpoint;
-use crate::run_directory::RunDirectory;
-use crate::{Result, alone, newest_good};
+use crate::{Result, RunDirectory, alone, newest_good};
 use moh_files::unless_missing;
 
 /// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.

@@ -139,9 +139,8 @@ impl ShardTensor {
 #[cfg(test)]
 mod tests {
     use moh_hf::weight_files::header_type;
-    use moh_model::layout::ModelLayout;
     use moh_model::model_parallel::ModelPart;
-    use moh_model::parameters::Shard;
+    use moh_model::{ModelLayout, Shard};
     use safetensors::tensor::TensorView;
 
     use super::super::manifest::tensor_file;

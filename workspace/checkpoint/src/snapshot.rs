@@ -8,9 +8,8 @@ use std::ops::Range;
 
 use half::bf16;
 use moh_kernels::{Backend, Cpu, Element, Memory, Scalar};
-use moh_model::Model;
-use moh_model::layout::{ModelLayout, Segment};
-use moh_model::parameters::{FlatBuffers, Shard, overlap};
+use moh_model::parameters::overlap;
+use moh_model::{FlatBuffers, Model, ModelLayout, Segment, Shard};
 use moh_step::OptimizerState;
 
 use crate::Result;

@@ -6,15 +6,12 @@
 use std::sync::Arc;
 
 use moh_kernels::linear::{Linear, LinearBackwardInput, LinearForward};
-use moh_kernels::ranks::Heads;
 use moh_kernels::router::{Routers, RoutingShape, SharedHeads};
-use moh_kernels::{Accumulation, Cpu, Result};
-use moh_model::model_parallel::ModelParallel;
-use moh_model::parameters::FlatBuffers;
+use moh_kernels::{Accumulation, Cpu, Heads, Result};
 use moh_model::router::{Router, RouterBackward, RouterForward, RouterParameter};
 use moh_model::{
-    Activations, Architecture, AuxiliaryLosses, Error, LossConfig, Model, ModelConfig, PassShape,
-    Recompute, RopeConfig, StepSums, initial,
+    Activations, Architecture, AuxiliaryLosses, Error, FlatBuffers, LossConfig, Model, ModelConfig,
+    ModelParallel, PassShape, Recompute, RopeConfig, StepSums, initial,
 };
 
 /// With H heads, of the block's input x: gates = softmax(W x), W `[H, C]`; a token selects the `top_k`

@@ -8,9 +8,8 @@
 
 use std::ops::Range;
 
-use moh_kernels::rope::QkvShape;
 use moh_kernels::router::Routing;
-use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
+use moh_kernels::{Backend, Element, Memory, Purpose, QkvShape, Workspace};
 use serde::{Deserialize, Serialize};
 
 use crate::attention_output::AttentionOutputs;

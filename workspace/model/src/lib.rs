@@ -97,9 +97,12 @@ pub use generation::{BatchGenerator, BatchOptions, Chunk, Generator, PassHeads, 
 pub use head_counts::HeadCounts;
 pub use head_request::{Active, DEFAULT_ACTIVE_SHARE, HeadRequest};
 pub use inspection::{BlockMagnitudes, Magnitude};
+pub use layout::{ModelLayout, Segment};
 pub use model::{LossConfig, Model, ModelBuffers};
+pub use model_parallel::ModelParallel;
 pub use moh_kernels::sampling::LogProbabilities;
 pub use output::ModelOutput;
+pub use parameters::{FlatBuffers, Shard};
 pub use pass_sizes::{PassRole, PassSizes};
 pub use router::RouterKind;
 pub use sampler::{Sampler, Sampling};

@@ -8,13 +8,10 @@ use moh_kernels::{Backend, Element, Memory, Purpose};
 
 use crate::architecture::Layers;
 use crate::layers::{Context, RopeTables, RouterLayer, RouterSpec, Tokens};
-use crate::layout::{ModelLayout, Segment};
-use crate::model_parallel::ModelParallel;
-use crate::parameters::FlatBuffers;
 use crate::router::{self, CustomRouters, LayerRouting, Router, RoutingStatistics};
 use crate::{
-    Activations, AuxiliaryLosses, Error, ModelConfig, PassRole, PassShape, PassSizes, Result,
-    Teacher,
+    Activations, AuxiliaryLosses, Error, FlatBuffers, ModelConfig, ModelLayout, ModelParallel,
+    PassRole, PassShape, PassSizes, Result, Segment, Teacher,
 };
 
 /// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the

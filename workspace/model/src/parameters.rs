@@ -8,9 +8,8 @@ use std::ops::Range;
 use moh_comm::Group;
 use moh_kernels::{Accumulation, Element, Memory, Scalar, View, ViewMut};
 
-use crate::layout::{ModelLayout, Segment};
 use crate::slice::SliceRun;
-use crate::{Error, Result};
+use crate::{Error, ModelLayout, Result, Segment};
 
 /// Most elements that are converted at a time: a tensor of gigabytes has no second copy on the host.
 const UPLOAD: usize = 1 << 20;

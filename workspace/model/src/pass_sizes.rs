@@ -3,13 +3,11 @@
 
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::cross_entropy::HeadShape;
-use moh_kernels::rope::QkvShape;
 use moh_kernels::router::RoutingShape;
-use moh_kernels::{Element, WorkingSet};
+use moh_kernels::{Element, QkvShape, WorkingSet};
 
-use crate::layout::ModelLayout;
 use crate::model_parallel::{ModelPart, TensorShare, TokenShare};
-use crate::{ModelConfig, PassShape, Result, router};
+use crate::{ModelConfig, ModelLayout, PassShape, Result, router};
 
 /// What a model's passes are in distillation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -3,11 +3,10 @@
 
 use moh_calibrate::{CalibrationBuffers, Division, Shared};
 use moh_kernels::Purpose;
-use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
-    Activations, ModelBuffers, ModelConfig, MohConfig, PassSizes, RouterKind, Slots, block_alone,
-    ends_alone, most_windows, pass_alone, windows_of_pass,
+    Activations, ModelBuffers, ModelConfig, ModelLayout, MohConfig, PassSizes, RouterKind, Slots,
+    block_alone, ends_alone, most_windows, pass_alone, windows_of_pass,
 };
 use moh_recipe::{CalibrationOptions, SharedChoice};
 

@@ -2,13 +2,12 @@
 //! that counts, and adds the memory outside buffers.
 
 use moh_comm::Coordinates;
+use moh_kernels::Memory as _;
 use moh_kernels::open_device::{InTrainingElements, TrainingTypes, in_training_elements};
 use moh_kernels::ranks::share;
-use moh_kernels::{CountedDevice, CountingMemory, Element, Memory as _, Purpose};
-use moh_model::layout::ModelLayout;
+use moh_kernels::{CountedDevice, CountingMemory, Element, Purpose};
 use moh_model::model_parallel::{ModelPart, TensorShare};
-use moh_model::parameters::Shard;
-use moh_model::{Activations, ModelBuffers, ModelConfig, PassSizes, Slots};
+use moh_model::{Activations, ModelBuffers, ModelConfig, ModelLayout, PassSizes, Shard, Slots};
 use moh_recipe::{DeviceKind, Recipe, Stage};
 use moh_step::{
     Evaluator, OptimizerState, StepBuffers, StepConfig, StepSizes, pipeline_schedule, ranks,

@@ -4,9 +4,8 @@
 //! Sizes are per rank: heads are sharded by key/value groups, the MLP by columns and the vocabulary
 //! by rows; norms are replicated.
 
-use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::{ModelPart, TensorShare};
-use moh_model::{AuxiliaryLosses, LayerHeads, ModelConfig, MohConfig, SharedHeadSets};
+use moh_model::{AuxiliaryLosses, LayerHeads, ModelConfig, ModelLayout, MohConfig, SharedHeadSets};
 use moh_recipe::{MohOptions, ParallelOptions, Recipe, Stage};
 use moh_step::StepConfig;
 

@@ -17,9 +17,8 @@ use std::ops::Range;
 use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
 use moh_kernels::{Backend, Element};
-use moh_model::layout::ModelLayout;
-use moh_model::parameters::{FlatBuffers, ParameterRange, Shard};
-use moh_model::{Error, Model};
+use moh_model::parameters::ParameterRange;
+use moh_model::{Error, FlatBuffers, Model, ModelLayout, Shard};
 
 use crate::step_buffers::Rounded;
 
@@ -198,8 +197,7 @@ mod tests {
 
     use moh_comm::RankLayout;
     use moh_kernels::{Cpu, ElementType};
-    use moh_model::ModelConfig;
-    use moh_model::model_parallel::ModelParallel;
+    use moh_model::{ModelConfig, ModelParallel};
 
     use super::*;
     use moh_testkit::ranks;

@@ -29,9 +29,8 @@ use std::ops::{ControlFlow, Range};
 use moh_data::Windows;
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
-use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
-use moh_model::{Activations, Model, PassShape, PassSizes, Recompute, Slots, StepSums};
+use moh_model::{Activations, Model, PassShape, PassSizes, Recompute, Shard, Slots, StepSums};
 
 use crate::{Error, Result};
 

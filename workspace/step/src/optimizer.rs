@@ -7,10 +7,9 @@ use half::bf16;
 use moh_kernels::adamw::remainder::{join, split};
 use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Element, Memory, Purpose, Scalar};
-use moh_model::layout::{ModelLayout, Segment};
-use moh_model::parameters::{FlatBuffers, OnBuffer, Shard, overlap};
+use moh_model::parameters::{OnBuffer, overlap};
 use moh_model::tensors::TensorGroup;
-use moh_model::{Model, StepSums};
+use moh_model::{FlatBuffers, Model, ModelLayout, Segment, Shard, StepSums};
 use serde::{Deserialize, Serialize};
 
 use crate::Result;

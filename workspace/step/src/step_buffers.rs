@@ -2,9 +2,7 @@
 
 use half::bf16;
 use moh_kernels::{Element, ElementType, Memory, Purpose, Scalar, Workspace};
-use moh_model::layout::ModelLayout;
-use moh_model::parameters::FlatBuffers;
-use moh_model::{Activations, PassSizes, Slots, StepSums};
+use moh_model::{Activations, FlatBuffers, ModelLayout, PassSizes, Slots, StepSums};
 
 use crate::Result;
 use crate::block_norms::SquaredBlockNorms;

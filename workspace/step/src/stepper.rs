@@ -9,21 +9,20 @@ use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, span};
-use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, AttentionOutputLoss, AuxiliaryLoss, AuxiliaryLosses, LossConfig, Model, PassSlot,
-    StepSums, Sums,
+    Activations, AttentionOutputLoss, AuxiliaryLoss, AuxiliaryLosses, FlatBuffers, LossConfig,
+    Model, PassSlot, StepSums, Sums,
 };
 
-use crate::Result;
-use crate::block_norms::{BlockNorms, SquaredBlockNorms};
+use crate::block_norms::SquaredBlockNorms;
 use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
-use crate::optimizer::{Hyperparameters, OptimizerState};
 use crate::pipeline_schedule::{self, ChunkPass};
-use crate::samples::{HostBatch, ReadSample};
-use crate::step_buffers::{StepBuffers, StepSizes};
-use crate::step_config::{StepConfig, StepGroups, Update};
+use crate::samples::HostBatch;
+use crate::{
+    BlockNorms, Hyperparameters, OptimizerState, ReadSample, Result, StepBuffers, StepConfig,
+    StepGroups, StepSizes, Update,
+};
 
 /// The buffers of a stage's steps, and the settings that do not change between steps.
 pub struct Stepper<B: Backend, T: Element, G: Element> {

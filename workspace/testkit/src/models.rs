@@ -4,12 +4,10 @@ use std::collections::HashMap;
 
 use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Cpu, Element};
-use moh_model::layout::{ModelLayout, Segment};
-use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, AuxiliaryLosses, Error, HeadCounts, LossConfig, Model, ModelConfig,
-    MohConfig, PassShape, Recompute, RopeConfig, RouterKind, SharedHeadSets, StepSums, Sums,
-    initial,
+    Activations, Architecture, AuxiliaryLosses, Error, FlatBuffers, HeadCounts, LossConfig, Model,
+    ModelConfig, ModelLayout, MohConfig, PassShape, Recompute, RopeConfig, RouterKind, Segment,
+    SharedHeadSets, StepSums, Sums, initial,
 };
 
 pub const VOCABULARY: u32 = 61;

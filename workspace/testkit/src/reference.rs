@@ -8,8 +8,7 @@ use candle_nn::ops::{silu, softmax};
 use moh_kernels::Cpu;
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::router::SharedHeads;
-use moh_model::parameters::FlatBuffers;
-use moh_model::{AuxiliaryLoss, Model, ModelConfig, RouterKind, Sums};
+use moh_model::{AuxiliaryLoss, FlatBuffers, Model, ModelConfig, RouterKind, Sums};
 
 use crate::models::{SCALE, VOCABULARY};
 

@@ -4,11 +4,9 @@
 use std::io;
 use std::path::Path;
 
-use moh_checkpoint::Condition;
-use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::{Condition, RunDirectory};
 use moh_files::units::bytes;
-use moh_model::ModelConfig;
-use moh_model::layout::ModelLayout;
+use moh_model::{ModelConfig, ModelLayout};
 use moh_plan::{DiskBytes, calibration_bytes, with_all_matrices};
 use moh_recipe::{Recipe, Stage};
 

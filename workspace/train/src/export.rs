@@ -2,13 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::run_directory::RunDirectory;
-use moh_checkpoint::{RunState, StoredCheckpoint};
+use moh_checkpoint::{RunDirectory, RunState, StoredCheckpoint};
 use moh_hf::check_destination;
 use moh_hf::model_directory::{Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec, write_model};
 use moh_kernels::{Backend, Element};
-use moh_model::Model;
-use moh_model::layout::ModelLayout;
+use moh_model::{Model, ModelLayout};
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
 

@@ -3,9 +3,8 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::{Evaluation, EvaluationPoint, StageCalibration};
-use moh_checkpoint::{RunState, steps_at};
+use moh_checkpoint::{RunDirectory, RunState, steps_at};
 use moh_files::units::group_digits;
 use moh_hf::ModelCard;
 use moh_recipe::{AttentionKind, Recipe, Stage};

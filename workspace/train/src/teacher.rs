@@ -9,14 +9,13 @@ use moh_checkpoint::run_directory::CheckpointName;
 use moh_data::TokenizerFile;
 use moh_hf::{ConfigFile, StoredModel};
 use moh_kernels::{Backend, Element};
-use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
-use moh_model::{Distillation, Model, ModelConfig, PassShape, Teacher};
+use moh_model::{Distillation, Model, ModelConfig, PassShape, Segment, Teacher};
 use moh_recipe::{DistillOptions, Recipe, START, Stage};
 use moh_step::TensorKind;
 
-use crate::Result;
-use crate::source::{ModelSource, StoredWeights, differs, is_own_run, with_tokenizer};
+use crate::source::{StoredWeights, differs, is_own_run, with_tokenizer};
+use crate::{ModelSource, Result};
 
 /// The teachers of a recipe's stages, in order.
 pub(crate) struct Teachers(Vec<Option<TeacherSource>>);

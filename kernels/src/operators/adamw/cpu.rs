@@ -6,10 +6,9 @@ use rayon::prelude::*;
 use super::remainder::{join, split};
 use super::{AdamWUpdate, Constants, Optimizer};
 use crate::compiled::compiled;
-use crate::error::check_len;
 use crate::math::sum_of_squares;
 use crate::simd::vectorized;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, check_len};
 
 /// Elements per task.
 const CHUNK: usize = 16 * 1024;

@@ -8,8 +8,7 @@ use bytemuck::Zeroable;
 use super::{AdamWUpdate, Constants, Optimizer};
 use crate::cuda::parameters::adamw::{Segment, SquaredNorms, Sum, Update};
 use crate::cuda::{Cuda, CudaView, CudaViewMut, THREADS, blocks, name};
-use crate::error::{Result, check_len};
-use crate::scalar::Element;
+use crate::{Element, Result, check_len};
 
 /// Segments per launch: a kernel takes 4 KiB of parameters.
 const SEGMENTS: usize = 128;

@@ -14,8 +14,7 @@ mod cpu;
 pub(crate) mod cuda;
 pub mod remainder;
 
-use crate::error::{check_len, ensure};
-use crate::{DType, Element, Memory, Result, View, ViewMut};
+use crate::{DType, Element, Memory, Result, View, ViewMut, check_len, ensure};
 
 /// Constants of one step on one range of parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]

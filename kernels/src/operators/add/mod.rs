@@ -5,8 +5,7 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::check_len;
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, Result, View, ViewMut, check_len};
 
 /// The addition as an operator of a device.
 pub trait Add: Memory {

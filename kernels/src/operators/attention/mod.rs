@@ -13,10 +13,8 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 mod sequences;
 
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut, copy_views};
-use crate::rope::QkvShape;
-use crate::scalar::Element;
+use crate::memory::copy_views;
+use crate::{Element, Memory, QkvShape, Result, View, ViewMut, check_len, ensure};
 pub use sequences::{SequenceAttention, Span};
 
 /// Shape of an attention.

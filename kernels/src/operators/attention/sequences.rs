@@ -6,9 +6,7 @@ use std::ops::Range;
 use super::{AttentionArgs, AttentionShape, Selection};
 #[cfg(gpu)]
 use super::{AttentionForward, KeyValues};
-use crate::error::{check_len, ensure};
-use crate::rope::QkvShape;
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, QkvShape, Result, View, ViewMut, check_len, ensure};
 
 /// The new tokens of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -4,9 +4,8 @@ use rayon::prelude::*;
 
 use super::Convert;
 use crate::compiled::compiled;
-use crate::error::check_len;
 use crate::simd::vectorized;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, check_len};
 
 /// Elements of one task.
 const PART: usize = 64 * 1024;

@@ -3,8 +3,7 @@
 use super::Convert;
 use crate::cuda::parameters::convert::Parameters;
 use crate::cuda::{Cuda, CudaView, CudaViewMut, blocks, name};
-use crate::error::{Result, check_len};
-use crate::scalar::Element;
+use crate::{Element, Result, check_len};
 
 impl Convert for Cuda {
     fn convert<X: Element, Y: Element>(

@@ -20,10 +20,9 @@ mod teacher;
 
 pub use teacher::HeadTeacher;
 
-use crate::error::{check_len, ensure};
 use crate::linear::Accumulation;
 use crate::ranks::{AllReduce, VocabularyRows};
-use crate::{Element, Memory, Result, View, ViewMut, Workspace};
+use crate::{Element, Memory, Result, View, ViewMut, Workspace, check_len, ensure};
 
 /// Tokens of a GPU's chunk of f32 logits; a chunk of bf16 logits has twice as many.
 pub(crate) const GPU_CHUNK: usize = 1024;

@@ -9,8 +9,7 @@
 //! Z_s - Z_t: one pass over the logits gives all three sums. Ranks with shards of the rows exchange theirs in further
 //! columns of their table.
 
-use crate::error::{check_len, ensure};
-use crate::{Element, Memory, Result, View};
+use crate::{Element, Memory, Result, View, check_len, ensure};
 
 use super::HeadShape;
 

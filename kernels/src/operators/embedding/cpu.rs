@@ -1,8 +1,7 @@
 //! The CPU bodies of the embedding.
 
 use super::{Embedding, EmbeddingBackward, EmbeddingForward, check};
-use crate::error::check_ids;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, check_ids};
 
 impl Embedding for Cpu {
     fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()> {

@@ -5,9 +5,8 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{check_len, ensure};
 use crate::ranks::VocabularyRows;
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, Result, View, ViewMut, check_len, ensure};
 
 /// Arguments of [`Embedding::embedding_forward`].
 pub struct EmbeddingForward<'a, M: Memory, T: Element> {

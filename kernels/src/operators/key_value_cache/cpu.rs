@@ -1,8 +1,7 @@
 //! The CPU body of appending to the cache.
 
 use super::{KeyValueAppend, KeyValueCache, check};
-use crate::error::ensure;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, ensure};
 
 impl KeyValueCache for Cpu {
     fn key_value_append<T: Element>(&self, args: KeyValueAppend<'_, Self, T>) -> Result<()> {

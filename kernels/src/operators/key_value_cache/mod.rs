@@ -4,9 +4,7 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{check_len, ensure};
-use crate::rope::QkvShape;
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, QkvShape, Result, View, ViewMut, check_len, ensure};
 
 /// Arguments of [`KeyValueCache::key_value_append`].
 pub struct KeyValueAppend<'a, M: Memory, T: Element> {

@@ -3,11 +3,10 @@
 
 use super::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward, check};
 use crate::compiled::compiled;
-use crate::error::{check_len, ensure};
 use crate::matmul::{
     self, Destination, Matrix, MatrixMut, Packed, matmul_of_rows, matmul_packed, matmul_parallel,
 };
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, check_len, ensure};
 
 impl Linear for Cpu {
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()> {

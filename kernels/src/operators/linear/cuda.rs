@@ -4,8 +4,7 @@ use super::{
     Accumulation, Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward, check,
 };
 use crate::cuda::{Cuda, Matmul, Operand};
-use crate::error::check_len;
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, Result, View, ViewMut, check_len};
 
 impl Linear for Cuda {
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()> {

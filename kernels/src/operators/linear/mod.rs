@@ -6,9 +6,8 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{check_len, ensure};
 pub use crate::matmul::Accumulation;
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, Result, View, ViewMut, check_len, ensure};
 
 /// Arguments of [`Linear::linear_forward`].
 pub struct LinearForward<'a, M: Memory, T: Element> {

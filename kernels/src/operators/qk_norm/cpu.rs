@@ -4,13 +4,11 @@ use rayon::prelude::*;
 
 use super::{QkNorm, QkNormBackward, QkNormForward, check};
 use crate::compiled::compiled;
-use crate::error::check_len;
 use crate::math::sum_of_squares;
 use crate::rms_norm::cpu::{add_partial_sums, inner, normalize_row};
-use crate::rope::QkvShape;
 use crate::scratch::{self, with_scratch};
 use crate::simd::vectorized;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, QkvShape, Result, check_len};
 
 /// Tokens of one task.
 const ROWS: usize = 32;

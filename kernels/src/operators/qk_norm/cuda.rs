@@ -4,9 +4,8 @@ use super::{QkNorm, QkNormBackward, QkNormForward, check};
 use crate::attention::AttentionShape;
 use crate::cuda::parameters::qk_norm::{Backward, Forward};
 use crate::cuda::{Cuda, THREADS, name};
-use crate::error::{Result, check_len};
-use crate::scalar::Element;
 use crate::workspace::gpu::{QK_NORM_GROUPS, qk_norm_bytes};
+use crate::{Element, Result, check_len};
 
 const WARP: usize = 32;
 /// Heads of a block in the forward pass, as in qk_norm.cu.

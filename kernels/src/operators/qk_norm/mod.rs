@@ -12,9 +12,7 @@ pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use crate::error::check_len;
-use crate::rope::QkvShape;
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, QkvShape, Result, View, ViewMut, check_len};
 
 /// Arguments of [`QkNorm::qk_norm_forward`].
 pub struct QkNormForward<'a, M: Memory, T: Element> {

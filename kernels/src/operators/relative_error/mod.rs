@@ -5,8 +5,7 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{check_len, ensure};
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, Result, View, ViewMut, check_len, ensure};
 
 /// Arguments of [`RelativeError::relative_error`].
 pub struct RelativeErrorArgs<'a, M: Memory, T: Element> {

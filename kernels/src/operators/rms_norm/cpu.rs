@@ -4,11 +4,10 @@ use rayon::prelude::*;
 
 use super::{RmsNorm, RmsNormBackward, RmsNormForward, check};
 use crate::compiled::compiled;
-use crate::error::check_len;
 use crate::math::{sum_of_squares, total};
 use crate::scratch::{self, with_scratch};
 use crate::simd::vectorized;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, check_len};
 
 /// Tokens per task.
 const ROWS: usize = 64;

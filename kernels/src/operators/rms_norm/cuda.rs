@@ -3,9 +3,8 @@
 use super::{RmsNorm, RmsNormBackward, RmsNormForward, check};
 use crate::cuda::parameters::rms_norm::{Backward, Forward};
 use crate::cuda::{Cuda, THREADS, name};
-use crate::error::{Result, check_len};
-use crate::scalar::Element;
 use crate::workspace::gpu::{NORM_GROUPS, norm_bytes};
+use crate::{Element, Result, check_len};
 
 /// Columns of a block of `rms_norm_backward_weight`.
 const SUM_COLUMNS: usize = 8;

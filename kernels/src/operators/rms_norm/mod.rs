@@ -7,8 +7,7 @@ pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use crate::error::{check_len, ensure};
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, Result, View, ViewMut, check_len, ensure};
 
 /// Arguments of [`RmsNorm::rms_norm_forward`].
 pub struct RmsNormForward<'a, M: Memory, T: Element> {

@@ -5,9 +5,8 @@ pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use crate::error::{Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut, copy_views};
-use crate::scalar::Element;
+use crate::memory::copy_views;
+use crate::{Element, Memory, Result, View, ViewMut, check_len, ensure};
 
 /// Shape of the packed queries, keys and values of a micro-batch: `[B*T, (H + 2G) * D]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,8 +1,7 @@
 //! The CPU bodies of the operators that all routers share.
 
 use super::{Routers, Routing, SharedHeads};
-use crate::cpu::Cpu;
-use crate::error::{Result, check_len};
+use crate::{Cpu, Result, check_len};
 
 impl Routers for Cpu {
     fn complete_routing(&self, routing: &mut Routing<Self>) -> Result<()> {

@@ -1,11 +1,10 @@
 //! The operators that all routers share, on a GPU.
 
 use super::{Routers, Routing, SharedHeads};
-use crate::adamw;
 use crate::cuda::parameters::router::{Balance, Routing as Tables, Shared};
 use crate::cuda::{Cuda, CudaViewMut, blocks};
-use crate::error::{Result, check_len};
 use crate::workspace::gpu::balance_loss_bytes;
+use crate::{Result, adamw, check_len};
 
 impl Tables {
     /// The tables of a routing as a kernel's parameters.

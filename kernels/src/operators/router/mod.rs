@@ -19,9 +19,8 @@ pub mod query_norm;
 mod shared_heads;
 
 use crate::attention::Selection;
-use crate::error::{Error, Result, check_len, ensure};
-use crate::memory::{Memory, View, ViewMut};
-use crate::ranks::{AllReduce, Heads};
+use crate::ranks::AllReduce;
+use crate::{Error, Heads, Memory, Result, View, ViewMut, check_len, ensure};
 
 pub use shared_heads::SharedHeads;
 

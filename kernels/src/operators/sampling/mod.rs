@@ -8,8 +8,7 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{check_ids, check_len, ensure};
-use crate::{Element, Memory, Result, View};
+use crate::{Element, Memory, Result, View, check_ids, check_len, ensure};
 
 /// How the token of a row of logits is chosen.
 #[derive(Debug, Clone, PartialEq)]

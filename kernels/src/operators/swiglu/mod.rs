@@ -8,8 +8,7 @@ mod cpu;
 #[cfg(gpu)]
 mod cuda;
 
-use crate::error::{check_len, ensure};
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::{Element, Memory, Result, View, ViewMut, check_len, ensure};
 
 /// SwiGLU as an operator of a device.
 pub trait Swiglu: Memory {

@@ -16,11 +16,10 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType as CandleType, Device, Shape, Tensor, Var};
 use half::bf16;
 use moh_kernels::adamw::AdamW;
-use moh_kernels::ranks::Heads;
-use moh_kernels::rope::{QkvShape, RopeTable};
+use moh_kernels::rope::RopeTable;
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::router::{Routing, SharedHeads};
-use moh_kernels::{Backend, DType, Element, Scalar};
+use moh_kernels::{Backend, DType, Element, Heads, QkvShape, Scalar};
 use proptest::prelude::*;
 use proptest::test_runner::Config;
 

@@ -6,10 +6,8 @@ use super::{
 };
 use crate::reference::{all_heads, cases, first_shared, shared};
 use half::bf16;
-use moh_kernels::ranks::Heads;
-use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
-use moh_kernels::{Backend, Cpu};
+use moh_kernels::{Backend, Cpu, Heads, QkvShape};
 use proptest::prelude::*;
 
 /// The router that selects whole groups, with these groups shared.

@@ -10,11 +10,9 @@ use crate::reference::{
     shared, tolerance, upload, wide,
 };
 use half::bf16;
-use moh_kernels::ranks::Heads;
-use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::router::{Routing, RoutingShape, SharedHeads};
-use moh_kernels::{Backend, Cpu, Element, Memory};
+use moh_kernels::{Backend, Cpu, Element, Heads, Memory, QkvShape};
 use proptest::prelude::*;
 
 impl<T: Element> Inputs<T> {

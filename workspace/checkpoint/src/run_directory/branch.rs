@@ -10,8 +10,7 @@ use std::path::Path;
 use moh_files::PendingDirectory;
 use moh_recipe::Recipe;
 
-use crate::Result;
-use crate::run_directory::RunDirectory;
+use crate::{Result, RunDirectory};
 use moh_files::unless_missing;
 
 /// Whether the directory of `run` is absent or empty.

@@ -13,8 +13,7 @@ use moh_recipe::{ModelOptions, Recipe};
 use moh_step::{Ranks, TensorKind};
 use serde_json::Value;
 
-use crate::run_directory::RunDirectory;
-use crate::{Error, Result};
+use crate::{Error, Result, RunDirectory};
 
 /// The name of a checkpoint: a run directory and, after `@`, a step over all of its stages.
 #[derive(Debug, Clone, PartialEq, Eq)]

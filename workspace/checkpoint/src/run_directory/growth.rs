@@ -11,8 +11,7 @@ use std::path::{Path, PathBuf};
 use crate::{RunState, StageExtension, steps_at};
 use moh_recipe::{Recipe, Stage};
 
-use crate::run_directory::RunDirectory;
-use crate::{Error, Result};
+use crate::{Error, Result, RunDirectory};
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
 

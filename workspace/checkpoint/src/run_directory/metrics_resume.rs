@@ -8,8 +8,7 @@ use crate::run_log::{metrics, routing_log};
 use moh_files::first_free_suffixed;
 use moh_recipe::Recipe;
 
-use crate::run_directory::RunDirectory;
-use crate::{Error, Result};
+use crate::{Error, Result, RunDirectory};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
 /// A file that lacks some is renamed, not removed.

@@ -8,15 +8,14 @@ use std::ops::{Deref, Range};
 
 use moh_comm::Reduce;
 use moh_kernels::ranks::VocabularyRows;
-use moh_kernels::rope::QkvShape;
-use moh_kernels::{Backend, Element, Memory, Purpose, View, ViewMut};
+use moh_kernels::{Backend, Element, Memory, Purpose, QkvShape, View, ViewMut};
 
 use super::RopeTables;
 use crate::generation::PackedWeights;
-use crate::model_parallel::{ModelParallel, TensorShare, TokenShare};
-use crate::parameters::{FlatBuffers, ParameterRange};
+use crate::model_parallel::{TensorShare, TokenShare};
+use crate::parameters::ParameterRange;
 use crate::router::CustomRouters;
-use crate::{PassSizes, Result};
+use crate::{FlatBuffers, ModelParallel, PassSizes, Result};
 
 /// The tokens that a pass computes; they may be fewer than the buffers' capacity.
 pub(crate) struct Tokens<'a, B: Backend> {

@@ -13,12 +13,11 @@ mod statistics;
 use std::ops::Range;
 use std::sync::Arc;
 
-use moh_kernels::ranks::{AllReduce, Heads};
-use moh_kernels::rope::QkvShape;
+use moh_kernels::ranks::AllReduce;
 use moh_kernels::router::logits::{HeadWeights, LogitRouter};
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::router::{RouterGradient, Routing, RoutingShape, SharedHeads};
-use moh_kernels::{Backend, Cpu, Element, Result, View, ViewMut};
+use moh_kernels::{Backend, Cpu, Element, Heads, QkvShape, Result, View, ViewMut};
 
 pub(crate) use kind::HeadGroups;
 pub use kind::RouterKind;

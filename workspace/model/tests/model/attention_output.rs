@@ -3,10 +3,9 @@
 
 use candle_core::Tensor;
 use moh_kernels::Cpu;
-use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, AttentionOutputLoss, AuxiliaryLoss, Error, Model, ModelConfig,
-    MohConfig, PassRole, PassShape, PassSlot, RouterKind, Slots, StepSums, Teacher,
+    Activations, Architecture, AttentionOutputLoss, AuxiliaryLoss, Error, FlatBuffers, Model,
+    ModelConfig, MohConfig, PassRole, PassShape, PassSlot, RouterKind, Slots, StepSums, Teacher,
 };
 use moh_testkit::models::{SHAPE, config, draw, model, moh, upload};
 use moh_testkit::reference::{Reference, assert_gradient, configured, micro_batch};

@@ -9,11 +9,9 @@ use candle_transformers::models::llama::{Cache, Llama, LlamaConfig};
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_kernels::cross_entropy::IGNORED;
-use moh_model::layout::Segment;
-use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, AuxiliaryLoss, AuxiliaryLosses, LossConfig, Model, PassShape,
-    Recompute, RouterKind, StepSums, Sums,
+    Activations, Architecture, AuxiliaryLoss, AuxiliaryLosses, FlatBuffers, LossConfig, Model,
+    PassShape, Recompute, RouterKind, Segment, StepSums, Sums,
 };
 use moh_testkit::models::{model_of, moh, weights};
 use serde_json::{Value, json};

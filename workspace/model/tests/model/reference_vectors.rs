@@ -5,10 +5,9 @@ use std::path::Path;
 
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
-use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, AuxiliaryLoss, AuxiliaryLosses, EndsPass, Generator, LossConfig, Model, MohConfig,
-    PassShape, Recompute, RouterKind, StepSums, Sums,
+    Activations, AuxiliaryLoss, AuxiliaryLosses, EndsPass, FlatBuffers, Generator, LossConfig,
+    Model, MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums,
 };
 use moh_testkit::programs::fixtures;
 use safetensors::SafeTensors;

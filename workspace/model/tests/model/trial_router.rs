@@ -9,16 +9,14 @@ use half::bf16;
 use moh_comm::World;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::linear::{LinearBackwardInput, LinearForward};
-use moh_kernels::ranks::Heads;
 use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
 use moh_kernels::router::{RouterGradient, RouterRanks, RoutingShape, SharedHeads};
-use moh_kernels::{Accumulation, Backend, Cpu, Element};
-use moh_model::model_parallel::ModelParallel;
-use moh_model::parameters::{FlatBuffers, OnBuffer};
+use moh_kernels::{Accumulation, Backend, Cpu, Element, Heads};
+use moh_model::parameters::OnBuffer;
 use moh_model::router::{Router, RouterBackward, RouterForward, RouterParameter};
 use moh_model::{
-    Activations, Architecture, Error, Model, ModelConfig, PassShape, PassSlot, Recompute,
-    RouterKind, StepSums, Sums,
+    Activations, Architecture, Error, FlatBuffers, Model, ModelConfig, ModelParallel, PassShape,
+    PassSlot, Recompute, RouterKind, StepSums, Sums,
 };
 use moh_testkit::models::{ADAMW, RECOMPUTE, SCALE, SHAPE, fill, moh, update, upload};
 use moh_testkit::reference::{Reference, Routed, RouterInput, configured, micro_batch, select};

@@ -6,13 +6,11 @@ use std::path::Path;
 use half::bf16;
 use moh_comm::{Coordinates, RankLayout, World};
 use moh_kernels::{Cpu, Element, Purpose};
-use moh_model::model_parallel::ModelParallel;
-use moh_model::parameters::Shard;
-use moh_model::{Model, ModelConfig, Teacher};
+use moh_model::{Model, ModelConfig, ModelParallel, Shard, Teacher};
 use moh_plan::{Layout, Plan, RankMemory, step_config};
 use moh_recipe::{Recipe, Stage, StageDataOptions};
-use moh_step::{Evaluator, guard::Limits};
-use moh_step::{OptimizerState, Ranks, StepConfig, StepGroups, Stepper, Update};
+use moh_step::guard::Limits;
+use moh_step::{Evaluator, OptimizerState, Ranks, StepConfig, StepGroups, Stepper, Update};
 
 /// Columns of the MLP and rows of the vocabulary do not divide; 7 micro-batches.
 const RECIPE: &str = r#"

@@ -5,10 +5,9 @@ use std::path::Path;
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
-use moh_model::parameters::{FlatBuffers, Shard};
 use moh_model::{
-    Activations, AuxiliaryLoss, AuxiliaryLosses, EndsPass, LossConfig, Model, MohConfig, PassShape,
-    Recompute, RouterKind, StepSums, Sums,
+    Activations, AuxiliaryLoss, AuxiliaryLosses, EndsPass, FlatBuffers, LossConfig, Model,
+    MohConfig, PassShape, Recompute, RouterKind, Shard, StepSums, Sums,
 };
 use moh_step::{GroupFactors, OptimizerState};
 use safetensors::SafeTensors;

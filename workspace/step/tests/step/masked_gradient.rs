@@ -7,9 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use moh_comm::World;
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::{Cpu, ElementType};
-use moh_model::parameters::Shard;
 use moh_model::{
-    Architecture, AuxiliaryLoss, Distillation, Model, ModelConfig, Recompute, Teacher,
+    Architecture, AuxiliaryLoss, Distillation, Model, ModelConfig, Recompute, Shard, Teacher,
 };
 use moh_step::guard::Limits;
 use moh_step::{

@@ -5,8 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::LazyLock;
 
-use moh_checkpoint::StoredCheckpoint;
-use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_data::{Provenance, TokenFileWriter};
 use moh_recipe::Recipe;
 use moh_step::TensorKind;

@@ -18,12 +18,10 @@ use std::time::Duration;
 
 use fitted::{Fitted, FittedWriter};
 use moh_calibrate::{CalibrationTokens, Shared, calibrate};
-use moh_checkpoint::run_directory::RunDirectory;
-use moh_checkpoint::{RunState, StoredCheckpoint};
+use moh_checkpoint::{RunDirectory, RunState, StoredCheckpoint};
 use moh_data::TrainingData;
 use moh_kernels::Backend;
-use moh_model::layout::{ModelLayout, Segment};
-use moh_model::{ModelConfig, MohConfig};
+use moh_model::{ModelConfig, ModelLayout, MohConfig, Segment};
 use moh_plan::measured_heads;
 use moh_recipe::{CalibrationOptions, Recipe, SharedChoice, Stage};
 use moh_step::{Ranks, TensorKind};

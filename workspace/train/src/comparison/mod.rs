@@ -14,9 +14,8 @@ mod variant;
 
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::run_directory::{
-    KeyChange, RunDirectory, RunLock, branch, changes, join_names,
-};
+use moh_checkpoint::RunDirectory;
+use moh_checkpoint::run_directory::{KeyChange, RunLock, branch, changes, join_names};
 use moh_files::TEMPORARY;
 use moh_recipe::Recipe;
 use moh_recipe::shell::command;

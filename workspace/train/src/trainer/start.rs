@@ -4,15 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use moh_checkpoint::run_directory::growth::{self, Extensions};
-use moh_checkpoint::run_directory::{RunDirectory, metrics_resume};
+use moh_checkpoint::run_directory::metrics_resume;
 use moh_checkpoint::run_log::{MetricsWriter, RoutingWriter, TensorBoard};
-use moh_checkpoint::{RunState, StoredCheckpoint};
+use moh_checkpoint::{RunDirectory, RunState, StoredCheckpoint};
 use moh_comm::RankLayout;
 use moh_kernels::{Backend, Element};
-use moh_model::layout::Segment;
-use moh_model::model_parallel::ModelParallel;
-use moh_model::parameters::Shard;
-use moh_model::{Model, ModelConfig, MohConfig};
+use moh_model::{Model, ModelConfig, ModelParallel, MohConfig, Segment, Shard};
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_step::{OptimizerState, Ranks, StepGroups};
 

@@ -14,9 +14,8 @@ use crate::support::driver::{
 use crate::support::results::{Results, assert_alike};
 use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, flip, run_of, summary_of};
 use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Shared, calibrate};
-use moh_checkpoint::StoredCheckpoint;
-use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::routing_log::{self, RoutingMoment};
+use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_comm::World;
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;

@@ -5,8 +5,7 @@ use std::fs;
 
 use crate::support::driver::{finish, refusal, run, stop_at};
 use crate::support::{TestRun, files, flip, run_of};
-use moh_checkpoint::StoredCheckpoint;
-use moh_checkpoint::run_directory::RunDirectory;
+use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_hf::ConfigFile;
 use moh_model::HeadCounts;
 use moh_recipe::Recipe;

@@ -5,8 +5,7 @@ use std::ops::Range;
 
 use super::KvHead;
 use crate::attention::{AttentionArgs, KeyValues};
-use crate::error::ensure;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, ensure};
 
 /// A (token, query head) pair.
 #[derive(Clone, Copy)]

@@ -8,9 +8,8 @@ use half::bf16;
 use crate::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
 };
-use crate::rope::QkvShape;
 use crate::simd::tests::kinds;
-use crate::{Cpu, Element};
+use crate::{Cpu, Element, QkvShape};
 
 /// Implementations differ in fused operations, and in the order of a tile's sums.
 const TOLERANCE: f64 = 2e-6;

@@ -5,8 +5,7 @@ use super::{KeyValues, SequenceAttention};
 use crate::attention::sequences::{blocks_of, shape_of};
 use crate::cuda::parameters::decode_attention::Parameters;
 use crate::cuda::{Cuda, THREADS, address_or_null, name};
-use crate::error::{Result, ensure};
-use crate::scalar::Element;
+use crate::{Element, Result, ensure};
 
 /// Keys that a block computes: longer sequences are divided.
 const SPLIT: usize = 512;

@@ -165,12 +165,11 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::Memory;
     use crate::attention::cuda::Addresses;
     use crate::attention::{AttentionArgs, AttentionShape, Selection};
     use crate::cuda::{Cuda, CudaBuffer};
-    use crate::rope::QkvShape;
     use crate::workspace::gpu::attention::hopper_backward_bytes;
+    use crate::{Memory, QkvShape};
 
     /// Elements of both signs, different everywhere.
     fn elements(count: usize, factor: f32) -> Vec<bf16> {

@@ -16,9 +16,8 @@ use super::{
     SequenceAttention,
 };
 use crate::cuda::{Cuda, CudaView};
-use crate::error::{Result, ensure};
-use crate::scalar::Element;
 use crate::workspace::gpu::attention::{delta_bytes, fits_32_bits, packed_bytes};
+use crate::{Element, Result, ensure};
 
 /// A pass of attention on a GPU.
 #[derive(Clone, Copy)]

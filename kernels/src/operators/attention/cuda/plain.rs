@@ -3,8 +3,7 @@
 use super::{AttentionArgs, Pass};
 use crate::cuda::parameters::plain_attention::Parameters;
 use crate::cuda::{THREADS, address_or_null, name};
-use crate::error::{Result, ensure};
-use crate::scalar::Element;
+use crate::{Element, Result, ensure};
 
 const MAX_HEAD_DIM: usize = 256;
 /// Warps per block; each computes one row.

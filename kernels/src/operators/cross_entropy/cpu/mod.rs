@@ -12,11 +12,10 @@ use std::ops::Range;
 use super::{CrossEntropy, CrossEntropyArgs, HeadShape, HeadTeacher, IGNORED};
 use crate::compiled::compiled;
 use crate::convert::Convert as _;
-use crate::error::check_ids;
 use crate::linear::Accumulation;
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::ranks::VocabularyRows;
-use crate::{Cpu, DType, Element, Result};
+use crate::{Cpu, DType, Element, Result, check_ids};
 use distillation::Distillation;
 use softmax::Softmax;
 

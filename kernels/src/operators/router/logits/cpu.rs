@@ -3,10 +3,9 @@
 use rayon::prelude::*;
 
 use super::{LogitRouter, Logits, LogitsBackward, LogitsForward, begin, check_backward, exchanged};
-use crate::error::check_len;
 use crate::router::cpu::load;
 use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, check_len};
 
 /// Tokens of one task.
 const ROWS: usize = 64;

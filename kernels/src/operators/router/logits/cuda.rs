@@ -6,9 +6,8 @@ use super::{LogitRouter, Logits, LogitsBackward, LogitsForward, begin, check_bac
 use crate::cuda::parameters::logits::Parameters;
 use crate::cuda::parameters::router;
 use crate::cuda::{Cuda, address_or_null, blocks, name};
-use crate::error::check_len;
 use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
-use crate::{Element, Memory, Result};
+use crate::{Element, Memory, Result, check_len};
 
 /// Tokens of a block, one for each warp, as in logits.cu.
 const TOKENS: usize = 8;

@@ -32,9 +32,8 @@ pub(crate) mod cuda;
 use std::ops::Range;
 
 use super::{RouterGradient, Routers, Routing, RoutingShape, SharedHeads};
-use crate::error::{check_len, ensure};
-use crate::ranks::{AllReduce, Heads};
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::ranks::AllReduce;
+use crate::{Element, Heads, Memory, Result, View, ViewMut, check_len, ensure};
 
 /// A router by logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,10 +9,9 @@ use super::{
 use crate::cuda::parameters::query_norm::Parameters;
 use crate::cuda::parameters::{rope, router};
 use crate::cuda::{Cuda, address_or_null, name};
-use crate::error::check_len;
-use crate::rope::{QkvShape, RopeArgs};
+use crate::rope::RopeArgs;
 use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
-use crate::{Element, Memory, Result};
+use crate::{Element, Memory, QkvShape, Result, check_len};
 
 /// Tokens of a block, as in query_norm.cu.
 const TOKENS: usize = 2;

@@ -41,10 +41,9 @@ mod cpu;
 pub(crate) mod cuda;
 
 use super::{RouterGradient, Routers, Routing, RoutingShape, SharedHeads};
-use crate::error::{check_len, ensure};
-use crate::ranks::{AllReduce, Heads};
-use crate::rope::{QkvShape, Rope, RopeTable};
-use crate::{Element, Memory, Result, View, ViewMut};
+use crate::ranks::AllReduce;
+use crate::rope::{Rope, RopeTable};
+use crate::{Element, Heads, Memory, QkvShape, Result, View, ViewMut, check_len, ensure};
 
 /// The shared heads, and the number of routed heads that a token selects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

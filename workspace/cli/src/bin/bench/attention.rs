@@ -4,9 +4,8 @@
 
 use half::bf16;
 use moh_kernels::cases::AttentionCase;
-use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
-use moh_kernels::{Backend, Element, ElementType};
+use moh_kernels::{Backend, Element, ElementType, QkvShape};
 use moh_model::{Active, HeadRequest, LayerHeads, SharedHeadSets};
 use moh_program::arguments::{at_least, between, not_negative};
 use moh_program::exit::Usage;

@@ -11,13 +11,12 @@ use super::{
     QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRouter, begin, check_backward,
 };
 use crate::compiled::compiled;
-use crate::error::check_len;
 use crate::math::sum_of_squares;
-use crate::rope::{QkvShape, Rope, RopeArgs};
+use crate::rope::{Rope, RopeArgs};
 use crate::router::cpu::load;
 use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
 use crate::simd::vectorized;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, QkvShape, Result, check_len};
 
 /// Tokens of one task.
 const ROWS: usize = 64;
