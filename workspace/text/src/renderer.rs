@@ -162,13 +162,13 @@ impl<'a> Renderer<'a> {
                 false => {
                     let through = self.render_first(compiled, &values, index + 1, false)?;
                     if !made.text.starts_with(&through) {
-                        return Err(other_beginning(index));
+                        return Err(other_beginning(index, index < last));
                     }
                     through.len()
                 }
             };
             if !made.text.starts_with(&before) || before.len() > through {
-                return Err(other_beginning(index));
+                return Err(other_beginning(index, index < last));
             }
             made.trained.push(before.len()..through);
         }
@@ -338,12 +338,18 @@ fn fault(source: &Source, error: &minijinja::Error, work: u64) -> Error {
     moh_files::unusable(name, format!("chat template: {reason}")).into()
 }
 
-/// A conversation in which the text of a turn cannot be found.
-fn other_beginning(turn: usize) -> Error {
+/// A conversation in which the text of a turn cannot be found; whether it `helps` to train on the last one alone.
+fn other_beginning(turn: usize, helps: bool) -> Error {
+    let more = match helps {
+        true => ", or train on the last message alone with --chat-train last",
+        false => {
+            ": its prompt for an answer may hold what the answer does not begin with, such as <think>"
+        }
+    };
     Error::Invalid(format!(
         "the chat template's text of the messages up to message {}, or of those before it with a prompt, is not the \
          beginning of the whole text, so that the assistant's tokens are not known: give the template \
-         {{% generation %}} blocks, or train on the last message alone with --chat-train last",
+         {{% generation %}} blocks{more}",
         turn + 1
     ))
 }
