@@ -31,6 +31,7 @@ pub struct DistillOptions {
     #[serde(default)]
     pub attention_output: f64,
     /// Tokens at the beginning of the stage whose steps have this loss; by default all of the stage's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attention_output_tokens: Option<u64>,
 }
 

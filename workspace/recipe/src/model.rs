@@ -21,24 +21,31 @@ const DEFAULT_MULTIPLE: usize = 128;
 pub struct ModelOptions {
     /// A model directory, a repository of the hub, or a run: its directory, and `@STEP` for another
     /// checkpoint than the newest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
     /// Whether the optimiser's moments of the run in `from` are taken over too; default: false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub moments: bool,
     /// Revision of the hub's repository; default: its main branch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
     /// A `config.json` with the shape, for plans without the weights; training checks it against
     /// theirs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config: Option<PathBuf>,
     /// Directory of a new model's tokenizer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
     /// The vocabulary is padded to a multiple of this; default: 128 with `tokenizer`, and no
     /// padding without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pad_vocab_to: Option<usize>,
     /// The size of the vocabulary after padding, also of a model whose `config` has a smaller one: a plan uses it,
     /// and training checks it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vocab_size: Option<usize>,
     /// The shape of a new model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new: Option<NewModel>,
 }
 
@@ -47,6 +54,7 @@ pub struct ModelOptions {
 #[serde(deny_unknown_fields)]
 pub struct NewModel {
     /// `"llama"` or `"qwen3"`; default: a Llama.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model_type: Option<String>,
     /// Rows of the embedding.
     pub vocab_size: usize,
@@ -59,10 +67,13 @@ pub struct NewModel {
     /// Query heads.
     pub num_attention_heads: usize,
     /// Key/value heads; default: as many as query heads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub num_key_value_heads: Option<usize>,
     /// Width of one head; default: `hidden_size / num_attention_heads`, and 128 in a Qwen3.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
     /// Maximum sequence length; default: the longest `sequence_length` of the recipe.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_position_embeddings: Option<usize>,
     /// Added to the mean square in RMSNorm; default: 1e-5.
     #[serde(default = "default_norm_eps")]
@@ -71,6 +82,7 @@ pub struct NewModel {
     #[serde(default = "default_theta")]
     pub rope_theta: f64,
     /// Llama 3's scaling of RoPE; default: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope_scaling: Option<RopeScaling>,
     /// Whether the output head shares the embedding's weights; default: false.
     #[serde(default)]
@@ -79,10 +91,13 @@ pub struct NewModel {
     #[serde(default = "default_initializer_range")]
     pub initializer_range: f64,
     /// The routing with which it begins; default: none, a dense model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moh: Option<NewMohOptions>,
     /// The token that begins a text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bos_token_id: Option<u32>,
     /// The token or tokens that end a text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eos_token_id: Option<TokenIds>,
 }
 
@@ -92,14 +107,17 @@ pub struct NewModel {
 #[serde(deny_unknown_fields, default)]
 pub struct NewMohOptions {
     /// The router, by its name in `config.json`; default: `"query-norm"`.
-    #[serde(with = "router_name")]
+    #[serde(with = "router_name", skip_serializing_if = "Option::is_none")]
     pub router: Option<RouterKind>,
     /// Shared heads: one count for all layers, or a list with one for each layer; default: half of the heads.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_heads: Option<HeadCounts>,
     /// The shared heads themselves, a list for each layer, in place of their number.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_head_ids: Option<Vec<Vec<usize>>>,
     /// Active routed heads per token, as [`Self::shared_heads`]; default: as many as make 75% of a layer's heads
     /// active.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub routed_top_k: Option<HeadCounts>,
 }
 

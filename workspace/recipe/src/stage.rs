@@ -25,10 +25,13 @@ pub struct Stage {
     pub attention: AttentionKind,
     /// The heads' routing; default: the model's, or else the defaults below. Ignored if `attention`
     /// is dense, so that one override gives the dense baseline.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moh: Option<MohOptions>,
     /// The teacher that the stage learns from beside its targets, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub distill: Option<DistillOptions>,
     /// What the stage reads in place of the run's `[data]`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<StageDataOptions>,
     /// The learning-rate schedule.
     pub learning_rate: LearningRateOptions,
@@ -56,20 +59,24 @@ pub enum AttentionKind {
 pub struct MohOptions {
     /// The router, by its name in `config.json`. Default: the model's, if it is already a
     /// Mixture-of-Head model; otherwise `"query-norm"`.
-    #[serde(with = "router_name")]
+    #[serde(with = "router_name", skip_serializing_if = "Option::is_none")]
     pub router: Option<RouterKind>,
     /// Shared heads: one count for all layers, or a list with one for each layer. Default: the
     /// model's, if it is already a Mixture-of-Head model; otherwise half of the heads.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_heads: Option<HeadCounts>,
     /// The shared heads themselves, a list for each layer, in place of their number.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_head_ids: Option<Vec<Vec<usize>>>,
     /// Active routed heads per token: one count for all layers, or a list with one for each layer.
     /// Default: the model's, as above; otherwise as many as make 75% of a layer's heads active.
     /// 0 leaves the routed heads inactive.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub routed_top_k: Option<HeadCounts>,
     /// Weight of the balance loss relative to the cross-entropy; default: 0.01.
     pub balance_loss_weight: f64,
     /// How heads and output projections are measured where the stage converts a dense model; default: not at all.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<CalibrationOptions>,
 }
 
@@ -134,6 +141,7 @@ pub struct LearningRateOptions {
     pub decay: Decay,
     /// The last steps, in which it falls; default: all after the warm-up. With fewer the rate stays at `max` in
     /// between: warm-up, stable, decay (WSD, arXiv 2404.06395).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decay_steps: Option<u64>,
 }
 

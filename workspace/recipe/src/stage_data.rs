@@ -14,12 +14,16 @@ use crate::{Recipe, Stage};
 #[serde(deny_unknown_fields, default)]
 pub struct StageDataOptions {
     /// Tokens of one training sequence.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub sequence_length: Option<usize>,
     /// Order of the sequences.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub order: Option<Order>,
     /// Whether attention is limited to the token's own document.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub document_mask: Option<bool>,
     /// The token files and their weights, instead of all those of the run.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub sources: Option<Vec<Source>>,
 }
 
