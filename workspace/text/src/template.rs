@@ -19,6 +19,8 @@ const FOR_TOOLS: &str = "tool_use";
 const DEFAULT: &str = "default";
 /// The tokenizer's settings: its special tokens, and the templates if they have no files.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+/// The special tokens of older tokenizers.
+const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 /// Maximum bytes of a file.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
@@ -75,11 +77,12 @@ impl ChatTemplate {
     /// As [`ChatTemplate::load`]; `None` if there is no template, or none for conversations without tools.
     pub fn find(directory: &Path) -> Result<Option<Self>> {
         let path = directory.join(TOKENIZER_CONFIG);
-        let config: Value = match read(&path)? {
-            Some(text) => serde_json::from_str(&text)
-                .map_err(|error| unusable(&path, format!("not valid JSON: {error}")))?,
-            None => Value::Null,
-        };
+        let config = read_json(&path)?;
+        let mut tokens = special_tokens(&config);
+        if config.get("added_tokens_decoder").is_none() {
+            // As transformers reads older tokenizers.
+            tokens.extend(special_tokens(&read_json(&directory.join(SPECIAL_TOKENS))?));
+        }
         let additional = directory.join(NAMED_TEMPLATES);
         let mut texts = [None, None];
         for (found, name) in texts.iter_mut().zip([DEFAULT, FOR_TOOLS]) {
@@ -96,7 +99,7 @@ impl ChatTemplate {
             });
         }
         let [default, for_tools] = texts;
-        Ok(default.map(|default| Self::of(default, for_tools, special_tokens(&config))))
+        Ok(default.map(|default| Self::of(default, for_tools, tokens)))
     }
 
     /// A template of these words, which errors name `path`, with its special tokens by their names, such as
@@ -158,6 +161,13 @@ fn named<'c>(templates: &'c Value, name: &str) -> Option<&'c str> {
         }
         templates => templates[name].as_str(),
     }
+}
+
+/// A file with JSON; null if it does not exist.
+fn read_json(path: &Path) -> Result<Value> {
+    let text = read(path)?.unwrap_or_else(|| "null".to_owned());
+    let invalid = |error| unusable(path, format!("not valid JSON: {error}"));
+    Ok(serde_json::from_str(&text).map_err(invalid)?)
 }
 
 /// The fields such as `bos_token`, each a string or an object with the field `content`.
@@ -240,11 +250,22 @@ mod tests {
 
     #[test]
     fn special_tokens_are_strings_or_objects() {
-        let config = json!({
+        let mut config = json!({
             "bos_token": "<s>", "eot_token": { "content": "</s>", "special": true }, "model_max_length": 7,
             "chat_template": "{{ bos_token }}{{ eot_token }}{{ model_max_length }}",
         });
         assert_eq!(rendered(&config, None).unwrap(), "<s></s>");
+        // Those of older tokenizers are in another file.
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join(SPECIAL_TOKENS), r#"{"bos_token": {"content": "<b>"}}"#).unwrap();
+        let mut bos_token = |decoder| {
+            config["added_tokens_decoder"] = decoder;
+            let fields = config.as_object_mut().unwrap();
+            fields.retain(|_, value| !value.is_null());
+            fs::write(dir.path().join(TOKENIZER_CONFIG), config.to_string()).unwrap();
+            ChatTemplate::load(dir.path()).unwrap().special_tokens["bos_token"].clone()
+        };
+        assert_eq!([bos_token(Value::Null), bos_token(json!({}))], ["<b>", "<s>"]);
     }
 
     #[test]
