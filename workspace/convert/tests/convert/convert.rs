@@ -182,7 +182,7 @@ fn sources_that_are_no_model_are_refused() {
     assert!(from("org/name").contains("HF_HUB_OFFLINE"));
     assert!(from("source/config.json").contains("is a file"));
     fs::create_dir(dir.path().join("empty")).unwrap();
-    assert!(from("empty").contains("empty/config.json: No such file"));
+    assert!(from("empty").contains("empty: has no config.json, so it is not a model"));
     fs::copy(dir.path().join("source/config.json"), dir.path().join("empty/config.json")).unwrap();
     assert!(from("empty").contains("holds neither model.safetensors nor"));
     // Not even root reads a directory as a file.

@@ -138,5 +138,5 @@ fn pickled_weights_name_the_remedy() {
     }
     fs::remove_file(root.join("source").join(INDEX_FILE)).unwrap();
     let message = failure(root, &["--from", "source"]);
-    assert!(message.contains("its PyTorch weights (.bin, .pth) must be saved as safetensors"));
+    assert!(message.contains("holds PyTorch weights, which must be saved as safetensors first"));
 }
