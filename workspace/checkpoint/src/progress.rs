@@ -57,12 +57,11 @@ impl RunState {
         result.skipped.map(|reason| SkippedStep { reason, samples })
     }
 
-    /// Compares the counters with those of a run of `recipe` at this stage and step of it, whose initial moments contain
-    /// `moment_steps` steps.
+    /// Compares the counters with those of a run of `recipe` at this stage and step of it.
     ///
     /// # Errors
     /// Names a counter that such a run does not have.
-    pub fn check(&self, recipe: &Recipe, moment_steps: u64) -> Result<(), String> {
+    pub fn check(&self, recipe: &Recipe) -> Result<(), String> {
         let &RunState { stage, stage_step, .. } = self;
         let all = recipe.stages.len();
         let Some(earlier) = recipe.stages.get(..stage) else {
@@ -84,9 +83,12 @@ impl RunState {
                 ));
             }
         }
-        // Between stages they are the previous stage's.
-        let steps = if stage_step == 0 { self.step } else { stage_step };
-        let most = steps.saturating_add(if stage <= 1 { moment_steps } else { 0 });
+        // Between stages they are the previous stage's, and those of the first one may begin with another run's.
+        let most = match (stage_step, recipe.model.moments && stage <= 1) {
+            (_, true) => u64::MAX,
+            (0, false) => self.step,
+            (steps, false) => steps,
+        };
         let least = stage_step.saturating_sub(self.guard.skipped);
         match (least..=most).contains(&self.moment_steps) {
             true => Ok(()),

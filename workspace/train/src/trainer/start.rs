@@ -113,7 +113,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     growth::reopen(&mut state, recipe);
     // The hash of a manifest does not tell who wrote it.
     if stored.is_some() {
-        let checked = state.check(recipe, source.moment_steps());
+        let checked = state.check(recipe);
         checked.map_err(|reason| moh_files::unusable(&run.checkpoint(state.step), reason))?;
     }
     let attention = attention_before(run, source, stored.as_ref())?;

@@ -82,6 +82,7 @@ fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
     let mut tokens = start.iter().filter(|byte| !byte.is_ascii_whitespace());
     let tokens = (tokens.next(), tokens.next());
     let is_array = matches!(tokens, (Some(b'['), Some(b'{' | b']')));
+    let is_object = matches!(tokens, (Some(b'{'), Some(b'"' | b'}')));
     let end = end_of_name(path);
     Ok(match kind_of_name(end.as_deref()) {
         // An array of something else than objects is refused as such, not line by line.
@@ -92,7 +93,7 @@ fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
         },
         Kind::Text => Format::Text,
         Kind::Other if is_array => Format::JsonArray,
-        Kind::Other if matches!(tokens, (Some(b'{'), Some(b'"' | b'}'))) => Format::JsonLines,
+        Kind::Other if is_object && end.as_deref() != Some("ipynb") => Format::JsonLines,
         Kind::Other => match kinds::refusal(path, end.as_deref(), start) {
             Some(reason) => return Err(reason),
             None => Format::Text,
