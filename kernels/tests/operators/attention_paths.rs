@@ -5,6 +5,7 @@
 
 use crate::reference::Random;
 use crate::reference::attention::{Case, Inputs, agrees, agrees_on, cached, documents, run};
+use crate::reference::operators::SCORE_FACTOR;
 use half::bf16;
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::{AttentionPath, Cuda, QkvShape};
@@ -118,7 +119,7 @@ fn every_path_of_keys_that_no_row_of_their_head_sees_agrees() {
             // The heads with the larger norms are selected.
             let kept = if token < 101 { 2..4 } else { 0..2 };
             for query in &mut row[kept.start * head_dim..kept.end * head_dim] {
-                *query *= bf16::from_f32(4.0);
+                *query *= bf16::from_f32(4.0 / SCORE_FACTOR);
             }
         }
         each_agrees_on(&case, &inputs);
