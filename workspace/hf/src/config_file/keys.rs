@@ -3,6 +3,7 @@
 //! that nobody has looked at.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -30,16 +31,13 @@ struct RopeKeys {
     one_of: OneOf,
 }
 
-impl Keys {
-    fn new() -> Self {
-        serde_json::from_str(include_str!("keys.json"))
-            .expect("a file of this crate, which tests read")
-    }
-}
+static KEYS: LazyLock<Keys> = LazyLock::new(|| {
+    serde_json::from_str(include_str!("keys.json")).expect("a file of this crate, which tests read")
+});
 
 /// Refuses values of a configuration that change a model's outputs and are not implemented.
 pub(super) fn check(fields: &Fields<'_>, is_llama: bool) -> Result<(), Error> {
-    let keys = Keys::new();
+    let keys = &*KEYS;
     if let Some(key) = keys.not_null.iter().find(|key| fields.map.get(*key) == Some(&Value::Null)) {
         return fields.error(key, " is null: leave it out for its default".to_owned());
     }
@@ -63,7 +61,7 @@ pub(super) fn check(fields: &Fields<'_>, is_llama: bool) -> Result<(), Error> {
 
 /// As [`check`], of a table of RoPE.
 pub(super) fn check_rope(table: &Fields<'_>) -> Result<(), Error> {
-    check_values(table, &Keys::new().rope.one_of)?;
+    check_values(table, &KEYS.rope.one_of)?;
     match table.map.iter().find(|(_, value)| value.is_object()) {
         None => Ok(()),
         Some((key, _)) => {

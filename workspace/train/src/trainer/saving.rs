@@ -178,8 +178,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         match self.saving.failure.take() {
             Some(Failure { step, cause }) if self.ranks.is_first() => {
                 let reason = format!(
-                    "the checkpoint could not be written: {cause}; {}: make room, repair the file system or, if the \
-                     run has diverged, lower the learning rate, and run the same command again",
+                    "the checkpoint could not be written: {cause}; {}: make room or repair the file system, and run \
+                     the same command again, or, if the run has diverged, start another one from that checkpoint with a \
+                     lower learning_rate.max",
                     self.last_good()
                 );
                 Err(moh_files::unusable(&self.inputs.run.checkpoint(step), reason).into())

@@ -327,7 +327,7 @@ fn ranks_agree_on_a_checkpoint_that_cannot_be_written() {
         }
     });
     let error = outcomes[0].as_ref().unwrap_err().to_string();
-    assert!(error.contains("; there is no good checkpoint yet: make room,"), "{error}");
+    assert!(error.contains("; there is no good checkpoint yet: make room"), "{error}");
     for outcome in &outcomes[1..] {
         assert!(
             matches!(outcome, Err(Error::Step(moh_step::Error::OtherRank { rank: 0 }))),
