@@ -82,7 +82,7 @@ impl PendingDirectory {
     /// Fails if the name is taken, except by an empty directory, or the directory cannot be
     /// renamed.
     pub fn publish(mut self) -> io::Result<()> {
-        sync_directory(&self.path)?;
+        sync_directories(&self.path)?;
         self.rename()
     }
 
@@ -94,7 +94,7 @@ impl PendingDirectory {
         if is_occupied(&self.place) != Some(true) {
             return self.publish();
         }
-        sync_directory(&self.path)?;
+        sync_directories(&self.path)?;
         // The old directory is renamed aside first, so that a partial directory never has the name.
         let (aside, _lock) = unique(&self.place, REPLACED_SUFFIX)?;
         let old = aside.join(REPLACED);
@@ -111,6 +111,17 @@ impl PendingDirectory {
         self.published = true;
         sync_directory(parent(&self.place))
     }
+}
+
+/// Syncs the entries of a directory and of those in it.
+fn sync_directories(path: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            sync_directories(&entry.path())?;
+        }
+    }
+    sync_directory(path)
 }
 
 impl Drop for PendingDirectory {

@@ -10,7 +10,9 @@ use std::path::Path;
 
 use crate::config_file::{CONFIG_FILE, ConfigFile};
 use crate::model_card::{CARD_FILE, is_terms_file};
-use crate::model_directory::{GENERATION_FILE, is_tokenizer_file};
+use crate::model_directory::{
+    GENERATION_FILE, TEMPLATES_FOLDER, companion_name, is_tokenizer_file,
+};
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE};
 use crate::{Error, transformers_code};
 
@@ -49,7 +51,7 @@ struct Entry {
     is_file: bool,
 }
 
-/// The entries of a directory, sorted; `None` if it does not exist.
+/// The entries of a directory, sorted, with those of the folder of named chat templates; `None` if it does not exist.
 fn list(out: &Path) -> Result<Option<Vec<Entry>>, Error> {
     let entries = match fs::read_dir(out) {
         Ok(entries) => entries,
@@ -59,14 +61,17 @@ fn list(out: &Path) -> Result<Option<Vec<Entry>>, Error> {
         }
         Err(error) => return Err(Error::io(out)(error)),
     };
-    let entry = |entry: std::io::Result<fs::DirEntry>| {
-        let entry = entry.map_err(Error::io(out))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        Ok(Entry { name, is_file: entry.path().is_file() })
-    };
-    let mut entries: Vec<Entry> = entries.map(entry).collect::<Result<_, Error>>()?;
-    entries.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(Some(entries))
+    let mut found = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(Error::io(out))?.path();
+        let (name, is_file) = (companion_name(&path), path.is_file());
+        match name == TEMPLATES_FOLDER && path.is_dir() {
+            true => found.extend(list(&path)?.into_iter().flatten()),
+            false => found.push(Entry { name, is_file }),
+        }
+    }
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(Some(found))
 }
 
 fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
@@ -142,7 +147,9 @@ mod tests {
         });
         for name in files {
             let text = if *name == CONFIG_FILE { config.to_string() } else { "mine".to_string() };
-            fs::write(dir.path().join(name), text).unwrap();
+            let path = dir.path().join(name);
+            moh_files::create_parents(&path).unwrap();
+            fs::write(path, text).unwrap();
         }
         dir
     }
@@ -162,6 +169,7 @@ mod tests {
             &["config.json", INDEX_FILE, "model-00001-of-00002.safetensors", "tokenizer.json"],
             &["config.json", WEIGHTS_FILE, "chat_template.jinja", "generation_config.json"],
             &["config.json", WEIGHTS_FILE, "README.md", "LICENSE", "modeling_moh_llama.py"],
+            &["config.json", WEIGHTS_FILE, "additional_chat_templates/rag.jinja"],
         ] {
             let dir = directory(files);
             check_destination(dir.path(), true).unwrap();
@@ -198,6 +206,7 @@ mod tests {
             (&["README.txt", "LICENSE.py"], "also holds LICENSE.py, README.txt, which"),
             (&["a", "b", "c", "d", "e"], "also holds a, b, c and 2 more, which"),
             (&["model-1-of-2.safetensors"], "also holds model-1-of-2.safetensors, which"),
+            (&["additional_chat_templates/a.txt"], "holds additional_chat_templates/a.txt, which"),
             (&[".git"], "holds a repository, .git: only a model directory"),
         ] {
             let message = refused(directory(&[&model[..], files].concat()).path());

@@ -27,7 +27,7 @@ pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// The file that holds a tokenizer.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
-/// Files of a tokenizer; files that start with `chat_template` also belong to it.
+/// Files of a tokenizer; files that start with `chat_template` and those in [`TEMPLATES_FOLDER`] also belong to it.
 pub const TOKENIZER_FILES: [&str; 7] = [
     TOKENIZER_FILE,
     "tokenizer.model",
@@ -37,6 +37,8 @@ pub const TOKENIZER_FILES: [&str; 7] = [
     "vocab.json",
     "merges.txt",
 ];
+/// The folder of a tokenizer's named chat templates, `NAME.jinja`.
+pub const TEMPLATES_FOLDER: &str = "additional_chat_templates";
 /// Default settings for text generation.
 pub const GENERATION_FILE: &str = "generation_config.json";
 
@@ -105,11 +107,13 @@ pub struct Written {
 /// error.
 pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut files = Vec::new();
-    for entry in fs::read_dir(tokenizer).map_err(Error::io(tokenizer))? {
-        let path = entry.map_err(Error::io(tokenizer))?.path();
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if is_tokenizer_file(name) && moh_files::is_file(&path)? {
-            files.push(path);
+    let templates = tokenizer.join(TEMPLATES_FOLDER);
+    for folder in [tokenizer, &templates].into_iter().filter(|folder| folder.is_dir()) {
+        for entry in fs::read_dir(folder).map_err(Error::io(folder))? {
+            let path = entry.map_err(Error::io(folder))?.path();
+            if is_tokenizer_file(&companion_name(&path)) && moh_files::is_file(&path)? {
+                files.push(path);
+            }
         }
     }
     let generation = dir.join(GENERATION_FILE);
@@ -120,9 +124,24 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
     Ok(files)
 }
 
-/// Whether a file of that name belongs to a tokenizer.
+/// The name of a companion within a model directory, with the folder of named chat templates and `/` before theirs.
+pub fn companion_name(path: &Path) -> String {
+    let name = |path: Option<&Path>| Some(path?.file_name()?.to_string_lossy().into_owned());
+    let file = name(Some(path)).unwrap_or_default();
+    match name(path.parent()) {
+        Some(folder) if folder == TEMPLATES_FOLDER => format!("{folder}/{file}"),
+        _ => file,
+    }
+}
+
+/// Whether a file belongs to a tokenizer; `name` is that of [`companion_name`].
 pub fn is_tokenizer_file(name: &str) -> bool {
-    TOKENIZER_FILES.contains(&name) || name.starts_with("chat_template")
+    match name.split_once('/') {
+        None => TOKENIZER_FILES.contains(&name) || name.starts_with("chat_template"),
+        Some((folder, name)) => {
+            folder == TEMPLATES_FOLDER && name.ends_with(".jinja") && !name.contains(['/', '\\'])
+        }
+    }
 }
 
 /// A complete model directory that does not have its name yet; dropping it removes it.
@@ -214,10 +233,9 @@ fn write_description(dir: &Path, model: &Contents<'_>) -> Result<(), Error> {
         put(&dir.join(CARD_FILE), card.as_bytes())?;
     }
     for source in model.companions {
-        let Some(name) = source.file_name() else {
-            continue;
-        };
-        put(&dir.join(name), &fs::read(source).map_err(Error::io(source))?)?;
+        let path = dir.join(companion_name(source));
+        moh_files::create_parents(&path).map_err(Error::io(&path))?;
+        put(&path, &fs::read(source).map_err(Error::io(source))?)?;
     }
     Ok(())
 }

@@ -7,7 +7,9 @@ use std::sync::atomic::AtomicBool;
 use crate::config_file::CONFIG_FILE;
 use crate::hub_cache::{self, DEFAULT_REVISION};
 use crate::model_card::CARD_FILE;
-use crate::model_directory::{GENERATION_FILE, TOKENIZER_FILES, is_tokenizer_file};
+use crate::model_directory::{
+    GENERATION_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES, is_tokenizer_file,
+};
 use crate::other_formats::ADAPTER_FILE;
 use crate::weight_files::INDEX_FILE;
 use crate::{Error, is_terms_file};
@@ -74,12 +76,12 @@ pub(crate) fn no_directory() -> String {
 }
 
 fn is_wanted(name: &str) -> bool {
-    !name.contains(['/', '\\'])
-        && ([CONFIG_FILE, GENERATION_FILE, INDEX_FILE, ADAPTER_FILE].contains(&name)
-            || is_tokenizer_file(name)
-            || name.ends_with(".safetensors")
-            || name == CARD_FILE
-            || is_terms_file(name))
+    is_tokenizer_file(name)
+        || !name.contains(['/', '\\'])
+            && ([CONFIG_FILE, GENERATION_FILE, INDEX_FILE, ADAPTER_FILE].contains(&name)
+                || name.ends_with(".safetensors")
+                || name == CARD_FILE
+                || is_terms_file(name))
 }
 
 /// Whether a snapshot has a file of weights.
@@ -195,10 +197,12 @@ impl Download {
         Ok(folder.snapshot(&commit))
     }
 
-    /// The files at the top level of the repository that are wanted; subdirectories (`original/`, `onnx/`) are
-    /// never needed.
+    /// The files at the top level of the repository and the named chat templates that are wanted; other subdirectories
+    /// (`original/`, `onnx/`) are never needed.
     fn list(&self, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
-        let mut files = self.repository.client.list(commit, "", false)?;
+        let client = &self.repository.client;
+        let mut files = client.list(commit, "", false)?;
+        files.extend(client.list(commit, TEMPLATES_FOLDER, false)?);
         files.retain(|file| self.wanted.has(&file.name));
         let main = self.wanted.main_file();
         let id = &self.repository.id;

@@ -202,14 +202,33 @@ fn companions_are_the_tokenizers_and_the_generation_settings() {
     let (source, tokenizer) = (dir.path().join("s"), dir.path().join("t"));
     for dir in [&source, &tokenizer] {
         fs::create_dir(dir).unwrap();
-        for name in ["tokenizer.json", "generation_config.json", "README.md", "chat_template.jinja"]
-        {
+        fs::create_dir(dir.join(TEMPLATES_FOLDER)).unwrap();
+        for name in [
+            "tokenizer.json",
+            "generation_config.json",
+            "README.md",
+            "chat_template.jinja",
+            "additional_chat_templates/rag.jinja",
+            "additional_chat_templates/notes.txt",
+        ] {
             fs::write(dir.join(name), "x").unwrap();
         }
     }
     let files = companion_files(&source, &tokenizer).unwrap();
-    let expected = ["s/generation_config.json", "t/chat_template.jinja", "t/tokenizer.json"];
+    let expected = [
+        "s/generation_config.json",
+        "t/additional_chat_templates/rag.jinja",
+        "t/chat_template.jinja",
+        "t/tokenizer.json",
+    ];
     assert_eq!(files, expected.map(|name| dir.path().join(name)));
+    let out = dir.path().join("out");
+    let (config, tensors) = (Map::new(), []);
+    let contents = Contents { companions: &files, ..Contents::new(&config, &tensors, 1) };
+    write_model(&out, false, &contents, &mut |_, _| Ok::<_, Error>(())).unwrap();
+    for path in &files {
+        assert!(out.join(companion_name(path)).is_file(), "{}", path.display());
+    }
     #[cfg(unix)]
     for (name, place) in [("added_tokens.json", &tokenizer), ("generation_config.json", &source)] {
         let _ = fs::remove_file(place.join(name));

@@ -11,7 +11,7 @@ use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::is_terms_file;
 use moh_hf::model_card::CARD_FILE;
-use moh_hf::model_directory::{TOKENIZER_FILE, companion_files};
+use moh_hf::model_directory::{TOKENIZER_FILE, companion_files, companion_name};
 use moh_recipe::Recipe;
 
 use super::record::input_changed;
@@ -127,16 +127,10 @@ impl ModelFiles {
             return Ok(moh_files::remove_directory(place).map_err(moh_files::io(place))?);
         }
         let pending = PendingDirectory::create(place).map_err(moh_files::io(place))?;
-        let folder = pending.path().join(TOKENIZER);
-        if self.files.keys().any(|name| name.contains('/')) {
-            std::fs::create_dir(&folder).map_err(moh_files::io(&folder))?;
-        }
         for (name, file) in &self.files {
             let path = pending.path().join(name);
+            moh_files::create_parents(&path).map_err(moh_files::io(&path))?;
             moh_files::write_synced(&path, &file.bytes).map_err(moh_files::io(&path))?;
-        }
-        if folder.is_dir() {
-            moh_files::sync_directory(&folder).map_err(moh_files::io(&folder))?;
         }
         Ok(pending.replace().map_err(moh_files::io(place))?)
     }
@@ -170,9 +164,8 @@ fn add_companions(
     key: &'static str,
 ) -> Result<()> {
     for path in companion_files(directory, tokenizer)? {
-        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
         let bytes = std::fs::read(&path).map_err(moh_files::io(&path))?;
-        files.insert(format!("{prefix}{name}"), ModelFile { path, key, bytes });
+        files.insert(format!("{prefix}{}", companion_name(&path)), ModelFile { path, key, bytes });
     }
     Ok(())
 }

@@ -14,6 +14,7 @@ fn files(weights: usize) -> HashMap<String, Vec<u8>> {
         ("tokenizer.json".to_string(), b"[]".to_vec()),
         ("added_tokens.json".to_string(), Vec::new()),
         ("chat_template.jinja".to_string(), b"hi".to_vec()),
+        ("additional_chat_templates/tool_use.jinja".to_string(), b"tool".to_vec()),
         ("model.safetensors".to_string(), weights),
         ("pytorch_model.bin".to_string(), b"pickle".to_vec()),
         ("README.md".to_string(), b"text".to_vec()),
@@ -62,21 +63,22 @@ fn a_model_is_fetched_once_into_the_shared_cache() {
     let Place { dir, mut hub } = place(&server);
     let mut last = (0, 0);
     let path = hub.resolve(ID, None, &mut |now| last = (now.bytes, now.total)).unwrap();
-    assert_eq!(last, (1010, 1010));
+    assert_eq!(last, (1014, 1014));
     let root = dir.path().join("hub/models--org--tiny");
     assert_eq!(path, root.join("snapshots").join(COMMIT));
     assert_eq!(fs::read_to_string(root.join("refs/main")).unwrap(), COMMIT);
     let expected = [
         "README.md",
         "added_tokens.json",
+        "additional_chat_templates",
         "chat_template.jinja",
         "config.json",
         "model.safetensors",
         "tokenizer.json",
     ];
     assert_eq!(names(&path), expected);
-    for name in expected {
-        assert_eq!(fs::read(path.join(name)).unwrap(), wanted[name]);
+    for (name, bytes) in wanted.iter().filter(|(name, _)| *name != "pytorch_model.bin") {
+        assert_eq!(&fs::read(path.join(name)).unwrap(), bytes, "{name}");
     }
     server.log();
     hub.resolve(ID, None, &mut |_| ()).unwrap();
@@ -92,7 +94,9 @@ fn a_tokenizer_is_fetched_without_the_weights() {
     let server = Server::start(Behaviour { files: files(1000), ..Behaviour::default() });
     let Place { dir: _dir, mut hub } = place(&server);
     let path = hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap();
-    assert_eq!(names(&path), ["added_tokens.json", "chat_template.jinja", "tokenizer.json"]);
+    let expected =
+        ["added_tokens.json", "additional_chat_templates", "chat_template.jinja", "tokenizer.json"];
+    assert_eq!(names(&path), expected);
     hub.offline = true;
     assert_eq!(hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap(), path);
     // A tokenizer is not a model.
