@@ -486,8 +486,7 @@ def compare_served(name, server, tokenizer, directory, rows):
                     return {"error": error.read().decode()}
             different = 0
             for row in rows:
-                # Numbers of a request are those of JSON.
-                messages = json.loads(re.sub(r"-?\d{19,}|-?\bInfinity\b|\bNaN\b", "0", json.dumps(row["messages"])))
+                messages = row["messages"]
                 read_ones = as_read(messages, arguments)
                 for message in read_ones:
                     if content in ("text", "prints") and isinstance(message.get("content"), list):

@@ -28,6 +28,7 @@ mod tokenizer_match;
 pub use conversation::Conversation;
 pub use error::{Error, Result};
 pub use moh_data::bytes_of_token;
+pub use numbers::beyond_json;
 pub use render_threads::RenderThreads;
 pub use renderer::{Renderer, TrainedTurns, TrainingText};
 pub use template::ChatTemplate;

@@ -8,8 +8,9 @@ use minijinja::Value;
 /// No character: Unicode reserves it for a program's own use.
 pub(crate) const MARK: char = '\u{fdd2}';
 
-/// The text with such numbers as marked strings.
-pub(crate) fn beyond_json(text: &str) -> Cow<'_, str> {
+/// The JSON text with such numbers as marked strings, which [`Conversation::from_json`](crate::Conversation::from_json)
+/// reads.
+pub fn beyond_json(text: &str) -> Cow<'_, str> {
     marked(text, |token| is_not_finite(token) || is_large(token))
 }
 

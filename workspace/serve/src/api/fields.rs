@@ -1,7 +1,10 @@
 //! The fields of a request's JSON. Each is taken by its name and type, and what is left over is an error that names
 //! it: nothing that a client asks for is ignored.
 
+use std::fmt::Display;
+
 use axum::http::StatusCode;
+use moh_text::beyond_json;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -25,10 +28,14 @@ impl Fields {
             let message = format!("the body has more than {MAX_VALUES} values: divide it");
             return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
         }
-        match serde_json::from_slice(body) {
+        let not_json =
+            |error: &dyn Display| ApiError::invalid(format!("the body is not JSON: {error}"), None);
+        let text = str::from_utf8(body).map_err(|error| not_json(&error))?;
+        // A template gets the numbers that Python reads.
+        match serde_json::from_str(&beyond_json(text)) {
             Ok(Value::Object(fields)) => Ok(Fields { fields, room }),
             Ok(_) => Err(ApiError::invalid("the body is not a JSON object", None)),
-            Err(error) => Err(ApiError::invalid(format!("the body is not JSON: {error}"), None)),
+            Err(error) => Err(not_json(&error)),
         }
     }
 

@@ -149,8 +149,10 @@ impl Served {
             None => Ok(()),
             Some(id) => {
                 let vocabulary = self.vocab_size;
+                let token = self.tokenizer.token(*id);
+                let shown = token.map_or(String::new(), |token| format!(" ({token:?})"));
                 let message =
-                    format!("token id {id} is outside the vocabulary of {vocabulary} ids");
+                    format!("token id {id}{shown} is outside the vocabulary of {vocabulary} ids");
                 Err(ApiError::invalid(message, Some(name)))
             }
         }
