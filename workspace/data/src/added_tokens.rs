@@ -104,6 +104,7 @@ pub(crate) struct Others {
     pub added: Vec<Added>,
     pub special: BTreeMap<String, String>,
     pub settings: BTreeMap<String, bool>,
+    pub class: Option<String>,
 }
 
 impl Others {
@@ -139,10 +140,12 @@ impl Others {
             token.properties[SPECIAL] |=
                 special.iter().any(|(_, other)| other.content == token.content);
         }
+        let class = fields.values.get("tokenizer_class").and_then(Value::as_str);
+        let class = class.map(str::to_owned);
         let setting = |(name, value): (String, Value)| Some((name, value.as_bool()?));
         let settings = fields.values.into_iter().filter_map(setting).collect();
         let special = special.into_iter().map(|(name, token)| (name, token.content));
-        Ok(Self { added, settings, special: special.collect() })
+        Ok(Self { added, settings, class, special: special.collect() })
     }
 }
 

@@ -37,6 +37,8 @@ pub struct TokenizerSource {
     pub special: BTreeMap<String, String>,
     /// The settings of `tokenizer_config.json` that are true or false, such as `add_bos_token`.
     pub settings: BTreeMap<String, bool>,
+    /// `tokenizer_class` of that file.
+    pub class: Option<String>,
     /// What a user should know of files that disagree, in a sentence each.
     pub remarks: Vec<String>,
 }
@@ -130,8 +132,8 @@ impl TokenizerSource {
             true => with_tokens(&json, &added).map_err(invalid)?,
             false => json,
         };
-        let Others { special, settings, .. } = others;
-        Ok(Self { path, json, added, special, settings, remarks })
+        let Others { special, settings, class, .. } = others;
+        Ok(Self { path, json, added, special, settings, class, remarks })
     }
 
     /// blake3 of the tokenizer, in hexadecimal: of the bytes of the file if no other adds a token.

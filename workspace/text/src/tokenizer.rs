@@ -87,6 +87,11 @@ impl TextTokenizer {
                 config.display()
             ));
         }
+        if let Some(class) = source.class.as_deref()
+            && let Some(remark) = remark_of_class(class, &inner)
+        {
+            source.remarks.push(format!("{}: {remark}", config.display()));
+        }
         Ok(Self {
             inner,
             source,
@@ -289,4 +294,39 @@ fn catch_panics<R>(
 ) -> std::result::Result<R, String> {
     // After a panic the tokenizer is dropped, so nothing sees its state.
     quietly(work).unwrap_or_else(|| Err("its content contradicts itself".to_owned()))
+}
+
+/// What a user should know if transformers 5 splits text by the class of a tokenizer, and the class by other rules than
+/// `tokenizer.json` (`models/{gpt2,llama,qwen2}/tokenization_*.py`, and `AutoTokenizer` for Llama with bytes).
+fn remark_of_class(class: &str, tokenizer: &Tokenizer) -> Option<String> {
+    let kinds: &[&str] = match class.strip_suffix("Fast").unwrap_or(class) {
+        "GPT2Tokenizer" => &["ByteLevel"],
+        "LlamaTokenizer" => &["Metaspace"],
+        "Qwen2Tokenizer" => &["NFC", "Split", "ByteLevel"],
+        _ => return None,
+    };
+    let mut found = kinds_of(&serde_json::to_value(tokenizer.get_normalizer()).ok()?);
+    found.extend(kinds_of(&serde_json::to_value(tokenizer.get_pre_tokenizer()).ok()?));
+    let is_llama = kinds[0] == "Metaspace";
+    let follows_file = is_llama && found.iter().any(|kind| kind == "ByteLevel");
+    // How files of the first Llamas spell Metaspace.
+    let is_same = found == kinds || is_llama && found == ["Prepend", "Replace"];
+    (!follows_file && !is_same).then(|| {
+        format!(
+            "by its tokenizer_class {class}, transformers 5 splits text by {}, and tokenizer.json, which counts here as in \\
+             transformers 4, by {}: ids can differ",
+            kinds.join(", "),
+            if found.is_empty() { "nothing".to_owned() } else { found.join(", ") }
+        )
+    })
+}
+
+/// The kinds of a normalizer or pre-tokenizer, one after the other.
+fn kinds_of(component: &serde_json::Value) -> Vec<String> {
+    let parts =
+        ["normalizers", "pretokenizers"].into_iter().find_map(|name| component[name].as_array());
+    match parts {
+        Some(parts) => parts.iter().flat_map(kinds_of).collect(),
+        None => component["type"].as_str().map(str::to_owned).into_iter().collect(),
+    }
 }
