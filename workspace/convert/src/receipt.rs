@@ -155,7 +155,7 @@ impl Receipt {
     }
 }
 
-/// What a user should know about the source's files, and about a dense model of refitted projections.
+/// What a user should know about the source's files, the tokenizers' files, and a dense model of refitted projections.
 fn warning(plan: &Plan<'_>) -> Option<String> {
     let refitted = plan.is_dense_of_refitted().then(|| {
         format!(
@@ -164,7 +164,9 @@ fn warning(plan: &Plan<'_>) -> Option<String> {
             plan.options.source.display()
         )
     });
-    let warnings: Vec<String> = plan.source.warning.clone().into_iter().chain(refitted).collect();
+    let of_tokenizers = plan.expansion.iter().flat_map(|expansion| expansion.remarks.clone());
+    let of_source = plan.source.warning.clone().into_iter();
+    let warnings: Vec<String> = of_source.chain(of_tokenizers).chain(refitted).collect();
     (!warnings.is_empty()).then(|| warnings.join("; "))
 }
 

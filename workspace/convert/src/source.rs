@@ -24,9 +24,11 @@ pub(crate) struct Source {
 
 pub(crate) enum Weights {
     Files(WeightFiles),
-    /// f32 tensors, each of which is read and compared with its hash when it is needed.
+    /// Tensors of a run, each of which is read, compared with its hash, and rounded to the type of the run's export, when
+    /// it is needed.
     Checkpoint {
         stored: Box<StoredCheckpoint>,
+        dtype: DType,
         elements: HashMap<String, usize>,
         directory: PathBuf,
     },
@@ -46,7 +48,8 @@ impl Source {
         let directory = checkpoint.run.checkpoint(checkpoint.step);
         let shapes = tensor_shapes(&file.config).into_iter();
         let elements = shapes.map(|(name, shape)| (name, shape.iter().product())).collect();
-        let weights = Weights::Checkpoint { stored: Box::new(stored), elements, directory };
+        let (stored, dtype) = (Box::new(stored), checkpoint.export_type()?);
+        let weights = Weights::Checkpoint { stored, dtype, elements, directory };
         Ok(Source { file, weights, warning: None })
     }
 }
@@ -56,7 +59,7 @@ impl Weights {
     pub(crate) fn dtype(&self, name: &str) -> Result<DType, Error> {
         match self {
             Weights::Files(files) => Ok(files.get(name)?.dtype),
-            Weights::Checkpoint { .. } => Ok(DType::F32),
+            Weights::Checkpoint { dtype, .. } => Ok(*dtype),
         }
     }
 
@@ -67,13 +70,13 @@ impl Weights {
                 let TensorBytes { dtype, bytes, .. } = files.get(name)?;
                 Ok((dtype, Cow::Borrowed(bytes)))
             }
-            Weights::Checkpoint { stored, elements, .. } => {
+            Weights::Checkpoint { stored, dtype, elements, .. } => {
                 let elements = elements.get(name).copied().unwrap_or(0);
                 let mut values = vec![0f32; elements];
                 stored.read_f32(TensorKind::Weight, name, &mut values)?;
-                let mut bytes = vec![0; elements * DType::F32.bytes()];
-                DType::F32.write(&values, &mut bytes);
-                Ok((DType::F32, Cow::Owned(bytes)))
+                let mut bytes = vec![0; elements * dtype.bytes()];
+                dtype.write(&values, &mut bytes);
+                Ok((*dtype, Cow::Owned(bytes)))
             }
         }
     }
@@ -81,8 +84,10 @@ impl Weights {
     pub(crate) fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), Error> {
         match self {
             Weights::Files(files) => Ok(files.read_f32(name, out)?),
-            Weights::Checkpoint { stored, .. } => {
-                Ok(stored.read_f32(TensorKind::Weight, name, out)?)
+            Weights::Checkpoint { stored, dtype, .. } => {
+                stored.read_f32(TensorKind::Weight, name, out)?;
+                dtype.round(out);
+                Ok(())
             }
         }
     }

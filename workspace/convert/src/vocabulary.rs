@@ -30,6 +30,8 @@ pub(crate) struct Expansion {
     kept: usize,
     /// Old rows with a token, in ascending order.
     owned: Vec<u32>,
+    /// What a user should know of the tokenizers' files, in a sentence each.
+    pub remarks: Vec<String>,
 }
 
 impl Expansion {
@@ -47,7 +49,9 @@ impl Expansion {
     ) -> Result<Self, Error> {
         let old = TextTokenizer::load(old_dir)?;
         let new = TextTokenizer::load(new_dir)?;
-        Self::between(old.library(), new.library(), new_dir, old_rows, pad_to)
+        let mut expansion = Self::between(old.library(), new.library(), new_dir, old_rows, pad_to)?;
+        expansion.remarks = [old.remarks(), new.remarks()].concat();
+        Ok(expansion)
     }
 
     /// As [`Expansion::plan`], with loaded tokenizers; messages name `new_dir`.
@@ -104,7 +108,7 @@ impl Expansion {
         }
         let kept = (0..old_rows).find(|&row| sources[row] != [row as u32]).unwrap_or(old_rows);
         sources.drain(..kept);
-        Ok(Expansion { sources, kept, owned })
+        Ok(Expansion { sources, kept, owned, remarks: Vec::new() })
     }
 
     /// Plans an expansion that only pads the rows to a multiple of `multiple`.
@@ -114,6 +118,7 @@ impl Expansion {
             sources: vec![Vec::new(); rows - old_rows],
             kept: old_rows,
             owned: (0..old_rows as u32).collect(),
+            remarks: Vec::new(),
         })
     }
 

@@ -219,3 +219,15 @@ fn the_fixtures_tokenizer_spells_with_and_without_a_space() {
     assert_eq!(text(speller.spell_text("two words")), "two\u{2581}words");
     assert_eq!(text(speller.spell_text("<|end|>")).replace("<0x7C>", "|"), "<|end|>");
 }
+
+#[test]
+fn files_that_disagree_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_level(&["a", "b"], &[], &[]).to_string(false).unwrap();
+    std::fs::write(dir.path().join(TOKENIZER_FILE), tokenizer).unwrap();
+    let remarks = || Expansion::plan(dir.path(), dir.path(), 2, None).unwrap().remarks;
+    assert!(remarks().is_empty());
+    let config = json!({"tokenizer_class": "Qwen2Tokenizer"});
+    std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    assert!(remarks()[1].contains("by its tokenizer_class Qwen2Tokenizer, transformers 5"));
+}

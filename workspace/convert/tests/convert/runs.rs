@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use moh_hf::ConfigFile;
+use moh_hf::{ConfigFile, WeightFiles};
 use moh_kernels::{DType, ElementType};
 use moh_testkit::programs::read_json;
 use moh_testkit::trained_run::{prepared, train};
@@ -61,17 +61,26 @@ fn options_apply_to_the_model_of_a_checkpoint() {
     );
     assert!(config("dense").config.moh.is_none());
     assert_eq!(config("dense").fields["torch_dtype"], DType::F32.torch_name());
+    // The model of a checkpoint is its export, whatever type stores it.
+    const EMBEDDING: &str = "model.embed_tokens.weight";
+    let embedding = |dir: &str| {
+        let files = WeightFiles::open(&place.join(dir)).unwrap();
+        let mut values = vec![0f32; files.get(EMBEDDING).unwrap().shape.iter().product()];
+        files.read_f32(EMBEDDING, &mut values).unwrap();
+        values
+    };
+    assert!(embedding("dense") == embedding("run/export"));
     converted(place, &["--from", "run@2", "--active", "0.5", "--pad-vocab-to", "16"]);
     let moh = config("run@2-MoH").config;
     assert_eq!(moh.active_heads(), 4.into());
     assert_eq!(moh.vocab_size, 48);
     converted(place, &["--from", "run@5"]);
     assert_eq!(config("run@5-MoH").config.active_heads(), 6.into());
-    let receipt = ["--from", "run@1", "--receipt", "receipt.json", "--dtype", "f32"];
+    let receipt = ["--from", "run@1", "--receipt", "receipt.json"];
     converted(place, &receipt);
     let receipt = read_json(&place.join("receipt.json"));
     assert_eq!(receipt["source"], "run/checkpoints/step-1");
-    assert_eq!(receipt["tensors"][0]["source_dtype"], "f32");
+    assert_eq!(receipt["tensors"][0]["source_dtype"], "bf16");
     assert_eq!(receipt["tensors"][0]["unchanged"], true);
 }
 
