@@ -17,85 +17,114 @@ use crate::{Backend, DType, Element, QkvShape};
 const SMALL_LAYER: [usize; 2] = [64, 344];
 const LARGE_LAYER: [usize; 2] = [2048, 32_000];
 
+const STEP: AdamW = AdamW {
+    learning_rate: 1e-4,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    clip_norm: 1.0,
+    grad_norm: 1.0,
+    step: 10,
+};
+
 pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
+    let Sizes { tokens, width, mlp, vocabulary, attention } = sizes;
+    let (elements, parameters) = (tokens * width, vocabulary * width);
+    let rows = VocabularyRows::all(vocabulary);
     let mut cases = vec![
-        embedding_forward::<B, T>(sizes),
-        embedding_backward::<B, T>(sizes),
-        rms_norm_forward::<B, T>(sizes),
-        rms_norm_backward::<B, T>(sizes),
+        case!("embedding_forward", Work::moved::<T>(2 * elements), |backend| [
+            read ids = ids(backend, tokens, vocabulary),
+            read table = random_elements::<B, T>(backend, parameters),
+            write out = random_elements::<B, T>(backend, elements),
+        ] backend.embedding_forward(EmbeddingForward { width, rows, ids, table, out })),
+        case!("embedding_backward", Work::moved::<T>(2 * elements), |backend| [
+            read ids = ids(backend, tokens, vocabulary),
+            read d_out = random_elements::<B, T>(backend, elements),
+            write d_table = random_elements::<B, f32>(backend, parameters),
+        ] backend.embedding_backward(EmbeddingBackward { width, rows, ids, d_out, d_table })),
+        case!("rms_norm_forward", Work::moved::<T>(2 * elements), |backend| [
+            read x = random_elements::<B, T>(backend, elements),
+            read weight = random_elements::<B, T>(backend, width),
+            write y = random_elements::<B, T>(backend, elements),
+            write inv_rms = backend.allocate::<f32>(tokens),
+        ] backend.rms_norm_forward(RmsNormForward { eps: 1e-5, x, weight, y, inv_rms })),
+        case!("rms_norm_backward", Work::moved::<T>(4 * elements), |backend| [
+            read x = random_elements::<B, T>(backend, elements),
+            read weight = random_elements::<B, T>(backend, width),
+            read inv_rms = upload(backend, &vec![0.5f32; tokens]),
+            read d_y = random_elements::<B, T>(backend, elements),
+            write d_x = backend.allocate::<T>(elements),
+            write d_weight = backend.allocate::<f32>(width),
+        ] backend.rms_norm_backward(RmsNormBackward { x, weight, inv_rms, d_y, d_x, d_weight })),
     ];
-    let layers = [sizes.gate_up(), [sizes.mlp, sizes.width], SMALL_LAYER];
+    let layers = [sizes.gate_up(), [mlp, width], SMALL_LAYER];
     cases.extend(layers.into_iter().flat_map(|layer| linear::<B, T>(sizes, layer)));
+    let shape = QkvShape { batch: 1, length: tokens, ..attention };
+    let cached = tokens * shape.kv_heads * shape.head_dim;
+    let converted = parameters * (size_of::<f32>() + size_of::<T>());
+    let with_remainder = T::DTYPE == DType::BF16;
+    let remainder = if with_remainder { 2 * size_of::<i16>() } else { 0 };
+    let updated = parameters * (5 * size_of::<f32>() + 2 * size_of::<T>() + remainder);
     cases.extend([
         linear_generation::<B, T>(1, sizes.gate_up()),
         linear_generation::<B, T>(1, LARGE_LAYER),
         linear_generation::<B, T>(8, sizes.gate_up()),
         linear_generation::<B, T>(32, sizes.gate_up()),
         linear_generation::<B, T>(512, sizes.gate_up()),
-        relative_error::<B, T>(sizes),
-        swiglu_forward::<B, T>(sizes),
-        swiglu_backward::<B, T>(sizes),
+        case!("relative_error", Work::moved::<T>(3 * elements), |backend| [
+            read y = random_elements::<B, T>(backend, elements),
+            read target = random_elements::<B, T>(backend, elements),
+            write d_y = backend.allocate::<T>(elements),
+            write sum = backend.allocate::<f64>(1),
+        ] backend.relative_error(RelativeErrorArgs { width, scale: 1.0, y, target, d_y, sum })),
+        case!("swiglu_forward", Work::moved::<T>(3 * tokens * mlp), |backend| [
+            read gate_up = random_elements::<B, T>(backend, tokens * 2 * mlp),
+            write out = backend.allocate::<T>(tokens * mlp),
+        ] backend.swiglu_forward(mlp, gate_up, out)),
+        case!("swiglu_backward", Work::moved::<T>(6 * tokens * mlp), |backend| [
+            write gate_up = random_elements::<B, T>(backend, tokens * 2 * mlp),
+            write out = random_elements::<B, T>(backend, tokens * mlp),
+        ] backend.swiglu_backward::<T>(mlp, gate_up, out)),
         cross_entropy::<B, T>(sizes, "cross_entropy_forward", false, false),
         cross_entropy::<B, T>(sizes, "cross_entropy_forward_backward", true, false),
         cross_entropy::<B, T>(sizes, "cross_entropy_with_teacher", true, true),
         sample::<B, T>(sizes, "sample likeliest", 0.0),
         sample::<B, T>(sizes, "sample top-p", 1.0),
-        key_value_append::<B, T>(sizes),
-        convert::<B, T>(sizes),
-        add::<B, T>(sizes),
-        squared_norm::<B, T>(sizes),
-        adamw::<B, T>(sizes),
+        case!("key_value_append", Work::moved::<T>(4 * cached), |backend| [
+            read qkv = random_elements::<B, T>(backend, tokens * shape.row()),
+            read rows = upload(backend, &(0..tokens as u32).collect::<Vec<_>>()),
+            write keys = backend.allocate::<T>(cached),
+            write values = backend.allocate::<T>(cached),
+        ] backend.key_value_append(KeyValueAppend {
+            shape: &shape, rows, block_length: 1, qkv, keys, values,
+        })),
+        // From f32 to the case's type.
+        case!("convert", Work::Bytes(converted as u64), |backend| [
+            read x = random_elements::<B, f32>(backend, parameters),
+            write y = backend.allocate::<T>(parameters),
+        ] backend.convert::<f32, T>(x, y)),
+        case!("add", Work::moved::<T>(3 * elements), |backend| [
+            read x = random_elements::<B, T>(backend, elements),
+            read y = random_elements::<B, T>(backend, elements),
+            write out = backend.allocate::<T>(elements),
+        ] backend.add::<T>(x, y, out)),
+        case!("squared_norm", Work::moved::<T>(parameters), |backend| [
+            read x = random_elements::<B, T>(backend, parameters),
+            write out = backend.allocate::<f64>(1),
+        ] backend.squared_norms::<T>(&[x], out)),
+        case!("adamw", Work::Bytes(updated as u64), |backend| [
+            write weights = random_elements::<B, T>(backend, parameters),
+            read gradients = random_elements::<B, f32>(backend, parameters),
+            write remainder = upload(backend, &vec![0i16; if with_remainder { parameters } else { 0 }]),
+            write first_moment = random_elements::<B, f32>(backend, parameters),
+            write second_moment = upload(backend, &vec![1f32; parameters]),
+        ] backend.adamw(AdamWUpdate {
+            step: &STEP, gradients, weights, remainder: with_remainder.then_some(remainder),
+            first_moment, second_moment,
+        })),
     ]);
     cases
-}
-
-fn embedding_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    let Sizes { tokens, width, vocabulary, .. } = sizes;
-    let rows = VocabularyRows::all(vocabulary);
-    case!("embedding_forward", Work::moved::<T>(2 * tokens * width), |backend| [
-        read ids = ids(backend, tokens, vocabulary),
-        read table = random_elements::<B, T>(backend, vocabulary * width),
-        write out = random_elements::<B, T>(backend, tokens * width),
-    ] backend.embedding_forward(EmbeddingForward { width, rows, ids, table, out }))
-}
-
-fn embedding_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    let Sizes { tokens, width, vocabulary, .. } = sizes;
-    let rows = VocabularyRows::all(vocabulary);
-    case!("embedding_backward", Work::moved::<T>(2 * tokens * width), |backend| [
-        read ids = ids(backend, tokens, vocabulary),
-        read d_out = random_elements::<B, T>(backend, tokens * width),
-        write d_table = random_elements::<B, f32>(backend, vocabulary * width),
-    ] backend.embedding_backward(EmbeddingBackward { width, rows, ids, d_out, d_table }))
-}
-
-fn rms_norm_forward<B: Backend, T: Element>(Sizes { tokens, width, .. }: Sizes) -> Case<B> {
-    case!("rms_norm_forward", Work::moved::<T>(2 * tokens * width), |backend| [
-        read x = random_elements::<B, T>(backend, tokens * width),
-        read weight = random_elements::<B, T>(backend, width),
-        write y = random_elements::<B, T>(backend, tokens * width),
-        write inv_rms = backend.allocate::<f32>(tokens),
-    ] backend.rms_norm_forward(RmsNormForward { eps: 1e-5, x, weight, y, inv_rms }))
-}
-
-fn rms_norm_backward<B: Backend, T: Element>(Sizes { tokens, width, .. }: Sizes) -> Case<B> {
-    case!("rms_norm_backward", Work::moved::<T>(4 * tokens * width), |backend| [
-        read x = random_elements::<B, T>(backend, tokens * width),
-        read weight = random_elements::<B, T>(backend, width),
-        read inv_rms = upload(backend, &vec![0.5f32; tokens]),
-        read d_y = random_elements::<B, T>(backend, tokens * width),
-        write d_x = backend.allocate::<T>(tokens * width),
-        write d_weight = backend.allocate::<f32>(width),
-    ] backend.rms_norm_backward(RmsNormBackward { x, weight, inv_rms, d_y, d_x, d_weight }))
-}
-
-fn relative_error<B: Backend, T: Element>(Sizes { tokens, width, .. }: Sizes) -> Case<B> {
-    case!("relative_error", Work::moved::<T>(3 * tokens * width), |backend| [
-        read y = random_elements::<B, T>(backend, tokens * width),
-        read target = random_elements::<B, T>(backend, tokens * width),
-        write d_y = backend.allocate::<T>(tokens * width),
-        write sum = backend.allocate::<f64>(1),
-    ] backend.relative_error(RelativeErrorArgs { width, scale: 1.0, y, target, d_y, sum }))
 }
 
 /// The tokens of a pass of several sequences.
@@ -207,20 +236,6 @@ fn packed_weight<B: Backend, T: Element>(
     Ok(packed)
 }
 
-fn swiglu_forward<B: Backend, T: Element>(Sizes { tokens, mlp, .. }: Sizes) -> Case<B> {
-    case!("swiglu_forward", Work::moved::<T>(3 * tokens * mlp), |backend| [
-        read gate_up = random_elements::<B, T>(backend, tokens * 2 * mlp),
-        write out = backend.allocate::<T>(tokens * mlp),
-    ] backend.swiglu_forward(mlp, gate_up, out))
-}
-
-fn swiglu_backward<B: Backend, T: Element>(Sizes { tokens, mlp, .. }: Sizes) -> Case<B> {
-    case!("swiglu_backward", Work::moved::<T>(6 * tokens * mlp), |backend| [
-        write gate_up = random_elements::<B, T>(backend, tokens * 2 * mlp),
-        write out = random_elements::<B, T>(backend, tokens * mlp),
-    ] backend.swiglu_backward::<T>(mlp, gate_up, out))
-}
-
 /// A teacher has the same width.
 fn cross_entropy<B: Backend, T: Element>(
     Sizes { tokens, width, vocabulary, .. }: Sizes,
@@ -251,72 +266,5 @@ fn cross_entropy<B: Backend, T: Element>(
             scale: 1.0, d_x, d_weight, accumulation: Accumulation::Add,
         }),
         ranks: None,
-    }))
-}
-
-fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    let shape = QkvShape { batch: 1, length: sizes.tokens, ..sizes.attention };
-    let elements = sizes.tokens * shape.kv_heads * shape.head_dim;
-    case!("key_value_append", Work::moved::<T>(4 * elements), |backend| [
-        read qkv = random_elements::<B, T>(backend, sizes.tokens * shape.row()),
-        read rows = upload(backend, &(0..sizes.tokens as u32).collect::<Vec<_>>()),
-        write keys = backend.allocate::<T>(elements),
-        write values = backend.allocate::<T>(elements),
-    ] backend.key_value_append(KeyValueAppend {
-        shape: &shape, rows, block_length: 1, qkv, keys, values,
-    }))
-}
-
-fn add<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    let count = sizes.tokens * sizes.width;
-    case!("add", Work::moved::<T>(3 * count), |backend| [
-        read x = random_elements::<B, T>(backend, count),
-        read y = random_elements::<B, T>(backend, count),
-        write out = backend.allocate::<T>(count),
-    ] backend.add::<T>(x, y, out))
-}
-
-/// From f32 to the case's type.
-fn convert<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    let count = sizes.vocabulary * sizes.width;
-    let bytes = count * (size_of::<f32>() + size_of::<T>());
-    case!("convert", Work::Bytes(bytes as u64), |backend| [
-        read x = random_elements::<B, f32>(backend, count),
-        write y = backend.allocate::<T>(count),
-    ] backend.convert::<f32, T>(x, y))
-}
-
-fn squared_norm<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    let count = sizes.vocabulary * sizes.width;
-    case!("squared_norm", Work::moved::<T>(count), |backend| [
-        read x = random_elements::<B, T>(backend, count),
-        write out = backend.allocate::<f64>(1),
-    ] backend.squared_norms::<T>(&[x], out))
-}
-
-fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
-    const STEP: AdamW = AdamW {
-        learning_rate: 1e-4,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        clip_norm: 1.0,
-        grad_norm: 1.0,
-        step: 10,
-    };
-    let len = sizes.vocabulary * sizes.width;
-    let with_remainder = T::DTYPE == DType::BF16;
-    let remainder = if with_remainder { 2 * size_of::<i16>() } else { 0 };
-    let bytes = len * (5 * size_of::<f32>() + 2 * size_of::<T>() + remainder);
-    case!("adamw", Work::Bytes(bytes as u64), |backend| [
-        write weights = random_elements::<B, T>(backend, len),
-        read gradients = random_elements::<B, f32>(backend, len),
-        write remainder = upload(backend, &vec![0i16; if with_remainder { len } else { 0 }]),
-        write first_moment = random_elements::<B, f32>(backend, len),
-        write second_moment = upload(backend, &vec![1f32; len]),
-    ] backend.adamw(AdamWUpdate {
-        step: &STEP, gradients, weights, remainder: with_remainder.then_some(remainder),
-        first_moment, second_moment,
     }))
 }
