@@ -20,7 +20,11 @@ pub(crate) fn name<T: Element>(kernel: &str) -> String {
 }
 
 impl Cuda {
+    /// Runs a matmul, unless its left operand is empty.
     pub(crate) fn matmul(&self, matmul: &Matmul) -> Result<()> {
+        if matmul.left.rows == 0 || matmul.left.columns == 0 {
+            return Ok(());
+        }
         self.device().matmul(matmul, self.algorithms)
     }
 
@@ -32,22 +36,11 @@ impl Cuda {
         shared_bytes: usize,
         parameters: &P,
     ) -> Result<()> {
-        self.launch_blocks_of(THREADS, kernel, [grid[0], grid[1], 1], shared_bytes, parameters)
+        let parameters = [bytemuck::bytes_of(parameters)];
+        self.launch_with(THREADS, kernel, [grid[0], grid[1], 1], shared_bytes, &parameters)
     }
 
-    /// Like [`Cuda::launch`], with `threads` threads per block.
-    pub(crate) fn launch_blocks_of<P: Pod>(
-        &self,
-        threads: usize,
-        kernel: &str,
-        grid: [usize; 3],
-        shared_bytes: usize,
-        parameters: &P,
-    ) -> Result<()> {
-        self.launch_with(threads, kernel, grid, shared_bytes, &[bytemuck::bytes_of(parameters)])
-    }
-
-    /// Like [`Cuda::launch_blocks_of`], for a kernel of several structs, given as bytes.
+    /// Like [`Cuda::launch`], with `threads` threads per block, for a kernel of structs that are given as bytes.
     pub(crate) fn launch_with(
         &self,
         threads: usize,

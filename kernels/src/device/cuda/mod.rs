@@ -153,9 +153,7 @@ impl Cuda {
         }
         *scratch = None;
         let memory = Allocation::new(&self.device, bytes)?;
-        let address = memory.address;
-        *scratch = Some(memory);
-        Ok(address)
+        Ok(scratch.insert(memory).address)
     }
 
     /// Address of a u32 that is 0, for a kernel that resets it to 0.

@@ -13,15 +13,12 @@ impl Linear for Cuda {
         if let Some(residual) = residual {
             check_len("linear_forward", "residual", residual.len, tokens * outputs)?;
         }
-        run(
-            self,
-            Matmul {
-                out: Operand::new(y.address, T::DTYPE, tokens, outputs),
-                left: Operand::new(x.address, T::DTYPE, tokens, inputs),
-                right: Operand::new(weight.address, T::DTYPE, outputs, inputs).transposed(),
-                addend: residual.map(|residual| residual.address),
-            },
-        )
+        self.matmul(&Matmul {
+            out: Operand::new(y.address, T::DTYPE, tokens, outputs),
+            left: Operand::new(x.address, T::DTYPE, tokens, inputs),
+            right: Operand::new(weight.address, T::DTYPE, outputs, inputs).transposed(),
+            addend: residual.map(|residual| residual.address),
+        })
     }
 
     fn pack_weight<T: Element>(
@@ -40,15 +37,12 @@ impl Linear for Cuda {
         let LinearBackwardInput { inputs, d_y, weight, d_x, accumulation } = args;
         let (tokens, outputs) =
             check("linear_backward_input", inputs, d_x.len, weight.len, d_y.len)?;
-        run(
-            self,
-            Matmul {
-                out: Operand::new(d_x.address, T::DTYPE, tokens, inputs),
-                left: Operand::new(d_y.address, T::DTYPE, tokens, outputs),
-                right: Operand::new(weight.address, T::DTYPE, outputs, inputs),
-                addend: (accumulation == Accumulation::Add).then_some(d_x.address),
-            },
-        )
+        self.matmul(&Matmul {
+            out: Operand::new(d_x.address, T::DTYPE, tokens, inputs),
+            left: Operand::new(d_y.address, T::DTYPE, tokens, outputs),
+            right: Operand::new(weight.address, T::DTYPE, outputs, inputs),
+            addend: (accumulation == Accumulation::Add).then_some(d_x.address),
+        })
     }
 
     fn linear_backward_weight<T: Element, G: Element>(
@@ -62,22 +56,11 @@ impl Linear for Cuda {
         if tokens == 0 && !adds {
             return self.zero(d_weight);
         }
-        run(
-            self,
-            Matmul {
-                out: Operand::new(d_weight.address, G::DTYPE, outputs, inputs),
-                left: Operand::new(d_y.address, T::DTYPE, tokens, outputs).transposed(),
-                right: Operand::new(x.address, T::DTYPE, tokens, inputs),
-                addend: adds.then_some(d_weight.address),
-            },
-        )
+        self.matmul(&Matmul {
+            out: Operand::new(d_weight.address, G::DTYPE, outputs, inputs),
+            left: Operand::new(d_y.address, T::DTYPE, tokens, outputs).transposed(),
+            right: Operand::new(x.address, T::DTYPE, tokens, inputs),
+            addend: adds.then_some(d_weight.address),
+        })
     }
-}
-
-/// Runs a matmul, unless there are no tokens.
-fn run(cuda: &Cuda, matmul: Matmul) -> Result<()> {
-    if matmul.left.rows == 0 || matmul.left.columns == 0 {
-        return Ok(());
-    }
-    cuda.matmul(&matmul)
 }

@@ -56,7 +56,8 @@ impl RmsNorm for Cuda {
         };
         if let Some(threads) = parameters.threads_of_row::<T>() {
             let kernel = name::<T>("rms_norm_backward_rows");
-            self.launch_blocks_of(threads, &kernel, [groups, 1, 1], 0, &parameters)?;
+            let parameters = [bytemuck::bytes_of(&parameters)];
+            self.launch_with(threads, &kernel, [groups, 1, 1], 0, &parameters)?;
         } else {
             let columns = [width.div_ceil(THREADS), groups];
             self.launch(&name::<T>("rms_norm_backward_input"), [tokens, 1], 0, &parameters)?;

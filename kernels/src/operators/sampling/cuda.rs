@@ -1,5 +1,7 @@
 //! The choice of tokens on a GPU: a block a row.
 
+use bytemuck::Zeroable;
+
 use super::{
     LogProbabilities, LogitChange, RowChoice, RowRequest, RowToken, Sample, SampleArgs, check,
 };
@@ -58,16 +60,9 @@ fn inputs(rows: &[RowRequest]) -> (Vec<Row>, Vec<Change>) {
         .iter()
         .map(|row| {
             let first_change = changes.len() as u32;
-            let mut input = Row {
-                given: NONE,
-                inverse_temperature: 0.0,
-                min_p: 0.0,
-                top_p: 1.0,
-                random: 0.0,
-                top_k: 0,
-                first_change,
-                end_change: first_change,
-            };
+            let end_change = first_change;
+            let mut input =
+                Row { given: NONE, top_p: 1.0, first_change, end_change, ..Row::zeroed() };
             match &row.token {
                 RowToken::Given(id) => input.given = *id,
                 RowToken::Sampled(sampling) => {

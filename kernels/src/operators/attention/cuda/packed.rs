@@ -114,7 +114,8 @@ impl<'a, 'v> Packed<'a, 'v> {
         grid: [usize; 3],
         shared_bytes: usize,
     ) -> Result<()> {
-        self.pass.cuda.launch_blocks_of(threads, kernel, grid, shared_bytes, &self.parameters)
+        let parameters = [bytemuck::bytes_of(&self.parameters)];
+        self.pass.cuda.launch_with(threads, kernel, grid, shared_bytes, &parameters)
     }
 
     /// Runs a kernel with one warp for each of `count` pairs.
