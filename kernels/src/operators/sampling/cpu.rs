@@ -67,7 +67,8 @@ fn sample(logits: &[f32], sampling: &RowSampling) -> Option<u32> {
         sum_of_kept = keep_at_least(&mut probabilities, min_p as f32);
     }
     if top_k > 0 && top_k < logits.len() {
-        sum_of_kept = keep_most_likely(&mut probabilities, top_k);
+        let most_likely = first(&probabilities, top_k);
+        sum_of_kept = keep(&mut probabilities, &most_likely);
     }
     if top_p < 1.0 {
         clear_unlikely(&mut probabilities, top_p as f32 * sum_of_kept);
@@ -119,11 +120,6 @@ fn sum(values: &[f32]) -> f32 {
     let quarter = |i: usize| lane(i) + lane(4 + i);
     let whole = (quarter(0) + quarter(1)) + (quarter(2) + quarter(3));
     rest.iter().fold(whole, |total, value| total + value)
-}
-
-/// Sets all probabilities to 0 except the `k` largest; returns the sum of these.
-fn keep_most_likely(probabilities: &mut [f32], k: usize) -> f32 {
-    keep(probabilities, &first(probabilities, k))
 }
 
 /// Sets all probabilities to 0 except those of some tokens; returns the sum of these, in their order.
