@@ -35,6 +35,49 @@ pub struct RunDirectory {
     root: PathBuf,
 }
 
+/// The paths of a run directory that have one name.
+macro_rules! paths {
+    ($($(#[$doc:meta])+ $method:ident: $name:literal,)+) => {
+        impl RunDirectory {
+            $($(#[$doc])+
+            pub fn $method(&self) -> PathBuf {
+                self.root.join($name)
+            })+
+        }
+    };
+}
+
+paths! {
+    /// The resolved recipe.
+    recipe: "recipe.toml",
+    /// The content of the run's inputs.
+    inputs: "inputs.json",
+    /// On what the run trains.
+    machine: "machine.json",
+    /// What resuming needs of the run's model beside a checkpoint: configuration, tokenizers and the files
+    /// that an export copies.
+    model: "model",
+    /// The metrics, one JSON object per step.
+    metrics: "metrics.jsonl",
+    /// The routing of each evaluation.
+    routing: "routing.jsonl",
+    /// The directory of all checkpoints.
+    checkpoints: "checkpoints",
+    /// The picture of the losses that `moh-report` draws.
+    picture: "run.svg",
+    /// TensorBoard's event files.
+    tensorboard: "tensorboard",
+    /// A file that records that a checkpoint was completed: a run that has it does not start over when
+    /// all of its checkpoints are gone.
+    marker: "has-checkpoints",
+    /// The stages that have become longer.
+    growth: "growth.jsonl",
+    /// The model in Hugging Face layout after the last stage.
+    export: "export",
+    /// The results of a finished run.
+    summary: "summary.json",
+}
+
 impl RunDirectory {
     /// The paths below `root`; accesses no file.
     pub fn new(root: impl Into<PathBuf>) -> Self {
@@ -44,27 +87,6 @@ impl RunDirectory {
     /// The directory itself.
     pub fn root(&self) -> &Path {
         &self.root
-    }
-
-    /// The resolved recipe.
-    pub fn recipe(&self) -> PathBuf {
-        self.root.join("recipe.toml")
-    }
-
-    /// The content of the run's inputs.
-    pub fn inputs(&self) -> PathBuf {
-        self.root.join("inputs.json")
-    }
-
-    /// On what the run trains.
-    pub fn machine(&self) -> PathBuf {
-        self.root.join("machine.json")
-    }
-
-    /// What resuming needs of the run's model beside a checkpoint: configuration, tokenizers and the files
-    /// that an export copies.
-    pub fn model(&self) -> PathBuf {
-        self.root.join("model")
     }
 
     /// The directory of the tokenizer with which the run trains; `None` if it has none.
@@ -93,16 +115,6 @@ impl RunDirectory {
             == (&now.from, &now.revision, &now.tokenizer))
     }
 
-    /// The metrics, one JSON object per step.
-    pub fn metrics(&self) -> PathBuf {
-        self.root.join("metrics.jsonl")
-    }
-
-    /// The routing of each evaluation.
-    pub fn routing(&self) -> PathBuf {
-        self.root.join("routing.jsonl")
-    }
-
     /// The checkpoint after `step` steps, whose tensors are not read.
     pub fn stored(&self, step: u64) -> Result<StoredCheckpoint> {
         StoredCheckpoint::of_step(self, step)
@@ -117,40 +129,9 @@ impl RunDirectory {
         Ok((stored, file))
     }
 
-    /// The directory of all checkpoints.
-    pub fn checkpoints(&self) -> PathBuf {
-        self.root.join("checkpoints")
-    }
-
     /// The checkpoint after `step` steps over all stages.
     pub fn checkpoint(&self, step: u64) -> PathBuf {
         self.checkpoints().join(format!("step-{step}"))
-    }
-
-    /// The picture of the losses that `moh-report` draws.
-    pub fn picture(&self) -> PathBuf {
-        self.root.join("run.svg")
-    }
-
-    /// TensorBoard's event files.
-    pub fn tensorboard(&self) -> PathBuf {
-        self.root.join("tensorboard")
-    }
-
-    /// A file that records that a checkpoint was completed: a run that has it does not start over when
-    /// all of its checkpoints are gone.
-    pub fn marker(&self) -> PathBuf {
-        self.root.join("has-checkpoints")
-    }
-
-    /// The stages that have become longer.
-    pub fn growth(&self) -> PathBuf {
-        self.root.join("growth.jsonl")
-    }
-
-    /// The model in Hugging Face layout after the last stage.
-    pub fn export(&self) -> PathBuf {
-        self.root.join("export")
     }
 
     /// A free name for an export that holds other files, before the export of `step` is written.
@@ -168,11 +149,6 @@ impl RunDirectory {
         self.root.join(format!("{CALIBRATION}{step}.safetensors"))
     }
 
-    /// The results of a finished run.
-    pub fn summary(&self) -> PathBuf {
-        self.root.join("summary.json")
-    }
-
     /// The timeline of a step, counted over all stages; `rank` is given if there are several.
     pub fn trace(&self, step: u64, rank: Option<usize>) -> PathBuf {
         let rank = rank.map_or_else(String::new, |rank| format!("-rank-{rank}"));
@@ -181,9 +157,6 @@ impl RunDirectory {
 
     /// Creates the directory if it is missing and locks it against other processes. The caller has
     /// [checked](Self::check) whose it is.
-    ///
-    /// # Errors
-    /// Fails if another process holds the lock, or the file system reports an error.
     pub fn lock(&self) -> Result<RunLock> {
         std::fs::create_dir_all(&self.root).map_err(moh_files::io(&self.root))?;
         RunLock::acquire(&self.root)
