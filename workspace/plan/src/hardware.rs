@@ -8,7 +8,7 @@ use std::path::Path;
 
 use moh_kernels::ElementType;
 use moh_recipe::lines::Lines;
-use moh_recipe::{KeyFault, is_below, reader};
+use moh_recipe::{KeyFault, Origins, is_below, reader};
 use serde::Deserialize;
 use toml::Value;
 
@@ -24,9 +24,6 @@ const MAX_RANKS: usize = 1 << 20;
 
 /// Share of a device's memory that suggested layouts leave free.
 const FREE_SHARE: f64 = 0.08;
-
-/// A key, empty for a fault of the whole file, and the problem.
-type Problem = (String, String);
 
 /// A machine's achieved speeds, not its data sheet's.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -87,16 +84,13 @@ impl Hardware {
     }
 
     /// Loads a profile from `text`; messages name it `path`.
-    ///
-    /// # Errors
-    /// As [`Hardware::load`], except for I/O errors.
     pub fn parse(text: &str, path: &Path) -> Result<Self, Error> {
+        let invalid = |error: moh_recipe::Error| Error::Invalid(error.to_string());
         let table = reader::parse_table(text)
-            .map_err(|reason| faults(path, text, vec![(String::new(), reason)]))?;
+            .map_err(|reason| invalid(moh_recipe::Error::at_key(path, "", reason)))?;
         let table = Value::Table(table);
         let reading = reader::read::<Hardware>(&table);
-        let read = reading.problems.into_iter().map(|problem| (problem.key, problem.reason));
-        let mut problems: Vec<Problem> = read.collect();
+        let mut faults: Vec<KeyFault> = reading.problems.into_iter().map(KeyFault::from).collect();
         let is_known =
             |key: &str| !reading.stand_ins.iter().any(|stand_in| is_below(key, stand_in));
         // The memory that is reserved is compared with all of it.
@@ -105,17 +99,20 @@ impl Hardware {
             _ => true,
         };
         if let Some(hardware) = &reading.value {
-            let found = hardware.problems().into_iter();
-            problems.extend(found.filter(|(key, _)| is_known(key) && depends(key)));
+            let found = hardware.faults().into_iter();
+            faults.extend(found.filter(|fault| is_known(&fault.key) && depends(&fault.key)));
         }
         match reading.value {
-            Some(hardware) if problems.is_empty() => Ok(hardware),
-            _ => Err(faults(path, text, problems)),
+            Some(hardware) if faults.is_empty() => Ok(hardware),
+            _ => {
+                let faults = Origins::new(path, Lines::new(text)).name(faults);
+                Err(invalid(moh_recipe::Error::Recipe { faults }))
+            }
         }
     }
 
-    /// Keys whose values are out of range, each with the problem.
-    fn problems(&self) -> Vec<Problem> {
+    /// Keys whose values are out of range.
+    fn faults(&self) -> Vec<KeyFault> {
         let Hardware { device, node, network, .. } = self;
         let (memory, reserved) = (device.memory_bytes, device.reserved_bytes);
         let smaller = format!("must be below memory_bytes = {memory}");
@@ -241,7 +238,7 @@ impl Hardware {
 }
 
 /// Checks a rate, which times are divided by.
-fn rate(key: &str, rate: Rate) -> Option<Problem> {
+fn rate(key: &str, rate: Rate) -> Option<KeyFault> {
     within(key, rate.value, 1.0 / MAX_NUMBER..=MAX_NUMBER)
 }
 
@@ -250,28 +247,15 @@ fn within<T: PartialOrd + Display>(
     key: &str,
     value: T,
     limits: RangeInclusive<T>,
-) -> Option<Problem> {
+) -> Option<KeyFault> {
     let reason = format!("must be from {} to {}", limits.start(), limits.end());
     refuse(limits.contains(&value), key, value, reason)
 }
 
-fn refuse(fine: bool, key: &str, value: impl Display, reason: String) -> Option<Problem> {
-    (!fine).then(|| (key.to_string(), format!("{reason}, not {value}")))
-}
-
-/// The error for these (key, reason) pairs in the profile `text` at `path`.
-fn faults(path: &Path, text: &str, mut problems: Vec<Problem>) -> Error {
-    let lines = Lines::new(text);
-    problems.sort_by_key(|(key, _)| lines.line(key));
-    let fault = |(key, reason): Problem| {
-        let path = path.display();
-        let origin = match lines.line(&key) {
-            Some(line) => format!("{path}: line {line}"),
-            None => path.to_string(),
-        };
-        KeyFault { origin, key, value: None, reason }.to_string()
-    };
-    Error::Invalid(problems.into_iter().map(fault).collect::<Vec<_>>().join("\n"))
+fn refuse(fine: bool, key: &str, value: impl Display, reason: String) -> Option<KeyFault> {
+    let reason = format!("{reason}, not {value}");
+    let (origin, key) = (String::new(), key.to_owned());
+    (!fine).then_some(KeyFault { origin, key, value: None, reason })
 }
 
 #[cfg(test)]

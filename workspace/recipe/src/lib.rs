@@ -39,7 +39,7 @@ pub use calibration::{CalibrationOptions, SharedChoice};
 pub use distill::{DistillOptions, START};
 pub use error::Error;
 pub use model::{ModelOptions, NewModel, NewMohOptions, RopeScaling, TokenIds, read_shape};
-pub use overrides::is_below;
+pub use overrides::{Origins, is_below};
 pub use problem::Problem;
 pub use reader::element_name;
 pub use schedule::Schedule;
@@ -49,7 +49,6 @@ pub use validate::fine_name;
 pub use validation_sets::{ValidationSet, key as validation_key};
 
 use lines::Lines;
-use overrides::Origins;
 use reader::known_keys;
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -279,9 +278,6 @@ impl Recipe {
     }
 
     /// Loads a recipe from `text`; messages name it `path`.
-    ///
-    /// # Errors
-    /// As [`Recipe::load`], except for I/O errors.
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let table = reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
         Self::from_table(table, text, path, overrides)
@@ -338,19 +334,14 @@ impl Recipe {
         }
     }
 
-    /// Checks everything that does not depend on the model; messages name the recipe `path`.
-    ///
-    /// # Errors
-    /// Reports all faults at once.
+    /// Checks everything that does not depend on the model; messages name the recipe `path`
+    /// and all faults.
     pub fn validate(&self, path: &Path) -> Result<(), Error> {
         refuse(validate::faults(self, &BTreeSet::new()), path)
     }
 
     /// Fills in the defaults that depend on the model's shape (before its vocabulary is padded), and
     /// checks the recipe against the model; messages name the recipe `path`.
-    ///
-    /// # Errors
-    /// Reports every key that does not fit the model.
     pub fn resolve(&mut self, path: &Path, model: &ModelConfig) -> Result<(), Error> {
         for stage in &mut self.stages {
             // Counts that do not fit are faults below.

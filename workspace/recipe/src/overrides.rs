@@ -13,9 +13,9 @@ use super::reader::{KnownKeys, element_name};
 /// The origin of an overridden key, in messages.
 const ORIGIN: &str = "--set";
 
-/// Where the values of a recipe come from.
+/// Where the values of a file come from.
 #[derive(Debug)]
-pub(super) struct Origins<'a> {
+pub struct Origins<'a> {
     path: &'a Path,
     lines: Lines,
     /// The overridden keys as the recipe's reader knows them, elements of lists also by index, and as the user
@@ -24,8 +24,8 @@ pub(super) struct Origins<'a> {
 }
 
 impl<'a> Origins<'a> {
-    /// The origins of a recipe in the file `path`, whose keys are on these `lines`.
-    pub(super) fn new(path: &'a Path, lines: Lines) -> Self {
+    /// The origins of the values in the file `path`, whose keys are on these `lines`.
+    pub fn new(path: &'a Path, lines: Lines) -> Self {
         Origins { path, lines, overridden: BTreeMap::new() }
     }
 
@@ -69,7 +69,7 @@ impl<'a> Origins<'a> {
     }
 
     /// Names the origin of each fault, and sorts them by line; those of overrides come last.
-    pub(super) fn name(&self, mut faults: Vec<KeyFault>) -> Vec<KeyFault> {
+    pub fn name(&self, mut faults: Vec<KeyFault>) -> Vec<KeyFault> {
         for fault in &mut faults {
             if let Some((key, given)) = self.override_of(&fault.key) {
                 fault.key = format!("{given}{}", &fault.key[key.len()..]);
