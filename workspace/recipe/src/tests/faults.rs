@@ -84,10 +84,7 @@ fn decay_steps_fit_the_stage_and_the_decay() {
     for (keys, expected) in [
         ("decay_steps = 0", "learning_rate.decay_steps = 0: must be from 1 to "),
         ("decay_steps = 100000", "learning_rate.decay_steps = 100000: must be from 1 to "),
-        (
-            "decay = \"constant\", decay_steps = 1",
-            "decay_steps = 1: is for decays that end: cosine,",
-        ),
+        ("decay = 'constant', decay_steps = 1", "decay_steps = 1: is for decays that end: cosine,"),
         ("decay = \"inverse-square-root\", decay_steps = 1", "decay_steps = 1: is for decays that"),
         ("decay = \"wsd\"", "learning_rate.decay: must be \"cosine\""),
     ] {
@@ -134,11 +131,7 @@ fn wrong_types_name_the_key_and_what_was_expected() {
         ("seed = 1", "seed = nan", "run.seed: must be a whole number from 0, not NaN"),
         ("seed = 1", "seed = 2026-01-01", "run.seed: must be a whole number from 0, not the date"),
         ("dtype = \"f32\"", "dtype = 32", "run.dtype: must be \"f32\" or \"bf16\", not 32"),
-        (
-            "dtype = \"f32\"",
-            "dtype = \"fp8\"",
-            "run.dtype: must be \"f32\" or \"bf16\", not \"fp8\"",
-        ),
+        ("dtype = \"f32\"", "dtype = 'fp8'", "run.dtype: must be \"f32\" or \"bf16\", not \"fp8\""),
         ("dir = \"runs/small\"", "dir = 3", "run.dir: must be a text in quotes, not 3"),
         (
             "batches = 4",
@@ -265,8 +258,7 @@ fn a_batch_that_is_not_whole_micro_batches_names_the_nearest() {
     let expected = "--set: stage.moh.batch_tokens = 200: must be a multiple of sequence_length x \
                     micro_batch = 32 x 2 = 64: nearest 192 and 256";
     assert_eq!(message, expected);
-    let message = refused(SMALL_RECIPE, &["stage.moh.batch_tokens=63"]);
-    assert!(message.ends_with("nearest 64"), "{message}");
+    assert!(refuses(&["stage.moh.batch_tokens=63"], "nearest").ends_with("nearest 64"));
     refused(SMALL_RECIPE, &["stage.moh.micro_batch=9e15", "stage.moh.batch_tokens=9e15"]);
 }
 
@@ -301,8 +293,7 @@ fn a_model_is_either_loaded_or_new() {
 
 #[test]
 fn a_fresh_models_shape_is_checked() {
-    let message = refuses(&["model.new.hidden_size=0"], "model.new");
-    assert!(message.contains("hidden_size = 0: must be from 1"), "{message}");
+    refuses_key(&["model.new.hidden_size=0"], "model.new", "hidden_size = 0: must be from 1");
     for hostile in [
         "model.new.num_attention_heads=0",
         "model.new.num_key_value_heads=3",
@@ -353,64 +344,44 @@ fn files_that_are_no_recipes_are_refused() {
 
 #[test]
 fn what_a_stage_cannot_learn_from_is_refused() {
-    for (options, key, reason) in [
-        ("weight = 1.0", "teacher", "missing"),
-        ("teacher = ''", "teacher", "must be a path in UTF-8, and not empty"),
-        ("teacher = 'start'", "teacher", "is a new model, which has learned nothing"),
-        ("teacher = 'x', weight = 0.0", "weight", "must be a finite number above 0"),
-        ("teacher = 'x', weight = inf", "weight", "must be a finite number above 0"),
-        (
-            "teacher = 'x', weight = 0.0",
-            "weight",
-            "must be a finite number above 0, or 0 with distill.attention_output",
-        ),
-        (
-            "teacher = 'x', attention_output = -1.0",
-            "attention_output",
-            "must be a finite number from 0",
-        ),
-        (
-            "teacher = 'x', attention_output_tokens = 100",
-            "attention_output",
-            "must be above 0 where attention_output_tokens says for how long",
-        ),
-        ("teacher = 'x', cross_entropy = -1.0", "cross_entropy", "must be a finite number from 0"),
-        (
-            "teacher = 'x', temperature = 0.0",
-            "temperature",
-            "must be a number above 0, at most 100",
-        ),
-        (
-            "teacher = 'x', temperature = 101.0",
-            "temperature",
-            "must be a number above 0, at most 100",
-        ),
-        (
-            "teacher = 'x', weights = 1.0",
-            "weights",
-            "unknown key, did you mean stage.moh.distill.weight",
-        ),
-    ] {
+    let refuses_options = |options: &str, key: &str, reason: &str| {
         let change = format!("stage.moh.distill={{ {options} }}");
         refuses_key(&[&change], &format!("stage.moh.distill.{key}"), reason);
+    };
+    refuses_options("weight = 1.0", "teacher", "missing");
+    refuses_options("teacher = ''", "teacher", "must be a path in UTF-8, and not empty");
+    refuses_options("teacher = 'start'", "teacher", "is a new model, which has learned nothing");
+    let tokens = "teacher = 'x', attention_output_tokens = 100";
+    let reason = "must be above 0 where attention_output_tokens says for how long";
+    refuses_options(tokens, "attention_output", reason);
+    for (option, reason) in [
+        ("weight = inf", "must be a finite number above 0"),
+        ("weight = 0.0", "must be a finite number above 0, or 0 with distill.attention_output"),
+        ("attention_output = -1.0", "must be a finite number from 0"),
+        ("cross_entropy = -1.0", "must be a finite number from 0"),
+        ("temperature = 0.0", "must be a number above 0, at most 100"),
+        ("temperature = 101.0", "must be a number above 0, at most 100"),
+        ("weights = 1.0", "unknown key, did you mean stage.moh.distill.weight"),
+    ] {
+        let (key, _) = option.split_once(' ').unwrap();
+        refuses_options(&format!("teacher = 'x', {option}"), key, reason);
     }
 }
 
 #[test]
 fn groups_that_cannot_be_trained_so_are_refused() {
-    for (groups, key, reason) in [
+    for (groups, reason) in [
+        ("attention = -1.0", "attention = -1: must be a number from 0, which freezes the group"),
         (
-            "attention = -1.0",
-            "groups.attention",
-            "must be a number from 0, which freezes the group",
+            "router = inf",
+            "router = inf: must be a number from 0, which freezes the group, to 10000",
         ),
-        ("router = inf", "groups.router", "to 10000"),
-        ("rest = nan", "groups.rest", "must be a number from 0"),
-        ("attention = 0, router = 0, rest = 0", "groups", "freezes all groups: leave one to train"),
-        ("mlp = 1.0", "groups.mlp", "unknown key"),
+        ("rest = nan", "rest = NaN: must be a number from 0"),
+        ("attention = 0, router = 0, rest = 0", "groups: freezes all groups: leave one to train"),
+        ("mlp = 1.0", "mlp: unknown key"),
     ] {
         let change = format!("stage.moh.optimizer.groups={{ {groups} }}");
-        refuses_key(&[&change], &format!("stage.moh.optimizer.{key}"), reason);
+        refuses_key(&[&change], "stage.moh.optimizer.groups", reason);
     }
     let recipe = with(&["stage.moh.optimizer.groups={ attention = 2.5, rest = 0 }"]);
     let GroupFactors { attention, router, rest } = recipe.stages[1].optimizer.groups;
