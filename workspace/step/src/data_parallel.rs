@@ -18,7 +18,7 @@ use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
 use moh_kernels::{Backend, Element};
 use moh_model::parameters::ParameterRange;
-use moh_model::{Error, FlatBuffers, Model, ModelLayout, Shard};
+use moh_model::{FlatBuffers, Model, ModelLayout, Result, Shard};
 
 use crate::step_buffers::Rounded;
 
@@ -74,7 +74,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         &mut self,
         gradients: &mut FlatBuffers<B, G>,
         flat: usize,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         match self.tied_head {
             Some(_) if flat == ModelLayout::EMBEDDING => Ok(()),
             _ => self.start_reduce_scatter(gradients, flat),
@@ -87,7 +87,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         &mut self,
         gradients: &mut FlatBuffers<B, G>,
         layout: &ModelLayout,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         for flat in layout.backward_order() {
             let used = ParameterRange { buffer: flat, range: layout.flats[flat].used() };
             gradients.clear_stale(&self.backend, &used)?;
@@ -102,7 +102,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     ///
     /// # Errors
     /// Fails if the device or another rank has failed; the buffers in flight are then lost.
-    pub fn finish_gradients(&mut self, gradients: &mut FlatBuffers<B, G>) -> Result<(), Error> {
+    pub fn finish_gradients(&mut self, gradients: &mut FlatBuffers<B, G>) -> Result<()> {
         if let Some(stages) = &self.tied_head {
             let buffer = gradients.flat_mut(ModelLayout::EMBEDDING);
             stages.all_reduce::<B, G>(B::whole_mut(buffer), Reduce::Sum)?;
@@ -115,7 +115,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         &mut self,
         gradients: &mut FlatBuffers<B, G>,
         flat: usize,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         if self.group.size() == 1 {
             return Ok(());
         }
@@ -131,11 +131,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         Ok(())
     }
 
-    fn wait_for_gradients(
-        &mut self,
-        gradients: &mut FlatBuffers<B, G>,
-        flat: usize,
-    ) -> Result<(), Error> {
+    fn wait_for_gradients(&mut self, gradients: &mut FlatBuffers<B, G>, flat: usize) -> Result<()> {
         let buffer = match self.gradients[flat].take() {
             None => return Ok(()),
             Some(InFlight::Exact(pending)) => pending.wait()?,
@@ -153,11 +149,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     }
 
     /// Starts the all-gather of a buffer of weights whose local shard has been updated.
-    pub fn start_weights(
-        &mut self,
-        weights: &mut FlatBuffers<B, T>,
-        flat: usize,
-    ) -> Result<(), Error> {
+    pub fn start_weights(&mut self, weights: &mut FlatBuffers<B, T>, flat: usize) -> Result<()> {
         if self.group.size() > 1 && B::len(weights.flat(flat)) > 0 {
             let pending = self.group.start_all_gather::<B, T>(weights.take(flat))?;
             self.weights[flat] = Some(pending);
@@ -169,11 +161,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     ///
     /// # Errors
     /// Fails if the all-gather failed; the buffer is then lost.
-    pub fn wait_for_weights(
-        &mut self,
-        weights: &mut FlatBuffers<B, T>,
-        flat: usize,
-    ) -> Result<(), Error> {
+    pub fn wait_for_weights(&mut self, weights: &mut FlatBuffers<B, T>, flat: usize) -> Result<()> {
         if let Some(pending) = self.weights[flat].take() {
             let mut buffer = pending.wait()?;
             for range in &self.replicated[flat] {
@@ -186,7 +174,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     }
 
     /// Calls [`Self::wait_for_weights`] for every buffer.
-    pub fn wait_for_all_weights(&mut self, weights: &mut FlatBuffers<B, T>) -> Result<(), Error> {
+    pub fn wait_for_all_weights(&mut self, weights: &mut FlatBuffers<B, T>) -> Result<()> {
         (0..self.weights.len()).try_for_each(|flat| self.wait_for_weights(weights, flat))
     }
 }
@@ -225,7 +213,8 @@ mod tests {
             let groups = RankLayout::new(all.size(), tensor, stages).unwrap().groups(&all).unwrap();
             let parallel =
                 ModelParallel::new(&config(), groups.pipeline, 1, groups.tensor).unwrap();
-            let model = Model::of_part::<Error>(Cpu, config(), 8, parallel, data, |_, _| Ok(()));
+            let model =
+                Model::of_part::<moh_model::Error>(Cpu, config(), 8, parallel, data, |_, _| Ok(()));
             let model = model.unwrap();
             let gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
             let rounded = Rounded::new::<f32>(&Cpu, model.layout(), data, reduce).unwrap();

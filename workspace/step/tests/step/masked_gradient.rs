@@ -12,7 +12,7 @@ use moh_model::{
 };
 use moh_step::guard::Limits;
 use moh_step::{
-    Error, Hyperparameters, OptimizerState, ReadSample, StepConfig, StepGroups, StepResult,
+    Hyperparameters, OptimizerState, ReadSample, Result, StepConfig, StepGroups, StepResult,
     Stepper, Update,
 };
 use moh_testkit::models::{MOH, RECOMPUTE, SCALE, SHAPE, VOCABULARY, config, model};
@@ -40,22 +40,17 @@ fn trains(sample: u64, at: u64) -> bool {
 }
 
 impl ReadSample for Masked {
-    fn read_sample(
-        &self,
-        number: u64,
-        window: &mut [u32],
-        _: Option<&mut [u32]>,
-    ) -> Result<(), Error> {
+    fn read_sample(&self, number: u64, window: &mut [u32], _: Option<&mut [u32]>) -> Result<()> {
         (0..).zip(window).for_each(|(at, id)| *id = token(number, at));
         Ok(())
     }
 
-    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool, Error> {
+    fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool> {
         (0..).zip(mask).for_each(|(at, byte)| *byte = u8::from(trains(number, at)));
         Ok(true)
     }
 
-    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, Error> {
+    fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
         Ok(Some(samples.map(|sample| targets(sample).filter(is_counted).count() as u64).sum()))
     }
 }
