@@ -7,7 +7,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started, terminate};
+use super::{PROGRAM, ended_by, moh_train, newest_checkpoint, prepared, results, started};
 use moh_testkit::programs::{VOCABULARY, exits, names, program, read_json, success, write_tokens};
 
 const HALF: &str = "half:stage.moh.moh={ shared_heads = 2, routed_top_k = 2 }";
@@ -90,11 +90,7 @@ fn an_interrupted_comparison_continues_with_the_same_bits() {
         child.kill().unwrap();
         child.wait().unwrap();
     }
-    let (mut child, mut reader) = started(&mut compare(dir, &variants, &[]), 6);
-    terminate(&child);
-    let mut rest = String::new();
-    std::io::Read::read_to_string(&mut reader, &mut rest).unwrap();
-    let code = child.wait().unwrap().code();
+    let (code, rest) = ended_by("TERM", started(&mut compare(dir, &variants, &[]), 6));
     assert!(code == Some(75) && rest.trim_end().ends_with("to continue"), "{code:?} {rest}");
     success(&mut compare(dir, &variants, &[]));
     let compared = dir.join("compared");

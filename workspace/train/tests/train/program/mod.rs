@@ -12,7 +12,7 @@ mod refusals;
 mod stopping;
 mod tracing;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Stdio};
 
@@ -37,8 +37,10 @@ fn moh_train(dir: &Path, overrides: &[&str]) -> Command {
     command
 }
 
+type Started = (Child, BufReader<ChildStderr>);
+
 /// Starts a run and waits for its first `lines` lines of output.
-fn started(command: &mut Command, lines: usize) -> (Child, BufReader<ChildStderr>) {
+fn started(command: &mut Command, lines: usize) -> Started {
     let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
     let mut reader = BufReader::new(child.stderr.take().unwrap());
     for _ in 0..lines {
@@ -47,8 +49,12 @@ fn started(command: &mut Command, lines: usize) -> (Child, BufReader<ChildStderr
     (child, reader)
 }
 
-fn terminate(child: &Child) {
-    signal(child.id(), "TERM");
+/// Sends a signal to a run; its exit code, and what it tells until its end.
+fn ended_by(name: &str, (mut child, mut reader): Started) -> (Option<i32>, String) {
+    signal(child.id(), name);
+    let mut rest = String::new();
+    reader.read_to_string(&mut rest).unwrap();
+    (child.wait().unwrap().code(), rest)
 }
 
 fn results(run: &Path) -> Results {

@@ -2,11 +2,10 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
-use std::process::{Child, ChildStderr, Command};
+use std::process::{ChildStderr, Command};
 use std::time::{Duration, Instant};
 
-use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started, terminate};
+use super::{PROGRAM, ended_by, moh_train, newest_checkpoint, prepared, results, started};
 use crate::support::job::signal;
 use moh_testkit::programs::{
     VOCABULARY, exits, failure, isolate, names, program, success, write_tokens,
@@ -51,11 +50,8 @@ fn a_terminated_run_exits_with_75_and_continues() {
     let dir = prepared();
     let long = ["stage.adapt.tokens=25600"];
     success(&mut moh_train(dir.path(), &[long[0], "run.dir=whole"]));
-    let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 5);
-    terminate(&child);
-    let mut rest = String::new();
-    std::io::Read::read_to_string(&mut reader, &mut rest).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(75), "{rest}");
+    let (code, rest) = ended_by("TERM", started(&mut moh_train(dir.path(), &long), 5));
+    assert_eq!(code, Some(75), "{rest}");
     let step = newest_checkpoint(&dir.path().join("run"));
     let last = format!(
         "stopped after step {step} with a checkpoint: run the same command again to continue"
@@ -75,16 +71,16 @@ fn next_line(reader: &mut BufReader<ChildStderr>) -> String {
     line
 }
 
-/// Validation text that takes minutes, evaluated as loaded and after step 9.
-fn with_long_evaluations(dir: &Path) -> [&'static str; 3] {
-    write_tokens(&dir.join("long"), VOCABULARY, 4_000_000, 2);
-    ["data.validation.path=long", "data.validation.batches=1000000", "stage.adapt.tokens=25600"]
-}
-
 #[test]
 fn a_signal_is_acknowledged_at_once_and_obeyed_within_an_evaluation() {
     let dir = prepared();
-    let long = with_long_evaluations(dir.path());
+    // Validation text that takes minutes, evaluated as loaded and after step 9.
+    write_tokens(&dir.path().join("long"), VOCABULARY, 4_000_000, 2);
+    let long = [
+        "data.validation.path=long",
+        "data.validation.batches=1000000",
+        "stage.adapt.tokens=25600",
+    ];
     for name in ["INT", "TERM"] {
         // The data is told of before the evaluation.
         let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 1);
@@ -103,20 +99,15 @@ fn a_signal_is_acknowledged_at_once_and_obeyed_within_an_evaluation() {
     }
 }
 
-/// Starts a run whose steps take seconds and waits for its first one to begin.
-fn in_a_long_step(dir: &Path) -> (Child, BufReader<ChildStderr>) {
-    let long = ["stage.adapt.batch_tokens=6400000", "stage.adapt.tokens=64e6"];
-    let (child, mut reader) = started(&mut moh_train(dir, &long), 1);
-    while !next_line(&mut reader).starts_with("stage adapt: ") {}
-    (child, reader)
-}
-
 #[test]
 fn a_second_signal_aborts_without_a_checkpoint() {
     for (first, second, code) in [("INT", "INT", 130), ("TERM", "TERM", 143), ("TERM", "INT", 130)]
     {
         let dir = prepared();
-        let (mut child, mut reader) = in_a_long_step(dir.path());
+        // A step takes seconds.
+        let long = ["stage.adapt.batch_tokens=6400000", "stage.adapt.tokens=64e6"];
+        let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 1);
+        while !next_line(&mut reader).starts_with("stage adapt: ") {}
         let asked = Instant::now();
         signal(child.id(), first);
         assert_eq!(next_line(&mut reader), ACKNOWLEDGED);
@@ -139,9 +130,8 @@ fn another_number_of_threads_changes_no_bit_and_may_change_on_resume() {
     let dir = prepared();
     let long = "stage.adapt.tokens=25600";
     success(&mut moh_train(dir.path(), &[long, "run.dir=whole", "run.threads=1"]));
-    let (mut child, _reader) = started(&mut moh_train(dir.path(), &[long, "run.threads=3"]), 5);
-    terminate(&child);
-    assert_eq!(child.wait().unwrap().code(), Some(75));
+    let run = started(&mut moh_train(dir.path(), &[long, "run.threads=3"]), 5);
+    assert_eq!(ended_by("TERM", run).0, Some(75));
     let threads = |run: &str| {
         let text = fs::read_to_string(dir.path().join(run).join("machine.json")).unwrap();
         let machine: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -176,19 +166,14 @@ fn a_time_limit_and_the_end_of_a_job_stop_a_run_with_75() {
     };
     assert!(stopped(&mut job(end)) > first);
     // The end of a job that is over does not count: the run goes on until it is stopped.
-    let (mut child, _reader) = started(&mut job(end - 1000), 5);
-    terminate(&child);
-    assert_eq!(child.wait().unwrap().code(), Some(75));
+    assert_eq!(ended_by("TERM", started(&mut job(end - 1000), 5)).0, Some(75));
 }
 
 #[test]
 fn a_stopped_run_continues_when_its_model_is_gone_and_a_new_one_does_not_start() {
     let dir = prepared();
     let long = ["stage.adapt.tokens=25600"];
-    let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 5);
-    terminate(&child);
-    std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(75));
+    assert_eq!(ended_by("TERM", started(&mut moh_train(dir.path(), &long), 5)).0, Some(75));
     fs::rename(dir.path().join("source"), dir.path().join("gone")).unwrap();
     let other = [long[0], "run.dir=other"];
     let message = failure(dir.path(), &mut moh_train(dir.path(), &other), 1);
@@ -200,35 +185,28 @@ fn a_stopped_run_continues_when_its_model_is_gone_and_a_new_one_does_not_start()
 #[test]
 fn a_hangup_stops_a_run_unless_it_is_ignored() {
     let dir = prepared();
-    let finish = |mut child: Child, mut reader: BufReader<ChildStderr>| {
-        std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
-        child.wait().unwrap().code()
-    };
     // Whoever runs the tests may ignore it, which programs inherit.
     let mut listening = program("env", dir.path());
     listening.args(["--default-signal=HUP", PROGRAM, "--recipe", "recipe.toml"]);
-    let (child, reader) = started(listening.args(["--set", "stage.adapt.tokens=64e6"]), 5);
-    signal(child.id(), "HUP");
-    assert_eq!(finish(child, reader), Some(75));
+    let run = started(listening.args(["--set", "stage.adapt.tokens=64e6"]), 5);
+    assert_eq!(ended_by("HUP", run).0, Some(75));
     let long = ["stage.adapt.tokens=25600"];
     // As nohup starts a program.
     let mut shell = program("sh", dir.path());
     shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\"", PROGRAM, "--recipe", "recipe.toml"]);
-    let (child, reader) = started(shell.args(["--set", long[0], "--set", "run.dir=other"]), 5);
-    signal(child.id(), "HUP");
-    assert_eq!(finish(child, reader), Some(0));
+    let run = started(shell.args(["--set", long[0], "--set", "run.dir=other"]), 5);
+    assert_eq!(ended_by("HUP", run).0, Some(0));
 }
 
 #[test]
 fn a_second_process_in_one_run_directory_is_refused() {
     let dir = prepared();
     let long = ["stage.adapt.tokens=64e6"];
-    let (mut child, _reader) = started(&mut moh_train(dir.path(), &long), 3);
+    let run = started(&mut moh_train(dir.path(), &long), 3);
     let message = failure(dir.path(), &mut moh_train(dir.path(), &long), 1);
     let advice = "wait for it, or use another run.dir";
     assert_eq!(message, format!("run: another process trains in this run directory: {advice}"));
-    terminate(&child);
-    assert_eq!(child.wait().unwrap().code(), Some(75));
+    assert_eq!(ended_by("TERM", run).0, Some(75));
 }
 
 /// A limit on the size of files acts like a full disk.
