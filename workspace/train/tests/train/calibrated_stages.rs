@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::driver::{
-    Start, finish, finish_on, refusal, replay, run_in, run_on, stop_at, watch,
+    Start, finish, finish_on, refusal, refuses, replay, run_in, run_on, stop_at, watch,
 };
 use crate::support::results::{Results, assert_alike};
 use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, flip, run_of, summary_of};
@@ -587,11 +587,7 @@ fn a_model_that_is_no_dense_one_is_refused() {
     finish(&parent);
     let from = run_of(&parent).export().display().to_string();
     let child = place.recipe_from(from, "child", &FIRST);
-    let error = refusal(&child);
-    assert!(
-        error.contains("stage.adapt.moh.calibration: the run's model is a Mixture-of-Head"),
-        "{error}"
-    );
+    refuses(&child, "stage.adapt.moh.calibration: the run's model is a Mixture-of-Head");
     assert!(!child.run.dir.exists());
 }
 

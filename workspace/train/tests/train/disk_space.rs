@@ -7,14 +7,14 @@ use crate::support::driver::run_in;
 use crate::support::{TestRun, files, run_of};
 use moh_comm::World;
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, FreeSpace, Outcome, RunOptions};
+use moh_train::{Error, Event, FreeSpace, Outcome, Result, RunOptions};
 
 /// Runs a recipe on a file system with so much room, until `stop_at`, and returns its warnings.
 fn run_with(
     recipe: &Recipe,
     free_space: FreeSpace,
     stop_at: Option<u64>,
-) -> (Result<Outcome, Error>, Vec<String>) {
+) -> (Result<Outcome>, Vec<String>) {
     let (stop, mut warnings) = (AtomicBool::new(false), Vec::new());
     let options = RunOptions { free_space, ..RunOptions::new(&stop) };
     let done = run_in(&World::single(), recipe, options, &mut |event| match event {

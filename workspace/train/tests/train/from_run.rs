@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use crate::support::driver::{finish, refusal, run, stop_at};
+use crate::support::driver::{finish, refusal, refuses, run, stop_at};
 use crate::support::{TestRun, files, flip, run_of};
 use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_hf::ConfigFile;
@@ -159,8 +159,7 @@ fn what_is_no_origin_is_refused_and_leaves_no_run() {
     }
     let mut own = next(&place, "@8", &[]);
     own.run.dir = run.root().to_owned();
-    let error = refusal(&own);
-    assert!(error.contains("is the run directory of this recipe"), "{error}");
+    refuses(&own, "is the run directory of this recipe");
 }
 
 #[test]
@@ -171,8 +170,7 @@ fn damage_of_a_finished_runs_last_checkpoint_is_not_passed_over() {
     flip(&run.checkpoint(10).join("weights.safetensors"), |length| length / 2);
     let before = files(place.dir.path());
     for from in ["", "@10"] {
-        let error = refusal(&next(&place, from, &[]));
-        assert!(error.contains("does not match its hash"), "{error}");
+        refuses(&next(&place, from, &[]), "does not match its hash");
     }
     // Of a run that has not finished, the checkpoint before it is taken.
     fs::remove_file(run.summary()).unwrap();

@@ -1,7 +1,7 @@
 //! Steps with bad numbers are not applied, and the run goes on; interrupted, it ends with the same bits. Too many of them
 //! in a row end it.
 
-use crate::support::driver::{finish, finish_on, refusal, run_in, run_on, stop_at};
+use crate::support::driver::{finish, finish_on, refusal, refuses, run_in, run_on, stop_at};
 use crate::support::faulty::{Fault, SEQUENCES, one_of, test_run};
 use crate::support::results::metrics_of;
 use crate::support::{TestRun, arranged, run_of};
@@ -142,8 +142,7 @@ fn a_spike_is_not_applied_once_there_is_a_median() {
 fn a_resumed_run_refuses_another_factor() {
     let place = TestRun::new();
     stop_at(&place.recipe(&[]), 3);
-    let error = refusal(&place.recipe(&["guard.factor=4"]));
-    assert!(error.contains("guard.factor: was 0.0, now 4"), "{error}");
+    refuses(&place.recipe(&["guard.factor=4"]), "guard.factor: was 0.0, now 4");
 }
 
 #[test]
@@ -190,8 +189,7 @@ fn weights_that_are_no_numbers_are_in_no_checkpoint() {
     for more in ["checkpoint.every_steps=1", "checkpoint.every_steps=5"] {
         let place = TestRun::new();
         let recipe = place.recipe(&[rates, more]);
-        let error = refusal(&recipe);
-        assert!(error.contains(" has values that are not finite; the last good"), "{error}");
+        refuses(&recipe, " has values that are not finite; the last good");
         let kept = run_of(&recipe).checkpoint_steps().unwrap();
         assert_eq!((kept.last(), run_of(&recipe).export().exists()), (Some(&5), false), "{more}");
     }

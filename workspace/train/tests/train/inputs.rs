@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
-use crate::support::driver::{finish, refusal, replay, run, stop_at, warnings, watch};
+use crate::support::driver::{finish, refusal, refuses, replay, run, stop_at, warnings, watch};
 use crate::support::{
     TestRun, copy_all, files, flip, move_tokens, remove_tokens, run_of, summary_of, write_tokens,
 };
@@ -74,8 +74,7 @@ fn other_content_at_another_path_is_refused() {
     let other = place.path("other");
     write_tokens(&other, 9, 60);
     let recipe = place.recipe(&[&source(&other)]);
-    let error = refusal(&recipe);
-    assert!(error.contains("data.sources.0 is not the file that the run was started"), "{error}");
+    refuses(&recipe, "data.sources.0 is not the file that the run was started");
     assert_ne!(stored(&recipe).data, recipe.data);
 }
 
@@ -88,8 +87,7 @@ fn without_a_record_the_paths_must_stay_and_a_warning_is_given() {
     fs::remove_file(&record).unwrap();
     let (text, moved) = (place.path("text"), place.path("moved"));
     move_tokens(&text, &moved);
-    let error = refusal(&place.recipe(&[&source(&moved)]));
-    assert!(error.contains("the recipe differs from the run's"), "{error}");
+    refuses(&place.recipe(&[&source(&moved)]), "the recipe differs from the run's");
     move_tokens(&moved, &text);
     let warnings = warnings(&recipe);
     assert!(warnings.iter().any(|text| text.contains("inputs.json is missing")), "{warnings:?}");
@@ -105,8 +103,7 @@ fn a_finished_run_refuses_other_content_and_takes_the_same_at_another_path() {
     write_tokens(&other, 9, 60);
     let before = files(&finished.run.dir);
     let recipe = place.recipe(&[&source(&other)]);
-    let error = refusal(&recipe);
-    assert!(error.contains("data.sources.0 is not the file that the run was started"), "{error}");
+    refuses(&recipe, "data.sources.0 is not the file that the run was started");
     // Nothing is there to compare with.
     remove_tokens(&other);
     refusal(&recipe);
@@ -285,8 +282,7 @@ fn the_model_may_move_but_not_change() {
     let moved = place.recipe_from(elsewhere.display().to_string(), "run", &[]);
     assert!(!run_of(&recipe).keeps_model(&moved).unwrap());
     fs::write(elsewhere.join("generation_config.json"), "{}").unwrap();
-    let error = refusal(&moved);
-    assert!(error.contains("generation_config.json: model.from is not the file"), "{error}");
+    refuses(&moved, "generation_config.json: model.from is not the file");
     fs::write(elsewhere.join("generation_config.json"), "{\"temperature\": 0.5}").unwrap();
     finish(&moved);
 }
@@ -299,8 +295,7 @@ fn a_changed_file_of_the_kept_model_is_named() {
     fs::remove_dir_all(&model).unwrap();
     let kept = run_of(&recipe).model().join("generation_config.json");
     fs::write(&kept, "{}").unwrap();
-    let error = refusal(&recipe);
-    assert!(error.contains(&kept.display().to_string()), "{error}");
+    refuses(&recipe, &kept.display().to_string());
 }
 
 /// The quickstart's tokenizer in a directory of `place`, its file after a change, and a recipe of one stage for a new

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::driver::{finish, refusal, stop_at};
+use crate::support::driver::{finish, refusal, refuses, stop_at};
 use crate::support::results::Results;
 use crate::support::{TestRun, write_tokens};
 use moh_data::{Provenance, TokenFile, TokenFileWriter, with_ending};
@@ -60,8 +60,7 @@ fn a_run_that_was_stopped_ends_as_one_that_never_was() {
     let recipe = place.recipe_in("again", &[]);
     stop_at(&recipe, 3);
     mask(&text, |position| position % 3 > 1);
-    let refused = refusal(&recipe);
-    assert!(refused.contains("text"), "{refused}");
+    refuses(&recipe, "text");
 }
 
 #[test]

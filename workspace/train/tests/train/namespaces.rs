@@ -89,10 +89,6 @@ impl Hosts {
         let path = "/sys/class/net/eth0/statistics/rx_bytes";
         run(&format!("ip netns exec {} cat {path}", self.names[0])).unwrap().parse().unwrap()
     }
-
-    fn cut_the_cable(&self) {
-        run(&format!("ip -n {} link set eth0 down", self.names[1])).unwrap();
-    }
 }
 
 impl Drop for Hosts {
@@ -148,7 +144,7 @@ fn a_host_that_is_cut_off_is_named_and_the_rest_continues() {
     let hosts = Hosts::new("y");
     let job = Job::start(&mut hosts.mpirun(dir, [2, 1], &[]), dir);
     wait_for_steps(&dir.join("run"), 12);
-    hosts.cut_the_cable();
+    run(&format!("ip -n {} link set eth0 down", hosts.names[1])).unwrap();
     let ended = || (0..3).all(|rank| process_of(dir, rank).is_none());
     wait_until(BOUND, "the end of all ranks", ended);
     // mpirun itself waits for a lost host.

@@ -4,7 +4,7 @@
 use std::fs;
 
 use crate::support::driver::{
-    Start, finish, finish_from, reference, refusal, run, stop_at, warnings,
+    Start, finish, finish_from, reference, refusal, refuses, run, stop_at, warnings,
 };
 use crate::support::results::Results;
 use crate::support::{TestRun, files, remove_tokens, run_of, shorten, write_tokens};
@@ -196,8 +196,7 @@ fn a_stage_that_is_over_and_a_shorter_one_are_refused() {
         (LONGER[0], "stage.adapt.tokens: was 320, now 512: at step 6 the stage is over, and only"),
         ("stage.moh.tokens=256", "the recipe differs from the run's"),
     ] {
-        let error = refusal(&place.recipe(&[KEEP, change]));
-        assert!(error.contains(expected), "{error}");
+        refuses(&place.recipe(&[KEEP, change]), expected);
     }
     assert!(files(root) == before);
     // At a step before its end the same stage grows.

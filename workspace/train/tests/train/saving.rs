@@ -31,10 +31,6 @@ impl Disk {
         fs::write(&self.checkpoints, "").unwrap();
     }
 
-    fn is_lost(&self) -> bool {
-        self.checkpoints.is_file()
-    }
-
     fn restore(&self) {
         fs::remove_file(&self.checkpoints).unwrap();
         fs::rename(&self.aside, &self.checkpoints).unwrap();
@@ -123,7 +119,7 @@ fn a_run_that_cannot_write_its_last_checkpoint_fails_and_resumes_from_the_one_be
         let text = error.to_string();
         assert!(text.contains(&format!("step-{step}: the checkpoint could not be")), "{text}");
         assert!(text.contains(&format!("the last good checkpoint is of step {good}")), "{text}");
-        assert!(disk.is_lost());
+        assert!(disk.checkpoints.is_file());
         disk.restore();
         assert_eq!(resumed(&recipe), [good]);
         assert!(Results::of(&recipe) == *reference());

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::driver::{Start, finish, finish_on, refusal, stop_at};
+use crate::support::driver::{Start, finish, finish_on, refusal, refuses, stop_at};
 use crate::support::results::{Results, assert_alike};
 use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, run_of};
 use moh_checkpoint::run_directory::RunDirectory;
@@ -240,8 +240,7 @@ fn a_teacher_that_does_not_fit_is_refused_before_the_run_begins() {
         (format!("{run}@9999"), "9999"),
     ] {
         let recipe = trained.recipe("refused", "moh", &teacher, &[]);
-        let error = refusal(&recipe);
-        assert!(error.contains(reason), "{error}");
+        refuses(&recipe, reason);
         assert!(!recipe.run.dir.exists(), "{teacher}");
     }
     // The tokenizer of the run's model, and another one with as many tokens.
@@ -290,8 +289,7 @@ fn a_run_that_resumes_has_its_teacher() {
     put(&trained);
     let mut heavier = recipe(&moved);
     heavier.stages[1].distill.as_mut().unwrap().weight = 3.0;
-    let error = refusal(&heavier);
-    assert!(error.contains("stage.moh.distill.weight"), "{error}");
+    refuses(&heavier, "stage.moh.distill.weight");
     finish(&recipe(&moved));
 }
 

@@ -10,7 +10,7 @@ use moh_train::Event;
 use serde_json::Value;
 
 use super::killed_at;
-use crate::support::driver::{Start, finish, reference, refusal, stop_at, warnings};
+use crate::support::driver::{Start, finish, reference, refusal, refuses, stop_at, warnings};
 use crate::support::results::Results;
 use crate::support::{TestRun, copy_all, files, flip, run_of, shorten};
 
@@ -81,8 +81,7 @@ fn what_cannot_be_read_is_not_taken_for_damage() {
         // The stored recipe gets the name of the copy.
         refusal(&recipe);
         let before = files(&recipe.run.dir);
-        let error = refusal(&recipe);
-        assert!(error.contains(file), "{error}");
+        refuses(&recipe, file);
         assert!(files(&recipe.run.dir) == before, "{file}");
         fs::remove_dir(&path).unwrap();
         fs::rename(&saved, &path).unwrap();
@@ -94,8 +93,7 @@ fn what_cannot_be_read_is_not_taken_for_damage() {
         fs::write(&manifest, text).unwrap();
         fs::write(&hash, format!("{}  manifest.json\n", blake3::hash(text.as_bytes()))).unwrap();
         let before = files(&recipe.run.dir);
-        let error = refusal(&recipe);
-        assert!(error.contains(expected), "{error}");
+        refuses(&recipe, expected);
         assert!(files(&recipe.run.dir) == before);
     };
     refused(r#"{"format":99,"new":{}}"#, "format 99: this program reads format 4");

@@ -8,7 +8,7 @@ use moh_train::Outcome;
 use serde_json::Value;
 
 use super::{STEPS, uninterrupted};
-use crate::support::driver::{Start, finish, reference, refusal, run};
+use crate::support::driver::{Start, finish, reference, refuses, run};
 use crate::support::{TestRun, files, run_of};
 
 #[test]
@@ -23,8 +23,7 @@ fn a_finished_run_stays_finished_without_its_data_and_its_checkpoints() {
     };
     fs::remove_dir_all(run_of(&recipe).checkpoints()).unwrap();
     says_so_and_changes_nothing();
-    let error = refusal(&place.recipe(&["run.seed=77"]));
-    assert!(error.contains("the recipe differs from the run's"), "{error}");
+    refuses(&place.recipe(&["run.seed=77"]), "the recipe differs from the run's");
     let text = fs::read(place.path("text.bin")).unwrap();
     fs::remove_file(place.path("text.bin")).unwrap();
     says_so_and_changes_nothing();
@@ -32,8 +31,7 @@ fn a_finished_run_stays_finished_without_its_data_and_its_checkpoints() {
     fs::write(place.path("text.bin"), text).unwrap();
     fs::remove_dir_all(run_of(&recipe).export()).unwrap();
     let before = files(&recipe.run.dir);
-    let error = refusal(&recipe);
-    assert!(error.contains("and none of them is left to resume from"), "{error}");
+    refuses(&recipe, "and none of them is left to resume from");
     assert!(files(&recipe.run.dir) == before);
 }
 
@@ -58,8 +56,7 @@ fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
     finish(&place.recipe(&[]));
     let recipe = place.recipe(&["run.seed=2"]);
     fs::remove_dir_all(recipe.run.dir.join("checkpoints")).unwrap();
-    let error = refusal(&recipe);
-    assert!(error.contains("the recipe differs from the run's"), "{error}");
+    refuses(&recipe, "the recipe differs from the run's");
     let stopped = Start { begin_anew: true, stop_at: 3, ..Start::default() }.run(&recipe);
     assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 3 });
     assert!(finish(&recipe) == uninterrupted(&["run.seed=2"]));

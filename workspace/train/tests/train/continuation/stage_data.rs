@@ -10,7 +10,7 @@ use moh_recipe::Recipe;
 use serde_json::Value;
 
 use super::{STEPS, killed_at};
-use crate::support::driver::{finish, reference, refusal, stop_at};
+use crate::support::driver::{finish, reference, refusal, refuses, stop_at};
 use crate::support::{TestRun, files, move_tokens, run_of, token_files, write_tokens};
 
 /// A directory with a second file, and overrides that give each stage a mixture and a sequence length of its own.
@@ -77,8 +77,7 @@ fn the_files_of_a_stage_are_compared_by_content() {
     for (from, to) in token_files(&place.path("text")).iter().zip(token_files(&copy)) {
         fs::copy(from, to).unwrap();
     }
-    let error = refusal(&with_path(&with_moved, 1, &copy));
-    assert!(error.contains("stage.moh.data.sources.1.path"), "{error}");
+    refuses(&with_path(&with_moved, 1, &copy), "stage.moh.data.sources.1.path");
     // Other content.
     write_tokens(&moved, 4, 60);
     let before = files(&recipe.run.dir);

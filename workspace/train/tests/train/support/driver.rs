@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use moh_comm::World;
 use moh_kernels::open_device::OpenDevice;
 use moh_recipe::Recipe;
-use moh_train::{Error, Event, Outcome, Replay, RunOptions};
+use moh_train::{Event, Outcome, Replay, Result, RunOptions};
 
 use super::results::Results;
 use super::{TestRun, copy_running, run_of};
@@ -27,7 +27,7 @@ pub struct Start<'a> {
 }
 
 impl Start<'_> {
-    pub fn run(self, recipe: &Recipe) -> Result<Outcome, Error> {
+    pub fn run(self, recipe: &Recipe) -> Result<Outcome> {
         self.run_and_hear(recipe, |_, _| {})
     }
 
@@ -36,7 +36,7 @@ impl Start<'_> {
         self,
         recipe: &Recipe,
         mut heard: impl FnMut(&Event<'_>, &AtomicBool),
-    ) -> Result<Outcome, Error> {
+    ) -> Result<Outcome> {
         let Start { resume_step, begin_anew, stop_at, copies } = self;
         let stop = AtomicBool::new(false);
         let options = RunOptions { resume_step, begin_anew, ..RunOptions::new(&stop) };
@@ -75,21 +75,18 @@ pub fn run_in(
     recipe: &Recipe,
     options: RunOptions<'_>,
     heard: &mut dyn FnMut(Event<'_>),
-) -> Result<Outcome, Error> {
+) -> Result<Outcome> {
     let directory = recipe.model.from.as_deref().map(Path::new).filter(|path| path.is_dir());
     let (path, device) = (Path::new("recipe.toml"), OpenDevice::Cpu);
     moh_train::run(&mut recipe.clone(), path, directory, device, world, options, heard)
 }
 
 /// Runs or resumes a recipe, and hears its events with what asks it to stop.
-pub fn watch(
-    recipe: &Recipe,
-    heard: impl FnMut(&Event<'_>, &AtomicBool),
-) -> Result<Outcome, Error> {
+pub fn watch(recipe: &Recipe, heard: impl FnMut(&Event<'_>, &AtomicBool)) -> Result<Outcome> {
     Start::default().run_and_hear(recipe, heard)
 }
 
-pub fn run(recipe: &Recipe) -> Result<Outcome, Error> {
+pub fn run(recipe: &Recipe) -> Result<Outcome> {
     Start::default().run(recipe)
 }
 
@@ -97,6 +94,13 @@ pub fn run(recipe: &Recipe) -> Result<Outcome, Error> {
 #[track_caller]
 pub fn refusal(recipe: &Recipe) -> String {
     run(recipe).unwrap_err().to_string()
+}
+
+/// Checks that a recipe ends with an error whose message has this part.
+#[track_caller]
+pub fn refuses(recipe: &Recipe, part: &str) {
+    let error = refusal(recipe);
+    assert!(error.contains(part), "{error}");
 }
 
 /// Runs or resumes a recipe to its end.
@@ -154,7 +158,7 @@ pub fn run_on(
     (ranks, reached): (usize, Range<usize>),
     recipe: &Recipe,
     heard: &(dyn Fn(&Event<'_>, &AtomicBool) + Sync),
-) -> Vec<Result<Outcome, Error>> {
+) -> Vec<Result<Outcome>> {
     let stop = AtomicBool::new(false);
     on_ranks(ranks, |world| {
         let never = AtomicBool::new(false);
@@ -172,7 +176,7 @@ pub fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
 }
 
 /// Replays a step of a run, whose recipe is read as the program reads it.
-pub fn replay(recipe: &Recipe, step: u64) -> Result<Replay, Error> {
+pub fn replay(recipe: &Recipe, step: u64) -> Result<Replay> {
     let run = run_of(recipe);
     let stored = Recipe::load(&run.recipe(), &[])?;
     moh_train::replay(&run, stored, &run.recipe(), None, OpenDevice::Cpu, step)
