@@ -53,13 +53,9 @@ impl ModelConfig {
         self.count_parameters() as u64
     }
 
-    fn block_parameters(&self) -> u128 {
+    pub(crate) fn block_parameters(&self) -> u128 {
         let blocks = (0..self.num_hidden_layers).flat_map(|layer| block_tensors(self, layer));
         blocks.map(|tensor| tensor.elements()).sum()
-    }
-
-    pub(crate) fn mean_block_parameters(&self) -> f64 {
-        self.block_parameters() as f64 / self.num_hidden_layers.max(1) as f64
     }
 
     fn count_parameters(&self) -> u128 {
@@ -69,9 +65,6 @@ impl ModelConfig {
     }
 
     /// Checks that the sizes fit 64-bit arithmetic.
-    ///
-    /// # Errors
-    /// Names the size that is too large.
     pub fn check_limits(&self) -> Result<(), LimitExceeded> {
         for (what, heads) in [
             ("query heads", self.num_attention_heads),

@@ -220,7 +220,7 @@ impl ModelPart {
             return Err(Error::undivided(layers, stages));
         }
         let head = config.vocab_size as f64 * config.hidden_size as f64;
-        let block = config.mean_block_parameters();
+        let block = config.block_parameters() as f64 / config.num_hidden_layers.max(1) as f64;
         let mut counts = vec![1usize; stages];
         for _ in stages..layers {
             let load = |stage: usize| {

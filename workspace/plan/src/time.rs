@@ -113,7 +113,7 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
         // Forward; its logits are written, and read by the loss and by the gradients.
         block += per_token.linear / matmul
             + per_token.teacher_attention / attention
-            + moved_forward(work) / memory;
+            + numbers_moved_forward(work) * work.recipe.run.dtype.bytes() as f64 / memory;
         head += (per_token.head / matmul) + per_token.head_bytes / memory;
         block += work.attention_output_share()
             * (work.attention_output_linear() / matmul + per_token.attention * 3.5 / attention);
@@ -173,11 +173,6 @@ fn moved_by_norms(work: &Work) -> f64 {
 fn numbers_moved_forward(work: &Work) -> f64 {
     let (q, kv) = (work.query_width() as f64, work.key_value_width() as f64);
     moved_by_norms(work) + 2.0 * (q + kv) + 3.0 * work.mlp_width() as f64
-}
-
-/// The same in bytes.
-fn moved_forward(work: &Work) -> f64 {
-    numbers_moved_forward(work) * work.recipe.run.dtype.bytes() as f64
 }
 
 /// Bytes that norms, RoPE and SwiGLU of a block read and write per token, forward and backward.

@@ -11,9 +11,7 @@ use moh_data::{Order, Source};
 use moh_kernels::ElementType;
 use moh_model::{ModelConfig, MohConfig};
 
-use super::{
-    CheckpointOptions, DeviceKind, GuardOptions, KeyFault, LogOptions, Recipe, validation_key,
-};
+use super::{CheckpointOptions, DeviceKind, GuardOptions, KeyFault, Recipe, validation_key};
 use crate::{ModelOptions, NewModel, ParallelOptions, Stage, ValidationSet, is_below};
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
@@ -113,11 +111,17 @@ pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<KeyFa
         faults.within("run.threads", threads as u64, MAX_THREADS);
     }
     check_precision(&mut faults, recipe);
-    check_data(&mut faults, recipe);
+    let data = &recipe.data;
+    check_length(&mut faults, "data.sequence_length", data.sequence_length);
+    check_sources(&mut faults, "data.sources", &data.sources, data.order, "data.order");
+    check_validation(&mut faults, &data.validation);
     check_stages(&mut faults, recipe);
     check_checkpoint(&mut faults, &recipe.checkpoint);
     check_guard(&mut faults, &recipe.guard);
-    check_log(&mut faults, &recipe.log);
+    faults.at_least_one("log.every_steps", recipe.log.every_steps);
+    if let Some(peak) = recipe.log.peak_tflops {
+        faults.positive("log.peak_tflops", peak);
+    }
     if let Some(config) = check_model(&mut faults, &recipe.model) {
         // The shape is part of the recipe.
         check_fit(&mut faults, recipe, &config);
@@ -229,13 +233,6 @@ fn check_new(faults: &mut Faults, new: &NewModel) -> Option<ModelConfig> {
     }
 }
 
-fn check_data(faults: &mut Faults, recipe: &Recipe) {
-    let data = &recipe.data;
-    check_length(faults, "data.sequence_length", data.sequence_length);
-    check_sources(faults, "data.sources", &data.sources, data.order, "data.order");
-    check_validation(faults, &data.validation);
-}
-
 fn check_length(faults: &mut Faults, key: &str, length: usize) {
     let fine = (2..=MAX_SEQUENCE_LENGTH).contains(&length);
     faults.check(fine, key, length, format!("must be from 2 to {MAX_SEQUENCE_LENGTH} tokens"));
@@ -318,13 +315,6 @@ pub fn fine_name(name: &str) -> Result<(), String> {
     }
 }
 
-fn check_log(faults: &mut Faults, log: &LogOptions) {
-    faults.at_least_one("log.every_steps", log.every_steps);
-    if let Some(peak) = log.peak_tflops {
-        faults.positive("log.peak_tflops", peak);
-    }
-}
-
 fn check_checkpoint(faults: &mut Faults, checkpoint: &CheckpointOptions) {
     let CheckpointOptions { every_steps, every_minutes, keep, keep_every } = *checkpoint;
     faults.at_least_one("checkpoint.keep", keep);
@@ -387,7 +377,6 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<KeyFault
     faults.list
 }
 
-/// Checks a sequence length against the model's longest context.
 fn check_context(faults: &mut Faults, key: &str, length: usize, model: &ModelConfig) {
     let longest = model.max_position_embeddings;
     let reason = format!("the model supports {longest} tokens (max_position_embeddings)");
@@ -422,7 +411,6 @@ fn check_matrices(
     }
 }
 
-/// Checks the keys that depend on the model.
 fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
     check_context(faults, "data.sequence_length", recipe.data.sequence_length, model);
     if let Some(size) = recipe.model.vocab_size {

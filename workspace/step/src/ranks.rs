@@ -121,11 +121,7 @@ impl<B: Backend> Ranks<B> {
         &mut self,
         work: impl FnOnce() -> Result<f64, E>,
     ) -> Result<f64, E> {
-        let mut values = [0.0];
-        self.on_rank0::<E>(|| {
-            values = [work()?];
-            Ok(())
-        })?;
+        let mut values = [self.on_rank0(work)?.unwrap_or(0.0)];
         if self.group.size() > 1 {
             self.broadcast(&mut values, 0)?;
         }
@@ -140,12 +136,12 @@ impl<B: Backend> Ranks<B> {
         Ok(self.rank0_computes(|| condition().map(f64::from))? > 0.0)
     }
 
-    /// Runs `work` on the first rank alone; the others wait for it.
-    pub fn on_rank0<E: From<Error>>(
+    /// Runs `work` on the first rank alone, which gets its result; the others wait for it.
+    pub fn on_rank0<R, E: From<Error>>(
         &mut self,
-        work: impl FnOnce() -> Result<(), E>,
-    ) -> Result<(), E> {
-        let done = if self.is_first() { work() } else { Ok(()) };
+        work: impl FnOnce() -> Result<R, E>,
+    ) -> Result<Option<R>, E> {
+        let done = self.is_first().then(work).transpose();
         self.agree(done)
     }
 

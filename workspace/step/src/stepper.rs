@@ -220,18 +220,10 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         }
         let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm, groups } =
             self.config.optimizer;
-        let Update { number, learning_rate, .. } = update;
+        let Update { number: step, learning_rate, .. } = update;
         let grad_norm = result.grad_norm;
-        let constants = AdamW {
-            learning_rate,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            clip_norm,
-            grad_norm,
-            step: number,
-        };
+        let constants =
+            AdamW { learning_rate, beta1, beta2, eps, weight_decay, clip_norm, grad_norm, step };
         let _optimizer = span::enter("optimizer");
         let data_parallel = &mut self.data_parallel;
         optimizer.update(model, &self.gradients, &constants, &groups, &mut |weights, flat| {

@@ -14,13 +14,12 @@ use moh_recipe::shell::shell_word;
 use moh_recipe::{Recipe, ValidationSet, validation_key};
 use moh_step::ReadSample;
 
-use crate::Error;
 use crate::source::ModelSource;
+use crate::{Error, Result};
 
 /// The key of the windows' length.
 const LENGTH: &str = "data.sequence_length";
 
-/// The text of a validation set.
 pub(crate) struct ValidationText {
     /// Its key in the recipe.
     pub key: String,
@@ -30,7 +29,6 @@ pub(crate) struct ValidationText {
     pub evaluated: EvaluatedText,
 }
 
-/// Reads the samples of a stage.
 struct SampleReader<'a>(&'a TrainingData);
 
 impl ReadSample for SampleReader<'_> {
@@ -65,7 +63,7 @@ pub(crate) struct RunData {
     /// The training data of each stage.
     pub training: Vec<TrainingData>,
     /// The token files of training, each once, with their keys in the recipe.
-    training_files: Vec<(String, Arc<TokenFile>)>,
+    pub training_files: Vec<(String, Arc<TokenFile>)>,
     /// The validation sets, in the recipe's order.
     pub validation: Vec<ValidationText>,
     /// What counts the bytes of targets; `None` if the model has no tokenizer, or one that decodes otherwise.
@@ -77,7 +75,7 @@ pub(crate) struct RunData {
 impl RunData {
     /// Opens the data of `recipe`. Fails if a file is missing or invalid, shorter than one window, or prepared with a
     /// different tokenizer.
-    pub(crate) fn open(recipe: &Recipe, source: &ModelSource) -> Result<Self, Error> {
+    pub(crate) fn open(recipe: &Recipe, source: &ModelSource) -> Result<Self> {
         let vocab_size = source.config.vocab_size;
         let training = open_training(recipe, vocab_size)?;
         let validation = open_validation(recipe, vocab_size)?;
@@ -100,7 +98,7 @@ impl RunData {
     }
 
     /// Compares the tokenizer with that of each token file, and returns what a user should know of it.
-    fn check_tokenizer(&self, tokenizer: &TokenizerFile) -> Result<Vec<String>, Error> {
+    fn check_tokenizer(&self, tokenizer: &TokenizerFile) -> Result<Vec<String>> {
         let mut files: BTreeMap<TokenizerMatch, BTreeSet<&Path>> = BTreeMap::new();
         let mut others: BTreeMap<&Path, String> = BTreeMap::new();
         let (hash, vocab_size) = (tokenizer.hash(), tokenizer.vocab_size());
@@ -140,11 +138,6 @@ impl RunData {
         SampleReader(&self.training[index])
     }
 
-    /// The number of token files of training.
-    pub(crate) fn num_training_files(&self) -> usize {
-        self.training_files.len()
-    }
-
     /// All token files, with their keys in the recipe: those of training before those of validation.
     pub(crate) fn token_files(&self) -> Vec<(String, &TokenFile)> {
         let sources = self.training_files.iter().map(|(key, file)| (key.clone(), &**file));
@@ -153,22 +146,10 @@ impl RunData {
         sources.chain(validation).collect()
     }
 
-    /// The windows of a token file of training.
-    pub(crate) fn training_windows(
-        &self,
-        recipe: &Recipe,
-        vocab_size: usize,
-    ) -> Result<Windows, Error> {
+    pub(crate) fn training_windows(&self, recipe: &Recipe, vocab_size: usize) -> Result<Windows> {
         // A stage has a source at least.
         let prefix = self.training_files.first().map_or(Path::new(""), |(_, file)| file.prefix());
         open_windows(prefix, recipe, vocab_size)
-    }
-
-    /// Records the content of the validation sets, in their order.
-    pub(crate) fn set_contents(&mut self, contents: Vec<String>) {
-        for (set, content) in self.validation.iter_mut().zip(contents) {
-            set.evaluated.content = content;
-        }
     }
 
     /// The token files that record documents without an end-of-text token, each once.
@@ -194,7 +175,7 @@ fn training_files(recipe: &Recipe, training: &[TrainingData]) -> Vec<(String, Ar
     files.into_values().collect()
 }
 
-fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationText>, Error> {
+fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationText>> {
     let sets = &recipe.data.validation;
     let open = |set: &ValidationSet| {
         let windows = open_windows(&set.path, recipe, vocab_size)?;
@@ -204,7 +185,7 @@ fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationT
     sets.iter().map(open).collect()
 }
 
-fn open_windows(prefix: &Path, recipe: &Recipe, vocab_size: usize) -> Result<Windows, Error> {
+fn open_windows(prefix: &Path, recipe: &Recipe, vocab_size: usize) -> Result<Windows> {
     let mut file = TokenFile::open(prefix)?;
     file.limit_vocabulary(vocab_size);
     let windows = Windows::new(file, recipe.data.sequence_length);

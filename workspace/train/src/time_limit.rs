@@ -24,9 +24,8 @@ impl TimeLimit {
 
     /// Of two limits the one that ends first.
     pub fn earlier(self, other: Self) -> Self {
-        let ends = |limit: &Self, from: Instant| limit.left(from);
         let from = self.start.max(other.start);
-        if ends(&other, from) < ends(&self, from) { other } else { self }
+        if other.left(from) < self.left(from) { other } else { self }
     }
 
     fn left(&self, now: Instant) -> Duration {

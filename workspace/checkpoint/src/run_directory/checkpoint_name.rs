@@ -147,8 +147,9 @@ pub fn not_a_model(directory: &Path) -> Option<String> {
     } else if export.join(CONFIG_FILE).is_file() {
         Some(format!("is a run, name its model: {}", export.display()))
     } else if has("checkpoints") && has("recipe.toml") {
-        let command = export_command(&directory.to_string_lossy());
-        Some(format!("is a run that has not finished, {command}"))
+        let run = directory.to_string_lossy();
+        let command = format!("moh-convert --from {} --out DIR", shell_word(&run));
+        Some(format!("is a run that has not finished, export its model: {command}"))
     } else if has("manifest.json") && has("manifest.json.b3") {
         Some(
             "is a checkpoint, not a model: name the export/ of its run, or export it: moh-convert \
@@ -158,11 +159,6 @@ pub fn not_a_model(directory: &Path) -> Option<String> {
     } else {
         None
     }
-}
-
-/// How a checkpoint of a run becomes a model.
-fn export_command(run: &str) -> String {
-    format!("export its model: moh-convert --from {} --out DIR", shell_word(run))
 }
 
 /// Whether `name` is `run` with a step.

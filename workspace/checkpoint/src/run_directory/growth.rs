@@ -108,17 +108,12 @@ impl Extensions {
     }
 }
 
-/// The growth that the run directory records.
-pub fn read_recorded(run: &RunDirectory) -> Result<Vec<StageExtension>> {
-    read(&run.growth())
-}
-
 fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
     recipe.stages.iter().find(|known| known.name == stage).map(|known| known.tokens)
 }
 
 /// The records of a file; none if it is missing.
-fn read(path: &Path) -> Result<Vec<StageExtension>> {
+pub fn read(path: &Path) -> Result<Vec<StageExtension>> {
     let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
     let text = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a record of extensions")?;
     let Some(text) = text else { return Ok(Vec::new()) };

@@ -95,7 +95,10 @@ impl<B: Backend> StepTrace<B> {
         let path = path(self.step, (group.size() > 1).then_some(rank));
         self.lane.connect(None);
         let mut background = locked(&self.background.spans);
-        background.end_all(self.background.start.elapsed());
+        let now = self.background.start.elapsed();
+        while !background.open.is_empty() {
+            background.exit(now);
+        }
         let text = events(&locked(&self.recorder.spans).all, &background.all, rank);
         Ok(moh_files::write(&path, text.as_bytes()).map_err(moh_files::io(&path))?)
     }
@@ -187,12 +190,6 @@ impl Spans {
     fn exit(&mut self, now: Duration) {
         if let Some(index) = self.open.pop() {
             self.all[index].ends = Some(now);
-        }
-    }
-
-    fn end_all(&mut self, now: Duration) {
-        while !self.open.is_empty() {
-            self.exit(now);
         }
     }
 }

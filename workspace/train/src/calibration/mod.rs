@@ -92,11 +92,8 @@ impl<'a> StageMeasurement<'a> {
         is_asked: &dyn Fn() -> bool,
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Option<CalibrationRecord>> {
-        let mut known = None;
-        ranks.on_rank0::<Error>(|| {
-            known = self.known(&self.weights()?)?;
-            Ok(())
-        })?;
+        let known = ranks.on_rank0(|| self.known(&self.weights()?))?;
+        let mut known = known.flatten();
         let is_known = known.is_some();
         if !ranks.any(is_known)? {
             let measured = self.on_first_rank(backend, ranks, is_asked, events);

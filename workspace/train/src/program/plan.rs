@@ -1,7 +1,6 @@
 //! `moh-train --plan`: the requirements of a recipe.
 
 use std::io::{Write as _, stdout};
-use std::num::NonZeroUsize;
 use std::path::Path;
 use std::time::Duration;
 
@@ -28,7 +27,13 @@ pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> an
             write!(stdout(), "{found}")?;
         }
         (ranks, hardware) => {
-            let plan = plan_of(arguments, &recipe, path, &config, ranks, hardware)?;
+            let mut plan = Plan::new(&recipe, &config)?.with_sources(&recipe)?;
+            if let Some(tflops) = arguments.device_tflops {
+                plan = plan.with_device_tflops(tflops);
+            }
+            if let Some(ranks) = ranks {
+                plan = plan.on_ranks(&recipe, path, &config, ranks.get(), hardware)?;
+            }
             write!(stdout(), "{plan}")?;
         }
     }
@@ -108,23 +113,4 @@ fn model_config(recipe: &Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
     let directory = model_location::find_config(from, recipe.model.revision.as_deref());
     let directory = directory.with_context(remedy)?;
     Ok(ConfigFile::read(&directory)?.config)
-}
-
-/// The plan of the recipe's own layout.
-fn plan_of(
-    arguments: &Arguments,
-    recipe: &Recipe,
-    path: &Path,
-    config: &ModelConfig,
-    ranks: Option<NonZeroUsize>,
-    hardware: Option<Hardware>,
-) -> anyhow::Result<Plan> {
-    let mut plan = Plan::new(recipe, config)?.with_sources(recipe)?;
-    if let Some(tflops) = arguments.device_tflops {
-        plan = plan.with_device_tflops(tflops);
-    }
-    if let Some(ranks) = ranks {
-        plan = plan.on_ranks(recipe, path, config, ranks.get(), hardware)?;
-    }
-    Ok(plan)
 }

@@ -108,7 +108,9 @@ fn blocks(out: &mut String, replay: &Replay) -> fmt::Result {
     let rows = replay.blocks.iter().enumerate().map(|(layer, block)| {
         let magnitudes = [&block.attention, &block.mlp];
         let magnitudes = magnitudes.into_iter().flat_map(|of| [of.rms(), of.largest.into()]);
-        let numbers = magnitudes.chain([block_norm(replay, layer)]);
+        let gradients = replay.gradients.iter().filter(|tensor| tensor.block == Some(layer));
+        let squares: f64 = gradients.map(|tensor| tensor.norm.powi(2)).sum();
+        let numbers = magnitudes.chain([squares.sqrt()]);
         let mut row = vec![layer.to_string()];
         row.extend(numbers.map(|number| format!("{number:.3e}")));
         if let Some(routing) = replay.routing.layers.iter().find(|known| known.layer == layer) {
@@ -133,11 +135,6 @@ fn loads(out: &mut String, replay: &Replay) -> fmt::Result {
         [layer.layer.to_string(), loads.join(" ")]
     });
     write!(out, "\n{}", aligned(["block", "loads of the routed heads"], rows, &[0, 1]))
-}
-
-fn block_norm(replay: &Replay, layer: usize) -> f64 {
-    let tensors = replay.gradients.iter().filter(|tensor| tensor.block == Some(layer));
-    tensors.map(|tensor| tensor.norm.powi(2)).sum::<f64>().sqrt()
 }
 
 fn gradients(out: &mut String, replay: &Replay) -> fmt::Result {

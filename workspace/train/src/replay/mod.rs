@@ -108,7 +108,7 @@ pub fn replay(
     let data = RunData::open(&recipe, &source)?;
     check_order(run, &data.training)?;
     let teachers = &Teachers::open(&recipe, path, &source)?;
-    let growth = growth::read_recorded(run)?;
+    let growth = growth::read(&run.growth())?;
     let (recipe, source) = (&recipe, &source);
     let job = Job { run, recipe, source, teachers, data, growth, stored, step };
     device.run(job)
@@ -354,7 +354,6 @@ impl<B: Backend, T: Element> Observer<B, T> for Seen {
     }
 }
 
-/// The places of samples.
 fn sources(data: &TrainingData, samples: Range<u64>) -> Result<Vec<SampleSource>> {
     let source = |number| {
         let (source, start) = data.locate(number);

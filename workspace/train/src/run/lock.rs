@@ -17,14 +17,6 @@ pub(super) struct LockedRun<'a, B: Backend> {
     pub state: DirectoryState,
 }
 
-/// What is left to do in a locked run.
-pub(super) enum RemainingWork<'a, B: Backend> {
-    /// Nothing: an earlier run has finished with this summary.
-    Finished(LockedRun<'a, B>, Summary),
-    /// Steps of training, or the export.
-    Unfinished(LockedRun<'a, B>),
-}
-
 /// The run directory, as the first rank has locked and found it; the default on other ranks.
 #[derive(Default)]
 pub(super) struct DirectoryState {
@@ -39,8 +31,12 @@ pub(super) struct DirectoryState {
 }
 
 impl<'a, B: Backend> Resolved<'a, B> {
-    /// Locks the run directory, and begins a run that continues another one.
-    pub fn lock(mut self, events: &mut dyn FnMut(Event<'_>)) -> Result<RemainingWork<'a, B>> {
+    /// Locks the run directory, and begins a run that continues another one. Returns the summary of an earlier run that
+    /// has left nothing to do.
+    pub fn lock(
+        mut self,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<(LockedRun<'a, B>, Option<Summary>)> {
         let Resolved { job, ranks, run, recipe, parent, resume_step, .. } = &mut self;
         let mut state = DirectoryState::default();
         let finished = ranks.rank0_decides::<Error>(|| {
@@ -51,11 +47,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
             Ok(state.finished)
         })?;
         let summary = if finished { Summary::read(&run.summary())? } else { None };
-        let locked = LockedRun { resolved: self, state };
-        Ok(match summary {
-            Some(summary) => RemainingWork::Finished(locked, summary),
-            None => RemainingWork::Unfinished(locked),
-        })
+        Ok((LockedRun { resolved: self, state }, summary))
     }
 }
 

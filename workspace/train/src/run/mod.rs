@@ -17,7 +17,6 @@ use moh_kernels::open_device::{OnDevice, OpenDevice};
 use moh_recipe::Recipe;
 use moh_step::Ranks;
 
-use self::lock::RemainingWork;
 use self::resolve::Resolved;
 use crate::run_inputs::InputCheck;
 use crate::{Event, FreeSpace, Outcome, Result, TimeLimit, free_space};
@@ -107,7 +106,14 @@ impl OnDevice for Start<'_> {
     type Output = Result<Outcome>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
-        self.job.run(backend, self.recipe, self.events)
+        let Start { job, recipe, events } = self;
+        let ranks = Ranks::new(backend.clone(), job.group.clone())?;
+        let (run, summary) = Resolved::new(job, ranks, recipe)?.lock(events)?;
+        let Some(summary) = summary else { return run.train(backend, events) };
+        Ok(match run.check_finished(events)? {
+            InputCheck::Passed => Outcome::AlreadyFinished(summary),
+            InputCheck::Stopped => Outcome::StoppedBeforeTraining,
+        })
     }
 }
 
@@ -117,22 +123,4 @@ struct Job<'a> {
     directory: Option<&'a Path>,
     group: &'a Group,
     options: RunOptions<'a>,
-}
-
-impl Job<'_> {
-    fn run<B: Backend + Clone>(
-        &self,
-        backend: B,
-        recipe: &mut Recipe,
-        events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome> {
-        let ranks = Ranks::new(backend.clone(), self.group.clone())?;
-        match Resolved::new(self, ranks, recipe)?.lock(events)? {
-            RemainingWork::Unfinished(run) => run.train(backend, events),
-            RemainingWork::Finished(run, summary) => Ok(match run.check_finished(events)? {
-                InputCheck::Passed => Outcome::AlreadyFinished(summary),
-                InputCheck::Stopped => Outcome::StoppedBeforeTraining,
-            }),
-        }
-    }
 }

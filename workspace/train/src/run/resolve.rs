@@ -50,7 +50,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
         let resumed = resumes.then_some(&run).or(parent);
         resolve_origin(recipe, resumed, &mut ranks)?;
         let opened = job.open(recipe, parent);
-        let Opened { source, data, teachers } = ranks.agree(opened)?;
+        let (source, data, teachers) = ranks.agree(opened)?;
         // Steps count from 1; the first rank's option counts.
         let resume_step =
             ranks.rank0_computes::<Error>(|| Ok(job.options.resume_step.unwrap_or(0) as f64))?;
@@ -64,11 +64,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
 }
 
 /// What a run reads.
-struct Opened {
-    source: ModelSource,
-    data: Result<RunData>,
-    teachers: Result<Teachers>,
-}
+type Opened = (ModelSource, Result<RunData>, Result<Teachers>);
 
 /// Fails on all ranks if a rank on which `matters` holds has an error.
 fn agree_if<B: Backend, R>(
@@ -155,7 +151,7 @@ impl Job<'_> {
         recipe.resolve(self.path, source.original_config())?;
         let data = RunData::open(recipe, &source);
         let teachers = Teachers::open(recipe, self.path, &source);
-        Ok(Opened { source, data, teachers })
+        Ok((source, data, teachers))
     }
 }
 

@@ -43,10 +43,8 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
                 return Ok(compared);
             }
         }
-        ranks.on_rank0::<Error>(|| {
-            warn_of_edited(&run, run.write_recipe(recipe)?.as_deref(), events);
-            Ok(())
-        })?;
+        let edited = ranks.on_rank0::<_, Error>(|| Ok(run.write_recipe(recipe)?))?;
+        warn_of_edited(&run, edited.flatten(), events);
         Ok(InputCheck::Passed)
     }
 
@@ -58,14 +56,11 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
         let (options, size) = (&job.options, job.group.size());
         let mut data = ranks.agree(data)?;
         let teachers = ranks.agree(teachers)?;
-        ranks.on_rank0::<Error>(|| {
-            let free_space = options.free_space;
-            let warning = disk_space::check(&run, resume_step, recipe, &source, size, free_space)?;
-            if let Some(text) = warning {
-                events(Event::Warning { text: &text });
-            }
-            Ok(())
-        })?;
+        let free_space = options.free_space;
+        let check = || disk_space::check(&run, resume_step, recipe, &source, size, free_space);
+        if let Some(text) = ranks.on_rank0(check)?.flatten() {
+            events(Event::Warning { text: &text });
+        }
         let inputs = RunInputs {
             run: &run,
             recipe,
@@ -77,13 +72,11 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
         };
         let settled = inputs.settle(&mut ranks, events)?;
         let Some(contents) = settled else { return Ok(Outcome::StoppedBeforeTraining) };
-        data.set_contents(contents);
-        let mut edited = None;
-        ranks.on_rank0::<Error>(|| {
-            edited = job.prepare_directory(&run, recipe, state.grows, backend.name())?;
-            Ok(())
-        })?;
-        warn_of_edited(&run, edited.as_deref(), events);
+        for (set, content) in data.validation.iter_mut().zip(contents) {
+            set.evaluated.content = content;
+        }
+        let prepare = || job.prepare_directory(&run, recipe, state.grows, backend.name());
+        warn_of_edited(&run, ranks.on_rank0(prepare)?.flatten(), events);
         let inputs = Inputs {
             recipe,
             source: &source,
@@ -118,7 +111,6 @@ impl Job<'_> {
     }
 }
 
-/// The element types of a recipe's training.
 pub(crate) fn types(recipe: &Recipe) -> TrainingTypes {
     let PrecisionOptions { gradients, moments, .. } = recipe.precision;
     TrainingTypes { weights: recipe.run.dtype, gradients, moments }

@@ -57,15 +57,11 @@ impl RunInputs<'_> {
         let files = self.data.token_files();
         let found = token_files::find(ranks, &files, self.stop)?;
         let Some(found) = found else { return Ok(None) };
-        let mut record = None;
-        ranks.on_rank0::<Error>(|| {
-            record = Some(self.record(&files, &found, events)?);
-            Ok(())
-        })?;
+        let record = ranks.on_rank0(|| self.record(&files, &found, events))?;
         if self.check_ids(ranks, &files, record, events)? == InputCheck::Stopped {
             return Ok(None);
         }
-        let sets = found.get(self.data.num_training_files()..).unwrap_or_default();
+        let sets = found.get(self.data.training_files.len()..).unwrap_or_default();
         token_files::share_contents(ranks, sets).map(Some)
     }
 
@@ -83,7 +79,7 @@ impl RunInputs<'_> {
         let files = self.data.token_files();
         let found = token_files::find(ranks, &files, self.stop)?;
         let Some(found) = found else { return Ok(InputCheck::Stopped) };
-        ranks.on_rank0(|| self.record(&files, &found, events).map(drop))?;
+        ranks.on_rank0(|| self.record(&files, &found, events))?;
         Ok(InputCheck::Passed)
     }
 
@@ -181,7 +177,7 @@ impl RunInputs<'_> {
                 return Ok(InputCheck::Stopped);
             };
             progress(total);
-            ranks.on_rank0::<Error>(|| {
+            ranks.on_rank0::<_, Error>(|| {
                 let Some(record) = &mut record else { return Ok(()) };
                 record.set_ids_below(key, ids_below);
                 record.write(&self.run.inputs())

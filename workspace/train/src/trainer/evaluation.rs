@@ -14,8 +14,8 @@ use moh_step::{DecodedBytes, EvaluationText, Evaluator, Loss, LossSums};
 
 use super::stop_checks::StopChecks;
 use super::{Inputs, Trainer};
-use crate::Error;
 use crate::event::Event;
+use crate::{Error, Result};
 
 /// The losses of the validation sets that were evaluated, by name.
 pub(super) type Losses = BTreeMap<String, Validation>;
@@ -53,7 +53,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.state.evaluations.push(evaluation);
     }
 
-    pub(super) fn evaluator(&self, batch: usize) -> Result<Option<Evaluator<B, T>>, Error> {
+    pub(super) fn evaluator(&self, batch: usize) -> Result<Option<Evaluator<B, T>>> {
         let length = self.inputs.recipe.data.sequence_length;
         let wanted = !self.data.validation.is_empty();
         let evaluator = || Evaluator::new(&self.model, batch, length);
@@ -74,7 +74,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         due: &[bool],
         moment: RoutingMoment,
         stage: Option<&str>,
-    ) -> Result<Option<Losses>, Error> {
+    ) -> Result<Option<Losses>> {
         let (mut losses, mut routings) = (Losses::new(), Vec::new());
         let Some(evaluator) = evaluator else { return Ok(Some(losses)) };
         let _span = span::enter("evaluation");
@@ -100,7 +100,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         evaluator: &mut Evaluator<B, T>,
         index: usize,
         set: &ValidationSet,
-    ) -> Result<Option<(Validation, RoutingStatistics)>, Error> {
+    ) -> Result<Option<(Validation, RoutingStatistics)>> {
         let decoder = self.data.decoder.as_ref();
         let decoded = decoder.map(|decoder| |ids: &[u32]| Ok(decoder.decoded_bytes(ids)));
         let text = EvaluationText {
@@ -143,7 +143,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Refuses a model whose loss on a window of the training data is not finite, after updates that were too large.
-    pub(super) fn check_loss(&mut self) -> Result<(), Error> {
+    pub(super) fn check_loss(&mut self) -> Result<()> {
         let Inputs { recipe, run, .. } = self.inputs;
         let windows = self.data.training_windows(recipe, self.model.config().vocab_size)?;
         let mut evaluator = Evaluator::new(&self.model, 1, windows.length())?;
@@ -153,7 +153,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let sums = evaluator.evaluate_share(&mut self.model, text, shard, None, &mut go_on)?;
         let [loss] = self.ranks.sum([sums.unwrap_or_default().cross_entropy])?;
         let (path, root) = (run.checkpoint(self.state.step), run.root().display());
-        self.ranks.on_rank0::<Error>(|| match loss.is_finite() {
+        self.ranks.agree(match loss.is_finite() || !self.ranks.is_first() {
             true => Ok(()),
             false => {
                 let reason = format!(
@@ -205,7 +205,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         &mut self,
         point: EvaluationPoint,
         batch: usize,
-    ) -> Result<Evaluated, Error> {
+    ) -> Result<Evaluated> {
         let mut evaluator = self.evaluator(batch)?;
         let due = vec![true; self.data.validation.len()];
         let (moment, stage) = match &point {

@@ -8,7 +8,6 @@ mod stage;
 mod start;
 mod stop_checks;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -111,7 +110,8 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         let backend = backend.clone();
         let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
         if std::mem::take(&mut is_first_start) {
-            trainer.tell_sources();
+            let sources = SourceEpochs::of_run(trainer.inputs.recipe, &trainer.data.training);
+            (trainer.events)(Event::Sources(&sources));
         }
         // Another layout of ranks and a model with more tensors start from the last checkpoint.
         let gets_matrices = match trainer.run()? {
@@ -136,11 +136,6 @@ enum Progress {
 }
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
-    fn tell_sources(&mut self) {
-        let sources = SourceEpochs::of_run(self.inputs.recipe, &self.data.training);
-        (self.events)(Event::Sources(&sources));
-    }
-
     fn run(&mut self) -> Result<Progress> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
             let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
@@ -174,7 +169,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Exports the model and writes the summary, which marks the run as finished.
     fn finish(mut self) -> Result<Outcome> {
         // The export would make a directory again that was moved or removed.
-        self.ranks.on_rank0::<Error>(|| Ok(self.inputs.run.check_mark()?))?;
+        self.ranks.on_rank0::<_, Error>(|| Ok(self.inputs.run.check_mark()?))?;
         self.check_loss()?;
         if self.export()? == Exported::Stopped {
             return Ok(self.stopped());
@@ -202,7 +197,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             let mut go_on = || Ok(!ranks.any_of([is_asked(), false])?[0]);
             let written = export::keep_foreign(run, state.step).and_then(|kept| {
                 if let Some(aside) = kept {
-                    tell_kept(run, &aside, &mut **events);
+                    let (export, aside) = (run.export(), aside.display());
+                    let text = format!(
+                        "{} holds not only an export, and is kept as {aside}",
+                        export.display()
+                    );
+                    events(Event::Warning { text: &text });
                 }
                 export::write(run, source, recipe, model, state, &mut go_on)
             });
@@ -222,14 +222,4 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             }
         }
     }
-}
-
-/// Says where an export is that holds other files.
-fn tell_kept(run: &RunDirectory, aside: &Path, events: &mut dyn FnMut(Event<'_>)) {
-    let text = format!(
-        "{} holds not only an export, and is kept as {}",
-        run.export().display(),
-        aside.display()
-    );
-    events(Event::Warning { text: &text });
 }

@@ -76,12 +76,6 @@ impl<T: Element, M: Element> Saving<T, M> {
 }
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
-    /// Whether a checkpoint is due after this step by its number.
-    pub(super) fn checkpoint_is_due(&self) -> bool {
-        let every = self.inputs.recipe.checkpoint.every_steps;
-        every > 0 && self.state.step.is_multiple_of(every)
-    }
-
     /// The exchange of all ranks at the end of a step, which also follows the checkpoint in flight.
     pub(super) fn agree_after_step(&mut self) -> Result<Agreed> {
         let due = self.saving.clock.step_ends(Instant::now());
@@ -97,7 +91,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let _span = span::enter("checkpoint");
         self.wait_for_checkpoint()?;
         self.warn_of_failure("now");
-        self.ranks.on_rank0::<Error>(|| Ok(self.inputs.run.check_mark()?))?;
+        self.ranks.on_rank0::<_, Error>(|| Ok(self.inputs.run.check_mark()?))?;
         self.warn_of_removed_metrics();
         self.saving.clock.save_begins(Instant::now());
         let (step, run) = (self.state.step, self.inputs.run);

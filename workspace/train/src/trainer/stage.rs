@@ -9,7 +9,7 @@ use moh_kernels::{Backend, Element, span};
 use moh_plan::step_config;
 use moh_recipe::Stage;
 use moh_step::guard::SkipReason;
-use moh_step::{Evaluator, StepConfig, StepResult, Stepper};
+use moh_step::{Evaluator, StepConfig, Stepper};
 
 use super::evaluation::{Evaluated, Losses};
 use super::{Inputs, Progress, Trainer};
@@ -104,12 +104,22 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let _step = span::enter_numbered("step", self.state.step + 1);
         let stage = work.stage;
         self.saving.step_begins();
-        let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;
         let learns = self.state.stage_step < stage.attention_output_steps();
         work.stepper.learn_attention_outputs(learns);
-        let (result, times) = self.compute_timed(work)?;
+        let (guard, norms) = (&self.inputs.recipe.guard, self.inputs.recipe.log.norms_every_steps);
+        let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
+        work.stepper.measure_block_norms(is_due);
+        // What a checkpoint or another rank has taken since the step before is no part of this one.
+        let checkpoint = self.part_times.take().checkpoint;
+        let started = Instant::now();
+        let update = self.state.next_update(stage, guard);
+        let learning_rate = update.learning_rate;
+        let (read, first) = (self.data.sample_reader(self.state.stage), self.state.sample);
+        let (model, optimizer) = (&mut self.model, &mut self.optimizer);
+        let result = work.stepper.step(model, optimizer, read, first, update)?;
+        let seconds = started.elapsed().as_secs_f64();
+        let times = Speed { seconds, checkpoint, ..self.part_times.take() };
         let sequences = work.stepper.config().batch_sequences();
-        let guard = &self.inputs.recipe.guard;
         let skipped = self.state.count(stage, guard, &result, sequences);
         let metrics = StepMetrics {
             stage: stage.name.clone(),
@@ -161,10 +171,14 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             return Err(self.diverged(skipped.reason)?);
         }
         if last {
-            self.end_stage(stage, metrics.validation_sets);
+            self.state.end_stage();
+            let point = EvaluationPoint::Trained { stage: stage.name.clone() };
+            self.record(point, metrics.validation_sets);
         }
         let agreed = self.agree_after_step()?;
-        let is_due = last || agreed.stop || agreed.save || self.checkpoint_is_due();
+        let every = self.inputs.recipe.checkpoint.every_steps;
+        let by_number = every > 0 && self.state.step.is_multiple_of(every);
+        let is_due = last || agreed.stop || agreed.save || by_number;
         // A run that was stopped in the evaluation has the step's checkpoint.
         if is_due && !self.is_saved() {
             work.stepper.wait_for_weights(&mut self.model)?;
@@ -196,27 +210,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(moh_files::unusable(root, message).into())
     }
 
-    /// As [`Trainer::compute_and_apply`], with the times of the step's parts.
-    fn compute_timed(&mut self, work: &mut Work<'_, B, T, G>) -> Result<(StepResult, Speed)> {
-        // What a checkpoint or another rank has taken since the step before is no part of this one.
-        let checkpoint = self.part_times.take().checkpoint;
-        let started = Instant::now();
-        let result = self.compute_and_apply(work)?;
-        let seconds = started.elapsed().as_secs_f64();
-        Ok((result, Speed { seconds, checkpoint, ..self.part_times.take() }))
-    }
-
-    /// Computes the stage's next step and updates the weights.
-    fn compute_and_apply(&mut self, work: &mut Work<'_, B, T, G>) -> Result<StepResult> {
-        let update = self.state.next_update(work.stage, &self.inputs.recipe.guard);
-        let norms = self.inputs.recipe.log.norms_every_steps;
-        let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
-        work.stepper.measure_block_norms(is_due);
-        let (read, first) = (self.data.sample_reader(self.state.stage), self.state.sample);
-        let stepper = &mut work.stepper;
-        Ok(stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?)
-    }
-
     /// The losses of the validation sets that are due after the step; `None` if a rank was asked to stop.
     fn validate_after(
         &mut self,
@@ -232,7 +225,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.validate(&mut work.evaluator, &due, RoutingMoment::Step, Some(&work.stage.name))
     }
 
-    /// Records the next step if it is to be traced.
     fn trace_next(&self) -> Option<StepTrace<B>> {
         let step = self.state.step + 1;
         let wanted = self.inputs.trace.contains(step);
@@ -311,11 +303,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let is_up = |limit: TimeLimit| limit.is_up(Instant::now(), Duration::ZERO, None);
         let is_asked = || stop.load(Ordering::Relaxed) || limit.is_some_and(is_up);
         measurement.result(&backend, &mut self.ranks, &is_asked, &mut *self.events)
-    }
-
-    fn end_stage(&mut self, stage: &Stage, losses: Losses) {
-        self.state.end_stage();
-        self.record(EvaluationPoint::Trained { stage: stage.name.clone() }, losses);
     }
 
     /// Writes a step's metrics; every n-th step also goes to the terminal and TensorBoard.

@@ -1,6 +1,6 @@
 //! The start of a trainer: from the newest valid checkpoint, or from the recipe's initial model.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use moh_checkpoint::run_directory::growth::{self, Extensions};
@@ -34,15 +34,9 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             }
         };
         settle(&inputs, &extensions, &mut ranks, events)?;
-        let writers =
-            if ranks.is_first() { open_writers(run, recipe, &state).map(Some) } else { Ok(None) };
-        let (metrics, board, routing) = match ranks.agree(writers)? {
-            Some(Writers { metrics, board, routing, warnings }) => {
-                for text in &warnings {
-                    events(Event::Warning { text });
-                }
-                (Some(metrics), board, Some(routing))
-            }
+        let writers = ranks.on_rank0(|| open_writers(run, recipe, &state, events))?;
+        let (metrics, board, routing) = match writers {
+            Some((metrics, board, routing)) => (Some(metrics), board, Some(routing)),
             None => (None, None, None),
         };
         // A state with steps is a checkpoint's.
@@ -123,7 +117,8 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         added = config.added_tensors(Some(moh))?;
         config.moh = Some(moh.clone());
     }
-    let parallel = parallel_at(recipe, state.stage);
+    let stage = recipe.stages.get(state.stage).or(recipe.stages.last());
+    let parallel = stage.map_or_else(ParallelOptions::default, |stage| stage.parallel);
     let divided = divide(ranks, parallel, &config);
     let (groups, place) = ranks.agree(divided)?;
     let data = groups.data.clone();
@@ -161,9 +156,6 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     Ok(Some(loaded(state, model, optimizer)))
 }
 
-/// A model and the state of its optimizer.
-type ModelAndState<B, T, M> = (Model<B, T>, OptimizerState<B, M>);
-
 /// The initial model of a run, or a part of it, and the optimiser's state in its shard; of another run's weights, which the
 /// data ranks gather, the shard alone.
 pub(crate) fn initial_model<B: Backend + Clone, T: Element, M: Element>(
@@ -173,7 +165,7 @@ pub(crate) fn initial_model<B: Backend + Clone, T: Element, M: Element>(
     place: ModelParallel,
     shard: Shard,
     source: &ModelSource,
-) -> Result<ModelAndState<B, T, M>> {
+) -> Result<(Model<B, T>, OptimizerState<B, M>)> {
     if !source.is_checkpoint() {
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
         let model = Model::of_part(backend, config, length, place, shard.size, fill)?;
@@ -194,17 +186,16 @@ fn plan_growth<B: Backend>(
     state: &mut RunState,
     ranks: &mut Ranks<B>,
 ) -> Result<Extensions> {
-    let mut extensions = Extensions::default();
     let json = |error: serde_json::Error| moh_files::io(inputs.run.root())(error.into());
-    let mut text = None;
-    ranks.on_rank0::<Error>(|| {
-        extensions = Extensions::plan(inputs.run, inputs.recipe, state)?;
-        text = Some(serde_json::to_vec(&extensions.growth).map_err(json)?);
-        Ok(())
+    let planned = ranks.on_rank0::<_, Error>(|| {
+        let extensions = Extensions::plan(inputs.run, inputs.recipe, state)?;
+        let text = serde_json::to_vec(&extensions.growth).map_err(json)?;
+        Ok((extensions, text))
     })?;
+    let (extensions, text) = planned.unzip();
     let text = ranks.first_that_has(text)?.unwrap_or_default();
     state.growth = serde_json::from_slice(&text).map_err(json)?;
-    Ok(extensions)
+    Ok(extensions.unwrap_or_default())
 }
 
 /// Moves the checkpoints after the step from which the run was asked to resume aside, and records the stages that
@@ -216,17 +207,15 @@ fn settle<B: Backend>(
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<()> {
     let Inputs { run, recipe, resume_step, .. } = *inputs;
-    let (mut aside, mut edited) = (Vec::new(), None);
-    ranks.on_rank0::<Error>(|| {
+    let done = ranks.on_rank0::<_, Error>(|| {
         // First: without it the run is unfinished, wherever this ends.
         run.remove_summary()?;
-        if let Some(step) = resume_step {
-            aside = moh_checkpoint::set_aside_later(run, step)?;
-        }
-        edited = extensions.store(run, recipe)?;
-        Ok(())
+        let set_aside = |step| moh_checkpoint::set_aside_later(run, step);
+        let aside = resume_step.map_or(Ok(Vec::new()), set_aside)?;
+        Ok((aside, extensions.store(run, recipe)?))
     })?;
-    warn_of_edited(run, edited.as_deref(), events);
+    let (aside, edited) = done.unwrap_or_default();
+    warn_of_edited(run, edited, events);
     for path in &aside {
         events(Event::LaterCheckpoint { path });
     }
@@ -234,12 +223,6 @@ fn settle<B: Backend>(
         events(Event::StageExtended { extension });
     }
     Ok(())
-}
-
-/// The parallelism of the recipe's stage `index`, or of the last stage if there is no such stage.
-fn parallel_at(recipe: &Recipe, index: usize) -> ParallelOptions {
-    let last = recipe.stages.len().saturating_sub(1);
-    recipe.stages.get(index.min(last)).map_or_else(ParallelOptions::default, |stage| stage.parallel)
 }
 
 /// This rank's groups and part of the model.
@@ -257,28 +240,26 @@ fn divide<B: Backend>(
 }
 
 /// The first rank's logs.
-struct Writers {
-    metrics: MetricsWriter,
-    board: Option<TensorBoard>,
-    routing: RoutingWriter,
-    /// What is lost of the logs.
-    warnings: Vec<String>,
-}
+type Writers = (MetricsWriter, Option<TensorBoard>, RoutingWriter);
 
-/// Opens the first rank's logs, truncated to the state's step.
-fn open_writers(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Writers> {
+/// Opens the first rank's logs, truncated to the state's step, and tells what is lost of them.
+fn open_writers(
+    run: &RunDirectory,
+    recipe: &Recipe,
+    state: &RunState,
+    events: &mut dyn FnMut(Event<'_>),
+) -> Result<Writers> {
     let steps = state.recorded_steps();
     let metrics = metrics_resume::resume(run, recipe, steps)?;
     let routing = metrics_resume::resume_routing(run, state)?;
     let board = (recipe.log.tensorboard)
         .then(|| TensorBoard::create(&run.tensorboard(), steps))
         .transpose()?;
-    Ok(Writers {
-        metrics: MetricsWriter::append_to(&run.metrics())?,
-        board,
-        routing: RoutingWriter::append_to(&run.routing()),
-        warnings: metrics.into_iter().chain(routing).collect(),
-    })
+    let writer = MetricsWriter::append_to(&run.metrics())?;
+    for text in metrics.iter().chain(&routing) {
+        events(Event::Warning { text });
+    }
+    Ok((writer, board, RoutingWriter::append_to(&run.routing())))
 }
 
 /// The attention of the model in a checkpoint of the run, or of the initial model: the current stage's, or, before
@@ -311,7 +292,7 @@ pub(crate) fn check_resumable(run: &RunDirectory) -> Result<()> {
 /// Says where a recipe of the run is that a user has edited.
 pub(crate) fn warn_of_edited(
     run: &RunDirectory,
-    aside: Option<&Path>,
+    aside: Option<PathBuf>,
     events: &mut dyn FnMut(Event<'_>),
 ) {
     if let Some(aside) = aside {
