@@ -27,9 +27,6 @@ pub enum Recording {}
 #[cfg(not(feature = "cuda"))]
 impl Recording {
     /// Refuses to start.
-    ///
-    /// # Errors
-    /// Always.
     pub fn start() -> crate::Result<Self> {
         let reason = "this program was built without CUDA: build it with --features cuda";
         Err(crate::Error::device("CUPTI", "loading CUPTI", reason))

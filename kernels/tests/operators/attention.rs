@@ -146,7 +146,6 @@ fn one_query_sees_the_cache() {
     }
 }
 
-/// The last token of a sequence alone, against the same token among all of them.
 #[test]
 fn the_last_token_alone_agrees_with_the_sequence() {
     let (length, heads, kv_heads, head_dim) = (70, 6, 2, 10);

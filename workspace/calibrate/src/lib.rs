@@ -26,7 +26,6 @@ pub use tokens::CalibrationTokens;
 /// Lambda of the fits, in means of the diagonal of F^T F.
 pub(crate) const RIDGE: f64 = 1e-3;
 
-/// A matrix with `columns` columns of values row by row.
 pub(crate) fn matrix<V: From<f32>>(values: &[f32], columns: usize) -> ndarray::Array2<V> {
     let shape = (values.len() / columns, columns);
     ndarray::Array2::from_shape_fn(shape, |(row, column)| values[row * columns + column].into())

@@ -123,9 +123,6 @@ impl Products {
 }
 
 /// Replaces the lower triangle of a symmetric matrix by its Cholesky factor L, by blocks of columns.
-///
-/// # Errors
-/// Fails if the matrix is not positive definite.
 fn cholesky(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
     let n = a.nrows();
     for first in (0..n).step_by(BLOCK) {

@@ -322,7 +322,6 @@ fn number_of_sets(heads: usize, shared: usize) -> usize {
     number
 }
 
-/// All sets of `shared` of the heads.
 fn subsets(heads: usize, shared: usize) -> Vec<Vec<usize>> {
     match shared {
         0 => vec![Vec::new()],

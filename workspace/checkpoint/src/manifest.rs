@@ -69,7 +69,6 @@ impl Manifest {
     }
 }
 
-/// Ascending numbers as ranges.
 fn ranges(numbers: &[usize]) -> Vec<[usize; 2]> {
     let mut ranges: Vec<[usize; 2]> = Vec::new();
     for &number in numbers {

@@ -230,7 +230,6 @@ struct Version {
     format: u32,
 }
 
-/// The state of the run in the manifest of a checkpoint's directory.
 pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState> {
     Ok(read_manifest(directory, step)?.state)
 }

@@ -297,7 +297,6 @@ impl ModelConfig {
 
 #[cfg(test)]
 impl ModelConfig {
-    /// Llama 3 8B.
     pub(crate) fn llama3_8b() -> Self {
         ModelConfig {
             architecture: Architecture::Llama,

@@ -74,6 +74,7 @@ fn taken(flat: usize) -> ! {
 }
 
 /// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each.
+/// A buffer that is taken out for a collective cannot be used: methods panic for it.
 pub struct FlatBuffers<B: Memory, S: Scalar> {
     /// `None` while a buffer is taken out.
     buffers: Vec<Option<B::Buffer<S>>>,
@@ -127,25 +128,16 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     }
 
     /// One buffer, or the local shard of it.
-    ///
-    /// # Panics
-    /// Panics if the buffer is taken out.
     pub fn flat(&self, flat: usize) -> &B::Buffer<S> {
         self.buffers[flat].as_ref().unwrap_or_else(|| taken(flat))
     }
 
     /// One mutable buffer, or the local shard of it.
-    ///
-    /// # Panics
-    /// Panics if the buffer is taken out.
     pub fn flat_mut(&mut self, flat: usize) -> &mut B::Buffer<S> {
         self.buffers[flat].as_mut().unwrap_or_else(|| taken(flat))
     }
 
     /// Takes a buffer out, for a collective.
-    ///
-    /// # Panics
-    /// Panics if the buffer is already taken out.
     pub fn take(&mut self, flat: usize) -> B::Buffer<S> {
         self.buffers[flat].take().unwrap_or_else(|| taken(flat))
     }

@@ -72,7 +72,6 @@ impl Traffic {
         self.data.bytes + self.tensor.bytes + self.pipeline.bytes
     }
 
-    /// The traffic of rank `rank` of the pipeline in a step.
     pub(super) fn new(work: &Work, rank: usize) -> Traffic {
         let micro_batches = work.own_micro_batches() as f64;
         Traffic {

@@ -73,7 +73,6 @@ pub(super) struct Elements {
     pub vocabulary: u128,
 }
 
-/// Elements of the tensors of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BlockElements {
     pub matrices: u128,

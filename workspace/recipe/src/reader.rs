@@ -15,10 +15,7 @@ use super::problem::Problem;
 /// Maximum number of faults of each kind that are reported.
 const MAX_PROBLEMS: usize = 100;
 
-/// Parses TOML.
-///
-/// # Errors
-/// The syntax error, with its line.
+/// Parses TOML; a syntax error has its line.
 pub fn parse_table(text: &str) -> Result<toml::Table, String> {
     text.parse().map_err(|error: toml::de::Error| {
         let line = error.span().map_or(1, |span| {
@@ -103,7 +100,6 @@ pub(super) struct KnownKeys {
 }
 
 impl KnownKeys {
-    /// Whether the value of `key` is a text.
     pub(super) fn is_text(&self, key: &[&str]) -> bool {
         self.texts.iter().any(|known| {
             let known: Vec<&str> = known.split('.').collect();

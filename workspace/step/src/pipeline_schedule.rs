@@ -157,7 +157,6 @@ impl PipelineStage {
         rounds.flat_map(|round| self.round_passes(round, forward)).collect()
     }
 
-    /// The passes of one round, chunk by chunk.
     fn round_passes(&self, round: Range<usize>, forward: bool) -> impl Iterator<Item = ChunkPass> {
         let last = self.chunks - 1;
         (0..self.chunks).flat_map(move |index| {

@@ -26,7 +26,6 @@ pub(crate) fn of_kept(recipe: &Recipe, kept: &Path) -> Result<ModelCard> {
     })
 }
 
-/// Adds the training of a run in this state to the card of the run's source.
 pub(crate) fn trained(source: &ModelCard, recipe: &Recipe, state: &RunState) -> ModelCard {
     let mut card = source.clone();
     if state.step > 0 {

@@ -9,7 +9,6 @@ use super::pack::Left;
 use crate::matmul::blocked::PANEL;
 use crate::matmul::output::Output;
 
-/// Rows of a tile at most.
 pub(super) const TILE_ROWS: usize = 12;
 /// Vectors of columns of a tile.
 const VECTORS: usize = 2;

@@ -8,7 +8,6 @@ use crate::math::{sum_of_squares, total};
 use crate::simd::vectorized;
 use crate::{Cpu, Element, Result};
 
-/// Rows of one task.
 const ROWS: usize = 16;
 /// Elements processed at a time.
 const BLOCK: usize = 16;

@@ -89,9 +89,6 @@ impl Recording {
 
     /// Ends the recording; the caller has waited for the GPU's work. Returns the activities in the
     /// order of their starts.
-    ///
-    /// # Errors
-    /// Fails if CUPTI fails.
     pub fn finish(self) -> Result<Vec<Activity>> {
         // SAFETY: CUPTI calls `completed` with each buffer before it returns.
         #[allow(unsafe_code)]

@@ -139,7 +139,6 @@ impl TensorBoard {
     }
 }
 
-/// Whether the directory has event files.
 fn holds_events(directory: &Path) -> Result<bool> {
     let mut entries = std::fs::read_dir(directory).map_err(moh_files::io(directory))?;
     let is_one = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(PREFIX);
@@ -314,7 +313,6 @@ mod tests {
         assert_eq!(masked_crc(b"123456789"), 0xc78a_b0e5);
     }
 
-    /// The step and the scalars of a record.
     fn scalars(record: &[u8]) -> (u64, Vec<(String, f32)>) {
         let event = fields(record);
         let [_, Field::Number(2, step), Field::Bytes(5, summary)] = event.as_slice() else {

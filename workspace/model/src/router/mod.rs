@@ -125,7 +125,6 @@ pub(crate) fn of_config(config: &ModelConfig) -> Vec<Option<RouterSpec>> {
     (0..config.num_hidden_layers).map(|layer| of_layer(config, layer)).collect()
 }
 
-/// The router of one layer of a configuration.
 pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<RouterSpec> {
     let kind = config.moh.as_ref().filter(|_| config.routed_heads(layer) > 0)?.router;
     let LayerHeads { shared, top_k } = config.layer_heads(layer);

@@ -93,7 +93,6 @@ pub(super) struct FittedReader {
     matrices: Vec<Matrix>,
 }
 
-/// A matrix of a file.
 struct Matrix {
     name: String,
     /// BLAKE3 of its bytes.

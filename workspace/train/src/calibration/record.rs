@@ -21,7 +21,6 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct CalibrationRecord {
-    /// Version of the format.
     format: u32,
     /// BLAKE3 of what was measured, and how.
     pub(super) identity: String,

@@ -129,7 +129,6 @@ fn seconds() -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync + 'st
     between(1, 30 * 24 * 3600)
 }
 
-/// Parses a number of ranks.
 fn ranks(text: &str) -> Result<NonZeroUsize, String> {
     text.parse().map_err(|_| "must be a whole number of at least 1".to_owned())
 }

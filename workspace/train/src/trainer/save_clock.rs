@@ -55,7 +55,6 @@ impl SaveClock {
         self.step_began = now;
     }
 
-    /// What is due at the end of a step.
     pub(super) fn step_ends(&mut self, now: Instant) -> Due {
         self.longest_step = self.longest_step.max(now.saturating_duration_since(self.step_began));
         let since_last = now.saturating_duration_since(self.last);

@@ -11,7 +11,6 @@ pub(super) const NARROW: usize = 8;
 
 /// The 32 bits in a lane of a matmul's operand: one or several terms of its sum.
 pub(super) trait Factor: Pod {
-    /// Terms of a factor.
     const TERMS: usize;
 
     /// Whether the machine can multiply elements of this type as these factors.

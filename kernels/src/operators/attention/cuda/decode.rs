@@ -11,7 +11,6 @@ use crate::{Element, Result, ensure};
 const SPLIT: usize = 512;
 /// Widths of heads for which there are kernels; narrower heads take the next one.
 const WIDTHS: [usize; 3] = [64, 128, 256];
-/// Warps per block.
 const WARPS: usize = THREADS / 32;
 
 /// Bytes of the partial results of `count` tokens.

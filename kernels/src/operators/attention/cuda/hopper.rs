@@ -88,7 +88,6 @@ impl<'a, 'v> Part<'a, 'v> {
         Ok(Part { packed, parameters, scratch, maps })
     }
 
-    /// Runs a kernel, with the maps as its last argument if `WITH_MAPS`.
     fn run<const WITH_MAPS: bool>(
         &self,
         threads: usize,

@@ -95,7 +95,6 @@ impl RunDirectory {
         Err(moh_files::unusable(&path, reason).into())
     }
 
-    /// Writes the mark, with the text of a recipe.
     pub(super) fn write_mark(&self, recipe: &str) -> Result<()> {
         let path = self.mark_path();
         let text = format!("{HEAD}{FORMAT}\n{recipe}");

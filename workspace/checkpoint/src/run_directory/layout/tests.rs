@@ -13,7 +13,6 @@ fn empty() -> (tempfile::TempDir, RunDirectory) {
     (temporary, run)
 }
 
-/// A run directory that has stored `recipe`.
 fn stored(recipe: &Recipe) -> (tempfile::TempDir, RunDirectory) {
     let (temporary, run) = empty();
     store(&run, recipe).unwrap();
