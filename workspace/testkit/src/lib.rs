@@ -14,15 +14,13 @@ pub mod ranks;
 #[cfg(feature = "reference")]
 pub mod reference;
 pub mod small_tokenizer;
-mod source;
 #[cfg(feature = "text")]
 pub mod texts;
-mod tiny_model;
 #[cfg(feature = "train")]
 pub mod trained_run;
 pub mod whole_page;
 
-pub use tiny_model::tiny_model;
+pub use models::tiny_model;
 
 /// A recipe of two stages.
 pub const SMALL_RECIPE: &str = include_str!("small.toml");

@@ -294,13 +294,9 @@ pub fn configured(reference: &Reference, input: &RouterInput<'_>) -> Result<Opti
     }
     let gates = Tensor::cat(&gates, 1)?;
     let (mask, routed) = (chosen.concat(), gates.dim(1)?);
-    let selected = Tensor::from_slice(&mask, (tokens, routed), &Device::Cpu)?;
-    let selected = selected.to_dtype(DType::F64)?;
-    let mut balance = (selected.mean(0)? * gates.mean(0)?)?.sum_all()?;
-    let through = (&selected * &gates)?;
-    let mut weights = (&selected + (&through - through.detach())?)?;
+    let (mut balance, _, mut weights) = selected_gates(&mask, &gates)?;
     if router == RouterKind::Static {
-        (balance, weights) = (balance.zeros_like()?, selected);
+        (balance, weights) = (balance.zeros_like()?, weights.detach());
     }
     // A shared head has weight 1 for every token.
     let of_shared = Tensor::ones((tokens, count - routed), DType::F64, &Device::Cpu)?;
@@ -318,6 +314,17 @@ fn by_head(shared: SharedHeads, of_shared: &Tensor, of_routed: &Tensor) -> Resul
     Tensor::cat(&weights.collect::<Result<Vec<_>>>()?, 1)
 }
 
+/// Of the selection and the gates of the routed heads, `[N, R]`: the balance loss, the gates of selected heads, and
+/// their weights, which are 1 and pass gradients to the gates.
+fn selected_gates(mask: &[u8], gates: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+    let selected = Tensor::from_slice(mask, gates.dims2()?, &Device::Cpu)?;
+    let selected = selected.to_dtype(DType::F64)?;
+    let balance = (selected.mean(0)? * gates.mean(0)?)?.sum_all()?;
+    let through = (&selected * gates)?;
+    let weights = (&selected + (&through - through.detach())?)?;
+    Ok((balance, through, weights))
+}
+
 fn by_logits(reference: &Reference, input: &RouterInput<'_>, router: RouterKind) -> Result<Routed> {
     let config = &reference.config;
     let (heads, count) = (config.layer_heads(input.layer), config.num_attention_heads);
@@ -332,12 +339,8 @@ fn by_logits(reference: &Reference, input: &RouterInput<'_>, router: RouterKind)
     let gates = softmax(&of(&routed)?, 1)?;
     let ranked = of(&routed)?.to_vec2::<f64>()?;
     let mask: Vec<u8> = ranked.iter().flat_map(|row| select(row, heads.top_k)).collect();
-    let selected = Tensor::from_slice(&mask, (tokens, routed.len()), &Device::Cpu)?;
-    let selected = selected.to_dtype(DType::F64)?;
-    let mut balance = (selected.mean(0)? * gates.mean(0)?)?.sum_all()?;
-    let through = (&selected * &gates)?;
+    let (mut balance, through, mut of_routed) = selected_gates(&mask, &gates)?;
     let mut of_shared = Tensor::ones((tokens, shared.len()), DType::F64, &Device::Cpu)?;
-    let mut of_routed = (&selected + (&through - through.detach())?)?;
     if router.weighs() {
         balance = (balance * routed.len() as f64)?;
         of_shared = (softmax(&of(&shared)?, 1)? * shared.len() as f64)?;
