@@ -202,7 +202,7 @@ pub fn convert(
     let source = Source::open(&options.source, options.checkpoint.as_ref())?;
     let plan = Plan::new(options, &source)?;
     let pending = plan.write(progress)?;
-    let receipt = Receipt::new(&plan, pending.written(), start)?;
+    let receipt = Receipt::new(&plan, &pending.written, start)?;
     let kept_rows =
         plan.expansion.as_ref().map_or(source.file.config.vocab_size, Expansion::num_kept);
     Ok(Conversion { receipt, kept_rows, pending })

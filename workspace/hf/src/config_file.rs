@@ -4,7 +4,7 @@
 //! conversion changes. What transformers would compute differently from this program (biases, sliding windows, other
 //! activations, quantised weights) is refused, by one list of keys.
 
-mod architecture;
+pub(crate) mod architecture;
 pub(crate) mod fields;
 mod keys;
 mod parse;
@@ -133,7 +133,6 @@ impl ConfigFile {
     }
 }
 
-/// The JSON object in a configuration file.
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
     let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a configuration")?;
     let value = serde_json::from_slice(&bytes)
@@ -141,7 +140,6 @@ pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
     object(value, path)
 }
 
-/// The fields of a JSON object.
 fn object(value: Value, path: &Path) -> Result<Map<String, Value>, Error> {
     match value {
         Value::Object(fields) => Ok(fields),

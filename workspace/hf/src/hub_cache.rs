@@ -148,7 +148,12 @@ mod tests {
         assert_eq!(directory("some/model", Some("main")).unwrap(), None);
         let error = directory(from, Some("main")).unwrap_err().to_string();
         assert!(error.contains("only hub ids have revisions"), "{error}");
-        let error = directory("../nowhere", None).unwrap_err().to_string();
-        assert!(error.contains("not a hub id like"), "{error}");
+        for from in ["./no-such-dir", "a/b/c", "/nothing", "../x", "", "a/../b", "-x", "a b"] {
+            let error = directory(from, None).unwrap_err().to_string();
+            assert!(error.contains("no such directory, and not a hub id like"), "{error}");
+        }
+        fs::write(dir.path().join("f"), "").unwrap();
+        let error = directory(dir.path().join("f").to_str().unwrap(), None).unwrap_err();
+        assert!(error.to_string().contains("is a file"), "{error}");
     }
 }

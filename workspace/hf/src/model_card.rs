@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use moh_files::units::group_digits;
 use moh_files::{read_bounded, unless_missing};
 use moh_kernels::router::SharedHeads;
-use moh_model::{Architecture, ModelConfig, RouterKind};
+use moh_model::{ModelConfig, RouterKind};
 
 use crate::Error;
+use crate::config_file::architecture;
 
 /// Name of the card in a model directory.
 pub const CARD_FILE: &str = "README.md";
@@ -93,10 +94,7 @@ impl ModelCard {
     /// Returns the card of a model of this configuration.
     pub fn text(&self, config: &ModelConfig) -> String {
         let name = self.base_models.first().map(|id| short(id)).or(self.source.as_deref());
-        let architecture = match config.architecture {
-            Architecture::Llama => "Llama",
-            Architecture::Qwen3 => "Qwen3",
-        };
+        let architecture = architecture::name(config.architecture);
         let parameters = group_digits(config.num_parameters());
         let (title, about, loading, tags) = match &config.moh {
             Some(moh) => (

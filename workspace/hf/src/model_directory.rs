@@ -150,18 +150,14 @@ pub struct PendingModel {
     pending: PendingDirectory,
     out: PathBuf,
     force: bool,
-    written: Written,
+    /// The result of writing.
+    pub written: Written,
 }
 
 impl PendingModel {
     /// The directory, under its temporary name.
     pub fn path(&self) -> &Path {
         self.pending.path()
-    }
-
-    /// The result of writing.
-    pub fn written(&self) -> &Written {
-        &self.written
     }
 
     /// Renames the directory to its final name. With `force`, a model directory of that name is

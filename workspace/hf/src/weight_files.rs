@@ -397,7 +397,6 @@ fn release(map: &Mmap, range: Range<usize>) {
 #[cfg(not(unix))]
 fn release(_: &Mmap, _: Range<usize>) {}
 
-/// The `weight_map` of an index: tensor name to file name.
 fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
     let bytes = moh_files::read_bounded(path, MAX_INDEX_BYTES, "an index")?;
     let index: Value = match serde_json::from_slice(&bytes) {

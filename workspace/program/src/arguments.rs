@@ -31,6 +31,14 @@ pub fn not_negative(text: &str) -> Result<f64, String> {
     number.ok_or_else(|| "expected a number of at least 0".to_owned())
 }
 
+/// A parser of what is `accepted`, whose errors say what is `expected`.
+pub fn only<T: FromStr + Clone + Send + Sync + 'static>(
+    accepted: fn(&T) -> bool,
+    expected: &'static str,
+) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static {
+    move |text| text.parse().ok().filter(accepted).ok_or_else(|| expected.to_owned())
+}
+
 /// A parser of whole numbers from `min` on, whose errors say so.
 pub fn at_least<T>(min: T) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
 where

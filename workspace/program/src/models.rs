@@ -7,7 +7,7 @@ use crate::exit;
 use crate::progress::Bar;
 use anyhow::{Context as _, bail};
 use moh_checkpoint::run_directory::{RunCheckpoint, not_a_model};
-use moh_hf::hub::{DownloadProgress, Hub};
+use moh_hf::hub::{FileSet, Hub};
 use moh_hf::{ConfigFile, StoredModel};
 use moh_kernels::{Backend, Element};
 use moh_model::{Model, ModelConfig};
@@ -149,9 +149,8 @@ impl NamedModel {
 
 /// The directory of a model: itself, or a repository of the hub, downloaded if necessary.
 pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
-    let mut show = ShowDownload::default();
-    let directory =
-        Hub::from_environment().resolve(model, revision, &mut |download| show.update(download))?;
+    let hub = Hub::from_environment();
+    let directory = hub.resolve(FileSet::Model, model, revision, &mut download_bar())?;
     match not_a_model(&directory) {
         None => Ok(directory),
         Some(kind) => bail!("{}: {kind}", directory.display()),
@@ -179,21 +178,16 @@ pub fn tokenizer_file(name: &str, revision: Option<&str>) -> anyhow::Result<Path
     if path.is_file() {
         return Ok(path.to_path_buf());
     }
-    let mut show = ShowDownload::default();
-    let directory = Hub::from_environment()
-        .resolve_tokenizer(name, revision, &mut |download| show.update(download))?;
+    let hub = Hub::from_environment();
+    let directory = hub.resolve(FileSet::Tokenizer, name, revision, &mut download_bar())?;
     Ok(directory.join("tokenizer.json"))
 }
 
-/// The bar of a download; there is none before its first progress.
-#[derive(Default)]
-struct ShowDownload(Option<Bar>);
-
-impl ShowDownload {
-    fn update(&mut self, download: &DownloadProgress<'_>) {
-        let total = download.total;
-        let bar = self.0.get_or_insert_with(|| Bar::bytes("downloading", total));
-        bar.update(download.bytes, total);
+/// Shows a download in a bar; there is none before its first progress.
+fn download_bar() -> impl FnMut(u64, u64) {
+    let mut bar = None;
+    move |bytes, total| {
+        bar.get_or_insert_with(|| Bar::bytes("downloading", total)).update(bytes, total);
     }
 }
 

@@ -16,7 +16,6 @@ pub(super) struct Kind {
 }
 
 impl Kind {
-    /// The kind of a configuration.
     pub fn new(config: &ModelConfig) -> Self {
         Kind { architecture: config.architecture, is_moh: config.moh.is_some() }
     }
@@ -29,34 +28,27 @@ impl Kind {
     }
 
     /// `model_type`.
-    pub fn model_type(self) -> &'static str {
-        match (self.architecture, self.is_moh) {
-            (Architecture::Llama, false) => "llama",
-            (Architecture::Llama, true) => "moh_llama",
-            (Architecture::Qwen3, false) => "qwen3",
-            (Architecture::Qwen3, true) => "moh_qwen3",
-        }
+    pub fn model_type(self) -> String {
+        let moh = if self.is_moh { "moh_" } else { "" };
+        format!("{moh}{}", name(self.architecture).to_lowercase())
+    }
+
+    /// The beginning of its classes' names.
+    fn prefix(self) -> String {
+        let moh = if self.is_moh { "Moh" } else { "" };
+        format!("{moh}{}", name(self.architecture))
     }
 
     /// The entry of `architectures`.
-    pub fn class(self) -> &'static str {
-        match (self.architecture, self.is_moh) {
-            (Architecture::Llama, false) => "LlamaForCausalLM",
-            (Architecture::Llama, true) => "MohLlamaForCausalLM",
-            (Architecture::Qwen3, false) => "Qwen3ForCausalLM",
-            (Architecture::Qwen3, true) => "MohQwen3ForCausalLM",
-        }
+    pub fn class(self) -> String {
+        format!("{}ForCausalLM", self.prefix())
     }
 
     /// `auto_map`: the classes with which transformers loads a Mixture-of-Head model, in the files
     /// that [`transformers_code`](crate::transformers_code) writes. Dense models are transformers'
     /// own.
     pub fn auto_map(self) -> Option<Value> {
-        let name = match self.architecture {
-            Architecture::Llama => "MohLlama",
-            Architecture::Qwen3 => "MohQwen3",
-        };
-        let file = self.model_type();
+        let (name, file) = (self.prefix(), self.model_type());
         self.is_moh.then(|| {
             json!({
                 "AutoConfig": format!("configuration_{file}.{name}Config"),
@@ -69,9 +61,8 @@ impl Kind {
     /// The kind that `model_type` and `architectures` name.
     pub fn read(fields: &Fields<'_>) -> Result<Self, Error> {
         let known = || {
-            let names: Vec<_> =
-                Kind::all().map(|kind| format!("\"{}\"", kind.model_type())).collect();
-            format!("only Llama and Qwen3 models ({}) are supported", names.join(", "))
+            let names = quoted(Kind::model_type);
+            format!("only Llama and Qwen3 models ({names}) are supported")
         };
         let by_type = match fields.text("model_type")? {
             None => None,
@@ -110,16 +101,28 @@ impl Kind {
             Some(value) => return fields.wrong_type("architectures", value, "a list"),
         };
         let Some(first) = first else { return Ok(None) };
-        match Kind::all().find(|kind| first == kind.class()) {
+        match Kind::all().find(|kind| *first == kind.class()) {
             None => {
-                let names: Vec<_> =
-                    Kind::all().map(|kind| format!("\"{}\"", kind.class())).collect();
-                let reason = format!(" = [{}]: expected one of {}", kind(first), names.join(", "));
+                let names = quoted(Kind::class);
+                let reason = format!(" = [{}]: expected one of {names}", kind(first));
                 fields.error("architectures", reason)
             }
             found => Ok(found),
         }
     }
+}
+
+/// The architecture's name in those of its classes.
+pub(crate) fn name(architecture: Architecture) -> &'static str {
+    match architecture {
+        Architecture::Llama => "Llama",
+        Architecture::Qwen3 => "Qwen3",
+    }
+}
+
+/// A name of every kind, for messages.
+fn quoted(name: fn(Kind) -> String) -> String {
+    Kind::all().map(|kind| format!("\"{}\"", name(kind))).collect::<Vec<_>>().join(", ")
 }
 
 /// The fields that transformers writes only for dense models of this architecture.

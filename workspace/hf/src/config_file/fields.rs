@@ -66,7 +66,6 @@ impl<'a> Fields<'a> {
         list.iter().map(entry).collect::<Result<_, _>>().map(Some)
     }
 
-    /// A list of heads for each layer.
     pub fn head_ids(&self, key: &str) -> Result<Option<Vec<Vec<usize>>>, Error> {
         let heads = |layer: &Value| layer.as_array()?.iter().map(whole_number).collect();
         let ids = |layers: &Value| layers.as_array()?.iter().map(heads).collect();

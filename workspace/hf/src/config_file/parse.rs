@@ -14,7 +14,6 @@ const MAX_LAYERS: usize = 10_000;
 /// Maximum context length, in tokens.
 pub(super) const MAX_POSITIONS: usize = 1 << 40;
 
-/// The configuration that the fields describe.
 pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     let Kind { architecture, is_moh } = Kind::read(fields)?;
     keys::check(fields, architecture == Architecture::Llama)?;

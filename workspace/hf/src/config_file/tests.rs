@@ -451,6 +451,11 @@ fn files_that_are_no_configuration_are_refused() {
     let path = dir.path().join("config.json");
     let message = |path: &Path| ConfigFile::read(path).unwrap_err().to_string();
     assert!(message(&path).contains("config.json: No such file"), "{}", message(&path));
+    assert!(message(dir.path()).ends_with("has no config.json, so it is not a model"));
+    // Not even root reads a directory as a file.
+    std::fs::create_dir(&path).unwrap();
+    assert!(message(dir.path()).contains("config.json: "));
+    std::fs::remove_dir(&path).unwrap();
     for (bytes, expected) in [
         (&b""[..], "not valid JSON"),
         (b"{\"model_type\": \"llama\"", "not valid JSON"),

@@ -44,7 +44,6 @@ pub(crate) struct Folder {
 }
 
 impl Folder {
-    /// The folder of the repository `id`.
     pub(crate) fn new(cache: &Path, kind: Kind, id: &str) -> Self {
         let name = format!("{}s--{}", kind.name(), id.replace('/', "--"));
         Folder { root: cache.join(&name), locks: cache.join(".locks").join(name) }

@@ -56,8 +56,8 @@ pub(crate) struct Client {
     agent: Agent,
     token: Option<String>,
     kind: Kind,
-    id: String,
-    revision: String,
+    pub(crate) id: String,
+    pub(crate) revision: String,
     endpoint: String,
 }
 
@@ -244,7 +244,6 @@ impl Client {
     }
 }
 
-/// A description as bytes.
 fn body(answer: &mut Response<ureq::Body>) -> Result<Vec<u8>, Failure> {
     let body = answer.body_mut().with_config().limit(MAX_JSON_BYTES);
     body.read_to_vec().map_err(|_| Failure::Broken)
@@ -272,7 +271,6 @@ pub(crate) fn add_page(found: &mut Vec<RemoteFile>, page: &[u8]) -> Result<(), S
     }
 }
 
-/// Whether a retry may succeed.
 fn is_passing(error: &ureq::Error) -> bool {
     use ureq::Error::{ConnectionFailed, HostNotFound, Io, Timeout};
     matches!(error, Io(_) | Timeout(_) | HostNotFound | ConnectionFailed)
@@ -303,7 +301,6 @@ fn encode(text: &str) -> String {
     encoded
 }
 
-/// Percent-encodes a path in a repository.
 fn encode_path(path: &str) -> String {
     path.split('/').map(encode).collect::<Vec<_>>().join("/")
 }

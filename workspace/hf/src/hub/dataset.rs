@@ -13,8 +13,10 @@ use super::repository::Repository;
 /// A dataset on the hub, or with `HF_HUB_OFFLINE` in the cache, at the commit that its revision has now.
 pub struct Dataset {
     repository: Repository,
-    commit: String,
-    is_offline: bool,
+    /// The commit of that revision.
+    pub commit: String,
+    /// Whether only the cache is used, so that a listing has the files that are there.
+    pub is_offline: bool,
 }
 
 impl Hub {
@@ -50,17 +52,7 @@ impl Hub {
 impl Dataset {
     /// Its id, `OWNER/NAME`.
     pub fn id(&self) -> &str {
-        &self.repository.id
-    }
-
-    /// The commit of that revision.
-    pub fn commit(&self) -> &str {
-        &self.commit
-    }
-
-    /// Whether only the cache is used, so that a listing has the files that are there.
-    pub fn is_offline(&self) -> bool {
-        self.is_offline
+        &self.repository.client.id
     }
 
     /// Its page on the hub, for people.
@@ -71,7 +63,7 @@ impl Dataset {
     /// The files in a folder, `""` for the top, and with `is_deep` in the folders below; none if there is no such folder.
     /// Of the cache, all files are given.
     pub fn list(&self, folder: &str, is_deep: bool) -> Result<Vec<RemoteFile>, Error> {
-        let Repository { folder: cached, client, .. } = &self.repository;
+        let Repository { folder: cached, client } = &self.repository;
         match self.is_offline {
             true => cached.files(&self.commit),
             false => client
@@ -89,7 +81,7 @@ impl Dataset {
         stop: &AtomicBool,
         report: &mut dyn FnMut(u64),
     ) -> Result<PathBuf, Error> {
-        let Repository { id, revision, folder, client } = &self.repository;
+        let Repository { folder, client } = &self.repository;
         if let Some(path) = folder.cached(&self.commit, file)? {
             report(file.size);
             return Ok(path);
@@ -99,7 +91,7 @@ impl Dataset {
                 "{} is not in the cache, and HF_HUB_OFFLINE is set: unset it to download",
                 file.name
             );
-            return Err(Error::hub(id, reason));
+            return Err(Error::hub(&client.id, reason));
         }
         let fetched = match instead {
             Some(path) => {
@@ -110,7 +102,7 @@ impl Dataset {
         };
         let path = fetched.map_err(|failure| client.explain(failure))?;
         if instead.is_none() {
-            folder.refer(revision, &self.commit)?;
+            folder.refer(&client.revision, &self.commit)?;
         }
         Ok(path)
     }

@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use crate::hub_cache::{home, path};
 
-/// The address of the hub: `HF_ENDPOINT`.
 pub(crate) fn endpoint() -> String {
     std::env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".to_string())
 }

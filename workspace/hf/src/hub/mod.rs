@@ -10,7 +10,7 @@ mod repository;
 
 pub use cache::RemoteFile;
 pub use dataset::Dataset;
-pub use model::{DownloadProgress, Hub};
+pub use model::{FileSet, Hub};
 
 /// Reads a page of the hub's listing of a repository, for tests with hostile input.
 #[doc(hidden)]

@@ -15,20 +15,9 @@ use crate::weight_files::INDEX_FILE;
 use crate::{Error, is_terms_file};
 
 use super::cache::{Kind, RemoteFile};
-use super::client::Failure;
+use super::client::{Client, Failure};
 use super::environment;
 use super::repository::Repository;
-
-/// The progress of a download, over all of its files.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DownloadProgress<'a> {
-    /// The current file.
-    pub file: &'a str,
-    /// Downloaded bytes, including earlier runs.
-    pub bytes: u64,
-    /// Bytes of all files.
-    pub total: u64,
-}
 
 /// The source of models; the default reads the environment as Hugging Face's own programs do
 /// (`HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` or a stored login, `HF_HUB_OFFLINE`).
@@ -44,13 +33,14 @@ pub struct Hub {
 
 /// The files of a repository that are downloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum FileSet {
+pub enum FileSet {
+    /// Those of a model and of its tokenizer.
     Model,
+    /// The tokenizer's.
     Tokenizer,
 }
 
 impl FileSet {
-    /// Whether the file `name` is one of them.
     fn has(self, name: &str) -> bool {
         match self {
             FileSet::Model => is_wanted(name),
@@ -84,7 +74,6 @@ fn is_wanted(name: &str) -> bool {
                 || is_terms_file(name))
 }
 
-/// Whether a snapshot has a file of weights.
 fn has_weights(snapshot: &Path) -> bool {
     let Ok(files) = fs::read_dir(snapshot) else { return false };
     files.flatten().any(|file| file.file_name().to_string_lossy().ends_with(".safetensors"))
@@ -96,8 +85,9 @@ impl Hub {
         Hub { offline: environment::is_offline(), ..Hub::default() }
     }
 
-    /// The directory of a model: `from` itself if it is a directory, or else the cached model of that
-    /// hub id, downloaded if necessary.
+    /// The directory of a model or a tokenizer: `from` itself if it is a directory, or else the cached files of that
+    /// hub id, downloaded if necessary. `progress` is called with the bytes of all files that are there, those of
+    /// earlier runs too, and all bytes.
     ///
     /// # Errors
     /// Fails if `from` is neither, if it is a directory and a revision is given, or if the hub does not
@@ -105,39 +95,18 @@ impl Hub {
     /// The next attempt resumes partial downloads.
     pub fn resolve(
         &self,
-        from: &str,
-        revision: Option<&str>,
-        progress: &mut dyn FnMut(&DownloadProgress<'_>),
-    ) -> Result<PathBuf, Error> {
-        self.find(FileSet::Model, from, revision, progress)
-    }
-
-    /// The directory of a tokenizer, as [`Hub::resolve`] that of a model; of a hub id only the tokenizer's
-    /// files are downloaded.
-    pub fn resolve_tokenizer(
-        &self,
-        from: &str,
-        revision: Option<&str>,
-        progress: &mut dyn FnMut(&DownloadProgress<'_>),
-    ) -> Result<PathBuf, Error> {
-        self.find(FileSet::Tokenizer, from, revision, progress)
-    }
-
-    fn find(
-        &self,
         wanted: FileSet,
         from: &str,
         revision: Option<&str>,
-        progress: &mut dyn FnMut(&DownloadProgress<'_>),
+        progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, Error> {
         if let Some(directory) = hub_cache::directory(from, revision)? {
             return Ok(directory);
         }
         let revision = revision.unwrap_or(DEFAULT_REVISION);
         let repository = self.repository(Kind::Model, from, revision)?;
-        let download = Download { repository, wanted };
         if self.offline {
-            return download.cached().ok_or_else(|| {
+            return wanted.cached(&repository).ok_or_else(|| {
                 let (local, cache) = (no_directory(), self.cache_directory());
                 let cache = cache.display();
                 let reason = format!(
@@ -146,7 +115,8 @@ impl Hub {
                 Error::hub(from, reason)
             });
         }
-        download.run(progress).map_err(|failure| download.repository.client.explain(failure))
+        let found = wanted.download(&repository, progress);
+        found.map_err(|failure| repository.client.explain(failure))
     }
 
     pub(crate) fn cache_directory(&self) -> PathBuf {
@@ -164,57 +134,48 @@ impl Hub {
     }
 }
 
-struct Download {
-    repository: Repository,
-    wanted: FileSet,
-}
-
-impl Download {
-    /// The snapshot of the revision, if it is cached.
-    fn cached(&self) -> Option<PathBuf> {
-        let Repository { folder, revision, .. } = &self.repository;
-        let snapshot = folder.snapshot(&folder.commit(revision)?);
-        let is_there = snapshot.join(self.wanted.main_file()).is_file()
+impl FileSet {
+    fn cached(self, Repository { folder, client }: &Repository) -> Option<PathBuf> {
+        let snapshot = folder.snapshot(&folder.commit(&client.revision)?);
+        let is_there = snapshot.join(self.main_file()).is_file()
             // Other programs may have fetched a configuration alone.
-            && (self.wanted != FileSet::Model || has_weights(&snapshot));
+            && (self != FileSet::Model || has_weights(&snapshot));
         is_there.then_some(snapshot)
     }
 
-    fn run(&self, progress: &mut dyn FnMut(&DownloadProgress<'_>)) -> Result<PathBuf, Failure> {
-        let Repository { folder, revision, .. } = &self.repository;
-        let commit = self.repository.client.commit()?;
-        let files = self.list(&commit)?;
+    fn download(
+        self,
+        repository: &Repository,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<PathBuf, Failure> {
+        let Repository { folder, client } = repository;
+        let commit = client.commit()?;
+        let files = self.list(client, &commit)?;
         let total = files.iter().map(|file| file.size).sum();
         let (never, mut before) = (AtomicBool::new(false), 0);
         for file in &files {
-            let mut report = |bytes| {
-                progress(&DownloadProgress { file: &file.name, bytes: before + bytes, total });
-            };
-            self.repository.fetch(&commit, file, &never, &mut report)?;
+            let mut report = |bytes| progress(before + bytes, total);
+            repository.fetch(&commit, file, &never, &mut report)?;
             before += file.size;
         }
-        folder.refer(revision, &commit)?;
+        folder.refer(&client.revision, &commit)?;
         Ok(folder.snapshot(&commit))
     }
 
     /// The files at the top level of the repository and the named chat templates that are wanted; other subdirectories
     /// (`original/`, `onnx/`) are never needed.
-    fn list(&self, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
-        let client = &self.repository.client;
+    fn list(self, client: &Client, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
         let mut files = client.list(commit, "", false)?;
         files.extend(client.list(commit, TEMPLATES_FOLDER, false)?);
-        files.retain(|file| self.wanted.has(&file.name));
-        let main = self.wanted.main_file();
-        let id = &self.repository.id;
+        files.retain(|file| self.has(&file.name));
+        let main = self.main_file();
         if !files.iter().any(|file| file.name == main) {
-            return Err(Error::hub(id, format!("the model has no {main}")).into());
+            return Err(Error::hub(&client.id, format!("the model has no {main}")).into());
         }
-        if self.wanted == FileSet::Model
-            && !files.iter().any(|file| file.name.ends_with(".safetensors"))
-        {
+        if self == FileSet::Model && !files.iter().any(|file| file.name.ends_with(".safetensors")) {
             let reason = "the model has no weights in safetensors format: name a --revision that has \
                           them, such as refs/pr/1 of a pull request that adds them";
-            return Err(Error::hub(id, reason).into());
+            return Err(Error::hub(&client.id, reason).into());
         }
         Ok(files)
     }

@@ -17,8 +17,6 @@ const MAX_TRIES: usize = 3;
 
 /// A repository of models or of datasets.
 pub(crate) struct Repository {
-    pub(crate) id: String,
-    pub(crate) revision: String,
     pub(crate) folder: Folder,
     pub(crate) client: Client,
 }
@@ -37,7 +35,7 @@ impl Repository {
         }
         let folder = Folder::new(cache, kind, id);
         let client = Client::new(kind, id, revision, endpoint)?;
-        Ok(Self { id: id.to_string(), revision: revision.to_string(), folder, client })
+        Ok(Self { folder, client })
     }
 
     /// Downloads one file to the cache, unless it is there, and returns its path in the snapshot.
@@ -127,7 +125,7 @@ impl Repository {
                      resumes the download",
                     file.size
                 );
-                Error::hub(&self.id, reason)
+                Error::hub(&self.client.id, reason)
             }
             _ => Error::io(path)(error),
         }

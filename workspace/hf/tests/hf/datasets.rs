@@ -49,7 +49,7 @@ fn folders_are_listed_in_pages_with_or_without_those_below() {
     let place = Place::new(&["README.md", "data/a.jsonl", "data/b.jsonl", "data/deep/c.jsonl"]);
     place.server.set(|server| server.page = Some(2));
     let dataset = place.dataset();
-    assert_eq!((dataset.id(), dataset.commit()), (ID, COMMIT));
+    assert_eq!((dataset.id(), dataset.commit.as_str()), (ID, COMMIT));
     assert_eq!(names(&dataset.list("", false).unwrap()), ["README.md"]);
     assert_eq!(dataset.list("", true).unwrap().len(), 4);
     assert_eq!(names(&dataset.list("data", false).unwrap()), ["data/a.jsonl", "data/b.jsonl"]);

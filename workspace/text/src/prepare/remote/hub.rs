@@ -61,7 +61,7 @@ impl Hub {
         };
         let dataset = self.open(id, revision)?;
         let file = |file: moh_hf::hub::RemoteFile| {
-            let name = at_commit(id, dataset.commit(), &file.name);
+            let name = at_commit(id, &dataset.commit, &file.name);
             RemoteFile { dataset: Arc::clone(&dataset), file, name, keep: self.keep }
         };
         Ok(files_of(&dataset, glob)?.into_iter().map(file).collect())
@@ -90,13 +90,13 @@ fn files_of(dataset: &Dataset, glob: &str) -> Result<Vec<moh_hf::hub::RemoteFile
     if let Some(file) = listed.iter().find(|file| file.name == glob) {
         return Ok(vec![file.clone()]);
     }
-    let name = at_commit(dataset.id(), dataset.commit(), glob);
+    let name = at_commit(dataset.id(), &dataset.commit, glob);
     let pattern = Pattern::new(glob)
         .map_err(|error| Error::unusable(&name, format!("is no pattern: {error}")))?;
     let matches = |file: &&moh_hf::hub::RemoteFile| pattern.matches_with(&file.name, OPTIONS);
     let files: Vec<_> = listed.iter().filter(matches).cloned().collect();
     if files.is_empty() {
-        let place = match (dataset.is_offline(), folder) {
+        let place = match (dataset.is_offline, folder) {
             (true, _) => "the cache (HF_HUB_OFFLINE is set)",
             (false, "") => "the dataset",
             (false, folder) => folder,
@@ -110,7 +110,7 @@ fn files_of(dataset: &Dataset, glob: &str) -> Result<Vec<moh_hf::hub::RemoteFile
         };
         return Err(Error::unusable(&name, format!("matches no file: {there}")));
     }
-    if dataset.is_offline() {
+    if dataset.is_offline {
         check_shards(&name, &files)?;
     }
     Ok(files)
