@@ -5,7 +5,6 @@ use maud::{Markup, html};
 
 use crate::chart::{HeatMap, Line, LineChart, Size};
 
-/// A chart across the page.
 const WIDE: Size = Size { width: 1180.0, height: 400.0, labels: true };
 
 /// A chart of a third of the page, or of a phone's width.

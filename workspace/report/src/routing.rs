@@ -168,7 +168,6 @@ fn over_layers(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// Percent of a layer's heads that a token computes.
 fn active_share(line: &RoutingLine) -> f64 {
     let selected: f64 = line.selected.iter().map(|&selected| load(line, selected)).sum();
     let heads = line.shared_heads + line.selected.len();

@@ -2,7 +2,6 @@
 
 use indicatif::HumanBytes;
 use maud::{Markup, html};
-use moh_checkpoint::run_log::Speed;
 use moh_files::units::percent;
 
 use super::figure;
@@ -12,20 +11,11 @@ use crate::run_log::{RunLog, StageSteps};
 
 const BAR: f64 = 400.0;
 
-/// A part of a step: its name, and its seconds.
-type StepPart = (&'static str, fn(&Speed) -> f64);
-
 /// A row of the table: its name, and its text for a stage.
 type Row = (&'static str, fn(&StageSteps) -> String);
 
-const PARTS: [StepPart; 6] = [
-    ("data", |speed| speed.data),
-    ("forward", |speed| speed.forward),
-    ("backward", |speed| speed.backward),
-    ("exchange", |speed| speed.exchange),
-    ("gradient norm", |speed| speed.gradient_norm),
-    ("optimizer", |speed| speed.optimizer),
-];
+/// The first parts of a step, which are those of each; evaluations and checkpoints are of some.
+const PARTS: usize = 6;
 
 /// The section; nothing for runs whose steps have no times.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
@@ -58,17 +48,17 @@ fn name(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> String {
     }
 }
 
-/// The parts of a mean step beside each other.
 fn bar(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> Markup {
     let least = f64::max(0.0, 0.0005 * mean(stage, stage.speed.seconds));
-    let parts = PARTS.iter().enumerate().map(|(index, (name, seconds))| {
-        (index % COLORS, *name, seconds(&stage.speed) / stage.timed as f64)
+    let parts = stage.speed.parts().into_iter().take(PARTS).enumerate();
+    let parts = parts.map(|(index, (name, seconds))| {
+        (index % COLORS, name.replace('_', " "), seconds / stage.timed as f64)
     });
-    let parts: Vec<(usize, &str, f64)> =
+    let parts: Vec<(usize, String, f64)> =
         parts.filter(|(_, _, seconds)| seconds.is_finite() && *seconds > least).collect();
     let total: f64 = parts.iter().map(|part| part.2).sum();
     let share =
-        |(_, name, seconds): &(usize, &str, f64)| format!("{name} {}", percent(seconds / total));
+        |(_, name, seconds): &(usize, String, f64)| format!("{name} {}", percent(seconds / total));
     let shares: Vec<String> = parts.iter().map(share).collect();
     let mut end = 0.0;
     let places = parts.iter().map(|(color, _, seconds)| {

@@ -56,7 +56,6 @@ impl Axis {
         if self.is_log { place.max(0.0) } else { place }
     }
 
-    /// Whether the value is on the axis.
     pub(super) fn contains(&self, value: f64) -> bool {
         match self.is_log {
             true => is_drawable(value) && self.place(value) <= 1.0,
@@ -64,7 +63,6 @@ impl Axis {
         }
     }
 
-    /// Whether the value is beyond the high end.
     pub(super) fn is_below(&self, value: f64) -> bool {
         self.scaled(value) > self.range.high
     }

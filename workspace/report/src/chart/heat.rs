@@ -54,7 +54,6 @@ pub(super) struct Rectangle {
 }
 
 impl HeatMap {
-    /// The map as an element of a page.
     pub fn draw(&self) -> Markup {
         let columns = self.rows.iter().map(|row| row.cells.len()).max().unwrap_or(0).max(1);
         let labels: Vec<String> = self.rows.iter().map(|row| shorten(&row.label, LABEL)).collect();

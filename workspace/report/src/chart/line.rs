@@ -71,7 +71,6 @@ pub struct Size {
     pub labels: bool,
 }
 
-/// A chart of curves.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct LineChart {
     pub title: String,
@@ -82,7 +81,6 @@ pub struct LineChart {
     pub across: String,
     /// Whether the horizontal axis has whole numbers from 0, such as layers.
     pub whole: bool,
-    /// Whether the vertical axis begins at 0.
     pub from_zero: bool,
     /// Whether the horizontal axis is logarithmic; places up to 0 are at its left end.
     pub log_across: bool,
@@ -142,7 +140,6 @@ impl LineChart {
         !self.lines.iter().flat_map(|line| &line.points).any(|point| is_drawable(point.1))
     }
 
-    /// The curves that have a label.
     pub fn labelled(&self) -> impl Iterator<Item = &Line> {
         self.lines.iter().filter(|line| !line.look.faint)
     }
@@ -152,7 +149,6 @@ impl LineChart {
         self.labelled().count() > usize::from(!self.compares)
     }
 
-    /// The chart as an element of a page.
     pub fn draw(&self, size: Size) -> Markup {
         self.svg(size, 0.0, html! {})
     }

@@ -26,7 +26,6 @@ impl Range {
         (value - self.low) / (self.high - self.low)
     }
 
-    /// Whether the value is within the range.
     pub fn contains(&self, value: f64) -> bool {
         (self.low..=self.high).contains(&value)
     }

@@ -16,7 +16,6 @@ const RIGHT: f64 = 6.0;
 /// Height of the row of numbers below the cells, with the axis' name.
 const BELOW: f64 = 36.0;
 
-/// A map of shares over time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TimeMap {
     pub title: String,
@@ -31,7 +30,6 @@ pub struct TimeMap {
 }
 
 impl TimeMap {
-    /// The map as an element of a page.
     pub fn draw(&self) -> Markup {
         let (columns, rows) = (self.steps.len().max(1), self.rows.len().max(1));
         let wide = (WIDTH - LEFT - RIGHT) / columns as f64;

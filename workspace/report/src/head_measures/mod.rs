@@ -53,14 +53,8 @@ pub struct HeadText {
     pub ids: Vec<u32>,
 }
 
-/// What the heads of a model do.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct HeadReport {
-    /// The texts, in order.
-    pub texts: Vec<TextReport>,
-    /// Each layer, in order.
-    pub layers: Vec<LayerReport>,
-}
+/// The texts of a report, in order, and each layer.
+pub type HeadReport = (Vec<TextReport>, Vec<LayerReport>);
 
 /// A text of a report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -147,7 +141,7 @@ pub fn measure_heads<B: Backend + Clone, E: From<Error> + From<moh_model::Error>
     }
     let text = |text: &HeadText| TextReport { name: text.name.clone(), tokens: text.ids.len() };
     let layers = layers.iter().enumerate().map(|(layer, sums)| job.report(layer, sums));
-    Ok(Some(HeadReport { texts: texts.iter().map(text).collect(), layers: layers.collect() }))
+    Ok(Some((texts.iter().map(text).collect(), layers.collect())))
 }
 
 /// The mean of some values, if there are any.

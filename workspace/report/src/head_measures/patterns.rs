@@ -78,7 +78,6 @@ impl Window<'_> {
         row
     }
 
-    /// Whether a token computes a head.
     pub fn is_active(&self, token: usize, head: usize) -> bool {
         self.active[token * self.heads + head] != 0
     }

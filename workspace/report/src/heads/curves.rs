@@ -101,7 +101,6 @@ fn points(document: &HeadDocument, value: impl Fn(&LayerReport) -> Option<f64>) 
     layers.filter_map(|layer| Some((layer.layer as f64, value(layer)?))).collect()
 }
 
-/// The entropy of the gates, a curve for each text of each model.
 fn gates(models: &[Model<'_>]) -> Markup {
     let mut lines = Vec::new();
     for (model, Model { document, .. }) in models.iter().enumerate() {

@@ -10,7 +10,6 @@ use crate::head_measures::{HeadDocument, LayerReport, OneHead};
 
 const MAX_MAPS: usize = 128;
 
-/// The maps of the layers that route.
 pub(super) fn loads(Model { document, .. }: &Model<'_>) -> Markup {
     let layers = document.layers.iter().filter(|layer| routes(layer));
     html! {

@@ -40,7 +40,6 @@ struct Model<'a> {
     document: &'a HeadDocument,
 }
 
-/// Whether tokens select heads of some layer of a model.
 fn has_routed(model: &Model<'_>) -> bool {
     model.document.layers.iter().any(routes)
 }
@@ -123,7 +122,6 @@ fn named(documents: &[HeadDocument]) -> Vec<Model<'_>> {
     names.into_iter().zip(documents).map(|(name, document)| Model { name, document }).collect()
 }
 
-/// Whether tokens select heads of a layer.
 fn routes(layer: &LayerReport) -> bool {
     layer.heads.iter().any(|head| !head.shared)
 }

@@ -38,7 +38,6 @@ fn routing(sentence: &Sentence) -> Vec<&SentenceLayer> {
     sentence.layers.iter().filter(routes).collect()
 }
 
-/// The routed heads that each token selects in each layer.
 fn table(sentence: &Sentence) -> Markup {
     let layers = routing(sentence);
     html! {

@@ -8,7 +8,6 @@ use crate::chart::shorten;
 
 const TOKEN_CHARACTERS: usize = 24;
 
-/// Whether a model has such tokens.
 pub(super) fn has_tokens(model: &Model<'_>) -> bool {
     model.document.layers.iter().flat_map(|layer| &layer.heads).any(|head| !head.tokens.is_empty())
 }

@@ -55,7 +55,6 @@ fn main() -> ExitCode {
     exit::run(|| write(&arguments::parse::<Arguments>()))
 }
 
-/// Writes the page to its file.
 fn write(arguments: &Arguments) -> anyhow::Result<()> {
     let files = arguments.runs.iter().filter(|path| path.is_file()).count();
     if files > 0 && files < arguments.runs.len() {

@@ -112,12 +112,10 @@ impl Steps {
         found.ok().and_then(|index| self.all.get(index))
     }
 
-    /// The values of one quantity by tokens.
     pub fn curve(&self, value: impl Fn(&Step) -> f64) -> Vec<(f64, f64)> {
         self.all.iter().map(|step| (step.tokens, value(step))).collect()
     }
 
-    /// Whether any step has a value of this quantity.
     pub fn has(&self, value: impl Fn(&Step) -> f64) -> bool {
         self.all.iter().any(|step| value(step).is_finite())
     }

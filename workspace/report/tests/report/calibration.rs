@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use moh_testkit::programs::assert_has;
 use serde_json::{Value, json};
 
 use super::{empty, figures, page, step, write_run, write_summary};
@@ -39,10 +40,7 @@ fn a_calibration_has_losses_errors_and_heads() {
                     not finite.";
     assert!(shown.contains(sentence));
     let errors = figures(&shown, "Error of the attention output by layer")[0];
-    assert!(
-        errors.contains("the dense model's projection") && errors.contains("refitted"),
-        "{errors}"
-    );
+    assert_has(errors, &["the dense model's projection", "refitted"]);
     let row = "<th scope=\"row\">1</th><td>1, 2</td><td>1</td><td>0.2500</td><td>0.0625</td>";
     assert!(shown.contains(row));
     // Without a refit there is one curve, and no column of it.

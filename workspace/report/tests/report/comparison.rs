@@ -7,7 +7,7 @@ use serde_json::json;
 use super::{
     PROGRAM, compared, drawing, empty, figures, step, write_run, write_steps, write_summary,
 };
-use moh_testkit::programs::{failure, program};
+use moh_testkit::programs::{assert_has, failure, program};
 
 #[test]
 fn several_runs_are_compared() {
@@ -23,11 +23,8 @@ fn several_runs_are_compared() {
     let error = failure(dir.path(), program(PROGRAM, dir.path()).args(["one", "two"]), 2);
     assert!(error.contains("--out is missing"), "{error}");
     let page = compared(dir.path(), &["one", "two"]);
-    for expected in
-        ["2 runs", "Training loss", "Validation loss", "after stage one", "after stage two"]
-    {
-        assert!(page.contains(expected), "{expected}");
-    }
+    assert_has(&page, &["2 runs", "Training loss", "Validation loss"]);
+    assert_has(&page, &["after stage one", "after stage two"]);
     // A moment that both have is one row; one that a run lacks leaves its cells empty.
     assert_eq!(page.matches("the model as loaded").count(), 1);
     let row = page.split("after stage two").nth(1).unwrap().split("</tr>").next().unwrap();

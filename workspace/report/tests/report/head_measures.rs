@@ -65,10 +65,10 @@ fn measure(config: &ModelConfig) -> HeadReport {
 #[test]
 fn all_tokens_compute_all_heads_of_a_dense_model() {
     for architecture in [Architecture::Llama, Architecture::Qwen3] {
-        let report = measure(&config(architecture, None));
-        assert_eq!(report.texts.iter().map(|text| text.tokens).collect::<Vec<_>>(), [72, 48]);
-        assert_eq!(report.layers.len(), 3);
-        for layer in &report.layers {
+        let (texts, layers) = measure(&config(architecture, None));
+        assert_eq!(texts.iter().map(|text| text.tokens).collect::<Vec<_>>(), [72, 48]);
+        assert_eq!(layers.len(), 3);
+        for layer in &layers {
             assert_eq!(layer.gate_entropy, None);
             for (index, head) in layer.heads.iter().enumerate() {
                 assert_eq!(
@@ -94,7 +94,7 @@ fn all_tokens_compute_all_heads_of_a_dense_model() {
 fn loads_are_those_of_the_heads_that_the_model_selects() {
     for router in RouterKind::ALL {
         let config = config(Architecture::Llama, Some(moh(router)));
-        let report = measure(&config);
+        let (_, layers) = measure(&config);
         let mut source = weights(&config);
         let load = |segment: &moh_model::layout::Segment, values: &mut [f32]| {
             source(&segment.name, values)
@@ -110,20 +110,20 @@ fn loads_are_those_of_the_heads_that_the_model_selects() {
                     output.active_heads(layer, row, at).contains(&head)
                 };
                 let expected = places.filter(computes).count() as f64 / ids.len() as f64;
-                let found = report.layers[layer].heads[head].load[text];
+                let found = layers[layer].heads[head].load[text];
                 assert_eq!(found, expected, "{router:?}, layer {layer}, head {head}");
             }
         }
-        let has_gates = |layer: usize| report.layers[layer].gate_entropy.is_some();
+        let has_gates = |layer: usize| layers[layer].gate_entropy.is_some();
         assert_eq!([0, 1, 2].map(has_gates), [router.selects(), false, router.selects()]);
-        assert!(report.layers[1].heads.iter().all(|head| head.shared && head.load == [1.0, 1.0]));
+        assert!(layers[1].heads.iter().all(|head| head.shared && head.load == [1.0, 1.0]));
     }
 }
 
 #[test]
 fn heads_that_no_token_computes_have_no_attention() {
-    let report = measure(&config(Architecture::Llama, Some(moh(RouterKind::Static))));
-    let layer = &report.layers[0];
+    let (_, layers) = measure(&config(Architecture::Llama, Some(moh(RouterKind::Static))));
+    let layer = &layers[0];
     let idle = &layer.heads[5];
     assert_eq!((idle.load.as_slice(), idle.distance, idle.entropy), (&[0.0, 0.0][..], None, None));
     assert_eq!((idle.feature_rank, idle.tokens.len()), (0, 0));

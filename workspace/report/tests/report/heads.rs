@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::{PROGRAM, check, compared, empty, figures, step, write_run};
-use moh_testkit::programs::{failure, program, success};
+use moh_testkit::programs::{assert_has, failure, program, success};
 
 /// A report of a model with two heads in each of two layers, on two texts: both shared if it is dense, else the
 /// second one routed.
@@ -61,15 +61,10 @@ fn loads_by_text_and_similarities_are_shown() {
     assert_eq!(out, "heads.html\n");
     let page = fs::read_to_string(dir.path().join("heads.html")).unwrap();
     check(&page);
-    assert!(
-        page.contains("<h1>Heads of half</h1>") && page.contains("runs/half/export, windows of 8")
-    );
+    assert_has(&page, &["<h1>Heads of half</h1>", "runs/half/export, windows of 8"]);
     let loads = figures(&page, "Layer 1")[0];
     let sentence = "Head 1 differs most: 25.0% of the tokens of village compute it, and 87.5% of those of sea &lt;i&gt;.";
-    assert!(
-        loads.contains(sentence) && loads.contains(">25</text>") && loads.contains(">88</text>"),
-        "{loads}"
-    );
+    assert_has(loads, &[sentence, ">25</text>", ">88</text>"]);
     // The shared head is grey, in each of two rows.
     assert_eq!(loads.matches("class=\"shared\"").count(), 2, "{loads}");
     for (name, value) in [
@@ -87,10 +82,10 @@ fn loads_by_text_and_similarities_are_shown() {
         assert_eq!(figures(&page, chart).len(), 1, "{chart}");
     }
     assert!(figures(&page, "Layer 0: outputs")[0].contains("The mean of all pairs is -0.2500."));
-    assert!(page.contains("<code>\u{2423}&lt;b&gt;</code> 75%"));
+    assert_has(&page, &["<code>\u{2423}&lt;b&gt;</code> 75%"]);
     // The second token selects head 1, and the third one computes the shared head alone.
-    assert!(page.contains("<code>\u{2423}day</code></th><td>1</td>"));
-    assert!(page.contains("<code>\u{21b5}</code></th><td></td>"));
+    let day = "<code>\u{2423}day</code></th><td>1</td>";
+    assert_has(&page, &[day, "<code>\u{21b5}</code></th><td></td>"]);
     let map = figures(&page, "Layer 0, head 1, routed")[0];
     assert!(
         map.contains("1 of 3 tokens compute it.") && map.matches("<rect").count() == 2,
@@ -191,9 +186,9 @@ fn runs_and_reports_of_heads_have_pages_of_their_own() {
     let together = "runs and files of `moh-eval heads --json` have no page together";
     for (arguments, code, expected) in [
         (&["run", "heads.json"][..], 2, together),
-        (&["heads.json", "heads.json"], 2, "--out is missing"),
         (&["heads.json"], 1, "heads.html: is not a page of moh-report"),
         (&["--watch", "heads.json"], 1, "heads.json: "),
+        (&["--watch", "nowhere"], 1, "nowhere: is not a run directory"),
     ] {
         let error = failure(dir.path(), program(PROGRAM, dir.path()).args(arguments), code);
         assert!(error.starts_with(expected), "{error}");

@@ -135,25 +135,19 @@ impl OnDevice for Heads<'_> {
         let mut tensors = model.tensors()?;
         let tokenizer = model.tokenizer()?;
         let text = |id| token_text(tokenizer, id);
-        let mut report = None;
+        let (mut measured, mut layers) = (Vec::new(), Vec::new());
         if !texts.is_empty() {
             let mut bar = Bar::count("measuring layers", model.config.num_hidden_layers as u64);
             let mut progress = |done, all| {
                 bar.update(done as u64, all as u64);
                 ControlFlow::Continue(())
             };
-            let config = &model.config;
-            report = measure_heads::<B, anyhow::Error>(
-                &backend,
-                config,
-                &texts,
-                length,
-                &mut *tensors,
-                &mut progress,
-            )?;
+            let (config, read) = (&model.config, &mut *tensors);
+            let report = measure_heads(&backend, config, &texts, length, read, &mut progress);
+            (measured, layers) = report?.unwrap_or_default();
         }
-        let layers = report.iter_mut().flat_map(|report| &mut report.layers);
-        for token in layers.flat_map(|layer| &mut layer.heads).flat_map(|head| &mut head.tokens) {
+        let heads = layers.iter_mut().flat_map(|layer| &mut layer.heads);
+        for token in heads.flat_map(|head| &mut head.tokens) {
             token.text = tokenizer.map(|_| text(token.id));
         }
         let of_sentence = |ids: &[u32]| {
@@ -162,8 +156,7 @@ impl OnDevice for Heads<'_> {
             Ok::<_, anyhow::Error>(Sentence { tokens, layers })
         };
         let sentence = ids.map(of_sentence).transpose()?;
-        let (texts, layers) = report.map_or_else(Default::default, |r| (r.texts, r.layers));
-        let model = model.name.clone();
+        let (model, texts) = (model.name.clone(), measured);
         Ok(HeadDocument { model, sequence_length: length, texts, layers, sentence })
     }
 }
