@@ -7,12 +7,13 @@ use anyhow::{Context as _, bail};
 use clap::Parser;
 use moh_kernels::ElementType;
 use moh_kernels::open_device::DeviceName;
-use moh_program::arguments::{at_least, between};
+use moh_program::arguments::{at_least, between, only};
 use moh_program::{exit, options};
 use moh_serve::guard::Guard;
 
 /// The largest number of tokens of a pass or a block, of sequences, and of connections.
 const MAX_COUNT: usize = 1 << 20;
+const EXPECTED_HOST: &str = "expected a name such as gpu.example.org, without scheme and port";
 /// A year.
 const MAX_SECONDS: u64 = 365 * 24 * 60 * 60;
 
@@ -51,7 +52,7 @@ pub struct Arguments {
     pub allow_anyone: bool,
     /// Name of this machine for which requests may ask, beside localhost and --host; repeat it for more. With keys, any
     /// name may be asked for unless one is given
-    #[arg(long, value_name = "NAME", value_parser = host_name)]
+    #[arg(long, value_name = "NAME", value_parser = only(is_host, EXPECTED_HOST))]
     pub allowed_host: Vec<String>,
     /// Port to listen at; 0 is any that is free
     #[arg(long, default_value_t = 8000)]
@@ -114,14 +115,10 @@ impl Arguments {
     }
 }
 
-/// Parses the name of a host, without a port.
-fn host_name(text: &str) -> Result<String, String> {
+/// Whether a text is the name of a host, without a port.
+fn is_host(text: &String) -> bool {
     let is_part = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
-    let is_name = !text.is_empty() && text.bytes().all(is_part);
-    match is_name || text.parse::<IpAddr>().is_ok() {
-        true => Ok(text.to_owned()),
-        false => Err("expected a name such as gpu.example.org, without scheme and port".to_owned()),
-    }
+    (!text.is_empty() && text.bytes().all(is_part)) || text.parse::<IpAddr>().is_ok()
 }
 
 fn read_keys(file: &Path) -> anyhow::Result<Vec<String>> {

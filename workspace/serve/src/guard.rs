@@ -104,7 +104,6 @@ fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// A host's name without its port.
 fn without_port(host: &str) -> &str {
     let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit());
     match host.rsplit_once(':') {

@@ -56,13 +56,12 @@ struct Finish {
 }
 
 /// A new metric, which the registry shows.
-fn registered<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
+fn metric<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
     let metric = M::default();
     registry.register(name, help, metric.clone());
     metric
 }
 
-/// A new histogram of times.
 fn times(registry: &mut Registry, name: &str, help: &str) -> Histogram {
     let histogram = Histogram::new(SECONDS);
     registry.register_with_unit(name, help, Unit::Seconds, histogram.clone());
@@ -72,44 +71,29 @@ fn times(registry: &mut Registry, name: &str, help: &str) -> Histogram {
 impl Default for Metrics {
     fn default() -> Self {
         let mut all = Registry::with_prefix("moh");
-        let registry = &mut all;
+        let to = &mut all;
         let help_of_cached = "Tokens of prompts that an earlier prompt had left in the cache";
         let help_of_preempted = "Sequences that gave up their blocks to be computed again";
+        let help_of_heads = "Share of the layer's heads that a token computes";
         let help_of_late = "Sequences that were given up at --request-timeout";
         // In the order of the text.
         Metrics {
-            running: registered(registry, "requests_running", "Sequences that are computed"),
-            waiting: registered(registry, "requests_waiting", "Sequences that wait to be computed"),
-            cache: registered(
-                registry,
-                "kv_cache_usage_ratio",
-                "Share of the cache's blocks in use",
-            ),
-            heads: registered(
-                registry,
-                "heads_computed_ratio",
-                "Share of the layer's heads that a token computes",
-            ),
-            finished: registered(
-                registry,
-                "requests_finished",
-                "Sequences that have ended, by the reason",
-            ),
-            cancelled: registered(registry, "requests_cancelled", "Sequences whose clients left"),
-            late: registered(registry, "requests_late", help_of_late),
-            failed: registered(registry, "requests_failed", "Sequences that could not be computed"),
-            refused: registered(registry, "requests_refused", "Requests that found the queue full"),
-            preempted: registered(registry, "preemptions", help_of_preempted),
-            prompt_tokens: registered(registry, "prompt_tokens", "Tokens of prompts"),
-            cached_tokens: registered(registry, "prompt_tokens_cached", help_of_cached),
-            generated_tokens: registered(registry, "generation_tokens", "Tokens generated"),
-            first_token: times(
-                registry,
-                "time_to_first_token",
-                "Time from a request to its first token",
-            ),
+            running: metric(to, "requests_running", "Sequences that are computed"),
+            waiting: metric(to, "requests_waiting", "Sequences that wait to be computed"),
+            cache: metric(to, "kv_cache_usage_ratio", "Share of the cache's blocks in use"),
+            heads: metric(to, "heads_computed_ratio", help_of_heads),
+            finished: metric(to, "requests_finished", "Sequences that have ended, by the reason"),
+            cancelled: metric(to, "requests_cancelled", "Sequences whose clients left"),
+            late: metric(to, "requests_late", help_of_late),
+            failed: metric(to, "requests_failed", "Sequences that could not be computed"),
+            refused: metric(to, "requests_refused", "Requests that found the queue full"),
+            preempted: metric(to, "preemptions", help_of_preempted),
+            prompt_tokens: metric(to, "prompt_tokens", "Tokens of prompts"),
+            cached_tokens: metric(to, "prompt_tokens_cached", help_of_cached),
+            generated_tokens: metric(to, "generation_tokens", "Tokens generated"),
+            first_token: times(to, "time_to_first_token", "Time from a request to its first token"),
             between_tokens: times(
-                registry,
+                to,
                 "inter_token_latency",
                 "Time between two tokens of a sequence",
             ),

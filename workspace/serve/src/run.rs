@@ -91,7 +91,6 @@ fn describe(arguments: &Arguments, model: &NamedModel, engine: Handle) -> anyhow
     Ok(served)
 }
 
-/// What clients are told of a checkpoint.
 fn checkpoint(model: &NamedModel) -> Checkpoint {
     let layers = 0..model.config.num_hidden_layers;
     let layers = layers.map(|layer| heads(&model.config, layer)).collect();
@@ -355,7 +354,7 @@ fn start(
         let _ = std::thread::Builder::new().spawn(move || end_when_idle(&active));
         let _ = stop.send(());
     })?;
-    writeln!(stdout(), "{}", server::url(address))?;
+    writeln!(stdout(), "http://{address}/")?;
     stdout().flush()?;
     std::thread::Builder::new().name("server".to_owned()).spawn(move || {
         runtime.block_on(server::serve(listener, app, max_connections, async {

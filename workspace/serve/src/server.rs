@@ -6,7 +6,6 @@ mod held;
 mod writing;
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -22,7 +21,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::{MissedTickBehavior, interval, timeout};
-use writing::Writing;
+use writing::{Writing, has_closed};
 
 pub use held::Held;
 
@@ -30,9 +29,7 @@ pub use held::Held;
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time in which a client has to take some of an answer.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Bytes of a head at most.
 const MAX_HEAD_BYTES: usize = 32 << 10;
-/// Headers of a request at most.
 const MAX_HEADERS: usize = 64;
 /// The time between two attempts to accept, after one has failed, or to find a place.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -46,10 +43,6 @@ const LOOK: Duration = Duration::from_millis(200);
 pub struct Phase(Mutex<Option<Instant>>);
 
 impl Phase {
-    fn new() -> Self {
-        Phase(Mutex::new(Some(Instant::now())))
-    }
-
     fn waits_since(&self) -> MutexGuard<'_, Option<Instant>> {
         // A value is replaced whole: a panic leaves no half of one.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -70,16 +63,13 @@ impl Drop for Answered {
     }
 }
 
-/// The open connections.
 #[derive(Default)]
-struct Connections {
-    open: Mutex<BTreeMap<u64, (Arc<Phase>, AbortHandle)>>,
-}
+struct Connections(Mutex<BTreeMap<u64, (Arc<Phase>, AbortHandle)>>);
 
 impl Connections {
     fn open(&self) -> MutexGuard<'_, BTreeMap<u64, (Arc<Phase>, AbortHandle)>> {
         // A panic leaves an entry in it or not.
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Closes a quarter of the connections that wait for their clients, those that have waited longest.
@@ -114,7 +104,7 @@ pub async fn serve(
         let Some((stream, place)) = accepted else { continue };
         // A token is sent as soon as it is there; without this option it waits for the next one.
         let _ = stream.set_nodelay(true);
-        let phase = Arc::new(Phase::new());
+        let phase = Arc::new(Phase(Mutex::new(Some(Instant::now()))));
         let (inner, of_requests) = (TowerToHyperService::new(app.clone()), Arc::clone(&phase));
         let service = service_fn(move |mut request: hyper::Request<Incoming>| {
             request.extensions_mut().insert(Arc::clone(&of_requests));
@@ -125,12 +115,13 @@ pub async fn serve(
                 response.await.map(|response| response.map(body))
             }
         });
+        let stream = Writing::new(stream, WRITE_TIMEOUT, has_closed);
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(HEAD_TIMEOUT)
             .max_buf_size(MAX_HEAD_BYTES)
             .max_headers(MAX_HEADERS)
-            .serve_connection(TokioIo::new(Writing::of_client(stream, WRITE_TIMEOUT)), service);
+            .serve_connection(TokioIo::new(stream), service);
         let connection = graceful.watch(connection);
         let others = Arc::clone(&connections);
         // Before the task can remove its entry.
@@ -189,9 +180,4 @@ async fn accept(
             return Some((stream, place.ok()?));
         }
     }
-}
-
-/// The address of a server in a browser.
-pub fn url(address: SocketAddr) -> String {
-    format!("http://{address}/")
 }

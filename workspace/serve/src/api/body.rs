@@ -17,14 +17,13 @@ use crate::server::Phase;
 
 /// Bytes of a body at most: more than the text of any context.
 const MAX_BYTES: usize = 8 << 20;
-/// The time in which a body has to arrive.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time in which [`LONG_BYTES`] more of a long body have to arrive, or find room.
 const PART_TIMEOUT: Duration = Duration::from_secs(2);
 /// KiB of the bodies that have arrived and are not worked through, beside the first [`LONG_BYTES`] of each.
 static ROOM_KIB: Semaphore = Semaphore::const_new(64 << 10);
 
-/// The room of a body, until it is dropped.
+/// The room of a body or an answer, until it is dropped.
 pub(super) type Room = Option<SemaphorePermit<'static>>;
 
 impl<S: Sync> FromRequest<S> for Fields {
@@ -60,7 +59,7 @@ async fn read(
     most: usize,
     part_timeout: Duration,
 ) -> Result<(Vec<u8>, Room), ApiError> {
-    let (mut bytes, mut room) = (Vec::new(), None::<SemaphorePermit<'static>>);
+    let (mut bytes, mut room) = (Vec::new(), Room::None);
     let mut stream = body.into_data_stream();
     let end = Instant::now() + READ_TIMEOUT;
     let (mut last, mut part_end) = (0, end);

@@ -16,7 +16,6 @@ use super::work::within_limit;
 use super::{ApiError, Fields, Served, answer_id};
 use crate::engine::GeneratedToken;
 
-/// Answers a request.
 pub(super) async fn chat_completions(
     State(served): State<Arc<Served>>,
     mut fields: Fields,
@@ -102,13 +101,10 @@ fn render(served: &Served, conversation: &Conversation) -> Result<String, ApiErr
     rendered.map_err(|error| ApiError { param: Some("messages".to_owned()), ..error.into() })
 }
 
-/// The JSON of chats.
 #[derive(Debug)]
 struct Chat;
 
 impl Format for Chat {
-    type State = ();
-
     const OBJECT: &'static str = "chat.completion";
     const PART: &'static str = "chat.completion.chunk";
     const ENTRY_BYTES: usize = 800;
@@ -126,18 +122,12 @@ impl Format for Chat {
         fields
     }
 
-    fn begin(&self, _: &Generation<Self>, _: usize) -> ((), Option<Value>) {
+    fn begin(&self) -> Option<Value> {
         let delta = json!({ "role": "assistant", "content": "" });
-        ((), Some(json!({ "delta": delta, "logprobs": null, "finish_reason": null })))
+        Some(json!({ "delta": delta, "logprobs": null, "finish_reason": null }))
     }
 
-    fn part(
-        &self,
-        generation: &Generation<Self>,
-        (): &mut (),
-        _: usize,
-        piece: &ChoiceEvent,
-    ) -> Option<Value> {
+    fn part(&self, generation: &Generation<Self>, _: usize, piece: &ChoiceEvent) -> Option<Value> {
         let (text, tokens, heads, reason) = match piece {
             ChoiceEvent::Prompt(_) => return None,
             ChoiceEvent::Token(token, text, _) => {

@@ -28,7 +28,6 @@ pub(super) struct ChoiceReader<'a> {
 }
 
 impl<'a> ChoiceReader<'a> {
-    /// A choice after a prompt.
     pub fn new(served: &'a Served, prompt: &[u32], stops: &'a [String], events: Events) -> Self {
         let text = Some(served.tokenizer.stream(prompt, true));
         ChoiceReader { events, text, stops: StopStrings::new(stops), offsets: Offsets::default() }
@@ -36,7 +35,7 @@ impl<'a> ChoiceReader<'a> {
 
     /// The next piece; `None` after the end.
     pub async fn next(&mut self) -> Option<Result<ChoiceEvent, ApiError>> {
-        if self.stops.found() {
+        if self.stops.found {
             // The sequence is given up: whoever reads on would get the tokens after the text.
             self.events.end();
             self.text.take()?;
@@ -67,7 +66,7 @@ impl<'a> ChoiceReader<'a> {
             Event::Finished(reason) => {
                 let rest = self.text.take().map_or(Ok(String::new()), TextStream::finish)?;
                 let text = self.stops.push(&rest) + &self.stops.finish();
-                let reason = if self.stops.found() { FinishReason::Stop } else { reason };
+                let reason = if self.stops.found { FinishReason::Stop } else { reason };
                 Ok(ChoiceEvent::End(text, reason.name()))
             }
             Event::Failed(failure) => {
@@ -78,7 +77,6 @@ impl<'a> ChoiceReader<'a> {
     }
 }
 
-/// A whole choice.
 #[derive(Debug, Default)]
 pub(super) struct WholeChoice {
     pub prompt: ComputedPrompt,
@@ -90,7 +88,6 @@ pub(super) struct WholeChoice {
 }
 
 impl WholeChoice {
-    /// Reads a choice to its end.
     pub async fn read(mut reader: ChoiceReader<'_>) -> Result<Self, ApiError> {
         let mut whole = WholeChoice::default();
         while let Some(piece) = reader.next().await {

@@ -30,7 +30,6 @@ enum Prompts {
     ManyIds(Vec<Vec<u32>>),
 }
 
-/// Answers a request.
 pub(super) async fn completions(
     State(served): State<Arc<Served>>,
     mut fields: Fields,
@@ -126,7 +125,6 @@ async fn of_ids(
     .await
 }
 
-/// The JSON of completions.
 #[derive(Debug)]
 struct Completions {
     /// The texts of the prompts, if they are repeated.
@@ -136,8 +134,6 @@ struct Completions {
 }
 
 impl Format for Completions {
-    type State = ();
-
     const OBJECT: &'static str = "text_completion";
     const PART: &'static str = Self::OBJECT;
     const ENTRY_BYTES: usize = 200;
@@ -164,14 +160,9 @@ impl Format for Completions {
         )
     }
 
-    fn begin(&self, _: &Generation<Self>, _: usize) -> ((), Option<Value>) {
-        ((), None)
-    }
-
     fn part(
         &self,
         generation: &Generation<Self>,
-        (): &mut (),
         prompt: usize,
         piece: &ChoiceEvent,
     ) -> Option<Value> {
@@ -235,7 +226,7 @@ impl<'a> LogprobLists<'a> {
     fn prompt(&mut self, ids: &[u32], prompt: &ComputedPrompt, is_repeated: bool) {
         if is_repeated && self.is_wanted {
             let known = prompt.logprobs.iter().map(Some);
-            let mut text = self.texts.tokenizer().stream(&[], true);
+            let mut text = self.texts.tokenizer.stream(&[], true);
             let mut offsets = Offsets::default();
             for (&id, logprobs) in ids.iter().zip(std::iter::once(None).chain(known)) {
                 self.push(id, logprobs, offsets.next(&text.push(id).unwrap_or_default()));

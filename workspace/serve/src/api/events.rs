@@ -1,5 +1,6 @@
 //! Answers as a stream of server-sent events.
 
+use std::fmt::Display;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -11,7 +12,6 @@ use axum::body::Body;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use serde_json::Value;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio_stream::Stream;
 
@@ -41,20 +41,16 @@ pub(super) fn events() -> (EventSender, Response) {
 
 impl EventSender {
     /// Sends an event with JSON.
-    pub async fn send(&self, data: &Value) -> Result<(), Disconnected> {
-        self.send_text(&data.to_string()).await
+    pub async fn send(&self, data: &impl Display) -> Result<(), Disconnected> {
+        let event = Bytes::from(format!("data: {data}\n\n"));
+        self.sender.send_timeout(event, SEND_TIMEOUT).await.map_err(|_| Disconnected)
     }
 
     /// Sends the event after the last one.
     pub async fn done(&self) -> Result<(), Disconnected> {
-        self.send_text("[DONE]").await?;
+        self.send(&"[DONE]").await?;
         self.is_done.store(true, Ordering::Relaxed);
         Ok(())
-    }
-
-    async fn send_text(&self, text: &str) -> Result<(), Disconnected> {
-        let event = Bytes::from(format!("data: {text}\n\n"));
-        self.sender.send_timeout(event, SEND_TIMEOUT).await.map_err(|_| Disconnected)
     }
 
     /// Waits until the client has left.

@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 
 use super::choice::{ChoiceEvent, ChoiceReader, WholeChoice};
 use super::events::{Disconnected, EventSender, events};
-use super::memory::Memory;
+use super::memory::reserve;
 use super::sampling::GenerationOptions;
 use super::{ApiError, Served};
 use crate::engine::{Events, Request};
@@ -28,7 +28,6 @@ pub(super) struct Generation<F> {
     pub prompt_logprobs: Option<usize>,
     /// Whether the heads of the prompts' tokens are wanted.
     pub prompt_heads: bool,
-    /// The id of the answer.
     pub id: String,
     /// When the answer began, in seconds since 1970.
     pub created: u64,
@@ -37,9 +36,6 @@ pub(super) struct Generation<F> {
 
 /// How choices become JSON.
 pub(super) trait Format: Send + Sync + Sized + 'static {
-    /// Where a stream's choice is in its text.
-    type State: Send;
-
     /// The type of an answer.
     const OBJECT: &'static str;
     /// The type of a part of one in a stream.
@@ -55,14 +51,15 @@ pub(super) trait Format: Send + Sync + Sized + 'static {
     /// A whole choice of the prompt `prompt`.
     fn whole(&self, generation: &Generation<Self>, prompt: usize, choice: &WholeChoice) -> Value;
 
-    /// A stream's choice begins; with the fields of a choice before its first token, if there are any.
-    fn begin(&self, generation: &Generation<Self>, prompt: usize) -> (Self::State, Option<Value>);
+    /// The fields of a stream's choice before its first token, if there are any.
+    fn begin(&self) -> Option<Value> {
+        None
+    }
 
     /// The fields of a part of a choice.
     fn part(
         &self,
         generation: &Generation<Self>,
-        state: &mut Self::State,
         prompt: usize,
         piece: &ChoiceEvent,
     ) -> Option<Value>;
@@ -92,9 +89,8 @@ impl Usage {
 }
 
 impl<F: Format> Generation<F> {
-    /// Generates, and answers.
     pub async fn answer(self) -> Result<Response, ApiError> {
-        let memory = Memory::reserve(self.bytes())?;
+        let memory = reserve(self.bytes())?;
         let submitted = self.served.engine.submit(self.requests());
         let choices = submitted.inspect_err(|_| {
             self.served.metrics.refused.inc();
@@ -137,7 +133,6 @@ impl<F: Format> Generation<F> {
         all.saturating_mul(self.options.choices)
     }
 
-    /// A group of requests for each prompt.
     fn requests(&self) -> Vec<Vec<Request>> {
         let deadline = self.served.deadline();
         let prompts = self.prompts.iter().zip(&self.max_tokens);
@@ -272,8 +267,7 @@ async fn stream_choice<F: Format>(
         }
         sender.send(&body).await
     };
-    let (mut state, first) = generation.format.begin(generation, prompt);
-    if let Some(choice) = first {
+    if let Some(choice) = generation.format.begin() {
         send(choice).await?;
     }
     while let Some(piece) = reader.next().await {
@@ -292,7 +286,7 @@ async fn stream_choice<F: Format>(
             ChoiceEvent::Token(..) => usage.generated += 1,
             _ => {}
         }
-        if let Some(choice) = generation.format.part(generation, &mut state, prompt, &piece) {
+        if let Some(choice) = generation.format.part(generation, prompt, &piece) {
             send(choice).await?;
         }
     }

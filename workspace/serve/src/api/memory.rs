@@ -1,9 +1,10 @@
 //! The memory of answers: bounded for each, and for all large ones together until they are sent.
 
 use axum::http::StatusCode;
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::sync::Semaphore;
 
 use super::ApiError;
+use super::body::Room;
 
 /// Bytes of an answer at most.
 const MAX_BYTES: usize = 256 << 20;
@@ -12,31 +13,23 @@ const SMALL_BYTES: usize = 256 << 10;
 /// KiB of all answers that need room.
 static ROOM_KIB: Semaphore = Semaphore::const_new(512 << 10);
 
-/// The room of an answer, until it is dropped.
-#[derive(Debug)]
-pub(super) struct Memory(#[expect(dead_code, reason = "is kept")] Option<SemaphorePermit<'static>>);
-
-impl Memory {
-    /// Room for an answer of so many bytes.
-    pub fn reserve(bytes: usize) -> Result<Self, ApiError> {
-        if bytes > MAX_BYTES {
-            let (megabytes, most) = (bytes >> 20, MAX_BYTES >> 20);
-            let message = format!(
-                "the answer may take {megabytes} MiB of memory, and {most} MiB are the most: ask for fewer choices, \
-                 prompts, tokens, log-probabilities or heads"
-            );
-            return Err(ApiError::invalid(message, None));
-        }
-        if bytes <= SMALL_BYTES {
-            return Ok(Memory(None));
-        }
-        let room = ROOM_KIB.try_acquire_many((bytes >> 10) as u32).map_err(|_| {
-            let message =
-                "the answers to other requests take all the memory for them: ask again later";
-            ApiError::new(StatusCode::TOO_MANY_REQUESTS, message)
-        })?;
-        Ok(Memory(Some(room)))
+/// Room for an answer of so many bytes.
+pub(super) fn reserve(bytes: usize) -> Result<Room, ApiError> {
+    if bytes > MAX_BYTES {
+        let (megabytes, most) = (bytes >> 20, MAX_BYTES >> 20);
+        let message = format!(
+            "the answer may take {megabytes} MiB of memory, and {most} MiB are the most: ask for fewer choices, \
+             prompts, tokens, log-probabilities or heads"
+        );
+        return Err(ApiError::invalid(message, None));
     }
+    if bytes <= SMALL_BYTES {
+        return Ok(None);
+    }
+    ROOM_KIB.try_acquire_many((bytes >> 10) as u32).map(Some).map_err(|_| {
+        let message = "the answers to other requests take all the memory for them: ask again later";
+        ApiError::new(StatusCode::TOO_MANY_REQUESTS, message)
+    })
 }
 
 #[cfg(test)]
@@ -45,13 +38,13 @@ mod tests {
 
     #[test]
     fn large_answers_have_room_for_all_of_them_together() {
-        let error = Memory::reserve(MAX_BYTES + 1).unwrap_err();
+        let error = reserve(MAX_BYTES + 1).unwrap_err();
         assert_eq!(error.status, StatusCode::BAD_REQUEST);
-        let two = [(); 2].map(|()| Memory::reserve(MAX_BYTES).unwrap());
-        let error = Memory::reserve(SMALL_BYTES + 1024).unwrap_err();
+        let two = [(); 2].map(|()| reserve(MAX_BYTES).unwrap());
+        let error = reserve(SMALL_BYTES + 1024).unwrap_err();
         assert_eq!(error.status, StatusCode::TOO_MANY_REQUESTS);
-        assert!(Memory::reserve(SMALL_BYTES).is_ok());
+        assert!(reserve(SMALL_BYTES).is_ok());
         drop(two);
-        assert!(Memory::reserve(MAX_BYTES).is_ok());
+        assert!(reserve(MAX_BYTES).is_ok());
     }
 }

@@ -13,12 +13,10 @@ use serde_json::{Value, json};
 
 use super::{ApiError, Served, not_found, unix_seconds};
 
-/// The models: one.
 pub(super) async fn models(State(served): State<Arc<Served>>) -> Json<Value> {
     Json(json!({ "object": "list", "data": [description(&served)] }))
 }
 
-/// A model.
 pub(super) async fn model(
     State(served): State<Arc<Served>>,
     uri: Uri,
@@ -51,7 +49,6 @@ pub(super) async fn health(State(served): State<Arc<Served>>) -> StatusCode {
     }
 }
 
-/// The counts.
 pub(super) async fn metrics(State(served): State<Arc<Served>>) -> impl IntoResponse {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(CONTENT_TYPE, kind)], served.metrics.text())

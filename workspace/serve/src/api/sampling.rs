@@ -10,7 +10,6 @@ use super::{ApiError, Fields, Served};
 
 /// Stop strings of a request at most, as OpenAI's API has it.
 const MAX_STOPS: usize = 4;
-/// Bytes of a stop string at most.
 const MAX_STOP_BYTES: usize = 1024;
 /// Most likely tokens that may be asked for.
 pub(super) const MAX_LOGPROBS: usize = 20;
@@ -45,7 +44,6 @@ enum OneOrMany<T> {
 }
 
 impl GenerationOptions {
-    /// Takes the fields.
     pub fn take(fields: &mut Fields, served: &Served) -> Result<Self, ApiError> {
         let choices = fields.take::<usize>("n", "a whole number")?.unwrap_or(1);
         if choices == 0 || choices > MAX_CHOICES {

@@ -110,7 +110,7 @@ impl Served {
         if prompts == 0 {
             return Err(ApiError::invalid("prompt is an empty list", Some("prompt")));
         }
-        let capacity = self.engine.capacity();
+        let capacity = self.engine.capacity;
         match prompts.checked_mul(choices).is_some_and(|count| count <= capacity) {
             true => Ok(()),
             false => {

@@ -5,17 +5,13 @@
 pub(super) struct StopStrings<'a> {
     stops: &'a [String],
     held: String,
-    found: bool,
+    /// Whether a stop string was found: there is no more text.
+    pub found: bool,
 }
 
 impl<'a> StopStrings<'a> {
     pub fn new(stops: &'a [String]) -> Self {
         StopStrings { stops, held: String::new(), found: false }
-    }
-
-    /// Whether a stop string was found: there is no more text.
-    pub fn found(&self) -> bool {
-        self.found
     }
 
     /// Adds text, and returns what is certainly before any stop string.
@@ -58,7 +54,7 @@ mod tests {
         let mut found = StopStrings::new(&stops);
         let mut texts: Vec<String> = pieces.iter().map(|piece| found.push(piece)).collect();
         texts.push(found.finish());
-        (texts, found.found())
+        (texts, found.found)
     }
 
     #[test]
@@ -91,7 +87,7 @@ mod tests {
                 prop_assert_eq!(&all, &text[..end.unwrap_or(text.len())]);
             }
             prop_assert!(text.starts_with(&all));
-            prop_assert_eq!(found.found(), end.is_some());
+            prop_assert_eq!(found.found, end.is_some());
         }
     }
 }

@@ -10,7 +10,7 @@ const LEAST_LOGPROB: f64 = -9999.0;
 /// The texts of tokens, each decoded once.
 #[derive(Debug)]
 pub(super) struct TokenTexts<'a> {
-    tokenizer: &'a TextTokenizer,
+    pub tokenizer: &'a TextTokenizer,
     /// Whether a token is written as `token_id:N`.
     as_ids: bool,
     known: HashMap<u32, (String, Vec<u8>)>,
@@ -19,11 +19,6 @@ pub(super) struct TokenTexts<'a> {
 impl<'a> TokenTexts<'a> {
     pub fn new(tokenizer: &'a TextTokenizer, as_ids: bool) -> Self {
         TokenTexts { tokenizer, as_ids, known: HashMap::new() }
-    }
-
-    /// The tokenizer.
-    pub fn tokenizer(&self) -> &'a TextTokenizer {
-        self.tokenizer
     }
 
     /// The text of a token after others, and its bytes. Bytes that are no text are written as `bytes:\xe2\x80`.

@@ -6,7 +6,7 @@ mod request;
 mod scheduler;
 mod sequence;
 
-pub use queue::{Events, Handle, Inbox, QueueFull, Received, Submission, queue};
+pub use queue::{Events, Handle, Inbox, QueueFull, Submission, queue};
 pub use request::{
     ComputedPrompt, Event, Failure, FinishReason, GeneratedToken, Request, TokenHeads,
 };

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -71,7 +71,8 @@ pub struct Handle {
     waiting: Arc<AtomicUsize>,
     /// Sequences that wait or are computed.
     active: Arc<AtomicUsize>,
-    capacity: usize,
+    /// Sequences that may wait.
+    pub capacity: usize,
     is_closed: Arc<AtomicBool>,
 }
 
@@ -86,17 +87,6 @@ impl Drop for Inbox {
     fn drop(&mut self) {
         self.is_closed.store(true, Ordering::Relaxed);
     }
-}
-
-/// What [`Inbox::receive`] has found.
-#[derive(Debug)]
-pub enum Received {
-    /// A request.
-    One(Box<Submission>),
-    /// None has arrived yet.
-    None,
-    /// None, and there will be none: all handles are dropped.
-    Closed,
 }
 
 /// A request on its way to the engine, or waiting there.
@@ -140,11 +130,6 @@ pub fn queue(capacity: usize) -> (Handle, Inbox) {
 }
 
 impl Handle {
-    /// Sequences that may wait.
-    pub fn capacity(&self) -> usize {
-        self.capacity
-    }
-
     /// Submits requests, all or none. Those of a group have the same prompt: the first one computes it, and the others
     /// share what it has left.
     pub fn submit(&self, groups: Vec<Vec<Request>>) -> Result<Vec<Vec<Events>>, QueueFull> {
@@ -193,19 +178,8 @@ impl Handle {
 
 impl Inbox {
     /// The next request, if there is one within `patience`.
-    pub fn receive(&self, patience: Duration) -> Received {
-        if patience.is_zero() {
-            return match self.receiver.try_recv() {
-                Ok(submission) => Received::One(Box::new(submission)),
-                Err(TryRecvError::Empty) => Received::None,
-                Err(TryRecvError::Disconnected) => Received::Closed,
-            };
-        }
-        match self.receiver.recv_timeout(patience) {
-            Ok(submission) => Received::One(Box::new(submission)),
-            Err(RecvTimeoutError::Timeout) => Received::None,
-            Err(RecvTimeoutError::Disconnected) => Received::Closed,
-        }
+    pub fn receive(&self, patience: Duration) -> Result<Submission, RecvTimeoutError> {
+        self.receiver.recv_timeout(patience)
     }
 }
 

@@ -8,13 +8,14 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use moh_kernels::sampling::RowChoice;
 use moh_kernels::{Backend, Element};
 use moh_model::{BatchGenerator, BatchOptions, Chunk, Error, Model, PassHeads, SequenceId};
 
-use super::queue::{EventSender, Inbox, Received, Submission};
+use super::queue::{EventSender, Inbox, Submission};
 use super::sequence::{Progress, Sequence};
 use super::{Event, Failure, FinishReason};
 use crate::metrics::Metrics;
@@ -85,18 +86,15 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             sequences: limits.sequences.clamp(1, options.pass_tokens.max(1)),
             prompt_tokens: limits.prompt_tokens.max(1),
         };
-        let (waiting, preempted, running) = (VecDeque::new(), VecDeque::new(), Vec::new());
-        let batch = BatchGenerator::new(model, options)?;
-        let blocked = None;
         Ok(Scheduler {
             model,
-            batch,
+            batch: BatchGenerator::new(model, options)?,
             limits,
             vocab_size,
-            waiting,
-            preempted,
-            running,
-            blocked,
+            waiting: VecDeque::new(),
+            preempted: VecDeque::new(),
+            running: Vec::new(),
+            blocked: None,
             metrics,
         })
     }
@@ -110,9 +108,8 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     pub fn take(&mut self, inbox: &Inbox, mut patience: Duration) -> bool {
         loop {
             match inbox.receive(patience) {
-                Received::One(submission) => self.add(*submission),
-                Received::None => return true,
-                Received::Closed => return false,
+                Ok(submission) => self.add(submission),
+                Err(error) => return error == RecvTimeoutError::Timeout,
             }
             patience = Duration::ZERO;
         }
@@ -426,11 +423,20 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             if !is_whole {
                 continue;
             }
-            let progress = sequence.advance(next);
-            if let Some(reason) = self.finish_or_continue(index, &progress)? {
+            let reason = match sequence.advance(next) {
+                Progress::PromptOnly => Some(FinishReason::Length),
+                Progress::Replayed => sequence.finished(),
+                Progress::Token { seconds, is_first } => {
+                    self.metrics.token(seconds, is_first);
+                    sequence.finished()
+                }
+            };
+            if let Some(reason) = reason {
                 self.metrics.finished(reason);
-                self.running[index].finish(reason);
+                sequence.finish(reason);
                 ended.push(index);
+            } else if let Some(token) = sequence.next_token() {
+                self.batch.push(sequence.id, token)?;
             }
         }
         for index in ended.into_iter().rev() {
@@ -439,27 +445,6 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             self.batch.remove(sequence.id);
         }
         Ok(())
-    }
-
-    /// Counts what a sequence did, and gives the generator its next token; or why it has finished.
-    fn finish_or_continue(
-        &mut self,
-        index: usize,
-        progress: &Progress,
-    ) -> Result<Option<FinishReason>, Error> {
-        let sequence = &mut self.running[index];
-        match *progress {
-            Progress::PromptOnly => return Ok(Some(FinishReason::Length)),
-            Progress::Token { seconds, is_first } => self.metrics.token(seconds, is_first),
-            Progress::Replayed => {}
-        }
-        if let Some(reason) = sequence.finished() {
-            return Ok(Some(reason));
-        }
-        if let Some(token) = sequence.next_token() {
-            self.batch.push(sequence.id, token)?;
-        }
-        Ok(None)
     }
 
     /// A pass has failed: nobody knows what the device has computed.

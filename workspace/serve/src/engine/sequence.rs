@@ -197,7 +197,6 @@ impl Sequence {
         Progress::Token { seconds: (now - since).as_secs_f64(), is_first }
     }
 
-    /// Tells the client that it has ended.
     pub fn finish(&mut self, reason: FinishReason) {
         let held = self.held.drain(..).map(Event::Token);
         held.chain([Event::Finished(reason)]).for_each(|event| self.events.send(event));
@@ -215,7 +214,6 @@ impl Sequence {
         }
     }
 
-    /// The next generated token for the generator.
     pub fn next_token(&mut self) -> Option<u32> {
         let token = self.generated.get(self.pushed).copied()?;
         self.pushed += 1;

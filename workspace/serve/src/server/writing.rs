@@ -26,7 +26,7 @@ pub(super) struct Writing<S> {
 
 impl<S> Writing<S> {
     /// A stream whose writes wait at most so long, and whose client may leave.
-    fn new(stream: S, timeout: Duration, has_left: fn(&S) -> bool) -> Self {
+    pub fn new(stream: S, timeout: Duration, has_left: fn(&S) -> bool) -> Self {
         Writing { stream, has_left, left: None, timeout, deadline: None }
     }
 
@@ -47,15 +47,8 @@ impl<S> Writing<S> {
     }
 }
 
-impl Writing<TcpStream> {
-    /// The stream to a client.
-    pub fn of_client(stream: TcpStream, timeout: Duration) -> Self {
-        Self::new(stream, timeout, has_closed)
-    }
-}
-
 /// Whether a client has closed its side, whatever it has sent before that is not read.
-fn has_closed(stream: &TcpStream) -> bool {
+pub(super) fn has_closed(stream: &TcpStream) -> bool {
     let ready = std::pin::pin!(stream.ready(Interest::READABLE));
     let ready = ready.poll(&mut Context::from_waker(Waker::noop()));
     matches!(ready, Poll::Ready(Ok(ready)) if ready.is_read_closed())
