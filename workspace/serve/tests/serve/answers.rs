@@ -7,7 +7,7 @@ use moh_kernels::Cpu;
 use moh_model::{Generator, LogProbabilities, Model};
 use serde_json::{Value, json};
 
-use crate::client::{Server, moh_serve, prepared};
+use crate::client::{Server, moh_serve, prepared, served};
 use moh_testkit::programs::WORDS;
 
 fn model(dir: &Path) -> Model<Cpu, f32> {
@@ -147,8 +147,7 @@ fn prompts_are_scored() {
 
 #[test]
 fn a_stream_is_the_same_answer_in_parts() {
-    let dir = prepared();
-    let server = Server::start(dir.path(), &[]);
+    let (_dir, server) = served(&[]);
     for echo in [false, true] {
         let mut body = json!({
             "prompt": ["w1 w2", "w9"], "max_tokens": 12, "temperature": 0.7, "seed": 5, "n": 2,
@@ -181,8 +180,7 @@ fn a_stream_is_the_same_answer_in_parts() {
 
 #[test]
 fn choices_have_seeds_of_their_own() {
-    let dir = prepared();
-    let server = Server::start(dir.path(), &[]);
+    let (_dir, server) = served(&[]);
     let body = |seed: i64, n: usize| json!({ "prompt": "w4 w5", "max_tokens": 20, "temperature": 1.5, "seed": seed, "n": n });
     let three = server.texts(&body(7, 3));
     assert!(three[0] != three[1] && three[1] != three[2]);
@@ -193,8 +191,7 @@ fn choices_have_seeds_of_their_own() {
 
 #[test]
 fn generation_ends_at_stop_strings_and_tokens() {
-    let dir = prepared();
-    let server = Server::start(dir.path(), &[]);
+    let (dir, server) = served(&[]);
     let body = json!({ "prompt": "w1 w2 w3", "max_tokens": 20, "temperature": 0 });
     let whole = server.texts(&body).remove(0);
     let words: Vec<_> = whole.split_whitespace().collect();
@@ -235,8 +232,7 @@ fn generation_ends_at_stop_strings_and_tokens() {
 
 #[test]
 fn sampling_options_have_their_effect() {
-    let dir = prepared();
-    let server = Server::start(dir.path(), &[]);
+    let (_dir, server) = served(&[]);
     let text = |changes: Value| {
         let mut body = json!({ "prompt": "w1 w2", "max_tokens": 8, "temperature": 1.2, "seed": 3 });
         body.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
@@ -338,8 +334,7 @@ fn the_heads_of_tokens_are_told() {
 
 #[test]
 fn tokens_and_the_model_are_described() {
-    let dir = prepared();
-    let server = Server::start(dir.path(), &["--max-model-len", "50"]);
+    let (_dir, server) = served(&["--max-model-len", "50"]);
     let answer =
         server.post("/tokenize", &json!({ "prompt": "w1 w29 x", "return_token_strs": true }));
     let expected = json!({
@@ -364,8 +359,7 @@ fn tokens_and_the_model_are_described() {
 
 #[test]
 fn elements_may_be_bf16() {
-    let dir = prepared();
-    let server = Server::start(dir.path(), &["--dtype", "bf16", "--block-size", "8"]);
+    let (_dir, server) = served(&["--dtype", "bf16", "--block-size", "8"]);
     let body = json!({ "prompt": "w1 w2", "max_tokens": 4, "temperature": 0 });
     assert_eq!(server.texts(&body), server.texts(&body));
 }
@@ -408,7 +402,4 @@ fn options_that_cannot_be_are_refused() {
         let (_, message) = moh_testkit::programs::exits(&mut command, 2);
         assert!(message.contains(option), "{message}");
     }
-    fs::remove_file(dir.path().join("moh/tokenizer.json")).unwrap();
-    let message = refused(&["--model", "moh"]);
-    assert!(message.contains("contains no tokenizer.json"), "{message}");
 }

@@ -4,10 +4,11 @@ use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use moh_testkit::launcher::wait_until;
 use moh_testkit::programs::{edit_config, program, workplace, write_moh, write_tokenizer};
 
 /// Longer than any answer of the tests takes.
@@ -20,6 +21,13 @@ pub fn prepared() -> tempfile::TempDir {
     write_tokenizer(&dir.path().join("source"), "w0");
     write_moh(&dir.path().join("source"), &dir.path().join("moh"), 4, 2);
     dir
+}
+
+/// Such a directory, and a server of `moh` in it.
+pub fn served(options: &[&str]) -> (tempfile::TempDir, Server) {
+    let dir = prepared();
+    let server = Server::start(dir.path(), options);
+    (dir, server)
 }
 
 /// A server, which ends when it is dropped.
@@ -75,7 +83,6 @@ impl Server {
         stream
     }
 
-    /// The bytes of a request.
     pub fn request(&self, path: &str, body: &[u8]) -> Vec<u8> {
         let headers = format!("{}Content-Length: {}\r\n", self.headers(), body.len());
         [format!("POST {path} HTTP/1.1\r\n{headers}\r\n").as_bytes(), body].concat()
@@ -105,18 +112,13 @@ impl Server {
         line.unwrap_or_else(|| panic!("{name} in {text}")).parse().unwrap()
     }
 
-    /// Waits until a number of `/metrics` has a value.
     pub fn wait_for(&self, name: &str, value: f64) {
         self.wait_until(name, |found| found == value);
     }
 
     /// Waits until a metric is as `is_reached` says.
     pub fn wait_until(&self, name: &str, is_reached: impl Fn(f64) -> bool) {
-        let start = Instant::now();
-        while !is_reached(self.metric(name)) {
-            assert!(start.elapsed() < PATIENCE, "{name} is {}", self.metric(name));
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_until(PATIENCE, name, || is_reached(self.metric(name)));
     }
 
     pub fn signal(&self, name: &str) {
@@ -124,16 +126,9 @@ impl Server {
         assert!(status.unwrap().success());
     }
 
-    /// The exit code, once the server has ended.
     pub fn exit_code(&mut self) -> Option<i32> {
-        let start = Instant::now();
-        while start.elapsed() < PATIENCE {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status.code();
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        panic!("the server does not end");
+        wait_until(PATIENCE, "the server's end", || self.child.try_wait().unwrap().is_some());
+        self.child.wait().unwrap().code()
     }
 }
 
@@ -185,7 +180,6 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or_else(|_| panic!("{}", self.text()))
     }
 
-    /// The message of an error.
     pub fn error(&self) -> String {
         self.json()["error"]["message"].as_str().unwrap().to_owned()
     }

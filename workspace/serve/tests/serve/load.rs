@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
 
-use crate::client::{Answer, Server, prepared};
+use crate::client::{Answer, Server, served};
 
 fn body(number: usize) -> Value {
     let prompt: Vec<usize> = (0..1 + number * 7 % 30).map(|i| (i * 5 + number) % 30).collect();
@@ -51,8 +51,7 @@ fn together(server: &Server, expected: &[Value]) {
 
 #[test]
 fn many_clients_get_the_answers_that_each_gets_alone() {
-    let dir = prepared();
-    let server = Server::start(dir.path(), &["--max-num-seqs", "8", "--chunked-prefill-size", "5"]);
+    let (_dir, server) = served(&["--max-num-seqs", "8", "--chunked-prefill-size", "5"]);
     let expected = alone(&server, 90);
     together(&server, &expected);
     server.wait_for("moh_requests_running", 0.0);
@@ -63,9 +62,8 @@ fn many_clients_get_the_answers_that_each_gets_alone() {
 
 #[test]
 fn sequences_that_give_up_their_blocks_end_the_same() {
-    let dir = prepared();
     let options = ["--kv-cache-tokens", "64", "--block-size", "4", "--chunked-prefill-size", "9"];
-    let server = Server::start(dir.path(), &options);
+    let (_dir, server) = served(&options);
     let expected = alone(&server, 60);
     together(&server, &expected);
     assert!(server.metric("moh_preemptions_total") > 0.0);
@@ -75,8 +73,7 @@ fn sequences_that_give_up_their_blocks_end_the_same() {
 
 #[test]
 fn prompts_that_begin_alike_are_computed_once() {
-    let dir = prepared();
-    let server = Server::start(dir.path(), &["--block-size", "4"]);
+    let (_dir, server) = served(&["--block-size", "4"]);
     let prompt: Vec<u32> = (0..22).collect();
     let ask = |n: usize| {
         server.completion(&json!({
@@ -94,8 +91,7 @@ fn prompts_that_begin_alike_are_computed_once() {
 
 #[test]
 fn a_client_that_leaves_frees_its_place() {
-    let dir = prepared();
-    let server = Server::start(dir.path(), &["--max-num-seqs", "1"]);
+    let (_dir, server) = served(&["--max-num-seqs", "1"]);
     let second = server.request("/v1/completions", b"{\"prompt\": \"w1\"}");
     let cases =
         [(true, &b""[..]), (false, b""), (true, b"\r\n"), (false, b"\r\n"), (false, &second)];
@@ -124,8 +120,7 @@ fn a_client_that_leaves_frees_its_place() {
 #[cfg(unix)]
 #[test]
 fn a_signal_lets_answers_finish() {
-    let dir = prepared();
-    let mut server = Server::start(dir.path(), &["--max-num-seqs", "2"]);
+    let (_dir, mut server) = served(&["--max-num-seqs", "2"]);
     let body =
         json!({ "prompt": "w1", "max_tokens": 60, "stream": true, "temperature": 0, "seed": 1 });
     let whole = server.post("/v1/completions", &body).events().len();
