@@ -102,7 +102,6 @@ impl Calibrated {
         &self.calibration.moh
     }
 
-    /// Whether the output projections are refitted.
     pub(crate) fn is_refitted(&self) -> bool {
         self.projections.is_some()
     }

@@ -22,7 +22,6 @@ use moh_text::TextTokenizer;
 
 /// Tokens of a window if the option is omitted, unless the model's context is shorter.
 const DEFAULT_LENGTH: usize = 2048;
-/// The longest line of a text in JSON lines.
 const MAX_LINE_BYTES: u64 = 64 << 20;
 
 #[derive(Debug, Clone, Args)]
@@ -180,7 +179,6 @@ impl CalibrationArguments {
         Ok(Some(Arc::new(measured)))
     }
 
-    /// The calibration tokens of a token file or of a text.
     fn tokens(
         &self,
         text: &Path,

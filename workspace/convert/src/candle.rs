@@ -49,32 +49,28 @@ pub(crate) fn last_logits(
         let tensor = Tensor::from_vec(values, shape, &Device::Cpu).map_err(failed)?;
         tensors.insert(name, tensor);
     }
+    logits(config, ids, tensors).map_err(failed)
+}
+
+fn logits(
+    config: &ModelConfig,
+    ids: &[u32],
+    tensors: HashMap<String, Tensor>,
+) -> candle_core::Result<Vec<f32>> {
     let weights = VarBuilder::from_tensors(tensors, CandleType::F32, &Device::Cpu);
-    let ids = Tensor::from_slice(ids, (1, ids.len()), &Device::Cpu).map_err(failed)?;
+    let input = Tensor::from_slice(ids, (1, ids.len()), &Device::Cpu)?;
     let logits = match config.architecture {
-        Architecture::Llama => llama_logits(config, weights, &ids),
-        Architecture::Qwen3 => qwen3_logits(config, weights, &ids),
+        Architecture::Llama => {
+            let config = llama_config(config, ids.len());
+            let mut cache = Cache::new(false, CandleType::F32, &config, &Device::Cpu)?;
+            Llama::load(weights, &config)?.forward(&input, 0, &mut cache)?
+        }
+        Architecture::Qwen3 => {
+            let config = qwen3_config(config, ids.len());
+            qwen3::ModelForCausalLM::new(&config, weights)?.forward(&input, 0)?
+        }
     };
-    logits.and_then(|logits| logits.flatten_all()?.to_vec1()).map_err(failed)
-}
-
-fn llama_logits(
-    config: &ModelConfig,
-    weights: VarBuilder<'_>,
-    ids: &Tensor,
-) -> candle_core::Result<Tensor> {
-    let config = llama_config(config, ids.elem_count());
-    let mut cache = Cache::new(false, CandleType::F32, &config, &Device::Cpu)?;
-    Llama::load(weights, &config)?.forward(ids, 0, &mut cache)
-}
-
-fn qwen3_logits(
-    config: &ModelConfig,
-    weights: VarBuilder<'_>,
-    ids: &Tensor,
-) -> candle_core::Result<Tensor> {
-    let config = qwen3_config(config, ids.elem_count());
-    qwen3::ModelForCausalLM::new(&config, weights)?.forward(ids, 0)
+    logits.flatten_all()?.to_vec1()
 }
 
 fn failed(error: candle_core::Error) -> Error {

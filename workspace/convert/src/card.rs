@@ -7,7 +7,6 @@ use moh_train::model_card;
 use crate::convert::Plan;
 use crate::{CalibrationReceipt, Error};
 
-/// Describes the output of a conversion.
 pub(crate) fn card(plan: &Plan<'_>) -> Result<ModelCard, Error> {
     let Plan { options, config: output, .. } = plan;
     let source = &plan.source.file.config;
@@ -50,7 +49,6 @@ pub(crate) fn card(plan: &Plan<'_>) -> Result<ModelCard, Error> {
     Ok(card)
 }
 
-/// Says what a measurement has chosen.
 fn measured(receipt: &CalibrationReceipt) -> String {
     let CalibrationReceipt { text, tokens, loss_dense, loss_given, loss, refit, .. } = receipt;
     let tokens = HumanCount(*tokens as u64);

@@ -40,7 +40,7 @@ pub enum TargetAttention {
 }
 
 impl TargetAttention {
-    fn request(&self) -> Option<&HeadRequest> {
+    pub(crate) fn request(&self) -> Option<&HeadRequest> {
         match self {
             TargetAttention::Dense => None,
             TargetAttention::Moh(request) => Some(request),
@@ -57,18 +57,6 @@ impl TargetAttention {
         let Some(request) = self.request() else { return Ok(None) };
         let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
         Ok(request.total(heads, kv_heads, model.num_hidden_layers, model.moh.as_ref())?)
-    }
-
-    /// What a share of active heads became for `model`, if it could not be met exactly.
-    pub fn rounding(&self, model: &ModelConfig) -> Option<String> {
-        let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
-        self.request()?.rounding(heads, kv_heads, model.moh.as_ref())
-    }
-
-    /// What is weak about the counts that a share of active heads became for `model`.
-    pub fn weakness(&self, model: &ModelConfig) -> Option<String> {
-        let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
-        self.request()?.weakness(heads, kv_heads, model.moh.as_ref())
     }
 }
 
@@ -145,30 +133,17 @@ impl ConversionOptions {
     }
 }
 
-/// The progress of a conversion.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ConversionProgress {
-    /// Bytes written.
-    pub bytes: u64,
-    /// Bytes to write.
-    pub total: u64,
-}
-
 /// A conversion whose output does not have its name yet; dropping it removes the output.
 #[derive(Debug)]
 pub struct Conversion {
-    receipt: Receipt,
+    /// The results.
+    pub receipt: Receipt,
     /// Leading rows of the vocabulary that are the source's.
     kept_rows: usize,
     pending: PendingModel,
 }
 
 impl Conversion {
-    /// The results.
-    pub fn receipt(&self) -> &Receipt {
-        &self.receipt
-    }
-
     /// The output under its temporary name.
     pub fn path(&self) -> &Path {
         self.pending.path()
@@ -188,14 +163,15 @@ impl Conversion {
 }
 
 /// Converts a model directory, or a checkpoint of a run. [`Conversion::publish`] gives the output its
-/// name. `progress` is called for every piece and can stop the conversion with `ControlFlow::Break`.
+/// name. `progress` is called for every piece, with the bytes that are written and all of them, and can stop the
+/// conversion with `ControlFlow::Break`.
 ///
 /// # Errors
 /// Fails if the source is not a complete model with finite weights, if the options do not fit it,
 /// or if the output cannot be written; nothing is left behind.
 pub fn convert(
     options: &ConversionOptions,
-    progress: &mut dyn FnMut(ConversionProgress) -> ControlFlow<()>,
+    progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Conversion, Error> {
     let start = Instant::now();
     options.check_destination()?;
@@ -265,12 +241,10 @@ impl<'a> Plan<'a> {
         Ok(Plan { options, source, config, tensors, expansion, added })
     }
 
-    /// Whether a tensor is refitted.
     pub fn has_refitted(&self, tensor: &str) -> bool {
         self.options.calibrated.as_ref().is_some_and(|calibrated| calibrated.has_refitted(tensor))
     }
 
-    /// Whether the source's output projections are refitted.
     pub fn is_source_refitted(&self) -> bool {
         self.source.file.fields.get(OUTPUT_REFITTED).is_some_and(|refitted| refitted == true)
     }
@@ -288,7 +262,7 @@ impl<'a> Plan<'a> {
 
     fn write(
         &self,
-        progress: &mut dyn FnMut(ConversionProgress) -> ControlFlow<()>,
+        progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<PendingModel, Error> {
         let Plan { options, source: Source { file, weights, .. }, config, tensors, .. } = self;
         // The configuration names one type: that of the widest part of the model, its embedding.
@@ -313,7 +287,7 @@ impl<'a> Plan<'a> {
             let mut counted = |bytes: &[u8]| {
                 sink(bytes)?;
                 done += bytes.len() as u64;
-                match progress(ConversionProgress { bytes: done, total }) {
+                match progress(done, total) {
                     ControlFlow::Continue(()) => Ok(()),
                     ControlFlow::Break(()) => Err(Error::Interrupted),
                 }

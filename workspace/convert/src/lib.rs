@@ -17,5 +17,5 @@ pub use calibrated::{Calibrated, CalibrationReceipt};
 pub use convert::{Conversion, ConversionOptions, TargetAttention, convert};
 pub use error::Error;
 pub use receipt::{Receipt, TensorReceipt};
-pub use verify::{Independent, Verification};
+pub use verify::Verification;
 pub use weights::Rounding;

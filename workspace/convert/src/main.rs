@@ -15,7 +15,7 @@ use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
 use moh_checkpoint::run_directory::RunCheckpoint;
 use moh_convert::{
-    CalibrationReceipt, Conversion, ConversionOptions, Independent, Receipt, TargetAttention,
+    CalibrationReceipt, Conversion, ConversionOptions, Receipt, TargetAttention, TensorReceipt,
     Verification, convert,
 };
 use moh_files::{PendingFile, Registered};
@@ -23,7 +23,7 @@ use moh_hf::{is_base_model, is_license_id};
 use moh_kernels::DType;
 use moh_kernels::open_device::{DeviceName, OpenDevice};
 use moh_model::{Active, HeadCounts, HeadRequest, RouterKind, SharedHeadSets};
-use moh_program::arguments::{self, at_least};
+use moh_program::arguments::{self, at_least, only};
 use moh_program::models::Place;
 use moh_program::progress::Bar;
 use moh_program::{exit, options};
@@ -103,11 +103,11 @@ struct Arguments {
     pad_vocab_to: Option<usize>,
     /// Base model that the model card names, its id on the hub; repeat it for a merged model [default: the source
     /// on the hub, or what the README.md of its directory says]
-    #[arg(long, value_name = "ID", value_parser = parse_base_model)]
+    #[arg(long, value_name = "ID", value_parser = only(|id: &String| is_base_model(id), BASE_MODEL))]
     base_model: Vec<String>,
     /// Licence that the model card states, by its id on the hub, such as apache-2.0; with other, the source's
     /// license_name and license_link stay [default: what the source's README.md says]
-    #[arg(long, value_name = "ID", value_parser = parse_license)]
+    #[arg(long, value_name = "ID", value_parser = only(|id: &String| is_license_id(id), LICENSE))]
     license: Option<String>,
     /// Write a report of every tensor as JSON
     #[arg(long, value_name = "FILE")]
@@ -177,21 +177,8 @@ fn parse_head_counts(text: &str) -> Result<HeadCounts, String> {
     }
 }
 
-/// Parses the id of a model on the hub.
-fn parse_base_model(text: &str) -> Result<String, String> {
-    match is_base_model(text) {
-        true => Ok(text.to_owned()),
-        false => Err("expected an id on the hub, such as meta-llama/Llama-3.2-1B".to_owned()),
-    }
-}
-
-/// Parses the id of a licence.
-fn parse_license(text: &str) -> Result<String, String> {
-    match is_license_id(text) {
-        true => Ok(text.to_owned()),
-        false => Err("expected the id of a licence, such as apache-2.0 or llama3".to_owned()),
-    }
-}
+const BASE_MODEL: &str = "expected an id on the hub, such as meta-llama/Llama-3.2-1B";
+const LICENSE: &str = "expected the id of a licence, such as apache-2.0 or llama3";
 
 fn main() -> ExitCode {
     exit::run(|| run(&arguments::parse::<Arguments>()))
@@ -222,7 +209,6 @@ fn attention(arguments: &Arguments) -> Option<TargetAttention> {
     Some(TargetAttention::Moh(HeadRequest { router, shared_heads, active }))
 }
 
-/// The attention that a checkpoint was trained with.
 fn trained_attention(checkpoint: &RunCheckpoint) -> anyhow::Result<TargetAttention> {
     Ok(match checkpoint.config_file()?.config.moh {
         // A Mixture-of-Head model keeps its own heads.
@@ -295,15 +281,15 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         arguments.calibration.measure(&options, chooses_number, device.clone(), &stop)?;
     let options = ConversionOptions { calibrated, ..options };
     let mut bar = Bar::bytes("converting", 0);
-    let conversion = convert(&options, &mut |progress| {
-        bar.update(progress.bytes, progress.total);
+    let conversion = convert(&options, &mut |bytes, total| {
+        bar.update(bytes, total);
         match stop.load(Ordering::Relaxed) {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         }
     })?;
     drop(bar);
-    if let Some(warning) = &conversion.receipt().warning {
+    if let Some(warning) = &conversion.receipt.warning {
         exit::stderr_line(format_args!("warning: {warning}"));
     }
     let verification = match is_run {
@@ -332,7 +318,7 @@ fn verify_output(
     conversion: &Conversion,
     device: OpenDevice,
 ) -> anyhow::Result<Option<Verification>> {
-    let is_small = conversion.receipt().bytes < VERIFIED_BYTES;
+    let is_small = conversion.receipt.bytes < VERIFIED_BYTES;
     if arguments.no_verify || !(arguments.verify || is_small) {
         return Ok(None);
     }
@@ -436,10 +422,14 @@ fn print_receipt(
 
 /// The numbers of tensors that are unchanged, converted and new.
 fn describe_tensors(receipt: &Receipt) -> String {
+    let count = |is: fn(&TensorReceipt) -> bool| receipt.tensors.iter().filter(|it| is(it)).count();
     let (total, unchanged) = (receipt.tensors.len(), receipt.num_unchanged());
-    let (converted, dtype) = (receipt.num_converted(), receipt.tensors.first().map(|t| t.dtype));
-    let (refitted, fitted) = (receipt.num_refitted(), receipt.num_fitted());
-    let added = receipt.num_added();
+    let dtype = receipt.tensors.first().map(|tensor| tensor.dtype);
+    let converted =
+        count(|it| !it.refitted && it.source_dtype.is_some_and(|dtype| dtype != it.dtype));
+    let refitted = count(|it| it.refitted && it.source_dtype.is_some());
+    let fitted = count(|it| it.refitted && it.source_dtype.is_none());
+    let added = count(|it| !it.refitted && it.source_dtype.is_none());
     let parts = [
         (unchanged, format!("of {total} unchanged, bit by bit")),
         (converted, format!("of {total} converted to {}", dtype.unwrap_or_default())),
@@ -476,13 +466,11 @@ fn print_verification(found: &Verification, out: &mut impl Write) -> std::io::Re
         }
     }
     match found.independent {
-        Independent::Compared { largest_difference } => {
+        Ok(largest_difference) => {
             let distance = distance(largest_difference.into(), "the output's");
             writeln!(out, "  candle           its logits of the last token are {distance}")
         }
-        Independent::NotCompared { reason } => {
-            writeln!(out, "  candle           not compared: {reason}")
-        }
+        Err(reason) => writeln!(out, "  candle           not compared: {reason}"),
     }
 }
 

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use moh_hf::model_directory::{TensorSpec, Written};
 use moh_kernels::DType;
-use moh_model::HeadCounts;
 use moh_model::flops::Flops;
+use moh_model::{HeadCounts, ModelConfig};
 use serde::Serialize;
 
 use crate::convert::Plan;
@@ -86,20 +86,25 @@ impl Receipt {
     /// Describes the output of `plan` since `start`.
     pub(crate) fn new(plan: &Plan<'_>, written: &Written, start: Instant) -> Result<Self, Error> {
         let Plan { options, source, config, tensors, .. } = plan;
-        let original = &source.file.config;
+        let original: &ModelConfig = &source.file.config;
         let tensors = tensors.iter().zip(&written.hashes);
         let tensors = tensors.map(|(spec, hash)| TensorReceipt::new(plan, spec, hash));
         let tensors = tensors.collect::<Result<_, Error>>()?;
         let length = config.max_position_embeddings;
         let flops = [original, config].map(|config| config.flops_per_token(length));
         let layers = 0..config.num_hidden_layers;
+        // What was measured does not come from a share.
+        let request = options.attention.request().filter(|_| options.calibrated.is_none());
+        let ModelConfig { num_attention_heads: heads, num_key_value_heads: kv_heads, .. } =
+            *original;
+        let moh = original.moh.as_ref();
         Ok(Receipt {
             source: match &options.checkpoint {
                 Some(checkpoint) => checkpoint.run.checkpoint(checkpoint.step),
                 None => options.source.clone(),
             },
             out: options.out.clone(),
-            heads: config.num_attention_heads,
+            heads,
             shared_heads: layers
                 .clone()
                 .map(|layer| config.layer_heads(layer).shared.len())
@@ -107,8 +112,8 @@ impl Receipt {
             routed_heads: layers.clone().map(|layer| config.routed_heads(layer)).collect(),
             routed_top_k: layers.map(|layer| config.layer_heads(layer).top_k).collect(),
             active_heads: config.active_heads(),
-            rounding: options.attention.rounding(original).filter(|_| options.calibrated.is_none()),
-            weakness: options.attention.weakness(original).filter(|_| options.calibrated.is_none()),
+            rounding: request.and_then(|request| request.rounding(heads, kv_heads, moh)),
+            weakness: request.and_then(|request| request.weakness(heads, kv_heads, moh)),
             calibration: options.calibrated.as_ref().map(|calibrated| calibrated.receipt()),
             parameters: config.num_parameters(),
             vocab_size: [original.vocab_size, config.vocab_size],
@@ -126,32 +131,6 @@ impl Receipt {
     /// Number of tensors copied unchanged.
     pub fn num_unchanged(&self) -> usize {
         self.tensors.iter().filter(|tensor| tensor.unchanged).count()
-    }
-
-    /// Number of tensors with another element type than the source's.
-    pub fn num_converted(&self) -> usize {
-        let is_converted = |tensor: &&TensorReceipt| {
-            tensor.source_dtype.is_some_and(|dtype| dtype != tensor.dtype) && !tensor.refitted
-        };
-        self.tensors.iter().filter(is_converted).count()
-    }
-
-    /// Number of the source's tensors whose values a calibration computed anew.
-    pub fn num_refitted(&self) -> usize {
-        let is_refitted =
-            |tensor: &&TensorReceipt| tensor.refitted && tensor.source_dtype.is_some();
-        self.tensors.iter().filter(is_refitted).count()
-    }
-
-    /// Number of tensors that a calibration computed and the source does not have.
-    pub fn num_fitted(&self) -> usize {
-        let is_fitted = |tensor: &&TensorReceipt| tensor.refitted && tensor.source_dtype.is_none();
-        self.tensors.iter().filter(is_fitted).count()
-    }
-
-    /// Number of tensors that the source does not have and no calibration computed, which are zeros.
-    pub fn num_added(&self) -> usize {
-        self.tensors.iter().filter(|it| it.source_dtype.is_none() && !it.refitted).count()
     }
 }
 

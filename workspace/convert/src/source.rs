@@ -14,7 +14,6 @@ use moh_step::TensorKind;
 
 use crate::Error;
 
-/// The opened source of a conversion.
 pub(crate) struct Source {
     pub file: ConfigFile,
     pub weights: Weights,
@@ -35,7 +34,6 @@ pub(crate) enum Weights {
 }
 
 impl Source {
-    /// Opens the model in `directory`, or that of a checkpoint.
     pub(crate) fn open(
         directory: &Path,
         checkpoint: Option<&RunCheckpoint>,
@@ -55,7 +53,6 @@ impl Source {
 }
 
 impl Weights {
-    /// The element type of a stored tensor.
     pub(crate) fn dtype(&self, name: &str) -> Result<DType, Error> {
         match self {
             Weights::Files(files) => Ok(files.get(name)?.dtype),

@@ -28,27 +28,9 @@ const TOLERANCE: f32 = 1e-5;
 /// Tolerance relative to the largest logit: another implementation's sums and exponentials.
 const INDEPENDENT_TOLERANCE: f32 = 1e-4;
 
-/// The result of the comparison with candle on the last token's logits.
-#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Independent {
-    /// The logits were compared.
-    Compared {
-        /// The largest absolute difference.
-        largest_difference: f32,
-    },
-    /// It cannot compute the model.
-    NotCompared {
-        /// Why.
-        reason: &'static str,
-    },
-}
-
 /// What a comparison found.
-#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Verification {
-    /// Tokens compared.
-    pub tokens: usize,
     /// Logits compared: those of the rows of the vocabulary that are the source's.
     pub logits: usize,
     /// The largest absolute difference to the source's logits, with its weights in their own type.
@@ -58,10 +40,8 @@ pub struct Verification {
     pub unexplained_difference: f32,
     /// How far rounding to another type moved the weights; `None` if all of them have the source's bits.
     pub rounding: Option<Rounding>,
-    /// The largest logit of the source.
-    pub largest_logit: f32,
-    /// The comparison with another implementation.
-    pub independent: Independent,
+    /// The largest absolute difference of the last token's logits to candle's, or why it cannot compute the model.
+    pub independent: Result<f32, &'static str>,
 }
 
 /// Compares the model in `out` with the one in `source` it was converted from, of whose vocabulary the
@@ -96,13 +76,7 @@ impl OnDevice for Comparison<'_> {
     type Output = Result<Verification, Error>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
-        self.verify(&backend)
-    }
-}
-
-impl Comparison<'_> {
-    fn verify<B: Backend + Clone>(&self, backend: &B) -> Result<Verification, Error> {
-        let Comparison { before, after, kept_rows, .. } = self;
+        let Comparison { before, after, kept_rows, .. } = &self;
         let (config, output) = (&before.file.config, &after.weights);
         let dense = ModelConfig { moh: None, ..config.clone() };
         let (configs, refitted) =
@@ -117,8 +91,8 @@ impl Comparison<'_> {
         let own = |name: &str, values: &mut [f32]| self.read_source(name, values);
         let of_output = |name: &str, values: &mut [f32]| Ok(output.read_f32(name, values)?);
 
-        let found = logits(backend, self.all_heads_on(), &ids, of_output)?;
-        let expected = logits(backend, dense.clone(), &ids, rounded)?;
+        let found = logits(&backend, self.all_heads_on(), &ids, of_output)?;
+        let expected = logits(&backend, dense.clone(), &ids, rounded)?;
         let unexplained = self.compare(&expected, &found);
         let largest = unexplained.largest_logit.max(1.0);
         if exceeds(unexplained.largest_difference, TOLERANCE * largest) {
@@ -126,10 +100,10 @@ impl Comparison<'_> {
         }
         let differences = match rounding {
             None => unexplained,
-            Some(_) => self.compare(&logits(backend, dense, &ids, own)?, &found),
+            Some(_) => self.compare(&logits(&backend, dense, &ids, own)?, &found),
         };
         let independent = match candle::obstacle(config) {
-            Some(reason) => Independent::NotCompared { reason },
+            Some(reason) => Err(reason),
             None => {
                 let expected = candle::last_logits(config, &ids, rounded)?;
                 let last = &found[(ids.len() - 1) * after.file.config.vocab_size..];
@@ -137,20 +111,20 @@ impl Comparison<'_> {
                 if exceeds(largest_difference, INDEPENDENT_TOLERANCE * largest) {
                     return self.refuse("candle's of the source", largest_difference);
                 }
-                Independent::Compared { largest_difference }
+                Ok(largest_difference)
             }
         };
         Ok(Verification {
-            tokens: ids.len(),
             logits: ids.len() * kept_rows,
             largest_difference: differences.largest_difference,
             unexplained_difference: unexplained.largest_difference,
             rounding,
-            largest_logit: differences.largest_logit,
             independent,
         })
     }
+}
 
+impl Comparison<'_> {
     fn is_refitted(&self, name: &str) -> bool {
         self.refit && layer_of_output_projection(name).is_some()
     }

@@ -16,17 +16,12 @@ use crate::Error;
 const BLOCK_ELEMENTS: usize = 1 << 20;
 
 /// How far rounding to another element type moved the weights.
-#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rounding {
     /// The element type of the output.
-    #[serde(serialize_with = "name")]
     pub dtype: DType,
     /// The largest absolute difference of a weight to the source's, in the source's type.
     pub largest_difference: f64,
-}
-
-fn name<S: serde::Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(dtype.name())
 }
 
 /// Compares the tensors that both models have, by their configurations, but those that are `refitted`; of those with a

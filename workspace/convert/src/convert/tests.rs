@@ -27,7 +27,6 @@ fn place() -> (tempfile::TempDir, PathBuf) {
     (dir, source)
 }
 
-/// The values of a tensor.
 fn values(files: &WeightFiles, name: &str) -> Vec<f32> {
     let tensor = files.get(name).unwrap();
     let mut values = vec![0.0; tensor.shape.iter().product()];
@@ -36,12 +35,12 @@ fn values(files: &WeightFiles, name: &str) -> Vec<f32> {
 }
 
 fn go(options: &ConversionOptions) -> Result<Receipt, Error> {
-    convert(options, &mut |_| ControlFlow::Continue(()))?.publish()
+    convert(options, &mut |_, _| ControlFlow::Continue(()))?.publish()
 }
 
 /// Writes a conversion, and compares it with its source.
 fn verified(options: &ConversionOptions) -> Conversion {
-    let conversion = convert(options, &mut |_| ControlFlow::Continue(())).unwrap();
+    let conversion = convert(options, &mut |_, _| ControlFlow::Continue(())).unwrap();
     conversion.verify(OpenDevice::Cpu).unwrap();
     conversion
 }
@@ -267,7 +266,7 @@ fn an_interruption_leaves_nothing() {
     let (dir, source) = place();
     let options = ConversionOptions::new(&source, dir.path().join("out"));
     let mut pieces = 0;
-    let error = convert(&options, &mut |_| {
+    let error = convert(&options, &mut |_, _| {
         pieces += 1;
         if pieces == 5 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })
@@ -312,7 +311,7 @@ fn verification_measures_against_the_source_in_its_own_type() {
     let out = dir.path().join("out");
     let options =
         ConversionOptions { dtype: Some(DType::BF16), ..ConversionOptions::new(&source, &out) };
-    let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
+    let conversion = convert(&options, &mut |_, _| ControlFlow::Continue(())).unwrap();
     let found = conversion.verify(OpenDevice::Cpu).unwrap();
     conversion.publish().unwrap();
     let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
