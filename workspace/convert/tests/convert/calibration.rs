@@ -3,15 +3,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use moh_data::{TokenFile, Windows};
-use moh_hf::StoredModel;
-use moh_kernels::Cpu;
-use moh_model::Model;
-use moh_step::{EvaluationText, Evaluator};
-use moh_testkit::programs::{exits, read_json};
+use moh_testkit::programs::{assert_has, exits, read_json};
 use serde_json::{Value, json};
 
 use crate::moh_convert;
+use crate::training::{loss, windows};
 
 fn quickstart() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart")
@@ -41,13 +37,8 @@ fn assert_loss_is_measured(dir: &Path, receipt: &Value) {
     const LENGTH: usize = 512;
     let calibration = &receipt["calibration"];
     let tokens = calibration["tokens"].as_u64().unwrap();
-    let stored = StoredModel::open(&dir.join("out")).unwrap();
-    let mut model: Model<Cpu, f32> = stored.load(Cpu, LENGTH).unwrap();
-    let file = TokenFile::open(&quickstart().join("voyage")).unwrap();
-    let windows = Windows::new(file, LENGTH).unwrap().spread(tokens / LENGTH as u64);
-    let text = EvaluationText { windows: &windows, count: windows.len(), decoded_bytes: None };
-    let mut evaluator = Evaluator::new(&model, 4, LENGTH).unwrap();
-    let loss = evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss;
+    let windows = windows(&quickstart().join("voyage"), LENGTH).spread(tokens / LENGTH as u64);
+    let loss = loss(&dir.join("out"), &windows);
     let measured = calibration["loss"].as_f64().unwrap();
     assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
 }
@@ -66,12 +57,12 @@ fn refused(arguments: &[&str], code: i32) -> String {
 fn measured_heads_and_projections_lose_less() {
     let dir = tempfile::tempdir().unwrap();
     let stdout = calibrated(dir.path(), "--routed-top-k 2 --shared-heads 2", "8192");
-    assert!(stdout.contains("  measured on      8,192 tokens: loss "), "{stdout}");
-    assert!(
-        stdout.contains("tensors          50 of 56 unchanged, bit by bit, 6 refitted"),
-        "{stdout}"
-    );
-    assert!(stdout.contains("logits with all heads on are "), "{stdout}");
+    let parts = [
+        "  measured on      8,192 tokens: loss ",
+        "tensors          50 of 56 unchanged, bit by bit, 6 refitted",
+        "logits with all heads on are ",
+    ];
+    assert_has(&stdout, &parts);
     let receipt = read_json(&dir.path().join("receipt.json"));
     let calibration = &receipt["calibration"];
     let loss = |key: &str| calibration[key].as_f64().unwrap();
@@ -95,10 +86,7 @@ fn measured_heads_and_projections_lose_less() {
         assert_eq!(tensor["unchanged"], !is_projection, "{tensor}");
     }
     let card = fs::read_to_string(dir.path().join("out/README.md")).unwrap();
-    assert!(
-        card.contains("refitted the output projections") && card.contains("8,192 tokens"),
-        "{card}"
-    );
+    assert_has(&card, &["refitted the output projections", "8,192 tokens"]);
 
     // What is converted to dense again is another model.
     let arguments = ["--from", "out", "--attention", "dense", "--out", "dense"];
@@ -106,22 +94,17 @@ fn measured_heads_and_projections_lose_less() {
     assert!(stderr.contains("is another model than"), "{stderr}");
     assert_eq!(read_json(&dir.path().join("dense/config.json")).get("moh_output_refitted"), None);
     let card = fs::read_to_string(dir.path().join("dense/README.md")).unwrap();
-    assert!(
-        card.contains("with all heads active it is not the dense model")
-            && card.contains("made every head serve every token"),
-        "{card}"
-    );
+    let said =
+        ["with all heads active it is not the dense model", "made every head serve every token"];
+    assert_has(&card, &said);
 }
 
 #[test]
 fn the_given_heads_and_weights_can_stay() {
     let dir = tempfile::tempdir().unwrap();
     let stdout = calibrated(dir.path(), "--shared 0,5,6,7 --refit off", "4096");
-    assert!(
-        stdout.contains("heads            4 shared + 2 of 4 routed = 6 of 8 active\n"),
-        "{stdout}"
-    );
-    assert!(stdout.contains("tensors          56 of 56 unchanged"), "{stdout}");
+    let heads = "heads            4 shared + 2 of 4 routed = 6 of 8 active\n";
+    assert_has(&stdout, &[heads, "tensors          56 of 56 unchanged"]);
     let config = read_json(&dir.path().join("out/config.json"));
     assert_eq!(config["moh_shared_head_ids"], json!(vec![[0, 5, 6, 7]; 6]));
     assert_eq!(config.get("moh_output_refitted"), None);
@@ -140,10 +123,7 @@ fn heads_may_be_named_without_a_measurement() {
 fn matrices_of_a_router_are_added_as_zeros() {
     let dir = tempfile::tempdir().unwrap();
     let (stdout, _) = convert(dir.path(), &["--router", "two-stage"], 0);
-    assert!(
-        stdout.contains("56 of 68 unchanged, bit by bit, 12 of routers added, zeros"),
-        "{stdout}"
-    );
+    assert_has(&stdout, &["56 of 68 unchanged, bit by bit, 12 of routers added, zeros"]);
 }
 
 /// Each layer gets its number of heads, and the model that is written has the loss that was measured with these, in its
@@ -182,8 +162,7 @@ fn learned_routers_are_fitted() {
     ] {
         let dir = tempfile::tempdir().unwrap();
         let stdout = calibrated(dir.path(), &format!("--active 0.5 --router {router}"), "4096");
-        assert!(stdout.contains(tensors), "{stdout}");
-        assert!(stdout.contains("logits with all heads on are "), "{stdout}");
+        assert_has(&stdout, &[tensors, "logits with all heads on are "]);
         let receipt = read_json(&dir.path().join("receipt.json"));
         assert_loss_is_measured(dir.path(), &receipt);
         for layer in receipt["calibration"]["layers"].as_array().unwrap() {

@@ -22,7 +22,6 @@ fn moh_convert(dir: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// What a conversion prints.
 #[track_caller]
 fn converted(dir: &Path, arguments: &[&str]) -> String {
     success(&mut moh_convert(dir, arguments))

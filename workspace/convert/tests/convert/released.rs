@@ -15,7 +15,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use serde_json::{Map, Value, json};
 
-use crate::{failure, moh_convert};
+use crate::moh_convert;
 
 const LAYERS: usize = 3;
 
@@ -123,20 +123,4 @@ fn the_released_model_becomes_one_of_ours() {
     for name in ["tokenizer.model", "tokenizer_config.json", "generation_config.json"] {
         assert!(files.iter().any(|found| found == name), "{name} of {files:?}");
     }
-}
-
-#[test]
-fn pickled_weights_name_the_remedy() {
-    let dir = tempfile::tempdir().unwrap();
-    let root = dir.path();
-    write_released(&root.join("source"));
-    for name in names(&root.join("source")) {
-        if name.ends_with(".safetensors") {
-            let path = root.join("source").join(&name);
-            fs::rename(&path, path.with_extension("bin")).unwrap();
-        }
-    }
-    fs::remove_file(root.join("source").join(INDEX_FILE)).unwrap();
-    let message = failure(root, &["--from", "source"]);
-    assert!(message.contains("holds PyTorch weights, which must be saved as safetensors first"));
 }

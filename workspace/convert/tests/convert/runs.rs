@@ -109,14 +109,16 @@ fn a_damaged_or_missing_checkpoint_leaves_no_model() {
     fs::write(&manifest, &text).unwrap();
     let hash = blake3::hash(text.as_bytes());
     fs::write(manifest.with_extension("json.b3"), format!("{hash}  manifest.json\n")).unwrap();
-    let error = failure(place, &["--from", "run@1"]);
-    assert!(error.contains("the configuration asks for"), "{error}");
-    let error = failure(place, &["--from", "run@9"]);
-    assert!(error.contains("no checkpoint of step 9: name one of 1, 2, 3, 4"), "{error}");
-    let error = failure(place, &["--from", "run@2", "--revision", "main"]);
-    assert!(error.contains("only hub ids have a --revision"), "{error}");
-    let error = failure(place, &["--from", "run@2", "--verify"]);
-    assert!(error.contains("are compared with their hashes"), "{error}");
+    for (arguments, expected) in [
+        ("run@1", "the configuration asks for"),
+        ("run@9", "no checkpoint of step 9: name one of 1, 2, 3, 4"),
+        ("run@2 --revision main", "only hub ids have a --revision"),
+        ("run@2 --verify", "are compared with their hashes"),
+    ] {
+        let arguments: Vec<_> = ["--from"].into_iter().chain(arguments.split(' ')).collect();
+        let error = failure(place, &arguments);
+        assert!(error.contains(expected), "{error}");
+    }
     // Without a step, an unfinished run's newest good checkpoint.
     for name in ["summary.json", "checkpoints/step-4/manifest.json"] {
         fs::remove_file(place.join("run").join(name)).unwrap();
