@@ -67,76 +67,69 @@ impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
     type Output = anyhow::Result<StepMeasurement>;
 
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
-        measure::<B, T, G, M>(self.backend, self.job, self.arguments)
-    }
-}
-
-fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
-    backend: &B,
-    job: &StepJob,
-    arguments: &StepArguments,
-) -> anyhow::Result<StepMeasurement> {
-    let before = limits::memory(backend);
-    let (config, step) = (job.config.clone(), job.step.clone());
-    let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
-    let model = |config: ModelConfig| {
-        let fill = |segment: &Segment, values: &mut [f32]| {
-            fresh(segment, deviation, values);
-            Ok::<_, moh_model::Error>(())
+        let Steps { backend, job, arguments } = self;
+        let before = limits::memory(backend);
+        let (config, step) = (job.config.clone(), job.step.clone());
+        let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
+        let model = |config: ModelConfig| {
+            let fill = |segment: &Segment, values: &mut [f32]| {
+                fresh(segment, deviation, values);
+                Ok::<_, moh_model::Error>(())
+            };
+            Model::<B, T>::new(backend.clone(), config, step.sequence_length, fill)
         };
-        Model::<B, T>::new(backend.clone(), config, step.sequence_length, fill)
-    };
-    // Whichever teacher the stage has, one of the same shape takes the same time.
-    let teacher = step.distillation.map(|distillation| {
-        let (rows, temperature) = (config.vocab_size, distillation.temperature);
-        Teacher::new(model(job.teacher())?, step.pass_shape(), rows, temperature)
-    });
-    let mut model = model(config)?;
-    model.set_teacher(teacher.transpose()?)?;
-    let mut optimizer = OptimizerState::<B, M>::new(&model, Shard::WHOLE)?;
-    let group = World::single().group().clone();
-    let groups = StepGroups { all: group.clone(), data: group };
-    let mut stepper = Stepper::<B, T, G>::new(&model, step, groups)?;
-    let sequences = job.step.batch_sequences();
-    let mut number = 0;
-    let mut step = || {
-        number += 1;
-        let _step = span::enter_numbered("step", number);
-        stepper.step(
-            &mut model,
-            &mut optimizer,
-            |sample: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
-                synthetic(sample, vocabulary, window);
-                if let Some(document_start) = document_start {
-                    // One document that began before the window.
-                    document_start.fill(0);
-                }
-                Ok(())
-            },
-            (number - 1) * sequences,
-            Update { number, learning_rate: job.learning_rate, limits: Limits::FINITE },
-        )
-    };
-    let mut first = None;
-    for _ in 0..arguments.warmup {
-        first.get_or_insert(step()?);
+        // Whichever teacher the stage has, one of the same shape takes the same time.
+        let teacher = step.distillation.map(|distillation| {
+            let (rows, temperature) = (config.vocab_size, distillation.temperature);
+            Teacher::new(model(job.teacher())?, step.pass_shape(), rows, temperature)
+        });
+        let mut model = model(config)?;
+        model.set_teacher(teacher.transpose()?)?;
+        let mut optimizer = OptimizerState::<B, M>::new(&model, Shard::WHOLE)?;
+        let group = World::single().group().clone();
+        let groups = StepGroups { all: group.clone(), data: group };
+        let mut stepper = Stepper::<B, T, G>::new(&model, step, groups)?;
+        let sequences = job.step.batch_sequences();
+        let mut number = 0;
+        let mut step = || {
+            number += 1;
+            let _step = span::enter_numbered("step", number);
+            stepper.step(
+                &mut model,
+                &mut optimizer,
+                |sample: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
+                    synthetic(sample, vocabulary, window);
+                    if let Some(document_start) = document_start {
+                        // One document that began before the window.
+                        document_start.fill(0);
+                    }
+                    Ok(())
+                },
+                (number - 1) * sequences,
+                Update { number, learning_rate: job.learning_rate, limits: Limits::FINITE },
+            )
+        };
+        let mut first = None;
+        for _ in 0..arguments.warmup {
+            first.get_or_insert(step()?);
+        }
+        let mut times = Times::default();
+        let mut last = times.time(1, &mut step)?;
+        let first = first.unwrap_or(last);
+        let enough = |times: &Times| match arguments.steps {
+            Some(steps) => times.len() >= steps as usize,
+            None => times.len() >= MIN_STEPS && times.total() >= SECONDS,
+        };
+        while !enough(&times) {
+            last = times.time(1, &mut step)?;
+        }
+        if let Some(reason) = last.skipped {
+            anyhow::bail!("the step was not applied: {reason}");
+        }
+        let memory = before.zip(limits::memory(backend)).map(|((now, _), (_, most))| (now, most));
+        let kernels = arguments.kernels.then(|| kernel_times(backend, &mut step)).transpose()?;
+        Ok(StepMeasurement { times, first, last, memory, kernels })
     }
-    let mut times = Times::default();
-    let mut last = times.time(1, &mut step)?;
-    let first = first.unwrap_or(last);
-    let enough = |times: &Times| match arguments.steps {
-        Some(steps) => times.len() >= steps as usize,
-        None => times.len() >= MIN_STEPS && times.total() >= SECONDS,
-    };
-    while !enough(&times) {
-        last = times.time(1, &mut step)?;
-    }
-    if let Some(reason) = last.skipped {
-        anyhow::bail!("the step was not applied: {reason}");
-    }
-    let memory = before.zip(limits::memory(backend)).map(|((now, _), (_, most))| (now, most));
-    let kernels = arguments.kernels.then(|| kernel_times(backend, &mut step)).transpose()?;
-    Ok(StepMeasurement { times, first, last, memory, kernels })
 }
 
 /// The GPU's time in one more step.

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use moh_data::DocumentEnd;
-use moh_program::arguments::at_least;
+use moh_program::arguments::{at_least, only};
 use moh_program::progress::{Bar, of_bytes};
 use moh_program::{counted, exit};
 use moh_text::prepare::{
@@ -107,7 +107,6 @@ enum Turns {
     Last,
 }
 
-/// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let inputs = Inputs { names: &arguments.names, keep: !arguments.no_keep };
     let stop = Arc::new(AtomicBool::new(false));
@@ -284,12 +283,11 @@ fn chat_notes(notes: &ChatNotes) -> Vec<String> {
     unread.into_iter().chain(misread).collect()
 }
 
+const EXPECTED_SHARE: &str = "expected a share of the documents above 0 and at most 1, as in 0.1";
+
 /// A share of a whole: above 0, at most 1.
 fn share(text: &str) -> Result<f64, String> {
-    let share: Option<f64> = text.parse().ok();
-    share.filter(|&share| share > 0.0 && share <= 1.0).ok_or_else(|| {
-        "expected a share of the documents above 0 and at most 1, as in 0.1".to_owned()
-    })
+    only(|share: &f64| *share > 0.0 && *share <= 1.0, EXPECTED_SHARE)(text)
 }
 
 /// A share in percent, from 0% to 100%.
@@ -321,7 +319,6 @@ fn memory(text: &str) -> Result<u64, String> {
     bytes.ok_or_else(|| "expected at least 64 MB, as in 500MB or 2GB".to_owned())
 }
 
-/// A time in seconds.
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: Option<f64> = text.parse().ok();
     let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());

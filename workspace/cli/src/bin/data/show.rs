@@ -33,7 +33,6 @@ pub struct Arguments {
     json: bool,
 }
 
-/// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let file = TokenFile::open(&arguments.prefix)?;
     let (document, range) = place(&file, arguments)?;

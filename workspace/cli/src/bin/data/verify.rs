@@ -30,7 +30,6 @@ pub struct Arguments {
     json: bool,
 }
 
-/// Runs the command.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let verify = Verify {
         prefix: &arguments.prefix,
