@@ -56,12 +56,10 @@ impl Place {
         command
     }
 
-    /// What a command that fails tells.
     fn fail(&self, line: &str) -> String {
         exits(&mut self.command(line), 1).1
     }
 
-    /// Runs a command that succeeds, and returns what it prints.
     fn run(&self, line: &str) -> String {
         success(&mut self.command(line))
     }

@@ -13,7 +13,6 @@ use moh_text::TextTokenizer;
 use moh_text::prepare::AppendEos;
 use serde_json::{Value, json};
 
-/// The tokenizer of the quickstart.
 fn quickstart() -> Value {
     read_json(&repository().join("recipes/quickstart/tokenizer.json"))
 }

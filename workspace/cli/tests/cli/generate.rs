@@ -15,7 +15,6 @@ use serde_json::Value;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-generate");
 
-/// The command on the model `source`.
 fn of_source(dir: &Path, options: &[&str]) -> Command {
     let mut command = program(PROGRAM, dir);
     command.args(["--model", "source"]).args(options);
@@ -27,7 +26,6 @@ fn moh_generate(dir: &Path, options: &[&str]) -> Command {
     of_source(dir, &[&["--prompt", "w1 w2 w3"], options].concat())
 }
 
-/// Standard output and error of that command.
 fn told(dir: &Path, options: &[&str]) -> (String, String) {
     exits(&mut moh_generate(dir, options), 0)
 }
@@ -129,15 +127,6 @@ fn a_file_names_the_end_and_the_output_says_why_it_ended() {
 }
 
 #[test]
-fn top_k_of_one_is_greedy() {
-    let dir = prepared();
-    let sampled = ["--temperature", "9", "--top-k", "1", "--seed", "4"];
-    let greedy = success(&mut moh_generate(dir.path(), &[]));
-    assert_eq!(success(&mut moh_generate(dir.path(), &sampled)), greedy);
-    assert_ne!(success(&mut moh_generate(dir.path(), &["--temperature", "9"])), greedy);
-}
-
-#[test]
 fn limits_of_sampling_ask_for_it_or_say_that_they_have_no_effect() {
     let dir = prepared();
     let run = |options: &[&str]| told(dir.path(), options);
@@ -148,6 +137,8 @@ fn limits_of_sampling_ask_for_it_or_say_that_they_have_no_effect() {
     assert!(!sampled.1.contains("warning"), "{}", sampled.1);
     let greedy = run(&["--temperature", "0", "--top-p", "0.95"]);
     assert_eq!(greedy.0, run(&[]).0);
+    assert_eq!(run(&["--temperature", "9", "--top-k", "1", "--seed", "4"]).0, greedy.0);
+    assert_ne!(run(&["--temperature", "9"]).0, greedy.0);
     let warning = "warning: --temperature 0 always selects the most likely token: --top-k, --top-p and --min-p \
                    have no effect\n";
     assert!(greedy.1.starts_with(warning), "{}", greedy.1);
@@ -225,17 +216,6 @@ fn every_option_takes_a_negative_number_for_its_value() {
     assert!(message.contains("tokenizer"), "{message}");
 }
 
-#[cfg(target_os = "linux")]
-#[test]
-fn a_closed_standard_error_does_not_panic() {
-    let dir = prepared();
-    for (prompt, code) in [("w1 w2 w3", 0), ("", 1)] {
-        let full = fs::File::options().write(true).open("/dev/full").unwrap();
-        let mut command = of_source(dir.path(), &["--max-tokens", "2", "--prompt", prompt]);
-        exits(command.stderr(full), code);
-    }
-}
-
 #[test]
 fn a_context_length_beyond_all_memory_costs_only_what_is_generated() {
     let dir = prepared();
@@ -256,11 +236,7 @@ fn prompts_and_models_that_do_not_fit_are_refused() {
     assert!(prompt(&"w1 ".repeat(64)).starts_with("--prompt: 64 tokens, expected 1 to 63"));
     assert!(prompt("").starts_with("--prompt: 0 tokens, expected 1 to 63"));
 
-    let tokenizer = root.join("source/tokenizer.json");
-    fs::write(&tokenizer, b"{\xff}").unwrap();
-    let message = failure(root, &mut moh_generate(root, &[]), 1);
-    assert!(message.starts_with("source/tokenizer.json: not a valid tokenizer"), "{message}");
-    fs::remove_file(tokenizer).unwrap();
+    fs::remove_file(root.join("source/tokenizer.json")).unwrap();
     let message = failure(root, &mut moh_generate(root, &[]), 1);
     assert_eq!(message, "source: contains no tokenizer.json, which text requires");
 }
