@@ -12,7 +12,6 @@ use crate::{TEMPORARY, parent, remove_directory, sync_directory};
 
 /// Ends the temporary name of a directory that holds a replaced one, named [`REPLACED`].
 const REPLACED_SUFFIX: &str = ".old";
-/// The name of a replaced directory.
 const REPLACED: &str = "replaced";
 /// Random letters and digits of a temporary name.
 const RANDOM_CHARACTERS: usize = 6;
@@ -86,10 +85,7 @@ impl PendingDirectory {
         self.rename()
     }
 
-    /// Renames the directory to its final name, replacing an existing directory.
-    ///
-    /// # Errors
-    /// Fails if the directory cannot be renamed; the old directory is then restored.
+    /// Renames the directory to its final name, replacing an existing directory, which is restored after a failure.
     pub fn replace(mut self) -> io::Result<()> {
         if is_occupied(&self.place) != Some(true) {
             return self.publish();
@@ -182,7 +178,6 @@ fn temporary_suffix<'a>(path: &'a Path, place: &Path) -> Option<&'a str> {
     (is_random && ["", REPLACED_SUFFIX].contains(&suffix)).then_some(suffix)
 }
 
-/// The lock of a directory.
 enum Locked {
     /// Held by this process until the file is dropped.
     Here(File),

@@ -126,10 +126,7 @@ pub fn shorten(file: &mut File, length: u64) -> io::Result<()> {
     file.seek(SeekFrom::Start(length)).map(|_| ())
 }
 
-/// Writes a whole file, replacing an existing one.
-///
-/// # Errors
-/// Fails if the file cannot be written; an older file of that name is then unchanged.
+/// Writes a whole file, replacing an existing one, which is unchanged after a failure.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = PendingFile::create(path)?;
     file.write_all(bytes)?;
@@ -139,10 +136,7 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn names(dir: &Path) -> usize {
-        std::fs::read_dir(dir).unwrap().count()
-    }
+    use crate::temporary::tests::names;
 
     #[test]
     fn a_dropped_file_leaves_nothing() {
@@ -150,7 +144,7 @@ mod tests {
         let mut file = PendingFile::create(&dir.path().join("a")).unwrap();
         file.write_all(b"half").unwrap();
         drop(file);
-        assert_eq!(names(dir.path()), 0);
+        assert!(names(dir.path()).is_empty());
     }
 
     #[test]
@@ -164,7 +158,7 @@ mod tests {
         assert_eq!(std::fs::read(&path).unwrap(), b"one");
         write(&path, b"two").unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
-        assert_eq!(names(dir.path()), 1);
+        assert_eq!(names(dir.path()).len(), 1);
     }
 
     #[test]
@@ -181,7 +175,7 @@ mod tests {
         file.write_all(b"three").unwrap();
         file.publish().unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"one three");
-        assert_eq!(names(dir.path()), 1);
+        assert_eq!(names(dir.path()).len(), 1);
     }
 
     #[cfg(unix)]
@@ -193,7 +187,7 @@ mod tests {
         std::fs::hard_link(&working, &path).unwrap();
         PendingFile::resume(&path, &working, 3).unwrap().publish().unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"one");
-        assert_eq!(names(dir.path()), 1);
+        assert_eq!(names(dir.path()).len(), 1);
     }
 
     #[test]

@@ -98,7 +98,6 @@ fn paths() -> MutexGuard<'static, Vec<PathBuf>> {
     PATHS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The beginning of the temporary names for `path`.
 fn prefix(path: &Path) -> OsString {
     let name = path.file_name().unwrap_or_default();
     let mut prefix = OsString::from(TEMPORARY);

@@ -23,9 +23,6 @@ fn take_negative_numbers(command: Command) -> Command {
 }
 
 /// Parses a number that is finite and not below 0.
-///
-/// # Errors
-/// Says what it expects of any other text.
 pub fn not_negative(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
     number.ok_or_else(|| "expected a number of at least 0".to_owned())

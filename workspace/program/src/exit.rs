@@ -18,27 +18,14 @@ const STOPPED_EARLY: u8 = 75;
 
 /// Returned as an error when a program has stopped early and saved its state: exit code 75. Its
 /// message is printed without a prefix.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub struct StoppedEarly(pub String);
 
 /// Returned as an error for contradictory arguments that clap cannot detect: exit code 2.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub struct Usage(pub String);
-
-impl fmt::Display for StoppedEarly {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(&self.0)
-    }
-}
-
-impl fmt::Display for Usage {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for StoppedEarly {}
-impl std::error::Error for Usage {}
 
 /// Runs a program, prints its error and returns its exit code.
 pub fn run(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
@@ -64,9 +51,6 @@ pub fn stderr_line(line: fmt::Arguments<'_>) {
 
 /// Ends the program when SIGINT or SIGTERM arrives, after its temporary files are removed, with 128
 /// and the signal's number as exit code.
-///
-/// # Errors
-/// Fails if the system refuses a handler or a thread.
 pub fn remove_temporary_files_on_signals() -> std::io::Result<()> {
     #[cfg(unix)]
     on_signals(end)?;
@@ -74,9 +58,6 @@ pub fn remove_temporary_files_on_signals() -> std::io::Result<()> {
 }
 
 /// As [`remove_temporary_files_on_signals`], while `work` runs.
-///
-/// # Errors
-/// Fails if the system refuses a handler or a thread.
 pub fn removing_temporary_files_on_signals<R>(work: impl FnOnce() -> R) -> std::io::Result<R> {
     #[cfg(unix)]
     let signals = on_signals(end)?;
@@ -149,9 +130,6 @@ impl Requests {
 
 /// Calls `first` with the first SIGINT or SIGTERM that arrives. A second one ends the program, after its temporary
 /// files are removed, with 128 and the signal's number as exit code.
-///
-/// # Errors
-/// Fails if the system refuses a handler or a thread.
 pub fn at_first_signal(first: impl FnOnce(i32) + Send + 'static) -> std::io::Result<()> {
     let (mut requests, mut first) = (Requests::new(SAME_REQUEST), Some(first));
     let act = move |signal| match requests.receive(Instant::now()) {
@@ -168,9 +146,6 @@ pub fn at_first_signal(first: impl FnOnce(i32) + Send + 'static) -> std::io::Res
 
 /// Sets `stop` when SIGINT or SIGTERM arrives, so that the program can save what it has done. If it has not ended in
 /// some seconds, or at a second signal, it ends as [`at_first_signal`] says.
-///
-/// # Errors
-/// Fails if the system refuses a handler or a thread.
 pub fn stop_on_signals(stop: &Arc<AtomicBool>) -> std::io::Result<()> {
     let stop = Arc::clone(stop);
     at_first_signal(move |signal| {
@@ -216,19 +191,18 @@ mod tests {
     use super::*;
     use anyhow::{Context, anyhow};
 
-    fn code(result: anyhow::Result<()>) -> String {
-        format!("{:?}", run(|| result))
-    }
-
     #[test]
     fn results_have_their_exit_codes() {
-        let number = |code: u8| format!("{:?}", ExitCode::from(code));
-        assert_eq!(code(Ok(())), number(0));
-        assert_eq!(code(Err(anyhow!("no"))), number(1));
-        assert_eq!(code(Err(Usage("no".to_owned()).into())), number(2));
-        assert_eq!(code(Err(StoppedEarly("later".to_owned()).into())), number(75));
         let broken = std::io::Error::from(ErrorKind::BrokenPipe);
-        assert_eq!(code(Err(broken).context("cannot print")), number(0));
+        for (result, code) in [
+            (Ok(()), 0),
+            (Err(anyhow!("no")), 1),
+            (Err(Usage("no".to_owned()).into()), 2),
+            (Err(StoppedEarly("later".to_owned()).into()), 75),
+            (Err(broken).context("cannot print"), 0),
+        ] {
+            assert_eq!(run(|| result), ExitCode::from(code));
+        }
     }
 
     #[test]

@@ -1,20 +1,7 @@
 //! The name of this machine's processor, which a figure gives.
 
-/// By which x86 processors are told apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Signature {
-    vendor: Vendor,
-    family: u8,
-    model: u8,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only x86 processors have one"))]
-enum Vendor {
-    Amd,
-    Intel,
-    Other,
-}
+/// By which x86 processors are told apart: the vendor, the family and the model.
+type Signature = (String, u8, u8);
 
 /// The processor's name, without marks, clock and number of cores, and its microarchitecture, or family and model if
 /// that is not known.
@@ -24,52 +11,40 @@ pub fn label() -> String {
 }
 
 fn labelled(name: String, signature: Option<Signature>) -> String {
-    match signature {
-        None => name,
-        Some(signature) => match signature.microarchitecture() {
-            Some(microarchitecture) => format!("{name}, {microarchitecture}"),
-            None => format!("{name}, family {}, model {}", signature.family, signature.model),
-        },
+    let Some((vendor, family, model)) = signature else { return name };
+    match microarchitecture(&vendor, family, model) {
+        Some(microarchitecture) => format!("{name}, {microarchitecture}"),
+        None => format!("{name}, family {family}, model {model}"),
     }
 }
 
-impl Signature {
-    /// The name of the processor's design, which a name in a virtual machine often leaves out.
-    ///
-    /// AMD's by Linux 6.11 (`bsp_init_amd` in arch/x86/kernel/cpu/amd.c), Intel's servers by
-    /// arch/x86/include/asm/intel-family.h.
-    fn microarchitecture(self) -> Option<&'static str> {
-        let Self { vendor, family, model } = self;
-        Some(match (vendor, family, model) {
-            (Vendor::Amd, 0x17, 0x00..=0x2f | 0x50..=0x5f) => "Zen",
-            (Vendor::Amd, 0x17, 0x30..=0x4f | 0x60..=0x7f | 0x90..=0x91 | 0xa0..=0xaf) => "Zen 2",
-            (Vendor::Amd, 0x19, 0x00..=0x0f | 0x20..=0x5f) => "Zen 3",
-            (Vendor::Amd, 0x19, 0x10..=0x1f | 0x60..=0xaf) => "Zen 4",
-            (Vendor::Amd, 0x1a, 0x00..=0x2f | 0x40..=0x4f | 0x60..=0x7f) => "Zen 5",
-            (Vendor::Intel, 6, 0x55) => "Skylake",
-            (Vendor::Intel, 6, 0x6a | 0x6c) => "Ice Lake",
-            (Vendor::Intel, 6, 0x8f) => "Sapphire Rapids",
-            (Vendor::Intel, 6, 0xcf) => "Emerald Rapids",
-            (Vendor::Intel, 6, 0xad | 0xae) => "Granite Rapids",
-            _ => return None,
-        })
-    }
+/// The name of the processor's design, which a name in a virtual machine often leaves out.
+///
+/// AMD's by Linux 6.11 (`bsp_init_amd` in arch/x86/kernel/cpu/amd.c), Intel's servers by
+/// arch/x86/include/asm/intel-family.h.
+fn microarchitecture(vendor: &str, family: u8, model: u8) -> Option<&'static str> {
+    Some(match (vendor, family, model) {
+        ("AuthenticAMD", 0x17, 0x00..=0x2f | 0x50..=0x5f) => "Zen",
+        ("AuthenticAMD", 0x17, 0x30..=0x4f | 0x60..=0x7f | 0x90..=0x91 | 0xa0..=0xaf) => "Zen 2",
+        ("AuthenticAMD", 0x19, 0x00..=0x0f | 0x20..=0x5f) => "Zen 3",
+        ("AuthenticAMD", 0x19, 0x10..=0x1f | 0x60..=0xaf) => "Zen 4",
+        ("AuthenticAMD", 0x1a, 0x00..=0x2f | 0x40..=0x4f | 0x60..=0x7f) => "Zen 5",
+        ("GenuineIntel", 6, 0x55) => "Skylake",
+        ("GenuineIntel", 6, 0x6a | 0x6c) => "Ice Lake",
+        ("GenuineIntel", 6, 0x8f) => "Sapphire Rapids",
+        ("GenuineIntel", 6, 0xcf) => "Emerald Rapids",
+        ("GenuineIntel", 6, 0xad | 0xae) => "Granite Rapids",
+        _ => return None,
+    })
 }
 
 /// The processor's own name, and its signature.
 #[cfg(target_arch = "x86_64")]
 fn identity() -> (String, Option<Signature>) {
     let cpuid = raw_cpuid::CpuId::new();
-    let vendor = match cpuid.get_vendor_info().as_ref().map(|vendor| vendor.as_str()) {
-        Some("AuthenticAMD") => Vendor::Amd,
-        Some("GenuineIntel") => Vendor::Intel,
-        _ => Vendor::Other,
-    };
-    let signature = cpuid.get_feature_info().map(|features| Signature {
-        vendor,
-        family: features.family_id(),
-        model: features.model_id(),
-    });
+    let vendor = cpuid.get_vendor_info().map_or(String::new(), |vendor| vendor.as_str().to_owned());
+    let features = cpuid.get_feature_info();
+    let signature = features.map(|found| (vendor, found.family_id(), found.model_id()));
     let name = cpuid.get_processor_brand_string().map(|name| name.as_str().to_owned());
     (name.unwrap_or_default(), signature)
 }
@@ -114,16 +89,17 @@ mod tests {
         }
     }
 
-    fn label(vendor: Vendor, family: u8, model: u8) -> String {
-        labelled("A B".to_owned(), Some(Signature { vendor, family, model }))
-    }
-
     #[test]
     fn a_label_has_the_microarchitecture_or_the_numbers() {
-        assert_eq!(label(Vendor::Amd, 25, 17), "A B, Zen 4");
-        assert_eq!(label(Vendor::Amd, 26, 2), "A B, Zen 5");
-        assert_eq!(label(Vendor::Intel, 6, 143), "A B, Sapphire Rapids");
-        assert_eq!(label(Vendor::Intel, 25, 17), "A B, family 25, model 17");
-        assert_eq!(label(Vendor::Other, 6, 143), "A B, family 6, model 143");
+        for (vendor, family, model, expected) in [
+            ("AuthenticAMD", 25, 17, "A B, Zen 4"),
+            ("AuthenticAMD", 26, 2, "A B, Zen 5"),
+            ("GenuineIntel", 6, 143, "A B, Sapphire Rapids"),
+            ("GenuineIntel", 25, 17, "A B, family 25, model 17"),
+            ("other", 6, 143, "A B, family 6, model 143"),
+        ] {
+            let signature = (vendor.to_owned(), family, model);
+            assert_eq!(labelled("A B".to_owned(), Some(signature)), expected);
+        }
     }
 }

@@ -18,14 +18,12 @@ pub struct Bar {
     label: String,
     unit: Unit,
     total: u64,
-    /// What follows the rate.
     detail: String,
     /// The progress at the first update: work that was done before.
     first: Option<u64>,
     /// `None` without a terminal.
     bar: Option<ProgressBar>,
     started: Instant,
-    /// The time of the last line.
     printed: Instant,
 }
 
@@ -139,7 +137,6 @@ impl Bar {
         self.update(done, self.total);
     }
 
-    /// One line of a log.
     fn line(&self, done: u64) -> String {
         let shown = |number: u64| match self.unit {
             Unit::Bytes => HumanBytes(number).to_string(),
