@@ -20,8 +20,6 @@ mod split;
 
 pub use crate::{Error, Result};
 pub use encode::LoadAhead;
-#[doc(hidden)]
-pub use encode::ids_of;
 pub use end_of_text::AppendEos;
 pub use names::{Inputs, can_continue};
 pub use output::Counts;

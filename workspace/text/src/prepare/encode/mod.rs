@@ -19,9 +19,8 @@ pub use self::ahead::LoadAhead;
 use self::library::{Library, Pipeline};
 use self::shape::Shape;
 use self::spelling::Spelling;
-use crate::prepare::{Error, Result};
+use crate::prepare::Result;
 
-/// The ids of a document.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Encoded {
     /// With those that the post-processor puts before and after a document.
@@ -76,7 +75,6 @@ impl<'a> Encoder<'a> {
         self.library.as_ref().err().map(String::as_str)
     }
 
-    /// The ids of a document.
     pub(crate) fn encode(&self, text: &str) -> Result<Encoded> {
         let Some(suffix) = &self.suffix else {
             let in_text = self.tokenizer.encode_without_special_tokens(text)?;
@@ -104,17 +102,6 @@ fn extend(ids: &mut Vec<PipelineToken>, more: &[u32]) {
     ids.extend(more.iter().copied().map(PipelineToken::from));
 }
 
-/// The number of ids of each of several documents, by the faster library; for benchmarks.
-#[doc(hidden)]
-pub fn ids_of(tokenizer: &TextTokenizer) -> Result<impl FnMut(&str) -> Result<usize>> {
-    let encoder = Encoder::new(tokenizer, &tokenizer.json()?, None)?;
-    if let Some(reason) = encoder.fallback() {
-        return Err(Error::unusable(tokenizer.path(), reason));
-    }
-    Ok(move |text: &str| Ok(encoder.encode(text)?.ids.len()))
-}
-
-/// Compares the faster library with the slower one.
 fn checked(
     library: Library,
     tokenizer: &TextTokenizer,
@@ -144,7 +131,6 @@ struct Special {
 }
 
 impl Special {
-    /// The set of increasing ids.
     fn new(ids: impl Iterator<Item = u32>) -> Self {
         let ids: Vec<u32> = ids.collect();
         let first = ids.first().copied().unwrap_or(0);
@@ -153,7 +139,6 @@ impl Special {
         Self { is_special, first }
     }
 
-    /// Those of `ids` that are special.
     fn among(&self, ids: &[u32]) -> Vec<u32> {
         // Smaller ids wrap to larger ones.
         let place = |id: &u32| id.wrapping_sub(self.first) as usize;
