@@ -13,7 +13,7 @@ use clap::Args;
 use clap::error::ErrorKind;
 use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
 use moh_convert::{Calibrated, ConversionOptions};
-use moh_data::{JsonLines, TokenFile, Windows, with_ending};
+use moh_data::{TokenFile, Windows, json_lines, with_ending};
 use moh_kernels::open_device::OpenDevice;
 use moh_model::{Active, HeadCounts, ModelConfig, SharedHeadSets};
 use moh_program::arguments::at_least;
@@ -235,10 +235,10 @@ impl CalibrationArguments {
         };
         if text.extension().is_some_and(|ending| ending == "jsonl") {
             let file = fs::File::open(text)?;
-            let mut lines = JsonLines::new(text, BufReader::new(file), MAX_LINE_BYTES);
-            while let Some(line) = lines.next_object()? {
-                let Some(document) = line.fields.get("text").and_then(|text| text.as_str()) else {
-                    bail!("line {}: `text` is missing or not a string", line.line);
+            for line in json_lines(text, BufReader::new(file), MAX_LINE_BYTES) {
+                let (number, fields) = line?;
+                let Some(document) = fields.get("text").and_then(|text| text.as_str()) else {
+                    bail!("line {number}: `text` is missing or not a string");
                 };
                 if !add(document)? {
                     break;

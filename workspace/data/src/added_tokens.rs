@@ -27,7 +27,6 @@ const ADDITIONAL: &str = "additional_special_tokens";
 const OF_MODEL: &str = "model_specific_special_tokens";
 const DECODER: &str = "added_tokens_decoder";
 
-/// A token that a file adds.
 #[derive(Clone, Debug)]
 pub(crate) struct Added {
     pub content: String,
@@ -98,7 +97,6 @@ impl Added {
 }
 
 /// What the files beside a `tokenizer.json` say.
-#[derive(Default)]
 pub(crate) struct Others {
     /// The tokens that are added, one after the other.
     pub added: Vec<Added>,
@@ -174,7 +172,6 @@ impl Fields<'_> {
         moh_files::unusable(&path, format!("{name}: {reason}: correct it")).into()
     }
 
-    /// The token of a field.
     fn token(&self, name: &str, value: &Value) -> Result<Added> {
         let file = if self.of_map.contains(name) { MAP_FILE } else { CONFIG_FILE };
         let reason = "expected a string, or an object with the string content";

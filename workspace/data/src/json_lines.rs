@@ -2,81 +2,60 @@
 //! Memory holds one line, of a limited length.
 
 use std::io::{BufRead, Read};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::{Map, Value};
 
 use crate::{Error, Result};
 
-/// Iterates over the objects of an input; errors name the input and the line.
-pub struct JsonLines<R> {
-    path: PathBuf,
-    reader: R,
+/// The objects of an input, each with the number of its line, counted from 1; errors name `path` and the line. A line longer
+/// than `max_line_bytes` is an error.
+pub fn json_lines<R: BufRead>(
+    path: &Path,
+    mut reader: R,
     max_line_bytes: u64,
-    line: u64,
-    bytes: Vec<u8>,
-}
-
-/// An object and its place in the input.
-pub struct JsonLine {
-    /// The number of the line, counted from 1.
-    pub line: u64,
-    /// Its fields.
-    pub fields: Map<String, Value>,
-}
-
-impl<R: BufRead> JsonLines<R> {
-    /// Reads the lines of `reader`, which errors call `path`; a line longer than `max_line_bytes`
-    /// is an error.
-    pub fn new(path: &Path, reader: R, max_line_bytes: u64) -> Self {
-        JsonLines { path: path.to_path_buf(), reader, max_line_bytes, line: 0, bytes: Vec::new() }
-    }
-
-    /// The next object; `None` at the end.
-    pub fn next_object(&mut self) -> Result<Option<JsonLine>> {
+) -> impl Iterator<Item = Result<(u64, Map<String, Value>)>> {
+    let (mut number, mut bytes) = (0, Vec::new());
+    std::iter::from_fn(move || {
         loop {
-            self.bytes.clear();
-            let mut limited = self.reader.by_ref().take(self.max_line_bytes.saturating_add(1));
-            let read = limited
-                .read_until(b'\n', &mut self.bytes)
-                .map_err(Error::io(&self.path, "read"))?;
-            if read == 0 {
-                return Ok(None);
+            bytes.clear();
+            let mut limited = reader.by_ref().take(max_line_bytes.saturating_add(1));
+            match limited.read_until(b'\n', &mut bytes) {
+                Ok(0) => return None,
+                Ok(_) => number += 1,
+                Err(error) => return Some(Err(Error::io(path, "read")(error))),
             }
-            self.line += 1;
-            if read as u64 > self.max_line_bytes {
-                return Err(self
-                    .fault(format!("longer than {} bytes, not JSON lines", self.max_line_bytes)));
+            let fault = |reason| Error::Invalid(format!("{}:{number}: {reason}", path.display()));
+            match object(&bytes, max_line_bytes, number == 1).map_err(fault) {
+                Ok(None) => {}
+                Ok(Some(fields)) => return Some(Ok((number, fields))),
+                Err(error) => return Some(Err(error)),
             }
-            let mut line = std::str::from_utf8(&self.bytes).map_err(|fault| {
-                self.fault(format!("not UTF-8 at byte {} of the line", fault.valid_up_to()))
-            })?;
-            if self.line == 1 {
-                line = line.strip_prefix('\u{feff}').unwrap_or(line);
-            }
-            if line.trim().is_empty() {
-                continue;
-            }
-            let fields = object(line).map_err(|reason| self.fault(reason))?;
-            return Ok(Some(JsonLine { line: self.line, fields }));
         }
-    }
-
-    /// An error of the line that was read last.
-    fn fault(&self, reason: String) -> Error {
-        Error::Invalid(format!("{}:{}: {reason}", self.path.display(), self.line))
-    }
+    })
 }
 
-fn object(line: &str) -> Result<Map<String, Value>, String> {
-    let value = serde_json::from_str(line).map_err(|fault| {
-        // The column is useful; "line 1" is not.
-        let text = fault.to_string();
-        let reason = text.split(" at line ").next().unwrap_or(&text);
-        format!("broken JSON at column {}: {reason}", fault.column())
-    })?;
-    match value {
-        Value::Object(fields) => Ok(fields),
-        _ => Err("expected one JSON object per line".to_owned()),
+/// The object of a line; `None` if it is blank.
+fn object(line: &[u8], most: u64, is_first: bool) -> Result<Option<Map<String, Value>>, String> {
+    if line.len() as u64 > most {
+        return Err(format!("longer than {most} bytes, not JSON lines"));
+    }
+    let mut line = std::str::from_utf8(line)
+        .map_err(|fault| format!("not UTF-8 at byte {} of the line", fault.valid_up_to()))?;
+    if is_first {
+        line = line.strip_prefix('\u{feff}').unwrap_or(line);
+    }
+    if line.trim().is_empty() {
+        return Ok(None);
+    }
+    match serde_json::from_str(line) {
+        Ok(Value::Object(fields)) => Ok(Some(fields)),
+        Ok(_) => Err("expected one JSON object per line".to_owned()),
+        Err(fault) => {
+            // The column is useful; "line 1" is not.
+            let text = fault.to_string();
+            let reason = text.split(" at line ").next().unwrap_or(&text);
+            Err(format!("broken JSON at column {}: {reason}", fault.column()))
+        }
     }
 }

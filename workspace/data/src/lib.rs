@@ -32,14 +32,14 @@ mod windows;
 pub use content::TokenFileContent;
 pub use document_end::DocumentEnd;
 pub use error::{Error, Result};
-pub use json_lines::{JsonLine, JsonLines};
+pub use json_lines::json_lines;
 pub use mask::MaskInfo;
 pub use pending::{refuse_existing, with_ending};
 pub use permutation::key_of;
 pub use samples::{ORDER_VERSION, Order, Source, SourceStart, TrainingData};
-pub use token_decoder::{TokenDecoder, bytes_of_token};
+pub use token_decoder::{TokenDecoder, byte_of, byte_token, bytes_of_token};
 pub use token_file::TokenFile;
-pub use token_info::{Provenance, TokenFileInfo};
+pub use token_info::TokenFileInfo;
 pub use token_type::TokenType;
 pub use token_writer::{
     CompleteTokenFile, TokenFileWriter, Written, publish_remaining, publish_token_files,

@@ -16,6 +16,16 @@ pub(crate) fn map(path: &Path) -> Result<Mmap> {
     map_file(&file, path)
 }
 
+/// Lets the system read bytes of a map from the disk, as far as it has them, without waiting for it.
+pub(crate) fn read_ahead(map: &Mmap, start: u64, count: u64) {
+    let length = (map.len() as u64).saturating_sub(start).min(count);
+    // Both are at most the length of the map. Failure costs time, nothing else.
+    #[cfg(unix)]
+    let _ = map.advise_range(memmap2::Advice::WillNeed, start as usize, length as usize);
+    #[cfg(not(unix))]
+    let _ = length;
+}
+
 /// Maps a whole open file for reading; `path` names it in errors.
 #[allow(unsafe_code)]
 pub(crate) fn map_file(file: &File, path: &Path) -> Result<Mmap> {

@@ -15,13 +15,12 @@ use crate::mapped::map;
 use crate::pending::with_ending;
 use crate::{Error, Result};
 
-/// The ending of a mask's name.
 pub(crate) const ENDING: &str = ".mask";
 /// Bytes that a thread counts at a time.
 const PIECE_BYTES: usize = 1 << 20;
 
 /// The record of a mask in `PREFIX.json`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MaskInfo {
     /// Tokens whose byte is 1.
     pub trained_tokens: u64,
@@ -57,38 +56,22 @@ impl Mask {
     }
 
     /// The bytes, which may be other than 0 and 1.
-    pub(crate) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &Mmap {
         &self.bytes
-    }
-
-    /// The bytes of a range within the file.
-    fn part(&self, range: Range<u64>) -> &[u8] {
-        // The caller has checked it against the number of tokens, which is the length.
-        &self.bytes[range.start as usize..range.end as usize]
     }
 
     /// Reads the bytes from position `start` on; the range lies within the file.
     pub(crate) fn read(&self, start: u64, out: &mut [u8]) -> Result<()> {
-        let bytes = self.part(start..start + out.len() as u64);
+        let bytes = &self.bytes[start as usize..start as usize + out.len()];
         self.check(bytes, start)?;
         out.copy_from_slice(bytes);
         Ok(())
     }
 
-    /// Lets the system read bytes from the disk, without waiting for it.
-    pub(crate) fn read_ahead(&self, start: u64, count: u64) {
-        let length = (self.bytes.len() as u64).saturating_sub(start).min(count);
-        // Both are at most the length of the map. Failure costs time, nothing else.
-        #[cfg(unix)]
-        let _ = self.bytes.advise_range(memmap2::Advice::WillNeed, start as usize, length as usize);
-        #[cfg(not(unix))]
-        let _ = length;
-    }
-
     /// The number of tokens in a range within the file that are trained on.
     pub(crate) fn count(&self, range: Range<u64>) -> Result<u64> {
         let start = range.start;
-        let bytes = self.part(range);
+        let bytes = &self.bytes[start as usize..range.end as usize];
         let pieces: Vec<Result<u64>> = bytes
             .par_chunks(PIECE_BYTES)
             .map(|piece| {

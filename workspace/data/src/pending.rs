@@ -5,8 +5,10 @@ use std::fs::File;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
+use memmap2::Mmap;
 use moh_files::PendingFile;
 
+use crate::mapped::map_file;
 use crate::{Error, Result};
 
 /// A file that gets its name when it is complete.
@@ -44,13 +46,18 @@ impl Pending {
         self.file.flushed().map_err(Error::io(&path, "write"))
     }
 
+    /// All that was written.
+    pub(crate) fn map(&mut self) -> Result<Mmap> {
+        let path = self.path().to_path_buf();
+        map_file(self.flushed()?, &path)
+    }
+
     /// Syncs the contents to disk, so that [`Pending::publish`] only renames.
     pub(crate) fn sync(&mut self) -> Result<()> {
         let path = self.path().to_path_buf();
         self.file.sync().map_err(Error::io(&path, "write"))
     }
 
-    /// Renames the file to its final name.
     pub(crate) fn publish(self, overwrite: bool) -> Result<()> {
         let path = self.path().to_path_buf();
         let done = if overwrite { self.file.replace() } else { self.file.publish() };

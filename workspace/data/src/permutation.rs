@@ -26,10 +26,7 @@ impl Permutation {
         Self { n, half_bits: bits.div_ceil(2).max(1), keys }
     }
 
-    /// The image of `index`.
-    ///
-    /// # Panics
-    /// If `index` is not below n.
+    /// The image of an index below n.
     pub fn apply(&self, index: u64) -> u64 {
         assert!(index < self.n, "index {index} outside a permutation of {}", self.n);
         if self.n == 1 {

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::mapped::read_ahead;
 use crate::mixture::Mixture;
 use crate::permutation::{Permutation, key_of};
 use crate::{Error, Result, TokenFile};
@@ -222,7 +223,9 @@ impl TrainingData {
         }
         for number in samples {
             let (source, start) = self.locate(number);
-            self.files[source].read_mask_ahead(start, self.sequence_length as u64 + 1);
+            if let Some(mask) = self.files[source].mask() {
+                read_ahead(mask.bytes(), start, self.sequence_length as u64 + 1);
+            }
         }
     }
 

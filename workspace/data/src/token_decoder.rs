@@ -29,7 +29,6 @@ enum Step {
     },
     /// `<0xE5>` to a byte.
     ByteFallback,
-    /// Joins all.
     Fuse,
     /// Removes so many of a character from the beginning and the end of each.
     Strip {
@@ -204,7 +203,7 @@ fn bytes_of(text: &str) -> Vec<u8> {
 
 /// The byte of a character of GPT-2's alphabet: printable Latin-1 stands for itself, and the other bytes have the
 /// characters from U+0100 on.
-fn byte_of(character: char) -> Option<u8> {
+pub fn byte_of(character: char) -> Option<u8> {
     let code = u32::from(character);
     let byte = match code {
         0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff => code,
@@ -236,7 +235,7 @@ fn without_bytes(texts: Vec<String>) -> Vec<String> {
 }
 
 /// The byte of a token such as `<0xE5>`.
-fn byte_token(token: &str) -> Option<u8> {
+pub fn byte_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>').filter(|digits| digits.len() == 2)?;
     u8::from_str_radix(digits, 16).ok()
 }

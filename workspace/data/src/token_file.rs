@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 use rayon::iter::{IntoParallelIterator as _, ParallelIterator as _};
 
-use crate::mapped::map;
+use crate::mapped::{map, read_ahead};
 use crate::mask::Mask;
 use crate::pending::with_ending;
 use crate::token_index::TokenIndex;
@@ -19,7 +19,6 @@ pub(crate) const ALL_IDS: u64 = 1 << 32;
 /// Tokens that a thread of [`TokenFile::largest_id`] reads at a time.
 const SCAN_TOKENS: usize = 1 << 18;
 
-/// A document and the place of its tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct StoredDocument {
     /// Counted from 0.
@@ -237,11 +236,8 @@ impl TokenFile {
     /// Identifies the content of the file. Reads all of the index, and at most a megabyte of the
     /// tokens and of the mask.
     pub fn content(&self) -> TokenFileContent {
-        TokenFileContent::from_bytes(
-            &self.index.map,
-            &self.bin,
-            self.mask.as_ref().map(Mask::bytes),
-        )
+        let mask = self.mask.as_ref().map(|mask| &mask.bytes()[..]);
+        TokenFileContent::from_bytes(&self.index.map, &self.bin, mask)
     }
 
     /// An exclusive upper bound of the ids, known without reading them: the size of the vocabulary
@@ -314,13 +310,6 @@ impl TokenFile {
         Ok(ids)
     }
 
-    /// Lets the system read the mask of `count` tokens from position `start` on from the disk, without waiting for it.
-    pub(crate) fn read_mask_ahead(&self, start: u64, count: u64) {
-        if let Some(mask) = &self.mask {
-            mask.read_ahead(start, count);
-        }
-    }
-
     /// Lets the system read `count` tokens from position `start` on from the disk, without waiting for it, so
     /// that a later [`TokenFile::read`] finds them in memory. Where documents are not stored in their order, those
     /// beside the first one.
@@ -334,12 +323,7 @@ impl TokenFile {
             }
             false => return,
         };
-        let length = (self.bin.len() as u64).saturating_sub(offset).min(count.saturating_mul(item));
-        // Both are at most the length of the map. Failure costs time, nothing else.
-        #[cfg(unix)]
-        let _ = self.bin.advise_range(memmap2::Advice::WillNeed, offset as usize, length as usize);
-        #[cfg(not(unix))]
-        let _ = (offset, length);
+        read_ahead(&self.bin, offset, count.saturating_mul(item));
     }
 
     /// Reads consecutive tokens from byte `offset` on; the first is token `position`.
@@ -366,7 +350,8 @@ impl TokenFile {
             sequence += 1;
         }
         let mut starts = Vec::new();
-        for document in self.index.document_from(sequence)..self.index.documents {
+        for document in self.index.documents_before(|first| first < sequence)..self.index.documents
+        {
             let first = self.index.first_sequence(document);
             position += (sequence..first).map(|passed| self.index.length(passed)).sum::<u64>();
             sequence = first;
@@ -384,16 +369,10 @@ impl TokenFile {
     /// as its first position.
     pub fn documents_of(&self, positions: Range<u64>) -> Result<Range<u64>> {
         self.check_range(positions.start, positions.end.saturating_sub(positions.start).max(1))?;
-        let start = |document| self.index.start(self.index.first_sequence(document));
         // The number of documents that start below a position. Of documents that start at the same
         // position, all but the last are empty.
         let below = |position| {
-            let (mut low, mut high) = (0, self.index.documents);
-            while low < high {
-                let middle = low.midpoint(high);
-                if start(middle) < position { low = middle + 1 } else { high = middle }
-            }
-            low as u64
+            self.index.documents_before(|sequence| self.index.start(sequence) < position) as u64
         };
         // At least the first document starts below the position after the first token.
         Ok(below(positions.start + 1).saturating_sub(1)
@@ -402,16 +381,13 @@ impl TokenFile {
 
     /// The positions of a document's tokens.
     pub fn document(&self, number: u64) -> Result<Range<u64>> {
-        let number = usize::try_from(number)
-            .ok()
-            .filter(|&number| number < self.index.documents)
-            .ok_or_else(|| {
-            let documents = self.index.documents;
+        let documents = self.num_documents();
+        if number >= documents {
             let reason = format!("the file has {documents} documents, counted from 0");
-            Error::argument("document", number, reason)
-        })?;
+            return Err(Error::argument("document", number, reason));
+        }
         let bound = |document| self.index.start(self.index.first_sequence(document));
-        Ok(bound(number)..bound(number + 1))
+        Ok(bound(number as usize)..bound(number as usize + 1))
     }
 
     fn check_range(&self, start: u64, count: u64) -> Result<()> {

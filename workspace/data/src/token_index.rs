@@ -19,9 +19,7 @@ pub(crate) const HEADER_BYTES: usize = 34;
 /// gigabytes on the largest corpora, and adding up the lengths of a few is as fast.
 const STRIDE: usize = 64;
 
-/// A validated index.
 pub(crate) struct TokenIndex {
-    /// The bytes of the file.
     pub(crate) map: Mmap,
     pub(crate) dtype: TokenType,
     pub(crate) sequences: usize,
@@ -168,12 +166,13 @@ impl TokenIndex {
         i64_at(&self.map, self.bounds() + 8 * document) as usize
     }
 
-    /// The first document whose first sequence is `sequence` or later.
-    pub(crate) fn document_from(&self, sequence: usize) -> usize {
+    /// The number of documents whose first sequence is before a place; later ones are not.
+    pub(crate) fn documents_before(&self, is_before: impl Fn(usize) -> bool) -> usize {
         let (mut low, mut high) = (0, self.documents);
         while low < high {
             let middle = low.midpoint(high);
-            if self.first_sequence(middle) < sequence { low = middle + 1 } else { high = middle }
+            let is_before = is_before(self.first_sequence(middle));
+            if is_before { low = middle + 1 } else { high = middle }
         }
         low
     }

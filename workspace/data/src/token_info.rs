@@ -8,11 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::{DocumentEnd, Error, MaskInfo, Result, TokenFileContent, TokenType, TokenizerContent};
 
-/// Maximum bytes of a `PREFIX.json`.
 const MAX_JSON_BYTES: u64 = 16 << 20;
 
-/// The contents of `PREFIX.json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// The contents of `PREFIX.json`. What a writer knows, such as the number of tokens, need not be given to it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenFileInfo {
     /// blake3 of the tokenizer.json, in hexadecimal; absent if there was no tokenizer.
     #[serde(default)]
@@ -58,29 +57,6 @@ pub struct TokenFileInfo {
     /// 0.1.0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<TokenFileContent>,
-}
-
-/// The origin of a token file: the fields of [`TokenFileInfo`] that a writer cannot derive.
-#[derive(Clone, Debug, Default)]
-pub struct Provenance {
-    /// blake3 of the tokenizer.json, in hexadecimal, if there was a tokenizer.
-    pub tokenizer_hash: Option<String>,
-    /// What identifies the tokenizer, whatever the bytes of its file, if there was a tokenizer.
-    pub tokenizer_content: Option<TokenizerContent>,
-    /// blake3 of the text of the first 1024 tokens, if there was a tokenizer.
-    pub beginning_blake3: Option<String>,
-    /// Bytes of text.
-    pub text_bytes: u64,
-    /// Names of the inputs.
-    pub sources: Vec<String>,
-    /// The token that ends each document.
-    pub eos_token: DocumentEnd,
-    /// The special tokens that texts named and that became those tokens, with their number, if that is known.
-    pub special_tokens_in_text: Option<BTreeMap<String, u64>>,
-    /// Whether special tokens that texts named were encoded as text.
-    pub split_special_tokens: bool,
-    /// blake3 of the chat template of conversations, in hexadecimal; of files with a mask alone.
-    pub chat_template_blake3: Option<String>,
 }
 
 impl TokenFileInfo {

@@ -2,22 +2,23 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The stored type of a token, with its name in `PREFIX.json`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The stored type of a token, with its name in `PREFIX.json` and its code in the index.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenType {
-    /// Code 1.
-    U8,
-    /// Code 2.
-    I8,
-    /// Code 3.
-    I16,
-    /// Code 4, used by writers for large vocabularies.
-    I32,
-    /// Code 5.
-    I64,
-    /// Code 8, used by writers for vocabularies below 65,500.
-    U16,
+    /// Unsigned, of a byte.
+    U8 = 1,
+    /// Signed, of a byte.
+    I8 = 2,
+    /// Signed, of two bytes.
+    I16 = 3,
+    /// Used by writers for large vocabularies.
+    I32 = 4,
+    /// Signed, of eight bytes.
+    I64 = 5,
+    /// Used by writers for vocabularies below 65,500.
+    #[default]
+    U16 = 8,
 }
 
 /// Vocabularies of this size or above are stored as i32, as in Megatron.
@@ -26,27 +27,15 @@ const LARGE_VOCABULARY: usize = 65_500;
 impl TokenType {
     /// The type of an index's code; the error is the reason.
     pub(crate) fn from_code(code: u8) -> Result<Self, String> {
-        match code {
-            1 => Ok(Self::U8),
-            2 => Ok(Self::I8),
-            3 => Ok(Self::I16),
-            4 => Ok(Self::I32),
-            5 => Ok(Self::I64),
-            8 => Ok(Self::U16),
-            6 | 7 => Err(format!("type code {code} is a floating-point type, not token ids")),
-            _ => Err(format!("type code {code} is unknown (1 to 5 and 8 are token ids)")),
-        }
+        let all = [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16];
+        all.into_iter().find(|kind| kind.code() == code).ok_or_else(|| match code {
+            6 | 7 => format!("type code {code} is a floating-point type, not token ids"),
+            _ => format!("type code {code} is unknown (1 to 5 and 8 are token ids)"),
+        })
     }
 
     pub(crate) fn code(self) -> u8 {
-        match self {
-            Self::U8 => 1,
-            Self::I8 => 2,
-            Self::I16 => 3,
-            Self::I32 => 4,
-            Self::I64 => 5,
-            Self::U16 => 8,
-        }
+        self as u8
     }
 
     /// Bytes of one token.

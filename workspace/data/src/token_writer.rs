@@ -8,11 +8,10 @@ use std::path::{Path, PathBuf};
 use moh_files::Publication;
 use serde::{Deserialize, Serialize};
 
-use crate::mapped::map_file;
 use crate::mask::{self, MaskInfo, ones};
 use crate::pending::{Pending, refuse_existing, with_ending};
 use crate::token_index::{HEADER_BYTES, MAGIC, VERSION};
-use crate::{Error, Provenance, Result, TokenFileContent, TokenFileInfo, TokenType};
+use crate::{Error, Result, TokenFileContent, TokenFileInfo, TokenType};
 
 /// A token file being written. Dropping it without [`TokenFileWriter::finish`] leaves no files, unless it was
 /// begun by [`TokenFileWriter::resume`].
@@ -29,8 +28,6 @@ pub struct TokenFileWriter {
     dtype: TokenType,
     vocab_size: usize,
     written: Written,
-    /// Tokens of the document that has begun and has not ended.
-    begun: u64,
     bytes: Vec<u8>,
 }
 
@@ -96,7 +93,6 @@ impl TokenFileWriter {
             dtype,
             vocab_size,
             written,
-            begun: 0,
             bytes: Vec::new(),
         })
     }
@@ -123,8 +119,7 @@ impl TokenFileWriter {
         if let Some(mask) = &mut self.mask {
             mask.write(&vec![1; tokens.len()])?;
         }
-        self.push_unmasked(tokens)?;
-        self.end_document()
+        self.push_unmasked(tokens)
     }
 
     /// Appends a document, with 1 in `mask` for each of its tokens that is trained on, and 0 for the others.
@@ -137,11 +132,10 @@ impl TokenFileWriter {
             return Err(fault("expected 0 or 1 for each token of the document"));
         }
         file.write(mask)?;
-        self.push_unmasked(tokens)?;
-        self.end_document()
+        self.push_unmasked(tokens)
     }
 
-    /// Appends the tokens of a document, whose mask is in its file already.
+    /// Appends a document whose mask is in its file already.
     fn push_unmasked(&mut self, tokens: &[u32]) -> Result<()> {
         // A loop without a branch finds the largest several times as fast as one that ends at the first outside.
         let largest = tokens.iter().copied().max().unwrap_or(0);
@@ -149,7 +143,7 @@ impl TokenFileWriter {
         if is_outside(&largest)
             && let Some(place) = tokens.iter().position(is_outside)
         {
-            let position = self.written.tokens + self.begun + place as u64;
+            let position = self.written.tokens + place as u64;
             let (path, id) = (self.bin.path(), i64::from(tokens[place]));
             return Err(Error::outside_vocabulary(path, position, id, self.vocab_size as u64));
         }
@@ -158,25 +152,22 @@ impl TokenFileWriter {
             // Below 65,500, as `for_vocabulary` ensures.
             TokenType::U16 => store(tokens, &mut self.bytes, |id| (id as u16).to_le_bytes()),
             _ => {
-                check_i32(largest)?;
+                if i32::try_from(largest).is_err() {
+                    let reason = format!("the format stores ids up to {}", i32::MAX);
+                    return Err(Error::argument("token id", u64::from(largest), reason));
+                }
                 store(tokens, &mut self.bytes, u32::to_le_bytes);
             }
         }
         self.bin.write(&self.bytes)?;
-        self.begun += tokens.len() as u64;
-        Ok(())
-    }
-
-    /// Ends the document whose tokens were appended; without tokens it is an empty one.
-    pub(crate) fn end_document(&mut self) -> Result<()> {
-        let length = i32::try_from(self.begun).map_err(|_| {
+        let count = tokens.len() as u64;
+        let length = i32::try_from(count).map_err(|_| {
             let reason = format!("the format stores at most {}: split the document", i32::MAX);
-            Error::argument("tokens in a document", self.begun, reason)
+            Error::argument("tokens in a document", count, reason)
         })?;
         self.idx.write(&length.to_le_bytes())?;
         self.written.documents += 1;
-        self.written.tokens += self.begun;
-        self.begun = 0;
+        self.written.tokens += count;
         Ok(())
     }
 
@@ -196,9 +187,7 @@ impl TokenFileWriter {
 
     /// The first tokens of the file, at most `count`.
     pub fn beginning(&mut self, count: usize) -> Result<Vec<u32>> {
-        let path = self.bin.path().to_path_buf();
-        let item = self.dtype.bytes();
-        let bin = map_file(self.bin.flushed()?, &path)?;
+        let (item, bin) = (self.dtype.bytes(), self.bin.map()?);
         let tokens = bin[..bin.len().min(count * item)].chunks_exact(item);
         Ok(tokens
             .map(|token| match *token {
@@ -213,37 +202,27 @@ impl TokenFileWriter {
     ///
     /// # Errors
     /// Fails if the disk is full, or if a name was taken meanwhile; no files are left then.
-    pub fn finish(self, provenance: Provenance) -> Result<TokenFileInfo> {
+    pub fn finish(self, info: TokenFileInfo) -> Result<TokenFileInfo> {
         let overwrite = self.overwrite;
-        let complete = self.complete(provenance)?;
+        let complete = self.complete(info)?;
         let info = complete.info.clone();
         publish_token_files(vec![complete], overwrite)?;
         Ok(info)
     }
 
     /// Completes the files and syncs them to disk, so that publishing only renames.
-    pub fn complete(mut self, provenance: Provenance) -> Result<CompleteTokenFile> {
+    pub fn complete(mut self, info: TokenFileInfo) -> Result<CompleteTokenFile> {
         self.write_tables()?;
         let (content, trained_tokens) = self.content()?;
-        let chat_template_blake3 = provenance.chat_template_blake3;
-        let mask =
-            trained_tokens.map(|trained_tokens| MaskInfo { trained_tokens, chat_template_blake3 });
+        let given = info.mask.unwrap_or_default();
         let info = TokenFileInfo {
-            tokenizer_hash: provenance.tokenizer_hash,
-            tokenizer_content: provenance.tokenizer_content,
-            accepted_tokenizers: Vec::new(),
-            beginning_blake3: provenance.beginning_blake3,
             vocabulary_size: self.vocab_size as u64,
             documents: self.written.documents,
             tokens: self.written.tokens,
-            text_bytes: provenance.text_bytes,
-            sources: provenance.sources,
-            eos_token: provenance.eos_token,
-            special_tokens_in_text: provenance.special_tokens_in_text,
-            split_special_tokens: provenance.split_special_tokens,
-            mask,
+            mask: trained_tokens.map(|trained_tokens| MaskInfo { trained_tokens, ..given }),
             dtype: self.dtype,
             content: Some(content),
+            ..info
         };
         let [_, _, json, _] = Self::outputs(&self.prefix);
         let mut json = open(&json, self.directory.as_deref(), 0)?;
@@ -257,16 +236,8 @@ impl TokenFileWriter {
 
     /// The content of the files, which are complete, and the trained tokens if there is a mask.
     fn content(&mut self) -> Result<(TokenFileContent, Option<u64>)> {
-        let [bin_path, idx_path] = [&self.bin, &self.idx].map(|file| file.path().to_path_buf());
-        let idx = map_file(self.idx.flushed()?, &idx_path)?;
-        let bin = map_file(self.bin.flushed()?, &bin_path)?;
-        let mask = match &mut self.mask {
-            None => None,
-            Some(mask) => {
-                let path = mask.path().to_path_buf();
-                Some(map_file(mask.flushed()?, &path)?)
-            }
-        };
+        let (idx, bin) = (self.idx.map()?, self.bin.map()?);
+        let mask = self.mask.as_mut().map(Pending::map).transpose()?;
         let mask = mask.as_deref();
         Ok((TokenFileContent::from_bytes(&idx, &bin, mask), mask.map(ones)))
     }
@@ -399,15 +370,6 @@ fn remove_old(path: &Path) -> Result<()> {
     }
 }
 
-/// Writes each id to its place in `bytes`.
 fn store<const N: usize>(ids: &[u32], bytes: &mut [u8], stored: impl Fn(u32) -> [u8; N]) {
     bytes.as_chunks_mut().0.iter_mut().zip(ids).for_each(|(bytes, &id)| *bytes = stored(id));
-}
-
-/// Checks that an id is one as i32, which those of 2^31 or above are not.
-fn check_i32(id: u32) -> Result<()> {
-    i32::try_from(id).map(drop).map_err(|_| {
-        let reason = format!("the format stores ids up to {}", i32::MAX);
-        Error::argument("token id", u64::from(id), reason)
-    })
 }

@@ -16,7 +16,6 @@ use serde_json::value::{RawValue, to_raw_value};
 const SHOWN_CHARACTERS: usize = 40;
 /// The part that is the tokens of the model with their ids.
 const VOCABULARY: &str = "vocabulary";
-/// The part that is the merges of the model.
 const MERGES: &str = "merges";
 /// Fields of a `tokenizer.json` that do not belong to its content: they are the same for all tokenizers here.
 const OTHER_FIELDS: [&str; 3] = ["version", "truncation", "padding"];
@@ -167,7 +166,6 @@ fn object(fields: BTreeMap<&str, &RawValue>) -> Result<Value, serde_json::Error>
     Ok(Value::Object(fields.into_iter().map(parse).collect::<Result<_, serde_json::Error>>()?))
 }
 
-/// Tokens with their ids as an object.
 struct Vocabulary<'a>(&'a [(String, u32)]);
 
 impl Serialize for Vocabulary<'_> {

@@ -14,11 +14,9 @@ use crate::Result;
 use crate::added_tokens::{Added, Others};
 use crate::tokenizer_content::Tokens;
 
-/// The file that holds a tokenizer.
 const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Tokens of a tokenizer, and one more than its largest id.
 pub const MAX_TOKENS: usize = 1 << 24;
-/// Maximum bytes of a `tokenizer.json`.
 const MAX_FILE_BYTES: u64 = 1 << 30;
 /// Files of tokenizers of other forms, from which transformers makes a `tokenizer.json`.
 const OTHER_FORMS: [&str; 6] =
@@ -31,7 +29,6 @@ pub struct TokenizerSource {
     pub path: PathBuf,
     /// Its bytes, with the tokens that other files add.
     pub json: Vec<u8>,
-    /// The added tokens by their ids.
     pub(crate) added: BTreeMap<u32, Added>,
     /// The special tokens by their names, such as `eos_token`.
     pub special: BTreeMap<String, String>,
@@ -51,6 +48,9 @@ struct File<'a> {
     padding: Option<Value>,
     #[serde(borrow)]
     model: Model<'a>,
+    /// Parsed because the library panics for one that is not JSON.
+    #[serde(rename = "decoder")]
+    _decoder: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -74,11 +74,6 @@ impl TokenizerSource {
             return Err(moh_files::unusable(directory, missing(directory)).into());
         }
         let json = moh_files::read_bounded(&path, MAX_FILE_BYTES, "a tokenizer")?;
-        Self::of_bytes(path, json, true)
-    }
-
-    /// Checks a `tokenizer.json` of these bytes, which errors name `path`; `beside`, with what the files beside it add.
-    pub fn of_bytes(path: PathBuf, json: Vec<u8>, beside: bool) -> Result<Self> {
         let fault = |reason: String| moh_files::unusable(&path, reason);
         let invalid = |error| fault(format!("not a valid tokenizer: {error}"));
         let file: File<'_> = serde_json::from_slice(&json).map_err(invalid)?;
@@ -105,10 +100,7 @@ impl TokenizerSource {
             ))
             .into());
         }
-        let others = match beside {
-            true => Others::read(&path, &own, file.padding.as_ref())?,
-            false => Others::default(),
-        };
+        let others = Others::read(&path, &own, file.padding.as_ref())?;
         let (ids, new) = ids(&tokens, &own, &others.added);
         if let Some(token) = new.first()
             && tokens.iter().any(|(_, id)| *id as usize >= tokens.len())
@@ -142,7 +134,6 @@ impl TokenizerSource {
     }
 }
 
-/// What is wrong with a directory without a `tokenizer.json`.
 fn missing(directory: &Path) -> String {
     let form = OTHER_FORMS.into_iter().find(|name| directory.join(name).exists());
     let Some(form) = form else {

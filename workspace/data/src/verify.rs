@@ -15,7 +15,6 @@ use crate::{DocumentEnd, Error, Result, TokenFile, TokenType};
 
 /// Bytes of the documents that the threads read at a time.
 const WAVE_BYTES: u64 = 64 << 20;
-/// Maximum documents of a wave.
 const WAVE_DOCUMENTS: usize = 1 << 16;
 /// Bytes from which several threads read one document; a multiple of every token's bytes.
 const LARGE_BYTES: usize = 1 << 20;
@@ -210,7 +209,6 @@ struct Scan {
     marks: Vec<Mark>,
 }
 
-/// What one document has.
 struct Found {
     /// Ids outside the vocabulary, and the first with its index in the document.
     outside: (u64, Option<(u64, i64)>),

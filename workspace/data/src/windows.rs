@@ -103,17 +103,24 @@ fn middle(number: u64, count: u64, all: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Provenance, TokenFileWriter};
+    use crate::{TokenFileInfo, TokenFileWriter};
 
-    #[test]
-    fn windows_do_not_overlap_and_drop_the_tail() {
+    /// A file that counts from 0, in two documents.
+    fn counting(first: u32, tokens: u32) -> TokenFile {
         let dir = tempfile::tempdir().unwrap();
         let prefix = dir.path().join("t");
         let mut writer = TokenFileWriter::create(&prefix, 100).unwrap();
-        writer.push_document(&[0, 1, 2, 3]).unwrap();
-        writer.push_document(&[4, 5, 6]).unwrap();
-        writer.finish(Provenance::default()).unwrap();
-        let windows = Windows::new(TokenFile::open(&prefix).unwrap(), 3).unwrap();
+        for document in [0..first, first..tokens] {
+            writer.push_document(&document.collect::<Vec<_>>()).unwrap();
+        }
+        writer.finish(TokenFileInfo::default()).unwrap();
+        TokenFile::open(&prefix).unwrap()
+    }
+
+    #[test]
+    fn windows_do_not_overlap_and_drop_the_tail() {
+        let file = || counting(4, 7);
+        let windows = Windows::new(file(), 3).unwrap();
         assert_eq!(windows.len(), 2);
         let mut tokens = [0; 3];
         windows.read(1, &mut tokens).unwrap();
@@ -124,7 +131,6 @@ mod tests {
             "{message}"
         );
         assert!(windows.read(u64::MAX, &mut tokens).is_err());
-        let file = || TokenFile::open(&prefix).unwrap();
         assert!(matches!(Windows::new(file(), 8), Err(Error::TooShort { needed: 8, .. })));
         let message = Windows::new(file(), 1).unwrap_err().to_string();
         assert!(message.contains("sequence_length = 1: a window needs at least two"), "{message}");
@@ -132,13 +138,8 @@ mod tests {
 
     #[test]
     fn a_sample_is_spread_over_the_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let prefix = dir.path().join("t");
-        let mut writer = TokenFileWriter::create(&prefix, 100).unwrap();
-        writer.push_document(&(0..61).collect::<Vec<_>>()).unwrap();
-        writer.finish(Provenance::default()).unwrap();
         let first_tokens = |count| {
-            let windows = Windows::new(TokenFile::open(&prefix).unwrap(), 3).unwrap().spread(count);
+            let windows = Windows::new(counting(9, 61), 3).unwrap().spread(count);
             let read = |number| {
                 let mut tokens = [0; 3];
                 windows.read(number, &mut tokens).map(|()| tokens[0])

@@ -82,29 +82,24 @@ impl NamedModel {
         }
     }
 
-    /// The directory of the tokenizer and its chat template, if there is a tokenizer.
-    pub fn tokenizer_directory(&self) -> Option<PathBuf> {
-        match &self.place {
-            Place::Directory(directory) => {
-                Some(directory.clone()).filter(|it| it.join("tokenizer.json").is_file())
-            }
-            Place::Checkpoint(checkpoint) => checkpoint.run.tokenizer(),
-        }
-    }
-
     /// The tokenizer, if there is one.
     pub fn tokenizer(&self) -> anyhow::Result<Option<&TextTokenizer>> {
         if let Some(known) = self.tokenizer.get() {
             return Ok(known.as_ref());
         }
-        let directory = self.tokenizer_directory();
+        let directory = match &self.place {
+            Place::Directory(directory) => {
+                Some(directory.clone()).filter(|it| it.join("tokenizer.json").is_file())
+            }
+            Place::Checkpoint(checkpoint) => checkpoint.run.tokenizer(),
+        };
         let rows = self.config.vocab_size;
         let found = directory.map(|directory| model_tokenizer(&directory, rows)).transpose()?;
         Ok(self.tokenizer.get_or_init(|| found).as_ref())
     }
 
-    /// The tokenizer, and its directory.
-    pub fn required_tokenizer(&self) -> anyhow::Result<(TextTokenizer, PathBuf)> {
+    /// The tokenizer; an error if there is none.
+    pub fn required_tokenizer(&self) -> anyhow::Result<TextTokenizer> {
         let directory = match &self.place {
             // The error says which files of tokenizers there are.
             Place::Directory(directory) => directory.clone(),
@@ -112,7 +107,7 @@ impl NamedModel {
                 format!("{}: the run has no tokenizer, which text requires", self.name)
             })?,
         };
-        Ok((model_tokenizer(&directory, self.config.vocab_size)?, directory))
+        model_tokenizer(&directory, self.config.vocab_size)
     }
 
     /// Loads the model to a device, for sequences of up to `positions` tokens.

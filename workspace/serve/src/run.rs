@@ -19,7 +19,7 @@ use moh_serve::engine::{Admission, Handle, Inbox, Limits, Scheduler, queue};
 use moh_serve::guard::Guard;
 use moh_serve::metrics::Metrics;
 use moh_serve::{page, server};
-use moh_text::ChatTemplate;
+use moh_text::{ChatTemplate, TextTokenizer};
 
 use crate::arguments::Arguments;
 
@@ -65,7 +65,7 @@ impl<'a> Serve<'a> {
 
 /// What clients are told.
 fn describe(arguments: &Arguments, model: &NamedModel, engine: Handle) -> anyhow::Result<Served> {
-    let (tokenizer, directory) = model.required_tokenizer()?;
+    let tokenizer = model.required_tokenizer()?;
     let config = &model.config;
     let positions = config.max_position_embeddings;
     let context = arguments.max_model_len.unwrap_or(positions);
@@ -75,7 +75,7 @@ fn describe(arguments: &Arguments, model: &NamedModel, engine: Handle) -> anyhow
     let served = Served {
         name: arguments.served_model_name.clone().unwrap_or_else(|| arguments.model.clone()),
         end_tokens: moh_hf::end_tokens(&model.files(), config)?,
-        template: template(&directory)?,
+        template: template(&tokenizer)?,
         limits: TextLimits::new(&tokenizer, context),
         tokenizer,
         context,
@@ -109,8 +109,8 @@ fn heads(config: &ModelConfig, layer: usize) -> LayerDescription {
 }
 
 /// The chat template of the tokenizer, if it has one; one that is no Jinja is an error.
-fn template(directory: &Path) -> anyhow::Result<Option<ChatTemplate>> {
-    let Some(template) = ChatTemplate::find(directory)? else { return Ok(None) };
+fn template(tokenizer: &TextTokenizer) -> anyhow::Result<Option<ChatTemplate>> {
+    let Some(template) = ChatTemplate::find(tokenizer)? else { return Ok(None) };
     template.renderer()?;
     Ok(Some(template))
 }

@@ -22,5 +22,12 @@ pub mod whole_page;
 
 pub use models::tiny_model;
 
+/// Checks that a result is an error whose message has this part.
+#[track_caller]
+pub fn assert_refused<T, E: std::fmt::Display>(result: Result<T, E>, part: &str) {
+    let error = result.err().expect("an error").to_string();
+    assert!(error.contains(part), "{error}");
+}
+
 /// A recipe of two stages.
 pub const SMALL_RECIPE: &str = include_str!("small.toml");

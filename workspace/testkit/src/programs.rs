@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use moh_data::{Provenance, TokenFileWriter};
+use moh_data::{TokenFileInfo, TokenFileWriter};
 use moh_hf::weight_files::WEIGHTS_FILE;
 use moh_hf::{ConfigFile, write_random_model};
 use moh_kernels::DType;
@@ -170,7 +170,7 @@ pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
         .collect();
     let mut writer = TokenFileWriter::replace(prefix, vocabulary).unwrap();
     writer.push_document(&ids).unwrap();
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
 }
 
 /// Writes the model in `source` as a model whose tokens select heads.

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use moh_files::unusable;
+use moh_files::{parent, unusable};
 use serde_json::Value;
 
 use crate::reads::Reads;
-use crate::{Renderer, Result, generation};
+use crate::{Renderer, Result, TextTokenizer, generation};
 
 /// A template in a file of its own.
 const TEMPLATE_FILE: &str = "chat_template.jinja";
@@ -17,11 +17,8 @@ const NAMED_TEMPLATES: &str = "additional_chat_templates";
 /// The names of the template of conversations with tools, and of all others.
 const FOR_TOOLS: &str = "tool_use";
 const DEFAULT: &str = "default";
-/// The tokenizer's settings: its special tokens, and the templates if they have no files.
+/// The tokenizer's settings, with the templates if they have no files.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-/// The special tokens of older tokenizers.
-const SPECIAL_TOKENS: &str = "special_tokens_map.json";
-/// Maximum bytes of a file.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// A chat template with the special tokens that it may name, and another one for conversations with tools if there is one.
@@ -34,12 +31,10 @@ pub struct ChatTemplate {
     blake3: String,
 }
 
-/// One template.
 #[derive(Debug)]
 pub(crate) struct Source {
     /// With the blocks `generation` in terms of Jinja.
     pub(crate) calls: String,
-    /// As the file has it.
     text: String,
     /// Whether it has such blocks.
     pub(crate) has_generation: bool,
@@ -61,28 +56,26 @@ impl Source {
 }
 
 impl ChatTemplate {
-    /// Reads the templates of the tokenizer in `directory`, as transformers does: `chat_template.jinja` and those in
+    /// Reads the templates beside a tokenizer, as transformers does: `chat_template.jinja` and those in
     /// `additional_chat_templates`, or else `chat_template` of `tokenizer_config.json`, a text or templates by their
     /// names. Conversations with tools are rendered by the one named `tool_use`, if there is one, all others by `default`.
-    pub fn load(directory: &Path) -> Result<Self> {
-        Self::find(directory)?.ok_or_else(|| {
+    pub fn load(tokenizer: &TextTokenizer) -> Result<Self> {
+        Self::find(tokenizer)?.ok_or_else(|| {
             let reason = format!(
                 "the tokenizer has no chat template, neither {TEMPLATE_FILE} nor chat_template in \
                  {TOKENIZER_CONFIG}, or none with the name {DEFAULT}: leave out --chat"
             );
-            unusable(directory, reason).into()
+            unusable(parent(tokenizer.path()), reason).into()
         })
     }
 
     /// As [`ChatTemplate::load`]; `None` if there is no template, or none for conversations without tools.
-    pub fn find(directory: &Path) -> Result<Option<Self>> {
+    pub fn find(tokenizer: &TextTokenizer) -> Result<Option<Self>> {
+        let directory = parent(tokenizer.path());
         let path = directory.join(TOKENIZER_CONFIG);
-        let config = read_json(&path)?;
-        let mut tokens = special_tokens(&config);
-        if config.get("added_tokens_decoder").is_none() {
-            // As transformers reads older tokenizers.
-            tokens.extend(special_tokens(&read_json(&directory.join(SPECIAL_TOKENS))?));
-        }
+        let text = read(&path)?.unwrap_or_else(|| "null".to_owned());
+        let config: Value = serde_json::from_str(&text)
+            .map_err(|error| unusable(&path, format!("not valid JSON: {error}")))?;
         let additional = directory.join(NAMED_TEMPLATES);
         let mut texts = [None, None];
         for (found, name) in texts.iter_mut().zip([DEFAULT, FOR_TOOLS]) {
@@ -99,7 +92,8 @@ impl ChatTemplate {
             });
         }
         let [default, for_tools] = texts;
-        Ok(default.map(|default| Self::of(default, for_tools, tokens)))
+        let tokens = tokenizer.special_tokens();
+        Ok(default.map(|default| Self::of(default, for_tools, tokens.clone())))
     }
 
     /// A template of these words, which errors name `path`, with its special tokens by their names, such as
@@ -163,31 +157,19 @@ fn named<'c>(templates: &'c Value, name: &str) -> Option<&'c str> {
     }
 }
 
-/// A file with JSON; null if it does not exist.
-fn read_json(path: &Path) -> Result<Value> {
-    let text = read(path)?.unwrap_or_else(|| "null".to_owned());
-    let invalid = |error| unusable(path, format!("not valid JSON: {error}"));
-    Ok(serde_json::from_str(&text).map_err(invalid)?)
-}
-
-/// The fields such as `bos_token`, each a string or an object with the field `content`.
-fn special_tokens(config: &Value) -> BTreeMap<String, String> {
-    let fields = config.as_object().into_iter().flatten();
-    let token = |(name, value): (&String, &Value)| {
-        let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
-        name.ends_with("_token").then(|| (name.clone(), text.to_owned()))
-    };
-    fields.filter_map(token).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
 
+    use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
     use serde_json::json;
 
     use super::*;
     use crate::Conversation;
+
+    fn load(directory: &Path) -> Result<ChatTemplate> {
+        ChatTemplate::load(&TextTokenizer::load(directory)?)
+    }
 
     fn rendered(config: &Value, file: Option<&str>) -> Result<String, String> {
         rendered_in(config, file, &[], &Value::Null)
@@ -201,6 +183,8 @@ mod tests {
         tools: &Value,
     ) -> Result<String, String> {
         let dir = tempfile::tempdir().unwrap();
+        write_tokenizer(dir.path(), &WORDS);
+        fs::remove_file(dir.path().join("special_tokens_map.json")).unwrap();
         fs::write(dir.path().join(TOKENIZER_CONFIG), config.to_string()).unwrap();
         if let Some(text) = file {
             fs::write(dir.path().join(TEMPLATE_FILE), text).unwrap();
@@ -209,7 +193,7 @@ mod tests {
         for [name, text] in named {
             fs::write(dir.path().join(NAMED_TEMPLATES).join(name), text).unwrap();
         }
-        let template = ChatTemplate::load(dir.path()).map_err(|error| error.to_string())?;
+        let template = load(dir.path()).map_err(|error| error.to_string())?;
         let renderer = template.renderer().map_err(|error| error.to_string())?;
         let asked =
             json!([{ "role": "system", "content": "s" }, { "role": "user", "content": "q" }]);
@@ -251,36 +235,32 @@ mod tests {
     #[test]
     fn special_tokens_are_strings_or_objects() {
         let mut config = json!({
-            "bos_token": "<s>", "eot_token": { "content": "</s>", "special": true }, "model_max_length": 7,
+            "bos_token": "<s>", "eot_token": { "content": "</s>", "__type": "AddedToken" }, "model_max_length": 7,
             "chat_template": "{{ bos_token }}{{ eot_token }}{{ model_max_length }}",
         });
         assert_eq!(rendered(&config, None).unwrap(), "<s></s>");
         // Those of older tokenizers are in another file.
         let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join(SPECIAL_TOKENS), r#"{"bos_token": {"content": "<b>"}}"#).unwrap();
+        write_tokenizer(dir.path(), &WORDS);
+        let map = dir.path().join("special_tokens_map.json");
+        fs::write(map, r#"{"bos_token": {"content": "<b>"}}"#).unwrap();
         let mut bos_token = |decoder| {
             config["added_tokens_decoder"] = decoder;
             let fields = config.as_object_mut().unwrap();
             fields.retain(|_, value| !value.is_null());
             fs::write(dir.path().join(TOKENIZER_CONFIG), config.to_string()).unwrap();
-            ChatTemplate::load(dir.path()).unwrap().special_tokens["bos_token"].clone()
+            load(dir.path()).unwrap().special_tokens["bos_token"].clone()
         };
         assert_eq!([bos_token(Value::Null), bos_token(json!({}))], ["<b>", "<s>"]);
     }
 
     #[test]
     fn a_directory_without_a_template_is_named() {
-        for config in
-            [json!({}), json!({ "chat_template": null }), json!({ "chat_template": 3 }), json!([1])]
-        {
+        for config in [json!({}), json!({ "chat_template": null }), json!({ "chat_template": 3 })] {
             let message = rendered(&config, None).unwrap_err();
             assert!(message.contains("no chat template") && !message.contains('\n'), "{message}");
         }
         let message = rendered(&json!({ "chat_template": "{% for" }), None).unwrap_err();
         assert!(message.contains("tokenizer_config.json: chat template: "), "{message}");
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join(TOKENIZER_CONFIG), "{\"chat_template\": \"a").unwrap();
-        let message = ChatTemplate::load(dir.path()).unwrap_err().to_string();
-        assert!(message.contains("not valid JSON"), "{message}");
     }
 }

@@ -2,9 +2,10 @@
 //! split, and which ids its post-processor adds to a document. Truncation and padding, which some
 //! files keep from their training, are disabled.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 
 use moh_data::{TokenizerContent, TokenizerJson, TokenizerSource};
@@ -37,16 +38,7 @@ pub struct TextTokenizer {
 impl TextTokenizer {
     /// Reads `path/tokenizer.json`, or `path` itself if it is a file, and the files beside it.
     pub fn load(path: &Path) -> Result<Self> {
-        Self::new(TokenizerSource::read(path)?)
-    }
-
-    /// Parses the tokenizer in `bytes`; errors name `path`.
-    pub fn from_bytes(path: PathBuf, bytes: &[u8]) -> Result<Self> {
-        Self::new(TokenizerSource::of_bytes(path, bytes.to_vec(), false)?)
-    }
-
-    /// The tokenizer that its files describe.
-    pub fn new(mut source: TokenizerSource) -> Result<Self> {
+        let mut source = TokenizerSource::read(path)?;
         let bytes = &std::mem::take(&mut source.json)[..];
         let fault = |reason: String| {
             moh_files::unusable(&source.path, format!("not a valid tokenizer: {reason}"))
@@ -142,9 +134,9 @@ impl TextTokenizer {
         &self.source.remarks
     }
 
-    /// The special token with a name, such as `eos_token`.
-    pub fn special(&self, name: &str) -> Option<&str> {
-        self.source.special.get(name).map(String::as_str)
+    /// The special tokens by their names, such as `eos_token`.
+    pub fn special_tokens(&self) -> &BTreeMap<String, String> {
+        &self.source.special
     }
 
     /// The tokenizer in the library's own form.
@@ -183,7 +175,6 @@ impl TextTokenizer {
         self.special.iter().copied()
     }
 
-    /// Whether an id is one of the special tokens.
     pub(crate) fn is_special(&self, id: u32) -> bool {
         self.special.contains(&id)
     }
@@ -244,11 +235,10 @@ impl TextTokenizer {
 
     /// Calls the library, whose panics are errors.
     fn call<T>(&self, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
-        let done = quietly(work).unwrap_or_else(|| Err("its content contradicts itself".into()));
-        done.map_err(|error| self.failure(&*error))
+        catch_panics(|| work().map_err(|error| error.to_string())).map_err(|it| self.failure(&it))
     }
 
-    fn failure(&self, error: &(dyn std::error::Error + Send + Sync)) -> Error {
+    fn failure(&self, error: &dyn Display) -> Error {
         moh_files::unusable(&self.source.path, error.to_string()).into()
     }
 }
@@ -262,14 +252,6 @@ impl std::fmt::Debug for TextTokenizer {
     }
 }
 
-/// The decoder of a tokenizer. It is parsed before the library parses the file, because the library
-/// panics for a decoder that is not JSON.
-#[derive(serde::Deserialize)]
-struct Decoder {
-    #[serde(rename = "decoder")]
-    _decoder: Option<serde_json::Value>,
-}
-
 /// A tokenizer whose model is BPE. The library makes three copies of a model whose kind it does not know.
 type BpeTokenizer = TokenizerImpl<
     BPE,
@@ -279,8 +261,7 @@ type BpeTokenizer = TokenizerImpl<
     DecoderWrapper,
 >;
 
-fn parse(bytes: &[u8]) -> std::result::Result<Tokenizer, String> {
-    serde_json::from_slice::<Decoder>(bytes).map_err(|error| error.to_string())?;
+fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
     catch_panics(|| match BpeTokenizer::from_bytes(bytes) {
         Ok(tokenizer) => Ok(tokenizer.into()),
         Err(_) => Tokenizer::from_bytes(bytes).map_err(|error| error.to_string()),
@@ -289,9 +270,7 @@ fn parse(bytes: &[u8]) -> std::result::Result<Tokenizer, String> {
 
 /// Calls the library, which panics for some contents that its types do not allow, such as a
 /// template with a token that it does not define.
-fn catch_panics<R>(
-    work: impl FnOnce() -> std::result::Result<R, String>,
-) -> std::result::Result<R, String> {
+fn catch_panics<R>(work: impl FnOnce() -> Result<R, String>) -> Result<R, String> {
     // After a panic the tokenizer is dropped, so nothing sees its state.
     quietly(work).unwrap_or_else(|| Err("its content contradicts itself".to_owned()))
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use assert_cmd::Command;
-use moh_data::{DocumentEnd, Provenance, TokenFileWriter};
+use moh_data::{DocumentEnd, TokenFileInfo, TokenFileWriter};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -403,7 +403,7 @@ fn written(dir: &Path, documents: &[&[u32]]) {
         writer.push_document(document).unwrap();
     }
     let eos_token = DocumentEnd::Token("</s>".to_owned());
-    writer.finish(Provenance { eos_token, ..Provenance::default() }).unwrap();
+    writer.finish(TokenFileInfo { eos_token, ..TokenFileInfo::default() }).unwrap();
 }
 
 fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {

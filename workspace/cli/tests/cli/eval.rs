@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use moh_data::{Provenance, TokenFileWriter};
+use moh_data::{TokenFileInfo, TokenFileWriter};
 use moh_model::HeadCounts;
 use moh_report::head_measures::HeadDocument;
 use moh_testkit::options::take_negative_numbers;
@@ -335,7 +335,7 @@ fn a_limit_takes_windows_spread_over_the_file() {
     };
     let mut writer = TokenFileWriter::create(&dir.path().join("two"), VOCABULARY).unwrap();
     writer.push_document(&[window(8), window(24)].concat()).unwrap();
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
     let loss = |line: &str| {
         let json = json(dir.path(), &format!("loss --model source --sequence-length 10 {line}"));
         let found = &json["losses"][0];

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::*;
-use crate::{Provenance, TokenFileWriter};
+use crate::{TokenFileInfo, TokenFileWriter};
 
 const END: u32 = 9;
 
@@ -20,7 +20,7 @@ fn written(documents: &[&[u32]]) -> (TempDir, PathBuf) {
         writer.push_document(document).unwrap();
     }
     let eos_token = DocumentEnd::Token("</s>".to_owned());
-    writer.finish(Provenance { eos_token, ..Provenance::default() }).unwrap();
+    writer.finish(TokenFileInfo { eos_token, ..TokenFileInfo::default() }).unwrap();
     (dir, prefix)
 }
 
@@ -211,7 +211,7 @@ fn a_mask_is_verified() {
         {
             writer.push_masked_document(ids, mask).unwrap();
         }
-        writer.finish(Provenance::default()).unwrap()
+        writer.finish(TokenFileInfo::default()).unwrap()
     };
     assert_eq!(write().mask.unwrap().trained_tokens, 3);
     let empty = (ProblemKind::Empty, 1, Some(2));

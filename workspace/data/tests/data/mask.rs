@@ -3,7 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use moh_data::{Provenance, TokenFile, TokenFileWriter, Written, publish_remaining, with_ending};
+use moh_data::{
+    MaskInfo, TokenFile, TokenFileInfo, TokenFileWriter, Written, publish_remaining, with_ending,
+};
 
 type Documents<'a> = [(&'a [u32], &'a [u8])];
 
@@ -17,19 +19,21 @@ fn push(mut writer: TokenFileWriter, documents: &Documents<'_>) -> TokenFileWrit
     writer
 }
 
-fn provenance(template: &str) -> Provenance {
-    Provenance { chat_template_blake3: Some(template.to_owned()), ..Provenance::default() }
+fn rendered_by(template: &str) -> TokenFileInfo {
+    let chat_template_blake3 = Some(template.to_owned());
+    let mask = MaskInfo { chat_template_blake3, ..MaskInfo::default() };
+    TokenFileInfo { mask: Some(mask), ..TokenFileInfo::default() }
 }
 
 fn write(prefix: &Path, documents: &Documents<'_>) {
     let writer = TokenFileWriter::replace(prefix, 10).unwrap().with_mask().unwrap();
-    push(writer, documents).finish(provenance("abc")).unwrap();
+    push(writer, documents).finish(rendered_by("abc")).unwrap();
 }
 
 fn write_without(prefix: &Path) {
     let mut writer = TokenFileWriter::replace(prefix, 10).unwrap();
     writer.push_document(&[1, 2]).unwrap();
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
 }
 
 fn mask(prefix: &Path) -> Vec<u8> {
@@ -89,7 +93,7 @@ fn what_is_no_mask_of_a_document_is_not_written() {
     }
     writer.push_masked_document(&[3], &[0]).unwrap();
     writer.push_document(&[4, 5]).unwrap();
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
     assert_eq!(mask(&prefix), [0, 1, 1]);
 }
 
@@ -108,7 +112,7 @@ fn a_writer_continues_behind_what_was_synced() {
     let written = writer.written();
     // What was not synced is removed.
     drop(push(writer, &[(&[7, 7], &[1, 1])]));
-    let complete = push(resume(written), &DOCUMENTS[2..]).complete(provenance("abc")).unwrap();
+    let complete = push(resume(written), &DOCUMENTS[2..]).complete(rendered_by("abc")).unwrap();
     drop(complete);
     publish_remaining(&prefix, &working, false, true).unwrap();
     for ending in [".bin", ".idx", ".mask", ".json"] {
@@ -128,7 +132,7 @@ fn a_file_without_a_mask_replaces_one_with_it_even_if_it_is_interrupted() {
     let mut writer =
         TokenFileWriter::resume(&prefix, 10, true, &working, Written::default()).unwrap();
     writer.push_document(&[1; 6]).unwrap();
-    drop(writer.complete(Provenance::default()).unwrap());
+    drop(writer.complete(TokenFileInfo::default()).unwrap());
     publish_remaining(&prefix, &working, true, false).unwrap();
     assert_eq!(mask(&prefix), [1; 6]);
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use moh_data::{
-    Error, Order, Provenance, Source, SourceStart, TokenFile, TokenFileWriter, TrainingData,
+    Error, Order, Source, SourceStart, TokenFile, TokenFileInfo, TokenFileWriter, TrainingData,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -18,12 +18,19 @@ fn counting_file(dir: &TempDir, name: &str, first: u32, documents: &[usize]) -> 
         writer.push_document(&tokens).unwrap();
         next += length as u32;
     }
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
     prefix
 }
 
 fn source(path: PathBuf, weight: f64) -> Source {
     Source { path, weight }
+}
+
+/// One counting file, of documents of these lengths.
+fn counting(documents: &[usize], length: usize, order: Order, seed: u64) -> TrainingData {
+    let dir = tempfile::tempdir().unwrap();
+    let sources = [source(counting_file(&dir, "a", 0, documents), 1.0)];
+    TrainingData::open(&sources, length, order, seed, 100_000).unwrap()
 }
 
 fn tokens(data: &TrainingData, number: u64) -> Vec<u32> {
@@ -54,9 +61,7 @@ fn positions_are_of_documents() {
 
 #[test]
 fn sequential_windows_advance_by_the_sequence_length_and_start_over() {
-    let dir = tempfile::tempdir().unwrap();
-    let sources = [source(counting_file(&dir, "a", 0, &[5, 6]), 1.0)];
-    let data = TrainingData::open(&sources, 4, Order::Sequential, 0, 100_000).unwrap();
+    let data = counting(&[5, 6], 4, Order::Sequential, 0);
     assert_eq!(data.num_windows(0), 2);
     let read: Vec<_> = (0..3).map(|number| tokens(&data, number)).collect();
     assert_eq!(read, [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [0, 1, 2, 3, 4]]);
@@ -64,26 +69,23 @@ fn sequential_windows_advance_by_the_sequence_length_and_start_over() {
 
 #[test]
 fn positions_know_where_their_document_starts() {
-    let dir = tempfile::tempdir().unwrap();
-    let sources = [source(counting_file(&dir, "a", 0, &[3, 0, 1, 2, 9]), 1.0)];
-    let data = TrainingData::open(&sources, 5, Order::Sequential, 0, 100_000).unwrap();
+    let data = |length| counting(&[3, 0, 1, 2, 9], length, Order::Sequential, 0);
+    let of_three = data(3);
+    let data = data(5);
     let (mut tokens, mut document_start) = ([0; 6], [9; 5]);
     data.sample(0, &mut tokens, Some(&mut document_start)).unwrap();
     assert_eq!(document_start, [0, 0, 0, 3, 4]);
     data.sample(1, &mut tokens, Some(&mut document_start)).unwrap();
     assert_eq!((tokens[0], document_start), (5, [0, 1, 1, 1, 1]));
     // The last target of a window may start a document, but is not a key.
-    let data = TrainingData::open(&sources, 3, Order::Sequential, 0, 100_000).unwrap();
     let (mut tokens, mut document_start) = ([0; 4], [9; 3]);
-    data.sample(0, &mut tokens, Some(&mut document_start)).unwrap();
+    of_three.sample(0, &mut tokens, Some(&mut document_start)).unwrap();
     assert_eq!(document_start, [0, 0, 0]);
 }
 
 #[test]
 fn within_documents_the_first_token_of_one_is_no_target() {
-    let dir = tempfile::tempdir().unwrap();
-    let sources = [source(counting_file(&dir, "a", 0, &[3, 0, 1, 2, 9]), 1.0)];
-    let open = || TrainingData::open(&sources, 3, Order::Sequential, 0, 100_000).unwrap();
+    let open = || counting(&[3, 0, 1, 2, 9], 3, Order::Sequential, 0);
     let data = open().by_document(true);
     let mut masks = [[9; 4]; 3];
     for (number, mask) in masks.iter_mut().enumerate() {
@@ -124,9 +126,7 @@ fn data_that_follow_others_begin_after_the_windows_that_these_have_read() {
 
 #[test]
 fn reading_ahead_changes_no_sample() {
-    let dir = tempfile::tempdir().unwrap();
-    let sources = [source(counting_file(&dir, "a", 0, &[3, 0, 50, 9000]), 1.0)];
-    let data = TrainingData::open(&sources, 10, Order::Shuffled, 2, 100_000).unwrap();
+    let data = counting(&[3, 0, 50, 9000], 10, Order::Shuffled, 2);
     let before: Vec<_> = (0..100).map(|number| tokens(&data, number)).collect();
     data.read_ahead(0..100);
     data.read_ahead(u64::MAX - 1..u64::MAX);
@@ -172,10 +172,8 @@ fn a_mixture_reads_each_source_with_its_weight() {
 
 #[test]
 fn seeds_and_epochs_change_the_order() {
-    let dir = tempfile::tempdir().unwrap();
-    let sources = [source(counting_file(&dir, "a", 0, &[1001]), 1.0)];
     let order = |seed, epoch: u64| -> Vec<u32> {
-        let data = TrainingData::open(&sources, 10, Order::Shuffled, seed, 100_000).unwrap();
+        let data = counting(&[1001], 10, Order::Shuffled, seed);
         (epoch * 100..epoch * 100 + 100).map(|number| tokens(&data, number)[0]).collect()
     };
     assert_ne!(order(1, 0), order(2, 0));
@@ -192,12 +190,10 @@ proptest! {
         seed: u64,
         sequential: bool,
     ) {
-        let dir = tempfile::tempdir().unwrap();
         let total: usize = documents.iter().sum();
         prop_assume!(total > length);
-        let sources = [source(counting_file(&dir, "a", 0, &documents), 1.0)];
         let order = if sequential { Order::Sequential } else { Order::Shuffled };
-        let data = TrainingData::open(&sources, length, order, seed, 100_000).unwrap();
+        let data = counting(&documents, length, order, seed);
         let windows = data.num_windows(0);
         prop_assert_eq!(windows, ((total - 1) / length) as u64);
         let mut in_sequence = Vec::new();
@@ -215,7 +211,7 @@ proptest! {
             in_sequence.extend(read);
         }
         // Each sample is the same when another reader reads them alone and backwards.
-        let again = TrainingData::open(&sources, length, order, seed, 100_000).unwrap();
+        let again = counting(&documents, length, order, seed);
         for (number, expected) in in_sequence.iter().enumerate().rev().step_by(7) {
             prop_assert_eq!(&tokens(&again, number as u64), expected);
         }

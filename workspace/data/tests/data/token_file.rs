@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_data::{
-    DocumentEnd, Error, ProblemKind, Provenance, TokenFile, TokenFileWriter, TokenType, Verify,
+    DocumentEnd, Error, ProblemKind, TokenFile, TokenFileInfo, TokenFileWriter, TokenType, Verify,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -65,7 +65,7 @@ fn written<D: AsRef<[u32]>>(dir: &TempDir, name: &str, ids: usize, documents: &[
     for document in documents {
         writer.push_document(document.as_ref()).unwrap();
     }
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
     prefix
 }
 
@@ -272,18 +272,16 @@ fn a_writer_leaves_three_files_or_none() {
 
     let mut writer = TokenFileWriter::create(&prefix, 10).unwrap();
     writer.push_document(&[1, 2]).unwrap();
-    let provenance = Provenance {
+    let info = TokenFileInfo {
         tokenizer_hash: Some("abc".to_owned()),
-        tokenizer_content: None,
-        beginning_blake3: None,
         text_bytes: 7,
         sources: vec!["x".to_owned()],
         eos_token: DocumentEnd::Token("e".to_owned()),
         special_tokens_in_text: Some([("e".to_owned(), 2)].into()),
         split_special_tokens: true,
-        chat_template_blake3: None,
+        ..TokenFileInfo::default()
     };
-    let info = writer.finish(provenance).unwrap();
+    let info = writer.finish(info).unwrap();
     assert_eq!(names(), ["t.bin", "t.idx", "t.json"]);
     assert_eq!((info.documents, info.tokens, info.vocabulary_size), (1, 2, 10));
     assert_eq!(TokenFile::open(&prefix).unwrap().info(), Some(&info));

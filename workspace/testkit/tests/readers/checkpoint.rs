@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::LazyLock;
 
 use moh_checkpoint::{RunDirectory, StoredCheckpoint};
-use moh_data::{Provenance, TokenFileWriter};
+use moh_data::{TokenFileInfo, TokenFileWriter};
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
 use moh_testkit::trained_run::run;
@@ -24,7 +24,7 @@ static RUN: LazyLock<TempDir> = LazyLock::new(|| {
     for document in 0..40u32 {
         writer.push_document(&[document % 32; 9]).unwrap();
     }
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
     let text = format!(
         r#"
 run = {{ dir = "{dir}/run", seed = 1, device = "cpu", dtype = "bf16" }}

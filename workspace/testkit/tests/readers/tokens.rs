@@ -1,6 +1,6 @@
 //! The index of a token file, and its mask.
 
-use moh_data::{Provenance, TokenFile, TokenFileWriter, Verify};
+use moh_data::{TokenFile, TokenFileInfo, TokenFileWriter, Verify};
 
 use crate::{outcome, target};
 
@@ -12,7 +12,7 @@ fn a_mutated_token_index_is_read_or_refused() {
     for document in 1..9u32 {
         writer.push_document(&(0..document * 3).collect::<Vec<_>>()).unwrap();
     }
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
     let index = prefix.with_extension("idx");
     let seeds = &[std::fs::read(&index).unwrap()];
     target("token-index", seeds, 1).run(|input| {
@@ -37,7 +37,7 @@ fn a_mutated_mask_is_read_or_refused() {
         let mask: Vec<u8> = ids.iter().map(|id| (id % 2) as u8).collect();
         writer.push_masked_document(&ids, &mask).unwrap();
     }
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
     let mask = prefix.with_extension("mask");
     let seeds = &[std::fs::read(&mask).unwrap()];
     target("token-mask", seeds, 1).run(|input| {

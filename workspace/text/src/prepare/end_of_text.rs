@@ -19,9 +19,7 @@ pub enum AppendEos<'a> {
     Never,
 }
 
-/// How documents are ended.
 pub(crate) struct Ending {
-    /// The id to append.
     pub(crate) append: Option<u32>,
     pub(crate) end: DocumentEnd,
 }
@@ -33,7 +31,7 @@ impl Ending {
         let named = match choice {
             AppendEos::Never => return Ok(Self { append: None, end: by_suffix() }),
             AppendEos::Token(token) => Some(token),
-            AppendEos::Default => tokenizer.special("eos_token"),
+            AppendEos::Default => tokenizer.special_tokens().get("eos_token").map(String::as_str),
         };
         let Some(token) = named else {
             return match suffix {

@@ -4,16 +4,18 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use moh_data::{DocumentEnd, TokenFile, with_ending};
-use moh_text::prepare::{BadRecords, Chat, Observer, Prepare, PreparedFile, Progress, Selection};
+use moh_text::prepare::{
+    BadRecords, Chat, Observer, Prepare, PreparedFile, Progress, Selection, prepare,
+};
 use moh_text::{ChatTemplate, RenderThreads, TextTokenizer, TrainedTurns};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use moh_testkit::programs::read_json;
+use moh_testkit::programs::edit_json;
 use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const CHAT_ML: &str = "{%- if tools %}{{- '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}\
@@ -27,17 +29,17 @@ const GENERATION: &str = "{%- for message in messages %}{{- '<|im_start|>' + mes
 /// A directory with a byte-level tokenizer that has the special tokens of ChatML.
 fn workplace() -> (TempDir, TextTokenizer) {
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("tok/tokenizer.json");
-    write_tokenizer(&dir.path().join("tok"), &WORDS);
-    let mut file = read_json(&path);
-    for (id, content) in [(300, "<|im_start|>"), (301, "<|im_end|>")] {
-        file["added_tokens"].as_array_mut().unwrap().push(json!({
-            "id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false,
-        }));
-    }
-    let bytes = file.to_string().into_bytes();
-    let tokenizer = TextTokenizer::from_bytes(path, &bytes).unwrap();
+    let tok = dir.path().join("tok");
+    write_tokenizer(&tok, &WORDS);
+    edit_json(&tok.join("tokenizer.json"), |file| {
+        for (id, content) in [(300, "<|im_start|>"), (301, "<|im_end|>")] {
+            file["added_tokens"].as_array_mut().unwrap().push(json!({
+                "id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false,
+            }));
+        }
+    });
+    let tokenizer = TextTokenizer::load(&tok).unwrap();
     (dir, tokenizer)
 }
 
@@ -82,7 +84,7 @@ impl<'a> Case<'a> {
             overwrite: true,
             ..Prepare::new(self.tokenizer, inputs, prefix)
         };
-        let done = moh_text::prepare::prepare(options, &AtomicBool::new(false), &mut ());
+        let done = prepare(options, &AtomicBool::new(false), &mut ());
         done.map(|done| done.unwrap().files).map_err(|error| error.to_string())
     }
 }
@@ -212,25 +214,22 @@ fn a_stopped_preparation_continues_with_the_same_bytes() {
         field: "messages",
         split: Some("0.9,0.1".parse().unwrap()),
         selection: Selection { exact_dedup: true, ..Selection::default() },
-        sync_every: std::time::Duration::ZERO,
+        sync_every: Duration::ZERO,
         ..Prepare::new(&tokenizer, &inputs, prefix)
     };
-    moh_text::prepare::prepare(options(&whole), &AtomicBool::new(false), &mut ()).unwrap().unwrap();
+    let stop = AtomicBool::new(false);
+    prepare(options(&whole), &stop, &mut ()).unwrap().unwrap();
     /// Stops when more documents are written than at the first call.
     struct Stops<'a>(&'a AtomicBool, Option<u64>);
     impl Observer for Stops<'_> {
         fn note(&mut self, _: &str) {}
         fn progress(&mut self, progress: Progress) {
             let first = *self.1.get_or_insert(progress.documents);
-            self.0.store(progress.documents > first, std::sync::atomic::Ordering::Relaxed);
+            self.0.store(progress.documents > first, Ordering::Relaxed);
         }
     }
-    let stop = AtomicBool::new(false);
     let mut stopped = 0;
-    while moh_text::prepare::prepare(options(&prefix), &stop, &mut Stops(&stop, None))
-        .unwrap()
-        .is_none()
-    {
+    while prepare(options(&prefix), &stop, &mut Stops(&stop, None)).unwrap().is_none() {
         stopped += 1;
     }
     assert!(stopped > 1);

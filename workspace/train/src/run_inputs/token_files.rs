@@ -118,7 +118,7 @@ fn share(rest: Range<u64>, rank: u64) -> Range<u64> {
 
 #[cfg(test)]
 mod tests {
-    use moh_data::{Provenance, TokenFileWriter};
+    use moh_data::{TokenFileInfo, TokenFileWriter};
     use moh_testkit::ranks::ranks_on_threads;
 
     use super::*;
@@ -131,7 +131,7 @@ mod tests {
                 let prefix = dir.path().join(index.to_string());
                 let mut writer = TokenFileWriter::create(&prefix, 9).unwrap();
                 writer.push_document(&[index; 4]).unwrap();
-                writer.finish(Provenance::default()).unwrap();
+                writer.finish(TokenFileInfo::default()).unwrap();
                 prefix
             })
             .collect();

@@ -9,7 +9,7 @@ use crate::support::driver::{finish, refusal, refuses, replay, run, stop_at, war
 use crate::support::{
     TestRun, copy_all, files, flip, move_tokens, remove_tokens, run_of, summary_of, write_tokens,
 };
-use moh_data::{Provenance, TokenFileWriter};
+use moh_data::{TokenFileInfo, TokenFileWriter};
 use moh_recipe::Recipe;
 use moh_testkit::programs::{edit_json, read_json};
 use moh_train::{Event, Outcome};
@@ -178,7 +178,7 @@ fn without_proof(place: &TestRun, position: usize, vocabulary: usize) -> Recipe 
     let mut tokens = vec![5; 3000];
     tokens[position] = 63;
     writer.push_document(&tokens).unwrap();
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
     fs::remove_file(prefix.with_extension("json")).unwrap();
     place.recipe(&[&source(&prefix), &format!("model.new.vocab_size={vocabulary}")])
 }

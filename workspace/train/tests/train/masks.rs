@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::support::driver::{finish, refusal, refuses, stop_at};
 use crate::support::results::Results;
 use crate::support::{TestRun, write_tokens};
-use moh_data::{Provenance, TokenFile, TokenFileWriter, with_ending};
+use moh_data::{TokenFile, TokenFileInfo, TokenFileWriter, with_ending};
 use serde_json::Value;
 
 /// Gives the token file `prefix` a mask by the positions of its tokens.
@@ -19,7 +19,7 @@ fn mask(prefix: &Path, trains: impl Fn(u64) -> bool) {
         let mask: Vec<u8> = range.map(|position| u8::from(trains(position))).collect();
         writer.push_masked_document(&ids, &mask).unwrap();
     }
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
 }
 
 fn results(place: &TestRun, name: &str, overrides: &[&str]) -> (Results, Vec<Option<u64>>) {

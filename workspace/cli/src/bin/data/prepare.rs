@@ -122,7 +122,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         .split_special_tokens(arguments.split_special_tokens);
     let template = match arguments.chat {
         true => {
-            let template = ChatTemplate::load(moh_files::parent(tokenizer.path()))?;
+            let template = ChatTemplate::load(&tokenizer)?;
             Some(RenderThreads::new(template, RENDERING_TIME)?)
         }
         false => None,

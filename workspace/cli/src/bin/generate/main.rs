@@ -96,9 +96,9 @@ impl Compute for &Arguments {
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
         let named = NamedModel::open(&self.model, self.revision.as_deref())?;
-        let (tokenizer, directory) = named.required_tokenizer()?;
+        let tokenizer = named.required_tokenizer()?;
         let context = named.config.max_position_embeddings;
-        let prompt = Prompt::read(self, &directory, &tokenizer)?;
+        let prompt = Prompt::read(self, &tokenizer)?;
         if prompt.ids.is_empty() || prompt.ids.len() >= context {
             anyhow::bail!(
                 "{}: {} tokens, expected 1 to {}, less than the model's context length",
@@ -175,11 +175,7 @@ struct Prompt {
 }
 
 impl Prompt {
-    fn read(
-        arguments: &Arguments,
-        directory: &Path,
-        tokenizer: &TextTokenizer,
-    ) -> anyhow::Result<Self> {
+    fn read(arguments: &Arguments, tokenizer: &TextTokenizer) -> anyhow::Result<Self> {
         let (source, text) = match (&arguments.prompt, &arguments.prompt_file) {
             (Some(text), _) => ("--prompt".into(), text.clone()),
             (None, Some(file)) => {
@@ -196,7 +192,7 @@ impl Prompt {
         }
         let system = arguments.system.as_deref().map(|text| ("system", text));
         let conversation = Conversation::of_texts(system.into_iter().chain([("user", &*text)]));
-        let template = RenderThreads::new(ChatTemplate::load(directory)?, RENDERING_TIME)?;
+        let template = RenderThreads::new(ChatTemplate::load(tokenizer)?, RENDERING_TIME)?;
         let rendered = template.render(&Arc::new(conversation), true)?;
         // The template contains BOS where the model expects one.
         let ids = tokenizer.encode_without_special_tokens(&rendered)?;

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use crate::beginning_blake3;
 use moh_data::{
-    BEGINNING_TOKENS, CompleteTokenFile, Provenance, TokenFile, TokenFileWriter, publish_remaining,
-    with_ending,
+    BEGINNING_TOKENS, CompleteTokenFile, MaskInfo, TokenFile, TokenFileInfo, TokenFileWriter,
+    publish_remaining, with_ending,
 };
 
 use super::journal::FileState;
@@ -38,7 +38,6 @@ impl Output {
         Ok(Self { writer, text_bytes, trained, special })
     }
 
-    /// Counts a document that was written.
     pub(super) fn count(&mut self, text_bytes: u64, special: &[u32]) {
         self.text_bytes += text_bytes;
         for &id in special {
@@ -61,9 +60,11 @@ impl Output {
     ) -> Result<CompleteTokenFile> {
         let tokenizer = options.tokenizer;
         let beginning = self.writer.beginning(BEGINNING_TOKENS)?;
+        let template = options.chat.map(|chat| chat.template.template());
+        let chat_template_blake3 = template.map(|template| template.blake3().to_owned());
         // An id without a token has no text that names it.
         let named = |(id, count)| Some((tokenizer.token(id)?, count));
-        Ok(self.writer.complete(Provenance {
+        Ok(self.writer.complete(TokenFileInfo {
             tokenizer_hash: Some(tokenizer.hash().to_owned()),
             tokenizer_content: Some(tokenizer.content()?),
             beginning_blake3: Some(beginning_blake3(tokenizer, &beginning)?),
@@ -72,9 +73,8 @@ impl Output {
             eos_token: ending.end.clone(),
             special_tokens_in_text: Some(self.special.into_iter().filter_map(named).collect()),
             split_special_tokens: tokenizer.splits_special_tokens(),
-            chat_template_blake3: options
-                .chat
-                .map(|chat| chat.template.template().blake3().to_owned()),
+            mask: Some(MaskInfo { chat_template_blake3, ..MaskInfo::default() }),
+            ..TokenFileInfo::default()
         })?)
     }
 }

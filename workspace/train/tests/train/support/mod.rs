@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::Summary;
-use moh_data::{Provenance, TokenFileWriter};
+use moh_data::{TokenFileInfo, TokenFileWriter};
 use moh_recipe::{ParallelOptions, Recipe};
 use tempfile::TempDir;
 
@@ -156,7 +156,7 @@ pub fn write_tokens_with(prefix: &Path, seed: u64, documents: u64, others: &BTre
             .collect();
         writer.push_document(&tokens).unwrap();
     }
-    writer.finish(Provenance::default()).unwrap();
+    writer.finish(TokenFileInfo::default()).unwrap();
 }
 
 /// The files of a token file.
