@@ -1,16 +1,14 @@
 //! The cells of a column: texts, and what else has a text in a template.
 
 use std::borrow::Cow;
+use std::fmt::Display;
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::{
     Float32Type, Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, UInt8Type, UInt16Type,
     UInt32Type, UInt64Type,
 };
-use arrow_array::{
-    Array, BooleanArray, LargeStringArray, PrimitiveArray, RecordBatch, StringArray,
-    StringViewArray, StructArray,
-};
+use arrow_array::{Array, ArrayAccessor, RecordBatch, StructArray};
 use arrow_schema::DataType;
 
 use super::nested::Nested;
@@ -24,27 +22,16 @@ pub(super) struct Cells<'a> {
 }
 
 enum Values<'a> {
-    Text(&'a StringArray),
-    LargeText(&'a LargeStringArray),
-    TextView(&'a StringViewArray),
-    /// For each cell an index of the values.
-    Dictionary(Vec<usize>, Box<Cells<'a>>),
-    Boolean(&'a BooleanArray),
-    Float32(&'a PrimitiveArray<Float32Type>),
-    Float64(&'a PrimitiveArray<Float64Type>),
-    Int8(&'a PrimitiveArray<Int8Type>),
-    Int16(&'a PrimitiveArray<Int16Type>),
-    Int32(&'a PrimitiveArray<Int32Type>),
-    Int64(&'a PrimitiveArray<Int64Type>),
-    UInt8(&'a PrimitiveArray<UInt8Type>),
-    UInt16(&'a PrimitiveArray<UInt16Type>),
-    UInt32(&'a PrimitiveArray<UInt32Type>),
-    UInt64(&'a PrimitiveArray<UInt64Type>),
+    Text(ValueOf<'a>),
+    Scalar(ValueOf<'a>),
     /// Lists and structures.
     Nested(Nested<'a>),
     /// Of a type without a text.
     Other,
 }
+
+/// The value in a row that is not null.
+type ValueOf<'a> = Box<dyn Fn(usize) -> Value<'a> + Send + 'a>;
 
 impl<'a> Cells<'a> {
     /// The cells of the column at the end of these names; `None` if it is missing.
@@ -62,27 +49,30 @@ impl<'a> Cells<'a> {
 
     pub(super) fn of(column: &'a dyn Array) -> Self {
         let values = match column.data_type() {
-            DataType::Utf8 => Values::Text(column.as_string()),
-            DataType::LargeUtf8 => Values::LargeText(column.as_string()),
-            DataType::Utf8View => Values::TextView(column.as_string_view()),
+            DataType::Utf8 => texts(column.as_string::<i32>()),
+            DataType::LargeUtf8 => texts(column.as_string::<i64>()),
+            DataType::Utf8View => texts(column.as_string_view()),
             DataType::Dictionary(_, _) => {
                 let dictionary = column.as_any_dictionary();
                 let values = &**dictionary.values();
                 let is_empty = values.is_empty();
                 let keys = if is_empty { Vec::new() } else { dictionary.normalized_keys() };
-                Values::Dictionary(keys, Box::new(Self::of(values)))
+                let values = Self::of(values);
+                Values::Text(Box::new(move |row| {
+                    keys.get(row).map_or(Value::Null, |&key| values.value(key))
+                }))
             }
-            DataType::Boolean => Values::Boolean(column.as_boolean()),
-            DataType::Float32 => Values::Float32(column.as_primitive()),
-            DataType::Float64 => Values::Float64(column.as_primitive()),
-            DataType::Int8 => Values::Int8(column.as_primitive()),
-            DataType::Int16 => Values::Int16(column.as_primitive()),
-            DataType::Int32 => Values::Int32(column.as_primitive()),
-            DataType::Int64 => Values::Int64(column.as_primitive()),
-            DataType::UInt8 => Values::UInt8(column.as_primitive()),
-            DataType::UInt16 => Values::UInt16(column.as_primitive()),
-            DataType::UInt32 => Values::UInt32(column.as_primitive()),
-            DataType::UInt64 => Values::UInt64(column.as_primitive()),
+            DataType::Boolean => scalars(column.as_boolean()),
+            DataType::Float32 => floats(column.as_primitive::<Float32Type>()),
+            DataType::Float64 => floats(column.as_primitive::<Float64Type>()),
+            DataType::Int8 => scalars(column.as_primitive::<Int8Type>()),
+            DataType::Int16 => scalars(column.as_primitive::<Int16Type>()),
+            DataType::Int32 => scalars(column.as_primitive::<Int32Type>()),
+            DataType::Int64 => scalars(column.as_primitive::<Int64Type>()),
+            DataType::UInt8 => scalars(column.as_primitive::<UInt8Type>()),
+            DataType::UInt16 => scalars(column.as_primitive::<UInt16Type>()),
+            DataType::UInt32 => scalars(column.as_primitive::<UInt32Type>()),
+            DataType::UInt64 => scalars(column.as_primitive::<UInt64Type>()),
             _ => Nested::of(column).map_or(Values::Other, Values::Nested),
         };
         Self { columns: vec![column], values }
@@ -91,10 +81,7 @@ impl<'a> Cells<'a> {
     /// Bytes of the value in a row, about.
     pub(super) fn bytes(&self, row: usize) -> usize {
         match &self.values {
-            Values::Text(_)
-            | Values::LargeText(_)
-            | Values::TextView(_)
-            | Values::Dictionary(..) => match self.value(row) {
+            Values::Text(_) => match self.value(row) {
                 Value::Text(text) => text.len() + size_of::<u64>(),
                 _ => size_of::<u64>(),
             },
@@ -119,39 +106,33 @@ impl<'a> Cells<'a> {
         if self.is_null(row) {
             return Value::Null;
         }
-        let scalar = |text: String| Value::Scalar(Cow::Owned(text));
         match &self.values {
-            Values::Text(texts) => Value::Text(texts.value(row)),
-            Values::LargeText(texts) => Value::Text(texts.value(row)),
-            Values::TextView(texts) => Value::Text(texts.value(row)),
-            Values::Dictionary(keys, values) => {
-                keys.get(row).map_or(Value::Null, |&key| values.value(key))
-            }
-            Values::Boolean(values) => scalar(values.value(row).to_string()),
-            Values::Float32(values) => finite(values.value(row)),
-            Values::Float64(values) => finite(values.value(row)),
-            Values::Int8(values) => scalar(values.value(row).to_string()),
-            Values::Int16(values) => scalar(values.value(row).to_string()),
-            Values::Int32(values) => scalar(values.value(row).to_string()),
-            Values::Int64(values) => scalar(values.value(row).to_string()),
-            Values::UInt8(values) => scalar(values.value(row).to_string()),
-            Values::UInt16(values) => scalar(values.value(row).to_string()),
-            Values::UInt32(values) => scalar(values.value(row).to_string()),
-            Values::UInt64(values) => scalar(values.value(row).to_string()),
+            Values::Text(value) | Values::Scalar(value) => value(row),
             Values::Nested(nested) => Value::Json(Cow::Owned(nested.json(row).to_string())),
             Values::Other => Value::Other,
         }
     }
 }
 
-/// A number as JSON writes it, which has none for infinity.
-fn finite<'a>(value: impl serde::Serialize + Into<f64>) -> Value<'a> {
-    match serde_json::to_string(&value) {
-        Ok(text) if text != "null" => Value::Scalar(Cow::Owned(text)),
-        _ => Value::NotFinite(match value.into() {
-            f64::INFINITY => "Infinity",
-            f64::NEG_INFINITY => "-Infinity",
-            _ => "NaN",
-        }),
-    }
+fn texts<'a>(texts: impl ArrayAccessor<Item = &'a str> + 'a) -> Values<'a> {
+    Values::Text(Box::new(move |row| Value::Text(texts.value(row))))
+}
+
+fn scalars<'a>(values: impl ArrayAccessor<Item: Display> + 'a) -> Values<'a> {
+    Values::Scalar(Box::new(move |row| Value::Scalar(Cow::Owned(values.value(row).to_string()))))
+}
+
+/// Numbers as JSON writes them, which has none for infinity.
+fn floats<'a>(values: impl ArrayAccessor<Item: serde::Serialize + Into<f64>> + 'a) -> Values<'a> {
+    Values::Scalar(Box::new(move |row| {
+        let value = values.value(row);
+        match serde_json::to_string(&value) {
+            Ok(text) if text != "null" => Value::Scalar(Cow::Owned(text)),
+            _ => Value::NotFinite(match value.into() {
+                f64::INFINITY => "Infinity",
+                f64::NEG_INFINITY => "-Infinity",
+                _ => "NaN",
+            }),
+        }
+    }))
 }

@@ -2,7 +2,7 @@
 //! null is left out, because every structure of a column has the same fields, whatever was there when it was written.
 
 use arrow_array::cast::AsArray;
-use arrow_array::{Array, FixedSizeListArray, LargeListArray, ListArray};
+use arrow_array::{Array, ListLikeArray};
 use arrow_schema::DataType;
 use serde_json::{Map, Value as Json};
 
@@ -12,9 +12,7 @@ use crate::prepare::fields::Value;
 
 /// The values of a column of lists or structures.
 pub(super) enum Nested<'a> {
-    List(&'a ListArray, Box<Cells<'a>>),
-    LargeList(&'a LargeListArray, Box<Cells<'a>>),
-    FixedSizeList(&'a FixedSizeListArray, Box<Cells<'a>>),
+    List(&'a dyn ListLikeArray, Box<Cells<'a>>),
     Struct(Vec<(&'a str, Cells<'a>)>),
 }
 
@@ -26,75 +24,43 @@ pub(super) fn is_list(kind: &DataType) -> bool {
 impl<'a> Nested<'a> {
     /// `None` for a column of another type.
     pub(super) fn of(column: &'a dyn Array) -> Option<Self> {
-        let values = |values: &'a dyn Array| Box::new(Cells::of(values));
-        Some(match column.data_type() {
-            DataType::List(_) => {
-                let list: &ListArray = column.as_list();
-                Self::List(list, values(&**list.values()))
-            }
-            DataType::LargeList(_) => {
-                let list: &LargeListArray = column.as_list();
-                Self::LargeList(list, values(&**list.values()))
-            }
-            DataType::FixedSizeList(..) => {
-                let list = column.as_fixed_size_list();
-                Self::FixedSizeList(list, values(&**list.values()))
-            }
+        let list: &dyn ListLikeArray = match column.data_type() {
+            DataType::List(_) => column.as_list::<i32>(),
+            DataType::LargeList(_) => column.as_list::<i64>(),
+            DataType::FixedSizeList(..) => column.as_fixed_size_list(),
             DataType::Struct(fields) => {
-                let columns = column.as_struct().columns();
-                let fields = fields.iter().zip(columns);
-                Self::Struct(
-                    fields.map(|(field, column)| (&**field.name(), Cells::of(&**column))).collect(),
-                )
+                let fields = fields.iter().zip(column.as_struct().columns());
+                let cells = fields.map(|(field, column)| (&**field.name(), Cells::of(&**column)));
+                return Some(Self::Struct(cells.collect()));
             }
             _ => return None,
-        })
-    }
-
-    /// The rows of the values in a row, and their cells; none of a structure.
-    fn items(&self, row: usize) -> Option<(std::ops::Range<usize>, &Cells<'a>)> {
-        // Offsets and lengths are not negative: Arrow's arrays are validated when they are made.
-        match self {
-            Self::List(list, cells) => {
-                let offsets = list.value_offsets();
-                Some((offsets[row] as usize..offsets[row + 1] as usize, cells))
-            }
-            Self::LargeList(list, cells) => {
-                let offsets = list.value_offsets();
-                Some((offsets[row] as usize..offsets[row + 1] as usize, cells))
-            }
-            Self::FixedSizeList(list, cells) => {
-                let length = list.value_length() as usize;
-                let first = list.value_offset_at(row);
-                Some((first..first + length, cells))
-            }
-            Self::Struct(_) => None,
-        }
+        };
+        Some(Self::List(list, Box::new(Cells::of(&**list.values()))))
     }
 
     /// Bytes of the values in a row, about.
     pub(super) fn bytes(&self, row: usize) -> usize {
-        match (self, self.items(row)) {
-            (Self::Struct(fields), _) => {
+        match self {
+            Self::Struct(fields) => {
                 fields.iter().map(|(name, cells)| name.len() + cells.bytes(row)).sum()
             }
-            (_, Some((rows, cells))) => rows.map(|row| cells.bytes(row)).sum(),
-            _ => 0,
+            Self::List(list, cells) => list.element_range(row).map(|row| cells.bytes(row)).sum(),
         }
     }
 
     /// The value in a row, which is not null.
     pub(super) fn json(&self, row: usize) -> Json {
-        match (self, self.items(row)) {
-            (Self::Struct(fields), _) => {
+        match self {
+            Self::Struct(fields) => {
                 let present = fields.iter().filter_map(|(name, cells)| {
                     let value = json(cells, row);
                     (!value.is_null()).then(|| ((*name).to_owned(), value))
                 });
                 Json::Object(present.collect::<Map<_, _>>())
             }
-            (_, Some((rows, cells))) => rows.map(|row| json(cells, row)).collect(),
-            _ => Json::Null,
+            Self::List(list, cells) => {
+                list.element_range(row).map(|row| json(cells, row)).collect()
+            }
         }
     }
 }
