@@ -131,7 +131,7 @@ impl<'s, 't, 'e> Charge<'s, 't, 'e> {
     }
 }
 
-fn fault(reason: String) -> Error {
+pub(crate) fn fault(reason: String) -> Error {
     Error::new(ErrorKind::InvalidOperation, reason)
 }
 

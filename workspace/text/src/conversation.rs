@@ -11,21 +11,6 @@ pub(crate) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reaso
 /// Keys of messages that are obeyed or that hold no text, whatever the template reads.
 const KNOWN_KEYS: [&str; 6] = ["role", "content", "name", "tool_call_id", "weight", "train"];
 
-/// ShareGPT's names of who speaks, with the roles of chat templates.
-const SHARE_GPT_ROLES: [(&str, &str); 11] = [
-    ("human", "user"),
-    ("user", "user"),
-    ("gpt", "assistant"),
-    ("chatgpt", "assistant"),
-    ("model", "assistant"),
-    ("assistant", "assistant"),
-    ("system", "system"),
-    ("tool", "tool"),
-    ("function", "tool"),
-    ("function_response", "tool"),
-    ("observation", "tool"),
-];
-
 /// Messages, and the tools that the assistant may call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conversation {
@@ -80,10 +65,7 @@ impl Conversation {
     }
 
     /// A conversation of an object of JSON with `messages` and `tools`, as Python reads it: with integers of any size
-    /// and NaN.
-    ///
-    /// # Errors
-    /// As [`Conversation::from_json`]; fails if the text is no JSON.
+    /// and NaN; fails as [`Conversation::from_json`].
     pub fn parse(text: &str) -> Result<Self> {
         let mut record: Value = serde_json::from_str(&beyond_json(text))
             .map_err(|error| Error::Invalid(format!("not a conversation in JSON: {error}")))?;
@@ -156,18 +138,9 @@ impl Conversation {
 
     /// Whether a string of the conversation, or a key, contains one of these characters.
     pub(crate) fn contains(&self, characters: &[char]) -> bool {
-        fn within(value: &Value, characters: &[char]) -> bool {
-            match value {
-                Value::String(text) => text.contains(characters),
-                Value::Array(values) => values.iter().any(|value| within(value, characters)),
-                Value::Object(fields) => fields
-                    .iter()
-                    .any(|(key, value)| key.contains(characters) || within(value, characters)),
-                _ => false,
-            }
-        }
-        self.messages.iter().any(|message| within(message, characters))
-            || within(&self.tools, characters)
+        let values = self.messages.iter().chain([&self.tools]);
+        // JSON escapes none of them.
+        values.map(Value::to_string).any(|text| text.contains(characters))
     }
 }
 
@@ -210,17 +183,16 @@ fn with_reasoning(mut fields: Map<String, Value>) -> Map<String, Value> {
     fields
 }
 
-/// A message of ShareGPT's with a role.
 fn share_gpt(mut fields: Map<String, Value>) -> Result<Map<String, Value>, String> {
-    let known = |from: &str| SHARE_GPT_ROLES.iter().find(|(name, _)| *name == from);
-    let role = match fields.get("from") {
-        Some(Value::String(from)) => match known(from) {
-            Some((_, role)) => *role,
-            None => {
-                return Err(format!("is from {from:?}, expected human, gpt, system or tool"));
-            }
-        },
-        _ => return Err("has no role, and no \"from\" as ShareGPT's messages have".to_owned()),
+    let Some(Value::String(from)) = fields.get("from") else {
+        return Err("has no role, and no \"from\" as ShareGPT's messages have".to_owned());
+    };
+    let role = match &from[..] {
+        "human" | "user" => "user",
+        "gpt" | "chatgpt" | "model" | "assistant" => "assistant",
+        "system" => "system",
+        "tool" | "function" | "function_response" | "observation" => "tool",
+        _ => return Err(format!("is from {from:?}, expected human, gpt, system or tool")),
     };
     let Some(value) = fields.shift_remove("value") else {
         return Err("has no \"value\", which ShareGPT's messages have beside \"from\"".to_owned());
@@ -233,7 +205,6 @@ fn share_gpt(mut fields: Map<String, Value>) -> Result<Map<String, Value>, Strin
     Ok(message)
 }
 
-/// The tools as a list, or null.
 fn tools(tools: Value) -> Result<Value> {
     let fault =
         || Error::Invalid("the tools are neither a list nor a text with a list in JSON".to_owned());

@@ -15,39 +15,22 @@ pub(crate) fn as_calls(source: &str) -> (String, bool) {
     while let Some(at) = next_opening(rest) {
         let (before, opened) = rest.split_at(at);
         calls.push_str(before);
-        let end = end_of(opened);
-        let (tag, after) = opened.split_at(end);
+        let (tag, after) = opened.split_at(end_of(opened));
         rest = after;
-        let Some(inner) = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}")) else {
-            calls.push_str(tag);
-            continue;
-        };
-        let control = |mark: Option<char>| mark.filter(|mark| matches!(mark, '-' | '+'));
-        let (left, right) = (control(inner.chars().next()), control(inner.chars().next_back()));
-        let word = inner.trim_matches(['-', '+']).trim();
+        let inner = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}"));
+        let word = inner.map_or("", |inner| inner.trim_matches(['-', '+']).trim());
         let call = match word {
-            "generation" => format!("call {FUNCTION}()"),
-            "endgeneration" => "endcall".to_owned(),
-            "raw" => {
-                let end = end_of_raw(rest);
-                calls.push_str(tag);
-                calls.push_str(&rest[..end]);
-                rest = &rest[end..];
-                continue;
-            }
-            _ => {
-                calls.push_str(tag);
-                continue;
-            }
+            "generation" => Some(format!("call {FUNCTION}()")),
+            "endgeneration" => Some("endcall".to_owned()),
+            _ => None,
         };
-        found = true;
-        calls.push_str("{%");
-        calls.extend(left);
-        calls.push(' ');
-        calls.push_str(&call);
-        calls.push(' ');
-        calls.extend(right);
-        calls.push_str("%}");
+        found |= call.is_some();
+        calls.push_str(&call.map_or(tag.to_owned(), |call| tag.replacen(word, &call, 1)));
+        if word == "raw" {
+            let (raw, after) = rest.split_at(end_of_raw(rest));
+            calls.push_str(raw);
+            rest = after;
+        }
     }
     calls.push_str(rest);
     (calls, found)
@@ -131,7 +114,7 @@ mod tests {
             ("a{% generation %}b{% endgeneration %}", "a{% call moh_generation() %}b{% endcall %}"),
             (
                 "{%- generation -%}b{%-endgeneration+%}",
-                "{%- call moh_generation() -%}b{%- endcall +%}",
+                "{%- call moh_generation() -%}b{%-endcall+%}",
             ),
         ] {
             assert_eq!(as_calls(source), (expected.to_owned(), true));

@@ -3,16 +3,15 @@
 //! itself many times is written whole.
 
 use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{Error, ErrorKind, Output, State, Value};
+use minijinja::{Error, Output, State, Value};
 use serde_json::Value as Json;
 
-use crate::bounds::Charge;
+use crate::bounds::{Charge, fault};
 use crate::numbers::number;
 
 /// Maximum spaces of a level of `tojson`.
 const MAX_INDENT: usize = 64;
 
-/// A value of a conversation for templates.
 pub(crate) fn from_json(json: &Json) -> Result<Value, String> {
     Ok(match json {
         Json::Null => Value::from(()),
@@ -59,7 +58,6 @@ pub(crate) fn tojson(state: &State, value: &Value, arguments: Kwargs) -> Result<
     Ok(Value::from_safe_string(writer.text))
 }
 
-/// Prints the value of an expression as Python does.
 pub(crate) fn print(
     out: &mut Output<'_>,
     state: &mut State<'_, '_>,
@@ -84,10 +82,6 @@ pub(crate) fn text(state: &State, value: &Value) -> Result<String, Error> {
         Writer { text: String::new(), charge: Charge::new(state), items, keys, json: None };
     writer.value(value, 0)?;
     Ok(writer.text)
-}
-
-fn fault(reason: String) -> Error {
-    Error::new(ErrorKind::InvalidOperation, reason)
 }
 
 struct JsonStyle {

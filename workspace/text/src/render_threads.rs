@@ -1,8 +1,9 @@
 //! Rendering in threads that can be given up: a template is a program, of which some never end.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::{ChatTemplate, Conversation, Error, Renderer, Result, TrainedTurns, TrainingText};
@@ -22,16 +23,16 @@ pub struct RenderThreads {
     template: Arc<ChatTemplate>,
     limit: Duration,
     idle: Mutex<Vec<RenderThread>>,
-    given_up: Arc<AtomicUsize>,
+    /// Threads that may still run.
+    given_up: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// A thread that waits for work; it ends when this is dropped.
 #[derive(Debug)]
 struct RenderThread {
     work: Sender<Work>,
-    /// Renderings that it has begun.
     begun: Arc<AtomicU64>,
-    is_given_up: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
 }
 
 type Work = Box<dyn FnOnce(&Renderer<'_>) + Send>;
@@ -39,13 +40,10 @@ type Work = Box<dyn FnOnce(&Renderer<'_>) + Send>;
 impl RenderThreads {
     /// Threads for this template, which is compiled once to see that it can be. A rendering, of which a training text has
     /// several, is given up after `limit`.
-    ///
-    /// # Errors
-    /// Fails if the template is no Jinja.
     pub fn new(template: ChatTemplate, limit: Duration) -> Result<Self> {
         template.renderer()?;
-        let (template, idle) = (Arc::new(template), Mutex::default());
-        Ok(Self { template, limit, idle, given_up: Arc::default() })
+        let (idle, given_up) = (Mutex::default(), Mutex::default());
+        Ok(Self { template: Arc::new(template), limit, idle, given_up })
     }
 
     /// The template.
@@ -53,19 +51,14 @@ impl RenderThreads {
         &self.template
     }
 
-    /// As [`Renderer::render`].
-    ///
-    /// # Errors
     /// As [`Renderer::render`]; fails if it takes too long.
     pub fn render(&self, conversation: &Arc<Conversation>, prompts: bool) -> Result<String> {
         let conversation = Arc::clone(conversation);
         self.run(move |renderer| renderer.render(&conversation, prompts), &AtomicBool::new(false))
     }
 
-    /// As [`Renderer::training_text`]; [`Error::Interrupted`] soon after `stop` is set.
-    ///
-    /// # Errors
-    /// As [`Renderer::training_text`]; fails if one of its renderings takes too long.
+    /// As [`Renderer::training_text`]; fails if one of its renderings takes too long, and with [`Error::Interrupted`] soon
+    /// after `stop` is set.
     pub fn training_text(
         &self,
         conversation: &Arc<Conversation>,
@@ -81,8 +74,7 @@ impl RenderThreads {
         work: impl FnOnce(&Renderer<'_>) -> Result<T> + Send + 'static,
         stop: &AtomicBool,
     ) -> Result<T> {
-        let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let waiting = idle().pop();
+        let waiting = locked(&self.idle).pop();
         let thread = waiting.map_or_else(|| self.start(), Ok)?;
         let (sender, result) = sync_channel(1);
         // A thread that has ended gives no result, and without a receiver nobody waits for one.
@@ -91,7 +83,7 @@ impl RenderThreads {
         loop {
             match result.recv_timeout(WAIT) {
                 Ok(result) => {
-                    idle().push(thread);
+                    locked(&self.idle).push(thread);
                     return result;
                 }
                 Err(RecvTimeoutError::Disconnected) => {
@@ -107,35 +99,32 @@ impl RenderThreads {
             }
             let is_stopped = stop.load(Ordering::Relaxed);
             if is_stopped || since.elapsed() > self.limit {
-                self.given_up.fetch_add(1, Ordering::Relaxed);
-                thread.is_given_up.store(true, Ordering::Relaxed);
+                locked(&self.given_up).push(thread.thread);
                 return Err(if is_stopped { Error::Interrupted } else { self.too_long() });
             }
         }
     }
 
     fn start(&self) -> Result<RenderThread> {
-        if self.given_up.load(Ordering::Relaxed) >= MAX_GIVEN_UP {
+        let mut given_up = locked(&self.given_up);
+        given_up.retain(|thread| !thread.is_finished());
+        if given_up.len() >= MAX_GIVEN_UP {
             return Err(self.too_long());
         }
         let (work, received) = channel::<Work>();
-        let thread = RenderThread { work, begun: Arc::default(), is_given_up: Arc::default() };
-        let (template, given_up) = (Arc::clone(&self.template), Arc::clone(&self.given_up));
-        let (begun, is_given_up) = (Arc::clone(&thread.begun), Arc::clone(&thread.is_given_up));
+        let begun = Arc::<AtomicU64>::default();
+        let (template, counted) = (Arc::clone(&self.template), Arc::clone(&begun));
         let main = move || {
             if let Ok(mut renderer) = template.renderer() {
-                renderer.begun = begun;
+                renderer.begun = counted;
                 received.iter().for_each(|work| work(&renderer));
             }
-            if is_given_up.load(Ordering::Relaxed) {
-                given_up.fetch_sub(1, Ordering::Relaxed);
-            }
         };
-        let builder = std::thread::Builder::new().name("chat template".to_owned());
-        builder.stack_size(STACK_BYTES).spawn(main).map_err(|error| {
+        let builder = Builder::new().name("chat template".to_owned()).stack_size(STACK_BYTES);
+        let thread = builder.spawn(main).map_err(|error| {
             Error::Invalid(format!("no thread can be started for the chat template: {error}"))
         })?;
-        Ok(thread)
+        Ok(RenderThread { work, begun, thread })
     }
 
     fn too_long(&self) -> Error {
@@ -145,4 +134,8 @@ impl RenderThreads {
             self.limit.as_secs()
         ))
     }
+}
+
+fn locked<T>(list: &Mutex<Vec<T>>) -> MutexGuard<'_, Vec<T>> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
 }
