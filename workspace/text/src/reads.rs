@@ -1,8 +1,6 @@
 //! What a template reads of messages, by what it writes of short ones: the content as a text or as a list of parts, and
 //! the arguments of a tool call as a text or as an object.
 
-use std::borrow::Cow;
-
 use serde_json::{Value, json};
 
 use crate::numbers::beyond_json;
@@ -20,7 +18,6 @@ type Render<'r> = dyn FnMut(&[Value], &Value) -> Option<String> + 'r;
 pub(crate) struct Reads {
     /// Whether arguments that are a text are written as they are.
     arguments_as_text: bool,
-    /// What the content of each role is.
     content: [Content; ROLES.len()],
 }
 
@@ -66,31 +63,24 @@ impl Reads {
         }
     }
 
-    /// Whether a message may have to be another for some templates.
-    pub(crate) fn may_adapt(message: &Value, adapts_content: bool) -> bool {
-        adapts_content && message.get("content").is_some() || message.get("tool_calls").is_some()
-    }
-
-    /// The message as the template reads it: the arguments of calls, and if `adapts_content`, the content.
-    ///
-    /// # Errors
-    /// Fails if arguments are no JSON.
-    pub(crate) fn adapted<'m>(
-        &self,
-        message: &'m Value,
-        adapts_content: bool,
-    ) -> Result<Cow<'m, Value>> {
+    /// The message as the template reads it: the arguments of calls, which must be JSON, and if `adapts_content`, the
+    /// content.
+    pub(crate) fn adapted(&self, message: &Value, adapts_content: bool) -> Result<Value> {
         let mut message = message.clone();
         let reads = self.of_role(&message);
         match message.get_mut("content").filter(|_| adapts_content) {
-            Some(content @ Value::Array(_)) if reads == Content::Text => *content = joined(content),
+            Some(content @ Value::Array(_)) if reads == Content::Text => {
+                let parts = content.as_array().into_iter().flatten();
+                let texts: Vec<&str> = parts.filter_map(|part| part["text"].as_str()).collect();
+                *content = texts.join("\n").into();
+            }
             Some(content @ Value::String(_)) if reads == Content::Parts => {
                 *content = json!([{ "type": "text", "text": content.take() }]);
             }
             _ => {}
         }
         if self.arguments_as_text {
-            return Ok(Cow::Owned(message));
+            return Ok(message);
         }
         let calls = message.get_mut("tool_calls").and_then(Value::as_array_mut);
         for call in calls.into_iter().flatten() {
@@ -105,15 +95,8 @@ impl Reads {
                 })?;
             }
         }
-        Ok(Cow::Owned(message))
+        Ok(message)
     }
-}
-
-/// The texts of a list of parts, in lines.
-fn joined(parts: &Value) -> Value {
-    let parts = parts.as_array().into_iter().flatten();
-    let texts: Vec<&str> = parts.filter_map(|part| part["text"].as_str()).collect();
-    texts.join("\n").into()
 }
 
 fn asked_and(message: Value) -> Vec<Value> {
@@ -148,9 +131,8 @@ fn content(role: &str, render: &mut Render<'_>) -> Option<Content> {
         };
         let text = render(&messages, &Value::Null)?;
         // A list that is printed has its keys in quotes.
-        Some(
-            text.contains(WORD) && !text.contains("'type'") && !text.contains("\"type\": \"text\""),
-        )
+        let is_printed = text.contains("'type'") || text.contains("\"type\": \"text\"");
+        Some(text.contains(WORD) && !is_printed)
     };
     let text = writes(WORD.into()) == Some(true);
     let list = writes(json!([{ "type": "text", "text": WORD }])) == Some(true);

@@ -7,7 +7,7 @@
 //! The work of a rendering is bounded by that of a long conversation of its length ([`crate::bounds`]); a
 //! [`RenderThreads`](crate::RenderThreads) bounds its time, too.
 
-use std::borrow::{Borrow, Cow};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
@@ -18,6 +18,7 @@ use minijinja::machinery::{self, CompiledTemplate, TemplateConfig};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value};
 use minijinja::{AutoEscape, Environment, ErrorKind, State, context};
+use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
 use crate::generation::{FUNCTION, MARKS, take_marks};
@@ -53,9 +54,16 @@ pub struct TrainingText {
     pub trained: Vec<Range<usize>>,
     /// Whether the template itself named them; otherwise they may end with what follows the token that ends a turn.
     pub is_exact: bool,
-    /// How many messages have a content that is a list where the template writes a text, or the reverse.
+    /// What the template does not read of the messages.
+    pub notes: ChatNotes,
+}
+
+/// What the chat template does not read of conversations.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChatNotes {
+    /// Messages whose content is a list where the template writes a text, or the reverse.
     pub misread: u64,
-    /// The keys that the template does not name, and how many messages have each.
+    /// The keys that it does not name, and how many messages have each.
     pub unnamed: BTreeMap<String, u64>,
 }
 
@@ -66,7 +74,6 @@ pub struct Renderer<'a> {
     default: Compiled<'a>,
     /// What renders conversations with tools, if it is another.
     for_tools: Option<Compiled<'a>>,
-    /// Renderings that were begun.
     pub(crate) begun: Arc<AtomicU64>,
 }
 
@@ -136,11 +143,12 @@ impl<'a> Renderer<'a> {
             text,
             trained: Vec::new(),
             is_exact: compiled.source.has_generation,
-            misread: messages.filter(|message| reads.misreads(message)).count() as u64,
-            unnamed: BTreeMap::new(),
+            notes: ChatNotes::default(),
         };
+        let misread = messages.filter(|message| reads.misreads(message)).count();
+        made.notes.misread = misread as u64;
         for key in conversation.unnamed_keys(|key| compiled.source.names.contains(key)) {
-            *made.unnamed.entry(key.to_owned()).or_default() += 1;
+            *made.notes.unnamed.entry(key.to_owned()).or_default() += 1;
         }
         if made.is_exact {
             if conversation.contains(&MARKS) {
@@ -186,7 +194,7 @@ impl<'a> Renderer<'a> {
     fn reads(&self, compiled: &Compiled<'a>) -> &'a Reads {
         compiled.source.reads.get_or_init(|| {
             Reads::find(&mut |messages, tools| {
-                let values = Values::new(messages.iter(), tools).ok()?;
+                let values = Values::new(messages.iter().map(Cow::Borrowed), tools).ok()?;
                 self.render_first(compiled, &values, messages.len(), false).ok()
             })
         })
@@ -194,12 +202,14 @@ impl<'a> Renderer<'a> {
 
     fn values(&self, compiled: &Compiled<'a>, conversation: &Conversation) -> Result<Values> {
         let adapts = conversation.adapts_content;
-        let adapted =
-            conversation.messages().iter().map(|message| match Reads::may_adapt(message, adapts) {
-                true => self.reads(compiled).adapted(message, adapts),
-                false => Ok(Cow::Borrowed(message)),
-            });
-        Values::new(adapted.collect::<Result<Vec<_>>>()?.iter(), conversation.tools())
+        let adapted = conversation.messages().iter().map(|message| {
+            let has = |key: &str| message.get(key).is_some();
+            Ok(match adapts && has("content") || has("tool_calls") {
+                true => Cow::Owned(self.reads(compiled).adapted(message, adapts)?),
+                false => Cow::Borrowed(message),
+            })
+        });
+        Values::new(adapted.collect::<Result<Vec<_>>>()?.into_iter(), conversation.tools())
     }
 
     /// The text of the first `count` messages, with the marks of blocks `generation`.
@@ -254,14 +264,11 @@ impl<'a> Compiled<'a> {
 }
 
 impl Values {
-    fn new<'m, M: Borrow<Json> + 'm>(
-        messages: impl Iterator<Item = &'m M>,
-        tools: &Json,
-    ) -> Result<Self> {
+    fn new<'m>(messages: impl Iterator<Item = Cow<'m, Json>>, tools: &Json) -> Result<Self> {
         let mut bytes = bytes_of(tools);
         let messages = messages.map(|message| {
-            bytes += bytes_of(message.borrow());
-            python::from_json(message.borrow()).map_err(Error::Invalid)
+            bytes += bytes_of(&message);
+            python::from_json(&message).map_err(Error::Invalid)
         });
         let messages = messages.collect::<Result<Vec<_>>>()?;
         let counted = (messages.len() as u64).min(MAX_COUNTED_MESSAGES);
@@ -352,12 +359,4 @@ fn other_beginning(turn: usize, helps: bool) -> Error {
          {{% generation %}} blocks{more}",
         turn + 1
     ))
-}
-
-impl std::fmt::Debug for Renderer<'_> {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_struct("Renderer")
-            .field("template", &self.default.source.path)
-            .finish_non_exhaustive()
-    }
 }

@@ -54,9 +54,8 @@ impl TextTokenizer {
         if let Some(recorded) = recorded
             && recorded != beginning_blake3(self, &beginning)?
         {
-            let text = self.decode(&beginning, false)?;
-            let place = format!("it reads their beginning as {:?}", shown(&text));
-            return Err(self.other_ids(file, &place));
+            let text = shown(&self.decode(&beginning, false)?);
+            return Err(self.other_ids(file, &format!("it reads their beginning as {text:?}")));
         }
         let mut compared = 0;
         let pieces = PIECES.min(file.num_tokens());
@@ -99,9 +98,9 @@ impl TextTokenizer {
         if is_same {
             return Ok(inner.len());
         }
-        let shown = shown(&text);
+        let text = shown(&text);
         let place =
-            format!("in document {number}, which it reads from token {start} on as {shown:?}");
+            format!("in document {number}, which it reads from token {start} on as {text:?}");
         Err(self.other_ids(file, &place))
     }
 
@@ -120,12 +119,10 @@ pub fn beginning_blake3(tokenizer: &TextTokenizer, tokens: &[u32]) -> Result<Str
     Ok(blake3::hash(tokenizer.decode(tokens, false)?.as_bytes()).to_hex().to_string())
 }
 
-/// The beginning of a text.
 fn shown(text: &str) -> String {
     text.chars().take(SHOWN_CHARACTERS).collect()
 }
 
-/// The longest stretch without special tokens.
 fn longest_text(ids: &[u32], tokenizer: &TextTokenizer) -> Range<usize> {
     let (mut longest, mut start) = (0..0, 0);
     for end in 0..=ids.len() {
@@ -139,7 +136,6 @@ fn longest_text(ids: &[u32], tokenizer: &TextTokenizer) -> Range<usize> {
     longest
 }
 
-/// Whether all ids are special tokens.
 fn is_special(ids: &[u32], tokenizer: &TextTokenizer) -> bool {
     ids.iter().all(|&id| tokenizer.is_special(id))
 }

@@ -18,15 +18,14 @@ mod reader;
 mod remote;
 mod split;
 
-pub use crate::{Error, Result};
+pub use crate::{ChatNotes, Error, Result};
 pub use encode::LoadAhead;
 pub use end_of_text::AppendEos;
 pub use names::{Inputs, can_continue};
 pub use output::Counts;
-pub use pipeline::ChatNotes;
 pub use preparation::{
-    BadRecords, Chat, Observer, Prepare, Prepared, PreparedFile, Progress, Reading, Sample,
-    Selection, prepare,
+    BadRecords, Chat, Observer, Prepare, Prepared, PreparedFile, Progress, Sample, Selection,
+    prepare,
 };
 pub use reader::Format;
 #[doc(hidden)]

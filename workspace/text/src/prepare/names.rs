@@ -3,6 +3,7 @@
 //! machine.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +11,6 @@ use crate::prepare::remote::{Hub, RemoteFile, scheme};
 use crate::prepare::{Error, Result};
 
 pub(crate) const STANDARD_INPUT: &str = "-";
-/// The endings of files that a directory stands for.
 const DATA_ENDINGS: [&str; 6] = ["jsonl", "json", "txt", "parquet", "arrow", "ndjson"];
 /// Endings of compressed files, after one of the others.
 const COMPRESSED_ENDINGS: [&str; 4] = ["gz", "zst", "bz2", "xz"];
@@ -36,11 +36,9 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// A file of the inputs.
 pub(crate) enum Input {
     /// A file on this machine, or `-`.
     Local(PathBuf),
-    /// One that has to be fetched.
     Remote(RemoteFile),
 }
 
@@ -53,7 +51,6 @@ impl Input {
         }
     }
 
-    /// The path of one on this machine.
     pub(crate) fn local(&self) -> Option<&Path> {
         match self {
             Input::Local(path) => Some(path),
@@ -61,7 +58,6 @@ impl Input {
         }
     }
 
-    /// One that has to be fetched.
     pub(crate) fn remote(&self) -> Option<&RemoteFile> {
         match self {
             Input::Local(_) => None,
@@ -102,7 +98,11 @@ pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
             Err(_) if scheme(name).is_some() => {
                 inputs.extend(hub.expand(name)?.into_iter().map(Input::Remote));
             }
-            Err(_) if is_glob(name) => inputs.extend(locals(files_of_glob(name)?)),
+            Err(_)
+                if name.as_os_str().as_encoded_bytes().iter().any(|byte| b"*?[".contains(byte)) =>
+            {
+                inputs.extend(locals(files_of_glob(name)?));
+            }
             Err(error) => return Err(moh_files::io(name)(error).into()),
         }
     }
@@ -153,10 +153,6 @@ fn refuse_repeated(inputs: &[Input]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn is_glob(name: &Path) -> bool {
-    name.as_os_str().as_encoded_bytes().iter().any(|byte| b"*?[".contains(byte))
 }
 
 fn files_of_glob(name: &Path) -> Result<Vec<PathBuf>> {
@@ -243,31 +239,26 @@ fn is_beside_rows(path: &Path) -> bool {
         || [&b"cache-"[..], b"indices-", b"tmp"].iter().any(|&first| name.starts_with(first))
 }
 
-/// Whether the name of a file says that it holds data.
 fn is_data(path: &Path) -> bool {
-    ends_in(&without_compression(path), &DATA_ENDINGS)
-}
-
-/// The name of a file before it was compressed.
-pub(crate) fn without_compression(path: &Path) -> PathBuf {
+    let ends_in = |path: &Path, endings: &[&str]| {
+        let is_end = |end: &OsStr| endings.iter().any(|known| end.eq_ignore_ascii_case(known));
+        path.extension().is_some_and(is_end)
+    };
     match ends_in(path, &COMPRESSED_ENDINGS) {
-        true => path.with_extension(""),
-        false => path.to_path_buf(),
+        true => ends_in(&path.with_extension(""), &DATA_ENDINGS),
+        false => ends_in(path, &DATA_ENDINGS),
     }
-}
-
-fn ends_in(path: &Path, endings: &[&str]) -> bool {
-    path.extension().is_some_and(|end| endings.iter().any(|known| end.eq_ignore_ascii_case(known)))
 }
 
 #[cfg(test)]
 mod tests {
+    use moh_testkit::assert_refused;
+
     use super::*;
 
-    /// A directory with these files.
-    fn files(names: &[&str]) -> tempfile::TempDir {
+    fn files(names: &str) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
-        for name in names {
+        for name in names.split(' ') {
             let path = dir.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, b"").unwrap();
@@ -283,38 +274,21 @@ mod tests {
 
     #[test]
     fn directories_and_globs_stand_for_sorted_files() {
-        let dir = files(&[
-            "d/b.jsonl.zst",
-            "d/a.PARQUET",
-            "d/deep/c.txt",
-            "d/.hidden.txt",
-            "d/_SUCCESS.txt",
-            "d/README.md",
-            "d/x.gz",
-            "d/set/dataset_info.json",
-            "d/set/state.json",
-            "d/set/cache-1.arrow",
-            "d/set/data-00000-of-00001.arrow",
-            "e[1].txt",
-            "f.txt",
-        ]);
-        let found = expanded(dir.path(), &["f.txt", "d"]).unwrap();
-        assert_eq!(
-            found,
-            [
-                "f.txt",
-                "d/a.PARQUET",
-                "d/b.jsonl.zst",
-                "d/deep/c.txt",
-                "d/set/data-00000-of-00001.arrow"
-            ]
+        let dir = files(
+            "d/b.jsonl.zst d/a.PARQUET d/deep/c.txt d/.hidden.txt d/_SUCCESS.txt d/README.md d/x.gz e[1].txt f.txt \
+             d/set/dataset_info.json d/set/state.json d/set/cache-1.arrow d/set/data-00000-of-00001.arrow",
         );
+        let found = expanded(dir.path(), &["f.txt", "d"]).unwrap();
+        let data = "f.txt d/a.PARQUET d/b.jsonl.zst d/deep/c.txt d/set/data-00000-of-00001.arrow";
+        assert_eq!(found.join(" "), data);
         let splits = dir.path().join("d/dataset_dict.json");
         fs::write(&splits, r#"{"splits": ["set"]}"#).unwrap();
         assert_eq!(expanded(dir.path(), &["d"]).unwrap(), found[1..]);
         fs::write(&splits, r#"{"splits": ["set", "test"]}"#).unwrap();
-        let error = expanded(dir.path(), &["d"]).unwrap_err().to_string();
-        assert!(error.contains("is a dataset with the splits set, test: name those"), "{error}");
+        assert_refused(
+            expanded(dir.path(), &["d"]),
+            "is a dataset with the splits set, test: name those",
+        );
         assert_eq!(expanded(dir.path(), &["d/*.jsonl*"]).unwrap(), ["d/b.jsonl.zst"]);
         assert_eq!(expanded(dir.path(), &["**/*.txt"]).unwrap().len(), 5);
         // A file of that name wins over the pattern.
@@ -323,7 +297,7 @@ mod tests {
 
     #[test]
     fn names_without_files_are_errors() {
-        let dir = files(&["d/README.md", "a.txt"]);
+        let dir = files("d/README.md a.txt");
         let refuse = |names: &[&str]| expanded(dir.path(), names).unwrap_err().to_string();
         assert!(refuse(&["d"]).contains("has no file that ends in .jsonl, "));
         assert!(refuse(&["*.parquet"]).ends_with("the pattern matches no file"));

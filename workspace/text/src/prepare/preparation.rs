@@ -16,10 +16,10 @@ use crate::prepare::end_of_text::Ending;
 use crate::prepare::fields::Fields;
 use crate::prepare::names::{Input, Inputs, expand, is_standard_input, total_bytes};
 use crate::prepare::output::{Begun, Counts, Outputs, Request};
-use crate::prepare::pipeline::{self, ChatNotes, Encoding, Work};
+use crate::prepare::pipeline::{self, Encoding, Work};
 use crate::prepare::reader::{Format, ReadOptions};
 use crate::prepare::remote::{Downloads, scheme};
-use crate::prepare::{AppendEos, Error, Result, Split};
+use crate::prepare::{AppendEos, ChatNotes, Error, Result, Split};
 
 /// The version of what a preparation writes: one that was interrupted is continued by the same version alone.
 const VERSION: u64 = 1;
@@ -109,9 +109,9 @@ pub enum BadRecords {
     },
 }
 
-/// How far the inputs are read.
+/// How far a preparation is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reading {
+pub struct Progress {
     /// Bytes of the inputs that were read, as they are stored.
     pub bytes: u64,
     /// Bytes of the inputs; 0 if that is unknown.
@@ -120,13 +120,6 @@ pub struct Reading {
     pub downloaded_bytes: u64,
     /// Bytes of remote inputs that have to be.
     pub download_bytes: u64,
-}
-
-/// How far a preparation is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Progress {
-    /// How far its inputs are read.
-    pub reading: Reading,
     /// Documents written.
     pub documents: u64,
     /// Tokens written.
@@ -225,11 +218,6 @@ impl<'a> Prepare<'a> {
 }
 
 impl Selection {
-    /// Whether the hash of a text decides.
-    pub(crate) fn needs_hashes(&self) -> bool {
-        self.sample.is_some() || self.exact_dedup
-    }
-
     /// Whether the sample has a document.
     pub(crate) fn wants(&self, hash: &blake3::Hash) -> bool {
         let Some(Sample { share, seed }) = self.sample else { return true };
@@ -256,7 +244,7 @@ pub fn prepare(
 ) -> Result<Option<Prepared>> {
     let Some(inputs) = expand_until(stop, options.inputs)? else { return Ok(None) };
     let paths: Vec<_> = inputs.iter().map(|input| input.name().to_path_buf()).collect();
-    refuse_inputs_as_outputs(&inputs, &output_files(&options))?;
+    refuse_inputs_as_outputs(&inputs, &options)?;
     let total_bytes = total_bytes(&inputs)?;
     let (ending, fields) = match options.chat {
         None => {
@@ -298,7 +286,7 @@ pub fn prepare(
         encoding: &encoding,
         read: Arc::new(ReadOptions::new(Arc::new(fields), options.memory)),
         end: ending.append,
-        hashes: options.selection.needs_hashes(),
+        hashes: options.selection.sample.is_some() || options.selection.exact_dedup,
         wants: &|hash| options.selection.wants(hash),
         memory: options.memory / 2,
     };
@@ -306,8 +294,7 @@ pub fn prepare(
     let progress = |outputs: &Outputs<'_>, bytes| {
         let (documents, tokens) = outputs.written();
         let (downloaded_bytes, download_bytes) = inputs.bytes();
-        let reading = Reading { bytes, total_bytes, downloaded_bytes, download_bytes };
-        Progress { reading, documents, tokens }
+        Progress { bytes, total_bytes, downloaded_bytes, download_bytes, documents, tokens }
     };
     let done = pipeline::run(&work, start, &mut |event| {
         outputs.receive(event)?;
@@ -366,24 +353,19 @@ fn expand_until(stop: &AtomicBool, inputs: Inputs<'_>) -> Result<Option<Vec<Inpu
     Ok(None)
 }
 
-/// All files that a preparation writes.
-fn output_files(options: &Prepare<'_>) -> Vec<PathBuf> {
-    let prefixes = crate::prepare::output::prefixes(options);
-    prefixes.iter().flat_map(|prefix| TokenFileWriter::outputs(prefix)).collect()
-}
-
 /// Checks that no output is one of the inputs, which `--force` would replace: the prefix's `.json`
 /// may be one.
-pub(crate) fn refuse_inputs_as_outputs(inputs: &[Input], outputs: &[PathBuf]) -> Result<()> {
+fn refuse_inputs_as_outputs(inputs: &[Input], options: &Prepare<'_>) -> Result<()> {
+    let prefixes = crate::prepare::output::prefixes(options);
+    let outputs = || prefixes.iter().flat_map(|prefix| TokenFileWriter::outputs(prefix));
     // Only a file can be an output, and a pipe has no canonical path.
     let files = inputs.iter().filter_map(Input::local);
     for input in files.filter(|input| !is_standard_input(input) && !is_pipe(input)) {
         let input = input.canonicalize().map_err(moh_files::io(input))?;
-        for output in outputs {
-            if output.canonicalize().is_ok_and(|output| output == input) {
-                let reason = "is both an input and an output: choose another output";
-                return Err(Error::unusable(output, reason));
-            }
+        let is_input = |path: &PathBuf| path.canonicalize().is_ok_and(|path| path == input);
+        if let Some(output) = outputs().find(is_input) {
+            let reason = "is both an input and an output: choose another output";
+            return Err(Error::unusable(&output, reason));
         }
     }
     Ok(())

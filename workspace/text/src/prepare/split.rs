@@ -25,20 +25,14 @@ pub struct Split {
     smaller_is_training: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SplitPart {
-    Training,
-    Validation,
-}
-
 impl Split {
-    /// The token files of the parts, in the order of [`SplitPart`].
+    /// The token files of training and of validation.
     pub(crate) fn prefixes(prefix: &Path) -> [PathBuf; 2] {
         ["-train", "-validation"].map(|ending| with_ending(prefix, ending))
     }
 
-    /// The part of document `number`, counted from 0.
-    pub(crate) fn part(&self, number: u64) -> SplitPart {
+    /// Whether document `number`, counted from 0, is one of validation.
+    pub(crate) fn is_validation(&self, number: u64) -> bool {
         let (units, smaller) = (u128::from(UNITS), u128::from(self.smaller));
         let number = u128::from(number);
         let stratum = number * smaller / units;
@@ -47,10 +41,7 @@ impl Split {
         // Below 2^64, as it is at most the number.
         let hash = key_of(&[SEED, stratum as u64]);
         let is_smaller = number == start + u128::from(hash) % (end - start);
-        match is_smaller == self.smaller_is_training {
-            true => SplitPart::Training,
-            false => SplitPart::Validation,
-        }
+        is_smaller != self.smaller_is_training
     }
 }
 
@@ -103,7 +94,7 @@ mod tests {
 
     fn validation(text: &str, documents: u64) -> Vec<u64> {
         let split = split(text);
-        (0..documents).filter(|&number| split.part(number) == SplitPart::Validation).collect()
+        (0..documents).filter(|&number| split.is_validation(number)).collect()
     }
 
     #[test]
@@ -157,7 +148,7 @@ mod tests {
             documents in 0u64..400,
         ) {
             let split = Split { smaller, smaller_is_training: false };
-            let is_smaller = |number: &u64| split.part(*number) == SplitPart::Validation;
+            let is_smaller = |number: &u64| split.is_validation(*number);
             let count = (0..documents).filter(is_smaller).count() as f64;
             let share = smaller as f64 / UNITS as f64;
             prop_assert!((count - documents as f64 * share).abs() < 1.0);
@@ -170,7 +161,7 @@ mod tests {
     #[test]
     fn the_largest_number_has_a_part() {
         for text in ["0.5,0.5", "0.999999999,0.000000001"] {
-            split(text).part(u64::MAX);
+            split(text).is_validation(u64::MAX);
         }
     }
 }

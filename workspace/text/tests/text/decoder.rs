@@ -9,14 +9,12 @@ use moh_text::TextTokenizer;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// A tokenizer in both forms.
 struct Both {
     name: &'static str,
     library: TextTokenizer,
     decoder: TokenDecoder,
 }
 
-/// The file of a tokenizer with this model and this decoder.
 fn tokenizer(model: Value, decoder: Value, normalizer: Value, added: Value) -> Value {
     json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
@@ -32,7 +30,6 @@ fn added(content: &str, special: bool, normalized: bool) -> Value {
     })
 }
 
-/// A model of BPE with these tokens.
 fn bpe(tokens: impl IntoIterator<Item = String>) -> Value {
     let ids: serde_json::Map<String, Value> =
         tokens.into_iter().zip(0..).map(|(token, id)| (token, json!(id))).collect();

@@ -14,6 +14,7 @@ use moh_text::prepare::{
 };
 use serde_json::{Value, json};
 
+use moh_testkit::assert_refused;
 use moh_testkit::programs::{edit_json, figure, fixtures, read_json};
 use moh_testkit::small_tokenizer::{BEGIN_OF_TEXT, END_OF_TEXT, WORDS};
 use moh_testkit::texts::small_tokenizer;
@@ -22,74 +23,95 @@ fn tokenizer(dir: &Path) -> TextTokenizer {
     small_tokenizer(dir, &WORDS)
 }
 
-/// Prepares without a stop.
-fn prepare_all(options: Prepare<'_>) -> Result<Prepared, Error> {
+fn prepare(options: Prepare<'_>) -> Result<Prepared, Error> {
     Ok(moh_text::prepare::prepare(options, &AtomicBool::new(false), &mut ())?.unwrap())
 }
 
-/// Writes the token files of `options`.
-fn prepare(options: Prepare<'_>) -> Result<Vec<PreparedFile>, Error> {
-    prepare_all(options).map(|prepared| prepared.files)
+/// Writes one token file.
+fn only(options: Prepare<'_>) -> Result<TokenFileInfo, Error> {
+    let mut files = prepare(options)?.files;
+    assert_eq!(files.len(), 1);
+    Ok(files.remove(0).info)
 }
 
-/// The one token file that was written.
-fn only(prepared: Result<Vec<PreparedFile>, Error>) -> Result<TokenFileInfo, Error> {
-    prepared.map(|mut prepared| {
-        assert_eq!(prepared.len(), 1);
-        prepared.remove(0).info
-    })
+/// A directory with a tokenizer and inputs.
+struct Place {
+    dir: tempfile::TempDir,
+    tokenizer: TextTokenizer,
+    inputs: Vec<PathBuf>,
 }
 
-fn run(
-    tokenizer: &TextTokenizer,
-    inputs: &[PathBuf],
-    prefix: &Path,
-    overwrite: bool,
-) -> Result<TokenFileInfo, Error> {
-    let options = Prepare { overwrite, ..Prepare::new(tokenizer, inputs, prefix) };
-    only(prepare(options))
+impl Place {
+    /// With inputs of JSON lines.
+    fn new(inputs: &[String]) -> Self {
+        let name = |(number, text)| (format!("{number}.jsonl"), text);
+        Self::of(inputs.iter().enumerate().map(name))
+    }
+
+    fn of(files: impl IntoIterator<Item = (impl AsRef<Path>, impl AsRef<[u8]>)>) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let tokenizer = tokenizer(dir.path());
+        let write = |(name, text): (_, _)| {
+            let path = dir.path().join(name);
+            fs::write(&path, text).unwrap();
+            path
+        };
+        let inputs = files.into_iter().map(write).collect();
+        Self { dir, tokenizer, inputs }
+    }
+
+    fn prefix(&self) -> PathBuf {
+        self.dir.path().join("out")
+    }
+
+    fn options<'a>(&'a self, prefix: &'a Path) -> Prepare<'a> {
+        Prepare { overwrite: true, ..Prepare::new(&self.tokenizer, &self.inputs, prefix) }
+    }
+
+    /// Prepares with a change of the options, and returns the texts that were written too.
+    fn run(&self, change: impl FnOnce(&mut Prepare<'_>)) -> Result<(Prepared, Vec<String>), Error> {
+        let prefix = self.prefix();
+        let mut options = self.options(&prefix);
+        change(&mut options);
+        let prepared = prepare(options)?;
+        Ok((prepared, texts(&self.tokenizer, &prefix)))
+    }
 }
 
 fn lines(texts: impl IntoIterator<Item = impl AsRef<str>>) -> String {
     texts.into_iter().map(|text| format!("{}\n", json!({"text": text.as_ref()}))).collect()
 }
 
-/// The ids of each document of a token file.
 fn documents(prefix: &Path) -> Vec<Vec<u32>> {
     let file = TokenFile::open(prefix).unwrap();
     let ids = |number| file.ids(file.document(number).unwrap()).unwrap();
     (0..file.num_documents()).map(ids).collect()
 }
 
-/// The texts of a token file.
 fn texts(tokenizer: &TextTokenizer, prefix: &Path) -> Vec<String> {
     documents(prefix).iter().map(|ids| tokenizer.decode(ids, true).unwrap()).collect()
 }
 
 #[test]
 fn documents_keep_their_order_over_many_batches() {
-    let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
     let mut expected: Vec<String> =
         (0..40_000).map(|number| format!("document {number}")).collect();
     let json = lines(&expected);
-    let [input, whole, prefix] = ["a.jsonl", "b.txt", "out"].map(|name| dir.path().join(name));
-    fs::write(&input, &json).unwrap();
-    fs::write(&whole, "the last\none").unwrap();
+    let place = Place::of([("a.jsonl", &json[..]), ("b.txt", "the last\none")]);
     expected.push("the last\none".to_owned());
-    let inputs = [input, whole];
     struct Seen(Vec<(u64, u64)>);
     impl Observer for Seen {
         fn note(&mut self, sentence: &str) {
             panic!("{sentence}");
         }
         fn progress(&mut self, progress: Progress) {
-            self.0.push((progress.reading.bytes, progress.reading.total_bytes));
+            self.0.push((progress.bytes, progress.total_bytes));
         }
     }
     let mut seen = Seen(Vec::new());
-    let options = Prepare::new(&tokenizer, &inputs, &prefix);
-    moh_text::prepare::prepare(options, &AtomicBool::new(false), &mut seen).unwrap();
+    let (prefix, tokenizer) = (place.prefix(), &place.tokenizer);
+    let stop = AtomicBool::new(false);
+    moh_text::prepare::prepare(place.options(&prefix), &stop, &mut seen).unwrap();
     let seen = seen.0;
     let info = TokenFile::open(&prefix).unwrap().info().unwrap().clone();
     assert_eq!(info.documents, 40_001);
@@ -101,57 +123,47 @@ fn documents_keep_their_order_over_many_batches() {
     let total = json.len() as u64 + 12;
     assert_eq!(seen[seen.len() - 1], (total, total));
     assert!(seen.len() > 1 && seen.is_sorted());
-    assert!(texts(&tokenizer, &prefix) == expected);
+    assert!(texts(tokenizer, &prefix) == expected);
     assert!(documents(&prefix).iter().all(|ids| (ids[0], ids[ids.len() - 1]) == (0, 1)));
 }
 
 #[test]
 fn faults_leave_nothing_behind() {
-    let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
-    let out = dir.path().join("out");
+    let bad = "{\"text\": \"fine\"}\n{\"text\": 3}\n";
+    let place = Place::of([("good.txt", "good"), ("bad.jsonl", bad), ("empty.jsonl", "\n")]);
+    let [good, bad, empty] = &place.inputs[..] else { panic!() };
+    let [out, missing] = ["out", "missing.txt"].map(|name| place.dir.path().join(name));
     fs::create_dir(&out).unwrap();
-    let prefix = out.join("p");
-    let good = dir.path().join("good.txt");
-    fs::write(&good, "good").unwrap();
-    let bad = dir.path().join("bad.jsonl");
-    fs::write(&bad, "{\"text\": \"fine\"}\n{\"text\": 3}\n").unwrap();
-    let empty = dir.path().join("empty.jsonl");
-    fs::write(&empty, "\n").unwrap();
-    let missing = dir.path().join("missing.txt");
+    let run = |inputs: &[PathBuf], prefix: &Path| {
+        prepare(Prepare::new(&place.tokenizer, inputs, prefix)).unwrap_err().to_string()
+    };
     for (inputs, expected) in [
-        (&[good.clone(), bad][..], "bad.jsonl:2: "),
+        (&[good.clone(), bad.clone()][..], "bad.jsonl:2: "),
         (&[good.clone(), missing], "missing.txt: "),
         (std::slice::from_ref(&out), "out: the directory has no file that ends in "),
-        (&[empty], "the inputs contain no text"),
+        (std::slice::from_ref(empty), "the inputs contain no text"),
         (&[], "no input: name at least one file"),
     ] {
-        let error = run(&tokenizer, inputs, &prefix, false).unwrap_err().to_string();
+        let error = run(inputs, &out.join("p"));
         assert!(error.contains(expected), "{error}");
     }
     assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
-    let nowhere = good.join("p");
-    assert!(run(&tokenizer, std::slice::from_ref(&good), &nowhere, false).is_err());
+    run(std::slice::from_ref(good), &good.join("p"));
 }
 
 #[test]
 fn outputs_are_overwritten_only_when_told() {
-    let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
-    let input = dir.path().join("p.json");
-    fs::write(&input, "{\"text\": \"one\"}").unwrap();
-    let prefix = dir.path().join("q");
-    let inputs = [input.clone()];
-    run(&tokenizer, &inputs, &prefix, false).unwrap();
-    assert!(matches!(
-        run(&tokenizer, &inputs, &prefix, false),
-        Err(Error::Data(DataError::Exists { .. }))
-    ));
-    run(&tokenizer, &inputs, &prefix, true).unwrap();
-    let clash = run(&tokenizer, &inputs, &dir.path().join("p"), true);
-    let clash = clash.unwrap_err().to_string();
+    let place = Place::of([("p.json", "{\"text\": \"one\"}")]);
+    let run = |name: &str, overwrite| {
+        let prefix = place.dir.path().join(name);
+        prepare(Prepare { overwrite, ..place.options(&prefix) })
+    };
+    run("q", false).unwrap();
+    assert!(matches!(run("q", false), Err(Error::Data(DataError::Exists { .. }))));
+    run("q", true).unwrap();
+    let clash = run("p", true).unwrap_err().to_string();
     assert!(clash.ends_with("p.json: is both an input and an output: choose another output"));
-    assert_eq!(fs::read_to_string(&input).unwrap(), "{\"text\": \"one\"}");
+    assert_eq!(fs::read_to_string(&place.inputs[0]).unwrap(), "{\"text\": \"one\"}");
 }
 
 #[test]
@@ -166,7 +178,7 @@ fn the_stories_of_the_fixtures_have_their_number_of_tokens() {
     for (append_eos, added) in [(AppendEos::Never, stories), (AppendEos::Default, 2 * stories)] {
         let prefix = dir.path().join(format!("p{added}"));
         let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
-        let info = only(prepare(options)).unwrap();
+        let info = only(options).unwrap();
         assert_eq!((info.documents, info.tokens), (stories, tokens + added));
     }
 }
@@ -182,7 +194,7 @@ fn ended(
     let (inputs, prefix) = ([input], dir.join("two"));
     let options =
         Prepare { append_eos, overwrite: true, ..Prepare::new(tokenizer, &inputs, &prefix) };
-    only(prepare(options))?;
+    only(options)?;
     let end = TokenFile::open(&prefix).unwrap().info().unwrap().eos_token.clone();
     Ok((documents(&prefix), end))
 }
@@ -294,8 +306,7 @@ fn older_token_files_have_no_record_of_their_end() {
     edit_json(&path, |json| json["eos_token"] = Value::Null);
     assert_eq!(end(), DocumentEnd::Nothing);
     edit_json(&path, |json| json["eos_token"] = json!(1));
-    let error = TokenFile::open(&dir.path().join("two")).unwrap_err().to_string();
-    assert!(error.contains("two.json: not a valid token file"), "{error}");
+    assert_refused(TokenFile::open(&dir.path().join("two")), "two.json: not a valid token file");
 }
 
 #[test]
@@ -306,7 +317,7 @@ fn a_split_shares_no_document_and_loses_none() {
     let prefix = place.prefix();
     let split = Some("0.99,0.01".parse().unwrap());
     let options = Prepare { split, overwrite: false, ..place.options(&prefix) };
-    let prepared = prepare(options).unwrap();
+    let prepared = prepare(options).unwrap().files;
     let names = ["out-train", "out-validation"].map(|name| dir.path().join(name));
     assert_eq!(prepared.iter().map(|part| part.prefix.clone()).collect::<Vec<_>>(), names);
     assert_eq!((prepared[0].info.documents, prepared[1].info.documents), (19_800, 200));
@@ -334,23 +345,17 @@ fn a_split_shares_no_document_and_loses_none() {
 
     fs::write(&inputs[0], lines([text(0)])).unwrap();
     let options = Prepare { overwrite: true, ..options };
-    let error = prepare(options).unwrap_err().to_string();
-    assert!(
-        error.contains(": would have no document, of 1 in all: --format paragraphs "),
-        "{error}"
-    );
+    assert_refused(prepare(options), ": would have no document, of 1 in all: --format paragraphs ");
     assert_eq!(fs::read(dir.path().join("out-validation.bin")).unwrap(), bin);
 }
 
 #[test]
 fn special_tokens_in_a_text_are_counted_or_encoded_as_text() {
-    let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
-    let input = dir.path().join("a.txt");
-    fs::write(&input, format!("one {END_OF_TEXT} two{BEGIN_OF_TEXT}{END_OF_TEXT}")).unwrap();
-    let prefix = dir.path().join("p");
+    let text = format!("one {END_OF_TEXT} two{BEGIN_OF_TEXT}{END_OF_TEXT}");
+    let mut place = Place::of([("a.txt", &text)]);
+    let prefix = place.prefix();
     let ids = || documents(&prefix).concat();
-    let info = run(&tokenizer, std::slice::from_ref(&input), &prefix, false).unwrap();
+    let info = only(place.options(&prefix)).unwrap();
     let counts = [(BEGIN_OF_TEXT.to_owned(), 1), (END_OF_TEXT.to_owned(), 2)];
     assert_eq!(info.special_tokens_in_text, Some(counts.into()));
     // BOS and EOS of the document itself are not in its text.
@@ -358,92 +363,44 @@ fn special_tokens_in_a_text_are_counted_or_encoded_as_text() {
     assert_eq!(special(&ids()), 5);
     assert_eq!(TokenFile::open(&prefix).unwrap().info(), Some(&info));
 
-    let tokenizer = tokenizer.split_special_tokens(true);
-    let split = run(&tokenizer, std::slice::from_ref(&input), &prefix, true).unwrap();
+    place.tokenizer = place.tokenizer.split_special_tokens(true);
+    let split = only(place.options(&prefix)).unwrap();
     assert_eq!(split.special_tokens_in_text, Some([].into()));
     assert!(split.split_special_tokens && !info.split_special_tokens);
     let ids = ids();
     assert_eq!((special(&ids), ids[0], ids[ids.len() - 1]), (2, 0, 1));
-    let text = fs::read_to_string(&input).unwrap();
-    assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
+    assert_eq!(place.tokenizer.decode(&ids, true).unwrap(), text);
 }
 
 #[test]
 fn a_book_is_split_by_its_paragraphs() {
-    let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
-    let input = dir.path().join("book.txt");
     let paragraphs: Vec<String> = (0..20).map(|number| format!("one {number}\ntwo")).collect();
-    fs::write(&input, paragraphs.join("\n\n")).unwrap();
-    let (inputs, prefix) = ([input], dir.path().join("out"));
+    let place = Place::of([("book.txt", paragraphs.join("\n\n"))]);
+    let (prefix, inputs) = (place.prefix(), &place.inputs);
     let split = Some("0.9,0.1".parse().unwrap());
-    let options = Prepare { split, ..Prepare::new(&tokenizer, &inputs, &prefix) };
+    let options = Prepare { split, ..place.options(&prefix) };
     let error = prepare(options).unwrap_err().to_string();
     let remedy = "of 1 in all: --format paragraphs makes each paragraph of a text a document";
     assert!(error.ends_with(remedy), "{error}");
     fs::write(&inputs[0], &paragraphs[0]).unwrap();
     let options = Prepare { format: Some(Format::Paragraphs), ..options };
-    let error = prepare(options).unwrap_err().to_string();
-    assert!(error.contains("of 1 in all: add documents"), "{error}");
+    assert_refused(prepare(options), "of 1 in all: add documents");
     fs::write(&inputs[0], paragraphs.join("\n\n")).unwrap();
-    let prepared = prepare(options).unwrap();
+    let prepared = prepare(options).unwrap().files;
     let documents: Vec<u64> = prepared.iter().map(|part| part.info.documents).collect();
     assert_eq!(documents, [18, 2]);
     // Document 0, as `the_division_is_pinned` has it.
-    assert_eq!(texts(&tokenizer, &prefix.with_file_name("out-validation"))[0], paragraphs[0]);
+    let validation = texts(&place.tokenizer, &prefix.with_file_name("out-validation"));
+    assert_eq!(validation[0], paragraphs[0]);
 }
 
 #[test]
 fn an_input_that_is_named_twice_is_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
-    let (one, two) = (dir.path().join("a.txt"), dir.path().join("b.txt"));
-    fs::write(&one, "one").unwrap();
-    fs::write(&two, "one").unwrap();
-    let prefix = dir.path().join("p");
-    let again = dir.path().join("./a.txt");
-    let inputs = [one.clone(), two.clone(), again];
-    let error = run(&tokenizer, &inputs, &prefix, false).unwrap_err().to_string();
-    assert!(error.contains("a.txt: is named twice: name it once"), "{error}");
+    let mut place = Place::of([("a.txt", "one"), ("b.txt", "one")]);
     // Two files of the same text are two files.
-    assert_eq!(run(&tokenizer, &[one, two], &prefix, false).unwrap().documents, 2);
-}
-
-/// A directory with a tokenizer and inputs of JSON lines.
-struct Place {
-    dir: tempfile::TempDir,
-    tokenizer: TextTokenizer,
-    inputs: Vec<PathBuf>,
-}
-
-impl Place {
-    fn new(inputs: &[String]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let tokenizer = tokenizer(dir.path());
-        let path = |number| dir.path().join(format!("{number}.jsonl"));
-        for (number, text) in inputs.iter().enumerate() {
-            fs::write(path(number), text).unwrap();
-        }
-        let inputs = (0..inputs.len()).map(path).collect();
-        Self { dir, tokenizer, inputs }
-    }
-
-    fn prefix(&self) -> PathBuf {
-        self.dir.path().join("out")
-    }
-
-    fn options<'a>(&'a self, prefix: &'a Path) -> Prepare<'a> {
-        Prepare { overwrite: true, ..Prepare::new(&self.tokenizer, &self.inputs, prefix) }
-    }
-
-    /// Prepares with a change of the options, and returns the texts that were written too.
-    fn run(&self, change: impl FnOnce(&mut Prepare<'_>)) -> Result<(Prepared, Vec<String>), Error> {
-        let prefix = self.prefix();
-        let mut options = self.options(&prefix);
-        change(&mut options);
-        let prepared = prepare_all(options)?;
-        Ok((prepared, texts(&self.tokenizer, &prefix)))
-    }
+    assert_eq!(place.run(|_| {}).unwrap().0.files[0].info.documents, 2);
+    place.inputs.push(place.dir.path().join("./a.txt"));
+    assert_refused(place.run(|_| {}), "a.txt: is named twice: name it once");
 }
 
 #[test]
@@ -456,8 +413,10 @@ fn short_and_long_documents_are_left_out() {
     let expected = Counts { records: 4, short: 1, long: 1, ..Counts::default() };
     assert_eq!(prepared.counts, expected);
     let selection = Selection { min_tokens: Some(100), ..Selection::default() };
-    let error = place.run(|options| options.selection = selection).unwrap_err().to_string();
-    assert!(error.contains("no document is left: the options leave all of them out"), "{error}");
+    assert_refused(
+        place.run(|options| options.selection = selection),
+        "no document is left: the options leave all of them out",
+    );
     assert!(!place.dir.path().join("out.prepare").exists());
 }
 
@@ -507,10 +466,11 @@ fn bad_records_are_skipped_up_to_a_limit_and_listed() {
     assert!(list[1]["reason"].as_str().unwrap().contains("broken JSON"), "{}", list[1]);
     assert!(list[0]["path"].as_str().unwrap().ends_with("0.jsonl"));
 
-    let error = place.run(|options| options.bad_records = skip(0.5)).unwrap_err().to_string();
-    assert!(error.contains("3 of 5 records are bad, 60.000% and more than --max-bad 50%"));
-    let error = place.run(|_| {}).unwrap_err().to_string();
-    assert!(error.contains("0.jsonl:2: the field \"text\" is not a string"), "{error}");
+    assert_refused(
+        place.run(|options| options.bad_records = skip(0.5)),
+        "3 of 5 records are bad, 60.000% and more than --max-bad 50%",
+    );
+    assert_refused(place.run(|_| {}), "0.jsonl:2: the field \"text\" is not a string");
 }
 
 /// Stops a preparation after some batches.
@@ -526,7 +486,7 @@ impl Observer for StopAfter<'_> {
     }
 
     fn progress(&mut self, progress: Progress) {
-        if progress.reading.bytes == 0 {
+        if progress.bytes == 0 {
             // Nothing has arrived yet.
             return;
         }
@@ -597,13 +557,14 @@ fn an_input_that_changed_meanwhile_is_named_and_so_is_another_option() {
     let stop = AtomicBool::new(false);
     let mut observer = StopAfter { batches: 2, stop: &stop, notes: Vec::new() };
     assert!(moh_text::prepare::prepare(options, &stop, &mut observer).unwrap().is_none());
-    let error = prepare_all(Prepare { field: "body", ..options }).unwrap_err().to_string();
-    assert!(error.contains("another field (\"text\", not \"body\")"), "{error}");
+    assert_refused(
+        prepare(Prepare { field: "body", ..options }),
+        "another field (\"text\", not \"body\")",
+    );
     let text = fs::read_to_string(&place.inputs[0]).unwrap();
     fs::write(&place.inputs[0], format!("{text}{}", lines(["one"]))).unwrap();
-    let error = prepare_all(options).unwrap_err().to_string();
-    assert!(error.contains("0.jsonl: has changed since the interrupted preparation"), "{error}");
-    let prepared = prepare_all(Prepare { begin_anew: true, ..options }).unwrap();
+    assert_refused(prepare(options), "0.jsonl: has changed since the interrupted preparation");
+    let prepared = prepare(Prepare { begin_anew: true, ..options }).unwrap();
     assert!(prepared.counts.records > 3600);
 }
 
@@ -625,12 +586,11 @@ fn a_preparation_that_lacks_only_names_gets_them() {
         }
     }
     let taken = place.dir.path().join("out.idx");
-    let error =
-        moh_text::prepare::prepare(options, &AtomicBool::new(false), &mut Take(taken.clone()))
-            .unwrap_err();
-    assert!(error.to_string().contains("out.idx: already exists"), "{error}");
+    let (stop, mut take) = (AtomicBool::new(false), Take(taken.clone()));
+    let refused = moh_text::prepare::prepare(options, &stop, &mut take);
+    assert_refused(refused, "out.idx: already exists");
     fs::remove_dir(&taken).unwrap();
-    let prepared = prepare_all(options).unwrap();
+    let prepared = prepare(options).unwrap();
     assert_eq!((prepared.counts.records, prepared.counts.bad), (3, 1));
     assert_eq!(fs::read_to_string(prepared.bad_list.unwrap()).unwrap().lines().count(), 1);
     assert_eq!(texts(&place.tokenizer, &prefix), ["one", "two"]);

@@ -12,7 +12,7 @@ use moh_program::progress::{Bar, of_bytes};
 use moh_program::{counted, exit};
 use moh_text::prepare::{
     AppendEos, BadRecords, Chat, ChatNotes, Counts, Format, Inputs, LoadAhead, Observer, Prepare,
-    Prepared, PreparedFile, Progress, Reading, Sample, Selection, Split,
+    Prepared, PreparedFile, Progress, Sample, Selection, Split,
 };
 use moh_text::{ChatTemplate, RenderThreads, TrainedTurns};
 
@@ -185,8 +185,8 @@ impl Observer for Show {
     }
 
     fn progress(&mut self, progress: Progress) {
-        let Progress { reading, documents, tokens } = progress;
-        let Reading { bytes, total_bytes, downloaded_bytes, download_bytes } = reading;
+        let Progress { bytes, total_bytes, downloaded_bytes, download_bytes, .. } = progress;
+        let Progress { documents, tokens, .. } = progress;
         let first = *self.first_tokens.get_or_insert(tokens);
         self.bar.describe(|elapsed| {
             let rate = (tokens - first) as f64 / elapsed.as_secs_f64().max(1e-3);

@@ -9,7 +9,6 @@ use flate2::bufread::GzDecoder;
 use crate::prepare::names::is_standard_input;
 use crate::prepare::reader::kinds;
 
-/// What an input is compressed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Compression {
     None,
@@ -42,15 +41,16 @@ const BYTE_ORDER_MARKS: [(&[u8], &str); 4] = [
 const WINDOW_LOGS: (u32, u32) = (23, 31);
 
 impl Compression {
-    /// The ends of names of compressed files.
     pub(crate) const NAMES: [&str; 5] = ["gz", "zst", "bz2", "xz", "gzip"];
 
     /// The compression of an input that starts with these bytes.
     pub(crate) fn of(start: &[u8]) -> Self {
         let (first, block) = BZIP2;
+        // A frame of Zstandard that holds no text, as pzstd writes.
+        let is_skippable_frame = matches!(start, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..]);
         if start.starts_with(b"\x1f\x8b") {
             Compression::Gzip
-        } else if start.starts_with(b"\x28\xb5\x2f\xfd") || is_skippable_frame(start) {
+        } else if start.starts_with(b"\x28\xb5\x2f\xfd") || is_skippable_frame {
             Compression::Zstandard
         } else if start.starts_with(b"\xfd7zXZ\0") {
             Compression::Xz
@@ -92,11 +92,6 @@ impl Compression {
     }
 }
 
-/// Whether these bytes start a frame of Zstandard that holds no text, as pzstd writes.
-fn is_skippable_frame(start: &[u8]) -> bool {
-    matches!(start, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..])
-}
-
 /// Why an input that starts with these bytes cannot be read.
 pub(crate) fn refusal(path: &Path, start: &[u8]) -> Option<String> {
     let name = match is_standard_input(path) {
@@ -131,7 +126,6 @@ pub(crate) fn refusal(path: &Path, start: &[u8]) -> Option<String> {
     ))
 }
 
-/// The first bytes of a member of gzip.
 const GZIP_MAGIC: &[u8] = b"\x1f\x8b";
 
 /// Decodes the members of a file of gzip one after another. What follows the last one is ignored, as gzip itself does:

@@ -4,7 +4,7 @@
 
 mod compression;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::fs::File;
 use std::io::{self, BufReader, Cursor, ErrorKind, Read, Seek, SeekFrom};
@@ -19,7 +19,6 @@ pub(crate) use compression::refusal;
 
 /// Bytes at the start of an input that identify its encoding.
 const MAGIC_BYTES: u64 = 10;
-/// Size of a decoder's read buffer.
 const BUFFER_BYTES: usize = 1 << 18;
 /// Bytes that are discarded at once on the way to a place in a compressed input.
 const SKIPPED_BYTES: u64 = 1 << 20;
@@ -49,40 +48,29 @@ impl Decoded {
             return Err(Error::unusable(path, reason));
         }
         let compression = Compression::of(&start);
-        let source = match compression {
-            Compression::None => {
-                return Ok(Self {
-                    path: path.to_path_buf(),
-                    compression,
-                    source: Box::new(source),
-                    decoded: start.len() as u64,
-                    ahead: start,
-                    stored,
-                });
+        let (source, ahead): (Box<dyn Read + Send>, _) = match compression {
+            Compression::None => (Box::new(source), start),
+            _ => {
+                let start = Cursor::new(start).chain(source);
+                let start = BufReader::with_capacity(BUFFER_BYTES, start);
+                let decoder = compression.decoder(start, max_window_bytes);
+                (decoder.map_err(moh_files::io(path))?, Vec::new())
             }
-            _ => BufReader::with_capacity(BUFFER_BYTES, Cursor::new(start).chain(source)),
         };
-        let source = compression.decoder(source, max_window_bytes).map_err(moh_files::io(path))?;
-        Ok(Self {
-            path: path.to_path_buf(),
-            compression,
-            source,
-            ahead: Vec::new(),
-            stored,
-            decoded: 0,
-        })
+        let (path, decoded) = (path.to_path_buf(), ahead.len() as u64);
+        Ok(Self { path, compression, source, ahead, stored, decoded })
     }
 
     /// Decodes a file from `offset` on, a number of decoded bytes.
     pub(crate) fn open_at(path: &Path, offset: u64, max_window_bytes: usize) -> Result<Self> {
         let open = || File::open(path).map_err(moh_files::io(path));
-        let mut decoded = Self::new(path, Source::File(open()?), max_window_bytes)?;
+        let mut decoded = Self::new(path, Box::new(open()?), max_window_bytes)?;
         if decoded.compression == Compression::None && offset > 0 {
             let mut file = open()?;
             let end = file.metadata().map_err(moh_files::io(path))?.len();
             file.seek(SeekFrom::Start(offset.min(end))).map_err(moh_files::io(path))?;
-            decoded.source =
-                Box::new(Counted { source: Source::File(file), stored: decoded.stored.clone() });
+            let (source, stored) = (Box::new(file), decoded.stored.clone());
+            decoded.source = Box::new(Counted { source, stored });
             decoded.stored.store(offset, Ordering::Relaxed);
             decoded.ahead.clear();
             decoded.decoded = offset.min(end);
@@ -182,22 +170,9 @@ impl Read for Decoded {
     }
 }
 
-/// What an input is read from.
-pub(crate) enum Source {
-    File(File),
-    Standard(io::Stdin),
-}
+/// A file, or standard input.
+pub(crate) type Source = Box<dyn Read + Send>;
 
-impl Read for Source {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Source::File(file) => file.read(buffer),
-            Source::Standard(input) => input.read(buffer),
-        }
-    }
-}
-
-/// Counts what is read.
 struct Counted {
     source: Source,
     stored: Arc<AtomicU64>,

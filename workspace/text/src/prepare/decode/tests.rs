@@ -2,13 +2,12 @@
 
 use std::io::Write;
 
-use flate2::write::GzEncoder;
+use moh_testkit::assert_refused;
 
 use super::*;
 
 const TEXT_BYTES: usize = 300_000;
 
-/// Text that compresses little.
 fn text() -> Vec<u8> {
     let mut state = 1u32;
     let letters = std::iter::repeat_with(|| {
@@ -18,29 +17,28 @@ fn text() -> Vec<u8> {
     letters.take(TEXT_BYTES).collect()
 }
 
-fn gzip(bytes: &[u8]) -> Vec<u8> {
-    let mut encoder = GzEncoder::new(Vec::new(), flate2::Compression::fast());
-    encoder.write_all(bytes).unwrap();
-    encoder.finish().unwrap()
+fn all(mut encoder: impl Read) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    encoder.read_to_end(&mut bytes).unwrap();
+    bytes
 }
 
-fn zstd(bytes: &[u8]) -> Vec<u8> {
-    let mut encoder = zstd::stream::Encoder::new(Vec::new(), 1).unwrap();
+pub(crate) fn gzip(bytes: &[u8]) -> Vec<u8> {
+    all(flate2::read::GzEncoder::new(bytes, flate2::Compression::fast()))
+}
+
+pub(crate) fn zstd(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = zstd::stream::read::Encoder::new(bytes, 1).unwrap();
     encoder.include_checksum(true).unwrap();
-    encoder.write_all(bytes).unwrap();
-    encoder.finish().unwrap()
+    all(encoder)
 }
 
 fn bzip2(bytes: &[u8]) -> Vec<u8> {
-    let mut encoder = bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::fast());
-    encoder.write_all(bytes).unwrap();
-    encoder.finish().unwrap()
+    all(bzip2::read::BzEncoder::new(bytes, bzip2::Compression::fast()))
 }
 
-fn xz(bytes: &[u8]) -> Vec<u8> {
-    let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), 0);
-    encoder.write_all(bytes).unwrap();
-    encoder.finish().unwrap()
+pub(crate) fn xz(bytes: &[u8]) -> Vec<u8> {
+    all(liblzma::read::XzEncoder::new(bytes, 0))
 }
 
 type Encode = fn(&[u8]) -> Vec<u8>;
@@ -82,8 +80,10 @@ fn every_encoding_gives_the_same_bytes_from_any_place_on() {
         for offset in [1, 12_345, TEXT_BYTES] {
             assert!(decoded_from(&bytes, offset as u64, 0).unwrap() == text[offset..]);
         }
-        let error = decoded_from(&bytes, TEXT_BYTES as u64 + 1, 0).unwrap_err().to_string();
-        assert!(error.contains("ends after 300000 bytes of text"), "{error}");
+        assert_refused(
+            decoded_from(&bytes, TEXT_BYTES as u64 + 1, 0),
+            "ends after 300000 bytes of text",
+        );
         assert_eq!(decoded(&encode(b"")).unwrap(), b"", "{compression:?}");
     }
 }
@@ -159,8 +159,7 @@ fn a_window_is_bounded() {
     encoder.write_all(b"text").unwrap();
     let bytes = encoder.finish().unwrap();
     assert_eq!(decoded_from(&bytes, 0, 1 << 28).unwrap(), b"text");
-    let error = decoded_from(&bytes, 0, 1 << 27).unwrap_err().to_string();
-    assert!(error.contains("raise --memory"), "{error}");
+    assert_refused(decoded_from(&bytes, 0, 1 << 27), "raise --memory");
 }
 
 #[test]

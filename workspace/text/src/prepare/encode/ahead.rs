@@ -13,10 +13,7 @@ use super::library::Pipeline;
 #[derive(Debug)]
 pub struct LoadAhead(Mutex<Option<JoinHandle<Option<Loaded>>>>);
 
-struct Loaded {
-    json: TokenizerJson,
-    pipeline: Pipeline,
-}
+type Loaded = (TokenizerJson, Pipeline);
 
 impl LoadAhead {
     /// Begins to load a `tokenizer.json`. A file that the library does not take is loaded later, as the slower
@@ -26,7 +23,7 @@ impl LoadAhead {
         let load = move || {
             let json = TokenizerJson::of_file(&TokenizerSource::read(&path).ok()?.json).ok()?;
             let pipeline = Pipeline::load(&json).ok()?;
-            Some(Loaded { json, pipeline })
+            Some((json, pipeline))
         };
         Self(Mutex::new(Some(std::thread::spawn(load))))
     }
@@ -34,10 +31,10 @@ impl LoadAhead {
     /// What was loaded, once, if the slower library has loaded the same.
     pub(super) fn take(&self, json: &TokenizerJson) -> Option<Pipeline> {
         let thread = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let loaded = thread?.join().ok()??;
-        let is_same = loaded.json.tokens == json.tokens
-            && loaded.json.merges.get() == json.merges.get()
-            && loaded.pipeline.has_fields_of(json);
-        is_same.then_some(loaded.pipeline)
+        let (loaded, pipeline) = thread?.join().ok()??;
+        let is_same = loaded.tokens == json.tokens
+            && loaded.merges.get() == json.merges.get()
+            && pipeline.has_fields_of(json);
+        is_same.then_some(pipeline)
     }
 }

@@ -24,13 +24,6 @@ pub(crate) struct Rendered {
     pub(crate) special: Vec<u32>,
 }
 
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct EncodedChat {
-    pub(crate) ids: Vec<u32>,
-    /// 1 for each id that is trained on, 0 for the others.
-    pub(crate) mask: Vec<u8>,
-}
-
 /// An id with the bytes of the text that it stands for.
 type Token = (u32, Range<usize>);
 
@@ -54,8 +47,8 @@ impl<'a> ChatEncoder<'a> {
         Ok(Rendered { text, special })
     }
 
-    /// The ids of a rendered conversation.
-    pub(crate) fn encode(&self, rendered: &Rendered) -> Result<EncodedChat> {
+    /// The ids of a rendered conversation, with 1 for each that is trained on, and 0 for the others.
+    pub(crate) fn encode(&self, rendered: &Rendered) -> Result<(Vec<u32>, Vec<u8>)> {
         let TrainingText { text, trained, is_exact, .. } = &rendered.text;
         let tokens = self.tokenizer.encode_with_ranges(text)?;
         let is_special = |id: u32| self.special.contains(id);
@@ -76,7 +69,7 @@ impl<'a> ChatEncoder<'a> {
             mask[first..=first + last].fill(1);
             next = first;
         }
-        Ok(EncodedChat { ids: tokens.into_iter().map(|(id, _)| id).collect(), mask })
+        Ok((tokens.into_iter().map(|(id, _)| id).collect(), mask))
     }
 }
 

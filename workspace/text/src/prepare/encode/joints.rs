@@ -5,11 +5,10 @@
 //! characters are tokens, which no merge joins, and the vocabulary is not consulted for whole words. So the text falls
 //! into words at all such places.
 
-use moh_data::TokenizerJson;
+use moh_data::{TokenizerJson, byte_token};
 use tokenizers_1::pipeline::Span;
 
 use super::shape::SPACE_MARK;
-use super::spelling::fallback_byte;
 
 /// The pairs of characters that stand side by side in a token, by the last byte of the first character and the
 /// first of the second. Other characters with those bytes count as joined too, and a byte that continues a character
@@ -30,7 +29,7 @@ impl Joints {
     pub(super) fn new(json: &TokenizerJson) -> Option<Self> {
         let mut joints = Self { joined: Box::new([[0; 4]; 256]) };
         let model = &json.fields["model"];
-        let is_byte = |token: &str| fallback_byte(token).is_some();
+        let is_byte = |token: &str| byte_token(token).is_some();
         let vocabulary = || json.tokens.iter().map(|(token, _)| token.as_str());
         let bytes = vocabulary().filter(|token| is_byte(token)).count();
         let merges: Vec<[String; 2]> = serde_json::from_str(json.merges.get()).ok()?;

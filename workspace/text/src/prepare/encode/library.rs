@@ -3,12 +3,12 @@
 //! that do not spell their text (`spelling`), and its panics are caught.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use moh_data::TokenizerJson;
-use serde::Serialize;
-use serde_json::value::RawValue;
+use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value, json};
 use tokenizers_1::pipeline::{
     EncodeOptions, Model, Override, PipelineModelScratch, PipelineToken, PipelineTokenizer,
@@ -84,7 +84,7 @@ impl Pipeline {
     pub(super) fn load(json: &TokenizerJson) -> Result<Self, String> {
         let fields = canonical_fields(json)?;
         let (lacking, vocabulary) = Lacking::of(json, &fields)?;
-        let text = canonical(&fields, json, &vocabulary)?;
+        let text = canonical(&fields, json, &vocabulary).map_err(|error| error.to_string())?;
         let load = || from_json(&text).map_err(|error| error.to_string());
         let tokenizer = quietly(load).unwrap_or_else(|| Err("it panics".to_owned()))?;
         Ok(Self { tokenizer, fields, lacking })
@@ -94,22 +94,6 @@ impl Pipeline {
     pub(super) fn has_fields_of(&self, json: &TokenizerJson) -> bool {
         canonical_fields(json).is_ok_and(|fields| fields == self.fields)
     }
-}
-
-/// A `tokenizer.json` in the library's own form.
-#[derive(Serialize)]
-struct Canonical<'a> {
-    #[serde(flatten)]
-    others: Map<String, Value>,
-    model: CanonicalModel<'a>,
-}
-
-#[derive(Serialize)]
-struct CanonicalModel<'a> {
-    #[serde(flatten)]
-    others: Map<String, Value>,
-    vocab: &'a RawValue,
-    merges: &'a RawValue,
 }
 
 /// The fields of a tokenizer in the library's own form, without vocabulary and merges.
@@ -127,22 +111,15 @@ fn canonical_fields(json: &TokenizerJson) -> Result<Value, String> {
 }
 
 /// The tokenizer with these fields and this vocabulary, of which the merges are what the slower library writes, too.
-fn canonical(fields: &Value, json: &TokenizerJson, vocabulary: &str) -> Result<String, String> {
-    let without = |object: &Value, names: &[&str]| match object {
-        Value::Object(fields) => {
-            let mut fields = fields.clone();
-            fields.retain(|name, _| !names.contains(&name.as_str()));
-            fields
-        }
-        _ => Map::new(),
-    };
-    let model = CanonicalModel {
-        others: without(&fields["model"], &["vocab", "merges"]),
-        vocab: serde_json::from_str(vocabulary).map_err(|error| error.to_string())?,
-        merges: &json.merges,
-    };
-    let canonical = Canonical { others: without(fields, &["model"]), model };
-    serde_json::to_string(&canonical).map_err(|error| error.to_string())
+fn canonical(fields: &Value, json: &TokenizerJson, vocabulary: &str) -> serde_json::Result<String> {
+    let [model, others] = [&fields["model"], fields].map(Value::to_string);
+    let mut model: BTreeMap<&str, &RawValue> = serde_json::from_str(&model)?;
+    model.insert("vocab", serde_json::from_str(vocabulary)?);
+    model.insert("merges", &json.merges);
+    let model = to_raw_value(&model)?;
+    let mut all: BTreeMap<&str, &RawValue> = serde_json::from_str(&others)?;
+    all.insert("model", &model);
+    serde_json::to_string(&all)
 }
 
 /// What the model keeps between texts, above all the ids of frequent words.

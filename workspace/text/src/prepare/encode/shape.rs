@@ -4,7 +4,6 @@
 
 use serde_json::{Map, Value};
 
-/// SentencePiece's mark for a space.
 pub(super) const SPACE_MARK: &str = "\u{2581}";
 
 /// The patterns that split a text into words before BPE, with the models that use them. A match is a run of
@@ -36,7 +35,6 @@ pub(crate) const PATTERNS: [&str; 6] = [
 const GPT_2: &str =
     "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-/// The form of a tokenizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) words: Words,

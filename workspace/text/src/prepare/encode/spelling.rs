@@ -1,19 +1,16 @@
 //! What each id stands for in a text, to check that ids spell the text that they were encoded from.
 
-use moh_data::TokenizerJson;
+use moh_data::{TokenizerJson, byte_of, byte_token};
 
 use super::shape::{Prepends, SPACE_MARK, Shape};
 
 /// The bytes of every id. Few bytes of it are read for a frequent id, because it shares the processor's caches
 /// with the tables of the library.
 pub(super) struct Spelling {
-    /// By id.
     heads: Vec<Head>,
     /// By id: where its bytes begin, and at last where those of the last id end.
     starts: Vec<u32>,
-    /// The bytes of all ids.
     bytes: Vec<u8>,
-    /// By id, whether it is an added token.
     is_added: Vec<bool>,
     prepends: Prepends,
 }
@@ -38,11 +35,10 @@ fn head_of(bytes: &[u8]) -> Head {
 
 impl Spelling {
     pub(super) fn new(json: &TokenizerJson, shape: Shape) -> Self {
-        let alphabet = shape.is_byte_level().then(byte_level_alphabet);
         let falls_back = json.fields["model"]["byte_fallback"] == true;
-        let spelt = |token: &str| match &alphabet {
-            Some(bytes) => token.chars().filter_map(|shown| *bytes.get(shown as usize)?).collect(),
-            None if falls_back && let Some(byte) = fallback_byte(token) => vec![byte],
+        let spelt = |token: &str| match byte_token(token).filter(|_| falls_back) {
+            _ if shape.is_byte_level() => token.chars().filter_map(byte_of).collect(),
+            Some(byte) => vec![byte],
             None => token.replace(SPACE_MARK, " ").into_bytes(),
         };
         let mut sources: Vec<Option<(&str, bool)>> = Vec::new();
@@ -158,21 +154,8 @@ impl Spelling {
     }
 }
 
-/// By the number of a character, its byte in GPT-2's alphabet, in which every byte is a printable character.
-fn byte_level_alphabet() -> Vec<Option<u8>> {
-    let is_printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
-    let printed = (0..=255).map(|byte| Some(byte).filter(is_printable));
-    printed.chain((0..=255).filter(|byte| !is_printable(byte)).map(Some)).collect()
-}
-
-/// The characters of that alphabet, each as a token.
+/// The characters of GPT-2's alphabet, each as a token.
 pub(super) fn alphabet() -> impl Iterator<Item = String> {
-    let numbers = (0_u32..).zip(byte_level_alphabet()).filter(|(_, byte)| byte.is_some());
-    numbers.filter_map(|(number, _)| char::from_u32(number).map(String::from))
-}
-
-/// The byte of a token such as `<0x0A>`.
-pub(super) fn fallback_byte(token: &str) -> Option<u8> {
-    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
-    (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten()
+    let characters = ('\0'..='\u{143}').filter(|character| byte_of(*character).is_some());
+    characters.map(String::from)
 }

@@ -115,7 +115,6 @@ impl<'n> Visitor<'_> for Key<'n> {
     }
 }
 
-/// The value that `raw` writes.
 fn value(raw: &str) -> Value<'_> {
     match raw.as_bytes() {
         [b'"', .., b'"'] => Value::Escaped(raw),
@@ -152,7 +151,6 @@ pub(crate) fn list_of_records(text: &str) -> Option<&str> {
     keys.into_iter().find(|key| !["messages", "conversations", "tools"].contains(key))
 }
 
-/// The first keys of an object.
 fn keys(object: &str) -> Vec<String> {
     struct Keys(Vec<String>);
     impl<'de> Visitor<'de> for Keys {

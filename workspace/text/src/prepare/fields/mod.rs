@@ -20,17 +20,13 @@ pub(crate) struct Fields {
     /// Each field that is wanted, once.
     paths: Vec<String>,
     parts: Vec<TemplatePart>,
-    /// The fields as a tree of keys.
     tree: Node,
     kind: Kind,
 }
 
-/// What a record's text is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// A field.
     Field,
-    /// Fields in a template.
     Template,
     /// The messages of a conversation and the tools: the text is an object of JSON with both.
     Chat,
@@ -42,7 +38,6 @@ const TOOLS: &str = "tools";
 #[derive(Clone, Debug)]
 enum TemplatePart {
     Literal(String),
-    /// An index of the list of paths.
     Field(usize),
 }
 
@@ -67,7 +62,6 @@ pub(crate) enum Value<'a> {
     Scalar(Cow<'a, str>),
     /// A float that JSON cannot write, as Python's writes it.
     NotFinite(&'static str),
-    /// Nothing.
     Null,
     /// An object or a list.
     Json(Cow<'a, str>),
@@ -78,21 +72,16 @@ pub(crate) enum Value<'a> {
 /// How errors speak of a kind of records.
 #[derive(Clone, Copy)]
 pub(crate) struct Nouns {
-    /// What a field is called.
     pub(crate) field: &'static str,
     /// What has the fields.
     pub(crate) record: &'static str,
 }
 
-/// Of JSON lines.
 pub(crate) const LINE: Nouns = Nouns { field: "field", record: "line" };
-/// Of an array of JSON.
 pub(crate) const ELEMENT: Nouns = Nouns { field: "field", record: "element" };
-/// Of tables.
 pub(crate) const ROW: Nouns = Nouns { field: "column", record: "table" };
 
 impl Fields {
-    /// Reads the argument of `--field`.
     pub(crate) fn parse(argument: &str) -> Result<Self> {
         let is_template = argument.contains(['{', '}']);
         let mut fields = Self::none(if is_template { Kind::Template } else { Kind::Field });
@@ -196,7 +185,6 @@ impl Fields {
         self.is_chat() && path == TOOLS
     }
 
-    /// Slots for the values of a record.
     pub(crate) fn slots<'a>(&self) -> Slots<'a> {
         vec![None; 2 * self.paths.len()]
     }
@@ -252,7 +240,6 @@ impl Fields {
         }
     }
 
-    /// The object of a conversation.
     fn conversation(
         &self,
         slots: &Slots<'_>,

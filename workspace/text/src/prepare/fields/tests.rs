@@ -2,7 +2,6 @@
 
 use super::*;
 
-/// The text of an object under a `--field`.
 fn text(argument: &str, object: &str) -> Result<String, String> {
     let fields = Fields::parse(argument).map_err(|error| error.to_string())?;
     let mut slots = fields.slots();

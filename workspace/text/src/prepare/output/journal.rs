@@ -16,13 +16,11 @@ use crate::prepare::reader::Identity;
 use crate::prepare::remote::moved;
 use crate::prepare::{Error, Result};
 
-/// Maximum bytes of a journal that is read.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// What identifies the result of a preparation, by name: inputs and options that change bytes.
 pub(crate) type Request = BTreeMap<String, Value>;
 
-/// One line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Line {
@@ -39,7 +37,6 @@ enum Line {
 /// The state after some documents.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Checkpoint {
-    /// Where reading continues.
     pub(crate) place: Place,
     pub(crate) files: Vec<FileState>,
     pub(crate) counts: super::Counts,
@@ -49,11 +46,9 @@ pub(crate) struct Checkpoint {
     pub(crate) input_bytes: u64,
     /// Hashes of texts, for `--exact-dedup`.
     pub(crate) seen: u64,
-    /// Bytes of the list of bad records.
     pub(crate) bad_bytes: u64,
 }
 
-/// The state of one token file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct FileState {
     pub(crate) written: Written,
@@ -72,10 +67,8 @@ pub(crate) struct Journal {
     file: File,
 }
 
-/// What a journal says.
 #[derive(Debug, Default)]
 pub(crate) struct Recorded {
-    /// The newest checkpoint.
     pub(crate) checkpoint: Option<Checkpoint>,
     /// The inputs that were opened, by their numbers.
     pub(crate) inputs: BTreeMap<usize, Identity>,
@@ -112,7 +105,6 @@ impl Journal {
         Ok((journal, recorded))
     }
 
-    /// Starts the journal again.
     fn begin(&mut self, request: &Request) -> Result<()> {
         moh_files::shorten(&mut self.file, 0).map_err(moh_files::io(&self.path))?;
         self.append(&Line::Request(request.clone()))?;
@@ -169,7 +161,6 @@ impl Journal {
         Err(Error::unusable(directory, reason))
     }
 
-    /// Records an input that was opened.
     pub(crate) fn input(&mut self, number: usize, identity: Identity) -> Result<()> {
         // Synced with the next checkpoint: without one, the input counts as unread.
         self.write(&Line::Input { number, identity })
@@ -200,6 +191,8 @@ impl Journal {
 
 #[cfg(test)]
 mod tests {
+    use moh_testkit::assert_refused;
+
     use super::*;
 
     fn request(field: &str) -> Request {
@@ -250,11 +243,12 @@ mod tests {
         let path = dir.path().join("journal");
         let (mut journal, _) = Journal::open(&path, &request("text")).unwrap();
         journal.checkpoint(&checkpoint(1)).unwrap();
-        let error = Journal::open(&path, &request("text")).unwrap_err().to_string();
-        assert!(error.contains("another process"), "{error}");
+        assert_refused(Journal::open(&path, &request("text")), "another process");
         drop(journal);
-        let error = Journal::open(&path, &request("body")).unwrap_err().to_string();
-        assert!(error.contains("another field (\"text\", not \"body\")"), "{error}");
+        assert_refused(
+            Journal::open(&path, &request("body")),
+            "another field (\"text\", not \"body\")",
+        );
     }
 
     #[test]
@@ -263,8 +257,7 @@ mod tests {
         let path = dir.path().join("journal");
         for bytes in [&b"no journal\n"[..], b"{\"checkpoint\":{}}\n", b"\xff\n", b"{}\n"] {
             std::fs::write(&path, bytes).unwrap();
-            let error = Journal::open(&path, &request("text")).unwrap_err().to_string();
-            assert!(error.contains("line 1: "), "{error}");
+            assert_refused(Journal::open(&path, &request("text")), "line 1: ");
         }
     }
 }

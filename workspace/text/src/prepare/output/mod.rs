@@ -23,10 +23,10 @@ use self::journal::{Journal, Recorded};
 use self::seen::Seen;
 use crate::prepare::end_of_text::Ending;
 use crate::prepare::names::can_continue;
-use crate::prepare::pipeline::{Batch, ChatNotes, Document, Event, Place};
+use crate::prepare::pipeline::{Batch, Document, Event, Place};
 use crate::prepare::preparation::{Prepared, PreparedFile};
 use crate::prepare::reader::{Format, Identity};
-use crate::prepare::{Error, Prepare, Result};
+use crate::prepare::{ChatNotes, Error, Prepare, Result};
 
 /// The ending of the directory in which token files lie until they are complete.
 const DIRECTORY: &str = ".prepare";
@@ -50,7 +50,6 @@ pub struct Counts {
     pub duplicates: u64,
 }
 
-/// The token files of a preparation.
 pub(crate) struct Outputs<'a> {
     options: &'a Prepare<'a>,
     paths: &'a [PathBuf],
@@ -70,7 +69,6 @@ pub(crate) struct Outputs<'a> {
     is_temporary: Option<Registered>,
 }
 
-/// What a preparation begins with.
 pub(crate) enum Begun<'a> {
     /// Documents are to be written, from this place on.
     Outputs(Box<Outputs<'a>>, Place),
@@ -115,10 +113,8 @@ impl<'a> Outputs<'a> {
             let file = state.files.get(number).cloned().unwrap_or_default();
             files.push(Output::resume(options, prefix, &directory, file)?);
         }
-        let seen = match options.selection.exact_dedup {
-            true => Some(Seen::resume(&directory.join("seen"), state.seen, options.memory / 4)?),
-            false => None,
-        };
+        let seen = || Seen::resume(&directory.join("seen"), state.seen, options.memory / 4);
+        let seen = options.selection.exact_dedup.then(seen).transpose()?;
         let bad = BadList::resume(&bad_list, &directory, state.bad_bytes)?;
         let place = state.place;
         let outputs = Outputs {
@@ -179,7 +175,7 @@ impl<'a> Outputs<'a> {
         for document in &batch.documents {
             self.document(document)?;
         }
-        self.state.notes.add(batch.notes.misread, &batch.notes.unnamed);
+        self.state.notes.add(&batch.notes);
         self.state.input_bytes += batch.input_bytes;
         self.state.place = batch.end;
         if self.synced.elapsed() >= self.options.sync_every {
@@ -197,8 +193,9 @@ impl<'a> Outputs<'a> {
         if !self.selects(document)? {
             return Ok(());
         }
-        let file = self.next_file();
-        let output = &mut self.files[file];
+        let (number, _) = self.written();
+        let is_validation = self.options.split.is_some_and(|split| split.is_validation(number));
+        let output = &mut self.files[usize::from(is_validation)];
         match self.options.chat {
             None => output.writer.push_document(&document.ids)?,
             Some(_) => output.writer.push_masked_document(&document.ids, &document.mask)?,
@@ -233,13 +230,6 @@ impl<'a> Outputs<'a> {
         Ok(false)
     }
 
-    /// The index of the file that the next document belongs to.
-    fn next_file(&self) -> usize {
-        let number = self.files.iter().map(|file| file.writer.written().documents).sum();
-        self.options.split.map_or(0, |split| split.part(number) as usize)
-    }
-
-    /// Documents and tokens so far.
     pub(crate) fn written(&self) -> (u64, u64) {
         let written = self.files.iter().map(|file| file.writer.written());
         written.fold((0, 0), |(documents, tokens), file| {
@@ -302,10 +292,36 @@ impl<'a> Outputs<'a> {
     /// Checks that what was written is worth a name.
     pub(crate) fn check(&self) -> Result<()> {
         self.bad.check(self.options.bad_records, self.state.counts, true)?;
-        self.refuse_empty()
+        let fault = |reason: &str| Err(Error::Invalid(reason.to_owned()));
+        let (documents, _) = self.written();
+        let counts = &self.state.counts;
+        if documents == 0 && counts.records > counts.bad + counts.empty {
+            return fault("no document is left: the options leave all of them out");
+        }
+        if self.files.iter().all(|file| file.text_bytes == 0) {
+            return fault("the inputs contain no text");
+        }
+        if self.options.chat.is_some() && self.files.iter().all(|file| file.trained == 0) {
+            return fault(
+                "no token would be trained on: no conversation has a text of the assistant's",
+            );
+        }
+        let Some(file) = self.files.iter().find(|file| file.writer.written().documents == 0) else {
+            return Ok(());
+        };
+        // No share divides a single document, as a book is.
+        let remedy = match documents {
+            1 if self.options.format != Some(Format::Paragraphs) => {
+                "--format paragraphs makes each paragraph of a text a document"
+            }
+            _ => "add documents, or give it a larger share in --split",
+        };
+        fault(&format!(
+            "{}: would have no document, of {documents} in all: {remedy}",
+            file.writer.prefix().display()
+        ))
     }
 
-    /// Completes the token files and gives them their names.
     pub(crate) fn finish(mut self, ending: &Ending) -> Result<Prepared> {
         // The counts, for one that is interrupted from here on.
         self.checkpoint()?;
@@ -323,38 +339,5 @@ impl<'a> Outputs<'a> {
         let files = prefixes.into_iter().zip(infos);
         let files = files.map(|(prefix, info)| PreparedFile { prefix, info }).collect();
         Ok(Prepared { files, counts: self.state.counts, notes: self.state.notes, bad_list })
-    }
-
-    fn refuse_empty(&self) -> Result<()> {
-        let documents: u64 = self.files.iter().map(|file| file.writer.written().documents).sum();
-        let counts = &self.state.counts;
-        if documents == 0 && counts.records > counts.bad + counts.empty {
-            return Err(Error::Invalid(
-                "no document is left: the options leave all of them out".to_owned(),
-            ));
-        }
-        if self.files.iter().all(|file| file.text_bytes == 0) {
-            return Err(Error::Invalid("the inputs contain no text".to_owned()));
-        }
-        if self.options.chat.is_some() && self.files.iter().all(|file| file.trained == 0) {
-            return Err(Error::Invalid(
-                "no token would be trained on: no conversation has a text of the assistant's"
-                    .to_owned(),
-            ));
-        }
-        let Some(file) = self.files.iter().find(|file| file.writer.written().documents == 0) else {
-            return Ok(());
-        };
-        // No share divides a single document, as a book is.
-        let remedy = match documents {
-            1 if self.options.format != Some(Format::Paragraphs) => {
-                "--format paragraphs makes each paragraph of a text a document"
-            }
-            _ => "add documents, or give it a larger share in --split",
-        };
-        Err(Error::Invalid(format!(
-            "{}: would have no document, of {documents} in all: {remedy}",
-            file.writer.prefix().display()
-        )))
     }
 }

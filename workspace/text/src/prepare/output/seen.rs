@@ -2,7 +2,6 @@
 //! which an interrupted preparation continues.
 
 use std::collections::HashSet;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::io::{BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -13,10 +12,9 @@ const HASH_BYTES: usize = 16;
 /// predecessor exists while it is copied.
 const MEMORY_BYTES: u64 = 64;
 
-/// The hashes of the texts so far.
 #[derive(Debug)]
 pub(crate) struct Seen {
-    hashes: HashSet<u128, BuildHasherDefault<FirstBytes>>,
+    hashes: HashSet<u128>,
     /// The most that memory has room for.
     capacity: u64,
     path: PathBuf,
@@ -24,23 +22,13 @@ pub(crate) struct Seen {
 }
 
 impl Seen {
-    /// The documents that `memory` bytes have room for.
-    pub(crate) fn capacity(memory: u64) -> u64 {
-        memory / MEMORY_BYTES
-    }
-
     /// Starts with the first `count` hashes of the file `path`, and removes the rest of it; the file is
     /// created if it is missing and `count` is 0.
     pub(crate) fn resume(path: &Path, count: u64, memory: u64) -> Result<Self> {
         let mut options = std::fs::File::options();
-        let mut file = options
-            .read(true)
-            .write(true)
-            .create(count == 0)
-            .truncate(false)
-            .open(path)
-            .map_err(moh_files::io(path))?;
-        let mut hashes = HashSet::default();
+        let options = options.read(true).write(true).create(count == 0).truncate(false);
+        let mut file = options.open(path).map_err(moh_files::io(path))?;
+        let mut hashes = HashSet::new();
         let mut reader = std::io::BufReader::new(&file);
         let mut hash = [0; HASH_BYTES];
         for _ in 0..count {
@@ -49,8 +37,8 @@ impl Seen {
         }
         let length = count * HASH_BYTES as u64;
         moh_files::shorten(&mut file, length).map_err(moh_files::io(path))?;
-        let capacity = Self::capacity(memory);
-        Ok(Self { hashes, capacity, path: path.to_path_buf(), file: BufWriter::new(file) })
+        let (capacity, path) = (memory / MEMORY_BYTES, path.to_path_buf());
+        Ok(Self { hashes, capacity, path, file: BufWriter::new(file) })
     }
 
     /// Adds a text by the first bytes of its hash; whether it is new.
@@ -71,7 +59,6 @@ impl Seen {
         Ok(true)
     }
 
-    /// The number of different texts.
     pub(crate) fn count(&self) -> u64 {
         self.hashes.len() as u64
     }
@@ -82,29 +69,10 @@ impl Seen {
     }
 }
 
-/// The hash of a hash: its first bytes.
-#[derive(Debug, Default)]
-struct FirstBytes(u64);
-
-impl Hasher for FirstBytes {
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes.iter().take(8) {
-            self.0 = self.0 << 8 | u64::from(byte);
-        }
-    }
-
-    fn write_u128(&mut self, number: u128) {
-        // The low half is as random as the whole.
-        self.0 = number as u64;
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use moh_testkit::assert_refused;
+
     use super::*;
 
     #[test]
@@ -129,7 +97,6 @@ mod tests {
         for text in ["one", "two"] {
             seen.insert(&blake3::hash(text.as_bytes())).unwrap();
         }
-        let error = seen.insert(&blake3::hash(b"three")).unwrap_err().to_string();
-        assert!(error.contains("more than 2 different documents"), "{error}");
+        assert_refused(seen.insert(&blake3::hash(b"three")), "more than 2 different documents");
     }
 }

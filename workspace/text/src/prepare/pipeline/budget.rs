@@ -2,7 +2,6 @@
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Bytes that are in flight, and their limit.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: u64,
@@ -24,10 +23,9 @@ impl Budget {
 
     /// Waits until `bytes` fit, or nothing else is in flight: what is larger than the limit passes alone.
     pub(crate) fn take(self: &Arc<Self>, bytes: u64) -> Permit {
-        let mut taken = self.lock();
-        while *taken > 0 && *taken + bytes > self.limit {
-            taken = self.changed.wait(taken).unwrap_or_else(PoisonError::into_inner);
-        }
+        let waits = |taken: &mut u64| *taken > 0 && *taken + bytes > self.limit;
+        let taken = self.changed.wait_while(self.lock(), waits);
+        let mut taken = taken.unwrap_or_else(PoisonError::into_inner);
         *taken += bytes;
         Permit { budget: Arc::clone(self), bytes }
     }

@@ -5,7 +5,6 @@
 
 mod budget;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
@@ -22,7 +21,7 @@ use crate::prepare::reader::{
     self, BadRecord, Chunk, Format, Identity, OpenInput, Position, ReadOptions, Record,
 };
 use crate::prepare::remote::Downloads;
-use crate::prepare::{Error, Result};
+use crate::prepare::{ChatNotes, Error, Result};
 
 /// Bytes in memory for each byte of a chunk: its records, their texts, their ids, and what the encoder needs.
 const MEMORY_FACTOR: u64 = 8;
@@ -31,24 +30,14 @@ const MEMORY_FACTOR: u64 = 8;
 const AHEAD_BYTES: u64 = 4 << 20;
 /// Threads of the pool that one reader supplies with text.
 const THREADS_A_READER: usize = 4;
-/// Maximum number of keys that are counted.
 const MAX_UNNAMED: usize = 100;
 /// Time after which the receiver hears that nothing has arrived.
 const WAIT: Duration = Duration::from_millis(50);
 
-/// What the chat template does not read of conversations.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ChatNotes {
-    /// Messages whose content is a list where the template writes a text, or the reverse.
-    pub misread: u64,
-    /// The keys that it does not name, and how many messages have each.
-    pub unnamed: BTreeMap<String, u64>,
-}
-
 impl ChatNotes {
-    pub(crate) fn add(&mut self, misread: u64, unnamed: &BTreeMap<String, u64>) {
-        self.misread += misread;
-        for (key, count) in unnamed {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.misread += other.misread;
+        for (key, count) in &other.unnamed {
             if self.unnamed.len() < MAX_UNNAMED || self.unnamed.contains_key(key) {
                 *self.unnamed.entry(key.clone()).or_default() += count;
             }
@@ -56,7 +45,6 @@ impl ChatNotes {
     }
 }
 
-/// A place between two records of the inputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Place {
     pub(crate) input: usize,
@@ -64,22 +52,18 @@ pub(crate) struct Place {
     pub(crate) position: Position,
 }
 
-/// How documents are read and encoded.
 pub(crate) struct Work<'a> {
     pub(crate) inputs: &'a Downloads,
     pub(crate) format: Option<Format>,
     pub(crate) encoding: &'a Encoding<'a>,
     pub(crate) read: Arc<ReadOptions>,
-    /// The id after each document.
     pub(crate) end: Option<u32>,
     /// Whether documents have a hash of their text.
     pub(crate) hashes: bool,
-    /// Whether a document with this hash is encoded.
     pub(crate) wants: &'a (dyn Fn(&blake3::Hash) -> bool + Sync),
     pub(crate) memory: u64,
 }
 
-/// What encodes records.
 pub(crate) enum Encoding<'a> {
     Texts(Box<Encoder<'a>>),
     Conversations(ChatEncoder<'a>),
@@ -89,7 +73,6 @@ pub(crate) enum Encoding<'a> {
 pub(crate) enum Event {
     /// An input, or a part of it, begins.
     Opened(usize, Option<Identity>),
-    /// Records were read and encoded.
     Batch(Batch),
     /// All of an input has arrived.
     Finished(usize),
@@ -114,12 +97,10 @@ pub(crate) struct Document {
     pub(crate) ids: Vec<u32>,
     /// Of a conversation, 1 for each id that is trained on; else empty.
     pub(crate) mask: Vec<u8>,
-    /// Special tokens that the text names.
     pub(crate) special: Vec<u32>,
     pub(crate) text_bytes: u64,
     /// The hash of its text, where hashes are wanted.
     pub(crate) hash: Option<blake3::Hash>,
-    /// Whether the document was encoded.
     pub(crate) is_wanted: bool,
 }
 
@@ -228,8 +209,9 @@ fn feed<'scope, 'env, 'tasks>(
         let open = match open {
             Ok(open) => Arc::new(open),
             Err(error) => {
+                let (_, batches) = channel();
                 // Without a receiver nobody waits for the error.
-                let _ = parts.send(PartStream::failed(number, error));
+                let _ = parts.send(PartStream { input: number, opened: Err(error), batches });
                 return;
             }
         };
@@ -241,20 +223,12 @@ fn feed<'scope, 'env, 'tasks>(
             if parts.send(PartStream { input: number, opened, batches }).is_err() {
                 return;
             }
-            let (open, position) = (Arc::clone(&open), from.position);
-            let place = Place { input: number, part, position };
+            let open = Arc::clone(&open);
+            let place = Place { input: number, part, position: from.position };
             threads.spawn(move || read_part(shared, &open, place, &budget, tasks, &slots));
             from.position = Position::default();
         }
-        from.part = 0;
-        from.position = Position::default();
-    }
-}
-
-impl PartStream {
-    fn failed(input: usize, error: Error) -> Self {
-        let (_, batches) = channel();
-        Self { input, opened: Err(error), batches }
+        from = Place::default();
     }
 }
 
@@ -301,19 +275,15 @@ fn read_part<'tasks>(
     }
 }
 
-/// Parses and encodes the records of a chunk.
 fn encode(shared: &Shared<'_>, chunk: &Chunk, end: Place, permit: Permit) -> Result<Batch> {
-    let (documents, bad, input_bytes) = (Vec::new(), Vec::new(), chunk.input_bytes);
-    let mut batch =
-        Batch { end, documents, bad, input_bytes, notes: ChatNotes::default(), _permit: permit };
-    for record in chunk.documents() {
-        batch.push(shared, record)?;
-    }
+    let (documents, bad, notes) = (Vec::new(), Vec::new(), ChatNotes::default());
+    let input_bytes = chunk.input_bytes;
+    let mut batch = Batch { end, documents, bad, input_bytes, notes, _permit: permit };
+    chunk.documents().try_for_each(|record| batch.push(shared, record))?;
     Ok(batch)
 }
 
 impl Batch {
-    /// Encodes a record and adds it.
     fn push(&mut self, shared: &Shared<'_>, record: Record<'_>) -> Result<()> {
         let work = shared.work;
         let record = match record {
@@ -329,7 +299,7 @@ impl Batch {
             }
             Encoding::Conversations(chat) => match chat.render(&record.text, &shared.stopped) {
                 Ok(rendered) => {
-                    self.notes.add(rendered.text.misread, &rendered.text.unnamed);
+                    self.notes.add(&rendered.text.notes);
                     self.documents.push(Document::of_conversation(work, chat, &rendered)?);
                 }
                 Err(Error::Interrupted) => return Err(Error::Interrupted),
@@ -359,8 +329,7 @@ impl Document {
         let mut document = Self::new(work, &rendered.text.text);
         document.special = rendered.special.clone();
         if document.is_wanted {
-            let encoded = chat.encode(rendered)?;
-            (document.ids, document.mask) = (encoded.ids, encoded.mask);
+            (document.ids, document.mask) = chat.encode(rendered)?;
         }
         Ok(document)
     }

@@ -27,7 +27,6 @@ struct Scan {
     elements: Vec<Range<usize>>,
 }
 
-/// The place in an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// Before the bracket that opens it.
@@ -37,9 +36,7 @@ enum State {
     Next,
     /// In an element, within so many brackets.
     Element(usize),
-    /// In a string of an element.
     String(usize),
-    /// After an element.
     Comma,
     /// After the bracket that closes it.
     After,

@@ -13,7 +13,6 @@ use crate::prepare::{Error, Result};
 /// A place in an input, counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// A line.
     Line(u64),
     /// A row of a table, or an element of a JSON array.
     Row(u64),
@@ -93,7 +92,6 @@ impl BadRecord {
     }
 }
 
-/// A record's document, or why it is none.
 pub(crate) type Record<'a> = Result<Document<'a>, BadRecord>;
 
 impl Chunk {

@@ -33,9 +33,7 @@ pub(super) const START_BYTES: usize = 1 << 12;
 const PARQUET: &[u8] = b"PAR1";
 /// The first bytes of Parquet with an encrypted footer.
 const ENCRYPTED_PARQUET: &[u8] = b"PARE";
-/// The first bytes of Arrow's file format.
 pub(super) const ARROW_FILE: &[u8] = b"ARROW1\0\0";
-/// The first bytes of Arrow's stream format.
 const ARROW_STREAM: &[u8] = b"\xff\xff\xff\xff";
 
 /// The format of an input that starts with `start`: `given`, or that of its content or its name.
@@ -64,7 +62,6 @@ pub(super) fn format_of(path: &Path, start: &[u8], given: Option<Format>) -> Res
     }
 }
 
-/// The format of a table that starts with `start`.
 fn table(start: &[u8]) -> Option<Format> {
     // Text may start with the letters of Parquet's name; a page header's first byte occurs in no text.
     if start.starts_with(PARQUET) && start.get(PARQUET.len()) == Some(&0x15) {
@@ -83,22 +80,17 @@ fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
     let tokens = (tokens.next(), tokens.next());
     let is_array = matches!(tokens, (Some(b'['), Some(b'{' | b']')));
     let is_object = matches!(tokens, (Some(b'{'), Some(b'"' | b'}')));
-    let end = end_of_name(path);
-    Ok(match kind_of_name(end.as_deref()) {
+    match end_of_name(path).as_deref() {
         // An array of something else than objects is refused as such, not line by line.
-        Kind::Json if tokens.0 == Some(&b'[') => Format::JsonArray,
-        Kind::Json => match several_lines(start) {
-            Some(reason) => return Err(reason),
-            None => Format::JsonLines,
-        },
-        Kind::Text => Format::Text,
-        Kind::Other if is_array => Format::JsonArray,
-        Kind::Other if is_object && end.as_deref() != Some("ipynb") => Format::JsonLines,
-        Kind::Other => match kinds::refusal(path, end.as_deref(), start) {
-            Some(reason) => return Err(reason),
-            None => Format::Text,
-        },
-    })
+        Some("json" | "jsonl" | "ndjson") if tokens.0 == Some(&b'[') => Ok(Format::JsonArray),
+        Some("json" | "jsonl" | "ndjson") => {
+            several_lines(start).map_or(Ok(Format::JsonLines), Err)
+        }
+        Some("txt" | "text" | "md") => Ok(Format::Text),
+        _ if is_array => Ok(Format::JsonArray),
+        end if is_object && end != Some("ipynb") => Ok(Format::JsonLines),
+        end => kinds::refusal(path, end, start).map_or(Ok(Format::Text), Err),
+    }
 }
 
 /// Why an object that begins on the first line and ends on a later one is not read.
@@ -112,14 +104,6 @@ fn several_lines(start: &[u8]) -> Option<String> {
     })
 }
 
-enum Kind {
-    Json,
-    Text,
-    /// A name that says nothing.
-    Other,
-}
-
-/// The end of a name, without that of a compression.
 fn end_of_name(path: &Path) -> Option<String> {
     let end_of = |path: &Path| path.extension().map(|end| end.to_ascii_lowercase());
     let mut end = end_of(path);
@@ -129,16 +113,7 @@ fn end_of_name(path: &Path) -> Option<String> {
     end.and_then(|end| end.into_string().ok())
 }
 
-fn kind_of_name(end: Option<&str>) -> Kind {
-    match end {
-        Some("json" | "jsonl" | "ndjson") => Kind::Json,
-        Some("txt" | "text" | "md") => Kind::Text,
-        _ => Kind::Other,
-    }
-}
-
 impl Format {
-    /// What it is called in messages.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Format::JsonLines => "JSON lines",

@@ -62,13 +62,13 @@ pub(crate) fn open(
     format: Option<Format>,
     options: Arc<ReadOptions>,
 ) -> Result<OpenInput> {
-    let (source, identity) = if is_standard_input(path) {
-        (Source::Standard(std::io::stdin()), None)
+    let (source, identity): (Source, _) = if is_standard_input(path) {
+        (Box::new(std::io::stdin()), None)
     } else {
         let file = File::open(path).map_err(moh_files::io(path))?;
         let metadata = file.metadata().map_err(moh_files::io(path))?;
         // Anything else than a file would lose what was read when it is opened again.
-        (Source::File(file), metadata.is_file().then(|| Identity::of(&metadata)))
+        (Box::new(file), metadata.is_file().then(|| Identity::of(&metadata)))
     };
     let mut decoded = Decoded::new(path, source, options.max_window_bytes)?;
     let start = decoded.peek(START_BYTES)?;

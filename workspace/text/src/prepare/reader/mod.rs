@@ -30,7 +30,6 @@ pub(crate) use input::{Identity, OpenInput, open};
 const MAX_DOCUMENT_BYTES: usize = 256_000_000;
 /// Bytes of a chunk: enough for the work of a thread, and few enough for many threads.
 const CHUNK_BYTES: usize = 1 << 20;
-/// The fewest bytes of a chunk.
 const LEAST_CHUNK_BYTES: usize = 1 << 16;
 
 #[derive(Clone)]
@@ -93,7 +92,7 @@ fn utf8(bytes: &[u8]) -> Result<&str, usize> {
         .or_else(|_| std::str::from_utf8(bytes).map_err(|fault| fault.valid_up_to()))
 }
 
-/// Reads the documents of `path` as preparation does, with one thread, for benchmarks and tests with hostile
+/// Reads the documents of `path` as preparation does, with one thread, for tests with hostile
 /// input. `visit` is called with each document's text, and with what is wrong with a record.
 #[doc(hidden)]
 pub fn read_documents(

@@ -1,12 +1,13 @@
 //! Documents of inputs of every format of text.
 
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use moh_testkit::assert_refused;
 use proptest::prelude::*;
 
 use super::*;
+use crate::prepare::decode::tests::{gzip, xz, zstd};
 use crate::prepare::reader::Place;
 
 /// Options with chunks that hold the tests' documents whole.
@@ -215,13 +216,7 @@ fn a_document_may_have_as_many_bytes_as_the_limit_and_no_more() {
 #[test]
 fn a_line_that_unpacks_to_more_than_the_limit_is_skipped_in_every_encoding() {
     let line = vec![b'a'; 50_000_000];
-    let (mut gzip, mut xz) = (Vec::new(), Vec::new());
-    flate2::read::GzEncoder::new(&line[..], flate2::Compression::fast())
-        .read_to_end(&mut gzip)
-        .unwrap();
-    liblzma::read::XzEncoder::new(&line[..], 0).read_to_end(&mut xz).unwrap();
-    let zstd = zstd::encode_all(&line[..], 1).unwrap();
-    for bytes in [gzip, zstd, xz] {
+    for bytes in [gzip(&line), zstd(&line), xz(&line)] {
         assert!(bytes.len() < line.len() / 100);
         let (_dir, path) = written("a.jsonl", &bytes);
         let found = documents(&path, None, options()).unwrap();
@@ -254,8 +249,7 @@ fn the_elements_of_an_array_are_documents() {
         (b"[}]", "(a brace that is not open"),
     ];
     for (bytes, part) in cases {
-        let error = texts("a.json", bytes).unwrap_err().to_string();
-        assert!(error.contains(part), "{error}");
+        assert_refused(texts("a.json", bytes), part);
     }
 }
 
@@ -286,11 +280,10 @@ fn the_format_is_that_of_the_content_then_of_the_name() {
 
 #[test]
 fn standard_input_needs_a_format() {
-    let error = format::format_of(Path::new("-"), b"{\"text\"", None).unwrap_err().to_string();
-    assert!(error.contains("-: the format of standard input is unknown"), "{error}");
-    assert!(error.contains("add --format jsonl or --format text"), "{error}");
-    let given = format::format_of(Path::new("-"), b"{\"text\"", Some(Format::Text));
-    assert_eq!(given.unwrap(), Format::Text);
+    let format = |given| format::format_of(Path::new("-"), b"{\"text\"", given);
+    let refusal = "-: the format of standard input is unknown: add --format jsonl or --format text";
+    assert_refused(format(None), refusal);
+    assert_eq!(format(Some(Format::Text)).unwrap(), Format::Text);
 }
 
 #[cfg(unix)]
@@ -307,8 +300,7 @@ fn a_pipe_is_read_once() {
         input.check_unchanged().unwrap();
         let chunks = read_from(&input, 0, Position::default()).unwrap();
         assert_eq!(chunks.iter().map(|(documents, _)| documents.len()).sum::<usize>(), 2000);
-        let error = input.read(0, Position::default()).err().unwrap().to_string();
-        assert!(error.contains("can be read once"), "{error}");
+        assert_refused(input.read(0, Position::default()), "can be read once");
     });
 }
 
@@ -319,10 +311,8 @@ fn a_changed_file_is_an_error() {
     assert_eq!(input.identity().unwrap().bytes, 4);
     input.check_unchanged().unwrap();
     std::fs::write(&path, b"texts").unwrap();
-    let error = input.check_unchanged().unwrap_err().to_string();
-    assert!(error.contains("changed while it was read"), "{error}");
-    let error = input.read(0, Position { offset: 9, record: 0 }).err().unwrap().to_string();
-    assert!(error.contains("ends after 5 bytes"), "{error}");
+    assert_refused(input.check_unchanged(), "changed while it was read");
+    assert_refused(input.read(0, Position { offset: 9, record: 0 }), "ends after 5 bytes");
 }
 
 proptest! {

@@ -33,7 +33,6 @@ impl<'a> Address<'a> {
     }
 }
 
-/// The address of a path in the dataset `id` at a commit.
 pub(super) fn at_commit(id: &str, commit: &str, path: &str) -> PathBuf {
     PathBuf::from(format!("{DATASETS}{id}@{commit}/{path}"))
 }

@@ -34,7 +34,6 @@ struct Shared {
     /// Of this program's own downloads.
     directory: PathBuf,
     stop: AtomicBool,
-    /// Bytes of remote files that are here.
     bytes: AtomicU64,
 }
 

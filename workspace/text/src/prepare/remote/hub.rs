@@ -20,7 +20,6 @@ const OPTIONS: MatchOptions = MatchOptions {
     require_literal_leading_dot: true,
 };
 
-/// The hub, with the datasets that were asked for.
 pub(crate) struct Hub {
     keep: bool,
     /// Each with its revision as it was named.
@@ -152,7 +151,6 @@ fn check_shards(name: &Path, files: &[moh_hf::hub::RemoteFile]) -> Result<()> {
     }
 }
 
-/// Some of many names, for messages.
 fn some_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     const SHOWN: usize = 5;
     let names: Vec<_> = names.into_iter().collect();

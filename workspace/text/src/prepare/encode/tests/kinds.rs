@@ -21,13 +21,10 @@ const SCRIPTS: &str = "na\u{ef}ve caf\u{e9} na\u{ef}ve caf\u{e9} \u{4f60}\u{597d
 /// English-like text of `length` bytes at least: words of a made-up vocabulary, by Zipf's law, in sentences and
 /// paragraphs. The same seed gives the same text.
 pub(crate) fn text(length: usize, seed: u64) -> String {
-    let mut state = seed;
+    let mut number = 0;
     let mut below = |limit: usize| {
-        // Steele and Vigna's SplitMix64.
-        state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mixed = (state ^ (state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((mixed ^ (mixed >> 31)) % limit as u64) as usize
+        number += 1;
+        (moh_data::key_of(&[seed, number]) % limit as u64) as usize
     };
     let syllables =
         ["th", "e", "an", "in", "er", "on", "re", "st", "at", "ing", "o", "ly", "con", "s"];
@@ -196,7 +193,6 @@ fn described(content: &str, id: u32, flags: &[&str], special: bool) -> Value {
     })
 }
 
-/// Special tokens with ids from `first` on.
 fn added(contents: &[&str], first: u32, flags: &[&str]) -> Value {
     contents.iter().zip(first..).map(|(content, id)| described(content, id, flags, true)).collect()
 }
@@ -222,13 +218,12 @@ fn train(pre_tokenizer: &Value, byte_level: bool, size: usize, text: &str) -> Va
         "model": {"type": "BPE", "vocab": {}, "merges": []},
     });
     let mut tokenizer = Tokenizer::from_bytes(untrained.to_string()).unwrap();
-    let mut builder = BpeTrainerBuilder::new().vocab_size(size).show_progress(false);
-    if byte_level {
-        builder = builder.initial_alphabet(ByteLevel::alphabet().into_iter().collect());
-    } else {
-        builder = builder.initial_alphabet(('!'..='~').collect());
-    }
-    let mut trainer: TrainerWrapper = builder.build().into();
+    let alphabet = match byte_level {
+        true => ByteLevel::alphabet().into_iter().collect(),
+        false => ('!'..='~').collect(),
+    };
+    let builder = BpeTrainerBuilder::new().vocab_size(size).show_progress(false);
+    let mut trainer: TrainerWrapper = builder.initial_alphabet(alphabet).build().into();
     let texts = [SCRIPTS, text].into_iter();
     tokenizer.train(&mut trainer, texts).unwrap();
     serde_json::to_value(&tokenizer).unwrap()["model"].take()
@@ -309,11 +304,8 @@ impl Pieces {
             merges.push(json!([half, half]));
         }
         model["merges"] = merges.into();
-        model["vocab"] = tokens
-            .iter()
-            .zip(0..)
-            .map(|(token, id): (_, u32)| (token.clone(), json!(id)))
-            .collect();
+        let ids = tokens.iter().zip(0_u32..);
+        model["vocab"] = ids.map(|(token, id)| (token.clone(), json!(id))).collect();
         model["unk_token"] = "<unk>".into();
         model["byte_fallback"] = true.into();
         model["fuse_unk"] = true.into();

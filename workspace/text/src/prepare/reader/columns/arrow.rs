@@ -47,7 +47,6 @@ fn schema(path: &Path, input: &mut Decoded, mark: usize) -> Result<Arc<Schema>> 
     open(path, Cursor::new(bytes), None).map(|reader| reader.schema())
 }
 
-/// Opens a table behind the file format's mark.
 fn open<R: Read>(path: &Path, input: R, wanted: Option<Vec<usize>>) -> Result<StreamReader<R>> {
     guarded(path, || StreamReader::try_new(input, wanted).map_err(|error| fault(path, error)))
 }
@@ -61,7 +60,6 @@ fn mark_bytes(start: &[u8]) -> usize {
     zeros.unwrap_or(0)
 }
 
-/// The error of reading `path`.
 fn fault(path: &Path, error: ArrowError) -> Error {
     match error {
         ArrowError::IoError(_, error) => match error.downcast::<Error>() {

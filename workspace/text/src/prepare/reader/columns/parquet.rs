@@ -117,7 +117,6 @@ fn views(columns: &Columns) -> Columns {
     columns.iter().map(view).collect()
 }
 
-/// Reads the rows of a row group.
 struct Group {
     path: PathBuf,
     batches: ParquetRecordBatchReader,

@@ -1,7 +1,7 @@
 //! Documents in tables, whole and damaged.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use arrow_array::Array as _;
@@ -9,17 +9,18 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Int8Type, Int32Type};
 use arrow_array::{
     ArrayRef, BooleanArray, DictionaryArray, Float64Array, Int64Array, LargeStringArray,
-    RecordBatch, StringArray, StringViewArray, StructArray,
+    RecordBatch, RecordBatchWriter, StringArray, StringViewArray, StructArray,
 };
 use arrow_ipc::CompressionType;
 use arrow_ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use arrow_schema::{DataType, Field};
-use flate2::write::GzEncoder;
+use moh_testkit::assert_refused;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{BrotliLevel, Compression, Encoding, GzipLevel, ZstdLevel};
 use parquet::file::properties::{WriterProperties, WriterVersion};
 use parquet::schema::types::ColumnPath;
 
+use crate::prepare::decode::tests::gzip;
 use crate::prepare::fields::Fields;
 use crate::prepare::reader::Place;
 use crate::prepare::reader::tests::{documents, options};
@@ -83,58 +84,60 @@ fn parquet_in_groups(table: &RecordBatch, compression: Compression) -> Vec<u8> {
     parquet(table, properties)
 }
 
-fn arrow_stream(table: &RecordBatch, compression: Option<CompressionType>) -> Vec<u8> {
-    let options = IpcWriteOptions::default().try_with_compression(compression).unwrap();
-    let mut writer =
-        StreamWriter::try_new_with_options(Vec::new(), &table.schema(), options).unwrap();
+fn write_batches(mut writer: impl RecordBatchWriter, table: &RecordBatch) {
     for start in (0..table.num_rows()).step_by(300) {
         writer.write(&table.slice(start, 300.min(table.num_rows() - start))).unwrap();
     }
-    writer.into_inner().unwrap()
+    writer.close().unwrap();
+}
+
+fn arrow_stream(table: &RecordBatch, compression: Option<CompressionType>) -> Vec<u8> {
+    let options = IpcWriteOptions::default().try_with_compression(compression).unwrap();
+    let mut bytes = Vec::new();
+    let writer = StreamWriter::try_new_with_options(&mut bytes, &table.schema(), options);
+    write_batches(writer.unwrap(), table);
+    bytes
 }
 
 fn arrow_file(table: &RecordBatch, compression: Option<CompressionType>) -> Vec<u8> {
     let options = IpcWriteOptions::default().try_with_compression(compression).unwrap();
-    let mut writer =
-        FileWriter::try_new_with_options(Vec::new(), &table.schema(), options).unwrap();
-    for start in (0..table.num_rows()).step_by(300) {
-        writer.write(&table.slice(start, 300.min(table.num_rows() - start))).unwrap();
-    }
-    writer.into_inner().unwrap()
+    let mut bytes = Vec::new();
+    let writer = FileWriter::try_new_with_options(&mut bytes, &table.schema(), options);
+    write_batches(writer.unwrap(), table);
+    bytes
 }
 
 fn with_field(field: &str) -> ReadOptions {
     ReadOptions { fields: Arc::new(Fields::parse(field).unwrap()), chunk_bytes: 1000, ..options() }
 }
 
-fn read(bytes: &[u8], field: &str) -> crate::prepare::Result<Vec<Result<String, BadRecord>>> {
+fn written(bytes: &[u8]) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("table");
     std::fs::write(&path, bytes).unwrap();
-    documents(&path, None, with_field(field))
+    (dir, path)
+}
+
+fn read(bytes: &[u8], field: &str) -> crate::prepare::Result<Vec<Result<String, BadRecord>>> {
+    documents(&written(bytes).1, None, with_field(field))
 }
 
 fn error(bytes: &[u8], field: &str) -> String {
     read(bytes, field).unwrap_err().to_string()
 }
 
-/// The same table in every format.
 fn files() -> Vec<(&'static str, Vec<u8>)> {
     let table = table();
-    let v2 = WriterProperties::builder()
+    let mut v2 = WriterProperties::builder()
         .set_writer_version(WriterVersion::PARQUET_2_0)
         .set_dictionary_enabled(false)
         .set_encoding(Encoding::DELTA_BYTE_ARRAY)
         .set_compression(Compression::ZSTD(ZstdLevel::default()));
     // The writer has no such encoding for other types than strings.
-    let v2 = v2
-        .set_column_encoding("score".into(), Encoding::PLAIN)
-        .set_column_encoding("id".into(), Encoding::PLAIN)
-        .set_column_encoding("good".into(), Encoding::PLAIN)
-        .set_column_encoding(
-            ColumnPath::from(vec!["in".to_owned(), "unused".to_owned()]),
-            Encoding::PLAIN,
-        );
+    for column in [&["score"][..], &["id"], &["good"], &["in", "unused"]] {
+        let path: Vec<String> = column.iter().map(|&name| name.to_owned()).collect();
+        v2 = v2.set_column_encoding(ColumnPath::from(path), Encoding::PLAIN);
+    }
     vec![
         ("plain", parquet_in_groups(&table, Compression::UNCOMPRESSED)),
         ("snappy", parquet_in_groups(&table, Compression::SNAPPY)),
@@ -204,45 +207,31 @@ fn a_column_that_is_missing_or_no_text_is_named() {
 
 #[test]
 fn the_row_groups_are_parts() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("a.txt");
-    std::fs::write(&path, parquet_in_groups(&table(), Compression::SNAPPY)).unwrap();
+    let (_dir, path) = written(&parquet_in_groups(&table(), Compression::SNAPPY));
     let input = open(&path, None, Arc::new(options())).unwrap();
     assert_eq!((input.format, input.parts()), (Format::Parquet, 4));
 }
 
 #[test]
 fn a_format_that_does_not_fit_is_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("table");
-    let refusal = |path: &Path, format| {
-        open(path, Some(format), Arc::new(options())).err().unwrap().to_string()
-    };
+    let open_as = |bytes: &[u8], format| open(&written(bytes).1, Some(format), Arc::new(options()));
     for (_, bytes) in files() {
-        std::fs::write(&path, &bytes).unwrap();
-        let error = refusal(&path, Format::Text);
-        assert!(error.contains(", not what --format says: leave --format out"), "{error}");
+        let expected = ", not what --format says: leave --format out";
+        assert_refused(open_as(&bytes, Format::Text), expected);
     }
-    std::fs::write(&path, "text").unwrap();
-    let error = refusal(&path, Format::Parquet);
-    assert!(error.contains("is not Parquet, which --format says"), "{error}");
+    assert_refused(open_as(b"text", Format::Parquet), "is not Parquet, which --format says");
 }
 
 #[test]
 fn a_compressed_file_gives_the_rows_of_arrow_but_not_of_parquet() {
-    let gzip = |bytes: &[u8]| {
-        let mut encoder = GzEncoder::new(Vec::new(), flate2::Compression::fast());
-        encoder.write_all(bytes).unwrap();
-        encoder.finish().unwrap()
-    };
     for bytes in [arrow_file(&table(), None), arrow_stream(&table(), None)] {
         assert_eq!(read(&gzip(&bytes), "text").unwrap(), read(&bytes, "text").unwrap());
     }
     let whole = gzip(&arrow_file(&table(), None));
-    let found = error(&whole[..whole.len() / 2], "text");
-    assert!(found.contains("/table: compressed data ends early after "), "{found}");
-    let error = error(&gzip(&parquet(&table(), WriterProperties::default())), "text");
-    assert!(error.contains("a compressed file or a pipe with Parquet: write it to"), "{error}");
+    let half = read(&whole[..whole.len() / 2], "text");
+    assert_refused(half, "/table: compressed data ends early after ");
+    let parquet = gzip(&parquet(&table(), WriterProperties::default()));
+    assert_refused(read(&parquet, "text"), "a compressed file or a pipe with Parquet: write it to");
 }
 
 #[test]
@@ -304,17 +293,16 @@ fn a_damaged_footer_page_or_dictionary_is_an_error() {
     let length = bytes.len();
     let mut footer = bytes.clone();
     footer[length - 100..length - 50].fill(0xff);
-    assert!(error(&footer, "text").contains("the table is damaged ("));
+    assert_refused(read(&footer, "text"), "the table is damaged (");
     let mut long = bytes.clone();
     long[length - 8..length - 4].copy_from_slice(&u32::MAX.to_le_bytes());
-    assert!(error(&long, "text").contains("the table is damaged ("));
+    assert_refused(read(&long, "text"), "the table is damaged (");
     let metadata = open_metadata(&bytes);
     let column = metadata.row_group(0).column(1);
     for start in [column.dictionary_page_offset().unwrap(), column.data_page_offset()] {
         let mut page = bytes.clone();
         page[start as usize..start as usize + 60].fill(0x77);
-        let found = error(&page, "text");
-        assert!(found.contains("the table is damaged ("), "{found}");
+        assert_refused(read(&page, "text"), "the table is damaged (");
         // Other columns are not read.
         assert_eq!(read(&page, "large").unwrap().len(), ROWS);
     }
@@ -359,7 +347,6 @@ fn large() -> RecordBatch {
         .unwrap()
 }
 
-/// The large table in several formats.
 fn large_files() -> Vec<(&'static str, Vec<u8>)> {
     let table = large();
     let zstd = || Compression::ZSTD(ZstdLevel::default());
@@ -382,12 +369,10 @@ fn large_files() -> Vec<(&'static str, Vec<u8>)> {
 
 #[test]
 fn large_tables_are_read_from_any_row_on() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("table");
     let table = large();
     let texts = table.column(1).as_string::<i32>();
     for (name, bytes) in large_files() {
-        std::fs::write(&path, &bytes).unwrap();
+        let (_dir, path) = written(&bytes);
         for chunk_bytes in [100_000, 1 << 20] {
             let options =
                 ReadOptions { chunk_bytes, max_record_bytes: 1 << 24, ..with_field("text") };
@@ -402,12 +387,9 @@ fn large_tables_are_read_from_any_row_on() {
 
 #[test]
 fn a_text_that_is_too_long_is_a_bad_record() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("table");
     for (name, bytes) in large_files() {
-        std::fs::write(&path, &bytes).unwrap();
         let options = ReadOptions { max_record_bytes: 1_000_000, ..with_field("text") };
-        let found = documents(&path, None, options).unwrap();
+        let found = documents(&written(&bytes).1, None, options).unwrap();
         assert_eq!(found.len(), 200, "{name}");
         let bad: Vec<_> = found.iter().filter_map(|found| found.as_ref().err()).collect();
         let reason = "the text has more than 1 MB, the most of a document: split it".to_owned();
@@ -424,14 +406,9 @@ fn texts_that_are_not_utf_8_are_errors_that_name_the_table() {
         arrow_stream(&table, None),
     ] {
         let mut damaged = bytes.clone();
-        let mut places = 0;
-        for at in 0..bytes.len() - 9 {
-            if bytes[at..].starts_with(b"text 299 ") {
-                damaged[at] = 0xff;
-                places += 1;
-            }
-        }
-        assert!(places > 0);
+        let is_text = |at: &usize| bytes[*at..].starts_with(b"text 299 ");
+        (0..bytes.len()).filter(is_text).for_each(|at| damaged[at] = 0xff);
+        assert_ne!(damaged, bytes);
         let found = error(&damaged, "text");
         assert!(
             found.contains("table: the table is damaged (") && found.to_lowercase().contains("utf"),
