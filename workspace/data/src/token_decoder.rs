@@ -83,7 +83,6 @@ impl TokenDecoder {
 }
 
 impl TokenizerJson {
-    /// The id of a token of the model.
     pub(crate) fn id(&self, token: &str) -> Option<u32> {
         let place = self.tokens.binary_search_by(|(other, _)| other.as_str().cmp(token)).ok()?;
         Some(self.tokens[place].1)

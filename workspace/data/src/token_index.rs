@@ -10,7 +10,6 @@ use memmap2::Mmap;
 use crate::mapped::map;
 use crate::{Error, Result, TokenType};
 
-/// The first bytes of every index.
 pub(crate) const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
 pub(crate) const VERSION: u64 = 1;
 /// Bytes before the tables.

@@ -12,7 +12,6 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 
-/// Characters of a value that a difference shows.
 const SHOWN_CHARACTERS: usize = 40;
 /// The part that is the tokens of the model with their ids.
 const VOCABULARY: &str = "vocabulary";
@@ -157,7 +156,6 @@ fn fields_of(object: &str) -> Result<BTreeMap<&str, &RawValue>, serde_json::Erro
     serde_json::from_str(object)
 }
 
-/// The object that has these fields.
 fn object(fields: BTreeMap<&str, &RawValue>) -> Result<Value, serde_json::Error> {
     let parse = |(name, text): (&str, &RawValue)| {
         let value: Value = serde_json::from_str(text.get())?;

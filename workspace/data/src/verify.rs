@@ -197,7 +197,6 @@ fn of(count: u64, noun: &str, all: u64) -> String {
     format!("{count} of {all} {noun}{plural}")
 }
 
-/// What all documents together have.
 struct Scan {
     outside: u64,
     /// Document, position and id of the first id outside the vocabulary.
@@ -320,7 +319,6 @@ impl Scan {
     }
 }
 
-/// The documents that are read next; none at the end.
 fn next_wave(
     documents: &mut impl Iterator<Item = StoredDocument>,
     item: u64,

@@ -89,7 +89,6 @@ impl PendingFile {
     }
 }
 
-/// Whether two paths are names of one file.
 #[cfg(unix)]
 fn is_same_file(a: &Path, b: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;

@@ -17,7 +17,6 @@ const RANDOM_CHARACTERS: usize = 6;
 /// Maximum bytes of a final name in a temporary one: file systems allow about 255 in all.
 const MAX_NAME_BYTES: usize = 200;
 
-/// The paths of this process's temporary files.
 static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 /// Held for reading while files get their names together.
 static PUBLICATION: RwLock<()> = RwLock::new(());

@@ -38,7 +38,6 @@ fn microarchitecture(vendor: &str, family: u8, model: u8) -> Option<&'static str
     })
 }
 
-/// The processor's own name, and its signature.
 #[cfg(target_arch = "x86_64")]
 fn identity() -> (String, Option<Signature>) {
     let cpuid = raw_cpuid::CpuId::new();

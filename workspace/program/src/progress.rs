@@ -51,7 +51,6 @@ pub fn draws_bars() -> bool {
     stderr().is_terminal() && redraws(std::env::var_os("TERM").as_deref())
 }
 
-/// Whether a terminal of type `term` can redraw a line.
 fn redraws(term: Option<&OsStr>) -> bool {
     term.is_none_or(|term| term != "dumb")
 }

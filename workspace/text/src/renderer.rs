@@ -190,7 +190,6 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    /// What a template reads of messages, which is tried once.
     fn reads(&self, compiled: &Compiled<'a>) -> &'a Reads {
         compiled.source.reads.get_or_init(|| {
             Reads::find(&mut |messages, tools| {

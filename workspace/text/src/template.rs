@@ -10,7 +10,6 @@ use serde_json::Value;
 use crate::reads::Reads;
 use crate::{Renderer, Result, TextTokenizer, generation};
 
-/// A template in a file of its own.
 const TEMPLATE_FILE: &str = "chat_template.jinja";
 /// The directory of further templates, each `NAME.jinja`.
 const NAMED_TEMPLATES: &str = "additional_chat_templates";
@@ -36,7 +35,6 @@ pub(crate) struct Source {
     /// With the blocks `generation` in terms of Jinja.
     pub(crate) calls: String,
     text: String,
-    /// Whether it has such blocks.
     pub(crate) has_generation: bool,
     pub(crate) path: PathBuf,
     /// The words in it, among which are all keys of messages that it names.

@@ -18,7 +18,6 @@ const PIECES: u64 = 64;
 const PIECE_TOKENS: u64 = 1024;
 /// Ids beside a cut that do not count.
 const CUT_TOKENS: usize = 128;
-/// Characters of a text that an error shows.
 const SHOWN_CHARACTERS: usize = 40;
 
 impl TextTokenizer {

@@ -12,7 +12,6 @@ use crate::prepare::{Error, Result};
 
 pub(crate) const STANDARD_INPUT: &str = "-";
 const DATA_ENDINGS: [&str; 6] = ["jsonl", "json", "txt", "parquet", "arrow", "ndjson"];
-/// Endings of compressed files, after one of the others.
 const COMPRESSED_ENDINGS: [&str; 4] = ["gz", "zst", "bz2", "xz"];
 
 /// The file in which `DatasetDict.save_to_disk` lists the directories of its splits.
@@ -29,13 +28,6 @@ pub struct Inputs<'a> {
     pub keep: bool,
 }
 
-impl<'a> Inputs<'a> {
-    /// Names of inputs; what is downloaded stays in the hub's cache.
-    pub fn new(names: &'a [PathBuf]) -> Self {
-        Self { names, keep: true }
-    }
-}
-
 pub(crate) enum Input {
     /// A file on this machine, or `-`.
     Local(PathBuf),
@@ -48,13 +40,6 @@ impl Input {
         match self {
             Input::Local(path) => path,
             Input::Remote(file) => file.name(),
-        }
-    }
-
-    pub(crate) fn local(&self) -> Option<&Path> {
-        match self {
-            Input::Local(path) => Some(path),
-            Input::Remote(_) => None,
         }
     }
 
@@ -87,7 +72,7 @@ pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
     if names.is_empty() {
         return Err(Error::Invalid("no input: name at least one file".to_owned()));
     }
-    let mut hub = Hub::new(keep);
+    let mut hub = Hub { keep, open: Vec::new() };
     let mut inputs = Vec::new();
     let locals = |paths: Vec<PathBuf>| paths.into_iter().map(Input::Local);
     for name in names {
@@ -269,7 +254,8 @@ mod tests {
     fn expanded(dir: &Path, names: &[&str]) -> Result<Vec<String>> {
         let names: Vec<_> = names.iter().map(|name| dir.join(name)).collect();
         let shown = |input: Input| input.name().strip_prefix(dir).unwrap().display().to_string();
-        Ok(expand(Inputs::new(&names))?.into_iter().map(shown).collect())
+        let inputs = Inputs { names: &names, keep: true };
+        Ok(expand(inputs)?.into_iter().map(shown).collect())
     }
 
     #[test]
@@ -309,7 +295,8 @@ mod tests {
             let shown = |inputs: Vec<Input>| -> Vec<_> {
                 inputs.iter().map(|input| input.name().to_owned()).collect()
             };
-            expand(Inputs::new(&names)).map(shown).map_err(|error| error.to_string())
+            let inputs = Inputs { names: &names, keep: true };
+            expand(inputs).map(shown).map_err(|error| error.to_string())
         };
         assert!(expand(&[]).is_err());
         assert_eq!(expand(&["-"]).unwrap(), [Path::new("-")]);

@@ -169,7 +169,7 @@ impl<'a> Prepare<'a> {
         Self {
             tokenizer,
             ahead: None,
-            inputs: Inputs::new(inputs),
+            inputs: Inputs { names: inputs, keep: true },
             format: None,
             field: "text",
             chat: None,
@@ -274,7 +274,7 @@ pub fn prepare(
     {
         observer.note(&format!("the slower tokenizer encodes, because {reason}"));
     }
-    if outputs.has_checkpoint() {
+    if outputs.has_checkpoint {
         let (documents, _) = outputs.written();
         observer
             .note(&format!("continues after document {documents} of an interrupted preparation"));
@@ -358,9 +358,12 @@ fn expand_until(stop: &AtomicBool, inputs: Inputs<'_>) -> Result<Option<Vec<Inpu
 fn refuse_inputs_as_outputs(inputs: &[Input], options: &Prepare<'_>) -> Result<()> {
     let prefixes = crate::prepare::output::prefixes(options);
     let outputs = || prefixes.iter().flat_map(|prefix| TokenFileWriter::outputs(prefix));
-    // Only a file can be an output, and a pipe has no canonical path.
-    let files = inputs.iter().filter_map(Input::local);
-    for input in files.filter(|input| !is_standard_input(input) && !is_pipe(input)) {
+    for input in inputs {
+        // Only a file can be an output, and a pipe has no canonical path.
+        let Input::Local(input) = input else { continue };
+        if is_standard_input(input) || is_pipe(input) {
+            continue;
+        }
         let input = input.canonicalize().map_err(moh_files::io(input))?;
         let is_input = |path: &PathBuf| path.canonicalize().is_ok_and(|path| path == input);
         if let Some(output) = outputs().find(is_input) {

@@ -27,14 +27,12 @@ fn prepare(options: Prepare<'_>) -> Result<Prepared, Error> {
     Ok(moh_text::prepare::prepare(options, &AtomicBool::new(false), &mut ())?.unwrap())
 }
 
-/// Writes one token file.
 fn only(options: Prepare<'_>) -> Result<TokenFileInfo, Error> {
     let mut files = prepare(options)?.files;
     assert_eq!(files.len(), 1);
     Ok(files.remove(0).info)
 }
 
-/// A directory with a tokenizer and inputs.
 struct Place {
     dir: tempfile::TempDir,
     tokenizer: TextTokenizer,
@@ -473,7 +471,6 @@ fn bad_records_are_skipped_up_to_a_limit_and_listed() {
     assert_refused(place.run(|_| {}), "0.jsonl:2: the field \"text\" is not a string");
 }
 
-/// Stops a preparation after some batches.
 struct StopAfter<'a> {
     batches: usize,
     stop: &'a AtomicBool,

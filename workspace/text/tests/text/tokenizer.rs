@@ -1,11 +1,11 @@
 //! Tokenizers: round trips, framing, streaming, and the reference cases.
 
 use std::fs;
-use std::path::Path;
 
 use moh_data::TokenizerFile;
 use moh_text::TextTokenizer;
 use proptest::prelude::*;
+use tempfile::TempDir;
 
 use moh_testkit::assert_refused;
 use moh_testkit::programs::{edit_json, fixtures, read_json};
@@ -15,14 +15,15 @@ use moh_testkit::texts::small_tokenizer;
 const TEXT: &str = "Anna has a red kite. Anna gives the red kite to Ben. Ben isn't sad: he has a \
                     kite now!\nThe kite flew over 1234 trees. Anna and Ben saw the kite fly.";
 
-fn tokenizer(dir: &Path) -> TextTokenizer {
-    small_tokenizer(dir, &[" Anna", " kite", " the", "Anna", "isn"])
+fn tokenizer() -> (TempDir, TextTokenizer) {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = small_tokenizer(dir.path(), &[" Anna", " kite", " the", "Anna", "isn"]);
+    (dir, tokenizer)
 }
 
 #[test]
 fn texts_begin_with_bos_and_stay_open() {
-    let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
+    let (_dir, tokenizer) = tokenizer();
     let prompt = tokenizer.encode_prompt("Anna flew").unwrap();
     assert_eq!(prompt[0], 0);
     assert_eq!(tokenizer.decode(&prompt[1..], false).unwrap(), "Anna flew");
@@ -54,8 +55,7 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
 
 #[test]
 fn settings_that_the_tokenizer_does_not_follow_are_named_once() {
-    let dir = tempfile::tempdir().unwrap();
-    tokenizer(dir.path());
+    let (dir, _) = tokenizer();
     let remarks = |settings: serde_json::Value| {
         edit_json(&dir.path().join("tok/tokenizer_config.json"), |config| *config = settings);
         TextTokenizer::load(&dir.path().join("tok")).unwrap().remarks().to_vec()
@@ -91,8 +91,7 @@ fn settings_that_the_tokenizer_does_not_follow_are_named_once() {
 
 #[test]
 fn a_tokenizer_splits_special_tokens_where_its_configuration_says_so() {
-    let dir = tempfile::tempdir().unwrap();
-    tokenizer(dir.path());
+    let (dir, _) = tokenizer();
     let ids = |splits: bool| {
         edit_json(&dir.path().join("tok/tokenizer_config.json"), |config| {
             config["split_special_tokens"] = splits.into();
@@ -106,8 +105,7 @@ fn a_tokenizer_splits_special_tokens_where_its_configuration_says_so() {
 
 #[test]
 fn truncation_and_padding_of_the_file_are_ignored() {
-    let dir = tempfile::tempdir().unwrap();
-    tokenizer(dir.path());
+    let (dir, _) = tokenizer();
     edit_json(&dir.path().join("tok/tokenizer.json"), |json| {
         json["truncation"] = serde_json::json!({
             "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
@@ -119,8 +117,7 @@ fn truncation_and_padding_of_the_file_are_ignored() {
 
 #[test]
 fn ill_formed_bytes_stream_without_an_error() {
-    let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path());
+    let (_dir, tokenizer) = tokenizer();
     let bytes = &tokenizer.encode_prompt("\u{1f600}").unwrap()[1..];
     let mut stream = tokenizer.stream(&[], true);
     let mut text = String::new();
@@ -174,8 +171,7 @@ proptest! {
         // The stream cannot distinguish a long run of these from incomplete characters.
         let text = text.replace('\u{fffd}', "");
         static TOKENIZER: std::sync::OnceLock<TextTokenizer> = std::sync::OnceLock::new();
-        let tokenizer =
-            TOKENIZER.get_or_init(|| tokenizer(tempfile::tempdir().unwrap().path()));
+        let tokenizer = TOKENIZER.get_or_init(|| tokenizer().1);
         let ids = tokenizer.encode(&text).unwrap();
         prop_assert_eq!(tokenizer.decode(&ids, true).unwrap(), text.clone());
         let mut stream = tokenizer.stream(&[], true);

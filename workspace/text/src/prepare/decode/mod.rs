@@ -26,7 +26,7 @@ const SKIPPED_BYTES: u64 = 1 << 20;
 /// The decoded bytes of an input, from some place on.
 pub(crate) struct Decoded {
     path: PathBuf,
-    compression: Compression,
+    pub(crate) compression: Compression,
     source: Box<dyn Read + Send>,
     /// What was looked at and is not read yet.
     ahead: Vec<u8>,
@@ -89,17 +89,11 @@ impl Decoded {
         Ok(decoded)
     }
 
-    /// What the input is compressed with.
-    pub(crate) fn compression(&self) -> Compression {
-        self.compression
-    }
-
     /// Decoded bytes before the next one.
     pub(crate) fn offset(&self) -> u64 {
         self.decoded - self.ahead.len() as u64
     }
 
-    /// Bytes of the file as stored that were read so far.
     pub(crate) fn stored_bytes(&self) -> u64 {
         self.stored.load(Ordering::Relaxed)
     }

@@ -51,7 +51,7 @@ impl<'a> ChatEncoder<'a> {
     pub(crate) fn encode(&self, rendered: &Rendered) -> Result<(Vec<u32>, Vec<u8>)> {
         let TrainingText { text, trained, is_exact, .. } = &rendered.text;
         let tokens = self.tokenizer.encode_with_ranges(text)?;
-        let is_special = |id: u32| self.special.contains(id);
+        let is_special = |id: u32| self.tokenizer.is_special(id);
         let mut mask = vec![0; tokens.len()];
         let mut next = 0;
         for range in trained {
@@ -100,24 +100,18 @@ fn end_of_turn(
 struct SpecialNames {
     /// By the first byte of their names.
     names: BTreeMap<u8, Vec<(String, u32)>>,
-    ids: Vec<u32>,
 }
 
 impl SpecialNames {
     fn new(tokenizer: &TextTokenizer) -> Self {
         let mut names: BTreeMap<u8, Vec<(String, u32)>> = BTreeMap::new();
-        let ids: Vec<u32> = tokenizer.special_ids().collect();
-        for &id in &ids {
+        for id in tokenizer.special_ids() {
             let Some(name) = tokenizer.token(id).filter(|name| !name.is_empty()) else { continue };
             names.entry(name.as_bytes()[0]).or_default().push((name, id));
         }
         // The longest one that is there counts.
         names.values_mut().for_each(|names| names.sort_by_key(|(name, _)| usize::MAX - name.len()));
-        Self { names, ids }
-    }
-
-    fn contains(&self, id: u32) -> bool {
-        self.ids.binary_search(&id).is_ok()
+        Self { names }
     }
 
     /// Appends the ids of the tokens that a text names, in order.

@@ -142,7 +142,6 @@ impl Spelling {
         rest.strip_prefix(&spelt[..length])
     }
 
-    /// Whether the tokenizer puts a space before a text.
     fn prepends_to(&self, text: &[u8]) -> bool {
         match self.prepends {
             Prepends::Never => false,

@@ -124,7 +124,6 @@ fn value(raw: &str) -> Value<'_> {
     }
 }
 
-/// Why `object` is not an object of JSON.
 fn fault(object: &str, nouns: Nouns) -> String {
     match serde_json::from_str::<IgnoredAny>(object) {
         Ok(_) => format!("expected one JSON object per {}", nouns.record),

@@ -11,10 +11,8 @@ pub(crate) use self::json::list_of_records;
 
 use crate::prepare::{Error, Result};
 
-/// Maximum number of keys or columns that an error lists.
 const MAX_SHOWN_KEYS: usize = 5;
 
-/// What `--field` says.
 #[derive(Clone, Debug)]
 pub(crate) struct Fields {
     /// Each field that is wanted, once.
@@ -180,7 +178,6 @@ impl Fields {
         self.kind == Kind::Chat
     }
 
-    /// Whether a record may lack the field `path`.
     pub(crate) fn is_optional(&self, path: &str) -> bool {
         self.is_chat() && path == TOOLS
     }
@@ -222,7 +219,7 @@ impl Fields {
         nouns: Nouns,
         keys: &impl Fn() -> Vec<String>,
     ) -> Result<Cow<'a, str>, String> {
-        let Some(value) = slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref()) else {
+        let Some(value) = value_of(slots, index) else {
             return Err(missing(&self.paths[index], nouns, &keys()));
         };
         let what = || format!("the {} {:?}", nouns.field, self.paths[index]);
@@ -246,30 +243,28 @@ impl Fields {
         nouns: Nouns,
         keys: impl Fn() -> Vec<String>,
     ) -> Result<String, String> {
-        let value = |index: usize| slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref());
-        let messages = match value(0) {
+        let (field, path) = (nouns.field, &self.paths[0]);
+        let messages = match value_of(slots, 0) {
             Some(Value::Json(messages)) => messages,
-            Some(Value::Null) => {
-                return Err(format!("the {} {:?} is null", nouns.field, self.paths[0]));
-            }
-            Some(_) => {
-                return Err(format!(
-                    "the {} {:?} is not a list of messages",
-                    nouns.field, self.paths[0]
-                ));
-            }
-            None => return Err(missing(&self.paths[0], nouns, &keys())),
+            Some(Value::Null) => return Err(format!("the {field} {path:?} is null")),
+            Some(_) => return Err(format!("the {field} {path:?} is not a list of messages")),
+            None => return Err(missing(path, nouns, &keys())),
         };
-        let tools = match value(1) {
+        let tools = match value_of(slots, 1) {
             None | Some(Value::Null) => Cow::Borrowed("null"),
             Some(Value::Json(tools)) => Cow::Borrowed(&**tools),
             // A text with the tools in JSON.
             Some(Value::Escaped(tools)) => Cow::Borrowed(*tools),
             Some(Value::Text(tools)) => serde_json::Value::from(*tools).to_string().into(),
-            Some(_) => return Err(format!("the {} {TOOLS:?} is not a list", nouns.field)),
+            Some(_) => return Err(format!("the {field} {TOOLS:?} is not a list")),
         };
         Ok(format!("{{\"messages\":{messages},\"tools\":{tools}}}"))
     }
+}
+
+/// The value of the path `index`.
+fn value_of<'s, 'a>(slots: &'s Slots<'a>, index: usize) -> Option<&'s Value<'a>> {
+    slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref())
 }
 
 impl Node {
@@ -294,7 +289,6 @@ impl Node {
     }
 }
 
-/// The reason of a record without the field `path`.
 pub(crate) fn missing(path: &str, nouns: Nouns, keys: &[String]) -> String {
     let Nouns { field, record } = nouns;
     let shown: Vec<_> = keys.iter().take(MAX_SHOWN_KEYS).map(|key| format!("{key:?}")).collect();
@@ -302,7 +296,6 @@ pub(crate) fn missing(path: &str, nouns: Nouns, keys: &[String]) -> String {
     format!("no {field} {path:?}, the {record} has {shown}: name the text's {field} with --field")
 }
 
-/// What a string of JSON says.
 fn unescaped(string: &str) -> Result<Cow<'_, str>, String> {
     if memchr::memchr(b'\\', string.as_bytes()).is_none() {
         return Ok(Cow::Borrowed(&string[1..string.len() - 1]));

@@ -88,7 +88,6 @@ impl BadList {
         )))
     }
 
-    /// Syncs the list to disk, and returns its bytes.
     pub(crate) fn sync(&mut self) -> Result<u64> {
         self.file.sync().map_err(moh_files::io(&self.working))?;
         Ok(self.bytes)

@@ -45,13 +45,11 @@ impl Output {
         }
     }
 
-    /// What a checkpoint records of it.
     pub(super) fn state(&self) -> FileState {
         let (text_bytes, special) = (self.text_bytes, self.special.clone());
         FileState { written: self.writer.written(), text_bytes, special, trained: self.trained }
     }
 
-    /// Completes it, but for its name.
     pub(super) fn complete(
         mut self,
         options: &Prepare<'_>,
@@ -79,7 +77,6 @@ impl Output {
     }
 }
 
-/// The token files' paths without their endings.
 pub(crate) fn prefixes(options: &Prepare<'_>) -> Vec<PathBuf> {
     match options.split {
         None => vec![options.prefix.to_path_buf()],

@@ -34,7 +34,6 @@ enum Line {
     Complete,
 }
 
-/// The state after some documents.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Checkpoint {
     pub(crate) place: Place,
@@ -70,7 +69,6 @@ pub(crate) struct Journal {
 #[derive(Debug, Default)]
 pub(crate) struct Recorded {
     pub(crate) checkpoint: Option<Checkpoint>,
-    /// The inputs that were opened, by their numbers.
     pub(crate) inputs: BTreeMap<usize, Identity>,
     pub(crate) is_complete: bool,
 }
@@ -100,16 +98,12 @@ impl Journal {
         } else {
             // Nothing is lost: what was done is done again.
             recorded = Recorded::default();
-            journal.begin(request)?;
+            moh_files::shorten(&mut journal.file, 0).map_err(moh_files::io(path))?;
+            journal.append(&Line::Request(request.clone()))?;
+            let directory = moh_files::parent(path);
+            moh_files::sync_directory(directory).map_err(moh_files::io(directory))?;
         }
         Ok((journal, recorded))
-    }
-
-    fn begin(&mut self, request: &Request) -> Result<()> {
-        moh_files::shorten(&mut self.file, 0).map_err(moh_files::io(&self.path))?;
-        self.append(&Line::Request(request.clone()))?;
-        let directory = moh_files::parent(&self.path);
-        Ok(moh_files::sync_directory(directory).map_err(moh_files::io(directory))?)
     }
 
     fn read(&self, text: &[u8]) -> Result<(Request, Recorded)> {
@@ -171,7 +165,6 @@ impl Journal {
         self.append(&Line::Checkpoint(checkpoint.clone()))
     }
 
-    /// Records that the token files lack only their names.
     pub(crate) fn complete(&mut self) -> Result<()> {
         self.append(&Line::Complete)
     }
@@ -195,6 +188,12 @@ mod tests {
 
     use super::*;
 
+    fn place() -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal");
+        (dir, path)
+    }
+
     fn request(field: &str) -> Request {
         Request::from([("field".to_owned(), field.into())])
     }
@@ -205,8 +204,7 @@ mod tests {
 
     #[test]
     fn the_newest_complete_line_counts() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("journal");
+        let (_dir, path) = place();
         let (mut journal, recorded) = Journal::open(&path, &request("text")).unwrap();
         assert!(recorded.checkpoint.is_none());
         journal.input(0, Identity::default()).unwrap();
@@ -227,8 +225,7 @@ mod tests {
 
     #[test]
     fn without_a_checkpoint_it_begins_again() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("journal");
+        let (_dir, path) = place();
         drop(Journal::open(&path, &request("text")).unwrap());
         let (mut journal, _) = Journal::open(&path, &request("body")).unwrap();
         journal.complete().unwrap();
@@ -239,8 +236,7 @@ mod tests {
 
     #[test]
     fn another_request_is_refused_and_another_process_too() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("journal");
+        let (_dir, path) = place();
         let (mut journal, _) = Journal::open(&path, &request("text")).unwrap();
         journal.checkpoint(&checkpoint(1)).unwrap();
         assert_refused(Journal::open(&path, &request("text")), "another process");
@@ -253,8 +249,7 @@ mod tests {
 
     #[test]
     fn bytes_of_other_programs_are_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("journal");
+        let (_dir, path) = place();
         for bytes in [&b"no journal\n"[..], b"{\"checkpoint\":{}}\n", b"\xff\n", b"{}\n"] {
             std::fs::write(&path, bytes).unwrap();
             assert_refused(Journal::open(&path, &request("text")), "line 1: ");

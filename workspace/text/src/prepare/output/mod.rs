@@ -62,9 +62,9 @@ pub(crate) struct Outputs<'a> {
     bad: BadList,
     /// What the next checkpoint records; that of the files is added then.
     state: Checkpoint,
-    /// The last checkpoint of this process.
     synced: Instant,
-    has_checkpoint: bool,
+    /// Whether a preparation that ends now continues after what it has done.
+    pub(crate) has_checkpoint: bool,
     /// Where an input can be read once: the directory goes when a signal ends the program.
     is_temporary: Option<Registered>,
 }
@@ -253,11 +253,6 @@ impl<'a> Outputs<'a> {
     /// Bytes of inputs that were read, as they are stored.
     pub(crate) fn input_bytes(&self) -> u64 {
         self.state.input_bytes
-    }
-
-    /// Whether a preparation that ends now continues after what it has done.
-    pub(crate) fn has_checkpoint(&self) -> bool {
-        self.has_checkpoint
     }
 
     /// Records how far the preparation is, unless an input can be read once.

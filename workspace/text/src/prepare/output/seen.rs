@@ -15,7 +15,6 @@ const MEMORY_BYTES: u64 = 64;
 #[derive(Debug)]
 pub(crate) struct Seen {
     hashes: HashSet<u128>,
-    /// The most that memory has room for.
     capacity: u64,
     path: PathBuf,
     file: BufWriter<std::fs::File>,

@@ -58,7 +58,6 @@ pub(crate) struct Work<'a> {
     pub(crate) encoding: &'a Encoding<'a>,
     pub(crate) read: Arc<ReadOptions>,
     pub(crate) end: Option<u32>,
-    /// Whether documents have a hash of their text.
     pub(crate) hashes: bool,
     pub(crate) wants: &'a (dyn Fn(&blake3::Hash) -> bool + Sync),
     pub(crate) memory: u64,
@@ -71,10 +70,8 @@ pub(crate) enum Encoding<'a> {
 
 /// What arrives, in the order of the inputs.
 pub(crate) enum Event {
-    /// An input, or a part of it, begins.
     Opened(usize, Option<Identity>),
     Batch(Batch),
-    /// All of an input has arrived.
     Finished(usize),
     /// Nothing has arrived for a while, as while an input is downloaded.
     Waiting,
@@ -99,12 +96,10 @@ pub(crate) struct Document {
     pub(crate) mask: Vec<u8>,
     pub(crate) special: Vec<u32>,
     pub(crate) text_bytes: u64,
-    /// The hash of its text, where hashes are wanted.
     pub(crate) hash: Option<blake3::Hash>,
     pub(crate) is_wanted: bool,
 }
 
-/// The parts of inputs that are being read.
 struct PartStream {
     input: usize,
     /// The input, and whether this is its last part.
@@ -154,7 +149,7 @@ fn receive_all(
 ) -> Result<()> {
     while let Some(PartStream { input, opened, batches }) = next(parts, receive)? {
         let (open, is_last) = opened?;
-        let identity = work.inputs.identity(input).or_else(|| open.identity());
+        let identity = work.inputs.identity(input).or_else(|| open.identity.clone());
         receive(Event::Opened(input, identity))?;
         while let Some(batch) = next(&batches, receive)? {
             // A task that gives nothing has panicked: the scope of tasks passes that on.

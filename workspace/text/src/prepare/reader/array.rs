@@ -5,12 +5,9 @@ use std::path::PathBuf;
 
 use super::chunk::{BadRecord, Chunk, Content, Document, Place, Record};
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader, utf8};
+use super::{BYTE_ORDER_MARK, Position, ReadOptions, Reader, utf8};
 use crate::prepare::fields::ELEMENT;
 use crate::prepare::{Error, Result};
-
-/// The byte-order mark in UTF-8.
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// Cuts an array after elements.
 pub(super) struct Array {

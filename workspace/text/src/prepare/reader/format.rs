@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::kinds;
+use super::{BYTE_ORDER_MARK, kinds};
 use crate::prepare::decode::Compression;
 use crate::prepare::fields::list_of_records;
 use crate::prepare::names::is_standard_input;
@@ -75,7 +75,7 @@ fn table(start: &[u8]) -> Option<Format> {
 
 /// The format of an input that is no table, or why it is none of text.
 fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
-    let start = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start);
+    let start = start.strip_prefix(BYTE_ORDER_MARK).unwrap_or(start);
     let mut tokens = start.iter().filter(|byte| !byte.is_ascii_whitespace());
     let tokens = (tokens.next(), tokens.next());
     let is_array = matches!(tokens, (Some(b'['), Some(b'{' | b']')));

@@ -22,7 +22,7 @@ pub(crate) struct OpenInput {
     /// What is known of a table of Parquet before its rows are read.
     parquet: Option<columns::ParquetTable>,
     /// What the file was when it was opened; `None` for a pipe.
-    identity: Option<Identity>,
+    pub(crate) identity: Option<Identity>,
     /// A pipe, which can be read once.
     pipe: Mutex<Option<Decoded>>,
 }
@@ -77,7 +77,7 @@ pub(crate) fn open(
     }
     let format = format_of(path, start, format)?;
     let parquet = match format {
-        Format::Parquet if identity.is_none() || decoded.compression() != Compression::None => {
+        Format::Parquet if identity.is_none() || decoded.compression != Compression::None => {
             // The end of Parquet says where its columns are.
             let reason = "a compressed file or a pipe with Parquet: write it to a file first";
             return Err(Error::unusable(path, reason));
@@ -91,11 +91,6 @@ pub(crate) fn open(
 }
 
 impl OpenInput {
-    /// What the file was when it was opened; `None` for a pipe.
-    pub(crate) fn identity(&self) -> Option<Identity> {
-        self.identity.clone()
-    }
-
     /// Checks that the file is what it was when it was opened.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
         let Some(identity) = &self.identity else { return Ok(()) };

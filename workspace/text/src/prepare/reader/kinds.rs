@@ -3,6 +3,8 @@
 
 use std::path::Path;
 
+use super::BYTE_ORDER_MARK;
+
 /// The ends of names of a kind, what it is, and what to do.
 const KINDS: [[&str; 3]; 10] = [
     [
@@ -78,7 +80,7 @@ pub(crate) fn refusal(name: &Path, end: Option<&str>, start: &[u8]) -> Option<St
         return Some(format!("is no table of {table}, as its name says: fetch it again"));
     }
     let small: Vec<u8> = start.iter().take(16).map(u8::to_ascii_lowercase).collect();
-    let small = small.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&small);
+    let small = small.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&small);
     let content = FIRST_BYTES.iter().find(|(bytes, _)| small.starts_with(bytes));
     let end = end.as_deref().filter(|end| kind(end).is_some()).or(content.map(|(_, end)| *end));
     let (what, remedy) = match end.and_then(kind) {

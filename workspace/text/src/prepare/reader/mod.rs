@@ -28,6 +28,8 @@ pub(crate) use input::{Identity, OpenInput, open};
 
 /// Maximum bytes of a document: of its line, element or paragraph, of its file, and of its text.
 const MAX_DOCUMENT_BYTES: usize = 256_000_000;
+/// The byte-order mark in UTF-8, which is no part of a text.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 /// Bytes of a chunk: enough for the work of a thread, and few enough for many threads.
 const CHUNK_BYTES: usize = 1 << 20;
 const LEAST_CHUNK_BYTES: usize = 1 << 16;

@@ -2,7 +2,7 @@
 
 use super::chunk::{BadRecord, Chunk, Content, Document, Place, Record};
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader, utf8};
+use super::{BYTE_ORDER_MARK, Position, ReadOptions, Reader, utf8};
 use crate::prepare::Result;
 
 /// Cuts an input after blank lines.
@@ -121,7 +121,7 @@ pub(super) fn records<'a>(
     options: &'a ReadOptions,
 ) -> impl Iterator<Item = Record<'a>> + Send + 'a {
     let bytes = match start.offset {
-        0 => bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes),
+        0 => bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes),
         _ => bytes,
     };
     let first = start.record;

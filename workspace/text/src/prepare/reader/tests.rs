@@ -62,7 +62,7 @@ pub(super) fn documents(
     Ok(all)
 }
 
-fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, PathBuf) {
+pub(super) fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(name);
     std::fs::write(&path, bytes).unwrap();
@@ -296,7 +296,7 @@ fn a_pipe_is_read_once() {
     std::thread::scope(|scope| {
         scope.spawn(|| std::fs::write(&path, "{\"text\": \"one\"}\n".repeat(2000)).unwrap());
         let input = open(&path, None, Arc::new(options())).unwrap();
-        assert_eq!((input.format, input.identity()), (Format::JsonLines, None));
+        assert_eq!((input.format, &input.identity), (Format::JsonLines, &None));
         input.check_unchanged().unwrap();
         let chunks = read_from(&input, 0, Position::default()).unwrap();
         assert_eq!(chunks.iter().map(|(documents, _)| documents.len()).sum::<usize>(), 2000);
@@ -308,7 +308,7 @@ fn a_pipe_is_read_once() {
 fn a_changed_file_is_an_error() {
     let (_dir, path) = written("a.txt", b"text");
     let input = open(&path, None, Arc::new(options())).unwrap();
-    assert_eq!(input.identity().unwrap().bytes, 4);
+    assert_eq!(input.identity.as_ref().unwrap().bytes, 4);
     input.check_unchanged().unwrap();
     std::fs::write(&path, b"texts").unwrap();
     assert_refused(input.check_unchanged(), "changed while it was read");

@@ -1,12 +1,9 @@
 //! A text file, one document.
 
-use super::Reader;
 use super::chunk::{BadRecord, Chunk, Content, Place};
 use super::stream::Stream;
+use super::{BYTE_ORDER_MARK, Reader};
 use crate::prepare::Result;
-
-/// The byte-order mark in UTF-8, which is no part of the text.
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 pub(super) struct Text(pub(super) Stream);
 

@@ -75,7 +75,6 @@ impl Downloads {
         Err(Error::Interrupted)
     }
 
-    /// What identifies the content of a remote input.
     pub(crate) fn identity(&self, number: usize) -> Option<Identity> {
         let file = self.shared.inputs[number].remote()?;
         Some(Identity::of_version(file.bytes(), file.version()))

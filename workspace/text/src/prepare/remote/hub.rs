@@ -21,9 +21,10 @@ const OPTIONS: MatchOptions = MatchOptions {
 };
 
 pub(crate) struct Hub {
-    keep: bool,
+    /// Whether files stay in the cache that the hub's other programs share.
+    pub(crate) keep: bool,
     /// Each with its revision as it was named.
-    open: Vec<(Option<String>, Arc<Dataset>)>,
+    pub(crate) open: Vec<(Option<String>, Arc<Dataset>)>,
 }
 
 /// A file of a dataset, which is not on this machine until it is fetched.
@@ -36,11 +37,6 @@ pub(crate) struct RemoteFile {
 }
 
 impl Hub {
-    /// `keep` is whether files stay in the cache that the hub's other programs share.
-    pub(crate) fn new(keep: bool) -> Self {
-        Self { keep, open: Vec::new() }
-    }
-
     /// The files that an address stands for, sorted by name.
     pub(crate) fn expand(&mut self, name: &Path) -> Result<Vec<RemoteFile>> {
         let Some(Address { id, revision, glob }) = name.to_str().and_then(Address::parse) else {

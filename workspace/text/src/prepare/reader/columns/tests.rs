@@ -1,7 +1,6 @@
 //! Documents in tables, whole and damaged.
 
 use std::io::Write;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use arrow_array::Array as _;
@@ -23,7 +22,7 @@ use parquet::schema::types::ColumnPath;
 use crate::prepare::decode::tests::gzip;
 use crate::prepare::fields::Fields;
 use crate::prepare::reader::Place;
-use crate::prepare::reader::tests::{documents, options};
+use crate::prepare::reader::tests::{documents, options, written};
 use crate::prepare::reader::{BadRecord, Format, ReadOptions, open};
 
 const ROWS: usize = 1000;
@@ -111,15 +110,8 @@ fn with_field(field: &str) -> ReadOptions {
     ReadOptions { fields: Arc::new(Fields::parse(field).unwrap()), chunk_bytes: 1000, ..options() }
 }
 
-fn written(bytes: &[u8]) -> (tempfile::TempDir, PathBuf) {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("table");
-    std::fs::write(&path, bytes).unwrap();
-    (dir, path)
-}
-
 fn read(bytes: &[u8], field: &str) -> crate::prepare::Result<Vec<Result<String, BadRecord>>> {
-    documents(&written(bytes).1, None, with_field(field))
+    documents(&written("table", bytes).1, None, with_field(field))
 }
 
 fn error(bytes: &[u8], field: &str) -> String {
@@ -207,14 +199,15 @@ fn a_column_that_is_missing_or_no_text_is_named() {
 
 #[test]
 fn the_row_groups_are_parts() {
-    let (_dir, path) = written(&parquet_in_groups(&table(), Compression::SNAPPY));
+    let (_dir, path) = written("a.txt", &parquet_in_groups(&table(), Compression::SNAPPY));
     let input = open(&path, None, Arc::new(options())).unwrap();
     assert_eq!((input.format, input.parts()), (Format::Parquet, 4));
 }
 
 #[test]
 fn a_format_that_does_not_fit_is_refused() {
-    let open_as = |bytes: &[u8], format| open(&written(bytes).1, Some(format), Arc::new(options()));
+    let open_as =
+        |bytes: &[u8], format| open(&written("table", bytes).1, Some(format), Arc::new(options()));
     for (_, bytes) in files() {
         let expected = ", not what --format says: leave --format out";
         assert_refused(open_as(&bytes, Format::Text), expected);
@@ -372,7 +365,7 @@ fn large_tables_are_read_from_any_row_on() {
     let table = large();
     let texts = table.column(1).as_string::<i32>();
     for (name, bytes) in large_files() {
-        let (_dir, path) = written(&bytes);
+        let (_dir, path) = written("table", &bytes);
         for chunk_bytes in [100_000, 1 << 20] {
             let options =
                 ReadOptions { chunk_bytes, max_record_bytes: 1 << 24, ..with_field("text") };
@@ -389,7 +382,7 @@ fn large_tables_are_read_from_any_row_on() {
 fn a_text_that_is_too_long_is_a_bad_record() {
     for (name, bytes) in large_files() {
         let options = ReadOptions { max_record_bytes: 1_000_000, ..with_field("text") };
-        let found = documents(&written(&bytes).1, None, options).unwrap();
+        let found = documents(&written("table", &bytes).1, None, options).unwrap();
         assert_eq!(found.len(), 200, "{name}");
         let bad: Vec<_> = found.iter().filter_map(|found| found.as_ref().err()).collect();
         let reason = "the text has more than 1 MB, the most of a document: split it".to_owned();
