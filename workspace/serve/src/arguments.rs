@@ -52,7 +52,7 @@ pub struct Arguments {
     pub allow_anyone: bool,
     /// Name of this machine for which requests may ask, beside localhost and --host; repeat it for more. With keys, any
     /// name may be asked for unless one is given
-    #[arg(long, value_name = "NAME", value_parser = only(is_host, EXPECTED_HOST))]
+    #[arg(long, value_name = "NAME", value_parser = only(|name: &String| is_host(name), EXPECTED_HOST))]
     pub allowed_host: Vec<String>,
     /// Port to listen at; 0 is any that is free
     #[arg(long, default_value_t = 8000)]
@@ -116,7 +116,7 @@ impl Arguments {
 }
 
 /// Whether a text is the name of a host, without a port.
-fn is_host(text: &String) -> bool {
+fn is_host(text: &str) -> bool {
     let is_part = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
     (!text.is_empty() && text.bytes().all(is_part)) || text.parse::<IpAddr>().is_ok()
 }
