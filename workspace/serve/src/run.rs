@@ -2,7 +2,6 @@
 
 use std::io::{Write as _, stdout};
 use std::net::{SocketAddr, TcpListener};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock, Weak};
 use std::time::{Duration, Instant, SystemTime};
