@@ -193,7 +193,7 @@ pub(crate) struct Plan<'a> {
     /// The output's tensors.
     pub tensors: Vec<TensorSpec>,
     /// `None` if the vocabulary stays as it is.
-    expansion: Option<Expansion>,
+    pub expansion: Option<Expansion>,
     /// A router's matrices that the source does not have. Those that a calibration did not fit begin as zeros,
     /// with which every active head of one-stage and two-stage routing has weight 1.
     pub added: HashSet<String>,

@@ -5,7 +5,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::run_directory::TOKENIZER;
 use moh_data::TokenizerFile;
 use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
