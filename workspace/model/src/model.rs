@@ -1,14 +1,12 @@
 //! A model on a device, or a rank's part of one: its weights in flat buffers, and the results of a
 //! pass that can be read.
 
-use std::sync::Arc;
-
 use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, Memory, Purpose};
 
 use crate::architecture::Layers;
-use crate::layers::{Context, RopeTables, RouterLayer, RouterSpec, Tokens};
-use crate::router::{self, CustomRouters, LayerRouting, Router, RoutingStatistics};
+use crate::layers::{Context, RopeTables, RouterLayer, Tokens};
+use crate::router::{self, LayerRouting, RoutingStatistics};
 use crate::{
     Activations, AuxiliaryLosses, Error, FlatBuffers, ModelConfig, ModelLayout, ModelParallel,
     PassRole, PassShape, PassSizes, Result, Segment, Teacher,
@@ -24,7 +22,6 @@ pub struct Model<B: Backend, T: Element> {
     pub(crate) weights: FlatBuffers<B, T>,
     pub(crate) layers: Layers,
     pub(crate) rope: RopeTables<B>,
-    pub(crate) routers: CustomRouters<B, T>,
     /// See [`Model::set_teacher`].
     pub(crate) teacher: Option<Box<Teacher<B, T>>>,
 }
@@ -101,47 +98,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         ranks: usize,
     ) -> Result<Self> {
         let routers = router::of_config(&config);
-        Self::zeros_with(backend, config, positions, parallel, ranks, &routers)
-    }
-
-    /// As [`Self::new`], of `parallel`'s part, with other routers than the configuration's: one for
-    /// each layer, `None` where the configuration's stays. Their parameters are tensors of the
-    /// blocks.
-    pub fn with_routers<E: From<Error>>(
-        backend: B,
-        config: ModelConfig,
-        positions: usize,
-        parallel: ModelParallel,
-        routers: Vec<Option<Arc<dyn Router<B, T>>>>,
-        source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
-    ) -> Result<Self, E> {
-        let (count, layers) = (routers.len(), config.num_hidden_layers);
-        if count != layers {
-            let reason = format!("{count} routers for {layers} layers: give one for each layer");
-            return Err(Error::Invalid(reason).into());
-        }
-        let (mut custom, mut specs) = (Vec::new(), router::of_config(&config));
-        for (spec, router) in specs.iter_mut().zip(routers) {
-            let Some(router) = router else { continue };
-            let parameters = router.parameters(config.hidden_size);
-            *spec = Some(RouterSpec::Custom { index: custom.len(), parameters });
-            custom.push(router);
-        }
-        let mut model = Self::zeros_with(backend, config, positions, parallel, 1, &specs)?;
-        model.routers = custom;
-        model.weights.fill(&model.backend, &model.layout, source)?;
-        Ok(model)
-    }
-
-    fn zeros_with(
-        backend: B,
-        config: ModelConfig,
-        positions: usize,
-        parallel: ModelParallel,
-        ranks: usize,
-        routers: &[Option<RouterSpec>],
-    ) -> Result<Self> {
-        let (layers, flats) = Layers::new(&config, routers, ranks, parallel.part());
+        let (layers, flats) = Layers::new(&config, &routers, ranks, parallel.part());
         let layout = ModelLayout { flats, num_blocks: config.num_hidden_layers };
         if let Some(moh) = &config.moh {
             config.check_moh(moh)?;
@@ -149,8 +106,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let buffers = ModelBuffers::zeros(&backend, &config, &layout, positions)?;
         let ModelBuffers { weights, mut rope } = buffers;
         rope.fill(&backend, &config.rope, config.head_dim)?;
-        let (routers, teacher) = (Vec::new(), None);
-        Ok(Model { backend, config, layout, parallel, weights, layers, rope, routers, teacher })
+        Ok(Model { backend, config, layout, parallel, weights, layers, rope, teacher: None })
     }
 
     /// The device.
@@ -217,7 +173,6 @@ impl<B: Backend, T: Element> Model<B, T> {
             weights: &self.weights,
             parallel: &self.parallel,
             rope: &self.rope,
-            routers: &self.routers,
             packed: None,
             tokens,
         }
@@ -244,7 +199,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     pub fn routing_statistics(&self) -> RoutingStatistics {
         let heads = self.config.num_attention_heads;
         let of_layer = |(layer, router): (usize, &RouterLayer)| {
-            LayerRouting::new(layer, router.spec.shared_heads(&self.routers), heads)
+            LayerRouting::new(layer, router.spec.shared_heads(), heads)
         };
         let routers = self.layer_routers().filter(|(_, router)| router.selects());
         RoutingStatistics { layers: routers.map(of_layer).collect() }
@@ -254,8 +209,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     pub fn pass_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>> {
         let (config, part) = (&self.config, self.parallel.part());
         let heads = part.tensor.heads(config);
-        let shape =
-            |router: &RouterLayer| router.spec.routing_shape(&self.routers, pass.tokens(), heads);
+        let shape = |router: &RouterLayer| router.spec.routing_shape(pass.tokens(), heads);
         let routing = router::largest(self.layer_routers().map(|(_, router)| shape(router)))?;
         let (role, tensors) = (PassRole::Alone, self.layout.segments().count());
         Ok(PassSizes { config, part, pass, role, routing, tensors })

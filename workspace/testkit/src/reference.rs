@@ -1,5 +1,5 @@
 //! A Mixture-of-Head model in f64 (section 2 of docs/design.md), whose gradients candle's autograd
-//! takes, with a router that the test chooses.
+//! takes.
 
 use std::collections::HashMap;
 
@@ -19,19 +19,15 @@ const TOLERANCE: f64 = 2e-5;
 pub struct Reference {
     pub config: ModelConfig,
     pub weights: HashMap<String, Var>,
-    pub route: Route,
 }
 
-/// Routes the tokens of a layer; `None` if it is dense.
-pub type Route = fn(&Reference, &RouterInput<'_>) -> Result<Option<Routed>>;
-
 /// What a router may read.
-pub struct RouterInput<'a> {
-    pub layer: usize,
+struct RouterInput<'a> {
+    layer: usize,
     /// The block's normed input, `[N, C]`.
-    pub x: &'a Tensor,
+    x: &'a Tensor,
     /// Queries before RoPE, `[N, H, D]`.
-    pub queries: &'a Tensor,
+    queries: &'a Tensor,
 }
 
 /// What a pass of the reference gives.
@@ -53,14 +49,14 @@ pub struct Routed {
 
 impl Reference {
     /// A model with these weights, as the reference of `model`.
-    pub fn of(model: &Model<Cpu, f32>, route: Route) -> Self {
+    pub fn of(model: &Model<Cpu, f32>) -> Self {
         let weights = model.layout().segments().map(|(flat, segment)| {
             let values = model.weights().read(&Cpu, flat, segment).unwrap();
             let values = values.iter().map(|&value| f64::from(value)).collect();
             let tensor = Tensor::from_vec(values, segment.shape(), &Device::Cpu).unwrap();
             (segment.name.clone(), Var::from_tensor(&tensor).unwrap())
         });
-        Reference { weights: weights.collect(), config: model.config().clone(), route }
+        Reference { weights: weights.collect(), config: model.config().clone() }
     }
 
     /// `x W^T`.
@@ -175,7 +171,7 @@ impl Reference {
         };
         let mut attended = self.attend(&prepare(&q, "q_norm")?, &prepare(&k, "k_norm")?, &v)?;
         let queries = &q.reshape((tokens, count, config.head_dim))?;
-        let routed = (self.route)(self, &RouterInput { layer, x: &normed, queries })?;
+        let routed = routed(self, &RouterInput { layer, x: &normed, queries })?;
         if let Some(routed) = &routed {
             attended = attended.broadcast_mul(&routed.weights.unsqueeze(2)?)?;
         }
@@ -244,8 +240,8 @@ pub fn counted(targets: &[u32]) -> (Vec<u32>, Vec<u32>) {
     (0..).zip(targets).filter(|(_, target)| **target != IGNORED).unzip()
 }
 
-/// The router of a configuration: items 2 to 7 of query-norm, and what differs in the others.
-pub fn configured(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
+/// Routes the tokens of a layer, by items 2 to 7 of query-norm and what differs in the others; `None` if it is dense.
+fn routed(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
     let config = &reference.config;
     let heads = config.layer_heads(input.layer);
     let (tokens, count, _) = input.queries.dims3()?;
@@ -356,7 +352,7 @@ fn by_logits(reference: &Reference, input: &RouterInput<'_>, router: RouterKind)
 }
 
 /// 1 for the `top_k` largest scores, lower heads first among equals.
-pub fn select(scores: &[f64], top_k: usize) -> Vec<u8> {
+fn select(scores: &[f64], top_k: usize) -> Vec<u8> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
     (0..scores.len()).map(|head| u8::from(order[..top_k].contains(&head))).collect()

@@ -14,7 +14,6 @@ use super::RopeTables;
 use crate::generation::PackedWeights;
 use crate::model_parallel::{TensorShare, TokenShare};
 use crate::parameters::ParameterRange;
-use crate::router::CustomRouters;
 use crate::{FlatBuffers, ModelParallel, PassSizes, Result};
 
 /// The tokens that a pass computes; they may be fewer than the buffers' capacity.
@@ -50,8 +49,6 @@ pub(crate) struct Context<'a, B: Backend, T: Element> {
     pub weights: &'a FlatBuffers<B, T>,
     pub parallel: &'a ModelParallel,
     pub rope: &'a RopeTables<B>,
-    /// The routers that the configuration does not have.
-    pub routers: &'a CustomRouters<B, T>,
     /// Packed copies of weights, in generation.
     pub packed: Option<&'a PackedWeights<B>>,
     pub tokens: Tokens<'a, B>,

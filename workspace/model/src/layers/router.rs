@@ -1,8 +1,6 @@
 //! The router of a layer, which selects the heads that attention computes for each token.
 //!
-//! The routers of a configuration ([`RouterKind`](crate::RouterKind)) are called here; any other one
-//! implements [`Router`](crate::router::Router). It reads the block's normed input x, and the
-//! projection's queries, keys and values.
+//! A router reads the block's normed input x, or the projection's queries.
 //!
 //! The routers by logits, z = x W^T, are "linear", whose gates are straight-through, "two-stage", which weighs
 //! the heads (equations 5 and 6, normalised as in the authors' code), and "one-stage", which does so without the
@@ -21,14 +19,11 @@ use moh_kernels::{Accumulation, Backend, Element, View, ViewMut};
 
 use super::{ActivationGradients, BackwardContext, Context, Linear};
 use crate::parameters::ParameterRange;
-use crate::router::{
-    CustomRouters, LayerGradients, Parameters, RouterBackward, RouterForward, RouterParameter,
-};
 use crate::tensors::{Division, ROUTER, ROUTER_STAGES, TensorList};
 use crate::{ModelConfig, Result};
 
 /// What selects the heads of a layer.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum RouterSpec {
     /// A router by the norms of queries.
     QueryNorm(QueryNormRouter),
@@ -36,18 +31,11 @@ pub(crate) enum RouterSpec {
     Static(SharedHeads),
     /// A router by logits, whose matrices are tensors of the block.
     Logits(LogitRouter),
-    /// The router of this index among the model's [`CustomRouters`].
-    Custom { index: usize, parameters: Vec<RouterParameter> },
 }
 
 impl RouterSpec {
     /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`.
-    pub fn routing_shape<B: Backend, T: Element>(
-        &self,
-        routers: &CustomRouters<B, T>,
-        tokens: usize,
-        heads: Heads,
-    ) -> moh_kernels::Result<RoutingShape> {
+    pub fn routing_shape(&self, tokens: usize, heads: Heads) -> moh_kernels::Result<RoutingShape> {
         match self {
             RouterSpec::QueryNorm(router) => router.routing_shape(tokens, heads),
             RouterSpec::Static(shared) => Ok(RoutingShape {
@@ -59,19 +47,14 @@ impl RouterSpec {
                 logits: 0,
             }),
             RouterSpec::Logits(router) => router.routing_shape(tokens, heads),
-            RouterSpec::Custom { index, .. } => routers[*index].routing_shape(tokens, heads),
         }
     }
 
-    pub fn shared_heads<B: Backend, T: Element>(
-        &self,
-        routers: &CustomRouters<B, T>,
-    ) -> SharedHeads {
+    pub fn shared_heads(&self) -> SharedHeads {
         match self {
             RouterSpec::QueryNorm(router) => router.shared,
             RouterSpec::Static(shared) => *shared,
             RouterSpec::Logits(router) => router.shared,
-            RouterSpec::Custom { index, .. } => routers[*index].shared_heads(),
         }
     }
 }
@@ -109,10 +92,6 @@ impl RouterLayer {
                 let stages = has_stages.then(|| matrix(ROUTER_STAGES, [2, width]));
                 [weight].into_iter().chain(stages).collect()
             }
-            RouterSpec::Custom { parameters, .. } => parameters
-                .iter()
-                .map(|matrix_of| matrix(&matrix_of.name, matrix_of.shape))
-                .collect(),
         };
         RouterLayer { spec, width, heads, parameters }
     }
@@ -131,7 +110,7 @@ impl RouterLayer {
                 RouterSpec::Logits(_),
                 Some(RouterLayer { spec: RouterSpec::Logits(_), parameters, .. }),
             ) => parameters.clone(),
-            (RouterSpec::Logits(_) | RouterSpec::Custom { .. }, _) => return None,
+            (RouterSpec::Logits(_), _) => return None,
         };
         Some(RouterLayer { spec, width, heads, parameters })
     }
@@ -155,7 +134,7 @@ impl RouterLayer {
 
     /// Whether the router's gradient reaches the block's input beside queries, keys and values.
     pub fn reads_input(&self) -> bool {
-        matches!(self.spec, RouterSpec::Logits(_) | RouterSpec::Custom { .. })
+        matches!(self.spec, RouterSpec::Logits(_))
     }
 
     /// What the balance loss sum_i f_i P_i is multiplied by: in the authors' code of two-stage routing
@@ -176,14 +155,8 @@ impl RouterLayer {
         mut out: ViewMut<'_, B, f64>,
     ) -> Result<()> {
         let (scale, out) = (scale * self.balance_factor(routing), B::reborrow_mut(&mut out));
-        match &self.spec {
-            RouterSpec::Static(_) => {}
-            RouterSpec::QueryNorm(_) | RouterSpec::Logits(_) => {
-                cx.backend.balance_loss(routing, scale, out)?
-            }
-            RouterSpec::Custom { index, .. } => {
-                cx.routers[*index].loss(cx.backend, routing, scale, out)?
-            }
+        if self.selects() {
+            cx.backend.balance_loss(routing, scale, out)?;
         }
         Ok(())
     }
@@ -219,23 +192,11 @@ impl RouterLayer {
                 let args = LogitsForward { router, logits, tokens, routing, all_reduce };
                 cx.backend.logits_forward(args)?
             }
-            RouterSpec::Custom { index, .. } => {
-                let (qkv, parameters) = (B::as_view(&qkv), self.parameters(cx));
-                let args = RouterForward { shape, x, qkv, parameters, routing, all_reduce };
-                cx.routers[*index].forward(cx.backend, args)?
-            }
         }
         if rotates {
             cx.backend.rope_forward(cx.rope_args(B::reborrow_mut(&mut qkv)))?;
         }
         Ok(())
-    }
-
-    fn parameters<'v, B: Backend, T: Element>(
-        &'v self,
-        cx: &Context<'v, B, T>,
-    ) -> Parameters<'v, B, T> {
-        Parameters { weights: cx.weights, ranges: &self.parameters }
     }
 
     /// Adds the router's gradients to those of queries, keys and values in `d_qkv`, and to those of
@@ -293,23 +254,6 @@ impl RouterLayer {
                     d_x: B::view_mut(&mut d.hidden, elements),
                     accumulation,
                 })?
-            }
-            RouterSpec::Custom { index, .. } => {
-                let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
-                let (cx, gradients) = (&cx.forward, &mut *cx.gradients);
-                let (backend, ranges) = (cx.backend, &self.parameters[..]);
-                let args = RouterBackward {
-                    shape: &cx.tokens.shape,
-                    x: B::reborrow(x),
-                    qkv: B::reborrow(qkv),
-                    parameters: self.parameters(cx),
-                    gradient,
-                    tokens,
-                    d_x: B::view_mut(&mut d.hidden, elements),
-                    d_qkv: B::reborrow_mut(&mut d_qkv),
-                    d_parameters: &mut LayerGradients { backend, gradients, ranges },
-                };
-                cx.routers[*index].backward(backend, args)?
             }
         }
         if rotates {

@@ -8,7 +8,7 @@ use moh_model::{
     ModelConfig, MohConfig, PassRole, PassShape, PassSlot, RouterKind, Slots, StepSums, Teacher,
 };
 use moh_testkit::models::{SHAPE, config, draw, model, moh, upload};
-use moh_testkit::reference::{Reference, assert_gradient, configured, micro_batch};
+use moh_testkit::reference::{Reference, assert_gradient, micro_batch};
 
 /// The loss's weight over layers and tokens.
 const SCALE: f32 = 0.7 / (3.0 * 80.0);
@@ -42,9 +42,9 @@ fn is_the_formula(architecture: Architecture, moh: MohConfig) {
     let config = ModelConfig { architecture, num_hidden_layers: 3, ..config(10, false, Some(moh)) };
     let shape = PassShape { document_mask: false, ..SHAPE };
     let mut student = model::<Cpu, f32>(Cpu, config.clone());
-    let reference = Reference::of(&student, configured);
+    let reference = Reference::of(&student);
     let teacher = teacher(&config);
-    let of_teacher = Reference::of(&teacher, |_, _| Ok(None));
+    let of_teacher = Reference::of(&teacher);
     let rows = config.vocab_size;
     student.set_teacher(Some(Teacher::new(teacher, shape, rows, 1.0).unwrap())).unwrap();
     let role = PassRole::Student { attention_output: true };

@@ -11,4 +11,3 @@ mod moh_reference;
 mod qwen3;
 mod reference_vectors;
 mod routing_statistics;
-mod trial_router;

@@ -8,14 +8,14 @@ use moh_model::{
     SharedHeadSets,
 };
 use moh_testkit::models::{MOH, RECOMPUTE, SHAPE, config, model, moh, pass};
-use moh_testkit::reference::{Reference, configured, micro_batch};
+use moh_testkit::reference::{Reference, micro_batch};
 
 fn is_the_reference(moh: MohConfig) {
     let config = ModelConfig { num_hidden_layers: 4, ..config(10, false, Some(moh)) };
     let (ids, targets) = micro_batch();
     for architecture in Architecture::ALL {
         let mut model = model::<Cpu, f32>(Cpu, ModelConfig { architecture, ..config.clone() });
-        let reference = Reference::of(&model, configured);
+        let reference = Reference::of(&model);
         let expected = reference.forward(&ids, &targets, 2).unwrap();
         for recompute in RECOMPUTE {
             let shape = PassShape { recompute, document_mask: false, ..SHAPE };

@@ -16,7 +16,7 @@ use moh_step::{
     Stepper, Update,
 };
 use moh_testkit::models::{MOH, RECOMPUTE, SCALE, SHAPE, VOCABULARY, config, model};
-use moh_testkit::reference::{Pass, Reference, close, configured, counted};
+use moh_testkit::reference::{Pass, Reference, close, counted};
 
 const MICRO_BATCHES: u64 = 2;
 
@@ -129,9 +129,9 @@ fn teacher() -> Model<Cpu, f32> {
 fn is_the_reference(architecture: Architecture, recompute: Recompute, has_teacher: bool) {
     let config = ModelConfig { architecture, ..config(10, false, Some(MOH)) };
     let mut model = model::<Cpu, f32>(Cpu, config);
-    let reference = Reference::of(&model, configured);
+    let reference = Reference::of(&model);
     let teacher = has_teacher.then(teacher);
-    let other = teacher.as_ref().map(|teacher| Reference::of(teacher, |_, _| Ok(None)));
+    let other = teacher.as_ref().map(|teacher| Reference::of(teacher));
     let expected = step_of(&reference, other.as_ref()).unwrap();
     let distillation = has_teacher.then_some(DISTILLATION);
 
