@@ -52,6 +52,7 @@ pub(crate) words: [u64; 16],
 pub(crate) mod attention {
 #[allow(unused_imports)]
 use super::*;
+/// Of one pass.
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 pub(crate) struct Pass {
