@@ -119,7 +119,7 @@ impl Buffers<'_> {
 /// Lists the tensors of a block, those of its router last, and returns its layers.
 fn block(list: &mut TensorList<'_>, config: &ModelConfig, router: Option<&RouterSpec>) -> Block {
     let mut block = config.architecture.block(list, config);
-    block.attention.router = router.map(|spec| RouterLayer::new(list, config, spec.clone()));
+    block.attention.router = router.map(|spec| RouterLayer::new(list, config, *spec));
     block
 }
 
