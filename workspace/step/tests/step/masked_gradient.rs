@@ -131,7 +131,7 @@ fn is_the_reference(architecture: Architecture, recompute: Recompute, has_teache
     let mut model = model::<Cpu, f32>(Cpu, config);
     let reference = Reference::of(&model);
     let teacher = has_teacher.then(teacher);
-    let other = teacher.as_ref().map(|teacher| Reference::of(teacher));
+    let other = teacher.as_ref().map(Reference::of);
     let expected = step_of(&reference, other.as_ref()).unwrap();
     let distillation = has_teacher.then_some(DISTILLATION);
 
