@@ -292,7 +292,9 @@ fn routed(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Route
     let (mask, routed) = (chosen.concat(), gates.dim(1)?);
     let (mut balance, _, mut weights) = selected_gates(&mask, &gates)?;
     if router == RouterKind::Static {
-        (balance, weights) = (balance.zeros_like()?, weights.detach());
+        // One routed head has no gate that is a number.
+        let selected = Tensor::from_slice(&mask, gates.dims2()?, &Device::Cpu)?;
+        (balance, weights) = (balance.zeros_like()?, selected.to_dtype(DType::F64)?);
     }
     // A shared head has weight 1 for every token.
     let of_shared = Tensor::ones((tokens, count - routed), DType::F64, &Device::Cpu)?;
