@@ -292,7 +292,7 @@ fn remark_of_class(class: &str, tokenizer: &Tokenizer) -> Option<String> {
     let is_same = found == kinds || is_llama && found == ["Prepend", "Replace"];
     (!follows_file && !is_same).then(|| {
         format!(
-            "by its tokenizer_class {class}, transformers 5 splits text by {}, and tokenizer.json, which counts here as in \\
+            "by its tokenizer_class {class}, transformers 5 splits text by {}, and tokenizer.json, which counts here as in \
              transformers 4, by {}: ids can differ",
             kinds.join(", "),
             if found.is_empty() { "nothing".to_owned() } else { found.join(", ") }
