@@ -165,7 +165,7 @@ impl TokenIndex {
         i64_at(&self.map, self.bounds() + 8 * document) as usize
     }
 
-    /// The number of documents whose first sequence is before a place; later ones are not.
+    /// Counts the documents that begin before a place. `is_before` tells whether a sequence begins before it.
     pub(crate) fn documents_before(&self, is_before: impl Fn(usize) -> bool) -> usize {
         let (mut low, mut high) = (0, self.documents);
         while low < high {

@@ -135,7 +135,7 @@ impl TokenFileWriter {
         self.push_unmasked(tokens)
     }
 
-    /// Appends a document whose mask is in its file already.
+    /// Appends a document. Its mask, if any, is written already.
     fn push_unmasked(&mut self, tokens: &[u32]) -> Result<()> {
         // A loop without a branch finds the largest several times as fast as one that ends at the first outside.
         let largest = tokens.iter().copied().max().unwrap_or(0);

@@ -52,7 +52,7 @@ paths! {
     recipe: "recipe.toml",
     /// The content of the run's inputs.
     inputs: "inputs.json",
-    /// On what the run trains.
+    /// The machine on which the run trains.
     machine: "machine.json",
     /// What resuming needs of the run's model beside a checkpoint: configuration, tokenizers and the files
     /// that an export copies.
