@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use moh_kernels::DType;
 use moh_model::ModelConfig;
 use moh_model::parameters::Shard;
 use moh_model::slice::{Slice, common};
@@ -110,6 +111,13 @@ impl StoredCheckpoint {
         }
         let wanted = TensorRequest { name, slice: &slice, range: 0..out.len() };
         Ok(self.read(kind, &wanted, out)?)
+    }
+
+    /// Reads a weight in f32 as an export of type `dtype` has it: rounded.
+    pub fn read_exported(&self, dtype: DType, name: &str, out: &mut [f32]) -> Result<()> {
+        self.read_f32(TensorKind::Weight, name, out)?;
+        dtype.round(out);
+        Ok(())
     }
 
     /// Reads and checks every byte.

@@ -23,8 +23,8 @@ pub(crate) struct Source {
 
 pub(crate) enum Weights {
     Files(WeightFiles),
-    /// Tensors of a run, each of which is read, compared with its hash, and rounded to the type of the run's export, when
-    /// it is needed.
+    /// Tensors of a run. When a tensor is needed, it is read, compared with its hash, and rounded to the type of the run's
+    /// export.
     Checkpoint {
         stored: Box<StoredCheckpoint>,
         dtype: DType,
@@ -82,9 +82,7 @@ impl Weights {
         match self {
             Weights::Files(files) => Ok(files.read_f32(name, out)?),
             Weights::Checkpoint { stored, dtype, .. } => {
-                stored.read_f32(TensorKind::Weight, name, out)?;
-                dtype.round(out);
-                Ok(())
+                Ok(stored.read_exported(*dtype, name, out)?)
             }
         }
     }

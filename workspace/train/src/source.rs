@@ -44,6 +44,8 @@ pub(crate) enum StoredWeights {
     Files(WeightFiles),
     /// Those of a run, with its moments.
     Checkpoint(Box<StoredCheckpoint>),
+    /// Those of an export of a run, which has this type. There are no moments.
+    Exported(Box<StoredCheckpoint>, DType),
 }
 
 impl StoredWeights {
@@ -51,7 +53,9 @@ impl StoredWeights {
     pub(crate) fn identity(&self) -> String {
         match self {
             StoredWeights::Files(files) => files.sample().to_hex().to_string(),
-            StoredWeights::Checkpoint(stored) => parts_identity(stored),
+            StoredWeights::Checkpoint(stored) | StoredWeights::Exported(stored, _) => {
+                parts_identity(stored)
+            }
         }
     }
 
@@ -59,6 +63,7 @@ impl StoredWeights {
         match self {
             StoredWeights::Files(files) => Ok(files.read_f32(name, out)?),
             StoredWeights::Checkpoint(stored) => Ok(stored.read_f32(kind, name, out)?),
+            StoredWeights::Exported(stored, dtype) => Ok(stored.read_exported(*dtype, name, out)?),
         }
     }
 }

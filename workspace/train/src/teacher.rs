@@ -5,10 +5,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use moh_checkpoint::run_directory::CheckpointName;
+use moh_checkpoint::run_directory::{CheckpointName, RunCheckpoint};
 use moh_data::TokenizerFile;
 use moh_hf::{ConfigFile, StoredModel};
-use moh_kernels::{Backend, DType, Element};
+use moh_kernels::{Backend, Element};
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{Distillation, Model, ModelConfig, PassShape, Segment, Teacher};
 use moh_recipe::{DistillOptions, Recipe, START, Stage};
@@ -30,8 +30,6 @@ pub(crate) struct TeacherSource {
     rows: usize,
     /// `None` for those of the run's initial model.
     weights: Option<StoredWeights>,
-    /// The type of its run's export, to which its weights are rounded.
-    exported: Option<DType>,
     /// What tells it from others.
     identity: String,
 }
@@ -40,8 +38,6 @@ pub(crate) struct TeacherSource {
 struct Stored {
     file: ConfigFile,
     weights: StoredWeights,
-    /// The type of its run's export, if it is a checkpoint.
-    exported: Option<DType>,
     /// The directory of its tokenizer, if it has one.
     tokenizer: Option<PathBuf>,
 }
@@ -91,7 +87,6 @@ impl TeacherSource {
                 stored_rows: model.vocab_size,
                 rows: source.kept_rows,
                 weights: None,
-                exported: None,
                 // The record has the model's own.
                 identity: START.to_owned(),
             });
@@ -156,7 +151,6 @@ impl TeacherSource {
             stored_rows: own.vocab_size,
             rows,
             weights: Some(stored.weights),
-            exported: stored.exported,
             identity: hasher.finalize().to_hex().to_string(),
         })
     }
@@ -186,13 +180,7 @@ impl TeacherSource {
         missing.fill(0.0);
         match &self.weights {
             None => source.fill(segment, stored),
-            Some(weights) => {
-                weights.read(TensorKind::Weight, &segment.name, stored)?;
-                if let Some(dtype) = self.exported {
-                    dtype.round(stored);
-                }
-                Ok(())
-            }
+            Some(weights) => weights.read(TensorKind::Weight, &segment.name, stored),
         }
     }
 }
@@ -210,7 +198,7 @@ impl Stored {
             let StoredModel { file, weights, .. } = StoredModel::open(Path::new(name))?;
             let tokenizer = with_tokenizer(Path::new(name));
             let weights = StoredWeights::Files(weights);
-            return Ok(Stored { file, weights, exported: None, tokenizer });
+            return Ok(Stored { file, weights, tokenizer });
         };
         if is_own_run(&run, recipe) {
             return refuse(
@@ -221,9 +209,10 @@ impl Stored {
             return refuse("is a run: name one of its checkpoints, as RUN@STEP");
         };
         let (stored, file) = run.stored_model(step)?;
-        let exported = Some(run.stored_recipe()?.run.dtype.dtype());
-        let weights = StoredWeights::Checkpoint(Box::new(stored));
-        Ok(Stored { file, weights, exported, tokenizer: run.tokenizer() })
+        let tokenizer = run.tokenizer();
+        let dtype = RunCheckpoint { run, step }.export_type()?;
+        let weights = StoredWeights::Exported(Box::new(stored), dtype);
+        Ok(Stored { file, weights, tokenizer })
     }
 }
 

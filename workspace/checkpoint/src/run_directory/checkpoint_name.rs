@@ -10,7 +10,7 @@ use moh_kernels::{Backend, DType};
 use moh_model::ModelConfig;
 use moh_recipe::shell::shell_word;
 use moh_recipe::{ModelOptions, Recipe};
-use moh_step::{Ranks, TensorKind};
+use moh_step::Ranks;
 use serde_json::Value;
 
 use crate::{Error, Result, RunDirectory};
@@ -93,16 +93,7 @@ impl RunCheckpoint {
         &self,
     ) -> Result<impl FnMut(&str, &mut [f32]) -> Result<(), Error> + Send + use<>, Error> {
         let (stored, dtype) = (self.run.stored(self.step)?, self.export_type()?);
-        let mut bytes = Vec::new();
-        Ok(move |name: &str, values: &mut [f32]| {
-            stored.read_f32(TensorKind::Weight, name, values)?;
-            if dtype != DType::F32 {
-                bytes.resize(values.len() * dtype.bytes(), 0);
-                dtype.write(values, &mut bytes);
-                dtype.read(&bytes, values);
-            }
-            Ok(())
-        })
+        Ok(move |name: &str, values: &mut [f32]| stored.read_exported(dtype, name, values))
     }
 
     /// The model's configuration at the step; no tensor is read.
