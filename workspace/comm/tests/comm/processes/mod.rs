@@ -14,8 +14,8 @@ use moh_testkit::launcher::Launcher;
 
 const ROLE: &str = "MOH_COMM_TEST_ROLE";
 
-/// How long a rank calls nothing, in one of the tests.
-const COMPUTATION: Duration = Duration::from_secs(2);
+/// The file by which one rank tells another, outside of MPI, that a message has arrived.
+const ARRIVED: &str = "MOH_COMM_TEST_ARRIVED";
 
 /// The body of each process of the tests below.
 #[test]
@@ -56,16 +56,19 @@ fn rank_of_mpirun() {
         }
         "hangs" if last => group.recv::<Cpu, f32>(&mut [0.0], 0, 0).unwrap(),
         "computes" => {
+            let arrived = std::path::PathBuf::from(std::env::var_os(ARRIVED).unwrap());
             let mut elements = vec![1.0; 4_000_000];
-            group.barrier().unwrap();
-            let start = Instant::now();
             if last {
                 group.recv::<Cpu, f32>(&mut elements, 0, 0).unwrap();
-                eprintln!("arrived after {:?}", start.elapsed());
-                assert!(start.elapsed() < COMPUTATION / 2);
+                std::fs::write(arrived, []).unwrap();
             } else {
                 group.send::<Cpu, f32>(&elements, 1, 0).unwrap();
-                std::thread::sleep(COMPUTATION);
+                // Computes, and calls nothing of MPI, until the other rank has the message.
+                let start = Instant::now();
+                while !arrived.exists() {
+                    assert!(start.elapsed() < Duration::from_secs(60), "it did not arrive");
+                    std::thread::sleep(Duration::from_millis(10));
+                }
             }
         }
         "truncates" => {
@@ -84,12 +87,12 @@ fn rank_of_mpirun() {
 }
 
 fn mpirun(size: usize, role: &str) -> Output {
-    mpirun_with(&[], size, role)
+    mpirun_with(|_| (), size, role)
 }
 
-fn mpirun_with(settings: &[&str], size: usize, role: &str) -> Output {
+fn mpirun_with(settings: impl FnOnce(&mut Command), size: usize, role: &str) -> Output {
     let mut command = Command::new("mpirun");
-    command.args(settings);
+    settings(&mut command);
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", &size.to_string()]);
     command.arg(std::env::current_exe().unwrap());
     command.args(["--exact", "processes::rank_of_mpirun", "--nocapture"]).env(ROLE, role);
@@ -150,9 +153,13 @@ fn a_rank_that_ends_ends_the_job_and_is_named() {
 
 #[test]
 fn a_message_arrives_while_its_sender_computes() {
-    // As between machines: the receiver cannot take it from the sender's memory.
-    let settings = ["--mca", "btl_vader_single_copy_mechanism", "none"];
-    let output = mpirun_with(&settings, 2, "computes");
+    let directory = tempfile::tempdir().unwrap();
+    let settings = |command: &mut Command| {
+        // As between machines: the receiver cannot take it from the sender's memory.
+        command.args(["--mca", "btl_vader_single_copy_mechanism", "none"]);
+        command.env(ARRIVED, directory.path().join("arrived"));
+    };
+    let output = mpirun_with(settings, 2, "computes");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
